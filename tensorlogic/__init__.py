@@ -1,0 +1,58 @@
+"""TensorLogic: the fastest correct way to run half-precision tensor work on this machine, found by measuring."""
+
+from __future__ import annotations
+
+from . import ops as _ops
+from .derived import constant, invalidate
+from .explaining import candidates, explain
+from .ops.attention_scores import attention_scores
+from .ops.dropout_linear import dropout_linear
+from .ops.gelu_linear import gelu_linear
+from .ops.layer_norm_linear import layer_norm_linear
+from .ops.linear import linear, linear_residual_relu
+from .ops.linear_batch_norm_relu import linear_batch_norm_relu
+from .ops.matmul import matmul
+from .ops.pointwise import add, add_relu, affine, div, gelu, mul, mul_relu, relu, silu, sub
+from .ops.reduce import max, mean, min, sum
+from .ops.softmax import softmax
+from .ops.softmax_cross_entropy import softmax_cross_entropy
+from .policies import policy
+from .registry import activate as _activate
+from .tuning import tune
+
+_activate()
+del _ops, _activate
+
+__version__ = "0.1.0"
+__all__ = [
+    "add",
+    "add_relu",
+    "affine",
+    "attention_scores",
+    "candidates",
+    "constant",
+    "div",
+    "dropout_linear",
+    "explain",
+    "gelu",
+    "gelu_linear",
+    "invalidate",
+    "layer_norm_linear",
+    "linear",
+    "linear_batch_norm_relu",
+    "linear_residual_relu",
+    "matmul",
+    "max",
+    "mean",
+    "min",
+    "mul",
+    "mul_relu",
+    "policy",
+    "relu",
+    "silu",
+    "softmax",
+    "softmax_cross_entropy",
+    "sub",
+    "sum",
+    "tune",
+]

@@ -1,0 +1,116 @@
+"""Measuring unmeasured keys during later calls, within 5 % of the time the process has already spent in each key."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from . import capture_watch, compiling, policies, stores
+from .op import Launcher, Op
+from .plans import Key, environment
+from .study import Study
+
+SHARE = 0.05
+_WATCHES: dict[tuple[str, str], Watch] = {}
+_BUSY = threading.Lock()  # one study step at a time in the whole process
+
+
+def watch(op: Op, key: Key, device: torch.device, launch: Launcher) -> Launcher:
+    """`launch`, counted: every so often a later call pays for one step of the key's study."""
+    if stores.distributed():
+        return launch
+    known = _WATCHES.get((str(device), key.text))
+    if known is None:
+        known = _WATCHES[(str(device), key.text)] = Watch(op, key, device)
+    if known.done:
+        return launch
+    return known.wrap(launch)
+
+
+class Watch:
+    """The calls of one unmeasured key, and the study they pay for."""
+
+    def __init__(self, op: Op, key: Key, device: torch.device) -> None:
+        self.op, self.key, self.device = op, key, device
+        self.calls = 0
+        self.look_at = 8
+        self.call_s = 0.0
+        self.used_s = 0.0
+        self.next_s = 0.0
+        self.done = False
+        self.study: Study | None = None
+        self.steps: Iterator[float] | None = None
+
+    def wrap(self, launch: Launcher) -> Launcher:
+        """The launcher with a counter in front; what it costs shows only until the key is measured."""
+
+        def counted(*dynamic: Any) -> Any:
+            self.calls += 1
+            if self.calls < self.look_at or self.done:
+                return launch(*dynamic)
+            return self._look(launch, dynamic)
+
+        return counted
+
+    def _look(self, launch: Launcher, dynamic: tuple[Any, ...]) -> Any:
+        """Time this call; then, if the key has earned it, take one step."""
+        begin = time.perf_counter()
+        outs = launch(*dynamic)
+        if not capture_watch.capturing(self.device) and not capture_watch.any_thread():
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+            taken = time.perf_counter() - begin
+            self.call_s = min(self.call_s, taken) if self.call_s else taken
+            self._advance()
+        self.look_at = self.calls + self._interval()
+        return outs
+
+    def _interval(self) -> int:
+        """Calls until the key has earned its next step (looking itself costs a synchronisation)."""
+        missing = (self.used_s + self.next_s) / SHARE - self.calls * self.call_s
+        return max(64, int(missing / max(self.call_s, 1e-7)))
+
+    def _advance(self) -> None:
+        if self.used_s + self.next_s > SHARE * self.calls * self.call_s or not _BUSY.acquire(blocking=False):
+            return
+        try:
+            begin = time.perf_counter()
+            if self.steps is None:
+                self.study = Study(self.op, self.key, self.device, environment(self.device), stores.current(self.device).get(self.key), budget_s=0.05)
+                self.steps = self.study.steps()
+                self.next_s = 20 * self.call_s
+            elif compiling.ready(self.study.pending if self.study else ()):
+                with stores.preserved(self.device), _side_stream(self.device):
+                    self.next_s = next(self.steps, -1.0)
+            self.used_s += time.perf_counter() - begin
+            if self.next_s < 0:
+                self._finish()
+        finally:
+            _BUSY.release()
+
+    def _finish(self) -> None:
+        self.done = True
+        if self.study is not None and self.study.plan is not None:
+            stores.current(self.device).put(self.study.plan)
+            policies.forget_entries()
+        self.study = self.steps = None
+
+
+class _side_stream:
+    """Work queued by a study does not line up with the caller's; the caller's stream waits for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.context = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else None
+
+    def __enter__(self) -> None:
+        if self.context is not None:
+            self.context.__enter__()
+
+    def __exit__(self, *problem: Any) -> None:
+        if self.context is not None:
+            torch.cuda.current_stream().synchronize()
+            self.context.__exit__(*problem)

@@ -1,0 +1,52 @@
+"""Knowing whether any thread captures a CUDA graph: measuring then would break the capture."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+
+_LOCK = threading.Lock()
+_open: set[int] = set()
+_installed = False
+
+
+def install() -> None:
+    """Note the begin and end of every capture made through torch.cuda.CUDAGraph; called once, on first use of a GPU."""
+    global _installed
+    with _LOCK:
+        if _installed or not torch.cuda.is_available():
+            return
+        _installed = True
+    graph = torch.cuda.CUDAGraph
+    begin, end = graph.capture_begin, graph.capture_end
+
+    @functools.wraps(begin)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _open.add(id(self))
+        try:
+            return begin(self, *args, **kwargs)
+        except BaseException:
+            _open.discard(id(self))
+            raise
+
+    @functools.wraps(end)
+    def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return end(self, *args, **kwargs)
+        finally:
+            _open.discard(id(self))
+
+    graph.capture_begin, graph.capture_end = capture_begin, capture_end  # type: ignore[method-assign]
+
+
+def capturing(device: torch.device) -> bool:
+    """True while the current stream of this thread is being captured into a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def any_thread() -> bool:
+    """True while some thread is capturing."""
+    return bool(_open)

@@ -1,0 +1,122 @@
+"""Compiling ahead in worker processes: jobs fill the kernel cache on disk, so that the caller's process only loads."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import IO, Any, cast
+
+from . import settings
+
+
+class CompileFailure(RuntimeError):
+    """A kernel could not be compiled, or needs more than the device has; the message says why."""
+
+
+class _Workers:
+    """Threads that each own one worker process and hand it one job at a time."""
+
+    def __init__(self, count: int) -> None:
+        self.pool = ThreadPoolExecutor(count, thread_name_prefix="tensorlogic-compile")
+        self.local = threading.local()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.jobs: dict[Any, Future[str | None]] = {}
+        atexit.register(self.close)
+
+    def submit(self, job: Any) -> None:
+        if job not in self.jobs:
+            self.jobs[job] = self.pool.submit(self._serve, job)
+
+    def _serve(self, job: Any) -> str | None:
+        worker = getattr(self.local, "worker", None)
+        if worker is None or worker.poll() is not None:
+            worker = self.local.worker = subprocess.Popen(
+                [sys.executable, "-m", "tensorlogic.compiling"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            self.processes.append(worker)
+        try:
+            _send(cast(IO[bytes], worker.stdin), job)
+            return cast("str | None", _receive(cast(IO[bytes], worker.stdout)))
+        except (OSError, EOFError) as problem:
+            return f"the compile worker stopped: {problem}"
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+_workers: _Workers | None = None
+
+
+def submit(jobs: Iterable[Any]) -> None:
+    """Start compiling `jobs` (hashable, picklable, with a `run()`) in worker processes; returns at once."""
+    global _workers
+    count = settings.compile_workers()
+    for job in jobs:
+        if count == 0:
+            return
+        if _workers is None:
+            _workers = _Workers(count)
+        _workers.submit(job)
+
+
+def ready(jobs: Iterable[Any]) -> bool:
+    """True when no worker is still busy with one of `jobs`."""
+    return all(_future(job) is None or cast(Future[Any], _future(job)).done() for job in jobs)
+
+
+def settle(job: Any) -> None:
+    """Return when the job's result is on disk, or at once when no worker has begun it (the caller compiles it then)."""
+    future = _future(job)
+    if future is not None and not future.cancel():
+        future.result()
+
+
+def _future(job: Any) -> Future[str | None] | None:
+    return _workers.jobs.get(job) if _workers is not None else None
+
+
+def _send(stream: IO[bytes], value: Any) -> None:
+    data = pickle.dumps(value)
+    stream.write(struct.pack("<Q", len(data)) + data)
+    stream.flush()
+
+
+def _receive(stream: IO[bytes]) -> Any:
+    head = stream.read(8)
+    if len(head) < 8:
+        raise EOFError("end of stream")
+    return pickle.loads(stream.read(struct.unpack("<Q", head)[0]))
+
+
+def _attempt(run: Callable[[], object]) -> str | None:
+    try:
+        run()
+    except (RuntimeError, ValueError, TypeError, AssertionError, OSError, KeyError, AttributeError) as problem:
+        return f"{type(problem).__name__}: {problem}"  # the caller meets the same failure when it compiles, and records it
+    return None
+
+
+def _main() -> None:
+    """A worker: jobs in on stdin, None or the reason out on stdout; ends with its parent."""
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a compiler prints must not disturb the protocol
+    while True:
+        try:
+            job = _receive(sys.stdin.buffer)
+        except EOFError:
+            return
+        _send(results, _attempt(job.run))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,125 @@
+"""Cached derivatives (packed, widened copies) of parameters and of tensors declared constant; never a stale one."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LOCK = threading.RLock()
+_CONSTANTS: dict[int, weakref.ref[Tensor]] = {}
+
+
+def constant(tensor: Tensor) -> Tensor:
+    """Declare that `tensor` is used like a parameter: what is derived from it may be kept until it changes."""
+    key = id(tensor)
+    _CONSTANTS[key] = weakref.ref(tensor, lambda _: _CONSTANTS.pop(key, None))
+    return tensor
+
+
+def is_constant(tensor: Tensor) -> bool:
+    """True for parameters and declared constants whose changes can be noticed (inference tensors have no version)."""
+    if tensor.is_inference():
+        return False
+    if type(tensor) is torch.nn.Parameter:
+        return True
+    known = _CONSTANTS.get(id(tensor))
+    return known is not None and known() is tensor
+
+
+@dataclass
+class _Entry:
+    owner: weakref.ref[Tensor]
+    stamp: tuple[Any, ...]
+    value: Any
+    nbytes: int
+
+
+class DerivedCache:
+    """What was computed from constant tensors, least recently used out first above `max_bytes`."""
+
+    def __init__(self, max_bytes: int = 1 << 30) -> None:
+        self.max_bytes = max_bytes
+        self.nbytes = 0
+        self.hits = self.misses = 0
+        self._entries: OrderedDict[tuple[int, str], _Entry] = OrderedDict()
+
+    def get(self, tensor: Tensor, kind: str, make: Callable[[Tensor], Any], nbytes: Callable[[Any], int]) -> Any:
+        """`make(tensor)`, kept while the tensor is the same object with the same storage, version, dtype and strides."""
+        key, stamp = (id(tensor), kind), _stamp(tensor)
+        with _LOCK:
+            entry = self._entries.get(key)
+            if entry is not None and entry.stamp == stamp and entry.owner() is tensor:
+                self._entries.move_to_end(key)
+                self.hits += 1
+                return entry.value
+        with torch.no_grad():
+            value = make(tensor.detach())
+        if _stamp(tensor) != stamp:  # written to by another thread meanwhile
+            return value
+        with _LOCK:
+            self.misses += 1
+            self._drop(key)
+            size = nbytes(value)
+            if size <= self.max_bytes:
+                owner = weakref.ref(tensor, lambda _: self._drop(key))
+                self._entries[key] = _Entry(owner, stamp, value, size)
+                self.nbytes += size
+                while self.nbytes > self.max_bytes:
+                    self._drop(next(iter(self._entries)))
+        return value
+
+    def _drop(self, key: tuple[int, str]) -> None:
+        with _LOCK:
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                self.nbytes -= entry.nbytes
+
+    def invalidate(self, tensor: Tensor | None = None) -> None:
+        """Forget what was derived from `tensor`, or everything."""
+        with _LOCK:
+            for key in [k for k, e in self._entries.items() if tensor is None or e.owner() is tensor]:
+                self._drop(key)
+
+    def configure(self, max_bytes: int) -> None:
+        """Bound the cache; 0 switches it off."""
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes is {max_bytes}; it must be at least 0 (0 switches the cache off)")
+        with _LOCK:
+            self.max_bytes = max_bytes
+            while self.nbytes > self.max_bytes:
+                self._drop(next(iter(self._entries)))
+
+
+def _stamp(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
+
+
+CACHE = DerivedCache()
+
+
+def invalidate(tensor: Tensor) -> None:
+    """Forget everything derived from `tensor`: call it after writes PyTorch cannot see (through `.data` or a NumPy alias).
+
+    Args:
+        tensor: a parameter or a tensor declared constant; any shape, dtype and device.
+
+    Raises:
+        TypeError: not a tensor.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> weight = torch.nn.Parameter(torch.ones(4, 4))
+        >>> weight.data.mul_(2) is not None
+        True
+        >>> tensorlogic.invalidate(weight)
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"invalidate: tensor is {type(tensor).__name__}; a torch.Tensor is required")
+    CACHE.invalidate(tensor)

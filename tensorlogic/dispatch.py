@@ -1,0 +1,190 @@
+"""The slow road: from checked arguments to outputs in any context, and the making of warm entries for the fast one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import front, library, policies, selector
+from .op import EAGER, Launcher, Op, Outputs
+from .plans import Key
+
+Run = Callable[..., Any]
+
+
+def public(op: Op) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., Tensor]]:
+    """Decorator for a public function of `op`: see `front.front`."""
+    return front.front(op, _miss)
+
+
+def internal(op: Op) -> Callable[..., Any]:
+    """The fast path to an op that only other ops call (a backward op): takes the schema's arguments, returns all outputs."""
+    names = ", ".join(p.name for p in op.params)
+    scope: dict[str, Any] = {}
+    exec(f"def {op.name}({names}):\n    return ({names},)", scope)
+    return front.front(op, _miss)(scope[op.name])
+
+
+def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: Any) -> Any:
+    args = prepare(*given)
+    if torch.is_autocast_enabled(_device(args).type):
+        if op.autocast == "composition":
+            return composition(op, args)
+        with torch.autocast(_device(args).type, enabled=False):
+            return _miss(op, lambda *ready: ready, None, *_autocast(op, args))
+    if torch.compiler.is_dynamo_compiling():
+        return library.traced(op, args)
+    road = _special(op, args)
+    if road is not None:
+        return road(op, args)
+    same = where is not None and all(
+        g is a or (p.kind == "scalar" and g == a) for g, a, p in zip(given, args, op.params, strict=False) if p.is_dynamic
+    )
+    return call(op, args, where if same else None)
+
+
+def call(op: Op, args: Sequence[Any], where: Any = None) -> Any:
+    """Serve op-level arguments (no `save`) of plain tensors; make the key warm under `where`. Returns what the public call does."""
+    recording = op.gradient is not None and torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    if op.gradient is not None:
+        args = (*args, recording)
+    dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
+    bound = Bound(op, args, policies.current(), recording)
+    if where is not None and bound.cacheable:
+        tensors = [a for p, a in zip(op.params, args, strict=True) if p.is_tensor and a is not None]
+        bound.policy.entries.setdefault(where, []).append((front.guard(tensors), bound.run))
+    out = bound.run(*dynamic)
+    if out is None:
+        raise RuntimeError(f"{op.name}: candidate {bound.choice.candidate.id} declined the key it was bound for: {bound.key.text}")
+    return out
+
+
+def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
+    """All outputs of op-level arguments (`save` included), nothing recorded: what the registered op runs."""
+    bound = Bound(op, args, policies.current(), False, compiled=compiled)
+    dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
+    outs = bound.launch(*dynamic)
+    if outs is None:
+        raise RuntimeError(f"{op.name}: candidate {bound.choice.candidate.id} declined the key it was bound for: {bound.key.text}")
+    return outs
+
+
+class Bound:
+    """One key of one policy, bound to the launcher that was chosen for it."""
+
+    __slots__ = ("cacheable", "choice", "flags", "key", "launch", "op", "policy", "run")
+
+    def __init__(self, op: Op, args: Sequence[Any], chosen: policies.Policy, recording: bool, compiled: bool = False) -> None:
+        self.op, self.policy = op, chosen
+        saving = recording or (op.gradient is not None and bool(args[-1]))
+        self.key: Key = op.key(args, "forward" if saving else "backward" if op.internal else "inference")
+        self.flags: SimpleNamespace = op.namespace(self.key)
+        self.choice = selector.choose(op, self.key, args, chosen, compiled=compiled)
+        self.launch: Launcher = self.choice.launch
+        self.cacheable = self.choice.cacheable
+        if op.internal:
+            self.run: Run = self.launch
+        elif not recording:
+            self.run = _first(self.launch)
+        elif self.choice.candidate.id == EAGER:
+            self.run = _first(self.launch)  # PyTorch's own autograd through the plain composition
+        else:
+            self.run = lambda *dynamic: _Recorded.apply(self, *dynamic)
+
+
+def _first(launch: Launcher) -> Run:
+    def run(*dynamic: Any) -> Tensor | None:
+        outs = launch(*dynamic)
+        return None if outs is None else outs[0]
+
+    return run
+
+
+class _Recorded(torch.autograd.Function):
+    """An op whose gradients are recorded: forward by the chosen candidate, backward by the op's own backward ops."""
+
+    @staticmethod
+    def forward(ctx: Any, bound: Bound, *dynamic: Any) -> Any:
+        outs = bound.launch(*dynamic)
+        if outs is None:  # less aligned than the launcher was built for
+            outs = outputs(bound.op, bound.op.full(bound.key, dynamic))
+        assert bound.op.gradient is not None
+        ctx.bound = bound
+        ctx.scalars = tuple(a for p, a in zip(bound.op.dynamic, dynamic, strict=True) if not p.is_tensor)
+        ctx.save_for_backward(*bound.op.gradient.save(bound.flags, dynamic, outs))
+        return outs[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        bound: Bound = ctx.bound
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{bound.op.name}: double backward is not available through candidate {bound.choice.candidate.id}; "
+                f"compute it under tensorlogic.policy(force='torch.eager')"
+            )
+        if bound.policy is policies.ROOT:
+            return (None, *gradients(bound.op, bound.flags, ctx.needs_input_grad[1:], ctx.saved_tensors, ctx.scalars, dy))
+        with policies.use(bound.policy):
+            return (None, *gradients(bound.op, bound.flags, ctx.needs_input_grad[1:], ctx.saved_tensors, ctx.scalars, dy))
+
+
+def gradients(op: Op, flags: SimpleNamespace, needs: Sequence[bool], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> list[Any]:
+    """Gradients for every dynamic parameter (None for scalars and for what needs none)."""
+    assert op.gradient is not None
+    wanted = tuple(bool(n) for p, n in zip(op.dynamic, needs, strict=True) if p.is_tensor)
+    grads = iter(op.gradient.backward(flags, wanted, saved, scalars, dy))
+    return [next(grads) if p.is_tensor else None for p in op.dynamic]
+
+
+def composition(op: Op, args: Sequence[Any]) -> Any:
+    """The plain PyTorch composition, differentiable in every way PyTorch's own ops are."""
+    full = (*args, False) if op.gradient is not None else tuple(args)
+    key = SimpleNamespace(flags=[(p.name, a) for p, a in zip(op.params, full, strict=True) if not p.is_dynamic])
+    launch = op.candidates[EAGER].bind(cast(Key, key), {}, _device(args))
+    outs = launch(*[a for p, a in zip(op.params, full, strict=True) if p.is_dynamic])
+    assert outs is not None
+    return outs if op.internal else outs[0]
+
+
+def _special(op: Op, args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] | None:
+    """The road for tensors or modes that plain launchers cannot serve, or None."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        return composition
+    if torch._C._functorch.maybe_current_level() is not None:
+        return library.traced if _only_grad() else composition
+    odd = not all(front.plain(t) for t in tensors)
+    if odd or torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack():
+        return library.traced
+    if torch._C._get_tracing_state() is not None or any(t.device.type == "meta" for t in tensors):
+        return library.traced
+    if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in tensors):
+        return composition
+    return None
+
+
+def _only_grad() -> bool:
+    stack = torch._C._functorch.get_interpreter_stack()
+    return stack is not None and all(i.key() == torch._C._functorch.TransformType.Grad for i in stack)
+
+
+def _autocast(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments as autocast would hand them to the PyTorch ops that `op` stands for."""
+    if op.autocast == "promote":
+        return args
+    dtype = torch.float32 if op.autocast == "float32" else torch.get_autocast_dtype(_device(args).type)
+
+    def lowered(a: Any) -> Any:
+        eligible = isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64
+        return a.to(dtype) if eligible else a
+
+    return tuple(lowered(a) for a in args)
+
+
+def _device(args: Sequence[Any]) -> torch.device:
+    return next(a.device for a in args if isinstance(a, Tensor))

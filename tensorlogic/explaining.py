@@ -1,0 +1,162 @@
+"""candidates and explain: what could run, what was measured, what was chosen and why not the others."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import policies, registry, selector, stores
+from .op import EAGER, OPS, Op
+from .plans import Evidence, Key
+
+Row = tuple[str, str, str, str, str, str]
+HEAD: Row = ("candidate", "device us", "host us", "error", "chosen", "why")
+
+
+def _op(op: Any) -> Op:
+    name = op if isinstance(op, str) else getattr(op, "__name__", "")
+    if name == "linear_residual_relu":
+        name = "linear"
+    if name not in OPS:
+        known = ", ".join(n for n, o in sorted(OPS.items()) if not o.internal)
+        raise ValueError(f"op is {op!r}; one of our ops or its name is required: {known}")
+    return OPS[name]
+
+
+def _met(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Op, Key, torch.device]]:
+    """The keys one call meets, by making it."""
+    met: list[tuple[Op, Key, torch.device]] = []
+    from dataclasses import replace
+
+    with policies.use(replace(policies.current(), tune="off", observer=lambda *seen: met.append(seen), entries={})):
+        fn(*args, **kwargs)
+    return met
+
+
+def candidates(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> dict[str, str | None]:
+    """What could run an op: candidate id -> None, or why it cannot.
+
+    Args:
+        op: one of our public functions, or its name (then no arguments are looked at).
+        args, kwargs: arguments of a call; the call is made once.
+
+    Returns:
+        A dict in the order in which ties are broken; "torch.eager" is always first.
+
+    Raises:
+        ValueError: not one of our ops.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> "torch.eager" in tensorlogic.candidates(tensorlogic.relu, torch.ones(3))
+        True
+    """
+    found = _op(op)
+    if isinstance(op, str) or not args:
+        registry.ready("cpu")
+        return {id: c.available("cpu") for id, c in found.candidates.items()}
+    _, key, _ = _met(op, args, kwargs)[0]
+    return {id: c.available(key.device) or c.supports(key) for id, c in found.candidates.items()}
+
+
+@dataclass
+class Explanation:
+    """Every candidate of one key with times, error and reason; prints as a table, in a notebook as HTML."""
+
+    key: Key
+    source: str
+    eager: str
+    captured: str
+    rows: list[Row]
+
+    @property
+    def title(self) -> str:
+        """The key, where the decision came from, and the choices."""
+        both = f"chosen: {self.eager}" + ("" if self.captured == self.eager else f", captured: {self.captured}")
+        return f"{self.key.text}\n{both} (from: {self.source})"
+
+    def __str__(self) -> str:
+        widths = [max(len(r[i]) for r in (HEAD, *self.rows)) for i in range(len(HEAD))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in (HEAD, *self.rows)]
+        return "\n".join([self.title, *lines])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{c}</th>" for c in HEAD)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in r) + "</tr>" for r in self.rows)
+        return f"<p>{html.escape(self.title)}</p><table><tr>{head}</tr>{body}</table>"
+
+
+@dataclass
+class Explanations:
+    """One explanation for each key that a call meets."""
+
+    keys: list[Explanation]
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.keys)) or "the call meets none of our ops"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return "".join(k._repr_html_() for k in self.keys)
+
+    def __iter__(self) -> Any:
+        return iter(self.keys)
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanations:
+    """Show, for every key that `fn(*args, **kwargs)` meets, all candidates with times, error, and chosen or why not.
+
+    Args:
+        fn: one of our functions, or any function or module that calls them; it is run once.
+
+    Returns:
+        An object that prints as a table and shows as HTML in a notebook; iterate over it for each key.
+
+    Raises:
+        TypeError: fn is not callable.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> print(tensorlogic.explain(tensorlogic.relu, torch.ones(3)))  # doctest: +ELLIPSIS
+        relu inference x=f32[3]...
+    """
+    if not callable(fn):
+        raise TypeError(f"explain: fn is {type(fn).__name__}; a function or a torch.nn.Module is required, then its arguments")
+    seen: dict[str, Explanation] = {}
+    for op, key, device in _met(fn, args, kwargs):
+        if key.text not in seen:
+            seen[key.text] = explain_key(op, key, device)
+    return Explanations(list(seen.values()))
+
+
+def explain_key(op: Op, key: Key, device: torch.device) -> Explanation:
+    """The same for one key."""
+    decision = selector.decide(op, key, device, policies.current())
+    plan = stores.current(device).get(key)
+    evidence = {e.candidate: e for e in plan.evidence} if plan else {}
+    rows = [_row(op, id, key, evidence.get(id), decision, plan is not None) for id in op.candidates]
+    return Explanation(key, decision.source, decision.eager[0], decision.captured[0], rows)
+
+
+def _row(op: Op, id: str, key: Key, e: Evidence | None, decision: selector.Decision, measured: bool) -> Row:
+    chosen = "+".join(w for w, pick in (("eager", decision.eager), ("captured", decision.captured)) if pick[0] == id)
+    candidate = op.candidates[id]
+    if e is None or e.source != candidate.source:
+        reason = candidate.available(key.device) or candidate.supports(key)
+        text = reason or ("its source has changed since it was measured" if e else "not measured")
+        return (id, "-", "-", "-", chosen, "" if chosen and not reason else text)
+    if e.status == "refused":
+        return (id, "-", "-", "-", chosen, f"refused: {e.reason}")
+    detail = " ".join(f"{k}={v}" for k, v in e.config.items())
+    return (id, f"{e.device_us:.2f} ±{100 * e.spread:.0f}%", f"{e.host_us:.2f}", f"{e.error:.2f}x eager's", chosen, f"{e.reason} {detail}".strip())
+
+
+__all__ = ["EAGER", "Explanation", "Explanations", "Tensor", "candidates", "explain", "explain_key"]

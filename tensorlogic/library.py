@@ -1,0 +1,115 @@
+"""Every op as a registered PyTorch op, for torch.compile, torch.export, torch.func and tensor subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .op import EAGER, Op, Outputs
+
+_TYPES = {str: "str", bool: "bool", int: "int", float: "float", str | None: "str?", int | None: "int?", float | None: "float?"}
+
+
+def schema(op: Op) -> str:
+    """The op's signature in PyTorch's schema language."""
+
+    def kind(p: Any) -> str:
+        if p.is_tensor:
+            return "Tensor" if p.kind == "tensor" else "Tensor?"
+        return _TYPES.get(p.annotation, "int[]?")
+
+    returns = ", ".join(["Tensor"] * op.outputs)
+    return f"({', '.join(f'{kind(p)} {p.name}' for p in op.params)}) -> {returns if op.outputs == 1 else f'({returns})'}"
+
+
+def register(op: Op) -> None:
+    """Define `tensorlogic::<op>` with its kernel, fake kernel and autograd formula."""
+    from . import dispatch
+
+    def kernel(*args: Any) -> Any:
+        return _filled(op, dispatch.outputs(op, _flags(op, args), compiled=True), args)
+
+    def fake(*args: Any) -> Any:
+        return _filled(op, eager_outputs(op, _flags(op, args)), args)
+
+    made = torch.library.custom_op(f"tensorlogic::{op.name}", kernel, mutates_args=(), schema=schema(op))
+    made.register_fake(fake)
+    if op.gradient is not None:
+        made.register_autograd(lambda ctx, *grads: _backward(op, ctx, *grads), setup_context=lambda ctx, inputs, output: _setup(op, ctx, inputs, output))
+
+
+def _flags(op: Op, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Lists become tuples again, so that flags can be hashed."""
+    return tuple(tuple(a) if isinstance(a, list) else a for a in args)
+
+
+def eager_outputs(op: Op, args: Sequence[Any]) -> Outputs:
+    """What the plain composition gives: shapes, strides and dtypes of all outputs for fake tensors."""
+    flags = SimpleNamespace(flags=[(p.name, a) for p, a in zip(op.params, args, strict=True) if not p.is_dynamic])
+    device = next(a.device for a in args if isinstance(a, Tensor))
+    launch = op.candidates[EAGER].bind(flags, {}, device)  # type: ignore[arg-type]
+    outs = launch(*[a for p, a in zip(op.params, args, strict=True) if p.is_dynamic])
+    assert outs is not None
+    return outs
+
+
+def _filled(op: Op, outs: Outputs, args: Sequence[Any]) -> Any:
+    """A registered op returns tensors only, with storage of their own: absent outputs are empty ones."""
+    first = next(a for a in args if isinstance(a, Tensor))
+    taken = {_storage(a) for a in args if isinstance(a, Tensor)}
+    filled = []
+    for out in (*outs, *[None] * (op.outputs - len(outs))):
+        own = first.new_empty(0) if out is None else out.clone() if _storage(out) in taken else out
+        taken.add(_storage(own))
+        filled.append(own)
+    return filled[0] if op.outputs == 1 else tuple(filled)
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def traced(op: Op, args: Sequence[Any]) -> Any:
+    """Call the registered op with op-level arguments (without `save`); returns what the public call does."""
+    if op.internal:
+        return traced_all(op, args)
+    given = tuple(args)
+    if op.functional is not None:
+        args = op.functional(given)
+    if op.gradient is not None:
+        args = (*args, torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args))
+    outs = traced_all(op, args)
+    if op.update is not None:
+        op.update(given, outs)
+    return outs[0]
+
+
+def traced_all(op: Op, args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Call the registered op with all its arguments; returns every output."""
+    out = getattr(torch.ops.tensorlogic, op.name)(*args)
+    return (out,) if op.outputs == 1 else tuple(out)
+
+
+def _setup(op: Op, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    assert op.gradient is not None
+    dynamic = tuple(a for p, a in zip(op.params, inputs, strict=True) if p.is_dynamic)
+    flags = SimpleNamespace(**{p.name: a for p, a in zip(op.params, _flags(op, inputs), strict=True) if not p.is_dynamic})
+    outs = (output,) if op.outputs == 1 else tuple(output)
+    if not flags.save:  # called directly and yet recorded: run again what backward needs
+        outs = traced_all(op, (*inputs[:-1], True))
+        flags.save = True
+    ctx.flags = flags
+    ctx.scalars = tuple(a for p, a in zip(op.dynamic, dynamic, strict=True) if not p.is_tensor)
+    ctx.save_for_backward(*op.gradient.save(flags, dynamic, outs))
+
+
+def _backward(op: Op, ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+    from . import dispatch
+
+    needs = [n for p, n in zip(op.params, ctx.needs_input_grad, strict=True) if p.is_dynamic]
+    grads = iter(dispatch.gradients(op, ctx.flags, needs, ctx.saved_tensors, ctx.scalars, dy))
+    return tuple(next(grads) if p.is_dynamic else None for p in op.params)

@@ -1,0 +1,177 @@
+"""The only timer: device time by graph replay or events, host time by queued calls, always paired and interleaved."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Call = Callable[[], object]
+TOLERANCE = {"cuda": 0.02, "mps": 0.05, "cpu": 0.05}  # what a challenger must win by
+
+
+@dataclass
+class Samples:
+    """Microseconds per call of several implementations, one entry a round; the rounds are shared, so ratios pair up."""
+
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+    def median(self, name: str) -> float:
+        """Median microseconds per call."""
+        return statistics.median(self.values[name])
+
+    def spread(self, name: str) -> float:
+        """Half the distance between the quartiles, relative to the median."""
+        values = self.values[name]
+        if len(values) < 4:
+            return 0.0
+        low, _, high = statistics.quantiles(values, n=4)
+        return (high - low) / 2 / max(statistics.median(values), 1e-9)
+
+    def ratio(self, name: str, other: str) -> tuple[float, float, float]:
+        """Median of the per-round ratios name/other, with its 95 % interval by order statistics."""
+        ratios = sorted(a / max(b, 1e-9) for a, b in zip(self.values[name], self.values[other], strict=True))
+        return interval(ratios)
+
+
+def interval(ordered: Sequence[float]) -> tuple[float, float, float]:
+    """Median of sorted values and the distribution-free 95 % interval of that median."""
+    n = len(ordered)
+    if n < 6:
+        return statistics.median(ordered), ordered[0], ordered[-1]
+    reach = 0.98 * math.sqrt(n)
+    low = max(0, math.floor((n - 1) / 2 - reach))
+    high = min(n - 1, math.ceil((n - 1) / 2 + reach))
+    return statistics.median(ordered), ordered[low], ordered[high]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished everything queued on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def once(call: Call, device: torch.device) -> float:
+    """Microseconds of one synchronised call."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e6
+
+
+def device_samples(calls: Mapping[str, Sequence[Call]], device: torch.device, budget_s: float, rounds: int = 15) -> Samples:
+    """Device time per call in microseconds; each implementation is a list of calls (one per input set) that are walked through.
+
+    CUDA: replay of a captured graph of several calls between two events. Elsewhere: a loop of calls between synchronisations.
+    """
+    loops = {name: _loop(list(steps), device, budget_s / max(len(calls), 1) / rounds) for name, steps in calls.items()}
+    try:
+        return _interleave({name: loop.sample for name, loop in loops.items()}, rounds, budget_s)
+    finally:
+        for loop in loops.values():
+            loop.close()
+
+
+def host_samples(calls: Mapping[str, Sequence[Call]], device: torch.device, budget_s: float, rounds: int = 7) -> Samples:
+    """Host time per call in microseconds: calls queued without waiting, so that only the caller's own time counts."""
+
+    def sampler(steps: list[Call]) -> Callable[[], float]:
+        count = _repeats(once(steps[0], device), budget_s / max(len(calls), 1) / rounds, least=8, most=200)
+
+        def sample() -> float:
+            synchronize(device)
+            start = time.perf_counter()
+            for i in range(count):
+                steps[i % len(steps)]()
+            spent = time.perf_counter() - start
+            synchronize(device)
+            return spent / count * 1e6
+
+        return sample
+
+    return _interleave({name: sampler(list(steps)) for name, steps in calls.items()}, rounds, budget_s)
+
+
+def _interleave(samplers: Mapping[str, Callable[[], float]], rounds: int, budget_s: float) -> Samples:
+    order, samples = random.Random(0), Samples({name: [] for name in samplers})
+    begin = time.perf_counter()
+    for done in range(rounds):
+        for name, sample in order.sample(list(samplers.items()), len(samplers)):
+            samples.values[name].append(sample())
+        if done >= 4 and time.perf_counter() - begin > 2 * budget_s:
+            break
+    return samples
+
+
+def _repeats(call_us: float, share_s: float, least: int, most: int) -> int:
+    return max(least, min(most, int(share_s * 1e6 / max(call_us, 0.1))))
+
+
+class _Loop:
+    """Calls in a loop between two synchronisations, timed on the host."""
+
+    def __init__(self, steps: list[Call], device: torch.device, share_s: float) -> None:
+        self.steps, self.device = steps, device
+        call_us = min(once(steps[0], device), once(steps[0], device))
+        self.count = _repeats(call_us, min(share_s, 2e-3), least=1, most=500)
+
+    def sample(self) -> float:
+        synchronize(self.device)
+        start = time.perf_counter()
+        for i in range(self.count):
+            self.steps[i % len(self.steps)]()
+        synchronize(self.device)
+        return (time.perf_counter() - start) / self.count * 1e6
+
+    def close(self) -> None:
+        self.steps.clear()
+
+
+class _Graph:
+    """A captured CUDA graph of several calls, timed by events around its replay."""
+
+    def __init__(self, steps: list[Call], device: torch.device, share_s: float) -> None:
+        call_us = min(once(steps[0], device), once(steps[0], device))
+        self.count = _repeats(call_us, min(share_s, 2e-3), least=1, most=40)
+        self.device = device
+        self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for step in steps:
+                step()
+        torch.cuda.synchronize(device)
+        with torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"):
+            for i in range(self.count):
+                steps[i % len(steps)]()
+        self.start, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.graph.replay()
+        torch.cuda.synchronize(device)
+
+    def sample(self) -> float:
+        assert self.graph is not None
+        self.start.record()
+        self.graph.replay()
+        self.end.record()
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) / self.count * 1e3
+
+    def close(self) -> None:
+        self.graph = None
+
+
+def _loop(steps: list[Call], device: torch.device, share_s: float) -> _Loop | _Graph:
+    if device.type == "cuda":
+        try:
+            return _Graph(steps, device, share_s)
+        except RuntimeError:  # not capturable: a synchronising or allocating implementation is timed as it runs
+            torch.cuda.synchronize(device)
+    return _Loop(steps, device, share_s)

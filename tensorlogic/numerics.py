@@ -1,0 +1,130 @@
+"""Error against float64 and the budgets a candidate must keep before its time counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DTYPES: dict[str, torch.dtype] = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "c32": torch.complex32,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "bool": torch.bool,
+}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+RELATIVE_TO_EAGER = 2.0  # a candidate's error may be at most twice that of same-dtype eager PyTorch
+ELEMENT_SLACK = 16.0  # spacings of the dtype at the row's scale that one element may be off
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The same values in float64 (complex128); integers and booleans stay."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def spacing(dtype: torch.dtype) -> float:
+    """Relative spacing of the dtype's numbers (0 for integers)."""
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def relative_error(out: Tensor, ref: Tensor) -> float:
+    """‖out − ref‖ / ‖ref‖ in float64 over the positions where the reference is finite; 0 for empty tensors."""
+    if ref.numel() == 0:
+        return 0.0
+    out, ref = wide(out.detach()), wide(ref.detach())
+    finite = torch.isfinite(ref)
+    diff, scale = torch.where(finite, out - ref, 0), torch.where(finite, ref, 0)
+    value = (diff.norm() / scale.norm().clamp_min(torch.finfo(torch.float64).tiny)).item()
+    return value if value == value else float("inf")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether an output may stand for the reference, and the reason if not."""
+
+    reason: str | None
+    error: float  # relative error over max(eager's, the dtype's floor)
+
+    def __bool__(self) -> bool:
+        return self.reason is None
+
+
+def judge(outs: Sequence[Tensor | None], eager: Sequence[Tensor | None], refs: Sequence[Tensor | None]) -> Verdict:
+    """Compare a candidate's outputs with same-dtype eager PyTorch and the float64 reference, every element."""
+    worst = 0.0
+    if len(outs) != len(eager):
+        return Verdict(f"wrong: {len(outs)} outputs, {len(eager)} expected", float("inf"))
+    for index, (out, plain, ref) in enumerate(zip(outs, eager, refs, strict=True)):
+        if plain is None or ref is None:
+            continue
+        reason, error = _judge_one(out, plain, ref)
+        if reason:
+            return Verdict(f"wrong: output {index} {reason}", error)
+        worst = max(worst, error)
+    return Verdict(None, worst)
+
+
+def _judge_one(out: Tensor | None, plain: Tensor, ref: Tensor) -> tuple[str | None, float]:
+    bad = float("inf")
+    if not isinstance(out, Tensor):
+        return f"is {type(out).__name__}, not a tensor", bad
+    if out.shape != plain.shape or out.dtype != plain.dtype or out.device != plain.device:
+        return f"is {_describe(out)}, expected {_describe(plain)}", bad
+    if out.numel() == 0:
+        return None, 0.0
+    if not (out.dtype.is_floating_point or out.dtype.is_complex):
+        return (None, 0.0) if torch.equal(out, plain) else ("differs from eager PyTorch", bad)
+    out_nan, plain_nan = torch.isnan(out), torch.isnan(plain)
+    if not torch.equal(out_nan, plain_nan):
+        return f"has {int(out_nan.sum())} NaN where eager has {int(plain_nan.sum())}", bad
+    if not torch.equal(_infinities(out), _infinities(plain)):
+        return "has infinities where eager has none, or the reverse", bad
+    base = max(relative_error(plain, ref), _floor(out.dtype))
+    ratio = relative_error(out, ref) / base
+    if ratio > RELATIVE_TO_EAGER:
+        return f"has relative error {ratio * base:.2e}, {ratio:.1f} times eager's {base:.2e} (at most {RELATIVE_TO_EAGER:g})", ratio
+    excess = _largest_excess(out, plain, ref)
+    if excess > 1.0:
+        return f"has an element {excess:.1f} times further from the reference than its row allows", ratio
+    return None, ratio
+
+
+def _floor(dtype: torch.dtype) -> float:
+    """Half a spacing, root-mean-square over a binade, is what rounding alone costs; f32 sums in another order differ more."""
+    return spacing(dtype) * (0.25 if dtype in (torch.float16, torch.bfloat16) else 2.0)
+
+
+def _infinities(t: Tensor) -> Tensor:
+    return torch.isinf(t).to(torch.int8) * torch.sign(t.real if t.is_complex() else t).nan_to_num(0).to(torch.int8)
+
+
+def _largest_excess(out: Tensor, plain: Tensor, ref: Tensor) -> float:
+    """Largest |out − ref| over what is allowed there: some spacings of the row's scale, or four times eager's worst in that row."""
+    eps = spacing(plain.dtype)
+    out, plain, ref = (wide(t).reshape(-1, t.shape[-1] if t.dim() else 1) for t in (out, plain, ref))
+    finite = torch.isfinite(ref) & torch.isfinite(plain)
+    miss = torch.where(finite, (out - ref).abs(), 0)
+    eager_miss = torch.where(finite, (plain - ref).abs(), 0).amax(-1, keepdim=True)
+    size = torch.where(finite, ref.abs(), 0)
+    row = size.square().mean(-1, keepdim=True).sqrt()
+    whole = row.square().mean().sqrt()
+    allowed = ELEMENT_SLACK * eps * (row + size + 0.1 * whole) + 4 * (eager_miss + eager_miss.mean())
+    return (miss / allowed.clamp_min(torch.finfo(torch.float64).tiny)).amax().item()
+
+
+def _describe(t: Tensor) -> str:
+    return f"{NAMES.get(t.dtype, str(t.dtype))}{list(t.shape)} on {t.device}"

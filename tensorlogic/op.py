@@ -1,0 +1,216 @@
+"""Op and Candidate: what an operation means, who can run it, and how the two are registered."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import derived
+from .numerics import NAMES
+from .plans import Key, TensorSpec
+
+Config = Mapping[str, Any]
+Outputs = tuple[Tensor | None, ...]
+Launcher = Callable[..., Outputs | None]  # (tensors and scalars in schema order) -> outputs, or None to decline
+EAGER = "torch.eager"
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter of an op: a tensor, an optional tensor, a flag (part of the key) or a scalar (passed at run time)."""
+
+    name: str
+    kind: str  # "tensor" | "optional" | "flag" | "scalar"
+    annotation: Any
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.kind in ("tensor", "optional")
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.kind != "flag"
+
+
+def _no_reason(_: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation of an op's exact schema; its id is `provider.strategy`."""
+
+    id: str
+    bind: Callable[[Key, Config, torch.device], Launcher]
+    supports: Callable[[Key], str | None] = _no_reason  # None, or why this key cannot run here
+    configs: Callable[[Key], Sequence[Config]] = lambda key: ({},)  # best guess first
+    available: Callable[[str], str | None] = _no_reason  # device type -> None, or why this machine cannot run it
+    sources: tuple[Any, ...] = ()  # modules whose text decides the result; a change invalidates its evidence
+    jobs: Callable[[Key, Config, torch.device], Sequence[Any]] = lambda key, config, device: ()  # compile work for other processes
+    deterministic: bool = True
+    trusted: bool = False  # shipped with this package: may serve a key whose neighbour it was measured on
+
+    @cached_property
+    def source(self) -> str:
+        """Hash of the text that decides what this candidate computes."""
+        digest = hashlib.sha256(self.id.encode())
+        for item in self.sources:
+            try:
+                digest.update(inspect.getsource(item).encode())
+            except (OSError, TypeError):
+                digest.update(repr(getattr(item, "__qualname__", item)).encode())
+        return digest.hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """How an op's gradients are had: what forward keeps, and the backward formula on it (which calls backward ops)."""
+
+    save: Callable[[SimpleNamespace, tuple[Any, ...], Outputs], tuple[Tensor | None, ...]]
+    backward: Callable[[SimpleNamespace, tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], Tensor], tuple[Tensor | None, ...]]
+
+
+@dataclass
+class Op:
+    """An operation: schema and reference (one function), costs, sample inputs, cases, gradient, candidates.
+
+    The schema is the reference's signature: `Tensor` and `Tensor | None` parameters are tensors, `float` ones are run-time
+    scalars, everything else (and what `keyed` names) is a flag that belongs to the key. Where `gradient` is given, a last
+    flag `save` says that what backward needs must be among the outputs.
+    """
+
+    reference: Callable[..., Any]
+    flops: Callable[[Key], float]
+    traffic: Callable[[Key], float]  # least bytes to move
+    sample: Callable[[Key, str, TensorSpec, torch.device, torch.Generator], Tensor | None] = lambda *_: None
+    scalars: Callable[[Key], Mapping[str, Any]] = lambda key: {}  # example values of the run-time scalars
+    cases: Callable[[], Iterable[tuple[Any, ...]]] = lambda: ()
+    gradient: Gradient | None = None
+    keyed: tuple[str, ...] = ()
+    runtime: tuple[str, ...] = ()
+    autocast: str = "promote"  # "lower" (products), "float32" (softmax, losses), "promote", or "composition"
+    baseline: Callable[..., Any] | None = None  # same-dtype arithmetic of the reference where torch.eager draws its own numbers
+    stress: Callable[[Key, dict[str, Any]], None] | None = None  # turns normal inputs into ones that overflow careless arithmetic
+    prepare: Callable[[Key, dict[str, Any]], None] | None = None  # makes sample inputs agree with each other
+    mutates: tuple[str, ...] = ()  # tensors a candidate may update in place
+    functional: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None  # arguments that leave those tensors out ...
+    update: Callable[[tuple[Any, ...], Outputs], None] | None = None  # ... and the update from all outputs, for the registered op
+    outputs: int = 1
+    internal: bool = False  # called by other ops only, which take all its outputs
+    candidates: dict[str, Candidate] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.name: str = self.reference.__name__
+        self.params: tuple[Param, ...] = tuple(self._params())
+        self.dynamic: tuple[Param, ...] = tuple(p for p in self.params if p.is_dynamic)
+        self.tensors: tuple[Param, ...] = tuple(p for p in self.params if p.is_tensor)
+        self.flags: tuple[Param, ...] = tuple(p for p in self.params if not p.is_dynamic)
+        self.closer = self._closer()
+        OPS[self.name] = self
+
+    def _params(self) -> Iterable[Param]:
+        hints = typing.get_type_hints(self.reference)
+        for name in inspect.signature(self.reference).parameters:
+            hint = hints[name]
+            if hint is Tensor:
+                kind = "tensor"
+            elif hint == (Tensor | None):
+                kind = "optional"
+            elif name not in self.keyed and (hint is float or name in self.runtime):
+                kind = "scalar"
+            else:
+                kind = "flag"
+            yield Param(name, kind, hint)
+
+    def _closer(self) -> Callable[..., Launcher]:
+        """make(fn, *flags) -> a launcher over the dynamic parameters, generated so that a call costs one frame."""
+        names = ", ".join(p.name for p in self.params)
+        source = (
+            f"def make(fn, {', '.join(p.name for p in self.flags)}):\n"
+            f"    return lambda {', '.join(p.name for p in self.dynamic)}: fn({names})\n"
+        )
+        scope: dict[str, Any] = {}
+        exec(compile(source, f"<tensorlogic {self.name}>", "exec"), scope)
+        return typing.cast(Callable[..., Launcher], scope["make"])
+
+    # registration -------------------------------------------------------------------------------------------------
+
+    def add(self, candidate: Candidate) -> Candidate:
+        """Register a candidate; the order of registration is the order in which ties are broken."""
+        if candidate.id.count(".") != 1 or not all(candidate.id.split(".")):
+            raise ValueError(f"candidate id {candidate.id!r} of op {self.name!r} must read 'provider.strategy'")
+        if candidate.id in self.candidates:
+            raise ValueError(f"op {self.name!r} already has a candidate {candidate.id!r}; choose another id")
+        self.candidates[candidate.id] = candidate
+        return candidate
+
+    def candidate(self, id: str, **about: Any) -> Callable[[Callable[..., Outputs]], Callable[..., Outputs]]:
+        """Decorator: register a plain Python function whose parameters are exactly the schema's."""
+
+        def register(fn: Callable[..., Outputs]) -> Callable[..., Outputs]:
+            self._check_schema(id, fn)
+            about.setdefault("sources", (fn,))
+            self.add(Candidate(id, bind=lambda key, config, device: self.closer(fn, *key_flags(key)), **about))
+            return fn
+
+        return register
+
+    def _check_schema(self, id: str, fn: Callable[..., Any]) -> None:
+        have, want = list(inspect.signature(fn).parameters), [p.name for p in self.params]
+        if have != want:
+            raise TypeError(f"candidate {id!r} of op {self.name!r} has parameters {have}; the schema is {want}")
+
+    # keys -----------------------------------------------------------------------------------------------------------
+
+    def key(self, args: Sequence[Any], direction: str, precision: str = "default") -> Key:
+        """The key of op-level arguments (in schema order)."""
+        device = next(a.device.type for a in args if isinstance(a, Tensor))
+        return Key(
+            op=self.name,
+            tensors=tuple(spec(a, device) for p, a in zip(self.params, args, strict=True) if p.is_tensor),
+            names=tuple(p.name for p in self.tensors),
+            flags=tuple((p.name, a) for p, a in zip(self.params, args, strict=True) if not p.is_dynamic),
+            device=device,
+            direction=direction,
+            precision=precision,
+        )
+
+    def namespace(self, key: Key) -> SimpleNamespace:
+        """The key's flags by name."""
+        return SimpleNamespace(**dict(key.flags))
+
+    def full(self, key: Key, dynamic: Sequence[Any]) -> list[Any]:
+        """All arguments in schema order from the key's flags and the dynamic ones."""
+        flags, rest = dict(key.flags), iter(dynamic)
+        return [next(rest) if p.is_dynamic else flags[p.name] for p in self.params]
+
+
+OPS: dict[str, Op] = {}
+
+
+def key_flags(key: Key) -> tuple[Any, ...]:
+    """Values of the key's flags in schema order."""
+    return tuple(value for _, value in key.flags)
+
+
+def spec(tensor: Tensor | None, device: str) -> TensorSpec | None:
+    """What the choice may depend on of one tensor."""
+    if tensor is None:
+        return None
+    pointer = tensor.data_ptr() & 15
+    return TensorSpec(
+        dtype=NAMES.get(tensor.dtype, str(tensor.dtype)),
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+        align=pointer & -pointer or 16,
+        constant=device == "cpu" and derived.is_constant(tensor),
+    )

@@ -1,0 +1,17 @@
+"""Every op of the library, imported in the order of the data flow of a model; importing registers."""
+
+from __future__ import annotations
+
+from . import (  # noqa: F401
+    attention_scores,
+    dropout_linear,
+    gelu_linear,
+    layer_norm_linear,
+    linear,
+    linear_batch_norm_relu,
+    matmul,
+    pointwise,
+    reduce,
+    softmax,
+    softmax_cross_entropy,
+)

@@ -1,0 +1,143 @@
+"""attention_scores: softmax(scale · q kᵀ + mask), every score written once."""
+
+from __future__ import annotations
+
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import dispatch
+from ...numerics import DTYPES
+from ...op import Gradient, Op, Outputs
+from ...plans import Key
+from ..common import checks, costs
+
+
+def _masked_scores(q: Tensor, k: Tensor, scale: float, mask: Tensor | None, is_causal: bool) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+
+
+def _attention_scores(q: Tensor, k: Tensor, scale: float, mask: Tensor | None, is_causal: bool, save: bool) -> tuple[Tensor, ...]:
+    """softmax over T of scale · q [..., S, D] · k [..., T, D]ᵀ + mask -> [..., S, T]."""
+    return (torch.softmax(_masked_scores(q, k, scale, mask, is_causal), -1),)
+
+
+_attention_scores.__name__ = "attention_scores"
+
+
+def attention_scores_backward(dy: Tensor, q: Tensor, k: Tensor, y: Tensor, scale: float, mask: Tensor | None, needs: str) -> tuple[Tensor | None, ...]:
+    """dy [..., S, T] -> dq, dk and the gradient of an additive mask, each summed to its operand's shape."""
+    ds = torch.ops.aten._softmax_backward_data(dy, y, -1, y.dtype)
+    return (
+        (ds @ k * scale).sum_to_size(q.shape) if needs[0] == "1" else None,
+        (ds.transpose(-1, -2) @ q * scale).sum_to_size(k.shape) if needs[1] == "1" else None,
+        ds.sum_to_size(mask.shape) if needs[2] == "1" and mask is not None else None,
+    )
+
+
+def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+    q, k, _, mask = dynamic
+    return (q, k, outs[0], mask)
+
+
+def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+    q, k, y, mask = saved
+    grads = backward_call(dy, q, k, y, scalars[0], mask, "".join("01"[n] for n in needs))
+    return tuple(g if n else None for g, n in zip(grads, needs, strict=True))
+
+
+def _cases() -> Any:
+    for b, h, s, t, d in ((1, 2, 5, 7, 16), (2, 1, 33, 65, 24), (1, 1, 64, 64, 64)):
+        q, k = torch.randn(b, h, s, d), torch.randn(b, h, t, d)
+        yield q, k, d**-0.5, None, False
+        yield q, k, d**-0.5, None, True
+        yield q, k, d**-0.5, torch.randn(b, 1, s, t), False
+        keep = torch.rand(s, t) > 0.3
+        keep[:, 0] = True
+        yield q, k, 0.3, keep, False
+    yield torch.randn(6, 8), torch.randn(9, 8), 1.0, None, False
+    yield torch.randn(2, 3, 8).transpose(0, 1), torch.randn(3, 4, 8), 0.5, None, False
+
+
+def _shape(key: Key) -> tuple[int, int, int, int]:
+    q, k = key.spec("q"), key.spec("k")
+    assert q is not None and k is not None
+    return max(prod(q.shape[:-2]), prod(k.shape[:-2])), q.shape[-2], k.shape[-2], q.shape[-1]
+
+
+def _traffic(key: Key) -> float:
+    q = key.spec("q")
+    assert q is not None
+    batch, s, t, _ = _shape(key)
+    return costs.inputs(key) + batch * s * t * DTYPES[q.dtype].itemsize
+
+
+ATTENTION_SCORES = Op(
+    reference=_attention_scores,
+    flops=lambda key: 2.0 * prod(_shape(key)),
+    traffic=_traffic,
+    scalars=lambda key: {"scale": _shape(key)[3] ** -0.5},
+    cases=_cases,
+    gradient=Gradient(_kept, _backward),
+    autocast="composition",
+)
+ATTENTION_SCORES_BACKWARD = Op(
+    reference=attention_scores_backward,
+    flops=lambda key: 4.0 * prod(_shape(key)),
+    traffic=lambda key: 2 * costs.inputs(key),
+    scalars=lambda key: {"scale": _shape(key)[3] ** -0.5},
+    outputs=3,
+    internal=True,
+)
+backward_call = dispatch.internal(ATTENTION_SCORES_BACKWARD)
+ATTENTION_SCORES.candidate("torch.eager", trusted=True)(_attention_scores)
+ATTENTION_SCORES_BACKWARD.candidate("torch.eager", trusted=True)(attention_scores_backward)
+
+
+@dispatch.public(ATTENTION_SCORES)
+def attention_scores(q: Tensor, k: Tensor, scale: float, mask: Tensor | None = None, is_causal: bool = False) -> tuple[Any, ...]:
+    """softmax(scale · q kᵀ + mask) over the last dimension, for those who need the scores themselves.
+
+    Args:
+        q: [..., S, D]. k: [..., T, D], same floating dtype; leading dimensions broadcast. scale: finite number, often D ** -0.5.
+        mask: broadcastable to [..., S, T]; bool (True takes part) or a floating tensor that is added; None.
+        is_causal: row i sees columns 0..i. A row that sees nothing becomes NaN, as in torch.softmax.
+
+    Returns:
+        [..., S, T] in q's dtype; each row sums to 1.
+
+    Raises:
+        TypeError: not tensors, not floating, or dtypes differ. ValueError: shapes, devices or scale do not fit.
+
+    Source: Vaswani et al., Attention Is All You Need, arXiv:1706.03762.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.attention_scores(torch.zeros(1, 2), torch.zeros(4, 2), 1.0)
+        tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
+    """
+    fn = "attention_scores"
+    checks.tensors(fn, {"q": q, "k": k}, {"mask": mask})
+    checks.floating(fn, {"q": q, "k": k}, autocast=True)
+    if q.dim() < 2 or k.dim() < 2 or q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"{fn}: q is {checks.describe(q)} and k is {checks.describe(k)}; [..., S, D] and [..., T, D] with one D are required")
+    try:
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+    except RuntimeError:
+        raise ValueError(f"{fn}: q is {checks.describe(q)} and k is {checks.describe(k)}; their leading dimensions do not broadcast") from None
+    number = checks.number(fn, "scale", scale, -3.5e38, 3.5e38, "that is finite")
+    if mask is not None:
+        checks.broadcasts(fn, "mask", mask, (*batch, q.shape[-2], k.shape[-2]))
+        if mask.dtype != torch.bool:
+            checks.floating(fn, {"mask": mask})
+            mask = mask.to(q.dtype)
+    return q, k, number, mask, bool(is_causal)

@@ -1,0 +1,1 @@
+"""Kernels and helpers that at least two ops use."""

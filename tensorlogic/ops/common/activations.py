@@ -1,0 +1,37 @@
+"""The activations that products and element-wise ops share: forward, gradient, and what the gradient needs."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+SMOOTH = ("gelu", "gelu_tanh", "silu")  # their gradient needs the pre-activation; relu's needs only the output
+
+
+def activate(z: Tensor, activation: str) -> Tensor:
+    """The activation of z, as PyTorch computes it in z's dtype."""
+    if activation == "relu":
+        return torch.relu(z)
+    if activation in ("gelu", "gelu_tanh"):
+        return F.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return F.silu(z) if activation == "silu" else z
+
+
+def activate_(z: Tensor, activation: str) -> Tensor:
+    """The same, in z's memory where PyTorch can."""
+    if activation == "relu":
+        return z.relu_()
+    return F.silu(z, inplace=True) if activation == "silu" else activate(z, activation)
+
+
+def gradient(dy: Tensor, kept: Tensor | None, activation: str) -> Tensor:
+    """dz from dy; kept is the output for relu and the pre-activation for the smooth ones."""
+    if activation == "none" or kept is None:
+        return dy
+    if activation == "relu":
+        return torch.ops.aten.threshold_backward(dy, kept, 0)
+    if activation == "silu":
+        return torch.ops.aten.silu_backward(dy, kept)
+    return torch.ops.aten.gelu_backward(dy, kept, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -1,0 +1,51 @@
+"""What PyTorch ships for products on CPUs: oneDNN in float32, and half products widened to float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import derived
+from ...plans import Key
+
+_ONEDNN = {"none": ("none", None), "relu": ("relu", None), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "silu": ("swish", None)}
+
+
+def onednn_available(device: str) -> str | None:
+    """None where oneDNN's fused linear exists."""
+    if device != "cpu":
+        return "oneDNN runs on CPUs"
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return "this build of PyTorch has no oneDNN"
+    return None
+
+
+def onednn_f32(key: Key) -> str | None:
+    """None for non-empty contiguous-row float32 products of at least two dimensions."""
+    x, w = key.spec("x"), key.spec("weight")
+    if x is None or w is None or x.dtype != "f32" or w.dtype != "f32":
+        return "float32 only"
+    if 0 in x.shape or 0 in w.shape or len(x.shape) < 2 or len(w.shape) != 2:
+        return "empty or one-dimensional"
+    return None
+
+
+def onednn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """activation(x · weightᵀ + bias) by oneDNN."""
+    name, algorithm = _ONEDNN[activation]
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, name, [], algorithm)
+
+
+def widened(key: Key, first: str = "x") -> str | None:
+    """None for half precision on a CPU."""
+    x = key.spec(first)
+    if key.device != "cpu":
+        return "for CPUs"
+    return None if x is not None and x.dtype in ("f16", "bf16") else "for half precision"
+
+
+def wide_weight(weight: Tensor) -> Tensor:
+    """The weight in float32; kept while it does not change if it is a parameter or declared constant."""
+    if derived.is_constant(weight):
+        return derived.CACHE.get(weight, "f32", lambda w: w.float(), lambda w: w.numel() * 4)
+    return weight.float()

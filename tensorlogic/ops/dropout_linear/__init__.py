@@ -1,0 +1,154 @@
+"""dropout_linear: dropout as the prologue of a linear layer; the mask is a function of a seed, so none is stored."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import dispatch
+from ...op import Gradient, Op, Outputs
+from ..common import checks, costs, samples
+from ..common.random import draw, keep_mask
+from ..linear import linear
+
+
+def _drop(x: Tensor, p: float, seed: int, offset: int, state: Tensor | None) -> Tensor:
+    s, o = (seed, offset) if state is None else (state[0], state[1])
+    return torch.where(keep_mask(tuple(x.shape), p, s, o, x.device), x / (1 - p), 0)
+
+
+def _dropout_linear(x: Tensor, weight: Tensor, bias: Tensor | None, p: float, seed: int, offset: int, state: Tensor | None, save: bool) -> tuple[Tensor, ...]:
+    """dropout(x [..., K]) · weight [N, K]ᵀ + bias [N], the mask from (seed, offset) or from state [2]."""
+    return (F.linear(_drop(x, p, seed, offset, state), weight, bias),)
+
+
+def dropout_linear_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, p: float, seed: int, offset: int, state: Tensor | None, needs: str
+) -> tuple[Tensor | None, ...]:
+    """dy [..., N] -> dx, dweight, dbias; the mask is regenerated unless forward kept one."""
+    flat = dy.reshape(-1, dy.shape[-1])
+    scale = 1 / (1 - p)
+    if mask is None:
+        s, o = (seed, offset) if state is None else (state[0], state[1])
+        mask = keep_mask(tuple(x.shape), p, s, o, x.device)
+    return (
+        (dy @ weight) * mask * scale if needs[0] == "1" else None,
+        flat.t() @ (x * mask * scale).reshape(-1, x.shape[-1]) if needs[1] == "1" else None,
+        flat.sum(0) if needs[2] == "1" else None,
+    )
+
+
+_dropout_linear.__name__ = "dropout_linear"
+
+
+def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+    mask = outs[1] if len(outs) > 1 else None
+    return (dynamic[0], dynamic[1], mask if mask is not None and mask.numel() == dynamic[0].numel() else None, dynamic[6])
+
+
+def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+    x, weight, mask, state = saved
+    grads = backward_call(dy, x, weight, mask, *scalars, state, "".join("01"[n] for n in needs[:3]))
+    return (*(g if n else None for g, n in zip(grads, needs[:3], strict=True)), None)
+
+
+def _cases() -> Any:
+    for m, k, n, p in ((2, 3, 5, 0.5), (33, 17, 65, 0.1), (64, 128, 96, 0.25), (0, 4, 3, 0.5)):
+        yield torch.randn(m, k), torch.randn(n, k) * k**-0.5, torch.randn(n), p, 12345678901, 8, None
+    yield torch.randn(2, 3, 8), torch.randn(4, 8), None, 0.3, 0, 0, torch.tensor([2**61 + 5, 2**40 + 3])
+
+
+def _state(key: Any, name: str, spec: Any, device: torch.device, g: torch.Generator) -> Tensor | None:
+    if name == "state":
+        return torch.randint(0, 2**62, (2,), device=device, generator=g)
+    return samples.scaled({"weight": 1})(key, name, spec, device, g)  # type: ignore[no-any-return]
+
+
+_SCALARS = {"p": 0.25, "seed": 20260917, "offset": 12}
+DROPOUT_LINEAR = Op(
+    reference=_dropout_linear,
+    flops=costs.linear_flops,
+    traffic=costs.linear_traffic,
+    sample=_state,
+    scalars=lambda key: _SCALARS,
+    stress=samples.cancelling("x", "weight"),
+    cases=_cases,
+    gradient=Gradient(_kept, _backward),
+    runtime=("seed", "offset"),
+    baseline=_dropout_linear,
+    autocast="lower",
+    outputs=2,
+)
+DROPOUT_LINEAR_BACKWARD = Op(
+    reference=dropout_linear_backward,
+    flops=lambda key: 2 * costs.linear_flops(key),
+    traffic=lambda key: 2 * costs.inputs(key),
+    sample=_state,
+    scalars=lambda key: _SCALARS,
+    runtime=("seed", "offset"),
+    outputs=3,
+    internal=True,
+)
+backward_call = dispatch.internal(DROPOUT_LINEAR_BACKWARD)
+DROPOUT_LINEAR_BACKWARD.candidate("torch.eager", trusted=True)(dropout_linear_backward)
+
+
+@DROPOUT_LINEAR.candidate("torch.eager", trusted=True)
+def eager(x: Tensor, weight: Tensor, bias: Tensor | None, p: float, seed: int, offset: int, state: Tensor | None, save: bool) -> tuple[Tensor, ...]:
+    """PyTorch's own dropout and linear; the mask is PyTorch's, drawn from the seed, and kept for backward as PyTorch does."""
+    if state is None and x.device.type != "meta" and not torch._C._len_torch_dispatch_stack():
+        generator = torch.Generator(x.device).manual_seed((seed * 0x9E3779B97F4A7C15 + offset) & 0x7FFFFFFFFFFFFFFF)
+        mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+        dropped = x * mask.to(x.dtype).div_(1 - p)
+    else:
+        dropped, mask = torch.native_dropout(x, p, True)
+    y = F.linear(dropped, weight, bias)
+    return (y, mask) if save else (y,)
+
+
+@dispatch.public(DROPOUT_LINEAR)
+def _masked(x: Tensor, weight: Tensor, bias: Tensor | None, p: float, seed: int, offset: int, state: Tensor | None) -> tuple[Any, ...]:
+    fn = "dropout_linear"
+    checks.tensors(fn, {"x": x, "weight": weight}, {"bias": bias})
+    checks.floating(fn, {"x": x, "weight": weight, "bias": bias}, autocast=True)
+    checks.linear_shapes(fn, x, weight, bias)
+    return x, weight, bias, p, seed, offset, state
+
+
+def dropout_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, p: float = 0.5, training: bool = True, generator: torch.Generator | None = None
+) -> Tensor:
+    """dropout(x, p) · weightᵀ + bias in one call; each element is kept with probability 1 - p and scaled by 1 / (1 - p).
+
+    The mask follows from a seed drawn from the generator: reproducible after torch.manual_seed, the same in backward, drawn
+    anew at every replay of a captured graph. It need not equal the mask of torch.nn.functional.dropout.
+
+    Args:
+        x: [..., K], floating. weight: [N, K], same dtype. bias: [N] or None. p: in [0, 1). training: False is a plain linear.
+        generator: of x's device; PyTorch's default one if None.
+
+    Returns:
+        [..., N] in x's dtype.
+
+    Raises:
+        TypeError: not a tensor, not floating, or dtypes differ. ValueError: shapes, devices or p do not fit.
+
+    Source: Srivastava et al., Dropout, JMLR 15 (2014); masks by Philox, Salmon et al., SC 2011.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.dropout_linear(torch.ones(2, 3), torch.ones(4, 3), None, p=0.5, training=False).shape
+        torch.Size([2, 4])
+    """
+    if not (p.__class__ is float and 0.0 <= p < 1.0):
+        p = checks.number("dropout_linear", "p", p, 0.0, 1.0, "in [0, 1), the share of elements to drop,")
+    if not isinstance(x, Tensor):
+        checks.tensors("dropout_linear", {"x": x, "weight": weight}, {"bias": bias})
+    if not training or p == 0.0:
+        return linear(x, weight, bias)
+    seed, offset, state = draw(x.device, generator)
+    return _masked(x, weight, bias, p, seed, offset, state)

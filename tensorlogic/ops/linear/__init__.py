@@ -1,0 +1,120 @@
+"""linear and linear_residual_relu: the product that every model is made of, with bias, residual and activation fused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import dispatch
+from ...op import Gradient, Op, Outputs
+from ..common import checks, costs, samples
+from ..common.activations import ACTIVATIONS, SMOOTH
+from . import reference
+
+
+def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+    x, weight, _, _ = dynamic
+    kept = outs[0] if flags.activation == "relu" else outs[1] if flags.activation in SMOOTH else None
+    return (x, weight, kept)
+
+
+def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+    x, weight, kept = saved
+    grads = backward_call(dy, x, weight, kept, flags.activation, "".join("01"[n] for n in needs))
+    return tuple(g if n else None for g, n in zip(grads, needs, strict=True))
+
+
+def _cases() -> Any:
+    for m, k, n in ((2, 3, 5), (33, 17, 65), (64, 128, 96)):
+        for activation in ACTIVATIONS:
+            yield torch.randn(m, k), torch.randn(n, k) * k**-0.5, torch.randn(n), torch.randn(m, n), activation
+    yield torch.randn(2, 7, 16), torch.randn(9, 16), None, None, "none"
+    yield torch.randn(16, 5).t(), torch.randn(16, 9).t(), torch.randn(9), None, "gelu_tanh"
+    yield torch.randn(0, 8), torch.randn(4, 8), torch.randn(4), torch.randn(0, 4), "relu"
+    yield torch.randn(8), torch.randn(4, 8), None, torch.randn(4), "silu"
+
+
+LINEAR = Op(
+    reference=reference.linear,
+    flops=costs.linear_flops,
+    traffic=costs.linear_traffic,
+    sample=samples.scaled({"weight": 1}),
+    stress=samples.cancelling("x", "weight"),
+    cases=_cases,
+    gradient=Gradient(_kept, _backward),
+    autocast="lower",
+    outputs=2,
+)
+LINEAR_BACKWARD = Op(
+    reference=reference.linear_backward,
+    flops=lambda key: 2 * costs.linear_flops(key),
+    traffic=lambda key: 2 * costs.inputs(key),
+    sample=samples.scaled({"weight": 1}),
+    autocast="lower",
+    outputs=4,
+    internal=True,
+)
+backward_call = dispatch.internal(LINEAR_BACKWARD)
+
+
+def _checked(fn: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None) -> tuple[Any, ...]:
+    checks.tensors(fn, {"x": x, "weight": weight}, {"bias": bias, "residual": residual})
+    checks.one_of(fn, "activation", activation, (None, *ACTIVATIONS))
+    checks.floating(fn, {"x": x, "weight": weight, "bias": bias, "residual": residual}, autocast=True)
+    shape = checks.linear_shapes(fn, x, weight, bias)
+    if residual is not None:
+        residual = checks.broadcasts(fn, "residual", residual, shape)
+    return x, weight, bias, residual, activation or "none"
+
+
+@dispatch.public(LINEAR)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str | None = None) -> tuple[Any, ...]:
+    """activation(x · weightᵀ + bias + residual) in one call, accumulated in float32 and rounded once.
+
+    Args:
+        x: [..., K], floating. weight: [N, K], as in torch.nn.functional.linear, same dtype. bias: [N] or None.
+        residual: broadcastable to [..., N] or None.
+        activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
+
+    Returns:
+        [..., N] in x's dtype and on its device.
+
+    Raises:
+        TypeError: not a tensor, not floating, or dtypes differ. ValueError: shapes, devices or activation do not fit.
+
+    Source: torch.nn.functional.linear; GELU by Hendrycks and Gimpel, arXiv:1606.08415.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.linear(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(4), activation="relu").shape
+        torch.Size([2, 4])
+    """
+    return _checked("linear", x, weight, bias, residual, activation)
+
+
+def linear_residual_relu(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """relu(x · weightᵀ + bias + residual): the tail of a residual block in one call.
+
+    Args:
+        x: [..., K]. weight: [N, K]. bias: [N] or None. residual: broadcastable to [..., N]. One floating dtype, one device.
+
+    Returns:
+        [..., N] in x's dtype.
+
+    Raises:
+        TypeError: not a tensor, not floating, or dtypes differ. ValueError: shapes or devices do not fit.
+
+    Source: He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.linear_residual_relu(torch.ones(1, 2), torch.ones(2, 2), None, torch.tensor([[-3.0, 1.0]]))
+        tensor([[0., 3.]])
+    """
+    return linear(x, weight, bias, residual, "relu")
+
+
+from . import torch_candidates  # noqa: E402,F401  in the order in which ties are broken

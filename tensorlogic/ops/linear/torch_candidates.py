@@ -1,0 +1,100 @@
+"""Candidates of linear that PyTorch ships: the plain composition, its in-place form, cuBLASLt's activation epilogue, oneDNN."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...plans import Key
+from ..common import products
+from ..common.activations import SMOOTH, activate, activate_
+from . import LINEAR, LINEAR_BACKWARD, reference
+
+
+@LINEAR.candidate("torch.eager", trusted=True)
+def eager(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool) -> tuple[Tensor, ...]:
+    """What a user would write."""
+    z = F.linear(x, weight, bias)
+    if residual is not None:
+        z = z + residual
+    y = activate(z, activation)
+    return (y, z) if save and activation in SMOOTH else (y,)
+
+
+def _in_place(key: Key) -> str | None:
+    if key.flag("save") and key.flag("activation") in SMOOTH:
+        return "the pre-activation must be kept"
+    if key.spec("residual") is None and key.flag("activation") not in ("relu", "silu"):
+        return "nothing to do in place"
+    return None
+
+
+@LINEAR.candidate("torch.inplace", supports=_in_place, trusted=True)
+def in_place(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool) -> tuple[Tensor, ...]:
+    """Residual and activation into the product's own memory."""
+    y = F.linear(x, weight, bias)
+    if residual is not None:
+        y.add_(residual)
+    return (activate_(y, activation),)
+
+
+def _epilogue(key: Key) -> str | None:
+    if key.spec("bias") is None or key.spec("residual") is not None:
+        return "needs a bias and no residual"
+    if key.flag("activation") not in ("relu", "gelu_tanh"):
+        return "cuBLASLt's epilogue has relu and tanh gelu only"
+    if key.flag("save") and key.flag("activation") in SMOOTH:
+        return "the pre-activation must be kept"
+    x = key.spec("x")
+    return "needs a GPU and a half dtype" if key.device != "cuda" or x is None or x.dtype not in ("f16", "bf16") else None
+
+
+@LINEAR.candidate("torch.addmm_activation", supports=_epilogue, trusted=True)
+def addmm_activation(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool) -> tuple[Tensor, ...]:
+    """cuBLASLt's bias and activation epilogue through torch._addmm_activation."""
+    assert bias is not None
+    flat = x.reshape(-1, x.shape[-1])
+    y = torch._addmm_activation(bias, flat, weight.t(), use_gelu=activation == "gelu_tanh")
+    return (y.view(*x.shape[:-1], weight.shape[0]),)
+
+
+def _onednn(key: Key) -> str | None:
+    reason = products.onednn_f32(key)
+    if reason is None and key.flag("save") and key.flag("activation") in SMOOTH:
+        return "the pre-activation must be kept"
+    return reason
+
+
+@LINEAR.candidate("onednn.linear", supports=_onednn, available=products.onednn_available, trusted=True)
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool) -> tuple[Tensor, ...]:
+    """oneDNN's product with its own activation; a residual and what follows it go in place."""
+    if residual is None:
+        return (products.onednn(x, weight, bias, activation),)
+    return (activate_(products.onednn(x, weight, bias, "none").add_(residual), activation),)
+
+
+@LINEAR.candidate("torch.widened", supports=products.widened, trusted=True)
+def widened(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool) -> tuple[Tensor, ...]:
+    """A half product in float32, weights widened once and kept; rounded at the end."""
+    z = F.linear(x.float(), products.wide_weight(weight), None if bias is None else bias.float())
+    if residual is not None:
+        z.add_(residual)
+    kept = z.to(x.dtype) if save and activation in SMOOTH else None
+    y = activate_(z, activation).to(x.dtype)
+    return (y,) if kept is None else (y, kept)
+
+
+@LINEAR_BACKWARD.candidate("torch.eager", trusted=True)
+def eager_backward(dy: Tensor, x: Tensor, weight: Tensor, kept: Tensor | None, activation: str, needs: str) -> tuple[Tensor | None, ...]:
+    """The formulas, as PyTorch's autograd would run them."""
+    return reference.linear_backward(dy, x, weight, kept, activation, needs)
+
+
+@LINEAR_BACKWARD.candidate("torch.widened", supports=lambda key: products.widened(key, "dy"), trusted=True)
+def widened_backward(dy: Tensor, x: Tensor, weight: Tensor, kept: Tensor | None, activation: str, needs: str) -> tuple[Tensor | None, ...]:
+    """The same in float32, rounded at the end."""
+    wide = [t if t is None else t.float() for t in (dy, x, weight, kept)]
+    assert wide[0] is not None and wide[1] is not None and wide[2] is not None
+    grads = reference.linear_backward(wide[0], wide[1], wide[2], wide[3], activation, needs)
+    return tuple(g if g is None else g.to(dy.dtype) for g in grads)

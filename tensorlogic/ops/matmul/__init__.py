@@ -1,0 +1,182 @@
+"""matmul: a · b with an optional activation, batched, broadcast and strided as torch.matmul."""
+
+from __future__ import annotations
+
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import dispatch
+from ...numerics import DTYPES
+from ...op import Gradient, Op, Outputs
+from ...plans import Key
+from ..common import checks, costs, products, samples
+from ..common.activations import ACTIVATIONS, SMOOTH, activate, activate_
+from ..common.activations import gradient as activation_gradient
+
+
+def matmul_reference(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ...]:
+    """a [..., M, K] @ b [..., K, N] -> y [..., M, N], and the pre-activation where backward needs it."""
+    z = torch.matmul(a, b)
+    y = activate(z, activation)
+    return (y, z) if save and activation in SMOOTH else (y,)
+
+
+def matmul_backward_reference(dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str) -> tuple[Tensor | None, ...]:
+    """dy [..., M, N] -> da, db summed over broadcast batch dimensions; kept is y (relu) or z (gelu, silu)."""
+    dz = activation_gradient(dy, kept, activation)
+    if a.dim() == 1 and b.dim() == 1:
+        return (dz * b if needs[0] == "1" else None, dz * a if needs[1] == "1" else None)
+    left, right = a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
+    dz = dz.unsqueeze(-2) if a.dim() == 1 else dz.unsqueeze(-1) if b.dim() == 1 else dz
+    da = (dz @ right.mT).sum_to_size(left.shape).view(a.shape) if needs[0] == "1" else None
+    db = (left.mT @ dz).sum_to_size(right.shape).view(b.shape) if needs[1] == "1" else None
+    return (da, db)
+
+
+matmul_reference.__name__, matmul_backward_reference.__name__ = "matmul", "matmul_backward"
+
+
+def _mnk(key: Key) -> tuple[int, int, int]:
+    a, b = key.spec("a"), key.spec("b")
+    assert a is not None and b is not None
+    n = b.shape[-1] if len(b.shape) > 1 else 1
+    batch = max(prod(a.shape[:-2]), prod(b.shape[:-2]))
+    return batch * (a.shape[-2] if len(a.shape) > 1 else 1), n, a.shape[-1]
+
+
+def _traffic(key: Key) -> float:
+    a = key.spec("a")
+    assert a is not None
+    m, n, _ = _mnk(key)
+    return costs.inputs(key) + m * n * DTYPES[a.dtype].itemsize
+
+
+def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+    return (*dynamic, outs[0] if flags.activation == "relu" else outs[1] if flags.activation in SMOOTH else None)
+
+
+def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+    a, b, kept = saved
+    grads = backward_call(dy, a, b, kept, flags.activation, "".join("01"[n] for n in needs))
+    return tuple(g if n else None for g, n in zip(grads, needs, strict=True))
+
+
+def _cases() -> Any:
+    for a, b in (((2, 3), (3, 5)), ((33, 17), (17, 65)), ((4, 9, 16), (4, 16, 7)), ((3, 1, 5, 8), (2, 8, 6)), ((8,), (8, 3)), ((4, 8), (8,)), ((8,), (8,)), ((0, 4), (4, 3)), ((3, 0), (0, 4))):
+        yield torch.randn(a), torch.randn(b), "none"
+    for activation in ACTIVATIONS[1:]:
+        yield torch.randn(16, 9).t(), torch.randn(8, 16).t(), activation
+
+
+MATMUL = Op(
+    reference=matmul_reference,
+    flops=lambda key: 2.0 * prod(_mnk(key)),
+    traffic=_traffic,
+    sample=samples.scaled({"b": -2}),
+    stress=samples.cancelling("a", "b", -1, -2),
+    cases=_cases,
+    gradient=Gradient(_kept, _backward),
+    autocast="lower",
+    outputs=2,
+)
+MATMUL_BACKWARD = Op(
+    reference=matmul_backward_reference,
+    flops=lambda key: 4.0 * prod(_mnk(key)),
+    traffic=lambda key: 2 * costs.inputs(key),
+    sample=samples.scaled({"b": -2}),
+    autocast="lower",
+    outputs=2,
+    internal=True,
+)
+backward_call = dispatch.internal(MATMUL_BACKWARD)
+
+
+@dispatch.public(MATMUL)
+def matmul(a: Tensor, b: Tensor, activation: str | None = None) -> tuple[Any, ...]:
+    """activation(a · b), as torch.matmul: note that b is [K, N] here and linear's weight is [N, K].
+
+    Args:
+        a: [..., M, K] or [K], floating. b: [..., K, N] or [K], same dtype; batch dimensions broadcast.
+        activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
+
+    Returns:
+        [..., M, N], without the dimension of a one-dimensional argument, in a's dtype.
+
+    Raises:
+        TypeError: not a tensor, not floating, or dtypes differ. ValueError: shapes, devices or activation do not fit.
+
+    Source: torch.matmul.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.matmul(torch.eye(2), torch.tensor([[1.0, -2.0], [3.0, 4.0]]), activation="relu")
+        tensor([[1., 0.],
+                [3., 4.]])
+    """
+    checks.tensors("matmul", {"a": a, "b": b})
+    checks.one_of("matmul", "activation", activation, (None, *ACTIVATIONS))
+    checks.floating("matmul", {"a": a, "b": b}, autocast=True)
+    if a.dim() < 1 or b.dim() < 1:
+        raise ValueError(f"matmul: a is {checks.describe(a)} and b is {checks.describe(b)}; both need at least one dimension: use a * b for numbers")
+    inner = b.shape[-2] if b.dim() > 1 else b.shape[0]
+    if a.shape[-1] != inner:
+        raise ValueError(f"matmul: a is {checks.describe(a)} and b is {checks.describe(b)}; a's last dimension ({a.shape[-1]}) must equal b's second to last ({inner}): transpose one with .mT")
+    try:
+        torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        raise ValueError(f"matmul: a is {checks.describe(a)} and b is {checks.describe(b)}; their batch dimensions do not broadcast") from None
+    return a, b, activation or "none"
+
+
+@MATMUL.candidate("torch.eager", trusted=True)
+def eager(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ...]:
+    """What a user would write."""
+    return matmul_reference(a, b, activation, save)
+
+
+@MATMUL.candidate("torch.linear", supports=lambda key: None if key.device == "cpu" and len(key.tensors[1].shape) == 2 else "for CPUs and a two-dimensional b", trusted=True)  # type: ignore[union-attr]
+def by_linear(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ...]:
+    """The same product through torch.nn.functional.linear, which takes another road in PyTorch's CPU code."""
+    z = torch.nn.functional.linear(a, b.t())
+    y = activate(z, activation)
+    return (y, z) if save and activation in SMOOTH else (y,)
+
+
+def _onednn(key: Key) -> str | None:
+    a, b = key.spec("a"), key.spec("b")
+    if a is None or b is None or a.dtype != "f32" or len(b.shape) != 2 or len(a.shape) < 2 or 0 in (*a.shape, *b.shape):
+        return "float32, non-empty, two-dimensional b only"
+    return "the pre-activation must be kept" if key.flag("save") and key.flag("activation") in SMOOTH else None
+
+
+@MATMUL.candidate("onednn.linear", supports=_onednn, available=products.onednn_available, trusted=True)
+def onednn_linear(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ...]:
+    """oneDNN's product with its own activation."""
+    return (products.onednn(a, b.t(), None, activation),)
+
+
+@MATMUL.candidate("torch.widened", supports=lambda key: products.widened(key, "a"), trusted=True)
+def widened(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ...]:
+    """A half product in float32, b widened once and kept if it is a parameter; rounded at the end."""
+    z = torch.matmul(a.float(), products.wide_weight(b))
+    kept = z.to(a.dtype) if save and activation in SMOOTH else None
+    y = activate_(z, activation).to(a.dtype)
+    return (y,) if kept is None else (y, kept)
+
+
+@MATMUL_BACKWARD.candidate("torch.eager", trusted=True)
+def eager_backward(dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str) -> tuple[Tensor | None, ...]:
+    """The formulas, as PyTorch's autograd would run them."""
+    return matmul_backward_reference(dy, a, b, kept, activation, needs)
+
+
+@MATMUL_BACKWARD.candidate("torch.widened", supports=lambda key: products.widened(key, "dy"), trusted=True)
+def widened_backward(dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str) -> tuple[Tensor | None, ...]:
+    """The same in float32, rounded at the end."""
+    wide_kept = None if kept is None else kept.float()
+    grads = matmul_backward_reference(dy.float(), a.float(), b.float(), wide_kept, activation, needs)
+    return tuple(g if g is None else g.to(dy.dtype) for g in grads)

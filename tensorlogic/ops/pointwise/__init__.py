@@ -1,0 +1,401 @@
+"""Element-wise ops, plain and fused: add, sub, mul, div, relu, gelu, silu, add_relu, mul_relu, affine, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import dispatch
+from ...op import Gradient, Op, Outputs
+from ..common import checks, costs
+from . import reference
+
+def _broadcast(fn: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Tensors that broadcast together; numbers become zero-dimensional tensors, as PyTorch promotes them."""
+    first = next((v for v in given.values() if isinstance(v, Tensor)), None)
+    if first is None:
+        checks.tensors(fn, given)
+    values = {
+        n: torch.tensor(v) if isinstance(v, (int, float, complex)) and not isinstance(v, Tensor) else v for n, v in given.items()
+    }
+    checks.tensors(fn, {n: v for n, v in values.items() if not (isinstance(v, Tensor) and v.dim() == 0 and v.device.type == "cpu")})
+    try:
+        torch.broadcast_shapes(*(v.shape for v in values.values()))
+    except RuntimeError:
+        shapes = ", ".join(f"{n} is {checks.describe(v)}" for n, v in values.items())
+        raise ValueError(f"{fn}: {shapes}; shapes that broadcast together are required") from None
+    return tuple(values.values())
+
+
+def _real(fn: str, **given: Tensor) -> None:
+    for name, t in given.items():
+        if not t.is_floating_point():
+            raise TypeError(f"{fn}: {name} is {checks.describe(t)}; a real floating dtype is required: convert it with {name}.float()")
+
+
+def _op(meaning: Callable[..., tuple[Tensor, ...]], uses: str, flops: float) -> Op:
+    """An element-wise op; `uses` says what its gradient reads: "a", "b" (operands) and "y" (the output)."""
+
+    def kind(flags: SimpleNamespace) -> str:
+        return "gelu_tanh" if getattr(flags, "approximate", None) == "tanh" else op.name
+
+    def save(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+        y = outs[0]
+        assert y is not None
+        operands = [t if name in uses or t.shape != y.shape else None for name, t in zip("abc", dynamic, strict=False)]
+        return (*operands, *[None] * (3 - len(operands)), y if "y" in uses else None)
+
+    def backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+        wanted = (*needs, False, False)[:3]
+        grads = backward_call(dy, *saved, kind(flags), "".join("01"[n] for n in wanted))
+        return tuple(g if n else None for g, n in zip(grads, wanted, strict=True))[: len(needs)]
+
+    op = Op(
+        reference=meaning,
+        flops=lambda key: flops * max(costs.size(t) for t in key.tensors),
+        traffic=costs.pointwise_traffic,
+        cases=lambda: _cases(len(op.dynamic), op.name),
+        gradient=Gradient(save, backward),
+    )
+    op.candidate("torch.eager", trusted=True)(meaning)
+    return op
+
+
+def _cases(operands: int, name: str) -> Any:
+    shapes: tuple[tuple[Any, ...], ...] = (((7,),), ((33, 65),), ((0, 4),), ((),))
+    if operands == 2:
+        shapes = (((7,), (7,)), ((33, 65), (33, 65)), ((4, 33), (33,)), ((2, 3, 5), (3, 1)), ((6,), ()), ((0, 4), (4,)))
+    if operands == 3:
+        shapes = (((7,), (7,), (7,)), ((4, 33), (33,), (33,)), ((5, 8), (), (8,)), ((2, 3, 5), (3, 1), (5,)), ((0, 4), (4,), (4,)))
+    for case in shapes:
+        values = [torch.randn(s) for s in case]
+        if name == "gelu":
+            yield (*values, "none")
+            yield (*values, "tanh")
+        else:
+            yield tuple(values)
+    if operands == 1 and name != "gelu":
+        yield (torch.randn(9, 6).t(),)
+    if operands == 2:
+        yield torch.randn(9, 6).t(), torch.randn(6, 18)[:, ::2]
+
+
+def _sum_to(g: Tensor | None, operand: Tensor | None) -> Tensor | None:
+    return g if g is None or operand is None else g.sum_to_size(operand.shape)
+
+
+def pointwise_backward(dy: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None, y: Tensor | None, kind: str, needs: str) -> tuple[Tensor | None, ...]:
+    """dy -> da, db, dc, each summed to its operand's shape (an absent operand has dy's); y is the output where a ReLU ends the op."""
+    grads = reference.backward(dy, a, b, y, kind)
+    return tuple(_sum_to(g, t) if n == "1" else None for g, t, n in zip(grads, (a, b, c), needs, strict=True))
+
+
+POINTWISE_BACKWARD = Op(
+    reference=pointwise_backward,
+    flops=lambda key: 4.0 * costs.size(key.tensors[0]),
+    traffic=lambda key: costs.inputs(key) * 1.5,
+    outputs=3,
+    internal=True,
+)
+POINTWISE_BACKWARD.candidate("torch.eager", trusted=True)(pointwise_backward)
+backward_call = dispatch.internal(POINTWISE_BACKWARD)
+
+
+def _add(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
+    """a + b."""
+    return (a + b,)
+
+
+def _sub(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
+    """a - b."""
+    return (a - b,)
+
+
+def _mul(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
+    """a * b."""
+    return (a * b,)
+
+
+def _div(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
+    """a / b."""
+    return (a / b,)
+
+
+def _relu(x: Tensor, save: bool) -> tuple[Tensor, ...]:
+    """max(x, 0)."""
+    return (torch.relu(x),)
+
+
+def _gelu(x: Tensor, approximate: str, save: bool) -> tuple[Tensor, ...]:
+    """x * Phi(x), or its tanh approximation."""
+    return (F.gelu(x, approximate=approximate),)
+
+
+def _silu(x: Tensor, save: bool) -> tuple[Tensor, ...]:
+    """x * sigmoid(x)."""
+    return (F.silu(x),)
+
+
+def _add_relu(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
+    """max(a + b, 0)."""
+    return (torch.relu(a + b),)
+
+
+def _mul_relu(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
+    """max(a * b, 0)."""
+    return (torch.relu(a * b),)
+
+
+def _affine(x: Tensor, scale: Tensor, bias: Tensor, save: bool) -> tuple[Tensor, ...]:
+    """x * scale + bias."""
+    return (x * scale + bias,)
+
+
+for _meaning in (_add, _sub, _mul, _div, _relu, _gelu, _silu, _add_relu, _mul_relu, _affine):
+    _meaning.__name__ = _meaning.__name__.removeprefix("_")  # the op's name is its reference's
+
+ADD, SUB, MUL, DIV = _op(_add, "", 1.0), _op(_sub, "", 1.0), _op(_mul, "ab", 1.0), _op(_div, "ab", 1.0)
+RELU, GELU, SILU = _op(_relu, "y", 1.0), _op(_gelu, "a", 10.0), _op(_silu, "a", 5.0)
+ADD_RELU, MUL_RELU, AFFINE = _op(_add_relu, "y", 2.0), _op(_mul_relu, "aby", 2.0), _op(_affine, "ab", 2.0)
+FAMILY = (ADD, SUB, MUL, DIV, RELU, GELU, SILU, ADD_RELU, MUL_RELU, AFFINE)
+
+
+@dispatch.public(ADD)
+def add(a: Tensor, b: Tensor) -> tuple[Any, ...]:
+    """a + b, broadcast and promoted as torch.add.
+
+    Args:
+        a, b: tensors of any dtype on one device (or numbers), whose shapes broadcast.
+
+    Returns:
+        The broadcast shape, in PyTorch's promoted dtype.
+
+    Raises:
+        TypeError: neither is a tensor. ValueError: shapes do not broadcast, or devices differ.
+
+    Source: torch.add.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.add(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+        tensor([4., 6.])
+    """
+    return _broadcast("add", {"a": a, "b": b})
+
+
+@dispatch.public(SUB)
+def sub(a: Tensor, b: Tensor) -> tuple[Any, ...]:
+    """a - b, broadcast and promoted as torch.sub.
+
+    Args:
+        a, b: tensors of any dtype on one device (or numbers), whose shapes broadcast.
+
+    Returns:
+        The broadcast shape, in PyTorch's promoted dtype.
+
+    Raises:
+        TypeError: neither is a tensor. ValueError: shapes do not broadcast, or devices differ.
+
+    Source: torch.sub.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.sub(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0]))
+        tensor([-2., -3.])
+    """
+    return _broadcast("sub", {"a": a, "b": b})
+
+
+@dispatch.public(MUL)
+def mul(a: Tensor, b: Tensor) -> tuple[Any, ...]:
+    """a * b, broadcast and promoted as torch.mul.
+
+    Args:
+        a, b: tensors of any dtype on one device (or numbers), whose shapes broadcast.
+
+    Returns:
+        The broadcast shape, in PyTorch's promoted dtype.
+
+    Raises:
+        TypeError: neither is a tensor. ValueError: shapes do not broadcast, or devices differ.
+
+    Source: torch.mul.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.mul(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0]))
+        tensor([ 3., 10.])
+    """
+    return _broadcast("mul", {"a": a, "b": b})
+
+
+@dispatch.public(DIV)
+def div(a: Tensor, b: Tensor) -> tuple[Any, ...]:
+    """a / b, broadcast and promoted as torch.div.
+
+    Args:
+        a, b: tensors of any dtype on one device (or numbers), whose shapes broadcast.
+
+    Returns:
+        The broadcast shape, in PyTorch's promoted dtype.
+
+    Raises:
+        TypeError: neither is a tensor. ValueError: shapes do not broadcast, or devices differ.
+
+    Source: torch.div.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.div(torch.tensor([1.0, 6.0]), torch.tensor([2.0, 3.0]))
+        tensor([0.5000, 2.0000])
+    """
+    return _broadcast("div", {"a": a, "b": b})
+
+
+@dispatch.public(RELU)
+def relu(x: Tensor) -> tuple[Any, ...]:
+    """max(x, 0); NaN stays NaN.
+
+    Args:
+        x: any shape, any real dtype.
+
+    Returns:
+        x's shape and dtype.
+
+    Raises:
+        TypeError: not a tensor.
+
+    Source: torch.relu.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.relu(torch.tensor([-1.0, 2.0]))
+        tensor([0., 2.])
+    """
+    checks.tensors("relu", {"x": x})
+    return (x,)
+
+
+@dispatch.public(GELU)
+def gelu(x: Tensor, approximate: str = "none") -> tuple[Any, ...]:
+    """x * Phi(x), the Gaussian error linear unit.
+
+    Args:
+        x: any shape, real floating dtype. approximate: "none" (erf) or "tanh".
+
+    Returns:
+        x's shape and dtype.
+
+    Raises:
+        TypeError: not a tensor, or not floating. ValueError: unknown approximation.
+
+    Source: Hendrycks and Gimpel, arXiv:1606.08415; torch.nn.functional.gelu.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.gelu(torch.tensor([-1.0, 2.0]))
+        tensor([-0.1587,  1.9545])
+    """
+    checks.tensors("gelu", {"x": x})
+    checks.one_of("gelu", "approximate", approximate, ("none", "tanh"))
+    _real("gelu", x=x)
+    return x, approximate
+
+
+@dispatch.public(SILU)
+def silu(x: Tensor) -> tuple[Any, ...]:
+    """x * sigmoid(x), the sigmoid linear unit.
+
+    Args:
+        x: any shape, floating dtype.
+
+    Returns:
+        x's shape and dtype.
+
+    Raises:
+        TypeError: not a tensor, or not floating.
+
+    Source: Elfwing et al., arXiv:1702.03118; torch.nn.functional.silu.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.silu(torch.tensor([0.0, 2.0]))
+        tensor([0.0000, 1.7616])
+    """
+    checks.tensors("silu", {"x": x})
+    _real("silu", x=x)
+    return (x,)
+
+
+@dispatch.public(ADD_RELU)
+def add_relu(a: Tensor, b: Tensor) -> tuple[Any, ...]:
+    """relu(a + b) in one pass over memory.
+
+    Args:
+        a, b: tensors on one device (or numbers), real dtypes, whose shapes broadcast.
+
+    Returns:
+        The broadcast shape, in PyTorch's promoted dtype.
+
+    Raises:
+        TypeError: neither is a tensor. ValueError: shapes do not broadcast, or devices differ.
+
+    Source: torch.relu(torch.add(a, b)).
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.add_relu(torch.tensor([-3.0, 2.0]), torch.tensor([1.0, 1.0]))
+        tensor([0., 3.])
+    """
+    return _broadcast("add_relu", {"a": a, "b": b})
+
+
+@dispatch.public(MUL_RELU)
+def mul_relu(a: Tensor, b: Tensor) -> tuple[Any, ...]:
+    """relu(a * b) in one pass over memory.
+
+    Args:
+        a, b: tensors on one device (or numbers), real dtypes, whose shapes broadcast.
+
+    Returns:
+        The broadcast shape, in PyTorch's promoted dtype.
+
+    Raises:
+        TypeError: neither is a tensor. ValueError: shapes do not broadcast, or devices differ.
+
+    Source: torch.relu(torch.mul(a, b)).
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.mul_relu(torch.tensor([-3.0, 2.0]), torch.tensor([1.0, 2.0]))
+        tensor([0., 4.])
+    """
+    return _broadcast("mul_relu", {"a": a, "b": b})
+
+
+@dispatch.public(AFFINE)
+def affine(x: Tensor, scale: Tensor, bias: Tensor) -> tuple[Any, ...]:
+    """x * scale + bias in one pass over memory.
+
+    Args:
+        x, scale, bias: tensors on one device (or numbers), whose shapes broadcast.
+
+    Returns:
+        The broadcast shape, in PyTorch's promoted dtype.
+
+    Raises:
+        TypeError: none is a tensor. ValueError: shapes do not broadcast, or devices differ.
+
+    Source: x * scale + bias in PyTorch.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.affine(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 2.0]), torch.tensor([0.5, 0.5]))
+        tensor([2.5000, 4.5000])
+    """
+    return _broadcast("affine", {"x": x, "scale": scale, "bias": bias})

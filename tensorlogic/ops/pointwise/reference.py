@@ -1,0 +1,29 @@
+"""Gradients of the element-wise ops, as a table over the kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..common import activations
+
+# kind -> gradients of (a, b, c) from dz, the gradient before the activation
+BACKWARD: dict[str, Callable[..., tuple[Tensor | None, ...]]] = {
+    "add": lambda dz, a, b: (dz, dz, None),
+    "sub": lambda dz, a, b: (dz, -dz, None),
+    "mul": lambda dz, a, b: (dz * b, dz * a, None),
+    "div": lambda dz, a, b: (dz / b, -dz * a / (b * b), None),
+    "affine": lambda dz, a, b: (dz * b, dz * a, dz),
+}
+SMOOTH = activations.SMOOTH  # keep the input for backward
+RELU = {"relu": "relu", "add_relu": "add", "mul_relu": "mul"}  # keep the output; then the gradient of the inner operation
+
+
+def backward(dy: Tensor, a: Tensor | None, b: Tensor | None, y: Tensor | None, kind: str) -> tuple[Tensor | None, ...]:
+    """Gradients of (a, b, c), not yet summed over broadcast dimensions."""
+    if kind in SMOOTH:
+        return (activations.gradient(dy, a, kind), None, None)
+    dz = activations.gradient(dy, y, "relu") if kind in RELU else dy
+    inner = RELU.get(kind, kind)
+    return (dz, None, None) if inner == "relu" else BACKWARD[inner](dz, a, b)

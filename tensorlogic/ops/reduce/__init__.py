@@ -1,0 +1,211 @@
+"""Reductions: sum, mean, max, min over any dimensions, accumulated in float32, values only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import dispatch
+from ...numerics import DTYPES
+from ...op import Gradient, Op, Outputs
+from ...plans import Key
+from ..common import checks, costs
+
+Dims = tuple[int, ...]
+
+
+def _sum(x: Tensor, dim: Dims, keepdim: bool, save: bool) -> tuple[Tensor, ...]:
+    """Sum over dim."""
+    return (torch.sum(x, dim, keepdim) if dim else x.clone(),)
+
+
+def _mean(x: Tensor, dim: Dims, keepdim: bool, save: bool) -> tuple[Tensor, ...]:
+    """Mean over dim."""
+    return (torch.mean(x, dim, keepdim) if dim else x.clone(),)
+
+
+def _max(x: Tensor, dim: Dims, keepdim: bool, save: bool) -> tuple[Tensor, ...]:
+    """Largest value over dim; NaN wins."""
+    return (torch.amax(x, dim, keepdim) if dim else x.clone(),)
+
+
+def _min(x: Tensor, dim: Dims, keepdim: bool, save: bool) -> tuple[Tensor, ...]:
+    """Smallest value over dim; NaN wins."""
+    return (torch.amin(x, dim, keepdim) if dim else x.clone(),)
+
+
+for _meaning in (_sum, _mean, _max, _min):
+    _meaning.__name__ = _meaning.__name__.removeprefix("_")  # the op's name is its reference's
+
+
+def _expand(dy: Tensor, flags: SimpleNamespace, shape: torch.Size) -> Tensor:
+    """dy over the shape it was reduced from, as a view."""
+    if not flags.keepdim:
+        for d in flags.dim:
+            dy = dy.unsqueeze(d)
+    return dy.expand(shape)
+
+
+def _spread(dy: Tensor, flags: SimpleNamespace, x: Tensor, y: Tensor) -> Tensor:
+    """The gradient of an extreme, shared equally between ties as PyTorch's amax does."""
+    hit = x == _expand(y, flags, x.shape)
+    share = hit.sum(flags.dim, keepdim=True) if flags.dim else 1
+    return torch.where(hit, _expand(dy, flags, x.shape) / share, 0).to(x.dtype)
+
+
+def _op(meaning: Callable[..., tuple[Tensor, ...]], extreme: bool) -> Op:
+    def save(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+        return (dynamic[0], outs[0] if extreme else None)
+
+    def backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+        x, y = saved
+        if extreme:
+            return (_spread(dy, flags, x, y),)
+        count = prod(x.shape[d] for d in flags.dim) if op.name == "mean" else 1
+        return (_expand(dy / count if count != 1 else dy, flags, x.shape),)
+
+    op = Op(
+        reference=meaning,
+        flops=lambda key: float(costs.size(key.tensors[0])),
+        traffic=_traffic,
+        cases=lambda: _cases(extreme),
+        gradient=Gradient(save, backward),
+    )
+    op.candidate("torch.eager", trusted=True)(meaning)
+    return op
+
+
+def _traffic(key: Key) -> float:
+    x = key.spec("x")
+    assert x is not None
+    left = prod(n for d, n in enumerate(x.shape) if d not in key.flag("dim"))
+    return costs.inputs(key) + left * DTYPES[x.dtype].itemsize
+
+
+def _cases(extreme: bool) -> Any:
+    for shape, dim in (((7,), (0,)), ((33, 65), (0, 1)), ((33, 65), (1,)), ((33, 65), (0,)), ((2, 3, 5), (0, 2)), ((4, 5), ()), ((3000,), (0,))):
+        yield torch.randn(shape), dim, False
+    yield torch.randn(3, 4, 5), (1,), True
+    yield torch.randn(8, 9).t(), (0,), False
+    if not extreme:
+        yield torch.randn(0, 4), (0,), False
+
+
+SUM, MEAN, MAX, MIN = _op(_sum, False), _op(_mean, False), _op(_max, True), _op(_min, True)
+FAMILY = (SUM, MEAN, MAX, MIN)
+
+
+def _checked(fn: str, x: Tensor, dim: int | tuple[int, ...] | None, keepdim: bool) -> tuple[Any, ...]:
+    checks.tensors(fn, {"x": x})
+    given = tuple(range(x.dim())) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    dims = []
+    for d in given:
+        if isinstance(d, bool) or not isinstance(d, int):
+            raise TypeError(f"{fn}: dim is {dim!r}; an int, a tuple of ints or None is required")
+        if not -(x.dim() or 1) <= d < (x.dim() or 1):
+            raise ValueError(f"{fn}: dim is {dim!r}, but x is {checks.describe(x)}; dimensions from {-x.dim()} to {x.dim() - 1} are required")
+        dims.append(d % (x.dim() or 1))
+    if len(set(dims)) != len(dims):
+        raise ValueError(f"{fn}: dim is {dim!r}, which names a dimension twice; name each once")
+    if fn in ("max", "min") and any(x.dim() and x.shape[d] == 0 for d in dims):
+        raise ValueError(f"{fn}: x is {checks.describe(x)}; at least one element along dim {dim!r} is required")
+    if fn == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"mean: x is {checks.describe(x)}; a floating dtype is required: convert it with x.float()")
+    return x, tuple(sorted(dims)) if x.dim() else (), bool(keepdim)
+
+
+@dispatch.public(SUM)
+def sum(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> tuple[Any, ...]:
+    """Sum over dimensions, accumulated in float32 or wider.
+
+    Args:
+        x: any shape and dtype. dim: dimension, tuple of dimensions, or None for all. keepdim: keep them with size 1.
+
+    Returns:
+        x's shape without dim (or with size 1 there), x's dtype (int64 for integers, as torch.sum).
+
+    Raises:
+        TypeError: not a tensor, or dim is no int. ValueError: dim out of range or named twice.
+
+    Source: torch.sum.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.sum(torch.ones(2, 3), dim=1)
+        tensor([3., 3.])
+    """
+    return _checked("sum", x, dim, keepdim)
+
+
+@dispatch.public(MEAN)
+def mean(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> tuple[Any, ...]:
+    """Mean over dimensions, accumulated in float32 or wider.
+
+    Args:
+        x: any shape, floating dtype. dim: dimension, tuple of dimensions, or None for all. keepdim: keep them with size 1.
+
+    Returns:
+        x's shape without dim (or with size 1 there), x's dtype; NaN where there is nothing to average.
+
+    Raises:
+        TypeError: not a tensor, not floating, or dim is no int. ValueError: dim out of range or named twice.
+
+    Source: torch.mean.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.mean(torch.tensor([1.0, 2.0, 6.0]))
+        tensor(3.)
+    """
+    return _checked("mean", x, dim, keepdim)
+
+
+@dispatch.public(MAX)
+def max(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> tuple[Any, ...]:
+    """Largest value over dimensions (no indices); NaN wins, as in torch.amax.
+
+    Args:
+        x: any shape with elements along dim, real dtype. dim: dimension, tuple, or None for all. keepdim: keep them with size 1.
+
+    Returns:
+        x's shape without dim (or with size 1 there), x's dtype.
+
+    Raises:
+        TypeError: not a tensor, or dim is no int. ValueError: dim out of range, named twice, or empty.
+
+    Source: torch.amax.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.max(torch.tensor([[1.0, 5.0], [3.0, 2.0]]), dim=0)
+        tensor([3., 5.])
+    """
+    return _checked("max", x, dim, keepdim)
+
+
+@dispatch.public(MIN)
+def min(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> tuple[Any, ...]:
+    """Smallest value over dimensions (no indices); NaN wins, as in torch.amin.
+
+    Args:
+        x: any shape with elements along dim, real dtype. dim: dimension, tuple, or None for all. keepdim: keep them with size 1.
+
+    Returns:
+        x's shape without dim (or with size 1 there), x's dtype.
+
+    Raises:
+        TypeError: not a tensor, or dim is no int. ValueError: dim out of range, named twice, or empty.
+
+    Source: torch.amin.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.min(torch.tensor([[1.0, 5.0], [3.0, 2.0]]))
+        tensor(1.)
+    """
+    return _checked("min", x, dim, keepdim)

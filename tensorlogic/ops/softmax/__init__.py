@@ -1,0 +1,101 @@
+"""softmax over one dimension, computed in float32 and written once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import dispatch
+from ...op import Gradient, Op, Outputs
+from ...plans import Key
+from ..common import checks, costs
+
+
+def _softmax(x: Tensor, dim: int, save: bool) -> tuple[Tensor, ...]:
+    """exp(x - max) / sum(exp(x - max)) over dim."""
+    return (torch.softmax(x, dim),)
+
+
+_softmax.__name__ = "softmax"
+
+
+def softmax_backward(dy: Tensor, y: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """dx = y * (dy - sum(dy * y))."""
+    return (torch.ops.aten._softmax_backward_data(dy, y, dim, y.dtype),)
+
+
+def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+    return (outs[0],)
+
+
+def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+    return backward_call(dy, saved[0], flags.dim)
+
+
+def _wide_logits(key: Key, values: dict[str, Any]) -> None:
+    """Values up to hundreds: careless exponentials overflow."""
+    values["x"].mul_(100)
+
+
+def _cases() -> Any:
+    for shape, dim in (((7,), 0), ((33, 65), 1), ((33, 65), 0), ((2, 3, 5), 1), ((4, 3000), 1), ((0, 4), 1), ((5, 1), 1)):
+        yield torch.randn(shape), dim
+    yield torch.randn(9, 8).t(), 1
+
+
+SOFTMAX = Op(
+    reference=_softmax,
+    flops=lambda key: 5.0 * costs.size(key.tensors[0]),
+    traffic=costs.pointwise_traffic,
+    cases=_cases,
+    stress=_wide_logits,
+    gradient=Gradient(_kept, _backward),
+    autocast="float32",
+)
+SOFTMAX_BACKWARD = Op(
+    reference=softmax_backward,
+    flops=lambda key: 4.0 * costs.size(key.tensors[0]),
+    traffic=costs.pointwise_traffic,
+    internal=True,
+)
+SOFTMAX.candidate("torch.eager", trusted=True)(_softmax)
+SOFTMAX_BACKWARD.candidate("torch.eager", trusted=True)(softmax_backward)
+backward_call = dispatch.internal(SOFTMAX_BACKWARD)
+
+
+@dispatch.public(SOFTMAX)
+def _float_softmax(x: Tensor, dim: int) -> tuple[Any, ...]:
+    return x, dim
+
+
+def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+    """exp(x) / sum(exp(x)) over one dimension, safe for large values.
+
+    Args:
+        x: any shape, floating. dim: the dimension that sums to 1. dtype: cast x to it first, as torch.softmax.
+
+    Returns:
+        x's shape, in dtype or x's.
+
+    Raises:
+        TypeError: not a tensor, or not floating. ValueError: dim out of range.
+
+    Source: torch.softmax.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> tensorlogic.softmax(torch.zeros(2, 4), dim=1)
+        tensor([[0.2500, 0.2500, 0.2500, 0.2500],
+                [0.2500, 0.2500, 0.2500, 0.2500]])
+    """
+    checks.tensors("softmax", {"x": x})
+    if dtype is not None:
+        x = x.to(dtype)
+    if not x.is_floating_point():
+        raise TypeError(f"softmax: x is {checks.describe(x)}; a floating dtype is required: pass dtype=torch.float32 or convert with x.float()")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -(x.dim() or 1) <= dim < (x.dim() or 1):
+        raise ValueError(f"softmax: dim is {dim!r}, but x is {checks.describe(x)}; a dimension from {-x.dim()} to {x.dim() - 1} is required")
+    return _float_softmax(x, dim % (x.dim() or 1))

@@ -1,0 +1,237 @@
+"""Plan files on disk: read what can be read, and replace without losing anything.
+
+JSON: format, schema, environments by kind of device, plans by key text; lockfiles add a checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from .plan_records import SCHEMA, Environment, digest
+
+FORMAT = "tensorlogic plans"
+LEFTOVER_S = 3600.0  # temporary files of killed processes are swept after this long
+LOG = logging.getLogger("tensorlogic")
+_SAID: set[tuple[str, str]] = set()
+
+Record = dict[str, Any]
+Records = dict[str, Record]
+
+
+class PlanStoreWarning(UserWarning):
+    """Plans could not be read or saved; calls go on, with what is known in memory."""
+
+
+class Unusable(OSError):
+    """A plan file that must be left as it is: written by a newer version."""
+
+
+@dataclass
+class Contents:
+    """What a plan file holds; where `damage` says what is wrong, what could be read of it."""
+
+    environments: dict[str, Record]
+    records: Records
+    damage: str | None = None
+    checksum: str | None = None
+
+
+def read_own(path: Path, environment: Environment) -> Contents:
+    """`read` for the file of one environment; nothing is taken from that of another one."""
+    found = read(path)
+    if found.environments not in ({}, header(environment)):
+        return Contents({}, {}, "the file of another environment")
+    return found
+
+
+def header(environment: Environment) -> dict[str, Record]:
+    """What the plan file of one environment says about it."""
+    return {environment.kind: environment.to_json()}
+
+
+def read(path: Path) -> Contents:
+    """The contents of a plan file; a missing file is empty, of a damaged one what can be read.
+
+    Raises:
+        Unusable: the file has a newer schema. OSError: it exists but cannot be read.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return Contents({}, {})
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        document, damage = _salvage(text), f"damaged ({problem})"
+    else:
+        damage = None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        return Contents({}, {}, damage or "not a plan file")
+    schema = document.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise Unusable(
+            f"it has schema {schema}, written by a newer version; this one knows {SCHEMA}"
+        )
+    plans, environments = document.get("plans"), document.get("environments")
+    if schema != SCHEMA or not isinstance(plans, dict) or not isinstance(environments, dict):
+        return Contents({}, {}, damage or "not a plan file of this schema")
+    records = {text: record for text, record in plans.items() if isinstance(record, dict)}
+    return Contents(environments, records, damage, document.get("checksum"))
+
+
+def _salvage(text: str) -> Any:
+    """The document with the plans that stand before the damage; None without a whole head."""
+    head = re.search(r'"plans":\s*\{', text)
+    if head is None:
+        return None
+    try:
+        document = json.loads(text[: head.end()] + "}}")
+    except (ValueError, RecursionError):
+        return None
+    records: Records = {}
+    decoder, at = json.JSONDecoder(), head.end()
+    while isinstance(document, dict):
+        try:
+            name, at = decoder.raw_decode(text, _past(text, at, ","))
+            record, at = decoder.raw_decode(text, _past(text, at, ":"))
+        except (ValueError, RecursionError):
+            return document | {"plans": records}
+        records[str(name)] = record
+    return None
+
+
+def _past(text: str, at: int, sign: str) -> int:
+    """Where what follows `sign` begins, with white space around it."""
+    while at < len(text) and (text[at].isspace() or text[at] == sign):
+        at += 1
+    return at
+
+
+def rewrite(
+    path: Path, environment: Environment, change: Callable[[Records], None], timeout_s: float
+) -> Records:
+    """Under the file's lock read again, let `change` edit the records, and save; returns them.
+
+    A damaged file is copied aside first. Raises OSError (Unusable and the lock's Timeout are
+    such), and then the file is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock", timeout=timeout_s):
+        found = read_own(path, environment)
+        if found.damage is not None:
+            print_of = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+            shutil.copyfile(path, path.with_name(f"{path.name}.damaged-{print_of}"))
+        change(found.records)
+        _sweep(path)
+        write(path, header(environment), found.records)
+    return found.records
+
+
+def write(
+    path: Path,
+    environments: Mapping[str, Record],
+    records: Mapping[str, Record],
+    lock: bool = False,
+) -> None:
+    """Replace `path` in one step: readers see the old or the new. Lockfiles get a checksum."""
+    document: Record = {"format": FORMAT, "schema": SCHEMA}
+    if lock:
+        document["checksum"] = checksum(environments, records)
+    document |= {"environments": dict(environments), "plans": dict(records)}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("x", encoding="utf-8", newline="\n") as file:
+            file.write(layout(document) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what killed processes left behind long ago."""
+    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+        try:
+            if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
+                leftover.unlink()
+        except FileNotFoundError:  # its owner was quicker
+            continue
+
+
+def layout(value: Any, depth: int = 0) -> str:
+    """JSON with a line for each field of a plan and each candidate, so that it diffs well."""
+    pad = "\n" + " " * (depth + 1)
+    close = "\n" + " " * depth
+    if isinstance(value, dict) and value and depth < 3:
+        items = [f"{json.dumps(name)}: {layout(item, depth + 1)}" for name, item in value.items()]
+        return "{" + pad + f",{pad}".join(items) + close + "}"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[" + pad + f",{pad}".join(json.dumps(item) for item in value) + close + "]"
+    return json.dumps(value)
+
+
+def checksum(environments: Mapping[str, Record], records: Mapping[str, Record]) -> str:
+    """Of the meaning, not the bytes: line ends and white space do not count."""
+    return digest([environments, records])
+
+
+def warn_once(path: Path, what: str, problem: object) -> None:
+    """Warn once of each trouble with a file; never raise, whatever the warning filters say."""
+    text = f"tensorlogic: plan file {path} {what}: {problem}"
+    if (str(path), what) in _SAID:
+        LOG.debug(text)
+        return
+    _SAID.add((str(path), what))
+    try:
+        warnings.warn(text, PlanStoreWarning, stacklevel=3)
+    except PlanStoreWarning:
+        LOG.warning(text)
+
+
+@lru_cache
+def shipped(folder: Path, environment: Environment) -> Records:
+    """Records of the package's plan files that were measured on this device model."""
+    records: Records = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found = read(path)
+        except OSError as problem:
+            warn_once(path, "was ignored", problem)
+            continue
+        about = found.environments.get(environment.kind)
+        if found.damage is not None:
+            warn_once(path, "was ignored", found.damage)
+        elif about is not None and environment.resembles(Environment.from_json(about)):
+            records.update(found.records)
+    return records
+
+
+def read_lockfile(path: Path) -> Contents:
+    """The contents of a lockfile; ValueError when it is damaged or was edited by hand."""
+    remedy = f"write it again with `tensorlogic plans export {path}`"
+    if not path.is_file():
+        raise FileNotFoundError(f"lockfile {path} does not exist; {remedy}")
+    found = read(path)
+    if found.damage is None and found.checksum is None:
+        found.damage = "it has no checksum: it is a plan store, not a lockfile"
+    elif found.damage is None and found.checksum != checksum(found.environments, found.records):
+        found.damage = "its checksum does not match: it was edited or merged by hand"
+    if found.damage is not None:
+        raise ValueError(f"lockfile {path} cannot be used: {found.damage}; {remedy}")
+    return found

@@ -1,0 +1,396 @@
+"""What a choice depends on (Key, Environment), and what was chosen and why (Plan, Evidence)."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA = 1  # of plan files; part of their names, so that versions do not meet in one file
+UNDERLYING = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a choice may depend on of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    align: int = 16  # largest power of two up to 16 that divides the address
+    constant: bool = False  # a Parameter or a declared constant
+
+    @property
+    def text(self) -> str:
+        """`f16[128,64]`, `(strides)` unless contiguous, `@align` below 16, `!` if constant."""
+        text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        if self.stride != _contiguous(self.shape):
+            text += f"({','.join(map(str, self.stride))})"
+        if self.align != 16:
+            text += f"@{self.align}"
+        return text + "!" * self.constant
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """Class of the strides: contiguous, last two dimensions swapped, or which other order."""
+        wide = [d for d, n in enumerate(self.shape) if n != 1]
+        if all(self.stride[d] == _contiguous(self.shape)[d] for d in wide) or 0 in self.shape:
+            return ("contiguous",)
+        if len(self.shape) > 1:
+            order = [*range(len(self.shape) - 2), len(self.shape) - 1, len(self.shape) - 2]
+            swapped = _contiguous(tuple(self.shape[d] for d in order))
+            if all(self.stride[d] == swapped[i] for i, d in enumerate(order) if d in wide):
+                return ("transposed",)
+        ranks = sorted(range(len(self.shape)), key=lambda d: (self.stride[d], d))
+        return ("other", *ranks, *(self.stride[d] == 1 for d in ranks), *map(_divisor, self.stride))
+
+    def to_json(self) -> dict[str, Any]:
+        """Only what the text shows."""
+        record: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
+        if self.stride != _contiguous(self.shape):
+            record["stride"] = list(self.stride)
+        if self.align != 16:
+            record["align"] = self.align
+        if self.constant:
+            record["constant"] = True
+        return record
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> TensorSpec:
+        """The inverse of `to_json`."""
+        shape = tuple(record["shape"])
+        stride = tuple(record["stride"]) if "stride" in record else _contiguous(shape)
+        return cls(
+            record["dtype"], shape, stride, record.get("align", 16), record.get("constant", False)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Key:
+    """Everything a choice may depend on, except the environment; equal when the texts are."""
+
+    op: str
+    tensors: tuple[TensorSpec | None, ...]
+    names: tuple[str, ...]  # tensor parameter names
+    flags: tuple[tuple[str, Any], ...]  # JSON scalars or tuples of them
+    device: str  # "cuda", "cpu", "mps"
+    direction: str  # "inference" | "forward" | "backward"
+    precision: str = "default"
+
+    @cached_property
+    def text(self) -> str:
+        """One line: `linear inference x=f16[8,4] weight=f16[2,4]! bias=None act=relu @cuda`."""
+        parts = [self.op, self.direction]
+        specs = zip(self.names, self.tensors, strict=True)
+        parts += [f"{name}={None if spec is None else spec.text}" for name, spec in specs]
+        parts += [f"{name}={_flag_text(name, value)}" for name, value in self.flags]
+        parts.append(f"@{self.device}")
+        if self.precision != "default":
+            parts.append(f"precision={self.precision}")
+        return " ".join(parts)
+
+    def __eq__(self, other: object) -> bool:
+        return self.text == other.text if isinstance(other, Key) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def spec(self, name: str) -> TensorSpec | None:
+        """The tensor of that parameter, None when the call has none."""
+        return self.tensors[self.names.index(name)]
+
+    def flag(self, name: str) -> Any:
+        """The value of that flag; KeyError when the op has none of that name."""
+        return dict(self.flags)[name]
+
+    @cached_property
+    def kin(self) -> tuple[Any, ...]:
+        """What keys share that learn from each other: all but alignment and sizes."""
+        tensors = tuple(
+            spec and (spec.dtype, spec.constant, spec.layout, tuple(map(_divisor, spec.shape)))
+            for spec in self.tensors
+        )
+        flags = tuple(f"{name}={_flag_text(name, value)}" for name, value in self.flags)
+        return (self.op, tensors, flags, self.device, self.direction, self.precision)
+
+    def distance(self, other: Key) -> float:
+        """Euclid over log2 of the sizes; a size that several tensors share counts once."""
+        pairs = {
+            (n, m)
+            for mine, theirs in zip(self.tensors, other.tensors, strict=True)
+            if mine is not None and theirs is not None
+            for n, m in zip(mine.shape, theirs.shape, strict=True)
+        }
+        return math.sqrt(sum(math.log2(max(n, 1) / max(m, 1)) ** 2 for n, m in pairs))
+
+    def as_aligned(self, other: Key) -> bool:
+        """True when no tensor is less aligned than the same one of `other`."""
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return all(a is None or b is None or a.align >= b.align for a, b in pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Readable fields; the order of tensors and flags is part of the key."""
+        specs = zip(self.names, self.tensors, strict=True)
+        return {
+            "op": self.op,
+            "direction": self.direction,
+            "device": self.device,
+            "precision": self.precision,
+            "tensors": {name: None if spec is None else spec.to_json() for name, spec in specs},
+            "flags": dict(self.flags),
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Key:
+        """The inverse of `to_json`."""
+        tensors = record["tensors"]
+        return cls(
+            op=record["op"],
+            tensors=tuple(None if t is None else TensorSpec.from_json(t) for t in tensors.values()),
+            names=tuple(tensors),
+            flags=tuple((name, _tuples(value)) for name, value in record["flags"].items()),
+            device=record["device"],
+            direction=record["direction"],
+            precision=record["precision"],
+        )
+
+
+@dataclass
+class Evidence:
+    """What is known of one candidate on one key."""
+
+    candidate: str
+    config: dict[str, Any]
+    status: str  # "measured" | "refused"
+    device_us: float = 0.0
+    host_us: float = 0.0
+    spread: float = 0.0  # half the distance of the quartiles over the median
+    error: float = 0.0  # relative to eager's
+    reason: str = ""  # why it was refused, or why it lost
+    source: str = ""  # hash of the candidate's source
+
+
+@dataclass
+class Plan:
+    """The choice for one key, with everything it rests on."""
+
+    key: Key
+    eager: str  # candidate of eager calls
+    eager_config: dict[str, Any]
+    captured: str  # candidate of captured and compiled calls: smallest device time
+    captured_config: dict[str, Any]
+    evidence: list[Evidence] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    measured: str = ""  # ISO date and time
+
+    def valid(self, sources: Mapping[str, str]) -> bool:
+        """True when both winners exist today (id -> source hash) with the source as measured."""
+        known = {(e.candidate, e.source) for e in self.evidence if e.status == "measured"}
+        return all((id, sources.get(id)) in known for id in (self.eager, self.captured))
+
+    def to_json(self) -> dict[str, Any]:
+        """A record of the plan file."""
+        return {
+            "key": self.key.to_json(),
+            "eager": self.eager,
+            "eager_config": _sorted(self.eager_config),
+            "captured": self.captured,
+            "captured_config": _sorted(self.captured_config),
+            "evidence": [{**asdict(e), "config": _sorted(e.config)} for e in self.evidence],
+            "versions": _sorted(self.versions),
+            "measured": self.measured,
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Plan:
+        """The inverse of `to_json`; lists in configurations come back as tuples."""
+        evidence = [Evidence(**{**e, "config": _config(e["config"])}) for e in record["evidence"]]
+        return cls(
+            key=Key.from_json(record["key"]),
+            eager=record["eager"],
+            eager_config=_config(record["eager_config"]),
+            captured=record["captured"],
+            captured_config=_config(record["captured_config"]),
+            evidence=evidence,
+            versions=dict(record["versions"]),
+            measured=record["measured"],
+        )
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The machine and software that a measurement holds for; in another one it is not valid."""
+
+    device: str  # model name
+    kind: str  # "cuda", "cpu", "mps"
+    driver: str  # on a CPU: the instruction set that PyTorch uses
+    torch: str
+    triton: str | None
+    libraries: tuple[str, ...]  # "name version" of the libraries beneath PyTorch
+    threads: int = 0  # of PyTorch, on a CPU only
+
+    @cached_property
+    def id(self) -> str:
+        """A short hash of every field."""
+        return digest(self.to_json())[:12]
+
+    @property
+    def file_name(self) -> str:
+        """Name of this environment's plan file."""
+        model = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")[:48]
+        return f"{model}-{self.id}.v{SCHEMA}.json"
+
+    def resembles(self, other: Environment) -> bool:
+        """True for the same device model, CPU threads and torch x.y: enough for shipped plans."""
+
+        def model(e: Environment) -> tuple[Any, ...]:
+            return (e.kind, e.device, e.threads, e.torch.split(".")[:2])
+
+        return model(self) == model(other)
+
+    def versions(self) -> dict[str, str]:
+        """Name -> version of all software that counts, for a plan's record."""
+        named = dict(library.split(" ", 1) for library in self.libraries)
+        triton = {} if self.triton is None else {"triton": self.triton}
+        return {"torch": self.torch, **triton, "driver": self.driver, **named}
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, in order."""
+        return {**asdict(self), "libraries": list(self.libraries)}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Environment:
+        """The inverse of `to_json`."""
+        return cls(**{**record, "libraries": tuple(record["libraries"])})
+
+
+def environment(device: torch.device) -> Environment:
+    """The environment of calls on `device` (found once per device and number of CPU threads)."""
+    if device.type == "cpu":
+        return _environment("cpu", 0, torch.get_num_threads())
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return _environment("cuda", index, 0)
+    return _environment(device.type, 0, 0)
+
+
+@lru_cache
+def _environment(kind: str, index: int, threads: int) -> Environment:
+    if kind == "cuda":
+        model, driver = torch.cuda.get_device_name(index), _gpu_driver()
+    elif kind == "cpu":
+        model, driver = _cpu_model(), torch.backends.cpu.get_cpu_capability()
+    else:
+        model, driver = f"{platform.machine()} {kind}", platform.mac_ver()[0]
+    found = [(name, _version(name)) for name in UNDERLYING] if kind == "cuda" else []
+    return Environment(
+        device=model,
+        kind=kind,
+        driver=driver,
+        torch=str(torch.__version__),
+        triton=_version("triton"),
+        libraries=tuple(f"{name} {version}" for name, version in found if version is not None),
+        threads=threads,
+    )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+    except OSError:  # not Linux
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def _gpu_driver() -> str:
+    try:
+        found = re.search(r"\s(\d+\.[\d.]+)\s", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:  # another system, or a container that hides it
+        found = None
+    return found.group(1) if found else str(torch.version.hip or torch._C._cuda_getDriverVersion())
+
+
+def merged(old: Plan, new: Plan) -> Plan:
+    """The later measured of two plans, with the other's refusals of candidates new to it."""
+    late, early = (old, new) if _when(old.measured) > _when(new.measured) else (new, old)
+    known = {e.candidate for e in late.evidence}
+    kept = [e for e in early.evidence if e.status == "refused" and e.candidate not in known]
+    return replace(late, evidence=[*late.evidence, *kept]) if kept else late
+
+
+def _when(measured: str) -> datetime:
+    """The time of measuring; unreadable, or a day ahead of the clock, counts as the oldest."""
+    oldest = datetime.min.replace(tzinfo=UTC)
+    try:
+        time = datetime.fromisoformat(measured)
+    except (ValueError, TypeError):
+        return oldest
+    time = time if time.tzinfo else time.replace(tzinfo=UTC)
+    return time if time < datetime.now(UTC) + timedelta(days=1) else oldest
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """PyTorch's strides of a fresh tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _divisor(n: int) -> int:
+    """Largest power of two up to 16 that divides `n`; -1 for 1 (a broadcast dimension), 0 for 0."""
+    return -1 if n == 1 else min(n & -n, 16)
+
+
+def _flag_text(name: str, value: Any) -> str:
+    """Readable, and different for different values: words stand bare, other strings quoted."""
+    if isinstance(value, str):
+        bare = value.isidentifier() and value not in ("None", "True", "False", "nan", "inf")
+        return value if bare else json.dumps(value)
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return f"({','.join(_flag_text(name, item) for item in value)})"
+    raise TypeError(
+        f"flag {name!r} of a key is {value!r}; "
+        "it must be None, a bool, a number, a string or a tuple of these"
+    )
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _sorted(record: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(sorted(record.items()))
+
+
+def _config(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _tuples(value) for name, value in record.items()}
+
+
+def digest(value: Any) -> str:
+    """sha256 of a JSON value."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,379 @@
+"""Sets of plans: the store of one environment, shipped plans behind it, and lockfiles."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from . import plan_files
+from .plan_files import PlanStoreWarning, Records
+from .plan_records import Environment, Evidence, Key, Plan, TensorSpec, environment, merged
+
+__all__ = [
+    "Environment",
+    "Evidence",
+    "Key",
+    "Lockfile",
+    "Plan",
+    "PlanStore",
+    "PlanStoreWarning",
+    "PlanView",
+    "TensorSpec",
+    "environment",
+    "export_lockfile",
+    "load_lockfile",
+]
+
+EAGER = "torch.eager"  # right for every key, so it may always be a neighbour's choice
+REACH = 2.0  # how far a neighbour may be: Euclid over log2 of the sizes
+SHIPPED = Path(__file__).parent / "shipped"
+INTERVAL_S = 2.0  # between saves of one store
+SHARE = 0.02  # of the time at most goes into saving
+RETRY_S = 30.0  # after a save that failed
+LOCK_TIMEOUT_S = 10.0  # for a file that another process is saving
+
+Valid = Callable[[Plan], bool]
+
+
+class _Shelf:
+    """Records of plans by key text, each parsed when it is first asked for, and their kinships."""
+
+    def __init__(self, records: Records) -> None:
+        self.records = records
+        self.parsed: dict[str, Plan | None] = {}
+        self.kin: dict[
+            str, dict[object, dict[str, Plan]]
+        ] = {}  # "op direction " -> kin -> text -> plan
+
+    def get(self, text: str) -> Plan | None:
+        if text not in self.parsed and text in self.records:
+            self.parsed[text] = _parse(text, self.records[text])
+        return self.parsed.get(text)
+
+    def texts(self) -> list[str]:
+        return sorted({*self.records, *self.parsed})
+
+    def put(self, plan: Plan) -> None:
+        self.parsed[plan.key.text] = plan
+        self.kin.pop(_group(plan.key), None)
+
+    def adopt(self, records: Records) -> None:
+        """Take what other processes have saved for keys that are unknown here."""
+        new = {
+            text: record
+            for text, record in records.items()
+            if text not in self.records and text not in self.parsed
+        }
+        self.records.update(new)
+        if new:
+            self.kin.clear()
+
+    def remove(self, text: str) -> None:
+        self.records.pop(text, None)
+        self.parsed.pop(text, None)
+        self.kin.clear()
+
+    def relatives(self, key: Key) -> list[Plan]:
+        group = _group(key)
+        if group not in self.kin:
+            kin = self.kin[group] = {}
+            for text in self.texts():
+                plan = self.get(text) if text.startswith(group) else None
+                if plan is not None:
+                    kin.setdefault(plan.key.kin, {})[text] = plan
+        return list(self.kin[group].get(key.kin, {}).values())
+
+
+class PlanView:
+    """Plans to read: stored ones, and behind them shipped ones."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # what is in memory
+        self._shelves: tuple[_Shelf, _Shelf] | None = None
+
+    def _read(self) -> tuple[Records, Records]:
+        """Records of stored and of shipped plans; called once, at the first access."""
+        raise NotImplementedError
+
+    def _loaded(self) -> tuple[_Shelf, _Shelf]:
+        if self._shelves is None:
+            stored, shipped = self._read()
+            self._shelves = (_Shelf(stored), _Shelf(shipped))
+        return self._shelves
+
+    def get(self, key: Key, valid: Valid | None = None) -> Plan | None:
+        """The stored plan of `key`, else the shipped one; with `valid`, the first that is."""
+        with self._lock:
+            found = [shelf.get(key.text) for shelf in self._loaded()]
+        return next((p for p in found if p is not None and (valid is None or valid(p))), None)
+
+    def nearest(
+        self,
+        key: Key,
+        allowed: Callable[[str], bool],
+        valid: Valid | None = None,
+        reach: float = REACH,
+    ) -> Plan | None:
+        """The plan of the closest kin of `key` whose winners are `allowed` to serve unchecked.
+
+        Plans measured at a stronger alignment than the key's do not count. At equal distance a
+        stored plan comes before a shipped one, then the smaller text.
+        """
+        with self._lock:
+            relatives = [
+                (i, plan) for i, shelf in enumerate(self._loaded()) for plan in shelf.relatives(key)
+            ]
+        ranked = ((key.distance(plan.key), i, plan.key.text, plan) for i, plan in relatives)
+        for distance, _, _, plan in sorted(ranked, key=lambda rank: rank[:3]):
+            if distance > reach:
+                return None
+            trusted = all(id == EAGER or allowed(id) for id in (plan.eager, plan.captured))
+            if (
+                trusted
+                and plan.key != key
+                and key.as_aligned(plan.key)
+                and (valid is None or valid(plan))
+            ):
+                return plan
+        return None
+
+    def refused(self, key: Key, candidate: str, source: str) -> str | None:
+        """Why this candidate with this source was refused on `key` here; None if it was not."""
+        with self._lock:
+            plan = self._loaded()[0].get(key.text)
+        for e in plan.evidence if plan else ():
+            if (e.candidate, e.source, e.status) == (candidate, source, "refused"):
+                return e.reason
+        return None
+
+    def plans(self, shipped: bool = False) -> Iterator[Plan]:
+        """Every stored plan, by text; with `shipped`, then shipped ones that none of them hides."""
+        with self._lock:
+            mine, theirs = self._loaded()
+            stored = [plan for text in mine.texts() if (plan := mine.get(text))]
+            known = {plan.key for plan in stored}
+            behind = [plan for text in theirs.texts() if shipped and (plan := theirs.get(text))]
+        return iter(stored + [plan for plan in behind if plan.key not in known])
+
+
+class PlanStore(PlanView):
+    """The plans of one environment: read at first access, kept in memory, saved in the background.
+
+    A key's plan stays what this process first saw until it puts another one itself. Trouble with
+    the disk is said once and never raised; what is unsaved stays in memory and is tried again.
+    """
+
+    def __init__(self, folder: Path, environment: Environment) -> None:
+        super().__init__()
+        self.environment = environment
+        self.path = Path(folder) / environment.file_name
+        self._saving = threading.Lock()  # one save at a time
+        self._unsaved: dict[str, Plan] = {}
+        self._timer: threading.Timer | None = None
+        self._next_save = 0.0
+        _STORES.add(self)
+
+    def _read(self) -> tuple[Records, Records]:
+        shipped = plan_files.shipped(SHIPPED, self.environment)
+        try:
+            found = plan_files.read_own(self.path, self.environment)
+        except OSError as problem:
+            plan_files.warn_once(self.path, "cannot be read", problem)
+            return {}, dict(shipped)
+        if found.damage is not None:
+            readable = f"{len(found.records)} plans could be read"
+            kept = f"{found.damage}; {readable}, the next save keeps a copy of the file"
+            plan_files.warn_once(self.path, "is not as it was saved", kept)
+        return found.records, dict(shipped)
+
+    def put(self, plan: Plan) -> None:
+        """Keep `plan`, or the known one if measured later; save it soon, in the background."""
+        json.dumps(plan.to_json())  # what cannot be saved shows here, not in the background
+        with self._lock:
+            mine = self._loaded()[0]
+            known = mine.get(plan.key.text)
+            plan = plan if known is None else merged(known, plan)
+            mine.put(plan)
+            self._unsaved[plan.key.text] = plan
+            _UNSAVED.add(self)
+            self._schedule()
+
+    def flush(self, timeout_s: float = LOCK_TIMEOUT_S) -> bool:
+        """Save now what is not saved yet; False when that failed (which has been said)."""
+        if not self._saving.acquire(timeout=timeout_s):
+            self._say_unsaved(TimeoutError(f"another thread has been saving it for {timeout_s} s"))
+            return False
+        try:
+            return self._save_unsaved(timeout_s)
+        finally:
+            self._saving.release()
+
+    def _save_unsaved(self, timeout_s: float) -> bool:
+        with self._lock:
+            unsaved = dict(self._unsaved)
+        if not unsaved:
+            return True
+
+        def change(records: Records) -> None:
+            for text, plan in unsaved.items():
+                known = _parse(text, records[text]) if text in records else None
+                records[text] = (plan if known is None else merged(known, plan)).to_json()
+
+        records = self._save(change, timeout_s)
+        if records is None:
+            return False
+        with self._lock:
+            for text, plan in unsaved.items():
+                if self._unsaved.get(text) is plan:
+                    del self._unsaved[text]
+            if not self._unsaved:
+                _UNSAVED.discard(self)
+            self._loaded()[0].adopt(records)
+        return True
+
+    def forget(self, select: Callable[[Plan], bool] = lambda plan: True) -> int:
+        """Remove the stored plans that `select` picks, on disk too; returns how many there were."""
+        gone: set[str] = set()
+
+        def change(records: Records) -> None:
+            for text in list(records):
+                plan = _parse(text, records[text])
+                if plan is None or select(plan):
+                    del records[text]
+                    gone.add(text)
+
+        with self._saving:
+            with self._lock:
+                mine = self._loaded()[0]
+                for text in mine.texts():
+                    plan = mine.get(text)
+                    if plan is None or select(plan):
+                        mine.remove(text)
+                        self._unsaved.pop(text, None)
+                        gone.add(text)
+            self._save(change, LOCK_TIMEOUT_S)
+        return len(gone)
+
+    def _save(self, change: Callable[[Records], None], timeout_s: float) -> Records | None:
+        begin = time.monotonic()
+        try:
+            records = plan_files.rewrite(self.path, self.environment, change, timeout_s)
+        except (OSError, NotImplementedError) as problem:  # the latter: a file system without locks
+            self._say_unsaved(problem)
+            self._next_save = time.monotonic() + RETRY_S
+            return None
+        end = time.monotonic()
+        self._next_save = end + max(INTERVAL_S, (end - begin) / SHARE)
+        return records
+
+    def _say_unsaved(self, problem: Exception) -> None:
+        plan_files.warn_once(self.path, "cannot be saved; plans stay in this process", problem)
+
+    def _schedule(self) -> None:
+        if self._timer is not None:
+            return
+        timer = threading.Timer(max(0.0, self._next_save - time.monotonic()), self._on_time)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError:  # no more threads, or the interpreter is ending: saved at exit
+            return
+        self._timer = timer
+
+    def _on_time(self) -> None:
+        saved = self.flush()
+        with self._lock:
+            self._timer = None
+            if saved and self._unsaved:  # put while the file was being written
+                self._schedule()
+
+    def _after_fork(self) -> None:
+        self._lock, self._saving, self._timer = threading.RLock(), threading.Lock(), None
+
+
+class Lockfile(PlanView):
+    """The plans of a lockfile, read only; they may be of several kinds of device."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        found = plan_files.read_lockfile(path)
+        self.path = path
+        self.environments = {
+            kind: Environment.from_json(e) for kind, e in found.environments.items()
+        }
+        self._records = found.records
+
+    def _read(self) -> tuple[Records, Records]:
+        return self._records, {}
+
+
+def load_lockfile(path: Path) -> Lockfile:
+    """Read a lockfile.
+
+    Raises:
+        FileNotFoundError: there is none. ValueError: it is damaged, or edited or merged by hand.
+        OSError: it cannot be read, or a newer version wrote it.
+    """
+    return Lockfile(Path(path))
+
+
+def export_lockfile(path: Path, plans: Iterable[Plan], environments: Iterable[Environment]) -> int:
+    """Write plans as a lockfile or as shipped plans (equal plans, equal bytes); returns how many.
+
+    Raises:
+        ValueError: two environments of one kind of device, or a plan without its environment.
+    """
+    given = list(environments)
+    about = {e.kind: e for e in sorted(given, key=lambda e: e.kind)}
+    if len(about) < len(given):
+        raise ValueError(
+            "a lockfile holds one environment of each kind of device; "
+            "export the plans of each machine apart"
+        )
+    records = {
+        plan.key.text: plan.to_json() for plan in sorted(plans, key=lambda plan: plan.key.text)
+    }
+    strange = {r["key"]["device"] for r in records.values()} - about.keys()
+    if strange:
+        raise ValueError(f"plans for {', '.join(sorted(strange))} came without their environment")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    plan_files.write(
+        Path(path), {kind: e.to_json() for kind, e in about.items()}, records, lock=True
+    )
+    return len(records)
+
+
+def _group(key: Key) -> str:
+    return f"{key.op} {key.direction} "
+
+
+def _parse(text: str, record: plan_files.Record) -> Plan | None:
+    """The plan of a record; None when it is not one, or not of the key it stands under."""
+    try:
+        plan = Plan.from_json(record)
+        return plan if plan.key.text == text else None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _save_all() -> None:
+    for store in list(_UNSAVED):
+        store.flush(timeout_s=LOCK_TIMEOUT_S / 2)
+
+
+def _after_fork() -> None:
+    for store in list(_STORES):
+        store._after_fork()
+
+
+_STORES: weakref.WeakSet[PlanStore] = weakref.WeakSet()
+_UNSAVED: set[PlanStore] = set()  # keeps them alive until they are saved
+atexit.register(_save_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,126 @@
+"""The context of a call: tuning mode, forced candidate, determinism, lockfile. One immutable object per combination."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from . import settings
+
+TUNE_MODES = ("off", "auto", "full")
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """What the selector must respect. `entries` holds the warm keys of this policy; the fast path looks nowhere else."""
+
+    tune: str = "auto"
+    force: Mapping[str, str] | str | None = None
+    deterministic: bool = False
+    lockfile: Path | None = None
+    observer: Callable[..., None] | None = None
+    entries: dict[Any, list[tuple[Any, Any]]] = field(default_factory=dict, repr=False)
+
+    def forced(self, op: str) -> str | None:
+        """The candidate id forced for `op`, or None."""
+        if self.force is None or isinstance(self.force, str):
+            return self.force
+        return self.force.get(op)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What makes two policies interchangeable."""
+        force = tuple(sorted(self.force.items())) if isinstance(self.force, Mapping) else self.force
+        return (self.tune, force, self.deterministic, self.lockfile, self.observer)
+
+    @property
+    def reproducible(self) -> bool:
+        """True when one candidate per key must serve eager, captured, inference and recorded calls alike."""
+        return self.deterministic or self.lockfile is not None
+
+
+def _root() -> Policy:
+    return Policy(tune=settings.tune_mode(), lockfile=settings.lockfile())
+
+
+ROOT = _root()
+_CURRENT: ContextVar[Policy] = ContextVar("tensorlogic_policy", default=ROOT)
+_INTERNED: dict[tuple[Any, ...], Policy] = {ROOT.identity: ROOT}
+
+current = _CURRENT.get
+
+
+def interned(policy: Policy) -> Policy:
+    """The policy of the same meaning whose warm keys are kept."""
+    return _INTERNED.setdefault(policy.identity, policy)
+
+
+def forget_entries() -> None:
+    """Drop every warm key: plans, sources or packages have changed."""
+    for known in _INTERNED.values():
+        known.entries.clear()
+
+
+@contextmanager
+def use(chosen: Policy) -> Iterator[Policy]:
+    """Make `chosen` the policy of this context (thread or task)."""
+    token = _CURRENT.set(chosen)
+    try:
+        yield chosen
+    finally:
+        _CURRENT.reset(token)
+
+
+@contextmanager
+def policy(
+    tune: str | None = None,
+    force: str | Mapping[str, str] | None = None,
+    deterministic: bool | None = None,
+    lockfile: str | Path | None = None,
+) -> Iterator[Policy]:
+    """Set how candidates are chosen inside the `with` block; what is not given stays as it was.
+
+    Args:
+        tune: "off" measures nothing, "auto" (default) measures in the background of later calls within 5 % of the
+            time spent in a key, "full" measures a key when it is first seen.
+        force: a candidate id such as "triton.tiled" for every op that has it (the others use "torch.eager"), or a
+            mapping from op name to candidate id.
+        deterministic: one candidate per key for every kind of call, nothing measured, no floating-point atomics.
+        lockfile: path of an exported lockfile; keys that it lacks use "torch.eager".
+
+    Raises:
+        ValueError: an unknown tuning mode. FileNotFoundError: the lockfile does not exist.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> with tensorlogic.policy(force="torch.eager"):
+        ...     tensorlogic.add_relu(torch.tensor([-1.0, 2.0]), torch.tensor([0.5, 0.5]))
+        tensor([0.0000, 2.5000])
+    """
+    if tune is not None and tune not in TUNE_MODES:
+        raise ValueError(f"policy: tune is {tune!r}; it must be one of {', '.join(TUNE_MODES)}")
+    if force is not None and not isinstance(force, (str, Mapping)):
+        raise TypeError(
+            f"policy: force is {type(force).__name__}; it must be a candidate id such as 'triton.tiled' or a mapping op -> id"
+        )
+    changes: dict[str, Any] = {"entries": {}}
+    if tune is not None:
+        changes["tune"] = tune
+    if force is not None:
+        changes["force"] = force if isinstance(force, str) else MappingProxyType(dict(force))
+    if deterministic is not None:
+        changes["deterministic"] = bool(deterministic)
+    if lockfile is not None:
+        path = Path(lockfile).expanduser().resolve()
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"policy: lockfile {str(lockfile)!r} does not exist; write one with `tensorlogic plans export {lockfile}`"
+            )
+        changes["lockfile"] = path
+    with use(interned(replace(current(), **changes))) as chosen:
+        yield chosen

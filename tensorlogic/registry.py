@@ -1,0 +1,69 @@
+"""What is registered where: PyTorch ops at import, GPU candidates on first use of a GPU, third-party ones on first choice."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+
+from . import capture_watch, library
+from .op import OPS, Op
+
+LOG = logging.getLogger("tensorlogic")
+GROUP = "tensorlogic.candidates"
+_LOCK = threading.RLock()
+_READY: set[str] = set()
+TRITON = (  # modules that register Triton candidates
+
+)
+
+
+def activate() -> None:
+    """Register every op with PyTorch."""
+    for op in OPS.values():
+        library.register(op)
+
+
+def interpreting() -> bool:
+    """True when Triton's interpreter is asked for, so that GPU kernels may run on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@lru_cache
+def triton_missing() -> str | None:
+    """None where Triton can be imported, else the reason."""
+    return None if importlib.util.find_spec("triton") else "Triton is not installed"
+
+
+def ready(device: str) -> None:
+    """Everything that could serve this device type is registered; cheap after the first time."""
+    if device in _READY:
+        return
+    with _LOCK:
+        if device in _READY:
+            return
+        if (device == "cuda" or (device == "cpu" and interpreting())) and triton_missing() is None:
+            capture_watch.install()
+            for name in TRITON:
+                importlib.import_module(name)
+        _plugins()
+        _READY.add(device)
+
+
+
+def _plugins() -> None:
+    """Load third-party candidates once: each entry point is a function that takes the registry of ops."""
+    if "plugins" in _READY:
+        return
+    _READY.add("plugins")
+    for point in importlib.metadata.entry_points(group=GROUP):
+        try:
+            register: Callable[[dict[str, Op]], None] = point.load()
+            register(OPS)
+        except Exception as problem:  # whatever a third party's package raises must not take ours down; it is said by name
+            LOG.warning("tensorlogic: candidates of %s (%s) were not loaded: %s: %s", point.name, point.value, type(problem).__name__, problem)

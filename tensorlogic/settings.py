@@ -1,0 +1,86 @@
+"""Every environment variable that TensorLogic reads, what it means, and its value."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+TUNE_MODES = ("off", "auto", "full")
+MOST_WORKERS = 8
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, what it does, and what holds when it is not set."""
+
+    name: str
+    meaning: str
+    default: str
+
+    def read(self) -> str | None:
+        """The value without surrounding blanks; None when unset or empty."""
+        return os.environ.get(self.name, "").strip() or None
+
+
+CACHE_DIR = Variable(
+    "TENSORLOGIC_CACHE_DIR",
+    "folder of the plan store",
+    "the user's cache folder (on Linux ~/.cache/tensorlogic)",
+)
+TUNE = Variable(
+    "TENSORLOGIC_TUNE",
+    "how keys are measured outside any tensorlogic.policy: off, auto or full",
+    "auto",
+)
+LOCKFILE = Variable(
+    "TENSORLOGIC_LOCKFILE",
+    "path of the lockfile that chooses candidates outside any tensorlogic.policy",
+    "no lockfile",
+)
+COMPILE_WORKERS = Variable(
+    "TENSORLOGIC_COMPILE_WORKERS",
+    "worker processes that compile kernels ahead; 0 compiles in the calling process",
+    f"one less than the usable cores, at least 1 and at most {MOST_WORKERS}",
+)
+VARIABLES = (CACHE_DIR, TUNE, LOCKFILE, COMPILE_WORKERS)
+
+
+def cache_folder() -> Path:
+    """The folder of the plan store; it need not exist yet."""
+    given = CACHE_DIR.read()
+    if given is not None:
+        return Path(given).expanduser().absolute()
+    return Path(platformdirs.user_cache_dir("tensorlogic", appauthor=False))
+
+
+def tune_mode() -> str:
+    """The tuning mode that holds outside any policy."""
+    given = TUNE.read() or "auto"
+    if given not in TUNE_MODES:
+        raise ValueError(f"{TUNE.name} is {given!r}; it must be one of {', '.join(TUNE_MODES)}")
+    return given
+
+
+def lockfile() -> Path | None:
+    """The lockfile that holds outside any policy; whether it exists shows when it is first read."""
+    given = LOCKFILE.read()
+    return None if given is None else Path(given).expanduser().resolve()
+
+
+def compile_workers() -> int:
+    """How many processes compile ahead."""
+    given = COMPILE_WORKERS.read()
+    if given is None:
+        return min(MOST_WORKERS, max(1, _usable_cores() - 1))
+    if not given.isdecimal():
+        raise ValueError(f"{COMPILE_WORKERS.name} is {given!r}; it must be a whole number from 0")
+    return int(given)
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

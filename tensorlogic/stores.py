@@ -1,0 +1,114 @@
+"""The plan stores of this process: one per device model, one per lockfile; and measuring a key into them."""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from . import policies, settings
+from .op import Op
+from .plans import Key, Lockfile, Plan, PlanStore, environment, load_lockfile
+from .study import Study
+
+_LOCK = threading.RLock()
+_STORES: dict[str, PlanStore] = {}
+_LOCKFILES: dict[Path, Lockfile] = {}
+
+
+@lru_cache
+def _environment_id(device: torch.device) -> str:
+    return environment(device).id
+
+
+def current(device: torch.device) -> PlanStore:
+    """The store of this device in the user's cache folder (read once per process)."""
+    name = _environment_id(device)
+    store = _STORES.get(name)
+    if store is None:
+        with _LOCK:
+            store = _STORES.setdefault(name, PlanStore(settings.cache_folder(), environment(device)))
+    return store
+
+
+def lockfile(path: Path) -> Lockfile:
+    """The read-only store of a lockfile."""
+    store = _LOCKFILES.get(path)
+    if store is None:
+        with _LOCK:
+            store = _LOCKFILES.setdefault(path, load_lockfile(path))
+    return store
+
+
+def forget() -> None:
+    """Close every store and drop every warm key, as a fresh process would see it."""
+    with _LOCK:
+        for store in _STORES.values():
+            store.flush()
+        _STORES.clear()
+        _LOCKFILES.clear()
+        _environment_id.cache_clear()
+    policies.forget_entries()
+
+
+def complete(op: Op, plan: Plan | None, key: Key) -> bool:
+    """True when the plan's evidence covers every candidate that could serve the key, with today's sources."""
+    if plan is None:
+        return False
+    known = {(e.candidate, e.source) for e in plan.evidence}
+    return all((c.id, c.source) in known for c in op.candidates.values() if not c.available(key.device) and not c.supports(key))
+
+
+def measured(op: Op, key: Key, device: torch.device, budget_s: float = 0.3) -> Plan | None:
+    """The plan of this key, measured now unless the store's is complete."""
+    store = current(device)
+    plan = store.get(key)
+    if complete(op, plan, key):
+        return plan
+    study = Study(op, key, device, environment(device), plan, budget_s)
+    with preserved(device):
+        fresh = study.run()
+    if fresh is not None:
+        store.put(fresh)
+        policies.forget_entries()
+    return fresh
+
+
+def distributed() -> bool:
+    """True in a job of several ranks, which must not choose apart."""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def agreed(op: Op, key: Key, device: torch.device) -> Plan | None:
+    """The plan that rank 0 measures, in every rank; all ranks must call this for the same keys in the same order."""
+    mine = measured(op, key, device) if torch.distributed.get_rank() == 0 else None
+    box = [mine.to_json() if mine is not None else None]
+    torch.distributed.broadcast_object_list(box, src=0)
+    if box[0] is None:
+        return None
+    plan = Plan.from_json(box[0])
+    current(device).put(plan)
+    policies.forget_entries()
+    return plan
+
+
+class preserved:
+    """Keep what the caller may notice: default generators, autocast, current device and stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        self.autocast = torch.autocast(self.device.type, enabled=False)
+        self.autocast.__enter__()
+
+    def __exit__(self, *problem: object) -> None:
+        self.autocast.__exit__(*problem)
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)

@@ -1,0 +1,114 @@
+"""tune: run something once, measure every key it meets, forward and backward, and remember."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from . import capture_watch, policies, stores
+from .op import Op
+from .plans import Key, Plan
+
+
+@dataclass
+class Learned:
+    """What one call of `tune` measured."""
+
+    plans: list[Plan] = field(default_factory=list)
+    known: int = 0  # keys whose plans were complete already
+    unmeasured: list[str] = field(default_factory=list)  # keys that could not be measured
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        changed = sum(p.eager != "torch.eager" or p.captured != "torch.eager" for p in self.plans)
+        text = f"{len(self.plans)} keys measured in {self.seconds:.1f} s, {changed} of them served by another candidate than torch.eager"
+        text += f"; {self.known} known already" if self.known else ""
+        return text + (f"; {len(self.unmeasured)} could not be measured" if self.unmeasured else "")
+
+
+def tune(fn: Callable[..., Any], *example_inputs: Any) -> Learned:
+    """Run `fn(*example_inputs)` once, measure every key it meets, forward and backward, and remember the choices.
+
+    Args:
+        fn: a function or a torch.nn.Module. A backward pass inside it is seen; when it returns a tensor that requires
+            gradients and runs no backward itself, one is run to meet the backward keys, and every `.grad` is left as it was.
+        example_inputs: its arguments.
+
+    Returns:
+        What was learned; printing it gives one line.
+
+    Raises:
+        TypeError: fn is not callable. RuntimeError: called while a CUDA graph is being captured.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> x = torch.randn(8, 8)
+        >>> learned = tensorlogic.tune(tensorlogic.add_relu, x, x + 1)
+        >>> learned.unmeasured
+        []
+    """
+    if not callable(fn):
+        raise TypeError(f"tune: fn is {type(fn).__name__}; a function or a torch.nn.Module is required, then its arguments")
+    if capture_watch.any_thread():
+        raise RuntimeError("tune: a CUDA graph is being captured; call tune before the capture")
+    begin = time.perf_counter()
+    met: dict[tuple[str, str], tuple[Op, Key, torch.device]] = {}
+
+    def observe(op: Op, key: Key, device: torch.device) -> None:
+        met.setdefault((str(device), key.text), (op, key, device))
+
+    watching = replace(policies.current(), tune="off", observer=observe, entries={})
+    with policies.use(watching):
+        out = fn(*example_inputs)
+        _backward(out)
+    learned = Learned()
+    for op, key, device in met.values():
+        _measure(op, key, device, learned)
+    for device in {device for _, _, device in met.values()}:
+        stores.current(device).flush()
+    policies.forget_entries()
+    learned.seconds = time.perf_counter() - begin
+    return learned
+
+
+def _backward(out: Any) -> None:
+    """Meet the backward keys of an output that still has its graph, leaving every `.grad` alone."""
+    if not (isinstance(out, torch.Tensor) and out.requires_grad and out.grad_fn is not None and out.is_floating_point()):
+        return
+    leaves = _leaves(out)
+    if leaves:
+        torch.autograd.grad(out, leaves, torch.randn_like(out), allow_unused=True)
+
+
+def _leaves(out: torch.Tensor) -> list[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    seen: set[Any] = set()
+    queue: list[Any] = [out.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        queue.extend(parent for parent, _ in node.next_functions)
+    return list(found.values())
+
+
+def _measure(op: Op, key: Key, device: torch.device, learned: Learned) -> None:
+    store = stores.current(device)
+    if stores.complete(op, store.get(key), key):
+        learned.known += 1
+        return
+    if stores.distributed():
+        plan = stores.agreed(op, key, device)
+    else:
+        plan = stores.measured(op, key, device)
+    if plan is None:
+        learned.unmeasured.append(key.text)
+    else:
+        learned.plans.append(plan)

@@ -1,0 +1,23 @@
+"""Every test has its own plan store and measures nothing it did not ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tensorlogic
+from tensorlogic import stores
+
+
+@pytest.fixture(autouse=True)
+def fresh_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A store of its own, no background measuring, seeded generators."""
+    monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", str(tmp_path / "cache"))
+    stores.forget()
+    torch.manual_seed(0)
+    with tensorlogic.policy(tune="off"):
+        yield
+    stores.forget()

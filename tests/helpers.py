@@ -1,0 +1,65 @@
+"""What the generated tests share: cases of an op at a dtype, float64 references, plain calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tensorlogic
+from tensorlogic import dispatch, numerics, policies
+from tensorlogic.op import OPS, Op
+
+PUBLIC = sorted(name for name, op in OPS.items() if not op.internal)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+EXACT = {"x", "a", "b", "bias", "residual"}
+
+
+def cast(args: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """The case with its floating tensors in `dtype`."""
+    return [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+
+
+def cases(op: Op, dtype: torch.dtype) -> list[list[Any]]:
+    """All example cases of an op."""
+    torch.manual_seed(7)
+    return [cast(case, dtype) for case in op.cases()]
+
+
+def full(op: Op, case: Sequence[Any], save: bool = False) -> list[Any]:
+    """Op-level arguments."""
+    return [*case, save] if op.gradient is not None else list(case)
+
+
+def call(op: Op, case: Sequence[Any], force: str | None = None) -> Tensor:
+    """One public-like call through the mechanism, with a forced candidate or as the selector likes."""
+    if force is None:
+        return dispatch.call(op, tuple(case))
+    with tensorlogic.policy(force=force):
+        return dispatch.call(op, tuple(case))
+
+
+def reference(op: Op, case: Sequence[Any]) -> Tensor:
+    """The first output of the float64 reference."""
+    wide = [numerics.wide(a).clone() if isinstance(a, Tensor) else a for a in full(op, case)]
+    outs = op.reference(*wide)
+    return outs[0]
+
+
+def eager(op: Op, case: Sequence[Any]) -> Tensor:
+    """The first output of the same arithmetic in the case's own dtype."""
+    copies = [a.clone() if isinstance(a, Tensor) else a for a in full(op, case)]
+    fn = op.baseline or op.reference
+    return fn(*copies)[0]
+
+
+def runnable(op: Op, case: Sequence[Any], id: str, save: bool = False) -> bool:
+    """Whether a candidate admits this case here."""
+    key = op.key(full(op, case, save), "forward" if save else "inference")
+    candidate = op.candidates[id]
+    return candidate.available(key.device) is None and candidate.supports(key) is None
+
+
+__all__ = ["FLOATS", "PUBLIC", "call", "cases", "cast", "eager", "full", "policies", "reference", "runnable"]

@@ -92,7 +92,7 @@ class Bound:
         elif not recording:
             self.run = _first(self.launch)
         elif self.choice.candidate.id == EAGER:
-            self.run = _first(self.launch)  # PyTorch's own autograd through the plain composition
+            self.run = _first(op.plain(self.key, _device(args)))  # PyTorch's own autograd records it
         else:
             self.run = lambda *dynamic: _Recorded.apply(self, *dynamic)
 

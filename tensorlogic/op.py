@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -192,6 +192,13 @@ class Op:
         """All arguments in schema order from the key's flags and the dynamic ones."""
         flags, rest = dict(key.flags), iter(dynamic)
         return [next(rest) if p.is_dynamic else flags[p.name] for p in self.params]
+
+
+    def plain(self, key: Key, device: torch.device) -> Launcher:
+        """The plain composition of a key as a user would run it: what backward needs is left to PyTorch's autograd."""
+        if self.gradient is not None:
+            key = replace(key, flags=(*key.flags[:-1], ("save", False)))
+        return self.candidates[EAGER].bind(key, {}, device)
 
 
 OPS: dict[str, Op] = {}

@@ -74,12 +74,12 @@ def read(path: Path) -> Contents:
         text = path.read_bytes().decode("utf-8", errors="replace")
     except FileNotFoundError:
         return Contents({}, {})
+    document: Any
+    damage: str | None = None
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as problem:
         document, damage = _salvage(text), f"damaged ({problem})"
-    else:
-        damage = None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         return Contents({}, {}, damage or "not a plan file")
     schema = document.get("schema")

@@ -327,7 +327,10 @@ def _gpu_driver() -> str:
         found = re.search(r"\s(\d+\.[\d.]+)\s", Path("/proc/driver/nvidia/version").read_text())
     except OSError:  # another system, or a container that hides it
         found = None
-    return found.group(1) if found else str(torch.version.hip or torch._C._cuda_getDriverVersion())
+    if found is not None:
+        return found.group(1)
+    core: Any = torch._C  # its CUDA part has no types
+    return str(torch.version.hip or core._cuda_getDriverVersion())
 
 
 def merged(old: Plan, new: Plan) -> Plan:

@@ -184,7 +184,7 @@ class PlanStore(PlanView):
         try:
             found = plan_files.read_own(self.path, self.environment)
         except OSError as problem:
-            plan_files.warn_once(self.path, "cannot be read", problem)
+            self._say_unusable(problem)
             return {}, dict(shipped)
         if found.damage is not None:
             readable = f"{len(found.records)} plans could be read"
@@ -207,7 +207,7 @@ class PlanStore(PlanView):
     def flush(self, timeout_s: float = LOCK_TIMEOUT_S) -> bool:
         """Save now what is not saved yet; False when that failed (which has been said)."""
         if not self._saving.acquire(timeout=timeout_s):
-            self._say_unsaved(TimeoutError(f"another thread has been saving it for {timeout_s} s"))
+            self._say_unusable(TimeoutError(f"another thread has been saving it for {timeout_s} s"))
             return False
         try:
             return self._save_unsaved(timeout_s)
@@ -265,15 +265,15 @@ class PlanStore(PlanView):
         try:
             records = plan_files.rewrite(self.path, self.environment, change, timeout_s)
         except (OSError, NotImplementedError) as problem:  # the latter: a file system without locks
-            self._say_unsaved(problem)
+            self._say_unusable(problem)
             self._next_save = time.monotonic() + RETRY_S
             return None
         end = time.monotonic()
         self._next_save = end + max(INTERVAL_S, (end - begin) / SHARE)
         return records
 
-    def _say_unsaved(self, problem: Exception) -> None:
-        plan_files.warn_once(self.path, "cannot be saved; plans stay in this process", problem)
+    def _say_unusable(self, problem: Exception) -> None:
+        plan_files.warn_once(self.path, "cannot be used; plans stay in this process", problem)
 
     def _schedule(self) -> None:
         if self._timer is not None:

@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from . import settings
-
-TUNE_MODES = ("off", "auto", "full")
+from .settings import TUNE_MODES
 
 
 @dataclass(frozen=True, eq=False)

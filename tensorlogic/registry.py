@@ -19,7 +19,18 @@ GROUP = "tensorlogic.candidates"
 _LOCK = threading.RLock()
 _READY: set[str] = set()
 TRITON = (  # modules that register Triton candidates
-
+    "tensorlogic.ops.linear.triton_tiled",
+    "tensorlogic.ops.matmul.triton_tiled",
+    "tensorlogic.ops.gelu_linear.triton_tiled",
+    "tensorlogic.ops.layer_norm_linear.triton_tiled",
+    "tensorlogic.ops.layer_norm_linear.triton_rows",
+    "tensorlogic.ops.linear_batch_norm_relu.triton_tiled",
+    "tensorlogic.ops.dropout_linear.triton_tiled",
+    "tensorlogic.ops.pointwise.triton_elementwise",
+    "tensorlogic.ops.reduce.triton_reduce",
+    "tensorlogic.ops.softmax.triton_rows",
+    "tensorlogic.ops.softmax_cross_entropy.triton_rows",
+    "tensorlogic.ops.attention_scores.triton_scores",
 )
 
 

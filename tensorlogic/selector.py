@@ -51,12 +51,16 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
         plan = stores.lockfile(policy.lockfile).get(key)
         return _planned(plan, "lockfile", one=True) if plan and _current(op, plan) else PLAIN
     store = stores.current(device)
-    plan = store.get(key)
-    if plan is not None and _current(op, plan):
+
+    def valid(plan: Plan) -> bool:
+        return _current(op, plan)
+
+    plan = store.get(key, valid)
+    if plan is not None:
         return _planned(plan, "plan", one=policy.deterministic)
     if policy.deterministic:
         return PLAIN
-    near = store.nearest(key, lambda id: id in op.candidates and op.candidates[id].trusted)
+    near = store.nearest(key, lambda id: id in op.candidates and op.candidates[id].trusted, valid)
     if near is not None and _serves(op, key, near):
         return _planned(near, f"neighbour {near.key.text}", one=False)
     return PLAIN
@@ -107,8 +111,6 @@ def _current(op: Op, plan: Plan) -> bool:
 
 def _serves(op: Op, key: Key, near: Plan) -> bool:
     """A neighbour's winners may serve this key: trusted here, able, and never refused on it."""
-    if not _current(op, near):
-        return False
     for id in {near.eager, near.captured}:
         candidate = op.candidates[id]
         if id != EAGER and (not candidate.trusted or candidate.available(key.device) or candidate.supports(key)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -18,14 +17,9 @@ _STORES: dict[str, PlanStore] = {}
 _LOCKFILES: dict[Path, Lockfile] = {}
 
 
-@lru_cache
-def _environment_id(device: torch.device) -> str:
-    return environment(device).id
-
-
 def current(device: torch.device) -> PlanStore:
     """The store of this device in the user's cache folder (read once per process)."""
-    name = _environment_id(device)
+    name = environment(device).id
     store = _STORES.get(name)
     if store is None:
         with _LOCK:
@@ -49,7 +43,6 @@ def forget() -> None:
             store.flush()
         _STORES.clear()
         _LOCKFILES.clear()
-        _environment_id.cache_clear()
     policies.forget_entries()
 
 

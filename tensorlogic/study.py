@@ -110,7 +110,7 @@ class Study:
             begin = time.perf_counter()
             with torch.no_grad():
                 self.checker = Checker(self.op, self.key, self.device)
-            first = _Entrant(eager, {}, eager.bind(self.key, {}, self.device), 1.0, 0.0)
+            first = _Entrant(eager, {}, self.op.plain(self.key, self.device), 1.0, 0.0)
             first.rough_us = self._rough(first)
         except (torch.OutOfMemoryError, *BIND_ERRORS) as problem:
             LOG.info("tensorlogic: %s cannot be measured: %s", self.key.text, problem)

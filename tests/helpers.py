@@ -9,17 +9,23 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import dispatch, numerics, policies
+from tensorlogic import dispatch, numerics, policies, registry
 from tensorlogic.op import OPS, Op
 
+registry.ready("cuda" if torch.cuda.is_available() else "cpu")
 PUBLIC = sorted(name for name, op in OPS.items() if not op.internal)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-EXACT = {"x", "a", "b", "bias", "residual"}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def cast(args: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """The case with its floating tensors in `dtype`."""
-    return [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    """The case on the device under test, its floating tensors in `dtype`."""
+
+    def moved(a: Tensor) -> Tensor:
+        made = torch.empty_strided(a.shape, a.stride(), dtype=dtype if a.is_floating_point() else a.dtype, device=DEVICE)
+        return made.copy_(a)
+
+    return [moved(a) if isinstance(a, Tensor) else a for a in args]
 
 
 def cases(op: Op, dtype: torch.dtype) -> list[list[Any]]:

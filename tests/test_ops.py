@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import dispatch, numerics
+from tensorlogic import dispatch, numerics, registry
 from tensorlogic.op import EAGER, OPS
 
-from .helpers import FLOATS, PUBLIC, call, cases, cast, eager, full, reference, runnable
+from .helpers import DEVICE, FLOATS, PUBLIC, call, cases, cast, eager, full, reference, runnable
 
+INTERPRETED = registry.interpreting()
 PAIRS = [(name, id) for name in PUBLIC for id in OPS[name].candidates]
 
 
@@ -22,6 +23,8 @@ PAIRS = [(name, id) for name in PUBLIC for id in OPS[name].candidates]
 def test_forward_matches_float64(name: str, id: str, dtype: torch.dtype) -> None:
     op = OPS[name]
     ran = 0
+    if INTERPRETED and id.startswith("triton.") and dtype is torch.bfloat16:
+        pytest.skip("Triton's interpreter rounds bfloat16 toward zero and multiplies it wrongly")
     for case in cases(op, dtype):
         if not runnable(op, case, id) or (op.baseline and id == EAGER):
             continue
@@ -35,7 +38,7 @@ def test_forward_matches_float64(name: str, id: str, dtype: torch.dtype) -> None
                 assert torch.equal(a, b), f"{id} changed its input {p.name}"
         ran += 1
     if not ran and not (op.baseline and id == EAGER):
-        assert OPS[name].candidates[id].available("cpu") or dtype is not torch.float16 or id.startswith("onednn") or id == "torch.addmm_activation"
+        assert OPS[name].candidates[id].available(DEVICE) or dtype is not torch.float16 or id.startswith("onednn") or id == "torch.addmm_activation"
 
 
 def gradient_case(name: str, dtype: torch.dtype) -> list[list[Any]]:
@@ -60,12 +63,14 @@ def grads(out: Tensor, inputs: list[Any], dy: Tensor) -> list[Tensor | None]:
 @pytest.mark.parametrize(("name", "id"), PAIRS)
 def test_gradients_match_float64(name: str, id: str, dtype: torch.dtype) -> None:
     op = OPS[name]
+    if INTERPRETED and id.startswith("triton.") and dtype is torch.bfloat16:
+        pytest.skip("Triton's interpreter rounds bfloat16 toward zero and multiplies it wrongly")
     for case in gradient_case(name, dtype):
         if not runnable(op, case, id, save=True) or (op.baseline and id == EAGER):
             continue
         mine = leaves(op, case)
         out = call(op, mine, id)
-        dy = torch.randn(out.shape).to(dtype)
+        dy = torch.randn(out.shape).to(out)
         got = grads(out, mine, dy)
         wide = leaves(op, cast(case, torch.float64))
         ref = grads(op.reference(*full(op, wide, True))[0], wide, dy.double())

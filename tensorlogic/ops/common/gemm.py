@@ -1,4 +1,4 @@
-"""Host side of the matrix product family: what a product is, its configurations, and a launcher for each."""
+"""Host side of the matrix product family: what a product is, configurations, launchers."""
 
 from __future__ import annotations
 
@@ -19,35 +19,38 @@ DTYPES = ("f16", "bf16", "f32")
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix in memory: dtype name, strides of rows and columns in elements, and of the batch (0: shared by all)."""
+    """A matrix in memory: dtype name and strides, in elements, of rows, columns and batch."""
 
     dtype: str
     rows: int
     columns: int
-    batch: int = 0
+    batch: int = 0  # 0: one matrix for all
 
 
 @dataclass(frozen=True)
 class GemmSpec:
-    """y[M, N] = activation(outer(columnwise(prologue(x[M, K]) @ w[K, N] + bias))), `batch` times; sums in float32.
+    """y[M, N] = activation(outer(columnwise(prologue(x[M, K]) @ w[K, N] + bias))), `batch` times.
 
-    `x`, `w`, `y` are what the letters say, whatever the memory order: a weight kept as [N, K] has w = Operand(dtype, 1, K).
-    Vectors are contiguous and given by dtype name; None: absent.
+    Sums are float32. `x`, `w`, `y` are meant as the letters say, whatever the order in memory: a
+    weight kept as [N, K] has w = Operand(dtype, 1, K). Vectors are contiguous and given by dtype
+    name; None: absent.
 
     prologue, of x:
       "activation"  act(x), act named by `kind`
       "gradient"    x * act'(saved): x is dy; `saved` is y for relu, else the pre-activation
-      "dropout"     x / (1 - p) where kept; seed and offset from an int64[2] tensor
-      "layer_norm"  (x - mean) * rstd * gamma + beta, row mean and rstd given as float32 [tokens], or with `inline` computed
-                    by the kernel (for few columns of tiles) and, with `save_statistics`, stored there
-      "rms_norm"    x * rstd * gamma, likewise, without a mean
-      `transposed`: x is the transpose of the [tokens, features] matrix the prologue speaks of (dw products)
-    columnwise, vectors [N]: (… - mean) / sqrt(var + eps) * scale + shift, each optional: batch norm in evaluation
-    outer: "residual" adds `residual` [M, N]; "gradient" multiplies by act'(residual), act named by `kind`;
-      "dropout" drops elements of the [M, N] result with the mask that the prologue gives an [M, N] input
-    `z`: dtype of a second output, the value before `activation`, with y's strides.
-    `x_out`: dtype of an output for prologue(x), contiguous [M, K]. `row_sum`: dtype of an output [M], prologue(x) summed over K
-    (the bias gradient, when x is dz transposed).
+      "dropout"     x / (1 - p) where kept; seed and offset in an int64[2] tensor, or with `seeded`
+                    two numbers of each call
+      "layer_norm"  (x - mean) * rstd * gamma + beta, row mean and rstd given as float32 [tokens],
+                    or with `inline` computed by the kernel (worth it for few columns of tiles) and,
+                    with `save_statistics`, stored there
+      "rms_norm"    x * rstd * gamma + beta, likewise, without a mean
+      `transposed`: x is the transpose of the [tokens, features] matrix that the prologue speaks of
+    columnwise, vectors [N]: (... - mean) / sqrt(var + eps) * scale + shift, each optional
+    outer: "residual" adds `residual` [M, N]; "gradient" multiplies by act'(residual), act named by
+      `kind`; "dropout" drops elements with the mask that the prologue gives an [M, N] input
+    `z`: dtype of a second output, the value before `activation`, with y's strides
+    `x_out`: dtype of an output for prologue(x), contiguous [batch, M, K]
+    `row_sum`: dtype of an output [M], prologue(x) summed over K (a bias gradient, if x is dz')
     """
 
     m: int
@@ -60,6 +63,7 @@ class GemmSpec:
     prologue: str = "none"
     kind: str = "none"
     transposed: bool = False
+    seeded: bool = False
     saved: Operand | None = None
     inline: bool = False
     save_statistics: bool = False
@@ -88,11 +92,17 @@ class GemmSpec:
             if value not in known:
                 raise ValueError(f"{name} is {value!r}; must be one of {', '.join(known)}")
         if (self.saved is not None) != (self.prologue == "gradient"):
-            raise ValueError(f"prologue {self.prologue!r} with saved={self.saved}: 'gradient', and only it, takes saved")
+            raise ValueError(
+                f"prologue {self.prologue!r} with saved={self.saved}: 'gradient', and only it, takes saved"
+            )
         if (self.residual is not None) != (self.outer in ("residual", "gradient")):
-            raise ValueError(f"outer {self.outer!r} with residual={self.residual}: 'residual' and 'gradient' take one")
+            raise ValueError(
+                f"outer {self.outer!r} with residual={self.residual}: 'residual' and 'gradient' take one"
+            )
         if self.inline and (self.prologue not in ("layer_norm", "rms_norm") or self.transposed):
-            raise ValueError("inline statistics are those of a layer_norm or rms_norm prologue that is not transposed")
+            raise ValueError(
+                "inline statistics are those of a layer_norm or rms_norm prologue that is not transposed"
+            )
 
 
 def gemm_refusal(spec: GemmSpec) -> str | None:
@@ -102,7 +112,11 @@ def gemm_refusal(spec: GemmSpec) -> str | None:
             return f"{name} is {operand.dtype}; the kernel takes {', '.join(DTYPES)}"
     if spec.x.dtype != spec.w.dtype:
         return f"x is {spec.x.dtype} and w is {spec.w.dtype}; the kernel multiplies equal dtypes"
-    if spec.batch != 1 and (spec.prologue in ("dropout", "layer_norm", "rms_norm") or spec.outer == "dropout" or spec.row_sum):
+    if spec.batch != 1 and (
+        spec.prologue in ("dropout", "layer_norm", "rms_norm")
+        or spec.outer == "dropout"
+        or spec.row_sum
+    ):
         return f"batch {spec.batch} with a prologue or output that belongs to one matrix"
     if max(spec.m, spec.n, spec.k) >= 2**31:
         return f"a side of {max(spec.m, spec.n, spec.k)}; the kernel counts rows and columns in 32 bits"
@@ -110,15 +124,17 @@ def gemm_refusal(spec: GemmSpec) -> str | None:
 
 
 def gemm_arguments(spec: GemmSpec, config: Config) -> tuple[str, ...]:
-    """Names of what the launcher of `spec` takes, in order: tensors, outputs among them, then numbers."""
+    """Names of what the launcher takes, in order: tensors, outputs among them, then numbers."""
     described = _described(spec, config, upcast=False)
-    return (*(name.removesuffix("_ptr") for name in described["pointers"]), *described["floats"])
+    tensors = (name.removesuffix("_ptr") for name in described["pointers"])
+    return (*tensors, *described["floats"], *described["longs"])
 
 
 def gemm_workspace(spec: GemmSpec, config: Config) -> tuple[int, int]:
-    """(elements of the float32 `space`, elements of the int32 `counter`) that the launcher needs; zeros: none.
+    """(elements of float32 `space`, elements of int32 `counter`) the launcher needs; 0: none.
 
-    `counter` must be zero before the first launch; every launch leaves it so. Neither may be shared by streams.
+    `counter` must be zero before the first launch; every launch leaves it so. Streams may share
+    neither.
     """
     if config["SPLIT"] == 1:
         return 0, 0
@@ -127,12 +143,13 @@ def gemm_workspace(spec: GemmSpec, config: Config) -> tuple[int, int]:
 
 
 def gemm_launcher(spec: GemmSpec, config: Config, device: torch.device) -> Callable[..., bool]:
-    """A callable that writes y (and z, x_out, row_sum, statistics) of `spec`, taking what `gemm_arguments` names.
+    """A callable that writes y (and z, x_out, row_sum, ...), taking what `gemm_arguments` names.
 
-    The full order, of which only what `spec` has is passed, positionally: x, w, saved, seed, row_mean, row_rstd, gamma,
-    beta, bias, mean, var, scale, shift, residual, y, z, x_out, row_sum, space, counter, then the numbers p, eps.
-    Nothing is allocated. Returns False, launching nothing, when a pointer is less aligned than `spec.align` says.
-    Raises CompileFailure when the configuration does not compile or does not fit the device.
+    The full order, of which only what `spec` has is passed, positionally: x, w, saved, seed,
+    row_mean, row_rstd, gamma, beta, bias, mean, var, scale, shift, residual, y, z, x_out, row_sum,
+    space, counter, then the numbers p, eps, seed_value, offset_value. Nothing is allocated.
+    Returns False, launching nothing, when a pointer is less aligned than `spec.align` says. Raises
+    CompileFailure when the configuration does not compile or does not fit the device.
 
         f16 = lambda rows, columns: Operand("f16", rows, columns)
         spec = GemmSpec(m, n, k, f16(k, 1), f16(1, k), f16(n, 1), bias="f16", activation="relu")
@@ -147,7 +164,7 @@ def gemm_launcher(spec: GemmSpec, config: Config, device: torch.device) -> Calla
 
 
 def gemm_jobs(spec: GemmSpec, config: Config, sm: int) -> tuple[Any, ...]:
-    """The compile work behind `gemm_launcher`, for a device of compute capability `sm` (90: Hopper)."""
+    """The compile work behind `gemm_launcher`, for compute capability `sm` (90: Hopper)."""
     from tensorlogic.ops.common.triton_gemm import gemm_tiled
     from tensorlogic.ops.common.triton_launch import compile_job
 
@@ -155,7 +172,8 @@ def gemm_jobs(spec: GemmSpec, config: Config, sm: int) -> tuple[Any, ...]:
 
 
 def _tiles(spec: GemmSpec, config: Config) -> int:
-    return math.ceil(spec.m / config["BLOCK_M"]) * math.ceil(spec.n / config["BLOCK_N"]) * spec.batch
+    block_m, block_n = int(config["BLOCK_M"]), int(config["BLOCK_N"])
+    return math.ceil(spec.m / block_m) * math.ceil(spec.n / block_n) * spec.batch
 
 
 def _described(spec: GemmSpec, config: Config, upcast: bool) -> dict[str, Any]:
@@ -163,9 +181,10 @@ def _described(spec: GemmSpec, config: Config, upcast: bool) -> dict[str, Any]:
     norm = spec.prologue in ("layer_norm", "rms_norm")
     statistics = "f32" if norm and (not spec.inline or spec.save_statistics) else None
     split = config["SPLIT"] > 1
+    drops = "dropout" in (spec.prologue, spec.outer)
     pointers = {
         "x": spec.x.dtype, "w": spec.w.dtype, "saved": spec.saved.dtype if spec.saved else None,
-        "seed": "i64" if "dropout" in (spec.prologue, spec.outer) else None,
+        "seed": "i64" if drops and not spec.seeded else None,
         "row_mean": statistics if spec.prologue == "layer_norm" else None, "row_rstd": statistics,
         "gamma": spec.gamma, "beta": spec.beta, "bias": spec.bias,
         "mean": spec.mean, "var": spec.var, "scale": spec.scale, "shift": spec.shift,
@@ -175,26 +194,28 @@ def _described(spec: GemmSpec, config: Config, upcast: bool) -> dict[str, Any]:
     }  # fmt: skip
     integers = {"M": spec.m, "N": spec.n, "K": spec.k}
     for letter, operand, names in (
-        ("x", spec.x, "mk"), ("w", spec.w, "kn"), ("s", spec.saved, "mk"), ("r", spec.residual, "mn"), ("y", spec.y, "mn"),
+        ("x", spec.x, "mk"), ("w", spec.w, "kn"),
+        ("s", spec.saved, "mk"), ("r", spec.residual, "mn"), ("y", spec.y, "mn"),
     ):  # fmt: skip
         if operand is not None:
             batch = {f"stride_{letter}b": operand.batch} if spec.batch > 1 else {}
-            integers |= batch | {f"stride_{letter}{names[0]}": operand.rows, f"stride_{letter}{names[1]}": operand.columns}
-    floats = []
-    if "dropout" in (spec.prologue, spec.outer):
-        floats.append("p")
-    if spec.inline or spec.var is not None:
-        floats.append("eps")
+            integers |= batch | {
+                f"stride_{letter}{names[0]}": operand.rows,
+                f"stride_{letter}{names[1]}": operand.columns,
+            }
     return {
         "grid": (_tiles(spec, config) * config["SPLIT"], 1, 1),
         "pointers": {f"{name}_ptr": dtype for name, dtype in pointers.items() if dtype is not None},
         "integers": integers,
-        "floats": tuple(floats),
+        "floats": ("p",) * drops + ("eps",) * (spec.inline or spec.var is not None),
+        "longs": ("seed_value", "offset_value") if drops and spec.seeded else (),
         "constexprs": {
-            "PROLOGUE": spec.prologue, "KIND": spec.kind, "TRANSPOSED": spec.transposed, "INLINE": spec.inline,
-            "ACTIVATION": spec.activation, "OUTER": spec.outer, "PRECISION": spec.precision, "UPCAST": upcast,
+            "PROLOGUE": spec.prologue, "KIND": spec.kind, "TRANSPOSED": spec.transposed,
+            "INLINE": spec.inline, "ACTIVATION": spec.activation, "OUTER": spec.outer,
+            "PRECISION": spec.precision, "UPCAST": upcast,
             "EVEN_M": spec.m % config["BLOCK_M"] == 0, "EVEN_N": spec.n % config["BLOCK_N"] == 0,
-            "EVEN_K": spec.k % config["BLOCK_K"] == 0, "WIDE": _wide(spec), "BATCHED": spec.batch > 1,
+            "EVEN_K": spec.k % config["BLOCK_K"] == 0,
+            "WIDE": _wide(spec), "BATCHED": spec.batch > 1,
             **{name: value for name, value in config.items() if name.isupper()},
         },
         "num_warps": config["num_warps"],
@@ -205,41 +226,62 @@ def _described(spec: GemmSpec, config: Config, upcast: bool) -> dict[str, Any]:
 
 def _wide(spec: GemmSpec) -> bool:
     """Whether an offset inside one matrix may not fit 32 bits."""
-    sides = ((spec.x, spec.m, spec.k), (spec.w, spec.k, spec.n), (spec.y, spec.m, spec.n), (spec.saved, spec.m, spec.k),
-             (spec.residual, spec.m, spec.n))  # fmt: skip
-    return any(o is not None and (m - 1) * o.rows + (n - 1) * o.columns >= 2**31 for o, m, n in sides)
+    m, n, k = spec.m, spec.n, spec.k
+    sides = (
+        (spec.x, m, k), (spec.saved, m, k), (spec.w, k, n), (spec.y, m, n), (spec.residual, m, n),
+    )  # fmt: skip
+    return any(
+        o is not None and (m - 1) * o.rows + (n - 1) * o.columns >= 2**31 for o, m, n in sides
+    )
 
 
 # BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages: what sweeps on an H200 found worth trying
 _HALF = (
-    (16, 16, 64, 4, 4), (16, 16, 256, 4, 4), (16, 32, 128, 4, 4), (16, 32, 256, 4, 4), (16, 64, 128, 4, 4),
-    (32, 32, 64, 4, 4), (32, 32, 128, 4, 4), (32, 64, 128, 4, 3), (64, 32, 128, 4, 3), (64, 64, 64, 4, 4),
-    (64, 64, 128, 4, 3), (64, 128, 64, 4, 4), (64, 128, 128, 4, 3), (128, 64, 64, 4, 4), (128, 128, 64, 4, 4),
-    (128, 128, 64, 8, 3), (64, 256, 64, 4, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3),
+    (16, 16, 64, 4, 4), (16, 16, 256, 4, 4), (16, 32, 128, 4, 4), (16, 32, 256, 4, 4),
+    (16, 64, 128, 4, 4), (32, 32, 64, 4, 4), (32, 32, 128, 4, 4), (32, 64, 128, 4, 3),
+    (64, 32, 128, 4, 3), (64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 128, 64, 4, 4),
+    (64, 128, 128, 4, 3), (128, 64, 64, 4, 4), (128, 128, 64, 4, 4), (128, 128, 64, 8, 3),
+    (64, 256, 64, 4, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3),
 )  # fmt: skip
 _SINGLE = (
-    (16, 16, 64, 4, 3), (16, 32, 64, 4, 3), (16, 64, 32, 4, 3), (32, 32, 32, 4, 3), (32, 64, 32, 4, 3),
-    (64, 64, 16, 4, 3), (64, 64, 32, 4, 3), (64, 64, 32, 8, 3), (64, 128, 16, 8, 3), (128, 64, 16, 8, 3), (128, 128, 16, 8, 3),
+    (16, 16, 64, 4, 3), (16, 32, 64, 4, 3), (16, 64, 32, 4, 3), (32, 32, 32, 4, 3),
+    (32, 64, 32, 4, 3), (64, 64, 16, 4, 3), (64, 64, 32, 4, 3), (64, 64, 32, 8, 3),
+    (64, 128, 16, 8, 3), (128, 64, 16, 8, 3), (128, 128, 16, 8, 3),
 )  # fmt: skip
-_ROWS = ((16, 256, 4), (32, 128, 4), (8, 512, 4))  # BLOCK_N, BLOCK_K, num_warps for up to 8 rows without tensor cores
+_ROWS = ((16, 256, 4), (32, 128, 4), (8, 512, 4))  # BLOCK_N, BLOCK_K, num_warps of BLOCK_M < 16
 _SHARED_PER_CORE = 227 * 1024
 MOST_CONFIGS = 10
 
 
-def gemm_configs(m: int, n: int, k: int, dtype_size: int, sm_count: int = 132) -> list[dict[str, Any]]:
-    """Configurations worth measuring for an M x N x K product on `sm_count` multiprocessors, best guess first."""
+def gemm_configs(
+    m: int, n: int, k: int, dtype_size: int, sm_count: int = 132
+) -> list[dict[str, Any]]:
+    """Configurations worth measuring on `sm_count` multiprocessors, best guess first."""
     table = _HALF if dtype_size == 2 else _SINGLE
-    scored = []
+    scored: list[tuple[float, int, dict[str, Any]]] = []
     for bm, bn, bk, warps, stages in table:
         if (bm > 16 and bm >= 2 * m) or (bn > 16 and bn >= 2 * n) or (bk > 64 and bk >= 2 * k):
             continue
         tiles, steps = math.ceil(m / bm) * math.ceil(n / bn), math.ceil(k / bk)
         for split in (1, 2, 4, 8, 16):
-            if split > 1 and (tiles * split > 4 * sm_count or steps < 2 * split or bm * bn > 2048 * warps):
-                break  # programs enough, too little K for each, or sums that would not stay in registers
-            time = _estimate(bm, bn, bk, warps, stages, tiles, math.ceil(steps / split), split, dtype_size, sm_count)
+            if split > 1 and (
+                tiles * split > 4 * sm_count or steps < 2 * split or bm * bn > 2048 * warps
+            ):
+                break  # programs enough, too little K for each, or sums too many for registers
+            time = _estimate(
+                bm,
+                bn,
+                bk,
+                warps,
+                stages,
+                tiles,
+                math.ceil(steps / split),
+                split,
+                dtype_size,
+                sm_count,
+            )
             scored.append((time, len(scored), _config(bm, bn, bk, warps, stages, split)))
-    chosen = [config for _, _, config in sorted(scored, key=lambda entry: entry[:2])[:MOST_CONFIGS]]
+    chosen = [config for _, _, config in sorted(scored, key=lambda entry: entry[:2])]
     return [*_few_rows(m, n, k, sm_count), *chosen][:MOST_CONFIGS]
 
 
@@ -251,7 +293,7 @@ def _config(bm: int, bn: int, bk: int, warps: int, stages: int, split: int) -> d
 
 
 def _few_rows(m: int, n: int, k: int, sm_count: int) -> list[dict[str, Any]]:
-    """At most 4 rows: every weight is used so little that ordinary multiplications keep up with memory."""
+    """At most 4 rows: weights are used so little that ordinary products keep up with memory."""
     if m > 4:
         return []
     rows = 1 << (m - 1).bit_length() if m > 1 else 1
@@ -259,24 +301,46 @@ def _few_rows(m: int, n: int, k: int, sm_count: int) -> list[dict[str, Any]]:
     for bn, bk, warps in _ROWS:
         bk = max(32, bk // rows)
         split = 1
-        while math.ceil(n / bn) * split < 2 * sm_count and split < 8 and math.ceil(k / bk) >= 4 * split:
+        while (
+            math.ceil(n / bn) * split < 2 * sm_count
+            and split < 8
+            and math.ceil(k / bk) >= 4 * split
+        ):
             split *= 2
         found.append(_config(rows, bn, bk, warps, 1, split))
     return found
 
 
 def _estimate(
-    bm: int, bn: int, bk: int, warps: int, stages: int, tiles: int, steps: int, split: int, size: int, sm_count: int
+    bm: int,
+    bn: int,
+    bk: int,
+    warps: int,
+    stages: int,
+    tiles: int,
+    steps: int,
+    split: int,
+    size: int,
+    sm_count: int,
 ) -> float:
-    """Rough time in nanoseconds: per step of K the slower of latency, arithmetic and reading, times rounds of blocks.
+    """Rough nanoseconds: per step of K the slowest of latency, arithmetic and reading; by rounds.
 
-    Constants are an H200's: arithmetic per multiprocessor at full tiles, level-2 bandwidth per multiprocessor.
+    Constants are an H200's, per multiprocessor: arithmetic at full tiles, level-2 bandwidth.
     """
     arithmetic = bm * bn * bk / (2800 * min(1.0, (bm * bn / 32768) ** 0.5) if size == 2 else 200)
     reading = (bm + bn) * bk * size / 40
     blocks = math.ceil(tiles * split / sm_count)
-    resident = min(blocks, max(1, _SHARED_PER_CORE // (stages * (bm + bn) * bk * size)), 64 // warps, max(1, 65536 // (bm * bn * 2)))
+    resident = min(
+        blocks,
+        max(1, _SHARED_PER_CORE // (stages * (bm + bn) * bk * size)),
+        64 // warps,
+        max(1, 65536 // (bm * bn * 2)),
+    )
     latency = 700 / stages + bk
     rounds = math.ceil(blocks / resident)
     finish = bm * bn * (split + 1) * 4 / 40 + 900 if split > 1 else 0
-    return 600 + rounds * (steps * max(latency, resident * arithmetic, resident * reading) + 500) + finish
+    return (
+        600
+        + rounds * (steps * max(latency, resident * arithmetic, resident * reading) + 500)
+        + finish
+    )

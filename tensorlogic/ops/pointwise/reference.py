@@ -13,7 +13,7 @@ BACKWARD: dict[str, Callable[..., tuple[Tensor | None, ...]]] = {
     "add": lambda dz, a, b: (dz, dz, None),
     "sub": lambda dz, a, b: (dz, -dz, None),
     "mul": lambda dz, a, b: (dz * b, dz * a, None),
-    "div": lambda dz, a, b: (dz / b, -dz * a / (b * b), None),
+    "div": lambda dz, a, b: (dz / b, -dz * ((a / b) / b), None),
     "affine": lambda dz, a, b: (dz * b, dz * a, dz),
 }
 SMOOTH = activations.SMOOTH  # keep the input for backward

@@ -18,15 +18,20 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def _softmax_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str, save: bool) -> tuple[Tensor, ...]:
-    """-log softmax(logits [..., C])[target [...]], smoothed and reduced; with save also the rows' log-sum-exp in float32."""
+    """-log softmax(logits [..., C])[target [...]], smoothed and reduced; with save also what backward needs, in float32:
+    the rows' log-sum-exp [rows], and [1] the weight of a row in the reduction."""
     rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     loss = F.cross_entropy(rows, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss
-    return (loss, torch.logsumexp(rows.to(_wide(rows)), 1)) if save else (loss,)
+    if not save:
+        return (loss,)
+    valid = (labels != ignore_index).sum().to(_wide(rows))
+    share = (1 / valid if reduction == "mean" else torch.ones_like(valid)).view(1)
+    return loss, torch.logsumexp(rows.to(_wide(rows)), 1), share
 
 
 def softmax_cross_entropy_backward(
-    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float, reduction: str
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, share: Tensor, ignore_index: int, label_smoothing: float, reduction: str
 ) -> tuple[Tensor, ...]:
     """dlogits = (softmax(logits) - smoothed one-hot) · dloss per row, 0 where ignored."""
     wide = _wide(logits)
@@ -35,7 +40,7 @@ def softmax_cross_entropy_backward(
     grad = torch.exp(rows - lse.to(wide).unsqueeze(1)) - label_smoothing / rows.shape[1]
     hot = torch.where(valid, labels, 0).unsqueeze(1)
     grad.scatter_add_(1, hot, torch.full_like(hot, 0, dtype=wide) - (1 - label_smoothing))
-    scale = dloss.reshape(-1).to(wide) / valid.sum() if reduction == "mean" else dloss.reshape(-1).to(wide)
+    scale = dloss.reshape(-1).to(wide) * share.to(wide)
     grad = torch.where(valid.unsqueeze(1), grad * scale.unsqueeze(1), 0)
     return (grad.to(logits.dtype).view(logits.shape),)
 
@@ -48,7 +53,7 @@ def _wide(t: Tensor) -> torch.dtype:
 
 
 def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
-    return (*dynamic, outs[1])
+    return (*dynamic, outs[1], outs[2])
 
 
 def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
@@ -84,6 +89,7 @@ def _consistent(key: Key, values: dict[str, Any]) -> None:
     """The log-sum-exp that forward would have kept."""
     logits = values["logits"]
     values["lse"] = torch.logsumexp(logits.reshape(-1, logits.shape[-1]).to(_wide(logits)), 1)
+    values["share"].fill_(0.5)
 
 
 SOFTMAX_CROSS_ENTROPY = Op(
@@ -96,7 +102,7 @@ SOFTMAX_CROSS_ENTROPY = Op(
     gradient=Gradient(_kept, _backward),
     keyed=("label_smoothing",),
     autocast="float32",
-    outputs=2,
+    outputs=3,
 )
 SOFTMAX_CROSS_ENTROPY_BACKWARD = Op(
     reference=softmax_cross_entropy_backward,

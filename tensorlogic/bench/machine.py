@@ -1,0 +1,98 @@
+"""Everything about the machine that a reader of a result file needs."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from typing import Any
+
+import torch
+
+import tensorlogic
+
+from .. import native, settings
+from ..plans import environment
+
+PACKAGES = ("numpy", "triton", "quack-kernels", "liger-kernel", "nvmath-python")
+SMI = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,utilization.gpu"
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """What does not change during a run."""
+    known = environment(device)
+    return {
+        "id": known.id,
+        "environment": known.to_json(),
+        "tensorlogic": tensorlogic.__version__,
+        "native": native.isa() or native.available(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": environment(torch.device("cpu")).device,
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": _memory(),
+        "gpu": _gpu(device),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "torch_build": torch.__config__.show().splitlines(),
+        "settings": {v.name: v.read() for v in settings.VARIABLES if v.read() and v is not settings.CACHE_DIR and v is not settings.LOCKFILE},
+        "tf32": torch.get_float32_matmul_precision(),
+    }
+
+
+def state(device: torch.device) -> dict[str, Any]:
+    """What does: time, load, and on an NVIDIA GPU clocks, power and temperature."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    load = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
+    return {"time": now, "load": load, "gpu": _smi(device)}
+
+
+def busy(before: dict[str, Any], cores: int | None) -> str | None:
+    """A warning when other work was running as the run began."""
+    load = before["load"]
+    if load is None or not cores or load[0] <= 0.6 * cores:
+        return None
+    return f"the machine was busy when the run began (load {load[0]:g} on {cores} cores): times are those of a shared machine"
+
+
+def _gpu(device: torch.device) -> dict[str, Any] | None:
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "memory_gib": round(found.total_memory / 2**30, 1),
+        "multiprocessors": found.multi_processor_count,
+        "l2_mib": round(found.L2_cache_size / 2**20, 1),
+        "cuda": torch.version.cuda or torch.version.hip,
+    }
+
+
+def _smi(device: torch.device) -> dict[str, str] | None:
+    tool = shutil.which("nvidia-smi")
+    if device.type != "cuda" or tool is None:
+        return None
+    command = [tool, f"--query-gpu={SMI}", "--format=csv,noheader", f"--id={device.index or 0}"]
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):  # the report goes without
+        return None
+    return dict(zip(SMI.split(","), (v.strip() for v in out.strip().split(",")), strict=False))
+
+
+def _memory() -> float | None:
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

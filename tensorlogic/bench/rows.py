@@ -1,0 +1,176 @@
+"""Measuring one case: tune its key, check every implementation against float64, then time them side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tensorlogic
+
+from .. import measure, numerics, policies, selector, stores, study
+from ..op import Op
+from ..plans import Key
+from .cases import DROP, RECIPES, Case, Maker, Recipe, dropout_error, nbytes, shapes, transfer
+from .results import OURS, Row, rounded
+
+ALONE = 1 << 28  # inputs of more bytes than this exceed every cache, so one set of them is enough
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a row is measured."""
+
+    rounds: int
+    budget_s: float
+
+
+QUICK, FULL = Effort(11, 0.2), Effort(21, 0.5)
+
+
+def meet(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[Op, Key, torch.device]]:
+    """The keys that one call meets, by making it."""
+    met: list[tuple[Op, Key, torch.device]] = []
+    watching = replace(policies.current(), tune="off", observer=lambda *seen: met.append(seen), entries={})
+    with policies.use(watching):
+        fn(*args)
+    return met
+
+
+def inputs(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
+    """Sets of inputs that the calls walk through."""
+    recipe, dtype = RECIPES[case.op], numerics.DTYPES[case.dtype]
+    first = recipe.inputs(case.size, Maker(dtype, device, case.seed))
+    if nbytes(first) > ALONE:
+        return [first]
+    return [first, recipe.inputs(case.size, Maker(dtype, device, case.seed + 1))]
+
+
+@torch.no_grad()
+def measured(case: Case, device: torch.device, effort: Effort) -> Row:
+    """The row of a case; what cannot run here leaves its reason instead of times."""
+    row = Row(case.id, case.category, case.op, case.detail, case.size, case.dtype)
+    fill = _transfer if case.category == "transfer" else _operation
+    try:
+        fill(row, case, device, effort)
+    except torch.OutOfMemoryError as problem:
+        row.status, row.reason = "failed", f"out of memory: {_brief(problem)}"
+    except study.BIND_ERRORS as problem:
+        row.status, row.reason = "failed", f"{type(problem).__name__}: {_brief(problem)}"
+    return row
+
+
+def _transfer(row: Row, case: Case, device: torch.device, effort: Effort) -> None:
+    call, source = transfer(case, Maker(numerics.DTYPES[case.dtype], device, case.seed))
+    row.shapes, row.baselines = [list(source.shape)], ["eager"]
+    moved = source.numel() * source.element_size()
+    row.bytes = float(moved if device.type != "cpu" else 2 * moved)  # over a bus once; in memory read and written
+    if not torch.equal(call().cpu(), source.cpu()):
+        row.status, row.reason = "refused", "wrong: the destination differs from the source"
+        return
+    row.candidate, row.error = "torch.eager", 0.0
+    samples = measure.device_samples({"eager": [call]}, torch.device("cpu"), effort.budget_s, effort.rounds)  # waited for: a host's clock
+    row.device_us = rounded(samples.values)
+
+
+def _operation(row: Row, case: Case, device: torch.device, effort: Effort) -> None:
+    recipe, sets = RECIPES[case.op], inputs(case, device)
+    row.shapes = shapes(sets[0])
+    tensorlogic.tune(recipe.ours, *sets[0])
+    _choice(row, recipe, sets[0])
+    calls = _right(row, recipe, recipe.baselines(device.type, numerics.DTYPES[case.dtype]), sets[0])
+    if row.status != "ok":
+        return
+    bound = {name: [_bound(fn, args) for args in sets] for name, fn in calls.items()}
+    row.device_us = rounded(measure.device_samples(bound, device, effort.budget_s, effort.rounds).values)
+    if device.type == "cuda":
+        row.host_us = rounded(measure.host_samples(bound, device, effort.budget_s / 2, effort.rounds).values)
+
+
+@torch.no_grad()
+def tuned(case: Case, device: torch.device) -> tensorlogic.tuning.Learned | None:
+    """Measure the keys of a case; None when its inputs do not fit (its row will say so)."""
+    try:
+        return tensorlogic.tune(RECIPES[case.op].ours, *inputs(case, device)[0])
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _bound(fn: Callable[..., Any], args: tuple[Any, ...]) -> measure.Call:
+    return lambda: fn(*args)
+
+
+def _choice(row: Row, recipe: Recipe, args: tuple[Any, ...]) -> None:
+    """What serves the row's key, and everything known about it."""
+    op, key, device = meet(recipe.ours, args)[0]
+    decision = selector.decide(op, key, device, policies.current())
+    plan = stores.current(device).get(key)
+    row.key, row.flops, row.bytes = key.text, op.flops(key), op.traffic(key)
+    row.candidate, row.captured, row.source = decision.eager[0], decision.captured[0], decision.source
+    row.evidence = [asdict(e) for e in plan.evidence] if plan else []
+
+
+def _right(row: Row, recipe: Recipe, baselines: Mapping[str, Callable[..., Any]], args: tuple[Any, ...]) -> dict[str, Callable[..., Any]]:
+    """Our call and PyTorch's, those whose results match; the row is refused when ours does not."""
+    calls = {OURS: recipe.ours, **baselines}
+    row.baselines = list(baselines)
+    check = _masked if recipe.random else _compared
+    for name, (reason, error) in check(calls, row.baselines[0], args).items():
+        if name == OURS:
+            row.error = error
+            if reason is not None:
+                row.status, row.reason = "refused", reason
+        elif reason is not None:
+            row.excluded[name] = reason
+        elif row.eager_error is None or error < row.eager_error:
+            row.eager_error = error
+    row.baselines = [b for b in row.baselines if b not in row.excluded]
+    return {name: fn for name, fn in calls.items() if name == OURS or name in row.baselines}
+
+
+Checked = dict[str, tuple[str | None, float]]
+
+
+def _compared(calls: Mapping[str, Callable[..., Any]], literal: str, args: tuple[Any, ...]) -> Checked:
+    """Each output against the literal composition in float64 and in the dtype itself, every element."""
+    reference = calls[literal](*[numerics.wide(a) if isinstance(a, Tensor) else a for a in args])
+    plain = calls[literal](*args)
+    found: Checked = {}
+    for name, fn in calls.items():
+        out = fn(*args)
+        reason = numerics.judge([out], [plain], [reference]).reason if name != literal else None
+        found[name] = (reason, float(f"{numerics.relative_error(out, reference):.3g}"))
+    return found
+
+
+def _masked(calls: Mapping[str, Callable[..., Any]], literal: str, args: tuple[Any, ...]) -> Checked:
+    """Dropout draws anew at each call, so it is looked at through a weight that changes nothing."""
+    x, weight, bias = args
+    through = torch.nn.Parameter(torch.eye(*weight.shape, dtype=weight.dtype, device=weight.device), requires_grad=False)
+    found: Checked = {}
+    for name, fn in calls.items():
+        error, reason = dropout_error(fn(x, through, torch.zeros_like(bias)), x, DROP)
+        found[name] = (reason, float(f"{error:.3g}"))
+    return found
+
+
+def kernels(cases: Sequence[Case], device: torch.device) -> list[Any]:
+    """Compile jobs of all candidates that may serve these cases, for workers to begin with."""
+    jobs: list[Any] = []
+    for case in cases:
+        if case.category == "transfer":
+            continue
+        recipe = RECIPES[case.op]
+        for op, key, where in meet(recipe.ours, recipe.inputs(case.size, Maker(numerics.DTYPES[case.dtype], device, case.seed))):
+            if stores.complete(op, stores.current(where).get(key), key):
+                continue
+            able = [c for c in op.candidates.values() if not c.available(key.device) and not c.supports(key)]
+            jobs += [job for c in able for config in c.configs(key) for job in c.jobs(key, config, where)]
+    return jobs
+
+
+def _brief(problem: BaseException) -> str:
+    return " ".join(str(problem).split())[:300]

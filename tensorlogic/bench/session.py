@@ -1,0 +1,144 @@
+"""One run of the benchmark: limits first, then row by row, saved as it goes; Ctrl-C keeps what was measured."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+import tensorlogic
+
+from .. import compiling, settings
+from . import ceilings, machine, rows, suites
+from .cases import Case
+from .problems import Problem
+from .results import Results, load
+
+SAVE_EVERY_S = 5.0
+METHOD = {
+    "inputs": "normally distributed, fixed seeds; two sets that calls walk through (one above 256 MiB); caches warm; weights are parameters",
+    "order": "a result is compared with float64 before it is timed; implementations are timed in turn, in shuffled order, in one run",
+    "device_us": "cuda: replay of a captured graph of several calls between two events, over their number; elsewhere: a loop between two synchronisations",
+    "host_us": "cuda: calls queued without waiting",
+    "transfer": "each transfer is waited for",
+    "speed": "median of the per-round ratios, 95 % interval by order statistics; over the fastest of PyTorch's calls",
+}
+
+Tick = Callable[[int, int, str], None]
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The named device, or the best one here; Problem when it is absent."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as problem:
+        raise Problem(f"device is {name!r}; cpu, cuda, cuda:N or mps is required") from problem
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise Problem(f"device is {name!r}; cpu, cuda, cuda:N or mps is required")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise Problem("device is 'cuda', but PyTorch sees no CUDA device here; `tensorlogic doctor` says what is missing")
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            raise Problem(f"device is {name!r}, but there are {torch.cuda.device_count()} CUDA devices here")
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise Problem("device is 'mps', but there is no Apple GPU here")
+    return device
+
+
+def bench(
+    *,
+    quick: bool = False,
+    ops: Iterable[str] = (),
+    sizes: Iterable[int] = (),
+    dtypes: Iterable[str] = (),
+    device: str | None = None,
+    json: str | Path | None = None,
+    resume: bool = False,
+    tick: Tick = lambda done, total, text: None,
+) -> Results:
+    """Measure, and write the result file as rows come in.
+
+    Args:
+        quick: fewer sizes and rounds.
+        ops: operations or categories; sizes: sides of matrices, or numbers of elements; dtypes: "f16", "bf16", "f32".
+        device: "cpu", "cuda", "cuda:N" or "mps"; None takes the best one here.
+        json: where the result file goes; None names one in the cache folder. resume: keep the rows that it holds already.
+        tick: called with rows done, rows in all, and what comes next.
+
+    Returns:
+        The results, `complete` unless a KeyboardInterrupt came; `path` is their file.
+
+    Raises:
+        Problem: nothing is selected, the device is absent, or the file cannot be written.
+    """
+    where = pick_device(device)
+    selection = suites.Selection(where.type, quick, tuple(ops), tuple(sizes), tuple(dtypes))
+    cases = suites.cases(selection)
+    effort = rows.QUICK if quick else rows.FULL
+    before = machine.state(where)
+    run = {"quick": quick, "selection": asdict(selection), "effort": asdict(effort), "method": METHOD, "before": before}
+    results = Results(machine.describe(where), run)
+    run["busy"] = machine.busy(before, results.machine["usable_cores"])
+    path = Path(json) if json is not None else _default_path(results)
+    known = _resumed(results, path) if resume else {}
+    results.write(path)
+    begin = time.perf_counter()
+    try:
+        with tensorlogic.policy(tune="off"):
+            _measure(results, cases, known, where, effort, tick)
+        results.complete = True
+    except KeyboardInterrupt:
+        run["interrupted"] = True
+    run["seconds"] = round(time.perf_counter() - begin, 1)
+    run["after"] = machine.state(where)
+    results.write(path)
+    return results
+
+
+def _measure(results: Results, cases: list[Case], known: dict[str, rows.Row], device: torch.device, effort: rows.Effort, tick: Tick) -> None:
+    todo = [c for c in cases if c.id not in known]
+    tick(0, len(cases), "limits of this machine")
+    results.ceilings = ceilings.find(device, list(dict.fromkeys(c.dtype for c in cases)), effort.budget_s)
+    if device.type == "cuda":
+        _prepare(todo, len(cases), device, tick)
+    saved = time.monotonic()
+    for done, case in enumerate(cases):
+        tick(done, len(cases), case.id)
+        results.rows.append(known[case.id] if case.id in known else rows.measured(case, device, effort))
+        if time.monotonic() - saved > SAVE_EVERY_S and results.path is not None:
+            results.write(results.path)
+            saved = time.monotonic()
+    tick(len(cases), len(cases), "done")
+
+
+def _prepare(cases: list[Case], total: int, device: torch.device, tick: Tick) -> None:
+    """Compile in all workers and measure every key before the first row is timed, so that no compiler disturbs a row."""
+    with torch.no_grad():
+        compiling.submit(rows.kernels(cases, device))
+    for case in cases:
+        if case.category != "transfer":
+            tick(0, total, f"tuning {case.id}")
+            rows.tuned(case, device)
+
+
+def _resumed(results: Results, path: Path) -> dict[str, rows.Row]:
+    if not path.exists():
+        return {}
+    earlier = load(path)
+    if earlier.machine["id"] != results.machine["id"]:
+        raise Problem(f"{path} was measured on another machine or with other software; it cannot be resumed here")
+    return {r.id: r for r in earlier.rows}
+
+
+def _default_path(results: Results) -> Path:
+    model = re.sub(r"[^a-z0-9]+", "-", str(results.machine["environment"]["device"]).lower()).strip("-")[:40]
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return settings.cache_folder() / "bench" / f"{model}-{stamp}.json"

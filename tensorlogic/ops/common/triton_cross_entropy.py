@@ -1,0 +1,404 @@
+"""Softmax cross-entropy over [rows, vocabulary] with class targets: forward, with gradient, backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tensorlogic.ops.common.triton_launch import prepare
+from tensorlogic.ops.common.triton_rows import powers, row_configs, row_statistics
+
+
+@triton.jit
+def sum_losses(loss_ptr, R, BLOCK: tl.constexpr):
+    """Sum of loss[:R] in fixed order, past the L1 cache: other programs have just written it."""
+    lane = tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, R, BLOCK):
+        acc += tl.load(
+            loss_ptr + start + lane, mask=start + lane < R, other=0.0, cache_modifier=".cg"
+        )
+    return tl.sum(acc, 0)
+
+
+@triton.jit
+def write_loss(y_ptr, share_ptr, total, valid, MEAN: tl.constexpr, SAVE: tl.constexpr):
+    """y = total, or its mean over `valid` rows (NaN when there are none); share = the gradient's factor."""
+    share = 1.0
+    if MEAN:
+        share = 1.0 / valid.to(tl.float32)
+        total = total / valid.to(tl.float32)
+    tl.store(y_ptr, total.to(y_ptr.dtype.element_ty))
+    if SAVE:
+        tl.store(share_ptr, share)
+
+
+@triton.jit
+def arrive_and_reduce(
+    loss_ptr, y_ptr, share_ptr, counter_ptr, valid, R, MEAN: tl.constexpr, SAVE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The program that arrives last sums all losses; the 64-bit counter carries arrivals low, valid rows high."""
+    tl.debug_barrier()
+    before = tl.atomic_add(counter_ptr, (valid.to(tl.int64) << 32) + 1, sem="acq_rel")
+    if (before & 0xFFFFFFFF) == tl.num_programs(0) - 1:
+        total = sum_losses(loss_ptr, R, BLOCK)
+        write_loss(y_ptr, share_ptr, total, (before >> 32) + valid, MEAN, SAVE)
+        tl.store(counter_ptr, tl.full([], 0, tl.int64))
+
+
+@triton.jit
+def cross_entropy_fwd_online(
+    x_ptr, t_ptr, loss_ptr, lse_ptr, dx_ptr, scale_ptr, y_ptr, share_ptr, counter_ptr,
+    R, C, IGNORE, smoothing,
+    SMOOTH: tl.constexpr, SAVE: tl.constexpr, GRAD: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """loss[r] = (1 - s) (lse - x[r, t]) + s (lse - mean x[r]), one program a row, one online read; float32.
+
+    Ignored rows are 0 and are not read; a target outside [0, C) gives NaN. With GRAD the row is read again (out
+    of L2 while few rows are in flight) and dx = scale * (softmax - target distribution) is written. With LAST the
+    last program reduces all losses into y.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * C
+    t = tl.load(t_ptr + row)
+    known = (t >= 0) & (t < C)
+    live = t != IGNORE
+    loss = tl.full([], 0.0, tl.float32)
+    lse = tl.full([], 0.0, tl.float32)
+    if live:
+        x_t = tl.load(x_ptr + t, mask=known, other=float("nan")).to(tl.float32)
+        peak, norm, total = row_statistics(x_ptr, C, SMOOTH, LANES, WIDTH)
+        lse = peak + tl.log(norm)
+        loss = lse - x_t
+        if SMOOTH:
+            loss = (1.0 - smoothing) * loss + smoothing * (lse - total / (C * 1.0))
+    tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty))
+    if SAVE:
+        tl.store(lse_ptr + row, lse)
+    if GRAD:
+        dx_ptr += row * C
+        scale = tl.load(scale_ptr).to(tl.float32)
+        scale = tl.where(known, scale, float("nan"))
+        lane = tl.arange(0, LANES * WIDTH)
+        for start in range(0, C, LANES * WIDTH):
+            col = start + lane
+            mask = col < C
+            x = tl.load(x_ptr + col, mask=mask & live, other=0.0, eviction_policy="evict_first")
+            d = powers(x.to(tl.float32) - lse)
+            if SMOOTH:
+                d -= smoothing / (C * 1.0)
+                d = tl.where(col == t, d - (1.0 - smoothing), d)
+            else:
+                d = tl.where(col == t, d - 1.0, d)
+            d = tl.where(live, d * scale, 0.0)
+            tl.store(dx_ptr + col, d.to(dx_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+    if LAST:
+        valid = live.to(tl.int32)
+        arrive_and_reduce(loss_ptr, y_ptr, share_ptr, counter_ptr, valid, R, MEAN, SAVE, BLOCK)
+
+
+@triton.jit
+def cross_entropy_fwd_registers(
+    x_ptr, t_ptr, loss_ptr, lse_ptr, dx_ptr, scale_ptr, y_ptr, share_ptr, counter_ptr,
+    R, C, IGNORE, smoothing,
+    SMOOTH: tl.constexpr, SAVE: tl.constexpr, GRAD: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """As `cross_entropy_fwd_online` with BLOCK_R rows held in registers: the gradient needs no second read."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    col = tl.arange(0, BLOCK_C)
+    t = tl.load(t_ptr + row, mask=row < R, other=IGNORE)
+    live = (t != IGNORE) & (row < R)
+    known = (t >= 0) & (t < C)
+    mask = live[:, None] & (col < C)[None, :]
+    at = (row * C)[:, None] + col[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
+    x_t = tl.load(x_ptr + row * C + t, mask=live & known, other=float("nan")).to(tl.float32)
+    peak = tl.where(live, tl.max(x, 1), 0.0)
+    norm = tl.sum(powers(x - tl.where(peak == float("-inf"), 0.0, peak)[:, None]), 1)
+    lse = tl.where(live, peak + tl.log(norm), 0.0)
+    loss = lse - x_t
+    if SMOOTH:
+        mean = tl.sum(tl.where(mask, x, 0.0), 1) / (C * 1.0)
+        loss = (1.0 - smoothing) * loss + smoothing * (lse - mean)
+    loss = tl.where(live, loss, 0.0)
+    tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty), mask=row < R)
+    if SAVE:
+        tl.store(lse_ptr + row, lse, mask=row < R)
+    if GRAD:
+        scale = tl.where(known, tl.load(scale_ptr).to(tl.float32), float("nan"))
+        d = powers(x - lse[:, None])
+        hit = col[None, :] == t[:, None]
+        if SMOOTH:
+            d -= smoothing / (C * 1.0)
+            d = tl.where(hit, d - (1.0 - smoothing), d)
+        else:
+            d = tl.where(hit, d - 1.0, d)
+        d = tl.where(live[:, None], d * scale[:, None], 0.0)
+        inside = (row < R)[:, None] & (col < C)[None, :]
+        tl.store(dx_ptr + at, d.to(dx_ptr.dtype.element_ty), mask=inside, cache_modifier=".cs")
+    if LAST:
+        valid = tl.sum(live.to(tl.int32), 0)
+        arrive_and_reduce(loss_ptr, y_ptr, share_ptr, counter_ptr, valid, R, MEAN, SAVE, BLOCK)
+
+
+@triton.jit
+def cross_entropy_reduce(
+    loss_ptr, t_ptr, y_ptr, share_ptr, R, IGNORE,
+    WITH_LOSS: tl.constexpr, MEAN: tl.constexpr, SAVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y = sum or mean of loss over rows that count; share = the gradient's factor: 1, or one over those rows.
+
+    One program, fixed order. Without WITH_LOSS only `share` is written, which a forward with gradient needs first.
+    """
+    lane = tl.arange(0, BLOCK)
+    counted = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, R, BLOCK):
+        t = tl.load(t_ptr + start + lane, mask=start + lane < R, other=IGNORE)
+        counted += (t != IGNORE).to(tl.int32)
+    valid = tl.sum(counted, 0)
+    if WITH_LOSS:
+        write_loss(y_ptr, share_ptr, sum_losses(loss_ptr, R, BLOCK), valid, MEAN, SAVE)
+    else:
+        tl.store(share_ptr, 1.0 / valid.to(tl.float32))
+
+
+@triton.jit
+def cross_entropy_bwd_tiled(
+    x_ptr, t_ptr, lse_ptr, dy_ptr, share_ptr, dx_ptr, R, C, IGNORE, smoothing,
+    PER_ROW: tl.constexpr, SMOOTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dx[r, c] = dy * share * (exp(x - lse[r]) - target distribution), one read and one write; float32."""
+    tiles_c = tl.cdiv(C, BLOCK_C)
+    first = (tl.program_id(0) // tiles_c).to(tl.int64) * BLOCK_R
+    row = first + tl.arange(0, BLOCK_R)
+    col = (tl.program_id(0) % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (row < R)[:, None] & (col < C)[None, :]
+    t = tl.load(t_ptr + row, mask=row < R, other=IGNORE)
+    lse = tl.load(lse_ptr + row, mask=row < R, other=0.0)
+    live = t != IGNORE
+    if PER_ROW:
+        scale = tl.load(dy_ptr + row, mask=row < R, other=0.0).to(tl.float32)
+    else:
+        scale = tl.full([BLOCK_R], 1.0, tl.float32)
+        scale *= tl.load(dy_ptr).to(tl.float32) * tl.load(share_ptr)
+    scale = tl.where((t >= 0) & (t < C), scale, float("nan"))
+    at = (row * C)[:, None] + col[None, :]
+    x = tl.load(x_ptr + at, mask=inside & live[:, None], other=0.0, eviction_policy="evict_first")
+    d = powers(x.to(tl.float32) - lse[:, None])
+    hit = col[None, :] == t[:, None]
+    if SMOOTH:
+        d -= smoothing / (C * 1.0)
+        d = tl.where(hit, d - (1.0 - smoothing), d)
+    else:
+        d = tl.where(hit, d - 1.0, d)
+    d = tl.where(live[:, None], d * scale[:, None], 0.0)
+    tl.store(dx_ptr + at, d.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scale_unless_one(y_ptr, scale_ptr, N, PROGRAMS, BLOCK: tl.constexpr):
+    """y *= scale in place; touches no memory when the scale is 1, so that no host has to look at it."""
+    scale = tl.load(scale_ptr).to(tl.float32)
+    if scale != 1.0:
+        lane = tl.arange(0, BLOCK)
+        tiles = tl.cdiv(N, BLOCK).to(tl.int64)
+        for tile in range(tl.program_id(0).to(tl.int64), tiles, PROGRAMS):
+            at = tile * BLOCK + lane
+            y = tl.load(y_ptr + at, mask=at < N, other=0.0).to(tl.float32) * scale
+            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
+
+
+def cross_entropy_configs(columns: int, dtype: str, grad: bool = False) -> list[dict[str, Any]]:
+    """Forward configurations, best guess first; `last` reduces in the same launch, otherwise a second one does."""
+    configs = [{**config, "last": True} for config in row_configs(columns, dtype)]
+    if grad and columns > 4096:
+        few = [c for c in configs if c["num_warps"] >= 8 or c["strategy"] == "registers"]
+        configs = few + [c for c in configs if c not in few]
+    return [*configs[:6], *({**config, "last": False} for config in configs[:2])]
+
+
+def cross_entropy_launcher(
+    rows: int,
+    columns: int,
+    dtype: str,
+    loss_dtype: str,
+    reduction: str,
+    ignore_index: int,
+    config: dict[str, Any],
+    device: torch.device,
+    *,
+    smooth: bool = False,
+    save: bool = False,
+    grad: bool = False,
+    align: int = 16,
+) -> Callable[..., bool]:
+    """A callable (x, t, loss, lse, dx, scale, y, share, counter, smoothing) -> bool; unused tensors may be any.
+
+    x is contiguous [rows, columns], t int64 [rows]. `reduction` "none": loss [rows] of `loss_dtype` is the result.
+    "mean" or "sum": loss is float32 workspace [rows], y (one element of `loss_dtype`) the result, counter one
+    int64 that is zero before the first call and left so. With `save`, lse [rows] and share [1] (both float32) are
+    what `cross_entropy_backward_launcher` takes. With `grad`, dx [rows, columns] = scale * d(sum of losses)/dx, where
+    scale is one float on the device: ones, or `share` from `cross_entropy_share_launcher`.
+    """
+    held = config["strategy"] == "registers"
+    last = config["last"] and reduction != "none"
+    mean = reduction == "mean"
+    names = ("BLOCK_R", "BLOCK_C", "LANES", "WIDTH")
+    blocks: dict[str, int] = {name: config[name] for name in names if name in config}
+    finish: dict[str, Any] = {"num_stages": 1, "device": device, "align": align}
+    start = prepare(
+        cross_entropy_fwd_registers if held else cross_entropy_fwd_online,
+        grid=(triton.cdiv(rows, config.get("BLOCK_R", 1)), 1, 1),
+        pointers={
+            "x_ptr": dtype,
+            "t_ptr": "i64",
+            "loss_ptr": loss_dtype if reduction == "none" else "f32",
+            "lse_ptr": "f32",
+            "dx_ptr": dtype,
+            "scale_ptr": "f32",
+            "y_ptr": loss_dtype,
+            "share_ptr": "f32",
+            "counter_ptr": "i64",
+        },
+        integers={"R": rows, "C": columns, "IGNORE": ignore_index},
+        floats=("smoothing",),
+        constexprs={
+            "SMOOTH": smooth,
+            "SAVE": save,
+            "GRAD": grad,
+            "LAST": last,
+            "MEAN": mean,
+            "BLOCK": 32 * min(32, config["num_warps"] * 8),
+            **blocks,
+        },
+        num_warps=config["num_warps"],
+        **finish,
+    )
+    if reduction == "none" or last:
+        return start
+    second = prepare(
+        cross_entropy_reduce,
+        grid=(1, 1, 1),
+        pointers={"loss_ptr": "f32", "t_ptr": "i64", "y_ptr": loss_dtype, "share_ptr": "f32"},
+        integers={"R": rows, "IGNORE": ignore_index},
+        floats=(),
+        constexprs={"WITH_LOSS": True, "MEAN": mean, "SAVE": save, "BLOCK": 4096},
+        num_warps=8,
+        **finish,
+    )
+
+    def both(
+        x: Any,
+        t: Any,
+        loss: Any,
+        lse: Any,
+        dx: Any,
+        scale: Any,
+        y: Any,
+        share: Any,
+        counter: Any,
+        s: float,
+    ) -> bool:
+        return start(x, t, loss, lse, dx, scale, y, share, counter, s) and second(loss, t, y, share)
+
+    return both
+
+
+def cross_entropy_share_launcher(
+    rows: int, ignore_index: int, device: torch.device, align: int = 16
+) -> Callable[..., bool]:
+    """A callable (t, share) -> bool: share = 1 / number of rows that are not ignored."""
+    start = prepare(
+        cross_entropy_reduce,
+        grid=(1, 1, 1),
+        pointers={"loss_ptr": "f32", "t_ptr": "i64", "y_ptr": "f32", "share_ptr": "f32"},
+        integers={"R": rows, "IGNORE": ignore_index},
+        floats=(),
+        constexprs={"WITH_LOSS": False, "MEAN": True, "SAVE": True, "BLOCK": 4096},
+        num_warps=8,
+        num_stages=1,
+        device=device,
+        align=align,
+    )
+    return lambda t, share: start(share, t, share, share)
+
+
+def cross_entropy_backward_configs(columns: int, dtype: str) -> list[dict[str, Any]]:
+    """Configurations of the backward pass, best guess first."""
+    wide = 2 if dtype == "f32" else 1
+    block_c = triton.next_power_of_2(columns)
+    return [
+        {"BLOCK_C": (c := min(block_c, most // wide)), "BLOCK_R": max(1, size // wide // c), "num_warps": warps}
+        for most, size, warps in ((4096, 4096, 4), (2048, 2048, 4), (8192, 8192, 8), (1024, 1024, 4))
+    ]  # fmt: skip
+
+
+def cross_entropy_backward_launcher(
+    rows: int,
+    columns: int,
+    dtype: str,
+    dy_dtype: str,
+    reduction: str,
+    ignore_index: int,
+    config: dict[str, Any],
+    device: torch.device,
+    *,
+    smooth: bool = False,
+    align: int = 16,
+) -> Callable[..., bool]:
+    """A callable (x, t, lse, dy, share, dx, smoothing) -> bool; dy is [rows] for "none", else one element."""
+    tiles = triton.cdiv(rows, config["BLOCK_R"]) * triton.cdiv(columns, config["BLOCK_C"])
+    return prepare(
+        cross_entropy_bwd_tiled,
+        grid=(tiles, 1, 1),
+        pointers={
+            "x_ptr": dtype,
+            "t_ptr": "i64",
+            "lse_ptr": "f32",
+            "dy_ptr": dy_dtype,
+            "share_ptr": "f32",
+            "dx_ptr": dtype,
+        },
+        integers={"R": rows, "C": columns, "IGNORE": ignore_index},
+        floats=("smoothing",),
+        constexprs={
+            "PER_ROW": reduction == "none",
+            "SMOOTH": smooth,
+            "BLOCK_R": config["BLOCK_R"],
+            "BLOCK_C": config["BLOCK_C"],
+        },
+        num_warps=config["num_warps"],
+        num_stages=1,
+        device=device,
+        align=align,
+    )
+
+
+def scale_launcher(
+    count: int,
+    dtype: str,
+    scale_dtype: str,
+    device: torch.device,
+    programs: int = 1056,
+    align: int = 16,
+) -> Callable[..., bool]:
+    """A callable (y, scale) -> bool: y *= scale in place, and no memory traffic where the scale is 1."""
+    tiles = triton.cdiv(count, 4096)
+    return prepare(
+        scale_unless_one,
+        grid=(min(tiles, programs), 1, 1),
+        pointers={"y_ptr": dtype, "scale_ptr": scale_dtype},
+        integers={"N": count, "PROGRAMS": min(tiles, programs)},
+        floats=(),
+        constexprs={"BLOCK": 4096},
+        num_warps=4,
+        num_stages=1,
+        device=device,
+        align=align,
+    )

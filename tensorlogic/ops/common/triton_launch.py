@@ -1,0 +1,434 @@
+"""Compiled Triton kernels started without the JIT wrapper; compile work for other processes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.errors import OutOfResources, TritonError
+
+from tensorlogic import compiling
+from tensorlogic.compiling import CompileFailure
+
+Start = Callable[..., bool]
+
+TYPES = {
+    "f16": "fp16", "bf16": "bf16", "f32": "fp32", "f64": "fp64", "bool": "i1",
+    "u8": "u8", "i8": "i8", "i16": "i16", "i32": "i32", "i64": "i64",
+}  # fmt: skip
+MOST_HINT = 16  # widest vector access in bytes, and the largest divisor worth telling the compiler
+MAX_GRID = (2**31 - 1, 65535, 65535)
+SHARED_BYTES = {
+    80: 166912,
+    86: 101376,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    120: 101376,
+}  # a block may have, by sm
+
+_binaries: dict[Any, _Binary] = {}
+_collecting: ContextVar[tuple[int, list[CompileJob]] | None] = ContextVar(
+    "collecting", default=None
+)
+_loading = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes: registers and stack bytes (spills) a thread, shared bytes a block."""
+
+    registers: int
+    stack: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """One kernel specialisation, to be compiled in any process; hashable and picklable."""
+
+    module: str
+    kernel: str
+    signature: tuple[tuple[str, str], ...]
+    constexprs: tuple[tuple[str, Any], ...]
+    hinted: tuple[tuple[str, int], ...]  # argument, power of two that divides it
+    num_warps: int
+    num_stages: int
+    sm: int
+
+    def run(self) -> None:
+        """Compile into Triton's cache on disk; raises CompileFailure."""
+        run_compile_job(self)
+
+
+@dataclass(frozen=True)
+class _Binary:
+    """A kernel loaded on one device."""
+
+    launch: Callable[..., None]  # Triton's C launcher
+    function: int
+    metadata: tuple[int, int, int]
+    flags: tuple[bool, bool]  # cooperative grid, programmatic dependent launch
+    scratch: int  # bytes of global scratch per block
+    described: tuple[Any, Any] | None  # the arguments, for Triton 3.7's launcher
+
+
+def prepare(
+    kernel: Any,
+    *,
+    grid: tuple[int, int, int],
+    pointers: Mapping[str, str],
+    integers: Mapping[str, int],
+    floats: Sequence[str],
+    constexprs: Mapping[str, Any],
+    num_warps: int,
+    num_stages: int,
+    device: torch.device,
+    align: int = 16,
+    longs: Sequence[str] = (),
+) -> Start:
+    """Compile and load `kernel` for `device`; returns `start(*tensors, *floats, *longs) -> bool`.
+
+    `kernel`: a `triton.jit` function whose parameters are, in order, pointers, integers, floats,
+    longs and constexprs; one that is not named here is absent: the kernel sees None, a constant it
+    may test, and `start` does not take it. `pointers`: parameter name -> dtype name of what it
+    points to. `integers` are baked into `start`, the kernel specialised for those equal to 1 and
+    for divisors up to 16; `floats` (float32) and `longs` (int64) are given with every start.
+    `align`: bytes (a power of two) every pointer is aligned to; the kernel relies on it, and where
+    it does not hold `start` returns False, launching nothing. `start` uses the current stream of
+    `device`. Under Triton's interpreter the kernel runs on CPU tensors. Raises CompileFailure, also
+    for a grid that cannot be launched.
+
+        start = prepare(
+            scale, grid=(8, 1, 1), pointers={"x_ptr": "f16", "y_ptr": "f16"}, integers={"N": 1000},
+            floats=("factor",), constexprs={"BLOCK": 128}, num_warps=4, num_stages=1, device=device,
+        )
+        start(x, y, 0.5)
+    """
+    _check_grid(kernel, grid)
+    wanted = _collecting.get()
+    job = compile_job(
+        kernel, grid=grid, pointers=pointers, integers=integers, floats=floats, constexprs=constexprs,
+        num_warps=num_warps, num_stages=num_stages, sm=wanted[0] if wanted else 0, align=align, longs=longs,
+    )  # fmt: skip
+    if wanted:
+        wanted[1].append(job)
+        return lambda *args: False
+    mask = min(align, MOST_HINT) - 1
+    if interpreted(kernel):
+        fixed = dict(job.constexprs) | dict(integers) | dict(constexprs)
+        return _interpreted(kernel, grid, tuple(pointers), (*floats, *longs), fixed, mask)
+    if device.type != "cuda":
+        raise CompileFailure(
+            f"{job.kernel}: device {device} needs TRITON_INTERPRET=1, set before Triton is imported"
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    binary = _load(job, index)
+    specialised = dict(job.constexprs)
+    passed = tuple(value for name, value in integers.items() if name not in specialised)
+    switch = torch.cuda.device_count() > 1
+    scratch = binary.scratch * grid[0] * grid[1] * grid[2] * binary.metadata[1]
+    make = _closure(
+        len(pointers),
+        len(passed),
+        len(floats) + len(longs),
+        bool(mask),
+        switch,
+        scratch > 0,
+        binary.described is None,
+    )
+    return make(binary, grid, index, mask, scratch, passed)
+
+
+def compile_job(
+    kernel: Any,
+    *,
+    grid: tuple[int, int, int] = (1, 1, 1),
+    pointers: Mapping[str, str],
+    integers: Mapping[str, int],
+    floats: Sequence[str],
+    constexprs: Mapping[str, Any],
+    num_warps: int,
+    num_stages: int,
+    sm: int,
+    align: int = 16,
+    longs: Sequence[str] = (),
+) -> CompileJob:
+    """What `prepare` would compile with the same arguments for compute capability `sm` (90: Hopper)."""
+    del grid  # not part of a binary; taken so that both functions accept the same arguments
+    names, given = list(kernel.arg_names), [*pointers, *integers, *floats, *longs, *constexprs]
+    dynamic = given[: len(given) - len(constexprs)]
+    if dynamic != [name for name in names if name in dynamic] or set(given) - set(names):
+        raise ValueError(
+            f"kernel {kernel.fn.__name__} has parameters {names}; given, in order: {given}"
+        )
+    types = {name: "*" + TYPES[dtype] for name, dtype in pointers.items()}
+    types |= {name: _integer_type(value) for name, value in integers.items() if value != 1}
+    types |= dict.fromkeys(floats, "fp32") | dict.fromkeys(longs, "i64")
+    constants = {name: 1 for name, value in integers.items() if value == 1} | dict(constexprs)
+    factors = dict.fromkeys(pointers, min(align, MOST_HINT))
+    factors |= {
+        name: math.gcd(value, MOST_HINT) for name, value in integers.items() if name in types
+    }
+    return CompileJob(
+        module=kernel.fn.__module__,
+        kernel=kernel.fn.__name__,
+        signature=tuple((name, types.get(name, "constexpr")) for name in names),
+        constexprs=tuple((name, constants.get(name)) for name in names if name not in types),
+        hinted=tuple((name, factor) for name, factor in factors.items() if factor > 1),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        sm=sm,
+    )
+
+
+def collect(build: Callable[[], object], device: torch.device) -> list[CompileJob]:
+    """The compile jobs of everything that `build()` prepares for `device`; nothing is compiled, loaded or started."""
+    major, minor = torch.cuda.get_device_capability(device)
+    jobs: list[CompileJob] = []
+    token = _collecting.set((major * 10 + minor, jobs))
+    try:
+        build()
+    finally:
+        _collecting.reset(token)
+    return jobs
+
+
+def interpreted(kernel: Any) -> bool:
+    """Whether `kernel` runs in Triton's interpreter (TRITON_INTERPRET=1 when it was defined)."""
+    return not isinstance(kernel, triton.JITFunction)
+
+
+def run_compile_job(job: CompileJob) -> Any:
+    """Compile `job` into Triton's cache on disk (no GPU needed); returns Triton's compiled kernel."""
+    kernel = getattr(importlib.import_module(job.module), job.kernel)
+    if interpreted(kernel):
+        raise CompileFailure(
+            f"{job.kernel}: cannot compile under TRITON_INTERPRET=1; unset it there"
+        )
+    names = list(kernel.arg_names)
+    source = ASTSource(
+        kernel,
+        dict(job.signature),
+        {(names.index(name),): value for name, value in job.constexprs},
+        {(names.index(name),): [["tt.divisibility", factor]] for name, factor in job.hinted},
+    )
+    options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
+    try:
+        compiled = triton.compile(source, target=GPUTarget("cuda", job.sm, 32), options=options)
+    except (TritonError, RuntimeError) as error:
+        raise CompileFailure(
+            f"{job.kernel} for sm_{job.sm}: {type(error).__name__}: {error}"
+        ) from error
+    limit = SHARED_BYTES.get(job.sm)
+    if limit is not None and compiled.metadata.shared > limit:
+        need = compiled.metadata.shared
+        raise CompileFailure(
+            f"{job.kernel} for sm_{job.sm}: needs {need} bytes of shared memory, a block may have {limit}"
+        )
+    return compiled
+
+
+def resources(job: CompileJob) -> Resources:
+    """Compile `job` and read what it takes from the binary, with the cuobjdump in Triton's package."""
+    compiled = run_compile_job(job)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(compiled.kernel)
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run(
+            [tool, "-res-usage", str(path)], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(rf"Function {re.escape(compiled.name)}:\s*REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump -res-usage says nothing of {compiled.name}: {text!r}")
+    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared)
+
+
+def resources_apart(jobs: Sequence[CompileJob]) -> list[Resources | str]:
+    """`resources` of each job, or why it does not compile; from a process with the interpreter off."""
+    path = os.pathsep.join(path for path in sys.path if path)
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    child = subprocess.run(
+        [sys.executable, "-c", f"import {__name__} as launch; launch.report_resources()"],
+        input=pickle.dumps(list(jobs)), stdout=subprocess.PIPE, env=environment, check=True,
+    )  # fmt: skip
+    return cast("list[Resources | str]", pickle.loads(child.stdout))
+
+
+def report_resources() -> None:
+    """The other side of `resources_apart`: pickled jobs on stdin, answers on stdout."""
+    answers: list[Resources | str] = []
+    for job in pickle.load(sys.stdin.buffer):
+        try:
+            answers.append(resources(job))
+        except CompileFailure as failure:
+            answers.append(str(failure))
+    sys.stdout.buffer.write(pickle.dumps(answers))
+
+
+def _integer_type(value: int) -> str:
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _check_grid(kernel: Any, grid: tuple[int, int, int]) -> None:
+    """Triton's launcher multiplies the grid in 32 bits, and launches nothing if that is not positive."""
+    blocks = grid[0] * grid[1] * grid[2]
+    if any(size > limit for size, limit in zip(grid, MAX_GRID, strict=True)) or blocks >= 2**31:
+        raise CompileFailure(
+            f"{kernel.__name__}: a grid of {grid} blocks cannot be launched; use larger blocks"
+        )
+
+
+def _load(job: CompileJob, index: int) -> _Binary:
+    """The binary of `job`, for the sm of device `index`, compiled and loaded once per process."""
+    key = (job, index)
+    binary = _binaries.get(key)
+    if binary is None:
+        with _loading:
+            binary = _binaries.get(key) or _loaded(job, index)
+            _binaries[key] = binary
+    return binary
+
+
+def _loaded(job: CompileJob, index: int) -> _Binary:
+    major, minor = torch.cuda.get_device_capability(index)
+    job = replace(job, sm=major * 10 + minor)
+    compiling.settle(job)  # a worker process may be at it
+    compiled = run_compile_job(job)
+    # Triton builds a C launcher per signature: without constants fewer differ, and a call passes less
+    types = {name: kind for name, kind in job.signature if kind != "constexpr"}
+    compiled.src = _Signature(types, {})
+    try:
+        with torch.cuda.device(index):
+            compiled._init_handles()
+    except (OutOfResources, RuntimeError) as error:
+        raise CompileFailure(
+            f"{job.kernel} on cuda:{index}: {type(error).__name__}: {error}"
+        ) from error
+    launcher = compiled.run
+    described = None
+    if hasattr(launcher, "kernel_signature"):
+        described = (launcher.arg_annotations, launcher.kernel_signature)
+    return _Binary(
+        launch=launcher.launch,
+        function=compiled.function,
+        metadata=tuple(compiled.packed_metadata),
+        flags=(launcher.launch_cooperative_grid, launcher.launch_pdl),
+        scratch=launcher.global_scratch_size,
+        described=described,
+    )
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """What Triton's launcher wants to know of a kernel's source."""
+
+    signature: dict[str, str]
+    constants: dict[Any, Any]
+
+
+def _interpreted(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    pointers: Sequence[str],
+    numbers: Sequence[str],
+    fixed: dict[str, Any],
+    mask: int,
+) -> Start:
+    """The same `start` through Triton's interpreter."""
+
+    def start(*args: Any) -> bool:
+        tensors = args[: len(pointers)]
+        if functools.reduce(lambda bits, tensor: bits | tensor.data_ptr(), tensors, 0) & mask:
+            return False
+        if grid[0] * grid[1] * grid[2]:
+            kernel[grid](**dict(zip((*pointers, *numbers), args, strict=True)), **fixed)
+        return True
+
+    return start
+
+
+@functools.cache
+def _closure(
+    pointers: int,
+    integers: int,
+    numbers: int,
+    checked: bool,
+    switch: bool,
+    scratched: bool,
+    flat: bool,
+) -> Callable[..., Start]:
+    """make(binary, grid, index, mask, scratch, integers) -> start, one frame for this arity.
+
+    Pointers go to the C launcher as Python integers, which it takes without asking the driver about
+    each. `flat`: the calling convention of Triton 3.6; otherwise 3.7's, where the kernel's
+    arguments are a tuple.
+    """
+    p = [f"p{i}" for i in range(pointers)]
+    a = [f"a{i}" for i in range(pointers)]
+    n = [f"n{i}" for i in range(integers)]
+    f = [f"f{i}" for i in range(numbers)]
+    memory = "space.data_ptr()" if scratched else "None"
+    head = "gx, gy, gz, stream(index), function, cooperative, dependent"
+    kernel_args = ", ".join([*a, *n, *f])
+    if flat:
+        call = f"launch({head}, {memory}, None, metadata, None, None, None, {kernel_args})"
+    else:
+        tail = f"annotations, types, ({kernel_args},)"
+        call = f"launch({head}, metadata, None, None, None, {memory}, None, {tail})"
+    body = [f"{ai} = {pi}.data_ptr()" for ai, pi in zip(a, p, strict=True)]
+    if checked and a:
+        body += [f"if ({' | '.join(a)}) & mask:", "    return False"]
+    run = [call]
+    if scratched:
+        run.insert(0, "space = empty(scratch, dtype=uint8, device=device)")
+    if switch:
+        inner = ["    " + line for line in run]
+        body += [
+            "if current() == index:",
+            *inner,
+            "else:",
+            "    with on(index):",
+            *("    " + line for line in inner),
+        ]
+    else:
+        body += run
+    lines = [
+        "def make(binary, grid, index, mask, scratch, integers):",
+        "    launch, function, metadata = binary.launch, binary.function, binary.metadata",
+        "    cooperative, dependent = binary.flags",
+        "    annotations, types = binary.described or (None, None)",
+        "    gx, gy, gz = grid",
+        "    device = torch.device('cuda', index)",
+        *([f"    {', '.join(n)}, = integers"] if n else []),
+        f"    def start({', '.join(itertools.chain(p, f))}):",
+        *("        " + line for line in body),
+        "        return True",
+        "    return start",
+    ]
+    scope: dict[str, Any] = {
+        "torch": torch, "empty": torch.empty, "uint8": torch.uint8, "on": torch.cuda.device,
+        "stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
+        "current": getattr(torch._C, "_cuda_getDevice", None),
+    }  # fmt: skip
+    exec(compile("\n".join(lines), "<tensorlogic launch>", "exec"), scope)
+    return cast(Callable[..., Start], scope["make"])

@@ -1,0 +1,118 @@
+"""Device functions that several kernels use: activations, their derivatives, dropout's mask.
+
+They take and return float32, and treat NaN and infinity as torch does.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROUNDS = tl.constexpr(7)  # Philox4x32 passes BigCrush from 7 rounds on (Salmon et al. 2011)
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x) = 1 - 2 / (exp(2x) + 1): exact limits at both infinities, no overflow."""
+    return 1 - 2 / (tl.exp(2 * x) + 1)
+
+
+@triton.jit
+def relu(x):
+    """max(x, 0) that keeps NaN, as torch.relu does."""
+    return tl.where(x <= 0, 0.0, x)
+
+
+@triton.jit
+def gelu_erf(x):
+    """x Φ(x) = x/2 (1 + erf(x / √2)): torch's gelu with approximate="none"."""
+    return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_erf_grad(x):
+    """d/dx x Φ(x) = Φ(x) + x φ(x); exp(-x²/2) / √(2π) is φ."""
+    return 0.5 * (1 + tl.erf(x * 0.7071067811865476)) + 0.3989422804014327 * x * tl.exp(
+        -0.5 * x * x
+    )
+
+
+@triton.jit
+def gelu_tanh(x):
+    """x/2 (1 + tanh(√(2/π) (x + 0.044715 x³))): torch's gelu with approximate="tanh"."""
+    return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
+def gelu_tanh_grad(x):
+    """d/dx gelu_tanh(x) = (1 + t)/2 + x/2 (1 - t²) u', with t = tanh(u)."""
+    t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+    slope = 0.7978845608028654 * (1 + 0.134145 * x * x)
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope
+
+
+@triton.jit
+def silu(x):
+    """x σ(x), as torch computes it: x / (1 + exp(-x))."""
+    return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def silu_grad(x):
+    """d/dx x σ(x) = σ (1 + x (1 - σ))."""
+    s = 1 / (1 + tl.exp(-x))
+    return s * (1 + x * (1 - s))
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    """The activation named KIND: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu"."""
+    if KIND == "relu":
+        return relu(x)
+    elif KIND == "gelu":
+        return gelu_erf(x)
+    elif KIND == "gelu_tanh":
+        return gelu_tanh(x)
+    elif KIND == "silu":
+        return silu(x)
+    else:
+        tl.static_assert(KIND == "none")
+        return x
+
+
+@triton.jit
+def activation_grad(dy, saved, KIND: tl.constexpr):
+    """dy · act'(·), where `saved` is the output for relu and the pre-activation for the others."""
+    if KIND == "relu":
+        return tl.where(saved <= 0, 0.0, dy)
+    elif KIND == "gelu":
+        return dy * gelu_erf_grad(saved)
+    elif KIND == "gelu_tanh":
+        return dy * gelu_tanh_grad(saved)
+    elif KIND == "silu":
+        return dy * silu_grad(saved)
+    else:
+        tl.static_assert(KIND == "none")
+        return dy
+
+
+@triton.jit
+def dropout_keep(seed, offset, index, p):
+    """True where element `index` (an integer tensor) is kept: Philox(seed, offset, index) >= p.
+
+    The same in every kernel and direction, whatever the block shapes: backward draws it again.
+    `seed` and `offset` are int64.
+    """
+    index = index.to(tl.uint64)
+    zero = tl.zeros_like(index).to(tl.uint32)
+    low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
+    first = zero + (offset & 0xFFFFFFFF).to(tl.uint32)
+    second = zero + ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    bits, _, _, _ = tl.philox(seed, low, high, first, second, ROUNDS)
+    return tl.uint_to_uniform_float(bits) >= p
+
+
+@triton.jit
+def dropout(x, seed, offset, index, p):
+    """x / (1 - p) where kept, else 0."""
+    return tl.where(dropout_keep(seed, offset, index, p), x / (1 - p), 0.0)

@@ -1,0 +1,320 @@
+"""Reductions of contiguous [outer, reduce, inner]: everything, the last dim, leading dims; deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tensorlogic.ops.common.triton_launch import prepare
+
+
+@triton.jit
+def larger(a, b):
+    """Maximum that keeps NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def smaller(a, b):
+    """Minimum that keeps NaN."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def fold(v, axis: tl.constexpr, KIND: tl.constexpr):
+    """Reduce one axis of a register tile, as a tree."""
+    if KIND == "max":
+        return tl.reduce(v, axis, larger)
+    elif KIND == "min":
+        return tl.reduce(v, axis, smaller)
+    else:
+        return tl.sum(v, axis)
+
+
+@triton.jit
+def merge(acc, v, KIND: tl.constexpr):
+    """Combine two register tiles element by element."""
+    if KIND == "max":
+        return larger(acc, v)
+    elif KIND == "min":
+        return smaller(acc, v)
+    else:
+        return acc + v
+
+
+@triton.jit
+def finish(total, COUNT, KIND: tl.constexpr):
+    """The reduced value: a mean divides by COUNT."""
+    if KIND == "mean":
+        return total / (COUNT * 1.0)
+    else:
+        return total
+
+
+@triton.jit
+def reduce_split(
+    x_ptr, y_ptr, partial_ptr, counter_ptr, N, PARTS, COUNT,
+    KIND: tl.constexpr, EMPTY: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """y[r] = reduce x[r, :N] with PARTS programs a row, accumulated in BLOCK float32 lanes, then as a tree.
+
+    Each program leaves one partial result; with LAST the program that arrives last combines a row's partials in
+    fixed order, writes y and sets the row's counter back to 0: one launch, same bits every run, safe to capture
+    and replay. Without LAST, PARTS == 1 writes y and any other PARTS leaves the partials for a second launch.
+    """
+    row = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    lane = tl.arange(0, BLOCK)
+    x_ptr += row.to(tl.int64) * N
+    tiles = N // BLOCK
+    acc = tl.full([BLOCK], EMPTY, tl.float32)
+    for tile in range(part, tiles, PARTS):
+        v = tl.load(x_ptr + tile * tl.full([], BLOCK, tl.int64) + lane).to(tl.float32)
+        acc = merge(acc, v, KIND)
+    if part == tiles % PARTS:
+        at = tiles * tl.full([], BLOCK, tl.int64) + lane
+        acc = merge(acc, tl.load(x_ptr + at, mask=at < N, other=EMPTY).to(tl.float32), KIND)
+    total = fold(acc, 0, KIND)
+    if LAST:
+        tl.store(partial_ptr + tl.program_id(0), total)
+        tl.debug_barrier()
+        if tl.atomic_add(counter_ptr + row, 1, sem="acq_rel") == PARTS - 1:
+            p = tl.arange(0, BLOCK_P)
+            every = tl.load(
+                partial_ptr + row * PARTS + p, mask=p < PARTS, other=EMPTY, cache_modifier=".cg"
+            )
+            value = finish(fold(every, 0, KIND), COUNT, KIND)
+            tl.store(y_ptr + row, value.to(y_ptr.dtype.element_ty))
+            tl.store(counter_ptr + row, 0)
+    else:
+        if BLOCK_P == 1:
+            total = finish(total, COUNT, KIND)
+        tl.store(y_ptr + tl.program_id(0), total.to(y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def reduce_rows(
+    x_ptr, y_ptr, R, N, COUNT,
+    KIND: tl.constexpr, EMPTY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """y[r] = reduce x[r, :N], BLOCK_R rows a program, float32 lanes then a tree: for many rows, or short ones."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    col = tl.arange(0, BLOCK_C)
+    live = row < R
+    x_ptr += row[:, None] * N
+    whole = N // BLOCK_C * BLOCK_C
+    acc = tl.full([BLOCK_R, BLOCK_C], EMPTY, tl.float32)
+    for start in range(0, whole, BLOCK_C):
+        v = tl.load(x_ptr + start + col[None, :], mask=live[:, None], other=EMPTY).to(tl.float32)
+        acc = merge(acc, v, KIND)
+    if whole < N:
+        mask = live[:, None] & (whole + col < N)[None, :]
+        v = tl.load(x_ptr + whole + col[None, :], mask=mask, other=EMPTY).to(tl.float32)
+        acc = merge(acc, v, KIND)
+    y = finish(fold(acc, 1, KIND), COUNT, KIND)
+    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def reduce_columns(
+    x_ptr, w_ptr, y_ptr, partial_ptr, counter_ptr, R, C, PARTS, COUNT,
+    KIND: tl.constexpr, EMPTY: tl.constexpr, HAS_W: tl.constexpr, LAST: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """y[o, c] = reduce over r of x[o, r, c] (times w[o, r, c]), PARTS programs a column tile; float32.
+
+    Reads whole row segments, so leading dims reduce at the memory's speed. LAST as in `reduce_split`, with one
+    counter per column tile; the partials are [outer, PARTS, C].
+    """
+    tiles_c = tl.cdiv(C, BLOCK_C)
+    part = (tl.program_id(0) % PARTS).to(tl.int64)
+    tile = tl.program_id(0) // PARTS
+    outer = (tile // tiles_c).to(tl.int64)
+    col = (tile % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    live = col < C
+    lane = tl.arange(0, BLOCK_R).to(tl.int64)
+    acc = tl.full([BLOCK_R, BLOCK_C], EMPTY, tl.float32)
+    for start in range(part * BLOCK_R, R, PARTS * BLOCK_R):
+        row = start + lane
+        mask = (row < R)[:, None] & live[None, :]
+        at = ((outer * R + row) * C)[:, None] + col[None, :]
+        v = tl.load(x_ptr + at, mask=mask, other=EMPTY).to(tl.float32)
+        if HAS_W:
+            v *= tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        acc = merge(acc, v, KIND)
+    total = fold(acc, 0, KIND)
+    if LAST:
+        tl.store(partial_ptr + (outer * PARTS + part) * C + col, total, mask=live)
+        tl.debug_barrier()
+        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == PARTS - 1:
+            p = tl.arange(0, BLOCK_P).to(tl.int64)
+            mask = (p < PARTS)[:, None] & live[None, :]
+            at = ((outer * PARTS + p) * C)[:, None] + col[None, :]
+            every = tl.load(partial_ptr + at, mask=mask, other=EMPTY, cache_modifier=".cg")
+            value = finish(fold(every, 0, KIND), COUNT, KIND)
+            tl.store(y_ptr + outer * C + col, value.to(y_ptr.dtype.element_ty), mask=live)
+            tl.store(counter_ptr + tile, 0)
+    else:
+        if BLOCK_P == 1:
+            total = finish(total, COUNT, KIND)
+        tl.store(
+            y_ptr + (outer * PARTS + part) * C + col, total.to(y_ptr.dtype.element_ty), mask=live
+        )
+
+
+EMPTY = {"sum": 0.0, "mean": 0.0, "max": float("-inf"), "min": float("inf")}
+
+
+def reduce_configs(
+    outer: int, reduce: int, inner: int, dtype: str, multiprocessors: int = 132
+) -> list[dict[str, Any]]:
+    """Configurations for [outer, reduce, inner], best guess first.
+
+    `last` combines partial results in the launch itself, otherwise a second launch does.
+    """
+    wide = 2 if dtype == "f32" else 1
+    configs: list[dict[str, Any]] = []
+
+    def add(strategy: str, parts: int, last: bool, warps: int, **blocks: int) -> None:
+        config = {"strategy": strategy, "parts": parts, "last": last and parts > 1, **blocks}
+        config["num_warps"] = warps
+        if config not in configs:
+            configs.append(config)
+
+    if inner == 1:
+        for block, warps, per in ((8192, 8, 1), (4096, 4, 8), (8192, 16, 1), (4096, 8, 2)):
+            block //= wide
+            parts = max(1, min(-(-reduce // block), multiprocessors * per // outer))
+            for last in (True, False) if per != 2 else (True,):
+                if parts > 1 or outer == 1:
+                    add("split", parts, last, warps, BLOCK=block)
+        if outer > 1:
+            block_c = min(4096 // wide, triton.next_power_of_2(reduce))
+            rows = [
+                (max(1, 4096 // wide // block_c), 4),
+                (max(1, 2048 // wide // block_c), 4),
+                (1, 4),
+            ]
+            tiled = [
+                ("rows", 1, False, warps, {"BLOCK_R": r, "BLOCK_C": block_c}) for r, warps in rows
+            ]
+            split, configs = configs, []
+            for name, parts, last, warps, blocks in tiled:
+                add(name, parts, last, warps, **blocks)
+            configs = configs + split if outer >= multiprocessors else split + configs
+        return configs[:8]
+    for block_c, block_r, per in (
+        (64, 32, 4),
+        (128, 32, 4),
+        (64, 64, 2),
+        (32, 32, 8),
+        (256, 16, 2),
+    ):
+        block_c = min(block_c // wide, triton.next_power_of_2(inner))
+        block_r = min(block_r, triton.next_power_of_2(reduce))
+        tiles = outer * -(-inner // block_c)
+        parts = max(1, min(-(-reduce // block_r), multiprocessors * per // tiles, 128))
+        for last in (True, False):
+            add("columns", parts, last, 4, BLOCK_R=block_r, BLOCK_C=block_c)
+    return configs[:8]
+
+
+def reduce_workspace(
+    outer: int, reduce: int, inner: int, config: dict[str, Any]
+) -> tuple[int, int]:
+    """How many float32 partials and how many int32 counters (zero before the first call) a launch needs."""
+    parts = config["parts"]
+    if parts == 1:
+        return 0, 0
+    tiles = outer * -(-inner // config["BLOCK_C"]) if config["strategy"] == "columns" else outer
+    return outer * parts * inner, tiles if config["last"] else 0
+
+
+def reduce_launcher(
+    kind: str,
+    dtype: str,
+    out_dtype: str,
+    outer: int,
+    reduce: int,
+    inner: int,
+    config: dict[str, Any],
+    device: torch.device,
+    align: int = 16,
+    product: bool = False,
+) -> Callable[..., bool]:
+    """A callable (x, y, partial, counter) -> bool for `kind` in "sum", "mean", "max", "min".
+
+    x is contiguous [outer, reduce, inner], y [outer, inner]; partial and counter as `reduce_workspace` says (any
+    tensors where it says 0). Counters are left at 0. With `product` (columns only) the callable is
+    (x, w, y, partial, counter) and reduces x * w.
+    """
+    columns = config["strategy"] == "columns"
+    parts, warps = config["parts"], config["num_warps"]
+    last = config["last"] and parts > 1
+    blocks = {name: value for name, value in config.items() if name.startswith("BLOCK")}
+    count = {"COUNT": reduce}
+
+    def one(x: str, y: str, length: int, pieces: int, **more: Any) -> Callable[..., bool]:
+        names = {"x_ptr": x}
+        constexprs = {"KIND": kind, "EMPTY": EMPTY[kind], **more}
+        if columns:
+            names |= {"w_ptr": x, "y_ptr": y, "partial_ptr": "f32", "counter_ptr": "i32"}
+            grid = outer * triton.cdiv(inner, constexprs["BLOCK_C"]) * pieces
+            kernel, sizes = reduce_columns, {"R": length, "C": inner, "PARTS": pieces, **count}
+        elif config["strategy"] == "rows" or more.get("BLOCK_R"):
+            names |= {"y_ptr": y}
+            grid = triton.cdiv(outer, constexprs["BLOCK_R"])
+            kernel, sizes = reduce_rows, {"R": outer, "N": length, **count}
+        else:
+            names |= {"y_ptr": y, "partial_ptr": "f32", "counter_ptr": "i32"}
+            grid = outer * pieces
+            kernel, sizes = reduce_split, {"N": length, "PARTS": pieces, **count}
+        ordered = {name: constexprs[name] for name in kernel.arg_names if name in constexprs}
+        return prepare(
+            kernel, grid=(grid, 1, 1), pointers=names, integers=sizes, floats=(), constexprs=ordered,
+            num_warps=warps, num_stages=1, device=device, align=align,
+        )  # fmt: skip
+
+    block_p = triton.next_power_of_2(parts)
+    if config["strategy"] == "rows":
+        start = one(dtype, out_dtype, reduce, 1, **blocks)
+        return lambda x, y, partial, counter: start(x, y)
+    if columns:
+        first = one(
+            dtype, out_dtype if last or parts == 1 else "f32", reduce, parts,
+            HAS_W=product, LAST=last, BLOCK_P=block_p, **blocks,
+        )  # fmt: skip
+        if last or parts == 1:
+            if product:
+                return first
+            return lambda x, y, partial, counter: first(x, x, y, partial, counter)
+        rows = min(block_p, 16)
+        second = one(
+            "f32", out_dtype, parts, 1,
+            HAS_W=False, LAST=False, BLOCK_P=1, BLOCK_R=rows, BLOCK_C=blocks["BLOCK_C"],
+        )  # fmt: skip
+        if product:
+            return lambda x, w, y, partial, counter: (
+                first(x, w, partial, partial, counter)
+                and second(partial, partial, y, partial, counter)
+            )
+        return lambda x, y, partial, counter: (
+            first(x, x, partial, partial, counter) and second(partial, partial, y, partial, counter)
+        )
+    first = one(
+        dtype,
+        out_dtype if last or parts == 1 else "f32",
+        reduce,
+        parts,
+        LAST=last,
+        BLOCK_P=block_p,
+        **blocks,
+    )
+    if last or parts == 1:
+        return first
+    second = one("f32", out_dtype, parts, 1, BLOCK_R=1, BLOCK_C=min(block_p, 4096))
+    return lambda x, y, partial, counter: first(x, partial, partial, counter) and second(partial, y)

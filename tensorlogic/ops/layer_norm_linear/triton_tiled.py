@@ -1,0 +1,31 @@
+"""layer_norm_linear by the tiled product: rows normalised on their way to the tensor cores, statistics taken by each tile row."""
+
+from __future__ import annotations
+
+import sys
+
+from ...plans import Key
+from ..common import gemm_wiring
+from ..common.gemm import GemmSpec, Operand
+from ..common.gemm_wiring import Plan, Product
+from . import LAYER_NORM_LINEAR
+
+
+def describe(key: Key) -> Plan | str:
+    """One product whose tiles read their rows twice: once for mean and variance, once for the product."""
+    x, gamma, beta, weight, bias = key.tensors
+    assert x is not None and weight is not None
+    found = gemm_wiring.product_of(x, weight)
+    if isinstance(found, str):
+        return found
+    m, n, k, rows, w = found
+    spec = GemmSpec(
+        m, n, k, rows, w, Operand(x.dtype, n, 1),
+        prologue="layer_norm", inline=True,
+        gamma=gamma.dtype if gamma else None, beta=beta.dtype if beta else None, bias=bias.dtype if bias else None,
+    )  # fmt: skip
+    given = {"x": "x", "w": "weight", "gamma": "gamma", "beta": "beta", "bias": "bias", "eps": repr(key.flag("eps"))}
+    return Plan((Product(spec, given, {"y": ("y", (*x.shape[:-1], n), x.dtype)}),), ("y",))
+
+
+gemm_wiring.candidate(LAYER_NORM_LINEAR, "triton.inline", describe, (sys.modules[__name__],))

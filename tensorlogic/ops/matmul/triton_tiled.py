@@ -1,0 +1,61 @@
+"""matmul by the tiled product: any strides, one batch dimension, activation in the epilogue."""
+
+from __future__ import annotations
+
+import sys
+from math import prod
+
+from ...plans import Key, TensorSpec
+from ..common import gemm_wiring
+from ..common.activations import SMOOTH
+from ..common.gemm import GemmSpec, Operand
+from ..common.gemm_wiring import Plan, Product
+from . import MATMUL
+
+
+def _batched(t: TensorSpec, batch: tuple[int, ...]) -> int | None:
+    """The stride of a batch dimension that stands for all leading ones; None when they are not evenly spaced."""
+    lead = (1,) * (len(batch) - len(t.shape) + 2) + t.shape[:-2]
+    strides = (0,) * (len(batch) - len(t.shape) + 2) + t.stride[:-2]
+    if prod(lead) == 1:
+        return 0
+    if lead != batch:
+        return None
+    dims = [(n, s) for n, s in zip(lead, strides, strict=True) if n != 1]
+    even = all(outer == n * inner for (_, outer), (n, inner) in zip(dims[:-1], dims[1:], strict=True))
+    return dims[-1][1] if even else None
+
+
+def describe(key: Key) -> Plan | str:
+    """The product behind a matmul key."""
+    a, b = key.tensors
+    assert a is not None and b is not None
+    if len(a.shape) < 2 or len(b.shape) < 2:
+        return "a vector"
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    if 0 in (*a.shape, *b.shape):
+        return "empty"
+    lead = max(a.shape[:-2], b.shape[:-2], key=len)
+    left, right = Operand(a.dtype, *a.stride[-2:]), Operand(b.dtype, *b.stride[-2:])
+    batch = prod(lead)
+    if len(b.shape) == 2:
+        rows = gemm_wiring.matrix(a)
+        if rows is None:
+            return "rows of a are not evenly spaced"
+        left, m, batch = rows, prod(a.shape[:-1]), 1
+    elif batch > 1:
+        strides = _batched(a, lead), _batched(b, lead)
+        if strides[0] is None or strides[1] is None:
+            return "batch dimensions are not evenly spaced"
+        left, right = Operand(a.dtype, *a.stride[-2:], strides[0]), Operand(b.dtype, *b.stride[-2:], strides[1])
+    keep = key.flag("save") and key.flag("activation") in SMOOTH
+    spec = GemmSpec(
+        m, n, k, left, right, Operand(a.dtype, n, 1, m * n if batch > 1 else 0),
+        batch=batch, activation=key.flag("activation"), z=a.dtype if keep else None,
+    )  # fmt: skip
+    shape = (*(lead if len(b.shape) > 2 else a.shape[:-2]), a.shape[-2], n)
+    made = {"y": ("y", shape, a.dtype)} | ({"z": ("z", shape, a.dtype)} if keep else {})
+    return Plan((Product(spec, {"x": "a", "w": "b"}, made),), tuple(made))
+
+
+gemm_wiring.candidate(MATMUL, "triton.tiled", describe, (sys.modules[__name__],))

@@ -1,0 +1,103 @@
+"""softmax_cross_entropy by Triton: one pass over the logits, the reduction finished by the last block."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...numerics import DTYPES
+from ...op import Config, Launcher
+from ...plans import Key
+from ..common import triton_cross_entropy, wiring
+from . import SOFTMAX_CROSS_ENTROPY, SOFTMAX_CROSS_ENTROPY_BACKWARD
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows and classes, dtypes, and the options that the kernels are compiled for."""
+
+    rows: int
+    columns: int
+    dtype: str
+    dy_dtype: str
+    shape: tuple[int, ...]
+    reduction: str
+    ignore_index: int
+    smoothing: float
+    save: bool
+    align: int
+
+
+def describe(key: Key) -> Shape | str:
+    """Contiguous rows of logits with contiguous targets."""
+    logits, target = key.spec("logits"), key.spec("target")
+    assert logits is not None and target is not None
+    reason = wiring.one_dtype(key, "logits")
+    if reason is not None:
+        return reason
+    rows = wiring.rows_of(logits)
+    if isinstance(rows, str):
+        return rows
+    if not wiring.is_contiguous(target):
+        return "targets are not contiguous"
+    save = bool(key.flag("save")) if key.op == "softmax_cross_entropy" else False
+    dloss = key.spec("dloss") if key.op != "softmax_cross_entropy" else None
+    if dloss is not None and not wiring.is_contiguous(dloss):
+        return "the incoming gradient is expanded"
+    return Shape(
+        *rows, logits.dtype, dloss.dtype if dloss else logits.dtype, logits.shape,
+        key.flag("reduction"), key.flag("ignore_index"), key.flag("label_smoothing"), save, wiring.weakest(key),
+    )  # fmt: skip
+
+
+def build(s: Shape, config: Config, device: torch.device) -> Launcher:
+    """The forward launcher: (loss,) or (loss, log-sum-exp, share)."""
+    start = triton_cross_entropy.cross_entropy_launcher(
+        s.rows, s.columns, s.dtype, s.dtype, s.reduction, s.ignore_index, dict(config), device,
+        smooth=s.smoothing != 0.0, save=s.save, align=s.align,
+    )  # fmt: skip
+    empty, counters, dtype, f32 = wiring.empty(device), wiring.counters, DTYPES[s.dtype], torch.float32
+    each, smoothing, rows, save = s.reduction == "none", s.smoothing, s.rows, s.save
+    shape = s.shape[:-1]
+    stride = wiring.contiguous(shape)
+
+    def launch(x: torch.Tensor, t: torch.Tensor) -> Any:
+        loss = empty(shape, stride, dtype) if each else empty((rows,), (1,), f32)
+        y = loss if each else empty((), (), dtype)
+        lse = empty((rows,), (1,), f32) if save else loss
+        share = (torch.ones(1, device=device) if each else empty((1,), (1,), f32)) if save else loss
+        counter = loss if each else counters(device, 1, torch.int64)
+        if not start(x, t, loss, lse, loss, loss, y, share, counter, smoothing):
+            return None
+        return (y, lse, share) if save else (y,)
+
+    return launch
+
+
+def build_backward(s: Shape, config: Config, device: torch.device) -> Launcher:
+    """The backward launcher."""
+    start = triton_cross_entropy.cross_entropy_backward_launcher(
+        s.rows, s.columns, s.dtype, s.dy_dtype, s.reduction, s.ignore_index, dict(config), device,
+        smooth=s.smoothing != 0.0, align=s.align,
+    )  # fmt: skip
+    empty, dtype, stride, smoothing = wiring.empty(device), DTYPES[s.dtype], wiring.contiguous(s.shape), s.smoothing
+
+    def launch(dloss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, share: torch.Tensor) -> Any:
+        dx = empty(s.shape, stride, dtype)
+        return (dx,) if start(logits, target, lse, dloss, share, dx, smoothing) else None
+
+    return launch
+
+
+_SOURCES = (triton_cross_entropy, sys.modules[__name__])
+wiring.described(
+    SOFTMAX_CROSS_ENTROPY, "triton.rows", describe,
+    lambda s: triton_cross_entropy.cross_entropy_configs(s.columns, s.dtype), build, _SOURCES,
+)  # fmt: skip
+wiring.described(
+    SOFTMAX_CROSS_ENTROPY_BACKWARD, "triton.rows", describe,
+    lambda s: triton_cross_entropy.cross_entropy_backward_configs(s.columns, s.dtype), build_backward, _SOURCES,
+)  # fmt: skip

@@ -1,0 +1,177 @@
+"""Shipped plans, lockfiles, the environment of this machine, and settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tensorlogic import plan_files, plans, settings
+from tensorlogic.plans import (
+    Environment,
+    PlanStore,
+    environment,
+    export_lockfile,
+    load_lockfile,
+)
+
+from .plan_samples import CPU, GPU, anything, linear, plan
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[PlanStore]:
+    made = PlanStore(tmp_path / "cache", CPU)
+    yield made
+    made.flush()
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "shipped"
+    folder.mkdir()
+    monkeypatch.setattr(plans, "SHIPPED", folder)
+    measured = replace(GPU, driver="570.9", torch="2.11.3+cu129", libraries=())
+    keys = [linear(128, 128, 128, device="cuda"), linear(256, 256, 256, device="cuda")]
+    export_lockfile(folder / "h200.json", [plan(key) for key in keys], [measured])
+    return folder
+
+
+def test_shipped_plans_stand_behind_stored_ones(shipped: Path, tmp_path: Path) -> None:
+    store, key = PlanStore(tmp_path, GPU), linear(128, 128, 128, device="cuda")
+    found = store.get(key)
+    assert found is not None
+    assert found.eager == "triton.tiled"
+    assert list(store.plans()) == []
+    assert len(list(store.plans(shipped=True))) == 2
+    assert store.refused(key, "cpu.bad", "b0") is None
+    store.put(plan(key, "cublaslt.epilogue"))
+    found = store.get(key)
+    assert found is not None
+    assert found.eager == "cublaslt.epilogue"
+    assert [p.eager for p in store.plans(shipped=True)] == ["cublaslt.epilogue", "triton.tiled"]
+    behind = store.get(key, valid=lambda p: p.eager != "cublaslt.epilogue")
+    assert behind is not None
+    assert behind.eager == "triton.tiled"
+    near = store.nearest(linear(240, 256, 256, device="cuda"), anything)
+    assert near is not None
+    assert near.key == linear(256, 256, 256, device="cuda")
+    assert store.flush()
+    assert len(plan_files.read(store.path).records) == 1
+
+
+@pytest.mark.parametrize("change", [{"device": "NVIDIA B200"}, {"torch": "2.12.0"}])
+def test_shipped_plans_of_another_machine_are_not_used(
+    change: dict[str, Any], shipped: Path, tmp_path: Path
+) -> None:
+    store = PlanStore(tmp_path, replace(GPU, **change))
+    assert list(store.plans(shipped=True)) == []
+
+
+def test_a_broken_shipped_file_is_skipped(shipped: Path, tmp_path: Path) -> None:
+    (shipped / "a.json").write_text("{")
+    with pytest.warns(plans.PlanStoreWarning, match=r"a\.json was ignored"):
+        assert PlanStore(tmp_path, GPU).get(linear(128, 128, 128, device="cuda")) is not None
+
+
+def test_a_lockfile_holds_the_plans_of_several_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "tensorlogic.lock"
+    mine = [plan(linear(8, 4, 2)), plan(linear(8, 4, 2, device="cuda"), "cublaslt.epilogue")]
+    assert export_lockfile(path, mine, [GPU, CPU]) == 2
+    first = path.read_bytes()
+    export_lockfile(path, reversed(mine), [CPU, GPU])
+    assert path.read_bytes() == first
+    locked = load_lockfile(path)
+    assert list(locked.plans()) == mine
+    assert locked.environments == {"cpu": CPU, "cuda": GPU}
+    path.write_bytes(first.replace(b"\n", b"\r\n"))  # as git may check it out
+    assert load_lockfile(path).get(mine[1].key) == mine[1]
+
+
+def test_one_changed_plan_changes_few_lines(tmp_path: Path) -> None:
+    mine = [plan(linear(8, 4, n)) for n in range(9)]
+    export_lockfile(tmp_path / "a", mine, [CPU])
+    mine[4].eager = "torch.eager"
+    export_lockfile(tmp_path / "b", mine, [CPU])
+    a, b = ((tmp_path / name).read_text().splitlines() for name in "ab")
+    assert sum(x != y for x, y in zip(a, b, strict=True)) == 2  # the choice and the checksum
+    assert max(map(len, a)) < 400
+
+
+def test_a_lockfile_that_was_touched_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    export_lockfile(path, [plan(linear(8, 4, 2))], [CPU])
+    text = path.read_text()
+    for broken, why in (
+        (text.replace('"eager": "triton.tiled"', '"eager": "torch.eager"'), "checksum"),
+        (text.replace("AVX2", "AVX512"), "checksum"),
+        (text[:-40], "damaged"),
+        ("<<<<<<< HEAD\n" + text, "damaged"),
+        ('{"name": "other"}', "not a plan file"),
+    ):
+        path.write_text(broken)
+        with pytest.raises(ValueError, match=f"{why}.*tensorlogic plans export"):
+            load_lockfile(path)
+    path.write_text(text.replace('"schema": 1', '"schema": 2'))
+    with pytest.raises(OSError, match="newer version"):
+        load_lockfile(path)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_lockfile(tmp_path / "missing")
+
+
+def test_a_store_is_no_lockfile(store: PlanStore) -> None:
+    store.put(plan(linear(8, 4, 2)))
+    assert store.flush()
+    with pytest.raises(ValueError, match="no checksum"):
+        load_lockfile(store.path)
+
+
+def test_a_lockfile_needs_one_environment_for_each_kind(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="without their environment"):
+        export_lockfile(tmp_path / "lock", [plan(linear(8, 4, 2))], [GPU])
+    with pytest.raises(ValueError, match="one environment of each kind"):
+        export_lockfile(tmp_path / "lock", [], [CPU, replace(CPU, driver="AVX512")])
+    assert not (tmp_path / "lock").exists()
+
+
+def test_this_machine() -> None:
+    here = environment(torch.device("cpu"))
+    assert here is environment(torch.device("cpu"))
+    assert here.kind == "cpu"
+    assert here.device
+    assert here.threads == torch.get_num_threads()
+    assert here.versions()["torch"] == torch.__version__
+    assert Environment.from_json(json.loads(json.dumps(here.to_json()))) == here
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert environment(torch.device("cpu")).id != here.id
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for variable in settings.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    assert settings.tune_mode() == "auto"
+    assert settings.lockfile() is None
+    assert settings.cache_folder().name == "tensorlogic"
+    assert 1 <= settings.compile_workers() <= settings.MOST_WORKERS
+    monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TENSORLOGIC_LOCKFILE", str(tmp_path / "lock"))
+    monkeypatch.setenv("TENSORLOGIC_TUNE", "off")
+    monkeypatch.setenv("TENSORLOGIC_COMPILE_WORKERS", "0")
+    assert settings.cache_folder() == tmp_path
+    assert settings.lockfile() == tmp_path / "lock"
+    assert settings.tune_mode() == "off"
+    assert settings.compile_workers() == 0
+    monkeypatch.setenv("TENSORLOGIC_TUNE", "always")
+    with pytest.raises(ValueError, match=r"TENSORLOGIC_TUNE is 'always'.*off, auto, full"):
+        settings.tune_mode()
+    monkeypatch.setenv("TENSORLOGIC_COMPILE_WORKERS", "-1")
+    with pytest.raises(ValueError, match="TENSORLOGIC_COMPILE_WORKERS is '-1'"):
+        settings.compile_workers()

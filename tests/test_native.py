@@ -1,0 +1,210 @@
+"""The native kernels against float64, for each element type and each instruction set forced in turn, at odd sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tensorlogic import native
+from tensorlogic.ops.common.random import keep_mask
+
+pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+
+LEVELS = ("portable", "avx2", "avx512")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SIZES = (1, 3, 17, 1023, 70_001)
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(params=LEVELS)
+def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The operators with one instruction set forced."""
+    if request.param not in native.op("features")().split(","):
+        pytest.skip(f"this machine has no {request.param}")
+    native.op("set_isa")(request.param)
+    yield torch.ops.tensorlogic_native
+    native.op("set_isa")("auto")
+
+
+def spacing(reference: Tensor, dtype: torch.dtype) -> Tensor:
+    """One ulp of `dtype` at each reference value."""
+    info = torch.finfo(dtype)
+    return torch.exp2(torch.floor(torch.log2(reference.abs().clamp(min=info.tiny)))) * info.eps
+
+
+def assert_ulps(y: Tensor, reference: Tensor, ulps: float) -> None:
+    """y is within `ulps` of the float64 reference; where that is not finite in y's dtype, y equals it."""
+    rounded = reference.to(y.dtype)
+    finite = torch.isfinite(rounded)
+    torch.testing.assert_close(y[~finite], rounded[~finite], rtol=0, atol=0, equal_nan=True)
+    error = (y.double() - reference)[finite].abs() / spacing(reference[finite], y.dtype)
+    assert error.numel() == 0 or error.max() <= ulps, f"{error.max():.2f} ulp"
+
+
+def every_value(dtype: torch.dtype) -> Tensor:
+    """All values of a half type; for float32 a dense sample of every magnitude that matters to an exponential."""
+    if dtype == torch.float32:
+        spread = [torch.randn(100_003) * scale for scale in (1e-3, 0.3, 1, 4, 12, 40)]
+        special = torch.tensor([0.0, -0.0, INF, -INF, NAN, 1e30, -1e30, 1e-40, -1e-40, -88.8, -103.0])
+        return torch.cat([*spread, torch.linspace(-110, 110, 100_001), special])
+    return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+
+
+EXACT: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x * torch.special.expit(x),
+    "gelu": lambda x: x * 0.5 * torch.special.erfc(-x * math.sqrt(0.5)),
+    "gelu_tanh": lambda x: x * torch.special.expit(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(EXACT))
+def test_activation_is_within_two_ulps_everywhere(ops: Any, name: str, dtype: torch.dtype) -> None:
+    x = every_value(dtype)
+    y = ops.silu(x) if name == "silu" else ops.gelu(x, name == "gelu_tanh")
+    assert_ulps(y, EXACT[name](x.double()), 2)
+
+
+PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "add_relu": lambda a, b: torch.relu(a + b),
+    "mul_relu": lambda a, b: torch.relu(a * b),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(PAIRS))
+def test_pairs_round_once(ops: Any, name: str, dtype: torch.dtype) -> None:
+    for n in SIZES:
+        a, b = torch.randn(n).to(dtype), torch.randn(n).to(dtype)
+        got, wanted = getattr(ops, name)(a, b), PAIRS[name](a.float(), b.float()).to(dtype)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_infinity_and_denormals_are_torchs(ops: Any, dtype: torch.dtype) -> None:
+    values = torch.tensor([NAN, INF, -INF, 0.0, -0.0, 1.0, -2.5, 3e-8, -6e-8, 65504.0, 1e-40, 3e38]).to(dtype)
+    a, b = (v.contiguous() for v in torch.broadcast_tensors(values[:, None], values[None, :]))
+    for name, meaning in PAIRS.items():
+        wanted = meaning(a.float(), b.float()).to(dtype)
+        torch.testing.assert_close(getattr(ops, name)(a, b), wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(ops.relu(values), torch.relu(values), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [((5, 7), (7,)), ((5, 7), (5, 1)), ((7,), (5, 7)), ((2, 3, 4), (4,)), ((2, 3, 4), (3, 4)), ((6, 1), (9,)), ((40, 70), (1,)), ((3, 1, 2), (3, 1, 1)), ((), (3,)), ((0, 4), (4,)), ((129, 1025), (1025,))],
+)  # fmt: skip
+def test_operands_broadcast_as_in_torch(ops: Any, left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    a, b = torch.randn(left), torch.randn(right)
+    torch.testing.assert_close(ops.sub(a, b), a - b, rtol=0, atol=0)
+    torch.testing.assert_close(ops.affine(a, b, b), torch.addcmul(b, a, b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_element_wise_ops(ops: Any, dtype: torch.dtype) -> None:
+    a, b, dy = (torch.randn(3001).to(dtype) for _ in range(3))
+    wide = [t.double().requires_grad_() for t in (a, b)]
+    bound = 4 * torch.finfo(dtype).eps
+
+    def check(got: Any, y: Tensor, *of: Tensor) -> None:
+        for g, wanted in zip(got, torch.autograd.grad(y, of, dy.double()), strict=True):
+            torch.testing.assert_close(g.double(), wanted, rtol=bound, atol=bound)
+
+    check([ops.silu_backward(dy, a)], F.silu(wide[0]), wide[0])
+    check([ops.gelu_backward(dy, a, False)], F.gelu(wide[0]), wide[0])
+    check([ops.gelu_backward(dy, a, True)], F.gelu(wide[0], approximate="tanh"), wide[0])
+    check([ops.relu_backward(dy, torch.relu(a))], torch.relu(wide[0]), wide[0])
+    check(ops.mul_backward(dy, a, b), wide[0] * wide[1], *wide)
+    check(ops.mul_relu_backward(dy, a, b), torch.relu(wide[0] * wide[1]), *wide)
+    safe = (b.abs() + 0.5).to(dtype)
+    wide[1] = safe.double().requires_grad_()
+    check(ops.div_backward(dy, a, safe), wide[0] / wide[1], *wide)
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+def test_conversion_is_torchs_bit_for_bit(ops: Any, source: torch.dtype, target: torch.dtype) -> None:
+    x = torch.cat([torch.randn(5001) * s for s in (1e-8, 1e-4, 1, 1e4)] + [every_value(torch.float16).float()]).to(source)
+    torch.testing.assert_close(ops.convert(x, target), x.to(target), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_epilogue(ops: Any, dtype: torch.dtype, activation: str) -> None:
+    apply = {"none": lambda z: z, "relu": torch.relu, **EXACT}[activation]
+    number = native.ACTIVATIONS[activation]
+    for rows, cols in ((1, 1), (7, 33), (129, 1025)):
+        acc = torch.randn(rows, cols)
+        bias, residual = torch.randn(cols).to(dtype), torch.randn(rows, cols).to(dtype)
+        for b, r in ((bias, residual), (bias, None), (None, residual), (None, None)):
+            z = acc + (0 if b is None else b.float()) + (0 if r is None else r.float())
+            y, pre = ops.epilogue_pre(acc, b, r, number, dtype)
+            assert_ulps(y, apply(z.double()), 2)
+            torch.testing.assert_close(ops.epilogue(acc, b, r, number, dtype), y, rtol=0, atol=0)
+            torch.testing.assert_close(pre, z.to(dtype), rtol=0, atol=0)
+        z = acc + bias.float() + residual.float()
+        ops.epilogue_(acc, bias.float(), residual.float(), number)
+        assert_ulps(acc, apply(z.double()), 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_draws_the_reference_mask(ops: Any, dtype: torch.dtype) -> None:
+    seed, offset, p = 2**61 + 12345678901, 2**40 + 3, 0.3
+    x = torch.randn(7, 12_345).to(dtype)
+    keep = keep_mask(tuple(x.shape), p, seed, offset, x.device)
+    assert_ulps(ops.dropout(x, p, seed, offset), torch.where(keep, x.double() / (1 - p), 0), 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_levels_agree_on_dropout_beyond_one_word_of_index(ops: Any, dtype: torch.dtype) -> None:
+    x = torch.ones(1000).to(dtype)
+    assert torch.equal(ops.dropout(x, 0.5, 7, 0) != 0, keep_mask((1000,), 0.5, 7, 0, x.device))
+
+
+def test_forced_level_serves_and_unknown_is_refused(ops: Any) -> None:
+    current = ops.isa()
+    assert ops.set_isa(current) == current
+    with pytest.raises(RuntimeError, match="sse9"):
+        ops.set_isa("sse9")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda n: n.add(torch.ones(2, 3).t(), torch.ones(3, 2)), "contiguous"),
+        (lambda n: n.add(torch.ones(2), torch.ones(2).half()), "element type"),
+        (lambda n: n.add(torch.ones(2), torch.ones(3)), "broadcast"),
+        (lambda n: n.relu(torch.ones(2, dtype=torch.float64)), "float16, bfloat16 or float32"),
+        (lambda n: n.dropout(torch.ones(2), 1.0, 0), r"\[0, 1\)"),
+        (lambda n: n.epilogue(torch.ones(2, 3), torch.ones(2), None, 0, torch.float32), "bias"),
+        (lambda n: n.epilogue(torch.ones(2, 3), None, None, 9, torch.float32), "activation"),
+        (lambda n: n.linear_skinny(torch.ones(2), torch.ones(4, 3)), "does not fit"),
+        (lambda n: n.sum(torch.ones(2), 0, 2), "dimensions"),
+        (lambda n: n.max(torch.ones(0), 0, 1), "nothing to reduce"),
+    ],
+)
+def test_bad_arguments_are_named(call: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        call(torch.ops.tensorlogic_native)
+
+
+def test_absent_library_gives_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_state", [])
+    monkeypatch.setenv(native.LIBRARY_VARIABLE, "/nowhere/libtensorlogic_native.so")
+    reason = native.available()
+    assert reason is not None
+    assert "not built" in reason
+    with pytest.raises(RuntimeError, match="not built"):
+        native.op("add")
+    assert native.isa() is None
+    assert native.available("cuda") is not None

@@ -1,0 +1,173 @@
+"""The native kernels over rows, their reductions and skinny products against float64, each instruction set in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tensorlogic import native
+
+from .test_native import DTYPES, INF, NAN, ops, pytestmark  # noqa: F401  (fixture and mark are used by name)
+
+SHAPES = ((1, 1), (3, 5), (2, 3, 17), (5, 1023), (33, 64), (0, 4), (130, 260))
+
+
+def close(y: Tensor, reference: Tensor, dtype: torch.dtype, factor: float = 3) -> None:
+    """Within `factor` roundings of `dtype` of float64, absolutely so for values below one."""
+    bound = factor * torch.finfo(dtype).eps
+    torch.testing.assert_close(y.double(), reference, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_and_its_gradient(ops: Any, dtype: torch.dtype) -> None:  # noqa: F811
+    for shape in SHAPES:
+        x, n = (torch.randn(shape) * 2 + 16).to(dtype), shape[-1]
+        gamma, beta, dy = torch.randn(n).to(dtype), torch.randn(n).to(dtype), torch.randn(shape).to(dtype)
+        wide = [t.double().requires_grad_() for t in (x, gamma, beta)]
+        wanted = F.layer_norm(wide[0], (n,), wide[1], wide[2], 1e-5)
+        y, mean, rstd = ops.layer_norm(x, gamma, beta, 1e-5, dtype)
+        close(y, wanted.detach(), dtype, 16 if dtype == torch.float32 else 3)
+        close(ops.layer_norm(x, gamma, beta, 1e-5, torch.float32)[0], wanted.detach(), torch.float32, 16)
+        close(ops.layer_norm(x, None, None, 1e-5, dtype)[0], F.layer_norm(wide[0], (n,)).detach(), dtype, 16)
+        if n == 1 or 0 in shape:
+            continue
+        grads = torch.autograd.grad(wanted, wide, dy.double())
+        for got, exact in zip(ops.layer_norm_backward(dy, x, gamma, mean, rstd), grads, strict=True):
+            scale = max(1.0, exact.abs().max().item())
+            close(got / scale, exact / scale, dtype, 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_and_its_gradient(ops: Any, dtype: torch.dtype) -> None:  # noqa: F811
+    for shape in SHAPES:
+        x, dy = (torch.randn(shape) * 5).to(dtype), torch.randn(shape).to(dtype)
+        wide = x.double().requires_grad_()
+        wanted = torch.softmax(0.5 * wide, -1)
+        y = ops.softmax(x, None, 0.5, False, dtype)
+        close(y, wanted.detach(), dtype)
+        close(ops.softmax(x.float(), None, 0.5, False, dtype), wanted.detach(), dtype)
+        (exact,) = torch.autograd.grad(wanted, wide, dy.double())
+        close(ops.softmax_backward(dy, y, 0.5), exact, dtype, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask_shape", [(19, 37), (2, 1, 19, 37), (2, 3, 19, 37), (1, 37), (37,), (3, 1, 37)])
+def test_masked_and_causal_scores(ops: Any, dtype: torch.dtype, mask_shape: tuple[int, ...]) -> None:  # noqa: F811
+    x = torch.randn(2, 3, 19, 37).to(dtype)
+    added, keep = torch.randn(mask_shape).to(dtype), torch.rand(mask_shape) > 0.3
+    keep[..., 0] = True
+    causal = torch.ones(19, 37, dtype=torch.bool).tril()
+    wide = 0.3 * x.double()
+    close(ops.softmax(x, added, 0.3, False, dtype), torch.softmax(wide + added.double(), -1), dtype)
+    close(ops.softmax(x, added.float(), 0.3, False, dtype), torch.softmax(wide + added.double(), -1), dtype)
+    both = torch.softmax(wide.masked_fill(~(keep & causal), -INF), -1)
+    close(ops.softmax(x, keep, 0.3, True, dtype), both, dtype)
+    scores = x.float()
+    ops.softmax_(scores, keep, 0.3, True)
+    close(scores, both, torch.float32)
+
+
+def test_softmax_of_nothing_and_of_infinity_is_torchs(ops: Any) -> None:  # noqa: F811
+    for row in ([-INF, -INF, -INF], [INF, 0.0, 1.0], [NAN, 0.0, 1.0], [-INF, 0.0, 1.0]):
+        x = torch.tensor(row * 7)
+        torch.testing.assert_close(ops.softmax(x, None, 1.0, False, x.dtype), torch.softmax(x, -1), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_softmax_cross_entropy(ops: Any, dtype: torch.dtype, reduction: str, smoothing: float) -> None:  # noqa: F811
+    number = native.REDUCTIONS[reduction]
+    for rows, classes in ((1, 1), (7, 5), (33, 65), (16, 5003)):
+        logits, target = (torch.randn(rows, classes) * 4).to(dtype), torch.randint(classes, (rows,))
+        target[rows // 2 :: 3] = -100 if rows > 1 else target[0]
+        wide = logits.double().requires_grad_()
+        wanted = F.cross_entropy(wide, target, label_smoothing=smoothing, reduction=reduction)
+        loss, lse = ops.softmax_cross_entropy(logits, target, -100, smoothing, number)
+        scale = max(1.0, wanted.abs().max().item())
+        close(loss / scale, wanted.detach() / scale, dtype)
+        live = target != -100
+        close(lse[live] / 16, torch.logsumexp(wide.detach(), 1)[live] / 16, torch.float32, 8)
+        dloss = torch.randn(loss.shape).to(dtype)
+        (exact,) = torch.autograd.grad(wanted, wide, dloss.double())
+        got = ops.softmax_cross_entropy_backward(dloss, logits, target, lse, -100, smoothing, number)
+        close(got, exact, dtype, 16)
+
+
+def test_target_out_of_bounds_is_named(ops: Any) -> None:  # noqa: F811
+    for bad in (5, -1):
+        with pytest.raises(RuntimeError, match=f"Target {bad} is out of bounds"):
+            ops.softmax_cross_entropy(torch.ones(2, 5), torch.tensor([0, bad]), -100, 0.0, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
+def test_reductions(ops: Any, dtype: torch.dtype, name: str) -> None:  # noqa: F811
+    exact = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}[name]
+    reduce = getattr(ops, name)
+    for shape in ((1,), (5, 7), (3, 1025), (2, 300_001), (1200, 33), (3, 5, 1000, 2), (40_000, 5)):
+        x = torch.randn(shape).to(dtype)
+        for begin, end in ((0, x.dim()), (x.dim() - 1, x.dim()), (0, 1), (max(x.dim() - 2, 0), x.dim() - 1)):
+            dims = tuple(range(begin, end))
+            wanted = exact(x.double(), dims, keepdim=True) if dims else x.double()
+            scale = x.abs().double().sum(dims, keepdim=True).max().item() ** 0.5 if name == "sum" and dims else 1.0
+            got = reduce(x, begin, end, True)
+            assert got.shape == wanted.shape
+            close(got / max(scale, 1), wanted / max(scale, 1), dtype)
+            assert torch.equal(reduce(x, begin, end, False).flatten(), got.flatten())
+
+
+def test_nan_wins_and_empty_sums_are_torchs(ops: Any) -> None:  # noqa: F811
+    for at in (0, 17, 99):
+        x = torch.randn(100, 3)
+        x[at, 1] = NAN
+        for reduce in (ops.max, ops.min):
+            assert torch.isnan(reduce(x, 0, 2)).item()
+            assert torch.isnan(reduce(x, 0, 1)).tolist() == [False, True, False]
+            assert torch.isnan(reduce(x, 1, 2)).sum().item() == 1
+    assert ops.sum(torch.ones(0, 3), 0, 1).tolist() == [0, 0, 0]
+    assert torch.isnan(ops.mean(torch.ones(3, 0), 1, 2)).all()
+
+
+def test_long_sum_of_half_precision_neither_overflows_nor_drifts(ops: Any) -> None:  # noqa: F811
+    x = torch.full((1 << 20,), 60_000.0, dtype=torch.float16)
+    assert ops.mean(x, 0, 1).item() == 60_000.0
+    ones = torch.full((3_000_001,), 0.1)
+    assert ops.sum(ones, 0, 1).item() == pytest.approx(ones.double().sum().item(), rel=1e-7)
+
+
+def test_reduction_does_not_depend_on_threads(ops: Any) -> None:  # noqa: F811
+    x, before = torch.randn(7, 333_333), torch.get_num_threads()
+    many = [ops.sum(x, 0, 2), ops.sum(x, 1, 2), ops.sum(x, 0, 1)]
+    torch.set_num_threads(1)
+    one = [ops.sum(x, 0, 2), ops.sum(x, 1, 2), ops.sum(x, 0, 1)]
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(many, one, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6])
+def test_skinny_products(ops: Any, dtype: torch.dtype, rows: int) -> None:  # noqa: F811
+    for k, n in ((1, 1), (7, 5), (129, 67), (1000, 515)):
+        x, w = torch.randn(rows, k).to(dtype), (torch.randn(n, k) * k**-0.5).to(dtype)
+        bias, residual = torch.randn(n).to(dtype), torch.randn(rows, n).to(dtype)
+        exact = x.double() @ w.double().t()
+        close(ops.linear_skinny(x, w), exact, dtype, 8)
+        close(ops.matmul_skinny(x, w.t().contiguous()), exact, dtype, 8)
+        fused = torch.relu(exact + bias.double() + residual.double())
+        close(ops.linear_skinny(x, w, bias, residual, native.ACTIVATIONS["relu"]), fused, dtype, 8)
+        close(ops.matmul_skinny(x, w.t().contiguous(), bias, residual, native.ACTIVATIONS["relu"]), fused, dtype, 8)
+    vector = torch.randn(129).to(dtype)
+    matrix = torch.randn(67, 129).to(dtype)
+    assert ops.linear_skinny(vector, matrix).shape == (67,)
+
+
+def test_float16_products_do_not_overflow_inside(ops: Any) -> None:  # noqa: F811
+    x, w = torch.full((1, 64), 300.0, dtype=torch.float16), torch.full((2, 64), 300.0, dtype=torch.float16)
+    w[:, 32:] = -300.0
+    assert ops.linear_skinny(x, w).tolist() == [[0.0, 0.0]]
+    assert ops.matmul_skinny(x, w.t().contiguous()).tolist() == [[0.0, 0.0]]

@@ -1,0 +1,203 @@
+"""Prepared launches: numerics, the generated closures, compiling elsewhere, refusals."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402  (after the environment is set)
+
+from tensorlogic.compiling import CompileFailure  # noqa: E402
+from tensorlogic.ops.common import triton_launch  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@triton.jit
+def scale_add(x_ptr, b_ptr, y_ptr, N, stride, scale, extra, BLOCK: tl.constexpr):
+    """y = x * scale + b + extra / 2**32, with b and extra optional."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(x_ptr + at * stride, mask=at < N).to(tl.float32) * scale
+    if b_ptr is not None:
+        y += tl.load(b_ptr + at, mask=at < N).to(tl.float32)
+    if extra is not None:
+        y += (extra.to(tl.int64) >> 32).to(tl.float32)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
+
+
+@triton.jit
+def too_many_registers(x_ptr, y_ptr, N, SIZE: tl.constexpr):
+    """A product whose sums alone need more registers than one warp has."""
+    row = tl.arange(0, SIZE)
+    at = row[:, None] * SIZE + row[None, :]
+    acc = tl.zeros([SIZE, SIZE], tl.float32)
+    for step in range(N):
+        x = tl.load(x_ptr + step * SIZE * SIZE + at)
+        acc = tl.dot(x, x, acc)
+    tl.store(y_ptr + at, acc)
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    return {
+        "grid": (4, 1, 1),
+        "pointers": {"x_ptr": "f16", "b_ptr": "f32", "y_ptr": "f16"},
+        "integers": {"N": 100, "stride": 1},
+        "floats": ("scale",),
+        "constexprs": {"BLOCK": 32},
+        "num_warps": 2,
+        "num_stages": 1,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_prepared_kernel_computes(with_bias: bool) -> None:
+    pointers = {"x_ptr": "f16", "b_ptr": "f32", "y_ptr": "f16"}
+    if not with_bias:
+        del pointers["b_ptr"]
+    start = triton_launch.prepare(scale_add, device=DEVICE, **options(pointers=pointers))
+    x, b = torch.randn(100, device=DEVICE).half(), torch.randn(100, device=DEVICE)
+    y = torch.full((128,), torch.nan, device=DEVICE, dtype=torch.float16)
+    assert start(*([x, b] if with_bias else [x]), y, 0.5)
+    torch.testing.assert_close(
+        y[:100], (x.float() * 0.5 + (b if with_bias else 0)).half(), rtol=1e-3, atol=1e-3
+    )
+    assert y[100:].isnan().all()
+
+
+def test_64_bit_numbers_are_given_with_every_start() -> None:
+    start = triton_launch.prepare(scale_add, device=DEVICE, longs=("extra",), **options())
+    x, b = torch.zeros(100, device=DEVICE).half(), torch.zeros(100, device=DEVICE)
+    for extra in (0, 5, 2**33 + 1, 7 * 2**32):
+        y = torch.full((100,), torch.nan, device=DEVICE, dtype=torch.float16)
+        assert start(x, b, y, 0.5, extra)
+        assert (y == extra // 2**32).all()
+
+
+def test_declines_pointers_less_aligned_than_promised() -> None:
+    x, b = torch.randn(101, device=DEVICE).half(), torch.randn(100, device=DEVICE)
+    y = torch.full((100,), torch.nan, device=DEVICE, dtype=torch.float16)
+    assert not triton_launch.prepare(scale_add, device=DEVICE, align=16, **options())(
+        x[1:], b, y, 0.5
+    )
+    assert y.isnan().all()
+    assert triton_launch.prepare(scale_add, device=DEVICE, align=2, **options())(x[1:], b, y, 0.5)
+    assert not y.isnan().any()
+
+
+def test_an_empty_grid_does_nothing() -> None:
+    start = triton_launch.prepare(scale_add, device=DEVICE, **options(grid=(0, 1, 1)))
+    y = torch.full((100,), torch.nan, device=DEVICE, dtype=torch.float16)
+    assert start(y, torch.zeros(100, device=DEVICE), y, 1.0)
+    assert y.isnan().all()
+
+
+@pytest.mark.parametrize("grid", [(1, 70000, 1), (2**16, 2**15, 1)])
+def test_a_grid_that_would_silently_not_run_is_refused(grid: tuple[int, int, int]) -> None:
+    with pytest.raises(CompileFailure, match="grid"):
+        triton_launch.prepare(scale_add, device=DEVICE, **options(grid=grid))
+
+
+def test_misnamed_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="has parameters"):
+        triton_launch.compile_job(scale_add, sm=90, **options(integers={"stride": 1, "N": 100}))
+
+
+def test_job_specialises_and_travels() -> None:
+    integers = {"N": 2**31, "stride": 1}
+    job = triton_launch.compile_job(scale_add, sm=90, **options(integers=integers))
+    assert dict(job.signature) == {
+        "x_ptr": "*fp16", "b_ptr": "*fp32", "y_ptr": "*fp16", "N": "i64", "stride": "constexpr",
+        "scale": "fp32", "extra": "constexpr", "BLOCK": "constexpr",
+    }  # fmt: skip
+    assert dict(job.constexprs) == {"stride": 1, "extra": None, "BLOCK": 32}
+    assert job.hinted == (("x_ptr", 16), ("b_ptr", 16), ("y_ptr", 16), ("N", 16))
+    travelled = pickle.loads(pickle.dumps(job))
+    assert travelled == job
+    assert hash(travelled) == hash(job)
+    less = triton_launch.compile_job(
+        scale_add, sm=90, align=8, **options(integers={"N": 1000, "stride": 3})
+    )
+    assert less.hinted == (("x_ptr", 8), ("b_ptr", 8), ("y_ptr", 8), ("N", 8))
+
+
+class Recorder:
+    """Stands for Triton's C launcher."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, *args: Any) -> None:
+        self.calls.append(args)
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["3.6", "3.7"])
+def test_closure_passes_what_the_launcher_takes(
+    flat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False
+    )
+    triton_launch._closure.cache_clear()
+    launch = Recorder()
+    binary = triton_launch._Binary(
+        launch=launch, function=99, metadata=(4, 1, 1024), flags=(False, False), scratch=0,
+        described=None if flat else ("annotations", b"types"),
+    )  # fmt: skip
+    make = triton_launch._closure(2, 1, 1, True, False, False, flat)
+    start = make(binary, (3, 2, 1), 5, 15, 0, (1000,))
+    x, y = torch.zeros(64), torch.zeros(64)
+    assert start(x, y, 0.5) is True
+    assert start(x[1:], y, 0.5) is False
+    (call,) = launch.calls
+    head, kernel_args = (3, 2, 1, 75, 99, False, False), (x.data_ptr(), y.data_ptr(), 1000, 0.5)
+    if flat:
+        assert call == (*head, None, None, (4, 1, 1024), None, None, None, *kernel_args)
+    else:
+        assert call == (
+            *head,
+            (4, 1, 1024),
+            None,
+            None,
+            None,
+            None,
+            None,
+            "annotations",
+            b"types",
+            kernel_args,
+        )
+    triton_launch._closure.cache_clear()
+
+
+def test_compiling_apart_reports_resources_and_reasons() -> None:
+    huge = {
+        "pointers": {"x_ptr": "f16", "y_ptr": "f32"},
+        "integers": {"N": 8},
+        "floats": (),
+        "num_stages": 1,
+    }
+    spilling = triton_launch.compile_job(
+        too_many_registers, constexprs={"SIZE": 128}, num_warps=1, sm=80, **huge
+    )
+    fine = triton_launch.compile_job(scale_add, sm=90, **options())
+    no_fit = triton_launch.compile_job(
+        too_many_registers,
+        constexprs={"SIZE": 256},
+        num_warps=8,
+        sm=86,
+        **(huge | {"num_stages": 4}),
+    )
+    spilled, kept, refused = triton_launch.resources_apart([spilling, fine, no_fit])
+    assert isinstance(spilled, triton_launch.Resources)
+    assert isinstance(kept, triton_launch.Resources)
+    assert spilled.stack > 0 == kept.stack
+    assert 0 < kept.registers < 64
+    assert "shared memory" in str(refused)

@@ -1,0 +1,376 @@
+"""Element-wise, reduction and row kernels against float64: on a GPU, else in the interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+pytest.importorskip("triton")
+
+from tensorlogic.ops.common import triton_cross_entropy as cross_entropy
+from tensorlogic.ops.common import triton_elementwise as elementwise
+from tensorlogic.ops.common import triton_layer_norm as layer_norm
+from tensorlogic.ops.common import triton_reduce as reduction
+from tensorlogic.ops.common import triton_rows as rows_
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+TOLERANCE = {"f16": 1.5e-3, "bf16": 1.2e-2, "f32": 2e-6}
+Config = dict[str, Any]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
+
+
+@pytest.fixture(autouse=True)
+def default_device() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
+
+
+def rand(*shape: int, dtype: str = "f32", seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed + sum(shape))
+    values = torch.randn(*shape, generator=generator, device="cpu") * scale
+    return values.to(DEVICE, TORCH[dtype])
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: str, scale: float = 1.0) -> None:
+    got = got.double()
+    want = want.double()
+    assert torch.equal(got.isnan(), want.isnan()), (got, want)
+    same = (got == want) | want.isnan()
+    error = torch.where(same, 0.0, (got - want).abs() / want.abs().clamp(min=scale))
+    assert error.max() <= TOLERANCE[dtype], f"error {error.max():.2e} at {error.argmax().item()}"
+
+
+def poisoned(*shape: int, dtype: str = "f32") -> torch.Tensor:
+    return torch.full(shape, 777.0).to(TORCH[dtype])
+
+
+FORWARD = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "neg": lambda a: -a,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
+    "silu": F.silu,
+    "add_relu": lambda a, b: torch.relu(a + b),
+    "mul_relu": lambda a, b: torch.relu(a * b),
+    "affine": lambda x, s, b: x * s + b,
+}
+BACKWARD = {"gelu": "gelu_bwd", "gelu_tanh": "gelu_tanh_bwd", "silu": "silu_bwd", "mul": "mul_bwd",
+            "div": "div_bwd", "mul_relu": "mul_relu_bwd"}  # fmt: skip
+
+
+def shaped(mode: str, rows: int, columns: int, dtype: str, seed: int) -> torch.Tensor:
+    shape = {"full": (rows, columns), "row": (columns,), "column": (rows, 1), "one": (1,)}[mode]
+    return rand(*shape, dtype=dtype, seed=seed)
+
+
+@pytest.mark.parametrize("op", FORWARD)
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_elementwise_forward(op: str, dtype: str) -> None:
+    inputs = elementwise.ELEMENTWISE[op][0]
+    for modes in {
+        ("full",) * inputs,
+        ("full", "row", "row")[:inputs],
+        ("one", "full", "column")[:inputs],
+        ("full", "column", "one")[:inputs],
+    }:
+        if inputs == 1 and modes != ("full",):
+            continue
+        rows, columns = 5, 37
+        args = [shaped(mode, rows, columns, dtype, i) for i, mode in enumerate(modes)]
+        args[0].view(-1)[0] = float("nan")
+        args[-1].view(-1)[-1] = float("inf")
+        want = FORWARD[op](*(a.double() for a in args)).expand(rows, columns)
+        configs = (
+            {"strategy": "flat", "BLOCK": 64, "stream": False, "num_warps": 4},
+            {"strategy": "rows", "BLOCK_R": 2, "BLOCK_C": 16, "stream": True, "num_warps": 4},
+        )
+        for config in configs:
+            y = poisoned(rows, columns, dtype=dtype)
+            names = [dtype] * (inputs + 1)
+            run = elementwise.elementwise_launcher(op, names, rows, columns, modes, config, DEVICE)
+            assert run(*args, y)
+            close(y, want.to(TORCH[dtype]), dtype, 0.1)
+
+
+@pytest.mark.parametrize("op", BACKWARD)
+def test_elementwise_backward(op: str) -> None:
+    inputs = elementwise.ELEMENTWISE[op][0]
+    args = [rand(3, 21, seed=i) for i in range(inputs)]
+    dy = rand(3, 21, seed=9)
+    leaves = [a.double().requires_grad_() for a in args]
+    want = torch.autograd.grad(FORWARD[op](*leaves), leaves, dy.double())
+    config = {"strategy": "flat", "BLOCK": 16, "stream": False, "num_warps": 4}
+    name = BACKWARD[op]
+    into, out = elementwise.ELEMENTWISE[name]
+    run = elementwise.elementwise_launcher(
+        name, ["f32"] * (into + out), 3, 21, ["full"] * into, config, DEVICE
+    )
+    got = [poisoned(3, 21) for _ in want]
+    assert run(dy, *args, *got)
+    for g, w in zip(got, want, strict=True):
+        close(g, w, "f32")
+
+
+def test_elementwise_relu_backward_keeps_nan_gradients() -> None:
+    y = torch.tensor([0.0, 1.0, float("nan"), 2.0])
+    dy = torch.tensor([1.0, 2.0, 3.0, float("nan")])
+    dx = poisoned(4)
+    config = elementwise.elementwise_configs(["f32"], 1, 4, ["full", "full"])[0]
+    assert elementwise.elementwise_launcher(
+        "relu_bwd", ["f32"] * 3, 1, 4, ["full"] * 2, config, DEVICE
+    )(dy, y, dx)
+    close(dx, torch.tensor([0.0, 2.0, 3.0, float("nan")]), "f32")
+
+
+REDUCE = {
+    "sum": lambda x: x.sum(1),
+    "mean": lambda x: x.mean(1),
+    "max": lambda x: x.amax(1),
+    "min": lambda x: x.amin(1),
+}
+
+
+@pytest.mark.parametrize("kind", REDUCE)
+@pytest.mark.parametrize(
+    "shape", [(1, 1000, 1), (3, 257, 1), (5, 7, 1), (1, 100, 19), (3, 33, 8), (1, 1, 1)]
+)
+@pytest.mark.parametrize("last", [True, False])
+def test_reduce(kind: str, shape: tuple[int, int, int], last: bool) -> None:
+    outer, reduce, inner = shape
+    x = rand(*shape, dtype="f16")
+    configs = [
+        {
+            "strategy": "columns",
+            "parts": p,
+            "last": last,
+            "BLOCK_R": 4,
+            "BLOCK_C": 8,
+            "num_warps": 4,
+        }
+        for p in (1, 3)
+    ]
+    if inner == 1:
+        configs = [
+            {"strategy": "split", "parts": p, "last": last, "BLOCK": 32, "num_warps": 4}
+            for p in (1, 3, 5)
+        ]
+        configs.append(
+            {
+                "strategy": "rows",
+                "parts": 1,
+                "last": False,
+                "BLOCK_R": 2,
+                "BLOCK_C": 16,
+                "num_warps": 4,
+            }
+        )
+    for special in (None, float("nan"), float("inf")):
+        if special is not None:
+            x[-1, reduce // 2, 0] = special
+        for config in configs:
+            partials, counters = reduction.reduce_workspace(*shape, config)
+            partial = torch.full((max(partials, 1),), float("nan"))
+            counter = torch.zeros(max(counters, 1), dtype=torch.int32)
+            run = reduction.reduce_launcher(kind, "f16", "f32", *shape, config, DEVICE)
+            for _ in range(2):  # the second call finds the counters as the first left them
+                y = poisoned(outer, inner)
+                assert run(x, y, partial, counter)
+                close(y, REDUCE[kind](x.double()), "f32")
+                assert counter.eq(0).all()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_reduce_product_of_columns(parts: int) -> None:
+    x, w, y = rand(2, 50, 9), rand(2, 50, 9, seed=1), poisoned(2, 9)
+    config = {
+        "strategy": "columns",
+        "parts": parts,
+        "last": True,
+        "BLOCK_R": 4,
+        "BLOCK_C": 16,
+        "num_warps": 4,
+    }
+    run = reduction.reduce_launcher("sum", "f32", "f32", 2, 50, 9, config, DEVICE, product=True)
+    assert run(x, w, y, torch.empty(2 * parts * 9), torch.zeros(2, dtype=torch.int32))
+    close(y, (x.double() * w.double()).sum(1), "f32")
+
+
+ROWS = (
+    {"strategy": "registers", "BLOCK_R": 2, "BLOCK_C": 128, "num_warps": 4},
+    {"strategy": "online", "LANES": 4, "WIDTH": 8, "num_warps": 4},
+)
+
+
+@pytest.mark.parametrize("config", ROWS, ids=lambda c: c["strategy"])
+@pytest.mark.parametrize("columns", [1, 31, 64, 101])
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_softmax(config: Config, columns: int, dtype: str) -> None:
+    x = rand(5, columns, dtype=dtype, scale=4.0)
+    x[1, 0] = float("inf")
+    x[2, :] = float("-inf")
+    x[3, columns // 2] = float("nan")
+    x[4, : columns // 2] = float("-inf")
+    y = poisoned(5, columns, dtype=dtype)
+    assert rows_.softmax_launcher(5, columns, dtype, dtype, config, DEVICE)(x, y)
+    close(y, torch.softmax(x.double(), -1).to(TORCH[dtype]), dtype, 0.01)
+    y, dy, dx = (
+        torch.softmax(x.float(), -1).to(TORCH[dtype]),
+        rand(5, columns, dtype=dtype),
+        poisoned(5, columns, dtype=dtype),
+    )
+    assert rows_.softmax_backward_launcher(5, columns, (dtype,) * 3, config, DEVICE)(y, dy, dx, 0.5)
+    p, g = y.double(), dy.double()
+    close(dx, 0.5 * p * (g - (p * g).sum(-1, keepdim=True)), dtype, 0.5)
+
+
+@pytest.mark.parametrize("config", ROWS, ids=lambda c: c["strategy"])
+@pytest.mark.parametrize("columns", [7, 64, 101])
+@pytest.mark.parametrize("reduction_", ["none", "sum", "mean"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("last", [True, False])
+def test_cross_entropy(
+    config: Config, columns: int, reduction_: str, smoothing: float, last: bool
+) -> None:
+    rows = 9
+    x = rand(rows, columns, scale=3.0)
+    t = torch.arange(rows) * 5 % columns
+    t[4] = t[8] = 3
+    x[1, (t[1] + 1) % columns] = float("-inf") if not smoothing else 0.0
+    ignore = 3
+    leaf = x.double().requires_grad_()
+    want = F.cross_entropy(
+        leaf, t, reduction=reduction_, ignore_index=ignore, label_smoothing=smoothing
+    )
+    dy = rand(rows) if reduction_ == "none" else torch.tensor([1.7])
+    (grad,) = torch.autograd.grad(want, leaf, dy.double().reshape(want.shape))
+    loss, lse, y, share = poisoned(rows), poisoned(rows), poisoned(1), poisoned(1)
+    dx, ones, counter = poisoned(rows, columns), torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    scale = ones
+    if reduction_ == "mean":
+        scale = poisoned(1)
+        assert cross_entropy.cross_entropy_share_launcher(rows, ignore, DEVICE)(t, scale)
+        close(scale[0], 1 / (t != ignore).sum(), "f32", 0.1)
+    run = cross_entropy.cross_entropy_launcher(
+        rows, columns, "f32", "f32", reduction_, ignore, {**config, "last": last}, DEVICE, smooth=smoothing > 0, save=True, grad=True
+    )  # fmt: skip
+    for _ in range(2):
+        assert run(x, t, loss, lse, dx, scale, y, share, counter, smoothing)
+        assert counter.item() == 0
+        close(loss if reduction_ == "none" else y[0], want.detach(), "f32")
+        unit = torch.autograd.grad(
+            F.cross_entropy(
+                leaf, t, reduction="sum", ignore_index=ignore, label_smoothing=smoothing
+            ),
+            leaf,
+        )[0]
+        close(dx, unit * scale, "f32", 0.1)
+    keep = t != ignore
+    if reduction_ == "mean":
+        assert torch.equal(share, scale)
+    close(lse[keep], torch.logsumexp(x.double(), 1)[keep], "f32")
+    for block in ({"BLOCK_R": 2, "BLOCK_C": 32}, {"BLOCK_R": 1, "BLOCK_C": 128}):
+        dx = poisoned(rows, columns)
+        back = cross_entropy.cross_entropy_backward_launcher(
+            rows, columns, "f32", "f32", reduction_, ignore, {**block, "num_warps": 4}, DEVICE, smooth=smoothing > 0
+        )  # fmt: skip
+        assert back(x, t, lse, dy, share, dx, smoothing)
+        close(dx, grad, "f32", 0.1)
+
+
+@pytest.mark.parametrize("config", ROWS, ids=lambda c: c["strategy"])
+def test_cross_entropy_of_special_rows(config: Config) -> None:
+    x = rand(6, 40, dtype="f16")
+    x[1, 3] = float("nan")
+    x[2, :] = float("-inf")
+    x[3, 5] = float("inf")
+    t = torch.tensor([0, 1, 2, 3, 40, -1])
+    loss, lse, dx = poisoned(6, dtype="f16"), poisoned(6), poisoned(6, 40, dtype="f16")
+    run = cross_entropy.cross_entropy_launcher(
+        6, 40, "f16", "f16", "none", -100, {**config, "last": True}, DEVICE, save=True, grad=True
+    )
+    other = torch.zeros(1)
+    assert run(x, t, loss, lse, dx, torch.ones(1), loss, other, other, 0.0)
+    want = F.cross_entropy(x[:4].double(), t[:4], reduction="none")
+    close(loss[:4], want, "f16")
+    assert loss[4:].isnan().all()
+    assert dx[1:4].isnan().any(1).all()
+    assert dx[4:].isnan().all()
+    nothing = torch.full((6,), -100)
+    y, counter = poisoned(1), torch.zeros(1, dtype=torch.int64)
+    mean = cross_entropy.cross_entropy_launcher(
+        6, 40, "f16", "f32", "mean", -100, {**config, "last": True}, DEVICE
+    )
+    assert mean(x, nothing, lse, lse, x, lse, y, other, counter, 0.0)
+    assert y.isnan().all()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_scale_in_place(factor: float) -> None:
+    y = rand(9000)
+    want = y * factor
+    assert cross_entropy.scale_launcher(9000, "f32", "f32", DEVICE, programs=2)(
+        y, torch.tensor([factor])
+    )
+    assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("columns", [1, 33, 64])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("looped", [True, False])
+def test_layer_norm(columns: int, affine: bool, looped: bool) -> None:
+    rows = 7
+    x, gamma, beta = rand(rows, columns) + 100.0, rand(columns, seed=1), rand(columns, seed=2)
+    wide = [v.double().requires_grad_() for v in (x, gamma, beta)]
+    want = F.layer_norm(
+        wide[0], (columns,), wide[1] if affine else None, wide[2] if affine else None, 1e-5
+    )
+    dy = rand(rows, columns, seed=3)
+    config = {"strategy": "registers", "BLOCK_R": 2, "BLOCK_C": 64, "num_warps": 4}
+    back = {"strategy": "fused", "parts": 2, "BLOCK_R": 2, "BLOCK_C": 64, "num_warps": 4}
+    if looped:
+        config = {"strategy": "looped", "BLOCK_C": 16, "num_warps": 4}
+        back = {
+            "strategy": "split",
+            "parts": 2,
+            "BLOCK_R": 2,
+            "BLOCK_C": 16,
+            "BLOCK": 16,
+            "num_warps": 4,
+        }
+    y, mean, rstd = poisoned(rows, columns), poisoned(rows), poisoned(rows)
+    names = ("f32", "f32", "f32")
+    run = layer_norm.layer_norm_launcher(
+        rows, columns, names, config, DEVICE, has_gamma=affine, has_beta=affine
+    )
+    assert run(x, gamma, beta, y, mean, rstd, 1e-5)
+    loose = 100.0  # x is 100 away from 0, which float32 inputs resolve to 8e-6
+    close(y, want.detach(), "f32", loose)
+    close(mean, x.double().mean(1), "f32")
+    close(rstd, (x.double().var(1, correction=0) + 1e-5).rsqrt(), "f32", loose)
+    statistics = layer_norm.layer_norm_launcher(rows, columns, names, config, DEVICE, has_y=False)
+    again, spread = poisoned(rows), poisoned(rows)
+    assert statistics(x, x, x, x, again, spread, 1e-5)
+    assert torch.equal(again, mean)
+    assert torch.equal(spread, rstd)
+    grads = torch.autograd.grad(want, wide if affine else wide[:1], dy.double())
+    dx, dparams, partial = poisoned(rows, columns), poisoned(2, columns), poisoned(2 * 2 * columns)
+    step = layer_norm.layer_norm_backward_launcher(
+        rows, columns, names, back, DEVICE, has_gamma=affine, need_params=affine
+    )
+    assert step(x, dy, gamma, mean, rstd, dx, dparams, partial)
+    close(dx, grads[0], "f32", loose)
+    if affine:
+        close(dparams, torch.stack(grads[1:]), "f32", loose)

@@ -1,0 +1,87 @@
+"""What the compiler makes of element-wise, reduction, row and score kernels: no spills, no oversized shared memory."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+pytest.importorskip("triton")
+
+from tensorlogic.ops.common import triton_cross_entropy as cross_entropy
+from tensorlogic.ops.common import triton_elementwise as elementwise
+from tensorlogic.ops.common import triton_launch
+from tensorlogic.ops.common import triton_layer_norm as layer_norm
+from tensorlogic.ops.common import triton_reduce as reduction
+from tensorlogic.ops.common import triton_rows as rows
+from tensorlogic.ops.common import triton_scores as scores
+
+MODULES = (cross_entropy, elementwise, layer_norm, reduction, rows, scores)
+ANY = torch.device("cuda", 0)
+
+
+def prepare_all() -> None:
+    """Prepare the first configurations of each family at sizes that matter."""
+    for op in elementwise.ELEMENTWISE:
+        inputs, outputs = elementwise.ELEMENTWISE[op]
+        for modes in (["full"] * inputs, ["full", "row", "one"][:inputs]):
+            names = ["f16"] * (inputs + outputs)
+            for config in elementwise.elementwise_configs(names, 4096, 4096, modes)[:1]:
+                elementwise.elementwise_launcher(op, names, 4096, 4096, modes, config, ANY)
+    for shape in ((1, 1 << 27, 1), (4096, 1000, 1), (1, 4096, 1023)):
+        for kind in ("mean", "max"):
+            for config in reduction.reduce_configs(*shape, "f16")[:1]:
+                reduction.reduce_launcher(kind, "f16", "f16", *shape, config, ANY)
+    for columns in (77, 4096, 32000):
+        names = ("f16", "f16", "f16")
+        for config in rows.softmax_configs(columns, "f16")[:1]:
+            rows.softmax_launcher(4096, columns, "f16", "f16", config, ANY)
+        for config in rows.softmax_configs(columns, "f16", backward=True)[:1]:
+            rows.softmax_backward_launcher(4096, columns, names, config, ANY)
+        for config in layer_norm.layer_norm_configs(columns, "f16")[:1]:
+            layer_norm.layer_norm_launcher(4096, columns, names, config, ANY)
+        for config in layer_norm.layer_norm_backward_configs(4096, columns, "f16")[:1]:
+            layer_norm.layer_norm_backward_launcher(4096, columns, names, config, ANY)
+        for grad in (False, True):
+            for config in cross_entropy.cross_entropy_configs(columns, "f16", grad)[:1]:
+                cross_entropy.cross_entropy_launcher(
+                    4096, columns, "f16", "f16", "mean", -100, config, ANY, smooth=grad, save=grad, grad=grad
+                )  # fmt: skip
+        for config in cross_entropy.cross_entropy_backward_configs(columns, "f16")[:1]:
+            cross_entropy.cross_entropy_backward_launcher(
+                4096, columns, "f16", "f16", "mean", -100, config, ANY
+            )
+    for s, d, dtype, causal, mask in (
+        (2048, 64, "f16", False, "none"), (512, 64, "f16", False, "none"), (333, 128, "bf16", True, "bool"),
+        (1024, 128, "f16", True, "float"), (128, 64, "f32", False, "none"), (1024, 256, "f16", True, "none"),
+    ):  # fmt: skip
+        strides = (16 * s * d, s * d, d)
+        other = "bool" if mask == "bool" else dtype
+        for config in scores.attention_scores_configs(s, s, d, dtype, mask, causal)[:1]:
+            scores.attention_scores_launcher(
+                (4, 16, s, s, d), dtype, dtype, strides, strides, mask, other, (0, 0, s, 1), causal, config, ANY
+            )  # fmt: skip
+
+
+def test_first_configurations_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: dict[triton_launch.CompileJob, None] = {}
+
+    def record(kernel: Any, *, device: torch.device, **options: Any) -> Any:
+        simple = kernel in (elementwise.elementwise_flat, elementwise.elementwise_rows)
+        for sm in (90,) if simple else (80, 90, 100):
+            jobs[triton_launch.compile_job(kernel, sm=sm, **options)] = None
+        return lambda *args: True
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "prepare", record)
+    prepare_all()
+    bad = {}
+    for job, answer in zip(jobs, triton_launch.resources_apart(list(jobs)), strict=True):
+        if isinstance(answer, str) or answer.stack:
+            bad[f"{job.kernel} sm_{job.sm} {job.num_warps} warps {dict(job.constexprs)}"] = answer
+    assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())

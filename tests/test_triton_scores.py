@@ -1,0 +1,61 @@
+"""Attention-score kernels against float64: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .test_triton_rows import DEVICE, Config, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
+
+from tensorlogic.ops.common import triton_scores as scores  # isort: skip  (after the interpreter is asked for)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
+
+SCORES = (
+    {"strategy": "held", "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 1},
+    {"strategy": "sweeps", "BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2},
+    {"strategy": "sweeps", "BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2},
+    {"strategy": "sweeps", "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2},
+)
+
+
+@pytest.mark.parametrize(
+    "config", SCORES, ids=lambda c: f"{c['strategy']}-{c['BLOCK_M']}x{c['BLOCK_N']}"
+)
+@pytest.mark.parametrize("mask", ["none", "bool", "float"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
+def test_attention_scores(config: Config, mask: str, causal: bool, scale: float) -> None:
+    for b, h, s, t, d in ((2, 3, 37, 45, 20), (1, 2, 48, 33, 16)):
+        q, k = rand(b, s, h, d, dtype="f16").transpose(1, 2), rand(b, h, t, d, dtype="f16", seed=1)
+        logits = q.double() @ k.double().mT * scale
+        extra = {"none": q, "bool": rand(1, h, s, t) > 0, "float": rand(b, 1, 1, t) * 2}[mask]
+        if mask == "bool":
+            extra[:, :, 5] = False  # a row that sees nothing
+            logits = logits.masked_fill(~extra, float("-inf"))
+        elif mask == "float":
+            extra[0, 0, 0, 3] = float("-inf")
+            logits = logits + extra.double()
+        if causal:
+            logits = logits.masked_fill(~torch.ones(s, t, dtype=torch.bool).tril(), float("-inf"))
+        strides = extra.expand(b, h, s, t).stride() if mask != "none" else (0,) * 4
+        dtype = {"none": "f16", "bool": "bool", "float": "f32"}[mask]
+        y = poisoned(b, h, s, t, dtype="f16")
+        run = scores.attention_scores_launcher(
+            (b, h, s, t, d), "f16", "f16", q.stride()[:3], k.stride()[:3], mask, dtype, strides, causal, config, DEVICE
+        )  # fmt: skip
+        assert run(q, k, extra, y, scale)
+        close(y, torch.softmax(logits, -1), "f16", 0.1)
+
+
+@pytest.mark.parametrize("config", SCORES[:2], ids=lambda c: c["strategy"])
+def test_attention_scores_keep_nan_and_large_masks(config: Config) -> None:
+    q, k = rand(1, 1, 20, 16), rand(1, 1, 40, 16, seed=1)
+    q[0, 0, 3, 0] = float("nan")
+    lowest = torch.full((1, 1, 1, 40), torch.finfo(torch.float32).min)
+    run = scores.attention_scores_launcher(
+        (1, 1, 20, 40, 16), "f32", "f32", (0, 0, 16), (0, 0, 16), "float", "f32", (0, 0, 0, 1), False, config, DEVICE
+    )  # fmt: skip
+    y = poisoned(1, 1, 20, 40)
+    assert run(q, k, lowest, y, 1.0)
+    close(y, torch.softmax(q @ k.mT + lowest, -1), "f32")

@@ -38,7 +38,10 @@ class _Workers:
         worker = getattr(self.local, "worker", None)
         if worker is None or worker.poll() is not None:
             worker = self.local.worker = subprocess.Popen(
-                [sys.executable, "-m", "tensorlogic.compiling"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             )
             self.processes.append(worker)
         try:
@@ -106,7 +109,7 @@ def _attempt(run: Callable[[], object]) -> str | None:
     return None
 
 
-def _main() -> None:
+def serve() -> None:
     """A worker: jobs in on stdin, None or the reason out on stdout; ends with its parent."""
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a compiler prints must not disturb the protocol
@@ -116,7 +119,3 @@ def _main() -> None:
         except EOFError:
             return
         _send(results, _attempt(job.run))
-
-
-if __name__ == "__main__":
-    _main()

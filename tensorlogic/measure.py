@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -171,7 +172,9 @@ class _Graph:
 def _loop(steps: list[Call], device: torch.device, share_s: float) -> _Loop | _Graph:
     if device.type == "cuda":
         try:
-            return _Graph(steps, device, share_s)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # what a failed capture leaves is said to be empty
+                return _Graph(steps, device, share_s)
         except RuntimeError:  # not capturable: a synchronising or allocating implementation is timed as it runs
             torch.cuda.synchronize(device)
     return _Loop(steps, device, share_s)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-import tensorlogic
-from tensorlogic import stores
+if not torch.cuda.is_available():  # kernels run in Triton's interpreter; it must be asked for before Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import tensorlogic  # noqa: E402
+from tensorlogic import stores  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -30,15 +30,15 @@ def test_layer_norm_and_its_gradient(ops: Any, dtype: torch.dtype) -> None:  # n
         wide = [t.double().requires_grad_() for t in (x, gamma, beta)]
         wanted = F.layer_norm(wide[0], (n,), wide[1], wide[2], 1e-5)
         y, mean, rstd = ops.layer_norm(x, gamma, beta, 1e-5, dtype)
-        close(y, wanted.detach(), dtype, 16 if dtype == torch.float32 else 3)
-        close(ops.layer_norm(x, gamma, beta, 1e-5, torch.float32)[0], wanted.detach(), torch.float32, 16)
-        close(ops.layer_norm(x, None, None, 1e-5, dtype)[0], F.layer_norm(wide[0], (n,)).detach(), dtype, 16)
+        close(y, wanted.detach(), dtype, 64 if dtype == torch.float32 else 3)
+        close(ops.layer_norm(x, gamma, beta, 1e-5, torch.float32)[0], wanted.detach(), torch.float32, 64)
+        close(ops.layer_norm(x, None, None, 1e-5, dtype)[0], F.layer_norm(wide[0], (n,)).detach(), dtype, 64 if dtype == torch.float32 else 3)
         if n == 1 or 0 in shape:
             continue
         grads = torch.autograd.grad(wanted, wide, dy.double())
         for got, exact in zip(ops.layer_norm_backward(dy, x, gamma, mean, rstd), grads, strict=True):
             scale = max(1.0, exact.abs().max().item())
-            close(got / scale, exact / scale, dtype, 16)
+            close(got / scale, exact / scale, dtype, 64 if dtype == torch.float32 else 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,7 +114,7 @@ def test_reductions(ops: Any, dtype: torch.dtype, name: str) -> None:  # noqa: F
         for begin, end in ((0, x.dim()), (x.dim() - 1, x.dim()), (0, 1), (max(x.dim() - 2, 0), x.dim() - 1)):
             dims = tuple(range(begin, end))
             wanted = exact(x.double(), dims, keepdim=True) if dims else x.double()
-            scale = x.abs().double().sum(dims, keepdim=True).max().item() ** 0.5 if name == "sum" and dims else 1.0
+            scale = x.double().norm().item() if name == "sum" and dims else 1.0
             got = reduce(x, begin, end, True)
             assert got.shape == wanted.shape
             close(got / max(scale, 1), wanted / max(scale, 1), dtype)
@@ -156,11 +156,11 @@ def test_skinny_products(ops: Any, dtype: torch.dtype, rows: int) -> None:  # no
         x, w = torch.randn(rows, k).to(dtype), (torch.randn(n, k) * k**-0.5).to(dtype)
         bias, residual = torch.randn(n).to(dtype), torch.randn(rows, n).to(dtype)
         exact = x.double() @ w.double().t()
-        close(ops.linear_skinny(x, w), exact, dtype, 8)
-        close(ops.matmul_skinny(x, w.t().contiguous()), exact, dtype, 8)
+        close(ops.linear_skinny(x, w), exact, dtype, 32 if dtype == torch.float32 else 3)
+        close(ops.matmul_skinny(x, w.t().contiguous()), exact, dtype, 32 if dtype == torch.float32 else 3)
         fused = torch.relu(exact + bias.double() + residual.double())
-        close(ops.linear_skinny(x, w, bias, residual, native.ACTIVATIONS["relu"]), fused, dtype, 8)
-        close(ops.matmul_skinny(x, w.t().contiguous(), bias, residual, native.ACTIVATIONS["relu"]), fused, dtype, 8)
+        close(ops.linear_skinny(x, w, bias, residual, native.ACTIVATIONS["relu"]), fused, dtype, 32 if dtype == torch.float32 else 3)
+        close(ops.matmul_skinny(x, w.t().contiguous(), bias, residual, native.ACTIVATIONS["relu"]), fused, dtype, 32 if dtype == torch.float32 else 3)
     vector = torch.randn(129).to(dtype)
     matrix = torch.randn(67, 129).to(dtype)
     assert ops.linear_skinny(vector, matrix).shape == (67,)

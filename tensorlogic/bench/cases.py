@@ -14,7 +14,10 @@ from torch import Tensor
 import tensorlogic
 
 Fn = Callable[..., Any]
-SQUARE = ("matmul", "fusion")  # categories whose size is the side of a matrix; of the others it is a number of elements
+SQUARE = (
+    "matmul",
+    "fusion",
+)  # categories whose size is the side of a matrix; of the others it is a number of elements
 CATEGORIES = ("matmul", "elementwise", "reduction", "activation", "transfer", "fusion")
 DROP = 0.1  # of dropout_linear
 HEADS, WIDTH = 4, 64  # of attention_scores
@@ -25,7 +28,9 @@ class Maker:
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.dtype, self.device = dtype, device
-        self.generator = torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(seed)
+        self.generator = torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(
+            seed
+        )
 
     def normal(self, *shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
         """Normally distributed, rounded from float32."""
@@ -43,7 +48,9 @@ class Maker:
 
     def labels(self, classes: int, *shape: int) -> Tensor:
         """Class indices."""
-        drawn = torch.randint(0, classes, shape, device=self.generator.device, generator=self.generator)
+        drawn = torch.randint(
+            0, classes, shape, device=self.generator.device, generator=self.generator
+        )
         return drawn.to(self.device)
 
 
@@ -56,7 +63,9 @@ class Recipe:
     inputs: Callable[[int, Maker], tuple[Any, ...]]
     ours: Fn
     eager: Mapping[str, Fn]
-    gpu: Mapping[str, Fn] = field(default_factory=dict)  # PyTorch calls that only GPUs have, half precision only
+    gpu: Mapping[str, Fn] = field(
+        default_factory=dict
+    )  # PyTorch calls that only GPUs have, half precision only
     random: bool = False  # draws its own mask, so outputs of two calls differ
 
     def baselines(self, device: str, dtype: torch.dtype) -> dict[str, Fn]:
@@ -74,11 +83,22 @@ def _residual_inputs(n: int, m: Maker) -> tuple[Any, ...]:
 
 
 def _norm_inputs(n: int, m: Maker) -> tuple[Any, ...]:
-    return m.normal(n, n), m.normal(n, scale=0.1, mean=1.0), m.normal(n, scale=0.1), m.weight(n, n), m.normal(n)
+    return (
+        m.normal(n, n),
+        m.normal(n, scale=0.1, mean=1.0),
+        m.normal(n, scale=0.1),
+        m.weight(n, n),
+        m.normal(n),
+    )
 
 
 def _batch_norm_inputs(n: int, m: Maker) -> tuple[Any, ...]:
-    statistics = (m.normal(n, scale=0.1), m.positive(n), m.normal(n, scale=0.1, mean=1.0), m.normal(n, scale=0.1))
+    statistics = (
+        m.normal(n, scale=0.1),
+        m.positive(n),
+        m.normal(n, scale=0.1, mean=1.0),
+        m.normal(n, scale=0.1),
+    )
     return (*_linear_inputs(n, m), *statistics)
 
 
@@ -111,7 +131,13 @@ def _addmm_relu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 
 PLAIN = (
-    Recipe("matmul", "matmul", lambda n, m: (m.normal(n, n), m.normal(n, n, scale=n**-0.5)), tensorlogic.matmul, {"eager": torch.matmul}),
+    Recipe(
+        "matmul",
+        "matmul",
+        lambda n, m: (m.normal(n, n), m.normal(n, n, scale=n**-0.5)),
+        tensorlogic.matmul,
+        {"eager": torch.matmul},
+    ),
     Recipe("add", "elementwise", _two, tensorlogic.add, {"eager": torch.add}),
     Recipe("mul", "elementwise", _two, tensorlogic.mul, {"eager": torch.mul}),
     Recipe("sum", "reduction", _one, tensorlogic.sum, {"eager": torch.sum}),
@@ -216,7 +242,9 @@ class Case:
     @property
     def id(self) -> str:
         """What tells rows of a result file apart, and matches those of two files."""
-        return " ".join(filter(None, (self.category, self.op, self.detail, str(self.size), self.dtype)))
+        return " ".join(
+            filter(None, (self.category, self.op, self.detail, str(self.size), self.dtype))
+        )
 
     @property
     def seed(self) -> int:
@@ -240,7 +268,13 @@ def transfer(case: Case, m: Maker) -> tuple[Callable[[], Tensor], Tensor]:
 
 def _moving(destination: Tensor, source: Tensor) -> Callable[[], Tensor]:
     devices = {destination.device.type, source.device.type}
-    synchronize = torch.cuda.synchronize if "cuda" in devices else torch.mps.synchronize if "mps" in devices else None
+    synchronize = (
+        torch.cuda.synchronize
+        if "cuda" in devices
+        else torch.mps.synchronize
+        if "mps" in devices
+        else None
+    )
 
     def call() -> Tensor:
         destination.copy_(source, non_blocking=True)

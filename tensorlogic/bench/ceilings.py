@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,18 +13,26 @@ import torch.nn.functional as F
 import tensorlogic
 
 from .. import measure, numerics
+from ..ops.common import products
 from .cases import Maker
 from .results import Ceilings, Row
 
 MIB = 1 << 20
-FOOTPRINTS = {"cpu": (1 << 12, 1 << 15, 1 << 18, MIB, 4 * MIB, 16 * MIB, 64 * MIB), "cuda": (1 << 12, 1 << 16, MIB, 16 * MIB, 128 * MIB, 512 * MIB)}
+FOOTPRINTS = {
+    "cpu": (1 << 12, 1 << 15, 1 << 18, MIB, 4 * MIB, 16 * MIB, 64 * MIB),
+    "cuda": (1 << 12, 1 << 16, MIB, 16 * MIB, 128 * MIB, 512 * MIB),
+}
 SIDES = {"cpu": (1024,), "cuda": (4096, 8192), "mps": (2048, 4096)}
 
 
 def find(device: torch.device, dtypes: Sequence[str], budget_s: float) -> Ceilings:
     """Measure all three; `budget_s` is the time of each single measurement."""
     with torch.no_grad():
-        return Ceilings(_copies(device, budget_s), _products(device, dtypes, budget_s), _launches(device, budget_s))
+        return Ceilings(
+            _copies(device, budget_s),
+            _products(device, dtypes, budget_s),
+            _launches(device, budget_s),
+        )
 
 
 def _copies(device: torch.device, budget_s: float) -> list[tuple[int, float]]:
@@ -31,25 +41,29 @@ def _copies(device: torch.device, budget_s: float) -> list[tuple[int, float]]:
         source = torch.ones(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         target.copy_(source)
-        us = measure.device_samples({"copy": [lambda t=target, s=source: t.copy_(s)]}, device, budget_s).median("copy")
+        copy = partial(target.copy_, source)
+        us = measure.device_samples({"copy": [copy]}, device, budget_s).median("copy")
         found.append((2 * size, float(f"{us:.5g}")))
     return found
 
 
 def _products(device: torch.device, dtypes: Sequence[str], budget_s: float) -> dict[str, float]:
-    """Rates of PyTorch's own products; a CPU multiplies f16 in float32 at best, so float32's rate stands for f16."""
-    slow_half = device.type == "cpu"
-    wanted = list(dict.fromkeys("f32" if slow_half and name == "f16" else name for name in dtypes))
-    rates = {name: max(_rate(device, name, n, budget_s) for n in SIDES[device.type]) for name in wanted}
-    return rates | ({"f16": rates["f32"]} if slow_half and "f16" in dtypes else {})
+    """Rates of PyTorch's own products; a CPU without f16 arithmetic can multiply f16 in float32."""
+    names = list(dict.fromkeys([*dtypes, "f32"] if device.type == "cpu" else dtypes))
+    rates = {
+        name: max(_rate(device, name, n, budget_s) for n in SIDES[device.type]) for name in names
+    }
+    if device.type == "cpu" and "f16" in rates:
+        rates["f16"] = max(rates["f16"], rates["f32"])
+    return rates
 
 
 def _rate(device: torch.device, name: str, n: int, budget_s: float) -> float:
     maker = Maker(numerics.DTYPES[name], device, n)
     a, w = maker.normal(n, n), maker.weight(n, n)
     calls: dict[str, list[measure.Call]] = {"linear": [lambda: F.linear(a, w)]}
-    if device.type == "cpu" and name == "f32" and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        calls["onednn"] = [lambda: torch.ops.mkldnn._linear_pointwise(a, w, None, "none", [], None)]
+    if name == "f32" and products.onednn_available(device.type) is None:
+        calls["onednn"] = [lambda: products.onednn(a, w, None, "none")]
     samples = measure.device_samples(calls, device, budget_s)
     return float(f"{2e-3 * n**3 / min(samples.median(c) for c in calls):.5g}")
 
@@ -57,11 +71,16 @@ def _rate(device: torch.device, name: str, n: int, budget_s: float) -> float:
 def _launches(device: torch.device, budget_s: float) -> dict[str, float]:
     """The smallest addition: what a caller pays PyTorch and us, and on a GPU what the device does."""
     a, b = torch.ones(1, device=device), torch.ones(1, device=device)
-    calls: dict[str, list[measure.Call]] = {"torch": [lambda: torch.add(a, b)], "tensorlogic": [lambda: tensorlogic.add(a, b)]}
+    calls: dict[str, list[measure.Call]] = {
+        "torch": [lambda: torch.add(a, b)],
+        "tensorlogic": [lambda: tensorlogic.add(a, b)],
+    }
     host = measure.host_samples(calls, device, budget_s)
     found = {name: host.median(name) for name in calls}
     if device.type == "cuda":
-        found["device"] = measure.device_samples({"torch": calls["torch"]}, device, budget_s).median("torch")
+        found["device"] = measure.device_samples(
+            {"torch": calls["torch"]}, device, budget_s
+        ).median("torch")
     return {name: float(f"{us:.4g}") for name, us in found.items()}
 
 
@@ -72,7 +91,7 @@ def copy_us(ceilings: Ceilings, moved: float) -> float:
         return points[-1][1] * moved / points[-1][0]
     if moved <= points[0][0]:
         return points[0][1]
-    for (low, low_us), (high, high_us) in zip(points, points[1:], strict=False):
+    for (low, low_us), (high, high_us) in itertools.pairwise(points):
         if moved <= high:
             part = math.log(moved / low) / math.log(high / low)
             return math.exp((1 - part) * math.log(low_us) + part * math.log(high_us))

@@ -33,13 +33,19 @@ def describe(device: torch.device) -> dict[str, Any]:
         "system": platform.platform(),
         "processor": environment(torch.device("cpu")).device,
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": _memory(),
         "gpu": _gpu(device),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "torch_build": torch.__config__.show().splitlines(),
-        "settings": {v.name: v.read() for v in settings.VARIABLES if v.read() and v is not settings.CACHE_DIR and v is not settings.LOCKFILE},
+        "settings": {
+            v.name: v.read()
+            for v in settings.VARIABLES
+            if v.read() and v is not settings.CACHE_DIR and v is not settings.LOCKFILE
+        },
         "tf32": torch.get_float32_matmul_precision(),
     }
 

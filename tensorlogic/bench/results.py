@@ -41,7 +41,9 @@ class Row:
     error: float | None = None  # relative to float64
     eager_error: float | None = None
     baselines: list[str] = field(default_factory=list)  # PyTorch's calls, the literal one first
-    excluded: dict[str, str] = field(default_factory=dict)  # PyTorch's calls whose results did not match, and why
+    excluded: dict[str, str] = field(
+        default_factory=dict
+    )  # PyTorch's calls whose results did not match, and why
     device_us: dict[str, list[float]] = field(default_factory=dict)
     host_us: dict[str, list[float]] = field(default_factory=dict)  # on GPUs: the caller's own time
     evidence: list[dict[str, Any]] = field(default_factory=list)  # every candidate of the key
@@ -70,7 +72,9 @@ class Row:
         known = [b for b in self.baselines if b in samples.values]
         return min(known, key=samples.median) if known and self.subject == OURS else None
 
-    def speed(self, over: str | None = None, clock: str = "device") -> tuple[float, float, float] | None:
+    def speed(
+        self, over: str | None = None, clock: str = "device"
+    ) -> tuple[float, float, float] | None:
         """Time of PyTorch's best call (or of `over`) over ours, with the 95 % interval; above 1 we are faster."""
         other = over or self.best_eager(clock)
         samples = self.samples(clock)
@@ -93,9 +97,13 @@ class Row:
 class Ceilings:
     """The limits of the machine, measured in the run."""
 
-    copy: list[tuple[int, float]] = field(default_factory=list)  # bytes read and written, microseconds
+    copy: list[tuple[int, float]] = field(
+        default_factory=list
+    )  # bytes read and written, microseconds
     gflops: dict[str, float] = field(default_factory=dict)  # of a large product, by dtype
-    launch_us: dict[str, float] = field(default_factory=dict)  # what the smallest call costs, by who pays
+    launch_us: dict[str, float] = field(
+        default_factory=dict
+    )  # what the smallest call costs, by who pays
 
 
 @dataclass
@@ -151,7 +159,9 @@ def load(path: Path) -> Results:
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise Problem(f"{path} does not exist; write one with `tensorlogic bench --json {path}`") from None
+        raise Problem(
+            f"{path} does not exist; write one with `tensorlogic bench --json {path}`"
+        ) from None
     except OSError as problem:
         raise Problem(f"{path} cannot be read: {problem}") from problem
     except ValueError as problem:  # not UTF-8, or not JSON
@@ -159,13 +169,19 @@ def load(path: Path) -> Results:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise Problem(f"{path} is not a result file of `tensorlogic bench`")
     if document.get("schema") != SCHEMA:
-        raise Problem(f"{path} has schema {document.get('schema')!r}; this version reads {SCHEMA}: measure again, or use the version that wrote it")
+        raise Problem(
+            f"{path} has schema {document.get('schema')!r}; this version reads {SCHEMA}: measure again, or use the version that wrote it"
+        )
     try:
         ceilings = _known(Ceilings, document["ceilings"])
         ceilings.copy = [(int(size), float(us)) for size, us in ceilings.copy]
         rows = [_known(Row, r) for r in document["rows"]]
-        results = Results(document["machine"], document["run"], ceilings, rows, document["complete"], Path(path))
-        if not isinstance(results.kind, str) or not all(isinstance(r.device_us, dict) for r in rows):
+        results = Results(
+            document["machine"], document["run"], ceilings, rows, document["complete"], Path(path)
+        )
+        if not isinstance(results.kind, str) or not all(
+            isinstance(r.device_us, dict) for r in rows
+        ):
             raise TypeError("machine or samples")
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise Problem(f"{path} is damaged: {type(problem).__name__} {problem}") from problem

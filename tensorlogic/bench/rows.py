@@ -14,6 +14,7 @@ import tensorlogic
 from .. import measure, numerics, policies, selector, stores, study
 from ..op import Op
 from ..plans import Key
+from ..tuning import Learned
 from .cases import DROP, RECIPES, Case, Maker, Recipe, dropout_error, nbytes, shapes, transfer
 from .results import OURS, Row, rounded
 
@@ -34,7 +35,9 @@ QUICK, FULL = Effort(11, 0.2), Effort(21, 0.5)
 def meet(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[Op, Key, torch.device]]:
     """The keys that one call meets, by making it."""
     met: list[tuple[Op, Key, torch.device]] = []
-    watching = replace(policies.current(), tune="off", observer=lambda *seen: met.append(seen), entries={})
+    watching = replace(
+        policies.current(), tune="off", observer=lambda *seen: met.append(seen), entries={}
+    )
     with policies.use(watching):
         fn(*args)
     return met
@@ -67,12 +70,16 @@ def _transfer(row: Row, case: Case, device: torch.device, effort: Effort) -> Non
     call, source = transfer(case, Maker(numerics.DTYPES[case.dtype], device, case.seed))
     row.shapes, row.baselines = [list(source.shape)], ["eager"]
     moved = source.numel() * source.element_size()
-    row.bytes = float(moved if device.type != "cpu" else 2 * moved)  # over a bus once; in memory read and written
+    row.bytes = float(
+        moved if device.type != "cpu" else 2 * moved
+    )  # over a bus once; in memory read and written
     if not torch.equal(call().cpu(), source.cpu()):
         row.status, row.reason = "refused", "wrong: the destination differs from the source"
         return
     row.candidate, row.error = "torch.eager", 0.0
-    samples = measure.device_samples({"eager": [call]}, torch.device("cpu"), effort.budget_s, effort.rounds)  # waited for: a host's clock
+    samples = measure.device_samples(
+        {"eager": [call]}, torch.device("cpu"), effort.budget_s, effort.rounds
+    )  # waited for: a host's clock
     row.device_us = rounded(samples.values)
 
 
@@ -85,13 +92,17 @@ def _operation(row: Row, case: Case, device: torch.device, effort: Effort) -> No
     if row.status != "ok":
         return
     bound = {name: [_bound(fn, args) for args in sets] for name, fn in calls.items()}
-    row.device_us = rounded(measure.device_samples(bound, device, effort.budget_s, effort.rounds).values)
+    row.device_us = rounded(
+        measure.device_samples(bound, device, effort.budget_s, effort.rounds).values
+    )
     if device.type == "cuda":
-        row.host_us = rounded(measure.host_samples(bound, device, effort.budget_s / 2, effort.rounds).values)
+        row.host_us = rounded(
+            measure.host_samples(bound, device, effort.budget_s / 2, effort.rounds).values
+        )
 
 
 @torch.no_grad()
-def tuned(case: Case, device: torch.device) -> tensorlogic.tuning.Learned | None:
+def tuned(case: Case, device: torch.device) -> Learned | None:
     """Measure the keys of a case; None when its inputs do not fit (its row will say so)."""
     try:
         return tensorlogic.tune(RECIPES[case.op].ours, *inputs(case, device)[0])
@@ -109,11 +120,17 @@ def _choice(row: Row, recipe: Recipe, args: tuple[Any, ...]) -> None:
     decision = selector.decide(op, key, device, policies.current())
     plan = stores.current(device).get(key)
     row.key, row.flops, row.bytes = key.text, op.flops(key), op.traffic(key)
-    row.candidate, row.captured, row.source = decision.eager[0], decision.captured[0], decision.source
+    row.candidate, row.captured, row.source = (
+        decision.eager[0],
+        decision.captured[0],
+        decision.source,
+    )
     row.evidence = [asdict(e) for e in plan.evidence] if plan else []
 
 
-def _right(row: Row, recipe: Recipe, baselines: Mapping[str, Callable[..., Any]], args: tuple[Any, ...]) -> dict[str, Callable[..., Any]]:
+def _right(
+    row: Row, recipe: Recipe, baselines: Mapping[str, Callable[..., Any]], args: tuple[Any, ...]
+) -> dict[str, Callable[..., Any]]:
     """Our call and PyTorch's, those whose results match; the row is refused when ours does not."""
     calls = {OURS: recipe.ours, **baselines}
     row.baselines = list(baselines)
@@ -134,7 +151,9 @@ def _right(row: Row, recipe: Recipe, baselines: Mapping[str, Callable[..., Any]]
 Checked = dict[str, tuple[str | None, float]]
 
 
-def _compared(calls: Mapping[str, Callable[..., Any]], literal: str, args: tuple[Any, ...]) -> Checked:
+def _compared(
+    calls: Mapping[str, Callable[..., Any]], literal: str, args: tuple[Any, ...]
+) -> Checked:
     """Each output against the literal composition in float64 and in the dtype itself, every element."""
     reference = calls[literal](*[numerics.wide(a) if isinstance(a, Tensor) else a for a in args])
     plain = calls[literal](*args)
@@ -146,10 +165,14 @@ def _compared(calls: Mapping[str, Callable[..., Any]], literal: str, args: tuple
     return found
 
 
-def _masked(calls: Mapping[str, Callable[..., Any]], literal: str, args: tuple[Any, ...]) -> Checked:
+def _masked(
+    calls: Mapping[str, Callable[..., Any]], literal: str, args: tuple[Any, ...]
+) -> Checked:
     """Dropout draws anew at each call, so it is looked at through a weight that changes nothing."""
     x, weight, bias = args
-    through = torch.nn.Parameter(torch.eye(*weight.shape, dtype=weight.dtype, device=weight.device), requires_grad=False)
+    through = torch.nn.Parameter(
+        torch.eye(*weight.shape, dtype=weight.dtype, device=weight.device), requires_grad=False
+    )
     found: Checked = {}
     for name, fn in calls.items():
         error, reason = dropout_error(fn(x, through, torch.zeros_like(bias)), x, DROP)
@@ -164,11 +187,20 @@ def kernels(cases: Sequence[Case], device: torch.device) -> list[Any]:
         if case.category == "transfer":
             continue
         recipe = RECIPES[case.op]
-        for op, key, where in meet(recipe.ours, recipe.inputs(case.size, Maker(numerics.DTYPES[case.dtype], device, case.seed))):
+        for op, key, where in meet(
+            recipe.ours,
+            recipe.inputs(case.size, Maker(numerics.DTYPES[case.dtype], device, case.seed)),
+        ):
             if stores.complete(op, stores.current(where).get(key), key):
                 continue
-            able = [c for c in op.candidates.values() if not c.available(key.device) and not c.supports(key)]
-            jobs += [job for c in able for config in c.configs(key) for job in c.jobs(key, config, where)]
+            able = [
+                c
+                for c in op.candidates.values()
+                if not c.available(key.device) and not c.supports(key)
+            ]
+            jobs += [
+                job for c in able for config in c.configs(key) for job in c.jobs(key, config, where)
+            ]
     return jobs
 
 

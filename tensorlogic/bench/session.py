@@ -13,11 +13,13 @@ import torch
 
 import tensorlogic
 
-from .. import compiling, settings
+from .. import compiling, settings, stores
+from ..plans import PlanStore
+from ..tuning import Learned
 from . import ceilings, machine, rows, suites
 from .cases import Case
 from .problems import Problem
-from .results import Results, load
+from .results import Results, Row, load
 
 SAVE_EVERY_S = 5.0
 METHOD = {
@@ -35,7 +37,13 @@ Tick = Callable[[int, int, str], None]
 def pick_device(name: str | None) -> torch.device:
     """The named device, or the best one here; Problem when it is absent."""
     if name is None:
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = (
+            "cuda"
+            if torch.cuda.is_available()
+            else "mps"
+            if torch.backends.mps.is_available()
+            else "cpu"
+        )
     try:
         device = torch.device(name)
     except RuntimeError as problem:
@@ -44,10 +52,16 @@ def pick_device(name: str | None) -> torch.device:
         raise Problem(f"device is {name!r}; cpu, cuda, cuda:N or mps is required")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise Problem("device is 'cuda', but PyTorch sees no CUDA device here; `tensorlogic doctor` says what is missing")
+            raise Problem(
+                "device is 'cuda', but PyTorch sees no CUDA device here; `tensorlogic doctor` says what is missing"
+            )
         if device.index is not None and device.index >= torch.cuda.device_count():
-            raise Problem(f"device is {name!r}, but there are {torch.cuda.device_count()} CUDA devices here")
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+            raise Problem(
+                f"device is {name!r}, but there are {torch.cuda.device_count()} CUDA devices here"
+            )
+        device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise Problem("device is 'mps', but there is no Apple GPU here")
     return device
@@ -84,16 +98,22 @@ def bench(
     cases = suites.cases(selection)
     effort = rows.QUICK if quick else rows.FULL
     before = machine.state(where)
-    run = {"quick": quick, "selection": asdict(selection), "effort": asdict(effort), "method": METHOD, "before": before}
+    run = {
+        "quick": quick,
+        "selection": asdict(selection),
+        "effort": asdict(effort),
+        "method": METHOD,
+        "before": before,
+    }
     results = Results(machine.describe(where), run)
     run["busy"] = machine.busy(before, results.machine["usable_cores"])
     path = Path(json) if json is not None else _default_path(results)
-    known = _resumed(results, path) if resume else {}
+    results.rows = _kept(results, path) if resume else []
     results.write(path)
     begin = time.perf_counter()
     try:
         with tensorlogic.policy(tune="off"):
-            _measure(results, cases, known, where, effort, tick)
+            _measure(results, cases, where, effort, tick)
         results.complete = True
     except KeyboardInterrupt:
         run["interrupted"] = True
@@ -103,42 +123,93 @@ def bench(
     return results
 
 
-def _measure(results: Results, cases: list[Case], known: dict[str, rows.Row], device: torch.device, effort: rows.Effort, tick: Tick) -> None:
-    todo = [c for c in cases if c.id not in known]
-    tick(0, len(cases), "limits of this machine")
-    results.ceilings = ceilings.find(device, list(dict.fromkeys(c.dtype for c in cases)), effort.budget_s)
+def _measure(
+    results: Results, cases: list[Case], device: torch.device, effort: rows.Effort, tick: Tick
+) -> None:
+    have = {r.id for r in results.rows}
+    todo = [c for c in cases if c.id not in have]
+    tick(0, len(todo), "limits of this machine")
+    dtypes = list(dict.fromkeys(c.dtype for c in cases))
+    results.ceilings = ceilings.find(device, dtypes, effort.budget_s)
     if device.type == "cuda":
-        _prepare(todo, len(cases), device, tick)
+        _prepare(todo, device, tick)
     saved = time.monotonic()
-    for done, case in enumerate(cases):
-        tick(done, len(cases), case.id)
-        results.rows.append(known[case.id] if case.id in known else rows.measured(case, device, effort))
+    for done, case in enumerate(todo):
+        tick(done, len(todo), case.id)
+        results.rows.append(rows.measured(case, device, effort))
         if time.monotonic() - saved > SAVE_EVERY_S and results.path is not None:
             results.write(results.path)
             saved = time.monotonic()
-    tick(len(cases), len(cases), "done")
+    order = {case.id: i for i, case in enumerate(cases)}
+    results.rows.sort(key=lambda r: order.get(r.id, len(order)))
+    tick(len(todo), len(todo), "done")
 
 
-def _prepare(cases: list[Case], total: int, device: torch.device, tick: Tick) -> None:
+def _prepare(cases: list[Case], device: torch.device, tick: Tick) -> None:
     """Compile in all workers and measure every key before the first row is timed, so that no compiler disturbs a row."""
     with torch.no_grad():
         compiling.submit(rows.kernels(cases, device))
-    for case in cases:
+    for done, case in enumerate(cases):
         if case.category != "transfer":
-            tick(0, total, f"tuning {case.id}")
+            tick(done, len(cases), f"tuning {case.id}")
             rows.tuned(case, device)
 
 
-def _resumed(results: Results, path: Path) -> dict[str, rows.Row]:
+def _kept(results: Results, path: Path) -> list[Row]:
+    """Rows of an earlier, interrupted run on this machine."""
     if not path.exists():
-        return {}
+        return []
     earlier = load(path)
     if earlier.machine["id"] != results.machine["id"]:
-        raise Problem(f"{path} was measured on another machine or with other software; it cannot be resumed here")
-    return {r.id: r for r in earlier.rows}
+        raise Problem(
+            f"{path} was measured on another machine or with other software; "
+            "it cannot be resumed here"
+        )
+    return earlier.rows
 
 
 def _default_path(results: Results) -> Path:
-    model = re.sub(r"[^a-z0-9]+", "-", str(results.machine["environment"]["device"]).lower()).strip("-")[:40]
+    model = re.sub(r"[^a-z0-9]+", "-", str(results.machine["environment"]["device"]).lower()).strip(
+        "-"
+    )[:40]
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     return settings.cache_folder() / "bench" / f"{model}-{stamp}.json"
+
+
+def tune(
+    *,
+    quick: bool = False,
+    ops: Iterable[str] = (),
+    sizes: Iterable[int] = (),
+    dtypes: Iterable[str] = (),
+    device: str | None = None,
+    tick: Tick = lambda done, total, text: None,
+) -> str:
+    """Measure the keys of the selected cases and remember the choices; returns one line about them."""
+    where = pick_device(device)
+    chosen = suites.cases(
+        suites.Selection(where.type, quick, tuple(ops), tuple(sizes), tuple(dtypes))
+    )
+    cases = [c for c in chosen if c.category != "transfer"]
+    total = Learned()
+    if where.type == "cuda":
+        with torch.no_grad():
+            compiling.submit(rows.kernels(cases, where))
+    for done, case in enumerate(cases):
+        tick(done, len(cases), case.id)
+        learned = rows.tuned(case, where)
+        if learned is None:
+            total.unmeasured.append(case.id)
+            continue
+        total.plans += learned.plans
+        total.known += learned.known
+        total.unmeasured += learned.unmeasured
+        total.seconds += learned.seconds
+    tick(len(cases), len(cases), "done")
+    return str(total)
+
+
+def store(device: str | None) -> tuple[PlanStore, torch.device]:
+    """The plan store of a device, and the device."""
+    where = pick_device(device)
+    return stores.current(where), where

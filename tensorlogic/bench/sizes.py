@@ -12,7 +12,9 @@ def parse(text: str) -> int:
     unit = UNITS.get(text[-1:].upper())
     digits = text[:-1] if unit else text
     if not digits.isdecimal() or int(digits) == 0:
-        raise Problem(f"size is {text!r}; a whole number from 1, also with K, M or G (powers of 1024), is required")
+        raise Problem(
+            f"size is {text!r}; a whole number from 1, also with K, M or G (powers of 1024), is required"
+        )
     return int(digits) * (unit or 1)
 
 

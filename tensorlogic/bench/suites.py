@@ -10,12 +10,13 @@ from .problems import Problem
 
 K, M = 1 << 10, 1 << 20
 LARGEST_SIDE = 32 * K
-SIZES = {  # category -> sizes on any device, and those a GPU adds
+Sides = tuple[int, ...]
+SIZES: dict[str, tuple[Sides, Sides]] = {  # category -> sizes on any device, and those a GPU adds
     "matmul": ((64, 128, 256, 512, 1024), (2048, 4096, 8192)),
     "fusion": ((128, 256, 512, 1024), (2048, 4096, 8192)),
     "flat": ((K, 10 * K, 100 * K, M), (128 * M,)),
 }
-QUICK = {
+QUICK: dict[str, dict[str, Sides]] = {
     "cpu": {"matmul": (64, 256, 512), "fusion": (128, 512), "flat": (K, M)},
     "gpu": {"matmul": (128, 1024, 4096), "fusion": (128, 1024, 4096), "flat": (K, M, 128 * M)},
 }
@@ -36,7 +37,9 @@ class Selection:
         names = (*CATEGORIES, *RECIPES)
         for op in self.ops:
             if op not in names:
-                raise Problem(f"op is {op!r}; one of these operations or categories is required: {', '.join(names)}")
+                raise Problem(
+                    f"op is {op!r}; one of these operations or categories is required: {', '.join(dict.fromkeys(names))}"
+                )
         for dtype in self.dtypes:
             if dtype not in DTYPES:
                 raise Problem(f"dtype is {dtype!r}; one of {', '.join(DTYPES)} is required")
@@ -46,7 +49,9 @@ def cases(selection: Selection) -> list[Case]:
     """The cases of a selection, in the order of the report."""
     chosen = list(_cases(selection))
     if not chosen:
-        raise Problem(f"nothing to measure: no size of the selected operations is among {', '.join(map(str, selection.sizes))}")
+        raise Problem(
+            f"nothing to measure: no size of the selected operations is among {', '.join(map(str, selection.sizes))}"
+        )
     return chosen
 
 
@@ -58,7 +63,9 @@ def _cases(s: Selection) -> Iterator[Case]:
     for detail in TRANSFERS[s.device]:
         if _wanted(s, "transfer", "transfer"):
             for size in _sizes(s, "transfer"):
-                yield Case("transfer", "transfer", size, (s.dtypes or ("f16",))[0], s.device, detail)
+                yield Case(
+                    "transfer", "transfer", size, (s.dtypes or ("f16",))[0], s.device, detail
+                )
     for recipe in fused:
         yield from _of(s, recipe.category, recipe.op)
 

@@ -391,14 +391,7 @@ def scale_launcher(
     """A callable (y, scale) -> bool: y *= scale in place, and no memory traffic where the scale is 1."""
     tiles = triton.cdiv(count, 4096)
     return prepare(
-        scale_unless_one,
-        grid=(min(tiles, programs), 1, 1),
-        pointers={"y_ptr": dtype, "scale_ptr": scale_dtype},
-        integers={"N": count, "PROGRAMS": min(tiles, programs)},
-        floats=(),
-        constexprs={"BLOCK": 4096},
-        num_warps=4,
-        num_stages=1,
-        device=device,
-        align=align,
-    )
+        scale_unless_one, grid=(min(tiles, programs), 1, 1), pointers={"y_ptr": dtype, "scale_ptr": scale_dtype},
+        integers={"N": count, "PROGRAMS": min(tiles, programs)}, floats=(), constexprs={"BLOCK": 4096},
+        num_warps=4, num_stages=1, device=device, align=align,
+    )  # fmt: skip

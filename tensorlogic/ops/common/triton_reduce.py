@@ -186,7 +186,10 @@ def reduce_configs(
             configs.append(config)
 
     if inner == 1:
-        for block, warps, per in ((8192, 8, 1), (4096, 4, 8), (8192, 16, 1), (4096, 8, 2)):
+        order = ((8192, 8, 1), (4096, 4, 8), (8192, 16, 1), (4096, 8, 2))
+        if reduce * outer > 2**22:  # bytes in flight on every SM count for more than the finish
+            order = ((4096, 4, 8), (8192, 8, 4), (8192, 16, 2), (8192, 8, 1))
+        for block, warps, per in order:
             block //= wide
             parts = max(1, min(-(-reduce // block), multiprocessors * per // outer))
             for last in (True, False) if per != 2 else (True,):

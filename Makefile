@@ -1,0 +1,47 @@
+# make bench   set up, then the quick benchmark: a table on screen and a result file
+# make test    set up, then formatting, lint, types and tests
+# make tables  write the tables of README.md anew from benchmarks/results/
+#
+# Without a virtual environment, where everything is installed already:  make bench PYTHON=python3 VENV=
+# A PyTorch of your own choice:  make bench TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+
+SHELL := bash
+BASE ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+RESULT ?= reports/bench.json
+BENCH ?= --quick
+
+ifeq ($(strip $(VENV)),)
+PYTHON ?= python3
+READY :=
+else
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+.PHONY: bench test tables setup clean
+bench: setup
+	$(PYTHON) -m tensorlogic.cli bench $(BENCH) --json $(RESULT)
+
+test: setup
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+	$(PYTHON) -m tensorlogic.bench.readme --check README.md
+	$(PYTHON) -m pytest
+
+tables: setup
+	$(PYTHON) -m tensorlogic.bench.readme README.md
+
+setup: $(READY)
+	@if [ -f tools/build_native.py ]; then $(PYTHON) tools/build_native.py || echo "the native library was not built: CPU kernels of ours stay off (tensorlogic doctor says what that costs)"; fi
+
+$(VENV)/.ready: pyproject.toml
+	$(BASE) -m venv $(VENV)
+	$(PYTHON) -c "import torch" 2>/dev/null || $(PYTHON) -m pip install --quiet $(TORCH)
+	$(PYTHON) -m pip install --quiet --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) reports

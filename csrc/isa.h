@@ -1,0 +1,15 @@
+// Which instruction set serves: found at run time, or forced by a test.
+#pragma once
+
+#include <string>
+
+#include "kernels.h"
+
+namespace tensorlogic {
+
+const Kernels& kernels();                       // the table in use
+std::string isa_name();                         // "portable", "avx2" or "avx512"
+std::string isa_features();                     // comma-separated: levels and features this machine has
+std::string set_isa(const std::string& level);  // "auto" or a level; returns the previous one; throws if unknown
+
+}  // namespace tensorlogic

@@ -1,0 +1,157 @@
+// What the kernels of one instruction set offer to the operators: a table of functions over raw contiguous memory.
+// Kernels own no threads and no memory: the caller splits the work and provides outputs and scratch.
+#pragma once
+
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
+
+namespace tensorlogic {
+
+enum class DType : int32_t { f32, f16, bf16 };
+struct f16 {
+  uint16_t bits;
+};
+struct bf16 {
+  uint16_t bits;
+};
+constexpr int64_t item_size(DType t) { return t == DType::f32 ? 4 : 2; }
+
+enum class Activation : int32_t { none, relu, gelu, gelu_tanh, silu };
+
+// Backward formulas take dy first. `relu_bwd` and its kin take the forward's output, the others its inputs.
+enum class Elementwise : int32_t {
+  add, sub, mul, div, add_relu, mul_relu, affine, neg, relu, gelu, gelu_tanh, silu,
+  relu_bwd, gelu_bwd, gelu_tanh_bwd, silu_bwd, mul_bwd, mul_relu_bwd, div_bwd
+};  // clang-format: keep the list on few lines
+
+enum class Reduction : int32_t { sum, mean, max, min };
+
+// How an operand meets the [rows, cols] output: whole, a [cols] vector, a [rows, 1] column, or one element.
+enum class Mode : int32_t { full, row, column, one };
+
+struct Operand {
+  const void* data;
+  Mode mode;
+};
+
+struct ElementwiseCall {
+  Elementwise op;
+  DType dtype;
+  Operand in[3];
+  void* out[2];
+  int64_t cols;
+  bool stream;  // write past the caches
+};
+
+struct EpilogueCall {  // y = activation(acc + bias + residual), acc [rows, cols]
+  Activation activation;
+  DType acc_dtype, dtype;  // dtype is that of bias, residual and y
+  const void* acc;
+  const void* bias;      // [cols] or null
+  const void* residual;  // [rows, cols] or null
+  void* y;
+  void* pre;  // what the activation saw, or null
+  int64_t cols;
+  bool stream;
+};
+
+struct LayerNormCall {
+  DType in, out;
+  const void* x;
+  const float* gamma;  // [cols] or null
+  const float* beta;   // [cols] or null
+  void* y;
+  float* mean;  // [rows]
+  float* rstd;  // [rows]
+  int64_t cols;
+  float eps;
+};
+
+struct LayerNormBackwardCall {
+  DType dtype;
+  const void* dy;
+  const void* x;
+  const float* gamma;  // [cols] or null
+  const float* mean;
+  const float* rstd;
+  void* dx;
+  float* dgamma;  // [cols], added to
+  float* dbeta;   // [cols], added to
+  int64_t cols;
+};
+
+struct SoftmaxCall {  // y = softmax(scale * x + mask) over the last dimension
+  DType in, out;
+  const void* x;
+  void* y;
+  const void* mask;     // added, in mask_dtype; or null
+  const uint8_t* keep;  // 0 means excluded; or null
+  DType mask_dtype;
+  int64_t mask_dims;  // a row's place in the mask: its index in these dimensions, innermost first
+  int64_t mask_sizes[8], mask_strides[8];
+  int64_t cols;
+  int64_t causal_rows;  // > 0: row r sees columns 0 .. r % causal_rows
+  float scale;
+};
+
+struct CrossEntropyCall {
+  DType dtype;
+  const void* logits;
+  const int64_t* target;
+  float* loss;  // [rows]
+  float* lse;   // [rows]
+  int64_t cols;
+  int64_t ignore_index;
+  float smoothing;
+};
+
+struct CrossEntropyBackwardCall {
+  DType dtype;
+  const void* logits;
+  const int64_t* target;
+  const float* lse;
+  const float* dloss;  // [rows]
+  void* dlogits;
+  int64_t cols;
+  int64_t ignore_index;
+  float smoothing;
+  bool stream;
+};
+
+struct DropoutCall {  // y[i] = uniform(seed, offset, i) >= p ? x[i] * scale : 0
+  DType dtype;
+  const void* x;
+  void* y;
+  uint64_t seed, offset;
+  float p, scale;
+};
+
+struct Kernels {
+  const char* name;
+  int width;  // float32 lanes
+  void (*elementwise)(const ElementwiseCall&, int64_t begin, int64_t end);
+  void (*convert)(DType from, DType to, const void* x, void* y, int64_t n, bool stream);
+  void (*epilogue)(const EpilogueCall&, int64_t begin, int64_t end);
+  void (*dropout)(const DropoutCall&, int64_t begin, int64_t end);
+  void (*layer_norm)(const LayerNormCall&, int64_t begin, int64_t end);
+  void (*layer_norm_backward)(const LayerNormBackwardCall&, int64_t begin, int64_t end);
+  void (*softmax)(const SoftmaxCall&, int64_t begin, int64_t end);
+  void (*softmax_backward)(DType, const void* dy, const void* y, void* dx, int64_t cols, float scale, int64_t begin,
+                           int64_t end);
+  void (*cross_entropy)(const CrossEntropyCall&, int64_t begin, int64_t end);
+  void (*cross_entropy_backward)(const CrossEntropyBackwardCall&, int64_t begin, int64_t end);
+  // One run of n contiguous elements to one value; n elements per call bounds the float32 error.
+  float (*reduce)(Reduction, DType, const void* x, int64_t n);
+  // acc[j] (op)= x[i * stride + j] for i < n, j < cols; acc holds sums, or running extremes.
+  void (*reduce_columns)(Reduction, DType, const void* x, float* acc, int64_t n, int64_t cols, int64_t stride);
+  // y[r] = sum_k w[r * K + k] * x[k], rows begin..end of w
+  void (*dot_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N, int64_t begin,
+                   int64_t end);
+  // y[m, j] += sum_k x[m, k] * w[k * N + j], columns begin..end
+  void (*axpy_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N, int64_t begin,
+                    int64_t end);
+};
+
+}  // namespace tensorlogic

@@ -1,0 +1,256 @@
+// Element-wise formulas over contiguous memory, float32 inside, rounded once: one pass, any mix of broadcast operands.
+#pragma once
+
+namespace tensorlogic::TENSORLOGIC_ISA {
+
+// One input of a run of elements. A repeated element lies W times in a buffer and has mask 0, so that it costs no branch.
+template <class T>
+struct Source {
+  const T* p;
+  int64_t mask;
+  template <class Lanes>
+  INLINE_MEMBER vf at(int64_t i, Lanes lanes) const {
+    return load(p + (i & mask), lanes);
+  }
+};
+
+struct Pair {
+  vf first, second;
+};
+
+template <class T, Elementwise O>
+INLINE Pair combine(vf a, vf b, vf c) {
+  using E = Elementwise;
+  vf zero = set1(0.0f), y = a;
+  if constexpr (O == E::add) y = a + b;
+  if constexpr (O == E::sub) y = a - b;
+  if constexpr (O == E::mul) y = a * b;
+  if constexpr (O == E::div) y = a / b;
+  if constexpr (O == E::add_relu) y = relu(a + b);
+  if constexpr (O == E::mul_relu) y = relu(a * b);
+  if constexpr (O == E::affine) y = fma(a, b, c);
+  if constexpr (O == E::neg) y = -a;
+  if constexpr (O == E::relu) y = relu(a);
+  if constexpr (O == E::gelu) y = gelu<T>(a);
+  if constexpr (O == E::gelu_tanh) y = gelu_tanh<T>(a);
+  if constexpr (O == E::silu) y = silu<T>(a);
+  if constexpr (O == E::relu_bwd) y = b <= zero ? zero : a;
+  if constexpr (O == E::gelu_bwd) y = a * gelu_grad<T>(b);
+  if constexpr (O == E::gelu_tanh_bwd) y = a * gelu_tanh_grad<T>(b);
+  if constexpr (O == E::silu_bwd) y = a * silu_grad<T>(b);
+  if constexpr (O == E::mul_bwd) return {a * c, a * b};
+  if constexpr (O == E::mul_relu_bwd) {
+    vf d = b * c <= zero ? zero : a;
+    return {d * c, d * b};
+  }
+  if constexpr (O == E::div_bwd) {
+    y = a / c;
+    return {y, -y * (b / c)};
+  }
+  return {y, y};
+}
+
+constexpr int inputs_of(Elementwise op) {
+  using E = Elementwise;
+  if (op >= E::mul_bwd || op == E::affine) return 3;
+  if (op >= E::neg && op <= E::silu) return 1;
+  return 2;
+}
+
+template <class T, Elementwise O>
+struct Formula {
+  static constexpr int inputs = inputs_of(O), outputs = O >= Elementwise::mul_bwd ? 2 : 1;
+  Source<T> in[3];
+  template <class Lanes>
+  INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
+    vf a = in[0].at(i, lanes), b = a, c = a;
+    if constexpr (inputs > 1) b = in[1].at(i, lanes);
+    if constexpr (inputs > 2) c = in[2].at(i, lanes);
+    return combine<T, O>(a, b, c);
+  }
+};
+
+// y[i] = e.at(i), i < n; y and z may be inputs. Iterations are independent: the processor overlaps them by itself.
+template <class T, class E>
+INLINE void emit(const E& e, T* y, T* z, int64_t n, bool past_caches) {
+  int64_t i = 0;
+  past_caches &= reinterpret_cast<uintptr_t>(y) % 64 == 0;
+  for (; i + W <= n; i += W) {
+    Pair v = e.at(i, All{});
+    if (past_caches)
+      stream(y + i, v.first);
+    else
+      store(y + i, v.first, All{});
+    if constexpr (E::outputs > 1) store(z + i, v.second, All{});
+  }
+  if (i < n) {
+    Some lanes{n - i};
+    Pair v = e.at(i, lanes);
+    store(y + i, v.first, lanes);
+    if constexpr (E::outputs > 1) store(z + i, v.second, lanes);
+  }
+  if (past_caches) fence();
+}
+
+template <class T>
+struct Repeated {
+  T values[W];
+  Source<T> of(const T* p) {
+    for (T& v : values) v = *p;
+    return {values, 0};
+  }
+};
+
+template <class T, Elementwise O>
+static void elementwise_run(const ElementwiseCall& call, int64_t begin, int64_t end) {
+  T* y = static_cast<T*>(call.out[0]);
+  T* z = static_cast<T*>(call.out[1]);
+  bool by_rows = false;
+  Formula<T, O> formula{};
+  Repeated<T> one[3];
+  for (int k = 0; k < formula.inputs; ++k) {
+    const T* p = static_cast<const T*>(call.in[k].data);
+    if (call.in[k].mode == Mode::one) formula.in[k] = one[k].of(p);
+    if (call.in[k].mode == Mode::full) formula.in[k] = {p + begin, -1};
+    by_rows |= call.in[k].mode == Mode::row || call.in[k].mode == Mode::column;
+  }
+  if (!by_rows) {
+    emit(formula, y + begin, z + begin, end - begin, call.stream && formula.outputs == 1);
+    return;
+  }
+  for (int64_t at = begin; at < end;) {
+    int64_t row = at / call.cols, col = at - row * call.cols;
+    int64_t n = call.cols - col < end - at ? call.cols - col : end - at;
+    for (int k = 0; k < formula.inputs; ++k) {
+      const T* p = static_cast<const T*>(call.in[k].data);
+      if (call.in[k].mode == Mode::full) formula.in[k] = {p + at, -1};
+      if (call.in[k].mode == Mode::row) formula.in[k] = {p + col, -1};
+      if (call.in[k].mode == Mode::column) formula.in[k] = one[k].of(p + row);
+    }
+    emit(formula, y + at, z + at, n, call.stream && formula.outputs == 1);
+    at += n;
+  }
+}
+
+template <class T>
+static void elementwise_of(const ElementwiseCall& call, int64_t begin, int64_t end) {
+  using E = Elementwise;
+#define CASE(op) \
+  case E::op:    \
+    return elementwise_run<T, E::op>(call, begin, end);
+  switch (call.op) {
+    CASE(add) CASE(sub) CASE(mul) CASE(div) CASE(add_relu) CASE(mul_relu) CASE(affine) CASE(neg) CASE(relu)
+    CASE(gelu) CASE(gelu_tanh) CASE(silu) CASE(relu_bwd) CASE(gelu_bwd) CASE(gelu_tanh_bwd) CASE(silu_bwd)
+    CASE(mul_bwd) CASE(mul_relu_bwd) CASE(div_bwd)
+  }
+#undef CASE
+}
+
+// Calls f with a value of the element type: the one place where a dtype becomes a type.
+#define DISPATCH(dtype, T, ...)      \
+  switch (dtype) {                   \
+    case DType::f32: {               \
+      using T = float;               \
+      __VA_ARGS__;                   \
+      break;                         \
+    }                                \
+    case DType::f16: {               \
+      using T = f16;                 \
+      __VA_ARGS__;                   \
+      break;                         \
+    }                                \
+    case DType::bf16: {              \
+      using T = bf16;                \
+      __VA_ARGS__;                   \
+      break;                         \
+    }                                \
+  }
+
+static void elementwise(const ElementwiseCall& call, int64_t begin, int64_t end) {
+  DISPATCH(call.dtype, T, elementwise_of<T>(call, begin, end))
+}
+
+template <class S>
+struct Convert {
+  static constexpr int outputs = 1;
+  Source<S> x;
+  template <class Lanes>
+  INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
+    vf v = x.at(i, lanes);
+    return {v, v};
+  }
+};
+
+static void convert(DType from, DType to, const void* x, void* y, int64_t n, bool past_caches) {
+  DISPATCH(from, S, DISPATCH(to, T, {
+             T* out = static_cast<T*>(y);
+             emit(Convert<S>{{static_cast<const S*>(x), -1}}, out, out, n, past_caches);
+           }))
+}
+
+template <class A, class T, Activation F>
+struct Epilogue {
+  static constexpr int outputs = 2;
+  Source<A> acc;
+  Source<T> bias, residual;
+  bool has_bias, has_residual;
+  template <class Lanes>
+  INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
+    vf v = acc.at(i, lanes);
+    if (has_bias) v = v + bias.at(i, lanes);
+    if (has_residual) v = v + residual.at(i, lanes);
+    return {activate<T, F>(v), v};
+  }
+};
+
+template <class E>
+struct FirstOnly {
+  static constexpr int outputs = 1;
+  const E& e;
+  template <class Lanes>
+  INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
+    return e.at(i, lanes);
+  }
+};
+
+template <class A, class T, Activation F>
+static void epilogue_rows(const EpilogueCall& call, int64_t begin, int64_t end) {
+  const A* acc = static_cast<const A*>(call.acc);
+  const T* bias = static_cast<const T*>(call.bias);
+  const T* residual = static_cast<const T*>(call.residual);
+  T* y = static_cast<T*>(call.y);
+  T* pre = static_cast<T*>(call.pre);
+  int64_t step = bias ? call.cols : end - begin;  // without a bias the rows are one run
+  for (int64_t at = begin, col = begin % call.cols; at < end; col = 0) {
+    int64_t n = bias ? call.cols - col : step;
+    n = n < end - at ? n : end - at;
+    Epilogue<A, T, F> e{{acc + at, -1}, {bias + col, -1}, {residual + at, -1}, bias != nullptr, residual != nullptr};
+    if (pre)
+      emit(e, y + at, pre + at, n, false);
+    else
+      emit(FirstOnly<Epilogue<A, T, F>>{e}, y + at, y + at, n, call.stream);
+    at += n;
+  }
+}
+
+template <class A, class T>
+static void epilogue_of(const EpilogueCall& call, int64_t begin, int64_t end) {
+  switch (call.activation) {
+    case Activation::none: return epilogue_rows<A, T, Activation::none>(call, begin, end);
+    case Activation::relu: return epilogue_rows<A, T, Activation::relu>(call, begin, end);
+    case Activation::gelu: return epilogue_rows<A, T, Activation::gelu>(call, begin, end);
+    case Activation::gelu_tanh: return epilogue_rows<A, T, Activation::gelu_tanh>(call, begin, end);
+    case Activation::silu: return epilogue_rows<A, T, Activation::silu>(call, begin, end);
+  }
+}
+
+static void epilogue(const EpilogueCall& call, int64_t begin, int64_t end) {
+  DISPATCH(call.dtype, T, {
+    if (call.acc_dtype == DType::f32)
+      epilogue_of<float, T>(call, begin, end);
+    else
+      epilogue_of<T, T>(call, begin, end);
+  })
+}
+
+}  // namespace tensorlogic::TENSORLOGIC_ISA

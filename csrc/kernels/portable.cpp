@@ -1,0 +1,5 @@
+#define TENSORLOGIC_ISA portable
+#define TENSORLOGIC_ISA_NAME "portable"
+#include "simd/portable.h"
+
+#include "kernels/table.h"

@@ -1,0 +1,306 @@
+// Kernels whose unit is a row: layer norm, softmax, softmax cross-entropy, forward and backward; float32 inside.
+#pragma once
+
+namespace tensorlogic::TENSORLOGIC_ISA {
+
+// f(i, lanes) over one row, two vectors in flight with separate accumulators chosen by the second argument.
+#define FOR_ROW(n, ...)                                  \
+  {                                                      \
+    int64_t i = 0;                                       \
+    for (; i + 4 * W <= (n); i += 4 * W)                 \
+      _Pragma("GCC unroll 4") for (int k = 0; k < 4; ++k) { \
+        int64_t j = i + k * W;                           \
+        All lanes;                                       \
+        __VA_ARGS__                                      \
+      }                                                  \
+    for (; i < (n); i += W) {                            \
+      [[maybe_unused]] constexpr int k = 0;                               \
+      int64_t j = i;                                     \
+      if (j + W <= (n)) {                                \
+        All lanes;                                       \
+        __VA_ARGS__                                      \
+      } else {                                           \
+        Some lanes{(n) - j};                             \
+        __VA_ARGS__                                      \
+      }                                                  \
+    }                                                    \
+  }
+
+// The value in unused lanes of a tail: what `lanes` does not cover becomes `other`.
+INLINE vf keep(vf v, vf, All) { return v; }
+INLINE vf keep(vf v, vf other, Some s) {
+  return lane_numbers() < static_cast<int32_t>(s.n) ? v : other;
+}
+
+constexpr float LOWEST = -__builtin_inff();
+
+// Maximum and minimum that keep NaN.
+INLINE vf larger(vf acc, vf x) {
+  vf m = vmax(acc, x);  // x where either is NaN
+  return acc != acc ? acc : m;
+}
+INLINE vf smaller(vf acc, vf x) {
+  vf m = vmin(acc, x);
+  return acc != acc ? acc : m;
+}
+INLINE float largest(vf v) {
+  float m = v[0];
+  for (int k = 1; k < W; ++k) m = (v[k] > m || v[k] != v[k]) ? v[k] : m;
+  return m;
+}
+INLINE float smallest(vf v) {
+  float m = v[0];
+  for (int k = 1; k < W; ++k) m = (v[k] < m || v[k] != v[k]) ? v[k] : m;
+  return m;
+}
+INLINE vf total(const vf (&a)[4]) { return (a[0] + a[2]) + (a[1] + a[3]); }
+
+template <class S, class T>
+static void layer_norm_rows(const LayerNormCall& call, int64_t begin, int64_t end) {
+  const int64_t n = call.cols;
+  const float inverse = 1.0f / static_cast<float>(n);
+  for (int64_t r = begin; r < end; ++r) {
+    const S* x = static_cast<const S*>(call.x) + r * n;
+    T* y = static_cast<T*>(call.y) + r * n;
+    vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
+    FOR_ROW(n, s[k] = s[k] + load(x + j, lanes);)
+    const float mean = sum(total(s)) * inverse;
+    const vf m = set1(mean);
+    vf q[4] = {set1(0), set1(0), set1(0), set1(0)};
+    FOR_ROW(n, {
+      vf d = keep(load(x + j, lanes) - m, set1(0), lanes);
+      q[k] = fma(d, d, q[k]);
+    })
+    const float rstd = 1.0f / __builtin_sqrtf(sum(total(q)) * inverse + call.eps);
+    const vf scale = set1(rstd);
+    const float *gamma = call.gamma, *beta = call.beta;
+    FOR_ROW(n, {
+      vf v = (load(x + j, lanes) - m) * scale;
+      if (gamma) v = v * load(gamma + j, lanes);
+      if (beta) v = v + load(beta + j, lanes);
+      store(y + j, v, lanes);
+    })
+    call.mean[r] = mean;
+    call.rstd[r] = rstd;
+  }
+}
+
+static void layer_norm(const LayerNormCall& call, int64_t begin, int64_t end) {
+  DISPATCH(call.in, S, {
+    if (call.out == DType::f32)
+      layer_norm_rows<S, float>(call, begin, end);
+    else
+      layer_norm_rows<S, S>(call, begin, end);
+  })
+}
+
+// dx = rstd (g - mean(g) - xhat mean(g xhat)), g = dy gamma; dgamma += dy xhat, dbeta += dy
+template <class T>
+static void layer_norm_backward_rows(const LayerNormBackwardCall& call, int64_t begin, int64_t end) {
+  const int64_t n = call.cols;
+  const float inverse = 1.0f / static_cast<float>(n);
+  const float* gamma = call.gamma;
+  for (int64_t r = begin; r < end; ++r) {
+    const T* x = static_cast<const T*>(call.x) + r * n;
+    const T* dy = static_cast<const T*>(call.dy) + r * n;
+    T* dx = static_cast<T*>(call.dx) + r * n;
+    const vf m = set1(call.mean[r]), rstd = set1(call.rstd[r]);
+    vf s[4] = {set1(0), set1(0), set1(0), set1(0)}, q[4] = {set1(0), set1(0), set1(0), set1(0)};
+    FOR_ROW(n, {
+      vf d = load(dy + j, lanes), xhat = keep((load(x + j, lanes) - m) * rstd, set1(0), lanes), g = d;
+      if (gamma) g = g * load(gamma + j, lanes);
+      s[k] = s[k] + g;
+      q[k] = fma(g, xhat, q[k]);
+      store(call.dgamma + j, fma(d, xhat, load(call.dgamma + j, lanes)), lanes);
+      store(call.dbeta + j, d + load(call.dbeta + j, lanes), lanes);
+    })
+    const vf a = set1(sum(total(s)) * inverse), b = set1(sum(total(q)) * inverse);
+    FOR_ROW(n, {
+      vf g = load(dy + j, lanes), xhat = (load(x + j, lanes) - m) * rstd;
+      if (gamma) g = g * load(gamma + j, lanes);
+      store(dx + j, rstd * fnma(xhat, b, g - a), lanes);
+    })
+  }
+}
+
+static void layer_norm_backward(const LayerNormBackwardCall& call, int64_t begin, int64_t end) {
+  DISPATCH(call.dtype, T, layer_norm_backward_rows<T>(call, begin, end))
+}
+
+// What softmax sees at one place: scale * x + mask, minus infinity where excluded.
+template <class S, class M>
+struct Scores {
+  const S* x;
+  const M* mask;
+  const uint8_t* keep;
+  float scale;
+  template <class Lanes>
+  INLINE_MEMBER vf at(int64_t j, Lanes lanes) const {
+    vf v = load(x + j, lanes) * set1(scale);
+    if (mask) v = v + load(mask + j, lanes);
+    if (keep) v = excluded(v, keep + j, lanes);
+    return v;
+  }
+  INLINE_MEMBER static vf excluded(vf v, const uint8_t* keep, All) {
+    typedef uint8_t bytes __attribute__((vector_size(W)));
+    bytes k;
+    __builtin_memcpy(&k, keep, W);
+    return __builtin_convertvector(k, vi) == 0 ? set1(LOWEST) : v;
+  }
+  INLINE_MEMBER static vf excluded(vf v, const uint8_t* keep, Some s) {
+    for (int i = 0; i < s.n; ++i) v[i] = keep[i] ? v[i] : LOWEST;
+    return v;
+  }
+};
+
+template <class S, class T, class M>
+static void softmax_rows(const SoftmaxCall& call, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; ++r) {
+    int64_t n = call.cols;
+    if (call.causal_rows) {
+      int64_t seen = r % call.causal_rows + 1;
+      n = seen < n ? seen : n;
+    }
+    int64_t mask_at = 0;
+    for (int64_t d = 0, rest = r; d < call.mask_dims; rest /= call.mask_sizes[d++])
+      mask_at += rest % call.mask_sizes[d] * call.mask_strides[d];
+    const M* mask = static_cast<const M*>(call.mask);
+    Scores<S, M> scores{static_cast<const S*>(call.x) + r * call.cols, mask ? mask + mask_at : nullptr,
+                        call.keep ? call.keep + mask_at : nullptr, call.scale};
+    T* y = static_cast<T*>(call.y) + r * call.cols;
+    vf peak[4] = {set1(LOWEST), set1(LOWEST), set1(LOWEST), set1(LOWEST)};
+    FOR_ROW(n, peak[k] = larger(peak[k], keep(scores.at(j, lanes), set1(LOWEST), lanes));)
+    const vf m = set1(largest(larger(larger(peak[0], peak[1]), larger(peak[2], peak[3]))));
+    vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
+    constexpr bool kept = precise<T>;  // a float32 output holds the exponentials between the passes
+    FOR_ROW(n, {
+      vf e = exp<T>(scores.at(j, lanes) - m);
+      if (kept) store(y + j, e, lanes);
+      s[k] = s[k] + keep(e, set1(0), lanes);
+    })
+    const vf scale = set1(1.0f / sum(total(s)));
+    FOR_ROW(n, {
+      vf e = kept ? load(y + j, lanes) : exp<T>(scores.at(j, lanes) - m);
+      store(y + j, e * scale, lanes);
+    })
+    for (int64_t j = n; j < call.cols; ++j) y[j] = T{};
+  }
+}
+
+template <class S, class T>
+static void softmax_masked(const SoftmaxCall& call, int64_t begin, int64_t end) {
+  if (call.mask_dtype == DType::f32)
+    softmax_rows<S, T, float>(call, begin, end);
+  else
+    softmax_rows<S, T, T>(call, begin, end);
+}
+
+static void softmax(const SoftmaxCall& call, int64_t begin, int64_t end) {
+  DISPATCH(call.out, T, {
+    if (call.in == DType::f32)
+      softmax_masked<float, T>(call, begin, end);
+    else
+      softmax_masked<T, T>(call, begin, end);
+  })
+}
+
+// dx = scale y (dy - sum(dy y))
+static void softmax_backward(DType dtype, const void* dy_all, const void* y_all, void* dx_all, int64_t n, float scale,
+                             int64_t begin, int64_t end) {
+  DISPATCH(dtype, T, {
+    for (int64_t r = begin; r < end; ++r) {
+      const T* y = static_cast<const T*>(y_all) + r * n;
+      const T* dy = static_cast<const T*>(dy_all) + r * n;
+      T* dx = static_cast<T*>(dx_all) + r * n;
+      vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
+      FOR_ROW(n, s[k] = fma(load(y + j, lanes), load(dy + j, lanes), s[k]);)
+      const vf mean = set1(sum(total(s))), factor = set1(scale);
+      FOR_ROW(n, store(dx + j, load(y + j, lanes) * (load(dy + j, lanes) - mean) * factor, lanes);)
+    }
+  })
+}
+
+constexpr int64_t BLOCK = 2048;  // elements whose second reading comes from the first-level cache
+
+struct RowStatistics {
+  float peak, exponentials, sum;
+};
+
+// Maximum, sum of e^(x - maximum) and sum of one row, each element read from memory once.
+template <class T>
+INLINE RowStatistics row_statistics(const T* x, int64_t n) {
+  RowStatistics all{LOWEST, 0.0f, 0.0f};
+  for (int64_t first = 0; first < n; first += BLOCK) {
+    const T* block = x + first;
+    const int64_t size = n - first < BLOCK ? n - first : BLOCK;
+    vf peaks[4] = {set1(LOWEST), set1(LOWEST), set1(LOWEST), set1(LOWEST)};
+    vf sums[4] = {set1(0), set1(0), set1(0), set1(0)};
+    FOR_ROW(size, {
+      vf v = load(block + j, lanes);
+      peaks[k] = larger(peaks[k], keep(v, set1(LOWEST), lanes));
+      sums[k] = sums[k] + v;
+    })
+    float peak = largest(larger(larger(peaks[0], peaks[1]), larger(peaks[2], peaks[3])));
+    peak = peak > all.peak || peak != peak ? peak : all.peak;
+    const vf m = set1(peak == LOWEST ? 0.0f : peak);
+    vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
+    FOR_ROW(size, s[k] = s[k] + keep(exp<T>(load(block + j, lanes) - m), set1(0), lanes);)
+    const float rescale = all.peak == LOWEST ? 0.0f : __builtin_expf(all.peak - peak);
+    all = {peak, all.exponentials * rescale + sum(total(s)), all.sum + sum(total(sums))};
+  }
+  return all;
+}
+
+// loss = (1 - s) (lse - x[t]) + s (lse - mean(x)); ignored rows give 0 and are not read
+static void cross_entropy(const CrossEntropyCall& call, int64_t begin, int64_t end) {
+  DISPATCH(call.dtype, T, {
+    for (int64_t r = begin; r < end; ++r) {
+      const T* x = static_cast<const T*>(call.logits) + r * call.cols;
+      call.loss[r] = call.lse[r] = 0.0f;
+      if (call.target[r] == call.ignore_index) continue;
+      RowStatistics row = row_statistics(x, call.cols);
+      const float lse = row.peak + __builtin_logf(row.exponentials);
+      float loss = lse - load(x + call.target[r], Some{1})[0];
+      if (call.smoothing > 0.0f) {
+        const float mean = row.sum / static_cast<float>(call.cols);
+        loss = (1.0f - call.smoothing) * loss + call.smoothing * (lse - mean);
+      }
+      call.loss[r] = loss;
+      call.lse[r] = lse;
+    }
+  })
+}
+
+template <class T>
+struct CrossEntropyGrad {
+  static constexpr int outputs = 1;
+  const T* x;
+  vf lse, scale, floor;
+  template <class Lanes>
+  INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
+    vf v = (exp<T>(load(x + i, lanes) - lse) - floor) * scale;
+    return {v, v};
+  }
+};
+
+// dlogits = dloss (e^(x - lse) - target distribution)
+static void cross_entropy_backward(const CrossEntropyBackwardCall& call, int64_t begin, int64_t end) {
+  DISPATCH(call.dtype, T, {
+    for (int64_t r = begin; r < end; ++r) {
+      T* dx = static_cast<T*>(call.dlogits) + r * call.cols;
+      if (call.target[r] == call.ignore_index) {
+        for (int64_t j = 0; j < call.cols; ++j) dx[j] = T{};
+        continue;
+      }
+      const T* x = static_cast<const T*>(call.logits) + r * call.cols;
+      const float floor = call.smoothing / static_cast<float>(call.cols), dloss = call.dloss[r];
+      CrossEntropyGrad<T> e{x, set1(call.lse[r]), set1(dloss), set1(floor)};
+      const int64_t t = call.target[r];
+      const float hit = (exp<T>(load(x + t, Some{1}) - e.lse)[0] - floor - (1.0f - call.smoothing)) * dloss;
+      emit(e, dx, dx, call.cols, call.stream);
+      store(dx + t, set1(hit), Some{1});
+    }
+  })
+}
+
+}  // namespace tensorlogic::TENSORLOGIC_ISA

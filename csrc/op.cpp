@@ -1,0 +1,110 @@
+#include "op.h"
+
+#include <string.h>
+
+#include <stdexcept>
+
+#include "pool.h"
+
+namespace tensorlogic {
+
+void fail(const std::string& message) { throw std::runtime_error(message); }
+
+int64_t Shape::numel() const {
+  int64_t n = 1;
+  for (int64_t i = 0; i < dim; ++i) n *= sizes[i];
+  return n;
+}
+
+bool Shape::operator==(const Shape& other) const {
+  return dim == other.dim && memcmp(sizes, other.sizes, static_cast<size_t>(dim) * sizeof(int64_t)) == 0;
+}
+
+std::string Shape::text() const {
+  std::string s = "[";
+  for (int64_t i = 0; i < dim; ++i) s += (i ? ", " : "") + std::to_string(sizes[i]);
+  return s + "]";
+}
+
+int32_t code_of(DType dtype) {
+  static const int32_t codes[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float16(), aoti_torch_dtype_bfloat16()};
+  return codes[static_cast<int>(dtype)];
+}
+
+DType dtype_of(int32_t code, const char* op, const char* name) {
+  for (DType t : {DType::f32, DType::f16, DType::bf16})
+    if (code == code_of(t)) return t;
+  fail(std::string(op) + ": " + name + " must be float16, bfloat16 or float32");
+}
+
+Input::Input(AtenTensorHandle h) : handle(h) {
+  int64_t* sizes = nullptr;
+  const bool known = aoti_torch_get_data_ptr(h, &data) == TORCH_SUCCESS &&
+                     aoti_torch_get_sizes(h, &sizes) == TORCH_SUCCESS &&
+                     aoti_torch_get_dim(h, &shape.dim) == TORCH_SUCCESS &&
+                     aoti_torch_get_numel(h, &numel) == TORCH_SUCCESS &&
+                     aoti_torch_get_dtype(h, &code) == TORCH_SUCCESS &&
+                     aoti_torch_is_contiguous(h, &contiguous) == TORCH_SUCCESS;
+  shape.sizes = sizes;
+  contiguous &= known;
+}
+
+Input::Input(Input&& other) noexcept
+    : handle(std::exchange(other.handle, nullptr)),
+      data(other.data),
+      shape(other.shape),
+      numel(other.numel),
+      code(other.code),
+      contiguous(other.contiguous) {}
+
+Input::~Input() {
+  if (handle) aoti_torch_delete_tensor_object(handle);
+}
+
+void Input::check(const char* op, const char* name) const {
+  if (!contiguous)
+    fail(std::string(op) + ": " + name + " of shape " + shape.text() + " must be contiguous; call .contiguous() on it");
+}
+
+void Input::check(const char* op, const char* name, int32_t wanted) const {
+  check(op, name);
+  if (code != wanted) fail(std::string(op) + ": " + name + " must have the element type of the other tensors");
+}
+
+bool past_caches(int64_t bytes) { return bytes >= (int64_t{32} << 20); }
+
+Output make(int32_t code, Shape shape, bool zero) {
+  constexpr int64_t MOST = 64;
+  if (shape.dim > MOST) fail("more than 64 dimensions");
+  int64_t strides[MOST], numel = 1;
+  for (int64_t i = shape.dim - 1; i >= 0; --i) {
+    strides[i] = numel;
+    numel *= shape.sizes[i] > 1 ? shape.sizes[i] : 1;
+  }
+  const int64_t bytes = shape.numel() * static_cast<int64_t>(aoti_torch_dtype_element_size(code));
+  const int32_t cpu = aoti_torch_device_type_cpu();
+  Output out{nullptr, nullptr};
+  if (bytes >= pool::SMALLEST) {
+    pool::Block block = pool::allocate(bytes);
+    if (block.data) {
+      if (torch_from_blob(block.data, shape.dim, shape.sizes, strides, 0, code, cpu, -1, &out.handle,
+                          aoti_torch_layout_strided(), nullptr, 0, &pool::release, block.ticket) != TORCH_SUCCESS) {
+        pool::release(block.data, block.ticket);
+        fail("PyTorch's from_blob failed");
+      }
+      out.data = block.data;
+      if (zero && !block.zeroed)
+        parallel(bytes, 1 << 20, 1 << 16, [&](int64_t begin, int64_t end) {
+          memset(static_cast<char*>(out.data) + begin, 0, static_cast<size_t>(end - begin));
+        });
+      return out;
+    }
+  }
+  if (aoti_torch_empty_strided(shape.dim, shape.sizes, strides, code, cpu, -1, &out.handle) != TORCH_SUCCESS)
+    fail("DefaultCPUAllocator: can't allocate memory: you tried to allocate " + std::to_string(bytes) + " bytes.");
+  aoti_torch_get_data_ptr(out.handle, &out.data);
+  if (zero && bytes > 0) memset(out.data, 0, static_cast<size_t>(bytes));
+  return out;
+}
+
+}  // namespace tensorlogic

@@ -1,0 +1,80 @@
+// AVX-512 (F, BW, VL, DQ): 16 float32 lanes, masked tails.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels.h"
+
+namespace tensorlogic::avx512 {
+
+constexpr int W = 16;
+using vf = __m512;
+typedef int32_t vi __attribute__((vector_size(64)));
+
+constexpr bool cheap_lookup = true;  // in registers
+
+struct All {};
+struct Some {  // the first n lanes, 0 < n < W
+  int64_t n;
+  __mmask16 mask() const { return static_cast<__mmask16>((1u << n) - 1); }
+};
+
+INLINE vi lane_numbers() { return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+INLINE vf set1(float x) { return _mm512_set1_ps(x); }
+INLINE vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vf fnma(vf a, vf b, vf c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
+INLINE vf product_error(vf a, vf b, vf p) { return _mm512_fmsub_ps(a, b, p); }  // a * b - p, exact where p = a * b
+INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }              // b where either is NaN
+INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
+INLINE vf nearest(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vf vabs(vf x) { return _mm512_abs_ps(x); }
+INLINE vf scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // x * 2^n, n integral
+INLINE vf reciprocal_coarse(vf x) { return _mm512_rcp14_ps(x); }  // about 14 bits, for half precision
+INLINE vf reciprocal(vf x) {
+  vf r = _mm512_rcp14_ps(x);
+  return fma(r, fnma(x, r, set1(1.0f)), r);
+}
+INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
+  return _mm512_permutex2var_ps(_mm512_loadu_ps(table), reinterpret_cast<__m512i>(index), _mm512_loadu_ps(table + 16));
+}
+// 1 - v where x is above zero, v where below
+INLINE vf complement_where_positive(vf v, vf x) {
+  return _mm512_mask_sub_ps(v, static_cast<__mmask16>(~_mm512_movepi32_mask(_mm512_castps_si512(x))), set1(1.0f), v);
+}
+INLINE float sum(vf x) { return _mm512_reduce_add_ps(x); }
+
+INLINE vf load(const float* p, All) { return _mm512_loadu_ps(p); }
+INLINE vf load(const float* p, Some s) { return _mm512_maskz_loadu_ps(s.mask(), p); }
+INLINE vf load(const f16* p, All) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+INLINE vf load(const f16* p, Some s) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(s.mask(), p)); }
+INLINE vf widen(__m256i h) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)); }
+INLINE vf load(const bf16* p, All) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+INLINE vf load(const bf16* p, Some s) { return widen(_mm256_maskz_loadu_epi16(s.mask(), p)); }
+
+INLINE __m256i pack(vf v, f16) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// Not vcvtneps2bf16: that instruction flushes denormals to zero.
+INLINE __m256i pack(vf v, bf16) {
+  __m512i u = _mm512_castps_si512(v);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  __m512i r = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  r = _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+  return _mm512_cvtepi32_epi16(r);
+}
+INLINE void store(float* p, vf v, All) { _mm512_storeu_ps(p, v); }
+INLINE void store(float* p, vf v, Some s) { _mm512_mask_storeu_ps(p, s.mask(), v); }
+template <class H>
+INLINE void store(H* p, vf v, All) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pack(v, H{}));
+}
+template <class H>
+INLINE void store(H* p, vf v, Some s) {
+  _mm256_mask_storeu_epi16(p, s.mask(), pack(v, H{}));
+}
+INLINE void stream(float* p, vf v) { _mm512_stream_ps(p, v); }  // p aligned to the vector
+template <class H>
+INLINE void stream(H* p, vf v) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), pack(v, H{}));
+}
+INLINE void fence() { _mm_sfence(); }
+
+}  // namespace tensorlogic::avx512

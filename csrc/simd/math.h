@@ -1,0 +1,205 @@
+// exp and the activations on vectors, at most 2 ulp of T from the exact value (T is the type that is stored).
+// float32 carries the low part of exponents along, so that far tails keep their relative accuracy; half types do not need it.
+#pragma once
+
+#include "simd/tables.h"
+
+namespace tensorlogic::TENSORLOGIC_ISA {
+
+template <class T>
+constexpr bool precise = sizeof(T) == 4;
+
+struct Scaled {  // (p + low) * 2^n
+  vf p, n, low;
+};
+
+template <int N>
+INLINE vf polynomial(vf x, const float (&c)[N]) {
+  vf r = set1(c[N - 1]);
+#pragma GCC unroll 16
+  for (int i = N - 2; i >= 0; --i) r = fma(r, x, set1(c[i]));
+  return r;
+}
+
+// e^(x + low), |x| < 175
+INLINE Scaled exp_precise(vf x, vf low) {
+  vf n = nearest(x * set1(1.44269504f));
+  vf r = fnma(n, set1(0x1.63p-1f), x);
+  r = fnma(n, set1(-2.12194440e-4f), r) + low;
+  const float c[] = {0.49999993f, 0.1666652f, 0.041668394f, 0.00836878f, 0.0013814467f};
+  vf t = fma(r * r, polynomial(r, c), r), p = t + set1(1.0f);
+  return {p, n, t - (p - set1(1.0f))};
+}
+
+// 2^z to 18 bits, |z| < 250
+INLINE Scaled exp2_coarse(vf z) {
+  vf n = nearest(z);
+  const float c[] = {0.99999926f, 0.69312181f, 0.24024745f, 0.05591786f, 0.0095701f};
+  return {polynomial(z - n, c), n, z};
+}
+
+constexpr float LOG2E = 1.44269504f;
+
+// e^x for x <= 88; minus infinity gives 0, NaN stays
+template <class T>
+INLINE vf exp(vf x) {
+  x = vmax(set1(-110.0f), x);
+  Scaled e = precise<T> ? exp_precise(x, set1(0.0f)) : exp2_coarse(x * set1(LOG2E));
+  return scale2(e.p, e.n);
+}
+
+// v * 2^n; v times zero where that underflows, so that an infinite v gives NaN
+INLINE vf shift(vf v, vf n) { return v * scale2(set1(1.0f), n + set1(64.0f)) * set1(0x1p-64f); }
+
+// e^-|z + low|, and its sum with 1 and that one's reciprocal
+struct Sigmoid {
+  Scaled e;
+  vf decay, d, r;
+};
+template <class T>
+INLINE Sigmoid sigmoid_parts(vf z, vf low) {
+  Sigmoid s;
+  vf a = vmax(set1(-170.0f), -vabs(z));
+  if constexpr (precise<T>) {
+    low = z < set1(0.0f) ? low : -low;
+    s.e = exp_precise(a, vabs(z) < set1(150.0f) ? low : set1(0.0f));
+  } else {
+    s.e = exp2_coarse(a * set1(LOG2E));
+  }
+  s.decay = scale2(s.e.p, s.e.n);
+  s.d = set1(1.0f) + s.decay;
+  s.r = precise<T> ? reciprocal(s.d) : reciprocal_coarse(s.d);
+  return s;
+}
+
+// x / (1 + e^-(z + low)); the quotient is carried in two parts up to the last rounding
+template <class T>
+INLINE vf times_sigmoid(vf x, vf z, vf low) {
+  Sigmoid s = sigmoid_parts<T>(z, low);
+  if constexpr (!precise<T>) return (z < set1(0.0f) ? x * s.decay : x) * s.r;
+  vf d_low = s.decay - (s.d - set1(1.0f)) + scale2(s.e.low, s.e.n);
+  vf above = z < set1(0.0f) ? s.e.p : set1(1.0f), above_low = z < set1(0.0f) ? s.e.low : set1(0.0f);
+  vf h = above * s.r, l = s.r * (fnma(h, d_low, above_low) - product_error(h, s.d, above));
+  return z < set1(0.0f) ? shift(fma(x, h, x * l), s.e.n) : x * (h + l);
+}
+
+// float16 has so few digits and so short a range that one cubic a segment gives the share of x that passes.
+template <class T>
+struct IsF16 {
+  static constexpr bool value = false;
+};
+template <>
+struct IsF16<f16> {
+  static constexpr bool value = true;
+};
+template <class T>
+constexpr bool by_gate = IsF16<T>::value && cheap_lookup;
+
+INLINE vf gated(vf x, float scale, const float (&table)[4][32]) {
+  const vf magic = set1(12582912.0f);  // its addition rounds, and leaves the integer in the low bits
+  vf u = vmin(set1(31.0f), vabs(x) * set1(scale)), r = u + magic, t = u - (r - magic);
+  vi index = reinterpret_cast<vi>(r);
+  vf share = lookup(table[3], index);
+#pragma GCC unroll 3
+  for (int i = 2; i >= 0; --i) share = fma(share, t, lookup(table[i], index));
+  return x * complement_where_positive(share, x);
+}
+
+template <class T>
+INLINE vf silu(vf x) {
+  if constexpr (by_gate<T>) return gated(x, SILU_SCALE, SILU_GATE);
+  return times_sigmoid<T>(x, x, set1(0.0f));
+}
+
+// gelu_tanh(x) = x * sigmoid(z), z = 2 sqrt(2 / pi) (x + 0.044715 x^3)
+constexpr float TANH_1 = 1.5957691216057308f, TANH_1_LOW = static_cast<float>(1.5957691216057308 - TANH_1);
+constexpr float TANH_3 = 0.07135481627159976f, TANH_3_LOW = static_cast<float>(0.07135481627159976 - TANH_3);
+
+template <class T>
+INLINE vf gelu_tanh(vf x) {
+  if constexpr (by_gate<T>) return gated(x, GELU_TANH_SCALE, GELU_TANH_GATE);
+  vf x2 = x * x;
+  if constexpr (!precise<T>) return times_sigmoid<T>(x, x * fma(x2, set1(TANH_3), set1(TANH_1)), x);
+  vf x2_low = product_error(x, x, x2);
+  vf p = x2 * set1(TANH_3), p_low = product_error(x2, set1(TANH_3), p);
+  vf t = p + set1(TANH_1), back = t - p;
+  vf t_low = (p - (t - back)) + (set1(TANH_1) - back);
+  t_low = t_low + p_low + fma(x2, set1(TANH_3_LOW), fma(x2_low, set1(TANH_3), set1(TANH_1_LOW)));
+  vf z = x * t;
+  return times_sigmoid<T>(x, z, fma(x, t_low, product_error(x, t, z)));
+}
+
+// The normal distribution's lower tail: P(X < -a) = mills * e, a = min(|x|, 18), e = e^(-a^2 / 2)
+struct Tail {
+  vf mills;
+  Scaled e;
+};
+template <class T>
+INLINE Tail normal_tail(vf x) {
+  vf a = vmin(set1(18.0f), vabs(x)), h = a * a;
+  if constexpr (!precise<T>) {
+    const float p[] = {0.50001263f, 0.27927168f, 0.062949262f};
+    const float q[] = {1.0f, 1.3572083f, 0.70494211f, 0.15762402f};
+    vf mills = polynomial(a, p) * reciprocal_coarse(polynomial(a, q));
+    return {mills, exp2_coarse(h * set1(-0.5f * LOG2E))};
+  }
+  // By segments of s = a + 1: its exponent and three bits of its mantissa are the index, the other bits the place in it.
+  vf limited = vmin(set1(14.99f), a), s = limited + set1(1.0f);
+  vi bits = reinterpret_cast<vi>(s), index = bits >> 20;
+  vf d = limited - (reinterpret_cast<vf>(bits & ~0xfffff) - set1(1.0f)), mills = lookup(MILLS[5], index);
+#pragma GCC unroll 5
+  for (int i = 4; i >= 0; --i) mills = fma(mills, d, lookup(MILLS[i], index));
+  return {mills, exp_precise(h * set1(-0.5f), product_error(a, a, h) * set1(-0.5f))};
+}
+
+template <class T>
+INLINE vf gelu(vf x) {
+  if constexpr (by_gate<T>) return gated(x, GELU_SCALE, GELU_GATE);
+  Tail t = normal_tail<T>(x);
+  vf tail = t.mills * t.e.p;
+  if constexpr (!precise<T>) {
+    tail = scale2(tail, t.e.n);
+    return x * (x < set1(0.0f) ? tail : set1(1.0f) - tail);
+  }
+  vf low = fma(t.mills, t.e.low, product_error(t.mills, t.e.p, tail));
+  vf upper = x * (set1(1.0f) - scale2(tail + low, t.e.n));
+  return x < set1(0.0f) ? shift(fma(x, tail, x * low), t.e.n) : upper;
+}
+
+// maximum(x, 0) that keeps NaN
+INLINE vf relu(vf x) { return vmax(set1(0.0f), x); }
+
+template <class T>
+INLINE vf gelu_grad(vf x) {
+  Tail t = normal_tail<T>(x);
+  vf decay = scale2(t.e.p, t.e.n), tail = t.mills * decay;
+  vf cdf = x < set1(0.0f) ? tail : set1(1.0f) - tail;
+  return fma(x, decay * set1(0.3989422804f), cdf);
+}
+
+template <class T>
+INLINE vf gelu_tanh_grad(vf x) {
+  vf x2 = vmin(set1(1e8f), x * x);  // beyond, the sigmoid is 0 or 1 and 0 * infinity must not appear
+  vf z = x * fma(x2, set1(TANH_3), set1(TANH_1)), slope = fma(x2, set1(3.0f * TANH_3), set1(TANH_1));
+  Sigmoid s = sigmoid_parts<T>(z, set1(0.0f));
+  vf value = z < set1(0.0f) ? s.decay * s.r : s.r;
+  return fma(x * slope, s.decay * s.r * s.r, value);
+}
+
+template <class T>
+INLINE vf silu_grad(vf x) {
+  Sigmoid s = sigmoid_parts<T>(x, set1(0.0f));
+  vf value = x < set1(0.0f) ? s.decay * s.r : s.r;
+  return fma(x, s.decay * s.r * s.r, value);
+}
+
+template <class T, Activation A>
+INLINE vf activate(vf x) {
+  if constexpr (A == Activation::relu) return relu(x);
+  if constexpr (A == Activation::gelu) return gelu<T>(x);
+  if constexpr (A == Activation::gelu_tanh) return gelu_tanh<T>(x);
+  if constexpr (A == Activation::silu) return silu<T>(x);
+  return x;
+}
+
+}  // namespace tensorlogic::TENSORLOGIC_ISA

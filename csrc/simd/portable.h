@@ -1,0 +1,130 @@
+// 4 float32 lanes in the compiler's own vector types: any machine; NEON and its half conversions on 64-bit ARM.
+#pragma once
+
+#include <string.h>
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "kernels.h"
+
+namespace tensorlogic::portable {
+
+constexpr int W = 4;
+typedef float vf __attribute__((vector_size(16)));
+typedef int32_t vi __attribute__((vector_size(16)));
+typedef uint32_t vu __attribute__((vector_size(16)));
+typedef uint16_t vh __attribute__((vector_size(8)));
+
+constexpr bool cheap_lookup = false;  // in registers
+
+struct All {};
+struct Some {  // the first n lanes, 0 < n < W
+  int64_t n;
+};
+
+INLINE vi lane_numbers() { return vi{0, 1, 2, 3}; }
+INLINE vf set1(float x) { return vf{x, x, x, x}; }
+INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }  // b where either is NaN
+INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+INLINE vf vabs(vf x) { return reinterpret_cast<vf>(reinterpret_cast<vi>(x) & 0x7fffffff); }
+#if defined(__aarch64__)
+INLINE vf fma(vf a, vf b, vf c) { return reinterpret_cast<vf>(vfmaq_f32(c, a, b)); }
+INLINE vf fnma(vf a, vf b, vf c) { return reinterpret_cast<vf>(vfmsq_f32(c, a, b)); }  // c - a * b
+INLINE vf product_error(vf a, vf b, vf p) { return fma(a, b, -p); }  // a * b - p, exact where p = a * b
+INLINE vf nearest(vf x) { return reinterpret_cast<vf>(vrndnq_f32(x)); }
+#else
+INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
+INLINE vf fnma(vf a, vf b, vf c) { return c - a * b; }
+INLINE vf product_error(vf a, vf b, vf p) {  // a * b - p, exact where p = a * b: double holds the product
+  typedef double vd __attribute__((vector_size(32)));
+  return __builtin_convertvector(
+      __builtin_convertvector(a, vd) * __builtin_convertvector(b, vd) - __builtin_convertvector(p, vd), vf);
+}
+INLINE vf nearest(vf x) {  // adding and taking away 1.5 * 2^23 rounds; larger numbers are integral already
+  vf big = set1(12582912.0f), r = (x + big) - big;
+  return vabs(x) < set1(4194304.0f) ? r : x;
+}
+#endif
+INLINE vf pow2(vi n) { return reinterpret_cast<vf>((n + 127) << 23); }
+INLINE vf scale2(vf x, vf n) {  // x * 2^n, n integral, |n| < 250; in two steps, so that denormals come out right
+  n = n == n ? n : set1(0.0f);
+  vi i = __builtin_convertvector(n, vi), half = i >> 1;
+  return x * pow2(half) * pow2(i - half);
+}
+INLINE vf reciprocal(vf x) { return set1(1.0f) / x; }
+INLINE vf reciprocal_coarse(vf x) { return set1(1.0f) / x; }
+INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
+  return vf{table[index[0] & 31], table[index[1] & 31], table[index[2] & 31], table[index[3] & 31]};
+}
+// 1 - v where x is above zero, v where below
+INLINE vf complement_where_positive(vf v, vf x) { return x < set1(0.0f) ? v : set1(1.0f) - v; }
+INLINE float sum(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+
+INLINE vf widen(vh h, bf16) { return reinterpret_cast<vf>(__builtin_convertvector(h, vu) << 16); }
+INLINE vh pack(vf v, bf16) {
+  vu u = reinterpret_cast<vu>(v);
+  vu r = (u + ((u >> 16) & 1) + 0x7fff) >> 16;
+  vu nan = vu{0x7fc0, 0x7fc0, 0x7fc0, 0x7fc0};
+  return __builtin_convertvector(v == v ? r : nan, vh);
+}
+#if defined(__aarch64__)
+INLINE vf widen(vh h, f16) { return reinterpret_cast<vf>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(h))); }
+INLINE vh pack(vf v, f16) { return reinterpret_cast<vh>(vcvt_f16_f32(v)); }
+#else
+INLINE vf widen(vh h, f16) {  // exponent rebias by a product, which also turns denormals right
+  vu u = __builtin_convertvector(h, vu);
+  vf magnitude = reinterpret_cast<vf>((u & 0x7fff) << 13) * set1(0x1p112f);
+  vu bits = reinterpret_cast<vu>(magnitude) | ((u & 0x8000) << 16);
+  vu special = reinterpret_cast<vu>((u & 0x7c00) == 0x7c00);
+  return reinterpret_cast<vf>(bits | (special & 0x7f800000));
+}
+INLINE vh pack(vf v, f16) {
+  vu u = reinterpret_cast<vu>(v), sign = (u >> 16) & 0x8000, a = u & 0x7fffffff;
+  vu normal = (a + 0xc8000fff + ((a >> 13) & 1)) >> 13;  // rebias, round to nearest even
+  vf tiny = reinterpret_cast<vf>(a) + set1(0.5f);        // the sum's last bit is 2^-24, f16's smallest step
+  vu denormal = reinterpret_cast<vu>(tiny) - 0x3f000000;
+  vu inf = vu{0x7c00, 0x7c00, 0x7c00, 0x7c00}, nan = vu{0x7e00, 0x7e00, 0x7e00, 0x7e00};
+  vu r = a < 0x38800000 ? denormal : normal;
+  r = a >= 0x477ff000 ? inf : r;
+  r = a > 0x7f800000 ? nan : r;
+  return __builtin_convertvector(r | sign, vh);
+}
+#endif
+
+template <class H>
+INLINE vf load(const H* p, All) {
+  vh h;
+  memcpy(&h, p, sizeof(h));
+  return widen(h, H{});
+}
+template <class H>
+INLINE void store(H* p, vf v, All) {
+  vh h = pack(v, H{});
+  memcpy(p, &h, sizeof(h));
+}
+INLINE vf load(const float* p, All) {
+  vf v;
+  memcpy(&v, p, sizeof(v));
+  return v;
+}
+INLINE void store(float* p, vf v, All) { memcpy(p, &v, sizeof(v)); }
+template <class T>
+INLINE vf load(const T* p, Some s) {
+  T buffer[W] = {};
+  memcpy(buffer, p, static_cast<size_t>(s.n) * sizeof(T));
+  return load(buffer, All{});
+}
+template <class T>
+INLINE void store(T* p, vf v, Some s) {
+  T buffer[W];
+  store(buffer, v, All{});
+  memcpy(p, buffer, static_cast<size_t>(s.n) * sizeof(T));
+}
+template <class T>
+INLINE void stream(T* p, vf v) {
+  store(p, v, All{});
+}
+INLINE void fence() {}
+
+}  // namespace tensorlogic::portable

@@ -1,0 +1,129 @@
+"""One call of a public function from a command line: inputs from a size, or from shapes and flags."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tensorlogic
+
+from .. import numerics
+from ..op import OPS
+from .cases import RECIPES, Maker
+from .problems import Problem
+
+FLOATS = ("f16", "bf16", "f32", "f64")
+
+
+def public() -> dict[str, Callable[..., Any]]:
+    """Our functions that stand for an op, by name."""
+    names = {n for n, op in OPS.items() if not op.internal} | {"linear_residual_relu"}
+    return {n: getattr(tensorlogic, n) for n in sorted(names)}
+
+
+def call(
+    op: str,
+    dtype: str,
+    device: torch.device,
+    *,
+    size: int | None = None,
+    shapes: Sequence[str] = (),
+    flags: Mapping[str, str] | None = None,
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """A function, its positional and its keyword arguments: `fn(*args, **kwargs)` is the call.
+
+    Args:
+        op: name of a public function. dtype: of its floating tensors.
+        size: side of its matrices (elements of its vectors where the benchmark takes those).
+        shapes: of its tensors in order, such as "16x768"; "-" leaves an optional tensor out.
+        flags: other arguments by name, as Python literals or words.
+
+    Raises:
+        Problem: an unknown name, a shape that cannot be read, or an argument that is missing.
+    """
+    functions = public()
+    if op not in functions:
+        raise Problem(f"op is {op!r}; one of {', '.join(functions)} is required")
+    if dtype not in FLOATS:
+        raise Problem(f"dtype is {dtype!r}; one of {', '.join(FLOATS)} is required")
+    given = {name: _value(text) for name, text in (flags or {}).items()}
+    maker = Maker(numerics.DTYPES[dtype], device, 1)
+    if not shapes and op in RECIPES:
+        return partial(RECIPES[op].ours, **given), RECIPES[op].inputs(size or 512, maker), {}
+    fn = functions[op]
+    parameters = inspect.signature(fn).parameters
+    unknown = [name for name in given if name not in parameters]
+    if unknown:
+        raise Problem(f"{op} has no argument {unknown[0]!r}; it has {', '.join(parameters)}")
+    tensors = _tensors(fn)
+    texts = list(shapes) or [f"{size or 512}x{size or 512}"] * sum(
+        required for _, required in tensors
+    )
+    if len(texts) > len(tensors):
+        raise Problem(
+            f"{len(texts)} shapes were given; {op} takes {len(tensors)} tensors: {', '.join(n for n, _ in tensors)}"
+        )
+    kwargs: dict[str, Any] = {}
+    for (name, required), text in zip(tensors, texts, strict=False):
+        if text != "-":
+            kwargs[name] = _tensor(name, _shape(text), maker, kwargs)
+        elif required:
+            raise Problem(f"{op} requires {name}; '-' leaves out optional tensors only")
+    kwargs |= given
+    if (
+        "scale" in parameters
+        and parameters["scale"].default is inspect.Parameter.empty
+        and "scale" not in kwargs
+        and "q" in kwargs
+    ):
+        kwargs["scale"] = kwargs["q"].shape[-1] ** -0.5
+    needed = [
+        n for n, p in parameters.items() if p.default is inspect.Parameter.empty and n not in kwargs
+    ]
+    optional = [n for n in needed if (n, False) in tensors]
+    kwargs |= dict.fromkeys(optional)
+    missing = [n for n in needed if n not in optional]
+    if missing:
+        raise Problem(
+            f"{op} requires {', '.join(missing)}: give a --shape for each tensor ({', '.join(n for n, _ in tensors)}) in order"
+        )
+    return fn, (), kwargs
+
+
+def _tensors(fn: Callable[..., Any]) -> list[tuple[str, bool]]:
+    """Tensor parameters in order, with whether they are required."""
+    hints = typing.get_type_hints(fn)
+    return [
+        (n, hints[n] is Tensor)
+        for n in inspect.signature(fn).parameters
+        if hints.get(n) in (Tensor, Tensor | None)
+    ]
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    parts = text.replace(",", "x").lower().split("x")
+    if not all(p.strip().isdecimal() for p in parts):
+        raise Problem(f"shape is {text!r}; sizes such as 16x768 are required")
+    return tuple(int(p) for p in parts)
+
+
+def _tensor(name: str, shape: tuple[int, ...], maker: Maker, earlier: Mapping[str, Any]) -> Tensor:
+    if name == "target":
+        return maker.labels(earlier["logits"].shape[-1], *shape)
+    if name == "weight" and len(shape) == 2:
+        return maker.weight(*shape)
+    return maker.positive(*shape) if name == "running_var" else maker.normal(*shape)
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

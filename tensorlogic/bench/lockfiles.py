@@ -1,0 +1,153 @@
+"""Is a lockfile still good here: every locked candidate present, right, and not slower than the best by more than a margin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import measure, numerics, plans, registry, stores, study
+from ..op import EAGER, OPS, Launcher, Op
+from ..plans import Plan, PlanStore
+
+GOOD = "good"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one locked plan: "good", "missing", "wrong", "slow" or "elsewhere"."""
+
+    key: str
+    candidate: str
+    state: str
+    detail: str = ""
+
+    @property
+    def bad(self) -> bool:
+        """True when the lockfile does not hold here."""
+        return self.state in ("missing", "wrong", "slow")
+
+
+def verify(
+    path: Path,
+    margin: float,
+    tick: Callable[[int, int, str], None] = lambda done, total, text: None,
+) -> list[Finding]:
+    """Check every plan of a lockfile on this machine; ValueError and OSError say why a file is unusable."""
+    locked = list(plans.load_lockfile(path).plans())
+    found = []
+    for done, plan in enumerate(locked):
+        tick(done, len(locked), plan.key.op)
+        found.append(_finding(plan, margin))
+    tick(len(locked), len(locked), "done")
+    return found
+
+
+def _finding(plan: Plan, margin: float) -> Finding:
+    def said(state: str, detail: str = "") -> Finding:
+        return Finding(plan.key.text, plan.eager, state, detail)
+
+    kind = plan.key.device
+    if (kind == "cuda" and not torch.cuda.is_available()) or (
+        kind == "mps" and not torch.backends.mps.is_available()
+    ):
+        return said("elsewhere", f"there is no {kind} device here")
+    device = (
+        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    )
+    registry.ready(kind)
+    op = OPS.get(plan.key.op)
+    if op is None:
+        return said("missing", f"there is no op {plan.key.op}")
+    reason = _absent(op, plan)
+    if reason is not None:
+        return said("missing", reason)
+    with stores.preserved(device):
+        return said(*_standing(op, plan, device, margin))
+
+
+@torch.no_grad()
+def _standing(op: Op, plan: Plan, device: torch.device, margin: float) -> tuple[str, str]:
+    """Right, with the locked configuration? And how far from the best that can be had today?"""
+    try:
+        checker = study.Checker(op, plan.key, device)
+    except (torch.OutOfMemoryError, *study.BIND_ERRORS) as problem:
+        return "wrong", f"the key cannot be measured here: {type(problem).__name__}: {problem}"
+    try:
+        launch = op.candidates[plan.eager].bind(plan.key, plan.eager_config, device)
+        verdict = checker.check(launch) if plan.eager != EAGER else numerics.Verdict(None, 0.0)
+    except (torch.OutOfMemoryError, *study.BIND_ERRORS) as problem:
+        return "wrong", f"failed: {type(problem).__name__}: {problem}"
+    if not verdict:
+        return "wrong", verdict.reason or ""
+    fresh = study.Study(op, plan.key, device, plans.environment(device)).run()
+    if fresh is None or (fresh.eager, fresh.eager_config) == (plan.eager, plan.eager_config):
+        return GOOD, ""
+    best = op.candidates[fresh.eager].bind(plan.key, fresh.eager_config, device)
+    ratio, low = _paired(launch, best, [s.fresh(op) for s in checker.sets], device)
+    name = " ".join([fresh.eager, *(f"{k}={v}" for k, v in fresh.eager_config.items())])
+    return (
+        ("slow", f"{ratio:.2f} times {name}, at least {low:.2f} with 95 % confidence")
+        if low > 1 + margin
+        else (GOOD, "")
+    )
+
+
+def _paired(
+    locked: Launcher, best: Launcher, sets: list[list[Any]], device: torch.device
+) -> tuple[float, float]:
+    """Locked over best side by side, on the clock that a caller of the best one waits for: ratio, lower end of its interval."""
+
+    def bound(launch: Launcher, args: list[Any]) -> measure.Call:
+        return lambda: launch(*args)
+
+    calls = {
+        name: [bound(launch, args) for args in sets]
+        for name, launch in (("locked", locked), ("best", best))
+    }
+    timers = [measure.device_samples(calls, device, 0.5)]
+    if device.type == "cuda":
+        timers.append(measure.host_samples(calls, device, 0.3, rounds=15))
+    ratio, low, _ = max(timers, key=lambda s: s.median("best")).ratio("locked", "best")
+    return ratio, low
+
+
+def _absent(op: Op, plan: Plan) -> str | None:
+    """Why the locked candidate cannot be had as it was locked."""
+    candidate = op.candidates.get(plan.eager)
+    if candidate is None:
+        return f"{op.name} has no candidate {plan.eager} here"
+    reason = candidate.available(plan.key.device) or candidate.supports(plan.key)
+    if reason is not None:
+        return reason
+    locked = [e.source for e in plan.evidence if e.candidate == plan.eager]
+    if candidate.source not in locked:
+        return "its source has changed since it was locked, so torch.eager would serve instead"
+    return None
+
+
+def adopt(
+    path: Path, store: PlanStore, device: torch.device, anywhere: bool
+) -> tuple[int, str | None]:
+    """Put a lockfile's plans for this device into the store; how many, and why not when none may be taken."""
+    lock = plans.load_lockfile(path)
+    kind = device.type
+    if kind not in lock.environments:
+        return (
+            0,
+            f"it holds no plans for {kind}, only for {', '.join(lock.environments) or 'nothing'}",
+        )
+    if lock.environments[kind] != plans.environment(device) and not anywhere:
+        theirs = lock.environments[kind]
+        return (
+            0,
+            f"it was measured elsewhere ({theirs.device}, PyTorch {theirs.torch}, driver {theirs.driver})",
+        )
+    taken = [p for p in lock.plans() if p.key.device == kind]
+    for plan in taken:
+        store.put(plan)
+    store.flush()
+    return len(taken), None

@@ -1,0 +1,101 @@
+"""Tables between markers of a Markdown file, made from result files: `python -m tensorlogic.bench.readme [--check] FILE...`.
+
+A marker names a result file (relative to the Markdown file) and what to show of it:
+
+    <!-- bench benchmarks/results/cpu.json category=fusion dtype=f16 -->
+    <!-- end bench -->
+
+`category`, `op`, `dtype` and `size` select rows (several values separated by commas), `show=summary` gives the summary.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import summary, tables
+from .problems import Problem
+from .results import Results, Row, load
+from .sizes import parse
+
+BLOCK = re.compile(
+    r"(<!-- bench (?P<spec>[^>]+?) -->\n)(?P<body>.*?)(<!-- end bench -->)", re.DOTALL
+)
+HEADS = (
+    "operation",
+    "size",
+    "dtype",
+    "candidate",
+    "avg ms",
+    "of limit",
+    "x eager",
+    "x eager, host",
+    "x separate",
+    "error",
+)
+FIELDS = ("category", "op", "dtype", "size")
+
+
+def rendered(text: str, folder: Path) -> str:
+    """The text with every marked block made anew."""
+    return BLOCK.sub(lambda m: f"{m[1]}{_block(m['spec'], folder)}\n{m[4]}", text)
+
+
+def _block(spec: str, folder: Path) -> str:
+    name, *options = spec.split()
+    results = load(folder / name)
+    given = dict(o.split("=", 1) for o in options if "=" in o)
+    strange = [o for o in options if o.partition("=")[0] not in (*FIELDS, "show")]
+    if strange:
+        raise Problem(
+            f"marker {spec!r} has {strange[0]!r}; {', '.join(FIELDS)} and show=summary are known"
+        )
+    about = _about(results)
+    if given.get("show") == "summary":
+        return "\n".join(["```text", about, *summary.lines(results), "```"])
+    rows = [r for r in results.timed if _wanted(r, given)]
+    chosen = [c for c in tables.columns(results) if c.head in HEADS]
+    return f"{about}\n\n{tables.markdown(chosen, rows)}"
+
+
+def _about(results: Results) -> str:
+    machine, environment = results.machine, results.machine["environment"]
+    threads = f", {environment['threads']} threads" if environment["kind"] == "cpu" else ""
+    date = str(results.run["before"]["time"])[:10]
+    version = f"PyTorch {environment['torch']}, Triton {environment['triton']}"
+    return (
+        f"{environment['device']}{threads}; {version}; TensorLogic {machine['tensorlogic']}; {date}"
+    )
+
+
+def _wanted(row: Row, given: dict[str, str]) -> bool:
+    values = {"category": row.category, "op": row.op, "dtype": row.dtype}
+    chosen = all(values[n] in given[n].split(",") for n in values if n in given)
+    return chosen and (
+        "size" not in given or row.size in [parse(s) for s in given["size"].split(",")]
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rewrite the files, or with `--check` say which ones have drifted from their result files (exit code 1)."""
+    paths = [Path(a) for a in arguments if a != "--check"]
+    drifted = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        fresh = rendered(text, path.parent)
+        if fresh != text:
+            drifted.append(str(path))
+            if "--check" not in arguments:
+                path.write_text(fresh, encoding="utf-8")
+    if drifted and "--check" in arguments:
+        sys.stderr.write(
+            f"tables differ from their result files: {', '.join(drifted)}; run `make tables`\n"
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

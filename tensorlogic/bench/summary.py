@@ -1,0 +1,156 @@
+"""What a run says in a few lines: limits, how near the operations come to them, where fusion wins and where it loses."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from . import ceilings
+from .results import Results, Row
+from .sizes import short
+
+
+@dataclass
+class Standing:
+    """Rows of one kind against PyTorch's best: where the whole interval lies above or below 1."""
+
+    wins: list[Row] = field(default_factory=list)
+    even: list[Row] = field(default_factory=list)
+    losses: list[Row] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All that were compared."""
+        return [*self.wins, *self.even, *self.losses]
+
+
+def standing(rows: Iterable[Row], clock: str = "device") -> Standing:
+    """Sort rows by the 95 % interval of their speed over PyTorch's best."""
+    found = Standing()
+    for row in rows:
+        speed = row.speed(clock=clock)
+        if speed is not None:
+            _, low, high = speed
+            (found.wins if low > 1 else found.losses if high < 1 else found.even).append(row)
+    return found
+
+
+def geomean(values: Iterable[float]) -> float | None:
+    """Geometric mean, None of nothing."""
+    given = [v for v in values if v > 0]
+    return statistics.geometric_mean(given) if given else None
+
+
+def lines(results: Results) -> list[str]:
+    """The summary, one fact a line."""
+    rows = results.timed
+    return [
+        *_limits(results, rows),
+        *_shares(results, rows),
+        *_fusion(results, rows),
+        *_losses(results, rows),
+        *[f"not timed: {r.id}: {r.reason}" for r in results.rows if r.status != "ok"],
+        *_caveats(results),
+    ]
+
+
+def _limits(results: Results, rows: list[Row]) -> list[str]:
+    found = []
+    for dtype in dict.fromkeys(
+        [*results.ceilings.gflops, *(r.dtype for r in rows if r.category == "matmul")]
+    ):
+        peak = ceilings.peak_gflops(results.ceilings, rows, dtype)
+        products = [r for r in rows if r.dtype == dtype and r.category in ("matmul", "fusion")]
+        best = max(products, key=lambda r: r.gflops, default=None)
+        reached = (
+            "" if best is None else f"; best row {best.gflops:,.0f} ({best.op} {short(best.size)})"
+        )
+        found.append(f"peak compute {dtype}: {peak:,.0f} GFLOPS{reached}")
+    if results.ceilings.copy:
+        rates = {size: size / us / 1e3 for size, us in results.ceilings.copy}
+        largest, fastest = max(rates), max(rates, key=lambda size: rates[size])
+        more = (
+            ""
+            if largest == fastest
+            else f"; {rates[fastest]:,.1f} at {fastest / 2**20:.3g} MiB, in caches"
+        )
+        found.append(
+            f"peak bandwidth: copy {rates[largest]:,.1f} GB/s (read and written, {largest / 2**20:.0f} MiB){more}"
+        )
+    if results.ceilings.launch_us:
+        names = {"torch": "PyTorch", "tensorlogic": "ours", "device": "on the device"}
+        found.append(
+            "launch cost (add of one element): "
+            + ", ".join(f"{names[n]} {us:.2f} us" for n, us in results.ceilings.launch_us.items())
+        )
+    return found
+
+
+def _shares(results: Results, rows: list[Row]) -> list[str]:
+    parts = []
+    for category in dict.fromkeys(r.category for r in rows):
+        shares = [
+            s
+            for r in rows
+            if r.category == category
+            and (s := ceilings.share(results.ceilings, rows, r)) is not None
+        ]
+        mean = geomean(shares)
+        if mean is not None:
+            parts.append(f"{category} {mean:.0%} ({min(shares):.0%} to {max(shares):.0%})")
+    return (
+        ["share of the limit measured in this run (geometric mean): " + ", ".join(parts)]
+        if parts
+        else []
+    )
+
+
+def _fusion(results: Results, rows: list[Row]) -> list[str]:
+    fused = [r for r in rows if r.category == "fusion"]
+    found = []
+    for clock in clocks(results):
+        literal = geomean(s[0] for r in fused if (s := r.speed("separate", clock)) is not None)
+        best = geomean(s[0] for r in fused if (s := r.speed(clock=clock)) is not None)
+        stand = standing(fused, clock)
+        if literal is None or best is None:
+            continue
+        time = f"{clock} time" if len(clocks(results)) > 1 else "time"
+        found.append(
+            f"fusion, {time}: {literal:.2f}x the separate operations, {best:.2f}x PyTorch's best; "
+            f"wins {len(stand.wins)}, even {len(stand.even)}, loses {len(stand.losses)} of {len(stand.rows)}"
+        )
+        found += [f"  wins: {_named(stand.wins, clock)}"] if stand.wins else []
+        found += [f"  loses: {_named(stand.losses, clock)}"] if stand.losses else []
+    return found
+
+
+def _losses(results: Results, rows: list[Row]) -> list[str]:
+    found = []
+    for clock in clocks(results):
+        stand = standing((r for r in rows if r.category != "fusion"), clock)
+        if stand.losses:
+            found.append(
+                f"other losses against PyTorch ({clock} time): {_named(stand.losses, clock)}"
+            )
+    return found
+
+
+def _named(rows: list[Row], clock: str) -> str:
+    """By operation, with the sizes and speeds."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        speed = row.speed(clock=clock)
+        assert speed is not None
+        groups.setdefault(f"{row.op} {row.dtype}", []).append(f"{short(row.size)} {speed[0]:.2f}x")
+    return "; ".join(f"{name} ({', '.join(sizes)})" for name, sizes in groups.items())
+
+
+def _caveats(results: Results) -> list[str]:
+    found = [] if results.complete else ["this run is not complete: it was interrupted"]
+    return [*found, f"note: {results.run['busy']}"] if results.run.get("busy") else found
+
+
+def clocks(results: Results) -> tuple[str, ...]:
+    """Whose time the rows hold."""
+    return ("device", "host") if results.kind == "cuda" else ("device",)

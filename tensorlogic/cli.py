@@ -1,0 +1,456 @@
+"""The command line. PyTorch is imported by the commands that need it, not to show help.
+
+Exit codes: 0 done; 1 a finding (a regression, a lockfile that does not hold, something broken); 2 a request or a file
+that cannot be served; 130 interrupted (what was measured is kept).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+
+from .bench.problems import Problem
+
+if TYPE_CHECKING:
+    from .bench.lockfiles import Finding
+
+DONE, FOUND, REFUSED, INTERRUPTED = 0, 1, 2, 130
+EPILOGUE = "Exit codes: 0 done; 1 a finding (regression, lockfile that does not hold, something broken); 2 a request or file that cannot be served; 130 interrupted."
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("tensorlogic-engine")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        import tensorlogic
+
+        return tensorlogic.__version__
+
+
+app = App(
+    name="tensorlogic",
+    help=(
+        "The fastest correct way to run half-precision tensor work on this machine, found by measuring.\n\n"
+        "Begin with `tensorlogic doctor` (what is here), `tensorlogic bench --quick` (how fast it is), "
+        "`tensorlogic explain linear --size 512` (who runs an operation, and why)."
+    ),
+    help_epilogue=EPILOGUE,
+    help_format="markdown",
+    version=_version,
+    suppress_keyboard_interrupt=False,
+)
+plans_app = App(
+    name="plans",
+    help="Choices that were measured here: list them, commit them as a lockfile, verify one.",
+    help_epilogue=EPILOGUE,
+)
+app.command(plans_app)
+
+Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
+Ops = Annotated[
+    tuple[str, ...],
+    Parameter(
+        "--op",
+        negative=(),
+        show_default=False,
+        help="operation or category; repeat it, or separate by commas",
+    ),
+]
+Sizes = Annotated[
+    tuple[str, ...],
+    Parameter(
+        "--size",
+        negative=(),
+        show_default=False,
+        help="side of matrices, or number of elements: 512, 10K, 128M; repeat it, or separate by commas",
+    ),
+]
+Dtypes = Annotated[
+    tuple[str, ...],
+    Parameter(
+        "--dtype",
+        negative=(),
+        show_default=False,
+        help="f16, bf16 or f32; repeat it, or separate by commas",
+    ),
+]
+Device = Annotated[
+    str | None,
+    Parameter("--device", help="cpu, cuda, cuda:N or mps; the best one here if not given"),
+]
+Margin = Annotated[
+    float, Parameter("--margin", help="relative slowdown that is tolerated: 0.05 is 5 %")
+]
+
+
+def _split(values: Sequence[str]) -> tuple[str, ...]:
+    return tuple(part for value in values for part in value.split(",") if part)
+
+
+def _sizes(values: Sequence[str]) -> tuple[int, ...]:
+    from .bench.sizes import parse
+
+    return tuple(parse(v) for v in _split(values))
+
+
+def _print(text: object) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar on standard error; nothing where that is no terminal."""
+    try:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+    except ImportError:
+        yield lambda done, total, text: None
+        return
+    shown = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    progress = Progress(
+        *shown, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    )
+    task = progress.add_task("", total=None)
+
+    def tick(done: int, total: int, text: str) -> None:
+        progress.start()
+        progress.update(task, completed=done, total=total, description=text)
+
+    try:
+        yield tick
+    finally:
+        progress.stop()
+
+
+@app.command
+def bench(
+    *,
+    quick: Switch = False,
+    op: Ops = (),
+    size: Sizes = (),
+    dtype: Dtypes = (),
+    device: Device = None,
+    json: Path | None = None,
+    resume: Switch = False,
+) -> int:
+    """Measure the operations on this machine against PyTorch, and the machine's limits in the same run.
+
+    Every result is compared with float64 before it is timed. Ctrl-C keeps what was measured.
+
+    Examples: `tensorlogic bench --quick`; `tensorlogic bench --op linear,add_relu --size 512 --dtype f16 --json mine.json`.
+
+    Parameters
+    ----------
+    quick
+        Fewer sizes and rounds: under two minutes on two cores.
+    json
+        Write the result file here (otherwise into the cache folder).
+    resume
+        Keep the rows that the result file holds already, and measure the others.
+    """
+    from .bench import session, summary, tables
+
+    with _progress() as tick:
+        results = session.bench(
+            quick=quick,
+            ops=_split(op),
+            sizes=_sizes(size),
+            dtypes=_split(dtype),
+            device=device,
+            json=json,
+            resume=resume,
+            tick=tick,
+        )
+    tables.show(results, summary.lines(results))
+    _print(f"result file: {results.path}")
+    return DONE if results.complete else INTERRUPTED
+
+
+@app.command
+def compare(
+    before: Path,
+    after: Path,
+    *,
+    margin: Margin = 0.05,
+    mixed: Switch = False,
+    absolute: Switch = False,
+) -> int:
+    """Tell what became better, worse or stayed, between two result files; exit code 1 on a regression beyond the margin.
+
+    Times count relative to PyTorch's in the same run, which cancels drift of the machine between the runs.
+
+    Parameters
+    ----------
+    before
+        Result file of `tensorlogic bench --json`.
+    after
+        A later one.
+    mixed
+        Compare files of different machines all the same.
+    absolute
+        Compare the times themselves.
+    """
+    from .bench import compare as comparing
+    from .bench import results
+
+    found = comparing.compare(
+        results.load(before), results.load(after), margin, mixed=mixed, absolute=absolute
+    )
+    _print(found)
+    return FOUND if found.regressions else DONE
+
+
+@app.command
+def explain(
+    op: str,
+    /,
+    *,
+    size: str | None = None,
+    shape: Annotated[tuple[str, ...], Parameter("--shape", negative=(), show_default=False)] = (),
+    flag: Annotated[tuple[str, ...], Parameter("--flag", negative=(), show_default=False)] = (),
+    dtype: str = "f16",
+    device: Device = None,
+    measure: bool = True,
+) -> int:
+    """Show every candidate of an operation with times, error, and chosen or why not.
+
+    Examples: `tensorlogic explain linear_residual_relu --size 512`;
+    `tensorlogic explain linear --shape 16x768 --shape 3072x768 --shape 3072 --flag activation=gelu`.
+
+    Parameters
+    ----------
+    op
+        Name of a function, such as linear.
+    size
+        Side of its matrices, or number of elements of a plain element-wise operation.
+    shape
+        Of its tensors in the order of its arguments ("-" leaves an optional one out); repeat it.
+    flag
+        Another argument as name=value; repeat it.
+    dtype
+        Of its floating tensors: f16, bf16, f32 or f64.
+    measure
+        Measure the key if it is not known yet.
+    """
+    from .bench import calls, session, sizes
+
+    where = session.pick_device(device)
+    bad = next((f for f in flag if "=" not in f), None)
+    if bad is not None:
+        raise Problem(f"flag is {bad!r}; name=value is required")
+    flags = dict(f.split("=", 1) for f in flag)
+    fn, args, kwargs = calls.call(
+        op, dtype, where, size=sizes.parse(size) if size else None, shapes=shape, flags=flags
+    )
+    _print(_explained(fn, args, kwargs, measure))
+    return DONE
+
+
+def _explained(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], measure: bool
+) -> object:
+    import torch
+
+    import tensorlogic
+
+    try:
+        with torch.no_grad(), tensorlogic.policy(tune="off"):
+            if measure:
+                tensorlogic.tune(lambda: fn(*args, **kwargs))
+            return tensorlogic.explain(fn, *args, **kwargs)
+    except (
+        TypeError,
+        ValueError,
+    ) as problem:  # what our functions say of arguments that do not fit
+        raise Problem(str(problem)) from problem
+
+
+@app.command
+def tune(
+    *,
+    quick: Switch = False,
+    op: Ops = (),
+    size: Sizes = (),
+    dtype: Dtypes = (),
+    device: Device = None,
+) -> int:
+    """Measure operations ahead and remember the choices; without --op those of the benchmark. Ctrl-C keeps what was measured.
+
+    Parameters
+    ----------
+    quick
+        The benchmark's fewer sizes.
+    """
+    from .bench import session
+
+    with _progress() as tick:
+        text = session.tune(
+            quick=quick,
+            ops=_split(op),
+            sizes=_sizes(size),
+            dtypes=_split(dtype),
+            device=device,
+            tick=tick,
+        )
+    _print(text)
+    return DONE
+
+
+@plans_app.command(name="list")
+def list_plans(*, op: Ops = (), device: Device = None) -> int:
+    """List the choices stored for this machine."""
+    from .bench import session
+    from .bench.tables import aligned
+
+    store, _ = session.store(device)
+    wanted = _split(op)
+    rows = [
+        [p.eager, "" if p.captured == p.eager else p.captured, p.measured, p.key.text]
+        for p in store.plans()
+        if not wanted or p.key.op in wanted
+    ]
+    if rows:
+        _print(aligned([["candidate", "captured", "measured", "key"], *rows], [True] * 4))
+    _print(f"{len(rows)} plans in {store.path}")
+    return DONE
+
+
+@plans_app.command(name="export")
+def export_plans(path: Path, *, op: Ops = (), device: Device = None) -> int:
+    """Write the stored choices as a lockfile, to commit beside a project: same lockfile, same candidates, same bits.
+
+    Parameters
+    ----------
+    path
+        The lockfile to write.
+    """
+    from .bench import session
+    from .plans import export_lockfile
+
+    store, _ = session.store(device)
+    wanted = _split(op)
+    chosen = [p for p in store.plans() if not wanted or p.key.op in wanted]
+    if not chosen:
+        raise Problem(
+            "there are no plans to export; measure some with `tensorlogic tune` or tensorlogic.tune(...)"
+        )
+    with _files():
+        count = export_lockfile(path, chosen, [store.environment])
+    _print(
+        f"{count} plans written to {path}; use it with tensorlogic.policy(lockfile={str(path)!r}) or TENSORLOGIC_LOCKFILE={path}"
+    )
+    return DONE
+
+
+@plans_app.command(name="import")
+def import_plans(
+    path: Path,
+    *,
+    device: Device = None,
+    anywhere: Switch = False,
+) -> int:
+    """Take a lockfile's choices into the store of this machine.
+
+    Parameters
+    ----------
+    path
+        The lockfile to read.
+    anywhere
+        Also when it was measured on another machine or with other software.
+    """
+    from .bench import lockfiles, session
+
+    store, where = session.store(device)
+    with _files():
+        count, reason = lockfiles.adopt(path, store, where, anywhere)
+    if reason is not None:
+        raise Problem(
+            f"{path} was not imported: {reason}; use it as a lockfile (TENSORLOGIC_LOCKFILE={path}), or pass --anywhere"
+        )
+    _print(f"{count} plans taken into {store.path}")
+    return DONE
+
+
+@plans_app.command(name="verify")
+def verify_plans(path: Path, *, margin: Margin = 0.1) -> int:
+    """Check on this machine that every locked candidate is here, right, and not slower than the best by more than the margin.
+
+    Exit code 1 when one is not.
+
+    Parameters
+    ----------
+    path
+        The lockfile to verify.
+    """
+    from .bench import lockfiles
+    from .bench.tables import aligned
+
+    if margin < 0:
+        raise Problem(f"margin is {margin}; at least 0 is required")
+    with _files(), _progress() as tick:
+        findings: list[Finding] = lockfiles.verify(path, margin, tick)
+    shown = [[f.state, f.candidate, f.key, f.detail] for f in findings if f.state != lockfiles.GOOD]
+    if shown:
+        _print(aligned([["state", "candidate", "key", ""], *shown], [True] * 4))
+    counts: dict[str, int] = {}
+    for f in findings:
+        counts[f.state] = counts.get(f.state, 0) + 1
+    _print(f"{path}: " + (", ".join(f"{n} {state}" for state, n in counts.items()) or "no plans"))
+    return FOUND if any(f.bad for f in findings) else DONE
+
+
+@contextmanager
+def _files() -> Iterator[None]:
+    """What reading or writing a lockfile raises, as a problem."""
+    try:
+        yield
+    except (ValueError, OSError) as problem:
+        raise Problem(str(problem)) from problem
+
+
+@app.command
+def doctor() -> int:
+    """Say what this machine has and lacks, and what each lack costs; exit code 1 when something is broken."""
+    from . import doctor as doctoring
+
+    return doctoring.main()
+
+
+def main(tokens: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    try:
+        code = app(
+            list(tokens) if tokens is not None else None,
+            exit_on_error=False,
+            result_action="return_value",
+        )
+    except CycloptsError:  # said already
+        return REFUSED
+    except Problem as problem:
+        sys.stderr.write(f"tensorlogic: {problem}\n")
+        return REFUSED
+    except KeyboardInterrupt:
+        sys.stderr.write("tensorlogic: interrupted\n")
+        return INTERRUPTED
+    return code if isinstance(code, int) else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

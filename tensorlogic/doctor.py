@@ -1,0 +1,245 @@
+"""What this machine has and lacks for TensorLogic, and what each lack costs; works without PyTorch too."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+DISTRIBUTION = "tensorlogic-engine"
+OLDEST_TORCH = (2, 11)
+OPTIONAL = {  # distribution -> module, what it is for
+    "quack-kernels": ("quack", "QuACK's kernels as candidates on Hopper and Blackwell GPUs"),
+    "liger-kernel": ("liger_kernel", "Liger's kernels as candidates"),
+    "nvmath-python": (
+        "nvmath",
+        "cuBLASLt's epilogues (linear with residual in one call) on NVIDIA GPUs",
+    ),
+    "rich": ("rich", "coloured tables and progress bars"),
+    "cyclopts": ("cyclopts", "this command line"),
+    "matplotlib": ("matplotlib", "plots in reports"),
+    "jinja2": ("jinja2", "HTML reports"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: "ok", "lacks" (works without, at a cost), "broken" (does not work) or "note"."""
+
+    state: str
+    about: str
+    found: str
+    cost: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything."""
+    return [f for part in (_package, _rivals, _torch, _optional, _settings) for f in part()]
+
+
+def report(findings: Iterable[Finding]) -> str:
+    """One line for each, the cost of a lack beneath it."""
+    lines = []
+    for f in findings:
+        lines.append(f"{f.state:<6}  {f.about:<22}  {f.found}")
+        lines += [f"{'':<32}-> {f.cost}"] if f.cost else []
+    return "\n".join(lines)
+
+
+def _package() -> Iterator[Finding]:
+    version = _version(DISTRIBUTION)
+    where = os.path.dirname(os.path.abspath(__file__))
+    found = f"{version} at {where}" if version else f"running from {where}, not installed"
+    yield Finding(
+        "ok" if version else "note",
+        "TensorLogic",
+        found,
+        "" if version else "`pip install .` gives the command `tensorlogic` everywhere",
+    )
+    yield Finding("ok", "Python", f"{platform.python_version()} on {platform.platform()}")
+
+
+def _rivals() -> Iterator[Finding]:
+    """Other distributions that provide a module of our name: whichever comes first on the path is imported."""
+    owners = importlib.metadata.packages_distributions().get("tensorlogic", [])
+    for name in sorted(set(owners) - {DISTRIBUTION}):
+        yield Finding(
+            "broken",
+            "another tensorlogic",
+            f"the distribution {name} also installs a module named tensorlogic",
+            f"keep one of them: `pip uninstall {name}`, then install {DISTRIBUTION} again",
+        )
+
+
+def _torch() -> Iterator[Finding]:
+    version = _version("torch")
+    if version is None or importlib.util.find_spec("torch") is None:
+        yield Finding("broken", "PyTorch", "not installed", "nothing runs: `pip install torch`")
+        return
+    if tuple(int(p) for p in version.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
+        yield Finding(
+            "broken", "PyTorch", version, "2.11 or newer is required: `pip install --upgrade torch`"
+        )
+        return
+    yield Finding("ok", "PyTorch", version)
+    yield from _devices()
+    yield from _triton()
+    yield from _native()
+    yield from _store()
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    from .ops.common import products
+    from .plans import environment
+
+    cpu = environment(torch.device("cpu"))
+    yield Finding("ok", "CPU", f"{cpu.device}, {cpu.driver}, {cpu.threads} threads")
+    if reason := products.onednn_available("cpu"):
+        yield Finding(
+            "lacks",
+            "oneDNN",
+            reason,
+            "float32 linear layers on this CPU are about half as fast",
+        )
+    for index in range(torch.cuda.device_count()):
+        gpu = environment(torch.device("cuda", index))
+        major, minor = torch.cuda.get_device_capability(index)
+        yield Finding("ok", f"GPU {index}", f"{gpu.device}, sm_{major}{minor}, driver {gpu.driver}")
+    if torch.backends.mps.is_available():
+        yield Finding("ok", "GPU", "Apple GPU (mps)")
+    elif not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        why = (
+            f"PyTorch is built for {built}, but sees no device: is a driver installed?"
+            if built
+            else "this build of PyTorch is for CPUs"
+        )
+        yield Finding("lacks", "GPU", why, "everything runs on the CPU")
+
+
+def _triton() -> Iterator[Finding]:
+    import torch
+
+    from .registry import triton_missing
+
+    wanted = _wanted_triton()
+    reason, version = triton_missing(), _version("triton")
+    if reason is not None:
+        cost = (
+            "GPU ops are PyTorch's own: no fused kernel of ours runs"
+            if torch.cuda.is_available()
+            else "no cost without an NVIDIA or AMD GPU"
+        )
+        yield Finding("lacks" if torch.cuda.is_available() else "note", "Triton", reason, cost)
+    elif (
+        wanted
+        and version
+        and not wanted.startswith(f"=={version}")
+        and f"=={version}" not in wanted
+    ):
+        yield Finding(
+            "note",
+            "Triton",
+            f"{version}; this PyTorch asks for {wanted}",
+            "kernels may fail to compile; a candidate that fails is refused and PyTorch serves",
+        )
+    else:
+        yield Finding("ok", "Triton", version or "installed")
+
+
+def _wanted_triton() -> str | None:
+    """The requirement that PyTorch states, if any ("==3.7.1")."""
+    for line in importlib.metadata.requires("torch") or ():
+        name = line.partition(";")[0]
+        if name.strip().startswith("triton"):
+            return name.strip().removeprefix("triton").strip(" ()")
+    return None
+
+
+def _native() -> Iterator[Finding]:
+    from . import native
+
+    compiler = os.environ.get("CXX") or next(
+        (c for c in ("g++", "clang++", "c++") if shutil.which(c)), None
+    )
+    if compiler and shutil.which(compiler):
+        yield Finding("ok", "C++ compiler", str(shutil.which(compiler)))
+    else:
+        yield Finding(
+            "note",
+            "C++ compiler",
+            "none found",
+            "the native CPU library cannot be built here; a wheel brings it built",
+        )
+    reason = native.available()
+    if reason is None:
+        yield Finding("ok", "native CPU library", f"instruction set {native.isa()}")
+    else:
+        yield Finding(
+            "lacks",
+            "native CPU library",
+            reason,
+            "no fused CPU kernels of ours: half precision and element-wise work on the CPU are several times slower",
+        )
+
+
+def _store() -> Iterator[Finding]:
+    import torch
+
+    from . import settings, stores
+
+    folder = settings.cache_folder()
+    parent = next((p for p in (folder, *folder.parents) if p.exists()), folder)
+    if not os.access(parent, os.W_OK):
+        yield Finding(
+            "lacks",
+            "plan store",
+            f"{folder} cannot be written",
+            f"measurements are lost at exit: set {settings.CACHE_DIR.name} to a folder that can be",
+        )
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    store = stores.current(device)
+    count = sum(1 for _ in store.plans())
+    yield Finding("ok", "plan store", f"{count} plans for this {device.type} in {store.path}")
+
+
+def _optional() -> Iterator[Finding]:
+    for name, (module, purpose) in OPTIONAL.items():
+        version = _version(name)
+        if version is None or importlib.util.find_spec(module) is None:
+            yield Finding("note", name, "not installed", f"optional: {purpose}")
+        else:
+            yield Finding("ok", name, version)
+
+
+def _settings() -> Iterator[Finding]:
+    if importlib.util.find_spec("platformdirs") is None:
+        return
+    from . import settings
+
+    for variable in settings.VARIABLES:
+        value = variable.read()
+        if value is not None:
+            yield Finding("note", variable.name, value)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def main() -> int:
+    """Print the report; 1 when something is broken."""
+    findings = examine()
+    sys.stdout.write(report(findings) + "\n")
+    return int(any(f.state == "broken" for f in findings))

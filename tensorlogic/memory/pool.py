@@ -1,0 +1,155 @@
+"""`tensorlogic.pool`: what memory large outputs take, how much of it is used again, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from tensorlogic import native
+
+
+@dataclass(frozen=True)
+class SizeClass:
+    """Blocks of one size: how many tensors hold one, how many lie free, how often one was asked for and reused."""
+
+    in_use: int
+    held: int
+    allocation_count: int
+    reuse_count: int
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """A moment's figures. Bytes are those taken from the system; `fragmentation` is the share of bytes_in_use nobody asked for."""
+
+    allocation_count: int
+    reuse_count: int
+    reuse_rate: float
+    bytes_in_use: int
+    bytes_held: int
+    high_water_bytes: int
+    fragmentation: float
+    size_classes: dict[int | str, SizeClass]
+
+
+def _stats(
+    allocations: int, reuses: int, in_use: int, requested: int, held: int, high: int, classes: dict[int | str, SizeClass]
+) -> PoolStats:
+    return PoolStats(
+        allocation_count=allocations,
+        reuse_count=reuses,
+        reuse_rate=reuses / allocations if allocations else 0.0,
+        bytes_in_use=in_use,
+        bytes_held=held,
+        high_water_bytes=high,
+        fragmentation=1.0 - requested / in_use if in_use else 0.0,
+        size_classes=classes,
+    )
+
+
+def _cpu_stats() -> PoolStats:
+    if native.available() is not None:
+        return _stats(0, 0, 0, 0, 0, 0, {})
+    allocations, reuses, in_use, requested, held, high, *_ = native.op("pool_stats")()
+    rows = native.op("pool_classes")()
+    classes: dict[int | str, SizeClass] = {rows[i]: SizeClass(*rows[i + 1 : i + 5]) for i in range(0, len(rows), 5)}
+    return _stats(allocations, reuses, in_use, requested, held, high, classes)
+
+
+def _cuda_stats(device: torch.device) -> PoolStats:
+    """PyTorch's caching allocator under the same names: a segment taken from the driver is an allocation not reused."""
+    figures = torch.cuda.memory_stats(device)
+
+    def of(name: str, pool: str = "all", what: str = "current") -> int:
+        return int(figures.get(f"{name}.{pool}.{what}", 0))
+
+    def size_class(pool: str) -> SizeClass:
+        asked = of("allocation", pool, "allocated")
+        return SizeClass(
+            of("allocation", pool),
+            of("inactive_split", pool),
+            asked,
+            max(asked - of("segment", pool, "allocated"), 0),
+        )
+
+    asked = of("allocation", what="allocated")
+    in_use = of("allocated_bytes")
+    return _stats(
+        asked,
+        max(asked - of("segment", what="allocated"), 0),
+        in_use,
+        of("requested_bytes") or in_use,
+        of("reserved_bytes") - in_use,
+        of("reserved_bytes", what="peak"),
+        {pool: size_class(pool) for pool in ("small_pool", "large_pool")},
+    )
+
+
+def stats(device: torch.device | str = "cpu") -> PoolStats:
+    """The pool's figures for a device: ours on "cpu", PyTorch's caching allocator on "cuda".
+
+    Raises ValueError for a device whose allocator shows no figures.
+
+    >>> stats("cpu").bytes_held >= 0
+    True
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return _cpu_stats()
+    if device.type == "cuda":
+        return _cuda_stats(device)
+    raise ValueError(f"pool.stats: device must be a cpu or cuda device, got {device}")
+
+
+def configure(*, max_bytes: int | None = None, max_buffers_per_size: int | None = None) -> None:
+    """Limit what the CPU pool keeps for reuse; what exceeds the new limits is given back at once.
+
+    max_bytes: bytes of free blocks (default: an eighth of the memory this process may use); 0 keeps nothing.
+    max_buffers_per_size: free blocks of one size class (default: 32).
+    Raises ValueError where a limit is negative.
+    """
+    for name, value in (("max_bytes", max_bytes), ("max_buffers_per_size", max_buffers_per_size)):
+        if value is not None and value < 0:
+            raise ValueError(f"pool.configure: {name} must not be negative, got {value}")
+    if native.available() is None:
+        native.op("pool_configure")(
+            -1 if max_bytes is None else max_bytes,
+            -1 if max_buffers_per_size is None else max_buffers_per_size,
+        )
+
+
+def limits() -> tuple[int, int]:
+    """(max_bytes, max_buffers_per_size) as they stand; zeros without the native library."""
+    if native.available() is not None:
+        return 0, 0
+    *_, max_bytes, max_buffers = native.op("pool_stats")()
+    return max_bytes, max_buffers
+
+
+def shrink_to_fit(max_bytes: int = 0) -> int:
+    """Give free CPU blocks back to the system, oldest first, until at most `max_bytes` are held; returns the bytes given back."""
+    return native.op("pool_shrink")(max_bytes) if native.available() is None else 0
+
+
+def clear() -> None:
+    """Give all free CPU blocks back and start counting anew; blocks in use stay with their tensors."""
+    if native.available() is None:
+        native.op("pool_shrink")(0)
+        native.op("pool_reset_counters")()
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Inside, in the whole process, new outputs come from PyTorch's allocator and freed blocks go back to the system."""
+    if native.available() is not None:
+        yield
+        return
+    switch = native.op("pool_disable")
+    switch(1)
+    try:
+        yield
+    finally:
+        switch(-1)

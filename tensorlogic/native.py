@@ -1,0 +1,85 @@
+"""The native CPU library: where it is, loading it once, and why it is absent where it is."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: Set to a file, loads that library instead of the packaged one (used to test sanitized builds).
+LIBRARY_VARIABLE = "TENSORLOGIC_NATIVE_LIBRARY"
+OLDEST_TORCH = (2, 11)  # the stable ABI that the library targets
+
+#: The numbers by which native ops know an activation.
+ACTIVATIONS: dict[str | None, int] = {None: 0, "none": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+#: And the reduction of a loss.
+REDUCTIONS: dict[str, int] = {"none": 0, "mean": 1, "sum": 2}
+
+_PACKAGE = Path(__file__).resolve().parent
+_BUILDER = _PACKAGE.parent / "tools" / "build_native.py"
+_lock = threading.Lock()
+_state: list[str | None] = []  # empty until tried, then what `available` answers
+
+
+def library() -> Path:
+    """Where the library is expected."""
+    named = os.environ.get(LIBRARY_VARIABLE)
+    return Path(named) if named else _PACKAGE / "_native" / "libtensorlogic_native.so"
+
+
+def _load() -> str | None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    path = library()
+    if version < OLDEST_TORCH:
+        return f"PyTorch {torch.__version__} is older than 2.11, which the native library needs: upgrade torch"
+    if not path.exists():
+        remedy = f"run `python {_BUILDER.relative_to(_PACKAGE.parent)}`" if _BUILDER.exists() else "install a wheel that has it"
+        return f"the native library {path.name} is not built: {remedy}"
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return f"the native library {path} does not load: {error}"
+    return None
+
+
+def available(device: str = "cpu") -> str | None:
+    """None where native kernels can run on this device type, else the reason why not; loads the library at first use."""
+    if device != "cpu":
+        return f"native kernels run on cpu, not on {device}"
+    if not _state:
+        with _lock:
+            if not _state:
+                _state.append(_load())
+    return _state[0]
+
+
+def op(name: str) -> Callable[..., Any]:
+    """The operator `tensorlogic_native::name`, without the Python layers of torch.ops; raises RuntimeError where absent."""
+    if reason := available():
+        raise RuntimeError(reason)
+    return getattr(torch.ops.tensorlogic_native, name).default._op
+
+
+def isa() -> str | None:
+    """The instruction set that serves: "portable", "avx2" or "avx512"; None where the library is absent."""
+    return None if available() else op("isa")()
+
+
+def build() -> str | None:
+    """Build the library from a source checkout and load it; returns what `available` then answers."""
+    if not _BUILDER.exists():
+        return "the sources of the native library are not part of an installed package: build from a checkout"
+    builder = runpy.run_path(str(_BUILDER))
+    try:
+        builder["build"]()
+    except builder["BuildError"] as error:
+        return str(error)
+    with _lock:
+        if _state and _state[0] is not None:
+            _state.clear()
+    return available()

@@ -1,0 +1,98 @@
+"""Fit the piecewise polynomials of csrc/simd/tables.h: `python tools/fit_tables.py > csrc/simd/tables.h` (needs scipy)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import erfcx, expit, ndtr
+
+Values = NDArray[np.float64]
+Function = Callable[[Values], Values]
+SEGMENTS = 32
+
+
+def minimax(f: Function, weight: Function, low: float, high: float, degree: int) -> tuple[float, Values]:
+    """(largest weighted error, coefficients) of a near-minimax polynomial, by Lawson's reweighted least squares."""
+    x = np.cos(np.pi * (np.arange(300) + 0.5) / 300) * (high - low) / 2 + (high + low) / 2
+    basis = np.polynomial.chebyshev.chebvander((2 * x - low - high) / (high - low), degree)
+    y, w, lawson = f(x), weight(x), np.ones(300)
+    best = (np.inf, np.zeros(degree + 1))
+    for _ in range(60):
+        scale = np.sqrt(lawson) * w
+        c = np.linalg.lstsq(basis * scale[:, None], y * scale, rcond=None)[0]
+        error = np.abs((basis @ c - y) * w)
+        if error.max() < best[0]:
+            best = (float(error.max()), c)
+        lawson = lawson * error / (lawson * error).mean()
+    chebyshev = np.polynomial.chebyshev.Chebyshev(best[1], domain=[low, high])
+    return best[0], chebyshev.convert(kind=np.polynomial.Polynomial).coef
+
+
+def mills() -> tuple[float, Values]:
+    """P(X < -a) e^(a^2 / 2) on segments of a + 1 given by exponent and three bits of mantissa; index as those bits."""
+    table, worst = np.zeros((6, SEGMENTS)), 0.0
+    for k in range(SEGMENTS):
+        base = 2.0 ** (k // 8) * (1 + k % 8 / 8)
+
+        def shifted(d: Values, base: float = base) -> Values:
+            return erfcx((base - 1 + d) / np.sqrt(2)) / 2
+
+        error, c = minimax(shifted, lambda d: 1 / shifted(d), 0.0, 2.0 ** (k // 8) / 8, 5)
+        worst = max(worst, error)
+        table[:, (k + 127 * 8) % SEGMENTS] = c
+    return worst, table
+
+
+def gates(gate: Function) -> tuple[float, float, Values]:
+    """(scale, worst error in float16 ulps of a * gate, table): the share of x that passes at x = -a, segment k about k / scale."""
+    a = np.linspace(2, 40, 400_001)
+    scale = (SEGMENTS - 1.5) / float(a[a * gate(a) < 2.0**-25][0])  # beyond, all products round to zero
+    table, worst = np.zeros((4, SEGMENTS)), 0.0
+
+    def weight(t: Values, k: int) -> Values:
+        a = (t + k) / scale
+        ulp = np.exp2(np.maximum(np.floor(np.log2(np.maximum(a * gate(a), 1e-30))), -14) - 10)
+        return np.maximum(a, 0) / ulp + 1e-9
+
+    for k in range(SEGMENTS - 1):
+        error, c = minimax(
+            lambda t, k=k: gate((t + k) / scale), lambda t, k=k: weight(t, k), 0.0 if k == 0 else -0.5, 0.5, 3
+        )
+        worst = max(worst, error)
+        table[:, k] = c
+    return scale, worst, table
+
+
+def text(name: str, table: Values) -> str:
+    """The table as C++."""
+    rows = []
+    for row in table:
+        numbers = [f"{np.float32(v):.9g}" for v in row]
+        numbers = [n if "." in n or "e" in n else n + ".0" for n in numbers]
+        rows.append("    {" + ", ".join(n + "f" for n in numbers) + "}")
+    return f"static constexpr float {name}[{len(table)}][{SEGMENTS}] = {{\n" + ",\n".join(rows) + "};\n"
+
+
+def main() -> None:
+    print("// Piecewise polynomials, one row a power, one column a segment. Made by tools/fit_tables.py; not edited by hand.")
+    print("#pragma once\n\nnamespace tensorlogic {\n")
+    error, table = mills()
+    print(f"// The normal tail over its exponential, relative error 2^{np.log2(error):.1f}.")
+    print(text("MILLS", table))
+    kinds: dict[str, Function] = {
+        "GELU": lambda a: ndtr(-a),
+        "GELU_TANH": lambda a: expit(-2 * np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)),
+        "SILU": lambda a: expit(-a),
+    }
+    for name, gate in kinds.items():
+        scale, error, table = gates(gate)
+        print(f"// The share of x that {name.lower()} passes at x = -a, segments of width 1 / {name}_SCALE; {error:.2f} ulp of float16.")
+        print(f"static constexpr float {name}_SCALE = {scale:.9g}f;")
+        print(text(f"{name}_GATE", table))
+    print("}  // namespace tensorlogic")
+
+
+if __name__ == "__main__":
+    main()

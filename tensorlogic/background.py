@@ -75,12 +75,21 @@ class Watch:
         return max(64, int(missing / max(self.call_s, 1e-7)))
 
     def _advance(self) -> None:
-        if self.used_s + self.next_s > SHARE * self.calls * self.call_s or not _BUSY.acquire(blocking=False):
+        if self.used_s + self.next_s > SHARE * self.calls * self.call_s or not _BUSY.acquire(
+            blocking=False
+        ):
             return
         try:
             begin = time.perf_counter()
             if self.steps is None:
-                self.study = Study(self.op, self.key, self.device, environment(self.device), stores.current(self.device).get(self.key), budget_s=0.05)
+                self.study = Study(
+                    self.op,
+                    self.key,
+                    self.device,
+                    environment(self.device),
+                    stores.current(self.device).get(self.key),
+                    budget_s=0.05,
+                )
                 self.steps = self.study.steps()
                 self.next_s = 20 * self.call_s
             elif compiling.ready(self.study.pending if self.study else ()):
@@ -104,7 +113,9 @@ class _side_stream:
     """Work queued by a study does not line up with the caller's; the caller's stream waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        self.context = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else None
+        self.context = (
+            torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else None
+        )
 
     def __enter__(self) -> None:
         if self.context is not None:

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from .bench.problems import Problem
+from .bench.progress import progress
 
 if TYPE_CHECKING:
     from .bench.lockfiles import Finding
 
+PLAIN = Parameter(negative=(), show_default=False)
 DONE, FOUND, REFUSED, INTERRUPTED = 0, 1, 2, 130
 EPILOGUE = "Exit codes: 0 done; 1 a finding (regression, lockfile that does not hold, something broken); 2 a request or file that cannot be served; 130 interrupted."
 
@@ -44,48 +46,38 @@ app = App(
     help_format="markdown",
     version=_version,
     suppress_keyboard_interrupt=False,
+    default_parameter=PLAIN,
 )
 plans_app = App(
     name="plans",
     help="Choices that were measured here: list them, commit them as a lockfile, verify one.",
     help_epilogue=EPILOGUE,
+    default_parameter=PLAIN,
 )
 app.command(plans_app)
 
-Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
+Names = tuple[str, ...]
 Ops = Annotated[
-    tuple[str, ...],
-    Parameter(
-        "--op",
-        negative=(),
-        show_default=False,
-        help="operation or category; repeat it, or separate by commas",
-    ),
+    Names, Parameter("--op", help="operation or category; repeat, or separate by commas")
 ]
 Sizes = Annotated[
-    tuple[str, ...],
+    Names,
     Parameter(
-        "--size",
-        negative=(),
-        show_default=False,
-        help="side of matrices, or number of elements: 512, 10K, 128M; repeat it, or separate by commas",
+        "--size", help="side of matrices, or number of elements: 512, 10K; repeat, or commas"
     ),
 ]
 Dtypes = Annotated[
-    tuple[str, ...],
-    Parameter(
-        "--dtype",
-        negative=(),
-        show_default=False,
-        help="f16, bf16 or f32; repeat it, or separate by commas",
-    ),
+    Names, Parameter("--dtype", help="f16, bf16, f32; repeat, or separate by commas")
 ]
 Device = Annotated[
     str | None,
     Parameter("--device", help="cpu, cuda, cuda:N or mps; the best one here if not given"),
 ]
 Margin = Annotated[
-    float, Parameter("--margin", help="relative slowdown that is tolerated: 0.05 is 5 %")
+    float,
+    Parameter(
+        "--margin", show_default=True, help="relative slowdown that is tolerated: 0.05 is 5 %"
+    ),
 ]
 
 
@@ -103,52 +95,16 @@ def _print(text: object) -> None:
     sys.stdout.write(f"{text}\n")
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on standard error; nothing where that is no terminal."""
-    try:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-        )
-    except ImportError:
-        yield lambda done, total, text: None
-        return
-    shown = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    progress = Progress(
-        *shown, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    )
-    task = progress.add_task("", total=None)
-
-    def tick(done: int, total: int, text: str) -> None:
-        progress.start()
-        progress.update(task, completed=done, total=total, description=text)
-
-    try:
-        yield tick
-    finally:
-        progress.stop()
-
-
 @app.command
 def bench(
     *,
-    quick: Switch = False,
+    quick: bool = False,
     op: Ops = (),
     size: Sizes = (),
     dtype: Dtypes = (),
     device: Device = None,
     json: Path | None = None,
-    resume: Switch = False,
+    resume: bool = False,
 ) -> int:
     """Measure the operations on this machine against PyTorch, and the machine's limits in the same run.
 
@@ -167,7 +123,7 @@ def bench(
     """
     from .bench import session, summary, tables
 
-    with _progress() as tick:
+    with progress() as tick:
         results = session.bench(
             quick=quick,
             ops=_split(op),
@@ -189,8 +145,8 @@ def compare(
     after: Path,
     *,
     margin: Margin = 0.05,
-    mixed: Switch = False,
-    absolute: Switch = False,
+    mixed: bool = False,
+    absolute: bool = False,
 ) -> int:
     """Tell what became better, worse or stayed, between two result files; exit code 1 on a regression beyond the margin.
 
@@ -223,11 +179,11 @@ def explain(
     /,
     *,
     size: str | None = None,
-    shape: Annotated[tuple[str, ...], Parameter("--shape", negative=(), show_default=False)] = (),
-    flag: Annotated[tuple[str, ...], Parameter("--flag", negative=(), show_default=False)] = (),
+    shape: Annotated[Names, Parameter("--shape")] = (),
+    flag: Annotated[Names, Parameter("--flag")] = (),
     dtype: str = "f16",
     device: Device = None,
-    measure: bool = True,
+    measure: Annotated[bool, Parameter(negative="--no-measure", show_default=True)] = True,
 ) -> int:
     """Show every candidate of an operation with times, error, and chosen or why not.
 
@@ -245,7 +201,7 @@ def explain(
     flag
         Another argument as name=value; repeat it.
     dtype
-        Of its floating tensors: f16, bf16, f32 or f64.
+        Of its floating tensors: f16 (if not given), bf16, f32 or f64.
     measure
         Measure the key if it is not known yet.
     """
@@ -285,7 +241,7 @@ def _explained(
 @app.command
 def tune(
     *,
-    quick: Switch = False,
+    quick: bool = False,
     op: Ops = (),
     size: Sizes = (),
     dtype: Dtypes = (),
@@ -300,7 +256,7 @@ def tune(
     """
     from .bench import session
 
-    with _progress() as tick:
+    with progress() as tick:
         text = session.tune(
             quick=quick,
             ops=_split(op),
@@ -364,7 +320,7 @@ def import_plans(
     path: Path,
     *,
     device: Device = None,
-    anywhere: Switch = False,
+    anywhere: bool = False,
 ) -> int:
     """Take a lockfile's choices into the store of this machine.
 
@@ -404,7 +360,7 @@ def verify_plans(path: Path, *, margin: Margin = 0.1) -> int:
 
     if margin < 0:
         raise Problem(f"margin is {margin}; at least 0 is required")
-    with _files(), _progress() as tick:
+    with _files(), progress() as tick:
         findings: list[Finding] = lockfiles.verify(path, margin, tick)
     shown = [[f.state, f.candidate, f.key, f.detail] for f in findings if f.state != lockfiles.GOOD]
     if shown:

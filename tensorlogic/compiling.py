@@ -41,7 +41,11 @@ class _Workers:
                 [sys.executable, "-c", f"from {__name__} import serve; serve()"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                env=os.environ
+                | {
+                    "TRITON_INTERPRET": "0",
+                    "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                },
             )
             self.processes.append(worker)
         try:
@@ -104,7 +108,15 @@ def _receive(stream: IO[bytes]) -> Any:
 def _attempt(run: Callable[[], object]) -> str | None:
     try:
         run()
-    except (RuntimeError, ValueError, TypeError, AssertionError, OSError, KeyError, AttributeError) as problem:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AssertionError,
+        OSError,
+        KeyError,
+        AttributeError,
+    ) as problem:
         return f"{type(problem).__name__}: {problem}"  # the caller meets the same failure when it compiles, and records it
     return None
 

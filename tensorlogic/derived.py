@@ -50,7 +50,9 @@ class DerivedCache:
         self.hits = self.misses = 0
         self._entries: OrderedDict[tuple[int, str], _Entry] = OrderedDict()
 
-    def get(self, tensor: Tensor, kind: str, make: Callable[[Tensor], Any], nbytes: Callable[[Any], int]) -> Any:
+    def get(
+        self, tensor: Tensor, kind: str, make: Callable[[Tensor], Any], nbytes: Callable[[Any], int]
+    ) -> Any:
         """`make(tensor)`, kept while the tensor is the same object with the same storage, version, dtype and strides."""
         key, stamp = (id(tensor), kind), _stamp(tensor)
         with _LOCK:
@@ -84,13 +86,17 @@ class DerivedCache:
     def invalidate(self, tensor: Tensor | None = None) -> None:
         """Forget what was derived from `tensor`, or everything."""
         with _LOCK:
-            for key in [k for k, e in self._entries.items() if tensor is None or e.owner() is tensor]:
+            for key in [
+                k for k, e in self._entries.items() if tensor is None or e.owner() is tensor
+            ]:
                 self._drop(key)
 
     def configure(self, max_bytes: int) -> None:
         """Bound the cache; 0 switches it off."""
         if max_bytes < 0:
-            raise ValueError(f"max_bytes is {max_bytes}; it must be at least 0 (0 switches the cache off)")
+            raise ValueError(
+                f"max_bytes is {max_bytes}; it must be at least 0 (0 switches the cache off)"
+            )
         with _LOCK:
             self.max_bytes = max_bytes
             while self.nbytes > self.max_bytes:
@@ -121,5 +127,7 @@ def invalidate(tensor: Tensor) -> None:
         >>> tensorlogic.invalidate(weight)
     """
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"invalidate: tensor is {type(tensor).__name__}; a torch.Tensor is required")
+        raise TypeError(
+            f"invalidate: tensor is {type(tensor).__name__}; a torch.Tensor is required"
+        )
     CACHE.invalidate(tensor)

@@ -43,14 +43,20 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
     if road is not None:
         return road(op, args)
     same = where is not None and all(
-        g is a or (p.kind == "scalar" and g == a) for g, a, p in zip(given, args, op.params, strict=False) if p.is_dynamic
+        g is a or (p.kind == "scalar" and g == a)
+        for g, a, p in zip(given, args, op.params, strict=False)
+        if p.is_dynamic
     )
     return call(op, args, where if same else None)
 
 
 def call(op: Op, args: Sequence[Any], where: Any = None) -> Any:
     """Serve op-level arguments (no `save`) of plain tensors; make the key warm under `where`. Returns what the public call does."""
-    recording = op.gradient is not None and torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    recording = (
+        op.gradient is not None
+        and torch.is_grad_enabled()
+        and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    )
     if op.gradient is not None:
         args = (*args, recording)
     dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
@@ -60,7 +66,9 @@ def call(op: Op, args: Sequence[Any], where: Any = None) -> Any:
         bound.policy.entries.setdefault(where, []).append((front.guard(tensors), bound.run))
     out = bound.run(*dynamic)
     if out is None:
-        raise RuntimeError(f"{op.name}: candidate {bound.choice.candidate.id} declined the key it was bound for: {bound.key.text}")
+        raise RuntimeError(
+            f"{op.name}: candidate {bound.choice.candidate.id} declined the key it was bound for: {bound.key.text}"
+        )
     return out
 
 
@@ -70,7 +78,9 @@ def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
     dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
     outs = bound.launch(*dynamic)
     if outs is None:
-        raise RuntimeError(f"{op.name}: candidate {bound.choice.candidate.id} declined the key it was bound for: {bound.key.text}")
+        raise RuntimeError(
+            f"{op.name}: candidate {bound.choice.candidate.id} declined the key it was bound for: {bound.key.text}"
+        )
     return outs
 
 
@@ -79,10 +89,19 @@ class Bound:
 
     __slots__ = ("cacheable", "choice", "flags", "key", "launch", "op", "policy", "run")
 
-    def __init__(self, op: Op, args: Sequence[Any], chosen: policies.Policy, recording: bool, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        op: Op,
+        args: Sequence[Any],
+        chosen: policies.Policy,
+        recording: bool,
+        compiled: bool = False,
+    ) -> None:
         self.op, self.policy = op, chosen
         saving = recording or (op.gradient is not None and bool(args[-1]))
-        self.key: Key = op.key(args, "forward" if saving else "backward" if op.internal else "inference")
+        self.key: Key = op.key(
+            args, "forward" if saving else "backward" if op.internal else "inference"
+        )
         self.flags: SimpleNamespace = op.namespace(self.key)
         self.choice = selector.choose(op, self.key, args, chosen, compiled=compiled)
         self.launch: Launcher = self.choice.launch
@@ -92,7 +111,9 @@ class Bound:
         elif not recording:
             self.run = _first(self.launch)
         elif self.choice.candidate.id == EAGER:
-            self.run = _first(op.plain(self.key, _device(args)))  # PyTorch's own autograd records it
+            self.run = _first(
+                op.plain(self.key, _device(args))
+            )  # PyTorch's own autograd records it
         else:
             self.run = lambda *dynamic: _Recorded.apply(self, *dynamic)
 
@@ -115,7 +136,9 @@ class _Recorded(torch.autograd.Function):
             outs = outputs(bound.op, bound.op.full(bound.key, dynamic))
         assert bound.op.gradient is not None
         ctx.bound = bound
-        ctx.scalars = tuple(a for p, a in zip(bound.op.dynamic, dynamic, strict=True) if not p.is_tensor)
+        ctx.scalars = tuple(
+            a for p, a in zip(bound.op.dynamic, dynamic, strict=True) if not p.is_tensor
+        )
         ctx.save_for_backward(*bound.op.gradient.save(bound.flags, dynamic, outs))
         return outs[0]
 
@@ -128,12 +151,39 @@ class _Recorded(torch.autograd.Function):
                 f"compute it under tensorlogic.policy(force='torch.eager')"
             )
         if bound.policy is policies.ROOT:
-            return (None, *gradients(bound.op, bound.flags, ctx.needs_input_grad[1:], ctx.saved_tensors, ctx.scalars, dy))
+            return (
+                None,
+                *gradients(
+                    bound.op,
+                    bound.flags,
+                    ctx.needs_input_grad[1:],
+                    ctx.saved_tensors,
+                    ctx.scalars,
+                    dy,
+                ),
+            )
         with policies.use(bound.policy):
-            return (None, *gradients(bound.op, bound.flags, ctx.needs_input_grad[1:], ctx.saved_tensors, ctx.scalars, dy))
+            return (
+                None,
+                *gradients(
+                    bound.op,
+                    bound.flags,
+                    ctx.needs_input_grad[1:],
+                    ctx.saved_tensors,
+                    ctx.scalars,
+                    dy,
+                ),
+            )
 
 
-def gradients(op: Op, flags: SimpleNamespace, needs: Sequence[bool], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> list[Any]:
+def gradients(
+    op: Op,
+    flags: SimpleNamespace,
+    needs: Sequence[bool],
+    saved: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    dy: Tensor,
+) -> list[Any]:
     """Gradients for every dynamic parameter (None for scalars and for what needs none)."""
     assert op.gradient is not None
     wanted = tuple(bool(n) for p, n in zip(op.dynamic, needs, strict=True) if p.is_tensor)
@@ -144,7 +194,9 @@ def gradients(op: Op, flags: SimpleNamespace, needs: Sequence[bool], saved: tupl
 def composition(op: Op, args: Sequence[Any]) -> Any:
     """The plain PyTorch composition, differentiable in every way PyTorch's own ops are."""
     full = (*args, False) if op.gradient is not None else tuple(args)
-    key = SimpleNamespace(flags=[(p.name, a) for p, a in zip(op.params, full, strict=True) if not p.is_dynamic])
+    key = SimpleNamespace(
+        flags=[(p.name, a) for p, a in zip(op.params, full, strict=True) if not p.is_dynamic]
+    )
     launch = op.candidates[EAGER].bind(cast(Key, key), {}, _device(args))
     outs = launch(*[a for p, a in zip(op.params, full, strict=True) if p.is_dynamic])
     assert outs is not None
@@ -154,7 +206,9 @@ def composition(op: Op, args: Sequence[Any]) -> Any:
 def _special(op: Op, args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] | None:
     """The road for tensors or modes that plain launchers cannot serve, or None."""
     tensors = [a for a in args if isinstance(a, Tensor)]
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    ):
         return composition
     if torch._C._functorch.maybe_current_level() is not None:
         return library.traced if _only_grad() else composition
@@ -170,14 +224,18 @@ def _special(op: Op, args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] 
 
 def _only_grad() -> bool:
     stack = torch._C._functorch.get_interpreter_stack()
-    return stack is not None and all(i.key() == torch._C._functorch.TransformType.Grad for i in stack)
+    return stack is not None and all(
+        i.key() == torch._C._functorch.TransformType.Grad for i in stack
+    )
 
 
 def _autocast(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments as autocast would hand them to the PyTorch ops that `op` stands for."""
     if op.autocast == "promote":
         return args
-    dtype = torch.float32 if op.autocast == "float32" else torch.get_autocast_dtype(_device(args).type)
+    dtype = (
+        torch.float32 if op.autocast == "float32" else torch.get_autocast_dtype(_device(args).type)
+    )
 
     def lowered(a: Any) -> Any:
         eligible = isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64

@@ -28,12 +28,16 @@ def _op(op: Any) -> Op:
     return OPS[name]
 
 
-def _met(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Op, Key, torch.device]]:
+def _met(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[Op, Key, torch.device]]:
     """The keys one call meets, by making it."""
     met: list[tuple[Op, Key, torch.device]] = []
     from dataclasses import replace
 
-    with policies.use(replace(policies.current(), tune="off", observer=lambda *seen: met.append(seen), entries={})):
+    with policies.use(
+        replace(policies.current(), tune="off", observer=lambda *seen: met.append(seen), entries={})
+    ):
         fn(*args, **kwargs)
     return met
 
@@ -77,19 +81,26 @@ class Explanation:
     @property
     def title(self) -> str:
         """The key, where the decision came from, and the choices."""
-        both = f"chosen: {self.eager}" + ("" if self.captured == self.eager else f", captured: {self.captured}")
+        both = f"chosen: {self.eager}" + (
+            "" if self.captured == self.eager else f", captured: {self.captured}"
+        )
         return f"{self.key.text}\n{both} (from: {self.source})"
 
     def __str__(self) -> str:
         widths = [max(len(r[i]) for r in (HEAD, *self.rows)) for i in range(len(HEAD))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in (HEAD, *self.rows)]
+        lines = [
+            "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip()
+            for r in (HEAD, *self.rows)
+        ]
         return "\n".join([self.title, *lines])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{c}</th>" for c in HEAD)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in r) + "</tr>" for r in self.rows)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in r) + "</tr>" for r in self.rows
+        )
         return f"<p>{html.escape(self.title)}</p><table><tr>{head}</tr>{body}</table>"
 
 
@@ -129,7 +140,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanations:
         relu inference x=f32[3]...
     """
     if not callable(fn):
-        raise TypeError(f"explain: fn is {type(fn).__name__}; a function or a torch.nn.Module is required, then its arguments")
+        raise TypeError(
+            f"explain: fn is {type(fn).__name__}; a function or a torch.nn.Module is required, then its arguments"
+        )
     seen: dict[str, Explanation] = {}
     for op, key, device in _met(fn, args, kwargs):
         if key.text not in seen:
@@ -146,8 +159,14 @@ def explain_key(op: Op, key: Key, device: torch.device) -> Explanation:
     return Explanation(key, decision.source, decision.eager[0], decision.captured[0], rows)
 
 
-def _row(op: Op, id: str, key: Key, e: Evidence | None, decision: selector.Decision, measured: bool) -> Row:
-    chosen = "+".join(w for w, pick in (("eager", decision.eager), ("captured", decision.captured)) if pick[0] == id)
+def _row(
+    op: Op, id: str, key: Key, e: Evidence | None, decision: selector.Decision, measured: bool
+) -> Row:
+    chosen = "+".join(
+        w
+        for w, pick in (("eager", decision.eager), ("captured", decision.captured))
+        if pick[0] == id
+    )
     candidate = op.candidates[id]
     if e is None or e.source != candidate.source:
         reason = candidate.available(key.device) or candidate.supports(key)
@@ -156,7 +175,14 @@ def _row(op: Op, id: str, key: Key, e: Evidence | None, decision: selector.Decis
     if e.status == "refused":
         return (id, "-", "-", "-", chosen, f"refused: {e.reason}")
     detail = " ".join(f"{k}={v}" for k, v in e.config.items())
-    return (id, f"{e.device_us:.2f} ±{100 * e.spread:.0f}%", f"{e.host_us:.2f}", f"{e.error:.2f}x eager's", chosen, f"{e.reason} {detail}".strip())
+    return (
+        id,
+        f"{e.device_us:.2f} ±{100 * e.spread:.0f}%",
+        f"{e.host_us:.2f}",
+        f"{e.error:.2f}x eager's",
+        chosen,
+        f"{e.reason} {detail}".strip(),
+    )
 
 
 __all__ = ["EAGER", "Explanation", "Explanations", "Tensor", "candidates", "explain", "explain_key"]

@@ -38,7 +38,9 @@ def {name}({signature}):
 """
 
 
-def front(op: Op, miss: Callable[..., Any]) -> Callable[[Callable[P, tuple[Any, ...]]], Callable[P, Tensor]]:
+def front(
+    op: Op, miss: Callable[..., Any]
+) -> Callable[[Callable[P, tuple[Any, ...]]], Callable[P, Tensor]]:
     """Decorator for a public function of `op`.
 
     The decorated function checks the caller's arguments and returns the op's (in schema order, without `save`); it runs on
@@ -49,7 +51,9 @@ def front(op: Op, miss: Callable[..., Any]) -> Callable[[Callable[P, tuple[Any, 
         params = [p for p in op.params if p.name != "save"]
         names = list(inspect.signature(prepare).parameters)
         if names != [p.name for p in params]:
-            raise TypeError(f"public function {prepare.__name__} has parameters {names}, op {op.name} has {params}")
+            raise TypeError(
+                f"public function {prepare.__name__} has parameters {names}, op {op.name} has {params}"
+            )
         scope = {
             "is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
             "current_policy": policies.current,
@@ -57,7 +61,9 @@ def front(op: Op, miss: Callable[..., Any]) -> Callable[[Callable[P, tuple[Any, 
             "function_mode": torch._C._is_torch_function_mode_enabled,
             "dispatch_modes": torch._C._len_torch_dispatch_stack,
             "forward_ad": forward_ad,
-            "numbers": frozenset((int, float)),  # finite ones; anything else is looked at on the slow road
+            "numbers": frozenset(
+                (int, float)
+            ),  # finite ones; anything else is looked at on the slow road
             "miss": functools.partial(miss, op, prepare),
             **{f"default_{n}": v.default for n, v in inspect.signature(prepare).parameters.items()},
         }
@@ -82,12 +88,17 @@ def _source(prepare: Callable[..., Any], params: list[Param]) -> str:
     return TEMPLATE.format(
         name=prepare.__name__,
         signature=", ".join(
-            n if p.default is inspect.Parameter.empty else f"{n}=default_{n}" for n, p in signature.items()
+            n if p.default is inspect.Parameter.empty else f"{n}=default_{n}"
+            for n, p in signature.items()
         ),
         names=", ".join(signature),
         id=next(_IDS),
         key=key,
-        scalars="".join(f" and {p.name}.__class__ in numbers and {p.name} - {p.name} == 0" for p in params if p.kind == "scalar"),
+        scalars="".join(
+            f" and {p.name}.__class__ in numbers and {p.name} - {p.name} == 0"
+            for p in params
+            if p.kind == "scalar"
+        ),
         check=_check([p for p in params if p.is_tensor], []),
         dynamic=", ".join(p.name for p in params if p.is_dynamic),
     )
@@ -115,11 +126,16 @@ def guard(tensors: list[Tensor]) -> Callable[..., bool]:
     first = [places[id(t)] for t in tensors]
     unique = sorted(set(first))
     kept = [tensors[i] for i in unique]
-    sizes, strides = [list(t.shape) for t in kept], [list(t.stride()) for t in kept]
-    check = torch._C._dynamo.guards.TensorGuards(*kept, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    sizes: list[Any] = [list(t.shape) for t in kept]
+    strides: list[Any] = [list(t.stride()) for t in kept]
+    check = torch._C._dynamo.guards.TensorGuards(
+        *kept, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+    ).check
     if len(unique) == len(tensors):
         return cast(Callable[..., bool], check)
-    return lambda *ts: all(t is ts[i] for t, i in zip(ts, first, strict=True)) and check(*[ts[i] for i in unique])
+    return lambda *ts: (
+        all(t is ts[i] for t, i in zip(ts, first, strict=True)) and check(*[ts[i] for i in unique])
+    )
 
 
 def plain(value: Any) -> bool:

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from .op import EAGER, Op, Outputs
 
-_TYPES = {str: "str", bool: "bool", int: "int", float: "float", str | None: "str?", int | None: "int?", float | None: "float?"}
+_TYPES = {
+    str: "str",
+    bool: "bool",
+    int: "int",
+    float: "float",
+    str | None: "str?",
+    int | None: "int?",
+    float | None: "float?",
+}
 
 
 def schema(op: Op) -> str:
@@ -36,10 +44,15 @@ def register(op: Op) -> None:
     def fake(*args: Any) -> Any:
         return _filled(op, eager_outputs(op, _flags(op, args)), args)
 
-    made = torch.library.custom_op(f"tensorlogic::{op.name}", kernel, mutates_args=(), schema=schema(op))
+    made = torch.library.custom_op(
+        f"tensorlogic::{op.name}", kernel, mutates_args=(), schema=schema(op)
+    )
     made.register_fake(fake)
     if op.gradient is not None:
-        made.register_autograd(lambda ctx, *grads: _backward(op, ctx, *grads), setup_context=lambda ctx, inputs, output: _setup(op, ctx, inputs, output))
+        made.register_autograd(
+            lambda ctx, *grads: _backward(op, ctx, *grads),
+            setup_context=lambda ctx, inputs, output: _setup(op, ctx, inputs, output),
+        )
 
 
 def _flags(op: Op, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -49,7 +62,9 @@ def _flags(op: Op, args: Sequence[Any]) -> tuple[Any, ...]:
 
 def eager_outputs(op: Op, args: Sequence[Any]) -> Outputs:
     """What the plain composition gives: shapes, strides and dtypes of all outputs for fake tensors."""
-    flags = SimpleNamespace(flags=[(p.name, a) for p, a in zip(op.params, args, strict=True) if not p.is_dynamic])
+    flags = SimpleNamespace(
+        flags=[(p.name, a) for p, a in zip(op.params, args, strict=True) if not p.is_dynamic]
+    )
     device = next(a.device for a in args if isinstance(a, Tensor))
     launch = op.candidates[EAGER].bind(flags, {}, device)  # type: ignore[arg-type]
     outs = launch(*[a for p, a in zip(op.params, args, strict=True) if p.is_dynamic])
@@ -81,7 +96,11 @@ def traced(op: Op, args: Sequence[Any]) -> Any:
     if op.functional is not None:
         args = op.functional(given)
     if op.gradient is not None:
-        args = (*args, torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args))
+        args = (
+            *args,
+            torch.is_grad_enabled()
+            and any(isinstance(a, Tensor) and a.requires_grad for a in args),
+        )
     outs = traced_all(op, args)
     if op.update is not None:
         op.update(given, outs)
@@ -97,7 +116,13 @@ def traced_all(op: Op, args: Sequence[Any]) -> tuple[Tensor, ...]:
 def _setup(op: Op, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     assert op.gradient is not None
     dynamic = tuple(a for p, a in zip(op.params, inputs, strict=True) if p.is_dynamic)
-    flags = SimpleNamespace(**{p.name: a for p, a in zip(op.params, _flags(op, inputs), strict=True) if not p.is_dynamic})
+    flags = SimpleNamespace(
+        **{
+            p.name: a
+            for p, a in zip(op.params, _flags(op, inputs), strict=True)
+            if not p.is_dynamic
+        }
+    )
     outs = (output,) if op.outputs == 1 else tuple(output)
     if not flags.save:  # called directly and yet recorded: run again what backward needs
         outs = traced_all(op, (*inputs[:-1], True))

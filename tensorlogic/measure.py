@@ -36,7 +36,9 @@ class Samples:
 
     def ratio(self, name: str, other: str) -> tuple[float, float, float]:
         """Median of the per-round ratios name/other, with its 95 % interval by order statistics."""
-        ratios = sorted(a / max(b, 1e-9) for a, b in zip(self.values[name], self.values[other], strict=True))
+        ratios = sorted(
+            a / max(b, 1e-9) for a, b in zip(self.values[name], self.values[other], strict=True)
+        )
         return interval(ratios)
 
 
@@ -68,12 +70,17 @@ def once(call: Call, device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
-def device_samples(calls: Mapping[str, Sequence[Call]], device: torch.device, budget_s: float, rounds: int = 15) -> Samples:
+def device_samples(
+    calls: Mapping[str, Sequence[Call]], device: torch.device, budget_s: float, rounds: int = 15
+) -> Samples:
     """Device time per call in microseconds; each implementation is a list of calls (one per input set) that are walked through.
 
     CUDA: replay of a captured graph of several calls between two events. Elsewhere: a loop of calls between synchronisations.
     """
-    loops = {name: _loop(list(steps), device, budget_s / max(len(calls), 1) / rounds) for name, steps in calls.items()}
+    loops = {
+        name: _loop(list(steps), device, budget_s / max(len(calls), 1) / rounds)
+        for name, steps in calls.items()
+    }
     try:
         return _interleave({name: loop.sample for name, loop in loops.items()}, rounds, budget_s)
     finally:
@@ -81,11 +88,15 @@ def device_samples(calls: Mapping[str, Sequence[Call]], device: torch.device, bu
             loop.close()
 
 
-def host_samples(calls: Mapping[str, Sequence[Call]], device: torch.device, budget_s: float, rounds: int = 7) -> Samples:
+def host_samples(
+    calls: Mapping[str, Sequence[Call]], device: torch.device, budget_s: float, rounds: int = 7
+) -> Samples:
     """Host time per call in microseconds: calls queued without waiting, so that only the caller's own time counts."""
 
     def sampler(steps: list[Call]) -> Callable[[], float]:
-        count = _repeats(once(steps[0], device), budget_s / max(len(calls), 1) / rounds, least=8, most=200)
+        count = _repeats(
+            once(steps[0], device), budget_s / max(len(calls), 1) / rounds, least=8, most=200
+        )
 
         def sample() -> float:
             synchronize(device)
@@ -98,10 +109,14 @@ def host_samples(calls: Mapping[str, Sequence[Call]], device: torch.device, budg
 
         return sample
 
-    return _interleave({name: sampler(list(steps)) for name, steps in calls.items()}, rounds, budget_s)
+    return _interleave(
+        {name: sampler(list(steps)) for name, steps in calls.items()}, rounds, budget_s
+    )
 
 
-def _interleave(samplers: Mapping[str, Callable[[], float]], rounds: int, budget_s: float) -> Samples:
+def _interleave(
+    samplers: Mapping[str, Callable[[], float]], rounds: int, budget_s: float
+) -> Samples:
     order, samples = random.Random(0), Samples({name: [] for name in samplers})
     begin = time.perf_counter()
     for done in range(rounds):
@@ -153,7 +168,10 @@ class _Graph:
         with torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"):
             for i in range(self.count):
                 steps[i % len(steps)]()
-        self.start, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.start, self.end = (
+            torch.cuda.Event(enable_timing=True),
+            torch.cuda.Event(enable_timing=True),
+        )
         self.graph.replay()
         torch.cuda.synchronize(device)
 
@@ -173,8 +191,12 @@ def _loop(steps: list[Call], device: torch.device, share_s: float) -> _Loop | _G
     if device.type == "cuda":
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # what a failed capture leaves is said to be empty
+                warnings.simplefilter(
+                    "ignore", UserWarning
+                )  # what a failed capture leaves is said to be empty
                 return _Graph(steps, device, share_s)
-        except RuntimeError:  # not capturable: a synchronising or allocating implementation is timed as it runs
+        except (
+            RuntimeError
+        ):  # not capturable: a synchronising or allocating implementation is timed as it runs
             torch.cuda.synchronize(device)
     return _Loop(steps, device, share_s)

@@ -63,7 +63,9 @@ class Verdict:
         return self.reason is None
 
 
-def judge(outs: Sequence[Tensor | None], eager: Sequence[Tensor | None], refs: Sequence[Tensor | None]) -> Verdict:
+def judge(
+    outs: Sequence[Tensor | None], eager: Sequence[Tensor | None], refs: Sequence[Tensor | None]
+) -> Verdict:
     """Compare a candidate's outputs with same-dtype eager PyTorch and the float64 reference, every element."""
     worst = 0.0
     if len(outs) != len(eager):
@@ -98,10 +100,16 @@ def _judge_one(out: Tensor | None, plain: Tensor, ref: Tensor) -> tuple[str | No
     base = max(relative_error(plain, ref), _floor(out.dtype))
     ratio = relative_error(out, ref) / base
     if ratio > RELATIVE_TO_EAGER:
-        return f"has relative error {ratio * base:.2e}, {ratio:.1f} times eager's {base:.2e} (at most {RELATIVE_TO_EAGER:g})", ratio
+        return (
+            f"has relative error {ratio * base:.2e}, {ratio:.1f} times eager's {base:.2e} (at most {RELATIVE_TO_EAGER:g})",
+            ratio,
+        )
     excess = _largest_excess(out, plain, ref)
     if excess > 1.0:
-        return f"has an element {excess:.1f} times further from the reference than its row allows", ratio
+        return (
+            f"has an element {excess:.1f} times further from the reference than its row allows",
+            ratio,
+        )
     return None, ratio
 
 
@@ -111,20 +119,26 @@ def _floor(dtype: torch.dtype) -> float:
 
 
 def _infinities(t: Tensor) -> Tensor:
-    return torch.isinf(t).to(torch.int8) * torch.sign(t.real if t.is_complex() else t).nan_to_num(0).to(torch.int8)
+    return torch.isinf(t).to(torch.int8) * torch.sign(t.real if t.is_complex() else t).nan_to_num(
+        0
+    ).to(torch.int8)
 
 
 def _largest_excess(out: Tensor, plain: Tensor, ref: Tensor) -> float:
     """Largest |out − ref| over what is allowed there: some spacings of the row's scale, or four times eager's worst in that row."""
     eps = spacing(plain.dtype)
-    out, plain, ref = (wide(t).reshape(-1, t.shape[-1] if t.dim() else 1) for t in (out, plain, ref))
+    out, plain, ref = (
+        wide(t).reshape(-1, t.shape[-1] if t.dim() else 1) for t in (out, plain, ref)
+    )
     finite = torch.isfinite(ref) & torch.isfinite(plain) & torch.isfinite(out)
     miss = torch.where(finite, (out - ref).abs(), 0)
     eager_miss = torch.where(finite, (plain - ref).abs(), 0).amax(-1, keepdim=True)
     size = torch.where(finite, ref.abs(), 0)
     row = size.square().mean(-1, keepdim=True).sqrt()
     whole = row.square().mean().sqrt()
-    allowed = ELEMENT_SLACK * eps * (row + size + 0.1 * whole) + 4 * (eager_miss + eager_miss.mean())
+    allowed = ELEMENT_SLACK * eps * (row + size + 0.1 * whole) + 4 * (
+        eager_miss + eager_miss.mean()
+    )
     return (miss / allowed.clamp_min(torch.finfo(torch.float64).tiny)).amax().item()
 
 

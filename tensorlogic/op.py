@@ -20,7 +20,9 @@ from .plans import Key, TensorSpec
 
 Config = Mapping[str, Any]
 Outputs = tuple[Tensor | None, ...]
-Launcher = Callable[..., Outputs | None]  # (tensors and scalars in schema order) -> outputs, or None to decline
+Launcher = Callable[
+    ..., Outputs | None
+]  # (tensors and scalars in schema order) -> outputs, or None to decline
 EAGER = "torch.eager"
 
 
@@ -53,11 +55,19 @@ class Candidate:
     bind: Callable[[Key, Config, torch.device], Launcher]
     supports: Callable[[Key], str | None] = _no_reason  # None, or why this key cannot run here
     configs: Callable[[Key], Sequence[Config]] = lambda key: ({},)  # best guess first
-    available: Callable[[str], str | None] = _no_reason  # device type -> None, or why this machine cannot run it
-    sources: tuple[Any, ...] = ()  # modules whose text decides the result; a change invalidates its evidence
-    jobs: Callable[[Key, Config, torch.device], Sequence[Any]] = lambda key, config, device: ()  # compile work for other processes
+    available: Callable[[str], str | None] = (
+        _no_reason  # device type -> None, or why this machine cannot run it
+    )
+    sources: tuple[
+        Any, ...
+    ] = ()  # modules whose text decides the result; a change invalidates its evidence
+    jobs: Callable[[Key, Config, torch.device], Sequence[Any]] = (
+        lambda key, config, device: ()
+    )  # compile work for other processes
     deterministic: bool = True
-    trusted: bool = False  # shipped with this package: may serve a key whose neighbour it was measured on
+    trusted: bool = (
+        False  # shipped with this package: may serve a key whose neighbour it was measured on
+    )
 
     @cached_property
     def source(self) -> str:
@@ -76,7 +86,10 @@ class Gradient:
     """How an op's gradients are had: what forward keeps, and the backward formula on it (which calls backward ops)."""
 
     save: Callable[[SimpleNamespace, tuple[Any, ...], Outputs], tuple[Tensor | None, ...]]
-    backward: Callable[[SimpleNamespace, tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], Tensor], tuple[Tensor | None, ...]]
+    backward: Callable[
+        [SimpleNamespace, tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], Tensor],
+        tuple[Tensor | None, ...],
+    ]
 
 
 @dataclass
@@ -91,19 +104,35 @@ class Op:
     reference: Callable[..., Any]
     flops: Callable[[Key], float]
     traffic: Callable[[Key], float]  # least bytes to move
-    sample: Callable[[Key, str, TensorSpec, torch.device, torch.Generator], Tensor | None] = lambda *_: None
-    scalars: Callable[[Key], Mapping[str, Any]] = lambda key: {}  # example values of the run-time scalars
+    sample: Callable[[Key, str, TensorSpec, torch.device, torch.Generator], Tensor | None] = (
+        lambda *_: None
+    )
+    scalars: Callable[[Key], Mapping[str, Any]] = (
+        lambda key: {}
+    )  # example values of the run-time scalars
     cases: Callable[[], Iterable[tuple[Any, ...]]] = lambda: ()
     gradient: Gradient | None = None
     keyed: tuple[str, ...] = ()
     runtime: tuple[str, ...] = ()
-    autocast: str = "promote"  # "lower" (products), "float32" (softmax, losses), "promote", or "composition"
-    baseline: Callable[..., Any] | None = None  # same-dtype arithmetic of the reference where torch.eager draws its own numbers
-    stress: Callable[[Key, dict[str, Any]], None] | None = None  # turns normal inputs into ones that overflow careless arithmetic
-    prepare: Callable[[Key, dict[str, Any]], None] | None = None  # makes sample inputs agree with each other
+    autocast: str = (
+        "promote"  # "lower" (products), "float32" (softmax, losses), "promote", or "composition"
+    )
+    baseline: Callable[..., Any] | None = (
+        None  # same-dtype arithmetic of the reference where torch.eager draws its own numbers
+    )
+    stress: Callable[[Key, dict[str, Any]], None] | None = (
+        None  # turns normal inputs into ones that overflow careless arithmetic
+    )
+    prepare: Callable[[Key, dict[str, Any]], None] | None = (
+        None  # makes sample inputs agree with each other
+    )
     mutates: tuple[str, ...] = ()  # tensors a candidate may update in place
-    functional: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None  # arguments that leave those tensors out ...
-    update: Callable[[tuple[Any, ...], Outputs], None] | None = None  # ... and the update from all outputs, for the registered op
+    functional: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = (
+        None  # arguments that leave those tensors out ...
+    )
+    update: Callable[[tuple[Any, ...], Outputs], None] | None = (
+        None  # ... and the update from all outputs, for the registered op
+    )
     outputs: int = 1
     internal: bool = False  # called by other ops only, which take all its outputs
     candidates: dict[str, Candidate] = field(default_factory=dict)
@@ -147,19 +176,29 @@ class Op:
     def add(self, candidate: Candidate) -> Candidate:
         """Register a candidate; the order of registration is the order in which ties are broken."""
         if candidate.id.count(".") != 1 or not all(candidate.id.split(".")):
-            raise ValueError(f"candidate id {candidate.id!r} of op {self.name!r} must read 'provider.strategy'")
+            raise ValueError(
+                f"candidate id {candidate.id!r} of op {self.name!r} must read 'provider.strategy'"
+            )
         if candidate.id in self.candidates:
-            raise ValueError(f"op {self.name!r} already has a candidate {candidate.id!r}; choose another id")
+            raise ValueError(
+                f"op {self.name!r} already has a candidate {candidate.id!r}; choose another id"
+            )
         self.candidates[candidate.id] = candidate
         return candidate
 
-    def candidate(self, id: str, **about: Any) -> Callable[[Callable[..., Outputs]], Callable[..., Outputs]]:
+    def candidate(
+        self, id: str, **about: Any
+    ) -> Callable[[Callable[..., Outputs]], Callable[..., Outputs]]:
         """Decorator: register a plain Python function whose parameters are exactly the schema's."""
 
         def register(fn: Callable[..., Outputs]) -> Callable[..., Outputs]:
             self._check_schema(id, fn)
             about.setdefault("sources", (fn,))
-            self.add(Candidate(id, bind=lambda key, config, device: self.closer(fn, *key_flags(key)), **about))
+            self.add(
+                Candidate(
+                    id, bind=lambda key, config, device: self.closer(fn, *key_flags(key)), **about
+                )
+            )
             return fn
 
         return register
@@ -167,7 +206,9 @@ class Op:
     def _check_schema(self, id: str, fn: Callable[..., Any]) -> None:
         have, want = list(inspect.signature(fn).parameters), [p.name for p in self.params]
         if have != want:
-            raise TypeError(f"candidate {id!r} of op {self.name!r} has parameters {have}; the schema is {want}")
+            raise TypeError(
+                f"candidate {id!r} of op {self.name!r} has parameters {have}; the schema is {want}"
+            )
 
     # keys -----------------------------------------------------------------------------------------------------------
 
@@ -176,9 +217,13 @@ class Op:
         device = next(a.device.type for a in args if isinstance(a, Tensor))
         return Key(
             op=self.name,
-            tensors=tuple(spec(a, device) for p, a in zip(self.params, args, strict=True) if p.is_tensor),
+            tensors=tuple(
+                spec(a, device) for p, a in zip(self.params, args, strict=True) if p.is_tensor
+            ),
             names=tuple(p.name for p in self.tensors),
-            flags=tuple((p.name, a) for p, a in zip(self.params, args, strict=True) if not p.is_dynamic),
+            flags=tuple(
+                (p.name, a) for p, a in zip(self.params, args, strict=True) if not p.is_dynamic
+            ),
             device=device,
             direction=direction,
             precision=precision,
@@ -192,7 +237,6 @@ class Op:
         """All arguments in schema order from the key's flags and the dynamic ones."""
         flags, rest = dict(key.flags), iter(dynamic)
         return [next(rest) if p.is_dynamic else flags[p.name] for p in self.params]
-
 
     def plain(self, key: Key, device: torch.device) -> Launcher:
         """The plain composition of a key as a user would run it: what backward needs is left to PyTorch's autograd."""

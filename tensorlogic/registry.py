@@ -66,7 +66,6 @@ def ready(device: str) -> None:
         _READY.add(device)
 
 
-
 def _plugins() -> None:
     """Load third-party candidates once: each entry point is a function that takes the registry of ops."""
     if "plugins" in _READY:
@@ -77,4 +76,10 @@ def _plugins() -> None:
             register: Callable[[dict[str, Op]], None] = point.load()
             register(OPS)
         except Exception as problem:  # whatever a third party's package raises must not take ours down; it is said by name
-            LOG.warning("tensorlogic: candidates of %s (%s) were not loaded: %s: %s", point.name, point.value, type(problem).__name__, problem)
+            LOG.warning(
+                "tensorlogic: candidates of %s (%s) were not loaded: %s: %s",
+                point.name,
+                point.value,
+                type(problem).__name__,
+                problem,
+            )

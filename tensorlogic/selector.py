@@ -66,14 +66,21 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     return PLAIN
 
 
-def choose(op: Op, key: Key, args: Sequence[Any], policy: Policy, *, compiled: bool = False) -> Choice:
+def choose(
+    op: Op, key: Key, args: Sequence[Any], policy: Policy, *, compiled: bool = False
+) -> Choice:
     """Decide, bind, and under `tune="full"` or an observer measure; failures fall back to eager and are said once."""
     device = next(a.device for a in args if isinstance(a, Tensor))
     registry.ready(device.type)
     capturing = capture_watch.capturing(device)
     if policy.observer is not None and not compiled:
         policy.observer(op, key, device)
-    if policy.tune == "full" and not policy.reproducible and not capturing and policy.forced(op.name) is None:
+    if (
+        policy.tune == "full"
+        and not policy.reproducible
+        and not capturing
+        and policy.forced(op.name) is None
+    ):
         stores.measured(op, key, device)
     decision = decide(op, key, device, policy)
     if compiled or capturing:
@@ -82,8 +89,15 @@ def choose(op: Op, key: Key, args: Sequence[Any], policy: Policy, *, compiled: b
         return choice
     choice = _bind(op, key, device, decision.eager, decision.source)
     if device.type == "cuda" and decision.captured != decision.eager:
-        choice.launch = _two_ways(choice.launch, _bind(op, key, device, decision.captured, decision.source).launch)
-    if policy.tune == "auto" and decision.source not in ("plan", "forced") and not policy.reproducible and policy.observer is None:
+        choice.launch = _two_ways(
+            choice.launch, _bind(op, key, device, decision.captured, decision.source).launch
+        )
+    if (
+        policy.tune == "auto"
+        and decision.source not in ("plan", "forced")
+        and not policy.reproducible
+        and policy.observer is None
+    ):
         choice.launch = background.watch(op, key, device, choice.launch)
     return choice
 
@@ -94,7 +108,11 @@ def _forced(op: Op, key: Key, id: str) -> Decision:
         return Decision((EAGER, {}), (EAGER, {}), f"forced: {op.name} has no {id}")
     reason = candidate.available(key.device) or candidate.supports(key)
     if reason is not None:
-        _say_once(op, id, f"tensorlogic: {id} was forced, but cannot run {key.text}: {reason}; torch.eager serves it")
+        _say_once(
+            op,
+            id,
+            f"tensorlogic: {id} was forced, but cannot run {key.text}: {reason}; torch.eager serves it",
+        )
         return Decision((EAGER, {}), (EAGER, {}), f"forced, but {reason}")
     pick = (id, candidate.configs(key)[0])
     return Decision(pick, pick, "forced")
@@ -113,7 +131,9 @@ def _serves(op: Op, key: Key, near: Plan) -> bool:
     """A neighbour's winners may serve this key: trusted here, able, and never refused on it."""
     for id in {near.eager, near.captured}:
         candidate = op.candidates[id]
-        if id != EAGER and (not candidate.trusted or candidate.available(key.device) or candidate.supports(key)):
+        if id != EAGER and (
+            not candidate.trusted or candidate.available(key.device) or candidate.supports(key)
+        ):
             return False
     return True
 
@@ -130,7 +150,11 @@ def _bind(op: Op, key: Key, device: torch.device, pick: tuple[str, Config], sour
         except (torch.OutOfMemoryError, *study.BIND_ERRORS) as problem:
             if isinstance(problem, Refused):
                 raise
-            _say_once(op, id, f"tensorlogic: {id} failed on {key.text} ({type(problem).__name__}: {problem}); torch.eager serves it")
+            _say_once(
+                op,
+                id,
+                f"tensorlogic: {id} failed on {key.text} ({type(problem).__name__}: {problem}); torch.eager serves it",
+            )
     eager = op.candidates[EAGER]
     return Choice(eager, {}, eager.bind(key, {}, device), source)
 
@@ -139,12 +163,16 @@ class Refused(RuntimeError):
     """A forced third-party candidate gave a wrong result on this key."""
 
 
-def _must_be_right(op: Op, key: Key, device: torch.device, candidate: Candidate, launch: Launcher) -> None:
+def _must_be_right(
+    op: Op, key: Key, device: torch.device, candidate: Candidate, launch: Launcher
+) -> None:
     """A candidate from elsewhere is checked on the very key before a caller sees its result, forced or not."""
     with torch.no_grad():
         verdict = study.Checker(op, key, device).check(launch)
     if not verdict:
-        raise Refused(f"{op.name}: candidate {candidate.id} was forced, but is refused on {key.text}: {verdict.reason}")
+        raise Refused(
+            f"{op.name}: candidate {candidate.id} was forced, but is refused on {key.text}: {verdict.reason}"
+        )
 
 
 def _two_ways(eager: Launcher, captured: Launcher) -> Launcher:

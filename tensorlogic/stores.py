@@ -23,7 +23,9 @@ def current(device: torch.device) -> PlanStore:
     store = _STORES.get(name)
     if store is None:
         with _LOCK:
-            store = _STORES.setdefault(name, PlanStore(settings.cache_folder(), environment(device)))
+            store = _STORES.setdefault(
+                name, PlanStore(settings.cache_folder(), environment(device))
+            )
     return store
 
 
@@ -51,7 +53,11 @@ def complete(op: Op, plan: Plan | None, key: Key) -> bool:
     if plan is None:
         return False
     known = {(e.candidate, e.source) for e in plan.evidence}
-    return all((c.id, c.source) in known for c in op.candidates.values() if not c.available(key.device) and not c.supports(key))
+    return all(
+        (c.id, c.source) in known
+        for c in op.candidates.values()
+        if not c.available(key.device) and not c.supports(key)
+    )
 
 
 def measured(op: Op, key: Key, device: torch.device, budget_s: float = 0.3) -> Plan | None:

@@ -52,7 +52,9 @@ def tune(fn: Callable[..., Any], *example_inputs: Any) -> Learned:
         []
     """
     if not callable(fn):
-        raise TypeError(f"tune: fn is {type(fn).__name__}; a function or a torch.nn.Module is required, then its arguments")
+        raise TypeError(
+            f"tune: fn is {type(fn).__name__}; a function or a torch.nn.Module is required, then its arguments"
+        )
     if capture_watch.any_thread():
         raise RuntimeError("tune: a CUDA graph is being captured; call tune before the capture")
     begin = time.perf_counter()
@@ -77,7 +79,12 @@ def tune(fn: Callable[..., Any], *example_inputs: Any) -> Learned:
 
 def _backward(out: Any) -> None:
     """Meet the backward keys of an output that still has its graph, leaving every `.grad` alone."""
-    if not (isinstance(out, torch.Tensor) and out.requires_grad and out.grad_fn is not None and out.is_floating_point()):
+    if not (
+        isinstance(out, torch.Tensor)
+        and out.requires_grad
+        and out.grad_fn is not None
+        and out.is_floating_point()
+    ):
         return
     leaves = _leaves(out)
     if leaves:

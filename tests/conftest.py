@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # kernels run in Triton's interpreter; it must be asked for before Triton is imported
+if (
+    not torch.cuda.is_available()
+):  # kernels run in Triton's interpreter; it must be asked for before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import tensorlogic  # noqa: E402
-from tensorlogic import stores  # noqa: E402
+import tensorlogic
+from tensorlogic import stores
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,9 @@ def cast(args: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     """The case on the device under test, its floating tensors in `dtype`."""
 
     def moved(a: Tensor) -> Tensor:
-        made = torch.empty_strided(a.shape, a.stride(), dtype=dtype if a.is_floating_point() else a.dtype, device=DEVICE)
+        made = torch.empty_strided(
+            a.shape, a.stride(), dtype=dtype if a.is_floating_point() else a.dtype, device=DEVICE
+        )
         return made.copy_(a)
 
     return [moved(a) if isinstance(a, Tensor) else a for a in args]
@@ -68,4 +70,15 @@ def runnable(op: Op, case: Sequence[Any], id: str, save: bool = False) -> bool:
     return candidate.available(key.device) is None and candidate.supports(key) is None
 
 
-__all__ = ["FLOATS", "PUBLIC", "call", "cases", "cast", "eager", "full", "policies", "reference", "runnable"]
+__all__ = [
+    "FLOATS",
+    "PUBLIC",
+    "call",
+    "cases",
+    "cast",
+    "eager",
+    "full",
+    "policies",
+    "reference",
+    "runnable",
+]

@@ -30,19 +30,41 @@ def minimax(f: Function, weight: Function, low: float, high: float, degree: int)
     return best[0], chebyshev.convert(kind=np.polynomial.Polynomial).coef
 
 
-def mills() -> tuple[float, Values]:
-    """P(X < -a) e^(a^2 / 2) on segments of a + 1 given by exponent and three bits of mantissa; index as those bits."""
-    table, worst = np.zeros((6, SEGMENTS)), 0.0
+def tail(a: Values) -> Values:
+    """P(X < -a) e^(a^2 / 2) of the normal distribution."""
+    return erfcx(a / np.sqrt(2)) / 2
+
+
+def exact_point(low: float, high: float) -> float:
+    """A float32 in the middle of [low, high] where the tail is nearly a float32 itself (Gal's accurate tables)."""
+    if low == 0.0:
+        return 0.0
+    middle = np.float32((low + high) / 2)
+    points = (middle * (1 + np.arange(-400, 401) * 2.0**-20)).astype(np.float32).astype(np.float64)
+    value = tail(points)
+    return float(points[np.argmin(np.abs(value.astype(np.float32) / value - 1))])
+
+
+def mills() -> tuple[float, Values, Values]:
+    """(error, points, table): the tail on segments of a + 1 given by exponent and three bits of mantissa, index as those bits."""
+    points, table, worst = np.zeros((1, SEGMENTS)), np.zeros((6, SEGMENTS)), 0.0
     for k in range(SEGMENTS):
-        base = 2.0 ** (k // 8) * (1 + k % 8 / 8)
+        low, width = 2.0 ** (k // 8) * (1 + k % 8 / 8) - 1, 2.0 ** (k // 8) / 8
+        point = exact_point(low, low + width)
+        first = float(np.float32(tail(np.array(point))))
 
-        def shifted(d: Values, base: float = base) -> Values:
-            return erfcx((base - 1 + d) / np.sqrt(2)) / 2
+        def slope(d: Values, point: float = point, first: float = first) -> Values:
+            safe = np.where(np.abs(d) < 1e-9, 1e-9, d)
+            return (tail(point + safe) - first) / safe
 
-        error, c = minimax(shifted, lambda d: 1 / shifted(d), 0.0, 2.0 ** (k // 8) / 8, 5)
+        error, c = minimax(
+            slope, lambda d, point=point: np.abs(d) / tail(point + d) + 1e-9, low - point, low + width - point, 4
+        )
         worst = max(worst, error)
-        table[:, (k + 127 * 8) % SEGMENTS] = c
-    return worst, table
+        place = (k + 127 * 8) % SEGMENTS
+        points[0, place] = point
+        table[:, place] = [first, *c]
+    return worst, points, table
 
 
 def gates(gate: Function) -> tuple[float, float, Values]:
@@ -78,8 +100,9 @@ def text(name: str, table: Values) -> str:
 def main() -> None:
     print("// Piecewise polynomials, one row a power, one column a segment. Made by tools/fit_tables.py; not edited by hand.")
     print("#pragma once\n\nnamespace tensorlogic {\n")
-    error, table = mills()
-    print(f"// The normal tail over its exponential, relative error 2^{np.log2(error):.1f}.")
+    error, points, table = mills()
+    print(f"// The normal tail over its exponential, relative error 2^{np.log2(error):.1f}; powers of the distance from a point.")
+    print(text("MILLS_POINT", points))
     print(text("MILLS", table))
     kinds: dict[str, Function] = {
         "GELU": lambda a: ndtr(-a),

@@ -15,9 +15,15 @@ static float reduce_of(Reduction kind, const T* x, int64_t n) {
     FOR_ROW(n, m[k] = smaller(m[k], keep(load(x + j, lanes), set1(-LOWEST), lanes));)
     return smallest(smaller(smaller(m[0], m[1]), smaller(m[2], m[3])));
   }
-  vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
-  FOR_ROW(n, s[k] = s[k] + load(x + j, lanes);)
-  return sum(total(s));
+  constexpr int64_t STEP = 64 * W;  // 16 numbers in each accumulator, then one level up: rounding does not pile up
+  vf all = set1(0);
+  for (int64_t first = 0; first < n; first += STEP) {
+    const int64_t size = n - first < STEP ? n - first : STEP;
+    vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
+    FOR_ROW(size, s[k] = s[k] + load(x + first + j, lanes);)
+    all = all + total(s);
+  }
+  return sum(all);
 }
 
 static float reduce(Reduction kind, DType dtype, const void* x, int64_t n) {

@@ -9,8 +9,8 @@ namespace tensorlogic::TENSORLOGIC_ISA {
 template <class T>
 constexpr bool precise = sizeof(T) == 4;
 
-struct Scaled {  // (p + low) * 2^n
-  vf p, n, low;
+struct Scaled {  // p * 2^n
+  vf p, n;
 };
 
 template <int N>
@@ -27,15 +27,14 @@ INLINE Scaled exp_precise(vf x, vf low) {
   vf r = fnma(n, set1(0x1.63p-1f), x);
   r = fnma(n, set1(-2.12194440e-4f), r) + low;
   const float c[] = {0.49999993f, 0.1666652f, 0.041668394f, 0.00836878f, 0.0013814467f};
-  vf t = fma(r * r, polynomial(r, c), r), p = t + set1(1.0f);
-  return {p, n, t - (p - set1(1.0f))};
+  return {fma(r * r, polynomial(r, c), r) + set1(1.0f), n};
 }
 
 // 2^z to 18 bits, |z| < 250
 INLINE Scaled exp2_coarse(vf z) {
   vf n = nearest(z);
   const float c[] = {0.99999926f, 0.69312181f, 0.24024745f, 0.05591786f, 0.0095701f};
-  return {polynomial(z - n, c), n, z};
+  return {polynomial(z - n, c), n};
 }
 
 constexpr float LOG2E = 1.44269504f;
@@ -48,39 +47,32 @@ INLINE vf exp(vf x) {
   return scale2(e.p, e.n);
 }
 
-// v * 2^n; v times zero where that underflows, so that an infinite v gives NaN
-INLINE vf shift(vf v, vf n) { return v * scale2(set1(1.0f), n + set1(64.0f)) * set1(0x1p-64f); }
-
-// e^-|z + low|, and its sum with 1 and that one's reciprocal
-struct Sigmoid {
-  Scaled e;
-  vf decay, d, r;
-};
+// e^-|z + low|
 template <class T>
-INLINE Sigmoid sigmoid_parts(vf z, vf low) {
-  Sigmoid s;
+INLINE Scaled decay_of(vf z, vf low) {
   vf a = vmax(set1(-170.0f), -vabs(z));
-  if constexpr (precise<T>) {
-    low = z < set1(0.0f) ? low : -low;
-    s.e = exp_precise(a, vabs(z) < set1(150.0f) ? low : set1(0.0f));
-  } else {
-    s.e = exp2_coarse(a * set1(LOG2E));
-  }
-  s.decay = scale2(s.e.p, s.e.n);
-  s.d = set1(1.0f) + s.decay;
-  s.r = precise<T> ? reciprocal(s.d) : reciprocal_coarse(s.d);
-  return s;
+  if constexpr (!precise<T>) return exp2_coarse(a * set1(LOG2E));
+  low = z < set1(0.0f) ? low : -low;
+  return exp_precise(a, vabs(z) < set1(150.0f) ? low : set1(0.0f));
 }
 
-// x / (1 + e^-(z + low)); the quotient is carried in two parts up to the last rounding
+// Exponentials that go into products are kept 2^64 times too large: tails stay normal numbers until the last rounding,
+// and what is zero nevertheless makes NaN out of infinity, as PyTorch has it.
+constexpr float UP = 0x1p64f, DOWN = 0x1p-64f;
+INLINE vf enlarged(Scaled e) { return scale2(e.p, e.n + set1(64.0f)); }
+
+// x / (1 + e^-(z + low)); for float32 the quotient is carried in two parts up to the last rounding
 template <class T>
 INLINE vf times_sigmoid(vf x, vf z, vf low) {
-  Sigmoid s = sigmoid_parts<T>(z, low);
-  if constexpr (!precise<T>) return (z < set1(0.0f) ? x * s.decay : x) * s.r;
-  vf d_low = s.decay - (s.d - set1(1.0f)) + scale2(s.e.low, s.e.n);
-  vf above = z < set1(0.0f) ? s.e.p : set1(1.0f), above_low = z < set1(0.0f) ? s.e.low : set1(0.0f);
-  vf h = above * s.r, l = s.r * (fnma(h, d_low, above_low) - product_error(h, s.d, above));
-  return z < set1(0.0f) ? shift(fma(x, h, x * l), s.e.n) : x * (h + l);
+  Scaled e = decay_of<T>(z, low);
+  if constexpr (!precise<T>) {
+    vf decay = scale2(e.p, e.n);
+    return (z < set1(0.0f) ? x * decay : x) * reciprocal_coarse(set1(1.0f) + decay);
+  }
+  vf large = enlarged(e), d = fma(large, set1(DOWN), set1(1.0f)), d_low = fma(large, set1(DOWN), set1(1.0f) - d);
+  vf above = z < set1(0.0f) ? large : set1(1.0f), r = reciprocal(d), h = above * r;
+  vf l = r * fnma(h, d_low, -product_error(h, d, above));
+  return z < set1(0.0f) ? fma(x, h, x * l) * set1(DOWN) : x * (h + l);
 }
 
 // float16 has so few digits and so short a range that one cubic a segment gives the share of x that passes.
@@ -143,10 +135,10 @@ INLINE Tail normal_tail(vf x) {
     vf mills = polynomial(a, p) * reciprocal_coarse(polynomial(a, q));
     return {mills, exp2_coarse(h * set1(-0.5f * LOG2E))};
   }
-  // By segments of s = a + 1: its exponent and three bits of its mantissa are the index, the other bits the place in it.
-  vf limited = vmin(set1(14.99f), a), s = limited + set1(1.0f);
-  vi bits = reinterpret_cast<vi>(s), index = bits >> 20;
-  vf d = limited - (reinterpret_cast<vf>(bits & ~0xfffff) - set1(1.0f)), mills = lookup(MILLS[5], index);
+  // By segments of a + 1: its exponent and three bits of its mantissa are the index.
+  vf limited = vmin(set1(14.99f), a);
+  vi index = reinterpret_cast<vi>(limited + set1(1.0f)) >> 20;
+  vf d = limited - lookup(MILLS_POINT[0], index), mills = lookup(MILLS[5], index);
 #pragma GCC unroll 5
   for (int i = 4; i >= 0; --i) mills = fma(mills, d, lookup(MILLS[i], index));
   return {mills, exp_precise(h * set1(-0.5f), product_error(a, a, h) * set1(-0.5f))};
@@ -156,14 +148,13 @@ template <class T>
 INLINE vf gelu(vf x) {
   if constexpr (by_gate<T>) return gated(x, GELU_SCALE, GELU_GATE);
   Tail t = normal_tail<T>(x);
-  vf tail = t.mills * t.e.p;
   if constexpr (!precise<T>) {
-    tail = scale2(tail, t.e.n);
+    vf tail = t.mills * scale2(t.e.p, t.e.n);
     return x * (x < set1(0.0f) ? tail : set1(1.0f) - tail);
   }
-  vf low = fma(t.mills, t.e.low, product_error(t.mills, t.e.p, tail));
-  vf upper = x * (set1(1.0f) - scale2(tail + low, t.e.n));
-  return x < set1(0.0f) ? shift(fma(x, tail, x * low), t.e.n) : upper;
+  vf large = enlarged(t.e), tail = t.mills * large, low = product_error(t.mills, large, tail);
+  vf lower = fma(x, tail, x * low) * set1(DOWN);
+  return x < set1(0.0f) ? lower : x * fnma(tail, set1(DOWN), set1(1.0f));
 }
 
 // maximum(x, 0) that keeps NaN
@@ -177,20 +168,28 @@ INLINE vf gelu_grad(vf x) {
   return fma(x, decay * set1(0.3989422804f), cdf);
 }
 
+// s = 1 / (1 + e^-z) and its slope s (1 - s)
+struct Gate {
+  vf value, slope;
+};
+template <class T>
+INLINE Gate gate(vf z) {
+  Scaled e = decay_of<T>(z, set1(0.0f));
+  vf decay = scale2(e.p, e.n), d = set1(1.0f) + decay, r = precise<T> ? reciprocal(d) : reciprocal_coarse(d);
+  return {z < set1(0.0f) ? decay * r : r, decay * r * r};
+}
+
 template <class T>
 INLINE vf gelu_tanh_grad(vf x) {
-  vf x2 = vmin(set1(1e8f), x * x);  // beyond, the sigmoid is 0 or 1 and 0 * infinity must not appear
-  vf z = x * fma(x2, set1(TANH_3), set1(TANH_1)), slope = fma(x2, set1(3.0f * TANH_3), set1(TANH_1));
-  Sigmoid s = sigmoid_parts<T>(z, set1(0.0f));
-  vf value = z < set1(0.0f) ? s.decay * s.r : s.r;
-  return fma(x * slope, s.decay * s.r * s.r, value);
+  vf x2 = vmin(set1(1e8f), x * x);  // beyond, the gate is 0 or 1 and 0 * infinity must not appear
+  Gate g = gate<T>(x * fma(x2, set1(TANH_3), set1(TANH_1)));
+  return fma(x * fma(x2, set1(3.0f * TANH_3), set1(TANH_1)), g.slope, g.value);
 }
 
 template <class T>
 INLINE vf silu_grad(vf x) {
-  Sigmoid s = sigmoid_parts<T>(x, set1(0.0f));
-  vf value = x < set1(0.0f) ? s.decay * s.r : s.r;
-  return fma(x, s.decay * s.r * s.r, value);
+  Gate g = gate<T>(x);
+  return fma(x, g.slope, g.value);
 }
 
 template <class T, Activation A>

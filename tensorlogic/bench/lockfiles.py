@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from .. import measure, numerics, plans, registry, stores, study
 from ..op import EAGER, OPS, Launcher, Op
 from ..plans import Plan, PlanStore
+from .progress import Tick
 
 GOOD = "good"
 
@@ -34,7 +34,7 @@ class Finding:
 def verify(
     path: Path,
     margin: float,
-    tick: Callable[[int, int, str], None] = lambda done, total, text: None,
+    tick: Tick = lambda done, total, text: None,
 ) -> list[Finding]:
     """Check every plan of a lockfile on this machine; ValueError and OSError say why a file is unusable."""
     locked = list(plans.load_lockfile(path).plans())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from ..tuning import Learned
 from . import ceilings, machine, rows, suites
 from .cases import Case
 from .problems import Problem
+from .progress import Tick
 from .results import Results, Row, load
 
 SAVE_EVERY_S = 5.0
@@ -30,8 +31,6 @@ METHOD = {
     "transfer": "each transfer is waited for",
     "speed": "median of the per-round ratios, 95 % interval by order statistics; over the fastest of PyTorch's calls",
 }
-
-Tick = Callable[[int, int, str], None]
 
 
 def pick_device(name: str | None) -> torch.device:

@@ -16,7 +16,9 @@ from ...plans import Key
 from ..common import checks, costs
 
 
-def _masked_scores(q: Tensor, k: Tensor, scale: float, mask: Tensor | None, is_causal: bool) -> Tensor:
+def _masked_scores(
+    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, is_causal: bool
+) -> Tensor:
     scores = (q @ k.transpose(-1, -2)) * scale
     if is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -26,7 +28,9 @@ def _masked_scores(q: Tensor, k: Tensor, scale: float, mask: Tensor | None, is_c
     return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
 
 
-def _attention_scores(q: Tensor, k: Tensor, scale: float, mask: Tensor | None, is_causal: bool, save: bool) -> tuple[Tensor, ...]:
+def _attention_scores(
+    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, is_causal: bool, save: bool
+) -> tuple[Tensor, ...]:
     """softmax over T of scale · q [..., S, D] · k [..., T, D]ᵀ + mask -> [..., S, T]."""
     return (torch.softmax(_masked_scores(q, k, scale, mask, is_causal), -1),)
 
@@ -34,7 +38,9 @@ def _attention_scores(q: Tensor, k: Tensor, scale: float, mask: Tensor | None, i
 _attention_scores.__name__ = "attention_scores"
 
 
-def attention_scores_backward(dy: Tensor, q: Tensor, k: Tensor, y: Tensor, scale: float, mask: Tensor | None, needs: str) -> tuple[Tensor | None, ...]:
+def attention_scores_backward(
+    dy: Tensor, q: Tensor, k: Tensor, y: Tensor, scale: float, mask: Tensor | None, needs: str
+) -> tuple[Tensor | None, ...]:
     """dy [..., S, T] -> dq, dk and the gradient of an additive mask, each summed to its operand's shape."""
     ds = torch.ops.aten._softmax_backward_data(dy, y, -1, y.dtype)
     return (
@@ -44,12 +50,20 @@ def attention_scores_backward(dy: Tensor, q: Tensor, k: Tensor, y: Tensor, scale
     )
 
 
-def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+def _kept(
+    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[Tensor | None, ...]:
     q, k, _, mask = dynamic
     return (q, k, outs[0], mask)
 
 
-def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+def _backward(
+    flags: SimpleNamespace,
+    needs: tuple[bool, ...],
+    saved: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    dy: Tensor,
+) -> tuple[Any, ...]:
     q, k, y, mask = saved
     grads = backward_call(dy, q, k, y, scalars[0], mask, "".join("01"[n] for n in needs))
     return tuple(g if n else None for g, n in zip(grads, needs, strict=True))
@@ -104,7 +118,9 @@ ATTENTION_SCORES_BACKWARD.candidate("torch.eager", trusted=True)(attention_score
 
 
 @dispatch.public(ATTENTION_SCORES)
-def attention_scores(q: Tensor, k: Tensor, scale: float, mask: Tensor | None = None, is_causal: bool = False) -> tuple[Any, ...]:
+def attention_scores(
+    q: Tensor, k: Tensor, scale: float, mask: Tensor | None = None, is_causal: bool = False
+) -> tuple[Any, ...]:
     """softmax(scale · q kᵀ + mask) over the last dimension, for those who need the scores themselves.
 
     Args:
@@ -129,11 +145,15 @@ def attention_scores(q: Tensor, k: Tensor, scale: float, mask: Tensor | None = N
     checks.tensors(fn, {"q": q, "k": k}, {"mask": mask})
     checks.floating(fn, {"q": q, "k": k}, autocast=True)
     if q.dim() < 2 or k.dim() < 2 or q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"{fn}: q is {checks.describe(q)} and k is {checks.describe(k)}; [..., S, D] and [..., T, D] with one D are required")
+        raise ValueError(
+            f"{fn}: q is {checks.describe(q)} and k is {checks.describe(k)}; [..., S, D] and [..., T, D] with one D are required"
+        )
     try:
         batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
     except RuntimeError:
-        raise ValueError(f"{fn}: q is {checks.describe(q)} and k is {checks.describe(k)}; their leading dimensions do not broadcast") from None
+        raise ValueError(
+            f"{fn}: q is {checks.describe(q)} and k is {checks.describe(k)}; their leading dimensions do not broadcast"
+        ) from None
     number = checks.number(fn, "scale", scale, -3.5e38, 3.5e38, "that is finite")
     if mask is not None:
         checks.broadcasts(fn, "mask", mask, (*batch, q.shape[-2], k.shape[-2]))

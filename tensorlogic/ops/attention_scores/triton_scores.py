@@ -61,7 +61,8 @@ def describe(key: Key) -> Shape | str:
     if left is None or right is None:
         return "leading dimensions do not line up"
     left, right = (*left[:2], q.stride[-2]), (*right[:2], k.stride[-2])
-    kind, strides = "none", (0, 0, 0, 0)
+    kind: str = "none"
+    strides: Strides = (0, 0, 0, 0)
     if mask is not None:
         kind = "bool" if mask.dtype == "bool" else "float"
         padded = TensorSpec(mask.dtype, (1,) * (2 - len(mask.shape)) + mask.shape, (0,) * (2 - len(mask.shape)) + mask.stride)

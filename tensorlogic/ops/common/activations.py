@@ -7,7 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
-SMOOTH = ("gelu", "gelu_tanh", "silu")  # their gradient needs the pre-activation; relu's needs only the output
+SMOOTH = (
+    "gelu",
+    "gelu_tanh",
+    "silu",
+)  # their gradient needs the pre-activation; relu's needs only the output
 
 
 def activate(z: Tensor, activation: str) -> Tensor:
@@ -34,4 +38,6 @@ def gradient(dy: Tensor, kept: Tensor | None, activation: str) -> Tensor:
         return torch.ops.aten.threshold_backward(dy, kept, 0)
     if activation == "silu":
         return torch.ops.aten.silu_backward(dy, kept)
-    return torch.ops.aten.gelu_backward(dy, kept, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return torch.ops.aten.gelu_backward(
+        dy, kept, approximate="tanh" if activation == "gelu_tanh" else "none"
+    )

@@ -14,17 +14,23 @@ def describe(t: Any) -> str:
     """What a value is, in the words of our errors: dtype, shape and device of a tensor, else its type."""
     if isinstance(t, Tensor):
         return f"{NAMES.get(t.dtype, str(t.dtype))}{list(t.shape)} on {t.device}"
-    return f"{type(t).__name__} {t!r}" if isinstance(t, (int, float, str, bool)) else type(t).__name__
+    return (
+        f"{type(t).__name__} {t!r}" if isinstance(t, (int, float, str, bool)) else type(t).__name__
+    )
 
 
 def tensors(fn: str, required: dict[str, Any], optional: dict[str, Any] | None = None) -> None:
     """Every required argument is a tensor, every optional one a tensor or None, and all are on one device."""
     for name, value in required.items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"{fn}: {name} is {describe(value)}; a torch.Tensor is required (wrap data with torch.as_tensor)")
+            raise TypeError(
+                f"{fn}: {name} is {describe(value)}; a torch.Tensor is required (wrap data with torch.as_tensor)"
+            )
     for name, value in (optional or {}).items():
         if value is not None and not isinstance(value, Tensor):
-            raise TypeError(f"{fn}: {name} is {describe(value)}; a torch.Tensor or None is required")
+            raise TypeError(
+                f"{fn}: {name} is {describe(value)}; a torch.Tensor or None is required"
+            )
     given = {**required, **{n: v for n, v in (optional or {}).items() if v is not None}}
     first, *rest = given.items()
     for name, value in rest:
@@ -42,9 +48,13 @@ def floating(fn: str, given: dict[str, Tensor | None], autocast: bool = False) -
     lenient = autocast and torch.is_autocast_enabled(first.device.type)
     for name, t in present:
         if not (t.is_floating_point() or t.is_complex()):
-            raise TypeError(f"{fn}: {name} is {describe(t)}; a floating dtype is required: convert it with {name}.to(torch.float16) or .float()")
+            raise TypeError(
+                f"{fn}: {name} is {describe(t)}; a floating dtype is required: convert it with {name}.to(torch.float16) or .float()"
+            )
         if t.dtype != first.dtype and not lenient:
-            raise TypeError(f"{fn}: {name} is {describe(t)}, but {first_name} is {describe(first)}; the dtypes must be equal: convert one with .to(dtype)")
+            raise TypeError(
+                f"{fn}: {name} is {describe(t)}, but {first_name} is {describe(first)}; the dtypes must be equal: convert one with .to(dtype)"
+            )
 
 
 def shape(fn: str, name: str, t: Tensor | None, wanted: tuple[int, ...], why: str) -> None:
@@ -56,7 +66,9 @@ def shape(fn: str, name: str, t: Tensor | None, wanted: tuple[int, ...], why: st
 def one_of(fn: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """The flag has one of the allowed values."""
     if value not in allowed:
-        raise ValueError(f"{fn}: {name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+        raise ValueError(
+            f"{fn}: {name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}"
+        )
 
 
 def number(fn: str, name: str, value: Any, low: float, high: float, span: str) -> float:
@@ -71,13 +83,21 @@ def number(fn: str, name: str, value: Any, low: float, high: float, span: str) -
 def linear_shapes(fn: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
     """Check x [..., K], weight [N, K], bias [N]; returns the output's shape [..., N]."""
     if weight.dim() != 2:
-        raise ValueError(f"{fn}: weight is {describe(weight)}; two dimensions [out_features, in_features] are required, as in torch.nn.functional.linear")
+        raise ValueError(
+            f"{fn}: weight is {describe(weight)}; two dimensions [out_features, in_features] are required, as in torch.nn.functional.linear"
+        )
     if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{fn}: x is {describe(x)}; its last dimension must be {weight.shape[1]}, weight's in_features (weight is {describe(weight)}); "
             f"if your weight is [in_features, out_features], pass weight.t()"
         )
-    shape(fn, "bias", bias, (weight.shape[0],), f"one value for each of weight's {weight.shape[0]} output features")
+    shape(
+        fn,
+        "bias",
+        bias,
+        (weight.shape[0],),
+        f"one value for each of weight's {weight.shape[0]} output features",
+    )
     return (*x.shape[:-1], weight.shape[0])
 
 
@@ -88,4 +108,6 @@ def broadcasts(fn: str, name: str, t: Tensor, wanted: tuple[int, ...]) -> Tensor
     try:
         return t.expand(wanted)
     except RuntimeError:
-        raise ValueError(f"{fn}: {name} is {describe(t)}; a shape that broadcasts to {list(wanted)} is required") from None
+        raise ValueError(
+            f"{fn}: {name} is {describe(t)}; a shape that broadcasts to {list(wanted)} is required"
+        ) from None

@@ -22,7 +22,7 @@ from .gemm import (
     gemm_refusal,
     gemm_workspace,
 )
-
+import itertools
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def matrix(spec: TensorSpec) -> Operand | None:
     if not spec.shape:
         return None
     dims = [(n, s) for n, s in zip(spec.shape[:-1], spec.stride[:-1], strict=True) if n != 1]
-    for (_, outer), (n, inner) in zip(dims[:-1], dims[1:], strict=True):
+    for (_, outer), (n, inner) in itertools.pairwise(dims):
         if outer != n * inner:
             return None
     return Operand(spec.dtype, dims[-1][1] if dims else spec.shape[-1], spec.stride[-1])

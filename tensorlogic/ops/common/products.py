@@ -8,14 +8,22 @@ from torch import Tensor
 from ... import derived
 from ...plans import Key
 
-_ONEDNN = {"none": ("none", None), "relu": ("relu", None), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "silu": ("swish", None)}
+_ONEDNN = {
+    "none": ("none", None),
+    "relu": ("relu", None),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "silu": ("swish", None),
+}
 
 
 def onednn_available(device: str) -> str | None:
     """None where oneDNN's fused linear exists."""
     if device != "cpu":
         return "oneDNN runs on CPUs"
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not torch.backends.mkldnn.is_available() or not hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    ):
         return "this build of PyTorch has no oneDNN"
     return None
 

@@ -34,16 +34,28 @@ def draw(device: torch.device, generator: torch.Generator | None) -> tuple[int, 
     return 0, 0, torch.randint(0, 2**62, (2,), device=device, generator=generator)
 
 
-def keep_mask(shape: tuple[int, ...], p: float, seed: int | Tensor, offset: int | Tensor, device: torch.device) -> Tensor:
+def keep_mask(
+    shape: tuple[int, ...], p: float, seed: int | Tensor, offset: int | Tensor, device: torch.device
+) -> Tensor:
     """True where dropout keeps: uniform(Philox4x32-7(key=seed, counter=(index, offset))) >= p, index in C order.
 
     Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
     """
     index = torch.arange(prod(shape), device=device)
-    c0, c1, c2, c3 = index & _MASK, index >> 32, (offset & _MASK) + 0 * index, ((offset >> 32) & _MASK) + 0 * index
+    c0, c1, c2, c3 = (
+        index & _MASK,
+        index >> 32,
+        (offset & _MASK) + 0 * index,
+        ((offset >> 32) & _MASK) + 0 * index,
+    )
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(ROUNDS):
-        c0, c1, c2, c3 = _high(0xCD9E8D57, c2) ^ c1 ^ k0, _low(0xCD9E8D57, c2), _high(0xD2511F53, c0) ^ c3 ^ k1, _low(0xD2511F53, c0)
+        c0, c1, c2, c3 = (
+            _high(0xCD9E8D57, c2) ^ c1 ^ k0,
+            _low(0xCD9E8D57, c2),
+            _high(0xD2511F53, c0) ^ c3 ^ k1,
+            _low(0xD2511F53, c0),
+        )
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
     signed = torch.where(c0 >= 2**31, 2**32 - 1 - c0, c0)
     return (signed.float() * 4.6566127342e-10 >= p).view(shape)

@@ -13,13 +13,17 @@ from ...plans import Key, TensorSpec
 def scaled(fan_in: dict[str, int]) -> Any:
     """A sampler that divides the named weights by the root of the size of their given dimension, so that products stay near 1."""
 
-    def sample(key: Key, name: str, spec: TensorSpec, device: torch.device, g: torch.Generator) -> Tensor | None:
+    def sample(
+        key: Key, name: str, spec: TensorSpec, device: torch.device, g: torch.Generator
+    ) -> Tensor | None:
         if name not in fan_in or 0 in spec.shape or len(spec.shape) < 2:
             return None
         from ...study import normal, strided  # the sampler that made the other inputs
 
         scale = max(spec.shape[fan_in[name]], 1) ** -0.5
-        return strided(spec, device, lambda n, dtype: (normal(n, torch.float32, device, g) * scale).to(dtype))
+        return strided(
+            spec, device, lambda n, dtype: (normal(n, torch.float32, device, g) * scale).to(dtype)
+        )
 
     return sample
 

@@ -93,16 +93,26 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 def is_contiguous(t: TensorSpec) -> bool:
     """True where the strides are a contiguous tensor's, dimensions of size 1 aside."""
-    return all(s == c for n, s, c in zip(t.shape, t.stride, contiguous(t.shape), strict=True) if n != 1)
+    return all(
+        s == c for n, s, c in zip(t.shape, t.stride, contiguous(t.shape), strict=True) if n != 1
+    )
 
 
 def one_dtype(key: Key, *names: str) -> str | None:
     """None when all named (or all) tensors that are present share one dtype the kernels take, else the reason."""
-    found = {t.dtype for n, t in zip(key.names, key.tensors, strict=True) if t is not None and (not names or n in names)}
+    found = {
+        t.dtype
+        for n, t in zip(key.names, key.tensors, strict=True)
+        if t is not None and (not names or n in names)
+    }
     if len(found) != 1:
         return f"dtypes {', '.join(sorted(found))} are mixed"
     (dtype,) = found
-    return None if dtype in KERNEL_DTYPES else f"the kernels take {', '.join(KERNEL_DTYPES)}, not {dtype}"
+    return (
+        None
+        if dtype in KERNEL_DTYPES
+        else f"the kernels take {', '.join(KERNEL_DTYPES)}, not {dtype}"
+    )
 
 
 def rows_of(t: TensorSpec) -> tuple[int, int] | str:
@@ -120,7 +130,9 @@ def empty(device: torch.device) -> Allocate:
     made = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
     if device.type == "cuda" and made is not None and torch.cuda.device_count() == 1:
         return cast(Allocate, made)
-    return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return lambda shape, stride, dtype: torch.empty_strided(
+        shape, stride, dtype=dtype, device=device
+    )
 
 
 _COUNTERS: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
@@ -131,7 +143,12 @@ def counters(device: torch.device, count: int, dtype: torch.dtype = torch.int32)
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=dtype, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
-    where = (index, torch._C._cuda_getCurrentRawStream(index), 1 << max(count - 1, 0).bit_length(), dtype)
+    where = (
+        index,
+        torch._C._cuda_getCurrentRawStream(index),
+        1 << max(count - 1, 0).bit_length(),
+        dtype,
+    )
     found = _COUNTERS.get(where)
     if found is None:
         found = _COUNTERS[where] = torch.zeros(where[2], dtype=dtype, device=device)

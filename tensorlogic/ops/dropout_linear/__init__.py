@@ -21,13 +21,30 @@ def _drop(x: Tensor, p: float, seed: int, offset: int, state: Tensor | None) -> 
     return torch.where(keep_mask(tuple(x.shape), p, s, o, x.device), x / (1 - p), 0)
 
 
-def _dropout_linear(x: Tensor, weight: Tensor, bias: Tensor | None, p: float, seed: int, offset: int, state: Tensor | None, save: bool) -> tuple[Tensor, ...]:
+def _dropout_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    p: float,
+    seed: int,
+    offset: int,
+    state: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, ...]:
     """dropout(x [..., K]) · weight [N, K]ᵀ + bias [N], the mask from (seed, offset) or from state [2]."""
     return (F.linear(_drop(x, p, seed, offset, state), weight, bias),)
 
 
 def dropout_linear_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, p: float, seed: int, offset: int, state: Tensor | None, needs: str
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mask: Tensor | None,
+    p: float,
+    seed: int,
+    offset: int,
+    state: Tensor | None,
+    needs: str,
 ) -> tuple[Tensor | None, ...]:
     """dy [..., N] -> dx, dweight, dbias; the mask is regenerated unless forward kept one."""
     flat = dy.reshape(-1, dy.shape[-1])
@@ -45,12 +62,25 @@ def dropout_linear_backward(
 _dropout_linear.__name__ = "dropout_linear"
 
 
-def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+def _kept(
+    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[Tensor | None, ...]:
     mask = outs[1] if len(outs) > 1 else None
-    return (dynamic[0], dynamic[1], mask if mask is not None and mask.numel() == dynamic[0].numel() else None, dynamic[6])
+    return (
+        dynamic[0],
+        dynamic[1],
+        mask if mask is not None and mask.numel() == dynamic[0].numel() else None,
+        dynamic[6],
+    )
 
 
-def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+def _backward(
+    flags: SimpleNamespace,
+    needs: tuple[bool, ...],
+    saved: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    dy: Tensor,
+) -> tuple[Any, ...]:
     x, weight, mask, state = saved
     grads = backward_call(dy, x, weight, mask, *scalars, state, "".join("01"[n] for n in needs[:3]))
     return (*(g if n else None for g, n in zip(grads, needs[:3], strict=True)), None)
@@ -58,14 +88,32 @@ def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any,
 
 def _cases() -> Any:
     for m, k, n, p in ((2, 3, 5, 0.5), (33, 17, 65, 0.1), (64, 128, 96, 0.25), (0, 4, 3, 0.5)):
-        yield torch.randn(m, k), torch.randn(n, k) * k**-0.5, torch.randn(n), p, 12345678901, 8, None
-    yield torch.randn(2, 3, 8), torch.randn(4, 8), None, 0.3, 0, 0, torch.tensor([2**61 + 5, 2**40 + 3])
+        yield (
+            torch.randn(m, k),
+            torch.randn(n, k) * k**-0.5,
+            torch.randn(n),
+            p,
+            12345678901,
+            8,
+            None,
+        )
+    yield (
+        torch.randn(2, 3, 8),
+        torch.randn(4, 8),
+        None,
+        0.3,
+        0,
+        0,
+        torch.tensor([2**61 + 5, 2**40 + 3]),
+    )
 
 
-def _state(key: Any, name: str, spec: Any, device: torch.device, g: torch.Generator) -> Tensor | None:
+def _state(
+    key: Any, name: str, spec: Any, device: torch.device, g: torch.Generator
+) -> Tensor | None:
     if name == "state":
         return torch.randint(0, 2**62, (2,), device=device, generator=g)
-    return samples.scaled({"weight": 1})(key, name, spec, device, g)  # type: ignore[no-any-return]
+    return samples.scaled({"weight": 1})(key, name, spec, device, g)
 
 
 _SCALARS = {"p": 0.25, "seed": 20260917, "offset": 12}
@@ -98,10 +146,21 @@ DROPOUT_LINEAR_BACKWARD.candidate("torch.eager", trusted=True)(dropout_linear_ba
 
 
 @DROPOUT_LINEAR.candidate("torch.eager", trusted=True)
-def eager(x: Tensor, weight: Tensor, bias: Tensor | None, p: float, seed: int, offset: int, state: Tensor | None, save: bool) -> tuple[Tensor, ...]:
+def eager(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    p: float,
+    seed: int,
+    offset: int,
+    state: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, ...]:
     """PyTorch's own dropout and linear; the mask is PyTorch's, drawn from the seed, and kept for backward as PyTorch does."""
     if state is None and x.device.type != "meta" and not torch._C._len_torch_dispatch_stack():
-        generator = torch.Generator(x.device).manual_seed((seed * 0x9E3779B97F4A7C15 + offset) & 0x7FFFFFFFFFFFFFFF)
+        generator = torch.Generator(x.device).manual_seed(
+            (seed * 0x9E3779B97F4A7C15 + offset) & 0x7FFFFFFFFFFFFFFF
+        )
         mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
         dropped = x * mask.to(x.dtype).div_(1 - p)
     else:
@@ -111,7 +170,15 @@ def eager(x: Tensor, weight: Tensor, bias: Tensor | None, p: float, seed: int, o
 
 
 @dispatch.public(DROPOUT_LINEAR)
-def _masked(x: Tensor, weight: Tensor, bias: Tensor | None, p: float, seed: int, offset: int, state: Tensor | None) -> tuple[Any, ...]:
+def _masked(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    p: float,
+    seed: int,
+    offset: int,
+    state: Tensor | None,
+) -> tuple[Any, ...]:
     fn = "dropout_linear"
     checks.tensors(fn, {"x": x, "weight": weight}, {"bias": bias})
     checks.floating(fn, {"x": x, "weight": weight, "bias": bias}, autocast=True)
@@ -120,7 +187,12 @@ def _masked(x: Tensor, weight: Tensor, bias: Tensor | None, p: float, seed: int,
 
 
 def dropout_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, p: float = 0.5, training: bool = True, generator: torch.Generator | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    p: float = 0.5,
+    training: bool = True,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """dropout(x, p) · weightᵀ + bias in one call; each element is kept with probability 1 - p and scaled by 1 / (1 - p).
 
@@ -145,7 +217,9 @@ def dropout_linear(
         torch.Size([2, 4])
     """
     if not (p.__class__ is float and 0.0 <= p < 1.0):
-        p = checks.number("dropout_linear", "p", p, 0.0, 1.0, "in [0, 1), the share of elements to drop,")
+        p = checks.number(
+            "dropout_linear", "p", p, 0.0, 1.0, "in [0, 1), the share of elements to drop,"
+        )
     if not isinstance(x, Tensor):
         checks.tensors("dropout_linear", {"x": x, "weight": weight}, {"bias": bias})
     if not training or p == 0.0:

@@ -14,7 +14,9 @@ from ...op import Gradient, Op, Outputs
 from ..common import checks, costs, products, samples
 
 
-def _gelu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool) -> tuple[Tensor, ...]:
+def _gelu_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool
+) -> tuple[Tensor, ...]:
     """gelu(x [..., K]) · weight [N, K]ᵀ + bias [N]."""
     return (F.linear(F.gelu(x, approximate=approximate), weight, bias),)
 
@@ -22,21 +24,35 @@ def _gelu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: st
 _gelu_linear.__name__ = "gelu_linear"
 
 
-def gelu_linear_backward(dy: Tensor, x: Tensor, weight: Tensor, approximate: str, needs: str) -> tuple[Tensor | None, ...]:
+def gelu_linear_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, approximate: str, needs: str
+) -> tuple[Tensor | None, ...]:
     """dy [..., N] -> dx = (dy · weight) gelu'(x), dweight = dyᵀ · gelu(x), dbias."""
     flat = dy.reshape(-1, dy.shape[-1])
     return (
-        torch.ops.aten.gelu_backward(dy @ weight, x, approximate=approximate) if needs[0] == "1" else None,
-        flat.t() @ F.gelu(x, approximate=approximate).reshape(-1, x.shape[-1]) if needs[1] == "1" else None,
+        torch.ops.aten.gelu_backward(dy @ weight, x, approximate=approximate)
+        if needs[0] == "1"
+        else None,
+        flat.t() @ F.gelu(x, approximate=approximate).reshape(-1, x.shape[-1])
+        if needs[1] == "1"
+        else None,
         flat.sum(0) if needs[2] == "1" else None,
     )
 
 
-def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+def _kept(
+    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[Tensor | None, ...]:
     return dynamic[:2]
 
 
-def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+def _backward(
+    flags: SimpleNamespace,
+    needs: tuple[bool, ...],
+    saved: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    dy: Tensor,
+) -> tuple[Any, ...]:
     grads = backward_call(dy, *saved, flags.approximate, "".join("01"[n] for n in needs))
     return tuple(g if n else None for g, n in zip(grads, needs, strict=True))
 
@@ -72,28 +88,44 @@ GELU_LINEAR.candidate("torch.eager", trusted=True)(_gelu_linear)
 GELU_LINEAR_BACKWARD.candidate("torch.eager", trusted=True)(gelu_linear_backward)
 
 
-@GELU_LINEAR.candidate("onednn.linear", supports=products.onednn_f32, available=products.onednn_available, trusted=True)
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool) -> tuple[Tensor, ...]:
+@GELU_LINEAR.candidate(
+    "onednn.linear", supports=products.onednn_f32, available=products.onednn_available, trusted=True
+)
+def onednn_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool
+) -> tuple[Tensor, ...]:
     """oneDNN's product behind PyTorch's GELU."""
     return (products.onednn(F.gelu(x, approximate=approximate), weight, bias, "none"),)
 
 
 @GELU_LINEAR.candidate("torch.widened", supports=products.widened, trusted=True)
-def widened(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool) -> tuple[Tensor, ...]:
+def widened(
+    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool
+) -> tuple[Tensor, ...]:
     """All of it in float32, weights widened once and kept; rounded at the end."""
     wide = F.gelu(x.float(), approximate=approximate)
-    return (F.linear(wide, products.wide_weight(weight), None if bias is None else bias.float()).to(x.dtype),)
+    return (
+        F.linear(wide, products.wide_weight(weight), None if bias is None else bias.float()).to(
+            x.dtype
+        ),
+    )
 
 
-@GELU_LINEAR_BACKWARD.candidate("torch.widened", supports=lambda key: products.widened(key, "dy"), trusted=True)
-def widened_backward(dy: Tensor, x: Tensor, weight: Tensor, approximate: str, needs: str) -> tuple[Tensor | None, ...]:
+@GELU_LINEAR_BACKWARD.candidate(
+    "torch.widened", supports=lambda key: products.widened(key, "dy"), trusted=True
+)
+def widened_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, approximate: str, needs: str
+) -> tuple[Tensor | None, ...]:
     """The same in float32, rounded at the end."""
     grads = gelu_linear_backward(dy.float(), x.float(), weight.float(), approximate, needs)
     return tuple(g if g is None else g.to(dy.dtype) for g in grads)
 
 
 @dispatch.public(GELU_LINEAR)
-def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str = "tanh") -> tuple[Any, ...]:
+def gelu_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str = "tanh"
+) -> tuple[Any, ...]:
     """gelu(x) · weightᵀ + bias in one call.
 
     Args:

@@ -15,7 +15,15 @@ from ...plans import Key
 from ..common import checks, costs, products, samples
 
 
-def _layer_norm_linear(x: Tensor, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, save: bool) -> tuple[Tensor, ...]:
+def _layer_norm_linear(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    save: bool,
+) -> tuple[Tensor, ...]:
     """layer_norm(x [..., K]) · weight [N, K]ᵀ + bias [N]."""
     return (F.linear(F.layer_norm(x, x.shape[-1:], gamma, beta, eps), weight, bias),)
 
@@ -24,14 +32,22 @@ _layer_norm_linear.__name__ = "layer_norm_linear"
 
 
 def layer_norm_linear_backward(
-    dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, eps: float, needs: str
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    needs: str,
 ) -> tuple[Tensor | None, ...]:
     """dy [..., N] -> dx, dgamma, dbeta, dweight, dbias; row statistics are taken again from x."""
     flat = dy.reshape(-1, dy.shape[-1])
     normal, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], gamma, beta, eps)
     dnormal = dy @ weight
     wanted = [n == "1" for n in needs[:3]]
-    dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(dnormal, x, x.shape[-1:], mean, rstd, gamma, beta, wanted)
+    dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
+        dnormal, x, x.shape[-1:], mean, rstd, gamma, beta, wanted
+    )
     return (
         dx if wanted[0] else None,
         dgamma if wanted[1] else None,
@@ -41,26 +57,50 @@ def layer_norm_linear_backward(
     )
 
 
-def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+def _kept(
+    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[Tensor | None, ...]:
     return dynamic[:4]
 
 
-def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+def _backward(
+    flags: SimpleNamespace,
+    needs: tuple[bool, ...],
+    saved: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    dy: Tensor,
+) -> tuple[Any, ...]:
     grads = backward_call(dy, *saved, flags.eps, "".join("01"[n] for n in needs))
     return tuple(g if n else None for g, n in zip(grads, needs, strict=True))
 
 
 def _cases() -> Any:
     for m, k, n in ((2, 3, 5), (33, 17, 65), (64, 128, 96), (0, 4, 3)):
-        yield torch.randn(m, k), 1 + 0.1 * torch.randn(k), 0.1 * torch.randn(k), torch.randn(n, k) * k**-0.5, torch.randn(n), 1e-5
+        yield (
+            torch.randn(m, k),
+            1 + 0.1 * torch.randn(k),
+            0.1 * torch.randn(k),
+            torch.randn(n, k) * k**-0.5,
+            torch.randn(n),
+            1e-5,
+        )
     yield torch.randn(2, 3, 8), None, None, torch.randn(4, 8), None, 1e-6
-    yield torch.randn(16, 5).t() + 3, torch.ones(16), None, torch.randn(16, 9).t(), torch.randn(9), 1e-5
+    yield (
+        torch.randn(16, 5).t() + 3,
+        torch.ones(16),
+        None,
+        torch.randn(16, 9).t(),
+        torch.randn(9),
+        1e-5,
+    )
 
 
 def _offset_rows(key: Key, values: dict[str, Any]) -> None:
     """Rows far from zero: a variance taken as E[x²] - E[x]² cancels."""
     x = values["x"]
-    if x.dtype in (torch.float16, torch.bfloat16, torch.float32) and not any(s == 0 for s in x.stride()):
+    if x.dtype in (torch.float16, torch.bfloat16, torch.float32) and not any(
+        s == 0 for s in x.stride()
+    ):
         x.add_(64.0 if x.dtype == torch.float32 else 16.0)
 
 
@@ -89,32 +129,67 @@ LAYER_NORM_LINEAR.candidate("torch.eager", trusted=True)(_layer_norm_linear)
 LAYER_NORM_LINEAR_BACKWARD.candidate("torch.eager", trusted=True)(layer_norm_linear_backward)
 
 
-@LAYER_NORM_LINEAR.candidate("onednn.linear", supports=products.onednn_f32, available=products.onednn_available, trusted=True)
-def onednn_linear(x: Tensor, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, save: bool) -> tuple[Tensor, ...]:
+@LAYER_NORM_LINEAR.candidate(
+    "onednn.linear", supports=products.onednn_f32, available=products.onednn_available, trusted=True
+)
+def onednn_linear(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    save: bool,
+) -> tuple[Tensor, ...]:
     """oneDNN's product behind PyTorch's layer norm."""
     return (products.onednn(F.layer_norm(x, x.shape[-1:], gamma, beta, eps), weight, bias, "none"),)
 
 
 @LAYER_NORM_LINEAR.candidate("torch.widened", supports=products.widened, trusted=True)
-def widened(x: Tensor, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, save: bool) -> tuple[Tensor, ...]:
+def widened(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    save: bool,
+) -> tuple[Tensor, ...]:
     """All of it in float32, weights widened once and kept; rounded at the end."""
     wide = [None if t is None else t.float() for t in (gamma, beta, bias)]
     normal = F.layer_norm(x.float(), x.shape[-1:], wide[0], wide[1], eps)
     return (F.linear(normal, products.wide_weight(weight), wide[2]).to(x.dtype),)
 
 
-@LAYER_NORM_LINEAR_BACKWARD.candidate("torch.widened", supports=lambda key: products.widened(key, "dy"), trusted=True)
+@LAYER_NORM_LINEAR_BACKWARD.candidate(
+    "torch.widened", supports=lambda key: products.widened(key, "dy"), trusted=True
+)
 def widened_backward(
-    dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, eps: float, needs: str
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    needs: str,
 ) -> tuple[Tensor | None, ...]:
     """The same in float32, rounded at the end."""
     wide = [None if t is None else t.float() for t in (gamma, beta)]
-    grads = layer_norm_linear_backward(dy.float(), x.float(), wide[0], wide[1], weight.float(), eps, needs)
+    grads = layer_norm_linear_backward(
+        dy.float(), x.float(), wide[0], wide[1], weight.float(), eps, needs
+    )
     return tuple(g if g is None else g.to(dy.dtype) for g in grads)
 
 
 @dispatch.public(LAYER_NORM_LINEAR)
-def layer_norm_linear(x: Tensor, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5) -> tuple[Any, ...]:
+def layer_norm_linear(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+) -> tuple[Any, ...]:
     """layer_norm(x) · weightᵀ + bias in one call; the statistics are taken over x's last dimension in float32.
 
     Args:
@@ -136,8 +211,19 @@ def layer_norm_linear(x: Tensor, gamma: Tensor | None, beta: Tensor | None, weig
     """
     fn = "layer_norm_linear"
     checks.tensors(fn, {"x": x, "weight": weight}, {"gamma": gamma, "beta": beta, "bias": bias})
-    checks.floating(fn, {"x": x, "gamma": gamma, "beta": beta, "weight": weight, "bias": bias}, autocast=True)
+    checks.floating(
+        fn, {"x": x, "gamma": gamma, "beta": beta, "weight": weight, "bias": bias}, autocast=True
+    )
     checks.linear_shapes(fn, x, weight, bias)
     for name, t in (("gamma", gamma), ("beta", beta)):
-        checks.shape(fn, name, t, (x.shape[-1],), f"one value for each of x's {x.shape[-1]} features")
-    return x, gamma, beta, weight, bias, checks.number(fn, "eps", eps, 0.0, float("inf"), "of at least 0")
+        checks.shape(
+            fn, name, t, (x.shape[-1],), f"one value for each of x's {x.shape[-1]} features"
+        )
+    return (
+        x,
+        gamma,
+        beta,
+        weight,
+        bias,
+        checks.number(fn, "eps", eps, 0.0, float("inf"), "of at least 0"),
+    )

@@ -15,13 +15,23 @@ from ..common.activations import ACTIVATIONS, SMOOTH
 from . import reference
 
 
-def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+def _kept(
+    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[Tensor | None, ...]:
     x, weight, _, _ = dynamic
-    kept = outs[0] if flags.activation == "relu" else outs[1] if flags.activation in SMOOTH else None
+    kept = (
+        outs[0] if flags.activation == "relu" else outs[1] if flags.activation in SMOOTH else None
+    )
     return (x, weight, kept)
 
 
-def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+def _backward(
+    flags: SimpleNamespace,
+    needs: tuple[bool, ...],
+    saved: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    dy: Tensor,
+) -> tuple[Any, ...]:
     x, weight, kept = saved
     grads = backward_call(dy, x, weight, kept, flags.activation, "".join("01"[n] for n in needs))
     return tuple(g if n else None for g, n in zip(grads, needs, strict=True))
@@ -30,7 +40,13 @@ def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any,
 def _cases() -> Any:
     for m, k, n in ((2, 3, 5), (33, 17, 65), (64, 128, 96)):
         for activation in ACTIVATIONS:
-            yield torch.randn(m, k), torch.randn(n, k) * k**-0.5, torch.randn(n), torch.randn(m, n), activation
+            yield (
+                torch.randn(m, k),
+                torch.randn(n, k) * k**-0.5,
+                torch.randn(n),
+                torch.randn(m, n),
+                activation,
+            )
     yield torch.randn(2, 7, 16), torch.randn(9, 16), None, None, "none"
     yield torch.randn(16, 5).t(), torch.randn(16, 9).t(), torch.randn(9), None, "gelu_tanh"
     yield torch.randn(0, 8), torch.randn(4, 8), torch.randn(4), torch.randn(0, 4), "relu"
@@ -60,10 +76,19 @@ LINEAR_BACKWARD = Op(
 backward_call = dispatch.internal(LINEAR_BACKWARD)
 
 
-def _checked(fn: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None) -> tuple[Any, ...]:
+def _checked(
+    fn: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+) -> tuple[Any, ...]:
     checks.tensors(fn, {"x": x, "weight": weight}, {"bias": bias, "residual": residual})
     checks.one_of(fn, "activation", activation, (None, *ACTIVATIONS))
-    checks.floating(fn, {"x": x, "weight": weight, "bias": bias, "residual": residual}, autocast=True)
+    checks.floating(
+        fn, {"x": x, "weight": weight, "bias": bias, "residual": residual}, autocast=True
+    )
     shape = checks.linear_shapes(fn, x, weight, bias)
     if residual is not None:
         residual = checks.broadcasts(fn, "residual", residual, shape)
@@ -71,7 +96,13 @@ def _checked(fn: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: 
 
 
 @dispatch.public(LINEAR)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str | None = None) -> tuple[Any, ...]:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[Any, ...]:
     """activation(x · weightᵀ + bias + residual) in one call, accumulated in float32 and rounded once.
 
     Args:
@@ -95,7 +126,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     return _checked("linear", x, weight, bias, residual, activation)
 
 
-def linear_residual_relu(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_residual_relu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
+) -> Tensor:
     """relu(x · weightᵀ + bias + residual): the tail of a residual block in one call.
 
     Args:

@@ -8,7 +8,14 @@ from torch import Tensor
 from ..common.activations import SMOOTH, activate, gradient
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool) -> tuple[Tensor, ...]:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    save: bool,
+) -> tuple[Tensor, ...]:
     """x [..., K], weight [N, K], bias [N], residual [..., N] -> y [..., N], and the pre-activation where backward needs it."""
     z = F.linear(x, weight, bias)
     z = z if residual is None else z + residual
@@ -16,7 +23,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     return (y, z) if save and activation in SMOOTH else (y,)
 
 
-def linear_backward(dy: Tensor, x: Tensor, weight: Tensor, kept: Tensor | None, activation: str, needs: str) -> tuple[Tensor | None, ...]:
+def linear_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, kept: Tensor | None, activation: str, needs: str
+) -> tuple[Tensor | None, ...]:
     """dy [..., N] -> dx, dweight, dbias, dresidual, those that `needs` ("1101") asks for; kept is y (relu) or z (gelu, silu)."""
     dz = gradient(dy, kept, activation)
     flat = dz.reshape(-1, dz.shape[-1])

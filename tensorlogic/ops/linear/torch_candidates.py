@@ -13,7 +13,14 @@ from . import LINEAR, LINEAR_BACKWARD, reference
 
 
 @LINEAR.candidate("torch.eager", trusted=True)
-def eager(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool) -> tuple[Tensor, ...]:
+def eager(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    save: bool,
+) -> tuple[Tensor, ...]:
     """What a user would write."""
     z = F.linear(x, weight, bias)
     if residual is not None:
@@ -31,7 +38,14 @@ def _in_place(key: Key) -> str | None:
 
 
 @LINEAR.candidate("torch.inplace", supports=_in_place, trusted=True)
-def in_place(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool) -> tuple[Tensor, ...]:
+def in_place(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    save: bool,
+) -> tuple[Tensor, ...]:
     """Residual and activation into the product's own memory."""
     y = F.linear(x, weight, bias)
     if residual is not None:
@@ -47,11 +61,22 @@ def _epilogue(key: Key) -> str | None:
     if key.flag("save") and key.flag("activation") in SMOOTH:
         return "the pre-activation must be kept"
     x = key.spec("x")
-    return "needs a GPU and a half dtype" if key.device != "cuda" or x is None or x.dtype not in ("f16", "bf16") else None
+    return (
+        "needs a GPU and a half dtype"
+        if key.device != "cuda" or x is None or x.dtype not in ("f16", "bf16")
+        else None
+    )
 
 
 @LINEAR.candidate("torch.addmm_activation", supports=_epilogue, trusted=True)
-def addmm_activation(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool) -> tuple[Tensor, ...]:
+def addmm_activation(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    save: bool,
+) -> tuple[Tensor, ...]:
     """cuBLASLt's bias and activation epilogue through torch._addmm_activation."""
     assert bias is not None
     flat = x.reshape(-1, x.shape[-1])
@@ -66,8 +91,17 @@ def _onednn(key: Key) -> str | None:
     return reason
 
 
-@LINEAR.candidate("onednn.linear", supports=_onednn, available=products.onednn_available, trusted=True)
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool) -> tuple[Tensor, ...]:
+@LINEAR.candidate(
+    "onednn.linear", supports=_onednn, available=products.onednn_available, trusted=True
+)
+def onednn_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    save: bool,
+) -> tuple[Tensor, ...]:
     """oneDNN's product with its own activation; a residual and what follows it go in place."""
     if residual is None:
         return (products.onednn(x, weight, bias, activation),)
@@ -75,7 +109,14 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tens
 
 
 @LINEAR.candidate("torch.widened", supports=products.widened, trusted=True)
-def widened(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool) -> tuple[Tensor, ...]:
+def widened(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    save: bool,
+) -> tuple[Tensor, ...]:
     """A half product in float32, weights widened once and kept; rounded at the end."""
     z = F.linear(x.float(), products.wide_weight(weight), None if bias is None else bias.float())
     if residual is not None:
@@ -86,13 +127,19 @@ def widened(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
 
 
 @LINEAR_BACKWARD.candidate("torch.eager", trusted=True)
-def eager_backward(dy: Tensor, x: Tensor, weight: Tensor, kept: Tensor | None, activation: str, needs: str) -> tuple[Tensor | None, ...]:
+def eager_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, kept: Tensor | None, activation: str, needs: str
+) -> tuple[Tensor | None, ...]:
     """The formulas, as PyTorch's autograd would run them."""
     return reference.linear_backward(dy, x, weight, kept, activation, needs)
 
 
-@LINEAR_BACKWARD.candidate("torch.widened", supports=lambda key: products.widened(key, "dy"), trusted=True)
-def widened_backward(dy: Tensor, x: Tensor, weight: Tensor, kept: Tensor | None, activation: str, needs: str) -> tuple[Tensor | None, ...]:
+@LINEAR_BACKWARD.candidate(
+    "torch.widened", supports=lambda key: products.widened(key, "dy"), trusted=True
+)
+def widened_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, kept: Tensor | None, activation: str, needs: str
+) -> tuple[Tensor | None, ...]:
     """The same in float32, rounded at the end."""
     wide = [t if t is None else t.float() for t in (dy, x, weight, kept)]
     assert wide[0] is not None and wide[1] is not None and wide[2] is not None

@@ -16,8 +16,17 @@ from ..common import checks, costs, products, samples
 
 
 def _linear_batch_norm_relu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    gamma: Tensor | None, beta: Tensor | None, eps: float, training: bool, momentum: float, save: bool,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    eps: float,
+    training: bool,
+    momentum: float,
+    save: bool,
 ) -> tuple[Tensor, ...]:
     """relu(batch_norm(z)), z = x [..., K] · weight [N, K]ᵀ + bias; outputs y, then z (save), batch mean and 1/std (training)."""
     z = F.linear(x, weight, bias)
@@ -25,7 +34,9 @@ def _linear_batch_norm_relu(
     if not training:
         bn = F.batch_norm(flat, running_mean, running_var, gamma, beta, False, momentum, eps)
         return (torch.relu(bn).view(z.shape), z) if save else (torch.relu(bn).view(z.shape),)
-    bn, mean, rstd = torch.native_batch_norm(flat, gamma, beta, running_mean, running_var, True, momentum, eps)
+    bn, mean, rstd = torch.native_batch_norm(
+        flat, gamma, beta, running_mean, running_var, True, momentum, eps
+    )
     return torch.relu(bn).view(z.shape), z if save else z.new_empty(0), mean, rstd
 
 
@@ -33,7 +44,16 @@ _linear_batch_norm_relu.__name__ = "linear_batch_norm_relu"
 
 
 def linear_batch_norm_relu_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, z: Tensor, mean: Tensor, rstd: Tensor, gamma: Tensor | None, training: bool, needs: str
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    z: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    gamma: Tensor | None,
+    training: bool,
+    needs: str,
 ) -> tuple[Tensor | None, ...]:
     """dy [..., N] -> dx, dweight, dbias, dgamma, dbeta; mean and rstd are the batch's (training) or the running ones."""
     dbn = torch.where(y > 0, dy, 0).reshape(-1, dy.shape[-1])
@@ -52,41 +72,100 @@ def linear_batch_norm_relu_backward(
     )
 
 
-def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+def _kept(
+    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[Tensor | None, ...]:
     x, weight, _, running_mean, running_var, gamma, _ = dynamic
     statistics = (outs[2], outs[3]) if flags.training else (running_mean, running_var)
     return (x, weight, outs[0], outs[1], *statistics, gamma)
 
 
-def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+def _backward(
+    flags: SimpleNamespace,
+    needs: tuple[bool, ...],
+    saved: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    dy: Tensor,
+) -> tuple[Any, ...]:
     x, weight, y, z, mean, rstd, gamma = saved
     if not flags.training:
         rstd = torch.rsqrt(rstd.to(torch.promote_types(rstd.dtype, torch.float32)) + flags.eps)
     wanted = (*needs[:3], *needs[5:7])
-    grads = backward_call(dy, x, weight, y, z, mean, rstd, gamma, flags.training, "".join("01"[n] for n in wanted))
+    grads = backward_call(
+        dy, x, weight, y, z, mean, rstd, gamma, flags.training, "".join("01"[n] for n in wanted)
+    )
     dx, dw, db, dgamma, dbeta = (g if n else None for g, n in zip(grads, wanted, strict=True))
     return (dx, dw, db, None, None, dgamma, dbeta)
 
 
 def _cases() -> Any:
-    for m, k, n, training in ((2, 3, 5, False), (33, 17, 65, False), (33, 17, 65, True), (64, 128, 96, True), (64, 128, 96, False)):
-        stats = (0.1 * torch.randn(n), 1 + 0.1 * torch.randn(n).abs(), 1 + 0.1 * torch.randn(n), 0.1 * torch.randn(n))
-        yield torch.randn(m, k), torch.randn(n, k) * k**-0.5, torch.randn(n), *stats, 1e-5, training, 0.1
-    yield torch.randn(2, 3, 8), torch.randn(4, 8), None, torch.zeros(4), torch.ones(4), None, None, 1e-5, False, 0.1
-    yield torch.randn(2, 3, 8), torch.randn(4, 8), None, None, None, torch.ones(4), torch.zeros(4), 1e-3, True, 0.1
+    for m, k, n, training in (
+        (2, 3, 5, False),
+        (33, 17, 65, False),
+        (33, 17, 65, True),
+        (64, 128, 96, True),
+        (64, 128, 96, False),
+    ):
+        stats = (
+            0.1 * torch.randn(n),
+            1 + 0.1 * torch.randn(n).abs(),
+            1 + 0.1 * torch.randn(n),
+            0.1 * torch.randn(n),
+        )
+        yield (
+            torch.randn(m, k),
+            torch.randn(n, k) * k**-0.5,
+            torch.randn(n),
+            *stats,
+            1e-5,
+            training,
+            0.1,
+        )
+    yield (
+        torch.randn(2, 3, 8),
+        torch.randn(4, 8),
+        None,
+        torch.zeros(4),
+        torch.ones(4),
+        None,
+        None,
+        1e-5,
+        False,
+        0.1,
+    )
+    yield (
+        torch.randn(2, 3, 8),
+        torch.randn(4, 8),
+        None,
+        None,
+        None,
+        torch.ones(4),
+        torch.zeros(4),
+        1e-3,
+        True,
+        0.1,
+    )
 
 
 _weights = samples.scaled({"weight": 1})
 
 
-def _sample(key: Key, name: str, spec: TensorSpec, device: torch.device, g: torch.Generator) -> Tensor | None:
+def _sample(
+    key: Key, name: str, spec: TensorSpec, device: torch.device, g: torch.Generator
+) -> Tensor | None:
     from ...study import normal, strided
 
     if name in ("running_var", "rstd"):
-        return strided(spec, device, lambda n, dtype: (0.5 + torch.rand(n, device=device, generator=g)).to(dtype))
+        return strided(
+            spec,
+            device,
+            lambda n, dtype: (0.5 + torch.rand(n, device=device, generator=g)).to(dtype),
+        )
     if name == "gamma":
-        return strided(spec, device, lambda n, dtype: (1 + 0.1 * normal(n, torch.float32, device, g)).to(dtype))
-    return _weights(key, name, spec, device, g)  # type: ignore[no-any-return]
+        return strided(
+            spec, device, lambda n, dtype: (1 + 0.1 * normal(n, torch.float32, device, g)).to(dtype)
+        )
+    return _weights(key, name, spec, device, g)
 
 
 def _functional(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -131,16 +210,36 @@ LINEAR_BATCH_NORM_RELU_BACKWARD = Op(
 )
 backward_call = dispatch.internal(LINEAR_BATCH_NORM_RELU_BACKWARD)
 LINEAR_BATCH_NORM_RELU.candidate("torch.eager", trusted=True)(_linear_batch_norm_relu)
-LINEAR_BATCH_NORM_RELU_BACKWARD.candidate("torch.eager", trusted=True)(linear_batch_norm_relu_backward)
+LINEAR_BATCH_NORM_RELU_BACKWARD.candidate("torch.eager", trusted=True)(
+    linear_batch_norm_relu_backward
+)
 
 
-@LINEAR_BATCH_NORM_RELU.candidate("torch.widened", supports=lambda key: products.widened(key) or ("batch statistics must be kept" if key.flag("save") or key.flag("training") else None), trusted=True)
+@LINEAR_BATCH_NORM_RELU.candidate(
+    "torch.widened",
+    supports=lambda key: (
+        products.widened(key)
+        or ("batch statistics must be kept" if key.flag("save") or key.flag("training") else None)
+    ),
+    trusted=True,
+)
 def widened(
-    x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    gamma: Tensor | None, beta: Tensor | None, eps: float, training: bool, momentum: float, save: bool,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    eps: float,
+    training: bool,
+    momentum: float,
+    save: bool,
 ) -> tuple[Tensor, ...]:
     """All of it in float32, weights widened once and kept; rounded at the end."""
-    wide = [None if t is None else t.float() for t in (bias, running_mean, running_var, gamma, beta)]
+    wide = [
+        None if t is None else t.float() for t in (bias, running_mean, running_var, gamma, beta)
+    ]
     z = F.linear(x.float(), products.wide_weight(weight), wide[0])
     bn = F.batch_norm(z.view(-1, z.shape[-1]), wide[1], wide[2], wide[3], wide[4], False, 0.0, eps)
     return (bn.relu_().to(x.dtype).view(z.shape),)
@@ -148,8 +247,16 @@ def widened(
 
 @dispatch.public(LINEAR_BATCH_NORM_RELU)
 def linear_batch_norm_relu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    gamma: Tensor | None, beta: Tensor | None, eps: float = 1e-5, training: bool = False, momentum: float = 0.1,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    eps: float = 1e-5,
+    training: bool = False,
+    momentum: float = 0.1,
 ) -> tuple[Any, ...]:
     """relu(batch_norm(x · weightᵀ + bias)), normalised per output feature over all rows.
 
@@ -180,7 +287,9 @@ def linear_batch_norm_relu(
     checks.floating(fn, {"x": x, "weight": weight, "bias": bias}, autocast=True)
     shape = checks.linear_shapes(fn, x, weight, bias)
     for name, t in {**stats, **affine}.items():
-        checks.shape(fn, name, t, (shape[-1],), f"one value for each of the {shape[-1]} output features")
+        checks.shape(
+            fn, name, t, (shape[-1],), f"one value for each of the {shape[-1]} output features"
+        )
         if t is not None:
             checks.floating(fn, {name: t})
     if not training and (running_mean is None or running_var is None):
@@ -189,7 +298,9 @@ def linear_batch_norm_relu(
         raise ValueError(f"{fn}: running_mean and running_var must be given together or not at all")
     rows = x.numel() // max(x.shape[-1], 1)
     if training and rows < 2:
-        raise ValueError(f"{fn}: x is {checks.describe(x)}; more than one row is required in training: pass training=False or a larger batch")
+        raise ValueError(
+            f"{fn}: x is {checks.describe(x)}; more than one row is required in training: pass training=False or a larger batch"
+        )
     eps = checks.number(fn, "eps", eps, 0.0, float("inf"), "of at least 0")
     momentum = checks.number(fn, "momentum", momentum, 0.0, 1.0 + 1e-12, "in [0, 1]")
     return x, weight, bias, running_mean, running_var, gamma, beta, eps, bool(training), momentum

@@ -25,7 +25,9 @@ def matmul_reference(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple
     return (y, z) if save and activation in SMOOTH else (y,)
 
 
-def matmul_backward_reference(dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str) -> tuple[Tensor | None, ...]:
+def matmul_backward_reference(
+    dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str
+) -> tuple[Tensor | None, ...]:
     """dy [..., M, N] -> da, db summed over broadcast batch dimensions; kept is y (relu) or z (gelu, silu)."""
     dz = activation_gradient(dy, kept, activation)
     if a.dim() == 1 and b.dim() == 1:
@@ -55,18 +57,39 @@ def _traffic(key: Key) -> float:
     return costs.inputs(key) + m * n * DTYPES[a.dtype].itemsize
 
 
-def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
-    return (*dynamic, outs[0] if flags.activation == "relu" else outs[1] if flags.activation in SMOOTH else None)
+def _kept(
+    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[Tensor | None, ...]:
+    return (
+        *dynamic,
+        outs[0] if flags.activation == "relu" else outs[1] if flags.activation in SMOOTH else None,
+    )
 
 
-def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+def _backward(
+    flags: SimpleNamespace,
+    needs: tuple[bool, ...],
+    saved: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    dy: Tensor,
+) -> tuple[Any, ...]:
     a, b, kept = saved
     grads = backward_call(dy, a, b, kept, flags.activation, "".join("01"[n] for n in needs))
     return tuple(g if n else None for g, n in zip(grads, needs, strict=True))
 
 
 def _cases() -> Any:
-    for a, b in (((2, 3), (3, 5)), ((33, 17), (17, 65)), ((4, 9, 16), (4, 16, 7)), ((3, 1, 5, 8), (2, 8, 6)), ((8,), (8, 3)), ((4, 8), (8,)), ((8,), (8,)), ((0, 4), (4, 3)), ((3, 0), (0, 4))):
+    for a, b in (
+        ((2, 3), (3, 5)),
+        ((33, 17), (17, 65)),
+        ((4, 9, 16), (4, 16, 7)),
+        ((3, 1, 5, 8), (2, 8, 6)),
+        ((8,), (8, 3)),
+        ((4, 8), (8,)),
+        ((8,), (8,)),
+        ((0, 4), (4, 3)),
+        ((3, 0), (0, 4)),
+    ):
         yield torch.randn(a), torch.randn(b), "none"
     for activation in ACTIVATIONS[1:]:
         yield torch.randn(16, 9).t(), torch.randn(8, 16).t(), activation
@@ -121,14 +144,20 @@ def matmul(a: Tensor, b: Tensor, activation: str | None = None) -> tuple[Any, ..
     checks.one_of("matmul", "activation", activation, (None, *ACTIVATIONS))
     checks.floating("matmul", {"a": a, "b": b}, autocast=True)
     if a.dim() < 1 or b.dim() < 1:
-        raise ValueError(f"matmul: a is {checks.describe(a)} and b is {checks.describe(b)}; both need at least one dimension: use a * b for numbers")
+        raise ValueError(
+            f"matmul: a is {checks.describe(a)} and b is {checks.describe(b)}; both need at least one dimension: use a * b for numbers"
+        )
     inner = b.shape[-2] if b.dim() > 1 else b.shape[0]
     if a.shape[-1] != inner:
-        raise ValueError(f"matmul: a is {checks.describe(a)} and b is {checks.describe(b)}; a's last dimension ({a.shape[-1]}) must equal b's second to last ({inner}): transpose one with .mT")
+        raise ValueError(
+            f"matmul: a is {checks.describe(a)} and b is {checks.describe(b)}; a's last dimension ({a.shape[-1]}) must equal b's second to last ({inner}): transpose one with .mT"
+        )
     try:
         torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
-        raise ValueError(f"matmul: a is {checks.describe(a)} and b is {checks.describe(b)}; their batch dimensions do not broadcast") from None
+        raise ValueError(
+            f"matmul: a is {checks.describe(a)} and b is {checks.describe(b)}; their batch dimensions do not broadcast"
+        ) from None
     return a, b, activation or "none"
 
 
@@ -138,7 +167,15 @@ def eager(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ..
     return matmul_reference(a, b, activation, save)
 
 
-@MATMUL.candidate("torch.linear", supports=lambda key: None if key.device == "cpu" and len(key.tensors[1].shape) == 2 else "for CPUs and a two-dimensional b", trusted=True)  # type: ignore[union-attr]
+@MATMUL.candidate(
+    "torch.linear",
+    supports=lambda key: (
+        None
+        if key.device == "cpu" and len(key.tensors[1].shape) == 2
+        else "for CPUs and a two-dimensional b"
+    ),
+    trusted=True,
+)
 def by_linear(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ...]:
     """The same product through torch.nn.functional.linear, which takes another road in PyTorch's CPU code."""
     z = torch.nn.functional.linear(a, b.t())
@@ -148,12 +185,25 @@ def by_linear(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor
 
 def _onednn(key: Key) -> str | None:
     a, b = key.spec("a"), key.spec("b")
-    if a is None or b is None or a.dtype != "f32" or len(b.shape) != 2 or len(a.shape) < 2 or 0 in (*a.shape, *b.shape):
+    if (
+        a is None
+        or b is None
+        or a.dtype != "f32"
+        or len(b.shape) != 2
+        or len(a.shape) < 2
+        or 0 in (*a.shape, *b.shape)
+    ):
         return "float32, non-empty, two-dimensional b only"
-    return "the pre-activation must be kept" if key.flag("save") and key.flag("activation") in SMOOTH else None
+    return (
+        "the pre-activation must be kept"
+        if key.flag("save") and key.flag("activation") in SMOOTH
+        else None
+    )
 
 
-@MATMUL.candidate("onednn.linear", supports=_onednn, available=products.onednn_available, trusted=True)
+@MATMUL.candidate(
+    "onednn.linear", supports=_onednn, available=products.onednn_available, trusted=True
+)
 def onednn_linear(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ...]:
     """oneDNN's product with its own activation."""
     return (products.onednn(a, b.t(), None, activation),)
@@ -169,14 +219,22 @@ def widened(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, 
 
 
 @MATMUL_BACKWARD.candidate("torch.eager", trusted=True)
-def eager_backward(dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str) -> tuple[Tensor | None, ...]:
+def eager_backward(
+    dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str
+) -> tuple[Tensor | None, ...]:
     """The formulas, as PyTorch's autograd would run them."""
     return matmul_backward_reference(dy, a, b, kept, activation, needs)
 
 
-@MATMUL_BACKWARD.candidate("torch.widened", supports=lambda key: products.widened(key, "dy"), trusted=True)
-def widened_backward(dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str) -> tuple[Tensor | None, ...]:
+@MATMUL_BACKWARD.candidate(
+    "torch.widened", supports=lambda key: products.widened(key, "dy"), trusted=True
+)
+def widened_backward(
+    dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str
+) -> tuple[Tensor | None, ...]:
     """The same in float32, rounded at the end."""
     wide_kept = None if kept is None else kept.float()
-    grads = matmul_backward_reference(dy.float(), a.float(), b.float(), wide_kept, activation, needs)
+    grads = matmul_backward_reference(
+        dy.float(), a.float(), b.float(), wide_kept, activation, needs
+    )
     return tuple(g if g is None else g.to(dy.dtype) for g in grads)

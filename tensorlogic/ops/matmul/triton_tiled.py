@@ -11,6 +11,7 @@ from ..common.activations import SMOOTH
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product
 from . import MATMUL
+import itertools
 
 
 def _batched(t: TensorSpec, batch: tuple[int, ...]) -> int | None:
@@ -22,8 +23,12 @@ def _batched(t: TensorSpec, batch: tuple[int, ...]) -> int | None:
     if lead != batch:
         return None
     dims = [(n, s) for n, s in zip(lead, strides, strict=True) if n != 1]
-    even = all(outer == n * inner for (_, outer), (n, inner) in zip(dims[:-1], dims[1:], strict=True))
+    even = all(outer == n * inner for (_, outer), (n, inner) in itertools.pairwise(dims))
     return dims[-1][1] if even else None
+
+
+def _operand(t: TensorSpec, batch: int = 0) -> Operand:
+    return Operand(t.dtype, t.stride[-2], t.stride[-1], batch)
 
 
 def describe(key: Key) -> Plan | str:
@@ -36,7 +41,7 @@ def describe(key: Key) -> Plan | str:
     if 0 in (*a.shape, *b.shape):
         return "empty"
     lead = max(a.shape[:-2], b.shape[:-2], key=len)
-    left, right = Operand(a.dtype, *a.stride[-2:]), Operand(b.dtype, *b.stride[-2:])
+    left, right = _operand(a), _operand(b)
     batch = prod(lead)
     if len(b.shape) == 2:
         rows = gemm_wiring.matrix(a)
@@ -47,7 +52,7 @@ def describe(key: Key) -> Plan | str:
         strides = _batched(a, lead), _batched(b, lead)
         if strides[0] is None or strides[1] is None:
             return "batch dimensions are not evenly spaced"
-        left, right = Operand(a.dtype, *a.stride[-2:], strides[0]), Operand(b.dtype, *b.stride[-2:], strides[1])
+        left, right = _operand(a, strides[0]), _operand(b, strides[1])
     keep = key.flag("save") and key.flag("activation") in SMOOTH
     spec = GemmSpec(
         m, n, k, left, right, Operand(a.dtype, n, 1, m * n if batch > 1 else 0),

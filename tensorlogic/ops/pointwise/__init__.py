@@ -15,15 +15,26 @@ from ...op import Gradient, Op, Outputs
 from ..common import checks, costs
 from . import reference
 
+
 def _broadcast(fn: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
     """Tensors that broadcast together; numbers become zero-dimensional tensors, as PyTorch promotes them."""
     first = next((v for v in given.values() if isinstance(v, Tensor)), None)
     if first is None:
         checks.tensors(fn, given)
     values = {
-        n: torch.tensor(v) if isinstance(v, (int, float, complex)) and not isinstance(v, Tensor) else v for n, v in given.items()
+        n: torch.tensor(v)
+        if isinstance(v, (int, float, complex)) and not isinstance(v, Tensor)
+        else v
+        for n, v in given.items()
     }
-    checks.tensors(fn, {n: v for n, v in values.items() if not (isinstance(v, Tensor) and v.dim() == 0 and v.device.type == "cpu")})
+    checks.tensors(
+        fn,
+        {
+            n: v
+            for n, v in values.items()
+            if not (isinstance(v, Tensor) and v.dim() == 0 and v.device.type == "cpu")
+        },
+    )
     try:
         torch.broadcast_shapes(*(v.shape for v in values.values()))
     except RuntimeError:
@@ -35,7 +46,9 @@ def _broadcast(fn: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
 def _real(fn: str, **given: Tensor) -> None:
     for name, t in given.items():
         if not t.is_floating_point():
-            raise TypeError(f"{fn}: {name} is {checks.describe(t)}; a real floating dtype is required: convert it with {name}.float()")
+            raise TypeError(
+                f"{fn}: {name} is {checks.describe(t)}; a real floating dtype is required: convert it with {name}.float()"
+            )
 
 
 def _op(meaning: Callable[..., tuple[Tensor, ...]], uses: str, flops: float) -> Op:
@@ -44,13 +57,24 @@ def _op(meaning: Callable[..., tuple[Tensor, ...]], uses: str, flops: float) -> 
     def kind(flags: SimpleNamespace) -> str:
         return "gelu_tanh" if getattr(flags, "approximate", None) == "tanh" else op.name
 
-    def save(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+    def save(
+        flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
+    ) -> tuple[Tensor | None, ...]:
         y = outs[0]
         assert y is not None
-        operands = [t if name in uses or t.shape != y.shape else None for name, t in zip("abc", dynamic, strict=False)]
+        operands = [
+            t if name in uses or t.shape != y.shape else None
+            for name, t in zip("abc", dynamic, strict=False)
+        ]
         return (*operands, *[None] * (3 - len(operands)), y if "y" in uses else None)
 
-    def backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+    def backward(
+        flags: SimpleNamespace,
+        needs: tuple[bool, ...],
+        saved: tuple[Any, ...],
+        scalars: tuple[Any, ...],
+        dy: Tensor,
+    ) -> tuple[Any, ...]:
         wanted = (*needs, False, False)[:3]
         grads = backward_call(dy, *saved, kind(flags), "".join("01"[n] for n in wanted))
         return tuple(g if n else None for g, n in zip(grads, wanted, strict=True))[: len(needs)]
@@ -69,9 +93,22 @@ def _op(meaning: Callable[..., tuple[Tensor, ...]], uses: str, flops: float) -> 
 def _cases(operands: int, name: str) -> Any:
     shapes: tuple[tuple[Any, ...], ...] = (((7,),), ((33, 65),), ((0, 4),), ((),))
     if operands == 2:
-        shapes = (((7,), (7,)), ((33, 65), (33, 65)), ((4, 33), (33,)), ((2, 3, 5), (3, 1)), ((6,), ()), ((0, 4), (4,)))
+        shapes = (
+            ((7,), (7,)),
+            ((33, 65), (33, 65)),
+            ((4, 33), (33,)),
+            ((2, 3, 5), (3, 1)),
+            ((6,), ()),
+            ((0, 4), (4,)),
+        )
     if operands == 3:
-        shapes = (((7,), (7,), (7,)), ((4, 33), (33,), (33,)), ((5, 8), (), (8,)), ((2, 3, 5), (3, 1), (5,)), ((0, 4), (4,), (4,)))
+        shapes = (
+            ((7,), (7,), (7,)),
+            ((4, 33), (33,), (33,)),
+            ((5, 8), (), (8,)),
+            ((2, 3, 5), (3, 1), (5,)),
+            ((0, 4), (4,), (4,)),
+        )
     for case in shapes:
         values = [torch.randn(s) for s in case]
         if name == "gelu":
@@ -89,10 +126,20 @@ def _sum_to(g: Tensor | None, operand: Tensor | None) -> Tensor | None:
     return g if g is None or operand is None else g.sum_to_size(operand.shape)
 
 
-def pointwise_backward(dy: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None, y: Tensor | None, kind: str, needs: str) -> tuple[Tensor | None, ...]:
+def pointwise_backward(
+    dy: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    c: Tensor | None,
+    y: Tensor | None,
+    kind: str,
+    needs: str,
+) -> tuple[Tensor | None, ...]:
     """dy -> da, db, dc, each summed to its operand's shape (an absent operand has dy's); y is the output where a ReLU ends the op."""
     grads = reference.backward(dy, a, b, y, kind)
-    return tuple(_sum_to(g, t) if n == "1" else None for g, t, n in zip(grads, (a, b, c), needs, strict=True))
+    return tuple(
+        _sum_to(g, t) if n == "1" else None for g, t, n in zip(grads, (a, b, c), needs, strict=True)
+    )
 
 
 POINTWISE_BACKWARD = Op(
@@ -159,9 +206,18 @@ def _affine(x: Tensor, scale: Tensor, bias: Tensor, save: bool) -> tuple[Tensor,
 for _meaning in (_add, _sub, _mul, _div, _relu, _gelu, _silu, _add_relu, _mul_relu, _affine):
     _meaning.__name__ = _meaning.__name__.removeprefix("_")  # the op's name is its reference's
 
-ADD, SUB, MUL, DIV = _op(_add, "", 1.0), _op(_sub, "", 1.0), _op(_mul, "ab", 1.0), _op(_div, "ab", 1.0)
+ADD, SUB, MUL, DIV = (
+    _op(_add, "", 1.0),
+    _op(_sub, "", 1.0),
+    _op(_mul, "ab", 1.0),
+    _op(_div, "ab", 1.0),
+)
 RELU, GELU, SILU = _op(_relu, "y", 1.0), _op(_gelu, "a", 10.0), _op(_silu, "a", 5.0)
-ADD_RELU, MUL_RELU, AFFINE = _op(_add_relu, "y", 2.0), _op(_mul_relu, "aby", 2.0), _op(_affine, "ab", 2.0)
+ADD_RELU, MUL_RELU, AFFINE = (
+    _op(_add_relu, "y", 2.0),
+    _op(_mul_relu, "aby", 2.0),
+    _op(_affine, "ab", 2.0),
+)
 FAMILY = (ADD, SUB, MUL, DIV, RELU, GELU, SILU, ADD_RELU, MUL_RELU, AFFINE)
 
 

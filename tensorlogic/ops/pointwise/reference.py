@@ -17,10 +17,16 @@ BACKWARD: dict[str, Callable[..., tuple[Tensor | None, ...]]] = {
     "affine": lambda dz, a, b: (dz * b, dz * a, dz),
 }
 SMOOTH = activations.SMOOTH  # keep the input for backward
-RELU = {"relu": "relu", "add_relu": "add", "mul_relu": "mul"}  # keep the output; then the gradient of the inner operation
+RELU = {
+    "relu": "relu",
+    "add_relu": "add",
+    "mul_relu": "mul",
+}  # keep the output; then the gradient of the inner operation
 
 
-def backward(dy: Tensor, a: Tensor | None, b: Tensor | None, y: Tensor | None, kind: str) -> tuple[Tensor | None, ...]:
+def backward(
+    dy: Tensor, a: Tensor | None, b: Tensor | None, y: Tensor | None, kind: str
+) -> tuple[Tensor | None, ...]:
     """Gradients of (a, b, c), not yet summed over broadcast dimensions."""
     if kind in SMOOTH:
         return (activations.gradient(dy, a, kind), None, None)

@@ -59,10 +59,18 @@ def _spread(dy: Tensor, flags: SimpleNamespace, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _op(meaning: Callable[..., tuple[Tensor, ...]], extreme: bool) -> Op:
-    def save(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+    def save(
+        flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
+    ) -> tuple[Tensor | None, ...]:
         return (dynamic[0], outs[0] if extreme else None)
 
-    def backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+    def backward(
+        flags: SimpleNamespace,
+        needs: tuple[bool, ...],
+        saved: tuple[Any, ...],
+        scalars: tuple[Any, ...],
+        dy: Tensor,
+    ) -> tuple[Any, ...]:
         x, y = saved
         if extreme:
             return (_spread(dy, flags, x, y),)
@@ -88,7 +96,15 @@ def _traffic(key: Key) -> float:
 
 
 def _cases(extreme: bool) -> Any:
-    for shape, dim in (((7,), (0,)), ((33, 65), (0, 1)), ((33, 65), (1,)), ((33, 65), (0,)), ((2, 3, 5), (0, 2)), ((4, 5), ()), ((3000,), (0,))):
+    for shape, dim in (
+        ((7,), (0,)),
+        ((33, 65), (0, 1)),
+        ((33, 65), (1,)),
+        ((33, 65), (0,)),
+        ((2, 3, 5), (0, 2)),
+        ((4, 5), ()),
+        ((3000,), (0,)),
+    ):
         yield torch.randn(shape), dim, False
     yield torch.randn(3, 4, 5), (1,), True
     yield torch.randn(8, 9).t(), (0,), False
@@ -100,7 +116,9 @@ SUM, MEAN, MAX, MIN = _op(_sum, False), _op(_mean, False), _op(_max, True), _op(
 FAMILY = (SUM, MEAN, MAX, MIN)
 
 
-def _checked(fn: str, x: Tensor, dim: int | tuple[int, ...] | None, keepdim: bool) -> tuple[Any, ...]:
+def _checked(
+    fn: str, x: Tensor, dim: int | tuple[int, ...] | None, keepdim: bool
+) -> tuple[Any, ...]:
     checks.tensors(fn, {"x": x})
     given = tuple(range(x.dim())) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     dims = []
@@ -108,19 +126,27 @@ def _checked(fn: str, x: Tensor, dim: int | tuple[int, ...] | None, keepdim: boo
         if isinstance(d, bool) or not isinstance(d, int):
             raise TypeError(f"{fn}: dim is {dim!r}; an int, a tuple of ints or None is required")
         if not -(x.dim() or 1) <= d < (x.dim() or 1):
-            raise ValueError(f"{fn}: dim is {dim!r}, but x is {checks.describe(x)}; dimensions from {-x.dim()} to {x.dim() - 1} are required")
+            raise ValueError(
+                f"{fn}: dim is {dim!r}, but x is {checks.describe(x)}; dimensions from {-x.dim()} to {x.dim() - 1} are required"
+            )
         dims.append(d % (x.dim() or 1))
     if len(set(dims)) != len(dims):
         raise ValueError(f"{fn}: dim is {dim!r}, which names a dimension twice; name each once")
     if fn in ("max", "min") and any(x.dim() and x.shape[d] == 0 for d in dims):
-        raise ValueError(f"{fn}: x is {checks.describe(x)}; at least one element along dim {dim!r} is required")
+        raise ValueError(
+            f"{fn}: x is {checks.describe(x)}; at least one element along dim {dim!r} is required"
+        )
     if fn == "mean" and not (x.is_floating_point() or x.is_complex()):
-        raise TypeError(f"mean: x is {checks.describe(x)}; a floating dtype is required: convert it with x.float()")
+        raise TypeError(
+            f"mean: x is {checks.describe(x)}; a floating dtype is required: convert it with x.float()"
+        )
     return x, tuple(sorted(dims)) if x.dim() else (), bool(keepdim)
 
 
 @dispatch.public(SUM)
-def sum(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> tuple[Any, ...]:
+def sum(
+    x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False
+) -> tuple[Any, ...]:
     """Sum over dimensions, accumulated in float32 or wider.
 
     Args:
@@ -143,7 +169,9 @@ def sum(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = Fal
 
 
 @dispatch.public(MEAN)
-def mean(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> tuple[Any, ...]:
+def mean(
+    x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False
+) -> tuple[Any, ...]:
     """Mean over dimensions, accumulated in float32 or wider.
 
     Args:
@@ -166,7 +194,9 @@ def mean(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = Fa
 
 
 @dispatch.public(MAX)
-def max(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> tuple[Any, ...]:
+def max(
+    x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False
+) -> tuple[Any, ...]:
     """Largest value over dimensions (no indices); NaN wins, as in torch.amax.
 
     Args:
@@ -189,7 +219,9 @@ def max(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = Fal
 
 
 @dispatch.public(MIN)
-def min(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> tuple[Any, ...]:
+def min(
+    x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False
+) -> tuple[Any, ...]:
     """Smallest value over dimensions (no indices); NaN wins, as in torch.amin.
 
     Args:

@@ -27,11 +27,19 @@ def softmax_backward(dy: Tensor, y: Tensor, dim: int) -> tuple[Tensor, ...]:
     return (torch.ops.aten._softmax_backward_data(dy, y, dim, y.dtype),)
 
 
-def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+def _kept(
+    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[Tensor | None, ...]:
     return (outs[0],)
 
 
-def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+def _backward(
+    flags: SimpleNamespace,
+    needs: tuple[bool, ...],
+    saved: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    dy: Tensor,
+) -> tuple[Any, ...]:
     return backward_call(dy, saved[0], flags.dim)
 
 
@@ -41,7 +49,15 @@ def _wide_logits(key: Key, values: dict[str, Any]) -> None:
 
 
 def _cases() -> Any:
-    for shape, dim in (((7,), 0), ((33, 65), 1), ((33, 65), 0), ((2, 3, 5), 1), ((4, 3000), 1), ((0, 4), 1), ((5, 1), 1)):
+    for shape, dim in (
+        ((7,), 0),
+        ((33, 65), 1),
+        ((33, 65), 0),
+        ((2, 3, 5), 1),
+        ((4, 3000), 1),
+        ((0, 4), 1),
+        ((5, 1), 1),
+    ):
         yield torch.randn(shape), dim
     yield torch.randn(9, 8).t(), 1
 
@@ -95,7 +111,15 @@ def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tenso
     if dtype is not None:
         x = x.to(dtype)
     if not x.is_floating_point():
-        raise TypeError(f"softmax: x is {checks.describe(x)}; a floating dtype is required: pass dtype=torch.float32 or convert with x.float()")
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -(x.dim() or 1) <= dim < (x.dim() or 1):
-        raise ValueError(f"softmax: dim is {dim!r}, but x is {checks.describe(x)}; a dimension from {-x.dim()} to {x.dim() - 1} is required")
+        raise TypeError(
+            f"softmax: x is {checks.describe(x)}; a floating dtype is required: pass dtype=torch.float32 or convert with x.float()"
+        )
+    if (
+        isinstance(dim, bool)
+        or not isinstance(dim, int)
+        or not -(x.dim() or 1) <= dim < (x.dim() or 1)
+    ):
+        raise ValueError(
+            f"softmax: dim is {dim!r}, but x is {checks.describe(x)}; a dimension from {-x.dim()} to {x.dim() - 1} is required"
+        )
     return _float_softmax(x, dim % (x.dim() or 1))

@@ -17,11 +17,24 @@ from ..common import checks, costs
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def _softmax_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str, save: bool) -> tuple[Tensor, ...]:
+def _softmax_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+    save: bool,
+) -> tuple[Tensor, ...]:
     """-log softmax(logits [..., C])[target [...]], smoothed and reduced; with save also what backward needs, in float32:
     the rows' log-sum-exp [rows], and [1] the weight of a row in the reduction."""
     rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    loss = F.cross_entropy(rows, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction)
+    loss = F.cross_entropy(
+        rows,
+        labels,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    )
     loss = loss.view(target.shape) if reduction == "none" else loss
     if not save:
         return (loss,)
@@ -31,7 +44,14 @@ def _softmax_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, la
 
 
 def softmax_cross_entropy_backward(
-    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, share: Tensor, ignore_index: int, label_smoothing: float, reduction: str
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    share: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
 ) -> tuple[Tensor, ...]:
     """dlogits = (softmax(logits) - smoothed one-hot) · dloss per row, 0 where ignored."""
     wide = _wide(logits)
@@ -52,11 +72,19 @@ def _wide(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
-def _kept(flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs) -> tuple[Tensor | None, ...]:
+def _kept(
+    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[Tensor | None, ...]:
     return (*dynamic, outs[1], outs[2])
 
 
-def _backward(flags: SimpleNamespace, needs: tuple[bool, ...], saved: tuple[Any, ...], scalars: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+def _backward(
+    flags: SimpleNamespace,
+    needs: tuple[bool, ...],
+    saved: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    dy: Tensor,
+) -> tuple[Any, ...]:
     grads = backward_call(dy, *saved, flags.ignore_index, flags.label_smoothing, flags.reduction)
     return (grads[0], None)
 
@@ -72,11 +100,19 @@ def _cases() -> Any:
     yield torch.randn(12, 9), torch.full((12,), 2), 2, 0.0, "none"
 
 
-def _sample(key: Key, name: str, spec: TensorSpec, device: torch.device, g: torch.Generator) -> Tensor | None:
+def _sample(
+    key: Key, name: str, spec: TensorSpec, device: torch.device, g: torch.Generator
+) -> Tensor | None:
     logits = key.spec("logits")
     assert logits is not None
     if name == "target":
-        return torch.randint(0, logits.shape[-1], spec.shape, device=device, generator=g).as_strided(spec.shape, spec.stride) if 0 not in spec.shape and all(spec.stride) else None
+        return (
+            torch.randint(0, logits.shape[-1], spec.shape, device=device, generator=g).as_strided(
+                spec.shape, spec.stride
+            )
+            if 0 not in spec.shape and all(spec.stride)
+            else None
+        )
     return None
 
 
@@ -115,11 +151,15 @@ SOFTMAX_CROSS_ENTROPY_BACKWARD = Op(
 )
 backward_call = dispatch.internal(SOFTMAX_CROSS_ENTROPY_BACKWARD)
 SOFTMAX_CROSS_ENTROPY.candidate("torch.eager", trusted=True)(_softmax_cross_entropy)
-SOFTMAX_CROSS_ENTROPY_BACKWARD.candidate("torch.eager", trusted=True)(softmax_cross_entropy_backward)
+SOFTMAX_CROSS_ENTROPY_BACKWARD.candidate("torch.eager", trusted=True)(
+    softmax_cross_entropy_backward
+)
 
 
 @dispatch.public(SOFTMAX_CROSS_ENTROPY)
-def _rows(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str) -> tuple[Any, ...]:
+def _rows(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str
+) -> tuple[Any, ...]:
     fn = "softmax_cross_entropy"
     checks.tensors(fn, {"logits": logits, "target": target})
     checks.floating(fn, {"logits": logits})
@@ -129,15 +169,25 @@ def _rows(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: fl
             f"logits [N, C] or [C] with target [N] or [], or logits [N, C, d1, ...] with target [N, d1, ...], is required"
         )
     if target.dtype != torch.int64:
-        raise TypeError(f"{fn}: target is {checks.describe(target)}; class indices of dtype int64 are required: convert with target.long()")
+        raise TypeError(
+            f"{fn}: target is {checks.describe(target)}; class indices of dtype int64 are required: convert with target.long()"
+        )
     checks.one_of(fn, "reduction", reduction, REDUCTIONS)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"{fn}: ignore_index is {checks.describe(ignore_index)}; an int is required")
+        raise TypeError(
+            f"{fn}: ignore_index is {checks.describe(ignore_index)}; an int is required"
+        )
     smoothing = checks.number(fn, "label_smoothing", label_smoothing, 0.0, 1.0 + 1e-12, "in [0, 1]")
     return logits, target, ignore_index, smoothing, reduction
 
 
-def softmax_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
+def softmax_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
     """Cross-entropy between softmax(logits) and class indices, as torch.nn.functional.cross_entropy.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import ops as _ops
 from .derived import constant, invalidate
 from .explaining import candidates, explain
+from .memory import pool
 from .ops.attention_scores import attention_scores
 from .ops.dropout_linear import dropout_linear
 from .ops.gelu_linear import gelu_linear
@@ -48,6 +49,7 @@ __all__ = [
     "mul",
     "mul_relu",
     "policy",
+    "pool",
     "relu",
     "silu",
     "softmax",

@@ -64,6 +64,7 @@ class Candidate:
     jobs: Callable[[Key, Config, torch.device], Sequence[Any]] = (
         lambda key, config, device: ()
     )  # compile work for other processes
+    guess: Callable[[Key], float] = lambda key: 1.0  # expected time over torch.eager's, for keys nobody has measured
     deterministic: bool = True
     trusted: bool = (
         False  # shipped with this package: may serve a key whose neighbour it was measured on

@@ -18,6 +18,13 @@ LOG = logging.getLogger("tensorlogic")
 GROUP = "tensorlogic.candidates"
 _LOCK = threading.RLock()
 _READY: set[str] = set()
+NATIVE = (  # modules that register native CPU candidates
+    "tensorlogic.ops.linear.cpu_fused",
+    "tensorlogic.ops.pointwise.cpu_fused",
+    "tensorlogic.ops.reduce.cpu_fused",
+    "tensorlogic.ops.softmax.cpu_fused",
+    "tensorlogic.ops.softmax_cross_entropy.cpu_fused",
+)
 TRITON = (  # modules that register Triton candidates
     "tensorlogic.ops.linear.triton_tiled",
     "tensorlogic.ops.matmul.triton_tiled",
@@ -58,6 +65,9 @@ def ready(device: str) -> None:
     with _LOCK:
         if device in _READY:
             return
+        if device == "cpu":
+            for name in NATIVE:
+                importlib.import_module(name)
         if (device == "cuda" or (device == "cpu" and interpreting())) and triton_missing() is None:
             capture_watch.install()
             for name in TRITON:

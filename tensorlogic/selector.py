@@ -16,6 +16,7 @@ from .plans import Key, Plan
 from .policies import Policy
 
 LOG = logging.getLogger("tensorlogic")
+CLEAR_WIN = 0.8  # a guess must promise this much before it replaces eager unmeasured
 _SAID: set[tuple[str, str]] = set()
 
 
@@ -63,7 +64,23 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     near = store.nearest(key, lambda id: id in op.candidates and op.candidates[id].trusted, valid)
     if near is not None and _serves(op, key, near):
         return _planned(near, f"neighbour {near.key.text}", one=False)
-    return PLAIN
+    return _guessed(op, key)
+
+
+def _guessed(op: Op, key: Key) -> Decision:
+    """The cost models' choice: a trusted candidate that expects to win clearly, else eager."""
+    expected = [
+        (c.guess(key), c)
+        for c in op.candidates.values()
+        if c.trusted and c.id != EAGER and c.available(key.device) is None and c.supports(key) is None
+    ]
+    if not expected:
+        return PLAIN
+    best, candidate = min(expected, key=lambda pair: pair[0])
+    if best > CLEAR_WIN:
+        return PLAIN
+    pick = (candidate.id, candidate.configs(key)[0])
+    return Decision(pick, pick, "cost model")
 
 
 def choose(

@@ -32,6 +32,11 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
     native.op("set_isa")("auto")
 
 
+def ulps_of(ops: Any) -> int:
+    """The accuracy promised for activations; without a fused multiply-add one ulp more."""
+    return 3 if ops.isa() == "portable" else 2
+
+
 def spacing(reference: Tensor, dtype: torch.dtype) -> Tensor:
     """One ulp of `dtype` at each reference value."""
     info = torch.finfo(dtype)
@@ -68,7 +73,7 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
 def test_activation_is_within_two_ulps_everywhere(ops: Any, name: str, dtype: torch.dtype) -> None:
     x = every_value(dtype)
     y = ops.silu(x) if name == "silu" else ops.gelu(x, name == "gelu_tanh")
-    assert_ulps(y, EXACT[name](x.double()), 6)
+    assert_ulps(y, EXACT[name](x.double()), ulps_of(ops))
 
 
 PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -149,12 +154,12 @@ def test_epilogue(ops: Any, dtype: torch.dtype, activation: str) -> None:
         for b, r in ((bias, residual), (bias, None), (None, residual), (None, None)):
             z = acc + (0 if b is None else b.float()) + (0 if r is None else r.float())
             y, pre = ops.epilogue_pre(acc, b, r, number, dtype)
-            assert_ulps(y, apply(z.double()), 2)
+            assert_ulps(y, apply(z.double()), ulps_of(ops))
             torch.testing.assert_close(ops.epilogue(acc, b, r, number, dtype), y, rtol=0, atol=0)
             torch.testing.assert_close(pre, z.to(dtype), rtol=0, atol=0)
         z = acc + bias.float() + residual.float()
         ops.epilogue_(acc, bias.float(), residual.float(), number)
-        assert_ulps(acc, apply(z.double()), 2)
+        assert_ulps(acc, apply(z.double()), ulps_of(ops))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,5 @@
-// exp and the activations on vectors, at most 2 ulp of T from the exact value (T is the type that is stored).
+// exp and the activations on vectors, at most 2 ulp of T from the exact value (T is the type that is stored; 3 for float32
+// where there is no fused multiply-add).
 // float32 carries the low part of exponents along, so that far tails keep their relative accuracy; half types do not need it.
 #pragma once
 
@@ -21,13 +22,20 @@ INLINE vf polynomial(vf x, const float (&c)[N]) {
   return r;
 }
 
-// e^(x + low), |x| < 175
-INLINE Scaled exp_precise(vf x, vf low) {
+// e^(x + low), |x| < 175, as (1 + t) * 2^n: the last rounding is left to the caller
+struct Grown {
+  vf t, n;
+};
+INLINE Grown exp_grown(vf x, vf low) {
   vf n = nearest(x * set1(1.44269504f));
   vf r = fnma(n, set1(0x1.63p-1f), x);
   r = fnma(n, set1(-2.12194440e-4f), r) + low;
   const float c[] = {0.49999993f, 0.1666652f, 0.041668394f, 0.00836878f, 0.0013814467f};
-  return {fma(r * r, polynomial(r, c), r) + set1(1.0f), n};
+  return {fma(r * r, polynomial(r, c), r), n};
+}
+INLINE Scaled exp_precise(vf x, vf low) {
+  Grown e = exp_grown(x, low);
+  return {e.t + set1(1.0f), e.n};
 }
 
 // 2^z to 18 bits, |z| < 250
@@ -121,40 +129,38 @@ INLINE vf gelu_tanh(vf x) {
   return times_sigmoid<T>(x, z, fma(x, t_low, product_error(x, t, z)));
 }
 
-// The normal distribution's lower tail: P(X < -a) = mills * e, a = min(|x|, 18), e = e^(-a^2 / 2)
-struct Tail {
-  vf mills;
-  Scaled e;
-};
-template <class T>
-INLINE Tail normal_tail(vf x) {
-  vf a = vmin(set1(18.0f), vabs(x)), h = a * a;
-  if constexpr (!precise<T>) {
-    const float p[] = {0.50001263f, 0.27927168f, 0.062949262f};
-    const float q[] = {1.0f, 1.3572083f, 0.70494211f, 0.15762402f};
-    vf mills = polynomial(a, p) * reciprocal_coarse(polynomial(a, q));
-    return {mills, exp2_coarse(h * set1(-0.5f * LOG2E))};
-  }
-  // By segments of a + 1: its exponent and three bits of its mantissa are the index.
-  vf limited = vmin(set1(14.99f), a);
-  vi index = reinterpret_cast<vi>(limited + set1(1.0f)) >> 20;
-  vf d = limited - lookup(MILLS_POINT[0], index), mills = lookup(MILLS[5], index);
+// The normal distribution's lower tail is P(X < -a) = mills(a) * e^(-a^2 / 2).
+// float32: by segments of a + 1, whose exponent and three bits of mantissa are the index; mills to 2^-28.
+INLINE vf mills_precise(vf a) {
+  a = vmin(set1(14.99f), a);
+  vi index = reinterpret_cast<vi>(a + set1(1.0f)) >> 20;
+  vf d = a - lookup(MILLS_POINT[0], index), mills = lookup(MILLS[5], index);
 #pragma GCC unroll 5
   for (int i = 4; i >= 0; --i) mills = fma(mills, d, lookup(MILLS[i], index));
-  return {mills, exp_precise(h * set1(-0.5f), product_error(a, a, h) * set1(-0.5f))};
+  return mills;
+}
+INLINE vf mills_coarse(vf a) {
+  const float p[] = {0.50001263f, 0.27927168f, 0.062949262f};
+  const float q[] = {1.0f, 1.3572083f, 0.70494211f, 0.15762402f};
+  return polynomial(a, p) * reciprocal_coarse(polynomial(a, q));
 }
 
 template <class T>
 INLINE vf gelu(vf x) {
   if constexpr (by_gate<T>) return gated(x, GELU_SCALE, GELU_GATE);
-  Tail t = normal_tail<T>(x);
+  vf a = vmin(set1(18.0f), vabs(x)), h = a * a;
   if constexpr (!precise<T>) {
-    vf tail = t.mills * scale2(t.e.p, t.e.n);
+    Scaled e = exp2_coarse(h * set1(-0.5f * LOG2E));
+    vf tail = mills_coarse(a) * scale2(e.p, e.n);
     return x * (x < set1(0.0f) ? tail : set1(1.0f) - tail);
   }
-  vf large = enlarged(t.e), tail = t.mills * large, low = product_error(t.mills, large, tail);
-  vf lower = fma(x, tail, x * low) * set1(DOWN);
-  return x < set1(0.0f) ? lower : x * fnma(tail, set1(DOWN), set1(1.0f));
+  // Both sides carry what their last product but one lost. DOWN and its inverse: as for `enlarged`.
+  Grown e = exp_grown(h * set1(-0.5f), product_error(a, a, h) * set1(-0.5f));
+  vf mills = mills_precise(a), tail = fma(mills, e.t, mills), low = fma(mills, e.t, mills - tail), n = e.n + set1(64.0f);
+  tail = scale2(tail, n);
+  vf lower = fma(x, tail, x * scale2(low, n)) * set1(DOWN);
+  vf rest = fnma(tail, set1(DOWN), set1(1.0f)), lost = fnma(tail, set1(DOWN), set1(1.0f) - rest);
+  return x < set1(0.0f) ? lower : fma(x, rest, vmin(set1(3e38f), x) * lost);
 }
 
 // maximum(x, 0) that keeps NaN
@@ -162,10 +168,9 @@ INLINE vf relu(vf x) { return vmax(set1(0.0f), x); }
 
 template <class T>
 INLINE vf gelu_grad(vf x) {
-  Tail t = normal_tail<T>(x);
-  vf decay = scale2(t.e.p, t.e.n), tail = t.mills * decay;
-  vf cdf = x < set1(0.0f) ? tail : set1(1.0f) - tail;
-  return fma(x, decay * set1(0.3989422804f), cdf);
+  vf a = vmin(set1(18.0f), vabs(x)), decay = exp<T>(a * a * set1(-0.5f));
+  vf tail = (precise<T> ? mills_precise(a) : mills_coarse(a)) * decay;
+  return fma(x, decay * set1(0.3989422804f), x < set1(0.0f) ? tail : set1(1.0f) - tail);
 }
 
 // s = 1 / (1 + e^-z) and its slope s (1 - s)

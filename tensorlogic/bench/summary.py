@@ -10,6 +10,8 @@ from . import ceilings
 from .results import Results, Row
 from .sizes import short
 
+UNSTEADY = 2.0  # upper over lower quartile of a row that something else disturbed
+
 
 @dataclass
 class Standing:
@@ -148,7 +150,20 @@ def _named(rows: list[Row], clock: str) -> str:
 
 def _caveats(results: Results) -> list[str]:
     found = [] if results.complete else ["this run is not complete: it was interrupted"]
-    return [*found, f"note: {results.run['busy']}"] if results.run.get("busy") else found
+    if results.run.get("busy"):
+        found.append(f"note: {results.run['busy']}")
+    unsteady = [r for r in results.timed if _unsteady(r)]
+    if len(unsteady) > max(2, len(results.timed) // 10):
+        found.append(
+            f"note: the times of {len(unsteady)} of {len(results.timed)} rows vary more than twofold "
+            "within the row: something else was running; measure again on a quiet machine"
+        )
+    return found
+
+
+def _unsteady(row: Row) -> bool:
+    values = sorted(row.samples().values[row.subject])
+    return values[len(values) * 3 // 4] > UNSTEADY * values[len(values) // 4]
 
 
 def clocks(results: Results) -> tuple[str, ...]:

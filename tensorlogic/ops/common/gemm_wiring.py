@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,7 +23,6 @@ from .gemm import (
     gemm_refusal,
     gemm_workspace,
 )
-import itertools
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from math import prod
 
@@ -11,7 +12,6 @@ from ..common.activations import SMOOTH
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product
 from . import MATMUL
-import itertools
 
 
 def _batched(t: TensorSpec, batch: tuple[int, ...]) -> int | None:

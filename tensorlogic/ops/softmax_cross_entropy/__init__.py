@@ -125,7 +125,8 @@ def _consistent(key: Key, values: dict[str, Any]) -> None:
     """The log-sum-exp that forward would have kept."""
     logits = values["logits"]
     values["lse"] = torch.logsumexp(logits.reshape(-1, logits.shape[-1]).to(_wide(logits)), 1)
-    values["share"].fill_(0.5)
+    valid = (values["target"] != key.flag("ignore_index")).sum()
+    values["share"].fill_(1.0 / valid.item() if key.flag("reduction") == "mean" else 1.0)
 
 
 SOFTMAX_CROSS_ENTROPY = Op(

@@ -1,0 +1,92 @@
+"""How a native CPU kernel becomes a candidate, and what one may expect of it before anything was measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+
+from ... import native
+from ...numerics import DTYPES
+from ...op import Candidate, Launcher, Op
+from ...plans import Key
+from . import wiring
+
+CACHE_BYTES = 2 << 20  # beyond it, a pass over memory costs what memory gives
+FRESH_BYTES = 1 << 20  # from here on, glibc hands out untouched pages, and touching them costs more than the arithmetic
+
+
+def cpu_only(device: str) -> str | None:
+    """None where the native library serves, else why not."""
+    return native.available(device)
+
+
+def add(
+    op: Op,
+    id: str,
+    build: Callable[[Key], Launcher],
+    supports: Callable[[Key], str | None],
+    guess: Callable[[Key], float],
+    module: str,
+) -> None:
+    """Register a candidate that calls the native library; the library's own hash is part of its source."""
+    op.add(
+        Candidate(
+            id,
+            bind=lambda key, config, device: build(key),
+            supports=supports,
+            available=cpu_only,
+            sources=(sys.modules[module], LIBRARY),
+            guess=guess,
+            trusted=True,
+        )
+    )
+
+
+class Library:
+    """Stands for the built library among a candidate's sources: its representation is the builder's stamp."""
+
+    def __repr__(self) -> str:
+        stamp = native.library().with_name("stamp")
+        return stamp.read_text().strip() if stamp.is_file() else "no library"
+
+
+LIBRARY = Library()
+
+
+def contiguous(key: Key, *names: str) -> str | None:
+    """None when the named tensors are contiguous, non-empty, of one kernel dtype."""
+    for name in names:
+        t = key.spec(name)
+        if t is not None and (0 in t.shape or not wiring.is_contiguous(t)):
+            return f"{name} is empty or not contiguous"
+    return wiring.one_dtype(key, *names)
+
+
+def size_of(key: Key, name: str) -> int:
+    """Elements of a named tensor."""
+    t = key.spec(name)
+    return 0 if t is None else prod(t.shape)
+
+
+def bytes_of(key: Key, name: str) -> int:
+    """Bytes of a named tensor."""
+    t = key.spec(name)
+    return 0 if t is None else prod(t.shape) * DTYPES[t.dtype].itemsize
+
+
+@lru_cache
+def half_is_slow() -> bool:
+    """True where PyTorch multiplies float16 without hardware for it, through a scalar path."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return supported is None or not supported()
+
+
+def dtype_of(key: Key, name: str) -> str:
+    """Dtype name of a named tensor that is present."""
+    t: Any = key.spec(name)
+    return str(t.dtype)

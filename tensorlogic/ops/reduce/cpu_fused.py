@@ -1,0 +1,35 @@
+"""Reductions by the native CPU kernels: wide accumulation, the same result for a given number of threads."""
+
+from __future__ import annotations
+
+from ... import native
+from ...op import Launcher
+from ...plans import Key
+from ..common import native_wiring
+from . import FAMILY
+
+
+def supports(key: Key) -> str | None:
+    """None for neighbouring dimensions of a contiguous tensor."""
+    dims = key.flag("dim")
+    if not dims or dims != tuple(range(dims[0], dims[-1] + 1)):
+        return "the dimensions are not neighbours"
+    return native_wiring.contiguous(key, "x")
+
+
+def guess(key: Key) -> float:
+    """PyTorch reduces halves element by element; in float32 it is at the memory's speed already."""
+    if native_wiring.size_of(key, "x") <= 4096:
+        return 1.0
+    return 0.5 if native_wiring.dtype_of(key, "x") != "f32" else 1.0
+
+
+def build(key: Key) -> Launcher:
+    """The launcher of one output."""
+    run, dims, keepdim = native.op(key.op), key.flag("dim"), key.flag("keepdim")
+    begin, end = dims[0], dims[-1] + 1
+    return lambda x: (run(x, begin, end, keepdim),)
+
+
+for _op in FAMILY:
+    native_wiring.add(_op, "cpu.fused", build, supports, guess, __name__)

@@ -1,0 +1,43 @@
+"""softmax over the last dimension by the native CPU kernel."""
+
+from __future__ import annotations
+
+from ... import native
+from ...numerics import DTYPES
+from ...op import Launcher
+from ...plans import Key
+from ..common import native_wiring
+from . import SOFTMAX, SOFTMAX_BACKWARD
+
+
+def supports(key: Key) -> str | None:
+    """None for contiguous rows."""
+    first = key.tensors[0]
+    assert first is not None
+    if key.flag("dim") != len(first.shape) - 1:
+        return "not over the last dimension"
+    return native_wiring.contiguous(key, *key.names)
+
+
+def guess(key: Key) -> float:
+    """Halves are widened in registers, and large outputs come from the pool."""
+    name = key.names[0]
+    if native_wiring.size_of(key, name) <= 4096:
+        return 1.0
+    return 0.6 if native_wiring.dtype_of(key, name) != "f32" or native_wiring.bytes_of(key, name) >= native_wiring.FRESH_BYTES else 1.0
+
+
+def build(key: Key) -> Launcher:
+    """The forward launcher."""
+    run, dtype = native.op("softmax"), DTYPES[native_wiring.dtype_of(key, "x")]
+    return lambda x: (run(x, None, 1.0, False, dtype),)
+
+
+def build_backward(key: Key) -> Launcher:
+    """The backward launcher."""
+    run = native.op("softmax_backward")
+    return lambda dy, y: (run(dy, y, 1.0),)
+
+
+native_wiring.add(SOFTMAX, "cpu.fused", build, supports, guess, __name__)
+native_wiring.add(SOFTMAX_BACKWARD, "cpu.fused", build_backward, supports, guess, __name__)

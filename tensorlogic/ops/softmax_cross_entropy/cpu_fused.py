@@ -1,0 +1,56 @@
+"""softmax_cross_entropy by the native CPU kernel: one pass over each row, nothing of the logits' size allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import native
+from ...op import Launcher
+from ...plans import Key
+from ..common import native_wiring, wiring
+from . import SOFTMAX_CROSS_ENTROPY, SOFTMAX_CROSS_ENTROPY_BACKWARD
+
+
+def supports(key: Key) -> str | None:
+    """None for contiguous rows of logits with contiguous targets and gradients."""
+    for name in ("target", "dloss", "lse"):
+        t = key.spec(name) if name in key.names else None
+        if t is not None and not wiring.is_contiguous(t):
+            return f"{name} is not contiguous"
+    return native_wiring.contiguous(key, "logits")
+
+
+def guess(key: Key) -> float:
+    """Eager writes the log-probabilities of every class to memory and reads them again."""
+    return 0.4 if native_wiring.size_of(key, "logits") > 4096 else 1.0
+
+
+def build(key: Key) -> Launcher:
+    """The forward launcher: (loss,), or (loss, log-sum-exp, share of a row)."""
+    run, reduction = native.op("softmax_cross_entropy"), key.flag("reduction")
+    ignore, smoothing, number = key.flag("ignore_index"), key.flag("label_smoothing"), native.REDUCTIONS[reduction]
+    if not key.flag("save"):
+        return lambda logits, target: (run(logits, target, ignore, smoothing, number)[0],)
+
+    def launch(logits: Tensor, target: Tensor) -> Any:
+        loss, lse = run(logits, target, ignore, smoothing, number)
+        if reduction != "mean":
+            return loss, lse, torch.ones(1)
+        count = int((target != ignore).sum())
+        return loss, lse, torch.full((1,), 1.0 / count if count else float("nan"))
+
+    return launch
+
+
+def build_backward(key: Key) -> Launcher:
+    """The backward launcher; the kernel counts the rows that matter again."""
+    run, number = native.op("softmax_cross_entropy_backward"), native.REDUCTIONS[key.flag("reduction")]
+    ignore, smoothing = key.flag("ignore_index"), key.flag("label_smoothing")
+    return lambda dloss, logits, target, lse, share: (run(dloss, logits, target, lse, ignore, smoothing, number),)
+
+
+native_wiring.add(SOFTMAX_CROSS_ENTROPY, "cpu.fused", build, supports, guess, __name__)
+native_wiring.add(SOFTMAX_CROSS_ENTROPY_BACKWARD, "cpu.fused", build_backward, supports, guess, __name__)

@@ -1,0 +1,500 @@
+"""The benchmark: what it selects, that nothing wrong is timed, the result file, comparison, tables, lockfiles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorlogic
+from tensorlogic import plans, stores
+from tensorlogic.bench import (
+    calls,
+    cases,
+    ceilings,
+    compare,
+    lockfiles,
+    readme,
+    results,
+    rows,
+    session,
+    suites,
+    summary,
+    tables,
+)
+from tensorlogic.bench.problems import Problem
+from tensorlogic.bench.results import OURS, Ceilings, Results, Row
+from tensorlogic.op import OPS, Candidate
+
+CPU = torch.device("cpu")
+TINY = rows.Effort(5, 0.005)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short measurements, on one thread (other work on the machine then disturbs little)."""
+    monkeypatch.setattr(rows, "QUICK", TINY)
+    monkeypatch.setattr(ceilings, "FOOTPRINTS", {"cpu": (1 << 12, 1 << 16)})
+    monkeypatch.setattr(ceilings, "SIDES", {"cpu": (64,)})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(path: Path, **about: Any) -> Results:
+    return session.bench(quick=True, device="cpu", json=path, **about)
+
+
+def made(
+    ours: float, eager: float, *, size: int = 64, status: str = "ok", host: bool = False
+) -> Row:
+    """A row with given microseconds."""
+    times = {
+        OURS: [ours * f for f in (1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0)],
+        "separate": [eager] * 7,
+    }
+    return Row(f"fusion linear {size} f16", "fusion", "linear", "", size, "f16", status=status, baselines=["separate"], device_us=times if status == "ok" else {}, host_us=times if host else {}, flops=1e6, bytes=1e4, candidate="torch.eager")  # fmt: skip
+
+
+def held(
+    *given: Row, device: str = "A", kind: str = "cpu", torch_version: str = "2.13.0"
+) -> Results:
+    environment = {
+        "device": device,
+        "kind": kind,
+        "threads": 2,
+        "torch": torch_version,
+        "triton": None,
+        "driver": "x",
+        "libraries": [],
+    }
+    machine = {"id": "1", "environment": environment, "tensorlogic": "0.1.0"}
+    return Results(
+        machine,
+        {"before": {"time": "2026-01-02T03:04:05+00:00"}},
+        Ceilings([(8192, 1.0), (131072, 4.0)], {"f16": 100.0}, {"torch": 1.0}),
+        list(given),
+        complete=True,
+    )
+
+
+@pytest.mark.parametrize("recipe", cases.RECIPES.values(), ids=lambda r: r.op)
+def test_every_operation_is_right_and_timed(recipe: cases.Recipe) -> None:
+    row = rows.measured(cases.Case(recipe.category, recipe.op, 32, "f32", "cpu"), CPU, TINY)
+    assert (row.status, row.reason, row.excluded) == ("ok", "", {})
+    assert set(row.device_us) == {OURS, *recipe.eager}
+    assert row.error is not None
+    assert row.error < 1e-5
+    assert row.speed() is not None
+    assert row.flops > 0
+    assert row.bytes > 0
+    assert row.candidate in {e["candidate"] for e in row.evidence}
+
+
+def test_all_eleven_fused_operations_are_there() -> None:
+    assert [r.op for r in cases.FUSED] == [
+        "linear", "linear_residual_relu", "gelu_linear", "linear_batch_norm_relu", "dropout_linear", "layer_norm_linear",
+        "softmax_cross_entropy", "attention_scores", "add_relu", "mul_relu", "affine",
+    ]  # fmt: skip
+    assert all(next(iter(r.eager)) == "separate" and len(r.eager) >= 2 for r in cases.FUSED)
+
+
+def test_standard_sizes() -> None:
+    chosen = suites.cases(suites.Selection("cpu"))
+    sizes = {
+        c.category: sorted({d.size for d in chosen if d.category == c.category}) for c in chosen
+    }
+    assert sizes["matmul"] == [64, 128, 256, 512, 1024]
+    assert sizes["fusion"] == [128, 256, 512, 1024]
+    assert sizes["activation"] == sizes["transfer"] == [1 << 10, 10 << 10, 100 << 10, 1 << 20]
+    gpu = suites.cases(suites.Selection("cuda"))
+    assert max(c.size for c in gpu if c.category == "fusion") == 8192
+    assert max(c.size for c in gpu if c.category == "transfer") == 128 << 20
+    assert {c.detail for c in gpu if c.category == "transfer"} == set(cases.TRANSFERS["cuda"])
+    assert len({c.id for c in gpu}) == len(gpu)
+
+
+def test_selection() -> None:
+    chosen = suites.cases(
+        suites.Selection("cpu", ops=("linear", "activation"), sizes=(96,), dtypes=("bf16",))
+    )
+    assert [c.id for c in chosen] == [
+        "activation relu 96 bf16",
+        "activation gelu 96 bf16",
+        "fusion linear 96 bf16",
+    ]
+    with pytest.raises(Problem, match="op is 'linaer'"):
+        suites.Selection("cpu", ops=("linaer",))
+    with pytest.raises(Problem, match="dtype is 'int8'"):
+        suites.Selection("cpu", dtypes=("int8",))
+    with pytest.raises(Problem, match="nothing to measure"):
+        suites.cases(suites.Selection("cpu", ops=("linear",), sizes=(1 << 30,)))
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(x)
+        y[-1] += 1
+        return y
+
+    wrong = replace(
+        cases.RECIPES["relu"],
+        ours=lambda x: off(x) if x.dtype == torch.float16 else tensorlogic.relu(x),
+    )
+    monkeypatch.setitem(cases.RECIPES, "relu", wrong)
+    monkeypatch.setattr(rows, "meet", lambda fn, args: real(tensorlogic.relu, args))
+    row = rows.measured(cases.Case("activation", "relu", 64, "f16", "cpu"), CPU, TINY)
+    assert row.status == "refused"
+    assert row.reason.startswith("wrong: output 0 has")
+    assert row.device_us == {}
+
+
+real = rows.meet
+
+
+def test_a_wrong_baseline_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = cases.RECIPES["add_relu"]
+    monkeypatch.setitem(
+        cases.RECIPES, "add_relu", replace(recipe, eager={**recipe.eager, "wrong": torch.add})
+    )
+    row = rows.measured(cases.Case("fusion", "add_relu", 32, "f32", "cpu"), CPU, TINY)
+    assert row.status == "ok"
+    assert "wrong" in row.excluded
+    assert "wrong" not in row.device_us
+
+
+def test_dropout_is_checked_by_what_it_keeps() -> None:
+    x = torch.randn(200, 200)
+    kept = torch.nn.functional.dropout(x, 0.25)
+    assert cases.dropout_error(kept, x, 0.25)[1] is None
+    assert "neither 0 nor" in str(cases.dropout_error(kept * 1.01, x, 0.25)[1])
+    assert "are kept" in str(
+        cases.dropout_error(torch.nn.functional.dropout(x, 0.5) * 0.5 / 0.75, x, 0.25)[1]
+    )
+
+
+def test_failures_leave_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate too much")
+
+    monkeypatch.setitem(cases.RECIPES, "add", replace(cases.RECIPES["add"], inputs=fail))
+    row = rows.measured(cases.Case("elementwise", "add", 64, "f16", "cpu"), CPU, TINY)
+    assert (row.status, row.reason) == ("failed", "out of memory: tried to allocate too much")
+
+
+def test_run_writes_and_loads(tmp_path: Path) -> None:
+    ticks: list[str] = []
+    made = run(
+        tmp_path / "deep" / "r.json",
+        ops=["add_relu", "transfer"],
+        sizes=[64],
+        dtypes=["f16"],
+        tick=lambda d, n, t: ticks.append(t),
+    )
+    again = results.load(tmp_path / "deep" / "r.json")
+    assert again.to_json() == json.loads(json.dumps(made.to_json()))
+    assert again.complete
+    assert [r.id for r in again.rows] == [
+        "transfer transfer copy 64 f16",
+        "transfer transfer clone 64 f16",
+        "fusion add_relu 64 f16",
+    ]
+    assert "fusion add_relu 64 f16" in ticks
+    assert len(again.rows[2].device_us[OURS]) == TINY.rounds
+    machine = again.machine
+    assert machine["environment"]["torch"] == torch.__version__
+    assert {"python", "system", "processor", "cores", "memory_gib", "torch_build"} <= machine.keys()
+    assert again.run["before"]["time"] <= again.run["after"]["time"]
+    assert again.ceilings.gflops["f16"] > 0
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_interrupt_keeps_rows_and_resume_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.json"
+    measured: list[str] = []
+
+    def until(stop: int) -> Callable[..., Row]:
+        def measure(case: cases.Case, device: torch.device, effort: rows.Effort) -> Row:
+            if len(measured) == stop:
+                raise KeyboardInterrupt
+            measured.append(case.id)
+            return original(case, device, effort)
+
+        return measure
+
+    original = rows.measured
+    monkeypatch.setattr(rows, "measured", until(1))
+    first = run(path, ops=["add", "mul"], sizes=[64], dtypes=["f32"])
+    assert not first.complete
+    assert [r.op for r in results.load(path).rows] == ["add"]
+    assert "not complete" in summary.lines(results.load(path))[-1]
+    monkeypatch.setattr(rows, "measured", until(9))
+    second = run(path, ops=["add", "mul"], sizes=[64], dtypes=["f32"], resume=True)
+    assert second.complete
+    assert [r.op for r in second.rows] == ["add", "mul"]
+    assert measured == ["elementwise add 64 f32", "elementwise mul 64 f32"]
+
+
+def test_unusable_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    with pytest.raises(Problem, match=r"r\.json does not exist"):
+        results.load(path)
+    held(made(1, 2)).write(path)
+    text = path.read_text()
+    for damaged, reason in (
+        (text[: len(text) // 2], "truncated or not JSON"),
+        ("[]", "not a result file"),
+        ('{"format": "tensorlogic plans"}', "not a result file"),
+        (text.replace('"schema": 1', '"schema": 9'), "schema 9"),
+        (text.replace('"rows"', '"rovs"'), "damaged"),
+        (text.replace('"device_us": {', '"device_us": 3, "x": {'), "damaged"),
+    ):
+        path.write_text(damaged)
+        with pytest.raises(Problem, match=reason):
+            results.load(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(Problem, match="not JSON"):
+        results.load(path)
+    with pytest.raises(Problem, match="cannot be written"):
+        held().write(path / "inside" / "a-file.json")
+
+
+def test_compare_tells_better_worse_and_unchanged() -> None:
+    before = held(
+        made(10, 20, size=1),
+        made(10, 20, size=2),
+        made(10, 20, size=3),
+        made(10, 20, size=4),
+        made(10, 20, size=5),
+    )
+    after = held(
+        made(13, 20, size=1),
+        made(8, 20, size=2),
+        made(10.1, 20, size=3),
+        made(0, 0, size=4, status="refused"),
+        made(10, 20, size=6),
+    )
+    found = compare.compare(before, after)
+    assert {c.label[1]: c.verdict for c in found.changes} == {
+        "1": "worse",
+        "2": "better",
+        "3": "unchanged",
+        "4": "broken",
+        "5": "gone",
+        "6": "new",
+    }
+    assert [c.label[1] for c in found.regressions] == ["1", "4"]
+    assert not compare.compare(before, before).regressions
+    assert not compare.compare(held(made(10, 20)), held(made(13, 20)), margin=0.4).regressions
+    assert "1 worse" in str(found)
+
+
+def test_compare_cancels_drift_unless_told_not_to() -> None:
+    before, after = held(made(10, 20)), held(made(15, 30))
+    assert compare.compare(before, after).changes[0].verdict == "unchanged"
+    assert compare.compare(before, after, absolute=True).changes[0].verdict == "worse"
+
+
+def test_compare_looks_at_host_times_of_gpus() -> None:
+    before, after = (
+        held(made(10, 20, host=True), kind="cuda"),
+        held(made(10, 20, host=True), kind="cuda"),
+    )
+    after.rows[0].host_us = made(14, 20).device_us
+    assert [(c.label[3], c.verdict) for c in compare.compare(before, after).changes] == [
+        ("device", "unchanged"),
+        ("host", "worse"),
+    ]
+
+
+def test_compare_refuses_mixed_machines() -> None:
+    before, after = held(made(10, 20)), held(made(10, 20), device="B")
+    with pytest.raises(Problem, match="device: A before, B after"):
+        compare.compare(before, after)
+    assert "device: A before, B after" in compare.compare(before, after, mixed=True).differences
+    assert compare.compare(before, held(made(10, 20), torch_version="2.14.0")).differences == [
+        "torch: 2.13.0 before, 2.14.0 after"
+    ]
+    with pytest.raises(Problem, match="no row in common"):
+        compare.compare(before, held(made(10, 20, size=7)))
+    with pytest.raises(Problem, match="margin is -1"):
+        compare.compare(before, before, margin=-1)
+
+
+def test_share_of_the_limit() -> None:
+    limits = Ceilings([(1000, 1.0), (100_000, 10.0)], {"f16": 1.0})
+    assert ceilings.copy_us(limits, 10) == 1.0
+    assert ceilings.copy_us(limits, 10_000) == pytest.approx(10**0.5)
+    assert ceilings.copy_us(limits, 1_000_000) == pytest.approx(100.0)
+    row = made(20, 20)
+    row.flops, row.bytes = 1e4, 1000.0
+    assert ceilings.share(limits, [row], row) == pytest.approx(
+        10 / 20
+    )  # 1e4 operations at 1 GFLOPS take 10 us
+
+
+def test_summary_and_tables_show_losses() -> None:
+    found = held(
+        made(10, 20, size=128), made(30, 20, size=256), made(0, 0, size=512, status="failed")
+    )
+    found.rows[2].reason = "out of memory"
+    text = "\n".join(summary.lines(found))
+    assert "wins 1, even 0, loses 1 of 2" in text
+    assert "loses: linear f16 (256 0.67x)" in text
+    assert "not timed: fusion linear 512 f16: out of memory" in text
+    lines = tables.markdown(tables.columns(found), found.timed).splitlines()
+    assert "**0.67" in lines[3]
+    assert "**" not in lines[2]
+    assert tables.plain(tables.columns(found), found.timed).splitlines()[0].startswith("operation")
+
+
+def test_unsteady_runs_are_said() -> None:
+    rows_ = [made(10, 20, size=n) for n in range(1, 6)]
+    for row in rows_:
+        row.device_us[OURS] = [1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0]
+    assert "5 of 5 rows vary" in summary.lines(held(*rows_))[-1]
+
+
+def test_readme_tables_follow_their_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held(made(10, 20, size=128), made(30, 20, size=256)).write(tmp_path / "r.json")
+    page = tmp_path / "README.md"
+    page.write_text(
+        "# A\n<!-- bench r.json category=fusion size=256 -->\nold\n<!-- end bench -->\nrest\n"
+    )
+    assert readme.main(["--check", str(page)]) == 1
+    assert "make tables" in capsys.readouterr().err
+    assert readme.main([str(page)]) == 0
+    assert readme.main(["--check", str(page)]) == 0
+    text = page.read_text()
+    assert "| linear | 256 |" in text
+    assert "| linear | 128 |" not in text
+    assert text.endswith("rest\n")
+    page.write_text("<!-- bench r.json colour=red -->\n<!-- end bench -->\n")
+    with pytest.raises(Problem, match="colour=red"):
+        readme.main([str(page)])
+
+
+def test_calls_from_shapes() -> None:
+    fn, args, kwargs = calls.call(
+        "linear", "f32", CPU, shapes=["2x3", "4x3", "-", "2x4"], flags={"activation": "relu"}
+    )
+    assert fn(*args, **kwargs).shape == (2, 4)
+    assert "bias" not in kwargs
+    fn, args, kwargs = calls.call("attention_scores", "f32", CPU, shapes=["2x5x8", "2x7x8"])
+    assert fn(*args, **kwargs).shape == (2, 5, 7)
+    fn, args, kwargs = calls.call("softmax_cross_entropy", "f32", CPU, shapes=["4x9", "4"])
+    assert fn(*args, **kwargs).shape == ()
+    for name in calls.public():
+        fn, args, kwargs = calls.call(name, "f32", CPU, size=16)
+        assert torch.isfinite(fn(*args, **kwargs)).all(), name
+    for about, reason in (
+        ({"op": "linaer"}, "op is 'linaer'"),
+        ({"op": "linear", "shapes": ["2xx"]}, "shape is '2xx'"),
+        ({"op": "linear", "shapes": ["-", "2x2"]}, "requires x"),
+        ({"op": "linear", "shapes": ["2x2"]}, "requires weight"),
+        ({"op": "relu", "shapes": ["2", "2"]}, "2 shapes were given"),
+        ({"op": "silu", "flags": {"colour": "red"}}, "no argument 'colour'"),
+    ):
+        with pytest.raises(Problem, match=reason):
+            calls.call(about.pop("op"), "f32", CPU, **about)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def planted() -> Iterator[Callable[..., None]]:
+    """Candidates of add_relu that go again after the test."""
+    op = OPS["add_relu"]
+
+    def plant(id: str, fn: Callable[..., Any]) -> None:
+        op.add(Candidate(id, bind=lambda key, config, device: fn))
+
+    before = dict(op.candidates)
+    yield plant
+    op.candidates.clear()
+    op.candidates.update(before)
+
+
+def lockfile(path: Path, candidate: str) -> Path:
+    """One plan of add_relu at 64 by 64, with that candidate."""
+    a = torch.randn(64, 64)
+    with torch.no_grad():
+        tensorlogic.tune(tensorlogic.add_relu, a, a + 1)
+    store = stores.current(CPU)
+    plan = next(iter(store.plans()))
+    evidence = [
+        plans.Evidence(
+            candidate, {}, "measured", 1.0, 1.0, source=OPS["add_relu"].candidates[candidate].source
+        )
+    ]
+    locked = replace(
+        plan,
+        eager=candidate,
+        eager_config={},
+        captured=candidate,
+        captured_config={},
+        evidence=evidence,
+    )
+    plans.export_lockfile(path, [locked], [store.environment])
+    return path
+
+
+def test_verify_finds_what_no_longer_holds(tmp_path: Path, planted: Callable[..., None]) -> None:
+    def slow(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.relu(a + b).sort().values.add(0).copy_(torch.relu(a + b)),)
+
+    broken = [False]
+
+    def breaks(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.relu(a + b) + broken[0],)
+
+    planted("test.slow", slow)
+    planted("test.breaks", breaks)
+    assert [
+        f.state for f in lockfiles.verify(lockfile(tmp_path / "a.json", "torch.eager"), 0.5)
+    ] == ["good"]
+    found = lockfiles.verify(lockfile(tmp_path / "b.json", "test.slow"), 0.5)
+    assert [(f.state, f.bad) for f in found] == [("slow", True)]
+    path = lockfile(tmp_path / "c.json", "test.breaks")
+    broken[0] = True
+    found = lockfiles.verify(path, 0.5)
+    assert found[0].state == "wrong"
+    assert "relative error" in found[0].detail
+    del OPS["add_relu"].candidates["test.breaks"]
+    assert lockfiles.verify(path, 0.5)[0].state == "missing"
+
+
+def test_import_refuses_another_machine(tmp_path: Path) -> None:
+    path = lockfile(tmp_path / "a.json", "torch.eager")
+    store = stores.current(CPU)
+    store.forget()
+    assert lockfiles.adopt(path, store, CPU, anywhere=False) == (1, None)
+    assert len(list(store.plans())) == 1
+    lock = plans.load_lockfile(path)
+    elsewhere = replace(lock.environments["cpu"], device="another processor")
+    plans.export_lockfile(path, lock.plans(), [elsewhere])
+    store.forget()
+    count, reason = lockfiles.adopt(path, store, CPU, anywhere=False)
+    assert (count, "measured elsewhere (another processor" in str(reason)) == (0, True)
+    assert lockfiles.adopt(path, store, CPU, anywhere=True) == (1, None)
+
+
+def test_devices_are_named() -> None:
+    assert session.pick_device("cpu") == CPU
+    for name, reason in (("tpu", "cpu, cuda, cuda:N or mps is required"), ("meta", "is required")):
+        with pytest.raises(Problem, match=reason):
+            session.pick_device(name)
+
+
+def test_results_are_plain_json(tmp_path: Path) -> None:
+    held(made(1, 2)).write(tmp_path / "r.json")
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert list(document) == ["format", "schema", "complete", "machine", "run", "ceilings", "rows"]

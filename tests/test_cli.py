@@ -1,0 +1,207 @@
+"""The command line as a person meets it: commands, exit codes, help, doctor."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tensorlogic
+from tensorlogic import cli, doctor
+from tensorlogic.bench import rows
+from tensorlogic.bench.ceilings import Ceilings
+
+PACKAGE = Path(tensorlogic.__file__).parent
+ALONE = """
+import sys, types
+package = types.ModuleType("tensorlogic")
+package.__path__ = [{path!r}]
+sys.modules["tensorlogic"] = package
+from tensorlogic.cli import main
+code = main({tokens!r})
+assert "torch" not in sys.modules, "help imports PyTorch"
+sys.exit(code)
+"""
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "QUICK", rows.Effort(5, 0.005))
+    monkeypatch.setattr(
+        "tensorlogic.bench.ceilings.find",
+        lambda *_: Ceilings([(8192, 1.0)], {"f32": 1.0}, {"torch": 1.0}),
+    )
+
+
+@pytest.mark.parametrize("tokens", [["--help"], ["bench", "--help"], ["plans", "verify", "--help"]])
+def test_help_does_not_import_torch(tokens: list[str]) -> None:
+    code = ALONE.format(path=str(PACKAGE), tokens=tokens)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: tensorlogic" in done.stdout
+
+
+def test_bench_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.json"
+    tokens = [
+        "bench",
+        "--quick",
+        "--op",
+        "add,mul",
+        "--size",
+        "64",
+        "--dtype",
+        "f32",
+        "--device",
+        "cpu",
+        "--json",
+        str(path),
+    ]
+    assert cli.main(tokens) == 0
+    out = capsys.readouterr().out
+    assert "x eager" in out
+    assert f"result file: {path}" in out.replace("\n", "") or str(path) in out
+    assert cli.main(["compare", str(path), str(path)]) == 0
+    assert "2 unchanged" in capsys.readouterr().out
+    slower = tmp_path / "b.json"
+    slower.write_text(path.read_text())
+    _slow_down(slower)
+    assert cli.main(["compare", str(path), str(slower)]) == 1
+    assert "2 worse" in capsys.readouterr().out
+    assert cli.main(["compare", str(path), str(slower), "--margin", "99"]) == 0
+
+
+def _slow_down(path: Path) -> None:
+    from tensorlogic.bench import results
+
+    found = results.load(path)
+    for row in found.rows:
+        row.device_us[results.OURS] = [20 * v for v in row.device_us[results.OURS]]
+    found.write(path)
+
+
+def test_interrupted_bench_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rows, "measured", stop)
+    path = tmp_path / "a.json"
+    assert (
+        cli.main(
+            [
+                "bench",
+                "--quick",
+                "--op",
+                "add",
+                "--size",
+                "64",
+                "--device",
+                "cpu",
+                "--json",
+                str(path),
+            ]
+        )
+        == 130
+    )
+    assert "not complete" in capsys.readouterr().out
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        (["bench", "--op", "linaer"], "op is 'linaer'"),
+        (["bench", "--size", "many"], "size is 'many'"),
+        (["bench", "--device", "tpu"], "device is 'tpu'"),
+        (["compare", "missing.json", "missing.json"], "does not exist"),
+        (["explain", "linear", "--shape", "3x4", "--shape", "5x6"], "its last dimension must be 6"),
+        (["explain", "linear", "--flag", "activation"], "name=value is required"),
+        (["plans", "verify", "missing.json"], "missing.json does not exist"),
+        (["plans", "export", "lock.json", "--device", "cpu"], "no plans to export"),
+    ],
+)
+def test_requests_that_cannot_be_served(
+    tokens: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(tokens) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_unknown_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bogus"]) == 2
+    assert cli.main(["bench", "--bogus"]) == 2
+    assert cli.main(["--version"]) == 0
+    assert tensorlogic.__version__ in capsys.readouterr().out
+
+
+def test_explain_measures_and_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["explain", "add_relu", "--size", "32", "--dtype", "f32", "--device", "cpu"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "add_relu inference a=f32[32,32] b=f32[32,32]" in out
+    assert "(from: plan)" in out
+    assert (
+        cli.main(
+            [
+                "explain",
+                "add_relu",
+                "--size",
+                "48",
+                "--dtype",
+                "f32",
+                "--device",
+                "cpu",
+                "--no-measure",
+            ]
+        )
+        == 0
+    )
+    assert "(from: plan)" not in capsys.readouterr().out
+
+
+def test_tune_then_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["tune", "--op", "add", "--size", "64", "--dtype", "f32", "--device", "cpu"]) == 0
+    )
+    assert "1 keys measured" in capsys.readouterr().out
+    assert cli.main(["plans", "list", "--device", "cpu"]) == 0
+    assert "add inference a=f32[64]" in capsys.readouterr().out
+    lock = tmp_path / "lock.json"
+    assert cli.main(["plans", "export", str(lock), "--device", "cpu"]) == 0
+    assert cli.main(["plans", "verify", str(lock), "--margin", "5"]) == 0
+    assert cli.main(["plans", "import", str(lock), "--device", "cpu"]) == 0
+    capsys.readouterr()
+    lock.write_text(lock.read_text().replace("torch.eager", "torch.eeger"))
+    assert cli.main(["plans", "verify", str(lock)]) == 2
+    assert "checksum" in capsys.readouterr().err
+
+
+def test_doctor_names_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["doctor"])
+    out = capsys.readouterr().out
+    assert "PyTorch" in out
+    assert "plan store" in out
+    assert code == int("broken" in out)
+
+
+def test_doctor_names_a_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "importlib.metadata.packages_distributions",
+        lambda: {"tensorlogic": ["tensorlogic", "tensorlogic-engine"]},
+    )
+    found = [f for f in doctor.examine() if f.about == "another tensorlogic"]
+    assert [f.state for f in found] == ["broken"]
+    assert "pip uninstall tensorlogic" in found[0].cost
+
+
+def test_doctor_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else version(name))
+    found = {f.about: f for f in doctor.examine()}
+    assert found["PyTorch"].state == "broken"
+    assert "pip install torch" in found["PyTorch"].cost

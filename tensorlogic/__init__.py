@@ -19,10 +19,12 @@ from .ops.softmax import softmax
 from .ops.softmax_cross_entropy import softmax_cross_entropy
 from .policies import policy
 from .registry import activate as _activate
+from .registry import warn_of_namesakes as _warn
 from .tuning import tune
 
 _activate()
-del _ops, _activate
+_warn()
+del _activate, _ops, _warn
 
 __version__ = "0.1.0"
 __all__ = [

@@ -87,7 +87,7 @@ def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
 class Bound:
     """One key of one policy, bound to the launcher that was chosen for it."""
 
-    __slots__ = ("cacheable", "choice", "flags", "key", "launch", "op", "policy", "run")
+    __slots__ = ("cacheable", "choice", "device", "flags", "key", "launch", "op", "policy", "run")
 
     def __init__(
         self,
@@ -97,41 +97,66 @@ class Bound:
         recording: bool,
         compiled: bool = False,
     ) -> None:
-        self.op, self.policy = op, chosen
+        self.op, self.policy, self.device = op, chosen, _device(args)
         saving = recording or (op.gradient is not None and bool(args[-1]))
         self.key: Key = op.key(
             args, "forward" if saving else "backward" if op.internal else "inference"
         )
         self.flags: SimpleNamespace = op.namespace(self.key)
-        self.choice = selector.choose(op, self.key, args, chosen, compiled=compiled)
+        self.choice = selector.choose(
+            op, self.key, args, chosen, compiled=compiled, whole=not recording
+        )
         self.launch: Launcher = self.choice.launch
         self.cacheable = self.choice.cacheable
-        if op.internal:
-            self.run: Run = self.launch
-        elif not recording:
-            self.run = _first(self.launch)
-        elif self.choice.candidate.id == EAGER:
-            self.run = _first(
-                op.plain(self.key, _device(args))
-            )  # PyTorch's own autograd records it
-        else:
-            self.run = lambda *dynamic: _Recorded.apply(self, *dynamic)
+        self.run: Run = self._runner(self.choice, recording)
+        if self.choice.captured is not None:
+            self.run = _two_ways(self.run, self._runner(self.choice.captured, recording))
+
+    def _runner(self, choice: selector.Choice, recording: bool) -> Run:
+        """From dynamic arguments to what the caller gets; None where the launcher declines."""
+        launch = choice.launch
+        if choice.candidate.id != EAGER and recording:
+            return lambda *dynamic: _Recorded.apply(self, launch, *dynamic)
+
+        def run(*dynamic: Any) -> Any:
+            try:
+                outs = launch(*dynamic)
+            except torch.OutOfMemoryError as problem:
+                outs = self.rescue(choice, dynamic, problem)
+            return outs if outs is None or whole else outs[0]
+
+        whole = self.op.internal
+        return run
+
+    def rescue(
+        self, choice: selector.Choice, dynamic: tuple[Any, ...], problem: torch.OutOfMemoryError
+    ) -> Outputs | None:
+        """A candidate ran out of memory: eager takes this call; eager's own failure is the caller's."""
+        if choice.candidate.id == EAGER:
+            raise problem
+        selector.say_once(
+            self.op,
+            choice.candidate.id,
+            f"tensorlogic: {choice.candidate.id} ran out of memory on {self.key.text}; torch.eager serves it",
+        )
+        return self.op.candidates[EAGER].bind(self.key, {}, self.device)(*dynamic)
 
 
-def _first(launch: Launcher) -> Run:
-    def run(*dynamic: Any) -> Tensor | None:
-        outs = launch(*dynamic)
-        return None if outs is None else outs[0]
-
-    return run
+def _two_ways(eager: Run, captured: Run) -> Run:
+    """Eager calls take one road, calls under graph capture the other."""
+    capturing = torch.cuda.is_current_stream_capturing
+    return lambda *dynamic: captured(*dynamic) if capturing() else eager(*dynamic)
 
 
 class _Recorded(torch.autograd.Function):
     """An op whose gradients are recorded: forward by the chosen candidate, backward by the op's own backward ops."""
 
     @staticmethod
-    def forward(ctx: Any, bound: Bound, *dynamic: Any) -> Any:
-        outs = bound.launch(*dynamic)
+    def forward(ctx: Any, bound: Bound, launch: Launcher, *dynamic: Any) -> Any:
+        try:
+            outs = launch(*dynamic)
+        except torch.OutOfMemoryError as problem:
+            outs = bound.rescue(bound.choice, dynamic, problem)
         if outs is None:  # less aligned than the launcher was built for
             outs = outputs(bound.op, bound.op.full(bound.key, dynamic))
         assert bound.op.gradient is not None
@@ -150,30 +175,18 @@ class _Recorded(torch.autograd.Function):
                 f"{bound.op.name}: double backward is not available through candidate {bound.choice.candidate.id}; "
                 f"compute it under tensorlogic.policy(force='torch.eager')"
             )
+        given = (
+            bound.op,
+            bound.flags,
+            ctx.needs_input_grad[2:],
+            ctx.saved_tensors,
+            ctx.scalars,
+            dy,
+        )
         if bound.policy is policies.ROOT:
-            return (
-                None,
-                *gradients(
-                    bound.op,
-                    bound.flags,
-                    ctx.needs_input_grad[1:],
-                    ctx.saved_tensors,
-                    ctx.scalars,
-                    dy,
-                ),
-            )
-        with policies.use(bound.policy):
-            return (
-                None,
-                *gradients(
-                    bound.op,
-                    bound.flags,
-                    ctx.needs_input_grad[1:],
-                    ctx.saved_tensors,
-                    ctx.scalars,
-                    dy,
-                ),
-            )
+            return (None, None, *gradients(*given))
+        with policies.use(bound.policy):  # backward threads do not inherit the caller's context
+            return (None, None, *gradients(*given))
 
 
 def gradients(

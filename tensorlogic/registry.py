@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -19,7 +20,12 @@ GROUP = "tensorlogic.candidates"
 _LOCK = threading.RLock()
 _READY: set[str] = set()
 NATIVE = (  # modules that register native CPU candidates
+    "tensorlogic.ops.attention_scores.cpu_fused",
+    "tensorlogic.ops.dropout_linear.cpu_fused",
+    "tensorlogic.ops.gelu_linear.cpu_fused",
+    "tensorlogic.ops.layer_norm_linear.cpu_fused",
     "tensorlogic.ops.linear.cpu_fused",
+    "tensorlogic.ops.matmul.cpu_fused",
     "tensorlogic.ops.pointwise.cpu_fused",
     "tensorlogic.ops.reduce.cpu_fused",
     "tensorlogic.ops.softmax.cpu_fused",
@@ -45,6 +51,20 @@ def activate() -> None:
     """Register every op with PyTorch."""
     for op in OPS.values():
         library.register(op)
+
+
+def warn_of_namesakes() -> None:
+    """Say it when the other distribution that installs a module `tensorlogic` is there too: files of both may be mixed."""
+    try:
+        other = importlib.metadata.distribution("tensorlogic")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    warnings.warn(
+        f"the distribution 'tensorlogic' {other.version} also installs a module named tensorlogic, "
+        f"and so may have overwritten files of 'tensorlogic-engine': "
+        f"pip uninstall tensorlogic tensorlogic-engine, then pip install tensorlogic-engine",
+        stacklevel=3,
+    )
 
 
 def interpreting() -> bool:

@@ -29,6 +29,7 @@ class Choice:
     launch: Launcher
     source: str
     cacheable: bool = True
+    captured: Choice | None = None  # what calls under graph capture take instead
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,10 @@ def _guessed(op: Op, key: Key) -> Decision:
     expected = [
         (c.guess(key), c)
         for c in op.candidates.values()
-        if c.trusted and c.id != EAGER and c.available(key.device) is None and c.supports(key) is None
+        if c.trusted
+        and c.id != EAGER
+        and c.available(key.device) is None
+        and c.supports(key) is None
     ]
     if not expected:
         return PLAIN
@@ -84,9 +88,18 @@ def _guessed(op: Op, key: Key) -> Decision:
 
 
 def choose(
-    op: Op, key: Key, args: Sequence[Any], policy: Policy, *, compiled: bool = False
+    op: Op,
+    key: Key,
+    args: Sequence[Any],
+    policy: Policy,
+    *,
+    compiled: bool = False,
+    whole: bool = True,
 ) -> Choice:
-    """Decide, bind, and under `tune="full"` or an observer measure; failures fall back to eager and are said once."""
+    """Decide, bind, and under `tune="full"` or an observer measure; failures fall back to eager and are said once.
+
+    Without `whole`, torch.eager is bound as users write it: what backward needs is left to PyTorch's autograd.
+    """
     device = next(a.device for a in args if isinstance(a, Tensor))
     registry.ready(device.type)
     capturing = capture_watch.capturing(device)
@@ -101,14 +114,12 @@ def choose(
         stores.measured(op, key, device)
     decision = decide(op, key, device, policy)
     if compiled or capturing:
-        choice = _bind(op, key, device, decision.captured, decision.source)
+        choice = _bind(op, key, device, decision.captured, decision.source, whole)
         choice.cacheable = False
         return choice
-    choice = _bind(op, key, device, decision.eager, decision.source)
+    choice = _bind(op, key, device, decision.eager, decision.source, whole)
     if device.type == "cuda" and decision.captured != decision.eager:
-        choice.launch = _two_ways(
-            choice.launch, _bind(op, key, device, decision.captured, decision.source).launch
-        )
+        choice.captured = _bind(op, key, device, decision.captured, decision.source, whole)
     if (
         policy.tune == "auto"
         and decision.source not in ("plan", "forced")
@@ -125,7 +136,7 @@ def _forced(op: Op, key: Key, id: str) -> Decision:
         return Decision((EAGER, {}), (EAGER, {}), f"forced: {op.name} has no {id}")
     reason = candidate.available(key.device) or candidate.supports(key)
     if reason is not None:
-        _say_once(
+        say_once(
             op,
             id,
             f"tensorlogic: {id} was forced, but cannot run {key.text}: {reason}; torch.eager serves it",
@@ -155,7 +166,14 @@ def _serves(op: Op, key: Key, near: Plan) -> bool:
     return True
 
 
-def _bind(op: Op, key: Key, device: torch.device, pick: tuple[str, Config], source: str) -> Choice:
+def _bind(
+    op: Op,
+    key: Key,
+    device: torch.device,
+    pick: tuple[str, Config],
+    source: str,
+    whole: bool = True,
+) -> Choice:
     id, config = pick
     candidate = op.candidates[id]
     if id != EAGER:
@@ -167,13 +185,14 @@ def _bind(op: Op, key: Key, device: torch.device, pick: tuple[str, Config], sour
         except (torch.OutOfMemoryError, *study.BIND_ERRORS) as problem:
             if isinstance(problem, Refused):
                 raise
-            _say_once(
+            say_once(
                 op,
                 id,
                 f"tensorlogic: {id} failed on {key.text} ({type(problem).__name__}: {problem}); torch.eager serves it",
             )
     eager = op.candidates[EAGER]
-    return Choice(eager, {}, eager.bind(key, {}, device), source)
+    launch = eager.bind(key, {}, device) if whole else op.plain(key, device)
+    return Choice(eager, {}, launch, source)
 
 
 class Refused(RuntimeError):
@@ -192,17 +211,7 @@ def _must_be_right(
         )
 
 
-def _two_ways(eager: Launcher, captured: Launcher) -> Launcher:
-    """Eager calls take one launcher, calls under graph capture the other."""
-    capturing = torch.cuda.is_current_stream_capturing
-
-    def launch(*dynamic: Any) -> Any:
-        return captured(*dynamic) if capturing() else eager(*dynamic)
-
-    return launch
-
-
-def _say_once(op: Op, id: str, text: str) -> None:
+def say_once(op: Op, id: str, text: str) -> None:
     if (op.name, id) not in _SAID:
         _SAID.add((op.name, id))
         LOG.warning(text)

@@ -198,7 +198,7 @@ def test_run_writes_and_loads(tmp_path: Path) -> None:
         tick=lambda d, n, t: ticks.append(t),
     )
     again = results.load(tmp_path / "deep" / "r.json")
-    assert again.to_json() == json.loads(json.dumps(made.to_json()))
+    assert json.dumps(again.to_json()) == json.dumps(made.to_json())
     assert again.complete
     assert [r.id for r in again.rows] == [
         "transfer transfer copy 64 f16",

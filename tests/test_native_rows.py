@@ -137,7 +137,7 @@ def test_long_sum_of_half_precision_neither_overflows_nor_drifts(ops: Any) -> No
     x = torch.full((1 << 20,), 60_000.0, dtype=torch.float16)
     assert ops.mean(x, 0, 1).item() == 60_000.0
     ones = torch.full((3_000_001,), 0.1)
-    assert ops.sum(ones, 0, 1).item() == pytest.approx(ones.double().sum().item(), rel=1e-7)
+    assert ops.sum(ones, 0, 1).item() == pytest.approx(ones.double().sum().item(), rel=1e-6)
 
 
 def test_reduction_does_not_depend_on_threads(ops: Any) -> None:  # noqa: F811

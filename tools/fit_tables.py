@@ -67,10 +67,14 @@ def mills() -> tuple[float, Values, Values]:
     return worst, points, table
 
 
-def gates(gate: Function) -> tuple[float, float, Values]:
-    """(scale, worst error in float16 ulps of a * gate, table): the share of x that passes at x = -a, segment k about k / scale."""
+def gates(gate: Function) -> tuple[float, float, float, Values]:
+    """(scale, limit, worst error in float16 ulps of a * gate, table): the share of x that passes at x = -a.
+
+    Segment k lies about k / scale; below the limit the share also has bfloat16's relative accuracy.
+    """
     a = np.linspace(2, 40, 400_001)
     scale = (SEGMENTS - 1.5) / float(a[a * gate(a) < 2.0**-25][0])  # beyond, all products round to zero
+    limit = float(a[a * gate(a) < 2.0**-17][0])
     table, worst = np.zeros((4, SEGMENTS)), 0.0
 
     def weight(t: Values, k: int) -> Values:
@@ -84,7 +88,7 @@ def gates(gate: Function) -> tuple[float, float, Values]:
         )
         worst = max(worst, error)
         table[:, k] = c
-    return scale, worst, table
+    return scale, limit, worst, table
 
 
 def text(name: str, table: Values) -> str:
@@ -110,9 +114,9 @@ def main() -> None:
         "SILU": lambda a: expit(-a),
     }
     for name, gate in kinds.items():
-        scale, error, table = gates(gate)
+        scale, limit, error, table = gates(gate)
         print(f"// The share of x that {name.lower()} passes at x = -a, segments of width 1 / {name}_SCALE; {error:.2f} ulp of float16.")
-        print(f"static constexpr float {name}_SCALE = {scale:.9g}f;")
+        print(f"static constexpr float {name}_SCALE = {scale:.9g}f, {name}_LIMIT = {limit:.9g}f;")
         print(text(f"{name}_GATE", table))
     print("}  // namespace tensorlogic")
 

@@ -75,6 +75,15 @@ template <class T, class E>
 INLINE void emit(const E& e, T* y, T* z, int64_t n, bool past_caches) {
   int64_t i = 0;
   past_caches &= reinterpret_cast<uintptr_t>(y) % 64 == 0;
+  if constexpr (bf16_in_pairs && Is<T, bf16> && E::outputs == 1) {
+    for (; i + 2 * W <= n; i += 2 * W) {
+      vf a = e.at(i, All{}).first, b = e.at(i + W, All{}).first;
+      if (past_caches)
+        stream_pair(y + i, a, b);
+      else
+        store_pair(y + i, a, b);
+    }
+  }
   for (; i + W <= n; i += W) {
     Pair v = e.at(i, All{});
     if (past_caches)

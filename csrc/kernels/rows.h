@@ -3,58 +3,6 @@
 
 namespace tensorlogic::TENSORLOGIC_ISA {
 
-// f(i, lanes) over one row, two vectors in flight with separate accumulators chosen by the second argument.
-#define FOR_ROW(n, ...)                                  \
-  {                                                      \
-    int64_t i = 0;                                       \
-    for (; i + 4 * W <= (n); i += 4 * W)                 \
-      _Pragma("GCC unroll 4") for (int k = 0; k < 4; ++k) { \
-        int64_t j = i + k * W;                           \
-        All lanes;                                       \
-        __VA_ARGS__                                      \
-      }                                                  \
-    for (; i < (n); i += W) {                            \
-      [[maybe_unused]] constexpr int k = 0;                               \
-      int64_t j = i;                                     \
-      if (j + W <= (n)) {                                \
-        All lanes;                                       \
-        __VA_ARGS__                                      \
-      } else {                                           \
-        Some lanes{(n) - j};                             \
-        __VA_ARGS__                                      \
-      }                                                  \
-    }                                                    \
-  }
-
-// The value in unused lanes of a tail: what `lanes` does not cover becomes `other`.
-INLINE vf keep(vf v, vf, All) { return v; }
-INLINE vf keep(vf v, vf other, Some s) {
-  return lane_numbers() < static_cast<int32_t>(s.n) ? v : other;
-}
-
-constexpr float LOWEST = -__builtin_inff();
-
-// Maximum and minimum that keep NaN.
-INLINE vf larger(vf acc, vf x) {
-  vf m = vmax(acc, x);  // x where either is NaN
-  return acc != acc ? acc : m;
-}
-INLINE vf smaller(vf acc, vf x) {
-  vf m = vmin(acc, x);
-  return acc != acc ? acc : m;
-}
-INLINE float largest(vf v) {
-  float m = v[0];
-  for (int k = 1; k < W; ++k) m = (v[k] > m || v[k] != v[k]) ? v[k] : m;
-  return m;
-}
-INLINE float smallest(vf v) {
-  float m = v[0];
-  for (int k = 1; k < W; ++k) m = (v[k] < m || v[k] != v[k]) ? v[k] : m;
-  return m;
-}
-INLINE vf total(const vf (&a)[4]) { return (a[0] + a[2]) + (a[1] + a[3]); }
-
 template <class S, class T>
 static void layer_norm_rows(const LayerNormCall& call, int64_t begin, int64_t end) {
   const int64_t n = call.cols;
@@ -169,18 +117,23 @@ static void softmax_rows(const SoftmaxCall& call, int64_t begin, int64_t end) {
                         call.keep ? call.keep + mask_at : nullptr, call.scale};
     T* y = static_cast<T*>(call.y) + r * call.cols;
     vf peak[4] = {set1(LOWEST), set1(LOWEST), set1(LOWEST), set1(LOWEST)};
-    FOR_ROW(n, peak[k] = larger(peak[k], keep(scores.at(j, lanes), set1(LOWEST), lanes));)
-    const vf m = set1(largest(larger(larger(peak[0], peak[1]), larger(peak[2], peak[3]))));
+    // A NaN may leave the maximum again, but not the sum.
+    FOR_ROW(n, peak[k] = vmax(peak[k], keep(scores.at(j, lanes), set1(LOWEST), lanes));)
+    const vf m = set1(largest(vmax(vmax(peak[0], peak[1]), vmax(peak[2], peak[3]))));
     vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
-    constexpr bool kept = precise<T>;  // a float32 output holds the exponentials between the passes
+    // The exponentials wait for their sum in the output where that is float32, in a buffer where they fit.
+    float buffer[precise<T> ? 1 : BLOCK];
+    float* held = buffer;
+    if constexpr (precise<T>) held = y;
+    const bool kept = precise<T> || n <= BLOCK;
     FOR_ROW(n, {
-      vf e = exp<T>(scores.at(j, lanes) - m);
-      if (kept) store(y + j, e, lanes);
+      vf e = exp_minus<T>(scores.at(j, lanes), m);
+      if (kept) store(held + j, e, lanes);
       s[k] = s[k] + keep(e, set1(0), lanes);
     })
     const vf scale = set1(1.0f / sum(total(s)));
     FOR_ROW(n, {
-      vf e = kept ? load(y + j, lanes) : exp<T>(scores.at(j, lanes) - m);
+      vf e = kept ? load(held + j, lanes) : exp_minus<T>(scores.at(j, lanes), m);
       store(y + j, e * scale, lanes);
     })
     for (int64_t j = n; j < call.cols; ++j) y[j] = T{};
@@ -220,33 +173,28 @@ static void softmax_backward(DType dtype, const void* dy_all, const void* y_all,
   })
 }
 
-constexpr int64_t BLOCK = 2048;  // elements whose second reading comes from the first-level cache
-
 struct RowStatistics {
   float peak, exponentials, sum;
 };
 
-// Maximum, sum of e^(x - maximum) and sum of one row, each element read from memory once.
+// Maximum, sum of e^(x - maximum) and (where asked for) sum of one row, each element read from memory once.
 template <class T>
-INLINE RowStatistics row_statistics(const T* x, int64_t n) {
+INLINE RowStatistics row_statistics(const T* x, int64_t n, bool with_sum) {
   RowStatistics all{LOWEST, 0.0f, 0.0f};
   for (int64_t first = 0; first < n; first += BLOCK) {
     const T* block = x + first;
     const int64_t size = n - first < BLOCK ? n - first : BLOCK;
     vf peaks[4] = {set1(LOWEST), set1(LOWEST), set1(LOWEST), set1(LOWEST)};
-    vf sums[4] = {set1(0), set1(0), set1(0), set1(0)};
-    FOR_ROW(size, {
-      vf v = load(block + j, lanes);
-      peaks[k] = larger(peaks[k], keep(v, set1(LOWEST), lanes));
-      sums[k] = sums[k] + v;
-    })
-    float peak = largest(larger(larger(peaks[0], peaks[1]), larger(peaks[2], peaks[3])));
+    FOR_ROW(size, peaks[k] = vmax(peaks[k], keep(load(block + j, lanes), set1(LOWEST), lanes));)
+    float peak = largest(vmax(vmax(peaks[0], peaks[1]), vmax(peaks[2], peaks[3])));
     peak = peak > all.peak || peak != peak ? peak : all.peak;
     const vf m = set1(peak == LOWEST ? 0.0f : peak);
     vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
-    FOR_ROW(size, s[k] = s[k] + keep(exp<T>(load(block + j, lanes) - m), set1(0), lanes);)
+    FOR_ROW(size, s[k] = s[k] + keep(exp_minus<T>(load(block + j, lanes), m), set1(0), lanes);)
     const float rescale = all.peak == LOWEST ? 0.0f : __builtin_expf(all.peak - peak);
-    all = {peak, all.exponentials * rescale + sum(total(s)), all.sum + sum(total(sums))};
+    all.exponentials = all.exponentials * rescale + sum(total(s));
+    all.peak = peak;
+    if (with_sum) all.sum += reduce_of(Reduction::sum, block, size);
   }
   return all;
 }
@@ -258,7 +206,7 @@ static void cross_entropy(const CrossEntropyCall& call, int64_t begin, int64_t e
       const T* x = static_cast<const T*>(call.logits) + r * call.cols;
       call.loss[r] = call.lse[r] = 0.0f;
       if (call.target[r] == call.ignore_index) continue;
-      RowStatistics row = row_statistics(x, call.cols);
+      RowStatistics row = row_statistics(x, call.cols, call.smoothing > 0.0f);
       const float lse = row.peak + __builtin_logf(row.exponentials);
       float loss = lse - load(x + call.target[r], Some{1})[0];
       if (call.smoothing > 0.0f) {
@@ -278,7 +226,7 @@ struct CrossEntropyGrad {
   vf lse, scale, floor;
   template <class Lanes>
   INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
-    vf v = (exp<T>(load(x + i, lanes) - lse) - floor) * scale;
+    vf v = (exp_minus<T>(load(x + i, lanes), lse) - floor) * scale;
     return {v, v};
   }
 };
@@ -296,7 +244,7 @@ static void cross_entropy_backward(const CrossEntropyBackwardCall& call, int64_t
       const float floor = call.smoothing / static_cast<float>(call.cols), dloss = call.dloss[r];
       CrossEntropyGrad<T> e{x, set1(call.lse[r]), set1(dloss), set1(floor)};
       const int64_t t = call.target[r];
-      const float hit = (exp<T>(load(x + t, Some{1}) - e.lse)[0] - floor - (1.0f - call.smoothing)) * dloss;
+      const float hit = (exp_minus<T>(load(x + t, Some{1}), e.lse)[0] - floor - (1.0f - call.smoothing)) * dloss;
       emit(e, dx, dx, call.cols, call.stream);
       store(dx + t, set1(hit), Some{1});
     }

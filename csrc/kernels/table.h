@@ -5,8 +5,9 @@
 
 #include "kernels/elementwise.h"
 #include "kernels/random.h"
-#include "kernels/rows.h"
+#include "kernels/lanes.h"
 #include "kernels/reduce.h"
+#include "kernels/rows.h"
 #include "kernels/skinny.h"
 
 namespace tensorlogic::TENSORLOGIC_ISA {

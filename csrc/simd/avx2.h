@@ -13,6 +13,7 @@ using vf = __m256;
 typedef int32_t vi __attribute__((vector_size(32)));
 
 constexpr bool cheap_lookup = false;  // in registers
+constexpr bool bf16_in_pairs = false;
 
 struct All {};
 struct Some {  // the first n lanes, 0 < n < W
@@ -45,6 +46,7 @@ INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
 }
 // 1 - v where x is above zero, v where below
 INLINE vf complement_where_positive(vf v, vf x) { return x < set1(0.0f) ? v : set1(1.0f) - v; }
+INLINE bool any_beyond(vf, float) { return true; }  // for levels with cheap look-ups
 INLINE float sum(vf x) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -92,5 +94,16 @@ INLINE void store(T* p, vf v, Some s) {
   memcpy(p, buffer, static_cast<size_t>(s.n) * sizeof(T));
 }
 INLINE void fence() { _mm_sfence(); }
+
+template <class T>
+INLINE void store_pair(T* p, vf a, vf b) {
+  store(p, a, All{});
+  store(p + W, b, All{});
+}
+template <class T>
+INLINE void stream_pair(T* p, vf a, vf b) {
+  stream(p, a);
+  stream(p + W, b);
+}
 
 }  // namespace tensorlogic::avx2

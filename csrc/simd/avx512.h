@@ -12,6 +12,7 @@ using vf = __m512;
 typedef int32_t vi __attribute__((vector_size(64)));
 
 constexpr bool cheap_lookup = true;  // in registers
+constexpr bool bf16_in_pairs = true;
 
 struct All {};
 struct Some {  // the first n lanes, 0 < n < W
@@ -41,6 +42,7 @@ INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
 INLINE vf complement_where_positive(vf v, vf x) {
   return _mm512_mask_sub_ps(v, static_cast<__mmask16>(~_mm512_movepi32_mask(_mm512_castps_si512(x))), set1(1.0f), v);
 }
+INLINE bool any_beyond(vf x, float limit) { return _mm512_cmp_ps_mask(vabs(x), set1(limit), _CMP_GT_OQ); }
 INLINE float sum(vf x) { return _mm512_reduce_add_ps(x); }
 
 INLINE vf load(const float* p, All) { return _mm512_loadu_ps(p); }
@@ -53,13 +55,20 @@ INLINE vf load(const bf16* p, Some s) { return widen(_mm256_maskz_loadu_epi16(s.
 
 INLINE __m256i pack(vf v, f16) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // Not vcvtneps2bf16: that instruction flushes denormals to zero.
-INLINE __m256i pack(vf v, bf16) {
+INLINE __m512i rounded(vf v) {  // the bfloat16 in the upper half of each lane
   __m512i u = _mm512_castps_si512(v);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-  __m512i r = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
-  r = _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
-  return _mm512_cvtepi32_epi16(r);
+  __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  return _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
 }
+INLINE __m256i pack(vf v, bf16) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded(v), 16)); }
+INLINE __m512i pack(vf a, vf b) {  // two vectors to 32 bfloat16
+  alignas(64) static const uint16_t upper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return _mm512_permutex2var_epi16(rounded(a), _mm512_load_si512(upper), rounded(b));
+}
+INLINE void store_pair(bf16* p, vf a, vf b) { _mm512_storeu_si512(p, pack(a, b)); }
+INLINE void stream_pair(bf16* p, vf a, vf b) { _mm512_stream_si512(reinterpret_cast<__m512i*>(p), pack(a, b)); }
 INLINE void store(float* p, vf v, All) { _mm512_storeu_ps(p, v); }
 INLINE void store(float* p, vf v, Some s) { _mm512_mask_storeu_ps(p, s.mask(), v); }
 template <class H>

@@ -26,12 +26,15 @@ INLINE vf polynomial(vf x, const float (&c)[N]) {
 struct Grown {
   vf t, n;
 };
-INLINE Grown exp_grown(vf x, vf low) {
-  vf n = nearest(x * set1(1.44269504f));
-  vf r = fnma(n, set1(0x1.63p-1f), x);
-  r = fnma(n, set1(-2.12194440e-4f), r) + low;
+INLINE Grown grown(vf n, vf r) {
   const float c[] = {0.49999993f, 0.1666652f, 0.041668394f, 0.00836878f, 0.0013814467f};
   return {fma(r * r, polynomial(r, c), r), n};
+}
+INLINE vf steps(vf x) { return nearest(x * set1(1.44269504f)); }
+INLINE vf remainder(vf x, vf n) { return fnma(n, set1(-2.12194440e-4f), fnma(n, set1(0x1.63p-1f), x)); }
+INLINE Grown exp_grown(vf x, vf low) {
+  vf n = steps(x);
+  return grown(n, remainder(x, n) + low);
 }
 INLINE Scaled exp_precise(vf x, vf low) {
   Grown e = exp_grown(x, low);
@@ -47,12 +50,20 @@ INLINE Scaled exp2_coarse(vf z) {
 
 constexpr float LOG2E = 1.44269504f;
 
-// e^x for x <= 88; minus infinity gives 0, NaN stays
+// e^(x - m) for x - m <= 88; minus infinity gives 0, NaN stays
+template <class T>
+INLINE vf exp_minus(vf x, vf m) {
+  if constexpr (precise<T>) {
+    x = vmax(set1(-110.0f), x - m);
+    vf n = steps(x);
+    return scale2(grown(n, remainder(x, n)).t + set1(1.0f), n);
+  }
+  Scaled e = exp2_coarse(vmax(set1(-160.0f), fma(x, set1(LOG2E), m * set1(-LOG2E))));
+  return scale2(e.p, e.n);
+}
 template <class T>
 INLINE vf exp(vf x) {
-  x = vmax(set1(-110.0f), x);
-  Scaled e = precise<T> ? exp_precise(x, set1(0.0f)) : exp2_coarse(x * set1(LOG2E));
-  return scale2(e.p, e.n);
+  return exp_minus<T>(x, set1(0.0f));
 }
 
 // e^-|z + low|
@@ -83,17 +94,25 @@ INLINE vf times_sigmoid(vf x, vf z, vf low) {
   return z < set1(0.0f) ? fma(x, h, x * l) * set1(DOWN) : x * (h + l);
 }
 
-// float16 has so few digits and so short a range that one cubic a segment gives the share of x that passes.
-template <class T>
-struct IsF16 {
+template <class A, class B>
+struct Same {
   static constexpr bool value = false;
 };
-template <>
-struct IsF16<f16> {
+template <class A>
+struct Same<A, A> {
   static constexpr bool value = true;
 };
+template <class A, class B>
+constexpr bool Is = Same<A, B>::value;
+
+// Half types have so few digits that one cubic a segment gives the share of x that passes: float16's short range
+// everywhere, bfloat16 up to a limit that ordinary numbers rarely pass.
 template <class T>
-constexpr bool by_gate = IsF16<T>::value && cheap_lookup;
+INLINE bool by_gate([[maybe_unused]] vf x, [[maybe_unused]] float limit) {
+  if constexpr (!cheap_lookup || precise<T>) return false;
+  if constexpr (Is<T, f16>) return true;
+  return !any_beyond(x, limit);
+}
 
 INLINE vf gated(vf x, float scale, const float (&table)[4][32]) {
   const vf magic = set1(12582912.0f);  // its addition rounds, and leaves the integer in the low bits
@@ -107,7 +126,7 @@ INLINE vf gated(vf x, float scale, const float (&table)[4][32]) {
 
 template <class T>
 INLINE vf silu(vf x) {
-  if constexpr (by_gate<T>) return gated(x, SILU_SCALE, SILU_GATE);
+  if (by_gate<T>(x, SILU_LIMIT)) return gated(x, SILU_SCALE, SILU_GATE);
   return times_sigmoid<T>(x, x, set1(0.0f));
 }
 
@@ -117,7 +136,7 @@ constexpr float TANH_3 = 0.07135481627159976f, TANH_3_LOW = static_cast<float>(0
 
 template <class T>
 INLINE vf gelu_tanh(vf x) {
-  if constexpr (by_gate<T>) return gated(x, GELU_TANH_SCALE, GELU_TANH_GATE);
+  if (by_gate<T>(x, GELU_TANH_LIMIT)) return gated(x, GELU_TANH_SCALE, GELU_TANH_GATE);
   vf x2 = x * x;
   if constexpr (!precise<T>) return times_sigmoid<T>(x, x * fma(x2, set1(TANH_3), set1(TANH_1)), x);
   vf x2_low = product_error(x, x, x2);
@@ -147,7 +166,7 @@ INLINE vf mills_coarse(vf a) {
 
 template <class T>
 INLINE vf gelu(vf x) {
-  if constexpr (by_gate<T>) return gated(x, GELU_SCALE, GELU_GATE);
+  if (by_gate<T>(x, GELU_LIMIT)) return gated(x, GELU_SCALE, GELU_GATE);
   vf a = vmin(set1(18.0f), vabs(x)), h = a * a;
   if constexpr (!precise<T>) {
     Scaled e = exp2_coarse(h * set1(-0.5f * LOG2E));

@@ -17,6 +17,7 @@ typedef uint32_t vu __attribute__((vector_size(16)));
 typedef uint16_t vh __attribute__((vector_size(8)));
 
 constexpr bool cheap_lookup = false;  // in registers
+constexpr bool bf16_in_pairs = false;
 
 struct All {};
 struct Some {  // the first n lanes, 0 < n < W
@@ -59,6 +60,7 @@ INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
 }
 // 1 - v where x is above zero, v where below
 INLINE vf complement_where_positive(vf v, vf x) { return x < set1(0.0f) ? v : set1(1.0f) - v; }
+INLINE bool any_beyond(vf, float) { return true; }  // for levels with cheap look-ups
 INLINE float sum(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
 INLINE vf widen(vh h, bf16) { return reinterpret_cast<vf>(__builtin_convertvector(h, vu) << 16); }
@@ -126,5 +128,16 @@ INLINE void stream(T* p, vf v) {
   store(p, v, All{});
 }
 INLINE void fence() {}
+
+template <class T>
+INLINE void store_pair(T* p, vf a, vf b) {
+  store(p, a, All{});
+  store(p + W, b, All{});
+}
+template <class T>
+INLINE void stream_pair(T* p, vf a, vf b) {
+  stream(p, a);
+  stream(p + W, b);
+}
 
 }  // namespace tensorlogic::portable

@@ -61,6 +61,7 @@ def measured(case: Case, device: torch.device, effort: Effort) -> Row:
         fill(row, case, device, effort)
     except torch.OutOfMemoryError as problem:
         row.status, row.reason = "failed", f"out of memory: {_brief(problem)}"
+        torch.cuda.empty_cache()  # does nothing where no GPU was used
     except study.BIND_ERRORS as problem:
         row.status, row.reason = "failed", f"{type(problem).__name__}: {_brief(problem)}"
     return row

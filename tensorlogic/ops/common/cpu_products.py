@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ... import derived, native
-from ...op import Config
+from ...numerics import DTYPES
+from ...op import Candidate, Config, Launcher, Op
 from ...plans import Key
 from . import native_wiring, products, wiring
 
@@ -46,7 +48,13 @@ def weight32(weight: Tensor) -> Tensor:
         return weight
     if derived.is_constant(weight):
         return derived.CACHE.get(weight, "f32", lambda w: w.float(), lambda w: w.numel() * 4)
-    return widened(weight) if weight.is_contiguous() else widened(weight.t()).t() if weight.t().is_contiguous() else weight.float()
+    return (
+        widened(weight)
+        if weight.is_contiguous()
+        else widened(weight.t()).t()
+        if weight.t().is_contiguous()
+        else weight.float()
+    )
 
 
 def product(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
@@ -77,10 +85,42 @@ def half_guess(key: Key, x: str = "x", weight: str = "weight") -> float:
     return 1.0
 
 
-def finish(key: Key, outputs: tuple[int, ...]) -> Callable[[Tensor, Any, Any], Tensor]:
+def linear_shape(key: Key) -> tuple[int, ...]:
+    """[..., N] of x [..., K] and weight [N, K]."""
+    x, weight = key.spec("x"), key.spec("weight")
+    assert x is not None and weight is not None
+    return (*x.shape[:-1], weight.shape[0])
+
+
+def add(
+    op: Op,
+    id: str,
+    build: Callable[[Key, Config], Launcher],
+    module: str,
+    supports: Callable[[Key], str | None] = supports,
+    guess: Callable[[Key], float] = half_guess,
+) -> None:
+    """Register a candidate around a float32 product, by PyTorch's or by oneDNN's."""
+    op.add(
+        Candidate(
+            id,
+            bind=lambda key, config, device: build(key, config),
+            supports=supports,
+            configs=configs,
+            available=native_wiring.cpu_only,
+            sources=(sys.modules[module], sys.modules[__name__], native_wiring.LIBRARY),
+            guess=guess,
+            trusted=True,
+        )
+    )
+
+
+def finish(
+    key: Key, outputs: tuple[int, ...], x: str = "x"
+) -> Callable[[Tensor, Any, Any], Tensor]:
     """epilogue(acc, bias, residual) -> y of the op's shape and dtype: bias, residual, activation in one pass."""
-    dtype = torch.float32 if native_wiring.dtype_of(key, "x") == "f32" else None
-    code = native.ACTIVATIONS[key.flag("activation")]
+    dtype = DTYPES[native_wiring.dtype_of(key, x)]
+    code = native.ACTIVATIONS[dict(key.flags).get("activation")]
     in_place, out_of_place = native.op("epilogue_"), native.op("epilogue")
     n = outputs[-1]
 
@@ -91,11 +131,6 @@ def finish(key: Key, outputs: tuple[int, ...]) -> Callable[[Tensor, Any, Any], T
 
     def half(acc: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         flat = None if residual is None else residual.reshape(-1, n)
-        return out_of_place(acc, bias, flat, code, made).view(outputs)
+        return out_of_place(acc, bias, flat, code, dtype).view(outputs)
 
-    if dtype is not None:
-        return f32
-    from ...numerics import DTYPES
-
-    made = DTYPES[native_wiring.dtype_of(key, "x")]
-    return half
+    return f32 if dtype == torch.float32 else half

@@ -14,6 +14,7 @@ from ...numerics import DTYPES
 from ...op import Config, Launcher, Op
 from ...plans import Key, TensorSpec
 from . import wiring
+from .cublaslt import lt_arguments, lt_available, lt_configs, lt_launcher, lt_refusal
 from .gemm import (
     GemmSpec,
     Operand,
@@ -24,25 +25,93 @@ from .gemm import (
     gemm_workspace,
 )
 
+Start = Callable[..., bool]
+
 
 @dataclass(frozen=True)
 class Product:
     """One launch of the family: which product, what is passed (kernel argument -> expression over the op's parameters and
-    earlier outputs), and what it allocates (kernel argument -> name, shape and dtype)."""
+    earlier outputs), what it allocates (kernel argument -> name, shape and dtype), and whose kernel: "triton" or "cublaslt"."""
 
     spec: GemmSpec
     given: Mapping[str, str]
     made: Mapping[str, tuple[str, tuple[int, ...], str]]
+    engine: str = "triton"
+
+    def aligned(self, align: int) -> Product:
+        """The same for pointers that share this alignment in bytes."""
+        return replace(self, spec=replace(self.spec, align=align))
+
+    def refusal(self) -> str | None:
+        """None, or why the engine cannot serve it."""
+        return lt_refusal(self.spec) if self.engine == "cublaslt" else gemm_refusal(self.spec)
+
+    def configs(self) -> list[dict[str, Any]]:
+        """Configurations, best guess first."""
+        if self.engine == "cublaslt":
+            return lt_configs(self.spec)
+        spec, size = self.spec, DTYPES[self.spec.x.dtype].itemsize
+        return gemm_configs(spec.m * spec.batch, spec.n, spec.k, size, wiring.cores())
+
+    def arguments(self, config: Config) -> tuple[str, ...]:
+        """Expressions of what the launcher takes, in order."""
+        wanted = lt_arguments(self.spec) if self.engine == "cublaslt" else gemm_arguments(self.spec, config)
+        names = {**self.given, **{a: made[0] for a, made in self.made.items()}, "space": "space", "counter": "counter"}
+        return tuple(names[a] for a in wanted)
+
+    def workspace(self, config: Config) -> tuple[int, int]:
+        """Elements of float32 scratch and of counters that are zero between launches."""
+        return (0, 0) if self.engine == "cublaslt" else gemm_workspace(self.spec, config)
+
+    def start(self, config: Config, device: torch.device) -> Start:
+        """The launcher over `arguments`."""
+        make = lt_launcher if self.engine == "cublaslt" else gemm_launcher
+        return make(self.spec, config, device)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Another launch among an op's products: the expressions it takes, what it allocates (by name), its configurations,
+    and how it is built for one of them, a device and an alignment."""
+
+    given: tuple[str, ...]
+    made: Mapping[str, tuple[str, tuple[int, ...], str]]
+    choices: tuple[dict[str, Any], ...]
+    build: Callable[[dict[str, Any], torch.device, int], Start]
+    space: Callable[[dict[str, Any]], tuple[int, int]] = lambda config: (0, 0)
+    align: int = 16
+
+    def aligned(self, align: int) -> Kernel:
+        """The same for pointers that share this alignment in bytes."""
+        return replace(self, align=align)
+
+    def refusal(self) -> str | None:
+        """Whatever its builder was made for, it serves."""
+        return None
+
+    def configs(self) -> list[dict[str, Any]]:
+        """Configurations, best guess first."""
+        return list(self.choices)
+
+    def arguments(self, config: Config) -> tuple[str, ...]:
+        """Expressions of what the launcher takes, in order."""
+        return self.given
+
+    def workspace(self, config: Config) -> tuple[int, int]:
+        """Elements of float32 scratch and of counters that are zero between launches."""
+        return self.space(dict(config))
+
+    def start(self, config: Config, device: torch.device) -> Start:
+        """The launcher over `arguments`."""
+        return self.build(dict(config), device, self.align)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The products that make up an op, in order, and the expressions of its outputs."""
+    """The launches that make up an op, in order, and the expressions of its outputs."""
 
-    products: tuple[Product, ...]
+    products: tuple[Product | Kernel, ...]
     returns: tuple[str, ...]
-
-
 
 
 def matrix(spec: TensorSpec) -> Operand | None:
@@ -60,17 +129,17 @@ def launcher(op: Op, plan: Plan, configs: Sequence[Config], device: torch.device
     """Allocate the outputs and workspaces, start the kernels, return the outputs: one generated frame."""
     scope: dict[str, Any] = {"empty": wiring.empty(device), "counters": wiring.counters, "device": device, "f32": torch.float32}
     body = []
-    for i, (product, config) in enumerate(zip(plan.products, configs, strict=True)):
-        scope[f"start{i}"] = gemm_launcher(product.spec, config, device)
-        space, count = gemm_workspace(product.spec, config)
-        for name, shape, dtype in product.made.values():
+    for i, (step, config) in enumerate(zip(plan.products, configs, strict=True)):
+        scope[f"start{i}"] = step.start(config, device)
+        space, count = step.workspace(config)
+        for name, shape, dtype in step.made.values():
             scope |= {f"{name}_shape": shape, f"{name}_stride": wiring.contiguous(shape), f"{name}_dtype": DTYPES[dtype]}
             body.append(f"{name} = empty({name}_shape, {name}_stride, {name}_dtype)")
+        if space:
+            body.append(f"space = empty(({space},), (1,), f32)")
         if count:
-            body += [f"space = empty(({space},), (1,), f32)", f"counter = counters(device, {count})"]
-        names = {**product.given, **{a: made[0] for a, made in product.made.items()}, "space": "space", "counter": "counter"}
-        call = ", ".join(names[a] for a in gemm_arguments(product.spec, config))
-        body += [f"if not start{i}({call}):", "    return None"]
+            body.append(f"counter = counters(device, {count})")
+        body += [f"if not start{i}({', '.join(step.arguments(config))}):", "    return None"]
     body.append(f"return ({', '.join(plan.returns)},)")
     source = f"def launch({', '.join(p.name for p in op.dynamic)}):\n" + "".join(f"    {line}\n" for line in body)
     exec(compile(source, f"<tensorlogic {op.name} gemm>", "exec"), scope)
@@ -78,29 +147,29 @@ def launcher(op: Op, plan: Plan, configs: Sequence[Config], device: torch.device
 
 
 def candidate(op: Op, id: str, describe: Callable[[Key], Plan | str], sources: tuple[Any, ...]) -> None:
-    """Register a candidate of the family for `op`; `describe(key)` says which products the key is, or why it is none."""
-    from . import gemm, triton_gemm, triton_math
+    """Register a candidate of the family for `op`; `describe(key)` says which launches the key is, or why it is none."""
+    from . import cublaslt, gemm, triton_gemm, triton_math
+
+    vendor = id.startswith("cublaslt.")
 
     def checked(key: Key) -> Plan | str:
         found = describe(key)
         if isinstance(found, str):
             return found
         align = wiring.weakest(key)
-        plan = Plan(tuple(replace(p, spec=replace(p.spec, align=align)) for p in found.products), found.returns)
-        return next((reason for p in plan.products if (reason := gemm_refusal(p.spec))), plan)
+        plan = Plan(tuple(p.aligned(align) for p in found.products), found.returns)
+        return next((reason for p in plan.products if (reason := p.refusal())), plan)
 
     def configs(plan: Plan) -> list[dict[str, Any]]:
-        """The i-th best guess of every product together; a product with fewer guesses repeats its best."""
-        lists = []
-        for p in plan.products:
-            size = DTYPES[p.spec.x.dtype].itemsize
-            lists.append(gemm_configs(p.spec.m * p.spec.batch, p.spec.n, p.spec.k, size, wiring.cores()))
+        """The i-th best guess of every launch together; one with fewer guesses repeats its best."""
+        lists = [p.configs() for p in plan.products]
         return [{"products": [c[i] if i < len(c) else c[0] for c in lists]} for i in range(max(map(len, lists)))]
 
     def build(plan: Plan, config: Config, device: torch.device) -> Launcher:
         return launcher(op, plan, config["products"], device)
 
-    wiring.described(op, id, checked, configs, build, (gemm, triton_gemm, triton_math, *sources))
+    modules = (cublaslt,) if vendor else (triton_gemm, triton_math)
+    wiring.described(op, id, checked, configs, build, (gemm, *modules, *sources), lt_available if vendor else None)
 
 
 def product_of(x: TensorSpec, weight: TensorSpec) -> tuple[int, int, int, Operand, Operand] | str:

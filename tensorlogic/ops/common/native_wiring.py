@@ -17,7 +17,9 @@ from ...plans import Key
 from . import wiring
 
 CACHE_BYTES = 2 << 20  # beyond it, a pass over memory costs what memory gives
-FRESH_BYTES = 1 << 20  # from here on, glibc hands out untouched pages, and touching them costs more than the arithmetic
+FRESH_BYTES = (
+    1 << 20
+)  # from here on, glibc hands out untouched pages, and touching them costs more than the arithmetic
 
 
 def cpu_only(device: str) -> str | None:

@@ -24,8 +24,10 @@ def described(
     configs: Callable[[T], Sequence[Config]],
     build: Callable[[T, Config, torch.device], Launcher],
     sources: tuple[Any, ...],
+    needs: Callable[[str], str | None] | None = None,
 ) -> None:
-    """Register a Triton candidate. `describe(key)` returns what `configs` and `build` need, or why the key is not served."""
+    """Register a GPU candidate. `describe(key)` returns what `configs` and `build` need, or why the key is not served;
+    `needs(device type)` is what it requires of the machine, Triton's kernels unless said."""
 
     def known(key: Key) -> T:
         found = describe(key)
@@ -50,7 +52,7 @@ def described(
             bind=lambda key, config, device: build(known(key), config, device),
             supports=supports,
             configs=lambda key: configs(known(key)),
-            available=available,
+            available=needs or available,
             sources=sources,
             jobs=jobs,
             trusted=True,

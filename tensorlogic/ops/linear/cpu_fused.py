@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from math import prod
 from typing import Any
 
 from ... import native
 from ...numerics import DTYPES
-from ...op import Candidate, Config, Launcher
+from ...op import Config, Launcher
 from ...plans import Key
 from ..common import cpu_products, native_wiring
 from ..common.activations import SMOOTH
@@ -17,29 +16,27 @@ from . import LINEAR
 FEW_ROWS = 8
 
 
-def _shape(key: Key) -> tuple[int, ...]:
-    x, weight = key.spec("x"), key.spec("weight")
-    assert x is not None and weight is not None
-    return (*x.shape[:-1], weight.shape[0])
-
-
 def build(key: Key, config: Config) -> Launcher:
     """product, then bias, residual and activation in one pass; the pre-activation too where backward needs it."""
-    product, shape = cpu_products.product(config), _shape(key)
+    product, shape = cpu_products.product(config), cpu_products.linear_shape(key)
     if key.flag("save") and key.flag("activation") in SMOOTH:
         run, code = native.op("epilogue_pre"), native.ACTIVATIONS[key.flag("activation")]
         dtype = DTYPES[native_wiring.dtype_of(key, "x")]
 
         def keeping(x: Any, weight: Any, bias: Any, residual: Any) -> Any:
             acc = product(cpu_products.widened(x), cpu_products.weight32(weight))
-            y, z = run(acc, bias, None if residual is None else residual.reshape(acc.shape), code, dtype)
+            y, z = run(
+                acc, bias, None if residual is None else residual.reshape(acc.shape), code, dtype
+            )
             return y.view(shape), z.view(shape)
 
         return keeping
     finish = cpu_products.finish(key, shape)
 
     def launch(x: Any, weight: Any, bias: Any, residual: Any) -> Any:
-        return (finish(product(cpu_products.widened(x), cpu_products.weight32(weight)), bias, residual),)
+        return (
+            finish(product(cpu_products.widened(x), cpu_products.weight32(weight)), bias, residual),
+        )
 
     return launch
 
@@ -58,7 +55,7 @@ def supports_skinny(key: Key) -> str | None:
 def build_skinny(key: Key) -> Launcher:
     """The weights are read once, in their own dtype."""
     run, code = native.op("linear_skinny"), native.ACTIVATIONS[key.flag("activation")]
-    k, n, shape = key.tensors[1].shape[1], key.tensors[1].shape[0], _shape(key)  # type: ignore[union-attr]
+    k, n, shape = key.tensors[1].shape[1], key.tensors[1].shape[0], cpu_products.linear_shape(key)  # type: ignore[union-attr]
 
     def launch(x: Any, weight: Any, bias: Any, residual: Any) -> Any:
         flat = None if residual is None else residual.reshape(-1, n)
@@ -74,15 +71,4 @@ def guess_skinny(key: Key) -> float:
 
 
 native_wiring.add(LINEAR, "cpu.skinny", build_skinny, supports_skinny, guess_skinny, __name__)
-LINEAR.add(
-    Candidate(
-        "cpu.epilogue",
-        bind=lambda key, config, device: build(key, config),
-        supports=cpu_products.supports,
-        configs=cpu_products.configs,
-        available=native_wiring.cpu_only,
-        sources=(sys.modules[__name__], cpu_products, native_wiring.LIBRARY),
-        guess=cpu_products.half_guess,
-        trusted=True,
-    )
-)
+cpu_products.add(LINEAR, "cpu.epilogue", build, __name__)

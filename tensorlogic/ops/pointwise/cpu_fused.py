@@ -14,7 +14,10 @@ from ..common.native_wiring import CACHE_BYTES, FRESH_BYTES
 from . import FAMILY, POINTWISE_BACKWARD
 from .shapes import BACKWARD, Shape, backward_shape, forward_shape
 
-COSTLY = ("gelu", "silu")  # exponentials that PyTorch's half-precision code computes a few at a time
+COSTLY = (
+    "gelu",
+    "silu",
+)  # exponentials that PyTorch's half-precision code computes a few at a time
 SMALL = 4096  # elements below which a call costs more than its arithmetic
 
 
@@ -23,7 +26,11 @@ def supports(key: Key) -> str | None:
     found = forward_shape(key)
     if isinstance(found, str):
         return found
-    return None if found.stride == wiring.contiguous(found.out) else "the operands are laid out in another order"
+    return (
+        None
+        if found.stride == wiring.contiguous(found.out)
+        else "the operands are laid out in another order"
+    )
 
 
 def guess(key: Key) -> float:
@@ -59,7 +66,11 @@ def supports_backward(key: Key) -> str | None:
     found = backward_shape(key)
     if isinstance(found, str):
         return found
-    return None if found[1].stride == wiring.contiguous(found[1].out) else "the operands are laid out in another order"
+    return (
+        None
+        if found[1].stride == wiring.contiguous(found[1].out)
+        else "the operands are laid out in another order"
+    )
 
 
 def guess_backward(key: Key) -> float:
@@ -67,7 +78,11 @@ def guess_backward(key: Key) -> float:
     count = native_wiring.size_of(key, "dy")
     if count <= SMALL:
         return 1.0
-    return 0.4 if native_wiring.bytes_of(key, "dy") >= FRESH_BYTES or key.flag("kind").startswith(COSTLY) else 1.0
+    return (
+        0.4
+        if native_wiring.bytes_of(key, "dy") >= FRESH_BYTES or key.flag("kind").startswith(COSTLY)
+        else 1.0
+    )
 
 
 def build_backward(key: Key) -> Launcher:
@@ -89,4 +104,6 @@ def build_backward(key: Key) -> Launcher:
 
 for _op in FAMILY:
     native_wiring.add(_op, "cpu.fused", build, supports, guess, __name__)
-native_wiring.add(POINTWISE_BACKWARD, "cpu.fused", build_backward, supports_backward, guess_backward, __name__)
+native_wiring.add(
+    POINTWISE_BACKWARD, "cpu.fused", build_backward, supports_backward, guess_backward, __name__
+)

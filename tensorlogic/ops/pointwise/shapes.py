@@ -63,14 +63,25 @@ def shape_of(kind: str, key: Key, operands: tuple[TensorSpec, ...]) -> Shape | s
         return "empty"
     first, align = operands[0], wiring.weakest(key)
     if all(t.shape == out and t.stride == first.stride for t in operands) and _dense(first):
-        return Shape(kind, first.dtype, 1, prod(out), ("full",) * len(operands), out, first.stride, align)
+        return Shape(
+            kind, first.dtype, 1, prod(out), ("full",) * len(operands), out, first.stride, align
+        )
     found = [_mode(t, out) for t in operands]
     modes = [m for m in found if m is not None]
     wanted = {c for _, c in modes if c}
     if len(modes) < len(found) or len(wanted) > 1:
         return "operands are strided or broadcast in several ways"
     columns = wanted.pop() if wanted else out[-1] if out else 1
-    return Shape(kind, first.dtype, prod(out) // columns, columns, tuple(m for m, _ in modes), out, wiring.contiguous(out), align)
+    return Shape(
+        kind,
+        first.dtype,
+        prod(out) // columns,
+        columns,
+        tuple(m for m, _ in modes),
+        out,
+        wiring.contiguous(out),
+        align,
+    )
 
 
 def kind_of(key: Key) -> str:
@@ -105,7 +116,9 @@ def backward_shape(key: Key) -> tuple[str, Shape] | str:
     operands = [key.spec(name) for name in reads]
     dy = key.spec("dy")
     assert dy is not None
-    if any(t is None for t in operands) or any(t is not None and t.shape != dy.shape for t in key.tensors):
+    if any(t is None for t in operands) or any(
+        t is not None and t.shape != dy.shape for t in key.tensors
+    ):
         return "an operand is broadcast"
     found = shape_of(kernel, key, tuple(t for t in operands if t is not None))
     return found if isinstance(found, str) else (key.flag("kind"), found)

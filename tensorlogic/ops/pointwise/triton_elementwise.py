@@ -17,13 +17,24 @@ from .shapes import BACKWARD, Shape, backward_shape, forward_shape
 def configs(shape: Shape) -> list[dict[str, Any]]:
     """Configurations of a launch."""
     _, outputs = triton_elementwise.ELEMENTWISE[shape.kind]
-    return triton_elementwise.elementwise_configs([shape.dtype] * (len(shape.modes) + outputs), shape.rows, shape.columns, shape.modes)
+    return triton_elementwise.elementwise_configs(
+        [shape.dtype] * (len(shape.modes) + outputs), shape.rows, shape.columns, shape.modes
+    )
 
 
 def _start(shape: Shape, config: Config, device: torch.device) -> Any:
     _, outputs = triton_elementwise.ELEMENTWISE[shape.kind]
     dtypes = [shape.dtype] * (len(shape.modes) + outputs)
-    return triton_elementwise.elementwise_launcher(shape.kind, dtypes, shape.rows, shape.columns, shape.modes, dict(config), device, shape.align)
+    return triton_elementwise.elementwise_launcher(
+        shape.kind,
+        dtypes,
+        shape.rows,
+        shape.columns,
+        shape.modes,
+        dict(config),
+        device,
+        shape.align,
+    )
 
 
 def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
@@ -52,7 +63,11 @@ def _build_backward() -> Any:
     def build(described: tuple[str, Shape], config: Config, device: torch.device) -> Launcher:
         kind, shape = described
         kernel, reads, gives = BACKWARD[kind]
-        start, empty, dtype = _start(shape, config, device), wiring.empty(device), DTYPES[shape.dtype]
+        start, empty, dtype = (
+            _start(shape, config, device),
+            wiring.empty(device),
+            DTYPES[shape.dtype],
+        )
         places = [("dy", "a", "b", "c", "y").index(name) for name in reads]
         outputs = triton_elementwise.ELEMENTWISE[kernel][1]
 
@@ -72,5 +87,10 @@ _SOURCES = (triton_elementwise, triton_math, shapes, sys.modules[__name__])
 for _op in FAMILY:
     wiring.described(_op, "triton.flat", forward_shape, configs, build, _SOURCES)
 wiring.described(
-    POINTWISE_BACKWARD, "triton.flat", backward_shape, lambda d: configs(d[1]), _build_backward(), _SOURCES
+    POINTWISE_BACKWARD,
+    "triton.flat",
+    backward_shape,
+    lambda d: configs(d[1]),
+    _build_backward(),
+    _SOURCES,
 )

@@ -24,7 +24,12 @@ def guess(key: Key) -> float:
     name = key.names[0]
     if native_wiring.size_of(key, name) <= 4096:
         return 1.0
-    return 0.6 if native_wiring.dtype_of(key, name) != "f32" or native_wiring.bytes_of(key, name) >= native_wiring.FRESH_BYTES else 1.0
+    return (
+        0.6
+        if native_wiring.dtype_of(key, name) != "f32"
+        or native_wiring.bytes_of(key, name) >= native_wiring.FRESH_BYTES
+        else 1.0
+    )
 
 
 def build(key: Key) -> Launcher:

@@ -31,7 +31,11 @@ def guess(key: Key) -> float:
 def build(key: Key) -> Launcher:
     """The forward launcher: (loss,), or (loss, log-sum-exp, share of a row)."""
     run, reduction = native.op("softmax_cross_entropy"), key.flag("reduction")
-    ignore, smoothing, number = key.flag("ignore_index"), key.flag("label_smoothing"), native.REDUCTIONS[reduction]
+    ignore, smoothing, number = (
+        key.flag("ignore_index"),
+        key.flag("label_smoothing"),
+        native.REDUCTIONS[reduction],
+    )
     if not key.flag("save"):
         return lambda logits, target: (run(logits, target, ignore, smoothing, number)[0],)
 
@@ -47,10 +51,17 @@ def build(key: Key) -> Launcher:
 
 def build_backward(key: Key) -> Launcher:
     """The backward launcher; the kernel counts the rows that matter again."""
-    run, number = native.op("softmax_cross_entropy_backward"), native.REDUCTIONS[key.flag("reduction")]
+    run, number = (
+        native.op("softmax_cross_entropy_backward"),
+        native.REDUCTIONS[key.flag("reduction")],
+    )
     ignore, smoothing = key.flag("ignore_index"), key.flag("label_smoothing")
-    return lambda dloss, logits, target, lse, share: (run(dloss, logits, target, lse, ignore, smoothing, number),)
+    return lambda dloss, logits, target, lse, share: (
+        run(dloss, logits, target, lse, ignore, smoothing, number),
+    )
 
 
 native_wiring.add(SOFTMAX_CROSS_ENTROPY, "cpu.fused", build, supports, guess, __name__)
-native_wiring.add(SOFTMAX_CROSS_ENTROPY_BACKWARD, "cpu.fused", build_backward, supports, guess, __name__)
+native_wiring.add(
+    SOFTMAX_CROSS_ENTROPY_BACKWARD, "cpu.fused", build_backward, supports, guess, __name__
+)

@@ -1,0 +1,59 @@
+// What row kernels and reductions share: the walk along a row, tails, extremes.
+#pragma once
+
+namespace tensorlogic::TENSORLOGIC_ISA {
+
+// f(i, lanes) over one row, two vectors in flight with separate accumulators chosen by the second argument.
+#define FOR_ROW(n, ...)                                  \
+  {                                                      \
+    int64_t i = 0;                                       \
+    for (; i + 4 * W <= (n); i += 4 * W)                 \
+      _Pragma("GCC unroll 4") for (int k = 0; k < 4; ++k) { \
+        int64_t j = i + k * W;                           \
+        All lanes;                                       \
+        __VA_ARGS__                                      \
+      }                                                  \
+    for (; i < (n); i += W) {                            \
+      [[maybe_unused]] constexpr int k = 0;                               \
+      int64_t j = i;                                     \
+      if (j + W <= (n)) {                                \
+        All lanes;                                       \
+        __VA_ARGS__                                      \
+      } else {                                           \
+        Some lanes{(n) - j};                             \
+        __VA_ARGS__                                      \
+      }                                                  \
+    }                                                    \
+  }
+
+// The value in unused lanes of a tail: what `lanes` does not cover becomes `other`.
+INLINE vf keep(vf v, vf, All) { return v; }
+INLINE vf keep(vf v, vf other, Some s) {
+  return lane_numbers() < static_cast<int32_t>(s.n) ? v : other;
+}
+
+constexpr float LOWEST = -__builtin_inff();
+constexpr int64_t BLOCK = 4096;  // elements whose second reading comes from a near cache
+
+// Maximum and minimum that keep NaN.
+INLINE vf larger(vf acc, vf x) {
+  vf m = vmax(acc, x);  // x where either is NaN
+  return acc != acc ? acc : m;
+}
+INLINE vf smaller(vf acc, vf x) {
+  vf m = vmin(acc, x);
+  return acc != acc ? acc : m;
+}
+INLINE float largest(vf v) {
+  float m = v[0];
+  for (int k = 1; k < W; ++k) m = (v[k] > m || v[k] != v[k]) ? v[k] : m;
+  return m;
+}
+INLINE float smallest(vf v) {
+  float m = v[0];
+  for (int k = 1; k < W; ++k) m = (v[k] < m || v[k] != v[k]) ? v[k] : m;
+  return m;
+}
+INLINE vf total(const vf (&a)[4]) { return (a[0] + a[2]) + (a[1] + a[3]); }
+
+}  // namespace tensorlogic::TENSORLOGIC_ISA

@@ -1,0 +1,53 @@
+"""attention_scores on CPUs: a float32 product, then scale, mask, softmax and rounding in one pass over the scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import native
+from ...numerics import DTYPES
+from ...op import Launcher
+from ...plans import Key
+from ..common import cpu_products, native_wiring, wiring
+from . import ATTENTION_SCORES
+
+
+def supports(key: Key) -> str | None:
+    """None for contiguous q and k with equal leading dimensions, and no mask or one of the scores' shape."""
+    q, k, mask = key.tensors
+    assert q is not None and k is not None
+    if q.shape[:-2] != k.shape[:-2]:
+        return "leading dimensions of q and k differ"
+    if mask is not None and (
+        not mask.shape or mask.shape[-1] != k.shape[-2] or not wiring.is_contiguous(mask)
+    ):
+        return "the mask is strided or broadcast along its last dimension"
+    return native_wiring.contiguous(key, "q", "k")
+
+
+def guess(key: Key) -> float:
+    """Eager makes three or more passes over the scores."""
+    q, k = key.spec("q"), key.spec("k")
+    assert q is not None and k is not None
+    scores = native_wiring.size_of(key, "q") // max(q.shape[-1], 1) * k.shape[-2]
+    return 0.6 if scores > 16384 else 1.0
+
+
+def build(key: Key) -> Launcher:
+    """The launcher over (q, k, scale, mask)."""
+    causal, dtype = key.flag("is_causal"), DTYPES[native_wiring.dtype_of(key, "q")]
+    in_place, out_of_place = native.op("softmax_"), native.op("softmax")
+
+    def launch(q: Any, k: Any, scale: float, mask: Any) -> Any:
+        scores = torch.matmul(cpu_products.widened(q), cpu_products.widened(k).transpose(-1, -2))
+        if dtype == torch.float32:
+            in_place(scores, mask, scale, causal)
+            return (scores,)
+        return (out_of_place(scores, mask, scale, causal, dtype),)
+
+    return launch
+
+
+native_wiring.add(ATTENTION_SCORES, "cpu.fused", build, supports, guess, __name__)

@@ -1,0 +1,34 @@
+"""gelu_linear on CPUs: a native GELU into float32, the product, the bias and rounding in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ... import native
+from ...op import Config, Launcher
+from ...plans import Key
+from ..common import cpu_products
+from . import GELU_LINEAR
+
+
+def build(key: Key, config: Config) -> Launcher:
+    """The launcher over (x, weight, bias)."""
+    gelu, tanh = native.op("gelu"), key.flag("approximate") == "tanh"
+    product, finish = (
+        cpu_products.product(config),
+        cpu_products.finish(key, cpu_products.linear_shape(key)),
+    )
+
+    def launch(x: Any, weight: Any, bias: Any) -> Any:
+        return (
+            finish(
+                product(gelu(cpu_products.widened(x), tanh), cpu_products.weight32(weight)),
+                bias,
+                None,
+            ),
+        )
+
+    return launch
+
+
+cpu_products.add(GELU_LINEAR, "cpu.fused", build, __name__)

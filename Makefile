@@ -1,6 +1,7 @@
 # make bench   set up, then the quick benchmark: a table on screen and a result file
 # make test    set up, then formatting, lint, types and tests
 # make tables  write the tables of README.md anew from benchmarks/results/
+# make clean   remove what set-up and runs have made
 #
 # Without a virtual environment, where everything is installed already:  make bench PYTHON=python3 VENV=
 # A PyTorch of your own choice:  make bench TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
@@ -9,6 +10,7 @@ SHELL := bash
 BASE ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.7.1; platform_system == 'Linux' and platform_machine == 'x86_64'
 RESULT ?= reports/bench.json
 BENCH ?= --quick
 
@@ -39,7 +41,7 @@ setup: $(READY)
 
 $(VENV)/.ready: pyproject.toml
 	$(BASE) -m venv $(VENV)
-	$(PYTHON) -c "import torch" 2>/dev/null || $(PYTHON) -m pip install --quiet $(TORCH)
+	$(PYTHON) -c "import torch" 2>/dev/null || $(PYTHON) -m pip install --quiet $(TORCH) "$(TRITON)"
 	$(PYTHON) -m pip install --quiet --editable '.[test]'
 	touch $@
 

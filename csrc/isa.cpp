@@ -21,7 +21,8 @@ namespace {
 
 #if defined(__x86_64__)
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
 }
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -60,9 +61,10 @@ std::string isa_features() {
 #if defined(__x86_64__)
 #define FEATURE(name) \
   if (__builtin_cpu_supports(name)) found += "," name;
-  FEATURE("f16c") FEATURE("fma") FEATURE("avx512vnni") FEATURE("avx512bf16")
+  FEATURE("f16c")
+  FEATURE("fma") FEATURE("avx512vnni") FEATURE("avx512bf16")
 #undef FEATURE
-  if (has_avx2()) found += ",avx2";
+      if (has_avx2()) found += ",avx2";
   if (has_avx512()) found += ",avx512";
 #elif defined(__aarch64__)
   found += ",neon";
@@ -72,7 +74,9 @@ std::string isa_features() {
 
 std::string set_isa(const std::string& name) {
   const Kernels* wanted = name == "auto" ? best() : level(name);
-  if (!wanted) throw std::runtime_error("set_isa: '" + name + "' is not one of this machine's levels: " + isa_features());
+  if (!wanted)
+    throw std::runtime_error("set_isa: '" + name +
+                             "' is not one of this machine's levels: " + isa_features());
   return current().exchange(wanted)->name;
 }
 

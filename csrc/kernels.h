@@ -1,5 +1,6 @@
-// What the kernels of one instruction set offer to the operators: a table of functions over raw contiguous memory.
-// Kernels own no threads and no memory: the caller splits the work and provides outputs and scratch.
+// What the kernels of one instruction set offer to the operators: a table of functions over raw
+// contiguous memory. Kernels own no threads and no memory: the caller splits the work and provides
+// outputs and scratch.
 #pragma once
 
 #include <stdint.h>
@@ -20,15 +21,34 @@ constexpr int64_t item_size(DType t) { return t == DType::f32 ? 4 : 2; }
 
 enum class Activation : int32_t { none, relu, gelu, gelu_tanh, silu };
 
-// Backward formulas take dy first. `relu_bwd` and its kin take the forward's output, the others its inputs.
+// Backward formulas take dy first. `relu_bwd` and its kin take the forward's output, the others its
+// inputs.
 enum class Elementwise : int32_t {
-  add, sub, mul, div, add_relu, mul_relu, affine, neg, relu, gelu, gelu_tanh, silu,
-  relu_bwd, gelu_bwd, gelu_tanh_bwd, silu_bwd, mul_bwd, mul_relu_bwd, div_bwd
-};  // clang-format: keep the list on few lines
+  add,
+  sub,
+  mul,
+  div,
+  add_relu,
+  mul_relu,
+  affine,
+  neg,
+  relu,
+  gelu,
+  gelu_tanh,
+  silu,
+  relu_bwd,
+  gelu_bwd,
+  gelu_tanh_bwd,
+  silu_bwd,
+  mul_bwd,
+  mul_relu_bwd,
+  div_bwd
+};
 
 enum class Reduction : int32_t { sum, mean, max, min };
 
-// How an operand meets the [rows, cols] output: whole, a [cols] vector, a [rows, 1] column, or one element.
+// How an operand meets the [rows, cols] output: whole, a [cols] vector, a [rows, 1] column, or one
+// element.
 enum class Mode : int32_t { full, row, column, one };
 
 struct Operand {
@@ -138,20 +158,21 @@ struct Kernels {
   void (*layer_norm)(const LayerNormCall&, int64_t begin, int64_t end);
   void (*layer_norm_backward)(const LayerNormBackwardCall&, int64_t begin, int64_t end);
   void (*softmax)(const SoftmaxCall&, int64_t begin, int64_t end);
-  void (*softmax_backward)(DType, const void* dy, const void* y, void* dx, int64_t cols, float scale, int64_t begin,
-                           int64_t end);
+  void (*softmax_backward)(DType, const void* dy, const void* y, void* dx, int64_t cols,
+                           float scale, int64_t begin, int64_t end);
   void (*cross_entropy)(const CrossEntropyCall&, int64_t begin, int64_t end);
   void (*cross_entropy_backward)(const CrossEntropyBackwardCall&, int64_t begin, int64_t end);
   // One run of n contiguous elements to one value; n elements per call bounds the float32 error.
   float (*reduce)(Reduction, DType, const void* x, int64_t n);
   // acc[j] (op)= x[i * stride + j] for i < n, j < cols; acc holds sums, or running extremes.
-  void (*reduce_columns)(Reduction, DType, const void* x, float* acc, int64_t n, int64_t cols, int64_t stride);
+  void (*reduce_columns)(Reduction, DType, const void* x, float* acc, int64_t n, int64_t cols,
+                         int64_t stride);
   // y[r] = sum_k w[r * K + k] * x[k], rows begin..end of w
-  void (*dot_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N, int64_t begin,
-                   int64_t end);
+  void (*dot_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
+                   int64_t begin, int64_t end);
   // y[m, j] += sum_k x[m, k] * w[k * N + j], columns begin..end
-  void (*axpy_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N, int64_t begin,
-                    int64_t end);
+  void (*axpy_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
+                    int64_t begin, int64_t end);
 };
 
 }  // namespace tensorlogic

@@ -17,7 +17,8 @@ int64_t Shape::numel() const {
 }
 
 bool Shape::operator==(const Shape& other) const {
-  return dim == other.dim && memcmp(sizes, other.sizes, static_cast<size_t>(dim) * sizeof(int64_t)) == 0;
+  return dim == other.dim &&
+         memcmp(sizes, other.sizes, static_cast<size_t>(dim) * sizeof(int64_t)) == 0;
 }
 
 std::string Shape::text() const {
@@ -27,7 +28,8 @@ std::string Shape::text() const {
 }
 
 int32_t code_of(DType dtype) {
-  static const int32_t codes[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float16(), aoti_torch_dtype_bfloat16()};
+  static const int32_t codes[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float16(),
+                                  aoti_torch_dtype_bfloat16()};
   return codes[static_cast<int>(dtype)];
 }
 
@@ -63,12 +65,18 @@ Input::~Input() {
 
 void Input::check(const char* op, const char* name) const {
   if (!contiguous)
-    fail(std::string(op) + ": " + name + " of shape " + shape.text() + " must be contiguous; call .contiguous() on it");
+    fail(std::string(op) + ": " + name + " of shape " + shape.text() +
+         " must be contiguous; call .contiguous() on it");
 }
 
 void Input::check(const char* op, const char* name, int32_t wanted) const {
   check(op, name);
-  if (code != wanted) fail(std::string(op) + ": " + name + " must have the element type of the other tensors");
+  if (code != wanted)
+    fail(std::string(op) + ": " + name + " must have the element type of the other tensors");
+}
+
+Output::~Output() {
+  if (handle) aoti_torch_delete_tensor_object(handle);
 }
 
 bool past_caches(int64_t bytes) { return bytes >= (int64_t{32} << 20); }
@@ -83,12 +91,13 @@ Output make(int32_t code, Shape shape, bool zero) {
   }
   const int64_t bytes = shape.numel() * static_cast<int64_t>(aoti_torch_dtype_element_size(code));
   const int32_t cpu = aoti_torch_device_type_cpu();
-  Output out{nullptr, nullptr};
+  Output out;
   if (bytes >= pool::SMALLEST) {
     pool::Block block = pool::allocate(bytes);
     if (block.data) {
-      if (torch_from_blob(block.data, shape.dim, shape.sizes, strides, 0, code, cpu, -1, &out.handle,
-                          aoti_torch_layout_strided(), nullptr, 0, &pool::release, block.ticket) != TORCH_SUCCESS) {
+      if (torch_from_blob(block.data, shape.dim, shape.sizes, strides, 0, code, cpu, -1,
+                          &out.handle, aoti_torch_layout_strided(), nullptr, 0, &pool::release,
+                          block.ticket) != TORCH_SUCCESS) {
         pool::release(block.data, block.ticket);
         fail("PyTorch's from_blob failed");
       }
@@ -100,8 +109,10 @@ Output make(int32_t code, Shape shape, bool zero) {
       return out;
     }
   }
-  if (aoti_torch_empty_strided(shape.dim, shape.sizes, strides, code, cpu, -1, &out.handle) != TORCH_SUCCESS)
-    fail("DefaultCPUAllocator: can't allocate memory: you tried to allocate " + std::to_string(bytes) + " bytes.");
+  if (aoti_torch_empty_strided(shape.dim, shape.sizes, strides, code, cpu, -1, &out.handle) !=
+      TORCH_SUCCESS)
+    fail("DefaultCPUAllocator: can't allocate memory: you tried to allocate " +
+         std::to_string(bytes) + " bytes.");
   aoti_torch_get_data_ptr(out.handle, &out.data);
   if (zero && bytes > 0) memset(out.data, 0, static_cast<size_t>(bytes));
   return out;

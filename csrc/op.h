@@ -1,4 +1,5 @@
-// The seam to PyTorch's stable ABI: borrowed views of arguments, pooled outputs, boxing, its thread pool.
+// The seam to PyTorch's stable ABI: borrowed views of arguments, pooled outputs, boxing, its thread
+// pool.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -25,8 +26,9 @@ struct Shape {
   std::string text() const;
 };
 
-int32_t code_of(DType dtype);                               // PyTorch's number for it
-DType dtype_of(int32_t code, const char* op, const char* name);  // fails unless float16, bfloat16 or float32
+int32_t code_of(DType dtype);  // PyTorch's number for it
+DType dtype_of(int32_t code, const char* op,
+               const char* name);  // fails unless float16, bfloat16 or float32
 
 // An argument: owns its handle, borrows the tensor's memory.
 class Input {
@@ -52,18 +54,32 @@ class Input {
 };
 using Maybe = std::optional<Input>;
 
-// A new contiguous tensor: from the pool where it is large, from PyTorch where it is small.
-struct Output {
-  AtenTensorHandle handle;
-  void* data;
+// A new contiguous tensor: from the pool where it is large, from PyTorch where it is small. Freed
+// unless returned.
+class Output {
+ public:
+  Output() = default;
+  Output(Output&& other) noexcept
+      : data(other.data), handle(std::exchange(other.handle, nullptr)) {}
+  Output& operator=(Output&&) = delete;
+  ~Output();
+  AtenTensorHandle release() { return std::exchange(handle, nullptr); }
+
+  void* data = nullptr;
+
+ private:
+  friend Output make(int32_t code, Shape shape, bool zero);
+  AtenTensorHandle handle = nullptr;
 };
 Output make(int32_t code, Shape shape, bool zero = false);
 inline Output make(DType dtype, Shape shape) { return make(code_of(dtype), shape); }
 
-// Outputs as large as this go past the caches: they would not stay there anyway, and reading what is overwritten is saved.
+// Outputs as large as this go past the caches: they would not stay there anyway, and reading what
+// is overwritten is saved.
 bool past_caches(int64_t bytes);
 
-// f(begin, end) over [0, n) on PyTorch's threads, in pieces of at least `grain`, their borders multiples of `unit`.
+// f(begin, end) over [0, n) on PyTorch's threads, in pieces of at least `grain`, their borders
+// multiples of `unit`.
 template <class F>
 void parallel(int64_t n, int64_t grain, int64_t unit, const F& f) {
   if (n <= 0) return;
@@ -90,7 +106,9 @@ struct Unbox {
 };
 template <>
 struct Unbox<const Input&> {
-  static Input from(StableIValue v) { return Input(torch::stable::detail::to<AtenTensorHandle>(v)); }
+  static Input from(StableIValue v) {
+    return Input(torch::stable::detail::to<AtenTensorHandle>(v));
+  }
 };
 template <>
 struct Unbox<const Maybe&> {
@@ -103,9 +121,9 @@ struct Unbox<const Maybe&> {
   }
 };
 
-inline StableIValue box(Output o) { return torch::stable::detail::from(o.handle); }
+inline StableIValue box(Output& o) { return torch::stable::detail::from(o.release()); }
 template <class T>
-StableIValue box(const T& v) {
+StableIValue box(T& v) {
   return torch::stable::detail::from(v);
 }
 template <class T>
@@ -115,7 +133,7 @@ void push(StableIValue* stack, T&& result) {
 template <class... T>
 void push(StableIValue* stack, std::tuple<T...>&& results) {
   int i = 0;
-  std::apply([&](const auto&... r) { ((stack[i++] = box(r)), ...); }, results);
+  std::apply([&](auto&... r) { ((stack[i++] = box(r)), ...); }, results);
 }
 
 template <auto F>
@@ -130,7 +148,9 @@ struct Boxed<F> {
     else
       push(stack, F(std::get<I>(args)...));
   }
-  static void call(StableIValue* stack, uint64_t, uint64_t) { run(stack, std::index_sequence_for<A...>{}); }
+  static void call(StableIValue* stack, uint64_t, uint64_t) {
+    run(stack, std::index_sequence_for<A...>{});
+  }
 };
 
 }  // namespace boxing

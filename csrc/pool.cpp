@@ -20,8 +20,9 @@ namespace tensorlogic::pool {
 namespace {
 
 constexpr int64_t HUGE_PAGE = 2 << 20;
-constexpr int FIRST_BIT = 16;             // log2(SMALLEST)
-constexpr int CLASSES = (47 - FIRST_BIT) * 4;  // four a power of two: at most a quarter of a block is unused
+constexpr int FIRST_BIT = 16;  // log2(SMALLEST)
+constexpr int CLASSES =
+    (47 - FIRST_BIT) * 4;  // four a power of two: at most a quarter of a block is unused
 
 int class_of(int64_t bytes) {
   int bit = 63 - __builtin_clzll(static_cast<unsigned long long>(bytes - 1));
@@ -59,10 +60,12 @@ void unmap(void* data, int64_t size) {
 // What this process may use: the machine's memory, or its control group's limit where that is less.
 int64_t memory_limit() {
   int64_t limit = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
-  for (const char* path : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
+  for (const char* path :
+       {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
     if (FILE* f = fopen(path, "r")) {
       long long value = 0;
-      if (fscanf(f, "%lld", &value) == 1 && value > 0) limit = std::min(limit, static_cast<int64_t>(value));
+      if (fscanf(f, "%lld", &value) == 1 && value > 0)
+        limit = std::min(limit, static_cast<int64_t>(value));
       fclose(f);
     }
   }
@@ -97,8 +100,8 @@ struct Pool {
     while (held > limit) {
       int oldest = -1;
       for (int i = 0; i < CLASSES; ++i)
-        if (!classes[i].free.empty() &&
-            (oldest < 0 || classes[i].free.front().freed_at < classes[oldest].free.front().freed_at))
+        if (!classes[i].free.empty() && (oldest < 0 || classes[i].free.front().freed_at <
+                                                           classes[oldest].free.front().freed_at))
           oldest = i;
       drop_oldest_of(oldest);
     }
@@ -109,7 +112,8 @@ struct Pool {
 Pool& pool() {
   static Pool& instance = *[] {
     Pool* p = new Pool;
-    pthread_atfork([] { pool().mutex.lock(); }, [] { pool().mutex.unlock(); }, [] { pool().mutex.unlock(); });
+    pthread_atfork([] { pool().mutex.lock(); }, [] { pool().mutex.unlock(); },
+                   [] { pool().mutex.unlock(); });
     atexit([] { configure(0, 0); });
     return p;
   }();
@@ -182,7 +186,8 @@ void release(void* data, void* ticket) {
 std::vector<int64_t> stats() {
   Pool& p = pool();
   std::lock_guard<std::mutex> lock(p.mutex);
-  return {p.allocations, p.reuses, p.in_use, p.requested, p.held, p.high_water, p.max_bytes, p.max_buffers};
+  return {p.allocations, p.reuses,     p.in_use,    p.requested,
+          p.held,        p.high_water, p.max_bytes, p.max_buffers};
 }
 
 std::vector<int64_t> classes() {
@@ -192,7 +197,8 @@ std::vector<int64_t> classes() {
   for (int i = 0; i < CLASSES; ++i) {
     const Class& c = p.classes[i];
     if (!c.allocations && !c.in_use && c.free.empty()) continue;
-    rows.insert(rows.end(), {size_of(i), c.in_use, static_cast<int64_t>(c.free.size()), c.allocations, c.reuses});
+    rows.insert(rows.end(), {size_of(i), c.in_use, static_cast<int64_t>(c.free.size()),
+                             c.allocations, c.reuses});
   }
   return rows;
 }

@@ -1,4 +1,5 @@
-// Memory for CPU outputs: freed blocks are kept by size class and given out again, so that large outputs cost no page faults.
+// Memory for CPU outputs: freed blocks are kept by size class and given out again, so that large
+// outputs cost no page faults.
 #pragma once
 
 #include <stdint.h>
@@ -15,11 +16,13 @@ struct Block {
   bool zeroed;   // fresh from the system, so already zero
 };
 
-// At least `bytes` (>= SMALLEST), aligned to 64; data is null where the pool is disabled or the system has no more.
+// At least `bytes` (>= SMALLEST), aligned to 64; data is null where the pool is disabled or the
+// system has no more.
 Block allocate(int64_t bytes);
 void release(void* data, void* ticket);
 
-// allocations, reuses, bytes_in_use, bytes_requested, bytes_held, high_water_bytes, max_bytes, max_buffers_per_size
+// allocations, reuses, bytes_in_use, bytes_requested, bytes_held, high_water_bytes, max_bytes,
+// max_buffers_per_size
 std::vector<int64_t> stats();
 // Five numbers a size class that was ever used: size, in_use, held, allocations, reuses
 std::vector<int64_t> classes();

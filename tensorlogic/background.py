@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ from .op import Launcher, Op
 from .plans import Key, environment
 from .study import Study
 
+LOG = logging.getLogger("tensorlogic")
 SHARE = 0.05
+FIRST_STEP_S = 0.02  # inputs, references and a first look at eager: at least, or 30 calls
 _WATCHES: dict[tuple[str, str], Watch] = {}
 _BUSY = threading.Lock()  # one study step at a time in the whole process
 
@@ -29,6 +32,11 @@ def watch(op: Op, key: Key, device: torch.device, launch: Launcher) -> Launcher:
     if known.done:
         return launch
     return known.wrap(launch)
+
+
+def forget() -> None:
+    """Let every key be studied again, as a fresh process would."""
+    _WATCHES.clear()
 
 
 class Watch:
@@ -60,7 +68,7 @@ class Watch:
         """Time this call; then, if the key has earned it, take one step."""
         begin = time.perf_counter()
         outs = launch(*dynamic)
-        if not capture_watch.capturing(self.device) and not capture_watch.any_thread():
+        if capture_watch.quiet(self.device):
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
             taken = time.perf_counter() - begin
@@ -91,13 +99,17 @@ class Watch:
                     budget_s=0.05,
                 )
                 self.steps = self.study.steps()
-                self.next_s = 20 * self.call_s
+                self.next_s = max(FIRST_STEP_S, 30 * self.call_s)
             elif compiling.ready(self.study.pending if self.study else ()):
                 with stores.preserved(self.device), _side_stream(self.device):
                     self.next_s = next(self.steps, -1.0)
             self.used_s += time.perf_counter() - begin
             if self.next_s < 0:
                 self._finish()
+        except Exception:  # nothing that measuring meets may reach a caller who did not ask for it
+            LOG.exception("tensorlogic: %s cannot be measured", self.key.text)
+            self.done = True
+            self.study = self.steps = None
         finally:
             _BUSY.release()
 
@@ -125,3 +137,6 @@ class _side_stream:
         if self.context is not None:
             torch.cuda.current_stream().synchronize()
             self.context.__exit__(*problem)
+
+
+stores.ON_FORGET.append(forget)

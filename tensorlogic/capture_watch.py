@@ -1,4 +1,4 @@
-"""Knowing whether any thread captures a CUDA graph: measuring then would break the capture."""
+"""Knowing when not to measure: while any thread captures a CUDA graph, or this one traces."""
 
 from __future__ import annotations
 
@@ -50,3 +50,16 @@ def capturing(device: torch.device) -> bool:
 def any_thread() -> bool:
     """True while some thread is capturing."""
     return bool(_open)
+
+
+def quiet(device: torch.device) -> bool:
+    """True where measuring disturbs nobody: no thread captures, and this one neither traces nor transforms."""
+    return not (
+        capturing(device)
+        or any_thread()
+        or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._functorch.maybe_current_level() is not None
+    )

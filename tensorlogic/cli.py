@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -215,27 +215,8 @@ def explain(
     fn, args, kwargs = calls.call(
         op, dtype, where, size=sizes.parse(size) if size else None, shapes=shape, flags=flags
     )
-    _print(_explained(fn, args, kwargs, measure))
+    _print(calls.explained(fn, args, kwargs, measure))
     return DONE
-
-
-def _explained(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], measure: bool
-) -> object:
-    import torch
-
-    import tensorlogic
-
-    try:
-        with torch.no_grad(), tensorlogic.policy(tune="off"):
-            if measure:
-                tensorlogic.tune(lambda: fn(*args, **kwargs))
-            return tensorlogic.explain(fn, *args, **kwargs)
-    except (
-        TypeError,
-        ValueError,
-    ) as problem:  # what our functions say of arguments that do not fit
-        raise Problem(str(problem)) from problem
 
 
 @app.command

@@ -64,6 +64,16 @@ class _Workers:
 _workers: _Workers | None = None
 
 
+def _after_fork() -> None:
+    """A forked process has none of the threads that serve the jobs: it starts workers of its own."""
+    global _workers
+    _workers = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def submit(jobs: Iterable[Any]) -> None:
     """Start compiling `jobs` (hashable, picklable, with a `run()`) in worker processes; returns at once."""
     global _workers
@@ -82,10 +92,17 @@ def ready(jobs: Iterable[Any]) -> bool:
 
 
 def settle(job: Any) -> None:
-    """Return when the job's result is on disk, or at once when no worker has begun it (the caller compiles it then)."""
+    """Return when the job's result is on disk, or at once when no worker has begun it (the caller compiles it then).
+
+    Raises:
+        CompileFailure: the worker failed or died; the caller's process does not try what may take it down, too.
+    """
     future = _future(job)
-    if future is not None and not future.cancel():
-        future.result()
+    if future is None or future.cancel():
+        return
+    reason = future.result()
+    if reason is not None:
+        raise CompileFailure(reason)
 
 
 def _future(job: Any) -> Future[str | None] | None:
@@ -117,7 +134,7 @@ def _attempt(run: Callable[[], object]) -> str | None:
         KeyError,
         AttributeError,
     ) as problem:
-        return f"{type(problem).__name__}: {problem}"  # the caller meets the same failure when it compiles, and records it
+        return f"{type(problem).__name__}: {problem}"
     return None
 
 

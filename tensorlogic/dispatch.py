@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import front, library, policies, selector
-from .op import EAGER, Launcher, Op, Outputs
+from .op import EAGER, Flags, Launcher, Op, Outputs
 from .plans import Key
 
 Run = Callable[..., Any]
+MOST_ENTRIES = 8192  # warm keys of one policy
 
 
 def public(op: Op) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., Tensor]]:
@@ -33,10 +34,13 @@ def internal(op: Op) -> Callable[..., Any]:
 def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: Any) -> Any:
     args = prepare(*given)
     if torch.is_autocast_enabled(_device(args).type):
-        if op.autocast == "composition":
+        lowered = _autocast(op, args)
+        if lowered is None:
             return composition(op, args)
         with torch.autocast(_device(args).type, enabled=False):
-            return _miss(op, lambda *ready: ready, None, *_autocast(op, args))
+            return _miss(op, lambda *ready: ready, None, *lowered)
+    if _transforming() or any(isinstance(a, Tensor) and a.is_complex() for a in args):
+        return composition(op, args)  # PyTorch's own ops transform in every way; ours do not
     if torch.compiler.is_dynamo_compiling():
         return library.traced(op, args)
     road = _special(op, args)
@@ -52,23 +56,25 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
 
 def call(op: Op, args: Sequence[Any], where: Any = None) -> Any:
     """Serve op-level arguments (no `save`) of plain tensors; make the key warm under `where`. Returns what the public call does."""
-    recording = (
-        op.gradient is not None
-        and torch.is_grad_enabled()
-        and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    recording = torch.is_grad_enabled() and any(
+        isinstance(a, Tensor) and a.requires_grad for a in args
     )
+    if recording and op.gradient is None:  # a gradient's own gradient
+        return composition(op, args)
     if op.gradient is not None:
         args = (*args, recording)
     dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
     bound = Bound(op, args, policies.current(), recording)
     if where is not None and bound.cacheable:
         tensors = [a for p, a in zip(op.params, args, strict=True) if p.is_tensor and a is not None]
-        bound.policy.entries.setdefault(where, []).append((front.guard(tensors), bound.run))
+        entries = bound.policy.entries
+        if len(entries) >= MOST_ENTRIES:  # shapes without end: start again rather than grow
+            entries.clear()
+        entries.setdefault(where, []).append((front.guard(tensors), bound.run))
     out = bound.run(*dynamic)
     if out is None:
-        raise RuntimeError(
-            f"{op.name}: candidate {bound.choice.candidate.id} declined the key it was bound for: {bound.key.text}"
-        )
+        outs = bound.declined(dynamic)
+        return outs if op.internal else outs[0]
     return out
 
 
@@ -76,12 +82,11 @@ def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
     """All outputs of op-level arguments (`save` included), nothing recorded: what the registered op runs."""
     bound = Bound(op, args, policies.current(), False, compiled=compiled)
     dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
-    outs = bound.launch(*dynamic)
-    if outs is None:
-        raise RuntimeError(
-            f"{op.name}: candidate {bound.choice.candidate.id} declined the key it was bound for: {bound.key.text}"
-        )
-    return outs
+    try:
+        outs = bound.launch(*dynamic)
+    except torch.OutOfMemoryError as problem:
+        outs = bound.rescue(bound.choice, dynamic, problem)
+    return bound.declined(dynamic) if outs is None else outs
 
 
 class Bound:
@@ -103,8 +108,9 @@ class Bound:
             args, "forward" if saving else "backward" if op.internal else "inference"
         )
         self.flags: SimpleNamespace = op.namespace(self.key)
+        watched = chosen.observer is not None  # who watches must meet the backward ops, too
         self.choice = selector.choose(
-            op, self.key, args, chosen, compiled=compiled, whole=not recording
+            op, self.key, args, chosen, compiled=compiled, whole=watched or not recording
         )
         self.launch: Launcher = self.choice.launch
         self.cacheable = self.choice.cacheable
@@ -115,7 +121,7 @@ class Bound:
     def _runner(self, choice: selector.Choice, recording: bool) -> Run:
         """From dynamic arguments to what the caller gets; None where the launcher declines."""
         launch = choice.launch
-        if choice.candidate.id != EAGER and recording:
+        if recording and (choice.candidate.id != EAGER or self.policy.observer is not None):
             return lambda *dynamic: _Recorded.apply(self, launch, *dynamic)
 
         def run(*dynamic: Any) -> Any:
@@ -129,7 +135,7 @@ class Bound:
         return run
 
     def rescue(
-        self, choice: selector.Choice, dynamic: tuple[Any, ...], problem: torch.OutOfMemoryError
+        self, choice: selector.Choice, dynamic: Sequence[Any], problem: torch.OutOfMemoryError
     ) -> Outputs | None:
         """A candidate ran out of memory: eager takes this call; eager's own failure is the caller's."""
         if choice.candidate.id == EAGER:
@@ -140,6 +146,17 @@ class Bound:
             f"tensorlogic: {choice.candidate.id} ran out of memory on {self.key.text}; torch.eager serves it",
         )
         return self.op.candidates[EAGER].bind(self.key, {}, self.device)(*dynamic)
+
+    def declined(self, dynamic: Sequence[Any]) -> Outputs:
+        """A candidate declined the very key it was bound for: eager takes this call."""
+        selector.say_once(
+            self.op,
+            self.choice.candidate.id,
+            f"tensorlogic: {self.choice.candidate.id} declined {self.key.text}, which it was bound for; torch.eager serves it",
+        )
+        outs = self.op.candidates[EAGER].bind(self.key, {}, self.device)(*dynamic)
+        assert outs is not None
+        return outs
 
 
 def _two_ways(eager: Run, captured: Run) -> Run:
@@ -183,7 +200,7 @@ class _Recorded(torch.autograd.Function):
             ctx.scalars,
             dy,
         )
-        if bound.policy is policies.ROOT:
+        if bound.policy is policies.current():
             return (None, None, *gradients(*given))
         with policies.use(bound.policy):  # backward threads do not inherit the caller's context
             return (None, None, *gradients(*given))
@@ -207,8 +224,8 @@ def gradients(
 def composition(op: Op, args: Sequence[Any]) -> Any:
     """The plain PyTorch composition, differentiable in every way PyTorch's own ops are."""
     full = (*args, False) if op.gradient is not None else tuple(args)
-    key = SimpleNamespace(
-        flags=[(p.name, a) for p, a in zip(op.params, full, strict=True) if not p.is_dynamic]
+    key = Flags(
+        tuple((p.name, a) for p, a in zip(op.params, full, strict=True) if not p.is_dynamic)
     )
     launch = op.candidates[EAGER].bind(cast(Key, key), {}, _device(args))
     outs = launch(*[a for p, a in zip(op.params, full, strict=True) if p.is_dynamic])
@@ -223,8 +240,6 @@ def _special(op: Op, args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] 
         forward_ad.unpack_dual(t).tangent is not None for t in tensors
     ):
         return composition
-    if torch._C._functorch.maybe_current_level() is not None:
-        return library.traced if _only_grad() else composition
     odd = not all(front.plain(t) for t in tensors)
     if odd or torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack():
         return library.traced
@@ -235,26 +250,31 @@ def _special(op: Op, args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] 
     return None
 
 
-def _only_grad() -> bool:
-    stack = torch._C._functorch.get_interpreter_stack()
-    return stack is not None and all(
-        i.key() == torch._C._functorch.TransformType.Grad for i in stack
-    )
+def _transforming() -> bool:
+    """True inside torch.func's transforms; torch.compile asks once for each graph, which it guards by the transforms."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
-def _autocast(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments as autocast would hand them to the PyTorch ops that `op` stands for."""
-    if op.autocast == "promote":
+_transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _autocast(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Arguments as autocast would hand them to the PyTorch ops that `op` stands for; None where it would treat those apart."""
+    if op.autocast == "composition":
+        return None
+    if op.autocast == "promote" or op.internal:  # the gradient of what ran keeps its dtypes
         return args
     dtype = (
         torch.float32 if op.autocast == "float32" else torch.get_autocast_dtype(_device(args).type)
     )
 
-    def lowered(a: Any) -> Any:
-        eligible = isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64
-        return a.to(dtype) if eligible else a
+    def eligible(a: Any) -> bool:
+        return isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64
 
-    return tuple(lowered(a) for a in args)
+    kept = [a for p, a in zip(op.params, args, strict=False) if p.name in op.uncast]
+    if any(eligible(a) and a.dtype != dtype for a in kept):
+        return None
+    return tuple(a.to(dtype) if eligible(a) else a for a in args)
 
 
 def _device(args: Sequence[Any]) -> torch.device:

@@ -65,7 +65,7 @@ def candidates(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> dict[
         registry.ready("cpu")
         return {id: c.available("cpu") for id, c in found.candidates.items()}
     _, key, _ = _met(op, args, kwargs)[0]
-    return {id: c.available(key.device) or c.supports(key) for id, c in found.candidates.items()}
+    return {id: c.unfit(key) for id, c in found.candidates.items()}
 
 
 @dataclass
@@ -169,7 +169,7 @@ def _row(
     )
     candidate = op.candidates[id]
     if e is None or e.source != candidate.source:
-        reason = candidate.available(key.device) or candidate.supports(key)
+        reason = candidate.unfit(key)
         text = reason or ("its source has changed since it was measured" if e else "not measured")
         return (id, "-", "-", "-", chosen, "" if chosen and not reason else text)
     if e.status == "refused":

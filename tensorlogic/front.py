@@ -26,7 +26,7 @@ def {name}({signature}):
     try:
         where = ({id}, {key}grad_enabled())
         bucket = current_policy().entries.get(where)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):  # no tensor, no hash, no one shape
         return miss(None, {names})
     if bucket is not None and not function_mode() and not dispatch_modes() and forward_ad._current_level < 0{scalars}:
         for check, run in bucket:

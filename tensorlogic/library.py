@@ -127,13 +127,20 @@ def _setup(op: Op, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     if not flags.save:  # called directly and yet recorded: run again what backward needs
         outs = traced_all(op, (*inputs[:-1], True))
         flags.save = True
+    ctx.set_materialize_grads(False)  # so that a gradient of what only backward uses shows
     ctx.flags = flags
     ctx.scalars = tuple(a for p, a in zip(op.dynamic, dynamic, strict=True) if not p.is_tensor)
     ctx.save_for_backward(*op.gradient.save(flags, dynamic, outs))
 
 
-def _backward(op: Op, ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+def _backward(op: Op, ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Any, ...]:
     from . import dispatch
+
+    if dy is None or any(g is not None for g in others):
+        raise RuntimeError(
+            f"{op.name}: double backward is not available through the registered op, whose other outputs have no gradient; "
+            f"compute it under tensorlogic.policy(force='torch.eager') with plain tensors"
+        )
 
     needs = [n for p, n in zip(op.params, ctx.needs_input_grad, strict=True) if p.is_dynamic]
     grads = iter(dispatch.gradients(op, ctx.flags, needs, ctx.saved_tensors, ctx.scalars, dy))

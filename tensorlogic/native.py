@@ -16,7 +16,14 @@ LIBRARY_VARIABLE = "TENSORLOGIC_NATIVE_LIBRARY"
 OLDEST_TORCH = (2, 11)  # the stable ABI that the library targets
 
 #: The numbers by which native ops know an activation.
-ACTIVATIONS: dict[str | None, int] = {None: 0, "none": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+ACTIVATIONS: dict[str | None, int] = {
+    None: 0,
+    "none": 0,
+    "relu": 1,
+    "gelu": 2,
+    "gelu_tanh": 3,
+    "silu": 4,
+}
 #: And the reduction of a loss.
 REDUCTIONS: dict[str, int] = {"none": 0, "mean": 1, "sum": 2}
 
@@ -38,7 +45,11 @@ def _load() -> str | None:
     if version < OLDEST_TORCH:
         return f"PyTorch {torch.__version__} is older than 2.11, which the native library needs: upgrade torch"
     if not path.exists():
-        remedy = f"run `python {_BUILDER.relative_to(_PACKAGE.parent)}`" if _BUILDER.exists() else "install a wheel that has it"
+        remedy = (
+            f"run `python {_BUILDER.relative_to(_PACKAGE.parent)}`"
+            if _BUILDER.exists()
+            else "install a wheel that has it"
+        )
         return f"the native library {path.name} is not built: {remedy}"
     try:
         torch.ops.load_library(str(path))

@@ -60,11 +60,13 @@ class Candidate:
     )
     sources: tuple[
         Any, ...
-    ] = ()  # modules whose text decides the result; a change invalidates its evidence
+    ] = ()  # modules (or texts: a package with its version) that decide the result; a change invalidates its evidence
     jobs: Callable[[Key, Config, torch.device], Sequence[Any]] = (
         lambda key, config, device: ()
     )  # compile work for other processes
-    guess: Callable[[Key], float] = lambda key: 1.0  # expected time over torch.eager's, for keys nobody has measured
+    guess: Callable[[Key], float] = lambda key: (
+        1.0
+    )  # expected time over torch.eager's, for keys nobody has measured
     deterministic: bool = True
     trusted: bool = (
         False  # shipped with this package: may serve a key whose neighbour it was measured on
@@ -74,12 +76,23 @@ class Candidate:
     def source(self) -> str:
         """Hash of the text that decides what this candidate computes."""
         digest = hashlib.sha256(self.id.encode())
-        for item in self.sources:
+        for item in self.sources or (self.bind,):
             try:
-                digest.update(inspect.getsource(item).encode())
-            except (OSError, TypeError):
-                digest.update(repr(getattr(item, "__qualname__", item)).encode())
+                text = item if isinstance(item, str) else inspect.getsource(item)
+                digest.update(text.encode())
+            except (
+                OSError,
+                TypeError,
+            ):  # built in, or an object: its name, the same in every process
+                digest.update(getattr(item, "__qualname__", type(item).__qualname__).encode())
         return digest.hexdigest()[:12]
+
+    def unfit(self, key: Key) -> str | None:
+        """Why this candidate cannot run a key on this machine, or None."""
+        try:
+            return self.available(key.device) or self.supports(key)
+        except Exception as problem:  # a third party's code may raise anything; it is said by name
+            return f"unsupported: asking it raised {type(problem).__name__}: {problem}"
 
 
 @dataclass(frozen=True)
@@ -115,9 +128,8 @@ class Op:
     gradient: Gradient | None = None
     keyed: tuple[str, ...] = ()
     runtime: tuple[str, ...] = ()
-    autocast: str = (
-        "promote"  # "lower" (products), "float32" (softmax, losses), "promote", or "composition"
-    )
+    autocast: str = "promote"  # "lower" (products), "float32" (losses), "promote", or "composition"
+    uncast: tuple[str, ...] = ()  # tensors that autocast leaves alone where the others are lowered
     baseline: Callable[..., Any] | None = (
         None  # same-dtype arithmetic of the reference where torch.eager draws its own numbers
     )
@@ -244,6 +256,13 @@ class Op:
         if self.gradient is not None:
             key = replace(key, flags=(*key.flags[:-1], ("save", False)))
         return self.candidates[EAGER].bind(key, {}, device)
+
+
+class Flags:
+    """As much of a key as the plain composition reads; a class that torch.compile can trace."""
+
+    def __init__(self, flags: tuple[tuple[str, Any], ...]) -> None:
+        self.flags = flags
 
 
 OPS: dict[str, Op] = {}

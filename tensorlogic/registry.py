@@ -10,6 +10,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from . import capture_watch, library
@@ -31,13 +32,18 @@ NATIVE = (  # modules that register native CPU candidates
     "tensorlogic.ops.softmax.cpu_fused",
     "tensorlogic.ops.softmax_cross_entropy.cpu_fused",
 )
-TRITON = (  # modules that register Triton candidates
+TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.linear.triton_tiled",
+    "tensorlogic.ops.linear.cublaslt_epilogue",
     "tensorlogic.ops.matmul.triton_tiled",
+    "tensorlogic.ops.matmul.cublaslt_epilogue",
     "tensorlogic.ops.gelu_linear.triton_tiled",
+    "tensorlogic.ops.gelu_linear.cublaslt_after_gelu",
     "tensorlogic.ops.layer_norm_linear.triton_tiled",
     "tensorlogic.ops.layer_norm_linear.triton_rows",
+    "tensorlogic.ops.layer_norm_linear.cublaslt_after_norm",
     "tensorlogic.ops.linear_batch_norm_relu.triton_tiled",
+    "tensorlogic.ops.linear_batch_norm_relu.cublaslt_columns",
     "tensorlogic.ops.dropout_linear.triton_tiled",
     "tensorlogic.ops.pointwise.triton_elementwise",
     "tensorlogic.ops.reduce.triton_reduce",
@@ -102,6 +108,7 @@ def _plugins() -> None:
         return
     _READY.add("plugins")
     for point in importlib.metadata.entry_points(group=GROUP):
+        known = {name: set(op.candidates) for name, op in OPS.items()}
         try:
             register: Callable[[dict[str, Op]], None] = point.load()
             register(OPS)
@@ -113,3 +120,12 @@ def _plugins() -> None:
                 type(problem).__name__,
                 problem,
             )
+        finally:
+            _distrust(known)
+
+
+def _distrust(known: dict[str, set[str]]) -> None:
+    """Only what is shipped here may serve a key it was not checked on, whatever a plug-in says of itself."""
+    for name, op in OPS.items():
+        for id in op.candidates.keys() - known[name]:
+            op.candidates[id] = replace(op.candidates[id], trusted=False)

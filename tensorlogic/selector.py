@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import background, capture_watch, registry, stores, study
-from .op import EAGER, Candidate, Config, Launcher, Op
-from .plans import Key, Plan
+from .numerics import DTYPES
+from .op import EAGER, Candidate, Config, Launcher, Op, Outputs
+from .plans import Key, Plan, PlanView
 from .policies import Policy
 
 LOG = logging.getLogger("tensorlogic")
@@ -50,22 +51,71 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     if forced is not None:
         return _forced(op, key, forced)
     if policy.lockfile is not None:
-        plan = stores.lockfile(policy.lockfile).get(key)
-        return _planned(plan, "lockfile", one=True) if plan and _current(op, plan) else PLAIN
+        return _fixed(op, key, stores.lockfile(policy.lockfile), "lockfile")
     store = stores.current(device)
+    if policy.deterministic:
+        return _fixed(op, key, store, "fixed plan")
 
     def valid(plan: Plan) -> bool:
         return _current(op, plan)
 
     plan = store.get(key, valid)
     if plan is not None:
-        return _planned(plan, "plan", one=policy.deterministic)
-    if policy.deterministic:
-        return PLAIN
+        return _planned(plan, "plan")
     near = store.nearest(key, lambda id: id in op.candidates and op.candidates[id].trusted, valid)
-    if near is not None and _serves(op, key, near):
-        return _planned(near, f"neighbour {near.key.text}", one=False)
+    if near is not None and _serves(op, key, near, store):
+        return _planned(near, f"neighbour {near.key.text}")
     return _guessed(op, key)
+
+
+def _fixed(op: Op, key: Key, view: PlanView, source: str) -> Decision:
+    """One candidate for every call of these sizes: eager or captured, recorded or not, however aligned; torch.eager in doubt."""
+    twins = [key]
+    if op.gradient is not None:
+        ways = (("inference", False), ("forward", True))
+        twins = [replace(key, direction=d, flags=(*key.flags[:-1], ("save", s))) for d, s in ways]
+    found = [_measured(op, twin, view) for twin in twins]
+    plan = next((p for p in found if p is not None), None)
+    if plan is None:
+        return PLAIN
+    candidate = op.candidates[plan.eager]
+    refused = any(
+        (e.candidate, e.source, e.status) == (candidate.id, candidate.source, "refused")
+        for p in found
+        for e in (p.evidence if p else ())
+    )
+    if refused or not candidate.deterministic:
+        return PLAIN
+    if any(candidate.unfit(unaligned(twin)) for twin in twins):
+        return PLAIN
+    pick = (plan.eager, plan.eager_config)
+    return Decision(pick, pick, source)
+
+
+def _measured(op: Op, key: Key, view: PlanView) -> Plan | None:
+    """The plan of a key, however its tensors were aligned when it was measured: at 16 bytes, or at the least."""
+
+    def valid(plan: Plan) -> bool:
+        return _current(op, plan)
+
+    return view.get(_aligned(key, 16), valid) or view.get(unaligned(key), valid)
+
+
+def unaligned(key: Key) -> Key:
+    """The key in the weakest class of alignment, which every tensor of its dtypes meets."""
+    return _aligned(key, 1)
+
+
+def _itemsize(dtype: str) -> int:
+    return DTYPES[dtype].itemsize if dtype in DTYPES else 1
+
+
+def _aligned(key: Key, least: int) -> Key:
+    specs = [
+        spec and replace(spec, align=min(16, max(least, _itemsize(spec.dtype))))
+        for spec in key.tensors
+    ]
+    return replace(key, tensors=tuple(specs))
 
 
 def _guessed(op: Op, key: Key) -> Decision:
@@ -73,10 +123,7 @@ def _guessed(op: Op, key: Key) -> Decision:
     expected = [
         (c.guess(key), c)
         for c in op.candidates.values()
-        if c.trusted
-        and c.id != EAGER
-        and c.available(key.device) is None
-        and c.supports(key) is None
+        if c.trusted and c.id != EAGER and c.unfit(key) is None
     ]
     if not expected:
         return PLAIN
@@ -105,12 +152,9 @@ def choose(
     capturing = capture_watch.capturing(device)
     if policy.observer is not None and not compiled:
         policy.observer(op, key, device)
-    if (
-        policy.tune == "full"
-        and not policy.reproducible
-        and not capturing
-        and policy.forced(op.name) is None
-    ):
+    if policy.reproducible:
+        key = unaligned(key)
+    elif policy.tune == "full" and policy.forced(op.name) is None and capture_watch.quiet(device):
         stores.measured(op, key, device)
     decision = decide(op, key, device, policy)
     if compiled or capturing:
@@ -122,7 +166,8 @@ def choose(
         choice.captured = _bind(op, key, device, decision.captured, decision.source, whole)
     if (
         policy.tune == "auto"
-        and decision.source not in ("plan", "forced")
+        and decision.source != "plan"
+        and policy.forced(op.name) is None
         and not policy.reproducible
         and policy.observer is None
     ):
@@ -134,7 +179,7 @@ def _forced(op: Op, key: Key, id: str) -> Decision:
     candidate = op.candidates.get(id)
     if candidate is None:
         return Decision((EAGER, {}), (EAGER, {}), f"forced: {op.name} has no {id}")
-    reason = candidate.available(key.device) or candidate.supports(key)
+    reason = candidate.unfit(key)
     if reason is not None:
         say_once(
             op,
@@ -146,21 +191,22 @@ def _forced(op: Op, key: Key, id: str) -> Decision:
     return Decision(pick, pick, "forced")
 
 
-def _planned(plan: Plan, source: str, one: bool) -> Decision:
-    eager = (plan.eager, plan.eager_config)
-    return Decision(eager, eager if one else (plan.captured, plan.captured_config), source)
+def _planned(plan: Plan, source: str) -> Decision:
+    return Decision((plan.eager, plan.eager_config), (plan.captured, plan.captured_config), source)
 
 
 def _current(op: Op, plan: Plan) -> bool:
     return plan.valid({id: c.source for id, c in op.candidates.items()})
 
 
-def _serves(op: Op, key: Key, near: Plan) -> bool:
+def _serves(op: Op, key: Key, near: Plan, store: PlanView) -> bool:
     """A neighbour's winners may serve this key: trusted here, able, and never refused on it."""
     for id in {near.eager, near.captured}:
         candidate = op.candidates[id]
         if id != EAGER and (
-            not candidate.trusted or candidate.available(key.device) or candidate.supports(key)
+            not candidate.trusted
+            or candidate.unfit(key)
+            or store.refused(key, id, candidate.source) is not None
         ):
             return False
     return True
@@ -179,11 +225,13 @@ def _bind(
     if id != EAGER:
         try:
             launch = candidate.bind(key, config, device)
-            if not candidate.trusted and source.startswith("forced"):
-                _must_be_right(op, key, device, candidate, launch)
+            if not candidate.trusted:
+                if source != "plan":  # measured here on this very key
+                    _must_be_right(op, key, device, candidate, launch)
+                launch = _as_aligned(op, key, launch)
             return Choice(candidate, config, launch, source)
-        except (torch.OutOfMemoryError, *study.BIND_ERRORS) as problem:
-            if isinstance(problem, Refused):
+        except study.BIND_ERRORS as problem:
+            if isinstance(problem, Refused) and source == "forced":
                 raise
             say_once(
                 op,
@@ -196,19 +244,37 @@ def _bind(
 
 
 class Refused(RuntimeError):
-    """A forced third-party candidate gave a wrong result on this key."""
+    """A third-party candidate that was forced or locked gave a wrong result on this key."""
 
 
 def _must_be_right(
     op: Op, key: Key, device: torch.device, candidate: Candidate, launch: Launcher
 ) -> None:
     """A candidate from elsewhere is checked on the very key before a caller sees its result, forced or not."""
-    with torch.no_grad():
+    if not capture_watch.quiet(device):
+        raise Refused(
+            f"{op.name}: candidate {candidate.id} was asked for, but cannot be checked on {key.text} "
+            f"while a graph is captured or traced: call it once before"
+        )
+    with stores.preserved(device), torch.no_grad():
         verdict = study.Checker(op, key, device).check(launch)
     if not verdict:
         raise Refused(
-            f"{op.name}: candidate {candidate.id} was forced, but is refused on {key.text}: {verdict.reason}"
+            f"{op.name}: candidate {candidate.id} was asked for, but is refused on {key.text}: {verdict.reason}"
         )
+
+
+def _as_aligned(op: Op, key: Key, launch: Launcher) -> Launcher:
+    """A third-party launcher that declines tensors less aligned than those it was checked on."""
+    aligns = [key.spec(p.name) if p.is_tensor else None for p in op.dynamic]
+    masks = [(i, spec.align - 1) for i, spec in enumerate(aligns) if spec is not None]
+
+    def run(*dynamic: Any) -> Outputs | None:
+        if any(dynamic[i].data_ptr() & mask for i, mask in masks):
+            return None
+        return launch(*dynamic)
+
+    return run
 
 
 def say_once(op: Op, id: str, text: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from .study import Study
 _LOCK = threading.RLock()
 _STORES: dict[str, PlanStore] = {}
 _LOCKFILES: dict[Path, Lockfile] = {}
+ON_FORGET: list[Callable[[], None]] = []  # what else a fresh process would not know
 
 
 def current(device: torch.device) -> PlanStore:
@@ -45,6 +48,8 @@ def forget() -> None:
             store.flush()
         _STORES.clear()
         _LOCKFILES.clear()
+    for started in ON_FORGET:
+        started()
     policies.forget_entries()
 
 
@@ -53,11 +58,7 @@ def complete(op: Op, plan: Plan | None, key: Key) -> bool:
     if plan is None:
         return False
     known = {(e.candidate, e.source) for e in plan.evidence}
-    return all(
-        (c.id, c.source) in known
-        for c in op.candidates.values()
-        if not c.available(key.device) and not c.supports(key)
-    )
+    return all((c.id, c.source) in known for c in op.candidates.values() if c.unfit(key) is None)
 
 
 def measured(op: Op, key: Key, device: torch.device, budget_s: float = 0.3) -> Plan | None:
@@ -95,7 +96,7 @@ def agreed(op: Op, key: Key, device: torch.device) -> Plan | None:
 
 
 class preserved:
-    """Keep what the caller may notice: default generators, autocast, current device and stream."""
+    """Keep what the caller may notice: default generators, autocast and inference mode, current device and stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -103,11 +104,12 @@ class preserved:
     def __enter__(self) -> None:
         self.cpu = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        self.autocast = torch.autocast(self.device.type, enabled=False)
-        self.autocast.__enter__()
+        self.modes = contextlib.ExitStack()
+        self.modes.enter_context(torch.inference_mode(mode=False))
+        self.modes.enter_context(torch.autocast(self.device.type, enabled=False))
 
     def __exit__(self, *problem: object) -> None:
-        self.autocast.__exit__(*problem)
+        self.modes.close()
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)

@@ -11,29 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from . import compiling, measure, numerics
-from .op import EAGER, Candidate, Config, Launcher, Op, Outputs
-from .plans import Environment, Evidence, Key, Plan, TensorSpec
+from . import compiling, measure
+from .checking import Checker as Checker
+from .op import EAGER, Candidate, Config, Launcher, Op
+from .plans import Environment, Evidence, Key, Plan
 
 LOG = logging.getLogger("tensorlogic")
 CUT = 3.0  # a candidate this many times slower than the incumbent is dropped after one call
-WHOLE_FLOPS = {
-    "cuda": 4e12,
-    "cpu": 4e10,
-    "mps": 4e10,
-}  # above it, float64 on everything costs more than the timing
+TOO_SHORT_US = 50.0  # a single call below this says nothing
 FINALISTS = 4
 BIND_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    NotImplementedError,
-    ArithmeticError,
-    LookupError,
-    AttributeError,
-)
+    Exception,
+)  # a third party's candidate may raise anything: kept by name as its reason, never the caller's
 
 
 @dataclass
@@ -47,68 +37,12 @@ class _Entrant:
     rough_us: float
 
 
-class InputSet:
-    """Fresh random arguments for a key: same shapes, strides, dtypes and alignment, values that the op can bear."""
+class _Failed(Exception):
+    """A candidate that passed its check failed while it was timed."""
 
-    def __init__(
-        self, op: Op, key: Key, device: torch.device, seed: int, kind: str = "normal"
-    ) -> None:
-        generator = torch.Generator(device=device if device.type == "cuda" else "cpu").manual_seed(
-            seed
-        )
-        scalars = dict(op.scalars(key))
-        values: dict[str, Any] = {}
-        for p in op.dynamic:
-            if p.is_tensor:
-                spec = key.spec(p.name)
-                values[p.name] = (
-                    None if spec is None else _sample(op, key, p.name, spec, device, generator)
-                )
-            else:
-                values[p.name] = scalars[p.name]
-        if op.prepare is not None:
-            op.prepare(key, values)
-        if kind == "stress" and op.stress is not None:
-            op.stress(key, values)
-        self.dynamic: list[Any] = [values[p.name] for p in op.dynamic]
-
-    def fresh(self, op: Op) -> list[Any]:
-        """The arguments with private copies of what the op updates in place."""
-        return [
-            a.clone() if p.name in op.mutates and a is not None else a
-            for p, a in zip(op.dynamic, self.dynamic, strict=True)
-        ]
-
-
-def _sample(
-    op: Op, key: Key, name: str, spec: TensorSpec, device: torch.device, generator: torch.Generator
-) -> Tensor:
-    own = op.sample(key, name, spec, device, generator)
-    if own is not None:
-        return own
-    return strided(spec, device, lambda n, dtype: normal(n, dtype, device, generator))
-
-
-def normal(
-    count: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> Tensor:
-    if dtype.is_floating_point or dtype.is_complex:
-        wide = dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
-        return torch.randn(count, dtype=wide, device=device, generator=generator).to(dtype)
-    if dtype == torch.bool:
-        return torch.rand(count, device=device, generator=generator) > 0.25
-    return torch.randint(-4, 5, (count,), device=device, generator=generator).to(dtype)
-
-
-def strided(spec: TensorSpec, device: torch.device, fill: Any) -> Tensor:
-    """A tensor of the spec's shape, strides and alignment over storage from `fill(count, dtype)`; stride 0 stays stride 0."""
-    dtype = numerics.DTYPES[spec.dtype]
-    if 0 in spec.shape:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
-    offset = spec.align // dtype.itemsize if spec.align < 16 else 0
-    count = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) + offset
-    tensor: Tensor = fill(count, dtype)
-    return tensor.as_strided(spec.shape, spec.stride, offset)
+    def __init__(self, entrant: _Entrant, reason: str) -> None:
+        super().__init__(reason)
+        self.entrant, self.reason = entrant, reason
 
 
 class Study:
@@ -143,12 +77,7 @@ class Study:
 
     def steps(self) -> Iterator[float]:
         """Run step by step; yields the seconds the next step is expected to take."""
-        self.pending = [
-            job
-            for c in self._runnable()
-            for config in c.configs(self.key)
-            for job in c.jobs(self.key, config, self.device)
-        ]
+        runnable = [(c, configs) for c in self._runnable() if (configs := self._configs(c))]
         compiling.submit(self.pending)
         eager = self.op.candidates[EAGER]
         try:
@@ -157,14 +86,14 @@ class Study:
                 self.checker = Checker(self.op, self.key, self.device)
             first = _Entrant(eager, {}, self.op.plain(self.key, self.device), 1.0, 0.0)
             first.rough_us = self._rough(first)
-        except (torch.OutOfMemoryError, *BIND_ERRORS) as problem:
+        except BIND_ERRORS as problem:
             LOG.info("tensorlogic: %s cannot be measured: %s", self.key.text, problem)
             return
         entrants = [first]
         cost = time.perf_counter() - begin
-        for candidate in self._runnable():
+        for candidate, configs in runnable:
             best: _Entrant | None = None
-            for config in candidate.configs(self.key):
+            for config in configs:
                 yield cost + 10 * first.rough_us * 1e-6
                 entrant = self._enter(candidate, config, min(e.rough_us for e in entrants))
                 if entrant is not None and (best is None or entrant.rough_us < best.rough_us):
@@ -176,8 +105,15 @@ class Study:
             if best is not None:
                 entrants.append(best)
                 self.evidence.pop(candidate.id, None)
-        yield self.budget_s
-        self._decide(entrants)
+        while self.plan is None:
+            yield 2 * self.budget_s + 10e-6 * sum(e.rough_us for e in entrants)
+            try:
+                self._decide(entrants)
+            except _Failed as failure:
+                entrants.remove(failure.entrant)
+                self._refuse(failure.entrant.candidate, failure.reason)
+                if failure.entrant is first:
+                    return
 
     def _runnable(self) -> list[Candidate]:
         """Candidates other than eager that this machine and key admit; the others leave a reason."""
@@ -185,16 +121,26 @@ class Study:
         for candidate in self.op.candidates.values():
             if candidate.id == EAGER:
                 continue
-            reason = (
-                candidate.available(self.key.device)
-                or candidate.supports(self.key)
-                or self._refused_before(candidate)
-            )
+            reason = candidate.unfit(self.key) or self._refused_before(candidate)
             if reason is None:
                 chosen.append(candidate)
             else:
                 self._refuse(candidate, reason)
         return chosen
+
+    def _configs(self, candidate: Candidate) -> Sequence[Config]:
+        """The candidate's configurations, their compile jobs noted; none, with the reason kept, where it fails to list them."""
+        try:
+            configs = candidate.configs(self.key)
+            jobs = [job for c in configs for job in candidate.jobs(self.key, c, self.device)]
+            hash(tuple(jobs))  # what cannot be told apart or sent to a worker fails here
+            self.pending += jobs
+        except BIND_ERRORS as problem:
+            self._refuse(candidate, _failed(problem))
+            return ()
+        if not configs:
+            self._refuse(candidate, "unsupported: it has no configuration for this key")
+        return configs
 
     def _refused_before(self, candidate: Candidate) -> str | None:
         for e in self.known.evidence if self.known else ():
@@ -227,20 +173,14 @@ class Study:
                 compiling.settle(job)
             with torch.no_grad():
                 launch = candidate.bind(self.key, config, self.device)
-                verdict = self.checker.check(launch)
+                verdict = self.checker.check(launch, CUT * max(incumbent_us, TOO_SHORT_US))
                 if not verdict:
                     self._refuse(candidate, verdict.reason or "wrong")
                     return None
                 entrant = _Entrant(candidate, config, launch, verdict.error, 0.0)
-                entrant.rough_us = self._rough(entrant, incumbent_us)
-        except torch.OutOfMemoryError as problem:
-            self._refuse(candidate, f"out of memory: {_brief(problem)}")
-            return None
-        except compiling.CompileFailure as problem:
-            self._refuse(candidate, f"failed to compile: {_brief(problem)}")
-            return None
+                entrant.rough_us = self.checker.cut_us or self._rough(entrant, incumbent_us)
         except BIND_ERRORS as problem:
-            self._refuse(candidate, f"failed: {type(problem).__name__}: {_brief(problem)}")
+            self._refuse(candidate, _failed(problem))
             return None
         if entrant.rough_us > CUT * incumbent_us:
             self.evidence.setdefault(
@@ -260,16 +200,25 @@ class Study:
             return None
         return entrant
 
-    def _calls(self, launch: Launcher) -> list[measure.Call]:
-        return [functools.partial(launch, *s.fresh(self.op)) for s in self.checker.sets]
+    def _calls(self, entrant: _Entrant) -> list[measure.Call]:
+        """The entrant's calls as they are timed; a failure or a refusal to serve names the entrant."""
+
+        def call(args: list[Any]) -> None:
+            try:
+                outs = entrant.launch(*args)
+            except BIND_ERRORS as problem:
+                raise _Failed(entrant, _failed(problem)) from problem
+            if outs is None:
+                raise _Failed(entrant, "declined the key it was bound for")
+
+        return [functools.partial(call, s.fresh(self.op)) for s in self.checker.sets]
 
     @torch.no_grad()
     def _rough(self, entrant: _Entrant, incumbent_us: float | None = None) -> float:
         """One synchronised call, then, if it is in the running, the median of a short loop on the device's clock."""
-        calls = self._calls(entrant.launch)
-        calls[0]()
+        calls = self._calls(entrant)
         single = min(measure.once(calls[0], self.device) for _ in range(2))
-        if incumbent_us is not None and single > CUT * max(incumbent_us, 50.0):
+        if incumbent_us is not None and single > CUT * max(incumbent_us, TOO_SHORT_US):
             return single
         return measure.device_samples(
             {"one": calls}, self.device, self.budget_s / 20, rounds=5
@@ -284,11 +233,16 @@ class Study:
                 late, late.rough_us, late.rough_us, 0.1, "not among the fastest few of a first look"
             )
         final = sorted([head, *rest[:FINALISTS]], key=lambda e: order.index(e.candidate.id))
-        calls = {e.candidate.id: self._calls(e.launch) for e in final}
-        device_times = measure.device_samples(calls, self.device, self.budget_s)
+        calls = {e.candidate.id: self._calls(e) for e in final}
+        tolerance = measure.TOLERANCE[self.device.type]
+        device_times = measure.settled(
+            measure.device_samples, calls, self.device, self.budget_s, tolerance
+        )
         host_times = device_times
         if self.device.type == "cuda":
-            host_times = measure.host_samples(calls, self.device, self.budget_s / 3)
+            host_times = measure.settled(
+                measure.host_samples, calls, self.device, self.budget_s / 3, tolerance
+            )
         device_us = {name: device_times.median(name) for name in calls}
         host_us = {name: host_times.median(name) for name in calls}
         waited = {name: max(device_us[name], host_us[name]) for name in calls}
@@ -334,86 +288,17 @@ class Study:
         return next(e for e in final if times[e.candidate.id] <= limit)
 
 
-class Checker:
-    """Inputs of one key with what the reference and eager PyTorch make of them; decides whether a launcher is right."""
-
-    def __init__(self, op: Op, key: Key, device: torch.device) -> None:
-        self.op, self.key = op, key
-        seed = int.from_bytes(key.text.encode()[-6:], "little") & 0x7FFFFFFF
-        self.sets = [InputSet(op, key, device, seed + i) for i in range(2)]
-        self.probes = (
-            [*self.sets]
-            if op.stress is None
-            else [*self.sets, InputSet(op, key, device, seed + 2, "stress")]
-        )
-        self.expected = [self._expect(s) for s in self.probes]
-
-    def _expect(self, s: InputSet) -> tuple[Outputs, Outputs]:
-        flags = self.op.namespace(self.key)
-        plain_fn = self.op.baseline
-        args = self.op.full(self.key, s.fresh(self.op))
-        if plain_fn is not None:
-            plain = plain_fn(*args)
-        else:
-            bound = self.op.candidates[EAGER].bind(
-                self.key, {}, next(a.device for a in s.dynamic if isinstance(a, Tensor))
-            )
-            plain = bound(*s.fresh(self.op))
-            assert plain is not None
-        del flags
-        return plain, self._reference(s)
-
-    def _reference(self, s: InputSet) -> Outputs:
-        precise = self.op.flops(self.key) <= WHOLE_FLOPS[self.key.device]
-        widen = numerics.wide if precise else _single
-        args = self.op.full(
-            self.key, [widen(a) if isinstance(a, Tensor) else a for a in s.fresh(self.op)]
-        )
-        outs = self.op.reference(*args)
-        return outs if isinstance(outs, tuple) else (outs,)
-
-    def check(self, launch: Launcher) -> numerics.Verdict:
-        """Run on every probe with poisoned memory; judge each output, and that earlier outputs were left alone."""
-        worst, previous = 0.0, None
-        for s, (plain, ref) in zip(self.probes, self.expected, strict=True):
-            _poison(plain)
-            outs = launch(*s.fresh(self.op))
-            if outs is None:
-                return numerics.Verdict("declined the key it was bound for", float("inf"))
-            verdict = numerics.judge(_padded(outs, plain), plain, ref)
-            if not verdict:
-                return verdict
-            if previous is not None and not _same(*previous):
-                return numerics.Verdict(
-                    "wrong: a later call changed an earlier output", float("inf")
-                )
-            previous = (outs, tuple(None if o is None else o.clone() for o in outs))
-            worst = max(worst, verdict.error)
-        return numerics.Verdict(None, worst)
-
-
-def _padded(outs: Outputs, plain: Outputs) -> Outputs:
-    return (*outs, *[None] * (len(plain) - len(outs)))
-
-
-def _single(t: Tensor) -> Tensor:
-    return t.float() if t.is_floating_point() and t.dtype != torch.float64 else t
-
-
-def _same(outs: Outputs, copies: Outputs) -> bool:
-    return all(
-        o is None or c is None or torch.equal(o.nan_to_num(), c.nan_to_num())
-        for o, c in zip(outs, copies, strict=True)
-    )
-
-
-def _poison(plain: Outputs) -> None:
-    """Leave NaN in the memory that outputs of these sizes will be given, so that an element nobody writes shows."""
-    junk = [
-        torch.full_like(p, float("nan")) for p in plain if p is not None and p.is_floating_point()
-    ]
-    del junk
-
-
 def _brief(problem: BaseException) -> str:
     return " ".join(str(problem).split())[:300]
+
+
+def _failed(problem: Exception) -> str:
+    """The reason that evidence keeps of what a candidate raised."""
+    text = _brief(problem)
+    if isinstance(problem, _Failed):
+        return problem.reason
+    if isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:
+        return f"out of memory: {text}"
+    if isinstance(problem, compiling.CompileFailure):
+        return f"failed to compile: {text}"
+    return f"failed: {type(problem).__name__}: {text}"

@@ -42,7 +42,7 @@ def tune(fn: Callable[..., Any], *example_inputs: Any) -> Learned:
         What was learned; printing it gives one line.
 
     Raises:
-        TypeError: fn is not callable. RuntimeError: called while a CUDA graph is being captured.
+        TypeError: fn is not callable. RuntimeError: called while a CUDA graph is being captured, or under a policy that measures nothing.
 
     Example:
         >>> import torch, tensorlogic
@@ -57,6 +57,10 @@ def tune(fn: Callable[..., Any], *example_inputs: Any) -> Learned:
         )
     if capture_watch.any_thread():
         raise RuntimeError("tune: a CUDA graph is being captured; call tune before the capture")
+    if policies.current().reproducible:
+        raise RuntimeError(
+            "tune: the policy is deterministic or has a lockfile, under which nothing is measured; call tune outside it"
+        )
     begin = time.perf_counter()
     met: dict[tuple[str, str], tuple[Op, Key, torch.device]] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +12,17 @@ from torch import Tensor
 
 from tensorlogic import native
 
-from .test_native import DTYPES, INF, NAN, ops, pytestmark  # noqa: F401  (fixture and mark are used by name)
+from .test_native import DTYPES, INF, LEVELS, NAN, forced
+
+pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 
 SHAPES = ((1, 1), (3, 5), (2, 3, 17), (5, 1023), (33, 64), (0, 4), (130, 260))
+
+
+@pytest.fixture(params=LEVELS)
+def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Each instruction set in turn."""
+    yield from forced(request.param)
 
 
 def close(y: Tensor, reference: Tensor, dtype: torch.dtype, factor: float = 3) -> None:
@@ -23,26 +32,42 @@ def close(y: Tensor, reference: Tensor, dtype: torch.dtype, factor: float = 3) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layer_norm_and_its_gradient(ops: Any, dtype: torch.dtype) -> None:  # noqa: F811
+def test_layer_norm_and_its_gradient(ops: Any, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         x, n = (torch.randn(shape) * 2 + 16).to(dtype), shape[-1]
-        gamma, beta, dy = torch.randn(n).to(dtype), torch.randn(n).to(dtype), torch.randn(shape).to(dtype)
+        gamma, beta, dy = (
+            torch.randn(n).to(dtype),
+            torch.randn(n).to(dtype),
+            torch.randn(shape).to(dtype),
+        )
         wide = [t.double().requires_grad_() for t in (x, gamma, beta)]
         wanted = F.layer_norm(wide[0], (n,), wide[1], wide[2], 1e-5)
         y, mean, rstd = ops.layer_norm(x, gamma, beta, 1e-5, dtype)
         close(y, wanted.detach(), dtype, 64 if dtype == torch.float32 else 3)
-        close(ops.layer_norm(x, gamma, beta, 1e-5, torch.float32)[0], wanted.detach(), torch.float32, 64)
-        close(ops.layer_norm(x, None, None, 1e-5, dtype)[0], F.layer_norm(wide[0], (n,)).detach(), dtype, 64 if dtype == torch.float32 else 3)
+        close(
+            ops.layer_norm(x, gamma, beta, 1e-5, torch.float32)[0],
+            wanted.detach(),
+            torch.float32,
+            64,
+        )
+        close(
+            ops.layer_norm(x, None, None, 1e-5, dtype)[0],
+            F.layer_norm(wide[0], (n,)).detach(),
+            dtype,
+            64 if dtype == torch.float32 else 3,
+        )
         if n == 1 or 0 in shape:
             continue
         grads = torch.autograd.grad(wanted, wide, dy.double())
-        for got, exact in zip(ops.layer_norm_backward(dy, x, gamma, mean, rstd), grads, strict=True):
+        for got, exact in zip(
+            ops.layer_norm_backward(dy, x, gamma, mean, rstd), grads, strict=True
+        ):
             scale = max(1.0, exact.abs().max().item())
             close(got / scale, exact / scale, dtype, 64 if dtype == torch.float32 else 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_softmax_and_its_gradient(ops: Any, dtype: torch.dtype) -> None:  # noqa: F811
+def test_softmax_and_its_gradient(ops: Any, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         x, dy = (torch.randn(shape) * 5).to(dtype), torch.randn(shape).to(dtype)
         wide = x.double().requires_grad_()
@@ -55,15 +80,23 @@ def test_softmax_and_its_gradient(ops: Any, dtype: torch.dtype) -> None:  # noqa
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mask_shape", [(19, 37), (2, 1, 19, 37), (2, 3, 19, 37), (1, 37), (37,), (3, 1, 37)])
-def test_masked_and_causal_scores(ops: Any, dtype: torch.dtype, mask_shape: tuple[int, ...]) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    "mask_shape", [(19, 37), (2, 1, 19, 37), (2, 3, 19, 37), (1, 37), (37,), (3, 1, 37)]
+)
+def test_masked_and_causal_scores(
+    ops: Any, dtype: torch.dtype, mask_shape: tuple[int, ...]
+) -> None:
     x = torch.randn(2, 3, 19, 37).to(dtype)
     added, keep = torch.randn(mask_shape).to(dtype), torch.rand(mask_shape) > 0.3
     keep[..., 0] = True
     causal = torch.ones(19, 37, dtype=torch.bool).tril()
     wide = 0.3 * x.double()
     close(ops.softmax(x, added, 0.3, False, dtype), torch.softmax(wide + added.double(), -1), dtype)
-    close(ops.softmax(x, added.float(), 0.3, False, dtype), torch.softmax(wide + added.double(), -1), dtype)
+    close(
+        ops.softmax(x, added.float(), 0.3, False, dtype),
+        torch.softmax(wide + added.double(), -1),
+        dtype,
+    )
     both = torch.softmax(wide.masked_fill(~(keep & causal), -INF), -1)
     close(ops.softmax(x, keep, 0.3, True, dtype), both, dtype)
     scores = x.float()
@@ -71,16 +104,20 @@ def test_masked_and_causal_scores(ops: Any, dtype: torch.dtype, mask_shape: tupl
     close(scores, both, torch.float32)
 
 
-def test_softmax_of_nothing_and_of_infinity_is_torchs(ops: Any) -> None:  # noqa: F811
+def test_softmax_of_nothing_and_of_infinity_is_torchs(ops: Any) -> None:
     for row in ([-INF, -INF, -INF], [INF, 0.0, 1.0], [NAN, 0.0, 1.0], [-INF, 0.0, 1.0]):
         x = torch.tensor(row * 7)
-        torch.testing.assert_close(ops.softmax(x, None, 1.0, False, x.dtype), torch.softmax(x, -1), equal_nan=True)
+        torch.testing.assert_close(
+            ops.softmax(x, None, 1.0, False, x.dtype), torch.softmax(x, -1), equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_softmax_cross_entropy(ops: Any, dtype: torch.dtype, reduction: str, smoothing: float) -> None:  # noqa: F811
+def test_softmax_cross_entropy(
+    ops: Any, dtype: torch.dtype, reduction: str, smoothing: float
+) -> None:
     number = native.REDUCTIONS[reduction]
     for rows, classes in ((1, 1), (7, 5), (33, 65), (16, 5003)):
         logits, target = (torch.randn(rows, classes) * 4).to(dtype), torch.randint(classes, (rows,))
@@ -94,11 +131,13 @@ def test_softmax_cross_entropy(ops: Any, dtype: torch.dtype, reduction: str, smo
         close(lse[live] / 16, torch.logsumexp(wide.detach(), 1)[live] / 16, torch.float32, 8)
         dloss = torch.randn(loss.shape).to(dtype)
         (exact,) = torch.autograd.grad(wanted, wide, dloss.double())
-        got = ops.softmax_cross_entropy_backward(dloss, logits, target, lse, -100, smoothing, number)
+        got = ops.softmax_cross_entropy_backward(
+            dloss, logits, target, lse, -100, smoothing, number
+        )
         close(got, exact, dtype, 16)
 
 
-def test_target_out_of_bounds_is_named(ops: Any) -> None:  # noqa: F811
+def test_target_out_of_bounds_is_named(ops: Any) -> None:
     for bad in (5, -1):
         with pytest.raises(RuntimeError, match=f"Target {bad} is out of bounds"):
             ops.softmax_cross_entropy(torch.ones(2, 5), torch.tensor([0, bad]), -100, 0.0, 1)
@@ -106,12 +145,17 @@ def test_target_out_of_bounds_is_named(ops: Any) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
-def test_reductions(ops: Any, dtype: torch.dtype, name: str) -> None:  # noqa: F811
+def test_reductions(ops: Any, dtype: torch.dtype, name: str) -> None:
     exact = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}[name]
     reduce = getattr(ops, name)
-    for shape in ((1,), (5, 7), (3, 1025), (2, 300_001), (1200, 33), (3, 5, 1000, 2), (40_000, 5)):
+    for shape in ((1,), (5, 7), (3, 1025), (2, 100_001), (1200, 33), (3, 5, 100, 2)):
         x = torch.randn(shape).to(dtype)
-        for begin, end in ((0, x.dim()), (x.dim() - 1, x.dim()), (0, 1), (max(x.dim() - 2, 0), x.dim() - 1)):
+        for begin, end in (
+            (0, x.dim()),
+            (x.dim() - 1, x.dim()),
+            (0, 1),
+            (max(x.dim() - 2, 0), x.dim() - 1),
+        ):
             dims = tuple(range(begin, end))
             wanted = exact(x.double(), dims, keepdim=True) if dims else x.double()
             scale = x.double().norm().item() if name == "sum" and dims else 1.0
@@ -121,7 +165,7 @@ def test_reductions(ops: Any, dtype: torch.dtype, name: str) -> None:  # noqa: F
             assert torch.equal(reduce(x, begin, end, False).flatten(), got.flatten())
 
 
-def test_nan_wins_and_empty_sums_are_torchs(ops: Any) -> None:  # noqa: F811
+def test_nan_wins_and_empty_sums_are_torchs(ops: Any) -> None:
     for at in (0, 17, 99):
         x = torch.randn(100, 3)
         x[at, 1] = NAN
@@ -133,14 +177,14 @@ def test_nan_wins_and_empty_sums_are_torchs(ops: Any) -> None:  # noqa: F811
     assert torch.isnan(ops.mean(torch.ones(3, 0), 1, 2)).all()
 
 
-def test_long_sum_of_half_precision_neither_overflows_nor_drifts(ops: Any) -> None:  # noqa: F811
+def test_long_sum_of_half_precision_neither_overflows_nor_drifts(ops: Any) -> None:
     x = torch.full((1 << 20,), 60_000.0, dtype=torch.float16)
     assert ops.mean(x, 0, 1).item() == 60_000.0
     ones = torch.full((3_000_001,), 0.1)
     assert ops.sum(ones, 0, 1).item() == pytest.approx(ones.double().sum().item(), rel=1e-6)
 
 
-def test_reduction_does_not_depend_on_threads(ops: Any) -> None:  # noqa: F811
+def test_reduction_does_not_depend_on_threads(ops: Any) -> None:
     x, before = torch.randn(7, 333_333), torch.get_num_threads()
     many = [ops.sum(x, 0, 2), ops.sum(x, 1, 2), ops.sum(x, 0, 1)]
     torch.set_num_threads(1)
@@ -151,23 +195,41 @@ def test_reduction_does_not_depend_on_threads(ops: Any) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6])
-def test_skinny_products(ops: Any, dtype: torch.dtype, rows: int) -> None:  # noqa: F811
+def test_skinny_products(ops: Any, dtype: torch.dtype, rows: int) -> None:
     for k, n in ((1, 1), (7, 5), (129, 67), (1000, 515)):
         x, w = torch.randn(rows, k).to(dtype), (torch.randn(n, k) * k**-0.5).to(dtype)
         bias, residual = torch.randn(n).to(dtype), torch.randn(rows, n).to(dtype)
         exact = x.double() @ w.double().t()
         close(ops.linear_skinny(x, w), exact, dtype, 32 if dtype == torch.float32 else 3)
-        close(ops.matmul_skinny(x, w.t().contiguous()), exact, dtype, 32 if dtype == torch.float32 else 3)
+        close(
+            ops.matmul_skinny(x, w.t().contiguous()),
+            exact,
+            dtype,
+            32 if dtype == torch.float32 else 3,
+        )
         fused = torch.relu(exact + bias.double() + residual.double())
-        close(ops.linear_skinny(x, w, bias, residual, native.ACTIVATIONS["relu"]), fused, dtype, 32 if dtype == torch.float32 else 3)
-        close(ops.matmul_skinny(x, w.t().contiguous(), bias, residual, native.ACTIVATIONS["relu"]), fused, dtype, 32 if dtype == torch.float32 else 3)
+        close(
+            ops.linear_skinny(x, w, bias, residual, native.ACTIVATIONS["relu"]),
+            fused,
+            dtype,
+            32 if dtype == torch.float32 else 3,
+        )
+        close(
+            ops.matmul_skinny(x, w.t().contiguous(), bias, residual, native.ACTIVATIONS["relu"]),
+            fused,
+            dtype,
+            32 if dtype == torch.float32 else 3,
+        )
     vector = torch.randn(129).to(dtype)
     matrix = torch.randn(67, 129).to(dtype)
     assert ops.linear_skinny(vector, matrix).shape == (67,)
 
 
-def test_float16_products_do_not_overflow_inside(ops: Any) -> None:  # noqa: F811
-    x, w = torch.full((1, 64), 300.0, dtype=torch.float16), torch.full((2, 64), 300.0, dtype=torch.float16)
+def test_float16_products_do_not_overflow_inside(ops: Any) -> None:
+    x, w = (
+        torch.full((1, 64), 300.0, dtype=torch.float16),
+        torch.full((2, 64), 300.0, dtype=torch.float16),
+    )
     w[:, 32:] = -300.0
     assert ops.linear_skinny(x, w).tolist() == [[0.0, 0.0]]
     assert ops.matmul_skinny(x, w.t().contiguous()).tolist() == [[0.0, 0.0]]

@@ -46,7 +46,9 @@ def test_a_freed_block_is_given_out_again() -> None:
     assert again.data_ptr() == address
     stats = pool.stats("cpu")
     assert (stats.allocation_count, stats.reuse_count, stats.reuse_rate) == (2, 1, 0.5)
-    assert stats.size_classes[MIB] == pool.SizeClass(in_use=1, held=0, allocation_count=2, reuse_count=1)
+    assert stats.size_classes[MIB] == pool.SizeClass(
+        in_use=1, held=0, allocation_count=2, reuse_count=1
+    )
 
 
 def test_kernel_outputs_come_from_the_pool_and_small_ones_do_not() -> None:
@@ -265,7 +267,9 @@ def test_exit_with_living_tensors_is_clean() -> None:
         "sys.kept = [torch.ops.tensorlogic_native.empty([1 << 20], torch.float32) for _ in range(4)];"
         "torch.ops.tensorlogic_native.empty([1 << 20], torch.float32)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -3,7 +3,7 @@
     python tools/build_native.py              build what changed into tensorlogic/_native/
     python tools/build_native.py --force      build everything
     python tools/build_native.py --sanitize   build with AddressSanitizer and UndefinedBehaviorSanitizer beside it and run
-                                              tests/test_native.py and tests/test_pool.py on that build
+                                              the native tests on that build
 
 The compiler is $CXX, else g++, clang++ or c++. A wheel's build hook calls `build()`.
 """
@@ -30,13 +30,24 @@ LIBRARY = "libtensorlogic_native.so"
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # PyTorch 2.11
 COMMON = ("-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 # Kernels: error-free transformations must stay as written, so nothing is contracted behind their back.
-KERNEL = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fno-exceptions", "-Wno-maybe-uninitialized")
+KERNEL = (
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-fno-exceptions",
+    "-Wno-maybe-uninitialized",
+)
 LEVELS = {
     "portable": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
 }
-SANITIZE = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined", "-g1")
+SANITIZE = (
+    "-fsanitize=address,undefined",
+    "-fno-omit-frame-pointer",
+    "-fno-sanitize-recover=undefined",
+    "-g1",
+)
 
 
 class BuildError(RuntimeError):
@@ -71,18 +82,41 @@ def commands(cxx: str, objects: Path, extra: Sequence[str]) -> dict[Path, list[s
     for level in levels():
         target = objects / f"kernels_{level}.o"
         source = SOURCES / "kernels" / f"{level}.cpp"
-        found[target] = [cxx, *COMMON, *KERNEL, *LEVELS[level], *extra, f"-I{SOURCES}", "-c", str(source), "-o", str(target)]
+        found[target] = [
+            cxx,
+            *COMMON,
+            *KERNEL,
+            *LEVELS[level],
+            *extra,
+            f"-I{SOURCES}",
+            "-c",
+            str(source),
+            "-o",
+            str(target),
+        ]
     for source in sorted([*SOURCES.glob("*.cpp"), *(SOURCES / "ops").glob("*.cpp")]):
         target = objects / f"{source.parent.name}_{source.stem}.o"
         # PyTorch's headers are not ours to warn about.
         headers = [f"-I{SOURCES}", "-isystem", str(include)]
-        found[target] = [cxx, *COMMON, *extra, STABLE_ABI, *headers, "-c", str(source), "-o", str(target)]
+        found[target] = [
+            cxx,
+            *COMMON,
+            *extra,
+            STABLE_ABI,
+            *headers,
+            "-c",
+            str(source),
+            "-o",
+            str(target),
+        ]
     return found
 
 
 def stamp(cxx: str, extra: Sequence[str]) -> str:
     """What a build depends on: sources, this file, compiler, flags, headers."""
-    digest = hashlib.sha256(repr((cxx, tuple(extra), str(torch_folder()), platform.machine())).encode())
+    digest = hashlib.sha256(
+        repr((cxx, tuple(extra), str(torch_folder()), platform.machine())).encode()
+    )
     for path in sorted([*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"), Path(__file__)]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -112,7 +146,19 @@ def build(output: Path = OUTPUT, force: bool = False, extra: Sequence[str] = ())
             list(pool.map(run, jobs.values()))
         linked = objects / LIBRARY
         libraries = torch_folder() / "lib"
-        run([cxx, "-shared", *extra, *map(str, jobs), f"-L{libraries}", "-ltorch_cpu", "-pthread", "-o", str(linked)])
+        run(
+            [
+                cxx,
+                "-shared",
+                *extra,
+                *map(str, jobs),
+                f"-L{libraries}",
+                "-ltorch_cpu",
+                "-pthread",
+                "-o",
+                str(linked),
+            ]
+        )
         staged = output / f".{LIBRARY}.{os.getpid()}"
         shutil.copy2(linked, staged)
         staged.replace(target)
@@ -125,22 +171,31 @@ def sanitized_tests() -> int:
     output = OUTPUT / "sanitized"
     library = build(output, extra=SANITIZE)
     names = ("libasan.so", "libubsan.so")
-    preload = [subprocess.check_output([compiler(), f"-print-file-name={name}"], text=True).strip() for name in names]
+    preload = [
+        subprocess.check_output([compiler(), f"-print-file-name={name}"], text=True).strip()
+        for name in names
+    ]
     environment = {
         **os.environ,
         "TENSORLOGIC_NATIVE_LIBRARY": str(library),
         "LD_PRELOAD": ":".join(preload),
-        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",  # Python itself leaks at exit
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1",  # Python itself leaks at exit
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     }
-    tests = [str(ROOT / "tests" / f"test_{name}.py") for name in ("native", "pool")]
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", *tests], env=environment, cwd=ROOT).returncode
+    tests = [str(ROOT / "tests" / f"test_{name}.py") for name in ("native", "native_rows", "pool")]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", *tests], env=environment, cwd=ROOT
+    ).returncode
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--force", action="store_true", help="rebuild even if nothing changed")
-    parser.add_argument("--sanitize", action="store_true", help="build with sanitizers and run the native tests")
+    parser.add_argument(
+        "--sanitize", action="store_true", help="build with sanitizers and run the native tests"
+    )
     options = parser.parse_args()
     try:
         if options.sanitize:

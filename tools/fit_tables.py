@@ -13,7 +13,9 @@ Function = Callable[[Values], Values]
 SEGMENTS = 32
 
 
-def minimax(f: Function, weight: Function, low: float, high: float, degree: int) -> tuple[float, Values]:
+def minimax(
+    f: Function, weight: Function, low: float, high: float, degree: int
+) -> tuple[float, Values]:
     """(largest weighted error, coefficients) of a near-minimax polynomial, by Lawson's reweighted least squares."""
     x = np.cos(np.pi * (np.arange(300) + 0.5) / 300) * (high - low) / 2 + (high + low) / 2
     basis = np.polynomial.chebyshev.chebvander((2 * x - low - high) / (high - low), degree)
@@ -58,7 +60,11 @@ def mills() -> tuple[float, Values, Values]:
             return (tail(point + safe) - first) / safe
 
         error, c = minimax(
-            slope, lambda d, point=point: np.abs(d) / tail(point + d) + 1e-9, low - point, low + width - point, 4
+            slope,
+            lambda d, point=point: np.abs(d) / tail(point + d) + 1e-9,
+            low - point,
+            low + width - point,
+            4,
         )
         worst = max(worst, error)
         place = (k + 127 * 8) % SEGMENTS
@@ -73,7 +79,9 @@ def gates(gate: Function) -> tuple[float, float, float, Values]:
     Segment k lies about k / scale; below the limit the share also has bfloat16's relative accuracy.
     """
     a = np.linspace(2, 40, 400_001)
-    scale = (SEGMENTS - 1.5) / float(a[a * gate(a) < 2.0**-25][0])  # beyond, all products round to zero
+    scale = (SEGMENTS - 1.5) / float(
+        a[a * gate(a) < 2.0**-25][0]
+    )  # beyond, all products round to zero
     limit = float(a[a * gate(a) < 2.0**-17][0])
     table, worst = np.zeros((4, SEGMENTS)), 0.0
 
@@ -84,7 +92,11 @@ def gates(gate: Function) -> tuple[float, float, float, Values]:
 
     for k in range(SEGMENTS - 1):
         error, c = minimax(
-            lambda t, k=k: gate((t + k) / scale), lambda t, k=k: weight(t, k), 0.0 if k == 0 else -0.5, 0.5, 3
+            lambda t, k=k: gate((t + k) / scale),
+            lambda t, k=k: weight(t, k),
+            0.0 if k == 0 else -0.5,
+            0.5,
+            3,
         )
         worst = max(worst, error)
         table[:, k] = c
@@ -98,14 +110,22 @@ def text(name: str, table: Values) -> str:
         numbers = [f"{np.float32(v):.9g}" for v in row]
         numbers = [n if "." in n or "e" in n else n + ".0" for n in numbers]
         rows.append("    {" + ", ".join(n + "f" for n in numbers) + "}")
-    return f"static constexpr float {name}[{len(table)}][{SEGMENTS}] = {{\n" + ",\n".join(rows) + "};\n"
+    return (
+        f"static constexpr float {name}[{len(table)}][{SEGMENTS}] = {{\n"
+        + ",\n".join(rows)
+        + "};\n"
+    )
 
 
 def main() -> None:
-    print("// Piecewise polynomials, one row a power, one column a segment. Made by tools/fit_tables.py; not edited by hand.")
+    print(
+        "// Piecewise polynomials, one row a power, one column a segment. Made by tools/fit_tables.py; not edited by hand."
+    )
     print("#pragma once\n\nnamespace tensorlogic {\n")
     error, points, table = mills()
-    print(f"// The normal tail over its exponential, relative error 2^{np.log2(error):.1f}; powers of the distance from a point.")
+    print(
+        f"// The normal tail over its exponential, relative error 2^{np.log2(error):.1f}; powers of the distance from a point."
+    )
     print(text("MILLS_POINT", points))
     print(text("MILLS", table))
     kinds: dict[str, Function] = {
@@ -115,7 +135,9 @@ def main() -> None:
     }
     for name, gate in kinds.items():
         scale, limit, error, table = gates(gate)
-        print(f"// The share of x that {name.lower()} passes at x = -a, segments of width 1 / {name}_SCALE; {error:.2f} ulp of float16.")
+        print(
+            f"// The share of x that {name.lower()} passes at x = -a, segments of width 1 / {name}_SCALE; {error:.2f} ulp of float16."
+        )
         print(f"static constexpr float {name}_SCALE = {scale:.9g}f, {name}_LIMIT = {limit:.9g}f;")
         print(text(f"{name}_GATE", table))
     print("}  // namespace tensorlogic")

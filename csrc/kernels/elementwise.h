@@ -1,9 +1,11 @@
-// Element-wise formulas over contiguous memory, float32 inside, rounded once: one pass, any mix of broadcast operands.
+// Element-wise formulas over contiguous memory, float32 inside, rounded once: one pass, any mix of
+// broadcast operands.
 #pragma once
 
 namespace tensorlogic::TENSORLOGIC_ISA {
 
-// One input of a run of elements. A repeated element lies W times in a buffer and has mask 0, so that it costs no branch.
+// One input of a run of elements. A repeated element lies W times in a buffer and has mask 0, so
+// that it costs no branch.
 template <class T>
 struct Source {
   const T* p;
@@ -70,7 +72,8 @@ struct Formula {
   }
 };
 
-// y[i] = e.at(i), i < n; y and z may be inputs. Iterations are independent: the processor overlaps them by itself.
+// y[i] = e.at(i), i < n; y and z may be inputs. Iterations are independent: the processor overlaps
+// them by itself.
 template <class T, class E>
 INLINE void emit(const E& e, T* y, T* z, int64_t n, bool past_caches) {
   int64_t i = 0;
@@ -145,34 +148,34 @@ template <class T>
 static void elementwise_of(const ElementwiseCall& call, int64_t begin, int64_t end) {
   using E = Elementwise;
 #define CASE(op) \
-  case E::op:    \
-    return elementwise_run<T, E::op>(call, begin, end);
+  case E::op: return elementwise_run<T, E::op>(call, begin, end);
   switch (call.op) {
-    CASE(add) CASE(sub) CASE(mul) CASE(div) CASE(add_relu) CASE(mul_relu) CASE(affine) CASE(neg) CASE(relu)
-    CASE(gelu) CASE(gelu_tanh) CASE(silu) CASE(relu_bwd) CASE(gelu_bwd) CASE(gelu_tanh_bwd) CASE(silu_bwd)
-    CASE(mul_bwd) CASE(mul_relu_bwd) CASE(div_bwd)
+    CASE(add)
+    CASE(sub) CASE(mul) CASE(div) CASE(add_relu) CASE(mul_relu) CASE(affine) CASE(neg) CASE(relu)
+        CASE(gelu) CASE(gelu_tanh) CASE(silu) CASE(relu_bwd) CASE(gelu_bwd) CASE(gelu_tanh_bwd)
+            CASE(silu_bwd) CASE(mul_bwd) CASE(mul_relu_bwd) CASE(div_bwd)
   }
 #undef CASE
 }
 
 // Calls f with a value of the element type: the one place where a dtype becomes a type.
-#define DISPATCH(dtype, T, ...)      \
-  switch (dtype) {                   \
-    case DType::f32: {               \
-      using T = float;               \
-      __VA_ARGS__;                   \
-      break;                         \
-    }                                \
-    case DType::f16: {               \
-      using T = f16;                 \
-      __VA_ARGS__;                   \
-      break;                         \
-    }                                \
-    case DType::bf16: {              \
-      using T = bf16;                \
-      __VA_ARGS__;                   \
-      break;                         \
-    }                                \
+#define DISPATCH(dtype, T, ...) \
+  switch (dtype) {              \
+    case DType::f32: {          \
+      using T = float;          \
+      __VA_ARGS__;              \
+      break;                    \
+    }                           \
+    case DType::f16: {          \
+      using T = f16;            \
+      __VA_ARGS__;              \
+      break;                    \
+    }                           \
+    case DType::bf16: {         \
+      using T = bf16;           \
+      __VA_ARGS__;              \
+      break;                    \
+    }                           \
   }
 
 static void elementwise(const ElementwiseCall& call, int64_t begin, int64_t end) {
@@ -233,7 +236,11 @@ static void epilogue_rows(const EpilogueCall& call, int64_t begin, int64_t end) 
   for (int64_t at = begin, col = begin % call.cols; at < end; col = 0) {
     int64_t n = bias ? call.cols - col : step;
     n = n < end - at ? n : end - at;
-    Epilogue<A, T, F> e{{acc + at, -1}, {bias + col, -1}, {residual + at, -1}, bias != nullptr, residual != nullptr};
+    Epilogue<A, T, F> e{{acc + at, -1},
+                        {bias + col, -1},
+                        {residual + at, -1},
+                        bias != nullptr,
+                        residual != nullptr};
     if (pre)
       emit(e, y + at, pre + at, n, false);
     else

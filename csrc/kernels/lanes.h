@@ -3,27 +3,27 @@
 
 namespace tensorlogic::TENSORLOGIC_ISA {
 
-// f(i, lanes) over one row, two vectors in flight with separate accumulators chosen by the second argument.
-#define FOR_ROW(n, ...)                                  \
-  {                                                      \
-    int64_t i = 0;                                       \
-    for (; i + 4 * W <= (n); i += 4 * W)                 \
-      _Pragma("GCC unroll 4") for (int k = 0; k < 4; ++k) { \
-        int64_t j = i + k * W;                           \
-        All lanes;                                       \
-        __VA_ARGS__                                      \
-      }                                                  \
-    for (; i < (n); i += W) {                            \
-      [[maybe_unused]] constexpr int k = 0;                               \
-      int64_t j = i;                                     \
-      if (j + W <= (n)) {                                \
-        All lanes;                                       \
-        __VA_ARGS__                                      \
-      } else {                                           \
-        Some lanes{(n) - j};                             \
-        __VA_ARGS__                                      \
-      }                                                  \
-    }                                                    \
+// f(i, lanes) over one row, two vectors in flight with separate accumulators chosen by the second
+// argument.
+#define FOR_ROW(n, ...)                                                                        \
+  {                                                                                            \
+    int64_t i = 0;                                                                             \
+    for (; i + 4 * W <= (n); i += 4 * W) _Pragma("GCC unroll 4") for (int k = 0; k < 4; ++k) { \
+        int64_t j = i + k * W;                                                                 \
+        All lanes;                                                                             \
+        __VA_ARGS__                                                                            \
+      }                                                                                        \
+    for (; i < (n); i += W) {                                                                  \
+      [[maybe_unused]] constexpr int k = 0;                                                    \
+      int64_t j = i;                                                                           \
+      if (j + W <= (n)) {                                                                      \
+        All lanes;                                                                             \
+        __VA_ARGS__                                                                            \
+      } else {                                                                                 \
+        Some lanes{(n) - j};                                                                   \
+        __VA_ARGS__                                                                            \
+      }                                                                                        \
+    }                                                                                          \
   }
 
 // The value in unused lanes of a tail: what `lanes` does not cover becomes `other`.

@@ -1,27 +1,19 @@
-// Dropout by the counter-based generator Philox 4x32-7: any element's decision from seed, offset and its index alone.
+// Dropout by the counter-based generator Philox 4x32-7: any element's decision from seed, offset
+// and its index alone.
 #pragma once
 
 namespace tensorlogic::TENSORLOGIC_ISA {
 
-typedef uint32_t vu32 __attribute__((vector_size(4 * W)));
-typedef uint64_t vu64 __attribute__((vector_size(4 * W)));  // half as many lanes
-
-// High and low words of m * a: even and odd lanes in 64-bit arithmetic.
-INLINE void multiply(uint32_t m, vu32 a, vu32& high, vu32& low) {
-  vu64 wide = reinterpret_cast<vu64>(a), even = (wide & 0xffffffffu) * m, odd = (wide >> 32) * m;
-  high = reinterpret_cast<vu32>((even >> 32) | (odd & 0xffffffff00000000u));
-  low = reinterpret_cast<vu32>((even & 0xffffffffu) | (odd << 32));
-}
-
-// The first word of Philox 4x32-7 with key `seed` at counter (index, offset), as uniform numbers in [0, 1). The same
-// numbers as the package's other dropout kernels and its reference draw (Salmon et al., SC 2011).
-INLINE vf uniform(uint64_t seed, uint64_t offset, vu32 low, vu32 high) {
-  vu32 none = low - low, c0 = low, c1 = high;
-  vu32 c2 = none + static_cast<uint32_t>(offset), c3 = none + static_cast<uint32_t>(offset >> 32);
+// The first word of Philox 4x32-7 with key `seed` at counter (index, offset), as uniform numbers in
+// [0, 1). The same numbers as the package's other dropout kernels and its reference draw (Salmon et
+// al., SC 2011).
+INLINE vf uniform(uint64_t seed, uint64_t offset, vu low, vu high) {
+  vu none = low - low, c0 = low, c1 = high;
+  vu c2 = none + static_cast<uint32_t>(offset), c3 = none + static_cast<uint32_t>(offset >> 32);
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
 #pragma GCC unroll 7
   for (int round = 0; round < 7; ++round) {
-    vu32 high_a, low_a, high_b, low_b;
+    vu high_a, low_a, high_b, low_b;
     multiply(0xD2511F53u, c0, high_a, low_a);
     multiply(0xCD9E8D57u, c2, high_b, low_b);
     c0 = high_b ^ c1 ^ k0;
@@ -45,8 +37,8 @@ struct Dropout {
   template <class Lanes>
   INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
     uint64_t first = begin + static_cast<uint64_t>(i);
-    vu32 lane = reinterpret_cast<vu32>(lane_numbers()), none = lane - lane;
-    vu32 low = lane + static_cast<uint32_t>(first), high = none + static_cast<uint32_t>(first >> 32);
+    vu lane = reinterpret_cast<vu>(lane_numbers()), none = lane - lane;
+    vu low = lane + static_cast<uint32_t>(first), high = none + static_cast<uint32_t>(first >> 32);
     high = low < lane ? high + 1 : high;  // the low word went round
     vf u = uniform(seed, offset, low, high);
     vf v = u >= set1(p) ? x.at(i, lanes) * set1(scale) : set1(0.0f);
@@ -58,7 +50,8 @@ static void dropout(const DropoutCall& call, int64_t begin, int64_t end) {
   DISPATCH(call.dtype, T, {
     T* y = static_cast<T*>(call.y);
     const T* x = static_cast<const T*>(call.x);
-    Dropout<T> e{{x + begin, -1}, call.seed, call.offset, static_cast<uint64_t>(begin), call.p, call.scale};
+    Dropout<T> e{{x + begin, -1}, call.seed, call.offset, static_cast<uint64_t>(begin),
+                 call.p,          call.scale};
     emit(e, y + begin, y + begin, end - begin, false);
   })
 }

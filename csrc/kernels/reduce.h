@@ -15,7 +15,8 @@ static float reduce_of(Reduction kind, const T* x, int64_t n) {
     FOR_ROW(n, m[k] = smaller(m[k], keep(load(x + j, lanes), set1(-LOWEST), lanes));)
     return smallest(smaller(smaller(m[0], m[1]), smaller(m[2], m[3])));
   }
-  constexpr int64_t STEP = 64 * W;  // 16 numbers in each accumulator, then one level up: rounding does not pile up
+  constexpr int64_t STEP =
+      64 * W;  // 16 numbers in each accumulator, then one level up: rounding does not pile up
   vf all = set1(0);
   for (int64_t first = 0; first < n; first += STEP) {
     const int64_t size = n - first < STEP ? n - first : STEP;
@@ -63,8 +64,8 @@ INLINE void fold_all(const T* x, float* acc, int64_t n, int64_t cols, int64_t st
   for (; i < n; ++i) fold_rows<1>(x + i * stride, acc, cols, stride, fold);
 }
 
-static void reduce_columns(Reduction kind, DType dtype, const void* x, float* acc, int64_t n, int64_t cols,
-                           int64_t stride) {
+static void reduce_columns(Reduction kind, DType dtype, const void* x, float* acc, int64_t n,
+                           int64_t cols, int64_t stride) {
   DISPATCH(dtype, T, {
     const T* p = static_cast<const T*>(x);
     if (kind == Reduction::max)

@@ -1,4 +1,5 @@
-// Kernels whose unit is a row: layer norm, softmax, softmax cross-entropy, forward and backward; float32 inside.
+// Kernels whose unit is a row: layer norm, softmax, softmax cross-entropy, forward and backward;
+// float32 inside.
 #pragma once
 
 namespace tensorlogic::TENSORLOGIC_ISA {
@@ -44,7 +45,8 @@ static void layer_norm(const LayerNormCall& call, int64_t begin, int64_t end) {
 
 // dx = rstd (g - mean(g) - xhat mean(g xhat)), g = dy gamma; dgamma += dy xhat, dbeta += dy
 template <class T>
-static void layer_norm_backward_rows(const LayerNormBackwardCall& call, int64_t begin, int64_t end) {
+static void layer_norm_backward_rows(const LayerNormBackwardCall& call, int64_t begin,
+                                     int64_t end) {
   const int64_t n = call.cols;
   const float inverse = 1.0f / static_cast<float>(n);
   const float* gamma = call.gamma;
@@ -55,7 +57,8 @@ static void layer_norm_backward_rows(const LayerNormBackwardCall& call, int64_t 
     const vf m = set1(call.mean[r]), rstd = set1(call.rstd[r]);
     vf s[4] = {set1(0), set1(0), set1(0), set1(0)}, q[4] = {set1(0), set1(0), set1(0), set1(0)};
     FOR_ROW(n, {
-      vf d = load(dy + j, lanes), xhat = keep((load(x + j, lanes) - m) * rstd, set1(0), lanes), g = d;
+      vf d = load(dy + j, lanes), xhat = keep((load(x + j, lanes) - m) * rstd, set1(0), lanes),
+         g = d;
       if (gamma) g = g * load(gamma + j, lanes);
       s[k] = s[k] + g;
       q[k] = fma(g, xhat, q[k]);
@@ -113,15 +116,17 @@ static void softmax_rows(const SoftmaxCall& call, int64_t begin, int64_t end) {
     for (int64_t d = 0, rest = r; d < call.mask_dims; rest /= call.mask_sizes[d++])
       mask_at += rest % call.mask_sizes[d] * call.mask_strides[d];
     const M* mask = static_cast<const M*>(call.mask);
-    Scores<S, M> scores{static_cast<const S*>(call.x) + r * call.cols, mask ? mask + mask_at : nullptr,
-                        call.keep ? call.keep + mask_at : nullptr, call.scale};
+    Scores<S, M> scores{static_cast<const S*>(call.x) + r * call.cols,
+                        mask ? mask + mask_at : nullptr, call.keep ? call.keep + mask_at : nullptr,
+                        call.scale};
     T* y = static_cast<T*>(call.y) + r * call.cols;
     vf peak[4] = {set1(LOWEST), set1(LOWEST), set1(LOWEST), set1(LOWEST)};
     // A NaN may leave the maximum again, but not the sum.
     FOR_ROW(n, peak[k] = vmax(peak[k], keep(scores.at(j, lanes), set1(LOWEST), lanes));)
     const vf m = set1(largest(vmax(vmax(peak[0], peak[1]), vmax(peak[2], peak[3]))));
     vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
-    // The exponentials wait for their sum in the output where that is float32, in a buffer where they fit.
+    // The exponentials wait for their sum in the output where that is float32, in a buffer where
+    // they fit.
     float buffer[precise<T> ? 1 : BLOCK];
     float* held = buffer;
     if constexpr (precise<T>) held = y;
@@ -158,8 +163,8 @@ static void softmax(const SoftmaxCall& call, int64_t begin, int64_t end) {
 }
 
 // dx = scale y (dy - sum(dy y))
-static void softmax_backward(DType dtype, const void* dy_all, const void* y_all, void* dx_all, int64_t n, float scale,
-                             int64_t begin, int64_t end) {
+static void softmax_backward(DType dtype, const void* dy_all, const void* y_all, void* dx_all,
+                             int64_t n, float scale, int64_t begin, int64_t end) {
   DISPATCH(dtype, T, {
     for (int64_t r = begin; r < end; ++r) {
       const T* y = static_cast<const T*>(y_all) + r * n;
@@ -177,7 +182,8 @@ struct RowStatistics {
   float peak, exponentials, sum;
 };
 
-// Maximum, sum of e^(x - maximum) and (where asked for) sum of one row, each element read from memory once.
+// Maximum, sum of e^(x - maximum) and (where asked for) sum of one row, each element read from
+// memory once.
 template <class T>
 INLINE RowStatistics row_statistics(const T* x, int64_t n, bool with_sum) {
   RowStatistics all{LOWEST, 0.0f, 0.0f};
@@ -232,7 +238,8 @@ struct CrossEntropyGrad {
 };
 
 // dlogits = dloss (e^(x - lse) - target distribution)
-static void cross_entropy_backward(const CrossEntropyBackwardCall& call, int64_t begin, int64_t end) {
+static void cross_entropy_backward(const CrossEntropyBackwardCall& call, int64_t begin,
+                                   int64_t end) {
   DISPATCH(call.dtype, T, {
     for (int64_t r = begin; r < end; ++r) {
       T* dx = static_cast<T*>(call.dlogits) + r * call.cols;
@@ -244,7 +251,8 @@ static void cross_entropy_backward(const CrossEntropyBackwardCall& call, int64_t
       const float floor = call.smoothing / static_cast<float>(call.cols), dloss = call.dloss[r];
       CrossEntropyGrad<T> e{x, set1(call.lse[r]), set1(dloss), set1(floor)};
       const int64_t t = call.target[r];
-      const float hit = (exp_minus<T>(load(x + t, Some{1}), e.lse)[0] - floor - (1.0f - call.smoothing)) * dloss;
+      const float hit =
+          (exp_minus<T>(load(x + t, Some{1}), e.lse)[0] - floor - (1.0f - call.smoothing)) * dloss;
       emit(e, dx, dx, call.cols, call.stream);
       store(dx + t, set1(hit), Some{1});
     }

@@ -1,4 +1,5 @@
-// Few rows times a matrix: weights are read once, in their own type, at the speed of memory; float32 accumulation.
+// Few rows times a matrix: weights are read once, in their own type, at the speed of memory;
+// float32 accumulation.
 #pragma once
 
 namespace tensorlogic::TENSORLOGIC_ISA {
@@ -23,22 +24,24 @@ INLINE void dot_block(const T* w, const float* x, float* y, int64_t K, int64_t N
   if (i < K) {
     Some lanes{K - i};
     for (int r = 0; r < R; ++r)
-      for (int m = 0; m < M; ++m) acc[r][m] = fma(load(w + r * K + i, lanes), load(x + m * K + i, lanes), acc[r][m]);
+      for (int m = 0; m < M; ++m)
+        acc[r][m] = fma(load(w + r * K + i, lanes), load(x + m * K + i, lanes), acc[r][m]);
   }
   for (int r = 0; r < R; ++r)
     for (int m = 0; m < M; ++m) y[m * N + r] = sum(acc[r][m]);
 }
 
 template <int M, class T>
-static void dot_some(const T* w, const float* x, float* y, int64_t K, int64_t N, int64_t begin, int64_t end) {
+static void dot_some(const T* w, const float* x, float* y, int64_t K, int64_t N, int64_t begin,
+                     int64_t end) {
   int64_t r = begin;
   for (; r + 4 <= end; r += 4) dot_block<4, M>(w + r * K, x, y + r, K, N);
   for (; r < end; ++r) dot_block<1, M>(w + r * K, x, y + r, K, N);
 }
 
 // y[m, r] = sum_k w[r, k] x[m, k] for the rows begin..end of w [N, K]
-static void dot_rows(DType dtype, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
-                     int64_t begin, int64_t end) {
+static void dot_rows(DType dtype, const void* w, const float* x, float* y, int64_t K, int64_t M,
+                     int64_t N, int64_t begin, int64_t end) {
   DISPATCH(dtype, T, {
     const T* p = static_cast<const T*>(w);
     for (int64_t m = 0; m < M; m += 4) {
@@ -55,7 +58,8 @@ static void dot_rows(DType dtype, const void* w, const float* x, float* y, int64
 }
 
 template <int R, class T, class Lanes>
-INLINE void axpy_column(const T* w, const float* x, float* y, int64_t K, int64_t M, int64_t N, Lanes lanes) {
+INLINE void axpy_column(const T* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
+                        Lanes lanes) {
   vf v[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) v[r] = load(w + r * N, lanes);
@@ -71,15 +75,17 @@ INLINE void axpy_column(const T* w, const float* x, float* y, int64_t K, int64_t
 }
 
 template <int R, class T>
-static void axpy_some(const T* w, const float* x, float* y, int64_t K, int64_t M, int64_t N, int64_t cols) {
+static void axpy_some(const T* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
+                      int64_t cols) {
   int64_t j = 0;
   for (; j + W <= cols; j += W) axpy_column<R>(w + j, x, y + j, K, M, N, All{});
   if (j < cols) axpy_column<R>(w + j, x, y + j, K, M, N, Some{cols - j});
 }
 
-// y[m, j] += sum_k x[m, k] w[k, j] for the columns begin..end of w [K, N], eight rows of w at a time
-static void axpy_rows(DType dtype, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
-                      int64_t begin, int64_t end) {
+// y[m, j] += sum_k x[m, k] w[k, j] for the columns begin..end of w [K, N], eight rows of w at a
+// time
+static void axpy_rows(DType dtype, const void* w, const float* x, float* y, int64_t K, int64_t M,
+                      int64_t N, int64_t begin, int64_t end) {
   DISPATCH(dtype, T, {
     const T* p = static_cast<const T*>(w) + begin;
     int64_t k = 0;

@@ -1,4 +1,5 @@
-// All kernels of one instruction set, gathered into its table. A kernel source includes one simd header, then this.
+// All kernels of one instruction set, gathered into its table. A kernel source includes one simd
+// header, then this.
 #pragma once
 
 #include "simd/math.h"
@@ -14,10 +15,22 @@ namespace tensorlogic::TENSORLOGIC_ISA {
 
 extern const Kernels table;
 const Kernels table = {
-    TENSORLOGIC_ISA_NAME,  W,           elementwise, convert,       epilogue,
-    dropout,               layer_norm,  layer_norm_backward,        softmax,
-    softmax_backward,      cross_entropy, cross_entropy_backward,   reduce,
-    reduce_columns,        dot_rows,    axpy_rows,
+    TENSORLOGIC_ISA_NAME,
+    W,
+    elementwise,
+    convert,
+    epilogue,
+    dropout,
+    layer_norm,
+    layer_norm_backward,
+    softmax,
+    softmax_backward,
+    cross_entropy,
+    cross_entropy_backward,
+    reduce,
+    reduce_columns,
+    dot_rows,
+    axpy_rows,
 };
 
 }  // namespace tensorlogic::TENSORLOGIC_ISA

@@ -35,7 +35,8 @@ Layout layout_of(const char* op, const Input* const (&in)[N]) {
     for (const Input* x : in) {
       const int64_t s = size(x, d);
       if (s != 1 && out.sizes[d] != 1 && s != out.sizes[d])
-        fail(std::string(op) + ": shapes " + in[0]->shape.text() + " and " + x->shape.text() + " do not broadcast");
+        fail(std::string(op) + ": shapes " + in[0]->shape.text() + " and " + x->shape.text() +
+             " do not broadcast");
       if (s != 1) out.sizes[d] = s;
     }
     out.numel *= out.sizes[d];
@@ -60,7 +61,8 @@ Layout layout_of(const char* op, const Input* const (&in)[N]) {
       first = false;
     }
     if (changes != 1 || (split >= 0 && split != at))
-      fail(std::string(op) + ": shape " + in[k]->shape.text() + " meets [" + "...] neither as rows nor as columns; expand it");
+      fail(std::string(op) + ": shape " + in[k]->shape.text() + " meets [" +
+           "...] neither as rows nor as columns; expand it");
     split = at;
     out.modes[k] = leading ? Mode::column : Mode::row;
   }
@@ -69,7 +71,8 @@ Layout layout_of(const char* op, const Input* const (&in)[N]) {
 }
 
 template <size_t N>
-ElementwiseCall prepare(const char* name, Elementwise op, const Input* const (&in)[N], Layout& layout) {
+ElementwiseCall prepare(const char* name, Elementwise op, const Input* const (&in)[N],
+                        Layout& layout) {
   static const char* const names[] = {"first tensor", "second tensor", "third tensor"};
   ElementwiseCall call{};
   call.op = op;
@@ -96,7 +99,8 @@ Output run(const char* name, Elementwise op, const Input* const (&in)[N]) {
   call.out[0] = y.data;
   call.stream = past_caches(layout.numel * item_size(call.dtype));
   const Kernels& k = kernels();
-  parallel(layout.numel, grain_of(op), UNIT, [&](int64_t begin, int64_t end) { k.elementwise(call, begin, end); });
+  parallel(layout.numel, grain_of(op), UNIT,
+           [&](int64_t begin, int64_t end) { k.elementwise(call, begin, end); });
   return y;
 }
 
@@ -109,8 +113,9 @@ std::tuple<Output, Output> run_two(const char* name, Elementwise op, const Input
   call.out[0] = y.data;
   call.out[1] = z.data;
   const Kernels& k = kernels();
-  parallel(layout.numel, grain_of(op), UNIT, [&](int64_t begin, int64_t end) { k.elementwise(call, begin, end); });
-  return {y, z};
+  parallel(layout.numel, grain_of(op), UNIT,
+           [&](int64_t begin, int64_t end) { k.elementwise(call, begin, end); });
+  return {std::move(y), std::move(z)};
 }
 
 #define UNARY(name) \
@@ -119,9 +124,9 @@ std::tuple<Output, Output> run_two(const char* name, Elementwise op, const Input
   Output name(const Input& a, const Input& b) { return run<2>(#name, Elementwise::name, {&a, &b}); }
 #define GRADIENT(name, op) \
   Output name(const Input& dy, const Input& x) { return run<2>(#name, Elementwise::op, {&dy, &x}); }
-#define GRADIENTS(name, op)                                                               \
-  std::tuple<Output, Output> name(const Input& dy, const Input& a, const Input& b) {      \
-    return run_two<3>(#name, Elementwise::op, {&dy, &a, &b});                             \
+#define GRADIENTS(name, op)                                                          \
+  std::tuple<Output, Output> name(const Input& dy, const Input& a, const Input& b) { \
+    return run_two<3>(#name, Elementwise::op, {&dy, &a, &b});                        \
   }
 UNARY(neg)
 UNARY(relu)
@@ -145,7 +150,8 @@ Output gelu(const Input& x, bool tanh) {
   return run<1>("gelu", tanh ? Elementwise::gelu_tanh : Elementwise::gelu, {&x});
 }
 Output gelu_backward(const Input& dy, const Input& x, bool tanh) {
-  return run<2>("gelu_backward", tanh ? Elementwise::gelu_tanh_bwd : Elementwise::gelu_bwd, {&dy, &x});
+  return run<2>("gelu_backward", tanh ? Elementwise::gelu_tanh_bwd : Elementwise::gelu_bwd,
+                {&dy, &x});
 }
 
 Output convert(const Input& x, int32_t code) {
@@ -162,26 +168,31 @@ Output convert(const Input& x, int32_t code) {
 }
 
 // What all epilogues share; `y` and `pre` are set by the caller.
-EpilogueCall epilogue_call(const Input& acc, const Maybe& bias, const Maybe& residual, int64_t activation, int32_t code) {
+EpilogueCall epilogue_call(const Input& acc, const Maybe& bias, const Maybe& residual,
+                           int64_t activation, int32_t code) {
   const char* op = "epilogue";
   EpilogueCall call{};
   call.acc_dtype = acc.dtype(op, "acc");
   call.dtype = dtype_of(code, op, "dtype");
   if (call.acc_dtype != DType::f32 && call.acc_dtype != call.dtype)
     fail("epilogue: acc must be float32 or have the output's element type");
-  if (activation < 0 || activation > static_cast<int64_t>(Activation::silu)) fail("epilogue: unknown activation");
+  if (activation < 0 || activation > static_cast<int64_t>(Activation::silu))
+    fail("epilogue: unknown activation");
   call.activation = static_cast<Activation>(activation);
   acc.check(op, "acc");
   call.acc = acc.data;
   call.cols = acc.cols();
   if (bias) {
     bias->check(op, "bias", code);
-    if (bias->numel != call.cols) fail("epilogue: bias must have as many elements as acc has columns, got " + bias->shape.text());
+    if (bias->numel != call.cols)
+      fail("epilogue: bias must have as many elements as acc has columns, got " +
+           bias->shape.text());
     call.bias = bias->data;
   }
   if (residual) {
     residual->check(op, "residual", code);
-    if (residual->numel != acc.numel) fail("epilogue: residual must have the shape of acc, got " + residual->shape.text());
+    if (residual->numel != acc.numel)
+      fail("epilogue: residual must have the shape of acc, got " + residual->shape.text());
     call.residual = residual->data;
   }
   return call;
@@ -193,7 +204,8 @@ void run_epilogue(const EpilogueCall& call, int64_t n) {
   parallel(n, grain, UNIT, [&](int64_t begin, int64_t end) { k.epilogue(call, begin, end); });
 }
 
-Output epilogue(const Input& acc, const Maybe& bias, const Maybe& residual, int64_t activation, int32_t code) {
+Output epilogue(const Input& acc, const Maybe& bias, const Maybe& residual, int64_t activation,
+                int32_t code) {
   EpilogueCall call = epilogue_call(acc, bias, residual, activation, code);
   Output y = make(call.dtype, acc.shape);
   call.y = y.data;
@@ -202,14 +214,14 @@ Output epilogue(const Input& acc, const Maybe& bias, const Maybe& residual, int6
   return y;
 }
 
-std::tuple<Output, Output> epilogue_pre(const Input& acc, const Maybe& bias, const Maybe& residual, int64_t activation,
-                                        int32_t code) {
+std::tuple<Output, Output> epilogue_pre(const Input& acc, const Maybe& bias, const Maybe& residual,
+                                        int64_t activation, int32_t code) {
   EpilogueCall call = epilogue_call(acc, bias, residual, activation, code);
   Output y = make(call.dtype, acc.shape), pre = make(call.dtype, acc.shape);
   call.y = y.data;
   call.pre = pre.data;
   run_epilogue(call, acc.numel);
-  return {y, pre};
+  return {std::move(y), std::move(pre)};
 }
 
 void epilogue_(const Input& acc, const Maybe& bias, const Maybe& residual, int64_t activation) {
@@ -231,7 +243,8 @@ Output dropout(const Input& x, double p, int64_t seed, int64_t offset) {
                    static_cast<float>(p),
                    static_cast<float>(1.0 / (1.0 - p))};
   const Kernels& k = kernels();
-  parallel(x.numel, COSTLY_GRAIN, UNIT, [&](int64_t begin, int64_t end) { k.dropout(call, begin, end); });
+  parallel(x.numel, COSTLY_GRAIN, UNIT,
+           [&](int64_t begin, int64_t end) { k.dropout(call, begin, end); });
   return y;
 }
 
@@ -241,7 +254,8 @@ Output dropout(const Input& x, double p, int64_t seed, int64_t offset) {
 STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
   for (const char* op : {"add", "sub", "mul", "div", "add_relu", "mul_relu"})
     m.def((std::string(op) + "(Tensor a, Tensor b) -> Tensor").c_str());
-  for (const char* op : {"neg", "relu", "silu"}) m.def((std::string(op) + "(Tensor x) -> Tensor").c_str());
+  for (const char* op : {"neg", "relu", "silu"})
+    m.def((std::string(op) + "(Tensor x) -> Tensor").c_str());
   for (const char* op : {"mul_backward", "mul_relu_backward", "div_backward"})
     m.def((std::string(op) + "(Tensor dy, Tensor a, Tensor b) -> (Tensor, Tensor)").c_str());
   m.def("affine(Tensor x, Tensor scale, Tensor bias) -> Tensor");
@@ -250,16 +264,22 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
   m.def("silu_backward(Tensor dy, Tensor x) -> Tensor");
   m.def("gelu_backward(Tensor dy, Tensor x, bool tanh=False) -> Tensor");
   m.def("convert(Tensor x, ScalarType dtype) -> Tensor");
-  m.def("epilogue(Tensor acc, Tensor? bias, Tensor? residual, int activation, ScalarType dtype) -> Tensor");
-  m.def("epilogue_pre(Tensor acc, Tensor? bias, Tensor? residual, int activation, ScalarType dtype) -> (Tensor, Tensor)");
+  m.def(
+      "epilogue(Tensor acc, Tensor? bias, Tensor? residual, int activation, ScalarType dtype) -> "
+      "Tensor");
+  m.def(
+      "epilogue_pre(Tensor acc, Tensor? bias, Tensor? residual, int activation, ScalarType dtype) "
+      "-> (Tensor, Tensor)");
   m.def("epilogue_(Tensor(a!) acc, Tensor? bias, Tensor? residual, int activation) -> ()");
   m.def("dropout(Tensor x, float p, int seed, int offset=0) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {
 #define IMPL(name) m.impl(#name, BOXED(tensorlogic::ops::name));
-  IMPL(add) IMPL(sub) IMPL(mul) IMPL(div) IMPL(add_relu) IMPL(mul_relu) IMPL(neg) IMPL(relu) IMPL(silu) IMPL(affine)
-  IMPL(gelu) IMPL(relu_backward) IMPL(silu_backward) IMPL(gelu_backward) IMPL(mul_backward) IMPL(mul_relu_backward)
-  IMPL(div_backward) IMPL(convert) IMPL(epilogue) IMPL(epilogue_pre) IMPL(epilogue_) IMPL(dropout)
+  IMPL(add)
+  IMPL(sub) IMPL(mul) IMPL(div) IMPL(add_relu) IMPL(mul_relu) IMPL(neg) IMPL(relu) IMPL(silu)
+      IMPL(affine) IMPL(gelu) IMPL(relu_backward) IMPL(silu_backward) IMPL(gelu_backward)
+          IMPL(mul_backward) IMPL(mul_relu_backward) IMPL(div_backward) IMPL(convert) IMPL(epilogue)
+              IMPL(epilogue_pre) IMPL(epilogue_) IMPL(dropout)
 #undef IMPL
 }

@@ -8,8 +8,9 @@
 namespace tensorlogic::ops {
 namespace {
 
-constexpr int64_t PIECE = 32 << 10;   // elements of a long row that one thread takes at a time
-constexpr int64_t GRAIN = 128 << 10;  // elements below which a second thread costs more than it brings
+constexpr int64_t PIECE = 32 << 10;  // elements of a long row that one thread takes at a time
+constexpr int64_t GRAIN =
+    128 << 10;  // elements below which a second thread costs more than it brings
 
 double start_of(Reduction kind) {
   if (kind == Reduction::max) return -__builtin_inf();
@@ -23,21 +24,24 @@ double fold(Reduction kind, double acc, double x) {
   return acc + x;
 }
 
-// One contiguous run, added up in float32 by pieces, those in float64; borders do not depend on the threads.
+// One contiguous run, added up in float32 by pieces, those in float64; borders do not depend on the
+// threads.
 double reduce_run(const Kernels& k, Reduction kind, DType dtype, const char* x, int64_t n) {
   const int64_t step = 1024 * k.width;
   double acc = start_of(kind);
   for (int64_t i = 0; i < n; i += step)
-    acc = fold(kind, acc, k.reduce(kind, dtype, x + i * item_size(dtype), n - i < step ? n - i : step));
+    acc = fold(kind, acc,
+               k.reduce(kind, dtype, x + i * item_size(dtype), n - i < step ? n - i : step));
   return acc;
 }
 
-void reduce_rows(const Kernels& k, Reduction kind, DType dtype, const char* x, float* y, int64_t outer, int64_t n,
-                 double scale) {
+void reduce_rows(const Kernels& k, Reduction kind, DType dtype, const char* x, float* y,
+                 int64_t outer, int64_t n, double scale) {
   if (outer >= 8 || n <= PIECE) {
     parallel(outer, n < GRAIN ? GRAIN / n : 1, 1, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
-        y[r] = static_cast<float>(reduce_run(k, kind, dtype, x + r * n * item_size(dtype), n) * scale);
+        y[r] =
+            static_cast<float>(reduce_run(k, kind, dtype, x + r * n * item_size(dtype), n) * scale);
     });
     return;
   }
@@ -46,33 +50,41 @@ void reduce_rows(const Kernels& k, Reduction kind, DType dtype, const char* x, f
   parallel(outer * pieces, GRAIN / PIECE, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i / pieces, first = i % pieces * PIECE;
-      partial[static_cast<size_t>(i)] = reduce_run(k, kind, dtype, x + (row * n + first) * item_size(dtype),
-                                                   n - first < PIECE ? n - first : PIECE);
+      partial[static_cast<size_t>(i)] =
+          reduce_run(k, kind, dtype, x + (row * n + first) * item_size(dtype),
+                     n - first < PIECE ? n - first : PIECE);
     }
   });
   for (int64_t r = 0; r < outer; ++r) {
     double acc = start_of(kind);
-    for (int64_t i = 0; i < pieces; ++i) acc = fold(kind, acc, partial[static_cast<size_t>(r * pieces + i)]);
+    for (int64_t i = 0; i < pieces; ++i)
+      acc = fold(kind, acc, partial[static_cast<size_t>(r * pieces + i)]);
     y[r] = static_cast<float>(acc * scale);
   }
 }
 
-// [outer, n, inner] over n: pieces of n rows and of `inner` columns onto float32 rows, then those rows onto one.
-void reduce_columns(const Kernels& k, Reduction kind, DType dtype, const char* x, float* y, int64_t outer, int64_t n,
-                    int64_t inner, double scale) {
+// [outer, n, inner] over n: pieces of n rows and of `inner` columns onto float32 rows, then those
+// rows onto one.
+void reduce_columns(const Kernels& k, Reduction kind, DType dtype, const char* x, float* y,
+                    int64_t outer, int64_t n, int64_t inner, double scale) {
   constexpr int64_t COLS = 2048, ROWS = 512;
   const int64_t stripes = (inner + COLS - 1) / COLS, pieces = (n + ROWS - 1) / ROWS;
   std::unique_ptr<float[]> partial(new float[static_cast<size_t>(outer * pieces * inner)]);
   const int64_t work = (n < ROWS ? n : ROWS) * (inner < COLS ? inner : COLS);
-  parallel(outer * pieces * stripes, work < GRAIN ? GRAIN / work : 1, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t stripe = i % stripes * COLS, piece = i / stripes % pieces * ROWS, o = i / stripes / pieces;
-      const int64_t cols = inner - stripe < COLS ? inner - stripe : COLS, rows = n - piece < ROWS ? n - piece : ROWS;
-      float* acc = partial.get() + (o * pieces + piece / ROWS) * inner + stripe;
-      for (int64_t j = 0; j < cols; ++j) acc[j] = static_cast<float>(start_of(kind));
-      k.reduce_columns(kind, dtype, x + ((o * n + piece) * inner + stripe) * item_size(dtype), acc, rows, cols, inner);
-    }
-  });
+  parallel(outer * pieces * stripes, work < GRAIN ? GRAIN / work : 1, 1,
+           [&](int64_t begin, int64_t end) {
+             for (int64_t i = begin; i < end; ++i) {
+               const int64_t stripe = i % stripes * COLS, piece = i / stripes % pieces * ROWS,
+                             o = i / stripes / pieces;
+               const int64_t cols = inner - stripe < COLS ? inner - stripe : COLS,
+                             rows = n - piece < ROWS ? n - piece : ROWS;
+               float* acc = partial.get() + (o * pieces + piece / ROWS) * inner + stripe;
+               for (int64_t j = 0; j < cols; ++j) acc[j] = static_cast<float>(start_of(kind));
+               k.reduce_columns(kind, dtype,
+                                x + ((o * n + piece) * inner + stripe) * item_size(dtype), acc,
+                                rows, cols, inner);
+             }
+           });
   for (int64_t o = 0; o < outer; ++o) {
     const float* rows = partial.get() + o * pieces * inner;
     float* out = y + o * inner;
@@ -83,12 +95,13 @@ void reduce_columns(const Kernels& k, Reduction kind, DType dtype, const char* x
   }
 }
 
-Output reduce(const char* op, Reduction kind, const Input& x, int64_t begin, int64_t end, bool keepdim) {
+Output reduce(const char* op, Reduction kind, const Input& x, int64_t begin, int64_t end,
+              bool keepdim) {
   const DType dtype = x.dtype(op, "x");
   x.check(op, "x");
   if (begin < 0 || end < begin || end > x.shape.dim || x.shape.dim > 64)
-    fail(std::string(op) + ": dimensions " + std::to_string(begin) + " to " + std::to_string(end) + " do not fit x " +
-         x.shape.text());
+    fail(std::string(op) + ": dimensions " + std::to_string(begin) + " to " + std::to_string(end) +
+         " do not fit x " + x.shape.text());
   int64_t sizes[64], dim = 0, outer = 1, n = 1, inner = 1;
   for (int64_t d = 0; d < x.shape.dim; ++d) {
     const bool reduced = d >= begin && d < end;
@@ -120,8 +133,10 @@ Output reduce(const char* op, Reduction kind, const Input& x, int64_t begin, int
   return y;
 }
 
-#define REDUCTION(name) \
-  Output name(const Input& x, int64_t begin, int64_t end, bool keepdim) { return reduce(#name, Reduction::name, x, begin, end, keepdim); }
+#define REDUCTION(name)                                                   \
+  Output name(const Input& x, int64_t begin, int64_t end, bool keepdim) { \
+    return reduce(#name, Reduction::name, x, begin, end, keepdim);        \
+  }
 REDUCTION(sum)
 REDUCTION(mean)
 REDUCTION(max)
@@ -129,27 +144,33 @@ REDUCTION(min)
 
 enum class Weight { rows, columns };  // [N, K], as linear has it, or [K, N], as matmul
 
-Output skinny(const char* op, Weight kind, const Input& x, const Input& w, const Maybe& bias, const Maybe& residual,
-              int64_t activation) {
+Output skinny(const char* op, Weight kind, const Input& x, const Input& w, const Maybe& bias,
+              const Maybe& residual, int64_t activation) {
   const DType dtype = w.dtype(op, "w");
   x.check(op, "x", w.code);
   w.check(op, "w");
   const bool by_rows = kind == Weight::rows;
-  if (w.shape.dim != 2 || x.shape.dim < 1 || x.cols() != w.shape.sizes[by_rows ? 1 : 0] || x.shape.dim > 64)
+  if (w.shape.dim != 2 || x.shape.dim < 1 || x.cols() != w.shape.sizes[by_rows ? 1 : 0] ||
+      x.shape.dim > 64)
     fail(std::string(op) + ": x " + x.shape.text() + " does not fit w " + w.shape.text());
   const int64_t K = x.cols(), N = w.shape.sizes[by_rows ? 0 : 1], M = K ? x.numel / K : 0;
   int64_t sizes[64];
   for (int64_t d = 0; d + 1 < x.shape.dim; ++d) sizes[d] = x.shape.sizes[d];
   sizes[x.shape.dim - 1] = N;
   if (K == 0) fail(std::string(op) + ": the inner dimension must not be empty");
-  if (activation < 0 || activation > static_cast<int64_t>(Activation::silu)) fail(std::string(op) + ": unknown activation");
+  if (activation < 0 || activation > static_cast<int64_t>(Activation::silu))
+    fail(std::string(op) + ": unknown activation");
   if (bias) {
     bias->check(op, "bias", w.code);
-    if (bias->numel != N) fail(std::string(op) + ": bias must have " + std::to_string(N) + " elements, got " + bias->shape.text());
+    if (bias->numel != N)
+      fail(std::string(op) + ": bias must have " + std::to_string(N) + " elements, got " +
+           bias->shape.text());
   }
   if (residual) {
     residual->check(op, "residual", w.code);
-    if (residual->numel != M * N) fail(std::string(op) + ": residual must have the shape of the output, got " + residual->shape.text());
+    if (residual->numel != M * N)
+      fail(std::string(op) + ": residual must have the shape of the output, got " +
+           residual->shape.text());
   }
   const Kernels& k = kernels();
   std::unique_ptr<float[]> wide(new float[static_cast<size_t>(M * (K + N))]);
@@ -158,7 +179,9 @@ Output skinny(const char* op, Weight kind, const Input& x, const Input& w, const
   Output y = make(dtype, {sizes, x.shape.dim});
   const int64_t least = GRAIN / K;
   if (by_rows) {
-    parallel(N, least > 4 ? least : 4, 4, [&](int64_t begin, int64_t end) { k.dot_rows(dtype, w.data, xs, acc, K, M, N, begin, end); });
+    parallel(N, least > 4 ? least : 4, 4, [&](int64_t begin, int64_t end) {
+      k.dot_rows(dtype, w.data, xs, acc, K, M, N, begin, end);
+    });
   } else {
     parallel(N, least > 64 ? least : 64, 64, [&](int64_t begin, int64_t end) {
       for (int64_t m = 0; m < M; ++m)
@@ -179,10 +202,12 @@ Output skinny(const char* op, Weight kind, const Input& x, const Input& w, const
   return y;
 }
 
-Output linear_skinny(const Input& x, const Input& w, const Maybe& bias, const Maybe& residual, int64_t activation) {
+Output linear_skinny(const Input& x, const Input& w, const Maybe& bias, const Maybe& residual,
+                     int64_t activation) {
   return skinny("linear_skinny", Weight::rows, x, w, bias, residual, activation);
 }
-Output matmul_skinny(const Input& x, const Input& w, const Maybe& bias, const Maybe& residual, int64_t activation) {
+Output matmul_skinny(const Input& x, const Input& w, const Maybe& bias, const Maybe& residual,
+                     int64_t activation) {
   return skinny("matmul_skinny", Weight::columns, x, w, bias, residual, activation);
 }
 
@@ -191,9 +216,12 @@ Output matmul_skinny(const Input& x, const Input& w, const Maybe& bias, const Ma
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
   for (const char* op : {"sum", "mean", "max", "min"})
-    m.def((std::string(op) + "(Tensor x, int begin, int end, bool keepdim=False) -> Tensor").c_str());
+    m.def(
+        (std::string(op) + "(Tensor x, int begin, int end, bool keepdim=False) -> Tensor").c_str());
   for (const char* op : {"linear_skinny", "matmul_skinny"})
-    m.def((std::string(op) + "(Tensor x, Tensor w, Tensor? bias=None, Tensor? residual=None, int activation=0) -> Tensor").c_str());
+    m.def((std::string(op) + "(Tensor x, Tensor w, Tensor? bias=None, Tensor? residual=None, int "
+                             "activation=0) -> Tensor")
+              .c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {

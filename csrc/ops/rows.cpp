@@ -1,4 +1,5 @@
-// Operators over rows: layer norm, softmax, attention scores, softmax cross-entropy, with their gradients.
+// Operators over rows: layer norm, softmax, attention scores, softmax cross-entropy, with their
+// gradients.
 #include <atomic>
 #include <memory>
 
@@ -8,7 +9,8 @@
 namespace tensorlogic::ops {
 namespace {
 
-constexpr int64_t GRAIN = 16 << 10;  // elements below which a second thread costs more than it brings
+constexpr int64_t GRAIN =
+    16 << 10;  // elements below which a second thread costs more than it brings
 
 // f(begin, end) over rows of `cols` elements
 template <class F>
@@ -24,7 +26,8 @@ class Vector {
     const DType dtype = v->dtype(op, name);
     v->check(op, name);
     if (v->numel != cols)
-      fail(std::string(op) + ": " + name + " must have " + std::to_string(cols) + " elements, got " + v->shape.text());
+      fail(std::string(op) + ": " + name + " must have " + std::to_string(cols) +
+           " elements, got " + v->shape.text());
     data = static_cast<const float*>(v->data);
     if (dtype == DType::f32) return;
     copy.reset(new float[static_cast<size_t>(cols)]);
@@ -40,25 +43,36 @@ class Vector {
 int64_t rows_of(const Input& x) { return x.cols() ? x.numel / x.cols() : 0; }
 Shape leading(const Input& x) { return {x.shape.sizes, x.shape.dim ? x.shape.dim - 1 : 0}; }
 
-std::tuple<Output, Output, Output> layer_norm(const Input& x, const Maybe& gamma, const Maybe& beta, double eps,
-                                              int32_t code) {
+std::tuple<Output, Output, Output> layer_norm(const Input& x, const Maybe& gamma, const Maybe& beta,
+                                              double eps, int32_t code) {
   const char* op = "layer_norm";
   const DType in = x.dtype(op, "x"), out = dtype_of(code, op, "dtype");
   x.check(op, "x");
   if (out != in && out != DType::f32) fail("layer_norm: dtype must be that of x, or float32");
   const int64_t cols = x.cols();
   Vector g(gamma, op, "gamma", cols), b(beta, op, "beta", cols);
-  Output y = make(out, x.shape), mean = make(DType::f32, leading(x)), rstd = make(DType::f32, leading(x));
-  LayerNormCall call{in,       out,  x.data, g.data, b.data, y.data, static_cast<float*>(mean.data),
-                     static_cast<float*>(rstd.data), cols, static_cast<float>(eps)};
+  Output y = make(out, x.shape), mean = make(DType::f32, leading(x)),
+         rstd = make(DType::f32, leading(x));
+  LayerNormCall call{in,
+                     out,
+                     x.data,
+                     g.data,
+                     b.data,
+                     y.data,
+                     static_cast<float*>(mean.data),
+                     static_cast<float*>(rstd.data),
+                     cols,
+                     static_cast<float>(eps)};
   const Kernels& k = kernels();
   over_rows(rows_of(x), cols, [&](int64_t begin, int64_t end) { k.layer_norm(call, begin, end); });
-  return {y, mean, rstd};
+  return {std::move(y), std::move(mean), std::move(rstd)};
 }
 
-// Sums over rows are had per fixed piece of rows, then added in order: the same for every number of threads.
-std::tuple<Output, Output, Output> layer_norm_backward(const Input& dy, const Input& x, const Maybe& gamma,
-                                                       const Input& mean, const Input& rstd) {
+// Sums over rows are had per fixed piece of rows, then added in order: the same for every number of
+// threads.
+std::tuple<Output, Output, Output> layer_norm_backward(const Input& dy, const Input& x,
+                                                       const Maybe& gamma, const Input& mean,
+                                                       const Input& rstd) {
   const char* op = "layer_norm_backward";
   const DType dtype = x.dtype(op, "x");
   x.check(op, "x");
@@ -72,23 +86,32 @@ std::tuple<Output, Output, Output> layer_norm_backward(const Input& dy, const In
   const int64_t piece = rows > 64 * 64 ? (rows + 63) / 64 : 64, pieces = (rows + piece - 1) / piece;
   const int64_t vectors[] = {pieces > 0 ? pieces : 1, 2, cols};
   Output dx = make(dtype, x.shape), partial = make(code_of(DType::f32), {vectors, 3}, true);
-  Input held(partial.handle);
   float* sums = static_cast<float*>(partial.data);
   const Kernels& k = kernels();
   parallel(pieces, 1, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       float* own = sums + i * 2 * cols;
-      LayerNormBackwardCall call{dtype,   dy.data, x.data, g.data, static_cast<const float*>(mean.data),
-                                 static_cast<const float*>(rstd.data), dx.data, own, own + cols, cols};
+      LayerNormBackwardCall call{dtype,
+                                 dy.data,
+                                 x.data,
+                                 g.data,
+                                 static_cast<const float*>(mean.data),
+                                 static_cast<const float*>(rstd.data),
+                                 dx.data,
+                                 own,
+                                 own + cols,
+                                 cols};
       k.layer_norm_backward(call, i * piece, (i + 1) * piece < rows ? (i + 1) * piece : rows);
     }
   });
-  if (pieces > 1) k.reduce_columns(Reduction::sum, DType::f32, sums + 2 * cols, sums, pieces - 1, 2 * cols, 2 * cols);
+  if (pieces > 1)
+    k.reduce_columns(Reduction::sum, DType::f32, sums + 2 * cols, sums, pieces - 1, 2 * cols,
+                     2 * cols);
   const Shape vector{vectors + 2, 1};
   Output dgamma = make(dtype, vector), dbeta = make(dtype, vector);
   k.convert(DType::f32, dtype, sums, dgamma.data, cols, false);
   k.convert(DType::f32, dtype, sums + cols, dbeta.data, cols, false);
-  return {dx, dgamma, dbeta};
+  return {std::move(dx), std::move(dgamma), std::move(dbeta)};
 }
 
 // The mask broadcasts over x's leading dimensions; its last one is that of x.
@@ -105,8 +128,8 @@ void set_mask(const char* op, const Input& x, const Input& mask, SoftmaxCall& ca
     stride *= own;
   }
   if (!fits)
-    fail(std::string(op) + ": mask " + mask.shape.text() + " must broadcast over all but the last dimension of x " +
-         x.shape.text());
+    fail(std::string(op) + ": mask " + mask.shape.text() +
+         " must broadcast over all but the last dimension of x " + x.shape.text());
   if (mask.code == aoti_torch_dtype_bool()) {
     call.keep = static_cast<const uint8_t*>(mask.data);
     return;
@@ -117,10 +140,12 @@ void set_mask(const char* op, const Input& x, const Input& mask, SoftmaxCall& ca
     fail(std::string(op) + ": mask must be bool, float32 or of the output's element type");
 }
 
-void run_softmax(const char* op, const Input& x, const Maybe& mask, double scale, bool causal, DType out, void* y) {
+void run_softmax(const char* op, const Input& x, const Maybe& mask, double scale, bool causal,
+                 DType out, void* y) {
   const DType in = x.dtype(op, "x");
   x.check(op, "x");
-  if (in != DType::f32 && in != out) fail(std::string(op) + ": x must be float32 or have the output's element type");
+  if (in != DType::f32 && in != out)
+    fail(std::string(op) + ": x must be float32 or have the output's element type");
   const int64_t cols = x.cols(), rows = rows_of(x);
   SoftmaxCall call{};
   call.in = in;
@@ -139,9 +164,7 @@ void run_softmax(const char* op, const Input& x, const Maybe& mask, double scale
 Output softmax(const Input& x, const Maybe& mask, double scale, bool causal, int32_t code) {
   const DType out = dtype_of(code, "softmax", "dtype");
   Output y = make(out, x.shape);
-  Input held(y.handle);  // freed again if the arguments do not fit
   run_softmax("softmax", x, mask, scale, causal, out, y.data);
-  held.handle = nullptr;
   return y;
 }
 
@@ -154,11 +177,13 @@ Output softmax_backward(const Input& dy, const Input& y, double scale) {
   const DType dtype = y.dtype(op, "y");
   y.check(op, "y");
   dy.check(op, "dy", y.code);
-  if (dy.numel != y.numel) fail("softmax_backward: dy " + dy.shape.text() + " must have the shape of y " + y.shape.text());
+  if (dy.numel != y.numel)
+    fail("softmax_backward: dy " + dy.shape.text() + " must have the shape of y " + y.shape.text());
   Output dx = make(dtype, y.shape);
   const Kernels& k = kernels();
   over_rows(rows_of(y), y.cols(), [&](int64_t begin, int64_t end) {
-    k.softmax_backward(dtype, dy.data, y.data, dx.data, y.cols(), static_cast<float>(scale), begin, end);
+    k.softmax_backward(dtype, dy.data, y.data, dx.data, y.cols(), static_cast<float>(scale), begin,
+                       end);
   });
   return dx;
 }
@@ -167,19 +192,20 @@ struct Targets {
   int64_t rows, cols, valid;
 };
 
-Targets check_targets(const char* op, const Input& logits, const Input& target, int64_t ignore_index) {
+Targets check_targets(const char* op, const Input& logits, const Input& target,
+                      int64_t ignore_index) {
   logits.check(op, "logits");
   target.check(op, "target", aoti_torch_dtype_int64());
   Targets t{target.numel, logits.cols(), 0};
   if (logits.numel != t.rows * t.cols)
-    fail(std::string(op) + ": target " + target.shape.text() + " must have the leading dimensions of logits " +
-         logits.shape.text());
+    fail(std::string(op) + ": target " + target.shape.text() +
+         " must have the leading dimensions of logits " + logits.shape.text());
   const int64_t* classes = static_cast<const int64_t*>(target.data);
   for (int64_t r = 0; r < t.rows; ++r) {
     if (classes[r] == ignore_index) continue;
     if (classes[r] < 0 || classes[r] >= t.cols)
-      fail(std::string(op) + ": Target " + std::to_string(classes[r]) + " is out of bounds for " + std::to_string(t.cols) +
-           " classes.");
+      fail(std::string(op) + ": Target " + std::to_string(classes[r]) + " is out of bounds for " +
+           std::to_string(t.cols) + " classes.");
     ++t.valid;
   }
   return t;
@@ -188,32 +214,40 @@ Targets check_targets(const char* op, const Input& logits, const Input& target, 
 enum : int64_t { NONE, MEAN, SUM };  // reductions of the loss
 
 // loss (one element, or one a row) and log-sum-exp [rows]
-std::tuple<Output, Output> softmax_cross_entropy(const Input& logits, const Input& target, int64_t ignore_index,
-                                                 double smoothing, int64_t reduction) {
+std::tuple<Output, Output> softmax_cross_entropy(const Input& logits, const Input& target,
+                                                 int64_t ignore_index, double smoothing,
+                                                 int64_t reduction) {
   const char* op = "softmax_cross_entropy";
   const DType dtype = logits.dtype(op, "logits");
   const Targets t = check_targets(op, logits, target, ignore_index);
   Output lse = make(DType::f32, {&t.rows, 1});
   std::unique_ptr<float[]> losses(new float[static_cast<size_t>(t.rows)]);
-  CrossEntropyCall call{dtype,        logits.data, static_cast<const int64_t*>(target.data),
-                        losses.get(), static_cast<float*>(lse.data), t.cols,
-                        ignore_index, static_cast<float>(smoothing)};
+  CrossEntropyCall call{dtype,
+                        logits.data,
+                        static_cast<const int64_t*>(target.data),
+                        losses.get(),
+                        static_cast<float*>(lse.data),
+                        t.cols,
+                        ignore_index,
+                        static_cast<float>(smoothing)};
   const Kernels& k = kernels();
   over_rows(t.rows, t.cols, [&](int64_t begin, int64_t end) { k.cross_entropy(call, begin, end); });
   Output loss = make(dtype, reduction == NONE ? target.shape : Shape{nullptr, 0});
   if (reduction == NONE) {
     k.convert(DType::f32, dtype, losses.get(), loss.data, t.rows, false);
-    return {loss, lse};
+    return {std::move(loss), std::move(lse)};
   }
   double total = 0.0;
   for (int64_t r = 0; r < t.rows; ++r) total += losses[static_cast<size_t>(r)];
-  const float value = static_cast<float>(reduction == MEAN ? total / static_cast<double>(t.valid) : total);
+  const float value =
+      static_cast<float>(reduction == MEAN ? total / static_cast<double>(t.valid) : total);
   k.convert(DType::f32, dtype, &value, loss.data, 1, false);
-  return {loss, lse};
+  return {std::move(loss), std::move(lse)};
 }
 
-Output softmax_cross_entropy_backward(const Input& dloss, const Input& logits, const Input& target, const Input& lse,
-                                      int64_t ignore_index, double smoothing, int64_t reduction) {
+Output softmax_cross_entropy_backward(const Input& dloss, const Input& logits, const Input& target,
+                                      const Input& lse, int64_t ignore_index, double smoothing,
+                                      int64_t reduction) {
   const char* op = "softmax_cross_entropy_backward";
   const DType dtype = logits.dtype(op, "logits"), given = dloss.dtype(op, "dloss");
   const Targets t = check_targets(op, logits, target, ignore_index);
@@ -229,10 +263,18 @@ Output softmax_cross_entropy_backward(const Input& dloss, const Input& logits, c
     for (int64_t r = 0; r < t.rows; ++r) scales[static_cast<size_t>(r)] = scale;
   }
   Output dx = make(dtype, logits.shape);
-  CrossEntropyBackwardCall call{dtype,        logits.data, static_cast<const int64_t*>(target.data),
-                                static_cast<const float*>(lse.data), scales.get(), dx.data, t.cols, ignore_index,
-                                static_cast<float>(smoothing), past_caches(logits.numel * item_size(dtype))};
-  over_rows(t.rows, t.cols, [&](int64_t begin, int64_t end) { k.cross_entropy_backward(call, begin, end); });
+  CrossEntropyBackwardCall call{dtype,
+                                logits.data,
+                                static_cast<const int64_t*>(target.data),
+                                static_cast<const float*>(lse.data),
+                                scales.get(),
+                                dx.data,
+                                t.cols,
+                                ignore_index,
+                                static_cast<float>(smoothing),
+                                past_caches(logits.numel * item_size(dtype))};
+  over_rows(t.rows, t.cols,
+            [&](int64_t begin, int64_t end) { k.cross_entropy_backward(call, begin, end); });
   return dx;
 }
 
@@ -240,23 +282,29 @@ Output softmax_cross_entropy_backward(const Input& dloss, const Input& logits, c
 }  // namespace tensorlogic::ops
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
-  m.def("layer_norm(Tensor x, Tensor? gamma, Tensor? beta, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "layer_norm_backward(Tensor dy, Tensor x, Tensor? gamma, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)");
+      "layer_norm(Tensor x, Tensor? gamma, Tensor? beta, float eps, ScalarType dtype) -> (Tensor, "
+      "Tensor, Tensor)");
+  m.def(
+      "layer_norm_backward(Tensor dy, Tensor x, Tensor? gamma, Tensor mean, Tensor rstd) -> "
+      "(Tensor, Tensor, Tensor)");
   m.def("softmax(Tensor x, Tensor? mask, float scale, bool causal, ScalarType dtype) -> Tensor");
   m.def("softmax_(Tensor(a!) x, Tensor? mask, float scale, bool causal) -> ()");
   m.def("softmax_backward(Tensor dy, Tensor y, float scale=1.0) -> Tensor");
   m.def(
-      "softmax_cross_entropy(Tensor logits, Tensor target, int ignore_index, float smoothing, int reduction) -> (Tensor, "
+      "softmax_cross_entropy(Tensor logits, Tensor target, int ignore_index, float smoothing, int "
+      "reduction) -> (Tensor, "
       "Tensor)");
   m.def(
-      "softmax_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, int ignore_index, float "
+      "softmax_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, int "
+      "ignore_index, float "
       "smoothing, int reduction) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {
 #define IMPL(name) m.impl(#name, BOXED(tensorlogic::ops::name));
-  IMPL(layer_norm) IMPL(layer_norm_backward) IMPL(softmax) IMPL(softmax_) IMPL(softmax_backward)
-  IMPL(softmax_cross_entropy) IMPL(softmax_cross_entropy_backward)
+  IMPL(layer_norm)
+  IMPL(layer_norm_backward) IMPL(softmax) IMPL(softmax_) IMPL(softmax_backward)
+      IMPL(softmax_cross_entropy) IMPL(softmax_cross_entropy_backward)
 #undef IMPL
 }

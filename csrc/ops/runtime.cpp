@@ -1,4 +1,5 @@
-// Operators without tensor arguments: the pool's controls, allocation from it, and the instruction set in use.
+// Operators without tensor arguments: the pool's controls, allocation from it, and the instruction
+// set in use.
 #include "isa.h"
 #include "op.h"
 #include "pool.h"
@@ -8,8 +9,12 @@ namespace {
 
 using Numbers = std::vector<int64_t>;
 
-Output empty(Numbers size, int32_t code) { return make(code, {size.data(), static_cast<int64_t>(size.size())}); }
-Output zeros(Numbers size, int32_t code) { return make(code, {size.data(), static_cast<int64_t>(size.size())}, true); }
+Output empty(Numbers size, int32_t code) {
+  return make(code, {size.data(), static_cast<int64_t>(size.size())});
+}
+Output zeros(Numbers size, int32_t code) {
+  return make(code, {size.data(), static_cast<int64_t>(size.size())}, true);
+}
 
 std::string isa() { return isa_name(); }
 std::string features() { return isa_features(); }

@@ -24,15 +24,20 @@ INLINE vi lane_numbers() { return vi{0, 1, 2, 3, 4, 5, 6, 7}; }
 INLINE vf set1(float x) { return _mm256_set1_ps(x); }
 INLINE vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vf fnma(vf a, vf b, vf c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
-INLINE vf product_error(vf a, vf b, vf p) { return _mm256_fmsub_ps(a, b, p); }  // a * b - p, exact where p = a * b
-INLINE vf vmax(vf a, vf b) { return _mm256_max_ps(a, b); }              // b where either is NaN
+INLINE vf product_error(vf a, vf b, vf p) {
+  return _mm256_fmsub_ps(a, b, p);
+}                                                           // a * b - p, exact where p = a * b
+INLINE vf vmax(vf a, vf b) { return _mm256_max_ps(a, b); }  // b where either is NaN
 INLINE vf vmin(vf a, vf b) { return _mm256_min_ps(a, b); }
-INLINE vf nearest(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vf nearest(vf x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 INLINE vf vabs(vf x) { return _mm256_andnot_ps(set1(-0.0f), x); }
 INLINE vf pow2(__m256i n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }
-INLINE vf scale2(vf x, vf n) {  // x * 2^n, n integral, |n| < 250; in two steps, so that denormals come out right
+INLINE vf scale2(
+    vf x, vf n) {  // x * 2^n, n integral, |n| < 250; in two steps, so that denormals come out right
   __m256i i = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(i, 1);
   return x * pow2(half) * pow2(_mm256_sub_epi32(i, half));
 }
@@ -47,6 +52,15 @@ INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
 // 1 - v where x is above zero, v where below
 INLINE vf complement_where_positive(vf v, vf x) { return x < set1(0.0f) ? v : set1(1.0f) - v; }
 INLINE bool any_beyond(vf, float) { return true; }  // for levels with cheap look-ups
+typedef uint32_t vu __attribute__((vector_size(32)));
+// High and low words of m * a
+INLINE void multiply(uint32_t m, vu a, vu& high, vu& low) {
+  const __m256i v = reinterpret_cast<__m256i>(a), by = _mm256_set1_epi64x(m);
+  const __m256i even = _mm256_mul_epu32(v, by),
+                odd = _mm256_mul_epu32(_mm256_srli_epi64(v, 32), by);
+  high = reinterpret_cast<vu>(_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa));
+  low = reinterpret_cast<vu>(_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa));
+}
 INLINE float sum(vf x) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -54,12 +68,17 @@ INLINE float sum(vf x) {
 }
 
 INLINE vf widen(__m128i h, f16) { return _mm256_cvtph_ps(h); }
-INLINE vf widen(__m128i h, bf16) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)); }
-INLINE __m128i pack(vf v, f16) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vf widen(__m128i h, bf16) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+INLINE __m128i pack(vf v, f16) {
+  return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 INLINE __m128i pack(vf v, bf16) {
   __m256i u = _mm256_castps_si256(v);
   __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-  __m256i r = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  __m256i r =
+      _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
   __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
   r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc0), nan);
   r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);

@@ -24,51 +24,84 @@ INLINE vi lane_numbers() { return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 1
 INLINE vf set1(float x) { return _mm512_set1_ps(x); }
 INLINE vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE vf fnma(vf a, vf b, vf c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
-INLINE vf product_error(vf a, vf b, vf p) { return _mm512_fmsub_ps(a, b, p); }  // a * b - p, exact where p = a * b
-INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }              // b where either is NaN
+INLINE vf product_error(vf a, vf b, vf p) {
+  return _mm512_fmsub_ps(a, b, p);
+}                                                           // a * b - p, exact where p = a * b
+INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
-INLINE vf nearest(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vf nearest(vf x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 INLINE vf vabs(vf x) { return _mm512_abs_ps(x); }
 INLINE vf scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // x * 2^n, n integral
-INLINE vf reciprocal_coarse(vf x) { return _mm512_rcp14_ps(x); }  // about 14 bits, for half precision
+INLINE vf reciprocal_coarse(vf x) {
+  return _mm512_rcp14_ps(x);
+}  // about 14 bits, for half precision
 INLINE vf reciprocal(vf x) {
   vf r = _mm512_rcp14_ps(x);
   return fma(r, fnma(x, r, set1(1.0f)), r);
 }
 INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
-  return _mm512_permutex2var_ps(_mm512_loadu_ps(table), reinterpret_cast<__m512i>(index), _mm512_loadu_ps(table + 16));
+  return _mm512_permutex2var_ps(_mm512_loadu_ps(table), reinterpret_cast<__m512i>(index),
+                                _mm512_loadu_ps(table + 16));
 }
 // 1 - v where x is above zero, v where below
 INLINE vf complement_where_positive(vf v, vf x) {
-  return _mm512_mask_sub_ps(v, static_cast<__mmask16>(~_mm512_movepi32_mask(_mm512_castps_si512(x))), set1(1.0f), v);
+  return _mm512_mask_sub_ps(
+      v, static_cast<__mmask16>(~_mm512_movepi32_mask(_mm512_castps_si512(x))), set1(1.0f), v);
 }
-INLINE bool any_beyond(vf x, float limit) { return _mm512_cmp_ps_mask(vabs(x), set1(limit), _CMP_GT_OQ); }
+INLINE bool any_beyond(vf x, float limit) {
+  return _mm512_cmp_ps_mask(vabs(x), set1(limit), _CMP_GT_OQ);
+}
+typedef uint32_t vu __attribute__((vector_size(64)));
+// High and low words of m * a
+INLINE void multiply(uint32_t m, vu a, vu& high, vu& low) {
+  const __m512i v = reinterpret_cast<__m512i>(a), by = _mm512_set1_epi64(m);
+  const __m512i even = _mm512_mul_epu32(v, by),
+                odd = _mm512_mul_epu32(_mm512_srli_epi64(v, 32), by);
+  high = reinterpret_cast<vu>(_mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd));
+  low = reinterpret_cast<vu>(_mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32)));
+}
 INLINE float sum(vf x) { return _mm512_reduce_add_ps(x); }
 
 INLINE vf load(const float* p, All) { return _mm512_loadu_ps(p); }
 INLINE vf load(const float* p, Some s) { return _mm512_maskz_loadu_ps(s.mask(), p); }
-INLINE vf load(const f16* p, All) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-INLINE vf load(const f16* p, Some s) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(s.mask(), p)); }
-INLINE vf widen(__m256i h) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)); }
-INLINE vf load(const bf16* p, All) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+INLINE vf load(const f16* p, All) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+INLINE vf load(const f16* p, Some s) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(s.mask(), p));
+}
+INLINE vf widen(__m256i h) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+INLINE vf load(const bf16* p, All) {
+  return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 INLINE vf load(const bf16* p, Some s) { return widen(_mm256_maskz_loadu_epi16(s.mask(), p)); }
 
-INLINE __m256i pack(vf v, f16) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE __m256i pack(vf v, f16) {
+  return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 // Not vcvtneps2bf16: that instruction flushes denormals to zero.
 INLINE __m512i rounded(vf v) {  // the bfloat16 in the upper half of each lane
   __m512i u = _mm512_castps_si512(v);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  return _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+  return _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q),
+                               _mm512_set1_epi32(0x7fc00000));
 }
 INLINE __m256i pack(vf v, bf16) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded(v), 16)); }
 INLINE __m512i pack(vf a, vf b) {  // two vectors to 32 bfloat16
-  alignas(64) static const uint16_t upper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                                                 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  alignas(64) static const uint16_t upper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
+                                                 23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
+                                                 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
   return _mm512_permutex2var_epi16(rounded(a), _mm512_load_si512(upper), rounded(b));
 }
 INLINE void store_pair(bf16* p, vf a, vf b) { _mm512_storeu_si512(p, pack(a, b)); }
-INLINE void stream_pair(bf16* p, vf a, vf b) { _mm512_stream_si512(reinterpret_cast<__m512i*>(p), pack(a, b)); }
+INLINE void stream_pair(bf16* p, vf a, vf b) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), pack(a, b));
+}
 INLINE void store(float* p, vf v, All) { _mm512_storeu_ps(p, v); }
 INLINE void store(float* p, vf v, Some s) { _mm512_mask_storeu_ps(p, s.mask(), v); }
 template <class H>

@@ -1,6 +1,6 @@
-// exp and the activations on vectors, at most 2 ulp of T from the exact value (T is the type that is stored; 3 for float32
-// where there is no fused multiply-add).
-// float32 carries the low part of exponents along, so that far tails keep their relative accuracy; half types do not need it.
+// exp and the activations on vectors, at most 2 ulp of T from the exact value (T is the type that
+// is stored; 3 for float32 where there is no fused multiply-add). float32 carries the low part of
+// exponents along, so that far tails keep their relative accuracy; half types do not need it.
 #pragma once
 
 #include "simd/tables.h"
@@ -31,7 +31,9 @@ INLINE Grown grown(vf n, vf r) {
   return {fma(r * r, polynomial(r, c), r), n};
 }
 INLINE vf steps(vf x) { return nearest(x * set1(1.44269504f)); }
-INLINE vf remainder(vf x, vf n) { return fnma(n, set1(-2.12194440e-4f), fnma(n, set1(0x1.63p-1f), x)); }
+INLINE vf remainder(vf x, vf n) {
+  return fnma(n, set1(-2.12194440e-4f), fnma(n, set1(0x1.63p-1f), x));
+}
 INLINE Grown exp_grown(vf x, vf low) {
   vf n = steps(x);
   return grown(n, remainder(x, n) + low);
@@ -75,8 +77,8 @@ INLINE Scaled decay_of(vf z, vf low) {
   return exp_precise(a, vabs(z) < set1(150.0f) ? low : set1(0.0f));
 }
 
-// Exponentials that go into products are kept 2^64 times too large: tails stay normal numbers until the last rounding,
-// and what is zero nevertheless makes NaN out of infinity, as PyTorch has it.
+// Exponentials that go into products are kept 2^64 times too large: tails stay normal numbers until
+// the last rounding, and what is zero nevertheless makes NaN out of infinity, as PyTorch has it.
 constexpr float UP = 0x1p64f, DOWN = 0x1p-64f;
 INLINE vf enlarged(Scaled e) { return scale2(e.p, e.n + set1(64.0f)); }
 
@@ -88,7 +90,8 @@ INLINE vf times_sigmoid(vf x, vf z, vf low) {
     vf decay = scale2(e.p, e.n);
     return (z < set1(0.0f) ? x * decay : x) * reciprocal_coarse(set1(1.0f) + decay);
   }
-  vf large = enlarged(e), d = fma(large, set1(DOWN), set1(1.0f)), d_low = fma(large, set1(DOWN), set1(1.0f) - d);
+  vf large = enlarged(e), d = fma(large, set1(DOWN), set1(1.0f)),
+     d_low = fma(large, set1(DOWN), set1(1.0f) - d);
   vf above = z < set1(0.0f) ? large : set1(1.0f), r = reciprocal(d), h = above * r;
   vf l = r * fnma(h, d_low, -product_error(h, d, above));
   return z < set1(0.0f) ? fma(x, h, x * l) * set1(DOWN) : x * (h + l);
@@ -105,8 +108,8 @@ struct Same<A, A> {
 template <class A, class B>
 constexpr bool Is = Same<A, B>::value;
 
-// Half types have so few digits that one cubic a segment gives the share of x that passes: float16's short range
-// everywhere, bfloat16 up to a limit that ordinary numbers rarely pass.
+// Half types have so few digits that one cubic a segment gives the share of x that passes:
+// float16's short range everywhere, bfloat16 up to a limit that ordinary numbers rarely pass.
 template <class T>
 INLINE bool by_gate([[maybe_unused]] vf x, [[maybe_unused]] float limit) {
   if constexpr (!cheap_lookup || precise<T>) return false;
@@ -115,7 +118,8 @@ INLINE bool by_gate([[maybe_unused]] vf x, [[maybe_unused]] float limit) {
 }
 
 INLINE vf gated(vf x, float scale, const float (&table)[4][32]) {
-  const vf magic = set1(12582912.0f);  // its addition rounds, and leaves the integer in the low bits
+  const vf magic =
+      set1(12582912.0f);  // its addition rounds, and leaves the integer in the low bits
   vf u = vmin(set1(31.0f), vabs(x) * set1(scale)), r = u + magic, t = u - (r - magic);
   vi index = reinterpret_cast<vi>(r);
   vf share = lookup(table[3], index);
@@ -131,8 +135,10 @@ INLINE vf silu(vf x) {
 }
 
 // gelu_tanh(x) = x * sigmoid(z), z = 2 sqrt(2 / pi) (x + 0.044715 x^3)
-constexpr float TANH_1 = 1.5957691216057308f, TANH_1_LOW = static_cast<float>(1.5957691216057308 - TANH_1);
-constexpr float TANH_3 = 0.07135481627159976f, TANH_3_LOW = static_cast<float>(0.07135481627159976 - TANH_3);
+constexpr float TANH_1 = 1.5957691216057308f,
+                TANH_1_LOW = static_cast<float>(1.5957691216057308 - TANH_1);
+constexpr float TANH_3 = 0.07135481627159976f,
+                TANH_3_LOW = static_cast<float>(0.07135481627159976 - TANH_3);
 
 template <class T>
 INLINE vf gelu_tanh(vf x) {
@@ -149,7 +155,8 @@ INLINE vf gelu_tanh(vf x) {
 }
 
 // The normal distribution's lower tail is P(X < -a) = mills(a) * e^(-a^2 / 2).
-// float32: by segments of a + 1, whose exponent and three bits of mantissa are the index; mills to 2^-28.
+// float32: by segments of a + 1, whose exponent and three bits of mantissa are the index; mills to
+// 2^-28.
 INLINE vf mills_precise(vf a) {
   a = vmin(set1(14.99f), a);
   vi index = reinterpret_cast<vi>(a + set1(1.0f)) >> 20;
@@ -175,7 +182,8 @@ INLINE vf gelu(vf x) {
   }
   // Both sides carry what their last product but one lost. DOWN and its inverse: as for `enlarged`.
   Grown e = exp_grown(h * set1(-0.5f), product_error(a, a, h) * set1(-0.5f));
-  vf mills = mills_precise(a), tail = fma(mills, e.t, mills), low = fma(mills, e.t, mills - tail), n = e.n + set1(64.0f);
+  vf mills = mills_precise(a), tail = fma(mills, e.t, mills), low = fma(mills, e.t, mills - tail),
+     n = e.n + set1(64.0f);
   tail = scale2(tail, n);
   vf lower = fma(x, tail, x * scale2(low, n)) * set1(DOWN);
   vf rest = fnma(tail, set1(DOWN), set1(1.0f)), lost = fnma(tail, set1(DOWN), set1(1.0f) - rest);
@@ -199,7 +207,8 @@ struct Gate {
 template <class T>
 INLINE Gate gate(vf z) {
   Scaled e = decay_of<T>(z, set1(0.0f));
-  vf decay = scale2(e.p, e.n), d = set1(1.0f) + decay, r = precise<T> ? reciprocal(d) : reciprocal_coarse(d);
+  vf decay = scale2(e.p, e.n), d = set1(1.0f) + decay,
+     r = precise<T> ? reciprocal(d) : reciprocal_coarse(d);
   return {z < set1(0.0f) ? decay * r : r, decay * r * r};
 }
 

@@ -1,4 +1,5 @@
-// 4 float32 lanes in the compiler's own vector types: any machine; NEON and its half conversions on 64-bit ARM.
+// 4 float32 lanes in the compiler's own vector types: any machine; NEON and its half conversions on
+// 64-bit ARM.
 #pragma once
 
 #include <string.h>
@@ -32,23 +33,29 @@ INLINE vf vabs(vf x) { return reinterpret_cast<vf>(reinterpret_cast<vi>(x) & 0x7
 #if defined(__aarch64__)
 INLINE vf fma(vf a, vf b, vf c) { return reinterpret_cast<vf>(vfmaq_f32(c, a, b)); }
 INLINE vf fnma(vf a, vf b, vf c) { return reinterpret_cast<vf>(vfmsq_f32(c, a, b)); }  // c - a * b
-INLINE vf product_error(vf a, vf b, vf p) { return fma(a, b, -p); }  // a * b - p, exact where p = a * b
+INLINE vf product_error(vf a, vf b, vf p) {
+  return fma(a, b, -p);
+}  // a * b - p, exact where p = a * b
 INLINE vf nearest(vf x) { return reinterpret_cast<vf>(vrndnq_f32(x)); }
 #else
 INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
 INLINE vf fnma(vf a, vf b, vf c) { return c - a * b; }
-INLINE vf product_error(vf a, vf b, vf p) {  // a * b - p, exact where p = a * b: double holds the product
+INLINE vf product_error(vf a, vf b,
+                        vf p) {  // a * b - p, exact where p = a * b: double holds the product
   typedef double vd __attribute__((vector_size(32)));
-  return __builtin_convertvector(
-      __builtin_convertvector(a, vd) * __builtin_convertvector(b, vd) - __builtin_convertvector(p, vd), vf);
+  return __builtin_convertvector(__builtin_convertvector(a, vd) * __builtin_convertvector(b, vd) -
+                                     __builtin_convertvector(p, vd),
+                                 vf);
 }
-INLINE vf nearest(vf x) {  // adding and taking away 1.5 * 2^23 rounds; larger numbers are integral already
+INLINE vf
+nearest(vf x) {  // adding and taking away 1.5 * 2^23 rounds; larger numbers are integral already
   vf big = set1(12582912.0f), r = (x + big) - big;
   return vabs(x) < set1(4194304.0f) ? r : x;
 }
 #endif
 INLINE vf pow2(vi n) { return reinterpret_cast<vf>((n + 127) << 23); }
-INLINE vf scale2(vf x, vf n) {  // x * 2^n, n integral, |n| < 250; in two steps, so that denormals come out right
+INLINE vf scale2(
+    vf x, vf n) {  // x * 2^n, n integral, |n| < 250; in two steps, so that denormals come out right
   n = n == n ? n : set1(0.0f);
   vi i = __builtin_convertvector(n, vi), half = i >> 1;
   return x * pow2(half) * pow2(i - half);
@@ -61,6 +68,14 @@ INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
 // 1 - v where x is above zero, v where below
 INLINE vf complement_where_positive(vf v, vf x) { return x < set1(0.0f) ? v : set1(1.0f) - v; }
 INLINE bool any_beyond(vf, float) { return true; }  // for levels with cheap look-ups
+// High and low words of m * a
+INLINE void multiply(uint32_t m, vu a, vu& high, vu& low) {
+  typedef uint64_t wide __attribute__((vector_size(16)));
+  wide even = (reinterpret_cast<wide>(a) & 0xffffffffu) * m,
+       odd = (reinterpret_cast<wide>(a) >> 32) * m;
+  high = reinterpret_cast<vu>((even >> 32) | (odd & 0xffffffff00000000u));
+  low = reinterpret_cast<vu>((even & 0xffffffffu) | (odd << 32));
+}
 INLINE float sum(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
 INLINE vf widen(vh h, bf16) { return reinterpret_cast<vf>(__builtin_convertvector(h, vu) << 16); }
@@ -71,7 +86,9 @@ INLINE vh pack(vf v, bf16) {
   return __builtin_convertvector(v == v ? r : nan, vh);
 }
 #if defined(__aarch64__)
-INLINE vf widen(vh h, f16) { return reinterpret_cast<vf>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(h))); }
+INLINE vf widen(vh h, f16) {
+  return reinterpret_cast<vf>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(h)));
+}
 INLINE vh pack(vf v, f16) { return reinterpret_cast<vh>(vcvt_f16_f32(v)); }
 #else
 INLINE vf widen(vh h, f16) {  // exponent rebias by a product, which also turns denormals right
@@ -84,7 +101,8 @@ INLINE vf widen(vh h, f16) {  // exponent rebias by a product, which also turns 
 INLINE vh pack(vf v, f16) {
   vu u = reinterpret_cast<vu>(v), sign = (u >> 16) & 0x8000, a = u & 0x7fffffff;
   vu normal = (a + 0xc8000fff + ((a >> 13) & 1)) >> 13;  // rebias, round to nearest even
-  vf tiny = reinterpret_cast<vf>(a) + set1(0.5f);        // the sum's last bit is 2^-24, f16's smallest step
+  vf tiny =
+      reinterpret_cast<vf>(a) + set1(0.5f);  // the sum's last bit is 2^-24, f16's smallest step
   vu denormal = reinterpret_cast<vu>(tiny) - 0x3f000000;
   vu inf = vu{0x7c00, 0x7c00, 0x7c00, 0x7c00}, nan = vu{0x7e00, 0x7e00, 0x7e00, 0x7e00};
   vu r = a < 0x38800000 ? denormal : normal;

@@ -127,3 +127,16 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def explained(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], measure: bool
+) -> object:
+    """What `tensorlogic.explain` says of the call, its keys measured first if `measure`; Problem when arguments do not fit."""
+    try:
+        with torch.no_grad(), tensorlogic.policy(tune="off"):
+            if measure:
+                tensorlogic.tune(lambda: fn(*args, **kwargs))
+            return tensorlogic.explain(fn, *args, **kwargs)
+    except (TypeError, ValueError) as problem:  # what our functions say of arguments
+        raise Problem(str(problem)) from problem

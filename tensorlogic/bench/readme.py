@@ -62,7 +62,8 @@ def _block(spec: str, folder: Path) -> str:
 
 def _about(results: Results) -> str:
     machine, environment = results.machine, results.machine["environment"]
-    threads = f", {environment['threads']} threads" if environment["kind"] == "cpu" else ""
+    count = environment["threads"]
+    threads = f", {count} thread{'s' * (count != 1)}" if environment["kind"] == "cpu" else ""
     date = str(results.run["before"]["time"])[:10]
     version = f"PyTorch {environment['torch']}, Triton {environment['triton']}"
     return (

@@ -117,9 +117,8 @@ def _fusion(results: Results, rows: list[Row]) -> list[str]:
         stand = standing(fused, clock)
         if literal is None or best is None:
             continue
-        time = f"{clock} time" if len(clocks(results)) > 1 else "time"
         found.append(
-            f"fusion, {time}: {literal:.2f}x the separate operations, {best:.2f}x PyTorch's best; "
+            f"fusion, {_time(results, clock)}: {literal:.2f}x the separate operations, {best:.2f}x PyTorch's best; "
             f"wins {len(stand.wins)}, even {len(stand.even)}, loses {len(stand.losses)} of {len(stand.rows)}"
         )
         found += [f"  wins: {_named(stand.wins, clock)}"] if stand.wins else []
@@ -132,10 +131,13 @@ def _losses(results: Results, rows: list[Row]) -> list[str]:
     for clock in clocks(results):
         stand = standing((r for r in rows if r.category != "fusion"), clock)
         if stand.losses:
-            found.append(
-                f"other losses against PyTorch ({clock} time): {_named(stand.losses, clock)}"
-            )
+            named = _named(stand.losses, clock)
+            found.append(f"other losses against PyTorch, {_time(results, clock)}: {named}")
     return found
+
+
+def _time(results: Results, clock: str) -> str:
+    return f"{clock} time" if len(clocks(results)) > 1 else "time"
 
 
 def _named(rows: list[Row], clock: str) -> str:

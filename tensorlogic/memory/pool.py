@@ -36,7 +36,13 @@ class PoolStats:
 
 
 def _stats(
-    allocations: int, reuses: int, in_use: int, requested: int, held: int, high: int, classes: dict[int | str, SizeClass]
+    allocations: int,
+    reuses: int,
+    in_use: int,
+    requested: int,
+    held: int,
+    high: int,
+    classes: dict[int | str, SizeClass],
 ) -> PoolStats:
     return PoolStats(
         allocation_count=allocations,
@@ -55,7 +61,9 @@ def _cpu_stats() -> PoolStats:
         return _stats(0, 0, 0, 0, 0, 0, {})
     allocations, reuses, in_use, requested, held, high, *_ = native.op("pool_stats")()
     rows = native.op("pool_classes")()
-    classes: dict[int | str, SizeClass] = {rows[i]: SizeClass(*rows[i + 1 : i + 5]) for i in range(0, len(rows), 5)}
+    classes: dict[int | str, SizeClass] = {
+        rows[i]: SizeClass(*rows[i + 1 : i + 5]) for i in range(0, len(rows), 5)
+    }
     return _stats(allocations, reuses, in_use, requested, held, high, classes)
 
 

@@ -84,7 +84,7 @@ def _ld(operand: Operand, rows: int, columns: int) -> tuple[bool, int] | None:
 def lt_refusal(spec: GemmSpec) -> str | None:
     """None, or why one cuBLASLt call cannot be `spec`."""
     parts = (spec.mean, spec.var, spec.scale, spec.shift, spec.x_out, spec.gamma, spec.beta)
-    if spec.prologue != "none" or any(part is not None for part in parts):
+    if spec.prologue != "none" or spec.early_z or any(part is not None for part in parts):
         return "cuBLASLt transforms neither its inputs nor columns"
     dtypes = {
         spec.x.dtype, spec.w.dtype, spec.y.dtype, spec.bias or spec.x.dtype, spec.z or spec.x.dtype,

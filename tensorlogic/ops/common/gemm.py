@@ -48,7 +48,7 @@ class GemmSpec:
     columnwise, vectors [N]: (... - mean) / sqrt(var + eps) * scale + shift, each optional
     outer: "residual" adds `residual` [M, N]; "gradient" multiplies by act'(residual), act named by
       `kind`; "dropout" drops elements with the mask that the prologue gives an [M, N] input
-    `z`: dtype of a second output, the value before `activation`, with y's strides
+    `z`: dtype of a second output, the value before `activation` (with `early_z` x @ w + bias), with y's strides
     `x_out`: dtype of an output for prologue(x), contiguous [batch, M, K]
     `row_sum`: dtype of an output [M], prologue(x) summed over K (a bias gradient, if x is dz')
     """
@@ -78,6 +78,7 @@ class GemmSpec:
     residual: Operand | None = None
     activation: str = "none"
     z: str | None = None
+    early_z: bool = False
     x_out: str | None = None
     row_sum: str | None = None
     precision: str = "ieee"
@@ -212,7 +213,7 @@ def _described(spec: GemmSpec, config: Config, upcast: bool) -> dict[str, Any]:
         "constexprs": {
             "PROLOGUE": spec.prologue, "KIND": spec.kind, "TRANSPOSED": spec.transposed,
             "INLINE": spec.inline, "ACTIVATION": spec.activation, "OUTER": spec.outer,
-            "PRECISION": spec.precision, "UPCAST": upcast,
+            "EARLY": spec.early_z, "PRECISION": spec.precision, "UPCAST": upcast,
             "EVEN_M": spec.m % config["BLOCK_M"] == 0, "EVEN_N": spec.n % config["BLOCK_N"] == 0,
             "EVEN_K": spec.k % config["BLOCK_K"] == 0,
             "WIDE": _wide(spec), "BATCHED": spec.batch > 1,

@@ -93,16 +93,20 @@ def transform(
 def epilogue(
     acc, y_ptr, z_ptr, residual_ptr, y_at, r_at, rm, M, rn, N, seed, offset,
     bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, p, eps,
-    ACTIVATION: tl.constexpr, OUTER: tl.constexpr, KIND: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUTER: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
     """Finish one tile [BLOCK_M, BLOCK_N] of float32 sums and store it.
 
     z = (acc + bias - mean) / sqrt(var + eps) * scale + shift + residual, y = activation(z), each
     part optional; OUTER "gradient": z * act'(residual) in place of + residual, "dropout": of z.
+    EARLY: what is stored as z is acc + bias.
     """
+    mask = (rm < M)[:, None] & (rn < N)[None, :]
     if bias_ptr is not None:
         acc += load_vector(bias_ptr, rn, N)[None, :]
+    if z_ptr is not None and EARLY:
+        tl.store(z_ptr + y_at, acc.to(z_ptr.dtype.element_ty), mask=mask)
     if mean_ptr is not None:
         acc -= load_vector(mean_ptr, rn, N)[None, :]
     if var_ptr is not None:
@@ -120,8 +124,7 @@ def epilogue(
     if OUTER == "dropout":
         at = rm.to(tl.int64)[:, None] * N + rn[None, :]
         acc = dropout(acc, seed, offset, at, p)
-    mask = (rm < M)[:, None] & (rn < N)[None, :]
-    if z_ptr is not None:
+    if z_ptr is not None and not EARLY:
         tl.store(z_ptr + y_at, acc.to(z_ptr.dtype.element_ty), mask=mask)
     tl.store(y_ptr + y_at, activate(acc, ACTIVATION).to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -180,7 +183,7 @@ def gemm_tiled(
     stride_sb, stride_sm, stride_sk, stride_rb, stride_rm, stride_rn,
     stride_yb, stride_ym, stride_yn, p, eps, seed_value, offset_value,
     PROLOGUE: tl.constexpr, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, INLINE: tl.constexpr,
-    ACTIVATION: tl.constexpr, OUTER: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUTER: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     WIDE: tl.constexpr, BATCHED: tl.constexpr, SPLIT: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -298,7 +301,7 @@ def gemm_tiled(
         epilogue(
             acc, y_ptr, z_ptr, residual_ptr, y_at, r_at, rm, M, rn, N, seed, offset,
             bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, p, eps,
-            ACTIVATION, OUTER, KIND, EVEN_M, EVEN_N,
+            ACTIVATION, OUTER, KIND, EARLY, EVEN_M, EVEN_N,
         )  # fmt: skip
         if row_sum_ptr is not None:
             once = (rm < M) & (tile_n == 0)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from ...compiling import CompileFailure
 from ...op import Candidate, Config, Launcher, Op
 from ...plans import Key, TensorSpec
 
@@ -44,7 +45,10 @@ def described(
             return ()
         from .triton_launch import collect
 
-        return collect(lambda: build(known(key), config, device), device)
+        try:
+            return collect(lambda: build(known(key), config, device), device)
+        except CompileFailure:  # binding meets it again, and its reason is kept
+            return ()
 
     op.add(
         Candidate(

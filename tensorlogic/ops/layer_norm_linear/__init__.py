@@ -114,6 +114,7 @@ LAYER_NORM_LINEAR = Op(
     gradient=Gradient(_kept, _backward),
     keyed=("eps",),
     autocast="lower",
+    uncast=("x",),
 )
 LAYER_NORM_LINEAR_BACKWARD = Op(
     reference=layer_norm_linear_backward,

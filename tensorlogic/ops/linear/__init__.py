@@ -62,6 +62,7 @@ LINEAR = Op(
     cases=_cases,
     gradient=Gradient(_kept, _backward),
     autocast="lower",
+    uncast=("residual",),
     outputs=2,
 )
 LINEAR_BACKWARD = Op(
@@ -69,7 +70,6 @@ LINEAR_BACKWARD = Op(
     flops=lambda key: 2 * costs.linear_flops(key),
     traffic=lambda key: 2 * costs.inputs(key),
     sample=samples.scaled({"weight": 1}),
-    autocast="lower",
     outputs=4,
     internal=True,
 )

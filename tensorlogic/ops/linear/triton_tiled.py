@@ -78,7 +78,7 @@ def describe_backward(key: Key) -> Plan | str:
         products.append(Product(spec, {"x": "dy", "w": "x", "saved": "kept"}, made))
         returns[1:3] = ["dw", "db" if total else "None"]
     if needs[3] == "1":
-        returns[3] = "dz" if wants_dz else "dy"
+        returns[3] = "dz" if wants_dz else "dy.clone()"
     return Plan(tuple(products), tuple(returns)) if products else "no product is needed"
 
 

@@ -50,12 +50,16 @@ def linear_batch_norm_relu_backward(
     y: Tensor,
     z: Tensor,
     mean: Tensor,
-    rstd: Tensor,
+    spread: Tensor,
     gamma: Tensor | None,
     training: bool,
+    eps: float,
     needs: str,
 ) -> tuple[Tensor | None, ...]:
-    """dy [..., N] -> dx, dweight, dbias, dgamma, dbeta; mean and rstd are the batch's (training) or the running ones."""
+    """dy [..., N] -> dx, dweight, dbias, dgamma, dbeta; spread is the batch's 1/std (training) or the running variance."""
+    rstd = spread
+    if not training:
+        rstd = torch.rsqrt(spread.to(torch.promote_types(spread.dtype, torch.float32)) + eps)
     dbn = torch.where(y > 0, dy, 0).reshape(-1, dy.shape[-1])
     wide = dbn.to(torch.promote_types(dbn.dtype, torch.float32))
     normal = (z.reshape(dbn.shape).to(wide.dtype) - mean) * rstd
@@ -87,13 +91,11 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    x, weight, y, z, mean, rstd, gamma = saved
-    if not flags.training:
-        rstd = torch.rsqrt(rstd.to(torch.promote_types(rstd.dtype, torch.float32)) + flags.eps)
+    x, weight, y, z, mean, spread, gamma = saved
     wanted = (*needs[:3], *needs[5:7])
     grads = backward_call(
-        dy, x, weight, y, z, mean, rstd, gamma, flags.training, "".join("01"[n] for n in wanted)
-    )
+        dy, x, weight, y, z, mean, spread, gamma, flags.training, flags.eps, "".join("01"[n] for n in wanted)
+    )  # fmt: skip
     dx, dw, db, dgamma, dbeta = (g if n else None for g, n in zip(grads, wanted, strict=True))
     return (dx, dw, db, None, None, dgamma, dbeta)
 
@@ -153,9 +155,9 @@ _weights = samples.scaled({"weight": 1})
 def _sample(
     key: Key, name: str, spec: TensorSpec, device: torch.device, g: torch.Generator
 ) -> Tensor | None:
-    from ...study import normal, strided
+    from ...checking import normal, strided
 
-    if name in ("running_var", "rstd"):
+    if name in ("running_var", "spread"):
         return strided(
             spec,
             device,
@@ -194,7 +196,7 @@ LINEAR_BATCH_NORM_RELU = Op(
     cases=_cases,
     gradient=Gradient(_kept, _backward),
     keyed=("eps", "momentum"),
-    autocast="lower",
+    autocast="composition",
     mutates=("running_mean", "running_var"),
     functional=_functional,
     update=_update,
@@ -205,6 +207,7 @@ LINEAR_BATCH_NORM_RELU_BACKWARD = Op(
     flops=lambda key: 2 * costs.linear_flops(key),
     traffic=lambda key: 2 * costs.inputs(key),
     sample=_sample,
+    keyed=("eps",),
     outputs=5,
     internal=True,
 )

@@ -17,8 +17,6 @@ def describe(key: Key) -> Plan | str:
     assert x is not None and weight is not None
     if key.flag("training"):
         return "the batch's statistics are needed before the epilogue"
-    if key.flag("save"):
-        return "the product before normalisation must be kept"
     found = gemm_wiring.product_of(x, weight)
     if isinstance(found, str):
         return found
@@ -28,12 +26,15 @@ def describe(key: Key) -> Plan | str:
         m, n, k, rows, w, Operand(x.dtype, n, 1),
         bias=bias.dtype if bias else None, mean=mean.dtype, var=var.dtype,
         scale=gamma.dtype if gamma else None, shift=beta.dtype if beta else None, activation="relu",
+        z=x.dtype if key.flag("save") else None, early_z=True,
     )  # fmt: skip
     given = {
         "x": "x", "w": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var",
         "scale": "gamma", "shift": "beta", "eps": repr(key.flag("eps")),
     }  # fmt: skip
-    return Plan((Product(spec, given, {"y": ("y", (*x.shape[:-1], n), x.dtype)}),), ("y",))
+    shape = (*x.shape[:-1], n)
+    made = {"y": ("y", shape, x.dtype)} | ({"z": ("z", shape, x.dtype)} if key.flag("save") else {})
+    return Plan((Product(spec, given, made),), tuple(made))
 
 
 gemm_wiring.candidate(LINEAR_BATCH_NORM_RELU, "triton.tiled", describe, (sys.modules[__name__],))

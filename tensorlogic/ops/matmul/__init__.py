@@ -111,7 +111,6 @@ MATMUL_BACKWARD = Op(
     flops=lambda key: 4.0 * prod(_mnk(key)),
     traffic=lambda key: 2 * costs.inputs(key),
     sample=samples.scaled({"b": -2}),
-    autocast="lower",
     outputs=2,
     internal=True,
 )

@@ -83,6 +83,7 @@ def _op(meaning: Callable[..., tuple[Tensor, ...]], extreme: bool) -> Op:
         traffic=_traffic,
         cases=lambda: _cases(extreme),
         gradient=Gradient(save, backward),
+        autocast="composition",
     )
     op.candidate("torch.eager", trusted=True)(meaning)
     return op

@@ -69,7 +69,7 @@ SOFTMAX = Op(
     cases=_cases,
     stress=_wide_logits,
     gradient=Gradient(_kept, _backward),
-    autocast="float32",
+    autocast="composition",
 )
 SOFTMAX_BACKWARD = Op(
     reference=softmax_backward,

@@ -1,0 +1,234 @@
+"""Whether a launcher may stand for an op on one key: private random inputs, and what the reference and eager PyTorch make of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import measure, numerics
+from .op import EAGER, Launcher, Op, Outputs
+from .plans import Key, TensorSpec
+
+WHOLE_FLOPS = {
+    "cuda": 4e12,
+    "cpu": 4e10,
+    "mps": 4e10,
+}  # above it, float64 on everything costs more than the timing
+
+
+class InputSet:
+    """Fresh random arguments for a key: same shapes, strides, dtypes and alignment, values that the op can bear."""
+
+    def __init__(
+        self, op: Op, key: Key, device: torch.device, seed: int, kind: str = "normal"
+    ) -> None:
+        generator = torch.Generator(device=device if device.type == "cuda" else "cpu").manual_seed(
+            seed
+        )
+        scalars = dict(op.scalars(key))
+        values: dict[str, Any] = {}
+        for p in op.dynamic:
+            if p.is_tensor:
+                spec = key.spec(p.name)
+                values[p.name] = (
+                    None if spec is None else _sample(op, key, p.name, spec, device, generator)
+                )
+            else:
+                values[p.name] = scalars[p.name]
+        if op.prepare is not None:
+            op.prepare(key, values)
+        if kind == "stress" and op.stress is not None:
+            op.stress(key, values)
+        self.dynamic: list[Any] = [values[p.name] for p in op.dynamic]
+
+    def fresh(self, op: Op) -> list[Any]:
+        """The arguments with private copies of what the op updates in place."""
+        return [
+            a.clone() if p.name in op.mutates and a is not None else a
+            for p, a in zip(op.dynamic, self.dynamic, strict=True)
+        ]
+
+    def tensors(self, op: Op) -> dict[str, Tensor]:
+        """The tensors that are present, by parameter."""
+        pairs = zip(op.dynamic, self.dynamic, strict=True)
+        return {p.name: a for p, a in pairs if isinstance(a, Tensor)}
+
+
+def _sample(
+    op: Op, key: Key, name: str, spec: TensorSpec, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    own = op.sample(key, name, spec, device, generator)
+    if own is not None:
+        return own
+    return strided(spec, device, lambda n, dtype: normal(n, dtype, device, generator))
+
+
+def normal(
+    count: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """Normal values; small whole numbers for integers, three quarters True for booleans."""
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
+        return torch.randn(count, dtype=wide, device=device, generator=generator).to(dtype)
+    if dtype == torch.bool:
+        return torch.rand(count, device=device, generator=generator) > 0.25
+    return torch.randint(-4, 5, (count,), device=device, generator=generator).to(dtype)
+
+
+def strided(spec: TensorSpec, device: torch.device, fill: Any) -> Tensor:
+    """A tensor of the spec's shape, strides and alignment over storage from `fill(count, dtype)`; stride 0 stays stride 0."""
+    dtype = numerics.DTYPES[spec.dtype]
+    if 0 in spec.shape:
+        return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
+    offset = spec.align // dtype.itemsize if spec.align < 16 else 0
+    count = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) + offset
+    tensor: Tensor = fill(count, dtype)
+    return tensor.as_strided(spec.shape, spec.stride, offset)
+
+
+class Checker:
+    """Inputs of one key with what the reference and eager PyTorch make of them; decides whether a launcher is right."""
+
+    def __init__(self, op: Op, key: Key, device: torch.device) -> None:
+        self.op, self.key, self.device = op, key, device
+        seed = int.from_bytes(key.text.encode()[-6:], "little") & 0x7FFFFFFF
+        self.sets = [InputSet(op, key, device, seed + i) for i in range(2)]
+        self.probes = (
+            [*self.sets]
+            if op.stress is None
+            else [*self.sets, InputSet(op, key, device, seed + 2, "stress")]
+        )
+        self.originals = [
+            {n: t.untyped_storage().clone() for n, t in s.tensors(op).items()} for s in self.probes
+        ]
+        self.expected = [self._expect(s) for s in self.probes]
+        self.call_us = 0.0  # of the last call
+        self.cut_us = 0.0  # of the last checked launcher's calls, where it was cut for them
+
+    def _expect(self, s: InputSet) -> tuple[Outputs, Outputs]:
+        """What same-dtype eager PyTorch and the reference make of the inputs; what the op updates counts as output."""
+        given = s.fresh(self.op)
+        if self.op.baseline is not None:
+            plain = self.op.baseline(*self.op.full(self.key, given))
+        else:
+            plain = self.op.candidates[EAGER].bind(self.key, {}, self.device)(*given)
+        precise = self.op.flops(self.key) <= WHOLE_FLOPS[self.key.device]
+        widen = numerics.wide if precise else _single
+        wide = [widen(a) if isinstance(a, Tensor) else a for a in s.fresh(self.op)]
+        outs = self.op.reference(*self.op.full(self.key, wide))
+        ref = outs if isinstance(outs, tuple) else (outs,)
+        return (*plain, *self._updated(given)), (*ref, *self._updated(wide))
+
+    def _updated(self, given: Sequence[Any]) -> list[Tensor]:
+        pairs = zip(self.op.dynamic, given, strict=True)
+        return [a for p, a in pairs if p.name in self.op.mutates and a is not None]
+
+    def check(self, launch: Launcher, limit_us: float = float("inf")) -> numerics.Verdict:
+        """Run on every probe with poisoned memory; judge what came out, and that nothing else was touched.
+
+        A launcher whose second call takes longer than `limit_us` is cut there: `cut_us` says how long that was.
+        """
+        worst, previous, fastest_us = 0.0, None, float("inf")
+        self.cut_us = 0.0
+        for i in range(len(self.probes)):
+            outs, verdict = self._probe(launch, i, i)
+            fastest_us = min(fastest_us, self.call_us)
+            if not verdict:
+                return verdict
+            if previous is not None and not _same(*previous):
+                return _wrong("a later call changed an earlier output")
+            previous = (outs, tuple(None if o is None else o.clone() for o in outs))
+            worst = max(worst, verdict.error)
+            if i == 1 and fastest_us > limit_us:
+                self.cut_us = fastest_us
+                return numerics.Verdict(None, worst)
+        verdict = self._other_values(launch)
+        return numerics.Verdict(None, worst) if verdict else verdict
+
+    def _probe(self, launch: Launcher, i: int, expected: int) -> tuple[Outputs, numerics.Verdict]:
+        """One call on the tensors of probe `i`, judged against what is expected of probe `expected`."""
+        plain, ref = self.expected[expected]
+        s = self.probes[i]
+        given = s.fresh(self.op)
+        _poison(plain)
+        begin = time.perf_counter()
+        outs = launch(*given)
+        measure.synchronize(self.device)
+        self.call_us = (time.perf_counter() - begin) * 1e6
+        if outs is None:
+            return (), numerics.Verdict("declined the key it was bound for", float("inf"))
+        outputs = len(plain) - len(self._updated(given))
+        judged = (*outs, *[None] * (outputs - len(outs)), *self._updated(given))
+        verdict = numerics.judge(judged, plain, ref)
+        if verdict and (reason := self._misuse(s, outs, plain, expected)):
+            verdict = _wrong(reason)
+        return outs, verdict
+
+    def _misuse(self, s: InputSet, outs: Outputs, plain: Outputs, values: int) -> str | None:
+        """An input written to (and mended here), or an output that shares memory with one although eager's does not."""
+        inputs = s.tensors(self.op)
+        for name, tensor in inputs.items():
+            if name not in self.op.mutates and not _equal_storage(
+                tensor, self.originals[values][name]
+            ):
+                tensor.untyped_storage().copy_(self.originals[values][name])
+                return f"it changed its input {name}"
+        memory = {_memory(t): name for name, t in inputs.items()}
+        for index, (out, usual) in enumerate(zip(outs, plain, strict=False)):
+            if out is None or usual is None or not out.numel() or _memory(usual) in memory:
+                continue
+            if _memory(out) in memory:
+                return f"output {index} shares memory with its input {memory[_memory(out)]}"
+        return None
+
+    def _other_values(self, launch: Launcher) -> numerics.Verdict:
+        """The first probe's tensors with the second one's values: a result remembered by address shows."""
+        inputs = self.probes[0].tensors(self.op)
+        try:
+            self._write(inputs, self.originals[1])
+            return self._probe(launch, 0, 1)[1]
+        finally:
+            self._write(inputs, self.originals[0])
+
+    def _write(self, inputs: dict[str, Tensor], storages: dict[str, torch.UntypedStorage]) -> None:
+        for name, tensor in inputs.items():
+            tensor.untyped_storage().copy_(storages[name])
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _wrong(reason: str) -> numerics.Verdict:
+    return numerics.Verdict(f"wrong: {reason}", float("inf"))
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+def _equal_storage(t: Tensor, kept: torch.UntypedStorage) -> bool:
+    def view(storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
+
+    return torch.equal(view(t.untyped_storage()), view(kept))
+
+
+def _single(t: Tensor) -> Tensor:
+    return t.float() if t.is_floating_point() and t.dtype != torch.float64 else t
+
+
+def _same(outs: Outputs, copies: Outputs) -> bool:
+    return all(
+        o is None or c is None or torch.equal(o.nan_to_num(), c.nan_to_num())
+        for o, c in zip(outs, copies, strict=True)
+    )
+
+
+def _poison(plain: Outputs) -> None:
+    """Leave NaN in the memory that outputs of these sizes will be given, so that an element nobody writes shows."""
+    junk = [
+        torch.full_like(p, float("nan")) for p in plain if p is not None and p.is_floating_point()
+    ]
+    del junk

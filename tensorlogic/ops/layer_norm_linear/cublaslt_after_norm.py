@@ -1,0 +1,118 @@
+"""layer_norm_linear by a Triton layer norm and cuBLASLt's product; backward by two products around the norm's own kernels."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from ...plans import Key, TensorSpec
+from ..common import gemm_steps, gemm_wiring, triton_layer_norm, wiring
+from ..common.gemm import GemmSpec, Operand
+from ..common.gemm_wiring import Kernel, Plan, Product, Start
+from . import LAYER_NORM_LINEAR, LAYER_NORM_LINEAR_BACKWARD
+
+
+def _normalised(x: TensorSpec, gamma: TensorSpec | None, beta: TensorSpec | None, eps: float, save: bool) -> Kernel:
+    """`normal` = layer_norm(x), and with `save` `mean` and `rstd` of its rows."""
+    dtype, columns = x.dtype, x.shape[-1]
+    rows = prod(x.shape[:-1])
+
+    def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
+        return triton_layer_norm.layer_norm_launcher(
+            rows, columns, (dtype, dtype, dtype), config, device,
+            has_gamma=gamma is not None, has_beta=beta is not None, save=save, align=align,
+        )  # fmt: skip
+
+    made = {"normal": ("normal", x.shape, dtype)}
+    if save:
+        made |= {"mean": ("mean", (rows,), "f32"), "rstd": ("rstd", (rows,), "f32")}
+    given = (
+        "x", "gamma" if gamma else "x", "beta" if beta else "x", "normal",
+        "mean" if save else "x", "rstd" if save else "x", repr(eps),
+    )  # fmt: skip
+    return Kernel(given, made, tuple(triton_layer_norm.layer_norm_configs(columns, dtype)[: gemm_steps.PASSES]), build)
+
+
+def _parameters(*given: TensorSpec | None) -> str | None:
+    for t in given:
+        if t is not None and prod(t.shape) != 1 and t.stride[0] != 1:
+            return "gamma or beta is strided"
+    return None
+
+
+def describe(key: Key) -> Plan | str:
+    """A pass that normalises contiguous rows, then one product."""
+    x, gamma, beta, weight, bias = key.tensors
+    assert x is not None and weight is not None
+    rows = gemm_steps.flat(x, "x")
+    reason = wiring.one_dtype(key) or _parameters(gamma, beta)
+    if reason is not None or isinstance(rows, str) or 0 in weight.shape:
+        return reason or (rows if isinstance(rows, str) else "weight is empty")
+    m, (n, k), dtype = prod(x.shape[:-1]), weight.shape, x.dtype
+    w = Operand(dtype, weight.stride[1], weight.stride[0])
+    spec = GemmSpec(m, n, k, rows, w, Operand(dtype, n, 1), bias=bias.dtype if bias else None)
+    made = {"y": ("y", (*x.shape[:-1], n), dtype)}
+    product = Product(spec, {"x": "normal", "w": "weight", "bias": "bias"}, made, "cublaslt")
+    return Plan((_normalised(x, gamma, beta, key.flag("eps"), False), product), ("y",))
+
+
+def _norm_backward(x: TensorSpec, gamma: TensorSpec | None, need_dx: bool, need_params: bool) -> Kernel:
+    """dx [..., K] and dparams [2, K] (dgamma, dbeta) of the layer norm, from the gradient of its output."""
+    dtype, columns = x.dtype, x.shape[-1]
+    rows = prod(x.shape[:-1])
+
+    def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
+        return triton_layer_norm.layer_norm_backward_launcher(
+            rows, columns, (dtype, dtype, dtype), config, device,
+            has_gamma=gamma is not None, need_dx=need_dx, need_params=need_params, align=align,
+        )  # fmt: skip
+
+    made = {"dx": ("dx", x.shape, dtype)} if need_dx else {}
+    if need_params:
+        made |= {"dparams": ("dparams", (2, columns), dtype)}
+    outs = ("dx" if need_dx else "x", "dparams" if need_params else "x", "space" if need_params else "x")
+    configs = triton_layer_norm.layer_norm_backward_configs(rows, columns, dtype, wiring.cores())
+    return Kernel(
+        ("x", "dnormal", "gamma" if gamma else "x", "mean", "rstd", *outs), made, tuple(configs[: gemm_steps.PASSES]), build,
+        space=lambda config: (2 * config["parts"] * columns if need_params else 0, 0),
+    )  # fmt: skip
+
+
+def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
+    """The norm again with its statistics, dnormal = dy · weight, dweight = dyᵀ · normal with dbias, then the norm's backward."""
+    dy, x, gamma, beta, weight = key.tensors
+    assert dy is not None and x is not None and weight is not None
+    needs = key.flag("needs")
+    found = gemm_steps.matrices(("dy", dy), ("weight", weight))
+    inner = gemm_steps.flat(x, "x")
+    reason = wiring.one_dtype(key) or _parameters(gamma, beta)
+    if reason is not None or isinstance(found, str) or isinstance(inner, str):
+        return reason or (found if isinstance(found, str) else str(inner))
+    (rows, _), (n, k) = found, weight.shape
+    m, through = prod(dy.shape[:-1]), "1" in needs[:3]
+    steps: list[Kernel | Product] = []
+    returns = ["None"] * 5
+    if through or needs[3] == "1":
+        steps.append(_normalised(x, gamma, beta, key.flag("eps"), True))
+    if needs[3] == "1":
+        steps.append(gemm_steps.weight_gradient(engine, "dy", rows, "normal", inner, m, n, k, needs[4] == "1"))
+        returns[3:5] = ["dw", "db" if needs[4] == "1" else "None"]
+    elif needs[4] == "1":
+        returns[4] = f"dy.reshape(-1, {n}).sum(0)"
+    if through:
+        params = "1" in needs[1:3]
+        steps.append(gemm_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, "dnormal"))
+        steps.append(_norm_backward(x, gamma, needs[0] == "1", params))
+        wanted = zip(("dx", "dparams[0]", "dparams[1]"), needs[:3], strict=True)
+        returns[:3] = [name if need == "1" else "None" for name, need in wanted]
+    return Plan(tuple(steps), tuple(returns)) if steps else "nothing to compute"
+
+
+_SOURCES = (triton_layer_norm, gemm_steps, sys.modules[__name__])
+gemm_wiring.candidate(LAYER_NORM_LINEAR, "cublaslt.after_norm", describe, _SOURCES)
+gemm_wiring.candidate(LAYER_NORM_LINEAR_BACKWARD, "cublaslt.products", describe_backward, _SOURCES)
+gemm_wiring.candidate(LAYER_NORM_LINEAR_BACKWARD, "triton.products", partial(describe_backward, engine="triton"), _SOURCES)

@@ -1,0 +1,57 @@
+"""linear by cuBLASLt: residual as C, bias and activation in the epilogue; backward by an element-wise pass and two products."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from math import prod
+
+from ...plans import Key
+from ..common import gemm_steps, gemm_wiring, triton_elementwise, wiring
+from ..common.gemm_wiring import Kernel, Plan, Product
+from . import LINEAR, LINEAR_BACKWARD, triton_tiled
+
+
+def describe(key: Key) -> Plan | str:
+    """The tiled candidate's product by the other engine."""
+    found = triton_tiled.describe(key)
+    if isinstance(found, str):
+        return found
+    return replace(found, products=tuple(replace(p, engine="cublaslt") for p in found.products if isinstance(p, Product)))
+
+
+def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
+    """dz = dy · act'(kept), dx = dz · weight, dweight = dzᵀ · x with dbias as its row sums."""
+    dy, x, weight, kept = key.tensors
+    assert dy is not None and x is not None and weight is not None
+    needs, activation = key.flag("needs"), key.flag("activation")
+    reason = wiring.one_dtype(key)
+    if reason is not None:
+        return reason
+    found = gemm_steps.matrices(("dy", dy), ("x", x), ("weight", weight))
+    if isinstance(found, str):
+        return found
+    (rows, other, _), dtype, (n, k) = found, dy.dtype, weight.shape
+    m, dz, steps = prod(dy.shape[:-1]), "dy", list[Kernel | Product]()
+    if activation != "none":
+        if kept is None or not (wiring.is_contiguous(dy) and wiring.is_contiguous(kept)):
+            return "dy or the kept tensor is not contiguous"
+        dz, rows = "dz", replace(rows, rows=n, columns=1)
+        steps.append(gemm_steps.pointwise(f"{activation}_bwd", dtype, ("dy", "kept"), "dz", dy.shape))
+    returns = ["None", "None", "None", ("dz" if dz == "dz" else "dy.clone()") if needs[3] == "1" else "None"]
+    if needs[0] == "1":
+        steps.append(gemm_steps.input_gradient(engine, dz, rows, weight, m, x.shape))
+        returns[0] = "dx"
+    if needs[1] == "1":
+        steps.append(gemm_steps.weight_gradient(engine, dz, rows, "x", other, m, n, k, needs[2] == "1"))
+        returns[1:3] = ["dw", "db" if needs[2] == "1" else "None"]
+    elif needs[2] == "1":
+        returns[2] = f"{dz}.reshape(-1, {n}).sum(0)"
+    return Plan(tuple(steps), tuple(returns)) if steps else "nothing to compute"
+
+
+_SOURCES = (triton_elementwise, gemm_steps, triton_tiled, sys.modules[__name__])
+gemm_wiring.candidate(LINEAR, "cublaslt.epilogue", describe, _SOURCES)
+gemm_wiring.candidate(LINEAR_BACKWARD, "cublaslt.products", describe_backward, _SOURCES)
+gemm_wiring.candidate(LINEAR_BACKWARD, "triton.products", partial(describe_backward, engine="triton"), _SOURCES)

@@ -1,0 +1,95 @@
+"""linear_batch_norm_relu in evaluation by a product and one pass over its columns; backward by one pass and two products."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from ...plans import Key, TensorSpec
+from ..common import gemm_steps, gemm_wiring, triton_columns, wiring
+from ..common.gemm import GemmSpec, Operand
+from ..common.gemm_wiring import Kernel, Plan, Product, Start
+from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD
+
+
+def _refusal(vectors: tuple[TensorSpec | None, ...]) -> str | None:
+    for t in vectors:
+        if t is not None and (t.dtype not in wiring.KERNEL_DTYPES or (prod(t.shape) != 1 and t.stride[0] != 1)):
+            return "a vector is strided or of another dtype"
+    return None
+
+
+def _dtypes(**given: TensorSpec | str | None) -> dict[str, str | None]:
+    return {name: t.dtype if isinstance(t, TensorSpec) else t for name, t in given.items()}
+
+
+def describe(key: Key) -> Plan | str:
+    """z = x · weightᵀ + bias, then y = relu(batch_norm(z)) in one pass."""
+    x, weight, bias, mean, var, gamma, beta = key.tensors
+    assert x is not None and weight is not None
+    if key.flag("training") or mean is None or var is None:
+        return "the batch's statistics are needed before the pass"
+    found = gemm_wiring.product_of(x, weight)
+    reason = wiring.one_dtype(key, "x", "weight", "bias") or _refusal((mean, var, gamma, beta))
+    if reason is not None or isinstance(found, str):
+        return reason or str(found)
+    m, n, k, rows, w = found
+    shape, dtype = (*x.shape[:-1], n), x.dtype
+    spec = GemmSpec(m, n, k, rows, w, Operand(dtype, n, 1), bias=bias.dtype if bias else None)
+    product = Product(spec, {"x": "x", "w": "weight", "bias": "bias"}, {"y": ("z", shape, dtype)}, "cublaslt")
+    dtypes = _dtypes(z=dtype, mean=mean, var=var, gamma=gamma, beta=beta, y=dtype)
+
+    def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
+        return triton_columns.apply_launcher(m, n, dtypes, config, device, align)
+
+    named = ("z", "running_mean", "running_var", *("gamma",) * bool(gamma), *("beta",) * bool(beta), "y", repr(key.flag("eps")))
+    kernel = Kernel(named, {"y": ("y", shape, dtype)}, triton_columns.apply_configs(m, n), build)
+    return Plan((product, kernel), ("y", "z") if key.flag("save") else ("y",))
+
+
+def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
+    """One pass over dy, y and z for dz and all column sums, then dx = dz · weight and dweight = dzᵀ · x."""
+    dy, x, weight, y, z, mean, var, gamma = key.tensors
+    assert dy is not None and x is not None and weight is not None and y is not None and z is not None
+    if key.flag("training"):
+        return "dz needs the column sums first"
+    needs = key.flag("needs")
+    found = gemm_steps.matrices(("x", x), ("weight", weight), ("dy", dy))
+    reason = wiring.one_dtype(key, "dy", "x", "weight", "y", "z") or _refusal((mean, var, gamma))
+    if reason is not None or isinstance(found, str):
+        return reason or str(found)
+    if not all(wiring.is_contiguous(t) for t in (dy, y, z)):
+        return "dy, y or z is not contiguous"
+    other, m, (n, k), dtype = found[0], prod(dy.shape[:-1]), weight.shape, dy.dtype
+    outer = gamma.dtype if gamma else dtype
+    dtypes = _dtypes(
+        dy=dtype, y=dtype, z=dtype, mean=mean, var=var, gamma=gamma, dz=dtype, db=dtype, dgamma=outer, dbeta=outer
+    )  # fmt: skip
+
+    def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
+        return triton_columns.backward_launcher(m, n, dtypes, config, device, align)
+
+    named = ("dy", "y", "z", "mean", "spread", *("gamma",) * bool(gamma), "dz", "db", "dgamma", "dbeta", "space", "counter")
+    made = {"dz": ("dz", dy.shape, dtype)} | {
+        name: (name, (n,), kind) for name, kind in (("db", dtype), ("dgamma", outer), ("dbeta", outer))
+    }
+    choices = triton_columns.backward_configs(m, n, wiring.cores())
+    first = Kernel((*named, repr(key.flag("eps"))), made, choices, build, partial(triton_columns.backward_space, n))
+    steps: list[Kernel | Product] = [first]
+    rows = Operand(dtype, n, 1)
+    if needs[0] == "1":
+        steps.append(gemm_steps.input_gradient(engine, "dz", rows, weight, m, x.shape))
+    if needs[1] == "1":
+        steps.append(gemm_steps.weight_gradient(engine, "dz", rows, "x", other, m, n, k, False))
+    names = zip(("dx", "dw", "db", "dgamma", "dbeta"), needs, strict=True)
+    return Plan(tuple(steps), tuple(name if need == "1" else "None" for name, need in names))
+
+
+_SOURCES = (triton_columns, gemm_steps, sys.modules[__name__])
+gemm_wiring.candidate(LINEAR_BATCH_NORM_RELU, "cublaslt.columns", describe, _SOURCES)
+gemm_wiring.candidate(LINEAR_BATCH_NORM_RELU_BACKWARD, "cublaslt.columns", describe_backward, _SOURCES)
+gemm_wiring.candidate(LINEAR_BATCH_NORM_RELU_BACKWARD, "triton.columns", partial(describe_backward, engine="triton"), _SOURCES)

@@ -1,0 +1,22 @@
+"""matmul by cuBLASLt: the library's algorithms tried in turn, activation in the epilogue."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from ...plans import Key
+from ..common import gemm_wiring
+from ..common.gemm_wiring import Plan, Product
+from . import MATMUL, triton_tiled
+
+
+def describe(key: Key) -> Plan | str:
+    """The tiled candidate's product by the other engine."""
+    found = triton_tiled.describe(key)
+    if isinstance(found, str):
+        return found
+    return replace(found, products=tuple(replace(p, engine="cublaslt") for p in found.products if isinstance(p, Product)))
+
+
+gemm_wiring.candidate(MATMUL, "cublaslt.epilogue", describe, (triton_tiled, sys.modules[__name__]))

@@ -1,0 +1,350 @@
+"""Adapters for third-party packages: unseen without the package, and right around it; nothing of theirs runs unchecked."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tensorlogic
+from tensorlogic.checking import Checker
+from tensorlogic.op import OPS, Candidate
+from tensorlogic.plans import Key
+from tensorlogic.providers import liger, quack
+from tensorlogic.providers.packages import Package
+from tests import provider_fakes
+
+CPU = torch.device("cpu")
+PROVIDERS = {"quack": quack, "liger": liger}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Candidates and modules of a test's packages are gone after it, and known ones are put aside meanwhile."""
+    aside = {(op, id): c for op in OPS.values() for id, c in op.candidates.items() if _theirs(id)}
+    kept = {op.name: dict(op.candidates) for op in OPS.values()}
+    for op, id in aside:
+        del op.candidates[id]
+    yield
+    for op in OPS.values():
+        op.candidates.clear()
+        op.candidates.update(kept[op.name])
+    for name in [m for m in sys.modules if m == "quack" or m.startswith("quack.")]:
+        del sys.modules[name]
+
+
+def _theirs(id: str) -> bool:
+    return id.split(".")[0] in PROVIDERS
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for QuACK that is found, and that may run on this machine's device."""
+    provider_fakes.quack(tmp_path / "site")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(Package, "available", lambda self, device: self.missing())
+    quack.register(OPS)
+
+
+def key(op: str, *args: Any) -> Key:
+    """The key of op-level arguments."""
+    save = ("save", True) in zip((p.name for p in OPS[op].params), args, strict=True)
+    return OPS[op].key(args, "backward" if OPS[op].internal else "forward" if save else "inference")
+
+
+def verdict(op: str, id: str, *args: Any) -> str | None:
+    """None when the candidate may serve the key of `args` and passes the check every candidate must pass, else why not."""
+    asked, candidate = key(op, *args), OPS[op].candidates[id]
+    reason = candidate.unfit(asked)
+    if reason is not None:
+        return reason
+    with torch.no_grad():
+        return Checker(OPS[op], asked, CPU).check(candidate.bind(asked, {}, CPU)).reason
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_without_the_package_nothing_appears_and_nothing_is_imported(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = {"quack": quack.QUACK, "liger": liger.LIGER}[name]
+
+    def absent(distribution: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    PROVIDERS[name].register(OPS)
+    assert not [id for op in OPS.values() for id in op.candidates if _theirs(id)]
+    reason = package.available("cuda")
+    assert reason is not None
+    assert f"{package.distribution} is not installed" in reason
+    assert f"tensorlogic-engine[{package.extra}]" in reason
+
+
+def test_metadata_without_the_module_counts_as_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider_fakes.install(tmp_path / "site", "torn-kernels", "elsewhere", "1.0", {})
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    torn = Package("torn-kernels", "torn_kernels", extra="torn", capability=9)
+    assert torn.text == "torn-kernels 1.0"
+    assert "torn-kernels is not installed" in str(torn.missing())
+
+
+def test_they_appear_when_installed_and_are_imported_only_when_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider_fakes.quack(tmp_path / "site")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    quack.register(OPS)
+    asked = key("softmax", half(4, 64), 1, False)
+    candidate = OPS["softmax"].candidates["quack.softmax"]
+    assert candidate.available("cpu") == "quack-kernels runs on CUDA devices"
+    assert candidate.supports(asked) is None
+    assert candidate.configs(asked)[0] == {}
+    assert not candidate.trusted
+    assert "quack" not in sys.modules
+    candidate.bind(asked, {}, CPU)
+    assert "quack.softmax" in sys.modules
+
+
+def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Package, "missing", lambda self: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    assert quack.QUACK.available("cuda") == "quack-kernels is for sm_90 and newer, this is sm_86"
+    assert liger.LIGER.available("cuda") is None
+
+
+def test_another_version_is_another_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = []
+    for version in ("0.6.5", "0.6.6"):
+        provider_fakes.quack(tmp_path / version, version)
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(tmp_path / version))
+            quack.register(OPS)
+            sources.append(OPS["softmax"].candidates["quack.softmax"].source)
+        for op in OPS.values():
+            for id in [i for i in op.candidates if _theirs(i)]:
+                del op.candidates[id]
+    assert sources[0] != sources[1]
+
+
+LOSSES = [
+    (reduction, save, dtype)
+    for reduction in ("mean", "sum", "none")
+    for save in (False, True)
+    for dtype in (torch.float16, torch.float32)
+]
+
+
+@pytest.mark.parametrize(("reduction", "save", "dtype"), LOSSES)
+def test_cross_entropy(installed: None, reduction: str, save: bool, dtype: torch.dtype) -> None:
+    x, t = torch.randn(2, 9, 64).to(dtype), torch.randint(64, (2, 9))
+    args = (x, t, -100, 0.0, reduction, save)
+    assert verdict("softmax_cross_entropy", "quack.cross_entropy", *args) is None
+    dloss = torch.randn(t.shape if reduction == "none" else ()).to(dtype)
+    back = (dloss, x, t, torch.zeros(18), torch.ones(1), -100, 0.0, reduction)
+    assert verdict("softmax_cross_entropy_backward", "quack.cross_entropy", *back) is None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignore_index", [-100, 3])
+def test_ignored_rows_and_gradients(installed: None, reduction: str, ignore_index: int) -> None:
+    x = torch.randn(12, 32, requires_grad=True)
+    t = torch.randint(32, (12,))
+    t[::3] = ignore_index
+    with tensorlogic.policy(
+        force={
+            "softmax_cross_entropy": "quack.cross_entropy",
+            "softmax_cross_entropy_backward": "quack.cross_entropy",
+        }
+    ):
+        loss = tensorlogic.softmax_cross_entropy(x, t, ignore_index, 0.0, reduction)
+        (dx,) = torch.autograd.grad(loss.sum(), x)
+    expected = F.cross_entropy(x, t, ignore_index=ignore_index, reduction=reduction)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(dx, torch.autograd.grad(expected.sum(), x)[0])
+
+
+def test_targets_out_of_range_are_nan_and_read_nothing_astray(installed: None) -> None:
+    x, t = torch.randn(4, 16), torch.tensor([1, 99, -7, -100])
+    asked = key("softmax_cross_entropy", x, t, -100, 0.0, "none", False)
+    candidate = OPS["softmax_cross_entropy"].candidates["quack.cross_entropy"]
+    (loss,) = candidate.bind(asked, {}, CPU)(x, t)  # the stand-in raises where a GPU reads astray
+    assert torch.isnan(loss).tolist() == [False, True, True, False]
+    assert loss[3] == 0.0
+    asked = key("softmax_cross_entropy", x, t, -100, 0.0, "mean", False)
+    (mean,) = candidate.bind(asked, {}, CPU)(x, torch.full((4,), -100))
+    assert torch.isnan(mean)  # as PyTorch: the mean over no rows
+
+
+def test_softmax(installed: None) -> None:
+    assert verdict("softmax", "quack.softmax", half(3, 5, 64), 2, False) is None
+    assert verdict("softmax", "quack.softmax", torch.randn(7, 36), 1, True) is None
+    assert verdict("softmax_backward", "quack.softmax", half(7, 64), half(7, 64), 1) is None
+
+
+@pytest.mark.parametrize("beta", [True, False])
+def test_layer_norm_linear(installed: None, beta: bool) -> None:
+    gamma, shift = half(64), half(64) if beta else None
+    args = (half(2, 9, 64), gamma, shift, half(24, 64), half(24), 1e-5, False)
+    assert verdict("layer_norm_linear", "quack.layer_norm", *args) is None
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("save", [False, True])
+def test_products(installed: None, activation: str, save: bool) -> None:
+    x, w, wt = half(2, 16, 64), half(24, 64), half(64, 24).t()
+    for args in (
+        (x, w, half(24), half(2, 16, 24)),
+        (x, wt, half(24), None),
+        (x, w, None, half(2, 16, 24)),
+        (x, w, None, None),
+    ):
+        assert verdict("linear", "quack.gemm_act", *args, activation, save) is None
+    for b in (half(64, 24), half(24, 64).t()):
+        assert verdict("matmul", "quack.gemm_act", x, b, activation, save) is None
+
+
+def test_chosen_tiles_are_passed_on(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quack, "_capability", lambda: 9)
+    asked = key("linear", half(16, 64), half(24, 64), None, None, "relu", False)
+    candidate = OPS["linear"].candidates["quack.gemm_act"]
+    assert len(candidate.configs(asked)) == 4
+    for config in candidate.configs(asked):
+        assert (
+            candidate.bind(asked, config, CPU)(half(16, 64), half(24, 64), None, None) is not None
+        )
+
+
+def test_less_aligned_tensors_are_declined(installed: None) -> None:
+    asked = key("softmax", half(4, 64), 1, False)
+    launch = OPS["softmax"].candidates["quack.softmax"].bind(asked, {}, CPU)
+    assert launch(half(4 * 64 + 1)[1:].view(4, 64)) is None
+    assert launch(half(4, 64)) is not None
+
+
+LABELS = torch.zeros(4, dtype=torch.int64)
+REFUSED: list[tuple[str, str, tuple[Any, ...], str]] = [
+    ("softmax_cross_entropy", "quack.cross_entropy", (half(4, 63), LABELS, -100, 0.0, "mean", False), "multiple of 16 bytes"),
+    ("softmax_cross_entropy", "quack.cross_entropy", (half(4, 64), LABELS, -100, 0.1, "mean", False), "no label smoothing"),
+    ("softmax_cross_entropy", "quack.cross_entropy", (half(64, 4).t(), LABELS, -100, 0.0, "mean", False), "not contiguous"),
+    ("softmax_cross_entropy", "quack.cross_entropy", (half(4, 64).double(), LABELS, -100, 0.0, "mean", False), "not f64"),
+    ("softmax_cross_entropy", "quack.cross_entropy", (half(0, 64), LABELS[:0], -100, 0.0, "mean", False), "empty"),
+    ("softmax", "quack.softmax", (half(4, 64), 0, False), "not over the last dimension"),
+    ("softmax", "quack.softmax", (half(4 * 64 + 1)[1:].view(4, 64), 1, False), "not aligned"),
+    ("linear", "quack.gemm_act", (half(4, 64).float(), half(24, 64).float(), None, None, "relu", False), "f16 and bf16"),
+    ("linear", "quack.gemm_act", (half(4, 60), half(24, 60), None, None, "relu", False), "multiple of 16 bytes"),
+    ("linear", "quack.gemm_act", (half(4, 64), half(20, 64), None, None, "relu", False), "not a multiple of 8"),
+    ("linear", "quack.gemm_act", (half(4, 64), half(24, 64), None, half(24).expand(4, 24), "relu", False), "residual is not contiguous"),
+    ("linear", "quack.gemm_act", (half(4, 64), half(24, 128)[:, ::2], None, None, "relu", False), "rows or columns"),
+    ("matmul", "quack.gemm_act", (half(2, 4, 64), half(2, 64, 24), "relu", False), "b of two"),
+    ("layer_norm_linear", "quack.layer_norm", (half(4, 64), None, None, half(24, 64), None, 1e-5, False), "needs gamma"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "id", "args", "words"), REFUSED)
+def test_what_the_package_does_not_do_is_refused(
+    installed: None, op: str, id: str, args: tuple[Any, ...], words: str
+) -> None:
+    asked = key(op, *args)
+    assert words in str(OPS[op].candidates[id].supports(asked))
+    with pytest.raises(ValueError, match="does not serve"):
+        OPS[op].candidates[id].bind(asked, {}, CPU)
+
+
+def test_it_is_measured_and_explained_like_any_other(installed: None) -> None:
+    x, t = torch.randn(64, 256), torch.randint(256, (64,))
+    tensorlogic.tune(tensorlogic.softmax_cross_entropy, x, t)
+    (explained,) = tensorlogic.explain(tensorlogic.softmax_cross_entropy, x, t)
+    (row,) = [r for r in explained.rows if r[0] == "quack.cross_entropy"]
+    assert "±" in row[1]
+
+
+def test_a_wrong_package_is_refused_with_its_reason_and_never_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider_fakes.quack(tmp_path / "site", fault="* 1.1")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(Package, "available", lambda self, device: self.missing())
+    quack.register(OPS)
+    x, t = torch.randn(64, 256), torch.randint(256, (64,))
+    with (
+        tensorlogic.policy(force="quack.cross_entropy"),
+        pytest.raises(RuntimeError, match=r"quack\.cross_entropy .* is refused"),
+    ):
+        tensorlogic.softmax_cross_entropy(x, t)
+    tensorlogic.tune(tensorlogic.softmax_cross_entropy, x, t)
+    (explained,) = tensorlogic.explain(tensorlogic.softmax_cross_entropy, x, t)
+    (row,) = [r for r in explained.rows if r[0] == "quack.cross_entropy"]
+    assert row[5].startswith("refused: wrong")
+    assert row[4] == ""
+
+
+def test_a_package_that_cannot_be_imported_is_refused_by_name(
+    installed: None, tmp_path: Path
+) -> None:
+    (tmp_path / "site" / "quack" / "cross_entropy.py").write_text("import cutlass_that_is_absent")
+    x, t = torch.randn(64, 256), torch.randint(256, (64,))
+    tensorlogic.tune(tensorlogic.softmax_cross_entropy, x, t)
+    (explained,) = tensorlogic.explain(tensorlogic.softmax_cross_entropy, x, t)
+    (row,) = [r for r in explained.rows if r[0] == "quack.cross_entropy"]
+    assert "cutlass_that_is_absent" in row[5]
+
+
+# Liger's own kernels in Triton's interpreter, where the package is installed ------------------------------------------
+
+with_liger = pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is None or torch.cuda.is_available(),
+    reason="needs liger-kernel and no GPU",
+)
+
+
+def _liger(op: str, id: str) -> Candidate:
+    liger.register(OPS)
+    return OPS[op].candidates[id]
+
+
+@with_liger
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_liger_cross_entropy(reduction: str, smoothing: float) -> None:
+    candidate = _liger("softmax_cross_entropy", "liger.cross_entropy")
+    x, t = torch.randn(2, 5, 37), torch.randint(37, (2, 5))
+    t[0, ::2] = -100
+    before = x.clone()
+    asked = key("softmax_cross_entropy", x, t, -100, smoothing, reduction, False)
+    assert candidate.supports(asked) is None
+    (loss,) = candidate.bind(asked, candidate.configs(asked)[0], CPU)(x, t)
+    flat = F.cross_entropy(
+        x.view(10, 37), t.view(10), label_smoothing=smoothing, reduction=reduction
+    )
+    torch.testing.assert_close(loss, flat.view(loss.shape))
+    assert torch.equal(x, before)  # Liger's own function sets ignored rows to zero
+
+
+def test_what_liger_does_not_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Package, "missing", lambda self: None)
+    loss = _liger("softmax_cross_entropy", "liger.cross_entropy")
+    norm = OPS["layer_norm_linear"].candidates["liger.layer_norm"]
+    saving = key("softmax_cross_entropy", half(4, 63), LABELS, -100, 0.1, "mean", True)
+    assert "log-sum-exp" in str(loss.supports(saving))
+    for args, words in (
+        ((half(4, 64), None, None, half(24, 64), None, 1e-5, False), "needs gamma and beta"),
+        (
+            (half(4, 64), half(128)[::2], half(64), half(24, 64), None, 1e-5, False),
+            "not contiguous",
+        ),
+        ((half(2, 65544), half(65544), half(65544), half(2, 65544), None, 1e-5, False), "longer"),
+    ):
+        assert words in str(norm.supports(key("layer_norm_linear", *args)))

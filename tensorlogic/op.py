@@ -139,6 +139,7 @@ class Op:
     prepare: Callable[[Key, dict[str, Any]], None] | None = (
         None  # makes sample inputs agree with each other
     )
+    twins: Callable[[Key], Iterable[Key]] = lambda key: ()  # other keys that calls of this one turn into, measured with it
     mutates: tuple[str, ...] = ()  # tensors a candidate may update in place
     functional: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = (
         None  # arguments that leave those tensors out ...

@@ -73,7 +73,8 @@ def tune(fn: Callable[..., Any], *example_inputs: Any) -> Learned:
         _backward(out)
     learned = Learned()
     for op, key, device in met.values():
-        _measure(op, key, device, learned)
+        for each in (key, *op.twins(key)):
+            _measure(op, each, device, learned)
     for device in {device for _, _, device in met.values()}:
         stores.current(device).flush()
     policies.forget_entries()

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import tensorlogic
 from tensorlogic.checking import Checker
 from tensorlogic.op import OPS, Candidate
+from tensorlogic.ops.common import activations
 from tensorlogic.plans import Key
 from tensorlogic.providers import liger, quack
 from tensorlogic.providers.packages import Package
@@ -227,11 +228,37 @@ def test_chosen_tiles_are_passed_on(installed: None, monkeypatch: pytest.MonkeyP
         )
 
 
+def less_aligned(t: torch.Tensor) -> torch.Tensor:
+    """The same tensor, one element further on in memory."""
+    return t.new_zeros(t.numel() + 1)[1:].view(t.shape).copy_(t)
+
+
 def test_less_aligned_tensors_are_declined(installed: None) -> None:
-    asked = key("softmax", half(4, 64), 1, False)
-    launch = OPS["softmax"].candidates["quack.softmax"].bind(asked, {}, CPU)
-    assert launch(half(4 * 64 + 1)[1:].view(4, 64)) is None
-    assert launch(half(4, 64)) is not None
+    x, t, w = half(4, 64), torch.zeros(4, dtype=torch.int64), half(24, 64)
+    lse, one = torch.zeros(4), torch.ones(1)
+    for op, id, tensors, flags in (
+        ("softmax", "quack.softmax", (x,), (1, False)),
+        ("softmax_backward", "quack.softmax", (x, x), (1,)),
+        ("softmax_cross_entropy", "quack.cross_entropy", (x, t), (-100, 0.0, "mean", False)),
+        ("softmax_cross_entropy_backward", "quack.cross_entropy", (x[0, 0], x, t, lse, one), (-100, 0.0, "mean")),
+        ("layer_norm_linear", "quack.layer_norm", (x, x[0], None, w, None), (1e-5, False)),
+        ("linear", "quack.gemm_act", (x, w, None, None), ("relu", False)),
+    ):  # fmt: skip
+        launch = OPS[op].candidates[id].bind(key(op, *tensors, *flags), {}, CPU)
+        assert launch(*tensors) is not None
+        assert launch(*[less_aligned(a) if a is x else a for a in tensors]) is None, op
+
+
+def test_activations_go_by_the_package_s_names(installed: None) -> None:
+    import quack.gemm_interface as fake
+
+    for ours, theirs in quack.ACTIVATIONS.items():
+        asked = key("linear", half(4, 64), half(24, 64), None, None, ours, False)
+        OPS["linear"].candidates["quack.gemm_act"].bind(asked, {}, CPU)
+        assert fake.ASKED.pop() == theirs
+    z = torch.linspace(-3, 3, 100, dtype=torch.float64)
+    for ours, theirs in quack.ACTIVATIONS.items():
+        torch.testing.assert_close(fake.ACT[theirs](z), activations.activate(z, ours))
 
 
 LABELS = torch.zeros(4, dtype=torch.int64)

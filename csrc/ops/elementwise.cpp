@@ -6,7 +6,7 @@ namespace tensorlogic::ops {
 namespace {
 
 // Elements below which a second thread costs more than it brings.
-constexpr int64_t CHEAP_GRAIN = 64 << 10, COSTLY_GRAIN = 16 << 10;
+constexpr int64_t CHEAP_GRAIN = 32 << 10, COSTLY_GRAIN = 16 << 10;
 
 int64_t grain_of(Elementwise op) {
   const bool costly = (op >= Elementwise::gelu && op <= Elementwise::silu) ||

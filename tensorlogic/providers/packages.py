@@ -90,7 +90,7 @@ def adapted(
             supports=supports,
             configs=lambda key: configs(),
             available=package.available,
-            sources=(sys.modules[build.__module__], sys.modules[__name__]),
+            sources=(sys.modules[build.__module__], sys.modules[__name__], package.text),
         )
     )
 

@@ -117,6 +117,22 @@ ATTENTION_SCORES.candidate("torch.eager", trusted=True)(_attention_scores)
 ATTENTION_SCORES_BACKWARD.candidate("torch.eager", trusted=True)(attention_scores_backward)
 
 
+@ATTENTION_SCORES.candidate("torch.inplace", trusted=True)
+def in_place(
+    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, is_causal: bool, save: bool
+) -> tuple[Tensor, ...]:
+    """Scale and masks in the scores' own memory."""
+    scores = (q @ k.transpose(-1, -2)).mul_(scale)
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(hidden, float("-inf"))
+    if mask is not None and mask.dtype == torch.bool:
+        scores.masked_fill_(~mask, float("-inf"))
+    elif mask is not None:
+        scores.add_(mask)
+    return (torch.softmax(scores, -1),)
+
+
 @dispatch.public(ATTENTION_SCORES)
 def attention_scores(
     q: Tensor, k: Tensor, scale: float, mask: Tensor | None = None, is_causal: bool = False

@@ -37,7 +37,9 @@ def _four(t: TensorSpec, lead: tuple[int, int], tail: int) -> Strides | None:
     """Strides over (B, H, ...), 0 where a leading dimension broadcasts; `tail` trailing dimensions keep theirs."""
     shape, stride = t.shape[: len(t.shape) - tail], t.stride[: len(t.shape) - tail]
     padded = [(1, 0)] * (2 - len(shape)) + list(zip(shape, stride, strict=True))
-    if len(padded) != 2 or any(n not in (1, want) for (n, _), want in zip(padded, lead, strict=True)):
+    if len(padded) != 2 or any(
+        n not in (1, want) for (n, _), want in zip(padded, lead, strict=True)
+    ):
         return None
     ends = [0 if n == 1 else s for n, s in zip(t.shape[-tail:], t.stride[-tail:], strict=True)]
     return (*(0 if n == 1 else s for n, s in padded), *ends)
@@ -65,7 +67,11 @@ def describe(key: Key) -> Shape | str:
     strides: Strides = (0, 0, 0, 0)
     if mask is not None:
         kind = "bool" if mask.dtype == "bool" else "float"
-        padded = TensorSpec(mask.dtype, (1,) * (2 - len(mask.shape)) + mask.shape, (0,) * (2 - len(mask.shape)) + mask.stride)
+        padded = TensorSpec(
+            mask.dtype,
+            (1,) * (2 - len(mask.shape)) + mask.shape,
+            (0,) * (2 - len(mask.shape)) + mask.stride,
+        )
         found = _four(padded, (b, h), 2)
         if found is None:
             return "the mask's leading dimensions do not line up"
@@ -96,4 +102,11 @@ def build(x: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-wiring.described(ATTENTION_SCORES, "triton.scores", describe, configs, build, (triton_scores, sys.modules[__name__]))
+wiring.described(
+    ATTENTION_SCORES,
+    "triton.scores",
+    describe,
+    configs,
+    build,
+    (triton_scores, sys.modules[__name__]),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,17 +16,48 @@ from .gemm_wiring import Kernel, Product, Start
 PASSES = 4  # configurations of an element-wise pass that are tried beside the products' own
 
 
-def pointwise(kind: str, dtype: str, given: tuple[str, ...], name: str, shape: tuple[int, ...]) -> Kernel:
-    """The element-wise `kind` of contiguous tensors of one shape, into `name`."""
+def pointwise(kind: str, dtype: str, given: tuple[str, ...], names: tuple[str, ...], shape: tuple[int, ...]) -> Kernel:
+    """The element-wise `kind` of contiguous tensors of one shape, into `names`."""
     from . import triton_elementwise
 
-    dtypes, modes = [dtype] * (len(given) + 1), ("full",) * len(given)
+    dtypes, modes = [dtype] * (len(given) + len(names)), ("full",) * len(given)
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
         return triton_elementwise.elementwise_launcher(kind, dtypes, 1, prod(shape), modes, config, device, align)
 
     configs = triton_elementwise.elementwise_configs(dtypes, 1, prod(shape), modes)
-    return Kernel((*given, name), {name: (name, shape, dtype)}, tuple(configs[:PASSES]), build)
+    return Kernel((*given, *names), {name: (name, shape, dtype) for name in names}, tuple(configs[:PASSES]), build)
+
+
+def gradient_with_sums(kind: str, dtype: str, shape: tuple[int, ...]) -> Kernel:
+    """dz = dy · act'(kept) and db = the sums of its columns, in one pass over contiguous dy and kept."""
+    from . import triton_columns
+
+    m, n = prod(shape[:-1]), shape[-1]
+
+    def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
+        return triton_columns.activation_backward_launcher(kind, m, n, dtype, config, device, align)
+
+    made = {"dz": ("dz", shape, dtype), "db": ("db", (n,), dtype)}
+    choices = triton_columns.backward_configs(m, n, wiring.cores())
+    space = partial(triton_columns.backward_space, n, 1)
+    return Kernel(("dy", "kept", "dz", "db", "space", "counter"), made, choices, build, space)
+
+
+def column_sums(dy: str, dtype: str, m: int, n: int) -> Kernel:
+    """db [N] = the sums of the columns of contiguous dy [m, N]."""
+    from . import triton_reduce
+
+    choices = [c for c in triton_reduce.reduce_configs(1, m, n, dtype, wiring.cores()) if c["last"] or c["parts"] == 1]
+
+    def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
+        return triton_reduce.reduce_launcher("sum", dtype, dtype, 1, m, n, config, device, align)
+
+    def space(config: dict[str, Any]) -> tuple[int, int]:
+        partials, counters = triton_reduce.reduce_workspace(1, m, n, config)
+        return max(partials, 1), max(counters, 1)
+
+    return Kernel((dy, "db", "space", "counter"), {"db": ("db", (n,), dtype)}, tuple(choices[:PASSES]), build, space)
 
 
 def input_gradient(
@@ -38,15 +70,11 @@ def input_gradient(
     return Product(spec, given, {"y": (name, shape, dtype)}, engine)
 
 
-def weight_gradient(
-    engine: str, dy: str, rows: Operand, x: str, other: Operand, m: int, n: int, k: int, bias: bool
-) -> Product:
-    """dw [N, K] = dy [m, N]ᵀ · x [m, K], and with `bias` db [N] = the sum of dy's rows."""
+def weight_gradient(engine: str, dy: str, rows: Operand, x: str, other: Operand, m: int, n: int, k: int) -> Product:
+    """dw [N, K] = dy [m, N]ᵀ · x [m, K]."""
     dtype = rows.dtype
-    turned = Operand(dtype, rows.columns, rows.rows)
-    spec = GemmSpec(n, k, m, turned, other, Operand(dtype, k, 1), row_sum=dtype if bias else None)
-    made = {"y": ("dw", (n, k), dtype)} | ({"row_sum": ("db", (n,), dtype)} if bias else {})
-    return Product(spec, {"x": dy, "w": x}, made, engine)
+    spec = GemmSpec(n, k, m, Operand(dtype, rows.columns, rows.rows), other, Operand(dtype, k, 1))
+    return Product(spec, {"x": dy, "w": x}, {"y": ("dw", (n, k), dtype)}, engine)
 
 
 def flat(t: TensorSpec, name: str) -> Operand | str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from math import prod
 
 import torch
@@ -32,6 +33,19 @@ def draw(device: torch.device, generator: torch.Generator | None) -> tuple[int, 
         seed, offset = torch.randint(0, 2**62, (2,), generator=generator).tolist()
         return seed, offset, None
     return 0, 0, torch.randint(0, 2**62, (2,), device=device, generator=generator)
+
+
+_LOCAL = threading.local()
+
+
+def seeded(device: torch.device, seed: int, offset: int) -> torch.Generator:
+    """A generator of this thread, set to a state that follows from seed and offset."""
+    known: dict[torch.device, torch.Generator] | None = getattr(_LOCAL, "generators", None)
+    if known is None:
+        known = _LOCAL.generators = {}
+    if device not in known:
+        known[device] = torch.Generator(device)
+    return known[device].manual_seed((seed * 0x9E3779B97F4A7C15 + offset) & 0x7FFFFFFFFFFFFFFF)
 
 
 def keep_mask(

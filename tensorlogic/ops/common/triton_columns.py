@@ -1,4 +1,4 @@
-"""Batch normalisation's element-wise halves over [M, N]: scale, shift and ReLU by column, and its backward with column sums."""
+"""Element-wise passes over [M, N] that know columns: batch normalisation with ReLU, and gradients with their column sums."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tensorlogic.ops.common.triton_launch import prepare
+from tensorlogic.ops.common.triton_elementwise import combine
 from tensorlogic.ops.common.triton_math import relu
 
 
@@ -41,6 +42,65 @@ def batch_norm_relu_fwd_tiled(
 
 
 @triton.jit
+def leave(space_ptr, tile, part, PARTS, sums, SLOT: tl.constexpr, SLOTS: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Put one of SLOTS column sums [BLOCK_C] of this part where the finishing program finds it."""
+    at = ((tile * PARTS + part) * SLOTS + SLOT).to(tl.int64) * BLOCK_C
+    tl.store(space_ptr + at + tl.arange(0, BLOCK_C), sums)
+
+
+@triton.jit
+def arrive(counter_ptr, tile, PARTS):
+    """Whether this program is the last of its column tile; the counter is left at 0."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == PARTS - 1
+    tl.store(counter_ptr + tile, 0, mask=last)
+    return last
+
+
+@triton.jit
+def gathered(
+    space_ptr, tile, PARTS, last, SLOT: tl.constexpr, SLOTS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr
+):  # fmt: skip
+    """The sum [BLOCK_C] of what all parts left in SLOT, in fixed order; nothing is read unless `last`."""
+    p = tl.arange(0, BLOCK_P)
+    at = ((tile * PARTS + p) * SLOTS + SLOT).to(tl.int64) * BLOCK_C
+    there = ((p < PARTS) & last)[:, None]
+    ptrs = space_ptr + at[:, None] + tl.arange(0, BLOCK_C)[None, :]
+    return tl.sum(tl.load(ptrs, mask=there, other=0.0, cache_modifier=".cg"), 0)
+
+
+@triton.jit
+def activation_bwd_columns(
+    dy_ptr, kept_ptr, dz_ptr, db_ptr, space_ptr, counter_ptr, M, N, PARTS,
+    OP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """dz = dy act'(kept), OP its element-wise name, and db = the column sums of dz; [M, N], sums in float32.
+
+    dy and kept are read once. PARTS programs share a column tile; the last to arrive adds their sums in fixed
+    order: one launch, the same bits every run.
+    """
+    tile = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    col = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+    live = col < N
+    lane = tl.arange(0, BLOCK_R)
+    sums = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for start in range(part * BLOCK_R, M, PARTS * BLOCK_R):
+        row = start + lane
+        mask = (row < M)[:, None] & live[None, :]
+        at = (row.to(tl.int64) * N)[:, None] + col[None, :]
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        kept = tl.load(kept_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        dz, _ = combine(OP, dz_ptr.dtype.element_ty.primitive_bitwidth == 16, dy, kept, kept)
+        tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+        sums += dz
+    leave(space_ptr, tile, part, PARTS, tl.sum(sums, 0), 0, 1, BLOCK_C)
+    last = arrive(counter_ptr, tile, PARTS)
+    total = gathered(space_ptr, tile, PARTS, last, 0, 1, BLOCK_C, BLOCK_P)
+    tl.store(db_ptr + col, total.to(db_ptr.dtype.element_ty), mask=live & last)
+
+
+@triton.jit
 def batch_norm_relu_bwd_columns(
     dy_ptr, y_ptr, z_ptr, mean_ptr, var_ptr, gamma_ptr, dz_ptr, db_ptr, dgamma_ptr, dbeta_ptr, space_ptr, counter_ptr,
     M, N, PARTS, eps, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -48,8 +108,7 @@ def batch_norm_relu_bwd_columns(
     """With g = dy where y > 0: dz = g s, db = s sum g, dbeta = sum g, dgamma = sum g (z - mean) / sqrt(var + eps);
     s = gamma / sqrt(var + eps), the statistics constants (evaluation). [M, N], sums over M in float32.
 
-    dy, y and z are read once. PARTS programs share a column tile; the last to arrive adds their sums in fixed order
-    and leaves the counter at 0: one launch, the same bits every run.
+    dy, y and z are read once; the sums are shared as in `activation_bwd_columns`.
     """
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
@@ -74,21 +133,14 @@ def batch_norm_relu_bwd_columns(
         tl.store(dz_ptr + at, (g * scale[None, :]).to(dz_ptr.dtype.element_ty), mask=mask)
         plain += g
         along += tl.where(y > 0, dy * (z - mean[None, :]), 0.0)
-    base = (tile * PARTS).to(tl.int64) * (2 * BLOCK_C)
-    out = tl.arange(0, BLOCK_C)
-    tl.store(space_ptr + base + part * (2 * BLOCK_C) + out, tl.sum(plain, 0))
-    tl.store(space_ptr + base + part * (2 * BLOCK_C) + BLOCK_C + out, tl.sum(along, 0))
-    tl.debug_barrier()
-    if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == PARTS - 1:
-        tl.store(counter_ptr + tile, 0)
-        p = tl.arange(0, BLOCK_P)
-        at = base + (p * (2 * BLOCK_C))[:, None] + out[None, :]
-        there = (p < PARTS)[:, None] & live[None, :]
-        total = tl.sum(tl.load(space_ptr + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
-        moment = tl.sum(tl.load(space_ptr + at + BLOCK_C, mask=there, other=0.0, cache_modifier=".cg"), 0)
-        tl.store(db_ptr + col, (total * scale).to(db_ptr.dtype.element_ty), mask=live)
-        tl.store(dbeta_ptr + col, total.to(dbeta_ptr.dtype.element_ty), mask=live)
-        tl.store(dgamma_ptr + col, (moment * rstd).to(dgamma_ptr.dtype.element_ty), mask=live)
+    leave(space_ptr, tile, part, PARTS, tl.sum(plain, 0), 0, 2, BLOCK_C)
+    leave(space_ptr, tile, part, PARTS, tl.sum(along, 0), 1, 2, BLOCK_C)
+    last = arrive(counter_ptr, tile, PARTS)
+    total = gathered(space_ptr, tile, PARTS, last, 0, 2, BLOCK_C, BLOCK_P)
+    moment = gathered(space_ptr, tile, PARTS, last, 1, 2, BLOCK_C, BLOCK_P)
+    tl.store(db_ptr + col, (total * scale).to(db_ptr.dtype.element_ty), mask=live & last)
+    tl.store(dbeta_ptr + col, total.to(dbeta_ptr.dtype.element_ty), mask=live & last)
+    tl.store(dgamma_ptr + col, (moment * rstd).to(dgamma_ptr.dtype.element_ty), mask=live & last)
 
 
 def apply_configs(rows: int, columns: int) -> tuple[dict[str, Any], ...]:
@@ -123,20 +175,44 @@ def apply_launcher(
 
 
 def backward_configs(rows: int, columns: int, multiprocessors: int = 132) -> tuple[dict[str, Any], ...]:
-    """Configurations of the backward kernel, best guess first."""
+    """Configurations of the kernels with column sums, best guess first."""
     found: list[dict[str, Any]] = []
-    for block_c, block_r, per, warps in ((64, 32, 2, 4), (128, 32, 2, 8), (64, 16, 4, 4), (64, 64, 1, 8)):
+    for block_c, block_r, per, warps in ((64, 32, 4, 4), (128, 32, 2, 8), (64, 16, 8, 4), (128, 64, 2, 8), (32, 16, 4, 4)):
         block_c = min(block_c, max(16, triton.next_power_of_2(columns)))
         tiles = triton.cdiv(columns, block_c)
         parts = max(1, min(triton.cdiv(rows, block_r), multiprocessors * per // tiles, 128))
-        found.append({"BLOCK_R": block_r, "BLOCK_C": block_c, "parts": parts, "num_warps": warps})
+        config = {"BLOCK_R": block_r, "BLOCK_C": block_c, "parts": parts, "num_warps": warps}
+        if config not in found:
+            found.append(config)
     return tuple(found)
 
 
-def backward_space(columns: int, config: dict[str, Any]) -> tuple[int, int]:
-    """Elements of float32 scratch, and of int32 counters that are zero between launches."""
+def backward_space(columns: int, slots: int, config: dict[str, Any]) -> tuple[int, int]:
+    """Elements of float32 scratch for `slots` sums a column, and of int32 counters that are zero between launches."""
     tiles = triton.cdiv(columns, config["BLOCK_C"])
-    return tiles * config["parts"] * 2 * config["BLOCK_C"], tiles
+    return tiles * config["parts"] * slots * config["BLOCK_C"], tiles
+
+
+def _with_sums(
+    kernel: Any, rows: int, columns: int, dtypes: dict[str, str | None], floats: tuple[str, ...], named: dict[str, Any],
+    config: dict[str, Any], device: torch.device, align: int,
+) -> Callable[..., bool]:  # fmt: skip
+    pointers = {f"{name}_ptr": dtype for name, dtype in dtypes.items() if dtype is not None}
+    blocks = {"BLOCK_R": config["BLOCK_R"], "BLOCK_C": config["BLOCK_C"], "BLOCK_P": triton.next_power_of_2(config["parts"])}
+    return prepare(
+        kernel, grid=(triton.cdiv(columns, config["BLOCK_C"]) * config["parts"], 1, 1),
+        pointers={**pointers, "space_ptr": "f32", "counter_ptr": "i32"},
+        integers={"M": rows, "N": columns, "PARTS": config["parts"]}, floats=floats, constexprs={**named, **blocks},
+        num_warps=config["num_warps"], num_stages=1, device=device, align=align,
+    )  # fmt: skip
+
+
+def activation_backward_launcher(
+    kind: str, rows: int, columns: int, dtype: str, config: dict[str, Any], device: torch.device, align: int
+) -> Callable[..., bool]:
+    """A callable (dy, kept, dz, db, space, counter) -> bool over contiguous [rows, columns]; `kind`: "relu_bwd", ..."""
+    dtypes: dict[str, str | None] = dict.fromkeys(("dy", "kept", "dz", "db"), dtype)
+    return _with_sums(activation_bwd_columns, rows, columns, dtypes, (), {"OP": kind}, config, device, align)
 
 
 def backward_launcher(
@@ -146,20 +222,4 @@ def backward_launcher(
 
     `dtypes`: of all of these up to dbeta; None: absent.
     """
-    pointers = {f"{name}_ptr": dtype for name, dtype in dtypes.items() if dtype is not None}
-    return prepare(
-        batch_norm_relu_bwd_columns,
-        grid=(triton.cdiv(columns, config["BLOCK_C"]) * config["parts"], 1, 1),
-        pointers={**pointers, "space_ptr": "f32", "counter_ptr": "i32"},
-        integers={"M": rows, "N": columns, "PARTS": config["parts"]},
-        floats=("eps",),
-        constexprs={
-            "BLOCK_R": config["BLOCK_R"],
-            "BLOCK_C": config["BLOCK_C"],
-            "BLOCK_P": triton.next_power_of_2(config["parts"]),
-        },
-        num_warps=config["num_warps"],
-        num_stages=1,
-        device=device,
-        align=align,
-    )
+    return _with_sums(batch_norm_relu_bwd_columns, rows, columns, dtypes, ("eps",), {}, config, device, align)

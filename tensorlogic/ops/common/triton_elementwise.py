@@ -41,6 +41,8 @@ ELEMENTWISE: dict[str, tuple[int, int]] = {
     "mul_bwd": (3, 2),  # dy, a, b -> da, db; also affine: dy, x, scale -> dx, dscale
     "mul_relu_bwd": (3, 2),  # dy, a, b -> da, db
     "div_bwd": (3, 2),  # dy, a, b -> da, db
+    "gelu_both": (2, 2),  # dy, x -> dx, gelu(x): what a product of gelu(x) needs in backward
+    "gelu_tanh_both": (2, 2),
 }
 
 #: How an operand meets the [R, C] output: whole, a [C] vector, an [R, 1] column, or a single element.
@@ -95,6 +97,21 @@ def gelu_tanh_half(x):
 
 
 @triton.jit
+def gelu_tanh_half_grad(x):
+    """d/dx x σ(2u) = σ + x σ (1 - σ) 2u' for results that are rounded to 16 bits; beyond 100 σ (1 - σ) is 0 or x is NaN."""
+    s = reciprocal(1.0 + tl.exp2(x * (-2.302208198 - 0.1029432397 * x * x)))
+    slope = 1.5957691216 + 0.2140644487 * tl.minimum(x * x, 1e4, propagate_nan=tl.PropagateNan.ALL)
+    return s + x * s * (1.0 - s) * slope
+
+
+@triton.jit
+def silu_half_grad(x):
+    """σ (1 + x (1 - σ)) for results that are rounded to 16 bits."""
+    s = reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))
+    return s * (1.0 + x * (1.0 - s))
+
+
+@triton.jit
 def silu_half(x):
     """x σ(x) for results that are rounded to 16 bits."""
     return x * reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))
@@ -132,9 +149,16 @@ def combine(OP: tl.constexpr, HALF: tl.constexpr, a, b, c):
     elif OP == "gelu_bwd":
         y, z = a * (gelu_half_grad(b) if HALF else gelu_erf_grad(b)), a
     elif OP == "gelu_tanh_bwd":
-        y, z = a * gelu_tanh_grad(b), a
+        y, z = a * (gelu_tanh_half_grad(b) if HALF else gelu_tanh_grad(b)), a
     elif OP == "silu_bwd":
-        y, z = a * silu_grad(b), a
+        y, z = a * (silu_half_grad(b) if HALF else silu_grad(b)), a
+    elif OP == "gelu_both":
+        y, z = a * (gelu_half_grad(b) if HALF else gelu_erf_grad(b)), gelu_half(b) if HALF else gelu_erf(b)
+    elif OP == "gelu_tanh_both":
+        y, z = (
+            a * (gelu_tanh_half_grad(b) if HALF else gelu_tanh_grad(b)),
+            gelu_tanh_half(b) if HALF else gelu_tanh(b),
+        )
     elif OP == "mul_bwd":
         y, z = a * c, a * b
     elif OP == "mul_relu_bwd":
@@ -356,4 +380,6 @@ def elementwise_launcher(
         return lambda a, b, y: start(a, b, a, y, y)
     if (inputs, outputs) == (3, 1):
         return lambda a, b, c, y: start(a, b, c, y, y)
+    if (inputs, outputs) == (2, 2):
+        return lambda a, b, y, z: start(a, b, a, y, z)
     return start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,9 @@ from torch import Tensor
 
 from ... import dispatch
 from ...op import Gradient, Op, Outputs
+from ...plans import Key, TensorSpec
 from ..common import checks, costs, samples
-from ..common.random import draw, keep_mask
+from ..common.random import draw, keep_mask, seeded
 from ..linear import linear
 
 
@@ -116,6 +119,13 @@ def _state(
     return samples.scaled({"weight": 1})(key, name, spec, device, g)
 
 
+def _captured(key: Key) -> Iterator[Key]:
+    """A captured or traced call takes its seed from a tensor; it should meet a measured key too."""
+    if key.spec("state") is None and key.device != "cpu":
+        state = TensorSpec("i64", (2,), (1,))
+        yield replace(key, tensors=(*key.tensors[:-1], state))
+
+
 _SCALARS = {"p": 0.25, "seed": 20260917, "offset": 12}
 DROPOUT_LINEAR = Op(
     reference=_dropout_linear,
@@ -127,6 +137,7 @@ DROPOUT_LINEAR = Op(
     cases=_cases,
     gradient=Gradient(_kept, _backward),
     runtime=("seed", "offset"),
+    twins=_captured,
     baseline=_dropout_linear,
     autocast="lower",
     outputs=2,
@@ -158,13 +169,10 @@ def eager(
 ) -> tuple[Tensor, ...]:
     """PyTorch's own dropout and linear; the mask is PyTorch's, drawn from the seed, and kept for backward as PyTorch does."""
     if state is None and x.device.type != "meta" and not torch._C._len_torch_dispatch_stack():
-        generator = torch.Generator(x.device).manual_seed(
-            (seed * 0x9E3779B97F4A7C15 + offset) & 0x7FFFFFFFFFFFFFFF
-        )
-        mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
-        dropped = x * mask.to(x.dtype).div_(1 - p)
-    else:
-        dropped, mask = torch.native_dropout(x, p, True)
+        noise = torch.empty_like(x).bernoulli_(1 - p, generator=seeded(x.device, seed, offset))
+        y = F.linear(x * noise.div_(1 - p), weight, bias)
+        return (y, noise != 0) if save else (y,)
+    dropped, mask = torch.native_dropout(x, p, True)
     y = F.linear(dropped, weight, bias)
     return (y, mask) if save else (y,)
 

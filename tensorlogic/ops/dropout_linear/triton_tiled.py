@@ -20,8 +20,26 @@ def describe(key: Key) -> Plan | str:
     if isinstance(found, str):
         return found
     m, n, k, rows, w = found
-    spec = GemmSpec(m, n, k, rows, w, Operand(x.dtype, n, 1), prologue="dropout", bias=bias.dtype if bias else None, seeded=state is None)
-    given = {"x": "x", "w": "weight", "bias": "bias", "seed": "state", "p": "p", "seed_value": "seed", "offset_value": "offset"}
+    spec = GemmSpec(
+        m,
+        n,
+        k,
+        rows,
+        w,
+        Operand(x.dtype, n, 1),
+        prologue="dropout",
+        bias=bias.dtype if bias else None,
+        seeded=state is None,
+    )
+    given = {
+        "x": "x",
+        "w": "weight",
+        "bias": "bias",
+        "seed": "state",
+        "p": "p",
+        "seed_value": "seed",
+        "offset_value": "offset",
+    }
     returns = ("y", "None") if key.flag("save") else ("y",)
     return Plan((Product(spec, given, {"y": ("y", (*x.shape[:-1], n), x.dtype)}),), returns)
 
@@ -42,13 +60,36 @@ def describe_backward(key: Key) -> Plan | str:
     numbers = {"seed": "state", "p": "p", "seed_value": "seed", "offset_value": "offset"}
     products, returns = [], ["None"] * 3
     if needs[0] == "1":
-        spec = GemmSpec(m, k, n, rows, Operand(dtype, *weight.stride), Operand(dtype, k, 1), outer="dropout", seeded=state is None)
-        products.append(Product(spec, {"x": "dy", "w": "weight", **numbers}, {"y": ("dx", x.shape, dtype)}))
+        spec = GemmSpec(
+            m,
+            k,
+            n,
+            rows,
+            Operand(dtype, *weight.stride),
+            Operand(dtype, k, 1),
+            outer="dropout",
+            seeded=state is None,
+        )
+        products.append(
+            Product(spec, {"x": "dy", "w": "weight", **numbers}, {"y": ("dx", x.shape, dtype)})
+        )
         returns[0] = "dx"
     if needs[1] == "1":
         turned = Operand(dtype, other.columns, other.rows)
-        spec = GemmSpec(k, n, m, turned, rows, Operand(dtype, 1, k), prologue="dropout", transposed=True, seeded=state is None)
-        products.append(Product(spec, {"x": "x", "w": "dy", **numbers}, {"y": ("dw", weight.shape, dtype)}))
+        spec = GemmSpec(
+            k,
+            n,
+            m,
+            turned,
+            rows,
+            Operand(dtype, 1, k),
+            prologue="dropout",
+            transposed=True,
+            seeded=state is None,
+        )
+        products.append(
+            Product(spec, {"x": "x", "w": "dy", **numbers}, {"y": ("dw", weight.shape, dtype)})
+        )
         returns[1] = "dw"
     if needs[2] == "1":
         returns[2] = f"dy.reshape(-1, {n}).sum(0)"
@@ -56,4 +97,6 @@ def describe_backward(key: Key) -> Plan | str:
 
 
 gemm_wiring.candidate(DROPOUT_LINEAR, "triton.tiled", describe, (sys.modules[__name__],))
-gemm_wiring.candidate(DROPOUT_LINEAR_BACKWARD, "triton.tiled", describe_backward, (sys.modules[__name__],))
+gemm_wiring.candidate(
+    DROPOUT_LINEAR_BACKWARD, "triton.tiled", describe_backward, (sys.modules[__name__],)
+)

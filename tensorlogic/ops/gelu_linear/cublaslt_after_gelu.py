@@ -1,4 +1,4 @@
-"""gelu_linear by an element-wise GELU and cuBLASLt's product; backward with tanh GELU's gradient in the product's epilogue."""
+"""gelu_linear by an element-wise GELU and a product; backward by two products around one pass for the GELU and its gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from math import prod
 
 from ...plans import Key
-from ..common import gemm_steps, gemm_wiring, triton_elementwise, wiring
+from ..common import gemm_steps, gemm_wiring, triton_elementwise, triton_reduce, wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product
 from . import GELU_LINEAR, GELU_LINEAR_BACKWARD
@@ -17,7 +17,7 @@ def _kind(key: Key) -> str:
     return "gelu_tanh" if key.flag("approximate") == "tanh" else "gelu"
 
 
-def describe(key: Key) -> Plan | str:
+def describe(key: Key, engine: str = "cublaslt") -> Plan | str:
     """A GELU pass over contiguous x, then one product."""
     x, weight, bias = key.tensors
     assert x is not None and weight is not None
@@ -29,8 +29,8 @@ def describe(key: Key) -> Plan | str:
     w = Operand(dtype, weight.stride[1], weight.stride[0])
     spec = GemmSpec(m, n, k, rows, w, Operand(dtype, n, 1), bias=bias.dtype if bias else None)
     made = {"y": ("y", (*x.shape[:-1], n), dtype)}
-    first = gemm_steps.pointwise(_kind(key), dtype, ("x",), "active", x.shape)
-    return Plan((first, Product(spec, {"x": "active", "w": "weight", "bias": "bias"}, made, "cublaslt")), ("y",))
+    first = gemm_steps.pointwise(_kind(key), dtype, ("x",), ("active",), x.shape)
+    return Plan((first, Product(spec, {"x": "active", "w": "weight", "bias": "bias"}, made, engine)), ("y",))
 
 
 def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
@@ -42,28 +42,32 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
     found = gemm_steps.matrices(("dy", dy), ("x", x), ("weight", weight))
     if reason is not None or isinstance(found, str):
         return reason or str(found)
-    if not wiring.is_contiguous(x):
-        return "x is not contiguous"
+    if not (wiring.is_contiguous(x) and wiring.is_contiguous(dy)):
+        return "x or dy is not contiguous"
     (rows, other, _), dtype, (n, k) = found, dy.dtype, weight.shape
-    m, steps, returns = prod(dy.shape[:-1]), list[Kernel | Product](), ["None"] * 3
-    if needs[0] == "1":
-        if engine == "triton" or kind == "gelu_tanh":
-            gradient = {"outer": "gradient", "kind": kind, "residual": other}
-            steps.append(gemm_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, **gradient))
-        else:
-            steps.append(gemm_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, "dactive"))
-            steps.append(gemm_steps.pointwise(f"{kind}_bwd", dtype, ("dactive", "x"), "dx", x.shape))
-        returns[0] = "dx"
+    m, steps = prod(dy.shape[:-1]), list[Kernel | Product]()
+    fused = engine == "triton"  # whose epilogue takes either gradient without slowing the product
+    if needs[0] == "1" and fused:
+        gradient = {"outer": "gradient", "kind": kind, "residual": other}
+        steps.append(gemm_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, **gradient))
+    elif needs[0] == "1":
+        steps.append(gemm_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, "dactive"))
+    if needs[:2] == "11" and not fused:
+        steps.append(gemm_steps.pointwise(f"{kind}_both", dtype, ("dactive", "x"), ("dx", "active"), x.shape))
+    elif needs[1] == "1":
+        steps.append(gemm_steps.pointwise(kind, dtype, ("x",), ("active",), x.shape))
+    elif needs[0] == "1" and not fused:
+        steps.append(gemm_steps.pointwise(f"{kind}_bwd", dtype, ("dactive", "x"), ("dx",), x.shape))
     if needs[1] == "1":
-        steps.append(gemm_steps.pointwise(kind, dtype, ("x",), "active", x.shape))
-        steps.append(gemm_steps.weight_gradient(engine, "dy", rows, "active", Operand(dtype, k, 1), m, n, k, needs[2] == "1"))
-        returns[1:3] = ["dw", "db" if needs[2] == "1" else "None"]
-    elif needs[2] == "1":
-        returns[2] = f"dy.reshape(-1, {n}).sum(0)"
-    return Plan(tuple(steps), tuple(returns)) if steps else "nothing to compute"
+        steps.append(gemm_steps.weight_gradient(engine, "dy", rows, "active", Operand(dtype, k, 1), m, n, k))
+    if needs[2] == "1":
+        steps.append(gemm_steps.column_sums("dy", dtype, m, n))
+    returns = tuple(name if need == "1" else "None" for name, need in zip(("dx", "dw", "db"), needs, strict=True))
+    return Plan(tuple(steps), returns) if steps else "nothing to compute"
 
 
-_SOURCES = (triton_elementwise, gemm_steps, sys.modules[__name__])
+_SOURCES = (triton_elementwise, triton_reduce, gemm_steps, sys.modules[__name__])
 gemm_wiring.candidate(GELU_LINEAR, "cublaslt.after_gelu", describe, _SOURCES)
+gemm_wiring.candidate(GELU_LINEAR, "triton.after_gelu", partial(describe, engine="triton"), _SOURCES)
 gemm_wiring.candidate(GELU_LINEAR_BACKWARD, "cublaslt.products", describe_backward, _SOURCES)
 gemm_wiring.candidate(GELU_LINEAR_BACKWARD, "triton.products", partial(describe_backward, engine="triton"), _SOURCES)

@@ -11,6 +11,8 @@ from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product
 from . import GELU_LINEAR, GELU_LINEAR_BACKWARD
 
+FUSED_BACKWARD = 2**24  # multiply-adds of one product up to which the GELU may be taken again for every tile
+
 
 def _kind(key: Key) -> str:
     return "gelu_tanh" if key.flag("approximate") == "tanh" else "gelu"
@@ -40,6 +42,8 @@ def describe_backward(key: Key) -> Plan | str:
     if rows is None or other is None:
         return "rows of dy or x are not evenly spaced"
     m, (n, k), dtype = prod(dy.shape[:-1]), weight.shape, dy.dtype
+    if m * n * k > FUSED_BACKWARD:
+        return "at this size the GELU is cheaper as a pass of its own"
     products, returns = [], ["None"] * 3
     if needs[0] == "1":
         spec = GemmSpec(m, k, n, rows, Operand(dtype, *weight.stride), Operand(dtype, k, 1), outer="gradient", kind=_kind(key), residual=other)

@@ -1,4 +1,4 @@
-"""layer_norm_linear by a Triton layer norm and cuBLASLt's product; backward by two products around the norm's own kernels."""
+"""layer_norm_linear by a Triton layer norm and a product; backward by two products around the norm's own kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...plans import Key, TensorSpec
-from ..common import gemm_steps, gemm_wiring, triton_layer_norm, wiring
+from ..common import gemm_steps, gemm_wiring, triton_layer_norm, triton_reduce, wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product, Start
 from . import LAYER_NORM_LINEAR, LAYER_NORM_LINEAR_BACKWARD
@@ -44,7 +44,7 @@ def _parameters(*given: TensorSpec | None) -> str | None:
     return None
 
 
-def describe(key: Key) -> Plan | str:
+def describe(key: Key, engine: str = "cublaslt") -> Plan | str:
     """A pass that normalises contiguous rows, then one product."""
     x, gamma, beta, weight, bias = key.tensors
     assert x is not None and weight is not None
@@ -56,7 +56,7 @@ def describe(key: Key) -> Plan | str:
     w = Operand(dtype, weight.stride[1], weight.stride[0])
     spec = GemmSpec(m, n, k, rows, w, Operand(dtype, n, 1), bias=bias.dtype if bias else None)
     made = {"y": ("y", (*x.shape[:-1], n), dtype)}
-    product = Product(spec, {"x": "normal", "w": "weight", "bias": "bias"}, made, "cublaslt")
+    product = Product(spec, {"x": "normal", "w": "weight", "bias": "bias"}, made, engine)
     return Plan((_normalised(x, gamma, beta, key.flag("eps"), False), product), ("y",))
 
 
@@ -99,10 +99,13 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
     if through or needs[3] == "1":
         steps.append(_normalised(x, gamma, beta, key.flag("eps"), True))
     if needs[3] == "1":
-        steps.append(gemm_steps.weight_gradient(engine, "dy", rows, "normal", inner, m, n, k, needs[4] == "1"))
-        returns[3:5] = ["dw", "db" if needs[4] == "1" else "None"]
-    elif needs[4] == "1":
-        returns[4] = f"dy.reshape(-1, {n}).sum(0)"
+        steps.append(gemm_steps.weight_gradient(engine, "dy", rows, "normal", inner, m, n, k))
+        returns[3] = "dw"
+    if needs[4] == "1":
+        if not wiring.is_contiguous(dy):
+            return "dy is not contiguous"
+        steps.append(gemm_steps.column_sums("dy", dy.dtype, m, n))
+        returns[4] = "db"
     if through:
         params = "1" in needs[1:3]
         steps.append(gemm_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, "dnormal"))
@@ -112,7 +115,8 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
     return Plan(tuple(steps), tuple(returns)) if steps else "nothing to compute"
 
 
-_SOURCES = (triton_layer_norm, gemm_steps, sys.modules[__name__])
+_SOURCES = (triton_layer_norm, triton_reduce, gemm_steps, sys.modules[__name__])
 gemm_wiring.candidate(LAYER_NORM_LINEAR, "cublaslt.after_norm", describe, _SOURCES)
+gemm_wiring.candidate(LAYER_NORM_LINEAR, "triton.after_norm", partial(describe, engine="triton"), _SOURCES)
 gemm_wiring.candidate(LAYER_NORM_LINEAR_BACKWARD, "cublaslt.products", describe_backward, _SOURCES)
 gemm_wiring.candidate(LAYER_NORM_LINEAR_BACKWARD, "triton.products", partial(describe_backward, engine="triton"), _SOURCES)

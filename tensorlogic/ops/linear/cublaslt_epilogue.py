@@ -8,7 +8,7 @@ from functools import partial
 from math import prod
 
 from ...plans import Key
-from ..common import gemm_steps, gemm_wiring, triton_elementwise, wiring
+from ..common import gemm_steps, gemm_wiring, triton_columns, triton_elementwise, triton_reduce, wiring
 from ..common.gemm_wiring import Kernel, Plan, Product
 from . import LINEAR, LINEAR_BACKWARD, triton_tiled
 
@@ -34,24 +34,28 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
         return found
     (rows, other, _), dtype, (n, k) = found, dy.dtype, weight.shape
     m, dz, steps = prod(dy.shape[:-1]), "dy", list[Kernel | Product]()
+    if not wiring.is_contiguous(dy) and (activation != "none" or needs[2] == "1"):
+        return "dy is not contiguous"
     if activation != "none":
-        if kept is None or not (wiring.is_contiguous(dy) and wiring.is_contiguous(kept)):
-            return "dy or the kept tensor is not contiguous"
+        if kept is None or not wiring.is_contiguous(kept):
+            return "the kept tensor is not contiguous"
         dz, rows = "dz", replace(rows, rows=n, columns=1)
-        steps.append(gemm_steps.pointwise(f"{activation}_bwd", dtype, ("dy", "kept"), "dz", dy.shape))
-    returns = ["None", "None", "None", ("dz" if dz == "dz" else "dy.clone()") if needs[3] == "1" else "None"]
+        if needs[2] == "1":
+            steps.append(gemm_steps.gradient_with_sums(f"{activation}_bwd", dtype, dy.shape))
+        else:
+            steps.append(gemm_steps.pointwise(f"{activation}_bwd", dtype, ("dy", "kept"), ("dz",), dy.shape))
+    elif needs[2] == "1":
+        steps.append(gemm_steps.column_sums("dy", dtype, m, n))
     if needs[0] == "1":
         steps.append(gemm_steps.input_gradient(engine, dz, rows, weight, m, x.shape))
-        returns[0] = "dx"
     if needs[1] == "1":
-        steps.append(gemm_steps.weight_gradient(engine, dz, rows, "x", other, m, n, k, needs[2] == "1"))
-        returns[1:3] = ["dw", "db" if needs[2] == "1" else "None"]
-    elif needs[2] == "1":
-        returns[2] = f"{dz}.reshape(-1, {n}).sum(0)"
-    return Plan(tuple(steps), tuple(returns)) if steps else "nothing to compute"
+        steps.append(gemm_steps.weight_gradient(engine, dz, rows, "x", other, m, n, k))
+    names = ("dx", "dw", "db", "dz" if dz == "dz" else "dy.clone()")
+    returns = tuple(name if need == "1" else "None" for name, need in zip(names, needs, strict=True))
+    return Plan(tuple(steps), returns) if steps else "nothing to compute"
 
 
-_SOURCES = (triton_elementwise, gemm_steps, triton_tiled, sys.modules[__name__])
+_SOURCES = (triton_columns, triton_elementwise, triton_reduce, gemm_steps, triton_tiled, sys.modules[__name__])
 gemm_wiring.candidate(LINEAR, "cublaslt.epilogue", describe, _SOURCES)
 gemm_wiring.candidate(LINEAR_BACKWARD, "cublaslt.products", describe_backward, _SOURCES)
 gemm_wiring.candidate(LINEAR_BACKWARD, "triton.products", partial(describe_backward, engine="triton"), _SOURCES)

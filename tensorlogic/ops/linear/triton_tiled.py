@@ -12,6 +12,8 @@ from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product
 from . import LINEAR, LINEAR_BACKWARD
 
+FUSED_BACKWARD = 2**24  # multiply-adds of one product up to which two launches may beat three
+
 
 def describe(key: Key) -> Plan | str:
     """The product behind a linear key."""
@@ -60,6 +62,8 @@ def describe_backward(key: Key) -> Plan | str:
     if needs[2] == "1" and needs[1] == "0":
         return "a bias gradient without a weight gradient"
     m, (n, k), dtype = prod(dy.shape[:-1]), weight.shape, dy.dtype
+    if m * n * k > FUSED_BACKWARD:
+        return "at this size the activation's gradient is cheaper as a pass of its own"
     gradient = {"prologue": "gradient", "kind": activation, "saved": saved} if saved else {}
     products, returns = [], ["None"] * 4
     wants_dz = needs[3] == "1" and saved is not None

@@ -219,6 +219,31 @@ LINEAR_BATCH_NORM_RELU_BACKWARD.candidate("torch.eager", trusted=True)(
 
 
 @LINEAR_BATCH_NORM_RELU.candidate(
+    "torch.inplace",
+    supports=lambda key: "batch statistics are outputs" if key.flag("training") else None,
+    trusted=True,
+)
+def in_place(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    eps: float,
+    training: bool,
+    momentum: float,
+    save: bool,
+) -> tuple[Tensor, ...]:
+    """The ReLU in the normalised product's own memory."""
+    z = F.linear(x, weight, bias)
+    flat = z.view(-1, z.shape[-1])
+    y = F.batch_norm(flat, running_mean, running_var, gamma, beta, False, momentum, eps).relu_()
+    return (y.view(z.shape), z) if save else (y.view(z.shape),)
+
+
+@LINEAR_BATCH_NORM_RELU.candidate(
     "torch.widened",
     supports=lambda key: (
         products.widened(key)

@@ -18,7 +18,9 @@ from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD
 
 def _refusal(vectors: tuple[TensorSpec | None, ...]) -> str | None:
     for t in vectors:
-        if t is not None and (t.dtype not in wiring.KERNEL_DTYPES or (prod(t.shape) != 1 and t.stride[0] != 1)):
+        if t is not None and (
+            t.dtype not in wiring.KERNEL_DTYPES or (prod(t.shape) != 1 and t.stride[0] != 1)
+        ):
             return "a vector is strided or of another dtype"
     return None
 
@@ -27,7 +29,7 @@ def _dtypes(**given: TensorSpec | str | None) -> dict[str, str | None]:
     return {name: t.dtype if isinstance(t, TensorSpec) else t for name, t in given.items()}
 
 
-def describe(key: Key) -> Plan | str:
+def describe(key: Key, engine: str = "cublaslt") -> Plan | str:
     """z = x · weightᵀ + bias, then y = relu(batch_norm(z)) in one pass."""
     x, weight, bias, mean, var, gamma, beta = key.tensors
     assert x is not None and weight is not None
@@ -40,13 +42,23 @@ def describe(key: Key) -> Plan | str:
     m, n, k, rows, w = found
     shape, dtype = (*x.shape[:-1], n), x.dtype
     spec = GemmSpec(m, n, k, rows, w, Operand(dtype, n, 1), bias=bias.dtype if bias else None)
-    product = Product(spec, {"x": "x", "w": "weight", "bias": "bias"}, {"y": ("z", shape, dtype)}, "cublaslt")
+    product = Product(
+        spec, {"x": "x", "w": "weight", "bias": "bias"}, {"y": ("z", shape, dtype)}, "cublaslt"
+    )
     dtypes = _dtypes(z=dtype, mean=mean, var=var, gamma=gamma, beta=beta, y=dtype)
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
         return triton_columns.apply_launcher(m, n, dtypes, config, device, align)
 
-    named = ("z", "running_mean", "running_var", *("gamma",) * bool(gamma), *("beta",) * bool(beta), "y", repr(key.flag("eps")))
+    named = (
+        "z",
+        "running_mean",
+        "running_var",
+        *("gamma",) * bool(gamma),
+        *("beta",) * bool(beta),
+        "y",
+        repr(key.flag("eps")),
+    )
     kernel = Kernel(named, {"y": ("y", shape, dtype)}, triton_columns.apply_configs(m, n), build)
     return Plan((product, kernel), ("y", "z") if key.flag("save") else ("y",))
 
@@ -54,7 +66,9 @@ def describe(key: Key) -> Plan | str:
 def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
     """One pass over dy, y and z for dz and all column sums, then dx = dz · weight and dweight = dzᵀ · x."""
     dy, x, weight, y, z, mean, var, gamma = key.tensors
-    assert dy is not None and x is not None and weight is not None and y is not None and z is not None
+    assert (
+        dy is not None and x is not None and weight is not None and y is not None and z is not None
+    )
     if key.flag("training"):
         return "dz needs the column sums first"
     needs = key.flag("needs")
@@ -73,23 +87,50 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
         return triton_columns.backward_launcher(m, n, dtypes, config, device, align)
 
-    named = ("dy", "y", "z", "mean", "spread", *("gamma",) * bool(gamma), "dz", "db", "dgamma", "dbeta", "space", "counter")
+    named = (
+        "dy",
+        "y",
+        "z",
+        "mean",
+        "spread",
+        *("gamma",) * bool(gamma),
+        "dz",
+        "db",
+        "dgamma",
+        "dbeta",
+        "space",
+        "counter",
+    )
     made = {"dz": ("dz", dy.shape, dtype)} | {
-        name: (name, (n,), kind) for name, kind in (("db", dtype), ("dgamma", outer), ("dbeta", outer))
+        name: (name, (n,), kind)
+        for name, kind in (("db", dtype), ("dgamma", outer), ("dbeta", outer))
     }
     choices = triton_columns.backward_configs(m, n, wiring.cores())
-    first = Kernel((*named, repr(key.flag("eps"))), made, choices, build, partial(triton_columns.backward_space, n))
+    first = Kernel(
+        (*named, repr(key.flag("eps"))),
+        made,
+        choices,
+        build,
+        partial(triton_columns.backward_space, n),
+    )
     steps: list[Kernel | Product] = [first]
     rows = Operand(dtype, n, 1)
     if needs[0] == "1":
         steps.append(gemm_steps.input_gradient(engine, "dz", rows, weight, m, x.shape))
     if needs[1] == "1":
-        steps.append(gemm_steps.weight_gradient(engine, "dz", rows, "x", other, m, n, k, False))
+        steps.append(gemm_steps.weight_gradient(engine, "dz", rows, "x", other, m, n, k))
     names = zip(("dx", "dw", "db", "dgamma", "dbeta"), needs, strict=True)
     return Plan(tuple(steps), tuple(name if need == "1" else "None" for name, need in names))
 
 
 _SOURCES = (triton_columns, gemm_steps, sys.modules[__name__])
 gemm_wiring.candidate(LINEAR_BATCH_NORM_RELU, "cublaslt.columns", describe, _SOURCES)
-gemm_wiring.candidate(LINEAR_BATCH_NORM_RELU_BACKWARD, "cublaslt.columns", describe_backward, _SOURCES)
-gemm_wiring.candidate(LINEAR_BATCH_NORM_RELU_BACKWARD, "triton.columns", partial(describe_backward, engine="triton"), _SOURCES)
+gemm_wiring.candidate(
+    LINEAR_BATCH_NORM_RELU_BACKWARD, "cublaslt.columns", describe_backward, _SOURCES
+)
+gemm_wiring.candidate(
+    LINEAR_BATCH_NORM_RELU_BACKWARD,
+    "triton.columns",
+    partial(describe_backward, engine="triton"),
+    _SOURCES,
+)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...op import Gradient, Op, Outputs
+from ...plans import Key
 from ..common import checks, costs
 from . import reference
 
@@ -219,6 +220,29 @@ ADD_RELU, MUL_RELU, AFFINE = (
     _op(_affine, "ab", 2.0),
 )
 FAMILY = (ADD, SUB, MUL, DIV, RELU, GELU, SILU, ADD_RELU, MUL_RELU, AFFINE)
+
+
+@ADD_RELU.candidate("torch.inplace", trusted=True)
+def add_relu_in_place(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
+    """The ReLU in the sum's own memory."""
+    return ((a + b).relu_(),)
+
+
+@MUL_RELU.candidate("torch.inplace", trusted=True)
+def mul_relu_in_place(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
+    """The ReLU in the product's own memory."""
+    return ((a * b).relu_(),)
+
+
+def _no_addcmul(key: Key) -> str | None:
+    dtypes = {t.dtype for t in key.tensors if t is not None}
+    return None if len(dtypes) == 1 else "dtypes are mixed"
+
+
+@AFFINE.candidate("torch.addcmul", supports=_no_addcmul, trusted=True)
+def affine_addcmul(x: Tensor, scale: Tensor, bias: Tensor, save: bool) -> tuple[Tensor, ...]:
+    """PyTorch's own fused form."""
+    return (torch.addcmul(bias, x, scale),)
 
 
 @dispatch.public(ADD)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch
 _LOCK = threading.Lock()
 _open: set[int] = set()
 _installed = False
+_HUSHED = threading.local()  # depth: how many blocks of this thread measure nothing
 
 
 def install() -> None:
@@ -52,10 +55,21 @@ def any_thread() -> bool:
     return bool(_open)
 
 
+@contextmanager
+def hushed() -> Iterator[None]:
+    """Nothing is measured inside."""
+    _HUSHED.depth = getattr(_HUSHED, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _HUSHED.depth -= 1
+
+
 def quiet(device: torch.device) -> bool:
     """True where measuring disturbs nobody: no thread captures, and this one neither traces nor transforms."""
     return not (
-        capturing(device)
+        getattr(_HUSHED, "depth", 0)
+        or capturing(device)
         or any_thread()
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None

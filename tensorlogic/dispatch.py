@@ -33,11 +33,12 @@ def internal(op: Op) -> Callable[..., Any]:
 
 def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: Any) -> Any:
     args = prepare(*given)
-    if torch.is_autocast_enabled(_device(args).type):
+    device = _device(args)
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         lowered = _autocast(op, args)
         if lowered is None:
             return composition(op, args)
-        with torch.autocast(_device(args).type, enabled=False):
+        with torch.autocast(device.type, enabled=False):
             return _miss(op, lambda *ready: ready, None, *lowered)
     if _transforming() or any(isinstance(a, Tensor) and a.is_complex() for a in args):
         return composition(op, args)  # PyTorch's own ops transform in every way; ours do not
@@ -65,16 +66,16 @@ def call(op: Op, args: Sequence[Any], where: Any = None) -> Any:
         args = (*args, recording)
     dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
     bound = Bound(op, args, policies.current(), recording)
+    out = bound.run(*dynamic)
+    if out is None:
+        outs = bound.declined(dynamic)
+        return outs if op.internal else outs[0]
     if where is not None and bound.cacheable:
         tensors = [a for p, a in zip(op.params, args, strict=True) if p.is_tensor and a is not None]
         entries = bound.policy.entries
         if len(entries) >= MOST_ENTRIES:  # shapes without end: start again rather than grow
             entries.clear()
         entries.setdefault(where, []).append((front.guard(tensors), bound.run))
-    out = bound.run(*dynamic)
-    if out is None:
-        outs = bound.declined(dynamic)
-        return outs if op.internal else outs[0]
     return out
 
 

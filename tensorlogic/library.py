@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import capture_watch
 from .op import EAGER, Op, Outputs
 
 _TYPES = {
@@ -109,7 +110,12 @@ def traced(op: Op, args: Sequence[Any]) -> Any:
 
 def traced_all(op: Op, args: Sequence[Any]) -> tuple[Tensor, ...]:
     """Call the registered op with all its arguments; returns every output."""
-    out = getattr(torch.ops.tensorlogic, op.name)(*args)
+    registered = getattr(torch.ops.tensorlogic, op.name)
+    if torch.compiler.is_dynamo_compiling():
+        out = registered(*args)
+    else:
+        with capture_watch.hushed():  # its kernel cannot see the modes it was called under
+            out = registered(*args)
     return (out,) if op.outputs == 1 else tuple(out)
 
 

@@ -180,6 +180,12 @@ def _forced(op: Op, key: Key, id: str) -> Decision:
     if candidate is None:
         return Decision((EAGER, {}), (EAGER, {}), f"forced: {op.name} has no {id}")
     reason = candidate.unfit(key)
+    config: Config = {}
+    if reason is None:
+        try:
+            config = next(iter(candidate.configs(key)))
+        except study.BIND_ERRORS as problem:
+            reason = f"it lists no configuration: {type(problem).__name__}: {problem}"
     if reason is not None:
         say_once(
             op,
@@ -187,8 +193,7 @@ def _forced(op: Op, key: Key, id: str) -> Decision:
             f"tensorlogic: {id} was forced, but cannot run {key.text}: {reason}; torch.eager serves it",
         )
         return Decision((EAGER, {}), (EAGER, {}), f"forced, but {reason}")
-    pick = (id, candidate.configs(key)[0])
-    return Decision(pick, pick, "forced")
+    return Decision((id, config), (id, config), "forced")
 
 
 def _planned(plan: Plan, source: str) -> Decision:

@@ -93,7 +93,7 @@ def _backward(out: Any) -> None:
         return
     leaves = _leaves(out)
     if leaves:
-        torch.autograd.grad(out, leaves, torch.randn_like(out), allow_unused=True)
+        torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
 
 
 def _leaves(out: torch.Tensor) -> list[torch.Tensor]:

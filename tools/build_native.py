@@ -2,7 +2,7 @@
 
     python tools/build_native.py              build what changed into tensorlogic/_native/
     python tools/build_native.py --force      build everything
-    python tools/build_native.py --sanitize   build with AddressSanitizer and UndefinedBehaviorSanitizer beside it and run
+    python tools/build_native.py --sanitize   build with AddressSanitizer and UndefinedBehaviorSanitizer into build/ and run
                                               the native tests on that build
 
 The compiler is $CXX, else g++, clang++ or c++. A wheel's build hook calls `build()`.
@@ -168,7 +168,7 @@ def build(output: Path = OUTPUT, force: bool = False, extra: Sequence[str] = ())
 
 def sanitized_tests() -> int:
     """Build with the sanitizers and run the native tests on that build; returns their exit status."""
-    output = OUTPUT / "sanitized"
+    output = ROOT / "build" / "sanitized"
     library = build(output, extra=SANITIZE)
     names = ("libasan.so", "libubsan.so")
     preload = [

@@ -1,4 +1,7 @@
-"""`tensorlogic.pool`: what memory large outputs take, how much of it is used again, and its limits."""
+"""`tensorlogic.pool`: what memory large outputs take, how much of it is used again, and its limits.
+
+A pooled tensor is like any other, but its storage cannot grow: `resize_` beyond it raises, as on NumPy's memory.
+"""
 
 from __future__ import annotations
 

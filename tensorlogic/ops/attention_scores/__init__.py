@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -170,7 +171,7 @@ def attention_scores(
         raise ValueError(
             f"{fn}: q is {checks.describe(q)} and k is {checks.describe(k)}; their leading dimensions do not broadcast"
         ) from None
-    number = checks.number(fn, "scale", scale, -3.5e38, 3.5e38, "that is finite")
+    number = checks.number(fn, "scale", scale, -sys.float_info.max, float("inf"), "that is finite")
     if mask is not None:
         checks.broadcasts(fn, "mask", mask, (*batch, q.shape[-2], k.shape[-2]))
         if mask.dtype != torch.bool:

@@ -46,11 +46,16 @@ def tensors(fn: str, required: dict[str, Any], optional: dict[str, Any] | None =
             )
 
 
+def autocasting(device: torch.device) -> bool:
+    """True where autocast is on for tensors of this device."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def floating(fn: str, given: dict[str, Tensor | None], autocast: bool = False) -> None:
     """All given tensors share one floating (or complex) dtype; under autocast, any floating dtypes."""
     present = [(n, t) for n, t in given.items() if t is not None]
     first_name, first = present[0]
-    lenient = autocast and torch.is_autocast_enabled(first.device.type)
+    lenient = autocast and autocasting(first.device)
     for name, t in present:
         if not (t.is_floating_point() or t.is_complex()):
             raise TypeError(

@@ -29,7 +29,7 @@ def _dtypes(**given: TensorSpec | str | None) -> dict[str, str | None]:
     return {name: t.dtype if isinstance(t, TensorSpec) else t for name, t in given.items()}
 
 
-def describe(key: Key, engine: str = "cublaslt") -> Plan | str:
+def describe(key: Key) -> Plan | str:
     """z = x · weightᵀ + bias, then y = relu(batch_norm(z)) in one pass."""
     x, weight, bias, mean, var, gamma, beta = key.tensors
     assert x is not None and weight is not None
@@ -111,7 +111,7 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
         made,
         choices,
         build,
-        partial(triton_columns.backward_space, n),
+        partial(triton_columns.backward_space, n, 2),
     )
     steps: list[Kernel | Product] = [first]
     rows = Operand(dtype, n, 1)

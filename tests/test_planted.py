@@ -1,0 +1,432 @@
+"""Candidates that must not be believed, planted by a real plug-in: refused with their reason, never returned to a caller."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tensorlogic
+from tensorlogic import background, dispatch, policies, registry, selector, stores
+from tensorlogic.op import EAGER, OPS
+from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
+
+CPU = torch.device("cpu")
+HEAD = """
+import time
+import torch
+import torch.nn.functional as F
+from tensorlogic.op import Candidate
+
+class Peculiar(Exception):
+    pass
+
+KEPT, COUNT = {}, [0]
+
+def right(x, weight, bias, residual, activation, save):
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+def register(ops):
+    def plant(name, fn, **about):
+        op = ops["linear"]
+        op.add(Candidate(
+            "planted." + name,
+            bind=lambda key, config, device: op.closer(fn, *(v for _, v in key.flags)),
+            sources=(fn,), trusted=True, **about,
+        ))
+"""
+# name -> (body of the candidate, what its reason must contain)
+WRONG = {
+    "off_by_one_row": ("return (torch.roll(y, 1, 0),)", "wrong: output 0"),
+    "stale_output": ("return (KEPT.setdefault(y.shape, y),)", "wrong: output 0"),
+    "stale_by_address": (
+        "return (KEPT.setdefault((x.data_ptr(), y.shape), y),)",
+        "wrong: output 0",
+    ),
+    "reused_buffer": (
+        "return (KEPT.setdefault(y.shape, torch.empty_like(y)).copy_(y),)",
+        "a later call changed an earlier output",
+    ),
+    "f16_accumulation": (
+        """
+        z = torch.zeros_like(y)
+        for k in range(x.shape[1]):
+            z += x[:, k : k + 1] * weight[:, k]
+        return (z if bias is None else z + bias,)
+        """,
+        "wrong: output 0",
+    ),
+    "odd_sizes": (
+        "y[:, y.shape[1] & ~1 :] = 0 if bias is None else bias[-1]; return (y,)",
+        "wrong: output 0",
+    ),
+    "nan_in_one": ("y.view(-1)[y.numel() // 2] = float('nan'); return (y,)", "has 1 NaN"),
+    "one_element_off": ("y.view(-1)[-1] += 1; return (y,)", "wrong: output 0 has"),
+    "unwritten_tail": ("z = torch.empty_like(y); z[:-1] = y[:-1]; return (z,)", "wrong: output 0"),
+    "writes_input": ("x.mul_(2); return (y,)", "wrong: it changed its input x"),
+    "writes_weight_back_late": ("weight.view(-1)[0] = 1; return (y,)", "changed its input weight"),
+    "other_dtype": ("return (y.float(),)", "wrong: output 0 is f32"),
+    "other_shape": ("return (y.view(-1),)", "wrong: output 0 is f16"),
+    "nothing": ("return ()", "wrong: output 0 is NoneType"),
+    "too_many": ("return (y, y)", "wrong: 2 outputs"),
+    "not_a_tensor": ("return (1.0,)", "wrong: output 0 is float"),
+    "raises": ("raise Peculiar('no luck')", "failed: Peculiar: no luck"),
+    "asserts": ("assert False, 'broken'", "failed: AssertionError: broken"),
+    "declines": ("return None", "declined the key it was bound for"),
+    "allocates": ("torch.empty(1 << 52); return (y,)", "out of memory"),
+    "raises_later": (
+        "COUNT[0] += 1\nif COUNT[0] > 6:\n    raise Peculiar('worn out')\nreturn (y,)",
+        "failed: Peculiar: worn out",
+    ),
+    "declines_later": (
+        "COUNT[0] += 1\nreturn None if COUNT[0] > 6 else (y,)",
+        "declined the key it was bound for",
+    ),
+}
+FIVE = ("off_by_one_row", "stale_output", "f16_accumulation", "odd_sizes", "nan_in_one")
+
+
+def _module(names: list[str], extra: str = "") -> str:
+    text = HEAD
+    for name in names:
+        body = textwrap.indent(textwrap.dedent(WRONG[name][0]).strip(), " " * 8)
+        text += f"    def {name}(x, weight, bias, residual, activation, save):\n"
+        text += f"        y = right(x, weight, bias, residual, activation, save)\n{body}\n"
+        text += f"    plant({name!r}, {name}, supports=lambda key: None if key.spec('residual') is None and key.flag('activation') == 'none' else 'plain only')\n"
+    return text + textwrap.indent(textwrap.dedent(extra), " " * 4) + "\n"
+
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """install(names, extra source): a distribution with a `tensorlogic.candidates` entry point, found as pip's would be."""
+    before = {name: dict(op.candidates) for name, op in OPS.items()}
+
+    def make(*names: str, extra: str = "") -> None:
+        site = tmp_path / "site"
+        info = site / "planted_candidates-1.0.dist-info"
+        info.mkdir(parents=True)
+        (site / "planted_candidates.py").write_text(_module(list(names), extra))
+        (info / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: planted-candidates\nVersion: 1.0\n"
+        )
+        (info / "entry_points.txt").write_text(
+            "[tensorlogic.candidates]\nplanted = planted_candidates:register\n"
+        )
+        monkeypatch.syspath_prepend(str(site))
+        importlib.invalidate_caches()
+        registry._READY.difference_update({"plugins", "cpu"})
+        registry.ready("cpu")
+
+    yield make
+    for name, op in OPS.items():
+        op.candidates.clear()
+        op.candidates.update(before[name])
+    sys.modules.pop("planted_candidates", None)
+    selector._SAID.clear()
+    policies.forget_entries()
+
+
+def inputs(m: int = 8, k: int = 64, n: int = 15, dtype: torch.dtype = torch.float16) -> list[Tensor]:
+    return [torch.randn(m, k).to(dtype), (torch.randn(n, k) / 8).to(dtype), torch.randn(n).to(dtype)]
+
+
+def assert_right(out: Tensor, x: Tensor, w: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(
+        out.double(), F.linear(x.double(), w.double(), b.double()), rtol=4e-3, atol=4e-3
+    )
+
+
+def reasons(plan: Plan) -> dict[str, str]:
+    return {e.candidate.removeprefix("planted."): e.reason for e in plan.evidence if e.status == "refused"}
+
+
+def test_the_plug_in_is_found_and_not_trusted(install: Install) -> None:
+    install("off_by_one_row")
+    x, w, b = inputs()
+    assert tensorlogic.candidates(tensorlogic.linear, x, w, b)["planted.off_by_one_row"] is None
+    assert not OPS["linear"].candidates["planted.off_by_one_row"].trusted
+
+
+def test_tune_refuses_each_with_its_reason(install: Install) -> None:
+    install(*WRONG)
+    x, w, b = inputs()
+    (plan,) = tensorlogic.tune(tensorlogic.linear, x, w, b).plans
+    found = reasons(plan)
+    for name, (_, reason) in WRONG.items():
+        assert reason in found.get(name, "not refused"), name
+    assert not plan.eager.startswith("planted") and not plan.captured.startswith("planted")
+    with tensorlogic.policy(tune="auto"):
+        for _ in range(3):
+            assert_right(tensorlogic.linear(x, w, b), x, w, b)
+    text = str(tensorlogic.explain(tensorlogic.linear, x, w, b))
+    assert "refused: wrong: output 0 has 1 NaN" in text
+
+
+def test_a_candidate_that_writes_does_not_spoil_the_others(install: Install) -> None:
+    install("writes_input", extra="plant('fine', lambda *a: (right(*a),))")
+    x, w, b = inputs()
+    (plan,) = tensorlogic.tune(tensorlogic.linear, x, w, b).plans
+    assert "fine" not in reasons(plan)
+    assert "torch.widened" not in reasons(plan)
+
+
+def test_full_tuning_never_returns_one(install: Install) -> None:
+    install(*FIVE)
+    x, w, b = inputs()
+    with tensorlogic.policy(tune="full"):
+        for _ in range(3):
+            assert_right(tensorlogic.linear(x, w, b), x, w, b)
+    plan = stores.current(CPU).get(key(x, w, b))
+    assert plan is not None
+    assert set(FIVE) <= reasons(plan).keys()
+
+
+def key(x: Tensor, w: Tensor, b: Tensor) -> Key:
+    return OPS["linear"].key((x, w, b, None, "none", False), "inference")
+
+
+def test_background_tuning_never_returns_one(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(*FIVE, "raises", "asserts")
+    monkeypatch.setattr(background, "SHARE", 1e9)
+    x, w, b = inputs()
+    with tensorlogic.policy(tune="auto"):
+        for _ in range(4000):
+            out = tensorlogic.linear(x, w, b)
+            plan = stores.current(CPU).get(key(x, w, b))
+            if plan is not None:
+                break
+        for _ in range(20):
+            out = tensorlogic.linear(x, w, b)
+            assert_right(out, x, w, b)
+    assert plan is not None, "the key was never measured"
+    assert set(FIVE) <= reasons(plan).keys()
+
+
+@pytest.mark.parametrize("name", [n for n in WRONG if not n.endswith("later") or n.startswith("w")])
+def test_forcing_one_raises_its_reason_or_falls_back(install: Install, name: str) -> None:
+    install(name)
+    x, w, b = inputs()
+    with tensorlogic.policy(force=f"planted.{name}"):
+        if WRONG[name][1].startswith(("wrong", "has", "a later", "declined", "changed")):
+            with pytest.raises(selector.Refused, match=r"refused on linear inference x=f16\[8,64\]"):
+                tensorlogic.linear(x, w, b)
+        else:
+            assert_right(tensorlogic.linear(x, w, b), x, w, b)
+
+
+def test_one_that_is_right_for_a_neighbour_serves_only_that(install: Install) -> None:
+    fast = "def _fast(x, weight, bias, residual, activation, save):\n    return F.linear(x, weight, bias)"
+    install("odd_sizes", extra=fast)
+    even, odd = inputs(n=16), inputs(n=15)
+    assert tensorlogic.tune(tensorlogic.linear, *even).plans[0].evidence
+    plan = stores.current(CPU).get(key(*even))
+    assert plan is not None
+    assert "odd_sizes" not in reasons(plan)
+    plan.eager = plan.captured = "planted.odd_sizes"
+    stores.current(CPU).put(plan)
+    policies.forget_entries()
+    for tune in ("off", "auto"):
+        with tensorlogic.policy(tune=tune):
+            assert_right(tensorlogic.linear(*odd), *odd)
+            near = inputs(m=16, n=16)  # a kin of the measured key
+            choice = selector.decide(OPS["linear"], key(*near), CPU, policies.current())
+            assert not choice.eager[0].startswith("planted")
+
+
+def test_one_that_fails_after_it_was_chosen_leaves_the_call_to_eager(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("declines_later")
+    planted = OPS["linear"].candidates["planted.declines_later"]
+    x, w, b = inputs()
+    for save in (False, True):
+        args = (x, w, b, None, "none", save)
+        plan = Plan(
+            key=OPS["linear"].key(args, "forward" if save else "inference"),
+            eager=planted.id,
+            eager_config={},
+            captured=planted.id,
+            captured_config={},
+            evidence=[Evidence(planted.id, {}, "measured", source=planted.source)],
+        )
+        stores.current(CPU).put(plan)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(12):
+            assert_right(tensorlogic.linear(x, w, b), x, w, b)
+        sys.modules["planted_candidates"].COUNT[0] = 0
+        leaf = x.clone().requires_grad_()
+        for _ in range(12):
+            assert_right(tensorlogic.linear(leaf, w, b).detach(), x, w, b)
+    said = [r.message for r in caplog.records if "declined" in r.message]
+    assert len(said) == 1
+    assert max(len(bucket) for bucket in policies.current().entries.values()) <= 3
+
+
+def test_one_that_is_wrong_on_unaligned_memory_never_sees_it(install: Install) -> None:
+    install(
+        extra="""
+        def picky(*a):
+            y = right(*a)
+            return (y * 0 if a[0].data_ptr() & 15 else y,)
+        plant('picky', picky)
+        """
+    )
+    x, w, b = inputs()
+    shifted = torch.cat([torch.zeros(1, dtype=x.dtype), x.view(-1)])[1:].view_as(x)
+    assert shifted.data_ptr() & 15
+    with tensorlogic.policy(force="planted.picky"):
+        assert_right(tensorlogic.linear(x, w, b), x, w, b)
+        with pytest.raises(selector.Refused):
+            tensorlogic.linear(shifted, w, b)
+    (plan,) = tensorlogic.tune(tensorlogic.linear, x, w, b).plans
+    plan.eager = plan.captured = "planted.picky"
+    stores.current(CPU).put(plan)
+    policies.forget_entries()
+    for _ in range(3):
+        assert_right(tensorlogic.linear(x, w, b), x, w, b)
+        assert_right(tensorlogic.linear(shifted, w, b), x, w, b)
+
+
+def test_a_locked_one_is_checked_here_too(
+    install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("off_by_one_row")
+    x, w, b = inputs()
+    (plan,) = tensorlogic.tune(tensorlogic.linear, x, w, b).plans
+    planted = OPS["linear"].candidates["planted.off_by_one_row"]
+    plan.eager = plan.captured = planted.id
+    for e in plan.evidence:
+        if e.candidate == planted.id:
+            e.status, e.reason = "measured", "a lie"
+    export_lockfile(tmp_path / "lock.json", [plan], [environment(CPU)])
+    with tensorlogic.policy(lockfile=tmp_path / "lock.json"), caplog.at_level(logging.WARNING):
+        assert_right(tensorlogic.linear(x, w, b), x, w, b)
+    assert any("off_by_one_row" in r.message for r in caplog.records)
+
+
+def test_a_slow_one_is_cut_after_few_calls(install: Install) -> None:
+    install(
+        extra="""
+        def slow(*a):
+            COUNT[0] += 1
+            time.sleep(0.02)
+            return (right(*a),)
+        plant('slow', slow)
+        """
+    )
+    x, w, b = inputs()
+    (plan,) = tensorlogic.tune(tensorlogic.linear, x, w, b).plans
+    (evidence,) = [e for e in plan.evidence if e.candidate == "planted.slow"]
+    assert evidence.reason.startswith("cut after one call")
+    assert sys.modules["planted_candidates"].COUNT[0] <= 2
+    assert plan.eager != "planted.slow"
+
+
+def test_one_whose_questions_fail_is_refused_by_name(install: Install) -> None:
+    install(
+        extra="""
+        def fails(*a):
+            raise Peculiar("no answer")
+        plant("asks", lambda *a: (right(*a),), supports=fails)
+        plant("lists", lambda *a: (right(*a),), configs=fails)
+        plant("lists_nothing", lambda *a: (right(*a),), configs=lambda key: ())
+        plant("compiles", lambda *a: (right(*a),), jobs=fails)
+        """
+    )
+    x, w, b = inputs()
+    (plan,) = tensorlogic.tune(tensorlogic.linear, x, w, b).plans
+    found = reasons(plan)
+    assert "Peculiar: no answer" in found["asks"]
+    assert "Peculiar: no answer" in found["lists"]
+    assert "no configuration" in found["lists_nothing"]
+    assert "Peculiar: no answer" in found["compiles"]
+    for name in ("asks", "lists", "lists_nothing"):
+        with tensorlogic.policy(force=f"planted.{name}"):
+            assert_right(tensorlogic.linear(x, w, b), x, w, b)
+
+
+def test_a_plug_in_that_fails_to_load_is_named_and_harmless(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        install(extra="raise ImportError('half installed')")
+    assert any("half installed" in r.message and "planted" in r.message for r in caplog.records)
+    assert_right(tensorlogic.linear(*(given := inputs())), *given)
+
+
+def test_running_statistics_are_judged_as_well(install: Install) -> None:
+    install(
+        extra="""
+        norm = ops["linear_batch_norm_relu"]
+        def forgets(x, weight, bias, running_mean, running_var, gamma, beta, eps, training, momentum, save):
+            return norm.reference(x, weight, bias, None, None, gamma, beta, eps, training, momentum, save)
+        norm.candidate("planted.forgets", supports=lambda key: None if key.flag("training") else "training only")(forgets)
+        """
+    )
+    args = (torch.randn(16, 8), torch.randn(4, 8), None, torch.zeros(4), torch.ones(4), None, None)
+
+    def run(*given: Any) -> Tensor:
+        return tensorlogic.linear_batch_norm_relu(*given, training=True)
+
+    (plan,) = tensorlogic.tune(run, *args).plans
+    (evidence,) = [e for e in plan.evidence if e.candidate == "planted.forgets"]
+    assert evidence.status == "refused"
+    assert evidence.reason.startswith("wrong: output")
+
+
+def test_an_output_that_is_an_input_is_refused(install: Install) -> None:
+    install(
+        extra="""
+        op = ops["relu"]
+        op.candidate("planted.alias")(lambda x, save: (x if bool((x >= 0).all()) else torch.relu(x),))
+        """
+    )
+    op = OPS["relu"]
+    x = torch.rand(32)
+    with tensorlogic.policy(force="planted.alias"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "sample", lambda key, name, spec, device, g: torch.rand(32, generator=g))
+        with pytest.raises(selector.Refused, match="shares memory with its input x"):
+            tensorlogic.relu(x)
+
+
+def test_a_refusal_is_remembered_for_the_source(install: Install) -> None:
+    install(
+        extra="""
+        def counted(*a):
+            COUNT[0] += 1
+            return (right(*a) + 1,)
+        plant("counted", counted)
+        """
+    )
+    x, w, b = inputs()
+    tensorlogic.tune(tensorlogic.linear, x, w, b)
+    calls = sys.modules["planted_candidates"].COUNT
+    seen = calls[0]
+    stores.forget()
+    again = tensorlogic.tune(tensorlogic.linear, x, w, b)
+    assert (again.known, calls[0]) == (1, seen)
+
+
+def test_a_candidate_id_is_checked(install: Install) -> None:
+    op = OPS["relu"]
+    with pytest.raises(TypeError, match=r"has parameters \['x'\]; the schema is \['x', 'save'\]"):
+        op.candidate("planted.schema")(lambda x: (x,))
+    with pytest.raises(ValueError, match="already has a candidate"):
+        op.candidate(EAGER)(lambda x, save: (x,))
+    with pytest.raises(ValueError, match=r"must read 'provider\.strategy'"):
+        op.candidate("planted")(lambda x, save: (x,))
+    assert dispatch.call(op, (torch.ones(2),)).tolist() == [1, 1]

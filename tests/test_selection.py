@@ -1,0 +1,436 @@
+"""Who serves a call: the order of the choice, policies in threads and backward passes, reproducible modes, when nothing is measured."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import tensorlogic
+from tensorlogic import capture_watch, dispatch, measure, plans, policies, selector, stores, study
+from tensorlogic.op import EAGER, OPS, Candidate
+from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
+
+CPU = torch.device("cpu")
+RELU = OPS["relu"]
+Served = list[str]
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    """Candidates toy.a and toy.b of relu, right and trusted, that write down whom the call went to."""
+    calls: Served = []
+    kept = dict(RELU.candidates)
+    for name in ("toy.a", "toy.b"):
+        RELU.add(toy(name, calls))
+    policies.forget_entries()
+    yield calls
+    RELU.candidates.clear()
+    RELU.candidates.update(kept)
+    policies.forget_entries()
+
+
+def toy(name: str, calls: Served, **about: Any) -> Candidate:
+    def launch(x: Tensor) -> tuple[Tensor, ...]:
+        calls.append(name)
+        return (torch.relu(x),)
+
+    about.setdefault("trusted", True)
+    return Candidate(name, bind=lambda key, config, device: launch, sources=(len,), **about)
+
+
+def key_of(x: Tensor, save: bool = False) -> Key:
+    return RELU.key((x, save), "forward" if save else "inference")
+
+
+def plan(key: Key, eager: str, captured: str | None = None) -> Plan:
+    """A plan whose evidence says that its winners were measured."""
+    winners = {eager, captured or eager}
+    return Plan(
+        key=key,
+        eager=eager,
+        eager_config={},
+        captured=captured or eager,
+        captured_config={},
+        evidence=[Evidence(w, {}, "measured", source=RELU.candidates[w].source) for w in winners],
+        measured="2026-01-01T00:00:00+00:00",
+    )
+
+
+def put(*made: Plan) -> None:
+    for one in made:
+        stores.current(CPU).put(one)
+    policies.forget_entries()
+
+
+def source(x: Tensor, **changes: Any) -> str:
+    with tensorlogic.policy(**changes):
+        return selector.decide(RELU, key_of(x), CPU, policies.current()).source
+
+
+def test_order_forced_stored_neighbour_guess_eager(served: Served) -> None:
+    x, other = torch.randn(64, 64), torch.randn(128, 64)
+    for c in list(RELU.candidates.values()):
+        RELU.candidates[c.id] = replace(c, guess=lambda key: 1.0)
+    assert source(x) == "eager"
+    RELU.candidates["toy.b"] = replace(RELU.candidates["toy.b"], guess=lambda key: 0.1)
+    assert source(x) == "cost model"
+    assert tensorlogic.relu(x) is not None
+    assert served == ["toy.b"]
+    put(plan(key_of(other), "toy.a"))
+    assert source(x).startswith("neighbour relu inference x=f32[128,64]")
+    assert source(torch.randn(64, 63)) == "cost model"  # of another divisibility
+    put(plan(key_of(x), "toy.a"))
+    assert decided(x) == ("plan", "toy.a")
+    with tensorlogic.policy(force="toy.b"):
+        assert decided(x) == ("forced", "toy.b")
+    with tensorlogic.policy(force={"relu": EAGER}):
+        assert decided(x) == ("forced", EAGER)
+    with tensorlogic.policy(force={"gelu": "toy.b"}):
+        assert decided(x) == ("plan", "toy.a")
+
+
+def test_a_shipped_plan_comes_after_a_stored_one_and_before_a_neighbour(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(64, 64)
+    monkeypatch.setattr(plans, "SHIPPED", tmp_path / "shipped")
+    export_lockfile(
+        tmp_path / "shipped" / "cpu.json", [plan(key_of(x), "toy.b")], [environment(CPU)]
+    )
+    stores.forget()
+    put(plan(key_of(torch.randn(128, 64)), "toy.a"))
+    assert decided(x) == ("plan", "toy.b")
+    put(plan(key_of(x), "toy.a"))
+    assert decided(x) == ("plan", "toy.a")
+
+
+def decided(x: Tensor) -> tuple[str, str]:
+    decision = selector.decide(RELU, key_of(x), CPU, policies.current())
+    return decision.source, decision.eager[0]
+
+
+def test_a_plan_whose_winner_has_changed_does_not_count(served: Served) -> None:
+    x = torch.randn(8, 8)
+    put(plan(key_of(x), "toy.a"))
+    assert decided(x)[0] == "plan"
+    RELU.candidates["toy.a"] = replace(RELU.candidates["toy.a"], sources=(sum,))
+    assert decided(x)[0] != "plan"
+
+
+def test_a_neighbour_is_not_followed_to_a_candidate_refused_here(served: Served) -> None:
+    x, other = torch.randn(64, 64), torch.randn(128, 64)
+    here = plan(key_of(x), "toy.b")
+    here.evidence.append(
+        Evidence("toy.a", {}, "refused", reason="wrong: x", source=RELU.candidates["toy.a"].source)
+    )
+    put(plan(key_of(other), "toy.a"), here)
+    RELU.candidates["toy.b"] = replace(RELU.candidates["toy.b"], sources=(sum,))
+    assert decided(x)[1] != "toy.a"
+
+
+def test_policies_nest_and_end(served: Served) -> None:
+    x = torch.randn(4)
+    with tensorlogic.policy(force="toy.a", tune="off"):
+        tensorlogic.relu(x)
+        with tensorlogic.policy(force="toy.b"):
+            tensorlogic.relu(x)
+            with tensorlogic.policy(tune="full"):
+                tensorlogic.relu(x)
+        with pytest.raises(KeyError), tensorlogic.policy(force=EAGER):
+            raise KeyError
+        tensorlogic.relu(x)
+    tensorlogic.relu(x)
+    assert served[:4] == ["toy.a", "toy.b", "toy.b", "toy.a"]
+    for wrong, error in (({"tune": "always"}, ValueError), ({"force": 3}, TypeError)):
+        with pytest.raises(error), tensorlogic.policy(**wrong):  # type: ignore[arg-type]
+            pass
+    with pytest.raises(FileNotFoundError, match="plans export"), tensorlogic.policy(lockfile="no"):
+        pass
+
+
+def test_policies_belong_to_their_thread_and_task(served: Served) -> None:
+    x = torch.randn(4)
+    seen: dict[str, str] = {}
+    barrier = threading.Barrier(2)
+
+    def work(force: str) -> None:
+        with tensorlogic.policy(force=force, tune="off"):
+            barrier.wait()
+            for _ in range(50):
+                tensorlogic.relu(x)
+            seen[force] = policies.current().forced("relu") or ""
+            barrier.wait()
+
+    threads = [threading.Thread(target=work, args=(f,)) for f in ("toy.a", "toy.b")]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert seen == {"toy.a": "toy.a", "toy.b": "toy.b"}
+    assert (served.count("toy.a"), served.count("toy.b")) == (50, 50)
+
+    async def task(force: str) -> str | None:
+        with tensorlogic.policy(force=force):
+            await asyncio.sleep(0.001)
+            return policies.current().forced("relu")
+
+    async def both() -> list[str | None]:
+        return await asyncio.gather(task("toy.a"), task("toy.b"))
+
+    assert asyncio.run(both()) == ["toy.a", "toy.b"]
+
+
+@pytest.fixture
+def backward_calls(monkeypatch: pytest.MonkeyPatch) -> Served:
+    """toy.back of pointwise_backward, which writes down its calls."""
+    calls: Served = []
+    op = OPS["pointwise_backward"]
+
+    def launch(*dynamic: Any, eager: Any) -> Any:
+        calls.append("toy.back")
+        return eager(*dynamic)
+
+    def bind(key: Key, config: Any, device: torch.device) -> Any:
+        eager = op.candidates[EAGER].bind(key, {}, device)
+        return lambda *dynamic: launch(*dynamic, eager=eager)
+
+    monkeypatch.setitem(op.candidates, "toy.back", Candidate("toy.back", bind, trusted=True))
+    policies.forget_entries()
+    return calls
+
+
+def test_backward_runs_under_the_policy_of_its_forward(
+    served: Served, backward_calls: Served
+) -> None:
+    x = torch.randn(6, requires_grad=True)
+    chosen = {"relu": "toy.a", "pointwise_backward": "toy.back"}
+    with tensorlogic.policy(force=chosen):
+        out = tensorlogic.relu(x).sum()
+        thread_out = tensorlogic.relu(x).sum()
+    out.backward()
+    worker = threading.Thread(target=thread_out.backward)
+    worker.start()
+    worker.join()
+    assert backward_calls == ["toy.back", "toy.back"]
+    with policies.use(policies.ROOT):
+        put(plan(key_of(x, True), "toy.a"))
+        out = tensorlogic.relu(x).sum()
+        with tensorlogic.policy(force=chosen):
+            out.backward()
+    assert backward_calls == ["toy.back", "toy.back"]
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 3.0 * (x > 0))
+
+
+def every_way(x: Tensor) -> None:
+    """One call of each kind: eager, recorded, inference, unaligned, registered."""
+    tensorlogic.relu(x)
+    tensorlogic.relu(x.clone().requires_grad_()).sum().backward()
+    with torch.inference_mode():
+        tensorlogic.relu(x.clone())
+    tensorlogic.relu(torch.cat([x.new_zeros(1), x.view(-1)])[1:].view_as(x))
+    torch.ops.tensorlogic.relu(x, False)
+    torch.ops.tensorlogic.relu(x, True)
+
+
+WAYS = 6
+
+
+@pytest.fixture
+def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr(study.Study, "__init__", refuse)
+    monkeypatch.setattr(measure, "device_samples", refuse)
+
+
+@pytest.mark.usefixtures("nothing_measured")
+@pytest.mark.parametrize("mode", ["deterministic", "lockfile"])
+@pytest.mark.parametrize("save", [False, True])
+def test_one_candidate_serves_every_way_when_reproducible(
+    served: Served, tmp_path: Path, mode: str, save: bool
+) -> None:
+    x = torch.randn(16, 8)
+    made = plan(key_of(x, save), "toy.a", captured="toy.b")
+    changes: dict[str, Any] = {"deterministic": True}
+    if mode == "lockfile":
+        export_lockfile(tmp_path / "lock.json", [made], [environment(CPU)])
+        changes = {"lockfile": tmp_path / "lock.json"}
+    else:
+        put(made)
+    for tune in ("auto", "full"):
+        served.clear()
+        with tensorlogic.policy(tune=tune, **changes):
+            every_way(x)
+            assert served == ["toy.a"] * WAYS
+            tensorlogic.relu(torch.randn(32, 8))  # a neighbour's key: not locked
+            assert served == ["toy.a"] * WAYS
+
+
+@pytest.mark.parametrize("why", ["atomics", "recorded", "refused", "unaligned"])
+def test_eager_serves_every_way_where_the_candidate_cannot(served: Served, why: str) -> None:
+    x = torch.randn(16, 8)
+    a = RELU.candidates["toy.a"]
+    changes: dict[str, Any] = {
+        "atomics": {"deterministic": False},
+        "recorded": {"supports": lambda key: "no save" if key.flag("save") else None},
+        "unaligned": {"supports": lambda key: None if key.tensors[0].align == 16 else "aligned"},
+        "refused": {},
+    }[why]
+    RELU.candidates["toy.a"] = replace(a, **changes)
+    put(plan(key_of(x), "toy.a"))
+    if why == "refused":
+        forward = plan(key_of(x, True), EAGER)
+        forward.evidence.append(Evidence("toy.a", {}, "refused", reason="wrong", source=a.source))
+        put(forward)
+    with tensorlogic.policy(deterministic=True):
+        every_way(x)
+    assert served == []
+    tensorlogic.relu(x)
+    assert served == ["toy.a"]
+
+
+def test_tune_says_no_where_nothing_is_measured() -> None:
+    with (
+        tensorlogic.policy(deterministic=True),
+        pytest.raises(RuntimeError, match="call tune outside"),
+    ):
+        tensorlogic.tune(tensorlogic.relu, torch.randn(3))
+
+
+@pytest.mark.usefixtures("nothing_measured")
+def test_off_measures_nothing(served: Served) -> None:
+    with tensorlogic.policy(tune="off"):
+        for _ in range(200):
+            tensorlogic.relu(torch.ones(5))
+
+
+def test_full_measures_on_first_sight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    init = study.Study.__init__
+
+    def noted(self: study.Study, op: Any, key: Key, *rest: Any, **named: Any) -> None:
+        made.append(key.text)
+        init(self, op, key, *rest, **named)
+
+    monkeypatch.setattr(study.Study, "__init__", noted)
+    x = torch.randn(8, 8)
+    with tensorlogic.policy(tune="full"):
+        for _ in range(3):
+            tensorlogic.relu(x)
+        stores.forget()  # the file remains
+        tensorlogic.relu(x)
+    assert len(made) == 1
+    assert decided(x)[0] == "plan"
+
+
+def _traced(x: Tensor) -> None:
+    make_fx(tensorlogic.relu)(x)
+
+
+def _captured(x: Tensor) -> None:
+    capture_watch._open.add(1)
+    try:
+        tensorlogic.relu(x)
+    finally:
+        capture_watch._open.discard(1)
+
+
+def _jit(x: Tensor) -> None:
+    torch.jit.trace(tensorlogic.relu, (x,), check_trace=False)
+
+
+def _transformed(x: Tensor) -> None:
+    torch.func.vmap(tensorlogic.relu)(x)
+
+
+@pytest.mark.usefixtures("nothing_measured")
+@pytest.mark.parametrize("way", [_traced, _captured, _jit, _transformed])
+def test_full_measures_nothing_meanwhile(way: Callable[[Tensor], None]) -> None:
+    with tensorlogic.policy(tune="full"):
+        way(torch.randn(4, 4))
+
+
+def test_measuring_leaves_the_callers_state_alone() -> None:
+    def draws(x: Tensor, save: bool) -> tuple[Tensor, ...]:
+        torch.rand(3)
+        random.random()
+        return (torch.relu(x),)
+
+    kept = dict(RELU.candidates)
+    RELU.candidate("toy.draws")(draws)
+    try:
+        for inference in (False, True):
+            torch.manual_seed(5)
+            before = torch.get_rng_state()
+            with (
+                torch.inference_mode(inference),
+                torch.autocast("cpu", dtype=torch.float16),
+                tensorlogic.policy(tune="full"),
+            ):
+                x = torch.ones(4, 4 + inference)
+                out = tensorlogic.relu(x)
+                assert torch.is_autocast_enabled("cpu")
+                assert torch.is_grad_enabled() != inference
+                assert torch.is_inference_mode_enabled() == inference
+                assert torch.get_autocast_dtype("cpu") is torch.float16
+            assert torch.equal(torch.get_rng_state(), before)
+            assert out.sum() == x.numel()
+            assert decided(x)[0] == "plan"
+    finally:
+        RELU.candidates.clear()
+        RELU.candidates.update(kept)
+
+
+def test_fresh_stores_choose_alike(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    """With equal times the order of registration decides; a lead within the noise does not count."""
+    speed = {EAGER: 10.0, "toy.a": 9.8, "toy.b": 9.7}
+
+    def stub(calls: Any, device: torch.device, *_: Any, **__: Any) -> measure.Samples:
+        return measure.Samples({name: [speed.get(name, 50.0)] * 8 for name in calls})
+
+    monkeypatch.setattr(measure, "device_samples", stub)
+    x = torch.randn(8, 8)
+
+    def chosen() -> list[str]:
+        picks = []
+        for _ in range(5):
+            stores.current(CPU).forget()
+            stores.forget()
+            picks.append(tensorlogic.tune(tensorlogic.relu, x).plans[0].eager)
+        return picks
+
+    assert chosen() == [EAGER] * 5
+    speed["toy.a"], speed["toy.b"] = 9.0, 8.9
+    assert chosen() == ["toy.a"] * 5
+    speed["toy.b"] = 5.0
+    assert chosen() == ["toy.b"] * 5
+
+
+def test_tune_meets_the_backward_keys_of_a_training_step() -> None:
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+    x.grad = torch.full_like(x, 7.0)
+    before = torch.get_rng_state()
+    ops = {p.key.op for p in tensorlogic.tune(tensorlogic.linear, x, w).plans}
+    assert ops == {"linear", "linear_backward"}
+    assert (x.grad == 7).all()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert tensorlogic.tune(tensorlogic.linear, x, w).known == 2
+
+
+def test_forcing_an_unknown_candidate_falls_back_to_eager(served: Served) -> None:
+    x = torch.tensor([-1.0, 2.0])
+    with tensorlogic.policy(force="nobody.nothing"):
+        assert tensorlogic.relu(x).tolist() == [0, 2]
+    assert dispatch.call(RELU, (x,)).tolist() == [0, 2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import threading
 from collections.abc import Callable
@@ -11,8 +10,8 @@ from typing import Any
 
 import torch
 
-#: Set to a file, loads that library instead of the packaged one (used to test sanitized builds).
-LIBRARY_VARIABLE = "TENSORLOGIC_NATIVE_LIBRARY"
+from . import settings
+
 OLDEST_TORCH = (2, 11)  # the stable ABI that the library targets
 
 #: The numbers by which native ops know an activation.
@@ -35,8 +34,8 @@ _state: list[str | None] = []  # empty until tried, then what `available` answer
 
 def library() -> Path:
     """Where the library is expected."""
-    named = os.environ.get(LIBRARY_VARIABLE)
-    return Path(named) if named else _PACKAGE / "_native" / "libtensorlogic_native.so"
+    named = settings.native_library()
+    return named if named is not None else _PACKAGE / "_native" / "libtensorlogic_native.so"
 
 
 def _load() -> str | None:

@@ -45,7 +45,12 @@ COMPILE_WORKERS = Variable(
     "worker processes that compile kernels ahead; 0 compiles in the calling process",
     f"one less than the usable cores, at least 1 and at most {MOST_WORKERS}",
 )
-VARIABLES = (CACHE_DIR, TUNE, LOCKFILE, COMPILE_WORKERS)
+NATIVE_LIBRARY = Variable(
+    "TENSORLOGIC_NATIVE_LIBRARY",
+    "path of a native library to load instead of the packaged one, such as a sanitized build",
+    "the packaged library",
+)
+VARIABLES = (CACHE_DIR, TUNE, LOCKFILE, COMPILE_WORKERS, NATIVE_LIBRARY)
 
 
 def cache_folder() -> Path:
@@ -78,6 +83,12 @@ def compile_workers() -> int:
     if not given.isdecimal():
         raise ValueError(f"{COMPILE_WORKERS.name} is {given!r}; it must be a whole number from 0")
     return int(given)
+
+
+def native_library() -> Path | None:
+    """The native library to load instead of the packaged one."""
+    given = NATIVE_LIBRARY.read()
+    return None if given is None else Path(given)
 
 
 def _usable_cores() -> int:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensorlogic import native
+from tensorlogic import native, settings
 from tensorlogic.ops.common.random import keep_mask
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
@@ -216,7 +216,7 @@ def test_bad_arguments_are_named(call: Callable[[Any], Any], message: str) -> No
 
 def test_absent_library_gives_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_state", [])
-    monkeypatch.setenv(native.LIBRARY_VARIABLE, "/nowhere/libtensorlogic_native.so")
+    monkeypatch.setenv(settings.NATIVE_LIBRARY.name, "/nowhere/libtensorlogic_native.so")
     reason = native.available()
     assert reason is not None
     assert "not built" in reason

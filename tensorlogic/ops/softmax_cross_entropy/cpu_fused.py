@@ -30,7 +30,17 @@ def guess(key: Key) -> float:
 
 def build(key: Key) -> Launcher:
     """The forward launcher: (loss,), or (loss, log-sum-exp, share of a row)."""
-    run, reduction = native.op("softmax_cross_entropy"), key.flag("reduction")
+    kernel, reduction = native.op("softmax_cross_entropy"), key.flag("reduction")
+
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        try:
+            return kernel(*args)
+        except RuntimeError as problem:
+            if "out of bounds" in str(problem):  # the stable ABI raises RuntimeError only
+                text = str(problem).splitlines()[0]
+                raise IndexError(text) from None
+            raise
+
     ignore, smoothing, number = (
         key.flag("ignore_index"),
         key.flag("label_smoothing"),

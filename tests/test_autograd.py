@@ -1,0 +1,488 @@
+"""Gradients in every context PyTorch has: partial, strided, twice, transformed, checkpointed, lowered, compiled, exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import tensorlogic
+from tensorlogic import dispatch, policies
+from tensorlogic.checking import Checker
+from tensorlogic.op import EAGER, OPS, Op
+from tensorlogic.plans import Key
+
+from .helpers import PUBLIC, runnable
+
+CPU = torch.device("cpu")
+
+
+def bn(
+    x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor, g: Tensor, h: Tensor, t: bool
+) -> Tensor:
+    return torch.relu(F.batch_norm(F.linear(x, w, b), mean, var, g, h, t))
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT * 0.5, -1)
+
+
+Call = Callable[..., Tensor]
+# name -> (ours, PyTorch's composition, shapes of its tensors)
+TABLE: dict[str, tuple[Call, Call, tuple[tuple[int, ...], ...]]] = {
+    "add": (tensorlogic.add, torch.add, ((4, 6), (6,))),
+    "sub": (tensorlogic.sub, torch.sub, ((4, 6), (4, 1))),
+    "mul": (tensorlogic.mul, torch.mul, ((4, 6), (6,))),
+    "div": (tensorlogic.div, torch.div, ((4, 6), (4, 6))),
+    "relu": (tensorlogic.relu, torch.relu, ((4, 6),)),
+    "gelu": (tensorlogic.gelu, F.gelu, ((4, 6),)),
+    "silu": (tensorlogic.silu, F.silu, ((4, 6),)),
+    "add_relu": (tensorlogic.add_relu, lambda a, b: torch.relu(a + b), ((4, 6), (6,))),
+    "mul_relu": (tensorlogic.mul_relu, lambda a, b: torch.relu(a * b), ((4, 6), (6,))),
+    "affine": (tensorlogic.affine, lambda x, s, b: x * s + b, ((4, 6), (6,), (6,))),
+    "softmax": (tensorlogic.softmax, lambda x: torch.softmax(x, -1), ((4, 6),)),
+    "sum": (lambda x: tensorlogic.sum(x, 1), lambda x: torch.sum(x, 1), ((4, 6),)),
+    "mean": (lambda x: tensorlogic.mean(x, 0), lambda x: torch.mean(x, 0), ((4, 6),)),
+    "max": (lambda x: tensorlogic.max(x, 1), lambda x: torch.amax(x, 1), ((4, 6),)),
+    "min": (lambda x: tensorlogic.min(x, 0), lambda x: torch.amin(x, 0), ((4, 6),)),
+    "matmul": (tensorlogic.matmul, torch.matmul, ((4, 6), (6, 5))),
+    "matmul_gelu": (
+        lambda a, b: tensorlogic.matmul(a, b, "gelu"),
+        lambda a, b: F.gelu(a @ b),
+        ((4, 6), (6, 5)),
+    ),
+    "linear": (tensorlogic.linear, F.linear, ((4, 6), (5, 6), (5,))),
+    "linear_residual_relu": (
+        tensorlogic.linear_residual_relu,
+        lambda x, w, b, r: torch.relu(F.linear(x, w, b) + r),
+        ((4, 6), (5, 6), (5,), (4, 5)),
+    ),
+    "linear_silu": (
+        lambda x, w, b: tensorlogic.linear(x, w, b, activation="silu"),
+        lambda x, w, b: F.silu(F.linear(x, w, b)),
+        ((4, 6), (5, 6), (5,)),
+    ),
+    "gelu_linear": (
+        tensorlogic.gelu_linear,
+        lambda x, w, b: F.linear(F.gelu(x, approximate="tanh"), w, b),
+        ((4, 6), (5, 6), (5,)),
+    ),
+    "layer_norm_linear": (
+        tensorlogic.layer_norm_linear,
+        lambda x, g, h, w, b: F.linear(F.layer_norm(x, (6,), g, h), w, b),
+        ((4, 6), (6,), (6,), (5, 6), (5,)),
+    ),
+    "linear_batch_norm_relu": (
+        lambda x, w, b, g, h: tensorlogic.linear_batch_norm_relu(
+            x, w, b, torch.zeros(5), torch.ones(5), g, h, training=True
+        ),
+        lambda x, w, b, g, h: bn(x, w, b, torch.zeros(5), torch.ones(5), g, h, True),
+        ((4, 6), (5, 6), (5,), (5,), (5,)),
+    ),
+    "linear_batch_norm_relu_eval": (
+        lambda x, w, b, g, h: tensorlogic.linear_batch_norm_relu(
+            x, w, b, torch.zeros(5), torch.ones(5), g, h
+        ),
+        lambda x, w, b, g, h: bn(x, w, b, torch.zeros(5), torch.ones(5), g, h, False),
+        ((4, 6), (5, 6), (5,), (5,), (5,)),
+    ),
+    "softmax_cross_entropy": (
+        lambda x: tensorlogic.softmax_cross_entropy(
+            x, torch.tensor([1, 5, -100, 0]), label_smoothing=0.1
+        ),
+        lambda x: F.cross_entropy(x, torch.tensor([1, 5, -100, 0]), label_smoothing=0.1),
+        ((4, 6),),
+    ),
+    "attention_scores": (
+        lambda q, k: tensorlogic.attention_scores(q, k, 0.5),
+        scores,
+        ((2, 4, 6), (1, 5, 6)),
+    ),
+}
+TWICE = tuple(n for n in TABLE if n not in ("relu", "add", "sub", "sum", "mean", "max", "min"))
+
+
+VARIANTS = {  # names of the table that are not an op's
+    "matmul_gelu": "matmul",
+    "linear_residual_relu": "linear",
+    "linear_silu": "linear",
+    "linear_batch_norm_relu_eval": "linear_batch_norm_relu",
+}
+
+
+def op_of(name: str) -> Op:
+    return OPS[VARIANTS.get(name, name)]
+
+
+def leaves(name: str, dtype: torch.dtype = torch.float32, **about: Any) -> list[Tensor]:
+    torch.manual_seed(11)
+    return [
+        torch.randn(s).to(dtype).requires_grad_(about.get("grad", True)) for s in TABLE[name][2]
+    ]
+
+
+def others(name: str) -> list[str]:
+    """Candidates besides torch.eager that admit the recorded call of this case."""
+    op, given, found = op_of(name), leaves(name), []
+
+    def seen(met: Op, key: Key, device: torch.device) -> None:
+        if met is op and key.direction == "forward":
+            found.extend(
+                id for id, c in op.candidates.items() if id != EAGER and c.unfit(key) is None
+            )
+
+    with policies.use(replace(policies.current(), observer=seen, entries={})):
+        TABLE[name][0](*given)
+    return found
+
+
+RECORDED = [(n, id) for n in TABLE for id in others(n)]
+FORCED = [*((n, EAGER) for n in TABLE), *RECORDED]
+
+
+def close(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("name", "id"), FORCED)
+def test_gradients_equal_pytorchs(name: str, id: str) -> None:
+    """All of them, each alone (the others untouched), with expanded, transposed and contiguous incoming gradients."""
+    ours, theirs, _ = TABLE[name]
+    with tensorlogic.policy(force=id):
+        want_all = leaves(name)
+        want = theirs(*want_all)
+        dys = [torch.randn_like(want), torch.ones(()).expand(want.shape)]
+        if want.dim() > 1:
+            dys.append(torch.randn(want.shape[::-1]).permute(*range(want.dim() - 1, -1, -1)))
+            dys.append(torch.randn(*want.shape[:-1], 2 * want.shape[-1])[..., ::2])
+        for dy in dys:
+            mine = leaves(name)
+            out = ours(*mine)
+            close(out, want)
+            close(
+                torch.autograd.grad(out, mine, dy),
+                torch.autograd.grad(want, want_all, dy, retain_graph=True),
+            )
+        for i in range(len(want_all)):
+            mine = leaves(name, grad=False)
+            mine[i].requires_grad_()
+            (got,) = torch.autograd.grad(ours(*mine), [mine[i]], dys[0])
+            close(got, torch.autograd.grad(want, [want_all[i]], dys[0], retain_graph=True)[0])
+
+
+@pytest.mark.parametrize(("name", "id"), RECORDED)
+def test_double_backward_of_another_candidate_raises_by_name(name: str, id: str) -> None:
+    mine = leaves(name)
+    with tensorlogic.policy(force=id):
+        out = TABLE[name][0](*mine)
+        with pytest.raises(
+            RuntimeError, match=f"double backward is not available through candidate {id}"
+        ):
+            torch.autograd.grad(out.sum(), mine, create_graph=True)
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_double_backward_of_eager_is_right(name: str) -> None:
+    ours, theirs, _ = TABLE[name]
+
+    def second(fn: Call) -> tuple[Tensor, ...]:
+        mine = leaves(name)
+        first = torch.autograd.grad(fn(*mine).square().sum(), mine, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), mine)
+
+    with tensorlogic.policy(force=EAGER):
+        close(second(ours), second(theirs))
+
+
+class Function(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return fn(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_double_backward_of_the_registered_op_is_right_or_raises(name: str) -> None:
+    """Under a function mode the registered op runs; what it cannot differentiate twice it says, never a wrong value."""
+    ours, theirs, _ = TABLE[name]
+
+    def second(fn: Call) -> tuple[Tensor, ...]:
+        mine = leaves(name)
+        with Function():
+            out = fn(*mine)
+        first = torch.autograd.grad(out.square().sum(), mine, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), mine)
+
+    try:
+        got = second(ours)
+    except RuntimeError as problem:
+        assert "double backward is not available" in str(problem)
+    else:
+        close(got, second(theirs))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_func_transforms(name: str) -> None:
+    if "batch_norm_relu" in name:
+        pytest.skip("PyTorch refuses to update statistics in place inside a transform")
+    ours, theirs, _ = TABLE[name]
+    given = leaves(name, grad=False)
+    tangents = tuple(torch.randn_like(g) for g in given)
+
+    def each(fn: Call) -> list[Any]:
+        def loss(*args: Tensor) -> Tensor:
+            return fn(*args).square().sum()
+
+        return [
+            torch.func.grad(loss)(*given),
+            torch.func.jvp(fn, tuple(given), tangents),
+            torch.func.vmap(torch.func.grad(loss), in_dims=(0, *[None] * (len(given) - 1)))(
+                torch.stack([given[0], 2 * given[0]]), *given[1:]
+            ),
+            torch.func.grad(lambda x: torch.func.grad(loss)(x, *given[1:]).square().sum())(
+                given[0]
+            ),
+        ]
+
+    for got, want in zip(each(ours), each(theirs), strict=True):
+        close(got, want)
+
+
+@pytest.mark.parametrize(("name", "id"), FORCED)
+def test_writes_to_saved_tensors_are_noticed(name: str, id: str) -> None:
+    """Wherever PyTorch's own composition notices a write to an input before backward, so do we, or the gradient is right."""
+    ours, theirs, _ = TABLE[name]
+    for i in range(len(TABLE[name][2])):
+
+        def run(fn: Call, write: bool, i: int = i) -> list[Tensor] | None:
+            mine = leaves(name)
+            held = [m * 1 for m in mine]
+            out = fn(*held)
+            if write:
+                with torch.no_grad():
+                    held[i].add_(1)
+            try:
+                return list(torch.autograd.grad(out.sum(), mine))
+            except RuntimeError as problem:
+                assert "modified by an inplace operation" in str(problem)
+                return None
+
+        with tensorlogic.policy(force=id):
+            got = run(ours, True)
+            if got is not None:
+                close(got, run(theirs, False))
+
+
+@pytest.mark.parametrize(("name", "id"), FORCED)
+def test_hooks_and_retained_graphs(name: str, id: str) -> None:
+    ours, _, _ = TABLE[name]
+    mine = leaves(name)
+    seen: list[Tensor] = []
+    mine[0].register_hook(lambda g: seen.append(g.clone()))
+    with tensorlogic.policy(force=id):
+        out = ours(*mine)
+        out.register_hook(lambda g: 2 * g)
+        out.sum().backward(retain_graph=True)
+        once = mine[0].grad
+        assert once is not None
+        once = once.clone()
+        out.sum().backward()
+    close(mine[0].grad, 2 * once)
+    close(seen[0], once)
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_autocast_gives_pytorchs_dtypes(name: str, dtype: torch.dtype) -> None:
+    """Output and gradient dtypes of the composition under autocast, for inputs of one dtype and for float32 parameters."""
+    ours, theirs, shapes = TABLE[name]
+    for mixed in (False, True):
+        given = leaves(name, dtype)
+        if mixed and len(shapes) > 1:
+            given[1:] = [g.detach().float().requires_grad_() for g in given[1:]]
+
+        def run(fn: Call, given: list[Tensor] = given) -> tuple[Tensor, tuple[Tensor, ...]]:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = fn(*given)
+            return out, torch.autograd.grad(out.float().square().sum(), given)
+
+        try:
+            want, want_grads = run(theirs)
+        except RuntimeError:
+            continue  # PyTorch's own composition refuses the mixture
+        got, got_grads = run(ours)
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got.float(), want.float(), rtol=0.05, atol=0.05)
+        assert [g.dtype for g in got_grads] == [g.dtype for g in want_grads]
+        for g, w in zip(got_grads, want_grads, strict=True):
+            torch.testing.assert_close(g.float(), w.float(), rtol=0.1, atol=0.3)
+
+
+def test_autocast_updates_the_running_statistics() -> None:
+    x, w, mean, var = torch.randn(8, 6), torch.randn(5, 6), torch.zeros(5), torch.ones(5)
+    with torch.autocast("cpu"):
+        tensorlogic.linear_batch_norm_relu(x, w, None, mean, var, None, None, training=True)
+    assert mean.dtype is torch.float32
+    assert mean.abs().sum() > 0
+    assert not torch.equal(var, torch.ones(5))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_compiled_forward_and_backward(name: str) -> None:
+    ours, theirs, _ = TABLE[name]
+    torch._dynamo.reset()
+    mine, plain = leaves(name), leaves(name)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    out, want = compiled(*mine), theirs(*plain)
+    close(out, want)
+    dy = torch.randn_like(want)
+    close(torch.autograd.grad(out, mine, dy), torch.autograd.grad(want, plain, dy))
+    with torch.no_grad(), torch.autocast("cpu"):
+        assert compiled(*mine).dtype == theirs(*plain).dtype
+
+
+@pytest.mark.parametrize("name", ["linear_residual_relu", "softmax_cross_entropy"])
+def test_compiled_by_inductor(name: str) -> None:
+    ours, theirs, _ = TABLE[name]
+    torch._dynamo.reset()
+    mine, plain = leaves(name), leaves(name)
+    out, want = torch.compile(lambda *a: ours(*a) * 2)(*mine), theirs(*plain) * 2
+    close(out, want)
+    close(torch.autograd.grad(out.sum(), mine), torch.autograd.grad(want.sum(), plain))
+
+
+def test_dynamic_shapes_and_transforms_compile() -> None:
+    torch._dynamo.reset()
+    fn = torch.compile(tensorlogic.relu, backend="aot_eager", dynamic=True, fullgraph=True)
+    for n in (3, 5, 9):
+        x = torch.randn(n, 4)
+        close(fn(x), torch.relu(x))
+    w = torch.randn(5, 4)
+    grad = torch.func.grad(lambda t: tensorlogic.linear(t, w, activation="gelu").sum())
+    x = torch.randn(2, 4)
+    close(torch.compile(grad, backend="aot_eager", fullgraph=True)(x), grad(x))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_exported(name: str) -> None:
+    ours, theirs, _ = TABLE[name]
+    if name == "linear_batch_norm_relu":
+        pytest.skip("statistics made inside the function; see the module below")
+
+    class Module(torch.nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            return ours(*given)
+
+    given = tuple(leaves(name, grad=False))
+    program = torch.export.export(Module(), given)
+    close(program.module()(*given), theirs(*given))
+
+
+def test_an_exported_module_updates_its_statistics() -> None:
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(5)
+            self.fc = torch.nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            n = self.norm
+            return tensorlogic.linear_batch_norm_relu(
+                x, self.fc.weight, self.fc.bias, n.running_mean, n.running_var, n.weight, n.bias,
+                training=True,
+            )  # fmt: skip
+
+    x, module = torch.randn(8, 6), Module()
+    want = torch.relu(torch.nn.BatchNorm1d(5)(module.fc(x)))
+    program = torch.export.export(module, (x,)).module()
+    close(program(x), want)
+    state = dict(program.named_buffers())
+    assert any(
+        float(b.abs().sum()) not in (0.0, 5.0) for n, b in state.items() if "running_mean" in n
+    )
+
+
+def met(name: str) -> list[tuple[Op, Key]]:
+    found: dict[str, tuple[Op, Key]] = {}
+
+    def seen(op: Op, key: Key, device: torch.device) -> None:
+        found.setdefault(key.text, (op, key))
+
+    with policies.use(replace(policies.current(), observer=seen, entries={})):
+        out = TABLE[name][0](*leaves(name))
+        out.square().sum().backward()
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_registered_backward_ops_pass_opcheck(name: str) -> None:
+    checked = 0
+    for op, key in met(name):
+        if not op.internal:
+            continue
+        args = op.full(key, Checker(op, key, CPU).sets[0].dynamic)
+        torch.library.opcheck(
+            getattr(torch.ops.tensorlogic, op.name).default,
+            tuple(args),
+            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
+        )
+        checked += 1
+    assert checked == (0 if name in ("sum", "mean", "max", "min") else 1)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "id", [EAGER, *(i for i in OPS["dropout_linear"].candidates if i != EAGER)]
+)
+def test_checkpointed_dropout_draws_the_same_mask(id: str, reentrant: bool) -> None:
+    op, x, w = OPS["dropout_linear"], torch.randn(8, 16), torch.randn(4, 16)
+    if not runnable(op, [x, w, None, 0.5, 1, 2, None], id, save=True):
+        pytest.skip(f"{id} does not serve this case")
+
+    def run(wrap: bool) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        leaf = x.clone().requires_grad_()
+
+        def block(t: Tensor) -> Tensor:
+            return tensorlogic.dropout_linear(t, w, None, p=0.5)
+
+        out = checkpoint(block, leaf, use_reentrant=reentrant) if wrap else block(leaf)
+        torch.rand(7)
+        out.sum().backward()
+        assert leaf.grad is not None
+        return out.detach(), leaf.grad
+
+    with tensorlogic.policy(force=id):
+        for got, want in zip(run(True), run(False), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_a_gradients_own_gradient_is_never_silently_zero() -> None:
+    """A backward op that is called while gradients are recorded differentiates as PyTorch's formulas do."""
+    from tensorlogic.ops.pointwise import backward_call
+
+    dy = torch.randn(5, requires_grad=True)
+    a, b = torch.randn(5, requires_grad=True), torch.randn(5)
+    da, _, _ = backward_call(dy, a, b, None, None, "mul", "100")
+    close(torch.autograd.grad(da.sum(), dy)[0], b)
+
+
+def test_complex_gradients_are_pytorchs() -> None:
+    a = torch.randn(3, 3, dtype=torch.complex64, requires_grad=True)
+    b = torch.randn(3, 3, dtype=torch.complex64, requires_grad=True)
+    for ours, theirs in ((tensorlogic.mul, torch.mul), (tensorlogic.matmul, torch.matmul)):
+        torch._dynamo.reset()
+        for fn in (ours, torch.compile(ours, backend="aot_eager")):
+            got = torch.autograd.grad(fn(a, b).abs().sum(), [a, b])
+            close(got, torch.autograd.grad(theirs(a, b).abs().sum(), [a, b]))
+
+
+def test_every_public_op_is_in_the_table() -> None:
+    assert {op_of(n).name for n in TABLE} == set(PUBLIC) - {"dropout_linear"}
+    assert dispatch.MOST_ENTRIES > len(TABLE)

@@ -97,6 +97,7 @@ class Watch:
                     environment(self.device),
                     stores.current(self.device).get(self.key),
                     budget_s=0.05,
+                    background=True,
                 )
                 self.steps = self.study.steps()
                 self.next_s = max(FIRST_STEP_S, 30 * self.call_s)

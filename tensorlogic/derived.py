@@ -17,7 +17,18 @@ _CONSTANTS: dict[int, weakref.ref[Tensor]] = {}
 
 
 def constant(tensor: Tensor) -> Tensor:
-    """Declare that `tensor` is used like a parameter: what is derived from it may be kept until it changes."""
+    """Declare that `tensor` is used like a parameter: what is derived from it may be kept until it changes.
+
+    Args:
+        tensor: any shape, dtype and device; changes PyTorch can see are noticed, see `invalidate` for the others.
+
+    Returns:
+        The same tensor.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> weight = tensorlogic.constant(torch.ones(4, 4))
+    """
     key = id(tensor)
     _CONSTANTS[key] = weakref.ref(tensor, lambda _: _CONSTANTS.pop(key, None))
     return tensor

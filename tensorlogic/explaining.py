@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,10 @@ HEAD: Row = ("candidate", "device us", "host us", "error", "chosen", "why")
 
 def _op(op: Any) -> Op:
     name = op if isinstance(op, str) else getattr(op, "__name__", "")
+    ours = isinstance(op, str) or op is getattr(sys.modules["tensorlogic"], name, None)
     if name == "linear_residual_relu":
         name = "linear"
-    if name not in OPS:
+    if name not in OPS or not ours:
         known = ", ".join(n for n, o in sorted(OPS.items()) if not o.internal)
         raise ValueError(f"op is {op!r}; one of our ops or its name is required: {known}")
     return OPS[name]
@@ -64,7 +66,11 @@ def candidates(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> dict[
     if isinstance(op, str) or not args:
         registry.ready("cpu")
         return {id: c.available("cpu") for id, c in found.candidates.items()}
-    _, key, _ = _met(op, args, kwargs)[0]
+    met = _met(op, args, kwargs)
+    if not met:
+        reason = "such tensors or modes are served by PyTorch's own operations"
+        return {id: None if id == EAGER else reason for id in found.candidates}
+    key = met[0][1]
     return {id: c.unfit(key) for id, c in found.candidates.items()}
 
 

@@ -64,23 +64,31 @@ class Verdict:
 
 
 def judge(
-    outs: Sequence[Tensor | None], eager: Sequence[Tensor | None], refs: Sequence[Tensor | None]
+    outs: Sequence[Tensor | None],
+    eager: Sequence[Tensor | None],
+    refs: Sequence[Tensor | None],
+    slack: float = 1.0,
 ) -> Verdict:
-    """Compare a candidate's outputs with same-dtype eager PyTorch and the float64 reference, every element."""
+    """Compare a candidate's outputs with same-dtype eager PyTorch and the float64 reference, every element.
+
+    `slack` widens the budget where the order of summation alone makes eager's error a matter of luck.
+    """
     worst = 0.0
     if len(outs) != len(eager):
         return Verdict(f"wrong: {len(outs)} outputs, {len(eager)} expected", float("inf"))
     for index, (out, plain, ref) in enumerate(zip(outs, eager, refs, strict=True)):
         if plain is None or ref is None:
             continue
-        reason, error = _judge_one(out, plain, ref)
+        reason, error = _judge_one(out, plain, ref, slack)
         if reason:
             return Verdict(f"wrong: output {index} {reason}", error)
         worst = max(worst, error)
     return Verdict(None, worst)
 
 
-def _judge_one(out: Tensor | None, plain: Tensor, ref: Tensor) -> tuple[str | None, float]:
+def _judge_one(
+    out: Tensor | None, plain: Tensor, ref: Tensor, slack: float
+) -> tuple[str | None, float]:
     bad = float("inf")
     if not isinstance(out, Tensor):
         return f"is {type(out).__name__}, not a tensor", bad
@@ -99,13 +107,13 @@ def _judge_one(out: Tensor | None, plain: Tensor, ref: Tensor) -> tuple[str | No
         return "has infinities where neither eager nor the reference has them, or the reverse", bad
     base = max(relative_error(plain, ref), _floor(out.dtype))
     ratio = relative_error(out, ref) / base
-    if ratio > RELATIVE_TO_EAGER:
+    if ratio > RELATIVE_TO_EAGER * slack:
         return (
             f"has relative error {ratio * base:.2e}, {ratio:.1f} times eager's {base:.2e} (at most {RELATIVE_TO_EAGER:g})",
             ratio,
         )
     excess = _largest_excess(out, plain, ref)
-    if excess > 1.0:
+    if excess > slack:
         return (
             f"has an element {excess:.1f} times further from the reference than its row allows",
             ratio,

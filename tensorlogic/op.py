@@ -67,6 +67,7 @@ class Candidate:
     guess: Callable[[Key], float] = lambda key: (
         1.0
     )  # expected time over torch.eager's, for keys nobody has measured
+    background: bool = True  # False: so slow to load or compile that only tune and the like may measure it
     deterministic: bool = True
     trusted: bool = (
         False  # shipped with this package: may serve a key whose neighbour it was measured on

@@ -56,6 +56,7 @@ class Study:
         environment: Environment,
         known: Plan | None = None,
         budget_s: float = 0.3,
+        background: bool = False,
     ) -> None:
         self.op, self.key, self.device, self.environment, self.budget_s = (
             op,
@@ -66,6 +67,7 @@ class Study:
         )
         self.evidence: dict[str, Evidence] = {}
         self.known = known
+        self.background = background
         self.plan: Plan | None = None
         self.pending: list[Any] = []  # compile jobs in worker processes
 
@@ -119,7 +121,7 @@ class Study:
         """Candidates other than eager that this machine and key admit; the others leave a reason."""
         chosen = []
         for candidate in self.op.candidates.values():
-            if candidate.id == EAGER:
+            if candidate.id == EAGER or (self.background and not candidate.background):
                 continue
             reason = candidate.unfit(self.key) or self._refused_before(candidate)
             if reason is None:
@@ -227,6 +229,8 @@ class Study:
     @torch.no_grad()
     def _decide(self, entrants: list[_Entrant]) -> None:
         order = list(self.op.candidates)
+        if self.key.direction == "forward":  # eager, recorded, brings PyTorch's own backward, not the fastest one
+            order.append(order.pop(order.index(EAGER)))
         head, rest = entrants[0], sorted(entrants[1:], key=lambda e: e.rough_us)
         for late in rest[FINALISTS:]:
             self._measured(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tensorlogic
-from tensorlogic import dispatch, policies
+from tensorlogic import policies
 from tensorlogic.checking import Checker
 from tensorlogic.op import EAGER, OPS, Op
 from tensorlogic.plans import Key
@@ -200,6 +200,15 @@ def test_double_backward_of_eager_is_right(name: str) -> None:
         close(second(ours), second(theirs))
 
 
+KEEPS_MORE = (  # their backward reads a second output, which has no gradient
+    "matmul_gelu",
+    "linear_silu",
+    "linear_batch_norm_relu",
+    "linear_batch_norm_relu_eval",
+    "softmax_cross_entropy",
+)
+
+
 class Function(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return fn(*args, **(kwargs or {}))
@@ -217,12 +226,11 @@ def test_double_backward_of_the_registered_op_is_right_or_raises(name: str) -> N
         first = torch.autograd.grad(out.square().sum(), mine, create_graph=True)
         return torch.autograd.grad(sum(g.square().sum() for g in first), mine)
 
-    try:
-        got = second(ours)
-    except RuntimeError as problem:
-        assert "double backward is not available" in str(problem)
+    if name in KEEPS_MORE:
+        with pytest.raises(RuntimeError, match="double backward is not available through the reg"):
+            second(ours)
     else:
-        close(got, second(theirs))
+        close(second(ours), second(theirs))
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -268,7 +276,8 @@ def test_writes_to_saved_tensors_are_noticed(name: str, id: str) -> None:
             try:
                 return list(torch.autograd.grad(out.sum(), mine))
             except RuntimeError as problem:
-                assert "modified by an inplace operation" in str(problem)
+                if "modified by an inplace operation" not in str(problem):
+                    raise
                 return None
 
         with tensorlogic.policy(force=id):
@@ -293,8 +302,9 @@ def test_hooks_and_retained_graphs(name: str, id: str) -> None:
         out.sum().backward()
     close(mine[0].grad, 2 * once)
     close(seen[0], once)
-    with pytest.raises(RuntimeError, match="second time"):
-        out.sum().backward()
+    if name not in ("add", "sub", "sum", "mean"):  # these keep nothing that could be freed
+        with pytest.raises(RuntimeError, match="second time"):
+            out.sum().backward()
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -484,5 +494,4 @@ def test_complex_gradients_are_pytorchs() -> None:
 
 
 def test_every_public_op_is_in_the_table() -> None:
-    assert {op_of(n).name for n in TABLE} == set(PUBLIC) - {"dropout_linear"}
-    assert dispatch.MOST_ENTRIES > len(TABLE)
+    assert set(PUBLIC) - {"dropout_linear"} == {op_of(n).name for n in TABLE}

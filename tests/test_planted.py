@@ -74,6 +74,10 @@ WRONG = {
     "unwritten_tail": ("z = torch.empty_like(y); z[:-1] = y[:-1]; return (z,)", "wrong: output 0"),
     "writes_input": ("x.mul_(2); return (y,)", "wrong: it changed its input x"),
     "writes_weight_back_late": ("weight.view(-1)[0] = 1; return (y,)", "changed its input weight"),
+    "other_strides": (
+        "return (torch.empty_strided(y.shape, (1, y.shape[0]), dtype=y.dtype).copy_(y),)",
+        "wrong: output 0 has strides (1, 8)",
+    ),
     "other_dtype": ("return (y.float(),)", "wrong: output 0 is f32"),
     "other_shape": ("return (y.view(-1),)", "wrong: output 0 is f16"),
     "nothing": ("return ()", "wrong: output 0 is NoneType"),
@@ -166,7 +170,8 @@ def test_tune_refuses_each_with_its_reason(install: Install) -> None:
     found = reasons(plan)
     for name, (_, reason) in WRONG.items():
         assert reason in found.get(name, "not refused"), name
-    assert not plan.eager.startswith("planted") and not plan.captured.startswith("planted")
+    assert not plan.eager.startswith("planted")
+    assert not plan.captured.startswith("planted")
     with tensorlogic.policy(tune="auto"):
         for _ in range(3):
             assert_right(tensorlogic.linear(x, w, b), x, w, b)

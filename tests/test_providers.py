@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
+import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from tensorlogic.providers.packages import Package
 from tests import provider_fakes
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[1]
 PROVIDERS = {"quack": quack, "liger": liger}
 
 
@@ -117,6 +121,31 @@ def test_they_appear_when_installed_and_are_imported_only_when_bound(
     assert "quack" not in sys.modules
     candidate.bind(asked, {}, CPU)
     assert "quack.softmax" in sys.modules
+
+
+def test_the_project_declares_its_adapters_as_third_parties_do() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    for name, module in PROVIDERS.items():
+        assert declared["tensorlogic.candidates"][name] == f"{module.__name__}:register"
+
+
+def test_the_door_is_the_entry_point_and_import_costs_nothing(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    provider_fakes.quack(site)
+    provider_fakes.install(site, "somebodys-adapters", "somebodys_adapters", "1.0", {})
+    points = f"[tensorlogic.candidates]\nquack-again = {quack.__name__}:register\n"
+    (site / "somebodys_adapters-1.0.dist-info" / "entry_points.txt").write_text(points)
+    code = (
+        "import sys, tensorlogic\n"
+        "before = 'tensorlogic.providers.quack' in sys.modules\n"
+        "found = tensorlogic.candidates('softmax')\n"
+        "print(before, found['quack.softmax'], 'quack' in sys.modules, sep=' | ')"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(site), str(ROOT)))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False | quack-kernels runs on CUDA devices | False"
 
 
 def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,7 @@ def adapted(
             configs=lambda key: configs(),
             available=package.available,
             sources=(sys.modules[build.__module__], sys.modules[__name__], package.text),
+            background=False,  # importing and compiling these takes seconds
         )
     )
 

@@ -37,6 +37,9 @@ def gradient(dy: Tensor, kept: Tensor | None, activation: str) -> Tensor:
     if activation == "relu":
         return torch.ops.aten.threshold_backward(dy, kept, 0)
     if activation == "silu":
+        if torch.is_grad_enabled():  # aten::silu_backward has no derivative of its own
+            share = torch.sigmoid(kept)
+            return dy * (share * (1 + kept * (1 - share)))
         return torch.ops.aten.silu_backward(dy, kept)
     return torch.ops.aten.gelu_backward(
         dy, kept, approximate="tanh" if activation == "gelu_tanh" else "none"

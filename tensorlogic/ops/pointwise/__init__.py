@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Number
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +23,7 @@ def _broadcast(fn: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
     first = next((v for v in given.values() if isinstance(v, Tensor)), None)
     if first is None:
         checks.tensors(fn, given)
-    values = {
-        n: torch.tensor(v)
-        if isinstance(v, (int, float, complex)) and not isinstance(v, Tensor)
-        else v
-        for n, v in given.items()
-    }
+    values = {n: _number(v, given) if isinstance(v, Number) else v for n, v in given.items()}
     checks.tensors(
         fn,
         {
@@ -42,6 +38,14 @@ def _broadcast(fn: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
         shapes = ", ".join(f"{n} is {checks.describe(v)}" for n, v in values.items())
         raise ValueError(f"{fn}: {shapes}; shapes that broadcast together are required") from None
     return tuple(values.values())
+
+
+def _number(value: Any, given: dict[str, Any]) -> Tensor:
+    """A number as a tensor that promotes as the number would: among tensors of no dimensions it would outrank them."""
+    present = [v for v in given.values() if isinstance(v, Tensor)]
+    if all(t.dim() == 0 for t in present):
+        return torch.tensor(value, dtype=torch.result_type(present[0], value))
+    return torch.tensor(value)
 
 
 def _real(fn: str, **given: Tensor) -> None:
@@ -235,8 +239,13 @@ def mul_relu_in_place(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
 
 
 def _no_addcmul(key: Key) -> str | None:
-    dtypes = {t.dtype for t in key.tensors if t is not None}
-    return None if len(dtypes) == 1 else "dtypes are mixed"
+    present = [t for t in key.tensors if t is not None]
+    if len({t.dtype for t in present}) > 1:
+        return "dtypes are mixed"
+    alike = len({(t.shape, t.stride) for t in present}) == 1
+    if alike or all(t.layout == ("contiguous",) for t in present):
+        return None
+    return "its output would lie in memory as the bias does, not as PyTorch's"
 
 
 @AFFINE.candidate("torch.addcmul", supports=_no_addcmul, trusted=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -121,7 +121,13 @@ def _checked(
     fn: str, x: Tensor, dim: int | tuple[int, ...] | None, keepdim: bool
 ) -> tuple[Any, ...]:
     checks.tensors(fn, {"x": x})
-    given = tuple(range(x.dim())) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    given = (
+        tuple(range(x.dim()))
+        if dim is None
+        else tuple(dim)
+        if isinstance(dim, Iterable)
+        else (dim,)
+    )
     dims = []
     for d in given:
         if isinstance(d, bool) or not isinstance(d, int):

@@ -58,12 +58,13 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher with its workspace."""
     start = triton_reduce.reduce_launcher(s.kind, s.dtype, s.dtype, s.outer, s.reduce, s.inner, dict(config), device, s.align)
     partials, count = triton_reduce.reduce_workspace(s.outer, s.reduce, s.inner, dict(config))
+    kind, use = (torch.int64, "launches") if config["strategy"] == "polled" else (torch.int32, "zero")
     empty, counters, stride, dtype = wiring.empty(device), wiring.counters, wiring.contiguous(s.out), DTYPES[s.dtype]
 
     def launch(x: torch.Tensor) -> Any:
         y = empty(s.out, stride, dtype)
         partial = empty((partials,), (1,), torch.float32) if partials else y
-        counter = counters(device, count) if count else y
+        counter = counters(device, count, kind, use) if count else y
         return (y,) if start(x, y, partial, counter) else None
 
     return launch

@@ -105,14 +105,12 @@ def _sample(
 ) -> Tensor | None:
     logits = key.spec("logits")
     assert logits is not None
-    if name == "target":
-        return (
-            torch.randint(0, logits.shape[-1], spec.shape, device=device, generator=g).as_strided(
-                spec.shape, spec.stride
-            )
-            if 0 not in spec.shape and all(spec.stride)
-            else None
-        )
+    if name == "target" and 0 not in spec.shape and all(spec.stride):
+        classes, ignored = logits.shape[-1], key.flag("ignore_index")
+        target = torch.randint(0, classes, spec.shape, device=device, generator=g)
+        hidden = torch.rand(spec.shape, device=device, generator=g) < 0.1
+        hidden &= target.numel() > 1  # one row that counts for nothing has no mean
+        return target.masked_fill_(hidden, ignored).as_strided(spec.shape, spec.stride)
     return None
 
 

@@ -1,0 +1,127 @@
+"""Every document is true as far as a machine can tell: its code runs, its links lead somewhere, its modules exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tensorlogic
+from tests import doc_runner
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted(
+    str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
+)
+NAMES = [f"tensorlogic.{name}" for name in tensorlogic.__all__]
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)]+)\)")
+DOCS = ("index", "tutorial", "best-practices", "method", "architecture")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What running everything in one fresh process gave, by name."""
+    folder = tmp_path_factory.mktemp("docs")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"TENSORLOGIC_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.doc_runner", str(folder / "run"), *DOCUMENTS, *NAMES],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {r["name"]: r for r in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_code_of_documents_runs(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert not results[name]["wrong"], "\n".join(results[name]["wrong"])
+    code = [b for b in doc_runner.blocks((ROOT / name).read_text()) if b[0] in ("python", "sh")]
+    assert results[name]["ran"] == len(code)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_has_an_example_that_runs(
+    results: dict[str, dict[str, Any]], name: str
+) -> None:
+    assert not results[name]["wrong"], "\n".join(results[name]["wrong"])
+    assert results[name]["ran"] >= 1, f"{name} has no example"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name: str) -> None:
+    for target in LINK.findall((ROOT / name).read_text()):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        path = ((ROOT / name).parent / file).resolve() if file else ROOT / name
+        assert path.exists(), f"{name} links to {target}"
+        assert path.is_relative_to(ROOT)
+        if anchor:
+            assert anchor in _anchors(path.read_text()), f"{name} links to {target}"
+
+
+def _anchors(text: str) -> set[str]:
+    """The anchors that the headings of a Markdown file get."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_the_index_lists_every_public_name_and_no_other() -> None:
+    text = (ROOT / "docs" / "index.md").read_text()
+    table = text[text.index("## Functions") : text.index("## Other packages")]
+    assert set(re.findall(r"`(\w+)`", table)) == set(tensorlogic.__all__)
+
+
+def test_modules_named_in_the_architecture_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    files = {p.name for p in (ROOT / "tensorlogic").rglob("*.py")}
+    assert not {n for n in named if Path(n).name not in files}
+    assert len(named) > 20
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_the_documents_are_there_and_say_what_they_must(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    assert text.startswith("# ")
+    if name in ("tutorial", "best-practices", "method"):
+        assert re.search(
+            r"without a lockfile\s+a later\s+process may choose another\s+candidate and round",
+            text,
+            re.I,
+        )
+
+
+def test_the_runner_reports_what_fails(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\na = 1\n```\n```python\nassert a == 2\n```\n```text\nnot run\n```\n"
+        "```python\n>>> a + 1\n3\n```\n```sh\ntensorlogic plans verify absent.json\n```\n"
+    )
+    ran, wrong = doc_runner.document(page)
+    assert ran == 4
+    assert [w.splitlines()[0].split(":")[0] for w in wrong[::2]] == ["page.md", "page.md"]
+    assert len(wrong) == 3
+    assert "AssertionError" in wrong[0]
+    assert "Expected" in wrong[1]
+    assert "does not end with 0" in wrong[2]
+
+
+def test_every_extra_that_the_documents_name_exists() -> None:
+    declared = (ROOT / "pyproject.toml").read_text()
+    for name in DOCUMENTS:
+        for extra in re.findall(r"tensorlogic-engine\[(\w+)\]", (ROOT / name).read_text()):
+            assert re.search(rf"^{extra} = \[", declared, re.MULTILINE), f"{name} names {extra}"
+    assert importlib.util.find_spec("tensorlogic") is not None

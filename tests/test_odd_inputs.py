@@ -1,0 +1,390 @@
+"""What a new user gets wrong, and what PyTorch allows that is easy to forget: PyTorch's result or an error that says what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tensorlogic as t
+
+X, W, B = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
+LOGITS, TARGET = torch.randn(3, 6), torch.tensor([0, 5, 2])
+Q, K = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
+G, H = torch.randn(4), torch.randn(4)
+MEAN, VAR = torch.zeros(5), torch.ones(5)
+
+
+def bn(x: Any = X, w: Any = W, b: Any = B, mean: Any = MEAN, var: Any = VAR, **more: Any) -> Tensor:
+    return t.linear_batch_norm_relu(x, w, b, mean, var, None, None, **more)
+
+
+def ce(logits: Any = LOGITS, target: Any = TARGET, **more: Any) -> Tensor:
+    return t.softmax_cross_entropy(logits, target, **more)
+
+
+def scores(q: Any = Q, k: Any = K, scale: Any = 0.5, **more: Any) -> Tensor:
+    return t.attention_scores(q, k, scale, **more)
+
+
+def drop(p: Any, x: Any = X) -> Tensor:
+    return t.dropout_linear(x, W, B, p=p)
+
+
+# what is called, the exception, words that the message must hold: the argument, what came, what is required
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
+    "list for x": (lambda: t.linear([1.0], W), TypeError, ("linear: x is list", "as_tensor")),
+    "numpy x": (lambda: t.linear(X.numpy(), W), TypeError, ("x is ndarray", "as_tensor")),
+    "float for a matrix": (lambda: t.matmul(2.0, W), TypeError, ("a is float 2.0", "Tensor")),
+    "None for weight": (lambda: t.linear(X, None), TypeError, ("weight is NoneType", "Tensor")),
+    "number for bias": (lambda: t.linear(X, W, 1), TypeError, ("bias is int 1", "Tensor or None")),
+    "two numbers": (lambda: t.add(1, 2), TypeError, ("add: a is int 1", "Tensor is required")),
+    "string operand": (lambda: t.mul(X, "2"), TypeError, ("mul: b is str '2'", "Tensor")),
+    "integer weight": (lambda: t.linear(X, W.long()), TypeError, ("weight is i64[5, 4]", "float")),
+    "integer x": (lambda: t.linear(X.int(), W), TypeError, ("x is i32[3, 4]", "floating")),
+    "bool matmul": (lambda: t.matmul(X > 0, W.t()), TypeError, ("a is bool[3, 4]", "floating")),
+    "mixed dtypes": (
+        lambda: t.linear(X.half(), W),
+        TypeError,
+        ("weight is f32[5, 4]", "x is f16[3, 4]", "must be equal", ".to(dtype)"),
+    ),
+    "mixed bias": (lambda: t.linear(X, W, B.double()), TypeError, ("bias is f64[5]", "x is f32")),
+    "meta weight": (
+        lambda: t.linear(X, W.to("meta")),
+        ValueError,
+        ("weight is f32[5, 4] on meta", "x is on cpu", "one device", ".to('cpu')"),
+    ),
+    "meta operand": (lambda: t.add(X, X.to("meta")), ValueError, ("b is", "meta", "one device")),
+    "meta target": (lambda: ce(target=TARGET.to("meta")), ValueError, ("target", "one device")),
+    "transposed weight": (
+        lambda: t.linear(X, W.t()),
+        ValueError,
+        ("x is f32[3, 4]", "last dimension must be 5", "weight.t()"),
+    ),
+    "bias of K": (lambda: t.linear(X, W, G), ValueError, ("bias is f32[4]", "shape [5]")),
+    "weight with 3 dims": (lambda: t.linear(X, W[None]), ValueError, ("weight", "two dimensions")),
+    "x without dims": (lambda: t.linear(X[0, 0], W), ValueError, ("x is f32[]", "last dimension")),
+    "residual": (
+        lambda: t.linear_residual_relu(X, W, B, X),
+        ValueError,
+        ("residual is f32[3, 4]", "broadcasts to [3, 5]"),
+    ),
+    "residual too large": (
+        lambda: t.linear(X, W, None, torch.zeros(2, 3, 5)),
+        ValueError,
+        ("residual is f32[2, 3, 5]", "[3, 5]"),
+    ),
+    "activation": (
+        lambda: t.linear(X, W, activation="relu6"),
+        ValueError,
+        ("activation is 'relu6'", "'relu'", "'gelu_tanh'"),
+    ),
+    "activation function": (
+        lambda: t.matmul(X, W.t(), activation=torch.relu),
+        ValueError,
+        ("activation is", "one of"),
+    ),
+    "unhashable activation": (
+        lambda: t.linear(X, W, activation=["relu"]),
+        ValueError,
+        ("activation is ['relu']", "one of"),
+    ),
+    "approximate": (lambda: t.gelu(X, "erf"), ValueError, ("approximate is 'erf'", "'none'")),
+    "approximate None": (
+        lambda: t.gelu_linear(X, W, B, None),
+        ValueError,
+        ("approximate is None",),
+    ),
+    "matmul shapes": (lambda: t.matmul(X, W), ValueError, ("a is f32[3, 4]", "(4)", "(5)", ".mT")),
+    "matmul batches": (
+        lambda: t.matmul(torch.ones(2, 3, 4), torch.ones(3, 4, 5)),
+        ValueError,
+        ("a is f32[2, 3, 4]", "do not broadcast"),
+    ),
+    "matmul of a number": (lambda: t.matmul(X[0, 0], X), ValueError, ("a is f32[]", "a * b")),
+    "add shapes": (lambda: t.add(X, B), ValueError, ("a is f32[3, 4]", "b is f32[5]", "broadcast")),
+    "affine shapes": (lambda: t.affine(X, B, G), ValueError, ("scale is f32[5]", "broadcast")),
+    "gelu of integers": (lambda: t.gelu(X.int()), TypeError, ("gelu: x is i32[3, 4]", ".float()")),
+    "silu of complex": (lambda: t.silu(X + 0j), TypeError, ("silu: x is c64[3, 4]", "real")),
+    "softmax of integers": (lambda: t.softmax(X.int()), TypeError, ("x is i32", "dtype=")),
+    "softmax dim": (lambda: t.softmax(X, 2), ValueError, ("dim is 2", "from -2 to 1")),
+    "softmax dim None": (lambda: t.softmax(X, None), ValueError, ("dim is None", "x is f32[3, 4]")),
+    "sum dim": (lambda: t.sum(X, -3), ValueError, ("dim is -3", "from -2 to 1")),
+    "sum dim twice": (lambda: t.sum(X, (0, -2)), ValueError, ("dim is (0, -2)", "twice")),
+    "sum dim float": (lambda: t.sum(X, 1.5), TypeError, ("dim is 1.5", "int")),
+    "sum dim name": (lambda: t.sum(X, "rows"), TypeError, ("dim is 'rows'", "int")),
+    "mean of integers": (lambda: t.mean(TARGET), TypeError, ("mean: x is i64[3]", "x.float()")),
+    "max of nothing": (lambda: t.max(X[:0], 0), ValueError, ("x is f32[0, 4]", "one element")),
+    "min of nothing": (lambda: t.min(X[:0]), ValueError, ("x is f32[0, 4]", "one element")),
+    "p of one": (lambda: drop(1.0), ValueError, ("p is 1.0", "[0, 1)")),
+    "p negative": (lambda: drop(-0.1), ValueError, ("p is -0.1", "[0, 1)")),
+    "p NaN": (lambda: drop(math.nan), ValueError, ("p is nan", "[0, 1)")),
+    "p text": (lambda: drop("half"), TypeError, ("p is str 'half'", "[0, 1)")),
+    "p bool": (lambda: drop(True), TypeError, ("p is bool True", "[0, 1)")),
+    "p tensor": (lambda: drop(torch.tensor(0.5)), TypeError, ("p is f32[]", "number")),
+    "dropout of a list": (lambda: drop(0.5, [1.0]), TypeError, ("dropout_linear: x is list",)),
+    "generator": (
+        lambda: t.dropout_linear(X, W, B, generator=7),
+        TypeError,
+        ("generator is int 7", "torch.Generator"),
+    ),
+    "eps negative": (
+        lambda: t.layer_norm_linear(X, G, H, W, B, -1.0),
+        ValueError,
+        ("eps is -1.0",),
+    ),
+    "eps NaN": (lambda: bn(eps=math.nan), ValueError, ("eps is nan", "at least 0")),
+    "gamma of N": (lambda: t.layer_norm_linear(X, B, H, W, B), ValueError, ("gamma", "shape [4]")),
+    "momentum": (lambda: bn(momentum=1.5), ValueError, ("momentum is 1.5", "[0, 1]")),
+    "no statistics": (
+        lambda: bn(mean=None, var=None),
+        ValueError,
+        ("running_mean", "training=True"),
+    ),
+    "half the statistics": (lambda: bn(mean=None, training=True), ValueError, ("given together",)),
+    "statistics of K": (lambda: bn(mean=G, var=G), ValueError, ("running_mean", "shape [5]")),
+    "integer statistics": (lambda: bn(mean=MEAN.long()), TypeError, ("running_mean is i64[5]",)),
+    "one row in training": (lambda: bn(X[:1], training=True), ValueError, ("more than one row",)),
+    "float target": (lambda: ce(target=TARGET.float()), TypeError, ("target", "int64", ".long()")),
+    "target shape": (lambda: ce(target=TARGET[:2]), ValueError, ("target is i64[2]", "[N, C]")),
+    "integer logits": (lambda: ce(LOGITS.int()), TypeError, ("logits is i32[3, 6]", "floating")),
+    "no classes": (lambda: ce(LOGITS[:, :0]), ValueError, ("logits is f32[3, 0]",)),
+    "target beyond": (lambda: ce(target=TARGET + 1), IndexError, ("6",)),
+    "target below": (lambda: ce(target=TARGET - 1), IndexError, ("-1",)),
+    "reduction": (lambda: ce(reduction="avg"), ValueError, ("reduction is 'avg'", "'mean'")),
+    "smoothing": (
+        lambda: ce(label_smoothing=1.1),
+        ValueError,
+        ("label_smoothing is 1.1", "[0, 1]"),
+    ),
+    "smoothing NaN": (
+        lambda: ce(label_smoothing=math.nan),
+        ValueError,
+        ("label_smoothing is nan",),
+    ),
+    "ignore_index": (lambda: ce(ignore_index=1.5), TypeError, ("ignore_index is float 1.5", "int")),
+    "scale NaN": (lambda: scores(scale=math.nan), ValueError, ("scale is nan", "finite")),
+    "scale inf": (lambda: scores(scale=math.inf), ValueError, ("scale is inf", "finite")),
+    "scale tensor": (lambda: scores(scale=torch.ones(())), TypeError, ("scale is f32[]", "number")),
+    "scale None": (lambda: scores(scale=None), TypeError, ("scale is NoneType", "number")),
+    "q and k": (lambda: scores(k=K[..., :3]), ValueError, ("k is f32[2, 5, 3]", "one D")),
+    "q without rows": (lambda: scores(q=G), ValueError, ("q is f32[4]", "[..., S, D]")),
+    "q and k batches": (lambda: scores(q=torch.ones(3, 3, 4)), ValueError, ("do not broadcast",)),
+    "mask shape": (lambda: scores(mask=torch.ones(4, 5)), ValueError, ("mask", "[2, 3, 5]")),
+    "integer mask": (
+        lambda: scores(mask=torch.ones(3, 5).int()),
+        TypeError,
+        ("mask is i32[3, 5]",),
+    ),
+    "nested": (
+        lambda: t.relu(torch.nested.nested_tensor([G, G[:2]], layout=torch.jagged)),
+        TypeError,
+        ("relu: x is a nested tensor", "pad"),
+    ),
+    "tune of a tensor": (lambda: t.tune(X), TypeError, ("tune: fn is Tensor", "function")),
+    "explain of a name": (lambda: t.explain("linear"), TypeError, ("explain: fn is str",)),
+    "candidates of a stranger": (lambda: t.candidates(torch.relu, X), ValueError, ("linear",)),
+    "invalidate of a name": (lambda: t.invalidate("w"), TypeError, ("invalidate: tensor is str",)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_say_which_what_and_how(name: str) -> None:
+    """Cold and after warm calls alike."""
+    call, error, words = WRONG[name]
+    for _ in range(2):
+        with pytest.raises(error) as caught:
+            call()
+        for word in words:
+            assert word in str(caught.value)
+        t.linear(X, W, B)
+        t.sum(X, 1)
+        scores()
+
+
+HUGE = torch.ones(1, 1).expand(1 << 15, 1 << 15)  # 4 GiB if it were written out
+INFERENCE = torch.inference_mode()(lambda: torch.randn(3, 4))()
+ODD_MEMORY = torch.randn(13)[1:].view(3, 4)
+
+# ours, PyTorch's
+RIGHT: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
+    "int operand": (lambda: t.add(X, 2), lambda: X + 2),
+    "float operand first": (lambda: t.sub(1.5, X), lambda: 1.5 - X),
+    "NaN operand": (lambda: t.mul(X, math.nan), lambda: X * math.nan),
+    "bool operand": (lambda: t.mul(X, True), lambda: X * True),
+    "complex operand": (lambda: t.add(X.double(), 2j), lambda: X.double() + 2j),
+    "uint8 and a big int": (lambda: t.add(TARGET.byte(), 300), lambda: TARGET.byte() + 300),
+    "integers divided": (lambda: t.div(TARGET, 2), lambda: TARGET / 2),
+    "division by zero": (lambda: t.div(X, 0), lambda: X / 0),
+    "booleans added": (lambda: t.add(X > 0, X < 0), lambda: (X > 0) + (X < 0)),
+    "promotion": (lambda: t.add(X.half(), X), lambda: X.half() + X),
+    "promotion of a scalar tensor": (
+        lambda: t.mul(X.half(), torch.tensor(2.5)),
+        lambda: X.half() * torch.tensor(2.5),
+    ),
+    "numpy scalar": (lambda: t.add(X, np.float32(2)), lambda: X + np.float32(2)),
+    "two numbers as tensors": (
+        lambda: t.add(torch.tensor(1.5), torch.tensor(2)),
+        lambda: torch.tensor(3.5),
+    ),
+    "half number and a number": (
+        lambda: t.mul(X.half()[0, 0], 2.5),
+        lambda: X.half()[0, 0] * 2.5,
+    ),
+    "integer number and a fraction": (lambda: t.add(TARGET[0], 2.5), lambda: TARGET[0] + 2.5),
+    "number and numpy double": (lambda: t.sub(X[0, 0], np.float64(2)), lambda: X[0, 0] - 2.0),
+    "integer affine": (lambda: t.affine(TARGET, 2, 1), lambda: TARGET * 2 + 1),
+    "relu of integers": (lambda: t.relu(TARGET - 2), lambda: torch.relu(TARGET - 2)),
+    "NaN and infinities": (
+        lambda: t.relu(torch.tensor([math.nan, math.inf, -math.inf, -0.0])),
+        lambda: torch.relu(torch.tensor([math.nan, math.inf, -math.inf, -0.0])),
+    ),
+    "add_relu of NaN": (lambda: t.add_relu(X, math.nan), lambda: torch.relu(X + math.nan)),
+    "max of NaN": (lambda: t.max(X / X[0, 0] * math.nan), lambda: torch.amax(X * math.nan)),
+    "sum of integers": (lambda: t.sum(TARGET.int()), lambda: torch.sum(TARGET.int())),
+    "sum of booleans": (lambda: t.sum(X > 0, 0), lambda: torch.sum(X > 0, 0)),
+    "sum of nothing": (lambda: t.sum(X[:0], 0), lambda: torch.sum(X[:0], 0)),
+    "mean of nothing": (lambda: t.mean(X[:0]), lambda: torch.mean(X[:0])),
+    "sum over no dims": (lambda: t.sum(X, ()), lambda: X),
+    "sum of a number": (lambda: t.sum(X[0, 0], 0), lambda: torch.sum(X[0, 0], 0)),
+    "negative dim": (lambda: t.sum(X, -1, True), lambda: torch.sum(X, -1, True)),
+    "list of dims": (lambda: t.mean(X, [0, -1]), lambda: torch.mean(X, [0, -1])),
+    "softmax of a number": (lambda: t.softmax(X[0, 0], 0), lambda: torch.softmax(X[0, 0], 0)),
+    "softmax to f64": (
+        lambda: t.softmax(X.half(), dtype=torch.float64),
+        lambda: torch.softmax(X.half(), -1, dtype=torch.float64),
+    ),
+    "softmax of integers to f32": (
+        lambda: t.softmax(TARGET, 0, torch.float32),
+        lambda: torch.softmax(TARGET, 0, dtype=torch.float32),
+    ),
+    "softmax of -inf": (lambda: t.softmax(X - math.inf), lambda: torch.softmax(X - math.inf, -1)),
+    "empty product": (lambda: t.matmul(X[:, :0], W[:0]), lambda: X[:, :0] @ W[:0, :4]),
+    "no rows": (lambda: t.linear(X[:0], W, B), lambda: F.linear(X[:0], W, B)),
+    "no features": (
+        lambda: t.linear(X[:, :0], W[:, :0], B),
+        lambda: F.linear(X[:, :0], W[:, :0], B),
+    ),
+    "no outputs": (lambda: t.linear(X, W[:0], B[:0]), lambda: F.linear(X, W[:0], B[:0])),
+    "vector": (lambda: t.linear(X[0], W, B), lambda: F.linear(X[0], W, B)),
+    "vectors": (lambda: t.matmul(X[0], W[0]), lambda: X[0] @ W[0]),
+    "zero stride": (
+        lambda: t.linear(G.expand(3, 4), W, B[0].expand(5)),
+        lambda: F.linear(G.expand(3, 4), W, B[0].expand(5)),
+    ),
+    "flipped": (
+        lambda: t.linear(X.flip(0), W.flip(1), B),
+        lambda: F.linear(X.flip(0), W.flip(1), B),
+    ),
+    "misaligned": (lambda: t.linear(ODD_MEMORY, W, B), lambda: F.linear(ODD_MEMORY, W, B)),
+    "broadcast residual": (
+        lambda: t.linear(X, W, B, torch.ones(1, 5)),
+        lambda: F.linear(X, W, B) + torch.ones(1, 5),
+    ),
+    "float64": (lambda: t.linear(X.double(), W.double()), lambda: F.linear(X.double(), W.double())),
+    "complex": (lambda: t.linear(X + 1j, W + 2j), lambda: F.linear(X + 1j, W + 2j)),
+    "conjugated": (
+        lambda: t.matmul((X + 1j).conj(), W.t() + 0j),
+        lambda: (X + 1j).conj() @ (W.t() + 0j),
+    ),
+    "negated view": (lambda: t.add((X + 1j).conj().imag, X), lambda: (X + 1j).conj().imag + X),
+    "sparse": (lambda: t.relu(X.to_sparse()).to_dense(), lambda: torch.relu(X)),
+    "sparse matrix": (
+        lambda: t.matmul(X.to_sparse(), W.t()).to_dense(),
+        lambda: X @ W.t(),
+    ),
+    "inference tensor": (lambda: t.linear(INFERENCE, W, B), lambda: F.linear(INFERENCE, W, B)),
+    "parameter": (
+        lambda: t.linear(X, torch.nn.Parameter(W), torch.nn.Parameter(B)),
+        lambda: F.linear(X, torch.nn.Parameter(W), torch.nn.Parameter(B)),
+    ),
+    "huge and unwritten": (lambda: t.max(HUGE, 0)[:2], lambda: torch.ones(2)),
+    "one operand thrice": (lambda: t.affine(X, X, X), lambda: X * X + X),
+    "same weight as x": (lambda: t.linear(W, W), lambda: F.linear(W, W)),
+    "ints for numbers": (
+        lambda: t.layer_norm_linear(X, None, None, W, None, 1),
+        lambda: F.linear(F.layer_norm(X, (4,), eps=1), W),
+    ),
+    "numpy number": (
+        lambda: scores(scale=np.float64(0.25)),
+        lambda: torch.softmax(Q @ K.mT / 4, -1),
+    ),
+    "zero scale": (lambda: scores(scale=0), lambda: torch.full((2, 3, 5), 0.2)),
+    "float mask of another dtype": (
+        lambda: scores(Q.half(), K.half(), mask=torch.zeros(3, 5)),
+        lambda: torch.softmax(Q.half() @ K.half().mT * 0.5, -1),
+    ),
+    "row that sees nothing": (
+        lambda: scores(mask=torch.zeros(3, 5, dtype=torch.bool)),
+        lambda: torch.full((2, 3, 5), math.nan),
+    ),
+    "dropout of nothing": (lambda: t.dropout_linear(X, W, B, 0), lambda: F.linear(X, W, B)),
+    "dropout in evaluation": (
+        lambda: t.dropout_linear(X, W, B, 0.9, False),
+        lambda: F.linear(X, W, B),
+    ),
+    "dropout without rows": (lambda: t.dropout_linear(X[:0], W, B), lambda: F.linear(X[:0], W, B)),
+    "one class index": (
+        lambda: ce(LOGITS[0], TARGET[0]),
+        lambda: F.cross_entropy(LOGITS[0], TARGET[0]),
+    ),
+    "images": (
+        lambda: ce(torch.arange(48.0).view(2, 6, 4), torch.ones(2, 4).long(), reduction="none"),
+        lambda: F.cross_entropy(
+            torch.arange(48.0).view(2, 6, 4), torch.ones(2, 4).long(), reduction="none"
+        ),
+    ),
+    "all ignored": (
+        lambda: ce(target=torch.full((3,), 2), ignore_index=2),
+        lambda: F.cross_entropy(LOGITS, torch.full((3,), 2), ignore_index=2),
+    ),
+    "no logits": (
+        lambda: ce(LOGITS[:0], TARGET[:0], reduction="sum"),
+        lambda: F.cross_entropy(LOGITS[:0], TARGET[:0], reduction="sum"),
+    ),
+    "infinite logit": (
+        lambda: ce(LOGITS.index_fill(1, TARGET[:1], math.inf)),
+        lambda: F.cross_entropy(LOGITS.index_fill(1, TARGET[:1], math.inf), TARGET),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("name", RIGHT)
+def test_odd_but_right(name: str) -> None:
+    """Value, dtype, shape, and whether gradients are recorded, cold and warm."""
+    ours, theirs = RIGHT[name]
+    want = theirs()
+    for _ in range(3):
+        got = ours()
+        torch.testing.assert_close(got, want, equal_nan=True, rtol=2e-3, atol=2e-3)
+        assert got.requires_grad == want.requires_grad
+
+
+def test_gradients_of_integers_are_refused_as_pytorch_refuses_them() -> None:
+    with pytest.raises(RuntimeError, match="floating point"):
+        t.add(TARGET.requires_grad_(), 1)
+
+
+def test_inputs_are_never_changed() -> None:
+    given = [X, W, B, LOGITS, Q, K, G, H, MEAN, VAR]
+    before = [g.clone() for g in given]
+    for call, _ in RIGHT.values():
+        call()
+    bn()
+    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+
+
+def test_results_do_not_share_memory_with_inputs() -> None:
+    x = torch.rand(3, 4)
+    for out in (t.relu(x), t.sum(x, ()), t.add(x, 0), t.mul(x, 1), t.max(x, ()), t.softmax(x, 0)):
+        before = x.clone()
+        out.fill_(7)
+        assert torch.equal(x, before)

@@ -96,7 +96,7 @@ class Study:
         for candidate, configs in runnable:
             best: _Entrant | None = None
             for config in configs:
-                yield cost + 10 * first.rough_us * 1e-6
+                yield 4 * cost + 20 * first.rough_us * 1e-6
                 entrant = self._enter(candidate, config, min(e.rough_us for e in entrants))
                 if entrant is not None and (best is None or entrant.rough_us < best.rough_us):
                     best = entrant
@@ -229,7 +229,9 @@ class Study:
     @torch.no_grad()
     def _decide(self, entrants: list[_Entrant]) -> None:
         order = list(self.op.candidates)
-        if self.key.direction == "forward":  # eager, recorded, brings PyTorch's own backward, not the fastest one
+        if (
+            self.key.direction == "forward" and self.device.type == "cuda"
+        ):  # eager, recorded, brings PyTorch's own backward, not the fastest one
             order.append(order.pop(order.index(EAGER)))
         head, rest = entrants[0], sorted(entrants[1:], key=lambda e: e.rough_us)
         for late in rest[FINALISTS:]:

@@ -45,7 +45,7 @@ def cancelling(x: str, w: str, x_dim: int = -1, w_dim: int = -1) -> Any:
         a.narrow(x_dim, 0, half).add_(height)
         a.narrow(x_dim, half, half).sub_(height)
         b.mul_(0.125)
-        b.narrow(w_dim, 0, 2 * half).add_(height)
+        b.narrow(max(w_dim, -b.dim()), 0, 2 * half).add_(height)  # of a vector, its only dimension
 
     return stress
 

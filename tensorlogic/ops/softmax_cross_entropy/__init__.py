@@ -26,7 +26,7 @@ def _softmax_cross_entropy(
     save: bool,
 ) -> tuple[Tensor, ...]:
     """-log softmax(logits [..., C])[target [...]], smoothed and reduced; with save also what backward needs, in float32:
-    the rows' log-sum-exp [rows], and [1] the weight of a row in the reduction."""
+    the rows' log-sum-exp [rows] (0 where ignored), and [1] the weight of a row in the reduction."""
     rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     loss = F.cross_entropy(
         rows,
@@ -38,9 +38,10 @@ def _softmax_cross_entropy(
     loss = loss.view(target.shape) if reduction == "none" else loss
     if not save:
         return (loss,)
-    valid = (labels != ignore_index).sum().to(_wide(rows))
+    counts = labels != ignore_index
+    valid = counts.sum().to(_wide(rows))
     share = (1 / valid if reduction == "mean" else torch.ones_like(valid)).view(1)
-    return loss, torch.logsumexp(rows.to(_wide(rows)), 1), share
+    return loss, torch.where(counts, torch.logsumexp(rows.to(_wide(rows)), 1), 0), share
 
 
 def softmax_cross_entropy_backward(

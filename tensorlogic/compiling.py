@@ -52,6 +52,8 @@ class _Workers:
             _send(cast(IO[bytes], worker.stdin), job)
             return cast("str | None", _receive(cast(IO[bytes], worker.stdout)))
         except (OSError, EOFError) as problem:
+            self.local.worker = None  # though it may not have ended yet
+            worker.kill()
             return f"the compile worker stopped: {problem}"
 
     def close(self) -> None:
@@ -125,15 +127,7 @@ def _receive(stream: IO[bytes]) -> Any:
 def _attempt(run: Callable[[], object]) -> str | None:
     try:
         run()
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        AssertionError,
-        OSError,
-        KeyError,
-        AttributeError,
-    ) as problem:
+    except Exception as problem:  # compilers raise what they like: the caller gets it by name
         return f"{type(problem).__name__}: {problem}"
     return None
 

@@ -215,7 +215,7 @@ def _described(spec: GemmSpec, config: Config, upcast: bool) -> dict[str, Any]:
         "constexprs": {
             "PROLOGUE": spec.prologue, "KIND": spec.kind, "TRANSPOSED": spec.transposed,
             "INLINE": spec.inline, "ACTIVATION": spec.activation, "OUTER": spec.outer,
-            "EARLY": spec.early_z, "PRECISION": spec.precision, "UPCAST": upcast,
+            "EARLY": spec.early_z, "AHEAD": _ahead(spec, config), "PRECISION": spec.precision, "UPCAST": upcast,
             "EVEN_M": spec.m % config["BLOCK_M"] == 0, "EVEN_N": spec.n % config["BLOCK_N"] == 0,
             "EVEN_K": spec.k % config["BLOCK_K"] == 0,
             "WIDE": _wide(spec), "BATCHED": spec.batch > 1,
@@ -225,6 +225,13 @@ def _described(spec: GemmSpec, config: Config, upcast: bool) -> dict[str, Any]:
         "num_stages": config["num_stages"],
         "align": spec.align,
     }  # fmt: skip
+
+
+def _ahead(spec: GemmSpec, config: Config) -> bool:
+    """Whether each program may hold what its epilogue reads from the start, with registers to spare."""
+    vectors = sum(v is not None for v in (spec.mean, spec.var, spec.scale, spec.shift))
+    most = (32 if vectors else 64) * 32 * int(config["num_warps"])
+    return bool(config["SPLIT"] == 1 and config["BLOCK_M"] * config["BLOCK_N"] <= most)
 
 
 def _wide(spec: GemmSpec) -> bool:

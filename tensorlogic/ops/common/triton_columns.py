@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_elementwise import combine
-from tensorlogic.ops.common.triton_math import relu
+from tensorlogic.ops.common.triton_math import follow, relu
 
 
 @triton.jit
@@ -22,9 +22,10 @@ def column(ptr, col, live, other):
 
 @triton.jit
 def batch_norm_relu_fwd_tiled(
-    z_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, y_ptr, M, N, eps, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+    z_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, y_ptr, M, N, eps, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = relu((z - mean) / sqrt(var + eps) * gamma + beta), [M, N] with [N] vectors; float32, rounded once."""
+    follow(PDL)
     tiles_c = tl.cdiv(N, BLOCK_C)
     row = (tl.program_id(0) // tiles_c).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = (tl.program_id(0) % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -72,13 +73,14 @@ def gathered(
 @triton.jit
 def activation_bwd_columns(
     dy_ptr, kept_ptr, dz_ptr, db_ptr, space_ptr, counter_ptr, M, N, PARTS,
-    OP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+    OP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dz = dy act'(kept), OP its element-wise name, and db = the column sums of dz; [M, N], sums in float32.
 
     dy and kept are read once. PARTS programs share a column tile; the last to arrive adds their sums in fixed
     order: one launch, the same bits every run.
     """
+    follow(PDL)
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     col = tile * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -103,13 +105,14 @@ def activation_bwd_columns(
 @triton.jit
 def batch_norm_relu_bwd_columns(
     dy_ptr, y_ptr, z_ptr, mean_ptr, var_ptr, gamma_ptr, dz_ptr, db_ptr, dgamma_ptr, dbeta_ptr, space_ptr, counter_ptr,
-    M, N, PARTS, eps, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+    M, N, PARTS, eps, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """With g = dy where y > 0: dz = g s, db = s sum g, dbeta = sum g, dgamma = sum g (z - mean) / sqrt(var + eps);
     s = gamma / sqrt(var + eps), the statistics constants (evaluation). [M, N], sums over M in float32.
 
     dy, y and z are read once; the sums are shared as in `activation_bwd_columns`.
     """
+    follow(PDL)
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     col = tile * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tensorlogic.ops.common.triton_launch import prepare
+from tensorlogic.ops.common.triton_math import follow
 from tensorlogic.ops.common.triton_rows import powers, row_configs, row_statistics
 
 
@@ -55,7 +56,7 @@ def cross_entropy_fwd_online(
     x_ptr, t_ptr, loss_ptr, lse_ptr, dx_ptr, scale_ptr, y_ptr, share_ptr, counter_ptr,
     R, C, IGNORE, smoothing,
     SMOOTH: tl.constexpr, SAVE: tl.constexpr, GRAD: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """loss[r] = (1 - s) (lse - x[r, t]) + s (lse - mean x[r]), one program a row, one online read; float32.
 
@@ -63,6 +64,7 @@ def cross_entropy_fwd_online(
     of L2 while few rows are in flight) and dx = scale * (softmax - target distribution) is written. With LAST the
     last program reduces all losses into y.
     """
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * C
     t = tl.load(t_ptr + row)
@@ -107,9 +109,10 @@ def cross_entropy_fwd_registers(
     x_ptr, t_ptr, loss_ptr, lse_ptr, dx_ptr, scale_ptr, y_ptr, share_ptr, counter_ptr,
     R, C, IGNORE, smoothing,
     SMOOTH: tl.constexpr, SAVE: tl.constexpr, GRAD: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `cross_entropy_fwd_online` with BLOCK_R rows held in registers: the gradient needs no second read."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = tl.arange(0, BLOCK_C)
     t = tl.load(t_ptr + row, mask=row < R, other=IGNORE)
@@ -150,12 +153,13 @@ def cross_entropy_fwd_registers(
 @triton.jit
 def cross_entropy_reduce(
     loss_ptr, t_ptr, y_ptr, share_ptr, R, IGNORE,
-    WITH_LOSS: tl.constexpr, MEAN: tl.constexpr, SAVE: tl.constexpr, BLOCK: tl.constexpr,
+    WITH_LOSS: tl.constexpr, MEAN: tl.constexpr, SAVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = sum or mean of loss over rows that count; share = the gradient's factor: 1, or one over those rows.
 
     One program, fixed order. Without WITH_LOSS only `share` is written, which a forward with gradient needs first.
     """
+    follow(PDL)
     lane = tl.arange(0, BLOCK)
     counted = tl.zeros([BLOCK], tl.int32)
     for start in range(0, R, BLOCK):
@@ -171,9 +175,10 @@ def cross_entropy_reduce(
 @triton.jit
 def cross_entropy_bwd_tiled(
     x_ptr, t_ptr, lse_ptr, dy_ptr, share_ptr, dx_ptr, R, C, IGNORE, smoothing,
-    PER_ROW: tl.constexpr, SMOOTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    PER_ROW: tl.constexpr, SMOOTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dx[r, c] = dy * share * (exp(x - lse[r]) - target distribution), one read and one write; float32."""
+    follow(PDL)
     tiles_c = tl.cdiv(C, BLOCK_C)
     first = (tl.program_id(0) // tiles_c).to(tl.int64) * BLOCK_R
     row = first + tl.arange(0, BLOCK_R)

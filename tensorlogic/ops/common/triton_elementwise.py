@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import (
+    follow,
     gelu_erf,
     gelu_erf_grad,
     gelu_tanh,
@@ -226,13 +227,14 @@ def elementwise_flat(
     a_ptr, b_ptr, c_ptr, y_ptr, z_ptr, N, C,
     OP: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
     A_MODE: tl.constexpr, B_MODE: tl.constexpr, C_MODE: tl.constexpr,
-    EVICT: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr,
+    EVICT: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y (and z) = OP(a, b, c) over N contiguous elements, computed in float32, rounded once.
 
     Each program owns BLOCK elements: 16-byte accesses per thread, several in flight. All tiles but the last
     are unmasked, so N that is no multiple of 8 costs nothing but in its last tile.
     """
+    follow(PDL)
     base = tl.program_id(0).to(tl.int64) * BLOCK
     if base + BLOCK <= N:
         flat_tile(
@@ -268,12 +270,13 @@ def elementwise_rows(
     a_ptr, b_ptr, c_ptr, y_ptr, z_ptr, R, C,
     OP: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
     A_MODE: tl.constexpr, B_MODE: tl.constexpr, C_MODE: tl.constexpr,
-    EVICT: tl.constexpr, STORE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    EVICT: tl.constexpr, STORE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y (and z) = OP(a, b, c) over [R, C]; operands are [R, C], [C], [R, 1] or one element; float32, rounded once.
 
     A 2-D tile reads a broadcast vector once per tile and needs no division per element.
     """
+    follow(PDL)
     tiles_c = tl.cdiv(C, BLOCK_C)
     tile_r = tl.program_id(0) // tiles_c
     col = (tl.program_id(0) % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -5,7 +5,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_math import activate, activation_grad, dropout
+from tensorlogic.ops.common.triton_elementwise import combine
+from tensorlogic.ops.common.triton_math import activate, activation_grad, dropout, follow
+
+
+@triton.jit
+def shaped(x, KIND: tl.constexpr, HALF: tl.constexpr):
+    """The activation KIND of float32 x; HALF: the result is rounded to 16 bits next, and costs half the instructions."""
+    if HALF and (KIND == "gelu" or KIND == "gelu_tanh" or KIND == "silu"):
+        y, _ = combine(KIND, True, x, x, x)
+        return y
+    else:
+        return activate(x, KIND)
+
+
+@triton.jit
+def slope(dy, saved, KIND: tl.constexpr, HALF: tl.constexpr):
+    """dy · act'(saved) likewise."""
+    if HALF and (KIND == "gelu" or KIND == "gelu_tanh" or KIND == "silu"):
+        y, _ = combine(KIND + "_bwd", True, dy, saved, saved)
+        return y
+    else:
+        return activation_grad(dy, saved, KIND)
 
 
 @triton.jit
@@ -32,32 +53,33 @@ def row_statistics(
     ptr, at, step, rm, M, rk, K, eps,
     NORM: tl.constexpr, EVEN_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Mean [BLOCK_M] and 1 / sqrt(variance + eps) of whole rows, in one pass that merges blocks.
+    """Mean [BLOCK_M] and 1 / sqrt(variance + eps) of whole rows; for an RMS norm the mean is 0, the variance the mean square.
 
-    For an RMS norm the mean is 0 and the variance the mean square. Source: Chan et al. (1979).
+    Distances from the mean of the row's first block are summed lane by lane and reduced across lanes once. That
+    mean is at most sqrt(K / BLOCK_K) deviations off, so the subtraction costs K / BLOCK_K roundings at worst.
     """
-    mean = tl.zeros([BLOCK_M], tl.float32)
-    square = tl.zeros([BLOCK_M], tl.float32)  # sum of squared distances from the mean
+    near = tl.zeros([BLOCK_M], tl.float32)
+    if NORM == "layer_norm":  # the mean of the first block
+        first = load_tile(ptr + at, rm, M, rk, K, EVEN_M, False).to(tl.float32)
+        near = tl.sum(first, 1) / tl.minimum(K, BLOCK_K)
+    level = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    square = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for start in range(0, K, BLOCK_K):
         x = load_tile(ptr + at, rm, M, rk, K - start, EVEN_M, False).to(tl.float32)
-        if NORM == "rms_norm":
-            square += tl.sum(x * x, 1)
-        else:
-            count = tl.minimum(K - start, BLOCK_K).to(tl.float32)
-            here = tl.sum(x, 1) / count
-            away = tl.where((rk < K - start)[None, :], x - here[:, None], 0.0)
-            gap = here - mean
-            mean += gap * (count / (start + count))
-            square += tl.sum(away * away, 1) + gap * gap * (count * start / (start + count))
+        away = tl.where((rk < K - start)[None, :], x - near[:, None], 0.0)
+        if NORM == "layer_norm":
+            level += away
+        square += away * away
         ptr += step
-    return mean, tl.rsqrt(square / K + eps)
+    shift = tl.sum(level, 1) / K
+    return near + shift, tl.rsqrt(tl.maximum(tl.sum(square, 1) / K - shift * shift, 0.0) + eps)
 
 
 @triton.jit
 def transform(
     x, saved, rm, M, rk, K, seed, offset, mean, rstd,
     row_mean_ptr, row_rstd_ptr, gamma_ptr, beta_ptr, p,
-    PROLOGUE: tl.constexpr, KIND: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PROLOGUE: tl.constexpr, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """prologue(x) of one tile [BLOCK_M, BLOCK_K] in float32.
 
@@ -65,9 +87,9 @@ def transform(
     statistics along K.
     """
     if PROLOGUE == "activation":
-        return activate(x, KIND)
+        return shaped(x, KIND, HALF)
     elif PROLOGUE == "gradient":
-        return activation_grad(x, saved, KIND)
+        return slope(x, saved, KIND, HALF)
     elif PROLOGUE == "dropout":
         if TRANSPOSED:
             return dropout(x, seed, offset, rk.to(tl.int64)[None, :] * M + rm[:, None], p)
@@ -90,43 +112,62 @@ def transform(
 
 
 @triton.jit
+def columnwise(bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, eps, rn, N):
+    """(bias, factor, summand) [BLOCK_N]: ((v + bias) - mean) / sqrt(var + eps) * scale + shift is (v + bias) * factor + summand."""
+    bias, factor, summand = 0.0, 1.0, 0.0
+    if bias_ptr is not None:
+        bias = load_vector(bias_ptr, rn, N)
+    if mean_ptr is not None:
+        summand = -load_vector(mean_ptr, rn, N)
+    if var_ptr is not None:
+        factor = tl.rsqrt(load_vector(var_ptr, rn, N) + eps)
+    if scale_ptr is not None:
+        factor *= load_vector(scale_ptr, rn, N)
+    summand *= factor
+    if shift_ptr is not None:
+        summand += load_vector(shift_ptr, rn, N)
+    return bias, factor, summand
+
+
+@triton.jit
 def epilogue(
-    acc, y_ptr, z_ptr, residual_ptr, y_at, r_at, rm, M, rn, N, seed, offset,
+    acc, other, bias, factor, summand, y_ptr, z_ptr, residual_ptr, y_at, r_at, rm, M, rn, N, seed, offset,
     bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, p, eps,
-    ACTIVATION: tl.constexpr, OUTER: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUTER: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
     """Finish one tile [BLOCK_M, BLOCK_N] of float32 sums and store it.
 
     z = (acc + bias - mean) / sqrt(var + eps) * scale + shift + residual, y = activation(z), each
     part optional; OUTER "gradient": z * act'(residual) in place of + residual, "dropout": of z.
-    EARLY: what is stored as z is acc + bias.
+    EARLY: what is stored as z is acc + bias. AHEAD: `other` is the residual and what `columnwise`
+    gives is given, all loaded before.
     """
+    if not AHEAD:
+        bias, factor, summand = columnwise(bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, eps, rn, N)
     mask = (rm < M)[:, None] & (rn < N)[None, :]
+    HALF: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth == 16
     if bias_ptr is not None:
-        acc += load_vector(bias_ptr, rn, N)[None, :]
+        acc += bias[None, :]
     if z_ptr is not None and EARLY:
         tl.store(z_ptr + y_at, acc.to(z_ptr.dtype.element_ty), mask=mask)
-    if mean_ptr is not None:
-        acc -= load_vector(mean_ptr, rn, N)[None, :]
-    if var_ptr is not None:
-        acc *= tl.rsqrt(load_vector(var_ptr, rn, N) + eps)[None, :]
-    if scale_ptr is not None:
-        acc *= load_vector(scale_ptr, rn, N)[None, :]
-    if shift_ptr is not None:
-        acc += load_vector(shift_ptr, rn, N)[None, :]
+    if var_ptr is not None or scale_ptr is not None:
+        acc *= factor[None, :]
+    if mean_ptr is not None or shift_ptr is not None:
+        acc += summand[None, :]
     if residual_ptr is not None:
-        other = load_tile(residual_ptr + r_at, rm, M, rn, N, EVEN_M, EVEN_N).to(tl.float32)
+        if not AHEAD:
+            other = load_tile(residual_ptr + r_at, rm, M, rn, N, EVEN_M, EVEN_N)
         if OUTER == "gradient":
-            acc = activation_grad(acc, other, KIND)
+            acc = slope(acc, other.to(tl.float32), KIND, HALF)
         else:
-            acc += other
+            acc += other.to(tl.float32)
     if OUTER == "dropout":
         at = rm.to(tl.int64)[:, None] * N + rn[None, :]
         acc = dropout(acc, seed, offset, at, p)
     if z_ptr is not None and not EARLY:
         tl.store(z_ptr + y_at, acc.to(z_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_ptr + y_at, activate(acc, ACTIVATION).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + y_at, shaped(acc, ACTIVATION, HALF).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -183,10 +224,10 @@ def gemm_tiled(
     stride_sb, stride_sm, stride_sk, stride_rb, stride_rm, stride_rn,
     stride_yb, stride_ym, stride_yn, p, eps, seed_value, offset_value,
     PROLOGUE: tl.constexpr, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, INLINE: tl.constexpr,
-    ACTIVATION: tl.constexpr, OUTER: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUTER: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     WIDE: tl.constexpr, BATCHED: tl.constexpr, SPLIT: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[M, N] = epilogue(prologue(x[M, K]) @ w[K, N]), summed in float32; a batch with BATCHED.
 
@@ -196,6 +237,7 @@ def gemm_tiled(
     ordinary units, sums kept per lane until the end, for a few rows bound by reading w.
     `x_out` takes prologue(x) and `row_sum` its sums over K, from the first column of tiles.
     """
+    follow(PDL)
     ROWS: tl.constexpr = BLOCK_M < 16
     part, tile = tl.program_id(0) % SPLIT, tl.program_id(0) // SPLIT
     batch, tile_m, tile_n = locate(tile, M, N, GROUP_M, BLOCK_M, BLOCK_N)
@@ -252,6 +294,14 @@ def gemm_tiled(
         rstd = load_vector(row_rstd_ptr, rm, M)
         mean = load_vector(row_mean_ptr, rm, M) if row_mean_ptr is not None else rstd
 
+    r_at, other, bias, factor, summand = 0, 0.0, 0.0, 1.0, 0.0
+    if residual_ptr is not None:
+        r_at = rm[:, None] * stride_rm + rn[None, :] * stride_rn
+    if AHEAD:  # what the epilogue reads comes from memory at its slowest: ask for it before the loop
+        bias, factor, summand = columnwise(bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, eps, rn, N)
+        if residual_ptr is not None:
+            other = load_tile(residual_ptr + r_at, rm, M, rn, N, EVEN_M, EVEN_N)
+
     sums = tl.zeros([BLOCK_M], tl.float32)
     rk += part * per
     for _ in range(part * per, tl.minimum(K, part * per + per), BLOCK_K):
@@ -265,6 +315,7 @@ def gemm_tiled(
             x = transform(
                 x.to(tl.float32), saved.to(tl.float32), rm, M, rk, K, seed, offset, mean, rstd,
                 row_mean_ptr, row_rstd_ptr, gamma_ptr, beta_ptr, p, PROLOGUE, KIND, TRANSPOSED,
+                w.dtype.primitive_bitwidth == 16,
             ).to(w.dtype)  # fmt: skip
         if x_out_ptr is not None:  # noqa: SIM102  (settled by the compiler; the inner one at run time)
             if tile_n == 0:
@@ -297,11 +348,10 @@ def gemm_tiled(
                 sums = gather(space_ptr, row_lanes, SPLIT, BLOCK_M)
     if mine:
         y_at = rm[:, None] * stride_ym + rn[None, :] * stride_yn
-        r_at = rm[:, None] * stride_rm + rn[None, :] * stride_rn if residual_ptr is not None else 0
         epilogue(
-            acc, y_ptr, z_ptr, residual_ptr, y_at, r_at, rm, M, rn, N, seed, offset,
+            acc, other, bias, factor, summand, y_ptr, z_ptr, residual_ptr, y_at, r_at, rm, M, rn, N, seed, offset,
             bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, p, eps,
-            ACTIVATION, OUTER, KIND, EARLY, EVEN_M, EVEN_N,
+            ACTIVATION, OUTER, KIND, EARLY, AHEAD, EVEN_M, EVEN_N,
         )  # fmt: skip
         if row_sum_ptr is not None:
             once = (rm < M) & (tile_n == 0)

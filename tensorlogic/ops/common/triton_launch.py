@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ TYPES = {
     "u8": "u8", "i8": "i8", "i16": "i16", "i32": "i32", "i64": "i64",
 }  # fmt: skip
 MOST_HINT = 16  # widest vector access in bytes, and the largest divisor worth telling the compiler
+DEPENDENT = "PDL"  # the constant of kernels that wait for the kernels before them themselves: set from sm_90 on
 MAX_GRID = (2**31 - 1, 65535, 65535)
 SHARED_BYTES = {
     80: 166912,
@@ -125,9 +126,10 @@ def prepare(
     """
     _check_grid(kernel, grid)
     wanted = _collecting.get()
+    sm = wanted[0] if wanted else 0 if interpreted(kernel) or device.type != "cuda" else _capability(device)
     job = compile_job(
         kernel, grid=grid, pointers=pointers, integers=integers, floats=floats, constexprs=constexprs,
-        num_warps=num_warps, num_stages=num_stages, sm=wanted[0] if wanted else 0, align=align, longs=longs,
+        num_warps=num_warps, num_stages=num_stages, sm=sm, align=align, longs=longs,
     )  # fmt: skip
     if wanted:
         wanted[1].append(job)
@@ -174,7 +176,10 @@ def compile_job(
 ) -> CompileJob:
     """What `prepare` would compile with the same arguments for compute capability `sm` (90: Hopper)."""
     del grid  # not part of a binary; taken so that both functions accept the same arguments
-    names, given = list(kernel.arg_names), [*pointers, *integers, *floats, *longs, *constexprs]
+    names = list(kernel.arg_names)
+    if DEPENDENT in names:
+        constexprs = {**constexprs, DEPENDENT: sm >= 90}
+    given = [*pointers, *integers, *floats, *longs, *constexprs]
     dynamic = given[: len(given) - len(constexprs)]
     if dynamic != [name for name in names if name in dynamic] or set(given) - set(names):
         raise ValueError(
@@ -202,14 +207,19 @@ def compile_job(
 
 def collect(build: Callable[[], object], device: torch.device) -> list[CompileJob]:
     """The compile jobs of everything that `build()` prepares for `device`; nothing is compiled, loaded or started."""
-    major, minor = torch.cuda.get_device_capability(device)
     jobs: list[CompileJob] = []
-    token = _collecting.set((major * 10 + minor, jobs))
+    token = _collecting.set((_capability(device), jobs))
     try:
         build()
     finally:
         _collecting.reset(token)
     return jobs
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
 
 
 def interpreted(kernel: Any) -> bool:
@@ -232,6 +242,8 @@ def run_compile_job(job: CompileJob) -> Any:
         {(names.index(name),): [["tt.divisibility", factor]] for name, factor in job.hinted},
     )
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
+    if dict(job.constexprs).get(DEPENDENT):
+        options["launch_pdl"] = True
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", job.sm, 32), options=options)
     except (TritonError, RuntimeError) as error:
@@ -310,8 +322,6 @@ def _load(job: CompileJob, index: int) -> _Binary:
 
 
 def _loaded(job: CompileJob, index: int) -> _Binary:
-    major, minor = torch.cuda.get_device_capability(index)
-    job = replace(job, sm=major * 10 + minor)
     compiling.settle(job)  # a worker process may be at it
     compiled = run_compile_job(job)
     # Triton builds a C launcher per signature: without constants fewer differ, and a call passes less

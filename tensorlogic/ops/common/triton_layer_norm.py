@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tensorlogic.ops.common.triton_launch import prepare
+from tensorlogic.ops.common.triton_math import follow
 from tensorlogic.ops.common.triton_reduce import reduce_launcher
 
 
@@ -17,12 +18,13 @@ from tensorlogic.ops.common.triton_reduce import reduce_launcher
 def layer_norm_fwd_registers(
     x_ptr, gamma_ptr, beta_ptr, y_ptr, mean_ptr, rstd_ptr, R, N, eps,
     HAS_GAMMA: tl.constexpr, HAS_BETA: tl.constexpr, HAS_Y: tl.constexpr, SAVE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = (x - mean) * rstd * gamma + beta; rows stay in registers, so the variance is taken about the mean; float32.
 
     Without HAS_Y only mean [R] and rstd [R] are written: a product with normalised rows reads x itself.
     """
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = tl.arange(0, BLOCK_C)
     mask = (row < R)[:, None] & (col < N)[None, :]
@@ -47,9 +49,10 @@ def layer_norm_fwd_registers(
 def layer_norm_fwd_looped(
     x_ptr, gamma_ptr, beta_ptr, y_ptr, mean_ptr, rstd_ptr, N, eps,
     HAS_GAMMA: tl.constexpr, HAS_BETA: tl.constexpr, HAS_Y: tl.constexpr, SAVE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `layer_norm_fwd_registers` for rows of any length: Welford's update in every lane, lanes combined once."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * N
     col = tl.arange(0, BLOCK_C)
@@ -86,13 +89,14 @@ def layer_norm_fwd_looped(
 def layer_norm_bwd_registers(
     x_ptr, dy_ptr, gamma_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, R, N, PARTS,
     HAS_GAMMA: tl.constexpr, NEED_DX: tl.constexpr, NEED_PARAMS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma; partial [2, PARTS, N] of dgamma and dbeta.
 
     x and dy are read once for all three gradients. Program p takes row tiles p, p + PARTS, ... and adds them in
     that order, so the result is the same every run; a column reduction of the partials follows.
     """
+    follow(PDL)
     part = tl.program_id(0)
     col = tl.arange(0, BLOCK_C)
     live = col < N
@@ -129,9 +133,10 @@ def layer_norm_bwd_registers(
 
 @triton.jit
 def layer_norm_bwd_dx_looped(
-    x_ptr, dy_ptr, gamma_ptr, mean_ptr, rstd_ptr, dx_ptr, N, HAS_GAMMA: tl.constexpr, BLOCK_C: tl.constexpr
+    x_ptr, dy_ptr, gamma_ptr, mean_ptr, rstd_ptr, dx_ptr, N, HAS_GAMMA: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dx as in `layer_norm_bwd_registers` for rows of any length, in two sweeps; float32."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * N
     dy_ptr += row * N
@@ -163,9 +168,10 @@ def layer_norm_bwd_dx_looped(
 
 @triton.jit
 def layer_norm_bwd_params_tiled(
-    x_ptr, dy_ptr, mean_ptr, rstd_ptr, partial_ptr, R, N, PARTS, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+    x_ptr, dy_ptr, mean_ptr, rstd_ptr, partial_ptr, R, N, PARTS, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """partial [2, PARTS, N] of dgamma = sum dy * xhat and dbeta = sum dy over rows, by column tiles; float32."""
+    follow(PDL)
     part = tl.program_id(0) % PARTS
     col = (tl.program_id(0) // PARTS) * BLOCK_C + tl.arange(0, BLOCK_C)
     live = col < N

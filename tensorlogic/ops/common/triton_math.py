@@ -7,8 +7,19 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ROUNDS = tl.constexpr(7)  # Philox4x32 passes BigCrush from 7 rounds on (Salmon et al. 2011)
+
+
+@triton.jit
+def follow(PDL: tl.constexpr):
+    """Programmatic dependent launch: let the next kernel's programs be placed once all of this one's are, and wait until
+    the kernels before are done and their results visible. First in a kernel, before anything is read or written; it
+    hides the start of a launch behind the end of the one before, 0.7 to 1 µs on an H200."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tensorlogic.ops.common.triton_launch import prepare
+from tensorlogic.ops.common.triton_math import follow
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def finish(total, COUNT, KIND: tl.constexpr):
 @triton.jit
 def reduce_split(
     x_ptr, y_ptr, partial_ptr, counter_ptr, N, PARTS, COUNT,
-    KIND: tl.constexpr, EMPTY: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
+    KIND: tl.constexpr, EMPTY: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[r] = reduce x[r, :N] with PARTS programs a row, accumulated in BLOCK float32 lanes, then as a tree.
 
@@ -66,6 +67,7 @@ def reduce_split(
     fixed order, writes y and sets the row's counter back to 0: one launch, same bits every run, safe to capture
     and replay. Without LAST, PARTS == 1 writes y and any other PARTS leaves the partials for a second launch.
     """
+    follow(PDL)
     row = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     lane = tl.arange(0, BLOCK)
@@ -98,7 +100,7 @@ def reduce_split(
 
 @triton.jit
 def reduce_polled(
-    x_ptr, y_ptr, cell_ptr, N, PARTS, COUNT, KIND: tl.constexpr, EMPTY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr
+    x_ptr, y_ptr, cell_ptr, N, PARTS, COUNT, KIND: tl.constexpr, EMPTY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = reduce x[:N] by PARTS programs, each leaving its float32 result and the number of the launch in one 64-bit cell.
 
@@ -107,6 +109,7 @@ def reduce_polled(
     that is read in a microsecond these would cost half as much again. All other programs start before the last
     one and wait for nobody, so it never waits in vain.
     """
+    follow(PDL)
     part = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     launch = tl.load(cell_ptr) + 1
@@ -135,9 +138,10 @@ def reduce_polled(
 @triton.jit
 def reduce_rows(
     x_ptr, y_ptr, R, N, COUNT,
-    KIND: tl.constexpr, EMPTY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    KIND: tl.constexpr, EMPTY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[r] = reduce x[r, :N], BLOCK_R rows a program, float32 lanes then a tree: for many rows, or short ones."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = tl.arange(0, BLOCK_C)
     live = row < R
@@ -159,13 +163,14 @@ def reduce_rows(
 def reduce_columns(
     x_ptr, w_ptr, y_ptr, partial_ptr, counter_ptr, R, C, PARTS, COUNT,
     KIND: tl.constexpr, EMPTY: tl.constexpr, HAS_W: tl.constexpr, LAST: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[o, c] = reduce over r of x[o, r, c] (times w[o, r, c]), PARTS programs a column tile; float32.
 
     Reads whole row segments, so leading dims reduce at the memory's speed. LAST as in `reduce_split`, with one
     counter per column tile; the partials are [outer, PARTS, C].
     """
+    follow(PDL)
     tiles_c = tl.cdiv(C, BLOCK_C)
     part = (tl.program_id(0) % PARTS).to(tl.int64)
     tile = tl.program_id(0) // PARTS

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tensorlogic.ops.common.triton_launch import prepare
+from tensorlogic.ops.common.triton_math import follow
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -103,7 +104,7 @@ def attention_scores_fwd(
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
     stride_mb, stride_mh, stride_ms, stride_mt, scale,
     D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, HELD: tl.constexpr,
-    EDGES: tl.constexpr, EVEN_M: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EDGES: tl.constexpr, EVEN_M: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[b, h, s, :] = softmax over t of scale * q[b, h, s] . k[b, h, t] + mask; products and sums in float32.
 
@@ -114,6 +115,7 @@ def attention_scores_fwd(
     maximum is taken over unscaled scores. Offsets within a program's operands are 32-bit unless WIDE: as 64-bit
     pointers they would spill.
     """
+    follow(PDL)
     tiles_m = tl.cdiv(S, BLOCK_M)
     tile = tl.program_id(0) % tiles_m
     if CAUSAL:

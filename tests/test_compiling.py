@@ -1,0 +1,130 @@
+"""Compile jobs in worker processes: done elsewhere, failures said, crashes survived, forks not hung."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensorlogic import compiling
+
+JOBS = """
+import os, sys, time
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Job:
+    what: str
+    path: str
+
+    def run(self):
+        print("noise on stdout")
+        if self.what == "fail":
+            raise ValueError("no such instruction")
+        if self.what == "odd":
+            raise Odd("beyond the usual")
+        if self.what == "die":
+            os._exit(3)
+        if self.what == "wait":
+            while not os.path.exists(self.path + ".go"):
+                time.sleep(0.01)
+        with open(self.path, "w") as f:
+            f.write(str(os.getpid()))
+
+class Odd(Exception):
+    pass
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """job(what) -> a picklable job from a module that only sys.path knows; workers of this test's own."""
+    (tmp_path / "compile_jobs.py").write_text(textwrap.dedent(JOBS))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(compiling, "_workers", None)
+    monkeypatch.setenv("TENSORLOGIC_COMPILE_WORKERS", "1")
+    import compile_jobs  # type: ignore[import-not-found]
+
+    yield lambda what, name="out": compile_jobs.Job(what, str(tmp_path / name))
+    if compiling._workers is not None:
+        compiling._workers.close()
+    sys.modules.pop("compile_jobs", None)
+
+
+def finish(*jobs: Any) -> None:
+    begin = time.monotonic()
+    while not compiling.ready(jobs):
+        assert time.monotonic() - begin < 60
+        time.sleep(0.01)
+
+
+def test_workers_compile_and_report(job: Any) -> None:
+    """Work happens in another process; what fails or dies is a CompileFailure, and the next job is served again."""
+    done, fails, odd, dies, after = (
+        job("fine"), job("fail"), job("odd"), job("die"), job("fine", "after")
+    )  # fmt: skip
+    jobs = (done, fails, odd, dies, after)
+    compiling.submit(jobs)
+    compiling.submit(jobs)  # known already
+    finish(*jobs)
+    compiling.settle(done)
+    assert int(Path(done.path).read_text()) != os.getpid()
+    with pytest.raises(compiling.CompileFailure, match="ValueError: no such instruction"):
+        compiling.settle(fails)
+    with pytest.raises(compiling.CompileFailure, match=r"beyond the usual"):
+        compiling.settle(odd)
+    with pytest.raises(compiling.CompileFailure, match="worker stopped"):
+        compiling.settle(dies)
+    compiling.settle(after)
+    assert Path(after.path).exists()
+    assert len(compiling._workers.processes) == 2  # type: ignore[union-attr]
+
+
+def test_a_job_that_nobody_began_is_the_callers(job: Any) -> None:
+    slow, waiting = job("wait", "slow"), job("fine", "waiting")
+    compiling.submit((slow, waiting))
+    assert not compiling.ready((slow,))
+    begin = time.monotonic()
+    compiling.settle(waiting)
+    assert time.monotonic() - begin < 1.0
+    assert not Path(waiting.path).exists()
+    Path(slow.path + ".go").touch()
+    finish(slow)
+    compiling.settle(slow)
+    assert Path(slow.path).exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_forked_process_does_not_wait_for_threads_it_does_not_have(job: Any) -> None:
+    slow = job("wait")
+    compiling.submit((slow,))
+    while not compiling._workers.processes:  # type: ignore[union-attr]
+        time.sleep(0.01)
+    child = os.fork()
+    if child == 0:
+        compiling.settle(slow)
+        os._exit(0 if compiling.ready((slow,)) else 1)
+    begin = time.monotonic()
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        assert time.monotonic() - begin < 20, "the child hangs"
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    Path(slow.path + ".go").touch()
+    finish(slow)
+
+
+def test_no_workers_means_nothing_is_submitted(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORLOGIC_COMPILE_WORKERS", "0")
+    one = job("fine")
+    compiling.submit((one,))
+    assert compiling._workers is None
+    assert compiling.ready((one,))
+    compiling.settle(one)
+    assert not Path(one.path).exists()

@@ -1,0 +1,149 @@
+"""dropout_linear: the share that is dropped, the same mask in backward, reproducible from seeds and generators."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tensorlogic
+from tensorlogic.op import EAGER, OPS
+from tensorlogic.ops.common.random import keep_mask
+
+OP = OPS["dropout_linear"]
+IDS = tuple(OP.candidates)
+EYE = torch.eye(32)
+
+
+def usable(x: Tensor, id: str, save: bool = False) -> bool:
+    key = OP.key((x, EYE.to(x), None, 0.5, 1, 2, None, save), "forward" if save else "inference")
+    return OP.candidates[id].unfit(key) is None
+
+
+def mask_of(x: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
+    """Which elements of x survive, seen through an identity weight."""
+    return tensorlogic.dropout_linear(x, EYE.to(x), None, p=p, generator=generator)
+
+
+@pytest.mark.parametrize("id", IDS)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_share_scale_and_independence(id: str, p: float) -> None:
+    x = torch.ones(256, 32)
+    if not usable(x, id):
+        pytest.skip(f"{id} does not serve this case")
+    with tensorlogic.policy(force=id), torch.no_grad():
+        out = mask_of(x, p)
+    kept = out != 0
+    torch.testing.assert_close(out[kept], torch.full_like(out[kept], 1 / (1 - p)))
+    n = x.numel()
+    bound = 5 * (p * (1 - p) / n) ** 0.5
+    assert abs(1 - kept.double().mean().item() - p) < bound
+    for dim in (0, 1):  # no row or column is special
+        share = kept.double().mean(dim)
+        assert share.std() < 3 * (p * (1 - p) / x.shape[dim]) ** 0.5
+    pairs = (kept[:, 1:] & kept[:, :-1]).double().mean().item()
+    assert abs(pairs - (1 - p) ** 2) < 3 * bound
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_reproducible_and_never_the_same_twice(id: str) -> None:
+    x = torch.ones(16, 32)
+    if not usable(x, id):
+        pytest.skip(f"{id} does not serve this case")
+    with tensorlogic.policy(force=id), torch.no_grad():
+        torch.manual_seed(3)
+        first, second = mask_of(x, 0.5), mask_of(x, 0.5)
+        torch.manual_seed(3)
+        assert torch.equal(mask_of(x, 0.5), first)
+        assert not torch.equal(first, second)
+        own = torch.Generator().manual_seed(3)
+        before = torch.get_rng_state()
+        assert torch.equal(mask_of(x, 0.5, own), first)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("id", IDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_backward_uses_the_mask_of_forward(id: str, dtype: torch.dtype) -> None:
+    x, w = torch.randn(24, 32).to(dtype), torch.randn(8, 32).to(dtype)
+    if not usable(x, id, save=True):
+        pytest.skip(f"{id} does not serve this case")
+    leaf, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
+    bias = torch.zeros(8, dtype=dtype, requires_grad=True)
+    with tensorlogic.policy(force=id):
+        torch.manual_seed(7)
+        with torch.no_grad():
+            kept = mask_of(torch.ones_like(x), 0.25) != 0
+        torch.manual_seed(7)
+        out = tensorlogic.dropout_linear(leaf, weight, bias, p=0.25)
+        dy = torch.randn_like(out)
+        dx, dw, db = torch.autograd.grad(out, [leaf, weight, bias], dy)
+    dropped = x.double() * kept / 0.75
+    close = {"rtol": 1e-2, "atol": 2e-2} if dtype is torch.float16 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(out.double(), F.linear(dropped, w.double()), **close)
+    torch.testing.assert_close(dx.double(), dy.double() @ w.double() * kept / 0.75, **close)
+    torch.testing.assert_close(dw.double(), dy.double().t() @ dropped, **close)
+    torch.testing.assert_close(db.double(), dy.double().sum(0), **close)
+
+
+def test_seeds_are_run_time_values_not_keys() -> None:
+    """A thousand draws must not make a thousand warm keys."""
+    from tensorlogic import policies
+
+    policies.forget_entries()
+    x = torch.ones(4, 32)
+    for _ in range(50):
+        mask_of(x, 0.5)
+    assert sum(len(b) for b in policies.current().entries.values()) == 1
+
+
+def test_states_of_traced_calls_draw_anew() -> None:
+    x = torch.ones(64, 32)
+    torch._dynamo.reset()
+    fn = torch.compile(lambda t: mask_of(t, 0.5), backend="aot_eager", fullgraph=True)
+    first, second = fn(x), fn(x)
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    third = fn(x)
+    torch.manual_seed(1)
+    assert torch.equal(fn(x), third)
+    leaf = x.clone().requires_grad_()
+    out = fn(leaf)
+    out.sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad != 0, out != 0)
+
+
+def test_threads_draw_different_masks() -> None:
+    x = torch.ones(64, 32)
+    seen: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: seen.append(mask_of(x, 0.5))) for _ in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len({tuple(m.flatten().tolist()) for m in seen}) == 6
+
+
+def test_the_mask_function_is_uniform_and_depends_on_all_it_should() -> None:
+    cpu = torch.device("cpu")
+    mask = keep_mask((200, 100), 0.3, 2**61 + 1, 12, cpu)
+    assert abs(mask.double().mean().item() - 0.7) < 0.02
+    assert torch.equal(mask, keep_mask((200, 100), 0.3, 2**61 + 1, 12, cpu))
+    for seed, offset in ((2**61 + 2, 12), (2**61 + 1, 13), (1, 12), (2**61 + 1, 2**40 + 12)):
+        assert not torch.equal(mask, keep_mask((200, 100), 0.3, seed, offset, cpu))
+    state = torch.tensor([2**61 + 1, 12])
+    assert torch.equal(mask, keep_mask((200, 100), 0.3, state[0], state[1], cpu))
+    assert torch.equal(mask.flatten()[:50], keep_mask((50,), 0.3, 2**61 + 1, 12, cpu))
+
+
+def test_double_backward_of_eager() -> None:
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+    with tensorlogic.policy(force=EAGER):
+        out = tensorlogic.dropout_linear(x, w, None, p=0.5)
+        (dx,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        (again,) = torch.autograd.grad(dx.sum(), w)
+    assert again.abs().sum() > 0

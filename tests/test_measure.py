@@ -1,0 +1,165 @@
+"""The timer: paired rounds, medians and intervals, loops of the right length, and what a study makes of them."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import tensorlogic
+from tensorlogic import measure, numerics, study
+from tensorlogic.checking import Checker
+from tensorlogic.op import EAGER, OPS
+from tensorlogic.plans import environment
+
+from .helpers import PUBLIC, cases, full
+
+CPU = torch.device("cpu")
+
+
+def spin(us: float) -> None:
+    end = time.perf_counter() + us * 1e-6
+    while time.perf_counter() < end:
+        pass
+
+
+def test_rounds_are_shared_and_ratios_paired() -> None:
+    samples = measure.Samples({"a": [1.0, 10.0, 2.0, 4.0], "b": [2.0, 20.0, 4.0, 8.0]})
+    assert samples.median("a") == 3.0
+    ratio, low, high = samples.ratio("b", "a")
+    assert (ratio, low, high) == (2.0, 2.0, 2.0)
+    assert samples.spread("a") == pytest.approx(
+        (statistics.quantiles([1, 2, 4, 10], n=4)[2] - statistics.quantiles([1, 2, 4, 10], n=4)[0])
+        / 6
+    )
+    assert measure.Samples({"a": [5.0]}).spread("a") == 0.0
+
+
+def test_intervals_cover_the_median() -> None:
+    """In 95 % of samples the interval holds the true median (here within what 400 trials allow)."""
+    rng = random.Random(1)
+    hits = 0
+    for _ in range(400):
+        middle, low, high = measure.interval(sorted(rng.gauss(0, 1) for _ in range(15)))
+        assert low <= middle <= high
+        hits += low <= 0 <= high
+    assert hits >= 0.92 * 400
+    assert measure.interval([1.0, 2.0]) == (1.5, 1.0, 2.0)
+
+
+def test_device_samples_rank_and_size_correctly() -> None:
+    calls: dict[str, Any] = {
+        "short": [lambda: spin(50), lambda: spin(50)],
+        "long": [lambda: spin(200), lambda: spin(200)],
+    }
+    samples = measure.device_samples(calls, CPU, budget_s=0.1)
+    assert len(samples.values["short"]) == len(samples.values["long"])
+    assert samples.median("short") == pytest.approx(50, rel=0.6)
+    ratio, low, high = samples.ratio("long", "short")
+    assert low <= ratio <= high
+    assert ratio == pytest.approx(4.0, rel=0.4)
+
+
+def test_every_input_set_is_walked_through_and_the_budget_kept() -> None:
+    seen: list[int] = []
+
+    def step(i: int) -> Any:
+        return lambda: (seen.append(i), spin(20))
+
+    begin = time.perf_counter()
+    measure.device_samples({"x": [step(0), step(1)]}, CPU, budget_s=0.05)
+    measure.host_samples({"x": [step(0), step(1)]}, CPU, budget_s=0.05)
+    assert time.perf_counter() - begin < 1.0
+    assert abs(seen.count(0) - seen.count(1)) < len(seen) / 3
+
+
+def test_slow_calls_get_few_rounds() -> None:
+    made: list[int] = []
+    begin = time.perf_counter()
+    measure.device_samples({"x": [lambda: (made.append(1), time.sleep(0.02))]}, CPU, budget_s=0.01)
+    assert len(made) <= 10
+    assert time.perf_counter() - begin < 1.0
+
+
+def judged(out: Any, plain: Any, ref: Any) -> str | None:
+    return numerics.judge((out,), (plain,), (ref,)).reason
+
+
+def test_judging_sees_each_way_of_being_wrong() -> None:
+    ref = torch.randn(64, 64, dtype=torch.float64)
+    plain = ref.half()
+    assert judged(plain.clone(), plain, ref) is None
+    for change, words in (
+        (lambda t: t.__setitem__((3, 5), float("nan")), "NaN"),
+        (lambda t: t.__setitem__((3, 5), float("inf")), "infinities"),
+        (lambda t: t[7].roll(1), None),
+        (lambda t: t.mul_(1.01), "times eager's"),
+        (lambda t: t.__setitem__((0, 0), t[0, 0] + 0.25), "wrong"),
+        (lambda t: t[63].zero_(), "times eager's"),
+    ):
+        out = plain.clone()
+        change(out)
+        reason = judged(out, plain, ref)
+        assert (reason is None) if words is None else (words in (reason or "")), words
+    assert "bf16" in (judged(plain.bfloat16(), plain, ref) or "")
+    assert "meta" in (judged(plain.to("meta"), plain, ref) or "")
+    nan = plain.clone().fill_(float("nan"))
+    assert judged(nan, nan, ref * float("nan")) is None
+    assert judged(torch.empty(0), torch.empty(0), torch.empty(0).double()) is None
+    whole = torch.arange(5)
+    assert judged(whole, whole, whole) is None
+    assert "differs" in (judged(whole + 1, whole, whole) or "")
+
+
+def test_evidence_says_why_each_lost() -> None:
+    x, w = torch.randn(32, 32).half(), torch.randn(32, 32).half()
+    op = OPS["linear"]
+    key = op.key((x, w, None, None, "relu", False), "inference")
+    plan = study.Study(op, key, CPU, environment(CPU)).run()
+    assert plan is not None
+    by_id = {e.candidate: e for e in plan.evidence}
+    assert set(by_id) == set(op.candidates)
+    assert by_id[plan.eager].reason == "chosen"
+    for e in by_id.values():
+        assert e.reason
+        assert e.source == op.candidates[e.candidate].source
+        if e.status == "measured":
+            assert e.device_us > 0
+            assert e.host_us > 0
+    assert by_id["torch.addmm_activation"].status == "refused"
+    assert EAGER in str(tensorlogic.explain(tensorlogic.linear, x, w, None, None, "relu"))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_shipped_candidates_pass_the_check_that_measuring_makes(name: str) -> None:
+    """What our own kernels keep for backward, touch and return is what the check wants, on the op's first cases."""
+    op = OPS[name]
+    for case in cases(op, torch.float16)[:2]:
+        for save in (False, True) if op.gradient is not None else (False,):
+            key = op.key(full(op, case, save), "forward" if save else "inference")
+            checker = Checker(op, key, CPU)
+            for candidate in op.candidates.values():
+                if candidate.id == EAGER or candidate.unfit(key) is not None:
+                    continue
+                with torch.no_grad():
+                    verdict = checker.check(candidate.bind(key, candidate.configs(key)[0], CPU))
+                assert verdict, f"{candidate.id} on {key.text}: {verdict.reason}"
+
+
+def test_a_key_that_cannot_be_measured_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = OPS["relu"]
+    x = torch.randn(4)
+
+    def full_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no room for the inputs")
+
+    monkeypatch.setattr(study, "Checker", full_memory)
+    assert study.Study(op, op.key((x, False), "inference"), CPU, environment(CPU)).run() is None
+    learned = tensorlogic.tune(tensorlogic.relu, x)
+    assert len(learned.unmeasured) == 1
+    assert "could not be measured" in str(learned)
+    assert tensorlogic.relu(x).shape == x.shape

@@ -67,7 +67,9 @@ class Candidate:
     guess: Callable[[Key], float] = lambda key: (
         1.0
     )  # expected time over torch.eager's, for keys nobody has measured
-    background: bool = True  # False: so slow to load or compile that only tune and the like may measure it
+    background: bool = (
+        True  # False: so slow to load or compile that only tune and the like may measure it
+    )
     deterministic: bool = True
     trusted: bool = (
         False  # shipped with this package: may serve a key whose neighbour it was measured on
@@ -140,7 +142,9 @@ class Op:
     prepare: Callable[[Key, dict[str, Any]], None] | None = (
         None  # makes sample inputs agree with each other
     )
-    twins: Callable[[Key], Iterable[Key]] = lambda key: ()  # other keys that calls of this one turn into, measured with it
+    twins: Callable[[Key], Iterable[Key]] = (
+        lambda key: ()
+    )  # other keys that calls of this one turn into, measured with it
     mutates: tuple[str, ...] = ()  # tensors a candidate may update in place
     functional: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = (
         None  # arguments that leave those tensors out ...

@@ -230,9 +230,7 @@ def test_inputs_that_were_converted_are_not_mistaken_for_the_converted(roads: Ro
             )
 
 
-def test_many_shapes_do_not_grow_without_end(
-    roads: Roads, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_shapes_do_not_grow_without_end(roads: Roads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "MOST_ENTRIES", 32)
     entries = policies.current().entries
     for n in range(100):

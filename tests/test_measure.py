@@ -138,12 +138,13 @@ def test_evidence_says_why_each_lost() -> None:
 def test_shipped_candidates_pass_the_check_that_measuring_makes(name: str) -> None:
     """What our own kernels keep for backward, touch and return is what the check wants, on the op's first cases."""
     op = OPS[name]
-    for case in cases(op, torch.float16)[:2]:
+    for i, case in enumerate(cases(op, torch.float16)[:2]):
         for save in (False, True) if op.gradient is not None else (False,):
             key = op.key(full(op, case, save), "forward" if save else "inference")
             checker = Checker(op, key, CPU)
             for candidate in op.candidates.values():
-                if candidate.id == EAGER or candidate.unfit(key) is not None:
+                slow = candidate.id.startswith("triton.") and i > 0  # in the interpreter
+                if candidate.id == EAGER or slow or candidate.unfit(key) is not None:
                     continue
                 with torch.no_grad():
                     verdict = checker.check(candidate.bind(key, candidate.configs(key)[0], CPU))

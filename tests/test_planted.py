@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, dispatch, policies, registry, selector, stores
+from tensorlogic import background, dispatch, policies, registry, selector, stores, study
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
 
@@ -142,8 +142,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     policies.forget_entries()
 
 
-def inputs(m: int = 8, k: int = 64, n: int = 15, dtype: torch.dtype = torch.float16) -> list[Tensor]:
-    return [torch.randn(m, k).to(dtype), (torch.randn(n, k) / 8).to(dtype), torch.randn(n).to(dtype)]
+def inputs(
+    m: int = 8, k: int = 64, n: int = 15, dtype: torch.dtype = torch.float16
+) -> list[Tensor]:
+    return [
+        torch.randn(m, k).to(dtype),
+        (torch.randn(n, k) / 8).to(dtype),
+        torch.randn(n).to(dtype),
+    ]
 
 
 def assert_right(out: Tensor, x: Tensor, w: Tensor, b: Tensor) -> None:
@@ -153,7 +159,11 @@ def assert_right(out: Tensor, x: Tensor, w: Tensor, b: Tensor) -> None:
 
 
 def reasons(plan: Plan) -> dict[str, str]:
-    return {e.candidate.removeprefix("planted."): e.reason for e in plan.evidence if e.status == "refused"}
+    return {
+        e.candidate.removeprefix("planted."): e.reason
+        for e in plan.evidence
+        if e.status == "refused"
+    }
 
 
 def test_the_plug_in_is_found_and_not_trusted(install: Install) -> None:
@@ -227,7 +237,9 @@ def test_forcing_one_raises_its_reason_or_falls_back(install: Install, name: str
     x, w, b = inputs()
     with tensorlogic.policy(force=f"planted.{name}"):
         if WRONG[name][1].startswith(("wrong", "has", "a later", "declined", "changed")):
-            with pytest.raises(selector.Refused, match=r"refused on linear inference x=f16\[8,64\]"):
+            with pytest.raises(
+                selector.Refused, match=r"refused on linear inference x=f16\[8,64\]"
+            ):
                 tensorlogic.linear(x, w, b)
         else:
             assert_right(tensorlogic.linear(x, w, b), x, w, b)
@@ -435,3 +447,28 @@ def test_a_candidate_id_is_checked(install: Install) -> None:
     with pytest.raises(ValueError, match=r"must read 'provider\.strategy'"):
         op.candidate("planted")(lambda x, save: (x,))
     assert dispatch.call(op, (torch.ones(2),)).tolist() == [1, 1]
+
+
+def test_one_that_fails_in_the_final_leaves_the_others_in_it(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(
+        extra="""
+        def faints(*a):
+            if KEPT.get("final"):
+                raise Peculiar("worn out")
+            return (right(*a),)
+        plant("faints", faints)
+        """
+    )
+    decide = study.Study._decide
+
+    def final(self: study.Study, entrants: Any) -> None:
+        sys.modules["planted_candidates"].KEPT["final"] = True
+        decide(self, entrants)
+
+    monkeypatch.setattr(study.Study, "_decide", final)
+    monkeypatch.setattr(study, "FINALISTS", 99)
+    (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
+    assert reasons(plan)["faints"] == "failed: Peculiar: worn out"
+    assert len([e for e in plan.evidence if e.status == "measured"]) > 1

@@ -20,7 +20,9 @@ from ..common import checks, costs
 def _masked_scores(
     q: Tensor, k: Tensor, scale: float, mask: Tensor | None, is_causal: bool
 ) -> Tensor:
-    scores = (q @ k.transpose(-1, -2)) * scale
+    scores = q @ k.transpose(-1, -2)
+    if scale != 1.0:
+        scores = scores * scale
     if is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         scores = scores.masked_fill(~allowed, float("-inf"))
@@ -132,6 +134,14 @@ def in_place(
     elif mask is not None:
         scores.add_(mask)
     return (torch.softmax(scores, -1),)
+
+
+@ATTENTION_SCORES.candidate("torch.scaled_query", trusted=True)
+def scaled_query(
+    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, is_causal: bool, save: bool
+) -> tuple[Tensor, ...]:
+    """The scale on the query, which is smaller than the scores."""
+    return (torch.softmax(_masked_scores(q * scale, k, 1.0, mask, is_causal), -1),)
 
 
 @dispatch.public(ATTENTION_SCORES)

@@ -24,9 +24,12 @@ _TYPES = {"f32": 0, "f16": 2, "bf16": 14}  # cudaDataType
 _SIZES = {"f32": 4, "f16": 2, "bf16": 2}
 _COMPUTE_32F = 68
 _EPILOGUES = {  # (activation or gradient, bias, pre-activation kept) -> cublasLtEpilogue_t
-    ("none", False, False): 1, ("none", True, False): 4,
-    ("relu", False, False): 2, ("relu", True, False): 6,
-    ("gelu_tanh", False, False): 32, ("gelu_tanh", True, False): 36,
+    ("none", False, False): 1,
+    ("none", True, False): 4,
+    ("relu", False, False): 2,
+    ("relu", True, False): 6,
+    ("gelu_tanh", False, False): 32,
+    ("gelu_tanh", True, False): 36,
 }  # fmt: skip; what it keeps for backward of gelu (160, 164) gave gradients 2e-2 off on an H200, and is not used
 _DGELU, _BGRADB = 192, 512
 # attributes of a product, of a layout, of a preference
@@ -107,14 +110,22 @@ def _epilogue_refusal(spec: GemmSpec) -> str | None:
     if aux and (spec.x.dtype == "f32" or spec.n % 8 or spec.align < 16):
         return "a second matrix in the epilogue must be 16-bit, its rows multiples of 8, aligned to 16 bytes"
     if spec.outer == "gradient":
-        if spec.kind != "gelu_tanh" or spec.bias or spec.activation != "none" or spec.row_sum or spec.z:
+        if (
+            spec.kind != "gelu_tanh"
+            or spec.bias
+            or spec.activation != "none"
+            or spec.row_sum
+            or spec.z
+        ):
             return "of gradients, the epilogue has tanh gelu's alone"
         assert spec.residual is not None
         return "the saved matrix's rows are not multiples of 8" if spec.residual.rows % 8 else None
     if spec.outer == "dropout":
         return "cuBLASLt has no dropout"
     if spec.row_sum is not None:
-        plain = spec.bias is None and spec.activation == "none" and spec.z is None and spec.batch == 1
+        plain = (
+            spec.bias is None and spec.activation == "none" and spec.z is None and spec.batch == 1
+        )
         return None if plain else "row sums go with no other epilogue"
     if (spec.activation, spec.bias is not None, spec.z is not None) not in _EPILOGUES:
         return "the epilogue has relu and tanh gelu only, and keeps the pre-activation of the latter only"
@@ -193,20 +204,30 @@ class _Product:
         layout = c_void_p()
         lib, kind = self.lib, _TYPES[self.spec.x.dtype]
         _check(
-            lib.cublasLtMatrixLayoutCreate(byref(layout), kind, c_uint64(rows), c_uint64(columns), c_int64(ld)),
+            lib.cublasLtMatrixLayoutCreate(
+                byref(layout), kind, c_uint64(rows), c_uint64(columns), c_int64(ld)
+            ),
             "cublasLtMatrixLayoutCreate",
         )
         self.owned.append((lib.cublasLtMatrixLayoutDestroy, cast(int, layout.value)))
         if self.spec.batch > 1:
-            for attribute, value in ((_BATCH_COUNT, c_int32(self.spec.batch)), (_BATCH_STRIDE, c_int64(batch))):
-                status = lib.cublasLtMatrixLayoutSetAttribute(layout, attribute, byref(value), c_size_t(ctypes.sizeof(value)))
+            for attribute, value in (
+                (_BATCH_COUNT, c_int32(self.spec.batch)),
+                (_BATCH_STRIDE, c_int64(batch)),
+            ):
+                status = lib.cublasLtMatrixLayoutSetAttribute(
+                    layout, attribute, byref(value), c_size_t(ctypes.sizeof(value))
+                )
                 _check(status, "cublasLtMatrixLayoutSetAttribute")
         return cast(int, layout.value)
 
     def descriptor(self) -> int:
         """A fresh operation descriptor; pointers are still to be set."""
         spec, lib, made = self.spec, self.lib, c_void_p()
-        _check(lib.cublasLtMatmulDescCreate(byref(made), _COMPUTE_32F, _TYPES["f32"]), "cublasLtMatmulDescCreate")
+        _check(
+            lib.cublasLtMatmulDescCreate(byref(made), _COMPUTE_32F, _TYPES["f32"]),
+            "cublasLtMatmulDescCreate",
+        )
         self.owned.append((lib.cublasLtMatmulDescDestroy, cast(int, made.value)))
         if spec.outer == "gradient":
             epilogue = _DGELU
@@ -218,7 +239,9 @@ class _Product:
             (_TRANSA, c_int32(self.turns[0])), (_TRANSB, c_int32(self.turns[1])), (_EPILOGUE, c_uint32(epilogue)),
         ]  # fmt: skip
         if spec.bias is not None or spec.row_sum is not None:
-            values.append((_BIAS, c_void_p(spec.align)))  # only its alignment counts for the ranking
+            values.append(
+                (_BIAS, c_void_p(spec.align))
+            )  # only its alignment counts for the ranking
         if spec.z is not None or spec.outer == "gradient":
             saved = spec.residual if spec.outer == "gradient" else spec.y
             assert saved is not None
@@ -226,18 +249,27 @@ class _Product:
             if spec.batch > 1:
                 values.append((_AUX_BATCH, c_int64(saved.batch)))
         for attribute, value in values:
-            status = lib.cublasLtMatmulDescSetAttribute(made, attribute, ctypes.addressof(value), ctypes.sizeof(value))
+            status = lib.cublasLtMatmulDescSetAttribute(
+                made, attribute, ctypes.addressof(value), ctypes.sizeof(value)
+            )
             _check(status, "cublasLtMatmulDescSetAttribute")
         return cast(int, made.value)
 
     def algorithm(self, rank: int) -> _Found:
         """The library's choice number `rank` for this product."""
         lib, preference = self.lib, c_void_p()
-        _check(lib.cublasLtMatmulPreferenceCreate(byref(preference)), "cublasLtMatmulPreferenceCreate")
-        wishes: list[tuple[int, Any]] = [(_MAX_WORKSPACE, c_uint64(WORKSPACE)), (_REDUCTION, c_uint32(_REDUCE_IN_F32))]
+        _check(
+            lib.cublasLtMatmulPreferenceCreate(byref(preference)), "cublasLtMatmulPreferenceCreate"
+        )
+        wishes: list[tuple[int, Any]] = [
+            (_MAX_WORKSPACE, c_uint64(WORKSPACE)),
+            (_REDUCTION, c_uint32(_REDUCE_IN_F32)),
+        ]
         wishes += [(_ALIGN_A + i, c_uint32(self.spec.align)) for i in range(4)]
         for attribute, value in wishes:
-            lib.cublasLtMatmulPreferenceSetAttribute(preference, attribute, byref(value), c_size_t(ctypes.sizeof(value)))
+            lib.cublasLtMatmulPreferenceSetAttribute(
+                preference, attribute, byref(value), c_size_t(ctypes.sizeof(value))
+            )
         results, count = (_Found * RANKS)(), c_int()
         status = lib.cublasLtMatmulAlgoGetHeuristic(
             c_void_p(self.handle), c_void_p(self.descriptor()), c_void_p(self.a), c_void_p(self.b), c_void_p(self.c),
@@ -245,7 +277,9 @@ class _Product:
         )  # fmt: skip
         lib.cublasLtMatmulPreferenceDestroy(preference)
         if status or rank >= count.value or results[rank].state:
-            raise CompileFailure(f"cuBLASLt offers {count.value} algorithms here (status {status}), none of rank {rank}")
+            raise CompileFailure(
+                f"cuBLASLt offers {count.value} algorithms here (status {status}), none of rank {rank}"
+            )
         return results[rank]
 
 
@@ -263,22 +297,33 @@ def _workspace(index: int, stream: int, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}")
     found = _SPACES.get((index, stream))
     if found is None or found.numel() < size:
-        found = _SPACES[index, stream] = torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}")
+        found = _SPACES[index, stream] = torch.empty(
+            size, dtype=torch.uint8, device=f"cuda:{index}"
+        )
     return found
 
 
-def _closure(lib: ctypes.PyDLL, product: _Product, found: _Found, index: int) -> Callable[..., bool]:
+def _closure(
+    lib: ctypes.PyDLL, product: _Product, found: _Found, index: int
+) -> Callable[..., bool]:
     """`start(*tensors) -> bool`, one generated frame; argument names as `lt_arguments`."""
     spec = product.spec
     names = lt_arguments(spec)
-    pointed = [(_BIAS, "bias")] * (spec.bias is not None) + [(_BIAS, "row_sum")] * (spec.row_sum is not None)
-    pointed += [(_AUX, "z")] * (spec.z is not None) + [(_AUX, "residual")] * (spec.outer == "gradient")
+    pointed = [(_BIAS, "bias")] * (spec.bias is not None) + [(_BIAS, "row_sum")] * (
+        spec.row_sum is not None
+    )
+    pointed += [(_AUX, "z")] * (spec.z is not None) + [(_AUX, "residual")] * (
+        spec.outer == "gradient"
+    )
     c = "p_residual" if spec.outer == "residual" else "p_y"
     lines = [f"p_{name} = {name}.data_ptr()" for name in names]
     lines += [f"if ({' | '.join(f'p_{name}' for name in names)}) & mask:", "    return False"]
     lines += ["try:", "    held = spare.pop()", "except IndexError:", "    held = fresh()"]
     for i, (attribute, name) in enumerate(pointed):
-        lines += [f"held[{2 * i + 1}].value = p_{name}", f"set_attribute(held[0], {attribute}, held[{2 * i + 2}], 8)"]
+        lines += [
+            f"held[{2 * i + 1}].value = p_{name}",
+            f"set_attribute(held[0], {attribute}, held[{2 * i + 2}], 8)",
+        ]
     lines += ["queue = stream(index)"]
     size = found.workspace
     if size:
@@ -296,7 +341,10 @@ def _closure(lib: ctypes.PyDLL, product: _Product, found: _Found, index: int) ->
 
     def fresh() -> tuple[Any, ...]:
         slots = [c_void_p() for _ in pointed]
-        return (product.descriptor(), *itertools.chain.from_iterable((s, ctypes.addressof(s)) for s in slots))
+        return (
+            product.descriptor(),
+            *itertools.chain.from_iterable((s, ctypes.addressof(s)) for s in slots),
+        )
 
     def refused(status: int) -> None:
         raise RuntimeError(f"cublasLtMatmul failed with status {status} on {spec}")

@@ -16,17 +16,26 @@ from .gemm_wiring import Kernel, Product, Start
 PASSES = 4  # configurations of an element-wise pass that are tried beside the products' own
 
 
-def pointwise(kind: str, dtype: str, given: tuple[str, ...], names: tuple[str, ...], shape: tuple[int, ...]) -> Kernel:
+def pointwise(
+    kind: str, dtype: str, given: tuple[str, ...], names: tuple[str, ...], shape: tuple[int, ...]
+) -> Kernel:
     """The element-wise `kind` of contiguous tensors of one shape, into `names`."""
     from . import triton_elementwise
 
     dtypes, modes = [dtype] * (len(given) + len(names)), ("full",) * len(given)
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return triton_elementwise.elementwise_launcher(kind, dtypes, 1, prod(shape), modes, config, device, align)
+        return triton_elementwise.elementwise_launcher(
+            kind, dtypes, 1, prod(shape), modes, config, device, align
+        )
 
     configs = triton_elementwise.elementwise_configs(dtypes, 1, prod(shape), modes)
-    return Kernel((*given, *names), {name: (name, shape, dtype) for name in names}, tuple(configs[:PASSES]), build)
+    return Kernel(
+        (*given, *names),
+        {name: (name, shape, dtype) for name in names},
+        tuple(configs[:PASSES]),
+        build,
+    )
 
 
 def gradient_with_sums(kind: str, dtype: str, shape: tuple[int, ...]) -> Kernel:
@@ -48,7 +57,11 @@ def column_sums(dy: str, dtype: str, m: int, n: int) -> Kernel:
     """db [N] = the sums of the columns of contiguous dy [m, N]."""
     from . import triton_reduce
 
-    choices = [c for c in triton_reduce.reduce_configs(1, m, n, dtype, wiring.cores()) if c["last"] or c["parts"] == 1]
+    choices = [
+        c
+        for c in triton_reduce.reduce_configs(1, m, n, dtype, wiring.cores())
+        if c["last"] or c["parts"] == 1
+    ]
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
         return triton_reduce.reduce_launcher("sum", dtype, dtype, 1, m, n, config, device, align)
@@ -57,11 +70,24 @@ def column_sums(dy: str, dtype: str, m: int, n: int) -> Kernel:
         partials, counters = triton_reduce.reduce_workspace(1, m, n, config)
         return max(partials, 1), max(counters, 1)
 
-    return Kernel((dy, "db", "space", "counter"), {"db": ("db", (n,), dtype)}, tuple(choices[:PASSES]), build, space)
+    return Kernel(
+        (dy, "db", "space", "counter"),
+        {"db": ("db", (n,), dtype)},
+        tuple(choices[:PASSES]),
+        build,
+        space,
+    )
 
 
 def input_gradient(
-    engine: str, dy: str, rows: Operand, weight: TensorSpec, m: int, shape: tuple[int, ...], name: str = "dx", **more: Any
+    engine: str,
+    dy: str,
+    rows: Operand,
+    weight: TensorSpec,
+    m: int,
+    shape: tuple[int, ...],
+    name: str = "dx",
+    **more: Any,
 ) -> Product:
     """dx [m, K] = dy [m, N] · weight [N, K]."""
     (n, k), dtype = weight.shape, rows.dtype
@@ -70,7 +96,9 @@ def input_gradient(
     return Product(spec, given, {"y": (name, shape, dtype)}, engine)
 
 
-def weight_gradient(engine: str, dy: str, rows: Operand, x: str, other: Operand, m: int, n: int, k: int) -> Product:
+def weight_gradient(
+    engine: str, dy: str, rows: Operand, x: str, other: Operand, m: int, n: int, k: int
+) -> Product:
     """dw [N, K] = dy [m, N]ᵀ · x [m, K]."""
     dtype = rows.dtype
     spec = GemmSpec(n, k, m, Operand(dtype, rows.columns, rows.rows), other, Operand(dtype, k, 1))
@@ -81,7 +109,9 @@ def flat(t: TensorSpec, name: str) -> Operand | str:
     """A contiguous [..., columns] tensor as a matrix, or why it is none."""
     if not t.shape or 0 in t.shape:
         return f"{name} is empty"
-    return Operand(t.dtype, t.shape[-1], 1) if wiring.is_contiguous(t) else f"{name} is not contiguous"
+    return (
+        Operand(t.dtype, t.shape[-1], 1) if wiring.is_contiguous(t) else f"{name} is not contiguous"
+    )
 
 
 def matrices(*named: tuple[str, TensorSpec]) -> list[Operand] | str:

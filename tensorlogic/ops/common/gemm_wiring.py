@@ -55,8 +55,17 @@ class Product:
 
     def arguments(self, config: Config) -> tuple[str, ...]:
         """Expressions of what the launcher takes, in order."""
-        wanted = lt_arguments(self.spec) if self.engine == "cublaslt" else gemm_arguments(self.spec, config)
-        names = {**self.given, **{a: made[0] for a, made in self.made.items()}, "space": "space", "counter": "counter"}
+        wanted = (
+            lt_arguments(self.spec)
+            if self.engine == "cublaslt"
+            else gemm_arguments(self.spec, config)
+        )
+        names = {
+            **self.given,
+            **{a: made[0] for a, made in self.made.items()},
+            "space": "space",
+            "counter": "counter",
+        }
         return tuple(names[a] for a in wanted)
 
     def workspace(self, config: Config) -> tuple[int, int]:
@@ -127,13 +136,22 @@ def matrix(spec: TensorSpec) -> Operand | None:
 
 def launcher(op: Op, plan: Plan, configs: Sequence[Config], device: torch.device) -> Launcher:
     """Allocate the outputs and workspaces, start the kernels, return the outputs: one generated frame."""
-    scope: dict[str, Any] = {"empty": wiring.empty(device), "counters": wiring.counters, "device": device, "f32": torch.float32}
+    scope: dict[str, Any] = {
+        "empty": wiring.empty(device),
+        "counters": wiring.counters,
+        "device": device,
+        "f32": torch.float32,
+    }
     body = []
     for i, (step, config) in enumerate(zip(plan.products, configs, strict=True)):
         scope[f"start{i}"] = step.start(config, device)
         space, count = step.workspace(config)
         for name, shape, dtype in step.made.values():
-            scope |= {f"{name}_shape": shape, f"{name}_stride": wiring.contiguous(shape), f"{name}_dtype": DTYPES[dtype]}
+            scope |= {
+                f"{name}_shape": shape,
+                f"{name}_stride": wiring.contiguous(shape),
+                f"{name}_dtype": DTYPES[dtype],
+            }
             body.append(f"{name} = empty({name}_shape, {name}_stride, {name}_dtype)")
         if space:
             body.append(f"space = empty(({space},), (1,), f32)")
@@ -141,12 +159,16 @@ def launcher(op: Op, plan: Plan, configs: Sequence[Config], device: torch.device
             body.append(f"counter = counters(device, {count})")
         body += [f"if not start{i}({', '.join(step.arguments(config))}):", "    return None"]
     body.append(f"return ({', '.join(plan.returns)},)")
-    source = f"def launch({', '.join(p.name for p in op.dynamic)}):\n" + "".join(f"    {line}\n" for line in body)
+    source = f"def launch({', '.join(p.name for p in op.dynamic)}):\n" + "".join(
+        f"    {line}\n" for line in body
+    )
     exec(compile(source, f"<tensorlogic {op.name} gemm>", "exec"), scope)
     return cast(Launcher, scope["launch"])
 
 
-def candidate(op: Op, id: str, describe: Callable[[Key], Plan | str], sources: tuple[Any, ...]) -> None:
+def candidate(
+    op: Op, id: str, describe: Callable[[Key], Plan | str], sources: tuple[Any, ...]
+) -> None:
     """Register a candidate of the family for `op`; `describe(key)` says which launches the key is, or why it is none."""
     from . import cublaslt, gemm, triton_gemm, triton_math
 
@@ -163,13 +185,24 @@ def candidate(op: Op, id: str, describe: Callable[[Key], Plan | str], sources: t
     def configs(plan: Plan) -> list[dict[str, Any]]:
         """The i-th best guess of every launch together; one with fewer guesses repeats its best."""
         lists = [p.configs() for p in plan.products]
-        return [{"products": [c[i] if i < len(c) else c[0] for c in lists]} for i in range(max(map(len, lists)))]
+        return [
+            {"products": [c[i] if i < len(c) else c[0] for c in lists]}
+            for i in range(max(map(len, lists)))
+        ]
 
     def build(plan: Plan, config: Config, device: torch.device) -> Launcher:
         return launcher(op, plan, config["products"], device)
 
     modules = (cublaslt,) if vendor else (triton_gemm, triton_math)
-    wiring.described(op, id, checked, configs, build, (gemm, *modules, *sources), lt_available if vendor else None)
+    wiring.described(
+        op,
+        id,
+        checked,
+        configs,
+        build,
+        (gemm, *modules, *sources),
+        lt_available if vendor else None,
+    )
 
 
 def product_of(x: TensorSpec, weight: TensorSpec) -> tuple[int, int, int, Operand, Operand] | str:

@@ -17,7 +17,7 @@ _MASK = 0xFFFFFFFF
 def draw(device: torch.device, generator: torch.Generator | None) -> tuple[int, int, Tensor | None]:
     """(seed, offset, state): two integers that no other draw of this generator repeats, or both in an int64[2] tensor.
 
-    The tensor is for captured and traced calls, whose replays must draw anew; it is None otherwise.
+    A negative seed is one of a generator that the caller gave. The tensor is for captured and traced calls, whose replays must draw anew; it is None otherwise.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or capturing(device):
         return 0, 0, torch.randint(0, 2**62, (2,), device=device, generator=generator)
@@ -28,7 +28,8 @@ def draw(device: torch.device, generator: torch.Generator | None) -> tuple[int, 
             g = torch.cuda.default_generators[index]
         offset = g.get_offset()
         g.set_offset(offset + 4)
-        return g.initial_seed() & 0x7FFFFFFFFFFFFFFF, offset, None
+        seed = g.initial_seed() & 0x7FFFFFFFFFFFFFFF
+        return seed if generator is None else -1 - seed, offset, None
     if device.type == "cpu":
         seed, offset = torch.randint(0, 2**62, (2,), generator=generator).tolist()
         return seed, offset, None

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_elementwise import combine
+from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import follow, relu
 
 
@@ -43,7 +43,16 @@ def batch_norm_relu_fwd_tiled(
 
 
 @triton.jit
-def leave(space_ptr, tile, part, PARTS, sums, SLOT: tl.constexpr, SLOTS: tl.constexpr, BLOCK_C: tl.constexpr):
+def leave(
+    space_ptr,
+    tile,
+    part,
+    PARTS,
+    sums,
+    SLOT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
     """Put one of SLOTS column sums [BLOCK_C] of this part where the finishing program finds it."""
     at = ((tile * PARTS + part) * SLOTS + SLOT).to(tl.int64) * BLOCK_C
     tl.store(space_ptr + at + tl.arange(0, BLOCK_C), sums)
@@ -157,7 +166,12 @@ def apply_configs(rows: int, columns: int) -> tuple[dict[str, Any], ...]:
 
 
 def apply_launcher(
-    rows: int, columns: int, dtypes: dict[str, str | None], config: dict[str, Any], device: torch.device, align: int
+    rows: int,
+    columns: int,
+    dtypes: dict[str, str | None],
+    config: dict[str, Any],
+    device: torch.device,
+    align: int,
 ) -> Callable[..., bool]:
     """A callable (z, mean, var[, gamma][, beta], y, eps) -> bool over contiguous [rows, columns].
 
@@ -177,10 +191,18 @@ def apply_launcher(
     )
 
 
-def backward_configs(rows: int, columns: int, multiprocessors: int = 132) -> tuple[dict[str, Any], ...]:
+def backward_configs(
+    rows: int, columns: int, multiprocessors: int = 132
+) -> tuple[dict[str, Any], ...]:
     """Configurations of the kernels with column sums, best guess first."""
     found: list[dict[str, Any]] = []
-    for block_c, block_r, per, warps in ((64, 32, 4, 4), (128, 32, 2, 8), (64, 16, 8, 4), (128, 64, 2, 8), (32, 16, 4, 4)):
+    for block_c, block_r, per, warps in (
+        (64, 32, 4, 4),
+        (128, 32, 2, 8),
+        (64, 16, 8, 4),
+        (128, 64, 2, 8),
+        (32, 16, 4, 4),
+    ):
         block_c = min(block_c, max(16, triton.next_power_of_2(columns)))
         tiles = triton.cdiv(columns, block_c)
         parts = max(1, min(triton.cdiv(rows, block_r), multiprocessors * per // tiles, 128))
@@ -201,7 +223,11 @@ def _with_sums(
     config: dict[str, Any], device: torch.device, align: int,
 ) -> Callable[..., bool]:  # fmt: skip
     pointers = {f"{name}_ptr": dtype for name, dtype in dtypes.items() if dtype is not None}
-    blocks = {"BLOCK_R": config["BLOCK_R"], "BLOCK_C": config["BLOCK_C"], "BLOCK_P": triton.next_power_of_2(config["parts"])}
+    blocks = {
+        "BLOCK_R": config["BLOCK_R"],
+        "BLOCK_C": config["BLOCK_C"],
+        "BLOCK_P": triton.next_power_of_2(config["parts"]),
+    }
     return prepare(
         kernel, grid=(triton.cdiv(columns, config["BLOCK_C"]) * config["parts"], 1, 1),
         pointers={**pointers, "space_ptr": "f32", "counter_ptr": "i32"},
@@ -211,18 +237,33 @@ def _with_sums(
 
 
 def activation_backward_launcher(
-    kind: str, rows: int, columns: int, dtype: str, config: dict[str, Any], device: torch.device, align: int
+    kind: str,
+    rows: int,
+    columns: int,
+    dtype: str,
+    config: dict[str, Any],
+    device: torch.device,
+    align: int,
 ) -> Callable[..., bool]:
     """A callable (dy, kept, dz, db, space, counter) -> bool over contiguous [rows, columns]; `kind`: "relu_bwd", ..."""
     dtypes: dict[str, str | None] = dict.fromkeys(("dy", "kept", "dz", "db"), dtype)
-    return _with_sums(activation_bwd_columns, rows, columns, dtypes, (), {"OP": kind}, config, device, align)
+    return _with_sums(
+        activation_bwd_columns, rows, columns, dtypes, (), {"OP": kind}, config, device, align
+    )
 
 
 def backward_launcher(
-    rows: int, columns: int, dtypes: dict[str, str | None], config: dict[str, Any], device: torch.device, align: int
+    rows: int,
+    columns: int,
+    dtypes: dict[str, str | None],
+    config: dict[str, Any],
+    device: torch.device,
+    align: int,
 ) -> Callable[..., bool]:
     """A callable (dy, y, z, mean, var[, gamma], dz, db, dgamma, dbeta, space, counter, eps) -> bool, all contiguous.
 
     `dtypes`: of all of these up to dbeta; None: absent.
     """
-    return _with_sums(batch_norm_relu_bwd_columns, rows, columns, dtypes, ("eps",), {}, config, device, align)
+    return _with_sums(
+        batch_norm_relu_bwd_columns, rows, columns, dtypes, ("eps",), {}, config, device, align
+    )

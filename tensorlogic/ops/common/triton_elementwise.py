@@ -154,7 +154,10 @@ def combine(OP: tl.constexpr, HALF: tl.constexpr, a, b, c):
     elif OP == "silu_bwd":
         y, z = a * (silu_half_grad(b) if HALF else silu_grad(b)), a
     elif OP == "gelu_both":
-        y, z = a * (gelu_half_grad(b) if HALF else gelu_erf_grad(b)), gelu_half(b) if HALF else gelu_erf(b)
+        y, z = (
+            a * (gelu_half_grad(b) if HALF else gelu_erf_grad(b)),
+            gelu_half(b) if HALF else gelu_erf(b),
+        )
     elif OP == "gelu_tanh_both":
         y, z = (
             a * (gelu_tanh_half_grad(b) if HALF else gelu_tanh_grad(b)),
@@ -310,7 +313,11 @@ def elementwise_configs(
     flat = [
         {"strategy": "flat", "BLOCK": block // wide, "stream": stream, "num_warps": warps}
         for block, warps, stream in (
-            (1024, 4, False),  # one 16-byte access a thread: 0.99 of a copy's speed on an H200, larger blocks 0.96
+            (
+                1024,
+                4,
+                False,
+            ),  # one 16-byte access a thread: 0.99 of a copy's speed on an H200, larger blocks 0.96
             (2048, 8, False),
             (1024, 4, True),
             (4096, 4, False),

@@ -144,7 +144,9 @@ def epilogue(
     gives is given, all loaded before.
     """
     if not AHEAD:
-        bias, factor, summand = columnwise(bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, eps, rn, N)
+        bias, factor, summand = columnwise(
+            bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, eps, rn, N
+        )
     mask = (rm < M)[:, None] & (rn < N)[None, :]
     HALF: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth == 16
     if bias_ptr is not None:
@@ -297,8 +299,12 @@ def gemm_tiled(
     r_at, other, bias, factor, summand = 0, 0.0, 0.0, 1.0, 0.0
     if residual_ptr is not None:
         r_at = rm[:, None] * stride_rm + rn[None, :] * stride_rn
-    if AHEAD:  # what the epilogue reads comes from memory at its slowest: ask for it before the loop
-        bias, factor, summand = columnwise(bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, eps, rn, N)
+    if (
+        AHEAD
+    ):  # what the epilogue reads comes from memory at its slowest: ask for it before the loop
+        bias, factor, summand = columnwise(
+            bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, eps, rn, N
+        )
         if residual_ptr is not None:
             other = load_tile(residual_ptr + r_at, rm, M, rn, N, EVEN_M, EVEN_N)
 

@@ -126,7 +126,13 @@ def prepare(
     """
     _check_grid(kernel, grid)
     wanted = _collecting.get()
-    sm = wanted[0] if wanted else 0 if interpreted(kernel) or device.type != "cuda" else _capability(device)
+    sm = (
+        wanted[0]
+        if wanted
+        else 0
+        if interpreted(kernel) or device.type != "cuda"
+        else _capability(device)
+    )
     job = compile_job(
         kernel, grid=grid, pointers=pointers, integers=integers, floats=floats, constexprs=constexprs,
         num_warps=num_warps, num_stages=num_stages, sm=sm, align=align, longs=longs,

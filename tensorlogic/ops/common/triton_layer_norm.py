@@ -196,10 +196,14 @@ def layer_norm_configs(columns: int, dtype: str) -> list[dict[str, Any]]:
     """Forward configurations, best guess first; "looped" serves rows of any length."""
     block_c = triton.next_power_of_2(columns)
     held: list[dict[str, Any]] = []
-    for elements, warps in ((2048, 4), (1024, 4), (4096, 4), (1024, 1)):
-        rows = max(1, elements // block_c)
-        warps = max(warps, min(32, block_c // 1024))
-        config = {"strategy": "registers", "BLOCK_R": rows, "BLOCK_C": block_c, "num_warps": warps}
+    for elements, warps, each in ((2048, 4, 512), (1024, 4, 1024), (4096, 8, 256), (1024, 1, 1024)):
+        warps = max(warps, min(32, block_c // each))  # `each`: elements of a long row per warp
+        config = {
+            "strategy": "registers",
+            "BLOCK_R": max(1, elements // block_c),
+            "BLOCK_C": block_c,
+            "num_warps": warps,
+        }
         if config not in held and block_c <= 32768:
             held.append(config)
     wide = 2 if dtype == "f32" else 1

@@ -253,8 +253,19 @@ def reduce_configs(
             configs = configs + split if outer >= multiprocessors else split + configs
         if outer == 1 and 2**14 <= reduce <= POLLED:
             polled = [
-                {"strategy": "polled", "parts": min(parts, -(-reduce // (block // wide))), "last": True, "BLOCK": block // wide, "num_warps": warps}
-                for block, warps, parts in ((8192, 8, 128), (4096, 8, 256), (8192, 16, 128), (16384, 16, 64))
+                {
+                    "strategy": "polled",
+                    "parts": min(parts, -(-reduce // (block // wide))),
+                    "last": True,
+                    "BLOCK": block // wide,
+                    "num_warps": warps,
+                }
+                for block, warps, parts in (
+                    (8192, 8, 128),
+                    (4096, 8, 256),
+                    (8192, 16, 128),
+                    (16384, 16, 64),
+                )
             ]
             configs = polled + configs[:5]
         return configs[:9]

@@ -67,7 +67,9 @@ def row_statistics(x_ptr, C, SUM: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
-def softmax_fwd_registers(x_ptr, y_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr):
+def softmax_fwd_registers(
+    x_ptr, y_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr
+):
     """y[r, :] = exp(x - max) / sum; the row stays in registers, so memory is read once; float32."""
     follow(PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -81,7 +83,9 @@ def softmax_fwd_registers(x_ptr, y_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl
 
 
 @triton.jit
-def softmax_fwd_online(x_ptr, y_ptr, C, LANES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+def softmax_fwd_online(
+    x_ptr, y_ptr, C, LANES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+):
     """y[r, :] = exp(x - max) / sum for rows of any length: one online pass, a second that mostly hits L2."""
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -99,7 +103,15 @@ def softmax_fwd_online(x_ptr, y_ptr, C, LANES: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def softmax_bwd_registers(
-    y_ptr, dy_ptr, dx_ptr, R, C, scale, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    y_ptr,
+    dy_ptr,
+    dx_ptr,
+    R,
+    C,
+    scale,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """dx[r, :] = scale * y * (dy - sum(dy * y)); both rows stay in registers; float32."""
     follow(PDL)
@@ -114,7 +126,9 @@ def softmax_bwd_registers(
 
 
 @triton.jit
-def softmax_bwd_looped(y_ptr, dy_ptr, dx_ptr, C, scale, LANES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+def softmax_bwd_looped(
+    y_ptr, dy_ptr, dx_ptr, C, scale, LANES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+):
     """dx[r, :] = scale * y * (dy - sum(dy * y)) for rows of any length, in two sweeps; float32."""
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -155,7 +169,7 @@ def row_configs(columns: int, dtype: str, longest: int = 32768) -> list[dict[str
                 held.append(config)
     online = [
         {"strategy": "online", "LANES": 32 * warps * loads, "WIDTH": width, "num_warps": warps}
-        for warps, loads in ((8, 4), (4, 4), (8, 2), (4, 2), (16, 2), (32, 1))
+        for warps, loads in ((4, 4), (8, 2), (8, 4), (4, 2), (16, 2), (32, 1))
     ]
     return (held + online)[:8] if block_c <= 8192 else (online[:5] + held)[:8]
 

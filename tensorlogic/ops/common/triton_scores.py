@@ -61,16 +61,22 @@ def weigh(s, peak, shift, scale, MASK: tl.constexpr):
 
 
 @triton.jit
-def sweep_sum(s, m, norm, scale, MASK: tl.constexpr):
-    """Take one tile of scores into the running maximum m and sum of exponentials norm [BLOCK_M]."""
-    peak = tl.maximum(m, tl.max(s, 1))
+def sweep_sum(s, m, norm, scale, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Take one tile of scores into running maxima m and sums of exponentials norm, [BLOCK_M, 4].
+
+    Columns go to four classes as the tensor cores hand them out, two neighbours of every eight to a thread, so that
+    no thread waits for another's until the sweep is over.
+    """
+    lanes = tl.reshape(s, [BLOCK_M, BLOCK_N // 8, 4, 2])
+    peak = tl.maximum(m, tl.max(tl.max(lanes, 3), 1))
     safe = tl.where(peak == float("-inf"), 0.0, peak)
-    zero = tl.zeros_like(safe)
+    factor = LOG2E if MASK == "float" else scale * LOG2E
+    decay = tl.exp2((m - safe) * factor)
     if MASK == "float":
-        decay = tl.exp2((m - safe) * LOG2E)
+        e = tl.exp2((lanes - safe[:, None, :, None]) * factor)
     else:
-        decay = tl.exp2((m - safe) * (scale * LOG2E))
-    return peak, norm * decay + tl.sum(weigh(s, safe, zero, scale, MASK), 1)
+        e = tl.exp2(lanes * factor - (safe * factor)[:, None, :, None])
+    return peak, norm * decay + tl.sum(tl.sum(e, 3), 1)
 
 
 @triton.jit
@@ -141,8 +147,8 @@ def attention_scores_fwd(
     k_ptr += b * stride_kb + h * stride_kh
     mask_ptr += b * stride_mb + h * stride_mh + first * stride_ms
     y_ptr += (head.to(tl.int64) * S + first) * T
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    norm = tl.zeros([BLOCK_M], tl.float32)
+    m = tl.full([BLOCK_M, 4], float("-inf"), tl.float32)
+    norm = tl.zeros([BLOCK_M, 4], tl.float32)
     if HELD:
         s = score_tile(
             q, k_ptr, mask_ptr, 0, row, local, S, T, stride_ks, stride_ms, stride_mt, scale,
@@ -164,15 +170,19 @@ def attention_scores_fwd(
                 q, k_ptr, mask_ptr, start, row, local, S, T, stride_ks, stride_ms, stride_mt, scale,
                 D, MASK, CAUSAL, False, PRECISION, BLOCK_N, BLOCK_D,
             )  # fmt: skip
-            m, norm = sweep_sum(s, m, norm, scale, MASK)
+            m, norm = sweep_sum(s, m, norm, scale, MASK, BLOCK_M, BLOCK_N)
         if EDGES:
             for start in range(clear, end, BLOCK_N):
                 s = score_tile(
                     q, k_ptr, mask_ptr, start, row, local, S, T, stride_ks, stride_ms, stride_mt, scale,
                     D, MASK, CAUSAL, True, PRECISION, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
-                m, norm = sweep_sum(s, m, norm, scale, MASK)
-        peak = tl.where(m == float("-inf"), 0.0, m)
+                m, norm = sweep_sum(s, m, norm, scale, MASK, BLOCK_M, BLOCK_N)
+        highest = tl.max(m, 1)
+        peak = tl.where(highest == float("-inf"), 0.0, highest)
+        norm = tl.sum(
+            norm * tl.exp2((m - peak[:, None]) * (LOG2E if MASK == "float" else scale * LOG2E)), 1
+        )
         shift = tl.log2(norm)
         for start in range(0, clear, BLOCK_N):
             s = score_tile(
@@ -214,14 +224,13 @@ def attention_scores_configs(
         tiles = [(64, 32, 4, 3)] if d > 64 else [(64, 32, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)]
     elif plain and d <= 64 and not odd:
         tiles = [
+            (128, 64, 8, 3),
+            (64, 64, 4, 3),
+            (64, 32, 4, 3),
+            (128, 32, 8, 3),
             (128, 128, 8, 3),
             (64, 128, 4, 3),
-            (64, 64, 4, 3),
-            (128, 64, 4, 3),
-            (64, 256, 8, 3),
-            (128, 256, 8, 2),
         ]
-        tiles = tiles if t % 256 == 0 else tiles[:4]
     else:
         tiles = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 3), (64, 32, 4, 3)]
     if s <= 32 and dtype != "f32":
@@ -245,7 +254,7 @@ def attention_scores_configs(
         and warps * 16 <= max(64, block_n // 2)
         and not (ragged and warps == 16)
     ]
-    return (held[:4] + sweeps)[:8] if t <= 512 else sweeps[:6] + held[:2]
+    return (held[:4] + sweeps)[:8] if t <= 256 else sweeps[:6] + held[:2]
 
 
 def attention_scores_launcher(

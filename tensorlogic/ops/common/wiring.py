@@ -146,7 +146,9 @@ _COUNTERS: dict[tuple[int, int, int, torch.dtype, str], Tensor] = {}
 _CAPTURED: dict[tuple[int, int, torch.dtype, str], Tensor] = {}
 
 
-def counters(device: torch.device, count: int, dtype: torch.dtype = torch.int32, use: str = "zero") -> Tensor:
+def counters(
+    device: torch.device, count: int, dtype: torch.dtype = torch.int32, use: str = "zero"
+) -> Tensor:
     """Counters of this stream and this use, zeroed once; every launch leaves them as the next of that use may find them.
 
     `use` "zero": as zeros; others as their kernels say. Inside a capture they are the graph's own, zeroed by it once: its launches on one stream follow one another.
@@ -164,7 +166,9 @@ def counters(device: torch.device, count: int, dtype: torch.dtype = torch.int32,
     return found
 
 
-def _captured(device: torch.device, stream: int, count: int, dtype: torch.dtype, use: str) -> Tensor:
+def _captured(
+    device: torch.device, stream: int, count: int, dtype: torch.dtype, use: str
+) -> Tensor:
     capture = _capture_id(stream)
     if capture is None:
         return torch.zeros(count, dtype=dtype, device=device)
@@ -189,6 +193,8 @@ def _capture_info() -> Any:
 def _capture_id(stream: int) -> int | None:
     """The number of the capture that `stream` takes part in; None when the driver does not say."""
     info, status, number = _capture_info(), ctypes.c_int(), ctypes.c_uint64()
-    if info is None or info(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None):
+    if info is None or info(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
+    ):
         return None
     return number.value if status.value == 1 else None

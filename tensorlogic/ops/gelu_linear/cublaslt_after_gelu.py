@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from math import prod
+from typing import Any
 
 from ...plans import Key
 from ..common import gemm_steps, gemm_wiring, triton_elementwise, triton_reduce, wiring
@@ -30,7 +31,9 @@ def describe(key: Key, engine: str = "cublaslt") -> Plan | str:
     spec = GemmSpec(m, n, k, rows, w, Operand(dtype, n, 1), bias=bias.dtype if bias else None)
     made = {"y": ("y", (*x.shape[:-1], n), dtype)}
     first = gemm_steps.pointwise(_kind(key), dtype, ("x",), ("active",), x.shape)
-    return Plan((first, Product(spec, {"x": "active", "w": "weight", "bias": "bias"}, made, engine)), ("y",))
+    return Plan(
+        (first, Product(spec, {"x": "active", "w": "weight", "bias": "bias"}, made, engine)), ("y",)
+    )
 
 
 def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
@@ -48,26 +51,37 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
     m, steps = prod(dy.shape[:-1]), list[Kernel | Product]()
     fused = engine == "triton"  # whose epilogue takes either gradient without slowing the product
     if needs[0] == "1" and fused:
-        gradient = {"outer": "gradient", "kind": kind, "residual": other}
+        gradient: dict[str, Any] = {"outer": "gradient", "kind": kind, "residual": other}
         steps.append(gemm_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, **gradient))
     elif needs[0] == "1":
         steps.append(gemm_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, "dactive"))
     if needs[:2] == "11" and not fused:
-        steps.append(gemm_steps.pointwise(f"{kind}_both", dtype, ("dactive", "x"), ("dx", "active"), x.shape))
+        steps.append(
+            gemm_steps.pointwise(f"{kind}_both", dtype, ("dactive", "x"), ("dx", "active"), x.shape)
+        )
     elif needs[1] == "1":
         steps.append(gemm_steps.pointwise(kind, dtype, ("x",), ("active",), x.shape))
     elif needs[0] == "1" and not fused:
         steps.append(gemm_steps.pointwise(f"{kind}_bwd", dtype, ("dactive", "x"), ("dx",), x.shape))
     if needs[1] == "1":
-        steps.append(gemm_steps.weight_gradient(engine, "dy", rows, "active", Operand(dtype, k, 1), m, n, k))
+        steps.append(
+            gemm_steps.weight_gradient(engine, "dy", rows, "active", Operand(dtype, k, 1), m, n, k)
+        )
     if needs[2] == "1":
         steps.append(gemm_steps.column_sums("dy", dtype, m, n))
-    returns = tuple(name if need == "1" else "None" for name, need in zip(("dx", "dw", "db"), needs, strict=True))
+    returns = tuple(
+        name if need == "1" else "None"
+        for name, need in zip(("dx", "dw", "db"), needs, strict=True)
+    )
     return Plan(tuple(steps), returns) if steps else "nothing to compute"
 
 
 _SOURCES = (triton_elementwise, triton_reduce, gemm_steps, sys.modules[__name__])
 gemm_wiring.candidate(GELU_LINEAR, "cublaslt.after_gelu", describe, _SOURCES)
-gemm_wiring.candidate(GELU_LINEAR, "triton.after_gelu", partial(describe, engine="triton"), _SOURCES)
+gemm_wiring.candidate(
+    GELU_LINEAR, "triton.after_gelu", partial(describe, engine="triton"), _SOURCES
+)
 gemm_wiring.candidate(GELU_LINEAR_BACKWARD, "cublaslt.products", describe_backward, _SOURCES)
-gemm_wiring.candidate(GELU_LINEAR_BACKWARD, "triton.products", partial(describe_backward, engine="triton"), _SOURCES)
+gemm_wiring.candidate(
+    GELU_LINEAR_BACKWARD, "triton.products", partial(describe_backward, engine="triton"), _SOURCES
+)

@@ -11,7 +11,9 @@ from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product
 from . import GELU_LINEAR, GELU_LINEAR_BACKWARD
 
-FUSED_BACKWARD = 2**24  # multiply-adds of one product up to which the GELU may be taken again for every tile
+FUSED_BACKWARD = (
+    2**24
+)  # multiply-adds of one product up to which the GELU may be taken again for every tile
 
 
 def _kind(key: Key) -> str:
@@ -26,7 +28,17 @@ def describe(key: Key) -> Plan | str:
     if isinstance(found, str):
         return found
     m, n, k, rows, w = found
-    spec = GemmSpec(m, n, k, rows, w, Operand(x.dtype, n, 1), prologue="activation", kind=_kind(key), bias=bias.dtype if bias else None)
+    spec = GemmSpec(
+        m,
+        n,
+        k,
+        rows,
+        w,
+        Operand(x.dtype, n, 1),
+        prologue="activation",
+        kind=_kind(key),
+        bias=bias.dtype if bias else None,
+    )
     made = {"y": ("y", (*x.shape[:-1], n), x.dtype)}
     return Plan((Product(spec, {"x": "x", "w": "weight", "bias": "bias"}, made),), ("y",))
 
@@ -46,12 +58,36 @@ def describe_backward(key: Key) -> Plan | str:
         return "at this size the GELU is cheaper as a pass of its own"
     products, returns = [], ["None"] * 3
     if needs[0] == "1":
-        spec = GemmSpec(m, k, n, rows, Operand(dtype, *weight.stride), Operand(dtype, k, 1), outer="gradient", kind=_kind(key), residual=other)
-        products.append(Product(spec, {"x": "dy", "w": "weight", "residual": "x"}, {"y": ("dx", x.shape, dtype)}))
+        spec = GemmSpec(
+            m,
+            k,
+            n,
+            rows,
+            Operand(dtype, *weight.stride),
+            Operand(dtype, k, 1),
+            outer="gradient",
+            kind=_kind(key),
+            residual=other,
+        )
+        products.append(
+            Product(
+                spec, {"x": "dy", "w": "weight", "residual": "x"}, {"y": ("dx", x.shape, dtype)}
+            )
+        )
         returns[0] = "dx"
     if needs[1] == "1":
         turned = Operand(dtype, other.columns, other.rows)
-        spec = GemmSpec(k, n, m, turned, rows, Operand(dtype, 1, k), prologue="activation", kind=_kind(key), transposed=True)
+        spec = GemmSpec(
+            k,
+            n,
+            m,
+            turned,
+            rows,
+            Operand(dtype, 1, k),
+            prologue="activation",
+            kind=_kind(key),
+            transposed=True,
+        )
         products.append(Product(spec, {"x": "x", "w": "dy"}, {"y": ("dw", weight.shape, dtype)}))
         returns[1] = "dw"
     if needs[2] == "1":
@@ -60,4 +96,6 @@ def describe_backward(key: Key) -> Plan | str:
 
 
 gemm_wiring.candidate(GELU_LINEAR, "triton.tiled", describe, (sys.modules[__name__],))
-gemm_wiring.candidate(GELU_LINEAR_BACKWARD, "triton.tiled", describe_backward, (sys.modules[__name__],))
+gemm_wiring.candidate(
+    GELU_LINEAR_BACKWARD, "triton.tiled", describe_backward, (sys.modules[__name__],)
+)

@@ -16,7 +16,9 @@ from ..common.gemm_wiring import Kernel, Plan, Product, Start
 from . import LAYER_NORM_LINEAR, LAYER_NORM_LINEAR_BACKWARD
 
 
-def _normalised(x: TensorSpec, gamma: TensorSpec | None, beta: TensorSpec | None, eps: float, save: bool) -> Kernel:
+def _normalised(
+    x: TensorSpec, gamma: TensorSpec | None, beta: TensorSpec | None, eps: float, save: bool
+) -> Kernel:
     """`normal` = layer_norm(x), and with `save` `mean` and `rstd` of its rows."""
     dtype, columns = x.dtype, x.shape[-1]
     rows = prod(x.shape[:-1])
@@ -34,7 +36,12 @@ def _normalised(x: TensorSpec, gamma: TensorSpec | None, beta: TensorSpec | None
         "x", "gamma" if gamma else "x", "beta" if beta else "x", "normal",
         "mean" if save else "x", "rstd" if save else "x", repr(eps),
     )  # fmt: skip
-    return Kernel(given, made, tuple(triton_layer_norm.layer_norm_configs(columns, dtype)[: gemm_steps.PASSES]), build)
+    return Kernel(
+        given,
+        made,
+        tuple(triton_layer_norm.layer_norm_configs(columns, dtype)[: gemm_steps.PASSES]),
+        build,
+    )
 
 
 def _parameters(*given: TensorSpec | None) -> str | None:
@@ -60,7 +67,9 @@ def describe(key: Key, engine: str = "cublaslt") -> Plan | str:
     return Plan((_normalised(x, gamma, beta, key.flag("eps"), False), product), ("y",))
 
 
-def _norm_backward(x: TensorSpec, gamma: TensorSpec | None, need_dx: bool, need_params: bool) -> Kernel:
+def _norm_backward(
+    x: TensorSpec, gamma: TensorSpec | None, need_dx: bool, need_params: bool
+) -> Kernel:
     """dx [..., K] and dparams [2, K] (dgamma, dbeta) of the layer norm, from the gradient of its output."""
     dtype, columns = x.dtype, x.shape[-1]
     rows = prod(x.shape[:-1])
@@ -74,7 +83,11 @@ def _norm_backward(x: TensorSpec, gamma: TensorSpec | None, need_dx: bool, need_
     made = {"dx": ("dx", x.shape, dtype)} if need_dx else {}
     if need_params:
         made |= {"dparams": ("dparams", (2, columns), dtype)}
-    outs = ("dx" if need_dx else "x", "dparams" if need_params else "x", "space" if need_params else "x")
+    outs = (
+        "dx" if need_dx else "x",
+        "dparams" if need_params else "x",
+        "space" if need_params else "x",
+    )
     configs = triton_layer_norm.layer_norm_backward_configs(rows, columns, dtype, wiring.cores())
     return Kernel(
         ("x", "dnormal", "gamma" if gamma else "x", "mean", "rstd", *outs), made, tuple(configs[: gemm_steps.PASSES]), build,
@@ -117,6 +130,13 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
 
 _SOURCES = (triton_layer_norm, triton_reduce, gemm_steps, sys.modules[__name__])
 gemm_wiring.candidate(LAYER_NORM_LINEAR, "cublaslt.after_norm", describe, _SOURCES)
-gemm_wiring.candidate(LAYER_NORM_LINEAR, "triton.after_norm", partial(describe, engine="triton"), _SOURCES)
+gemm_wiring.candidate(
+    LAYER_NORM_LINEAR, "triton.after_norm", partial(describe, engine="triton"), _SOURCES
+)
 gemm_wiring.candidate(LAYER_NORM_LINEAR_BACKWARD, "cublaslt.products", describe_backward, _SOURCES)
-gemm_wiring.candidate(LAYER_NORM_LINEAR_BACKWARD, "triton.products", partial(describe_backward, engine="triton"), _SOURCES)
+gemm_wiring.candidate(
+    LAYER_NORM_LINEAR_BACKWARD,
+    "triton.products",
+    partial(describe_backward, engine="triton"),
+    _SOURCES,
+)

@@ -30,20 +30,39 @@ def describe(key: Key) -> Shape | str:
         return rows
     if any(t is not None and prod(t.shape) != 1 and t.stride[0] != 1 for t in (gamma, beta)):
         return "gamma or beta is strided"
-    return (*rows, x.dtype, x.dtype, x.shape, gamma is not None, beta is not None, key.flag("eps"), wiring.weakest(key))
+    return (
+        *rows,
+        x.dtype,
+        x.dtype,
+        x.shape,
+        gamma is not None,
+        beta is not None,
+        key.flag("eps"),
+        wiring.weakest(key),
+    )
 
 
 def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     """The launcher over (x, gamma, beta, weight, bias)."""
     rows, columns, dtype, param, out, has_gamma, has_beta, eps, align = shape
     start = triton_layer_norm.layer_norm_launcher(
-        rows, columns, (dtype, param, dtype), dict(config), device, has_gamma=has_gamma, has_beta=has_beta, save=False, align=align
+        rows,
+        columns,
+        (dtype, param, dtype),
+        dict(config),
+        device,
+        has_gamma=has_gamma,
+        has_beta=has_beta,
+        save=False,
+        align=align,
     )
     empty, stride, made = wiring.empty(device), wiring.contiguous(out), DTYPES[dtype]
 
     def launch(x: torch.Tensor, gamma: Any, beta: Any, weight: torch.Tensor, bias: Any) -> Any:
         normal = empty(out, stride, made)
-        if not start(x, x if gamma is None else gamma, x if beta is None else beta, normal, x, x, eps):
+        if not start(
+            x, x if gamma is None else gamma, x if beta is None else beta, normal, x, x, eps
+        ):
             return None
         return (F.linear(normal, weight, bias),)
 

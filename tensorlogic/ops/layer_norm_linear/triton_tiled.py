@@ -24,7 +24,14 @@ def describe(key: Key) -> Plan | str:
         prologue="layer_norm", inline=True,
         gamma=gamma.dtype if gamma else None, beta=beta.dtype if beta else None, bias=bias.dtype if bias else None,
     )  # fmt: skip
-    given = {"x": "x", "w": "weight", "gamma": "gamma", "beta": "beta", "bias": "bias", "eps": repr(key.flag("eps"))}
+    given = {
+        "x": "x",
+        "w": "weight",
+        "gamma": "gamma",
+        "beta": "beta",
+        "bias": "bias",
+        "eps": repr(key.flag("eps")),
+    }
     return Plan((Product(spec, given, {"y": ("y", (*x.shape[:-1], n), x.dtype)}),), ("y",))
 
 

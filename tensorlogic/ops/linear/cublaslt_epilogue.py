@@ -8,7 +8,14 @@ from functools import partial
 from math import prod
 
 from ...plans import Key
-from ..common import gemm_steps, gemm_wiring, triton_columns, triton_elementwise, triton_reduce, wiring
+from ..common import (
+    gemm_steps,
+    gemm_wiring,
+    triton_columns,
+    triton_elementwise,
+    triton_reduce,
+    wiring,
+)
 from ..common.gemm_wiring import Kernel, Plan, Product
 from . import LINEAR, LINEAR_BACKWARD, triton_tiled
 
@@ -18,7 +25,12 @@ def describe(key: Key) -> Plan | str:
     found = triton_tiled.describe(key)
     if isinstance(found, str):
         return found
-    return replace(found, products=tuple(replace(p, engine="cublaslt") for p in found.products if isinstance(p, Product)))
+    return replace(
+        found,
+        products=tuple(
+            replace(p, engine="cublaslt") for p in found.products if isinstance(p, Product)
+        ),
+    )
 
 
 def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
@@ -43,7 +55,9 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
         if needs[2] == "1":
             steps.append(gemm_steps.gradient_with_sums(f"{activation}_bwd", dtype, dy.shape))
         else:
-            steps.append(gemm_steps.pointwise(f"{activation}_bwd", dtype, ("dy", "kept"), ("dz",), dy.shape))
+            steps.append(
+                gemm_steps.pointwise(f"{activation}_bwd", dtype, ("dy", "kept"), ("dz",), dy.shape)
+            )
     elif needs[2] == "1":
         steps.append(gemm_steps.column_sums("dy", dtype, m, n))
     if needs[0] == "1":
@@ -51,11 +65,22 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
     if needs[1] == "1":
         steps.append(gemm_steps.weight_gradient(engine, dz, rows, "x", other, m, n, k))
     names = ("dx", "dw", "db", "dz" if dz == "dz" else "dy.clone()")
-    returns = tuple(name if need == "1" else "None" for name, need in zip(names, needs, strict=True))
+    returns = tuple(
+        name if need == "1" else "None" for name, need in zip(names, needs, strict=True)
+    )
     return Plan(tuple(steps), returns) if steps else "nothing to compute"
 
 
-_SOURCES = (triton_columns, triton_elementwise, triton_reduce, gemm_steps, triton_tiled, sys.modules[__name__])
+_SOURCES = (
+    triton_columns,
+    triton_elementwise,
+    triton_reduce,
+    gemm_steps,
+    triton_tiled,
+    sys.modules[__name__],
+)
 gemm_wiring.candidate(LINEAR, "cublaslt.epilogue", describe, _SOURCES)
 gemm_wiring.candidate(LINEAR_BACKWARD, "cublaslt.products", describe_backward, _SOURCES)
-gemm_wiring.candidate(LINEAR_BACKWARD, "triton.products", partial(describe_backward, engine="triton"), _SOURCES)
+gemm_wiring.candidate(
+    LINEAR_BACKWARD, "triton.products", partial(describe_backward, engine="triton"), _SOURCES
+)

@@ -68,8 +68,19 @@ def describe_backward(key: Key) -> Plan | str:
     products, returns = [], ["None"] * 4
     wants_dz = needs[3] == "1" and saved is not None
     if needs[0] == "1" or wants_dz:
-        spec = GemmSpec(m, k, n, rows, Operand(weight.dtype, *weight.stride), Operand(dtype, k, 1), x_out=dtype if wants_dz else None, **gradient)
-        made = {"y": ("dx", x.shape, dtype)} | ({"x_out": ("dz", dy.shape, dtype)} if wants_dz else {})
+        spec = GemmSpec(
+            m,
+            k,
+            n,
+            rows,
+            Operand(weight.dtype, *weight.stride),
+            Operand(dtype, k, 1),
+            x_out=dtype if wants_dz else None,
+            **gradient,
+        )
+        made = {"y": ("dx", x.shape, dtype)} | (
+            {"x_out": ("dz", dy.shape, dtype)} if wants_dz else {}
+        )
         products.append(Product(spec, {"x": "dy", "w": "weight", "saved": "kept"}, made))
         returns[0] = "dx"
     if needs[1] == "1":
@@ -77,8 +88,20 @@ def describe_backward(key: Key) -> Plan | str:
         if saved is not None:
             gradient = gradient | {"saved": Operand(saved.dtype, saved.columns, saved.rows)}
         total = needs[2] == "1"
-        spec = GemmSpec(n, k, m, turned, other, Operand(dtype, k, 1), row_sum=dtype if total else None, transposed=True, **gradient)
-        made = {"y": ("dw", weight.shape, dtype)} | ({"row_sum": ("db", (n,), dtype)} if total else {})
+        spec = GemmSpec(
+            n,
+            k,
+            m,
+            turned,
+            other,
+            Operand(dtype, k, 1),
+            row_sum=dtype if total else None,
+            transposed=True,
+            **gradient,
+        )
+        made = {"y": ("dw", weight.shape, dtype)} | (
+            {"row_sum": ("db", (n,), dtype)} if total else {}
+        )
         products.append(Product(spec, {"x": "dy", "w": "x", "saved": "kept"}, made))
         returns[1:3] = ["dw", "db" if total else "None"]
     if needs[3] == "1":

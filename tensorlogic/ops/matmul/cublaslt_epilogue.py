@@ -16,7 +16,12 @@ def describe(key: Key) -> Plan | str:
     found = triton_tiled.describe(key)
     if isinstance(found, str):
         return found
-    return replace(found, products=tuple(replace(p, engine="cublaslt") for p in found.products if isinstance(p, Product)))
+    return replace(
+        found,
+        products=tuple(
+            replace(p, engine="cublaslt") for p in found.products if isinstance(p, Product)
+        ),
+    )
 
 
 gemm_wiring.candidate(MATMUL, "cublaslt.epilogue", describe, (triton_tiled, sys.modules[__name__]))

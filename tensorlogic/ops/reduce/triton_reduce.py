@@ -46,7 +46,15 @@ def describe(key: Key) -> Shape | str:
     first, last = dims[0], dims[-1] + 1
     ones = (1,) * len(dims) if keep else ()
     out = (*x.shape[:first], *ones, *x.shape[last:])
-    return Shape(key.op, x.dtype, prod(x.shape[:first]), prod(x.shape[first:last]), prod(x.shape[last:]), out, wiring.weakest(key))
+    return Shape(
+        key.op,
+        x.dtype,
+        prod(x.shape[:first]),
+        prod(x.shape[first:last]),
+        prod(x.shape[last:]),
+        out,
+        wiring.weakest(key),
+    )
 
 
 def configs(s: Shape) -> list[dict[str, Any]]:
@@ -56,10 +64,19 @@ def configs(s: Shape) -> list[dict[str, Any]]:
 
 def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher with its workspace."""
-    start = triton_reduce.reduce_launcher(s.kind, s.dtype, s.dtype, s.outer, s.reduce, s.inner, dict(config), device, s.align)
+    start = triton_reduce.reduce_launcher(
+        s.kind, s.dtype, s.dtype, s.outer, s.reduce, s.inner, dict(config), device, s.align
+    )
     partials, count = triton_reduce.reduce_workspace(s.outer, s.reduce, s.inner, dict(config))
-    kind, use = (torch.int64, "launches") if config["strategy"] == "polled" else (torch.int32, "zero")
-    empty, counters, stride, dtype = wiring.empty(device), wiring.counters, wiring.contiguous(s.out), DTYPES[s.dtype]
+    kind, use = (
+        (torch.int64, "launches") if config["strategy"] == "polled" else (torch.int32, "zero")
+    )
+    empty, counters, stride, dtype = (
+        wiring.empty(device),
+        wiring.counters,
+        wiring.contiguous(s.out),
+        DTYPES[s.dtype],
+    )
 
     def launch(x: torch.Tensor) -> Any:
         y = empty(s.out, stride, dtype)
@@ -71,4 +88,6 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
 
 
 for _op in FAMILY:
-    wiring.described(_op, "triton.blocks", describe, configs, build, (triton_reduce, sys.modules[__name__]))
+    wiring.described(
+        _op, "triton.blocks", describe, configs, build, (triton_reduce, sys.modules[__name__])
+    )

@@ -49,7 +49,9 @@ def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
 def build_backward(shape: Shape, config: Config, device: torch.device) -> Launcher:
     """The backward launcher."""
     rows, columns, dtype, out, align = shape
-    start = triton_rows.softmax_backward_launcher(rows, columns, (dtype, dtype, dtype), dict(config), device, align)
+    start = triton_rows.softmax_backward_launcher(
+        rows, columns, (dtype, dtype, dtype), dict(config), device, align
+    )
     empty, stride, made = wiring.empty(device), wiring.contiguous(out), DTYPES[dtype]
 
     def launch(dy: torch.Tensor, y: torch.Tensor) -> Any:
@@ -60,5 +62,19 @@ def build_backward(shape: Shape, config: Config, device: torch.device) -> Launch
 
 
 _SOURCES = (triton_rows, sys.modules[__name__])
-wiring.described(SOFTMAX, "triton.rows", describe, lambda s: triton_rows.softmax_configs(s[1], s[2]), build, _SOURCES)
-wiring.described(SOFTMAX_BACKWARD, "triton.rows", describe, lambda s: triton_rows.softmax_configs(s[1], s[2], True), build_backward, _SOURCES)
+wiring.described(
+    SOFTMAX,
+    "triton.rows",
+    describe,
+    lambda s: triton_rows.softmax_configs(s[1], s[2]),
+    build,
+    _SOURCES,
+)
+wiring.described(
+    SOFTMAX_BACKWARD,
+    "triton.rows",
+    describe,
+    lambda s: triton_rows.softmax_configs(s[1], s[2], True),
+    build_backward,
+    _SOURCES,
+)

@@ -59,7 +59,12 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
         s.rows, s.columns, s.dtype, s.dtype, s.reduction, s.ignore_index, dict(config), device,
         smooth=s.smoothing != 0.0, save=s.save, align=s.align,
     )  # fmt: skip
-    empty, counters, dtype, f32 = wiring.empty(device), wiring.counters, DTYPES[s.dtype], torch.float32
+    empty, counters, dtype, f32 = (
+        wiring.empty(device),
+        wiring.counters,
+        DTYPES[s.dtype],
+        torch.float32,
+    )
     each, smoothing, rows, save = s.reduction == "none", s.smoothing, s.rows, s.save
     shape = s.shape[:-1]
     stride = wiring.contiguous(shape)
@@ -83,9 +88,20 @@ def build_backward(s: Shape, config: Config, device: torch.device) -> Launcher:
         s.rows, s.columns, s.dtype, s.dy_dtype, s.reduction, s.ignore_index, dict(config), device,
         smooth=s.smoothing != 0.0, align=s.align,
     )  # fmt: skip
-    empty, dtype, stride, smoothing = wiring.empty(device), DTYPES[s.dtype], wiring.contiguous(s.shape), s.smoothing
+    empty, dtype, stride, smoothing = (
+        wiring.empty(device),
+        DTYPES[s.dtype],
+        wiring.contiguous(s.shape),
+        s.smoothing,
+    )
 
-    def launch(dloss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, share: torch.Tensor) -> Any:
+    def launch(
+        dloss: torch.Tensor,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        lse: torch.Tensor,
+        share: torch.Tensor,
+    ) -> Any:
         dx = empty(s.shape, stride, dtype)
         return (dx,) if start(logits, target, lse, dloss, share, dx, smoothing) else None
 

@@ -1,0 +1,120 @@
+"""cuBLASLt's side of the product family: what it takes and why not; on a GPU, its results against float64."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tensorlogic.ops.common import cublaslt
+from tensorlogic.ops.common.gemm import GemmSpec, Operand
+
+M, N, K = 48, 64, 40
+
+
+def spec(dtype: str = "f16", **more: Any) -> GemmSpec:
+    return GemmSpec(
+        M, N, K, Operand(dtype, K, 1), Operand(dtype, 1, K), Operand(dtype, N, 1), **more
+    )
+
+
+ROW = Operand("f16", N, 1)
+REFUSED = {
+    "transforms neither": {"prologue": "activation", "kind": "gelu"},
+    "nor columns": {"mean": "f16", "var": "f16"},
+    "one dtype": {"bias": "f32"},
+    "contiguous along neither": {"x": Operand("f16", 2 * K, 2)},
+    "rows of the output": {"outer": "residual", "residual": Operand("f16", 1, M)},
+    "tanh gelu only": {"activation": "silu"},
+    "no dropout": {"outer": "dropout"},
+    "of gradients": {"outer": "gradient", "kind": "silu", "residual": ROW},
+    "go with no other": {"row_sum": "f16", "bias": "f16"},
+    "keeps the pre-activation": {"activation": "gelu_tanh", "z": "f16"},
+    "aligned to 16 bytes": {"outer": "gradient", "kind": "gelu_tanh", "residual": ROW, "align": 8},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refusals_say_why(reason: str) -> None:
+    assert reason in str(cublaslt.lt_refusal(replace(spec(), **REFUSED[reason])))
+
+
+SERVED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": "f16"},
+    "residual relu": {
+        "bias": "f16",
+        "outer": "residual",
+        "residual": Operand("f16", N + 8, 1),
+        "activation": "relu",
+    },
+    "gelu": {"bias": "f16", "activation": "gelu_tanh"},
+    "gelu gradient": {"outer": "gradient", "kind": "gelu_tanh", "residual": ROW},
+    "row sums": {"row_sum": "f16"},
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_arguments_are_those_that_the_product_has(name: str) -> None:
+    what = spec(**SERVED[name])
+    assert cublaslt.lt_refusal(what) is None
+    absent = {"bias": what.bias, "residual": what.residual, "z": what.z, "row_sum": what.row_sum}
+    order = ("x", "w", "bias", "residual", "y", "z", "row_sum")
+    assert cublaslt.lt_arguments(what) == tuple(a for a in order if a not in absent or absent[a])
+
+
+def test_is_unavailable_without_cuda() -> None:
+    assert cublaslt.lt_available("cpu") == "cuBLASLt runs on CUDA devices"
+    if torch.version.cuda is None:
+        assert "no CUDA" in str(cublaslt.lt_available("cuda"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("name", "layouts"), list(itertools.product(SERVED, ("row column", "column row")))
+)
+def test_results(name: str, layouts: str) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def matrix(rows: int, columns: int, layout: str = "row") -> torch.Tensor:
+        shape = (rows, columns) if layout == "row" else (columns, rows)
+        made = torch.randn(shape, device=device).half()
+        return made if layout == "row" else made.t()
+
+    x_layout, w_layout = layouts.split()
+    wanted = SERVED[name]
+    x, w = matrix(M, K, x_layout), matrix(K, N, w_layout)
+    given = {"x": x, "w": w, "bias": matrix(1, N)[0], "residual": matrix(M, N + 8)[:, :N]}
+    if wanted.get("outer") == "gradient":
+        given["residual"] = matrix(M, N)
+    nan = float("nan")
+    given |= {
+        "y": torch.full((M, N), nan, device=device).half(),
+        "z": torch.full((M, N), nan, device=device).half(),
+    }
+    given["row_sum"] = torch.full((M,), nan, device=device).half()
+    operands = {"x": Operand("f16", *x.stride()), "w": Operand("f16", *w.stride())}
+    what = replace(spec(**wanted), **operands)
+    start = cublaslt.lt_launcher(what, {"rank": 0}, device)
+    assert start(*(given[a] for a in cublaslt.lt_arguments(what)))
+    z = x.double() @ w.double() + (given["bias"].double() if what.bias else 0.0)
+    if what.outer == "residual":
+        z = z + given["residual"].double()
+    act = {"relu": F.relu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh")}.get(
+        what.activation, lambda v: v
+    )
+    y = act(z)
+    if what.outer == "gradient":
+        leaf = given["residual"].double().requires_grad_()
+        (y,) = torch.autograd.grad(F.gelu(leaf, approximate="tanh"), leaf, z)
+    for got, want, there in (
+        (given["y"], y, True),
+        (given["z"], z, what.z),
+        (given["row_sum"], x.double().sum(1), what.row_sum),
+    ):
+        if there:
+            assert (got.double() - want).norm() <= 1e-3 * want.norm()

@@ -100,6 +100,9 @@ def cross_entropy(r: Rows, config: Config, device: torch.device) -> Launcher:
         loss = loss.to(logits.dtype).view(r.shape[:-1] if r.reduction == "none" else ())
         if not r.save:
             return (loss,)
+        lse = torch.where(
+            target.reshape(-1) != r.ignore_index, lse, 0
+        )  # nothing is kept of rows that do not count
         return loss, lse, loss.new_ones(1, dtype=torch.float32) if share is None else share
 
     warm(run, *_small(device, r), torch.zeros(1, dtype=torch.int64, device=device))

@@ -13,6 +13,7 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1; platform_system == 'Linux' and platform_machine == 'x86_64'
 RESULT ?= reports/bench.json
 BENCH ?= --quick
+JOBS ?= 2
 
 ifeq ($(strip $(VENV)),)
 PYTHON ?= python3
@@ -31,7 +32,7 @@ test: setup
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m tensorlogic.bench.readme --check README.md
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile
 
 tables: setup
 	$(PYTHON) -m tensorlogic.bench.readme README.md

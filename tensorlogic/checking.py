@@ -56,10 +56,22 @@ class InputSet:
             for p, a in zip(op.dynamic, self.dynamic, strict=True)
         ]
 
+    def copy(self) -> InputSet:
+        """The same values, strides and alignment in memory of their own."""
+        other = object.__new__(InputSet)
+        other.dynamic = [_copied(a) if isinstance(a, Tensor) else a for a in self.dynamic]
+        return other
+
     def tensors(self, op: Op) -> dict[str, Tensor]:
         """The tensors that are present, by parameter."""
         pairs = zip(op.dynamic, self.dynamic, strict=True)
         return {p.name: a for p, a in pairs if isinstance(a, Tensor)}
+
+
+def _copied(t: Tensor) -> Tensor:
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(
+        t.untyped_storage().clone(), t.storage_offset(), t.size(), t.stride()
+    )
 
 
 def _sample(
@@ -112,6 +124,14 @@ class Checker:
         self.expected = [self._expect(s) for s in self.probes]
         self.call_us = 0.0  # of the last call
         self.cut_us = 0.0  # of the last checked launcher's calls, where it was cut for them
+
+    def cold(self) -> list[InputSet]:
+        """Sets to time with: the two that were checked, and as many copies as it takes to outgrow a GPU's cache."""
+        plain, _ = self.expected[0]
+        tensors = [*self.sets[0].tensors(self.op).values(), *plain]
+        nbytes = sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        copies = measure.cold_sets(nbytes, self.device) - len(self.sets)
+        return [*self.sets, *(self.sets[i % 2].copy() for i in range(copies))]
 
     def _expect(self, s: InputSet) -> tuple[Outputs, Outputs]:
         """What same-dtype eager PyTorch and the reference make of the inputs; what the op updates counts as output."""

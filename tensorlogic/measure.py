@@ -61,6 +61,14 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
+def cold_sets(nbytes: int, device: torch.device) -> int:
+    """How many sets of `nbytes` calls must walk through to find none of them in a GPU's cache: 2 to 8; elsewhere 2."""
+    if device.type != "cuda":
+        return 2
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(2, min(8, 2 * cache // max(nbytes, 1) + 1))
+
+
 def once(call: Call, device: torch.device) -> float:
     """Microseconds of one synchronised call."""
     synchronize(device)
@@ -187,7 +195,9 @@ class _Graph:
 
     def __init__(self, steps: list[Call], device: torch.device, share_s: float) -> None:
         call_us = min(once(steps[0], device), once(steps[0], device))
-        self.count = _repeats(call_us, min(share_s, 2e-3), least=1, most=40)
+        self.count = _repeats(
+            call_us, min(share_s, 2e-3), least=len(steps), most=40
+        )  # all sets, so that the next replay meets none of them in the cache
         self.device = device
         self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(device)

@@ -9,7 +9,7 @@ from pathlib import Path
 import platformdirs
 
 TUNE_MODES = ("off", "auto", "full")
-MOST_WORKERS = 8
+MOST_WORKERS = 16
 
 
 @dataclass(frozen=True)

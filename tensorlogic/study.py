@@ -37,6 +37,21 @@ class _Entrant:
     rough_us: float
 
 
+def kernels(op: Op, key: Key, device: torch.device) -> list[Any]:
+    """Compile jobs of every candidate that may serve the key, for workers to begin with before its turn comes."""
+    jobs: list[Any] = []
+    for candidate in op.candidates.values():
+        if candidate.id == EAGER or candidate.unfit(key) is not None:
+            continue
+        try:
+            own = [job for c in candidate.configs(key) for job in candidate.jobs(key, c, device)]
+            hash(tuple(own))  # what cannot be told apart or sent to a worker fails here
+            jobs += own
+        except BIND_ERRORS as problem:  # the study refuses it by name
+            LOG.debug("tensorlogic: %s lists no kernels: %s", candidate.id, problem)
+    return jobs
+
+
 class _Failed(Exception):
     """A candidate that passed its check failed while it was timed."""
 
@@ -86,6 +101,7 @@ class Study:
             begin = time.perf_counter()
             with torch.no_grad():
                 self.checker = Checker(self.op, self.key, self.device)
+                self.timed = self.checker.cold()
             first = _Entrant(eager, {}, self.op.plain(self.key, self.device), 1.0, 0.0)
             first.rough_us = self._rough(first)
         except BIND_ERRORS as problem:
@@ -213,7 +229,7 @@ class Study:
             if outs is None:
                 raise _Failed(entrant, "declined the key it was bound for")
 
-        return [functools.partial(call, s.fresh(self.op)) for s in self.checker.sets]
+        return [functools.partial(call, s.fresh(self.op)) for s in self.timed]
 
     @torch.no_grad()
     def _rough(self, entrant: _Entrant, incumbent_us: float | None = None) -> float:

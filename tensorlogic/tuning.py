@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import capture_watch, policies, stores
+from . import capture_watch, compiling, policies, stores, study
 from .op import Op
 from .plans import Key, Plan
 
@@ -72,9 +72,12 @@ def tune(fn: Callable[..., Any], *example_inputs: Any) -> Learned:
         out = fn(*example_inputs)
         _backward(out)
     learned = Learned()
-    for op, key, device in met.values():
-        for each in (key, *op.twins(key)):
-            _measure(op, each, device, learned)
+    keys = [(op, k, device) for op, key, device in met.values() for k in (key, *op.twins(key))]
+    for op, key, device in keys:
+        if not stores.complete(op, stores.current(device).get(key), key):
+            compiling.submit(study.kernels(op, key, device))
+    for op, key, device in keys:
+        _measure(op, key, device, learned)
     for device in {device for _, _, device in met.values()}:
         stores.current(device).flush()
     policies.forget_entries()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,3 +165,30 @@ def test_a_key_that_cannot_be_measured_has_no_plan(monkeypatch: pytest.MonkeyPat
     assert len(learned.unmeasured) == 1
     assert "could not be measured" in str(learned)
     assert tensorlogic.relu(x).shape == x.shape
+
+
+def test_enough_sets_to_outgrow_a_gpus_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(L2_cache_size=50 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    cuda = torch.device("cuda", 0)
+    found = [measure.cold_sets(mib << 20, cuda) for mib in (1, 16, 40, 200)]
+    assert found == [8, 7, 3, 2]
+    assert measure.cold_sets(1, CPU) == 2
+
+
+def test_a_copy_of_inputs_is_the_same_elsewhere() -> None:
+    op = OPS["linear"]
+    x = torch.randn(9, 64, dtype=torch.float16)[1:, :32]  # rows apart
+    weight = torch.randn(33 * 32 + 1, dtype=torch.float16)[1:].view(33, 32)  # not aligned
+    key = op.key((x, weight, None, None, "none", False), "inference")
+    (first, second), made = Checker(op, key, CPU).sets, []
+    for s in (first, second):
+        made.append(s.copy())
+        for a, b in zip(s.dynamic, made[-1].dynamic, strict=True):
+            if a is None:
+                assert b is None
+                continue
+            assert torch.equal(a, b)
+            assert a.stride() == b.stride()
+            assert a.data_ptr() != b.data_ptr()
+            assert (a.data_ptr() ^ b.data_ptr()) & 15 == 0

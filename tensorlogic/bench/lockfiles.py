@@ -87,7 +87,7 @@ def _standing(op: Op, plan: Plan, device: torch.device, margin: float) -> tuple[
     if fresh is None or (fresh.eager, fresh.eager_config) == (plan.eager, plan.eager_config):
         return GOOD, ""
     best = op.candidates[fresh.eager].bind(plan.key, fresh.eager_config, device)
-    ratio, low = _paired(launch, best, [s.fresh(op) for s in checker.sets], device)
+    ratio, low = _paired(launch, best, [s.fresh(op) for s in checker.cold()], device)
     name = " ".join([fresh.eager, *(f"{k}={v}" for k, v in fresh.eager_config.items())])
     return (
         ("slow", f"{ratio:.2f} times {name}, at least {low:.2f} with 95 % confidence")

@@ -32,14 +32,20 @@ class Effort:
 QUICK, FULL = Effort(11, 0.2), Effort(21, 0.5)
 
 
-def meet(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[Op, Key, torch.device]]:
-    """The keys that one call meets, by making it."""
+def meet(
+    fn: Callable[..., Any], args: tuple[Any, ...], captured: bool = False
+) -> list[tuple[Op, Key, torch.device]]:
+    """The keys that one call meets, by making it; `captured`: as a CUDA graph records it."""
     met: list[tuple[Op, Key, torch.device]] = []
     watching = replace(
         policies.current(), tune="off", observer=lambda *seen: met.append(seen), entries={}
     )
     with policies.use(watching):
-        fn(*args)
+        if not captured:
+            fn(*args)
+            return met
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            fn(*args)
     return met
 
 
@@ -47,9 +53,12 @@ def inputs(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
     """Sets of inputs that the calls walk through."""
     recipe, dtype = RECIPES[case.op], numerics.DTYPES[case.dtype]
     first = recipe.inputs(case.size, Maker(dtype, device, case.seed))
-    if nbytes(first) > ALONE:
-        return [first]
-    return [first, recipe.inputs(case.size, Maker(dtype, device, case.seed + 1))]
+    size = nbytes(first)
+    more = 0 if size > ALONE else measure.cold_sets(size, device) - 1
+    return [
+        first,
+        *(recipe.inputs(case.size, Maker(dtype, device, case.seed + 1 + i)) for i in range(more)),
+    ]
 
 
 @torch.no_grad()
@@ -121,11 +130,10 @@ def _choice(row: Row, recipe: Recipe, args: tuple[Any, ...]) -> None:
     decision = selector.decide(op, key, device, policies.current())
     plan = stores.current(device).get(key)
     row.key, row.flops, row.bytes = key.text, op.flops(key), op.traffic(key)
-    row.candidate, row.captured, row.source = (
-        decision.eager[0],
-        decision.captured[0],
-        decision.source,
-    )
+    row.candidate, row.captured, row.source = decision.eager[0], "", decision.source
+    for met, its_key, _ in meet(recipe.ours, args, captured=device.type == "cuda")[:1]:
+        its = selector.decide(met, its_key, device, policies.current()).captured[0]
+        row.captured = its if met is op else f"{met.name} by {its}"
     row.evidence = [asdict(e) for e in plan.evidence] if plan else []
 
 
@@ -192,16 +200,8 @@ def kernels(cases: Sequence[Case], device: torch.device) -> list[Any]:
             recipe.ours,
             recipe.inputs(case.size, Maker(numerics.DTYPES[case.dtype], device, case.seed)),
         ):
-            if stores.complete(op, stores.current(where).get(key), key):
-                continue
-            able = [
-                c
-                for c in op.candidates.values()
-                if not c.available(key.device) and not c.supports(key)
-            ]
-            jobs += [
-                job for c in able for config in c.configs(key) for job in c.jobs(key, config, where)
-            ]
+            if not stores.complete(op, stores.current(where).get(key), key):
+                jobs += study.kernels(op, key, where)
     return jobs
 
 

@@ -30,10 +30,11 @@ def _linear_batch_norm_relu(
 ) -> tuple[Tensor, ...]:
     """relu(batch_norm(z)), z = x [..., K] · weight [N, K]ᵀ + bias; outputs y, then z (save), batch mean and 1/std (training)."""
     z = F.linear(x, weight, bias)
-    flat = z.reshape(-1, z.shape[-1])
+    flat = z if z.dim() == 2 else z.reshape(-1, z.shape[-1])
     if not training:
         bn = F.batch_norm(flat, running_mean, running_var, gamma, beta, False, momentum, eps)
-        return (torch.relu(bn).view(z.shape), z) if save else (torch.relu(bn).view(z.shape),)
+        y = torch.relu_(bn) if z.dim() == 2 else torch.relu_(bn).view(z.shape)
+        return (y, z) if save else (y,)
     bn, mean, rstd = torch.native_batch_norm(
         flat, gamma, beta, running_mean, running_var, True, momentum, eps
     )

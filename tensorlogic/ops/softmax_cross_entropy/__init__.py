@@ -27,7 +27,9 @@ def _softmax_cross_entropy(
 ) -> tuple[Tensor, ...]:
     """-log softmax(logits [..., C])[target [...]], smoothed and reduced; with save also what backward needs, in float32:
     the rows' log-sum-exp [rows] (0 where ignored), and [1] the weight of a row in the reduction."""
-    rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    rows, labels = logits, target
+    if logits.dim() != 2:
+        rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     loss = F.cross_entropy(
         rows,
         labels,
@@ -35,7 +37,7 @@ def _softmax_cross_entropy(
         label_smoothing=label_smoothing,
         reduction=reduction,
     )
-    loss = loss.view(target.shape) if reduction == "none" else loss
+    loss = loss.view(target.shape) if reduction == "none" and logits.dim() != 2 else loss
     if not save:
         return (loss,)
     counts = labels != ignore_index

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import front, library, policies, selector
+from . import capture_watch, front, library, policies, selector
 from .op import EAGER, Flags, Launcher, Op, Outputs
 from .plans import Key
 
@@ -39,7 +39,10 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
         if lowered is None:
             return composition(op, args)
         with torch.autocast(device.type, enabled=False):
-            return _miss(op, lambda *ready: ready, None, *lowered)
+            out = front.FRONTS[prepare](*lowered)
+        if where is not None and not _transforming() and _special(op, args) is None:
+            _warm_lowered(op, prepare, where, given, args, lowered)
+        return out
     if _transforming() or any(isinstance(a, Tensor) and a.is_complex() for a in args):
         return composition(op, args)  # PyTorch's own ops transform in every way; ours do not
     if torch.compiler.is_dynamo_compiling():
@@ -71,23 +74,94 @@ def call(op: Op, args: Sequence[Any], where: Any = None) -> Any:
         outs = bound.declined(dynamic)
         return outs if op.internal else outs[0]
     if where is not None and bound.cacheable:
-        tensors = [a for p, a in zip(op.params, args, strict=True) if p.is_tensor and a is not None]
-        entries = bound.policy.entries
-        if len(entries) >= MOST_ENTRIES:  # shapes without end: start again rather than grow
-            entries.clear()
-        entries.setdefault(where, []).append((front.guard(tensors), bound.run))
+        _keep(bound.policy, where, front.guard(_present(op, args)), bound.run)
     return out
+
+
+def _present(op: Op, args: Sequence[Any]) -> list[Tensor]:
+    return [a for p, a in zip(op.params, args, strict=False) if p.is_tensor and a is not None]
+
+
+def _keep(chosen: policies.Policy, where: Any, check: Callable[..., bool], run: Run) -> None:
+    """Make `run` serve the calls under `where` that pass `check`."""
+    entries = chosen.entries
+    if len(entries) >= MOST_ENTRIES:  # shapes without end: start again rather than grow
+        entries.clear()
+    entries.setdefault(where, []).append((check, run))
+
+
+def _warm_lowered(
+    op: Op,
+    prepare: Callable[..., Any],
+    where: Any,
+    given: Sequence[Any],
+    args: Sequence[Any],
+    lowered: Sequence[Any],
+) -> None:
+    """Later calls under autocast cast as this one did, then take the fast path of a call without autocast."""
+    public, kind = front.FRONTS[prepare], _device(args).type
+    asked, enable = torch.get_autocast_dtype, torch.set_autocast_enabled
+    dtype = asked(kind)
+    guard = front.guard(_present(op, args))
+    dtypes = [
+        low.dtype if isinstance(low, Tensor) and low.dtype != a.dtype else None
+        for low, a in zip(lowered, args, strict=True)
+    ]
+    casts = [
+        (i, dtypes[i])
+        for i, p in enumerate(p for p in op.params if p.name != "save")
+        if p.is_dynamic
+    ]
+
+    def run(*dynamic: Any) -> Any:
+        call = list(given)
+        for (i, to), a in zip(casts, dynamic, strict=True):
+            call[i] = a if to is None else a.to(to)
+        enable(kind, False)
+        try:
+            return public(*call)
+        finally:
+            enable(kind, True)
+
+    def check(*tensors: Tensor) -> bool:  # the guard sees that autocast is on, not to which dtype
+        return asked(kind) == dtype and guard(*tensors)
+
+    _keep(policies.current(), where, check, run)
 
 
 def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
     """All outputs of op-level arguments (`save` included), nothing recorded: what the registered op runs."""
-    bound = Bound(op, args, policies.current(), False, compiled=compiled)
-    dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
-    try:
-        outs = bound.launch(*dynamic)
-    except torch.OutOfMemoryError as problem:
-        outs = bound.rescue(bound.choice, dynamic, problem)
-    return bound.declined(dynamic) if outs is None else outs
+    chosen, dynamic = (
+        policies.current(),
+        [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic],
+    )
+    where = (
+        op.name,
+        compiled,
+        *(
+            a.shape if isinstance(a, Tensor) else a
+            for p, a in zip(op.params, args, strict=True)
+            if p.is_tensor or not p.is_dynamic
+        ),
+    )
+    tensors = _present(op, args)
+    for check, launch in chosen.entries.get(where, ()):
+        if check(*tensors) and (outs := launch(*dynamic)) is not None:
+            return cast(Outputs, outs)
+    bound = Bound(op, args, chosen, False, compiled=compiled)
+
+    def launched(*dynamic: Any) -> Outputs | None:
+        try:
+            return bound.launch(*dynamic)
+        except torch.OutOfMemoryError as problem:
+            return bound.rescue(bound.choice, dynamic, problem)
+
+    outs = launched(*dynamic)
+    if outs is None:
+        return bound.declined(dynamic)
+    if compiled and not capture_watch.any_thread():
+        _keep(chosen, where, front.guard(tensors), launched)
+    return outs
 
 
 class Bound:

@@ -18,6 +18,9 @@ from .op import Op, Param
 
 P = ParamSpec("P")
 _IDS = itertools.count()
+FRONTS: dict[
+    Callable[..., Any], Callable[..., Any]
+] = {}  # what checks the arguments -> the public function made of it
 
 TEMPLATE = """
 def {name}({signature}):
@@ -70,6 +73,7 @@ def front(
         source = _source(prepare, params)
         exec(compile(source, f"<tensorlogic front {prepare.__name__}>", "exec"), scope)
         made = functools.wraps(prepare)(cast(Callable[P, Tensor], scope[prepare.__name__]))
+        FRONTS[prepare] = made
         return made
 
     return decorate

@@ -75,6 +75,17 @@ def use(chosen: Policy) -> Iterator[Policy]:
         _CURRENT.reset(token)
 
 
+def _known_ops(force: Mapping[str, str]) -> None:
+    from .op import OPS  # which needs the policies of this module
+
+    unknown = sorted(str(name) for name in force if name not in OPS)
+    if unknown:
+        public = ", ".join(sorted(name for name, op in OPS.items() if not op.internal))
+        raise ValueError(
+            f"policy: force names {', '.join(unknown)}; the ops are {public}, and their *_backward"
+        )
+
+
 @contextmanager
 def policy(
     tune: str | None = None,
@@ -93,7 +104,7 @@ def policy(
         lockfile: path of an exported lockfile; keys that it lacks use "torch.eager".
 
     Raises:
-        ValueError: an unknown tuning mode. FileNotFoundError: the lockfile does not exist.
+        ValueError: an unknown tuning mode, or an op that does not exist. FileNotFoundError: the lockfile does not exist.
 
     Example:
         >>> import torch, tensorlogic
@@ -107,6 +118,8 @@ def policy(
         raise TypeError(
             f"policy: force is {type(force).__name__}; it must be a candidate id such as 'triton.tiled' or a mapping op -> id"
         )
+    if isinstance(force, Mapping):
+        _known_ops(force)
     changes: dict[str, Any] = {"entries": {}}
     if tune is not None:
         changes["tune"] = tune

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import background, capture_watch, registry, stores, study
 from .numerics import DTYPES
-from .op import EAGER, Candidate, Config, Launcher, Op, Outputs
+from .op import EAGER, OPS, Candidate, Config, Launcher, Op, Outputs
 from .plans import Key, Plan, PlanView
 from .policies import Policy
 
@@ -178,6 +178,13 @@ def choose(
 def _forced(op: Op, key: Key, id: str) -> Decision:
     candidate = op.candidates.get(id)
     if candidate is None:
+        if not any(id in other.candidates for other in OPS.values()):
+            say_once(
+                op,
+                id,
+                f"tensorlogic: {id} was forced, but no op has it here; candidates of {op.name} on {key.device} are "
+                f"{', '.join(op.candidates)}; torch.eager serves it",
+            )
         return Decision((EAGER, {}), (EAGER, {}), f"forced: {op.name} has no {id}")
     reason = candidate.unfit(key)
     config: Config = {}

@@ -438,3 +438,19 @@ def test_forcing_an_unknown_candidate_falls_back_to_eager(served: Served) -> Non
     with tensorlogic.policy(force="nobody.nothing"):
         assert tensorlogic.relu(x).tolist() == [0, 2]
     assert dispatch.call(RELU, (x,)).tolist() == [0, 2]
+
+
+def test_forcing_what_does_not_exist_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        pytest.raises(ValueError, match=r"force names rleu; the ops are .*relu"),
+        tensorlogic.policy(force={"rleu": EAGER}),
+    ):
+        pass
+    monkeypatch.setattr(selector, "_SAID", set())
+    x = torch.randn(8)
+    with tensorlogic.policy(force="torch.eagre"):
+        assert torch.equal(tensorlogic.relu(x), torch.relu(x))
+    assert "torch.eagre was forced, but no op has it here" in caplog.text
+    assert "torch.eager" in caplog.text

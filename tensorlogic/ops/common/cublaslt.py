@@ -122,6 +122,8 @@ def _epilogue_refusal(spec: GemmSpec) -> str | None:
         return "the saved matrix's rows are not multiples of 8" if spec.residual.rows % 8 else None
     if spec.outer == "dropout":
         return "cuBLASLt has no dropout"
+    if spec.activation == "gelu_tanh" and spec.x.dtype == "f32":
+        return "its tanh gelu is an approximation, too coarse for float32"
     if spec.row_sum is not None:
         plain = (
             spec.bias is None and spec.activation == "none" and spec.z is None and spec.batch == 1

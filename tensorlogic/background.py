@@ -18,6 +18,11 @@ from .study import Study
 LOG = logging.getLogger("tensorlogic")
 SHARE = 0.05
 FIRST_STEP_S = 0.02  # inputs, references and a first look at eager: at least, or 30 calls
+_DOUBT = {
+    "cpu": 2.0
+}  # how many times longer than announced a step may take, by device type: learned as steps are taken
+UNKNOWN_DOUBT = 5.0  # kernels are loaded, libraries initialised on the way (seen on an H200: up to 10 times, once)
+FADES = 0.9  # a step as announced makes the doubt smaller by this
 _WATCHES: dict[tuple[str, str], Watch] = {}
 _BUSY = threading.Lock()  # one study step at a time in the whole process
 
@@ -79,13 +84,20 @@ class Watch:
 
     def _interval(self) -> int:
         """Calls until the key has earned its next step (looking itself costs a synchronisation)."""
-        missing = (self.used_s + self.next_s) / SHARE - self.calls * self.call_s
+        missing = (self.used_s + self._next_cost()) / SHARE - self.calls * self.call_s
         return max(64, int(missing / max(self.call_s, 1e-7)))
 
+    def _next_cost(self) -> float:
+        """What the next step may take: what it announced, times how wrong such announcements have been."""
+        return self.next_s * _DOUBT.get(self.device.type, UNKNOWN_DOUBT)
+
+    def _learn(self, announced: float, taken: float) -> None:
+        doubt = FADES * _DOUBT.get(self.device.type, UNKNOWN_DOUBT)
+        _DOUBT[self.device.type] = max(1.0, doubt, taken / announced)
+
     def _advance(self) -> None:
-        if self.used_s + self.next_s > SHARE * self.calls * self.call_s or not _BUSY.acquire(
-            blocking=False
-        ):
+        due = self.used_s + self._next_cost() <= SHARE * self.calls * self.call_s
+        if not due or not _BUSY.acquire(blocking=False):
             return
         try:
             begin = time.perf_counter()
@@ -102,8 +114,11 @@ class Watch:
                 self.steps = self.study.steps()
                 self.next_s = max(FIRST_STEP_S, 30 * self.call_s)
             elif compiling.ready(self.study.pending if self.study else ()):
+                announced = self.next_s
                 with stores.preserved(self.device), _side_stream(self.device):
                     self.next_s = next(self.steps, -1.0)
+                if announced > 0:
+                    self._learn(announced, time.perf_counter() - begin)
             self.used_s += time.perf_counter() - begin
             if self.next_s < 0:
                 self._finish()

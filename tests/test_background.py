@@ -59,6 +59,7 @@ CLOCK = Clock()
 def planned(monkeypatch: pytest.MonkeyPatch) -> type[Planned]:
     monkeypatch.setattr(background, "time", CLOCK)
     monkeypatch.setattr(background, "Study", Planned)
+    monkeypatch.setattr(background, "_DOUBT", {"cpu": 1.0})
     CLOCK.now, Planned.made, Planned.spent, Planned.log = 0.0, 0, 0.0, []
     return Planned
 
@@ -87,6 +88,27 @@ def test_no_step_starts_before_the_key_has_earned_it(planned: type[Planned], cal
             assert planned.spent <= background.SHARE * in_key * (1 + 1e-9)
     assert seen == (4 if call_s > 1e-4 else 1)
     assert planned.made == 1
+
+
+def test_steps_that_take_longer_than_announced_are_expected_to(planned: type[Planned]) -> None:
+    planned.script = ((0.01, 0.02), *[(0.01, 0.08)] * 5, (0.0, 0.08))
+    in_key = 0.0
+
+    def launch(x: Tensor) -> tuple[Tensor]:
+        nonlocal in_key
+        CLOCK.now += 1e-3
+        in_key += 1e-3
+        return (x,)
+
+    run = background.watch(RELU, RELU.key((torch.ones(5), False), "inference"), CPU, launch)
+    shares: list[float] = []
+    for _ in range(20_000):
+        run(torch.ones(5))
+        if len(planned.log) > len(shares):
+            shares.append(planned.spent / in_key)
+    assert len(shares) == 7
+    assert shares[1] > background.SHARE  # the first lie is believed
+    assert max(shares[2:]) <= background.SHARE * 1.001
 
 
 def test_nothing_happens_before_a_few_calls(planned: type[Planned]) -> None:

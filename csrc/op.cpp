@@ -2,8 +2,10 @@
 
 #include <string.h>
 
+#include <atomic>
 #include <stdexcept>
 
+#include "adopt.h"
 #include "pool.h"
 
 namespace tensorlogic {
@@ -81,6 +83,19 @@ Output::~Output() {
 
 bool past_caches(int64_t bytes) { return bytes >= (int64_t{32} << 20); }
 
+namespace {
+std::atomic<Adopt> adopt{[](void* data, void* ticket, int64_t, int64_t dim, const int64_t* sizes,
+                            const int64_t* strides, int32_t code, AtenTensorHandle* out) -> int {
+  const auto status =
+      torch_from_blob(data, dim, sizes, strides, 0, code, aoti_torch_device_type_cpu(), -1, out,
+                      aoti_torch_layout_strided(), nullptr, 0, &pool::release, ticket);
+  if (status != TORCH_SUCCESS) pool::release(data, ticket);
+  return status;
+}};
+}  // namespace
+
+void set_adopt(Adopt better) { adopt = better; }
+
 Output make(int32_t code, Shape shape, bool zero) {
   constexpr int64_t MOST = 64;
   if (shape.dim > MOST) fail("more than 64 dimensions");
@@ -95,12 +110,9 @@ Output make(int32_t code, Shape shape, bool zero) {
   if (bytes >= pool::SMALLEST) {
     pool::Block block = pool::allocate(bytes);
     if (block.data) {
-      if (torch_from_blob(block.data, shape.dim, shape.sizes, strides, 0, code, cpu, -1,
-                          &out.handle, aoti_torch_layout_strided(), nullptr, 0, &pool::release,
-                          block.ticket) != TORCH_SUCCESS) {
-        pool::release(block.data, block.ticket);
-        fail("PyTorch's from_blob failed");
-      }
+      if (adopt.load(std::memory_order_relaxed)(block.data, block.ticket, bytes, shape.dim,
+                                                shape.sizes, strides, code, &out.handle))
+        fail("PyTorch could not make a tensor of pooled memory");
       out.data = block.data;
       if (zero && !block.zeroed)
         parallel(bytes, 1 << 20, 1 << 16, [&](int64_t begin, int64_t end) {

@@ -6,6 +6,8 @@
 
 #include <vector>
 
+#define TENSORLOGIC_EXPORT __attribute__((visibility("default")))  // for the hooks library
+
 namespace tensorlogic::pool {
 
 constexpr int64_t SMALLEST = 64 << 10;  // below, PyTorch's own allocator is as fast
@@ -18,8 +20,8 @@ struct Block {
 
 // At least `bytes` (>= SMALLEST), aligned to 64; data is null where the pool is disabled or the
 // system has no more.
-Block allocate(int64_t bytes);
-void release(void* data, void* ticket);
+TENSORLOGIC_EXPORT Block allocate(int64_t bytes);
+TENSORLOGIC_EXPORT void release(void* data, void* ticket);
 
 // allocations, reuses, bytes_in_use, bytes_requested, bytes_held, high_water_bytes, max_bytes,
 // max_buffers_per_size

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from . import ops as _ops
+from . import settings as _settings
 from .derived import constant, invalidate
+from .enabling import disable, enable
 from .explaining import candidates, explain
 from .memory import pool
 from .ops.attention_scores import attention_scores
@@ -24,7 +26,9 @@ from .tuning import tune
 
 _activate()
 _warn()
-del _activate, _ops, _warn
+if _settings.enable() != "0":
+    enable(pool=_settings.enable() == "pool")
+del _activate, _ops, _settings, _warn
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,8 +38,10 @@ __all__ = [
     "attention_scores",
     "candidates",
     "constant",
+    "disable",
     "div",
     "dropout_linear",
+    "enable",
     "explain",
     "gelu",
     "gelu_linear",

@@ -54,6 +54,9 @@ def _load() -> str | None:
         torch.ops.load_library(str(path))
     except OSError as error:
         return f"the native library {path} does not load: {error}"
+    from . import hooks
+
+    hooks.load()
     return None
 
 

@@ -50,7 +50,12 @@ NATIVE_LIBRARY = Variable(
     "path of a native library to load instead of the packaged one, such as a sanitized build",
     "the packaged library",
 )
-VARIABLES = (CACHE_DIR, TUNE, LOCKFILE, COMPILE_WORKERS, NATIVE_LIBRARY)
+ENABLE = Variable(
+    "TENSORLOGIC_ENABLE",
+    "1 calls tensorlogic.enable() in every program that imports torch, pool calls enable(pool=True); 0 neither",
+    "0",
+)
+VARIABLES = (CACHE_DIR, TUNE, LOCKFILE, COMPILE_WORKERS, NATIVE_LIBRARY, ENABLE)
 
 
 def cache_folder() -> Path:
@@ -73,6 +78,14 @@ def lockfile() -> Path | None:
     """The lockfile that holds outside any policy; whether it exists shows when it is first read."""
     given = LOCKFILE.read()
     return None if given is None else Path(given).expanduser().resolve()
+
+
+def enable() -> str:
+    """ "0", "1" or "pool": what is enabled when tensorlogic is imported."""
+    given = ENABLE.read() or "0"
+    if given not in ("0", "1", "pool"):
+        raise ValueError(f"{ENABLE.name} is {given!r}; it must be 0, 1 or pool")
+    return given
 
 
 def compile_workers() -> int:

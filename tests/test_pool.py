@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import native
+from tensorlogic import hooks, native
 from tensorlogic.memory import pool
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
@@ -229,14 +229,22 @@ def test_numpy_dlpack_pickle_and_shared_memory_keep_their_meaning() -> None:
     del spoil
 
 
-def test_shrinking_keeps_values_and_growing_is_refused_as_for_numpy_memory() -> None:
+def test_resize_shrinks_and_grows_within_and_beyond_the_block() -> None:
     x = torch.ops.tensorlogic_native.zeros([1024, 64], torch.float32).fill_(1.0)
     x.resize_(10, 10)
     assert x.sum().item() == 100.0
-    with pytest.raises(RuntimeError, match="not resizable"):
-        x.resize_(4096, 4096)
-    x.set_(torch.zeros(3))  # the block goes back
-    assert pool.stats().bytes_in_use == 0
+    if hooks.available() is not None:
+        pytest.skip("without the hooks growing is refused, as on NumPy's memory")
+    view = x.view(-1)
+    x.resize_(4096, 512)
+    assert x.view(-1)[: 1024 * 64].sum().item() == 1024 * 64
+    x[0, 0] = 7.0
+    assert view[0].item() == 7.0  # a view follows, as PyTorch's do
+    assert pool.stats().bytes_in_use >= 4096 * 512 * 4
+    x.set_(torch.zeros(3))
+    assert pool.stats().bytes_in_use >= 4096 * 512 * 4
+    del view
+    assert pool.stats().bytes_in_use == 0  # the block goes back
 
 
 def _child(queue: multiprocessing.Queue[int]) -> None:

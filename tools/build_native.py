@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "csrc"
 OUTPUT = ROOT / "tensorlogic" / "_native"
 LIBRARY = "libtensorlogic_native.so"
+HOOKS = "libtensorlogic_hooks-{version}.so"  # needs one build per version of PyTorch; the package works without
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # PyTorch 2.11
 COMMON = ("-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 # Kernels: error-free transformations must stay as written, so nothing is contracted behind their back.
@@ -112,14 +114,56 @@ def commands(cxx: str, objects: Path, extra: Sequence[str]) -> dict[Path, list[s
     return found
 
 
-def stamp(cxx: str, extra: Sequence[str]) -> str:
-    """What a build depends on: sources, this file, compiler, flags, headers."""
+def stamp(cxx: str, extra: Sequence[str], hooks: bool = False) -> str:
+    """What a build depends on: sources, this file, compiler, flags, headers; the library not on the hooks' sources."""
     digest = hashlib.sha256(
         repr((cxx, tuple(extra), str(torch_folder()), platform.machine())).encode()
     )
     for path in sorted([*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"), Path(__file__)]):
-        digest.update(path.read_bytes())
+        if hooks or path.parent.name != "hooks":
+            digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def torch_version() -> str:
+    """The public version of the installed PyTorch, without importing it."""
+    return metadata.version("torch").partition("+")[0]
+
+
+def build_hooks(output: Path = OUTPUT, force: bool = False, extra: Sequence[str] = ()) -> Path:
+    """Compile and link the hooks for the installed PyTorch beside the library they need; raises BuildError."""
+    cxx, folder = compiler(), torch_folder()
+    target = output / HOOKS.format(version=torch_version())
+    note = target.with_suffix(".stamp")
+    wanted = stamp(cxx, (*extra, torch_version()), hooks=True)
+    if not force and target.exists() and note.exists() and note.read_text() == wanted:
+        return target
+    headers = [folder / "include", folder / "include" / "torch" / "csrc" / "api" / "include"]
+    flags = [*COMMON, "-std=c++20", *extra, *[f for h in headers for f in ("-isystem", str(h))]]
+    with tempfile.TemporaryDirectory() as scratch:
+        sources = sorted((SOURCES / "hooks").glob("*.cpp"))
+        objects = {s: str(Path(scratch) / f"{s.stem}.o") for s in sources}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(run, [[cxx, *flags, "-c", str(s), "-o", o] for s, o in objects.items()]))
+        staged = output / f".{target.name}.{os.getpid()}"
+        libraries = [f"-L{output}", "-ltensorlogic_native", f"-L{folder / 'lib'}"]
+        run(
+            [
+                cxx,
+                "-shared",
+                *extra,
+                *objects.values(),
+                *libraries,
+                "-ltorch_cpu",
+                "-lc10",
+                "-Wl,-rpath,$ORIGIN",
+                "-o",
+                str(staged),
+            ]
+        )
+        staged.replace(target)
+    note.write_text(wanted)
+    return target
 
 
 def run(command: Sequence[str]) -> None:
@@ -155,6 +199,7 @@ def build(output: Path = OUTPUT, force: bool = False, extra: Sequence[str] = ())
                 f"-L{libraries}",
                 "-ltorch_cpu",
                 "-pthread",
+                f"-Wl,-soname,{LIBRARY}",
                 "-o",
                 str(linked),
             ]
@@ -170,6 +215,7 @@ def sanitized_tests() -> int:
     """Build with the sanitizers and run the native tests on that build; returns their exit status."""
     output = ROOT / "build" / "sanitized"
     library = build(output, extra=SANITIZE)
+    build_hooks(output, extra=SANITIZE)
     names = ("libasan.so", "libubsan.so")
     preload = [
         subprocess.check_output([compiler(), f"-print-file-name={name}"], text=True).strip()
@@ -201,6 +247,7 @@ def main() -> int:
         if options.sanitize:
             return sanitized_tests()
         print(build(force=options.force))
+        print(build_hooks(force=options.force))
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,0 +1,85 @@
+"""The hooks: a small library built per version of PyTorch, for what its stable ABI does not reach; everything works without."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import native
+
+_state: list[str | None] = []  # empty until tried, then what is missing
+
+
+def library() -> Path:
+    """Where the hooks for the running PyTorch are expected: beside the native library."""
+    version = torch.__version__.partition("+")[0]
+    return native.library().with_name(f"libtensorlogic_hooks-{version}.so")
+
+
+def _load() -> str | None:
+    path = library()
+    if not path.exists():
+        return (
+            f"{path.name} is not built: it belongs to one version of PyTorch; "
+            f"`python tools/build_native.py` in a source checkout builds it for the installed one"
+        )
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return f"the hooks {path} do not load: {error}"
+    return None
+
+
+def load() -> None:
+    """Load the hooks where they are built, once: the native library does so when it has been loaded itself."""
+    if not _state:
+        _state.append(_load())
+
+
+def available() -> str | None:
+    """None where the hooks are loaded, else why not; loads the native library at first use, and them with it."""
+    return native.available() or _state[0]
+
+
+def loaded() -> bool:
+    """True where the hooks are in this process; loads nothing."""
+    return _state == [None]
+
+
+def op(name: str) -> Callable[..., Any]:
+    """The operator `tensorlogic_hooks::name`; raises RuntimeError where the hooks are absent."""
+    if reason := available():
+        raise RuntimeError(reason)
+    return getattr(torch.ops.tensorlogic_hooks, name).default._op
+
+
+class _Suspension(threading.local):
+    now = False
+
+
+_suspension = _Suspension()
+
+
+def is_suspended() -> bool:
+    """True where products of this thread are PyTorch's own although repairs are enabled."""
+    return _suspension.now
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Inside, in this thread, PyTorch's own kernels serve: what is measured there is what `disable` would give."""
+    before, _suspension.now = _suspension.now, True
+    switch = op("suspend") if available() is None else None
+    try:
+        if switch is not None:
+            switch(1)
+        yield
+    finally:
+        _suspension.now = before
+        if switch is not None:
+            switch(-1)

@@ -1,0 +1,452 @@
+"""enable() and disable(): every half-precision product repaired, forward and backward, and nothing else changed."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tensorlogic
+from tensorlogic import enabling, hooks, repairs
+from tensorlogic.ops.common import native_wiring
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(params=["hooks", "python"])
+def enabled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Enabled by compiled guards and by those in Python; disabled afterwards."""
+    if request.param == "hooks" and hooks.available() is not None:
+        pytest.skip(str(hooks.available()))
+    tensorlogic.disable()
+    if request.param == "python":
+        monkeypatch.setattr(hooks, "_state", ["absent"])
+    tensorlogic.enable()
+    yield
+    tensorlogic.disable()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the ops that repairs hand to the choice, in order."""
+    names: list[str] = []
+    original = repairs._served
+
+    def spy(op: Any, *args: Any) -> Any:
+        names.append(op.name)
+        return original(op, *args)
+
+    monkeypatch.setattr(repairs, "_served", spy)
+    return names
+
+
+def r(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def error(y: Tensor, ref: Tensor) -> float:
+    return float((y.double() - ref).norm() / ref.norm())
+
+
+# name -> arguments and named arguments; the call is torch.<name>
+CALLS: dict[str, Callable[[torch.dtype], tuple[tuple[Tensor, ...], dict[str, Any]]]] = {
+    "mm": lambda d: ((r(33, 64, dtype=d), r(64, 40, dtype=d)), {}),
+    "mm transposed": lambda d: ((r(64, 33, dtype=d).t(), r(40, 64, dtype=d).t()), {}),
+    "mm strided": lambda d: ((r(66, 128, dtype=d)[::2, ::2], r(64, 80, dtype=d)[:, ::2]), {}),
+    "mm expanded": lambda d: ((r(1, 64, dtype=d).expand(33, 64), r(64, 40, dtype=d)), {}),
+    "bmm": lambda d: ((r(3, 17, 32, dtype=d), r(3, 32, 24, dtype=d)), {}),
+    "bmm transposed": lambda d: ((r(3, 32, 17, dtype=d).mT, r(3, 24, 32, dtype=d).mT), {}),
+    "mv": lambda d: ((r(96, 128, dtype=d), r(128, dtype=d)), {}),
+    "mv transposed": lambda d: ((r(128, 96, dtype=d).t(), r(128, dtype=d)), {}),
+    "addmm": lambda d: ((r(40, dtype=d), r(33, 64, dtype=d), r(64, 40, dtype=d)), {}),
+    "addmm matrix": lambda d: (
+        (r(33, 40, dtype=d), r(33, 64, dtype=d), r(40, 64, dtype=d).t()),
+        {},
+    ),
+    "addmm column": lambda d: ((r(33, 1, dtype=d), r(33, 64, dtype=d), r(64, 40, dtype=d)), {}),
+    "addmm scaled": lambda d: (
+        (r(33, 40, dtype=d), r(33, 64, dtype=d), r(64, 40, dtype=d)),
+        {"beta": 0.5, "alpha": -2},
+    ),
+    "baddbmm": lambda d: (
+        (r(3, 17, 24, dtype=d), r(3, 17, 32, dtype=d), r(3, 32, 24, dtype=d)),
+        {"beta": 0.5},
+    ),
+    "addmv": lambda d: ((r(96, dtype=d), r(96, 128, dtype=d), r(128, dtype=d)), {}),
+    "addmv scaled": lambda d: (
+        (r(96, dtype=d), r(96, 128, dtype=d), r(128, dtype=d)),
+        {"beta": 2, "alpha": 0.25},
+    ),
+    "addbmm": lambda d: ((r(17, 24, dtype=d), r(3, 17, 32, dtype=d), r(3, 32, 24, dtype=d)), {}),
+}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", CALLS)
+def test_products_lie_within_rounding_in_every_form(
+    name: str, dtype: torch.dtype, enabled: None
+) -> None:
+    fn = getattr(torch, name.split()[0])
+    args, named = CALLS[name](dtype)
+    ref = fn(*(a.double() for a in args), **named)
+    with hooks.suspended():
+        own = fn(*args, **named)
+    y = fn(*args, **named)
+    assert (y.shape, y.dtype, y.stride()) == (own.shape, own.dtype, own.stride())
+    budget = max(1.05 * error(own, ref), 1e-6)
+    assert error(y, ref) <= budget
+    out = torch.full_like(own, float("nan"))
+    assert fn(*args, **named, out=out) is out
+    assert error(out, ref) <= budget
+    grown = torch.empty(0, dtype=dtype)
+    assert error(fn(*args, **named, out=grown), ref) <= budget
+    if name.startswith("add") or name.startswith("badd"):
+        c = args[0].expand(own.shape).clone()
+        with hooks.suspended():
+            own = getattr(c.clone(), fn.__name__ + "_")(*args[1:], **named)
+        budget = max(1.05 * error(own, ref), 1e-6)
+        assert getattr(c, fn.__name__ + "_")(*args[1:], **named) is c
+        assert error(c, ref) <= budget
+
+
+def test_beta_zero_ignores_what_was_there(enabled: None) -> None:
+    a, b = r(33, 64), r(64, 40)
+    c = torch.full((33, 40), float("nan"), dtype=torch.float16)
+    assert torch.equal(torch.addmm(c, a, b, beta=0), torch.mm(a, b))
+    assert torch.addmv(c[:, 0], a, b[:, 0], beta=0).isfinite().all()
+    assert torch.baddbmm(c[None], a[None], b[None], beta=0).isfinite().all()
+
+
+def test_an_output_may_be_an_input(enabled: None) -> None:
+    a, b = r(64, 64), r(64, 64)
+    ref = a.double() @ b.double()
+    assert error(torch.mm(a, b, out=a), ref) < 1e-3
+
+
+def test_sums_that_leave_float16_on_the_way_stay_finite(enabled: None) -> None:
+    a = torch.full((32, 512), 200.0, dtype=torch.float16)
+    b = torch.full((512, 32), 200.0, dtype=torch.float16)
+    b[256:] = -200.0
+    assert torch.equal(a @ b, torch.zeros(32, 32, dtype=torch.float16))
+
+
+BAD: dict[str, Callable[[], Any]] = {
+    "inner sizes": lambda: r(64, 64) @ r(32, 64),
+    "dtypes": lambda: torch.mm(r(64, 64), r(64, 64).float()),
+    "bmm batches": lambda: torch.bmm(r(2, 64, 64), r(3, 64, 64)),
+    "bmm dimensions": lambda: torch.bmm(r(64, 64), r(64, 64)),
+    "addmm shape": lambda: torch.addmm(r(3), r(64, 64), r(64, 64)),
+    "out dtype": lambda: torch.mm(r(64, 64), r(64, 64), out=torch.empty(64, 64)),
+    "in place shape": lambda: r(1, 64).addmm_(r(64, 64), r(64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_raises_pytorchs_own_error(name: str, enabled: None) -> None:
+    with hooks.suspended(), pytest.raises(RuntimeError) as own:
+        BAD[name]()
+    with pytest.raises(RuntimeError) as ours:
+        BAD[name]()
+    assert str(ours.value) == str(own.value)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_empty_and_tiny_products_are_pytorchs(
+    dtype: torch.dtype, served: list[str], enabled: None
+) -> None:
+    for m, k, n in ((0, 64, 64), (64, 0, 64), (64, 64, 0), (2, 3, 4)):
+        assert torch.mm(r(m, k, dtype=dtype), r(k, n, dtype=dtype)).shape == (m, n)
+    assert served == []
+
+
+def modules() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
+    torch.manual_seed(0)
+    return {
+        "linear": (nn.Linear(64, 48), (32, 64)),
+        "linear without bias": (nn.Linear(64, 48, bias=False), (2, 16, 64)),
+        "batched": (nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), (4, 9, 64)),
+        "encoder": (
+            nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True),
+            (2, 24, 64),
+        ),
+        "lstm": (Last(nn.LSTM(48, 32)), (6, 5, 48)),
+        "convolution": (nn.Conv2d(8, 16, 3, stride=2, padding=1), (2, 8, 12, 12)),
+        "grouped": (nn.Conv2d(8, 8, 3, groups=8, dilation=2), (2, 8, 12, 12)),
+        "transposed": (nn.ConvTranspose1d(8, 4, 3), (2, 8, 20)),
+        "attention": (Attention(), (2, 4, 32, 16)),
+        "causal attention": (Attention(is_causal=True), (2, 4, 32, 16)),
+        "masked attention": (Attention(mask=torch.randn(32, 32)), (2, 4, 32, 16)),
+    }
+
+
+class Last(nn.Module):
+    """A recurrent layer's outputs without its state."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+class Attention(nn.Module):
+    """Self-attention of heads that are given."""
+
+    def __init__(self, mask: Tensor | None = None, is_causal: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+        self.is_causal = is_causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            x, x * 0.5, x - 1, attn_mask=self.mask, is_causal=self.is_causal
+        )
+
+
+def gradients(m: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output, and the gradients of x and of every parameter."""
+    x = x.clone().requires_grad_()
+    m.zero_grad()
+    y = m(x)
+    (y * torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)).sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *[p.grad.clone() for p in m.parameters() if p.grad is not None]]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", modules())
+def test_layers_and_their_gradients(name: str, dtype: torch.dtype, enabled: None) -> None:
+    module, shape = modules()[name]
+    module = module.to(dtype)
+    x = r(*shape, dtype=dtype)
+    with hooks.suspended():
+        own = gradients(module, x)
+    ours = gradients(module, x)
+    refs = gradients(copy.deepcopy(module).double(), x.double())
+    for ref, theirs, mine in zip(refs, own, ours, strict=True):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        assert error(mine, ref) <= max(1.5 * error(theirs, ref), torch.finfo(dtype).eps)
+
+
+def test_a_parameters_copy_is_never_stale(enabled: None) -> None:
+    layer, x = nn.Linear(64, 64).half(), r(16, 64)
+    with torch.no_grad(), tensorlogic.policy(force="torch.widened"):
+        for _ in range(3):
+            layer.weight.mul_(-0.5)
+            ref = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+            assert error(layer(x), ref) < 1e-3
+        layer.weight.data.mul_(2)
+        tensorlogic.invalidate(layer.weight)
+        ref = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+        assert error(layer(x), ref) < 1e-3
+
+
+def test_the_weight_behind_a_transpose_is_found(enabled: None, served: list[str]) -> None:
+    weight = nn.Parameter(r(48, 64))
+    assert repairs._weight(weight.t()) is weight
+    with torch.inference_mode():
+        assert repairs._weight(weight.t()) is weight
+    assert repairs._weight(weight[:32].t()) is not weight
+    assert repairs._weight(weight[:, :32].t()) is not weight
+    assert repairs._weight(r(64, 48)) is None
+    F.linear(r(32, 64), weight)
+    assert served == ["linear"]
+
+
+def test_other_dtypes_keep_their_bits_and_their_kernels(served: list[str], enabled: None) -> None:
+    for dtype in (torch.float32, torch.float64, torch.complex64, torch.int32):
+        a, b = (10 * r(33, 64)).to(dtype), (10 * r(64, 40)).to(dtype)
+        with hooks.suspended():
+            own = a @ b
+        assert torch.equal(a @ b, own)
+    assert served == []
+
+
+@pytest.mark.skipif(not native_wiring.half_is_slow(), reason="float16 has hardware here")
+def test_disable_restores_pytorch_bit_for_bit(enabled: None) -> None:
+    a, b = r(65, 300), r(300, 64)
+    with hooks.suspended():
+        own = a @ b
+    tensorlogic.enable()  # again: nothing changes
+    first = a @ b
+    tensorlogic.disable()
+    tensorlogic.disable()
+    assert not enabling.enabled()
+    assert torch.equal(a @ b, own)
+    tensorlogic.enable()
+    assert torch.equal(a @ b, first)
+
+
+def test_modes_and_transforms(enabled: None) -> None:
+    layer, x = nn.Linear(64, 48).half(), r(32, 64)
+    ref = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+    with torch.inference_mode():
+        assert error(layer(x), ref) < 1e-3
+        fresh = r(32, 64)
+        assert error(fresh @ fresh.t(), fresh.double() @ fresh.double().t()) < 1e-3
+    with torch.autocast("cpu", dtype=torch.float16):
+        y = F.linear(x.float(), layer.weight.float(), layer.bias.float())
+        assert y.dtype == torch.float16
+        assert error(y, ref) < 1e-3
+        assert torch.mm(x, x.t(), out=torch.empty(32, 32, dtype=torch.float16)).isfinite().all()
+    batched = torch.func.vmap(torch.mm)(r(3, 32, 64), r(3, 64, 16))
+    assert error(batched, torch.bmm(r(3, 32, 64).double(), r(3, 64, 16).double())) < 1e-3
+    traced = torch.jit.trace(layer, (x,))
+    assert error(traced(x), ref) < 1e-3
+    with torch.device("cpu"):  # a function mode
+        assert error(layer(x), ref) < 1e-3
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_under_torch_compile(backend: str, enabled: None) -> None:
+    torch._dynamo.reset()
+    module, shape = modules()["batched"]
+    module, x = module.half(), r(*shape)
+    ref = gradients(copy.deepcopy(module).double(), x.double())
+    compiled = torch.compile(module, backend=backend)
+    got = gradients(compiled, x)
+    assert all(error(g, f) < 3e-3 for g, f in zip(got, ref, strict=True))
+    torch._dynamo.reset()
+
+
+def test_threads_forward_and_backward(enabled: None) -> None:
+    module, shape = modules()["batched"]
+    module = module.half()
+    ref = gradients(copy.deepcopy(module).double(), r(*shape).double())[:2]
+    problems: list[str] = []
+
+    def work() -> None:
+        mine = copy.deepcopy(module)
+        for _ in range(10):
+            got = gradients(mine, r(*shape))[:2]
+            problems.extend(
+                str(error(g, f)) for g, f in zip(got, ref, strict=True) if error(g, f) > 3e-3
+            )
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert problems == []
+
+
+def test_measuring_sees_pytorch_without_repairs(enabled: None, served: list[str]) -> None:
+    from tensorlogic import stores
+
+    with stores.preserved(torch.device("cpu")):
+        r(64, 64) @ r(64, 64)
+    assert served == []
+    r(64, 64) @ r(64, 64)
+    assert served == ["matmul"]
+    with tensorlogic.policy(force="torch.eager"), hooks.suspended():
+        own = r(64, 64) @ r(64, 64)
+    with tensorlogic.policy(force="torch.eager"):
+        assert torch.equal(r(64, 64) @ r(64, 64), own)
+
+
+def test_pool_without_hooks_is_refused_before_anything_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensorlogic.disable()
+    monkeypatch.setattr(hooks, "_state", ["absent"])
+    with pytest.raises(RuntimeError, match=r"pool=True.*tcmalloc"):
+        tensorlogic.enable(pool=True)
+    assert not enabling.enabled()
+
+
+ROOT = Path(__file__).resolve().parent.parent
+# Runs a script as an interpreter does into whose site-packages a wheel has put the files of tools/startup.
+LAUNCH = "import runpy, site, sys; site.addsitedir(sys.argv[1]); sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def launch(script: Path, *arguments: str, enable: str | None) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "TENSORLOGIC_ENABLE"}
+    environment["PYTHONPATH"] = str(ROOT)
+    if enable is not None:
+        environment["TENSORLOGIC_ENABLE"] = enable
+    return subprocess.run(
+        [sys.executable, "-c", LAUNCH, str(ROOT / "tools" / "startup"), str(script), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_an_unmodified_script_gives_the_same_answers() -> None:
+    small = ("--width", "64", "--layers", "1", "--length", "16", "--batches", "4", "--seconds", "0")
+    script = ROOT / "examples" / "half_transformer.py"
+    assert "tensorlogic" not in "".join(
+        line for line in script.read_text().splitlines() if "import" in line
+    )
+    answers = []
+    for enable in ("0", "1"):
+        done = launch(script, *small, enable=enable)
+        assert (done.returncode, done.stderr) == (0, "")
+        answers.append([line for line in done.stdout.splitlines() if " ms" not in line])
+    numbers = [[float(w) for w in " ".join(a).split() if w[0].isdigit()] for a in answers]
+    assert numbers[0] == pytest.approx(numbers[1], rel=5e-3)
+    assert len(numbers[0]) == 8
+
+
+STARTS = {  # variable -> what a script sees after importing torch, and that nothing was imported before
+    None: "False False",
+    "0": "False False",
+    "1": "False True",
+}
+
+
+@pytest.mark.parametrize("value", STARTS)
+def test_the_variable_reaches_programs_that_do_not_import_us(
+    value: str | None, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nbefore = 'torch' in sys.modules or 'tensorlogic' in sys.modules\n"
+        "import torch\nours = sys.modules.get('tensorlogic')\n"
+        "print(before, ours is not None and ours.enabling.enabled())\n"
+    )
+    done = launch(script, enable=value)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, STARTS[value], "")
+
+
+def test_importing_us_first_enables_too_and_nonsense_is_said(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import tensorlogic\nprint(tensorlogic.enabling.enabled())\n")
+    done = launch(script, enable="1")
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "True", "")
+    script.write_text("import torch\nprint('on')\n")
+    done = launch(script, enable="please")
+    assert (done.returncode, done.stdout.strip()) == (0, "on")
+    assert "TENSORLOGIC_ENABLE is 'please'; it must be 0, 1 or pool" in done.stderr
+
+
+def test_a_failed_import_of_torch_may_be_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import os\nif not os.environ.pop('FAILED', None):\n"
+        "    os.environ['FAILED'] = '1'\n    raise ImportError('first')\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nsys.path.insert(0, sys.path[0])\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import warnings\nwarnings.simplefilter('error')\n"
+        "try:\n    import torch\nexcept ImportError as e:\n    print(e)\n"
+        "try:\n    import torch\nexcept Warning as e:\n    print('told')\n"
+    )
+    done = launch(script, enable="1")
+    assert done.stdout.split() == ["first", "told"], done.stderr

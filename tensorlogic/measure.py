@@ -14,6 +14,11 @@ import torch
 
 Call = Callable[[], object]
 TOLERANCE = {"cuda": 0.02, "mps": 0.05, "cpu": 0.05}  # what a challenger must win by
+KINSHIP = {
+    "cuda": 0.02,
+    "mps": 0.1,
+    "cpu": 0.1,
+}  # challengers this close to the fastest are equals: runs of one machine differ by as much
 
 
 @dataclass
@@ -130,17 +135,17 @@ def settled(
     calls: Mapping[str, Sequence[Call]],
     device: torch.device,
     budget_s: float,
-    tolerance: float,
+    bounds: Mapping[str, float],
 ) -> Samples:
     """Samples in which no implementation's standing is left open: those whose interval of the ratio to the fastest
-    straddles the tolerance are sampled again beside it, three times as long, so that choices repeat from run to run.
+    straddles their bound are sampled again beside it, three times as long, so that choices repeat from run to run.
     """
     samples = sampler(calls, device, budget_s, 15)
     best = min(calls, key=samples.median)
     doubtful = []
     for name in calls:
         _, low, high = samples.ratio(name, best)
-        if name != best and low <= 1 + tolerance <= high:
+        if name != best and low <= 1 + bounds[name] <= high:
             doubtful.append(name)
     if doubtful:
         again = sampler({name: calls[name] for name in (best, *doubtful)}, device, 3 * budget_s, 45)

@@ -245,10 +245,6 @@ class Study:
     @torch.no_grad()
     def _decide(self, entrants: list[_Entrant]) -> None:
         order = list(self.op.candidates)
-        if (
-            self.key.direction == "forward" and self.device.type == "cuda"
-        ):  # eager, recorded, brings PyTorch's own backward, not the fastest one
-            order.append(order.pop(order.index(EAGER)))
         head, rest = entrants[0], sorted(entrants[1:], key=lambda e: e.rough_us)
         for late in rest[FINALISTS:]:
             self._measured(
@@ -256,14 +252,15 @@ class Study:
             )
         final = sorted([head, *rest[:FINALISTS]], key=lambda e: order.index(e.candidate.id))
         calls = {e.candidate.id: self._calls(e) for e in final}
-        tolerance = measure.TOLERANCE[self.device.type]
+        kind = self.device.type
+        bounds = dict.fromkeys(calls, measure.KINSHIP[kind]) | {EAGER: measure.TOLERANCE[kind]}
         device_times = measure.settled(
-            measure.device_samples, calls, self.device, self.budget_s, tolerance
+            measure.device_samples, calls, self.device, self.budget_s, bounds
         )
         host_times = device_times
-        if self.device.type == "cuda":
+        if kind == "cuda":
             host_times = measure.settled(
-                measure.host_samples, calls, self.device, self.budget_s / 3, tolerance
+                measure.host_samples, calls, self.device, self.budget_s / 3, bounds
             )
         device_us = {name: device_times.median(name) for name in calls}
         host_us = {name: host_times.median(name) for name in calls}
@@ -304,10 +301,16 @@ class Study:
         )
 
     def _pick(self, final: Sequence[_Entrant], times: Mapping[str, float]) -> _Entrant:
-        """The first in registration order that is within the tolerance of the fastest: eager unless beaten, ties the same every time."""
-        best = min(times.values())
-        limit = best * (1 + measure.TOLERANCE[self.device.type])
-        return next(e for e in final if times[e.candidate.id] <= limit)
+        """Eager unless beaten by the tolerance; of equals that beat it ours, the last registered (the most special) first."""
+        kind, best = self.device.type, min(times.values())
+        eager = next(e for e in final if e.candidate.id == EAGER)
+        limit = min(best * (1 + measure.KINSHIP[kind]), times[EAGER])
+        equals = [e for e in reversed(final) if e is not eager and times[e.candidate.id] <= limit]
+        chosen = min(equals, key=lambda e: not e.candidate.trusted, default=eager)
+        # on a GPU eager, recorded, brings PyTorch's own backward, not the fastest one: there it wins no ties
+        tied = times[EAGER] <= best * (1 + measure.TOLERANCE[kind])
+        recorded = self.key.direction == "forward" and kind == "cuda"
+        return eager if tied and not recorded else chosen
 
 
 def _brief(problem: BaseException) -> str:

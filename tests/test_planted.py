@@ -116,6 +116,7 @@ Install = Callable[..., None]
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """install(names, extra source): a distribution with a `tensorlogic.candidates` entry point, found as pip's would be."""
     before = {name: dict(op.candidates) for name, op in OPS.items()}
+    monkeypatch.setattr(study, "CUT", 1e9)  # a busy machine must not cut what is to be refused
 
     def make(*names: str, extra: str = "") -> None:
         site = tmp_path / "site"
@@ -335,7 +336,10 @@ def test_a_locked_one_is_checked_here_too(
     assert any("off_by_one_row" in r.message for r in caplog.records)
 
 
-def test_a_slow_one_is_cut_after_few_calls(install: Install) -> None:
+def test_a_slow_one_is_cut_after_few_calls(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "CUT", 3.0)
     install(
         extra="""
         def slow(*a):
@@ -469,7 +473,6 @@ def test_one_that_fails_in_the_final_leaves_the_others_in_it(
 
     monkeypatch.setattr(study.Study, "_decide", final)
     monkeypatch.setattr(study, "FINALISTS", 99)
-    monkeypatch.setattr(study, "CUT", 1e9)  # a busy machine must not cut it before the final
     (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
     assert reasons(plan)["faints"] == "failed: Peculiar: worn out"
     assert len([e for e in plan.evidence if e.status == "measured"]) > 1

@@ -394,7 +394,7 @@ def test_measuring_leaves_the_callers_state_alone() -> None:
 
 
 def test_fresh_stores_choose_alike(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
-    """With equal times the order of registration decides; a lead within the noise does not count."""
+    """A lead within the noise does not count: eager keeps its place, and of equals the last registered serves."""
     speed = {EAGER: 10.0, "toy.a": 9.8, "toy.b": 9.7}
 
     def stub(calls: Any, device: torch.device, *_: Any, **__: Any) -> measure.Samples:
@@ -413,6 +413,13 @@ def test_fresh_stores_choose_alike(monkeypatch: pytest.MonkeyPatch, served: Serv
 
     assert chosen() == [EAGER] * 5
     speed["toy.a"], speed["toy.b"] = 9.0, 8.9
+    assert chosen() == ["toy.b"] * 5
+    speed["toy.a"], speed["toy.b"] = 8.9, 9.5
+    assert chosen() == ["toy.b"] * 5
+    speed["toy.b"] = 9.9
+    assert chosen() == ["toy.a"] * 5
+    RELU.candidates["toy.b"] = replace(RELU.candidates["toy.b"], trusted=False)
+    speed["toy.b"] = 8.9
     assert chosen() == ["toy.a"] * 5
     speed["toy.b"] = 5.0
     assert chosen() == ["toy.b"] * 5

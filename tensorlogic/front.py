@@ -74,6 +74,7 @@ def front(
         exec(compile(source, f"<tensorlogic front {prepare.__name__}>", "exec"), scope)
         made = functools.wraps(prepare)(cast(Callable[P, Tensor], scope[prepare.__name__]))
         FRONTS[prepare] = made
+        made.fused = op  # type: ignore[attr-defined]  # whose calls a captured program may bind ahead
         return made
 
     return decorate

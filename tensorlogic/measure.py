@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -125,6 +126,16 @@ def host_samples(
     return _interleave(
         {name: sampler(list(steps)) for name, steps in calls.items()}, rounds, budget_s
     )
+
+
+def wall_samples(
+    calls: Mapping[str, Call], device: torch.device, budget_s: float, rounds: int = 200
+) -> Samples:
+    """Wall time of one synchronised call in microseconds, each round in another order: what one who waits for the result sees."""
+    samplers = {name: functools.partial(once, call, device) for name, call in calls.items()}
+    for sample in samplers.values():
+        sample()
+    return _interleave(samplers, rounds, budget_s / 2)
 
 
 Sampler = Callable[[Mapping[str, Sequence[Call]], torch.device, float, int], Samples]

@@ -1,0 +1,100 @@
+"""Attention that models call by name or write out as products and a softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...rules import Call, Emit, Match, OneOf, Rule, Var, aten, example, floating
+from . import ATTENTION
+
+Q, K, V, S, M = Var("q"), Var("k"), Var("v"), Var("s"), Var("m")
+PRODUCT = (aten.matmul.default, aten.bmm.default)
+SOFTMAX = (aten.softmax.int, aten._softmax.default)
+KT = OneOf(
+    (
+        *(
+            Call((aten.transpose.int,), (K, a, b))
+            for n in (0, 3, 4)
+            for a, b in ((n - 2, n - 1), (n - 1, n - 2))
+        ),
+        Call((aten.permute.default,), (K, [0, 1, 3, 2])),
+        Call((aten.mT.default,), (K,)),
+    )
+)
+SCORES = OneOf(
+    (
+        Call((aten.mul.Tensor,), (Call(PRODUCT, (Q, KT)), S)),
+        Call((aten.div.Tensor,), (Call(PRODUCT, (Q, KT)), Var("divisor"))),
+        Call(PRODUCT, (Call((aten.mul.Tensor,), (Q, S)), KT)),
+        Call(PRODUCT, (Call((aten.div.Tensor,), (Q, Var("divisor"))), KT)),
+        Call(PRODUCT, (Q, KT)),
+    )
+)
+
+
+def _weights(scores: Any) -> OneOf:
+    softmax = tuple(Call(SOFTMAX, (scores, d, Var("dtype"))) for d in (-1, 3, 2))
+    return OneOf(
+        tuple(Call((aten.dropout.default,), (s, 0.0, Var("_"))) for s in softmax) + softmax
+    )
+
+
+def scale(m: Match) -> float | None:
+    """The number that the scores are multiplied by; None where it is no number."""
+    if "s" in m:
+        return m["s"] if isinstance(m["s"], (int, float)) else None
+    if "divisor" in m:
+        divisor = m["divisor"]
+        return 1 / divisor if isinstance(divisor, (int, float)) and divisor else None
+    return 1.0
+
+
+def scores_fit(m: Match) -> bool:
+    """Queries and keys of one floating dtype, at least three-dimensional, and a mask that broadcasts."""
+    q, k = m.tensor("q"), m.tensor("k")
+    if q is None or k is None or q.dim() < 3 or q.dim() != k.dim() or not floating(q, k):
+        return False
+    if scale(m) is None or m.get("dtype") not in (None, False, q.dtype):
+        return False
+    if not isinstance(m.get("k"), torch.fx.Node) or k.shape[:-2] != q.shape[:-2]:
+        return False
+    mask = m.tensor("m")
+    return "m" not in m or (mask is not None and mask.dtype in (torch.bool, q.dtype))
+
+
+def _fits(m: Match) -> bool:
+    q, v = m.tensor("q"), m.tensor("v")
+    return (
+        scores_fit(m)
+        and v is not None
+        and q is not None
+        and floating(q, v)
+        and v.dim() == q.dim()
+        and v.shape[:-2] == q.shape[:-2]
+        and m.out.shape == (*q.shape[:-1], v.shape[-1])
+    )
+
+
+def _attention(m: Match, emit: Emit) -> Any:
+    return emit(ATTENTION, m["q"], m["k"], m["v"], m.get("m"), False, scale(m), False)
+
+
+MASKED = Call((aten.add.Tensor,), (SCORES, M), swap=True)
+RULES = (
+    Rule(
+        "attention",
+        Call(
+            (aten.scaled_dot_product_attention.default,),
+            (Q, K, V, M, 0.0, Var("causal"), Var("scale"), Var("gqa")),
+        ),
+        lambda m, emit: emit(
+            ATTENTION, m["q"], m["k"], m["v"], m["m"], m["causal"], m["scale"], m["gqa"]
+        ),
+        lambda m: example(m.root) is not None,
+        exact=True,
+    ),
+    Rule("attention", Call(PRODUCT, (_weights(MASKED), V)), _attention, _fits),
+    Rule("attention", Call(PRODUCT, (_weights(SCORES), V)), _attention, _fits),
+)

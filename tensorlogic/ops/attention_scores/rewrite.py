@@ -1,0 +1,24 @@
+"""Attention weights whose product with the values is not taken at once: softmax of scaled scores, with or without a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...rules import Call, Emit, Match, OneOf, Rule, Var
+from ..attention.rewrite import MASKED, SCORES, SOFTMAX, scale, scores_fit
+from . import attention_scores
+
+
+def _scores(m: Match, emit: Emit) -> Any:
+    return emit(attention_scores, m["q"], m["k"], scale(m), m.get("m"))
+
+
+RULES = tuple(
+    Rule(
+        "attention_scores",
+        Call(SOFTMAX, (OneOf((MASKED, SCORES)), dim, Var("dtype"))),
+        _scores,
+        scores_fit,
+    )
+    for dim in (-1, 3, 2)
+)

@@ -1,0 +1,31 @@
+"""Dropout before a linear layer: one call in training, nothing at all in evaluation."""
+
+from __future__ import annotations
+
+from ...rules import Call, OneOf, Rule, Var, aten, example
+from ..linear import linear
+from . import dropout_linear
+
+X = Var("x")
+DROPOUT = (aten.dropout.default, aten.feature_dropout.default)
+RULES = (
+    Rule(
+        "dropout_linear",
+        Call(
+            (linear,),
+            (Call((aten.dropout.default,), (X, Var("p"), True)), Var("w"), Var("b")),
+        ),
+        lambda m, emit: emit(dropout_linear, m["x"], m["w"], m["b"], m["p"]),
+    ),
+)
+EVALUATION = (
+    Rule(
+        "dropout",
+        OneOf(  # type: ignore[arg-type]
+            (Call(DROPOUT, (X, Var("p"), False)), Call(DROPOUT, (X, 0.0, Var("training"))))
+        ),
+        lambda m, emit: m["x"],
+        lambda m: example(m.root) is not None,
+        exact=True,
+    ),
+)

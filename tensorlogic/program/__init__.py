@@ -1,0 +1,1 @@
+"""Whole models: traced, rewritten by rules, checked, timed, captured; never slower than what was given."""

@@ -1,0 +1,91 @@
+"""What a graph computes in higher precision, and whether a replacement may stand for it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from ..numerics import Verdict, judge
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+GROWTH = 1.4  # times the original's own error that a whole model may have
+
+
+def wide_dtype(tensors: Sequence[Any]) -> torch.dtype:
+    """float64; float32 where everything is half precision on a CPU, which float64 would hold up for nothing."""
+    floats = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
+    half = all(
+        t.dtype in (torch.float16, torch.bfloat16) and t.device.type == "cpu" for t in floats
+    )
+    return torch.float32 if floats and half else torch.float64
+
+
+def widen(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors and dtypes as the wider one, everything else as it is."""
+    if isinstance(value, Tensor):
+        return value.detach().to(dtype, copy=True) if value.dtype in FLOATS else value.clone()
+    if isinstance(value, torch.dtype):
+        return dtype if value in FLOATS else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(widen(v, dtype) for v in value)
+    return value
+
+
+def silent(node: fx.Node) -> tuple[Any, ...]:
+    """A call's arguments with nothing dropped out, so that two ways of drawing can be compared."""
+    if node.target is torch.ops.aten.dropout.default:
+        return (node.args[0], 0.0, node.args[2])
+    if getattr(node.target, "__name__", "") == "dropout_linear":
+        return (*node.args[:3], 0.0)
+    return node.args
+
+
+def evaluate(
+    nodes: Sequence[fx.Node],
+    env: dict[str, Any],
+    owner: torch.nn.Module | None,
+    dtype: torch.dtype | None = None,
+    last: Mapping[str, Sequence[str]] | None = None,
+) -> None:
+    """Run calls in order into `env`; with `dtype`, everything floating in it. Values in `last` go after their last use."""
+    for node in nodes:
+        if node.op == "get_attr":
+            env[node.name] = operator.attrgetter(str(node.target))(owner)
+            continue
+        args = fx.map_arg(silent(node), lambda n: env[n.name])
+        kwargs = fx.map_arg(node.kwargs, lambda n: env[n.name])
+        if dtype is not None:
+            args = tuple(a if isinstance(a, Tensor) else _dtypes(a, dtype) for a in args)
+            kwargs = {k: _dtypes(v, dtype) for k, v in kwargs.items()}
+        env[node.name] = cast(Callable[..., Any], node.target)(*args, **kwargs)
+        for done in (last or {}).get(node.name, ()):
+            env.pop(done, None)
+
+
+def _dtypes(value: Any, dtype: torch.dtype) -> Any:
+    return dtype if isinstance(value, torch.dtype) and value in FLOATS else value
+
+
+def compare(outs: Any, plain: Any, wide: Any) -> Verdict:
+    """Judge nested outputs, tensors by error and everything else by equality."""
+    flat = [_flat(v) for v in (outs, plain, wide)]
+    if len({len(f) for f in flat}) != 1:
+        return Verdict(f"wrong: {len(flat[0])} outputs, {len(flat[1])} expected", float("inf"))
+    found: list[list[Any]] = [[], [], []]
+    for out, ours, ref in zip(*flat, strict=True):
+        if isinstance(ours, Tensor):
+            for kept, value in zip(found, (out, ours, ref), strict=True):
+                kept.append(value.detach() if isinstance(value, Tensor) else value)
+        elif out != ours:
+            return Verdict(f"wrong: {out!r} instead of {ours!r}", float("inf"))
+    return judge(found[0], found[1], found[2]) if found[1] else Verdict(None, 0.0)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [x for v in value for x in _flat(v)]
+    return [value]

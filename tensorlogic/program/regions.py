@@ -1,0 +1,337 @@
+"""Which regions pay, and by which implementation: each is checked in higher precision, then timed against the original calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .. import measure, registry, stores
+from ..numerics import NAMES
+from ..ops.convolution import channels_last
+from ..rules import Composite, Way
+from . import check
+from .code import Function, ahead
+from .patterns import WAYS
+from .report import Row
+from .rewrite import Region, arguments, emitter
+from .trace import Trace, first_line
+
+LEAST_GAIN = 0.98  # a replacement that takes more of the original's time is not worth having
+SHARE_S = 0.05  # seconds that one implementation of one region is timed for
+PLAIN, CHOSEN = "torch.eager", "chosen"
+FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError)
+
+
+@dataclass
+class Decision:
+    """What stands for all regions of one kind: a way or candidate, or nothing, with the evidence."""
+
+    way: str | None = None
+    ready: tuple[str, ...] = ()  # ways that passed their check
+    row: Row = field(default_factory=lambda: Row("", "", ""))
+
+
+class Judge:
+    """Decides region by region; regions of the same calls, shapes, strides and dtypes are timed once."""
+
+    def __init__(self, trace: Trace, device: torch.device, training: bool, deadline: float) -> None:
+        self.trace, self.device, self.training, self.deadline = trace, device, training, deadline
+        self.known: dict[Any, Decision] = {}
+        self.writes = False
+
+    def decide(self, regions: Sequence[Region], values: Mapping[str, Any]) -> dict[str, Decision]:
+        """root -> decision for every region, in one walk over the original graph; `values` are its inputs and state."""
+        at = {r.root: r for r in regions}
+        env: dict[str, Any] = dict(values)
+        nodes = [n for n in self.trace.graph.nodes if n.op in ("call_function", "get_attr")]
+        last = self._lifetimes(nodes, regions)
+        found: dict[str, Decision] = {}
+        with torch.no_grad():
+            for node in nodes:
+                check.evaluate([node], env, self.trace.owner)
+                region = at.get(node.name)
+                if region is not None:
+                    found[node.name] = self._one(region, env)
+                for done in last.get(node.name, ()):
+                    env.pop(done, None)
+        return found
+
+    def _lifetimes(
+        self, nodes: Sequence[fx.Node], regions: Sequence[Region]
+    ) -> dict[str, list[str]]:
+        """call -> values to drop after it: what a region reads stays until its last call."""
+        ends = {name: r.root for r in regions for name in r.calls}
+        order = {n.name: i for i, n in enumerate(nodes)}
+        last: dict[str, str] = {}
+        for node in nodes:
+            until = ends.get(node.name, node.name)
+            for used in (*node.all_input_nodes, node):
+                if used.op != "placeholder" and order[until] >= order.get(
+                    last.get(used.name, ""), -1
+                ):
+                    last[used.name] = until
+        for used in self.trace.graph.output_node().all_input_nodes:
+            last.pop(used.name, None)
+        found: dict[str, list[str]] = {}
+        for value, at in last.items():
+            found.setdefault(at, []).append(value)
+        return found
+
+    def _one(self, region: Region, env: Mapping[str, Any]) -> Decision:
+        nodes = [n for n in self.trace.graph.nodes if n.name in region.calls]
+        inside = set(nodes)
+        inputs = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside))
+        values = [env[n.name] for n in inputs]
+        key = (region.op, tuple(str(n.target) for n in nodes), _signature(region, env, self.trace))
+        known = self.known.get(key)
+        if known is not None and known.way is None:
+            return known
+        before = Function(nodes, [n.name for n in inputs], nodes[-1], {}, self.trace.owner)
+        expected = _Expected(nodes, inputs, values, self.trace.owner)
+        if known is not None:
+            problem, error = self._check(region, known, env, expected)
+            known.row.error = max(known.row.error or 0.0, error)
+            return known if problem is None else _refused(region, problem, error)
+        decision = self._measure(region, env, before, values, expected)
+        self.known[key] = decision
+        return decision
+
+    def _measure(
+        self,
+        region: Region,
+        env: Mapping[str, Any],
+        before: Function,
+        values: Sequence[Any],
+        expected: _Expected,
+    ) -> Decision:
+        """Check and time every way to run this region beside its original calls."""
+        ready, reasons = {}, []
+        for way in self._ways(region, env):
+            decision = Decision(way.id if isinstance(way, Way) else way)
+            try:
+                problem, error = self._check(region, decision, env, expected)
+                if problem is None:
+                    fragment = Fragment(region, decision.way, env, timing=True)
+                    ready[decision.way or PLAIN] = (fragment, error)
+                else:
+                    reasons.append(f"{decision.way}: {problem}")
+            except FAILURES as problem_:
+                reasons.append(f"{decision.way}: {first_line(problem_)}")
+        if not ready:
+            return _refused(region, "; ".join(reasons) or "nothing here can run it", None)
+        calls: dict[str, list[Callable[[], Any]]] = {
+            "before": [self._step(before, list(values))],
+            **{name: [self._step(f.function, f.values)] for name, (f, _) in ready.items()},
+        }
+        samples = measure.device_samples(calls, self.device, SHARE_S * len(calls))
+        best = min(ready, key=samples.median)
+        ratio = samples.ratio(best, "before")
+        fragment, error = ready[best]
+        candidate = next(iter(fragment.function.sites.chosen.values()), best)
+        row = Row(
+            region.root,
+            region.op,
+            candidate if best == CHOSEN else best,
+            0,
+            samples.median("before"),
+            samples.median(best),
+            ratio,
+            error,
+        )
+        limit = 1.03 if region.exact else LEAST_GAIN
+        if ratio[0] > limit:
+            row.refused = "does not pay"
+            return Decision(None, (), row)
+        return Decision(best, tuple(ready), row)
+
+    def _step(self, function: Function, values: Sequence[Any]) -> Callable[[], Any]:
+        if not self.training:
+            return lambda: function.run(*values)
+        with torch.enable_grad():
+            leaves = [_leaf(v) for v in values]
+            wrt = [v for v in leaves if isinstance(v, Tensor) and v.requires_grad]
+            out = function.run(*leaves)
+        if not wrt or not out.requires_grad:
+            return lambda: function.run(*values)
+        dy = torch.ones_like(out)
+
+        def step() -> Any:
+            with torch.enable_grad():
+                return torch.autograd.grad(function.run(*leaves), wrt, dy, allow_unused=True)
+
+        return step
+
+    def _ways(self, region: Region, env: Mapping[str, Any]) -> Iterator[Way | str]:
+        """Implementations worth trying: a composite's plain form and ways; an op's plan, or its candidates one by one."""
+        node = region.node
+        assert node is not None
+        yield PLAIN if isinstance(node.target, Composite) else CHOSEN
+        examples = full(node, fx.map_arg(node.args, lambda n: n.meta["val"]))
+        for way in ways_of(node.target):
+            if self.training and not way.training:
+                continue
+            if self.writes and way.layout:
+                continue  # another layout may copy where the graph writes into a view
+            if way.supports(examples) is None:
+                yield way
+        op = getattr(node.target, "fused", None)
+        if op is None or time.perf_counter() > self.deadline:
+            return
+        registry.ready(self.device.type)
+        args = tuple(_value(a, env) for a in node.args)
+        ready = node.target.__wrapped__(*args)  # type: ignore[union-attr]
+        whole = (*ready, self.training) if op.gradient is not None else ready
+        key = op.key(whole, "forward" if self.training else "inference")
+        if stores.complete(op, stores.current(self.device).get(key), key):
+            return
+        for candidate in op.candidates.values():
+            if candidate.trusted and candidate.id != PLAIN and candidate.unfit(key) is None:
+                yield candidate.id
+
+    def _check(
+        self, region: Region, decision: Decision, env: Mapping[str, Any], expected: _Expected
+    ) -> tuple[str | None, float]:
+        """Why the replacement may not stand here (None if it may), and its error over the original's."""
+        fragment = Fragment(region, decision.way, env)
+        got = fragment.run_checked()
+        verdict = check.compare(got, expected.plain, expected.wide)
+        return verdict.reason, verdict.error
+
+
+@dataclass
+class _Expected:
+    """The original's own output and that in higher precision, with nothing dropped out."""
+
+    nodes: Sequence[fx.Node]
+    inputs: Sequence[fx.Node]
+    values: Sequence[Any]
+    owner: torch.nn.Module
+
+    def __post_init__(self) -> None:
+        names = [n.name for n in self.inputs]
+        plain = {
+            n: v.clone() if isinstance(v, Tensor) else v
+            for n, v in zip(names, self.values, strict=True)
+        }
+        dtype = check.wide_dtype(list(self.values))
+        wide = {n: check.widen(v, dtype) for n, v in zip(names, self.values, strict=True)}
+        check.evaluate(self.nodes, plain, self.owner)
+        check.evaluate(self.nodes, wide, self.owner, dtype)
+        self.plain, self.wide = plain[self.nodes[-1].name], wide[self.nodes[-1].name]
+
+
+class Fragment:
+    """The calls that replace one region, cut out with their inputs; constants computed ahead."""
+
+    def __init__(
+        self, region: Region, way: str | None, env: Mapping[str, Any], timing: bool = False
+    ) -> None:
+        node = region.node
+        assert node is not None
+        self.graph = fx.Graph()
+        held: dict[str, Any] = {}
+
+        def port(n: fx.Node) -> fx.Node:
+            for known in self.graph.nodes:
+                if known.name == f"port_{n.name}":
+                    return known
+            made = self.graph.placeholder(f"port_{n.name}")
+            made.meta = {"val": n.meta.get("val"), "constant": n.meta.get("constant", False)}
+            held[made.name] = _value(n, env)
+            return made
+
+        args = full(node, fx.map_arg(tuple(node.args), port))
+        out = emit_way(self.graph, node.target, args, way)
+        self.graph.output(out)
+        ports = [n for n in self.graph.nodes if n.op == "placeholder"]
+        steady = {n.name: held[n.name] for n in ports if n.meta["constant"]}
+        values, _ = ahead(self.graph, steady)
+        given = [n for n in ports if not n.meta["constant"]]
+        self.values = [held[n.name] for n in given]
+        if timing:
+            self.values = [_arrives(n, v) for n, v in zip(given, self.values, strict=True)]
+        calls = [n for n in self.graph.nodes if n.op == "call_function" and n.name not in values]
+        calls = [n for n in calls if not n.meta.get("constant", False)]
+        forced = {out.name: way} if way not in (None, CHOSEN, PLAIN) else {}
+        self.function = Function(
+            calls, [n.name for n in given], out, {**steady, **values}, forced=forced
+        )
+        self.calls, self.steady, self.out = calls, {**steady, **values}, out
+
+    def run_checked(self) -> Any:
+        """The replacement's output with nothing dropped out."""
+        changed = False
+        for node in self.calls:
+            silent = check.silent(node)
+            changed |= silent != node.args
+            node.args = silent
+        out = self.function.run(*self.values)
+        if changed:  # the compiled form has the changed arguments, too
+            self.function.run = self.function._bind
+        return out
+
+
+def emit_way(graph: fx.Graph, target: Any, args: tuple[Any, ...], way: str | None) -> fx.Node:
+    """The calls of one way of running a step, or the call itself."""
+    emit = emitter(graph, examples=False)
+    for each in ways_of(target):
+        if each.id == way:
+            return each.emit(emit, args)
+    return emit(target, *args)
+
+
+def ways_of(target: Any) -> tuple[Way, ...]:
+    """What can run a step beside itself."""
+    return target.ways if isinstance(target, Composite) else WAYS.get(target, ())
+
+
+def _arrives(node: fx.Node, value: Any) -> Any:
+    """An image as its producer will hand it over once that runs with adjacent channels, too."""
+    return (
+        channels_last(value)
+        if node.users and all(u.target is channels_last for u in node.users)
+        else value
+    )
+
+
+def full(node: fx.Node, args: Any) -> tuple[Any, ...]:
+    """A call's arguments with those that were left to their defaults."""
+    defaults = arguments(node)[1]
+    return (*args, *defaults[len(args) :])
+
+
+def _value(n: Any, env: Mapping[str, Any]) -> Any:
+    """What a node of the rewritten graph stands for, by the original's values; helpers are computed."""
+    if not isinstance(n, fx.Node):
+        return n
+    name = n.meta["region"].root if "region" in n.meta else n.name
+    if name in env:
+        return env[name]
+    args = fx.map_arg(tuple(n.args), lambda a: _value(a, env))
+    return n.target(*args, **dict(n.kwargs))  # type: ignore[operator]
+
+
+def _signature(region: Region, env: Mapping[str, Any], trace: Trace) -> Any:
+    assert region.node is not None
+
+    def of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return (tuple(value.shape), value.stride(), NAMES.get(value.dtype), value.requires_grad)
+        return repr(value)
+
+    return tuple(of(_value(a, env)) for a in region.node.args)
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().clone().requires_grad_()
+    return value
+
+
+def _refused(region: Region, reason: str, error: float | None) -> Decision:
+    return Decision(None, (), Row(region.root, region.op, "", 0, error=error, refused=reason))

@@ -1,0 +1,155 @@
+"""A program: one graph compiled for one kind of input, with the guards under which it may serve, and its constants kept fresh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from .code import Function, ahead
+from .trace import Trace, writes
+from .watch import Guard, Watch
+
+MISS = object()  # the program may not serve this call
+
+
+class Program:
+    """Calls of a graph for inputs like the example, `MISS` for all others; never a stale result."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        graph: fx.Graph,
+        forced: Mapping[str, str],
+        training: bool,
+        model: nn.Module,
+    ) -> None:
+        self.trace, self.graph, self.training, self.model = trace, graph, training, model
+        self.device = device_of(trace)
+        self.state = {name: tensor for name, (_, tensor) in trace.state.items()}
+        for node in graph.output_node().all_input_nodes:  # what a caller is given is the caller's
+            if node.op == "call_function":
+                node.meta["constant"] = False
+        self.constants, sources = ahead(graph, self.state)
+        self.sources = {n: [self.state[s] for s in names] for n, names in sources.items()}
+        self.watched = list({id(t): t for ts in self.sources.values() for t in ts}.values())
+        self.stamp = self._stamp()
+        steady = {"placeholder", "output"}
+        calls = [
+            n
+            for n in graph.nodes
+            if n.op not in steady
+            and not (n.op == "call_function" and n.meta.get("constant", False))
+        ]
+        self.function = Function(
+            calls,
+            trace.inputs,
+            graph.output_node().args[0],
+            {**self.state, **self.constants},
+            trace.owner,
+            forced,
+        )
+        self.guard = Guard(trace.example, training)
+        self.watch = Watch(model)
+        self.autocast = autocast_state(self.device)
+        self.leaves = trace.in_spec == pytree.tree_flatten((tuple(trace.example), {}))[1]
+        self.single = trace.out_spec.is_leaf()
+        self.replay: Any = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The model's output, or `MISS`."""
+        flat: Sequence[Any] = args
+        if kwargs or not self.leaves:
+            flat, spec = pytree.tree_flatten((args, dict(kwargs)))
+            if spec != self.trace.in_spec:
+                return MISS
+        if len(flat) != len(self.trace.inputs) or not self.guard.holds(flat) or not self._context():
+            return MISS
+        if not self.watch.holds():
+            return MISS
+        if self.watched and self._stamp() != self.stamp:
+            self.refresh()
+        out = self.function.run(*flat) if self.replay is None else self.replay(flat)
+        return out[0] if self.single else pytree.tree_unflatten(list(out), self.trace.out_spec)
+
+    def serving(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for inputs that fit."""
+        return self(args, kwargs)
+
+    def replace_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read other tensors in the place of some parameters or buffers."""
+        for name, tensor in tensors.items():
+            self.function.set(name, tensor)
+
+    def _context(self) -> bool:
+        """True where modes are as they were when the program was made."""
+        recording = torch.is_grad_enabled() and not self.training
+        if recording and any(t.requires_grad for t in self.state.values()):
+            return False
+        return (
+            autocast_state(self.device) == self.autocast
+            and not torch._C._len_torch_dispatch_stack()
+            and not torch._C._is_torch_function_mode_enabled()
+            and not torch.compiler.is_compiling()
+            and torch._C._functorch.maybe_current_level() is None
+        )
+
+    def _stamp(self) -> list[tuple[int, int]]:
+        return [(t._version, t.data_ptr()) for t in self.watched]
+
+    def refresh(self) -> None:
+        """Compute the constants again from today's parameters and buffers."""
+        self.stamp = self._stamp()
+        fresh, _ = ahead(self.graph, self.state)
+        for name, value in fresh.items():
+            old = self.constants[name]
+            same = (
+                isinstance(old, Tensor) and old.layout == torch.strided and not old.is_inference()
+            )
+            if same and old.shape == value.shape and old.stride() == value.stride():
+                with torch.no_grad():
+                    old.copy_(value)  # in place: captured graphs read it there
+            else:
+                self.constants[name] = value
+                self.function.set(name, value)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of constants held besides the model."""
+        held = {id(t): t for t in self.constants.values() if isinstance(t, Tensor)}
+        own = {t.untyped_storage().data_ptr() for t in self.state.values()}
+        total = 0
+        for t in held.values():
+            if t.layout != torch.strided or t.untyped_storage().data_ptr() not in own:
+                total += t.numel() * t.element_size()
+        return total + (self.replay.nbytes if self.replay is not None else 0)
+
+
+def autocast_state(device: torch.device) -> Any:
+    """Whether autocast is on for a type of device, and to which dtype."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if on else None
+
+
+def device_of(trace: Trace) -> torch.device:
+    """Where the model computes."""
+    tensors = [t for _, t in trace.state.values()] + [
+        v for v in trace.example if isinstance(v, Tensor)
+    ]
+    return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+
+
+def mutates(graph: fx.Graph) -> bool:
+    """True where a run changes buffers or inputs."""
+    return any(
+        n.op == "call_function"
+        and (
+            writes(n)
+            or ("batch_norm" in str(n.target) and bool(n.args[5:6] == (True,)))
+            or (not hasattr(n.target, "_schema") and "HigherOrder" in type(n.target).__name__)
+        )
+        for n in graph.nodes
+    )

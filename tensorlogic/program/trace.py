@@ -1,0 +1,276 @@
+"""From a model and its example inputs to a graph of ATen calls, or the reason why there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import operator
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from ..rules import example
+
+
+class Untraceable(Exception):
+    """Why a model cannot be served by a graph."""
+
+
+@dataclass
+class Trace:
+    """A graph whose placeholders are parameters, buffers and constants by their names in the model, then user inputs."""
+
+    graph: fx.Graph
+    owner: nn.Module  # holds the subgraphs of higher-order calls
+    state: dict[str, tuple[str, Tensor]]  # placeholder -> (name in the model or "", tensor)
+    inputs: list[str]  # placeholders of user inputs, in the order of the flattened arguments
+    in_spec: Any
+    out_spec: Any
+    example: list[Any] = field(default_factory=list)  # flattened example arguments
+
+
+def trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Any
+) -> Trace:
+    """Trace `model` by torch.export.
+
+    Raises:
+        Untraceable: PyTorch cannot, or a graph would leave out something that the model does.
+    """
+    before = _plain_state(model)
+    with _witness() as seen:
+        try:
+            program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=dynamic)
+        except Exception as problem:  # tracing runs the user's own code, which may raise anything
+            raise Untraceable(f"torch.export: {first_line(problem)}") from problem
+    changed = [name for name, value in _plain_state(model).items() if before.get(name) != value]
+    if changed:
+        raise Untraceable(f"the model changes its own attribute {changed[0]} when it is called")
+    if seen.text:
+        raise Untraceable("the model prints when it is called")
+    if seen.drew:
+        raise Untraceable(f"the model draws from {seen.drew}")
+    return _read(program, model, args, kwargs)
+
+
+def first_line(problem: BaseException) -> str:
+    """The kind of an error and the first line that says something."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return f"{type(problem).__name__}: {lines[0][:200]}" if lines else type(problem).__name__
+
+
+def _read(
+    program: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Trace:
+    graph = copy.deepcopy(program.graph)
+    live: dict[str, Tensor] = {}
+    live.update(model.named_parameters(remove_duplicate=False))
+    live.update(model.named_buffers(remove_duplicate=False))
+    specs = program.graph_signature.input_specs
+    places = [n for n in graph.nodes if n.op == "placeholder"]
+    state: dict[str, tuple[str, Tensor]] = {}
+    inputs = []
+    for node, spec in zip(places, specs, strict=True):
+        kind = spec.kind.name
+        if kind == "USER_INPUT":
+            inputs.append(node.name)
+        elif kind in ("PARAMETER", "BUFFER") and spec.target in live:
+            state[node.name] = (spec.target, live[spec.target])
+        elif kind in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR") and isinstance(
+            program.constants.get(spec.target), Tensor
+        ):
+            state[node.name] = ("", program.constants[spec.target])
+        else:
+            raise Untraceable(f"the graph needs {spec.target}, of kind {kind.lower()}")
+    flat, in_spec = pytree.tree_flatten((args, dict(kwargs)))
+    if len(flat) != len(inputs):
+        raise Untraceable(f"{len(flat)} inputs were given, the graph takes {len(inputs)}")
+    own_outputs(graph)
+    functional(graph)
+    constants(graph, {n for n, (_, t) in state.items() if not t.is_inference()})
+    return Trace(
+        graph, program.graph_module, state, inputs, in_spec, program.call_spec.out_spec, flat
+    )
+
+
+def own_outputs(graph: fx.Graph) -> None:
+    """Raise where the graph has an output that no caller could be given, such as a symbolic size of another tensor."""
+    for node in graph.output_node().all_input_nodes:
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise Untraceable("an output is a number that depends on the shapes")
+
+
+@dataclass
+class _Seen:
+    text: str = ""
+    drew: str = ""
+
+
+@contextlib.contextmanager
+def _witness() -> Iterator[_Seen]:
+    """Notice what a graph would not repeat: printing, and numbers drawn outside PyTorch; PyTorch's own state is restored."""
+    seen, out = _Seen(), io.StringIO()
+    python, numbers = random.getstate(), numpy.random.get_state(legacy=True)
+    modes = torch.is_grad_enabled()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(out):
+            warnings.simplefilter("ignore")
+            yield seen
+    finally:
+        torch.set_grad_enabled(modes)
+        seen.text = out.getvalue()
+        after = numpy.random.get_state(legacy=True)
+        if random.getstate() != python:
+            seen.drew = "Python's random"
+        elif not _same_numpy(numbers, after):
+            seen.drew = "numpy.random"
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+
+
+def _same_numpy(a: Any, b: Any) -> bool:
+    return a[2:] == b[2:] and bool((a[1] == b[1]).all())
+
+
+def _plain_state(model: nn.Module) -> dict[str, Any]:
+    """Attributes of every module that a call might change: numbers and texts by value, others by their type."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name.startswith("_") and name in _MACHINERY:
+                continue
+            found[f"{path}.{name}".lstrip(".")] = plain_value(value)
+    return found
+
+
+def plain_value(value: Any) -> Any:
+    """A copy of what can be compared: numbers, texts and containers of such; of anything else the type and length."""
+    if isinstance(value, (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, tuple(plain_value(v) for v in value)
+    if isinstance(value, dict):
+        return "dict", tuple((str(k), plain_value(v)) for k, v in value.items())
+    return type(value).__name__
+
+
+_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
+
+
+# Views and in-place calls -------------------------------------------------------------------------
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = example(node)
+    try:
+        return None if value is None else value.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # sparse and other tensors without one
+        return None
+
+
+def writes(node: fx.Node) -> bool:
+    """True for calls that write into an argument."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def functional(graph: fx.Graph) -> None:
+    """In-place calls on values that nothing else sees become out-of-place ones, which rules understand."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    sharing: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        storage = _storage(node)
+        if storage is not None:
+            sharing.setdefault(storage, []).append(node)
+    for node in list(graph.nodes):
+        plain = _out_of_place(node)
+        if plain is None:
+            continue
+        base = node.args[0]
+        storage = _storage(base)
+        others = sharing.get(storage, []) if storage is not None else []
+        if storage is None or any(
+            n.op == "placeholder"
+            or (
+                n is not base
+                and order[n] < order[node]
+                and any(order[u] > order[node] for u in n.users)
+            )
+            for n in others
+        ):
+            continue
+        if base.op != "call_function" or example(base).shape != example(node).shape:  # type: ignore[union-attr]
+            continue
+        for user in list(base.users):
+            if order[user] > order[node]:
+                user.replace_input_with(base, node)
+        node.target = plain
+
+
+def _out_of_place(node: fx.Node) -> Any:
+    """aten.relu for aten.relu_; None where there is no such twin."""
+    if (
+        node.op != "call_function"
+        or not writes(node)
+        or not isinstance(node.target, torch._ops.OpOverload)
+    ):
+        return None
+    packet = node.target.overloadpacket.__name__
+    if not packet.endswith("_") or packet.endswith("__") or node.target.namespace != "aten":
+        return None
+    twin = getattr(torch.ops.aten, packet[:-1], None)
+    if twin is None or node.target._overloadname not in twin.overloads():
+        return None
+    base = example(node.args[0]) if node.args else None
+    out = example(node)
+    if base is None or out is None or base.dtype != out.dtype:
+        return None
+    written = [a for a in node.target._schema.arguments if a.alias_info and a.alias_info.is_write]
+    other = example(node.args[1]) if len(node.args) > 1 else None
+    wider = other is not None and torch.result_type(base, other) != base.dtype
+    return None if wider or len(written) != 1 else getattr(twin, node.target._overloadname)
+
+
+def random_call(node: fx.Node) -> bool:
+    """True for calls that draw random numbers or may do something else than compute."""
+    if node.op != "call_function":
+        return node.op != "placeholder"
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return True
+    opaque = isinstance(node.target, torch._ops.HigherOrderOperator)
+    name = str(node.target)
+    return opaque or "dropout" in name or "rand" in name or "bernoulli" in name
+
+
+def constants(graph: fx.Graph, state: set[str]) -> None:
+    """Mark what depends on parameters, buffers and constants alone, and is neither random nor written to."""
+    dirty = {
+        _storage(n.args[0])
+        for n in graph.nodes
+        if n.op == "call_function" and writes(n) and n.args and isinstance(n.args[0], fx.Node)
+    }
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["constant"] = node.name in state and _storage(node) not in dirty
+        elif node.op == "call_function" and not random_call(node) and not writes(node):
+            pure = node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
+            real = isinstance(node.meta.get("val"), (Tensor, tuple, list))
+            fresh = _storage(node) not in dirty
+            batch = "batch_norm" in str(node.target)
+            node.meta["constant"] = (
+                pure
+                and real
+                and fresh
+                and not batch
+                and all(n.meta.get("constant", False) for n in node.all_input_nodes)
+            )

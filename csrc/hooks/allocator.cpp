@@ -4,6 +4,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
+#include <pthread.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 
 #include <mutex>
@@ -38,7 +39,12 @@ struct Tickets {
 
 // Never destroyed: tensors may be freed after every destructor has run.
 Tickets& tickets() {
-  static Tickets& instance = *new Tickets;
+  static Tickets& instance = *[] {
+    Tickets* t = new Tickets;
+    pthread_atfork([] { tickets().mutex.lock(); }, [] { tickets().mutex.unlock(); },
+                   [] { tickets().mutex.unlock(); });
+    return t;
+  }();
   return instance;
 }
 

@@ -1,6 +1,7 @@
 """`tensorlogic.pool`: what memory large outputs take, how much of it is used again, and its limits.
 
-A pooled tensor is like any other, but its storage cannot grow: `resize_` beyond it raises, as on NumPy's memory.
+A pooled tensor is like any other. Without the hooks (`tensorlogic doctor` says) its storage cannot grow: `resize_` beyond
+it raises and, in PyTorch as on NumPy's memory, leaves the tensor with a shape it has no memory for: do not use it further.
 """
 
 from __future__ import annotations

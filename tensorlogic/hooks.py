@@ -83,3 +83,24 @@ def suspended() -> Iterator[None]:
         _suspension.now = before
         if switch is not None:
             switch(-1)
+
+
+# what the guards remember -------------------------------------------------------------------------------------------
+
+
+def leave() -> None:
+    """Called inside a repair: later calls of these shapes go to PyTorch's kernel without asking, until `forget`."""
+    if loaded():
+        op("leave")()
+
+
+def forget() -> None:
+    """Let the guards ask again: plans have changed."""
+    if loaded():
+        op("forget")()
+
+
+def apart(change: int) -> None:
+    """While more +1 than -1 were given the guards always ask: a policy is in force somewhere."""
+    if loaded():
+        op("apart")(change)

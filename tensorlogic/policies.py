@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from . import settings
+from . import hooks, settings
 from .settings import TUNE_MODES
 
 
@@ -63,15 +63,18 @@ def forget_entries() -> None:
     """Drop every warm key: plans, sources or packages have changed."""
     for known in _INTERNED.values():
         known.entries.clear()
+    hooks.forget()
 
 
 @contextmanager
 def use(chosen: Policy) -> Iterator[Policy]:
     """Make `chosen` the policy of this context (thread or task)."""
     token = _CURRENT.set(chosen)
+    hooks.apart(1)
     try:
         yield chosen
     finally:
+        hooks.apart(-1)
         _CURRENT.reset(token)
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from . import derived, policies
+from . import derived, hooks, policies
 from .dispatch import MOST_ENTRIES, Bound
 from .op import EAGER, Op
 from .ops.common import native_wiring
@@ -20,149 +19,49 @@ from .ops.linear import LINEAR
 from .ops.matmul import MATMUL
 
 HALVES = frozenset((torch.float16, torch.bfloat16))
-GRAIN = (
-    1 << 13
-)  # multiplications below which PyTorch's own kernel ends before a choice is looked up
+GRAIN = 1 << 15  # multiplications up to which PyTorch's own kernel ends before ours has begun
 Repair = Callable[..., Any]
+Route = Callable[..., Any]
 
 
 # the choice ---------------------------------------------------------------------------------------------------------
 
-
 _SETTLED = frozenset(("plan", "lockfile", "fixed plan", "forced"))
 
 
-def _chosen(op: Op, *args: Any) -> tuple[Callable[..., Any] | None, bool]:
-    """The launcher for op-level arguments, None where PyTorch's own kernel is settled to serve; and whether it is PyTorch's."""
-    policy = policies.current()
-    where: Any = (op.name, *(_mark(a) for a in args))
-    bucket = policy.entries.get(where)
-    if bucket is None:
-        bound = Bound(op, (*args, False), policy, False)
-        eager = bound.choice.candidate.id == EAGER
-        settled = eager and bound.choice.source in _SETTLED
-        bucket = [(None if settled else bound.launch, eager)]
-        if bound.cacheable:
-            if len(policy.entries) >= MOST_ENTRIES:
-                policy.entries.clear()
-            policy.entries[where] = bucket
-    return bucket[0]
+def _route(find: Callable[..., Route], *tensors: Tensor) -> Route:
+    """What serves tensors of these shapes: found once by `find` under each policy, as long as its plans stand."""
+    entries = policies.current().entries
+    where = (find, *[(t.shape, t.stride(), t.dtype) for t in tensors], _constant(tensors[-1]))
+    known = entries.get(where)
+    if known is not None:
+        return known[0][1]
+    route = find(*tensors)
+    if len(entries) >= MOST_ENTRIES:
+        entries.clear()
+    entries[where] = [(None, route)]
+    return route
 
 
-def _mark(a: Any) -> Any:
-    if isinstance(a, Tensor):
-        return (a.shape, a.stride(), a.dtype, derived.is_constant(a))
-    return a
-
-
-def _served(op: Op, *args: Any) -> Tensor | None:
-    launch, _ = _chosen(op, *args)
-    if launch is None:
-        return None
-    outs = launch(*[a for p, a in zip(op.params, args, strict=False) if p.is_dynamic])
-    return None if outs is None else outs[0]
-
-
-def _weight(b: Tensor) -> Tensor | None:
-    """The [N, K] tensor that b [K, N] is the transpose of, the parameter itself where it is one; None for other layouts."""
-    if b.stride(0) != 1 or b.stride(1) < b.shape[0]:
-        return None
+def _constant(b: Tensor) -> bool:
     base = b._base
-    if (
-        type(base) is Parameter
-        and base.dim() == 2
-        and base.data_ptr() == b.data_ptr()
-        and base.stride() == (b.stride(1), 1)
-        and base.shape == (b.shape[1], b.shape[0])
-    ):
-        return base
-    return b.t()
+    return derived.is_constant(b if base is None else base)
 
 
-# products -----------------------------------------------------------------------------------------------------------
+def _pytorch(*_: Any) -> None:
+    """The route to PyTorch's own kernel, which was measured to be the fastest; the compiled guards remember it."""
+    hooks.leave()
 
 
-def mm(a: Tensor, b: Tensor) -> Tensor | None:
-    """a [M, K] @ b [K, N]."""
-    if not _fits(a, b, 2):
-        return None
-    weight = _weight(b)
-    if weight is not None:
-        return _served(LINEAR, a, weight, None, None, "none")
-    return _served(MATMUL, a, b, "none")
+def _unfit(*_: Any) -> None:
+    """The route to PyTorch's own kernel for what is not ours to judge."""
 
 
-def bmm(a: Tensor, b: Tensor) -> Tensor | None:
-    """a [B, M, K] @ b [B, K, N]."""
-    if not _fits(a, b, 3) or a.shape[0] != b.shape[0]:
-        return None
-    return _served(MATMUL, a, b, "none")
-
-
-def mv(a: Tensor, x: Tensor) -> Tensor | None:
-    """a [N, K] @ x [K]: one row x against the weight a."""
-    if not _fits(a, x.unsqueeze(-1), 2):
-        return None
-    if a.stride(0) == 1 and a.stride(1) >= a.shape[0]:
-        y = _served(MATMUL, x.unsqueeze(0), a.t(), "none")
-    else:
-        y = _served(LINEAR, x.unsqueeze(0), a, None, None, "none")
-    return None if y is None else y.squeeze(0)
-
-
-def addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor | None:
-    """beta · c + alpha · (a [M, K] @ b [K, N])."""
-    return _added_rows(c, a, b, beta, alpha, "none")
-
-
-def addmm_activation(
-    c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, use_gelu: bool = False
-) -> Tensor | None:
-    """relu or gelu of addmm."""
-    return _added_rows(c, a, b, beta, alpha, "gelu" if use_gelu else "relu")
-
-
-def _added_rows(
-    c: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any, activation: str
-) -> Tensor | None:
-    if not _fits(a, b, 2) or c.dtype != a.dtype:
-        return None
-    if beta == 1 and alpha == 1 and c.shape == (b.shape[1],):
-        weight = _weight(b)
-        return _served(LINEAR, a, b.t() if weight is None else weight, c, None, activation)
-    if activation != "none" or _left_to_pytorch(a, b):
-        return None
-    return _in_f32(torch.addmm, (c, a, b), beta=beta, alpha=alpha)
-
-
-def baddbmm(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor | None:
-    """beta · c + alpha · (a [B, M, K] @ b [B, K, N])."""
-    if not _fits(a, b, 3) or c.dtype != a.dtype or a.shape[0] != b.shape[0]:
-        return None
-    if _left_to_pytorch(a, b):
-        return None
-    return _in_f32(torch.baddbmm, (c, a, b), beta=beta, alpha=alpha)
-
-
-def addmv(c: Tensor, a: Tensor, x: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor | None:
-    """beta · c + alpha · (a [N, K] @ x [K])."""
-    if c.dtype != a.dtype:
-        return None
-    if beta == 0 and alpha == 1:
-        return mv(a, x)
-    if not _fits(a, x.unsqueeze(-1), 2):
-        return None
-    if beta == 1 and alpha == 1 and c.shape == (a.shape[0],):
-        y = _served(LINEAR, x.unsqueeze(0), a, c, None, "none")
-        return None if y is None else y.squeeze(0)
-    if _left_to_pytorch(a, x.unsqueeze(-1)):
-        return None
-    return _in_f32(torch.addmv, (c, a, x), beta=beta, alpha=alpha)
-
-
-def _left_to_pytorch(a: Tensor, b: Tensor) -> bool:
-    """True where PyTorch's own kernel serves the plain product, and so what is built on it."""
-    return _chosen(MATMUL, a, b, "none")[1]
+def _launcher(op: Op, *args: Any) -> tuple[Callable[..., Any] | None, bool]:
+    """The chosen launcher, None where PyTorch's own kernel is settled to serve; and whether the choice is PyTorch's."""
+    bound = Bound(op, (*args, False), policies.current(), False)
+    eager = bound.choice.candidate.id == EAGER
+    return None if eager and bound.choice.source in _SETTLED else bound.launch, eager
 
 
 def _fits(a: Tensor, b: Tensor, dim: int) -> bool:
@@ -174,6 +73,175 @@ def _fits(a: Tensor, b: Tensor, dim: int) -> bool:
         and a.numel() * b.shape[-1] > GRAIN
         and b.is_cpu
     )
+
+
+def _is_transposed(b: Tensor) -> bool:
+    """True where b [K, N] is the transpose of [N, K] rows, as a layer's weight is."""
+    return b.stride(0) == 1 and b.stride(1) >= b.shape[0]
+
+
+def _weight(b: Tensor, shape: torch.Size) -> Tensor:
+    """bᵀ, the parameter itself where b is the transpose of one."""
+    base = b._base
+    if base is not None and base.shape == shape and base.is_contiguous() and base.dtype == b.dtype:
+        return base
+    return b.t()
+
+
+# products -----------------------------------------------------------------------------------------------------------
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor | None:
+    """a [M, K] @ b [K, N]."""
+    return _route(_find_mm, a, b)(a, b)
+
+
+def _find_mm(a: Tensor, b: Tensor) -> Route:
+    return _find_linear(a, b) if _fits(a, b, 2) and _is_transposed(b) else _find_product(a, b, 2)
+
+
+def bmm(a: Tensor, b: Tensor) -> Tensor | None:
+    """a [B, M, K] @ b [B, K, N]."""
+    return _route(_find_bmm, a, b)(a, b)
+
+
+def _find_bmm(a: Tensor, b: Tensor) -> Route:
+    return _find_product(a, b, 3) if a.shape[:1] == b.shape[:1] else _unfit
+
+
+def _find_product(a: Tensor, b: Tensor, dim: int) -> Route:
+    if not _fits(a, b, dim):
+        return _unfit
+    launch, _ = _launcher(MATMUL, a, b, "none")
+    if launch is None:
+        return _pytorch
+
+    def route(a: Tensor, b: Tensor) -> Tensor | None:
+        outs = launch(a, b)
+        return None if outs is None else outs[0]
+
+    return route
+
+
+def _find_linear(
+    a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str = "none"
+) -> Route:
+    """a · b + bias for b [K, N] as linear with the weight bᵀ."""
+    shape = torch.Size((b.shape[1], b.shape[0]))
+    launch, _ = _launcher(LINEAR, a, _weight(b, shape), bias, None, activation)
+    if launch is None:
+        return _pytorch
+
+    def route(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        outs = launch(a, _weight(b, shape), bias, None)
+        return None if outs is None else outs[0]
+
+    return route
+
+
+def addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor | None:
+    """beta · c + alpha · (a [M, K] @ b [K, N])."""
+    if beta == 1 and alpha == 1:
+        return _route(_find_addmm, c, a, b)(c, a, b)
+    return _combined(torch.addmm, 2, c, a, b, beta, alpha)
+
+
+def addmm_activation(
+    c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, use_gelu: bool = False
+) -> Tensor | None:
+    """relu or gelu of addmm."""
+    if beta == 1 and alpha == 1:
+        return _route(_find_addmm_gelu if use_gelu else _find_addmm_relu, c, a, b)(c, a, b)
+    return None
+
+
+def _find_addmm(c: Tensor, a: Tensor, b: Tensor, activation: str = "none") -> Route:
+    if not _fits(a, b, 2) or c.dtype != a.dtype:
+        return _unfit
+    if c.shape == b.shape[1:]:
+        linear = _find_linear(a, b, c, activation)
+        return linear if linear is _pytorch else lambda c, a, b: linear(a, b, c)
+    if activation != "none":
+        return _unfit
+    return lambda c, a, b: _combined(torch.addmm, 2, c, a, b, 1, 1)
+
+
+def _find_addmm_relu(c: Tensor, a: Tensor, b: Tensor) -> Route:
+    return _find_addmm(c, a, b, "relu")
+
+
+def _find_addmm_gelu(c: Tensor, a: Tensor, b: Tensor) -> Route:
+    return _find_addmm(c, a, b, "gelu")
+
+
+def baddbmm(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor | None:
+    """beta · c + alpha · (a [B, M, K] @ b [B, K, N])."""
+    return _combined(torch.baddbmm, 3, c, a, b, beta, alpha)
+
+
+def addmv(c: Tensor, a: Tensor, x: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor | None:
+    """beta · c + alpha · (a [N, K] @ x [K]); PyTorch's mv comes here with beta = 0."""
+    if c.dtype != a.dtype:
+        return None
+    if beta == 0 and alpha == 1:
+        return _route(_find_mv, x, a)(x, a)
+    if beta == 1 and alpha == 1 and c.shape == a.shape[:1]:
+        return _route(_find_addmv, c, x, a)(c, x, a)
+    return _combined(torch.addmv, 2, c, a, x, beta, alpha)
+
+
+def _find_mv(x: Tensor, a: Tensor) -> Route:
+    if not _fits_vector(a, x):
+        return _unfit
+    if _is_transposed(a):
+        product = _find_product(x.unsqueeze(0), a.t(), 2)
+        return product if product is _pytorch else lambda x, a: _row(product(x[None], a.t()))
+    return _find_addmv(None, x, a)
+
+
+def _find_addmv(c: Tensor | None, x: Tensor, a: Tensor) -> Route:
+    """One row x against the weight a."""
+    if not _fits_vector(a, x):
+        return _unfit
+    launch, _ = _launcher(LINEAR, x.unsqueeze(0), a, c, None, "none")
+    if launch is None:
+        return _pytorch
+    if c is None:
+        return lambda x, a: _row((launch(x[None], a, None, None) or (None,))[0])
+    return lambda c, x, a: _row((launch(x[None], a, c, None) or (None,))[0])
+
+
+def _row(y: Tensor | None) -> Tensor | None:
+    return None if y is None else y[0]
+
+
+def _fits_vector(a: Tensor, x: Tensor) -> bool:
+    return x.dim() == 1 and _fits(a, x.unsqueeze(-1), 2)
+
+
+def _combined(
+    fn: Repair, dim: int, c: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any
+) -> Tensor | None:
+    """beta · c + alpha · a · b in float32, rounded once; PyTorch's where the plain product is."""
+    columns = b.unsqueeze(-1) if fn is torch.addmv else b
+    if c.dtype != a.dtype or _route(_find_whether_dim[dim], a, columns)(a, columns) is None:
+        return None
+    return _in_f32(fn, (c, a, b), beta=beta, alpha=alpha)
+
+
+def _find_whether(dim: int) -> Callable[..., Route]:
+    """Finds a route that says whether the plain product is ours: True, or None."""
+
+    def find(a: Tensor, b: Tensor) -> Route:
+        if not _fits(a, b, dim) or a.shape[:-2] != b.shape[:-2]:
+            return _unfit
+        launch, eager = _launcher(MATMUL, a, b, "none")
+        return _pytorch if launch is None else _unfit if eager else lambda a, b: True
+
+    return find
+
+
+_find_whether_dim = {dim: _find_whether(dim) for dim in (2, 3)}
 
 
 # float32 throughout -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import enabling, hooks, repairs
+from tensorlogic import enabling, hooks, policies, repairs
 from tensorlogic.ops.common import native_wiring
 
 HALF = (torch.float16, torch.bfloat16)
@@ -40,13 +40,13 @@ def enabled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the ops that repairs hand to the choice, in order."""
     names: list[str] = []
-    original = repairs._served
+    original = repairs._launcher
 
     def spy(op: Any, *args: Any) -> Any:
         names.append(op.name)
         return original(op, *args)
 
-    monkeypatch.setattr(repairs, "_served", spy)
+    monkeypatch.setattr(repairs, "_launcher", spy)
     return names
 
 
@@ -67,8 +67,8 @@ CALLS: dict[str, Callable[[torch.dtype], tuple[tuple[Tensor, ...], dict[str, Any
     "mm expanded": lambda d: ((r(1, 64, dtype=d).expand(33, 64), r(64, 40, dtype=d)), {}),
     "bmm": lambda d: ((r(3, 17, 32, dtype=d), r(3, 32, 24, dtype=d)), {}),
     "bmm transposed": lambda d: ((r(3, 32, 17, dtype=d).mT, r(3, 24, 32, dtype=d).mT), {}),
-    "mv": lambda d: ((r(96, 128, dtype=d), r(128, dtype=d)), {}),
-    "mv transposed": lambda d: ((r(128, 96, dtype=d).t(), r(128, dtype=d)), {}),
+    "mv": lambda d: ((r(300, 128, dtype=d), r(128, dtype=d)), {}),
+    "mv transposed": lambda d: ((r(128, 300, dtype=d).t(), r(128, dtype=d)), {}),
     "addmm": lambda d: ((r(40, dtype=d), r(33, 64, dtype=d), r(64, 40, dtype=d)), {}),
     "addmm matrix": lambda d: (
         (r(33, 40, dtype=d), r(33, 64, dtype=d), r(40, 64, dtype=d).t()),
@@ -83,9 +83,9 @@ CALLS: dict[str, Callable[[torch.dtype], tuple[tuple[Tensor, ...], dict[str, Any
         (r(3, 17, 24, dtype=d), r(3, 17, 32, dtype=d), r(3, 32, 24, dtype=d)),
         {"beta": 0.5},
     ),
-    "addmv": lambda d: ((r(96, dtype=d), r(96, 128, dtype=d), r(128, dtype=d)), {}),
+    "addmv": lambda d: ((r(300, dtype=d), r(300, 128, dtype=d), r(128, dtype=d)), {}),
     "addmv scaled": lambda d: (
-        (r(96, dtype=d), r(96, 128, dtype=d), r(128, dtype=d)),
+        (r(300, dtype=d), r(300, 128, dtype=d), r(128, dtype=d)),
         {"beta": 2, "alpha": 0.25},
     ),
     "addbmm": lambda d: ((r(17, 24, dtype=d), r(3, 17, 32, dtype=d), r(3, 32, 24, dtype=d)), {}),
@@ -255,14 +255,49 @@ def test_a_parameters_copy_is_never_stale(enabled: None) -> None:
 
 def test_the_weight_behind_a_transpose_is_found(enabled: None, served: list[str]) -> None:
     weight = nn.Parameter(r(48, 64))
-    assert repairs._weight(weight.t()) is weight
+    shape = torch.Size((48, 64))
+    assert repairs._weight(weight.t(), shape) is weight
     with torch.inference_mode():
-        assert repairs._weight(weight.t()) is weight
-    assert repairs._weight(weight[:32].t()) is not weight
-    assert repairs._weight(weight[:, :32].t()) is not weight
-    assert repairs._weight(r(64, 48)) is None
+        assert repairs._weight(weight.t(), shape) is weight
+    for part in (weight[:32], weight[:, :32], weight[4:]):
+        found = repairs._weight(part.t(), part.shape)
+        assert (found.data_ptr(), found.shape, found.stride()) == (
+            part.data_ptr(),
+            part.shape,
+            part.stride(),
+        )
     F.linear(r(32, 64), weight)
     assert served == ["linear"]
+
+
+def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) -> None:
+    if hooks.available() is not None:
+        pytest.skip(str(hooks.available()))
+    tensorlogic.enable()
+    asked: list[str] = []
+    a, b = r(40, 64), r(64, 40)
+    try:
+        with tensorlogic.policy(force="torch.eager"):
+            a @ b
+            a @ b  # a policy is in force: the guards ask each time
+        assert served == ["matmul"]
+        chosen = repairs._launcher
+        repairs._launcher = lambda *args: asked.append("asked") or (None, True)  # type: ignore[assignment]
+        policies.forget_entries()
+        for _ in range(3):
+            a @ b
+        assert asked == ["asked"]
+        policies.ROOT.entries.clear()  # even without the entry, the guard knows
+        a @ b
+        assert asked == ["asked"]
+        policies.forget_entries()
+        a @ b
+        a[:, ::2] @ b[::2]  # other strides are another key
+        assert asked == ["asked"] * 3
+    finally:
+        repairs._launcher = chosen
+        policies.forget_entries()
+        tensorlogic.disable()
 
 
 def test_other_dtypes_keep_their_bits_and_their_kernels(served: list[str], enabled: None) -> None:

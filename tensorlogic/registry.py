@@ -45,6 +45,7 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.linear_batch_norm_relu.triton_tiled",
     "tensorlogic.ops.linear_batch_norm_relu.cublaslt_columns",
     "tensorlogic.ops.dropout_linear.triton_tiled",
+    "tensorlogic.ops.dropout_linear.cublaslt_after_dropout",
     "tensorlogic.ops.pointwise.triton_elementwise",
     "tensorlogic.ops.reduce.triton_reduce",
     "tensorlogic.ops.softmax.triton_rows",

@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from tensorlogic.ops.common import triton_cross_entropy as cross_entropy
+from tensorlogic.ops.common import triton_dropout as dropout
 from tensorlogic.ops.common import triton_elementwise as elementwise
 from tensorlogic.ops.common import triton_launch
 from tensorlogic.ops.common import triton_layer_norm as layer_norm
@@ -21,7 +22,7 @@ from tensorlogic.ops.common import triton_reduce as reduction
 from tensorlogic.ops.common import triton_rows as rows
 from tensorlogic.ops.common import triton_scores as scores
 
-MODULES = (cross_entropy, elementwise, layer_norm, reduction, rows, scores)
+MODULES = (cross_entropy, dropout, elementwise, layer_norm, reduction, rows, scores)
 ANY = torch.device("cuda", 0)
 
 
@@ -33,6 +34,8 @@ def prepare_all() -> None:
             names = ["f16"] * (inputs + outputs)
             for config in elementwise.elementwise_configs(names, 4096, 4096, modes)[:1]:
                 elementwise.elementwise_launcher(op, names, 4096, 4096, modes, config, ANY)
+    for seeded in (False, True):
+        dropout.dropout_launcher("f16", 4096 * 4096, seeded, dropout.CONFIGS[0], ANY, 16)
     for shape in ((1, 1 << 27, 1), (4096, 1000, 1), (1, 4096, 1023)):
         for kind in ("mean", "max"):
             for config in reduction.reduce_configs(*shape, "f16")[:1]:

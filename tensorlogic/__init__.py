@@ -20,6 +20,7 @@ from .ops.reduce import max, mean, min, sum
 from .ops.softmax import softmax
 from .ops.softmax_cross_entropy import softmax_cross_entropy
 from .policies import policy
+from .program.capturing import capture
 from .program.optimizing import optimize
 from .registry import activate as _activate
 from .registry import warn_of_namesakes as _warn
@@ -38,6 +39,7 @@ __all__ = [
     "affine",
     "attention_scores",
     "candidates",
+    "capture",
     "constant",
     "disable",
     "div",

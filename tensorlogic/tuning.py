@@ -94,12 +94,13 @@ def _backward(out: Any) -> None:
         and out.is_floating_point()
     ):
         return
-    leaves = _leaves(out)
+    leaves = leaves_of(out)
     if leaves:
         torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
 
 
-def _leaves(out: torch.Tensor) -> list[torch.Tensor]:
+def leaves_of(out: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a backward pass from `out` would reach."""
     found: dict[int, torch.Tensor] = {}
     seen: set[Any] = set()
     queue: list[Any] = [out.grad_fn]

@@ -72,7 +72,7 @@ def _dtypes(value: Any, dtype: torch.dtype) -> Any:
 
 def compare(outs: Any, plain: Any, wide: Any) -> Verdict:
     """Judge nested outputs, tensors by error and everything else by equality."""
-    flat = [_flat(v) for v in (outs, plain, wide)]
+    flat = [flat_values(v) for v in (outs, plain, wide)]
     if len({len(f) for f in flat}) != 1:
         return Verdict(f"wrong: {len(flat[0])} outputs, {len(flat[1])} expected", float("inf"))
     found: list[list[Any]] = [[], [], []]
@@ -85,7 +85,8 @@ def compare(outs: Any, plain: Any, wide: Any) -> Verdict:
     return judge(found[0], found[1], found[2]) if found[1] else Verdict(None, 0.0)
 
 
-def _flat(value: Any) -> list[Any]:
+def flat_values(value: Any) -> list[Any]:
+    """The leaves of nested tuples and lists."""
     if isinstance(value, (tuple, list)):
-        return [x for v in value for x in _flat(v)]
+        return [x for v in value for x in flat_values(v)]
     return [value]

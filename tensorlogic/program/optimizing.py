@@ -388,7 +388,7 @@ class Whole:
 
     def _graded(self, outs: Any, values: Mapping[str, Any]) -> Any:
         wrt = [v for v in values.values() if isinstance(v, Tensor) and v.requires_grad]
-        flat = [o for o in check._flat(outs) if isinstance(o, Tensor) and o.requires_grad]
+        flat = [o for o in check.flat_values(outs) if isinstance(o, Tensor) and o.requires_grad]
         if not self.training or not wrt or not flat:
             return outs
         seeds = [
@@ -444,6 +444,10 @@ def _timed(
         return lambda: _step(model(*args, **kwargs), training, live)
 
     calls = {f"after {i}": call(p.serving) for i, p in enumerate(programs)}
+    for program in programs:
+        reason = program.capture()
+        if reason is not None and program.device.type == "cuda":
+            report.notes.append(f"not captured: {reason}")
     if any(p(args, kwargs) is MISS for p in programs):
         report.reason = "the program does not fit its own example inputs"
         return None
@@ -452,7 +456,9 @@ def _timed(
     )
     best = min(calls, key=samples.median)
     program = programs[int(best.split()[1])]
-    program.replace_state(live)
+    if mutates(program.graph):
+        program.replace_state(live)
+        program.capture()
     report.before_us, report.after_us = samples.median("before"), samples.median(best)
     report.ratio = samples.ratio(best, "before")
     if report.ratio[0] > MUST_GAIN or report.ratio[2] >= 1:
@@ -464,7 +470,7 @@ def _timed(
 
 def _step(out: Any, training: bool, state: Mapping[str, Any]) -> Any:
     """Forward alone, or with the backward pass that training would add; no `.grad` is touched."""
-    flat = [o for o in check._flat(_leaves(out)) if isinstance(o, Tensor) and o.requires_grad]
+    flat = [o for o in check.flat_values(_leaves(out)) if isinstance(o, Tensor) and o.requires_grad]
     if not training or not flat:
         return out
     wrt = [t for t in state.values() if t.requires_grad]

@@ -180,7 +180,7 @@ class Judge:
             if way.supports(examples) is None:
                 yield way
         op = getattr(node.target, "fused", None)
-        if op is None or time.perf_counter() > self.deadline:
+        if op is None:
             return
         registry.ready(self.device.type)
         args = tuple(_value(a, env) for a in node.args)
@@ -190,7 +190,11 @@ class Judge:
         if stores.complete(op, stores.current(self.device).get(key), key):
             return
         for candidate in op.candidates.values():
-            if candidate.trusted and candidate.id != PLAIN and candidate.unfit(key) is None:
+            if not candidate.trusted or candidate.id == PLAIN or candidate.unfit(key) is not None:
+                continue
+            configs = candidate.configs(key)
+            slow = bool(configs) and bool(candidate.jobs(key, configs[0], self.device))
+            if configs and (not slow or time.perf_counter() < self.deadline):
                 yield candidate.id
 
     def _check(

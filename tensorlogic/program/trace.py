@@ -169,7 +169,8 @@ _MACHINERY = frozenset(vars(nn.Module())) - {"training"}
 # Views and in-place calls -------------------------------------------------------------------------
 
 
-def _storage(node: fx.Node) -> int | None:
+def storage(node: fx.Node) -> int | None:
+    """The memory of a node's example tensor, by identity."""
     value = example(node)
     try:
         return None if value is None else value.untyped_storage()._cdata
@@ -188,17 +189,17 @@ def functional(graph: fx.Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     sharing: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        storage = _storage(node)
-        if storage is not None:
-            sharing.setdefault(storage, []).append(node)
+        memory = storage(node)
+        if memory is not None:
+            sharing.setdefault(memory, []).append(node)
     for node in list(graph.nodes):
         plain = _out_of_place(node)
         if plain is None:
             continue
         base = node.args[0]
-        storage = _storage(base)
-        others = sharing.get(storage, []) if storage is not None else []
-        if storage is None or any(
+        memory = storage(base)
+        others = sharing.get(memory, []) if memory is not None else []
+        if memory is None or any(
             n.op == "placeholder"
             or (
                 n is not base
@@ -255,17 +256,17 @@ def random_call(node: fx.Node) -> bool:
 def constants(graph: fx.Graph, state: set[str]) -> None:
     """Mark what depends on parameters, buffers and constants alone, and is neither random nor written to."""
     dirty = {
-        _storage(n.args[0])
+        storage(n.args[0])
         for n in graph.nodes
         if n.op == "call_function" and writes(n) and n.args and isinstance(n.args[0], fx.Node)
     }
     for node in graph.nodes:
         if node.op == "placeholder":
-            node.meta["constant"] = node.name in state and _storage(node) not in dirty
+            node.meta["constant"] = node.name in state and storage(node) not in dirty
         elif node.op == "call_function" and not random_call(node) and not writes(node):
             pure = node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
             real = isinstance(node.meta.get("val"), (Tensor, tuple, list))
-            fresh = _storage(node) not in dirty
+            fresh = storage(node) not in dirty
             batch = "batch_norm" in str(node.target)
             node.meta["constant"] = (
                 pure

@@ -1,0 +1,244 @@
+"""One captured CUDA graph: static inputs, static outputs, and for gradients a second graph of the backward pass."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .check import flat_values
+
+FAILURES = (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError)
+
+
+class Tape:
+    """What is recorded once and replayed: a CUDA graph on one device, in a memory pool that several may share."""
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        self.device, self.pool = device, pool
+        self.graph = torch.cuda.CUDAGraph()
+
+    def record(self, fn: Callable[[], Any]) -> Any:
+        """Capture `fn()`; its work happens when the tape is replayed."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a failed capture leaves an empty graph
+            with torch.cuda.graph(
+                self.graph, pool=self.pool, stream=side, capture_error_mode="thread_local"
+            ):
+                out = fn()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        self.replay = self.graph.replay  # type: ignore[method-assign]  # without a frame of ours
+        return out
+
+    def replay(self) -> None:
+        """Do the recorded work on the current stream."""
+        raise RuntimeError("nothing is recorded")
+
+
+def warm(fn: Callable[[], Any], device: torch.device, times: int = 2) -> Any:
+    """Run on a side stream, as a capture will, so that what is set up once is set up."""
+    if device.type != "cuda":
+        return [fn() for _ in range(times)][-1]
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(times):
+            out = fn()
+    torch.cuda.current_stream(device).wait_stream(side)
+    return out
+
+
+def static_like(tensor: Tensor) -> Tensor:
+    """A buffer of the same shape, strides and dtype, with the same values."""
+    made = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return made.copy_(tensor.detach())
+
+
+class Replay:
+    """`fn` of flattened arguments as one graph: inputs are copied in, outputs copied out (or handed out as they are)."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        flat: Sequence[Any],
+        device: torch.device,
+        pool: Any = None,
+        unsafe_views: bool = False,
+        tape: Callable[[torch.device, Any], Any] = Tape,
+    ) -> None:
+        self.places = [i for i, v in enumerate(flat) if isinstance(v, Tensor)]
+        self.static = [static_like(flat[i]) for i in self.places]
+        self.unsafe_views, self.device = unsafe_views, device
+        given = list(flat)
+        for i, s in zip(self.places, self.static, strict=True):
+            given[i] = s
+        before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+        self.tape = tape(device, pool)
+        with torch.no_grad():
+            self.out = self.tape.record(lambda: fn(*given))
+        after = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+        self.nbytes = max(0, after - before)
+        self.leaves = flat_values(self.out)
+        handed = {t.untyped_storage().data_ptr() for t in self.static if t.numel()}
+        for leaf in self.leaves:
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in handed:
+                raise RuntimeError("an output is an input or a view of one")
+        self.single = self.static[0] if len(self.static) == 1 else None
+        self.place = self.places[0] if self.places else 0
+
+    def launch(self, flat: Sequence[Any]) -> None:
+        """Copy the inputs in and start."""
+        if self.single is not None:
+            self.single.copy_(flat[self.place])
+        else:
+            for i, s in zip(self.places, self.static, strict=True):
+                s.copy_(flat[i])
+        self.tape.replay()
+
+    def outputs(self) -> Any:
+        """The outputs of the last launch, the caller's own unless views were asked for."""
+        return self.out if self.unsafe_views else owned(self.out)
+
+    def __call__(self, flat: Sequence[Any]) -> Any:
+        with torch.no_grad():
+            self.launch(flat)
+            return self.outputs()
+
+
+def owned(out: Any) -> Any:
+    """Copies of all tensors, each copied once; tuples become lists."""
+    if isinstance(out, Tensor):
+        return out.clone()
+    if isinstance(out, (tuple, list)):
+        if len(out) == 1:
+            return [owned(out[0])]
+        seen: dict[int, Tensor] = {}
+        for v in out:
+            if isinstance(v, Tensor) and id(v) not in seen:
+                seen[id(v)] = v.clone()
+        return [seen[id(v)] if isinstance(v, Tensor) else owned(v) for v in out]
+    return out
+
+
+class _Token:
+    """Lives as long as the autograd graph of one forward replay; `done` once its backward has run."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class GradientReplay:
+    """Forward and backward as two graphs; the leaves are the inputs and parameters that need gradients."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        flat: Sequence[Any],
+        parameters: Sequence[Tensor],
+        device: torch.device,
+        pool: Any = None,
+        tape: Callable[[torch.device, Any], Any] = Tape,
+    ) -> None:
+        self.device = device
+        self.places = [i for i, v in enumerate(flat) if isinstance(v, Tensor)]
+        self.static = [
+            static_like(flat[i]).requires_grad_(flat[i].requires_grad) for i in self.places
+        ]
+        given = list(flat)
+        for i, s in zip(self.places, self.static, strict=True):
+            given[i] = s
+        before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+        self.forward, self.backward = tape(device, pool), tape(device, pool)
+        with torch.enable_grad():
+            self.out = self.forward.record(lambda: fn(*given))
+        self.leaves = flat_values(self.out)
+        self.grads_of = [
+            i for i, v in enumerate(self.leaves) if isinstance(v, Tensor) and v.requires_grad
+        ]
+        self.wrt = [*self.static, *parameters]
+        self.needs = [i for i, t in enumerate(self.wrt) if t.requires_grad]
+        self.seeds = [torch.zeros_like(self.leaves[i]) for i in self.grads_of]
+        if not self.seeds or not self.needs:
+            raise RuntimeError("no output needs a gradient")
+
+        def back() -> Any:
+            return torch.autograd.grad(
+                [self.leaves[i] for i in self.grads_of],
+                [self.wrt[i] for i in self.needs],
+                self.seeds,
+                allow_unused=True,
+            )
+
+        self.grads = self.backward.record(back)
+        after = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+        self.nbytes = max(0, after - before)
+        self.pending: weakref.ref[_Token] | None = None
+        self.parameters = list(parameters)
+        self.serial = 0
+
+    @property
+    def busy(self) -> bool:
+        """True while the activations of an earlier forward may still be needed."""
+        token = self.pending() if self.pending is not None else None
+        return token is not None and not token.done
+
+    def __call__(self, flat: Sequence[Any]) -> Any:
+        """Outputs in the order of the flattened ones, with gradients; the caller must have asked `busy`."""
+        outs = _Replayed.apply(self, *[flat[i] for i in self.places], *self.parameters)
+        tensors = iter(outs)
+        return [next(tensors) if isinstance(v, Tensor) else v for v in self.leaves]
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, replay: GradientReplay, *given: Tensor) -> Any:
+        token = _Token()
+        replay.pending, replay.serial = weakref.ref(token), replay.serial + 1
+        for s, x in zip(replay.static, given, strict=False):
+            s.detach().copy_(x)
+        replay.forward.replay()
+        ctx.replay, ctx.token, ctx.serial = replay, token, replay.serial
+        tensors = [v for v in replay.leaves if isinstance(v, Tensor)]
+        outs = tuple(v.detach().clone() for v in tensors)
+        ctx.mark_non_differentiable(
+            *[o for o, v in zip(outs, tensors, strict=True) if not v.requires_grad]
+        )
+        ctx.set_materialize_grads(False)
+        ctx.recorded = [v.requires_grad for v in tensors]
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        replay: GradientReplay = ctx.replay
+        if ctx.serial != replay.serial:
+            raise RuntimeError(
+                "captured backward: the same capture has run forward again since, over the values that this backward "
+                "needs; run backward first, or call the function itself"
+            )
+        used = [g for g, wanted in zip(grads, ctx.recorded, strict=True) if wanted]
+        for seed, grad in zip(replay.seeds, used, strict=True):
+            seed.zero_() if grad is None else seed.copy_(grad)
+        replay.backward.replay()
+        ctx.token.done = True
+        found: list[Tensor | None] = [None] * len(replay.wrt)
+        for i, g in zip(replay.needs, copies(replay.grads), strict=True):
+            found[i] = g
+        return (None, *found)
+
+
+def copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Own memory for each, so that what a caller accumulates is not overwritten by the next replay."""
+    present = [t for t in tensors if t is not None]
+    fresh = [torch.empty_like(t) for t in present]
+    if fresh:
+        torch._foreach_copy_(fresh, present)
+    found = iter(fresh)
+    return [None if t is None else next(found) for t in tensors]

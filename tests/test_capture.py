@@ -1,0 +1,287 @@
+"""capture: each call's work done once, outputs kept, kinds bounded, gradients right; the graphs themselves are CUDA's.
+
+Where there is no GPU, a tape that records a Python call stands for the CUDA graph, so that everything around it is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import tensorlogic
+from tensorlogic.program import capturing
+from tensorlogic.program.graphs import Tape
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+class PythonTape:
+    """Records a call, whose work counts as that of the first replay; later ones make it again, into the same outputs."""
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        self.fn: Callable[[], Any] = lambda: None
+        self.out: Any = None
+        self.fresh = True
+
+    def record(self, fn: Callable[[], Any]) -> Any:
+        self.fn, self.grad = fn, torch.is_grad_enabled()
+        self.out = fn()
+        return self.out
+
+    def replay(self) -> None:
+        if self.fresh:
+            self.fresh = False
+            return
+        with torch.set_grad_enabled(self.grad):
+            again = self.fn()
+        with torch.no_grad():
+            for old, new in zip(
+                pytree.tree_leaves(self.out), pytree.tree_leaves(again), strict=True
+            ):
+                if isinstance(old, Tensor):
+                    old.detach().copy_(new.detach())
+
+
+gradients = pytest.mark.skipif(not CUDA, reason="the graph of a backward pass is CUDA's")
+
+
+def captured(fn: Callable[..., Any], **options: Any) -> capturing.Captured:
+    made = tensorlogic.capture(fn, **options)
+    made.tape = Tape if CUDA else PythonTape
+    return made
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).to(DEVICE)
+
+
+@torch.no_grad()
+def test_outputs_are_kept_across_replays() -> None:
+    model, xs = net(), [torch.randn(3, 4, device=DEVICE) for _ in range(6)]
+    fast = captured(model)
+    outs = [fast(x) for x in xs]
+    assert fast.graphs == 1
+    for x, out in zip(xs, outs, strict=True):
+        torch.testing.assert_close(out, model(x))
+
+
+@torch.no_grad()
+def test_unsafe_views_are_the_graphs_own() -> None:
+    model, x = net(), torch.randn(3, 4, device=DEVICE)
+    fast = captured(model, unsafe_views=True)
+    outs = [fast(x) for _ in range(5)]
+    assert outs[3].data_ptr() == outs[4].data_ptr()
+    torch.testing.assert_close(outs[4], model(x))
+
+
+@torch.no_grad()
+def test_every_call_does_its_work_once() -> None:
+    total = torch.zeros((), device=DEVICE)
+
+    def step(x: Tensor) -> Tensor:
+        total.add_(x.sum())
+        return total * 1
+
+    fast = captured(step)
+    for n in range(1, 7):
+        assert fast(torch.ones(2, device=DEVICE)).item() == 2 * n
+    assert total.item() == 12
+    assert fast.graphs == 1
+
+
+@torch.no_grad()
+def test_least_recently_used_kinds_go() -> None:
+    model = net()
+    fast = captured(model, max_graphs=2)
+    for rows in (1, 2, 1, 2, 1, 2):
+        fast(torch.ones(rows, 4, device=DEVICE))
+    assert fast.graphs == 2
+    for _ in range(3):
+        x = torch.randn(3, 4, device=DEVICE)
+        torch.testing.assert_close(fast(x), model(x))
+    assert len(fast.entries) == 2
+    rows = [key[1][0][0][0] for key in fast.entries]
+    assert rows == [2, 3]
+
+
+@torch.no_grad()
+def test_batches_are_filled_to_buckets_and_cut_again() -> None:
+    model = net()
+    fast = captured(model, batch=0, buckets=(4, 8))
+    for rows in (1, 3, 4, 2, 4, 7, 8, 5):
+        x = torch.randn(rows, 4, device=DEVICE)
+        out = fast(x)
+        assert out.shape == (rows, 4)
+        torch.testing.assert_close(out, model(x))
+    assert len(fast.entries) == 2
+    x = torch.randn(9, 4, device=DEVICE)  # larger than any bucket: of its own size
+    torch.testing.assert_close(fast(x), model(x))
+
+
+@torch.no_grad()
+def test_modes_values_and_structures_are_kinds_of_their_own() -> None:
+    def fn(x: Tensor, factor: float = 1.0, rest: Any = None) -> Any:
+        return {"y": x * factor, "more": (x + 1, "text", rest)}
+
+    fast = captured(fn)
+    x = torch.randn(3, device=DEVICE)
+    for _ in range(4):
+        for factor in (1.0, 2.0):
+            out = fast(x, factor, rest=None)
+            torch.testing.assert_close(out["y"], x * factor)
+            torch.testing.assert_close(out["more"][0], x + 1)
+            assert out["more"][1:] == ("text", None)
+    assert fast.graphs == 2
+
+
+@pytest.mark.skipif(not CUDA, reason="only a real capture refuses what Python needs from the GPU")
+@torch.no_grad()
+def test_data_dependent_functions_run_as_they_are() -> None:
+    fast = captured(lambda x: x * 2 if x.sum().item() > 0 else x - 1)
+    for _ in range(5):
+        assert torch.equal(fast(torch.ones(3, device=DEVICE)), torch.full((3,), 2.0, device=DEVICE))
+    assert fast.reason
+    assert fast.graphs == 0
+
+
+@torch.no_grad()
+def test_a_failed_capture_says_why_and_runs_the_function() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x  # an output that is an input cannot be replayed
+
+    fast = captured(fn)
+    x = torch.ones(3, device=DEVICE)
+    for _ in range(4):
+        assert fast(x) is x
+    assert "input" in str(fast.reason)
+
+
+@pytest.mark.skipif(CUDA, reason="the reason where there is no GPU")
+def test_without_a_gpu_the_function_runs_and_the_reason_is_told() -> None:
+    fast = tensorlogic.capture(net())
+    x = torch.ones(2, 4)
+    assert fast(x).shape == (2, 4)
+    assert "cpu" in str(fast.reason)
+    assert fast.graphs == 0
+
+
+@gradients
+def test_gradients_forward_and_backward() -> None:
+    model = net()
+    twin = net()
+    twin.load_state_dict(model.state_dict())
+    fast = captured(model)
+    for i in range(6):
+        x = torch.randn(3, 4, device=DEVICE, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        (fast(x) * (i + 1)).square().sum().backward()
+        (twin(y) * (i + 1)).square().sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)  # they accumulate
+    assert fast.graphs == 1
+
+
+@gradients
+def test_two_forwards_before_backward() -> None:
+    model, fast = net(), None
+    fast = captured(model)
+    for _ in range(5):
+        a, b = torch.randn(3, 4, device=DEVICE), torch.randn(3, 4, device=DEVICE)
+        model.zero_grad()
+        (fast(a).square().sum() + fast(b).square().sum()).backward()
+        got = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        (model(a).square().sum() + model(b).square().sum()).backward()
+        for g, p in zip(got, model.parameters(), strict=True):
+            torch.testing.assert_close(g, p.grad)
+
+
+@gradients
+def test_closures_keep_their_gradients() -> None:
+    model = net()
+    fast = captured(lambda x: model(x).square().sum())
+    for _ in range(5):
+        x = torch.randn(3, 4, device=DEVICE)
+        model.zero_grad()
+        fast(x).backward()
+        got = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        model(x).square().sum().backward()
+        for g, p in zip(got, model.parameters(), strict=True):
+            torch.testing.assert_close(g, p.grad)
+    assert fast.graphs == 1
+
+
+def test_a_whole_training_step() -> None:
+    model, twin = net(), net()
+    twin.load_state_dict(model.state_dict())
+
+    def stepper(m: nn.Module) -> Callable[[Tensor], Tensor]:
+        opt = torch.optim.AdamW(m.parameters(), lr=1e-2, capturable=CUDA)
+
+        def step(x: Tensor) -> Tensor:
+            opt.zero_grad(set_to_none=True)
+            loss = m(x).square().mean()
+            loss.backward()
+            opt.step()
+            return loss.detach()
+
+        return step
+
+    fast, plain = captured(stepper(model)), stepper(twin)
+    for _ in range(8):
+        x = torch.randn(3, 4, device=DEVICE)
+        torch.testing.assert_close(fast(x), plain(x))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    assert fast.reason is None
+
+
+@torch.no_grad()
+def test_random_numbers_go_on() -> None:
+    drop = nn.Dropout(0.5)
+    fast = captured(drop)
+    x = torch.ones(256, device=DEVICE)
+    torch.manual_seed(3)
+    outs = [fast(x) for _ in range(6)]
+    assert len({tuple(o.tolist()) for o in outs}) == 6
+    torch.manual_seed(3)
+    for out in outs:
+        torch.testing.assert_close(out, drop(x))
+
+
+@torch.no_grad()
+def test_replaced_and_moved_parameters_are_followed() -> None:
+    model = net()
+    fast = captured(model)
+    x = torch.randn(3, 4, device=DEVICE)
+
+    def follows() -> None:
+        for _ in range(4):
+            torch.testing.assert_close(fast(x), model(x))
+
+    follows()
+    model[0].weight.mul_(2)
+    follows()
+    model[0].weight.data = torch.randn(8, 4, device=DEVICE)
+    follows()
+    model[2] = nn.Linear(8, 4, device=DEVICE)
+    follows()
+    model[1].register_forward_hook(lambda m, a, out: out + 1)
+    follows()
+
+
+def test_bad_input() -> None:
+    with pytest.raises(TypeError, match="fn is int"):
+        tensorlogic.capture(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_graphs is 0"):
+        tensorlogic.capture(net(), max_graphs=0)
+    with pytest.raises(ValueError, match="batch"):
+        tensorlogic.capture(net(), buckets=[4])

@@ -153,9 +153,13 @@ def zoo() -> None:
         model, inputs = make()
         model = model.to(DEVICE, torch.float16).eval()
         fast = report(name, model, inputs)
-        call = (lambda m: m(**inputs)) if isinstance(inputs, dict) else (lambda m: m(inputs))
-        out, plain = (first(call(m)) for m in (fast, model))
+        out, plain = (first(called(m, inputs)) for m in (fast, model))
         print(f"zoo {name}: difference from eager {error(out, plain):.1e}", flush=True)
+
+
+def called(model: nn.Module, inputs: Any) -> Any:
+    """The model's output for a tensor or for keyword arguments."""
+    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
 def first(out: Any) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 
 from . import native
 
+_lock = threading.Lock()
+_apart = 0  # policies in force, counted before the hooks are loaded, too
 _state: list[str | None] = []  # empty until tried, then what is missing
 
 
@@ -37,8 +39,11 @@ def _load() -> str | None:
 
 def load() -> None:
     """Load the hooks where they are built, once: the native library does so when it has been loaded itself."""
-    if not _state:
-        _state.append(_load())
+    with _lock:
+        if not _state:
+            _state.append(_load())
+            if loaded():
+                op("apart")(_apart)
 
 
 def available() -> str | None:
@@ -53,7 +58,7 @@ def loaded() -> bool:
 
 def op(name: str) -> Callable[..., Any]:
     """The operator `tensorlogic_hooks::name`; raises RuntimeError where the hooks are absent."""
-    if reason := available():
+    if not loaded() and (reason := available()):
         raise RuntimeError(reason)
     return getattr(torch.ops.tensorlogic_hooks, name).default._op
 
@@ -102,5 +107,8 @@ def forget() -> None:
 
 def apart(change: int) -> None:
     """While more +1 than -1 were given the guards always ask: a policy is in force somewhere."""
-    if loaded():
-        op("apart")(change)
+    global _apart
+    with _lock:
+        _apart += change
+        if loaded():
+            op("apart")(change)

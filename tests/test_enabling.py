@@ -20,6 +20,7 @@ import tensorlogic
 from tensorlogic import enabling, hooks, policies, repairs
 from tensorlogic.ops.common import native_wiring
 
+ROOT = Path(__file__).resolve().parent.parent
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -300,6 +301,26 @@ def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) 
         tensorlogic.disable()
 
 
+def test_policies_in_force_before_the_hooks_are_loaded_are_counted() -> None:
+    program = (
+        "import tensorlogic\nfrom tensorlogic import hooks, native\n"
+        "with tensorlogic.policy(tune='off'):\n    native.available()\n"
+        "print(hooks.available(), hooks.op('apart')(0), hooks._apart)\n"
+        "with tensorlogic.policy(tune='off'): print(hooks.op('apart')(0))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+        check=False,
+    )
+    if "not built" in done.stdout:
+        pytest.skip("the hooks are not built")
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["None", "0", "0", "1"], "")
+
+
 def test_other_dtypes_keep_their_bits_and_their_kernels(served: list[str], enabled: None) -> None:
     for dtype in (torch.float32, torch.float64, torch.complex64, torch.int32):
         a, b = (10 * r(33, 64)).to(dtype), (10 * r(64, 40)).to(dtype)
@@ -402,7 +423,6 @@ def test_pool_without_hooks_is_refused_before_anything_changes(
     assert not enabling.enabled()
 
 
-ROOT = Path(__file__).resolve().parent.parent
 # Runs a script as an interpreter does into whose site-packages a wheel has put the files of tools/startup.
 LAUNCH = "import runpy, site, sys; site.addsitedir(sys.argv[1]); sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 

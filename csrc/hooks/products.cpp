@@ -126,7 +126,7 @@ void leave() { leaving = true; }
 void forget() {
   for (auto& slot : left) slot.store(0, std::memory_order_relaxed);
 }
-void apart(int64_t change) { policies += change; }
+int64_t apart(int64_t change) { return policies += change; }
 
 }  // namespace
 
@@ -136,7 +136,7 @@ TORCH_LIBRARY(tensorlogic_hooks, m) {
   m.def("suspend(int change) -> ()", &suspend);
   m.def("leave() -> ()", &leave);
   m.def("forget() -> ()", &forget);
-  m.def("apart(int change) -> ()", &apart);
+  m.def("apart(int change) -> int", &apart);
   m.def("pool_all(bool on) -> ()", &pool_all);
   m.def("pools_all() -> bool", &pools_all);
 }

@@ -1,6 +1,7 @@
 # make bench   set up, then the quick benchmark: a table on screen and a result file
 # make test    set up, then formatting, lint, types and tests
 # make tables  write the tables of README.md anew from benchmarks/results/
+# make sanitize   the kernel tests on a GPU under compute-sanitizer: memory, races, reads of what nobody wrote
 # make clean   remove what set-up and runs have made
 #
 # Without a virtual environment, where everything is installed already:  make bench PYTHON=python3 VENV=
@@ -23,7 +24,7 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: bench test tables setup clean
+.PHONY: bench test tables sanitize setup clean
 bench: setup
 	$(PYTHON) -m tensorlogic.cli bench $(BENCH) --json $(RESULT)
 
@@ -36,6 +37,14 @@ test: setup
 
 tables: setup
 	$(PYTHON) -m tensorlogic.bench.readme README.md
+
+# Without the caching allocator every tensor is an allocation of its own, whose edges memcheck sees.
+SANITIZED = tests/test_triton_gemm.py tests/test_triton_columns.py tests/test_triton_rows.py tests/test_triton_scores.py
+sanitize: setup
+	for tool in memcheck racecheck initcheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes application-only \
+	    $(PYTHON) -m pytest -x $(SANITIZED) -k "not compiles" || exit 1; \
+	done
 
 setup: $(READY)
 	@if [ -f tools/build_native.py ]; then $(PYTHON) tools/build_native.py || echo "the native library was not built: CPU kernels of ours stay off (tensorlogic doctor says what that costs)"; fi

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 pytest.importorskip("triton")
-from tensorlogic.ops.common import gemm
+from tensorlogic.ops.common import gemm, gemm_specialised
 from tensorlogic.ops.common.gemm import GemmSpec, Operand
 from tensorlogic.ops.common.random import keep_mask
 
@@ -54,15 +54,15 @@ LAYOUTS = ("row", "column", "padded")
 
 
 def matrix(
-    rows: int, columns: int, dtype: str, layout: str = "row", batch: int = 0, scale: float = 1.0
-) -> Tensor:
+    rows: int, columns: int, dtype: str, layout: str = "row", batch: int = 0, scale: float = 1.0, pad: int = 7,
+) -> Tensor:  # fmt: skip
     """Random, [batch,] rows x columns; beyond a padded row lies NaN, which no kernel may touch."""
     shape = [batch] * bool(batch) + [rows, columns]
     values = torch.randn(shape, device=DEVICE) * scale
     if layout == "column":
         place = torch.empty([*shape[:-2], columns, rows], device=DEVICE, dtype=DTYPES[dtype]).mT
     else:
-        wide = columns + (7 if layout == "padded" else 0)
+        wide = columns + (pad if layout == "padded" else 0)
         place = torch.full([*shape[:-1], wide], torch.nan, device=DEVICE, dtype=DTYPES[dtype])[
             ..., :columns
         ]
@@ -126,17 +126,20 @@ def expected(spec: GemmSpec, t: dict[str, Tensor], keep: Tensor | None) -> dict[
 def check(
     config: dict[str, Any] = SMALL, dtype: str = "f16", layouts: str = "row column row",
     m: int = M, n: int = N, k: int = K, batch: int = 0, shared_weight: bool = False,
-    keep: Tensor | None = None, **options: Any,
+    keep: Tensor | None = None, align: int = 2, **options: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Run one product with its outputs poisoned, compare each with float64; returns all tensors."""
     x_layout, w_layout, y_layout = layouts.split()
+    pad = 7 if align < 16 else 8
     tokens, features = (k, m) if options.get("transposed") else (m, k)
     t = {
-        "x": matrix(m, k, dtype, x_layout, batch),
-        "w": matrix(k, n, dtype, w_layout, 0 if shared_weight else batch, k**-0.5 if k else 1.0),
-        "y": matrix(m, n, dtype, y_layout, batch).fill_(torch.nan),
-        "saved": matrix(m, k, dtype, x_layout, batch),
-        "residual": matrix(m, n, dtype, "padded", batch),
+        "x": matrix(m, k, dtype, x_layout, batch, pad=pad),
+        "w": matrix(
+            k, n, dtype, w_layout, 0 if shared_weight else batch, k**-0.5 if k else 1.0, pad
+        ),
+        "y": matrix(m, n, dtype, y_layout, batch, pad=pad).fill_(torch.nan),
+        "saved": matrix(m, k, dtype, x_layout, batch, pad=pad),
+        "residual": matrix(m, n, dtype, "padded", batch, pad=pad),
         "seed": torch.tensor([SEED, OFFSET], device=DEVICE),
         "gamma": torch.randn(features, device=DEVICE),
         "beta": torch.randn(features, device=DEVICE),
@@ -153,7 +156,7 @@ def check(
     ):  # what relu's gradient is given is relu's output, zeros and all
         t["saved"].relu_()
         t["residual"].relu_()
-    t["z"] = torch.full_like(t["y"], torch.nan)
+    t["z"] = matrix(m, n, dtype, y_layout, batch, pad=pad).fill_(torch.nan)  # with y's strides
     t["x_out"] = torch.full(t["x"].shape, torch.nan, device=DEVICE, dtype=DTYPES[dtype])
     t["row_sum"] = torch.full((m,), torch.nan, device=DEVICE)
     outputs = {"y"} | {name for name in ("z", "x_out", "row_sum") if options.get(name)}
@@ -165,7 +168,7 @@ def check(
         operands["saved"] = operand(t["saved"], dtype)
     if options.get("outer") in ("residual", "gradient"):
         operands["residual"] = operand(t["residual"], dtype)
-    spec = GemmSpec(m, n, k, **operands, batch=batch or 1, align=2, **options)
+    spec = GemmSpec(m, n, k, **operands, batch=batch or 1, align=align, **options)
     assert gemm.gemm_refusal(spec) is None
     want = expected(
         spec,
@@ -380,12 +383,14 @@ def test_contradictions_and_limits_are_named() -> None:
     assert "batch" in str(gemm.gemm_refusal(replace(plain, batch=2, prologue="dropout")))
 
 
-MEASURED = [  # on an H200, f16: the fastest of 50 to 250 configurations
-    ((128, 128, 128), (16, 16, 64, 4, 4)),
-    ((512, 512, 512), (64, 32, 128, 4, 3)),
-    ((1024, 1024, 1024), (64, 128, 128, 4, 3)),
-    ((4096, 4096, 4096), (128, 256, 64, 8, 3)),
-    ((16, 4096, 4096), (16, 32, 256, 4, 4)),
+MEASURED = [  # m, n, k on an H200, f16: the fastest of 50 to 250 configurations
+    ((384, 384, 384), (64, 64, 128, 4, 4)),
+    ((512, 512, 512), (64, 64, 128, 4, 4)),
+    ((1024, 1024, 1024), (64, 128, 128, 4, 4)),
+    ((2048, 2048, 2048), (128, 256, 64, 8, 3)),
+    ((16, 4096, 4096), (16, 32, 256, 4, 6)),
+    ((16, 14336, 4096), (16, 64, 256, 4, 5)),
+    ((64, 4096, 4096), (64, 32, 128, 4, 5)),
 ]
 
 
@@ -405,6 +410,93 @@ def test_some_configurations_for_every_shape(size: int) -> None:
         offered = gemm.gemm_configs(m, n, k, size)
         assert 0 < len(offered) <= gemm.MOST_CONFIGS
         assert len({tuple(c.items()) for c in offered}) == len(offered)
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+RING = {  # CONSUMERS, BLOCK_N, BLOCK_K, STAGES
+    "one": (1, 32, 128, 4),
+    "two": (2, 128, 64, 3),
+    "three": (3, 64, 64, 3),
+}
+
+
+def specialised(shape: tuple[int, int, int, int], programs: int) -> dict[str, Any]:
+    """A configuration of the warp-specialised kernel."""
+    consumers, block_n, block_k, stages = shape
+    return {
+        "CONSUMERS": consumers, "BLOCK_M": 64 * consumers, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages,
+        "GROUP_M": 2, "SPLIT": 1, "programs": programs, "num_warps": 4, "num_stages": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("ring", RING)
+@pytest.mark.parametrize("programs", [1, 3, 100])
+@pytest.mark.parametrize("layouts", ["row column row", "column row row", "padded padded padded"])
+def test_specialised(ring: str, programs: int, layouts: str) -> None:
+    config, size = specialised(RING[ring], programs), {"m": 264, "n": 200, "k": 328, "align": 16}
+    check(config, layouts=layouts, bias="f16", outer="residual", activation="relu", z="f16", **size)
+    check(config, "bf16", layouts=layouts, **size)
+    check(config, layouts=layouts, outer="gradient", kind="gelu_tanh", **size)
+    vectors = dict.fromkeys(COLUMNWISE, "f32") | {"bias": "f16", "shift": "f16"}
+    check(config, layouts=layouts, activation="silu", z="f16", **vectors, **size)
+    check(config, layouts=layouts, activation="silu", z="f16", early_z=True, bias="f16", **size)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    "size", [(8, 8, 8), (1, 64, 64), (64, 8, 1000), (5, 4096, 8), (1000, 16, 24)]
+)
+@pytest.mark.parametrize("ring", RING)
+def test_specialised_at_edges(size: tuple[int, int, int], ring: str) -> None:
+    m, n, k = size
+    check(specialised(RING[ring], 4), m=m, n=n, k=k, bias="f16", align=16, outer="residual")
+
+
+def test_specialised_refuses_what_bulk_copies_cannot_reach() -> None:
+    f16 = {"x": Operand("f16", 64, 1), "w": Operand("f16", 1, 64), "y": Operand("f16", 64, 1)}
+    plain = GemmSpec(64, 64, 64, **f16)
+    assert gemm_specialised.specialised_refusal(plain) is None
+    assert gemm_specialised.specialised_refusal(replace(plain, w=Operand("f16", 64, 1))) is None
+    for change in (
+        {"align": 8},
+        {"x": Operand("f16", 65, 1)},  # rows begin at odd places
+        {"x": Operand("f16", 0, 1)},  # one row, repeated
+        {"x": Operand("f16", 32, 1)},  # rows overlap
+        {"x": Operand("f16", 128, 2)},
+        {"y": Operand("f16", 1, 64)},
+        {"y": Operand("f32", 64, 1)},
+        {"batch": 2},
+        {"prologue": "activation", "kind": "gelu"},
+        {"outer": "dropout"},
+    ):
+        assert gemm_specialised.specialised_refusal(replace(plain, **change)), change
+
+
+def test_a_neighbour_s_bulk_copies_give_way_where_rows_begin_at_odd_places() -> None:
+    from tensorlogic.ops.common.gemm_wiring import Product
+
+    x, w = matrix(40, 35, "f16"), matrix(35, 24, "f16", "column")
+    spec = GemmSpec(40, 24, 35, operand(x, "f16"), operand(w, "f16"), Operand("f16", 24, 1))
+    product = Product(spec, {"x": "x", "w": "w"}, {"y": ("y", (40, 24), "f16")})
+    config, y = specialised(RING["two"], 4), torch.full((40, 24), torch.nan, device=DEVICE).half()
+    assert product.arguments(config) == ("x", "w", "y")
+    assert product.workspace(config) == (0, 0)
+    assert product.start(config, DEVICE)(x, w, y)
+    torch.testing.assert_close(y.double(), x.double() @ w.double(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("side", [768, 1024, 1536, 2048, 3000, 4096, 8192])
+def test_specialised_configurations_fit(side: int) -> None:
+    spec = GemmSpec(
+        side, side, side, Operand("f16", side, 1), Operand("f16", 1, side), Operand("f16", side, 1)
+    )
+    offered = gemm_specialised.specialised_configs(spec, 132)
+    assert 0 < len(offered) <= gemm_specialised.MOST
+    for c in offered:
+        tiles = -(-side // c["BLOCK_M"]) * -(-side // c["BLOCK_N"])
+        assert 0 < c["programs"] <= tiles
+    assert not gemm_specialised.specialised_configs(replace(spec, m=64, n=64, k=64), 132)
 
 
 def compiled_specs() -> dict[str, tuple[GemmSpec, dict[str, Any]]]:
@@ -449,6 +541,30 @@ def compiled_specs() -> dict[str, tuple[GemmSpec, dict[str, Any]]]:
     }
 
 
+def test_specialised_compiles_without_spilling() -> None:
+    from tensorlogic.ops.common import triton_launch
+
+    def spec(n: int, w: Operand, **more: Any) -> GemmSpec:
+        return GemmSpec(n, n, n, Operand("f16", n, 1), w, Operand("f16", n, 1), **more)
+
+    residual = {"outer": "residual", "residual": Operand("f16", 2048, 1)}
+    wanted = [
+        spec(2048, Operand("f16", 1, 2048), bias="f16", activation="relu", **residual),
+        spec(1024, Operand("f16", 1024, 1), activation="gelu_tanh"),
+        spec(1024, Operand("f16", 1, 1024), **dict.fromkeys(COLUMNWISE, "f32")),
+    ]
+    jobs = [
+        gemm.gemm_jobs(s, config, 90)[0]
+        for s in wanted
+        for config in gemm_specialised.specialised_configs(s, 132)
+    ]
+    answers = triton_launch.resources_apart(jobs)
+    assert len(answers) == 3 * gemm_specialised.MOST
+    for a in answers:
+        assert isinstance(a, triton_launch.Resources), a
+        assert a.stack == 0 < a.registers <= 240, a
+
+
 def test_compiles_for_every_architecture_without_spilling() -> None:
     from tensorlogic.ops.common import triton_launch
 
@@ -462,3 +578,35 @@ def test_compiles_for_every_architecture_without_spilling() -> None:
         at: a for at, a in answers.items() if not isinstance(a, triton_launch.Resources) or a.stack
     }
     assert not bad
+
+
+@pytest.mark.parametrize(
+    ("name", "vectors"),
+    [
+        ("linear", (2,)),
+        ("gelu_linear", (2,)),
+        ("layer_norm_linear", (1, 2, 4)),
+        ("linear_batch_norm_relu", (2, 3, 4, 5, 6)),
+    ],
+)
+def test_strided_vectors_are_refused(name: str, vectors: tuple[int, ...]) -> None:
+    from tensorlogic import registry
+    from tensorlogic.op import OPS
+
+    registry.ready(DEVICE.type)
+    op = OPS[name]
+    case = next(iter(op.cases()))
+    args = [a.to(DEVICE) if isinstance(a, Tensor) else a for a in case]
+    served = {
+        id
+        for id in op.candidates
+        if op.candidates[id].supports(op.key([*args, False], "inference")) is None
+    }
+    assert any(id.startswith("triton.") for id in served)
+    for i in vectors:
+        strided = [*args]
+        strided[i] = torch.stack([args[i], args[i]], 1)[:, 0]
+        key = op.key([*strided, False], "inference")
+        for id in served:
+            if id.startswith(("triton.", "cublaslt.")) and id != "triton.rows":
+                assert "strided" in str(op.candidates[id].supports(key)), (id, i)

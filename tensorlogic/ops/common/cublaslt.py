@@ -1,4 +1,4 @@
-"""cuBLASLt called directly: a product with bias, residual, activation or their gradients in one call that PyTorch does not offer."""
+"""cuBLASLt called directly: a product with bias, residual and activation in one call that PyTorch does not offer."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ WORKSPACE = 32 << 20  # bytes an algorithm may ask for; what PyTorch gives it on
 _TYPES = {"f32": 0, "f16": 2, "bf16": 14}  # cudaDataType
 _SIZES = {"f32": 4, "f16": 2, "bf16": 2}
 _COMPUTE_32F = 68
-_EPILOGUES = {  # (activation or gradient, bias, pre-activation kept) -> cublasLtEpilogue_t
+_EPILOGUES = {  # (activation, bias, pre-activation kept) -> cublasLtEpilogue_t
     ("none", False, False): 1,
     ("none", True, False): 4,
     ("relu", False, False): 2,
     ("relu", True, False): 6,
     ("gelu_tanh", False, False): 32,
     ("gelu_tanh", True, False): 36,
-}  # fmt: skip; what it keeps for backward of gelu (160, 164) gave gradients 2e-2 off on an H200, and is not used
-_DGELU, _BGRADB = 192, 512
+    ("gelu_tanh", False, True): 160,
+    ("gelu_tanh", True, True): 164,
+}
 # attributes of a product, of a layout, of a preference
 _TRANSA, _TRANSB, _EPILOGUE, _BIAS, _AUX, _AUX_LD, _AUX_BATCH = 3, 4, 7, 8, 11, 12, 13
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6
@@ -85,12 +86,16 @@ def _ld(operand: Operand, rows: int, columns: int) -> tuple[bool, int] | None:
 
 def lt_refusal(spec: GemmSpec) -> str | None:
     """None, or why one cuBLASLt call cannot be `spec`."""
-    parts = (spec.mean, spec.var, spec.scale, spec.shift, spec.x_out, spec.gamma, spec.beta)
+    parts = (
+        spec.mean, spec.var, spec.scale, spec.shift, spec.x_out, spec.gamma, spec.beta, spec.row_sum,
+    )  # fmt: skip
     if spec.prologue != "none" or spec.early_z or any(part is not None for part in parts):
-        return "cuBLASLt transforms neither its inputs nor columns"
+        return "cuBLASLt transforms neither its inputs nor columns; what else it can, a pass of its own does faster"
+    if spec.outer not in ("none", "residual"):
+        return f"cuBLASLt has no {spec.outer}, or one slower than a pass of its own"
     dtypes = {
         spec.x.dtype, spec.w.dtype, spec.y.dtype, spec.bias or spec.x.dtype, spec.z or spec.x.dtype,
-        spec.row_sum or spec.x.dtype, spec.residual.dtype if spec.residual else spec.x.dtype,
+        spec.residual.dtype if spec.residual else spec.x.dtype,
     }  # fmt: skip
     if len(dtypes) != 1 or spec.x.dtype not in _TYPES or spec.precision != "ieee":
         return f"one dtype of {', '.join(_TYPES)} is required"
@@ -106,29 +111,10 @@ def lt_refusal(spec: GemmSpec) -> str | None:
 
 
 def _epilogue_refusal(spec: GemmSpec) -> str | None:
-    aux = spec.z is not None or spec.outer == "gradient"
-    if aux and (spec.x.dtype == "f32" or spec.n % 8 or spec.align < 16):
+    if spec.z is not None and (spec.x.dtype == "f32" or spec.n % 8 or spec.align < 16):
         return "a second matrix in the epilogue must be 16-bit, its rows multiples of 8, aligned to 16 bytes"
-    if spec.outer == "gradient":
-        if (
-            spec.kind != "gelu_tanh"
-            or spec.bias
-            or spec.activation != "none"
-            or spec.row_sum
-            or spec.z
-        ):
-            return "of gradients, the epilogue has tanh gelu's alone"
-        assert spec.residual is not None
-        return "the saved matrix's rows are not multiples of 8" if spec.residual.rows % 8 else None
-    if spec.outer == "dropout":
-        return "cuBLASLt has no dropout"
     if spec.activation == "gelu_tanh" and spec.x.dtype == "f32":
         return "its tanh gelu is an approximation, too coarse for float32"
-    if spec.row_sum is not None:
-        plain = (
-            spec.bias is None and spec.activation == "none" and spec.z is None and spec.batch == 1
-        )
-        return None if plain else "row sums go with no other epilogue"
     if (spec.activation, spec.bias is not None, spec.z is not None) not in _EPILOGUES:
         return "the epilogue has relu and tanh gelu only, and keeps the pre-activation of the latter only"
     return None
@@ -143,13 +129,13 @@ def lt_configs(spec: GemmSpec) -> list[dict[str, Any]]:
 def lt_arguments(spec: GemmSpec) -> tuple[str, ...]:
     """Names of the tensors that the launcher takes, in order: `gemm_arguments`' for what cuBLASLt serves."""
     present = {
-        "x": True, "w": True, "bias": spec.bias, "residual": spec.residual, "y": True, "z": spec.z, "row_sum": spec.row_sum,
+        "x": True, "w": True, "bias": spec.bias, "residual": spec.residual, "y": True, "z": spec.z,
     }  # fmt: skip
     return tuple(name for name, there in present.items() if there)
 
 
 def lt_launcher(spec: GemmSpec, config: Config, device: torch.device) -> Callable[..., bool]:
-    """A callable over the tensors that `lt_arguments` names; it writes y (and z, row_sum) on the current stream.
+    """A callable over the tensors that `lt_arguments` names; it writes y (and z) on the current stream.
 
     The row-major product is handed over transposed: D = yᵀ is column-major [N, M], A the weight, B = x, so that the
     bias runs along D's rows. Descriptors hold the bias pointer, so concurrent calls use different ones. Returns
@@ -231,25 +217,18 @@ class _Product:
             "cublasLtMatmulDescCreate",
         )
         self.owned.append((lib.cublasLtMatmulDescDestroy, cast(int, made.value)))
-        if spec.outer == "gradient":
-            epilogue = _DGELU
-        elif spec.row_sum is not None:
-            epilogue = _BGRADB
-        else:
-            epilogue = _EPILOGUES[spec.activation, spec.bias is not None, spec.z is not None]
+        epilogue = _EPILOGUES[spec.activation, spec.bias is not None, spec.z is not None]
         values: list[tuple[int, Any]] = [
             (_TRANSA, c_int32(self.turns[0])), (_TRANSB, c_int32(self.turns[1])), (_EPILOGUE, c_uint32(epilogue)),
         ]  # fmt: skip
-        if spec.bias is not None or spec.row_sum is not None:
+        if spec.bias is not None:
             values.append(
                 (_BIAS, c_void_p(spec.align))
             )  # only its alignment counts for the ranking
-        if spec.z is not None or spec.outer == "gradient":
-            saved = spec.residual if spec.outer == "gradient" else spec.y
-            assert saved is not None
-            values += [(_AUX, c_void_p(spec.align)), (_AUX_LD, c_int64(saved.rows))]
+        if spec.z is not None:
+            values += [(_AUX, c_void_p(spec.align)), (_AUX_LD, c_int64(spec.y.rows))]
             if spec.batch > 1:
-                values.append((_AUX_BATCH, c_int64(saved.batch)))
+                values.append((_AUX_BATCH, c_int64(spec.y.batch)))
         for attribute, value in values:
             status = lib.cublasLtMatmulDescSetAttribute(
                 made, attribute, ctypes.addressof(value), ctypes.sizeof(value)
@@ -311,12 +290,7 @@ def _closure(
     """`start(*tensors) -> bool`, one generated frame; argument names as `lt_arguments`."""
     spec = product.spec
     names = lt_arguments(spec)
-    pointed = [(_BIAS, "bias")] * (spec.bias is not None) + [(_BIAS, "row_sum")] * (
-        spec.row_sum is not None
-    )
-    pointed += [(_AUX, "z")] * (spec.z is not None) + [(_AUX, "residual")] * (
-        spec.outer == "gradient"
-    )
+    pointed = [(_BIAS, "bias")] * (spec.bias is not None) + [(_AUX, "z")] * (spec.z is not None)
     c = "p_residual" if spec.outer == "residual" else "p_y"
     lines = [f"p_{name} = {name}.data_ptr()" for name in names]
     lines += [f"if ({' | '.join(f'p_{name}' for name in names)}) & mask:", "    return False"]

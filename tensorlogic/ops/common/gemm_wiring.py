@@ -16,6 +16,7 @@ from ...plans import Key, TensorSpec
 from . import wiring
 from .cublaslt import lt_arguments, lt_available, lt_configs, lt_launcher, lt_refusal
 from .gemm import (
+    MOST_CONFIGS,
     GemmSpec,
     Operand,
     gemm_arguments,
@@ -24,6 +25,7 @@ from .gemm import (
     gemm_refusal,
     gemm_workspace,
 )
+from .gemm_specialised import specialised_configs, specialised_refusal
 
 Start = Callable[..., bool]
 
@@ -50,15 +52,27 @@ class Product:
         """Configurations, best guess first."""
         if self.engine == "cublaslt":
             return lt_configs(self.spec)
+        specialised = specialised_configs(self.spec, wiring.cores()) if wiring.bulk_copies() else []
+        return [*specialised, *self._tiled()[: MOST_CONFIGS - len(specialised) // 2]]
+
+    def _tiled(self) -> list[dict[str, Any]]:
         spec, size = self.spec, DTYPES[self.spec.x.dtype].itemsize
         return gemm_configs(spec.m * spec.batch, spec.n, spec.k, size, wiring.cores())
+
+    def _fitting(self, config: Config) -> Config:
+        """`config`, which may come from a neighbour; the best plain tiles where it needs bulk copies that cannot be had here."""
+        if "CONSUMERS" in config and not (
+            wiring.bulk_copies() and specialised_refusal(self.spec) is None
+        ):
+            return self._tiled()[0]
+        return config
 
     def arguments(self, config: Config) -> tuple[str, ...]:
         """Expressions of what the launcher takes, in order."""
         wanted = (
             lt_arguments(self.spec)
             if self.engine == "cublaslt"
-            else gemm_arguments(self.spec, config)
+            else gemm_arguments(self.spec, self._fitting(config))
         )
         names = {
             **self.given,
@@ -70,12 +84,15 @@ class Product:
 
     def workspace(self, config: Config) -> tuple[int, int]:
         """Elements of float32 scratch and of counters that are zero between launches."""
-        return (0, 0) if self.engine == "cublaslt" else gemm_workspace(self.spec, config)
+        if self.engine == "cublaslt":
+            return 0, 0
+        return gemm_workspace(self.spec, self._fitting(config))
 
     def start(self, config: Config, device: torch.device) -> Start:
         """The launcher over `arguments`."""
-        make = lt_launcher if self.engine == "cublaslt" else gemm_launcher
-        return make(self.spec, config, device)
+        if self.engine == "cublaslt":
+            return lt_launcher(self.spec, config, device)
+        return gemm_launcher(self.spec, self._fitting(config), device)
 
 
 @dataclass(frozen=True)
@@ -170,7 +187,7 @@ def candidate(
     op: Op, id: str, describe: Callable[[Key], Plan | str], sources: tuple[Any, ...]
 ) -> None:
     """Register a candidate of the family for `op`; `describe(key)` says which launches the key is, or why it is none."""
-    from . import cublaslt, gemm, triton_gemm, triton_math
+    from . import cublaslt, gemm, gemm_specialised, triton_gemm, triton_math, triton_specialised
 
     vendor = id.startswith("cublaslt.")
 
@@ -178,6 +195,9 @@ def candidate(
         found = describe(key)
         if isinstance(found, str):
             return found
+        strided = next((r for p in found.products if (r := _strided(key, p.given))), None)
+        if strided is not None:
+            return strided
         align = wiring.weakest(key)
         plan = Plan(tuple(p.aligned(align) for p in found.products), found.returns)
         return next((reason for p in plan.products if (reason := p.refusal())), plan)
@@ -193,7 +213,8 @@ def candidate(
     def build(plan: Plan, config: Config, device: torch.device) -> Launcher:
         return launcher(op, plan, config["products"], device)
 
-    modules = (cublaslt,) if vendor else (triton_gemm, triton_math)
+    kernels = (triton_gemm, triton_math, gemm_specialised, triton_specialised)
+    modules = (cublaslt,) if vendor else kernels
     wiring.described(
         op,
         id,
@@ -203,6 +224,19 @@ def candidate(
         (gemm, *modules, *sources),
         lt_available if vendor else None,
     )
+
+
+_VECTORS = ("bias", "mean", "var", "scale", "shift", "gamma", "beta")
+
+
+def _strided(key: Key, given: Any) -> str | None:
+    """Why a vector that a product is given cannot be read as one that lies together, or None."""
+    for role in _VECTORS if isinstance(given, Mapping) else ():
+        name = given.get(role)
+        t = key.spec(name) if name in key.names else None
+        if name is not None and t is not None and prod(t.shape) > 1 and t.stride[-1] != 1:
+            return f"{name} is strided"
+    return None
 
 
 def product_of(x: TensorSpec, weight: TensorSpec) -> tuple[int, int, int, Operand, Operand] | str:

@@ -17,16 +17,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.errors import OutOfResources, TritonError
 
 from tensorlogic import compiling
 from tensorlogic.compiling import CompileFailure
+from tensorlogic.ops.common.triton_descriptors import Descriptors, Tiled
 
 Start = Callable[..., bool]
 
@@ -74,6 +77,7 @@ class CompileJob:
     num_warps: int
     num_stages: int
     sm: int
+    registers: int = 0  # a thread's most; 0: the compiler's choice
 
     def run(self) -> None:
         """Compile into Triton's cache on disk; raises CompileFailure."""
@@ -89,6 +93,7 @@ class _Binary:
     metadata: tuple[int, int, int]
     flags: tuple[bool, bool]  # cooperative grid, programmatic dependent launch
     scratch: int  # bytes of global scratch per block
+    tiles: tuple[Mapping[str, Any], ...]  # how each tiled matrix's tiles lie in shared memory
     described: tuple[Any, Any] | None  # the arguments, for Triton 3.7's launcher
 
 
@@ -105,13 +110,16 @@ def prepare(
     device: torch.device,
     align: int = 16,
     longs: Sequence[str] = (),
+    tiled: Mapping[str, Tiled] = MappingProxyType({}),
+    registers: int = 0,
 ) -> Start:
     """Compile and load `kernel` for `device`; returns `start(*tensors, *floats, *longs) -> bool`.
 
-    `kernel`: a `triton.jit` function whose parameters are, in order, pointers, integers, floats,
-    longs and constexprs; one that is not named here is absent: the kernel sees None, a constant it
+    `kernel`: a `triton.jit` or `gluon.jit` function whose parameters are, in order, tiled matrices,
+    pointers, integers, floats, longs and constexprs; one that is not named here is absent: the kernel sees None, a constant it
     may test, and `start` does not take it. `pointers`: parameter name -> dtype name of what it
-    points to. `integers` are baked into `start`, the kernel specialised for those equal to 1 and
+    points to. `tiled`: matrices that Hopper's bulk copies read and write, given as tensors like the
+    pointers and before them. `registers`: a thread's most, 0 leaves it to the compiler. `integers` are baked into `start`, the kernel specialised for those equal to 1 and
     for divisors up to 16; `floats` (float32) and `longs` (int64) are given with every start.
     `align`: bytes (a power of two) every pointer is aligned to; the kernel relies on it, and where
     it does not hold `start` returns False, launching nothing. `start` uses the current stream of
@@ -135,12 +143,14 @@ def prepare(
     )
     job = compile_job(
         kernel, grid=grid, pointers=pointers, integers=integers, floats=floats, constexprs=constexprs,
-        num_warps=num_warps, num_stages=num_stages, sm=sm, align=align, longs=longs,
+        num_warps=num_warps, num_stages=num_stages, sm=sm, align=align, longs=longs, tiled=tiled, registers=registers,
     )  # fmt: skip
     if wanted:
         wanted[1].append(job)
         return lambda *args: False
     mask = min(align, MOST_HINT) - 1
+    if tiled and mask != MOST_HINT - 1:
+        raise CompileFailure(f"{job.kernel}: bulk copies need {MOST_HINT}-byte alignment")
     if interpreted(kernel):
         fixed = dict(job.constexprs) | dict(integers) | dict(constexprs)
         return _interpreted(kernel, grid, tuple(pointers), (*floats, *longs), fixed, mask)
@@ -155,6 +165,7 @@ def prepare(
     switch = torch.cuda.device_count() > 1
     scratch = binary.scratch * grid[0] * grid[1] * grid[2] * binary.metadata[1]
     make = _closure(
+        len(tiled),
         len(pointers),
         len(passed),
         len(floats) + len(longs),
@@ -163,7 +174,11 @@ def prepare(
         scratch > 0,
         binary.described is None,
     )
-    return make(binary, grid, index, mask, scratch, passed)
+    matrices = [
+        (Descriptors(matrix, laid), *matrix.shape, matrix.stride)
+        for matrix, laid in zip(tiled.values(), binary.tiles, strict=True)
+    ]
+    return make(binary, grid, index, mask, scratch, passed, tuple(itertools.chain(*matrices)))
 
 
 def compile_job(
@@ -179,19 +194,22 @@ def compile_job(
     sm: int,
     align: int = 16,
     longs: Sequence[str] = (),
+    tiled: Mapping[str, Tiled] = MappingProxyType({}),
+    registers: int = 0,
 ) -> CompileJob:
     """What `prepare` would compile with the same arguments for compute capability `sm` (90: Hopper)."""
     del grid  # not part of a binary; taken so that both functions accept the same arguments
     names = list(kernel.arg_names)
     if DEPENDENT in names:
         constexprs = {**constexprs, DEPENDENT: sm >= 90}
-    given = [*pointers, *integers, *floats, *longs, *constexprs]
+    given = [*tiled, *pointers, *integers, *floats, *longs, *constexprs]
     dynamic = given[: len(given) - len(constexprs)]
     if dynamic != [name for name in names if name in dynamic] or set(given) - set(names):
         raise ValueError(
             f"kernel {kernel.fn.__name__} has parameters {names}; given, in order: {given}"
         )
-    types = {name: "*" + TYPES[dtype] for name, dtype in pointers.items()}
+    types = {name: matrix.type for name, matrix in tiled.items()}
+    types |= {name: "*" + TYPES[dtype] for name, dtype in pointers.items()}
     types |= {name: _integer_type(value) for name, value in integers.items() if value != 1}
     types |= dict.fromkeys(floats, "fp32") | dict.fromkeys(longs, "i64")
     constants = {name: 1 for name, value in integers.items() if value == 1} | dict(constexprs)
@@ -208,6 +226,7 @@ def compile_job(
         num_warps=num_warps,
         num_stages=num_stages,
         sm=sm,
+        registers=registers,
     )
 
 
@@ -241,7 +260,7 @@ def run_compile_job(job: CompileJob) -> Any:
             f"{job.kernel}: cannot compile under TRITON_INTERPRET=1; unset it there"
         )
     names = list(kernel.arg_names)
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         dict(job.signature),
         {(names.index(name),): value for name, value in job.constexprs},
@@ -250,6 +269,8 @@ def run_compile_job(job: CompileJob) -> Any:
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
     if dict(job.constexprs).get(DEPENDENT):
         options["launch_pdl"] = True
+    if job.registers:
+        options["maxnreg"] = job.registers
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", job.sm, 32), options=options)
     except (TritonError, RuntimeError) as error:
@@ -331,7 +352,15 @@ def _loaded(job: CompileJob, index: int) -> _Binary:
     compiling.settle(job)  # a worker process may be at it
     compiled = run_compile_job(job)
     # Triton builds a C launcher per signature: without constants fewer differ, and a call passes less
-    types = {name: kind for name, kind in job.signature if kind != "constexpr"}
+    types: dict[str, str] = {}
+    for name, kind in job.signature:
+        if kind.startswith("tensordesc"):  # passed as the launcher would pass it on
+            parts = ("nvTmaDesc", "i32", "i32", "i64", "i64")
+            types |= {f"{name}_{i}": part for i, part in enumerate(parts)}
+        elif kind != "constexpr":
+            types[name] = kind
+    tiles = tuple(compiled.metadata.tensordesc_meta or ())
+    compiled.metadata = compiled.metadata._replace(tensordesc_meta=None)
     compiled.src = _Signature(types, {})
     try:
         with torch.cuda.device(index):
@@ -350,6 +379,7 @@ def _loaded(job: CompileJob, index: int) -> _Binary:
         metadata=tuple(compiled.packed_metadata),
         flags=(launcher.launch_cooperative_grid, launcher.launch_pdl),
         scratch=launcher.global_scratch_size,
+        tiles=tiles,
         described=described,
     )
 
@@ -385,6 +415,7 @@ def _interpreted(
 
 @functools.cache
 def _closure(
+    tiled: int,
     pointers: int,
     integers: int,
     numbers: int,
@@ -393,19 +424,21 @@ def _closure(
     scratched: bool,
     flat: bool,
 ) -> Callable[..., Start]:
-    """make(binary, grid, index, mask, scratch, integers) -> start, one frame for this arity.
+    """make(binary, grid, index, mask, scratch, integers, matrices) -> start, one frame for this arity.
 
     Pointers go to the C launcher as Python integers, which it takes without asking the driver about
     each. `flat`: the calling convention of Triton 3.6; otherwise 3.7's, where the kernel's
     arguments are a tuple.
     """
-    p = [f"p{i}" for i in range(pointers)]
-    a = [f"a{i}" for i in range(pointers)]
+    p = [f"p{i}" for i in range(tiled + pointers)]
+    a = [f"a{i}" for i in range(tiled + pointers)]
+    t = [f"t{i}, h{i}, w{i}, s{i}" for i in range(tiled)]  # descriptors, rows, columns, stride
+    d = [f"t{i}[a{i}], h{i}, w{i}, s{i}, 1" for i in range(tiled)]
     n = [f"n{i}" for i in range(integers)]
     f = [f"f{i}" for i in range(numbers)]
     memory = "space.data_ptr()" if scratched else "None"
     head = "gx, gy, gz, stream(index), function, cooperative, dependent"
-    kernel_args = ", ".join([*a, *n, *f])
+    kernel_args = ", ".join([*d, *a[tiled:], *n, *f])
     if flat:
         call = f"launch({head}, {memory}, None, metadata, None, None, None, {kernel_args})"
     else:
@@ -429,13 +462,14 @@ def _closure(
     else:
         body += run
     lines = [
-        "def make(binary, grid, index, mask, scratch, integers):",
+        "def make(binary, grid, index, mask, scratch, integers, matrices):",
         "    launch, function, metadata = binary.launch, binary.function, binary.metadata",
         "    cooperative, dependent = binary.flags",
         "    annotations, types = binary.described or (None, None)",
         "    gx, gy, gz = grid",
         "    device = torch.device('cuda', index)",
         *([f"    {', '.join(n)}, = integers"] if n else []),
+        *([f"    {', '.join(t)}, = matrices"] if t else []),
         f"    def start({', '.join(itertools.chain(p, f))}):",
         *("        " + line for line in body),
         "        return True",

@@ -23,6 +23,20 @@ def follow(PDL: tl.constexpr):
 
 
 @triton.jit
+def fetch(ptrs, live):
+    """Bring the cache lines that `live` pointers lie in into L2, without waiting. Right at any time, also before what
+    will be written there is: L2 is where all multiprocessors agree. Compiled kernels only."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [ptrs.to(tl.int64), live.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def tanh(x):
     """tanh(x) = 1 - 2 / (exp(2x) + 1): exact limits at both infinities, no overflow."""
     return 1 - 2 / (tl.exp(2 * x) + 1)

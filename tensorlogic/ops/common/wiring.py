@@ -84,6 +84,12 @@ def cores() -> int:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
 
 
+@lru_cache
+def bulk_copies() -> bool:
+    """Whether the current GPU is a Hopper, whose bulk copies and warpgroups the specialised product is written for."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 def weakest(key: Key) -> int:
     """The alignment that all tensors of the key share, in bytes."""
     return min((t.align for t in key.tensors if t is not None), default=16)

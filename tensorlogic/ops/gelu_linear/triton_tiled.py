@@ -11,9 +11,8 @@ from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product
 from . import GELU_LINEAR, GELU_LINEAR_BACKWARD
 
-FUSED_BACKWARD = (
-    2**24
-)  # multiply-adds of one product up to which the GELU may be taken again for every tile
+FUSED = 2**24  # multiply-adds of one product up to which the GELU may be taken again for every tile
+FEW_ROWS = 16  # up to which there are few enough tiles at any size
 
 
 def _kind(key: Key) -> str:
@@ -28,6 +27,8 @@ def describe(key: Key) -> Plan | str:
     if isinstance(found, str):
         return found
     m, n, k, rows, w = found
+    if m > FEW_ROWS and m * n * k > FUSED:
+        return "at this size the GELU is cheaper as a pass of its own"
     spec = GemmSpec(
         m,
         n,
@@ -54,7 +55,7 @@ def describe_backward(key: Key) -> Plan | str:
     if rows is None or other is None:
         return "rows of dy or x are not evenly spaced"
     m, (n, k), dtype = prod(dy.shape[:-1]), weight.shape, dy.dtype
-    if m * n * k > FUSED_BACKWARD:
+    if m * n * k > FUSED:
         return "at this size the GELU is cheaper as a pass of its own"
     products, returns = [], ["None"] * 3
     if needs[0] == "1":

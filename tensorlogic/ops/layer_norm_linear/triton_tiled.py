@@ -10,6 +10,9 @@ from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product
 from . import LAYER_NORM_LINEAR
 
+FUSED = 2**24  # multiply-adds up to which every tile may take its rows' statistics itself
+FEW_ROWS = 8  # up to which there are few enough tiles at any size
+
 
 def describe(key: Key) -> Plan | str:
     """One product whose tiles read their rows twice: once for mean and variance, once for the product."""
@@ -19,6 +22,8 @@ def describe(key: Key) -> Plan | str:
     if isinstance(found, str):
         return found
     m, n, k, rows, w = found
+    if m > FEW_ROWS and m * n * k > FUSED:
+        return "at this size the norm is cheaper as a pass of its own"
     spec = GemmSpec(
         m, n, k, rows, w, Operand(x.dtype, n, 1),
         prologue="layer_norm", inline=True,

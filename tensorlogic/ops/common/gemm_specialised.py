@@ -1,0 +1,156 @@
+"""Host side of the warp-specialised product: which products it can be, its configurations, its launch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .gemm import Config, GemmSpec, Operand
+
+ROWS = 64  # of x that a warpgroup multiplies
+MOST = 4  # configurations worth measuring
+LEAST_WORK = 2**28  # multiply-adds below which plain tiles start sooner
+# CONSUMERS, BLOCK_N, BLOCK_K, STAGES
+_SHAPES = (
+    (2, 256, 64, 3), (2, 128, 64, 5), (3, 128, 64, 4), (2, 64, 64, 8), (3, 64, 64, 6), (1, 128, 64, 4), (1, 256, 64, 4),
+    (1, 64, 64, 6), (1, 32, 128, 4), (1, 32, 128, 8), (1, 16, 128, 8), (1, 64, 128, 6),
+)  # fmt: skip
+_REGISTERS = {
+    1: 24,
+    2: 232,
+    3: 152,
+}  # a thread's, of each consumer but the first, which takes what is left
+_SHARED_PER_CORE = 227 * 1024
+
+
+def specialised_refusal(spec: GemmSpec) -> str | None:
+    """None, or why bulk copies and warpgroups cannot be `spec`."""
+    if spec.prologue != "none" or spec.x_out or spec.row_sum or spec.batch != 1:
+        return "a prologue, an output of it, or a batch"
+    if spec.outer not in ("none", "residual", "gradient"):
+        return f"outer {spec.outer!r}"
+    matrices = [spec.x, spec.w, spec.y, *([spec.residual] if spec.residual else [])]
+    if {o.dtype for o in matrices} | {spec.z or spec.x.dtype} not in ({"f16"}, {"bf16"}):
+        return "matrices of one 16-bit dtype are required"
+    if spec.y.columns != 1 or (spec.residual is not None and spec.residual.columns != 1):
+        return "rows of the output or the residual do not lie together"
+    sides = ((spec.m, spec.k), (spec.k, spec.n), (spec.m, spec.n), (spec.m, spec.n))
+    if spec.align < 16 or any(
+        _line(o, *side) is None for o, side in zip(matrices, sides, strict=False)
+    ):
+        return "a matrix whose lines do not lie apart and begin at multiples of 16 bytes"
+    return None
+
+
+def specialised_configs(spec: GemmSpec, sm_count: int, most: int = MOST) -> list[dict[str, Any]]:
+    """Configurations worth measuring, best guess first; none where the product cannot be one of these or is too small."""
+    if specialised_refusal(spec) is not None or spec.m * spec.n * spec.k < LEAST_WORK:
+        return []
+    vectors = any(v is not None for v in (spec.mean, spec.var, spec.scale, spec.shift))
+    scored: list[tuple[float, int, dict[str, Any]]] = []
+    for consumers, block_n, block_k, stages in _SHAPES:
+        if vectors and consumers * block_n > 256:
+            continue  # more than the registers hold beside the sums
+        if spec.m <= ROWS * (consumers - 1) or spec.n <= block_n // 2:
+            continue
+        block_m = ROWS * consumers
+        tiles = math.ceil(spec.m / block_m) * math.ceil(spec.n / block_n)
+        resident = _resident(consumers, block_n, block_k, stages)
+        config = {
+            "CONSUMERS": consumers, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages,
+            "GROUP_M": 8, "SPLIT": 1, "programs": min(tiles, sm_count * resident), "num_warps": 4, "num_stages": 1,
+        }  # fmt: skip
+        scored.append((_estimate(spec, config, tiles, resident, sm_count), len(scored), config))
+    return [config for _, _, config in sorted(scored, key=lambda entry: entry[:2])][:most]
+
+
+def described(spec: GemmSpec, config: Config) -> dict[str, Any]:
+    """What `prepare` and `compile_job` want to know."""
+    consumers, block_n, block_k = config["CONSUMERS"], config["BLOCK_N"], config["BLOCK_K"]
+    out = (ROWS, block_n)
+    tiled = {
+        "x_desc": _tiled(spec.x, spec.m, spec.k, (ROWS, block_k)),
+        "w_desc": _tiled(_turned(spec.w), spec.n, spec.k, (block_n, block_k)),
+    }
+    if spec.residual is not None:
+        tiled["residual_desc"] = _tiled(spec.residual, spec.m, spec.n, out)
+    tiled["y_desc"] = _tiled(spec.y, spec.m, spec.n, out)
+    if spec.z is not None:
+        tiled["z_desc"] = tiled["y_desc"]
+    vectors = {
+        "bias": spec.bias, "mean": spec.mean, "var": spec.var, "scale": spec.scale, "shift": spec.shift,
+    }  # fmt: skip
+    return {
+        "grid": (config["programs"], 1, 1),
+        "tiled": tiled,
+        "pointers": {f"{name}_ptr": kind for name, kind in vectors.items() if kind is not None},
+        "integers": {"M": spec.m, "N": spec.n, "K": spec.k},
+        "floats": ("eps",) if spec.var is not None else (),
+        "longs": (),
+        "constexprs": {
+            "ACTIVATION": spec.activation, "OUTER": spec.outer, "KIND": spec.kind, "EARLY": spec.early_z,
+            "X_ACROSS": spec.x.columns == 1, "W_DOWN": spec.w.columns != 1, "REGISTERS": _REGISTERS[consumers],
+            **{name: value for name, value in config.items() if name.isupper() and name != "SPLIT"},
+        },
+        "num_warps": 4,
+        "num_stages": 1,
+        "align": spec.align,
+        "registers": _registers(consumers, block_n),
+    }  # fmt: skip
+
+
+def _tiled(o: Operand, rows: int, columns: int, tile: tuple[int, int]) -> Any:
+    """The matrix as it lies: by tiles of it, or of its transpose where its columns do not lie together."""
+    from .triton_descriptors import Tiled
+
+    line = _line(o, rows, columns)
+    assert line is not None
+    if o.columns == 1:
+        return Tiled(o.dtype, (rows, columns), line, tile)
+    return Tiled(o.dtype, (columns, rows), line, (tile[1], tile[0]))
+
+
+def _turned(w: Operand) -> Operand:
+    """w [K, N] as [N, K]; of one whose rows and columns both lie together, the same side counts as across."""
+    return Operand(w.dtype, w.columns, 1 if w.columns != 1 else w.rows)
+
+
+def _line(o: Operand, rows: int, columns: int) -> int | None:
+    """Elements from one line that lies together to the next; None where lines overlap or begin at odd places."""
+    if o.columns == 1:
+        count, length, step = rows, columns, o.rows
+    elif o.rows == 1:
+        count, length, step = columns, rows, o.columns
+    else:
+        return None
+    if count == 1:
+        step = max(step, math.ceil(length / 8) * 8)
+    return step if step >= length and step % 8 == 0 else None
+
+
+def _registers(consumers: int, block_n: int) -> int:
+    """A thread's registers at entry: all warps', the loading one's three idle companions too, share 65536."""
+    return {1: 240 if block_n > 128 else 128, 2: 168, 3: 128}[consumers]
+
+
+def _resident(consumers: int, block_n: int, block_k: int, stages: int) -> int:
+    """Programs that share a multiprocessor."""
+    block_m = ROWS * consumers
+    shared = 2 * (stages * (block_m + block_n) * block_k + block_m * block_n) + 1024
+    threads = 128 * (consumers + 1)
+    return max(
+        1, min(_SHARED_PER_CORE // shared, 65536 // (threads * _registers(consumers, block_n)))
+    )
+
+
+def _estimate(spec: GemmSpec, config: Config, tiles: int, resident: int, sm_count: int) -> float:
+    """Rough clocks: rounds of tiles, each step of K the slower of arithmetic and reading level 2."""
+    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    rounds = math.ceil(tiles / (sm_count * resident))
+    sharing = min(resident, math.ceil(tiles / sm_count))
+    arithmetic = (
+        block_m * block_n * block_k / (2048 if config["CONSUMERS"] > 1 or sharing > 1 else 1400)
+    )
+    reading = (min(block_m, spec.m) + block_n) * block_k * 2 / 64
+    step = max(sharing * arithmetic, sharing * reading, 1000 / config["STAGES"])
+    return float(rounds * (math.ceil(spec.k / block_k) * step + 1200))

@@ -1,0 +1,226 @@
+"""The matrix product on Hopper's bulk copies: one warp loads, warpgroups multiply, each with a program of its own."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tensorlogic.ops.common.triton_gemm import columnwise, shaped, slope
+
+ROWS = gl.constexpr(64)  # of x that one warpgroup multiplies: those of one wgmma
+
+
+@gluon.jit
+def place(tile, M, N, GROUP_M: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(row, column) of a tile; GROUP_M rows of tiles are walked together, sharing L2."""
+    tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    group = tile // (GROUP_M * tiles_n)
+    height = gl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    within = tile % (GROUP_M * tiles_n)
+    return group * GROUP_M + within % height, within // height
+
+
+@gluon.jit
+def load(
+    xs, ws, staged, full, empty, ready, free, x_desc, w_desc, residual_desc, M, N, K,
+    X_ACROSS: gl.constexpr, W_DOWN: gl.constexpr, OTHER: gl.constexpr, CONSUMERS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: tiles of x and w into the ring as its stages come free; the residual's tile halfway through."""
+    gdc_wait()
+    steps = gl.cdiv(K, BLOCK_K)
+    done = 0
+    turn = 0
+    tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        tile_m, tile_n = place(tile, M, N, GROUP_M, BLOCK_M, BLOCK_N)
+        for step in range(steps):
+            at = done % STAGES
+            k = step * BLOCK_K
+            mbarrier.wait(empty.index(at), (done // STAGES & 1) ^ 1)
+            mbarrier.expect(
+                full.index(at), (BLOCK_M + BLOCK_N) * BLOCK_K * (x_desc.dtype.primitive_bitwidth // 8)
+            )  # fmt: skip
+            for i in gl.static_range(CONSUMERS):
+                m = tile_m * BLOCK_M + i * ROWS
+                part = xs.index(at * CONSUMERS + i)
+                if X_ACROSS:
+                    tma.async_copy_global_to_shared(x_desc, [m, k], full.index(at), part)
+                else:
+                    tma.async_copy_global_to_shared(x_desc, [k, m], full.index(at), part)
+            if W_DOWN:
+                tma.async_copy_global_to_shared(
+                    w_desc, [tile_n * BLOCK_N, k], full.index(at), ws.index(at)
+                )
+            else:
+                tma.async_copy_global_to_shared(
+                    w_desc, [k, tile_n * BLOCK_N], full.index(at), ws.index(at)
+                )
+            done += 1
+            if OTHER:  # noqa: SIM102  (settled by the compiler; the inner one at run time)
+                if step == steps // 2:
+                    mbarrier.wait(free, (turn & 1) ^ 1)
+                    mbarrier.expect(
+                        ready, BLOCK_M * BLOCK_N * (residual_desc.dtype.primitive_bitwidth // 8)
+                    )
+                    for i in gl.static_range(CONSUMERS):
+                        tma.async_copy_global_to_shared(
+                            residual_desc, [tile_m * BLOCK_M + i * ROWS, tile_n * BLOCK_N], ready, staged.index(i)
+                        )  # fmt: skip
+        turn += 1  # noqa: SIM113  (Triton has no enumerate)
+
+
+@gluon.jit
+def multiply(
+    me, xs, ws, staged, full, empty, ready, free, y_desc, z_desc,
+    bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, M, N, K, eps,
+    ACTIVATION: gl.constexpr, OUTER: gl.constexpr, KIND: gl.constexpr, EARLY: gl.constexpr,
+    X_ACROSS: gl.constexpr, W_DOWN: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """A multiplying warpgroup: its ROWS rows of each tile, summed in float32, finished and stored from shared memory."""
+    gdc_wait()
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    steps = gl.cdiv(K, BLOCK_K)
+    consumers: gl.constexpr = BLOCK_M // ROWS
+    done = 0
+    turn = 0
+    tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        tile_m, tile_n = place(tile, M, N, GROUP_M, BLOCK_M, BLOCK_N)
+        at_m, at_n = tile_m * BLOCK_M + me * ROWS, tile_n * BLOCK_N
+        rn = at_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SUMS))
+        bias, factor, summand = columnwise(
+            bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, eps, rn, N
+        )
+        acc = gl.zeros([ROWS, BLOCK_N], gl.float32, SUMS)
+        for step in range(steps):
+            at = done % STAGES
+            mbarrier.wait(full.index(at), done // STAGES & 1)
+            x = xs.index(at * consumers + me)
+            w = ws.index(at)
+            if not X_ACROSS:
+                x = x.permute((1, 0))
+            if W_DOWN:
+                w = w.permute((1, 0))
+            under_way = warpgroup_mma(x, w, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(under_way,))
+            mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1, pred=step > 0)
+            done += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1)
+        mine = staged.index(me)
+        HALF: gl.constexpr = True
+        if bias_ptr is not None:
+            acc += bias[None, :]
+        if OUTER == "none":
+            tma.store_wait(0)
+        else:
+            mbarrier.wait(ready, turn & 1)
+            other = mine.load(SUMS).to(gl.float32)
+        if z_desc is not None and EARLY:
+            mine.store(acc.to(z_desc.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(z_desc, [at_m, at_n], mine)
+            tma.store_wait(0)
+        if var_ptr is not None or scale_ptr is not None:
+            acc *= factor[None, :]
+        if mean_ptr is not None or shift_ptr is not None:
+            acc += summand[None, :]
+        if OUTER == "residual":
+            acc += other
+        elif OUTER == "gradient":
+            acc = slope(acc, other, KIND, HALF)
+        if z_desc is not None and not EARLY:
+            mine.store(acc.to(z_desc.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(z_desc, [at_m, at_n], mine)
+            tma.store_wait(0)
+        mine.store(shaped(acc, ACTIVATION, HALF).to(y_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(y_desc, [at_m, at_n], mine)
+        if OUTER != "none":
+            tma.store_wait(0)
+            mbarrier.arrive(free, count=1)
+        turn += 1  # noqa: SIM113  (Triton has no enumerate)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gemm_specialised(
+    x_desc, w_desc, residual_desc, y_desc, z_desc,
+    bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, M, N, K, eps,
+    ACTIVATION: gl.constexpr, OUTER: gl.constexpr, KIND: gl.constexpr, EARLY: gl.constexpr,
+    X_ACROSS: gl.constexpr, W_DOWN: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """y[M, N] = epilogue(x[M, K] @ w[K, N]) as `gemm_tiled` without a prologue, 16-bit operands, float32 sums.
+
+    One warp fills a ring of STAGES tiles by bulk copies, CONSUMERS warpgroups empty it with one product always under
+    way, and neither waits for the other's barriers; programs stay for all their tiles. H200, f16, with bias, residual
+    and ReLU, over cuBLAS's plain product: 1024 1.08 (plain tiles 1.18, cuBLASLt's epilogue 1.20), 2048 1.09 (1.14,
+    1.11), 4096 1.04 (1.09, 1.05).
+    """
+    gdc_launch_dependents()
+    XS: gl.constexpr = [STAGES * CONSUMERS, x_desc.block_type.shape[0], x_desc.block_type.shape[1]]
+    WS: gl.constexpr = [STAGES, w_desc.block_type.shape[0], w_desc.block_type.shape[1]]
+    xs = gl.allocate_shared_memory(x_desc.dtype, XS, x_desc.layout)
+    ws = gl.allocate_shared_memory(w_desc.dtype, WS, w_desc.layout)
+    staged = gl.allocate_shared_memory(y_desc.dtype, [CONSUMERS, ROWS, BLOCK_N], y_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    mbarrier.init(ready, count=1)
+    mbarrier.init(free, count=CONSUMERS)
+    fence_async_shared()
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (multiply, (0, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
+            M, N, K, eps, ACTIVATION, OUTER, KIND, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+                (load, (xs, ws, staged, full, empty, ready, free, x_desc, w_desc, residual_desc, M, N, K,
+            X_ACROSS, W_DOWN, OUTER != "none", CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            ],
+            [1], [24],
+        )  # fmt: skip
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (multiply, (0, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
+            M, N, K, eps, ACTIVATION, OUTER, KIND, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+                (multiply, (1, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
+            M, N, K, eps, ACTIVATION, OUTER, KIND, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+                (load, (xs, ws, staged, full, empty, ready, free, x_desc, w_desc, residual_desc, M, N, K,
+            X_ACROSS, W_DOWN, OUTER != "none", CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            ],
+            [4, 1], [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (0, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
+            M, N, K, eps, ACTIVATION, OUTER, KIND, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+                (multiply, (1, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
+            M, N, K, eps, ACTIVATION, OUTER, KIND, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+                (multiply, (2, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
+            M, N, K, eps, ACTIVATION, OUTER, KIND, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+                (load, (xs, ws, staged, full, empty, ready, free, x_desc, w_desc, residual_desc, M, N, K,
+            X_ACROSS, W_DOWN, OUTER != "none", CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            ],
+            [4, 4, 1], [REGISTERS, REGISTERS, 24],
+        )  # fmt: skip

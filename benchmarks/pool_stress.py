@@ -70,7 +70,7 @@ def worker(
         kept.append((block.view(-1)[:] if chance.random() < 0.3 else block, mark))
         if chance.random() < 0.1:
             kept[-1] = (torch.from_numpy(kept[-1][0].numpy()), mark)
-        if chance.random() < 0.3:
+        if chance.random() < 0.3 and others.qsize() < 64:
             others.put(kept.pop(chance.randrange(len(kept))))
         if chance.random() < 0.3 and not others.empty():
             try:

@@ -102,6 +102,12 @@ class DerivedCache:
             ]:
                 self._drop(key)
 
+    def nbytes_on(self, device: str) -> int:
+        """Bytes that belong to tensors on this type of device."""
+        with _LOCK:
+            owners = [(e.owner(), e.nbytes) for e in self._entries.values()]
+        return sum(n for t, n in owners if t is not None and t.device.type == device)
+
     def configure(self, max_bytes: int) -> None:
         """Bound the cache; 0 switches it off."""
         if max_bytes < 0:

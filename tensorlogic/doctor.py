@@ -46,8 +46,8 @@ def report(findings: Iterable[Finding]) -> str:
     """One line for each, the cost of a lack beneath it."""
     lines = []
     for f in findings:
-        lines.append(f"{f.state:<6}  {f.about:<22}  {f.found}")
-        lines += [f"{'':<32}-> {f.cost}"] if f.cost else []
+        lines.append(f"{f.state:<6}  {f.about:<31}  {f.found}")
+        lines += [f"{'':<41}-> {f.cost}"] if f.cost else []
     return "\n".join(lines)
 
 
@@ -90,6 +90,7 @@ def _torch() -> Iterator[Finding]:
     yield from _devices()
     yield from _triton()
     yield from _native()
+    yield from _slow()
     yield from _store()
 
 
@@ -187,6 +188,31 @@ def _native() -> Iterator[Finding]:
             "native CPU library",
             reason,
             "no fused CPU kernels of ours: half precision and element-wise work on the CPU are several times slower",
+        )
+
+
+def _slow() -> Iterator[Finding]:
+    """What this CPU has, and what PyTorch alone does badly on it."""
+    from . import doctor_cpu, enabling, hooks
+
+    yield Finding("ok", "CPU arithmetic", doctor_cpu.features())
+    reason = hooks.available()
+    yield Finding(
+        "note" if reason else "ok",
+        "hooks",
+        reason or "built for this PyTorch",
+        "enable(pool=True) is refused, guards of enable() are Python functions, pooled outputs cannot grow by resize_"
+        if reason
+        else "",
+    )
+    on = enabling.enabled()
+    for c in doctor_cpu.compared():
+        bad = c.gain >= doctor_cpu.WORTH
+        yield Finding(
+            "note" if bad and not on else "ok",
+            c.work,
+            f"PyTorch {c.pytorch_s:.6f} s, repaired {c.enabled_s:.6f} s: {c.gain:.1f} times",
+            c.remedy if bad and not on else "",
         )
 
 

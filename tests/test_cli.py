@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import tensorlogic
-from tensorlogic import cli, doctor
+from tensorlogic import cli, doctor, doctor_cpu, enabling
 from tensorlogic.bench import rows
 from tensorlogic.bench.ceilings import Ceilings
+from tensorlogic.ops.common import native_wiring
 
 PACKAGE = Path(tensorlogic.__file__).parent
 ALONE = """
@@ -187,6 +189,27 @@ def test_doctor_names_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert "PyTorch" in out
     assert "plan store" in out
     assert code == int("broken" in out)
+
+
+def test_doctor_measures_what_pytorch_does_badly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_cpu, "BUDGET_S", 0.02)
+    found = {f.about: f for f in doctor.examine()}
+    product = found["float16 product 384x384x384"]
+    times = re.fullmatch(r"PyTorch ([\d.]+) s, repaired ([\d.]+) s: ([\d.]+) times", product.found)
+    assert times is not None
+    alone, repaired, gain = map(float, times.groups())
+    assert gain == pytest.approx(alone / repaired, rel=0.1, abs=0.1)
+    assert ("enable()" in product.cost) == (gain >= doctor_cpu.WORTH)
+    if native_wiring.half_is_slow():
+        assert gain > 3
+    assert not enabling.enabled()
+    tensorlogic.enable()
+    try:
+        again = {f.about: f for f in doctor.examine()}
+        assert enabling.enabled()
+        assert all(f.cost == "" for name, f in again.items() if name.startswith("float16"))
+    finally:
+        tensorlogic.disable()
 
 
 def test_doctor_names_a_rival(monkeypatch: pytest.MonkeyPatch) -> None:

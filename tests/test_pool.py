@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import hooks, native
+import tensorlogic
+from tensorlogic import derived, hooks, native
 from tensorlogic.memory import pool
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
@@ -101,6 +102,32 @@ def test_limits_hold_and_the_oldest_block_goes_first() -> None:
     assert pool.stats().bytes_held == 0
     with pytest.raises(ValueError, match="max_bytes"):
         pool.configure(max_bytes=-1)
+
+
+def test_copies_of_weights_are_counted_and_can_be_switched_off() -> None:
+    weight = torch.nn.Parameter(torch.randn(64, 64).half())
+    before = pool.stats().derived_bytes
+    limit = derived.CACHE.max_bytes
+    try:
+        with tensorlogic.policy(force="torch.widened"), torch.no_grad():
+            tensorlogic.linear(torch.randn(4, 64).half(), weight)
+            assert pool.stats().derived_bytes == before + 4 * 64 * 64
+            pool.configure(max_derived_bytes=0)
+            assert pool.stats().derived_bytes == 0
+            tensorlogic.linear(torch.randn(4, 64).half(), weight)
+            assert pool.stats().derived_bytes == 0
+    finally:
+        pool.configure(max_derived_bytes=limit)
+
+
+def test_limits_that_make_no_sense_are_named() -> None:
+    for name in ("max_bytes", "max_buffers_per_size", "max_derived_bytes"):
+        with pytest.raises(ValueError, match=rf"{name} must not be negative, got -1"):
+            pool.configure(**{name: -1})
+        with pytest.raises(TypeError, match=rf"{name} must be a whole number, got '1'"):
+            pool.configure(**{name: "1"})
+    with pytest.raises(ValueError, match="max_bytes"):
+        pool.shrink_to_fit(-1)
 
 
 def test_shrink_and_clear_give_free_blocks_back() -> None:

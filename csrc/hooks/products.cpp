@@ -13,14 +13,7 @@
 namespace tensorlogic::hooks {
 namespace {
 
-thread_local int64_t suspended = 0;  // repairs and measurements on this thread see PyTorch's own
-
-struct Suspend {
-  Suspend() { ++suspended; }
-  ~Suspend() { --suspended; }
-  Suspend(const Suspend&) = delete;
-  Suspend& operator=(const Suspend&) = delete;
-};
+thread_local int64_t suspended = 0;
 
 bool half(const at::Tensor& t) {
   return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
@@ -108,10 +101,14 @@ void guard(const std::string& name, const std::string& overload, int64_t first, 
   if (!guards())
     guards() = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__,
                                   __LINE__);
-  auto made = std::make_unique<Guard>(find("aten::", name, overload),
-                                      find("tensorlogic_repaired::", name, overload), first, grain);
   Quiet quiet;
   c10::WarningUtils::WarningHandlerGuard handler(&quiet);
+  if (auto typed = typed_guard(name)) {
+    guards()->impl(name.c_str(), std::move(*typed));
+    return;
+  }
+  auto made = std::make_unique<Guard>(find("aten::", name, overload),
+                                      find("tensorlogic_repaired::", name, overload), first, grain);
   const std::string full = overload.empty() ? name : name + "." + overload;
   guards()->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(made)));
 }
@@ -121,7 +118,6 @@ void unguard() {
   guards() = nullptr;
 }
 
-void suspend(int64_t change) { suspended += change; }
 void leave() { leaving = true; }
 void forget() {
   for (auto& slot : left) slot.store(0, std::memory_order_relaxed);
@@ -129,6 +125,9 @@ void forget() {
 int64_t apart(int64_t change) { return policies += change; }
 
 }  // namespace
+
+bool is_suspended() { return suspended != 0; }
+void suspend(int64_t change) { suspended += change; }
 
 TORCH_LIBRARY(tensorlogic_hooks, m) {
   m.def("guard(str name, str overload, int first, int grain) -> ()", &guard);

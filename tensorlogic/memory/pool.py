@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tensorlogic import native
+from tensorlogic import derived, native
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,11 @@ class SizeClass:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """A moment's figures. Bytes are those taken from the system; `fragmentation` is the share of bytes_in_use nobody asked for."""
+    """A moment's figures. Bytes are those taken from the system.
+
+    `fragmentation` is the share of bytes_in_use nobody asked for; `derived_bytes` is what widened or packed copies of
+    constant weights take on this type of device, wherever their memory comes from.
+    """
 
     allocation_count: int
     reuse_count: int
@@ -37,9 +41,11 @@ class PoolStats:
     high_water_bytes: int
     fragmentation: float
     size_classes: dict[int | str, SizeClass]
+    derived_bytes: int = 0
 
 
 def _stats(
+    device: str,
     allocations: int,
     reuses: int,
     in_use: int,
@@ -57,18 +63,19 @@ def _stats(
         high_water_bytes=high,
         fragmentation=1.0 - requested / in_use if in_use else 0.0,
         size_classes=classes,
+        derived_bytes=derived.CACHE.nbytes_on(device),
     )
 
 
 def _cpu_stats() -> PoolStats:
     if native.available() is not None:
-        return _stats(0, 0, 0, 0, 0, 0, {})
+        return _stats("cpu", 0, 0, 0, 0, 0, 0, {})
     allocations, reuses, in_use, requested, held, high, *_ = native.op("pool_stats")()
     rows = native.op("pool_classes")()
     classes: dict[int | str, SizeClass] = {
         rows[i]: SizeClass(*rows[i + 1 : i + 5]) for i in range(0, len(rows), 5)
     }
-    return _stats(allocations, reuses, in_use, requested, held, high, classes)
+    return _stats("cpu", allocations, reuses, in_use, requested, held, high, classes)
 
 
 def _cuda_stats(device: torch.device) -> PoolStats:
@@ -90,6 +97,7 @@ def _cuda_stats(device: torch.device) -> PoolStats:
     asked = of("allocation", what="allocated")
     in_use = of("allocated_bytes")
     return _stats(
+        "cuda",
         asked,
         max(asked - of("segment", what="allocated"), 0),
         in_use,
@@ -116,21 +124,43 @@ def stats(device: torch.device | str = "cpu") -> PoolStats:
     raise ValueError(f"pool.stats: device must be a cpu or cuda device, got {device}")
 
 
-def configure(*, max_bytes: int | None = None, max_buffers_per_size: int | None = None) -> None:
-    """Limit what the CPU pool keeps for reuse; what exceeds the new limits is given back at once.
+def configure(
+    *,
+    max_bytes: int | None = None,
+    max_buffers_per_size: int | None = None,
+    max_derived_bytes: int | None = None,
+) -> None:
+    """Limit what is kept for reuse; what exceeds the new limits is given back at once.
 
-    max_bytes: bytes of free blocks (default: an eighth of the memory this process may use); 0 keeps nothing.
+    max_bytes: bytes of free CPU blocks (default: an eighth of the memory this process may use); 0 keeps nothing.
     max_buffers_per_size: free blocks of one size class (default: 32).
-    Raises ValueError where a limit is negative.
+    max_derived_bytes: widened or packed copies of constant weights (default: 1 GiB); 0 switches them off.
+    Raises TypeError for a limit that is no whole number, ValueError for a negative one.
+
+    >>> configure(max_buffers_per_size=32)
     """
-    for name, value in (("max_bytes", max_bytes), ("max_buffers_per_size", max_buffers_per_size)):
-        if value is not None and value < 0:
-            raise ValueError(f"pool.configure: {name} must not be negative, got {value}")
+    for name, value in (
+        ("max_bytes", max_bytes),
+        ("max_buffers_per_size", max_buffers_per_size),
+        ("max_derived_bytes", max_derived_bytes),
+    ):
+        _check("configure", name, value)
+    if max_derived_bytes is not None:
+        derived.CACHE.configure(max_derived_bytes)
     if native.available() is None:
         native.op("pool_configure")(
             -1 if max_bytes is None else max_bytes,
             -1 if max_buffers_per_size is None else max_buffers_per_size,
         )
+
+
+def _check(function: str, name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"pool.{function}: {name} must be a whole number, got {value!r}")
+    if value < 0:
+        raise ValueError(f"pool.{function}: {name} must not be negative, got {value}")
 
 
 def limits() -> tuple[int, int]:
@@ -142,7 +172,14 @@ def limits() -> tuple[int, int]:
 
 
 def shrink_to_fit(max_bytes: int = 0) -> int:
-    """Give free CPU blocks back to the system, oldest first, until at most `max_bytes` are held; returns the bytes given back."""
+    """Give free CPU blocks back to the system, oldest first, until at most `max_bytes` are held; returns the bytes given back.
+
+    Raises TypeError where max_bytes is no whole number, ValueError where it is negative.
+
+    >>> shrink_to_fit() >= 0
+    True
+    """
+    _check("shrink_to_fit", "max_bytes", max_bytes)
     return native.op("pool_shrink")(max_bytes) if native.available() is None else 0
 
 

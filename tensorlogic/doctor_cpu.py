@@ -1,0 +1,97 @@
+"""What PyTorch does badly on this CPU, in measured seconds, and what `tensorlogic.enable()` changes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from . import enabling, hooks, measure, native
+from .policies import policy
+
+CPU = torch.device("cpu")
+WORTH = 1.5  # times faster from which it is called bad
+BUDGET_S = 0.15  # for each pair
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One kind of work: seconds a call by PyTorch alone and with what is enabled."""
+
+    work: str
+    pytorch_s: float
+    enabled_s: float
+    remedy: str
+
+    @property
+    def gain(self) -> float:
+        return self.pytorch_s / self.enabled_s
+
+
+def features() -> str:
+    """What arithmetic this CPU has, as far as it decides which kernels run."""
+    found = [torch.backends.cpu.get_cpu_capability()]
+    if native.available() is None:
+        found.append(f"native kernels for {native.op('features')()}")
+    for name in ("bf16", "fp16"):
+        probe = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+        has = probe is not None and torch.backends.mkldnn.is_available() and bool(probe())
+        found.append(f"{name} products in hardware: {'yes' if has else 'no'}")
+    return "; ".join(found)
+
+
+def compared() -> Iterator[Compared]:
+    """Each kind of work, timed; about a second in all. What was enabled before is enabled afterwards."""
+    half = "tensorlogic.enable() repairs it; TENSORLOGIC_ENABLE=1 for programs as they are"
+    a, b = (torch.randn(384, 384).half() for _ in range(2))
+    row, weight = torch.randn(1024).half(), torch.randn(1024, 1024).half()
+    x, filters = torch.randn(1, 32, 28, 28).half(), torch.randn(32, 32, 3, 3).half()
+    q = torch.randn(1, 4, 128, 64).half()
+    works: dict[str, Callable[[], object]] = {
+        "float16 product 384x384x384": lambda: a @ b,
+        "float16 vector x matrix 1024": lambda: row @ weight,
+        "float16 convolution 32 channels": lambda: torch.conv2d(x, filters),
+        "float16 attention 4x128x64": lambda: torch.nn.functional.scaled_dot_product_attention(
+            q, q, q
+        ),
+        "bfloat16 product 384x384x384": lambda: a.bfloat16() @ b.bfloat16(),
+    }
+    was = enabling.enabled()
+    with policy(tune="off"), torch.no_grad():
+        enabling.enable()
+        try:
+            for work, call in works.items():
+                yield _pair(work, _alone(call), call, half)
+        finally:
+            if not was:
+                enabling.disable()
+        if native.available() is None:
+            yield _fresh()
+
+
+def _fresh() -> Compared:
+    """An output of 64 MiB: from PyTorch's allocator, whose pages are new each time, and from the pool."""
+    big, add = torch.ones(16 << 20), native.op("add")
+    remedy = (
+        "tensorlogic's own functions take outputs from the pool; tensorlogic.enable(pool=True) for all"
+        if hooks.available() is None
+        else "tensorlogic's own functions take outputs from the pool; or preload tcmalloc"
+    )
+    return _pair("a fresh output of 64 MiB", lambda: big + big, lambda: add(big, big), remedy)
+
+
+def _alone(call: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        with hooks.suspended():
+            return call()
+
+    return run
+
+
+def _pair(
+    work: str, pytorch: Callable[[], object], ours: Callable[[], object], remedy: str
+) -> Compared:
+    calls = {"pytorch": [pytorch], "ours": [ours]}
+    samples = measure.device_samples(calls, CPU, BUDGET_S, rounds=5)
+    return Compared(work, samples.median("pytorch") / 1e6, samples.median("ours") / 1e6, remedy)

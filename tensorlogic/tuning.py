@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import capture_watch, compiling, policies, stores, study
+from . import capture_watch, compiling, measure, policies, stores, study
 from .op import Op
 from .plans import Key, Plan
 
@@ -80,6 +80,7 @@ def tune(fn: Callable[..., Any], *example_inputs: Any) -> Learned:
         _measure(op, key, device, learned)
     for device in {device for _, _, device in met.values()}:
         stores.current(device).flush()
+        measure.give_back(device)
     policies.forget_entries()
     learned.seconds = time.perf_counter() - begin
     return learned

@@ -237,7 +237,7 @@ def test_softmax(config: Config, columns: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("config", ROWS, ids=lambda c: c["strategy"])
-@pytest.mark.parametrize("columns", [7, 64, 101])
+@pytest.mark.parametrize("columns", [3, 7, 64, 101])
 @pytest.mark.parametrize("reduction_", ["none", "sum", "mean"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("last", [True, False])
@@ -264,7 +264,8 @@ def test_cross_entropy(
         assert cross_entropy.cross_entropy_share_launcher(rows, ignore, DEVICE)(t, scale)
         close(scale[0], 1 / (t != ignore).sum(), "f32", 0.1)
     run = cross_entropy.cross_entropy_launcher(
-        rows, columns, "f32", "f32", reduction_, ignore, {**config, "last": last}, DEVICE, smooth=smoothing > 0, save=True, grad=True
+        rows, columns, "f32", "f32", reduction_, ignore, {**config, "last": last}, DEVICE,
+        smooth=smoothing > 0, save=True, grad=True,
     )  # fmt: skip
     for _ in range(2):
         assert run(x, t, loss, lse, dx, scale, y, share, counter, smoothing)
@@ -300,7 +301,7 @@ def test_cross_entropy_of_special_rows(config: Config) -> None:
     loss, lse, dx = poisoned(6, dtype="f16"), poisoned(6), poisoned(6, 40, dtype="f16")
     run = cross_entropy.cross_entropy_launcher(
         6, 40, "f16", "f16", "none", -100, {**config, "last": True}, DEVICE, save=True, grad=True
-    )
+    )  # fmt: skip
     other = torch.zeros(1)
     assert run(x, t, loss, lse, dx, torch.ones(1), loss, other, other, 0.0)
     want = F.cross_entropy(x[:4].double(), t[:4], reduction="none")

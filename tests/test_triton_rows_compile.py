@@ -40,7 +40,7 @@ def prepare_all() -> None:
         for kind in ("mean", "max"):
             for config in reduction.reduce_configs(*shape, "f16")[:1]:
                 reduction.reduce_launcher(kind, "f16", "f16", *shape, config, ANY)
-    for columns in (77, 4096, 32000):
+    for columns in (77, 4096, 32000, 50257):
         names = ("f16", "f16", "f16")
         for config in rows.softmax_configs(columns, "f16")[:1]:
             rows.softmax_launcher(4096, columns, "f16", "f16", config, ANY)
@@ -55,6 +55,10 @@ def prepare_all() -> None:
                 cross_entropy.cross_entropy_launcher(
                     4096, columns, "f16", "f16", "mean", -100, config, ANY, smooth=grad, save=grad, grad=grad
                 )  # fmt: skip
+        for config in cross_entropy.cross_entropy_configs(columns, "f16"):
+            cross_entropy.cross_entropy_launcher(
+                4096, columns, "f16", "f16", "mean", -100, config, ANY, save=True
+            )
         for config in cross_entropy.cross_entropy_backward_configs(columns, "f16")[:1]:
             cross_entropy.cross_entropy_backward_launcher(
                 4096, columns, "f16", "f16", "mean", -100, config, ANY

@@ -59,3 +59,22 @@ def test_attention_scores_keep_nan_and_large_masks(config: Config) -> None:
     y = poisoned(1, 1, 20, 40)
     assert run(q, k, lowest, y, 1.0)
     close(y, torch.softmax(q @ k.mT + lowest, -1), "f32")
+
+
+@pytest.mark.parametrize(
+    "config", SCORES, ids=lambda c: f"{c['strategy']}-{c['BLOCK_M']}x{c['BLOCK_N']}"
+)
+@pytest.mark.parametrize("offset", [-3000.0, 3000.0, 0.0])
+def test_attention_scores_beyond_the_range_of_exponentials(config: Config, offset: float) -> None:
+    s, t, d = 37, 50, 16
+    q, k = rand(1, 1, s, d), rand(1, 1, t, d, seed=1)
+    q[..., 0], k[..., 0] = 1.0, 1.0
+    k[..., 0] += offset  # shifts every score of a row alike; without it rows differ by hundreds
+    q[:, :, ::2] *= 40.0 if not offset else 1.0
+    run = scores.attention_scores_launcher(
+        (1, 1, s, t, d), "f32", "f32", (0, 0, d), (0, 0, d), "none", "f32", (0,) * 4, False, config, DEVICE
+    )  # fmt: skip
+    y = poisoned(1, 1, s, t)
+    assert run(q, k, q, y, 1.0)
+    want = torch.softmax(q.double() @ k.double().mT, -1)
+    assert (y.double() - want).norm() <= 1e-3 * want.norm()

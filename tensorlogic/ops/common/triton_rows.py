@@ -67,6 +67,31 @@ def row_statistics(x_ptr, C, SUM: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
+def row_body(row, C, WIDTH: tl.constexpr):
+    """(first, length) of the part of a row of C elements that whole aligned groups of WIDTH cover."""
+    first = (WIDTH - row * C % WIDTH) % WIDTH
+    return first, tl.maximum(C - first, 0).to(tl.int32) // WIDTH * WIDTH
+
+
+@triton.jit
+def row_ends(x_ptr, C, first, length, WIDTH: tl.constexpr):
+    """The elements of a row before and behind its body, [2 * WIDTH] with -inf for none, their columns, and which there are."""
+    lane = tl.arange(0, 2 * WIDTH)
+    at = tl.where(lane < WIDTH, lane, first + length + lane - WIDTH)
+    inside = at < tl.where(lane < WIDTH, tl.minimum(first, C), C)
+    return tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(tl.float32), at, inside
+
+
+@triton.jit
+def with_ends(peak, norm, total, ends, inside):
+    """The same statistics with a row's ends, as `row_ends` returns them, taken in."""
+    higher = tl.maximum(peak, tl.max(ends, 0))
+    safe = finite_or_zero(higher)
+    norm = norm * powers(peak - safe) + tl.sum(powers(ends - safe), 0)
+    return higher, norm, total + tl.sum(tl.where(inside, ends, 0.0), 0)
+
+
+@triton.jit
 def softmax_fwd_registers(
     x_ptr, y_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr
 ):
@@ -169,7 +194,7 @@ def row_configs(columns: int, dtype: str, longest: int = 32768) -> list[dict[str
                 held.append(config)
     online = [
         {"strategy": "online", "LANES": 32 * warps * loads, "WIDTH": width, "num_warps": warps}
-        for warps, loads in ((4, 4), (8, 2), (8, 4), (4, 2), (16, 2), (32, 1))
+        for warps, loads in ((8, 2), (4, 4), (8, 4), (4, 2), (16, 2), (32, 1))
     ]
     return (held + online)[:8] if block_c <= 8192 else (online[:5] + held)[:8]
 

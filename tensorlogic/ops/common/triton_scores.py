@@ -13,6 +13,15 @@ from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import follow
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+TINY: tl.constexpr = tl.constexpr(1e-20)  # sums above it lose nothing to underflow
+HUGE: tl.constexpr = tl.constexpr(1e38)
+
+
+@triton.jit
+def bounded(v):
+    """A mask's value within -1e17 ... 6e4, which as a score is as good as infinite, but can be divided and multiplied."""
+    v = tl.maximum(v, -1e17, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(v, 6e4, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -21,9 +30,11 @@ def score_tile(
     D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Scores [BLOCK_M, BLOCK_N] from column `start`: unscaled, or scaled where a float mask is added; -inf outside.
+    """Scores [BLOCK_M, BLOCK_N] from column `start`, still to be scaled; what is hidden is infinite, -inf once scaled.
 
-    EDGE tiles reach over the end of k or over the causal diagonal; others are not masked for it.
+    A float mask, divided by the scale, is what the product is added to: so it comes to the tensor cores' layout, not the
+    scores to the mask's, which took twice the instructions. EDGE tiles reach over the end of k or over the causal diagonal; others
+    are not masked for it.
     """
     col = start + tl.arange(0, BLOCK_N).to(local.dtype)
     dim = tl.arange(0, BLOCK_D)
@@ -35,48 +46,76 @@ def score_tile(
         k = tl.load(k_ptr + at)
     else:
         k = tl.load(k_ptr + at, mask=(dim < D)[:, None], other=0.0)
-    s = tl.dot(q, k, input_precision=PRECISION)
-    if MASK != "none":
+    hidden = tl.where(scale < 0, float("inf"), float("-inf"))
+    if MASK == "none":
+        s = tl.dot(q, k, input_precision=PRECISION)
+    else:
         place = (local * stride_ms)[:, None] + (col * stride_mt)[None, :]
         seen = tl.load(mask_ptr + place, mask=(row < S)[:, None] & (col < T)[None, :], other=0)
         if MASK == "bool":
-            s = tl.where(seen != 0, s, float("-inf"))
+            s = tl.where(seen != 0, tl.dot(q, k, input_precision=PRECISION), hidden)
         else:
-            s = s * scale + seen.to(tl.float32)
+            seen = seen.to(tl.float32)
+            if mask_ptr.dtype.element_ty != tl.float16:
+                seen = tl.where(seen == float("-inf"), seen, bounded(seen))
+            s = tl.dot(q, k, seen * (1.0 / scale), input_precision=PRECISION)
     if EDGE:
         keep = (col < T)[None, :]
         if CAUSAL:
             keep = keep & (col[None, :] <= row[:, None])
-        s = tl.where(keep, s, float("-inf"))
+        s = tl.where(keep, s, hidden)
     return s
 
 
 @triton.jit
-def weigh(s, peak, shift, scale, MASK: tl.constexpr):
-    """exp(score - peak) * 2**-shift as one power of two."""
-    if MASK == "float":
-        return tl.exp2((s - peak[:, None]) * LOG2E - shift[:, None])
-    else:
-        return tl.exp2(s * (scale * LOG2E) - (peak * (scale * LOG2E) + shift)[:, None])
+def against(peak, factor):
+    """The factor and shift that leave no exponent above 0: one instruction an element. A row of nothing but -1e16 and
+    less, where float32 tells no two scores apart, becomes uniform; so rounding of the shift cannot make it anything."""
+    lost = peak < -1e16
+    return tl.where(lost, factor * 1e-30, factor), tl.where(lost, 0.0, peak * LOG2E)
 
 
 @triton.jit
-def sweep_sum(s, m, norm, scale, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Take one tile of scores into running maxima m and sums of exponentials norm, [BLOCK_M, 4].
+def by_thread(v, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile as [BLOCK_M, BLOCK_N // 8, 4, 2]: the tensor cores hand two neighbours of every eight columns to a thread,
+    so that sums and maxima over dims 3 and 1 wait for no other thread."""
+    return tl.reshape(v, [BLOCK_M, BLOCK_N // 8, 4, 2])
 
-    Columns go to four classes as the tensor cores hand them out, two neighbours of every eight to a thread, so that
-    no thread waits for another's until the sweep is over.
-    """
-    lanes = tl.reshape(s, [BLOCK_M, BLOCK_N // 8, 4, 2])
-    peak = tl.maximum(m, tl.max(tl.max(lanes, 3), 1))
-    safe = tl.where(peak == float("-inf"), 0.0, peak)
-    factor = LOG2E if MASK == "float" else scale * LOG2E
-    decay = tl.exp2((m - safe) * factor)
-    if MASK == "float":
-        e = tl.exp2((lanes - safe[:, None, :, None]) * factor)
+
+@triton.jit
+def sweep(
+    acc, q, k_ptr, mask_ptr, clear, end, row, local, S, T, stride_ks, stride_ms, stride_mt, scale, factor, shift,
+    SUM: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, EDGES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Take all columns into acc [BLOCK_M, 4]: sums of 2**(s * factor - shift), or maxima of scores."""
+    for start in range(0, clear, BLOCK_N):
+        s = score_tile(
+            q, k_ptr, mask_ptr, start, row, local, S, T, stride_ks, stride_ms, stride_mt, scale,
+            D, MASK, CAUSAL, False, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        acc = take(acc, s, scale, factor, shift, SUM, BLOCK_M, BLOCK_N)
+    if EDGES:
+        for start in range(clear, end, BLOCK_N):
+            s = score_tile(
+                q, k_ptr, mask_ptr, start, row, local, S, T, stride_ks, stride_ms, stride_mt, scale,
+                D, MASK, CAUSAL, True, PRECISION, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+            acc = take(acc, s, scale, factor, shift, SUM, BLOCK_M, BLOCK_N)
+    return acc
+
+
+@triton.jit
+def take(
+    acc, s, scale, factor, shift,
+    SUM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of `sweep`."""
+    if SUM:
+        e = tl.exp2(s * factor[:, None] - shift[:, None])
+        return acc + tl.sum(tl.sum(by_thread(e, BLOCK_M, BLOCK_N), 3), 1)
     else:
-        e = tl.exp2(lanes * factor - (safe * factor)[:, None, :, None])
-    return peak, norm * decay + tl.sum(tl.sum(e, 3), 1)
+        return tl.maximum(acc, tl.max(tl.max(by_thread(s * scale, BLOCK_M, BLOCK_N), 3), 1))
 
 
 @triton.jit
@@ -110,16 +149,17 @@ def attention_scores_fwd(
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
     stride_mb, stride_mh, stride_ms, stride_mt, scale,
     D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, HELD: tl.constexpr,
-    EDGES: tl.constexpr, EVEN_M: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    EDGES: tl.constexpr, EVEN_M: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[b, h, s, :] = softmax over t of scale * q[b, h, s] . k[b, h, t] + mask; products and sums in float32.
 
     HELD: all T scores of BLOCK_M rows fit one register tile and are computed once. Otherwise two sweeps over k,
-    which stays in L2: the first keeps maximum and sum, the second computes the scores again and writes them
-    normalised, so the large [S, T] matrix crosses the memory bus once. Causal rows see columns up to their own
-    index; tiles that need no masking run without it (EDGES: some do). The sign of scale goes into q (exact), so the
-    maximum is taken over unscaled scores. Offsets within a program's operands are 32-bit unless WIDE: as 64-bit
-    pointers they would spill.
+    which stays in L2: the first sums exp(score), the second computes the scores again and writes them normalised, so
+    the large [S, T] matrix crosses the memory bus once. No maximum is taken first: float32 holds exp(score) up to 88.
+    Where a row's sum leaves [TINY, HUGE], the program sweeps again for maxima and once more for sums below them.
+    Causal rows see columns up to their own index; tiles that need no masking run without it (EDGES: some do).
+    Offsets within a program's operands are 32-bit unless WIDE: as 64-bit pointers they would spill.
     """
     follow(PDL)
     tiles_m = tl.cdiv(S, BLOCK_M)
@@ -142,21 +182,19 @@ def attention_scores_fwd(
         mask=(row < S)[:, None] & (dim < D)[None, :],
         other=0.0,
     )
-    q = tl.where(scale < 0, -q, q)
-    scale = tl.maximum(tl.abs(scale), 1e-30)
+    scale = tl.where(tl.abs(scale) < 1e-20, 1e-20, scale)
     k_ptr += b * stride_kb + h * stride_kh
     mask_ptr += b * stride_mb + h * stride_mh + first * stride_ms
     y_ptr += (head.to(tl.int64) * S + first) * T
-    m = tl.full([BLOCK_M, 4], float("-inf"), tl.float32)
-    norm = tl.zeros([BLOCK_M, 4], tl.float32)
+    factor = tl.zeros([BLOCK_M], tl.float32) + scale * LOG2E
+    shift = tl.zeros([BLOCK_M], tl.float32)
     if HELD:
         s = score_tile(
             q, k_ptr, mask_ptr, 0, row, local, S, T, stride_ks, stride_ms, stride_mt, scale,
             D, MASK, CAUSAL, True, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        peak = tl.max(s, 1)
-        zero = tl.zeros_like(peak)
-        e = weigh(s, peak, zero, scale, MASK)
+        factor, shift = against(tl.max(s * scale, 1), factor)
+        e = tl.exp2(s * factor[:, None] - shift[:, None])
         y = e * (1.0 / tl.sum(e, 1))[:, None]
         write_scores(y_ptr, y, 0, row, local, S, T, True, EVEN_M, BLOCK_N)
     else:
@@ -165,31 +203,32 @@ def attention_scores_fwd(
         if CAUSAL:
             clear = tl.minimum(clear, (start_m + 1) // BLOCK_N * BLOCK_N)
             end = tl.minimum(T, start_m + BLOCK_M)
+        acc = sweep(
+            tl.zeros([BLOCK_M, 4], tl.float32), q, k_ptr, mask_ptr, clear, end, row, local, S, T,
+            stride_ks, stride_ms, stride_mt, scale, factor, shift,
+            True, D, MASK, CAUSAL, EDGES, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        norm = tl.sum(acc, 1)
+        if tl.min(((norm > TINY) & (norm < HUGE)).to(tl.int32), 0) == 0:
+            acc = sweep(
+                tl.full([BLOCK_M, 4], float("-inf"), tl.float32), q, k_ptr, mask_ptr, clear, end, row, local, S, T,
+                stride_ks, stride_ms, stride_mt, scale, factor, shift,
+                False, D, MASK, CAUSAL, EDGES, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+            factor, shift = against(tl.max(acc, 1), factor)
+            acc = sweep(
+                tl.zeros([BLOCK_M, 4], tl.float32), q, k_ptr, mask_ptr, clear, end, row, local, S, T,
+                stride_ks, stride_ms, stride_mt, scale, factor, shift,
+                True, D, MASK, CAUSAL, EDGES, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+            norm = tl.sum(acc, 1)
+        shift += tl.log2(norm)
         for start in range(0, clear, BLOCK_N):
             s = score_tile(
                 q, k_ptr, mask_ptr, start, row, local, S, T, stride_ks, stride_ms, stride_mt, scale,
                 D, MASK, CAUSAL, False, PRECISION, BLOCK_N, BLOCK_D,
             )  # fmt: skip
-            m, norm = sweep_sum(s, m, norm, scale, MASK, BLOCK_M, BLOCK_N)
-        if EDGES:
-            for start in range(clear, end, BLOCK_N):
-                s = score_tile(
-                    q, k_ptr, mask_ptr, start, row, local, S, T, stride_ks, stride_ms, stride_mt, scale,
-                    D, MASK, CAUSAL, True, PRECISION, BLOCK_N, BLOCK_D,
-                )  # fmt: skip
-                m, norm = sweep_sum(s, m, norm, scale, MASK, BLOCK_M, BLOCK_N)
-        highest = tl.max(m, 1)
-        peak = tl.where(highest == float("-inf"), 0.0, highest)
-        norm = tl.sum(
-            norm * tl.exp2((m - peak[:, None]) * (LOG2E if MASK == "float" else scale * LOG2E)), 1
-        )
-        shift = tl.log2(norm)
-        for start in range(0, clear, BLOCK_N):
-            s = score_tile(
-                q, k_ptr, mask_ptr, start, row, local, S, T, stride_ks, stride_ms, stride_mt, scale,
-                D, MASK, CAUSAL, False, PRECISION, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-            y = weigh(s, peak, shift, scale, MASK)
+            y = tl.exp2(s * factor[:, None] - shift[:, None])
             write_scores(y_ptr, y, start, row, local, S, T, False, EVEN_M, BLOCK_N)
         if EDGES:
             for start in range(clear, end, BLOCK_N):
@@ -197,7 +236,7 @@ def attention_scores_fwd(
                     q, k_ptr, mask_ptr, start, row, local, S, T, stride_ks, stride_ms, stride_mt, scale,
                     D, MASK, CAUSAL, True, PRECISION, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
-                y = weigh(s, peak, shift, scale, MASK)
+                y = tl.exp2(s * factor[:, None] - shift[:, None])
                 write_scores(y_ptr, y, start, row, local, S, T, True, EVEN_M, BLOCK_N)
         if CAUSAL:
             rest = tl.broadcast_to((0.0 / norm)[:, None], [BLOCK_M, BLOCK_N])
@@ -219,20 +258,17 @@ def attention_scores_configs(
             else [(16, 16, 4, 2)]
         )
     elif d > 128:
-        tiles = [(64, 32, 4, 2)] if ragged else [(128, 64, 8, 2), (64, 32, 4, 2)]
+        tiles = [(128, 64, 8, 3 if plain else 2), (64, 64, 4, 2), (64, 32, 4, 2)]
+        tiles = tiles[2:] if ragged else tiles
     elif ragged:
         tiles = [(64, 32, 4, 3)] if d > 64 else [(64, 32, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)]
-    elif plain and d <= 64 and not odd:
-        tiles = [
-            (128, 64, 8, 3),
-            (64, 64, 4, 3),
-            (64, 32, 4, 3),
-            (128, 32, 8, 3),
-            (128, 128, 8, 3),
-            (64, 128, 4, 3),
-        ]
+    elif d > 64:
+        tiles = [(128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3)]
+        tiles = tiles if mask == "none" else [(64, 32, 4, 3), *tiles[1:3]]
+    elif mask == "none":
+        tiles = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 32, 4, 3), (128, 64, 8, 3)]
     else:
-        tiles = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 3), (64, 32, 4, 3)]
+        tiles = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 4), (64, 32, 4, 3)]
     if s <= 32 and dtype != "f32":
         tiles = (
             [(16, 128, 4, 3), (16, 64, 4, 3), (32, 64, 4, 2)]

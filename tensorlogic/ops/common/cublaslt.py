@@ -18,6 +18,9 @@ from .gemm import GemmSpec, Operand
 
 Config = Mapping[str, Any]
 
+LEAST = (
+    1 << 15
+)  # multiplications; below, tiled kernels win, and the library's approximate tanh shows
 RANKS = 8  # algorithms of the library's own ranking that are worth timing
 WORKSPACE = 32 << 20  # bytes an algorithm may ask for; what PyTorch gives it on Hopper
 _TYPES = {"f32": 0, "f16": 2, "bf16": 14}  # cudaDataType
@@ -99,6 +102,8 @@ def lt_refusal(spec: GemmSpec) -> str | None:
     }  # fmt: skip
     if len(dtypes) != 1 or spec.x.dtype not in _TYPES or spec.precision != "ieee":
         return f"one dtype of {', '.join(_TYPES)} is required"
+    if spec.batch * spec.m * spec.n * spec.k < LEAST:
+        return "too small for a library call"
     if _ld(spec.x, spec.m, spec.k) is None or _ld(spec.w, spec.k, spec.n) is None:
         return "an operand is contiguous along neither dimension"
     y = _ld(spec.y, spec.m, spec.n)

@@ -22,7 +22,7 @@ def pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is right counts as faster, so that the programs themselves are tested, not this machine."""
     monkeypatch.setattr(optimizing, "MUST_GAIN", 1e9)
     monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
-    monkeypatch.setattr("tensorlogic.program.regions.SHARE_S", 0.001)
+    monkeypatch.setattr("tensorlogic.program.regions.USUAL_SHARE_S", 0.001)
     monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
 
 

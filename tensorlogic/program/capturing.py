@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..tuning import leaves_of
-from .graphs import FAILURES, GradientReplay, Replay, Tape, warm
+from .graphs import FAILURES, GradientReplay, Replay, Tape, heal, warm
 from .trace import first_line
 from .watch import Watch
 
@@ -167,8 +167,7 @@ class Captured:
             else:
                 entry.replay = _recorded(run, flat, device, self)
         except FAILURES as problem:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            heal(device)
             self.reason = first_line(problem)
             self.entries.clear()
             return False

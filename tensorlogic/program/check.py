@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from ..numerics import Verdict, judge
+from ..numerics import Verdict, judge, relative_error, spacing
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 GROWTH = 1.4  # times the original's own error that a whole model may have
@@ -82,7 +82,20 @@ def compare(outs: Any, plain: Any, wide: Any) -> Verdict:
                 kept.append(value.detach() if isinstance(value, Tensor) else value)
         elif out != ours:
             return Verdict(f"wrong: {out!r} instead of {ours!r}", float("inf"))
-    return judge(found[0], found[1], found[2]) if found[1] else Verdict(None, 0.0)
+    if not found[1]:
+        return Verdict(None, 0.0)
+    verdict = judge(found[0], found[1], found[2])
+    return Verdict(verdict.reason, growth(*found)) if verdict else verdict
+
+
+def growth(outs: Sequence[Tensor], plain: Sequence[Tensor], wide: Sequence[Tensor]) -> float:
+    """The largest error of an output over that of the original's, where the dtype's rounding leaves one."""
+    worst = 0.0
+    for out, ours, ref in zip(outs, plain, wide, strict=True):
+        if ours.is_floating_point() and ours.numel():
+            base = max(relative_error(ours, ref), 0.1 * spacing(ours.dtype))
+            worst = max(worst, relative_error(out, ref) / base)
+    return worst
 
 
 def flat_values(value: Any) -> list[Any]:

@@ -41,6 +41,16 @@ class Tape:
         raise RuntimeError("nothing is recorded")
 
 
+def heal(device: torch.device) -> None:
+    """After a failed capture PyTorch's generator believes that one goes on; a capture that ends well tells it otherwise."""
+    if device.type != "cuda":
+        return
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        torch.zeros(1, device=device)
+
+
 def warm(fn: Callable[[], Any], device: torch.device, times: int = 2) -> Any:
     """Run on a side stream, as a capture will, so that what is set up once is set up."""
     if device.type != "cuda":

@@ -237,10 +237,12 @@ def _best(
     twin = sharing(model, buffers=False)
     source = widened(traced) if not training and pays(traced, device) else traced
     banned: set[str] = set()
-    for attempt in range(3):
-        plan = Plan(source, device, training, deadline, banned)
+    undone: list[Row] = []
+    judge = Judge(source, device, training, deadline)
+    for attempt in range(4):
+        plan = Plan(source, judge, banned)
         program, verdict = _right(plan.variants[0], plan, clone, expected)
-        report.rows, report.error = plan.rows, verdict.error
+        report.rows, report.error = [*plan.rows, *undone], verdict.error
         if program is not None:
             others = [_right(v, plan, clone, expected)[0] for v in plan.variants[1:]]
             found = [program, *(p for p in others if p is not None)]
@@ -249,11 +251,11 @@ def _best(
         standing = sorted(
             (r for r in report.rows if not r.refused), key=lambda r: -(r.error or 0.0)
         )
-        if not standing or attempt == 2:
+        if not standing or attempt == 3:
             break
-        for row in standing[: max(1, len(standing) // 2)]:
-            row.refused = f"the whole model's error grew: {why}"
+        for row in standing[: max(1, len(standing) // 3)]:
             banned |= {f"{r.op}@{r.root}" for r in plan.regions if plan.found[r.root].row is row}
+            undone.append(replace(row, refused=f"the whole model's error grew: {why}"))
     report.reason, report.error = f"the rewritten model is not right: {why}", None
     return None
 
@@ -271,12 +273,10 @@ def _right(
 class Plan:
     """Which regions stand and by what: undone are those that do not pay, until everything that stands does."""
 
-    def __init__(
-        self, traced: Trace, device: torch.device, training: bool, deadline: float, banned: set[str]
-    ) -> None:
-        self.traced, self.training, self.banned = traced, training, banned
+    def __init__(self, traced: Trace, judge: Judge, banned: set[str]) -> None:
+        self.traced, self.training, self.banned = traced, judge.training, banned
+        training = judge.training
         self.rules = [r for r in RULES if r.training or not training]
-        judge = Judge(traced, device, training, deadline)
         judge.writes = any(n.op == "call_function" and writes(n) for n in traced.graph.nodes)
         values = expected_inputs(traced)
         refused: list[Decision] = []
@@ -317,11 +317,11 @@ class Plan:
 
 def _rows(decisions: Iterable[Decision]) -> list[Row]:
     """One row for each kind of region, with how many there are."""
-    rows: dict[int, Row] = {}
-    for decision in decisions:
-        row = rows.setdefault(id(decision.row), decision.row)
-        row.count = 1 if row.count == 0 else row.count + 1
-    return list(rows.values())
+    rows = [d.row for d in decisions]
+    counts = Counter(map(id, rows))
+    for row in rows:
+        row.count = counts[id(row)]
+    return list({id(row): row for row in rows}.values())
 
 
 def _expand(
@@ -340,10 +340,6 @@ def _expand(
         op = getattr(new.target, "fused", None)
         if way is not None and op is not None and way in op.candidates:
             forced[new.name] = way
-    if not any(n.op == "call_function" and writes(n) for n in graph.nodes):
-        for node in graph.nodes:  # a view may meet another memory layout now
-            if node.target is torch.ops.aten.view.default:
-                node.target = torch.ops.aten.reshape.default
     return forced
 
 
@@ -452,7 +448,9 @@ def _timed(
         report.reason = "the program does not fit its own example inputs"
         return None
     samples = measure.wall_samples(
-        {"before": call(twin), **calls}, programs[0].device, max(0.3, budget_s / 4) * len(calls)
+        {"before": call(twin), **calls},
+        programs[0].device,
+        max(0.2, budget_s / 8) * (1 + len(calls)),
     )
     best = min(calls, key=samples.median)
     program = programs[int(best.split()[1])]

@@ -26,6 +26,16 @@ WAYS: dict[Any, tuple[Way, ...]] = {
     layer_norm_linear: packed.LAYER_NORM_LINEAR,
     linear: packed.LINEAR,
 }
+PRODUCTS: tuple[Rule, ...] = (
+    *EVALUATION,
+    *ACTIVATIONS,
+    *LINEAR[:4],
+    *DROPOUT,
+    *BATCH_NORM,
+    *LINEAR[4:],
+    *LAYER_NORM_LINEAR,
+    *GELU_LINEAR,
+)
 RULES: tuple[Rule, ...] = (
     *EVALUATION,
     *ACTIVATIONS,

@@ -22,7 +22,8 @@ from .rewrite import Region, arguments, emitter
 from .trace import Trace, first_line
 
 LEAST_GAIN = 0.98  # a replacement that takes more of the original's time is not worth having
-SHARE_S = 0.05  # seconds that one implementation of one region is timed for
+SHARE_S = {"cuda": 0.01}  # seconds that one implementation of one region is timed for
+USUAL_SHARE_S = 0.02  # where no graph replay takes the noise away
 PLAIN, CHOSEN = "torch.eager", "chosen"
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError)
 
@@ -42,21 +43,29 @@ class Judge:
     def __init__(self, trace: Trace, device: torch.device, training: bool, deadline: float) -> None:
         self.trace, self.device, self.training, self.deadline = trace, device, training, deadline
         self.known: dict[Any, Decision] = {}
+        self.passed: dict[tuple[str, str, frozenset[str]], Decision] = {}  # regions checked before
         self.writes = False
 
     def decide(self, regions: Sequence[Region], values: Mapping[str, Any]) -> dict[str, Decision]:
         """root -> decision for every region, in one walk over the original graph; `values` are its inputs and state."""
-        at = {r.root: r for r in regions}
+        found = {
+            r.root: d
+            for r in regions
+            if (d := self.passed.get((r.op, r.root, r.calls))) is not None
+        }
+        at = {r.root: r for r in regions if r.root not in found}
+        if not at:
+            return found
         env: dict[str, Any] = dict(values)
         nodes = [n for n in self.trace.graph.nodes if n.op in ("call_function", "get_attr")]
         last = self._lifetimes(nodes, regions)
-        found: dict[str, Decision] = {}
         with torch.no_grad():
             for node in nodes:
                 check.evaluate([node], env, self.trace.owner)
                 region = at.get(node.name)
                 if region is not None:
                     found[node.name] = self._one(region, env)
+                    self.passed[region.op, region.root, region.calls] = found[node.name]
                 for done in last.get(node.name, ()):
                     env.pop(done, None)
         return found
@@ -128,7 +137,9 @@ class Judge:
             "before": [self._step(before, list(values))],
             **{name: [self._step(f.function, f.values)] for name, (f, _) in ready.items()},
         }
-        samples = measure.device_samples(calls, self.device, SHARE_S * len(calls))
+        samples = measure.device_samples(
+            calls, self.device, SHARE_S.get(self.device.type, USUAL_SHARE_S) * len(calls)
+        )
         best = min(ready, key=samples.median)
         ratio = samples.ratio(best, "before")
         fragment, error = ready[best]

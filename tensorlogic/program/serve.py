@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .code import Function, ahead
-from .graphs import FAILURES, GradientReplay, Replay, warm
+from .graphs import FAILURES, GradientReplay, Replay, heal, warm
 from .trace import Trace, first_line, random_call, storage, writes
 from .watch import Guard, Watch
 
@@ -120,7 +120,7 @@ class Program:
                 else:
                     self.replay = Replay(run, flat, self.device)
         except FAILURES as problem:
-            torch.cuda.synchronize(self.device)
+            heal(self.device)
             self.replay = None
             return first_line(problem)
         self.pointers = self._where()

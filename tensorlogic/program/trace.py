@@ -95,6 +95,10 @@ def _read(
         raise Untraceable(f"{len(flat)} inputs were given, the graph takes {len(inputs)}")
     own_outputs(graph)
     functional(graph)
+    if not any(n.op == "call_function" and writes(n) for n in graph.nodes):
+        for node in graph.nodes:  # tracing may have left out a copy that real strides need
+            if node.target is torch.ops.aten.view.default:
+                node.target = torch.ops.aten.reshape.default
     constants(graph, {n for n, (_, t) in state.items() if not t.is_inference()})
     return Trace(
         graph, program.graph_module, state, inputs, in_spec, program.call_spec.out_spec, flat

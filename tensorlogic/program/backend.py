@@ -1,0 +1,88 @@
+"""The torch.compile backend "tensorlogic": the same rewrites on Dynamo's graphs, what is left to Inductor or to PyTorch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..ops.attention.rewrite import RULES as ATTENTION
+from ..ops.softmax_cross_entropy.rewrite import RULES as CROSS_ENTROPY
+from .patterns import PRODUCTS
+from .rewrite import rewrite
+from .trace import first_line, writes
+
+LOG = logging.getLogger("tensorlogic")
+LEFTOVERS = ("inductor", "eager")
+RULES = (*ATTENTION, *CROSS_ENTROPY, *PRODUCTS)  # element-wise chains are what Inductor does well
+FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    AttributeError,
+    AssertionError,
+)
+
+
+def backend(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> Callable[..., Any]:
+    """Compile one of Dynamo's graphs; found by name through PyTorch's entry point, so nothing need be imported.
+
+    Args:
+        graph: PyTorch calls, parameters among its inputs. inputs: example (fake) tensors and symbolic sizes.
+        options: {"leftovers": "inductor" | "eager"}: who compiles what no rule replaces; "inductor" by default.
+
+    Returns:
+        A function of the graph's inputs, with gradients; shapes may be dynamic.
+
+    Raises:
+        ValueError: unknown options.
+
+    Example:
+        >>> import torch
+        >>> fast = torch.compile(torch.nn.Linear(4, 4), backend="tensorlogic", options={"leftovers": "eager"})
+        >>> fast(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
+    """
+    given = dict(options or {})
+    leftovers = given.pop("leftovers", "inductor")
+    if given or leftovers not in LEFTOVERS:
+        raise ValueError(
+            f"backend tensorlogic: options is {dict(options or {})}; 'leftovers' with one of {', '.join(LEFTOVERS)} is allowed"
+        )
+    ready = rewritten(graph, inputs)
+    if leftovers == "inductor":
+        from torch._inductor.compile_fx import compile_fx
+
+        return cast(Callable[..., Any], compile_fx(ready, list(inputs)))
+    from torch._dynamo.backends.debugging import aot_eager
+
+    return aot_eager(ready, list(inputs))
+
+
+def rewritten(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The graph as ATen calls with our ops in it; as it was where it cannot be traced again, or writes in place."""
+    try:
+        with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
+            copies = [v.detach().clone() if isinstance(v, Tensor) else v for v in inputs]
+            traced = make_fx(graph, pre_dispatch=True, _allow_non_fake_inputs=True)(*copies)
+    except FAILURES as problem:  # calls that make_fx does not know, such as nested compiled regions
+        LOG.info("tensorlogic: a graph is compiled as it is: %s", first_line(problem))
+        return graph
+    if any(n.op == "call_function" and writes(n) for n in traced.graph.nodes):
+        LOG.info("tensorlogic: a graph that writes in place is compiled as it is")
+        return graph
+    found = rewrite(traced.graph, RULES)
+    LOG.info("tensorlogic: %d regions: %s", len(found), ", ".join(r.op for r in found))
+    traced.recompile()
+    return traced

@@ -115,3 +115,31 @@ def test_digits_shifts_by_one_pixel_at_most(digits: ModuleType) -> None:
     places = {tuple(p) for p in moved.nonzero()[:, 1:].tolist()}
     assert places == {(r, c) for r in (3, 4, 5) for c in (3, 4, 5)}
     assert moved.sum() == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("resnet.py", ["--size", "32"]),
+        ("transformer.py", ["--layers", "1", "--width", "64"]),
+        ("train.py", ["--steps", "3"]),
+    ],
+)
+def test_whole_models_say_before_and_after(name: str, options: list[str], tmp_path: Path) -> None:
+    env = os.environ | {"TENSORLOGIC_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *options],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "before" in done.stdout
+    if name == "train.py":
+        losses = [float(v) for v in re.findall(r"loss ([\d.]+)", done.stdout)]
+        assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    else:
+        difference = float(re.findall(r"difference from eager ([\d.e+-]+)", done.stdout)[0])
+        assert difference < 2e-3

@@ -42,6 +42,9 @@ class Judge:
 
     def __init__(self, trace: Trace, device: torch.device, training: bool, deadline: float) -> None:
         self.trace, self.device, self.training, self.deadline = trace, device, training, deadline
+        self.end = (
+            2 * deadline - time.perf_counter()
+        )  # what needs no compiling may take as long again
         self.known: dict[Any, Decision] = {}
         self.passed: dict[tuple[str, str, frozenset[str]], Decision] = {}  # regions checked before
         self.writes = False
@@ -106,6 +109,8 @@ class Judge:
             problem, error = self._check(region, known, env, expected)
             known.row.error = max(known.row.error or 0.0, error)
             return known if problem is None else _refused(region, problem, error)
+        if time.perf_counter() > self.end:
+            return _refused(region, "not measured: no time was left in budget_s", None)
         decision = self._measure(region, env, before, values, expected)
         self.known[key] = decision
         return decision

@@ -47,9 +47,9 @@ def median_ms(call: Callable[[], object], seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--seconds", type=float, default=3.0)
     options = parser.parse_args()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -505,3 +507,29 @@ def test_a_failed_import_of_torch_may_be_tried_again(tmp_path: Path) -> None:
     )
     done = launch(script, enable="1")
     assert done.stdout.split() == ["first", "told"], done.stderr
+
+
+def test_the_benchmark_compares_answers() -> None:
+    small = ["--width", "64", "--layers", "1", "--length", "8", "--batches", "1", "--seconds", "0"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "enable.py"), *small],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "answers the same" in done.stdout
+    assert re.search(r"\| training step, batch 1 \| [\d.]+ \| [\d.]+ \| [\d.]+ \|", done.stdout)
+
+
+def test_the_readme_shows_the_committed_result() -> None:
+    spec = importlib.util.spec_from_file_location("enable", ROOT / "benchmarks" / "enable.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = (ROOT / "README.md").read_text()
+    assert module.written(text) == text
+    assert "answers the same" in text

@@ -89,13 +89,13 @@ def compare(outs: Any, plain: Any, wide: Any) -> Verdict:
 
 
 def growth(outs: Sequence[Tensor], plain: Sequence[Tensor], wide: Sequence[Tensor]) -> float:
-    """The largest error of an output over that of the original's, where the dtype's rounding leaves one."""
-    worst = 0.0
-    for out, ours, ref in zip(outs, plain, wide, strict=True):
-        if ours.is_floating_point() and ours.numel():
-            base = max(relative_error(ours, ref), 0.1 * spacing(ours.dtype))
-            worst = max(worst, relative_error(out, ref) / base)
-    return worst
+    """Root mean square of the outputs' errors over that of the original's, where the dtype's rounding leaves one."""
+    ours = mine = 0.0
+    for out, eager, ref in zip(outs, plain, wide, strict=True):
+        if eager.is_floating_point() and eager.numel():
+            mine += relative_error(out, ref) ** 2
+            ours += max(relative_error(eager, ref), 0.1 * spacing(eager.dtype)) ** 2
+    return (mine / ours) ** 0.5 if ours else 0.0
 
 
 def flat_values(value: Any) -> list[Any]:

@@ -169,7 +169,10 @@ class Judge:
         if not self.training:
             return lambda: function.run(*values)
         with torch.enable_grad():
-            leaves = [_leaf(v) for v in values]
+            names = [n.removeprefix("port_") for n in function.inputs]
+            leaves = [
+                v if self._buffer(n) else _leaf(v) for n, v in zip(names, values, strict=True)
+            ]
             wrt = [v for v in leaves if isinstance(v, Tensor) and v.requires_grad]
             out = function.run(*leaves)
         if not wrt or not out.requires_grad:
@@ -181,6 +184,11 @@ class Judge:
                 return torch.autograd.grad(function.run(*leaves), wrt, dy, allow_unused=True)
 
         return step
+
+    def _buffer(self, name: str) -> bool:
+        """True for buffers and frozen parameters, which no gradient reaches."""
+        found = self.trace.state.get(name)
+        return found is not None and not found[1].requires_grad
 
     def _ways(self, region: Region, env: Mapping[str, Any]) -> Iterator[Way | str]:
         """Implementations worth trying: a composite's plain form and ways; an op's plan, or its candidates one by one."""

@@ -1,0 +1,174 @@
+"""optimize(training=True): gradients, buffers and random numbers as the model's own, under what training loops do."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tensorlogic
+from tensorlogic import measure
+from tensorlogic.program import optimizing
+
+
+@pytest.fixture
+def pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is right counts as faster."""
+    monkeypatch.setattr(optimizing, "MUST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.program.check.GROWTH", 3.0)  # tiny sums round by luck
+    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.program.regions.USUAL_SHARE_S", 0.001)
+    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
+
+
+class Net(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.mid, self.bn, self.p = nn.Linear(8, 8), nn.BatchNorm1d(8), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        x = F.relu(self.bn(self.mid(x)))
+        return self.mid(F.dropout(x, self.p, self.training)) + x
+
+
+def made(p: float = 0.0) -> tuple[nn.Module, nn.Module, Tensor]:
+    """(optimised, the same in plain PyTorch, example input)."""
+    model, x = Net(p).train(), torch.randn(6, 8)
+    twin = copy.deepcopy(model)
+    fast = tensorlogic.optimize(model, x, training=True)
+    assert fast.report.outcome == "rewritten", fast.report.reason
+    return fast, twin, x
+
+
+def same_gradients(fast: nn.Module, twin: nn.Module) -> None:
+    for p, q in zip(fast.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_optimising_leaves_no_trace(pays: None) -> None:
+    model, x = Net().train(), torch.randn(6, 8, requires_grad=True)
+    state = copy.deepcopy(model.state_dict())
+    tensorlogic.optimize(model, x, training=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    assert all(p.grad is None for p in model.parameters())
+    assert x.grad is None
+
+
+def test_gradients_and_statistics(pays: None) -> None:
+    fast, twin, _ = made()
+    assert "linear_batch_norm_relu" in [r.op for r in fast.report.regions]
+    for _ in range(3):
+        a = torch.randn(6, 8, requires_grad=True)
+        b = a.detach().clone().requires_grad_()
+        fast(a).square().sum().backward()
+        twin(b).square().sum().backward()
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+        same_gradients(fast, twin)  # they accumulate
+    torch.testing.assert_close(fast.bn.running_mean, twin.bn.running_mean)
+    torch.testing.assert_close(fast.bn.running_var, twin.bn.running_var)
+    assert fast.bn.num_batches_tracked == 3
+
+
+def test_a_few_steps_of_training(pays: None) -> None:
+    fast, twin, _ = made()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (fast, twin)]
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(4):
+        x = torch.randn(6, 8)
+        for model, optimizer in zip((fast, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+        scaler.update()
+    for p, q in zip(fast.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+    fast.eval()
+    twin.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), twin(x), rtol=1e-3, atol=1e-3)
+
+
+def test_checkpointing_and_autocast(pays: None) -> None:
+    fast, twin, x = made()
+    checkpoint(fast, x, use_reentrant=False).square().sum().backward()
+    checkpoint(twin, x, use_reentrant=False).square().sum().backward()
+    same_gradients(fast, twin)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, plain = fast(x), twin(x)
+    assert out.dtype == plain.dtype
+    torch.testing.assert_close(out, plain, rtol=0.05, atol=0.05)
+
+
+def test_dropout_drops_as_often(pays: None) -> None:
+    model = nn.Sequential(nn.Dropout(0.25), nn.Linear(64, 64, bias=False)).train()
+    nn.init.eye_(model[1].weight)
+    fast = tensorlogic.optimize(model, torch.ones(128, 64), training=True)
+    assert fast.report.outcome == "rewritten", fast.report.reason
+    out = fast(torch.ones(128, 64))
+    assert 0.2 < (out == 0).float().mean() < 0.3
+    torch.testing.assert_close(out.max(), torch.tensor(1 / 0.75))
+    assert not torch.equal(out, fast(torch.ones(128, 64)))
+
+
+def test_frozen_parameters_get_no_gradient(pays: None) -> None:
+    model, x = Net().train(), torch.randn(6, 8)
+    model.up.weight.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    fast = tensorlogic.optimize(model, x, training=True)
+    fast(x).sum().backward()
+    twin(x).sum().backward()
+    assert fast.up.weight.grad is None
+    torch.testing.assert_close(fast.down.weight.grad, twin.down.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+SCRIPT = """
+import copy, sys, torch
+import torch.distributed as dist
+from torch import nn
+import tensorlogic
+from tensorlogic.program import optimizing
+optimizing.MUST_GAIN = 1e9
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).train()
+twin = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+fast = nn.parallel.DistributedDataParallel(tensorlogic.optimize(model, torch.randn(6, 8), training=True))
+torch.manual_seed(rank)
+for _ in range(3):
+    x = torch.randn(6, 8)
+    for m in (fast, twin):
+        m.zero_grad()
+        m(x).square().mean().backward()
+    for p, q in zip(fast.parameters(), twin.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+print("same")
+dist.destroy_process_group()
+"""
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "meeting")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        out, problem = process.communicate(timeout=240)
+        assert process.returncode == 0, problem
+        assert "same" in out

@@ -6,6 +6,7 @@ A repair takes the arguments of one PyTorch kernel and returns its result, or No
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from . import derived, hooks, policies
 from .dispatch import MOST_ENTRIES, Bound
 from .op import EAGER, Op
-from .ops.common import native_wiring
 from .ops.linear import LINEAR
 from .ops.matmul import MATMUL
 
@@ -260,10 +260,17 @@ def _wide(t: Any) -> Any:
     return t.float() if isinstance(t, Tensor) and t.dtype in HALVES else t
 
 
+@lru_cache
+def no_float16() -> bool:
+    """True where PyTorch has no hardware for float16 products on this CPU."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return supported is None or not supported()
+
+
 def _slow(*tensors: Any) -> bool:
     """True for float16 where PyTorch has no hardware for it; its bfloat16 attention and convolutions are as fast as float32."""
     halves = all(t is None or t.dtype == torch.float16 or t.dtype == torch.bool for t in tensors)
-    return halves and native_wiring.half_is_slow()
+    return halves and no_float16()
 
 
 def attention(

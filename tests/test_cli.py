@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import tensorlogic
-from tensorlogic import cli, doctor, doctor_cpu, enabling
+from tensorlogic import cli, doctor, doctor_cpu, enabling, repairs
 from tensorlogic.bench import rows
 from tensorlogic.bench.ceilings import Ceilings
-from tensorlogic.ops.common import native_wiring
 
 PACKAGE = Path(tensorlogic.__file__).parent
 ALONE = """
@@ -200,7 +199,7 @@ def test_doctor_measures_what_pytorch_does_badly(monkeypatch: pytest.MonkeyPatch
     alone, repaired, gain = map(float, times.groups())
     assert gain == pytest.approx(alone / repaired, rel=0.1, abs=0.1)
     assert ("enable()" in product.cost) == (gain >= doctor_cpu.WORTH)
-    if native_wiring.half_is_slow():
+    if repairs.no_float16():
         assert gain > 3
     assert not enabling.enabled()
     tensorlogic.enable()

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic import enabling, hooks, policies, repairs
-from tensorlogic.ops.common import native_wiring
 
 ROOT = Path(__file__).resolve().parent.parent
 HALF = (torch.float16, torch.bfloat16)
@@ -332,7 +331,7 @@ def test_other_dtypes_keep_their_bits_and_their_kernels(served: list[str], enabl
     assert served == []
 
 
-@pytest.mark.skipif(not native_wiring.half_is_slow(), reason="float16 has hardware here")
+@pytest.mark.skipif(not repairs.no_float16(), reason="float16 has hardware here")
 def test_disable_restores_pytorch_bit_for_bit(enabled: None) -> None:
     a, b = r(65, 300), r(300, 64)
     with hooks.suspended():

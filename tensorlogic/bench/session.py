@@ -24,7 +24,7 @@ from .results import Results, Row, load
 
 SAVE_EVERY_S = 5.0
 METHOD = {
-    "inputs": "normally distributed, fixed seeds; two sets that calls walk through (one above 256 MiB); caches warm; weights are parameters",
+    "inputs": "normally distributed, fixed seeds; sets that calls walk through: on a GPU as many, two to eight, as exceed its cache twice, elsewhere two (one above 256 MiB); caches not flushed; weights are parameters",
     "order": "a result is compared with float64 before it is timed; implementations are timed in turn, in shuffled order, in one run",
     "device_us": "cuda: replay of a captured graph of several calls between two events, over their number; elsewhere: a loop between two synchronisations",
     "host_us": "cuda: calls queued without waiting",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from .check import flat_values
 
+LOG = logging.getLogger("tensorlogic")
 FAILURES = (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError)
 
 
@@ -45,10 +47,13 @@ def heal(device: torch.device) -> None:
     """After a failed capture PyTorch's generator believes that one goes on; a capture that ends well tells it otherwise."""
     if device.type != "cuda":
         return
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        torch.zeros(1, device=device)
+    try:
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            torch.zeros(1, device=device)
+    except RuntimeError as problem:  # what failed before is what the caller is told
+        LOG.warning("tensorlogic: a failed capture could not be cleaned up: %s", problem)
 
 
 def warm(fn: Callable[[], Any], device: torch.device, times: int = 2) -> Any:

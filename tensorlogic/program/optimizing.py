@@ -450,7 +450,7 @@ def _timed(
     samples = measure.wall_samples(
         {"before": call(twin), **calls},
         programs[0].device,
-        max(0.2, budget_s / 8) * (1 + len(calls)),
+        max(0.15, budget_s / 16) * (1 + len(calls)),
     )
     best = min(calls, key=samples.median)
     program = programs[int(best.split()[1])]

@@ -5,7 +5,7 @@
     python tools/build_native.py --sanitize   build with AddressSanitizer and UndefinedBehaviorSanitizer into build/ and run
                                               the native tests on that build
 
-The compiler is $CXX, else g++, clang++ or c++. A wheel's build hook calls `build()`.
+The compiler is $CXX, else g++, clang++ or c++. A wheel built afterwards takes the libraries along (tools/wheel_hook.py).
 """
 
 from __future__ import annotations

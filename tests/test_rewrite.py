@@ -38,7 +38,7 @@ def ops(
 ) -> list[str]:
     """The ops that a model's regions become, in its order."""
     with torch.set_grad_enabled(grad):
-        traced = trace(Says(forward, training), args, {}, None)
+        traced = trace(Says(forward, training), args, {})
     if grad:
         constants(traced.graph, set())
     return [r.op for r in rewrite(traced.graph, [r for r in RULES if r.training or not grad])]
@@ -199,7 +199,7 @@ def test_rewritten_graphs_compute_the_same() -> None:
     for forward, args, _ in (*MATCHES.values(), *MISSES.values()):
         model = Says(forward)
         with torch.no_grad():
-            traced = trace(model, args, {}, None)
+            traced = trace(model, args, {})
             rewrite(traced.graph, RULES)
             env: dict[str, Any] = {n: t for n, (_, t) in traced.state.items()}
             env |= dict(zip(traced.inputs, traced.example, strict=True))
@@ -221,4 +221,4 @@ def test_rewritten_graphs_compute_the_same() -> None:
 )
 def test_untraceable_models_say_why(forward: Callable[..., Any], reason: str) -> None:
     with pytest.raises(Untraceable, match=reason):
-        trace(Says(forward), (X,), {}, None)
+        trace(Says(forward), (X,), {})

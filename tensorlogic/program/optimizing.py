@@ -66,7 +66,6 @@ def optimize(
     *,
     training: bool = False,
     budget_s: float | None = None,
-    dynamic: Any = None,
 ) -> nn.Module:
     """The same model, faster where that can be had: rewritten into fused calls, checked, timed and captured; never slower.
 
@@ -76,7 +75,6 @@ def optimize(
             shapes, dtypes and devices that matter. Other inputs are served by the model's own code.
         training: keep gradients. Without it, calls that record gradients are served by the model's own code.
         budget_s: seconds that measuring may take beside tracing (2 by default).
-        dynamic: None, or dynamic_shapes as torch.export.export takes them: one program for all sizes they admit.
 
     Returns:
         A module of the model's own class with the same parameters, buffers and `state_dict`, and a `report` of what was
@@ -99,7 +97,7 @@ def optimize(
     report = Report()
     budget = BUDGET_S if budget_s is None else float(budget_s)
     try:
-        served = _program(model, args, kwargs, training, dynamic, budget, report)
+        served = _program(model, args, kwargs, training, budget, report)
     except Untraceable as problem:
         if problem.__cause__ is not None:  # was it tracing that failed, or the call itself?
             _must_run(model, args, kwargs)
@@ -182,7 +180,6 @@ def _program(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     training: bool,
-    dynamic: Any,
     budget_s: float,
     report: Report,
 ) -> Program | None:
@@ -194,7 +191,7 @@ def _program(
     except Exception as problem:  # a module may hold what cannot be copied
         raise Untraceable(f"the module cannot be copied: {first_line(problem)}") from problem
     with _undisturbed(), torch.inference_mode(False), torch.set_grad_enabled(training):
-        traced = trace(clone, args, kwargs, dynamic)
+        traced = trace(clone, args, kwargs)
         _as_class(clone)
         if training:
             constants(traced.graph, set())

@@ -37,9 +37,7 @@ class Trace:
     example: list[Any] = field(default_factory=list)  # flattened example arguments
 
 
-def trace(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Any
-) -> Trace:
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
     """Trace `model` by torch.export.
 
     Raises:
@@ -48,7 +46,7 @@ def trace(
     before = _plain_state(model)
     with _witness() as seen:
         try:
-            program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=dynamic)
+            program = torch.export.export(model, args, dict(kwargs))
         except Exception as problem:  # tracing runs the user's own code, which may raise anything
             raise Untraceable(f"torch.export: {first_line(problem)}") from problem
     changed = [name for name, value in _plain_state(model).items() if before.get(name) != value]

@@ -15,6 +15,9 @@ extern const Kernels table;
 namespace avx512 {
 extern const Kernels table;
 }
+namespace avx512_bf16 {
+void gemm_or_pairs(const GemmCall&);
+}
 #endif
 
 namespace {
@@ -28,6 +31,17 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+const Kernels& avx512_bf16_table() {
+  static const Kernels table = [] {
+    Kernels t = avx512::table;
+    t.name = "avx512_bf16";
+    t.gemm = avx512_bf16::gemm_or_pairs;
+    return t;
+  }();
+  return table;
+}
 #endif
 
 const Kernels* level(const std::string& name) {
@@ -35,12 +49,13 @@ const Kernels* level(const std::string& name) {
 #if defined(__x86_64__)
   if (name == "avx2" && has_avx2()) return &avx2::table;
   if (name == "avx512" && has_avx512()) return &avx512::table;
+  if (name == "avx512_bf16" && has_avx512_bf16()) return &avx512_bf16_table();
 #endif
   return nullptr;
 }
 
 const Kernels* best() {
-  for (const char* name : {"avx512", "avx2"})
+  for (const char* name : {"avx512_bf16", "avx512", "avx2"})
     if (const Kernels* found = level(name)) return found;
   return &portable::table;
 }
@@ -59,13 +74,11 @@ std::string isa_name() { return kernels().name; }
 std::string isa_features() {
   std::string found = "portable";
 #if defined(__x86_64__)
-#define FEATURE(name) \
-  if (__builtin_cpu_supports(name)) found += "," name;
-  FEATURE("f16c")
-  FEATURE("fma") FEATURE("avx512vnni") FEATURE("avx512bf16")
-#undef FEATURE
-      if (has_avx2()) found += ",avx2";
-  if (has_avx512()) found += ",avx512";
+  for (const char* name : {"avx2", "avx512", "avx512_bf16"})
+    if (level(name)) found += std::string(",") + name;
+  if (__builtin_cpu_supports("avx512vnni")) found += ",vnni";
+  __builtin_cpu_init();
+  if (__builtin_cpu_is("amd")) found += ",amd";
 #elif defined(__aarch64__)
   found += ",neon";
 #endif

@@ -17,6 +17,26 @@ struct f16 {
 struct bf16 {
   uint16_t bits;
 };
+// Runs the statements with T as the element type: the one place where a dtype becomes a type.
+#define DISPATCH(dtype, T, ...) \
+  switch (dtype) {              \
+    case DType::f32: {          \
+      using T = float;          \
+      __VA_ARGS__;              \
+      break;                    \
+    }                           \
+    case DType::f16: {          \
+      using T = f16;            \
+      __VA_ARGS__;              \
+      break;                    \
+    }                           \
+    case DType::bf16: {         \
+      using T = bf16;           \
+      __VA_ARGS__;              \
+      break;                    \
+    }                           \
+  }
+
 constexpr int64_t item_size(DType t) { return t == DType::f32 ? 4 : 2; }
 
 enum class Activation : int32_t { none, relu, gelu, gelu_tanh, silu };
@@ -148,6 +168,21 @@ struct DropoutCall {  // y[i] = uniform(seed, offset, i) >= p ? x[i] * scale : 0
   float p, scale;
 };
 
+// A matrix of any layout: element (i, j) lies at data[i * row + j * col].
+struct Matrix {
+  const void* data;
+  DType dtype;
+  int64_t row, col;
+};
+
+struct GemmCall {  // c = a · b: a [M, K], b [K, N], c [M, N] float32 with `pitch` >= N rounded up to tiles
+  Matrix a, b;
+  int64_t M, N, K;
+  float* c;
+  int64_t pitch;
+  float* scratch;  // gemm_scratch(N) floats; it and c aligned to 64
+};
+
 struct Kernels {
   const char* name;
   int width;  // float32 lanes
@@ -173,6 +208,9 @@ struct Kernels {
   // y[m, j] += sum_k x[m, k] * w[k * N + j], columns begin..end
   void (*axpy_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
                     int64_t begin, int64_t end);
+  void (*gemm)(const GemmCall&);
+  int gemm_columns;  // of a tile
+  int64_t (*gemm_scratch)(int64_t N);
 };
 
 }  // namespace tensorlogic

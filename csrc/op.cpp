@@ -42,14 +42,16 @@ DType dtype_of(int32_t code, const char* op, const char* name) {
 }
 
 Input::Input(AtenTensorHandle h) : handle(h) {
-  int64_t* sizes = nullptr;
+  int64_t *sizes = nullptr, *steps = nullptr;
   const bool known = aoti_torch_get_data_ptr(h, &data) == TORCH_SUCCESS &&
                      aoti_torch_get_sizes(h, &sizes) == TORCH_SUCCESS &&
+                     aoti_torch_get_strides(h, &steps) == TORCH_SUCCESS &&
                      aoti_torch_get_dim(h, &shape.dim) == TORCH_SUCCESS &&
                      aoti_torch_get_numel(h, &numel) == TORCH_SUCCESS &&
                      aoti_torch_get_dtype(h, &code) == TORCH_SUCCESS &&
                      aoti_torch_is_contiguous(h, &contiguous) == TORCH_SUCCESS;
   shape.sizes = sizes;
+  strides = steps;
   contiguous &= known;
 }
 
@@ -57,6 +59,7 @@ Input::Input(Input&& other) noexcept
     : handle(std::exchange(other.handle, nullptr)),
       data(other.data),
       shape(other.shape),
+      strides(other.strides),
       numel(other.numel),
       code(other.code),
       contiguous(other.contiguous) {}

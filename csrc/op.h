@@ -48,6 +48,7 @@ class Input {
   AtenTensorHandle handle;
   void* data = nullptr;
   Shape shape{nullptr, 0};
+  const int64_t* strides = nullptr;
   int64_t numel = 0;
   int32_t code = -1;
   bool contiguous = false;

@@ -39,10 +39,12 @@ KERNEL = (
     "-fno-exceptions",
     "-Wno-maybe-uninitialized",
 )
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
 LEVELS = {
     "portable": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+    "avx512": AVX512,
+    "avx512_bf16": (*AVX512, "-mavx512bf16"),
 }
 SANITIZE = (
     "-fsanitize=address,undefined",

@@ -158,26 +158,6 @@ static void elementwise_of(const ElementwiseCall& call, int64_t begin, int64_t e
 #undef CASE
 }
 
-// Calls f with a value of the element type: the one place where a dtype becomes a type.
-#define DISPATCH(dtype, T, ...) \
-  switch (dtype) {              \
-    case DType::f32: {          \
-      using T = float;          \
-      __VA_ARGS__;              \
-      break;                    \
-    }                           \
-    case DType::f16: {          \
-      using T = f16;            \
-      __VA_ARGS__;              \
-      break;                    \
-    }                           \
-    case DType::bf16: {         \
-      using T = bf16;           \
-      __VA_ARGS__;              \
-      break;                    \
-    }                           \
-  }
-
 static void elementwise(const ElementwiseCall& call, int64_t begin, int64_t end) {
   DISPATCH(call.dtype, T, elementwise_of<T>(call, begin, end))
 }

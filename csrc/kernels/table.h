@@ -5,6 +5,7 @@
 #include "simd/math.h"
 
 #include "kernels/elementwise.h"
+#include "kernels/gemm.h"
 #include "kernels/random.h"
 #include "kernels/lanes.h"
 #include "kernels/reduce.h"
@@ -31,6 +32,9 @@ const Kernels table = {
     reduce_columns,
     dot_rows,
     axpy_rows,
+    gemm_by<BySingles>,
+    NR,
+    gemm_scratch,
 };
 
 }  // namespace tensorlogic::TENSORLOGIC_ISA

@@ -12,6 +12,8 @@ constexpr int W = 8;
 using vf = __m256;
 typedef int32_t vi __attribute__((vector_size(32)));
 
+constexpr int MR = 6;         // rows of a product's tile: with two vectors a row, 12 of 16 registers
+constexpr int64_t KC = 384;  // depth of its panels
 constexpr bool cheap_lookup = false;  // in registers
 constexpr bool bf16_in_pairs = false;
 
@@ -65,6 +67,14 @@ INLINE float sum(vf x) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+
+// a0 b0 a1 b1 ... of the lower halves, and of the upper ones
+INLINE vf interleave_low(vf a, vf b) {
+  return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20);
+}
+INLINE vf interleave_high(vf a, vf b) {
+  return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31);
 }
 
 INLINE vf widen(__m128i h, f16) { return _mm256_cvtph_ps(h); }

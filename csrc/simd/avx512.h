@@ -11,6 +11,8 @@ constexpr int W = 16;
 using vf = __m512;
 typedef int32_t vi __attribute__((vector_size(64)));
 
+constexpr int MR = 14;        // rows of a product's tile: with two vectors a row, 28 of 32 registers
+constexpr int64_t KC = 384;  // depth of its panels
 constexpr bool cheap_lookup = true;  // in registers
 constexpr bool bf16_in_pairs = true;
 
@@ -63,6 +65,15 @@ INLINE void multiply(uint32_t m, vu a, vu& high, vu& low) {
   low = reinterpret_cast<vu>(_mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32)));
 }
 INLINE float sum(vf x) { return _mm512_reduce_add_ps(x); }
+// a0 b0 a1 b1 ... of the lower halves, and of the upper ones
+INLINE vf interleave_low(vf a, vf b) {
+  const __m512i at = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  return _mm512_permutex2var_ps(a, at, b);
+}
+INLINE vf interleave_high(vf a, vf b) {
+  const __m512i at = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  return _mm512_permutex2var_ps(a, at, b);
+}
 
 INLINE vf load(const float* p, All) { return _mm512_loadu_ps(p); }
 INLINE vf load(const float* p, Some s) { return _mm512_maskz_loadu_ps(s.mask(), p); }

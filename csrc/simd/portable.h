@@ -17,6 +17,12 @@ typedef int32_t vi __attribute__((vector_size(16)));
 typedef uint32_t vu __attribute__((vector_size(16)));
 typedef uint16_t vh __attribute__((vector_size(8)));
 
+#if defined(__aarch64__)
+constexpr int MR = 12;  // rows of a product's tile: with two vectors a row, 24 of 32 registers
+#else
+constexpr int MR = 6;  // 12 of 16
+#endif
+constexpr int64_t KC = 384;  // depth of its panels
 constexpr bool cheap_lookup = false;  // in registers
 constexpr bool bf16_in_pairs = false;
 
@@ -77,6 +83,9 @@ INLINE void multiply(uint32_t m, vu a, vu& high, vu& low) {
   low = reinterpret_cast<vu>((even & 0xffffffffu) | (odd << 32));
 }
 INLINE float sum(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+// a0 b0 a1 b1 of the lower halves, and of the upper ones
+INLINE vf interleave_low(vf a, vf b) { return vf{a[0], b[0], a[1], b[1]}; }
+INLINE vf interleave_high(vf a, vf b) { return vf{a[2], b[2], a[3], b[3]}; }
 
 INLINE vf widen(vh h, bf16) { return reinterpret_cast<vf>(__builtin_convertvector(h, vu) << 16); }
 INLINE vh pack(vf v, bf16) {

@@ -1,0 +1,259 @@
+// Products of matrices of any layout: batches, split into blocks that threads take, each finished by
+// the epilogue while it lies in the cache.
+#include <algorithm>
+
+#include <memory>
+#include <vector>
+
+#include "isa.h"
+#include "op.h"
+
+namespace tensorlogic::ops {
+namespace {
+
+constexpr int64_t MOST = 64;               // dimensions
+// A block's sums and its right panels stay in the second-level cache.
+constexpr int64_t ROWS = 512, COLS = 256;
+constexpr int64_t WIDEST = 2048;      // where few rows leave room and a row of b is one run of memory
+constexpr int64_t GRAIN = 160 << 10;  // multiply-adds below which a second thread costs more than it brings
+
+int64_t over(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+// Memory of this thread, kept from call to call.
+float* scratch(int64_t floats) {
+  struct Buffer {
+    std::unique_ptr<float[]> memory;
+    int64_t size = 0;
+  };
+  static thread_local Buffer own;
+  constexpr int64_t LINE = 64 / sizeof(float);
+  if (own.size < floats + LINE) {
+    own.memory.reset(new float[static_cast<size_t>(floats + LINE)]);
+    own.size = floats + LINE;
+  }
+  const uintptr_t at = reinterpret_cast<uintptr_t>(own.memory.get());
+  return reinterpret_cast<float*>((at + 63) / 64 * 64);
+}
+
+struct Product {
+  Matrix a, b;
+  int64_t M, N, K, batch = 1;
+  int64_t dims = 0, sizes[MOST], a_steps[MOST], b_steps[MOST];  // of the batch, in elements
+  Activation activation;
+  DType dtype;
+  const char *bias = nullptr, *residual = nullptr;
+  char *y = nullptr, *pre = nullptr;
+};
+
+// How many rows and columns a block has, so that the blocks occupy the threads evenly and little is packed twice.
+struct Blocks {
+  int64_t rows, cols, down, across;
+  int64_t count() const { return down * across; }
+};
+
+constexpr int64_t ALONG = 2, TURNED = 9;  // cycles to pack a vector of elements; a multiply-add takes one
+
+Blocks split(const Product& p, int64_t unit) {
+  uint32_t threads = 1;
+  torch_get_num_threads(&threads);
+  if (p.batch * p.M * p.N * p.K <= GRAIN) threads = 1;
+  const bool runs = p.b.col == 1;
+  const int64_t widest =
+      runs ? std::clamp(ROWS * COLS / std::min(p.M, ROWS), COLS, WIDEST) : COLS;
+  const int64_t right = runs ? ALONG : TURNED, left = p.a.col == 1 ? ALONG : TURNED;
+  const int64_t narrowest = over(p.N, widest), tallest = over(p.M, ROWS);
+  Blocks best{};
+  int64_t least = 0;
+  auto consider = [&](int64_t down, int64_t across) {
+    Blocks found{over(p.M, down), over(over(p.N, across), unit) * unit, 0, 0};
+    found.down = over(p.M, found.rows);
+    found.across = over(p.N, found.cols);
+    const int64_t turns = over(found.count() * p.batch, threads);
+    const int64_t cost =
+        turns * (found.rows * found.cols + right * found.cols + left * found.rows);
+    if (best.rows && cost >= least) return;
+    best = found;
+    least = cost;
+  };
+  consider(tallest, narrowest);
+  if (threads == 1) return best;
+  for (int64_t across = narrowest; across < narrowest + 8; ++across) {
+    const int64_t share = over(threads, p.batch * across);  // blocks down that occupy all threads
+    for (int64_t down : {tallest, tallest + 1, tallest + 2, share, 2 * share})
+      if (down >= tallest) consider(down, across);
+  }
+  return best;
+}
+
+const char* at(const void* data, DType dtype, int64_t element) {
+  return static_cast<const char*>(data) + element * item_size(dtype);
+}
+
+// One block of one matrix of the batch: rows from i, columns from j.
+void block(const Kernels& k, const Product& p, const Blocks& blocks, int64_t item, int64_t i,
+           int64_t j) {
+  int64_t a = i * p.a.row, b = j * p.b.col;
+  for (int64_t d = p.dims - 1, rest = item; d >= 0; --d) {
+    a += rest % p.sizes[d] * p.a_steps[d];
+    b += rest % p.sizes[d] * p.b_steps[d];
+    rest /= p.sizes[d];
+  }
+  GemmCall call{};
+  call.a = {at(p.a.data, p.a.dtype, a), p.a.dtype, p.a.row, p.a.col};
+  call.b = {at(p.b.data, p.b.dtype, b), p.b.dtype, p.b.row, p.b.col};
+  call.M = std::min(blocks.rows, p.M - i);
+  call.N = std::min(blocks.cols, p.N - j);
+  call.K = p.K;
+  call.pitch = over(call.N, k.gemm_columns) * k.gemm_columns;
+  call.c = scratch(call.M * call.pitch + k.gemm_scratch(call.N));
+  call.scratch = call.c + call.M * call.pitch;
+  k.gemm(call);
+  EpilogueCall end{};
+  end.activation = p.activation;
+  end.acc_dtype = DType::f32;
+  end.dtype = p.dtype;
+  end.cols = call.N;
+  const int64_t size = item_size(p.dtype), first = (item * p.M + i) * p.N + j;
+  end.bias = p.bias ? p.bias + j * size : nullptr;
+  for (int64_t r = 0; r < call.M; ++r) {
+    const int64_t offset = (first + r * p.N) * size;
+    end.acc = call.c + r * call.pitch;
+    end.residual = p.residual ? p.residual + offset : nullptr;
+    end.y = p.y + offset;
+    end.pre = p.pre ? p.pre + offset : nullptr;
+    k.epilogue(end, 0, call.N);
+  }
+}
+
+void run(const Product& p) {
+  if (p.batch * p.M * p.N == 0) return;
+  const Kernels& k = kernels();
+  const Blocks blocks = split(p, k.gemm_columns);
+  parallel(p.batch * blocks.count(), 1, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t item = n / blocks.count(), inside = n % blocks.count();
+      block(k, p, blocks, item, inside % blocks.down * blocks.rows,
+            inside / blocks.down * blocks.cols);
+    }
+  });
+}
+
+struct Result {
+  int64_t sizes[MOST], dim = 0;
+  void add(int64_t size) { sizes[dim++] = size; }
+  Shape shape() const { return {sizes, dim}; }
+};
+
+// The leading dimensions of both operands, broadcast into the batch.
+void batch_of(const Input& a, const Input& b, Product& p) {
+  const int64_t own = std::max<int64_t>(a.shape.dim - 2, 0);
+  const int64_t other = std::max<int64_t>(b.shape.dim - 2, 0);
+  p.dims = std::max(own, other);
+  for (int64_t d = 0; d < p.dims; ++d) {
+    const int64_t i = d - (p.dims - own), j = d - (p.dims - other);
+    const int64_t m = i < 0 ? 1 : a.shape.sizes[i], n = j < 0 ? 1 : b.shape.sizes[j];
+    if (m != n && m != 1 && n != 1)
+      fail("gemm: the leading dimensions of a " + a.shape.text() + " and b " + b.shape.text() +
+           " do not broadcast");
+    p.sizes[d] = m == 1 ? n : m;
+    p.a_steps[d] = m == 1 ? 0 : a.strides[i];
+    p.b_steps[d] = n == 1 ? 0 : b.strides[j];
+    p.batch *= p.sizes[d];
+  }
+}
+
+// A batch over one b is one product of more rows, where the rows of a are evenly spaced.
+void merge_rows(Product& p) {
+  int64_t row = p.M > 1 ? p.a.row : 0, next = p.a.row * p.M;
+  bool begun = p.M > 1;
+  for (int64_t d = p.dims - 1; d >= 0; --d) {
+    if (p.sizes[d] == 1) continue;
+    if (p.b_steps[d] != 0 || (begun && p.a_steps[d] != next)) return;
+    if (!begun) row = p.a_steps[d];
+    begun = true;
+    next = p.a_steps[d] * p.sizes[d];
+  }
+  p.a.row = row;
+  p.M *= p.batch;
+  p.batch = 1;
+  p.dims = 0;
+}
+
+Product product_of(const Input& a, const Input& b, bool transposed, const Maybe& bias,
+                   const Maybe& residual, int64_t activation, int32_t code, Result& out) {
+  const char* op = "gemm";
+  if (a.shape.dim < 1 || b.shape.dim < 1 || a.shape.dim > MOST || b.shape.dim > MOST)
+    fail("gemm: a " + a.shape.text() + " and b " + b.shape.text() + " need 1 to 64 dimensions");
+  Product p{};
+  p.batch = 1;
+  p.dtype = dtype_of(code, op, "dtype");
+  auto last = [](const Input& x, int64_t n) { return x.shape.dim - n; };
+  const bool vector = b.shape.dim == 1;
+  const int64_t inner = vector ? 0 : last(b, transposed ? 1 : 2), columns = last(b, transposed ? 2 : 1);
+  p.a = {a.data, a.dtype(op, "a"), a.shape.dim > 1 ? a.strides[last(a, 2)] : 0, a.strides[last(a, 1)]};
+  p.b = {b.data, b.dtype(op, "b"), b.strides[inner], vector ? 1 : b.strides[columns]};
+  p.M = a.shape.dim > 1 ? a.shape.sizes[last(a, 2)] : 1;
+  p.K = a.cols();
+  p.N = vector ? 1 : b.shape.sizes[columns];
+  if (b.shape.sizes[inner] != p.K)
+    fail("gemm: a " + a.shape.text() + " does not fit b " + b.shape.text());
+  batch_of(a, b, p);
+  for (int64_t d = 0; d < p.dims; ++d) out.add(p.sizes[d]);
+  if (a.shape.dim > 1) out.add(p.M);
+  if (!vector) out.add(p.N);
+  merge_rows(p);
+  if (activation < 0 || activation > static_cast<int64_t>(Activation::silu))
+    fail("gemm: unknown activation");
+  p.activation = static_cast<Activation>(activation);
+  if (bias) {
+    bias->check(op, "bias", code);
+    if (bias->numel != p.N)
+      fail("gemm: bias must have " + std::to_string(p.N) + " elements, got " + bias->shape.text());
+    p.bias = static_cast<const char*>(bias->data);
+  }
+  if (residual) {
+    residual->check(op, "residual", code);
+    if (residual->numel != out.shape().numel())
+      fail("gemm: residual must have the shape of the output, got " + residual->shape.text());
+    p.residual = static_cast<const char*>(residual->data);
+  }
+  return p;
+}
+
+Output gemm(const Input& a, const Input& b, bool transposed, const Maybe& bias,
+            const Maybe& residual, int64_t activation, int32_t code) {
+  Result shape;
+  Product p = product_of(a, b, transposed, bias, residual, activation, code, shape);
+  Output y = make(p.dtype, shape.shape());
+  p.y = static_cast<char*>(y.data);
+  run(p);
+  return y;
+}
+
+std::tuple<Output, Output> gemm_pre(const Input& a, const Input& b, bool transposed,
+                                    const Maybe& bias, const Maybe& residual, int64_t activation,
+                                    int32_t code) {
+  Result shape;
+  Product p = product_of(a, b, transposed, bias, residual, activation, code, shape);
+  Output y = make(p.dtype, shape.shape()), pre = make(p.dtype, shape.shape());
+  p.y = static_cast<char*>(y.data);
+  p.pre = static_cast<char*>(pre.data);
+  run(p);
+  return {std::move(y), std::move(pre)};
+}
+
+}  // namespace
+}  // namespace tensorlogic::ops
+
+STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
+  const std::string arguments =
+      "(Tensor a, Tensor b, bool transposed, Tensor? bias, Tensor? residual, int activation, "
+      "ScalarType dtype) -> ";
+  m.def(("gemm" + arguments + "Tensor").c_str());
+  m.def(("gemm_pre" + arguments + "(Tensor, Tensor)").c_str());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {
+  m.impl("gemm", BOXED(tensorlogic::ops::gemm));
+  m.impl("gemm_pre", BOXED(tensorlogic::ops::gemm_pre));
+}

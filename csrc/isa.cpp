@@ -2,6 +2,9 @@
 
 #include <atomic>
 #include <stdexcept>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace tensorlogic {
 
@@ -31,6 +34,11 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
+int family() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  __get_cpuid(1, &a, &b, &c, &d);
+  return static_cast<int>((a >> 8 & 15) + (a >> 20 & 255));
+}
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
 const Kernels& avx512_bf16_table() {
@@ -38,6 +46,7 @@ const Kernels& avx512_bf16_table() {
     Kernels t = avx512::table;
     t.name = "avx512_bf16";
     t.gemm = avx512_bf16::gemm_or_pairs;
+    t.gemm_pairs = true;
     return t;
   }();
   return table;
@@ -77,8 +86,7 @@ std::string isa_features() {
   for (const char* name : {"avx2", "avx512", "avx512_bf16"})
     if (level(name)) found += std::string(",") + name;
   if (__builtin_cpu_supports("avx512vnni")) found += ",vnni";
-  __builtin_cpu_init();
-  if (__builtin_cpu_is("amd")) found += ",amd";
+  if (__builtin_cpu_is("amd")) found += family() >= 26 ? ",amd,zen5" : ",amd";
 #elif defined(__aarch64__)
   found += ",neon";
 #endif

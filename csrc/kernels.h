@@ -178,9 +178,10 @@ struct Matrix {
 struct GemmCall {  // c = a · b: a [M, K], b [K, N], c [M, N] float32 with `pitch` >= N rounded up to tiles
   Matrix a, b;
   int64_t M, N, K;
+  int64_t depth;  // of the panels: 1 to gemm_depth units
   float* c;
   int64_t pitch;
-  float* scratch;  // gemm_scratch(N) floats; it and c aligned to 64
+  float* scratch;  // gemm_scratch(N, depth) floats; it and c aligned to 64
 };
 
 struct Kernels {
@@ -202,15 +203,17 @@ struct Kernels {
   // acc[j] (op)= x[i * stride + j] for i < n, j < cols; acc holds sums, or running extremes.
   void (*reduce_columns)(Reduction, DType, const void* x, float* acc, int64_t n, int64_t cols,
                          int64_t stride);
-  // y[r] = sum_k w[r * K + k] * x[k], rows begin..end of w
+  // y[m, n] = sum_k x[m, k] w[n * step + k]; x [M, K], y [M, N]
   void (*dot_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
-                   int64_t begin, int64_t end);
-  // y[m, j] += sum_k x[m, k] * w[k * N + j], columns begin..end
+                   int64_t step);
+  // y[m, n] += sum_k x[m, k] w[k * step + n]
   void (*axpy_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
-                    int64_t begin, int64_t end);
+                    int64_t step);
   void (*gemm)(const GemmCall&);
   int gemm_columns;  // of a tile
-  int64_t (*gemm_scratch)(int64_t N);
+  int64_t gemm_depth;
+  int64_t (*gemm_scratch)(int64_t N, int64_t depth);
+  bool gemm_pairs;  // two bfloat16 products cost one of float32
 };
 
 }  // namespace tensorlogic

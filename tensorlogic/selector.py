@@ -17,7 +17,7 @@ from .plans import Key, Plan, PlanView
 from .policies import Policy
 
 LOG = logging.getLogger("tensorlogic")
-CLEAR_WIN = 0.8  # a guess must promise this much before it replaces eager unmeasured
+CLEAR_WIN = 0.95  # a guess must promise this much before it replaces eager unmeasured
 _SAID: set[tuple[str, str]] = set()
 
 

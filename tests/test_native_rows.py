@@ -1,4 +1,4 @@
-"""The native kernels over rows, their reductions and skinny products against float64, each instruction set in turn."""
+"""The native kernels over rows and their reductions against float64, each instruction set in turn."""
 
 from __future__ import annotations
 
@@ -191,45 +191,3 @@ def test_reduction_does_not_depend_on_threads(ops: Any) -> None:
     one = [ops.sum(x, 0, 2), ops.sum(x, 1, 2), ops.sum(x, 0, 1)]
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(many, one, strict=True))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6])
-def test_skinny_products(ops: Any, dtype: torch.dtype, rows: int) -> None:
-    for k, n in ((1, 1), (7, 5), (129, 67), (1000, 515)):
-        x, w = torch.randn(rows, k).to(dtype), (torch.randn(n, k) * k**-0.5).to(dtype)
-        bias, residual = torch.randn(n).to(dtype), torch.randn(rows, n).to(dtype)
-        exact = x.double() @ w.double().t()
-        close(ops.linear_skinny(x, w), exact, dtype, 32 if dtype == torch.float32 else 3)
-        close(
-            ops.matmul_skinny(x, w.t().contiguous()),
-            exact,
-            dtype,
-            32 if dtype == torch.float32 else 3,
-        )
-        fused = torch.relu(exact + bias.double() + residual.double())
-        close(
-            ops.linear_skinny(x, w, bias, residual, native.ACTIVATIONS["relu"]),
-            fused,
-            dtype,
-            32 if dtype == torch.float32 else 3,
-        )
-        close(
-            ops.matmul_skinny(x, w.t().contiguous(), bias, residual, native.ACTIVATIONS["relu"]),
-            fused,
-            dtype,
-            32 if dtype == torch.float32 else 3,
-        )
-    vector = torch.randn(129).to(dtype)
-    matrix = torch.randn(67, 129).to(dtype)
-    assert ops.linear_skinny(vector, matrix).shape == (67,)
-
-
-def test_float16_products_do_not_overflow_inside(ops: Any) -> None:
-    x, w = (
-        torch.full((1, 64), 300.0, dtype=torch.float16),
-        torch.full((2, 64), 300.0, dtype=torch.float16),
-    )
-    w[:, 32:] = -300.0
-    assert ops.linear_skinny(x, w).tolist() == [[0.0, 0.0]]
-    assert ops.matmul_skinny(x, w.t().contiguous()).tolist() == [[0.0, 0.0]]

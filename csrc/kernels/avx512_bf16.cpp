@@ -11,6 +11,7 @@ using namespace avx512;
 }
 }  // namespace tensorlogic
 
+#include "kernels/lanes.h"
 #include "kernels/gemm.h"
 
 namespace tensorlogic::avx512_bf16 {
@@ -43,8 +44,9 @@ struct PairsAcross {
   INLINE_MEMBER vf along_row(int64_t i, int64_t j, Lanes lanes) const {
     return pairs(at(i, j), lanes);
   }
-  INLINE_MEMBER vf along_column(int64_t i, int64_t j) const {
-    return interleave(halves(at(i, j), All{}), halves(at(i, j) + sj, All{}));
+  template <class Lanes>
+  INLINE_MEMBER vf along_column(int64_t i, int64_t j, Lanes lanes) const {
+    return interleave(halves(at(i, j), lanes), halves(at(i, j) + sj, lanes));
   }
   INLINE_MEMBER float unit(int64_t i, int64_t j) const { return pair(*at(i, j), at(i, j)[sj]); }
 };
@@ -60,7 +62,10 @@ struct PairsDown {
   INLINE_MEMBER vf along_row(int64_t i, int64_t j, Lanes lanes) const {
     return interleave(halves(at(i, j), lanes), halves(at(i, j) + si, lanes));
   }
-  INLINE_MEMBER vf along_column(int64_t i, int64_t j) const { return pairs(at(i, j), All{}); }
+  template <class Lanes>
+  INLINE_MEMBER vf along_column(int64_t i, int64_t j, Lanes lanes) const {
+    return pairs(at(i, j), lanes);
+  }
   INLINE_MEMBER float unit(int64_t i, int64_t j) const { return pair(*at(i, j), at(i, j)[si]); }
 };
 
@@ -74,7 +79,7 @@ struct ByPairs {
                                       int64_t depth, float* dst) {
     const bf16* p = static_cast<const bf16*>(m.data) + i * m.row + k * m.col;
     const int64_t whole = depth / 2;
-    pack_panel(PairsAcross{p, m.row, m.col}, rows, whole, whole, dst, PITCH);
+    pack_panel(PairsAcross{p, m.row, m.col}, rows, whole, dst, PITCH);
     if (depth % 2)
       for (int64_t r = 0; r < rows; ++r)
         dst[r * PITCH + whole] = pair(p[r * m.row + (depth - 1) * m.col], bf16{0});
@@ -83,7 +88,7 @@ struct ByPairs {
                                        int64_t cols, float* dst) {
     const bf16* p = static_cast<const bf16*>(m.data) + k * m.row + j * m.col;
     const int64_t whole = depth / 2;
-    pack_panel(PairsDown{p, m.row, m.col}, whole, cols, NR, dst, NR);
+    pack_panel(PairsDown{p, m.row, m.col}, whole, cols, dst, NR);
     if (depth % 2)
       for (int64_t n = 0; n < NR; ++n)
         dst[whole * NR + n] =

@@ -22,7 +22,10 @@ struct Singles {
   INLINE_MEMBER vf along_row(int64_t i, int64_t j, Lanes lanes) const {
     return load(p + i * si + j, lanes);
   }
-  INLINE_MEMBER vf along_column(int64_t i, int64_t j) const { return load(p + i + j * sj, All{}); }
+  template <class Lanes>
+  INLINE_MEMBER vf along_column(int64_t i, int64_t j, Lanes lanes) const {
+    return load(p + i + j * sj, lanes);
+  }
   INLINE_MEMBER float unit(int64_t i, int64_t j) const {
     if constexpr (sizeof(T) == sizeof(float))
       return p[i * si + j * sj];
@@ -31,12 +34,14 @@ struct Singles {
   }
 };
 
-// dst[n * pitch + m] = unit (i + n, j + m), n < W, m < W: a square turned in registers.
-template <class S>
-INLINE void turn_square(const S& s, int64_t i, int64_t j, float* dst, int64_t pitch) {
+// dst[n * pitch + m] = unit (i + n, j + m) for n < rows, m < cols, both at most W: a square turned in
+// registers; the rest of each row of W becomes 0.
+template <class S, class Lanes>
+INLINE void turn_square(const S& s, int64_t i, int64_t j, Lanes lanes, int64_t rows, int64_t cols,
+                        float* dst, int64_t pitch) {
   vf r[W], t[W];
 #pragma GCC unroll 16
-  for (int m = 0; m < W; ++m) r[m] = s.along_column(i, j + m);
+  for (int m = 0; m < W; ++m) r[m] = m < cols ? s.along_column(i, j + m, lanes) : set1(0.0f);
 #pragma GCC unroll 4
   for (int round = 1; round < W; round *= 2) {
 #pragma GCC unroll 8
@@ -48,14 +53,13 @@ INLINE void turn_square(const S& s, int64_t i, int64_t j, float* dst, int64_t pi
     for (int m = 0; m < W; ++m) r[m] = t[m];
   }
 #pragma GCC unroll 16
-  for (int n = 0; n < W; ++n) store(dst + n * pitch, r[n], All{});
+  for (int n = 0; n < W; ++n)
+    if (n < rows) store(dst + n * pitch, r[n], All{});
 }
 
-// dst[i * pitch + j] = unit (i, j) for i < rows, j < cols; columns up to `padded` become 0.
+// dst[i * pitch + j] = unit (i, j) for i < rows, j < cols; columns up to the next multiple of W become 0.
 template <class S>
-static void pack_panel(const S s, int64_t rows, int64_t cols, int64_t padded, float* dst,
-                       int64_t pitch) {
-  int64_t whole = 0;
+static void pack_panel(const S s, int64_t rows, int64_t cols, float* dst, int64_t pitch) {
   if (s.across()) {
     for (int64_t i = 0; i < rows; ++i) {
       float* to = dst + i * pitch;
@@ -63,22 +67,28 @@ static void pack_panel(const S s, int64_t rows, int64_t cols, int64_t padded, fl
       for (; j + W <= cols; j += W) store(to + j, s.along_row(i, j, All{}), All{});
       if (j < cols) {
         Some lanes{cols - j};
-        store(to + j, s.along_row(i, j, lanes), lanes);
+        store(to + j, keep(s.along_row(i, j, lanes), set1(0.0f), lanes), All{});
       }
     }
-    whole = cols;
   } else if (s.down()) {
-    whole = cols / W * W;
-    for (int64_t j = 0; j < whole; j += W) {
+    for (int64_t j = 0; j < cols; j += W) {
+      const int64_t n = least(cols - j, W);
       int64_t i = 0;
-      for (; i + W <= rows; i += W) turn_square(s, i, j, dst + i * pitch + j, pitch);
-      for (; i < rows; ++i)
-        for (int64_t m = j; m < j + W; ++m) dst[i * pitch + m] = s.unit(i, m);
+      for (; i + W <= rows && n == W; i += W)
+        turn_square(s, i, j, All{}, W, W, dst + i * pitch + j, pitch);
+      for (; i < rows; i += W) {
+        const int64_t m = least(rows - i, W);
+        float* to = dst + i * pitch + j;
+        if (m == W)
+          turn_square(s, i, j, All{}, W, n, to, pitch);
+        else
+          turn_square(s, i, j, Some{m}, m, n, to, pitch);
+      }
     }
-  }
-  for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t j = whole; j < cols; ++j) dst[i * pitch + j] = s.unit(i, j);
-    for (int64_t j = cols; j < padded; ++j) dst[i * pitch + j] = 0.0f;
+  } else {
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < (cols + W - 1) / W * W; ++j)
+        dst[i * pitch + j] = j < cols ? s.unit(i, j) : 0.0f;
   }
 }
 
@@ -88,19 +98,19 @@ struct BySingles {
   INLINE_MEMBER static vf accumulate(vf left, vf right, vf acc) { return fma(left, right, acc); }
   INLINE_MEMBER static void pack_left(const Matrix& m, int64_t i, int64_t k, int64_t rows,
                                       int64_t depth, float* dst) {
-    pack(m, i, k, rows, depth, depth, dst, PITCH);
+    pack(m, i, k, rows, depth, dst, PITCH);
   }
   INLINE_MEMBER static void pack_right(const Matrix& m, int64_t k, int64_t j, int64_t depth,
                                        int64_t cols, float* dst) {
-    pack(m, k, j, depth, cols, NR, dst, NR);
+    pack(m, k, j, depth, cols, dst, NR);
   }
 
  private:
   INLINE_MEMBER static void pack(const Matrix& m, int64_t i, int64_t j, int64_t rows, int64_t cols,
-                                 int64_t padded, float* dst, int64_t pitch) {
+                                 float* dst, int64_t pitch) {
     DISPATCH(m.dtype, T, {
       const T* p = static_cast<const T*>(m.data) + i * m.row + j * m.col;
-      pack_panel(Singles<T>{p, m.row, m.col}, rows, cols, padded, dst, pitch);
+      pack_panel(Singles<T>{p, m.row, m.col}, rows, cols, dst, pitch);
     })
   }
 };
@@ -140,10 +150,8 @@ INLINE Tile tile_of(int64_t rows, std::integer_sequence<int, R...>) {
   return tiles[rows - 1];
 }
 
-// The right panels of a block are as deep as one of eight tiles' width may be.
-[[maybe_unused]] static int64_t gemm_scratch(int64_t N) {
-  const int64_t width = (N + NR - 1) / NR * NR;
-  return MR * PITCH + KC * least(width, 8 * NR);
+[[maybe_unused]] static int64_t gemm_scratch(int64_t N, int64_t depth) {
+  return MR * PITCH + depth * ((N + NR - 1) / NR * NR);
 }
 
 template <class Units>
@@ -152,7 +160,7 @@ static void gemm_by(const GemmCall& g) {
   constexpr auto all = std::make_integer_sequence<int, MR>{};
   float *left = g.scratch, *right = left + MR * PITCH;
   const int64_t panels = (g.M + MR - 1) / MR, rows = (g.M + panels - 1) / panels;
-  const int64_t most = least(KC, KC * 8 * NR / ((g.N + NR - 1) / NR * NR)) * E;
+  const int64_t most = g.depth * E;
   for (int64_t k = 0; k == 0 || k < g.K; k += most) {
     const int64_t depth = least(g.K - k, most), units = (depth + E - 1) / E;
     // Where rows are contiguous, a few of them for all panels: each page of memory is visited once.

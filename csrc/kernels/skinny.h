@@ -5,7 +5,7 @@
 namespace tensorlogic::TENSORLOGIC_ISA {
 
 template <int R, int M, class T>
-INLINE void dot_block(const T* w, const float* x, float* y, int64_t K, int64_t N) {
+INLINE void dot_block(const T* w, const float* x, float* y, int64_t K, int64_t N, int64_t step) {
   vf acc[R][M];
   for (int r = 0; r < R; ++r)
     for (int m = 0; m < M; ++m) acc[r][m] = set1(0);
@@ -16,7 +16,7 @@ INLINE void dot_block(const T* w, const float* x, float* y, int64_t K, int64_t N
     for (int m = 0; m < M; ++m) xs[m] = load(x + m * K + i, All{});
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      vf v = load(w + r * K + i, All{});
+      vf v = load(w + r * step + i, All{});
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) acc[r][m] = fma(v, xs[m], acc[r][m]);
     }
@@ -25,33 +25,32 @@ INLINE void dot_block(const T* w, const float* x, float* y, int64_t K, int64_t N
     Some lanes{K - i};
     for (int r = 0; r < R; ++r)
       for (int m = 0; m < M; ++m)
-        acc[r][m] = fma(load(w + r * K + i, lanes), load(x + m * K + i, lanes), acc[r][m]);
+        acc[r][m] = fma(load(w + r * step + i, lanes), load(x + m * K + i, lanes), acc[r][m]);
   }
   for (int r = 0; r < R; ++r)
     for (int m = 0; m < M; ++m) y[m * N + r] = sum(acc[r][m]);
 }
 
 template <int M, class T>
-static void dot_some(const T* w, const float* x, float* y, int64_t K, int64_t N, int64_t begin,
-                     int64_t end) {
-  int64_t r = begin;
-  for (; r + 4 <= end; r += 4) dot_block<4, M>(w + r * K, x, y + r, K, N);
-  for (; r < end; ++r) dot_block<1, M>(w + r * K, x, y + r, K, N);
+static void dot_some(const T* w, const float* x, float* y, int64_t K, int64_t N, int64_t step) {
+  int64_t r = 0;
+  for (; r + 4 <= N; r += 4) dot_block<4, M>(w + r * step, x, y + r, K, N, step);
+  for (; r < N; ++r) dot_block<1, M>(w + r * step, x, y + r, K, N, step);
 }
 
-// y[m, r] = sum_k w[r, k] x[m, k] for the rows begin..end of w [N, K]
+// y[m, r] = sum_k w[r, k] x[m, k] for w [N, K], its rows `step` elements apart
 static void dot_rows(DType dtype, const void* w, const float* x, float* y, int64_t K, int64_t M,
-                     int64_t N, int64_t begin, int64_t end) {
+                     int64_t N, int64_t step) {
   DISPATCH(dtype, T, {
     const T* p = static_cast<const T*>(w);
     for (int64_t m = 0; m < M; m += 4) {
       const float* xm = x + m * K;
       float* ym = y + m * N;
       switch (M - m) {
-        case 1: dot_some<1>(p, xm, ym, K, N, begin, end); break;
-        case 2: dot_some<2>(p, xm, ym, K, N, begin, end); break;
-        case 3: dot_some<3>(p, xm, ym, K, N, begin, end); break;
-        default: dot_some<4>(p, xm, ym, K, N, begin, end); break;
+        case 1: dot_some<1>(p, xm, ym, K, N, step); break;
+        case 2: dot_some<2>(p, xm, ym, K, N, step); break;
+        case 3: dot_some<3>(p, xm, ym, K, N, step); break;
+        default: dot_some<4>(p, xm, ym, K, N, step); break;
       }
     }
   })
@@ -59,10 +58,10 @@ static void dot_rows(DType dtype, const void* w, const float* x, float* y, int64
 
 template <int R, class T, class Lanes>
 INLINE void axpy_column(const T* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
-                        Lanes lanes) {
+                        int64_t step, Lanes lanes) {
   vf v[R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) v[r] = load(w + r * N, lanes);
+  for (int r = 0; r < R; ++r) v[r] = load(w + r * step, lanes);
   for (int64_t m = 0; m < M; ++m) {
     vf a = load(y + m * N, lanes), b = set1(0);
 #pragma GCC unroll 8
@@ -76,21 +75,20 @@ INLINE void axpy_column(const T* w, const float* x, float* y, int64_t K, int64_t
 
 template <int R, class T>
 static void axpy_some(const T* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
-                      int64_t cols) {
+                      int64_t step) {
   int64_t j = 0;
-  for (; j + W <= cols; j += W) axpy_column<R>(w + j, x, y + j, K, M, N, All{});
-  if (j < cols) axpy_column<R>(w + j, x, y + j, K, M, N, Some{cols - j});
+  for (; j + W <= N; j += W) axpy_column<R>(w + j, x, y + j, K, M, N, step, All{});
+  if (j < N) axpy_column<R>(w + j, x, y + j, K, M, N, step, Some{N - j});
 }
 
-// y[m, j] += sum_k x[m, k] w[k, j] for the columns begin..end of w [K, N], eight rows of w at a
-// time
+// y[m, j] += sum_k x[m, k] w[k, j] for w [K, N], its rows `step` elements apart, eight at a time
 static void axpy_rows(DType dtype, const void* w, const float* x, float* y, int64_t K, int64_t M,
-                      int64_t N, int64_t begin, int64_t end) {
+                      int64_t N, int64_t step) {
   DISPATCH(dtype, T, {
-    const T* p = static_cast<const T*>(w) + begin;
+    const T* p = static_cast<const T*>(w);
     int64_t k = 0;
-    for (; k + 8 <= K; k += 8) axpy_some<8>(p + k * N, x + k, y + begin, K, M, N, end - begin);
-    for (; k < K; ++k) axpy_some<1>(p + k * N, x + k, y + begin, K, M, N, end - begin);
+    for (; k + 8 <= K; k += 8) axpy_some<8>(p + k * step, x + k, y, K, M, N, step);
+    for (; k < K; ++k) axpy_some<1>(p + k * step, x + k, y, K, M, N, step);
   })
 }
 

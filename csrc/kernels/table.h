@@ -5,9 +5,9 @@
 #include "simd/math.h"
 
 #include "kernels/elementwise.h"
-#include "kernels/gemm.h"
 #include "kernels/random.h"
 #include "kernels/lanes.h"
+#include "kernels/gemm.h"
 #include "kernels/reduce.h"
 #include "kernels/rows.h"
 #include "kernels/skinny.h"
@@ -34,7 +34,9 @@ const Kernels table = {
     axpy_rows,
     gemm_by<BySingles>,
     NR,
+    KC,
     gemm_scratch,
+    false,
 };
 
 }  // namespace tensorlogic::TENSORLOGIC_ISA

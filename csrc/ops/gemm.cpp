@@ -47,13 +47,15 @@ struct Product {
 
 // How many rows and columns a block has, so that the blocks occupy the threads evenly and little is packed twice.
 struct Blocks {
-  int64_t rows, cols, down, across;
+  int64_t rows, cols, down, across, depth;
   int64_t count() const { return down * across; }
 };
 
 constexpr int64_t ALONG = 2, TURNED = 9;  // cycles to pack a vector of elements; a multiply-add takes one
 
-Blocks split(const Product& p, int64_t unit) {
+// The depth of the panels, and so the order of the sums, does not depend on the number of threads.
+Blocks split(const Kernels& k, const Product& p) {
+  const int64_t unit = k.gemm_columns;
   uint32_t threads = 1;
   torch_get_num_threads(&threads);
   if (p.batch * p.M * p.N * p.K <= GRAIN) threads = 1;
@@ -61,11 +63,12 @@ Blocks split(const Product& p, int64_t unit) {
   const int64_t widest =
       runs ? std::clamp(ROWS * COLS / std::min(p.M, ROWS), COLS, WIDEST) : COLS;
   const int64_t right = runs ? ALONG : TURNED, left = p.a.col == 1 ? ALONG : TURNED;
+  const int64_t depth = k.gemm_depth * COLS / widest;
   const int64_t narrowest = over(p.N, widest), tallest = over(p.M, ROWS);
   Blocks best{};
   int64_t least = 0;
   auto consider = [&](int64_t down, int64_t across) {
-    Blocks found{over(p.M, down), over(over(p.N, across), unit) * unit, 0, 0};
+    Blocks found{over(p.M, down), over(over(p.N, across), unit) * unit, 0, 0, depth};
     found.down = over(p.M, found.rows);
     found.across = over(p.N, found.cols);
     const int64_t turns = over(found.count() * p.batch, threads);
@@ -89,46 +92,54 @@ const char* at(const void* data, DType dtype, int64_t element) {
   return static_cast<const char*>(data) + element * item_size(dtype);
 }
 
+// Where matrix number `item` of the batch begins.
+int64_t offset_of(const Product& p, const int64_t (&steps)[MOST], int64_t item) {
+  int64_t at = 0;
+  for (int64_t d = p.dims - 1; d >= 0; --d) {
+    at += item % p.sizes[d] * steps[d];
+    item /= p.sizes[d];
+  }
+  return at;
+}
+
+// Columns j to j + n of one row of the output, from their float32 sums.
+void finish(const Kernels& k, const Product& p, const float* acc, int64_t row, int64_t j, int64_t n) {
+  const int64_t size = item_size(p.dtype), offset = (row * p.N + j) * size;
+  EpilogueCall call{};
+  call.activation = p.activation;
+  call.acc_dtype = DType::f32;
+  call.dtype = p.dtype;
+  call.acc = acc;
+  call.bias = p.bias ? p.bias + j * size : nullptr;
+  call.residual = p.residual ? p.residual + offset : nullptr;
+  call.y = p.y + offset;
+  call.pre = p.pre ? p.pre + offset : nullptr;
+  call.cols = n;
+  k.epilogue(call, 0, n);
+}
+
 // One block of one matrix of the batch: rows from i, columns from j.
 void block(const Kernels& k, const Product& p, const Blocks& blocks, int64_t item, int64_t i,
            int64_t j) {
-  int64_t a = i * p.a.row, b = j * p.b.col;
-  for (int64_t d = p.dims - 1, rest = item; d >= 0; --d) {
-    a += rest % p.sizes[d] * p.a_steps[d];
-    b += rest % p.sizes[d] * p.b_steps[d];
-    rest /= p.sizes[d];
-  }
   GemmCall call{};
-  call.a = {at(p.a.data, p.a.dtype, a), p.a.dtype, p.a.row, p.a.col};
-  call.b = {at(p.b.data, p.b.dtype, b), p.b.dtype, p.b.row, p.b.col};
+  call.a = {at(p.a.data, p.a.dtype, offset_of(p, p.a_steps, item) + i * p.a.row), p.a.dtype,
+            p.a.row, p.a.col};
+  call.b = {at(p.b.data, p.b.dtype, offset_of(p, p.b_steps, item) + j * p.b.col), p.b.dtype,
+            p.b.row, p.b.col};
   call.M = std::min(blocks.rows, p.M - i);
   call.N = std::min(blocks.cols, p.N - j);
   call.K = p.K;
+  call.depth = blocks.depth;
   call.pitch = over(call.N, k.gemm_columns) * k.gemm_columns;
-  call.c = scratch(call.M * call.pitch + k.gemm_scratch(call.N));
+  call.c = scratch(call.M * call.pitch + k.gemm_scratch(call.N, call.depth));
   call.scratch = call.c + call.M * call.pitch;
   k.gemm(call);
-  EpilogueCall end{};
-  end.activation = p.activation;
-  end.acc_dtype = DType::f32;
-  end.dtype = p.dtype;
-  end.cols = call.N;
-  const int64_t size = item_size(p.dtype), first = (item * p.M + i) * p.N + j;
-  end.bias = p.bias ? p.bias + j * size : nullptr;
-  for (int64_t r = 0; r < call.M; ++r) {
-    const int64_t offset = (first + r * p.N) * size;
-    end.acc = call.c + r * call.pitch;
-    end.residual = p.residual ? p.residual + offset : nullptr;
-    end.y = p.y + offset;
-    end.pre = p.pre ? p.pre + offset : nullptr;
-    k.epilogue(end, 0, call.N);
-  }
+  for (int64_t r = 0; r < call.M; ++r)
+    finish(k, p, call.c + r * call.pitch, item * p.M + i + r, j, call.N);
 }
 
-void run(const Product& p) {
-  if (p.batch * p.M * p.N == 0) return;
-  const Kernels& k = kernels();
-  const Blocks blocks = split(p, k.gemm_columns);
+void in_blocks(const Kernels& k, const Product& p) {
+  const Blocks blocks = split(k, p);
   parallel(p.batch * blocks.count(), 1, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       const int64_t item = n / blocks.count(), inside = n % blocks.count();
@@ -136,6 +147,63 @@ void run(const Product& p) {
             inside / blocks.down * blocks.cols);
     }
   });
+}
+
+// Up to so many rows, b is read as it lies instead of being packed: each of its elements serves few products.
+int64_t few_rows(const Kernels& k, const Product& p) {
+  const bool pairs = k.gemm_pairs && p.a.dtype == DType::bf16 && p.b.dtype == DType::bf16;
+  if (p.b.row == 1) return pairs ? 5 : 12;  // along K: dot products
+  if (p.b.col == 1) return pairs ? 4 : 6;
+  return 0;
+}
+
+void by_few_rows(const Kernels& k, const Product& p) {
+  const int64_t size = p.M * p.K;
+  std::unique_ptr<float[]> x(new float[static_cast<size_t>(p.batch * size)]);
+  for (int64_t i = 0; i < p.batch * p.M; ++i) {
+    const int64_t from = offset_of(p, p.a_steps, i / p.M) + i % p.M * p.a.row;
+    float* to = x.get() + i * p.K;
+    if (p.a.col == 1)
+      k.convert(p.a.dtype, DType::f32, at(p.a.data, p.a.dtype, from), to, p.K, false);
+    else
+      for (int64_t n = 0; n < p.K; ++n)
+        k.convert(p.a.dtype, DType::f32, at(p.a.data, p.a.dtype, from + n * p.a.col), to + n, 1, false);
+  }
+  const bool dots = p.b.row == 1;
+  const int64_t unit = dots ? 4 : 64, columns = over(p.N, unit) * unit;  // so that no unit spans two items
+  parallel(p.batch * columns, std::max(unit, GRAIN / (p.K + 1)), unit, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t item = begin / columns, j = begin % columns;
+      const int64_t n = std::min(std::min(end - begin, columns - j), p.N - j);
+      const void* w = at(p.b.data, p.b.dtype, offset_of(p, p.b_steps, item) + j * p.b.col);
+      float* acc = scratch(p.M * n);
+      const float* xs = x.get() + item * size;
+      if (dots) {
+        k.dot_rows(p.b.dtype, w, xs, acc, p.K, p.M, n, p.b.col);
+      } else {
+        std::fill(acc, acc + p.M * n, 0.0f);
+        k.axpy_rows(p.b.dtype, w, xs, acc, p.K, p.M, n, p.b.row);
+      }
+      for (int64_t m = 0; m < p.M; ++m) finish(k, p, acc + m * n, item * p.M + m, j, n);
+      begin = std::min(end, (item + 1) * columns);
+    }
+  });
+}
+
+void run(Product& p) {
+  if (p.batch * p.M * p.N == 0) return;
+  const Kernels& k = kernels();
+  if (p.N == 1 && p.M > 1 && !p.bias) {  // a matrix times a vector is a vector times its transpose
+    std::swap(p.M, p.N);
+    std::swap(p.a, p.b);
+    std::swap(p.a_steps, p.b_steps);
+    std::swap(p.a.row, p.a.col);
+    std::swap(p.b.row, p.b.col);
+  }
+  if (p.M <= few_rows(k, p))
+    by_few_rows(k, p);
+  else
+    in_blocks(k, p);
 }
 
 struct Result {
@@ -179,14 +247,13 @@ void merge_rows(Product& p) {
   p.dims = 0;
 }
 
-Product product_of(const Input& a, const Input& b, bool transposed, const Maybe& bias,
-                   const Maybe& residual, int64_t activation, int32_t code, Result& out) {
-  const char* op = "gemm";
+Product product_of(const char* op, const Input& a, const Input& b, bool transposed,
+                   int64_t activation, DType dtype, Result& out) {
   if (a.shape.dim < 1 || b.shape.dim < 1 || a.shape.dim > MOST || b.shape.dim > MOST)
-    fail("gemm: a " + a.shape.text() + " and b " + b.shape.text() + " need 1 to 64 dimensions");
+    fail(std::string(op) + ": a " + a.shape.text() + " and b " + b.shape.text() + " need 1 to 64 dimensions");
   Product p{};
   p.batch = 1;
-  p.dtype = dtype_of(code, op, "dtype");
+  p.dtype = dtype;
   auto last = [](const Input& x, int64_t n) { return x.shape.dim - n; };
   const bool vector = b.shape.dim == 1;
   const int64_t inner = vector ? 0 : last(b, transposed ? 1 : 2), columns = last(b, transposed ? 2 : 1);
@@ -196,45 +263,41 @@ Product product_of(const Input& a, const Input& b, bool transposed, const Maybe&
   p.K = a.cols();
   p.N = vector ? 1 : b.shape.sizes[columns];
   if (b.shape.sizes[inner] != p.K)
-    fail("gemm: a " + a.shape.text() + " does not fit b " + b.shape.text());
+    fail(std::string(op) + ": a " + a.shape.text() + " does not fit b " + b.shape.text());
   batch_of(a, b, p);
   for (int64_t d = 0; d < p.dims; ++d) out.add(p.sizes[d]);
   if (a.shape.dim > 1) out.add(p.M);
   if (!vector) out.add(p.N);
   merge_rows(p);
   if (activation < 0 || activation > static_cast<int64_t>(Activation::silu))
-    fail("gemm: unknown activation");
+    fail(std::string(op) + ": unknown activation");
   p.activation = static_cast<Activation>(activation);
-  if (bias) {
-    bias->check(op, "bias", code);
-    if (bias->numel != p.N)
-      fail("gemm: bias must have " + std::to_string(p.N) + " elements, got " + bias->shape.text());
-    p.bias = static_cast<const char*>(bias->data);
-  }
-  if (residual) {
-    residual->check(op, "residual", code);
-    if (residual->numel != out.shape().numel())
-      fail("gemm: residual must have the shape of the output, got " + residual->shape.text());
-    p.residual = static_cast<const char*>(residual->data);
-  }
   return p;
 }
 
-Output gemm(const Input& a, const Input& b, bool transposed, const Maybe& bias,
-            const Maybe& residual, int64_t activation, int32_t code) {
-  Result shape;
-  Product p = product_of(a, b, transposed, bias, residual, activation, code, shape);
+void attach(const char* op, Product& p, const Result& out, const Maybe& bias, const Maybe& residual) {
+  if (bias) {
+    bias->check(op, "bias", code_of(p.dtype));
+    if (bias->numel != p.N)
+      fail(std::string(op) + ": bias must have " + std::to_string(p.N) + " elements, got " + bias->shape.text());
+    p.bias = static_cast<const char*>(bias->data);
+  }
+  if (residual) {
+    residual->check(op, "residual", code_of(p.dtype));
+    if (residual->numel != out.shape().numel())
+      fail(std::string(op) + ": residual must have the shape of the output, got " + residual->shape.text());
+    p.residual = static_cast<const char*>(residual->data);
+  }
+}
+
+Output result(Product& p, const Result& shape) {
   Output y = make(p.dtype, shape.shape());
   p.y = static_cast<char*>(y.data);
   run(p);
   return y;
 }
 
-std::tuple<Output, Output> gemm_pre(const Input& a, const Input& b, bool transposed,
-                                    const Maybe& bias, const Maybe& residual, int64_t activation,
-                                    int32_t code) {
-  Result shape;
-  Product p = product_of(a, b, transposed, bias, residual, activation, code, shape);
+std::tuple<Output, Output> results(Product& p, const Result& shape) {
   Output y = make(p.dtype, shape.shape()), pre = make(p.dtype, shape.shape());
   p.y = static_cast<char*>(y.data);
   p.pre = static_cast<char*>(pre.data);
@@ -242,18 +305,54 @@ std::tuple<Output, Output> gemm_pre(const Input& a, const Input& b, bool transpo
   return {std::move(y), std::move(pre)};
 }
 
+// Outputs have the right operand's element type: the left one may be wider.
+Output matmul(const Input& a, const Input& b, int64_t activation) {
+  Result shape;
+  Product p = product_of("matmul", a, b, false, activation, b.dtype("matmul", "b"), shape);
+  return result(p, shape);
+}
+std::tuple<Output, Output> matmul_pre(const Input& a, const Input& b, int64_t activation) {
+  Result shape;
+  Product p = product_of("matmul", a, b, false, activation, b.dtype("matmul", "b"), shape);
+  return results(p, shape);
+}
+Output matmul_f32(const Input& a, const Input& b, bool transposed) {
+  Result shape;
+  Product p = product_of("matmul_f32", a, b, transposed, 0, DType::f32, shape);
+  return result(p, shape);
+}
+Output linear(const Input& x, const Input& weight, const Maybe& bias, const Maybe& residual,
+              int64_t activation) {
+  Result shape;
+  const DType dtype = weight.dtype("linear", "weight");
+  Product p = product_of("linear", x, weight, true, activation, dtype, shape);
+  attach("linear", p, shape, bias, residual);
+  return result(p, shape);
+}
+std::tuple<Output, Output> linear_pre(const Input& x, const Input& weight, const Maybe& bias,
+                                      const Maybe& residual, int64_t activation) {
+  Result shape;
+  const DType dtype = weight.dtype("linear", "weight");
+  Product p = product_of("linear", x, weight, true, activation, dtype, shape);
+  attach("linear", p, shape, bias, residual);
+  return results(p, shape);
+}
+
 }  // namespace
 }  // namespace tensorlogic::ops
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
+  m.def("matmul(Tensor a, Tensor b, int activation=0) -> Tensor");
+  m.def("matmul_pre(Tensor a, Tensor b, int activation) -> (Tensor, Tensor)");
+  m.def("matmul_f32(Tensor a, Tensor b, bool transposed=False) -> Tensor");
   const std::string arguments =
-      "(Tensor a, Tensor b, bool transposed, Tensor? bias, Tensor? residual, int activation, "
-      "ScalarType dtype) -> ";
-  m.def(("gemm" + arguments + "Tensor").c_str());
-  m.def(("gemm_pre" + arguments + "(Tensor, Tensor)").c_str());
+      "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, int activation=0) -> ";
+  m.def(("linear" + arguments + "Tensor").c_str());
+  m.def(("linear_pre" + arguments + "(Tensor, Tensor)").c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {
-  m.impl("gemm", BOXED(tensorlogic::ops::gemm));
-  m.impl("gemm_pre", BOXED(tensorlogic::ops::gemm_pre));
+#define IMPL(name) m.impl(#name, BOXED(tensorlogic::ops::name));
+  IMPL(matmul) IMPL(matmul_pre) IMPL(matmul_f32) IMPL(linear) IMPL(linear_pre)
+#undef IMPL
 }

@@ -1,4 +1,4 @@
-// Reductions over a run of neighbouring dimensions, and few rows times a matrix.
+// Reductions over a run of neighbouring dimensions.
 #include <memory>
 #include <vector>
 
@@ -142,75 +142,6 @@ REDUCTION(mean)
 REDUCTION(max)
 REDUCTION(min)
 
-enum class Weight { rows, columns };  // [N, K], as linear has it, or [K, N], as matmul
-
-Output skinny(const char* op, Weight kind, const Input& x, const Input& w, const Maybe& bias,
-              const Maybe& residual, int64_t activation) {
-  const DType dtype = w.dtype(op, "w");
-  x.check(op, "x", w.code);
-  w.check(op, "w");
-  const bool by_rows = kind == Weight::rows;
-  if (w.shape.dim != 2 || x.shape.dim < 1 || x.cols() != w.shape.sizes[by_rows ? 1 : 0] ||
-      x.shape.dim > 64)
-    fail(std::string(op) + ": x " + x.shape.text() + " does not fit w " + w.shape.text());
-  const int64_t K = x.cols(), N = w.shape.sizes[by_rows ? 0 : 1], M = K ? x.numel / K : 0;
-  int64_t sizes[64];
-  for (int64_t d = 0; d + 1 < x.shape.dim; ++d) sizes[d] = x.shape.sizes[d];
-  sizes[x.shape.dim - 1] = N;
-  if (K == 0) fail(std::string(op) + ": the inner dimension must not be empty");
-  if (activation < 0 || activation > static_cast<int64_t>(Activation::silu))
-    fail(std::string(op) + ": unknown activation");
-  if (bias) {
-    bias->check(op, "bias", w.code);
-    if (bias->numel != N)
-      fail(std::string(op) + ": bias must have " + std::to_string(N) + " elements, got " +
-           bias->shape.text());
-  }
-  if (residual) {
-    residual->check(op, "residual", w.code);
-    if (residual->numel != M * N)
-      fail(std::string(op) + ": residual must have the shape of the output, got " +
-           residual->shape.text());
-  }
-  const Kernels& k = kernels();
-  std::unique_ptr<float[]> wide(new float[static_cast<size_t>(M * (K + N))]);
-  float *xs = wide.get(), *acc = xs + M * K;
-  k.convert(dtype, DType::f32, x.data, xs, M * K, false);
-  Output y = make(dtype, {sizes, x.shape.dim});
-  const int64_t least = GRAIN / K;
-  if (by_rows) {
-    parallel(N, least > 4 ? least : 4, 4, [&](int64_t begin, int64_t end) {
-      k.dot_rows(dtype, w.data, xs, acc, K, M, N, begin, end);
-    });
-  } else {
-    parallel(N, least > 64 ? least : 64, 64, [&](int64_t begin, int64_t end) {
-      for (int64_t m = 0; m < M; ++m)
-        for (int64_t j = begin; j < end; ++j) acc[m * N + j] = 0.0f;
-      k.axpy_rows(dtype, w.data, xs, acc, K, M, N, begin, end);
-    });
-  }
-  EpilogueCall call{};
-  call.activation = static_cast<Activation>(activation);
-  call.acc_dtype = DType::f32;
-  call.dtype = dtype;
-  call.acc = acc;
-  call.bias = bias ? bias->data : nullptr;
-  call.residual = residual ? residual->data : nullptr;
-  call.y = y.data;
-  call.cols = N;
-  if (N > 0) k.epilogue(call, 0, M * N);
-  return y;
-}
-
-Output linear_skinny(const Input& x, const Input& w, const Maybe& bias, const Maybe& residual,
-                     int64_t activation) {
-  return skinny("linear_skinny", Weight::rows, x, w, bias, residual, activation);
-}
-Output matmul_skinny(const Input& x, const Input& w, const Maybe& bias, const Maybe& residual,
-                     int64_t activation) {
-  return skinny("matmul_skinny", Weight::columns, x, w, bias, residual, activation);
-}
-
 }  // namespace
 }  // namespace tensorlogic::ops
 
@@ -218,14 +149,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
   for (const char* op : {"sum", "mean", "max", "min"})
     m.def(
         (std::string(op) + "(Tensor x, int begin, int end, bool keepdim=False) -> Tensor").c_str());
-  for (const char* op : {"linear_skinny", "matmul_skinny"})
-    m.def((std::string(op) + "(Tensor x, Tensor w, Tensor? bias=None, Tensor? residual=None, int "
-                             "activation=0) -> Tensor")
-              .c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {
 #define IMPL(name) m.impl(#name, BOXED(tensorlogic::ops::name));
-  IMPL(sum) IMPL(mean) IMPL(max) IMPL(min) IMPL(linear_skinny) IMPL(matmul_skinny)
+  IMPL(sum) IMPL(mean) IMPL(max) IMPL(min)
 #undef IMPL
 }

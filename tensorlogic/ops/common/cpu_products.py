@@ -1,4 +1,4 @@
-"""Products on CPUs in float32 with a native epilogue: what the linear family's cpu.epilogue candidates share."""
+"""Products on CPUs with a native epilogue: what the cpu candidates of the linear family share."""
 
 from __future__ import annotations
 
@@ -14,26 +14,38 @@ from ... import derived, native
 from ...numerics import DTYPES
 from ...op import Candidate, Config, Launcher, Op
 from ...plans import Key
-from . import native_wiring, products, wiring
+from . import cpu_costs, native_wiring, products, wiring
 
 POOLED = 1 << 20  # bytes from which a fresh product comes from the pool
 
+Finished = Callable[[Tensor, Tensor, Any, Any], Any]  # (x, weight, bias, residual) -> y
+
 
 def supports(key: Key, x: str = "x", weight: str = "weight") -> str | None:
-    """None for contiguous x (and residual) and a two-dimensional weight of one dtype."""
-    w = key.spec(weight)
-    assert w is not None
-    if len(w.shape) != 2 or 0 in w.shape:
-        return "weight is empty or not two-dimensional"
-    names = [n for n in (x, "residual", "bias") if n in key.names and key.spec(n) is not None]
-    return native_wiring.contiguous(key, *names) or wiring.one_dtype(key)
+    """None for non-empty operands of one kernel dtype, a two-dimensional weight and a contiguous bias."""
+    w, left = key.spec(weight), key.spec(x)
+    assert w is not None and left is not None
+    if len(w.shape) != 2 or 0 in w.shape or 0 in left.shape:
+        return "an operand is empty or weight is not two-dimensional"
+    return native_wiring.contiguous(key, *_given(key, "bias")) or wiring.one_dtype(key)
 
 
-def configs(key: Key) -> list[Config]:
-    """By PyTorch's own float32 product, or by oneDNN's."""
-    found: list[Config] = [{"product": "torch"}]
-    if products.onednn_available("cpu") is None:
-        found.append({"product": "onednn"})
+def supports_dense(key: Key) -> str | None:
+    """As `supports`, and x is contiguous: a native pass over it precedes the product."""
+    return native_wiring.contiguous(key, "x") or supports(key)
+
+
+def _given(key: Key, *names: str) -> list[str]:
+    return [n for n in names if n in key.names and key.spec(n) is not None]
+
+
+def configs(key: Key, x: str = "x") -> list[Config]:
+    """By our own product, in the operands' own types; or in float32 by PyTorch's, or by oneDNN's."""
+    found: list[Config] = [{"product": "native"}]
+    if native_wiring.contiguous(key, *_given(key, x, "residual")) is None:
+        found.append({"product": "torch"})
+        if products.onednn_available("cpu") is None:
+            found.append({"product": "onednn"})
     return found
 
 
@@ -47,7 +59,7 @@ def weight32(weight: Tensor) -> Tensor:
     if weight.dtype == torch.float32:
         return weight
     if derived.is_constant(weight):
-        return derived.CACHE.get(weight, "f32", lambda w: w.float(), lambda w: w.numel() * 4)
+        return products.wide_weight(weight)
     return (
         widened(weight)
         if weight.is_contiguous()
@@ -57,7 +69,7 @@ def weight32(weight: Tensor) -> Tensor:
     )
 
 
-def product(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
+def _wide_product(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
     """product(x [..., K] f32, weight [N, K] f32) -> [rows, N] f32 that nobody else holds."""
     if config["product"] == "onednn":
         return lambda x, w: products.onednn(x.reshape(-1, x.shape[-1]), w, None, "none")
@@ -73,16 +85,69 @@ def product(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
     return by_torch
 
 
-def half_guess(key: Key, x: str = "x", weight: str = "weight") -> float:
-    """Where halves have no hardware, float32 is many times faster; otherwise it costs twice the bytes."""
-    w, a = key.spec(weight), key.spec(x)
-    assert w is not None and a is not None
-    if a.dtype == "f32":
-        return 1.0
-    work = prod(a.shape) * w.shape[0]
-    if a.dtype == "f16" and native_wiring.half_is_slow():
-        return 0.1 if work > 1 << 15 else 1.0
-    return 1.0
+def finished(
+    key: Key, config: Config, shape: tuple[int, ...], x: str = "x", keep: bool = False
+) -> Finished:
+    """run(x, weight [N, K], bias, residual) -> y of `shape` in the op's dtype, and what the activation saw with `keep`.
+
+    x may be wider than the op's dtype: what precedes the product need not round.
+    """
+    dtype = DTYPES[native_wiring.dtype_of(key, x)]
+    code = native.ACTIVATIONS[dict(key.flags).get("activation")]
+    residual = key.spec("residual") if "residual" in key.names else None
+    if config["product"] == "native":
+        linear = native.op("linear_pre" if keep else "linear")
+        if residual is not None and not wiring.is_contiguous(residual):
+            return lambda x, w, bias, residual: linear(x, w, bias, residual.contiguous(), code)
+        if residual is None and not code:
+            return lambda x, w, bias, residual: linear(x, w, bias)
+        return lambda x, w, bias, residual: linear(x, w, bias, residual, code)
+    return _finished_wide(config, shape, dtype, code, keep)
+
+
+def _finished_wide(
+    config: Config, shape: tuple[int, ...], dtype: torch.dtype, code: int, keep: bool
+) -> Finished:
+    product, n = _wide_product(config), shape[-1]
+    in_place, out_of_place, both = (
+        native.op("epilogue_"),
+        native.op("epilogue"),
+        native.op("epilogue_pre"),
+    )
+
+    def run(x: Tensor, weight: Tensor, bias: Any, residual: Any) -> Any:
+        acc = product(widened(x), weight32(weight))
+        flat = None if residual is None else residual.reshape(-1, n)
+        if keep:
+            y, z = both(acc, bias, flat, code, dtype)
+            return y.view(shape), z.view(shape)
+        if dtype != torch.float32:
+            return out_of_place(acc, bias, flat, code, dtype).view(shape)
+        if bias is not None or residual is not None or code:
+            in_place(acc, bias, flat, code)
+        return acc.view(shape)
+
+    return run
+
+
+def guess(key: Key, x: str = "x", weight: str = "weight", linear: bool = True) -> float:
+    """Our product's time over PyTorch's, with the passes that eager makes over the output one by one."""
+    m, n, k = _mnk(key, x, weight, linear)
+    dtype = native_wiring.dtype_of(key, x)
+    passes = len(_given(key, "residual")) + (dict(key.flags).get("activation", "none") != "none")
+    passes += key.op in ("gelu_linear", "layer_norm_linear", "dropout_linear")
+    eager = cpu_costs.torch_us(m, n, k, dtype, linear) + m * n * passes * cpu_costs.PASS
+    return cpu_costs.native_us(m, n, k, dtype, linear) / eager
+
+
+def _mnk(key: Key, x: str, weight: str, linear: bool) -> tuple[int, int, int]:
+    a, w = key.spec(x), key.spec(weight)
+    assert a is not None and w is not None
+    n = w.shape[-2 if linear else -1] if len(w.shape) > 1 else 1
+    rows = prod(a.shape[:-1])
+    if len(w.shape) > 2:  # a batch of products
+        rows = max(rows, prod(w.shape[:-2]) * (a.shape[-2] if len(a.shape) > 1 else 1))
+    return rows, n, a.shape[-1]
 
 
 def linear_shape(key: Key) -> tuple[int, ...]:
@@ -98,9 +163,10 @@ def add(
     build: Callable[[Key, Config], Launcher],
     module: str,
     supports: Callable[[Key], str | None] = supports,
-    guess: Callable[[Key], float] = half_guess,
+    configs: Callable[[Key], list[Config]] = configs,
+    guess: Callable[[Key], float] = guess,
 ) -> None:
-    """Register a candidate around a float32 product, by PyTorch's or by oneDNN's."""
+    """Register a candidate around a product, by our own kernel, PyTorch's or oneDNN's."""
     op.add(
         Candidate(
             id,
@@ -108,29 +174,13 @@ def add(
             supports=supports,
             configs=configs,
             available=native_wiring.cpu_only,
-            sources=(sys.modules[module], sys.modules[__name__], native_wiring.LIBRARY),
+            sources=(
+                sys.modules[module],
+                sys.modules[__name__],
+                cpu_costs,
+                native_wiring.LIBRARY,
+            ),
             guess=guess,
             trusted=True,
         )
     )
-
-
-def finish(
-    key: Key, outputs: tuple[int, ...], x: str = "x"
-) -> Callable[[Tensor, Any, Any], Tensor]:
-    """epilogue(acc, bias, residual) -> y of the op's shape and dtype: bias, residual, activation in one pass."""
-    dtype = DTYPES[native_wiring.dtype_of(key, x)]
-    code = native.ACTIVATIONS[dict(key.flags).get("activation")]
-    in_place, out_of_place = native.op("epilogue_"), native.op("epilogue")
-    n = outputs[-1]
-
-    def f32(acc: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        if bias is not None or residual is not None or code:
-            in_place(acc, bias, None if residual is None else residual.reshape(-1, n), code)
-        return acc.view(outputs)
-
-    def half(acc: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        flat = None if residual is None else residual.reshape(-1, n)
-        return out_of_place(acc, bias, flat, code, dtype).view(outputs)
-
-    return f32 if dtype == torch.float32 else half

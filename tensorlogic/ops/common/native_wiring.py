@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
 from math import prod
 from typing import Any
-
-import torch
 
 from ... import native
 from ...numerics import DTYPES
@@ -79,13 +76,6 @@ def bytes_of(key: Key, name: str) -> int:
     """Bytes of a named tensor."""
     t = key.spec(name)
     return 0 if t is None else prod(t.shape) * DTYPES[t.dtype].itemsize
-
-
-@lru_cache
-def half_is_slow() -> bool:
-    """True where PyTorch multiplies float16 without hardware for it, through a scalar path."""
-    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
-    return supported is None or not supported()
 
 
 def dtype_of(key: Key, name: str) -> str:

@@ -15,20 +15,21 @@ from . import DROPOUT_LINEAR, DROPOUT_LINEAR_BACKWARD
 
 def supports(key: Key) -> str | None:
     """None for contiguous operands and a seed given as numbers."""
-    return "the seed is a tensor" if key.spec("state") is not None else cpu_products.supports(key)
+    return (
+        "the seed is a tensor"
+        if key.spec("state") is not None
+        else cpu_products.supports_dense(key)
+    )
 
 
 def build(key: Key, config: Config) -> Launcher:
     """The launcher over (x, weight, bias, p, seed, offset, state)."""
     drop, save = native.op("dropout"), key.flag("save")
-    product, finish = (
-        cpu_products.product(config),
-        cpu_products.finish(key, cpu_products.linear_shape(key)),
-    )
+    run = cpu_products.finished(key, config, cpu_products.linear_shape(key))
 
     def launch(x: Any, weight: Any, bias: Any, p: float, seed: int, offset: int, state: Any) -> Any:
         dropped = drop(cpu_products.widened(x), p, seed, offset)
-        y = finish(product(dropped, cpu_products.weight32(weight)), bias, None)
+        y = run(dropped, weight, bias, None)
         return (y, None) if save else (y,)
 
     return launch

@@ -14,21 +14,12 @@ from . import GELU_LINEAR
 def build(key: Key, config: Config) -> Launcher:
     """The launcher over (x, weight, bias)."""
     gelu, tanh = native.op("gelu"), key.flag("approximate") == "tanh"
-    product, finish = (
-        cpu_products.product(config),
-        cpu_products.finish(key, cpu_products.linear_shape(key)),
-    )
+    run = cpu_products.finished(key, config, cpu_products.linear_shape(key))
 
     def launch(x: Any, weight: Any, bias: Any) -> Any:
-        return (
-            finish(
-                product(gelu(cpu_products.widened(x), tanh), cpu_products.weight32(weight)),
-                bias,
-                None,
-            ),
-        )
+        return (run(gelu(cpu_products.widened(x), tanh), weight, bias, None),)
 
     return launch
 
 
-cpu_products.add(GELU_LINEAR, "cpu.fused", build, __name__)
+cpu_products.add(GELU_LINEAR, "cpu.fused", build, __name__, cpu_products.supports_dense)

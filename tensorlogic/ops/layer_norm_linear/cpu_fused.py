@@ -16,16 +16,13 @@ from . import LAYER_NORM_LINEAR
 def build(key: Key, config: Config) -> Launcher:
     """The launcher over (x, gamma, beta, weight, bias)."""
     norm, eps = native.op("layer_norm"), key.flag("eps")
-    product, finish = (
-        cpu_products.product(config),
-        cpu_products.finish(key, cpu_products.linear_shape(key)),
-    )
+    run = cpu_products.finished(key, config, cpu_products.linear_shape(key))
 
     def launch(x: Any, gamma: Any, beta: Any, weight: Any, bias: Any) -> Any:
         normal = norm(x, gamma, beta, eps, torch.float32)[0]
-        return (finish(product(normal, cpu_products.weight32(weight)), bias, None),)
+        return (run(normal, weight, bias, None),)
 
     return launch
 
 
-cpu_products.add(LAYER_NORM_LINEAR, "cpu.fused", build, __name__)
+cpu_products.add(LAYER_NORM_LINEAR, "cpu.fused", build, __name__, cpu_products.supports_dense)

@@ -1,0 +1,186 @@
+"""The native products against float64: every layout, batch, element type and instruction set, few rows and many."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tensorlogic import native
+
+from .test_native import DTYPES, EXACT, INF, LEVELS, NAN, assert_ulps, forced, ulps_of
+
+pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+
+SHAPES = ((1, 1, 1), (3, 5, 7), (13, 31, 16), (14, 32, 385), (33, 47, 129), (65, 129, 400), (1, 300, 500), (5, 70, 33), (200, 1, 70), (150, 520, 40), (7, 9, 0))  # fmt: skip
+BATCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((), ()),
+    ((3,), ()),
+    ((3,), (3,)),
+    ((2, 1), (4,)),
+    ((), (2,)),
+)
+
+
+@pytest.fixture(params=(*LEVELS, "avx512_bf16"))
+def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Each instruction set in turn."""
+    yield from forced(request.param)
+
+
+def stepped(t: Tensor) -> Tensor:
+    """The same values, neighbours in neither dimension."""
+    wide = t.new_full((*t.shape[:-1], t.shape[-1] * 2 + 1), NAN)
+    wide[..., 1::2] = t
+    return wide[..., 1::2]
+
+
+LAYOUTS = (lambda t: t, lambda t: t.mT.contiguous().mT, stepped)
+
+
+def bound(dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
+    """What one rounding of the result and float32 sums may cost, element by element."""
+    ref, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    return torch.finfo(dtype).eps * ref.abs() + 3e-7 * a.shape[-1] ** 0.5 * size + 1e-7
+
+
+def assert_product(y: Tensor, a: Tensor, b: Tensor) -> None:
+    error = (y.double() - a.double() @ b.double()).abs()
+    assert y.shape == error.shape
+    assert bool((error <= bound(y.dtype, a, b)).all()), f"{(error / bound(y.dtype, a, b)).max()}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_layout_and_batch(ops: Any, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    m, n, k = shape
+    for left, right in BATCHES:
+        a, b = torch.randn(*left, m, k).to(dtype), torch.randn(*right, k, n).to(dtype)
+        for lay_a, lay_b in itertools.product(LAYOUTS, LAYOUTS):
+            assert_product(ops.matmul(lay_a(a), lay_b(b)), a, b)
+        if not right:
+            assert_product(ops.linear(a, b.mT.contiguous()), a, b)
+
+
+def test_vectors_are_as_in_torch(ops: Any) -> None:
+    a, b, v, w = torch.randn(9, 33), torch.randn(33, 21), torch.randn(33), torch.randn(21, 33)
+    for left, right in ((v, b), (a, v), (v, v), (a.expand(4, 9, 33), v), (v, b.expand(3, 33, 21))):
+        torch.testing.assert_close(ops.matmul(left, right), left @ right)
+    torch.testing.assert_close(ops.linear(v, w), w @ v)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 40])
+def test_left_operand_may_be_wider(ops: Any, rows: int) -> None:
+    x, w = torch.randn(rows, 77), torch.randn(50, 77).half()
+    y = ops.linear(x, w)
+    assert y.dtype == torch.float16
+    assert_product(y, x, w.t())
+    wide = ops.matmul_f32(w, w, True)
+    assert wide.dtype == torch.float32
+    assert_product(wide, w, w.t())
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_epilogue_follows_in_the_same_call(ops: Any, dtype: torch.dtype, activation: str) -> None:
+    apply = {"none": lambda z: z, "relu": torch.relu, **EXACT}[activation]
+    code = native.ACTIVATIONS[activation]
+    for rows in (1, 3, 50):
+        x, w = torch.randn(rows, 24).to(dtype), torch.randn(45, 24).to(dtype)
+        bias, residual = torch.randn(45).to(dtype), torch.randn(rows, 45).to(dtype)
+        for b, r in ((bias, residual), (bias, None), (None, residual), (None, None)):
+            y, pre = ops.linear_pre(x, w, b, r, code)
+            z = ops.matmul_f32(x, w, True)
+            z = z if b is None else z + b.float()
+            z = z if r is None else z + r.float()
+            torch.testing.assert_close(pre, z.to(dtype), rtol=0, atol=0)
+            assert_ulps(y, apply(z.double()), ulps_of(ops))
+            torch.testing.assert_close(ops.linear(x, w, b, r, code), y, rtol=0, atol=0)
+        y, pre = ops.matmul_pre(x, w.t(), code)
+        torch.testing.assert_close(ops.matmul(x, w.t(), code), y, rtol=0, atol=0)
+        torch.testing.assert_close(ops.matmul(x, w.t()), pre, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_sums_leave_half_precision_range_and_return(ops: Any, rows: int) -> None:
+    x = torch.full((rows, 512), 60000.0).half()
+    w = torch.ones(40, 512).half()
+    w[:, 256:] = -1
+    w[:, 0] = 0
+    for y in (ops.linear(x, w), ops.matmul(x, w.t().contiguous())):
+        torch.testing.assert_close(y, torch.full_like(y, -60000.0), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 40])
+def test_nan_infinity_and_denormals(ops: Any, rows: int, dtype: torch.dtype) -> None:
+    x, w = torch.ones(rows, 50).to(dtype), torch.ones(60, 50).to(dtype)
+    x[0, 0], w[1, 3], w[2, 4], w[3, 5] = INF, NAN, -INF, 0
+    x[1, 5] = NAN
+    wanted = x.float() @ w.float().t()
+    for y in (ops.linear(x, w), ops.matmul(x, w.t().contiguous())):
+        torch.testing.assert_close(y, wanted.to(dtype), rtol=0, atol=0, equal_nan=True)
+    if dtype == torch.float16:
+        tiny = torch.full((rows, 16), 6e-8).half()
+        torch.testing.assert_close(ops.linear(tiny, torch.ones(40, 16).half()), tiny.new_full((rows, 40), 16 * tiny[0, 0].item()), rtol=0, atol=0)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_instruction_sets_agree(dtype: torch.dtype) -> None:
+    have = [v for v in (*LEVELS, "avx512_bf16") if v in native.op("features")().split(",")]
+    a, b = torch.randn(70, 300).to(dtype), torch.randn(300, 90).to(dtype)
+    found = []
+    for level in have:
+        native.op("set_isa")(level)
+        found.append(native.op("matmul")(a, b).double())
+    native.op("set_isa")("auto")
+    for y in found[1:]:
+        assert bool(((y - found[0]).abs() <= 2 * bound(dtype, a, b)).all())
+
+
+@pytest.mark.parametrize("rows", [1, 4, 33, 600])
+def test_threads_change_no_bit(ops: Any, rows: int) -> None:
+    x, w = torch.randn(rows, 200), torch.randn(600, 200)
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append((ops.linear(x, w), ops.matmul(x, w.t().contiguous())))
+    torch.set_num_threads(before)
+    for y, z in found[1:]:
+        assert torch.equal(y, found[0][0])
+        assert torch.equal(z, found[0][1])
+
+
+def test_overlapping_and_empty_operands(ops: Any) -> None:
+    line = torch.randn(200)
+    windows = line.as_strided((40, 60), (3, 1))  # rows share memory
+    assert_product(ops.matmul(windows, windows.t()), windows, windows.t())
+    spread = torch.randn(1, 60).expand(40, 60)
+    assert_product(ops.matmul(spread, spread.t()), spread, spread.t())
+    for a, b in ((torch.ones(0, 4), torch.ones(4, 3)), (torch.ones(2, 4), torch.ones(4, 0))):
+        assert ops.matmul(a, b).shape == (a.shape[0], b.shape[1])
+    assert torch.equal(ops.matmul(torch.ones(2, 0), torch.ones(0, 3)), torch.zeros(2, 3))
+    assert torch.equal(
+        ops.linear(torch.ones(2, 0), torch.ones(3, 0), torch.ones(3)), torch.ones(2, 3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda n: n.linear(torch.ones(2), torch.ones(4, 3)), "does not fit"),
+        (lambda n: n.matmul(torch.ones(2, 2, 3), torch.ones(3, 3, 4)), "do not broadcast"),
+        (lambda n: n.matmul(torch.ones(()), torch.ones(3)), "dimensions"),
+        (lambda n: n.matmul(torch.ones(2, 3), torch.ones(3, 4).double()), "float16, bfloat16"),
+        (lambda n: n.matmul(torch.ones(2, 3), torch.ones(3, 4), 9), "activation"),
+        (lambda n: n.linear(torch.ones(2, 3), torch.ones(4, 3), torch.ones(3)), "bias"),
+        (lambda n: n.linear(torch.ones(2, 3), torch.ones(4, 3), None, torch.ones(4)), "residual"),
+    ],
+)
+def test_bad_products_are_named(call: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        call(torch.ops.tensorlogic_native)

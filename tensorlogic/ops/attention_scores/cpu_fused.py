@@ -10,12 +10,12 @@ from ... import native
 from ...numerics import DTYPES
 from ...op import Launcher
 from ...plans import Key
-from ..common import cpu_products, native_wiring, wiring
+from ..common import native_wiring, wiring
 from . import ATTENTION_SCORES
 
 
 def supports(key: Key) -> str | None:
-    """None for contiguous q and k with equal leading dimensions, and no mask or one of the scores' shape."""
+    """None for q and k with equal leading dimensions, and no mask or one of the scores' shape."""
     q, k, mask = key.tensors
     assert q is not None and k is not None
     if q.shape[:-2] != k.shape[:-2]:
@@ -24,7 +24,7 @@ def supports(key: Key) -> str | None:
         not mask.shape or mask.shape[-1] != k.shape[-2] or not wiring.is_contiguous(mask)
     ):
         return "the mask is strided or broadcast along its last dimension"
-    return native_wiring.contiguous(key, "q", "k")
+    return wiring.one_dtype(key, "q", "k") if 0 not in (*q.shape, *k.shape) else "empty"
 
 
 def guess(key: Key) -> float:
@@ -39,9 +39,10 @@ def build(key: Key) -> Launcher:
     """The launcher over (q, k, scale, mask)."""
     causal, dtype = key.flag("is_causal"), DTYPES[native_wiring.dtype_of(key, "q")]
     in_place, out_of_place = native.op("softmax_"), native.op("softmax")
+    product = native.op("matmul_f32")
 
     def launch(q: Any, k: Any, scale: float, mask: Any) -> Any:
-        scores = torch.matmul(cpu_products.widened(q), cpu_products.widened(k).transpose(-1, -2))
+        scores = product(q, k, True)
         if dtype == torch.float32:
             in_place(scores, mask, scale, causal)
             return (scores,)

@@ -140,6 +140,68 @@ def guess(key: Key, x: str = "x", weight: str = "weight", linear: bool = True) -
     return cpu_costs.native_us(m, n, k, dtype, linear) / eager
 
 
+def guess_backward(key: Key) -> float:
+    """Both products of a linear layer's backward, over PyTorch's."""
+    (m, n), (_, k) = _rows(key, key.names[0]), _rows(key, key.names[1])
+    dtype = native_wiring.dtype_of(key, key.names[0])
+    ways = ((m, k, n), (n, k, m))
+    ours = sum(cpu_costs.native_us(*way, dtype, False) for way in ways)
+    return ours / sum(cpu_costs.torch_us(*way, dtype, False) for way in ways)
+
+
+def _rows(key: Key, name: str) -> tuple[int, int]:
+    t = key.spec(name)
+    assert t is not None
+    return prod(t.shape[:-1]), t.shape[-1]
+
+
+def supports_backward(key: Key) -> str | None:
+    """None for contiguous, non-empty operands of one kernel dtype and a two-dimensional weight."""
+    names = [name for name in key.names if name != "weight" and key.spec(name) is not None]
+    return native_wiring.contiguous(key, *names) or supports(key)
+
+
+Gradients = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor | None, ...]]
+
+
+def gradients(needs: str) -> Gradients:
+    """run(dz [..., N], x [..., K], weight [N, K]) -> dx [..., K], dweight [N, K], dbias [N], those that `needs` ("110") asks for."""
+    matmul, total = native.op("matmul"), native.op("sum")
+
+    def run(dz: Tensor, x: Tensor | None, weight: Tensor) -> tuple[Tensor | None, ...]:
+        flat, dw = dz.reshape(-1, dz.shape[-1]), None
+        if x is not None and needs[1] == "1":
+            dw = matmul(flat.t(), x.reshape(-1, x.shape[-1]))
+        return (
+            matmul(dz, weight) if needs[0] == "1" else None,
+            dw,
+            total(flat, 0, 1) if needs[2] == "1" else None,
+        )
+
+    return run
+
+
+def add_backward(
+    op: Op,
+    build: Callable[[Key], Launcher],
+    module: str,
+    supports: Callable[[Key], str | None] = supports_backward,
+) -> None:
+    """Register a backward of two native products."""
+    native_wiring.add(op, "cpu.products", build, supports, guess_backward, module)
+
+
+def activation_gradient(activation: str) -> Callable[[Any, Any], Any]:
+    """run(dy, kept) -> dz, contiguous operands; kept is the output for relu and the pre-activation for the smooth ones."""
+    if activation == "none":
+        return lambda dy, kept: dy
+    if activation.startswith("gelu"):
+        gelu = native.op("gelu_backward")
+        return lambda dy, kept: gelu(dy, kept, activation == "gelu_tanh")
+    run: Callable[[Any, Any], Any] = native.op(f"{activation}_backward")
+    return run
+
+
 def _mnk(key: Key, x: str, weight: str, linear: bool) -> tuple[int, int, int]:
     a, w = key.spec(x), key.spec(weight)
     assert a is not None and w is not None

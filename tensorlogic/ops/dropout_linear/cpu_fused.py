@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from ... import native
 from ...op import Config, Launcher
 from ...plans import Key
@@ -35,45 +33,32 @@ def build(key: Key, config: Config) -> Launcher:
     return launch
 
 
+def guess(key: Key) -> float:
+    """In float32 drawing the mask our way costs what the product saves; halves have no hardware."""
+    return 1.0 if native_wiring.dtype_of(key, "x") == "f32" else cpu_products.guess(key)
+
+
 def supports_backward(key: Key) -> str | None:
     """None for contiguous operands, a seed given as numbers and no stored mask."""
     if key.spec("mask") is not None or key.spec("state") is not None:
         return "forward kept a mask, or the seed is a tensor"
-    return native_wiring.contiguous(key, "dy", "x", "weight")
+    return cpu_products.supports_backward(key)
 
 
 def build_backward(key: Key) -> Launcher:
-    """The launcher over (dy, x, weight, mask, p, seed, offset, state), in float32 inside."""
-    drop, needs, convert = native.op("dropout"), key.flag("needs"), native.op("convert")
-
-    def rounded(t: Tensor, like: Tensor) -> Tensor:
-        return t if t.dtype == like.dtype else convert(t.contiguous(), like.dtype)
+    """The launcher over (dy, x, weight, mask, p, seed, offset, state)."""
+    drop, needs = native.op("dropout"), key.flag("needs")
+    products = cpu_products.gradients(needs)
 
     def launch(
         dy: Any, x: Any, weight: Any, mask: Any, p: float, seed: int, offset: int, state: Any
     ) -> Any:
-        wide = cpu_products.widened(dy)
-        flat = wide.reshape(-1, dy.shape[-1])
-        dx = (
-            rounded(drop(wide @ cpu_products.weight32(weight), p, seed, offset), dy)
-            if needs[0] == "1"
-            else None
-        )
-        dw = None
-        if needs[1] == "1":
-            dropped = drop(cpu_products.widened(x), p, seed, offset)
-            dw = rounded(flat.t() @ dropped.reshape(-1, x.shape[-1]), dy)
-        return dx, dw, rounded(flat.sum(0), dy) if needs[2] == "1" else None
+        dropped = drop(x, p, seed, offset) if needs[1] == "1" else None
+        dx, dw, db = products(dy, dropped, weight)
+        return None if dx is None else drop(dx, p, seed, offset), dw, db
 
     return launch
 
 
-cpu_products.add(DROPOUT_LINEAR, "cpu.fused", build, __name__, supports)
-native_wiring.add(
-    DROPOUT_LINEAR_BACKWARD,
-    "cpu.fused",
-    build_backward,
-    supports_backward,
-    lambda key: 0.5,
-    __name__,
-)
+cpu_products.add_backward(DROPOUT_LINEAR_BACKWARD, build_backward, __name__, supports_backward)
+cpu_products.add(DROPOUT_LINEAR, "cpu.fused", build, __name__, supports, guess=guess)

@@ -8,7 +8,7 @@ from ... import native
 from ...op import Config, Launcher
 from ...plans import Key
 from ..common import cpu_products
-from . import GELU_LINEAR
+from . import GELU_LINEAR, GELU_LINEAR_BACKWARD
 
 
 def build(key: Key, config: Config) -> Launcher:
@@ -22,4 +22,18 @@ def build(key: Key, config: Config) -> Launcher:
     return launch
 
 
+def build_backward(key: Key) -> Launcher:
+    """The launcher over (dy, x, weight)."""
+    tanh, needs = key.flag("approximate") == "tanh", key.flag("needs")
+    gelu, gradient = native.op("gelu"), native.op("gelu_backward")
+    products = cpu_products.gradients(needs)
+
+    def launch(dy: Any, x: Any, weight: Any) -> Any:
+        dgelu, dw, db = products(dy, gelu(x, tanh) if needs[1] == "1" else None, weight)
+        return None if dgelu is None else gradient(dgelu, x, tanh), dw, db
+
+    return launch
+
+
+cpu_products.add_backward(GELU_LINEAR_BACKWARD, build_backward, __name__)
 cpu_products.add(GELU_LINEAR, "cpu.fused", build, __name__, cpu_products.supports_dense)

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from ... import native
+from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ...plans import Key
-from ..common import cpu_products
-from . import LAYER_NORM_LINEAR
+from ..common import cpu_products, native_wiring
+from . import LAYER_NORM_LINEAR, LAYER_NORM_LINEAR_BACKWARD
 
 
 def build(key: Key, config: Config) -> Launcher:
@@ -25,4 +26,22 @@ def build(key: Key, config: Config) -> Launcher:
     return launch
 
 
+def build_backward(key: Key) -> Launcher:
+    """The launcher over (dy, x, gamma, beta, weight); rows are normalised again."""
+    needs, eps = key.flag("needs"), key.flag("eps")
+    dtype = DTYPES[native_wiring.dtype_of(key, "x")]
+    norm, gradient = native.op("layer_norm"), native.op("layer_norm_backward")
+    products = cpu_products.gradients(("1" if "1" in needs[:3] else "0") + needs[3:])
+
+    def launch(dy: Any, x: Any, gamma: Any, beta: Any, weight: Any) -> Any:
+        normal, mean, rstd = norm(x, gamma, beta, eps, dtype)
+        dnormal, dw, db = products(dy, normal, weight)
+        grads = (None,) * 3 if dnormal is None else gradient(dnormal, x, gamma, mean, rstd)
+        kept = (g if n == "1" else None for g, n in zip(grads, needs, strict=False))
+        return (*kept, dw, db)
+
+    return launch
+
+
+cpu_products.add_backward(LAYER_NORM_LINEAR_BACKWARD, build_backward, __name__)
 cpu_products.add(LAYER_NORM_LINEAR, "cpu.fused", build, __name__, cpu_products.supports_dense)

@@ -1,12 +1,14 @@
-"""linear on CPUs: one product with a native epilogue."""
+"""linear on CPUs: one product with a native epilogue; backward by one pass and two products."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from ...op import Config, Launcher
 from ...plans import Key
 from ..common import cpu_products
 from ..common.activations import SMOOTH
-from . import LINEAR
+from . import LINEAR, LINEAR_BACKWARD
 
 
 def build(key: Key, config: Config) -> Launcher:
@@ -18,4 +20,19 @@ def build(key: Key, config: Config) -> Launcher:
     return lambda x, weight, bias, residual: (run(x, weight, bias, residual),)
 
 
+def build_backward(key: Key) -> Launcher:
+    """The activation's gradient in one pass, then two products and the bias's sum."""
+    gradient = cpu_products.activation_gradient(key.flag("activation"))
+    needs, plain = key.flag("needs"), key.flag("activation") == "none"
+    products = cpu_products.gradients(needs)
+
+    def launch(dy: Any, x: Any, weight: Any, kept: Any) -> Any:
+        dz = gradient(dy, kept)
+        residual = None if needs[3] == "0" else dz.clone() if plain else dz
+        return (*products(dz, x, weight), residual)
+
+    return launch
+
+
+cpu_products.add_backward(LINEAR_BACKWARD, build_backward, __name__)
 cpu_products.add(LINEAR, "cpu.epilogue", build, __name__)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from ... import native
 from ...op import Config, Launcher
 from ...plans import Key
-from ..common import cpu_products, wiring
+from ..common import cpu_products, native_wiring, wiring
 from ..common.activations import SMOOTH
-from . import MATMUL
+from . import MATMUL, MATMUL_BACKWARD
 
 
 def supports(key: Key) -> str | None:
@@ -33,6 +34,36 @@ def build(key: Key, config: Config) -> Launcher:
     return lambda a, b: (run(a, b),)
 
 
+def supports_backward(key: Key) -> str | None:
+    """None for matrices and batches of them, with contiguous gradients where an activation's comes first."""
+    dy, a, b, _ = key.tensors
+    assert dy is not None and a is not None and b is not None
+    if len(a.shape) < 2 or len(b.shape) < 2 or 0 in (*dy.shape, *a.shape, *b.shape):
+        return "an operand is empty or one-dimensional"
+    if key.flag("activation") != "none":
+        return native_wiring.contiguous(key, "dy", "kept")
+    return wiring.one_dtype(key)
+
+
+def build_backward(key: Key) -> Launcher:
+    """The activation's gradient in one pass, then two products, summed over broadcast batch dimensions."""
+    gradient, needs = cpu_products.activation_gradient(key.flag("activation")), key.flag("needs")
+    run = native.op("matmul")
+
+    def launch(dy: Any, a: Any, b: Any, kept: Any) -> Any:
+        dz, da, db = gradient(dy, kept), None, None
+        if needs[0] == "1":
+            da = run(dz, b.mT).sum_to_size(a.shape)
+        if needs[1] == "1" and b.dim() == 2:  # the batch is one long sum, in float32
+            db = run(a.reshape(-1, a.shape[-1]).t(), dz.reshape(-1, dz.shape[-1]))
+        elif needs[1] == "1":
+            db = run(a.mT, dz).sum_to_size(b.shape)
+        return da, db
+
+    return launch
+
+
+cpu_products.add_backward(MATMUL_BACKWARD, build_backward, __name__, supports_backward)
 cpu_products.add(
     MATMUL,
     "cpu.epilogue",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from ... import native
 from ...numerics import DTYPES
 from ...op import Launcher
 from ...plans import Key
-from ..common import native_wiring, wiring
+from ..common import cpu_costs, native_wiring, wiring
 from . import ATTENTION_SCORES
 
 
@@ -28,11 +29,14 @@ def supports(key: Key) -> str | None:
 
 
 def guess(key: Key) -> float:
-    """Eager makes three or more passes over the scores."""
+    """Eager makes three or more passes over the scores; its half-precision product may have no hardware."""
     q, k = key.spec("q"), key.spec("k")
     assert q is not None and k is not None
-    scores = native_wiring.size_of(key, "q") // max(q.shape[-1], 1) * k.shape[-2]
-    return 0.6 if scores > 16384 else 1.0
+    rows, columns, depth = prod(q.shape[:-1]), k.shape[-2], q.shape[-1]
+    if cpu_costs.half_is_slow(q.dtype):
+        eager = cpu_costs.torch_us(rows, columns, depth, q.dtype, False)
+        return cpu_costs.native_us(rows, columns, depth, q.dtype, True) / eager
+    return 0.6 if rows * columns > 16384 else 1.0
 
 
 def build(key: Key) -> Launcher:

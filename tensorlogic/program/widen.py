@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ops.common import native_wiring
+from ..ops.common import cpu_costs
 from ..rules import example
 from .trace import Trace, writes
 
@@ -20,7 +20,7 @@ def pays(trace: Trace, device: torch.device) -> bool:
     """True where halves are slow and nothing in the graph is written to or handed out as it came in."""
     nodes = list(trace.graph.nodes)
     halves = any((v := example(n)) is not None and v.dtype == HALF for n in nodes)
-    if device.type != "cpu" or not halves or not native_wiring.half_is_slow():
+    if device.type != "cpu" or not halves or not cpu_costs.half_is_slow("f16"):
         return False
     plain = all(n.op in ("placeholder", "call_function", "output") for n in nodes)
     aliases = any(n.op == "placeholder" for n in trace.graph.output_node().all_input_nodes)

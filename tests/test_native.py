@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from tensorlogic.ops.common.random import keep_mask
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 
-LEVELS = ("portable", "avx2", "avx512")
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SIZES = (1, 3, 17, 1023, 70_001)
 INF, NAN = float("inf"), float("nan")
@@ -223,3 +226,29 @@ def test_absent_library_gives_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         native.op("add")
     assert native.isa() is None
     assert native.available("cuda") is not None
+
+
+# What the 64-bit ARM branch takes from its header, in the compiler's own vector types: enough to check the branch anywhere.
+NEON = """
+typedef float float32x4_t __attribute__((vector_size(16)));
+typedef unsigned short float16x4_t __attribute__((vector_size(8)));
+float32x4_t vfmaq_f32(float32x4_t, float32x4_t, float32x4_t);
+float32x4_t vfmsq_f32(float32x4_t, float32x4_t, float32x4_t);
+float32x4_t vrndnq_f32(float32x4_t);
+float32x4_t vcvt_f32_f16(float16x4_t);
+float16x4_t vcvt_f16_f32(float32x4_t);
+"""
+
+
+def test_neon_branch_compiles(tmp_path: Path) -> None:
+    """By a cross compiler where there is one, else as far as types and names go."""
+    cross, here = shutil.which("aarch64-linux-gnu-g++"), shutil.which("g++")
+    if cross is None and here is None:
+        pytest.skip("no g++ here")
+    command = [cross] if cross else [str(here), "-D__aarch64__", f"-I{tmp_path}"]
+    (tmp_path / "arm_neon.h").write_text(NEON)
+    sources = Path(__file__).resolve().parent.parent / "csrc"
+    flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wno-psabi", f"-I{sources}"]
+    portable = str(sources / "kernels" / "portable.cpp")
+    done = subprocess.run([*map(str, command), *flags, portable], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ BATCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 )
 
 
-@pytest.fixture(params=(*LEVELS, "avx512_bf16"))
+@pytest.fixture(params=LEVELS)
 def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Each instruction set in turn."""
     yield from forced(request.param)
@@ -131,7 +131,7 @@ def test_nan_infinity_and_denormals(ops: Any, rows: int, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_instruction_sets_agree(dtype: torch.dtype) -> None:
-    have = [v for v in (*LEVELS, "avx512_bf16") if v in native.op("features")().split(",")]
+    have = [v for v in LEVELS if v in native.op("features")().split(",")]
     a, b = torch.randn(70, 300).to(dtype), torch.randn(300, 90).to(dtype)
     found = []
     for level in have:

@@ -230,7 +230,10 @@ def sanitized_tests() -> int:
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1",  # Python itself leaks at exit
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     }
-    tests = [str(ROOT / "tests" / f"test_{name}.py") for name in ("native", "native_rows", "native_products", "pool")]
+    tests = [
+        str(ROOT / "tests" / f"test_{name}.py")
+        for name in ("native", "native_rows", "native_products", "pool")
+    ]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", *tests], env=environment, cwd=ROOT
     ).returncode

@@ -18,6 +18,7 @@ COSTLY = (
     "gelu",
     "silu",
 )  # exponentials that PyTorch's half-precision code computes a few at a time
+MAPPED_BYTES = 32 << 20  # outputs that glibc always takes afresh from the system
 SMALL = 4096  # elements below which a call costs more than its arithmetic
 
 
@@ -40,8 +41,13 @@ def guess(key: Key) -> float:
     count, size = shape.rows * shape.columns, 2 if shape.dtype != "f32" else 4
     if count <= SMALL:
         return 1.0
-    if key.op in COSTLY:
-        return 0.25 if size == 2 else 0.6
+    if key.op in COSTLY and size == 2:
+        return 0.3
+    if (
+        key.op in COSTLY
+    ):  # PyTorch's float32 exponentials and erf are vectorised, its tanh GELU is not
+        tanh = key.op == "gelu" and key.flag("approximate") == "tanh"
+        return 0.5 if tanh else 0.4 if count * size >= MAPPED_BYTES else 1.0
     if count * size >= FRESH_BYTES:
         return 0.3
     fused = key.op in ("add_relu", "mul_relu", "affine")

@@ -15,7 +15,11 @@ import torch
 
 Call = Callable[[], object]
 CLEARED = 4.4e11  # bytes a second: how fast NVIDIA's driver clears memory given back to it (H200)
-TOLERANCE = {"cuda": 0.02, "mps": 0.05, "cpu": 0.05}  # what a challenger must win by
+TOLERANCE = {
+    "cuda": 0.02,
+    "mps": 0.08,
+    "cpu": 0.08,
+}  # what a challenger must win by: runs of one CPU differ by 5 %
 KINSHIP = {
     "cuda": 0.02,
     "mps": 0.1,

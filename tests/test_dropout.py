@@ -147,3 +147,14 @@ def test_double_backward_of_eager() -> None:
         (dx,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
         (again,) = torch.autograd.grad(dx.sum(), w)
     assert again.abs().sum() > 0
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_the_registered_op_returns_the_mask_it_declares(id: str) -> None:
+    x, w = torch.randn(6, 32), torch.randn(4, 32)
+    with tensorlogic.policy(force=id):
+        args = (x, w, None, 0.25, 1, 2, torch.tensor([3, 4]), True)
+        y, mask = torch.ops.tensorlogic.dropout_linear(*args)
+    assert mask.shape == x.shape
+    expected = F.linear(x * mask / 0.75, w)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)

@@ -107,14 +107,12 @@ def _warm_lowered(
         low.dtype if isinstance(low, Tensor) and low.dtype != a.dtype else None
         for low, a in zip(lowered, args, strict=True)
     ]
-    casts = [
-        (i, dtypes[i])
-        for i, p in enumerate(p for p in op.params if p.name != "save")
-        if p.is_dynamic
-    ]
+    params = [p for p in op.params if p.name != "save"]
+    casts = [(i, dtypes[i]) for i, p in enumerate(params) if p.is_dynamic]
+    flags = [None if p.is_dynamic else g for p, g in zip(params, given, strict=True)]
 
     def run(*dynamic: Any) -> Any:
-        call = list(given)
+        call = flags.copy()
         for (i, to), a in zip(casts, dynamic, strict=True):
             call[i] = a if to is None else a.to(to)
         enable(kind, False)

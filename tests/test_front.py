@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -369,3 +370,13 @@ def test_a_registered_op_is_bound_once_for_its_key(monkeypatch: pytest.MonkeyPat
     policies.forget_entries()  # plans have changed: it is chosen anew
     torch.ops.tensorlogic.add_relu(x, y, False)
     assert len(bound) == 4
+
+
+def test_a_warm_call_under_autocast_keeps_no_tensor_alive() -> None:
+    x, weight = torch.randn(5, 7), torch.randn(3, 7)
+    gone = weakref.ref(x)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        tensorlogic.linear(x, weight)
+        tensorlogic.linear(x, weight)
+    del x
+    assert gone() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -211,6 +212,7 @@ def test_run_writes_and_loads(tmp_path: Path) -> None:
     machine = again.machine
     assert machine["environment"]["torch"] == torch.__version__
     assert {"python", "system", "processor", "cores", "memory_gib", "torch_build"} <= machine.keys()
+    assert not re.search(r"(?<![\w.])/\w+/", json.dumps(machine)), "a folder of this machine"
     assert again.run["before"]["time"] <= again.run["after"]["time"]
     assert again.ceilings.gflops["f16"] > 0
     assert not list(tmp_path.rglob("*.tmp"))

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 from typing import Any
@@ -18,6 +19,8 @@ from .. import native, settings
 from ..plans import environment
 
 PACKAGES = ("numpy", "triton", "quack-kernels", "liger-kernel", "nvmath-python")
+FOLDER = re.compile(r"(?<==)/[^\s,]*/")  # of the compiler PyTorch was built with
+PATHS = (settings.CACHE_DIR, settings.LOCKFILE, settings.NATIVE_LIBRARY)
 SMI = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,utilization.gpu"
 
 
@@ -40,12 +43,8 @@ def describe(device: torch.device) -> dict[str, Any]:
         "memory_gib": _memory(),
         "gpu": _gpu(device),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "torch_build": torch.__config__.show().splitlines(),
-        "settings": {
-            v.name: v.read()
-            for v in settings.VARIABLES
-            if v.read() and v is not settings.CACHE_DIR and v is not settings.LOCKFILE
-        },
+        "torch_build": FOLDER.sub("", torch.__config__.show()).splitlines(),
+        "settings": {v.name: v.read() for v in settings.VARIABLES if v.read() and v not in PATHS},
         "tf32": torch.get_float32_matmul_precision(),
     }
 

@@ -23,6 +23,8 @@ STRESS_SLACK = (
     8.0  # sums that cancel: float32 in another order may be this much further off than eager
 )
 
+PATIENCE_US = 20_000.0  # with a launcher that seems too slow, all its calls together
+
 
 class InputSet:
     """Fresh random arguments for a key: same shapes, strides, dtypes and alignment, values that the op can bear."""
@@ -168,10 +170,23 @@ class Checker:
             previous = (outs, tuple(None if o is None else o.clone() for o in outs))
             worst = max(worst, verdict.error)
             if i == 1 and fastest_us > limit_us:
-                self.cut_us = fastest_us
-                return numerics.Verdict(None, worst)
+                fastest_us = self._warm_us(launch, fastest_us, limit_us)
+                if fastest_us > limit_us:
+                    self.cut_us = fastest_us
+                    return numerics.Verdict(None, worst)
         verdict = self._other_values(launch)
         return numerics.Verdict(None, worst) if verdict else verdict
+
+    def _warm_us(self, launch: Launcher, fastest_us: float, limit_us: float) -> float:
+        """The fastest of `PATIENCE_US` more of calls: a checked call finds its memory cold, while eager was timed warm."""
+        spent = fastest_us
+        while fastest_us > limit_us and spent < PATIENCE_US:
+            begin = time.perf_counter()
+            launch(*self.sets[0].fresh(self.op))
+            measure.synchronize(self.device)
+            once = (time.perf_counter() - begin) * 1e6
+            fastest_us, spent = min(fastest_us, once), spent + once
+        return fastest_us
 
     def _probe(self, launch: Launcher, i: int, expected: int) -> tuple[Outputs, numerics.Verdict]:
         """One call on the tensors of probe `i`, judged against what is expected of probe `expected`."""

@@ -15,6 +15,8 @@ import torch
 
 Call = Callable[[], object]
 CLEARED = 4.4e11  # bytes a second: how fast NVIDIA's driver clears memory given back to it (H200)
+BATCHES = 4  # of samples where a choice is close
+PLACES = 1 << 26  # bytes of input sets on a CPU
 TOLERANCE = {
     "cuda": 0.02,
     "mps": 0.08,
@@ -26,6 +28,12 @@ KINSHIP = {
     "cpu": 0.1,
 }  # challengers this close to the fastest are equals: runs of one machine differ by as much
 
+NEAR = {
+    "cuda": 0.01,
+    "mps": 0.16,
+    "cpu": 0.16,
+}  # to a bound, so that one look does not decide: PyTorch's own calls vary by this much with where malloc put things
+
 
 @dataclass
 class Samples:
@@ -36,6 +44,11 @@ class Samples:
     def median(self, name: str) -> float:
         """Median microseconds per call."""
         return statistics.median(self.values[name])
+
+    def quiet(self, name: str) -> float:
+        """Lower quartile of the microseconds per call: what a round takes that nothing else on the machine disturbs."""
+        values = sorted(self.values[name])
+        return values[(len(values) - 1) // 4]
 
     def spread(self, name: str) -> float:
         """Half the distance between the quartiles, relative to the median."""
@@ -83,9 +96,11 @@ def give_back(device: torch.device) -> None:
 
 
 def cold_sets(nbytes: int, device: torch.device) -> int:
-    """How many sets of `nbytes` calls must walk through to find none of them in a GPU's cache: 2 to 8; elsewhere 2."""
+    """How many sets of `nbytes` timing goes through, 2 to 8: on a GPU so many that no call finds its own in the cache,
+    elsewhere what fits into `PLACES`, since where in memory tensors happen to lie is worth up to 5 %.
+    """
     if device.type != "cuda":
-        return 2
+        return max(2, min(8, PLACES // max(nbytes, 1)))
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     return max(2, min(8, 2 * cache // max(nbytes, 1) + 1))
 
@@ -164,23 +179,31 @@ def settled(
     bounds: Mapping[str, float],
 ) -> Samples:
     """Samples in which no implementation's standing is left open: those whose interval of the ratio to the fastest
-    straddles their bound are sampled again beside it, three times as long, so that choices repeat from run to run.
+    straddles or nears their bound are sampled again beside it in several batches, so that choices repeat from run to run.
     """
-    samples = sampler(calls, device, budget_s, 15)
-    best = min(calls, key=samples.median)
+    samples = sampler(calls, device, budget_s, 16)
+    best = min(calls, key=samples.quiet)
     doubtful = []
     for name in calls:
         _, low, high = samples.ratio(name, best)
-        if name != best and low <= 1 + bounds[name] <= high:
+        bound, ratio = 1 + bounds[name], samples.quiet(name) / max(samples.quiet(best), 1e-9)
+        near = abs(ratio - bound) < NEAR[device.type]
+        if name != best and (near or low <= bound <= high):
             doubtful.append(name)
     if doubtful:
-        again = sampler({name: calls[name] for name in (best, *doubtful)}, device, 3 * budget_s, 45)
-        drift = samples.median(best) / again.median(
-            best
-        )  # the others were timed beside the first samples
-        for name in doubtful:
+        names = (best, *doubtful)
+        before, ballast = samples.quiet(best), []
+        again = Samples({name: [] for name in names})
+        for i in range(BATCHES):
+            # what is allocated from here on lies elsewhere
+            ballast.append(torch.empty(40_000 * (i + 1), dtype=torch.uint8, device=device))
+            batch = sampler({name: calls[name] for name in names}, device, budget_s, 16)
+            for name in names:
+                again.values[name] += batch.values[name]
+        # the others were timed beside the first samples
+        drift = before / max(again.quiet(best), 1e-9)
+        for name in names:
             samples.values[name] = [value * drift for value in again.values[name]]
-        samples.values[best] = [value * drift for value in again.values[best]]
     return samples
 
 
@@ -202,18 +225,22 @@ def _repeats(call_us: float, share_s: float, least: int, most: int) -> int:
 
 
 class _Loop:
-    """Calls in a loop between two synchronisations, timed on the host."""
+    """Calls on one set in a loop between two synchronisations, timed on the host; each sample takes the next set."""
 
     def __init__(self, steps: list[Call], device: torch.device, share_s: float) -> None:
-        self.steps, self.device = steps, device
+        self.steps, self.device, self.turn = steps, device, 0
         call_us = min(once(steps[0], device), once(steps[0], device))
         self.count = _repeats(call_us, min(share_s, 2e-3), least=1, most=500)
 
     def sample(self) -> float:
+        step = self.steps[self.turn % len(self.steps)]
+        self.turn += 1
+        if self.count > 1:  # what a single long call finds in the cache is little beside its time
+            step()
         synchronize(self.device)
         start = time.perf_counter()
-        for i in range(self.count):
-            self.steps[i % len(self.steps)]()
+        for _ in range(self.count):
+            step()
         synchronize(self.device)
         return (time.perf_counter() - start) / self.count * 1e6
 

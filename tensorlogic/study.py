@@ -235,7 +235,7 @@ class Study:
     def _rough(self, entrant: _Entrant, incumbent_us: float | None = None) -> float:
         """One synchronised call, then, if it is in the running, the median of a short loop on the device's clock."""
         calls = self._calls(entrant)
-        single = min(measure.once(calls[0], self.device) for _ in range(2))
+        single = min(measure.once(calls[0], self.device) for _ in range(3))
         if incumbent_us is not None and single > CUT * max(incumbent_us, TOO_SHORT_US):
             return single
         return measure.device_samples(
@@ -262,8 +262,8 @@ class Study:
             host_times = measure.settled(
                 measure.host_samples, calls, self.device, self.budget_s / 3, bounds
             )
-        device_us = {name: device_times.median(name) for name in calls}
-        host_us = {name: host_times.median(name) for name in calls}
+        device_us = {name: device_times.quiet(name) for name in calls}
+        host_us = {name: host_times.quiet(name) for name in calls}
         waited = {name: max(device_us[name], host_us[name]) for name in calls}
         eager_pick, captured_pick = self._pick(final, waited), self._pick(final, device_us)
         for e in final:

@@ -1,4 +1,4 @@
-# make bench   set up, then the quick benchmark: a table on screen and a result file
+# make bench   set up, then the quick benchmark: a table on screen, a result file, and a report to look at
 # make test    set up, then formatting, lint, types and tests
 # make tables  write the tables of README.md anew from benchmarks/results/
 # make sanitize   the kernel tests on a GPU under compute-sanitizer: memory, races, reads of what nobody wrote
@@ -26,7 +26,7 @@ endif
 
 .PHONY: bench test tables sanitize setup clean
 bench: setup
-	$(PYTHON) -m tensorlogic.cli bench $(BENCH) --json $(RESULT)
+	$(PYTHON) -m tensorlogic.cli bench $(BENCH) --json $(RESULT) --report
 
 test: setup
 	$(PYTHON) -m ruff format --check .

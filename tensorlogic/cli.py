@@ -105,6 +105,7 @@ def bench(
     device: Device = None,
     json: Path | None = None,
     resume: bool = False,
+    report: bool = False,
 ) -> int:
     """Measure the operations on this machine against PyTorch, and the machine's limits in the same run.
 
@@ -120,6 +121,8 @@ def bench(
         Write the result file here (otherwise into the cache folder).
     resume
         Keep the rows that the result file holds already, and measure the others.
+    report
+        Also write the report (see `tensorlogic report --help`) beside the result file.
     """
     from .bench import session, summary, tables
 
@@ -136,7 +139,51 @@ def bench(
         )
     tables.show(results, summary.lines(results))
     _print(f"result file: {results.path}")
+    if report and results.path is not None and results.timed:
+        from .bench import report as reporting
+        from .bench import report_forms
+
+        page = report_forms.write(reporting.make(results), results.path.with_suffix(".html"))
+        _print(f"report: {page}")
     return DONE if results.complete else INTERRUPTED
+
+
+@app.command
+def report(
+    results: Annotated[tuple[Path, ...], Parameter(negative=())] = (),
+    /,
+    *,
+    out: Path | None = None,
+    markdown: bool = False,
+    mixed: bool = False,
+) -> int:
+    """Show what a run has found, on the terminal and as one HTML file: speeds, limits, opportunities, choices, errors.
+
+    Examples: `tensorlogic report mine.json`; `tensorlogic report before.json after.json --out change.html`.
+
+    Parameters
+    ----------
+    results
+        A result file of `tensorlogic bench --json`, or an earlier and a later one; the newest in the cache folder if none is given.
+    out
+        Where the page goes; beside the (last) result file if not given.
+    markdown
+        Print Markdown instead, and write no page.
+    mixed
+        Compare files of different machines all the same.
+    """
+    from .bench import report as reporting
+    from .bench import report_forms, session
+
+    paths = list(results) or [session.newest()]
+    made = reporting.read(paths, mixed=mixed, drawn=not markdown)
+    if markdown:
+        sys.stdout.write(report_forms.markdown(made))
+        return DONE
+    page = report_forms.write(made, out or paths[-1].with_suffix(".html"))
+    report_forms.show(made)
+    _print(f"\nreport: {page}")
+    return DONE
 
 
 @app.command

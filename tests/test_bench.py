@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -334,14 +335,29 @@ def test_compare_refuses_mixed_machines() -> None:
 
 def test_share_of_the_limit() -> None:
     limits = Ceilings([(1000, 1.0), (100_000, 10.0)], {"f16": 1.0})
-    assert ceilings.copy_us(limits, 10) == 1.0
-    assert ceilings.copy_us(limits, 10_000) == pytest.approx(10**0.5)
-    assert ceilings.copy_us(limits, 1_000_000) == pytest.approx(100.0)
+    assert ceilings.copy_us(limits.copy, 10) == 1.0
+    assert ceilings.copy_us(limits.copy, 10_000) == pytest.approx(10**0.5)
+    assert ceilings.copy_us(limits.copy, 1_000_000) == pytest.approx(100.0)
     row = made(20, 20)
     row.flops, row.bytes = 1e4, 1000.0
-    assert ceilings.share(limits, [row], row) == pytest.approx(
+    run = held(row)
+    run.ceilings = limits
+    assert ceilings.Floors(run).share(row) == pytest.approx(
         10 / 20
     )  # 1e4 operations at 1 GFLOPS take 10 us
+
+
+def test_a_row_faster_than_the_copy_raises_the_limit() -> None:
+    limits = Ceilings([(1000, 1.0), (100_000, 10.0)], {})
+    quick, slow = made(5, 20, size=1), made(20, 20, size=2)
+    for row, moved in ((quick, 100_000.0), (slow, 50_000.0)):
+        row.flops, row.bytes = 0.0, moved
+    run = held(quick, slow)
+    run.ceilings = limits
+    floors = ceilings.Floors(run)
+    assert floors.share(quick) == pytest.approx(1.0)
+    assert floors.us(slow) == pytest.approx(5 ** (math.log(50) / math.log(100)))
+    assert all(s <= 1.0001 for r in run.rows if (s := floors.share(r)) is not None)
 
 
 def test_summary_and_tables_show_losses() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -18,9 +18,10 @@ import tensorlogic
 from .. import measure, numerics
 from ..ops.common import products
 from .cases import Maker
-from .results import Ceilings, Row
+from .results import Ceilings, Results, Row
 
 MIB = 1 << 20
+PRODUCTS = ("matmul", "fusion", "batch")  # categories whose rows may be bound by arithmetic
 FOOTPRINTS = {
     "cpu": (1 << 12, 1 << 15, 1 << 18, MIB, 4 * MIB, 16 * MIB, 64 * MIB),
     "cuda": (1 << 12, 1 << 16, MIB, 16 * MIB, 128 * MIB, 512 * MIB),
@@ -39,20 +40,27 @@ def find(device: torch.device, dtypes: Sequence[str], budget_s: float) -> Ceilin
 
 
 def _copies(device: torch.device, budget_s: float) -> list[tuple[int, float]]:
+    """The faster of a copy and an addition into memory that is there already: on GPUs a copy may go by a slower engine."""
     found = []
     for size in FOOTPRINTS.get(device.type, FOOTPRINTS["cpu"]):
         source = torch.ones(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
+        third = torch.ones(2 * size // 12, dtype=torch.float32, device=device)
+        total = torch.empty_like(third)
         target.copy_(source)
-        copy = partial(target.copy_, source)
-        us = min(measure.device_samples({"copy": [copy]}, device, budget_s).values["copy"])
+        calls: dict[str, list[measure.Call]] = {
+            "copy": [partial(target.copy_, source)],
+            "add": [partial(torch.add, third, third.flip(0), out=total)],
+        }
+        samples = measure.device_samples(calls, device, budget_s)
+        us = min(min(samples.values[name]) for name in calls)
         found.append((2 * size, float(f"{us:.5g}")))
     return found
 
 
 def _products(device: torch.device, dtypes: Sequence[str], budget_s: float) -> dict[str, float]:
     """Rates of PyTorch's own products; a CPU without f16 arithmetic can multiply f16 in float32."""
-    names = list(dict.fromkeys([*dtypes, "f32"] if device.type == "cpu" else dtypes))
+    names = list(dict.fromkeys([*dtypes, "f32", "bf16"] if device.type == "cpu" else dtypes))
     rates = {
         name: max(_rate(device, name, n, budget_s) for n in SIDES[device.type]) for name in names
     }
@@ -87,9 +95,28 @@ def _launches(device: torch.device, budget_s: float) -> dict[str, float]:
     return {name: float(f"{us:.4g}") for name, us in found.items()}
 
 
-def copy_us(ceilings: Ceilings, moved: float) -> float:
-    """Time of a copy that moves as many bytes, between the measured footprints by their logarithms."""
-    points = ceilings.copy
+def reached(ceilings: Ceilings, rows: Iterable[Row]) -> list[tuple[int, float]]:
+    """Bytes and the least microseconds in which the run has seen them moved: by a copy, or by a row that was faster.
+
+    What moves fewer bytes is allowed no longer, so the points rise in both.
+    """
+    points = list(ceilings.copy)
+    if not points:
+        return []
+    for row in rows:
+        if row.category != "transfer" and row.bytes:
+            us = row.median_us()
+            if us < copy_us(ceilings.copy, row.bytes):
+                points.append((int(row.bytes), us))
+    found: list[tuple[int, float]] = []
+    least = dict(sorted(points, reverse=True))  # the smallest us comes last
+    for moved, us in least.items():
+        found.append((moved, min(us, found[-1][1]) if found else us))
+    return found[::-1]
+
+
+def copy_us(points: Sequence[tuple[int, float]], moved: float) -> float:
+    """Time to move as many bytes, between the points by their logarithms."""
     if moved >= points[-1][0]:
         return points[-1][1] * moved / points[-1][0]
     if moved <= points[0][0]:
@@ -103,16 +130,27 @@ def copy_us(ceilings: Ceilings, moved: float) -> float:
 
 def peak_gflops(ceilings: Ceilings, rows: Sequence[Row], dtype: str) -> float:
     """The largest rate that the run has seen for a dtype, rows included."""
-    seen = [r.gflops for r in rows if r.dtype == dtype and r.category in ("matmul", "fusion")]
+    seen = [r.gflops for r in rows if r.dtype == dtype and r.category in PRODUCTS]
     return max([ceilings.gflops.get(dtype, 0.0), *seen])
 
 
-def share(ceilings: Ceilings, rows: Sequence[Row], row: Row) -> float | None:
-    """Share of the limit: the longer of copying the row's bytes and multiplying at the peak, over the row's time."""
-    if not ceilings.copy or row.category == "transfer":
-        return None
-    limit = copy_us(ceilings, row.bytes)
-    peak = peak_gflops(ceilings, rows, row.dtype)
-    if row.category in ("matmul", "fusion") and peak:
-        limit = max(limit, row.flops / peak / 1e3)
-    return limit / row.median_us()
+class Floors:
+    """The least time of any row of a run, by what that run has seen: bytes to move, operations to do."""
+
+    def __init__(self, results: Results) -> None:
+        self.rows, self.ceilings = results.timed, results.ceilings
+        self.copy = reached(results.ceilings, self.rows)
+        self.peak = {r.dtype: peak_gflops(self.ceilings, self.rows, r.dtype) for r in self.rows}
+
+    def us(self, row: Row, dtype: str | None = None) -> float | None:
+        """The longer of moving the row's bytes and multiplying at the peak (of another dtype, if given)."""
+        if not self.copy or row.category == "transfer":
+            return None
+        peak = self.peak.get(dtype or row.dtype) or self.ceilings.gflops.get(dtype or "", 0.0)
+        moving = copy_us(self.copy, row.bytes)
+        return max(moving, row.flops / peak / 1e3) if row.category in PRODUCTS and peak else moving
+
+    def share(self, row: Row) -> float | None:
+        """Of the limit: the floor over the row's time."""
+        floor = self.us(row)
+        return None if floor is None else floor / row.median_us()

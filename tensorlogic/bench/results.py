@@ -141,17 +141,22 @@ class Results:
 
     def write(self, path: Path) -> None:
         """Replace `path` in one step; Problem when the folder cannot be written."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                temporary.write_text(_layout(self.to_json()), encoding="utf-8")
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-        except OSError as problem:
-            raise Problem(f"the result file {path} cannot be written: {problem}") from problem
+        write_text(path, _layout(self.to_json()), "the result file")
         self.path = path
+
+
+def write_text(path: Path, text: str, what: str) -> None:
+    """Replace a file in one step; Problem, naming `what` it is, when the folder cannot be written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as problem:
+        raise Problem(f"{what} {path} cannot be written: {problem}") from problem
 
 
 def load(path: Path) -> Results:

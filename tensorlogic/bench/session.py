@@ -175,6 +175,17 @@ def _default_path(results: Results) -> Path:
     return settings.cache_folder() / "bench" / f"{model}-{stamp}.json"
 
 
+def newest() -> Path:
+    """The last result file that was written to the cache folder; Problem when there is none."""
+    folder = settings.cache_folder() / "bench"
+    found = sorted(folder.glob("*.json"), key=lambda p: p.stat().st_mtime)
+    if not found:
+        raise Problem(
+            f"no result file was given and {folder} holds none; write one with `tensorlogic bench`"
+        )
+    return found[-1]
+
+
 def tune(
     *,
     quick: bool = False,

@@ -48,17 +48,18 @@ def lines(results: Results) -> list[str]:
     """The summary, one fact a line."""
     rows = results.timed
     return [
-        *_limits(results, rows),
-        *_shares(results, rows),
-        *_fusion(results, rows),
+        *limits(results),
+        *shares(results, rows),
+        *fusion(results, rows),
         *_losses(results, rows),
         *[f"not timed: {r.id}: {r.reason}" for r in results.rows if r.status != "ok"],
-        *_caveats(results),
+        *caveats(results),
     ]
 
 
-def _limits(results: Results, rows: list[Row]) -> list[str]:
-    found = []
+def limits(results: Results) -> list[str]:
+    """What the run found this machine to reach, one limit a line."""
+    found, rows = [], results.timed
     for dtype in dict.fromkeys(
         [*results.ceilings.gflops, *(r.dtype for r in rows if r.category == "matmul")]
     ):
@@ -89,15 +90,11 @@ def _limits(results: Results, rows: list[Row]) -> list[str]:
     return found
 
 
-def _shares(results: Results, rows: list[Row]) -> list[str]:
-    parts = []
+def shares(results: Results, rows: list[Row]) -> list[str]:
+    """How near the categories come to the limits."""
+    parts, floors = [], ceilings.Floors(results)
     for category in dict.fromkeys(r.category for r in rows):
-        shares = [
-            s
-            for r in rows
-            if r.category == category
-            and (s := ceilings.share(results.ceilings, rows, r)) is not None
-        ]
+        shares = [s for r in rows if r.category == category and (s := floors.share(r)) is not None]
         mean = geomean(shares)
         if mean is not None:
             parts.append(f"{category} {mean:.0%} ({min(shares):.0%} to {max(shares):.0%})")
@@ -108,7 +105,8 @@ def _shares(results: Results, rows: list[Row]) -> list[str]:
     )
 
 
-def _fusion(results: Results, rows: list[Row]) -> list[str]:
+def fusion(results: Results, rows: list[Row], names: bool = True) -> list[str]:
+    """Fused rows against the separate operations and PyTorch's best, with the names of the rows if asked."""
     fused = [r for r in rows if r.category == "fusion"]
     found = []
     for clock in clocks(results):
@@ -121,8 +119,8 @@ def _fusion(results: Results, rows: list[Row]) -> list[str]:
             f"fusion, {_time(results, clock)}: {literal:.2f}x the separate operations, {best:.2f}x PyTorch's best; "
             f"wins {len(stand.wins)}, even {len(stand.even)}, loses {len(stand.losses)} of {len(stand.rows)}"
         )
-        found += [f"  wins: {_named(stand.wins, clock)}"] if stand.wins else []
-        found += [f"  loses: {_named(stand.losses, clock)}"] if stand.losses else []
+        found += [f"  wins: {_named(stand.wins, clock)}"] if names and stand.wins else []
+        found += [f"  loses: {_named(stand.losses, clock)}"] if names and stand.losses else []
     return found
 
 
@@ -150,7 +148,8 @@ def _named(rows: list[Row], clock: str) -> str:
     return "; ".join(f"{name} ({', '.join(sizes)})" for name, sizes in groups.items())
 
 
-def _caveats(results: Results) -> list[str]:
+def caveats(results: Results) -> list[str]:
+    """Why the run is not what it should be: interrupted, or on a busy machine."""
     found = [] if results.complete else ["this run is not complete: it was interrupted"]
     if results.run.get("busy"):
         found.append(f"note: {results.run['busy']}")

@@ -29,6 +29,7 @@ class Column:
 def columns(results: Results) -> list[Column]:
     """All columns of a run."""
     rows, host = results.timed, results.kind == "cuda"
+    floors = ceilings.Floors(results)
     kept = [
         Column("operation", lambda r: f"{r.op} {r.detail}".strip(), left=True, essential=True),
         Column("size", lambda r: short(r.size), essential=True),
@@ -39,7 +40,7 @@ def columns(results: Results) -> list[Column]:
         Column("max ms", lambda r: _number(r.times_ms()[2])),
         Column("GFLOPS", lambda r: _number(r.gflops) if r.flops else ""),
         Column("GB/s", lambda r: _number(r.gbs) if r.bytes else ""),
-        Column("of limit", lambda r: _share(ceilings.share(results.ceilings, rows, r))),
+        Column("of limit", lambda r: _share(floors.share(r))),
         Column("x eager", lambda r: speed_text(r), essential=True),
     ]
     if host:

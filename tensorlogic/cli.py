@@ -220,6 +220,60 @@ def compare(
     return FOUND if found.regressions else DONE
 
 
+@app.command(name="try")
+def try_(
+    script: str = "",
+    *args: str,
+    entry: str = "",
+    again: bool = False,
+    verify: bool = False,
+    margin: Margin = 0.1,
+    seconds: float = 60.0,
+    lockfile: Path = Path("tensorlogic.lock.json"),
+    record: Path = Path("tensorlogic.try.json"),
+) -> int:
+    """Run an unmodified PyTorch program with and without us in turn: what it gains, why, and how to keep it.
+
+    The program is watched once, what it calls is tuned, then whole runs follow one another. Nothing of it is changed.
+    Options come before the script; what follows it belongs to it.
+
+    Examples: `tensorlogic try examples/half_transformer.py --seconds 1`; `tensorlogic try --entry mine.model:step`.
+
+    Parameters
+    ----------
+    script
+        A Python file, followed by its arguments.
+    entry
+        In place of a script a function without arguments, as module:function: for programs with a long set-up or side effects.
+    again
+        Run the program again although it writes files or opens sockets.
+    verify
+        Exit with 1 when the gain on record is lost, the outputs differ, or the program fails with us; writes nothing.
+    seconds
+        About how long to take turns.
+    lockfile
+        Where the choices go.
+    record
+        Where the result goes that --verify compares with.
+    """
+    from .trying import runs, screen
+
+    known = screen.held(record) if verify else None
+    asked = runs.Asked(script, args, entry, None if verify else lockfile.absolute(), again, seconds)
+    with progress() as tick:
+        trial = runs.attempt(asked, tick)
+    for line in screen.lines(trial):
+        _print(line)
+    if trial.interrupted:
+        return INTERRUPTED
+    if known is not None:
+        why = screen.lost(trial, known, margin)
+        _print(f"verified: {why or 'the gain holds'}")
+        return FOUND if why else DONE
+    screen.save(trial, record)
+    return FOUND if trial.failure or not trial.agree else DONE
+
+
 @app.command
 def explain(
     op: str,
@@ -417,11 +471,23 @@ def doctor() -> int:
     return doctoring.main()
 
 
+def _separated(tokens: Sequence[str]) -> list[str]:
+    """With `--` before a script to try, so that what follows it is the script's own."""
+    given = list(tokens)
+    if given[:1] != ["try"] or "--" in given:
+        return given
+    at = 1
+    while at < len(given) and given[at].startswith("-"):
+        takes = given[at] in ("--entry", "--margin", "--seconds", "--lockfile", "--record")
+        at += 1 + takes
+    return [*given[:at], *(["--"] if at < len(given) else []), *given[at:]]
+
+
 def main(tokens: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     try:
         code = app(
-            list(tokens) if tokens is not None else None,
+            _separated(sys.argv[1:] if tokens is None else tokens),
             exit_on_error=False,
             result_action="return_value",
         )

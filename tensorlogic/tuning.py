@@ -22,6 +22,7 @@ class Learned:
     known: int = 0  # keys whose plans were complete already
     unmeasured: list[str] = field(default_factory=list)  # keys that could not be measured
     seconds: float = 0.0
+    keys: list[Key] = field(default_factory=list)  # all that were met
 
     def __str__(self) -> str:
         changed = sum(p.eager != "torch.eager" or p.captured != "torch.eager" for p in self.plans)
@@ -72,6 +73,7 @@ def tune(fn: Callable[..., Any], *example_inputs: Any) -> Learned:
         out = fn(*example_inputs)
         _backward(out)
     learned = Learned()
+    learned.keys = [key for _, key, _ in met.values()]
     keys = [(op, k, device) for op, key, device in met.values() for k in (key, *op.twins(key))]
     for op, key, device in keys:
         if not stores.complete(op, stores.current(device).get(key), key):

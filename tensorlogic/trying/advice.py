@@ -1,0 +1,152 @@
+"""What else a program could gain: its own time against what each remedy is known to save, ranked as a report ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..bench.opportunities import HIGH, LEVELS, MEDIUM, Opportunity, time_text
+
+ELEMENTWISE = frozenset(
+    f"aten::{n}{s}"
+    for n in ("add", "sub", "mul", "div", "relu", "gelu", "silu", "tanh", "sigmoid", "exp", "pow", "neg", "clamp", "where",
+              "native_layer_norm", "_softmax", "_log_softmax", "native_batch_norm", "native_dropout")
+    for s in ("", "_")
+)  # fmt: skip
+PRODUCTS = frozenset(
+    f"aten::{n}" for n in ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution")
+)
+HALVES = ("float16", "bfloat16")
+
+
+def opportunities(
+    look: dict[str, Any], seconds: float, learned: dict[str, Any]
+) -> list[Opportunity]:
+    """What a watched run and the tuning of its keys show; `seconds` is what the plain program takes."""
+    spent = look["spent"]
+    found = [*_conversions(spent), *_transfers(spent), *_passes(spent), *_float32(spent, look)]
+    found += [*_launches(look, seconds), *_fresh(spent, look), *_batches(look)]
+    ranked = []
+    for o in sorted(found, key=lambda o: -o.above_us):
+        share = o.above_us / max(seconds * 1e6, 1e-9)
+        level = LEVELS[0 if share >= HIGH else 1 if share >= MEDIUM else 2]
+        gain = 1 / max(1 - share, 0.05)
+        ranked.append(replace(o, priority=level, gain=o.gain if o.gain > 0 else gain))
+    return ranked
+
+
+def _made(what: str, at: str, us: float, cause: str, remedy: str, effort: str) -> Opportunity:
+    return Opportunity(what, at, us, 0.0, cause, remedy, effort, ())
+
+
+def _sum(spent: list[dict[str, Any]], ops: Any) -> tuple[float, int, str]:
+    """Microseconds, calls, and the arguments that take most."""
+    some = [s for s in spent if s["op"] in ops]
+    most = some[0]["shapes"] if some else ""
+    return 1e6 * sum(s["seconds"] for s in some), sum(s["calls"] for s in some), most
+
+
+def _conversions(spent: list[dict[str, Any]]) -> Iterator[Opportunity]:
+    us, calls, at = _sum(spent, {"aten::_to_copy"})
+    if calls:
+        yield _made(
+            f"{calls} conversions",
+            at,
+            us,
+            "conversion between dtypes or layouts",
+            "keep values in one dtype from layer to layer; convert weights once, before the loop",
+            "medium",
+        )
+
+
+def _transfers(spent: list[dict[str, Any]]) -> Iterator[Opportunity]:
+    us, calls, at = _sum(spent, {"aten::copy_", "aten::_local_scalar_dense"})
+    if calls and us:
+        yield _made(
+            f"{calls} copies and reads of single values",
+            at,
+            us,
+            "transfer: values are copied, or waited for one by one",
+            "copy into pinned memory once a batch; call `.item()` outside the loop",
+            "low",
+        )
+
+
+def _passes(spent: list[dict[str, Any]]) -> Iterator[Opportunity]:
+    us, calls, at = _sum(spent, ELEMENTWISE)
+    if calls:
+        yield _made(
+            f"{calls} element-wise operations and norms on their own",
+            at,
+            0.5 * us,  # what a fused pass reads and writes less, at most
+            "extra passes over memory",
+            "`tensorlogic.optimize(model, inputs)`, or the fused functions",
+            "low",
+        )
+
+
+def _float32(spent: list[dict[str, Any]], look: dict[str, Any]) -> Iterator[Opportunity]:
+    some = [s for s in spent if s["op"] in PRODUCTS and s["dtypes"][:1] == ["float32"]]
+    us = 1e6 * sum(s["seconds"] for s in some)
+    gpu = look["environment"]["kind"] == "cuda"
+    quick = gpu or "bf16" in str(look.get("native", ""))
+    if some and quick:
+        yield _made(
+            f"{sum(s['calls'] for s in some)} products in float32",
+            some[0]["shapes"],
+            0.5 * us,
+            "arithmetic: this device multiplies halves at twice the rate or more",
+            "bfloat16 tensors, or `torch.autocast`, where their rounding is enough",
+            "medium",
+        )
+
+
+def _launches(look: dict[str, Any], seconds: float) -> Iterator[Opportunity]:
+    us = look["operations"] * look["launch_us"]
+    if us > 0.5e6 * seconds:
+        yield _made(
+            f"{look['operations']} operations in {time_text(1e6 * seconds)}",
+            f"{look['launch_us']:.1f} us each",
+            0.8 * us,
+            "launch cost: above half of the time",
+            "`tensorlogic.capture(fn)` on a GPU; larger batches elsewhere",
+            "low",
+        )
+
+
+def _fresh(spent: list[dict[str, Any]], look: dict[str, Any]) -> Iterator[Opportunity]:
+    if look["environment"]["kind"] != "cpu":
+        return
+    large = [s for s in spent if s["bytes"] >= 1 << 22]
+    us = sum(s["calls"] * s["bytes"] for s in large) / (1 << 20) * look["fresh"]
+    took = 1e6 * sum(s["seconds"] for s in large)
+    if large and us:
+        yield _made(
+            f"{sum(s['calls'] for s in large)} outputs of 4 MiB and more",
+            large[0]["shapes"],
+            min(us, 0.8 * took),
+            "unpooled allocation: fresh pages for every output",
+            "`tensorlogic.enable(pool=True)`, or TENSORLOGIC_ENABLE=pool",
+            "low",
+        )
+
+
+def _batches(look: dict[str, Any]) -> Iterator[Opportunity]:
+    curve = look.get("curve") or []
+    if len(curve) < 2:
+        return
+    one, many = curve[0], max(curve, key=lambda p: p[0] / p[1])
+    calls = max((m["calls"] for m in look["modules"]), default=0)
+    saved = calls * (one[1] - many[1] / many[0] * one[0])
+    if saved > 0 and many[0] > one[0]:
+        made = _made(
+            f"{calls} calls of batch {one[0]}",
+            "measured below",
+            saved,
+            "many small requests: weights and launches are paid for each",
+            f"collect them up to batch {many[0]}: one waits {many[1] / one[1]:.1f} times as long, "
+            f"{many[0] / many[1] / (one[0] / one[1]):.1f} times as many are served",
+            "medium",
+        )
+        yield replace(made, gain=many[0] / many[1] / (one[0] / one[1]))

@@ -1,0 +1,151 @@
+"""Help for a program that knows nothing of us: repaired half precision, and its modules replaced by optimised ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..enabling import disable, enable
+
+Run = Callable[[nn.Module], Any]  # calls a module with the arguments of the call that is served
+Serve = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any], Run], Any]
+_INSIDE = threading.local()
+
+
+def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Shapes and dtypes of the tensors among the arguments, and whether gradients are recorded."""
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    tensors = [f"{t.dtype}{list(t.shape)}@{t.device.type}" for t in leaves if isinstance(t, Tensor)]
+    recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    return " ".join([*tensors, "recorded" if recording else "inference"])
+
+
+class Outermost:
+    """While active, calls of modules with parameters that no other module makes go through `serve`.
+
+    Modules have numbers in the order in which they are first called: the same in every run of one program.
+    """
+
+    def __init__(self, serve: Serve) -> None:
+        self.serve, self.original = serve, nn.Module.__call__
+        self.known: dict[
+            int, tuple[int, nn.Module]
+        ] = {}  # keeps the module, so its id stays its own
+
+    def __enter__(self) -> None:
+        original, serve, known = self.original, self.serve, self.known
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if getattr(_INSIDE, "depth", 0) or next(module.parameters(), None) is None:
+                return original(module, *args, **kwargs)
+            _INSIDE.depth = 1
+            try:
+                number = known.setdefault(id(module), (len(known), module))[0]
+                return serve(
+                    number, module, args, kwargs, lambda served: original(served, *args, **kwargs)
+                )
+            finally:
+                _INSIDE.depth = 0
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def __exit__(self, *problem: object) -> None:
+        nn.Module.__call__ = self.original  # type: ignore[method-assign]
+
+
+@dataclass
+class Helped:
+    """What became of one module."""
+
+    name: str
+    outcome: str
+    summary: str
+    rows: list[list[str]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+class Help:
+    """The levers, pulled between `__enter__` and `__exit__`: may be entered again and again.
+
+    Args:
+        repair: call `enable()`. modules: number of a module -> the signature that it is optimised for.
+    """
+
+    def __init__(self, repair: bool, modules: Mapping[int, str]) -> None:
+        self.repair, self.modules = repair, modules
+        self.fast: dict[int, nn.Module] = {}
+        self.helped: dict[int, Helped] = {}
+        self.seconds = 0.0  # spent on getting ready
+        self.watch: Serve | None = None  # what each outermost call goes through in the end
+        self.patch = Outermost(self._serve)
+
+    def __enter__(self) -> Help:
+        begin = time.perf_counter()
+        if self.repair:
+            enable()
+        self.seconds += time.perf_counter() - begin
+        self.patch.__enter__()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.patch.__exit__()
+        if self.repair:
+            disable()
+
+    def _serve(
+        self,
+        number: int,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Run,
+    ) -> Any:
+        wanted = self.modules.get(number)
+        if wanted is not None and number not in self.fast and wanted == signature(args, kwargs):
+            self.fast[number] = self._optimised(number, module, args, kwargs)
+        served = self.fast.get(number, module)
+        if self.watch is not None:
+            return self.watch(number, served, args, kwargs, run)
+        return run(served)
+
+    def _optimised(
+        self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> nn.Module:
+        """The module made faster, or itself; measured on copies, so that the program's own state stays."""
+        from ..program.optimizing import optimize
+
+        begin = time.perf_counter()
+        self.patch.__exit__()
+        name = type(module).__name__
+        training = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        try:
+            given = args if not kwargs else _by_name(module, args, kwargs)
+            made = optimize(module, given, training=training)
+            report: Any = made.report
+            rows = [list(r.cells) for r in report.regions]
+            refused = [f"{r.op} {r.region}: {r.refused}" for r in report.refused]
+            self.helped[number] = Helped(name, report.outcome, report.summary, rows, refused)
+        except (RuntimeError, ValueError, TypeError) as problem:  # what optimize raises
+            made = module
+            self.helped[number] = Helped(name, "original", str(problem))
+        finally:
+            self.patch.__enter__()
+            self.seconds += time.perf_counter() - begin
+        return made
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by keyword, as `optimize` takes them where some are."""
+    import inspect
+
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    if any(isinstance(v, tuple) and k in ("args",) for k, v in bound.arguments.items()):
+        raise ValueError("its forward takes *args beside keywords")
+    return dict(bound.arguments)

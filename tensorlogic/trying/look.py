@@ -1,0 +1,173 @@
+"""What a program does: which operations and shapes take its time, which modules it calls, and what it changes outside."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .assist import Outermost, Run, signature
+
+CHANGES = {  # audit events -> what a person calls them
+    "socket.connect": "connects to",
+    "socket.bind": "listens at",
+    "subprocess.Popen": "starts",
+    "os.system": "runs",
+    "os.remove": "removes",
+    "os.rename": "renames",
+    "os.mkdir": "makes the folder",
+    "os.rmdir": "removes the folder",
+    "shutil.rmtree": "removes the folder",
+}
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+HARMLESS = ("__pycache__", "/dev/", "/proc/", ".triton", f"{tempfile.gettempdir()}/")
+MOST = 20  # changes that are kept
+
+
+class Outside:
+    """Files that are written and sockets that are opened while active; an audit hook cannot be removed, so it sleeps."""
+
+    def __init__(self, *ours: str) -> None:
+        self.ours, self.active, self.found = (*ours, *HARMLESS), False, dict[str, None]()
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.active or len(self.found) >= MOST:
+            return
+        if event == "open":
+            path, _, flags = args
+            if isinstance(path, (str, bytes)) and isinstance(flags, int) and flags & WRITING:
+                self._note("writes", os.fsdecode(path))
+        elif event in CHANGES:
+            if event.startswith("socket.") and not isinstance(args[1], tuple):
+                return  # within this machine
+            self._note(CHANGES[event], args[1] if event.startswith("socket.") else args[0])
+
+    def _note(self, what: str, value: object) -> None:
+        text = os.fsdecode(value) if isinstance(value, bytes) else str(value)
+        if not any(h in text for h in self.ours):
+            self.found[f"{what} {text}"] = None
+
+
+@dataclass
+class Spent:
+    """Calls of one operation with one kind of arguments."""
+
+    op: str
+    shapes: str
+    calls: int = 0
+    seconds: float = 0.0
+    bytes: float = 0.0  # of the outputs
+    dtypes: list[str] = field(default_factory=list)
+
+
+class Profile(TorchDispatchMode):
+    """Times every ATen call; on a GPU each is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spent: dict[tuple[str, str], Spent] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        begin = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        name, shapes = func.overloadpacket._qualified_op_name, _shapes(args)
+        entry = self.spent.get((name, shapes))
+        if entry is None:
+            dtypes = list(dict.fromkeys(_name(a) for a in _tensors(args)))
+            entry = self.spent[name, shapes] = Spent(name, shapes, dtypes=dtypes)
+            entry.bytes = sum(t.numel() * t.element_size() for t in _tensors((out,)))
+        entry.calls += 1
+        entry.seconds += seconds
+        return out
+
+
+def _tensors(args: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for a in args:
+        if isinstance(a, Tensor):
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found += [t for t in a if isinstance(t, Tensor)]
+    return found
+
+
+def _name(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def _shapes(args: Any) -> str:
+    return ", ".join(f"{_name(t)}[{'x'.join(map(str, t.shape))}]" for t in _tensors(args))
+
+
+@dataclass
+class Called:
+    """Calls of one outermost module with one signature."""
+
+    number: int
+    name: str
+    signature: str
+    calls: int = 0
+    seconds: float = 0.0
+
+
+class Modules:
+    """Counts and times outermost modules, and keeps the first outputs of each."""
+
+    KEPT = 2  # outputs of a module
+    ELEMENTS = 1 << 16  # of each
+
+    def __init__(self) -> None:
+        self.called: dict[tuple[int, str], Called] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self.last: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
+        self.times: list[float] = []
+
+    def serve(
+        self,
+        number: int,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Run,
+    ) -> Any:
+        """One call."""
+        kind = signature(args, kwargs)
+        begin = time.perf_counter()
+        out = run(module)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        entry = self.called.setdefault((number, kind), Called(number, type(module).__name__, kind))
+        entry.calls += 1
+        entry.seconds += seconds
+        self.times.append(seconds)
+        if entry.calls <= self.KEPT:
+            self.keep(f"{number} {kind} {entry.calls}", out)
+            self.last[number] = (module, args, kwargs)
+        return out
+
+    def keep(self, name: str, value: Any) -> None:
+        """The beginning of every floating tensor in a value, for comparison between runs."""
+        from torch.utils import _pytree as pytree
+
+        for i, leaf in enumerate(pytree.tree_leaves(value)):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_sparse:
+                flat = leaf.detach().reshape(-1)[: self.ELEMENTS]
+                self.outputs[f"{name} {i} {_name(leaf)}"] = flat.to("cpu", torch.float64, copy=True)
+
+    def watching(self) -> Outermost:
+        """The patch that watches."""
+        return Outermost(self.serve)

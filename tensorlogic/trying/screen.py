@@ -1,0 +1,198 @@
+"""A trial on one screen, and the record that `--verify` holds it to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..bench.opportunities import time_text
+from ..bench.problems import Problem
+from ..bench.results import write_text
+from ..bench.tables import aligned
+from .runs import Trial
+
+FORMAT, SCHEMA = "tensorlogic try", 1
+WHYS = 6  # lines of each list
+LEVEL_WIDTH = 6
+
+
+def lines(trial: Trial) -> Iterator[str]:
+    """The screen."""
+    e = trial.look["environment"]
+    yield f"tensorlogic try {trial.asked.command}"
+    yield f"{e['device']}, {e['threads']} threads; PyTorch {e['torch']}"
+    yield ""
+    yield from _verdict(trial)
+    yield from _why(trial)
+    yield from _keep(trial)
+    yield from _time(trial)
+    yield from _opportunities(trial)
+    yield from _curve(trial.look.get("curve") or [])
+
+
+def _curve(curve: list[list[float]]) -> Iterator[str]:
+    """Latency and throughput by batch size, where the program's requests are small."""
+    if len(curve) > 1:
+        yield "its module by batch size"
+        cells = [[f"{n:.0f}", time_text(us), f"{1e6 * n / us:,.0f}"] for n, us in curve]
+        head = ["batch", "a call", "samples a second"]
+        yield from (f"  {line}" for line in aligned([head, *cells], [False] * 3).splitlines())
+
+
+def _interval(gain: tuple[float, float, float]) -> str:
+    return f"{gain[0]:.2f}x [{gain[1]:.2f}, {gain[2]:.2f}]"
+
+
+def _median(values: list[float]) -> str:
+    ordered = sorted(values)
+    return time_text(1e6 * ordered[len(ordered) // 2])
+
+
+def _verdict(trial: Trial) -> Iterator[str]:
+    gain = trial.gain
+    if trial.failure:
+        yield "with us the program fails, so nothing was changed:"
+        yield from (f"  {line}" for line in trial.failure.splitlines())
+        return
+    if gain is None:
+        yield "nothing was timed"
+        return
+    count = len(trial.plain)
+    what = "a call" if trial.asked.entry else "the whole program"
+    how = "calls in turn" if trial.asked.entry else "pairs of runs in turn"
+    if not trial.won:
+        yield "nothing beats what you have" + (
+            "" if trial.agree else ": what was faster does not give the same outputs"
+        )
+    yield f"before -> after   {what}: {_median(trial.plain)} -> {_median(trial.ours)}, {_interval(gain)}, {count} {how}"
+    if trial.call_gain is not None:
+        yield f"                  a call of its modules: {_median(trial.calls[0])} -> {_median(trial.calls[1])}, {_interval(trial.call_gain)}"
+    if trial.expected is not None:
+        yield f"                  expected of the operations we serve: {trial.expected:.2f}x, measured one by one"
+    if trial.tuned.get("ready", 0) > 0.5:
+        yield f"                  not counted: {trial.tuned['ready']:.1f} s to get ready, once a process"
+    yield from _agreement(trial)
+    if trial.interrupted:
+        yield "interrupted: what was measured until then"
+
+
+def _agreement(trial: Trial) -> Iterator[str]:
+    if trial.difference is None:
+        yield "outputs           none could be compared: no module was called and no tensor was left"
+        return
+    word = "agree" if trial.agree else "DIFFER"
+    yield (
+        f"outputs {word:<9} relative difference {trial.difference:.1e}; two runs without us: {trial.own:.1e}"
+    )
+
+
+def _why(trial: Trial) -> Iterator[str]:
+    gains, refused = [], []
+    for h in trial.tuned.get("helped", ()):
+        first, *rest = h["summary"].splitlines()
+        gains.append(f"{h['name']}: {first}" + (f"; {rest[0]}" if rest else ""))
+        refused += h["refused"]
+    keys = [k for k in trial.tuned.get("keys", ()) if k["us"] and k["eager_us"]]
+    for k in sorted(keys, key=lambda k: k["us"] - k["eager_us"]):
+        refused += [f"{r} ({k['key'].split()[0]})" for r in k["refused"]]
+        if k["candidate"] != "torch.eager":
+            gains.append(f"{k['key']}: {k['candidate']}, {k['eager_us']:.4g} -> {k['us']:.4g} us")
+    for title, given in (("why", gains), ("refused", list(dict.fromkeys(refused)))):
+        if given:
+            yield title
+            yield from (f"  {line}" for line in given[:WHYS])
+            if len(given) > WHYS:
+                yield f"  and {len(given) - WHYS} more"
+
+
+def _keep(trial: Trial) -> Iterator[str]:
+    if not trial.won:
+        return
+    yield "to keep it"
+    if trial.repair:
+        yield "  TENSORLOGIC_ENABLE=1 in the environment, or `tensorlogic.enable()` after `import torch, tensorlogic`"
+    helped = [h for h in trial.tuned.get("helped", ()) if h["outcome"] != "original"]
+    for h in helped:
+        yield f"  {h['name']}: `model = tensorlogic.optimize(model, inputs)` before its calls"
+    if trial.tuned.get("written"):
+        yield f"  lockfile: {trial.asked.lockfile} ({trial.tuned['written']} plans), for TENSORLOGIC_LOCKFILE or tensorlogic.policy"
+
+
+def _time(trial: Trial) -> Iterator[str]:
+    spent = trial.look["spent"]
+    whole = sum(s["seconds"] for s in spent)
+    if not whole:
+        return
+    yield "where its time goes"
+    for s in spent[:WHYS]:
+        yield f"  {s['seconds'] / whole:4.0%}  {s['calls']:>6} x {s['op'].removeprefix('aten::')}  {s['shapes'][:80]}"
+
+
+def _opportunities(trial: Trial) -> Iterator[str]:
+    shown = [o for o in trial.opportunities if o.priority != "low"]
+    if not shown:
+        return
+    yield "what else could be gained"
+    for o in shown:
+        yield f"  {o.priority:<{LEVEL_WIDTH}}  {o.what} ({o.sizes[:60]}): up to {time_text(o.above_us)}, {o.gain:.2g}x; effort {o.effort}"
+        yield f"          {o.cause}; {o.remedy}"
+
+
+def record(trial: Trial) -> dict[str, Any]:
+    """What a later run is held to."""
+    return {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "command": trial.asked.command,
+        "environment": trial.look["environment"],
+        "gain": trial.main,
+        "agree": trial.agree,
+        "won": trial.won,
+    }
+
+
+def save(trial: Trial, path: Path) -> None:
+    """Write the record."""
+    write_text(path, json.dumps(record(trial), indent=1) + "\n", "the record")
+
+
+def held(path: Path) -> dict[str, Any]:
+    """Read a record; Problem when it is missing, damaged or foreign."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Problem(f"{path} does not exist; a run of `tensorlogic try` without --verify writes it") from None  # fmt: skip
+    except (OSError, ValueError) as problem:
+        raise Problem(f"{path} cannot be read: {problem}") from problem
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise Problem(f"{path} is not a record of `tensorlogic try`")
+    if document.get("schema") != SCHEMA or not isinstance(document.get("gain"), list):
+        raise Problem(f"{path} is damaged or of another version: write it anew with `tensorlogic try`")  # fmt: skip
+    return document
+
+
+def lost(trial: Trial, known: dict[str, Any], margin: float) -> str | None:
+    """Why a gain on record does not hold any more; None when it does."""
+    if known["command"] != trial.asked.command:
+        raise Problem(f"the record is of `{known['command']}`, not of `{trial.asked.command}`")
+    if trial.failure:
+        return "with us the program fails"
+    if not trial.agree:
+        return f"outputs differ by {trial.difference:.1e}"
+    gain = trial.main
+    if gain is None:
+        return "nothing was timed"
+    was = known["gain"]
+    if known["won"] and gain[2] * (1 + margin) < was[1]:
+        changes = [
+            f"{n}: {known['environment'].get(n)} -> {trial.look['environment'].get(n)}"
+            for n in ("device", "torch", "triton", "driver")
+            if known["environment"].get(n) != trial.look["environment"].get(n)
+        ]
+        return (
+            f"the gain was {was[0]:.2f}x and is {gain[0]:.2f}x [{gain[1]:.2f}, {gain[2]:.2f}]"
+            + (f" ({'; '.join(changes)})" if changes else "")
+        )
+    return None

@@ -20,6 +20,7 @@ from .ops.reduce import max, mean, min, sum
 from .ops.softmax import softmax
 from .ops.softmax_cross_entropy import softmax_cross_entropy
 from .policies import policy
+from .precision import PrecisionWarning, precision
 from .program.capturing import capture
 from .program.optimizing import optimize
 from .registry import activate as _activate
@@ -34,6 +35,7 @@ del _activate, _ops, _settings, _warn
 
 __version__ = "0.1.0"
 __all__ = [
+    "PrecisionWarning",
     "add",
     "add_relu",
     "affine",
@@ -62,6 +64,7 @@ __all__ = [
     "optimize",
     "policy",
     "pool",
+    "precision",
     "relu",
     "silu",
     "softmax",

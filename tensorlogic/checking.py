@@ -125,6 +125,7 @@ class Checker:
         ]
         self.expected = [self._expect(s) for s in self.probes]
         self.call_us = 0.0  # of the last call
+        self.coarse = 0.0  # error that the launcher in hand is allowed
         self.cut_us = 0.0  # of the last checked launcher's calls, where it was cut for them
 
     def cold(self) -> list[InputSet]:
@@ -142,7 +143,10 @@ class Checker:
             plain = self.op.baseline(*self.op.full(self.key, given))
         else:
             plain = self.op.candidates[EAGER].bind(self.key, {}, self.device)(*given)
-        precise = self.op.flops(self.key) <= WHOLE_FLOPS[self.key.device]
+        precise = (
+            self.key.precision != "default"
+            or self.op.flops(self.key) <= WHOLE_FLOPS[self.key.device]
+        )
         widen = numerics.wide if precise else _single
         wide = [widen(a) if isinstance(a, Tensor) else a for a in s.fresh(self.op)]
         outs = self.op.reference(*self.op.full(self.key, wide))
@@ -153,13 +157,16 @@ class Checker:
         pairs = zip(self.op.dynamic, given, strict=True)
         return [a for p, a in pairs if p.name in self.op.mutates and a is not None]
 
-    def check(self, launch: Launcher, limit_us: float = float("inf")) -> numerics.Verdict:
+    def check(
+        self, launch: Launcher, limit_us: float = float("inf"), coarse: float = 0.0
+    ) -> numerics.Verdict:
         """Run on every probe with poisoned memory; judge what came out, and that nothing else was touched.
 
         A launcher whose second call takes longer than `limit_us` is cut there: `cut_us` says how long that was.
         """
         worst, previous, fastest_us = 0.0, None, float("inf")
         self.cut_us = 0.0
+        self.coarse = coarse
         for i in range(len(self.probes)):
             outs, verdict = self._probe(launch, i, i)
             fastest_us = min(fastest_us, self.call_us)
@@ -204,7 +211,9 @@ class Checker:
         while len(outs) > outputs and outs[-1] is None:  # nothing to keep for backward after all
             outs = outs[:-1]
         judged = (*outs, *[None] * (outputs - len(outs)), *self._updated(given))
-        verdict = numerics.judge(judged, plain, ref, STRESS_SLACK if expected > 1 else 1.0)
+        verdict = numerics.judge(
+            judged, plain, ref, STRESS_SLACK if expected > 1 else 1.0, self.coarse
+        )
         if verdict and (reason := self._misuse(s, outs, plain, expected)):
             verdict = _wrong(reason)
         return outs, verdict

@@ -34,6 +34,11 @@ def internal(op: Op) -> Callable[..., Any]:
 def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: Any) -> Any:
     args = prepare(*given)
     device = _device(args)
+    if not torch.compiler.is_dynamo_compiling() and policies.current().precision is not None:
+        if op.composed is not None:
+            return op.composed(*args)
+        if op.precise is not None:
+            return _precisely(op.precise, args, where, given)
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         lowered = _autocast(op, args)
         if lowered is None:
@@ -50,12 +55,36 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
     road = _special(op, args)
     if road is not None:
         return road(op, args)
-    same = where is not None and all(
+    return call(op, args, where if _same(op, given, args) else None)
+
+
+def _same(op: Op, given: Sequence[Any], args: Sequence[Any]) -> bool:
+    """True where the op's arguments are the very ones that the caller gave."""
+    return all(
         g is a or (p.kind == "scalar" and g == a)
         for g, a, p in zip(given, args, op.params, strict=False)
         if p.is_dynamic
     )
-    return call(op, args, where if same else None)
+
+
+def _precisely(op: Op, args: tuple[Any, ...], where: Any, given: Sequence[Any]) -> Any:
+    """A product under a precision policy, which autocast does not touch; what transforms are traced through is float64."""
+    for p, a in zip(op.params, args, strict=False):
+        if isinstance(a, Tensor) and a.layout is not torch.strided:
+            raise TypeError(
+                f"{op.name}: {p.name} has layout {a.layout}; a precision policy needs strided tensors: "
+                f"call .to_dense(), or leave the policy"
+            )
+    if _transforming():
+        return composition(op, args)
+    args = tuple(a.resolve_conj().resolve_neg() if isinstance(a, Tensor) else a for a in args)
+    if _special(op, args) is not None:
+        return composition(op, args)
+    kind = _device(args).type
+    if torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return call(op, args)
+    return call(op, args, where if where is not None and _same(op, given, args) else None)
 
 
 def call(op: Op, args: Sequence[Any], where: Any = None) -> Any:
@@ -133,6 +162,8 @@ def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
         policies.current(),
         [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic],
     )
+    if chosen.precision is not None and op.precise is not None:
+        op = op.precise
     where = (
         op.name,
         compiled,
@@ -178,7 +209,9 @@ class Bound:
         self.op, self.policy, self.device = op, chosen, _device(args)
         saving = recording or (op.gradient is not None and bool(args[-1]))
         self.key: Key = op.key(
-            args, "forward" if saving else "backward" if op.internal else "inference"
+            args,
+            "forward" if saving else "backward" if op.internal else "inference",
+            "default" if op.listed or chosen.precision is None else chosen.precision.mode,
         )
         self.flags: SimpleNamespace = op.namespace(self.key)
         watched = chosen.observer is not None  # who watches must meet the backward ops, too

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from . import policies
 from .op import Op, Param
+from .precision import one_call
 
 P = ParamSpec("P")
 _IDS = itertools.count()
@@ -23,7 +24,7 @@ FRONTS: dict[
 ] = {}  # what checks the arguments -> the public function made of it
 
 TEMPLATE = """
-def {name}({signature}):
+def {name}({signature}):{per_call}
     if is_dynamo_compiling():
         return miss(None, {names})
     try:
@@ -39,6 +40,9 @@ def {name}({signature}):
                     return out
     return miss(where, {names})
 """
+PER_CALL = """
+    if precision is not None:
+        return one_call(precision, {name}, {names})"""
 
 
 def front(
@@ -47,12 +51,12 @@ def front(
     """Decorator for a public function of `op`.
 
     The decorated function checks the caller's arguments and returns the op's (in schema order, without `save`); it runs on
-    the first call of a key only. `miss(op, where, public arguments, prepare)` then serves the call and makes the key warm.
+    the first call of a key only. A keyword `precision` of it holds for one call. `miss(op, where, public arguments, prepare)` then serves the call and makes the key warm.
     """
 
     def decorate(prepare: Callable[P, tuple[Any, ...]]) -> Callable[P, Tensor]:
         params = [p for p in op.params if p.name != "save"]
-        names = list(inspect.signature(prepare).parameters)
+        names = [n for n in inspect.signature(prepare).parameters if n != "precision"]
         if names != [p.name for p in params]:
             raise TypeError(
                 f"public function {prepare.__name__} has parameters {names}, op {op.name} has {params}"
@@ -67,6 +71,7 @@ def front(
             "numbers": frozenset(
                 (int, float)
             ),  # finite ones; anything else is looked at on the slow road
+            "one_call": one_call,
             "miss": functools.partial(miss, op, prepare),
             **{f"default_{n}": v.default for n, v in inspect.signature(prepare).parameters.items()},
         }
@@ -81,7 +86,16 @@ def front(
 
 
 def _source(prepare: Callable[..., Any], params: list[Param]) -> str:
-    signature = inspect.signature(prepare).parameters
+    signature = dict(inspect.signature(prepare).parameters)
+    names = ", ".join(n for n in signature if n != "precision")
+    shown = [
+        n if p.default is inspect.Parameter.empty else f"{n}=default_{n}"
+        for n, p in signature.items()
+    ]
+    per_call = ""
+    if "precision" in signature:
+        shown.insert(-1, "*")
+        per_call = PER_CALL.format(name=prepare.__name__, names=names)
     key = ""
     for p in params:
         if p.kind == "tensor":
@@ -92,11 +106,9 @@ def _source(prepare: Callable[..., Any], params: list[Param]) -> str:
             key += f"{p.name}, "
     return TEMPLATE.format(
         name=prepare.__name__,
-        signature=", ".join(
-            n if p.default is inspect.Parameter.empty else f"{n}=default_{n}"
-            for n, p in signature.items()
-        ),
-        names=", ".join(signature),
+        signature=", ".join(shown),
+        per_call=per_call,
+        names=names,
         id=next(_IDS),
         key=key,
         scalars="".join(

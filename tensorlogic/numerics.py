@@ -68,10 +68,12 @@ def judge(
     eager: Sequence[Tensor | None],
     refs: Sequence[Tensor | None],
     slack: float = 1.0,
+    coarse: float = 0.0,
 ) -> Verdict:
     """Compare a candidate's outputs with same-dtype eager PyTorch and the float64 reference, every element.
 
-    `slack` widens the budget where the order of summation alone makes eager's error a matter of luck.
+    `slack` widens the budget where the order of summation alone makes eager's error a matter of luck, `coarse`
+    is the relative error that a candidate's form of numbers brings.
     """
     worst = 0.0
     if len(outs) != len(eager):
@@ -79,7 +81,7 @@ def judge(
     for index, (out, plain, ref) in enumerate(zip(outs, eager, refs, strict=True)):
         if plain is None or ref is None:
             continue
-        reason, error = _judge_one(out, plain, ref, slack)
+        reason, error = _judge_one(out, plain, ref, slack, coarse)
         if reason:
             return Verdict(f"wrong: output {index} {reason}", error)
         worst = max(worst, error)
@@ -87,7 +89,7 @@ def judge(
 
 
 def _judge_one(
-    out: Tensor | None, plain: Tensor, ref: Tensor, slack: float
+    out: Tensor | None, plain: Tensor, ref: Tensor, slack: float, coarse: float
 ) -> tuple[str | None, float]:
     bad = float("inf")
     if not isinstance(out, Tensor):
@@ -105,14 +107,14 @@ def _judge_one(
     signs = _infinities(out)
     if bool(((signs != _infinities(plain)) & (signs != _infinities(rounded))).any()):
         return "has infinities where neither eager nor the reference has them, or the reverse", bad
-    base = max(relative_error(plain, ref), _floor(out.dtype))
+    base = max(relative_error(plain, ref), _floor(out.dtype), coarse)
     ratio = relative_error(out, ref) / base
     if ratio > RELATIVE_TO_EAGER * slack:
         return (
             f"has relative error {ratio * base:.2e}, {ratio:.1f} times eager's {base:.2e} (at most {RELATIVE_TO_EAGER:g})",
             ratio,
         )
-    excess = _largest_excess(out, plain, ref)
+    excess = _largest_excess(out, plain, ref, coarse)
     if excess > slack:
         return (
             f"has an element {excess:.1f} times further from the reference than its row allows",
@@ -132,9 +134,9 @@ def _infinities(t: Tensor) -> Tensor:
     ).to(torch.int8)
 
 
-def _largest_excess(out: Tensor, plain: Tensor, ref: Tensor) -> float:
+def _largest_excess(out: Tensor, plain: Tensor, ref: Tensor, coarse: float) -> float:
     """Largest |out − ref| over what is allowed there: some spacings of the row's scale, or four times eager's worst in that row."""
-    eps = spacing(plain.dtype)
+    eps = max(spacing(plain.dtype), coarse)
     out, plain, ref = (
         wide(t).reshape(-1, t.shape[-1] if t.dim() else 1) for t in (out, plain, ref)
     )

@@ -67,6 +67,9 @@ class Candidate:
     guess: Callable[[Key], float] = lambda key: (
         1.0
     )  # expected time over torch.eager's, for keys nobody has measured
+    coarse: Callable[[Key], float] = lambda key: (
+        0.0
+    )  # relative error that its form of numbers brings on normal inputs; it is checked against that
     background: bool = (
         True  # False: so slow to load or compile that only tune and the like may measure it
     )
@@ -155,6 +158,18 @@ class Op:
     outputs: int = 1
     internal: bool = False  # called by other ops only, which take all its outputs
     candidates: dict[str, Candidate] = field(default_factory=dict)
+    precise: Op | None = (
+        None  # the same operation under a precision policy, with candidates of its own
+    )
+    composed: Callable[..., Tensor] | None = (
+        None  # or what an op around a product calls instead, so that the product follows the policy
+    )
+    measure: Callable[..., Any] | None = (
+        None  # of a precise op: how far outputs are off on the caller's own data
+    )
+    listed: bool = (
+        True  # False for precise ops, which are reached through the op that they stand for
+    )
 
     def __post_init__(self) -> None:
         self.name: str = self.reference.__name__
@@ -163,7 +178,8 @@ class Op:
         self.tensors: tuple[Param, ...] = tuple(p for p in self.params if p.is_tensor)
         self.flags: tuple[Param, ...] = tuple(p for p in self.params if not p.is_dynamic)
         self.closer = self._closer()
-        OPS[self.name] = self
+        if self.listed:
+            OPS[self.name] = self
 
     def _params(self) -> Iterable[Param]:
         hints = typing.get_type_hints(self.reference)

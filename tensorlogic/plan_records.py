@@ -193,6 +193,7 @@ class Plan:
     evidence: list[Evidence] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     measured: str = ""  # ISO date and time
+    accuracy: list[dict[str, Any]] = field(default_factory=list)  # errors on callers' data
 
     def valid(self, sources: Mapping[str, str]) -> bool:
         """True when both winners exist today (id -> source hash) with the source as measured."""
@@ -210,6 +211,7 @@ class Plan:
             "evidence": [{**asdict(e), "config": _sorted(e.config)} for e in self.evidence],
             "versions": _sorted(self.versions),
             "measured": self.measured,
+            **({"accuracy": self.accuracy} if self.accuracy else {}),
         }
 
     @classmethod
@@ -225,6 +227,7 @@ class Plan:
             evidence=evidence,
             versions=dict(record["versions"]),
             measured=record["measured"],
+            accuracy=list(record.get("accuracy", ())),
         )
 
 

@@ -8,10 +8,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import hooks, settings
 from .settings import TUNE_MODES
+
+if TYPE_CHECKING:
+    from .precision import Precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +26,7 @@ class Policy:
     deterministic: bool = False
     lockfile: Path | None = None
     observer: Callable[..., None] | None = None
+    precision: Precision | None = None
     entries: dict[Any, list[tuple[Any, Any]]] = field(default_factory=dict, repr=False)
 
     def forced(self, op: str) -> str | None:
@@ -35,7 +39,7 @@ class Policy:
     def identity(self) -> tuple[Any, ...]:
         """What makes two policies interchangeable."""
         force = tuple(sorted(self.force.items())) if isinstance(self.force, Mapping) else self.force
-        return (self.tune, force, self.deterministic, self.lockfile, self.observer)
+        return (self.tune, force, self.deterministic, self.lockfile, self.observer, self.precision)
 
     @property
     def reproducible(self) -> bool:

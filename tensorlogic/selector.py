@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import background, capture_watch, registry, stores, study
+from . import adapting, background, capture_watch, registry, stores, study
 from .numerics import DTYPES
 from .op import EAGER, OPS, Candidate, Config, Launcher, Op, Outputs
 from .plans import Key, Plan, PlanView
@@ -42,6 +42,7 @@ class Decision:
     source: str
 
 
+BY_DATA = Candidate("adaptive.budget", bind=lambda key, config, device: lambda *_: None)
 PLAIN = Decision((EAGER, {}), (EAGER, {}), "eager")
 
 
@@ -50,6 +51,8 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     forced = policy.forced(op.name)
     if forced is not None:
         return _forced(op, key, forced)
+    if key.precision == "adaptive":
+        return _within(op, key, device, policy)
     if policy.lockfile is not None:
         return _fixed(op, key, stores.lockfile(policy.lockfile), "lockfile")
     store = stores.current(device)
@@ -66,6 +69,17 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     if near is not None and _serves(op, key, near, store):
         return _planned(near, f"neighbour {near.key.text}")
     return _guessed(op, key)
+
+
+def _within(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
+    """What would serve data like those met last; captured calls, whose data nobody looks at, take float64."""
+    if policy.reproducible or policy.precision is None or policy.precision.rtol is None:
+        return PLAIN
+    rtol = policy.precision.rtol
+    pick = adapting.expected(op, key, device, rtol)
+    if pick is None:
+        return PLAIN
+    return Decision((pick[0].id, pick[1]), PLAIN.captured, f"errors on data met before, {rtol:g}")
 
 
 def _fixed(op: Op, key: Key, view: PlanView, source: str) -> Decision:
@@ -157,6 +171,8 @@ def choose(
     elif policy.tune == "full" and policy.forced(op.name) is None and capture_watch.quiet(device):
         stores.measured(op, key, device)
     decision = decide(op, key, device, policy)
+    if _adaptive(key, policy) and not capturing:
+        return _adapting(op, key, device, policy, compiled)
     if compiled or capturing:
         choice = _bind(op, key, device, decision.captured, decision.source, whole)
         choice.cacheable = False
@@ -173,6 +189,22 @@ def choose(
     ):
         choice.launch = background.watch(op, key, device, choice.launch)
     return choice
+
+
+def _adaptive(key: Key, policy: Policy) -> bool:
+    """Whether the caller's data decide; nothing that must repeat from run to run lets them."""
+    forced = policy.forced(key.op) is not None
+    return key.precision == "adaptive" and not forced and not policy.reproducible
+
+
+def _adapting(op: Op, key: Key, device: torch.device, policy: Policy, compiled: bool) -> Choice:
+    """Among the candidates in the order of their times, the first that keeps the error budget, whatever data come."""
+    assert policy.precision is not None and policy.precision.rtol is not None
+    launch: Launcher = adapting.Adaptive(op, key, device, policy.precision.rtol)
+    watched = policy.tune == "auto" and policy.observer is None and not compiled
+    if watched and stores.current(device).get(key, lambda plan: _current(op, plan)) is None:
+        launch = background.watch(op, key, device, launch)
+    return Choice(BY_DATA, {}, launch, "errors on the caller's data")
 
 
 def _forced(op: Op, key: Key, id: str) -> Decision:

@@ -191,7 +191,8 @@ class Study:
                 compiling.settle(job)
             with torch.no_grad():
                 launch = candidate.bind(self.key, config, self.device)
-                verdict = self.checker.check(launch, CUT * max(incumbent_us, TOO_SHORT_US))
+                limit_us = CUT * max(incumbent_us, TOO_SHORT_US)
+                verdict = self.checker.check(launch, limit_us, candidate.coarse(self.key))
                 if not verdict:
                     self._refuse(candidate, verdict.reason or "wrong")
                     return None

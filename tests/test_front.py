@@ -285,6 +285,7 @@ def test_signature_and_documentation_survive() -> None:
         "bias",
         "residual",
         "activation",
+        "precision",
     ]
     assert "accumulated in float32" in (tensorlogic.linear.__doc__ or "")
     x, w = torch.randn(2, 3), torch.randn(4, 3)

@@ -15,3 +15,5 @@ from . import (  # noqa: F401
     softmax,
     softmax_cross_entropy,
 )
+
+from . import composed  # noqa: F401  isort: skip  of the ops above

@@ -202,6 +202,8 @@ def _signature(target: Any) -> tuple[list[str], list[Any]]:
         found = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # built-in functions without a signature take what they take
         return [], []
+    if hasattr(fn, "fused"):  # ours: what only keywords give is about the call, not the operation
+        found = [p for p in found if p.kind is not p.KEYWORD_ONLY]
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found):
         return [], []
     return [p.name for p in found], [MISSING if p.default is p.empty else p.default for p in found]

@@ -20,11 +20,15 @@ from ..common import checks, costs
 def _masked_scores(
     q: Tensor, k: Tensor, scale: float, mask: Tensor | None, is_causal: bool
 ) -> Tensor:
-    scores = q @ k.transpose(-1, -2)
+    return masked(q @ k.transpose(-1, -2), scale, mask, is_causal)
+
+
+def masked(scores: Tensor, scale: float, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """scale · scores + mask."""
     if scale != 1.0:
         scores = scores * scale
     if is_causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~allowed, float("-inf"))
     if mask is None:
         return scores

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import policies
 from ...numerics import NAMES
 
 
@@ -53,8 +54,13 @@ def autocasting(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
+def _precise() -> bool:
+    """True under a precision policy, which takes operands of any floating dtype."""
+    return policies.current().precision is not None
+
+
 def floating(fn: str, given: dict[str, Tensor | None], autocast: bool = False) -> None:
-    """All given tensors share one floating (or complex) dtype; under autocast, any floating dtypes."""
+    """All given tensors share one floating (or complex) dtype; under autocast or a precision policy, any of them."""
     present = [(n, t) for n, t in given.items() if t is not None]
     first_name, first = present[0]
     lenient = autocast and autocasting(first.device)
@@ -63,7 +69,7 @@ def floating(fn: str, given: dict[str, Tensor | None], autocast: bool = False) -
             raise TypeError(
                 f"{fn}: {name} is {describe(t)}; a floating dtype is required: convert it with {name}.to(torch.float16) or .float()"
             )
-        if t.dtype != first.dtype and not lenient:
+        if t.dtype != first.dtype and not lenient and not (autocast and _precise()):
             raise TypeError(
                 f"{fn}: {name} is {describe(t)}, but {first_name} is {describe(first)}; the dtypes must be equal: convert one with .to(dtype)"
             )

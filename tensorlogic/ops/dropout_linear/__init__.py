@@ -20,7 +20,8 @@ from ..common.random import draw, keep_mask, seeded
 from ..linear import linear
 
 
-def _drop(x: Tensor, p: float, seed: int, offset: int, state: Tensor | None) -> Tensor:
+def dropped(x: Tensor, p: float, seed: int, offset: int, state: Tensor | None) -> Tensor:
+    """dropout(x) by the mask of a seed."""
     s, o = (seed, offset) if state is None else (state[0], state[1])
     return torch.where(keep_mask(tuple(x.shape), p, s, o, x.device), x / (1 - p), 0)
 
@@ -36,7 +37,7 @@ def _dropout_linear(
     save: bool,
 ) -> tuple[Tensor, ...]:
     """dropout(x [..., K]) · weight [N, K]ᵀ + bias [N], the mask from (seed, offset) or from state [2]."""
-    return (F.linear(_drop(x, p, seed, offset, state), weight, bias),)
+    return (F.linear(dropped(x, p, seed, offset, state), weight, bias),)
 
 
 def dropout_linear_backward(

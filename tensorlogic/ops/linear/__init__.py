@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...op import Gradient, Op, Outputs
+from ...precision import precision as Precision
 from ..common import checks, costs, samples
 from ..common.activations import ACTIVATIONS, SMOOTH
 from . import reference
@@ -102,6 +103,8 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: str | None = None,
+    *,
+    precision: Precision | None = None,
 ) -> tuple[Any, ...]:
     """activation(x · weightᵀ + bias + residual) in one call, accumulated in float32 and rounded once.
 
@@ -109,6 +112,7 @@ def linear(
         x: [..., K], floating. weight: [N, K], as in torch.nn.functional.linear, same dtype. bias: [N] or None.
         residual: broadcastable to [..., N] or None.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        precision: `tensorlogic.precision(...)` for this call; under it, floating dtypes may differ.
 
     Returns:
         [..., N] in x's dtype and on its device.
@@ -150,4 +154,4 @@ def linear_residual_relu(
     return linear(x, weight, bias, residual, "relu")
 
 
-from . import torch_candidates  # noqa: E402,F401  in the order in which ties are broken
+from . import precise, torch_candidates  # noqa: E402,F401  in the order in which ties are broken

@@ -13,6 +13,7 @@ from ... import dispatch
 from ...numerics import DTYPES
 from ...op import Gradient, Op, Outputs
 from ...plans import Key
+from ...precision import precision as Precision
 from ..common import checks, costs, products, samples
 from ..common.activations import ACTIVATIONS, SMOOTH, activate, activate_
 from ..common.activations import gradient as activation_gradient
@@ -34,8 +35,8 @@ def matmul_backward_reference(
         return (dz * b if needs[0] == "1" else None, dz * a if needs[1] == "1" else None)
     left, right = a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
     dz = dz.unsqueeze(-2) if a.dim() == 1 else dz.unsqueeze(-1) if b.dim() == 1 else dz
-    da = (dz @ right.mT).sum_to_size(left.shape).view(a.shape) if needs[0] == "1" else None
-    db = (left.mT @ dz).sum_to_size(right.shape).view(b.shape) if needs[1] == "1" else None
+    da = (dz @ right.mH).sum_to_size(left.shape).view(a.shape) if needs[0] == "1" else None
+    db = (left.mH @ dz).sum_to_size(right.shape).view(b.shape) if needs[1] == "1" else None
     return (da, db)
 
 
@@ -118,12 +119,15 @@ backward_call = dispatch.internal(MATMUL_BACKWARD)
 
 
 @dispatch.public(MATMUL)
-def matmul(a: Tensor, b: Tensor, activation: str | None = None) -> tuple[Any, ...]:
+def matmul(
+    a: Tensor, b: Tensor, activation: str | None = None, *, precision: Precision | None = None
+) -> tuple[Any, ...]:
     """activation(a · b), as torch.matmul: note that b is [K, N] here and linear's weight is [N, K].
 
     Args:
         a: [..., M, K] or [K], floating. b: [..., K, N] or [K], same dtype; batch dimensions broadcast.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        precision: `tensorlogic.precision(...)` for this call; under it, floating dtypes may differ.
 
     Returns:
         [..., M, N], without the dimension of a one-dimensional argument, in a's dtype.
@@ -237,3 +241,6 @@ def widened_backward(
         dy.float(), a.float(), b.float(), wide_kept, activation, needs
     )
     return tuple(g if g is None else g.to(dy.dtype) for g in grads)
+
+
+from . import precise  # noqa: E402,F401

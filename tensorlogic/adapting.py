@@ -1,0 +1,208 @@
+"""The choice under an error budget: the fastest candidate whose error on the caller's data keeps it, watched while it serves."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from . import accuracy, stores
+from .accuracy import UNITS, Known, Statistics
+from .op import EAGER, Candidate, Config, Launcher, Op, Outputs
+from .plans import Key, Plan
+from .precision import PrecisionWarning
+from .study import BIND_ERRORS
+
+LOG = logging.getLogger("tensorlogic")
+MARGIN = 1.25  # how much worse rows that were not looked at may be than those that were
+HOPELESS = 16.0  # a form that brings so many times the budget on normal inputs is not tried
+MOST_KNOWN = 64  # errors kept for one key
+_KNOWN: dict[tuple[str, str], list[Known]] = {}
+
+
+@dataclass
+class Held:
+    """The candidate in service, and what holds for its data: the error and the statistics it was measured under."""
+
+    candidate: Candidate
+    config: Config
+    launch: Launcher
+    error: float
+    statistics: Statistics
+    rtol: float
+
+    def covers(self, now: Statistics) -> bool:
+        """Whether the measured error still tells of data with these statistics."""
+        then = self.statistics
+        if not (now.usable and then.usable):
+            return False
+        grown = now.cancels / then.cancels if then.cancels > 0 else math.inf
+        if then.cancels == now.cancels == 0.0:
+            grown = 1.0
+        if form_of(self.candidate).startswith(("int8", "fp8")):
+            grown *= max(1.0, now.crest / max(then.crest, 1e-30))
+        room = self.rtol / (MARGIN * self.error) if self.error > 0 else math.inf
+        if room < 1:  # already beyond the budget: what gets better may be served better
+            return 0.8 <= grown <= 1.1
+        return 1 / 64 <= grown <= room and now.low >= then.low - 4 and now.high <= then.high + 4
+
+
+class Adaptive:
+    """The launcher of an adaptive key: runs what is held, looks at the data, and chooses again when they have changed."""
+
+    def __init__(self, op: Op, key: Key, device: torch.device, rtol: float) -> None:
+        self.op, self.key, self.device, self.rtol = op, key, device, rtol
+        self.order = order(op, key, device, rtol)
+        self.held: Held | None = None
+
+    def __call__(self, *dynamic: Any) -> Outputs | None:
+        held = self.held
+        if held is not None:
+            outs = held.launch(*dynamic)
+            if outs is not None and held.covers(self._look(dynamic, outs)):
+                return outs
+        return self._choose(dynamic)
+
+    def _parts(self, dynamic: Sequence[Any]) -> Any:
+        assert self.op.measure is not None
+        return self.op.measure(*self.op.full(self.key, dynamic))
+
+    @torch.no_grad()
+    def _look(self, dynamic: Sequence[Any], outs: Outputs) -> Statistics:
+        return accuracy.statistics(self._parts(dynamic), outs)
+
+    def _choose(self, dynamic: Sequence[Any]) -> Outputs:
+        """Try the candidates, fastest first, until one keeps the budget; the best one, with a warning, where none does."""
+        best: tuple[Held, Outputs] | None = None
+        for candidate, config in self.order:
+            tried = self._try(candidate, config, dynamic)
+            if tried is None:
+                continue
+            if best is None or tried[0].error < best[0].error:
+                best = tried
+            if tried[0].error * MARGIN <= self.rtol:
+                break
+        assert best is not None  # torch.eager is always tried last, and its failure is the caller's
+        self.held = best[0]
+        if best[0].error * MARGIN > self.rtol:
+            self._warn(best[0])
+        return best[1]
+
+    def _warn(self, held: Held) -> None:
+        times = held.error / self.rtol
+        beyond = f"{times:.3g} times the budget" if times > 1 else "less than the margin below it"
+        warnings.warn(
+            f"precision: no way to compute {self.key.text} keeps rtol={self.rtol:g} on these data; the most accurate, "
+            f"{held.candidate.id}, has a relative error of {held.error:.2e}, {beyond}",
+            PrecisionWarning,
+            stacklevel=4,
+        )
+
+    def _try(
+        self, candidate: Candidate, config: Config, dynamic: Sequence[Any]
+    ) -> tuple[Held, Outputs] | None:
+        """Run one candidate on the caller's data and see how far it is off, unless that is known of such data."""
+        try:
+            launch = candidate.bind(self.key, config, self.device)
+            outs = launch(*dynamic)
+        except BIND_ERRORS as problem:
+            if candidate.id == EAGER:
+                raise
+            LOG.info("tensorlogic: %s failed on %s: %s", candidate.id, self.key.text, problem)
+            return None
+        if outs is None:
+            return None
+        with torch.no_grad():
+            parts = self._parts(dynamic)
+            now = accuracy.statistics(parts, outs)
+            found = self._remembered(candidate, now)
+            error = accuracy.error(parts, outs) if found is None else found
+        if found is None:
+            remember(self.key, self.device, Known(candidate.id, candidate.source, error, now))
+        return Held(candidate, config, launch, error, now, self.rtol), outs
+
+    def _remembered(self, candidate: Candidate, now: Statistics) -> float | None:
+        for known in reversed(recall(self.key, self.device)):
+            if (known.candidate, known.source) == (candidate.id, candidate.source) and now.like(
+                known.statistics
+            ):
+                return known.error
+        return None
+
+
+def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Candidate, Config]]:
+    """What may serve an adaptive key, fastest first as measured, else as expected; torch.eager, in float64, last."""
+    plan = stores.current(device).get(key)
+    eager = op.candidates[EAGER]
+    ranked: list[tuple[float, Candidate, Config]] = []
+    for candidate in op.candidates.values():
+        if candidate is eager or candidate.unfit(key) is not None:
+            continue
+        if UNITS[form_of(candidate)] > HOPELESS * rtol:
+            continue
+        us, config = _expected(candidate, key, plan)
+        ranked.append((us, candidate, config))
+    limit = _expected(eager, key, plan)[0]
+    quick = sorted((r for r in ranked if r[0] <= limit), key=lambda r: r[0])
+    return [(candidate, config) for _, candidate, config in quick] + [(eager, {})]
+
+
+def expected(
+    op: Op, key: Key, device: torch.device, rtol: float
+) -> tuple[Candidate, Config] | None:
+    """The fastest candidate that kept the budget on the last data on which its error was measured."""
+    last = {known.candidate: known.error for known in recall(key, device)}
+    for candidate, config in order(op, key, device, rtol):
+        if last.get(candidate.id, math.inf) * MARGIN <= rtol:
+            return candidate, config
+    return None
+
+
+def form_of(candidate: Candidate) -> str:
+    """The form of numbers of a way."""
+    return candidate.id.split(".")[1]
+
+
+def _expected(candidate: Candidate, key: Key, plan: Plan | None) -> tuple[float, Config]:
+    """Time over torch.eager's and configuration, by the plan's evidence where it has any; infinite where it was refused."""
+    known = {e.candidate: e for e in plan.evidence} if plan is not None else {}
+    e, eager = known.get(candidate.id), known.get(EAGER)
+    if e is None or eager is None or e.source != candidate.source:
+        return candidate.guess(key), candidate.configs(key)[0]
+    if e.status == "refused":
+        return math.inf, {}
+    return max(e.device_us, e.host_us) / max(eager.device_us, eager.host_us), e.config
+
+
+def recall(key: Key, device: torch.device) -> list[Known]:
+    """Errors that were measured on callers' data of this key, here or, where the plan is stored, in other processes."""
+    return _KNOWN.setdefault((str(device), key.text), _stored(key, device))
+
+
+def _stored(key: Key, device: torch.device) -> list[Known]:
+    plan = stores.current(device).get(key)
+    return [Known.from_json(r) for r in plan.accuracy] if plan is not None else []
+
+
+def remember(key: Key, device: torch.device, known: Known) -> None:
+    """Keep one more, in the plan where there is one."""
+    found = recall(key, device)
+    found.append(known)
+    del found[:-MOST_KNOWN]
+    store = stores.current(device)
+    plan = store.get(key)
+    if plan is not None and known.finite:
+        store.put(replace(plan, accuracy=[k.to_json() for k in found if k.finite]))
+
+
+def forget() -> None:
+    """Forget what was measured in this process."""
+    _KNOWN.clear()
+
+
+stores.ON_FORGET.append(forget)

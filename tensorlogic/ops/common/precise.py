@@ -1,0 +1,110 @@
+"""Ops under a precision policy: the same schema and gradient, with a candidate for every way to compute their products."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...op import EAGER, Candidate, Config, Launcher, Op, Outputs, key_flags
+from ...plans import Key
+from . import ways, ways_cpu
+from .ways import Product, Way
+
+Composed = Callable[..., Outputs]  # (product, *op's arguments) -> outputs in the result's dtype
+Sizes = Callable[[Key], list[tuple[int, int, int]]]  # M, N, K of every product of a key
+
+
+def precise(
+    op: Op, composed: Composed, sizes: Sizes, measure: Callable[..., Any], module: str
+) -> Op:
+    """Give `op` its counterpart under precision policies, whose torch.eager is the reference in float64."""
+    made = Op(
+        reference=op.reference,
+        flops=op.flops,
+        traffic=op.traffic,
+        sample=op.sample,
+        scalars=op.scalars,
+        gradient=op.gradient,
+        outputs=op.outputs,
+        internal=op.internal,
+        measure=measure,
+        listed=False,
+    )
+    op.precise = made
+    sources = (sys.modules[module], sys.modules[__name__], ways)
+    in_f64 = _launcher(made, composed, ways.in_f64)
+    made.add(Candidate(EAGER, bind=in_f64, sources=sources, trusted=True))
+    for way in ways_cpu.found():
+        add(made, way, composed, sizes, (*sources, ways_cpu))
+    return made
+
+
+def add(op: Op, way: Way, composed: Composed, sizes: Sizes, sources: tuple[Any, ...]) -> None:
+    """One way as a candidate of a precise op."""
+    op.add(
+        Candidate(
+            way.id,
+            bind=_launcher(op, composed, ways.by_parts(way.product)),
+            supports=partial(_supports, way),
+            available=way.available,
+            sources=(*sources, *way.sources),
+            guess=partial(_guess, way, sizes),
+            coarse=partial(ways.coarse, way.form),
+            background=True,
+            trusted=True,
+        )
+    )
+
+
+def _launcher(
+    op: Op, composed: Composed, product: Product
+) -> Callable[[Key, Config, torch.device], Launcher]:
+    def bind(key: Key, config: Config, device: torch.device) -> Launcher:
+        return op.closer(partial(composed, product), *key_flags(key))
+
+    return bind
+
+
+def _supports(way: Way, key: Key) -> str | None:
+    if way.form not in ways.SERVING.get(key.precision, ()):
+        return f"it computes in {way.form}, the policy asks for {key.precision}"
+    if way.matrices and any(t is not None and len(t.shape) != 2 for t in key.tensors[:2]):
+        return "for matrices"
+    return way.serves(key)
+
+
+def _guess(way: Way, sizes: Sizes, key: Key) -> float:
+    """Expected time over that of float64."""
+    dtype = key.tensors[0].dtype if key.tensors[0] is not None else "f32"
+    scale = 4 if dtype in ("c32", "c64", "c128") else 1
+    shapes = [(m, n, scale * k) for m, n, k in sizes(key)]
+    eager = sum(f64_us(key.device, *s) for s in shapes)
+    return sum(way.us(*s, dtype) for s in shapes) / max(eager, 1e-3)
+
+
+def f64_us(device: str, m: int, n: int, k: int) -> float:
+    """What the product takes in float64, conversions included."""
+    if device == "cpu":
+        return ways_cpu._rate(25e3, 2, 8)(m, n, k, "f64")
+    return 8 + m * n * k / 25e6
+
+
+def as_result(dtype: torch.dtype, *outs: Tensor | None) -> Outputs:
+    """The outputs in the result's dtype."""
+    return tuple(None if out is None else out.to(dtype) for out in outs)
+
+
+def widest(dtype: torch.dtype) -> torch.dtype:
+    """At least float32: what passes over halves compute in."""
+    if dtype.is_complex:
+        return torch.complex64 if dtype == torch.complex32 else dtype
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+__all__ = ["add", "as_result", "precise", "replace", "widest"]

@@ -1,0 +1,108 @@
+"""Ways to compute a product under a precision policy: each is one form of numbers on one engine, for any floating inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...accuracy import UNITS
+from ...plans import Key
+
+Product = Callable[[Tensor, Tensor], Tensor]  # a [..., M, K], b [..., K, N] -> [..., M, N], wide
+
+SUMS = 2.0**-24  # what adding in float32 brings, a root of K times; tensor cores truncate
+#: Which forms may serve a mode.
+SERVING = {"f32": ("f32",), "f16": ("f16",), "adaptive": tuple(UNITS)}
+
+
+def anywhere(_: Any) -> None:
+    """No objection."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One form of numbers on one engine; `us(m, n, k, dtype)` is its expected time in microseconds."""
+
+    id: str
+    form: str
+    product: Product
+    us: Callable[[int, int, int, str], float]
+    available: Callable[[str], str | None] = anywhere
+    serves: Callable[[Key], str | None] = anywhere
+    matrices: bool = False  # serves two-dimensional operands only
+    sources: tuple[Any, ...] = ()
+
+
+def coarse(form: str, key: Key) -> float:
+    """The relative error that a form may have on normal inputs of this key."""
+    depth = max((n for t in key.tensors if t is not None for n in t.shape), default=1)
+    sums = 0.0 if form == "f64" else SUMS * max(math.sqrt(depth), depth / 16)
+    return UNITS[form] + sums
+
+
+def result_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """What floating (or complex) inputs promote to."""
+    dtypes = [t.dtype for t in tensors if t is not None]
+    found = dtypes[0]
+    for dtype in dtypes[1:]:
+        found = torch.promote_types(found, dtype)
+    return found
+
+
+def wide(t: Tensor) -> Tensor:
+    """t in float64 (complex128)."""
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)
+
+
+def single(t: Tensor) -> Tensor:
+    """t in float32 (complex64)."""
+    return t.to(torch.complex64 if t.is_complex() else torch.float32)
+
+
+def single_at_least(t: Tensor) -> Tensor:
+    """t, halves in float32."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def in_f64(a: Tensor, b: Tensor) -> Tensor:
+    """The product in float64, which no switch of PyTorch touches."""
+    return torch.matmul(wide(a), wide(b))
+
+
+def by_parts(product: Product) -> Product:
+    """The same for complex operands too: real and imaginary parts side by side make one real product."""
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        if not (a.is_complex() or b.is_complex()):
+            return product(a, b)
+        if not b.is_complex():
+            c = single_at_least(product(torch.cat((a.real, a.imag), -2), b))
+            m = a.shape[-2]
+            return torch.complex(c[..., :m, :], c[..., m:, :])
+        n = b.shape[-1]
+        if not a.is_complex():
+            c = product(a, torch.cat((b.real, b.imag), -1))
+        else:
+            right = (torch.cat((b.real, b.imag), -1), torch.cat((-b.imag, b.real), -1))
+            c = product(torch.cat((a.real, a.imag), -1), torch.cat(right, -2))
+        c = single_at_least(c)
+        return torch.complex(c[..., :n].contiguous(), c[..., n:].contiguous())
+
+    return run
+
+
+def row_scale(t: Tensor, dim: int, top: float) -> Tensor:
+    """Powers of two [.., 1, ..] that bring the largest element along `dim` to `top` / 2 .. `top`; 1 for a row of zeros."""
+    largest = t.abs().amax(dim, keepdim=True).to(torch.float64)
+    exponent = torch.frexp(torch.where(largest == 0, top, largest)).exponent
+    return torch.exp2(math.log2(top) - exponent.to(torch.float64))
+
+
+def finite(c: Tensor) -> bool:
+    """Whether a product has neither NaN nor infinities (or sums beyond its type's range, which is rare and harmless)."""
+    return math.isfinite(float(c.sum()))

@@ -1,0 +1,233 @@
+"""Ways to compute a product on a CPU: our own kernels in float32, PyTorch's in float64, float32 and halves, int8 slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from math import log2
+
+import torch
+from torch import Tensor
+
+from ... import native
+from ...plans import Key
+from . import cpu_costs, native_wiring, ways
+from .ways import Way, single, wide
+
+BLOCK = 512  # rows and columns narrowed at a time
+STEPS = 127  # of an int8 slice, to either side
+DEEPEST = 1 << 16  # elements of a sum of int8 products that surely fit into 32 bits
+
+
+def cpu(device: str) -> str | None:
+    """None on a CPU."""
+    return None if device == "cpu" else "for CPUs"
+
+
+def half_hardware(device: str) -> str | None:
+    """None where PyTorch multiplies float16 in hardware."""
+    slow = cpu(device) is None and cpu_costs.half_is_slow("f16")
+    return "PyTorch has no hardware for float16 here" if slow else cpu(device)
+
+
+@lru_cache
+def tiles() -> bool:
+    """True where the processor multiplies tiles of halves and bytes (AMX)."""
+    known = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(known is not None and known())
+
+
+def ieee() -> bool:
+    """Whether PyTorch's float32 products are in float32 as its switches stand now."""
+    switch = getattr(torch.backends.mkldnn, "matmul", None)
+    chosen = getattr(switch, "fp32_precision", "none")
+    return torch.get_float32_matmul_precision() == "highest" and chosen in ("none", "ieee")
+
+
+def narrowed(product: ways.Product, a: Tensor, b: Tensor) -> Tensor:
+    """A float32 product of float64 operands, of which only a block at a time exists in float32."""
+    m, n = a.shape[-2], b.shape[-1]
+    if a.dim() != 2 or b.dim() != 2 or max(m, n) <= BLOCK:
+        return product(single(a), single(b))
+    c = torch.empty(m, n, dtype=torch.float32)
+    for j in range(0, n, BLOCK):
+        right = single(b[:, j : j + BLOCK])
+        for i in range(0, m, BLOCK):
+            c[i : i + BLOCK, j : j + BLOCK] = product(single(a[i : i + BLOCK]), right)
+    return c
+
+
+def native_f32(a: Tensor, b: Tensor) -> Tensor:
+    """Halves are widened while they are packed, float64 narrowed a block at a time."""
+    if torch.float64 in (a.dtype, b.dtype):
+        return _kept(narrowed(native_f32, a, b), a, b)
+    c: Tensor = native.op("matmul_f32")(a, b)
+    return c
+
+
+def torch_f32(a: Tensor, b: Tensor) -> Tensor:
+    """PyTorch's float32 product; under switches that lower it, our own, or float64."""
+    if not ieee():
+        return native_f32(a, b) if native.available() is None else ways.in_f64(a, b)
+    if torch.float64 in (a.dtype, b.dtype):
+        return _kept(narrowed(torch.matmul, a, b), a, b)
+    return torch.matmul(single(a), single(b))
+
+
+def _kept(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """c, or the product in float64 where values beyond float32's range have spoilt c."""
+    return c if ways.finite(c) else ways.in_f64(a, b)
+
+
+def torch_bf16(a: Tensor, b: Tensor) -> Tensor:
+    """PyTorch's bfloat16 product, rounded to it at the end."""
+    c = torch.matmul(a.to(torch.bfloat16), b.to(torch.bfloat16))
+    return _kept(c, a, b)
+
+
+def native_bf16(a: Tensor, b: Tensor) -> Tensor:
+    """Pairs of bfloat16 products, added and kept in float32."""
+    c: Tensor = native.op("matmul_f32")(a.to(torch.bfloat16), b.to(torch.bfloat16))
+    return _kept(c, a, b)
+
+
+def _f16(product: ways.Product, a: Tensor, b: Tensor) -> Tensor:
+    """Rows of a and columns of b scaled by powers of two so that neither they nor their product leave float16's range."""
+    top = 2.0 ** ((15 - int(log2(max(a.shape[-1], 1))) - 1) // 2)
+    scales: list[Tensor] = []
+    halves: list[Tensor] = []
+    for t, dim in ((a, -1), (b, -2)):
+        if t.dtype != torch.float16 and t.numel():
+            scale = ways.row_scale(t, dim, top)
+            if not _moderate(scale):
+                return ways.in_f64(a, b)
+            scales.append(scale)
+            t = (wide(t) * scale if t.dtype == torch.float64 else t * scale.to(torch.float32)).to(
+                torch.float16
+            )
+        halves.append(t.to(torch.float16))
+    c = product(halves[0], halves[1])
+    if not ways.finite(c):
+        return ways.in_f64(a, b)
+    for scale in scales:
+        c = (
+            wide(c) / scale
+            if torch.float64 in (a.dtype, b.dtype)
+            else single(c) / scale.to(torch.float32)
+        )
+    return c
+
+
+def torch_f16(a: Tensor, b: Tensor) -> Tensor:
+    """PyTorch's float16 product of scaled operands."""
+    return _f16(torch.matmul, a, b)
+
+
+def native_f16(a: Tensor, b: Tensor) -> Tensor:
+    """Our product of scaled float16 operands, widened as they are packed, added in float32."""
+    return _f16(lambda x, y: native.op("matmul_f32")(x, y), a, b)
+
+
+def slices(t: Tensor, dim: int, count: int) -> tuple[list[Tensor], Tensor]:
+    """t as int8 slices, each 254 times finer, of rows scaled to their largest element; and the scale of each row."""
+    largest = t.abs().amax(dim, keepdim=True)
+    scale = torch.where(largest == 0, 1, largest / STEPS)
+    rest, found = t / scale, []
+    for i in range(count):
+        whole = rest.round()
+        found.append(whole.to(torch.int8))
+        if i + 1 < count:
+            rest = (rest - whole) * (2 * STEPS)
+    return found, scale
+
+
+def _moderate(scale: Tensor) -> bool:
+    """Whether scales are finite and can be multiplied with each other and with sums."""
+    low, high = torch.aminmax(scale)
+    return bool((low > 2.0**-60) & (high < 2.0**60))
+
+
+def int8(count: int, a: Tensor, b: Tensor) -> Tensor:
+    """Exact products of int8 slices: of `count` slices each, those pairs whose orders add up to less than `count`."""
+    if a.dtype != torch.float64 and b.dtype != torch.float64:
+        a, b = single(a), single(b)
+    left, scale_a = slices(a, -1, count)
+    right, scale_b = slices(b, -2, count)
+    if not (_moderate(scale_a) and _moderate(scale_b)):
+        return ways.in_f64(a, b)
+    depth = a.shape[-1]
+    beside, below = torch.cat(left, -1), torch.cat(right[::-1], -2)
+    c: Tensor | None = None
+    for order in reversed(range(count)):  # the finest first
+        whole = torch._int_mm(
+            beside[:, : (order + 1) * depth], below[(count - 1 - order) * depth :]
+        )
+        part = whole.to(a.dtype)
+        c = part if c is None else part.add_(c, alpha=1 / (2 * STEPS))
+    assert c is not None
+    return c.mul_(scale_a).mul_(scale_b)
+
+
+def _int8_serves(count: int) -> Callable[[Key], str | None]:
+    def serves(key: Key) -> str | None:
+        deepest = max(n for t in key.tensors if t is not None for n in t.shape)
+        if deepest * count > DEEPEST:
+            return "sums of int8 products could leave 32 bits"
+        if any(t is not None and 0 in t.shape for t in key.tensors):
+            return "an operand is empty"
+        return None
+
+    return serves
+
+
+def _speed(form: str) -> float:
+    """Multiply-adds a microsecond and thread."""
+    if tiles():
+        return {"bf16": 250e3, "int8": 500e3}[form]
+    if form == "bf16":
+        return 60e3 if cpu_costs.pairs("bf16") else 10e3
+    return 120e3 if "vnni" in cpu_costs.features() else 25e3
+
+
+def _rate(
+    per_us: float | str, passes: float, call: float, share: float = 1.0
+) -> Callable[[int, int, int, str], float]:
+    """Expected time from multiply-adds a microsecond and thread, passes over the operands, and a call's cost."""
+
+    def us(m: int, n: int, k: int, dtype: str) -> float:
+        work = m * n * k
+        speed = share * (_speed(per_us) if isinstance(per_us, str) else per_us)
+        moved = (m * k + k * n + m * n) * passes * cpu_costs.PASS
+        return call + (work / speed + moved) / cpu_costs.threads(work)
+
+    return us
+
+
+def _f32_us(m: int, n: int, k: int, dtype: str) -> float:
+    return cpu_costs.native_us(m, n, k, "f32", False)
+
+
+def _torch_f32_us(m: int, n: int, k: int, dtype: str) -> float:
+    converted = 0.0 if dtype == "f32" else (m * k + k * n + m * n) * cpu_costs.PASS
+    return cpu_costs.torch_us(m, n, k, "f32", False) + converted
+
+
+def found() -> list[Way]:
+    """Every way on a CPU, in the order in which ties are broken."""
+    library = (native_wiring.LIBRARY,)
+    return [
+        Way("torch.f32", "f32", torch_f32, _torch_f32_us, cpu),
+        Way("cpu.f32", "f32", native_f32, _f32_us, native_wiring.cpu_only, sources=library),
+        Way("torch.f16", "f16", torch_f16, _rate(60e3, 6, 60), half_hardware),
+        Way("cpu.f16", "f16", native_f16, _rate(50e3, 6, 60), native_wiring.cpu_only, sources=library),
+        Way("torch.bf16", "bf16", torch_bf16, _rate("bf16", 2, 12), cpu),
+        Way("cpu.bf16", "bf16", native_bf16, _rate(60e3, 2, 8), native_wiring.cpu_only, sources=library),
+        *(
+            Way(
+                name, name.split(".")[1], partial(int8, count),
+                _rate("int8", 5 * count, 60 * count, 2 / (count * (count + 1))),
+                cpu, _int8_serves(count), matrices=True,
+            )
+            for name, count in (("torch.int8", 1), ("torch.int8x3", 2), ("torch.int8x6", 3))
+        ),
+    ]  # fmt: skip

@@ -1,0 +1,112 @@
+"""linear under a precision policy: how its products are composed, and how far off they are on the caller's data."""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import Tensor
+
+from ... import accuracy
+from ...op import Outputs
+from ...plans import Key
+from ..common import precise, ways
+from ..common.activations import SMOOTH, activate, gradient
+from ..common.ways import Product
+from . import LINEAR, LINEAR_BACKWARD
+
+
+def composed(
+    product: Product,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    save: bool,
+) -> Outputs:
+    """activation(x · weightᵀ + bias + residual), everything after the product in at least float32, rounded once."""
+    dtype = ways.result_dtype(x, weight, bias, residual)
+    z = product(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
+    if bias is None and residual is None and activation == "none":
+        return (z.to(dtype),)
+    z = z.to(precise.widest(dtype))
+    z = z if bias is None else z + bias
+    z = z if residual is None else z + residual
+    y = activate(z, activation)
+    outs = (y, z) if save and activation in SMOOTH else (y,)
+    return precise.as_result(dtype, *outs)
+
+
+def composed_backward(
+    product: Product,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    kept: Tensor | None,
+    activation: str,
+    needs: str,
+) -> Outputs:
+    """dx = dz · weight, dweight = dzᵀ · x, dbias and dresidual from dz; conjugates where complex."""
+    dtype = precise.widest(dy.dtype)
+    dz = dy if activation == "none" else gradient(dy.to(dtype), _to(kept, dtype), activation)
+    flat = dz.reshape(-1, dz.shape[-1])
+    dx = dw = None
+    if needs[0] == "1":
+        dx = product(flat, weight.conj().resolve_conj()).view(x.shape).to(x.dtype)
+    if needs[1] == "1":
+        dw = product(flat.t(), x.reshape(-1, x.shape[-1]).conj().resolve_conj()).to(weight.dtype)
+    db = flat.to(dtype).sum(0).to(dy.dtype) if needs[2] == "1" else None
+    dr = None
+    if needs[3] == "1":
+        dr = dz.to(dy.dtype, copy=True)
+    return (dx, dw, db, dr)
+
+
+def _to(t: Tensor | None, dtype: object) -> Tensor | None:
+    return None if t is None else t.to(dtype)  # type: ignore[call-overload]
+
+
+def _sizes(key: Key) -> list[tuple[int, int, int]]:
+    x, weight = key.spec("x"), key.spec("weight")
+    assert x is not None and weight is not None
+    return [(prod(x.shape[:-1]), weight.shape[0], weight.shape[1])]
+
+
+def _sizes_backward(key: Key) -> list[tuple[int, int, int]]:
+    ((m, n, k),) = _sizes(key)
+    needs = key.flag("needs")
+    return [(m, k, n)] * (needs[0] == "1") + [(n, k, m)] * (needs[1] == "1")
+
+
+def parts(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    save: bool,
+) -> list[accuracy.Part]:
+    """The product behind a call, with what is added to it."""
+    rows = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    return [accuracy.Part(x.reshape(-1, x.shape[-1]), weight.t(), bias, rows, activation)]
+
+
+def parts_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, kept: Tensor | None, activation: str, needs: str
+) -> list[accuracy.Part | None]:
+    """The products behind a backward call."""
+    dtype = precise.widest(dy.dtype)
+    dz = dy if activation == "none" else gradient(dy.to(dtype), _to(kept, dtype), activation)
+    flat = dz.reshape(-1, dz.shape[-1])
+    found: list[accuracy.Part | None] = [None] * 4
+    if needs[0] == "1":
+        found[0] = accuracy.Part(flat, weight.conj())
+    if needs[1] == "1":
+        found[1] = accuracy.Part(flat.t(), x.reshape(-1, x.shape[-1]).conj())
+    return found
+
+
+PRECISE = precise.precise(LINEAR, composed, _sizes, parts, __name__)
+PRECISE_BACKWARD = precise.precise(
+    LINEAR_BACKWARD, composed_backward, _sizes_backward, parts_backward, __name__
+)

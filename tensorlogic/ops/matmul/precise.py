@@ -1,0 +1,117 @@
+"""matmul under a precision policy: how its product is composed, and how far off it is on the caller's data."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ... import accuracy
+from ...op import Outputs
+from ...plans import Key
+from ..common import precise, ways
+from ..common.activations import SMOOTH, activate, gradient
+from ..common.ways import Product
+from . import MATMUL, MATMUL_BACKWARD
+
+
+def _matrices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
+
+
+def composed(product: Product, a: Tensor, b: Tensor, activation: str, save: bool) -> Outputs:
+    """activation(a · b), vectors as matrices of one row or column."""
+    left, right = _matrices(a, b)
+    if right.dim() == 2 and left.dim() > 2:
+        z = product(left.reshape(-1, left.shape[-1]), right)
+        z = z.view(*left.shape[:-1], right.shape[-1])
+    else:
+        z = product(left, right)
+    z = z if b.dim() > 1 else z.squeeze(-1)
+    z = z if a.dim() > 1 else z.squeeze(-2 if b.dim() > 1 else -1)
+    dtype = ways.result_dtype(a, b)
+    if activation == "none":
+        return (z.to(dtype),)
+    z = z.to(precise.widest(dtype))
+    outs = (
+        (activate(z, activation), z)
+        if save and activation in SMOOTH
+        else (activate(z, activation),)
+    )
+    return precise.as_result(dtype, *outs)  # fmt: skip
+
+
+def composed_backward(
+    product: Product,
+    dy: Tensor,
+    a: Tensor,
+    b: Tensor,
+    kept: Tensor | None,
+    activation: str,
+    needs: str,
+) -> Outputs:
+    """da = dz · bᴴ and db = aᴴ · dz, summed over broadcast batch dimensions."""
+    dz = dy
+    if activation != "none" and kept is not None:
+        dtype = precise.widest(dy.dtype)
+        dz = gradient(dy.to(dtype), kept.to(dtype), activation)
+    left, right = _matrices(a, b)
+    dz = dz.unsqueeze(-1) if b.dim() == 1 else dz
+    dz = dz.unsqueeze(-2) if a.dim() == 1 else dz
+    da = db = None
+    if needs[0] == "1":
+        da = product(dz, right.mH).sum_to_size(left.shape).view(a.shape).to(a.dtype)
+    if needs[1] == "1" and right.dim() == 2:
+        flat = dz.reshape(-1, dz.shape[-1])
+        db = product(left.reshape(-1, left.shape[-1]).mH, flat).view(b.shape).to(b.dtype)
+    elif needs[1] == "1":
+        db = product(left.mH, dz).sum_to_size(right.shape).view(b.shape).to(b.dtype)
+    return (da, db)
+
+
+def _sizes(key: Key) -> list[tuple[int, int, int]]:
+    a, b = key.spec("a"), key.spec("b")
+    assert a is not None and b is not None
+    n = b.shape[-1] if len(b.shape) > 1 else 1
+    batch = max(prod(a.shape[:-2]), prod(b.shape[:-2]))
+    return [(batch * (a.shape[-2] if len(a.shape) > 1 else 1), n, a.shape[-1])]
+
+
+def _sizes_backward(key: Key) -> list[tuple[int, int, int]]:
+    ((m, n, k),) = _sizes(key)
+    needs = key.flag("needs")
+    return [(m, k, n)] * (needs[0] == "1") + [(k, n, m)] * (needs[1] == "1")
+
+
+def parts(a: Tensor, b: Tensor, activation: str, save: bool) -> list[accuracy.Part]:
+    """The product behind a call."""
+    left, right = _matrices(a, b)
+    return [accuracy.Part(left, right, None, None, activation)]
+
+
+def parts_backward(
+    dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str
+) -> list[accuracy.Part | None]:
+    """The products behind a backward call; one whose batch is summed is not looked at."""
+    dtype = precise.widest(dy.dtype)
+    dz = dy if kept is None else gradient(dy.to(dtype), kept.to(dtype), activation)
+    left, right = _matrices(a, b)
+    dz = dz.unsqueeze(-1) if b.dim() == 1 else dz
+    dz = dz.unsqueeze(-2) if a.dim() == 1 else dz
+    found: list[accuracy.Part | None] = [None, None]
+    if needs[0] == "1" and dz.shape[:-2] == left.shape[:-2]:
+        found[0] = accuracy.Part(dz, right.mH)
+    if needs[1] == "1" and right.dim() == 2:
+        flat = dz.reshape(-1, dz.shape[-1])
+        found[1] = accuracy.Part(left.reshape(-1, left.shape[-1]).mH, flat)
+    elif needs[1] == "1" and dz.shape[:-2] == right.shape[:-2]:
+        found[1] = accuracy.Part(left.mH, dz)
+    return found
+
+
+PRECISE = precise.precise(MATMUL, composed, _sizes, parts, __name__)
+PRECISE_BACKWARD = precise.precise(
+    MATMUL_BACKWARD, composed_backward, _sizes_backward, parts_backward, __name__
+)
+__all__ = ["PRECISE", "PRECISE_BACKWARD", "torch"]

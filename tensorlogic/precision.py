@@ -1,0 +1,162 @@
+"""`tensorlogic.precision`: in which form of numbers products are computed, or which error they may have."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from . import policies
+
+P = ParamSpec("P")
+R = TypeVar("R")
+MODES = ("f32", "f16", "adaptive")
+DEFAULT_RTOL = 1e-3
+
+
+class PrecisionWarning(UserWarning):
+    """No way to compute a product keeps the error that was asked for; says by how much the best one misses it.
+
+    Example:
+        >>> import torch, tensorlogic, warnings
+        >>> with warnings.catch_warnings(record=True) as said, tensorlogic.precision("adaptive", rtol=1e-12):
+        ...     warnings.simplefilter("always")
+        ...     y = tensorlogic.matmul(torch.randn(64, 64), torch.randn(64, 64))
+        >>> said[0].category is tensorlogic.PrecisionWarning
+        True
+    """
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a precision policy asks of products: a form of numbers, or for "adaptive" the largest relative error."""
+
+    mode: str
+    rtol: float | None = None
+
+
+def checked(mode: Any, rtol: Any = None) -> Precision:
+    """The policy of these arguments; raises what `precision` does."""
+    if mode not in MODES:
+        raise ValueError(
+            f"precision: mode is {mode!r}; it must be one of {', '.join(map(repr, MODES))}"
+        )
+    if mode != "adaptive":
+        if rtol is not None:
+            raise ValueError(
+                f"precision: rtol is {rtol!r}, but {mode!r} computes in one form of numbers; "
+                f"an error budget belongs to 'adaptive'"
+            )
+        return Precision(mode)
+    if rtol is None:
+        return Precision(mode, DEFAULT_RTOL)
+    if isinstance(rtol, bool) or not isinstance(rtol, (int, float)):
+        raise TypeError(f"precision: rtol is {rtol!r}; a number above 0 and below 1 is required")
+    if not 0.0 < rtol < 1.0 or not math.isfinite(rtol):
+        raise ValueError(f"precision: rtol is {rtol!r}; a number above 0 and below 1 is required")
+    return Precision(mode, float(rtol))
+
+
+class precision:
+    """Compute products in one form of numbers, or as fast as an error budget allows, whatever the inputs' dtype.
+
+    Holds for `matmul`, `linear`, the fused ops around them, and their gradients; the result keeps the dtype that the
+    inputs promote to. Neither reads nor changes PyTorch's global switches (TF32, reduced precision reductions). Inputs of
+    different floating dtypes are allowed.
+
+    Args:
+        mode: "f32" computes in IEEE float32 or better; "f16" multiplies in float16 with float32 sums, scaled so that
+            nothing overflows; "adaptive" takes the fastest way whose error stays within rtol.
+        rtol: for "adaptive" (default 1e-3), the largest allowed 2-norm of the error of a row or column of the result (before
+            the activation) over that row's or column's norm, against float64. It is measured on rows and columns of
+            the caller's own data, on the first call and whenever the data's range, crest or cancellation has changed.
+
+    Use it as a context manager, as a decorator, or for one call as the argument `precision` of `matmul` and `linear`.
+
+    Raises:
+        ValueError: an unknown mode, an rtol outside (0, 1) or NaN, or an rtol for another mode than "adaptive".
+        TypeError: rtol is no number.
+
+    Warns:
+        PrecisionWarning: no way keeps the budget; the most accurate one serves, and the warning says what it reaches.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> a, b = torch.randn(64, 64), torch.randn(64, 64)
+        >>> with tensorlogic.precision("adaptive", rtol=1e-2):
+        ...     y = tensorlogic.matmul(a, b)
+        >>> z = tensorlogic.matmul(a, b, precision=tensorlogic.precision("f16"))
+        >>> y.dtype, z.dtype
+        (torch.float32, torch.float32)
+    """
+
+    def __init__(self, mode: str, rtol: float | None = None) -> None:
+        self.asked = checked(mode, rtol)
+
+    def __repr__(self) -> str:
+        rtol = "" if self.asked.rtol is None else f", rtol={self.asked.rtol:g}"
+        return f"precision({self.asked.mode!r}{rtol})"
+
+    def __enter__(self) -> precision:
+        entered = under(self.asked)
+        entered.__enter__()
+        _ENTERED.set((*_ENTERED.get(), entered))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        *rest, entered = _ENTERED.get()
+        _ENTERED.set(tuple(rest))
+        entered.__exit__(kind, problem, trace)
+
+    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """`fn`, run under this policy; coroutine functions stay coroutine functions."""
+        if not callable(fn):
+            raise TypeError(f"precision: fn is {type(fn).__name__}; a function is required")
+        if inspect.iscoroutinefunction(fn):
+
+            @functools.wraps(fn)
+            async def awaited(*args: P.args, **kwargs: P.kwargs) -> Any:
+                with under(self.asked):
+                    return await fn(*args, **kwargs)
+
+            return awaited  # type: ignore[return-value]
+
+        @functools.wraps(fn)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with under(self.asked):
+                return fn(*args, **kwargs)
+
+        return run
+
+
+_ENTERED: ContextVar[tuple[AbstractContextManager[Any], ...]] = ContextVar(
+    "tensorlogic_precision", default=()
+)
+
+
+def under(asked: Precision) -> AbstractContextManager[policies.Policy]:
+    """The current policy with this precision, as a context manager."""
+    return policies.use(policies.interned(replace(policies.current(), precision=asked, entries={})))
+
+
+def one_call(asked: Any, fn: Callable[..., R], *args: Any) -> R:
+    """`fn(*args)` under what a caller gave as `precision`."""
+    if isinstance(asked, str):
+        asked = precision(asked)
+    if not isinstance(asked, precision):
+        raise TypeError(
+            f"{fn.__name__}: precision is {asked!r}; tensorlogic.precision(mode, rtol=...) or its mode is required"
+        )
+    with under(asked.asked):
+        return fn(*args)

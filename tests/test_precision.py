@@ -1,0 +1,338 @@
+"""Precision policies: what they compute, that they keep budgets or say so, and that nothing global changes them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tensorlogic
+from tensorlogic import PrecisionWarning, adapting, numerics, policies
+from tensorlogic.op import EAGER, OPS
+from tensorlogic.ops.common import ways_cpu
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WAYS = list(OPS["matmul"].precise.candidates)  # type: ignore[union-attr]
+
+
+def off(y: Tensor, want: Tensor) -> float:
+    """The largest relative 2-norm of the error of a row or a column."""
+    y, want = numerics.wide(y), numerics.wide(want)
+    tiny = torch.finfo(torch.float64).tiny
+    return max(
+        float(((y - want).norm(dim=d) / want.norm(dim=d).clamp_min(tiny)).max()) for d in (-1, -2)
+    )
+
+
+@pytest.mark.parametrize("id", WAYS)
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64], ids=str)
+def test_every_way_is_as_accurate_as_its_form(id: str, dtype: torch.dtype) -> None:
+    op = OPS["matmul"].precise
+    assert op is not None
+    a, b = torch.randn(70, 96, dtype=dtype), torch.randn(96, 50, dtype=dtype)
+    key = op.key((a, b, "none", False), "inference", "adaptive")
+    candidate = op.candidates[id]
+    if reason := candidate.unfit(key):
+        pytest.skip(reason)
+    (y,) = candidate.bind(key, {}, torch.device("cpu"))(a, b)  # type: ignore[misc]
+    assert y is not None
+    assert y.dtype == dtype
+    rounding = numerics.spacing(dtype)
+    assert off(y, numerics.wide(a) @ numerics.wide(b)) < 3 * candidate.coarse(key) + rounding
+
+
+@pytest.mark.parametrize("id", WAYS)
+@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1e8, 1e15])
+def test_no_range_spoils_a_result(id: str, scale: float) -> None:
+    op = OPS["matmul"].precise
+    assert op is not None
+    a, b = torch.randn(40, 64), torch.randn(64, 40)
+    a[::2] *= scale
+    b[:, ::3] *= 1e4
+    key = op.key((a, b, "none", False), "inference", "adaptive")
+    candidate = op.candidates[id]
+    if reason := candidate.unfit(key):
+        pytest.skip(reason)
+    (y,) = candidate.bind(key, {}, torch.device("cpu"))(a, b)  # type: ignore[misc]
+    assert y is not None
+    assert off(y, a.double() @ b.double()) < 4 * candidate.coarse(key) + 1e-7
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("id", WAYS)
+def test_what_is_not_finite_stays_so_where_it_belongs(id: str, bad: float) -> None:
+    op = OPS["matmul"].precise
+    assert op is not None
+    a, b = torch.randn(40, 64), torch.randn(64, 40)
+    a[3, 5] = bad
+    key = op.key((a, b, "none", False), "inference", "adaptive")
+    candidate = op.candidates[id]
+    if reason := candidate.unfit(key):
+        pytest.skip(reason)
+    (y,) = candidate.bind(key, {}, torch.device("cpu"))(a, b)  # type: ignore[misc]
+    assert y is not None
+    want = a @ b
+    assert torch.equal(torch.isnan(y), torch.isnan(want))
+    assert torch.equal(torch.isinf(y), torch.isinf(want))
+
+
+def test_results_keep_the_dtype_that_the_inputs_promote_to() -> None:
+    for left in FLOATS:
+        for right in FLOATS:
+            a, b = torch.randn(8, 8).to(left), torch.randn(8, 8).to(right)
+            for mode in ("f32", "f16", "adaptive"):
+                with tensorlogic.precision(mode), warnings.catch_warnings():
+                    warnings.simplefilter("ignore", PrecisionWarning)
+                    y = tensorlogic.matmul(a, b)
+                assert y.dtype == torch.promote_types(left, right)
+                assert off(y, a.double() @ b.double()) < 0.02
+
+
+@pytest.mark.parametrize("rtol", [1e-2, 1e-3, 1e-4, 1e-6])
+def test_adaptive_keeps_its_budget(rtol: float) -> None:
+    a, b = torch.randn(128, 200), torch.randn(200, 96)
+    with tensorlogic.precision("adaptive", rtol=rtol), warnings.catch_warnings():
+        warnings.simplefilter("error", PrecisionWarning)
+        assert off(tensorlogic.matmul(a, b), a.double() @ b.double()) <= rtol
+
+
+def test_a_budget_nothing_keeps_is_said_with_what_is_reached() -> None:
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    with (
+        tensorlogic.precision("adaptive", rtol=1e-12),
+        pytest.warns(
+            PrecisionWarning, match="torch.eager, has a relative error of .*times the budget"
+        ),
+    ):
+        y = tensorlogic.matmul(a, b)
+    assert off(y, a.double() @ b.double()) < 1e-7
+
+
+def test_data_that_change_are_looked_at_again() -> None:
+    """The same key, warm; then rows whose sums cancel, which only float64 can add."""
+    a, b = torch.randn(64, 128), torch.randn(128, 64)
+    hard = torch.cat((a[:, :64] * 1e4, -a[:, :64] * 1e4 + torch.randn(64, 64)), 1)
+    both = torch.cat((b[:64], b[:64]))
+    with tensorlogic.precision("adaptive", rtol=1e-2):
+        for _ in range(3):
+            assert off(tensorlogic.matmul(a, b), a.double() @ b.double()) <= 1e-2
+        for _ in range(2):
+            assert off(tensorlogic.matmul(hard, both), hard.double() @ both.double()) <= 1e-2
+        assert off(tensorlogic.matmul(a, b), a.double() @ b.double()) <= 1e-2
+
+
+def test_errors_of_data_are_kept_in_the_plan() -> None:
+    a, b = torch.randn(96, 96), torch.randn(96, 96)
+    with tensorlogic.policy(tune="full"), tensorlogic.precision("adaptive", rtol=1e-3):
+        tensorlogic.matmul(a, b)
+    op = OPS["matmul"].precise
+    assert op is not None
+    key = op.key((a, b, "none", False), "inference", "adaptive")
+    adapting.forget()
+    known = adapting.recall(key, torch.device("cpu"))
+    assert known
+    assert all(0 < k.error < 1 and k.statistics.cancels > 0 for k in known)
+    with tensorlogic.precision("adaptive", rtol=1e-3):
+        shown = str(tensorlogic.explain(tensorlogic.matmul, a, b))
+    assert "precision=adaptive" in shown
+    assert "errors on data met before" in shown
+
+
+@pytest.mark.parametrize("mode", ["f32", "f16", "adaptive"])
+def test_gradients_follow_the_policy(mode: str) -> None:
+    x = torch.randn(12, 40, requires_grad=True)
+    w = torch.randn(24, 40, dtype=torch.float16, requires_grad=True)
+    bias = torch.randn(24, dtype=torch.float64, requires_grad=True)
+    wide = [t.detach().double().requires_grad_() for t in (x, w, bias)]
+    with tensorlogic.precision(mode):
+        y = tensorlogic.linear(x, w, bias, activation="gelu")
+    y.sum().backward()
+    torch.nn.functional.gelu(torch.nn.functional.linear(*wide)).sum().backward()
+    for t, want in zip((x, w, bias), wide, strict=True):
+        assert t.grad is not None
+        assert want.grad is not None
+        assert t.grad.dtype == t.dtype
+        assert numerics.relative_error(t.grad, want.grad) < 5e-3
+
+
+@pytest.mark.parametrize("mode", ["f32", "f16", "adaptive"])
+def test_complex_products_and_their_gradients(mode: str) -> None:
+    a = torch.randn(9, 12, dtype=torch.complex64, requires_grad=True)
+    b = torch.randn(12, 7, dtype=torch.complex64).conj()
+    c = a.detach().to(torch.complex128).requires_grad_()
+    with tensorlogic.precision(mode):
+        y = tensorlogic.matmul(a, b)
+    want = c @ b.to(torch.complex128)
+    assert off(y.detach(), want.detach()) < 4e-3
+    y.abs().square().sum().backward()
+    want.abs().square().sum().backward()
+    assert a.grad is not None
+    assert c.grad is not None
+    assert numerics.relative_error(a.grad, c.grad) < 1e-2
+
+
+def test_batches_and_vectors() -> None:
+    for left, right in (((3, 20, 16), (3, 16, 9)), ((2, 1, 8, 16), (5, 16, 4)), ((16,), (16, 4)), ((4, 16), (16,)), ((16,), (16,)), ((0, 16), (16, 3)), ((3, 0), (0, 4))):  # fmt: skip
+        a, b = torch.randn(left), torch.randn(right)
+        for mode in ("f32", "f16", "adaptive"):
+            with tensorlogic.precision(mode):
+                y = tensorlogic.matmul(a, b)
+            want = a.double() @ b.double()
+            assert y.shape == want.shape
+            torch.testing.assert_close(y.double(), want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("switch", ["high", "medium"])
+def test_global_switches_change_nothing_and_stay(switch: str) -> None:
+    a, b = torch.randn(256, 256), torch.randn(256, 256)
+
+    def run() -> list[Tensor]:
+        found = []
+        for id in ("torch.f32", "cpu.f32", EAGER):
+            with tensorlogic.policy(force=id), tensorlogic.precision("f32"):
+                found.append(tensorlogic.matmul(a, b))
+        return found
+
+    before = torch.get_float32_matmul_precision()
+    plain = run()
+    try:
+        torch.set_float32_matmul_precision(switch)
+        lowered = run()
+        assert torch.get_float32_matmul_precision() == switch
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for x, y in zip(plain, lowered, strict=True):
+        assert off(y, a.double() @ b.double()) < 1e-6
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda: tensorlogic.precision("half"), ValueError, ("mode is 'half'", "'adaptive'")),
+        (lambda: tensorlogic.precision("adaptive", rtol=-1e-3), ValueError, ("rtol is -0.001",)),
+        (lambda: tensorlogic.precision("adaptive", rtol=float("nan")), ValueError, ("nan",)),
+        (lambda: tensorlogic.precision("adaptive", rtol=0.0), ValueError, ("above 0",)),
+        (lambda: tensorlogic.precision("adaptive", rtol=float("inf")), ValueError, ("inf",)),
+        (lambda: tensorlogic.precision("adaptive", rtol="1e-3"), TypeError, ("rtol",)),  # type: ignore[arg-type]
+        (lambda: tensorlogic.precision("f32", rtol=1e-3), ValueError, ("belongs to 'adaptive'",)),
+        (lambda: tensorlogic.precision("f32")(3), TypeError, ("fn is int",)),  # type: ignore[arg-type]
+        (lambda: tensorlogic.matmul(torch.ones(2, 2), torch.ones(2, 2), precision=3), TypeError, ("matmul: precision is 3",)),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(make: Callable[[], Any], kind: type, words: tuple[str, ...]) -> None:
+    with pytest.raises(kind) as problem:
+        make()
+    assert all(word in str(problem.value) for word in words)
+
+
+def test_integers_and_sparse_tensors_are_refused() -> None:
+    whole, plain = torch.ones(4, 4, dtype=torch.int32), torch.ones(4, 4)
+    with tensorlogic.precision("f32"):
+        with pytest.raises(TypeError, match="matmul: a is i32"):
+            tensorlogic.matmul(whole, whole)
+        with pytest.raises(TypeError, match=r"matmul: a has layout torch.sparse_coo"):
+            tensorlogic.matmul(plain.to_sparse(), plain)
+
+
+def test_a_policy_holds_where_it_was_entered() -> None:
+    policy = tensorlogic.precision("f16")
+    seen: list[Any] = []
+
+    @policy
+    def run() -> None:
+        seen.append(policies.current().precision)
+
+    @policy
+    async def later() -> None:
+        await asyncio.sleep(0)
+        seen.append(policies.current().precision)
+
+    run()
+    asyncio.run(later())
+    with policy, policy:
+        thread = threading.Thread(target=lambda: seen.append(policies.current().precision))
+        thread.start()
+        thread.join()
+    assert policies.current().precision is None
+    assert [None if p is None else p.mode for p in seen] == ["f16", "f16", None]
+    assert repr(tensorlogic.precision("adaptive")) == "precision('adaptive', rtol=0.001)"
+
+
+def test_ops_around_a_product_follow() -> None:
+    x, w, b = torch.randn(12, 16, requires_grad=True), torch.randn(8, 16), torch.randn(8)
+    functional = torch.nn.functional
+    q, k = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
+    stats = torch.zeros(8), torch.ones(8)
+    calls: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
+        "gelu_linear": (
+            lambda: tensorlogic.gelu_linear(x, w, b, "none"),
+            lambda: functional.linear(functional.gelu(x), w, b),
+        ),
+        "layer_norm_linear": (
+            lambda: tensorlogic.layer_norm_linear(x, None, None, w, b),
+            lambda: functional.linear(functional.layer_norm(x, (16,)), w, b),
+        ),
+        "linear_batch_norm_relu": (
+            lambda: tensorlogic.linear_batch_norm_relu(x, w, b, *stats, None, None),
+            lambda: torch.relu(functional.batch_norm(functional.linear(x, w, b), *stats)),
+        ),
+        "attention_scores": (
+            lambda: tensorlogic.attention_scores(q, k, 0.25, is_causal=True),
+            lambda: torch.softmax(
+                (q @ k.mT * 0.25).masked_fill(~torch.ones(5, 7).bool().tril(), -torch.inf), -1
+            ),
+        ),
+    }
+    forms = []
+    for name, (ours, plain) in calls.items():
+        with tensorlogic.policy(force="cpu.bf16"), tensorlogic.precision("adaptive", rtol=0.1):
+            y = ours()
+        assert 1e-5 < numerics.relative_error(y, plain()) < 0.02, name
+        forms.append(name)
+    with tensorlogic.precision("f32"):
+        y = tensorlogic.dropout_linear(x, w, b, 0.5)
+        y.sum().backward()
+    assert x.grad is not None
+    assert sorted([*forms, "dropout_linear"]) == sorted(
+        name for name, op in OPS.items() if op.composed is not None
+    )
+
+
+def test_one_call_has_its_own_precision() -> None:
+    a, b = torch.randn(8, 8), torch.randn(8, 8).half()
+    y = tensorlogic.matmul(a, b, precision=tensorlogic.precision("f32"))
+    assert y.dtype is torch.float32
+    with pytest.raises(TypeError, match="dtypes must be equal"):
+        tensorlogic.matmul(a, b)
+    tensorlogic.linear(a, b, precision=tensorlogic.precision("adaptive"))
+
+
+def test_compiled_transformed_and_autocast_calls_follow() -> None:
+    a, b = torch.randn(8, 16), torch.randn(16, 8)
+    want = a.double() @ b.double()
+    with tensorlogic.precision("f32"):
+        many = torch.func.vmap(tensorlogic.matmul)(a.expand(3, 8, 16), b.expand(3, 16, 8))
+        assert off(many[0], want) < 1e-6
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = tensorlogic.matmul(a, b)
+        assert y.dtype is torch.float32
+        assert off(y, want) < 1e-6
+        _, tangent = torch.func.jvp(lambda x: tensorlogic.matmul(x, b), (a,), (a,))
+        assert off(tangent, want) < 1e-6
+
+
+def test_switches_are_read_where_pytorchs_own_product_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(ways_cpu, "native_f32", lambda a, b: called.append("ours") or a @ b)
+    monkeypatch.setattr(ways_cpu, "ieee", lambda: False)
+    ways_cpu.torch_f32(torch.ones(2, 2), torch.ones(2, 2))
+    assert called == ["ours"] or ways_cpu.native.available() is not None

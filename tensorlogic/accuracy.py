@@ -136,12 +136,33 @@ def statistics(parts: Iterable[Part | None], outs: Iterable[Tensor | None]) -> S
         if out.numel() == 0 or part.left.numel() == 0:
             continue
         m, n = out.shape
-        step_m, step_n = max(1, m // ROWS), max(1, n // ROWS)
-        found.append(_statistics(part, out, step_m, step_n))
+        if out.is_cuda:
+            found.append(_looked(part, out))
+        else:
+            found.append(_statistics(part, out, max(1, m // ROWS), max(1, n // ROWS)))
     if not found:
         return Statistics(0.0, 0.0, 0.0, 0.0)
     cancels, crest, low, high = torch.stack(found).amax(0).tolist()
     return Statistics(cancels, crest, -low, high)
+
+
+def _looked(part: Part, out: Tensor) -> Tensor:
+    """The same on a GPU, in one launch and one wait; infinite where a kernel has met a value that did not fit."""
+    from .ops.common import triton_split  # needs Triton
+
+    if out.is_complex() or part.left.is_complex() or part.right.is_complex():
+        m, n = out.shape
+        found = _statistics(part, out, max(1, m // ROWS), max(1, n // ROWS)).cpu()
+        return found + math.inf if triton_split.noted(out.device) else found
+    samples, rows, spoilt = triton_split.look(part.left, part.right, out, ROWS)
+    if spoilt:
+        return torch.full((4,), math.inf, dtype=torch.float64)
+    table = torch.from_numpy(samples)
+    norms, peaks, whole = table[:, 0].sqrt(), table[:, 1], table[:, 2].sqrt()
+    left = norms[:rows].square().mean().mul(out.shape[0]).sqrt()
+    right = norms[rows:].square().mean().mul(out.shape[1]).sqrt()
+    bound = torch.cat((norms[:rows] * right, norms[rows:] * left))
+    return _summed(_share(bound, whole, part).amax(), norms, peaks, part.left.shape[1])
 
 
 def _statistics(part: Part, out: Tensor, step_m: int, step_n: int) -> Tensor:
@@ -154,12 +175,14 @@ def _statistics(part: Part, out: Tensor, step_m: int, step_n: int) -> Tensor:
         _share(down * left, _norms(out[:, ::step_n], 0), part).amax(),
     )
     peaks = rows.abs().amax(1).to(torch.float64), columns.abs().amax(0).to(torch.float64)
-    depth = math.sqrt(max(part.left.shape[1], 1))
-    both = torch.cat(peaks)
-    norms = torch.cat((across, down))
+    return _summed(cancels, torch.cat((across, down)), torch.cat(peaks), part.left.shape[1])
+
+
+def _summed(cancels: Tensor, norms: Tensor, peaks: Tensor, depth: int) -> Tensor:
+    """(cancels, crest, -low, high)."""
     there = norms > 0
-    crest = torch.where(there, both * depth / norms, 0).amax()
-    exponent = torch.log2(torch.where(there, both, 1))
+    crest = torch.where(there, peaks * math.sqrt(max(depth, 1)) / norms, 0).amax()
+    exponent = torch.log2(torch.where(there, peaks, 1))
     low, high = -torch.where(there, exponent, torch.inf).amin(), exponent.amax()
     low = torch.where(there.any(), low, 0)
     return torch.stack((cancels, crest, low, high))

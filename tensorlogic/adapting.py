@@ -120,6 +120,8 @@ class Adaptive:
         with torch.no_grad():
             parts = self._parts(dynamic)
             now = accuracy.statistics(parts, outs)
+            if not now.usable and candidate.id != EAGER:
+                return None
             found = self._remembered(candidate, now)
             error = accuracy.error(parts, outs) if found is None else found
         if found is None:
@@ -165,7 +167,7 @@ def expected(
 
 def form_of(candidate: Candidate) -> str:
     """The form of numbers of a way."""
-    return candidate.id.split(".")[1]
+    return candidate.id.split(".")[1].partition("_")[0]
 
 
 def _expected(candidate: Candidate, key: Key, plan: Plan | None) -> tuple[float, Config]:

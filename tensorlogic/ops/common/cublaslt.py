@@ -25,7 +25,7 @@ RANKS = 8  # algorithms of the library's own ranking that are worth timing
 WORKSPACE = 32 << 20  # bytes an algorithm may ask for; what PyTorch gives it on Hopper
 _TYPES = {"f32": 0, "f16": 2, "bf16": 14}  # cudaDataType
 _SIZES = {"f32": 4, "f16": 2, "bf16": 2}
-_COMPUTE_32F = 68
+_COMPUTE = {"ieee": 68, "tf32": 77}  # cublasComputeType_t
 _EPILOGUES = {  # (activation, bias, pre-activation kept) -> cublasLtEpilogue_t
     ("none", False, False): 1,
     ("none", True, False): 4,
@@ -96,11 +96,16 @@ def lt_refusal(spec: GemmSpec) -> str | None:
         return "cuBLASLt transforms neither its inputs nor columns; what else it can, a pass of its own does faster"
     if spec.outer not in ("none", "residual"):
         return f"cuBLASLt has no {spec.outer}, or one slower than a pass of its own"
+    plain = spec.activation == "none" and spec.bias is None and spec.outer == "none"
+    if spec.y.dtype != spec.x.dtype and (spec.y.dtype != "f32" or spec.z or not plain):
+        return "an output of another dtype is float32, and nothing follows the product"
+    if spec.precision != "ieee" and (spec.precision != "tf32" or spec.x.dtype != "f32"):
+        return f"{spec.precision} products of {spec.x.dtype} are not offered"
     dtypes = {
-        spec.x.dtype, spec.w.dtype, spec.y.dtype, spec.bias or spec.x.dtype, spec.z or spec.x.dtype,
+        spec.x.dtype, spec.w.dtype, spec.bias or spec.x.dtype, spec.z or spec.x.dtype,
         spec.residual.dtype if spec.residual else spec.x.dtype,
     }  # fmt: skip
-    if len(dtypes) != 1 or spec.x.dtype not in _TYPES or spec.precision != "ieee":
+    if len(dtypes) != 1 or spec.x.dtype not in _TYPES:
         return f"one dtype of {', '.join(_TYPES)} is required"
     if spec.batch * spec.m * spec.n * spec.k < LEAST:
         return "too small for a library call"
@@ -186,16 +191,17 @@ class _Product:
         w, x = cast(tuple[bool, int], _ld(spec.w, k, n)), cast(tuple[bool, int], _ld(spec.x, m, k))
         # in column-major eyes: w [K, N] with contiguous rows is N x K as it lies; else K x N, to be transposed
         self.turns = (not w[0], not x[0])
-        self.a = self._layout(*((n, k) if w[0] else (k, n)), w[1], spec.w.batch)
-        self.b = self._layout(*((k, m) if x[0] else (m, k)), x[1], spec.x.batch)
-        self.d = self._layout(n, m, max(spec.y.rows, n), spec.y.batch)
+        self.a = self._layout(*((n, k) if w[0] else (k, n)), w[1], spec.w.batch, spec.w.dtype)
+        self.b = self._layout(*((k, m) if x[0] else (m, k)), x[1], spec.x.batch, spec.x.dtype)
+        self.d = self._layout(n, m, max(spec.y.rows, n), spec.y.batch, spec.y.dtype)
         self.c = self.d
         if spec.outer == "residual" and spec.residual is not None:
-            self.c = self._layout(n, m, max(spec.residual.rows, n), spec.residual.batch)
+            rows = max(spec.residual.rows, n)
+            self.c = self._layout(n, m, rows, spec.residual.batch, spec.residual.dtype)
 
-    def _layout(self, rows: int, columns: int, ld: int, batch: int) -> int:
+    def _layout(self, rows: int, columns: int, ld: int, batch: int, dtype: str) -> int:
         layout = c_void_p()
-        lib, kind = self.lib, _TYPES[self.spec.x.dtype]
+        lib, kind = self.lib, _TYPES[dtype]
         _check(
             lib.cublasLtMatrixLayoutCreate(
                 byref(layout), kind, c_uint64(rows), c_uint64(columns), c_int64(ld)
@@ -218,7 +224,7 @@ class _Product:
         """A fresh operation descriptor; pointers are still to be set."""
         spec, lib, made = self.spec, self.lib, c_void_p()
         _check(
-            lib.cublasLtMatmulDescCreate(byref(made), _COMPUTE_32F, _TYPES["f32"]),
+            lib.cublasLtMatmulDescCreate(byref(made), _COMPUTE[spec.precision], _TYPES["f32"]),
             "cublasLtMatmulDescCreate",
         )
         self.owned.append((lib.cublasLtMatmulDescDestroy, cast(int, made.value)))

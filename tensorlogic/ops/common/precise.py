@@ -17,6 +17,7 @@ from . import ways, ways_cpu
 from .ways import Product, Way
 
 Composed = Callable[..., Outputs]  # (product, *op's arguments) -> outputs in the result's dtype
+_FAMILY: list[tuple[Op, Any, Any, tuple[Any, ...]]] = []
 Sizes = Callable[[Key], list[tuple[int, int, int]]]  # M, N, K of every product of a key
 
 
@@ -24,6 +25,7 @@ def precise(
     op: Op, composed: Composed, sizes: Sizes, measure: Callable[..., Any], module: str
 ) -> Op:
     """Give `op` its counterpart under precision policies, whose torch.eager is the reference in float64."""
+    sources = (sys.modules[module], sys.modules[__name__], ways)
     made = Op(
         reference=op.reference,
         flops=op.flops,
@@ -37,12 +39,19 @@ def precise(
         listed=False,
     )
     op.precise = made
-    sources = (sys.modules[module], sys.modules[__name__], ways)
     in_f64 = _launcher(made, composed, ways.in_f64)
     made.add(Candidate(EAGER, bind=in_f64, sources=sources, trusted=True))
     for way in ways_cpu.found():
         add(made, way, composed, sizes, (*sources, ways_cpu))
+    _FAMILY.append((made, composed, sizes, sources))
     return made
+
+
+def extend(found: list[Way], module: str) -> None:
+    """More ways for every precise op: what a kind of device brings when it is first used."""
+    for op, composed, sizes, sources in _FAMILY:
+        for way in found:
+            add(op, way, composed, sizes, (*sources, sys.modules[module]))
 
 
 def add(op: Op, way: Way, composed: Composed, sizes: Sizes, sources: tuple[Any, ...]) -> None:
@@ -50,8 +59,9 @@ def add(op: Op, way: Way, composed: Composed, sizes: Sizes, sources: tuple[Any, 
     op.add(
         Candidate(
             way.id,
-            bind=_launcher(op, composed, ways.by_parts(way.product)),
+            bind=_ranked(op, composed, way),
             supports=partial(_supports, way),
+            configs=partial(_configs, way),
             available=way.available,
             sources=(*sources, *way.sources),
             guess=partial(_guess, way, sizes),
@@ -71,12 +81,35 @@ def _launcher(
     return bind
 
 
+def _ranked(
+    op: Op, composed: Composed, way: Way
+) -> Callable[[Key, Config, torch.device], Launcher]:
+    def bind(key: Key, config: Config, device: torch.device) -> Launcher:
+        product = way.product
+        if way.ranked is not None:
+            product = partial(way.ranked, int(config["rank"]))
+        return op.closer(partial(composed, ways.by_parts(product)), *key_flags(key))
+
+    return bind
+
+
+def _configs(way: Way, key: Key) -> list[Config]:
+    return [{}] if way.ranked is None else [{"rank": rank} for rank in range(way.ranks)]
+
+
 def _supports(way: Way, key: Key) -> str | None:
     if way.form not in ways.SERVING.get(key.precision, ()):
         return f"it computes in {way.form}, the policy asks for {key.precision}"
-    if way.matrices and any(t is not None and len(t.shape) != 2 for t in key.tensors[:2]):
-        return "for matrices"
+    if way.guarded and key.precision != "adaptive":
+        return "it could overflow, and nobody would see"
+    if way.matrices and (batched(key) or any(t is not None and 0 in t.shape for t in key.tensors)):
+        return "for one product of matrices that are not empty"
     return way.serves(key)
+
+
+def batched(key: Key) -> bool:
+    """Whether the right operand has leading dimensions, so that there is more than one product."""
+    return "b" in key.names and len(getattr(key.spec("b"), "shape", ())) > 2
 
 
 def _guess(way: Way, sizes: Sizes, key: Key) -> float:

@@ -35,6 +35,9 @@ class Way:
     available: Callable[[str], str | None] = anywhere
     serves: Callable[[Key], str | None] = anywhere
     matrices: bool = False  # serves two-dimensional operands only
+    guarded: bool = False  # right only where somebody looks at the data, as for "adaptive"
+    ranked: Callable[..., Tensor] | None = None  # product(rank, a, b), where there are several
+    ranks: int = 1
     sources: tuple[Any, ...] = ()
 
 

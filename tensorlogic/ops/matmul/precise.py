@@ -60,7 +60,9 @@ def composed_backward(
     dz = dz.unsqueeze(-1) if b.dim() == 1 else dz
     dz = dz.unsqueeze(-2) if a.dim() == 1 else dz
     da = db = None
-    if needs[0] == "1":
+    if needs[0] == "1" and right.dim() == 2:
+        da = product(dz.reshape(-1, dz.shape[-1]), right.mH).view(a.shape).to(a.dtype)
+    elif needs[0] == "1":
         da = product(dz, right.mH).sum_to_size(left.shape).view(a.shape).to(a.dtype)
     if needs[1] == "1" and right.dim() == 2:
         flat = dz.reshape(-1, dz.shape[-1])

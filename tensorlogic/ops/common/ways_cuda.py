@@ -1,0 +1,140 @@
+"""Ways to compute a product on an NVIDIA GPU: cuBLASLt in float32, TF32 and halves, and float32 as sums of bfloat16 products."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compiling import CompileFailure
+from ...numerics import NAMES
+from . import triton_split, ways
+from .cublaslt import lt_available, lt_launcher, lt_refusal
+from .gemm import GemmSpec, Operand
+from .ways import Way, single
+
+#: Which planes of left meet which of right, the smallest products first.
+PLANES = {
+    1: ((0,), (0,)),
+    3: ((1, 0, 0), (0, 1, 0)),
+    6: ((2, 0, 1, 1, 0, 0), (0, 2, 1, 0, 1, 0)),
+    9: ((2, 2, 1, 2, 0, 1, 1, 0, 0), (2, 1, 2, 0, 2, 1, 0, 1, 0)),
+}
+RANKS = 3  # algorithms of the library's ranking that are worth timing
+
+
+class Unserved(RuntimeError):
+    """A product that the library does not take, such as one too small for a call to it."""
+
+
+@lru_cache(maxsize=1024)
+def _launcher(
+    sizes: tuple[int, int, int], dtype: str, strides: tuple[int, int, int, int],
+    precision: str, align: int, rank: int, device: torch.device,
+) -> Any:  # fmt: skip
+    m, n, k = sizes
+    spec = GemmSpec(
+        m, n, k, Operand(dtype, strides[0], strides[1]), Operand(dtype, strides[2], strides[3]),
+        Operand("f32", n, 1), precision=precision, align=align,
+    )  # fmt: skip
+    reason = lt_refusal(spec)
+    if reason is not None:
+        raise Unserved(f"cuBLASLt: {reason}")
+    return lt_launcher(spec, {"rank": rank}, device)
+
+
+def lt(a: Tensor, b: Tensor, precision: str = "ieee", rank: int = 0) -> Tensor:
+    """a [M, K] · b [K, N] of one dtype in float32, by a library that no switch of PyTorch reaches."""
+    a, b = (t if 1 in t.stride() else t.contiguous() for t in (a, b))
+    (m, k), n = a.shape, b.shape[1]
+    y = torch.empty(m, n, dtype=torch.float32, device=a.device)
+    pointers = 16 | a.data_ptr() | b.data_ptr()
+    about: Any = ((m, n, k), NAMES[a.dtype], (*a.stride(), *b.stride()))
+    try:
+        start = _launcher(*about, precision, pointers & -pointers, rank, a.device)
+    except (CompileFailure, Unserved):
+        if rank:
+            raise
+        return ways.in_f64(a, b).to(torch.float32)
+    if not start(a, b, y):
+        raise RuntimeError("cuBLASLt: pointers are less aligned than they were")
+    return y
+
+
+def f32(rank: int, a: Tensor, b: Tensor) -> Tensor:
+    """float32; halves of one type as they are, whose products are exact in it."""
+    if a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16):
+        return lt(a, b, rank=rank)
+    return lt(single(a), single(b), rank=rank)
+
+
+def tf32(rank: int, a: Tensor, b: Tensor) -> Tensor:
+    """TF32 of tensor cores: ten bits of significand, float32's range."""
+    return lt(single(a), single(b), "tf32", rank)
+
+
+def planes(dtype: torch.dtype, count: int, rank: int, a: Tensor, b: Tensor) -> Tensor:
+    """The sum of `count` half products, as one product of a longer inner dimension."""
+    left, right = PLANES[count]
+    if count == 1:
+        x = a if a.dtype == dtype else triton_split.split(a, dtype, left, False)
+        w = b if b.dtype == dtype else triton_split.split(b, dtype, right, True)
+    else:
+        x = triton_split.split(a, dtype, left, False)
+        w = triton_split.split(b, dtype, right, True)
+    return lt(x, w, rank=rank)
+
+
+def scaled(rank: int, a: Tensor, b: Tensor) -> Tensor:
+    """float16 with rows of a and columns of b brought into its range by powers of two; what is not finite stays so."""
+    halves, scales = [], []
+    for t, dim in ((a, -1), (b, -2)):
+        if t.dtype != torch.float16:
+            scale = ways.row_scale(t, dim, 1.0)
+            scale = torch.where(torch.isfinite(scale), scale, 1.0).clamp(2.0**-120, 2.0**120)
+            near = single(t * scale.to(t.dtype if t.dtype == torch.float64 else torch.float32))
+            near = torch.where(torch.isfinite(near), near.clamp(-65504.0, 65504.0), near)
+            scales.append(scale.to(torch.float32))
+            t = near.to(torch.float16)
+        halves.append(t)
+    c = lt(halves[0], halves[1], rank=rank)
+    for scale in scales:
+        c = c / scale
+    return c
+
+
+def _cuda(device: str) -> str | None:
+    return lt_available(device)
+
+
+def _us(rate: float, converted: float) -> Any:
+    """Expected time from multiply-adds a microsecond and bytes of conversions an element."""
+
+    def us(m: int, n: int, k: int, dtype: str) -> float:
+        return 4 + m * n * k / rate + (m * k + k * n) * converted / 3e6
+
+    return us
+
+
+def found() -> list[Way]:
+    """Every way, most accurate first."""
+
+    def way(name: str, form: str, product: Any, us: Any, **more: Any) -> Way:
+        return Way(
+            name, form, partial(product, 0), us, _cuda, matrices=True,
+            ranked=product, ranks=RANKS, sources=(triton_split,), **more,
+        )  # fmt: skip
+
+    bf16, f16 = torch.bfloat16, torch.float16
+    return [
+        way("cublaslt.f32", "f32", f32, _us(25e6, 0)),
+        way("cublaslt.bf16x9", "bf16x9", partial(planes, bf16, 9), _us(36e6, 22)),
+        way("cublaslt.bf16x6", "bf16x6", partial(planes, bf16, 6), _us(54e6, 16)),
+        way("cublaslt.bf16x3", "bf16x3", partial(planes, bf16, 3), _us(110e6, 10)),
+        way("cublaslt.tf32", "tf32", tf32, _us(190e6, 0)),
+        way("cublaslt.f16", "f16", scaled, _us(330e6, 24)),
+        way("cublaslt.f16_unscaled", "f16", partial(planes, f16, 1), _us(330e6, 6), guarded=True),
+        way("cublaslt.bf16", "bf16", partial(planes, bf16, 1), _us(330e6, 6)),
+    ]

@@ -4,6 +4,12 @@
 #include <stdexcept>
 #if defined(__x86_64__)
 #include <cpuid.h>
+
+#include "kernels/amx.h"
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace tensorlogic {
@@ -41,6 +47,40 @@ int family() {
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
+// The processor and the system have the tiles, and the system gives this process their state.
+bool has_amx() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24;
+  if (!(d & BF16) || !(d & TILES)) return false;
+#if defined(__linux__)
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of arch_prctl
+  static const bool given = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  return given;
+#else
+  return false;
+#endif
+}
+
+const Kernels& amx_table() {
+  static const Kernels table = [] {
+    Kernels t = avx512::table;
+    t.name = "amx";
+    t.gemm = amx::gemm;
+    t.gemm_rows = amx::ROWS;
+    t.gemm_columns = amx::COLUMNS;
+    t.gemm_depth = amx::DEPTH;
+    t.gemm_block_rows = amx::BLOCK_ROWS;
+    t.gemm_block_cols = amx::BLOCK_COLUMNS;
+    t.gemm_packing = amx::PACKING;
+    t.gemm_scratch = amx::scratch;
+    t.gemm_pays = amx::pays;
+    t.gemm_otherwise = &avx512::table;
+    return t;
+  }();
+  return table;
+}
+
 const Kernels& avx512_bf16_table() {
   static const Kernels table = [] {
     Kernels t = avx512::table;
@@ -58,13 +98,14 @@ const Kernels* level(const std::string& name) {
 #if defined(__x86_64__)
   if (name == "avx2" && has_avx2()) return &avx2::table;
   if (name == "avx512" && has_avx512()) return &avx512::table;
+  if (name == "amx" && has_amx()) return &amx_table();
   if (name == "avx512_bf16" && has_avx512_bf16()) return &avx512_bf16_table();
 #endif
   return nullptr;
 }
 
 const Kernels* best() {
-  for (const char* name : {"avx512_bf16", "avx512", "avx2"})
+  for (const char* name : {"amx", "avx512_bf16", "avx512", "avx2"})
     if (const Kernels* found = level(name)) return found;
   return &portable::table;
 }
@@ -83,7 +124,7 @@ std::string isa_name() { return kernels().name; }
 std::string isa_features() {
   std::string found = "portable";
 #if defined(__x86_64__)
-  for (const char* name : {"avx2", "avx512", "avx512_bf16"})
+  for (const char* name : {"avx2", "avx512", "avx512_bf16", "amx"})
     if (level(name)) found += std::string(",") + name;
   if (__builtin_cpu_supports("avx512vnni")) found += ",vnni";
   if (__builtin_cpu_is("amd")) found += family() >= 26 ? ",amd,zen5" : ",amd";

@@ -175,7 +175,7 @@ struct Matrix {
   int64_t row, col;
 };
 
-struct GemmCall {  // c = a · b: a [M, K], b [K, N], c [M, N] float32 with `pitch` >= N rounded up to tiles
+struct GemmCall {  // c = a · b: a [M, K], b [K, N], c float32, [M, N] rounded up to whole tiles
   Matrix a, b;
   int64_t M, N, K;
   int64_t depth;  // of the panels: 1 to gemm_depth units
@@ -210,10 +210,16 @@ struct Kernels {
   void (*axpy_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
                     int64_t step);
   void (*gemm)(const GemmCall&);
-  int gemm_columns;  // of a tile
+  int gemm_rows, gemm_columns;  // of a tile; whole tiles are written to c
   int64_t gemm_depth;
+  // Of a block, whose sums and right panels stay in the second-level cache; and what packing costs, in
+  // multiply-adds of this kernel where BLAS's kind of kernel takes one.
+  int64_t gemm_block_rows, gemm_block_cols, gemm_packing;
   int64_t (*gemm_scratch)(int64_t N, int64_t depth);
   bool gemm_pairs;  // two bfloat16 products cost one of float32
+  // Null, or whether this gemm serves a product of these types and sizes; if not, the other level's does.
+  bool (*gemm_pays)(DType a, DType b, int64_t M, int64_t N, int64_t K);
+  const Kernels* gemm_otherwise;
 };
 
 }  // namespace tensorlogic

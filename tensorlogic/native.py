@@ -79,7 +79,7 @@ def op(name: str) -> Callable[..., Any]:
 
 
 def isa() -> str | None:
-    """The instruction set that serves: "portable", "avx2", "avx512" or "avx512_bf16"; None where the library is absent."""
+    """The instruction set that serves: "portable", "avx2", "avx512", "avx512_bf16" or "amx"; None where the library is absent."""
     return None if available() else op("isa")()
 
 

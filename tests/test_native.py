@@ -19,7 +19,7 @@ from tensorlogic.ops.common.random import keep_mask
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 
-LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SIZES = (1, 3, 17, 1023, 70_001)
 INF, NAN = float("inf"), float("nan")

@@ -1,4 +1,4 @@
-"""Build the native library: `python tools/build_native.py` (g++ or clang++, about 15 seconds on two cores).
+"""Build the native library: `python tools/build_native.py` (g++ or clang++, about 20 seconds on two idle cores).
 
     python tools/build_native.py              build what changed into tensorlogic/_native/
     python tools/build_native.py --force      build everything
@@ -45,6 +45,7 @@ LEVELS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": AVX512,
     "avx512_bf16": (*AVX512, "-mavx512bf16"),
+    "amx": (*AVX512, "-mamx-tile", "-mamx-bf16"),
 }
 SANITIZE = (
     "-fsanitize=address,undefined",
@@ -232,7 +233,7 @@ def sanitized_tests() -> int:
     }
     tests = [
         str(ROOT / "tests" / f"test_{name}.py")
-        for name in ("native", "native_rows", "native_products", "pool")
+        for name in ("native", "native_rows", "native_products", "native_tiles", "pool")
     ]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", *tests], env=environment, cwd=ROOT

@@ -33,10 +33,16 @@ const Kernels table = {
     dot_rows,
     axpy_rows,
     gemm_by<BySingles>,
+    1,
     NR,
     KC,
+    512,
+    256,
+    1,
     gemm_scratch,
     false,
+    nullptr,
+    nullptr,
 };
 
 }  // namespace tensorlogic::TENSORLOGIC_ISA

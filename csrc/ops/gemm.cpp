@@ -12,8 +12,6 @@ namespace tensorlogic::ops {
 namespace {
 
 constexpr int64_t MOST = 64;               // dimensions
-// A block's sums and its right panels stay in the second-level cache.
-constexpr int64_t ROWS = 512, COLS = 256;
 constexpr int64_t WIDEST = 2048;      // where few rows leave room and a row of b is one run of memory
 constexpr int64_t GRAIN = 160 << 10;  // multiply-adds below which a second thread costs more than it brings
 
@@ -51,7 +49,7 @@ struct Blocks {
   int64_t count() const { return down * across; }
 };
 
-constexpr int64_t ALONG = 2, TURNED = 9;  // cycles to pack a vector of elements; a multiply-add takes one
+constexpr int64_t ALONG = 2, TURNED = 9;  // to pack a vector of elements, in multiply-adds of BLAS's kind
 
 // The depth of the panels, and so the order of the sums, does not depend on the number of threads.
 Blocks split(const Kernels& k, const Product& p) {
@@ -60,11 +58,13 @@ Blocks split(const Kernels& k, const Product& p) {
   torch_get_num_threads(&threads);
   if (p.batch * p.M * p.N * p.K <= GRAIN) threads = 1;
   const bool runs = p.b.col == 1;
+  const int64_t most_rows = k.gemm_block_rows, most_cols = k.gemm_block_cols;
   const int64_t widest =
-      runs ? std::clamp(ROWS * COLS / std::min(p.M, ROWS), COLS, WIDEST) : COLS;
-  const int64_t right = runs ? ALONG : TURNED, left = p.a.col == 1 ? ALONG : TURNED;
-  const int64_t depth = k.gemm_depth * COLS / widest;
-  const int64_t narrowest = over(p.N, widest), tallest = over(p.M, ROWS);
+      runs ? std::clamp(most_rows * most_cols / std::min(p.M, most_rows), most_cols, WIDEST) : most_cols;
+  const int64_t right = k.gemm_packing * (runs ? ALONG : TURNED),
+                left = k.gemm_packing * (p.a.col == 1 ? ALONG : TURNED);
+  const int64_t depth = k.gemm_depth * most_cols / widest;
+  const int64_t narrowest = over(p.N, widest), tallest = over(p.M, most_rows);
   Blocks best{};
   int64_t least = 0;
   auto consider = [&](int64_t down, int64_t across) {
@@ -131,8 +131,9 @@ void block(const Kernels& k, const Product& p, const Blocks& blocks, int64_t ite
   call.K = p.K;
   call.depth = blocks.depth;
   call.pitch = over(call.N, k.gemm_columns) * k.gemm_columns;
-  call.c = scratch(call.M * call.pitch + k.gemm_scratch(call.N, call.depth));
-  call.scratch = call.c + call.M * call.pitch;
+  const int64_t sums = over(call.M, k.gemm_rows) * k.gemm_rows * call.pitch;
+  call.c = scratch(sums + k.gemm_scratch(call.N, call.depth));
+  call.scratch = call.c + sums;
   k.gemm(call);
   for (int64_t r = 0; r < call.M; ++r)
     finish(k, p, call.c + r * call.pitch, item * p.M + i + r, j, call.N);
@@ -200,10 +201,9 @@ void run(Product& p) {
     std::swap(p.a.row, p.a.col);
     std::swap(p.b.row, p.b.col);
   }
-  if (p.M <= few_rows(k, p))
-    by_few_rows(k, p);
-  else
-    in_blocks(k, p);
+  if (p.M <= few_rows(k, p)) return by_few_rows(k, p);
+  const bool served = !k.gemm_pays || k.gemm_pays(p.a.dtype, p.b.dtype, p.M, p.N, p.K);
+  in_blocks(served ? k : *k.gemm_otherwise, p);
 }
 
 struct Result {

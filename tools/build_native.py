@@ -1,4 +1,4 @@
-"""Build the native library: `python tools/build_native.py` (g++ or clang++, about 20 seconds on two idle cores).
+"""Build the native library: `python tools/build_native.py` (g++ or clang++, about half a minute on two idle cores).
 
     python tools/build_native.py              build what changed into tensorlogic/_native/
     python tools/build_native.py --force      build everything

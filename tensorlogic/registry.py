@@ -53,6 +53,13 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.attention_scores.triton_scores",
     "tensorlogic.ops.precise_cuda",
 )
+METAL = (  # modules that register candidates for Apple GPUs
+    "tensorlogic.ops.linear.metal_tiled",
+    "tensorlogic.ops.matmul.metal_tiled",
+    "tensorlogic.ops.gelu_linear.metal_tiled",
+    "tensorlogic.ops.layer_norm_linear.metal_tiled",
+    "tensorlogic.ops.linear_batch_norm_relu.metal_tiled",
+)
 
 
 def activate() -> None:
@@ -99,6 +106,9 @@ def ready(device: str) -> None:
         if (device == "cuda" or (device == "cpu" and interpreting())) and triton_missing() is None:
             capture_watch.install()
             for name in TRITON:
+                importlib.import_module(name)
+        if device == "mps":
+            for name in METAL:
                 importlib.import_module(name)
         _plugins()
         _READY.add(device)

@@ -13,6 +13,7 @@ import torch
 from ...numerics import DTYPES
 from ...op import Config, Launcher, Op
 from ...plans import Key, TensorSpec
+from ...registry import triton_missing
 from . import wiring
 from .cublaslt import lt_arguments, lt_available, lt_configs, lt_launcher, lt_refusal
 from .gemm import (
@@ -183,10 +184,24 @@ def launcher(op: Op, plan: Plan, configs: Sequence[Config], device: torch.device
     return cast(Launcher, scope["launch"])
 
 
+def configurations(plan: Plan) -> list[dict[str, Any]]:
+    """The i-th best guess of every launch together; one with fewer guesses repeats its best."""
+    lists = [p.configs() for p in plan.products]
+    return [
+        {"products": [c[i] if i < len(c) else c[0] for c in lists]}
+        for i in range(max(map(len, lists)))
+    ]
+
+
 def candidate(
     op: Op, id: str, describe: Callable[[Key], Plan | str], sources: tuple[Any, ...]
 ) -> None:
-    """Register a candidate of the family for `op`; `describe(key)` says which launches the key is, or why it is none."""
+    """Register a candidate of the family for `op`; `describe(key)` says which launches the key is, or why it is none.
+
+    Nothing is registered where there is no Triton: what describes the products serves others there.
+    """
+    if triton_missing() is not None:
+        return
     from . import cublaslt, gemm, gemm_specialised, triton_gemm, triton_math, triton_specialised
 
     vendor = id.startswith("cublaslt.")
@@ -195,20 +210,12 @@ def candidate(
         found = describe(key)
         if isinstance(found, str):
             return found
-        strided = next((r for p in found.products if (r := _strided(key, p.given))), None)
+        strided = next((r for p in found.products if (r := strided(key, p.given))), None)
         if strided is not None:
             return strided
         align = wiring.weakest(key)
         plan = Plan(tuple(p.aligned(align) for p in found.products), found.returns)
         return next((reason for p in plan.products if (reason := p.refusal())), plan)
-
-    def configs(plan: Plan) -> list[dict[str, Any]]:
-        """The i-th best guess of every launch together; one with fewer guesses repeats its best."""
-        lists = [p.configs() for p in plan.products]
-        return [
-            {"products": [c[i] if i < len(c) else c[0] for c in lists]}
-            for i in range(max(map(len, lists)))
-        ]
 
     def build(plan: Plan, config: Config, device: torch.device) -> Launcher:
         return launcher(op, plan, config["products"], device)
@@ -219,7 +226,7 @@ def candidate(
         op,
         id,
         checked,
-        configs,
+        configurations,
         build,
         (gemm, *modules, *sources),
         lt_available if vendor else None,
@@ -229,7 +236,7 @@ def candidate(
 _VECTORS = ("bias", "mean", "var", "scale", "shift", "gamma", "beta")
 
 
-def _strided(key: Key, given: Any) -> str | None:
+def strided(key: Key, given: Any) -> str | None:
     """Why a vector that a product is given cannot be read as one that lies together, or None."""
     for role in _VECTORS if isinstance(given, Mapping) else ():
         name = given.get(role)

@@ -27,9 +27,11 @@ def described(
     build: Callable[[T, Config, torch.device], Launcher],
     sources: tuple[Any, ...],
     needs: Callable[[str], str | None] | None = None,
+    trusted: bool = True,
 ) -> None:
     """Register a GPU candidate. `describe(key)` returns what `configs` and `build` need, or why the key is not served;
-    `needs(device type)` is what it requires of the machine, Triton's kernels unless said."""
+    `needs(device type)` is what it requires of the machine, Triton's kernels unless said; one that is not `trusted`
+    serves only keys that it was checked on, on this machine."""
 
     def known(key: Key) -> T:
         found = describe(key)
@@ -60,7 +62,7 @@ def described(
             available=needs or available,
             sources=sources,
             jobs=jobs,
-            trusted=True,
+            trusted=trusted,
         )
     )
 

@@ -1,0 +1,29 @@
+"""gelu_linear by Metal's products, the GELU applied to elements of x on their way into a tile."""
+
+from __future__ import annotations
+
+from ...plans import Key
+from ..common import gemm_wiring, metal_wiring
+from ..common.gemm import GemmSpec, Operand
+from ..common.gemm_wiring import Plan, Product
+from . import GELU_LINEAR
+
+
+def describe(key: Key) -> Plan | str:
+    """The product behind a key, of any size: where the GELU is cheaper as a pass of its own is for each Mac to measure."""
+    x, weight, bias = key.tensors
+    assert x is not None and weight is not None
+    found = gemm_wiring.product_of(x, weight)
+    if isinstance(found, str):
+        return found
+    m, n, k, rows, w = found
+    kind = "gelu_tanh" if key.flag("approximate") == "tanh" else "gelu"
+    spec = GemmSpec(
+        m, n, k, rows, w, Operand(x.dtype, n, 1),
+        prologue="activation", kind=kind, bias=bias.dtype if bias else None,
+    )  # fmt: skip
+    made = {"y": ("y", (*x.shape[:-1], n), x.dtype)}
+    return Plan((Product(spec, {"x": "x", "w": "weight", "bias": "bias"}, made),), ("y",))
+
+
+metal_wiring.products(GELU_LINEAR, describe)

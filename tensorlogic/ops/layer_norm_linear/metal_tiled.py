@@ -1,0 +1,30 @@
+"""layer_norm_linear by Metal's products: every tile takes its rows' statistics, then normalises elements on their way in."""
+
+from __future__ import annotations
+
+from ...plans import Key
+from ..common import gemm_wiring, metal_wiring
+from ..common.gemm import GemmSpec, Operand
+from ..common.gemm_wiring import Plan, Product
+from . import LAYER_NORM_LINEAR
+
+
+def describe(key: Key) -> Plan | str:
+    """The product behind a key, of any size: where the norm is cheaper as a pass of its own is for each Mac to measure."""
+    x, gamma, beta, weight, bias = key.tensors
+    assert x is not None and weight is not None
+    found = gemm_wiring.product_of(x, weight)
+    if isinstance(found, str):
+        return found
+    m, n, k, rows, w = found
+    spec = GemmSpec(
+        m, n, k, rows, w, Operand(x.dtype, n, 1), prologue="layer_norm", inline=True,
+        gamma=gamma.dtype if gamma else None, beta=beta.dtype if beta else None, bias=bias.dtype if bias else None,
+    )  # fmt: skip
+    vectors = {"gamma": "gamma", "beta": "beta", "bias": "bias"}
+    given = {"x": "x", "w": "weight", "eps": repr(key.flag("eps")), **vectors}
+    made = {"y": ("y", (*x.shape[:-1], n), x.dtype)}
+    return Plan((Product(spec, given, made),), ("y",))
+
+
+metal_wiring.products(LAYER_NORM_LINEAR, describe, "tiled", "simdgroup")

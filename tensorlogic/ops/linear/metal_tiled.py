@@ -1,0 +1,10 @@
+"""linear by Metal's products: bias, residual and activation in the epilogue, the activation's gradient in backward's prologue."""
+
+from __future__ import annotations
+
+from ..common import metal_wiring
+from . import LINEAR, LINEAR_BACKWARD
+from .triton_tiled import describe, describe_backward
+
+metal_wiring.products(LINEAR, describe)
+metal_wiring.products(LINEAR_BACKWARD, describe_backward, "tiled", "simdgroup")

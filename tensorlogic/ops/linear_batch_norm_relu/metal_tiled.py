@@ -1,0 +1,9 @@
+"""linear_batch_norm_relu in evaluation by Metal's products: normalisation, scale, shift and ReLU in the epilogue."""
+
+from __future__ import annotations
+
+from ..common import metal_wiring
+from . import LINEAR_BATCH_NORM_RELU
+from .triton_tiled import describe
+
+metal_wiring.products(LINEAR_BATCH_NORM_RELU, describe)

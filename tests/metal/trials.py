@@ -1,0 +1,198 @@
+"""What the shaders are tried on: every Metal candidate, configuration, dtype and size, forward and backward."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorlogic import numerics, registry
+from tensorlogic.op import EAGER, OPS, Candidate, Launcher, Op, Outputs
+from tensorlogic.ops.common import metal_launch
+from tensorlogic.plans import Key
+
+from . import standin
+
+CPU = torch.device("cpu")
+SIZES = (1, 17, 64, 129, 257)
+RECTANGLES = (  # rows, columns, depth: every size in every place
+    (17, 129, 64), (1, 257, 129), (64, 1, 257), (129, 17, 1), (257, 64, 17),
+)  # fmt: skip
+DTYPES = (torch.float16, torch.float32, torch.bfloat16)
+
+
+def _registered() -> dict[str, dict[str, Candidate]]:
+    """The Metal candidates of each op, by id; taken out again, so that other tests meet what a CPU has."""
+    for module in registry.METAL:
+        importlib.import_module(module)
+    found: dict[str, dict[str, Candidate]] = {}
+    for name, op in OPS.items():
+        for id in [id for id in op.candidates if id.startswith("metal.")]:
+            found.setdefault(name, {})[id] = op.candidates.pop(id)
+    return found
+
+
+CANDIDATES = _registered()
+PAIRS = [(name, id) for name, found in CANDIDATES.items() for id in found]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One launch: a candidate's configuration on arguments (in schema order) of an op."""
+
+    op: Op
+    candidate: Candidate
+    config: Any
+    key: Key
+    args: tuple[Any, ...]
+    order: int
+
+    def __str__(self) -> str:
+        return f"{self.candidate.id} {self.config} on {self.key.text}"
+
+    def bind(self) -> Launcher:
+        """The launcher, over tensors in CPU memory."""
+        return self.candidate.bind(self.key, self.config, CPU)
+
+    @property
+    def dynamic(self) -> list[Any]:
+        """What the launcher takes."""
+        return [a for p, a in zip(self.op.params, self.args, strict=True) if p.is_dynamic]
+
+    def launch(self) -> Outputs:
+        """Bind and run on the stand-in."""
+        standin.order = self.order
+        outs = self.bind()(*self.dynamic)
+        assert outs is not None, f"{self} declined"
+        return outs
+
+    def run(self) -> numerics.Verdict:
+        """Judge all outputs against the float64 reference and eager PyTorch, as a user's Mac would."""
+        dynamic = self.dynamic
+        before = [a.clone() if isinstance(a, Tensor) else a for a in dynamic]
+        outs = self.launch()
+        for a, b in zip(dynamic, before, strict=True):
+            assert not isinstance(a, Tensor) or torch.equal(_bits(a), _bits(b)), (
+                f"{self} wrote to an input"
+            )
+        plain = self.op.candidates[EAGER].bind(self.key, {}, CPU)(*dynamic)
+        wide = [numerics.wide(a) if isinstance(a, Tensor) else a for a in self.args]
+        found = self.op.reference(*wide)
+        return numerics.judge(outs, plain or (), found if isinstance(found, tuple) else (found,))
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.nan_to_num()
+
+
+def trials(op: Op, id: str, dtype: torch.dtype, cases: bool = True) -> Iterator[Trial]:
+    """Every trial of one candidate; the arguments are drawn from a fixed seed.
+
+    The strategies of a product share everything but the sum, so one of them is tried on all of the op's cases.
+    """
+    torch.manual_seed(11)
+    order = DTYPES.index(dtype)
+    cases = cases and id not in ("metal.naive", "metal.simdgroup")
+    for args in arguments(op, dtype, cases):
+        direction = "backward" if op.internal else "forward" if args[-1] is True else "inference"
+        key = replace(op.key(args, direction), device="mps")
+        candidate = CANDIDATES[op.name][id]
+        if candidate.supports(key) is None:
+            wide = dtype is torch.float16 and all(
+                n in (*SIZES, 2) for t in key.tensors if t for n in t.shape
+            )
+            for config in candidate.configs(key) if wide else candidate.configs(key)[:1]:
+                yield Trial(op, candidate, config, key, tuple(args), order)
+
+
+def arguments(op: Op, dtype: torch.dtype, cases: bool) -> Iterator[list[Any]]:
+    """Rectangles of all sizes and, with `cases`, the op's own; in other dtypes than float16 one rectangle."""
+    half = dtype is torch.float16
+    given = [c for r in (RECTANGLES if half else RECTANGLES[:1]) for c in _SIZED[op.name](*r)]
+    more = list(_MORE.get(op.name, op.cases)()) if half and cases else []
+    for turn, case in enumerate([*given, *more]):
+        cast = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in case]
+        save = turn < len(given) or turn % 2 == 0  # half of the op's own cases keep nothing
+        yield cast if op.gradient is None else [*cast, save]
+
+
+def _linear(m: int, n: int, k: int) -> list[list[Any]]:
+    x, w, b, r = torch.randn(m, k), torch.randn(n, k) * k**-0.5, torch.randn(n), torch.randn(m, n)
+    return [[x, w, b, r, "gelu"], [x, w.t().contiguous().t(), b, None, "relu"]]
+
+
+def _linear_backward(
+    m: int, n: int, k: int, kind: str = "gelu", needs: str = "1111"
+) -> list[list[Any]]:
+    dy, x, w = torch.randn(m, n), torch.randn(m, k), torch.randn(n, k) * k**-0.5
+    return [[dy, x, w, None if kind == "none" else torch.randn(m, n), kind, needs]]
+
+
+def _activations() -> list[list[Any]]:
+    given = (("none", "1100"), ("relu", "1111"), ("gelu_tanh", "1110"), ("silu", "0110"))
+    return [case for kind, needs in given for case in _linear_backward(5, 33, 7, kind, needs)]
+
+
+def _matmul(m: int, n: int, k: int) -> list[list[Any]]:
+    b = torch.randn(k, n) * k**-0.5
+    turned = b.t().contiguous().t()
+    return [[torch.randn(m, k), b, "none"], [torch.randn(2, m, k), turned.expand(2, k, n), "silu"]]
+
+
+def _gelu_linear(m: int, n: int, k: int) -> list[list[Any]]:
+    w, b = torch.randn(n, k) * k**-0.5, torch.randn(n)
+    return [[torch.randn(m, k), w, b, "tanh"], [torch.randn(k, m).t(), w, None, "none"]]
+
+
+def _layer_norm_linear(m: int, n: int, k: int) -> list[list[Any]]:
+    w, b = torch.randn(n, k) * k**-0.5, torch.randn(n)
+    return [[torch.randn(m, k) + 3, 1 + 0.1 * torch.randn(k), torch.randn(k), w, b, 1e-5]]
+
+
+def _batch_norm(m: int, n: int, k: int) -> list[list[Any]]:
+    w, b = torch.randn(n, k) * k**-0.5, torch.randn(n)
+    statistics = [torch.randn(n), 0.5 + torch.rand(n), 1 + 0.1 * torch.randn(n), torch.randn(n)]
+    return [[torch.randn(m, k), w, b, *statistics, 1e-5, False, 0.1]]
+
+
+_SIZED: dict[str, Any] = {
+    "linear": _linear,
+    "linear_backward": _linear_backward,
+    "matmul": _matmul,
+    "gelu_linear": _gelu_linear,
+    "layer_norm_linear": _layer_norm_linear,
+    "linear_batch_norm_relu": _batch_norm,
+}
+_MORE = {"linear_backward": _activations}  # ops that only others call have no cases of their own
+
+
+def prepare(dtypes: Sequence[torch.dtype] = DTYPES, cases: bool = True) -> None:
+    """Compile every shader that these trials will ask for, many at a time."""
+    asked: dict[str, None] = {}
+    compile_shader, torch.mps.compile_shader = torch.mps.compile_shader, lambda s: _Noted(asked, s)
+    metal_launch.library.cache_clear()
+    try:
+        for name, id in PAIRS:
+            for dtype in dtypes:
+                for trial in trials(OPS[name], id, dtype, cases):
+                    trial.bind()
+    finally:
+        torch.mps.compile_shader = compile_shader
+        metal_launch.library.cache_clear()
+    standin.prepare(asked)
+
+
+class _Noted:
+    """Stands for a library whose source is only written down."""
+
+    max_threads_per_threadgroup, thread_execution_width = 1024, 32
+
+    def __init__(self, asked: dict[str, None], source: str) -> None:
+        asked[source] = None
+
+    def __getattr__(self, name: str) -> Any:
+        return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -264,9 +264,9 @@ def _bind(
     source: str,
     whole: bool = True,
 ) -> Choice:
-    id, config = pick
+    id, planned = pick
     candidate = op.candidates[id]
-    if id != EAGER:
+    for config in _tries(candidate, key, planned, source) if id != EAGER else ():
         try:
             launch = candidate.bind(key, config, device)
             if not candidate.trusted:
@@ -277,14 +277,23 @@ def _bind(
         except study.BIND_ERRORS as problem:
             if isinstance(problem, Refused) and source == "forced":
                 raise
-            say_once(
-                op,
-                id,
-                f"tensorlogic: {id} failed on {key.text} ({type(problem).__name__}: {problem}); torch.eager serves it",
-            )
+            failure = f"{type(problem).__name__}: {problem}"
+    if id != EAGER:
+        say_once(
+            op,
+            id,
+            f"tensorlogic: {id} failed on {key.text} ({failure}); torch.eager serves it",
+        )
     eager = op.candidates[EAGER]
     launch = eager.bind(key, {}, device) if whole else op.plain(key, device)
     return Choice(eager, {}, launch, source)
+
+
+def _tries(candidate: Candidate, key: Key, config: Config, source: str) -> Iterator[Config]:
+    """The planned configuration, and, where another key's measurement chose it, this key's own first one."""
+    yield config
+    if source.startswith("neighbour"):
+        yield from (own for own in candidate.configs(key)[:1] if own != config)
 
 
 class Refused(RuntimeError):

@@ -17,7 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import tensorlogic
 from tensorlogic import capture_watch, dispatch, measure, plans, policies, selector, stores, study
-from tensorlogic.op import EAGER, OPS, Candidate
+from tensorlogic.compiling import CompileFailure
+from tensorlogic.op import EAGER, OPS, Candidate, Config
 from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
 
 CPU = torch.device("cpu")
@@ -136,6 +137,41 @@ def test_a_neighbour_is_not_followed_to_a_candidate_refused_here(served: Served)
     put(plan(key_of(other), "toy.a"), here)
     RELU.candidates["toy.b"] = replace(RELU.candidates["toy.b"], sources=(sum,))
     assert decided(x)[1] != "toy.a"
+
+
+def test_a_neighbours_configuration_that_does_not_exist_here_gives_way_to_one_that_does(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[Config] = []
+
+    def bind(key: Key, config: Config, device: torch.device) -> Any:
+        tried.append(config)
+        if config["rank"] >= key.tensors[0].shape[0] // 64:  # type: ignore[union-attr]
+            raise CompileFailure(f"none of rank {config['rank']}")
+        return lambda x: (torch.relu(x),)
+
+    RELU.add(
+        Candidate(
+            "toy.ranked",
+            bind=bind,
+            trusted=True,
+            sources=(len,),
+            configs=lambda key: [{"rank": i} for i in range(3)],
+        )
+    )
+    x, other = torch.randn(64, 64), torch.randn(128, 64)
+    put(replace(plan(key_of(other), "toy.ranked"), eager_config={"rank": 1}))
+    with tensorlogic.policy(tune="off"):
+        assert torch.equal(tensorlogic.relu(x), torch.relu(x))
+        assert tried == [{"rank": 1}, {"rank": 0}]
+        assert "failed on" not in caplog.text
+        RELU.candidates["toy.ranked"] = replace(
+            RELU.candidates["toy.ranked"], configs=lambda key: [{"rank": 2}]
+        )
+        policies.forget_entries()
+        assert torch.equal(tensorlogic.relu(x), torch.relu(x))
+        assert "toy.ranked failed on" in caplog.text
+        assert "none of rank 2" in caplog.text
 
 
 def test_policies_nest_and_end(served: Served) -> None:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module as _import
+from typing import TYPE_CHECKING
+from typing import Any as _Any
+
+from . import starting as _starting
+
+# isort: split
 from . import ops as _ops
 from . import settings as _settings
 from .derived import constant, invalidate
@@ -21,17 +28,38 @@ from .ops.softmax import softmax
 from .ops.softmax_cross_entropy import softmax_cross_entropy
 from .policies import policy
 from .precision import PrecisionWarning, precision
-from .program.capturing import capture
-from .program.optimizing import optimize
 from .registry import activate as _activate
 from .registry import warn_of_namesakes as _warn
 from .tuning import tune
+
+if TYPE_CHECKING:
+    from .program.capturing import capture
+    from .program.optimizing import optimize
 
 _activate()
 _warn()
 if _settings.enable() != "0":
     enable(pool=_settings.enable() == "pool")
-del _activate, _ops, _settings, _warn
+_starting.done()
+del _activate, _ops, _settings, _starting, _warn
+
+_LATER = {  # what takes most of the import's time, and not every program needs
+    "capture": "program.capturing",
+    "optimize": "program.optimizing",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_import(f".{_LATER[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
 
 __version__ = "0.1.0"
 __all__ = [

@@ -39,7 +39,8 @@ app = App(
     name="tensorlogic",
     help=(
         "The fastest correct way to run half-precision tensor work on this machine, found by measuring.\n\n"
-        "Begin with `tensorlogic doctor` (what is here), `tensorlogic bench --quick` (how fast it is), "
+        "Begin with `tensorlogic doctor` (what is here), `tensorlogic try program.py` (what your program gains), "
+        "`tensorlogic bench --quick` (how fast this machine is), `tensorlogic report` (where its time goes), "
         "`tensorlogic explain linear --size 512` (who runs an operation, and why)."
     ),
     help_epilogue=EPILOGUE,
@@ -55,6 +56,7 @@ plans_app = App(
     default_parameter=PLAIN,
 )
 app.command(plans_app)
+app.register_install_completion_command(help="Complete commands and options in this shell.")
 
 Names = tuple[str, ...]
 Ops = Annotated[
@@ -237,7 +239,7 @@ def try_(
     The program is watched once, what it calls is tuned, then whole runs follow one another. Nothing of it is changed.
     Options come before the script; what follows it belongs to it.
 
-    Examples: `tensorlogic try examples/half_transformer.py --seconds 1`; `tensorlogic try --entry mine.model:step`.
+    Examples: `tensorlogic try train.py --epochs 1`; `tensorlogic try --entry mine.model:step`; `tensorlogic try --verify train.py --epochs 1`.
 
     Parameters
     ----------

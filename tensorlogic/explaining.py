@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,6 +102,8 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        import html  # for notebooks only
+
         head = "".join(f"<th>{c}</th>" for c in HEAD)
         body = "".join(
             "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in r) + "</tr>" for r in self.rows

@@ -20,8 +20,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from .plan_records import SCHEMA, Environment, digest
 
 FORMAT = "tensorlogic plans"
@@ -131,6 +129,10 @@ def rewrite(
     such), and then the file is as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    from filelock import (
+        FileLock,  # takes 7 ms to import, which programs that measure nothing need not wait for
+    )
+
     with FileLock(f"{path}.lock", timeout=timeout_s):
         found = read_own(path, environment)
         if found.damage is not None:

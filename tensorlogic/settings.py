@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
 TUNE_MODES = ("off", "auto", "full")
 MOST_WORKERS = 16
 
@@ -63,6 +61,8 @@ def cache_folder() -> Path:
     given = CACHE_DIR.read()
     if given is not None:
         return Path(given).expanduser().absolute()
+    import platformdirs  # likewise only where nothing is given
+
     return Path(platformdirs.user_cache_dir("tensorlogic", appauthor=False))
 
 

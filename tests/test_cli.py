@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -42,6 +43,67 @@ def test_help_does_not_import_torch(tokens: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "Usage: tensorlogic" in done.stdout
+
+
+STARTUP = PACKAGE.parent / "tools" / "startup"
+ENTRY = """
+import sys
+sys.path.insert(0, {startup!r})
+sys.argv = ["tensorlogic", *{tokens!r}]
+{before}
+import _tensorlogic_cli
+code = _tensorlogic_cli.main()
+assert ("torch" in sys.modules) is {torch}, "PyTorch"
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(not STARTUP.exists(), reason="not a checkout")
+@pytest.mark.parametrize(
+    ("tokens", "torch", "code", "said", "before"),
+    [
+        ([], False, 0, "Usage: tensorlogic", ""),
+        (["--version"], False, 0, ".", ""),
+        (["report", "--help"], False, 0, "RESULTS", ""),
+        (["try", "-h"], False, 0, "SCRIPT", ""),
+        (["compare", "a.json", "b.json"], True, 2, "does not exist", ""),
+        (["bench"], True, 2, "tensorlogic-engine[bench]", "sys.modules['cyclopts'] = None"),
+    ],
+)
+def test_the_installed_command(
+    tokens: list[str], torch: bool, code: int, said: str, before: str
+) -> None:
+    """Help needs no PyTorch; what is missing is named."""
+    text = ENTRY.format(startup=str(STARTUP), tokens=tokens, torch=torch, before=before)
+    command = [sys.executable, "-c", text]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+
+
+def test_importing_loads_only_what_every_program_needs() -> None:
+    """Each of these took milliseconds; `gc` collects as before."""
+    text = """
+import gc, sys, torch
+before = set(sys.modules)
+import tensorlogic
+late = {"filelock", "platformdirs", "html", "tensorlogic.program", "tensorlogic.bench", "rich", "matplotlib"}
+assert not late & (set(sys.modules) - before), late & set(sys.modules)
+assert gc.isenabled()
+assert callable(tensorlogic.optimize) and callable(tensorlogic.capture)
+assert {"optimize", "capture"} <= set(dir(tensorlogic))
+from tensorlogic import *
+assert optimize is tensorlogic.optimize
+try:
+    tensorlogic.absent
+except AttributeError as problem:
+    assert "no attribute 'absent'" in str(problem)
+"""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, env=env
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_bench_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

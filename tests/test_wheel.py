@@ -36,7 +36,8 @@ def test_pure_without_libraries(tmp_path: Path) -> None:
     made = wheel(tmp_path, {})
     assert made.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(made).namelist()
-    assert "tensorlogic_enable.pth" in names
+    assert {"tensorlogic_enable.pth", "_tensorlogic_enable.py", "_tensorlogic_cli.py"} <= set(names)
+    assert {"tensorlogic/py.typed", "tensorlogic/bench/page.html.jinja"} <= set(names)
     assert "tensorlogic/shipped/nvidia-h200.json" in names
     assert not [n for n in names if n.startswith(("tests/", "csrc/", "tools/"))]
 

@@ -1,0 +1,42 @@
+"""The command `tensorlogic`: help, the version and shell completion come without importing PyTorch, which takes a second.
+
+Installed beside the package, because importing anything of the package imports PyTorch first. Where PyTorch is not
+installed every command comes this way, so that `tensorlogic doctor` can say so.
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+LIGHT = {"--help", "-h", "--version", "--install-completion"}
+
+
+def main():
+    """Run the command line; returns its exit code."""
+    words = sys.argv[1:3] if sys.argv[1:2] == ["try"] else sys.argv[1:]  # the rest is the script's
+    if not words or LIGHT & set(words) or find_spec("torch") is None:
+        spec = find_spec("tensorlogic")
+        if spec is not None and spec.origin is not None:
+            package = ModuleType("tensorlogic")
+            package.__path__ = [str(Path(spec.origin).parent)]
+            sys.modules["tensorlogic"] = package
+    try:
+        from tensorlogic.cli import main as run
+    except ModuleNotFoundError as problem:
+        if problem.name != "cyclopts":
+            raise
+        return _without_extra(words)
+    return run()
+
+
+def _without_extra(words):
+    """What can be said where the extra `bench` is not installed."""
+    if words[:1] == ["doctor"]:
+        from tensorlogic import doctor
+
+        return doctor.main()
+    sys.stderr.write(
+        "tensorlogic: the command line needs more: pip install 'tensorlogic-engine[bench]'\n"
+    )
+    return 2

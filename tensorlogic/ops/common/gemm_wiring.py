@@ -210,9 +210,9 @@ def candidate(
         found = describe(key)
         if isinstance(found, str):
             return found
-        strided = next((r for p in found.products if (r := strided(key, p.given))), None)
-        if strided is not None:
-            return strided
+        reason = next((r for p in found.products if (r := strided(key, p.given))), None)
+        if reason is not None:
+            return reason
         align = wiring.weakest(key)
         plan = Plan(tuple(p.aligned(align) for p in found.products), found.returns)
         return next((reason for p in plan.products if (reason := p.refusal())), plan)

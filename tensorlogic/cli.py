@@ -108,6 +108,7 @@ def bench(
     json: Path | None = None,
     resume: bool = False,
     report: bool = False,
+    verify: Path | None = None,
 ) -> int:
     """Measure the operations on this machine against PyTorch, and the machine's limits in the same run.
 
@@ -125,8 +126,18 @@ def bench(
         Keep the rows that the result file holds already, and measure the others.
     report
         Also write the report (see `tensorlogic report --help`) beside the result file.
+    verify
+        Measure a sample of this result file's rows again and say whether it holds here; exit code 1 when it does not.
     """
     from .bench import session, summary, tables
+
+    if verify is not None:
+        from .bench import verifying
+
+        with progress() as tick:
+            verified = verifying.verify(verify, tick)
+        _print(verified)
+        return FOUND if verified.failed else DONE
 
     with progress() as tick:
         results = session.bench(

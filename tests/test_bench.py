@@ -15,13 +15,14 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import plans, stores
+from tensorlogic import cli, plans, stores
 from tensorlogic.bench import (
     calls,
     cases,
     ceilings,
     compare,
     lockfiles,
+    machine,
     readme,
     results,
     rows,
@@ -29,6 +30,7 @@ from tensorlogic.bench import (
     suites,
     summary,
     tables,
+    verifying,
 )
 from tensorlogic.bench.problems import Problem
 from tensorlogic.bench.results import OURS, Ceilings, Results, Row
@@ -525,3 +527,59 @@ def test_results_are_plain_json(tmp_path: Path) -> None:
     held(made(1, 2)).write(tmp_path / "r.json")
     document = json.loads((tmp_path / "r.json").read_text())
     assert list(document) == ["format", "schema", "complete", "machine", "run", "ceilings", "rows"]
+
+
+def test_a_file_is_verified_by_measuring_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.json"
+    known = run(path, ops=["add", "relu", "add_relu"], sizes=[64], dtypes=["f32"])
+    for row in known.rows:
+        row.device_us = made(10, 20).device_us | {b: [20.0] * 7 for b in row.baselines}
+    known.write(path)
+    again: list[str] = []
+
+    def now(case: cases.Case, device: torch.device, effort: rows.Effort) -> Row:
+        again.append(case.id)
+        row = next(r for r in known.rows if r.id == case.id)
+        ours = [v * (2 if "relu" in case.op else 1) for v in row.device_us[OURS]]
+        return replace(row, device_us={**row.device_us, OURS: ours})
+
+    monkeypatch.setattr(rows, "measured", now)
+    found = verifying.verify(path)
+    assert {c.id for c in found.held} == {"elementwise add 64 f32"}
+    assert {c.verdict for c in found.failed} == {"worse"}
+    assert again.count("elementwise add 64 f32") == 1
+    assert again.count("activation relu 64 f32") == verifying.ATTEMPTS
+    assert "1 of 3 rows hold" in str(found)
+    assert cli.main(["bench", "--verify", str(path)]) == 1
+    assert "relu" in capsys.readouterr().out
+    known.machine["environment"]["device"] = "another"
+    known.write(path)
+    assert cli.main(["bench", "--verify", str(path)]) == 2
+    assert "of another machine" in capsys.readouterr().err
+
+
+def test_a_sample_has_every_category() -> None:
+    many = held(*[replace(made(1, 1, size=n), id=str((c, n)), category=c) for n in range(9) for c in cases.CATEGORIES])  # fmt: skip
+    chosen = verifying.sample(many)
+    assert len(chosen) == verifying.SAMPLE
+    assert {r.category for r in chosen} == set(cases.CATEGORIES)
+    assert [r.id for r in verifying.sample(many)] == [r.id for r in chosen]
+
+
+def test_a_disturbed_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = held(made(10, 20))
+    assert summary.caveats(found) == []
+    found.run |= {"others": 0.37, "throttled": "the GPU ran at 1000 of 1980 MHz"}
+    assert ["other programs took 37 %" in c.replace("37%", "37 %") for c in summary.caveats(found)] == [True, False]  # fmt: skip
+    gpu = {"clocks.sm": "1000 MHz", "clocks.max.sm": "1980 MHz", "utilization.gpu": "99 %"}
+    assert "1000 of 1980 MHz" in str(machine.throttled({"gpu": gpu}))
+    assert machine.throttled({"gpu": {**gpu, "utilization.gpu": "0 %"}}) is None
+    assert machine.throttled({"gpu": None}) is None
+    times = iter([100.0, 110.0])
+    monkeypatch.setattr(machine, "_busy_s", lambda: next(times))
+    monkeypatch.setattr(machine, "_own_s", lambda: 5.0)
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    assert machine.Others().share(2) == 0.5  # ten of twenty seconds were others'

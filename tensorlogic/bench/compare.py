@@ -83,28 +83,33 @@ def compare(
     """
     if margin < 0:
         raise Problem(f"margin is {margin}; at least 0 is required (0.05 is 5 %)")
-    differences = _machines(before, after, mixed)
+    differences = machines(before, after, mixed)
     old, new = {r.id: r for r in before.rows}, {r.id: r for r in after.rows}
     if not old.keys() & new.keys():
         raise Problem(
             "the files have no row in common: they were measured with different selections"
         )
-    changes = [
+    found = [
         c
         for id in (*old, *(i for i in new if i not in old))
-        for c in _changes(old.get(id), new.get(id), clocks(after), margin, absolute)
+        for c in changes(old.get(id), new.get(id), clocks(after), margin, absolute)
     ]
-    return Comparison(changes, margin, differences)
+    return Comparison(found, margin, differences)
 
 
-def _machines(before: Results, after: Results, mixed: bool) -> list[str]:
+def hardware(before: Results, after: Results) -> list[str]:
+    """What differs between the machines of two runs."""
     a, b = before.machine["environment"], after.machine["environment"]
-    hardware = [
-        f"{n}: {a.get(n)} before, {b.get(n)} after" for n in HARDWARE if a.get(n) != b.get(n)
-    ]
-    if hardware and not mixed:
+    return [f"{n}: {a.get(n)} before, {b.get(n)} after" for n in HARDWARE if a.get(n) != b.get(n)]
+
+
+def machines(before: Results, after: Results, mixed: bool) -> list[str]:
+    """What differs between machines and software of two runs; Problem where that is the hardware, unless `mixed`."""
+    a, b = before.machine["environment"], after.machine["environment"]
+    other = hardware(before, after)
+    if other and not mixed:
         raise Problem(
-            f"the files are of different machines ({'; '.join(hardware)}); pass --mixed to compare them all the same"
+            f"the files are of different machines ({'; '.join(other)}); pass --mixed to compare them all the same"
         )
     software: list[str] = []
     for name in ("torch", "triton", "driver", "libraries"):
@@ -115,12 +120,13 @@ def _machines(before: Results, after: Results, mixed: bool) -> list[str]:
         for word, r in (("before", before), ("after", after))
         if not r.complete
     ]
-    return [*hardware, *software, *partial]
+    return [*other, *software, *partial]
 
 
-def _changes(
+def changes(
     old: Row | None, new: Row | None, known: tuple[str, ...], margin: float, absolute: bool
 ) -> list[Change]:
+    """How one row compares, on each clock."""
     row = new or old
     assert row is not None
     name, size = f"{row.op} {row.detail}".strip(), short(row.size)

@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import subprocess
+import time
 from typing import Any
 
 import torch
@@ -54,6 +55,50 @@ def state(device: torch.device) -> dict[str, Any]:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     load = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
     return {"time": now, "load": load, "gpu": _smi(device)}
+
+
+class Others:
+    """How much of the machine's processors other programs take while this one measures."""
+
+    def __init__(self) -> None:
+        self.begin = (time.monotonic(), _busy_s(), _own_s())
+
+    def share(self, cores: int | None) -> float | None:
+        """Since it was made, of all cores; None where the system does not say."""
+        start, busy, own = self.begin
+        now = _busy_s()
+        seconds = (time.monotonic() - start) * (cores or 0)
+        if busy is None or now is None or seconds <= 0:
+            return None
+        return round(min(1.0, max(0.0, (now - busy - (_own_s() - own)) / seconds)), 3)
+
+
+def _busy_s() -> float | None:
+    """Seconds that all processors have worked, stolen ones included."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            user, nice, system, _, _, irq, soft, steal = map(int, file.readline().split()[1:9])
+    except (OSError, ValueError):  # not Linux
+        return None
+    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def throttled(after: dict[str, Any]) -> str | None:
+    """A warning when a GPU that works is far below its highest clock."""
+    gpu = after.get("gpu") or {}
+    try:
+        now, most = (float(gpu[f"clocks.{n}"].split()[0]) for n in ("sm", "max.sm"))
+        used = float(gpu["utilization.gpu"].split()[0])
+    except (KeyError, ValueError):
+        return None
+    if used < 50 or now > 0.9 * most:
+        return None
+    return f"the GPU ran at {now:.0f} of {most:.0f} MHz at the end: its power or temperature limit holds it back"
 
 
 def busy(before: dict[str, Any], cores: int | None) -> str | None:

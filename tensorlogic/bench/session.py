@@ -109,7 +109,7 @@ def bench(
     path = Path(json) if json is not None else _default_path(results)
     results.rows = _kept(results, path) if resume else []
     results.write(path)
-    begin = time.perf_counter()
+    begin, others = time.perf_counter(), machine.Others()
     try:
         with tensorlogic.policy(tune="off"):
             _measure(results, cases, where, effort, tick)
@@ -117,7 +117,9 @@ def bench(
     except KeyboardInterrupt:
         run["interrupted"] = True
     run["seconds"] = round(time.perf_counter() - begin, 1)
-    run["after"] = machine.state(where)
+    run["others"] = others.share(results.machine["usable_cores"])
+    run["after"] = after = machine.state(where)
+    run["throttled"] = machine.throttled(after)
     results.write(path)
     return results
 

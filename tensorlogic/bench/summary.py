@@ -10,6 +10,7 @@ from . import ceilings
 from .results import Results, Row
 from .sizes import short
 
+OTHERS = 0.1  # of the processors that other programs may take unmentioned
 UNSTEADY = 2.0  # upper over lower quartile of a row that something else disturbed
 
 
@@ -153,6 +154,13 @@ def caveats(results: Results) -> list[str]:
     found = [] if results.complete else ["this run is not complete: it was interrupted"]
     if results.run.get("busy"):
         found.append(f"note: {results.run['busy']}")
+    if (results.run.get("others") or 0.0) > OTHERS:
+        found.append(
+            f"note: other programs took {results.run['others']:.0%} of the processors while this one measured: "
+            "times are those of a shared machine"
+        )
+    if results.run.get("throttled"):
+        found.append(f"note: {results.run['throttled']}")
     unsteady = [r for r in results.timed if _unsteady(r)]
     if len(unsteady) > max(2, len(results.timed) // 10):
         found.append(

@@ -6,6 +6,7 @@ Where there is no GPU, a tape that records a Python call stands for the CUDA gra
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -286,3 +287,38 @@ def test_bad_input() -> None:
         tensorlogic.capture(net(), max_graphs=0)
     with pytest.raises(ValueError, match="batch"):
         tensorlogic.capture(net(), buckets=[4])
+
+
+@torch.no_grad()
+def test_inputs_that_are_written_to() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return x * y
+
+    fast = captured(fn)
+    for n in range(5):
+        a, b = torch.randn(3, device=DEVICE), torch.randn(3, device=DEVICE)
+        c, d = a.clone(), b.clone()
+        torch.testing.assert_close(fast(a, b), fn(c, d))
+        if CUDA or n != 2:  # a tape of Python has done the third call's work while recording
+            torch.testing.assert_close(a, c)
+    assert fast.graphs == 1
+    a = torch.ones(3, device=DEVICE)
+    assert torch.equal(fast(a, a), torch.full((3,), 4.0, device=DEVICE))  # one tensor given twice
+
+
+@torch.no_grad()
+def test_threads_get_their_own_results() -> None:
+    model = net()
+    fast = captured(model)
+    x = torch.zeros(3, 4, device=DEVICE)
+    for _ in range(3):
+        fast(x)
+
+    def serve(n: int) -> bool:
+        x = torch.full((3, 4), float(n), device=DEVICE)
+        expected = model(x)
+        return all(torch.allclose(fast(x), expected) for _ in range(50))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(serve, range(4)))

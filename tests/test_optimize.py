@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic import measure
-from tensorlogic.program import optimizing
+from tensorlogic.program import choosing, optimizing
 from tensorlogic.program.optimizing import Optimized
 
 
 @pytest.fixture
 def pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is right counts as faster, so that the programs themselves are tested, not this machine."""
-    monkeypatch.setattr(optimizing, "MUST_GAIN", 1e9)
+    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
     monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
     monkeypatch.setattr("tensorlogic.program.regions.USUAL_SHARE_S", 0.001)
     monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
@@ -98,7 +98,7 @@ def test_same_results(pays: None, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def test_original_comes_back_where_nothing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizing, "MUST_GAIN", 0.0)
+    monkeypatch.setattr(choosing, "MUST_GAIN", 0.0)
     model = Block().eval()
     fast = tensorlogic.optimize(model, (torch.randn(1, 3, 16),))
     assert fast is model

@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorlogic
 from tensorlogic import measure
-from tensorlogic.program import optimizing
+from tensorlogic.program import choosing
 
 
 @pytest.fixture
 def pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is right counts as faster."""
-    monkeypatch.setattr(optimizing, "MUST_GAIN", 1e9)
+    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
     monkeypatch.setattr("tensorlogic.program.check.GROWTH", 3.0)  # tiny sums round by luck
     monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
     monkeypatch.setattr("tensorlogic.program.regions.USUAL_SHARE_S", 0.001)
@@ -136,8 +136,8 @@ import copy, sys, torch
 import torch.distributed as dist
 from torch import nn
 import tensorlogic
-from tensorlogic.program import optimizing
-optimizing.MUST_GAIN = 1e9
+from tensorlogic.program import choosing
+choosing.MUST_GAIN = 1e9
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
 torch.manual_seed(0)

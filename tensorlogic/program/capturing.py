@@ -81,15 +81,13 @@ class Captured:
                 out = self._eager(args, kwargs, device)
                 entry.leaves = _leaves(out, flat)
                 return out
-            if not self._capture(entry, padded, spec, device):
+            if not self._capture(entry, padded, spec, device, rows is not None):
                 return self.fn(*args, **kwargs)
         replay = entry.replay
-        if isinstance(replay, GradientReplay):
-            if replay.busy:
-                return self.fn(*args, **kwargs)
-            return pytree.tree_unflatten(replay(padded), entry.spec)
         assert replay is not None
         out = replay(padded)
+        if out is None:
+            return self.fn(*args, **kwargs)
         if rows is not None:
             assert self.batch is not None
             out = [_rows(v, self.batch, *rows) for v in out]
@@ -151,7 +149,9 @@ class Captured:
         """A call that counts, on the kind of stream that the capture will use."""
         return warm(lambda: self.fn(*args, **kwargs), device, times=1)
 
-    def _capture(self, entry: Entry, flat: Sequence[Any], spec: Any, device: torch.device) -> bool:
+    def _capture(
+        self, entry: Entry, flat: Sequence[Any], spec: Any, device: torch.device, padded: bool
+    ) -> bool:
         """Record this kind of call; on failure keep the reason and stay eager."""
         if self.pool is None and self.tape is Tape:
             self.pool = torch.cuda.graph_pool_handle()
@@ -166,6 +166,8 @@ class Captured:
                 entry.replay = GradientReplay(run, flat, entry.leaves, device, self.pool, self.tape)
             else:
                 entry.replay = _recorded(run, flat, device, self)
+                if padded and entry.replay.written:
+                    raise RuntimeError("an input that would be filled up to a bucket is written to")
         except FAILURES as problem:
             heal(device)
             self.reason = first_line(problem)

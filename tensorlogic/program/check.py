@@ -103,3 +103,37 @@ def flat_values(value: Any) -> list[Any]:
     if isinstance(value, (tuple, list)):
         return [x for v in value for x in flat_values(v)]
     return [value]
+
+
+def gradients(outs: Sequence[Tensor], wrt: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of outputs, each weighted by a wave of its own, with respect to what they reach."""
+    seeds = [
+        torch.cos(torch.arange(o.numel(), device=o.device, dtype=torch.float32))
+        .reshape(o.shape)
+        .to(o.dtype)
+        for o in outs
+    ]
+    found = torch.autograd.grad(outs, wrt, seeds, allow_unused=True)
+    return [g for g in found if g is not None]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of nested containers and of plain objects' attributes, in a fixed order, each object entered once."""
+    found: list[Tensor] = []
+    entered: set[int] = set()
+
+    def walk(v: Any) -> None:
+        if isinstance(v, Tensor):
+            found.append(v)
+        elif isinstance(v, (str, bytes, int, float, type(None), type, torch.nn.Module)):
+            return
+        elif id(v) not in entered:
+            entered.add(id(v))
+            inner = (
+                v.values() if isinstance(v, Mapping) else v if isinstance(v, (tuple, list)) else ()
+            )
+            for each in inner or getattr(v, "__dict__", {}).values():
+                walk(each)
+
+    walk(value)
+    return found

@@ -141,6 +141,10 @@ class Function:
         if _name(name) in self.scope:
             self.scope[_name(name)] = value
 
+    def value(self, name: str) -> Any:
+        """The parameter, buffer or constant that is read under a name."""
+        return self._values[name]
+
     def _bind(self, *given: Any) -> Any:
         """The first run, call by call: ops are bound to the tensors that they meet."""
         env = {**self._values, **dict(zip(self.inputs, given, strict=True))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .check import flat_values
 
@@ -77,8 +79,37 @@ def static_like(tensor: Tensor) -> Tensor:
     return made.copy_(tensor.detach())
 
 
+class Line:
+    """Static inputs belong to one caller at a time: threads take turns, streams wait for each other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.lock = device, threading.Lock()
+        self.stream: Any = None
+        self.raw = -1
+
+    def enter(self) -> bool:
+        """True where the caller may use the buffers now; `leave` must follow."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        if self.device.type == "cuda":
+            raw = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
+            if raw != self.raw:
+                stream = torch.cuda.current_stream(self.device)
+                if self.stream is not None:
+                    stream.wait_stream(self.stream)
+                self.stream, self.raw = stream, raw
+        return True
+
+    def leave(self) -> None:
+        """The next caller may come."""
+        self.lock.release()
+
+
 class Replay:
-    """`fn` of flattened arguments as one graph: inputs are copied in, outputs copied out (or handed out as they are)."""
+    """`fn` of flattened arguments as one graph: inputs are copied in, outputs copied out (or handed out as they are).
+
+    Inputs that `fn` writes into are copied back.
+    """
 
     def __init__(
         self,
@@ -96,9 +127,15 @@ class Replay:
         for i, s in zip(self.places, self.static, strict=True):
             given[i] = s
         before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-        self.tape = tape(device, pool)
+        self.tape, self.line = tape(device, pool), Line(device)
+        versions = [s._version for s in self.static]
         with torch.no_grad():
             self.out = self.tape.record(lambda: fn(*given))
+        self.written = [
+            (i, s)
+            for i, s, v in zip(self.places, self.static, versions, strict=True)
+            if s._version != v
+        ]
         after = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
         self.nbytes = max(0, after - before)
         self.leaves = flat_values(self.out)
@@ -122,10 +159,23 @@ class Replay:
         """The outputs of the last launch, the caller's own unless views were asked for."""
         return self.out if self.unsafe_views else owned(self.out)
 
+    def _apart(self, flat: Sequence[Any]) -> bool:
+        """False where inputs share memory and one is written to, which separate buffers would not show."""
+        places = {flat[i].untyped_storage().data_ptr() for i in self.places}
+        return len(places) == len(self.places)
+
     def __call__(self, flat: Sequence[Any]) -> Any:
-        with torch.no_grad():
-            self.launch(flat)
-            return self.outputs()
+        """The outputs; None where no replay can serve this call, because another thread is being served, say."""
+        if (self.written and not self._apart(flat)) or not self.line.enter():
+            return None
+        try:
+            with torch.no_grad():
+                self.launch(flat)
+                for i, s in self.written:
+                    flat[i].copy_(s)
+                return self.outputs()
+        finally:
+            self.line.leave()
 
 
 def owned(out: Any) -> Any:
@@ -172,8 +222,11 @@ class GradientReplay:
             given[i] = s
         before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
         self.forward, self.backward = tape(device, pool), tape(device, pool)
+        versions = [s._version for s in self.static]
         with torch.enable_grad():
             self.out = self.forward.record(lambda: fn(*given))
+        if [s._version for s in self.static] != versions:
+            raise RuntimeError("an input is written to")
         self.leaves = flat_values(self.out)
         self.grads_of = [
             i for i, v in enumerate(self.leaves) if isinstance(v, Tensor) and v.requires_grad
@@ -197,17 +250,24 @@ class GradientReplay:
         self.nbytes = max(0, after - before)
         self.pending: weakref.ref[_Token] | None = None
         self.parameters = list(parameters)
+        self.line = Line(device)
         self.serial = 0
 
-    @property
-    def busy(self) -> bool:
+    def _waiting(self) -> bool:
         """True while the activations of an earlier forward may still be needed."""
         token = self.pending() if self.pending is not None else None
         return token is not None and not token.done
 
     def __call__(self, flat: Sequence[Any]) -> Any:
-        """Outputs in the order of the flattened ones, with gradients; the caller must have asked `busy`."""
-        outs = _Replayed.apply(self, *[flat[i] for i in self.places], *self.parameters)
+        """Outputs in the order of the flattened ones, with gradients; None where an earlier call still needs its values."""
+        if not self.line.enter():
+            return None
+        try:
+            if self._waiting():
+                return None
+            outs = _Replayed.apply(self, *[flat[i] for i in self.places], *self.parameters)
+        finally:
+            self.line.leave()
         tensors = iter(outs)
         return [next(tensors) if isinstance(v, Tensor) else v for v in self.leaves]
 
@@ -231,6 +291,7 @@ class _Replayed(torch.autograd.Function):
         return outs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         replay: GradientReplay = ctx.replay
         if ctx.serial != replay.serial:

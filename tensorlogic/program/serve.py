@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class Program:
         self.replay: Any = None
         self.held = list({id(t): t for t in self.state.values()}.values())
         self.pointers: list[int] = []
+        self.alive: list[Tensor] = []  # memory that a graph reads, even where its owner moves on
         self.pure = not mutates(graph) and not any(random_call(n) for n in calls)
         self.hands_out_state = _hands_out_state(graph)
 
@@ -74,7 +76,7 @@ class Program:
         if len(flat) != len(self.trace.inputs) or not self.guard.holds(flat) or not self._context():
             return MISS
         out: Any = MISS
-        if isinstance(self.replay, Replay) and self.pure:
+        if isinstance(self.replay, Replay) and self.pure and not _capturing():
             out = self._ahead(flat)
         if out is MISS:
             out = self._checked(flat)
@@ -84,10 +86,16 @@ class Program:
 
     def _ahead(self, flat: Sequence[Any]) -> Any:
         """Launch at once and look whether all is as it was while the device works; a stale result is thrown away."""
-        with torch.no_grad():
-            self.replay.launch(flat)
-            fresh = self._stamp() == self.stamp and self._where() == self.pointers
-            return self.replay.outputs() if fresh and self.watch.holds() else MISS
+        replay = self.replay
+        if not replay.line.enter():
+            return MISS
+        try:
+            with torch.no_grad():
+                replay.launch(flat)
+                fresh = self._stamp() == self.stamp and self._where() == self.pointers
+                return replay.outputs() if fresh and self.watch.holds() else MISS
+        finally:
+            replay.line.leave()
 
     def _checked(self, flat: Sequence[Any]) -> Any:
         """Look first, then run."""
@@ -96,10 +104,15 @@ class Program:
         if self.watched and self._stamp() != self.stamp:
             self.refresh()
         if self.replay is not None and self._where() != self.pointers:
-            self.replay = None  # parameters lie elsewhere now: their graph is of no use
-        if self.replay is None or (isinstance(self.replay, GradientReplay) and self.replay.busy):
-            return self.function.run(*flat)
-        return self.replay(flat)
+            self.replay, self.alive = (
+                None,
+                [],
+            )  # parameters lie elsewhere now: their graph is of no use
+        if self.replay is not None and not _capturing():
+            out = self.replay(flat)
+            if out is not None:
+                return out
+        return self.function.run(*flat)
 
     def capture(self) -> str | None:
         """Record what was bound as a CUDA graph; the reason where that cannot be."""
@@ -110,8 +123,10 @@ class Program:
         flat = self.trace.example
         if any(isinstance(v, Tensor) and v.device.type != "cuda" for v in flat):
             return "an input is not on the GPU"
+        if mutates(self.graph):  # warming up writes, too
+            flat = [v.detach().clone() if isinstance(v, Tensor) else v for v in flat]
         try:
-            with torch.set_grad_enabled(self.training):
+            with torch.set_grad_enabled(self.training), self._unwritten():
                 warm(lambda: self.function.run(*flat), self.device)
                 leaves = [t for t in self.state.values() if t.requires_grad]
                 run = self.function.run
@@ -124,7 +139,18 @@ class Program:
             self.replay = None
             return first_line(problem)
         self.pointers = self._where()
+        self.alive = [t.detach() for t in self.held]
         return None
+
+    @contextlib.contextmanager
+    def _unwritten(self) -> Iterator[None]:
+        """What the graph reads and writes is as before afterwards."""
+        named = [self.function.value(n) for n in self.state] if mutates(self.graph) else []
+        kept = [(t, t.detach().clone()) for t in named if not t.requires_grad]
+        yield
+        with torch.no_grad():
+            for tensor, before in kept:
+                tensor.copy_(before)
 
     def _where(self) -> list[int]:
         return [t.data_ptr() for t in self.held]
@@ -143,13 +169,7 @@ class Program:
         recording = torch.is_grad_enabled() and not self.training
         if recording and any(t.requires_grad for t in self.state.values()):
             return False
-        return (
-            autocast_state(self.device) == self.autocast
-            and not torch._C._len_torch_dispatch_stack()
-            and not torch._C._is_torch_function_mode_enabled()
-            and not torch.compiler.is_compiling()
-            and torch._C._functorch.maybe_current_level() is None
-        )
+        return autocast_state(self.device) == self.autocast and plain_modes()
 
     def _stamp(self) -> list[tuple[int, int]]:
         return [(t._version, t.data_ptr()) for t in self.watched]
@@ -182,11 +202,26 @@ class Program:
         return total + (self.replay.nbytes if self.replay is not None else 0)
 
 
+def _capturing() -> bool:
+    """True while the caller records a CUDA graph, into which another cannot be launched."""
+    return torch.cuda.is_current_stream_capturing()
+
+
 def _hands_out_state(graph: fx.Graph) -> bool:
     """True where an output shares memory with an input, a parameter or a buffer."""
     places = {storage(n) for n in graph.nodes if n.op == "placeholder"} - {None}
     return any(
         n.op == "placeholder" or storage(n) in places for n in graph.output_node().all_input_nodes
+    )
+
+
+def plain_modes() -> bool:
+    """True where nothing traces, transforms or intercepts PyTorch's calls."""
+    return (
+        not torch._C._len_torch_dispatch_stack()
+        and not torch._C._is_torch_function_mode_enabled()
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is None
     )
 
 

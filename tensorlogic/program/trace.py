@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import logging
 import operator
 import random
 import warnings
@@ -24,6 +25,10 @@ class Untraceable(Exception):
     """Why a model cannot be served by a graph."""
 
 
+class Unfit(Untraceable):
+    """Why no way of tracing a model is even tried."""
+
+
 @dataclass
 class Trace:
     """A graph whose placeholders are parameters, buffers and constants by their names in the model, then user inputs."""
@@ -41,21 +46,13 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """Trace `model` by torch.export.
 
     Raises:
-        Untraceable: PyTorch cannot, or a graph would leave out something that the model does.
+        Untraceable: PyTorch cannot.
     """
-    before = _plain_state(model)
-    with _witness() as seen:
+    with witness():
         try:
             program = torch.export.export(model, args, dict(kwargs))
         except Exception as problem:  # tracing runs the user's own code, which may raise anything
             raise Untraceable(f"torch.export: {first_line(problem)}") from problem
-    changed = [name for name, value in _plain_state(model).items() if before.get(name) != value]
-    if changed:
-        raise Untraceable(f"the model changes its own attribute {changed[0]} when it is called")
-    if seen.text:
-        raise Untraceable("the model prints when it is called")
-    if seen.drew:
-        raise Untraceable(f"the model draws from {seen.drew}")
     return _read(program, model, args, kwargs)
 
 
@@ -91,6 +88,14 @@ def _read(
     flat, in_spec = pytree.tree_flatten((args, dict(kwargs)))
     if len(flat) != len(inputs):
         raise Untraceable(f"{len(flat)} inputs were given, the graph takes {len(inputs)}")
+    prepare(graph, state)
+    return Trace(
+        graph, program.graph_module, state, inputs, in_spec, program.call_spec.out_spec, flat
+    )
+
+
+def prepare(graph: fx.Graph, state: Mapping[str, tuple[str, Tensor]]) -> None:
+    """Make a traced graph fit for rewriting: in-place calls that nobody sees become plain ones, constants are marked."""
     own_outputs(graph)
     functional(graph)
     if not any(n.op == "call_function" and writes(n) for n in graph.nodes):
@@ -98,9 +103,6 @@ def _read(
             if node.target is torch.ops.aten.view.default:
                 node.target = torch.ops.aten.reshape.default
     constants(graph, {n for n, (_, t) in state.items() if not t.is_inference()})
-    return Trace(
-        graph, program.graph_module, state, inputs, in_spec, program.call_spec.out_spec, flat
-    )
 
 
 def own_outputs(graph: fx.Graph) -> None:
@@ -112,22 +114,31 @@ def own_outputs(graph: fx.Graph) -> None:
 
 
 @dataclass
-class _Seen:
+class Seen:
     text: str = ""
     drew: str = ""
 
 
 @contextlib.contextmanager
-def _witness() -> Iterator[_Seen]:
-    """Notice what a graph would not repeat: printing, and numbers drawn outside PyTorch; PyTorch's own state is restored."""
-    seen, out = _Seen(), io.StringIO()
+def witness() -> Iterator[Seen]:
+    """Notice what a graph would not repeat: printing, and numbers drawn outside PyTorch; the state of both is restored.
+
+    Nothing is printed or logged meanwhile: PyTorch shows whole graphs where tracing fails.
+    """
+    seen, out, quiet = Seen(), io.StringIO(), logging.root.manager.disable
     python, numbers = random.getstate(), numpy.random.get_state(legacy=True)
     modes = torch.is_grad_enabled()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(out):
+        logging.disable(logging.CRITICAL)
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(out),
+        ):
             warnings.simplefilter("ignore")
             yield seen
     finally:
+        logging.disable(quiet)
         torch.set_grad_enabled(modes)
         seen.text = out.getvalue()
         after = numpy.random.get_state(legacy=True)
@@ -143,17 +154,6 @@ def _same_numpy(a: Any, b: Any) -> bool:
     return a[2:] == b[2:] and bool((a[1] == b[1]).all())
 
 
-def _plain_state(model: nn.Module) -> dict[str, Any]:
-    """Attributes of every module that a call might change: numbers and texts by value, others by their type."""
-    found: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name.startswith("_") and name in _MACHINERY:
-                continue
-            found[f"{path}.{name}".lstrip(".")] = plain_value(value)
-    return found
-
-
 def plain_value(value: Any) -> Any:
     """A copy of what can be compared: numbers, texts and containers of such; of anything else the type and length."""
     if isinstance(value, (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)):
@@ -163,9 +163,6 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, dict):
         return "dict", tuple((str(k), plain_value(v)) for k, v in value.items())
     return type(value).__name__
-
-
-_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
 
 
 # Views and in-place calls -------------------------------------------------------------------------

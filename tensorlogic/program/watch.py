@@ -3,68 +3,152 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from operator import itemgetter
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .trace import plain_value
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-ALWAYS = ("training", *HOOKS)
-SKIPPED = {"_parameters", "_buffers", "_modules", "report"}
+TABLES = ("_parameters", "_buffers", "_modules")
+OURS = ("report", "_program")
+SKIPPED = (frozenset(vars(nn.Module())) | {*OURS}) - {"training"}
+LARGE = 64  # items of a container beyond which only their number is watched
+DEPTH = 3  # how far objects such as configurations are followed
 
 
 class Watch:
-    """The state of a module tree: modes, hooks, plain attributes, and which tensors are its parameters and buffers."""
+    """The state of a module tree: modes, hooks, attributes, configurations, globals, and which tensors are its own.
+
+    Equality of lists and tuples looks at identity first, so comparing thousands of unchanged values takes microseconds.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.attributes: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
-        self.values: list[Any] = []
-        self.tables: list[tuple[dict[str, Any], list[int]]] = []
-        self.held: list[Any] = []
+        self.spaces: list[dict[str, Any]] = []  # attributes of objects: none may come or go
+        self.getters: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
+        self.values: list[Any] = []  # what the getters gave
+        self.containers: list[Any] = []
+        self.contents: list[Any] = []  # copies of what they held
+        self.hooks: list[dict[Any, Any]] = []
+        self._entered: set[int] = set()
         for path, module in model.named_modules():
             known = vars(module)
-            names = list(ALWAYS[: 1 if path == "" else None])  # the root's own hooks run as ever
-            names += [n for n, v in known.items() if n not in ALWAYS and _comparable(n, v)]
-            getter = itemgetter(*names, "training")  # twice, so that it always gives a tuple
-            self.attributes.append((getter, known))
-            self.values.append(
-                tuple(
-                    dict(v) if n in HOOKS else v for n, v in zip(names, getter(known), strict=False)
-                )
-            )
-            self.values[-1] += (known["training"],)
-            for table in (known["_parameters"], known["_buffers"], known["_modules"]):
+            self._space(known, SKIPPED, 0)
+            for table in (known[t] for t in TABLES):
                 if table:
-                    self.tables.append((table, list(map(id, table.values()))))
-                    self.held += table.values()  # so that no other object can have their ids
+                    self._container({k: _exact(v) for k, v in table.items()}, table)
+            hooks = [known[h] for h in HOOKS if path]  # the root's own run as ever
+            self.hooks += hooks
+            for held in filter(None, hooks):
+                self._container(dict(held), held)
+        for scope, names in globals_of(model):
+            self._attributes(scope, names, 0)
+        self.sizes = list(map(len, (*self.spaces, *self.hooks)))
+        self.sized = [*self.spaces, *self.hooks]
+
+    def _space(self, known: dict[str, Any], skipped: AbstractSet[str], depth: int) -> None:
+        """Watch all attributes of one object."""
+        if id(known) not in self._entered:
+            self._entered.add(id(known))
+            self.spaces.append(known)
+            self._attributes(known, [n for n in known if n not in skipped], depth)
+
+    def _attributes(self, known: dict[str, Any], names: list[str], depth: int) -> None:
+        if not names:
+            return
+        get = itemgetter(*names, names[0])  # one twice, so that it always gives a tuple
+        self.getters.append((get, known))
+        self.values.append(tuple(map(_exact, get(known))))
+        for value in map(known.__getitem__, names):
+            self._inside(value, depth)
+
+    def _inside(self, value: Any, depth: int) -> None:
+        """Watch what lies in a container or a plain object."""
+        if isinstance(value, (list, dict, set)) and id(value) not in self._entered:
+            self._entered.add(id(value))
+            if len(value) > LARGE:
+                return
+            inner = list(value.values()) if isinstance(value, dict) else list(value)
+            exact: Any = list(map(_exact, inner))
+            if isinstance(value, dict):
+                exact = dict(zip(value, exact, strict=True))
+            self._container(set(value) if isinstance(value, set) else exact, value)
+            for v in inner if depth < DEPTH else ():
+                self._inside(v, depth + 1)
+        elif depth < DEPTH and _plain_object(value):
+            self._space(vars(value), frozenset(), depth + 1)
+
+    def _container(self, content: Any, container: Any) -> None:
+        self.contents.append(content)
+        self.containers.append(container)
 
     def holds(self) -> bool:
         """True while nothing has changed but the tensors' contents."""
         try:
-            if [get(known) for get, known in self.attributes] != self.values:
-                return False
-            return all([*map(id, table.values())] == ids for table, ids in self.tables)
-        except KeyError:  # deleted
+            return (
+                self.sizes == [*map(len, self.sized)]
+                and self.values == [get(known) for get, known in self.getters]
+                and self.contents == self.containers
+            )
+        except (KeyError, RuntimeError, ValueError):  # deleted, or equality of arrays
             return False
 
 
-def _comparable(name: str, value: Any) -> bool:
-    if name.startswith("_") and name not in ("_hook_state",):
-        return False
+class _Same:
+    """Equal to one tensor or module only, whatever its own equality says."""
+
+    __slots__ = ("value",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return other is self.value
+
+
+def _exact(value: Any) -> Any:
+    """What to compare a value with."""
+    return _Same(value) if isinstance(value, Tensor) else value
+
+
+def _plain_object(value: Any) -> bool:
+    """True for configurations and the like: objects that carry attributes and are neither code nor PyTorch's."""
+    kind = type(value)
     return (
-        name not in SKIPPED
-        and isinstance(value, (int, float, bool, str, tuple, type(None)))
-        and (
-            not isinstance(value, tuple)
-            or (
-                plain_value(value)[0] == "tuple"
-                and all(isinstance(v, (int, float, str)) for v in value)
-            )
-        )
+        hasattr(value, "__dict__")
+        and not isinstance(value, (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType))
+        and not kind.__module__.startswith(("torch.", "builtins", "logging"))
+        and kind.__module__ != "torch"
     )
+
+
+def globals_of(model: nn.Module) -> list[tuple[dict[str, Any], list[str]]]:
+    """Numbers, texts and containers among the globals that the methods of a model's own classes read."""
+    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    for cls in classes:
+        if cls.__module__.startswith("torch.") or cls.__module__ in ("builtins", "typing"):
+            continue
+        for method in vars(cls).values():
+            while hasattr(method, "__wrapped__"):
+                method = method.__wrapped__
+            if not isinstance(method, FunctionType):
+                continue
+            scope = method.__globals__
+            names = {
+                n
+                for n in method.__code__.co_names
+                if not n.startswith("__") and isinstance(scope.get(n), WATCHED)
+            }
+            if names:
+                found.setdefault(id(scope), (scope, set()))[1].update(names)
+    return [(scope, sorted(names)) for scope, names in found.values()]
+
+
+WATCHED = (int, float, bool, str, list, dict, set, tuple)
 
 
 class Guard:

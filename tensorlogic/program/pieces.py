@@ -1,0 +1,281 @@
+"""Models that torch.export cannot trace: Dynamo cuts their own code into graphs, and each is served by a program of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from .. import measure
+from ..numerics import Verdict
+from . import check
+from .backend import rewritten
+from .choosing import best, pays_off, step
+from .copies import fresh, sharing, unwritten
+from .graphs import FAILURES
+from .report import Report
+from .serve import MISS, Program, plain_modes
+from .trace import Trace, Untraceable, first_line, prepare, witness
+
+LIMIT = 32  # graphs of one model; with more, the Python between them is what takes the time
+
+
+class Piece:
+    """One of Dynamo's graphs: a program where one was right and faster on the inputs of the first call, else as it was."""
+
+    def __init__(self, graph: fx.GraphModule, owner: Pieces) -> None:
+        self.plain, self.owner = graph.forward, owner
+        self.graph: fx.GraphModule | None = graph
+        self.program: Program | None = None
+        self.fixed: list[int] = []  # which inputs are parameters and buffers, and their identities
+        self.given: list[int] = []
+        self.ids: list[int] = []
+
+    def __call__(self, *flat: Any) -> Any:
+        """The graph's outputs."""
+        if self.graph is not None:
+            graph, self.graph = self.graph, None
+            self._prepare(graph, flat)
+        if self.program is not None and [id(flat[i]) for i in self.fixed] == self.ids:
+            out = self.program(tuple(flat[i] for i in self.given), {})
+            if out is not MISS:
+                return out
+        return self.plain(*flat)
+
+    def _prepare(self, graph: fx.GraphModule, flat: Sequence[Any]) -> None:
+        """Make a program for what this first call is given, if time is left and it pays."""
+        owner, report = self.owner, Report()
+        begin = time.perf_counter()
+        if owner.left <= 0 or not any(isinstance(v, Tensor) for v in flat):
+            return
+        merged = list(flat)
+
+        def before(*given: Any) -> Any:
+            for i, v in zip(self.given, given, strict=True):
+                merged[i] = v
+            return self.plain(*merged)
+
+        try:
+            traced = self._trace(graph, flat)
+            example: tuple[tuple[Any, ...], dict[str, Any]] = (tuple(traced.example), {})
+            nothing = nn.Module()  # Dynamo's own guards watch the model
+            self.program = best(
+                traced, nothing, before, owner.training, owner.left, report, example
+            )
+        except (Untraceable, *FAILURES) as problem:
+            report.reason = first_line(problem)
+        owner.reports.append(report)
+        owner.left -= time.perf_counter() - begin
+
+    def _trace(self, graph: fx.GraphModule, flat: Sequence[Any]) -> Trace:
+        """The graph in ATen calls, with the model's parameters and buffers as its state."""
+        model = self.owner.model
+        known = {
+            id(t): name
+            for named in (model.named_buffers, model.named_parameters)
+            for name, t in named(remove_duplicate=False)
+        }
+        self.fixed = [i for i, v in enumerate(flat) if id(v) in known]
+        self.given = [i for i, v in enumerate(flat) if id(v) not in known]
+        self.ids = [id(flat[i]) for i in self.fixed]
+        with torch.set_grad_enabled(self.owner.training):
+            traced = make_fx(
+                graph, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True
+            )(*flat)
+        places = [n for n in traced.graph.nodes if n.op == "placeholder"]
+        out = traced.graph.output_node().args[0]
+        if not isinstance(out, (tuple, list)):
+            raise Untraceable("a graph with one bare output")
+        state = {places[i].name: (known[id(flat[i])], flat[i]) for i in self.fixed}
+        prepare(traced.graph, state)
+        example = [flat[i] for i in self.given]
+        return Trace(
+            traced.graph,
+            traced,
+            state,
+            [places[i].name for i in self.given],
+            pytree.tree_flatten((tuple(example), {}))[1],
+            pytree.tree_flatten(tuple(out))[1],
+            example,
+        )
+
+
+class Pieces:
+    """A model's forward as Dynamo's graphs and the Python between them; code that it has not seen runs as it is."""
+
+    def __init__(self, model: nn.Module, training: bool, budget_s: float, dynamic: bool) -> None:
+        self.model, self.training = model, training
+        self.left = budget_s  # seconds for making programs
+        self.reports: list[Report] = []
+        self.pieces: list[Piece] = []
+        self.graphs = 0
+        forward = _own(getattr(type(model).__mro__[2], "forward", None))
+        method = MethodType(forward, model)
+        self.first = torch.compile(method, backend=self._compile, dynamic=dynamic)
+        self.later = torch._dynamo.run(method)  # with what is compiled; never compiles
+
+    def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.graphs += 1
+        if any(isinstance(v, torch.SymInt) for v in inputs):
+            return rewritten(graph, inputs).forward
+        self.pieces.append(Piece(graph, self))
+        return self.pieces[-1]
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The model's output, or `MISS`."""
+        return self.later(*args, **kwargs) if plain_modes() else MISS
+
+    def serving(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        return self.later(*args, **kwargs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held besides the model."""
+        return sum(p.program.nbytes for p in self.pieces if p.program is not None)
+
+    @property
+    def captured(self) -> bool:
+        """Whether any graph is replayed as a CUDA graph."""
+        return any(p.program is not None and p.program.replay is not None for p in self.pieces)
+
+
+def _own(forward: Any) -> Any:
+    """The function with a code object of its own, by which Dynamo keeps what it compiles apart."""
+    if not isinstance(forward, FunctionType):
+        raise Untraceable(f"forward is {type(forward).__name__}, not a Python function")
+    own = FunctionType(
+        forward.__code__.replace(),
+        forward.__globals__,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return own
+
+
+def pieces(
+    clone: nn.Module,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    training: bool,
+    budget_s: float,
+    report: Report,
+    dynamic: bool = False,
+) -> Pieces | None:
+    """The model in pieces if that is right and faster; else None, with the reason in the report.
+
+    Raises:
+        Untraceable: Dynamo does not know the model's code.
+    """
+    made = Pieces(clone, training, budget_s, dynamic)
+    with witness(), unwritten(clone):
+        twin = sharing(model, buffers=False)
+        before = _random_state()
+        plain = _outcome(twin, twin, training, args, kwargs)
+        drawn = _random_state() != before
+        try:
+            for _ in range(2):
+                ours = _outcome(made.first, clone, training, args, kwargs)
+        except Exception as problem:  # Dynamo runs the user's own code, which may raise anything
+            raise Untraceable(f"Dynamo: {first_line(problem)}") from problem
+        wide = None if drawn else _wide(model, training, args, kwargs)
+    report.rows = [row for r in made.reports for row in r.rows]
+    report.notes.append(f"{made.graphs} graphs, cut by Dynamo")
+    if not 0 < made.graphs <= LIMIT:
+        report.reason = f"Dynamo cuts the model into {made.graphs} graphs"
+        return None
+    if not drawn:  # what draws random numbers is checked graph by graph, with nothing dropped out
+        verdict = check.compare(ours, plain, wide) if wide else Verdict("no way to check it", 0.0)
+        report.error = verdict.error
+        if not verdict or verdict.error > check.GROWTH:
+            why = verdict.reason or f"error {verdict.error:.2f} times the original's"
+            report.reason = f"the model in pieces is not right: {why}"
+            return None
+    return made if _faster(made, twin, args, kwargs, budget_s, report) else None
+
+
+def _random_state() -> list[Any]:
+    """Where PyTorch's default generators stand."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return [s.tolist() for s in states]
+
+
+def _outcome(
+    call: Callable[..., Any],
+    holder: nn.Module,
+    training: bool,
+    args: Any,
+    kwargs: Any,
+    dtype: Any = None,
+) -> list[list[Tensor]]:
+    """Everything that a call gives or changes: outputs, its inputs afterwards, gradients of parameters in training."""
+    given = fresh(args, kwargs, dtype)
+    outs = check.tensors_in(call(*given[0], **given[1]))
+    after = check.tensors_in(given)
+    wrt = [p for p in holder.parameters() if p.requires_grad]
+    graded = [o for o in outs if o.requires_grad]
+    grads = check.gradients(graded, wrt) if training and wrt and graded else []
+    return [outs, after, grads]
+
+
+def _wide(model: nn.Module, training: bool, args: Any, kwargs: Any) -> list[list[Tensor]] | None:
+    """The same in higher precision; None where the model's own code insists on its dtype."""
+    tensors = [*model.parameters(), *model.buffers(), *check.tensors_in((args, kwargs))]
+    dtype = check.wide_dtype(tensors)
+    twin = copy.deepcopy(model).to(dtype)
+    try:
+        return _outcome(twin, twin, training, args, kwargs, dtype)
+    except FAILURES:
+        return None
+
+
+def _faster(
+    made: Pieces,
+    twin: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    budget_s: float,
+    report: Report,
+) -> bool:
+    """Time both on the example; where a call changes its inputs, each call has its own, on both sides."""
+    given = fresh(args, kwargs)
+    wrt = [p for p in made.model.parameters() if p.requires_grad]
+
+    def changes() -> bool:
+        before = [(id(t), t._version) for t in check.tensors_in(given)]
+        twin(*given[0], **given[1])
+        return before != [(id(t), t._version) for t in check.tensors_in(given)]
+
+    def call(model: Callable[..., Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            a, k = fresh(args, kwargs) if changing else given
+            return step(model(*a, **k), made.training, wrt)
+
+        return run
+
+    tensors = [*made.model.parameters(), *check.tensors_in(given)]
+    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+    with unwritten(made.model), contextlib.redirect_stdout(io.StringIO()):
+        changing = changes()
+        given = fresh(args, kwargs) if changing else given
+        samples = measure.wall_samples(
+            {"before": call(twin), "after": call(made.later)}, device, max(0.3, budget_s / 8)
+        )
+    if not pays_off(report, samples, "after"):
+        return False
+    report.outcome = "captured" if made.captured else "rewritten"
+    return True

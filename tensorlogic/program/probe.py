@@ -1,0 +1,64 @@
+"""What a model does besides computing its outputs, seen by calling a copy of it twice; a graph would not repeat any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .copies import fresh, sharing, unwritten
+from .trace import Unfit, plain_value, witness
+from .watch import globals_of
+
+
+@dataclass
+class Habits:
+    """How a model behaves when it is called."""
+
+    prints: bool = False
+    sets_up: bool = False  # the first call sets something up that later ones find
+
+
+def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Habits:
+    """Call a copy of the model twice.
+
+    Raises:
+        Unfit: it changes its own attributes or globals at every call, or draws numbers outside PyTorch. Anything: it
+            fails on the inputs.
+    """
+    twin = sharing(model, buffers=False)
+    with witness() as seen, unwritten(twin) as written:
+        states = [_state(twin)]
+        for _ in range(2):
+            given = fresh(args, kwargs)
+            twin(*given[0], **given[1])
+            states.append(_state(twin))
+    changed = _difference(states[1], states[2])
+    first = _difference(states[0], states[1])
+    changed = changed or (first if written or (first or "").startswith("global ") else None)
+    if changed:
+        raise Unfit(f"the model changes {changed} when it is called")
+    if seen.drew:
+        raise Unfit(f"the model draws from {seen.drew}")
+    return Habits(bool(seen.text), first is not None)
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """Attributes and globals that a call might change: numbers and texts by value, others by their type and length."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _MACHINERY:
+                found[f"its own attribute {path}.{name}".replace(" .", " ")] = plain_value(value)
+    for scope, names in globals_of(model):
+        found |= {f"global {name}": plain_value(scope.get(name)) for name in names}
+    return found
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    return next((name for name, value in after.items() if before.get(name) != value), None)
+
+
+_MACHINERY = frozenset(vars(nn.Module())) - {"training"}

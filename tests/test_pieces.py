@@ -1,0 +1,171 @@
+"""optimize where torch.export fails: graphs as Dynamo cuts them, the Python between them as it is, nothing done twice."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tensorlogic
+from tensorlogic import measure
+from tensorlogic.program import choosing
+from tensorlogic.program.pieces import Pieces
+
+
+@pytest.fixture
+def pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is right counts as faster."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.program.regions.USUAL_SHARE_S", 0.001)
+    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
+
+
+class Cache:
+    """What a decoder keeps between its steps, as an object of the user's own."""
+
+    def __init__(self) -> None:
+        self.rows: list[Tensor] = []
+
+    def update(self, x: Tensor) -> Tensor:
+        self.rows = [torch.cat([*self.rows, x], 1)]
+        return self.rows[0]
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> dict[str, Any]:
+        cache = cache or Cache()
+        seen = cache.update(F.gelu(self.lin(x)))
+        return {"y": F.relu(self.out(seen.mean(1))), "cache": cache}
+
+
+def filled(steps: int = 3) -> Cache:
+    cache = Cache()
+    cache.update(torch.randn(2, steps, 8))
+    return cache
+
+
+def close(a: Any, b: Any) -> None:
+    torch.testing.assert_close(a, b, rtol=2e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_objects_that_calls_change(pays: None) -> None:
+    model, x, cache = Decoder().eval(), torch.randn(2, 1, 8), filled()
+    fast = tensorlogic.optimize(model, {"x": x, "cache": cache})
+    assert isinstance(fast._program, Pieces), fast.report.reason
+    assert "linear" in [r.op for r in fast.report.regions]
+    assert cache.rows[0].shape == (2, 3, 8)
+    mine, theirs = copy.deepcopy(cache), copy.deepcopy(cache)
+    for _ in range(4):  # the first step has the example's sizes, the others run as they are
+        x = torch.randn(2, 1, 8)
+        out, plain = fast(x, cache=mine), model(x, cache=theirs)
+        assert out["cache"] is mine
+        close(out["y"], plain["y"])
+        close(mine.rows[0], theirs.rows[0])
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.sign = nn.Linear(4, 4), nn.Linear(4, 4), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.a(x))
+        print("called")
+        if y.sum() > 1:
+            return self.b(y) * self.sign
+        return self.b(y) - 1
+
+
+@torch.no_grad()
+def test_branches_prints_and_changes_are_followed(
+    pays: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, x = Branching().eval(), torch.full((2, 4), 3.0)
+    nn.init.ones_(model.a.weight)
+    fast = tensorlogic.optimize(model, x)
+    assert isinstance(fast._program, Pieces), fast.report.reason
+    assert "called" not in capsys.readouterr().out
+
+    def follows() -> None:
+        for given in (x, -x, torch.ones(3, 4)):
+            out = fast(given)
+            assert capsys.readouterr().out == "called\n"
+            close(out, Branching.forward(fast, given))
+            capsys.readouterr()
+
+    follows()
+    fast.sign = -2.0
+    follows()
+    fast.b.weight.mul_(2)
+    follows()
+    fast.b.weight = nn.Parameter(torch.randn(4, 4))
+    follows()
+    fast.load_state_dict({k: v + 1 for k, v in fast.state_dict().items()})
+    follows()
+    fast.b = nn.Linear(4, 4, bias=False)
+    follows()
+
+
+def test_gradients(pays: None) -> None:
+    model, x = Branching().train(), torch.full((2, 4), 3.0)
+    twin = copy.deepcopy(model)
+    fast = tensorlogic.optimize(model, x, training=True)
+    assert isinstance(fast._program, Pieces), fast.report.reason
+    fast(x).square().sum().backward()
+    twin(x).square().sum().backward()
+    for p, q in zip(fast.parameters(), twin.parameters(), strict=True):
+        close(p.grad, q.grad)
+
+
+class FirstCall(nn.Linear):
+    """Sets its weight from the first batch that it sees."""
+
+    ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.weight.data.copy_(x[:4] / x.std().item())
+            self.ready = True
+        return super().forward(x)
+
+
+@torch.no_grad()
+def test_a_first_call_that_sets_weights_is_left_to_the_caller(pays: None) -> None:
+    model = FirstCall(4, 4).eval()
+    before = model.weight.clone()
+    fast = tensorlogic.optimize(model, torch.randn(4, 4))
+    assert fast is model
+    assert "ready" in fast.report.reason
+    assert torch.equal(model.weight, before)
+    assert not model.ready
+
+
+class Lazy(nn.Linear):
+    """Sets something up at the first call, which every later one finds."""
+
+    table = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = [1.0, 2.0]
+        return F.relu(super().forward(x)) * self.table[1]
+
+
+@torch.no_grad()
+def test_what_a_first_call_sets_up_is_set_up(pays: None) -> None:
+    model, x = Lazy(4, 4).eval(), torch.randn(2, 4)
+    fast = tensorlogic.optimize(model, x)
+    assert fast.report.outcome == "rewritten", fast.report.reason
+    assert model.table is None
+    close(fast(x), model(x))

@@ -1,0 +1,113 @@
+"""optimize: whatever a model reads besides its weights may change afterwards, and the next call knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tensorlogic
+from tensorlogic import measure
+from tensorlogic.program import choosing
+
+SCALE = 1.0
+TABLE = {"shift": 0.5}
+LOG: list[int] = []
+
+
+@pytest.fixture
+def pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is right counts as faster."""
+    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.program.regions.USUAL_SHARE_S", 0.001)
+    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
+
+
+class Reader(nn.Module):
+    """Reads a configuration, private and class attributes, a list, a plain tensor and globals."""
+
+    bias = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.config = SimpleNamespace(factor=1.0, inner=SimpleNamespace(power=1))
+        self._hidden, self.steps = 1.0, [1.0, 2.0]
+        self.mask = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.lin(x)) * self.config.factor * self._hidden * self.mask
+        y = y**self.config.inner.power + self.bias + sum(self.steps)
+        return y * SCALE + TABLE["shift"]
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "configuration": lambda m: setattr(m.config, "factor", 3.0),
+    "inner configuration": lambda m: setattr(m.config.inner, "power", 2),
+    "another configuration": lambda m: setattr(
+        m, "config", SimpleNamespace(factor=2.0, inner=m.config.inner)
+    ),
+    "private attribute": lambda m: setattr(m, "_hidden", 2.0),
+    "class attribute": lambda m: setattr(m, "bias", 1.0),
+    "list": lambda m: m.steps.append(3.0),
+    "plain tensor": lambda m: m.mask.mul_(2),
+    "another plain tensor": lambda m: setattr(m, "mask", torch.full((4,), 3.0)),
+    "global": lambda m: globals().update(SCALE=2.0),
+    "content of a global": lambda m: TABLE.update(shift=2.0),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_what_a_model_reads_may_change(
+    pays: None, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "SCALE", 1.0)
+    monkeypatch.setitem(TABLE, "shift", 0.5)
+    fast = tensorlogic.optimize(Reader().eval(), torch.ones(2, 4))
+    x = torch.ones(2, 4)
+    assert fast.report.outcome == "rewritten", fast.report.reason
+    assert fast._program((x,), {}) is not None
+    before = fast(x).clone()
+    CHANGES[change](fast)
+    torch.testing.assert_close(fast(x), Reader.forward(fast, x))
+    assert not torch.equal(fast(x), before)
+
+
+class Logging(nn.Linear):
+    """Changes a global at every call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOG.append(len(x))
+        return super().forward(x)
+
+
+class Counting(nn.Linear):
+    """Counts its calls in an attribute that it has from the beginning."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [lambda: Logging(4, 4), Counting])
+def test_models_that_change_something_come_back_as_they_were(
+    pays: None, make: Callable[[], nn.Module]
+) -> None:
+    model = make()
+    fast = tensorlogic.optimize(model, torch.ones(2, 4))
+    assert fast is model
+    assert "changes" in fast.report.reason
+    assert getattr(model, "calls", 0) == 0

@@ -73,7 +73,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
     "residual": (
         lambda: t.linear_residual_relu(X, W, B, X),
         ValueError,
-        ("residual is f32[3, 4]", "broadcasts to [3, 5]"),
+        ("linear_residual_relu: residual is f32[3, 4]", "broadcasts to [3, 5]"),
+    ),
+    "no residual": (
+        lambda: t.linear_residual_relu(X, W, B, None),  # type: ignore[arg-type]
+        TypeError,
+        ("linear_residual_relu: residual is NoneType", "torch.Tensor is required"),
     ),
     "residual too large": (
         lambda: t.linear(X, W, None, torch.zeros(2, 3, 5)),

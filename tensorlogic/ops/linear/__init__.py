@@ -151,7 +151,13 @@ def linear_residual_relu(
         >>> tensorlogic.linear_residual_relu(torch.ones(1, 2), torch.ones(2, 2), None, torch.tensor([[-3.0, 1.0]]))
         tensor([[0., 3.]])
     """
-    return linear(x, weight, bias, residual, "relu")
+    if residual is None:
+        checks.tensors("linear_residual_relu", {"residual": residual})
+    try:
+        return linear(x, weight, bias, residual, "relu")
+    except (TypeError, ValueError):  # said again under this function's name
+        _checked("linear_residual_relu", x, weight, bias, residual, "relu")
+        raise
 
 
 from . import precise, torch_candidates  # noqa: E402,F401  in the order in which ties are broken

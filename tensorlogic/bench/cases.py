@@ -17,10 +17,11 @@ Fn = Callable[..., Any]
 SQUARE = (
     "matmul",
     "fusion",
-)  # categories whose size is the side of a matrix; of the others it is a number of elements
-CATEGORIES = ("matmul", "elementwise", "reduction", "activation", "transfer", "fusion")
+)  # categories whose size is the side of a matrix; of "batch" it is a number of requests, of the others one of elements
+CATEGORIES = ("matmul", "elementwise", "reduction", "activation", "transfer", "fusion", "batch")
 DROP = 0.1  # of dropout_linear
 HEADS, WIDTH = 4, 64  # of attention_scores
+FEATURES = 1024  # of a request
 
 
 class Maker:
@@ -220,7 +221,17 @@ FUSED = (
     ),
 )  # fmt: skip
 
-RECIPES: dict[str, Recipe] = {r.op: r for r in (*PLAIN, *FUSED)}
+REQUESTS = Recipe(
+    "requests", "batch",
+    lambda n, m: (m.normal(n, FEATURES), m.weight(FEATURES, FEATURES), m.normal(FEATURES)),
+    lambda x, w, b: tensorlogic.linear(x, w, b, activation="relu"),
+    {
+        "separate": lambda x, w, b: torch.relu(torch.add(torch.matmul(x, w.t()), b)),
+        "linear, relu": lambda x, w, b: torch.relu(F.linear(x, w, b)),
+    },
+)  # fmt: skip
+
+RECIPES: dict[str, Recipe] = {r.op: r for r in (*PLAIN, *FUSED, REQUESTS)}
 TRANSFERS = {  # detail of a transfer by kind of device
     "cpu": ("copy", "clone"),
     "cuda": ("to device, pageable", "to device, pinned", "to host, pageable", "to host, pinned"),

@@ -311,12 +311,16 @@ def _batches(results: Results, floors: Floors) -> Iterator[Opportunity]:
     for (op, dtype), rows in _by(r for r in results.timed if r.category == "batch").items():
         rows = sorted(rows, key=lambda r: r.size)
         one, many = rows[0], max(rows, key=lambda r: r.size / r.median_us())
-        per = many.median_us() / many.size * one.size
-        if one.median_us() > 2 * per:
-            yield _made(
+        apart = many.size / one.size * one.median_us()  # as many requests, one batch after another
+        if apart > 2 * many.median_us():
+            waits = many.median_us() / one.median_us()
+            yield Opportunity(
                 f"many small requests: {op} {dtype}, batch {one.size}",
-                [(one, one.median_us() - per)],
-                f"weights are read for every request: batch {many.size} takes {many.median_us() / one.median_us():.1f} times as long",
+                short(one.size),
+                apart - many.median_us(),
+                apart / many.median_us(),
+                f"weights are read for every request: batch {many.size} takes {waits:.1f} times as long as {one.size}",
                 f"collect requests up to batch {many.size}",
                 "medium",
+                (one.id, many.id),
             )

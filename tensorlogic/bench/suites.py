@@ -15,10 +15,16 @@ SIZES: dict[str, tuple[Sides, Sides]] = {  # category -> sizes on any device, an
     "matmul": ((64, 128, 256, 512, 1024), (2048, 4096, 8192)),
     "fusion": ((128, 256, 512, 1024), (2048, 4096, 8192)),
     "flat": ((K, 10 * K, 100 * K, M), (128 * M,)),
+    "batch": ((1, 2, 4, 8, 16, 32, 64, 128), (256, 512)),
 }
 QUICK: dict[str, dict[str, Sides]] = {
-    "cpu": {"matmul": (64, 256, 512), "fusion": (128, 512), "flat": (K, M)},
-    "gpu": {"matmul": (128, 1024, 4096), "fusion": (128, 1024, 4096), "flat": (K, M, 128 * M)},
+    "cpu": {"matmul": (64, 256, 512), "fusion": (128, 512), "flat": (K, M), "batch": (1, 8, 64)},
+    "gpu": {
+        "matmul": (128, 1024, 4096),
+        "fusion": (128, 1024, 4096),
+        "flat": (K, M, 128 * M),
+        "batch": (1, 8, 64, 512),
+    },
 }
 DTYPES = ("f16", "bf16", "f32")
 
@@ -56,7 +62,7 @@ def cases(selection: Selection) -> list[Case]:
 
 
 def _cases(s: Selection) -> Iterator[Case]:
-    plain = [r for r in RECIPES.values() if r.category != "fusion"]
+    plain = [r for r in RECIPES.values() if r.category not in ("fusion", "batch")]
     fused = [r for r in RECIPES.values() if r.category == "fusion"]
     for recipe in plain:
         yield from _of(s, recipe.category, recipe.op)
@@ -68,6 +74,7 @@ def _cases(s: Selection) -> Iterator[Case]:
                 )
     for recipe in fused:
         yield from _of(s, recipe.category, recipe.op)
+    yield from _of(s, "batch", "requests")
 
 
 def _of(s: Selection, category: str, op: str) -> Iterator[Case]:
@@ -86,13 +93,15 @@ def _dtypes(s: Selection, category: str) -> Sequence[str]:
     """Half precision is what this package is for; float32 stands beside it where products are concerned."""
     if s.dtypes:
         return s.dtypes
+    if category == "batch":
+        return ("f16",)
     return ("f16", "f32") if category == "matmul" or not s.quick else ("f16",)
 
 
 def _sizes(s: Selection, category: str) -> Sequence[int]:
     if s.sizes:
-        return [n for n in s.sizes if category not in SQUARE or n <= LARGEST_SIDE]
-    shape = category if category in SQUARE else "flat"
+        return [n for n in s.sizes if category not in (*SQUARE, "batch") or n <= LARGEST_SIDE]
+    shape = category if category in SIZES else "flat"
     gpu = s.device != "cpu"
     if s.quick:
         return QUICK["gpu" if gpu else "cpu"][shape]

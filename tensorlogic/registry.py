@@ -59,6 +59,10 @@ METAL = (  # modules that register candidates for Apple GPUs
     "tensorlogic.ops.gelu_linear.metal_tiled",
     "tensorlogic.ops.layer_norm_linear.metal_tiled",
     "tensorlogic.ops.linear_batch_norm_relu.metal_tiled",
+    "tensorlogic.ops.pointwise.metal_elementwise",
+    "tensorlogic.ops.reduce.metal_simdgroup",
+    "tensorlogic.ops.softmax_cross_entropy.metal_rows",
+    "tensorlogic.ops.attention_scores.metal_scores",
 )
 
 

@@ -17,7 +17,7 @@ ATTRIBUTES = (
 )
 HEADERS = ("metal_stdlib", "metal_simdgroup_matrix")
 KERNEL = re.compile(
-    r"(?:\[\[max_total_threads_per_threadgroup\((\w+)\)\]\]\s*)?\bkernel\s+void\s+(\w+)\s*\("
+    r"(?:\[\[max_total_threads_per_threadgroup\(([\w *]+)\)\]\]\s*)?\bkernel\s+void\s+(\w+)\s*\("
 )
 MOST_THREADS = 1024
 PARAMETER = re.compile(r"(.+?)\s*([*&]?)\s*(\w+)\s*\[\[(\w+)(?:\((\d+)\))?\]\]")

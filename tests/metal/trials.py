@@ -13,6 +13,7 @@ from torch import Tensor
 from tensorlogic import numerics, registry
 from tensorlogic.op import EAGER, OPS, Candidate, Launcher, Op, Outputs
 from tensorlogic.ops.common import metal_launch
+from tensorlogic.ops.pointwise import shapes
 from tensorlogic.plans import Key
 
 from . import standin
@@ -36,6 +37,7 @@ def _registered() -> dict[str, dict[str, Candidate]]:
     return found
 
 
+KEPT = ("lse", "share")  # float32 whatever the dtype of the rest
 CANDIDATES = _registered()
 PAIRS = [(name, id) for name, found in CANDIDATES.items() for id in found]
 
@@ -113,9 +115,14 @@ def arguments(op: Op, dtype: torch.dtype, cases: bool) -> Iterator[list[Any]]:
     """Rectangles of all sizes and, with `cases`, the op's own; in other dtypes than float16 one rectangle."""
     half = dtype is torch.float16
     given = [c for r in (RECTANGLES if half else RECTANGLES[:1]) for c in _SIZED[op.name](*r)]
-    more = list(_MORE.get(op.name, op.cases)()) if half and cases else []
+    more = [*map(list, op.cases()), *_MORE.get(op.name, list)()] if half and cases else []
     for turn, case in enumerate([*given, *more]):
-        cast = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in case]
+        cast = [
+            a.to(dtype)
+            if isinstance(a, Tensor) and a.is_floating_point() and p.name not in KEPT
+            else a
+            for p, a in zip(op.params, case, strict=False)
+        ]
         save = turn < len(given) or turn % 2 == 0  # half of the op's own cases keep nothing
         yield cast if op.gradient is None else [*cast, save]
 
@@ -159,6 +166,71 @@ def _batch_norm(m: int, n: int, k: int) -> list[list[Any]]:
     return [[torch.randn(m, k), w, b, *statistics, 1e-5, False, 0.1]]
 
 
+def _pointwise(operands: int, *flags: Any) -> Any:
+    def cases(m: int, n: int, k: int) -> list[list[Any]]:
+        full = [torch.randn(m, n) for _ in range(operands)]
+        return [[*full, *flags]]
+
+    return cases
+
+
+def _pointwise_backward(m: int, n: int, k: int) -> list[list[Any]]:
+    return [[*(torch.randn(m, n) for _ in range(3)), None, None, "mul", "110"]]
+
+
+def _kinds() -> list[list[Any]]:
+    found = []
+    for kind, (_, reads, _) in shapes.BACKWARD.items():
+        given = [torch.randn(3, 5) if t in reads else None for t in ("a", "b", "c", "y")]
+        if (
+            kind == "mul_relu"
+        ):  # which needs no output, since it has both factors; its reference does
+            given[3] = torch.relu(given[0] * given[1])
+        found.append([torch.randn(3, 5), *given, kind, "111"])
+    return found
+
+
+def _broadcasts() -> list[list[Any]]:
+    columns, row, number = torch.randn(6, 1), torch.randn(8), torch.randn(())
+    return [[torch.randn(6, 8), row], [columns, torch.randn(6, 8)], [torch.randn(6, 8), number],
+            [torch.randn(9, 6).t(), torch.randn(9, 6).t()], [torch.randn(7)[1:], torch.randn(6)]]  # fmt: skip
+
+
+def _reduce(m: int, n: int, k: int) -> list[list[Any]]:
+    return [[torch.randn(m, n), (1,), False], [torch.randn(m, n), (0,), True]]
+
+
+def _long() -> list[list[Any]]:
+    some = torch.randn(3, 40)
+    some[1, 7] = float("nan")
+    few = [[torch.randn(3, 4100), (1,), False], [torch.randn(4200, 5), (0,), False]]
+    return [
+        *few,
+        [some, (1,), False],
+        [torch.randn(2, 3, 5), (1,), True],
+        [some.t().contiguous(), (0,), False],
+    ]
+
+
+def _cross_entropy(m: int, n: int, k: int) -> list[list[Any]]:
+    target = torch.randint(0, n, (m,))
+    target[::3] = -100
+    target[-1] = 0
+    return [[3 * torch.randn(m, n), target, -100, 0.1, "mean"]]
+
+
+def _cross_entropy_backward(m: int, n: int, k: int) -> list[list[Any]]:
+    x, target, ignored, smoothing, reduction = _cross_entropy(m, n, k)[0]
+    lse, share = torch.logsumexp(x, 1), torch.tensor([1 / (target >= 0).sum().item()])
+    return [[torch.randn(()), x, target, lse, share, ignored, smoothing, reduction]]
+
+
+def _scores(m: int, n: int, k: int) -> list[list[Any]]:
+    d = min(k, 129)
+    q, key = torch.randn(2, m, d), torch.randn(2, n, d)
+    return [[q, key, d**-0.5, None, True], [q, key, d**-0.5, torch.randn(m, n), False]]
+
+
 _SIZED: dict[str, Any] = {
     "linear": _linear,
     "linear_backward": _linear_backward,
@@ -166,8 +238,23 @@ _SIZED: dict[str, Any] = {
     "gelu_linear": _gelu_linear,
     "layer_norm_linear": _layer_norm_linear,
     "linear_batch_norm_relu": _batch_norm,
+    **{name: _pointwise(1) for name in ("relu", "silu")},
+    "gelu": _pointwise(1, "tanh"),
+    **{name: _pointwise(2) for name in ("add", "sub", "mul", "div", "add_relu", "mul_relu")},
+    "affine": _pointwise(3),
+    "pointwise_backward": _pointwise_backward,
+    **dict.fromkeys(("sum", "mean", "max", "min"), _reduce),
+    "softmax_cross_entropy": _cross_entropy,
+    "softmax_cross_entropy_backward": _cross_entropy_backward,
+    "attention_scores": _scores,
 }
-_MORE = {"linear_backward": _activations}  # ops that only others call have no cases of their own
+# beside their own cases, which ops that only others call do not have
+_MORE: dict[str, Any] = {
+    "linear_backward": _activations,
+    "pointwise_backward": _kinds,
+    "add": _broadcasts,
+    **dict.fromkeys(("sum", "max"), _long),
+}
 
 
 def prepare(dtypes: Sequence[torch.dtype] = DTYPES, cases: bool = True) -> None:

@@ -15,6 +15,8 @@ from .derived import constant, invalidate
 from .enabling import disable, enable
 from .explaining import candidates, explain
 from .memory import pool
+from .memory.staging import to
+from .memory.unified import unified
 from .ops.attention_scores import attention_scores
 from .ops.dropout_linear import dropout_linear
 from .ops.gelu_linear import gelu_linear
@@ -26,6 +28,7 @@ from .ops.pointwise import add, add_relu, affine, div, gelu, mul, mul_relu, relu
 from .ops.reduce import max, mean, min, sum
 from .ops.softmax import softmax
 from .ops.softmax_cross_entropy import softmax_cross_entropy
+from .placement import placement
 from .policies import policy
 from .precision import PrecisionWarning, precision
 from .registry import activate as _activate
@@ -90,6 +93,7 @@ __all__ = [
     "mul",
     "mul_relu",
     "optimize",
+    "placement",
     "policy",
     "pool",
     "precision",
@@ -99,5 +103,7 @@ __all__ = [
     "softmax_cross_entropy",
     "sub",
     "sum",
+    "to",
     "tune",
+    "unified",
 ]

@@ -88,6 +88,12 @@ class DerivedCache:
                     self._drop(next(iter(self._entries)))
         return value
 
+    def holds(self, tensor: Tensor, kind: str) -> bool:
+        """Whether `get` would make nothing anew."""
+        with _LOCK:
+            entry = self._entries.get((id(tensor), kind))
+            return entry is not None and entry.owner() is tensor and entry.stamp == _stamp(tensor)
+
     def _drop(self, key: tuple[int, str]) -> None:
         with _LOCK:
             entry = self._entries.pop(key, None)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import capture_watch, front, library, policies, selector
+from .memory.unified import Unified
 from .op import EAGER, Flags, Launcher, Op, Outputs
 from .plans import Key
 
@@ -32,6 +33,10 @@ def internal(op: Op) -> Callable[..., Any]:
 
 
 def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: Any) -> Any:
+    if not torch.compiler.is_dynamo_compiling() and placing(given):
+        from .placement import call as placed
+
+        return placed(op, front.FRONTS[prepare], given)
     args = prepare(*given)
     device = _device(args)
     if not torch.compiler.is_dynamo_compiling() and policies.current().precision is not None:
@@ -56,6 +61,11 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
     if road is not None:
         return road(op, args)
     return call(op, args, where if _same(op, given, args) else None)
+
+
+def placing(given: Sequence[Any]) -> bool:
+    """Whether the policy or a unified argument asks for a device to be chosen."""
+    return policies.current().placement is not None or any(isinstance(g, Unified) for g in given)
 
 
 def _same(op: Op, given: Sequence[Any], args: Sequence[Any]) -> bool:

@@ -27,6 +27,7 @@ class Policy:
     lockfile: Path | None = None
     observer: Callable[..., None] | None = None
     precision: Precision | None = None
+    placement: str | None = None  # "auto", a device, or None: tensors stay where they are
     entries: dict[Any, list[tuple[Any, Any]]] = field(default_factory=dict, repr=False)
 
     def forced(self, op: str) -> str | None:
@@ -39,7 +40,8 @@ class Policy:
     def identity(self) -> tuple[Any, ...]:
         """What makes two policies interchangeable."""
         force = tuple(sorted(self.force.items())) if isinstance(self.force, Mapping) else self.force
-        return (self.tune, force, self.deterministic, self.lockfile, self.observer, self.precision)
+        rest = (self.observer, self.precision, self.placement)
+        return (self.tune, force, self.deterministic, self.lockfile, *rest)
 
     @property
     def reproducible(self) -> bool:

@@ -1,0 +1,284 @@
+"""`placement`: CPU or GPU for tensors that lie on the CPU, by what transfers and runs have taken here."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import capture_watch, derived, measure, policies, stores
+from .memory import staging
+from .memory.unified import Unified
+from .op import Op
+
+LOG = logging.getLogger("tensorlogic")
+SMALL = 1 << 21  # operations below which no transfer pays
+AGAIN = 3  # runs of either side that are timed before the faster one stays
+HOPELESS = 3.0  # a side that is expected to take so many times the other's time is not tried
+LINK = (20e-6, 12e9)  # seconds and bytes a second of a transfer, until some were timed
+RATES = {"cpu": 2e11, "cuda": 2e13}  # operations a second, until some were timed
+_SEEN: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+_SPEED: dict[str, float] = {}
+_SAID: set[str] = set()
+LAST: list[str] = []  # what `explain` shows: how the last calls were placed
+
+
+@dataclass
+class Link:
+    """Transfers of this process to and from one device: seconds and bytes."""
+
+    latency: float = LINK[0]
+    bandwidth: float = LINK[1]
+    timed: bool = field(default=False)
+
+    def seconds(self, nbytes: int) -> float:
+        """Expected time to move so many bytes."""
+        return 0.0 if nbytes == 0 else self.latency + nbytes / self.bandwidth
+
+
+_LINKS: dict[torch.device, Link] = {}
+
+
+@contextmanager
+def placement(device: str | torch.device | None = "auto") -> Iterator[policies.Policy]:
+    """Run our functions on the GPU or the CPU, whichever takes less time for tensors on the CPU, transfers included.
+
+    "auto" expects times from this machine's transfers and plans, and then goes by what either side has taken for the same
+    shapes, after three calls of each that has a chance. Results come back to the CPU; `unified` tensors, parameters and
+    declared constants stay on the device, so that a chain pays for them once. Tensors on a GPU are computed there. Where no
+    GPU is, or it runs out of memory, the CPU serves.
+
+    Args:
+        device: "auto", a device such as "cpu" or "cuda", or None to leave tensors where they are.
+
+    Raises:
+        ValueError: no such device on this machine.
+
+    Example:
+        >>> import torch, tensorlogic
+        >>> with tensorlogic.placement("auto"):
+        ...     y = tensorlogic.matmul(torch.ones(4, 4), torch.ones(4, 4))
+        >>> y.device
+        device(type='cpu')
+    """
+    chosen = None if device is None else str(device)
+    if chosen is not None and chosen != "auto":
+        try:
+            place = torch.device(chosen)
+        except RuntimeError as problem:
+            raise ValueError(
+                f"placement: device is {device!r}; 'auto', None or a device such as 'cuda' is required"
+            ) from problem
+        if not staging.available(place.type):
+            raise ValueError(
+                f"placement: device is {device!r}, which is not there; use 'auto', or 'cpu'"
+            )
+    changes: dict[str, Any] = {"placement": chosen, "entries": {}}
+    with policies.use(policies.interned(replace(policies.current(), **changes))) as made:
+        yield made
+
+
+def call(op: Op, public: Callable[..., Any], given: Sequence[Any]) -> Any:
+    """Serve a public call where it takes the least time; a unified argument makes the result unified."""
+    policy = policies.current()
+    inside = policies.interned(replace(policy, placement=None, entries={}))
+    together = any(isinstance(g, Unified) for g in given)
+
+    def run(place: torch.device) -> Any:
+        with policies.use(inside):
+            return public(*[_moved(g, place) for g in given])
+
+    plain = [g for g in given if isinstance(g, Tensor)]
+    if any(t.device.type != "cpu" for t in plain):
+        device = next(t.device for t in plain if t.device.type != "cpu")
+        return Unified(run(device)) if together else run(device)
+    place = _choose(op, policy.placement or "auto", given)
+    if place.type == "cpu":
+        out = _timed(op, given, "cpu", lambda: run(place))
+        return Unified(out) if together else out
+
+    def there() -> Any:
+        out = run(place)
+        return out if together else _home(out)
+
+    try:
+        out = _timed(op, given, "cuda", there)
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as problem:
+        _say(
+            f"tensorlogic: {op.name} could not run on {place} ({type(problem).__name__}); the CPU serves it"
+        )
+        out = run(torch.device("cpu"))
+    return Unified(out) if together else out
+
+
+def _home(out: Any) -> Any:
+    if isinstance(out, Tensor):
+        return out.to("cpu") if out.requires_grad else staging.to(out, "cpu")
+    return out
+
+
+def _moved(g: Any, place: torch.device) -> Any:
+    """An argument on the device; copies of parameters and constants are kept while those do not change."""
+    if isinstance(g, Unified):
+        return g.on(place)
+    if not isinstance(g, Tensor) or g.device.type == place.type:
+        return g
+    if g.requires_grad and torch.is_grad_enabled():
+        return g.to(place)
+    if derived.is_constant(g):
+        return derived.CACHE.get(
+            g, f"on {place}", lambda t: staging.to(t, place), lambda t: t.numel() * t.element_size()
+        )
+    return staging.to(g, place)
+
+
+def _choose(op: Op, asked: str, given: Sequence[Any]) -> torch.device:
+    cpu = torch.device("cpu")
+    if asked != "auto":
+        return torch.device(asked)
+    random = op.baseline is not None
+    if not torch.cuda.is_available() or op.mutates or random or capture_watch.any_thread():
+        return cpu
+    device = torch.device("cuda", torch.cuda.current_device())
+    args = [g._copies[g._home][0] if isinstance(g, Unified) else g for g in given]
+    work = _work(op, args)
+    if work < SMALL and not any(isinstance(g, Unified) and g.has(device) for g in given):
+        return cpu
+    here, there, text = _expected(op, given, work, device)
+    seen = _SEEN.setdefault(_key(op, given), {"cpu": [], "cuda": []})
+    likely = device if there < here else cpu
+    order = ("cuda", "cpu") if likely is device else ("cpu", "cuda")
+    near = max(here, there) < HOPELESS * min(here, there)
+    for side in order:
+        if len(seen[side]) < AGAIN and (side == order[0] or near):
+            _show(text, side, "expected" if side == order[0] else "to be timed")
+            return device if side == "cuda" else cpu
+    best = min((s for s in order if seen[s]), key=lambda s: min(seen[s]))
+    if seen[best] and not seen["cpu" if best == "cuda" else "cuda"]:
+        other = there if best == "cpu" else here
+        if min(seen[best]) > HOPELESS * other:  # the expectation that kept the other out was wrong
+            best = "cpu" if best == "cuda" else "cuda"
+    _show(
+        text, best, "timed " + ", ".join(f"{s} {min(t) * 1e6:.0f} us" for s, t in seen.items() if t)
+    )
+    return device if best == "cuda" else cpu
+
+
+def _work(op: Op, args: Sequence[Any]) -> float:
+    """Operations of a call, roughly: twice the product of the first operand's elements and the second's last side."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if "matmul" in op.name or "linear" in op.name or op.name == "attention_scores":
+        first, second = tensors[0], tensors[1]
+        side = second.shape[0] if "linear" in op.name else second.shape[-1]
+        return 2.0 * first.numel() * (side if second.dim() > 1 else 1)
+    return float(sum(t.numel() for t in tensors))
+
+
+def _expected(
+    op: Op, given: Sequence[Any], work: float, device: torch.device
+) -> tuple[float, float, str]:
+    """Seconds on the CPU, seconds on the device with what must move, and the sum in words."""
+    link = _link(device)
+    moving = sum(_bytes_to_move(g, device) for g in given)
+    out = 0 if any(isinstance(g, Unified) for g in given) else _out_bytes(op, given)
+    run = {side: work / _SPEED.get(side, RATES[side]) for side in ("cpu", "cuda")}
+    there = link.seconds(moving) + run["cuda"] + link.seconds(out)
+    text = (
+        f"{op.name}: CPU {run['cpu'] * 1e6:.0f} us; {device} in {link.seconds(moving) * 1e6:.0f} + "
+        f"run {run['cuda'] * 1e6:.0f} + out {link.seconds(out) * 1e6:.0f} us"
+    )
+    return run["cpu"], there, text
+
+
+def _bytes_to_move(g: Any, device: torch.device) -> int:
+    if isinstance(g, Unified):
+        return 0 if g.has(device) else g.shape.numel() * g.dtype.itemsize
+    if not isinstance(g, Tensor):
+        return 0
+    kept = derived.is_constant(g) and derived.CACHE.holds(g, f"on {device}")
+    return 0 if kept else g.numel() * g.element_size()
+
+
+def _out_bytes(op: Op, given: Sequence[Any]) -> int:
+    tensors = [g for g in given if isinstance(g, (Tensor, Unified))]
+    shape, other = tensors[0].shape, tensors[1].shape if len(tensors) > 1 else None
+    size = tensors[0].dtype.itemsize
+    if other is not None and ("matmul" in op.name or "linear" in op.name):
+        side = other[0] if "linear" in op.name else other[-1]
+        return shape[:-1].numel() * side * size
+    return shape.numel() * size
+
+
+def _link(device: torch.device) -> Link:
+    """The link to a device, timed once: a small and a large transfer to and fro."""
+    link = _LINKS.setdefault(device, Link())
+    if not link.timed:
+        taken = []
+        with stores.preserved(torch.device("cpu")):
+            for nbytes in (1 << 12, 1 << 25):
+                x = torch.zeros(nbytes, dtype=torch.uint8)
+                seconds = []
+                for _ in range(4):
+                    measure.synchronize(device)
+                    begin = time.perf_counter()
+                    staging.to(staging.to(x, device), "cpu")
+                    seconds.append((time.perf_counter() - begin) / 2)
+                taken.append(min(seconds))
+        link.latency = taken[0]
+        link.bandwidth = ((1 << 25) - (1 << 12)) / max(taken[1] - taken[0], 1e-6)
+        link.timed = True
+    return link
+
+
+def _key(op: Op, given: Sequence[Any]) -> tuple[Any, ...]:
+    """What the time depends on: operands, what is there already, and how products are to be computed."""
+    policy = policies.current()
+    parts: list[Any] = [op.name, policy.precision, torch.get_num_threads()]
+    for g in given:
+        if isinstance(g, Unified):
+            parts.append((tuple(g.shape), g.dtype, tuple(d.type for d in g.devices)))
+        elif isinstance(g, Tensor):
+            parts.append((tuple(g.shape), g.stride(), g.dtype, derived.is_constant(g)))
+        else:
+            parts.append(g)
+    return tuple(parts)
+
+
+def _timed(op: Op, given: Sequence[Any], side: str, run: Callable[[], Any]) -> Any:
+    """Run, and note how long it took while that is still of interest."""
+    seen = _SEEN.get(_key(op, given))
+    if seen is None or len(seen[side]) >= AGAIN:
+        return run()
+    begin = time.perf_counter()
+    out = run()
+    if side == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin
+    seen[side].append(seconds)
+    return out
+
+
+def _show(text: str, side: str, why: str) -> None:
+    LAST.append(f"{text} -> {side} ({why})")
+    del LAST[:-16]
+
+
+def _say(text: str) -> None:
+    if text not in _SAID:
+        _SAID.add(text)
+        LOG.warning(text)
+
+
+def forget() -> None:
+    """Forget every time, as a fresh process would."""
+    _SEEN.clear()
+    _LINKS.clear()
+
+
+stores.ON_FORGET.append(forget)

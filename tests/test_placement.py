@@ -1,0 +1,184 @@
+"""Where tensors are and move: transfers, unified tensors that are never stale, and the choice of a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tensorlogic
+from tensorlogic import policies
+from tensorlogic.memory import staging, unified
+
+CUDA = torch.cuda.is_available()
+gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
+
+
+def test_what_offers_a_tensor_is_taken_without_a_copy() -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+    class Arrayed:
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            return array
+
+    for value in (array, Arrayed(), torch.from_numpy(array)):
+        moved = tensorlogic.to(value, "cpu")
+        assert moved.data_ptr() == array.ctypes.data
+    assert tensorlogic.to(array, "cpu", torch.float16).dtype is torch.float16
+    frozen = array.copy()
+    frozen.flags.writeable = False
+    assert tensorlogic.to(frozen, "cpu").data_ptr() != frozen.ctypes.data
+    with pytest.raises(TypeError, match=r"to: tensor is list; .*torch.as_tensor"):
+        tensorlogic.to([1.0], "cpu")
+    assert tensorlogic.to(torch.ones(2), "cpu", asynchronous=True).wait().tolist() == [1, 1]
+
+
+def test_what_lies_together() -> None:
+    t = torch.empty(4, 5, 6)
+    assert staging._dense(t)
+    assert staging._dense(t.permute(2, 0, 1))
+    assert not staging._dense(t[:, ::2])
+    assert not staging._dense(torch.empty(1, 3).expand(4, 3))
+
+
+class Elsewhere:
+    """A second device that is not there: copies under its name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.moves = 0
+        self.name = "xpu"
+        monkeypatch.setattr(staging, "to", self.to)
+
+    def to(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
+        self.moves += 1
+        return tensor.detach().clone()
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
+    return Elsewhere(monkeypatch)
+
+
+def test_a_unified_tensor_moves_once(elsewhere: Elsewhere) -> None:
+    x = tensorlogic.unified(torch.ones(4, 4))
+    for _ in range(3):
+        assert x.on("xpu").tolist() == x.on("cpu").tolist()
+    assert elsewhere.moves == 1
+    assert x.stats == unified.UnifiedStats(1, 64, 128)
+    assert "unified(torch.float32, [4, 4]" in repr(x)
+
+
+def test_a_write_is_seen_wherever_it_happens(elsewhere: Elsewhere) -> None:
+    t = torch.ones(4)
+    x = tensorlogic.unified(t)
+    there = x.on("xpu")
+    t.add_(1)
+    assert x.on("xpu").tolist() == [2, 2, 2, 2]
+    assert x.on("xpu") is not there
+    array = x.numpy()
+    array[0] = 7
+    assert x.on("xpu")[0] == 7
+    array[1] = 8  # the array lives: nothing is kept
+    assert x.on("xpu")[1] == 8
+    del array
+    moves = elsewhere.moves
+    x.on("xpu")
+    x.on("xpu")
+    assert elsewhere.moves <= moves + 1
+    t.data[2] = 9  # unseen, as documented, until it is said
+    x.invalidate()
+    assert x.on("xpu")[2] == 9
+
+
+def test_a_numpy_array_given_is_never_trusted(elsewhere: Elsewhere) -> None:
+    array = np.ones(4, dtype=np.float32)
+    x = tensorlogic.unified(array)
+    x.on("xpu")
+    array[0] = 5
+    assert x.on("xpu")[0] == 5
+    assert not x.has("xpu")
+    frozen = np.ones(4, dtype=np.float32)
+    frozen.flags.writeable = False
+    x = tensorlogic.unified(frozen)
+    x.on("xpu")
+    assert x.has("xpu")
+
+
+def test_two_writers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = tensorlogic.unified(torch.ones(2))
+    here, there = x.on("cpu"), torch.ones(2)
+    x._copies[torch.device("xpu")] = (there, there._version)
+    here.add_(1)
+    there.add_(1)
+    with pytest.raises(RuntimeError, match="both written to"):
+        x.on("cpu")
+
+
+def test_unified_arguments_make_unified_results() -> None:
+    a = torch.randn(8, 8)
+    plain = tensorlogic.matmul(a, a)
+    x = tensorlogic.unified(a)
+    y = tensorlogic.linear(tensorlogic.matmul(x, a), x)
+    assert isinstance(y, unified.Unified)
+    assert np.asarray(y).shape == (8, 8)
+    torch.testing.assert_close(y.on("cpu"), torch.nn.functional.linear(plain, a))
+    assert torch.utils.dlpack.from_dlpack(x).data_ptr() == a.data_ptr()
+    with pytest.raises(TypeError, match="unified: tensor is int"):
+        tensorlogic.unified(3)
+
+
+def test_placement_without_a_gpu_or_with_one_gives_the_same() -> None:
+    a = torch.randn(64, 64)
+    for place in ("auto", "cpu", None):
+        with tensorlogic.placement(place):
+            y = tensorlogic.matmul(a, a, activation="relu")
+        torch.testing.assert_close(y, torch.relu(a @ a))
+        assert y.device.type == "cpu"
+    assert policies.current().placement is None
+    with (
+        pytest.raises(ValueError, match=r"placement: device is 'nowhere'"),
+        tensorlogic.placement("nowhere"),
+    ):
+        pass
+    if not CUDA:
+        with (
+            pytest.raises(ValueError, match=r"'cuda', which is not there"),
+            tensorlogic.placement("cuda"),
+        ):
+            pass
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.int64])
+def test_staged_transfers_keep_every_bit(dtype: torch.dtype) -> None:
+    x = (torch.randn(1031, 4099) * 100).to(dtype)
+    for source in (x, x.t(), x[:, ::2], x[5:]):
+        there = tensorlogic.to(source, "cuda")
+        assert torch.equal(there.cpu(), source)
+        assert torch.equal(tensorlogic.to(there, "cpu"), source)
+    half = tensorlogic.to(x, "cuda", torch.float16)
+    assert torch.equal(half.cpu(), x.to(torch.float16))
+    handles = [tensorlogic.to(x, "cuda", asynchronous=True) for _ in range(4)]
+    assert all(torch.equal(h.wait().cpu(), x) for h in handles)
+
+
+@gpu
+def test_placed_calls_and_gradients() -> None:
+    a, b = torch.randn(512, 512), torch.randn(512, 512, requires_grad=True)
+    with tensorlogic.placement("cuda"):
+        y = tensorlogic.matmul(a, b)
+        y.sum().backward()
+    assert y.device.type == "cpu"
+    assert b.grad is not None
+    torch.testing.assert_close(b.grad, a.t() @ torch.ones(512, 512), rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(y, a @ b, rtol=1e-3, atol=1e-2)
+    x = tensorlogic.unified(a)
+    with tensorlogic.placement("cuda"):
+        z = tensorlogic.matmul(tensorlogic.matmul(x, x), x)
+    assert z.devices == (torch.device("cuda", 0),)
+    a.mul_(2)
+    with tensorlogic.placement("cuda"):
+        z = tensorlogic.matmul(x, x)
+    torch.testing.assert_close(z.on("cpu"), a @ a, rtol=1e-3, atol=1e-1)

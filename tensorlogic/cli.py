@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -109,6 +109,7 @@ def bench(
     resume: bool = False,
     report: bool = False,
     verify: Path | None = None,
+    suite: Literal["ops", "precision"] = "ops",
 ) -> int:
     """Measure the operations on this machine against PyTorch, and the machine's limits in the same run.
 
@@ -128,7 +129,12 @@ def bench(
         Also write the report (see `tensorlogic report --help`) beside the result file.
     verify
         Measure a sample of this result file's rows again and say whether it holds here; exit code 1 when it does not.
+    suite
+        "precision": conversions, transfers, memory and error of every way to compute a product, of which the other options
+        but `--quick`, `--device` and `--json` say nothing.
     """
+    if suite == "precision":
+        return _precision(quick, device, json)
     from .bench import session, summary, tables
 
     if verify is not None:
@@ -159,6 +165,28 @@ def bench(
         page = report_forms.write(reporting.make(results), results.path.with_suffix(".html"))
         _print(f"report: {page}")
     return DONE if results.complete else INTERRUPTED
+
+
+def _precision(quick: bool, device: str | None, path: Path | None) -> int:
+    import torch
+
+    from . import settings
+    from .bench import precision
+
+    devices = [torch.device("cpu")]
+    if device != "cpu" and torch.cuda.is_available():
+        devices.append(torch.device("cuda"))
+    if device is not None and device.startswith("cuda"):
+        devices = devices[1:]
+    if not devices:
+        raise Problem(f"device is {device!r}, which is not there; `--device cpu` always is")
+    with progress() as tick:
+        found = precision.run(devices, quick, lambda text: tick(0, 1, text))
+    path = path or settings.cache_folder() / "precision.json"
+    precision.write(found, path)
+    _print(precision.table(found))
+    _print(f"result file: {path}")
+    return DONE
 
 
 @app.command

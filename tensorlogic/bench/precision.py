@@ -1,0 +1,365 @@
+"""The suite `precision`: what every way to compute a product costs, conversions, transfers and memory included, and its error."""
+
+from __future__ import annotations
+
+import gc
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tensorlogic
+
+from .. import adapting, measure, numerics
+from ..memory import staging
+from ..op import EAGER, OPS, Op
+from ..precision import PrecisionWarning
+from . import machine
+from .tables import aligned
+
+FORMAT = "tensorlogic precision"
+SIZES = {"cpu": (512, 1000, 2048), "cuda": (1000, 1024, 2048, 4096, 8192)}
+QUICK = {"cpu": (256, 512), "cuda": (1024, 4096)}
+BUDGETS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+TRANSFERS = (16 << 20, 64 << 20, 256 << 20)
+PLACED = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+HALVES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "tf32": torch.float32}
+SAMPLE = 64  # rows of the float64 reference
+
+
+@dataclass
+class Operands:
+    """One square problem: operands, and rows of their product in float64."""
+
+    a: Tensor
+    b: Tensor
+    rows: Tensor
+
+    def error(self, c: Tensor) -> float:
+        """Relative 2-norm of the error of those rows."""
+        step = max(1, self.a.shape[0] // SAMPLE)
+        return numerics.relative_error(c[::step].to(self.rows.device), self.rows)
+
+
+def operands(n: int, dtype: torch.dtype, device: torch.device) -> Operands:
+    """Normal values, the same on every device."""
+    generator = torch.Generator().manual_seed(n)
+    a, b = (torch.randn(n, n, generator=generator).to(dtype).to(device) for _ in range(2))
+    step = max(1, n // SAMPLE)
+    return Operands(a, b, a[::step].double() @ b.double())
+
+
+def run(
+    devices: list[torch.device], quick: bool, tick: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Everything; a dictionary that can be written as JSON."""
+    found: dict[str, Any] = {
+        "format": FORMAT,
+        "schema": 1,
+        "machine": machine.describe(devices[-1]),
+        "before": machine.state(devices[-1]),
+        "strategies": [],
+        "adaptive": [],
+        "mixed": [],
+        "transfers": [],
+        "placement": [],
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        for device in devices:
+            sizes = (QUICK if quick else SIZES)[device.type]
+            for n in sizes:
+                for dtype in (torch.float32, torch.float64):
+                    tick(f"{device.type} {numerics.NAMES[dtype]} {n}")
+                    found["strategies"] += strategies(n, dtype, device)
+                    found["adaptive"] += adaptive(n, dtype, device)
+                found["mixed"].append(mixed(n, device))
+        if devices[-1].type == "cuda":
+            for nbytes in TRANSFERS[: 1 if quick else None]:
+                tick(f"transfer {nbytes >> 20} MiB")
+                found["transfers"].append(transfer(nbytes, devices[-1]))
+            for n in PLACED[: 5 if quick else None]:
+                tick(f"placement {n}")
+                found["placement"].append(placed(n))
+    found["after"] = machine.state(devices[-1])
+    return found
+
+
+def _first(launch: Callable[..., Any], o: Operands) -> Any:
+    return launch(o.a, o.b)[0]
+
+
+def _ways(op: Op, o: Operands) -> Iterator[tuple[str, Callable[[], Any]]]:
+    key = op.key((o.a, o.b, "none", False), "inference", "adaptive")
+    for id, candidate in op.candidates.items():
+        if candidate.unfit(key) is None:
+            launch = candidate.bind(key, candidate.configs(key)[0], o.a.device)
+            yield id, partial(_first, launch, o)
+
+
+def strategies(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
+    """Every way on one problem, beside PyTorch's product in float32 and in float64."""
+    o = operands(n, dtype, device)
+    op = OPS["matmul"].precise
+    assert op is not None
+    single = (o.a.float(), o.b.float())
+    double = (o.a.double(), o.b.double())
+    calls: dict[str, Callable[[], Any]] = {
+        "PyTorch f32": lambda: torch.matmul(*single),
+        "PyTorch f64": lambda: torch.matmul(*double),
+        **dict(_ways(op, o)),
+    }
+    rows = []
+    errors, peaks = {}, {}
+    for name, call in list(calls.items()):
+        try:
+            errors[name] = o.error(call())
+            peaks[name] = _peak(call, device)
+        except RuntimeError as problem:
+            rows.append(_row(n, dtype, device, name, reason=str(problem)[:200]))
+            del calls[name]
+    times = measure.device_samples(
+        {name: [call] for name, call in calls.items()}, device, 0.08 * len(calls), rounds=7
+    )
+    moved = _moved(o) if device.type == "cuda" else 0.0
+    for name in calls:
+        conversion = _conversion(name, o)
+        us = times.median(name)
+        rows.append(
+            _row(
+                n, dtype, device, name, us=us, spread=times.spread(name), conversion_us=conversion,
+                transfer_us=moved, total_us=us + moved, peak_bytes=peaks[name], error=errors[name],
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _row(
+    n: int, dtype: torch.dtype, device: torch.device, name: str, **more: Any
+) -> dict[str, Any]:
+    about = {"size": n, "dtype": numerics.NAMES[dtype], "device": device.type, "way": name}
+    return about | {k: round(v, 9) if isinstance(v, float) else v for k, v in more.items()}
+
+
+def _conversion(name: str, o: Operands) -> float:
+    """Microseconds that PyTorch takes to convert both operands to the way's form: what a separate pass would cost."""
+    form = "f64" if name == EAGER else name.split(".")[-1].split(" ")[-1].partition("_")[0]
+    form = form.partition("x")[0]
+    target = {**HALVES, "f64": torch.float64, "int8": torch.int8}.get(form)
+    if target is None or target == o.a.dtype or name.startswith("PyTorch"):
+        return 0.0
+    calls: dict[str, list[measure.Call]] = {"one": [lambda: (o.a.to(target), o.b.to(target))]}
+    return measure.device_samples(calls, o.a.device, 0.03, rounds=5).median("one")
+
+
+def _moved(o: Operands) -> float:
+    """Microseconds to bring both operands from ordinary memory to the device, and the result back."""
+    a, b = o.a.cpu(), o.b.cpu()
+
+    def there() -> None:
+        x, w = tensorlogic.to(a, o.a.device), tensorlogic.to(b, o.a.device)
+        tensorlogic.to(x, "cpu")
+        del w
+
+    there()
+    return min(measure.once(there, o.a.device) for _ in range(3))
+
+
+def _peak(call: Callable[[], Any], device: torch.device) -> int:
+    """Bytes that a call takes at most beside its operands, its result included."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    tensorlogic.pool.clear()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # not Linux, or not allowed
+        return 0
+    before = _status("VmRSS")
+    call()
+    return max(0, _status("VmHWM") - before)
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def adaptive(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
+    """Every budget: what it takes, device time beside PyTorch's own product, and what one who waits sees."""
+    o = operands(n, dtype, device)
+    op = OPS["matmul"].precise
+    assert op is not None
+    key = op.key((o.a, o.b, "none", False), "inference", "adaptive")
+    with tensorlogic.precision("adaptive", rtol=BUDGETS[0]):
+        tensorlogic.tune(tensorlogic.matmul, o.a, o.b)
+    name = f"PyTorch {numerics.NAMES[dtype]}"
+    rows = []
+    for rtol in BUDGETS:
+        with tensorlogic.precision("adaptive", rtol=rtol):
+            c = tensorlogic.matmul(o.a, o.b)
+            waited = measure.wall_samples(
+                {name: lambda: torch.matmul(o.a, o.b), "ours": lambda: tensorlogic.matmul(o.a, o.b)},
+                device, 0.15, rounds=40,
+            )  # fmt: skip
+            pick = adapting.expected(op, key, device, rtol)
+        candidate, config = (op.candidates[EAGER], {}) if pick is None else pick
+        launch = candidate.bind(key, config, device)
+        alone = measure.device_samples(
+            {name: [lambda: torch.matmul(o.a, o.b)], "ours": [lambda: launch(o.a, o.b)]},  # noqa: B023
+            device, 0.15, rounds=7,
+        )  # fmt: skip
+        rows.append(
+            {
+                "size": n, "dtype": numerics.NAMES[dtype], "device": device.type, "rtol": rtol,
+                "way": candidate.id, "error": o.error(c), "kept": o.error(c) <= rtol,
+                "us": alone.median("ours"), "torch_us": alone.median(name),
+                "speed": alone.ratio(name, "ours"),
+                "wall_us": waited.median("ours"), "torch_wall_us": waited.median(name),
+                "wall_speed": waited.ratio(name, "ours"),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def mixed(n: int, device: torch.device) -> dict[str, Any]:
+    """float16 times float32 under "f32" and "f16", over the same product of operands converted before."""
+    o = operands(n, torch.float32, device)
+    half = o.a.half()
+    wide = half.float()
+    row: dict[str, Any] = {"size": n, "device": device.type}
+    for mode, ready in (("f32", (wide, o.b)), ("f16", (half, o.b.half()))):
+        with tensorlogic.precision(mode):
+            tensorlogic.tune(tensorlogic.matmul, half, o.b)
+            tensorlogic.tune(tensorlogic.matmul, *ready)
+            times = measure.device_samples(
+                {
+                    "mixed": [lambda: tensorlogic.matmul(half, o.b)],
+                    "ready": [lambda: tensorlogic.matmul(*ready)],  # noqa: B023
+                },
+                device, 0.2, rounds=9,
+            )  # fmt: skip
+        row[mode] = times.ratio("mixed", "ready")
+    return row
+
+
+def transfer(nbytes: int, device: torch.device) -> dict[str, Any]:
+    """GB/s of ordinary memory by `to` and by PyTorch, and of pinned memory, both ways."""
+    host = torch.randint(0, 100, (nbytes // 4,), dtype=torch.int32).view(torch.float32)
+    there, pinned = host.to(device), host.pin_memory()
+    target = torch.empty_like(there)
+    row: dict[str, Any] = {"bytes": nbytes}
+    calls: dict[str, Callable[[], Any]] = {
+        "up": lambda: staging.to(host, device),
+        "up PyTorch": lambda: host.to(device),
+        "up pinned": lambda: target.copy_(pinned, non_blocking=True),
+        "down": lambda: staging.to(there, "cpu"),
+        "down PyTorch": lambda: there.cpu(),
+        "down pinned": lambda: pinned.copy_(there, non_blocking=True),
+    }
+    times = measure.wall_samples(calls, device, 2.0, rounds=9)
+    for name in calls:
+        row[name] = nbytes / times.median(name) / 1e3
+    return row
+
+
+def placed(n: int) -> dict[str, Any]:
+    """Milliseconds of one float32 product of CPU tensors: placed, always here, always there."""
+    o = operands(n, torch.float32, torch.device("cpu"))
+
+    def by(place: str) -> Callable[[], Any]:
+        def call() -> Any:
+            with tensorlogic.placement(place):
+                return tensorlogic.matmul(o.a, o.b)
+
+        return call
+
+    calls = {"auto": by("auto"), "cpu": by("cpu"), "cuda": by("cuda")}
+    for call in calls.values():
+        for _ in range(8 if n <= 2048 else 4):
+            call()
+    times = measure.wall_samples(calls, torch.device("cuda"), 1.0, rounds=15)
+    best = min(times.median("cpu"), times.median("cuda"))
+    return {
+        "size": n,
+        **{k: times.median(k) / 1e3 for k in calls},
+        "over_best": times.median("auto") / best,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The result as text."""
+    blocks = []
+    head = ["device", "size", "inputs", "way", "convert us", "transfer us", "run us", "total us", "peak MiB", "error"]  # fmt: skip
+    lines = [
+        [
+            r["device"], r["size"], r["dtype"], r["way"], f"{r['conversion_us']:.1f}", f"{r['transfer_us']:.0f}",
+            f"{r['us']:.1f}", f"{r['total_us']:.1f}", f"{r['peak_bytes'] / 2**20:.1f}", f"{r['error']:.1e}",
+        ]
+        for r in found["strategies"]
+        if "us" in r
+    ]  # fmt: skip
+    blocks.append(_text(head, lines))
+    head = [
+        "device",
+        "size",
+        "inputs",
+        "rtol",
+        "way",
+        "error",
+        "us",
+        "PyTorch us",
+        "x PyTorch",
+        "x, waiting",
+    ]
+    lines = [
+        [
+            r["device"], r["size"], r["dtype"], f"{r['rtol']:.0e}", r["way"],
+            f"{r['error']:.1e}" + ("" if r["kept"] else " beyond"), f"{r['us']:.1f}", f"{r['torch_us']:.1f}",
+            f"{r['speed'][0]:.2f}", f"{r['wall_speed'][0]:.2f}",
+        ]
+        for r in found["adaptive"]
+    ]  # fmt: skip
+    blocks.append(_text(head, lines))
+    lines = [
+        [r["device"], str(r["size"]), f"{r['f32'][0]:.2f}", f"{r['f16'][0]:.2f}"]
+        for r in found["mixed"]
+    ]
+    blocks.append(_text(["device", "size", "f16 x f32 over converted, f32", "f16"], lines))
+    if found["transfers"]:
+        names = [k for k in found["transfers"][0] if k != "bytes"]
+        lines = [
+            [f"{r['bytes'] >> 20} MiB", *(f"{r[k]:.1f}" for k in names)] for r in found["transfers"]
+        ]
+        blocks.append(_text(["GB/s", *names], lines))
+    if found["placement"]:
+        lines = [
+            [str(r["size"]), *(f"{r[k]:.3f}" for k in ("auto", "cpu", "cuda", "over_best"))]
+            for r in found["placement"]
+        ]
+        blocks.append(_text(["placement, ms", "auto", "cpu", "cuda", "auto over best"], lines))
+    return "\n\n".join(blocks)
+
+
+def _text(head: list[str], lines: list[list[Any]]) -> str:
+    cells = [head, *[[str(c) for c in line] for line in lines]]
+    return aligned(cells, [name in ("device", "way", "inputs") for name in head])
+
+
+def write(found: dict[str, Any], path: Path) -> None:
+    """The result file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")

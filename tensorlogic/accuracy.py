@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,8 +22,8 @@ UNITS = {
     "f64": 2.0**-52,
     "f32": 2.0**-23,
     "tf32x3": 2.0**-20,
-    "bf16x9": 2.0**-22,
     "bf16x6": 2.0**-21,
+    "f16x3": 2.0**-20,
     "bf16x3": 2.0**-15,
     "tf32": 2.0**-10,
     "f16": 2.0**-11,
@@ -155,14 +157,27 @@ def _looked(part: Part, out: Tensor) -> Tensor:
         found = _statistics(part, out, max(1, m // ROWS), max(1, n // ROWS)).cpu()
         return found + math.inf if triton_split.noted(out.device) else found
     samples, rows, spoilt = triton_split.look(part.left, part.right, out, ROWS)
-    if spoilt:
+    if spoilt or not np.isfinite(samples).all():
         return torch.full((4,), math.inf, dtype=torch.float64)
-    table = torch.from_numpy(samples)
-    norms, peaks, whole = table[:, 0].sqrt(), table[:, 1], table[:, 2].sqrt()
-    left = norms[:rows].square().mean().mul(out.shape[0]).sqrt()
-    right = norms[rows:].square().mean().mul(out.shape[1]).sqrt()
-    bound = torch.cat((norms[:rows] * right, norms[rows:] * left))
-    return _summed(_share(bound, whole, part).amax(), norms, peaks, part.left.shape[1])
+    return torch.tensor(_of_samples(samples, rows, part, out), dtype=torch.float64)
+
+
+def _of_samples(samples: Any, rows: int, part: Part, out: Tensor) -> list[float]:
+    """(cancels, crest, -low, high) of a table of (norm², peak, norm² of the result), in NumPy: a fifth of PyTorch's time."""
+    squares, peaks, results = samples.T
+    left = math.sqrt(squares[:rows].mean() * out.shape[0])
+    right = math.sqrt(squares[rows:].mean() * out.shape[1])
+    norms, whole = np.sqrt(squares), np.sqrt(results)
+    bound = norms * right
+    bound[rows:] = norms[rows:] * left
+    silent = (whole == 0) & ((bound == 0) | (part.activation == "relu"))
+    share = np.where(silent, 0.0, bound / np.maximum(whole, sys.float_info.min))
+    there = norms > 0
+    if not there.any():
+        return [float(share.max()), 0.0, 0.0, 0.0]
+    crest = (peaks[there] / norms[there]).max() * math.sqrt(max(part.left.shape[1], 1))
+    low, high = math.log2(peaks[there].min()), math.log2(peaks[there].max())
+    return [float(share.max()), float(crest), -low, max(high, 0.0 if not there.all() else high)]
 
 
 def _statistics(part: Part, out: Tensor, step_m: int, step_n: int) -> Tensor:

@@ -15,7 +15,7 @@ from tensorlogic.ops.common import triton_split, ways_cuda
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize("count", [1, 3, 6, 9])
+@pytest.mark.parametrize("count", [1, 3, 6])
 @pytest.mark.parametrize("turned", [False, True])
 def test_planes_add_up_to_the_product(count: int, turned: bool) -> None:
     a, b = torch.randn(37, 70, device=DEVICE), torch.randn(70, 45, device=DEVICE)
@@ -28,8 +28,20 @@ def test_planes_add_up_to_the_product(count: int, turned: bool) -> None:
     assert w.shape == (count * 70, 45)
     want = a.double() @ b.double()
     error = ((x.double() @ w.double() - want).norm() / want.norm()).item()
-    assert error < {1: 1e-3, 3: 2e-6, 6: 1e-7, 9: 1e-7}[count]
+    assert error < {1: 1e-3, 3: 2e-6, 6: 1e-7}[count]
     assert not triton_split.noted(DEVICE)
+
+
+def test_small_values_keep_their_lower_half() -> None:
+    """1e-3's remainder lies below float16's normal range, where it is lifted out of."""
+    x = torch.randn(20, 40, device=DEVICE) * 1e-3
+    lifted = triton_split.split(x, torch.float16, (0, 1), False, 11).double()
+    plain = triton_split.split(x, torch.float16, (0, 1), False).double()
+    off = [
+        float((p[:, :40] + p[:, 40:] / down - x.double()).norm() / x.double().norm())
+        for p, down in ((lifted, 2048), (plain, 1))
+    ]
+    assert off[0] < 5e-7 < 1e-5 < off[1]
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e6])

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import queue
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-CHUNK = 4 << 20  # bytes of a staging buffer
+CHUNK = 8 << 20  # bytes of a staging buffer
+BUFFERS = 3  # in flight each way
 LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
-MOST_THREADS = 8
 
 
 @dataclass
@@ -32,107 +30,103 @@ class TransferStats:
 STATS = TransferStats()
 
 
-def threads() -> int:
-    """How many copy at once: half the cores this process may use, at most eight."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(MOST_THREADS, (usable or 2) // 2))
-
-
 class _Buffer:
-    """A pinned chunk, the stream that moves it, and the event after which it may be used again."""
+    """A pinned chunk, and the event after which it may be used again."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self.memory = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True)
-        self.stream = torch.cuda.Stream(device)
         self.event = torch.cuda.Event()
 
 
 class Stager:
-    """The buffers and copy threads of one device; made at its first staged transfer, twice as many buffers as threads."""
+    """The buffers and the stream of one device and direction; made at its first staged transfer.
+
+    Chunks are copied here by PyTorch's threads (93 GB/s on an H200's host) while the copy engine moves those before them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        count = threads()
-        self.pool = ThreadPoolExecutor(count, "tensorlogic-staging")
-        self.free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
-        for _ in range(2 * count):
-            self.free.put(_Buffer(device))
-        STATS.buffers += 2 * count
-        STATS.buffer_bytes += 2 * count * CHUNK
-
-    def start(self, source: Tensor, target: Tensor, ready: torch.cuda.Event) -> list[Future[Any]]:
-        """Begin to copy flat bytes between a CPU and a GPU; the GPU's side is touched after `ready`."""
-        step = self.up if target.is_cuda else self.down
-        spans = range(0, source.numel(), CHUNK)
-        STATS.transfers += 1
-        STATS.bytes_moved += source.numel()
-        return [
-            self.pool.submit(step, source[i : i + CHUNK], target[i : i + CHUNK], ready)
-            for i in spans
-        ]
+        self.stream = torch.cuda.Stream(device)
+        self.buffers = [_Buffer() for _ in range(BUFFERS)]
+        self.lock = threading.Lock()
+        STATS.buffers += BUFFERS
+        STATS.buffer_bytes += BUFFERS * CHUNK
 
     def up(self, source: Tensor, target: Tensor, ready: torch.cuda.Event) -> torch.cuda.Event:
-        """One chunk to the GPU: into a buffer here, from it by the copy engine."""
-        buffer = self.free.get()
-        buffer.event.synchronize()  # until the chunk before has left it
-        part = buffer.memory[: source.numel()]
-        np.copyto(part.numpy(), source.numpy())
-        with torch.cuda.stream(buffer.stream):
-            buffer.stream.wait_event(ready)
-            target.copy_(part, non_blocking=True)
-            buffer.event.record(buffer.stream)
-        done = torch.cuda.Event()
-        done.record(buffer.stream)
-        self.free.put(buffer)
+        """Flat bytes to the GPU, which has them after the event."""
+        with self.lock, torch.no_grad(), torch.cuda.stream(self.stream):
+            self.stream.wait_event(ready)
+            for i, start in enumerate(range(0, source.numel(), CHUNK)):
+                buffer = self.buffers[i % BUFFERS]
+                buffer.event.synchronize()  # until the chunk before has left it
+                part = buffer.memory[: min(CHUNK, source.numel() - start)]
+                part.copy_(source[start : start + CHUNK])
+                target[start : start + CHUNK].copy_(part, non_blocking=True)
+                buffer.event.record(self.stream)
+            done = torch.cuda.Event()
+            done.record(self.stream)
         return done
 
     def down(self, source: Tensor, target: Tensor, ready: torch.cuda.Event) -> None:
-        """One chunk from the GPU: into a buffer by the copy engine, out of it here."""
-        buffer = self.free.get()
+        """Flat bytes from the GPU; they are there when this returns."""
+        starts = range(0, source.numel(), CHUNK)
+        with self.lock, torch.no_grad(), torch.cuda.stream(self.stream):
+            self.stream.wait_event(ready)
+            for i in range(len(starts) + BUFFERS - 1):
+                if i >= BUFFERS - 1:
+                    self._out(i - BUFFERS + 1, starts, target)
+                if i < len(starts):
+                    buffer, start = self.buffers[i % BUFFERS], starts[i]
+                    part = buffer.memory[: min(CHUNK, source.numel() - start)]
+                    part.copy_(source[start : start + CHUNK], non_blocking=True)
+                    buffer.event.record(self.stream)
+
+    def _out(self, i: int, starts: range, target: Tensor) -> None:
+        buffer, start = self.buffers[i % BUFFERS], starts[i]
         buffer.event.synchronize()
-        part = buffer.memory[: source.numel()]
-        with torch.cuda.stream(buffer.stream):
-            buffer.stream.wait_event(ready)
-            part.copy_(source, non_blocking=True)
-            buffer.event.record(buffer.stream)
-        buffer.event.synchronize()
-        np.copyto(target.numpy(), part.numpy())
-        self.free.put(buffer)
+        out = target[start : start + CHUNK]
+        out.copy_(buffer.memory[: out.numel()])
 
 
-_STAGERS: dict[int, Stager] = {}
+_STAGERS: dict[tuple[int, str], Stager] = {}
 _LOCK = threading.Lock()
 
 
-def stager(device: torch.device) -> Stager:
-    """The stager of a device."""
+def stager(device: torch.device, direction: str) -> Stager:
+    """The stager of a device and a direction, "up" or "down"."""
     index = torch.cuda.current_device() if device.index is None else device.index
     with _LOCK:
-        if index not in _STAGERS:
-            _STAGERS[index] = Stager(torch.device("cuda", index))
-        return _STAGERS[index]
+        if (index, direction) not in _STAGERS:
+            _STAGERS[index, direction] = Stager(torch.device("cuda", index))
+        return _STAGERS[index, direction]
+
+
+@lru_cache
+def _worker() -> ThreadPoolExecutor:
+    """Where asynchronous transfers run."""
+    return ThreadPoolExecutor(2, "tensorlogic-staging")
 
 
 class Transfer:
     """A transfer under way: `wait()` gives the tensor, and orders the current stream behind the copy where it is on a GPU."""
 
-    def __init__(self, result: Tensor, parts: list[Future[Any]], kept: Any, final: Any) -> None:
-        self._result, self._parts, self._kept, self._final = result, parts, kept, final
+    def __init__(
+        self, result: Tensor, part: Any = None, kept: Any = None, final: Any = None
+    ) -> None:
+        self._result, self._part, self._kept, self._final = result, part, kept, final
 
     def done(self) -> bool:
         """True when nothing is left to wait for on this side."""
-        return all(p.done() for p in self._parts)
+        return not isinstance(self._part, Future) or self._part.done()
 
     def wait(self) -> Tensor:
         """The tensor, usable on the current stream (on a GPU) or at once (on a CPU)."""
-        if self._parts:
-            events = [part.result() for part in self._parts]
-            if self._result.is_cuda or (self._kept is not None and self._kept.is_cuda):
-                stream = torch.cuda.current_stream()
-                for event in events:
-                    if event is not None:
-                        stream.wait_event(event)
-            self._parts, self._kept = [], None
+        event = self._part.result() if isinstance(self._part, Future) else self._part
+        if event is not None:
+            stream = torch.cuda.current_stream(self._result.device)
+            stream.wait_event(event)
+            self._result.record_stream(stream)
+        self._part = self._kept = None
         if self._final is not None:
             self._result, self._final = self._final(self._result), None
         return self._result
@@ -187,13 +181,15 @@ def to(
     """
     source, place = as_tensor(tensor, "to: tensor"), torch.device(device)
     wanted = source.dtype if dtype is None else dtype
-    handle = _staged(source, place, wanted)
+    handle = _staged(source, place, wanted, asynchronous)
     if handle is None:
-        handle = Transfer(source.to(place, wanted), [], None, None)
+        handle = Transfer(source.to(place, wanted))
     return handle if asynchronous else handle.wait()
 
 
-def _staged(source: Tensor, place: torch.device, dtype: torch.dtype) -> Transfer | None:
+def _staged(
+    source: Tensor, place: torch.device, dtype: torch.dtype, asynchronous: bool
+) -> Transfer | None:
     """The transfer through buffers; None where PyTorch's own is as good."""
     if {source.device.type, place.type} != {"cpu", "cuda"} or not torch.cuda.is_available():
         return None
@@ -212,14 +208,22 @@ def _staged(source: Tensor, place: torch.device, dtype: torch.dtype) -> Transfer
     if not _dense(source):
         source = source.contiguous()
     target = _fresh(source, place)
-    gpu = place if place.type == "cuda" else source.device
+    gpu, direction = (place, "up") if place.type == "cuda" else (source.device, "down")
     with torch.cuda.device(gpu):
         ready = torch.cuda.Event()
         ready.record()
-        parts = stager(gpu).start(_bytes(source), _bytes(target), ready)
-    if target.dtype == dtype:
-        return Transfer(target, parts, source, None)
-    return Transfer(target, parts, source, lambda t: t.to(dtype))
+        mover = stager(gpu, direction)
+        move = partial(
+            mover.up if direction == "up" else mover.down, _bytes(source), _bytes(target), ready
+        )
+        for t in (source, target):
+            if t.is_cuda:  # its memory must not be given away before this stream is done with it
+                t.record_stream(mover.stream)
+        part = _worker().submit(move) if asynchronous else move()
+    STATS.transfers += 1
+    STATS.bytes_moved += source.numel() * source.element_size()
+    final = None if target.dtype == dtype else lambda t: t.to(dtype)
+    return Transfer(target, part, source, final)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

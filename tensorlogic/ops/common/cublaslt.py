@@ -96,14 +96,15 @@ def lt_refusal(spec: GemmSpec) -> str | None:
         return "cuBLASLt transforms neither its inputs nor columns; what else it can, a pass of its own does faster"
     if spec.outer not in ("none", "residual"):
         return f"cuBLASLt has no {spec.outer}, or one slower than a pass of its own"
-    plain = spec.activation == "none" and spec.bias is None and spec.outer == "none"
+    added = spec.residual is None or spec.residual.dtype == spec.y.dtype
+    plain = spec.activation == "none" and spec.bias is None and added
     if spec.y.dtype != spec.x.dtype and (spec.y.dtype != "f32" or spec.z or not plain):
         return "an output of another dtype is float32, and nothing follows the product"
     if spec.precision != "ieee" and (spec.precision != "tf32" or spec.x.dtype != "f32"):
         return f"{spec.precision} products of {spec.x.dtype} are not offered"
     dtypes = {
         spec.x.dtype, spec.w.dtype, spec.bias or spec.x.dtype, spec.z or spec.x.dtype,
-        spec.residual.dtype if spec.residual else spec.x.dtype,
+        spec.residual.dtype if spec.residual and spec.y.dtype == spec.x.dtype else spec.x.dtype,
     }  # fmt: skip
     if len(dtypes) != 1 or spec.x.dtype not in _TYPES:
         return f"one dtype of {', '.join(_TYPES)} is required"
@@ -144,11 +145,13 @@ def lt_arguments(spec: GemmSpec) -> tuple[str, ...]:
     return tuple(name for name, there in present.items() if there)
 
 
-def lt_launcher(spec: GemmSpec, config: Config, device: torch.device) -> Callable[..., bool]:
+def lt_launcher(
+    spec: GemmSpec, config: Config, device: torch.device, alpha: float = 1.0
+) -> Callable[..., bool]:
     """A callable over the tensors that `lt_arguments` names; it writes y (and z) on the current stream.
 
     The row-major product is handed over transposed: D = yᵀ is column-major [N, M], A the weight, B = x, so that the
-    bias runs along D's rows. Descriptors hold the bias pointer, so concurrent calls use different ones. Returns
+    bias runs along D's rows. The product is multiplied by `alpha`; the residual may be y itself. Descriptors hold the bias pointer, so concurrent calls use different ones. Returns
     False, doing nothing, when a pointer is less aligned than `spec.align`. Raises CompileFailure when the library has
     no algorithm of that rank, RuntimeError when it refuses a call.
     """
@@ -159,7 +162,7 @@ def lt_launcher(spec: GemmSpec, config: Config, device: torch.device) -> Callabl
     with torch.cuda.device(index):
         product = _Product(lib, spec, _handle(lib, index))
         found = product.algorithm(int(config["rank"]))
-    return _closure(lib, product, found, index)
+    return _closure(lib, product, found, index, alpha)
 
 
 def _check(status: int, what: str) -> None:
@@ -296,7 +299,7 @@ def _workspace(index: int, stream: int, size: int) -> torch.Tensor:
 
 
 def _closure(
-    lib: ctypes.PyDLL, product: _Product, found: _Found, index: int
+    lib: ctypes.PyDLL, product: _Product, found: _Found, index: int, alpha: float
 ) -> Callable[..., bool]:
     """`start(*tensors) -> bool`, one generated frame; argument names as `lt_arguments`."""
     spec = product.spec
@@ -324,7 +327,7 @@ def _closure(
     else:
         lines += [f"status = {call}"]
     lines += ["spare.append(held)", "if status:", "    refused(status)", "return True"]
-    one, beta = c_float(1.0), c_float(1.0 if spec.outer == "residual" else 0.0)
+    one, beta = c_float(alpha), c_float(1.0 if spec.outer == "residual" else 0.0)
 
     def fresh() -> tuple[Any, ...]:
         slots = [c_void_p() for _ in pointed]

@@ -25,7 +25,7 @@ BLOCK_R, BLOCK_C = 16, 128
 @triton.jit
 def split_planes(
     x_ptr, y_ptr, flag_ptr, R, C, stride_r, stride_c,
-    COUNT: tl.constexpr, PATTERN: tl.constexpr, DOWN: tl.constexpr,
+    COUNT: tl.constexpr, PATTERN: tl.constexpr, DOWN: tl.constexpr, LIFT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Slot s of y gets plane PATTERN[s] of x [R, C]: side by side [R, COUNT C], or below each other [COUNT R, C]."""
@@ -39,8 +39,8 @@ def split_planes(
     half = y_ptr.dtype.element_ty
     h = x.to(half)
     rest = x - h.to(tl.float32)
-    m = rest.to(half)
-    low = (rest - m.to(tl.float32)).to(half)
+    m = (rest * (1 << LIFT)).to(half)
+    low = (rest * (1 << LIFT) - m.to(tl.float32)).to(half)
     spoilt = tl.sum((rest - rest != 0.0).to(tl.int32))  # h or x is not finite
     if spoilt > 0:
         tl.atomic_add(flag_ptr, 1)
@@ -101,15 +101,20 @@ def look_at(
         tl.store(flag_ptr, 0)
 
 
-_FLAGS: dict[tuple[torch.device, int], Tensor] = {}
+_FLAGS: dict[tuple[int, int], Tensor] = {}
 
 
 def flag(device: torch.device) -> Tensor:
     """Where kernels of this stream note that a value did not fit, or was not finite; `look` and `noted` read and clear it."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    found = _FLAGS.get((device, stream))
+    index = device.index
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if index is None else index
+        place = (index, torch._C._cuda_getCurrentRawStream(index))
+    else:
+        place = (-1, 0)
+    found = _FLAGS.get(place)
     if found is None:
-        found = _FLAGS[device, stream] = torch.zeros(1, dtype=torch.int32, device=device)
+        found = _FLAGS[place] = torch.zeros(1, dtype=torch.int32, device=device)
     return found
 
 
@@ -136,7 +141,7 @@ def _align(*tensors: Tensor) -> int:
 @lru_cache(maxsize=1024)
 def _split(
     names: tuple[str, str], shape: tuple[int, int], stride: tuple[int, int],
-    pattern: tuple[int, ...], down: bool, align: int, device: torch.device,
+    pattern: tuple[int, ...], down: bool, lift: int, align: int, device: torch.device,
 ) -> Start:  # fmt: skip
     rows, columns = shape
     grid = triton.cdiv(rows, BLOCK_R) * triton.cdiv(columns, BLOCK_C)
@@ -145,23 +150,28 @@ def _split(
         pointers={"x_ptr": names[0], "y_ptr": names[1], "flag_ptr": "i32"},
         integers={"R": rows, "C": columns, "stride_r": stride[0], "stride_c": stride[1]}, floats=(),
         constexprs={
-            "COUNT": len(pattern), "PATTERN": sum(p << (2 * s) for s, p in enumerate(pattern)), "DOWN": down,
+            "COUNT": len(pattern), "PATTERN": sum(p << (2 * s) for s, p in enumerate(pattern)), "DOWN": down, "LIFT": lift,
             "BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C,
         },
         num_warps=4, num_stages=1, device=device, align=min(align, 4),
     )  # fmt: skip
 
 
-def split(x: Tensor, dtype: torch.dtype, pattern: tuple[int, ...], down: bool) -> Tensor:
-    """The planes of x [R, C] that `pattern` names, side by side (or below each other), laid out as x lies."""
+def split(
+    x: Tensor, dtype: torch.dtype, pattern: tuple[int, ...], down: bool, lift: int = 0
+) -> Tensor:
+    """The planes of x [R, C] that `pattern` names, side by side (or below each other), laid out as x lies.
+
+    All planes but the first are multiplied by 2 ** lift.
+    """
     if x.stride(0) == 1 and x.stride(1) != 1:
-        return split(x.t(), dtype, pattern, not down).t()
+        return split(x.t(), dtype, pattern, not down, lift).t()
     rows, columns = x.shape
     count = len(pattern)
     shape = (count * rows, columns) if down else (rows, count * columns)
     y = torch.empty(shape, dtype=dtype, device=x.device)
     stride = (x.stride(0), x.stride(1))
-    start = _split(_names(x, y), (rows, columns), stride, pattern, down, _align(x), x.device)
+    start = _split(_names(x, y), (rows, columns), stride, pattern, down, lift, _align(x), x.device)
     if not start(x, y, flag(x.device)):
         raise RuntimeError("split: the kernel refused tensors of the alignment it was built for")
     return y

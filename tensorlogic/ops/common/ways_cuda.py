@@ -20,8 +20,8 @@ PLANES = {
     1: ((0,), (0,)),
     3: ((1, 0, 0), (0, 1, 0)),
     6: ((2, 0, 1, 1, 0, 0), (0, 2, 1, 0, 1, 0)),
-    9: ((2, 2, 1, 2, 0, 1, 1, 0, 0), (2, 1, 2, 0, 2, 1, 0, 1, 0)),
 }
+RUN = 512  # of the inner dimension: a longer one loses more than a split in three or six keeps
 RANKS = 3  # algorithms of the library's ranking that are worth timing
 
 
@@ -32,33 +32,47 @@ class Unserved(RuntimeError):
 @lru_cache(maxsize=1024)
 def _launcher(
     sizes: tuple[int, int, int], dtype: str, strides: tuple[int, int, int, int],
-    precision: str, align: int, rank: int, device: torch.device,
+    precision: str, align: int, rank: int, device: torch.device, alpha: float = 1.0, add: bool = False,
 ) -> Any:  # fmt: skip
     m, n, k = sizes
     spec = GemmSpec(
         m, n, k, Operand(dtype, strides[0], strides[1]), Operand(dtype, strides[2], strides[3]),
         Operand("f32", n, 1), precision=precision, align=align,
+        outer="residual" if add else "none", residual=Operand("f32", n, 1) if add else None,
     )  # fmt: skip
     reason = lt_refusal(spec)
     if reason is not None:
         raise Unserved(f"cuBLASLt: {reason}")
-    return lt_launcher(spec, {"rank": rank}, device)
+    return lt_launcher(spec, {"rank": rank}, device, alpha)
 
 
-def lt(a: Tensor, b: Tensor, precision: str = "ieee", rank: int = 0) -> Tensor:
-    """a [M, K] · b [K, N] of one dtype in float32, by a library that no switch of PyTorch reaches."""
+def lt(
+    a: Tensor,
+    b: Tensor,
+    precision: str = "ieee",
+    rank: int = 0,
+    alpha: float = 1.0,
+    onto: Tensor | None = None,
+) -> Tensor:
+    """alpha · a [M, K] · b [K, N] of one dtype in float32, added onto `onto` in place where it is given.
+
+    By a library that no switch of PyTorch reaches.
+    """
     a, b = (t if 1 in t.stride() else t.contiguous() for t in (a, b))
     (m, k), n = a.shape, b.shape[1]
-    y = torch.empty(m, n, dtype=torch.float32, device=a.device)
+    y = torch.empty(m, n, dtype=torch.float32, device=a.device) if onto is None else onto
     pointers = 16 | a.data_ptr() | b.data_ptr()
     about: Any = ((m, n, k), NAMES[a.dtype], (*a.stride(), *b.stride()))
     try:
-        start = _launcher(*about, precision, pointers & -pointers, rank, a.device)
+        start = _launcher(
+            *about, precision, pointers & -pointers, rank, a.device, alpha, onto is not None
+        )
     except (CompileFailure, Unserved):
         if rank:
             raise
-        return ways.in_f64(a, b).to(torch.float32)
-    if not start(a, b, y):
+        c = ways.in_f64(a, b).mul_(alpha).to(torch.float32)
+        return c if onto is None else onto.add_(c)
+    if not (start(a, b, y) if onto is None else start(a, b, y, y)):
         raise RuntimeError("cuBLASLt: pointers are less aligned than they were")
     return y
 
@@ -85,6 +99,24 @@ def planes(dtype: torch.dtype, count: int, rank: int, a: Tensor, b: Tensor) -> T
         x = triton_split.split(a, dtype, left, False)
         w = triton_split.split(b, dtype, right, True)
     return lt(x, w, rank=rank)
+
+
+def in_runs(dtype: torch.dtype, count: int, rank: int, a: Tensor, b: Tensor) -> Tensor:
+    """The same, the largest products added in runs short enough for what tensor cores lose: they truncate as they add.
+
+    float16's lower planes are kept 2 ** 11 times larger, where its range has room for them.
+    """
+    left, right = PLANES[count]
+    lift = 11 if dtype == torch.float16 else 0
+    x = triton_split.split(a, dtype, left, False, lift)
+    w = triton_split.split(b, dtype, right, True, lift)
+    depth = a.shape[1]
+    small = (count - 1) * depth
+    c = lt(x[:, :small], w[:small], rank=rank, alpha=2.0**-lift)
+    for start in range(small, small + depth, RUN):
+        end = min(start + RUN, small + depth)
+        lt(x[:, start:end], w[start:end], rank=rank, onto=c)
+    return c
 
 
 def scaled(rank: int, a: Tensor, b: Tensor) -> Tensor:
@@ -130,8 +162,8 @@ def found() -> list[Way]:
     bf16, f16 = torch.bfloat16, torch.float16
     return [
         way("cublaslt.f32", "f32", f32, _us(25e6, 0)),
-        way("cublaslt.bf16x9", "bf16x9", partial(planes, bf16, 9), _us(36e6, 22)),
-        way("cublaslt.bf16x6", "bf16x6", partial(planes, bf16, 6), _us(54e6, 16)),
+        way("cublaslt.bf16x6", "bf16x6", partial(in_runs, bf16, 6), _us(48e6, 16)),
+        way("cublaslt.f16x3", "f16x3", partial(in_runs, f16, 3), _us(80e6, 10), guarded=True),
         way("cublaslt.bf16x3", "bf16x3", partial(planes, bf16, 3), _us(110e6, 10)),
         way("cublaslt.tf32", "tf32", tf32, _us(190e6, 0)),
         way("cublaslt.f16", "f16", scaled, _us(330e6, 24)),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, dispatch, policies, registry, selector, stores, study
+from tensorlogic import background, checking, dispatch, policies, registry, selector, stores, study
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
 
@@ -476,3 +476,12 @@ def test_one_that_fails_in_the_final_leaves_the_others_in_it(
     (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
     assert reasons(plan)["faints"] == "failed: Peculiar: worn out"
     assert len([e for e in plan.evidence if e.status == "measured"]) > 1
+
+
+def test_gradients_that_pass_through_unchanged_are_no_misuse() -> None:
+    """dy itself is the bias's gradient, as eager returns it: on the probe with another one's values, too."""
+    a, b = torch.randn(8), torch.randn(8)
+    op = OPS["pointwise_backward"]
+    key = op.key([a, a, b, None, None, "affine", "011"], "backward")
+    found = checking.Checker(op, key, CPU).check(op.plain(key, CPU))
+    assert found, found.reason

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import random
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -23,15 +25,41 @@ def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "random_cases", module)
     spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "MOST_ELEMENTS", 2**12)  # the interpreter is slow
     monkeypatch.setattr(
-        sys, "argv", ["random_cases.py", "--seed", "3", "--count", "24", "--ops", "add_relu"]
+        sys, "argv", ["random_cases.py", "--seed", "3", "--count", "20", "--ops", "add_relu"]
     )
     return module
 
 
 def test_what_is_shipped_is_right(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main() == 0
-    assert "24 cases of seed 3" in capsys.readouterr().out
+    assert "20 cases of seed 3" in capsys.readouterr().out
+
+
+def test_cases_of_a_family_differ_only_in_what_needs_no_other_kernel(command: ModuleType) -> None:
+    length = command.Length(24)
+    drawn = {length.draw(random.Random(i)) for i in range(50)}
+    assert drawn == {24} | {n for n in range(17, 33) if math.gcd(n, 16) == 8}
+    ops = [OPS["matmul"]]
+    first = [[key.text for _, key in keys] for *_, keys in command.cases(1, 5, ops)]
+    again = [[key.text for _, key in keys] for *_, keys in command.cases(1, 5, ops)]
+    assert first == again
+    assert len(first) == command.FAMILY
+    assert len({tuple(case) for case in first}) > 1
+
+
+def test_workers_share_the_families_and_survive_each_other(
+    command: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--seed", "3", "--count", "40", "--ops", "sum", "--workers", "2"]
+    )
+    assert command.main() == 0
+    assert "40 cases of seed 3 from 0" in capsys.readouterr().out
+    dead = command.Workers(1, [sys.executable, "-c", "import os; os._exit(7)"], range(1))
+    (found,) = dead.results()
+    assert "ended (7)" in found["wrong"][0]
 
 
 def test_a_wrong_candidate_is_named(

@@ -1,26 +1,35 @@
 """Random cases of every op, each candidate that fits against float64 with poisoned outputs; exits 1 if any is wrong.
 
-python benchmarks/device/random_cases.py --seed 1 --count 10000 [--ops linear,matmul] [--first 0] [--seconds 600]
+python benchmarks/device/random_cases.py --seed 1 --count 10000 [--ops linear,matmul] [--first 0] [--seconds 600] [--workers 16]
 
 A case is one public call with random shapes, strides, dtypes and alignments, and every key that it and its backward
-pass meet; each candidate is checked in one of its configurations, drawn at random. Case i of a seed is always the same.
+pass meet; each candidate is checked in one of its configurations, drawn at random, and must give the same bits twice.
+FAMILY cases in a row share what kernels are compiled for (op, dtype, layout, flags, what divides a length and its power of
+two), and differ in lengths and values. Families go to processes of their own, which compile and check. Those of a
+seed are always the same; with `--seconds` the last line says where to go on.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import json
+import math
+import os
+import queue
 import random
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tensorlogic import compiling, dispatch, policies, registry
+from tensorlogic import dispatch, policies, registry
 from tensorlogic.checking import Checker
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.op import EAGER, OPS, Candidate, Config, Op
@@ -29,10 +38,12 @@ from tensorlogic.plans import Key
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_ELEMENTS = 2**21  # of one tensor
-BATCH = 24  # cases whose kernels compile while others are checked
+FAMILY = 20  # cases that share kernels
+VARIANTS = 2  # configurations of a candidate that a family compiles before it keeps to them
+ATTEMPTS = 50  # at arguments that fit together and into memory
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trial:
     """One candidate in one configuration on one key."""
 
@@ -41,6 +52,83 @@ class Trial:
     key: Key
     candidate: Candidate
     config: Config
+
+
+@dataclass(frozen=True)
+class Length:
+    """Lengths between two powers of two that the same power of two, up to 16, divides; `first` is one of them."""
+
+    first: int
+
+    def draw(self, rng: random.Random) -> int:
+        """One of them; now and then the one that this class was made from, which may be an edge case."""
+        if self.first < 2 or rng.random() < 0.2:
+            return self.first
+        step, most = math.gcd(self.first, 16), 1 << (self.first - 1).bit_length()
+        fit = [n for n in range(step, most + 1, step) if n > most // 2 and math.gcd(n, 16) == step]
+        return rng.choice(fit or [self.first])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies: contiguous, transposed, with padded rows, unaligned, with steps, or one row repeated."""
+
+    kind: str
+    extra: int
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A random tensor of `shape` that lies so; integers are zeros."""
+
+        def fresh(*size: int) -> Tensor:
+            if dtype.is_floating_point:
+                return torch.randn(size, device=DEVICE).to(dtype)
+            return torch.zeros(size, device=DEVICE, dtype=dtype)
+
+        if not shape or self.kind == "plain" or 0 in shape:
+            return fresh(*shape)
+        if self.kind == "offset":
+            skip = 1 + self.extra % 7
+            return fresh(torch.Size(shape).numel() + skip)[skip:].view(*shape)
+        if self.kind == "steps":
+            return fresh(*shape[:-1], 2 * shape[-1])[..., ::2]
+        if self.kind == "padded" or len(shape) < 2:
+            wide = shape[-1] + (1, 5, 8, 64)[self.extra % 4]
+            return fresh(*shape[:-1], wide)[..., : shape[-1]]
+        if self.kind == "transposed":
+            return fresh(*shape[:-2], shape[-1], shape[-2]).mT
+        return fresh(*shape[:-2], 1, shape[-1]).expand(*shape)
+
+
+@dataclass
+class Family:
+    """What FAMILY cases in a row share."""
+
+    op: Op
+    template: tuple[Any, ...]
+    dtype: torch.dtype
+    lengths: dict[int, Length]
+    layouts: list[Layout]
+    recorded: list[bool]
+    built: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
+    compiled: set[Any] = field(default_factory=set)
+
+    def arguments(self, rng: random.Random) -> list[Any] | None:
+        """The template at other lengths; None where a tensor would be too large."""
+        sizes = {n: length.draw(rng) for n, length in self.lengths.items()}
+        shapes = [[sizes[n] for n in a.shape] for a in self.template if isinstance(a, Tensor)]
+        if any(math.prod(shape) > MOST_ELEMENTS for shape in shapes):
+            return None
+        made: list[Any] = []
+        tensors = iter(zip(shapes, self.layouts, self.recorded, strict=True))
+        for a in self.template:
+            if isinstance(a, Tensor):
+                shape, layout, recorded = next(tensors)
+                kind = self.dtype if a.is_floating_point() else a.dtype
+                a = layout.make(shape, kind)
+                if recorded and a.is_floating_point():
+                    a.requires_grad_()
+            made.append(a)
+        return made
 
 
 def side(rng: random.Random) -> int:
@@ -55,142 +143,236 @@ def side(rng: random.Random) -> int:
     return max(1, 2 ** rng.randint(2, 10) + rng.choice((-1, 0, 0, 1)))
 
 
-def shaped(like: Tensor, sizes: dict[int, int]) -> tuple[int, ...]:
-    """The template's shape with each length replaced, equal ones alike."""
-    return tuple(sizes[n] for n in like.shape)
-
-
-def laid_out(shape: Sequence[int], dtype: torch.dtype, rng: random.Random) -> Tensor:
-    """A tensor of `shape`: contiguous, transposed, with padded rows, unaligned, with steps, or one row repeated."""
-    kind = rng.choice(("plain",) * 5 + ("transposed", "padded", "offset", "steps", "repeated"))
-
-    def fresh(*size: int) -> Tensor:
-        made = torch.randn(size, device=DEVICE)
-        return made.to(dtype) if dtype.is_floating_point else torch.zeros_like(made, dtype=dtype)
-
-    if not shape or kind == "plain" or 0 in shape:
-        return fresh(*shape)
-    if kind == "offset":
-        count, skip = torch.Size(shape).numel(), rng.randint(1, 7)
-        return fresh(count + skip)[skip:].view(*shape)
-    if kind == "steps":
-        return fresh(*shape[:-1], 2 * shape[-1])[..., ::2]
-    if kind == "padded" or len(shape) < 2:
-        return fresh(*shape[:-1], shape[-1] + rng.choice((1, 5, 8, 64)))[..., : shape[-1]]
-    if kind == "transposed":
-        return fresh(*shape[:-2], shape[-1], shape[-2]).mT
-    return fresh(*shape[:-2], 1, shape[-1]).expand(*shape)
-
-
-def arguments(op: Op, rng: random.Random) -> list[Any] | None:
-    """One of the op's example cases at other sizes, strides and dtypes; None where it would be too large."""
+def family(rng: random.Random, ops: Sequence[Op]) -> Family:
+    """One of the ops' example cases in a random dtype, with random layouts, gradients and kinds of length."""
+    (op,) = rng.choices(ops, [len(op.candidates) for op in ops])
     template = rng.choice(list(op.cases()))
     tensors = [a for a in template if isinstance(a, Tensor)]
-    sizes = {n: n if n == 0 else side(rng) for t in tensors for n in t.shape}
-    if any(torch.Size(shaped(t, sizes)).numel() > MOST_ELEMENTS for t in tensors):
-        return None
-    dtype = rng.choice(DTYPES)
-    made = []
-    for a in template:
-        if isinstance(a, Tensor):
-            kind = dtype if a.is_floating_point() else a.dtype
-            a = laid_out(shaped(a, sizes), kind, rng)
-            if a.is_floating_point() and rng.random() < 0.6:
-                a.requires_grad_()
-        made.append(a)
-    return made
+    kinds = ("plain",) * 5 + ("transposed", "padded", "offset", "steps", "repeated")
+    return Family(
+        op,
+        template,
+        rng.choice(DTYPES),
+        {n: Length(n if n == 0 else side(rng)) for t in tensors for n in t.shape},
+        [Layout(rng.choice(kinds), rng.randrange(28)) for _ in tensors],
+        [rng.random() < 0.6 for _ in tensors],
+    )
 
 
-def keys(op: Op, rng: random.Random) -> list[tuple[Op, Key]]:
-    """The keys that a random call and its backward pass meet; none where the arguments do not fit together."""
-    args = arguments(op, rng)
-    if args is None:
-        return []
-    met: dict[str, tuple[Op, Key]] = {}
+def met(op: Op, args: list[Any]) -> list[tuple[Op, Key]] | None:
+    """The keys that a call and its backward pass meet; None where the arguments do not fit together."""
+    found: dict[str, tuple[Op, Key]] = {}
 
     def observe(op: Op, key: Key, device: torch.device) -> None:
-        met.setdefault(key.text, (op, key))
+        found.setdefault(key.text, (op, key))
 
-    with policies.use(replace(policies.current(), tune="off", observer=observe, entries={})):
+    plain = replace(policies.current(), tune="off", force=EAGER, observer=observe, entries={})
+    with policies.use(plain):
         try:
             out = dispatch.call(op, tuple(args))
         except (TypeError, ValueError, IndexError):
-            return []
+            return None
         if isinstance(out, Tensor) and out.requires_grad:
             leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
             torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
-    return list(met.values())
+    return list(found.values())
 
 
-def trials(case: int, seed: int, ops: Sequence[Op]) -> Iterator[Trial]:
-    """Everything that case `case` of a seed checks, its kernels already being compiled."""
-    rng = random.Random(f"{seed}:{case}")
+def cases(number: int, seed: int, ops: Sequence[Op]) -> Iterator[tuple[int, Family, random.Random, list[tuple[Op, Key]]]]:  # fmt: skip
+    """(case, family, its random numbers, keys) of each case of family `number`."""
+    rng = random.Random(f"{seed}:{number}")
     torch.manual_seed(rng.randrange(2**31))
-    for op, key in keys(rng.choice(ops), rng):
-        for candidate in op.candidates.values():
-            if candidate.id == EAGER or candidate.unfit(key) is not None:
-                continue
-            choices = candidate.configs(key)
-            if not choices:
-                continue
-            config = rng.choice(list(choices))
-            compiling.submit(candidate.jobs(key, config, DEVICE))
-            yield Trial(case, op, key, candidate, config)
+    shared = family(rng, ops)
+    for case in range(number * FAMILY, (number + 1) * FAMILY):
+        for _ in range(ATTEMPTS):
+            args = shared.arguments(rng)
+            keys = met(shared.op, args) if args is not None else None
+            if keys is not None:
+                break
+            shared = family(rng, ops)
+        else:
+            raise RuntimeError(f"seed {seed}, case {case}: no arguments fit in {ATTEMPTS} attempts")
+        yield case, shared, rng, keys
+
+
+def pick(shared: Family, candidate: Candidate, key: Key, rng: random.Random) -> Config | None:
+    """A random configuration: at first any, then one whose kernels the family has compiled, if there is one."""
+    choices = list(candidate.configs(key))
+    rng.shuffle(choices)
+    known = shared.built.setdefault((key.op, candidate.id), [])
+    jobs = [tuple(candidate.jobs(key, c, DEVICE)) for c in choices]
+    fresh = len(known) < VARIANTS and rng.random() < 0.5
+    for config, needed in zip(choices, jobs, strict=True):
+        if not fresh and shared.compiled.issuperset(needed):
+            return config
+    for config, needed in zip(choices, jobs, strict=True):
+        if not shared.compiled.issuperset(needed):
+            known.append(config)
+            shared.compiled.update(needed)
+            return config
+    return choices[0] if choices else None
 
 
 def verdict(trial: Trial, checker: Checker) -> str:
     """ "right", "refused: ..." where the machine cannot, or "wrong: ..."."""
     try:
-        for job in trial.candidate.jobs(trial.key, trial.config, DEVICE):
-            compiling.settle(job)
         with torch.no_grad():
             launch = trial.candidate.bind(trial.key, trial.config, DEVICE)
             found = checker.check(launch)
+            if found and trial.candidate.deterministic:
+                return "right" if repeats(trial, checker, launch) else "wrong: other bits each time"
     except (CompileFailure, torch.OutOfMemoryError) as problem:
         return f"refused: {type(problem).__name__}: {problem}"
     except Exception as problem:
-        if "illegal" in str(problem) or "misaligned" in str(problem):  # nothing runs after it
-            print(
-                f"case {trial.case} {trial.key.text} {trial.candidate.id} {trial.config}: {problem}"
-            )
-            raise
         return f"wrong: raised {type(problem).__name__}: {problem}"
     return "right" if found else f"wrong: {found.reason}"
 
 
+def repeats(trial: Trial, checker: Checker, launch: Any) -> bool:
+    """Whether two calls on the same inputs give the same bits."""
+    first, second = (launch(*checker.sets[0].fresh(trial.op)) for _ in range(2))
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None]
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+def run_family(number: int, seed: int, ops: Sequence[Op]) -> dict[str, Any]:
+    """Check all cases of a family: how often each candidate was right, refused or wrong, and what was wrong."""
+    tally, wrong, compiled = collections.Counter[str](), [], 0
+    for case, shared, rng, keys in cases(number, seed, ops):
+        for op, key in keys:
+            checker: Checker | None = None
+            for candidate in op.candidates.values():
+                if candidate.id == EAGER or not candidate.background or candidate.unfit(key):
+                    continue
+                config = pick(shared, candidate, key, rng)
+                if config is None:
+                    continue
+                if checker is None:
+                    with torch.no_grad():
+                        checker = Checker(op, key, DEVICE)
+                found = verdict(Trial(case, op, key, candidate, config), checker)
+                tally[f"{op.name} {candidate.id} {found.split(':')[0]}"] += 1
+                if found.startswith("wrong"):
+                    wrong.append(f"case {case} {key.text}\n  {candidate.id} {dict(config)}: {found}")  # fmt: skip
+                if "illegal" in found or "misaligned" in found:  # nothing runs after it
+                    return {"family": number, "tally": tally, "wrong": wrong, "compiled": 0, "stop": True}  # fmt: skip
+        compiled = max(compiled, len(shared.compiled))
+    return {"family": number, "tally": tally, "wrong": wrong, "compiled": compiled}
+
+
+def serve(seed: int, ops: Sequence[Op]) -> None:
+    """A worker: numbers of families in on stdin, what was found out on stdout as JSON."""
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a compiler prints must not disturb the protocol
+    for line in sys.stdin:
+        found = run_family(int(line), seed, ops)
+        print(json.dumps(found), file=results, flush=True)
+        if found.get("stop"):
+            return
+
+
+class Workers:
+    """Threads that each own one worker process and give it one family at a time, until the time is over."""
+
+    def __init__(self, count: int, command: Sequence[str], families: Sequence[int]) -> None:
+        self.command, self.found = command, queue.Queue[dict[str, Any] | None]()
+        self.lock, self.waiting, self.count = threading.Lock(), iter(families), count
+        self.stopped = False
+        for _ in range(count):
+            threading.Thread(target=self._drive, daemon=True).start()
+
+    def results(self) -> Iterator[dict[str, Any]]:
+        """What each family found, as it comes."""
+        while self.count:
+            result = self.found.get()
+            if result is None:
+                self.count -= 1
+            else:
+                yield result
+
+    def _next(self) -> int | None:
+        with self.lock:
+            return None if self.stopped else next(self.waiting, None)
+
+    def _start(self) -> subprocess.Popen[str]:
+        path = os.pathsep.join(p for p in sys.path if p)
+        single = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TENSORLOGIC_COMPILE_WORKERS": "0"}
+        return subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | single,
+            text=True,
+        )
+
+    def _drive(self) -> None:
+        worker = self._start()
+        while (number := self._next()) is not None:
+            assert worker.stdin is not None
+            assert worker.stdout is not None
+            try:
+                print(number, file=worker.stdin, flush=True)
+                line = worker.stdout.readline()
+            except OSError:
+                line = ""
+            if line:
+                self.found.put(json.loads(line))
+            else:
+                code = worker.wait()
+                self.found.put({"family": number, "tally": {}, "compiled": 0, "wrong": [f"family {number}: the process ended ({code})"]})  # fmt: skip
+            if not line or json.loads(line).get("stop"):
+                worker = self._start()
+        worker.kill()
+        worker.wait()
+        self.found.put(None)
+
+
 def main() -> int:
     """Check the cases asked for; print what was wrong and how much was right."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=10000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--ops", default="")
+    parser.add_argument("--workers", type=int, default=(os.cpu_count() or 1) if DEVICE.type == "cuda" else 0)  # fmt: skip
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     registry.ready(DEVICE.type)
     wanted = asked.ops.split(",") if asked.ops else [n for n, op in OPS.items() if not op.internal]
     ops = [OPS[name] for name in wanted]
-    begin, tally, wrong, done = time.monotonic(), collections.Counter[str](), 0, 0
-    for start in range(asked.first, asked.first + asked.count, BATCH):
-        batch = range(start, min(start + BATCH, asked.first + asked.count))
-        waiting = [trial for case in batch for trial in trials(case, asked.seed, ops)]
-        checkers: dict[str, Checker] = {}
-        for trial in waiting:
-            if trial.key.text not in checkers:
-                with torch.no_grad():
-                    checkers = {trial.key.text: Checker(trial.op, trial.key, DEVICE)}
-            found = verdict(trial, checkers[trial.key.text])
-            tally[f"{trial.candidate.id} {found.split(':')[0]}"] += 1
-            if found.startswith("wrong"):
-                wrong += 1
-                print(f"case {trial.case} {trial.key.text}\n  {trial.candidate.id} {dict(trial.config)}: {found}", flush=True)  # fmt: skip
-        done += len(batch)
+    if asked.serve:
+        serve(asked.seed, ops)
+        return 0
+    families = range(asked.first // FAMILY, -(-(asked.first + asked.count) // FAMILY))
+    begin, tally, wrong, done, kernels = time.monotonic(), collections.Counter[str](), 0, 0, 0
+    workers = None
+    if asked.workers:
+        command = [sys.executable, os.path.abspath(__file__), "--serve", "--seed", str(asked.seed)]
+        workers = Workers(asked.workers, [*command, "--ops", ",".join(wanted)], families)
+        results: Iterator[dict[str, Any]] = workers.results()
+    else:
+        results = (run_family(number, asked.seed, ops) for number in families)
+    for found in results:
+        tally.update(found["tally"])
+        for line in found["wrong"]:
+            print(line, flush=True)
+        wrong, done, kernels = wrong + len(found["wrong"]), done + 1, kernels + found["compiled"]
         if time.monotonic() - begin > asked.seconds:
-            break
+            if workers is None:
+                break
+            workers.stopped = True
     for name, count in sorted(tally.items()):
         print(f"{count:7d} {name}")
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
-    print(f"{done} cases of seed {asked.seed}, {sum(tally.values())} checks, {wrong} wrong, {time.monotonic() - begin:.0f} s, {where}")  # fmt: skip
+    print(
+        f"{done * FAMILY} cases of seed {asked.seed} from {families.start * FAMILY}, {sum(tally.values())} checks, "
+        f"{kernels} kernels, {wrong} wrong, {time.monotonic() - begin:.0f} s, {where}"
+    )
+    if done < len(families):
+        print(f"go on with --first {(families.start + done) * FAMILY}")
     return 1 if wrong else 0
 
 

@@ -153,7 +153,7 @@ def family(rng: random.Random, ops: Sequence[Op]) -> Family:
         op,
         template,
         rng.choice(DTYPES),
-        {n: Length(n if n == 0 else side(rng)) for t in tensors for n in t.shape},
+        {n: Length(n if n < 2 else side(rng)) for t in tensors for n in t.shape},
         [Layout(rng.choice(kinds), rng.randrange(28)) for _ in tensors],
         [rng.random() < 0.6 for _ in tensors],
     )
@@ -171,6 +171,10 @@ def met(op: Op, args: list[Any]) -> list[tuple[Op, Key]] | None:
         try:
             out = dispatch.call(op, tuple(args))
         except (TypeError, ValueError, IndexError):
+            return None
+        except RuntimeError as problem:
+            if "must match" not in str(problem):  # shapes that do not broadcast
+                raise
             return None
         if isinstance(out, Tensor) and out.requires_grad:
             leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
@@ -238,6 +242,7 @@ def repeats(trial: Trial, checker: Checker, launch: Any) -> bool:
 def run_family(number: int, seed: int, ops: Sequence[Op]) -> dict[str, Any]:
     """Check all cases of a family: how often each candidate was right, refused or wrong, and what was wrong."""
     tally, wrong, compiled = collections.Counter[str](), [], 0
+    refused: dict[str, str] = {}
     for case, shared, rng, keys in cases(number, seed, ops):
         for op, key in keys:
             checker: Checker | None = None
@@ -252,12 +257,14 @@ def run_family(number: int, seed: int, ops: Sequence[Op]) -> dict[str, Any]:
                         checker = Checker(op, key, DEVICE)
                 found = verdict(Trial(case, op, key, candidate, config), checker)
                 tally[f"{op.name} {candidate.id} {found.split(':')[0]}"] += 1
+                if found.startswith("refused"):
+                    refused[f"{op.name} {candidate.id}"] = f"{key.text} {dict(config)}: {found}"
                 if found.startswith("wrong"):
                     wrong.append(f"case {case} {key.text}\n  {candidate.id} {dict(config)}: {found}")  # fmt: skip
                 if "illegal" in found or "misaligned" in found:  # nothing runs after it
                     return {"family": number, "tally": tally, "wrong": wrong, "compiled": 0, "stop": True}  # fmt: skip
         compiled = max(compiled, len(shared.compiled))
-    return {"family": number, "tally": tally, "wrong": wrong, "compiled": compiled}
+    return {"family": number, "tally": tally, "wrong": wrong, "compiled": compiled, "refused": refused}  # fmt: skip
 
 
 def serve(seed: int, ops: Sequence[Op]) -> None:
@@ -348,7 +355,7 @@ def main() -> int:
         return 0
     families = range(asked.first // FAMILY, -(-(asked.first + asked.count) // FAMILY))
     begin, tally, wrong, done, kernels = time.monotonic(), collections.Counter[str](), 0, 0, 0
-    workers = None
+    workers, refused = None, dict[str, str]()
     if asked.workers:
         command = [sys.executable, os.path.abspath(__file__), "--serve", "--seed", str(asked.seed)]
         workers = Workers(asked.workers, [*command, "--ops", ",".join(wanted)], families)
@@ -357,6 +364,7 @@ def main() -> int:
         results = (run_family(number, asked.seed, ops) for number in families)
     for found in results:
         tally.update(found["tally"])
+        refused.update(found.get("refused", {}))
         for line in found["wrong"]:
             print(line, flush=True)
         wrong, done, kernels = wrong + len(found["wrong"]), done + 1, kernels + found["compiled"]
@@ -365,7 +373,8 @@ def main() -> int:
                 break
             workers.stopped = True
     for name, count in sorted(tally.items()):
-        print(f"{count:7d} {name}")
+        why = refused.get(name.removesuffix(" refused"), "") if name.endswith("refused") else ""
+        print(f"{count:7d} {name} {why and 'as ' + why}")
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     print(
         f"{done * FAMILY} cases of seed {asked.seed} from {families.start * FAMILY}, {sum(tally.values())} checks, "

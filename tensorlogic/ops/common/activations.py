@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,8 +21,17 @@ def activate(z: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         return torch.relu(z)
     if activation in ("gelu", "gelu_tanh"):
+        if z.dtype == torch.float64 and not z.requires_grad:
+            return _precise_gelu(z, activation)
         return F.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
     return F.silu(z) if activation == "silu" else z
+
+
+def _precise_gelu(z: Tensor, activation: str) -> Tensor:
+    """GELU in float64 as a reference has to be: PyTorch's is 0 below -8.3, where bfloat16 still has values."""
+    if activation == "gelu":
+        return z * (0.5 * torch.special.erfc(z * -(0.5**0.5)))
+    return z * torch.sigmoid((8 / math.pi) ** 0.5 * (z + 0.044715 * z**3))
 
 
 def activate_(z: Tensor, activation: str) -> Tensor:

@@ -102,7 +102,7 @@ def activation_bwd_columns(
         at = (row.to(tl.int64) * N)[:, None] + col[None, :]
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         kept = tl.load(kept_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        dz, _ = combine(OP, dz_ptr.dtype.element_ty.primitive_bitwidth == 16, dy, kept, kept)
+        dz, _ = combine(OP, dz_ptr.dtype.element_ty, dy, kept, kept)
         tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
         sums += dz
     leave(space_ptr, tile, part, PARTS, tl.sum(sums, 0), 0, 1, BLOCK_C)

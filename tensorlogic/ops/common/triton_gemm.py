@@ -11,20 +11,20 @@ from tensorlogic.ops.common.triton_math import activate, activation_grad, dropou
 
 
 @triton.jit
-def shaped(x, KIND: tl.constexpr, HALF: tl.constexpr):
-    """The activation KIND of float32 x; HALF: the result is rounded to 16 bits next, and costs half the instructions."""
-    if HALF and (KIND == "gelu" or KIND == "gelu_tanh" or KIND == "silu"):
-        y, _ = combine(KIND, True, x, x, x)
+def shaped(x, KIND: tl.constexpr, INTO: tl.constexpr):
+    """The activation KIND of float32 x, which is rounded to the type INTO next; for 16 bits it costs half the instructions."""
+    if INTO.primitive_bitwidth == 16 and (KIND == "gelu" or KIND == "gelu_tanh" or KIND == "silu"):
+        y, _ = combine(KIND, INTO, x, x, x)
         return y
     else:
         return activate(x, KIND)
 
 
 @triton.jit
-def slope(dy, saved, KIND: tl.constexpr, HALF: tl.constexpr):
+def slope(dy, saved, KIND: tl.constexpr, INTO: tl.constexpr):
     """dy · act'(saved) likewise."""
-    if HALF and (KIND == "gelu" or KIND == "gelu_tanh" or KIND == "silu"):
-        y, _ = combine(KIND + "_bwd", True, dy, saved, saved)
+    if INTO.primitive_bitwidth == 16 and (KIND == "gelu" or KIND == "gelu_tanh" or KIND == "silu"):
+        y, _ = combine(KIND + "_bwd", INTO, dy, saved, saved)
         return y
     else:
         return activation_grad(dy, saved, KIND)
@@ -83,7 +83,7 @@ def row_statistics(
 def transform(
     x, saved, rm, M, rk, K, seed, offset, mean, rstd,
     row_mean_ptr, row_rstd_ptr, gamma_ptr, beta_ptr, p,
-    PROLOGUE: tl.constexpr, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, HALF: tl.constexpr,
+    PROLOGUE: tl.constexpr, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
     """prologue(x) of one tile [BLOCK_M, BLOCK_K] in float32.
 
@@ -91,9 +91,9 @@ def transform(
     statistics along K.
     """
     if PROLOGUE == "activation":
-        return shaped(x, KIND, HALF)
+        return shaped(x, KIND, INTO)
     elif PROLOGUE == "gradient":
-        return slope(x, saved, KIND, HALF)
+        return slope(x, saved, KIND, INTO)
     elif PROLOGUE == "dropout":
         if TRANSPOSED:
             return dropout(x, seed, offset, rk.to(tl.int64)[None, :] * M + rm[:, None], p)
@@ -152,7 +152,7 @@ def epilogue(
             bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, eps, rn, N
         )
     mask = (rm < M)[:, None] & (rn < N)[None, :]
-    HALF: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth == 16
+    INTO: tl.constexpr = y_ptr.dtype.element_ty
     if bias_ptr is not None:
         acc += bias[None, :]
     if z_ptr is not None and EARLY:
@@ -165,7 +165,7 @@ def epilogue(
         if not AHEAD:
             other = load_tile(residual_ptr + r_at, rm, M, rn, N, EVEN_M, EVEN_N)
         if OUTER == "gradient":
-            acc = slope(acc, other.to(tl.float32), KIND, HALF)
+            acc = slope(acc, other.to(tl.float32), KIND, INTO)
         else:
             acc += other.to(tl.float32)
     if OUTER == "dropout":
@@ -173,7 +173,7 @@ def epilogue(
         acc = dropout(acc, seed, offset, at, p)
     if z_ptr is not None and not EARLY:
         tl.store(z_ptr + y_at, acc.to(z_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_ptr + y_at, shaped(acc, ACTIVATION, HALF).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + y_at, shaped(acc, ACTIVATION, INTO).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -229,11 +229,17 @@ def fetch_tile(
 
 @triton.jit
 def multiply(x, w, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr):
-    """acc + x @ w; with ROWS products are only added lane by lane, [BLOCK_M, BLOCK_K, BLOCK_N]."""
+    """acc + x @ w; with ROWS products are only added lane by lane, [BLOCK_M, BLOCK_K, BLOCK_N].
+
+    Float32 tiles are summed on their own first: a chain of K additions would lose twice what PyTorch's product loses. (Naming
+    a bound on inexact sums keeps the compiler from chaining them.)
+    """
     if ROWS:
         return acc + x.to(tl.float32)[:, :, None] * w.to(tl.float32)
     elif UPCAST:
         return tl.dot(x.to(tl.float32), w.to(tl.float32), acc, input_precision="ieee")
+    elif x.dtype == tl.float32 and PRECISION == "ieee":
+        return acc + tl.dot(x, w, input_precision="ieee", max_num_imprecise_acc=1)
     else:
         return tl.dot(x, w, acc, input_precision=PRECISION)
 
@@ -364,7 +370,7 @@ def gemm_tiled(
             x = transform(
                 x.to(tl.float32), saved.to(tl.float32), rm, M, rk, K, seed, offset, mean, rstd,
                 row_mean_ptr, row_rstd_ptr, gamma_ptr, beta_ptr, p, PROLOGUE, KIND, TRANSPOSED,
-                w.dtype.primitive_bitwidth == 16,
+                w.dtype,
             ).to(w.dtype)  # fmt: skip
         if x_out_ptr is not None:  # noqa: SIM102  (settled by the compiler; the inner one at run time)
             if tile_n == 0:

@@ -37,12 +37,6 @@ def fetch(ptrs, live):
 
 
 @triton.jit
-def tanh(x):
-    """tanh(x) = 1 - 2 / (exp(2x) + 1): exact limits at both infinities, no overflow."""
-    return 1 - 2 / (tl.exp(2 * x) + 1)
-
-
-@triton.jit
 def relu(x):
     """max(x, 0) that keeps NaN, as torch.relu does."""
     return tl.where(x <= 0, 0.0, x)
@@ -64,16 +58,16 @@ def gelu_erf_grad(x):
 
 @triton.jit
 def gelu_tanh(x):
-    """x/2 (1 + tanh(√(2/π) (x + 0.044715 x³))): torch's gelu with approximate="tanh"."""
-    return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    """x/2 (1 + tanh(u)) = x σ(2u), u = √(2/π) (x + 0.044715 x³): torch's gelu with approximate="tanh"."""
+    return x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
 @triton.jit
 def gelu_tanh_grad(x):
-    """d/dx gelu_tanh(x) = (1 + t)/2 + x/2 (1 - t²) u', with t = tanh(u)."""
-    t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
-    slope = 0.7978845608028654 * (1 + 0.134145 * x * x)
-    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope
+    """d/dx x σ(2u) = σ + x σ (1 - σ) 2u', which keeps the digits that 1 + tanh(u) loses far below 0."""
+    s = 1 / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    slope = 1.5957691216057308 * (1 + 0.134145 * x * x)
+    return s + x * s * (1 - s) * slope
 
 
 @triton.jit

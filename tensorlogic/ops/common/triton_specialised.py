@@ -120,7 +120,7 @@ def multiply(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1)
         mine = staged.index(me)
-        HALF: gl.constexpr = True
+        INTO: gl.constexpr = y_desc.dtype
         if bias_ptr is not None:
             acc += bias[None, :]
         if OUTER == "none":
@@ -140,13 +140,13 @@ def multiply(
         if OUTER == "residual":
             acc += other
         elif OUTER == "gradient":
-            acc = slope(acc, other, KIND, HALF)
+            acc = slope(acc, other, KIND, INTO)
         if z_desc is not None and not EARLY:
             mine.store(acc.to(z_desc.dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(z_desc, [at_m, at_n], mine)
             tma.store_wait(0)
-        mine.store(shaped(acc, ACTIVATION, HALF).to(y_desc.dtype))
+        mine.store(shaped(acc, ACTIVATION, INTO).to(y_desc.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(y_desc, [at_m, at_n], mine)
         if OUTER != "none":

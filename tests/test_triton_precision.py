@@ -1,0 +1,88 @@
+"""Where careless kernels lose digits: small tails of activations, products that round to zero, long float32 sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from .test_triton_rows import DEVICE, default_device, rand  # noqa: F401  (a fixture)
+
+from tensorlogic.op import OPS  # isort: skip  (after the interpreter is asked for)
+from tensorlogic import checking, registry  # isort: skip
+from tensorlogic.ops.common import activations, gemm  # isort: skip
+from tensorlogic.ops.common import triton_elementwise as elementwise  # isort: skip
+
+FLAT = {"strategy": "flat", "BLOCK": 64, "stream": False, "num_warps": 4}
+
+
+def applied(op: str, dtype: str, *args: torch.Tensor) -> list[torch.Tensor]:
+    """The outputs of an element-wise kernel."""
+    inputs, outputs = elementwise.ELEMENTWISE[op]
+    made = [torch.full_like(args[0], float("nan")) for _ in range(outputs)]
+    names = [dtype] * (inputs + outputs)
+    run = elementwise.elementwise_launcher(
+        op, names, 1, args[0].numel(), ["full"] * inputs, FLAT, DEVICE
+    )
+    assert run(*args, *made)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
+def test_bfloat16_tails_keep_their_digits(kind: str) -> None:
+    x = -torch.linspace(4, 11, 64).bfloat16()
+    (y,) = applied(kind, "bf16", x)
+    want = activations.activate(x.double(), kind)
+    assert (want != 0).all()
+    assert ((y.double() - want).abs() <= 2**-7 * want.abs()).all()  # the interpreter cuts off
+
+
+def test_float32_slopes_of_tanh_gelu_keep_their_digits() -> None:
+    x = -torch.linspace(2, 6, 64)
+    (dx,) = applied("gelu_tanh_bwd", "f32", torch.ones(64), x)
+    leaf = x.double().requires_grad_()
+    u = leaf * torch.sigmoid((8 / torch.pi) ** 0.5 * (leaf + 0.044715 * leaf**3))
+    (want,) = torch.autograd.grad(u.sum(), leaf)
+    assert ((dx.double() - want).abs() <= 1e-4 * want.abs()).all()
+
+
+def test_gradient_of_a_product_that_rounds_to_zero_is_zero() -> None:
+    a, b = torch.full((8,), 2.0**-13).half(), torch.full((8,), 2.0**-12).half()
+    a[1::2] *= 2  # 2**-24, the smallest float16
+    da, _ = applied("mul_relu_bwd", "f16", torch.ones(8).half(), a, b)
+    assert torch.equal(da, torch.where(a * b > 0, b, 0))
+
+
+def test_a_product_made_again_from_its_operands_may_serve_backward() -> None:
+    registry.ready(DEVICE.type)
+    op = OPS["pointwise_backward"]
+    args = [rand(9, dtype="f16", seed=i) for i in range(3)]
+    y = torch.relu(args[1] * args[2])
+    key = op.key([*args, None, y, "mul_relu", "110"], "backward")
+    candidate = op.candidates["triton.flat"]
+    launch = candidate.bind(key, candidate.configs(key)[0], DEVICE)
+    found = checking.Checker(op, key, DEVICE).check(launch)
+    assert found, found.reason
+
+
+def test_long_float32_sums_are_summed_by_tiles() -> None:
+    """A chain of additions would be off by 3e-6 here."""
+    m, n, k = 16, 16, 1 << 14
+    x, w = rand(m, k).abs(), rand(k, n, seed=1).abs()
+    y = torch.empty(m, n)
+    spec = gemm.GemmSpec(
+        m, n, k, gemm.Operand("f32", k, 1), gemm.Operand("f32", n, 1), gemm.Operand("f32", n, 1)
+    )
+    config = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "GROUP_M": 8, "SPLIT": 1, "num_warps": 4, "num_stages": 2}  # fmt: skip
+    assert gemm.gemm_launcher(spec, config, DEVICE)(x, w, y)
+    want = x.double() @ w.double()
+    assert (y.double() - want).norm() <= 6e-7 * want.norm()
+
+
+def test_float64_gelu_is_a_reference_far_below_zero() -> None:
+    x = torch.tensor([-9.0, -1.0, 0.0, 3.0, float("inf")], dtype=torch.float64)
+    for kind in ("gelu", "gelu_tanh"):
+        y = activations.activate(x, kind)
+        near = F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+        assert torch.allclose(y, near, rtol=1e-12, atol=1e-15)
+        assert -1e-17 < y[0] < 0

@@ -51,6 +51,7 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.softmax.triton_rows",
     "tensorlogic.ops.softmax_cross_entropy.triton_rows",
     "tensorlogic.ops.attention_scores.triton_scores",
+    "tensorlogic.ops.attention_scores.triton_specialised",
     "tensorlogic.ops.precise_cuda",
 )
 METAL = (  # modules that register candidates for Apple GPUs

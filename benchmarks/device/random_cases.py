@@ -40,6 +40,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_ELEMENTS = 2**21  # of one tensor
 FAMILY = 20  # cases that share kernels
 VARIANTS = 2  # configurations of a candidate that a family compiles before it keeps to them
+MORE = 4  # checks of a candidate that seems wrong
+GRACE_S = 15.0  # to finish a family when the time is over
 ATTEMPTS = 50  # at arguments that fit together and into memory
 
 
@@ -229,7 +231,23 @@ def verdict(trial: Trial, checker: Checker) -> str:
         return f"refused: {type(problem).__name__}: {problem}"
     except Exception as problem:
         return f"wrong: raised {type(problem).__name__}: {problem}"
-    return "right" if found else f"wrong: {found.reason}"
+    if found:
+        return "right"
+    return again(trial, checker, launch, str(found.reason))
+
+
+def again(trial: Trial, checker: Checker, launch: Any, reason: str) -> str:
+    """ "wrong", or "unlucky": deterministic, off by rounding alone, and right on all of MORE other draws of the inputs.
+
+    Where sums cancel or a few elements make the output, eager's own error is a matter of luck, and so is twice of it.
+    """
+    with torch.no_grad():
+        same = sum(not checker.check(launch) for _ in range(MORE))
+        draws = (Checker(trial.op, trial.key, DEVICE, draw) for draw in range(1, MORE + 1))
+        others = sum(not other.check(launch) for other in draws)
+    rounding = "times" in reason and same == MORE and not others
+    text = f"{reason}; again in {same} of {MORE} checks of the same inputs, in {others} of {MORE} of others"
+    return f"{'unlucky' if rounding else 'wrong'}: {text}"
 
 
 def repeats(trial: Trial, checker: Checker, launch: Any) -> bool:
@@ -259,7 +277,7 @@ def run_family(number: int, seed: int, ops: Sequence[Op]) -> dict[str, Any]:
                 tally[f"{op.name} {candidate.id} {found.split(':')[0]}"] += 1
                 if found.startswith("refused"):
                     refused[f"{op.name} {candidate.id}"] = f"{key.text} {dict(config)}: {found}"
-                if found.startswith("wrong"):
+                if found.startswith(("wrong", "unlucky")):
                     wrong.append(f"case {case} {key.text}\n  {candidate.id} {dict(config)}: {found}")  # fmt: skip
                 if "illegal" in found or "misaligned" in found:  # nothing runs after it
                     return {"family": number, "tally": tally, "wrong": wrong, "compiled": 0, "stop": True}  # fmt: skip
@@ -274,6 +292,7 @@ def serve(seed: int, ops: Sequence[Op]) -> None:
     for line in sys.stdin:
         found = run_family(int(line), seed, ops)
         print(json.dumps(found), file=results, flush=True)
+        torch.cuda.empty_cache()
         if found.get("stop"):
             return
 
@@ -284,14 +303,20 @@ class Workers:
     def __init__(self, count: int, command: Sequence[str], families: Sequence[int]) -> None:
         self.command, self.found = command, queue.Queue[dict[str, Any] | None]()
         self.lock, self.waiting, self.count = threading.Lock(), iter(families), count
-        self.stopped = False
+        self.stopped, self.busy = False, dict[int, subprocess.Popen[str]]()
         for _ in range(count):
             threading.Thread(target=self._drive, daemon=True).start()
 
     def results(self) -> Iterator[dict[str, Any]]:
         """What each family found, as it comes."""
         while self.count:
-            result = self.found.get()
+            try:
+                result = self.found.get(timeout=GRACE_S if self.stopped else None)
+            except queue.Empty:
+                for number, worker in list(self.busy.items()):
+                    print(f"family {number} was not finished in time: go back to it", flush=True)
+                    worker.kill()
+                return
             if result is None:
                 self.count -= 1
             else:
@@ -317,11 +342,13 @@ class Workers:
         while (number := self._next()) is not None:
             assert worker.stdin is not None
             assert worker.stdout is not None
+            self.busy[number] = worker
             try:
                 print(number, file=worker.stdin, flush=True)
                 line = worker.stdout.readline()
             except OSError:
                 line = ""
+            del self.busy[number]
             if line:
                 self.found.put(json.loads(line))
             else:
@@ -367,7 +394,8 @@ def main() -> int:
         refused.update(found.get("refused", {}))
         for line in found["wrong"]:
             print(line, flush=True)
-        wrong, done, kernels = wrong + len(found["wrong"]), done + 1, kernels + found["compiled"]
+        wrong += sum(": unlucky: " not in line for line in found["wrong"])
+        done, kernels = done + 1, kernels + found["compiled"]
         if time.monotonic() - begin > asked.seconds:
             if workers is None:
                 break

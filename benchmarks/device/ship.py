@@ -1,20 +1,23 @@
 """Measures a grid of sizes on this GPU and writes the plans that are shipped for its model.
 
-python benchmarks/device/ship.py tensorlogic/shipped/nvidia-h200.json [--seconds 240]
+python benchmarks/device/ship.py tensorlogic/shipped/nvidia-h200.json [--seconds 150]
 
-The grid is none of the benchmark's or of a model's: sizes between are served by the nearest plan. Squares first, then rows
-of few and of many tokens, in float16 and bfloat16; recorded (training) calls of the squares last. Stops after `--seconds`,
-keeping what was measured.
+The grid is none of the benchmark's or of a model's: sizes between are served by the nearest plan. Squares, few rows and many,
+recorded (training) calls, rows of scores and losses, elements: in float16 and bfloat16, all in turn, so that whatever
+time there is covers each of them. Stops after `--seconds`, keeping what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import itertools
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +27,28 @@ os.environ["TENSORLOGIC_CACHE_DIR"] = tempfile.mkdtemp(prefix="tensorlogic-ship-
 import torch
 
 import tensorlogic
-from tensorlogic import compiling, stores, study
-from tensorlogic.bench.rows import meet
+from tensorlogic import compiling, policies, stores, study
+from tensorlogic.op import EAGER
 from tensorlogic.plans import environment, export_lockfile
 
-SQUARES = (
-    (96, 96, 96),
-    (384, 384, 384),
-    (768, 768, 768),
-    (1536, 1536, 1536),
-    (3072, 3072, 3072),
-    (6144, 6144, 6144),
-)
+SQUARES = (384, 1536, 96, 768, 3072, 6144)
 ROWS = (
     (4, 1024),
-    (32, 1024),
-    (128, 1024),
-    (512, 1024),
-    (2048, 1024),
-    (4, 5120),
-    (32, 5120),
     (128, 5120),
+    (32, 1024),
+    (512, 1024),
+    (4, 5120),
+    (128, 1024),
+    (2048, 1024),
+    (32, 5120),
     (512, 5120),
+)
+AHEAD = 24  # calls whose kernels compile while one is measured
+RECORDED = (
+    tensorlogic.softmax_cross_entropy,
+    tensorlogic.softmax,
+    tensorlogic.gelu,
+    tensorlogic.mul_relu,
 )
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -90,20 +93,46 @@ def others(dtype: torch.dtype) -> Iterator[Call]:
             yield fn, (a,)
 
 
+def groups(dtype: torch.dtype) -> Iterator[Iterator[Call]]:
+    """What is shipped in one dtype, by kind, the likeliest first in each."""
+    yield (call for n in SQUARES for call in products(n, n, n, dtype))
+    yield (call for m, k in ROWS for n in (3 * k, k // 4) for call in products(m, k, n, dtype))
+    yield (
+        (fn, (args[0].requires_grad_(), *args[1:]))
+        for n in SQUARES[:-1]
+        for fn, args in products(n, n, n, dtype)
+    )
+    yield others(dtype)
+    yield (
+        (fn, (args[0].requires_grad_(), *args[1:])) for fn, args in others(dtype) if fn in RECORDED
+    )
+
+
 def calls() -> Iterator[Call]:
-    """Everything that is shipped, the likeliest first."""
-    dtypes = (torch.float16, torch.bfloat16)
-    for dtype in dtypes:
-        for shape in SQUARES:
-            yield from products(*shape, dtype)
-    for dtype in dtypes:
-        for m, width in ROWS:
-            yield from products(m, width, 3 * width, dtype)
-            yield from products(m, 3 * width, width, dtype)
-        yield from others(dtype)
-    for shape in SQUARES[:-1]:
-        for fn, args in products(*shape, torch.float16):
-            yield fn, (args[0].requires_grad_(), *args[1:])
+    """Everything that is shipped, one of each kind in turn; float16 twice as often as bfloat16."""
+    f16, bf16 = (list(groups(dtype)) for dtype in (torch.float16, torch.bfloat16))
+    waiting = [group for pair in zip(f16, f16, bf16, strict=True) for group in pair]
+    while waiting:
+        for group in list(waiting):
+            call = next(group, None)
+            if call is None:
+                waiting.remove(group)
+            else:
+                yield call
+
+
+def ahead(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Start to compile what measuring this call and its backward pass will need."""
+    met: list[tuple[Any, ...]] = []
+    watching = replace(
+        policies.current(), tune="off", force=EAGER, observer=lambda *seen: met.append(seen), entries={}
+    )  # fmt: skip
+    with policies.use(watching):
+        out = fn(*args)
+        if out.requires_grad:
+            torch.autograd.grad(out, args[0], torch.ones_like(out))
+    for op, key, device in met:
+        compiling.submit(study.kernels(op, key, device))
 
 
 def main() -> int:
@@ -115,27 +144,23 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=240.0)
     given = parser.parse_args()
     begin, done, device = time.perf_counter(), 0, torch.device("cuda", torch.cuda.current_device())
-    ahead: list[Call] = []
-    for fn, args in calls():  # kernels of the next few compile while one is measured
-        ahead.append((fn, args))
-        if not args[0].requires_grad:
-            with torch.no_grad():
-                for op, key, where in meet(fn, args):
-                    compiling.submit(study.kernels(op, key, where))
-        if len(ahead) < 8:
-            continue
-        fn, args = ahead.pop(0)
+    waiting: collections.deque[Call] = collections.deque()
+    coming = calls()
+    while time.perf_counter() - begin < given.seconds:
+        for fn, args in itertools.islice(coming, AHEAD - len(waiting)):
+            ahead(fn, args)
+            waiting.append((fn, args))
+        if not waiting:
+            break
+        fn, args = waiting.popleft()
         tensorlogic.tune(fn, *args)
         done += 1
-        if time.perf_counter() - begin > given.seconds:
-            break
-    else:
-        for fn, args in ahead:
-            tensorlogic.tune(fn, *args)
-            done += 1
     plans = list(stores.current(device).plans())
     given.path.parent.mkdir(parents=True, exist_ok=True)
     export_lockfile(given.path, plans, [environment(device)])
+    kinds = collections.Counter((p.key.direction, p.key.tensors[0].dtype) for p in plans if p.key.tensors[0])  # fmt: skip
+    for (direction, dtype), count in sorted(kinds.items()):
+        print(f"{count:5d} {direction} {dtype}")
     print(
         f"{done} calls, {len(plans)} plans in {time.perf_counter() - begin:.0f} s -> {given.path}"
     )

@@ -1,0 +1,144 @@
+"""Host side of the warp-specialised attention scores: which they can be, their configurations, their launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ROWS = 64  # of q that a warpgroup takes at a time
+DEPTHS = (32, 64, 128)
+_REGISTERS = {2: (80, 112), 4: (96, 120)}  # a thread's at entry, and later of each consumer
+_SHARED = 227 * 1024
+# CONSUMERS, BLOCK_N, STAGES, ROUNDS, APART
+_LONG = ((4, 128, 4, 4, 1), (4, 128, 4, 2, 1), (4, 64, 8, 4, 1), (2, 64, 8, 4, 1), (2, 64, 8, 1, 0))
+_SHORT = ((2, 64, 8, 1, 0), (4, 64, 8, 1, 0), (4, 128, 4, 2, 1), (4, 128, 8, 1, 0))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """[B, H, rows, D] as one matrix of lines: where in it a batch and a head begin, as (row, column) steps."""
+
+    shape: tuple[int, int]
+    line: int
+    batch: tuple[int, int]
+    head: tuple[int, int]
+
+
+def heads(b: int, h: int, rows: int, d: int, strides: Sequence[int]) -> Heads | str:
+    """`strides` are those of batch, head and row; the last dimension lies together."""
+    line = strides[2]
+    steps = [_step(n, s, line) for n, s in zip((b, h), strides[:2], strict=True)]
+    if line % 8 or line < d or None in steps:
+        return "heads do not begin at a row and column of one matrix"
+    (batch, head) = (step or (0, 0) for step in steps)
+    last = [(b - 1) * i + (h - 1) * j for i, j in zip(batch, head, strict=True)]
+    if last[1] + d > line:
+        return "rows of several heads overlap"
+    return Heads((last[0] + rows, last[1] + d), line, batch, head)
+
+
+def _step(count: int, stride: int, line: int) -> tuple[int, int] | None:
+    if count == 1:
+        return (0, 0)
+    if stride % line == 0:
+        return (stride // line, 0)
+    return (0, stride) if stride < line else None
+
+
+def scores_refusal(s: int, t: int, d: int, dtype: str, align: int) -> str | None:
+    """None, or why bulk copies and warpgroups cannot make these scores."""
+    if dtype not in ("f16", "bf16") or align < 16:
+        return "16-bit floats at 16-byte addresses are required"
+    if d not in DEPTHS or s % ROWS or t % ROWS or not s * t:
+        return f"D in {DEPTHS}, and S and T in multiples of {ROWS}, are required"
+    return None
+
+
+def specialised_scores_configs(s: int, t: int, d: int) -> list[dict[str, Any]]:
+    """Configurations worth measuring, best guess first."""
+    found = [
+        dict(zip(("CONSUMERS", "BLOCK_N", "STAGES", "ROUNDS", "APART"), shape, strict=True))
+        for shape in (_LONG if t > 1024 else _SHORT)
+    ]
+    return [
+        c
+        for c in found
+        if t % c["BLOCK_N"] == 0
+        and s > ROWS * c["CONSUMERS"] * (c["ROUNDS"] - 1)
+        and _shared(t, d, c) <= _SHARED
+    ]
+
+
+def _stages(t: int, d: int, config: Mapping[str, Any]) -> tuple[int, bool]:
+    """Stages of the ring, and whether it holds all of a head's k."""
+    tiles = t // config["BLOCK_N"]
+    if tiles <= config["STAGES"]:
+        return tiles, True
+    return config["STAGES"], False
+
+
+def _shared(t: int, d: int, config: Mapping[str, Any]) -> int:
+    consumers, block_n = config["CONSUMERS"], config["BLOCK_N"]
+    stages, _ = _stages(t, d, config)
+    return 2 * (consumers * ROWS * (d + 2 * block_n) + stages * block_n * d) + 1024
+
+
+def specialised_scores_launcher(
+    shape: tuple[int, int, int, int, int],
+    dtype: str,
+    q: Heads,
+    k: Heads,
+    config: Mapping[str, Any],
+    device: torch.device,
+    cores: int,
+) -> Callable[..., bool]:
+    """A callable (q, k, y, scale) -> bool for scale > 0; shape is (B, H, S, T, D), y contiguous [B, H, S, T].
+
+    A neighbour's configuration gives way where it does not divide T.
+    """
+    from .triton_descriptors import Tiled
+    from .triton_launch import prepare
+    from .triton_scores_specialised import attention_scores_specialised
+
+    b, h, s, t, d = shape
+    if t % config["BLOCK_N"]:
+        config = {**config, "BLOCK_N": ROWS}
+    consumers, block_n, rounds = config["CONSUMERS"], config["BLOCK_N"], config["ROUNDS"]
+    groups = math.ceil(s / (ROWS * consumers * rounds))
+    units = b * h * groups
+    stages, resident = _stages(t, d, config)
+    entry, later = _REGISTERS[consumers]
+    together = max(
+        1, min(_SHARED // _shared(t, d, config), 65536 // (entry * 32 * 4 * (consumers + 1)))
+    )
+    tiled = {
+        "q_desc": Tiled(dtype, q.shape, q.line, (ROWS, d)),
+        "k_desc": Tiled(dtype, k.shape, k.line, (block_n, d)),
+        "y_desc": Tiled(dtype, (b * h * s, t), t, (ROWS, block_n)),
+    }
+    steps = {
+        f"{name}{which}_{part}": value
+        for name, matrix in (("q", q), ("k", k))
+        for which, pair in (("b", matrix.batch), ("h", matrix.head))
+        for part, value in zip(("row", "column"), pair, strict=True)
+    }
+    return prepare(
+        attention_scores_specialised,
+        grid=(min(units, cores * together), 1, 1),
+        tiled=tiled,
+        pointers={},
+        integers={**steps, "H": h, "S": s, "T": t, "groups": groups, "units": units},
+        floats=("scale",),
+        constexprs={
+            "CONSUMERS": consumers, "ROUNDS": rounds, "APART": config["APART"], "RESIDENT": resident, "REGISTERS": later,
+            "BLOCK_N": block_n, "STAGES": stages,
+        },
+        num_warps=4,
+        num_stages=1,
+        device=device,
+        registers=entry,
+    )  # fmt: skip

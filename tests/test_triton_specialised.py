@@ -1,0 +1,124 @@
+"""The warp-specialised products against float64 on a Hopper GPU; anywhere, which they refuse, and compiled without spills."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from .test_triton_gemm import COLUMNWISE, DEVICE, check, matrix, operand
+
+from tensorlogic.ops.common import gemm, gemm_specialised  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+RING = {  # CONSUMERS, BLOCK_N, BLOCK_K, STAGES
+    "one": (1, 32, 128, 4),
+    "two": (2, 128, 64, 3),
+    "three": (3, 64, 64, 3),
+}
+
+
+def specialised(shape: tuple[int, int, int, int], programs: int) -> dict[str, Any]:
+    """A configuration of the warp-specialised kernel."""
+    consumers, block_n, block_k, stages = shape
+    return {
+        "CONSUMERS": consumers, "BLOCK_M": 64 * consumers, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages,
+        "GROUP_M": 2, "SPLIT": 1, "programs": programs, "num_warps": 4, "num_stages": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("ring", RING)
+@pytest.mark.parametrize("programs", [1, 3, 100])
+@pytest.mark.parametrize("layouts", ["row column row", "column row row", "padded padded padded"])
+def test_specialised(ring: str, programs: int, layouts: str) -> None:
+    config, size = specialised(RING[ring], programs), {"m": 264, "n": 200, "k": 328, "align": 16}
+    check(config, layouts=layouts, bias="f16", outer="residual", activation="relu", z="f16", **size)
+    check(config, "bf16", layouts=layouts, **size)
+    check(config, layouts=layouts, outer="gradient", kind="gelu_tanh", **size)
+    vectors = dict.fromkeys(COLUMNWISE, "f32") | {"bias": "f16", "shift": "f16"}
+    check(config, layouts=layouts, activation="silu", z="f16", **vectors, **size)
+    check(config, layouts=layouts, activation="silu", z="f16", early_z=True, bias="f16", **size)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    "size", [(8, 8, 8), (1, 64, 64), (64, 8, 1000), (5, 4096, 8), (1000, 16, 24)]
+)
+@pytest.mark.parametrize("ring", RING)
+def test_specialised_at_edges(size: tuple[int, int, int], ring: str) -> None:
+    m, n, k = size
+    check(specialised(RING[ring], 4), m=m, n=n, k=k, bias="f16", align=16, outer="residual")
+
+
+def test_specialised_refuses_what_bulk_copies_cannot_reach() -> None:
+    f16 = {"x": Operand("f16", 64, 1), "w": Operand("f16", 1, 64), "y": Operand("f16", 64, 1)}
+    plain = GemmSpec(64, 64, 64, **f16)
+    assert gemm_specialised.specialised_refusal(plain) is None
+    assert gemm_specialised.specialised_refusal(replace(plain, w=Operand("f16", 64, 1))) is None
+    for change in (
+        {"align": 8},
+        {"x": Operand("f16", 65, 1)},  # rows begin at odd places
+        {"x": Operand("f16", 0, 1)},  # one row, repeated
+        {"x": Operand("f16", 32, 1)},  # rows overlap
+        {"x": Operand("f16", 128, 2)},
+        {"y": Operand("f16", 1, 64)},
+        {"y": Operand("f32", 64, 1)},
+        {"batch": 2},
+        {"prologue": "activation", "kind": "gelu"},
+        {"outer": "dropout"},
+    ):
+        assert gemm_specialised.specialised_refusal(replace(plain, **change)), change
+
+
+def test_a_neighbour_s_bulk_copies_give_way_where_rows_begin_at_odd_places() -> None:
+    from tensorlogic.ops.common.gemm_wiring import Product
+
+    x, w = matrix(40, 35, "f16"), matrix(35, 24, "f16", "column")
+    spec = GemmSpec(40, 24, 35, operand(x, "f16"), operand(w, "f16"), Operand("f16", 24, 1))
+    product = Product(spec, {"x": "x", "w": "w"}, {"y": ("y", (40, 24), "f16")})
+    config, y = specialised(RING["two"], 4), torch.full((40, 24), torch.nan, device=DEVICE).half()
+    assert product.arguments(config) == ("x", "w", "y")
+    assert product.workspace(config) == (0, 0)
+    assert product.start(config, DEVICE)(x, w, y)
+    torch.testing.assert_close(y.double(), x.double() @ w.double(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("side", [768, 1024, 1536, 2048, 3000, 4096, 8192])
+def test_specialised_configurations_fit(side: int) -> None:
+    spec = GemmSpec(
+        side, side, side, Operand("f16", side, 1), Operand("f16", 1, side), Operand("f16", side, 1)
+    )
+    offered = gemm_specialised.specialised_configs(spec, 132)
+    assert 0 < len(offered) <= gemm_specialised.MOST
+    for c in offered:
+        tiles = -(-side // c["BLOCK_M"]) * -(-side // c["BLOCK_N"])
+        assert 0 < c["programs"] <= tiles
+    assert not gemm_specialised.specialised_configs(replace(spec, m=64, n=64, k=64), 132)
+
+
+def test_specialised_compiles_without_spilling() -> None:
+    from tensorlogic.ops.common import triton_launch
+
+    def spec(n: int, w: Operand, **more: Any) -> GemmSpec:
+        return GemmSpec(n, n, n, Operand("f16", n, 1), w, Operand("f16", n, 1), **more)
+
+    residual = {"outer": "residual", "residual": Operand("f16", 2048, 1)}
+    wanted = [
+        spec(2048, Operand("f16", 1, 2048), bias="f16", activation="relu", **residual),
+        spec(1024, Operand("f16", 1024, 1), activation="gelu_tanh"),
+        spec(1024, Operand("f16", 1, 1024), **dict.fromkeys(COLUMNWISE, "f32")),
+    ]
+    jobs = [
+        gemm.gemm_jobs(s, config, 90)[0]
+        for s in wanted
+        for config in gemm_specialised.specialised_configs(s, 132)
+    ]
+    answers = triton_launch.resources_apart(jobs)
+    assert len(answers) == 3 * gemm_specialised.MOST
+    for a in answers:
+        assert isinstance(a, triton_launch.Resources), a
+        assert a.stack == 0 < a.registers <= 240, a

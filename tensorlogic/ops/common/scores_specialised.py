@@ -13,9 +13,9 @@ ROWS = 64  # of q that a warpgroup takes at a time
 DEPTHS = (32, 64, 128)
 _REGISTERS = {2: (80, 112), 4: (96, 120)}  # a thread's at entry, and later of each consumer
 _SHARED = 227 * 1024
-# CONSUMERS, BLOCK_N, STAGES, ROUNDS, APART
-_LONG = ((4, 128, 4, 4, 1), (4, 128, 4, 2, 1), (4, 64, 8, 4, 1), (2, 64, 8, 4, 1), (2, 64, 8, 1, 0))
-_SHORT = ((2, 64, 8, 1, 0), (4, 64, 8, 1, 0), (4, 128, 4, 2, 1), (4, 128, 8, 1, 0))
+# CONSUMERS, BLOCK_N, STAGES, BUFFERS, ROUNDS, APART
+_LONG = ((4, 128, 3, 2, 4, 1), (4, 128, 3, 2, 2, 1), (4, 64, 8, 2, 4, 1), (2, 64, 8, 2, 1, 0))
+_SHORT = ((2, 64, 8, 2, 1, 0), (4, 64, 8, 2, 1, 0), (4, 128, 3, 2, 2, 1), (4, 128, 4, 2, 1, 0))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,11 @@ def scores_refusal(s: int, t: int, d: int, dtype: str, align: int) -> str | None
 def specialised_scores_configs(s: int, t: int, d: int) -> list[dict[str, Any]]:
     """Configurations worth measuring, best guess first."""
     found = [
-        dict(zip(("CONSUMERS", "BLOCK_N", "STAGES", "ROUNDS", "APART"), shape, strict=True))
+        dict(
+            zip(
+                ("CONSUMERS", "BLOCK_N", "STAGES", "BUFFERS", "ROUNDS", "APART"), shape, strict=True
+            )
+        )
         for shape in (_LONG if t > 1024 else _SHORT)
     ]
     return [
@@ -84,7 +88,11 @@ def _stages(t: int, d: int, config: Mapping[str, Any]) -> tuple[int, bool]:
 def _shared(t: int, d: int, config: Mapping[str, Any]) -> int:
     consumers, block_n = config["CONSUMERS"], config["BLOCK_N"]
     stages, _ = _stages(t, d, config)
-    return 2 * (consumers * ROWS * (d + 2 * block_n) + stages * block_n * d) + 1024
+    tiles = consumers + config["APART"] * consumers // 2
+    return (
+        2 * (ROWS * (tiles * d + consumers * config["BUFFERS"] * block_n) + stages * block_n * d)
+        + 512
+    )
 
 
 def specialised_scores_launcher(
@@ -135,7 +143,7 @@ def specialised_scores_launcher(
         floats=("scale",),
         constexprs={
             "CONSUMERS": consumers, "ROUNDS": rounds, "APART": config["APART"], "RESIDENT": resident, "REGISTERS": later,
-            "BLOCK_N": block_n, "STAGES": stages,
+            "BUFFERS": config["BUFFERS"], "BLOCK_N": block_n, "STAGES": stages,
         },
         num_warps=4,
         num_stages=1,

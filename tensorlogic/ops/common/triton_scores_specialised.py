@@ -50,18 +50,41 @@ def larger(a, b):
 
 
 @gluon.jit
-def product(q, ks, full, at, phase, SUMS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """q kᵀ [ROWS, BLOCK_N] for the tile of k in stage `at`, once that is there."""
-    mbarrier.wait(full.index(at), phase)
+def product(q, k, there, phase, SUMS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """q kᵀ [ROWS, BLOCK_N], once the tile of k is there."""
+    mbarrier.wait(there, phase)
     under_way = warpgroup_mma(
-        q, ks.index(at).permute((1, 0)), gl.zeros([ROWS, BLOCK_N], gl.float32, SUMS), use_acc=False, is_async=True
+        q, k.permute((1, 0)), gl.zeros([ROWS, BLOCK_N], gl.float32, SUMS), use_acc=False, is_async=True
     )  # fmt: skip
     return warpgroup_mma_wait(0, deps=(under_way,))
 
 
 @gluon.jit
+def recount(
+    q, spare, there, k_desc, row, column, tiles, turn, factor, SUMS: gl.constexpr, SIDE: gl.constexpr, BLOCK_N: gl.constexpr
+):  # fmt: skip
+    """Maxima, times the factor, and sums of rows whose sums leave the range of float32 when counted from their first
+    tile's maximum: with the maximum so far, and k once more, by copies of one's own."""
+    peak = gl.full([ROWS], float("-inf"), gl.float32, SIDE)
+    norm = gl.zeros([ROWS], gl.float32, SIDE)
+    for step in range(tiles):
+        mbarrier.expect(
+            there, BLOCK_N * k_desc.block_type.shape[1] * (k_desc.dtype.primitive_bitwidth // 8)
+        )  # fmt: skip
+        tma.async_copy_global_to_shared(k_desc, [row + step * BLOCK_N, column], there, spare)
+        s = product(q, spare, there, turn & 1, SUMS, BLOCK_N)
+        turn += 1
+        higher = larger(peak, gl.reduce(s, 1, larger))
+        base = gl.where(higher == float("-inf"), 0.0, higher * factor)
+        norm = norm * gl.exp2(peak * factor - base) + gl.sum(gl.exp2(s * factor - base[:, None]), 1)
+        peak = higher
+    return gl.where(peak == float("-inf"), 0.0, peak * factor), norm, turn
+
+
+@gluon.jit
 def soften(
-    me, place, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
+    me, place, qs, ks, staged, asked, full, empty, q_desc, k_desc, y_desc,
+    qb_row, qb_column, qh_row, qh_column, kb_row, kb_column, kh_row, kh_column, H, S, T, groups, units, scale,
     LATE: gl.constexpr, ROUNDS: gl.constexpr, RESIDENT: gl.constexpr, CONSUMERS: gl.constexpr,
     BUFFERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -74,6 +97,11 @@ def soften(
     SIDE: gl.constexpr = gl.SliceLayout(1, SUMS)
     factor = scale * 1.4426950408889634
     tiles = T // BLOCK_N
+    D: gl.constexpr = q_desc.block_type.shape[1]
+    FIT: gl.constexpr = BUFFERS * ROWS // D  # tiles of k in the memory of this warpgroup's outputs
+    spare = staged._reinterpret(k_desc.dtype, [CONSUMERS * FIT, BLOCK_N, D], k_desc.layout).index(
+        me * FIT
+    )
     shift = gl.zeros([ROWS], gl.float32, SIDE)  # of the rows to be written next
     coming = gl.zeros([ROWS], gl.float32, SIDE)  # of those that were counted last
     done = 0
@@ -106,27 +134,49 @@ def soften(
                 )
                 mbarrier.wait(asked.index(me), turn & 1)
                 turn += 1
-                peak = gl.full([ROWS], float("-inf"), gl.float32, SIDE)
-                norm = gl.zeros([ROWS], gl.float32, SIDE)
-                for step in range(tiles):
+                at = 0 if RESIDENT else done % STAGES
+                phase = visit & 1 if RESIDENT else done // STAGES & 1
+                s = product(q, ks.index(at), full.index(at), phase, SUMS, BLOCK_N)
+                mbarrier.arrive(empty.index(at), count=1, pred=last)
+                done += 1
+                peak = gl.max(s, 1)
+                base = gl.where(peak == float("-inf"), 0.0, peak * factor)
+                norm = gl.sum(gl.exp2(s * factor - base[:, None]), 1)
+                for step in range(1, tiles):
                     at = step if RESIDENT else done % STAGES
                     phase = visit & 1 if RESIDENT else done // STAGES & 1
-                    s = product(q, ks, full, at, phase, SUMS, BLOCK_N)
+                    s = product(q, ks.index(at), full.index(at), phase, SUMS, BLOCK_N)
                     mbarrier.arrive(empty.index(at), count=1, pred=last)
                     done += 1
-                    higher = larger(peak, gl.reduce(s, 1, larger))
-                    base = gl.where(higher == float("-inf"), 0.0, higher * factor)
-                    e = gl.exp2(s * factor - base[:, None])
-                    norm = norm * gl.exp2(peak * factor - base) + gl.sum(e, 1)
-                    peak = higher
-                coming = gl.where(peak == float("-inf"), 0.0, peak * factor) + gl.log2(norm)
+                    norm += gl.sum(gl.exp2(s * factor - base[:, None]), 1)
+                if gl.min(((norm > 1e-30) & (norm < 1e38)).to(gl.int32), 0) == 0:
+                    tma.store_wait(0)
+                    row, column = (
+                        head // H * kb_row + head % H * kh_row,
+                        head // H * kb_column + head % H * kh_column,
+                    )
+                    base, norm, turn = recount(
+                        q,
+                        spare,
+                        asked.index(me),
+                        k_desc,
+                        row,
+                        column,
+                        tiles,
+                        turn,
+                        factor,
+                        SUMS,
+                        SIDE,
+                        BLOCK_N,
+                    )
+                coming = base + gl.log2(norm)
                 if (not LATE) | (cycle == 0):
                     shift = coming
             else:
                 for step in range(tiles):
                     at = step if RESIDENT else done % STAGES
                     phase = visit & 1 if RESIDENT else done // STAGES & 1
-                    s = product(q, ks, full, at, phase, SUMS, BLOCK_N)
+                    s = product(q, ks.index(at), full.index(at), phase, SUMS, BLOCK_N)
                     mbarrier.arrive(empty.index(at), count=1, pred=last)
                     done += 1
                     y = gl.exp2(s * factor - shift[:, None]).to(y_desc.dtype)
@@ -175,9 +225,11 @@ def attention_scores_specialised(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (soften, (0, 0, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
+                (soften, (0, 0, qs, ks, staged, asked, full, empty, q_desc, k_desc, y_desc,
+            qb_row, qb_column, qh_row, qh_column, kb_row, kb_column, kh_row, kh_column, H, S, T, groups, units, scale,
             0, ROUNDS, RESIDENT, CONSUMERS, BUFFERS, BLOCK_N, STAGES)),
-                (soften, (1, HALF + 0 * (1 + APART), qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
+                (soften, (1, HALF + 0 * (1 + APART), qs, ks, staged, asked, full, empty, q_desc, k_desc, y_desc,
+            qb_row, qb_column, qh_row, qh_column, kb_row, kb_column, kh_row, kh_column, H, S, T, groups, units, scale,
             APART, ROUNDS, RESIDENT, CONSUMERS, BUFFERS, BLOCK_N, STAGES)),
                 (stream, (ks, full, empty, k_desc, kb_row, kb_column, kh_row, kh_column, H, T, groups, units,
             ROUNDS, RESIDENT, BLOCK_N, STAGES)),
@@ -188,13 +240,17 @@ def attention_scores_specialised(
         gl.static_assert(CONSUMERS == 4)
         gl.warp_specialize(
             [
-                (soften, (0, 0, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
+                (soften, (0, 0, qs, ks, staged, asked, full, empty, q_desc, k_desc, y_desc,
+            qb_row, qb_column, qh_row, qh_column, kb_row, kb_column, kh_row, kh_column, H, S, T, groups, units, scale,
             0, ROUNDS, RESIDENT, CONSUMERS, BUFFERS, BLOCK_N, STAGES)),
-                (soften, (1, 1, qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
+                (soften, (1, 1, qs, ks, staged, asked, full, empty, q_desc, k_desc, y_desc,
+            qb_row, qb_column, qh_row, qh_column, kb_row, kb_column, kh_row, kh_column, H, S, T, groups, units, scale,
             0, ROUNDS, RESIDENT, CONSUMERS, BUFFERS, BLOCK_N, STAGES)),
-                (soften, (2, HALF + 0 * (1 + APART), qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
+                (soften, (2, HALF + 0 * (1 + APART), qs, ks, staged, asked, full, empty, q_desc, k_desc, y_desc,
+            qb_row, qb_column, qh_row, qh_column, kb_row, kb_column, kh_row, kh_column, H, S, T, groups, units, scale,
             APART, ROUNDS, RESIDENT, CONSUMERS, BUFFERS, BLOCK_N, STAGES)),
-                (soften, (3, HALF + 1 * (1 + APART), qs, ks, staged, asked, full, empty, q_desc, y_desc, qb_row, qb_column, qh_row, qh_column, H, S, T, groups, units, scale,
+                (soften, (3, HALF + 1 * (1 + APART), qs, ks, staged, asked, full, empty, q_desc, k_desc, y_desc,
+            qb_row, qb_column, qh_row, qh_column, kb_row, kb_column, kh_row, kh_column, H, S, T, groups, units, scale,
             APART, ROUNDS, RESIDENT, CONSUMERS, BUFFERS, BLOCK_N, STAGES)),
                 (stream, (ks, full, empty, k_desc, kb_row, kb_column, kh_row, kh_column, H, T, groups, units,
             ROUNDS, RESIDENT, BLOCK_N, STAGES)),

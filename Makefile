@@ -39,7 +39,7 @@ tables: setup
 	$(PYTHON) -m tensorlogic.bench.readme README.md
 
 # Without the caching allocator every tensor is an allocation of its own, whose edges memcheck sees.
-SANITIZED = tests/test_triton_gemm.py tests/test_triton_columns.py tests/test_triton_rows.py tests/test_triton_scores.py
+SANITIZED = $(wildcard tests/test_triton_gemm.py tests/test_triton_specialised.py tests/test_triton_columns.py tests/test_triton_rows.py tests/test_triton_scores*.py tests/test_triton_precision.py)
 sanitize: setup
 	for tool in memcheck racecheck initcheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes application-only \

@@ -1,0 +1,85 @@
+"""The plans in the package: readable, for the device they name, and what the first call on such a device is served by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorlogic
+from tensorlogic import plan_files, plans, registry, stores
+from tensorlogic.op import OPS
+from tensorlogic.ops.common.activations import activate
+from tensorlogic.plans import Environment, Plan, environment, export_lockfile
+
+CPU = torch.device("cpu")
+PATHS = sorted(plans.SHIPPED.glob("*.json"))
+
+
+def packaged(path: Path) -> list[Plan]:
+    found = plan_files.read(path)
+    assert found.damage is None
+    return [Plan.from_json(record) for record in found.records.values()]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
+def test_packaged_plans_are_whole_and_of_the_device_they_name(path: Path) -> None:
+    about = Environment.from_json(plan_files.read(path).environments["cuda"])
+    assert about.device.lower().replace(" ", "-") == path.stem
+    names = {"torch.eager"} | {c for op in OPS.values() for c in op.candidates}
+    for plan in packaged(path):
+        assert plan.key.op in OPS
+        assert plan.key.device == "cuda"
+        assert {e.candidate for e in plan.evidence} >= {plan.eager, plan.captured}
+        assert plan.eager in names or plan.eager.split(".")[0] in ("triton", "cublaslt")
+
+
+def test_the_first_call_on_the_device_takes_the_shipped_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU under the H200's name, where Triton's interpreter stands for its kernels, whose sources are today's."""
+    pytest.importorskip("triton")
+    registry.ready("cpu")
+    op, h200 = OPS["linear"], replace(environment(CPU), device="NVIDIA H200")
+    if op.candidates["triton.tiled"].available("cpu"):
+        pytest.skip("needs Triton's interpreter")
+    monkeypatch.setattr(stores, "environment", lambda device: h200)
+    monkeypatch.setattr(plans, "SHIPPED", tmp_path / "shipped")
+    x, w, b = torch.randn(96, 96).half(), torch.randn(96, 96).half(), torch.randn(96).half()
+    keys = {
+        op.key([x, w, b, None, activation, False], "inference"): activation
+        for activation in (None, "relu", "gelu_tanh", "silu")
+    }
+    plan = next(
+        p
+        for p in packaged(PATHS[0])
+        if p.eager == "triton.tiled" and replace(p.key, device="cpu") in keys
+    )
+    evidence = [
+        replace(e, source=op.candidates[e.candidate].source)
+        for e in plan.evidence
+        if e.candidate in op.candidates
+    ]
+    here = replace(plan, key=replace(plan.key, device="cpu"), evidence=evidence)
+    measured = replace(h200, driver="an older one")
+    export_lockfile(tmp_path / "shipped" / "nvidia-h200.json", [here], [measured])
+    stores.forget()
+    bound: list[Any] = []
+
+    tiled = op.candidates["triton.tiled"]
+
+    def bind(key: Any, config: Any, device: torch.device) -> Any:
+        bound.append((key.text, dict(config)))
+        return tiled.bind(key, config, device)
+
+    watched = replace(tiled, bind=bind)
+    assert watched.source == tiled.source
+    monkeypatch.setitem(op.candidates, "triton.tiled", watched)
+    activation = keys[here.key]
+    y = tensorlogic.linear(x, w, b, None, activation)
+    assert bound == [(here.key.text, dict(plan.eager_config))]
+    want = activate(x.double() @ w.double().T + b, activation or "none")
+    assert (y.double() - want).norm() <= 1e-3 * want.norm()

@@ -5,6 +5,11 @@ A marker names a result file (relative to the Markdown file) and what to show of
     <!-- bench benchmarks/results/cpu.json category=fusion dtype=f16 -->
     <!-- end bench -->
 
+or names the figures of the notes that this work began from, and result files to put beside them:
+
+    <!-- figures fused benchmarks/results/cpu.json benchmarks/results/h200.json -->
+    <!-- end figures -->
+
 `category`, `op`, `dtype` and `size` select rows (several values separated by commas), `show=summary` gives the summary.
 """
 
@@ -15,13 +20,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import summary, tables
+from . import figures, summary, tables
 from .problems import Problem
 from .results import Results, Row, load
 from .sizes import parse
 
 BLOCK = re.compile(
-    r"(<!-- bench (?P<spec>[^>]+?) -->\n)(?P<body>.*?)(<!-- end bench -->)", re.DOTALL
+    r"(<!-- (?P<kind>bench|figures) (?P<spec>[^>]+?) -->\n)(?P<body>.*?)(<!-- end (?P=kind) -->)",
+    re.DOTALL,
 )
 HEADS = (
     "operation",
@@ -40,7 +46,14 @@ FIELDS = ("category", "op", "dtype", "size")
 
 def rendered(text: str, folder: Path) -> str:
     """The text with every marked block made anew."""
-    return BLOCK.sub(lambda m: f"{m[1]}{_block(m['spec'], folder)}\n{m[4]}", text)
+    made = {"bench": _block, "figures": _figures}
+    return BLOCK.sub(lambda m: f"{m[1]}{made[m['kind']](m['spec'], folder)}\n{m[5]}", text)
+
+
+def _figures(spec: str, folder: Path) -> str:
+    """`fused` or `others`, then the result files whose columns follow one another."""
+    part, *names = spec.split()
+    return figures.tables([load(folder / n) for n in names], (folder / names[0]).parent, part)
 
 
 def _block(spec: str, folder: Path) -> str:

@@ -1,6 +1,6 @@
 # make bench   set up, then the quick benchmark: a table on screen, a result file, and a report to look at
 # make test    set up, then formatting, lint, types and tests
-# make tables  write the tables of README.md anew from benchmarks/results/
+# make tables  write the tables of README.md, README.ja.md and docs/figures.md anew from benchmarks/results/
 # make sanitize   the kernel tests on a GPU under compute-sanitizer: memory, races, reads of what nobody wrote
 # make clean   remove what set-up and runs have made
 #
@@ -15,6 +15,7 @@ TRITON ?= triton==3.7.1; platform_system == 'Linux' and platform_machine == 'x86
 RESULT ?= reports/bench.json
 BENCH ?= --quick
 JOBS ?= 2
+GENERATED = README.md README.ja.md docs/figures.md
 
 ifeq ($(strip $(VENV)),)
 PYTHON ?= python3
@@ -32,11 +33,11 @@ test: setup
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m tensorlogic.bench.readme --check README.md
+	$(PYTHON) -m tensorlogic.bench.readme --check $(GENERATED)
 	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile
 
 tables: setup
-	$(PYTHON) -m tensorlogic.bench.readme README.md
+	$(PYTHON) -m tensorlogic.bench.readme $(GENERATED)
 
 # Without the caching allocator every tensor is an allocation of its own, whose edges memcheck sees.
 SANITIZED = $(wildcard tests/test_triton_gemm.py tests/test_triton_specialised.py tests/test_triton_columns.py tests/test_triton_rows.py tests/test_triton_scores*.py tests/test_triton_precision.py)

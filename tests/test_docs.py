@@ -17,12 +17,16 @@ import tensorlogic
 from tests import doc_runner
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted(
+EVERY = sorted(
     str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
 )
+TRANSLATED = [name for name in EVERY if name.endswith(".ja.md")]
+DOCUMENTS = [name for name in EVERY if name not in TRANSLATED]  # whose code runs
+MARKED = re.compile(r"<!-- (\w+) .*?<!-- end \1 -->", re.DOTALL)
+COMMENT = re.compile(r"\s+# .*$", re.MULTILINE)
 NAMES = [f"tensorlogic.{name}" for name in tensorlogic.__all__]
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)]+)\)")
-DOCS = ("index", "tutorial", "best-practices", "method", "architecture")
+DOCS = ("index", "tutorial", "how-to", "best-practices", "method", "architecture", "figures")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +63,29 @@ def test_every_public_name_has_an_example_that_runs(
     assert results[name]["ran"] >= 1, f"{name} has no example"
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_translations_are_faithful(name: str) -> None:
+    """The same code but for its comments, the same generated tables, headings of the same depth, links and words of code."""
+    text, original = ((ROOT / n).read_text() for n in (name, name.replace(".ja", "")))
+    code, theirs = (
+        [(lang, COMMENT.sub("", code)) for lang, code, _ in doc_runner.blocks(t) if lang != "text"]
+        for t in (text, original)
+    )
+    assert code == theirs
+    assert [m[0] for m in MARKED.finditer(text)] == [m[0] for m in MARKED.finditer(original)]
+    prose = [re.sub(r"```.*?```", "", MARKED.sub("", t), flags=re.DOTALL) for t in (text, original)]
+    depths = [re.findall(r"^#+(?= )", p, re.MULTILINE) for p in prose]
+    assert depths[0] == depths[1]
+    ours, others = (set(LINK.findall(p)) - {name, name.replace(".ja", "")} for p in prose)
+    assert ours == others
+    words = [set(re.findall(r"`([^`]+)`", re.sub(r"\s+", " ", p))) for p in prose]
+    assert words[0] == words[1]
+    assert len([p for p in prose[0].split("\n\n") if p.strip()]) == len(
+        [p for p in prose[1].split("\n\n") if p.strip()]
+    )
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_links_lead_somewhere(name: str) -> None:
     for target in LINK.findall((ROOT / name).read_text()):
         if "://" in target:
@@ -121,7 +147,7 @@ def test_the_runner_reports_what_fails(tmp_path: Path) -> None:
 
 def test_every_extra_that_the_documents_name_exists() -> None:
     declared = (ROOT / "pyproject.toml").read_text()
-    for name in DOCUMENTS:
+    for name in EVERY:
         for extra in re.findall(r"tensorlogic-engine\[(\w+)\]", (ROOT / name).read_text()):
             assert re.search(rf"^{extra} = \[", declared, re.MULTILINE), f"{name} names {extra}"
     assert importlib.util.find_spec("tensorlogic") is not None

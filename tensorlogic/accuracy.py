@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROWS = 32  # looked at to either side: rows of the left operand, columns of the right one
+ROWS = 32  # whose error is measured: rows of the left operand, columns of the right one
+SKETCH, RUN = 64, 16  # elements of every row that the statistics see, in runs of so many
 BATCHES = 4  # matrices of a batch that are looked at
 FLOOR = (
     2.0**-50
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the error of a product follows, on samples of its operands and of its result.
+    """What the error of a product follows: every row and column of operands and result, by a sketch of its elements.
 
     `cancels`: largest norm of a row of left times the norm of right, over the norm of that row of the result (and the same
     for columns); `crest`: largest element over the root mean square of a row; `low`, `high`: binary exponents of the
@@ -132,81 +132,90 @@ def _norms(t: Tensor, dim: int) -> Tensor:
 
 
 def statistics(parts: Iterable[Part | None], outs: Iterable[Tensor | None]) -> Statistics:
-    """The largest of the statistics of every part, from samples of a few dozen rows and columns."""
-    found: list[Tensor] = []
+    """The largest of the statistics of every part: all rows and columns, by a few dozen elements of each."""
+    found: list[list[float]] = []
     for part, out in _pairs(parts, outs):
-        if out.numel() == 0 or part.left.numel() == 0:
-            continue
-        m, n = out.shape
-        if out.is_cuda:
-            found.append(_looked(part, out))
-        else:
-            found.append(_statistics(part, out, max(1, m // ROWS), max(1, n // ROWS)))
+        if out.numel() and part.left.numel():
+            found.append(looked(part, out) if out.is_cuda else sketched(part, out))
     if not found:
         return Statistics(0.0, 0.0, 0.0, 0.0)
-    cancels, crest, low, high = torch.stack(found).amax(0).tolist()
+    cancels, crest, low, high = (max(values) for values in zip(*found, strict=True))
     return Statistics(cancels, crest, -low, high)
 
 
-def _looked(part: Part, out: Tensor) -> Tensor:
+def looked(part: Part, out: Tensor) -> list[float]:
     """The same on a GPU, in one launch and one wait; infinite where a kernel has met a value that did not fit."""
     from .ops.common import triton_split  # needs Triton
 
     if out.is_complex() or part.left.is_complex() or part.right.is_complex():
-        m, n = out.shape
-        found = _statistics(part, out, max(1, m // ROWS), max(1, n // ROWS)).cpu()
-        return found + math.inf if triton_split.noted(out.device) else found
-    samples, rows, spoilt = triton_split.look(part.left, part.right, out, ROWS)
-    if spoilt or not np.isfinite(samples).all():
-        return torch.full((4,), math.inf, dtype=torch.float64)
-    return torch.tensor(_of_samples(samples, rows, part, out), dtype=torch.float64)
+        found = sketched(part, out)
+        return [math.inf] * 4 if triton_split.noted(out.device) else found
+    table, rows, spoilt = triton_split.look(part.left, part.right, out)
+    return [math.inf] * 4 if spoilt else _summed(table[:rows], table[rows:], part, out)
 
 
-def _of_samples(samples: Any, rows: int, part: Part, out: Tensor) -> list[float]:
-    """(cancels, crest, -low, high) of a table of (norm², peak, norm² of the result), in NumPy: a fifth of PyTorch's time."""
-    squares, peaks, results = samples.T
-    left = math.sqrt(squares[:rows].mean() * out.shape[0])
-    right = math.sqrt(squares[rows:].mean() * out.shape[1])
-    norms, whole = np.sqrt(squares), np.sqrt(results)
-    bound = norms * right
-    bound[rows:] = norms[rows:] * left
-    silent = (whole == 0) & ((bound == 0) | (part.activation == "relu"))
-    share = np.where(silent, 0.0, bound / np.maximum(whole, sys.float_info.min))
-    there = norms > 0
-    if not there.any():
-        return [float(share.max()), 0.0, 0.0, 0.0]
-    crest = (peaks[there] / norms[there]).max() * math.sqrt(max(part.left.shape[1], 1))
-    low, high = math.log2(peaks[there].min()), math.log2(peaks[there].max())
-    return [float(share.max()), float(crest), -low, max(high, 0.0 if not there.all() else high)]
+def sketched(part: Part, out: Tensor) -> list[float]:
+    """(cancels, crest, -low, high), by PyTorch."""
+    k, ms, ns = spans(part.left.shape[1]), spans(out.shape[0]), spans(out.shape[1])
+    tables = []
+    for operand, result in (
+        (torch.cat([part.left[:, s] for s in k], 1), torch.cat([out[:, s] for s in ns], 1)),
+        (torch.cat([part.right[s] for s in k]).mT, torch.cat([out[s] for s in ms]).mT),
+    ):
+        squares = _norms(operand, 1).square()
+        peaks = operand.abs().amax(1).to(torch.float64)
+        results = _norms(result, 1).square()
+        there, told = squares > 0, results > 0
+        tables.append(
+            torch.stack(
+                (
+                    squares.sum(),
+                    torch.where(told, squares / results, 0).amax(),
+                    torch.where(there, peaks.square() / squares, 0).amax(),
+                    torch.where(there, peaks, math.inf).amin(),
+                    peaks.amax(),
+                )
+            )
+        )
+    rows, columns = torch.stack(tables).cpu().numpy()
+    return _summed(rows[None], columns[None], part, out)
 
 
-def _statistics(part: Part, out: Tensor, step_m: int, step_n: int) -> Tensor:
-    rows, columns = part.left[::step_m], part.right[:, ::step_n]
-    across, down = _norms(rows, 1), _norms(columns, 0)
-    left = across.square().sum().mul(out.shape[0] / across.numel()).sqrt()
-    right = down.square().sum().mul(out.shape[1] / down.numel()).sqrt()
-    cancels = torch.maximum(
-        _share(across * right, _norms(out[::step_m], 1), part).amax(),
-        _share(down * left, _norms(out[:, ::step_n], 0), part).amax(),
+def spans(n: int) -> list[slice]:
+    """Which elements of a row stand for it: all up to 64, else four runs of 16."""
+    if n <= SKETCH:
+        return [slice(0, n)]
+    return [slice(i * step(n), i * step(n) + RUN) for i in range(SKETCH // RUN)]
+
+
+def step(n: int) -> int:
+    """From run to run."""
+    return RUN if n <= SKETCH else (n - RUN) // (SKETCH // RUN - 1)
+
+
+def _summed(rows: Any, columns: Any, part: Part, out: Tensor) -> list[float]:
+    """Of tables of (sum of norms², largest norm² over result², largest peak² over norm², least and largest peak)."""
+    (m, n), k = out.shape, part.left.shape[1]
+    if not (
+        np.isfinite(rows[:, (0, 1, 2, 4)]).all() and np.isfinite(columns[:, (0, 1, 2, 4)]).all()
+    ):
+        return [math.inf] * 4
+    share = max(k, 1) / min(max(k, 1), SKETCH)
+    left, right = share * rows[:, 0].sum(), share * columns[:, 0].sum()
+    across = rows[:, 1].max() * right * share / (n / min(n, SKETCH))
+    down = columns[:, 1].max() * left * share / (m / min(m, SKETCH))
+    crest = max(rows[:, 2].max(), columns[:, 2].max()) * min(max(k, 1), SKETCH)
+    low, high = (
+        min(rows[:, 3].min(), columns[:, 3].min()),
+        max(rows[:, 4].max(), columns[:, 4].max()),
     )
-    peaks = rows.abs().amax(1).to(torch.float64), columns.abs().amax(0).to(torch.float64)
-    return _summed(cancels, torch.cat((across, down)), torch.cat(peaks), part.left.shape[1])
-
-
-def _summed(cancels: Tensor, norms: Tensor, peaks: Tensor, depth: int) -> Tensor:
-    """(cancels, crest, -low, high)."""
-    there = norms > 0
-    crest = torch.where(there, peaks * math.sqrt(max(depth, 1)) / norms, 0).amax()
-    exponent = torch.log2(torch.where(there, peaks, 1))
-    low, high = -torch.where(there, exponent, torch.inf).amin(), exponent.amax()
-    low = torch.where(there.any(), low, 0)
-    return torch.stack((cancels, crest, low, high))
-
-
-def _share(bound: Tensor, norm: Tensor, part: Part) -> Tensor:
-    """bound / norm; rows that are zero on both sides, or that a relu has cleared, say nothing."""
-    silent = (norm == 0) & ((bound == 0) | (part.activation == "relu"))
-    return torch.where(silent, 0, bound / norm.clamp_min(torch.finfo(torch.float64).tiny))
+    low = math.log2(low) if 0 < low < math.inf else 0.0
+    return [
+        math.sqrt(max(across, down)),
+        math.sqrt(crest),
+        -low,
+        math.log2(high) if high > 0 else 0.0,
+    ]
 
 
 def error(parts: Iterable[Part | None], outs: Iterable[Tensor | None], seed: int = 0) -> float:
@@ -235,7 +244,8 @@ def _turned(part: Part, out: Tensor) -> tuple[Part, Tensor]:
 
 def _error(part: Part, out: Tensor, seed: int) -> float:
     bound = _norms(part.left, 1) * _norms(part.right, 1).square().sum().sqrt()
-    index = _sample(_share(bound, _norms(out, 1), part), seed)
+    share = bound / _norms(out, 1).clamp_min(torch.finfo(torch.float64).tiny)
+    index = _sample(torch.where(bound > 0, share, 0), seed)
     z = _wide(part.left[index]) @ _wide(part.right)
     if part.bias is not None:
         z = z + _wide(part.bias)

@@ -19,9 +19,10 @@ from .precision import PrecisionWarning
 from .study import BIND_ERRORS
 
 LOG = logging.getLogger("tensorlogic")
-MARGIN = 1.25  # how much worse rows that were not looked at may be than those that were
+MARGIN = 1.2  # how much worse rows that were not looked at may be than those that were
 HOPELESS = 16.0  # a form that brings so many times the budget on normal inputs is not tried
 MOST_KNOWN = 64  # errors kept for one key
+LAST: list[str] = []  # the candidates that served last, for those who watch
 _KNOWN: dict[tuple[str, str], list[Known]] = {}
 
 
@@ -35,6 +36,12 @@ class Held:
     error: float
     statistics: Statistics
     rtol: float
+    margin: float
+
+    @property
+    def missed(self) -> bool:
+        """Whether it may be beyond the budget."""
+        return self.error * self.margin > self.rtol
 
     def covers(self, now: Statistics) -> bool:
         """Whether the measured error still tells of data with these statistics."""
@@ -46,7 +53,7 @@ class Held:
             grown = 1.0
         if form_of(self.candidate).startswith(("int8", "fp8")):
             grown *= max(1.0, now.crest / max(then.crest, 1e-30))
-        room = self.rtol / (MARGIN * self.error) if self.error > 0 else math.inf
+        room = self.rtol / (self.margin * self.error) if self.error > 0 else math.inf
         if room < 1:  # already beyond the budget: what gets better may be served better
             return 0.8 <= grown <= 1.1
         return 1 / 64 <= grown <= room and now.low >= then.low - 4 and now.high <= then.high + 4
@@ -65,8 +72,14 @@ class Adaptive:
         if held is not None:
             outs = held.launch(*dynamic)
             if outs is not None and held.covers(self._look(dynamic, outs)):
+                if held.missed:
+                    self._warn(held)
+                _note(held)
                 return outs
-        return self._choose(dynamic)
+        outs = self._choose(dynamic)
+        assert self.held is not None
+        _note(self.held)
+        return outs
 
     def _parts(self, dynamic: Sequence[Any]) -> Any:
         assert self.op.measure is not None
@@ -85,11 +98,11 @@ class Adaptive:
                 continue
             if best is None or tried[0].error < best[0].error:
                 best = tried
-            if tried[0].error * MARGIN <= self.rtol:
+            if not tried[0].missed:
                 break
         assert best is not None  # torch.eager is always tried last, and its failure is the caller's
         self.held = best[0]
-        if best[0].error * MARGIN > self.rtol:
+        if best[0].missed:
             self._warn(best[0])
         return best[1]
 
@@ -126,7 +139,8 @@ class Adaptive:
             error = accuracy.error(parts, outs) if found is None else found
         if found is None:
             remember(self.key, self.device, Known(candidate.id, candidate.source, error, now))
-        return Held(candidate, config, launch, error, now, self.rtol), outs
+        margin = margin_of(outs)
+        return Held(candidate, config, launch, error, now, self.rtol, margin), outs
 
     def _remembered(self, candidate: Candidate, now: Statistics) -> float | None:
         for known in reversed(recall(self.key, self.device)):
@@ -135,6 +149,16 @@ class Adaptive:
             ):
                 return known.error
         return None
+
+
+def _note(held: Held) -> None:
+    LAST[:] = [held.candidate.id]
+
+
+def margin_of(outs: Outputs) -> float:
+    """How much worse rows that were not looked at may be: short ones scatter more."""
+    sides = [n for out in outs if out is not None for n in out.shape[-2:]]
+    return MARGIN * (1 + 4 / math.sqrt(max(min(sides, default=1), 1)))
 
 
 def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Candidate, Config]]:

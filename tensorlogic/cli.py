@@ -180,12 +180,14 @@ def _precision(quick: bool, device: str | None, path: Path | None) -> int:
         devices = devices[1:]
     if not devices:
         raise Problem(f"device is {device!r}, which is not there; `--device cpu` always is")
+    to = path or settings.cache_folder() / "precision.json"
     with progress() as tick:
-        found = precision.run(devices, quick, lambda text: tick(0, 1, text))
-    path = path or settings.cache_folder() / "precision.json"
-    precision.write(found, path)
+        found = precision.run(
+            devices, quick, lambda text: tick(0, 1, text), lambda found: precision.write(found, to)
+        )
+    precision.write(found, to)
     _print(precision.table(found))
-    _print(f"result file: {path}")
+    _print(f"result file: {to}")
     return DONE
 
 

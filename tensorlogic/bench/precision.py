@@ -24,7 +24,7 @@ from . import machine
 from .tables import aligned
 
 FORMAT = "tensorlogic precision"
-SIZES = {"cpu": (512, 1000, 2048), "cuda": (1000, 1024, 2048, 4096, 8192)}
+SIZES = {"cpu": (512, 1000, 2048), "cuda": (1024, 4096, 1000, 2048, 8192)}
 QUICK = {"cpu": (256, 512), "cuda": (1024, 4096)}
 BUDGETS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 TRANSFERS = (16 << 20, 64 << 20, 256 << 20)
@@ -56,9 +56,12 @@ def operands(n: int, dtype: torch.dtype, device: torch.device) -> Operands:
 
 
 def run(
-    devices: list[torch.device], quick: bool, tick: Callable[[str], None] = lambda _: None
+    devices: list[torch.device],
+    quick: bool,
+    tick: Callable[[str], None] = lambda _: None,
+    keep: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Everything; a dictionary that can be written as JSON."""
+    """Everything; a dictionary that can be written as JSON, given to `keep` after every step."""
     found: dict[str, Any] = {
         "format": FORMAT,
         "schema": 1,
@@ -72,14 +75,6 @@ def run(
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrecisionWarning)
-        for device in devices:
-            sizes = (QUICK if quick else SIZES)[device.type]
-            for n in sizes:
-                for dtype in (torch.float32, torch.float64):
-                    tick(f"{device.type} {numerics.NAMES[dtype]} {n}")
-                    found["strategies"] += strategies(n, dtype, device)
-                    found["adaptive"] += adaptive(n, dtype, device)
-                found["mixed"].append(mixed(n, device))
         if devices[-1].type == "cuda":
             for nbytes in TRANSFERS[: 1 if quick else None]:
                 tick(f"transfer {nbytes >> 20} MiB")
@@ -87,6 +82,18 @@ def run(
             for n in PLACED[: 5 if quick else None]:
                 tick(f"placement {n}")
                 found["placement"].append(placed(n))
+                keep(found)
+        for device in devices:
+            for n in (QUICK if quick else SIZES)[device.type]:
+                for dtype in (torch.float32, torch.float64):
+                    tick(f"{device.type} {numerics.NAMES[dtype]} {n}")
+                    found["strategies"] += strategies(n, dtype, device)
+                    keep(found)
+                    tick(f"{device.type} {numerics.NAMES[dtype]} {n} within budgets")
+                    found["adaptive"] += adaptive(n, dtype, device)
+                    keep(found)
+                tick(f"{device.type} {n} mixed")
+                found["mixed"].append(mixed(n, device))
     found["after"] = machine.state(devices[-1])
     return found
 

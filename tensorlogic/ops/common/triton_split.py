@@ -2,8 +2,7 @@
 
 `split_planes`: x = h + m + l with h, m, l the nearest halves of what is left, written side by side along the inner dimension
 in any order, so that one half product of [h h m] · [h; m; h] is all terms of the float32 product but the smallest.
-`look_at`: for a sample of rows of left and columns of right, their norm and peak, and the norm of that row or column of the
-product, in float64; one program a row.
+`look_at`: norms, peaks and the norm of the result of every row of left and every column of right, by a sketch of each.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...accuracy import RUN, SKETCH, step
 from ...numerics import NAMES
 from .triton_launch import Start, prepare
 
 BLOCK_R, BLOCK_C = 16, 128
+BLOCK_L = 32  # rows that one program looks at
 
 
 @triton.jit
@@ -61,43 +62,55 @@ def split_planes(
 @triton.jit
 def look_at(
     left_ptr, right_ptr, out_ptr, found_ptr, flag_ptr,
-    M, N, K, left_r, left_c, right_r, right_c, out_r, out_c, STEP_M, STEP_N, COUNT_M,
-    BLOCK: tl.constexpr,
+    M, N, K, left_r, left_c, right_r, right_c, out_r, out_c, STEP_M, STEP_N, STEP_K,
+    BLOCK: tl.constexpr, SKETCH: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """found[p] = (norm² of the operand's row or column, its peak, norm² of the product's)."""
+    """found[p] = (sum of norms², largest norm² / result's norm², largest peak² / norm², least peak, largest peak) of
+    BLOCK rows of left (then columns of right), each by SKETCH elements."""
     p = tl.program_id(0)
-    k = tl.arange(0, BLOCK)
-    square = tl.zeros([BLOCK], tl.float64)
-    peak = tl.zeros([BLOCK], tl.float64)
-    whole = tl.zeros([BLOCK], tl.float64)
-    if p < COUNT_M:
-        i = (p * STEP_M).to(tl.int64)
-        for start in range(0, K, BLOCK):
-            at = (start + k).to(tl.int64)
-            x = tl.load(left_ptr + i * left_r + at * left_c, mask=at < K, other=0.0).to(tl.float64)
-            square += x * x
-            peak = tl.maximum(peak, tl.abs(x))
-        for start in range(0, N, BLOCK):
-            at = (start + k).to(tl.int64)
-            x = tl.load(out_ptr + i * out_r + at * out_c, mask=at < N, other=0.0).to(tl.float64)
-            whole += x * x
+    blocks = tl.cdiv(M, BLOCK)
+    one = tl.arange(0, SKETCH)
+    at, within = one // RUN, one % RUN
+    k = (at * STEP_K + within).to(tl.int64)
+    if p < blocks:
+        i = (p * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+        o = (at * STEP_N + within).to(tl.int64)
+        inside = i < M
+        x = tl.load(
+            left_ptr + i[:, None] * left_r + k[None, :] * left_c,
+            mask=inside[:, None] & (k < K)[None, :], other=0.0,
+        ).to(tl.float64)  # fmt: skip
+        y = tl.load(
+            out_ptr + i[:, None] * out_r + o[None, :] * out_c,
+            mask=inside[:, None] & (o < N)[None, :], other=0.0,
+        ).to(tl.float64)  # fmt: skip
     else:
-        j = ((p - COUNT_M) * STEP_N).to(tl.int64)
-        for start in range(0, K, BLOCK):
-            at = (start + k).to(tl.int64)
-            x = tl.load(right_ptr + at * right_r + j * right_c, mask=at < K, other=0.0)
-            x = x.to(tl.float64)
-            square += x * x
-            peak = tl.maximum(peak, tl.abs(x))
-        for start in range(0, M, BLOCK):
-            at = (start + k).to(tl.int64)
-            x = tl.load(out_ptr + at * out_r + j * out_c, mask=at < M, other=0.0).to(tl.float64)
-            whole += x * x
-    tl.store(found_ptr + 3 * p, tl.sum(square))
-    tl.store(found_ptr + 3 * p + 1, tl.max(peak))
-    tl.store(found_ptr + 3 * p + 2, tl.sum(whole))
+        i = ((p - blocks) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+        o = (at * STEP_M + within).to(tl.int64)
+        inside = i < N
+        x = tl.load(
+            right_ptr + i[:, None] * right_c + k[None, :] * right_r,
+            mask=inside[:, None] & (k < K)[None, :], other=0.0,
+        ).to(tl.float64)  # fmt: skip
+        y = tl.load(
+            out_ptr + i[:, None] * out_c + o[None, :] * out_r,
+            mask=inside[:, None] & (o < M)[None, :], other=0.0,
+        ).to(tl.float64)  # fmt: skip
+    square, result = tl.sum(x * x, 1), tl.sum(y * y, 1)
+    peak = tl.max(tl.abs(x), 1)
+    there = square > 0
+    told = result > 0
+    share = tl.where(told, square / tl.where(told, result, 1.0), 0.0)
+    crest = tl.where(there, peak * peak / tl.where(there, square, 1.0), 0.0)
+    base = found_ptr + 5 * p
+    bad = tl.sum((x - x != 0.0).to(tl.int32)) + tl.sum((y - y != 0.0).to(tl.int32))
+    tl.store(base, tl.where(bad > 0, float("nan"), tl.sum(square)))
+    tl.store(base + 1, tl.max(share))
+    tl.store(base + 2, tl.max(crest))
+    tl.store(base + 3, tl.min(tl.where(there, peak, float("inf"))))
+    tl.store(base + 4, tl.max(peak))
     if p == 0:
-        tl.store(found_ptr + 3 * tl.num_programs(0), tl.load(flag_ptr).to(tl.float64))
+        tl.store(found_ptr + 5 * tl.num_programs(0), tl.load(flag_ptr).to(tl.float64))
         tl.store(flag_ptr, 0)
 
 
@@ -179,36 +192,38 @@ def split(
 
 @lru_cache(maxsize=1024)
 def _look(
-    names: tuple[str, ...], sizes: tuple[int, int, int], strides: tuple[int, ...],
-    counts: tuple[int, int, int, int], align: int, device: torch.device,
+    names: tuple[str, ...], sizes: tuple[int, int, int], strides: tuple[int, ...], align: int, device: torch.device,
 ) -> Start:  # fmt: skip
-    step_m, step_n, count_m, count_n = counts
+    m, n, k = sizes
     order = ("left_r", "left_c", "right_r", "right_c", "out_r", "out_c")
     return prepare(
-        look_at, grid=(count_m + count_n, 1, 1),
+        look_at, grid=(triton.cdiv(m, BLOCK_L) + triton.cdiv(n, BLOCK_L), 1, 1),
         pointers={
             "left_ptr": names[0], "right_ptr": names[1], "out_ptr": names[2], "found_ptr": "f64", "flag_ptr": "i32",
         },
         integers={
-            "M": sizes[0], "N": sizes[1], "K": sizes[2], **dict(zip(order, strides, strict=True)),
-            "STEP_M": step_m, "STEP_N": step_n, "COUNT_M": count_m,
+            "M": m, "N": n, "K": k, **dict(zip(order, strides, strict=True)),
+            "STEP_M": step(m), "STEP_N": step(n), "STEP_K": step(k),
         },
-        floats=(), constexprs={"BLOCK": 512}, num_warps=4, num_stages=1, device=device, align=align,
+        floats=(), constexprs={"BLOCK": BLOCK_L, "SKETCH": SKETCH, "RUN": RUN}, num_warps=4, num_stages=1,
+        device=device, align=align,
     )  # fmt: skip
 
 
-def look(left: Tensor, right: Tensor, out: Tensor, rows: int) -> tuple[Any, int, bool]:
-    """(samples [P, 3] as a NumPy array, how many of them are rows, whether any kernel noted a value); waits for the device."""
+def look(left: Tensor, right: Tensor, out: Tensor) -> tuple[Any, int, bool]:
+    """(a row of five for every block of rows, then of columns, in NumPy; how many are of rows; whether any kernel noted a value).
+
+    Waits for the device.
+    """
     (m, k), n = left.shape, right.shape[1]
-    step_m, step_n = max(1, m // rows), max(1, n // rows)
-    count_m, count_n = -(-m // step_m), -(-n // step_n)
-    found = torch.empty(3 * (count_m + count_n) + 1, dtype=torch.float64, device=left.device)
+    blocks = triton.cdiv(m, BLOCK_L)
+    found = torch.empty(
+        5 * (blocks + triton.cdiv(n, BLOCK_L)) + 1, dtype=torch.float64, device=left.device
+    )
     strides = (*left.stride(), *right.stride(), *out.stride())
-    start = _look(
-        _names(left, right, out), (m, n, k), strides, (step_m, step_n, count_m, count_n),
-        min(_align(left, right, out), 2 if left.element_size() == 2 else 4), left.device,
-    )  # fmt: skip
+    align = min(_align(left, right, out), 2 if left.element_size() == 2 else 4)
+    start = _look(_names(left, right, out), (m, n, k), strides, align, left.device)
     if not start(left, right, out, found, flag(left.device)):
         raise RuntimeError("look: the kernel refused tensors of the alignment it was built for")
     host = found.cpu().numpy()
-    return host[:-1].reshape(-1, 3), count_m, bool(host[-1])
+    return host[:-1].reshape(-1, 5), blocks, bool(host[-1])

@@ -1,0 +1,181 @@
+"""Random products under error budgets: every budget is kept on every row and column, or the call has warned.
+
+    python benchmarks/precision_problems.py --count 1000 --seed 1 [--device cuda] [--json FILE]
+
+Badly scaled rows and columns, huge and tiny ranges, heavy tails, sums that cancel, four dtypes; shapes repeat, so that data of
+one kind meet what was chosen for another; ways are tried in a random order, so that every form of numbers is met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import random
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tensorlogic
+from tensorlogic import PrecisionWarning, accuracy, adapting
+from tensorlogic.op import EAGER
+
+KINDS = (
+    "normal",
+    "positive",
+    "scaled",
+    "huge",
+    "tiny",
+    "heavy",
+    "cancelling",
+    "sparse",
+    "one bad row",
+)
+DTYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Outcome:
+    """One problem: what was asked, what came."""
+
+    kind: str
+    shape: tuple[int, int, int]
+    dtype: str
+    rtol: float
+    error: float
+    warned: bool
+    way: str
+
+    @property
+    def good(self) -> bool:
+        """The budget was kept, or the caller was told."""
+        return self.warned or self.error <= self.rtol
+
+
+def operands(
+    kind: str, shape: tuple[int, int, int], dtype: torch.dtype, g: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """a [M, K] and b [K, N] of one kind, in float64 before they are rounded to the dtype."""
+    m, n, k = shape
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g, dtype=torch.float64)
+
+    a, b = normal(m, k), normal(k, n)
+    span = 2.0 if dtype == torch.float16 else 8.0
+    if kind == "positive":
+        a, b = a.abs(), b.abs()
+    elif kind == "scaled":
+        a = a * 10 ** (span * (torch.rand(m, 1, generator=g, dtype=torch.float64) - 0.5))
+        b = b * 10 ** (span * (torch.rand(1, n, generator=g, dtype=torch.float64) - 0.5))
+    elif kind == "huge":
+        a = a * (100.0 if dtype == torch.float16 else 1e12)
+    elif kind == "tiny":
+        a = a * (1e-3 if dtype == torch.float16 else 1e-15)
+    elif kind == "heavy":
+        a, b = a**3, b**3
+    elif kind == "cancelling" and k > 1:
+        half = k // 2
+        a[:, half : 2 * half] = -a[:, :half] + 10 ** (
+            -4 * float(torch.rand(1, generator=g))
+        ) * normal(m, half)
+        b[half : 2 * half] = b[:half]
+    elif kind == "sparse":
+        a = a * (torch.rand(m, k, generator=g) < 0.05)
+    elif kind == "one bad row" and k > 1:
+        half, i = k // 2, int(torch.randint(m, (1,), generator=g))
+        b[half : 2 * half] = b[:half]
+        a[i, half : 2 * half] = -a[i, :half] * (1 + 1e-3 * normal(half))
+    return a.to(dtype), b.to(dtype)
+
+
+def whole_error(y: Tensor, a: Tensor, b: Tensor) -> float:
+    """The largest relative 2-norm of the error over every row and column, as the budget is defined."""
+    want, y = a.double() @ b.double(), y.double()
+    worst = 0.0
+    for dim, left, right in ((1, a, b), (0, b.t(), a.t())):
+        bound = left.double().norm(dim=1) * right.double().norm()
+        size = torch.maximum(want.norm(dim=dim), accuracy.FLOOR * bound)
+        size = size.clamp_min(torch.finfo(torch.float64).tiny)
+        worst = max(worst, float(((y - want).norm(dim=dim) / size).max()))
+    return worst
+
+
+def any_order(
+    op: Any, key: Any, device: torch.device, rtol: float, seed: list[int]
+) -> list[tuple[Any, Any]]:
+    """Every candidate that could serve, in a random order instead of the fastest first, so that each form is met."""
+    seed[0] += 1
+    fit = [c for c in op.candidates.values() if c.id != EAGER and c.unfit(key) is None]
+    random.Random(seed[0]).shuffle(fit)
+    return [(c, c.configs(key)[0]) for c in fit] + [(op.candidates[EAGER], {})]
+
+
+def solve(index: int, seed: int, device: torch.device) -> Outcome:
+    """Draw one problem, compute it within its budget, and see."""
+    g = torch.Generator().manual_seed(seed * 1_000_003 + index)
+
+    def pick(count: int) -> int:
+        return int(torch.randint(count, (1,), generator=g))
+
+    shapes = [
+        (1, 7, 64),
+        (16, 16, 16),
+        (33, 65, 129),
+        (128, 64, 256),
+        (200, 150, 100),
+        (64, 300, 512),
+    ]
+    shape, kind, dtype = (
+        shapes[pick(len(shapes))],
+        KINDS[pick(len(KINDS))],
+        DTYPES[pick(len(DTYPES))],
+    )
+    rtol = 10.0 ** -(1 + pick(7))
+    a, b = (t.to(device) for t in operands(kind, shape, dtype, g))
+    with warnings.catch_warnings(record=True) as said, tensorlogic.precision("adaptive", rtol=rtol):
+        warnings.simplefilter("always")
+        y = tensorlogic.matmul(a, b)
+    warned = any(issubclass(w.category, PrecisionWarning) for w in said)
+    way = adapting.LAST[-1] if adapting.LAST else ""
+    return Outcome(
+        kind, shape, str(dtype).removeprefix("torch."), rtol, whole_error(y, a, b), warned, way
+    )
+
+
+def main() -> int:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--fastest", action="store_true", help="try the fastest first, as calls do")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    if not given.fastest:
+        adapting.order = partial(any_order, seed=[given.seed])
+    with tensorlogic.policy(tune="off"):
+        found = [solve(i, given.seed, device) for i in range(given.count)]
+    bad = [o for o in found if not o.good]
+    ways = collections.Counter(o.way for o in found)
+    summary = {
+        "count": len(found), "kept": sum(o.error <= o.rtol for o in found), "warned": sum(o.warned for o in found),
+        "broken": len(bad), "ways": dict(ways.most_common()),
+    }  # fmt: skip
+    sys.stdout.write(json.dumps(summary) + "\n")
+    for outcome in bad:
+        sys.stdout.write(f"{asdict(outcome)}\n")
+    if given.json:
+        given.json.write_text(json.dumps({**summary, "seed": given.seed, "device": given.device, "torch": torch.__version__, "broken_problems": [asdict(o) for o in bad]}, indent=1) + "\n")  # fmt: skip
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -69,6 +69,7 @@ const Kernels& amx_table() {
     t.gemm = amx::gemm;
     t.gemm_rows = amx::ROWS;
     t.gemm_columns = amx::COLUMNS;
+    t.gemm_whole_rows = true;
     t.gemm_depth = amx::DEPTH;
     t.gemm_block_rows = amx::BLOCK_ROWS;
     t.gemm_block_cols = amx::BLOCK_COLUMNS;

@@ -175,12 +175,17 @@ struct Matrix {
   int64_t row, col;
 };
 
-struct GemmCall {  // c = a · b: a [M, K], b [K, N], c float32, [M, N] rounded up to whole tiles
+struct GemmCall {  // a · b, a [M, K], b [K, N], handed over in runs of rows while they lie in the first cache
   Matrix a, b;
   int64_t M, N, K;
   int64_t depth;  // of the panels: 1 to gemm_depth units
+  // Sums in float32, rows `pitch` >= N apart, N and the rows rounded up to whole tiles: all M rows, or, where
+  // K <= depth, only those of one tile.
   float* c;
   int64_t pitch;
+  bool all_rows;
+  void (*done)(void* context, const float* c, int64_t row, int64_t rows);
+  void* context;
   float* scratch;  // gemm_scratch(N, depth) floats; it and c aligned to 64
 };
 
@@ -210,7 +215,8 @@ struct Kernels {
   void (*axpy_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
                     int64_t step);
   void (*gemm)(const GemmCall&);
-  int gemm_rows, gemm_columns;  // of a tile; whole tiles are written to c
+  int gemm_rows, gemm_columns;  // of a tile
+  bool gemm_whole_rows;         // c is written in whole tiles down, too
   int64_t gemm_depth;
   // Of a block, whose sums and right panels stay in the second-level cache; and what packing costs, in
   // multiply-adds of this kernel where BLAS's kind of kernel takes one.

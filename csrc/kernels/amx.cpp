@@ -245,6 +245,7 @@ template <class A, class B, int PA, int PB>
 static bool by_tiles(const GemmCall& g) {
   constexpr bool RAW = PA == 1 && PB == 1;  // bfloat16 both: nothing to split
   const int64_t widest = least(up(g.K, STEP), up(g.depth, STEP));
+  const int64_t next = g.all_rows ? g.pitch : 0;
   uint16_t* const left = reinterpret_cast<uint16_t*>(g.scratch);
   uint16_t* const right = left + 2 * SIDE * widest * PA;
   Range in_a, in_b;
@@ -264,15 +265,17 @@ static bool by_tiles(const GemmCall& g) {
           good = false;
           break;
         }
+      float* const c_rows = g.c + i * next;
       for (int64_t j = 0; j < g.N; j += 2 * SIDE) {
         const uint16_t* columns = right + j / SIDE * steps * PB * TILE;
-        float* c = g.c + i * g.pitch + j;
+        float* c = c_rows + j;
         const bool add = k > 0, wide = g.N - j > SIDE;
         if (rows > SIDE)
           (wide ? tile<PA, PB, 2, 2> : tile<PA, PB, 2, 1>)(left, columns, steps, c, g.pitch, add);
         else
           (wide ? tile<PA, PB, 1, 2> : tile<PA, PB, 1, 1>)(left, columns, steps, c, g.pitch, add);
       }
+      if (k + depth >= g.K) g.done(g.context, c_rows, i, rows);
     }
   }
   _tile_release();

@@ -160,7 +160,7 @@ static void gemm_by(const GemmCall& g) {
   constexpr auto all = std::make_integer_sequence<int, MR>{};
   float *left = g.scratch, *right = left + MR * PITCH;
   const int64_t panels = (g.M + MR - 1) / MR, rows = (g.M + panels - 1) / panels;
-  const int64_t most = g.depth * E;
+  const int64_t most = g.depth * E, next = g.all_rows ? g.pitch : 0;
   for (int64_t k = 0; k == 0 || k < g.K; k += most) {
     const int64_t depth = least(g.K - k, most), units = (depth + E - 1) / E;
     // Where rows are contiguous, a few of them for all panels: each page of memory is visited once.
@@ -171,12 +171,14 @@ static void gemm_by(const GemmCall& g) {
                           right + j * units + n / E * NR);
     for (int64_t i = 0; i < g.M; i += rows) {
       const int64_t some = least(g.M - i, rows);
+      float* c = g.c + i * next;
       Units::pack_left(g.a, i, k, some, depth, left);
       const Tile wide = tile_of<Units, 2>(some, all), narrow = tile_of<Units, 1>(some, all);
       for (int64_t j = 0; j < g.N; j += NR) {
         const Tile run = g.N - j > W ? wide : narrow;
-        run(left, right + j * units, units, g.c + i * g.pitch + j, g.pitch, k > 0);
+        run(left, right + j * units, units, c + j, g.pitch, k > 0);
       }
+      if (k + depth >= g.K) g.done(g.context, c, i, some);
     }
   }
 }

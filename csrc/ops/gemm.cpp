@@ -102,8 +102,9 @@ int64_t offset_of(const Product& p, const int64_t (&steps)[MOST], int64_t item) 
   return at;
 }
 
-// Columns j to j + n of one row of the output, from their float32 sums.
-void finish(const Kernels& k, const Product& p, const float* acc, int64_t row, int64_t j, int64_t n) {
+// Columns j to j + n of one row of the output, or all columns of several rows, from their float32 sums.
+void finish(const Kernels& k, const Product& p, const float* acc, int64_t row, int64_t j, int64_t n,
+            int64_t rows = 1) {
   const int64_t size = item_size(p.dtype), offset = (row * p.N + j) * size;
   EpilogueCall call{};
   call.activation = p.activation;
@@ -115,7 +116,14 @@ void finish(const Kernels& k, const Product& p, const float* acc, int64_t row, i
   call.y = p.y + offset;
   call.pre = p.pre ? p.pre + offset : nullptr;
   call.cols = n;
-  k.epilogue(call, 0, n);
+  k.epilogue(call, 0, rows * n);
+}
+
+// True where the sums are the output, and whole tiles fill it.
+bool sums_stay(const Kernels& k, const Product& p, int64_t rows, int64_t cols) {
+  const bool plain = p.dtype == DType::f32 && !p.bias && !p.residual && !p.pre;
+  return plain && p.activation == Activation::none && cols % k.gemm_columns == 0 &&
+         (!k.gemm_whole_rows || rows % k.gemm_rows == 0);
 }
 
 // One block of one matrix of the batch: rows from i, columns from j.
@@ -131,12 +139,29 @@ void block(const Kernels& k, const Product& p, const Blocks& blocks, int64_t ite
   call.K = p.K;
   call.depth = blocks.depth;
   call.pitch = over(call.N, k.gemm_columns) * k.gemm_columns;
-  const int64_t sums = over(call.M, k.gemm_rows) * k.gemm_rows * call.pitch;
+  const int64_t once = std::min(call.depth, k.gemm_otherwise ? k.gemm_otherwise->gemm_depth : call.depth);
+  const bool stay = sums_stay(k, p, call.M, call.N);
+  call.all_rows = stay || call.K > once;
+  const int64_t tiles = call.all_rows ? over(call.M, k.gemm_rows) : 1;
+  const int64_t sums = stay ? 0 : tiles * k.gemm_rows * call.pitch;
   call.c = scratch(sums + k.gemm_scratch(call.N, call.depth));
   call.scratch = call.c + sums;
+  if (stay) {
+    call.c = reinterpret_cast<float*>(p.y) + (item * p.M + i) * p.N + j;
+    call.pitch = p.N;
+  }
+  const bool whole = call.N == p.N && call.pitch == p.N;
+  auto done = [&](const float* c, int64_t row, int64_t rows) {
+    if (stay) return;
+    const int64_t first = item * p.M + i + row;
+    if (whole) return finish(k, p, c, first, j, call.N, rows);
+    for (int64_t r = 0; r < rows; ++r) finish(k, p, c + r * call.pitch, first + r, j, call.N);
+  };
+  call.context = &done;
+  call.done = [](void* context, const float* c, int64_t row, int64_t rows) {
+    (*static_cast<decltype(done)*>(context))(c, row, rows);
+  };
   k.gemm(call);
-  for (int64_t r = 0; r < call.M; ++r)
-    finish(k, p, call.c + r * call.pitch, item * p.M + i + r, j, call.N);
 }
 
 void in_blocks(const Kernels& k, const Product& p) {

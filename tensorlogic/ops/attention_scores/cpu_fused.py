@@ -14,6 +14,8 @@ from ...plans import Key
 from ..common import cpu_costs, native_wiring, wiring
 from . import ATTENTION_SCORES
 
+CALL = 2.0  # microseconds that the second native call takes
+
 
 def supports(key: Key) -> str | None:
     """None for q and k with equal leading dimensions, and no mask or one of the scores' shape."""
@@ -33,10 +35,11 @@ def guess(key: Key) -> float:
     q, k = key.spec("q"), key.spec("k")
     assert q is not None and k is not None
     rows, columns, depth = prod(q.shape[:-1]), k.shape[-2], q.shape[-1]
-    if cpu_costs.half_is_slow(q.dtype):
-        eager = cpu_costs.torch_us(rows, columns, depth, q.dtype, False)
-        return cpu_costs.native_us(rows, columns, depth, q.dtype, True) / eager
-    return 0.6 if rows * columns > 16384 else 1.0
+    masked = key.flag("is_causal") or key.spec("mask") is not None
+    eager = cpu_costs.torch_us(rows, columns, depth, q.dtype, False)
+    eager += (3 + masked) * cpu_costs.pass_us(rows * columns)
+    ours = cpu_costs.native_us(rows, columns, depth, q.dtype, True)
+    return (ours + CALL + 2 * cpu_costs.pass_us(rows * columns)) / eager
 
 
 def build(key: Key) -> Launcher:

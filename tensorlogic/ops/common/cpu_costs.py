@@ -1,28 +1,75 @@
-"""What a product is expected to take on this CPU, for keys that nobody has measured: rates seen on one core of a Zen 4."""
+"""What a product is expected to take on this CPU, for keys that nobody has measured: fitted to times of one core of each kind."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from ... import native
 
-CYCLES = 3500.0  # a microsecond
-VECTOR = 16  # elements
+PASS = 0.4e-3  # microseconds an element of a further pass over memory
 GRAIN = 160 << 10  # multiply-adds from which a second thread pays
-BY_MEMORY = 3.5  # cycles a vector of weights, where they are read once
-NATIVE_CALL, TORCH_CALL, ONEDNN_CALL = 1.8, 1.6, 15.0  # microseconds
-BLAS_CALL, BLAS_FROM = (
-    5.0,
-    6_000,
-)  # what PyTorch's float32 product takes beyond so many multiply-adds
-HALF_LINEAR = 2.0  # what its half-precision linear takes more than matmul
-SCALAR_MM, SCALAR_LINEAR = (
-    1_700.0,
-    10_000.0,
-)  # multiply-adds a microsecond where halves have no hardware
-PASS = 0.4e-3  # microseconds an element of a further pass over the output
+SMALL_HALF = 4096  # multiply-adds up to which PyTorch's half-precision products do not go to oneDNN
+BLAS_FROM = 6_000  # from which its float32 products take BLAS's own preparations on AMD
+
+
+@dataclass(frozen=True)
+class Line:
+    """Microseconds a call, picoseconds a multiply-add, nanoseconds an element of [m, k], of [k, n] and of [m, n]."""
+
+    call: float
+    work: float
+    left: float = 0.0
+    right: float = 0.0
+    out: float = 0.0
+
+    def us(self, m: int, n: int, k: int) -> float:
+        """A product [m, k] · [k, n], shared by the threads that it is worth."""
+        work = m * n * k
+        shared = work * self.work * 1e-3 + m * k * self.left + k * n * self.right + m * n * self.out
+        return self.call + shared * 1e-3 / threads(work)
+
+
+# Zen 4 (family 25), PyTorch 2.13; few rows of b [n, k], then of b [k, n].
+ZEN = {
+    "blocks": Line(1.8, 17.9, right=0.25),
+    "pairs": Line(1.8, 8.9, right=0.143),
+    "few linear": Line(1.8, 30.4, right=0.02),
+    "few": Line(1.8, 53.6, right=0.02),
+    "torch f32 small": Line(1.6, 0.0),
+    "torch f32": Line(6.6, 19.6, right=0.536),
+    "torch half": Line(15.0, 8.9, right=0.18),
+    "pass": Line(0.0, 0.0, out=0.4),
+}
+# Sapphire Rapids (AMX, AVX-512 FP16), PyTorch 2.13.
+INTEL = {
+    "blocks": Line(2.3, 10.3, 0.08, 0.13, 0.1),
+    "tiles f32": Line(2.0, 5.2, 0.35, 0.38, 0.15),
+    "tiles f16": Line(2.0, 2.2, 0.3, 0.23, 0.27),
+    "tiles wide": Line(2.0, 1.4, 0.3, 0.23, 0.27),  # float32 times bfloat16
+    "tiles bf16": Line(2.0, 0.56, 0.11, 0.12, 0.2),
+    "few linear": Line(2.0, 11.7, 0.14, 0.025, 1.7),
+    "few": Line(1.8, 11.0, 0.9, 0.025, 0.3),
+    "torch f32": Line(1.7, 9.0, 0.1, 0.02, 0.06),
+    "torch f32 linear": Line(2.4, 10.8, 0.08, 0.06, 0.05),
+    "torch f16": Line(15.1, 10.3, 0.23, 0.12, 0.06),
+    "torch bf16": Line(15.8, 0.55, 0.06, 0.1, 0.12),
+    "torch small": Line(1.4, 500.0, out=2.0),
+    "torch small linear": Line(2.2, 480.0, out=2.1),
+    "pass": Line(1.0, 0.0, out=0.15),
+}
+# Microseconds a call and nanoseconds an element of what comes before a product: PyTorch's in float32 and in
+# halves, then ours in float32.
+BEFORE = {
+    "gelu": (Line(8.0, 0.0, 0.6), Line(8.0, 0.0, 0.6), Line(3.0, 0.0, 0.6)),
+    "gelu_tanh": (Line(1.6, 0.0, 1.8), Line(1.6, 0.0, 1.8), Line(3.0, 0.0, 0.8)),
+    "layer_norm": (Line(4.4, 0.0, 0.48), Line(4.6, 0.0, 0.55), Line(4.4, 0.0, 0.28)),
+    "dropout": (Line(9.0, 0.0, 10.0), Line(9.0, 0.0, 10.0), Line(4.5, 0.0, 1.4)),
+}
+# Where halves have no hardware, PyTorch multiplies them one by one.
+SCALAR, SCALAR_LINEAR = Line(1.6, 588.0), Line(3.6, 100.0)
 
 
 @lru_cache
@@ -43,7 +90,7 @@ def half_is_slow(dtype: str) -> bool:
 
 def pairs(dtype: str) -> bool:
     """True where two bfloat16 products cost one of float32."""
-    return dtype == "bf16" and "avx512_bf16" in features()
+    return dtype == "bf16" and native.isa() == "avx512_bf16"
 
 
 def threads(work: float) -> int:
@@ -51,34 +98,70 @@ def threads(work: float) -> int:
     return torch.get_num_threads() if work > GRAIN else 1
 
 
-def native_us(m: int, n: int, k: int, dtype: str, linear: bool) -> float:
-    """Our product [m, k] · [k, n]: arithmetic, and packing unless m is small."""
-    per_vector = min(
-        m / 2 + 8 if pairs(dtype) else m + 14, max(m * (1.7 if linear else 3.0), BY_MEMORY)
-    )
-    return NATIVE_CALL + n * k / VECTOR * per_vector / CYCLES / threads(m * n * k)
+@lru_cache
+def _is_amd() -> bool:
+    return "amd" in features()
+
+
+def pass_us(elements: int) -> float:
+    """One more of eager's passes over so many elements."""
+    line = (ZEN if _is_amd() else INTEL)["pass"]
+    return line.call + elements * line.out * 1e-3 / threads(elements * 8)
+
+
+def before_us(kind: str, m: int, k: int, dtype: str) -> tuple[float, float]:
+    """PyTorch's time and ours for what comes before a product, over its left operand [m, k]."""
+    f32, half, ours = BEFORE[kind]
+    theirs, shared = f32 if dtype == "f32" else half, m * k * 1e-3 / threads(m * k * 8)
+    return theirs.call + theirs.left * shared, ours.call + ours.left * shared
+
+
+def native_us(m: int, n: int, k: int, dtype: str, linear: bool, wide: bool = False) -> float:
+    """Our product [m, k] · [k, n]; `wide` where the left operand comes in float32."""
+    lines = ZEN if _is_amd() else INTEL
+    paired = pairs(dtype) and not wide
+    if m <= ((5 if linear else 4) if paired else 12 if linear else 6):
+        return lines["few linear" if linear else "few"].us(m, n, k)
+    kind = "pairs" if paired else "blocks"
+    if native.isa() == "amx" and _tiles_pay(m, n, k, dtype, wide):
+        kind = "tiles wide" if wide and dtype == "bf16" else f"tiles {dtype}"
+    return lines[kind].us(m, n, k) * _narrow()
+
+
+def _tiles_pay(m: int, n: int, k: int, dtype: str, wide: bool) -> bool:
+    """As the native library decides."""
+    work = m * n * k
+    if dtype == "f32":
+        return min(m, n, k) >= 48 and work >= 1 << 22
+    if dtype == "f16" or wide:
+        return m >= 14 and work >= 1 << 20
+    return work >= 1 << 19
+
+
+def _narrow() -> float:
+    return 1.0 if "avx512" in features() else 2.0
 
 
 def torch_us(m: int, n: int, k: int, dtype: str, linear: bool) -> float:
     """PyTorch's own product."""
     work = m * n * k
     if half_is_slow(dtype):
-        if linear:
-            return TORCH_CALL + HALF_LINEAR + work / (SCALAR_LINEAR * threads(work))
-        return TORCH_CALL + work / SCALAR_MM
-    vectors = n * k / VECTOR / threads(work)
-    if dtype == "f32":
+        return (SCALAR_LINEAR if linear else SCALAR).us(m, n, k)
+    if _is_amd():
+        if dtype != "f32":
+            return ZEN["torch half"].us(m, n, k)
         if work < BLAS_FROM:
-            return TORCH_CALL
-        return BLAS_CALL + vectors * (m * f32_gain() + 30) / CYCLES
-    twice = dtype == "f16" or pairs(dtype)
-    return ONEDNN_CALL + vectors * (m / 2 + 10 if twice else m + 14) / CYCLES
+            return ZEN["torch f32 small"].us(m, n, k)
+        return ZEN["torch f32"].us(m, n, k) * f32_gain()
+    if dtype == "f32":
+        return INTEL["torch f32 linear" if linear else "torch f32"].us(m, n, k) * _narrow()
+    if work <= SMALL_HALF:
+        return INTEL["torch small linear" if linear else "torch small"].us(m, n, k)
+    return INTEL[f"torch {dtype}"].us(m, n, k)
 
 
 @lru_cache
 def f32_gain() -> float:
-    """Our float32 rate over PyTorch's: MKL gives AMD's processors its AVX2 code, half of what a Zen 5 can do."""
+    """MKL gives AMD's processors its AVX2 code, half of what a Zen 5 can do."""
     have = features()
-    if "amd" not in have or not torch.backends.mkl.is_available():
-        return 0.95
-    return 1.9 if "zen5" in have and "avx512" in have else 1.1
+    return 1.7 if "zen5" in have and "avx512" in have and torch.backends.mkl.is_available() else 1.0

@@ -131,13 +131,24 @@ def _finished_wide(
 
 
 def guess(key: Key, x: str = "x", weight: str = "weight", linear: bool = True) -> float:
-    """Our product's time over PyTorch's, with the passes that eager makes over the output one by one."""
+    """Our product's time over PyTorch's, with the passes that eager makes over its operands one by one."""
     m, n, k = _mnk(key, x, weight, linear)
-    dtype = native_wiring.dtype_of(key, x)
+    dtype, before = native_wiring.dtype_of(key, x), _before(key)
+    eager = cpu_costs.torch_us(m, n, k, dtype, linear)
+    ours = cpu_costs.native_us(m, n, k, dtype, linear, wide=before is not None)
     passes = len(_given(key, "residual")) + (dict(key.flags).get("activation", "none") != "none")
-    passes += key.op in ("gelu_linear", "layer_norm_linear", "dropout_linear")
-    eager = cpu_costs.torch_us(m, n, k, dtype, linear) + m * n * passes * cpu_costs.PASS
-    return cpu_costs.native_us(m, n, k, dtype, linear) / eager
+    eager += passes * cpu_costs.pass_us(m * n)
+    if before is not None:
+        theirs, own = cpu_costs.before_us(before, m, k, dtype)
+        eager, ours = eager + theirs, ours + own
+    return ours / eager
+
+
+def _before(key: Key) -> str | None:
+    """What precedes the product of this op."""
+    if key.op == "gelu_linear":
+        return "gelu_tanh" if key.flag("approximate") == "tanh" else "gelu"
+    return {"layer_norm_linear": "layer_norm", "dropout_linear": "dropout"}.get(key.op)
 
 
 def guess_backward(key: Key) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 from ... import native
 from ...op import Config, Launcher
 from ...plans import Key
-from ..common import cpu_products, native_wiring
+from ..common import cpu_products
 from . import DROPOUT_LINEAR, DROPOUT_LINEAR_BACKWARD
 
 
@@ -33,11 +33,6 @@ def build(key: Key, config: Config) -> Launcher:
     return launch
 
 
-def guess(key: Key) -> float:
-    """In float32 drawing the mask our way costs what the product saves; halves have no hardware."""
-    return 1.0 if native_wiring.dtype_of(key, "x") == "f32" else cpu_products.guess(key)
-
-
 def supports_backward(key: Key) -> str | None:
     """None for contiguous operands, a seed given as numbers and no stored mask."""
     if key.spec("mask") is not None or key.spec("state") is not None:
@@ -61,4 +56,4 @@ def build_backward(key: Key) -> Launcher:
 
 
 cpu_products.add_backward(DROPOUT_LINEAR_BACKWARD, build_backward, __name__, supports_backward)
-cpu_products.add(DROPOUT_LINEAR, "cpu.fused", build, __name__, supports, guess=guess)
+cpu_products.add(DROPOUT_LINEAR, "cpu.fused", build, __name__, supports)

@@ -20,16 +20,15 @@ def supports(key: Key) -> str | None:
 
 
 def guess(key: Key) -> float:
-    """Halves are widened in registers, and large outputs come from the pool."""
+    """A call with more arguments; halves are widened in registers, and large outputs come from the pool."""
     name = key.names[0]
-    if native_wiring.size_of(key, name) <= 4096:
-        return 1.0
-    return (
-        0.6
-        if native_wiring.dtype_of(key, name) != "f32"
-        or native_wiring.bytes_of(key, name) >= native_wiring.FRESH_BYTES
-        else 1.0
-    )
+    size, half = native_wiring.size_of(key, name), native_wiring.dtype_of(key, name) != "f32"
+    if native_wiring.bytes_of(key, name) >= native_wiring.FRESH_BYTES:
+        return 0.5
+    columns = key.tensors[0].shape[-1] if key.tensors[0] and key.tensors[0].shape else 1
+    rows = size // max(columns, 1)
+    ours = 4.2 + 0.03 * rows + 0.4e-3 * size
+    return ours / (2.0 + 0.015 * rows + (0.6e-3 if half else 0.55e-3) * size)
 
 
 def build(key: Key) -> Launcher:

@@ -107,9 +107,10 @@ def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tenso
         tensor([[0.2500, 0.2500, 0.2500, 0.2500],
                 [0.2500, 0.2500, 0.2500, 0.2500]])
     """
-    if type(x) is Tensor and type(dim) is int and dtype is None and 0 < (dims := x.dim()):
-        if -dims <= dim < dims and x.is_floating_point():  # nothing to say: the checks below cost 1 us
-            return _float_softmax(x, dim % dims)
+    # Where there is nothing to say; the checks below cost a microsecond.
+    dims = x.dim() if type(x) is Tensor and type(dim) is int and dtype is None else 0
+    if dims > 0 and -dims <= dim < dims and x.is_floating_point():
+        return _float_softmax(x, dim % dims)
     checks.tensors("softmax", {"x": x})
     if dtype is not None:
         x = x.to(dtype)

@@ -16,6 +16,7 @@ from tensorlogic.ops.common.activations import activate
 from tensorlogic.plans import Environment, Plan, environment, export_lockfile
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 PATHS = sorted(plans.SHIPPED.glob("*.json"))
 
 

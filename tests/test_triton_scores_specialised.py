@@ -88,7 +88,7 @@ def test_what_they_refuse(change: dict[str, Any], reason: str) -> None:
     assert reason in str(scores.scores_refusal(**fits | change))
 
 
-def test_configurations_fit_and_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_offered_fits_and_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
     jobs = []
     for s, t, d in ((512, 512, 64), (2048, 2048, 64)):

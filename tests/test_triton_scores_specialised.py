@@ -37,6 +37,8 @@ def start(
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_scores(config: dict[str, Any], dtype: str) -> None:
     for b, h, s, t, d in ((2, 3, 320, 256, 64), (1, 2, 64, 384, 128), (1, 1, 192, 128, 32)):
+        if d == 128 and config["BLOCK_N"] == 128:
+            continue  # more than shared memory holds
         q = rand(b, s, h, d, dtype=dtype).transpose(1, 2)
         k = rand(b, h, t, d, dtype=dtype, seed=1)
         k[:, :, t // 2] *= 60  # a late maximum, far above the first tile's
@@ -88,12 +90,14 @@ def test_what_they_refuse(change: dict[str, Any], reason: str) -> None:
     assert reason in str(scores.scores_refusal(**fits | change))
 
 
-def test_what_is_offered_fits_and_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_offered_fits_and_compiles_without_spilling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
     jobs = []
     for s, t, d in ((512, 512, 64), (2048, 2048, 64)):
         lies = scores.heads(4, 16, t, d, (16 * t * d, t * d, d))
-        for config in scores.specialised_scores_configs(s, t, d):
+        for config in scores.specialised_scores_configs(64, s, t, d, 132):
             jobs += triton_launch.collect(
                 lambda s=s, t=t, d=d, lies=lies, config=config: scores.specialised_scores_launcher(
                     (4, 16, s, t, d), "f16", lies, lies, config, torch.device("cuda", 0), 132

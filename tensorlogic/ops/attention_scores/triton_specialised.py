@@ -48,7 +48,8 @@ def available(device: str) -> str | None:
 
 def configs(x: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return scores_specialised.specialised_scores_configs(*x.sizes[2:])
+    b, h, s, t, d = x.sizes
+    return scores_specialised.specialised_scores_configs(b * h, s, t, d, wiring.cores())
 
 
 def build(x: Shape, config: Config, device: torch.device) -> Launcher:

@@ -13,15 +13,8 @@ ROWS = 64  # of q that a warpgroup takes at a time
 DEPTHS = (32, 64, 128)
 _REGISTERS = {2: (80, 112), 4: (96, 120)}  # a thread's at entry, and later of each consumer
 _SHARED = 227 * 1024
-# CONSUMERS, BLOCK_N, STAGES, BUFFERS, ROUNDS, APART
-_LONG = (
-    (4, 128, 4, 1, 4, 1),
-    (4, 128, 3, 2, 4, 1),
-    (4, 128, 4, 1, 2, 1),
-    (4, 64, 6, 2, 1, 0),
-    (2, 64, 8, 2, 1, 0),
-)
-_SHORT = ((2, 64, 8, 2, 1, 0), (4, 64, 6, 2, 1, 0), (4, 128, 4, 1, 2, 1), (4, 128, 8, 1, 1, 0))
+_NAMES = ("CONSUMERS", "BLOCK_N", "STAGES", "BUFFERS", "ROUNDS", "APART")
+_SHORT = 768  # columns up to which k stays and rounds do not pay
 
 
 @dataclass(frozen=True)
@@ -64,24 +57,27 @@ def scores_refusal(s: int, t: int, d: int, dtype: str, align: int) -> str | None
     return None
 
 
-def specialised_scores_configs(s: int, t: int, d: int) -> list[dict[str, Any]]:
+def specialised_scores_configs(
+    heads_: int, s: int, t: int, d: int, cores: int
+) -> list[dict[str, Any]]:
     """Configurations worth measuring, best guess first."""
-    found = [
-        dict(
-            zip(
-                ("CONSUMERS", "BLOCK_N", "STAGES", "BUFFERS", "ROUNDS", "APART"), shape, strict=True
-            )
-        )
-        for shape in (_LONG if t > 1024 else _SHORT)
-    ]
+    once = [(2, 64, 8, 2, 1, 0), (4, 64, 6, 2, 1, 0), (4, 128, 8, 1, 1, 0)]
+    rounds = sorted((8, 4, 2), key=lambda r: _waves(heads_, s, r, cores) * r)[:2]
+    apart = [(4, 128, 6, 1, rounds[0], 1), (4, 128, 4, 1, rounds[1], 1), (4, 64, 4, 2, rounds[0], 1)]  # fmt: skip
+    shapes = once if t <= _SHORT else apart + once
+    found = [dict(zip(_NAMES, shape, strict=True)) for shape in shapes]
     return [
         c
         for c in found
         if t % c["BLOCK_N"] == 0
         and s > ROWS * c["CONSUMERS"] * (c["ROUNDS"] - 1)
-        and _shared(t, d, c) <= _SHARED
         and d <= ROWS * c["BUFFERS"]
+        and _shared(t, d, c) <= _SHARED
     ]
+
+
+def _waves(heads_: int, s: int, rounds: int, cores: int) -> int:
+    return math.ceil(heads_ * math.ceil(s / (ROWS * 4 * rounds)) / cores)
 
 
 def _stages(t: int, d: int, config: Mapping[str, Any]) -> tuple[int, bool]:
@@ -113,7 +109,7 @@ def specialised_scores_launcher(
 ) -> Callable[..., bool]:
     """A callable (q, k, y, scale) -> bool for scale > 0; shape is (B, H, S, T, D), y contiguous [B, H, S, T].
 
-    A neighbour's configuration gives way where it does not divide T.
+    A neighbour's configuration gives way where it does not divide T or suit D.
     """
     from .triton_descriptors import Tiled
     from .triton_launch import prepare
@@ -122,6 +118,8 @@ def specialised_scores_launcher(
     b, h, s, t, d = shape
     if t % config["BLOCK_N"]:
         config = {**config, "BLOCK_N": ROWS}
+    if d > ROWS * config["BUFFERS"]:  # a tile of k must fit where outputs wait
+        config = {**config, "BUFFERS": d // ROWS}
     consumers, block_n, rounds = config["CONSUMERS"], config["BLOCK_N"], config["ROUNDS"]
     groups = math.ceil(s / (ROWS * consumers * rounds))
     units = b * h * groups

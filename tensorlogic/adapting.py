@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,12 @@ from .study import BIND_ERRORS
 
 LOG = logging.getLogger("tensorlogic")
 MARGIN = 1.2  # how much worse rows that were not looked at may be than those that were
+GUARD_US = {
+    "cpu": 100.0,
+    "cuda": 120.0,
+}  # what looking at a call's data takes: learned as it is done
+EAGER_RATE = {"cpu": 5e4, "cuda": 5e7}  # operations a microsecond in float64, until some were timed
+RESOLVED = 1e-5  # budgets that float64 keeps for any float32 data but exact opposites
 HOPELESS = 16.0  # a form that brings so many times the budget on normal inputs is not tried
 MOST_KNOWN = 64  # errors kept for one key
 LAST: list[str] = []  # the candidates that served last, for those who watch
@@ -65,12 +72,16 @@ class Adaptive:
     def __init__(self, op: Op, key: Key, device: torch.device, rtol: float) -> None:
         self.op, self.key, self.device, self.rtol = op, key, device, rtol
         self.order = order(op, key, device, rtol)
+        self.certain = unguarded(key, rtol)
         self.held: Held | None = None
 
     def __call__(self, *dynamic: Any) -> Outputs | None:
         held = self.held
         if held is not None:
             outs = held.launch(*dynamic)
+            if outs is not None and self.certain and held.candidate.id == EAGER:
+                _note(held)
+                return outs
             if outs is not None and held.covers(self._look(dynamic, outs)):
                 if held.missed:
                     self._warn(held)
@@ -87,7 +98,12 @@ class Adaptive:
 
     @torch.no_grad()
     def _look(self, dynamic: Sequence[Any], outs: Outputs) -> Statistics:
-        return accuracy.statistics(self._parts(dynamic), outs)
+        begin = time.perf_counter()
+        found = accuracy.statistics(self._parts(dynamic), outs)
+        if self.device.type == "cpu":  # elsewhere it waits for the product, too
+            taken = (time.perf_counter() - begin) * 1e6
+            GUARD_US["cpu"] += 0.05 * (min(taken, 1e4) - GUARD_US["cpu"])
+        return found
 
     def _choose(self, dynamic: Sequence[Any]) -> Outputs:
         """Try the candidates, fastest first, until one keeps the budget; the best one, with a warning, where none does."""
@@ -162,20 +178,30 @@ def margin_of(outs: Outputs) -> float:
 
 
 def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Candidate, Config]]:
-    """What may serve an adaptive key, fastest first as measured, else as expected; torch.eager, in float64, last."""
+    """What may serve an adaptive key, least time first, as measured or else expected; torch.eager, in float64, at the latest.
+
+    All but float64 from narrower inputs are looked at while they serve, which has its price.
+    """
     plan = stores.current(device).get(key)
     eager = op.candidates[EAGER]
+    guard = GUARD_US.get(device.type, 100.0)
     ranked: list[tuple[float, Candidate, Config]] = []
     for candidate in op.candidates.values():
         if candidate is eager or candidate.unfit(key) is not None:
             continue
         if UNITS[form_of(candidate)] > HOPELESS * rtol:
             continue
-        us, config = _expected(candidate, key, plan)
-        ranked.append((us, candidate, config))
-    limit = _expected(eager, key, plan)[0]
+        us, config = _expected(op, candidate, key, plan)
+        ranked.append((us + guard, candidate, config))
+    limit = _expected(op, eager, key, plan)[0] + (0.0 if unguarded(key, rtol) else guard)
     quick = sorted((r for r in ranked if r[0] <= limit), key=lambda r: r[0])
     return [(candidate, config) for _, candidate, config in quick] + [(eager, {})]
+
+
+def unguarded(key: Key, rtol: float) -> bool:
+    """Whether float64 needs no watching: its inputs have so few digits that no sum of them can spoil the budget."""
+    narrow = all(t is None or t.dtype in ("f16", "bf16", "f32", "c64") for t in key.tensors)
+    return narrow and rtol >= RESOLVED
 
 
 def expected(
@@ -194,20 +220,19 @@ def form_of(candidate: Candidate) -> str:
     return candidate.id.split(".")[1].partition("_")[0]
 
 
-def _expected(candidate: Candidate, key: Key, plan: Plan | None) -> tuple[float, Config]:
-    """Time over torch.eager's and configuration, by the plan's evidence where it has any; infinite where it was refused."""
-    known = {e.candidate: e for e in plan.evidence} if plan is not None else {}
-    e, eager = known.get(candidate.id), known.get(EAGER)
-    if e is None or eager is None or e.source != candidate.source:
-        return candidate.guess(key), candidate.configs(key)[0]
-    if e.status == "refused":
-        return math.inf, {}
-    return max(e.device_us, e.host_us) / max(eager.device_us, eager.host_us), e.config
+def _expected(op: Op, candidate: Candidate, key: Key, plan: Plan | None) -> tuple[float, Config]:
+    """Microseconds and configuration, by the plan's evidence where it has any; infinite where it was refused."""
+    for e in plan.evidence if plan is not None else ():
+        if (e.candidate, e.source) == (candidate.id, candidate.source):
+            return (math.inf, {}) if e.status == "refused" else (e.device_us, e.config)
+    eager_us = 8 + op.flops(key) / EAGER_RATE.get(key.device, EAGER_RATE["cpu"])
+    share = 1.0 if candidate.id == EAGER else candidate.guess(key)
+    return share * eager_us, candidate.configs(key)[0]
 
 
 def recall(key: Key, device: torch.device) -> list[Known]:
     """Errors that were measured on callers' data of this key, here or, where the plan is stored, in other processes."""
-    return _KNOWN.setdefault((str(device), key.text), _stored(key, device))
+    return _KNOWN.setdefault((device.type, key.text), _stored(key, device))
 
 
 def _stored(key: Key, device: torch.device) -> list[Known]:

@@ -36,7 +36,7 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
     if not torch.compiler.is_dynamo_compiling() and placing(given):
         from .placement import call as placed
 
-        return placed(op, front.FRONTS[prepare], given)
+        return placed(op, front.FRONTS[prepare], given, where)
     args = prepare(*given)
     device = _device(args)
     if not torch.compiler.is_dynamo_compiling() and policies.current().precision is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import policies, registry, selector, stores
 from .op import EAGER, OPS, Op
+from .placement import LAST as PLACED
 from .plans import Evidence, Key
 
 Row = tuple[str, str, str, str, str, str]
@@ -116,9 +117,13 @@ class Explanations:
     """One explanation for each key that a call meets."""
 
     keys: list[Explanation]
+    placed: tuple[
+        str, ...
+    ] = ()  # under `placement`: what each side is expected to take, and why one was chosen
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, self.keys)) or "the call meets none of our ops"
+        blocks = ["\n".join(self.placed)] if self.placed else []
+        return "\n\n".join([*blocks, *map(str, self.keys)]) or "the call meets none of our ops"
 
     __repr__ = __str__
 
@@ -151,10 +156,13 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanations:
             f"explain: fn is {type(fn).__name__}; a function or a torch.nn.Module is required, then its arguments"
         )
     seen: dict[str, Explanation] = {}
-    for op, key, device in _met(fn, args, kwargs):
+    PLACED.clear()
+    met = _met(fn, args, kwargs)
+    placed = tuple(PLACED)
+    for op, key, device in met:
         if key.text not in seen:
             seen[key.text] = explain_key(op, key, device)
-    return Explanations(list(seen.values()))
+    return Explanations(list(seen.values()), placed)
 
 
 def explain_key(op: Op, key: Key, device: torch.device) -> Explanation:

@@ -24,6 +24,7 @@ HOPELESS = 3.0  # a side that is expected to take so many times the other's time
 LINK = (20e-6, 12e9)  # seconds and bytes a second of a transfer, until some were timed
 RATES = {"cpu": 2e11, "cuda": 2e13}  # operations a second, until some were timed
 _SEEN: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+_SETTLED: dict[tuple[Any, ...], torch.device] = {}
 _SPEED: dict[str, float] = {}
 _SAID: set[str] = set()
 LAST: list[str] = []  # what `explain` shows: how the last calls were placed
@@ -84,10 +85,15 @@ def placement(device: str | torch.device | None = "auto") -> Iterator[policies.P
         yield made
 
 
-def call(op: Op, public: Callable[..., Any], given: Sequence[Any]) -> Any:
-    """Serve a public call where it takes the least time; a unified argument makes the result unified."""
+def call(op: Op, public: Callable[..., Any], given: Sequence[Any], where: Any = None) -> Any:
+    """Serve a public call where it takes the least time; a unified argument makes the result unified.
+
+    A call that stays on the CPU for good is made warm under `where`: the next one comes here no more.
+    """
     policy = policies.current()
-    inside = policies.interned(replace(policy, placement=None, entries={}))
+    inside = replace(policy, placement=None, entries={})
+    if policy.observer is None:  # else it is made for this call alone
+        inside = policies.interned(inside)
     together = any(isinstance(g, Unified) for g in given)
 
     def run(place: torch.device) -> Any:
@@ -98,9 +104,11 @@ def call(op: Op, public: Callable[..., Any], given: Sequence[Any]) -> Any:
     if any(t.device.type != "cpu" for t in plain):
         device = next(t.device for t in plain if t.device.type != "cpu")
         return Unified(run(device)) if together else run(device)
-    place = _choose(op, policy.placement or "auto", given)
+    place, settled = _choose(op, policy.placement or "auto", given)
     if place.type == "cpu":
-        out = _timed(op, given, "cpu", lambda: run(place))
+        out = run(place) if settled else _timed(op, given, "cpu", lambda: run(place))
+        if settled and not together and where in inside.entries:
+            policy.entries[where] = inside.entries[where]
         return Unified(out) if together else out
 
     def there() -> Any:
@@ -108,7 +116,7 @@ def call(op: Op, public: Callable[..., Any], given: Sequence[Any]) -> Any:
         return out if together else _home(out)
 
     try:
-        out = _timed(op, given, "cuda", there)
+        out = there() if settled else _timed(op, given, "cuda", there)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as problem:
         _say(
             f"tensorlogic: {op.name} could not run on {place} ({type(problem).__name__}); the CPU serves it"
@@ -138,36 +146,52 @@ def _moved(g: Any, place: torch.device) -> Any:
     return staging.to(g, place)
 
 
-def _choose(op: Op, asked: str, given: Sequence[Any]) -> torch.device:
-    cpu = torch.device("cpu")
+def _choose(op: Op, asked: str, given: Sequence[Any]) -> tuple[torch.device, bool]:
+    """Where a call runs, and whether that is settled."""
     if asked != "auto":
-        return torch.device(asked)
-    random = op.baseline is not None
-    if not torch.cuda.is_available() or op.mutates or random or capture_watch.any_thread():
-        return cpu
+        return torch.device(asked), True
+    key = _key(op, given)
+    settled = _SETTLED.get(key)
+    explained = policies.current().observer is not None
+    if settled is not None and not explained and not capture_watch.any_thread():
+        return settled, True
+    place, final = _weighed(op, given, key)
+    if final:
+        _SETTLED[key] = place
+    return place, final
+
+
+def _weighed(op: Op, given: Sequence[Any], key: tuple[Any, ...]) -> tuple[torch.device, bool]:
+    cpu = torch.device("cpu")
+    if not torch.cuda.is_available() or op.mutates or op.baseline is not None:
+        return cpu, True
+    if capture_watch.any_thread():
+        return cpu, False
     device = torch.device("cuda", torch.cuda.current_device())
     args = [g._copies[g._home][0] if isinstance(g, Unified) else g for g in given]
     work = _work(op, args)
     if work < SMALL and not any(isinstance(g, Unified) and g.has(device) for g in given):
-        return cpu
+        return cpu, True
     here, there, text = _expected(op, given, work, device)
-    seen = _SEEN.setdefault(_key(op, given), {"cpu": [], "cuda": []})
-    likely = device if there < here else cpu
-    order = ("cuda", "cpu") if likely is device else ("cpu", "cuda")
+    seen = _SEEN.setdefault(key, {"cpu": [], "cuda": []})
+    order = ("cuda", "cpu") if there < here else ("cpu", "cuda")
     near = max(here, there) < HOPELESS * min(here, there)
     for side in order:
-        if len(seen[side]) < AGAIN and (side == order[0] or near):
+        if len(seen[side]) < AGAIN and (
+            side == order[0] or near or _disappointing(seen, here, there)
+        ):
             _show(text, side, "expected" if side == order[0] else "to be timed")
-            return device if side == "cuda" else cpu
+            return (device if side == "cuda" else cpu), False
     best = min((s for s in order if seen[s]), key=lambda s: min(seen[s]))
-    if seen[best] and not seen["cpu" if best == "cuda" else "cuda"]:
-        other = there if best == "cpu" else here
-        if min(seen[best]) > HOPELESS * other:  # the expectation that kept the other out was wrong
-            best = "cpu" if best == "cuda" else "cuda"
-    _show(
-        text, best, "timed " + ", ".join(f"{s} {min(t) * 1e6:.0f} us" for s, t in seen.items() if t)
-    )
-    return device if best == "cuda" else cpu
+    times = ", ".join(f"{s} {min(t) * 1e6:.0f} us" for s, t in seen.items() if t)
+    _show(text, best, f"timed {times}")
+    return (device if best == "cuda" else cpu), True
+
+
+def _disappointing(seen: dict[str, list[float]], here: float, there: float) -> bool:
+    """Whether the side that was tried took so long that the other one has a chance after all."""
+    tried = {"cpu": there, "cuda": here}
+    return any(seen[side] and min(seen[side]) > tried[side] / HOPELESS for side in tried)
 
 
 def _work(op: Op, args: Sequence[Any]) -> float:
@@ -278,6 +302,7 @@ def _say(text: str) -> None:
 def forget() -> None:
     """Forget every time, as a fresh process would."""
     _SEEN.clear()
+    _SETTLED.clear()
     _LINKS.clear()
 
 

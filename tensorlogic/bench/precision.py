@@ -222,7 +222,7 @@ def adaptive(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[str,
                 {name: lambda: torch.matmul(o.a, o.b), "ours": lambda: tensorlogic.matmul(o.a, o.b)},
                 device, 0.15, rounds=40,
             )  # fmt: skip
-            pick = adapting.expected(op, key, device, rtol)
+            pick = adapting.expected(op, key, o.a.device, rtol)
         candidate, config = (op.candidates[EAGER], {}) if pick is None else pick
         launch = candidate.bind(key, config, device)
         alone = measure.device_samples(

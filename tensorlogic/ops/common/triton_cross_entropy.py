@@ -1,4 +1,4 @@
-"""Softmax cross-entropy over [rows, vocabulary] with class targets: forward, with gradient, backward."""
+"""Softmax cross-entropy over [rows, vocabulary] with class targets: forward and backward."""
 
 from __future__ import annotations
 
@@ -72,17 +72,16 @@ def logit_gradient(x, lse, hit, live, scale, smoothing, C, SMOOTH: tl.constexpr)
 
 @triton.jit
 def cross_entropy_fwd_online(
-    x_ptr, t_ptr, loss_ptr, lse_ptr, dx_ptr, scale_ptr, y_ptr, share_ptr, counter_ptr,
+    x_ptr, t_ptr, loss_ptr, lse_ptr, y_ptr, share_ptr, counter_ptr,
     R, C, IGNORE, smoothing,
-    SMOOTH: tl.constexpr, SAVE: tl.constexpr, GRAD: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr,
+    SMOOTH: tl.constexpr, SAVE: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr,
     EVEN: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """loss[r] = (1 - s) (lse - x[r, t]) + s (lse - mean x[r]), one program a row, one online read; float32.
 
     Ignored rows are 0 and are not read; a target outside [0, C) gives NaN. Without EVEN rows start at any element: what
     whole aligned groups of WIDTH cover is read as such, the ends apart (4096x50257 in float16 on an H200, element by
-    element: 0.20 of the reachable bandwidth). With GRAD the row is read again (out of L2 while few rows are in
-    flight) and dx = scale * (softmax - target distribution) is written. With LAST the last program reduces all losses.
+    element: 0.20 of the reachable bandwidth). With LAST the last program reduces all losses.
     """
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -109,17 +108,6 @@ def cross_entropy_fwd_online(
     tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty))
     if SAVE:
         tl.store(lse_ptr + row, lse)
-    if GRAD:
-        dx_ptr += row * C
-        scale = tl.load(scale_ptr).to(tl.float32)
-        scale = tl.where(known, scale, float("nan"))
-        lane = tl.arange(0, LANES * WIDTH)
-        for start in range(0, C, LANES * WIDTH):
-            col = start + lane
-            mask = col < C
-            x = tl.load(here + col, mask=mask & live, other=0.0, eviction_policy="evict_first")
-            d = logit_gradient(x, lse, col == t, live, scale, smoothing, C, SMOOTH)
-            tl.store(dx_ptr + col, d.to(dx_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
     if LAST:
         valid = live.to(tl.int32)
         arrive_and_reduce(loss_ptr, y_ptr, share_ptr, counter_ptr, valid, R, MEAN, SAVE, BLOCK)
@@ -127,12 +115,12 @@ def cross_entropy_fwd_online(
 
 @triton.jit
 def cross_entropy_fwd_registers(
-    x_ptr, t_ptr, loss_ptr, lse_ptr, dx_ptr, scale_ptr, y_ptr, share_ptr, counter_ptr,
+    x_ptr, t_ptr, loss_ptr, lse_ptr, y_ptr, share_ptr, counter_ptr,
     R, C, IGNORE, smoothing,
-    SMOOTH: tl.constexpr, SAVE: tl.constexpr, GRAD: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr,
+    SMOOTH: tl.constexpr, SAVE: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `cross_entropy_fwd_online` with BLOCK_R rows held in registers: the gradient needs no second read."""
+    """As `cross_entropy_fwd_online` with BLOCK_R rows held in registers."""
     follow(PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = tl.arange(0, BLOCK_C)
@@ -154,14 +142,6 @@ def cross_entropy_fwd_registers(
     tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty), mask=row < R)
     if SAVE:
         tl.store(lse_ptr + row, lse, mask=row < R)
-    if GRAD:
-        scale = tl.where(known, tl.load(scale_ptr).to(tl.float32), float("nan"))
-        hit = col[None, :] == t[:, None]
-        d = logit_gradient(
-            x, lse[:, None], hit, live[:, None], scale[:, None], smoothing, C, SMOOTH
-        )
-        inside = (row < R)[:, None] & (col < C)[None, :]
-        tl.store(dx_ptr + at, d.to(dx_ptr.dtype.element_ty), mask=inside, cache_modifier=".cs")
     if LAST:
         valid = tl.sum(live.to(tl.int32), 0)
         arrive_and_reduce(loss_ptr, y_ptr, share_ptr, counter_ptr, valid, R, MEAN, SAVE, BLOCK)
@@ -170,11 +150,11 @@ def cross_entropy_fwd_registers(
 @triton.jit
 def cross_entropy_reduce(
     loss_ptr, t_ptr, y_ptr, share_ptr, R, IGNORE,
-    WITH_LOSS: tl.constexpr, MEAN: tl.constexpr, SAVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    MEAN: tl.constexpr, SAVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = sum or mean of loss over rows that count; share = the gradient's factor: 1, or one over those rows.
 
-    One program, fixed order. Without WITH_LOSS only `share` is written, which a forward with gradient needs first.
+    One program, fixed order.
     """
     follow(PDL)
     lane = tl.arange(0, BLOCK)
@@ -183,10 +163,7 @@ def cross_entropy_reduce(
         t = tl.load(t_ptr + start + lane, mask=start + lane < R, other=IGNORE)
         counted += (t != IGNORE).to(tl.int32)
     valid = tl.sum(counted, 0)
-    if WITH_LOSS:
-        write_loss(y_ptr, share_ptr, sum_losses(loss_ptr, R, BLOCK), valid, MEAN, SAVE)
-    else:
-        tl.store(share_ptr, 1.0 / valid.to(tl.float32))
+    write_loss(y_ptr, share_ptr, sum_losses(loss_ptr, R, BLOCK), valid, MEAN, SAVE)
 
 
 @triton.jit
@@ -238,25 +215,9 @@ def cross_entropy_bwd_tiled(
             tl.store(to, g.to(dx_ptr.dtype.element_ty), mask=some[None, :])
 
 
-@triton.jit
-def scale_unless_one(y_ptr, scale_ptr, N, PROGRAMS, BLOCK: tl.constexpr):
-    """y *= scale in place; touches no memory when the scale is 1, so that no host has to look at it."""
-    scale = tl.load(scale_ptr).to(tl.float32)
-    if scale != 1.0:
-        lane = tl.arange(0, BLOCK)
-        tiles = tl.cdiv(N, BLOCK).to(tl.int64)
-        for tile in range(tl.program_id(0).to(tl.int64), tiles, PROGRAMS):
-            at = tile * BLOCK + lane
-            y = tl.load(y_ptr + at, mask=at < N, other=0.0).to(tl.float32) * scale
-            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
-
-
-def cross_entropy_configs(columns: int, dtype: str, grad: bool = False) -> list[dict[str, Any]]:
+def cross_entropy_configs(columns: int, dtype: str) -> list[dict[str, Any]]:
     """Forward configurations, best guess first; `last` reduces in the same launch, otherwise a second one does."""
     configs = [{**config, "last": True} for config in row_configs(columns, dtype)]
-    if grad and columns > 4096:
-        few = [c for c in configs if c["num_warps"] >= 8 or c["strategy"] == "registers"]
-        configs = few + [c for c in configs if c not in few]
     return [*configs[:6], *({**config, "last": False} for config in configs[:2])]
 
 
@@ -272,16 +233,14 @@ def cross_entropy_launcher(
     *,
     smooth: bool = False,
     save: bool = False,
-    grad: bool = False,
     align: int = 16,
 ) -> Callable[..., bool]:
-    """A callable (x, t, loss, lse, dx, scale, y, share, counter, smoothing) -> bool; unused tensors may be any.
+    """A callable (x, t, loss, lse, y, share, counter, smoothing) -> bool; unused tensors may be any.
 
     x is contiguous [rows, columns], t int64 [rows]. `reduction` "none": loss [rows] of `loss_dtype` is the result.
     "mean" or "sum": loss is float32 workspace [rows], y (one element of `loss_dtype`) the result, counter one
     int64 that is zero before the first call and left so. With `save`, lse [rows] and share [1] (both float32) are
-    what `cross_entropy_backward_launcher` takes. With `grad`, dx [rows, columns] = scale * d(sum of losses)/dx, where
-    scale is one float on the device: ones, or `share` from `cross_entropy_share_launcher`.
+    what `cross_entropy_backward_launcher` takes.
     """
     held = config["strategy"] == "registers"
     last = config["last"] and reduction != "none"
@@ -297,8 +256,6 @@ def cross_entropy_launcher(
             "t_ptr": "i64",
             "loss_ptr": loss_dtype if reduction == "none" else "f32",
             "lse_ptr": "f32",
-            "dx_ptr": dtype,
-            "scale_ptr": "f32",
             "y_ptr": loss_dtype,
             "share_ptr": "f32",
             "counter_ptr": "i64",
@@ -308,7 +265,6 @@ def cross_entropy_launcher(
         constexprs={
             "SMOOTH": smooth,
             "SAVE": save,
-            "GRAD": grad,
             "LAST": last,
             "MEAN": mean,
             **({} if held else {"EVEN": columns % config["WIDTH"] == 0}),
@@ -326,45 +282,17 @@ def cross_entropy_launcher(
         pointers={"loss_ptr": "f32", "t_ptr": "i64", "y_ptr": loss_dtype, "share_ptr": "f32"},
         integers={"R": rows, "IGNORE": ignore_index},
         floats=(),
-        constexprs={"WITH_LOSS": True, "MEAN": mean, "SAVE": save, "BLOCK": 4096},
+        constexprs={"MEAN": mean, "SAVE": save, "BLOCK": 4096},
         num_warps=8,
         **finish,
     )
 
     def both(
-        x: Any,
-        t: Any,
-        loss: Any,
-        lse: Any,
-        dx: Any,
-        scale: Any,
-        y: Any,
-        share: Any,
-        counter: Any,
-        s: float,
+        x: Any, t: Any, loss: Any, lse: Any, y: Any, share: Any, counter: Any, s: float
     ) -> bool:
-        return start(x, t, loss, lse, dx, scale, y, share, counter, s) and second(loss, t, y, share)
+        return start(x, t, loss, lse, y, share, counter, s) and second(loss, t, y, share)
 
     return both
-
-
-def cross_entropy_share_launcher(
-    rows: int, ignore_index: int, device: torch.device, align: int = 16
-) -> Callable[..., bool]:
-    """A callable (t, share) -> bool: share = 1 / number of rows that are not ignored."""
-    start = prepare(
-        cross_entropy_reduce,
-        grid=(1, 1, 1),
-        pointers={"loss_ptr": "f32", "t_ptr": "i64", "y_ptr": "f32", "share_ptr": "f32"},
-        integers={"R": rows, "IGNORE": ignore_index},
-        floats=(),
-        constexprs={"WITH_LOSS": False, "MEAN": True, "SAVE": True, "BLOCK": 4096},
-        num_warps=8,
-        num_stages=1,
-        device=device,
-        align=align,
-    )
-    return lambda t, share: start(share, t, share, share)
 
 
 def cross_entropy_backward_configs(columns: int, dtype: str) -> list[dict[str, Any]]:
@@ -419,20 +347,3 @@ def cross_entropy_backward_launcher(
         device=device,
         align=align,
     )
-
-
-def scale_launcher(
-    count: int,
-    dtype: str,
-    scale_dtype: str,
-    device: torch.device,
-    programs: int = 1056,
-    align: int = 16,
-) -> Callable[..., bool]:
-    """A callable (y, scale) -> bool: y *= scale in place, and no memory traffic where the scale is 1."""
-    tiles = triton.cdiv(count, 4096)
-    return prepare(
-        scale_unless_one, grid=(min(tiles, programs), 1, 1), pointers={"y_ptr": dtype, "scale_ptr": scale_dtype},
-        integers={"N": count, "PROGRAMS": min(tiles, programs)}, floats=(), constexprs={"BLOCK": 4096},
-        num_warps=4, num_stages=1, device=device, align=align,
-    )  # fmt: skip

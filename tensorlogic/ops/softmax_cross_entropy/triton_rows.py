@@ -36,7 +36,7 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
         lse = empty((rows,), (1,), f32) if save else loss
         share = (torch.ones(1, device=device) if each else empty((1,), (1,), f32)) if save else loss
         counter = loss if each else counters(device, 1, torch.int64)
-        if not start(x, t, loss, lse, loss, loss, y, share, counter, smoothing):
+        if not start(x, t, loss, lse, y, share, counter, smoothing):
             return None
         return (y, lse, share) if save else (y,)
 

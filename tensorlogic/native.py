@@ -54,6 +54,11 @@ def _load() -> str | None:
         torch.ops.load_library(str(path))
     except OSError as error:
         return f"the native library {path} does not load: {error}"
+    if (wanted := settings.NATIVE_ISA.read()) is not None:
+        try:
+            torch.ops.tensorlogic_native.set_isa(wanted)
+        except RuntimeError as error:
+            return f"{settings.NATIVE_ISA.name}: {str(error).splitlines()[0]}"
     from . import hooks
 
     hooks.load()

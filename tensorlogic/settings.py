@@ -48,12 +48,17 @@ NATIVE_LIBRARY = Variable(
     "path of a native library to load instead of the packaged one, such as a sanitized build",
     "the packaged library",
 )
+NATIVE_ISA = Variable(
+    "TENSORLOGIC_NATIVE_ISA",
+    "instruction set of the native library: portable, avx2, avx512, avx512_bf16 or amx; with a cache folder of its own",
+    "the best that the processor has",
+)
 ENABLE = Variable(
     "TENSORLOGIC_ENABLE",
     "1 calls tensorlogic.enable() in every program that imports torch, pool calls enable(pool=True); 0 neither",
     "0",
 )
-VARIABLES = (CACHE_DIR, TUNE, LOCKFILE, COMPILE_WORKERS, NATIVE_LIBRARY, ENABLE)
+VARIABLES = (CACHE_DIR, TUNE, LOCKFILE, COMPILE_WORKERS, NATIVE_LIBRARY, NATIVE_ISA, ENABLE)
 
 
 def cache_folder() -> Path:

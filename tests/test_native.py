@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -252,3 +254,18 @@ def test_neon_branch_compiles(tmp_path: Path) -> None:
     portable = str(sources / "kernels" / "portable.cpp")
     done = subprocess.run([*map(str, command), *flags, portable], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("level", "wanted"), [("portable", "portable None"), ("sse", "None TENSORLOGIC_NATIVE_ISA")]
+)
+def test_a_variable_chooses_the_instruction_set(level: str, wanted: str) -> None:
+    code = "from tensorlogic import native; print(native.isa(), native.available())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TENSORLOGIC_NATIVE_ISA": level},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(wanted)

@@ -12,7 +12,7 @@ from ...numerics import DTYPES
 from ...op import Launcher
 from ...plans import Key
 from ..common import cpu_costs, native_wiring, wiring
-from . import ATTENTION_SCORES
+from . import ATTENTION_SCORES, ATTENTION_SCORES_BACKWARD
 
 CALL = 2.0  # microseconds that the second native call takes
 
@@ -58,4 +58,48 @@ def build(key: Key) -> Launcher:
     return launch
 
 
+def supports_backward(key: Key) -> str | None:
+    """None for q and k with equal leading dimensions, contiguous scores, and a mask that needs no gradient."""
+    q, k = key.spec("q"), key.spec("k")
+    assert q is not None and k is not None
+    if key.flag("needs")[2] == "1":
+        return "the mask needs a gradient"
+    if q.shape[:-2] != k.shape[:-2] or 0 in (*q.shape, *k.shape):
+        return "leading dimensions of q and k differ, or an operand is empty"
+    return native_wiring.contiguous(key, "dy", "y") or wiring.one_dtype(key, "dy", "q", "k", "y")
+
+
+def guess_backward(key: Key) -> float:
+    """One pass over the scores and two products, as eager has them."""
+    q, k = key.spec("q"), key.spec("k")
+    assert q is not None and k is not None
+    rows, columns, depth = prod(q.shape[:-1]), k.shape[-2], q.shape[-1]
+    ways, dtype = ((rows, depth, columns), (columns, depth, rows)), q.dtype
+    ours = sum(cpu_costs.native_us(*way, dtype, False) for way in ways)
+    theirs = sum(cpu_costs.torch_us(*way, dtype, False) for way in ways)
+    between = cpu_costs.pass_us(rows * columns)
+    return (ours + CALL + between) / (theirs + 2 * between)
+
+
+def build_backward(key: Key) -> Launcher:
+    """The launcher over (dy, q, k, y, scale, mask)."""
+    gradient, product, needs = native.op("softmax_backward"), native.op("matmul"), key.flag("needs")
+
+    def launch(dy: Any, q: Any, k: Any, y: Any, scale: float, mask: Any) -> Any:
+        ds = gradient(dy, y)
+        dq = product(ds, k).mul_(scale) if needs[0] == "1" else None
+        dk = product(ds.mT, q).mul_(scale) if needs[1] == "1" else None
+        return dq, dk, None
+
+    return launch
+
+
+native_wiring.add(
+    ATTENTION_SCORES_BACKWARD,
+    "cpu.products",
+    build_backward,
+    supports_backward,
+    guess_backward,
+    __name__,
+)
 native_wiring.add(ATTENTION_SCORES, "cpu.fused", build, supports, guess, __name__)

@@ -97,7 +97,7 @@ def test_what_is_offered_fits_and_compiles_without_spilling(
     jobs = []
     for s, t, d in ((512, 512, 64), (2048, 2048, 64)):
         lies = scores.heads(4, 16, t, d, (16 * t * d, t * d, d))
-        for config in scores.specialised_scores_configs(64, s, t, d, 132):
+        for config in scores.specialised_scores_configs(64, s, t, d, 132)[:3]:
             jobs += triton_launch.collect(
                 lambda s=s, t=t, d=d, lies=lies, config=config: scores.specialised_scores_launcher(
                     (4, 16, s, t, d), "f16", lies, lies, config, torch.device("cuda", 0), 132

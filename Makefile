@@ -1,6 +1,7 @@
 # make bench   set up, then the quick benchmark: a table on screen, a result file, and a report to look at
 # make test    set up, then formatting, lint, types and tests
 # make tables  write the tables of README.md, README.ja.md and docs/figures.md anew from benchmarks/results/
+# make site    the documentation as pages in docs/_build, every warning an error
 # make sanitize   the kernel tests on a GPU under compute-sanitizer: memory, races, reads of what nobody wrote
 # make clean   remove what set-up and runs have made
 #
@@ -25,7 +26,7 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: bench test tables sanitize setup clean
+.PHONY: bench test tables site sanitize setup clean
 bench: setup
 	$(PYTHON) -m tensorlogic.cli bench $(BENCH) --json $(RESULT) --report
 
@@ -38,6 +39,11 @@ test: setup
 
 tables: setup
 	$(PYTHON) -m tensorlogic.bench.readme $(GENERATED)
+
+site: setup
+	$(PYTHON) -m pip install --quiet --editable '.[docs]'
+	$(PYTHON) -m sphinx -W --keep-going -q docs docs/_build
+	@echo "docs/_build/index.html"
 
 # Without the caching allocator every tensor is an allocation of its own, whose edges memcheck sees.
 SANITIZED = $(wildcard tests/test_triton_gemm.py tests/test_triton_specialised.py tests/test_triton_columns.py tests/test_triton_rows.py tests/test_triton_scores*.py tests/test_triton_precision.py)

@@ -110,6 +110,18 @@ def test_the_index_lists_every_public_name_and_no_other() -> None:
     assert set(re.findall(r"`(\w+)`", table)) == set(tensorlogic.__all__)
 
 
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "reference.md").read_text()
+    named = re.findall(r"^\.\. auto\w+:: tensorlogic\.(?:memory\.)?(\w+)$", text, re.MULTILINE)
+    assert sorted(named) == sorted(tensorlogic.__all__), "one ```{eval-rst} block for each name"
+
+
+def test_every_page_is_in_the_table_of_the_site() -> None:
+    text = (ROOT / "docs" / "index.md").read_text()
+    listed = set(text[text.index("{toctree}") :].split()) & {p.stem for p in (ROOT / "docs").glob("*.md")}  # fmt: skip
+    assert listed == {p.stem for p in (ROOT / "docs").glob("*.md")} - {"index"}
+
+
 def test_modules_named_in_the_architecture_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"`([\w/]+\.py)`", text))

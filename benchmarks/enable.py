@@ -1,7 +1,9 @@
 """An unmodified float16 script on the CPU, with and without TENSORLOGIC_ENABLE=1: are the answers the same, and the times?
 
     python benchmarks/enable.py [--json PATH] [arguments of examples/half_transformer.py]
-    python benchmarks/enable.py --tables      write the table in README.md anew from benchmarks/results/enable.json
+    python benchmarks/enable.py --tables      write the tables between marks anew from benchmarks/results/
+    ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 TENSORLOGIC_NATIVE_ISA=avx512_bf16 TENSORLOGIC_CACHE_DIR=/tmp/limited \
+        python benchmarks/enable.py           as a processor without float16 arithmetic would do
 
 Runs both twice, in turn, in fresh processes, and keeps the faster of each. Exit code 1 where the answers differ.
 """
@@ -26,6 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "half_transformer.py"
 # As an interpreter does into whose site-packages a wheel has put the files of tools/startup.
 LAUNCH = "import runpy, site, sys; site.addsitedir(sys.argv[1]); sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "TENSORLOGIC_NATIVE_ISA")
+PAGES = ("README.md", "README.ja.md", "docs/enable.md")
+MARKED = re.compile(r"<!-- enable (\S+) -->\n.*?<!-- end enable -->", re.DOTALL)
 TIMES = re.compile(r"batch (\d+) inference ([\d.]+) ms, training step ([\d.]+) ms")
 
 
@@ -61,8 +66,9 @@ def same(one: list[str], other: list[str]) -> bool:
 
 def table(result: dict[str, Any]) -> str:
     """The result as the README shows it."""
+    limits = " ".join(f"{name}={value}" for name, value in result.get("limited to", {}).items())
     lines = [
-        f"{result['machine']}, {result['threads']} threads; PyTorch {result['torch']}; {result['date']}; "
+        f"{result['machine']}{' limited by ' if limits else ''}{limits}, {result['threads']} threads; PyTorch {result['torch']}; {result['date']}; "
         f"answers {'the same' if result['same'] else 'DIFFER'}",
         "",
         "| float16 | PyTorch, ms | TENSORLOGIC_ENABLE=1, ms | times faster |",
@@ -73,11 +79,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 def written(text: str) -> str:
-    """README's text with the table of the committed result between its marks."""
-    result = json.loads((ROOT / "benchmarks" / "results" / "enable.json").read_text())
-    begin, end = "<!-- enable benchmarks/results/enable.json -->", "<!-- end enable -->"
-    head, rest = text.split(begin)
-    return f"{head}{begin}\n{table(result)}\n{end}{rest.split(end)[1]}"
+    """The text with the tables of the committed results between their marks."""
+
+    def fresh(mark: re.Match[str]) -> str:
+        result = json.loads((ROOT / mark[1]).read_text())
+        return f"<!-- enable {mark[1]} -->\n{table(result)}\n<!-- end enable -->"
+
+    return MARKED.sub(fresh, text)
 
 
 def main() -> int:
@@ -88,8 +96,8 @@ def main() -> int:
     parser.add_argument("--tables", action="store_true")
     options, arguments = parser.parse_known_args()
     if options.tables:
-        readme = ROOT / "README.md"
-        readme.write_text(written(readme.read_text()))
+        for page in (ROOT / name for name in PAGES):
+            page.write_text(written(page.read_text()))
         return 0
     runs: dict[str, list[tuple[list[str], dict[str, float]]]] = {"0": [], "1": []}
     for _ in range(2):
@@ -104,6 +112,7 @@ def main() -> int:
         "threads": cpu.threads,
         "torch": torch.__version__,
         "date": str(date.today()),
+        "limited to": {n: os.environ[n] for n in LIMITS if n in os.environ},
         "rows": rows,
         "same": equal,
     }

@@ -523,12 +523,13 @@ def test_the_benchmark_compares_answers() -> None:
     assert re.search(r"\| training step, batch 1 \| [\d.]+ \| [\d.]+ \| [\d.]+ \|", done.stdout)
 
 
-def test_the_readme_shows_the_committed_result() -> None:
+def test_pages_show_the_committed_results() -> None:
     spec = importlib.util.spec_from_file_location("enable", ROOT / "benchmarks" / "enable.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    text = (ROOT / "README.md").read_text()
-    assert module.written(text) == text
-    assert "answers the same" in text
+    for page in module.PAGES:
+        text = (ROOT / page).read_text()
+        assert module.written(text) == text
+        assert "answers the same" in text

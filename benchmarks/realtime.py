@@ -1,0 +1,109 @@
+"""How late a small network may answer: p50, p99, p99.9 and the worst of 10,000 synchronised calls, beside eager and torch.compile.
+
+python benchmarks/realtime.py [--calls N] [--out FILE.json]   on the GPU if there is one
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import platform
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tensorlogic
+from tensorlogic import measure
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPE = torch.float16 if CUDA else torch.float32
+MARKS = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
+
+
+def network() -> nn.Module:
+    """Three linear layers, as a controller would have."""
+    layers = (nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64))
+    return nn.Sequential(*layers).to(DEVICE, DTYPE).eval()
+
+
+def chain(x: Tensor) -> Tensor:
+    """50 kernels."""
+    for _ in range(50):
+        x = x + 1
+    return x
+
+
+def processor() -> str:
+    """The device's name."""
+    if CUDA:
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []
+    return next(
+        (v.split(":")[1].strip() for v in lines if v.startswith("model name")), platform.processor()
+    )
+
+
+def latencies(call: Callable[[], Any], count: int) -> dict[str, float]:
+    """Microseconds of `count` calls, each waited for, with Python's garbage collection as in a program that cares: off."""
+    for _ in range(50):
+        call()
+    gc.collect()
+    gc.disable()
+    try:
+        times = sorted(measure.once(call, DEVICE) for _ in range(count))
+    finally:
+        gc.enable()
+    found = {name: times[min(int(q * count), count - 1)] for name, q in MARKS.items()}
+    return {**found, "worst": times[-1]}
+
+
+@torch.no_grad()
+def main() -> None:
+    """Measure and print one line a way."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", type=int, default=10_000)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    model, x = network(), torch.randn(8, 256, device=DEVICE, dtype=DTYPE)
+    compiled = torch.compile(
+        copy.deepcopy(model), dynamic=False, mode="reduce-overhead" if CUDA else "default"
+    )
+    ways: dict[str, Callable[[Tensor], Any]] = {
+        "eager": model,
+        "torch.compile": compiled,
+        "capture": tensorlogic.capture(model),
+        "capture, views": tensorlogic.capture(model, unsafe_views=True),
+        "optimize": tensorlogic.optimize(model, x),
+    }
+    table = {name: latencies(lambda way=way: way(x), chosen.calls) for name, way in ways.items()}  # type: ignore[misc]
+    for name, row in table.items():
+        print(f"{name:15s} " + "  ".join(f"{k} {v:8.1f}" for k, v in row.items()) + "  us")
+    steps = tensorlogic.capture(chain, unsafe_views=True)
+    for _ in range(5):
+        steps(x)
+    host = statistics.median(
+        measure.host_samples({"chain": [lambda: steps(x)]}, DEVICE, 0.2).values["chain"]
+    )
+    print(
+        f"host time of a captured call of 50 kernels: {host:.2f} us ({steps.reason or 'replayed'})"
+    )
+    if chosen.out:
+        whole = {
+            "device": processor(),
+            "torch": torch.__version__,
+            "calls": chosen.calls,
+            "us": table,
+            "host_us_of_50_kernels": host if CUDA else None,
+        }
+        chosen.out.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from tensorlogic.ops.rms_norm import RMS_NORM
+from tensorlogic.ops.swiglu import SWIGLU
 from tensorlogic.program import check
 from tensorlogic.program.patterns import RULES
 from tensorlogic.program.probe import probe
-from tensorlogic.program.rewrite import rewrite
+from tensorlogic.program.rewrite import emitter, rewrite
 from tensorlogic.program.trace import Untraceable, constants, trace
 
 
@@ -53,6 +55,13 @@ TARGET = torch.tensor([0, 1, 2, 3, 4])
 
 def scores(q: Tensor, k: Tensor, by: float = 0.5) -> Tensor:
     return q @ k.transpose(-2, -1) * by
+
+
+def rms(x: Tensor, gamma: Tensor, dim: int = -1, wide: bool = False) -> Tensor:
+    """As LLaMA writes it."""
+    y = x.to(torch.float32) if wide else x
+    y = y * torch.rsqrt(y.pow(2).mean(dim, keepdim=True) + 1e-6)
+    return gamma * y.to(x.dtype)
 
 
 MATCHES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
@@ -123,6 +132,25 @@ MATCHES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
     ),
     "add and relu": (lambda m, a: F.relu(a + a.sin()), (X,), ["add_relu"]),
     "mul and relu": (lambda m, a: F.relu(a * a.sin()), (X,), ["mul_relu"]),
+    "rms norm": (lambda m, x: rms(x, m.norm.weight), (X,), ["rms_norm"]),
+    "rms norm, by a product": (
+        lambda m, x: x * torch.rsqrt((x * x).mean(-1, True) + 1e-6) * m.norm.weight,
+        (X,),
+        ["rms_norm"],
+    ),
+    "rms norm in halves": (
+        lambda m, x: rms(x.half(), m.norm.weight.half(), wide=True),
+        (X,),
+        ["rms_norm"],
+    ),
+    "rms norm by name": (lambda m, x: F.rms_norm(x, (8,), m.norm.weight, 1e-6), (X,), ["rms_norm"]),
+    "rms norm and linear": (
+        lambda m, x: m.lin(rms(x, m.norm.weight)),
+        (X,),
+        ["rms_norm", "linear"],
+    ),
+    "swiglu": (lambda m, x: F.silu(m.lin(x)) * m.nobias(x), (X,), ["swiglu"]),
+    "swiglu, gate last": (lambda m, x: m.nobias(x) * F.silu(m.lin(x)), (X,), ["swiglu"]),
     "affine": (lambda m, x: x * m.lin.bias + m.norm.bias, (X,), ["affine"]),
 }
 MISSES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
@@ -148,6 +176,27 @@ MISSES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
         lambda m, x: m.lin(F.layer_norm(x, (5, 8), m.lin.weight[:5], m.lin.weight[:5])),
         (X,),
         ["linear"],
+    ),
+    "rms norm over rows": (lambda m, x: rms(x, m.norm.weight, 0), (X,), []),
+    "norm by the mean of another": (
+        lambda m, x: m.norm.weight * (x * torch.rsqrt(x.sin().pow(2).mean(-1, True) + 1e-6)),
+        (X,),
+        [],
+    ),
+    "norm by the fourth power": (
+        lambda m, x: m.norm.weight * (x * torch.rsqrt(x.pow(4).mean(-1, True) + 1e-6)),
+        (X,),
+        [],
+    ),
+    "gate of another input": (
+        lambda m, x: F.silu(m.lin(x)) * m.nobias(x.sin()),
+        (X,),
+        ["linear", "linear"],
+    ),
+    "gate through gelu": (
+        lambda m, x: F.gelu(m.lin(x)) * m.nobias(x),
+        (X,),
+        ["linear", "linear"],
     ),
     "softmax over rows": (lambda m, q, k: scores(q, k).softmax(1), (Q, Q), []),
     "softmax in another dtype": (
@@ -234,3 +283,27 @@ def test_untraceable_models_say_why(forward: Callable[..., Any], reason: str) ->
 def test_prints_are_noticed_and_swallowed(capsys: pytest.CaptureFixture[str]) -> None:
     assert probe(Says(lambda m, x: (print("called"), m.lin(x))[1]), (X,), {}).prints
     assert not capsys.readouterr().out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_ways_of_norm_and_gate_compute_the_same(dtype: torch.dtype) -> None:
+    x, w, v = (torch.randn(n, 16).to(dtype) for n in (6, 8, 8))
+    b, gamma = torch.randn(8).to(dtype), torch.rand(16).to(dtype)
+    for composite, args in (
+        (RMS_NORM, (x, gamma, 1e-6)),
+        (SWIGLU, (x, w, b, v, b)),
+        (SWIGLU, (x, w, None, v, None)),
+    ):
+        wide = composite(*(a.double() if isinstance(a, Tensor) else a for a in args))
+        for way in composite.ways:
+            graph = fx.Graph()
+            places = [
+                graph.placeholder(f"p{i}") if isinstance(a, Tensor) else a
+                for i, a in enumerate(args)
+            ]
+            graph.output(way.emit(emitter(graph, examples=False), tuple(places)))
+            given = [a for a in args if isinstance(a, Tensor)]
+            out = fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*given)
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(out.double(), wide, rtol=8 * eps, atol=16 * eps)

@@ -137,3 +137,11 @@ def tensors_in(value: Any) -> list[Tensor]:
 
     walk(value)
     return found
+
+
+def step(out: Any, training: bool, wrt: Sequence[Tensor]) -> Any:
+    """Forward alone, or with the backward pass that training would add; no `.grad` is touched."""
+    flat = [o for o in tensors_in(out) if o.requires_grad]
+    if not training or not flat or not wrt:
+        return out
+    return torch.autograd.grad(flat, wrt, [torch.ones_like(o) for o in flat], allow_unused=True)

@@ -23,7 +23,7 @@ from .regions import Decision, Judge, emit_way, full
 from .report import Report, Row
 from .rewrite import Region, rewrite
 from .serve import MISS, Program, device_of, mutates
-from .trace import Trace, first_line, writes
+from .trace import Trace, Untraceable, first_line, writes
 from .widen import pays, widened
 
 ROUNDS = 4  # times that regions are formed again after some were undone
@@ -100,7 +100,10 @@ class Plan:
             refused += [d for i in bad if (d := known[i]) is not None]
             if not bad:
                 break
-            banned |= {f"{self.regions[i].op}@{self.regions[i].root}" for i in bad}
+            more = {f"{self.regions[i].op}@{self.regions[i].root}" for i in bad}
+            if more <= banned:
+                raise Untraceable(f"regions come back after they were undone: {sorted(more)[0]}")
+            banned |= more
         self.found = {r.root: d for r, d in zip(self.regions, known, strict=True) if d is not None}
         self.rows = [*_rows(self.found[r.root] for r in self.regions), *_rows(refused)]
         self.variants = [self.found, *self._uniform()]
@@ -144,7 +147,7 @@ def _expand(
         node, way = region.node, found[region.root].way
         assert node is not None
         with graph.inserting_before(node):
-            new = emit_way(graph, node.target, full(node, tuple(node.args)), way)
+            new = emit_way(graph, node.target, full(node), way)
         new.meta.update({"val": node.meta["val"], "constant": node.meta.get("constant", False)})
         node.replace_all_uses_with(new)
         graph.erase_node(node)
@@ -242,7 +245,7 @@ def _timed(
             program.replace_state(copies)
 
     def call(model: Any) -> Callable[[], Any]:
-        return lambda: step(model(*args, **kwargs), training, wrt)
+        return lambda: check.step(model(*args, **kwargs), training, wrt)
 
     calls = {f"after {i}": call(p.serving) for i, p in enumerate(programs)}
     for program in programs:
@@ -266,14 +269,6 @@ def _timed(
         return None
     report.outcome = "rewritten" if program.replay is None else "captured"
     return program
-
-
-def step(out: Any, training: bool, wrt: Sequence[Tensor]) -> Any:
-    """Forward alone, or with the backward pass that training would add; no `.grad` is touched."""
-    flat = [o for o in check.tensors_in(out) if o.requires_grad]
-    if not training or not flat or not wrt:
-        return out
-    return torch.autograd.grad(flat, wrt, [torch.ones_like(o) for o in flat], allow_unused=True)
 
 
 def pays_off(report: Report, samples: measure.Samples, name: str) -> bool:

@@ -169,13 +169,18 @@ class Replay:
         if (self.written and not self._apart(flat)) or not self.line.enter():
             return None
         try:
-            with torch.no_grad():
-                self.launch(flat)
-                for i, s in self.written:
-                    flat[i].copy_(s)
-                return self.outputs()
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    return self._served(flat)
+            return self._served(flat)
         finally:
             self.line.leave()
+
+    def _served(self, flat: Sequence[Any]) -> Any:
+        self.launch(flat)
+        for i, s in self.written:
+            flat[i].copy_(s)
+        return self.out if self.unsafe_views else owned(self.out)
 
 
 def owned(out: Any) -> Any:

@@ -18,7 +18,9 @@ from ..ops.linear.rewrite import RULES as LINEAR
 from ..ops.linear_batch_norm_relu.rewrite import RULES as BATCH_NORM
 from ..ops.pointwise.rewrite import ACTIVATIONS
 from ..ops.pointwise.rewrite import RULES as POINTWISE
+from ..ops.rms_norm.rewrite import RULES as RMS_NORM
 from ..ops.softmax_cross_entropy.rewrite import RULES as CROSS_ENTROPY
+from ..ops.swiglu.rewrite import RULES as SWIGLU
 from ..rules import Rule, Way
 
 WAYS: dict[Any, tuple[Way, ...]] = {
@@ -37,16 +39,17 @@ PRODUCTS: tuple[Rule, ...] = (
     *GELU_LINEAR,
 )
 RULES: tuple[Rule, ...] = (
-    *EVALUATION,
     *ACTIVATIONS,
     *ATTENTION,
     *ATTENTION_SCORES,
     *CROSS_ENTROPY,
+    *RMS_NORM,
     *LINEAR[:4],
     *DROPOUT,
     *CONVOLUTION,
     *BATCH_NORM,
     *LINEAR[4:],
+    *SWIGLU,
     *LAYER_NORM_LINEAR,
     *GELU_LINEAR,
     *POINTWISE,

@@ -19,7 +19,7 @@ from .. import measure
 from ..numerics import Verdict
 from . import check
 from .backend import rewritten
-from .choosing import best, pays_off, step
+from .choosing import best, pays_off
 from .copies import fresh, sharing, unwritten
 from .graphs import FAILURES
 from .report import Report
@@ -263,7 +263,7 @@ def _faster(
     def call(model: Callable[..., Any]) -> Callable[[], Any]:
         def run() -> Any:
             a, k = fresh(args, kwargs) if changing else given
-            return step(model(*a, **k), made.training, wrt)
+            return check.step(model(*a, **k), made.training, wrt)
 
         return run
 

@@ -103,14 +103,15 @@ class Judge:
         known = self.known.get(key)
         if known is not None and known.way is None:
             return known
+        if known is None and time.perf_counter() > self.end:
+            late = _refused(region, "not measured: no time was left in budget_s", None)
+            return self.known.setdefault(key, late)
         before = Function(nodes, [n.name for n in inputs], nodes[-1], {}, self.trace.owner)
         expected = _Expected(nodes, inputs, values, self.trace.owner)
         if known is not None:
             problem, error = self._check(region, known, env, expected)
             known.row.error = max(known.row.error or 0.0, error)
             return known if problem is None else _refused(region, problem, error)
-        if time.perf_counter() > self.end:
-            return _refused(region, "not measured: no time was left in budget_s", None)
         decision = self._measure(region, env, before, values, expected)
         self.known[key] = decision
         return decision
@@ -195,7 +196,7 @@ class Judge:
         node = region.node
         assert node is not None
         yield PLAIN if isinstance(node.target, Composite) else CHOSEN
-        examples = full(node, fx.map_arg(node.args, lambda n: n.meta["val"]))
+        examples = full(node, lambda n: n.meta["val"])
         for way in ways_of(node.target):
             if self.training and not way.training:
                 continue
@@ -273,7 +274,7 @@ class Fragment:
             held[made.name] = _value(n, env)
             return made
 
-        args = full(node, fx.map_arg(tuple(node.args), port))
+        args = full(node, port)
         out = emit_way(self.graph, node.target, args, way)
         self.graph.output(out)
         ports = [n for n in self.graph.nodes if n.op == "placeholder"]
@@ -305,12 +306,15 @@ class Fragment:
 
 
 def emit_way(graph: fx.Graph, target: Any, args: tuple[Any, ...], way: str | None) -> fx.Node:
-    """The calls of one way of running a step, or the call itself."""
+    """The calls of one way of running a step, or the call itself; `args` are all its arguments (`full`)."""
     emit = emitter(graph, examples=False)
     for each in ways_of(target):
         if each.id == way:
             return each.emit(emit, args)
-    return emit(target, *args)
+    schema = getattr(target, "_schema", None)
+    words = [a.name for a in schema.arguments if a.kwarg_only] if schema is not None else []
+    count = len(args) - len(words)
+    return emit(target, *args[:count], **dict(zip(words, args[count:], strict=True)))
 
 
 def ways_of(target: Any) -> tuple[Way, ...]:
@@ -327,10 +331,10 @@ def _arrives(node: fx.Node, value: Any) -> Any:
     )
 
 
-def full(node: fx.Node, args: Any) -> tuple[Any, ...]:
-    """A call's arguments with those that were left to their defaults."""
-    defaults = arguments(node)[1]
-    return (*args, *defaults[len(args) :])
+def full(node: fx.Node, known: Callable[[fx.Node], Any] = lambda n: n) -> tuple[Any, ...]:
+    """All arguments of a call in the order of its signature, defaults included, nodes as `known` says."""
+    given = arguments(node)[0] if arguments(node)[0] else list(node.args)
+    return tuple(fx.map_arg(given, known))
 
 
 def _value(n: Any, env: Mapping[str, Any]) -> Any:

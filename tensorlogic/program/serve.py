@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from .check import step
 from .code import Function, ahead
 from .graphs import FAILURES, GradientReplay, Replay, heal, warm
 from .trace import Trace, first_line, random_call, storage, writes
@@ -124,33 +125,38 @@ class Program:
         if any(isinstance(v, Tensor) and v.device.type != "cuda" for v in flat):
             return "an input is not on the GPU"
         if mutates(self.graph):  # warming up writes, too
-            flat = [v.detach().clone() if isinstance(v, Tensor) else v for v in flat]
-        try:
-            with torch.set_grad_enabled(self.training), self._unwritten():
-                warm(lambda: self.function.run(*flat), self.device)
-                leaves = [t for t in self.state.values() if t.requires_grad]
-                run = self.function.run
-                if self.training:
-                    self.replay = GradientReplay(run, flat, leaves, self.device)
-                else:
-                    self.replay = Replay(run, flat, self.device)
-        except FAILURES as problem:
-            heal(self.device)
-            self.replay = None
-            return first_line(problem)
+            flat = [_copy(v) if isinstance(v, Tensor) else v for v in flat]
+        with torch.set_grad_enabled(self.training), self._unwritten():
+            try:
+                self.replay = self._recorded(flat)
+            except FAILURES as problem:
+                heal(self.device)
+                self.replay = None
+                return first_line(problem)
         self.pointers = self._where()
         self.alive = [t.detach() for t in self.held]
         return None
+
+    def _recorded(self, flat: Sequence[Any]) -> Replay | GradientReplay:
+        """The graph, after what it does for the first time, backward included, has been done."""
+        leaves = [t for t in self.state.values() if t.requires_grad]
+        warm(lambda: step(self.function.run(*flat), self.training, leaves), self.device)
+        run = self.function.run
+        if self.training:
+            return GradientReplay(run, flat, leaves, self.device)
+        return Replay(run, flat, self.device)
 
     @contextlib.contextmanager
     def _unwritten(self) -> Iterator[None]:
         """What the graph reads and writes is as before afterwards."""
         named = [self.function.value(n) for n in self.state] if mutates(self.graph) else []
         kept = [(t, t.detach().clone()) for t in named if not t.requires_grad]
-        yield
-        with torch.no_grad():
-            for tensor, before in kept:
-                tensor.copy_(before)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, before in kept:
+                    tensor.copy_(before)
 
     def _where(self) -> list[int]:
         return [t.data_ptr() for t in self.held]
@@ -200,6 +206,10 @@ class Program:
             if t.layout != torch.strided or t.untyped_storage().data_ptr() not in own:
                 total += t.numel() * t.element_size()
         return total + (self.replay.nbytes if self.replay is not None else 0)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _capturing() -> bool:

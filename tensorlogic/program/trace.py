@@ -97,12 +97,37 @@ def _read(
 def prepare(graph: fx.Graph, state: Mapping[str, tuple[str, Tensor]]) -> None:
     """Make a traced graph fit for rewriting: in-place calls that nobody sees become plain ones, constants are marked."""
     own_outputs(graph)
+    identities(graph)
     functional(graph)
     if not any(n.op == "call_function" and writes(n) for n in graph.nodes):
         for node in graph.nodes:  # tracing may have left out a copy that real strides need
             if node.target is torch.ops.aten.view.default:
                 node.target = torch.ops.aten.reshape.default
     constants(graph, {n for n, (_, t) in state.items() if not t.is_inference()})
+
+
+def identities(graph: fx.Graph) -> None:
+    """Calls that hand their argument through, such as dropout in evaluation, are left out, and checks of what guards know."""
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+            continue
+        if node.target in (aten.dropout.default, aten.feature_dropout.default):
+            through = node.args[1] == 0.0 or not node.args[2]
+        elif node.target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device):
+            base, out = example(node.args[0]), example(node)
+            through = (
+                base is not None and out is not None and storage(node) == storage(node.args[0])
+            )
+            through = through and base.dtype == out.dtype  # type: ignore[union-attr]
+        else:
+            continue
+        if through:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def own_outputs(graph: fx.Graph) -> None:

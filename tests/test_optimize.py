@@ -411,7 +411,7 @@ def test_a_wrong_replacement_is_undone_and_named(
     composite = attention.Composite("attention", wrong, (way,))
     monkeypatch.setattr("tensorlogic.ops.attention.rewrite.ATTENTION", composite)
     model, x = Block().eval(), torch.randn(2, 7, 16)
-    fast = tensorlogic.optimize(model, (x,))
+    fast = tensorlogic.optimize(model, (x,), budget_s=60)
     refused = [r for r in fast.report.refused if r.op == "attention"]
     assert refused
     assert "wrong" in refused[0].refused

@@ -169,3 +169,25 @@ def test_what_a_first_call_sets_up_is_set_up(pays: None) -> None:
     assert fast.report.outcome == "rewritten", fast.report.reason
     assert model.table is None
     close(fast(x), model(x))
+
+
+@torch.no_grad()
+def test_sizes_that_vary_are_served_by_one_graph(pays: None) -> None:
+    model = Decoder().eval()
+    given = {"x": torch.randn(2, 3, 8), "cache": filled(5)}
+    fast = tensorlogic.optimize(model, given, dynamic=True)
+    program = fast._program
+    assert isinstance(program, Pieces), fast.report.reason
+    assert program.graphs == 1
+    calls: list[tuple[Any, ...]] = []
+    (graph,) = program.symbolic
+    graph.register_forward_pre_hook(lambda _, args: calls.append(args))
+    mine, theirs = filled(4), Cache()
+    theirs.rows = [mine.rows[0].clone()]
+    for n, rows in enumerate((2, 3, 4, 7)):
+        x = torch.randn(2, rows, 8)
+        out, plain = fast(x, cache=mine), model(x, cache=theirs)
+        close(out["y"], plain["y"])
+        close(mine.rows[0], theirs.rows[0])
+        assert len(calls) == n + 1
+    assert program.graphs == 1

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .. import front
 from ..tuning import leaves_of
-from .graphs import FAILURES, GradientReplay, Replay, Tape, heal, warm
+from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
 from .serve import plain_modes
-from .trace import first_line
 from .watch import Watch
 
 EAGER_CALLS = 2  # calls of one kind that run as they are before one is captured
@@ -32,25 +32,31 @@ class Entry:
     leaves: Sequence[Tensor] | None = (
         None  # that gradients of the outputs would reach; None where no output has a gradient
     )
-    kinds: list[Any] | None = None  # of positional tensors, where such are all that is given
+    check: Callable[..., bool] | None = (
+        None  # of positional tensors, where such are all that is given
+    )
+    count: int = 0
     grad: bool = False
+    single: bool = False
+
+    def remember(self, args: tuple[Any, ...]) -> bool:
+        """True where later calls like this one can be told by a guard on their tensors alone, the short way to `key`."""
+        if not args or any(type(v) is not Tensor for v in args):
+            return False
+        if self.check is None:
+            self.check, self.count = front.guard(list(args)), len(args)
+            self.grad, self.single = torch.is_grad_enabled(), self.spec.is_leaf()
+        return True
 
     def fits(self, args: tuple[Any, ...]) -> bool:
-        """True where `args` are tensors of the recorded kind, under plain modes; the short way to `key`."""
-        kinds = self.kinds
-        if kinds is None or len(args) != len(kinds) or torch.is_grad_enabled() is not self.grad:
-            return False
-        for x, (dtype, shape, stride, device, grad) in zip(args, kinds, strict=True):
-            if (
-                type(x) is not Tensor
-                or x.dtype is not dtype
-                or x.shape != shape
-                or x.stride() != stride
-                or x.device != device
-                or x.requires_grad is not grad
-            ):
-                return False
-        return not torch._C._is_any_autocast_enabled()
+        """True where `args` are tensors of the recorded kind, under the same modes."""
+        return (
+            self.check is not None
+            and len(args) == self.count
+            and torch.is_grad_enabled() is self.grad
+            and self.check(*args)
+            and not torch._C._is_any_autocast_enabled()
+        )
 
 
 class Captured:
@@ -85,7 +91,7 @@ class Captured:
         if last is not None and not kwargs and last.fits(args) and self._steady(last):
             out = last.replay(args)  # type: ignore[misc]
             if out is not None:
-                return out[0] if last.spec.is_leaf() else pytree.tree_unflatten(out, last.spec)
+                return out[0] if last.single else pytree.tree_unflatten(out, last.spec)
         self.last = None
         flat, spec = pytree.tree_flatten((args, kwargs))
         reason, device = self._suits(flat)
@@ -115,9 +121,7 @@ class Captured:
         out = replay(padded)
         if out is None:
             return self.fn(*args, **kwargs)
-        if rows is None and not kwargs and all(type(v) is Tensor for v in args):
-            entry.grad = torch.is_grad_enabled()
-            entry.kinds = [(v.dtype, v.shape, v.stride(), v.device, v.requires_grad) for v in args]
+        if rows is None and not kwargs and entry.remember(args):
             self.last = entry
         if rows is not None:
             assert self.batch is not None
@@ -129,7 +133,7 @@ class Captured:
         if (
             entry.replay is None
             or not plain_modes()
-            or (self.tape is Tape and torch.cuda.is_current_stream_capturing())
+            or (self.tape is Tape and torch._C._cuda_isCurrentStreamCapturing())
         ):
             return False
         return self.watch is None or (self.watch.holds() and entry.pointers == self._pointers())
@@ -213,7 +217,7 @@ class Captured:
                     raise RuntimeError("an input that would be filled up to a bucket is written to")
         except FAILURES as problem:
             heal(device)
-            self.reason = first_line(problem)
+            self.reason = cause(problem)
             self.entries.clear()
             self.last = None
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import warnings
@@ -14,9 +15,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .check import flat_values
+from .trace import first_line
 
 LOG = logging.getLogger("tensorlogic")
 FAILURES = (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError)
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of a device on which captures are warmed up and recorded: a backward pass runs where its forward ran."""
+    return torch.cuda.Stream(device)
+
+
+def cause(problem: BaseException) -> str:
+    """What went wrong first: ending a broken capture raises once more."""
+    while problem.__context__ is not None:
+        problem = problem.__context__
+    return first_line(problem)
 
 
 class Tape:
@@ -28,7 +43,7 @@ class Tape:
 
     def record(self, fn: Callable[[], Any]) -> Any:
         """Capture `fn()`; its work happens when the tape is replayed."""
-        side = torch.cuda.Stream(self.device)
+        side = side_stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a failed capture leaves an empty graph
@@ -62,7 +77,7 @@ def warm(fn: Callable[[], Any], device: torch.device, times: int = 2) -> Any:
     """Run on a side stream, as a capture will, so that what is set up once is set up."""
     if device.type != "cuda":
         return [fn() for _ in range(times)][-1]
-    side = torch.cuda.Stream(device)
+    side = side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for _ in range(times):

@@ -20,6 +20,7 @@ from .serve import MISS, Program
 from .trace import Unfit, Untraceable, constants, first_line, trace, witness
 
 BUDGET_S = 2.0  # seconds for measuring where the caller gives no other budget
+TRAINING_BUDGET_S = 5.0  # likewise, with a backward pass behind each region
 
 
 class Optimized(nn.Module):
@@ -56,6 +57,7 @@ def optimize(
     *,
     training: bool = False,
     budget_s: float | None = None,
+    dynamic: bool = False,
 ) -> nn.Module:
     """The same model, faster where that can be had: rewritten into fused calls, checked, timed and captured; never slower.
 
@@ -63,9 +65,12 @@ def optimize(
         model: a torch.nn.Module, in the mode (train or eval) in which it will be called. It is not changed; a copy of it is
             called a few times.
         example_inputs: a tuple of its positional arguments, a mapping of keyword ones, or a single tensor; of the
-            shapes, dtypes and devices that matter. Other inputs are served by the model's own code.
+            shapes, dtypes and devices that matter. Other inputs are served by the model's own code (see `dynamic`).
         training: keep gradients. Without it, calls that record gradients are served by the model's own code.
-        budget_s: seconds that measuring may take beside tracing (2 by default).
+        budget_s: seconds that measuring may take beside tracing (2 by default, 5 for training).
+        dynamic: sizes vary from call to call, such as batches or a decoder's cache that grows. Dynamo then traces with
+            symbolic sizes, and what it made serves every size; each op of ours chooses its implementation for the size
+            that it meets. Nothing is captured, so for sizes that recur it is the slower choice.
 
     Returns:
         A module of the model's own class with the same parameters, buffers and `state_dict`, and a `report` of what was
@@ -86,9 +91,9 @@ def optimize(
     args, kwargs = _arguments(model, example_inputs, training)
     begin = time.perf_counter()
     report = Report()
-    budget = BUDGET_S if budget_s is None else float(budget_s)
+    budget = (BUDGET_S, TRAINING_BUDGET_S)[training] if budget_s is None else float(budget_s)
     try:
-        served = _program(model, args, kwargs, training, budget, report)
+        served = _program(model, args, kwargs, training, budget, dynamic, report)
     except Untraceable as problem:
         report.reason, served = str(problem), None
     report.seconds = time.perf_counter() - begin
@@ -147,6 +152,7 @@ def _program(
     kwargs: dict[str, Any],
     training: bool,
     budget_s: float,
+    dynamic: bool,
     report: Report,
 ) -> Program | Pieces | None:
     """What serves the model from now on: one program, or one for each graph that Dynamo cuts; None for itself."""
@@ -175,13 +181,15 @@ def _program(
 
         clone = made()
         try:
+            if dynamic:
+                raise Untraceable("sizes vary")
             if habits.prints:
                 raise Untraceable("the model prints when it is called")
             traced = trace(clone, args, kwargs)
         except Untraceable as problem:
             report.notes.append(f"not one graph: {problem}")
             clone = _extended(made())  # the first may have been left half traced
-            return pieces(clone, model, args, kwargs, training, budget_s, report)
+            return pieces(clone, model, args, kwargs, training, budget_s, report, dynamic)
         _extended(clone)
         if training:
             constants(traced.graph, set())

@@ -117,6 +117,7 @@ class Pieces:
         self.left = budget_s  # seconds for making programs
         self.reports: list[Report] = []
         self.pieces: list[Piece] = []
+        self.symbolic: list[fx.GraphModule] = []  # graphs whose sizes may vary
         self.graphs = 0
         forward = _own(getattr(type(model).__mro__[2], "forward", None))
         method = MethodType(forward, model)
@@ -126,7 +127,8 @@ class Pieces:
     def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.graphs += 1
         if any(isinstance(v, torch.SymInt) for v in inputs):
-            return rewritten(graph, inputs).forward
+            self.symbolic.append(rewritten(graph, inputs))
+            return self.symbolic[-1]
         self.pieces.append(Piece(graph, self))
         return self.pieces[-1]
 

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from .check import step
 from .code import Function, ahead
-from .graphs import FAILURES, GradientReplay, Replay, heal, warm
-from .trace import Trace, first_line, random_call, storage, writes
+from .graphs import FAILURES, GradientReplay, Replay, cause, heal, warm
+from .trace import Trace, random_call, storage, writes
 from .watch import Guard, Watch
 
 MISS = object()  # the program may not serve this call
@@ -132,7 +132,7 @@ class Program:
             except FAILURES as problem:
                 heal(self.device)
                 self.replay = None
-                return first_line(problem)
+                return cause(problem)
         self.pointers = self._where()
         self.alive = [t.detach() for t in self.held]
         return None

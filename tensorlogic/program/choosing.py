@@ -44,12 +44,12 @@ def best(
     `model` is watched by the program. Regions, times and, where None is returned, the reason go into `report`.
     """
     device = device_of(traced)
-    deadline = time.perf_counter() + budget_s
+    begin = time.perf_counter()
     expected = Whole(traced, training)
     source = widened(traced) if not training and pays(traced, device) else traced
     banned: set[str] = set()
     undone: list[Row] = []
-    judge = Judge(source, device, training, deadline)
+    judge = Judge(source, device, training, begin + budget_s / 2, begin + 2 * budget_s)
     for attempt in range(4):
         plan = Plan(source, judge, banned)
         program, verdict = _right(plan.variants[0], plan, model, expected)

@@ -221,7 +221,11 @@ class _Token:
 
 
 class GradientReplay:
-    """Forward and backward as two graphs; the leaves are the inputs and parameters that need gradients."""
+    """Forward and backward as two graphs; the leaves are the inputs and parameters that need gradients.
+
+    `standins` are what `fn` reads in the place of `parameters`: leaves of the same memory whose autograd nodes were never
+    on another stream, which a capture may not wait for.
+    """
 
     def __init__(
         self,
@@ -231,6 +235,7 @@ class GradientReplay:
         device: torch.device,
         pool: Any = None,
         tape: Callable[[torch.device, Any], Any] = Tape,
+        standins: Sequence[Tensor] | None = None,
     ) -> None:
         self.device = device
         self.places = [i for i, v in enumerate(flat) if isinstance(v, Tensor)]
@@ -251,7 +256,7 @@ class GradientReplay:
         self.grads_of = [
             i for i, v in enumerate(self.leaves) if isinstance(v, Tensor) and v.requires_grad
         ]
-        self.wrt = [*self.static, *parameters]
+        self.wrt = [*self.static, *(parameters if standins is None else standins)]
         self.needs = [i for i, t in enumerate(self.wrt) if t.requires_grad]
         self.seeds = [torch.zeros_like(self.leaves[i]) for i in self.grads_of]
         if not self.seeds or not self.needs:

@@ -40,11 +40,11 @@ class Decision:
 class Judge:
     """Decides region by region; regions of the same calls, shapes, strides and dtypes are timed once."""
 
-    def __init__(self, trace: Trace, device: torch.device, training: bool, deadline: float) -> None:
-        self.trace, self.device, self.training, self.deadline = trace, device, training, deadline
-        self.end = (
-            2 * deadline - time.perf_counter()
-        )  # what needs no compiling may take as long again
+    def __init__(
+        self, trace: Trace, device: torch.device, training: bool, deadline: float, end: float
+    ) -> None:
+        self.trace, self.device, self.training = trace, device, training
+        self.deadline, self.end = deadline, end  # of what must be compiled first, and of the rest
         self.known: dict[Any, Decision] = {}
         self.passed: dict[tuple[str, str, frozenset[str]], Decision] = {}  # regions checked before
         self.writes = False

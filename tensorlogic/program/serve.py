@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .check import step
 from .code import Function, ahead
-from .graphs import FAILURES, GradientReplay, Replay, cause, heal, warm
+from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
 from .trace import Trace, random_call, storage, writes
 from .watch import Guard, Watch
 
@@ -139,12 +139,22 @@ class Program:
 
     def _recorded(self, flat: Sequence[Any]) -> Replay | GradientReplay:
         """The graph, after what it does for the first time, backward included, has been done."""
-        leaves = [t for t in self.state.values() if t.requires_grad]
-        warm(lambda: step(self.function.run(*flat), self.training, leaves), self.device)
-        run = self.function.run
-        if self.training:
-            return GradientReplay(run, flat, leaves, self.device)
-        return Replay(run, flat, self.device)
+        leaves = {n: t for n, t in self.state.items() if t.requires_grad}
+        if not self.training:
+            warm(lambda: self.function.run(*flat), self.device)
+            return Replay(self.function.run, flat, self.device)
+        own = {n: t.detach().requires_grad_() for n, t in leaves.items()}
+        given = [_copy(v) if isinstance(v, Tensor) else v for v in flat]
+        self.replace_state(own)
+        try:
+            wrt = list(own.values())
+            warm(lambda: step(self.function.run(*given), True, wrt), self.device)
+            run = self.function.run
+            return GradientReplay(
+                run, given, list(leaves.values()), self.device, None, Tape, standins=wrt
+            )
+        finally:
+            self.replace_state(leaves)
 
     @contextlib.contextmanager
     def _unwritten(self) -> Iterator[None]:

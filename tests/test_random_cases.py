@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 import random
@@ -19,15 +20,27 @@ from tensorlogic.op import OPS
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     path = Path(__file__).parents[1] / "benchmarks" / "device" / "random_cases.py"
+    monkeypatch.syspath_prepend(str(path.parent))
     spec = importlib.util.spec_from_file_location("random_cases", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "random_cases", module)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "MOST_ELEMENTS", 2**12)  # the interpreter is slow
     monkeypatch.setattr(
-        sys, "argv", ["random_cases.py", "--seed", "3", "--count", "20", "--ops", "add_relu"]
+        sys,
+        "argv",
+        [
+            "random_cases.py",
+            "--seed",
+            "3",
+            "--count",
+            "20",
+            "--ops",
+            "add_relu",
+            "--elements",
+            "4096",
+        ],
     )
     return module
 
@@ -38,12 +51,12 @@ def test_what_is_shipped_is_right(command: ModuleType, capsys: pytest.CaptureFix
 
 
 def test_cases_of_a_family_differ_only_in_what_needs_no_other_kernel(command: ModuleType) -> None:
-    length = command.Length(24)
+    length = importlib.import_module("drawn_cases").Length(24)
     drawn = {length.draw(random.Random(i)) for i in range(50)}
     assert drawn == {24} | {n for n in range(17, 33) if math.gcd(n, 16) == 8}
     ops = [OPS["matmul"]]
-    first = [[key.text for _, key in keys] for *_, keys in command.cases(1, 5, ops)]
-    again = [[key.text for _, key in keys] for *_, keys in command.cases(1, 5, ops)]
+    first = [[key.text for _, key in keys] for *_, keys in command.cases(1, 5, ops, 4096)]
+    again = [[key.text for _, key in keys] for *_, keys in command.cases(1, 5, ops, 4096)]
     assert first == again
     assert len(first) == command.FAMILY
     assert len({tuple(case) for case in first}) > 1
@@ -53,7 +66,21 @@ def test_workers_share_the_families_and_survive_each_other(
     command: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        sys, "argv", ["x", "--seed", "3", "--count", "40", "--ops", "sum", "--workers", "2"]
+        sys,
+        "argv",
+        [
+            "x",
+            "--seed",
+            "3",
+            "--count",
+            "40",
+            "--ops",
+            "sum",
+            "--workers",
+            "2",
+            "--elements",
+            "512",
+        ],
     )
     assert command.main() == 0
     assert "40 cases of seed 3 from 0" in capsys.readouterr().out

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-import math
 import os
 import queue
 import random
@@ -23,10 +22,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from drawn_cases import DEVICE, Family, family
 from torch import Tensor
 
 from tensorlogic import dispatch, policies, registry
@@ -35,9 +35,6 @@ from tensorlogic.compiling import CompileFailure
 from tensorlogic.op import EAGER, OPS, Candidate, Config, Op
 from tensorlogic.plans import Key
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MOST_ELEMENTS = 2**21  # of one tensor
 FAMILY = 20  # cases that share kernels
 VARIANTS = 2  # configurations of a candidate that a family compiles before it keeps to them
 MORE = 4  # checks of a candidate that seems wrong
@@ -54,111 +51,6 @@ class Trial:
     key: Key
     candidate: Candidate
     config: Config
-
-
-@dataclass(frozen=True)
-class Length:
-    """Lengths between two powers of two that the same power of two, up to 16, divides; `first` is one of them."""
-
-    first: int
-
-    def draw(self, rng: random.Random) -> int:
-        """One of them; now and then the one that this class was made from, which may be an edge case."""
-        if self.first < 2 or rng.random() < 0.2:
-            return self.first
-        step, most = math.gcd(self.first, 16), 1 << (self.first - 1).bit_length()
-        fit = [n for n in range(step, most + 1, step) if n > most // 2 and math.gcd(n, 16) == step]
-        return rng.choice(fit or [self.first])
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a tensor lies: contiguous, transposed, with padded rows, unaligned, with steps, or one row repeated."""
-
-    kind: str
-    extra: int
-
-    def make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A random tensor of `shape` that lies so; integers are zeros."""
-
-        def fresh(*size: int) -> Tensor:
-            if dtype.is_floating_point:
-                return torch.randn(size, device=DEVICE).to(dtype)
-            return torch.zeros(size, device=DEVICE, dtype=dtype)
-
-        if not shape or self.kind == "plain" or 0 in shape:
-            return fresh(*shape)
-        if self.kind == "offset":
-            skip = 1 + self.extra % 7
-            return fresh(torch.Size(shape).numel() + skip)[skip:].view(*shape)
-        if self.kind == "steps":
-            return fresh(*shape[:-1], 2 * shape[-1])[..., ::2]
-        if self.kind == "padded" or len(shape) < 2:
-            wide = shape[-1] + (1, 5, 8, 64)[self.extra % 4]
-            return fresh(*shape[:-1], wide)[..., : shape[-1]]
-        if self.kind == "transposed":
-            return fresh(*shape[:-2], shape[-1], shape[-2]).mT
-        return fresh(*shape[:-2], 1, shape[-1]).expand(*shape)
-
-
-@dataclass
-class Family:
-    """What FAMILY cases in a row share."""
-
-    op: Op
-    template: tuple[Any, ...]
-    dtype: torch.dtype
-    lengths: dict[int, Length]
-    layouts: list[Layout]
-    recorded: list[bool]
-    built: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
-    compiled: set[Any] = field(default_factory=set)
-
-    def arguments(self, rng: random.Random) -> list[Any] | None:
-        """The template at other lengths; None where a tensor would be too large."""
-        sizes = {n: length.draw(rng) for n, length in self.lengths.items()}
-        shapes = [[sizes[n] for n in a.shape] for a in self.template if isinstance(a, Tensor)]
-        if any(math.prod(shape) > MOST_ELEMENTS for shape in shapes):
-            return None
-        made: list[Any] = []
-        tensors = iter(zip(shapes, self.layouts, self.recorded, strict=True))
-        for a in self.template:
-            if isinstance(a, Tensor):
-                shape, layout, recorded = next(tensors)
-                kind = self.dtype if a.is_floating_point() else a.dtype
-                a = layout.make(shape, kind)
-                if recorded and a.is_floating_point():
-                    a.requires_grad_()
-            made.append(a)
-        return made
-
-
-def side(rng: random.Random) -> int:
-    """A length: small, odd, round, or next to a power of two."""
-    kind = rng.randrange(4)
-    if kind == 0:
-        return rng.randint(1, 20)
-    if kind == 1:
-        return rng.randint(1, 700)
-    if kind == 2:
-        return 8 * rng.randint(1, 128)
-    return max(1, 2 ** rng.randint(2, 10) + rng.choice((-1, 0, 0, 1)))
-
-
-def family(rng: random.Random, ops: Sequence[Op]) -> Family:
-    """One of the ops' example cases in a random dtype, with random layouts, gradients and kinds of length."""
-    (op,) = rng.choices(ops, [len(op.candidates) for op in ops])
-    template = rng.choice(list(op.cases()))
-    tensors = [a for a in template if isinstance(a, Tensor)]
-    kinds = ("plain",) * 5 + ("transposed", "padded", "offset", "steps", "repeated")
-    return Family(
-        op,
-        template,
-        rng.choice(DTYPES),
-        {n: Length(n if n < 2 else side(rng)) for t in tensors for n in t.shape},
-        [Layout(rng.choice(kinds), rng.randrange(28)) for _ in tensors],
-        [rng.random() < 0.6 for _ in tensors],
-    )
 
 
 def met(op: Op, args: list[Any]) -> list[tuple[Op, Key]] | None:
@@ -184,18 +76,18 @@ def met(op: Op, args: list[Any]) -> list[tuple[Op, Key]] | None:
     return list(found.values())
 
 
-def cases(number: int, seed: int, ops: Sequence[Op]) -> Iterator[tuple[int, Family, random.Random, list[tuple[Op, Key]]]]:  # fmt: skip
+def cases(number: int, seed: int, ops: Sequence[Op], elements: int) -> Iterator[tuple[int, Family, random.Random, list[tuple[Op, Key]]]]:  # fmt: skip
     """(case, family, its random numbers, keys) of each case of family `number`."""
     rng = random.Random(f"{seed}:{number}")
     torch.manual_seed(rng.randrange(2**31))
-    shared = family(rng, ops)
+    shared = family(rng, ops, elements)
     for case in range(number * FAMILY, (number + 1) * FAMILY):
         for _ in range(ATTEMPTS):
             args = shared.arguments(rng)
             keys = met(shared.op, args) if args is not None else None
             if keys is not None:
                 break
-            shared = family(rng, ops)
+            shared = family(rng, ops, elements)
         else:
             raise RuntimeError(f"seed {seed}, case {case}: no arguments fit in {ATTEMPTS} attempts")
         yield case, shared, rng, keys
@@ -257,11 +149,11 @@ def repeats(trial: Trial, checker: Checker, launch: Any) -> bool:
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
 
-def run_family(number: int, seed: int, ops: Sequence[Op]) -> dict[str, Any]:
+def run_family(number: int, seed: int, ops: Sequence[Op], elements: int) -> dict[str, Any]:
     """Check all cases of a family: how often each candidate was right, refused or wrong, and what was wrong."""
     tally, wrong, compiled = collections.Counter[str](), [], 0
     refused: dict[str, str] = {}
-    for case, shared, rng, keys in cases(number, seed, ops):
+    for case, shared, rng, keys in cases(number, seed, ops, elements):
         for op, key in keys:
             checker: Checker | None = None
             for candidate in op.candidates.values():
@@ -285,12 +177,12 @@ def run_family(number: int, seed: int, ops: Sequence[Op]) -> dict[str, Any]:
     return {"family": number, "tally": tally, "wrong": wrong, "compiled": compiled, "refused": refused}  # fmt: skip
 
 
-def serve(seed: int, ops: Sequence[Op]) -> None:
+def serve(seed: int, ops: Sequence[Op], elements: int) -> None:
     """A worker: numbers of families in on stdin, what was found out on stdout as JSON."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a compiler prints must not disturb the protocol
     for line in sys.stdin:
-        found = run_family(int(line), seed, ops)
+        found = run_family(int(line), seed, ops, elements)
         print(json.dumps(found), file=results, flush=True)
         torch.cuda.empty_cache()
         if found.get("stop"):
@@ -371,6 +263,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--ops", default="")
+    parser.add_argument("--elements", type=int, default=2**21, help="of one tensor, at most")
     parser.add_argument("--workers", type=int, default=(os.cpu_count() or 1) if DEVICE.type == "cuda" else 0)  # fmt: skip
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -378,17 +271,21 @@ def main() -> int:
     wanted = asked.ops.split(",") if asked.ops else [n for n, op in OPS.items() if not op.internal]
     ops = [OPS[name] for name in wanted]
     if asked.serve:
-        serve(asked.seed, ops)
+        serve(asked.seed, ops, asked.elements)
         return 0
     families = range(asked.first // FAMILY, -(-(asked.first + asked.count) // FAMILY))
     begin, tally, wrong, done, kernels = time.monotonic(), collections.Counter[str](), 0, 0, 0
     workers, refused = None, dict[str, str]()
     if asked.workers:
         command = [sys.executable, os.path.abspath(__file__), "--serve", "--seed", str(asked.seed)]
-        workers = Workers(asked.workers, [*command, "--ops", ",".join(wanted)], families)
+        workers = Workers(
+            asked.workers,
+            [*command, "--ops", ",".join(wanted), "--elements", str(asked.elements)],
+            families,
+        )
         results: Iterator[dict[str, Any]] = workers.results()
     else:
-        results = (run_family(number, asked.seed, ops) for number in families)
+        results = (run_family(number, asked.seed, ops, asked.elements) for number in families)
     for found in results:
         tally.update(found["tally"])
         refused.update(found.get("refused", {}))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import capture_watch, compiling, policies, stores
+from . import capture_watch, compiling, measure, policies, stores
 from .op import Launcher, Op
 from .plans import Key, environment
 from .study import Study
@@ -76,6 +76,8 @@ class Watch:
         if capture_watch.quiet(self.device):
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
+            else:
+                measure.synchronize(self.device)
             taken = time.perf_counter() - begin
             self.call_s = min(self.call_s, taken) if self.call_s else taken
             self._advance()

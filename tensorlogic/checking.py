@@ -71,9 +71,7 @@ class InputSet:
 
 
 def _copied(t: Tensor) -> Tensor:
-    return torch.empty(0, dtype=t.dtype, device=t.device).set_(
-        t.untyped_storage().clone(), t.storage_offset(), t.size(), t.stride()
-    )
+    return _whole(t).clone().as_strided(t.size(), t.stride(), t.storage_offset())
 
 
 def _sample(
@@ -88,13 +86,15 @@ def _sample(
 def normal(
     count: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> Tensor:
-    """Normal values; small whole numbers for integers, three quarters True for booleans."""
+    """Normal values; small whole numbers for integers, three quarters True for booleans. Drawn where the generator is."""
     if dtype.is_floating_point or dtype.is_complex:
         wide = dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
-        return torch.randn(count, dtype=wide, device=device, generator=generator).to(dtype)
-    if dtype == torch.bool:
-        return torch.rand(count, device=device, generator=generator) > 0.25
-    return torch.randint(-4, 5, (count,), device=device, generator=generator).to(dtype)
+        drawn = torch.randn(count, dtype=wide, device=generator.device, generator=generator)
+    elif dtype == torch.bool:
+        drawn = torch.rand(count, device=generator.device, generator=generator) > 0.25
+    else:
+        drawn = torch.randint(-4, 5, (count,), device=generator.device, generator=generator)
+    return drawn.to(dtype).to(device)
 
 
 def strided(spec: TensorSpec, device: torch.device, fill: Any) -> Tensor:
@@ -121,7 +121,7 @@ class Checker:
             else [*self.sets, InputSet(op, key, device, seed + 2, "stress")]
         )
         self.originals = [
-            {n: t.untyped_storage().clone() for n, t in s.tensors(op).items()} for s in self.probes
+            {n: _bytes(t).clone() for n, t in s.tensors(op).items()} for s in self.probes
         ]
         self.expected = [self._expect(s) for s in self.probes]
         self.call_us = 0.0  # of the last call
@@ -222,10 +222,9 @@ class Checker:
         """An input written to (and mended here), or an output that shares memory with one although eager's does not."""
         inputs = s.tensors(self.op)
         for name, tensor in inputs.items():
-            if name not in self.op.mutates and not _equal_storage(
-                tensor, self.originals[values][name]
-            ):
-                tensor.untyped_storage().copy_(self.originals[values][name])
+            kept = self.originals[values][name]
+            if name not in self.op.mutates and not torch.equal(_bytes(tensor), kept):
+                _bytes(tensor).copy_(kept)
                 return f"it changed its input {name}"
         memory = {_memory(t): name for name, t in inputs.items()}
         eagers = {_memory(t) for t in self.probes[values].tensors(self.op).values()}
@@ -247,9 +246,9 @@ class Checker:
         finally:
             self._write(inputs, self.originals[0])
 
-    def _write(self, inputs: dict[str, Tensor], storages: dict[str, torch.UntypedStorage]) -> None:
+    def _write(self, inputs: dict[str, Tensor], values: dict[str, Tensor]) -> None:
         for name, tensor in inputs.items():
-            tensor.untyped_storage().copy_(storages[name])
+            _bytes(tensor).copy_(values[name])
             torch.autograd.graph.increment_version(tensor)
 
 
@@ -266,11 +265,14 @@ def _memory(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
-def _equal_storage(t: Tensor, kept: torch.UntypedStorage) -> bool:
-    def view(storage: torch.UntypedStorage) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
+def _whole(t: Tensor) -> Tensor:
+    """All of the memory that t is a view of, in its dtype."""
+    return t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
 
-    return torch.equal(view(t.untyped_storage()), view(kept))
+
+def _bytes(t: Tensor) -> Tensor:
+    """The same as bytes, which are equal where NaN is not."""
+    return _whole(t).view(torch.uint8)
 
 
 def _single(t: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def _devices() -> Iterator[Finding]:
         major, minor = torch.cuda.get_device_capability(index)
         yield Finding("ok", f"GPU {index}", f"{gpu.device}, sm_{major}{minor}, driver {gpu.driver}")
     if torch.backends.mps.is_available():
-        yield Finding("ok", "GPU", "Apple GPU (mps)")
+        yield from _apple()
     elif not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         why = (
@@ -123,6 +123,25 @@ def _devices() -> Iterator[Finding]:
             else "this build of PyTorch is for CPUs"
         )
         yield Finding("lacks", "GPU", why, "everything runs on the CPU")
+
+
+def _apple() -> Iterator[Finding]:
+    """The Apple GPU, and whether it takes our shaders."""
+    import torch
+
+    from .ops.common import metal_launch
+    from .plans import environment
+
+    gpu = environment(torch.device("mps"))
+    memory = torch.mps.recommended_max_memory() / 2**30
+    yield Finding("ok", "GPU", f"{gpu.device}, {gpu.driver}, {memory:.0f} GiB for it at most")
+    reason = metal_launch.missing()
+    yield Finding(
+        "lacks" if reason else "ok",
+        "Metal shaders",
+        reason or "compile here; each is checked on every key before it is timed",
+        "GPU ops are PyTorch's own: no fused kernel of ours runs" if reason else "",
+    )
 
 
 def _triton() -> Iterator[Finding]:
@@ -231,7 +250,8 @@ def _store() -> Iterator[Finding]:
             f"measurements are lost at exit: set {settings.CACHE_DIR.name} to a folder that can be",
         )
         return
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() else kind)
     store = stores.current(device)
     count = sum(1 for _ in store.plans())
     yield Finding("ok", "plan store", f"{count} plans for this {device.type} in {store.path}")

@@ -119,7 +119,8 @@ def device_samples(
 ) -> Samples:
     """Device time per call in microseconds; each implementation is a list of calls (one per input set) that are walked through.
 
-    CUDA: replay of a captured graph of several calls between two events. Elsewhere: a loop of calls between synchronisations.
+    CUDA: replay of a captured graph of several calls between two events. On an Apple GPU: a loop of calls between two events.
+    Elsewhere: a loop of calls between synchronisations.
     """
     loops = {
         name: _loop(list(steps), device, budget_s / max(len(calls), 1) / rounds)
@@ -248,6 +249,20 @@ class _Loop:
         self.steps.clear()
 
 
+class _Events(_Loop):
+    """Calls in a loop between two events of an Apple GPU."""
+
+    def sample(self) -> float:
+        start, end = (torch.mps.Event(enable_timing=True) for _ in range(2))
+        synchronize(self.device)
+        start.record()
+        for i in range(self.count):
+            self.steps[i % len(self.steps)]()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / self.count * 1e3
+
+
 class _Graph:
     """A captured CUDA graph of several calls, timed by events around its replay."""
 
@@ -299,4 +314,4 @@ def _loop(steps: list[Call], device: torch.device, share_s: float) -> _Loop | _G
             RuntimeError
         ):  # not capturable: a synchronising or allocating implementation is timed as it runs
             torch.cuda.synchronize(device)
-    return _Loop(steps, device, share_s)
+    return (_Events if device.type == "mps" else _Loop)(steps, device, share_s)

@@ -30,7 +30,9 @@ ELEMENT_SLACK = 16.0  # spacings of the dtype at the row's scale that one elemen
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The same values in float64 (complex128); integers and booleans stay."""
+    """The same values in float64 (complex128); integers and booleans stay. On the CPU where the device has no float64."""
+    if tensor.device.type == "mps":
+        tensor = tensor.cpu()
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
@@ -98,6 +100,7 @@ def _judge_one(
         return f"is {_describe(out)}, expected {_describe(plain)}", bad
     if out.numel() == 0:
         return None, 0.0
+    out, plain = out.to(ref.device), plain.to(ref.device)
     if not (out.dtype.is_floating_point or out.dtype.is_complex):
         return (None, 0.0) if torch.equal(out, plain) else ("differs from eager PyTorch", bad)
     rounded = ref.to(out.dtype)

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from . import hardware
 
 SCHEMA = 1  # of plan files; part of their names, so that versions do not meet in one file
 UNDERLYING = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
@@ -291,11 +292,11 @@ def environment(device: torch.device) -> Environment:
 @lru_cache
 def _environment(kind: str, index: int, threads: int) -> Environment:
     if kind == "cuda":
-        model, driver = torch.cuda.get_device_name(index), _gpu_driver()
+        model, driver = torch.cuda.get_device_name(index), hardware.gpu_driver()
     elif kind == "cpu":
-        model, driver = _cpu_model(), torch.backends.cpu.get_cpu_capability()
+        model, driver = hardware.cpu(), torch.backends.cpu.get_cpu_capability()
     else:
-        model, driver = f"{platform.machine()} {kind}", platform.mac_ver()[0]
+        model, driver = hardware.apple_gpu(), f"macOS {platform.mac_ver()[0]}"
     found = [(name, _version(name)) for name in UNDERLYING] if kind == "cuda" else []
     return Environment(
         device=model,
@@ -313,27 +314,6 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_model() -> str:
-    try:
-        found = re.search(
-            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
-    except OSError:  # not Linux
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
-
-
-def _gpu_driver() -> str:
-    try:
-        found = re.search(r"\s(\d+\.[\d.]+)\s", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:  # another system, or a container that hides it
-        found = None
-    if found is not None:
-        return found.group(1)
-    core: Any = torch._C  # its CUDA part has no types
-    return str(torch.version.hip or core._cuda_getDriverVersion())
 
 
 def merged(old: Plan, new: Plan) -> Plan:

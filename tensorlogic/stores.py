@@ -107,6 +107,7 @@ class preserved:
     def __enter__(self) -> None:
         self.cpu = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        self.mps = torch.mps.get_rng_state() if self.device.type == "mps" else None
         self.modes = contextlib.ExitStack()
         self.modes.enter_context(torch.inference_mode(mode=False))
         self.modes.enter_context(torch.autocast(self.device.type, enabled=False))
@@ -117,3 +118,5 @@ class preserved:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
+        if self.mps is not None:
+            torch.mps.set_rng_state(self.mps)

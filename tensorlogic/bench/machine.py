@@ -16,7 +16,7 @@ import torch
 
 import tensorlogic
 
-from .. import native, settings
+from .. import hardware, native, settings
 from ..plans import environment
 
 PACKAGES = ("numpy", "triton", "quack-kernels", "liger-kernel", "nvmath-python")
@@ -110,6 +110,9 @@ def busy(before: dict[str, Any], cores: int | None) -> str | None:
 
 
 def _gpu(device: torch.device) -> dict[str, Any] | None:
+    if device.type == "mps":
+        most = torch.mps.recommended_max_memory()
+        return {"name": hardware.apple_gpu(), "memory_gib": round(most / 2**30, 1)}
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)

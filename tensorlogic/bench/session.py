@@ -26,7 +26,7 @@ SAVE_EVERY_S = 5.0
 METHOD = {
     "inputs": "normally distributed, fixed seeds; sets that calls walk through: on a GPU as many, two to eight, as exceed its cache twice, elsewhere two (one above 256 MiB); caches not flushed; weights are parameters",
     "order": "a result is compared with float64 before it is timed; implementations are timed in turn, in shuffled order, in one run",
-    "device_us": "cuda: replay of a captured graph of several calls between two events, over their number; elsewhere: a loop between two synchronisations",
+    "device_us": "cuda: replay of a captured graph of several calls between two events, over their number; mps: a loop between two events; elsewhere: a loop between two synchronisations",
     "host_us": "cuda: calls queued without waiting",
     "transfer": "each transfer is waited for",
     "speed": "median of the per-round ratios, 95 % interval by order statistics; over the fastest of PyTorch's calls",

@@ -108,8 +108,20 @@ def _cuda_stats(device: torch.device) -> PoolStats:
     )
 
 
+_MOST_SEEN = [
+    0
+]  # bytes that PyTorch held for the Apple GPU when it was asked; it keeps no peak itself
+
+
+def _mps_stats() -> PoolStats:
+    """PyTorch's allocator for Apple GPUs, which tells bytes and counts nothing; the peak is that of the looks at it."""
+    in_use, held = torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
+    _MOST_SEEN[0] = max(_MOST_SEEN[0], held)
+    return _stats("mps", 0, 0, in_use, in_use, held - in_use, _MOST_SEEN[0], {})
+
+
 def stats(device: torch.device | str = "cpu") -> PoolStats:
-    """The pool's figures for a device: ours on "cpu", PyTorch's caching allocator on "cuda".
+    """The pool's figures for a device: ours on "cpu", PyTorch's caching allocator on "cuda", its allocator on "mps".
 
     Raises ValueError for a device whose allocator shows no figures.
 
@@ -121,7 +133,11 @@ def stats(device: torch.device | str = "cpu") -> PoolStats:
         return _cpu_stats()
     if device.type == "cuda":
         return _cuda_stats(device)
-    raise ValueError(f"pool.stats: device must be a cpu or cuda device, got {device}")
+    if device.type == "mps" and torch.backends.mps.is_available():
+        return _mps_stats()
+    raise ValueError(
+        f"pool.stats: device must be a cpu, cuda or mps device that is here, got {device}"
+    )
 
 
 def configure(

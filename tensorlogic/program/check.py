@@ -16,8 +16,11 @@ GROWTH = 1.4  # times the original's own error that a whole model may have
 
 
 def wide_dtype(tensors: Sequence[Any]) -> torch.dtype:
-    """float64; float32 where everything is half precision on a CPU, which float64 would hold up for nothing."""
+    """float64; float32 on Apple GPUs, which have no wider one, and where everything is half precision on a CPU, which
+    float64 would hold up for nothing."""
     floats = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
+    if any(t.device.type == "mps" for t in floats):
+        return torch.float32
     half = all(
         t.dtype in (torch.float16, torch.bfloat16) and t.device.type == "cpu" for t in floats
     )

@@ -78,7 +78,7 @@ constexpr size_t STACK = 1 << 16;
 
 struct Lane {
   void* top;  // of its stack while it waits
-  std::unique_ptr<char[]> stack;
+  char* stack;
   State state;
   const char* where;  // what it waits for
   int site;  // and in which line
@@ -106,6 +106,7 @@ struct Machine {
   Launch* launch;
   void (*body)(void**);
   std::vector<Lane> lanes;
+  std::vector<std::unique_ptr<char[]>> stacks;
   std::vector<Simdgroup> simdgroups;
   Lane* lane;
   void* home;
@@ -121,7 +122,7 @@ inline Machine machine;
 inline void to_lane(Lane& lane) {
   machine.lane = &lane;
 #if STANDIN_FIBERS
-  __sanitizer_start_switch_fiber(&machine.home_fake, lane.stack.get(), STACK);
+  __sanitizer_start_switch_fiber(&machine.home_fake, lane.stack, STACK);
 #endif
   standin_switch(&machine.home, lane.top);
 #if STANDIN_FIBERS
@@ -245,7 +246,7 @@ inline void run_group(const std::vector<uint>& order) {
     lane.index = i, lane.state = RUNNING, lane.where = "has finished", lane.site = 0, lane.barriers = lane.pauses = 0;
     lane.collectives = lane.addresses = 0;
     lane.position = uint3(i % n.x, i / n.x % n.y, i / (n.x * n.y));
-    uintptr_t end = reinterpret_cast<uintptr_t>(lane.stack.get()) + STACK;
+    uintptr_t end = reinterpret_cast<uintptr_t>(lane.stack) + STACK;
     lane.top = reinterpret_cast<void*>((end & ~uintptr_t(15)) - 256);
     static_cast<void**>(lane.top)[STANDIN_KEPT] = reinterpret_cast<void*>(entry);
   }
@@ -285,8 +286,9 @@ inline int run(Launch* launch, void (*body)(void**)) {
   }
   m.grid = uint3(uint(t[0] / g[0]), uint(t[1] / g[1]), uint(t[2] / g[2]));
   if (m.lanes.size() != count) {
-    m.lanes.clear(), m.lanes.resize(count);
-    for (Lane& lane : m.lanes) lane.stack.reset(new char[STACK]);
+    m.lanes.resize(count);
+    while (m.stacks.size() < count) m.stacks.emplace_back(new char[STACK]);  // kept: fresh pages are slow
+    for (uint i = 0; i < count; i++) m.lanes[i].stack = m.stacks[i].get();
     m.simdgroups.resize((count + WIDTH - 1) / WIDTH);
   }
   std::vector<uint> order = ordered(count, launch->order);

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,8 @@ namespace { C10_REGISTER_GUARD_IMPL(MPS, c10::impl::NoOpDeviceGuardImpl<c10::Dev
 """
 VIEWS = {  # change nothing but what a tensor says of itself: PyTorch's CPU code serves any device
     "aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::detach", "aten::alias", "aten::unfold",
-    "aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset", "aten::_unsafe_view",
 }  # fmt: skip
-COMPOSITE = ("copy_",)  # PyTorch's code for all devices asks for a kernel of each
+COMPOSITE = ("copy_", "abs")  # PyTorch's code for all devices asks for a kernel of each
 calls: list[str] = []  # of PyTorch's operators, for tests to count
 _kept: list[Any] = []
 
@@ -88,8 +88,11 @@ def install() -> None:
     torch.mps.driver_allocated_memory = lambda: 1 << 22
     torch.mps.recommended_max_memory = lambda: 1 << 34
     torch.mps.empty_cache = lambda: None
+    torch.mps.get_rng_state = lambda device="mps": torch.zeros(8, dtype=torch.uint8)
+    torch.mps.set_rng_state = lambda state, device="mps": None
     torch.backends.mps.is_available = lambda: True
     torch._C._mps_get_name = lambda: "Apple M4 Pro"  # type: ignore[attr-defined]
+    torch._C._mps_get_core_count = lambda: 20  # type: ignore[attr-defined]
 
 
 def _register() -> None:
@@ -111,7 +114,9 @@ def _register() -> None:
 def _served(op: Any, *args: Any, **kwargs: Any) -> Any:
     """One operator on the pretended device: on CPU tensors that share the memory."""
     calls.append(op._schema.name)
-    if op._schema.name in VIEWS or f"{op._schema.name}.{op._schema.overload_name}" in VIEWS:
+    if op._schema.name == "aten::set_":
+        raise NotImplementedError("storages of a pretended device are not handed around")
+    if op._schema.name in VIEWS:
         return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
     shared: dict[int, Tensor] = {}  # id of a CPU tensor -> what it stands for
 
@@ -146,7 +151,9 @@ def _served(op: Any, *args: Any, **kwargs: Any) -> Any:
     return pytree.tree_map(up, out)
 
 
-_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+_library = ctypes.PyDLL(
+    str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+)  # keeps the lock
 _delete = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 _owners: dict[int, Any] = {}
 
@@ -157,6 +164,7 @@ def _free(_data: int, context: int) -> None:
 
 
 _count = 0
+_nothing = torch.zeros(1)  # where empty tensors lie
 _library.torch_exception_get_what_without_backtrace.restype = ctypes.c_char_p
 
 
@@ -173,12 +181,15 @@ def _at(t: Tensor, device: int) -> Tensor:
     handle = ctypes.c_void_p()
     numbers = ctypes.c_int64 * max(t.dim(), 1)
     failed = _library.torch_from_blob(
-        ctypes.c_void_p(t.data_ptr()), ctypes.c_int64(t.dim()), numbers(*t.shape), numbers(*t.stride()),
+        ctypes.c_void_p(t.data_ptr() or _nothing.data_ptr()), ctypes.c_int64(t.dim()), numbers(*t.shape), numbers(*t.stride()),
         ctypes.c_int64(0), _dtype(t.dtype), device, 0 if device == MPS else -1, ctypes.byref(handle), 0, None,
         ctypes.c_int64(0), _free, ctypes.c_void_p(_count),
     )  # fmt: skip
     assert not failed, _library.torch_exception_get_what_without_backtrace()
-    return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(_capsule(handle.value))
+    made = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(_capsule(handle.value))
+    if sys.getrefcount(made) > 2:  # PyTorch 2.13 leaves the handle to us, whatever the name says
+        _library.aoti_torch_delete_tensor_object(handle)
+    return made
 
 
 def _dtype(dtype: torch.dtype) -> int:

@@ -24,6 +24,7 @@ SANITIZED = os.environ.get("TENSORLOGIC_METAL_SANITIZED") == "1"
 FLAGS = ("-std=c++17", "-g0", "-fPIC", "-shared", "-w", *(SANITIZE if SANITIZED else ("-O1",)))
 TOGETHER = 48  # sources in one translation unit
 order = 0  # of threads and groups: 0 upwards, 1 downwards, others shuffled by that seed
+launches = 0  # of kernels, for tests to count
 _LOADED: dict[str, ctypes.CDLL] = {}
 
 
@@ -103,6 +104,8 @@ class Kernel:
 
     def __call__(self, *args: Any, threads: Sequence[int], group_size: Sequence[int]) -> None:
         """Tensors, numbers and lists of numbers in the order of the buffers; all threads run before it returns."""
+        global launches
+        launches += 1
         assert len(threads) == len(group_size)
         kept = [_argument(a) for a in args]
         pointers = (ctypes.c_void_p * len(kept))(*[p for p, _ in kept])

@@ -162,7 +162,7 @@ def _sample(
         return strided(
             spec,
             device,
-            lambda n, dtype: (0.5 + torch.rand(n, device=device, generator=g)).to(dtype),
+            lambda n, dtype: (0.5 + torch.rand(n, device=g.device, generator=g)).to(device, dtype),
         )
     if name == "gamma":
         return strided(

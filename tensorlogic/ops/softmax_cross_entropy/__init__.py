@@ -110,10 +110,11 @@ def _sample(
     assert logits is not None
     if name == "target" and 0 not in spec.shape and all(spec.stride):
         classes, ignored = logits.shape[-1], key.flag("ignore_index")
-        target = torch.randint(0, classes, spec.shape, device=device, generator=g)
-        hidden = torch.rand(spec.shape, device=device, generator=g) < 0.1
+        target = torch.randint(0, classes, spec.shape, device=g.device, generator=g)
+        hidden = torch.rand(spec.shape, device=g.device, generator=g) < 0.1
         hidden &= target.numel() > 1  # one row that counts for nothing has no mean
-        return target.masked_fill_(hidden, ignored).as_strided(spec.shape, spec.stride)
+        target = target.masked_fill_(hidden, ignored).to(device)
+        return target.as_strided(spec.shape, spec.stride)
     return None
 
 

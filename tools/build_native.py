@@ -75,16 +75,20 @@ def torch_folder() -> Path:
     return Path(spec.origin).parent
 
 
-def levels() -> list[str]:
-    """The instruction-set levels that are compiled for this processor family."""
-    return list(LEVELS) if platform.machine() in ("x86_64", "AMD64") else ["portable"]
+def levels(cxx: str) -> list[str]:
+    """The instruction-set levels that are compiled for this processor family; AMX where the compiler knows it (GCC 11)."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ["portable"]
+    check = [cxx, *LEVELS["amx"], "-fsyntax-only", "-x", "c++", os.devnull]
+    knows = subprocess.run(check, capture_output=True).returncode == 0
+    return [level for level in LEVELS if level != "amx" or knows]
 
 
 def commands(cxx: str, objects: Path, extra: Sequence[str]) -> dict[Path, list[str]]:
     """Object file -> the command that compiles it."""
     include = torch_folder() / "include"
-    found = {}
-    for level in levels():
+    found, built = {}, levels(cxx)
+    for level in built:
         target = objects / f"kernels_{level}.o"
         source = SOURCES / "kernels" / f"{level}.cpp"
         found[target] = [
@@ -107,6 +111,7 @@ def commands(cxx: str, objects: Path, extra: Sequence[str]) -> dict[Path, list[s
             cxx,
             *COMMON,
             *extra,
+            *(["-DTENSORLOGIC_AMX"] if "amx" in built else []),
             STABLE_ABI,
             *headers,
             "-c",

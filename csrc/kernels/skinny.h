@@ -6,29 +6,36 @@ namespace tensorlogic::TENSORLOGIC_ISA {
 
 template <int R, int M, class T>
 INLINE void dot_block(const T* w, const float* x, float* y, int64_t K, int64_t N, int64_t step) {
-  vf acc[R][M];
-  for (int r = 0; r < R; ++r)
-    for (int m = 0; m < M; ++m) acc[r][m] = set1(0);
-  int64_t i = 0;
-  for (; i + W <= K; i += W) {
+  // Few sums are had in several parts: shorter chains round less and do not wait for each other.
+  constexpr int U = R * M >= 8 ? 1 : R * M >= 4 ? 2 : 4;
+  vf acc[U][R][M];
+  for (int u = 0; u < U; ++u)
+    for (int r = 0; r < R; ++r)
+      for (int m = 0; m < M; ++m) acc[u][r][m] = set1(0);
+  auto add = [&](int u, int64_t i, auto lanes) __attribute__((always_inline)) {
     vf xs[M];
 #pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) xs[m] = load(x + m * K + i, All{});
+    for (int m = 0; m < M; ++m) xs[m] = load(x + m * K + i, lanes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      vf v = load(w + r * step + i, All{});
+      vf v = load(w + r * step + i, lanes);
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) acc[r][m] = fma(v, xs[m], acc[r][m]);
+      for (int m = 0; m < M; ++m) acc[u][r][m] = fma(v, xs[m], acc[u][r][m]);
     }
-  }
-  if (i < K) {
-    Some lanes{K - i};
-    for (int r = 0; r < R; ++r)
-      for (int m = 0; m < M; ++m)
-        acc[r][m] = fma(load(w + r * step + i, lanes), load(x + m * K + i, lanes), acc[r][m]);
-  }
+  };
+  int64_t i = 0;
+  for (; i + U * W <= K; i += U * W)
+#pragma GCC unroll 4
+    for (int u = 0; u < U; ++u) add(u, i + u * W, All{});
+  for (; i + W <= K; i += W) add(0, i, All{});
+  if (i < K) add(0, i, Some{K - i});
   for (int r = 0; r < R; ++r)
-    for (int m = 0; m < M; ++m) y[m * N + r] = sum(acc[r][m]);
+    for (int m = 0; m < M; ++m) {
+      vf all = acc[0][r][m];
+      if constexpr (U == 2) all = all + acc[1][r][m];
+      if constexpr (U == 4) all = (all + acc[1][r][m]) + (acc[2][r][m] + acc[3][r][m]);
+      y[m * N + r] = sum(all);
+    }
 }
 
 template <int M, class T>

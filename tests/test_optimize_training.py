@@ -131,6 +131,33 @@ def test_frozen_parameters_get_no_gradient(pays: None) -> None:
     torch.testing.assert_close(fast.down.weight.grad, twin.down.weight.grad, rtol=1e-4, atol=1e-5)
 
 
+class Image(nn.Module):
+    """Convolutions with a skip connection, with and without batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.Conv2d(4, 4, 1)
+        self.bn, self.head = nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.a(x)))
+        x = F.relu(self.b(x) + x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_convolutions_learn_the_same(pays: None, layout: torch.memory_format) -> None:
+    model, x = Image().train(), torch.randn(4, 3, 8, 8).to(memory_format=layout)
+    twin = copy.deepcopy(model)
+    fast = tensorlogic.optimize(model, x, training=True, budget_s=20)
+    assert "convolution" in [r.op for r in fast.report.regions], fast.report
+    for _ in range(2):
+        fast(x).square().sum().backward()
+        twin(x).square().sum().backward()
+        same_gradients(fast, twin)
+    torch.testing.assert_close(fast.bn.running_var, twin.bn.running_var)
+
+
 SCRIPT = """
 import copy, sys, torch
 import torch.distributed as dist

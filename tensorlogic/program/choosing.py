@@ -23,7 +23,7 @@ from .regions import Decision, Judge, emit_way, full
 from .report import Report, Row
 from .rewrite import Region, rewrite
 from .serve import MISS, Program, device_of, mutates
-from .trace import Trace, Untraceable, first_line, writes
+from .trace import Trace, Untraceable, counts, first_line, writes
 from .widen import pays, widened
 
 ROUNDS = 4  # times that regions are formed again after some were undone
@@ -88,7 +88,9 @@ class Plan:
         self.traced, self.training, self.banned = traced, judge.training, banned
         training = judge.training
         self.rules = [r for r in RULES if r.training or not training]
-        judge.writes = any(n.op == "call_function" and writes(n) for n in traced.graph.nodes)
+        judge.writes = any(
+            n.op == "call_function" and writes(n) and not counts(n) for n in traced.graph.nodes
+        )
         values = expected_inputs(traced)
         refused: list[Decision] = []
         for attempt in itertools.count():

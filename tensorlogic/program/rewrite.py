@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from ..rules import Call, Composite, Match, OneOf, Rule, Var, example
-from .trace import writes
+from .trace import counts, writes
 
 MISSING = object()
 
@@ -225,12 +225,6 @@ def _still(calls: tuple[fx.Node, ...], root: fx.Node) -> bool:
             return False
         if node in inside:
             seen += 1
-        elif node.op == "call_function" and writes(node) and not _counter(node):
+        elif node.op == "call_function" and writes(node) and not counts(node):
             return False
     return True
-
-
-def _counter(node: fx.Node) -> bool:
-    """A write to a number of its own, such as batch norm's count of batches, touches nothing that rules move."""
-    base = example(node.args[0]) if node.args else None
-    return base is not None and base.dim() == 0 and not base.is_floating_point()

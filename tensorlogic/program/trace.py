@@ -99,7 +99,7 @@ def prepare(graph: fx.Graph, state: Mapping[str, tuple[str, Tensor]]) -> None:
     own_outputs(graph)
     identities(graph)
     functional(graph)
-    if not any(n.op == "call_function" and writes(n) for n in graph.nodes):
+    if not any(n.op == "call_function" and writes(n) and not counts(n) for n in graph.nodes):
         for node in graph.nodes:  # tracing may have left out a copy that real strides need
             if node.target is torch.ops.aten.view.default:
                 node.target = torch.ops.aten.reshape.default
@@ -206,6 +206,12 @@ def writes(node: fx.Node) -> bool:
     """True for calls that write into an argument."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
+
+
+def counts(node: fx.Node) -> bool:
+    """A write to a number of its own, such as batch norm's count of batches, touches nothing that rules move."""
+    base = example(node.args[0]) if node.args else None
+    return base is not None and base.dim() == 0 and not base.is_floating_point()
 
 
 def functional(graph: fx.Graph) -> None:

@@ -125,7 +125,8 @@ def native_us(m: int, n: int, k: int, dtype: str, linear: bool, wide: bool = Fal
     kind = "pairs" if paired else "blocks"
     if native.isa() == "amx" and _tiles_pay(m, n, k, dtype, wide):
         kind = "tiles wide" if wide and dtype == "bf16" else f"tiles {dtype}"
-    return lines[kind].us(m, n, k) * _narrow()
+    line = lines.get(kind, lines["blocks"])  # pairs without tiles were never fitted on Intel's
+    return line.us(m, n, k) * _narrow()
 
 
 def _tiles_pay(m: int, n: int, k: int, dtype: str, wide: bool) -> bool:

@@ -182,7 +182,7 @@ CONVOLUTION = Composite(
     "convolution",
     convolution,
     (
-        Way("torch.channels_last", _two_dimensional, _channels_last, layout=True),
+        Way("torch.channels_last", _two_dimensional, _channels_last, layout=True, training=True),
         Way("cudnn.fused", _cudnn_fits, _cudnn, layout=True),
         Way("onednn.packed", _onednn_fits, _onednn, layout=True),
         Way("tensorlogic.linear", _pointwise_fits, _pointwise, layout=True),

@@ -76,7 +76,6 @@ RULES = (
         Call((aten.conv1d.default, aten.conv2d.default, aten.conv3d.default), (X, W, B, *HOW)),
         _plain,
         _batched,
-        training=False,
         exact=True,
     ),
     Rule("convolution", _norm(CONV), _fold, _constant, training=False),
@@ -86,13 +85,11 @@ RULES = (
         Call((aten.add.Tensor,), (CONV, R), swap=True),
         lambda m, emit: emit(CONVOLUTION, m["x"], m["w"], m["b"], m["r"], "none", *_how(m)),
         _same_shape,
-        training=False,
     ),
     Rule(
         "convolution",
         Call(RELU, (ADDED,)),
         lambda m, emit: emit(CONVOLUTION, m["x"], m["w"], m["b"], m["r"], "relu", *_how(m)),
         lambda m: example(m.root) is not None,
-        training=False,
     ),
 )

@@ -30,12 +30,13 @@ endif
 bench: setup
 	$(PYTHON) -m tensorlogic.cli bench $(BENCH) --json $(RESULT) --report
 
+# Several test processes share the cores: threads that wait by spinning would take them from each other.
 test: setup
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m tensorlogic.bench.readme --check $(GENERATED)
-	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile
+	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -n $(JOBS) --dist loadfile
 
 tables: setup
 	$(PYTHON) -m tensorlogic.bench.readme $(GENERATED)

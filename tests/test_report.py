@@ -256,8 +256,9 @@ def test_opportunities_name_the_largest_gaps_beside_other_peers(name: str) -> No
     largest = sorted(gaps, key=gaps.__getitem__, reverse=True)[:3]
     assert len(largest) == 3
     found = opportunities.found(results.load(FILES / f"{name}.json"))
-    named = " ".join(o.what for o in found if o.priority != "low")
-    for op, _ in largest:
+    for op, number in largest:
+        small = gaps[op, number] < 1.05  # of the time: named, but nothing to begin with
+        named = " ".join(o.what for o in found if small or o.priority != "low")
         assert re.search(rf"\b{op}\b", named), f"{op} is not among {named}"
 
 

@@ -9,6 +9,7 @@ within each other's tolerance counts as a difference all the same.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
@@ -78,10 +79,16 @@ def main() -> int:
     share = 1 - len(differing) / len(keys)
     print(f"{len(keys)} keys, {given.stores} stores: {100 * share:.1f} % agree in all of them")
     if given.json:
+        import torch
+
+        from tensorlogic.plans import environment
+
         given.json.write_text(
             json.dumps(
                 {
                     "device": given.device,
+                    "environment": environment(torch.device(given.device)).to_json(),
+                    "date": datetime.date.today().isoformat(),
                     "keys": len(keys),
                     "share": share,
                     "differing": {k: dict(c) for k, c in differing.items()},

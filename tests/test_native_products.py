@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import native
+import tensorlogic
+from tensorlogic import native, registry
+from tensorlogic.op import OPS
 
 from .test_native import DTYPES, EXACT, INF, LEVELS, NAN, assert_ulps, forced, ulps_of
 
@@ -184,3 +186,20 @@ def test_overlapping_and_empty_operands(ops: Any) -> None:
 def test_bad_products_are_named(call: Any, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         call(torch.ops.tensorlogic_native)
+
+
+def test_strided_vectors_of_layer_norm_are_served_whoever_would_be_chosen() -> None:
+    registry.ready("cpu")
+    key = OPS["layer_norm_linear"].key
+    x, w, b = torch.randn(64, 8), torch.randn(16, 8), torch.randn(16)
+    for gamma in (torch.randn(8), torch.randn(16)[::2], None):
+        found = (
+            OPS["layer_norm_linear"]
+            .candidates["cpu.fused"]
+            .unfit(key([x, gamma, gamma, w, b, 1e-5, False], "inference"))
+        )
+        assert (found is None) == (gamma is None or gamma.is_contiguous())
+        with tensorlogic.policy(tune="off", force="cpu.fused"):
+            y = tensorlogic.layer_norm_linear(x, gamma, gamma, w, b)
+        want = torch.nn.functional.layer_norm(x, (8,), gamma, gamma)
+        torch.testing.assert_close(y, torch.nn.functional.linear(want, w, b))

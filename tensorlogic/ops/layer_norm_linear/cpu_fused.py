@@ -14,6 +14,12 @@ from ..common import cpu_products, native_wiring
 from . import LAYER_NORM_LINEAR, LAYER_NORM_LINEAR_BACKWARD
 
 
+def supports(key: Key) -> str | None:
+    """As for the product; the native layer norm reads x, gamma and beta as they lie."""
+    given = [n for n in ("gamma", "beta") if key.spec(n) is not None]
+    return native_wiring.contiguous(key, *given) or cpu_products.supports_dense(key)
+
+
 def build(key: Key, config: Config) -> Launcher:
     """The launcher over (x, gamma, beta, weight, bias)."""
     norm, eps = native.op("layer_norm"), key.flag("eps")
@@ -44,4 +50,4 @@ def build_backward(key: Key) -> Launcher:
 
 
 cpu_products.add_backward(LAYER_NORM_LINEAR_BACKWARD, build_backward, __name__)
-cpu_products.add(LAYER_NORM_LINEAR, "cpu.fused", build, __name__, cpu_products.supports_dense)
+cpu_products.add(LAYER_NORM_LINEAR, "cpu.fused", build, __name__, supports)

@@ -336,6 +336,25 @@ def test_a_locked_one_is_checked_here_too(
     assert any("off_by_one_row" in r.message for r in caplog.records)
 
 
+def test_one_whose_first_calls_are_slow_is_timed_all_the_same(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "CUT", 3.0)
+    install(
+        extra="""
+        def cold(*a):
+            COUNT[0] += 1
+            if COUNT[0] <= 2:
+                time.sleep(0.004)
+            return (right(*a),)
+        plant('cold', cold)
+        """
+    )
+    (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
+    (evidence,) = [e for e in plan.evidence if e.candidate == "planted.cold"]
+    assert 0 < evidence.host_us < 1000
+
+
 def test_a_slow_one_is_cut_after_few_calls(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,19 @@ def repeats(trial: Trial, checker: Checker, launch: Any) -> bool:
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
 
+def prepared(op: Op, key: Key) -> Checker | None:
+    """What the key's candidates are judged by; None where its inputs or results do not fit into memory."""
+    try:
+        with torch.no_grad():
+            return Checker(op, key, DEVICE)
+    except (torch.OutOfMemoryError, MemoryError):
+        return None
+    except RuntimeError as problem:
+        if "allocate memory" not in str(problem):  # as a CPU says it
+            raise
+        return None
+
+
 def run_family(number: int, seed: int, ops: Sequence[Op], elements: int) -> dict[str, Any]:
     """Check all cases of a family: how often each candidate was right, refused or wrong, and what was wrong."""
     tally, wrong, compiled = collections.Counter[str](), [], 0
@@ -163,8 +176,10 @@ def run_family(number: int, seed: int, ops: Sequence[Op], elements: int) -> dict
                 if config is None:
                     continue
                 if checker is None:
-                    with torch.no_grad():
-                        checker = Checker(op, key, DEVICE)
+                    checker = prepared(op, key)
+                if checker is None:
+                    tally[f"{op.name} without memory for it"] += 1
+                    break
                 found = verdict(Trial(case, op, key, candidate, config), checker)
                 tally[f"{op.name} {candidate.id} {found.split(':')[0]}"] += 1
                 if found.startswith("refused"):

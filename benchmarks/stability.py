@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -25,12 +26,15 @@ def one(device: str, quick: bool) -> None:
     """Tune every case of the suite in this process; print key -> [eager choice, captured choice] as JSON."""
     import torch
 
-    from tensorlogic import stores
+    from tensorlogic import compiling, stores
     from tensorlogic.bench import rows, suites
 
-    for case in suites.cases(suites.Selection(device, quick=quick)):
-        if case.category != "transfer":
-            rows.tuned(case, torch.device(device))
+    chosen = suites.cases(suites.Selection(device, quick=quick))
+    cases = [case for case in chosen if case.category != "transfer"]
+    if device == "cuda":
+        compiling.submit(rows.kernels(cases, torch.device(device)))
+    for case in cases:
+        rows.tuned(case, torch.device(device))
     plans = stores.current(torch.device(device)).plans()
     print(json.dumps({p.key.text: [p.eager, p.captured] for p in plans}))
 
@@ -50,7 +54,8 @@ def main() -> int:
         one(given.device, given.quick)
         return 0
     runs = []
-    for _ in range(given.stores):
+    for store in range(given.stores):
+        begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             again = [
                 sys.executable,
@@ -67,7 +72,9 @@ def main() -> int:
                 text=True,
                 check=True,
             )
-            runs.append(json.loads(out.stdout.splitlines()[-1]))
+        runs.append(json.loads(out.stdout.splitlines()[-1]))
+        seconds = time.monotonic() - begin
+        print(f"store {store + 1}: {len(runs[-1])} keys in {seconds:.0f} s", flush=True)
     keys = sorted(set().union(*runs))
     differing = {
         key: Counter(str(run.get(key)) for run in runs)

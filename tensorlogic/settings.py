@@ -8,6 +8,9 @@ from pathlib import Path
 
 TUNE_MODES = ("off", "auto", "full")
 MOST_WORKERS = 16
+TRITON_CACHE = os.environ.get(
+    "TRITON_CACHE_DIR"
+)  # as the process began: torch.compile sets it to a folder of its own later
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,13 @@ def finish(*jobs: Any) -> None:
         time.sleep(0.01)
 
 
+def begun(job: Any) -> None:
+    begin = time.monotonic()
+    while not compiling._workers.jobs[job].running():  # type: ignore[union-attr]
+        assert time.monotonic() - begin < 60
+        time.sleep(0.01)
+
+
 def test_workers_compile_and_report(job: Any) -> None:
     """Work happens in another process; what fails or dies is a CompileFailure, and the next job is served again."""
     done, fails, odd, dies, after = (
@@ -90,6 +97,7 @@ def test_workers_compile_and_report(job: Any) -> None:
 def test_a_job_that_nobody_began_is_the_callers(job: Any) -> None:
     slow, waiting = job("wait", "slow"), job("fine", "waiting")
     compiling.submit((slow, waiting))
+    begun(slow)
     assert not compiling.ready((slow,))
     begin = time.monotonic()
     compiling.settle(waiting)
@@ -101,13 +109,37 @@ def test_a_job_that_nobody_began_is_the_callers(job: Any) -> None:
     assert Path(slow.path).exists()
 
 
+def test_while_a_worker_starts_the_caller_gets_on(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process takes seconds to import PyTorch: the job it was started for does not wait for it."""
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    compiling.submit((job("fine"),))
+    begin = time.monotonic()
+    compiling.settle(job("fine"))
+    assert time.monotonic() - begin < 1.0
+    assert compiling._workers.jobs[job("fine")].cancelled()  # type: ignore[union-attr]
+
+
+def test_where_no_worker_starts_the_caller_compiles(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    compiling.submit((job("fine"),))
+    finish(job("fine"))
+    compiling.settle(job("fine"))
+    assert not Path(job("fine").path).exists()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 def test_a_forked_process_does_not_wait_for_threads_it_does_not_have(job: Any) -> None:
     slow = job("wait")
     compiling.submit((slow,))
-    while not compiling._workers.processes:  # type: ignore[union-attr]
-        time.sleep(0.01)
+    begun(slow)
     child = os.fork()
     if child == 0:
         compiling.settle(slow)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,3 +229,29 @@ def test_compiling_apart_reports_resources_and_reasons() -> None:
     assert spilled.stack > 0 == kept.stack
     assert 0 < kept.registers < 64
     assert "shared memory" in str(refused)
+
+
+def test_kernels_stay_in_one_cache_whatever_the_variable_becomes(tmp_path: Path) -> None:
+    """torch.compile sets TRITON_CACHE_DIR for its own kernels; ours, and those of the workers, go where the process began."""
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    job = triton_launch.compile_job(scale_add, sm=90, **options())
+    code = f"""
+import os, pickle, sys
+from tensorlogic import compiling
+from tensorlogic.ops.common import triton_launch
+os.environ["TRITON_CACHE_DIR"] = {str(other)!r}
+job = pickle.load(sys.stdin.buffer)
+triton_launch.run_compile_job(job)
+print(os.environ["TRITON_CACHE_DIR"], compiling._environment()["TRITON_CACHE_DIR"])
+"""
+    environment = os.environ | {
+        "TRITON_CACHE_DIR": str(ours),
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    child = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(job), stdout=subprocess.PIPE, env=environment, check=True,
+    )  # fmt: skip
+    assert child.stdout.decode().split() == [str(other), str(ours)]
+    assert list(ours.rglob("*.cubin"))
+    assert not other.exists()

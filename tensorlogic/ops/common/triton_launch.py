@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.errors import OutOfResources, TritonError
 
-from tensorlogic import compiling
+from tensorlogic import compiling, settings
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common.triton_descriptors import Descriptors, Tiled
 
@@ -39,6 +40,7 @@ TYPES = {
 }  # fmt: skip
 MOST_HINT = 16  # widest vector access in bytes, and the largest divisor worth telling the compiler
 DEPENDENT = "PDL"  # the constant of kernels that wait for the kernels before them themselves: set from sm_90 on
+CACHE = "TRITON_CACHE_DIR"
 MAX_GRID = (2**31 - 1, 65535, 65535)
 SHARED_BYTES = {
     80: 166912,
@@ -272,7 +274,8 @@ def run_compile_job(job: CompileJob) -> Any:
     if job.registers:
         options["maxnreg"] = job.registers
     try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", job.sm, 32), options=options)
+        with _own_cache():
+            compiled = triton.compile(source, target=GPUTarget("cuda", job.sm, 32), options=options)
     except (TritonError, RuntimeError) as error:
         raise CompileFailure(
             f"{job.kernel} for sm_{job.sm}: {type(error).__name__}: {error}"
@@ -284,6 +287,25 @@ def run_compile_job(job: CompileJob) -> Any:
             f"{job.kernel} for sm_{job.sm}: needs {need} bytes of shared memory, a block may have {limit}"
         )
     return compiled
+
+
+@contextmanager
+def _own_cache() -> Iterator[None]:
+    """Triton's cache where the process found it: workers, this process and the next one share it, whatever
+    torch.compile has made of the variable meanwhile."""
+    changed = os.environ.get(CACHE)
+    _set(settings.TRITON_CACHE)
+    try:
+        yield
+    finally:
+        _set(changed)
+
+
+def _set(cache: str | None) -> None:
+    if cache is None:
+        os.environ.pop(CACHE, None)
+    else:
+        os.environ[CACHE] = cache
 
 
 def resources(job: CompileJob) -> Resources:
@@ -363,7 +385,7 @@ def _loaded(job: CompileJob, index: int) -> _Binary:
     compiled.metadata = compiled.metadata._replace(tensordesc_meta=None)
     compiled.src = _Signature(types, {})
     try:
-        with torch.cuda.device(index):
+        with torch.cuda.device(index), _own_cache():
             compiled._init_handles()
     except (OutOfResources, RuntimeError) as error:
         raise CompileFailure(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, cast
 
 import torch
@@ -56,7 +56,8 @@ def front(
 
     def decorate(prepare: Callable[P, tuple[Any, ...]]) -> Callable[P, Tensor]:
         params = [p for p in op.params if p.name != "save"]
-        names = [n for n in inspect.signature(prepare).parameters if n != "precision"]
+        signature = dict(inspect.signature(prepare).parameters)
+        names = [n for n in signature if n != "precision"]
         if names != [p.name for p in params]:
             raise TypeError(
                 f"public function {prepare.__name__} has parameters {names}, op {op.name} has {params}"
@@ -73,9 +74,9 @@ def front(
             ),  # finite ones; anything else is looked at on the slow road
             "one_call": one_call,
             "miss": functools.partial(miss, op, prepare),
-            **{f"default_{n}": v.default for n, v in inspect.signature(prepare).parameters.items()},
+            **{f"default_{n}": v.default for n, v in signature.items()},
         }
-        source = _source(prepare, params)
+        source = _source(prepare.__name__, signature, params)
         exec(compile(source, f"<tensorlogic front {prepare.__name__}>", "exec"), scope)
         made = functools.wraps(prepare)(cast(Callable[P, Tensor], scope[prepare.__name__]))
         FRONTS[prepare] = made
@@ -85,8 +86,7 @@ def front(
     return decorate
 
 
-def _source(prepare: Callable[..., Any], params: list[Param]) -> str:
-    signature = dict(inspect.signature(prepare).parameters)
+def _source(name: str, signature: Mapping[str, inspect.Parameter], params: list[Param]) -> str:
     names = ", ".join(n for n in signature if n != "precision")
     shown = [
         n if p.default is inspect.Parameter.empty else f"{n}=default_{n}"
@@ -95,7 +95,7 @@ def _source(prepare: Callable[..., Any], params: list[Param]) -> str:
     per_call = ""
     if "precision" in signature:
         shown.insert(-1, "*")
-        per_call = PER_CALL.format(name=prepare.__name__, names=names)
+        per_call = PER_CALL.format(name=name, names=names)
     key = ""
     for p in params:
         if p.kind == "tensor":
@@ -105,7 +105,7 @@ def _source(prepare: Callable[..., Any], params: list[Param]) -> str:
         elif p.kind == "flag":
             key += f"{p.name}, "
     return TEMPLATE.format(
-        name=prepare.__name__,
+        name=name,
         signature=", ".join(shown),
         per_call=per_call,
         names=names,

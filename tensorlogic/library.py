@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch._library.autograd import Info, make_autograd_impl
 
 from . import capture_watch
 from .op import EAGER, Op, Outputs
+
+# `torch.library.custom_op` does the same in five times the time: 23 of 64 ms of the import (Intel Xeon, 2026-11-21).
+LIBRARY = torch.library.Library("tensorlogic", "FRAGMENT")
 
 _TYPES = {
     str: "str",
@@ -49,15 +55,23 @@ def register(op: Op) -> None:
     def fake(*args: Any) -> Any:
         return _filled(op, eager_outputs(op, _flags(op, args)), args)
 
-    made = torch.library.custom_op(
-        f"tensorlogic::{op.name}", kernel, mutates_args=(), schema=schema(op)
-    )
-    made.register_fake(fake)
-    if op.gradient is not None:
-        made.register_autograd(
-            lambda ctx, *grads: _backward(op, ctx, *grads),
-            setup_context=lambda ctx, inputs, output: _setup(op, ctx, inputs, output),
-        )
+    LIBRARY.define(op.name + schema(op), tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(op.name, _disable_dynamo(kernel), "CompositeExplicitAutograd")
+    LIBRARY.impl(op.name, _recorded(op), "Autograd", with_keyset=True)
+    torch.library.register_fake(f"tensorlogic::{op.name}", fake, lib=LIBRARY)
+
+
+def _recorded(op: Op) -> Callable[..., Any]:
+    """The op's autograd kernel: what `torch.library.register_autograd` makes, made when it is first called."""
+
+    @functools.cache
+    def made() -> Callable[..., Any]:
+        info = Info(None, None)
+        if op.gradient is not None:
+            info = Info(functools.partial(_backward, op), functools.partial(_setup, op))
+        return make_autograd_impl(getattr(torch.ops.tensorlogic, op.name).default, info)
+
+    return lambda keyset, *args: made()(keyset, *args)
 
 
 def _flags(op: Op, args: Sequence[Any]) -> tuple[Any, ...]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import random
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 Call = Callable[[], object]
@@ -43,7 +43,7 @@ class Samples:
 
     def median(self, name: str) -> float:
         """Median microseconds per call."""
-        return statistics.median(self.values[name])
+        return float(np.median(self.values[name]))
 
     def quiet(self, name: str) -> float:
         """Lower quartile of the microseconds per call: what a round takes that nothing else on the machine disturbs."""
@@ -55,8 +55,8 @@ class Samples:
         values = self.values[name]
         if len(values) < 4:
             return 0.0
-        low, _, high = statistics.quantiles(values, n=4)
-        return (high - low) / 2 / max(statistics.median(values), 1e-9)
+        low, middle, high = np.percentile(values, (25, 50, 75), method="weibull")
+        return float(high - low) / 2 / max(float(middle), 1e-9)
 
     def ratio(self, name: str, other: str) -> tuple[float, float, float]:
         """Median of the per-round ratios name/other, with its 95 % interval by order statistics."""
@@ -68,13 +68,13 @@ class Samples:
 
 def interval(ordered: Sequence[float]) -> tuple[float, float, float]:
     """Median of sorted values and the distribution-free 95 % interval of that median."""
-    n = len(ordered)
+    n, middle = len(ordered), float(np.median(ordered))
     if n < 6:
-        return statistics.median(ordered), ordered[0], ordered[-1]
+        return middle, ordered[0], ordered[-1]
     reach = 0.98 * math.sqrt(n)
     low = max(0, math.floor((n - 1) / 2 - reach))
     high = min(n - 1, math.ceil((n - 1) / 2 + reach))
-    return statistics.median(ordered), ordered[low], ordered[high]
+    return middle, ordered[low], ordered[high]
 
 
 def synchronize(device: torch.device) -> None:

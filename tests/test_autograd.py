@@ -446,6 +446,17 @@ def test_registered_backward_ops_pass_opcheck(name: str) -> None:
     assert checked == (0 if name in ("sum", "mean", "max", "min") else 1)
 
 
+def test_a_registered_op_without_a_formula_says_so_in_backward() -> None:
+    """PyTorch alone would warn and give gradients that lack this part."""
+    op, key = next((op, key) for op, key in met("relu") if op.internal)
+    args = op.full(key, Checker(op, key, CPU).sets[0].dynamic)
+    leaf = next(a for a in args if isinstance(a, Tensor)).clone().requires_grad_()
+    given = [leaf if isinstance(a, Tensor) else a for a in args]
+    out = getattr(torch.ops.tensorlogic, op.name)(*given)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        (out if isinstance(out, Tensor) else out[0]).sum().backward()
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
     "id", [EAGER, *(i for i in OPS["dropout_linear"].candidates if i != EAGER)]

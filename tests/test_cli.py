@@ -87,8 +87,10 @@ def test_importing_loads_only_what_every_program_needs() -> None:
 import gc, sys, torch
 before = set(sys.modules)
 import tensorlogic
-late = {"filelock", "platformdirs", "html", "tensorlogic.program", "tensorlogic.bench", "rich", "matplotlib"}
+late = {"filelock", "platformdirs", "html", "statistics", "tensorlogic.program", "tensorlogic.bench", "rich", "matplotlib", "torch._dynamo"}
 assert not late & (set(sys.modules) - before), late & set(sys.modules)
+for key in ("CPU", "CUDA", "AutogradCPU"):  # what C++ finds without asking Python: AOTInductor's packages, scripted modules
+    assert torch._C._dispatch_has_computed_kernel_for_dispatch_key("tensorlogic::linear", key), key
 assert gc.isenabled()
 assert callable(tensorlogic.optimize) and callable(tensorlogic.capture)
 assert {"optimize", "capture"} <= set(dir(tensorlogic))

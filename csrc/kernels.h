@@ -168,6 +168,16 @@ struct DropoutCall {  // y[i] = uniform(seed, offset, i) >= p ? x[i] * scale : 0
   float p, scale;
 };
 
+struct LookCall {  // squares[i] = sum over k of x[i, k]², peaks[i] = the largest |x[i, k]|, both added to
+  const void* x;       // element (i, k) at x[i * row + at[k] * col]
+  bool wide;           // float64; else dtype
+  DType dtype;
+  int64_t row, col;
+  const int64_t* at;  // `count` places, in runs of 16 that lie side by side, the last one maybe shorter
+  int64_t count;
+  double *squares, *peaks;
+};
+
 // A matrix of any layout: element (i, j) lies at data[i * row + j * col].
 struct Matrix {
   const void* data;
@@ -178,6 +188,7 @@ struct Matrix {
 struct GemmCall {  // a · b, a [M, K], b [K, N], handed over in runs of rows while they lie in the first cache
   Matrix a, b;
   int64_t M, N, K;
+  int parts;      // bfloat16 parts that tell enough of a float32 operand: 3 all of it; kernels may use more
   int64_t depth;  // of the panels: 1 to gemm_depth units
   // Sums in float32, rows `pitch` >= N apart, N and the rows rounded up to whole tiles: all M rows, or, where
   // K <= depth, only those of one tile.
@@ -214,6 +225,8 @@ struct Kernels {
   // y[m, n] += sum_k x[m, k] w[k * step + n]
   void (*axpy_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
                     int64_t step);
+  // What a guard looks at, see look.h: of n rows of count elements each.
+  void (*look)(const LookCall&, int64_t begin, int64_t end);
   void (*gemm)(const GemmCall&);
   int gemm_rows, gemm_columns;  // of a tile
   bool gemm_whole_rows;         // c is written in whole tiles down, too
@@ -224,7 +237,7 @@ struct Kernels {
   int64_t (*gemm_scratch)(int64_t N, int64_t depth);
   bool gemm_pairs;  // two bfloat16 products cost one of float32
   // Null, or whether this gemm serves a product of these types and sizes; if not, the other level's does.
-  bool (*gemm_pays)(DType a, DType b, int64_t M, int64_t N, int64_t K);
+  bool (*gemm_pays)(DType a, DType b, int parts, int64_t M, int64_t N, int64_t K);
   const Kernels* gemm_otherwise;
 };
 

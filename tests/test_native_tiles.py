@@ -59,3 +59,30 @@ def test_infinity_stays_infinity(ops: Any, dtype: torch.dtype, value: float) -> 
         bad = ~torch.isfinite(wanted)
         assert torch.equal(~torch.isfinite(found), bad)
         torch.testing.assert_close(found[bad], wanted[bad], equal_nan=True)
+
+
+@pytest.mark.parametrize(("parts", "limit"), [(1, 4e-3), (2, 1e-5), (3, 4e-7)])
+@pytest.mark.parametrize("other", DTYPES)
+def test_operands_are_rounded_while_they_are_packed(
+    ops: Any, parts: int, limit: float, other: torch.dtype
+) -> None:
+    a, b = torch.randn(67, 600), torch.randn(600, 131).to(other)
+    for lay_a, lay_b in itertools.product(LAYOUTS, LAYOUTS):
+        for x, y in ((lay_a(a), lay_b(b)), (lay_b(b).mT, lay_a(a).mT)):
+            want = x.double() @ y.double()
+            error = (ops.matmul_f32(x, y, False, parts).double() - want).norm() / want.norm()
+            assert error < limit
+            if other == torch.float32:
+                assert error > limit / 100  # it does what is cheaper
+    with pytest.raises(RuntimeError, match="parts must be 1, 2 or 3"):
+        ops.matmul_f32(a, b, False, 4)
+
+
+@pytest.mark.parametrize("value", [INF, NAN, 3.4e38])
+def test_what_has_no_parts_is_multiplied_in_float32(ops: Any, value: float) -> None:
+    a, b = torch.rand(100, 256) + 0.5, torch.rand(256, 200) + 0.5
+    a[70, 9] = value
+    b[9] = 1e-3
+    for parts in (1, 2):
+        found, wanted = ops.matmul_f32(a, b, False, parts), a @ b
+        torch.testing.assert_close(found[70], wanted[70], equal_nan=True, rtol=1e-5, atol=0)

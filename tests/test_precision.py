@@ -83,6 +83,22 @@ def test_what_is_not_finite_stays_so_where_it_belongs(id: str, bad: float) -> No
     assert torch.equal(torch.isinf(y), torch.isinf(want))
 
 
+@pytest.mark.skipif(not ways_cpu.own_tiles(), reason="needs AMX")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_half_products_of_other_inputs_need_no_pass(dtype: torch.dtype) -> None:
+    """Two bfloat16 parts, made while operands are packed: better than float16, in float32's range."""
+    op = OPS["matmul"].precise
+    assert op is not None
+    a, b = torch.randn(130, 256) * 1e6, torch.randn(256, 140).to(dtype)
+    key = op.key((a, b, "none", False), "inference", "f16")
+    (y,) = op.candidates["cpu.f16_split"].bind(key, {}, torch.device("cpu"))(a, b)  # type: ignore[misc]
+    assert y is not None
+    assert 1e-7 < off(y, a.double() @ b.double()) < 2e-5
+    assert op.candidates["cpu.f16_split"].unfit(
+        op.key((a, b, "none", False), "inference", "adaptive")
+    )
+
+
 def test_results_keep_the_dtype_that_the_inputs_promote_to() -> None:
     for left in FLOATS:
         for right in FLOATS:
@@ -303,7 +319,7 @@ def test_ops_around_a_product_follow() -> None:
     }
     forms = []
     for name, (ours, plain) in calls.items():
-        with tensorlogic.policy(force="cpu.bf16"), tensorlogic.precision("adaptive", rtol=0.1):
+        with tensorlogic.policy(force="torch.bf16"), tensorlogic.precision("adaptive", rtol=0.1):
             y = ours()
         assert 1e-5 < numerics.relative_error(y, plain()) < 0.02, name
         forms.append(name)
@@ -351,7 +367,7 @@ def test_switches_are_read_where_pytorchs_own_product_serves(
 
 @pytest.mark.skipif(ways_cpu.native.available() is not None, reason="needs the native library")
 @pytest.mark.parametrize("shape", [(40, 50, 60), (129, 300, 265), (1, 1, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_native_guard_sees_what_pytorch_sees(
     shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:

@@ -14,6 +14,8 @@ using namespace avx512;
 
 #include "kernels/amx.h"
 
+#include <type_traits>
+
 namespace tensorlogic::amx {
 
 constexpr int64_t SIDE = 16;          // rows or columns of a tile
@@ -93,8 +95,8 @@ INLINE void pairs_along_k(const T* p, int64_t si, int64_t rows, int64_t depth, _
       range.see(low);
       range.see(high);
       __m512i a[P], b[P];
-      split<P, sizeof(T) == 2>(low, a);
-      split<P, sizeof(T) == 2>(high, b);
+      split<P, P == 2 && sizeof(T) == 2>(low, a);
+      split<P, P == 2 && sizeof(T) == 2>(high, b);
 #pragma GCC unroll 3
       for (int q = 0; q < P; ++q) to[q][i] = along(a[q], b[q]);
     }
@@ -118,8 +120,8 @@ INLINE void pairs_across(const T* p, int64_t sk, int64_t rows, int64_t depth, __
       range.see(first);
       range.see(second);
       __m512i a[P], b[P];
-      split<P, sizeof(T) == 2>(first, a);
-      split<P, sizeof(T) == 2>(second, b);
+      split<P, P == 2 && sizeof(T) == 2>(first, a);
+      split<P, P == 2 && sizeof(T) == 2>(second, b);
 #pragma GCC unroll 3
       for (int q = 0; q < P; ++q) to[q][n] = across(a[q], b[q]);
     }
@@ -189,12 +191,21 @@ static void pack_tiles(const T* p, int64_t si, int64_t sk, int64_t rows, int64_t
   }
 }
 
-// Sums of products of parts, those too small to matter left out: beyond part 1 of one and 1 of the other
-// where both are in three.
-constexpr bool matters(int i, int j, int pa, int pb) { return pa < 3 || pb < 3 || i + j < 3; }
+// How many parts are made of an operand of which `most` are asked for: two are all of a float16.
+template <class T>
+constexpr int parts_of(int most) {
+  return std::is_same_v<T, bf16> ? 1 : std::is_same_v<T, f16> && most > 2 ? 2 : most;
+}
+
+// Of products of parts, those as small as what was cut off a float32 are left out: part i of one by j of the
+// other where i + j reaches this limit. Without a float32 nothing was cut off.
+template <class A, class B>
+constexpr int limit_of(int most) {
+  return std::is_same_v<A, float> || std::is_same_v<B, float> ? most : 2 * PARTS;
+}
 
 // c[0 .. 16 R)[0 .. 16 C) (+)= left · right
-template <int PA, int PB, int R, int C>
+template <int PA, int PB, int LIMIT, int R, int C>
 static void tile(const uint16_t* a, const uint16_t* b, int64_t steps, float* c, int64_t pitch, bool add) {
   const uint16_t *a1 = a + steps * PA * TILE, *b1 = b + steps * PB * TILE;
   constexpr int64_t ROW = STEP * sizeof(uint16_t);
@@ -209,7 +220,7 @@ static void tile(const uint16_t* a, const uint16_t* b, int64_t steps, float* c, 
       if constexpr (R > 1) _tile_loadd(5, a1 + i * TILE, ROW);
 #pragma GCC unroll 3
       for (int j = 0; j < PB; ++j) {
-        if (!matters(i, j, PA, PB)) continue;
+        if (i + j >= LIMIT) continue;
         _tile_loadd(6, b + j * TILE, ROW);
         if constexpr (C > 1) _tile_loadd(7, b1 + j * TILE, ROW);
         _tile_dpbf16ps(0, 4, 6);
@@ -241,9 +252,10 @@ struct alignas(64) Configuration {
 };
 
 // False where the numbers do not split.
-template <class A, class B, int PA, int PB>
+template <class A, class B, int MOST>
 static bool by_tiles(const GemmCall& g) {
-  constexpr bool RAW = PA == 1 && PB == 1;  // bfloat16 both: nothing to split
+  constexpr int PA = parts_of<A>(MOST), PB = parts_of<B>(MOST), LIMIT = limit_of<A, B>(MOST);
+  constexpr bool RAW = std::is_same_v<A, bf16> && std::is_same_v<B, bf16>;  // nothing to split
   const int64_t widest = least(up(g.K, STEP), up(g.depth, STEP));
   const int64_t next = g.all_rows ? g.pitch : 0;
   uint16_t* const left = reinterpret_cast<uint16_t*>(g.scratch);
@@ -271,9 +283,9 @@ static bool by_tiles(const GemmCall& g) {
         float* c = c_rows + j;
         const bool add = k > 0, wide = g.N - j > SIDE;
         if (rows > SIDE)
-          (wide ? tile<PA, PB, 2, 2> : tile<PA, PB, 2, 1>)(left, columns, steps, c, g.pitch, add);
+          (wide ? tile<PA, PB, LIMIT, 2, 2> : tile<PA, PB, LIMIT, 2, 1>)(left, columns, steps, c, g.pitch, add);
         else
-          (wide ? tile<PA, PB, 1, 2> : tile<PA, PB, 1, 1>)(left, columns, steps, c, g.pitch, add);
+          (wide ? tile<PA, PB, LIMIT, 1, 2> : tile<PA, PB, LIMIT, 1, 1>)(left, columns, steps, c, g.pitch, add);
       }
       if (k + depth >= g.K) g.done(g.context, c_rows, i, rows);
     }
@@ -282,26 +294,27 @@ static bool by_tiles(const GemmCall& g) {
   return good;
 }
 
-bool pays(DType a, DType b, int64_t M, int64_t N, int64_t K) {
+bool pays(DType a, DType b, int parts, int64_t M, int64_t N, int64_t K) {
   const int64_t work = M * N * K;
-  if (a != b || a == DType::f16) return M >= 14 && work >= 1 << 20;
-  if (a == DType::bf16) return work >= 1 << 19;
-  return M >= 48 && N >= 48 && K >= 48 && work >= 1 << 22;
+  if (a == DType::bf16 && b == DType::bf16) return work >= 1 << 19;
+  if (parts > 2 && a != DType::f16 && b != DType::f16)
+    return M >= 48 && N >= 48 && K >= 48 && work >= 1 << 22;
+  return M >= 14 && work >= 1 << 20;
+}
+
+template <class A, class B>
+static bool in_parts(const GemmCall& g) {
+  if constexpr (std::is_same_v<A, float> || std::is_same_v<B, float>) {
+    if (g.parts == 1) return by_tiles<A, B, 1>(g);
+    if (g.parts == 2) return by_tiles<A, B, 2>(g);
+    return by_tiles<A, B, 3>(g);
+  }
+  return by_tiles<A, B, 2>(g);
 }
 
 void gemm(const GemmCall& g) {
   bool done = false;
-  const DType a = g.a.dtype, b = g.b.dtype;
-  if (a == DType::bf16 && b == DType::bf16)
-    done = by_tiles<bf16, bf16, 1, 1>(g);
-  else if (a == DType::f16 && b == DType::f16)
-    done = by_tiles<f16, f16, 2, 2>(g);
-  else if (a == DType::f32 && b == DType::f32)
-    done = by_tiles<float, float, 3, 3>(g);
-  else if (a == DType::f32 && b == DType::f16)
-    done = by_tiles<float, f16, 2, 2>(g);
-  else if (a == DType::f32 && b == DType::bf16)
-    done = by_tiles<float, bf16, 2, 1>(g);
+  DISPATCH(g.a.dtype, A, DISPATCH(g.b.dtype, T, done = in_parts<A, T>(g)))
   if (done) return;
   GemmCall plain = g;
   plain.depth = least(g.depth, avx512::table.gemm_depth);

@@ -7,6 +7,7 @@
 #include "kernels/elementwise.h"
 #include "kernels/random.h"
 #include "kernels/lanes.h"
+#include "kernels/look.h"
 #include "kernels/gemm.h"
 #include "kernels/reduce.h"
 #include "kernels/rows.h"
@@ -32,6 +33,7 @@ const Kernels table = {
     reduce_columns,
     dot_rows,
     axpy_rows,
+    look,
     gemm_by<BySingles>,
     MR,
     NR,

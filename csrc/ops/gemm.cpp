@@ -39,6 +39,7 @@ struct Product {
   int64_t dims = 0, sizes[MOST], a_steps[MOST], b_steps[MOST];  // of the batch, in elements
   Activation activation;
   DType dtype;
+  int parts = 3;  // of a float32 operand, see GemmCall
   const char *bias = nullptr, *residual = nullptr;
   char *y = nullptr, *pre = nullptr;
 };
@@ -137,6 +138,7 @@ void block(const Kernels& k, const Product& p, const Blocks& blocks, int64_t ite
   call.M = std::min(blocks.rows, p.M - i);
   call.N = std::min(blocks.cols, p.N - j);
   call.K = p.K;
+  call.parts = p.parts;
   call.depth = blocks.depth;
   call.pitch = over(call.N, k.gemm_columns) * k.gemm_columns;
   const int64_t once = std::min(call.depth, k.gemm_otherwise ? k.gemm_otherwise->gemm_depth : call.depth);
@@ -227,7 +229,7 @@ void run(Product& p) {
     std::swap(p.b.row, p.b.col);
   }
   if (p.M <= few_rows(k, p)) return by_few_rows(k, p);
-  const bool served = !k.gemm_pays || k.gemm_pays(p.a.dtype, p.b.dtype, p.M, p.N, p.K);
+  const bool served = !k.gemm_pays || k.gemm_pays(p.a.dtype, p.b.dtype, p.parts, p.M, p.N, p.K);
   in_blocks(served ? k : *k.gemm_otherwise, p);
 }
 
@@ -279,6 +281,7 @@ Product product_of(const char* op, const Input& a, const Input& b, bool transpos
   Product p{};
   p.batch = 1;
   p.dtype = dtype;
+  p.parts = dtype == DType::f32 ? 3 : 2;
   auto last = [](const Input& x, int64_t n) { return x.shape.dim - n; };
   const bool vector = b.shape.dim == 1;
   const int64_t inner = vector ? 0 : last(b, transposed ? 1 : 2), columns = last(b, transposed ? 2 : 1);
@@ -341,9 +344,12 @@ std::tuple<Output, Output> matmul_pre(const Input& a, const Input& b, int64_t ac
   Product p = product_of("matmul", a, b, false, activation, b.dtype("matmul", "b"), shape);
   return results(p, shape);
 }
-Output matmul_f32(const Input& a, const Input& b, bool transposed) {
+// `parts`: bfloat16 parts of float32 operands that are enough; 3 for float32's own accuracy.
+Output matmul_f32(const Input& a, const Input& b, bool transposed, int64_t parts) {
   Result shape;
   Product p = product_of("matmul_f32", a, b, transposed, 0, DType::f32, shape);
+  if (parts < 1 || parts > 3) fail("matmul_f32: parts must be 1, 2 or 3");
+  p.parts = static_cast<int>(parts);
   return result(p, shape);
 }
 Output linear(const Input& x, const Input& weight, const Maybe& bias, const Maybe& residual,
@@ -369,7 +375,7 @@ std::tuple<Output, Output> linear_pre(const Input& x, const Input& weight, const
 STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
   m.def("matmul(Tensor a, Tensor b, int activation=0) -> Tensor");
   m.def("matmul_pre(Tensor a, Tensor b, int activation) -> (Tensor, Tensor)");
-  m.def("matmul_f32(Tensor a, Tensor b, bool transposed=False) -> Tensor");
+  m.def("matmul_f32(Tensor a, Tensor b, bool transposed=False, int parts=3) -> Tensor");
   const std::string arguments =
       "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, int activation=0) -> ";
   m.def(("linear" + arguments + "Tensor").c_str());

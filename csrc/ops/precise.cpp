@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "isa.h"
 #include "op.h"
 
 namespace tensorlogic::ops {
@@ -20,62 +21,67 @@ std::vector<int64_t> sketch_of(int64_t n) {
   return at;
 }
 
-// squares[i] and peaks[i] of rows begin .. end, element (i, k) at p[i * row + k * col].
-template <class T>
-void sketch(const T* p, int64_t begin, int64_t end, int64_t row, int64_t col,
-            const std::vector<int64_t>& at, double* squares, double* peaks) {
-  auto add = [&](int64_t i, double v) {
-    squares[i] += v * v;
-    const double size = std::fabs(v);
-    peaks[i] = size > peaks[i] || size != size ? size : peaks[i];
-  };
-  if (row == 1) {
-    for (int64_t k : at)
-      for (int64_t i = begin; i < end; ++i) add(i, p[i + k * col]);
-  } else {
-    for (int64_t i = begin; i < end; ++i)
-      for (int64_t k : at) add(i, p[i * row + k * col]);
-  }
-}
-
 void sketch(const Input& x, bool columns, int64_t begin, int64_t end, const std::vector<int64_t>& at,
             double* squares, double* peaks) {
-  const int64_t row = x.strides[columns ? 1 : 0], col = x.strides[columns ? 0 : 1];
-  if (x.code == aoti_torch_dtype_float64())
-    sketch(static_cast<const double*>(x.data), begin, end, row, col, at, squares, peaks);
-  else
-    sketch(static_cast<const float*>(x.data), begin, end, row, col, at, squares, peaks);
+  const bool wide = x.code == aoti_torch_dtype_float64();
+  LookCall call{};
+  call.x = x.data;
+  call.wide = wide;
+  if (!wide) call.dtype = x.dtype("product_look", "an operand");
+  call.row = x.strides[columns ? 1 : 0];
+  call.col = x.strides[columns ? 0 : 1];
+  call.at = at.data();
+  call.count = static_cast<int64_t>(at.size());
+  call.squares = squares;
+  call.peaks = peaks;
+  kernels().look(call, begin, end);
 }
 
 void check(const Input& x, const char* name) {
-  if (x.shape.dim != 2 ||
-      (x.code != aoti_torch_dtype_float32() && x.code != aoti_torch_dtype_float64()))
-    fail(std::string("product_look: ") + name + " must be a float32 or float64 matrix");
+  if (x.shape.dim != 2) fail(std::string("product_look: ") + name + " must be a matrix");
 }
 
-// (sum of norms², largest norm² over the result's, largest peak² over norm², least and largest peak)
-void summed(const Input& operand, const Input& out, bool columns, double* table) {
-  const int64_t rows = out.shape.sizes[columns ? 1 : 0];
-  const auto inner = sketch_of(operand.shape.sizes[columns ? 0 : 1]);
-  const auto outer = sketch_of(out.shape.sizes[columns ? 0 : 1]);
-  std::vector<double> squares(rows), peaks(rows), results(rows), unused(rows);
-  parallel(rows, ROWS_A_THREAD, 1, [&](int64_t begin, int64_t end) {
+// Rows of left and of the result, or columns of right and of the result.
+struct Side {
+  const Input &operand, &out;
+  bool columns;
+  int64_t rows;
+  std::vector<int64_t> inner, outer;
+  std::vector<double> squares, peaks, results, unused;
+
+  Side(const Input& operand, const Input& out, bool columns)
+      : operand(operand),
+        out(out),
+        columns(columns),
+        rows(out.shape.sizes[columns ? 1 : 0]),
+        inner(sketch_of(operand.shape.sizes[columns ? 0 : 1])),
+        outer(sketch_of(out.shape.sizes[columns ? 0 : 1])),
+        squares(rows),
+        peaks(rows),
+        results(rows),
+        unused(rows) {}
+
+  void look(int64_t begin, int64_t end) {
     sketch(operand, columns, begin, end, inner, squares.data(), peaks.data());
     sketch(out, columns, begin, end, outer, results.data(), unused.data());
-  });
-  double total = 0, share = 0, crest = 0, low = std::numeric_limits<double>::infinity(), high = 0;
-  for (int64_t i = 0; i < rows; ++i) {
-    total += squares[i] + (std::isfinite(results[i]) ? 0.0 : results[i]);
-    if (results[i] > 0) share = std::max(share, squares[i] / results[i]);
-    if (squares[i] > 0) {
-      crest = std::max(crest, peaks[i] * peaks[i] / squares[i]);
-      low = std::min(low, peaks[i]);
-    }
-    high = std::max(high, peaks[i]);
   }
-  const double found[5] = {total, share, crest, low, high};
-  std::copy(found, found + 5, table);
-}
+
+  // (sum of norms², largest norm² over the result's, largest peak² over norm², least and largest peak)
+  void sum(double* table) const {
+    double total = 0, share = 0, crest = 0, low = std::numeric_limits<double>::infinity(), high = 0;
+    for (int64_t i = 0; i < rows; ++i) {
+      total += squares[i] + (std::isfinite(results[i]) ? 0.0 : results[i]);
+      if (results[i] > 0) share = std::max(share, squares[i] / results[i]);
+      if (squares[i] > 0) {
+        crest = std::max(crest, peaks[i] * peaks[i] / squares[i]);
+        low = std::min(low, peaks[i]);
+      }
+      high = std::max(high, peaks[i]);
+    }
+    const double found[5] = {total, share, crest, low, high};
+    std::copy(found, found + 5, table);
+  }
+};
 
 Output product_look(const Input& left, const Input& right, const Input& out) {
   check(left, "left");
@@ -88,8 +94,13 @@ Output product_look(const Input& left, const Input& right, const Input& out) {
   const int64_t sizes[2] = {2, 5};
   Output table = make(aoti_torch_dtype_float64(), {sizes, 2});
   auto* to = static_cast<double*>(table.data);
-  summed(left, out, false, to);
-  summed(right, out, true, to + 5);
+  Side rows(left, out, false), columns(right, out, true);
+  parallel(rows.rows + columns.rows, ROWS_A_THREAD, 1, [&](int64_t begin, int64_t end) {
+    if (begin < rows.rows) rows.look(begin, std::min(end, rows.rows));
+    if (end > rows.rows) columns.look(std::max(begin - rows.rows, int64_t{0}), end - rows.rows);
+  });
+  rows.sum(to);
+  columns.sum(to + 5);
   return table;
 }
 

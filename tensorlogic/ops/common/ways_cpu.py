@@ -37,6 +37,12 @@ def tiles() -> bool:
     return bool(known is not None and known())
 
 
+@lru_cache
+def own_tiles() -> bool:
+    """True where our own kernels multiply in them."""
+    return native.isa() == "amx"
+
+
 def ieee() -> bool:
     """Whether PyTorch's float32 products are in float32 as its switches stand now."""
     switch = getattr(torch.backends.mkldnn, "matmul", None)
@@ -86,9 +92,19 @@ def torch_bf16(a: Tensor, b: Tensor) -> Tensor:
 
 
 def native_bf16(a: Tensor, b: Tensor) -> Tensor:
-    """Pairs of bfloat16 products, added and kept in float32."""
+    """Pairs of bfloat16 products, added and kept in float32; with tiles, operands are rounded while they are packed."""
+    if own_tiles():
+        return in_parts(1, a, b)
     c: Tensor = native.op("matmul_f32")(a.to(torch.bfloat16), b.to(torch.bfloat16))
     return _kept(c, a, b)
+
+
+def in_parts(parts: int, a: Tensor, b: Tensor) -> Tensor:
+    """Operands as sums of so many bfloat16, made while they are packed; what has none is multiplied in float32."""
+    if torch.float64 in (a.dtype, b.dtype):
+        return _kept(narrowed(partial(in_parts, parts), a, b), a, b)
+    c: Tensor = native.op("matmul_f32")(a, b, False, parts)
+    return c
 
 
 def _f16(product: ways.Product, a: Tensor, b: Tensor) -> Tensor:
@@ -180,6 +196,17 @@ def _int8_serves(count: int) -> Callable[[Key], str | None]:
     return serves
 
 
+def _tiled(device: str) -> str | None:
+    """None where our own kernels multiply in tiles."""
+    if (reason := native_wiring.cpu_only(device)) is not None:
+        return reason
+    return None if own_tiles() else "the native library multiplies without tiles"
+
+
+def _f16_only(key: Key) -> str | None:
+    return None if key.precision == "f16" else "cpu.bf16x3 is the same"
+
+
 def _speed(form: str) -> float:
     """Multiply-adds a microsecond and thread."""
     if tiles():
@@ -212,6 +239,11 @@ def _torch_f32_us(m: int, n: int, k: int, dtype: str) -> float:
     return cpu_costs.torch_us(m, n, k, "f32", False) + converted
 
 
+def _native_bf16_us(m: int, n: int, k: int, dtype: str) -> float:
+    speed, passes = (380e3, 0.3) if own_tiles() else (60e3, 2)
+    return _rate(speed, passes, 8)(m, n, k, dtype)
+
+
 def found() -> list[Way]:
     """Every way on a CPU, in the order in which ties are broken."""
     library = (native_wiring.LIBRARY,)
@@ -221,7 +253,9 @@ def found() -> list[Way]:
         Way("torch.f16", "f16", torch_f16, _rate(60e3, 6, 60), half_hardware),
         Way("cpu.f16", "f16", native_f16, _rate(50e3, 6, 60), native_wiring.cpu_only, sources=library),
         Way("torch.bf16", "bf16", torch_bf16, _rate("bf16", 2, 12), cpu),
-        Way("cpu.bf16", "bf16", native_bf16, _rate(60e3, 2, 8), native_wiring.cpu_only, sources=library),
+        Way("cpu.bf16", "bf16", native_bf16, _native_bf16_us, native_wiring.cpu_only, sources=library),
+        Way("cpu.bf16x3", "bf16x3", partial(in_parts, 2), _rate(220e3, 0.3, 8), _tiled, sources=library),
+        Way("cpu.f16_split", "f16", partial(in_parts, 2), _rate(220e3, 0.3, 8), _tiled, _f16_only, sources=library),
         *(
             Way(
                 name, name.split(".")[1], partial(int8, count),

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import front
 from ..tuning import leaves_of
 from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
-from .serve import plain_modes
+from .short import MISS, Way, short
 from .watch import Watch
 
 EAGER_CALLS = 2  # calls of one kind that run as they are before one is captured
@@ -28,35 +27,11 @@ class Entry:
     calls: int = 0
     replay: Replay | GradientReplay | None = None
     spec: Any = None
-    pointers: tuple[int, ...] = ()
+    state: Sequence[Any] = ()  # of the module's tensors when it was captured
     leaves: Sequence[Tensor] | None = (
         None  # that gradients of the outputs would reach; None where no output has a gradient
     )
-    check: Callable[..., bool] | None = (
-        None  # of positional tensors, where such are all that is given
-    )
-    count: int = 0
-    grad: bool = False
-    single: bool = False
-
-    def remember(self, args: tuple[Any, ...]) -> bool:
-        """True where later calls like this one can be told by a guard on their tensors alone, the short way to `key`."""
-        if not args or any(type(v) is not Tensor for v in args):
-            return False
-        if self.check is None:
-            self.check, self.count = front.guard(list(args)), len(args)
-            self.grad, self.single = torch.is_grad_enabled(), self.spec.is_leaf()
-        return True
-
-    def fits(self, args: tuple[Any, ...]) -> bool:
-        """True where `args` are tensors of the recorded kind, under the same modes."""
-        return (
-            self.check is not None
-            and len(args) == self.count
-            and torch.is_grad_enabled() is self.grad
-            and self.check(*args)
-            and not torch._C._is_any_autocast_enabled()
-        )
+    way: Way | None = None  # to the replay, for calls that look like the last one
 
 
 class Captured:
@@ -78,21 +53,21 @@ class Captured:
         self.module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
         if not isinstance(self.module, nn.Module):
             self.module = None
-        self.watch = Watch(self.module) if self.module is not None else None
+        self._look()
         self.pool: Any = None
-        self.last: Entry | None = None  # the kind that was replayed last
+        self.way: Way | None = None  # to the kind that was replayed last
         self.tape: Callable[[torch.device, Any], Any] = Tape
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """fn(*args, **kwargs), replayed where a graph of such a call exists."""
+        way = self.way
+        if way is not None and not kwargs:
+            out = way(*args)
+            if out is not MISS:
+                return out
         if self.reason is not None:
             return self.fn(*args, **kwargs)
-        last = self.last
-        if last is not None and not kwargs and last.fits(args) and self._steady(last):
-            out = last.replay(args)  # type: ignore[misc]
-            if out is not None:
-                return out[0] if last.single else pytree.tree_unflatten(out, last.spec)
-        self.last = None
+        self.way = None
         flat, spec = pytree.tree_flatten((args, kwargs))
         reason, device = self._suits(flat)
         if device is None:
@@ -106,8 +81,8 @@ class Captured:
             entry = self._new(key)
         else:
             self.entries.move_to_end(key)
-        if entry.replay is not None and entry.pointers != self._pointers():
-            entry.replay, entry.calls = None, 0  # parameters lie elsewhere now
+        if entry.replay is not None and entry.state != self._state():
+            entry.replay, entry.way, entry.calls = None, None, 0  # parameters lie elsewhere now
         if entry.replay is None:
             entry.calls += 1
             if entry.calls <= EAGER_CALLS:
@@ -121,22 +96,28 @@ class Captured:
         out = replay(padded)
         if out is None:
             return self.fn(*args, **kwargs)
-        if rows is None and not kwargs and entry.remember(args):
-            self.last = entry
+        if rows is None and not kwargs:
+            if entry.way is None:
+                entry.way = short(replay, args, entry.spec, self._steady(entry))
+            self.way = entry.way
         if rows is not None:
             assert self.batch is not None
             out = [_rows(v, self.batch, *rows) for v in out]
         return pytree.tree_unflatten(list(out), entry.spec)
 
-    def _steady(self, entry: Entry) -> bool:
-        """True where the last kind of call may be replayed again: no mode is active, and the module is as it was."""
-        if (
-            entry.replay is None
-            or not plain_modes()
-            or (self.tape is Tape and torch._C._cuda_isCurrentStreamCapturing())
-        ):
-            return False
-        return self.watch is None or (self.watch.holds() and entry.pointers == self._pointers())
+    def _look(self) -> None:
+        """Watch the module as it is from now on."""
+        self.watch = Watch(self.module) if self.module is not None else None
+        self.held = (
+            [*self.module.parameters(), *self.module.buffers()] if self.module is not None else []
+        )
+
+    def _steady(self, entry: Entry) -> Callable[[], bool] | None:
+        """What holds while the module is as it was when `entry` was captured."""
+        if self.watch is None:
+            return None
+        holds, state, now = self.watch.holds, entry.state, self._state
+        return lambda: holds() and now() == state
 
     def _suits(self, flat: Sequence[Any]) -> tuple[str | None, torch.device | None]:
         """Why no graph may serve such calls (None: not this one), and the device of those that one may."""
@@ -157,16 +138,14 @@ class Captured:
             return None, None
         if self.watch is not None and not self.watch.holds():
             self.entries.clear()  # the module is another one: its graphs are stale
-            self.last = None
-            assert self.module is not None
-            self.watch = Watch(self.module)
+            self._look()
         device = tensors[0].device if tensors else torch.device("cuda", torch.cuda.current_device())
         return None, device
 
-    def _pointers(self) -> tuple[int, ...]:
-        if self.module is None:
-            return ()
-        return tuple(t.data_ptr() for t in (*self.module.parameters(), *self.module.buffers()))
+    def _state(self) -> list[Any]:
+        """Where the module's tensors lie and, where gradients are recorded, which of them want one."""
+        where: list[Any] = [*map(Tensor.data_ptr, self.held)]
+        return where + [t.requires_grad for t in self.held] if torch.is_grad_enabled() else where
 
     def _padded(self, flat: Sequence[Any]) -> tuple[tuple[int, int] | None, Sequence[Any]]:
         """(rows, rows of the bucket) and the inputs filled up to it; None where nothing is padded."""
@@ -189,7 +168,6 @@ class Captured:
         entry = self.entries[key] = Entry()
         while len(self.entries) > self.max_graphs:
             self.entries.popitem(last=False)
-            self.last = None
         return entry
 
     def _eager(self, args: Any, kwargs: Mapping[str, Any], device: torch.device) -> Any:
@@ -219,9 +197,8 @@ class Captured:
             heal(device)
             self.reason = cause(problem)
             self.entries.clear()
-            self.last = None
             return False
-        entry.pointers = self._pointers()
+        entry.state = self._state()
         return True
 
     @property

@@ -22,7 +22,8 @@ from .patterns import RULES
 from .regions import Decision, Judge, emit_way, full
 from .report import Report, Row
 from .rewrite import Region, rewrite
-from .serve import MISS, Program, device_of, mutates
+from .serve import Program, device_of, mutates
+from .short import MISS
 from .trace import Trace, Untraceable, counts, first_line, writes
 from .widen import pays, widened
 

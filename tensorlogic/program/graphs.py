@@ -106,14 +106,18 @@ class Line:
         """True where the caller may use the buffers now; `leave` must follow."""
         if not self.lock.acquire(blocking=False):
             return False
-        if self.device.type == "cuda":
-            raw = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
-            if raw != self.raw:
-                stream = torch.cuda.current_stream(self.device)
-                if self.stream is not None:
-                    stream.wait_stream(self.stream)
-                self.stream, self.raw = stream, raw
+        index = self.device.index or 0
+        if self.device.type == "cuda" and torch._C._cuda_getCurrentRawStream(index) != self.raw:
+            self.turn()
         return True
+
+    def turn(self) -> None:
+        """From here on the current stream uses the buffers, after what the last one still does with them."""
+        stream = torch.cuda.current_stream(self.device)
+        if self.stream is not None:
+            stream.wait_stream(self.stream)
+        self.stream = stream
+        self.raw = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
 
     def leave(self) -> None:
         """The next caller may come."""

@@ -16,7 +16,8 @@ from .pieces import Pieces, pieces
 from .probe import probe
 from .regions import FAILURES
 from .report import Report
-from .serve import MISS, Program
+from .serve import Program
+from .short import MISS
 from .trace import Unfit, Untraceable, constants, first_line, trace, witness
 
 BUDGET_S = 2.0  # seconds for measuring where the caller gives no other budget

@@ -23,7 +23,8 @@ from .choosing import best, pays_off
 from .copies import fresh, sharing, unwritten
 from .graphs import FAILURES
 from .report import Report
-from .serve import MISS, Program, plain_modes
+from .serve import Program
+from .short import MISS, plain_modes
 from .trace import Trace, Untraceable, first_line, prepare, witness
 
 LIMIT = 32  # graphs of one model; with more, the Python between them is what takes the time

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch.utils import _pytree as pytree
 from .check import step
 from .code import Function, ahead
 from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
+from .short import MISS, Way, plain_modes, short
 from .trace import Trace, random_call, storage, writes
 from .watch import Guard, Watch
 
-MISS = object()  # the program may not serve this call
+VERSION, WANTS = attrgetter("_version"), attrgetter("requires_grad")
 
 
 class Program:
@@ -61,6 +63,7 @@ class Program:
         self.leaves = trace.in_spec == pytree.tree_flatten((tuple(trace.example), {}))[1]
         self.single = trace.out_spec.is_leaf()
         self.replay: Any = None
+        self.way: Way | None = None  # to the replay, for calls that look like the last one
         self.held = list({id(t): t for t in self.state.values()}.values())
         self.pointers: list[int] = []
         self.alive: list[Tensor] = []  # memory that a graph reads, even where its owner moves on
@@ -69,6 +72,11 @@ class Program:
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output, or `MISS`."""
+        way = self.way
+        if way is not None and not kwargs:
+            out = way(*args)
+            if out is not MISS:
+                return out
         flat: Sequence[Any] = args
         if kwargs or not self.leaves:
             flat, spec = pytree.tree_flatten((args, dict(kwargs)))
@@ -76,40 +84,47 @@ class Program:
                 return MISS
         if len(flat) != len(self.trace.inputs) or not self.guard.holds(flat) or not self._context():
             return MISS
-        out: Any = MISS
-        if isinstance(self.replay, Replay) and self.pure and not _capturing():
-            out = self._ahead(flat)
-        if out is MISS:
-            out = self._checked(flat)
+        out = self._checked(flat)
         if out is MISS:
             return MISS
+        if flat is args and self.way is None:
+            self._shorten(args)
         return out[0] if self.single else pytree.tree_unflatten(list(out), self.trace.out_spec)
 
-    def _ahead(self, flat: Sequence[Any]) -> Any:
-        """Launch at once and look whether all is as it was while the device works; a stale result is thrown away."""
-        replay = self.replay
-        if not replay.line.enter():
-            return MISS
-        try:
-            with torch.no_grad():
-                replay.launch(flat)
-                fresh = self._stamp() == self.stamp and self._where() == self.pointers
-                return replay.outputs() if fresh and self.watch.holds() else MISS
-        finally:
-            replay.line.leave()
+    def _shorten(self, args: Sequence[Any]) -> None:
+        """Later calls like this one launch at once and look whether all is as it was while the device works."""
+        recording = torch.is_grad_enabled() and not self.training
+        if self.replay is None or recording or self.autocast is not None:
+            return
+        steady = self._steady(self.replay)
+        before, after = (None, steady) if self.pure else (steady, None)
+        self.way = short(self.replay, args, self.trace.out_spec, before, after)
+
+    def _steady(self, replay: Any) -> Callable[[], bool]:
+        """What holds while model, parameters and constants are as they were when `replay` was recorded."""
+        holds, watched, now, where = self.watch.holds, self.watched, self._where, self.pointers
+        versions = [*map(VERSION, watched)]
+
+        def steady() -> bool:
+            return (
+                self.replay is replay
+                and [*map(VERSION, watched)] == versions
+                and now() == where
+                and holds()
+            )
+
+        return steady
 
     def _checked(self, flat: Sequence[Any]) -> Any:
         """Look first, then run."""
         if not self.watch.holds():
+            self.way = None
             return MISS
         if self.watched and self._stamp() != self.stamp:
             self.refresh()
         if self.replay is not None and self._where() != self.pointers:
-            self.replay, self.alive = (
-                None,
-                [],
-            )  # parameters lie elsewhere now: their graph is of no use
-        if self.replay is not None and not _capturing():
+            self.replay, self.way, self.alive = None, None, []  # parameters lie elsewhere now
+        if self.replay is not None and not _capturing(self.device):
             out = self.replay(flat)
             if out is not None:
                 return out
@@ -133,7 +148,7 @@ class Program:
                 heal(self.device)
                 self.replay = None
                 return cause(problem)
-        self.pointers = self._where()
+        self.pointers, self.way = self._where(), None
         self.alive = [t.detach() for t in self.held]
         return None
 
@@ -169,7 +184,9 @@ class Program:
                     tensor.copy_(before)
 
     def _where(self) -> list[int]:
-        return [t.data_ptr() for t in self.held]
+        """Where parameters and buffers lie and, for training, which of them want gradients."""
+        where = [*map(Tensor.data_ptr, self.held)]
+        return [*where, *map(WANTS, self.held)] if self.training else where
 
     def serving(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for inputs that fit."""
@@ -187,12 +204,12 @@ class Program:
             return False
         return autocast_state(self.device) == self.autocast and plain_modes()
 
-    def _stamp(self) -> list[tuple[int, int]]:
-        return [(t._version, t.data_ptr()) for t in self.watched]
+    def _stamp(self) -> list[int]:
+        return [*map(VERSION, self.watched), *map(Tensor.data_ptr, self.watched)]
 
     def refresh(self) -> None:
         """Compute the constants again from today's parameters and buffers."""
-        self.stamp = self._stamp()
+        self.stamp, self.way = self._stamp(), None
         fresh, _ = ahead(self.graph, self.state)
         for name, value in fresh.items():
             old = self.constants[name]
@@ -222,9 +239,9 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _capturing() -> bool:
+def _capturing(device: torch.device) -> bool:
     """True while the caller records a CUDA graph, into which another cannot be launched."""
-    return torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _hands_out_state(graph: fx.Graph) -> bool:
@@ -232,16 +249,6 @@ def _hands_out_state(graph: fx.Graph) -> bool:
     places = {storage(n) for n in graph.nodes if n.op == "placeholder"} - {None}
     return any(
         n.op == "placeholder" or storage(n) in places for n in graph.output_node().all_input_nodes
-    )
-
-
-def plain_modes() -> bool:
-    """True where nothing traces, transforms or intercepts PyTorch's calls."""
-    return (
-        not torch._C._len_torch_dispatch_stack()
-        and not torch._C._is_torch_function_mode_enabled()
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.maybe_current_level() is None
     )
 
 

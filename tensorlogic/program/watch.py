@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from operator import itemgetter
+from operator import call, itemgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -27,11 +27,12 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self.spaces: list[dict[str, Any]] = []  # attributes of objects: none may come or go
-        self.getters: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
-        self.values: list[Any] = []  # what the getters gave
+        self.getters: list[Callable[[Any], Any]] = []
+        self.known: list[dict[str, Any]] = []  # what the getters are asked of
+        self.values: list[Any] = []  # what they gave
         self.containers: list[Any] = []
         self.contents: list[Any] = []  # copies of what they held
-        self.hooks: list[dict[Any, Any]] = []
+        self.empty: list[dict[Any, Any]] = []  # hooks, where there are none
         self._entered: set[int] = set()
         for path, module in model.named_modules():
             known = vars(module)
@@ -39,14 +40,14 @@ class Watch:
             for table in (known[t] for t in TABLES):
                 if table:
                     self._container({k: _exact(v) for k, v in table.items()}, table)
-            hooks = [known[h] for h in HOOKS if path]  # the root's own run as ever
-            self.hooks += hooks
-            for held in filter(None, hooks):
-                self._container(dict(held), held)
+            for held in (known[h] for h in HOOKS if path):  # the root's own run as ever
+                if held:
+                    self._container(dict(held), held)
+                else:
+                    self.empty.append(held)
         for scope, names in globals_of(model):
             self._attributes(scope, names, 0)
-        self.sizes = list(map(len, (*self.spaces, *self.hooks)))
-        self.sized = [*self.spaces, *self.hooks]
+        self.sizes = list(map(len, self.spaces))
 
     def _space(self, known: dict[str, Any], skipped: AbstractSet[str], depth: int) -> None:
         """Watch all attributes of one object."""
@@ -59,7 +60,8 @@ class Watch:
         if not names:
             return
         get = itemgetter(*names, names[0])  # one twice, so that it always gives a tuple
-        self.getters.append((get, known))
+        self.getters.append(get)
+        self.known.append(known)
         self.values.append(tuple(map(_exact, get(known))))
         for value in map(known.__getitem__, names):
             self._inside(value, depth)
@@ -88,8 +90,9 @@ class Watch:
         """True while nothing has changed but the tensors' contents."""
         try:
             return (
-                self.sizes == [*map(len, self.sized)]
-                and self.values == [get(known) for get, known in self.getters]
+                not any(self.empty)
+                and self.sizes == [*map(len, self.spaces)]
+                and self.values == [*map(call, self.getters, self.known)]
                 and self.contents == self.containers
             )
         except (KeyError, RuntimeError, ValueError):  # deleted, or equality of arrays
@@ -110,8 +113,11 @@ class _Same:
 
 
 def _exact(value: Any) -> Any:
-    """What to compare a value with."""
-    return _Same(value) if isinstance(value, Tensor) else value
+    """What to compare a value with: itself where equality is identity, or fails, as it does between several elements."""
+    if not isinstance(value, Tensor):
+        return value
+    several = type(value) in (Tensor, nn.Parameter) and value.numel() > 1
+    return value if several else _Same(value)
 
 
 def _plain_object(value: Any) -> bool:

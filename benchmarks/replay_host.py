@@ -1,0 +1,119 @@
+"""Host time of replayed calls, step by step: the input's copy, the graph's launch, and what our own checks add to both.
+
+python benchmarks/replay_host.py [--out FILE.json]   without a GPU, a graph that does nothing stands for CUDA's
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tensorlogic
+from tensorlogic import measure
+from tensorlogic.program.graphs import Replay, Tape
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+
+
+class Idle:
+    """A graph that is replayed in no time, so that what is around it is timed."""
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        pass
+
+    def record(self, fn: Callable[[], Any]) -> Any:
+        """What `fn` gives, once."""
+        return fn()
+
+    def replay(self) -> None:
+        """Nothing."""
+
+
+def chain(x: Tensor) -> Tensor:
+    """50 kernels."""
+    for _ in range(50):
+        x = x + 1
+    return x
+
+
+def deep() -> nn.Module:
+    """36 modules in a row, as a Transformer of 12 layers has."""
+    layers = (nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.ReLU()) for _ in range(12))
+    return nn.Sequential(*layers).to(DEVICE).eval()
+
+
+def captured(fn: Callable[..., Any], x: Tensor, unsafe_views: bool) -> Callable[[], Any]:
+    """A captured call that is replayed by now."""
+    call = tensorlogic.capture(fn, unsafe_views=unsafe_views)
+    call.tape = Tape if CUDA else Idle
+    for _ in range(5):
+        call(x)
+    if call.graphs != 1:
+        raise RuntimeError(f"nothing is replayed: {call.reason}")
+    return lambda: call(x)
+
+
+def optimized(x: Tensor) -> Callable[[], Any] | None:
+    """An optimised model's call, replayed; None where nothing paid."""
+    fast = tensorlogic.optimize(deep(), x)
+    program = fast.__dict__.get("_program")
+    if program is None:
+        return None
+    if not CUDA:
+        program.replay = Replay(program.function.run, [x], DEVICE, tape=Idle)
+        program.pointers = program._where()
+    for _ in range(3):
+        fast(x)
+    return lambda: fast(x)
+
+
+def least(call: Callable[[], Any], budget_s: float = 0.2) -> float:
+    """Microseconds a call, queued and not waited for: the least of the rounds, which nothing else disturbed."""
+    return min(measure.host_samples({"call": [call]}, DEVICE, budget_s, 15).values["call"])
+
+
+@torch.no_grad()
+def table() -> dict[str, float]:
+    """Microseconds of host time by what was called."""
+    x = torch.randn(8, 64, device=DEVICE)
+    buffer = torch.empty_like(x)
+    rows = {"copy of the input": least(lambda: buffer.copy_(x)), "clone": least(x.clone)}
+    bare = (Tape if CUDA else Idle)(DEVICE, None)
+    for _ in range(3):
+        chain(buffer)
+    bare.record(lambda: chain(buffer))
+    rows["launch of 50 kernels"] = least(bare.replay)
+    rows["captured, 50 kernels, views"] = least(captured(chain, x, True))
+    rows["captured, 50 kernels"] = least(captured(chain, x, False))
+    rows["captured module"] = least(captured(deep(), x, False))
+    call = optimized(x)
+    if call is not None:
+        rows["optimized module"] = least(call)
+    rows["beyond the copy"] = rows["captured, 50 kernels, views"] - rows["copy of the input"]
+    rows["beyond copy and launch"] = rows["beyond the copy"] - rows["launch of 50 kernels"]
+    return rows
+
+
+def main() -> None:
+    """Print the table; write it where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    rows = table()
+    for name, us in rows.items():
+        print(f"{name:28s} {us:7.2f} us")
+    if chosen.out:
+        name = torch.cuda.get_device_name() if CUDA else "cpu, no graph launched"
+        whole = {"device": name, "torch": torch.__version__, "us": rows}
+        chosen.out.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The short way to a replay: a call that looks like an earlier one reaches the graph through compiled checks alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .. import front
+from .graphs import GradientReplay, Replay, owned
+
+MISS = object()  # what a program or a short way gives where it may not serve a call
+Way = Callable[..., Any]
+
+
+def plain_modes() -> bool:
+    """True where nothing traces, transforms or intercepts PyTorch's calls."""
+    return (
+        not torch._C._len_torch_dispatch_stack()
+        and not torch._C._is_torch_function_mode_enabled()
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is None
+    )
+
+
+def short(
+    replay: Replay | GradientReplay,
+    args: Sequence[Any],
+    spec: Any,
+    before: Callable[[], bool] | None = None,
+    after: Callable[[], bool] | None = None,
+) -> Way | None:
+    """run(*args), giving the output or `MISS`, for tensors of the kind of `args` under today's modes; None where there is none.
+
+    `before` must hold before anything is launched; where `after` does not hold, which is asked while the device works,
+    the result is thrown away. `spec` is the structure of the output.
+    """
+    if not args or any(type(v) is not Tensor for v in args):
+        return None
+    fits = _fits(args, replay.device, before)
+    if isinstance(replay, GradientReplay):
+        return _recording(replay, fits, spec)
+    return None if replay.written else _launching(replay, fits, spec, after)
+
+
+def _fits(
+    args: Sequence[Tensor], device: torch.device, before: Callable[[], bool] | None
+) -> Callable[..., bool]:
+    """Whether a call is of the kind of `args`: PyTorch's compiled guard tells type, shape, strides, dtype, device, autocast
+    and inference mode."""
+    check, count, grad = front.guard(list(args)), len(args), torch.is_grad_enabled()
+    cuda = device.type == "cuda"
+    capturing = torch._C._cuda_isCurrentStreamCapturing if cuda else None
+    is_grad, dispatching = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
+    intercepted, compiling = torch._C._is_torch_function_mode_enabled, torch.compiler.is_compiling
+    level = torch._C._functorch.maybe_current_level
+
+    def fits(*given: Any) -> bool:
+        return (
+            len(given) == count
+            and is_grad() is grad
+            and check(*given)
+            and not dispatching()
+            and not intercepted()
+            and not compiling()
+            and level() is None
+            and (capturing is None or not capturing())
+            and (before is None or before())
+        )
+
+    return fits
+
+
+def _launching(
+    replay: Replay, fits: Callable[..., bool], spec: Any, after: Callable[[], bool] | None
+) -> Way:
+    line, launch, buffers = replay.line, replay.tape.replay, replay.static
+    acquire, release, turn = line.lock.acquire, line.lock.release, line.turn
+    give, copy = _giver(replay, spec), buffers[0].copy_ if len(buffers) == 1 else None
+    stream = torch._C._cuda_getCurrentRawStream if replay.device.type == "cuda" else None
+    index, grad, set_grad = (
+        replay.device.index or 0,
+        torch.is_grad_enabled(),
+        torch._C._set_grad_enabled,
+    )
+
+    def run(*given: Any) -> Any:
+        if not fits(*given) or not acquire(False):
+            return MISS
+        try:
+            if stream is not None and stream(index) != line.raw:
+                turn()
+            if grad:
+                set_grad(False)
+            if copy is not None:
+                copy(given[0])
+            else:
+                for buffer, value in zip(buffers, given, strict=True):
+                    buffer.copy_(value)
+            launch()
+            return give() if after is None or after() else MISS
+        finally:
+            if grad:
+                set_grad(True)
+            release()
+
+    return run
+
+
+def _recording(replay: GradientReplay, fits: Callable[..., bool], spec: Any) -> Way:
+    single = spec.is_leaf()
+
+    def run(*given: Any) -> Any:
+        out = replay(given) if fits(*given) else None
+        if out is None:
+            return MISS
+        return out[0] if single else pytree.tree_unflatten(out, spec)
+
+    return run
+
+
+def _giver(replay: Replay, spec: Any) -> Callable[[], Any]:
+    """What gives the outputs of the last launch: the graph's own where views were asked for, copies elsewhere."""
+    views = replay.unsafe_views
+    if spec.is_leaf():
+        single = replay.out[0]
+        if isinstance(single, Tensor) and not views:
+            return single.clone
+        return lambda: single
+    if views:
+        return lambda: pytree.tree_unflatten(list(replay.out), spec)
+    return lambda: pytree.tree_unflatten(owned(replay.out), spec)

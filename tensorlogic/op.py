@@ -145,9 +145,9 @@ class Op:
     prepare: Callable[[Key, dict[str, Any]], None] | None = (
         None  # makes sample inputs agree with each other
     )
-    twins: Callable[[Key], Iterable[Key]] = (
+    twins: Callable[[Key], Iterable[tuple[Op, Key]]] = (
         lambda key: ()
-    )  # other keys that calls of this one turn into, measured with it
+    )  # other keys, of this or another op, that calls of this one turn into; measured with it
     mutates: tuple[str, ...] = ()  # tensors a candidate may update in place
     functional: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = (
         None  # arguments that leave those tensors out ...

@@ -74,7 +74,11 @@ def tune(fn: Callable[..., Any], *example_inputs: Any) -> Learned:
         _backward(out)
     learned = Learned()
     learned.keys = [key for _, key, _ in met.values()]
-    keys = [(op, k, device) for op, key, device in met.values() for k in (key, *op.twins(key))]
+    keys = [
+        (its, k, device)
+        for op, key, device in met.values()
+        for its, k in ((op, key), *op.twins(key))
+    ]
     for op, key, device in keys:
         if not stores.complete(op, stores.current(device).get(key), key):
             compiling.submit(study.kernels(op, key, device))

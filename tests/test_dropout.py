@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic.op import EAGER, OPS
+from tensorlogic import policies
+from tensorlogic.op import EAGER, OPS, Op
 from tensorlogic.ops.common.random import keep_mask
+from tensorlogic.plans import Key
 
 OP = OPS["dropout_linear"]
 IDS = tuple(OP.candidates)
@@ -158,3 +162,32 @@ def test_the_registered_op_returns_the_mask_it_declares(id: str) -> None:
     assert mask.shape == x.shape
     expected = F.linear(x * mask / 0.75, w)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_keys_that_captured_calls_meet_are_measured_with_it(training: bool, bias: bool) -> None:
+    """A captured call is PyTorch's dropout and our linear, whose keys tune would not meet otherwise."""
+
+    def met(fn: Callable[..., Tensor]) -> dict[str, Key]:
+        seen: dict[str, Key] = {}
+
+        def observe(op: Op, key: Key, device: torch.device) -> None:
+            seen[op.name] = replace(key, device="cuda")
+
+        policy = replace(policies.current(), tune="off", observer=observe, entries={})
+        x = torch.randn(2, 3, 16).half().requires_grad_(training)
+        weight = torch.randn(4, 16).half().requires_grad_(training)
+        with policies.use(policy), torch.set_grad_enabled(training):
+            out = fn(x, weight, torch.randn(4).half() if bias else None)
+            if training:
+                out.sum().backward()
+        return seen
+
+    fused = met(lambda x, w, b: tensorlogic.dropout_linear(x, w, b, 0.5))
+    plain = met(lambda x, w, b: tensorlogic.linear(F.dropout(x, 0.5), w, b))
+    twins = [twin for name, key in fused.items() for twin in OPS[name].twins(key)]
+    keys = [key for op, key in twins if op.name.startswith("linear")]
+    assert keys == list(plain.values())
+    for op, key in twins:
+        assert op.name == key.op

@@ -17,7 +17,7 @@ from ...op import Gradient, Op, Outputs
 from ...plans import Key, TensorSpec
 from ..common import checks, costs, samples
 from ..common.random import draw, keep_mask, seeded
-from ..linear import linear
+from ..linear import LINEAR, LINEAR_BACKWARD, linear
 
 
 def dropped(x: Tensor, p: float, seed: int, offset: int, state: Tensor | None) -> Tensor:
@@ -121,11 +121,34 @@ def _state(
     return samples.scaled({"weight": 1})(key, name, spec, device, g)
 
 
-def _captured(key: Key) -> Iterator[Key]:
-    """A captured or traced call takes its seed from a tensor; it should meet a measured key too."""
+def _captured(key: Key) -> Iterator[tuple[Op, Key]]:
+    """A traced call takes its seed from a tensor, a captured one is PyTorch's dropout and our linear: both should
+    meet measured keys, too."""
     if key.spec("state") is None and key.device != "cpu":
         state = TensorSpec("i64", (2,), (1,))
-        yield replace(key, tensors=(*key.tensors[:-1], state))
+        yield DROPOUT_LINEAR, replace(key, tensors=(*key.tensors[:-1], state))
+        x, weight, bias, _ = key.tensors
+        yield LINEAR, _as(LINEAR, key, (_fresh(x), weight, bias, None), key.flags[-1])
+
+
+def _captured_backward(key: Key) -> Iterator[tuple[Op, Key]]:
+    if key.spec("state") is None and key.device != "cpu":
+        dy, x, weight, _, _ = key.tensors
+        needs = f"{dict(key.flags)['needs']}0"
+        tensors = (dy, _fresh(x), weight, None)
+        yield LINEAR_BACKWARD, _as(LINEAR_BACKWARD, key, tensors, ("needs", needs))
+
+
+def _fresh(spec: TensorSpec | None) -> TensorSpec | None:
+    """The same as an output of PyTorch's, which is aligned."""
+    return spec and replace(spec, align=16)
+
+
+def _as(op: Op, key: Key, tensors: tuple[TensorSpec | None, ...], flag: tuple[str, Any]) -> Key:
+    """The key of a plain linear layer, or of its backward."""
+    names = tuple(p.name for p in op.tensors)
+    flags = (("activation", "none"), flag)
+    return replace(key, op=op.name, tensors=tensors, names=names, flags=flags)
 
 
 _SCALARS = {"p": 0.25, "seed": 20260917, "offset": 12}
@@ -151,6 +174,7 @@ DROPOUT_LINEAR_BACKWARD = Op(
     sample=_state,
     scalars=lambda key: _SCALARS,
     runtime=("seed", "offset"),
+    twins=_captured_backward,
     outputs=3,
     internal=True,
 )

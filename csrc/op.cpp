@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <stdexcept>
+#include <unordered_map>
 
 #include "adopt.h"
 #include "pool.h"
@@ -41,7 +42,7 @@ DType dtype_of(int32_t code, const char* op, const char* name) {
   fail(std::string(op) + ": " + name + " must be float16, bfloat16 or float32");
 }
 
-Input::Input(AtenTensorHandle h) : handle(h) {
+Input::Input(AtenTensorHandle h, bool owned) : handle(owned ? h : nullptr) {
   int64_t *sizes = nullptr, *steps = nullptr;
   const bool known = aoti_torch_get_data_ptr(h, &data) == TORCH_SUCCESS &&
                      aoti_torch_get_sizes(h, &sizes) == TORCH_SUCCESS &&
@@ -96,6 +97,20 @@ std::atomic<Adopt> adopt{[](void* data, void* ticket, int64_t, int64_t dim, cons
   return status;
 }};
 }  // namespace
+
+namespace {
+std::unordered_map<std::string, const Direct*>& offered() {
+  static std::unordered_map<std::string, const Direct*> all;
+  return all;
+}
+}  // namespace
+
+void offer(const char* name, const Direct* entry) { offered()[name] = entry; }
+
+const Direct* direct(const char* name) {
+  const auto found = offered().find(name);
+  return found == offered().end() ? nullptr : found->second;
+}
 
 void set_adopt(Adopt better) { adopt = better; }
 

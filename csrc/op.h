@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "direct.h"
 #include "kernels.h"
 
 namespace tensorlogic {
@@ -30,10 +31,10 @@ int32_t code_of(DType dtype);  // PyTorch's number for it
 DType dtype_of(int32_t code, const char* op,
                const char* name);  // fails unless float16, bfloat16 or float32
 
-// An argument: owns its handle, borrows the tensor's memory.
+// An argument: borrows the tensor's memory, and owns its handle unless that is borrowed, too.
 class Input {
  public:
-  explicit Input(AtenTensorHandle handle);
+  explicit Input(AtenTensorHandle handle, bool owned = true);
   Input(Input&& other) noexcept;
   Input(const Input&) = delete;
   Input& operator=(Input&&) = delete;
@@ -45,7 +46,7 @@ class Input {
   void check(const char* op, const char* name, int32_t wanted) const;
   int64_t cols() const { return shape.dim ? shape.sizes[shape.dim - 1] : 1; }
 
-  AtenTensorHandle handle;
+  AtenTensorHandle handle;  // null where borrowed
   void* data = nullptr;
   Shape shape{nullptr, 0};
   const int64_t* strides = nullptr;
@@ -157,5 +158,83 @@ struct Boxed<F> {
 }  // namespace boxing
 
 #define BOXED(f) (&tensorlogic::boxing::Boxed<&f>::call)
+
+// The same without boxes, for callers that are past the dispatcher (direct.h).
+namespace directly {
+
+template <class T>
+struct Take;
+template <>
+struct Take<const Input&> {
+  static constexpr char kind = 't';
+  static Input from(const Argument& a) { return Input(a.tensor, false); }
+};
+template <>
+struct Take<const Maybe&> {
+  static constexpr char kind = 'o';
+  static Maybe from(const Argument& a) {
+    return a.tensor ? Maybe(std::in_place, a.tensor, false) : std::nullopt;
+  }
+};
+template <>
+struct Take<int64_t> {
+  static constexpr char kind = 'i';
+  static int64_t from(const Argument& a) { return a.integer; }
+};
+template <>
+struct Take<bool> {
+  static constexpr char kind = 'b';
+  static bool from(const Argument& a) { return a.integer != 0; }
+};
+template <>
+struct Take<double> {
+  static constexpr char kind = 'd';
+  static double from(const Argument& a) { return a.real; }
+};
+template <>
+struct Take<int32_t> {
+  static constexpr char kind = 'c';
+  static int32_t from(const Argument& a) { return static_cast<int32_t>(a.integer); }
+};
+
+inline void push(AtenTensorHandle* out, Output&& result) { *out = result.release(); }
+template <class... T>
+void push(AtenTensorHandle* out, std::tuple<T...>&& results) {
+  std::apply([&](auto&... r) { ((*out++ = r.release()), ...); }, results);
+}
+
+template <class R>
+constexpr int count = 1;
+template <>
+inline constexpr int count<void> = 0;
+template <class... T>
+inline constexpr int count<std::tuple<T...>> = sizeof...(T);
+
+template <auto F>
+struct Unboxed;
+template <class R, class... A, R (*F)(A...)>
+struct Unboxed<F> {
+  static constexpr char kinds[] = {Take<A>::kind..., 0};
+  template <size_t... I>
+  static void run(const Argument* in, AtenTensorHandle* out, std::index_sequence<I...>) {
+    auto args = std::tuple<decltype(Take<A>::from(*in))...>{Take<A>::from(in[I])...};
+    if constexpr (std::is_void_v<R>)
+      F(std::get<I>(args)...);
+    else
+      push(out, F(std::get<I>(args)...));
+  }
+  static void call(const Argument* in, AtenTensorHandle* out) {
+    run(in, out, std::index_sequence_for<A...>{});
+  }
+  static constexpr Direct entry{kinds, count<R>, &call};
+};
+
+}  // namespace directly
+
+// Registers a kernel with PyTorch, and by its name for direct calls.
+void offer(const char* name, const Direct* entry);
+#define IMPLEMENT(f)                \
+  m.impl(#f, BOXED(ops::f)); \
+  offer(#f, &directly::Unboxed<&ops::f>::entry);
 
 }  // namespace tensorlogic

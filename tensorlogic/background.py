@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import capture_watch, compiling, measure, policies, stores
+from . import calls, capture_watch, compiling, measure, policies, stores
 from .op import Launcher, Op
 from .plans import Key, environment
 from .study import Study
@@ -60,6 +60,8 @@ class Watch:
 
     def wrap(self, launch: Launcher) -> Launcher:
         """The launcher with a counter in front; what it costs shows only until the key is measured."""
+        if calls.is_launcher(launch):
+            return self._wrap_compiled(launch)
 
         def counted(*dynamic: Any) -> Any:
             self.calls += 1
@@ -67,6 +69,26 @@ class Watch:
                 return launch(*dynamic)
             return self._look(launch, dynamic)
 
+        return counted
+
+    def _wrap_compiled(self, launch: Any) -> Launcher:
+        """As `wrap`, counted by the launcher itself: what it has served is added when it asks."""
+        given = max(1, self.look_at - self.calls)
+
+        def look(*dynamic: Any) -> Any:
+            nonlocal given
+            self.calls += given
+            outs = (
+                launch(*dynamic)
+                if self.calls < self.look_at or self.done
+                else self._look(launch, dynamic)
+            )
+            given = max(1, self.look_at - self.calls) if not self.done else 1 << 60
+            served.left = given - 1
+            return outs
+
+        served = launch.watched(look, given - 1)
+        counted: Launcher = served
         return counted
 
     def _look(self, launch: Launcher, dynamic: tuple[Any, ...]) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import capture_watch, front, library, policies, selector
+from . import calls, capture_watch, front, library, policies, selector
 from .memory.unified import Unified
 from .op import EAGER, Flags, Launcher, Op, Outputs
 from .plans import Key
@@ -60,7 +60,9 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
     road = _special(op, args)
     if road is not None:
         return road(op, args)
-    return call(op, args, where if _same(op, given, args) else None)
+    if not _same(op, given, args):
+        return call(op, args)
+    return call(op, args, where, (prepare, given))
 
 
 def placing(given: Sequence[Any]) -> bool:
@@ -97,8 +99,16 @@ def _precisely(op: Op, args: tuple[Any, ...], where: Any, given: Sequence[Any]) 
     return call(op, args, where if where is not None and _same(op, given, args) else None)
 
 
-def call(op: Op, args: Sequence[Any], where: Any = None) -> Any:
-    """Serve op-level arguments (no `save`) of plain tensors; make the key warm under `where`. Returns what the public call does."""
+def call(
+    op: Op,
+    args: Sequence[Any],
+    where: Any = None,
+    public: tuple[Callable[..., Any], Sequence[Any]] | None = None,
+) -> Any:
+    """Serve op-level arguments (no `save`) of plain tensors; make the key warm under `where`. Returns what the public call does.
+
+    `public` is the function and the arguments that the caller gave it: its compiled front may serve such ones later.
+    """
     recording = torch.is_grad_enabled() and any(
         isinstance(a, Tensor) and a.requires_grad for a in args
     )
@@ -114,6 +124,8 @@ def call(op: Op, args: Sequence[Any], where: Any = None) -> Any:
         return outs if op.internal else outs[0]
     if where is not None and bound.cacheable:
         _keep(bound.policy, where, front.guard(_present(op, args)), bound.run)
+        if public is not None and bound.device.type == "cpu":
+            front.keep(*public, bound.policy, bound.shortest)
     return out
 
 
@@ -206,7 +218,18 @@ def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
 class Bound:
     """One key of one policy, bound to the launcher that was chosen for it."""
 
-    __slots__ = ("cacheable", "choice", "device", "flags", "key", "launch", "op", "policy", "run")
+    __slots__ = (
+        "cacheable",
+        "choice",
+        "device",
+        "flags",
+        "key",
+        "launch",
+        "op",
+        "policy",
+        "recorded",
+        "run",
+    )
 
     def __init__(
         self,
@@ -234,10 +257,19 @@ class Bound:
         if self.choice.captured is not None:
             self.run = _two_ways(self.run, self._runner(self.choice.captured, recording))
 
+    @property
+    def shortest(self) -> Run:
+        """What a compiled front calls: the launcher itself where its one output is all there is to do."""
+        alone = not self.recorded and not self.op.internal
+        return self.launch if alone and calls.is_launcher(self.launch) else self.run
+
     def _runner(self, choice: selector.Choice, recording: bool) -> Run:
         """From dynamic arguments to what the caller gets; None where the launcher declines."""
         launch = choice.launch
-        if recording and (choice.candidate.id != EAGER or self.policy.observer is not None):
+        self.recorded = recording and (
+            choice.candidate.id != EAGER or self.policy.observer is not None
+        )
+        if self.recorded:
             return lambda *dynamic: _Recorded.apply(self, launch, *dynamic)
 
         def run(*dynamic: Any) -> Any:

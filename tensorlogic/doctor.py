@@ -212,7 +212,7 @@ def _native() -> Iterator[Finding]:
 
 def _slow() -> Iterator[Finding]:
     """What this CPU has, and what PyTorch alone does badly on it."""
-    from . import doctor_cpu, enabling, hooks
+    from . import calls, doctor_cpu, enabling, hooks
 
     yield Finding("ok", "CPU arithmetic", doctor_cpu.features())
     reason = hooks.available()
@@ -224,6 +224,8 @@ def _slow() -> Iterator[Finding]:
         if reason
         else "",
     )
+    if missing := calls.available():
+        yield Finding("note", "compiled calls", missing, "a call costs a microsecond more")
     on = enabling.enabled()
     for c in doctor_cpu.compared():
         bad = c.gain >= doctor_cpu.WORTH

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, ParamSpec, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from . import policies
+from . import calls, policies
 from .op import Op, Param
 from .precision import one_call
 
@@ -22,11 +23,14 @@ _IDS = itertools.count()
 FRONTS: dict[
     Callable[..., Any], Callable[..., Any]
 ] = {}  # what checks the arguments -> the public function made of it
+_SCOPES: dict[Callable[..., Any], tuple[str, dict[str, Any]]] = {}
 
 TEMPLATE = """
 def {name}({signature}):{per_call}
     if is_dynamo_compiling():
         return miss(None, {names})
+    if compiled is not None and (out := compiled({names})) is not None:
+        return out
     try:
         where = ({id}, {key}grad_enabled())
         bucket = current_policy().entries.get(where)
@@ -40,6 +44,7 @@ def {name}({signature}):{per_call}
                     return out
     return miss(where, {names})
 """
+LETTERS = {"tensor": "t", "optional": "o", "flag": "f", "scalar": "s"}
 PER_CALL = """
     if precision is not None:
         return one_call(precision, {name}, {names})"""
@@ -73,6 +78,7 @@ def front(
                 (int, float)
             ),  # finite ones; anything else is looked at on the slow road
             "one_call": one_call,
+            "compiled": None,  # the same as what follows, in C, where it is built
             "miss": functools.partial(miss, op, prepare),
             **{f"default_{n}": v.default for n, v in signature.items()},
         }
@@ -80,10 +86,39 @@ def front(
         exec(compile(source, f"<tensorlogic front {prepare.__name__}>", "exec"), scope)
         made = functools.wraps(prepare)(cast(Callable[P, Tensor], scope[prepare.__name__]))
         FRONTS[prepare] = made
+        _SCOPES[prepare] = ("".join(LETTERS[p.kind] for p in params), scope)
         made.fused = op  # type: ignore[attr-defined]  # whose calls a captured program may bind ahead
         return made
 
     return decorate
+
+
+def _compile(module: ModuleType) -> None:
+    """Give every front its compiled one."""
+    for kinds, scope in _SCOPES.values():
+        scope["compiled"] = module.Front(kinds, policies.VARIABLE, vars(forward_ad))
+
+
+def _forget() -> None:
+    for _, scope in _SCOPES.values():
+        if scope["compiled"] is not None:
+            scope["compiled"].clear()
+
+
+calls.ON_LOAD.append(_compile)
+calls.ON_FORGET.append(_forget)
+
+
+def keep(
+    prepare: Callable[..., Any],
+    given: Sequence[Any],
+    policy: policies.Policy,
+    run: Callable[..., Any],
+) -> None:
+    """Let the compiled front, where there is one, serve calls that look like `given` under `policy`."""
+    compiled = _SCOPES[prepare][1]["compiled"]
+    if compiled is not None:
+        compiled.keep(policy, run, *given)
 
 
 def _source(name: str, signature: Mapping[str, inspect.Parameter], params: list[Param]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import runpy
 import threading
 from collections.abc import Callable
@@ -59,9 +61,10 @@ def _load() -> str | None:
             torch.ops.tensorlogic_native.set_isa(wanted)
         except RuntimeError as error:
             return f"{settings.NATIVE_ISA.name}: {str(error).splitlines()[0]}"
-    from . import hooks
+    from . import calls, hooks
 
     hooks.load()
+    calls.load()
     return None
 
 
@@ -80,7 +83,37 @@ def op(name: str) -> Callable[..., Any]:
     """The operator `tensorlogic_native::name`, without the Python layers of torch.ops; raises RuntimeError where absent."""
     if reason := available():
         raise RuntimeError(reason)
-    return getattr(torch.ops.tensorlogic_native, name).default._op
+    return _op(name)
+
+
+@functools.cache
+def _op(name: str) -> Callable[..., Any]:
+    from . import calls
+
+    known = getattr(torch.ops.tensorlogic_native, name).default
+    usual: Callable[..., Any] = known._op
+    compiled = calls.module()
+    if compiled is None:
+        return usual
+    given = itertools.dropwhile(lambda a: not a.has_default_value(), known._schema.arguments)
+    try:
+        direct: Callable[..., Any] = compiled.Native(
+            name, usual, tuple(a.default_value for a in given)
+        )
+    except LookupError:  # one that takes more than tensors and numbers
+        return usual
+    return direct
+
+
+def launcher(name: str, *fixed: Any) -> Callable[..., tuple[Any]]:
+    """launch(*tensors) -> (operator's one output,), its last arguments fixed."""
+    from . import calls
+
+    run, compiled = op(name), calls.module()
+    if compiled is not None and isinstance(run, compiled.Native):
+        made: Callable[..., tuple[Any]] = compiled.Launcher(run, fixed)
+        return made
+    return lambda *tensors: (run(*tensors, *fixed),)
 
 
 def isa() -> str | None:

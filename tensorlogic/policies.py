@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from . import hooks, settings
+from . import calls, hooks, settings
 from .settings import TUNE_MODES
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ def _root() -> Policy:
 
 
 ROOT = _root()
-_CURRENT: ContextVar[Policy] = ContextVar("tensorlogic_policy", default=ROOT)
+VARIABLE: ContextVar[Policy] = ContextVar("tensorlogic_policy", default=ROOT)
 _INTERNED: dict[tuple[Any, ...], Policy] = {ROOT.identity: ROOT}
 
-current = _CURRENT.get
+current = VARIABLE.get
 
 
 def interned(policy: Policy) -> Policy:
@@ -69,19 +69,20 @@ def forget_entries() -> None:
     """Drop every warm key: plans, sources or packages have changed."""
     for known in _INTERNED.values():
         known.entries.clear()
+    calls.forget()
     hooks.forget()
 
 
 @contextmanager
 def use(chosen: Policy) -> Iterator[Policy]:
     """Make `chosen` the policy of this context (thread or task)."""
-    token = _CURRENT.set(chosen)
+    token = VARIABLE.set(chosen)
     hooks.apart(1)
     try:
         yield chosen
     finally:
         hooks.apart(-1)
-        _CURRENT.reset(token)
+        VARIABLE.reset(token)
 
 
 def _known_ops(force: Mapping[str, str]) -> None:

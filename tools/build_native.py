@@ -17,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "csrc"
 OUTPUT = ROOT / "tensorlogic" / "_native"
 LIBRARY = "libtensorlogic_native.so"
-HOOKS = "libtensorlogic_hooks-{version}.so"  # needs one build per version of PyTorch; the package works without
+# These need one build per version of PyTorch, the latter of Python, too; the package works without.
+HOOKS = "libtensorlogic_hooks-{version}.so"
+CALLS = "tensorlogic_calls-{version}{suffix}"
+BESIDE = ("hooks", "calls")  # their folders
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # PyTorch 2.11
 COMMON = ("-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 # Kernels: error-free transformations must stay as written, so nothing is contracted behind their back.
@@ -122,13 +126,13 @@ def commands(cxx: str, objects: Path, extra: Sequence[str]) -> dict[Path, list[s
     return found
 
 
-def stamp(cxx: str, extra: Sequence[str], hooks: bool = False) -> str:
-    """What a build depends on: sources, this file, compiler, flags, headers; the library not on the hooks' sources."""
+def stamp(cxx: str, extra: Sequence[str], part: str | None = None) -> str:
+    """What a build depends on: sources, this file, compiler, flags, headers; the library not on those of what lies beside it."""
     digest = hashlib.sha256(
         repr((cxx, tuple(extra), str(torch_folder()), platform.machine())).encode()
     )
     for path in sorted([*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"), Path(__file__)]):
-        if hooks or path.parent.name != "hooks":
+        if path.parent.name == part or path.parent.name not in BESIDE:
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -140,27 +144,51 @@ def torch_version() -> str:
 
 def build_hooks(output: Path = OUTPUT, force: bool = False, extra: Sequence[str] = ()) -> Path:
     """Compile and link the hooks for the installed PyTorch beside the library they need; raises BuildError."""
-    cxx, folder = compiler(), torch_folder()
     target = output / HOOKS.format(version=torch_version())
+    return _build_beside("hooks", target, force, extra)
+
+
+def build_calls(output: Path = OUTPUT, force: bool = False, extra: Sequence[str] = ()) -> Path:
+    """Compile and link the compiled calls for the installed PyTorch and the Python that runs this; raises BuildError."""
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").exists():
+        raise BuildError(f"{include} has no Python.h: install Python's headers (python3-dev)")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    target = output / CALLS.format(version=torch_version(), suffix=suffix)
+    return _build_beside("calls", target, force, extra, include, ("-ltorch_python",))
+
+
+def _build_beside(
+    part: str,
+    target: Path,
+    force: bool,
+    extra: Sequence[str],
+    include: Path | None = None,
+    libraries: Sequence[str] = (),
+) -> Path:
+    """A library of csrc/`part` for one version of PyTorch, linked to the native one that lies beside it."""
+    cxx, folder = compiler(), torch_folder()
     note = target.with_suffix(".stamp")
-    wanted = stamp(cxx, (*extra, torch_version()), hooks=True)
+    wanted = stamp(cxx, (*extra, target.name), part)
     if not force and target.exists() and note.exists() and note.read_text() == wanted:
         return target
     headers = [folder / "include", folder / "include" / "torch" / "csrc" / "api" / "include"]
-    flags = [*COMMON, "-std=c++20", *extra, *[f for h in headers for f in ("-isystem", str(h))]]
+    found = [f for h in (*headers, include) if h is not None for f in ("-isystem", str(h))]
+    flags = [*COMMON, "-std=c++20", *extra, *found]
     with tempfile.TemporaryDirectory() as scratch:
-        sources = sorted((SOURCES / "hooks").glob("*.cpp"))
+        sources = sorted((SOURCES / part).glob("*.cpp"))
         objects = {s: str(Path(scratch) / f"{s.stem}.o") for s in sources}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(run, [[cxx, *flags, "-c", str(s), "-o", o] for s, o in objects.items()]))
-        staged = output / f".{target.name}.{os.getpid()}"
-        libraries = [f"-L{output}", "-ltensorlogic_native", f"-L{folder / 'lib'}"]
+        staged = target.with_name(f".{target.name}.{os.getpid()}")
+        beside = [f"-L{target.parent}", "-ltensorlogic_native", f"-L{folder / 'lib'}"]
         run(
             [
                 cxx,
                 "-shared",
                 *extra,
                 *objects.values(),
+                *beside,
                 *libraries,
                 "-ltorch_cpu",
                 "-lc10",
@@ -224,6 +252,7 @@ def sanitized_tests() -> int:
     output = ROOT / "build" / "sanitized"
     library = build(output, extra=SANITIZE)
     build_hooks(output, extra=SANITIZE)
+    build_calls(output, extra=SANITIZE)
     names = ("libasan.so", "libubsan.so")
     preload = [
         subprocess.check_output([compiler(), f"-print-file-name={name}"], text=True).strip()
@@ -238,7 +267,7 @@ def sanitized_tests() -> int:
     }
     tests = [
         str(ROOT / "tests" / f"test_{name}.py")
-        for name in ("native", "native_rows", "native_products", "native_tiles", "pool")
+        for name in ("native", "native_rows", "native_products", "native_tiles", "calls", "pool")
     ]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", *tests], env=environment, cwd=ROOT
@@ -261,10 +290,11 @@ def main() -> int:
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1
-    try:
-        print(build_hooks(force=options.force))
-    except BuildError as error:  # they are optional
-        print(f"the hooks were not built: {error}", file=sys.stderr)
+    for what, make in (("hooks", build_hooks), ("compiled calls", build_calls)):
+        try:
+            print(make(force=options.force))
+        except BuildError as error:  # they are optional
+            print(f"the {what} were not built: {error}", file=sys.stderr)
     return 0
 
 

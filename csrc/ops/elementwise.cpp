@@ -275,11 +275,27 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {
-#define IMPL(name) m.impl(#name, BOXED(tensorlogic::ops::name));
-  IMPL(add)
-  IMPL(sub) IMPL(mul) IMPL(div) IMPL(add_relu) IMPL(mul_relu) IMPL(neg) IMPL(relu) IMPL(silu)
-      IMPL(affine) IMPL(gelu) IMPL(relu_backward) IMPL(silu_backward) IMPL(gelu_backward)
-          IMPL(mul_backward) IMPL(mul_relu_backward) IMPL(div_backward) IMPL(convert) IMPL(epilogue)
-              IMPL(epilogue_pre) IMPL(epilogue_) IMPL(dropout)
-#undef IMPL
+  using namespace tensorlogic;
+  IMPLEMENT(add)
+  IMPLEMENT(sub)
+  IMPLEMENT(mul)
+  IMPLEMENT(div)
+  IMPLEMENT(add_relu)
+  IMPLEMENT(mul_relu)
+  IMPLEMENT(neg)
+  IMPLEMENT(relu)
+  IMPLEMENT(silu)
+  IMPLEMENT(affine)
+  IMPLEMENT(gelu)
+  IMPLEMENT(relu_backward)
+  IMPLEMENT(silu_backward)
+  IMPLEMENT(gelu_backward)
+  IMPLEMENT(mul_backward)
+  IMPLEMENT(mul_relu_backward)
+  IMPLEMENT(div_backward)
+  IMPLEMENT(convert)
+  IMPLEMENT(epilogue)
+  IMPLEMENT(epilogue_pre)
+  IMPLEMENT(epilogue_)
+  IMPLEMENT(dropout)
 }

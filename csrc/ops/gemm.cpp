@@ -383,7 +383,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {
-#define IMPL(name) m.impl(#name, BOXED(tensorlogic::ops::name));
-  IMPL(matmul) IMPL(matmul_pre) IMPL(matmul_f32) IMPL(linear) IMPL(linear_pre)
-#undef IMPL
+  using namespace tensorlogic;
+  IMPLEMENT(matmul)
+  IMPLEMENT(matmul_pre)
+  IMPLEMENT(matmul_f32)
+  IMPLEMENT(linear)
+  IMPLEMENT(linear_pre)
 }

@@ -112,5 +112,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {
-  m.impl("product_look", BOXED(tensorlogic::ops::product_look));
+  using namespace tensorlogic;
+  IMPLEMENT(product_look)
 }

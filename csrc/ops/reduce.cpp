@@ -152,7 +152,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {
-#define IMPL(name) m.impl(#name, BOXED(tensorlogic::ops::name));
-  IMPL(sum) IMPL(mean) IMPL(max) IMPL(min)
-#undef IMPL
+  using namespace tensorlogic;
+  IMPLEMENT(sum)
+  IMPLEMENT(mean)
+  IMPLEMENT(max)
+  IMPLEMENT(min)
 }

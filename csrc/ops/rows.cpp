@@ -302,9 +302,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {
-#define IMPL(name) m.impl(#name, BOXED(tensorlogic::ops::name));
-  IMPL(layer_norm)
-  IMPL(layer_norm_backward) IMPL(softmax) IMPL(softmax_) IMPL(softmax_backward)
-      IMPL(softmax_cross_entropy) IMPL(softmax_cross_entropy_backward)
-#undef IMPL
+  using namespace tensorlogic;
+  IMPLEMENT(layer_norm)
+  IMPLEMENT(layer_norm_backward)
+  IMPLEMENT(softmax)
+  IMPLEMENT(softmax_)
+  IMPLEMENT(softmax_backward)
+  IMPLEMENT(softmax_cross_entropy)
+  IMPLEMENT(softmax_cross_entropy_backward)
 }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ... import native
 from ...op import Config, Launcher
 from ...plans import Key
-from ..common import cpu_products
+from ..common import cpu_products, wiring
 from ..common.activations import SMOOTH
 from . import LINEAR, LINEAR_BACKWARD
 
@@ -14,6 +15,13 @@ from . import LINEAR, LINEAR_BACKWARD
 def build(key: Key, config: Config) -> Launcher:
     """Bias, residual and activation in the product's epilogue; the pre-activation too where backward needs it."""
     keep = key.flag("save") and key.flag("activation") in SMOOTH
+    residual = key.spec("residual")
+    if (
+        not keep
+        and config["product"] == "native"
+        and (residual is None or wiring.is_contiguous(residual))
+    ):
+        return native.launcher("linear", native.ACTIVATIONS[key.flag("activation")])
     run = cpu_products.finished(key, config, cpu_products.linear_shape(key), keep=keep)
     if keep:
         return run

@@ -28,10 +28,7 @@ def build(key: Key, config: Config) -> Launcher:
     if key.flag("save") and key.flag("activation") in SMOOTH:
         both = native.op("matmul_pre")
         return lambda a, b: both(a, b, code)
-    run = native.op("matmul")
-    if code:
-        return lambda a, b: (run(a, b, code),)
-    return lambda a, b: (run(a, b),)
+    return native.launcher("matmul", code)
 
 
 def supports_backward(key: Key) -> str | None:

@@ -66,15 +66,9 @@ def guess(key: Key) -> float:
 
 def build(key: Key) -> Launcher:
     """The launcher of one output."""
-    run = native.op(key.op)
     if key.op == "gelu":
-        tanh = key.flag("approximate") == "tanh"
-        return lambda x: (run(x, tanh),)
-    if len(key.tensors) == 1:
-        return lambda x: (run(x),)
-    if len(key.tensors) == 2:
-        return lambda a, b: (run(a, b),)
-    return lambda x, scale, bias: (run(x, scale, bias),)
+        return native.launcher("gelu", key.flag("approximate") == "tanh")
+    return native.launcher(key.op)
 
 
 def supports_backward(key: Key) -> str | None:

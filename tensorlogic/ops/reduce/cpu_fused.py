@@ -26,9 +26,8 @@ def guess(key: Key) -> float:
 
 def build(key: Key) -> Launcher:
     """The launcher of one output."""
-    run, dims, keepdim = native.op(key.op), key.flag("dim"), key.flag("keepdim")
-    begin, end = dims[0], dims[-1] + 1
-    return lambda x: (run(x, begin, end, keepdim),)
+    dims = key.flag("dim")
+    return native.launcher(key.op, dims[0], dims[-1] + 1, key.flag("keepdim"))
 
 
 for _op in FAMILY:

@@ -33,14 +33,13 @@ def guess(key: Key) -> float:
 
 def build(key: Key) -> Launcher:
     """The forward launcher."""
-    run, dtype = native.op("softmax"), DTYPES[native_wiring.dtype_of(key, "x")]
-    return lambda x: (run(x, None, 1.0, False, dtype),)
+    dtype = DTYPES[native_wiring.dtype_of(key, "x")]
+    return native.launcher("softmax", None, 1.0, False, dtype)
 
 
 def build_backward(key: Key) -> Launcher:
     """The backward launcher."""
-    run = native.op("softmax_backward")
-    return lambda dy, y: (run(dy, y, 1.0),)
+    return native.launcher("softmax_backward", 1.0)
 
 
 native_wiring.add(SOFTMAX, "cpu.fused", build, supports, guess, __name__)

@@ -1,0 +1,80 @@
+"""Compiled calls: a Python module built per version of PyTorch and of Python, which everything works without, only slower.
+
+What it has: `Native`, an operator of the native library past PyTorch's dispatcher where that would do nothing; `Launcher`, one
+with its last arguments fixed; `Front`, the warm way of a public function in one call of C.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sysconfig
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import native
+
+ON_LOAD: list[Callable[[ModuleType], None]] = []  # called once with the module, when it is there
+ON_FORGET: list[Callable[[], None]] = []  # called when plans have changed
+_lock = threading.Lock()
+_state: list[ModuleType | str] = []  # empty until tried, then the module or what is missing
+
+
+def library() -> Path:
+    """Where the module for the running PyTorch and Python is expected: beside the native library."""
+    version = torch.__version__.partition("+")[0]
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    return native.library().with_name(f"tensorlogic_calls-{version}{suffix}")
+
+
+def _load() -> ModuleType | str:
+    path = library()
+    if not path.exists():
+        return f"{path.name} is not built: it belongs to one version of PyTorch and of Python"
+    loader = importlib.machinery.ExtensionFileLoader("tensorlogic_calls", str(path))
+    spec = importlib.util.spec_from_loader("tensorlogic_calls", loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        return f"the compiled calls {path} do not load: {error}"
+    return module
+
+
+def load() -> None:
+    """Load the module where it is built, once: the native library does so when it has been loaded itself."""
+    with _lock:
+        if not _state:
+            _state.append(_load())
+            if isinstance(_state[0], ModuleType):
+                for use in ON_LOAD:
+                    use(_state[0])
+
+
+def available() -> str | None:
+    """None where calls are compiled, else why not; loads the native library at first use, and them with it."""
+    reason = native.available()
+    return reason or next((s for s in _state if isinstance(s, str)), None)
+
+
+def module() -> Any:
+    """The module, or None; loads nothing."""
+    return next((s for s in _state if isinstance(s, ModuleType)), None)
+
+
+def is_launcher(launch: Any) -> bool:
+    """Whether a launcher is a compiled one, of one output."""
+    compiled = module()
+    return compiled is not None and isinstance(launch, compiled.Launcher)
+
+
+def forget() -> None:
+    """Drop every warm key that the compiled fronts keep."""
+    for drop in ON_FORGET:
+        drop()

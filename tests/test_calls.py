@@ -1,0 +1,288 @@
+"""Compiled calls: past the dispatcher only where it would do nothing, with its results; and everything without them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tensorlogic
+from tensorlogic import background, calls, dispatch, front, native, policies, stores
+from tensorlogic.op import OPS
+
+pytestmark = pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
+
+X, Y, W, B = torch.randn(6, 5), torch.randn(6, 5), torch.randn(4, 5), torch.randn(4)
+H = torch.float16
+CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "one tensor": ("relu", (X,)),
+    "two": ("add", (X, Y)),
+    "a default": ("gelu", (X,)),
+    "bool": ("gelu", (X, True)),
+    "ints": ("sum", (X, 0, 1, True)),
+    "dtype": ("convert", (X, H)),
+    "absent": ("linear", (X, W, None, None, 1)),
+    "present": ("linear", (X, W, B)),
+    "float": ("softmax", (X, None, 0.5, False, torch.float32)),
+    "two outputs": ("matmul_pre", (X, W.t(), 2)),
+    "many outputs": ("layer_norm", (X, None, None, 1e-5, torch.float32)),
+    "number for a float": ("softmax", (X, None, 1, False, torch.float32)),
+    "transposed": ("matmul", (X.t(), Y)),
+}
+
+
+def through_the_dispatcher(name: str) -> Any:
+    return getattr(torch.ops.tensorlogic_native, name)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_direct_call_gives_what_the_dispatcher_gives(name: str) -> None:
+    op, args = CALLS[name]
+    assert isinstance(native.op(op), calls.module().Native)
+    given, expected = native.op(op)(*args), through_the_dispatcher(op)(*args)
+    torch.testing.assert_close(given, expected, rtol=0, atol=0)
+    assert type(given) is type(expected)
+
+
+def test_nothing_is_returned_where_a_tensor_is_changed() -> None:
+    x = X.clone()
+    assert native.op("softmax_")(x, None, 1.0, False) is None
+    torch.testing.assert_close(x, X.softmax(-1))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        (X, Y, X),
+        (X, "y"),
+        (X, Y.to_sparse()),
+        (X, torch.empty(6, 5, device="meta")),
+        (X, Y.t()),
+    ],
+    ids=("none", "many", "text", "sparse", "meta", "shape"),
+)
+def test_bad_arguments_fail_as_they_did(args: tuple[Any, ...]) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as expected:
+        torch.ops.tensorlogic_native.add.default._op(*args)
+    with pytest.raises(type(expected.value)) as problem:
+        native.op("add")(*args)
+    assert str(problem.value).splitlines()[0] == str(expected.value).splitlines()[0]
+
+
+class Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_the_dispatcher_sees_the_call() -> None:
+    with Names() as mode:
+        native.op("relu")(X)
+    assert mode.seen == ["tensorlogic_native.relu.default"]
+    launch = native.launcher("relu")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        native.op("relu")(X)
+        launch(X)
+    names = [e.name for e in profile.events()]
+    assert names.count("tensorlogic_native::relu") == 2
+
+
+def test_negated_views_and_subclasses_go_the_usual_way() -> None:
+    negative = torch._neg_view(X)
+    torch.testing.assert_close(native.op("relu")(negative), (-X).relu())
+
+    class Own(Tensor):
+        pass
+
+    assert type(native.op("relu")(X.as_subclass(Own))) is Own
+
+
+def test_inference_tensors_come_out_of_inference_mode() -> None:
+    with torch.inference_mode():
+        assert native.op("relu")(X).is_inference()
+    assert not native.op("relu")(X).is_inference()
+
+
+def test_a_launcher_declines_other_counts_of_arguments_and_names_what_cannot_be_fixed() -> None:
+    launch = native.launcher("add")
+    (y,) = launch(X, Y)
+    torch.testing.assert_close(y, X + Y)
+    with pytest.raises(TypeError, match="of 2 arguments was given 1"):
+        launch(X)
+    with pytest.raises(TypeError, match="argument 1 cannot be fixed to 'no'"):
+        native.launcher("gelu", "no")
+    with pytest.raises(LookupError, match="no direct call of nothing"):
+        calls.module().Native("nothing", print, ())
+
+
+def test_calls_keep_no_tensor_alive() -> None:
+    x, launch = torch.randn(8), native.launcher("relu")
+    with tensorlogic.policy(force="cpu.fused"):
+        tensorlogic.add_relu(x, x)
+        gc.collect()
+        before = sys.getrefcount(x), torch.ops.tensorlogic_native.pool_stats()[2]
+        for _ in range(100):
+            launch(x), native.op("add")(x, x), tensorlogic.add_relu(x, x)
+        assert (sys.getrefcount(x), torch.ops.tensorlogic_native.pool_stats()[2]) == before
+
+
+# fronts ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Which calls the compiled fronts left to the slow road."""
+    slow: list[str] = []
+    usual = dispatch.call
+
+    def call(op: Any, *rest: Any) -> Any:
+        slow.append(op.name)
+        return usual(op, *rest)
+
+    monkeypatch.setattr(dispatch, "call", call)
+    policies.forget_entries()
+    yield slow
+    policies.forget_entries()
+
+
+def compiled(fn: Callable[..., Any]) -> Any:
+    """The compiled front of a public function."""
+    found = [s for p, (_, s) in front._SCOPES.items() if front.FRONTS[p] is fn]
+    return found[0]["compiled"]
+
+
+def test_a_warm_call_never_reaches_python(
+    served: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tensorlogic.policy(force="cpu.fused"):
+        for _ in range(3):
+            torch.testing.assert_close(tensorlogic.add_relu(X, Y), torch.relu(X + Y))
+        assert served == ["add_relu"]
+        torch.testing.assert_close(compiled(tensorlogic.add_relu)(X, Y), torch.relu(X + Y))
+        policies.forget_entries()
+        assert compiled(tensorlogic.add_relu)(X, Y) is None
+
+
+def test_what_a_key_tells_apart_the_compiled_front_does(served: list[str]) -> None:
+    base = torch.randn(6, 6)
+    variants: list[tuple[Tensor, Tensor]] = [
+        (base, base + 1),
+        (base, base),
+        (base.t(), base),
+        (base.half(), base.half()),
+        (base, torch.nn.Parameter(base)),
+        (base.clone().requires_grad_(), base),
+        (base[:3], base[:3]),
+        (base[::2], base[:3]),
+    ]
+    quick = compiled(tensorlogic.add_relu)
+    for a, b in variants:
+        assert quick(a, b) is None
+        y = tensorlogic.add_relu(a, b)
+        again = quick(a, b)
+        torch.testing.assert_close(again, y)
+        assert again.requires_grad == y.requires_grad
+    with torch.no_grad():
+        assert quick(*variants[0]) is None
+    with tensorlogic.policy(deterministic=True):
+        assert quick(*variants[0]) is None
+    with Names():
+        assert quick(*variants[0]) is None
+    assert quick(base, 1.0) is None
+    assert quick(base) is None
+
+
+def test_flags_are_equal_only_within_their_type(served: list[str]) -> None:
+    quick = compiled(tensorlogic.sum)
+    tensorlogic.sum(X, 1, False)
+    torch.testing.assert_close(quick(X, 1, False), X.sum(1))
+    assert quick(X, True, False) is None
+    assert quick(X, 0, False) is None
+    tensorlogic.sum(X, (0, 1))
+    torch.testing.assert_close(quick(X, (0, 1), False), X.sum())
+    assert quick(X, (0, -1), False) is None
+
+
+def test_scalars_must_be_finite_numbers(served: list[str]) -> None:
+    q = torch.randn(2, 3, 4)
+    quick = compiled(tensorlogic.attention_scores)
+    tensorlogic.attention_scores(q, q, 0.5)
+    for scale in (0.25, 2):
+        expected = torch.softmax(scale * (q @ q.mT), -1)
+        torch.testing.assert_close(quick(q, q, scale, None, False), expected)
+    for odd in (float("nan"), float("inf"), True, torch.tensor(0.5)):
+        assert quick(q, q, odd, None, False) is None
+
+
+def test_a_launcher_that_is_watched_counts_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    def looked(self: background.Watch, launch: Any, dynamic: Any) -> Any:
+        looks.append(self.calls)
+        self.look_at = self.calls + 5
+        return launch(*dynamic)
+
+    monkeypatch.setattr(background.Watch, "_look", looked)
+    stores.forget()
+    with tensorlogic.policy(tune="auto"):
+        key = OPS["add_relu"].key((X, Y, False), "inference")
+        watch = background.Watch(OPS["add_relu"], key, torch.device("cpu"))
+        launch = watch.wrap(native.launcher("add_relu"))
+        for _ in range(30):
+            torch.testing.assert_close(launch(X, Y), (torch.relu(X + Y),))
+        assert looks == [8, 13, 18, 23, 28]
+        watch.done = True
+        for _ in range(10):
+            launch(X, Y)
+        assert looks == [8, 13, 18, 23, 28]
+
+
+def test_threads_may_forget_while_others_call() -> None:
+    wrong: list[float] = []
+    stop = threading.Event()
+
+    def forgetting() -> None:
+        while not stop.is_set():
+            policies.forget_entries()
+
+    other = threading.Thread(target=forgetting)
+    other.start()
+    try:
+        for i in range(400):
+            x = torch.full((3, 4), float(i))
+            wrong += [float(i)] * (not torch.equal(tensorlogic.add_relu(x, x), x + x))
+    finally:
+        stop.set()
+        other.join()
+    assert not wrong
+
+
+def test_without_the_module_everything_is_the_same(
+    served: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "_state", ["not built"])
+    for _, scope in front._SCOPES.values():
+        monkeypatch.setitem(scope, "compiled", None)
+    native._op.cache_clear()
+    try:
+        assert calls.available() == "not built"
+        assert not calls.is_launcher(native.launcher("relu"))
+        for _ in range(3):
+            torch.testing.assert_close(tensorlogic.add_relu(X, Y), torch.relu(X + Y))
+            torch.testing.assert_close(tensorlogic.linear(X, W, B), F.linear(X, W, B))
+        assert served == ["add_relu", "linear"]
+    finally:
+        native._op.cache_clear()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
-import pickle
-import struct
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from . import settings
+from .workers import SUPPORTED, Nursery, Worker
 
 
 class CompileFailure(RuntimeError):
@@ -28,10 +26,10 @@ class _Workers:
     """
 
     def __init__(self, count: int) -> None:
-        self.count, self.threads, self.open = count, 0, 0
+        self.count, self.threads, self.open, self.started = count, 0, 0, 0
         self.lock = threading.Lock()
+        self.nursery = Nursery()
         self.queue: SimpleQueue[tuple[Any, Future[str | None]]] = SimpleQueue()
-        self.processes: list[subprocess.Popen[bytes]] = []
         self.jobs: dict[Any, Future[str | None]] = {}
         atexit.register(self.close)
 
@@ -57,49 +55,32 @@ class _Workers:
         worker = self._start()
         while True:
             job, future = self.queue.get()
-            if (worker is None or worker.poll() is not None) and not future.cancelled():
+            if worker is None and not future.cancelled():
                 worker = self._start()
             if worker is None:
                 future.cancel()  # no process can be started here: the caller compiles
             if worker is None or not future.set_running_or_notify_cancel():
                 continue
             try:
-                _send(cast(IO[bytes], worker.stdin), job)
-                future.set_result(cast("str | None", _receive(cast(IO[bytes], worker.stdout))))
+                future.set_result(worker.ask(job))
             except (OSError, EOFError) as problem:
-                worker.kill()  # it may not have ended yet
+                worker.close()
                 worker = None
                 future.set_result(f"the compile worker stopped: {problem}")
 
-    def _start(self) -> subprocess.Popen[bytes] | None:
-        """A worker that has imported what it needs; None where it failed to."""
+    def _start(self) -> Worker | None:
         try:
-            worker = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import serve; serve()"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=_environment(),
-            )
-            self.processes.append(worker)
-            _receive(cast(IO[bytes], worker.stdout))
+            worker = self.nursery.worker()
         except (OSError, EOFError):
             return None
+        with self.lock:
+            self.started += 1
         return worker
 
     def close(self) -> None:
         for future in self.jobs.values():
             future.cancel()
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """What a worker is started with: this process's modules and kernel cache."""
-    path = os.pathsep.join(p for p in sys.path if p)
-    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_CACHE_DIR"}
-    cache = {} if settings.TRITON_CACHE is None else {"TRITON_CACHE_DIR": settings.TRITON_CACHE}
-    return inherited | cache | {"TRITON_INTERPRET": "0", "PYTHONPATH": path}
+        self.nursery.close()
 
 
 _workers: _Workers | None = None
@@ -108,6 +89,8 @@ _workers: _Workers | None = None
 def _after_fork() -> None:
     """A forked process has none of the threads that serve the jobs: it starts workers of its own."""
     global _workers
+    if _workers is not None:
+        atexit.unregister(_workers.close)  # they are its parent's
     _workers = None
 
 
@@ -115,16 +98,27 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+def _pool() -> _Workers | None:
+    global _workers
+    count = settings.compile_workers() if SUPPORTED else 0
+    if _workers is None and count > 0:
+        _workers = _Workers(count)
+    return _workers if count > 0 else None
+
+
+def prepare() -> None:
+    """Let the process that workers are forked from begin to import PyTorch, where jobs are expected soon; returns at once."""
+    pool = _pool()
+    if pool is not None:
+        with contextlib.suppress(OSError):  # the caller will compile
+            pool.nursery.open()
+
+
 def submit(jobs: Iterable[Any]) -> None:
     """Start compiling `jobs` (hashable, picklable, with a `run()`) in worker processes; returns at once."""
-    global _workers
-    count = settings.compile_workers()
-    for job in jobs:
-        if count == 0:
-            return
-        if _workers is None:
-            _workers = _Workers(count)
-        _workers.submit(job)
+    pool = _pool()
+    for job in jobs if pool is not None else ():
+        cast(_Workers, pool).submit(job)
 
 
 def ready(jobs: Iterable[Any]) -> bool:
@@ -149,37 +143,3 @@ def settle(job: Any) -> None:
 
 def _future(job: Any) -> Future[str | None] | None:
     return _workers.jobs.get(job) if _workers is not None else None
-
-
-def _send(stream: IO[bytes], value: Any) -> None:
-    data = pickle.dumps(value)
-    stream.write(struct.pack("<Q", len(data)) + data)
-    stream.flush()
-
-
-def _receive(stream: IO[bytes]) -> Any:
-    head = stream.read(8)
-    if len(head) < 8:
-        raise EOFError("end of stream")
-    return pickle.loads(stream.read(struct.unpack("<Q", head)[0]))
-
-
-def _attempt(run: Callable[[], object]) -> str | None:
-    try:
-        run()
-    except Exception as problem:  # compilers raise what they like: the caller gets it by name
-        return f"{type(problem).__name__}: {problem}"
-    return None
-
-
-def serve() -> None:
-    """A worker: jobs in on stdin, None or the reason out on stdout; ends with its parent."""
-    results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a compiler prints must not disturb the protocol
-    _send(results, None)
-    while True:
-        try:
-            job = _receive(sys.stdin.buffer)
-        except EOFError:
-            return
-        _send(results, _attempt(job.run))

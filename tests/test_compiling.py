@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -32,6 +34,8 @@ class Job:
             raise Odd("beyond the usual")
         if self.what == "die":
             os._exit(3)
+        if self.what == "sleep":
+            time.sleep(1)
         if self.what == "wait":
             while not os.path.exists(self.path + ".go"):
                 time.sleep(0.01)
@@ -91,7 +95,7 @@ def test_workers_compile_and_report(job: Any) -> None:
         compiling.settle(dies)
     compiling.settle(after)
     assert Path(after.path).exists()
-    assert len(compiling._workers.processes) == 2  # type: ignore[union-attr]
+    assert compiling._workers.started == 2  # type: ignore[union-attr]
 
 
 def test_a_job_that_nobody_began_is_the_callers(job: Any) -> None:
@@ -152,6 +156,59 @@ def test_a_forked_process_does_not_wait_for_threads_it_does_not_have(job: Any) -
     Path(slow.path + ".go").touch()
     finish(slow)
     assert os.waitstatus_to_exitcode(ended[1]) == 0, "the child hung"
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="no /proc on this system")
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    (tmp_path / "compile_jobs.py").write_text(textwrap.dedent(JOBS))
+    code = f"""
+import time
+from tensorlogic import compiling
+from compile_jobs import Job
+compiling.submit([Job("sleep", {str(tmp_path / "out")!r})])
+pool = compiling._workers
+while pool.started == 0:
+    time.sleep(0.01)
+print(pool.nursery.process.pid, flush=True)
+time.sleep(60)
+"""
+    path = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path, "TENSORLOGIC_COMPILE_WORKERS": "1"},
+    )
+    assert parent.stdout is not None
+    nursery = int(parent.stdout.readline())
+    assert len(members(nursery)) == 2
+    parent.kill()
+    parent.wait()
+    begin = time.monotonic()
+    while members(nursery):
+        assert time.monotonic() - begin < 20
+        time.sleep(0.02)
+
+
+def members(group: int) -> list[int]:
+    """Processes of a process group."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group and fields[0] != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def test_preparing_starts_no_worker(job: Any) -> None:
+    compiling.prepare()
+    pool = compiling._workers
+    assert pool is not None
+    assert pool.nursery.process is not None
+    assert pool.started == 0
+    compiling.submit((job("fine"),))
+    finish(job("fine"))
+    assert pool.started == 1
 
 
 def test_no_workers_means_nothing_is_submitted(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,12 +237,12 @@ def test_kernels_stay_in_one_cache_whatever_the_variable_becomes(tmp_path: Path)
     job = triton_launch.compile_job(scale_add, sm=90, **options())
     code = f"""
 import os, pickle, sys
-from tensorlogic import compiling
+from tensorlogic import workers
 from tensorlogic.ops.common import triton_launch
 os.environ["TRITON_CACHE_DIR"] = {str(other)!r}
 job = pickle.load(sys.stdin.buffer)
 triton_launch.run_compile_job(job)
-print(os.environ["TRITON_CACHE_DIR"], compiling._environment()["TRITON_CACHE_DIR"])
+print(os.environ["TRITON_CACHE_DIR"], workers.environment()["TRITON_CACHE_DIR"])
 """
     environment = os.environ | {
         "TRITON_CACHE_DIR": str(ours),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import compiling
 from .choosing import best
 from .copies import fresh, sharing, undisturbed, unwritten
 from .pieces import Pieces, pieces
@@ -160,6 +161,8 @@ def _program(
     reason = _unfit(model)
     if reason:
         raise Unfit(reason)
+    if torch.cuda.is_initialized():
+        compiling.prepare()
     with undisturbed(), torch.inference_mode(False), torch.set_grad_enabled(training):
         _copied(model)
         try:

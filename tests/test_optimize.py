@@ -108,6 +108,32 @@ def test_original_comes_back_where_nothing_pays(monkeypatch: pytest.MonkeyPatch)
 
 
 @torch.no_grad()
+def test_report_names_opportunities_and_what_came_of_those_taken(pays: None) -> None:
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(6):
+                x = x.double().float()
+            return torch.relu(self.inner(x))
+
+    report = tensorlogic.optimize(Casting().eval(), torch.randn(256, 64)).report
+    assert report.outcome == "rewritten", report.reason
+    (conversions,) = [o for o in report.opportunities if "conversion" in o.cause]
+    assert conversions.what == "12 conversions"
+    assert report.before_us is not None
+    assert 0 < conversions.above_us <= report.before_us
+    assert "what else could be gained" in str(report)
+    assert "12 conversions" in report._repr_html_()
+    assert "expected: extra passes over memory" in str(
+        report
+    )  # the ReLU, which became part of the product
+    assert not any("extra passes" in o.cause for o in report.opportunities)
+
+
+@torch.no_grad()
 def test_given_model_is_untouched(pays: None) -> None:
     model = convolutional()
     x = torch.randn(IMAGE)

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from tensorlogic import cli, plans
+from tensorlogic.bench.opportunities import Opportunity
 from tensorlogic.bench.problems import Problem
 from tensorlogic.trying import advice, assist, look, runs, screen
+from tensorlogic.trying import profile as profiling
 
 PROGRAM = """
 import sys, torch
@@ -136,7 +138,7 @@ def test_changes_outside_are_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_takes_the_time_is_seen() -> None:
-    profile, a = look.Profile(), torch.randn(64, 64)
+    profile, a = profiling.Profile(), torch.randn(64, 64)
     with profile:
         for _ in range(3):
             (a @ a).relu()
@@ -235,11 +237,11 @@ def test_advice() -> None:
         return {"op": f"aten::{op}", "shapes": "s", "calls": calls, "seconds": us / 1e6, "bytes": 0, "dtypes": ["float16"]} | about  # fmt: skip
 
     watched = {
-        "environment": ENVIRONMENT, "operations": 1000, "launch_us": 1.0, "fresh": 400.0, "modules": [{"calls": 100}],
+        "environment": ENVIRONMENT, "operations": 1000, "launch_us": 1.0, "fresh": 400.0, "quick_halves": True, "modules": [{"calls": 100}],
         "spent": [spent("_to_copy", 300), spent("relu", 200), spent("add", 500, bytes=8 << 20)],
         "curve": [(1, 10.0), (8, 20.0)],
     }  # fmt: skip
-    found = advice.opportunities(watched, 1.5e-3, {})
+    found = advice.opportunities(watched, 1.5e-3)
     causes = {o.cause.partition(":")[0]: o for o in found}
     assert causes["launch cost"].priority == "high"
     assert causes["conversion between dtypes or layouts"].above_us == 300
@@ -249,4 +251,27 @@ def test_advice() -> None:
     assert "up to batch 8" in causes["many small requests"].remedy
     assert [o.above_us for o in found] == sorted((o.above_us for o in found), reverse=True)
     watched["curve"], watched["operations"] = [], 10
-    assert "launch cost" not in {o.cause.partition(":")[0] for o in advice.opportunities(watched, 1.5e-3, {})}  # fmt: skip
+    assert "launch cost" not in {o.cause.partition(":")[0] for o in advice.opportunities(watched, 1.5e-3)}  # fmt: skip
+    product, small = (
+        spent("mm", us, calls=n, dtypes=["float32"]) for us, n in ((100, 1), (100, 50))
+    )
+    watched["spent"] = [product, small]
+    (arithmetic,) = advice.opportunities(watched, 2e-4)
+    assert arithmetic.what == "1 products in float32"  # the small ones are launches
+    watched["quick_halves"] = False
+    assert not advice.opportunities(watched, 2e-4)
+
+
+def test_what_was_done_stands_apart_with_expected_and_obtained() -> None:
+    def some(cause: str, gain: float) -> Opportunity:
+        return Opportunity("it", "s", 100.0, gain, cause, "do", "low", (), "high")
+
+    every = [some(advice.PASSES, 1.2), some(f"{advice.LAUNCHES}: much", 3.0), some("transfer", 2.0)]
+    left, done = advice.split(every, True, False)
+    assert [o.cause for o in done] == [advice.PASSES]
+    assert len(left) == 2
+    assert len(advice.split(every, True, True)[1]) == 2
+    assert advice.split(every, False, False) == (every, [])
+    text = "\n".join(advice.lines(left, done, (1.5, 1.4, 1.6)))
+    assert "expected: extra passes over memory, up to 1.2x; obtained, with all else that was done: 1.50x [1.40, 1.60]" in text  # fmt: skip
+    assert advice.lines([], done) == []

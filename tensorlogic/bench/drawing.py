@@ -105,7 +105,7 @@ def plain_numbers(axis: Any, which: str = "y") -> None:
     low, high = side.get_view_interval()
     if high < 300 * low:  # few decades: a number at 2 and 5, too
         side.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
-    side.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.4g}"))
+    side.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:.4g}"))
     side.set_minor_formatter(FuncFormatter(lambda v, _: ""))
 
 

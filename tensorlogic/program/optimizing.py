@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compiling
+from .advising import advise, watched
 from .choosing import best
 from .copies import fresh, sharing, undisturbed, unwritten
 from .pieces import Pieces, pieces
@@ -98,6 +99,7 @@ def optimize(
         served = _program(model, args, kwargs, training, budget, dynamic, report)
     except Untraceable as problem:
         report.reason, served = str(problem), None
+    advise(report)
     report.seconds = time.perf_counter() - begin
     if served is None:
         model.__dict__["report"] = report
@@ -174,6 +176,12 @@ def _program(
                 f"optimize: the model fails on the example inputs ({first_line(problem)}); give inputs of the shapes, "
                 f"dtypes and device that it takes"
             ) from problem
+
+        if not (habits.prints or habits.sets_up or dynamic):
+            try:
+                report.watched = watched(model, args, kwargs)
+            except FAILURES as problem:  # what cannot run while it is watched
+                report.notes.append(f"not watched: {first_line(problem)}")
 
         def made() -> nn.Module:
             copied = _copied(model)

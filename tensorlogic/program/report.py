@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..bench.opportunities import Opportunity
 
 
 @dataclass
@@ -66,6 +70,9 @@ class Report:
     error: float | None = None
     bytes: int = 0  # what is held besides the model: packed weights, graphs' pool
     seconds: float = 0.0
+    opportunities: list[Opportunity] = field(default_factory=list)  # what is left to be gained
+    advice: list[str] = field(default_factory=list)  # the same in words, expected beside obtained
+    watched: dict[str, Any] | None = None  # where the time of a call of the original went
 
     @property
     def regions(self) -> list[Row]:
@@ -102,14 +109,15 @@ class Report:
             "  ".join(r[i].ljust(w) for i, w in zip(shown, widths, strict=True)).rstrip()
             for r in rows
         ]
-        return "\n".join([*(lines if self.rows else []), self.summary, *self.notes])
+        return "\n".join([*(lines if self.rows else []), self.summary, *self.notes, *self.advice])
 
     def _repr_html_(self) -> str:
         def line(cells: tuple[str, ...], tag: str) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
         table = line(HEADS, "th") + "".join(line(r.cells, "td") for r in self.rows)
-        text = "<br>".join(html.escape(t) for t in (*self.summary.splitlines(), *self.notes))
+        said = (*self.summary.splitlines(), *self.notes, *self.advice)
+        text = "<br>".join(html.escape(t) for t in said)
         return f"<table>{table}</table><p>{text}</p>"
 
 

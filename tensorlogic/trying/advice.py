@@ -20,10 +20,13 @@ PRODUCTS = frozenset(
 HALVES = ("float16", "bfloat16")
 
 
-def opportunities(
-    look: dict[str, Any], seconds: float, learned: dict[str, Any]
-) -> list[Opportunity]:
-    """What a watched run and the tuning of its keys show; `seconds` is what the plain program takes."""
+PASSES, LAUNCHES = "extra passes over memory", "launch cost"  # what `optimize` is the remedy for
+WORK = 10  # launches that a product takes at least as long as, to be about arithmetic
+NAMED = 60  # characters of the shapes
+
+
+def opportunities(look: dict[str, Any], seconds: float) -> list[Opportunity]:
+    """What a watched run shows; `seconds` is what the plain program takes."""
     spent = look["spent"]
     found = [*_conversions(spent), *_transfers(spent), *_passes(spent), *_float32(spent, look)]
     found += [*_launches(look, seconds), *_fresh(spent, look), *_batches(look)]
@@ -34,6 +37,37 @@ def opportunities(
         gain = 1 / max(1 - share, 0.05)
         ranked.append(replace(o, priority=level, gain=o.gain if o.gain > 0 else gain))
     return ranked
+
+
+def split(
+    every: list[Opportunity], optimized: bool, captured: bool
+) -> tuple[list[Opportunity], list[Opportunity]]:
+    """What is left to be done, and what was done already."""
+    causes = (PASSES,) * optimized + (LAUNCHES,) * captured
+    done = [o for o in every if o.cause.startswith(causes)] if causes else []
+    return [o for o in every if o not in done], done
+
+
+def lines(
+    left: list[Opportunity],
+    done: list[Opportunity],
+    obtained: tuple[float, float, float] | None = None,
+) -> list[str]:
+    """Opportunities that matter as text, and what was expected of those that were taken beside what came of them."""
+    found = []
+    shown = [o for o in left if o.priority != "low"]
+    for o in shown:
+        found += [
+            f"  {o.priority:<6}  {o.what} ({o.sizes[:NAMED]}): up to {time_text(o.above_us)}, {o.gain:.2g}x; effort {o.effort}",
+            f"          {o.cause}; {o.remedy}",
+        ]
+    if done and obtained is not None:
+        expected = "; ".join(f"{o.cause.partition(':')[0]}, up to {o.gain:.2g}x" for o in done)
+        found.append(
+            f"  done    expected: {expected}; obtained, with all else that was done: "
+            f"{obtained[0]:.2f}x [{obtained[1]:.2f}, {obtained[2]:.2f}]"
+        )
+    return ["what else could be gained" if shown else "what was gained", *found] if found else []
 
 
 def _made(what: str, at: str, us: float, cause: str, remedy: str, effort: str) -> Opportunity:
@@ -80,18 +114,18 @@ def _passes(spent: list[dict[str, Any]]) -> Iterator[Opportunity]:
             f"{calls} element-wise operations and norms on their own",
             at,
             0.5 * us,  # what a fused pass reads and writes less, at most
-            "extra passes over memory",
+            PASSES,
             "`tensorlogic.optimize(model, inputs)`, or the fused functions",
             "low",
         )
 
 
 def _float32(spent: list[dict[str, Any]], look: dict[str, Any]) -> Iterator[Opportunity]:
+    least = WORK * look["launch_us"] / 1e6  # below it a call is no faster in halves
     some = [s for s in spent if s["op"] in PRODUCTS and s["dtypes"][:1] == ["float32"]]
+    some = [s for s in some if s["seconds"] > least * s["calls"]]
     us = 1e6 * sum(s["seconds"] for s in some)
-    gpu = look["environment"]["kind"] == "cuda"
-    quick = gpu or "bf16" in str(look.get("native", ""))
-    if some and quick:
+    if some and look["quick_halves"]:
         yield _made(
             f"{sum(s['calls'] for s in some)} products in float32",
             some[0]["shapes"],
@@ -109,7 +143,7 @@ def _launches(look: dict[str, Any], seconds: float) -> Iterator[Opportunity]:
             f"{look['operations']} operations in {time_text(1e6 * seconds)}",
             f"{look['launch_us']:.1f} us each",
             0.8 * us,
-            "launch cost: above half of the time",
+            f"{LAUNCHES}: above half of the time",
             "`tensorlogic.capture(fn)` on a GPU; larger batches elsewhere",
             "low",
         )

@@ -24,10 +24,11 @@ import tensorlogic
 
 from .. import measure, settings, stores
 from ..op import EAGER
-from ..plans import environment, export_lockfile
+from ..plans import export_lockfile
 from ..tuning import Learned
 from .assist import Help
-from .look import Modules, Outside, Profile
+from .look import Modules, Outside
+from .profile import Profile, device, summed
 
 LEAST_ROUNDS, MOST_ROUNDS = 6, 25  # of a function that is called with and without help in turn
 CURVE = (1, 2, 4, 8, 16, 32)  # batch sizes
@@ -113,36 +114,8 @@ def _look(program: Callable[[], Any], modules: Modules, found: dict[str, Any], o
     found["seconds"] = time.perf_counter() - begin
     outside.active = False
     found["outside"] = list(outside.found)
-    spent = sorted(profile.spent.values(), key=lambda s: -s.seconds)
-    found["operations"] = sum(s.calls for s in spent)
-    found["spent"] = [asdict(s) for s in spent[:200]]
-    found["launch_us"] = _launch()
-    found["fresh"] = _fresh()
-    found["environment"] = environment(_device()).to_json()
+    found |= summed(profile)
     found["curve"] = _curve(modules)
-
-
-def _device() -> torch.device:
-    used = torch.cuda.is_initialized()
-    return torch.device("cuda", torch.cuda.current_device()) if used else torch.device("cpu")
-
-
-def _launch() -> float:
-    """Microseconds that the smallest call of PyTorch costs its caller."""
-    a = torch.ones(1, device=_device())
-    return measure.host_samples({"add": [lambda: a + a]}, _device(), 0.02).median("add")
-
-
-def _fresh() -> float:
-    """Microseconds that a MiB of fresh CPU memory costs beside a MiB that is reused."""
-    x = torch.ones(16 << 18)
-    out = torch.empty_like(x)
-    calls: dict[str, list[measure.Call]] = {
-        "fresh": [lambda: x + 1],
-        "reused": [lambda: torch.add(x, 1, out=out)],
-    }
-    samples = measure.device_samples(calls, torch.device("cpu"), 0.1, rounds=7)
-    return max(0.0, samples.median("fresh") - samples.median("reused")) / 16
 
 
 def _curve(modules: Modules) -> list[tuple[int, float]]:
@@ -166,7 +139,7 @@ def _curve(modules: Modules) -> list[tuple[int, float]]:
             ]
             try:
                 calls: dict[str, measure.Call] = {"it": partial(module, *given)}
-                samples = measure.wall_samples(calls, _device(), CURVE_S)
+                samples = measure.wall_samples(calls, device(), CURVE_S)
             except RuntimeError:  # a model of one batch size
                 break
             found.append((size * times, samples.median("it")))
@@ -201,7 +174,7 @@ def _turns(
             for name, context in (("plain", contextlib.nullcontext()), ("ours", help)):
                 with context:
                     program()  # finds its road and its caches
-                    samples.values[name].append(measure.once(program, _device()) / 1e6)
+                    samples.values[name].append(measure.once(program, device()) / 1e6)
             spent = time.perf_counter() - begin
             if len(samples.values["plain"]) >= LEAST_ROUNDS and spent > spec["budget_s"]:
                 break
@@ -223,7 +196,7 @@ def _steady() -> Iterator[None]:
 
 def _learned(learned: Learned, spec: dict[str, Any]) -> dict[str, Any]:
     """What tuning found: each key's choice beside PyTorch's own, what was refused; and the lockfile."""
-    store = stores.current(_device())
+    store = stores.current(device())
     plans = {p.key.text: p for p in store.plans()}
     met = [plans[k.text] for k in learned.keys if k.text in plans]
     found = []

@@ -1,4 +1,4 @@
-"""What a program does: which operations and shapes take its time, which modules it calls, and what it changes outside."""
+"""What a program does: which modules it calls, and what it changes outside."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .assist import Outermost, Run, signature
+from .profile import dtype_name
 
 CHANGES = {  # audit events -> what a person calls them
     "socket.connect": "connects to",
@@ -54,62 +54,6 @@ class Outside:
         text = os.fsdecode(value) if isinstance(value, bytes) else str(value)
         if not any(h in text for h in self.ours):
             self.found[f"{what} {text}"] = None
-
-
-@dataclass
-class Spent:
-    """Calls of one operation with one kind of arguments."""
-
-    op: str
-    shapes: str
-    calls: int = 0
-    seconds: float = 0.0
-    bytes: float = 0.0  # of the outputs
-    dtypes: list[str] = field(default_factory=list)
-
-
-class Profile(TorchDispatchMode):
-    """Times every ATen call; on a GPU each is waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spent: dict[tuple[str, str], Spent] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        begin = time.perf_counter()
-        out = func(*args, **(kwargs or {}))
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - begin
-        name, shapes = func.overloadpacket._qualified_op_name, _shapes(args)
-        entry = self.spent.get((name, shapes))
-        if entry is None:
-            dtypes = list(dict.fromkeys(_name(a) for a in _tensors(args)))
-            entry = self.spent[name, shapes] = Spent(name, shapes, dtypes=dtypes)
-            entry.bytes = sum(t.numel() * t.element_size() for t in _tensors((out,)))
-        entry.calls += 1
-        entry.seconds += seconds
-        return out
-
-
-def _tensors(args: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for a in args:
-        if isinstance(a, Tensor):
-            found.append(a)
-        elif isinstance(a, (list, tuple)):
-            found += [t for t in a if isinstance(t, Tensor)]
-    return found
-
-
-def _name(t: Tensor) -> str:
-    return str(t.dtype).removeprefix("torch.")
-
-
-def _shapes(args: Any) -> str:
-    return ", ".join(f"{_name(t)}[{'x'.join(map(str, t.shape))}]" for t in _tensors(args))
 
 
 @dataclass
@@ -166,7 +110,9 @@ class Modules:
         for i, leaf in enumerate(pytree.tree_leaves(value)):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_sparse:
                 flat = leaf.detach().reshape(-1)[: self.ELEMENTS]
-                self.outputs[f"{name} {i} {_name(leaf)}"] = flat.to("cpu", torch.float64, copy=True)
+                self.outputs[f"{name} {i} {dtype_name(leaf)}"] = flat.to(
+                    "cpu", torch.float64, copy=True
+                )
 
     def watching(self) -> Outermost:
         """The patch that watches."""

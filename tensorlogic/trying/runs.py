@@ -204,7 +204,7 @@ def _trial(runner: Runner, tick: Tick) -> Trial:
     from . import advice
 
     seconds = min(trial.plain, default=trial.look["seconds"])
-    trial.opportunities = advice.opportunities(trial.look, seconds, trial.tuned)
+    trial.opportunities = advice.opportunities(trial.look, seconds)
     return trial
 
 

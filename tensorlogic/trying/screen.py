@@ -11,11 +11,11 @@ from ..bench.opportunities import time_text
 from ..bench.problems import Problem
 from ..bench.results import write_text
 from ..bench.tables import aligned
+from . import advice
 from .runs import Trial
 
 FORMAT, SCHEMA = "tensorlogic try", 1
 WHYS = 6  # lines of each list
-LEVEL_WIDTH = 6
 
 
 def lines(trial: Trial) -> Iterator[str]:
@@ -131,13 +131,10 @@ def _time(trial: Trial) -> Iterator[str]:
 
 
 def _opportunities(trial: Trial) -> Iterator[str]:
-    shown = [o for o in trial.opportunities if o.priority != "low"]
-    if not shown:
-        return
-    yield "what else could be gained"
-    for o in shown:
-        yield f"  {o.priority:<{LEVEL_WIDTH}}  {o.what} ({o.sizes[:60]}): up to {time_text(o.above_us)}, {o.gain:.2g}x; effort {o.effort}"
-        yield f"          {o.cause}; {o.remedy}"
+    outcomes = [h["outcome"] for h in trial.tuned.get("helped", ())]
+    optimized = any(o != "original" for o in outcomes)
+    parts = advice.split(trial.opportunities, optimized, "captured" in outcomes)
+    yield from advice.lines(*parts, trial.main)
 
 
 def record(trial: Trial) -> dict[str, Any]:

@@ -40,6 +40,13 @@ class Precision:
     mode: str
     rtol: float | None = None
 
+    def __str__(self) -> str:
+        return (
+            f"precision({self.mode!r}"
+            + ("" if self.rtol is None else f", rtol={self.rtol:g}")
+            + ")"
+        )
+
 
 def checked(mode: Any, rtol: Any = None) -> Precision:
     """The policy of these arguments; raises what `precision` does."""
@@ -100,8 +107,7 @@ class precision:
         self.asked = checked(mode, rtol)
 
     def __repr__(self) -> str:
-        rtol = "" if self.asked.rtol is None else f", rtol={self.asked.rtol:g}"
-        return f"precision({self.asked.mode!r}{rtol})"
+        return str(self.asked)
 
     def __enter__(self) -> precision:
         entered = under(self.asked)
@@ -150,13 +156,18 @@ def under(asked: Precision) -> AbstractContextManager[policies.Policy]:
     return policies.use(policies.interned(replace(policies.current(), precision=asked, entries={})))
 
 
-def one_call(asked: Any, fn: Callable[..., R], *args: Any) -> R:
-    """`fn(*args)` under what a caller gave as `precision`."""
+def policy_of(asked: Any, where: str = "optimize") -> Precision:
+    """What a caller gave as `precision`: a policy, or the name of a mode."""
     if isinstance(asked, str):
         asked = precision(asked)
     if not isinstance(asked, precision):
         raise TypeError(
-            f"{fn.__name__}: precision is {asked!r}; tensorlogic.precision(mode, rtol=...) or its mode is required"
+            f"{where}: precision is {asked!r}; tensorlogic.precision(mode, rtol=...) or its mode is required"
         )
-    with under(asked.asked):
+    return asked.asked
+
+
+def one_call(asked: Any, fn: Callable[..., R], *args: Any) -> R:
+    """`fn(*args)` under what a caller gave as `precision`."""
+    with under(policy_of(asked, fn.__name__)):
         return fn(*args)

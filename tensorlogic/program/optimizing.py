@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import compiling
+from .. import compiling, policies
+from ..precision import Precision, policy_of
+from ..precision import precision as Policy
 from .advising import advise, watched
 from .choosing import best
 from .copies import fresh, sharing, undisturbed, unwritten
 from .pieces import Pieces, pieces
+from .precisely import Kept, precisely
 from .probe import probe
 from .regions import FAILURES
 from .report import Report
@@ -29,7 +32,7 @@ TRAINING_BUDGET_S = 5.0  # likewise, with a backward pass behind each region
 class Optimized(nn.Module):
     """Mixed into the model's own class: forward by the program where it may serve, by the model's own code elsewhere."""
 
-    _program: Program | Pieces | None
+    _program: Program | Pieces | Kept | None
     report: Report
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +64,7 @@ def optimize(
     training: bool = False,
     budget_s: float | None = None,
     dynamic: bool = False,
+    precision: Policy | str | None = None,
 ) -> nn.Module:
     """The same model, faster where that can be had: rewritten into fused calls, checked, timed and captured; never slower.
 
@@ -74,6 +78,9 @@ def optimize(
         dynamic: sizes vary from call to call, such as batches or a decoder's cache that grows. Dynamo then traces with
             symbolic sizes, and what it made serves every size; each op of ours chooses its implementation for the size
             that it meets. Nothing is captured, so for sizes that recur it is the slower choice.
+        precision: `tensorlogic.precision(...)` for every product of the model, convolutions and gradients included; the
+            policy around this call if None. Such a model is not compared with the original's time, keeps its policy
+            whatever is around later calls, and serves inputs like the example only: others raise a RuntimeError.
 
     Returns:
         A module of the model's own class with the same parameters, buffers and `state_dict`, and a `report` of what was
@@ -82,7 +89,8 @@ def optimize(
 
     Raises:
         TypeError: model is no module. RuntimeError: training under torch.inference_mode, or during a CUDA graph capture.
-        ValueError: the model itself fails on the example inputs; the cause is its own error.
+        ValueError: the model itself fails on the example inputs; the cause is its own error. Under a precision policy also:
+            the model is not one graph.
 
     Example:
         >>> import torch, tensorlogic
@@ -92,12 +100,18 @@ def optimize(
         True
     """
     args, kwargs = _arguments(model, example_inputs, training)
+    asked = policies.current().precision if precision is None else policy_of(precision)
     begin = time.perf_counter()
     report = Report()
     budget = (BUDGET_S, TRAINING_BUDGET_S)[training] if budget_s is None else float(budget_s)
     try:
-        served = _program(model, args, kwargs, training, budget, dynamic, report)
+        served = _program(model, args, kwargs, training, budget, dynamic, report, asked)
     except Untraceable as problem:
+        if asked is not None:
+            raise ValueError(
+                f"optimize: the model is not one graph ({problem}), so nothing could hold it to {asked}; call "
+                f"tensorlogic.linear and matmul in it under that policy, or optimise it without one"
+            ) from problem
         report.reason, served = str(problem), None
     advise(report)
     report.seconds = time.perf_counter() - begin
@@ -158,7 +172,8 @@ def _program(
     budget_s: float,
     dynamic: bool,
     report: Report,
-) -> Program | Pieces | None:
+    asked: Precision | None = None,
+) -> Program | Pieces | Kept | None:
     """What serves the model from now on: one program, or one for each graph that Dynamo cuts; None for itself."""
     reason = _unfit(model)
     if reason:
@@ -199,6 +214,8 @@ def _program(
                 raise Untraceable("the model prints when it is called")
             traced = trace(clone, args, kwargs)
         except Untraceable as problem:
+            if asked is not None:
+                raise
             report.notes.append(f"not one graph: {problem}")
             clone = _extended(made())  # the first may have been left half traced
             return pieces(clone, model, args, kwargs, training, budget_s, report, dynamic)
@@ -207,6 +224,8 @@ def _program(
             constants(traced.graph, set())
         before = sharing(model, buffers=False)
         try:
+            if asked is not None:
+                return precisely(traced, clone, before, asked, training, report, (args, kwargs))
             return best(traced, clone, before, training, budget_s, report, (args, kwargs))
         except FAILURES as problem:  # what PyTorch raises where a graph cannot run
             raise Untraceable(f"the graph does not run: {first_line(problem)}") from problem

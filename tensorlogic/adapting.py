@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import accuracy, stores
 from .accuracy import UNITS, Known, Statistics
@@ -25,6 +26,8 @@ GUARD_US = {
     "cpu": 100.0,
     "cuda": 120.0,
 }  # what looking at a call's data takes: learned as it is done
+WATCH_US = 10.0  # what looking takes where the device itself judges, and nobody waits
+WATCHED_ROWS = 1 << 16  # rows and columns together that it judges
 EAGER_RATE = {"cpu": 5e4, "cuda": 5e7}  # operations a microsecond in float64, until some were timed
 RESOLVED = 1e-5  # budgets that float64 keeps for any float32 data but exact opposites
 HOPELESS = 16.0  # a form that brings so many times the budget on normal inputs is not tried
@@ -74,10 +77,17 @@ class Adaptive:
         self.order = order(op, key, device, rtol)
         self.certain = unguarded(key, rtol)
         self.held: Held | None = None
+        self.watch: Any = None  # where the device judges, and mends what it must
 
     def __call__(self, *dynamic: Any) -> Outputs | None:
         held = self.held
-        if held is not None:
+        if held is not None and self.watch is not None:
+            outs = None if self.watch.passed() else held.launch(*dynamic)
+            if outs is not None and (products := plain(self._parts(dynamic), outs)) is not None:
+                self.watch.over(products)
+                _note(held)
+                return outs
+        elif held is not None:
             outs = held.launch(*dynamic)
             certain = self.certain and held.candidate.id == EAGER
             if outs is not None and (certain or held.covers(self._look(dynamic, outs))):
@@ -116,9 +126,33 @@ class Adaptive:
                 break
         assert best is not None  # torch.eager is always tried last, and its failure is the caller's
         self.held = best[0]
+        self.watch = self._watch(best[0], dynamic, best[1])
         if best[0].missed:
             self._warn(best[0])
         return best[1]
+
+    def _watch(self, held: Held, dynamic: Sequence[Any], outs: Outputs) -> Any:
+        """What has the device judge the next calls; None where the host must."""
+        then = held.statistics
+        certain = self.certain and held.candidate.id == EAGER
+        if (
+            not watchable(self.key)
+            or certain
+            or held.missed
+            or not then.usable
+            or then.cancels == 0
+        ):
+            return None
+        products = plain(self._parts(dynamic), outs)
+        if products is None:
+            return None
+        from .ops.common.triton_mend import Watch, works  # needs Triton, as looking does
+
+        if not works(self.device):
+            return None
+        room = self.rtol / (held.margin * held.error) if held.error > 0 else math.inf
+        sizes = [(*left.shape, right.shape[1]) for left, right, _ in products]
+        return Watch(then, room, [(m, n, k) for m, k, n in sizes], self.device)
 
     def _warn(self, held: Held) -> None:
         times = held.error / self.rtol
@@ -167,6 +201,41 @@ class Adaptive:
         return None
 
 
+def plain(
+    parts: Sequence[accuracy.Part | None], outs: Outputs
+) -> list[tuple[Tensor, Tensor, Tensor]] | None:
+    """(left, right, out) of every part, where all are products of real matrices that nothing was added to."""
+    found = []
+    for part, out in zip(parts, outs, strict=False):
+        if part is None or out is None:
+            continue
+        left, right = part.left, part.right
+        if part.bias is not None or part.residual is not None or part.activation != "none":
+            return None
+        if left.dim() != 2 or right.dim() != 2 or left.is_complex() or right.is_complex():
+            return None
+        if not (out.is_contiguous() and out.numel() and left.numel()):
+            return None
+        found.append((left, right, out.view(left.shape[0], right.shape[1])))
+    return found or None
+
+
+def watchable(key: Key) -> bool:
+    """Whether a GPU can judge and mend: a product of real matrices of a size it can look at, and nothing around it."""
+    tensors = [t for t in key.tensors if t is not None]
+    around = any(
+        t is not None and name in ("bias", "residual")
+        for name, t in zip(key.names, key.tensors, strict=True)
+    )
+    return (
+        key.device == "cuda"
+        and not around
+        and dict(key.flags).get("activation", "none") == "none"
+        and all(len(t.shape) >= 2 and t.dtype[0] != "c" for t in tensors)
+        and sum(math.prod(t.shape[:-1]) for t in tensors) + tensors[-1].shape[-1] < WATCHED_ROWS
+    )
+
+
 def _note(held: Held) -> None:
     LAST[:] = [held.candidate.id]
 
@@ -184,7 +253,7 @@ def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Can
     """
     plan = stores.current(device).get(key)
     eager = op.candidates[EAGER]
-    guard = GUARD_US.get(device.type, 100.0)
+    guard = WATCH_US if watchable(key) else GUARD_US.get(device.type, 100.0)
     ranked: list[tuple[float, Candidate, Config]] = []
     for candidate in op.candidates.values():
         if candidate is eager or candidate.unfit(key) is not None:
@@ -227,7 +296,9 @@ def _expected(op: Op, candidate: Candidate, key: Key, plan: Plan | None) -> tupl
     """Microseconds and configuration, by the plan's evidence where it has any; infinite where it was refused."""
     for e in plan.evidence if plan is not None else ():
         if (e.candidate, e.source) == (candidate.id, candidate.source):
-            return (math.inf, {}) if e.status == "refused" else (e.device_us, e.config)
+            return (
+                (math.inf, {}) if e.status == "refused" else (max(e.device_us, e.host_us), e.config)
+            )
     eager_us = 8 + op.flops(key) / EAGER_RATE.get(key.device, EAGER_RATE["cpu"])
     share = 1.0 if candidate.id == EAGER else candidate.guess(key)
     return share * eager_us, candidate.configs(key)[0]

@@ -32,7 +32,7 @@ def tables(found: dict[str, Any]) -> str:
         head = ["way", "conversion alone, µs", "run, µs", "transfers, µs", "peak MiB", "error"]
         blocks.append(f"**{dtype} inputs, {largest}×{largest}**\n\n" + _markdown(head, rows))
     rows = [
-        [r["size"], r["dtype"], f"{r['rtol']:.0e}", r["way"], r["error"], r["us"], r["speed"][0], r["wall_speed"][0]]
+        [r["size"], r["dtype"], f"{r['rtol']:.0e}", r["way"], r["error"], r["us"], r["speed"][0], r.get("watched_speed", ("",))[0], r["wall_speed"][0]]
         for r in found["adaptive"]
         if r["size"] in sizes
     ]  # fmt: skip
@@ -44,9 +44,15 @@ def tables(found: dict[str, Any]) -> str:
         "error",
         "µs",
         "× PyTorch",
+        "guard on the device included",
         "× PyTorch, waiting for each call",
     ]
     blocks.append("**Within a budget**\n\n" + _markdown(head, rows))
+    rows = [[r["size"], r["f32"][0], r["f16"][0]] for r in found["mixed"]]
+    blocks.append(
+        "**float16 × float32, time over that of operands converted before**\n\n"
+        + _markdown(["size", '`"f32"`', '`"f16"`'], rows)
+    )
     if found["transfers"]:
         names = [k for k in found["transfers"][0] if k != "bytes"]
         rows = [[f"{r['bytes'] >> 20} MiB", *(r[k] for k in names)] for r in found["transfers"]]

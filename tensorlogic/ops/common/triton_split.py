@@ -140,11 +140,13 @@ def noted(device: torch.device) -> bool:
     return seen
 
 
-def _names(*tensors: Tensor) -> tuple[str, ...]:
+def names(*tensors: Tensor) -> tuple[str, ...]:
+    """Of their element types."""
     return tuple(NAMES[t.dtype] for t in tensors)
 
 
-def _align(*tensors: Tensor) -> int:
+def aligned(*tensors: Tensor) -> int:
+    """Bytes, at most 16, that all of them are aligned to."""
     pointers = 16
     for t in tensors:
         pointers |= t.data_ptr()
@@ -153,14 +155,14 @@ def _align(*tensors: Tensor) -> int:
 
 @lru_cache(maxsize=1024)
 def _split(
-    names: tuple[str, str], shape: tuple[int, int], stride: tuple[int, int],
+    kinds: tuple[str, str], shape: tuple[int, int], stride: tuple[int, int],
     pattern: tuple[int, ...], down: bool, lift: int, align: int, device: torch.device,
 ) -> Start:  # fmt: skip
     rows, columns = shape
     grid = triton.cdiv(rows, BLOCK_R) * triton.cdiv(columns, BLOCK_C)
     return prepare(
         split_planes, grid=(grid, 1, 1),
-        pointers={"x_ptr": names[0], "y_ptr": names[1], "flag_ptr": "i32"},
+        pointers={"x_ptr": kinds[0], "y_ptr": kinds[1], "flag_ptr": "i32"},
         integers={"R": rows, "C": columns, "stride_r": stride[0], "stride_c": stride[1]}, floats=(),
         constexprs={
             "COUNT": len(pattern), "PATTERN": sum(p << (2 * s) for s, p in enumerate(pattern)), "DOWN": down, "LIFT": lift,
@@ -184,7 +186,7 @@ def split(
     shape = (count * rows, columns) if down else (rows, count * columns)
     y = torch.empty(shape, dtype=dtype, device=x.device)
     stride = (x.stride(0), x.stride(1))
-    start = _split(_names(x, y), (rows, columns), stride, pattern, down, lift, _align(x), x.device)
+    start = _split(names(x, y), (rows, columns), stride, pattern, down, lift, aligned(x), x.device)
     if not start(x, y, flag(x.device)):
         raise RuntimeError("split: the kernel refused tensors of the alignment it was built for")
     return y
@@ -192,14 +194,14 @@ def split(
 
 @lru_cache(maxsize=1024)
 def _look(
-    names: tuple[str, ...], sizes: tuple[int, int, int], strides: tuple[int, ...], align: int, device: torch.device,
+    kinds: tuple[str, ...], sizes: tuple[int, int, int], strides: tuple[int, ...], align: int, device: torch.device,
 ) -> Start:  # fmt: skip
     m, n, k = sizes
     order = ("left_r", "left_c", "right_r", "right_c", "out_r", "out_c")
     return prepare(
         look_at, grid=(triton.cdiv(m, BLOCK_L) + triton.cdiv(n, BLOCK_L), 1, 1),
         pointers={
-            "left_ptr": names[0], "right_ptr": names[1], "out_ptr": names[2], "found_ptr": "f64", "flag_ptr": "i32",
+            "left_ptr": kinds[0], "right_ptr": kinds[1], "out_ptr": kinds[2], "found_ptr": "f64", "flag_ptr": "i32",
         },
         integers={
             "M": m, "N": n, "K": k, **dict(zip(order, strides, strict=True)),
@@ -210,20 +212,26 @@ def _look(
     )  # fmt: skip
 
 
-def look(left: Tensor, right: Tensor, out: Tensor) -> tuple[Any, int, bool]:
-    """(a row of five for every block of rows, then of columns, in NumPy; how many are of rows; whether any kernel noted a value).
-
-    Waits for the device.
-    """
+def sketch(left: Tensor, right: Tensor, out: Tensor) -> tuple[Tensor, int]:
+    """(a row of five for every block of rows, then of columns, and whether any kernel noted a value; how many are of rows)."""
     (m, k), n = left.shape, right.shape[1]
     blocks = triton.cdiv(m, BLOCK_L)
     found = torch.empty(
         5 * (blocks + triton.cdiv(n, BLOCK_L)) + 1, dtype=torch.float64, device=left.device
     )
     strides = (*left.stride(), *right.stride(), *out.stride())
-    align = min(_align(left, right, out), 2 if left.element_size() == 2 else 4)
-    start = _look(_names(left, right, out), (m, n, k), strides, align, left.device)
+    align = min(aligned(left, right, out), 2 if left.element_size() == 2 else 4)
+    start = _look(names(left, right, out), (m, n, k), strides, align, left.device)
     if not start(left, right, out, found, flag(left.device)):
         raise RuntimeError("look: the kernel refused tensors of the alignment it was built for")
+    return found, blocks
+
+
+def look(left: Tensor, right: Tensor, out: Tensor) -> tuple[Any, int, bool]:
+    """(a row of five for every block of rows, then of columns, in NumPy; how many are of rows; whether any kernel noted a value).
+
+    Waits for the device.
+    """
+    found, blocks = sketch(left, right, out)
     host = found.cpu().numpy()
     return host[:-1].reshape(-1, 5), blocks, bool(host[-1])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...compiling import CompileFailure
 from ...numerics import NAMES
-from . import triton_split, ways
+from . import triton_halves, triton_split, ways
 from .cublaslt import lt_available, lt_launcher, lt_refusal
 from .gemm import GemmSpec, Operand
 from .ways import Way, single
@@ -121,20 +121,23 @@ def in_runs(dtype: torch.dtype, count: int, rank: int, a: Tensor, b: Tensor) -> 
 
 def scaled(rank: int, a: Tensor, b: Tensor) -> Tensor:
     """float16 with rows of a and columns of b brought into its range by powers of two; what is not finite stays so."""
-    halves, scales = [], []
-    for t, dim in ((a, -1), (b, -2)):
-        if t.dtype != torch.float16:
-            scale = ways.row_scale(t, dim, 1.0)
-            scale = torch.where(torch.isfinite(scale), scale, 1.0).clamp(2.0**-120, 2.0**120)
-            near = single(t * scale.to(t.dtype if t.dtype == torch.float64 else torch.float32))
-            near = torch.where(torch.isfinite(near), near.clamp(-65504.0, 65504.0), near)
-            scales.append(scale.to(torch.float32))
-            t = near.to(torch.float16)
-        halves.append(t)
-    c = lt(halves[0], halves[1], rank=rank)
-    for scale in scales:
-        c = c / scale
-    return c
+    left, row_exponents = _halves(a)
+    right, column_exponents = _halves(b.t())
+    c = lt(left, right.t(), rank=rank)
+    return triton_halves.scaled_back(c, row_exponents, column_exponents)
+
+
+def _halves(t: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Rows in float16, and the exponents by which they were scaled down: None for what is float16 already."""
+    if t.dtype == torch.float16:
+        return t, None
+    if t.dtype != torch.float64:
+        return triton_halves.halves(t)
+    scale = ways.row_scale(t, -1, 1.0)
+    scale = torch.where(torch.isfinite(scale), scale, 1.0).clamp(2.0**-120, 2.0**120)
+    near = t * scale
+    near = torch.where(torch.isfinite(near), near.clamp(-65504.0, 65504.0), near)
+    return near.to(torch.float16), -scale.log2().to(torch.int32).reshape(-1)
 
 
 def _cuda(device: str) -> str | None:
@@ -156,7 +159,7 @@ def found() -> list[Way]:
     def way(name: str, form: str, product: Any, us: Any, **more: Any) -> Way:
         return Way(
             name, form, partial(product, 0), us, _cuda, matrices=True,
-            ranked=product, ranks=RANKS, sources=(triton_split,), **more,
+            ranked=product, ranks=RANKS, sources=(triton_split, triton_halves), **more,
         )  # fmt: skip
 
     bf16, f16 = torch.bfloat16, torch.float16
@@ -166,7 +169,7 @@ def found() -> list[Way]:
         way("cublaslt.f16x3", "f16x3", partial(in_runs, f16, 3), _us(80e6, 10), guarded=True),
         way("cublaslt.bf16x3", "bf16x3", partial(planes, bf16, 3), _us(110e6, 10)),
         way("cublaslt.tf32", "tf32", tf32, _us(190e6, 0)),
-        way("cublaslt.f16", "f16", scaled, _us(330e6, 24)),
+        way("cublaslt.f16", "f16", scaled, _us(330e6, 10)),
         way("cublaslt.f16_unscaled", "f16", partial(planes, f16, 1), _us(330e6, 6), guarded=True),
         way("cublaslt.bf16", "bf16", partial(planes, bf16, 1), _us(330e6, 6)),
     ]

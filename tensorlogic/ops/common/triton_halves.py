@@ -1,0 +1,125 @@
+"""float16 operands of any range: lines scaled by powers of two where their range asks for it, in one launch, and the product
+scaled back, a launch that reads nothing of it where no line was."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import triton_split
+from .triton_launch import Start, prepare
+
+LINES, ALONG = 32, 128  # of a tile, 16 KiB of float32
+BLOCK_M, BLOCK_N = 64, 128
+
+
+@triton.jit
+def halve_lines(
+    x_ptr, y_ptr, scale_ptr, R, C, x_line, x_along, y_line, y_along,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """y = half(x · 2^-e), e of each line of x [R, C]: 0 where its largest value lies in 2^-10 .. 65504, else that value's exponent."""
+    rows = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+    along = tl.arange(0, BLOCK_C).to(tl.int64)
+    peak = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for start in range(0, C, BLOCK_C):
+        inside = (rows < R)[:, None] & (start + along < C)[None, :]
+        at = rows[:, None] * x_line + (start + along)[None, :] * x_along
+        peak = tl.maximum(peak, tl.abs(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)))
+    largest = tl.max(peak, 1)
+    e = ((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+    fits = (largest >= 0.0009765625) & (largest <= 65504.0)
+    e = tl.where(fits | (largest == 0.0) | (largest == float("inf")), 0, e)
+    e = tl.minimum(tl.maximum(e, -120), 120)
+    tl.store(scale_ptr + rows, e, mask=rows < R)
+    factor = ((127 - e) << 23).to(tl.float32, bitcast=True)[:, None]
+    for start in range(0, C, BLOCK_C):
+        inside = (rows < R)[:, None] & (start + along < C)[None, :]
+        at = rows[:, None] * x_line + (start + along)[None, :] * x_along
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        near = tl.minimum(tl.maximum(x * factor, -65504.0), 65504.0)  # what is not finite stays so
+        to = rows[:, None] * y_line + (start + along)[None, :] * y_along
+        tl.store(y_ptr + to, tl.where(x - x == 0.0, near, x).to(tl.float16), mask=inside)
+
+
+@triton.jit
+def scale_back(
+    c_ptr, left_ptr, right_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """c[i, j] *= 2^(left[i] + right[j]), of either that is given."""
+    across = tl.cdiv(N, BLOCK_N)
+    i = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    e = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    moved = 0
+    if left_ptr is not None:
+        left = tl.load(left_ptr + i, mask=i < M, other=0)
+        moved += tl.max(tl.abs(left))
+        e += left[:, None]
+    if right_ptr is not None:
+        right = tl.load(right_ptr + j, mask=j < N, other=0)
+        moved += tl.max(tl.abs(right))
+        e += right[None, :]
+    if moved > 0:
+        inside = (i < M)[:, None] & (j < N)[None, :]
+        at = c_ptr + i.to(tl.int64)[:, None] * N + j[None, :]
+        half = e >> 1  # in two steps: 2^e alone may leave float32
+        c = tl.load(at, mask=inside, other=0.0)
+        c = c * ((half + 127) << 23).to(tl.float32, bitcast=True)
+        tl.store(at, c * ((e - half + 127) << 23).to(tl.float32, bitcast=True), mask=inside)
+
+
+@lru_cache(maxsize=1024)
+def _halve(
+    kind: str, shape: tuple[int, int], strides: tuple[int, ...], align: int, device: torch.device
+) -> Start:
+    rows, columns = shape
+    return prepare(
+        halve_lines, grid=(triton.cdiv(rows, LINES), 1, 1),
+        pointers={"x_ptr": kind, "y_ptr": "f16", "scale_ptr": "i32"},
+        integers={
+            "R": rows, "C": columns, **dict(zip(("x_line", "x_along", "y_line", "y_along"), strides, strict=True)),
+        },
+        floats=(), constexprs={"BLOCK_R": LINES, "BLOCK_C": ALONG},
+        num_warps=8, num_stages=1, device=device, align=align,
+    )  # fmt: skip
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [R, C] in float16, laid out as x lies, its rows scaled down by two to the exponents that come with it, int32 [R]."""
+    rows, columns = x.shape
+    turned = x.stride(0) == 1 and x.stride(1) != 1
+    y = torch.empty((columns, rows) if turned else (rows, columns), dtype=torch.float16, device=x.device)  # fmt: skip
+    y = y.t() if turned else y
+    exponents = torch.empty(rows, dtype=torch.int32, device=x.device)
+    align = min(triton_split.aligned(x), 4)
+    (kind,) = triton_split.names(x)
+    start = _halve(kind, (rows, columns), (*x.stride(), *y.stride()), align, x.device)
+    if not start(x, y, exponents):
+        raise RuntimeError("halves: the kernel refused tensors of the alignment it was built for")
+    return y, exponents
+
+
+@lru_cache(maxsize=1024)
+def _back(shape: tuple[int, int], given: tuple[str, ...], device: torch.device) -> Start:
+    rows, columns = shape
+    return prepare(
+        scale_back, grid=(triton.cdiv(rows, BLOCK_M) * triton.cdiv(columns, BLOCK_N), 1, 1),
+        pointers={"c_ptr": "f32", **dict.fromkeys(given, "i32")}, integers={"M": rows, "N": columns}, floats=(),
+        constexprs={"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}, num_warps=4, num_stages=1, device=device, align=4,
+    )  # fmt: skip
+
+
+def scaled_back(c: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """c [M, N], in place, times two to the exponents of its rows and columns, where there are any."""
+    given = {"left_ptr": left, "right_ptr": right}
+    there = {name: t for name, t in given.items() if t is not None}
+    if there:
+        start = _back((c.shape[0], c.shape[1]), tuple(there), c.device)
+        if not start(c, *there.values()):
+            raise RuntimeError("scaled_back: the kernel refused a tensor that PyTorch allocated")
+    return c

@@ -1,0 +1,177 @@
+"""A guard that nobody waits for: what `look_at` saw is judged on the GPU, and a product whose data have left what its error was
+measured for is computed again there, in float64, before anything can read it.
+
+The host learns of it by a word in its own memory, which the next call reads, and chooses again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...accuracy import SKETCH, Statistics
+from ...compiling import CompileFailure
+from . import triton_split
+from .triton_launch import Start, prepare
+
+LOG = logging.getLogger("tensorlogic")
+BLOCK_M, BLOCK_N = 64, 64
+PROGRAMS = 264  # two for every multiprocessor of a large GPU; each reads the whole table
+
+
+@triton.jit
+def mend_product(
+    left_ptr, right_ptr, out_ptr, found_ptr, spoilt_ptr, limits_ptr, said_ptr,
+    M, N, K, left_r, left_c, right_r, right_c, out_r, out_c, ROWS, BLOCKS,
+    TABLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """out = left · right in float64, only where found [BLOCKS, 5], the first ROWS of them rows, is beyond the limits.
+
+    limits: what makes squares of cancellation of (norms of rows, norms of columns), the largest square of cancellation and
+    the one below which the product may be left to what is faster, the least and the largest peak.
+    """
+    p = tl.arange(0, TABLE)
+    inside, row = p < BLOCKS, p < ROWS
+    column = inside & (p >= ROWS)
+    norms = tl.load(found_ptr + 5 * p, mask=inside, other=0.0)
+    share = tl.load(found_ptr + 5 * p + 1, mask=inside, other=0.0)
+    least = tl.min(tl.load(found_ptr + 5 * p + 3, mask=inside, other=float("inf")))
+    most = tl.max(tl.load(found_ptr + 5 * p + 4, mask=inside, other=0.0))
+    left = tl.sum(tl.where(row, norms, 0.0))
+    right = tl.sum(tl.where(column, norms, 0.0))
+    across = tl.max(tl.where(row, share, 0.0)) * right * tl.load(limits_ptr)
+    down = tl.max(tl.where(column, share, 0.0)) * left * tl.load(limits_ptr + 1)
+    cancels = tl.maximum(across, down)
+    good = cancels <= tl.load(limits_ptr + 2)
+    good &= (least >= tl.load(limits_ptr + 4)) & (most <= tl.load(limits_ptr + 5))
+    good &= (left - left == 0.0) & (right - right == 0.0) & (tl.load(spoilt_ptr) == 0.0)
+    pid = tl.program_id(0)
+    if (pid == 0) & ((cancels < tl.load(limits_ptr + 3)) | (good == 0)):
+        tl.store(said_ptr, 1)
+    if good == 0:
+        across_n = tl.cdiv(N, BLOCK_N)
+        for tile in range(pid, tl.cdiv(M, BLOCK_M) * across_n, tl.num_programs(0)):
+            i = (tile // across_n * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+            j = (tile % across_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float64)
+            a_at, b_at = left_ptr + i * left_r, right_ptr + j * right_c
+            for _ in range(K):
+                a = tl.load(a_at, mask=i < M, other=0.0).to(tl.float64)
+                b = tl.load(b_at, mask=j < N, other=0.0).to(tl.float64)
+                acc += a[:, None] * b[None, :]
+                a_at += left_c
+                b_at += right_r
+            to = out_ptr + i[:, None] * out_r + j[None, :] * out_c
+            tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])
+
+
+class Watch:
+    """What one candidate's products on one device are held to: limits there, and the word that is set where they were passed."""
+
+    def __init__(
+        self,
+        then: Statistics,
+        room: float,
+        sizes: Sequence[tuple[int, int, int]],
+        device: torch.device,
+    ) -> None:
+        host = torch.zeros(1, dtype=torch.int32)
+        self._word = host.pin_memory() if device.type == "cuda" else host
+        self._seen = self._word.numpy()
+        self._limits = [
+            torch.tensor(
+                [*_shares(m, n, k), *_limits(then, room)],
+                dtype=torch.float64, device=device,
+            )
+            for m, n, k in sizes
+        ]  # fmt: skip
+
+    def passed(self) -> bool:
+        """Whether a product has been mended since the last time one asked, as far as the GPU has come; waits for nothing."""
+        if not self._seen[0]:
+            return False
+        self._seen[0] = 0
+        return True
+
+    def over(self, products: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Look at (left, right, out) of every product and mend those that need it; waits for nothing."""
+        tables = [triton_split.sketch(*product) for product in products]
+        spoilt = tables[0][0][-1:]  # the first to look has cleared the flag
+        for (left, right, out), (found, rows), limits in zip(
+            products, tables, self._limits, strict=True
+        ):
+            (m, k), n = left.shape, right.shape[1]
+            align = min(triton_split.aligned(left, right, out), left.element_size(), 4)
+            start = _mend(
+                triton_split.names(left, right, out), (m, n, k), (*left.stride(), *right.stride(), *out.stride()),
+                (rows, found.numel() // 5), align, left.device,
+            )  # fmt: skip
+            if not start(left, right, out, found, spoilt, limits, self._word):
+                raise RuntimeError(
+                    "mend: the kernel refused tensors of the alignment it was built for"
+                )
+
+
+def _limits(then: Statistics, room: float) -> tuple[float, float, float, float]:
+    """As `mend_product` reads them; float64 that leaves its range becomes infinite instead of an error."""
+    beyond, easier = then.cancels * room, then.cancels / 64
+    highest = math.inf if then.high > 1000 else 2.0 ** (then.high + 4)
+    return beyond * beyond, easier * easier, 2.0 ** (then.low - 4), highest
+
+
+@lru_cache
+def works(device: torch.device) -> bool:
+    """Whether this device leaves a product that is within its limits and mends one that is not: tried once, on small ones."""
+    drawn = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, generator=drawn).to(device) for size in ((70, 96), (96, 65)))
+    want = (a.double() @ b.double()).float()
+    near, wrong = want * (1 + 2.0**-12), want * 2
+    try:
+        watch = Watch(Statistics(20.0, 4.0, -8.0, 8.0), 1.0, [(70, 65, 96)], device)
+        watch.over([(a, b, near)])
+        left = torch.equal(near, want * (1 + 2.0**-12)) and not watch.passed()
+        watch.over([(a * 2.0**20, b, wrong)])
+        mended = torch.allclose(wrong, want * 2.0**20, rtol=1e-6) and watch.passed()
+    except (CompileFailure, RuntimeError) as problem:
+        LOG.warning(
+            "tensorlogic: %s cannot judge products itself, the host does: %s", device, problem
+        )
+        return False
+    if not (left and mended):
+        LOG.warning("tensorlogic: %s judges products wrongly, the host does it", device)
+    return left and mended
+
+
+def _shares(m: int, n: int, k: int) -> tuple[float, float]:
+    """What the sketch's norms are multiplied by: all elements over those seen, of operands and of the result."""
+    seen = (k / min(k, SKETCH)) ** 2
+    return seen / (n / min(n, SKETCH)), seen / (m / min(m, SKETCH))
+
+
+@lru_cache(maxsize=1024)
+def _mend(
+    names: tuple[str, ...], sizes: tuple[int, int, int], strides: tuple[int, ...], table: tuple[int, int],
+    align: int, device: torch.device,
+) -> Start:  # fmt: skip
+    m, n, k = sizes
+    order = ("left_r", "left_c", "right_r", "right_c", "out_r", "out_c")
+    return prepare(
+        mend_product,
+        grid=(min(PROGRAMS, math.ceil(m / BLOCK_M) * math.ceil(n / BLOCK_N)), 1, 1),
+        pointers={
+            "left_ptr": names[0], "right_ptr": names[1], "out_ptr": names[2], "found_ptr": "f64", "spoilt_ptr": "f64",
+            "limits_ptr": "f64", "said_ptr": "i32",
+        },
+        integers={
+            "M": m, "N": n, "K": k, **dict(zip(order, strides, strict=True)), "ROWS": table[0], "BLOCKS": table[1],
+        },
+        floats=(), constexprs={"TABLE": triton.next_power_of_2(table[1]), "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N},
+        num_warps=4, num_stages=1, device=device, align=align,
+    )  # fmt: skip

@@ -1,0 +1,301 @@
+"""Problems for kernels on trial: inputs, results in float64, and what is timed: trials by name, beside what is chosen today."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import trial_rows
+import trial_scores
+from torch import Tensor
+
+from tensorlogic.ops.common import (
+    gemm,
+    scores_specialised,
+    triton_cross_entropy,
+    triton_launch,
+    triton_reduce,
+)
+from tensorlogic.ops.common.triton_descriptors import Tiled
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+CACHE = 100e6  # bytes of inputs that one round walks through
+Build = Callable[[], Callable[..., bool]]
+
+
+def miss(shape: Shape) -> float:
+    """Largest relative error of what the last call on the first set wrote; infinite where anything is not finite."""
+    pairs = zip(shape.got(shape.sets[0]), shape.want, strict=True)
+    errors = [((got.double() - want).norm() / want.norm()).item() for got, want in pairs]
+    return max(e if math.isfinite(e) else math.inf for e in errors)
+
+
+def short(config: dict[str, Any]) -> str:
+    """A configuration in few characters."""
+    return " ".join(str(v) for v in config.values())
+
+
+@dataclass
+class Shape:
+    """One problem: input sets, float64 results of the first, the fewest bytes; its trials by name, and present ones."""
+
+    name: str
+    sets: list[tuple[Any, ...]]
+    want: tuple[Tensor, ...]
+    got: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]  # what a call wrote
+    nbytes: float
+    limit: float  # relative error
+    trials: dict[str, Build] = field(default_factory=dict)
+
+
+def copies(nbytes: float) -> int:
+    """Input sets that together exceed the cache."""
+    return max(1, min(16, int(CACHE / nbytes) + 1))
+
+
+def rand(*shape: int, dtype: str, scale: float = 1.0) -> Tensor:
+    """Normal values."""
+    return (torch.randn(*shape, device=DEVICE) * scale).to(TORCH[dtype])
+
+
+def losses(x: Tensor, t: Tensor) -> Tensor:
+    """Losses in float64, a few rows at a time."""
+    parts = zip(x.split(256), t.split(256), strict=True)
+    return torch.cat([torch.nn.functional.cross_entropy(a.double(), b, reduction="none") for a, b in parts])  # fmt: skip
+
+
+def cross_entropy(rows: int, columns: int, dtype: str, cores: int = 132) -> Shape:
+    """Mean loss: programs that stay, beside a program a row."""
+    size = TORCH[dtype].itemsize
+
+    def made() -> tuple[Any, ...]:
+        t = torch.randint(columns, (rows,), device=DEVICE)
+        t[::17] = -100
+        f32 = {"device": DEVICE, "dtype": torch.float32}
+        return (
+            rand(rows, columns, dtype=dtype), t, torch.empty(rows, **f32), torch.empty(rows, **f32),
+            torch.full((), float("nan"), device=DEVICE, dtype=TORCH[dtype]), torch.empty(1, **f32),
+            torch.zeros(1, device=DEVICE, dtype=torch.int64),
+        )  # fmt: skip
+
+    sets = [made() for _ in range(copies(rows * columns * size))]
+    want = losses(*sets[0][:2]).sum() / (sets[0][1] != -100).sum()
+    shape = Shape(
+        f"cross-entropy {rows}x{columns} {dtype}", sets, (want,), lambda s: (s[4],),
+        rows * columns * size * 16 / 17, {"f32": 1e-5, "f16": 1e-3, "bf16": 4e-3}[dtype],
+    )  # fmt: skip
+    for i, config in enumerate(triton_cross_entropy.cross_entropy_configs(columns, dtype)[:4]):
+
+        def now(config: dict[str, Any] = config) -> Callable[..., bool]:
+            start = triton_cross_entropy.cross_entropy_launcher(
+                rows, columns, dtype, dtype, "mean", -100, config, DEVICE
+            )
+            return lambda *a: start(*a, 0.0)
+
+        shape.trials[f"now {i} {short(config)}"] = now
+    width = 4 if dtype == "f32" else 8
+    pointers = {
+        "x_ptr": dtype, "t_ptr": "i64", "part_ptr": "f32", "lse_ptr": "f32", "y_ptr": dtype, "share_ptr": "f32", "counter_ptr": "i64",
+    }  # fmt: skip
+    for lanes, warps, per in (
+        (256, 4, 4), (256, 4, 8), (256, 4, 16), (512, 8, 2), (512, 8, 4), (512, 8, 8), (1024, 8, 2), (1024, 8, 4), (1024, 16, 4), (256, 4, 0), (512, 8, 0),
+    ):  # fmt: skip
+        if columns < lanes * width:
+            continue
+
+        def stays(lanes: int = lanes, warps: int = warps, per: int = per) -> Callable[..., bool]:
+            return triton_launch.prepare(
+                trial_rows.cross_entropy_stays, grid=(min(rows, cores * per or rows), 1, 1), pointers=pointers,
+                integers={"R": rows, "C": columns, "IGNORE": -100}, floats=(),
+                constexprs={
+                    "SAVE": False, "RAGGED": columns % (lanes * width) != 0, "BLOCK": 1024, "LANES": lanes, "WIDTH": width,
+                },
+                num_warps=warps, num_stages=1, device=DEVICE,
+            )  # fmt: skip
+
+        shape.trials[f"stays {lanes} lanes {warps} warps {per or 'rows'}"] = stays
+    return shape
+
+
+def both(rows: int, columns: int, dtype: str, cores: int = 132) -> Shape:
+    """Loss and gradient: one pass, beside forward and backward."""
+    size = TORCH[dtype].itemsize
+
+    def made() -> tuple[Any, ...]:
+        t = torch.randint(columns, (rows,), device=DEVICE)
+        f32 = {"device": DEVICE, "dtype": torch.float32}
+        x = rand(rows, columns, dtype=dtype)
+        return (
+            x, t, torch.empty(rows, **f32), torch.full_like(x, float("nan")), torch.empty(rows, **f32),
+            torch.empty((), device=DEVICE, dtype=TORCH[dtype]), torch.ones(1, **f32), torch.zeros(1, device=DEVICE, dtype=torch.int64),
+        )  # fmt: skip
+
+    sets = [made() for _ in range(copies(2 * rows * columns * size))]
+    x, t = sets[0][:2]
+    some = min(64, rows)
+    want = torch.softmax(x[:some].double(), 1)
+    want[torch.arange(some), t[:some]] -= 1
+    shape = Shape(
+        f"loss and gradient {rows}x{columns} {dtype}", sets, (losses(x, t), want / rows * 64), lambda s: (s[2], s[3][:some].double() * 64),
+        2 * rows * columns * size, 1e-3 if dtype != "bf16" else 6e-3,
+    )  # fmt: skip
+
+    def apart() -> Callable[..., bool]:
+        ce = triton_cross_entropy
+        first = ce.cross_entropy_launcher(
+            rows, columns, dtype, dtype, "mean", -100, ce.cross_entropy_configs(columns, dtype)[0], DEVICE, save=True
+        )  # fmt: skip
+        second = ce.cross_entropy_backward_launcher(
+            rows, columns, dtype, "f32", "mean", -100, ce.cross_entropy_backward_configs(columns, dtype)[0], DEVICE
+        )  # fmt: skip
+        one = torch.ones(1, device=DEVICE)
+        return lambda x, t, loss, dx, lse, y, share, counter: (
+            first(x, t, loss, lse, y, share, counter, 0.0)
+            and second(x, t, lse, one, share, dx, 0.0)
+        )
+
+    shape.trials["now, two kernels"] = apart
+    block = 1 << (columns - 1).bit_length()
+    for warps, stages, per in ((16, 2, 1), (16, 3, 1), (16, 4, 1), (32, 3, 1), (32, 4, 1), (8, 2, 2)):  # fmt: skip
+        if block * size * (stages - 1) > 200e3:
+            continue
+
+        def once(warps: int = warps, stages: int = stages, per: int = per) -> Callable[..., bool]:
+            start = triton_launch.prepare(
+                trial_rows.cross_entropy_both, grid=(cores * per, 1, 1),
+                pointers={"x_ptr": dtype, "t_ptr": "i64", "loss_ptr": "f32", "dx_ptr": dtype},
+                integers={"R": rows, "C": columns, "IGNORE": -100}, floats=("share",),
+                constexprs={"BLOCK": block, "STAGES": stages}, num_warps=warps, num_stages=1, device=DEVICE,
+            )  # fmt: skip
+            return lambda x, t, loss, dx, *_: start(x, t, loss, dx, 1.0 / rows)
+
+        shape.trials[f"one pass {warps} warps {stages} stages {per}"] = once
+    return shape
+
+
+def sums(count: int) -> Shape:
+    """Sum of few elements, in the cache as the acceptance script has them."""
+    x = rand(count, dtype="f16")
+    sets = [(x, torch.empty((), device=DEVICE, dtype=torch.float16), torch.zeros(512, device=DEVICE, dtype=torch.int64))]  # fmt: skip
+    want = x.double().sum()
+    shape = Shape(f"sum {count}", sets, (want,), lambda s: (s[1],), 2 * count, 1e-2)
+    for config in triton_reduce.reduce_configs(1, count, 1, "f16")[:4]:
+
+        def now(config: dict[str, Any] = config) -> Callable[..., bool]:
+            start = triton_reduce.reduce_launcher("sum", "f16", "f16", 1, count, 1, config, DEVICE)
+            return lambda x, y, cells: start(x, y, cells, cells)
+
+        shape.trials[f"now {short(config)}"] = now
+    for block, warps in ((8192, 8), (4096, 4), (16384, 16), (8192, 4), (4096, 8)):
+        for idle in (False, True):
+            if count % block:
+                continue
+
+            def spins(block: int = block, warps: int = warps, idle: bool = idle) -> Callable[..., bool]:  # fmt: skip
+                parts = count // block + idle
+                start = triton_launch.prepare(
+                    trial_rows.sum_spins, grid=(parts, 1, 1), pointers={"x_ptr": "f16", "y_ptr": "f16", "cell_ptr": "i64"},
+                    integers={"PARTS": parts}, floats=(),
+                    constexprs={"IDLE": idle, "BLOCK": block, "BLOCK_P": 1 << (parts - 1).bit_length()},
+                    num_warps=warps, num_stages=1, device=DEVICE,
+                )  # fmt: skip
+                return lambda x, y, cells: start(x, y, cells)
+
+            shape.trials[f"spins {block} {warps} warps{' idle' * idle}"] = spins
+    return shape
+
+
+def few(m: int, k: int, n: int, dtype: str) -> Shape:
+    """A few rows: shapes of ordinary products that today's table lacks, beside it."""
+    size = TORCH[dtype].itemsize
+
+    def made() -> tuple[Any, ...]:
+        return (
+            rand(m, k, dtype=dtype), rand(n, k, dtype=dtype, scale=k**-0.5), rand(n, dtype=dtype), torch.empty(m, n, device=DEVICE, dtype=TORCH[dtype]),
+            torch.empty(2**20, device=DEVICE), torch.zeros(4096, device=DEVICE, dtype=torch.int32),
+        )  # fmt: skip
+
+    sets = [made() for _ in range(copies(n * k * size))]
+    x, w, b = sets[0][:3]
+    want = torch.relu(x.double() @ w.double().t() + b.double())
+    shape = Shape(f"{m}x{k}x{n} {dtype}", sets, (want,), lambda s: (s[3],), n * k * size, 2e-3 if dtype == "f16" else 1e-2)  # fmt: skip
+    spec = gemm.GemmSpec(
+        m, n, k, gemm.Operand(dtype, k, 1), gemm.Operand(dtype, 1, k), gemm.Operand(dtype, n, 1), bias=dtype, activation="relu"
+    )  # fmt: skip
+    found = {f"now {i}": c for i, c in enumerate(gemm.gemm_configs(m, n, k, size))}
+    for bn, bk, warps, split, ahead in (
+        (4, 4096, 4, 1, 0), (2, 4096, 4, 1, 0), (4, 4096, 8, 1, 0), (8, 4096, 8, 1, 0), (1, 4096, 2, 1, 0), (4, 2048, 4, 1, 0), (8, 2048, 4, 1, 0),
+        (4, 2048, 4, 2, 0), (8, 2048, 8, 2, 0), (8, 1024, 4, 4, 0), (8, 1024, 4, 2, 0), (16, 1024, 8, 4, 0), (4, 4096, 4, 1, 1), (8, 2048, 4, 1, 1), (2, 4096, 4, 1, 1),
+    ):  # fmt: skip
+        bk //= 1 if m == 1 else 2
+        config = {"BLOCK_M": 1 << (m - 1).bit_length(), "BLOCK_N": bn, "BLOCK_K": bk, "GROUP_M": 8, "SPLIT": split, "num_warps": warps, "num_stages": 1}  # fmt: skip
+        if ahead:
+            config |= {"FETCH": 1, "STREAM": False}
+        found[f"{bn}x{bk} {warps} warps, {split} parts{', ahead' * ahead}"] = config
+    for name, config in found.items():
+
+        def build(config: dict[str, Any] = config) -> Callable[..., bool]:
+            start = gemm.gemm_launcher(spec, config, DEVICE)
+            if config["SPLIT"] > 1:
+                return lambda x, w, b, y, space, counter: start(x, w, b, y, space, counter)
+            return lambda x, w, b, y, space, counter: start(x, w, b, y)
+
+        shape.trials[f"{name} {short(config)}" if name.startswith("now") else name] = build
+    return shape
+
+
+def scores(s: int, d: int, dtype: str, heads: int = 16) -> Shape:
+    """Attention scores of short rows: held, beside two sweeps."""
+    b, h = 4, heads
+
+    def made() -> tuple[Any, ...]:
+        y = torch.full((b, h, s, s), float("nan"), device=DEVICE, dtype=TORCH[dtype])
+        return rand(b, h, s, d, dtype=dtype), rand(b, h, s, d, dtype=dtype), y
+
+    nbytes = 2 * b * h * s * s + 4 * b * h * s * d
+    sets = [made() for _ in range(1 + copies(nbytes))]
+    sets[0][1][0, 0, s - 5] *= 60  # a late maximum, far above the first tile's
+    q, k = sets[0][:2]
+    want = torch.softmax(q.double() @ k.double().mT * 0.125, -1)
+    shape = Shape(f"scores {s} d {d} {dtype}", sets, (want,), lambda x: (x[2],), nbytes, 1.2e-3 if dtype == "f16" else 1e-2)  # fmt: skip
+    lies = scores_specialised.heads(b, h, s, d, (h * s * d, s * d, d))
+    assert not isinstance(lies, str)
+    for config in scores_specialised.specialised_scores_configs(b * h, s, s, d, 132)[:3]:
+
+        def now(config: dict[str, Any] = config) -> Callable[..., bool]:
+            start = scores_specialised.specialised_scores_launcher(
+                (b, h, s, s, d), dtype, lies, lies, config, DEVICE, 132
+            )
+            return lambda q, k, y: start(q, k, y, 0.125)
+
+        shape.trials[f"now {short(config)}"] = now
+    tiles = s // 64
+    steps = {"qb_row": h * s, "qb_column": 0, "qh_row": s, "qh_column": 0, "kb_row": h * s, "kb_column": 0, "kh_row": s, "kh_column": 0}  # fmt: skip
+    whole = ((168, 240, 1),) if tiles > 4 else ((168, 240, 1), (80, 112, 2))
+    for kept in (1, 3, 4, 5, 8):
+        for stages in (4, 8):
+            for entry, later, per in whole:
+                shared = 2 * (2 * 64 * d + stages * 64 * d + 2 * tiles * 64 * 64) + 512
+                if kept > tiles or shared * per > 227 * 1024 or (per > 1 and kept > 2):
+                    continue
+
+                def held(kept: int = kept, stages: int = stages, entry: int = entry, later: int = later, per: int = per) -> Callable[..., bool]:  # fmt: skip
+                    units = b * h * s // 128
+                    start = triton_launch.prepare(
+                        trial_scores.attention_scores_held, grid=(min(units, 132 * per), 1, 1),
+                        tiled={
+                            "q_desc": Tiled(dtype, (b * h * s, d), d, (64, d)), "k_desc": Tiled(dtype, (b * h * s, d), d, (64, d)),
+                            "y_desc": Tiled(dtype, (b * h * s, s), s, (64, 64)),
+                        },
+                        pointers={}, integers={**steps, "H": h, "S": s, "T": s, "groups": s // 128, "units": units}, floats=("scale",),
+                        constexprs={"CONSUMERS": 2, "REGISTERS": later, "TILES": tiles, "KEPT": kept, "BLOCK_N": 64, "STAGES": stages},
+                        num_warps=4, num_stages=1, device=DEVICE, registers=entry,
+                    )  # fmt: skip
+                    return lambda q, k, y: start(q, k, y, 0.125)
+
+                shape.trials[f"held {kept} of {tiles}, {stages} stages, {per}"] = held
+    return shape

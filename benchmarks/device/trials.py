@@ -1,0 +1,151 @@
+"""Kernels on trial beside what is chosen today: checked against float64, then timed by graph replays, inputs out of the cache.
+
+python benchmarks/device/trials.py [scores|rows|few|sum|both ...] [--rounds 9]
+
+A trial that is wrong is not timed. What wins becomes a candidate with tests of its own; then, or where it loses, it goes from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from trial_shapes import DEVICE, Shape, both, cross_entropy, few, miss, rand, scores, sums
+
+from tensorlogic.compiling import CompileFailure
+from tensorlogic.ops.common import triton_launch
+
+PARTS: dict[str, list[Callable[[], Shape]]] = {
+    "scores": [lambda: scores(512, 64, "f16"), lambda: scores(256, 64, "f16"), lambda: scores(512, 128, "bf16"), lambda: scores(384, 64, "f16")],
+    "rows": [
+        lambda: cross_entropy(4096, 32000, "f16"), lambda: cross_entropy(2048, 50264, "bf16"), lambda: cross_entropy(8192, 128256, "f16"),
+        lambda: cross_entropy(512, 32000, "f32"), lambda: cross_entropy(16384, 8192, "f16"),
+    ],
+    "few": [
+        lambda: few(1, 4096, 4096, "f16"), lambda: few(1, 4096, 14336, "f16"), lambda: few(1, 3072, 768, "f16"), lambda: few(1, 5120, 5120, "bf16"),
+        lambda: few(2, 4096, 4096, "f16"), lambda: few(4, 4096, 4096, "f16"),
+    ],
+    "sum": [lambda: sums(1 << 20), lambda: sums(1 << 18), lambda: sums(1 << 21)],
+    "both": [lambda: both(4096, 32000, "f16"), lambda: both(8192, 16384, "bf16")],
+}  # fmt: skip
+
+
+def compile_all(shapes: list[Shape]) -> None:
+    """Compile every trial in processes, into the cache that they share with this one."""
+    jobs = {
+        j: None for s in shapes for b in s.trials.values() for j in triton_launch.collect(b, DEVICE)
+    }
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(16, os.cpu_count() or 1), context) as pool:
+        for job, done in [(j, pool.submit(j.run)) for j in jobs]:
+            try:
+                done.result()
+            except CompileFailure as failure:
+                print(f"{job.kernel} {dict(job.constexprs)}: {failure}", flush=True)
+
+
+def capture(
+    fn: Callable[..., bool], sets: list[tuple[Any, ...]], calls: int
+) -> torch.cuda.CUDAGraph:
+    """A graph of `calls` calls that walk through the input sets."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for s in sets:
+            fn(*s)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            fn(*sets[i % len(sets)])
+    return graph
+
+
+def bandwidth() -> float:
+    """GB/s of torch.add into a reused output, read and written."""
+    a, b = rand(1 << 27, dtype="f16"), rand(1 << 27, dtype="f16")
+    out = torch.empty_like(a)
+
+    def add() -> bool:
+        torch.add(a, b, out=out)
+        return True
+
+    return 6 * a.numel() / statistics.median(replayed(capture(add, [()], 4), 4) for _ in range(9)) / 1e3  # fmt: skip
+
+
+def replayed(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+    """Microseconds of one call in a replay."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / calls * 1e3
+
+
+def run(shape: Shape, rounds: int, peak: float) -> None:
+    """Check and time a shape's trials; a line each, fastest first, with the share of `peak` (GB/s)."""
+    calls = max(3, min(24, int(3e9 / shape.nbytes)))
+    graphs, samples, notes = {}, dict[str, list[float]](), {}
+    for name, build in shape.trials.items():
+        try:
+            fn = build()
+        except CompileFailure as failure:
+            print(f"  {name}: {str(failure)[-160:]}")
+            continue
+        if not fn(*shape.sets[0]):
+            print(f"  {name}: declined")
+            continue
+        torch.cuda.synchronize()
+        off = miss(shape)
+        notes[name] = off
+        if off > shape.limit:
+            print(f"  {name}: WRONG, error {off:.2e}")
+            continue
+        graphs[name], samples[name] = capture(fn, shape.sets, calls), []
+        graphs[name].replay()
+    torch.cuda.synchronize()
+    for _ in range(rounds):
+        for name, graph in random.sample(list(graphs.items()), len(graphs)):
+            samples[name].append(replayed(graph, calls))
+    print(
+        f"{shape.name}, {len(shape.sets)} sets, {calls} calls; floor {shape.nbytes / peak / 1e3:.2f} us"
+    )
+    for name in sorted(samples, key=lambda n: statistics.median(samples[n])):
+        us = statistics.median(samples[name])
+        print(
+            f"  {us:9.2f} us {shape.nbytes / us / 1e3 / peak:6.3f}  {name} ({notes[name]:.1e})",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Run the parts asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=9)
+    asked = parser.parse_args()
+    torch.manual_seed(0)
+    peak = bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch.add moves {peak:.0f} GB/s")
+    for part in asked.parts:
+        for make in PARTS[part]:
+            shape = make()
+            compile_all([shape])
+            run(shape, asked.rounds, peak)
+
+
+if __name__ == "__main__":
+    main()

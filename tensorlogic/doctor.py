@@ -10,6 +10,10 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import doctor_cpu
 
 DISTRIBUTION = "tensorlogic-engine"
 OLDEST_TORCH = (2, 11)
@@ -228,13 +232,15 @@ def _slow() -> Iterator[Finding]:
         yield Finding("note", "compiled calls", missing, "a call costs a microsecond more")
     on = enabling.enabled()
     for c in doctor_cpu.compared():
-        bad = c.gain >= doctor_cpu.WORTH
-        yield Finding(
-            "note" if bad and not on else "ok",
-            c.work,
-            f"PyTorch {c.pytorch_s:.6f} s, repaired {c.enabled_s:.6f} s: {c.gain:.1f} times",
-            c.remedy if bad and not on else "",
-        )
+        yield _work(c, on)
+
+
+def _work(c: doctor_cpu.Compared, on: bool) -> Finding:
+    """One kind of work: what PyTorch alone does badly, and what is worse when enabled."""
+    if c.state == "worse":
+        return Finding("note", c.work, c.text, c.cure)
+    bad = c.state == "slow" and not on
+    return Finding("note" if bad else "ok", c.work, c.text, c.remedy if bad else "")
 
 
 def _store() -> Iterator[Finding]:

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from . import enabling, hooks, measure, native
+from .explaining import explain
 from .policies import policy
 
 CPU = torch.device("cpu")
-WORTH = 1.5  # times faster from which it is called bad
+WORTH = 1.5  # times faster from which PyTorch's way is called bad
+WORSE = 1.03  # times slower from which ours is
+GUARD = "enabled, this is slower here: PyTorch serves it, behind a guard that costs this much"
+TUNE = "enabled, this is slower here: `tensorlogic.tune(function, *inputs)` under enable() measures it and keeps the faster way"
 BUDGET_S = 0.15  # for each pair
 
 
@@ -23,10 +27,30 @@ class Compared:
     pytorch_s: float
     enabled_s: float
     remedy: str
+    least: (
+        float  # times slower than PyTorch alone when enabled, at the low end of the 95 % interval
+    )
+    chosen: str = ""  # who serves it when enabled, and by what evidence
 
     @property
     def gain(self) -> float:
         return self.pytorch_s / self.enabled_s
+
+    @property
+    def state(self) -> str:
+        """ "slow": PyTorch alone is; "worse": what is enabled is slower beyond doubt; "even"."""
+        return "slow" if self.gain >= WORTH else "worse" if self.least > WORSE else "even"
+
+    @property
+    def cure(self) -> str:
+        """What helps where what is enabled is slower."""
+        return TUNE if self.chosen else GUARD
+
+    @property
+    def text(self) -> str:
+        """The times in words."""
+        by = f", by {self.chosen}" if self.chosen else ""
+        return f"PyTorch {self.pytorch_s:.6f} s, repaired {self.enabled_s:.6f} s: {self.gain:.2f} times{by}"
 
 
 def features() -> str:
@@ -62,7 +86,7 @@ def compared() -> Iterator[Compared]:
         enabling.enable()
         try:
             for work, call in works.items():
-                yield _pair(work, _alone(call), call, half)
+                yield _pair(work, _alone(call), call, half, _chosen(call))
         finally:
             if not was:
                 enabling.disable()
@@ -81,6 +105,11 @@ def _fresh() -> Compared:
     return _pair("a fresh output of 64 MiB", lambda: big + big, lambda: add(big, big), remedy)
 
 
+def _chosen(call: Callable[[], object]) -> str:
+    """The candidate that serves a call while enabled, and where the choice comes from; "" where PyTorch's own does."""
+    return "; ".join(f"{e.eager} ({e.source})" for e in explain(call))
+
+
 def _alone(call: Callable[[], object]) -> Callable[[], object]:
     def run() -> object:
         with hooks.suspended():
@@ -90,8 +119,14 @@ def _alone(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def _pair(
-    work: str, pytorch: Callable[[], object], ours: Callable[[], object], remedy: str
+    work: str,
+    pytorch: Callable[[], object],
+    ours: Callable[[], object],
+    remedy: str,
+    chosen: str = "",
 ) -> Compared:
     calls = {"pytorch": [pytorch], "ours": [ours]}
-    samples = measure.device_samples(calls, CPU, BUDGET_S, rounds=5)
-    return Compared(work, samples.median("pytorch") / 1e6, samples.median("ours") / 1e6, remedy)
+    samples = measure.device_samples(calls, CPU, BUDGET_S, rounds=9)
+    _, least, _ = samples.ratio("ours", "pytorch")
+    alone, repaired = (samples.median(name) / 1e6 for name in calls)
+    return Compared(work, alone, repaired, remedy, least, chosen)

@@ -258,7 +258,10 @@ def test_doctor_measures_what_pytorch_does_badly(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(doctor_cpu, "BUDGET_S", 0.02)
     found = {f.about: f for f in doctor.examine()}
     product = found["float16 product 384x384x384"]
-    times = re.fullmatch(r"PyTorch ([\d.]+) s, repaired ([\d.]+) s: ([\d.]+) times", product.found)
+    times = re.fullmatch(
+        r"PyTorch ([\d.]+) s, repaired ([\d.]+) s: ([\d.]+) times(?:, by \S+ \(.+\))?",
+        product.found,
+    )
     assert times is not None
     alone, repaired, gain = map(float, times.groups())
     assert gain == pytest.approx(alone / repaired, rel=0.1, abs=0.1)
@@ -270,9 +273,31 @@ def test_doctor_measures_what_pytorch_does_badly(monkeypatch: pytest.MonkeyPatch
     try:
         again = {f.about: f for f in doctor.examine()}
         assert enabling.enabled()
-        assert all(f.cost == "" for name, f in again.items() if name.startswith("float16"))
+        assert all(
+            f.cost in ("", doctor_cpu.TUNE)
+            for name, f in again.items()
+            if name.startswith("float16")
+        )
     finally:
         tensorlogic.disable()
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_doctor_says_where_a_repair_is_slower(on: bool) -> None:
+    def found(pytorch_s: float, enabled_s: float, least: float) -> doctor.Finding:
+        c = doctor_cpu.Compared(
+            "a product", pytorch_s, enabled_s, "enable it", least, "cpu.epilogue (cost model)"
+        )
+        return doctor._work(c, on)
+
+    worse = found(1e-3, 1.2e-3, 1.15)
+    assert (worse.state, worse.cost) == ("note", doctor_cpu.TUNE)
+    assert "0.83 times, by cpu.epilogue (cost model)" in worse.found
+    assert (
+        found(1e-3, 1.2e-3, 0.98).state == "ok"
+    )  # the interval reaches below: no difference shown
+    slow = found(3e-3, 1e-3, 0.3)
+    assert (slow.state, slow.cost) == (("ok", "") if on else ("note", "enable it"))
 
 
 def test_doctor_names_a_rival(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 # make bench   set up, then the quick benchmark: a table on screen, a result file, and a report to look at
 # make test    set up, then formatting, lint, types and tests
-# make tables  write the tables of README.md, README.ja.md and docs/figures.md anew from benchmarks/results/
+# make tables  write the tables and figures of the documents anew from benchmarks/results/
 # make site    the documentation as pages in docs/_build, every warning an error
 # make sanitize   the kernel tests on a GPU under compute-sanitizer: memory, races, reads of what nobody wrote
 # make clean   remove what set-up and runs have made
@@ -16,7 +16,7 @@ TRITON ?= triton==3.7.1; platform_system == 'Linux' and platform_machine == 'x86
 RESULT ?= reports/bench.json
 BENCH ?= --quick
 JOBS ?= 2
-GENERATED = README.md README.ja.md docs/figures.md
+GENERATED = README.md README.ja.md $(wildcard docs/*.md)
 
 ifeq ($(strip $(VENV)),)
 PYTHON ?= python3
@@ -36,10 +36,12 @@ test: setup
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m tensorlogic.bench.readme --check $(GENERATED)
+	$(PYTHON) -m tensorlogic.bench.precision_page --check
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -n $(JOBS) --dist loadfile
 
 tables: setup
 	$(PYTHON) -m tensorlogic.bench.readme $(GENERATED)
+	$(PYTHON) -m tensorlogic.bench.precision_page
 
 site: setup
 	$(PYTHON) -m pip install --quiet --editable '.[docs]'

@@ -1,7 +1,6 @@
 """An unmodified float16 script on the CPU, with and without TENSORLOGIC_ENABLE=1: are the answers the same, and the times?
 
     python benchmarks/enable.py [--json PATH] [arguments of examples/half_transformer.py]
-    python benchmarks/enable.py --tables      write the tables between marks anew from benchmarks/results/
     ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 TENSORLOGIC_NATIVE_ISA=avx512_bf16 TENSORLOGIC_CACHE_DIR=/tmp/limited \
         python benchmarks/enable.py           as a processor without float16 arithmetic would do
 
@@ -18,10 +17,10 @@ import subprocess
 import sys
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from tensorlogic.bench.facts import enabled
 from tensorlogic.plans import environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,8 +28,6 @@ SCRIPT = ROOT / "examples" / "half_transformer.py"
 # As an interpreter does into whose site-packages a wheel has put the files of tools/startup.
 LAUNCH = "import runpy, site, sys; site.addsitedir(sys.argv[1]); sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "TENSORLOGIC_NATIVE_ISA")
-PAGES = ("README.md", "README.ja.md", "docs/enable.md")
-MARKED = re.compile(r"<!-- enable (\S+) -->\n.*?<!-- end enable -->", re.DOTALL)
 TIMES = re.compile(r"batch (\d+) inference ([\d.]+) ms, training step ([\d.]+) ms")
 
 
@@ -64,41 +61,12 @@ def same(one: list[str], other: list[str]) -> bool:
     )
 
 
-def table(result: dict[str, Any]) -> str:
-    """The result as the README shows it."""
-    limits = " ".join(f"{name}={value}" for name, value in result.get("limited to", {}).items())
-    lines = [
-        f"{result['machine']}{' limited by ' if limits else ''}{limits}, {result['threads']} threads; PyTorch {result['torch']}; {result['date']}; "
-        f"answers {'the same' if result['same'] else 'DIFFER'}",
-        "",
-        "| float16 | PyTorch, ms | TENSORLOGIC_ENABLE=1, ms | times faster |",
-        "|:---|---:|---:|---:|",
-    ]
-    lines += [f"| {w} | {off:.1f} | {on:.1f} | {gain:.1f} |" for w, off, on, gain in result["rows"]]
-    return "\n".join(lines)
-
-
-def written(text: str) -> str:
-    """The text with the tables of the committed results between their marks."""
-
-    def fresh(mark: re.Match[str]) -> str:
-        result = json.loads((ROOT / mark[1]).read_text())
-        return f"<!-- enable {mark[1]} -->\n{table(result)}\n<!-- end enable -->"
-
-    return MARKED.sub(fresh, text)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--tables", action="store_true")
     options, arguments = parser.parse_known_args()
-    if options.tables:
-        for page in (ROOT / name for name in PAGES):
-            page.write_text(written(page.read_text()))
-        return 0
     runs: dict[str, list[tuple[list[str], dict[str, float]]]] = {"0": [], "1": []}
     for _ in range(2):
         for enable, found in runs.items():
@@ -116,7 +84,7 @@ def main() -> int:
         "rows": rows,
         "same": equal,
     }
-    print(table(result))
+    print(enabled(result))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(not equal)

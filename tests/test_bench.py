@@ -416,6 +416,33 @@ def test_readme_tables_follow_their_files(
         readme.main([str(page)])
 
 
+def test_facts_stand_in_sentences_and_tables(tmp_path: Path) -> None:
+    environment = {"device": "C", "threads": 2, "torch": "2"}
+    (tmp_path / "s.json").write_text(
+        json.dumps({"keys": 9, "differing": {"a": {}}, "environment": environment})
+    )
+    pair = {"with": {"mm": [1.0, 1.25]}, "without": {"mm": [1.5, 4.0]}}
+    (tmp_path / "g.json").write_text(
+        json.dumps({"us": pair, "environment": environment, "date": "d"})
+    )
+    page = tmp_path / "page.md"
+    page.write_text(
+        "They agree on <!-- fact agreeing s.json -->all<!-- end fact -->, by far.\n<!-- fact guards g.json -->\n<!-- end fact -->\n"
+    )
+    assert readme.main(["--check", str(page)]) == 1
+    assert readme.main([str(page)]) == readme.main(["--check", str(page)]) == 0
+    text = page.read_text()
+    assert "-->8 of the benchmark's 9 keys (C, 2 threads)<!-- end fact -->, by far." in text
+    assert "| mm | 1.0 | +0.25 | +2.50 |" in text
+    for wrong, said in (
+        ("nothing s.json", "fact is 'nothing'"),
+        ("guards absent.json", "cannot be read"),
+    ):
+        page.write_text(f"<!-- fact {wrong} --><!-- end fact -->")
+        with pytest.raises(Problem, match=said):
+            readme.main([str(page)])
+
+
 def test_calls_from_shapes() -> None:
     fn, args, kwargs = calls.call(
         "linear", "f32", CPU, shapes=["2x3", "4x3", "-", "2x4"], flags={"activation": "relu"}

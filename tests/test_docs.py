@@ -104,6 +104,37 @@ def _anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
+MEASURED = re.compile(r"\d[\d.,]*\s?(?:ns|µs|us|ms|s|[KMG]B/s|[GT]FLOPS|%|x|×|times)(?![\w×*])")
+RECORDS = {
+    "CHANGELOG.md",
+    "docs/measured.md",
+}  # dated, with device, of the state they were found in
+GIVEN = {  # figures outside marks that are not results of ours
+    "README.md": {"95 %", "5 %"},  # intervals, and the share that background tuning may take
+    "docs/figures.md": {"93 GB/s", "121 %", "1.4 times"},  # the notes'
+    "docs/how-to.md": {"95 %"},
+    "docs/method.md": {
+        "95 %",
+        "20 ms",
+        "2 %",
+        "8 %",
+        "10 %",
+        "5 %",
+    },  # intervals, and constants of the code
+    "docs/tutorial.md": {"5 %", "2.00x"},
+}
+
+
+@pytest.mark.parametrize("name", [n for n in DOCUMENTS if n not in RECORDS])
+def test_measured_figures_stand_between_marks(name: str) -> None:
+    """What is measured comes out of a result file by `make tables`; any other figure with a unit is named above."""
+    text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL)
+    text = re.sub(
+        r"`[^`]*`", "", re.sub(r"<!-- (\w+).*?<!-- end \1 -->", "", text, flags=re.DOTALL)
+    )
+    assert set(MEASURED.findall(text)) - GIVEN.get(name, set()) == set()
+
+
 def test_the_index_lists_every_public_name_and_no_other() -> None:
     text = (ROOT / "docs" / "index.md").read_text()
     table = text[text.index("## Functions") : text.index("## Other packages")]

@@ -25,10 +25,28 @@ PEER = re.compile(r"^\w+\s+(add_relu with a fresh (\d+) MiB output, speed over t
 
 
 def tables(runs: Sequence[Results], folder: Path, part: str) -> str:
-    """One of the tables, "fused" or "others", as Markdown."""
+    """One of the tables, "fused" or "others", or the sentence "product", as Markdown."""
+    if part == "product":
+        return _sentence(runs[0])
     if part not in ("fused", "others"):
-        raise Problem(f"figures are {part!r}; fused or others is required")
+        raise Problem(f"figures are {part!r}; fused, others or product is required")
     return _fused(runs) if part == "fused" else _others(runs, folder)
+
+
+def _sentence(results: Results) -> str:
+    """What the plain product of 1024 reaches, in words."""
+    row = _row(results, "matmul", 1024)
+    products = [r for r in results.timed if r.category == "matmul" and r.dtype == "f16"]
+    if row is None or (speed := row.speed()) is None:
+        return ""
+    low, high = speed[1:]
+    beside = "faster than" if low > 1 else "slower than" if high < 1 else "as fast as"
+    limit = max(products, key=lambda r: r.gflops)
+    return (
+        f"On the {_name(results)} our plain product of 1024 is {beside} the vendor's library ({speed[0]:.2f} times, "
+        f"{low:.2f} to {high:.2f}). Its share of the limit is {Floors(results).share(row) or 0.0:.0%}: "
+        f"the limit is the rate of a product of {short(limit.size)} or more."
+    )
 
 
 def _row(results: Results, op: str, size: int, dtype: str = "f16", detail: str = "") -> Row | None:

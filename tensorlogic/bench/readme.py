@@ -10,6 +10,11 @@ or names the figures of the notes that this work began from, and result files to
     <!-- figures fused benchmarks/results/cpu.json benchmarks/results/h200.json -->
     <!-- end figures -->
 
+or a table or a figure of another result file, the latter within a sentence (`facts.py` has their names):
+
+    <!-- fact enabled benchmarks/results/enable.json -->
+    <!-- end fact -->
+
 `category`, `op`, `dtype` and `size` select rows (several values separated by commas), `show=summary` gives the summary.
 """
 
@@ -20,13 +25,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import figures, summary, tables
+from . import facts, figures, summary, tables
 from .problems import Problem
 from .results import Results, Row, load
 from .sizes import parse
 
 BLOCK = re.compile(
-    r"(<!-- (?P<kind>bench|figures) (?P<spec>[^>]+?) -->\n)(?P<body>.*?)(<!-- end (?P=kind) -->)",
+    r"<!-- (?P<kind>bench|figures|fact) (?P<spec>[^>]+?) -->(?P<break>\n?)(?P<body>.*?)<!-- end (?P=kind) -->",
     re.DOTALL,
 )
 HEADS = (
@@ -46,8 +51,19 @@ FIELDS = ("category", "op", "dtype", "size")
 
 def rendered(text: str, folder: Path) -> str:
     """The text with every marked block made anew."""
-    made = {"bench": _block, "figures": _figures}
-    return BLOCK.sub(lambda m: f"{m[1]}{made[m['kind']](m['spec'], folder)}\n{m[5]}", text)
+    made = {"bench": _block, "figures": _figures, "fact": _fact}
+
+    def fresh(m: re.Match[str]) -> str:
+        body = made[m["kind"]](m["spec"], folder)
+        return f"<!-- {m['kind']} {m['spec']} -->{m['break']}{body}{m['break']}<!-- end {m['kind']} -->"
+
+    return BLOCK.sub(fresh, text)
+
+
+def _fact(spec: str, folder: Path) -> str:
+    """A name of `facts.py`, then the result file."""
+    name, _, path = spec.partition(" ")
+    return facts.fact(name, folder / path)
 
 
 def _figures(spec: str, folder: Path) -> str:
@@ -69,7 +85,8 @@ def _block(spec: str, folder: Path) -> str:
     if given.get("show") == "summary":
         return "\n".join(["```text", about, *summary.lines(results), "```"])
     rows = [r for r in results.timed if _wanted(r, given)]
-    chosen = [c for c in tables.columns(results) if c.head in HEADS]
+    known = [c for c in tables.columns(results) if c.head in HEADS]
+    chosen = [c for c in known if c.essential or any(c.cell(r) for r in rows)]
     return f"{about}\n\n{tables.markdown(chosen, rows)}"
 
 

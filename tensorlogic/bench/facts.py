@@ -1,0 +1,78 @@
+"""Single figures and small tables of the documents, each computed from one result file that is no run of the benchmark."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .problems import Problem
+
+Document = dict[str, Any]
+
+
+def fact(name: str, path: Path) -> str:
+    """The text that the fact has by that file; Problem where either is unknown."""
+    if name not in FACTS:
+        raise Problem(f"fact is {name!r}; {', '.join(FACTS)} are known")
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise Problem(f"{path} cannot be read: {problem}") from problem
+    return FACTS[name](document)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown; the first column to the left, numbers to the right."""
+    rule = "|" + "|".join([":---", *["---:"] * (len(head) - 1)]) + "|"
+    return "\n".join(["| " + " | ".join(h) + " |" for h in (head,)] + [rule] + ["| " + " | ".join(r) + " |" for r in rows])  # fmt: skip
+
+
+def enabled(result: Document) -> str:
+    """A program with and without TENSORLOGIC_ENABLE=1 (`benchmarks/enable.py`)."""
+    limits = " ".join(f"{name}={value}" for name, value in result.get("limited to", {}).items())
+    about = (
+        f"{result['machine']}{' limited by ' if limits else ''}{limits}, {result['threads']} threads; PyTorch {result['torch']}; "
+        f"{result['date']}; answers {'the same' if result['same'] else 'DIFFER'}"
+    )
+    head = ("float16", "PyTorch, ms", "TENSORLOGIC_ENABLE=1, ms", "times faster")
+    rows = [(w, f"{off:.1f}", f"{on:.1f}", f"{gain:.1f}") for w, off, on, gain in result["rows"]]
+    return f"{about}\n\n{table(head, rows)}"
+
+
+def guards(result: Document) -> str:
+    """What the guards of enable() add to other calls (`benchmarks/guards.py`)."""
+    e = result["environment"]
+    about = f"{e['device']}, {e['threads']} threads; PyTorch {e['torch']}; {result['date']}; microseconds"
+    rows = [
+        (name, f"{alone:.1f}", *(f"{on - off:+.2f}" for off, on in (pair, result["us"]["without"][name])))
+        for name, pair in result["us"]["with"].items()
+        for alone in pair[:1]
+    ]  # fmt: skip
+    return f"{about}\n\n{table(('', 'PyTorch', 'with hooks', 'without'), rows)}"
+
+
+def agreeing(result: Document) -> str:
+    """Keys on which fresh stores agree (`benchmarks/stability.py`)."""
+    agree = result["keys"] - len(result["differing"])
+    e = result["environment"]
+    return (
+        f"{agree} of the benchmark's {result['keys']} keys ({e['device']}, {e['threads']} threads)"
+    )
+
+
+def imported(result: Document) -> str:
+    """What the import takes (`benchmarks/import_time.py`)."""
+    ours, torch = (statistics.median(result["samples"][n]) for n in ("import tensorlogic, after torch", "import torch"))  # fmt: skip
+    e = result["machine"]
+    return f"{ours:.0f} ms after PyTorch's own {torch:.0f} ms ({e['device']}, PyTorch {e['torch']})"
+
+
+FACTS: dict[str, Callable[[Document], str]] = {
+    "enabled": enabled,
+    "guards": guards,
+    "agreeing": agreeing,
+    "imported": imported,
+}

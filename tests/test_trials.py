@@ -27,8 +27,7 @@ def called(shape: Any, *names: str) -> None:
     found = [name for name in shape.trials if name.startswith(names)]
     assert found
     for name in found:
-        for got in shape.got(shape.sets[0]):
-            got.fill_(torch.nan)
+        importlib.import_module("trial_shapes").poison(shape)
         assert shape.trials[name]()(*shape.sets[0])
         assert shapes_miss(shape) <= shape.limit, name
 

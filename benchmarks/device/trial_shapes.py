@@ -34,6 +34,12 @@ def miss(shape: Shape) -> float:
     return max(e if math.isfinite(e) else math.inf for e in errors)
 
 
+def poison(shape: Shape) -> None:
+    """Fill what calls on the first set write with NaN."""
+    for i in shape.outputs:
+        shape.sets[0][i].fill_(torch.nan)
+
+
 def short(config: dict[str, Any]) -> str:
     """A configuration in few characters."""
     return " ".join(str(v) for v in config.values())
@@ -49,6 +55,7 @@ class Shape:
     got: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]  # what a call wrote
     nbytes: float
     limit: float  # relative error
+    outputs: tuple[int, ...]  # which of a set are written
     trials: dict[str, Build] = field(default_factory=dict)
 
 
@@ -86,7 +93,7 @@ def cross_entropy(rows: int, columns: int, dtype: str, cores: int = 132) -> Shap
     want = losses(*sets[0][:2]).sum() / (sets[0][1] != -100).sum()
     shape = Shape(
         f"cross-entropy {rows}x{columns} {dtype}", sets, (want,), lambda s: (s[4],),
-        rows * columns * size * 16 / 17, {"f32": 1e-5, "f16": 1e-3, "bf16": 4e-3}[dtype],
+        rows * columns * size * 16 / 17, {"f32": 1e-5, "f16": 1e-3, "bf16": 4e-3}[dtype], (4,),
     )  # fmt: skip
     for i, config in enumerate(triton_cross_entropy.cross_entropy_configs(columns, dtype)[:4]):
 
@@ -141,7 +148,7 @@ def both(rows: int, columns: int, dtype: str, cores: int = 132) -> Shape:
     want[torch.arange(some), t[:some]] -= 1
     shape = Shape(
         f"loss and gradient {rows}x{columns} {dtype}", sets, (losses(x, t), want / rows * 64), lambda s: (s[2], s[3][:some].double() * 64),
-        2 * rows * columns * size, 1e-3 if dtype != "bf16" else 6e-3,
+        2 * rows * columns * size, 1e-3 if dtype != "bf16" else 6e-3, (2, 3),
     )  # fmt: skip
 
     def apart() -> Callable[..., bool]:
@@ -182,7 +189,7 @@ def sums(count: int) -> Shape:
     x = rand(count, dtype="f16")
     sets = [(x, torch.empty((), device=DEVICE, dtype=torch.float16), torch.zeros(512, device=DEVICE, dtype=torch.int64))]  # fmt: skip
     want = x.double().sum()
-    shape = Shape(f"sum {count}", sets, (want,), lambda s: (s[1],), 2 * count, 1e-2)
+    shape = Shape(f"sum {count}", sets, (want,), lambda s: (s[1],), 2 * count, 1e-2, (1,))
     for config in triton_reduce.reduce_configs(1, count, 1, "f16")[:4]:
 
         def now(config: dict[str, Any] = config) -> Callable[..., bool]:
@@ -222,7 +229,7 @@ def few(m: int, k: int, n: int, dtype: str) -> Shape:
     sets = [made() for _ in range(copies(n * k * size))]
     x, w, b = sets[0][:3]
     want = torch.relu(x.double() @ w.double().t() + b.double())
-    shape = Shape(f"{m}x{k}x{n} {dtype}", sets, (want,), lambda s: (s[3],), n * k * size, 2e-3 if dtype == "f16" else 1e-2)  # fmt: skip
+    shape = Shape(f"{m}x{k}x{n} {dtype}", sets, (want,), lambda s: (s[3],), n * k * size, 2e-3 if dtype == "f16" else 1e-2, (3,))  # fmt: skip
     spec = gemm.GemmSpec(
         m, n, k, gemm.Operand(dtype, k, 1), gemm.Operand(dtype, 1, k), gemm.Operand(dtype, n, 1), bias=dtype, activation="relu"
     )  # fmt: skip
@@ -261,7 +268,7 @@ def scores(s: int, d: int, dtype: str, heads: int = 16) -> Shape:
     sets[0][1][0, 0, s - 5] *= 60  # a late maximum, far above the first tile's
     q, k = sets[0][:2]
     want = torch.softmax(q.double() @ k.double().mT * 0.125, -1)
-    shape = Shape(f"scores {s} d {d} {dtype}", sets, (want,), lambda x: (x[2],), nbytes, 1.2e-3 if dtype == "f16" else 1e-2)  # fmt: skip
+    shape = Shape(f"scores {s} d {d} {dtype}", sets, (want,), lambda x: (x[2],), nbytes, 1.2e-3 if dtype == "f16" else 1e-2, (2,))  # fmt: skip
     lies = scores_specialised.heads(b, h, s, d, (h * s * d, s * d, d))
     assert not isinstance(lies, str)
     for config in scores_specialised.specialised_scores_configs(b * h, s, s, d, 132)[:3]:

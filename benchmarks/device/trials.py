@@ -1,6 +1,6 @@
 """Kernels on trial beside what is chosen today: checked against float64, then timed by graph replays, inputs out of the cache.
 
-python benchmarks/device/trials.py [scores|rows|few|sum|both ...] [--rounds 9]
+python benchmarks/device/trials.py [rows|few|sum|both|scores ...] [--rounds 9]
 
 A trial that is wrong is not timed. What wins becomes a candidate with tests of its own; then, or where it loses, it goes from here.
 """
@@ -21,13 +21,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from trial_shapes import DEVICE, Shape, both, cross_entropy, few, miss, rand, scores, sums
+from trial_shapes import DEVICE, Shape, both, cross_entropy, few, miss, poison, rand, scores, sums
 
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common import triton_launch
 
 PARTS: dict[str, list[Callable[[], Shape]]] = {
-    "scores": [lambda: scores(512, 64, "f16"), lambda: scores(256, 64, "f16"), lambda: scores(512, 128, "bf16"), lambda: scores(384, 64, "f16")],
     "rows": [
         lambda: cross_entropy(4096, 32000, "f16"), lambda: cross_entropy(2048, 50264, "bf16"), lambda: cross_entropy(8192, 128256, "f16"),
         lambda: cross_entropy(512, 32000, "f32"), lambda: cross_entropy(16384, 8192, "f16"),
@@ -38,6 +37,7 @@ PARTS: dict[str, list[Callable[[], Shape]]] = {
     ],
     "sum": [lambda: sums(1 << 20), lambda: sums(1 << 18), lambda: sums(1 << 21)],
     "both": [lambda: both(4096, 32000, "f16"), lambda: both(8192, 16384, "bf16")],
+    "scores": [lambda: scores(512, 64, "f16"), lambda: scores(256, 64, "f16"), lambda: scores(512, 128, "bf16"), lambda: scores(384, 64, "f16")],
 }  # fmt: skip
 
 
@@ -103,6 +103,7 @@ def run(shape: Shape, rounds: int, peak: float) -> None:
         except CompileFailure as failure:
             print(f"  {name}: {str(failure)[-160:]}")
             continue
+        poison(shape)
         if not fn(*shape.sets[0]):
             print(f"  {name}: declined")
             continue
@@ -140,11 +141,10 @@ def main() -> None:
     torch.manual_seed(0)
     peak = bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch.add moves {peak:.0f} GB/s")
-    for part in asked.parts:
-        for make in PARTS[part]:
-            shape = make()
-            compile_all([shape])
-            run(shape, asked.rounds, peak)
+    shapes = [make() for part in asked.parts for make in PARTS[part]]
+    compile_all(shapes)
+    for shape in shapes:
+        run(shape, asked.rounds, peak)
 
 
 if __name__ == "__main__":

@@ -18,15 +18,17 @@ from .. import measure
 from ..numerics import Verdict
 from . import check
 from .code import last_uses
+from .decisions import Decision
 from .patterns import RULES
-from .regions import Decision, Judge, emit_way, full
+from .regions import HEATS, Judge, emit_way, full
 from .report import Report, Row
-from .rewrite import Region, rewrite
+from .rewrite import Region, again, rewrite
 from .serve import Program, device_of, mutates
 from .short import MISS
 from .trace import Trace, Untraceable, counts, first_line, writes
 from .widen import pays, widened
 
+ATTEMPTS = 8  # at a program whose error as a whole does not grow
 ROUNDS = 4  # times that regions are formed again after some were undone
 MUST_GAIN = 0.98  # of the original's time that the whole may take
 
@@ -51,7 +53,7 @@ def best(
     banned: set[str] = set()
     undone: list[Row] = []
     judge = Judge(source, device, training, begin + budget_s / 2, begin + 2 * budget_s)
-    for attempt in range(4):
+    for attempt in range(ATTEMPTS):
         plan = Plan(source, judge, banned)
         program, verdict = _right(plan.variants[0], plan, model, expected)
         report.rows, report.error = [*plan.rows, *undone], verdict.error
@@ -63,9 +65,13 @@ def best(
         standing = sorted(
             (r for r in report.rows if not r.refused), key=lambda r: -(r.error or 0.0)
         )
-        if not standing or attempt == 3:
+        if not standing or attempt == ATTEMPTS - 1:
             break
-        for row in standing[: max(1, len(standing) // 3)]:
+        for row in standing[: max(1, len(standing) // 4)]:
+            decision = next(d for d in plan.found.values() if d.row is row)
+            if decision.milder():
+                judge.forget(decision)
+                continue
             banned |= {f"{r.op}@{r.root}" for r in plan.regions if plan.found[r.root].row is row}
             undone.append(replace(row, refused=f"the whole model's error grew: {why}"))
     report.reason, report.error = f"the rewritten model is not right: {why}", None
@@ -95,7 +101,7 @@ class Plan:
         values = expected_inputs(traced)
         refused: list[Decision] = []
         for attempt in itertools.count():
-            self.regions = self._rewritten()[1]
+            self.rewritten, self.regions = self._rewritten()
             if attempt < ROUNDS:
                 judge.decide(self.regions, values)
             known = [judge.passed.get((r.op, r.root, r.calls)) for r in self.regions]
@@ -128,7 +134,7 @@ class Plan:
 
     def graph(self, variant: Mapping[str, Decision]) -> tuple[fx.Graph, dict[str, str]]:
         """The graph with the chosen ways written out, and which candidate each op's call is to have."""
-        graph, regions = self._rewritten()
+        graph, regions = again(self.rewritten)
         return graph, _expand(graph, regions, variant)
 
 
@@ -258,12 +264,12 @@ def _timed(
     if any(p(args, kwargs) is MISS for p in programs):
         report.reason = "the program does not fit its own example inputs"
         return None
-    samples = measure.wall_samples(
-        {"before": call(before), **calls},
-        programs[0].device,
-        max(0.15, budget_s / 16) * (1 + len(calls)),
-    )
-    first = min(calls, key=samples.median)
+    share, device = max(0.15, budget_s / 16), programs[0].device
+    first = next(iter(calls))
+    if len(calls) > 1:
+        first = min(calls, key=measure.wall_samples(calls, device, share, HEATS).median)
+    pair = {"before": call(before), first: calls[first]}
+    samples = measure.wall_samples(pair, device, 2 * share)
     program = programs[int(first.split()[1])]
     if mutates(program.graph):
         program.replace_state(live)

@@ -83,7 +83,10 @@ class Sites:
         if op.gradient is not None:
             ready = (*ready, recording)
         policy = policies.current()
-        if name in self.forced and not policy.reproducible and policy.forced(op.name) is None:
+        found = op.candidates.get(self.forced.get(name, ""))
+        key = op.key(ready, "forward" if recording else "inference")
+        fits = found is not None and found.unfit(key) is None  # another memory layout may have come
+        if fits and not policy.reproducible and policy.forced(op.name) is None:
             policy = replace(policy, tune="off", force=self.forced[name], entries={})
         bound = dispatch.Bound(op, ready, policy, recording)
         self.chosen[name] = bound.choice.candidate.id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,25 +16,20 @@ from ..ops.convolution import channels_last
 from ..rules import Composite, Way
 from . import check
 from .code import Function, ahead
+from .decisions import Decision, evidence, refused, slowness
 from .patterns import WAYS
-from .report import Row
 from .rewrite import Region, arguments, emitter
 from .trace import Trace, first_line
 
+HEATS = 3  # rounds in which all ways run
+CLOSE = (
+    1.2  # of the fastest way's time that a way may take there to run in three times as many more
+)
 LEAST_GAIN = 0.98  # a replacement that takes more of the original's time is not worth having
 SHARE_S = {"cuda": 0.01}  # seconds that one implementation of one region is timed for
 USUAL_SHARE_S = 0.02  # where no graph replay takes the noise away
 PLAIN, CHOSEN = "torch.eager", "chosen"
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError)
-
-
-@dataclass
-class Decision:
-    """What stands for all regions of one kind: a way or candidate, or nothing, with the evidence."""
-
-    way: str | None = None
-    ready: tuple[str, ...] = ()  # ways that passed their check
-    row: Row = field(default_factory=lambda: Row("", "", ""))
 
 
 class Judge:
@@ -73,6 +68,10 @@ class Judge:
                     env.pop(done, None)
         return found
 
+    def forget(self, decision: Decision) -> None:
+        """Check the regions again for which this stands: another way does by now."""
+        self.passed = {k: d for k, d in self.passed.items() if d is not decision}
+
     def _lifetimes(
         self, nodes: Sequence[fx.Node], regions: Sequence[Region]
     ) -> dict[str, list[str]]:
@@ -104,14 +103,14 @@ class Judge:
         if known is not None and known.way is None:
             return known
         if known is None and time.perf_counter() > self.end:
-            late = _refused(region, "not measured: no time was left in budget_s", None)
+            late = refused(region, "not measured: no time was left in budget_s", None)
             return self.known.setdefault(key, late)
         before = Function(nodes, [n.name for n in inputs], nodes[-1], {}, self.trace.owner)
         expected = _Expected(nodes, inputs, values, self.trace.owner)
         if known is not None:
             problem, error = self._check(region, known, env, expected)
             known.row.error = max(known.row.error or 0.0, error)
-            return known if problem is None else _refused(region, problem, error)
+            return known if problem is None else refused(region, problem, error)
         decision = self._measure(region, env, before, values, expected)
         self.known[key] = decision
         return decision
@@ -138,33 +137,36 @@ class Judge:
             except FAILURES as problem_:
                 reasons.append(f"{decision.way}: {first_line(problem_)}")
         if not ready:
-            return _refused(region, "; ".join(reasons) or "nothing here can run it", None)
+            return refused(region, "; ".join(reasons) or "nothing here can run it", None)
         calls: dict[str, list[Callable[[], Any]]] = {
             "before": [self._step(before, list(values))],
             **{name: [self._step(f.function, f.values)] for name, (f, _) in ready.items()},
         }
-        samples = measure.device_samples(
-            calls, self.device, SHARE_S.get(self.device.type, USUAL_SHARE_S) * len(calls)
-        )
-        best = min(ready, key=samples.median)
-        ratio = samples.ratio(best, "before")
-        fragment, error = ready[best]
-        candidate = next(iter(fragment.function.sites.chosen.values()), best)
-        row = Row(
-            region.root,
-            region.op,
-            candidate if best == CHOSEN else best,
-            0,
-            samples.median("before"),
-            samples.median(best),
-            ratio,
-            error,
-        )
+        samples = self._raced(calls)
+        rows = {}
+        for name, (fragment, error) in ready.items():
+            candidate = next(iter(fragment.function.sites.chosen.values()), name)
+            shown = candidate if name == CHOSEN else name
+            rows[name] = evidence(region, name, shown, error, samples[name])
+        best = min(ready, key=lambda name: samples[name].median(name))
         limit = 1.03 if region.exact else LEAST_GAIN
-        if ratio[0] > limit:
-            row.refused = "does not pay"
-            return Decision(None, (), row)
-        return Decision(best, tuple(ready), row)
+        if slowness(rows[best]) > limit:
+            return Decision(None, (), replace(rows[best], refused="does not pay"))
+        paying = {name: row for name, row in rows.items() if slowness(row) <= limit}
+        return Decision(best, tuple(ready), replace(rows[best]), paying)
+
+    def _raced(self, calls: dict[str, list[Callable[[], Any]]]) -> dict[str, measure.Samples]:
+        """way -> times of it and of what was before; on a CPU, where running them takes the time, losers leave early."""
+        share = SHARE_S.get(self.device.type, USUAL_SHARE_S)
+        if self.device.type != "cpu":
+            return dict.fromkeys(
+                calls, measure.device_samples(calls, self.device, share * len(calls))
+            )
+        first = measure.device_samples(calls, self.device, share / 3 * len(calls), HEATS)
+        bound = CLOSE * min(first.median(name) for name in calls if name != "before")
+        left = {n: c for n, c in calls.items() if n == "before" or first.median(n) <= bound}
+        final = measure.device_samples(left, self.device, share / 2 * len(left), 3 * HEATS)
+        return {**dict.fromkeys(calls, first), **dict.fromkeys(left, final)}
 
     def _step(self, function: Function, values: Sequence[Any]) -> Callable[[], Any]:
         if not self.training:
@@ -363,7 +365,3 @@ def _leaf(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().clone().requires_grad_()
     return value
-
-
-def _refused(region: Region, reason: str, error: float | None) -> Decision:
-    return Decision(None, (), Row(region.root, region.op, "", 0, error=error, refused=reason))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -37,19 +38,37 @@ def rewrite(
 
     Returns the regions that stand in the end, in the graph's order.
     """
+    ends = [(rule, _roots(rule.pattern)) for rule in rules]
     changed = True
     while changed:
         changed = False
-        for rule in rules:
+        for rule, targets in ends:
             for node in list(graph.nodes):
                 if (
                     node.op == "call_function"
+                    and node.target in targets
                     and not node._erased
                     and _apply(graph, rule, node, banned)
                 ):
                     changed = True
     graph.lint()
     return [n.meta["region"] for n in graph.nodes if "region" in n.meta]
+
+
+def again(graph: fx.Graph) -> tuple[fx.Graph, list[Region]]:
+    """A copy of a graph that was rewritten, and its regions there."""
+    copied = copy.deepcopy(graph)
+    for node in copied.nodes:
+        if "region" in node.meta:
+            node.meta["region"] = replace(node.meta["region"], node=node)
+    return copied, [n.meta["region"] for n in copied.nodes if "region" in n.meta]
+
+
+def _roots(pattern: Call | OneOf) -> frozenset[Any]:
+    """What the last call of a match may be."""
+    if isinstance(pattern, Call):
+        return frozenset(pattern.targets)
+    return frozenset().union(*map(_roots, pattern.patterns))
 
 
 def _apply(graph: fx.Graph, rule: Rule, root: fx.Node, banned: frozenset[str]) -> bool:

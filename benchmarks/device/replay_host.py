@@ -1,6 +1,6 @@
 """Host time of replayed calls, step by step: the input's copy, the graph's launch, and what our own checks add to both.
 
-python benchmarks/replay_host.py [--out FILE.json]   without a GPU, a graph that does nothing stands for CUDA's
+python benchmarks/device/replay_host.py [--out FILE.json]   without a GPU, a graph that does nothing stands for CUDA's
 """
 
 from __future__ import annotations

@@ -1,0 +1,128 @@
+"""Regions: which way stands, what gives way where the whole model's error grew, and how long losers are timed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorlogic
+from tensorlogic import dispatch, measure, policies, registry
+from tensorlogic.numerics import Verdict
+from tensorlogic.ops.convolution import CONVOLUTION
+from tensorlogic.program import choosing
+from tensorlogic.program.code import Sites
+from tensorlogic.program.decisions import Decision
+from tensorlogic.program.patterns import RULES
+from tensorlogic.program.regions import HEATS, Judge
+from tensorlogic.program.report import Row
+from tensorlogic.program.rewrite import again, rewrite
+from tensorlogic.program.trace import trace
+
+
+def row(way: str, ratio: float, error: float) -> Row:
+    return Row("r", "op", way, 1, 100.0, 100 * ratio, (ratio, ratio, ratio), error)
+
+
+def test_the_fastest_of_the_clearly_milder_ways_comes_next() -> None:
+    ways = {w: row(w, *v) for w, v in {"a": (0.5, 3), "b": (0.7, 1.5), "c": (0.6, 2.9)}.items()}
+    ways["d"] = row("d", 0.9, 1.0)
+    decision = Decision("a", ("a", "b", "c", "d"), row("a", 0.5, 3), ways)
+    seen = []
+    while decision.milder():
+        seen.append((decision.way, decision.row.candidate, decision.row.error))
+    assert seen == [("b", "b", 1.5), ("d", "d", 1.0)]
+    assert decision.ready == ("d",)
+    assert not Decision("a", ("a",), row("a", 0.5, 3), {"a": row("a", 0.5, 3)}).milder()
+
+
+@torch.no_grad()
+def test_another_way_takes_the_place_of_one_that_makes_the_whole_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judge = choosing.Whole.judge
+    tried = []
+
+    def strict(self: choosing.Whole, program: choosing.Program) -> Verdict:
+        """As if only the plain form of a convolution were right enough in the whole."""
+        names = [str(getattr(n.target, "__name__", n.target)) for n in program.function.nodes]
+        tried.append("convolution" in names)
+        found = judge(self, program)
+        return found if tried[-1] else Verdict(found.reason, 3.0)
+
+    def milder(self: Decision) -> bool:
+        """Over to the plain form, if that is not what stands."""
+        before, self.way, self.ready = self.way, "torch.eager", ("torch.eager",)
+        return before != "torch.eager"
+
+    monkeypatch.setattr(choosing.Whole, "judge", strict)
+    monkeypatch.setattr(Decision, "milder", milder)
+    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
+    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
+    median = measure.Samples.median
+    slow = {"before", "torch.eager"}
+    monkeypatch.setattr(
+        measure.Samples, "median", lambda s, n: median(s, n) * (1e6 if n in slow else 1)
+    )
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()).eval()
+    fast = tensorlogic.optimize(model, torch.randn(2, 3, 8, 8), budget_s=0.2)
+    assert tried[0] is False
+    assert tried[-1] is True
+    assert fast.report.outcome == "rewritten", fast.report
+    assert [r.op for r in fast.report.regions] == ["convolution"]
+
+
+@torch.no_grad()
+def test_a_rewritten_graph_is_copied_with_its_regions() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    graph = trace(model, (torch.randn(2, 3, 8, 8),), {}).graph
+    regions = rewrite(graph, RULES)
+    copied, same = again(graph)
+    assert [r.calls for r in same] == [r.calls for r in regions]
+    for mine, theirs in zip(same, regions, strict=True):
+        assert mine.node is not None
+        assert mine.node.graph is copied
+        assert theirs.node is not None
+        assert theirs.node.graph is graph
+        assert mine.node.target is CONVOLUTION
+
+
+def test_losers_leave_the_race_early() -> None:
+    judge = Judge.__new__(Judge)
+    judge.device = torch.device("cpu")
+    seconds = {"before": 0.004, "fast": 0.002, "slow": 0.008}
+    calls = {n: [lambda s=s: time.sleep(s)] for n, s in seconds.items()}
+    found = judge._raced(calls)
+    assert len(found["slow"].values["slow"]) == HEATS
+    assert len(found["fast"].values["fast"]) > HEATS
+    assert found["slow"].ratio("slow", "before")[0] > 1 > found["fast"].ratio("fast", "before")[0]
+
+
+def test_a_candidate_is_not_forced_on_what_it_cannot_run() -> None:
+    a = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+    b = torch.randn(2, 8, 4, 4)
+    registry.ready("cpu")
+    key = tensorlogic.add_relu.fused.key((a, b, False), "inference")  # type: ignore[attr-defined]
+    unfit = [c for c in tensorlogic.add_relu.fused.candidates.values() if c.unfit(key)]  # type: ignore[attr-defined]
+    if not unfit:
+        pytest.skip("every candidate here takes such tensors")
+    policy = policies.current()
+    sites = Sites({"call": unfit[0].id})  # chosen for tensors that lay otherwise
+    run = sites.bind("call", tensorlogic.add_relu, (a, b))
+    assert run is not None
+    torch.testing.assert_close(run(a, b), torch.relu(a + b))
+    with pytest.MonkeyPatch.context() as patch:
+        asked: list[str | None] = []
+        bound = dispatch.Bound.__init__
+
+        def seen(self: dispatch.Bound, op: Any, args: Any, chosen: Any, *rest: Any) -> None:
+            asked.append(chosen.force)
+            bound(self, op, args, chosen, *rest)
+
+        patch.setattr(dispatch.Bound, "__init__", seen)
+        sites.bind("call", tensorlogic.add_relu, (a, b))
+    assert asked == [policy.force]

@@ -18,7 +18,10 @@ from typing import Any
 
 from . import settings
 
-PRELOADED = ("tensorlogic.ops.common.triton_launch", "tensorlogic.ops.common.triton_gemm")
+PRELOADED = (
+    "tensorlogic.ops.common.triton_gemm",
+    "tensorlogic.ops.common.triton_launch",
+)  # imported before workers are forked; what is called `warm` there is called
 SUPPORTED = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
 
@@ -99,7 +102,7 @@ def nurse(fd: int) -> None:
     line = socket.socket(fileno=fd)
     for name in PRELOADED:
         with contextlib.suppress(ImportError):  # no Triton: a job that needs it will say so
-            importlib.import_module(name)
+            getattr(importlib.import_module(name), "warm", int)()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how workers ended
     while True:
         message, fds, _, _ = socket.recv_fds(line, 1, 1)

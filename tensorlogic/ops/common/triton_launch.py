@@ -289,6 +289,12 @@ def run_compile_job(job: CompileJob) -> Any:
     return compiled
 
 
+def warm() -> None:
+    """What the first compilation of a process begins with, 0.3 s: Triton hashes its own files, and remembers."""
+    cache = importlib.import_module("triton.runtime.cache")
+    getattr(cache, "triton_key", int)()  # some versions keep it elsewhere
+
+
 @contextmanager
 def _own_cache() -> Iterator[None]:
     """Triton's cache where the process found it: workers, this process and the next one share it, whatever

@@ -128,9 +128,9 @@ def _product(results: Results) -> str:
     share = Floors(results).share(row) or 0.0
     vendor, name = row.best_eager(), "of the vendor's library"
     us = row.median_us(vendor) if vendor else 0.0
-    if results.kind == "cpu":  # no vendor's library multiplies f16 there: its float32 product
-        vendor, name = f32.best_eager(), "of the vendor's float32"
-        us = f32.median_us(vendor) if vendor else 0.0
+    single = f32.best_eager()
+    if single and us > f32.median_us(single):  # no library multiplies f16 well there
+        name, us = "of the vendor's float32", f32.median_us(single)
     return f"{row.gflops:,.0f} GFLOPS; {us / row.median_us():.0%} {name}; {share:.0%} of the limit"
 
 
@@ -172,7 +172,7 @@ def _conversion(results: Results) -> str:
 def _pool(results: Results, folder: Path) -> str:
     if results.kind != "cpu":
         return "PyTorch's own allocator"
-    path = folder / "cpu_peers.txt"
+    path = folder / f"{results.path.stem if results.path else ''}_peers.txt"
     found = PEER.search(path.read_text(encoding="utf-8")) if path.exists() else None
     if found is None:
         return ""

@@ -152,9 +152,10 @@ def _named(rows: list[Row], clock: str) -> str:
 def caveats(results: Results) -> list[str]:
     """Why the run is not what it should be: interrupted, or on a busy machine."""
     found = [] if results.complete else ["this run is not complete: it was interrupted"]
-    if results.run.get("busy"):
+    others = results.run.get("others")
+    if results.run.get("busy") and (others is None or others > OTHERS):  # a load is of minutes ago
         found.append(f"note: {results.run['busy']}")
-    if (results.run.get("others") or 0.0) > OTHERS:
+    if (others or 0.0) > OTHERS:
         found.append(
             f"note: other programs took {results.run['others']:.0%} of the processors while this one measured: "
             "times are those of a shared machine"

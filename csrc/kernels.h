@@ -200,6 +200,8 @@ struct GemmCall {  // a · b, a [M, K], b [K, N], handed over in runs of rows wh
   float* scratch;  // gemm_scratch(N, depth) floats; it and c aligned to 64
 };
 
+constexpr int64_t SHORT_ROW = 32;
+
 struct Kernels {
   const char* name;
   int width;  // float32 lanes
@@ -214,11 +216,16 @@ struct Kernels {
                            float scale, int64_t begin, int64_t end);
   void (*cross_entropy)(const CrossEntropyCall&, int64_t begin, int64_t end);
   void (*cross_entropy_backward)(const CrossEntropyBackwardCall&, int64_t begin, int64_t end);
+  // y[r, j] = max(acc[r, j] * scale[j] + shift[j], 0)
+  void (*scaled_relu)(DType, const float* acc, const float* scale, const float* shift, void* y,
+                      int64_t cols, int64_t begin, int64_t end);
   // One run of n contiguous elements to one value; n elements per call bounds the float32 error.
   float (*reduce)(Reduction, DType, const void* x, int64_t n);
   // acc[j] (op)= x[i * stride + j] for i < n, j < cols; acc holds sums, or running extremes.
   void (*reduce_columns)(Reduction, DType, const void* x, float* acc, int64_t n, int64_t cols,
                          int64_t stride);
+  // y[r] = rows [rows, n] each to one value, n <= SHORT_ROW
+  void (*reduce_short)(Reduction, DType, const void* x, float* y, int64_t rows, int64_t n);
   // y[m, n] = sum_k x[m, k] w[n * step + k]; x [M, K], y [M, N]
   void (*dot_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
                    int64_t step);

@@ -191,3 +191,38 @@ def test_reduction_does_not_depend_on_threads(ops: Any) -> None:
     one = [ops.sum(x, 0, 2), ops.sum(x, 1, 2), ops.sum(x, 0, 1)]
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(many, one, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_short_rows_are_reduced_side_by_side(ops: Any, dtype: torch.dtype) -> None:
+    """Every length of a short row and some beyond, with rows that fill lanes in part; NaN stays in its own row."""
+    for n in (*range(1, 18), 31, 32, 33, 47):
+        for rows in (1, 15, 16, 37, 5000 if n == 7 else 64):
+            x = torch.randn(rows, n).to(dtype)
+            x[rows // 2, n // 2] = NAN
+            for name, exact in (("max", torch.amax), ("min", torch.amin), ("sum", torch.sum)):
+                got = getattr(ops, name)(x, 1, 2)
+                wanted = exact(x.double(), 1)
+                assert torch.equal(torch.isnan(got), torch.isnan(wanted)), (name, rows, n)
+                close(got[~got.isnan()] / n, wanted[~wanted.isnan()] / n, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batch_norm_and_relu_of_a_product(ops: Any, dtype: torch.dtype) -> None:
+    for rows, cols in ((1, 1), (3, 5), (33, 17), (200, 130)):
+        acc, eps = torch.randn(rows, cols), 1e-3
+        bias, mean, gamma, beta = (torch.randn(cols).to(dtype) for _ in range(4))
+        var = (torch.rand(cols) + 0.5).to(dtype)
+        for b, g, t in ((bias, gamma, beta), (None, None, None)):
+            z = acc.double() + (0 if b is None else b.double())
+            wide = [None if v is None else v.double() for v in (g, t)]
+            wanted = torch.relu(F.batch_norm(z, mean.double(), var.double(), *wide, eps=eps))
+            got = ops.batch_norm_relu(acc, b, mean, var, g, t, eps, dtype)
+            assert got.dtype == dtype
+            close(got, wanted, dtype)
+    acc[0, 0] = NAN
+    assert torch.isnan(ops.batch_norm_relu(acc, None, mean, var, None, None, eps, dtype)[0, 0])
+    with pytest.raises(RuntimeError, match="mean must have 130 elements"):
+        ops.batch_norm_relu(acc, None, mean[:1], var, None, None, eps, dtype)
+    with pytest.raises(RuntimeError, match="mean and var are required"):
+        ops.batch_norm_relu(acc, None, None, var, None, None, eps, dtype)

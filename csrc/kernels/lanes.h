@@ -44,16 +44,25 @@ INLINE vf smaller(vf acc, vf x) {
   vf m = vmin(acc, x);
   return acc != acc ? acc : m;
 }
-INLINE float largest(vf v) {
-  float m = v[0];
-  for (int k = 1; k < W; ++k) m = (v[k] > m || v[k] != v[k]) ? v[k] : m;
-  return m;
+struct Add {
+  INLINE_MEMBER vf operator()(vf acc, vf x) const { return acc + x; }
+};
+struct Larger {
+  INLINE_MEMBER vf operator()(vf acc, vf x) const { return larger(acc, x); }
+};
+struct Smaller {
+  INLINE_MEMBER vf operator()(vf acc, vf x) const { return smaller(acc, x); }
+};
+
+// One value of all lanes: halves folded onto each other.
+template <class F>
+INLINE float folded(vf v, F fold) {
+#pragma GCC unroll 4
+  for (int half = W / 2; half > 0; half /= 2) v = fold(v, turned(v, half));
+  return v[0];
 }
-INLINE float smallest(vf v) {
-  float m = v[0];
-  for (int k = 1; k < W; ++k) m = (v[k] < m || v[k] != v[k]) ? v[k] : m;
-  return m;
-}
+INLINE float largest(vf v) { return folded(v, Larger{}); }
+INLINE float smallest(vf v) { return folded(v, Smaller{}); }
 INLINE vf total(const vf (&a)[4]) { return (a[0] + a[2]) + (a[1] + a[3]); }
 
 }  // namespace tensorlogic::TENSORLOGIC_ISA

@@ -27,20 +27,51 @@ static float reduce_of(Reduction kind, const T* x, int64_t n) {
   return sum(all);
 }
 
+// W rows of n <= SHORT_ROW elements at a time, a lane each: sums along a short row of lanes cost more
+// than the row.
+template <class F>
+INLINE vf short_rows_of(const float* x, int64_t n, F fold) {
+  vf a = strided(x, n), b = a;
+  int64_t j = 1;
+  if (n > 1) b = strided(x + j++, n);
+  for (; j + 1 < n; j += 2) {
+    a = fold(a, strided(x + j, n));
+    b = fold(b, strided(x + j + 1, n));
+  }
+  if (j < n) a = fold(a, strided(x + j, n));
+  return n > 1 ? fold(a, b) : a;
+}
+
+template <class T>
+static void reduce_short_of(Reduction kind, const T* x, float* y, int64_t rows, int64_t n) {
+  alignas(64) float wide[W * SHORT_ROW] = {};
+  for (int64_t r = 0; r < rows; r += W) {
+    const int64_t some = rows - r < W ? rows - r : W;
+    for (int64_t j = 0; j < some * n; j += W) {
+      if (j + W <= some * n)
+        store(wide + j, load(x + r * n + j, All{}), All{});
+      else
+        store(wide + j, load(x + r * n + j, Some{some * n - j}), Some{some * n - j});
+    }
+    const vf v = kind == Reduction::max   ? short_rows_of(wide, n, Larger{})
+                 : kind == Reduction::min ? short_rows_of(wide, n, Smaller{})
+                                          : short_rows_of(wide, n, Add{});
+    if (some == W)
+      store(y + r, v, All{});
+    else
+      store(y + r, v, Some{some});
+  }
+}
+
+static void reduce_short(Reduction kind, DType dtype, const void* x, float* y, int64_t rows,
+                         int64_t n) {
+  DISPATCH(dtype, T, reduce_short_of<T>(kind, static_cast<const T*>(x), y, rows, n);)
+}
+
 static float reduce(Reduction kind, DType dtype, const void* x, int64_t n) {
   DISPATCH(dtype, T, return reduce_of<T>(kind, static_cast<const T*>(x), n))
   return 0.0f;
 }
-
-struct Add {
-  INLINE_MEMBER vf operator()(vf acc, vf x) const { return acc + x; }
-};
-struct Larger {
-  INLINE_MEMBER vf operator()(vf acc, vf x) const { return larger(acc, x); }
-};
-struct Smaller {
-  INLINE_MEMBER vf operator()(vf acc, vf x) const { return smaller(acc, x); }
-};
 
 template <int ROWS, class T, class F, class Lanes>
 INLINE void fold_column(const T* x, float* acc, int64_t stride, F fold, Lanes lanes) {

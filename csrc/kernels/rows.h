@@ -259,4 +259,16 @@ static void cross_entropy_backward(const CrossEntropyBackwardCall& call, int64_t
   })
 }
 
+static void scaled_relu(DType dtype, const float* acc, const float* scale, const float* shift,
+                        void* y, int64_t cols, int64_t begin, int64_t end) {
+  DISPATCH(dtype, T, {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* x = acc + r * cols;
+      T* out = static_cast<T*>(y) + r * cols;
+      FOR_ROW(cols, store(out + j, relu(load(x + j, lanes) * load(scale + j, lanes) +
+                                        load(shift + j, lanes)), lanes);)
+    }
+  })
+}
+
 }  // namespace tensorlogic::TENSORLOGIC_ISA

@@ -6,12 +6,12 @@ namespace tensorlogic::ops {
 namespace {
 
 // Elements below which a second thread costs more than it brings.
-constexpr int64_t CHEAP_GRAIN = 32 << 10, COSTLY_GRAIN = 16 << 10;
+constexpr int64_t CHEAP_GRAIN = 64 << 10, COSTLY_GRAIN = 16 << 10;
 
-int64_t grain_of(Elementwise op) {
+int64_t grain_of(Elementwise op, DType dtype) {
   const bool costly = (op >= Elementwise::gelu && op <= Elementwise::silu) ||
                       (op >= Elementwise::gelu_bwd && op <= Elementwise::silu_bwd);
-  return costly ? COSTLY_GRAIN : CHEAP_GRAIN;
+  return !costly ? CHEAP_GRAIN : dtype == DType::f32 ? COSTLY_GRAIN : 2 * COSTLY_GRAIN;
 }
 
 struct Layout {
@@ -99,7 +99,7 @@ Output run(const char* name, Elementwise op, const Input* const (&in)[N]) {
   call.out[0] = y.data;
   call.stream = past_caches(layout.numel * item_size(call.dtype));
   const Kernels& k = kernels();
-  parallel(layout.numel, grain_of(op), UNIT,
+  parallel(layout.numel, grain_of(op, call.dtype), UNIT,
            [&](int64_t begin, int64_t end) { k.elementwise(call, begin, end); });
   return y;
 }
@@ -113,7 +113,7 @@ std::tuple<Output, Output> run_two(const char* name, Elementwise op, const Input
   call.out[0] = y.data;
   call.out[1] = z.data;
   const Kernels& k = kernels();
-  parallel(layout.numel, grain_of(op), UNIT,
+  parallel(layout.numel, grain_of(op, call.dtype), UNIT,
            [&](int64_t begin, int64_t end) { k.elementwise(call, begin, end); });
   return {std::move(y), std::move(z)};
 }

@@ -11,6 +11,7 @@ namespace {
 constexpr int64_t PIECE = 32 << 10;  // elements of a long row that one thread takes at a time
 constexpr int64_t GRAIN =
     128 << 10;  // elements below which a second thread costs more than it brings
+constexpr int64_t SHORT_GRAIN = 32 << 10;  // the same of short rows
 
 double start_of(Reduction kind) {
   if (kind == Reduction::max) return -__builtin_inf();
@@ -37,6 +38,14 @@ double reduce_run(const Kernels& k, Reduction kind, DType dtype, const char* x, 
 
 void reduce_rows(const Kernels& k, Reduction kind, DType dtype, const char* x, float* y,
                  int64_t outer, int64_t n, double scale) {
+  if (n <= SHORT_ROW && outer >= k.width) {
+    parallel(outer, SHORT_GRAIN / n, k.width, [&](int64_t begin, int64_t end) {
+      k.reduce_short(kind, dtype, x + begin * n * item_size(dtype), y + begin, end - begin, n);
+      if (scale != 1.0)
+        for (int64_t r = begin; r < end; ++r) y[r] = static_cast<float>(y[r] * scale);
+    });
+    return;
+  }
   if (outer >= 8 || n <= PIECE) {
     parallel(outer, n < GRAIN ? GRAIN / n : 1, 1, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)

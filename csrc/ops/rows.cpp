@@ -1,6 +1,7 @@
 // Operators over rows: layer norm, softmax, attention scores, softmax cross-entropy, with their
 // gradients.
 #include <atomic>
+#include <cmath>
 #include <memory>
 
 #include "isa.h"
@@ -278,6 +279,33 @@ Output softmax_cross_entropy_backward(const Input& dloss, const Input& logits, c
   return dx;
 }
 
+// relu((acc + bias - mean) / sqrt(var + eps) * gamma + beta), every column with its own numbers.
+Output batch_norm_relu(const Input& acc, const Maybe& bias, const Maybe& mean, const Maybe& var,
+                       const Maybe& gamma, const Maybe& beta, double eps, int32_t code) {
+  const char* op = "batch_norm_relu";
+  const DType out = dtype_of(code, op, "dtype");
+  acc.check(op, "acc", code_of(DType::f32));
+  if (!mean || !var) fail("batch_norm_relu: mean and var are required");
+  const int64_t cols = acc.cols();
+  const Vector b(bias, op, "bias", cols), m(mean, op, "mean", cols), v(var, op, "var", cols),
+      g(gamma, op, "gamma", cols), t(beta, op, "beta", cols);
+  std::unique_ptr<float[]> numbers(new float[static_cast<size_t>(2 * cols)]);
+  float *scale = numbers.get(), *shift = scale + cols;
+  for (int64_t j = 0; j < cols; ++j) {
+    const double s = (g.data ? g.data[j] : 1.0) / std::sqrt(v.data[j] + eps);
+    const double from = (b.data ? static_cast<double>(b.data[j]) : 0.0) - m.data[j];
+    scale[j] = static_cast<float>(s);
+    shift[j] = static_cast<float>(from * s + (t.data ? t.data[j] : 0.0));
+  }
+  Output y = make(out, acc.shape);
+  const Kernels& k = kernels();
+  const auto* x = static_cast<const float*>(acc.data);
+  over_rows(rows_of(acc), cols, [&](int64_t begin, int64_t end) {
+    k.scaled_relu(out, x, scale, shift, y.data, cols, begin, end);
+  });
+  return y;
+}
+
 }  // namespace
 }  // namespace tensorlogic::ops
 
@@ -299,6 +327,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
       "softmax_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, int "
       "ignore_index, float "
       "smoothing, int reduction) -> Tensor");
+  m.def(
+      "batch_norm_relu(Tensor acc, Tensor? bias, Tensor? mean, Tensor? var, Tensor? gamma, Tensor? "
+      "beta, float eps, ScalarType dtype) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {
@@ -310,4 +341,5 @@ STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {
   IMPLEMENT(softmax_backward)
   IMPLEMENT(softmax_cross_entropy)
   IMPLEMENT(softmax_cross_entropy_backward)
+  IMPLEMENT(batch_norm_relu)
 }

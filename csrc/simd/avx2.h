@@ -63,6 +63,15 @@ INLINE void multiply(uint32_t m, vu a, vu& high, vu& low) {
   high = reinterpret_cast<vu>(_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa));
   low = reinterpret_cast<vu>(_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa));
 }
+// Lane i takes lane i ^ by.
+INLINE vf turned(vf v, int by) {
+  return _mm256_permutevar8x32_ps(v, reinterpret_cast<__m256i>(lane_numbers() ^ by));
+}
+// p[lane * step]
+INLINE vf strided(const float* p, int64_t step) {
+  const vi at = lane_numbers() * static_cast<int32_t>(step);
+  return _mm256_i32gather_ps(p, reinterpret_cast<__m256i>(at), 4);
+}
 INLINE float sum(vf x) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));

@@ -64,6 +64,15 @@ INLINE void multiply(uint32_t m, vu a, vu& high, vu& low) {
   high = reinterpret_cast<vu>(_mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd));
   low = reinterpret_cast<vu>(_mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32)));
 }
+// Lane i takes lane i ^ by.
+INLINE vf turned(vf v, int by) {
+  return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(lane_numbers() ^ by), v);
+}
+// p[lane * step]
+INLINE vf strided(const float* p, int64_t step) {
+  const vi at = lane_numbers() * static_cast<int32_t>(step);
+  return _mm512_i32gather_ps(reinterpret_cast<__m512i>(at), p, 4);
+}
 INLINE float sum(vf x) { return _mm512_reduce_add_ps(x); }
 // a0 b0 a1 b1 ... of the lower halves, and of the upper ones
 INLINE vf interleave_low(vf a, vf b) {

@@ -82,6 +82,14 @@ INLINE void multiply(uint32_t m, vu a, vu& high, vu& low) {
   high = reinterpret_cast<vu>((even >> 32) | (odd & 0xffffffff00000000u));
   low = reinterpret_cast<vu>((even & 0xffffffffu) | (odd << 32));
 }
+// Lane i takes lane i ^ by.
+INLINE vf turned(vf v, int by) {
+  return vf{v[by], v[1 ^ by], v[2 ^ by], v[3 ^ by]};
+}
+// p[lane * step]
+INLINE vf strided(const float* p, int64_t step) {
+  return vf{p[0], p[step], p[2 * step], p[3 * step]};
+}
 INLINE float sum(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 // a0 b0 a1 b1 of the lower halves, and of the upper ones
 INLINE vf interleave_low(vf a, vf b) { return vf{a[0], b[0], a[1], b[1]}; }

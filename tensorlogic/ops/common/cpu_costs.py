@@ -7,9 +7,16 @@ from functools import lru_cache
 
 import torch
 
-from ... import native
+from ... import calls, native
 
 PASS = 0.4e-3  # microseconds an element of a further pass over memory
+COMPILED = (
+    1.2  # microseconds that a compiled call takes less than those the lines below were fitted to
+)
+NARROW, ROW = (
+    16,
+    10e-3,
+)  # columns that a tile computes at least; microseconds a row of up to two such tiles
 GRAIN = 160 << 10  # multiply-adds from which a second thread pays
 SMALL_HALF = 4096  # multiply-adds up to which PyTorch's half-precision products do not go to oneDNN
 BLAS_FROM = 6_000  # from which its float32 products take BLAS's own preparations on AMD
@@ -51,6 +58,7 @@ INTEL = {
     "tiles wide": Line(2.0, 1.4, 0.3, 0.23, 0.27),  # float32 times bfloat16
     "tiles bf16": Line(2.0, 0.56, 0.11, 0.12, 0.2),
     "few linear": Line(2.0, 11.7, 0.14, 0.025, 1.7),
+    "few linear f32": Line(2.0, 11.7, 0.14, 0.055, 1.7),
     "few": Line(1.8, 11.0, 0.9, 0.025, 0.3),
     "torch f32": Line(1.7, 9.0, 0.1, 0.02, 0.06),
     "torch f32 linear": Line(2.4, 10.8, 0.08, 0.06, 0.05),
@@ -119,14 +127,18 @@ def before_us(kind: str, m: int, k: int, dtype: str) -> tuple[float, float]:
 def native_us(m: int, n: int, k: int, dtype: str, linear: bool, wide: bool = False) -> float:
     """Our product [m, k] · [k, n]; `wide` where the left operand comes in float32."""
     lines = ZEN if _is_amd() else INTEL
+    saved = COMPILED if calls.available() is None else 0.0
     paired = pairs(dtype) and not wide
     if m <= ((5 if linear else 4) if paired else 12 if linear else 6):
-        return lines["few linear" if linear else "few"].us(m, n, k)
+        few = "few linear" if linear else "few"
+        return lines.get(f"{few} {dtype}", lines[few]).us(m, n, k) - saved
+    short = m * ROW if n <= 2 * NARROW else 0.0
+    n = max(n, NARROW)
     kind = "pairs" if paired else "blocks"
     if native.isa() == "amx" and _tiles_pay(m, n, k, dtype, wide):
         kind = "tiles wide" if wide and dtype == "bf16" else f"tiles {dtype}"
     line = lines.get(kind, lines["blocks"])  # pairs without tiles were never fitted on Intel's
-    return line.us(m, n, k) * _narrow()
+    return (line.us(m, n, k) + short - saved) * _narrow()
 
 
 def _tiles_pay(m: int, n: int, k: int, dtype: str, wide: bool) -> bool:

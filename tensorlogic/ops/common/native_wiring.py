@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from typing import Any
 
-from ... import native
+from ... import calls, native
 from ...numerics import DTYPES
 from ...op import Candidate, Launcher, Op
 from ...plans import Key
@@ -17,6 +18,15 @@ CACHE_BYTES = 2 << 20  # beyond it, a pass over memory costs what memory gives
 FRESH_BYTES = (
     1 << 20
 )  # from here on, glibc hands out untouched pages, and touching them costs more than the arithmetic
+
+
+CALL_US = {True: 0.7, False: 2.1}  # of a native kernel with one output, compiled or not
+
+
+@lru_cache
+def call_us() -> float:
+    """What a call of a native kernel costs besides its work."""
+    return CALL_US[calls.available() is None]
 
 
 def cpu_only(device: str) -> str | None:

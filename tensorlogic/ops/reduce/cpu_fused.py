@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from ... import native
 from ...op import Launcher
 from ...plans import Key
 from ..common import native_wiring
 from . import FAMILY
+
+SMALL = 4096  # elements below which a call costs more than its arithmetic
+LARGE = 1 << 20  # float32 elements beyond the caches
 
 
 def supports(key: Key) -> str | None:
@@ -19,9 +24,14 @@ def supports(key: Key) -> str | None:
 
 def guess(key: Key) -> float:
     """PyTorch reduces halves element by element; in float32 it is at the memory's speed already."""
-    if native_wiring.size_of(key, "x") <= 4096:
+    x, dims = key.spec("x"), key.flag("dim")
+    assert x is not None
+    size = native_wiring.size_of(key, "x")
+    if prod(x.shape[d] for d in dims) == 1:  # a copy
         return 1.0
-    return 0.5 if native_wiring.dtype_of(key, "x") != "f32" else 1.0
+    if size <= SMALL:
+        return 0.5 if native_wiring.call_us() < 1.0 else 1.0
+    return 0.5 if size < LARGE or x.dtype != "f32" else 1.0
 
 
 def build(key: Key) -> Launcher:

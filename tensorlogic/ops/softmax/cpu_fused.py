@@ -27,8 +27,9 @@ def guess(key: Key) -> float:
         return 0.5
     columns = key.tensors[0].shape[-1] if key.tensors[0] and key.tensors[0].shape else 1
     rows = size // max(columns, 1)
-    ours = 4.2 + 0.03 * rows + 0.4e-3 * size
-    return ours / (2.0 + 0.015 * rows + (0.6e-3 if half else 0.55e-3) * size)
+    ours = 0.3 + native_wiring.call_us() + 0.022 * rows + 0.25e-3 * size
+    row = 0.01 + 0.006 * columns if columns < 16 else 0.025 if half and columns < 32 else 0.008
+    return ours / (2.4 + row * rows + 0.3e-3 * size)
 
 
 def build(key: Key) -> Launcher:

@@ -1,0 +1,53 @@
+"""linear_batch_norm_relu on CPUs, in evaluation: a float32 product, then statistics, ReLU and rounding in one pass over it."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from ... import native
+from ...numerics import DTYPES
+from ...op import Launcher
+from ...plans import Key
+from ..common import cpu_costs, cpu_products, native_wiring
+from . import LINEAR_BATCH_NORM_RELU
+
+VECTORS = ("bias", "running_mean", "running_var", "gamma", "beta")
+EAGER_US = {"f32": 10.0, "f16": 30.0, "bf16": 30.0}  # PyTorch's batch norm and ReLU of few elements
+
+
+def supports(key: Key) -> str | None:
+    """None in evaluation without gradients, for a product that is ours and contiguous vectors of one kernel dtype."""
+    if key.flag("training") or key.flag("save"):
+        return "batch statistics or the product are outputs"
+    if key.spec("running_mean") is None or key.spec("running_var") is None:
+        return "there are no running statistics"
+    given = [name for name in VECTORS if key.spec(name) is not None]
+    return native_wiring.contiguous(key, *given) or cpu_products.supports(key)
+
+
+def guess(key: Key) -> float:
+    """A product, and one pass where PyTorch makes two."""
+    x, weight = key.spec("x"), key.spec("weight")
+    assert x is not None and weight is not None
+    rows, k, n = prod(x.shape[:-1]), x.shape[-1], weight.shape[0]
+    between = cpu_costs.pass_us(rows * n)
+    ours = cpu_costs.native_us(rows, n, k, x.dtype, True) + native_wiring.call_us() + between
+    eager = cpu_costs.torch_us(rows, n, k, x.dtype, True) + EAGER_US[x.dtype]
+    return ours / (eager + 2 * between)
+
+
+def build(key: Key) -> Launcher:
+    """The launcher over (x, weight, bias, running_mean, running_var, gamma, beta)."""
+    product, norm = native.op("matmul_f32"), native.op("batch_norm_relu")
+    dtype, eps = DTYPES[native_wiring.dtype_of(key, "x")], key.flag("eps")
+
+    def launch(x: Any, weight: Any, bias: Any, mean: Any, var: Any, gamma: Any, beta: Any) -> Any:
+        flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        y = norm(product(flat, weight, True), bias, mean, var, gamma, beta, eps, dtype)
+        return (y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]),)
+
+    return launch
+
+
+native_wiring.add(LINEAR_BATCH_NORM_RELU, "cpu.fused", build, supports, guess, __name__)

@@ -16,7 +16,7 @@ from tensorlogic import measure
 from tensorlogic.program import choosing
 from tensorlogic.program.graphs import Replay
 from tensorlogic.program.short import MISS
-from tensorlogic.program.watch import Watch
+from tensorlogic.program.watch import Kept, Watch
 
 from .test_capture import CUDA, DEVICE, PythonTape, captured
 
@@ -39,6 +39,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "folded away": lambda m: m.norm.running_var.mul_(9),
     "one element": lambda m: m.scale.mul_(3),
     "data": lambda m: setattr(m.lin.weight, "data", torch.ones(4, 4, device=DEVICE)),
+    "data of other strides": lambda m: setattr(m.lin.weight, "data", m.lin.weight.data.t()),
+    "data of another shape": lambda m: setattr(m.lin.bias, "data", torch.ones(1, device=DEVICE)),
     "state_dict": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
     "another parameter": lambda m: setattr(
         m, "scale", nn.Parameter(torch.full((1,), 2.0, device=DEVICE))
@@ -150,6 +152,30 @@ def test_a_frozen_module_that_is_captured_may_be_unfrozen() -> None:
     assert fast.graphs == 1
     model.requires_grad_(True)
     assert fast(x).requires_grad
+
+
+def test_kept_tensors_are_told_under_every_mode() -> None:
+    tensors = [nn.Parameter(torch.randn(4, 4)), torch.zeros(3), torch.eye(2).to_sparse()]
+    kept = Kept([*tensors, tensors[0]])
+    modes: list[Any] = [torch.no_grad, torch.enable_grad, torch.inference_mode]
+    for mode in modes:
+        with mode():
+            assert kept.holds()
+            assert torch.is_grad_enabled() is (mode is torch.enable_grad)
+    tensors[0].requires_grad_(False)
+    checks = kept.checks
+    assert kept.holds()
+    assert kept.checks is not checks  # from now on in the quick way again
+    checks = kept.checks
+    assert kept.holds()
+    assert kept.checks is checks
+    tensors[0].data = tensors[0].data.t()
+    for mode in modes:
+        with mode():
+            assert not kept.holds()
+    with torch.inference_mode():
+        assert Kept(tensors).holds()
+    assert Kept([]).holds()
 
 
 def test_equal_parameters_of_one_element_are_told_apart() -> None:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ..tuning import leaves_of
 from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
 from .short import MISS, Way, short
-from .watch import Watch
+from .watch import Kept, Watch
 
 EAGER_CALLS = 2  # calls of one kind that run as they are before one is captured
 
@@ -111,13 +111,14 @@ class Captured:
         self.held = (
             [*self.module.parameters(), *self.module.buffers()] if self.module is not None else []
         )
+        self.kept = Kept(self.held)
 
     def _steady(self, entry: Entry) -> Callable[[], bool] | None:
         """What holds while the module is as it was when `entry` was captured."""
         if self.watch is None:
             return None
-        holds, state, now = self.watch.holds, entry.state, self._state
-        return lambda: holds() and now() == state
+        holds, kept, state, now = self.watch.holds, self.kept.holds, entry.state, self._state
+        return lambda: holds() and kept() and now() == state
 
     def _suits(self, flat: Sequence[Any]) -> tuple[str | None, torch.device | None]:
         """Why no graph may serve such calls (None: not this one), and the device of those that one may."""
@@ -136,7 +137,7 @@ class Captured:
             return None, None
         if self.tape is Tape and torch.cuda.is_current_stream_capturing():
             return None, None
-        if self.watch is not None and not self.watch.holds():
+        if self.watch is not None and not (self.watch.holds() and self.kept.holds()):
             self.entries.clear()  # the module is another one: its graphs are stale
             self._look()
         device = tensors[0].device if tensors else torch.device("cuda", torch.cuda.current_device())

@@ -16,7 +16,7 @@ from .code import Function, ahead
 from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
 from .short import MISS, Way, plain_modes, short
 from .trace import Trace, random_call, storage, writes
-from .watch import Guard, Watch
+from .watch import Guard, Kept, Watch
 
 VERSION, WANTS = attrgetter("_version"), attrgetter("requires_grad")
 
@@ -65,6 +65,7 @@ class Program:
         self.replay: Any = None
         self.way: Way | None = None  # to the replay, for calls that look like the last one
         self.held = list({id(t): t for t in self.state.values()}.values())
+        self.kept = Kept(self.held)
         self.pointers: list[int] = []
         self.alive: list[Tensor] = []  # memory that a graph reads, even where its owner moves on
         self.pure = not mutates(graph) and not any(random_call(n) for n in calls)
@@ -102,7 +103,8 @@ class Program:
 
     def _steady(self, replay: Any) -> Callable[[], bool]:
         """What holds while model, parameters and constants are as they were when `replay` was recorded."""
-        holds, watched, now, where = self.watch.holds, self.watched, self._where, self.pointers
+        holds, kept, watched = self.watch.holds, self.kept.holds, self.watched
+        now, where = self._where, self.pointers
         versions = [*map(VERSION, watched)]
 
         def steady() -> bool:
@@ -110,6 +112,7 @@ class Program:
                 self.replay is replay
                 and [*map(VERSION, watched)] == versions
                 and now() == where
+                and kept()
                 and holds()
             )
 
@@ -117,7 +120,7 @@ class Program:
 
     def _checked(self, flat: Sequence[Any]) -> Any:
         """Look first, then run."""
-        if not self.watch.holds():
+        if not self.watch.holds() or not self.kept.holds():
             self.way = None
             return MISS
         if self.watched and self._stamp() != self.stamp:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from operator import call, itemgetter
 from types import FunctionType, MethodType, ModuleType
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .. import front
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -155,6 +157,41 @@ def globals_of(model: nn.Module) -> list[tuple[dict[str, Any], list[str]]]:
 
 
 WATCHED = (int, float, bool, str, list, dict, set, tuple)
+
+
+class Kept:
+    """Whether parameters and buffers are still of the dtype, shape, strides and device for which a program was made.
+
+    `p.data = p.data.t()` is another tensor at the same place, with no version more. PyTorch's compiled guard sees it; it
+    knows inference mode as a state of its own, so that there is one for each, and asks for `requires_grad`, which may change.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = list({id(t): t for t in tensors if t.layout == torch.strided}.values())
+        self.specs = self._specs()
+        self._compile()
+
+    def _specs(self) -> list[Any]:
+        return [(t.dtype, t.shape, t.stride(), t.device) for t in self.tensors]
+
+    def _compile(self) -> None:
+        self.checks = []
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                self.checks.append(front.guard(self.tensors) if self.tensors else _always)
+
+    def holds(self) -> bool:
+        """True while they are."""
+        if self.checks[torch.is_inference_mode_enabled()](*self.tensors):
+            return True
+        if self._specs() != self.specs:
+            return False
+        self._compile()
+        return True
+
+
+def _always(*_: Any) -> bool:
+    return True
 
 
 class Guard:

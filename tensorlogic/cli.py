@@ -7,6 +7,7 @@ that cannot be served; 130 interrupted (what was measured is kept).
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .bench.lockfiles import Finding
 
 PLAIN = Parameter(negative=(), show_default=False)
-DONE, FOUND, REFUSED, INTERRUPTED = 0, 1, 2, 130
+DONE, FOUND, REFUSED, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 EPILOGUE = "Exit codes: 0 done; 1 a finding (regression, lockfile that does not hold, something broken); 2 a request or file that cannot be served; 130 interrupted."
 
 
@@ -542,6 +543,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("tensorlogic: interrupted\n")
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return UNREAD
     return code if isinstance(code, int) else DONE
 
 

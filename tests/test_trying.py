@@ -232,6 +232,26 @@ def test_outputs_are_compared_with_what_two_plain_runs_differ_by() -> None:
     assert not found.agree
 
 
+def test_runs_that_differ_on_their_own_are_not_said_to_agree() -> None:
+    found = trial([1.0], [1.0])
+    found.difference, found.own = 1.4, 1.3
+    assert any(
+        "cannot be compared: two runs without us differ by 130%" in t for t in screen.lines(found)
+    )
+    found.own = 0.0
+    assert any("outputs agree" in t for t in screen.lines(found))
+
+
+def test_what_is_kept_of_outputs_is_not_counted_as_the_programs() -> None:
+    profile, modules = profiling.Profile(), look.Modules()
+    with profile:
+        modules.keep("it", torch.ones(8) * 2)
+    assert {op for op, _ in profile.spent} == {"aten::ones", "aten::mul"} or not any(
+        "copy" in op for op, _ in profile.spent
+    )
+    assert modules.outputs["it 0 float32"].tolist() == [2.0] * 8
+
+
 def test_advice() -> None:
     def spent(op: str, us: float, calls: int = 1, **about: Any) -> dict[str, Any]:
         return {"op": f"aten::{op}", "shapes": "s", "calls": calls, "seconds": us / 1e6, "bytes": 0, "dtypes": ["float16"]} | about  # fmt: skip
@@ -241,6 +261,9 @@ def test_advice() -> None:
         "spent": [spent("_to_copy", 300), spent("relu", 200), spent("add", 500, bytes=8 << 20)],
         "curve": [(1, 10.0), (8, 20.0)],
     }  # fmt: skip
+    assert (
+        sum(o.above_us for o in advice.opportunities(watched, 1e-4)[1:]) < 300
+    )  # cold calls were watched
     found = advice.opportunities(watched, 1.5e-3)
     causes = {o.cause.partition(":")[0]: o for o in found}
     assert causes["launch cost"].priority == "high"

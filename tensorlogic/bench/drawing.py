@@ -104,7 +104,11 @@ def plain_numbers(axis: Any, which: str = "y") -> None:
     side = axis.yaxis if which == "y" else axis.xaxis
     low, high = side.get_view_interval()
     if high < 300 * low:  # few decades: numbers between them, too
-        subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if high < 6 * low else (1.0, 2.0, 5.0)
+        subs = (
+            (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
+            if high < 4 * low
+            else (1.0, 2.0, 5.0)
+        )
         side.set_major_locator(LogLocator(subs=subs, numticks=12))
     side.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1000 else f"{v:.4g}"))
     side.set_minor_formatter(FuncFormatter(lambda v, _: ""))

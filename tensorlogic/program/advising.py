@@ -33,9 +33,7 @@ def advise(report: Report) -> None:
         return
     seen_us = 1e6 * sum(s["seconds"] for s in look["spent"])
     whole_us = seen_us if report.before_us is None else report.before_us
-    shrunk = min(1.0, whole_us / max(seen_us, 1e-9))  # watching waits for every op
-    spent = [{**s, "seconds": s["seconds"] * shrunk} for s in look["spent"]]
-    every = advice.opportunities({**look, "spent": spent}, whole_us / 1e6)
+    every = advice.opportunities(look, whole_us / 1e6)
     left, done = advice.split(every, True, report.outcome == "captured")  # rewriting was tried
     obtained = None
     if report.ratio is not None and report.outcome != "original":

@@ -27,7 +27,11 @@ NAMED = 60  # characters of the shapes
 
 def opportunities(look: dict[str, Any], seconds: float) -> list[Opportunity]:
     """What a watched run shows; `seconds` is what the plain program takes."""
-    spent = look["spent"]
+    seen = sum(s["seconds"] for s in look["spent"])
+    shrunk = min(
+        1.0, seconds / max(seen, 1e-12)
+    )  # watched calls are waited for, and the first are cold
+    spent = [{**s, "seconds": s["seconds"] * shrunk} for s in look["spent"]]
     found = [*_conversions(spent), *_transfers(spent), *_passes(spent), *_float32(spent, look)]
     found += [*_launches(look, seconds), *_fresh(spent, look), *_batches(look)]
     ranked = []

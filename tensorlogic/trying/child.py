@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import json
 import os
+import random
 import runpy
 import sys
 import time
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import tensorlogic
@@ -40,6 +42,7 @@ def main(folder: str, mode: str) -> int:
     place = Path(folder)
     spec = json.loads((place / "spec.json").read_text())
     program = _function(spec) if spec["entry"] else _script(spec)
+    _seed()
     if mode == "turns":
         found, outputs = _turns(program, spec)
     else:
@@ -47,6 +50,13 @@ def main(folder: str, mode: str) -> int:
     (place / f"{mode}.json").write_text(json.dumps(found))
     torch.save(outputs, place / f"{mode}.pt")
     return int(found.get("exit", 0))
+
+
+def _seed() -> None:
+    """A program without seeds of its own draws the same numbers in every run, so that outputs can be compared."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
 def _script(spec: dict[str, Any]) -> Callable[[], Any]:
@@ -78,7 +88,7 @@ def _once(
     found: dict[str, Any] = {"exit": 0}
     begin = time.perf_counter()
     if mode == "look":
-        _look(program, modules, found, str(place))
+        _look(program, modules, found, str(place), warm=bool(spec["entry"]))
     elif mode == "tune":
         help.watch = modules.serve
         with help:
@@ -105,9 +115,14 @@ def _ends(program: Callable[[], Any], modules: Modules, found: dict[str, Any]) -
         found["exit"] = end.code if isinstance(end.code, int) else int(end.code is not None)
 
 
-def _look(program: Callable[[], Any], modules: Modules, found: dict[str, Any], ours: str) -> None:
+def _look(
+    program: Callable[[], Any], modules: Modules, found: dict[str, Any], ours: str, warm: bool
+) -> None:
+    """Watch the program; a function that will be called again and again is watched when it is warm."""
     outside, profile = Outside(ours, str(settings.cache_folder())), Profile()
     outside.active = True
+    if warm:
+        program()
     begin = time.perf_counter()
     with modules.watching(), profile:
         _ends(program, modules, found)

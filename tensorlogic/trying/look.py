@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .assist import Outermost, Run, signature
 from .profile import dtype_name
@@ -107,12 +108,12 @@ class Modules:
         """The beginning of every floating tensor in a value, for comparison between runs."""
         from torch.utils import _pytree as pytree
 
-        for i, leaf in enumerate(pytree.tree_leaves(value)):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_sparse:
-                flat = leaf.detach().reshape(-1)[: self.ELEMENTS]
-                self.outputs[f"{name} {i} {dtype_name(leaf)}"] = flat.to(
-                    "cpu", torch.float64, copy=True
-                )
+        with _disable_current_modes():  # what we keep takes no time of the program's
+            for i, leaf in enumerate(pytree.tree_leaves(value)):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_sparse:
+                    flat = leaf.detach().reshape(-1)[: self.ELEMENTS]
+                    kept = flat.to("cpu", torch.float64, copy=True)
+                    self.outputs[f"{name} {i} {dtype_name(leaf)}"] = kept
 
     def watching(self) -> Outermost:
         """The patch that watches."""

@@ -190,7 +190,7 @@ def _trial(runner: Runner, tick: Tick) -> Trial:
             "side effects: --entry module:function"
         )
     trial.repair = _slow_halves(trial.look)
-    trial.modules = _worth(trial.look)
+    trial.modules = _worth(trial.look, 1 if asked.entry else 2)  # a function is called often
     runner.spec |= {"repair": trial.repair, "modules": trial.modules}
     try:
         for step in (_turns if asked.entry else _pairs)(runner, trial, tick):
@@ -217,13 +217,13 @@ def _slow_halves(look: dict[str, Any]) -> bool:
     return any(set(s["dtypes"]) & set(HALVES) for s in look["spent"])
 
 
-def _worth(look: dict[str, Any]) -> dict[int, str]:
-    """Modules that are called more than once and take a share of the time, with their main signature."""
+def _worth(look: dict[str, Any], least: int) -> dict[int, str]:
+    """Modules that are called that often and take a share of the time, with their main signature."""
     most: dict[int, dict[str, Any]] = {}
     whole = sum(s["seconds"] for s in look["spent"])
     for m in look["modules"]:
         known = most.get(m["number"])
-        if m["calls"] > 1 and (known is None or m["seconds"] > known["seconds"]):
+        if m["calls"] >= least and (known is None or m["seconds"] > known["seconds"]):
             most[m["number"]] = m
     return {n: m["signature"] for n, m in most.items() if m["seconds"] >= SHARE * whole}
 

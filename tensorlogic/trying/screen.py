@@ -16,6 +16,7 @@ from .runs import Trial
 
 FORMAT, SCHEMA = "tensorlogic try", 1
 WHYS = 6  # lines of each list
+BEYOND = 0.1  # relative difference of two plain runs from which nothing is said
 
 
 def lines(trial: Trial) -> Iterator[str]:
@@ -81,6 +82,9 @@ def _verdict(trial: Trial) -> Iterator[str]:
 def _agreement(trial: Trial) -> Iterator[str]:
     if trial.difference is None:
         yield "outputs           none could be compared: no module was called and no tensor was left"
+        return
+    if trial.own > BEYOND:
+        yield f"outputs           cannot be compared: two runs without us differ by {trial.own:.0%} of their size (draws that no seed reaches?)"
         return
     word = "agree" if trial.agree else "DIFFER"
     yield (

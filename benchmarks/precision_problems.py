@@ -2,7 +2,7 @@
 
     python benchmarks/precision_problems.py --count 1000 --seed 1 [--device cuda] [--json FILE]
 
-Badly scaled rows and columns, huge and tiny ranges, heavy tails, sums that cancel, four dtypes; shapes repeat, so that data of
+Badly scaled rows and columns, huge and tiny ranges, heavy tails, sums that cancel, integers, four dtypes; shapes repeat, so that data of
 one kind meet what was chosen for another; ways are tried in a random order, so that every form of numbers is met.
 """
 
@@ -36,6 +36,7 @@ KINDS = (
     "cancelling",
     "sparse",
     "one bad row",
+    "integers",
 )
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -86,6 +87,8 @@ def operands(
             -4 * float(torch.rand(1, generator=g))
         ) * normal(m, half)
         b[half : 2 * half] = b[:half]
+    elif kind == "integers":  # exact in every form, of the norms of "normal"
+        a, b = a.round(), b.round()
     elif kind == "sparse":
         a = a * (torch.rand(m, k, generator=g) < 0.05)
     elif kind == "one bad row" and k > 1:

@@ -18,6 +18,8 @@ BATCHES = 4  # matrices of a batch that are looked at
 FLOOR = (
     2.0**-50
 )  # of the operands' norms: what lies below is cancellation that float64 itself does not resolve
+FARTHEST = 2.0**460  # from 1, beyond which sums of squares leave float64's range
+SUMS = 1e-7  # the least error of sums in float32
 #: Relative 2-norm of the error of a row of the product that a form brings on normal inputs, sums aside.
 UNITS = {
     "f64": 2.0**-52,
@@ -34,6 +36,24 @@ UNITS = {
     "int8": 2.0**-6,
     "fp8": 2.0**-4,
 }
+#: What it is there in fact, and the bits of a significand that a form holds: data that happen to be exact in it have no error.
+TYPICAL = {
+    "f64": 0.0,
+    "f32": 4e-8,
+    "tf32x3": 3e-7,
+    "bf16x6": 3e-7,
+    "f16x3": 5e-7,
+    "bf16x3": 4e-6,
+    "tf32": 2.9e-4,
+    "f16": 2.9e-4,
+    "bf16": 2.3e-3,
+    "int8x6": 4e-7,
+    "int8x3": 8e-5,
+    "int8": 1.15e-2,
+    "fp8": 3e-2,
+}
+SIGNIFICANDS = {"f64": 53, "f32": 24, "bf16x6": 24, "tf32x3": 21, "f16x3": 22, "bf16x3": 16, "tf32": 11, "f16": 11, "bf16": 8}  # fmt: skip
+DTYPE_BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float64: 53, torch.complex128: 53, torch.complex32: 11}  # fmt: skip
 SMOOTH = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
@@ -54,13 +74,14 @@ class Statistics:
 
     `cancels`: largest norm of a row of left times the norm of right, over the norm of that row of the result (and the same
     for columns); `crest`: largest element over the root mean square of a row; `low`, `high`: binary exponents of the
-    smallest and the largest row.
+    smallest and the largest row; `blank`: rows and columns of the result that are 0 although those of the operands are not.
     """
 
     cancels: float
     crest: float
     low: float
     high: float
+    blank: float = 0.0
 
     @property
     def usable(self) -> bool:
@@ -76,6 +97,7 @@ class Statistics:
             and self.crest <= 1.1 * other.crest
             and self.low >= other.low - 4
             and self.high <= other.high + 4
+            and self.blank == other.blank == 0  # which rows these are, nothing tells
         )
 
 
@@ -129,7 +151,11 @@ def _pairs(
 def _norms(t: Tensor, dim: int) -> Tensor:
     """2-norms in float64, whatever the range of the dtype."""
     wide = t.to(torch.complex128 if t.is_complex() else torch.float64)
-    return torch.linalg.vector_norm(wide, dim=dim)
+    if wide.shape[dim] == 0:
+        return torch.linalg.vector_norm(wide, dim=dim)
+    peak = wide.abs().amax(dim, keepdim=True)  # squares of float64 may leave its range
+    scale = torch.where((peak > 0) & torch.isfinite(peak), peak, 1.0)
+    return torch.linalg.vector_norm(wide / scale, dim=dim) * scale.squeeze(dim)
 
 
 def statistics(parts: Iterable[Part | None], outs: Iterable[Tensor | None]) -> Statistics:
@@ -141,8 +167,8 @@ def statistics(parts: Iterable[Part | None], outs: Iterable[Tensor | None]) -> S
             found.append(look(part, out))
     if not found:
         return Statistics(0.0, 0.0, 0.0, 0.0)
-    cancels, crest, low, high = (max(values) for values in zip(*found, strict=True))
-    return Statistics(cancels, crest, -low, high)
+    cancels, crest, low, high, blank = (max(values) for values in zip(*found, strict=True))
+    return Statistics(cancels, crest, -low, high, blank)
 
 
 def looked(part: Part, out: Tensor) -> list[float]:
@@ -151,17 +177,17 @@ def looked(part: Part, out: Tensor) -> list[float]:
 
     if out.is_complex() or part.left.is_complex() or part.right.is_complex():
         found = sketched(part, out)
-        return [math.inf] * 4 if triton_split.noted(out.device) else found
+        return [math.inf] * 5 if triton_split.noted(out.device) else found
     table, rows, spoilt = triton_split.look(part.left, part.right, out)
     if spoilt:
-        return [math.inf] * 4
+        return [math.inf] * 5
     return _summed(_gathered(table[:rows]), _gathered(table[rows:]), part, out)
 
 
 def _gathered(table: Any) -> list[float]:
-    """One row of five of those of several blocks."""
+    """One row of six of those of several blocks."""
     found: list[float] = [
-        table[:, 0].sum(), *table[:, 1:3].max(0), table[:, 3].min(), table[:, 4].max()
+        table[:, 0].sum(), *table[:, 1:3].max(0), table[:, 3].min(), table[:, 4].max(), table[:, 5].sum(),
     ]  # fmt: skip
     return found
 
@@ -179,7 +205,7 @@ def natively(part: Part, out: Tensor) -> list[float]:
 
 
 def sketched(part: Part, out: Tensor) -> list[float]:
-    """(cancels, crest, -low, high), by PyTorch."""
+    """(cancels, crest, -low, high, blank), by PyTorch."""
     k, ms, ns = spans(part.left.shape[1]), spans(out.shape[0]), spans(out.shape[1])
     tables = []
     for operand, result in (
@@ -196,8 +222,9 @@ def sketched(part: Part, out: Tensor) -> list[float]:
                     squares.sum(),
                     torch.where(told, squares / results, 0).amax(),
                     torch.where(there, peaks.square() / squares, 0).amax(),
-                    torch.where(there, peaks, math.inf).amin(),
+                    torch.where(peaks > 0, peaks, math.inf).amin(),
                     peaks.amax(),
+                    (there & ~told).sum(),
                 )
             )
         )
@@ -218,20 +245,24 @@ def step(n: int) -> int:
 
 
 def _summed(rows: list[float], columns: list[float], part: Part, out: Tensor) -> list[float]:
-    """Of (sum of norms², largest norm² over result², largest peak² over norm², least and largest peak) of rows and columns."""
+    """Of (sum of norms², largest norm² over result², largest peak² over norm², least and largest peak, how many have a result
+    of 0) of rows and columns."""
     if not all(math.isfinite(v) for table in (rows, columns) for v in (*table[:3], table[4])):
-        return [math.inf] * 4
+        return [math.inf] * 5
     (m, n), k = out.shape, max(part.left.shape[1], 1)
     seen = min(k, SKETCH)
     share = k / seen
     across = rows[1] * share * columns[0] * share / (n / min(n, SKETCH))
     down = columns[1] * share * rows[0] * share / (m / min(m, SKETCH))
     low, high = min(rows[3], columns[3]), max(rows[4], columns[4])
+    if high > FARTHEST or low < 1 / FARTHEST:
+        return [math.inf] * 5
     return [
         math.sqrt(max(across, down)),
         math.sqrt(max(rows[2], columns[2]) * seen),
         -math.log2(low) if 0 < low < math.inf else 0.0,
         math.log2(high) if high > 0 else 0.0,
+        0.0 if part.activation == "relu" else rows[5] + columns[5],  # it makes them by itself
     ]
 
 
@@ -248,6 +279,27 @@ def error(parts: Iterable[Part | None], outs: Iterable[Tensor | None], seed: int
     return worst
 
 
+def likely(
+    form: str, parts: Iterable[Part | None], outs: Iterable[Tensor | None], now: Statistics
+) -> float:
+    """The error that a form brings on ordinary data with these statistics: what was measured may be luck.
+
+    Data that are exact in a form, such as small integers, show no error, and no statistics tell them from those that are
+    not; a form that holds every digit of the operands' dtype has the error of its sums, and the result that of its dtype.
+    """
+    found = 0.0
+    for part, out in zip(parts, outs, strict=False):
+        if part is None or out is None:
+            continue
+        bits = max(DTYPE_BITS.get(t.dtype, 24) for t in (part.left, part.right))
+        rounded = TYPICAL[form] if bits > SIGNIFICANDS.get(form, 0) else 0.0
+        sums = SUMS if form != "f64" else 0.0
+        depth = max(part.left.shape[-1], 1)
+        inside = max(rounded, sums) * now.cancels / math.sqrt(depth)
+        found = max(found, inside, 0.4 * 2.0 ** -DTYPE_BITS.get(out.dtype, 24))
+    return found
+
+
 def _turned(part: Part, out: Tensor) -> tuple[Part, Tensor]:
     """The transposed product, whose rows are the columns; its bias is a column."""
     residual = None if part.residual is None else part.residual.t()
@@ -260,10 +312,12 @@ def _turned(part: Part, out: Tensor) -> tuple[Part, Tensor]:
 
 
 def _error(part: Part, out: Tensor, seed: int) -> float:
-    bound = _norms(part.left, 1) * _norms(part.right, 1).square().sum().sqrt()
+    bound = _norms(part.left, 1) * _norms(_norms(part.right, 1), 0)
     share = bound / _norms(out, 1).clamp_min(torch.finfo(torch.float64).tiny)
     index = _sample(torch.where(bound > 0, share, 0), seed)
-    z = _wide(part.left[index]) @ _wide(part.right)
+    left, right = _wide(part.left[index]), _wide(part.right)
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    z = left.to(dtype) @ right.to(dtype)
     if part.bias is not None:
         z = z + _wide(part.bias)
     if part.residual is not None:
@@ -274,10 +328,10 @@ def _error(part: Part, out: Tensor, seed: int) -> float:
         ~torch.isfinite(y) & ~torch.isfinite(got) & ~_same_kind(got, y)
     )
     spoilt |= ~torch.isfinite(y) & torch.isfinite(got)
-    norm = torch.linalg.vector_norm(torch.where(torch.isfinite(z), z, 0), dim=1)
+    norm = _norms(torch.where(torch.isfinite(z), z, 0), 1)
     floor = (FLOOR * bound[index]).nan_to_num(0, 0, 0)
     size = torch.maximum(norm, floor).clamp_min(torch.finfo(torch.float64).tiny)
-    relative = torch.linalg.vector_norm(close, dim=1) / size
+    relative = _norms(close, 1) / size
     return math.inf if bool(spoilt.any()) else float(relative.amax())
 
 

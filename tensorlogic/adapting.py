@@ -66,7 +66,8 @@ class Held:
         room = self.rtol / (self.margin * self.error) if self.error > 0 else math.inf
         if room < 1:  # already beyond the budget: what gets better may be served better
             return 0.8 <= grown <= 1.1
-        return 1 / 64 <= grown <= room and now.low >= then.low - 4 and now.high <= then.high + 4
+        near = now.low >= then.low - 4 and now.high <= then.high + 4
+        return 1 / 64 <= grown <= room and near and now.blank <= then.blank
 
 
 class Adaptive:
@@ -185,8 +186,9 @@ class Adaptive:
                 return None
             found = self._remembered(candidate, now)
             error = accuracy.error(parts, outs) if found is None else found
-        if now.usable:  # what float64 itself, which the error was measured against, may be off
-            error = max(error, 2.0**-53 * max(1.0, now.cancels))
+        if now.usable:  # what float64 itself, which the error was measured against, may be off; and no luck with the digits
+            ordinary = accuracy.likely(form_of(candidate), parts, outs, now)
+            error = max(error, 2.0**-53 * max(1.0, now.cancels), ordinary)
         if found is None:
             remember(self.key, self.device, Known(candidate.id, candidate.source, error, now))
         margin = margin_of(outs)
@@ -289,7 +291,7 @@ def expected(
 
 def form_of(candidate: Candidate) -> str:
     """The form of numbers of a way."""
-    return candidate.id.split(".")[1].partition("_")[0]
+    return "f64" if candidate.id == EAGER else candidate.id.split(".")[1].partition("_")[0]
 
 
 def _expected(op: Op, candidate: Candidate, key: Key, plan: Plan | None) -> tuple[float, Config]:

@@ -87,6 +87,11 @@ def _precisely(op: Op, args: tuple[Any, ...], where: Any, given: Sequence[Any]) 
                 f"{op.name}: {p.name} has layout {a.layout}; a precision policy needs strided tensors: "
                 f"call .to_dense(), or leave the policy"
             )
+        if isinstance(a, Tensor) and a.is_floating_point() and a.element_size() < 2:
+            raise TypeError(
+                f"{op.name}: {p.name} is {a.dtype}; a precision policy takes float16, bfloat16, float32, float64 and complex "
+                f"tensors: convert it with {p.name}.to(torch.bfloat16)"
+            )
     if _transforming():
         return composition(op, args)
     args = tuple(a.resolve_conj().resolve_neg() if isinstance(a, Tensor) else a for a in args)

@@ -111,4 +111,11 @@ def apart(change: int) -> None:
     with _lock:
         _apart += change
         if loaded():
-            op("apart")(change)
+            tracing = (
+                torch._C._get_tracing_state()
+            )  # by torch.jit: this is no part of what it traces
+            torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+            try:
+                op("apart")(change)
+            finally:
+                torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]

@@ -76,13 +76,13 @@ def forget_entries() -> None:
 @contextmanager
 def use(chosen: Policy) -> Iterator[Policy]:
     """Make `chosen` the policy of this context (thread or task)."""
-    token = VARIABLE.set(chosen)
     hooks.apart(1)
+    token = VARIABLE.set(chosen)
     try:
         yield chosen
     finally:
-        hooks.apart(-1)
         VARIABLE.reset(token)
+        hooks.apart(-1)
 
 
 def _known_ops(force: Mapping[str, str]) -> None:

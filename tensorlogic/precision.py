@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from numbers import Real
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -63,9 +63,9 @@ def checked(mode: Any, rtol: Any = None) -> Precision:
         return Precision(mode)
     if rtol is None:
         return Precision(mode, DEFAULT_RTOL)
-    if isinstance(rtol, bool) or not isinstance(rtol, (int, float)):
+    if isinstance(rtol, bool) or not isinstance(rtol, Real):
         raise TypeError(f"precision: rtol is {rtol!r}; a number above 0 and below 1 is required")
-    if not 0.0 < rtol < 1.0 or not math.isfinite(rtol):
+    if not 0 < rtol < 1:  # type: ignore[operator]  # of any kind of number; NaN is neither
         raise ValueError(f"precision: rtol is {rtol!r}; a number above 0 and below 1 is required")
     return Precision(mode, float(rtol))
 
@@ -121,12 +121,16 @@ class precision:
         problem: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if not _ENTERED.get():
+            raise RuntimeError(
+                "precision: left without having been entered; use it in a with statement"
+            )
         *rest, entered = _ENTERED.get()
         _ENTERED.set(tuple(rest))
         entered.__exit__(kind, problem, trace)
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
-        """`fn`, run under this policy; coroutine functions stay coroutine functions."""
+        """`fn`, run under this policy; coroutine functions stay coroutine functions, generators are refused."""
         if not callable(fn):
             raise TypeError(f"precision: fn is {type(fn).__name__}; a function is required")
         if inspect.iscoroutinefunction(fn):
@@ -137,6 +141,11 @@ class precision:
                     return await fn(*args, **kwargs)
 
             return awaited  # type: ignore[return-value]
+        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+            raise TypeError(
+                f"precision: {fn.__name__} is a generator, which runs after the call has returned; enter the policy with a "
+                f"with statement inside of it"
+            )
 
         @functools.wraps(fn)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:

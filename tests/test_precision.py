@@ -154,6 +154,38 @@ def test_data_that_change_are_looked_at_again() -> None:
         assert off(tensorlogic.matmul(a, b), a.double() @ b.double()) <= 1e-2
 
 
+@pytest.mark.parametrize("id", ["torch.bf16", "cpu.bf16", "torch.f16", "torch.int8"])
+def test_digits_that_happen_to_fit_are_no_measure(id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small integers are exact in a half; data of the same norms that are not must not meet what was chosen for them."""
+    op = OPS["matmul"].precise
+    assert op is not None
+    monkeypatch.setattr(adapting, "order", lambda *_: [(op.candidates[i], {}) for i in (id, EAGER)])
+    size = math.sqrt(2 / 3)
+    a, b = (torch.randint(-1, 2, (96, 96)).float() for _ in range(2))
+    x, y = (torch.randn(96, 96) * size for _ in range(2))
+    rtol = 1e-3 if id != "torch.f16" else 2e-4
+    with tensorlogic.precision("adaptive", rtol=rtol):
+        for left, right in ((a, b), (a, b), (x, y), (x, y)):
+            got = tensorlogic.matmul(left, right)
+            assert off(got, left.double() @ right.double()) <= rtol
+
+
+def test_a_row_that_vanishes_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two halves that differ by less than a form resolves: their difference comes out as 0, and no norm is there to compare."""
+    op = OPS["matmul"].precise
+    assert op is not None
+    monkeypatch.setattr(
+        adapting, "order", lambda *_: [(op.candidates[i], {}) for i in ("torch.int8", EAGER)]
+    )
+    a, b = torch.randn(16, 16), torch.randn(16, 16)
+    b[8:] = b[:8]
+    with tensorlogic.precision("adaptive", rtol=0.1):
+        tensorlogic.matmul(a, b)
+        a[3, 8:] = -a[3, :8] * (1 + 1e-4)
+        for _ in range(2):
+            assert off(tensorlogic.matmul(a, b), a.double() @ b.double()) < 0.1
+
+
 def test_errors_of_data_are_kept_in_the_plan() -> None:
     a, b = torch.randn(96, 96), torch.randn(96, 96)
     with tensorlogic.policy(tune="full"), tensorlogic.precision("adaptive", rtol=1e-3):
@@ -250,6 +282,13 @@ def test_global_switches_change_nothing_and_stay(switch: str) -> None:
         (lambda: tensorlogic.precision("adaptive", rtol="1e-3"), TypeError, ("rtol",)),  # type: ignore[arg-type]
         (lambda: tensorlogic.precision("f32", rtol=1e-3), ValueError, ("belongs to 'adaptive'",)),
         (lambda: tensorlogic.precision("f32")(3), TypeError, ("fn is int",)),  # type: ignore[arg-type]
+        (lambda: tensorlogic.precision("f32")(lambda: (yield 1)), TypeError, ("is a generator",)),
+        (lambda: tensorlogic.precision("f32").__exit__(None, None, None), RuntimeError, ("without having been entered",)),
+        (lambda: tensorlogic.to(torch.ones(2), "cpu", "f16"), TypeError, ("to: dtype is 'f16'",)),  # type: ignore[arg-type]
+        (
+            lambda: tensorlogic.matmul(torch.ones(2, 2).to(torch.float8_e4m3fn), torch.ones(2, 2), precision=tensorlogic.precision("f32")),
+            TypeError, ("a is torch.float8_e4m3fn", "a.to(torch.bfloat16)"),
+        ),
         (lambda: tensorlogic.matmul(torch.ones(2, 2), torch.ones(2, 2), precision=3), TypeError, ("matmul: precision is 3",)),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
@@ -257,6 +296,43 @@ def test_what_is_wrong_is_said(make: Callable[[], Any], kind: type, words: tuple
     with pytest.raises(kind) as problem:
         make()
     assert all(word in str(problem.value) for word in words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_said() -> None:
+    for use in (
+        lambda: tensorlogic.to(torch.ones(2), "cuda"),
+        lambda: tensorlogic.unified(torch.ones(2)).on("cuda"),
+    ):
+        with pytest.raises(RuntimeError, match="device is 'cuda', which is not there"):
+            use()
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-100, 1e100, 1e200])
+@pytest.mark.parametrize("rows", [slice(None), slice(3, 4)])
+def test_float64_of_any_range(scale: float, rows: slice) -> None:
+    """Squares of such values leave float64's own range: no norm may be taken for nothing."""
+    a, b = torch.randn(40, 64, dtype=torch.float64), torch.randn(64, 30, dtype=torch.float64)
+    with tensorlogic.precision("adaptive", rtol=1e-3):
+        tensorlogic.matmul(a, b)
+        a[rows] *= scale
+        for _ in range(2):
+            y = tensorlogic.matmul(a, b)
+            torch.testing.assert_close(y / scale, (a @ b) / scale, rtol=1e-2, atol=1e-2)
+    mixed = tensorlogic.matmul(
+        a.to(torch.complex128), b.half(), precision=tensorlogic.precision("adaptive")
+    )
+    assert mixed.dtype is torch.complex128
+
+
+def test_a_policy_is_left_whatever_happens_as_it_is_entered() -> None:
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        traced = torch.jit.trace(
+            lambda x: tensorlogic.matmul(x, x, precision=tensorlogic.precision("f32")),
+            (torch.ones(3, 3),), check_trace=False,
+        )  # fmt: skip
+    assert traced(torch.ones(3, 3)).tolist() == [[3.0] * 3] * 3
+    assert policies.current().precision is None
 
 
 def test_integers_and_sparse_tensors_are_refused() -> None:
@@ -377,6 +453,10 @@ def test_the_native_guard_sees_what_pytorch_sees(
     for left, right in ((a, b), (a.t().contiguous().t(), b.contiguous())):
         part, c = accuracy.Part(left, right), left @ right
         assert accuracy.natively(part, c) == pytest.approx(accuracy.sketched(part, c), rel=1e-6)
+    if m > 1:
+        c[5], c[:, 7] = 0, 0
+        part.left[9] = 0
+        assert accuracy.natively(part, c)[4] == accuracy.sketched(part, c)[4] == 2
     c[0, 0] = float("nan")
     assert not all(map(math.isfinite, accuracy.natively(part, c)))
 

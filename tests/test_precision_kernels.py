@@ -117,7 +117,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 def watch(a: Tensor, b: Tensor, c: Tensor, room: float = 2.0) -> tuple[triton_mend.Watch, Tensor]:
     """One that holds products to what a · b is, and c after it has looked at it."""
-    cancels, crest, low, high = accuracy.looked(accuracy.Part(a, b), a @ b)
+    cancels, crest, low, high, _ = accuracy.looked(accuracy.Part(a, b), a @ b)
     then = Statistics(cancels, crest, -low, high)
     (m, k), n = a.shape, b.shape[1]
     made = triton_mend.Watch(then, room, [(m, n, k)], DEVICE)
@@ -146,6 +146,11 @@ def test_the_gpu_mends_what_has_left_its_limits(
     both[half : 2 * half] = both[:half]
     cases.append((hard, both))
     cases += [(a * 100, b), (a, b * 0.01)]
+    none = a @ b
+    none[3] = 0  # a result that is 0, of rows that are not
+    good.over([(a, b, none)])
+    assert (none[3].double() - a[3].double() @ b.double()).abs().max() < 1e-4
+    assert good.passed()
     for x, y in cases:
         wrong = (x @ y) * (1 + 1e-2)
         good.over([(x, y, wrong)])

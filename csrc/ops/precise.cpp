@@ -66,20 +66,20 @@ struct Side {
     sketch(out, columns, begin, end, outer, results.data(), unused.data());
   }
 
-  // (sum of norms², largest norm² over the result's, largest peak² over norm², least and largest peak)
+  // (sum of norms², largest norm² over the result's, largest peak² over norm², least and largest peak,
+  // how many have a result of 0)
   void sum(double* table) const {
-    double total = 0, share = 0, crest = 0, low = std::numeric_limits<double>::infinity(), high = 0;
+    double total = 0, share = 0, crest = 0, low = std::numeric_limits<double>::infinity(), high = 0, blank = 0;
     for (int64_t i = 0; i < rows; ++i) {
       total += squares[i] + (std::isfinite(results[i]) ? 0.0 : results[i]);
       if (results[i] > 0) share = std::max(share, squares[i] / results[i]);
-      if (squares[i] > 0) {
-        crest = std::max(crest, peaks[i] * peaks[i] / squares[i]);
-        low = std::min(low, peaks[i]);
-      }
+      if (squares[i] > 0 && results[i] == 0) ++blank;
+      if (squares[i] > 0) crest = std::max(crest, peaks[i] * peaks[i] / squares[i]);
+      if (peaks[i] > 0) low = std::min(low, peaks[i]);
       high = std::max(high, peaks[i]);
     }
-    const double found[5] = {total, share, crest, low, high};
-    std::copy(found, found + 5, table);
+    const double found[6] = {total, share, crest, low, high, blank};
+    std::copy(found, found + 6, table);
   }
 };
 
@@ -91,7 +91,7 @@ Output product_look(const Input& left, const Input& right, const Input& out) {
       left.shape.sizes[1] != right.shape.sizes[0])
     fail("product_look: left " + left.shape.text() + ", right " + right.shape.text() + " and out " +
          out.shape.text() + " are not a product");
-  const int64_t sizes[2] = {2, 5};
+  const int64_t sizes[2] = {2, 6};
   Output table = make(aoti_torch_dtype_float64(), {sizes, 2});
   auto* to = static_cast<double*>(table.data);
   Side rows(left, out, false), columns(right, out, true);
@@ -100,7 +100,7 @@ Output product_look(const Input& left, const Input& right, const Input& out) {
     if (end > rows.rows) columns.look(std::max(begin - rows.rows, int64_t{0}), end - rows.rows);
   });
   rows.sum(to);
-  columns.sum(to + 5);
+  columns.sum(to + 6);
   return table;
 }
 

@@ -179,7 +179,7 @@ def to(
         the source's elements do not lie together).
 
     Raises:
-        TypeError: no tensor and nothing that offers one. RuntimeError: the device is not there.
+        TypeError: no tensor and nothing that offers one, or dtype is none. RuntimeError: the device is not there.
 
     Example:
         >>> import numpy as np, torch, tensorlogic
@@ -188,12 +188,26 @@ def to(
         >>> tensorlogic.to(torch.ones(2), "cpu", asynchronous=True).wait()
         tensor([1., 1.])
     """
-    source, place = as_tensor(tensor, "to: tensor"), torch.device(device)
+    source, place = as_tensor(tensor, "to: tensor"), present(device, "to")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(
+            f"to: dtype is {dtype!r}; a torch.dtype such as torch.float16, or None, is required"
+        )
     wanted = source.dtype if dtype is None else dtype
     handle = _staged(source, place, wanted, asynchronous)
     if handle is None:
         handle = Transfer(source.to(place, wanted))
     return handle if asynchronous else handle.wait()
+
+
+def present(device: torch.device | str, fn: str) -> torch.device:
+    """The device; raises RuntimeError where it is a GPU and there is none."""
+    place = torch.device(device)
+    if place.type == "cuda" and not available():
+        raise RuntimeError(
+            f"{fn}: device is {str(device)!r}, which is not there: PyTorch finds no CUDA device; use 'cpu'"
+        )
+    return place
 
 
 def _staged(

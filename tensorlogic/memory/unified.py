@@ -162,7 +162,7 @@ def unified(tensor: Any) -> Unified:
 
 
 def _place(device: torch.device | str) -> torch.device:
-    place = torch.device(device)
+    place = staging.present(device, "unified")
     if place.type == "cuda" and place.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return place

@@ -32,18 +32,18 @@ def mend_product(
     M, N, K, left_r, left_c, right_r, right_c, out_r, out_c, ROWS, BLOCKS,
     TABLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out = left · right in float64, only where found [BLOCKS, 5], the first ROWS of them rows, is beyond the limits.
+    """out = left · right in float64, only where found [BLOCKS, 6], the first ROWS of them rows, is beyond the limits.
 
     limits: what makes squares of cancellation of (norms of rows, norms of columns), the largest square of cancellation and
-    the one below which the product may be left to what is faster, the least and the largest peak.
+    the one below which the product may be left to what is faster, the least and the largest peak, how many results of 0.
     """
     p = tl.arange(0, TABLE)
     inside, row = p < BLOCKS, p < ROWS
     column = inside & (p >= ROWS)
-    norms = tl.load(found_ptr + 5 * p, mask=inside, other=0.0)
-    share = tl.load(found_ptr + 5 * p + 1, mask=inside, other=0.0)
-    least = tl.min(tl.load(found_ptr + 5 * p + 3, mask=inside, other=float("inf")))
-    most = tl.max(tl.load(found_ptr + 5 * p + 4, mask=inside, other=0.0))
+    norms = tl.load(found_ptr + 6 * p, mask=inside, other=0.0)
+    share = tl.load(found_ptr + 6 * p + 1, mask=inside, other=0.0)
+    least = tl.min(tl.load(found_ptr + 6 * p + 3, mask=inside, other=float("inf")))
+    most = tl.max(tl.load(found_ptr + 6 * p + 4, mask=inside, other=0.0))
     left = tl.sum(tl.where(row, norms, 0.0))
     right = tl.sum(tl.where(column, norms, 0.0))
     across = tl.max(tl.where(row, share, 0.0)) * right * tl.load(limits_ptr)
@@ -51,6 +51,8 @@ def mend_product(
     cancels = tl.maximum(across, down)
     good = cancels <= tl.load(limits_ptr + 2)
     good &= (least >= tl.load(limits_ptr + 4)) & (most <= tl.load(limits_ptr + 5))
+    blank = tl.sum(tl.load(found_ptr + 6 * p + 5, mask=inside, other=0.0))
+    good &= blank <= tl.load(limits_ptr + 6)
     good &= (left - left == 0.0) & (right - right == 0.0) & (tl.load(spoilt_ptr) == 0.0)
     pid = tl.program_id(0)
     if (pid == 0) & ((cancels < tl.load(limits_ptr + 3)) | (good == 0)):
@@ -111,7 +113,7 @@ class Watch:
             align = min(triton_split.aligned(left, right, out), left.element_size(), 4)
             start = _mend(
                 triton_split.names(left, right, out), (m, n, k), (*left.stride(), *right.stride(), *out.stride()),
-                (rows, found.numel() // 5), align, left.device,
+                (rows, found.numel() // 6), align, left.device,
             )  # fmt: skip
             if not start(left, right, out, found, spoilt, limits, self._word):
                 raise RuntimeError(
@@ -119,11 +121,11 @@ class Watch:
                 )
 
 
-def _limits(then: Statistics, room: float) -> tuple[float, float, float, float]:
+def _limits(then: Statistics, room: float) -> tuple[float, ...]:
     """As `mend_product` reads them; float64 that leaves its range becomes infinite instead of an error."""
     beyond, easier = then.cancels * room, then.cancels / 64
     highest = math.inf if then.high > 1000 else 2.0 ** (then.high + 4)
-    return beyond * beyond, easier * easier, 2.0 ** (then.low - 4), highest
+    return beyond * beyond, easier * easier, 2.0 ** (then.low - 4), highest, then.blank
 
 
 @lru_cache

@@ -65,7 +65,7 @@ def look_at(
     M, N, K, left_r, left_c, right_r, right_c, out_r, out_c, STEP_M, STEP_N, STEP_K,
     BLOCK: tl.constexpr, SKETCH: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """found[p] = (sum of norms², largest norm² / result's norm², largest peak² / norm², least peak, largest peak) of
+    """found[p] = (sum of norms², largest norm² / result's norm², largest peak² / norm², least peak, largest peak, results of 0) of
     BLOCK rows of left (then columns of right), each by SKETCH elements."""
     p = tl.program_id(0)
     blocks = tl.cdiv(M, BLOCK)
@@ -102,15 +102,16 @@ def look_at(
     told = result > 0
     share = tl.where(told, square / tl.where(told, result, 1.0), 0.0)
     crest = tl.where(there, peak * peak / tl.where(there, square, 1.0), 0.0)
-    base = found_ptr + 5 * p
+    base = found_ptr + 6 * p
     bad = tl.sum((x - x != 0.0).to(tl.int32)) + tl.sum((y - y != 0.0).to(tl.int32))
     tl.store(base, tl.where(bad > 0, float("nan"), tl.sum(square)))
     tl.store(base + 1, tl.max(share))
     tl.store(base + 2, tl.max(crest))
-    tl.store(base + 3, tl.min(tl.where(there, peak, float("inf"))))
+    tl.store(base + 3, tl.min(tl.where(peak > 0, peak, float("inf"))))
     tl.store(base + 4, tl.max(peak))
+    tl.store(base + 5, tl.sum((there & (result == 0.0)).to(tl.float64)))
     if p == 0:
-        tl.store(found_ptr + 5 * tl.num_programs(0), tl.load(flag_ptr).to(tl.float64))
+        tl.store(found_ptr + 6 * tl.num_programs(0), tl.load(flag_ptr).to(tl.float64))
         tl.store(flag_ptr, 0)
 
 
@@ -213,11 +214,11 @@ def _look(
 
 
 def sketch(left: Tensor, right: Tensor, out: Tensor) -> tuple[Tensor, int]:
-    """(a row of five for every block of rows, then of columns, and whether any kernel noted a value; how many are of rows)."""
+    """(a row of six for every block of rows, then of columns, and whether any kernel noted a value; how many are of rows)."""
     (m, k), n = left.shape, right.shape[1]
     blocks = triton.cdiv(m, BLOCK_L)
     found = torch.empty(
-        5 * (blocks + triton.cdiv(n, BLOCK_L)) + 1, dtype=torch.float64, device=left.device
+        6 * (blocks + triton.cdiv(n, BLOCK_L)) + 1, dtype=torch.float64, device=left.device
     )
     strides = (*left.stride(), *right.stride(), *out.stride())
     align = min(aligned(left, right, out), 2 if left.element_size() == 2 else 4)
@@ -228,10 +229,10 @@ def sketch(left: Tensor, right: Tensor, out: Tensor) -> tuple[Tensor, int]:
 
 
 def look(left: Tensor, right: Tensor, out: Tensor) -> tuple[Any, int, bool]:
-    """(a row of five for every block of rows, then of columns, in NumPy; how many are of rows; whether any kernel noted a value).
+    """(a row of six for every block of rows, then of columns, in NumPy; how many are of rows; whether any kernel noted a value).
 
     Waits for the device.
     """
     found, blocks = sketch(left, right, out)
     host = found.cpu().numpy()
-    return host[:-1].reshape(-1, 5), blocks, bool(host[-1])
+    return host[:-1].reshape(-1, 6), blocks, bool(host[-1])

@@ -74,7 +74,9 @@ def single_at_least(t: Tensor) -> Tensor:
 
 def in_f64(a: Tensor, b: Tensor) -> Tensor:
     """The product in float64, which no switch of PyTorch touches."""
-    return torch.matmul(wide(a), wide(b))
+    a, b = wide(a), wide(b)
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return torch.matmul(a.to(dtype), b.to(dtype))
 
 
 def by_parts(product: Product) -> Product:

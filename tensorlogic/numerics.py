@@ -70,25 +70,36 @@ class Verdict:
         return self.reason is None
 
 
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of one output: the candidate's and eager's."""
+
+    ours: float
+    eager: float
+    dtype: torch.dtype
+
+
 def judge(
     outs: Sequence[Tensor | None],
     eager: Sequence[Tensor | None],
     refs: Sequence[Tensor | None],
     slack: float = 1.0,
     coarse: float = 0.0,
+    errors: list[Errors] | None = None,
 ) -> Verdict:
     """Compare a candidate's outputs with same-dtype eager PyTorch and the float64 reference, every element.
 
     `slack` widens the budget where the order of summation alone makes eager's error a matter of luck, `coarse`
-    is the relative error that a candidate's form of numbers brings.
+    is the relative error that a candidate's form of numbers brings. `errors` is given those of each floating output.
     """
     worst = 0.0
+    errors = [] if errors is None else errors
     if len(outs) != len(eager):
         return Verdict(f"wrong: {len(outs)} outputs, {len(eager)} expected", float("inf"))
     for index, (out, plain, ref) in enumerate(zip(outs, eager, refs, strict=True)):
         if plain is None or ref is None:
             continue
-        reason, error = _judge_one(out, plain, ref, slack, coarse)
+        reason, error = _judge_one(out, plain, ref, slack, coarse, errors)
         if reason:
             return Verdict(f"wrong: output {index} {reason}", error)
         worst = max(worst, error)
@@ -96,7 +107,12 @@ def judge(
 
 
 def _judge_one(
-    out: Tensor | None, plain: Tensor, ref: Tensor, slack: float, coarse: float
+    out: Tensor | None,
+    plain: Tensor,
+    ref: Tensor,
+    slack: float,
+    coarse: float,
+    errors: list[Errors],
 ) -> tuple[str | None, float]:
     bad = float("inf")
     if not isinstance(out, Tensor):
@@ -119,6 +135,7 @@ def _judge_one(
         if reason := _not_finite(out, plain, ref):
             return reason, bad
         error, eager_error = relative_error(out, ref), relative_error(plain, ref)
+    errors.append(Errors(error, eager_error, out.dtype))
     base = max(eager_error, _floor(out.dtype), coarse)
     ratio = error / base
     if ratio > RELATIVE_TO_EAGER * slack:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from ..numerics import Verdict, judge, relative_error, spacing
+from ..numerics import Errors, Verdict, judge, spacing
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 GROWTH = 1.4  # times the original's own error that a whole model may have
@@ -87,18 +87,16 @@ def compare(outs: Any, plain: Any, wide: Any) -> Verdict:
             return Verdict(f"wrong: {out!r} instead of {ours!r}", float("inf"))
     if not found[1]:
         return Verdict(None, 0.0)
-    verdict = judge(found[0], found[1], found[2])
-    return Verdict(verdict.reason, growth(*found)) if verdict else verdict
+    errors: list[Errors] = []
+    verdict = judge(found[0], found[1], found[2], errors=errors)
+    return Verdict(verdict.reason, growth(errors)) if verdict else verdict
 
 
-def growth(outs: Sequence[Tensor], plain: Sequence[Tensor], wide: Sequence[Tensor]) -> float:
+def growth(errors: Sequence[Errors]) -> float:
     """Root mean square of the outputs' errors over that of the original's, where the dtype's rounding leaves one."""
-    ours = mine = 0.0
-    for out, eager, ref in zip(outs, plain, wide, strict=True):
-        if eager.is_floating_point() and eager.numel():
-            mine += relative_error(out, ref) ** 2
-            ours += max(relative_error(eager, ref), 0.1 * spacing(eager.dtype)) ** 2
-    return (mine / ours) ** 0.5 if ours else 0.0
+    ours = sum(e.ours**2 for e in errors)
+    eager = sum(max(e.eager, 0.1 * spacing(e.dtype)) ** 2 for e in errors)
+    return (ours / eager) ** 0.5 if eager else 0.0
 
 
 def flat_values(value: Any) -> list[Any]:

@@ -47,6 +47,7 @@ STRATEGIES = {
     "rows_split": SMALL | {"BLOCK_M": 8, "SPLIT": 2},
 }
 M, N, K = 19, 35, 37
+GUARD = 64  # elements behind a matrix that no kernel may touch
 P, EPS = 0.3, 1e-3
 SEED, OFFSET = 2**40 + 7, 2**33 + 3
 COLUMNWISE = ("bias", "mean", "var", "scale", "shift")
@@ -63,10 +64,18 @@ def matrix(
         place = torch.empty([*shape[:-2], columns, rows], device=DEVICE, dtype=DTYPES[dtype]).mT
     else:
         wide = columns + (pad if layout == "padded" else 0)
-        place = torch.full([*shape[:-1], wide], torch.nan, device=DEVICE, dtype=DTYPES[dtype])[
-            ..., :columns
-        ]
+        count = wide * rows * max(batch, 1)
+        whole = torch.full((count + GUARD,), torch.nan, device=DEVICE, dtype=DTYPES[dtype])
+        place = whole[:count].view(*shape[:-1], wide)[..., :columns]
     return place.copy_(values)
+
+
+def beside(tensor: Tensor) -> Tensor:
+    """A copy of all memory that `tensor` is a view of, as bytes, with zeros where it is."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    whole = torch.as_strided(tensor, (count,), (1,), 0).clone()
+    torch.as_strided(whole, tensor.shape, tensor.stride(), tensor.storage_offset()).zero_()
+    return whole.view(torch.uint8)
 
 
 def operand(tensor: Tensor, dtype: str) -> Operand:
@@ -183,6 +192,7 @@ def check(
     numbers = {"p": P, "eps": EPS, "seed_value": SEED, "offset_value": OFFSET}
     given = [t[name] if name in t else numbers[name] for name in gemm.gemm_arguments(spec, config)]
     launch = gemm.gemm_launcher(spec, config, DEVICE)
+    before = {name: beside(t[name]) for name in outputs}
     for _ in range(
         1 + (config["SPLIT"] > 1)
     ):  # a second run finds the counters as the first one left them
@@ -193,6 +203,7 @@ def check(
                 want[name].abs().max(),
             )
             assert worst <= TOLERANCE[dtype] * max(1.0, most), f"{name}: off by {worst} of {most}"
+            assert torch.equal(beside(t[name]), before[name]), f"written beside {name}"
     assert not t["counter"].any()
     return t
 
@@ -212,7 +223,13 @@ def test_strategies_and_dtypes(strategy: str, dtype: str) -> None:
     check(STRATEGIES[strategy], dtype, bias=dtype, outer="residual", activation="relu", z=dtype)
 
 
-@pytest.mark.parametrize("size", [(1, 1, 1), (M, N, 1), (32, 32, 32), (M, N, 0), (16, 33, 64)])
+@pytest.mark.parametrize(
+    "size",
+    [
+        *[(1, 1, 1), (M, N, 1), (32, 32, 32), (M, N, 0)],
+        *[(19, 32, 64), (16, 33, 64), (16, 32, 60)],  # one side alone that blocks do not divide
+    ],
+)
 @pytest.mark.parametrize("strategy", ["tiled", "split", "rows"])
 def test_sizes(size: tuple[int, int, int], strategy: str) -> None:
     m, n, k = size

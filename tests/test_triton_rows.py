@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -28,10 +29,19 @@ Config = dict[str, Any]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 
 
+GUARD = 64  # elements before and behind an output that no kernel may write
+_guarded: list[tuple[torch.Tensor, int]] = []
+
+
 @pytest.fixture(autouse=True)
 def default_device() -> Iterator[None]:
+    """Tensors on the device, and at the end nothing written beside the outputs that `poisoned` made."""
+    _guarded.clear()
     with torch.device(DEVICE):
         yield
+    for whole, count in _guarded:
+        beside = torch.cat([whole[:GUARD], whole[GUARD + count :]])
+        assert torch.equal(beside, torch.full_like(beside, 777.0)), "written beside an output"
 
 
 def rand(*shape: int, dtype: str = "f32", seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -50,7 +60,10 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: str, scale: float = 1.0)
 
 
 def poisoned(*shape: int, dtype: str = "f32") -> torch.Tensor:
-    return torch.full(shape, 777.0).to(TORCH[dtype])
+    count = math.prod(shape)
+    whole = torch.full((count + 2 * GUARD,), 777.0).to(TORCH[dtype])
+    _guarded.append((whole, count))
+    return whole[GUARD : GUARD + count].view(shape)
 
 
 FORWARD = {

@@ -67,7 +67,7 @@ class Held:
         if room < 1:  # already beyond the budget: what gets better may be served better
             return 0.8 <= grown <= 1.1
         near = now.low >= then.low - 4 and now.high <= then.high + 4
-        return 1 / 64 <= grown <= room and near and now.blank <= then.blank
+        return 1 / 64 <= grown <= room and near and now.blank == 0
 
 
 class Adaptive:
@@ -142,6 +142,7 @@ class Adaptive:
             or held.missed
             or not then.usable
             or then.cancels == 0
+            or then.blank
         ):
             return None
         products = plain(self._parts(dynamic), outs)

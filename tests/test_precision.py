@@ -181,6 +181,9 @@ def test_a_row_that_vanishes_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
     b[8:] = b[:8]
     with tensorlogic.precision("adaptive", rtol=0.1):
         tensorlogic.matmul(a, b)
+        a[5, 8:] = -a[5, :8]  # whose row is 0 indeed
+        tensorlogic.matmul(a, b)
+        a[5, 8:] = 0
         a[3, 8:] = -a[3, :8] * (1 + 1e-4)
         for _ in range(2):
             assert off(tensorlogic.matmul(a, b), a.double() @ b.double()) < 0.1

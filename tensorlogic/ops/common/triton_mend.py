@@ -35,7 +35,7 @@ def mend_product(
     """out = left · right in float64, only where found [BLOCKS, 6], the first ROWS of them rows, is beyond the limits.
 
     limits: what makes squares of cancellation of (norms of rows, norms of columns), the largest square of cancellation and
-    the one below which the product may be left to what is faster, the least and the largest peak, how many results of 0.
+    the one below which the product may be left to what is faster, the least and the largest peak.
     """
     p = tl.arange(0, TABLE)
     inside, row = p < BLOCKS, p < ROWS
@@ -52,7 +52,7 @@ def mend_product(
     good = cancels <= tl.load(limits_ptr + 2)
     good &= (least >= tl.load(limits_ptr + 4)) & (most <= tl.load(limits_ptr + 5))
     blank = tl.sum(tl.load(found_ptr + 6 * p + 5, mask=inside, other=0.0))
-    good &= blank <= tl.load(limits_ptr + 6)
+    good &= blank == 0.0
     good &= (left - left == 0.0) & (right - right == 0.0) & (tl.load(spoilt_ptr) == 0.0)
     pid = tl.program_id(0)
     if (pid == 0) & ((cancels < tl.load(limits_ptr + 3)) | (good == 0)):
@@ -125,7 +125,7 @@ def _limits(then: Statistics, room: float) -> tuple[float, ...]:
     """As `mend_product` reads them; float64 that leaves its range becomes infinite instead of an error."""
     beyond, easier = then.cancels * room, then.cancels / 64
     highest = math.inf if then.high > 1000 else 2.0 ** (then.high + 4)
-    return beyond * beyond, easier * easier, 2.0 ** (then.low - 4), highest, then.blank
+    return beyond * beyond, easier * easier, 2.0 ** (then.low - 4), highest
 
 
 @lru_cache

@@ -269,7 +269,7 @@ def _timed(
     if len(calls) > 1:
         first = min(calls, key=measure.wall_samples(calls, device, share, HEATS).median)
     pair = {"before": call(before), first: calls[first]}
-    samples = measure.wall_samples(pair, device, 2 * share)
+    samples = measure.wall_samples(pair, device, 1.5 * share)
     program = programs[int(first.split()[1])]
     if mutates(program.graph):
         program.replace_state(live)

@@ -22,9 +22,7 @@ from .rewrite import Region, arguments, emitter
 from .trace import Trace, first_line
 
 HEATS = 3  # rounds in which all ways run
-CLOSE = (
-    1.2  # of the fastest way's time that a way may take there to run in three times as many more
-)
+CLOSE = 1.2  # of the fastest way's time that a way may take there to run in twice as many more
 LEAST_GAIN = 0.98  # a replacement that takes more of the original's time is not worth having
 SHARE_S = {"cuda": 0.01}  # seconds that one implementation of one region is timed for
 USUAL_SHARE_S = 0.02  # where no graph replay takes the noise away
@@ -165,7 +163,7 @@ class Judge:
         first = measure.device_samples(calls, self.device, share / 3 * len(calls), HEATS)
         bound = CLOSE * min(first.median(name) for name in calls if name != "before")
         left = {n: c for n, c in calls.items() if n == "before" or first.median(n) <= bound}
-        final = measure.device_samples(left, self.device, share / 2 * len(left), 3 * HEATS)
+        final = measure.device_samples(left, self.device, share / 2 * len(left), 2 * HEATS)
         return {**dict.fromkeys(calls, first), **dict.fromkeys(left, final)}
 
     def _step(self, function: Function, values: Sequence[Any]) -> Callable[[], Any]:

@@ -423,12 +423,17 @@ def export_plans(path: Path, *, op: Ops = (), device: Device = None) -> int:
     path
         The lockfile to write.
     """
-    from .bench import session
+    from .bench import lockfiles, session
     from .plans import export_lockfile
 
     store, _ = session.store(device)
     wanted = _split(op)
-    chosen = [p for p in store.plans() if not wanted or p.key.op in wanted]
+    stored = [p for p in store.plans() if not wanted or p.key.op in wanted]
+    chosen = lockfiles.lasting(stored)
+    if len(chosen) < len(stored):
+        _print(
+            f"{len(stored) - len(chosen)} left out: what they chose has changed since it was measured; tune them again"
+        )
     if not chosen:
         raise Problem(
             "there are no plans to export; measure some with `tensorlogic tune` or tensorlogic.tune(...)"

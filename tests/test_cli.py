@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tensorlogic
-from tensorlogic import cli, doctor, doctor_cpu, enabling, repairs
+from tensorlogic import cli, doctor, doctor_cpu, enabling, op, repairs
 from tensorlogic.bench import results, rows
 from tensorlogic.bench.ceilings import Ceilings
 
@@ -335,3 +335,17 @@ def test_output_that_nobody_reads_to_its_end() -> None:
     os.close(writer)
     assert "Traceback" not in done.stderr
     assert done.returncode == cli.UNREAD
+
+
+def test_export_leaves_out_what_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = ["--op", "mul", "--size", "64", "--dtype", "f32", "--device", "cpu"]
+    assert cli.main(["tune", *tokens]) == 0
+    lock = str(tmp_path / "lock.json")
+    assert cli.main(["plans", "export", lock, "--op", "mul", "--device", "cpu"]) == 0
+    assert "left out" not in capsys.readouterr().out
+    for candidate in op.OPS["mul"].candidates.values():
+        monkeypatch.setitem(candidate.__dict__, "source", "other")
+    assert cli.main(["plans", "export", lock, "--op", "mul", "--device", "cpu"]) == 2
+    assert "left out: what they chose has changed" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,17 @@ def _paired(
         timers.append(measure.host_samples(calls, device, 0.3, rounds=15))
     ratio, low, _ = max(timers, key=lambda s: s.median("best")).ratio("locked", "best")
     return ratio, low
+
+
+def lasting(plans: Iterable[Plan]) -> list[Plan]:
+    """Those whose candidate is still what was measured; the others would not pass `verify`."""
+    found = []
+    for plan in plans:
+        registry.ready(plan.key.device)
+        op = OPS.get(plan.key.op)
+        if op is not None and _absent(op, plan) is None:
+            found.append(plan)
+    return found
 
 
 def _absent(op: Op, plan: Plan) -> str | None:

@@ -279,3 +279,17 @@ def test_bench_ends_with_the_report(
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"report: {tmp_path / 'a.html'}"
     assert "<svg" in (tmp_path / "a.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("measured", "peers"),
+    [("cpu-xeon.json", "cpu-xeon_peers.txt"), ("h200.json", "h200_peers.txt")],
+)
+def test_goals_that_are_missed_are_among_the_opportunities(measured: str, peers: str) -> None:
+    """What is furthest from its goal beside the peers is named to whoever reads the list."""
+    lines = (FILES / peers).read_text().splitlines()
+    missed = {line.split()[1] for line in lines if line.startswith("MISS")}
+    named = [o.what for o in opportunities.found(results.load(FILES / measured))]
+    assert missed
+    for op in missed:
+        assert any(op in what.replace(",", " ").split() for what in named), op

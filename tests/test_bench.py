@@ -24,6 +24,7 @@ from tensorlogic.bench import (
     lockfiles,
     machine,
     readme,
+    report,
     results,
     rows,
     session,
@@ -248,6 +249,8 @@ def test_interrupt_keeps_rows_and_resume_goes_on(
     monkeypatch.setattr(rows, "measured", until(9))
     second = run(path, ops=["add", "mul"], sizes=[64], dtypes=["f32"], resume=True)
     assert second.complete
+    assert second.run["kept"] == 1
+    assert "2 rows, 1 of them kept from an interrupted run" in report.Report(second, None, []).about
     assert [r.op for r in second.rows] == ["add", "mul"]
     assert measured == ["elementwise add 64 f32", "elementwise mul 64 f32"]
 

@@ -76,6 +76,8 @@ class Report:
         run = self.results.run
         kind = "quick benchmark" if run.get("quick") else "benchmark"
         seconds = f" in {run['seconds']:.0f} s" if "seconds" in run else ""
+        if "kept" in run:
+            seconds = f", {run['kept']} of them kept from an interrupted run, the others{seconds}"
         return (
             f"{kind}, {len(self.results.timed)} rows{seconds}. Times are medians, intervals 95 %, ratios paired within "
             "one run; nothing was timed before it was found right."

@@ -108,6 +108,8 @@ def bench(
     run["busy"] = machine.busy(before, results.machine["usable_cores"])
     path = Path(json) if json is not None else _default_path(results)
     results.rows = _kept(results, path) if resume else []
+    if results.rows:
+        run["kept"] = len(results.rows)  # of an earlier run: time and state are of the others
     results.write(path)
     begin, others = time.perf_counter(), machine.Others()
     try:

@@ -310,10 +310,10 @@ def test_exit_with_living_tensors_is_clean() -> None:
 
 def test_absurd_size_raises_torchs_error_and_leaves_the_pool_whole() -> None:
     empty(MIB)
+    before = pool.stats().bytes_in_use  # of whatever another test has left to be collected
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         empty(1 << 46)
-    stats = pool.stats()
-    assert stats.bytes_in_use == 0
+    assert pool.stats().bytes_in_use <= before
     assert empty(MIB).numel() == MIB
 
 

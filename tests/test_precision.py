@@ -329,7 +329,7 @@ def test_float64_of_any_range(scale: float, rows: slice) -> None:
 
 
 def test_a_policy_is_left_whatever_happens_as_it_is_entered() -> None:
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
         traced = torch.jit.trace(
             lambda x: tensorlogic.matmul(x, x, precision=tensorlogic.precision("f32")),
             (torch.ones(3, 3),), check_trace=False,

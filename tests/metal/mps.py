@@ -90,7 +90,7 @@ def install() -> None:
     torch.mps.empty_cache = lambda: None
     torch.mps.get_rng_state = lambda device="mps": torch.zeros(8, dtype=torch.uint8)
     torch.mps.set_rng_state = lambda state, device="mps": None
-    torch.backends.mps.is_available = lambda: True
+    torch.backends.mps.is_available = functools.cache(lambda: True)  # cached as PyTorch's own
     torch._C._mps_get_name = lambda: "Apple M4 Pro"  # type: ignore[attr-defined]
     torch._C._mps_get_core_count = lambda: 20  # type: ignore[attr-defined]
 

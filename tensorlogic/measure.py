@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from . import compiling
+
 Call = Callable[[], object]
 CLEARED = 4.4e11  # bytes a second: how fast NVIDIA's driver clears memory given back to it (H200)
 BATCHES = 4  # of samples where a choice is close
@@ -154,9 +156,9 @@ def host_samples(
 
         return sample
 
-    return _interleave(
-        {name: sampler(list(steps)) for name, steps in calls.items()}, rounds, budget_s
-    )
+    samplers = {name: sampler(list(steps)) for name, steps in calls.items()}
+    with compiling.paused():
+        return _interleave(samplers, rounds, budget_s)
 
 
 def wall_samples(
@@ -166,7 +168,8 @@ def wall_samples(
     samplers = {name: functools.partial(once, call, device) for name, call in calls.items()}
     for sample in samplers.values():
         sample()
-    return _interleave(samplers, rounds, budget_s / 2)
+    with compiling.paused():
+        return _interleave(samplers, rounds, budget_s / 2)
 
 
 Sampler = Callable[[Mapping[str, Sequence[Call]], torch.device, float, int], Samples]

@@ -98,7 +98,7 @@ def environment() -> dict[str, str]:
 
 
 def nurse(fd: int) -> None:
-    """The nursery: forks a worker for every socket that comes; ends with its parent."""
+    """The nursery: forks a worker for every socket that comes; ends with its parent, and its workers with it."""
     line = socket.socket(fileno=fd)
     for name in PRELOADED:
         with contextlib.suppress(ImportError):  # no Triton: a job that needs it will say so
@@ -107,7 +107,7 @@ def nurse(fd: int) -> None:
     while True:
         message, fds, _, _ = socket.recv_fds(line, 1, 1)
         if not message:
-            return
+            os.killpg(0, signal.SIGKILL)  # workers that are stopped would not notice
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # compilers start processes of their own
             line.close()

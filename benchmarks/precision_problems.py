@@ -37,6 +37,7 @@ KINDS = (
     "sparse",
     "one bad row",
     "integers",
+    "one outlier",
 )
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -91,6 +92,9 @@ def operands(
         a, b = a.round(), b.round()
     elif kind == "sparse":
         a = a * (torch.rand(m, k, generator=g) < 0.05)
+    elif kind == "one outlier":  # that the result does not tell of
+        i, j = (int(torch.randint(size, (1,), generator=g)) for size in (m, k))
+        a[i, j], b[j] = a[i, j] * 1e3, b[j] * 1e-3
     elif kind == "one bad row" and k > 1:
         half, i = k // 2, int(torch.randint(m, (1,), generator=g))
         b[half : 2 * half] = b[:half]

@@ -61,8 +61,6 @@ class Held:
         grown = now.cancels / then.cancels if then.cancels > 0 else math.inf
         if then.cancels == now.cancels == 0.0:
             grown = 1.0
-        if form_of(self.candidate).startswith(("int8", "fp8")):
-            grown *= max(1.0, now.crest / max(then.crest, 1e-30))
         room = self.rtol / (self.margin * self.error) if self.error > 0 else math.inf
         if room < 1:  # already beyond the budget: what gets better may be served better
             return 0.8 <= grown <= 1.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .common import precise, ways_cuda
+from .common import precise, ways_bytes, ways_cuda
 
 precise.extend(ways_cuda.found(), ways_cuda.__name__)
+precise.extend(ways_bytes.found(), ways_bytes.__name__)

@@ -36,7 +36,7 @@ Start = Callable[..., bool]
 
 TYPES = {
     "f16": "fp16", "bf16": "bf16", "f32": "fp32", "f64": "fp64", "bool": "i1",
-    "u8": "u8", "i8": "i8", "i16": "i16", "i32": "i32", "i64": "i64",
+    "u8": "u8", "i8": "i8", "i16": "i16", "i32": "i32", "i64": "i64", "e4m3": "fp8e4nv",
 }  # fmt: skip
 MOST_HINT = 16  # widest vector access in bytes, and the largest divisor worth telling the compiler
 DEPENDENT = "PDL"  # the constant of kernels that wait for the kernels before them themselves: set from sm_90 on

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
-from math import log2
 
 import torch
 from torch import Tensor
 
 from ... import native
+from ...accuracy import CREST
 from ...plans import Key
 from . import cpu_costs, native_wiring, ways
 from .ways import Way, single, wide
@@ -109,7 +110,7 @@ def in_parts(parts: int, a: Tensor, b: Tensor) -> Tensor:
 
 def _f16(product: ways.Product, a: Tensor, b: Tensor) -> Tensor:
     """Rows of a and columns of b scaled by powers of two so that neither they nor their product leave float16's range."""
-    top = 2.0 ** ((15 - int(log2(max(a.shape[-1], 1))) - 1) // 2)
+    top = 2.0 ** ((15 - int(math.log2(max(a.shape[-1], 1))) - 1) // 2)
     scales: list[Tensor] = []
     halves: list[Tensor] = []
     for t, dim in ((a, -1), (b, -2)):
@@ -163,10 +164,20 @@ def _moderate(scale: Tensor) -> bool:
     return bool((low > 2.0**-60) & (high < 2.0**60))
 
 
+def _even(t: Tensor, dim: int, count: int) -> bool:
+    """Whether no element along `dim` is so large that int8 steps of its size leave the others too few."""
+    low, high = torch.aminmax(t, dim=dim)
+    peak, norm = torch.maximum(-low, high), torch.linalg.vector_norm(t, dim=dim)
+    most = CREST["int8" if count == 1 else "int8x3"] / math.sqrt(t.shape[dim])
+    return bool((peak <= most * norm).all())
+
+
 def int8(count: int, a: Tensor, b: Tensor) -> Tensor:
     """Exact products of int8 slices: of `count` slices each, those pairs whose orders add up to less than `count`."""
     if a.dtype != torch.float64 and b.dtype != torch.float64:
         a, b = single(a), single(b)
+    if not (_even(a, -1, count) and _even(b, -2, count)):
+        return ways.in_f64(a, b)
     left, scale_a = slices(a, -1, count)
     right, scale_b = slices(b, -2, count)
     if not (_moderate(scale_a) and _moderate(scale_b)):
@@ -262,6 +273,6 @@ def found() -> list[Way]:
                 _rate("int8", 5 * count, 60 * count, 2 / (count * (count + 1))),
                 cpu, _int8_serves(count), matrices=True,
             )
-            for name, count in (("torch.int8", 1), ("torch.int8x3", 2), ("torch.int8x6", 3))
+            for name, count in (("torch.int8", 1), ("torch.int8x3", 2))
         ),
     ]  # fmt: skip

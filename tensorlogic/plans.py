@@ -113,6 +113,12 @@ class PlanView:
             found = [shelf.get(key.text) for shelf in self._loaded()]
         return next((p for p in found if p is not None and (valid is None or valid(p))), None)
 
+    def of(self, text: str) -> Plan | None:
+        """As `get`, by the key's text."""
+        with self._lock:
+            found = [shelf.get(text) for shelf in self._loaded()]
+        return next((p for p in found if p is not None), None)
+
     def nearest(
         self,
         key: Key,

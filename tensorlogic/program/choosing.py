@@ -10,27 +10,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .. import measure
 from ..numerics import Verdict
 from . import check
-from .code import last_uses
 from .decisions import Decision
+from .fragments import emit_way, full
 from .patterns import RULES
-from .regions import HEATS, Judge, emit_way, full
+from .regions import HEATS, Judge
 from .report import Report, Row
 from .rewrite import Region, again, rewrite
 from .serve import Program, device_of, mutates
 from .short import MISS
-from .trace import Trace, Untraceable, counts, first_line, writes
+from .stored import Choice, Stored, merged
+from .trace import Trace, Untraceable, counts, writes
+from .whole import Whole, expected_inputs
 from .widen import pays, widened
 
 ATTEMPTS = 8  # at a program whose error as a whole does not grow
 ROUNDS = 4  # times that regions are formed again after some were undone
 MUST_GAIN = 0.98  # of the original's time that the whole may take
+CLEAR = 0.95  # of it that, where the interval says less, is worth a longer look
 
 
 def best(
@@ -47,12 +49,71 @@ def best(
     `model` is watched by the program. Regions, times and, where None is returned, the reason go into `report`.
     """
     device = device_of(traced)
-    begin = time.perf_counter()
+    stored = Stored(traced, device, training, budget_s)
+    choice = stored.whole()
+    if choice is not None and choice.outcome == "original":
+        _told(report, choice)
+        return None
     expected = Whole(traced, training)
     source = widened(traced) if not training and pays(traced, device) else traced
+    if choice is not None:
+        program = _again(choice, source, model, expected, report)
+        if program is not None:
+            return program
+    begin = time.perf_counter()
+    judge = Judge(source, device, training, begin + budget_s / 2, begin + 2 * budget_s, stored)
+    try:
+        return _found(source, judge, expected, model, before, budget_s, report, given)
+    finally:
+        stored.save()
+
+
+def _told(report: Report, choice: Choice) -> None:
+    """What an earlier process has found, in this one's report."""
+    report.outcome, report.reason, report.rows = choice.outcome, choice.reason, choice.rows
+    report.before_us, report.after_us = choice.before_us, choice.after_us
+    report.ratio, report.error = choice.ratio, choice.error
+    report.notes.append(f"decided and timed by an earlier process, {choice.when}")
+
+
+def _again(
+    choice: Choice, source: Trace, model: nn.Module, expected: Whole, report: Report
+) -> Program | None:
+    """The program that an earlier process has chosen, if it is right with today's weights and inputs."""
+    graph = copy.deepcopy(source.graph)
+    rules = [r for r in RULES if r.training or not expected.training]
+    regions = rewrite(graph, rules, frozenset(choice.banned))
+    if {r.root for r in regions} != choice.ways.keys():
+        return None
+    found = {root: Decision(way) for root, way in choice.ways.items()}
+    forced = _expand(graph, regions, found)
+    program = Program(source, graph, forced, expected.training, model)
+    verdict = expected.judge(program)
+    if not verdict or verdict.error > check.GROWTH:
+        return None
+    reason = program.capture()
+    if (program.replay is not None) != (choice.outcome == "captured"):
+        report.notes.append(f"an earlier process has captured it: {reason}")
+        return None
+    _told(report, choice)
+    report.error = verdict.error
+    return program
+
+
+def _found(
+    source: Trace,
+    judge: Judge,
+    expected: Whole,
+    model: nn.Module,
+    before: Callable[..., Any],
+    budget_s: float,
+    report: Report,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+) -> Program | None:
+    """Decide, check and time; what was found is kept for later processes."""
     banned: set[str] = set()
     undone: list[Row] = []
-    judge = Judge(source, device, training, begin + budget_s / 2, begin + 2 * budget_s)
+    training = judge.training
     for attempt in range(ATTEMPTS):
         plan = Plan(source, judge, banned)
         program, verdict = _right(plan.variants[0], plan, model, expected)
@@ -60,7 +121,9 @@ def best(
         if program is not None:
             others = [_right(v, plan, model, expected)[0] for v in plan.variants[1:]]
             found = [program, *(p for p in others if p is not None)]
-            return _timed(found, before, given, training, budget_s, report)
+            fastest = _timed(found, before, given, training, budget_s, report)
+            _keep(judge, plan, fastest, report)
+            return fastest
         why = verdict.reason or f"error {verdict.error:.2f} times the original's"
         standing = sorted(
             (r for r in report.rows if not r.refused), key=lambda r: -(r.error or 0.0)
@@ -78,12 +141,36 @@ def best(
     return None
 
 
+def _keep(judge: Judge, plan: Plan, fastest: Program | None, report: Report) -> None:
+    """Remember what was found, unless time was short or the numbers were not right."""
+    if report.ratio is None or judge.late:
+        return
+    if fastest is None and report.ratio[0] <= MUST_GAIN:
+        return  # it was too noisy to tell
+    ways = {} if fastest is None else dict(fastest.ways)
+    judge.stored.keep_whole(
+        Choice(
+            report.outcome,
+            report.reason,
+            sorted(plan.banned),
+            ways,
+            report.rows,
+            report.error,
+            report.before_us,
+            report.after_us,
+            report.ratio,
+            merged(d.plans for d in plan.found.values()),
+        )
+    )
+
+
 def _right(
     variant: dict[str, Decision], plan: Plan, model: nn.Module, expected: Whole
 ) -> tuple[Program | None, Verdict]:
     """The program of one variant, if the whole model's error did not grow."""
     graph, forced = plan.graph(variant)
     program = Program(plan.traced, graph, forced, plan.training, model)
+    program.ways = {root: d.way for root, d in variant.items()}
     verdict = expected.judge(program)
     return (program if verdict and verdict.error <= check.GROWTH else None), verdict
 
@@ -166,75 +253,6 @@ def _expand(
     return forced
 
 
-def expected_inputs(traced: Trace) -> dict[str, Any]:
-    """Placeholder -> value for runs that must leave no trace: inputs, and buffers that are written to, are copies."""
-    named = {n: t for n, (_, t) in traced.state.items()}
-    if mutates(traced.graph):
-        named = {n: t if t.requires_grad else t.detach().clone() for n, t in named.items()}
-    given = {
-        n: v.detach().clone() if isinstance(v, Tensor) else v
-        for n, v in zip(traced.inputs, traced.example, strict=True)
-    }
-    return {**named, **given}
-
-
-class Whole:
-    """The whole model's outputs (and gradients) as the original gives them and in higher precision."""
-
-    def __init__(self, traced: Trace, training: bool) -> None:
-        self.traced, self.training = traced, training
-        self.outputs = traced.graph.output_node().args[0]
-        self.nodes = [n for n in traced.graph.nodes if n.op in ("call_function", "get_attr")]
-        values = expected_inputs(traced)
-        dtype = check.wide_dtype(list(values.values()))
-        self.plain = self._run(values, None)
-        wide = {n: check.widen(v, dtype) for n, v in values.items()}
-        if training:
-            for n, v in values.items():
-                if isinstance(v, Tensor) and v.requires_grad:
-                    wide[n].requires_grad_()
-        self.wide = self._run(wide, dtype)
-
-    def _run(self, values: dict[str, Any], dtype: torch.dtype | None) -> Any:
-        env = dict(values)
-        last = last_uses(self.nodes, self.outputs)
-        with torch.set_grad_enabled(self.training):
-            check.evaluate(
-                self.nodes, env, self.traced.owner, dtype, None if self.training else last
-            )
-            outs = fx.map_arg(self.outputs, lambda n: env[n.name])
-            return self._graded(outs, values)
-
-    def _graded(self, outs: Any, values: Mapping[str, Any]) -> Any:
-        wrt = [v for v in values.values() if isinstance(v, Tensor) and v.requires_grad]
-        flat = [o for o in check.flat_values(outs) if isinstance(o, Tensor) and o.requires_grad]
-        if not self.training or not wrt or not flat:
-            return outs
-        return (outs, check.gradients(flat, wrt))
-
-    def judge(self, program: Program) -> Verdict:
-        """Compare a program, run on copies of what it might change and with nothing dropped out."""
-        values = expected_inputs(self.traced)
-        function = program.function
-        kept = [n.args for n in function.nodes]
-        for node in function.nodes:
-            node.args = check.silent(node)
-        for name in self.traced.state:
-            function.set(name, values[name])
-        try:
-            with torch.set_grad_enabled(self.training):
-                outs = function.run(*[values[n] for n in self.traced.inputs])
-                return check.compare(self._graded(outs, values), self.plain, self.wide)
-        except (RuntimeError, ValueError, TypeError) as problem:
-            return Verdict(f"it fails: {first_line(problem)}", float("inf"))
-        finally:
-            for node, args in zip(function.nodes, kept, strict=True):
-                node.args = args
-            function.run = function._bind
-            for name, tensor in program.state.items():
-                function.set(name, tensor)
-
-
 def _timed(
     programs: Sequence[Program],
     before: Callable[..., Any],
@@ -269,7 +287,11 @@ def _timed(
     if len(calls) > 1:
         first = min(calls, key=measure.wall_samples(calls, device, share, HEATS).median)
     pair = {"before": call(before), first: calls[first]}
-    samples = measure.wall_samples(pair, device, 1.5 * share)
+    for patience in (1.5, 3.0, 6.0):  # where the machine is busy, once is not enough to tell
+        samples = measure.wall_samples(pair, device, patience * share)
+        ratio, low, high = samples.ratio(first, "before")
+        if not (low < MUST_GAIN < high and ratio < CLEAR):
+            break
     program = programs[int(first.split()[1])]
     if mutates(program.graph):
         program.replace_state(live)

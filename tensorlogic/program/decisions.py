@@ -19,6 +19,7 @@ class Decision:
     ready: tuple[str, ...] = ()  # ways that passed their check
     row: Row = field(default_factory=lambda: Row("", "", ""))
     paying: dict[str, Row] = field(default_factory=dict)  # ways that are fast enough
+    plans: dict[str, str | None] = field(default_factory=dict)  # key of its op -> measured when
 
     def milder(self) -> bool:
         """Go over to the fastest way of those with a clearly smaller error; False where there is none."""

@@ -74,7 +74,9 @@ def optimize(
         example_inputs: a tuple of its positional arguments, a mapping of keyword ones, or a single tensor; of the
             shapes, dtypes and devices that matter. Other inputs are served by the model's own code (see `dynamic`).
         training: keep gradients. Without it, calls that record gradients are served by the model's own code.
-        budget_s: seconds that measuring may take beside tracing (2 by default, 5 for training).
+        budget_s: seconds that measuring may take beside tracing (2 by default, 5 for training). What was found is kept in
+            the user's cache folder: a later process with the same model, inputs, machine and versions checks it and times
+            nothing, unless it asks for a larger budget, or under policy(tune="full").
         dynamic: sizes vary from call to call, such as batches or a decoder's cache that grows. Dynamo then traces with
             symbolic sizes, and what it made serves every size; each op of ours chooses its implementation for the size
             that it meets. Nothing is captured, so for sizes that recur it is the slower choice.

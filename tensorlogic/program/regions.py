@@ -12,13 +12,15 @@ from torch import Tensor, fx
 
 from .. import measure, registry, stores
 from ..numerics import NAMES
-from ..ops.convolution import channels_last
+from ..op import Op
+from ..plans import Key
 from ..rules import Composite, Way
 from . import check
-from .code import Function, ahead
+from .code import Function
 from .decisions import Decision, evidence, refused, slowness
-from .patterns import WAYS
-from .rewrite import Region, arguments, emitter
+from .fragments import CHOSEN, PLAIN, Fragment, full, value_of, ways_of
+from .rewrite import Region
+from .stored import Plans, Stored, planned
 from .trace import Trace, first_line
 
 HEATS = 3  # rounds in which all ways run
@@ -26,7 +28,6 @@ CLOSE = 1.2  # of the fastest way's time that a way may take there to run in twi
 LEAST_GAIN = 0.98  # a replacement that takes more of the original's time is not worth having
 SHARE_S = {"cuda": 0.01}  # seconds that one implementation of one region is timed for
 USUAL_SHARE_S = 0.02  # where no graph replay takes the noise away
-PLAIN, CHOSEN = "torch.eager", "chosen"
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError)
 
 
@@ -34,13 +35,20 @@ class Judge:
     """Decides region by region; regions of the same calls, shapes, strides and dtypes are timed once."""
 
     def __init__(
-        self, trace: Trace, device: torch.device, training: bool, deadline: float, end: float
+        self,
+        trace: Trace,
+        device: torch.device,
+        training: bool,
+        deadline: float,
+        end: float,
+        stored: Stored,
     ) -> None:
-        self.trace, self.device, self.training = trace, device, training
+        self.trace, self.device, self.training, self.stored = trace, device, training, stored
         self.deadline, self.end = deadline, end  # of what must be compiled first, and of the rest
         self.known: dict[Any, Decision] = {}
         self.passed: dict[tuple[str, str, frozenset[str]], Decision] = {}  # regions checked before
         self.writes = False
+        self.late = False  # a region was not measured for want of time
 
     def decide(self, regions: Sequence[Region], values: Mapping[str, Any]) -> dict[str, Decision]:
         """root -> decision for every region, in one walk over the original graph; `values` are its inputs and state."""
@@ -100,7 +108,12 @@ class Judge:
         known = self.known.get(key)
         if known is not None and known.way is None:
             return known
-        if known is None and time.perf_counter() > self.end:
+        earlier = self.stored.region((*key, self.writes)) if known is None else None
+        if earlier is not None and earlier.way is None:
+            earlier.row.region = region.root
+            return self.known.setdefault(key, earlier)
+        if known is None and earlier is None and time.perf_counter() > self.end:
+            self.late = True
             late = refused(region, "not measured: no time was left in budget_s", None)
             return self.known.setdefault(key, late)
         before = Function(nodes, [n.name for n in inputs], nodes[-1], {}, self.trace.owner)
@@ -109,9 +122,42 @@ class Judge:
             problem, error = self._check(region, known, env, expected)
             known.row.error = max(known.row.error or 0.0, error)
             return known if problem is None else refused(region, problem, error)
+        if earlier is not None and self._stands(region, earlier, env, expected):
+            return self.known.setdefault(key, earlier)
         decision = self._measure(region, env, before, values, expected)
         self.known[key] = decision
+        if (
+            decision.row.ratio is not None
+        ):  # timed: what was refused for its numbers may be asked again
+            decision.plans = self._plans(region, env)
+            self.stored.keep_region((*key, self.writes), decision)
         return decision
+
+    def _stands(
+        self, region: Region, earlier: Decision, env: Mapping[str, Any], expected: _Expected
+    ) -> bool:
+        """Whether what an earlier process found is right here, too; its times are taken as they are."""
+        try:
+            problem, error = self._check(region, earlier, env, expected)
+        except FAILURES:
+            return False
+        earlier.row.region, earlier.row.error = region.root, error
+        return problem is None
+
+    def _plans(self, region: Region, env: Mapping[str, Any]) -> Plans:
+        """The key of a region's op, and when its plan was measured: another plan is a reason to decide anew."""
+        found = self._keyed(region, env)
+        return {} if found is None else {found[1].text: planned(found[1].text, self.device)}
+
+    def _keyed(self, region: Region, env: Mapping[str, Any]) -> tuple[Op, Key] | None:
+        """The op that stands for a region and its key here; None where none does."""
+        assert region.node is not None
+        op = getattr(region.node.target, "fused", None)
+        if op is None:
+            return None
+        ready = region.node.target.__wrapped__(*(value_of(a, env) for a in region.node.args))  # type: ignore[union-attr]
+        whole = (*ready, self.training) if op.gradient is not None else ready
+        return op, op.key(whole, "forward" if self.training else "inference")
 
     def _measure(
         self,
@@ -204,14 +250,11 @@ class Judge:
                 continue  # another layout may copy where the graph writes into a view
             if way.supports(examples) is None:
                 yield way
-        op = getattr(node.target, "fused", None)
-        if op is None:
-            return
         registry.ready(self.device.type)
-        args = tuple(_value(a, env) for a in node.args)
-        ready = node.target.__wrapped__(*args)  # type: ignore[union-attr]
-        whole = (*ready, self.training) if op.gradient is not None else ready
-        key = op.key(whole, "forward" if self.training else "inference")
+        found = self._keyed(region, env)
+        if found is None:
+            return
+        op, key = found
         if stores.complete(op, stores.current(self.device).get(key), key):
             return
         for candidate in op.candidates.values():
@@ -254,100 +297,6 @@ class _Expected:
         self.plain, self.wide = plain[self.nodes[-1].name], wide[self.nodes[-1].name]
 
 
-class Fragment:
-    """The calls that replace one region, cut out with their inputs; constants computed ahead."""
-
-    def __init__(
-        self, region: Region, way: str | None, env: Mapping[str, Any], timing: bool = False
-    ) -> None:
-        node = region.node
-        assert node is not None
-        self.graph = fx.Graph()
-        held: dict[str, Any] = {}
-
-        def port(n: fx.Node) -> fx.Node:
-            for known in self.graph.nodes:
-                if known.name == f"port_{n.name}":
-                    return known
-            made = self.graph.placeholder(f"port_{n.name}")
-            made.meta = {"val": n.meta.get("val"), "constant": n.meta.get("constant", False)}
-            held[made.name] = _value(n, env)
-            return made
-
-        args = full(node, port)
-        out = emit_way(self.graph, node.target, args, way)
-        self.graph.output(out)
-        ports = [n for n in self.graph.nodes if n.op == "placeholder"]
-        steady = {n.name: held[n.name] for n in ports if n.meta["constant"]}
-        values, _ = ahead(self.graph, steady)
-        given = [n for n in ports if not n.meta["constant"]]
-        self.values = [held[n.name] for n in given]
-        if timing:
-            self.values = [_arrives(n, v) for n, v in zip(given, self.values, strict=True)]
-        calls = [n for n in self.graph.nodes if n.op == "call_function" and n.name not in values]
-        calls = [n for n in calls if not n.meta.get("constant", False)]
-        forced = {out.name: way} if way not in (None, CHOSEN, PLAIN) else {}
-        self.function = Function(
-            calls, [n.name for n in given], out, {**steady, **values}, forced=forced
-        )
-        self.calls, self.steady, self.out = calls, {**steady, **values}, out
-
-    def run_checked(self) -> Any:
-        """The replacement's output with nothing dropped out."""
-        changed = False
-        for node in self.calls:
-            silent = check.silent(node)
-            changed |= silent != node.args
-            node.args = silent
-        out = self.function.run(*self.values)
-        if changed:  # the compiled form has the changed arguments, too
-            self.function.run = self.function._bind
-        return out
-
-
-def emit_way(graph: fx.Graph, target: Any, args: tuple[Any, ...], way: str | None) -> fx.Node:
-    """The calls of one way of running a step, or the call itself; `args` are all its arguments (`full`)."""
-    emit = emitter(graph, examples=False)
-    for each in ways_of(target):
-        if each.id == way:
-            return each.emit(emit, args)
-    schema = getattr(target, "_schema", None)
-    words = [a.name for a in schema.arguments if a.kwarg_only] if schema is not None else []
-    count = len(args) - len(words)
-    return emit(target, *args[:count], **dict(zip(words, args[count:], strict=True)))
-
-
-def ways_of(target: Any) -> tuple[Way, ...]:
-    """What can run a step beside itself."""
-    return target.ways if isinstance(target, Composite) else WAYS.get(target, ())
-
-
-def _arrives(node: fx.Node, value: Any) -> Any:
-    """An image as its producer will hand it over once that runs with adjacent channels, too."""
-    return (
-        channels_last(value)
-        if node.users and all(u.target is channels_last for u in node.users)
-        else value
-    )
-
-
-def full(node: fx.Node, known: Callable[[fx.Node], Any] = lambda n: n) -> tuple[Any, ...]:
-    """All arguments of a call in the order of its signature, defaults included, nodes as `known` says."""
-    given = arguments(node)[0] if arguments(node)[0] else list(node.args)
-    return tuple(fx.map_arg(given, known))
-
-
-def _value(n: Any, env: Mapping[str, Any]) -> Any:
-    """What a node of the rewritten graph stands for, by the original's values; helpers are computed."""
-    if not isinstance(n, fx.Node):
-        return n
-    name = n.meta["region"].root if "region" in n.meta else n.name
-    if name in env:
-        return env[name]
-    args = fx.map_arg(tuple(n.args), lambda a: _value(a, env))
-    return n.target(*args, **dict(n.kwargs))  # type: ignore[operator]
-
-
 def _signature(region: Region, env: Mapping[str, Any], trace: Trace) -> Any:
     assert region.node is not None
 
@@ -356,7 +305,7 @@ def _signature(region: Region, env: Mapping[str, Any], trace: Trace) -> Any:
             return (tuple(value.shape), value.stride(), NAMES.get(value.dtype), value.requires_grad)
         return repr(value)
 
-    return tuple(of(_value(a, env)) for a in region.node.args)
+    return tuple(of(value_of(a, env)) for a in region.node.args)
 
 
 def _leaf(value: Any) -> Any:

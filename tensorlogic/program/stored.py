@@ -1,0 +1,249 @@
+"""Decisions about regions and whole models on disk: what one process has measured, the next one need not measure again.
+
+One JSON file per environment, beside the plans: written in one step under a lock, of a damaged one what can be read.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .. import enabling, native, plan_files, policies, registry, settings, stores
+from ..op import OPS
+from ..plan_files import Records
+from ..plans import environment
+from .decisions import Decision
+from .report import Row
+from .trace import Trace
+
+MOST = 4000  # records of one file; the oldest go
+LOCK_S = 2.0  # for a file that another process is saving
+PACKAGE = Path(__file__).parents[1]
+Plans = dict[str, str | None]  # key of an op -> when its plan was measured, None where nobody has
+
+
+@dataclass
+class Choice:
+    """What was found for a whole model: which regions stand and by what, or that nothing pays, with the evidence."""
+
+    outcome: str
+    reason: str
+    banned: list[str]
+    ways: dict[str, str | None]
+    rows: list[Row]
+    error: float | None
+    before_us: float | None
+    after_us: float | None
+    ratio: tuple[float, float, float] | None
+    plans: Plans = field(default_factory=dict)
+    when: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
+
+
+class Stored:
+    """The decisions that hold for one traced model here and now, and those that it adds; `save` writes them."""
+
+    def __init__(self, trace: Trace, device: torch.device, training: bool, budget_s: float) -> None:
+        policy = policies.current()
+        plain = policy.force is None and not policy.reproducible and policy.tune != "full"
+        self.usable = plain and all(n.op != "get_attr" for n in trace.graph.nodes)
+        self.device, self.budget_s = device, budget_s
+        self.new: Records = {}
+        if not self.usable:
+            return
+        registry.ready(device.type)
+        self.environment = environment(device)
+        self.path = settings.cache_folder() / "programs" / self.environment.file_name
+        self.state = repr((_sources(), _candidates(), switches(device), training))
+        self.name = f"model {_digest(self.state, text_of(trace))}"
+
+    def region(self, key: Any) -> Decision | None:
+        """What was decided for regions like this one, unless an op's plan has been measured since."""
+        record = self._get(self._region(key))
+        return None if record is None else _read(_decision, record)
+
+    def keep_region(self, key: Any, decision: Decision) -> None:
+        """To be saved: a decision, refusals included."""
+        if self.usable:
+            record = asdict(decision)
+            self.new[self._region(key)] = record | {"budget_s": self.budget_s}
+
+    def whole(self) -> Choice | None:
+        """What was found for this very graph."""
+        record = self._get(self.name) if self.usable else None
+        return None if record is None else _read(_choice, record)
+
+    def keep_whole(self, choice: Choice) -> None:
+        """To be saved: what was found for the model."""
+        if self.usable:
+            self.new[self.name] = asdict(choice) | {"budget_s": self.budget_s}
+
+    def forget_whole(self) -> None:
+        """What was found does not hold any more."""
+        _records(self.path).pop(self.name, None)
+
+    def save(self) -> None:
+        """Write what is new; trouble with the disk is said once and never raised."""
+        if not self.new:
+            return
+        new, self.new = self.new, {}
+
+        def change(records: Records) -> None:
+            for name in new.keys() & records.keys():  # the latest stand at the end
+                del records[name]
+            records.update(new)
+            for name in list(records)[: max(0, len(records) - MOST)]:
+                del records[name]
+
+        _records(self.path).update(new)
+        try:
+            plan_files.rewrite(self.path, self.environment, change, LOCK_S)
+        except (OSError, NotImplementedError) as problem:
+            plan_files.warn_once(self.path, "cannot be written; decisions stay here", problem)
+
+    def _region(self, key: Any) -> str:
+        return f"region {_digest(self.state, repr(key))}" if self.usable else ""
+
+    def _get(self, name: str) -> plan_files.Record | None:
+        """A record that was made with a budget like today's, and with today's plans."""
+        if not self.usable:
+            return None
+        record = self.new.get(name) or _records(self.path, self.environment).get(name)
+        if record is None or not record.get("budget_s", 0.0) >= self.budget_s:
+            return None
+        return record if self._planned(record.get("plans")) else None
+
+    def _planned(self, plans: Any) -> bool:
+        return isinstance(plans, Mapping) and all(
+            planned(text, self.device) == when for text, when in plans.items()
+        )
+
+
+def planned(text: str, device: torch.device) -> str | None:
+    """When the plan of an op's key was measured; None without one."""
+    plan = stores.current(device).of(text)
+    return None if plan is None else plan.measured
+
+
+def text_of(trace: Trace) -> str:
+    """A traced model as text: calls, names, and the shape, strides, dtype and device of every value; no contents."""
+    wants = {n: (t.requires_grad, t.is_inference()) for n, (_, t) in trace.state.items()}
+    rest = [v for v in trace.example if not isinstance(v, Tensor)]
+    lines = [f"{trace.in_spec} {trace.out_spec} {rest!r}"]
+    for n in trace.graph.nodes:
+        value = fx.node.map_aggregate(n.meta.get("val"), _spec)
+        lines.append(f"{n.name} {n.target} {n.args} {n.kwargs} {value} {wants.get(n.name)}")
+    return "\n".join(lines)
+
+
+def _spec(value: Any) -> str:
+    if isinstance(value, Tensor):
+        strides = value.stride() if value.layout == torch.strided else value.layout
+        return f"{value.dtype}{tuple(value.shape)}{strides}{value.device.type}"
+    return str(value)
+
+
+def switches(device: torch.device) -> tuple[Any, ...]:
+    """What of PyTorch's and our own settings changes how long calls take."""
+    backends = torch.backends
+    autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    sdp = backends.cuda
+    kinds = sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled()
+    cudnn = backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        backends.cudnn.allow_tf32,
+        backends.mkldnn.enabled,
+        enabling.enabled(),
+        settings.NATIVE_ISA.read(),
+        *autocast,
+        *kinds,
+        *cudnn,
+    )
+
+
+@functools.cache
+def _sources() -> str:
+    """Of everything that decides and computes: this package's text, and which libraries were built beside it."""
+    found = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found.update(path.relative_to(PACKAGE).as_posix().encode())
+        found.update(path.read_bytes())
+    for path in sorted(native.library().parent.glob("*.so")):
+        about = path.stat()
+        found.update(f"{path.name} {about.st_size} {about.st_mtime_ns}".encode())
+    return found.hexdigest()[:16]
+
+
+def _candidates() -> str:
+    """Which candidates there are; of third parties' also their text."""
+    return _digest(
+        *(
+            f"{name} {c.id} {'' if c.trusted else c.source}"
+            for name, op in sorted(OPS.items())
+            for c in op.candidates.values()
+        )
+    )
+
+
+_KNOWN: dict[
+    Path, Records
+] = {}  # what files held when this process first looked, and what it added
+
+
+def _records(path: Path, about: Any = None) -> Records:
+    found = _KNOWN.get(path)
+    if found is None:
+        try:
+            found = {} if about is None else plan_files.read_own(path, about).records
+        except OSError as problem:
+            plan_files.warn_once(path, "cannot be read; decisions are made anew", problem)
+            found = {}
+        _KNOWN[path] = found
+    return found
+
+
+stores.ON_FORGET.append(_KNOWN.clear)
+
+
+def _read(make: Callable[[Any], Any], record: Mapping[str, Any]) -> Any:
+    """What a record says; None where another hand has written it."""
+    try:
+        return make({k: v for k, v in record.items() if k != "budget_s"})
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _row(record: Mapping[str, Any]) -> Row:
+    ratio = record["ratio"]
+    return Row(**{**record, "ratio": None if ratio is None else tuple(map(float, ratio))})
+
+
+def _decision(record: dict[str, Any]) -> Decision:
+    paying = {way: _row(row) for way, row in record["paying"].items()}
+    known = {**record, "row": _row(record["row"]), "ready": tuple(record["ready"])}
+    return Decision(**{**known, "paying": paying})
+
+
+def _choice(record: dict[str, Any]) -> Choice:
+    ratio = record["ratio"]
+    read: dict[str, Any] = {"rows": [_row(r) for r in record["rows"]], "ways": dict(record["ways"])}
+    read["ratio"] = None if ratio is None else tuple(map(float, ratio))
+    return Choice(**{**record, **read, "banned": list(record["banned"])})
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:24]
+
+
+def merged(plans: Iterable[Plans]) -> Plans:
+    """All of them."""
+    return {text: when for each in plans for text, when in each.items()}

@@ -1,0 +1,84 @@
+"""The whole model's outputs and gradients, as the original gives them and in higher precision, to judge programs by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..numerics import Verdict
+from . import check
+from .code import last_uses
+from .serve import Program, mutates
+from .trace import Trace, first_line
+
+
+def expected_inputs(traced: Trace) -> dict[str, Any]:
+    """Placeholder -> value for runs that must leave no trace: inputs, and buffers that are written to, are copies."""
+    named = {n: t for n, (_, t) in traced.state.items()}
+    if mutates(traced.graph):
+        named = {n: t if t.requires_grad else t.detach().clone() for n, t in named.items()}
+    given = {
+        n: v.detach().clone() if isinstance(v, Tensor) else v
+        for n, v in zip(traced.inputs, traced.example, strict=True)
+    }
+    return {**named, **given}
+
+
+class Whole:
+    """The whole model's outputs (and gradients) as the original gives them and in higher precision."""
+
+    def __init__(self, traced: Trace, training: bool) -> None:
+        self.traced, self.training = traced, training
+        self.outputs = traced.graph.output_node().args[0]
+        self.nodes = [n for n in traced.graph.nodes if n.op in ("call_function", "get_attr")]
+        values = expected_inputs(traced)
+        dtype = check.wide_dtype(list(values.values()))
+        self.plain = self._run(values, None)
+        wide = {n: check.widen(v, dtype) for n, v in values.items()}
+        if training:
+            for n, v in values.items():
+                if isinstance(v, Tensor) and v.requires_grad:
+                    wide[n].requires_grad_()
+        self.wide = self._run(wide, dtype)
+
+    def _run(self, values: dict[str, Any], dtype: torch.dtype | None) -> Any:
+        env = dict(values)
+        last = last_uses(self.nodes, self.outputs)
+        with torch.set_grad_enabled(self.training):
+            check.evaluate(
+                self.nodes, env, self.traced.owner, dtype, None if self.training else last
+            )
+            outs = fx.map_arg(self.outputs, lambda n: env[n.name])
+            return self._graded(outs, values)
+
+    def _graded(self, outs: Any, values: Mapping[str, Any]) -> Any:
+        wrt = [v for v in values.values() if isinstance(v, Tensor) and v.requires_grad]
+        flat = [o for o in check.flat_values(outs) if isinstance(o, Tensor) and o.requires_grad]
+        if not self.training or not wrt or not flat:
+            return outs
+        return (outs, check.gradients(flat, wrt))
+
+    def judge(self, program: Program) -> Verdict:
+        """Compare a program, run on copies of what it might change and with nothing dropped out."""
+        values = expected_inputs(self.traced)
+        function = program.function
+        kept = [n.args for n in function.nodes]
+        for node in function.nodes:
+            node.args = check.silent(node)
+        for name in self.traced.state:
+            function.set(name, values[name])
+        try:
+            with torch.set_grad_enabled(self.training):
+                outs = function.run(*[values[n] for n in self.traced.inputs])
+                return check.compare(self._graded(outs, values), self.plain, self.wide)
+        except (RuntimeError, ValueError, TypeError) as problem:
+            return Verdict(f"it fails: {first_line(problem)}", float("inf"))
+        finally:
+            for node, args in zip(function.nodes, kept, strict=True):
+                node.args = args
+            function.run = function._bind
+            for name, tensor in program.state.items():
+                function.set(name, tensor)

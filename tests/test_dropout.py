@@ -166,8 +166,10 @@ def test_the_registered_op_returns_the_mask_it_declares(id: str) -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_keys_that_captured_calls_meet_are_measured_with_it(training: bool, bias: bool) -> None:
-    """A captured call is PyTorch's dropout and our linear, whose keys tune would not meet otherwise."""
+def test_keys_that_captured_calls_meet_are_measured_with_it(
+    training: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured call is PyTorch's dropout and, recorded, our linear, whose keys tune would not meet otherwise."""
 
     def met(fn: Callable[..., Tensor]) -> dict[str, Key]:
         seen: dict[str, Key] = {}
@@ -184,10 +186,15 @@ def test_keys_that_captured_calls_meet_are_measured_with_it(training: bool, bias
                 out.sum().backward()
         return seen
 
-    fused = met(lambda x, w, b: tensorlogic.dropout_linear(x, w, b, 0.5))
-    plain = met(lambda x, w, b: tensorlogic.linear(F.dropout(x, 0.5), w, b))
+    def fn(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return tensorlogic.dropout_linear(x, w, b, 0.5)
+
+    fused = met(fn)
+    monkeypatch.setattr("tensorlogic.ops.dropout_linear.capturing", lambda device: True)
+    captured = met(fn)
+    assert len(captured) == (2 if training else 0)
     twins = [twin for name, key in fused.items() for twin in OPS[name].twins(key)]
     keys = [key for op, key in twins if op.name.startswith("linear")]
-    assert keys == list(plain.values())
+    assert keys == list(captured.values())
     for op, key in twins:
         assert op.name == key.op

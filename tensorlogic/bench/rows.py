@@ -12,7 +12,7 @@ from torch import Tensor
 import tensorlogic
 
 from .. import measure, numerics, policies, selector, stores, study
-from ..op import Op
+from ..op import EAGER, Op
 from ..plans import Key
 from ..tuning import Learned
 from .cases import DROP, RECIPES, Case, Maker, Recipe, dropout_error, nbytes, shapes, transfer
@@ -130,8 +130,10 @@ def _choice(row: Row, recipe: Recipe, args: tuple[Any, ...]) -> None:
     decision = selector.decide(op, key, device, policies.current())
     plan = stores.current(device).get(key)
     row.key, row.flops, row.bytes = key.text, op.flops(key), op.traffic(key)
-    row.candidate, row.captured, row.source = decision.eager[0], "", decision.source
-    for met, its_key, _ in meet(recipe.ours, args, captured=device.type == "cuda")[:1]:
+    row.candidate, row.source = decision.eager[0], decision.source
+    gpu = device.type == "cuda"
+    row.captured = EAGER if gpu else ""  # a call that meets no key of ours is PyTorch's alone
+    for met, its_key, _ in meet(recipe.ours, args, captured=gpu)[:1]:
         its = selector.decide(met, its_key, device, policies.current()).captured[0]
         row.captured = its if met is op else f"{met.name} by {its}"
     row.evidence = [asdict(e) for e in plan.evidence] if plan else []

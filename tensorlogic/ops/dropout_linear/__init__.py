@@ -122,11 +122,12 @@ def _state(
 
 
 def _captured(key: Key) -> Iterator[tuple[Op, Key]]:
-    """A traced call takes its seed from a tensor, a captured one is PyTorch's dropout and our linear: both should
-    meet measured keys, too."""
+    """A traced call takes its seed from a tensor, a captured one that is recorded is PyTorch's dropout and our linear:
+    both should meet measured keys, too."""
     if key.spec("state") is None and key.device != "cpu":
         state = TensorSpec("i64", (2,), (1,))
         yield DROPOUT_LINEAR, replace(key, tensors=(*key.tensors[:-1], state))
+    if key.spec("state") is None and key.device != "cpu" and key.direction == "forward":
         x, weight, bias, _ = key.tensors
         yield LINEAR, _as(LINEAR, key, (_fresh(x), weight, bias, None), key.flags[-1])
 
@@ -267,7 +268,11 @@ def dropout_linear(
     if not training or p == 0.0:
         return linear(x, weight, bias)
     if generator is None and capturing(x.device):
-        # A captured seed costs a launch of its own, 1.4 us on an H200, which the fused mask won back at no size.
-        return linear(F.dropout(x, p), weight, bias)
+        # A captured seed costs a launch of its own, 2.3 us on an H200, which the fused mask won back at no size. Behind
+        # PyTorch's kernel a product of ours does not begin early, and gains in its backward only.
+        recorded = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (x, weight, bias)
+        )
+        return (linear if recorded else F.linear)(F.dropout(x, p), weight, bias)
     seed, offset, state = draw(x.device, generator)
     return _masked(x, weight, bias, p, seed, offset, state)

@@ -201,6 +201,8 @@ struct GemmCall {  // a · b, a [M, K], b [K, N], handed over in runs of rows wh
 };
 
 constexpr int64_t SHORT_ROW = 32;
+// Elements: walks along memory ask for what lies a page or two ahead, whose addresses take longest to find.
+constexpr int64_t AHEAD = 2048;
 
 struct Kernels {
   const char* name;

@@ -16,7 +16,7 @@ from .test_native import DTYPES, INF, LEVELS, NAN, forced
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 
-SHAPES = ((1, 1), (3, 5), (2, 3, 17), (5, 1023), (33, 64), (0, 4), (130, 260))
+SHAPES = ((1, 1), (3, 5), (2, 3, 17), (5, 1023), (33, 64), (0, 4), (130, 260), (2, 4097))
 
 
 @pytest.fixture(params=LEVELS)
@@ -135,6 +135,32 @@ def test_softmax_cross_entropy(
             dloss, logits, target, lse, -100, smoothing, number
         )
         close(got, exact, dtype, 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cross_entropy_of_rows_that_rise_and_of_excluded_classes(
+    ops: Any, dtype: torch.dtype
+) -> None:
+    classes = 9001
+    rise = torch.linspace(-400, 400, classes)
+    late = torch.full((classes,), -INF)
+    late[8000:] = torch.randn(1001)
+    sparse = torch.randn(classes) * 20
+    sparse[::2] = -INF
+    rows = [rise, rise.flip(0), late, sparse, rise * 1e-3 - 300, rise + (rise > 0) * 80]
+    logits, target = torch.stack(rows).to(dtype), torch.full((6,), 8001)
+    loss, lse = ops.softmax_cross_entropy(logits, target, -100, 0.0, native.REDUCTIONS["none"])
+    exact = torch.logsumexp(logits.double(), 1)
+    torch.testing.assert_close(lse.double(), exact, rtol=2e-7, atol=1e-6)
+    close(loss / 800, (exact - logits[:, 8001].double()) / 800, dtype)
+    for bad in (NAN, INF):
+        for place in (0, 300, 9000):
+            spoilt = logits.clone()
+            spoilt[:, place] = bad
+            lost = ops.softmax_cross_entropy(spoilt, target, -100, 0.0, native.REDUCTIONS["none"])
+            assert lost[0].isnan().all()
+    nothing = torch.full((1, 600), -INF).to(dtype)
+    assert ops.softmax_cross_entropy(nothing, target[:1] % 600, -100, 0.0, 1)[1].item() == -INF
 
 
 def test_target_out_of_bounds_is_named(ops: Any) -> None:

@@ -11,6 +11,7 @@ from scipy.special import erfcx, expit, ndtr
 Values = NDArray[np.float64]
 Function = Callable[[Values], Values]
 SEGMENTS = 32
+PRECISE_LIMIT = {"GELU": 4.25, "GELU_TANH": 4.0, "SILU": 16.0}
 
 
 def minimax(
@@ -37,13 +38,13 @@ def tail(a: Values) -> Values:
     return erfcx(a / np.sqrt(2)) / 2
 
 
-def exact_point(low: float, high: float) -> float:
-    """A float32 in the middle of [low, high] where the tail is nearly a float32 itself (Gal's accurate tables)."""
-    if low == 0.0:
+def exact_point(f: Function, low: float, high: float) -> float:
+    """A float32 in the middle of [low, high] where f is nearly a float32 itself (Gal's accurate tables)."""
+    if low <= 0.0:
         return 0.0
     middle = np.float32((low + high) / 2)
     points = (middle * (1 + np.arange(-400, 401) * 2.0**-20)).astype(np.float32).astype(np.float64)
-    value = tail(points)
+    value = f(points)
     return float(points[np.argmin(np.abs(value.astype(np.float32) / value - 1))])
 
 
@@ -52,25 +53,40 @@ def mills() -> tuple[float, Values, Values]:
     points, table, worst = np.zeros((1, SEGMENTS)), np.zeros((6, SEGMENTS)), 0.0
     for k in range(SEGMENTS):
         low, width = 2.0 ** (k // 8) * (1 + k % 8 / 8) - 1, 2.0 ** (k // 8) / 8
-        point = exact_point(low, low + width)
-        first = float(np.float32(tail(np.array(point))))
+        place = (k + 127 * 8) % SEGMENTS
+        error, points[0, place], table[:, place] = around_point(tail, low, low + width)
+        worst = max(worst, error)
+    return worst, points, table
 
-        def slope(d: Values, point: float = point, first: float = first) -> Values:
-            safe = np.where(np.abs(d) < 1e-9, 1e-9, d)
-            return (tail(point + safe) - first) / safe
 
-        error, c = minimax(
-            slope,
-            lambda d, point=point: np.abs(d) / tail(point + d) + 1e-9,
-            low - point,
-            low + width - point,
-            4,
+def around_point(f: Function, low: float, high: float) -> tuple[float, float, Values]:
+    """(relative error, point, coefficients of degree 5) of f on [low, high] by powers of the distance from a point."""
+    point = exact_point(f, low, high)
+    first = float(np.float32(f(np.array(point))))
+
+    def slope(d: Values) -> Values:
+        safe = np.where(np.abs(d) < 1e-9, 1e-9, d)
+        return (f(point + safe) - first) / safe
+
+    error, c = minimax(
+        slope, lambda d: np.abs(d) / f(point + d) + 1e-9, low - point, high - point, 4
+    )
+    return error, point, np.array([first, *c])
+
+
+def precise_gates(gate: Function, limit: float) -> tuple[float, float, Values, Values]:
+    """(scale, error, points, table): the share of x that passes at x = -a < limit, to float32's relative accuracy.
+
+    Segment k lies about k / scale.
+    """
+    scale = (SEGMENTS - 0.5) / limit
+    points, table, worst = np.zeros((1, SEGMENTS)), np.zeros((6, SEGMENTS)), 0.0
+    for k in range(SEGMENTS):
+        error, points[0, k], table[:, k] = around_point(
+            gate, max(0.0, (k - 0.5) / scale), (k + 0.5) / scale
         )
         worst = max(worst, error)
-        place = (k + 127 * 8) % SEGMENTS
-        points[0, place] = point
-        table[:, place] = [first, *c]
-    return worst, points, table
+    return scale, worst, points, table
 
 
 def gates(gate: Function) -> tuple[float, float, float, Values]:
@@ -101,6 +117,13 @@ def gates(gate: Function) -> tuple[float, float, float, Values]:
         worst = max(worst, error)
         table[:, k] = c
     return scale, limit, worst, table
+
+
+def powers() -> Values:
+    """2^(j / 32) as float32, its bits lessened by j where an exponent's fraction would add j."""
+    j = np.arange(SEGMENTS)
+    bits = np.exp2(j / SEGMENTS).astype(np.float32).view(np.int32) - (j << 18)
+    return bits.astype(np.int32).view(np.float32).astype(np.float64)[None]
 
 
 def text(name: str, table: Values) -> str:
@@ -140,6 +163,19 @@ def main() -> None:
         )
         print(f"static constexpr float {name}_SCALE = {scale:.9g}f, {name}_LIMIT = {limit:.9g}f;")
         print(text(f"{name}_GATE", table))
+        scale, error, points, table = precise_gates(gate, PRECISE_LIMIT[name])
+        print(
+            f"// The same below {name}_NEAR, relative error 2^{np.log2(error):.1f}; powers of the distance from a point."
+        )
+        print(
+            f"static constexpr float {name}_NEAR_SCALE = {scale:.9g}f, {name}_NEAR = {PRECISE_LIMIT[name]}f;"
+        )
+        print(text(f"{name}_NEAR_POINT", points))
+        print(text(f"{name}_NEAR_GATE", table))
+    print(
+        "// Powers of two by 32nds, the bits of each lessened by its index where an exponent's fraction would add it."
+    )
+    print(text("EXP2_LESS_INDEX", powers()))
     print("}  // namespace tensorlogic")
 
 

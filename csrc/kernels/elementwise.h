@@ -10,9 +10,16 @@ template <class T>
 struct Source {
   const T* p;
   int64_t mask;
+  int64_t far = AHEAD;  // 0 where what follows in memory is not read
   template <class Lanes>
   INLINE_MEMBER vf at(int64_t i, Lanes lanes) const {
     return load(p + (i & mask), lanes);
+  }
+  template <int64_t N>  // asks for N elements that are soon read
+  INLINE_MEMBER void ahead(int64_t i) const {
+    constexpr int64_t LINE = 64 / sizeof(T);
+#pragma GCC unroll 4
+    for (int64_t o = 0; o < N; o += LINE) __builtin_prefetch(p + ((i + o + far) & mask));
   }
 };
 
@@ -62,6 +69,7 @@ constexpr int inputs_of(Elementwise op) {
 template <class T, Elementwise O>
 struct Formula {
   static constexpr int inputs = inputs_of(O), outputs = O >= Elementwise::mul_bwd ? 2 : 1;
+  static constexpr bool ties_even = O < Elementwise::gelu || O > Elementwise::silu;
   Source<T> in[3];
   template <class Lanes>
   INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
@@ -70,21 +78,47 @@ struct Formula {
     if constexpr (inputs > 2) c = in[2].at(i, lanes);
     return combine<T, O>(a, b, c);
   }
+  template <int64_t N>
+  INLINE_MEMBER void ahead(int64_t i) const {
+#pragma GCC unroll 3
+    for (int k = 0; k < inputs; ++k) in[k].template ahead<N>(i);
+  }
 };
 
 // y[i] = e.at(i), i < n; y and z may be inputs. Iterations are independent: the processor overlaps
-// them by itself.
+// them by itself. `run` elements lie in memory as the n do, and this thread comes to them in turn.
 template <class T, class E>
-INLINE void emit(const E& e, T* y, T* z, int64_t n, bool past_caches) {
+INLINE void emit(const E& e, T* y, T* z, int64_t n, bool past_caches, int64_t run) {
   int64_t i = 0;
   past_caches &= reinterpret_cast<uintptr_t>(y) % 64 == 0;
+  constexpr int64_t LINE = 64 / sizeof(T);
+  for (const int64_t stop = n < run - AHEAD ? n : run - AHEAD; i + LINE <= stop; i += LINE) {
+    e.template ahead<LINE>(i);
+    if constexpr (bf16_in_pairs && Is<T, bf16> && E::outputs == 1) {
+      vf a = e.at(i, All{}).first, b = e.at(i + W, All{}).first;
+      if (past_caches)
+        stream_pair(y + i, a, b, E::ties_even);
+      else
+        store_pair(y + i, a, b, E::ties_even);
+      continue;
+    }
+#pragma GCC unroll 4
+    for (int64_t j = i; j < i + LINE; j += W) {
+      Pair v = e.at(j, All{});
+      if (past_caches)
+        stream(y + j, v.first);
+      else
+        store(y + j, v.first, All{});
+      if constexpr (E::outputs > 1) store(z + j, v.second, All{});
+    }
+  }
   if constexpr (bf16_in_pairs && Is<T, bf16> && E::outputs == 1) {
     for (; i + 2 * W <= n; i += 2 * W) {
       vf a = e.at(i, All{}).first, b = e.at(i + W, All{}).first;
       if (past_caches)
-        stream_pair(y + i, a, b);
+        stream_pair(y + i, a, b, E::ties_even);
       else
-        store_pair(y + i, a, b);
+        store_pair(y + i, a, b, E::ties_even);
     }
   }
   for (; i + W <= n; i += W) {
@@ -127,7 +161,7 @@ static void elementwise_run(const ElementwiseCall& call, int64_t begin, int64_t 
     by_rows |= call.in[k].mode == Mode::row || call.in[k].mode == Mode::column;
   }
   if (!by_rows) {
-    emit(formula, y + begin, z + begin, end - begin, call.stream && formula.outputs == 1);
+    emit(formula, y + begin, z + begin, end - begin, call.stream && formula.outputs == 1, end - begin);
     return;
   }
   for (int64_t at = begin; at < end;) {
@@ -136,10 +170,10 @@ static void elementwise_run(const ElementwiseCall& call, int64_t begin, int64_t 
     for (int k = 0; k < formula.inputs; ++k) {
       const T* p = static_cast<const T*>(call.in[k].data);
       if (call.in[k].mode == Mode::full) formula.in[k] = {p + at, -1};
-      if (call.in[k].mode == Mode::row) formula.in[k] = {p + col, -1};
+      if (call.in[k].mode == Mode::row) formula.in[k] = {p + col, -1, 0};
       if (call.in[k].mode == Mode::column) formula.in[k] = one[k].of(p + row);
     }
-    emit(formula, y + at, z + at, n, call.stream && formula.outputs == 1);
+    emit(formula, y + at, z + at, n, call.stream && formula.outputs == 1, end - at);
     at += n;
   }
 }
@@ -165,24 +199,30 @@ static void elementwise(const ElementwiseCall& call, int64_t begin, int64_t end)
 template <class S>
 struct Convert {
   static constexpr int outputs = 1;
+  static constexpr bool ties_even = true;
   Source<S> x;
   template <class Lanes>
   INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
     vf v = x.at(i, lanes);
     return {v, v};
   }
+  template <int64_t N>
+  INLINE_MEMBER void ahead(int64_t i) const {
+    x.template ahead<N>(i);
+  }
 };
 
 static void convert(DType from, DType to, const void* x, void* y, int64_t n, bool past_caches) {
   DISPATCH(from, S, DISPATCH(to, T, {
              T* out = static_cast<T*>(y);
-             emit(Convert<S>{{static_cast<const S*>(x), -1}}, out, out, n, past_caches);
+             emit(Convert<S>{{static_cast<const S*>(x), -1}}, out, out, n, past_caches, n);
            }))
 }
 
 template <class A, class T, Activation F>
 struct Epilogue {
   static constexpr int outputs = 2;
+  static constexpr bool ties_even = F <= Activation::relu || !Is<A, T>;
   Source<A> acc;
   Source<T> bias, residual;
   bool has_bias, has_residual;
@@ -193,15 +233,25 @@ struct Epilogue {
     if (has_residual) v = v + residual.at(i, lanes);
     return {activate<T, F>(v), v};
   }
+  template <int64_t N>
+  INLINE_MEMBER void ahead(int64_t i) const {
+    acc.template ahead<N>(i);
+    if (has_residual) residual.template ahead<N>(i);
+  }
 };
 
 template <class E>
 struct FirstOnly {
   static constexpr int outputs = 1;
+  static constexpr bool ties_even = E::ties_even;
   const E& e;
   template <class Lanes>
   INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
     return e.at(i, lanes);
+  }
+  template <int64_t N>
+  INLINE_MEMBER void ahead(int64_t i) const {
+    e.template ahead<N>(i);
   }
 };
 
@@ -222,9 +272,9 @@ static void epilogue_rows(const EpilogueCall& call, int64_t begin, int64_t end) 
                         bias != nullptr,
                         residual != nullptr};
     if (pre)
-      emit(e, y + at, pre + at, n, false);
+      emit(e, y + at, pre + at, n, false, end - at);
     else
-      emit(FirstOnly<Epilogue<A, T, F>>{e}, y + at, y + at, n, call.stream);
+      emit(FirstOnly<Epilogue<A, T, F>>{e}, y + at, y + at, n, call.stream, end - at);
     at += n;
   }
 }

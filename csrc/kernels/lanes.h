@@ -33,7 +33,15 @@ INLINE vf keep(vf v, vf other, Some s) {
 }
 
 constexpr float LOWEST = -__builtin_inff();
+constexpr int64_t FIRST_BLOCK = 256;
 constexpr int64_t BLOCK = 4096;  // elements whose second reading comes from a near cache
+
+// Asks for what a walk along memory soon reads; vector k of four in flight, one request a cache line.
+constexpr int64_t FAR_FROM = 16384;  // elements below which what is asked for would not be used
+template <class T>
+INLINE void ask_ahead(const T* p, int k, bool far) {
+  if (far && k * W * static_cast<int>(sizeof(T)) % 64 == 0) __builtin_prefetch(p + AHEAD);
+}
 
 // Maximum and minimum that keep NaN.
 INLINE vf larger(vf acc, vf x) {

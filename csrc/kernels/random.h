@@ -31,6 +31,7 @@ INLINE vf uniform(uint64_t seed, uint64_t offset, vu low, vu high) {
 template <class T>
 struct Dropout {
   static constexpr int outputs = 1;
+  static constexpr bool ties_even = true;
   Source<T> x;
   uint64_t seed, offset, begin;
   float p, scale;
@@ -44,6 +45,10 @@ struct Dropout {
     vf v = u >= set1(p) ? x.at(i, lanes) * set1(scale) : set1(0.0f);
     return {v, v};
   }
+  template <int64_t N>
+  INLINE_MEMBER void ahead(int64_t i) const {
+    x.template ahead<N>(i);
+  }
 };
 
 static void dropout(const DropoutCall& call, int64_t begin, int64_t end) {
@@ -52,7 +57,7 @@ static void dropout(const DropoutCall& call, int64_t begin, int64_t end) {
     const T* x = static_cast<const T*>(call.x);
     Dropout<T> e{{x + begin, -1}, call.seed, call.offset, static_cast<uint64_t>(begin),
                  call.p,          call.scale};
-    emit(e, y + begin, y + begin, end - begin, false);
+    emit(e, y + begin, y + begin, end - begin, false, end - begin);
   })
 }
 

@@ -5,14 +5,15 @@ namespace tensorlogic::TENSORLOGIC_ISA {
 
 template <class T>
 static float reduce_of(Reduction kind, const T* x, int64_t n) {
+  const bool far = n >= FAR_FROM;
   if (kind == Reduction::max) {
     vf m[4] = {set1(LOWEST), set1(LOWEST), set1(LOWEST), set1(LOWEST)};
-    FOR_ROW(n, m[k] = larger(m[k], keep(load(x + j, lanes), set1(LOWEST), lanes));)
+    FOR_ROW(n, ask_ahead(x + j, k, far); m[k] = larger(m[k], keep(load(x + j, lanes), set1(LOWEST), lanes));)
     return largest(larger(larger(m[0], m[1]), larger(m[2], m[3])));
   }
   if (kind == Reduction::min) {
     vf m[4] = {set1(-LOWEST), set1(-LOWEST), set1(-LOWEST), set1(-LOWEST)};
-    FOR_ROW(n, m[k] = smaller(m[k], keep(load(x + j, lanes), set1(-LOWEST), lanes));)
+    FOR_ROW(n, ask_ahead(x + j, k, far); m[k] = smaller(m[k], keep(load(x + j, lanes), set1(-LOWEST), lanes));)
     return smallest(smaller(smaller(m[0], m[1]), smaller(m[2], m[3])));
   }
   constexpr int64_t STEP =
@@ -21,7 +22,7 @@ static float reduce_of(Reduction kind, const T* x, int64_t n) {
   for (int64_t first = 0; first < n; first += STEP) {
     const int64_t size = n - first < STEP ? n - first : STEP;
     vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
-    FOR_ROW(size, s[k] = s[k] + load(x + first + j, lanes);)
+    FOR_ROW(size, ask_ahead(x + first + j, k, far); s[k] = s[k] + load(x + first + j, lanes);)
     all = all + total(s);
   }
   return sum(all);

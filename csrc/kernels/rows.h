@@ -4,29 +4,41 @@
 
 namespace tensorlogic::TENSORLOGIC_ISA {
 
-template <class S, class T>
+// Half types are widened once: what later passes read waits in a buffer where it fits.
+template <class S, class T, bool AFFINE>
 static void layer_norm_rows(const LayerNormCall& call, int64_t begin, int64_t end) {
   const int64_t n = call.cols;
   const float inverse = 1.0f / static_cast<float>(n);
+  const float *gamma = call.gamma, *beta = call.beta;
+  float held[precise<S> ? 1 : BLOCK];
+  const bool kept = !precise<S> && n <= BLOCK, far = (end - begin) * n >= FAR_FROM;
   for (int64_t r = begin; r < end; ++r) {
     const S* x = static_cast<const S*>(call.x) + r * n;
     T* y = static_cast<T*>(call.y) + r * n;
-    vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
-    FOR_ROW(n, s[k] = s[k] + load(x + j, lanes);)
+    vf s[4] = {set1(0), set1(0), set1(0), set1(0)}, q[4] = {set1(0), set1(0), set1(0), set1(0)};
+    FOR_ROW(n, {
+      ask_ahead(x + j, k, far);
+      const vf v = load(x + j, lanes);
+      if (kept) store(held + j, v, lanes);
+      s[k] = s[k] + v;
+    })
     const float mean = sum(total(s)) * inverse;
     const vf m = set1(mean);
-    vf q[4] = {set1(0), set1(0), set1(0), set1(0)};
     FOR_ROW(n, {
-      vf d = keep(load(x + j, lanes) - m, set1(0), lanes);
+      const vf d = keep((kept ? load(held + j, lanes) : load(x + j, lanes)) - m, set1(0), lanes);
+      if (kept) store(held + j, d, lanes);
       q[k] = fma(d, d, q[k]);
     })
     const float rstd = 1.0f / __builtin_sqrtf(sum(total(q)) * inverse + call.eps);
     const vf scale = set1(rstd);
-    const float *gamma = call.gamma, *beta = call.beta;
     FOR_ROW(n, {
-      vf v = (load(x + j, lanes) - m) * scale;
-      if (gamma) v = v * load(gamma + j, lanes);
-      if (beta) v = v + load(beta + j, lanes);
+      vf v = (kept ? load(held + j, lanes) : load(x + j, lanes) - m) * scale;
+      if (AFFINE) {
+        v = fma(v, load(gamma + j, lanes), load(beta + j, lanes));
+      } else {
+        if (gamma) v = v * load(gamma + j, lanes);
+        if (beta) v = v + load(beta + j, lanes);
+      }
       store(y + j, v, lanes);
     })
     call.mean[r] = mean;
@@ -34,12 +46,20 @@ static void layer_norm_rows(const LayerNormCall& call, int64_t begin, int64_t en
   }
 }
 
+template <class S, class T>
+static void layer_norm_of(const LayerNormCall& call, int64_t begin, int64_t end) {
+  if (call.gamma && call.beta)
+    layer_norm_rows<S, T, true>(call, begin, end);
+  else
+    layer_norm_rows<S, T, false>(call, begin, end);
+}
+
 static void layer_norm(const LayerNormCall& call, int64_t begin, int64_t end) {
   DISPATCH(call.in, S, {
     if (call.out == DType::f32)
-      layer_norm_rows<S, float>(call, begin, end);
+      layer_norm_of<S, float>(call, begin, end);
     else
-      layer_norm_rows<S, S>(call, begin, end);
+      layer_norm_of<S, S>(call, begin, end);
   })
 }
 
@@ -182,23 +202,40 @@ struct RowStatistics {
   float peak, exponentials, sum;
 };
 
-// Maximum, sum of e^(x - maximum) and (where asked for) sum of one row, each element read from
-// memory once.
+// Sum of e^(x - peak), where `peak` is the row's maximum or less than RISE below it, and (where asked for)
+// sum of one row, each element read once: a block whose elements rise further is done again.
 template <class T>
-INLINE RowStatistics row_statistics(const T* x, int64_t n, bool with_sum) {
+INLINE RowStatistics row_statistics(const T* x, int64_t n, bool with_sum, bool far) {
+  constexpr float RISE = 60.0f;
   RowStatistics all{LOWEST, 0.0f, 0.0f};
-  for (int64_t first = 0; first < n; first += BLOCK) {
+  for (int64_t first = 0, size; first < n; first += size) {
     const T* block = x + first;
-    const int64_t size = n - first < BLOCK ? n - first : BLOCK;
+    size = all.peak == LOWEST ? FIRST_BLOCK : BLOCK;
+    if (size > n - first) size = n - first;
+    float peak = all.peak;
     vf peaks[4] = {set1(LOWEST), set1(LOWEST), set1(LOWEST), set1(LOWEST)};
-    FOR_ROW(size, peaks[k] = vmax(peaks[k], keep(load(block + j, lanes), set1(LOWEST), lanes));)
-    float peak = largest(vmax(vmax(peaks[0], peaks[1]), vmax(peaks[2], peaks[3])));
-    peak = peak > all.peak || peak != peak ? peak : all.peak;
-    const vf m = set1(peak == LOWEST ? 0.0f : peak);
-    vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
-    FOR_ROW(size, s[k] = s[k] + keep(exp_minus<T>(load(block + j, lanes), m), set1(0), lanes);)
-    const float rescale = all.peak == LOWEST ? 0.0f : __builtin_expf(all.peak - peak);
-    all.exponentials = all.exponentials * rescale + sum(total(s));
+    if (peak == LOWEST) {
+      FOR_ROW(size, peaks[k] = vmax(peaks[k], keep(load(block + j, lanes), set1(LOWEST), lanes));)
+      peak = largest(vmax(vmax(peaks[0], peaks[1]), vmax(peaks[2], peaks[3])));
+    }
+    for (;;) {
+      const vf m = set1(peak == LOWEST ? 0.0f : peak);
+      vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
+      FOR_ROW(size, {
+        const vf v = keep(load(block + j, lanes), set1(LOWEST), lanes);
+        ask_ahead(block + j, k, far);
+        peaks[k] = vmax(peaks[k], v);
+        s[k] = add_exp<T>(s[k], v, m);
+      })
+      const float top = largest(vmax(vmax(peaks[0], peaks[1]), vmax(peaks[2], peaks[3])));
+      if (top > peak + RISE) {
+        all.exponentials *= __builtin_expf(all.peak - top);
+        all.peak = peak = top;
+        continue;
+      }
+      all.exponentials += sum(total(s));
+      break;
+    }
     all.peak = peak;
     if (with_sum) all.sum += reduce_of(Reduction::sum, block, size);
   }
@@ -207,12 +244,13 @@ INLINE RowStatistics row_statistics(const T* x, int64_t n, bool with_sum) {
 
 // loss = (1 - s) (lse - x[t]) + s (lse - mean(x)); ignored rows give 0 and are not read
 static void cross_entropy(const CrossEntropyCall& call, int64_t begin, int64_t end) {
+  const bool far = (end - begin) * call.cols >= FAR_FROM;
   DISPATCH(call.dtype, T, {
     for (int64_t r = begin; r < end; ++r) {
       const T* x = static_cast<const T*>(call.logits) + r * call.cols;
       call.loss[r] = call.lse[r] = 0.0f;
       if (call.target[r] == call.ignore_index) continue;
-      RowStatistics row = row_statistics(x, call.cols, call.smoothing > 0.0f);
+      RowStatistics row = row_statistics(x, call.cols, call.smoothing > 0.0f, far);
       const float lse = row.peak + __builtin_logf(row.exponentials);
       float loss = lse - load(x + call.target[r], Some{1})[0];
       if (call.smoothing > 0.0f) {
@@ -228,12 +266,17 @@ static void cross_entropy(const CrossEntropyCall& call, int64_t begin, int64_t e
 template <class T>
 struct CrossEntropyGrad {
   static constexpr int outputs = 1;
+  static constexpr bool ties_even = true;
   const T* x;
   vf lse, scale, floor;
   template <class Lanes>
   INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
     vf v = (exp_minus<T>(load(x + i, lanes), lse) - floor) * scale;
     return {v, v};
+  }
+  template <int64_t N>
+  INLINE_MEMBER void ahead(int64_t i) const {
+    Source<T>{x, -1}.template ahead<N>(i);
   }
 };
 
@@ -253,7 +296,7 @@ static void cross_entropy_backward(const CrossEntropyBackwardCall& call, int64_t
       const int64_t t = call.target[r];
       const float hit =
           (exp_minus<T>(load(x + t, Some{1}), e.lse)[0] - floor - (1.0f - call.smoothing)) * dloss;
-      emit(e, dx, dx, call.cols, call.stream);
+      emit(e, dx, dx, call.cols, call.stream, (end - r) * call.cols);
       store(dx + t, set1(hit), Some{1});
     }
   })

@@ -134,12 +134,12 @@ INLINE void store(T* p, vf v, Some s) {
 INLINE void fence() { _mm_sfence(); }
 
 template <class T>
-INLINE void store_pair(T* p, vf a, vf b) {
+INLINE void store_pair(T* p, vf a, vf b, bool) {
   store(p, a, All{});
   store(p + W, b, All{});
 }
 template <class T>
-INLINE void stream_pair(T* p, vf a, vf b) {
+INLINE void stream_pair(T* p, vf a, vf b, bool) {
   stream(p, a);
   stream(p + W, b);
 }

@@ -112,15 +112,24 @@ INLINE __m512i rounded(vf v) {  // the bfloat16 in the upper half of each lane
                                _mm512_set1_epi32(0x7fc00000));
 }
 INLINE __m256i pack(vf v, bf16) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded(v), 16)); }
-INLINE __m512i pack(vf a, vf b) {  // two vectors to 32 bfloat16
+// Ties, which results of a transcendental function hardly ever are, go away from zero; what a bfloat16 NaN
+// has become stays NaN.
+INLINE __m512i nearly_rounded(vf v) {
+  return _mm512_add_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(0x8000));
+}
+INLINE __m512i pack(vf a, vf b, bool ties_even) {  // two vectors to 32 bfloat16
   alignas(64) static const uint16_t upper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
                                                  23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
                                                  45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  return _mm512_permutex2var_epi16(rounded(a), _mm512_load_si512(upper), rounded(b));
+  const __m512i low = ties_even ? rounded(a) : nearly_rounded(a),
+                high = ties_even ? rounded(b) : nearly_rounded(b);
+  return _mm512_permutex2var_epi16(low, _mm512_load_si512(upper), high);
 }
-INLINE void store_pair(bf16* p, vf a, vf b) { _mm512_storeu_si512(p, pack(a, b)); }
-INLINE void stream_pair(bf16* p, vf a, vf b) {
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), pack(a, b));
+INLINE void store_pair(bf16* p, vf a, vf b, bool ties_even) {
+  _mm512_storeu_si512(p, pack(a, b, ties_even));
+}
+INLINE void stream_pair(bf16* p, vf a, vf b, bool ties_even) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), pack(a, b, ties_even));
 }
 INLINE void store(float* p, vf v, All) { _mm512_storeu_ps(p, v); }
 INLINE void store(float* p, vf v, Some s) { _mm512_mask_storeu_ps(p, s.mask(), v); }

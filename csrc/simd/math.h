@@ -68,6 +68,20 @@ INLINE vf exp(vf x) {
   return exp_minus<T>(x, set1(0.0f));
 }
 
+// sum + e^(x - m): what is below e^-87 counts as that, and where x - m passes 80 the sum is meaningless.
+// Thirty-two powers of two come from a table whose entries make up for their own index in the exponent.
+template <class T>
+INLINE vf add_exp(vf sum, vf x, vf m) {
+  if constexpr (!cheap_lookup) return sum + exp_minus<T>(x, m);
+  const vf magic = set1(12582912.0f);
+  const vf d = vmax(set1(-87.0f), x - m), u = fma(d, set1(32.0f * LOG2E), magic), n = u - magic;
+  const vf r = fnma(n, set1(0.6931472f / 32.0f), d);  // off by |d| 2^-28
+  const vi k = reinterpret_cast<vi>(u);
+  const vi power = reinterpret_cast<vi>(lookup(EXP2_LESS_INDEX[0], k)) + (k << 18);
+  const vf grown = fma(fma(set1(0.50000451f), r, set1(1.00001465f)), r, set1(1.0f));
+  return fma(reinterpret_cast<vf>(power), grown, sum);
+}
+
 // e^-|z + low|
 template <class T>
 INLINE Scaled decay_of(vf z, vf low) {
@@ -128,9 +142,28 @@ INLINE vf gated(vf x, float scale, const float (&table)[4][32]) {
   return x * complement_where_positive(share, x);
 }
 
+// float32: powers of the distance from a point of the segment, whose share has hardly a rounding error
+// of its own; |x| below the table's end.
+INLINE vf gated_near(vf x, float scale, const float (&point)[1][32], const float (&table)[6][32]) {
+  const vf a = vabs(x);
+  const vi index = reinterpret_cast<vi>(fma(a, set1(scale), set1(12582912.0f)));
+  const vf d = a - lookup(point[0], index);
+  vf share = lookup(table[5], index);
+#pragma GCC unroll 5
+  for (int i = 4; i >= 0; --i) share = fma(share, d, lookup(table[i], index));
+  return x * complement_where_positive(share, x);
+}
+template <class T>
+INLINE bool is_near([[maybe_unused]] vf x, [[maybe_unused]] float limit) {
+  if constexpr (!cheap_lookup || !precise<T>) return false;
+  return !any_beyond(x, limit);
+}
+
 template <class T>
 INLINE vf silu(vf x) {
   if (by_gate<T>(x, SILU_LIMIT)) return gated(x, SILU_SCALE, SILU_GATE);
+  if (is_near<T>(x, SILU_NEAR))
+    return gated_near(x, SILU_NEAR_SCALE, SILU_NEAR_POINT, SILU_NEAR_GATE);
   return times_sigmoid<T>(x, x, set1(0.0f));
 }
 
@@ -143,6 +176,8 @@ constexpr float TANH_3 = 0.07135481627159976f,
 template <class T>
 INLINE vf gelu_tanh(vf x) {
   if (by_gate<T>(x, GELU_TANH_LIMIT)) return gated(x, GELU_TANH_SCALE, GELU_TANH_GATE);
+  if (is_near<T>(x, GELU_TANH_NEAR))
+    return gated_near(x, GELU_TANH_NEAR_SCALE, GELU_TANH_NEAR_POINT, GELU_TANH_NEAR_GATE);
   vf x2 = x * x;
   if constexpr (!precise<T>) return times_sigmoid<T>(x, x * fma(x2, set1(TANH_3), set1(TANH_1)), x);
   vf x2_low = product_error(x, x, x2);
@@ -174,6 +209,8 @@ INLINE vf mills_coarse(vf a) {
 template <class T>
 INLINE vf gelu(vf x) {
   if (by_gate<T>(x, GELU_LIMIT)) return gated(x, GELU_SCALE, GELU_GATE);
+  if (is_near<T>(x, GELU_NEAR))
+    return gated_near(x, GELU_NEAR_SCALE, GELU_NEAR_POINT, GELU_NEAR_GATE);
   vf a = vmin(set1(18.0f), vabs(x)), h = a * a;
   if constexpr (!precise<T>) {
     Scaled e = exp2_coarse(h * set1(-0.5f * LOG2E));

@@ -165,12 +165,12 @@ INLINE void stream(T* p, vf v) {
 INLINE void fence() {}
 
 template <class T>
-INLINE void store_pair(T* p, vf a, vf b) {
+INLINE void store_pair(T* p, vf a, vf b, bool) {
   store(p, a, All{});
   store(p + W, b, All{});
 }
 template <class T>
-INLINE void stream_pair(T* p, vf a, vf b) {
+INLINE void stream_pair(T* p, vf a, vf b, bool) {
   stream(p, a);
   stream(p + W, b);
 }

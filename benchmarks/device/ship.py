@@ -1,10 +1,11 @@
 """Measures a grid of sizes on this GPU and writes the plans that are shipped for its model.
 
-python benchmarks/device/ship.py tensorlogic/shipped/nvidia-h200.json [--seconds 150]
+python benchmarks/device/ship.py tensorlogic/shipped/nvidia-h200.json [--seconds 150] [--fresh]
 
 The grid is none of the benchmark's or of a model's: sizes between are served by the nearest plan. Squares, few rows and many,
 recorded (training) calls, rows of scores and losses, elements: in float16 and bfloat16, all in turn, so that whatever
-time there is covers each of them. Stops after `--seconds`, keeping what was measured.
+time there is covers each of them. Stops after `--seconds`, keeping what was measured. Plans that are shipped already and cover
+today's candidates are kept as they are, unless `--fresh` is given; those of changed kernels go.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ os.environ["TENSORLOGIC_CACHE_DIR"] = tempfile.mkdtemp(prefix="tensorlogic-ship-
 import torch
 
 import tensorlogic
-from tensorlogic import compiling, policies, stores, study
-from tensorlogic.op import EAGER
-from tensorlogic.plans import environment, export_lockfile
+from tensorlogic import compiling, plans, policies, stores, study
+from tensorlogic.op import EAGER, OPS
+from tensorlogic.plans import Plan, environment
 
 SQUARES = (384, 1536, 96, 768, 3072, 6144)
 ROWS = (
@@ -132,7 +133,13 @@ def ahead(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if out.requires_grad:
             torch.autograd.grad(out, args[0], torch.ones_like(out))
     for op, key, device in met:
-        compiling.submit(study.kernels(op, key, device))
+        if not stores.complete(op, stores.current(device).get(key), key):
+            compiling.submit(study.kernels(op, key, device))
+
+
+def current(plan: Plan) -> bool:
+    """True when both winners are today's."""
+    return plan.valid({c.id: c.source for c in OPS[plan.key.op].candidates.values()})
 
 
 def main() -> int:
@@ -142,7 +149,10 @@ def main() -> int:
     )
     parser.add_argument("path", type=Path)
     parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--fresh", action="store_true", help="keep nothing of what is shipped")
     given = parser.parse_args()
+    if given.fresh:
+        plans.SHIPPED = Path(os.environ["TENSORLOGIC_CACHE_DIR"])  # where nothing is
     begin, done, device = time.perf_counter(), 0, torch.device("cuda", torch.cuda.current_device())
     waiting: collections.deque[Call] = collections.deque()
     coming = calls()
@@ -155,14 +165,14 @@ def main() -> int:
         fn, args = waiting.popleft()
         tensorlogic.tune(fn, *args)
         done += 1
-    plans = list(stores.current(device).plans())
+    found = [p for p in stores.current(device).plans(shipped=True) if current(p)]
     given.path.parent.mkdir(parents=True, exist_ok=True)
-    export_lockfile(given.path, plans, [environment(device)])
-    kinds = collections.Counter((p.key.direction, p.key.tensors[0].dtype) for p in plans if p.key.tensors[0])  # fmt: skip
+    plans.export_lockfile(given.path, found, [environment(device)])
+    kinds = collections.Counter((p.key.direction, p.key.tensors[0].dtype) for p in found if p.key.tensors[0])  # fmt: skip
     for (direction, dtype), count in sorted(kinds.items()):
         print(f"{count:5d} {direction} {dtype}")
     print(
-        f"{done} calls, {len(plans)} plans in {time.perf_counter() - begin:.0f} s -> {given.path}"
+        f"{done} calls, {len(found)} plans in {time.perf_counter() - begin:.0f} s -> {given.path}"
     )
     return 0
 

@@ -49,10 +49,12 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.dropout_linear.cublaslt_after_dropout",
     "tensorlogic.ops.pointwise.triton_elementwise",
     "tensorlogic.ops.reduce.triton_reduce",
+    "tensorlogic.ops.reduce.triton_spins",
     "tensorlogic.ops.softmax.triton_rows",
     "tensorlogic.ops.softmax_cross_entropy.triton_rows",
     "tensorlogic.ops.attention_scores.triton_scores",
     "tensorlogic.ops.attention_scores.triton_specialised",
+    "tensorlogic.ops.one_row",
     "tensorlogic.ops.precise_cuda",
 )
 METAL = (  # modules that register candidates for Apple GPUs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tensorlogic.ops.common import (
     triton_cross_entropy,
     triton_launch,
     triton_reduce,
+    triton_spins,
 )
 from tensorlogic.ops.common.triton_descriptors import Tiled
 
@@ -75,13 +77,15 @@ def losses(x: Tensor, t: Tensor) -> Tensor:
     return torch.cat([torch.nn.functional.cross_entropy(a.double(), b, reduction="none") for a, b in parts])  # fmt: skip
 
 
-def cross_entropy(rows: int, columns: int, dtype: str, cores: int = 132) -> Shape:
+def cross_entropy(
+    rows: int, columns: int, dtype: str, cores: int = 132, ignored: int = 17
+) -> Shape:
     """Mean loss: programs that stay, beside a program a row."""
     size = TORCH[dtype].itemsize
 
     def made() -> tuple[Any, ...]:
         t = torch.randint(columns, (rows,), device=DEVICE)
-        t[::17] = -100
+        t[: rows if ignored else 0 : max(ignored, 1)] = -100
         f32 = {"device": DEVICE, "dtype": torch.float32}
         return (
             rand(rows, columns, dtype=dtype), t, torch.empty(rows, **f32), torch.empty(rows, **f32),
@@ -93,7 +97,7 @@ def cross_entropy(rows: int, columns: int, dtype: str, cores: int = 132) -> Shap
     want = losses(*sets[0][:2]).sum() / (sets[0][1] != -100).sum()
     shape = Shape(
         f"cross-entropy {rows}x{columns} {dtype}", sets, (want,), lambda s: (s[4],),
-        rows * columns * size * 16 / 17, {"f32": 1e-5, "f16": 1e-3, "bf16": 4e-3}[dtype], (4,),
+        rows * columns * size * (1 - (1 / ignored if ignored else 0)), {"f32": 1e-5, "f16": 1e-3, "bf16": 4e-3}[dtype], (4,),
     )  # fmt: skip
     for i, config in enumerate(triton_cross_entropy.cross_entropy_configs(columns, dtype)[:4]):
 
@@ -109,7 +113,7 @@ def cross_entropy(rows: int, columns: int, dtype: str, cores: int = 132) -> Shap
         "x_ptr": dtype, "t_ptr": "i64", "part_ptr": "f32", "lse_ptr": "f32", "y_ptr": dtype, "share_ptr": "f32", "counter_ptr": "i64",
     }  # fmt: skip
     for lanes, warps, per in (
-        (256, 4, 4), (256, 4, 8), (256, 4, 16), (512, 8, 2), (512, 8, 4), (512, 8, 8), (1024, 8, 2), (1024, 8, 4), (1024, 16, 4), (256, 4, 0), (512, 8, 0),
+        (256, 4, 4), (256, 4, 16), (512, 8, 8), (1024, 8, 4), (512, 8, 0), (1024, 8, 0), (512, 4, 0), (1024, 4, 0), (1024, 16, 0), (2048, 16, 0), (512, 4, 8), (256, 2, 16),
     ):  # fmt: skip
         if columns < lanes * width:
             continue
@@ -129,7 +133,7 @@ def cross_entropy(rows: int, columns: int, dtype: str, cores: int = 132) -> Shap
 
 
 def both(rows: int, columns: int, dtype: str, cores: int = 132) -> Shape:
-    """Loss and gradient: one pass, beside forward and backward."""
+    """Loss and gradient, as a loss scale of `rows` makes it: shares of one row are subnormal in float16. One pass, beside forward and backward."""
     size = TORCH[dtype].itemsize
 
     def made() -> tuple[Any, ...]:
@@ -138,7 +142,7 @@ def both(rows: int, columns: int, dtype: str, cores: int = 132) -> Shape:
         x = rand(rows, columns, dtype=dtype)
         return (
             x, t, torch.empty(rows, **f32), torch.full_like(x, float("nan")), torch.empty(rows, **f32),
-            torch.empty((), device=DEVICE, dtype=TORCH[dtype]), torch.ones(1, **f32), torch.zeros(1, device=DEVICE, dtype=torch.int64),
+            torch.empty((), device=DEVICE, dtype=TORCH[dtype]), torch.empty(1, **f32), torch.zeros(1, device=DEVICE, dtype=torch.int64),
         )  # fmt: skip
 
     sets = [made() for _ in range(copies(2 * rows * columns * size))]
@@ -147,7 +151,7 @@ def both(rows: int, columns: int, dtype: str, cores: int = 132) -> Shape:
     want = torch.softmax(x[:some].double(), 1)
     want[torch.arange(some), t[:some]] -= 1
     shape = Shape(
-        f"loss and gradient {rows}x{columns} {dtype}", sets, (losses(x, t), want / rows * 64), lambda s: (s[2], s[3][:some].double() * 64),
+        f"loss and gradient {rows}x{columns} {dtype}", sets, (losses(x, t), want), lambda s: (s[2], s[3][:some]),
         2 * rows * columns * size, 1e-3 if dtype != "bf16" else 6e-3, (2, 3),
     )  # fmt: skip
 
@@ -159,7 +163,7 @@ def both(rows: int, columns: int, dtype: str, cores: int = 132) -> Shape:
         second = ce.cross_entropy_backward_launcher(
             rows, columns, dtype, "f32", "mean", -100, ce.cross_entropy_backward_configs(columns, dtype)[0], DEVICE
         )  # fmt: skip
-        one = torch.ones(1, device=DEVICE)
+        one = torch.full((1,), float(rows), device=DEVICE)
         return lambda x, t, loss, dx, lse, y, share, counter: (
             first(x, t, loss, lse, y, share, counter, 0.0)
             and second(x, t, lse, one, share, dx, 0.0)
@@ -167,27 +171,33 @@ def both(rows: int, columns: int, dtype: str, cores: int = 132) -> Shape:
 
     shape.trials["now, two kernels"] = apart
     block = 1 << (columns - 1).bit_length()
-    for warps, stages, per in ((16, 2, 1), (16, 3, 1), (16, 4, 1), (32, 3, 1), (32, 4, 1), (8, 2, 2)):  # fmt: skip
-        if block * size * (stages - 1) > 200e3:
+    for warps, stages, per, again, most in (
+        (16, 3, 1, 1, 0), (16, 3, 1, 0, 0), (32, 3, 1, 0, 0), (32, 4, 1, 0, 0), (16, 3, 2, 0, 64), (16, 3, 2, 1, 64), (8, 3, 2, 1, 128), (8, 3, 2, 0, 128),
+        (16, 1, 0, 0, 64), (16, 1, 0, 1, 64), (32, 1, 0, 0, 0), (32, 1, 0, 1, 0), (8, 1, 0, 0, 128), (16, 1, 0, 0, 128),
+    ):  # fmt: skip
+        if block * size * (stages - 1) * per > 220e3:
             continue
 
-        def once(warps: int = warps, stages: int = stages, per: int = per) -> Callable[..., bool]:
+        def once(warps: int = warps, stages: int = stages, per: int = per, again: int = again, most: int = most) -> Callable[..., bool]:  # fmt: skip
             start = triton_launch.prepare(
-                trial_rows.cross_entropy_both, grid=(cores * per, 1, 1),
+                trial_rows.cross_entropy_both, grid=(min(rows, cores * per or rows), 1, 1),
                 pointers={"x_ptr": dtype, "t_ptr": "i64", "loss_ptr": "f32", "dx_ptr": dtype},
                 integers={"R": rows, "C": columns, "IGNORE": -100}, floats=("share",),
-                constexprs={"BLOCK": block, "STAGES": stages}, num_warps=warps, num_stages=1, device=DEVICE,
+                constexprs={"EVEN": block == columns, "BLOCK": block, "STAGES": stages, "AGAIN": bool(again)},
+                num_warps=warps, num_stages=1, device=DEVICE, registers=most,
             )  # fmt: skip
-            return lambda x, t, loss, dx, *_: start(x, t, loss, dx, 1.0 / rows)
+            return lambda x, t, loss, dx, *_: start(x, t, loss, dx, 1.0)
 
-        shape.trials[f"one pass {warps} warps {stages} stages {per}"] = once
+        shape.trials[
+            f"one pass {warps} warps {stages} stages {per or 'rows'}{' again' * again}{f' {most}' if most else ''}"
+        ] = once
     return shape
 
 
 def sums(count: int) -> Shape:
     """Sum of few elements, in the cache as the acceptance script has them."""
     x = rand(count, dtype="f16")
-    sets = [(x, torch.empty((), device=DEVICE, dtype=torch.float16), torch.zeros(512, device=DEVICE, dtype=torch.int64))]  # fmt: skip
+    sets = [(x, torch.empty((), device=DEVICE, dtype=torch.float16), torch.zeros(2048, device=DEVICE, dtype=torch.int64))]  # fmt: skip
     want = x.double().sum()
     shape = Shape(f"sum {count}", sets, (want,), lambda s: (s[1],), 2 * count, 1e-2, (1,))
     for config in triton_reduce.reduce_configs(1, count, 1, "f16")[:4]:
@@ -197,22 +207,15 @@ def sums(count: int) -> Shape:
             return lambda x, y, cells: start(x, y, cells, cells)
 
         shape.trials[f"now {short(config)}"] = now
-    for block, warps in ((8192, 8), (4096, 4), (16384, 16), (8192, 4), (4096, 8)):
-        for idle in (False, True):
-            if count % block:
-                continue
+    for block, warps in ((8192, 8), (8192, 4), (4096, 8), (4096, 4), (16384, 16), (16384, 8)):
+        config = {"BLOCK": block, "num_warps": warps}
+        if not 2 <= triton_spins.spun_parts(count, config) <= triton_spins.MOST_PARTS:
+            continue
 
-            def spins(block: int = block, warps: int = warps, idle: bool = idle) -> Callable[..., bool]:  # fmt: skip
-                parts = count // block + idle
-                start = triton_launch.prepare(
-                    trial_rows.sum_spins, grid=(parts, 1, 1), pointers={"x_ptr": "f16", "y_ptr": "f16", "cell_ptr": "i64"},
-                    integers={"PARTS": parts}, floats=(),
-                    constexprs={"IDLE": idle, "BLOCK": block, "BLOCK_P": 1 << (parts - 1).bit_length()},
-                    num_warps=warps, num_stages=1, device=DEVICE,
-                )  # fmt: skip
-                return lambda x, y, cells: start(x, y, cells)
+        def spun(config: dict[str, Any] = config) -> Callable[..., bool]:
+            return triton_spins.spun_launcher("sum", "f16", "f16", count, config, DEVICE)
 
-            shape.trials[f"spins {block} {warps} warps{' idle' * idle}"] = spins
+        shape.trials[f"spins {short(config)}"] = spun
     return shape
 
 
@@ -280,29 +283,46 @@ def scores(s: int, d: int, dtype: str, heads: int = 16) -> Shape:
             return lambda q, k, y: start(q, k, y, 0.125)
 
         shape.trials[f"now {short(config)}"] = now
-    tiles = s // 64
     steps = {"qb_row": h * s, "qb_column": 0, "qh_row": s, "qh_column": 0, "kb_row": h * s, "kb_column": 0, "kh_row": s, "kh_column": 0}  # fmt: skip
-    whole = ((168, 240, 1),) if tiles > 4 else ((168, 240, 1), (80, 112, 2))
-    for kept in (1, 3, 4, 5, 8):
-        for stages in (4, 8):
-            for entry, later, per in whole:
-                shared = 2 * (2 * 64 * d + stages * 64 * d + 2 * tiles * 64 * 64) + 512
-                if kept > tiles or shared * per > 227 * 1024 or (per > 1 and kept > 2):
-                    continue
 
-                def held(kept: int = kept, stages: int = stages, entry: int = entry, later: int = later, per: int = per) -> Callable[..., bool]:  # fmt: skip
-                    units = b * h * s // 128
-                    start = triton_launch.prepare(
-                        trial_scores.attention_scores_held, grid=(min(units, 132 * per), 1, 1),
-                        tiled={
-                            "q_desc": Tiled(dtype, (b * h * s, d), d, (64, d)), "k_desc": Tiled(dtype, (b * h * s, d), d, (64, d)),
-                            "y_desc": Tiled(dtype, (b * h * s, s), s, (64, 64)),
-                        },
-                        pointers={}, integers={**steps, "H": h, "S": s, "T": s, "groups": s // 128, "units": units}, floats=("scale",),
-                        constexprs={"CONSUMERS": 2, "REGISTERS": later, "TILES": tiles, "KEPT": kept, "BLOCK_N": 64, "STAGES": stages},
-                        num_warps=4, num_stages=1, device=DEVICE, registers=entry,
-                    )  # fmt: skip
-                    return lambda q, k, y: start(q, k, y, 0.125)
+    def prepared(kernel: Any, bn: int, units: int, groups: int, per: int, entry: int, **constants: int) -> Callable[..., bool]:  # fmt: skip
+        start = triton_launch.prepare(
+            kernel, grid=(min(units, 132 * per), 1, 1),
+            tiled={
+                "q_desc": Tiled(dtype, (b * h * s, d), d, (64, d)), "k_desc": Tiled(dtype, (b * h * s, d), d, (bn, d)),
+                "y_desc": Tiled(dtype, (b * h * s, s), s, (64, bn)),
+            },
+            pointers={}, integers={**steps, "H": h, "S": s, "T": s, "groups": groups, "units": units}, floats=("scale",),
+            constexprs={**constants, "BLOCK_N": bn, "STAGES": constants["STAGES"]}, num_warps=4, num_stages=1, device=DEVICE, registers=entry,
+        )  # fmt: skip
+        return lambda q, k, y: start(q, k, y, 0.125)
 
-                shape.trials[f"held {kept} of {tiles}, {stages} stages, {per}"] = held
+    if s > 768:
+        for config in scores_specialised.specialised_scores_configs(b * h, s, s, d, 132)[:2]:
+            for poly in (2, 3, 4):
+                rounds = config["ROUNDS"]
+                groups = -(-s // (64 * 4 * rounds))
+                shape.trials[f"mixed {short(config)} every {poly}"] = partial(
+                    prepared, trial_scores.attention_scores_mixed, config["BLOCK_N"], b * h * groups, groups, 1, 96,
+                    CONSUMERS=4, ROUNDS=rounds, APART=1, POLY=poly, REGISTERS=120, BUFFERS=config["BUFFERS"], STAGES=config["STAGES"],
+                )  # fmt: skip
+        return shape
+    for bn, kept, stages in (
+        (64, 1, 8),
+        (64, 4, 8),
+        (64, 5, 4),
+        (64, 8, 8),
+        (128, 1, 4),
+        (128, 2, 4),
+        (128, 4, 4),
+    ):
+        tiles = s // bn
+        for entry, later, per in ((168, 240, 1), (80, 112, 2)):
+            shared = 2 * (2 * 64 * d + stages * bn * d + 2 * 64 * s) + 512
+            if s % bn or kept > tiles or shared * per > 227 * 1024 or (per > 1 and kept * bn > 128):
+                continue
+            shape.trials[f"held {kept} of {tiles}, {stages} stages, {per}"] = partial(
+                prepared, trial_scores.attention_scores_held, bn, b * h * s // 128, s // 128, per, entry,
+                CONSUMERS=2, REGISTERS=later, TILES=tiles, KEPT=kept, STAGES=stages,
+            )  # fmt: skip
     return shape

@@ -1,8 +1,9 @@
 """Kernels on trial beside what is chosen today: checked against float64, then timed by graph replays, inputs out of the cache.
 
-python benchmarks/device/trials.py [rows|few|sum|both|scores ...] [--rounds 9]
+python benchmarks/device/trials.py [rows|few|sum|both|scores|chosen ...] [--rounds 9]
 
 A trial that is wrong is not timed. What wins becomes a candidate with tests of its own; then, or where it loses, it goes from here.
+"chosen" tunes calls that new candidates serve, and says what they were measured at.
 """
 
 from __future__ import annotations
@@ -23,22 +24,41 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from trial_shapes import DEVICE, Shape, both, cross_entropy, few, miss, poison, rand, scores, sums
 
+import tensorlogic
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common import triton_launch
 
 PARTS: dict[str, list[Callable[[], Shape]]] = {
     "rows": [
         lambda: cross_entropy(4096, 32000, "f16"), lambda: cross_entropy(2048, 50264, "bf16"), lambda: cross_entropy(8192, 128256, "f16"),
-        lambda: cross_entropy(512, 32000, "f32"), lambda: cross_entropy(16384, 8192, "f16"),
+        lambda: cross_entropy(512, 32000, "f32"), lambda: cross_entropy(16384, 8192, "f16"), lambda: cross_entropy(4096, 32000, "f16", ignored=0),
     ],
     "few": [
         lambda: few(1, 4096, 4096, "f16"), lambda: few(1, 4096, 14336, "f16"), lambda: few(1, 3072, 768, "f16"), lambda: few(1, 5120, 5120, "bf16"),
         lambda: few(2, 4096, 4096, "f16"), lambda: few(4, 4096, 4096, "f16"),
     ],
-    "sum": [lambda: sums(1 << 20), lambda: sums(1 << 18), lambda: sums(1 << 21)],
+    "sum": [lambda: sums(1 << 20), lambda: sums(1 << 18), lambda: sums(1 << 21), lambda: sums(1 << 23), lambda: sums(1 << 15)],
     "both": [lambda: both(4096, 32000, "f16"), lambda: both(8192, 16384, "bf16")],
-    "scores": [lambda: scores(512, 64, "f16"), lambda: scores(256, 64, "f16"), lambda: scores(512, 128, "bf16"), lambda: scores(384, 64, "f16")],
+    "scores": [lambda: scores(2048, 64, "f16"), lambda: scores(512, 64, "f16"), lambda: scores(256, 64, "f16"), lambda: scores(512, 128, "bf16")],
 }  # fmt: skip
+
+
+def chosen() -> None:
+    """Tune calls that have candidates nobody has measured, and print what each of these took."""
+    x = rand(1, 5120, dtype="bf16"), rand(1, 3072, dtype="f16")
+    w = rand(5120, 5120, dtype="bf16", scale=0.01), rand(768, 3072, dtype="f16", scale=0.01)
+    logits, few = rand(4096, 32000, dtype="f16"), rand(512, 32000, dtype="f32")
+    target = torch.randint(32000, (4096,), device=DEVICE)
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        *((tensorlogic.sum, (rand(n, dtype="f16"),)) for n in (1 << 18, 1 << 20, 1 << 22)),
+        (tensorlogic.max, (rand(1000003, dtype="bf16"),)),
+        *((tensorlogic.linear, (a, b)) for a, b in zip(x, w, strict=True)),
+        (tensorlogic.softmax_cross_entropy, (logits, target)),
+        (tensorlogic.softmax_cross_entropy, (few, target[:512])),
+    ]
+    for fn, args in calls:
+        tensorlogic.tune(fn, *args)
+        print(tensorlogic.explain(fn, *args), flush=True)
 
 
 def compile_all(shapes: list[Shape]) -> None:
@@ -135,16 +155,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "chosen", []], default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=9)
     asked = parser.parse_args()
     torch.manual_seed(0)
     peak = bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch.add moves {peak:.0f} GB/s")
-    shapes = [make() for part in asked.parts for make in PARTS[part]]
+    shapes = [make() for part in asked.parts for make in PARTS.get(part, ())]
     compile_all(shapes)
     for shape in shapes:
         run(shape, asked.rounds, peak)
+    if "chosen" in asked.parts:
+        chosen()
 
 
 if __name__ == "__main__":

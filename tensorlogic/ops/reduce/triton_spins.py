@@ -1,0 +1,64 @@
+"""Reductions of up to a few million elements to one value by one wave of programs, the last of which waits for the others."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from ...numerics import DTYPES
+from ...op import Config, Launcher
+from ...plans import Key
+from ..common import triton_reduce, triton_spins, wiring
+from . import FAMILY, shapes
+from .shapes import Shape
+
+
+def describe(key: Key) -> Shape | str:
+    """A contiguous tensor that is reduced to one value, neither tiny nor far beyond the cache."""
+    found = shapes.describe(key)
+    if isinstance(found, str):
+        return found
+    if found.outer * found.inner != 1:
+        return "more than one value is left"
+    if not triton_spins.LEAST <= found.reduce <= triton_spins.MOST:
+        return f"between {triton_spins.LEAST} and {triton_spins.MOST} elements are required"
+    return found
+
+
+def configs(s: Shape) -> list[dict[str, Any]]:
+    """Configurations, best guess first."""
+    return triton_spins.spun_configs(s.reduce, s.dtype)
+
+
+def build(s: Shape, config: Config, device: torch.device) -> Launcher:
+    """A launcher with its cells."""
+    chosen = dict(config)
+    if triton_spins.spun_parts(s.reduce, chosen) > triton_spins.MOST_PARTS:
+        chosen = configs(s)[0]  # a smaller neighbour's
+    start = triton_spins.spun_launcher(s.kind, s.dtype, s.dtype, s.reduce, chosen, device, s.align)
+    count = triton_spins.spun_parts(s.reduce, chosen)
+    empty, counters, stride, dtype = (
+        wiring.empty(device),
+        wiring.counters,
+        wiring.contiguous(s.out),
+        DTYPES[s.dtype],
+    )
+
+    def launch(x: torch.Tensor) -> Any:
+        y = empty(s.out, stride, dtype)
+        return (y,) if start(x, y, counters(device, count, torch.int64, "spins")) else None
+
+    return launch
+
+
+for _op in FAMILY:
+    wiring.described(
+        _op,
+        "triton.spins",
+        describe,
+        configs,
+        build,
+        (triton_spins, triton_reduce, shapes, sys.modules[__name__]),
+    )

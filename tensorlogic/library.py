@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from .op import EAGER, Op, Outputs
 # `torch.library.custom_op` does the same in five times the time: 23 of 64 ms of the import (Intel Xeon, 2026-11-21).
 LIBRARY = torch.library.Library("tensorlogic", "FRAGMENT")
 
+_AUTOGRAD = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther)
 _TYPES = {
     str: "str",
     bool: "bool",
@@ -53,12 +55,27 @@ def register(op: Op) -> None:
         return _filled(op, outs, args)
 
     def fake(*args: Any) -> Any:
-        return _filled(op, eager_outputs(op, _flags(op, args)), args)
+        with _above_autograd():
+            return _filled(op, eager_outputs(op, _flags(op, args)), args)
 
     LIBRARY.define(op.name + schema(op), tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(op.name, _disable_dynamo(kernel), "CompositeExplicitAutograd")
     LIBRARY.impl(op.name, _recorded(op), "Autograd", with_keyset=True)
     torch.library.register_fake(f"tensorlogic::{op.name}", fake, lib=LIBRARY)
+
+
+@contextlib.contextmanager
+def _above_autograd() -> Iterator[None]:
+    """Calls begin above autograd, as a user's do, and record nothing.
+
+    Below it, fake tensors take `torch._refs` for aten.nll_loss (PyTorch 2.13), which reads "none" as "mean".
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.no_grad():
+        yield
 
 
 def _recorded(op: Op) -> Callable[..., Any]:

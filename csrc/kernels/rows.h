@@ -156,12 +156,16 @@ static void softmax_rows(const SoftmaxCall& call, int64_t begin, int64_t end) {
       if (kept) store(held + j, e, lanes);
       s[k] = s[k] + keep(e, set1(0), lanes);
     })
-    const vf scale = set1(1.0f / sum(total(s)));
+    const float norm = sum(total(s));
+    const vf scale = set1(1.0f / norm);
     FOR_ROW(n, {
       vf e = kept ? load(held + j, lanes) : exp_minus<T>(scores.at(j, lanes), m);
       store(y + j, e * scale, lanes);
     })
-    for (int64_t j = n; j < call.cols; ++j) y[j] = T{};
+    // A row without one finite score is NaN as a whole, what it must not see included.
+    const vf rest = set1(norm == norm ? 0.0f : norm);
+    T* unseen = y + n;
+    FOR_ROW(call.cols - n, store(unseen + j, rest, lanes);)
   }
 }
 
@@ -202,12 +206,13 @@ struct RowStatistics {
   float peak, exponentials, sum;
 };
 
-// Sum of e^(x - peak), where `peak` is the row's maximum or less than RISE below it, and (where asked for)
-// sum of one row, each element read once: a block whose elements rise further is done again.
+// Maximum, sum of e^(x - maximum) and (where asked for) sum of one row, each element read once. Until
+// the end the sum is of e^(x - peak), `peak` less than RISE below the maximum: a block whose elements rise further is done again.
 template <class T>
 INLINE RowStatistics row_statistics(const T* x, int64_t n, bool with_sum, bool far) {
   constexpr float RISE = 60.0f;
   RowStatistics all{LOWEST, 0.0f, 0.0f};
+  float most = LOWEST;
   for (int64_t first = 0, size; first < n; first += size) {
     const T* block = x + first;
     size = all.peak == LOWEST ? FIRST_BLOCK : BLOCK;
@@ -234,10 +239,15 @@ INLINE RowStatistics row_statistics(const T* x, int64_t n, bool with_sum, bool f
         continue;
       }
       all.exponentials += sum(total(s));
+      most = top > most ? top : most;
       break;
     }
     all.peak = peak;
     if (with_sum) all.sum += reduce_of(Reduction::sum, block, size);
+  }
+  if (most > all.peak) {  // so that no large logarithm is added to what it cancels
+    all.exponentials *= __builtin_expf(all.peak - most);
+    all.peak = most;
   }
   return all;
 }
@@ -251,14 +261,15 @@ static void cross_entropy(const CrossEntropyCall& call, int64_t begin, int64_t e
       call.loss[r] = call.lse[r] = 0.0f;
       if (call.target[r] == call.ignore_index) continue;
       RowStatistics row = row_statistics(x, call.cols, call.smoothing > 0.0f, far);
-      const float lse = row.peak + __builtin_logf(row.exponentials);
-      float loss = lse - load(x + call.target[r], Some{1})[0];
+      // The peak is subtracted before the logarithm is added: large logits would swallow it.
+      const float rest = __builtin_logf(row.exponentials);
+      float loss = row.peak - load(x + call.target[r], Some{1})[0] + rest;
       if (call.smoothing > 0.0f) {
         const float mean = row.sum / static_cast<float>(call.cols);
-        loss = (1.0f - call.smoothing) * loss + call.smoothing * (lse - mean);
+        loss = (1.0f - call.smoothing) * loss + call.smoothing * (row.peak - mean + rest);
       }
       call.loss[r] = loss;
-      call.lse[r] = lse;
+      call.lse[r] = row.peak + rest;
     }
   })
 }
@@ -268,10 +279,10 @@ struct CrossEntropyGrad {
   static constexpr int outputs = 1;
   static constexpr bool ties_even = true;
   const T* x;
-  vf lse, scale, floor;
+  vf lse, share, scale, floor;
   template <class Lanes>
   INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
-    vf v = (exp_minus<T>(load(x + i, lanes), lse) - floor) * scale;
+    vf v = (exp_minus<T>(load(x + i, lanes), lse) * share - floor) * scale;
     return {v, v};
   }
   template <int64_t N>
@@ -279,6 +290,17 @@ struct CrossEntropyGrad {
     Source<T>{x, -1}.template ahead<N>(i);
   }
 };
+
+// 1 / sum(e^(x - lse)): 1 but for the rounding of lse, which is as large as lse is. Asked for where
+// that would show in T.
+template <class T>
+INLINE float unrounded(const T* x, float lse, int64_t n) {
+  if (__builtin_fabsf(lse) < (precise<T> ? 16.0f : 1024.0f)) return 1.0f;
+  const vf m = set1(lse);
+  vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
+  FOR_ROW(n, s[k] = s[k] + keep(exp_minus<T>(load(x + j, lanes), m), set1(0), lanes);)
+  return 1.0f / sum(total(s));
+}
 
 // dlogits = dloss (e^(x - lse) - target distribution)
 static void cross_entropy_backward(const CrossEntropyBackwardCall& call, int64_t begin,
@@ -292,10 +314,11 @@ static void cross_entropy_backward(const CrossEntropyBackwardCall& call, int64_t
       }
       const T* x = static_cast<const T*>(call.logits) + r * call.cols;
       const float floor = call.smoothing / static_cast<float>(call.cols), dloss = call.dloss[r];
-      CrossEntropyGrad<T> e{x, set1(call.lse[r]), set1(dloss), set1(floor)};
+      const float share = unrounded(x, call.lse[r], call.cols);
+      CrossEntropyGrad<T> e{x, set1(call.lse[r]), set1(share), set1(dloss), set1(floor)};
       const int64_t t = call.target[r];
-      const float hit =
-          (exp_minus<T>(load(x + t, Some{1}), e.lse)[0] - floor - (1.0f - call.smoothing)) * dloss;
+      const float likely = exp_minus<T>(load(x + t, Some{1}), e.lse)[0] * share;
+      const float hit = (likely - floor - (1.0f - call.smoothing)) * dloss;
       emit(e, dx, dx, call.cols, call.stream, (end - r) * call.cols);
       store(dx + t, set1(hit), Some{1});
     }

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention_scores import ATTENTION_SCORES, masked
+from .common.rows import rows
 from .dropout_linear import DROPOUT_LINEAR, dropped
 from .gelu_linear import GELU_LINEAR
 from .layer_norm_linear import LAYER_NORM_LINEAR
@@ -60,7 +61,7 @@ def linear_batch_norm_relu(
 ) -> Tensor:
     """relu(batch_norm(linear(x)))."""
     z = linear(x, weight, bias)
-    flat = z.reshape(-1, z.shape[-1])
+    flat = rows(z)
     scale, shift = (None if t is None else t.to(z.dtype) for t in (gamma, beta))
     normal = F.batch_norm(flat, running_mean, running_var, scale, shift, training, momentum, eps)
     return torch.relu(normal).view(z.shape)

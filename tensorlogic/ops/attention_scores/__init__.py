@@ -57,6 +57,13 @@ def attention_scores_backward(
     )
 
 
+def _sighted(y: Tensor, mask: Tensor, is_causal: bool) -> Tensor:
+    """y with 0 in place of NaN in the rows that see nothing: as in PyTorch, no gradient comes of what is filled in."""
+    if is_causal:
+        mask = mask & torch.ones(y.shape[-2:], dtype=torch.bool, device=y.device).tril()
+    return y.masked_fill(~mask.any(-1, keepdim=True), 0)
+
+
 def _kept(
     flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
 ) -> tuple[Tensor | None, ...]:
@@ -72,6 +79,8 @@ def _backward(
     dy: Tensor,
 ) -> tuple[Any, ...]:
     q, k, y, mask = saved
+    if mask is not None and mask.dtype == torch.bool:
+        y = _sighted(y, mask, flags.is_causal)
     grads = backward_call(dy, q, k, y, scalars[0], mask, "".join("01"[n] for n in needs))
     return tuple(g if n else None for g, n in zip(grads, needs, strict=True))
 

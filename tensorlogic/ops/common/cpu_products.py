@@ -15,6 +15,7 @@ from ...numerics import DTYPES
 from ...op import Candidate, Config, Launcher, Op
 from ...plans import Key
 from . import cpu_costs, native_wiring, products, wiring
+from .rows import rows
 
 POOLED = 1 << 20  # bytes from which a fresh product comes from the pool
 
@@ -72,15 +73,15 @@ def weight32(weight: Tensor) -> Tensor:
 def _wide_product(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
     """product(x [..., K] f32, weight [N, K] f32) -> [rows, N] f32 that nobody else holds."""
     if config["product"] == "onednn":
-        return lambda x, w: products.onednn(x.reshape(-1, x.shape[-1]), w, None, "none")
+        return lambda x, w: products.onednn(rows(x), w, None, "none")
     empty = native.op("empty")
 
     def by_torch(x: Tensor, w: Tensor) -> Tensor:
-        rows, n = x.numel() // x.shape[-1], w.shape[0]
-        flat = x.reshape(rows, x.shape[-1])
-        if rows * n * 4 < POOLED:
+        flat = rows(x)
+        m, n = flat.shape[0], w.shape[0]
+        if m * n * 4 < POOLED:
             return torch.mm(flat, w.t())
-        return torch.mm(flat, w.t(), out=empty([rows, n], torch.float32))
+        return torch.mm(flat, w.t(), out=empty([m, n], torch.float32))
 
     return by_torch
 
@@ -180,9 +181,9 @@ def gradients(needs: str) -> Gradients:
     matmul, total = native.op("matmul"), native.op("sum")
 
     def run(dz: Tensor, x: Tensor | None, weight: Tensor) -> tuple[Tensor | None, ...]:
-        flat, dw = dz.reshape(-1, dz.shape[-1]), None
+        flat, dw = rows(dz), None
         if x is not None and needs[1] == "1":
-            dw = matmul(flat.t(), x.reshape(-1, x.shape[-1]))
+            dw = matmul(flat.t(), rows(x))
         return (
             matmul(dz, weight) if needs[0] == "1" else None,
             dw,
@@ -217,10 +218,10 @@ def _mnk(key: Key, x: str, weight: str, linear: bool) -> tuple[int, int, int]:
     a, w = key.spec(x), key.spec(weight)
     assert a is not None and w is not None
     n = w.shape[-2 if linear else -1] if len(w.shape) > 1 else 1
-    rows = prod(a.shape[:-1])
+    m = prod(a.shape[:-1])
     if len(w.shape) > 2:  # a batch of products
-        rows = max(rows, prod(w.shape[:-2]) * (a.shape[-2] if len(a.shape) > 1 else 1))
-    return rows, n, a.shape[-1]
+        m = max(m, prod(w.shape[:-2]) * (a.shape[-2] if len(a.shape) > 1 else 1))
+    return m, n, a.shape[-1]
 
 
 def linear_shape(key: Key) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from ...op import Gradient, Op, Outputs
 from ...plans import Key, TensorSpec
 from ..common import checks, costs, samples
 from ..common.random import draw, keep_mask, seeded
+from ..common.rows import rows
 from ..linear import LINEAR, LINEAR_BACKWARD, linear
 
 
@@ -52,14 +53,14 @@ def dropout_linear_backward(
     needs: str,
 ) -> tuple[Tensor | None, ...]:
     """dy [..., N] -> dx, dweight, dbias; the mask is regenerated unless forward kept one."""
-    flat = dy.reshape(-1, dy.shape[-1])
+    flat = rows(dy)
     scale = 1 / (1 - p)
     if mask is None:
         s, o = (seed, offset) if state is None else (state[0], state[1])
         mask = keep_mask(tuple(x.shape), p, s, o, x.device)
     return (
         (dy @ weight) * mask * scale if needs[0] == "1" else None,
-        flat.t() @ (x * mask * scale).reshape(-1, x.shape[-1]) if needs[1] == "1" else None,
+        flat.t() @ rows(x * mask * scale) if needs[1] == "1" else None,
         flat.sum(0) if needs[2] == "1" else None,
     )
 

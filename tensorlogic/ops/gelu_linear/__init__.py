@@ -12,6 +12,7 @@ from torch import Tensor
 from ... import dispatch
 from ...op import Gradient, Op, Outputs
 from ..common import checks, costs, products, samples
+from ..common.rows import rows
 
 
 def _gelu_linear(
@@ -28,14 +29,12 @@ def gelu_linear_backward(
     dy: Tensor, x: Tensor, weight: Tensor, approximate: str, needs: str
 ) -> tuple[Tensor | None, ...]:
     """dy [..., N] -> dx = (dy · weight) gelu'(x), dweight = dyᵀ · gelu(x), dbias."""
-    flat = dy.reshape(-1, dy.shape[-1])
+    flat = rows(dy)
     return (
         torch.ops.aten.gelu_backward(dy @ weight, x, approximate=approximate)
         if needs[0] == "1"
         else None,
-        flat.t() @ F.gelu(x, approximate=approximate).reshape(-1, x.shape[-1])
-        if needs[1] == "1"
-        else None,
+        flat.t() @ rows(F.gelu(x, approximate=approximate)) if needs[1] == "1" else None,
         flat.sum(0) if needs[2] == "1" else None,
     )
 

@@ -13,6 +13,7 @@ from ... import dispatch
 from ...op import Gradient, Op, Outputs
 from ...plans import Key
 from ..common import checks, costs, products, samples
+from ..common.rows import rows
 
 
 def _layer_norm_linear(
@@ -41,7 +42,7 @@ def layer_norm_linear_backward(
     needs: str,
 ) -> tuple[Tensor | None, ...]:
     """dy [..., N] -> dx, dgamma, dbeta, dweight, dbias; row statistics are taken again from x."""
-    flat = dy.reshape(-1, dy.shape[-1])
+    flat = rows(dy)
     normal, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], gamma, beta, eps)
     dnormal = dy @ weight
     wanted = [n == "1" for n in needs[:3]]
@@ -52,7 +53,7 @@ def layer_norm_linear_backward(
         dx if wanted[0] else None,
         dgamma if wanted[1] else None,
         dbeta if wanted[2] else None,
-        flat.t() @ normal.reshape(-1, x.shape[-1]) if needs[3] == "1" else None,
+        flat.t() @ rows(normal) if needs[3] == "1" else None,
         flat.sum(0) if needs[4] == "1" else None,
     )
 

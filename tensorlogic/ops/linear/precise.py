@@ -11,6 +11,7 @@ from ...op import Outputs
 from ...plans import Key
 from ..common import precise, ways
 from ..common.activations import SMOOTH, activate, gradient
+from ..common.rows import rows
 from ..common.ways import Product
 from . import LINEAR, LINEAR_BACKWARD
 
@@ -26,7 +27,7 @@ def composed(
 ) -> Outputs:
     """activation(x · weightᵀ + bias + residual), everything after the product in at least float32, rounded once."""
     dtype = ways.result_dtype(x, weight, bias, residual)
-    z = product(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
+    z = product(rows(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
     if bias is None and residual is None and activation == "none":
         return (z.to(dtype),)
     z = z.to(precise.widest(dtype))
@@ -49,12 +50,12 @@ def composed_backward(
     """dx = dz · weight, dweight = dzᵀ · x, dbias and dresidual from dz; conjugates where complex."""
     dtype = precise.widest(dy.dtype)
     dz = dy if activation == "none" else gradient(dy.to(dtype), _to(kept, dtype), activation)
-    flat = dz.reshape(-1, dz.shape[-1])
+    flat = rows(dz)
     dx = dw = None
     if needs[0] == "1":
         dx = product(flat, weight.conj().resolve_conj()).view(x.shape).to(x.dtype)
     if needs[1] == "1":
-        dw = product(flat.t(), x.reshape(-1, x.shape[-1]).conj().resolve_conj()).to(weight.dtype)
+        dw = product(flat.t(), rows(x).conj().resolve_conj()).to(weight.dtype)
     db = flat.to(dtype).sum(0).to(dy.dtype) if needs[2] == "1" else None
     dr = None
     if needs[3] == "1":
@@ -87,8 +88,8 @@ def parts(
     save: bool,
 ) -> list[accuracy.Part]:
     """The product behind a call, with what is added to it."""
-    rows = None if residual is None else residual.reshape(-1, residual.shape[-1])
-    return [accuracy.Part(x.reshape(-1, x.shape[-1]), weight.t(), bias, rows, activation)]
+    added = None if residual is None else rows(residual)
+    return [accuracy.Part(rows(x), weight.t(), bias, added, activation)]
 
 
 def parts_backward(
@@ -97,12 +98,12 @@ def parts_backward(
     """The products behind a backward call."""
     dtype = precise.widest(dy.dtype)
     dz = dy if activation == "none" else gradient(dy.to(dtype), _to(kept, dtype), activation)
-    flat = dz.reshape(-1, dz.shape[-1])
+    flat = rows(dz)
     found: list[accuracy.Part | None] = [None] * 4
     if needs[0] == "1":
         found[0] = accuracy.Part(flat, weight.conj())
     if needs[1] == "1":
-        found[1] = accuracy.Part(flat.t(), x.reshape(-1, x.shape[-1]).conj())
+        found[1] = accuracy.Part(flat.t(), rows(x).conj())
     return found
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..common.activations import SMOOTH, activate, gradient
+from ..common.rows import rows
 
 
 def linear(
@@ -28,10 +29,10 @@ def linear_backward(
 ) -> tuple[Tensor | None, ...]:
     """dy [..., N] -> dx, dweight, dbias, dresidual, those that `needs` ("1101") asks for; kept is y (relu) or z (gelu, silu)."""
     dz = gradient(dy, kept, activation)
-    flat = dz.reshape(-1, dz.shape[-1])
+    flat = rows(dz)
     return (
         dz @ weight if needs[0] == "1" else None,
-        flat.t() @ x.reshape(-1, x.shape[-1]) if needs[1] == "1" else None,
+        flat.t() @ rows(x) if needs[1] == "1" else None,
         flat.sum(0) if needs[2] == "1" else None,
         dz.clone() if needs[3] == "1" else None,
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 from ...plans import Key
 from ..common import products
 from ..common.activations import SMOOTH, activate, activate_
+from ..common.rows import rows
 from . import LINEAR, LINEAR_BACKWARD, reference
 
 
@@ -79,7 +80,7 @@ def addmm_activation(
 ) -> tuple[Tensor, ...]:
     """cuBLASLt's bias and activation epilogue through torch._addmm_activation."""
     assert bias is not None
-    flat = x.reshape(-1, x.shape[-1])
+    flat = rows(x)
     y = torch._addmm_activation(bias, flat, weight.t(), use_gelu=activation == "gelu_tanh")
     return (y.view(*x.shape[:-1], weight.shape[0]),)
 

@@ -13,6 +13,7 @@ from ... import dispatch
 from ...op import Gradient, Op, Outputs
 from ...plans import Key, TensorSpec
 from ..common import checks, costs, products, samples
+from ..common.rows import rows
 
 
 def _linear_batch_norm_relu(
@@ -30,11 +31,17 @@ def _linear_batch_norm_relu(
 ) -> tuple[Tensor, ...]:
     """relu(batch_norm(z)), z = x [..., K] · weight [N, K]ᵀ + bias; outputs y, then z (save), batch mean and 1/std (training)."""
     z = F.linear(x, weight, bias)
-    flat = z if z.dim() == 2 else z.reshape(-1, z.shape[-1])
+    flat = rows(z)
+    if gamma is not None:  # a strided one makes PyTorch's gradients on CPUs wrong (2.13)
+        gamma = gamma.contiguous()
     if not training:
         bn = F.batch_norm(flat, running_mean, running_var, gamma, beta, False, momentum, eps)
         y = torch.relu_(bn) if z.dim() == 2 else torch.relu_(bn).view(z.shape)
         return (y, z) if save else (y,)
+    if flat.numel() == 0:  # an expert without tokens, say; the running statistics stay as they are
+        bn = F.batch_norm(flat, running_mean, running_var, gamma, beta, True, momentum, eps)
+        none = flat.sum(0)
+        return torch.relu(bn).view(z.shape), z if save else z.new_empty(0), none, none
     bn, mean, rstd = torch.native_batch_norm(
         flat, gamma, beta, running_mean, running_var, True, momentum, eps
     )
@@ -61,7 +68,7 @@ def linear_batch_norm_relu_backward(
     rstd = spread
     if not training:
         rstd = torch.rsqrt(spread.to(torch.promote_types(spread.dtype, torch.float32)) + eps)
-    dbn = torch.where(y > 0, dy, 0).reshape(-1, dy.shape[-1])
+    dbn = rows(torch.where(y > 0, dy, 0))
     wide = dbn.to(torch.promote_types(dbn.dtype, torch.float32))
     normal = (z.reshape(dbn.shape).to(wide.dtype) - mean) * rstd
     dgamma, dbeta = (wide * normal).sum(0), wide.sum(0)
@@ -70,7 +77,7 @@ def linear_batch_norm_relu_backward(
     dtype = dy.dtype if gamma is None else gamma.dtype
     return (
         (dz @ weight).view(x.shape) if needs[0] == "1" else None,
-        dz.t() @ x.reshape(-1, x.shape[-1]) if needs[1] == "1" else None,
+        dz.t() @ rows(x) if needs[1] == "1" else None,
         dz.sum(0) if needs[2] == "1" else None,
         dgamma.to(dtype) if needs[3] == "1" else None,
         dbeta.to(dtype) if needs[4] == "1" else None,
@@ -182,9 +189,11 @@ def _update(args: tuple[Any, ...], outs: Outputs) -> None:
         return
     mean, rstd = outs[2], outs[3]
     assert mean is not None and rstd is not None
-    rows = x.numel() // x.shape[-1]
+    count = x.shape[:-1].numel()
+    if count == 0:
+        return
     with torch.no_grad():
-        variance = (rstd.double().pow(-2) - eps) * (rows / max(rows - 1, 1))
+        variance = (rstd.double().pow(-2) - eps) * (count / max(count - 1, 1))
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         running_var.lerp_(variance.to(running_var.dtype), momentum)
 
@@ -325,8 +334,7 @@ def linear_batch_norm_relu(
         raise ValueError(f"{fn}: running_mean and running_var are required unless training=True")
     if (running_mean is None) != (running_var is None):
         raise ValueError(f"{fn}: running_mean and running_var must be given together or not at all")
-    rows = x.numel() // max(x.shape[-1], 1)
-    if training and rows < 2:
+    if training and x.shape[:-1].numel() == 1:
         raise ValueError(
             f"{fn}: x is {checks.describe(x)}; more than one row is required in training: pass training=False or a larger batch"
         )

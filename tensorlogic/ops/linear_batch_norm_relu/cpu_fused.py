@@ -10,6 +10,7 @@ from ...numerics import DTYPES
 from ...op import Launcher
 from ...plans import Key
 from ..common import cpu_costs, cpu_products, native_wiring
+from ..common.rows import rows
 from . import LINEAR_BATCH_NORM_RELU
 
 VECTORS = ("bias", "running_mean", "running_var", "gamma", "beta")
@@ -30,10 +31,10 @@ def guess(key: Key) -> float:
     """A product, and one pass where PyTorch makes two."""
     x, weight = key.spec("x"), key.spec("weight")
     assert x is not None and weight is not None
-    rows, k, n = prod(x.shape[:-1]), x.shape[-1], weight.shape[0]
-    between = cpu_costs.pass_us(rows * n)
-    ours = cpu_costs.native_us(rows, n, k, x.dtype, True) + native_wiring.call_us() + between
-    eager = cpu_costs.torch_us(rows, n, k, x.dtype, True) + EAGER_US[x.dtype]
+    m, k, n = prod(x.shape[:-1]), x.shape[-1], weight.shape[0]
+    between = cpu_costs.pass_us(m * n)
+    ours = cpu_costs.native_us(m, n, k, x.dtype, True) + native_wiring.call_us() + between
+    eager = cpu_costs.torch_us(m, n, k, x.dtype, True) + EAGER_US[x.dtype]
     return ours / (eager + 2 * between)
 
 
@@ -43,7 +44,7 @@ def build(key: Key) -> Launcher:
     dtype, eps = DTYPES[native_wiring.dtype_of(key, "x")], key.flag("eps")
 
     def launch(x: Any, weight: Any, bias: Any, mean: Any, var: Any, gamma: Any, beta: Any) -> Any:
-        flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        flat = rows(x)
         y = norm(product(flat, weight, True), bias, mean, var, gamma, beta, eps, dtype)
         return (y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]),)
 

@@ -10,6 +10,7 @@ from ...op import Config, Launcher
 from ...plans import Key
 from ..common import cpu_products, native_wiring, wiring
 from ..common.activations import SMOOTH
+from ..common.rows import rows
 from . import MATMUL, MATMUL_BACKWARD
 
 
@@ -52,7 +53,7 @@ def build_backward(key: Key) -> Launcher:
         if needs[0] == "1":
             da = run(dz, b.mT).sum_to_size(a.shape)
         if needs[1] == "1" and b.dim() == 2:  # the batch is one long sum, in float32
-            db = run(a.reshape(-1, a.shape[-1]).t(), dz.reshape(-1, dz.shape[-1]))
+            db = run(rows(a).t(), rows(dz))
         elif needs[1] == "1":
             db = run(a.mT, dz).sum_to_size(b.shape)
         return da, db

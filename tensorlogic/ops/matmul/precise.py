@@ -12,6 +12,7 @@ from ...op import Outputs
 from ...plans import Key
 from ..common import precise, ways
 from ..common.activations import SMOOTH, activate, gradient
+from ..common.rows import rows
 from ..common.ways import Product
 from . import MATMUL, MATMUL_BACKWARD
 
@@ -24,7 +25,7 @@ def composed(product: Product, a: Tensor, b: Tensor, activation: str, save: bool
     """activation(a · b), vectors as matrices of one row or column."""
     left, right = _matrices(a, b)
     if right.dim() == 2 and left.dim() > 2:
-        z = product(left.reshape(-1, left.shape[-1]), right)
+        z = product(rows(left), right)
         z = z.view(*left.shape[:-1], right.shape[-1])
     else:
         z = product(left, right)
@@ -61,12 +62,12 @@ def composed_backward(
     dz = dz.unsqueeze(-2) if a.dim() == 1 else dz
     da = db = None
     if needs[0] == "1" and right.dim() == 2:
-        da = product(dz.reshape(-1, dz.shape[-1]), right.mH).view(a.shape).to(a.dtype)
+        da = product(rows(dz), right.mH).view(a.shape).to(a.dtype)
     elif needs[0] == "1":
         da = product(dz, right.mH).sum_to_size(left.shape).view(a.shape).to(a.dtype)
     if needs[1] == "1" and right.dim() == 2:
-        flat = dz.reshape(-1, dz.shape[-1])
-        db = product(left.reshape(-1, left.shape[-1]).mH, flat).view(b.shape).to(b.dtype)
+        flat = rows(dz)
+        db = product(rows(left).mH, flat).view(b.shape).to(b.dtype)
     elif needs[1] == "1":
         db = product(left.mH, dz).sum_to_size(right.shape).view(b.shape).to(b.dtype)
     return (da, db)
@@ -105,8 +106,8 @@ def parts_backward(
     if needs[0] == "1" and dz.shape[:-2] == left.shape[:-2]:
         found[0] = accuracy.Part(dz, right.mH)
     if needs[1] == "1" and right.dim() == 2:
-        flat = dz.reshape(-1, dz.shape[-1])
-        found[1] = accuracy.Part(left.reshape(-1, left.shape[-1]).mH, flat)
+        flat = rows(dz)
+        found[1] = accuracy.Part(rows(left).mH, flat)
     elif needs[1] == "1" and dz.shape[:-2] == right.shape[:-2]:
         found[1] = accuracy.Part(left.mH, dz)
     return found

@@ -44,6 +44,8 @@ def _number(value: Any, given: dict[str, Any]) -> Tensor:
     """A number as a tensor that promotes as the number would: among tensors of no dimensions it would outrank them."""
     present = [v for v in given.values() if isinstance(v, Tensor)]
     if all(t.dim() == 0 for t in present):
+        if torch.compiler.is_dynamo_compiling():  # which has no result_type
+            return torch.tensor(value, dtype=(present[0] * value).dtype)
         return torch.tensor(value, dtype=torch.result_type(present[0], value))
     return torch.tensor(value)
 

@@ -21,7 +21,10 @@ Dims = tuple[int, ...]
 
 def _sum(x: Tensor, dim: Dims, keepdim: bool, save: bool) -> tuple[Tensor, ...]:
     """Sum over dim."""
-    return (torch.sum(x, dim, keepdim) if dim else x.clone(),)
+    if dim:
+        return (torch.sum(x, dim, keepdim),)
+    whole = not (x.is_floating_point() or x.is_complex())
+    return (x.to(torch.int64, copy=True) if whole else x.clone(),)
 
 
 def _mean(x: Tensor, dim: Dims, keepdim: bool, save: bool) -> tuple[Tensor, ...]:
@@ -139,7 +142,9 @@ def _checked(
         dims.append(d % (x.dim() or 1))
     if len(set(dims)) != len(dims):
         raise ValueError(f"{fn}: dim is {dim!r}, which names a dimension twice; name each once")
-    if fn in ("max", "min") and any(x.dim() and x.shape[d] == 0 for d in dims):
+    # Not sorted(dims), nor `in`: a number that torch.compile made a symbol must become a constant.
+    order = tuple(d for d in range(x.dim()) if any(d == wanted for wanted in dims))
+    if fn in ("max", "min") and any(x.shape[d] == 0 for d in order):
         raise ValueError(
             f"{fn}: x is {checks.describe(x)}; at least one element along dim {dim!r} is required"
         )
@@ -147,7 +152,7 @@ def _checked(
         raise TypeError(
             f"mean: x is {checks.describe(x)}; a floating dtype is required: convert it with x.float()"
         )
-    return x, tuple(sorted(dims)) if x.dim() else (), bool(keepdim)
+    return x, order, bool(keepdim)
 
 
 @dispatch.public(SUM)

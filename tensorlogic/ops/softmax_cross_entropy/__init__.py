@@ -60,7 +60,7 @@ def softmax_cross_entropy_backward(
     wide = _wide(logits)
     rows, labels = logits.reshape(-1, logits.shape[-1]).to(wide), target.reshape(-1)
     valid = labels != ignore_index
-    grad = torch.exp(rows - lse.to(wide).unsqueeze(1)) - label_smoothing / rows.shape[1]
+    grad = torch.softmax(rows, 1) - label_smoothing / rows.shape[1]
     hot = torch.where(valid, labels, 0).unsqueeze(1)
     grad.scatter_add_(1, hot, torch.full_like(hot, 0, dtype=wide) - (1 - label_smoothing))
     scale = dloss.reshape(-1).to(wide) * share.to(wide)

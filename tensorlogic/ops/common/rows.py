@@ -1,0 +1,12 @@
+"""Tensors of any dimensions as the rows of a matrix."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def rows(t: Tensor) -> Tensor:
+    """t [..., N] as [rows, N], of t's memory where it can be; also where N is 0, which `reshape(-1, N)` refuses."""
+    if t.dim() == 2:
+        return t
+    return t.flatten(0, -2) if t.dim() > 2 else t.unsqueeze(0)

@@ -61,7 +61,21 @@ ENABLE = Variable(
     "1 calls tensorlogic.enable() in every program that imports torch, pool calls enable(pool=True); 0 neither",
     "0",
 )
-VARIABLES = (CACHE_DIR, TUNE, LOCKFILE, COMPILE_WORKERS, NATIVE_LIBRARY, NATIVE_ISA, ENABLE)
+INDUCTOR = Variable(
+    "TENSORLOGIC_INDUCTOR",
+    "1 lets PyTorch's Inductor compete in optimize where there is time; 0 starts no compiler for it",
+    "1",
+)
+VARIABLES = (
+    CACHE_DIR,
+    TUNE,
+    LOCKFILE,
+    COMPILE_WORKERS,
+    NATIVE_LIBRARY,
+    NATIVE_ISA,
+    ENABLE,
+    INDUCTOR,
+)
 
 
 def cache_folder() -> Path:
@@ -94,6 +108,14 @@ def enable() -> str:
     if given not in ("0", "1", "pool"):
         raise ValueError(f"{ENABLE.name} is {given!r}; it must be 0, 1 or pool")
     return given
+
+
+def inductor() -> bool:
+    """Whether Inductor may compete."""
+    given = INDUCTOR.read() or "1"
+    if given not in ("0", "1"):
+        raise ValueError(f"{INDUCTOR.name} is {given!r}; it must be 0 or 1")
+    return given == "1"
 
 
 def compile_workers() -> int:

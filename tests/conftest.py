@@ -22,6 +22,7 @@ from tensorlogic import stores
 def fresh_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A store of its own, no background measuring, seeded generators."""
     monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "0")  # seconds a model, where a test does not ask
     stores.forget()
     torch.manual_seed(0)
     with tensorlogic.policy(tune="off"):

@@ -8,16 +8,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import fx, nn
 
 from .. import measure
 from ..numerics import Verdict
-from . import check
+from . import check, inductor
+from .contest import compete, isolated, settled
+from .contest import program as compiled
 from .decisions import Decision
 from .fragments import emit_way, full
+from .inductor import Unable
 from .patterns import RULES
 from .regions import HEATS, Judge
 from .report import Report, Row
@@ -31,8 +34,8 @@ from .widen import pays, widened
 
 ATTEMPTS = 8  # at a program whose error as a whole does not grow
 ROUNDS = 4  # times that regions are formed again after some were undone
+OURS = 0.5  # of the budget where Inductor competes for the rest
 MUST_GAIN = 0.98  # of the original's time that the whole may take
-CLEAR = 0.95  # of it that, where the interval says less, is worth a longer look
 
 
 def best(
@@ -43,10 +46,12 @@ def best(
     budget_s: float,
     report: Report,
     given: tuple[tuple[Any, ...], dict[str, Any]],
+    until: float = 0.0,
 ) -> Program | None:
     """The first of: rewritten, merely traced, that is right and faster than `before`, the original on `given`.
 
-    `model` is watched by the program. Regions, times and, where None is returned, the reason go into `report`.
+    `model` is watched by the program. Regions, times and, where None is returned, the reason go into `report`. Until the
+    time `until` (of `time.perf_counter`), Inductor may compete with what was found.
     """
     device = device_of(traced)
     stored = Stored(traced, device, training, budget_s)
@@ -57,13 +62,26 @@ def best(
     expected = Whole(traced, training)
     source = widened(traced) if not training and pays(traced, device) else traced
     if choice is not None:
-        program = _again(choice, source, model, expected, report)
+        if choice.outcome == "compiled":
+            path = inductor.place(stored.artifact)
+            program = _loaded(choice, traced, model, expected, path, report)
+        else:
+            program = _again(choice, source, model, expected, report)
         if program is not None:
             return program
     begin = time.perf_counter()
+    if until:
+        budget_s *= OURS
     judge = Judge(source, device, training, begin + budget_s / 2, begin + 2 * budget_s, stored)
     try:
-        return _found(source, judge, expected, model, before, budget_s, report, given)
+        found, plan = _found(source, judge, expected, model, before, budget_s, report, given)
+        if until:
+            artifact = inductor.place(stored.artifact)
+            rival = compete(traced, found, before, model, expected, until, artifact, report, given)
+            found = found if rival is None else rival
+        if plan is not None:
+            _keep(judge, plan, found, report)
+        return found
     finally:
         stored.save()
 
@@ -88,12 +106,26 @@ def _again(
     found = {root: Decision(way) for root, way in choice.ways.items()}
     forced = _expand(graph, regions, found)
     program = Program(source, graph, forced, expected.training, model)
+    return _stands(program, choice, expected, report)
+
+
+def _loaded(
+    choice: Choice, traced: Trace, model: nn.Module, expected: Whole, path: Path, report: Report
+) -> Program | None:
+    """What Inductor has compiled for an earlier process, if it is right with today's weights and inputs."""
+    try:
+        program = compiled(traced, path, expected.training, model)
+    except Unable:
+        return None
+    return _stands(program, choice, expected, report)
+
+
+def _stands(program: Program, choice: Choice, expected: Whole, report: Report) -> Program | None:
     verdict = expected.judge(program)
     if not verdict or verdict.error > check.GROWTH:
         return None
-    reason = program.capture()
-    if (program.replay is not None) != (choice.outcome == "captured"):
-        report.notes.append(f"an earlier process has captured it: {reason}")
+    program.capture()
+    if (program.replay is not None) != choice.captured:
         return None
     _told(report, choice)
     report.error = verdict.error
@@ -109,8 +141,8 @@ def _found(
     budget_s: float,
     report: Report,
     given: tuple[tuple[Any, ...], dict[str, Any]],
-) -> Program | None:
-    """Decide, check and time; what was found is kept for later processes."""
+) -> tuple[Program | None, Plan | None]:
+    """Decide, check and time; the plan that was found right, beside the program that is faster by it."""
     banned: set[str] = set()
     undone: list[Row] = []
     training = judge.training
@@ -121,9 +153,7 @@ def _found(
         if program is not None:
             others = [_right(v, plan, model, expected)[0] for v in plan.variants[1:]]
             found = [program, *(p for p in others if p is not None)]
-            fastest = _timed(found, before, given, training, budget_s, report)
-            _keep(judge, plan, fastest, report)
-            return fastest
+            return _timed(found, before, given, training, budget_s, report), plan
         why = verdict.reason or f"error {verdict.error:.2f} times the original's"
         standing = sorted(
             (r for r in report.rows if not r.refused), key=lambda r: -(r.error or 0.0)
@@ -138,7 +168,7 @@ def _found(
             banned |= {f"{r.op}@{r.root}" for r in plan.regions if plan.found[r.root].row is row}
             undone.append(replace(row, refused=f"the whole model's error grew: {why}"))
     report.reason, report.error = f"the rewritten model is not right: {why}", None
-    return None
+    return None, None
 
 
 def _keep(judge: Judge, plan: Plan, fastest: Program | None, report: Report) -> None:
@@ -151,6 +181,7 @@ def _keep(judge: Judge, plan: Plan, fastest: Program | None, report: Report) -> 
     judge.stored.keep_whole(
         Choice(
             report.outcome,
+            fastest is not None and fastest.replay is not None,
             report.reason,
             sorted(plan.banned),
             ways,
@@ -262,39 +293,28 @@ def _timed(
     report: Report,
 ) -> Program | None:
     """The fastest program if it beats the original's own call, with what guards it included."""
-    args, kwargs = given
-    live = dict(programs[0].state)
-    wrt = [t for t in live.values() if t.requires_grad]
-    if mutates(programs[0].graph):
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), given)
-        copies = {n: t.detach().clone() for n, t in live.items() if not t.requires_grad}
+    wrt = [t for t in programs[0].state.values() if t.requires_grad]
+    with isolated(programs, given) as (args, kwargs):
+
+        def call(model: Any) -> Callable[[], Any]:
+            return lambda: check.step(model(*args, **kwargs), training, wrt)
+
+        calls = {f"after {i}": call(p.serving) for i, p in enumerate(programs)}
         for program in programs:
-            program.replace_state(copies)
-
-    def call(model: Any) -> Callable[[], Any]:
-        return lambda: check.step(model(*args, **kwargs), training, wrt)
-
-    calls = {f"after {i}": call(p.serving) for i, p in enumerate(programs)}
-    for program in programs:
-        reason = program.capture()
-        if reason is not None and program.device.type == "cuda":
-            report.notes.append(f"not captured: {reason}")
-    if any(p(args, kwargs) is MISS for p in programs):
-        report.reason = "the program does not fit its own example inputs"
-        return None
-    share, device = max(0.15, budget_s / 16), programs[0].device
-    first = next(iter(calls))
-    if len(calls) > 1:
-        first = min(calls, key=measure.wall_samples(calls, device, share, HEATS).median)
-    pair = {"before": call(before), first: calls[first]}
-    for patience in (1.5, 3.0, 6.0):  # where the machine is busy, once is not enough to tell
-        samples = measure.wall_samples(pair, device, patience * share)
-        ratio, low, high = samples.ratio(first, "before")
-        if not (low < MUST_GAIN < high and ratio < CLEAR):
-            break
+            reason = program.capture()
+            if reason is not None and program.device.type == "cuda":
+                report.notes.append(f"not captured: {reason}")
+        if any(p(args, kwargs) is MISS for p in programs):
+            report.reason = "the program does not fit its own example inputs"
+            return None
+        share, device = max(0.15, budget_s / 16), programs[0].device
+        first = next(iter(calls))
+        if len(calls) > 1:
+            first = min(calls, key=measure.wall_samples(calls, device, share, HEATS).median)
+        pair = {"before": call(before), first: calls[first]}
+        samples = settled(pair, device, first, "before", 1.5 * share, MUST_GAIN)
     program = programs[int(first.split()[1])]
     if mutates(program.graph):
-        program.replace_state(live)
         program.capture()
     if not pays_off(report, samples, first):
         return None

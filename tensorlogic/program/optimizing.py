@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import compiling, policies
+from .. import compiling, policies, settings
 from ..precision import Precision, policy_of
 from ..precision import precision as Policy
 from .advising import advise, watched
@@ -76,7 +76,10 @@ def optimize(
         training: keep gradients. Without it, calls that record gradients are served by the model's own code.
         budget_s: seconds that measuring may take beside tracing (2 by default, 5 for training). What was found is kept in
             the user's cache folder: a later process with the same model, inputs, machine and versions checks it and times
-            nothing, unless it asks for a larger budget, or under policy(tune="full").
+            nothing, unless it asks for a larger budget, or under policy(tune="full"). Of a budget that is given, half is
+            for PyTorch's Inductor: what it compiles of the whole model by then, in a process of its own, is checked,
+            timed beside what was found, and serves where it is faster (`TENSORLOGIC_INDUCTOR=0` keeps it out). It takes
+            5 to 60 s; without `budget_s` nothing waits for it.
         dynamic: sizes vary from call to call, such as batches or a decoder's cache that grows. Dynamo then traces with
             symbolic sizes, and what it made serves every size; each op of ours chooses its implementation for the size
             that it meets. Nothing is captured, so for sizes that recur it is the slower choice.
@@ -98,7 +101,7 @@ def optimize(
         >>> import torch, tensorlogic
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()).eval()
         >>> fast = tensorlogic.optimize(model, torch.randn(4, 8))
-        >>> fast.report.outcome in ("original", "rewritten", "captured")
+        >>> fast.report.outcome in ("original", "rewritten", "captured", "compiled")
         True
     """
     args, kwargs = _arguments(model, example_inputs, training)
@@ -106,8 +109,9 @@ def optimize(
     begin = time.perf_counter()
     report = Report()
     budget = (BUDGET_S, TRAINING_BUDGET_S)[training] if budget_s is None else float(budget_s)
+    until = begin + budget if budget_s is not None and settings.inductor() else 0.0
     try:
-        served = _program(model, args, kwargs, training, budget, dynamic, report, asked)
+        served = _program(model, args, kwargs, training, budget, dynamic, report, asked, until)
     except Untraceable as problem:
         if asked is not None:
             raise ValueError(
@@ -175,6 +179,7 @@ def _program(
     dynamic: bool,
     report: Report,
     asked: Precision | None = None,
+    until: float = 0.0,
 ) -> Program | Pieces | Kept | None:
     """What serves the model from now on: one program, or one for each graph that Dynamo cuts; None for itself."""
     reason = _unfit(model)
@@ -228,7 +233,7 @@ def _program(
         try:
             if asked is not None:
                 return precisely(traced, clone, before, asked, training, report, (args, kwargs))
-            return best(traced, clone, before, training, budget_s, report, (args, kwargs))
+            return best(traced, clone, before, training, budget_s, report, (args, kwargs), until)
         except FAILURES as problem:  # what PyTorch raises where a graph cannot run
             raise Untraceable(f"the graph does not run: {first_line(problem)}") from problem
 

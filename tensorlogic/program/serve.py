@@ -276,6 +276,7 @@ def mutates(graph: fx.Graph) -> bool:
         n.op == "call_function"
         and (
             writes(n)
+            or getattr(n.target, "mutates", False)
             or ("batch_norm" in str(n.target) and bool(n.args[5:6] == (True,)))
             or (not hasattr(n.target, "_schema") and "HigherOrder" in type(n.target).__name__)
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -35,6 +36,7 @@ class Choice:
     """What was found for a whole model: which regions stand and by what, or that nothing pays, with the evidence."""
 
     outcome: str
+    captured: bool
     reason: str
     banned: list[str]
     ways: dict[str, str | None]
@@ -56,13 +58,15 @@ class Stored:
         self.usable = plain and all(n.op != "get_attr" for n in trace.graph.nodes)
         self.device, self.budget_s = device, budget_s
         self.new: Records = {}
+        self.artifact = secrets.token_hex(12)  # of what Inductor makes of the graph
         if not self.usable:
             return
         registry.ready(device.type)
         self.environment = environment(device)
         self.path = settings.cache_folder() / "programs" / self.environment.file_name
         self.state = repr((_sources(), _candidates(), switches(device), training))
-        self.name = f"model {_digest(self.state, text_of(trace))}"
+        self.artifact = _digest(self.state, text_of(trace))
+        self.name = f"model {self.artifact}"
 
     def region(self, key: Any) -> Decision | None:
         """What was decided for regions like this one, unless an op's plan has been measured since."""
@@ -84,10 +88,6 @@ class Stored:
         """To be saved: what was found for the model."""
         if self.usable:
             self.new[self.name] = asdict(choice) | {"budget_s": self.budget_s}
-
-    def forget_whole(self) -> None:
-        """What was found does not hold any more."""
-        _records(self.path).pop(self.name, None)
 
     def save(self) -> None:
         """Write what is new; trouble with the disk is said once and never raised."""

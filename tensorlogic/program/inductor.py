@@ -1,0 +1,264 @@
+"""Traced graphs compiled by PyTorch's Inductor in a process of its own, which can be stopped; what it makes is loaded here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .. import settings
+from .trace import Trace, first_line, random_call
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+MOST = 64  # artifacts that are kept; the oldest go
+
+
+class Unable(Exception):
+    """Why Inductor has no part in serving a graph."""
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """A node in a graph that travels."""
+
+    name: str
+
+
+@dataclass
+class Job:
+    """What the other process is told; graphs travel as lists of calls, tensors as what they look like."""
+
+    calls: list[tuple[str, str, Any, Any, Any]]
+    inputs: list[Any]
+    training: bool
+    threads: int
+    precision: str
+    niceness: int
+    artifact: str
+
+    def run(self) -> None:
+        """Compile and save. Raises whatever PyTorch does."""
+        from torch._inductor import standalone_compile
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        os.nice(self.niceness)
+        torch.set_num_threads(self.threads)
+        torch.set_float32_matmul_precision(self.precision)
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        with torch.set_grad_enabled(self.training):
+            with mode:
+                inputs = [v.tensor() if isinstance(v, Look) else v for v in self.inputs]
+            module = fx.GraphModule(nn.Module(), _unpacked(self.calls))
+            made = standalone_compile(
+                module, inputs, dynamic_shapes="from_example_inputs", fake_mode=mode
+            )
+        made.save(path=self.artifact)
+
+
+@dataclass(frozen=True)
+class Look:
+    """A tensor without its contents."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+
+    @staticmethod
+    def at(value: Any) -> Any:
+        """Of a tensor, how it looks; anything else as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        return Look(
+            tuple(value.shape),
+            tuple(value.stride()),
+            value.dtype,
+            str(value.device),
+            value.requires_grad,
+        )
+
+    def tensor(self) -> Tensor:
+        """One that looks like this."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return made.requires_grad_(self.requires_grad)
+
+
+def unfit(trace: Trace) -> str | None:
+    """Why a graph is not given to Inductor; None where it may be."""
+    for node in trace.graph.nodes:
+        if node.op == "get_attr":
+            return "a graph that holds graphs of its own"
+        if random_call(node) and node.op == "call_function":
+            return "random numbers, which Inductor draws in another order"
+    values = [*(t for _, t in trace.state.values()), *trace.example]
+    if any(isinstance(v, Tensor) and v.layout != torch.strided for v in values):
+        return "tensors that are not strided"
+    return None
+
+
+class Compiling:
+    """One graph on its way through Inductor."""
+
+    def __init__(self, trace: Trace, training: bool, artifact: Path, niceness: int = 0) -> None:
+        """Start the process. Raises OSError where none can be."""
+        self.artifact = artifact
+        artifact.parent.mkdir(parents=True, exist_ok=True)
+        known = {n: t for n, (_, t) in trace.state.items()}
+        known |= dict(zip(trace.inputs, trace.example, strict=True))
+        inputs = [Look.at(known[n.name]) for n in trace.graph.nodes if n.op == "placeholder"]
+        job = Job(
+            _packed(trace.graph),
+            inputs,
+            training,
+            torch.get_num_threads(),
+            torch.get_float32_matmul_precision(),
+            niceness,
+            str(artifact),
+        )
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115  # read when the process has ended
+        with tempfile.TemporaryFile() as told:
+            pickle.dump(job, told)
+            told.seek(0)
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+                stdin=told,
+                stdout=self.said,
+                stderr=subprocess.DEVNULL,
+                env=_environment(artifact.parent),
+                start_new_session=True,  # Ctrl-C is this process's to handle
+            )
+
+    def wait(self, seconds: float) -> None:
+        """Until it is done. Raises Unable: time is over, or it failed."""
+        try:
+            self.process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            self.stop()
+            raise Unable(f"not compiled in the {seconds:.0f} s that were left") from None
+        self.said.seek(0)
+        said = self.said.read().decode(errors="replace").strip()
+        if self.process.returncode != 0 or said:
+            raise Unable(said or f"the compiling process ended with {self.process.returncode}")
+
+    def stop(self) -> None:
+        """End the process and the compilers it has started."""
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def serve() -> None:
+    """The other process: one job in, its artifact or the reason out."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a compiler's prints are no reason
+    job: Job = pickle.load(sys.stdin.buffer)
+    try:
+        job.run()
+    except Exception as problem:  # compilers raise what they like: the caller gets it by name
+        print(first_line(problem), file=out)
+    out.flush()
+
+
+def load(artifact: Path) -> Callable[..., Any]:
+    """What a process has compiled, as a function of the graph's inputs in their order, that gives a list.
+
+    Raises:
+        Unable: PyTorch cannot load it.
+    """
+    from torch._inductor import CompiledArtifact  # type: ignore[attr-defined]
+
+    try:
+        with _cached(artifact.parent):
+            return CompiledArtifact.load(path=str(artifact))
+    except (
+        Exception
+    ) as problem:  # files may be gone or of another version: PyTorch raises what it likes
+        raise Unable(f"not loaded: {first_line(problem)}") from problem
+
+
+def place(name: str) -> Path:
+    """Where the artifact of a graph is kept; old ones are removed."""
+    folder = settings.cache_folder() / "inductor"
+    if folder.is_dir():
+        known = sorted(folder.glob("*.artifact"), key=lambda p: p.stat().st_mtime)
+        for path in known[: max(0, len(known) - MOST)]:
+            path.unlink(missing_ok=True)
+    return folder / f"{name}.artifact"
+
+
+def _environment(cache: Path) -> dict[str, str]:
+    path = os.pathsep.join(p for p in sys.path if p)
+    return os.environ | {CACHE: str(cache), "PYTHONPATH": path}
+
+
+@contextlib.contextmanager
+def _cached(folder: Path) -> Iterator[None]:
+    """Inductor looks for what it has made in another folder."""
+    before = os.environ.get(CACHE)
+    os.environ[CACHE] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[CACHE]
+        else:
+            os.environ[CACHE] = before
+
+
+# Graphs that travel -------------------------------------------------------------------------------
+
+
+def _packed(graph: fx.Graph) -> list[tuple[str, str, Any, Any, Any]]:
+    packed = []
+    for node in graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            target = (target._schema.name, target._overloadname)
+        args = fx.node.map_aggregate(node.args, _ref)
+        kwargs = {k: fx.node.map_aggregate(v, _ref) for k, v in node.kwargs.items()}
+        packed.append((node.op, node.name, target, _plain(args), _plain(kwargs)))
+    return packed
+
+
+def _ref(value: Any) -> Any:
+    return _Ref(value.name) if isinstance(value, fx.Node) else value
+
+
+def _plain(value: Any) -> Any:
+    """Lists and tuples of Python's own in the place of PyTorch's unchanging ones."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return value
+
+
+def _unpacked(calls: Sequence[tuple[str, str, Any, Any, Any]]) -> fx.Graph:
+    graph, nodes = fx.Graph(), dict[str, fx.Node]()
+
+    def known(value: Any) -> Any:
+        return nodes[value.name] if isinstance(value, _Ref) else value
+
+    for op, name, target, args, kwargs in calls:
+        if isinstance(target, tuple):
+            space, _, word = target[0].partition("::")
+            target = getattr(getattr(getattr(torch.ops, space), word), target[1] or "default")
+        given = fx.node.map_aggregate(args, known)
+        words = {k: fx.node.map_aggregate(v, known) for k, v in kwargs.items()}
+        nodes[name] = graph.create_node(op, target, given, words, name)
+    return graph

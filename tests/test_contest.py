@@ -1,0 +1,291 @@
+"""Inductor as a competitor in optimize: only within an explicit budget, only where right and faster, and always said."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import tensorlogic
+from tensorlogic import measure, stores
+from tensorlogic.op import Candidate
+from tensorlogic.program import contest, inductor
+from tensorlogic.program.report import Report, Row
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Chain(nn.Module):
+    """Many element-wise steps behind a product: what Inductor does well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.w = nn.Linear(32, 48), nn.Parameter(torch.randn(48))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.first(x)
+        for i in range(4):
+            y = torch.sin(y * self.w + i) * torch.sigmoid(y) + y
+        return {"y": y.softmax(-1), "mean": y.mean(-1)}
+
+
+class Normed(nn.Module):
+    """Changes its buffers at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bn = nn.Linear(32, 48, bias=False), nn.BatchNorm1d(48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.bn(self.a(x)))
+
+
+def x() -> Tensor:
+    return torch.randn(64, 32, device=DEVICE)
+
+
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor may compete; Triton's interpreter is no candidate."""
+    monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "1")
+    plain = Candidate.unfit
+    slow = DEVICE == "cpu"
+    monkeypatch.setattr(
+        Candidate,
+        "unfit",
+        lambda self, key: "slow" if slow and self.id.startswith("triton") else plain(self, key),
+    )
+
+
+class Fake:
+    """Runs the graph that travelled in the place of what would be compiled, times `scale`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.scale, self.us, self.started = 1.0, 5.0, 0
+        self.graphs: dict[Path, fx.GraphModule] = {}
+        owner = self
+
+        class Compiling(inductor.Compiling):
+            def __init__(self, trace: Any, training: bool, artifact: Path, niceness: int = 0):
+                owner.started += 1
+                graph = inductor._unpacked(inductor._packed(trace.graph))
+                owner.graphs[artifact] = fx.GraphModule(nn.Module(), graph)
+
+            def wait(self, seconds: float) -> None:
+                assert seconds > 0
+
+        monkeypatch.setattr(inductor, "Compiling", Compiling)
+        monkeypatch.setattr(inductor, "load", self.load)
+        monkeypatch.setattr(measure, "wall_samples", self.samples)
+
+    def load(self, artifact: Path) -> Callable[..., Any]:
+        if artifact not in self.graphs:
+            raise inductor.Unable("not loaded: it is gone")
+        return lambda *flat: [
+            self.scale * v if isinstance(v, Tensor) and v.is_floating_point() else v
+            for v in torch.utils._pytree.tree_leaves(self.graphs[artifact](*flat))
+        ]
+
+    def samples(self, calls: Any, *_: Any, **__: Any) -> measure.Samples:
+        for call in calls.values():
+            call()
+        us = {"before": 10.0, "ours": 7.0, "inductor": self.us}
+        return measure.Samples({name: [us.get(name, 7.0)] * 20 for name in calls})
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, allowed: None) -> Fake:
+    return Fake(monkeypatch)
+
+
+def row(report: Report) -> Row:
+    (found,) = (r for r in report.rows if r.op == contest.OP)
+    return found
+
+
+def same(a: Any, b: Any) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_faster_one_serves(fake: Fake) -> None:
+    model = Chain().to(DEVICE).eval()
+    fast = tensorlogic.optimize(model, x(), budget_s=30)
+    assert fast.report.outcome == "compiled"
+    assert row(fast.report).refused == ""
+    assert row(fast.report).ratio == pytest.approx((5 / 7,) * 3)  # beside what was found before
+    assert fast.report.ratio == pytest.approx((0.5,) * 3)  # beside the original
+    assert all(r.refused for r in fast.report.rows if r.op != contest.OP)
+    given = x()
+    same(fast(given), model(given))
+    assert fast._program((given,), {}) is not contest.MISS
+    with torch.no_grad():
+        model.w.mul_(2.0)
+    same(fast(given), model(given))  # weights are read, not kept
+    same(fast(given[:5]), model(given[:5]))  # other sizes: the model's own code
+    assert "torch.inductor" in str(fast.report)
+
+
+@torch.no_grad()
+def test_the_slower_one_does_not(fake: Fake) -> None:
+    fake.us = 6.95
+    fast = tensorlogic.optimize(Chain().to(DEVICE).eval(), x(), budget_s=30)
+    assert fast.report.outcome in ("rewritten", "captured")
+    assert row(fast.report).refused == "does not pay"
+    assert row(fast.report).ratio is not None
+
+
+@torch.no_grad()
+def test_what_is_wrong_is_refused(fake: Fake) -> None:
+    fake.scale = 1.01
+    model = Chain().to(DEVICE).eval()
+    fast = tensorlogic.optimize(model, x(), budget_s=30)
+    assert fast.report.outcome in ("rewritten", "captured")
+    assert "wrong" in row(fast.report).refused
+    given = x()
+    same(fast(given), model(given))
+
+
+def test_where_nothing_of_ours_pays(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorlogic.program.choosing.MUST_GAIN", 0.0)
+    model = Chain().to(DEVICE)
+    fast = tensorlogic.optimize(model, x(), training=True, budget_s=30)
+    assert fast.report.outcome == "compiled"
+    assert row(fast.report).before_us == 10.0
+    given = x()
+    grads = [
+        torch.autograd.grad(sum(v.square().sum() for v in m(given).values()), [*m.parameters()])
+        for m in (fast, model)
+    ]
+    same(*grads)
+    fake.us = 10.0
+    stores.forget()
+    shutil.rmtree(tensorlogic.settings.cache_folder())
+    assert tensorlogic.optimize(model, x(), training=True, budget_s=30) is model
+    assert row(model.report).refused == "does not pay"
+
+
+def test_buffers_are_written_once_a_call(fake: Fake) -> None:
+    model = Normed().to(DEVICE).train()
+    before = [b.clone() for b in model.buffers()]
+    fast = tensorlogic.optimize(model, x(), training=True, budget_s=30)
+    assert fast.report.outcome == "compiled"
+    same([*fast.buffers()], before)  # by neither checking nor timing
+    given = x()
+    expected = Normed().to(DEVICE).train()
+    expected.load_state_dict(model.state_dict())
+    same(fast(given), expected(given))
+    same([*fast.buffers()], [*expected.buffers()])
+    assert fast.bn.num_batches_tracked == 1
+
+
+@torch.no_grad()
+def test_only_an_explicit_budget_lets_it_compete(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = tensorlogic.optimize(Chain().to(DEVICE).eval(), x())
+    assert not [r for r in fast.report.rows if r.op == contest.OP]
+    monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "0")
+    tensorlogic.optimize(Chain().to(DEVICE).eval(), torch.randn(7, 32, device=DEVICE), budget_s=30)
+    assert fake.started == 0
+    monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "1")
+    fast = tensorlogic.optimize(Chain().to(DEVICE).eval(), x()[:5], budget_s=4.0)
+    assert "were left" in row(fast.report).refused
+    assert fake.started == 0
+
+
+def test_random_numbers_are_refused(fake: Fake) -> None:
+    model = nn.Sequential(nn.Linear(32, 48), nn.Dropout(0.5), nn.Linear(48, 8)).to(DEVICE)
+    fast = tensorlogic.optimize(model, x(), training=True, budget_s=30)
+    assert "random" in row(fast.report).refused
+    assert fake.started == 0
+
+
+@torch.no_grad()
+def test_the_next_process_loads_it(fake: Fake) -> None:
+    model = Chain().to(DEVICE).eval()
+    tensorlogic.optimize(model, x(), budget_s=30)
+    stores.forget()
+    other, given = Chain().to(DEVICE).eval(), x()
+    fast = tensorlogic.optimize(other, given)  # no budget is needed to load
+    assert fast.report.outcome == "compiled"
+    assert fake.started == 1
+    same(fast(given), other(given))
+    fake.graphs.clear()
+    stores.forget()
+    fast = tensorlogic.optimize(other, given, budget_s=30)  # gone: it is made anew
+    assert fast.report.outcome == "compiled"
+    assert fake.started == 2
+
+
+@torch.no_grad()
+def test_graphs_travel_with_all_their_arguments(fake: Fake) -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor, flag: bool = True) -> tuple[Tensor, list[Tensor]]:
+            parts = torch.split(x, [3, 5, 24], dim=-1)
+            rows = torch.arange(x.shape[0], device=x.device, dtype=torch.float32)
+            y = torch.cat([parts[0], parts[2]], dim=1).to(torch.float64).float()
+            return y + rows[:, None], [parts[1].amax(dim=(0, 1), keepdim=True), x[1:-1:2]]
+
+    model, given = Odd().eval(), x()
+    fast = tensorlogic.optimize(model, (given, True), budget_s=30)
+    assert fast.report.outcome == "compiled", fast.report
+    same(fast(given, True), model(given, True))
+
+
+def test_a_compilation_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    trace = traced(Chain().eval())
+    job = inductor.Compiling(trace, False, tmp_path / "a.artifact")
+    with pytest.raises(inductor.Unable, match="not compiled in the 0 s"):
+        job.wait(0.01)
+    assert job.process.returncode is not None
+    assert not (tmp_path / "a.artifact").exists()
+
+
+def traced(model: nn.Module) -> Any:
+    from tensorlogic.program.trace import trace
+
+    with torch.no_grad():
+        return trace(model.to(DEVICE), (x(),), {})
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="GPU code needs no C++ compiler")
+def test_without_a_compiler_the_reason_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    job = inductor.Compiling(traced(Chain().eval()), False, tmp_path / "a.artifact")
+    with pytest.raises(inductor.Unable, match=r"(?i)compiler"):
+        job.wait(120)
+
+
+@pytest.mark.skipif(
+    DEVICE == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))),
+    reason="no C++ compiler",
+)
+def test_the_real_one(allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "GAIN", 1e9)
+    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
+    model = nn.Sequential(Normed(), nn.Linear(48, 32), nn.GELU()).to(DEVICE).train()
+    fast = tensorlogic.optimize(model, x(), training=True, budget_s=200)
+    assert fast.report.outcome == "compiled", fast.report
+    for _ in range(2):  # the second time it is loaded, as by a process that comes later
+        given = x()
+        twin = nn.Sequential(Normed(), nn.Linear(48, 32), nn.GELU()).to(DEVICE).train()
+        twin.load_state_dict(fast.state_dict())
+        out, plain = fast(given), twin(given)
+        same(out, plain)
+        same(
+            torch.autograd.grad(out.square().sum(), [*fast.parameters()]),
+            torch.autograd.grad(plain.square().sum(), [*twin.parameters()]),
+        )
+        same([*fast.buffers()], [*twin.buffers()])
+        stores.forget()
+        monkeypatch.setattr(inductor, "Compiling", None)
+        fast = tensorlogic.optimize(model, x(), training=True)
+        assert fast.report.outcome == "compiled", fast.report

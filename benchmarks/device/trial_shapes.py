@@ -17,6 +17,7 @@ from tensorlogic.ops.common import (
     gemm,
     scores_specialised,
     triton_cross_entropy,
+    triton_cross_entropy_stays,
     triton_launch,
     triton_reduce,
     triton_spins,
@@ -109,9 +110,6 @@ def cross_entropy(
 
         shape.trials[f"now {i} {short(config)}"] = now
     width = 4 if dtype == "f32" else 8
-    pointers = {
-        "x_ptr": dtype, "t_ptr": "i64", "part_ptr": "f32", "lse_ptr": "f32", "y_ptr": dtype, "share_ptr": "f32", "counter_ptr": "i64",
-    }  # fmt: skip
     for lanes, warps, per in (
         (256, 4, 4), (256, 4, 16), (512, 8, 8), (1024, 8, 4), (512, 8, 0), (1024, 8, 0), (512, 4, 0), (1024, 4, 0), (1024, 16, 0), (2048, 16, 0), (512, 4, 8), (256, 2, 16),
     ):  # fmt: skip
@@ -119,14 +117,8 @@ def cross_entropy(
             continue
 
         def stays(lanes: int = lanes, warps: int = warps, per: int = per) -> Callable[..., bool]:
-            return triton_launch.prepare(
-                trial_rows.cross_entropy_stays, grid=(min(rows, cores * per or rows), 1, 1), pointers=pointers,
-                integers={"R": rows, "C": columns, "IGNORE": -100}, floats=(),
-                constexprs={
-                    "SAVE": False, "RAGGED": columns % (lanes * width) != 0, "BLOCK": 1024, "LANES": lanes, "WIDTH": width,
-                },
-                num_warps=warps, num_stages=1, device=DEVICE,
-            )  # fmt: skip
+            config = {"LANES": lanes, "WIDTH": width, "per": per or rows, "num_warps": warps}
+            return triton_cross_entropy_stays.stays_launcher(rows, columns, dtype, "mean", -100, config, DEVICE, cores)  # fmt: skip
 
         shape.trials[f"stays {lanes} lanes {warps} warps {per or 'rows'}"] = stays
     return shape

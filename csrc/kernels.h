@@ -10,14 +10,15 @@
 
 namespace tensorlogic {
 
-enum class DType : int32_t { f32, f16, bf16 };
+enum class DType : int32_t { f32, f16, bf16, f64 };  // f64: operands of products only, narrowed as they are packed
 struct f16 {
   uint16_t bits;
 };
 struct bf16 {
   uint16_t bits;
 };
-// Runs the statements with T as the element type: the one place where a dtype becomes a type.
+// Runs the statements with T as the element type: the one place where a dtype becomes a type, and DISPATCH_WIDE,
+// of an operand that may be float64.
 #define DISPATCH(dtype, T, ...) \
   switch (dtype) {              \
     case DType::f32: {          \
@@ -35,9 +36,18 @@ struct bf16 {
       __VA_ARGS__;              \
       break;                    \
     }                           \
+    case DType::f64:            \
+      break;                    \
+  }
+#define DISPATCH_WIDE(dtype, T, ...)     \
+  if ((dtype) == DType::f64) {           \
+    using T = double;                    \
+    __VA_ARGS__;                         \
+  } else {                               \
+    DISPATCH(dtype, T, __VA_ARGS__)      \
   }
 
-constexpr int64_t item_size(DType t) { return t == DType::f32 ? 4 : 2; }
+constexpr int64_t item_size(DType t) { return t == DType::f64 ? 8 : t == DType::f32 ? 4 : 2; }
 
 enum class Activation : int32_t { none, relu, gelu, gelu_tanh, silu };
 

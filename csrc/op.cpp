@@ -32,7 +32,7 @@ std::string Shape::text() const {
 
 int32_t code_of(DType dtype) {
   static const int32_t codes[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float16(),
-                                  aoti_torch_dtype_bfloat16()};
+                                  aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float64()};
   return codes[static_cast<int>(dtype)];
 }
 

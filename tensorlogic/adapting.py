@@ -16,7 +16,7 @@ from torch import Tensor
 from . import accuracy, stores
 from .accuracy import UNITS, Known, Statistics
 from .op import EAGER, Candidate, Config, Launcher, Op, Outputs
-from .plans import Key, Plan
+from .plans import Evidence, Key, Plan
 from .precision import PrecisionWarning
 from .study import BIND_ERRORS
 
@@ -295,14 +295,22 @@ def form_of(candidate: Candidate) -> str:
 
 def _expected(op: Op, candidate: Candidate, key: Key, plan: Plan | None) -> tuple[float, Config]:
     """Microseconds and configuration, by the plan's evidence where it has any; infinite where it was refused."""
-    for e in plan.evidence if plan is not None else ():
+    evidence = plan.evidence if plan is not None else ()
+    for e in evidence:
         if (e.candidate, e.source) == (candidate.id, candidate.source):
-            return (
-                (math.inf, {}) if e.status == "refused" else (max(e.device_us, e.host_us), e.config)
-            )
+            if e.status == "refused":
+                return math.inf, {}
+            return max(e.device_us, _host_us(e, evidence)), e.config
     eager_us = 8 + op.flops(key) / EAGER_RATE.get(key.device, EAGER_RATE["cpu"])
     share = 1.0 if candidate.id == EAGER else candidate.guess(key)
     return share * eager_us, candidate.configs(key)[0]
+
+
+def _host_us(e: Evidence, evidence: Sequence[Evidence]) -> float:
+    """What a caller's thread takes. Of those that were out of the running it was not measured: then the most that any took."""
+    if e.host_us != e.device_us:
+        return e.host_us
+    return max((o.host_us for o in evidence if o.host_us != o.device_us), default=e.host_us)
 
 
 def recall(key: Key, device: torch.device) -> list[Known]:

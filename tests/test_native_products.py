@@ -203,3 +203,28 @@ def test_strided_vectors_of_layer_norm_are_served_whoever_would_be_chosen() -> N
             y = tensorlogic.layer_norm_linear(x, gamma, gamma, w, b)
         want = torch.nn.functional.layer_norm(x, (8,), gamma, gamma)
         torch.testing.assert_close(y, torch.nn.functional.linear(want, w, b))
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (33, 70, 65), (100, 96, 530)])
+def test_float64_is_narrowed_while_it_is_packed(ops: Any, shape: tuple[int, int, int]) -> None:
+    """Bit for bit as if it had been narrowed before, whatever its layout, partner, range and the parts that are asked for."""
+    m, n, k = shape
+    a, b = torch.randn(m, k, dtype=torch.float64), torch.randn(k, n, dtype=torch.float64)
+    hard = a.clone()
+    hard[1, 2], hard[2, 1] = 1e300, 1e-42  # beyond float32, and a denormal there
+    for parts in (1, 2, 3):
+        for x, y in (
+            (a, b),
+            (a.t().contiguous().t(), b),
+            (a, b.t().contiguous().t()),
+            (torch.randn(m, 2 * k, dtype=torch.float64)[:, ::2], b),
+            (hard, b),
+            (a, b.float()),
+            (a.float(), b),
+            (a, b.half()),
+        ):
+            other = y.dtype == torch.float16 or m < 13  # summed by another kernel
+            want = ops.matmul_f32(x.float(), y.float(), False, 3 if other else parts)
+            got = ops.matmul_f32(x, y, False, parts)
+            near = 1e-3 if other else 0.0
+            torch.testing.assert_close(got, want, rtol=near, atol=10 * near, equal_nan=True)

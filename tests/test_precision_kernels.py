@@ -107,6 +107,31 @@ def test_halves_of_any_range_and_back(shape: tuple[int, int, int], turned: bool)
         assert ((c.double() - want).norm(dim=dim) / size).max() < 1e-3
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_halves_of_all_of_float64_and_back(turned: bool) -> None:
+    a = torch.randn(40, 60, dtype=torch.float64, device=DEVICE)
+    b = torch.randn(60, 50, dtype=torch.float64, device=DEVICE)
+    a[::3] *= 1e250
+    a[1::3] *= 1e-240
+    b[:, ::2] *= 1e-60
+    a[7], b[:, 3] = 3e-300, 0
+    if turned:
+        a, b = a.t().contiguous().t(), b.t().contiguous().t()
+    x, rows = triton_halves.halves(a)
+    y, columns = triton_halves.halves(b.t())
+    assert (x.float().abs() <= 4).all()
+    c = triton_halves.scaled_back(x.float() @ y.t().float(), rows, columns, True)
+    want = a @ b
+    assert c.dtype == torch.float64
+    peak = want.abs().amax(1, keepdim=True).clamp_min(1e-300)
+    assert (
+        ((c - want) / peak).norm(dim=1) / (want / peak).norm(dim=1).clamp_min(1e-3)
+    ).max() < 1e-3
+    if DEVICE.type == "cuda":
+        off = (ways_cuda.scaled(0, a, b) / peak - want / peak).norm() / (want / peak).norm()
+        assert off < 1e-3
+
+
 def test_what_is_not_finite_stays_so() -> None:
     x = torch.tensor([[1.0, float("inf"), 1e30], [float("nan"), 2.0, 3.0]], device=DEVICE)
     y, exponents = triton_halves.halves(x)
@@ -266,7 +291,9 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_split._look.__wrapped__(("f32",) * 3, (n, n, n), strides, 4, place)
     triton_halves._halve.__wrapped__("f32", (n, n), (n, 1, n, 1), 4, place)
     triton_halves._halve.__wrapped__("bf16", (n, n), (1, n, 1, n), 2, place)
-    triton_halves._back.__wrapped__((n, n), ("left_ptr", "right_ptr"), place)
+    triton_halves._halve.__wrapped__("f64", (n, n), (n, 1, n, 1), 4, place)
+    for wide in (False, True):
+        triton_halves._back.__wrapped__((n, n), ("left_ptr", "right_ptr"), wide, place)
     answers = triton_launch.resources_apart(jobs)
     bad = {
         f"{job.kernel} sm_{job.sm}": answer

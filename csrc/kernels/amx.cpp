@@ -198,10 +198,10 @@ constexpr int parts_of(int most) {
 }
 
 // Of products of parts, those as small as what was cut off a float32 are left out: part i of one by j of the
-// other where i + j reaches this limit. Without a float32 nothing was cut off.
+// other where i + j reaches this limit. Of two halves nothing was cut off.
 template <class A, class B>
 constexpr int limit_of(int most) {
-  return std::is_same_v<A, float> || std::is_same_v<B, float> ? most : 2 * PARTS;
+  return sizeof(A) > 2 || sizeof(B) > 2 ? most : 2 * PARTS;
 }
 
 // c[0 .. 16 R)[0 .. 16 C) (+)= left · right
@@ -304,17 +304,21 @@ bool pays(DType a, DType b, int parts, int64_t M, int64_t N, int64_t K) {
 
 template <class A, class B>
 static bool in_parts(const GemmCall& g) {
-  if constexpr (std::is_same_v<A, float> || std::is_same_v<B, float>) {
+  constexpr auto size = sizeof(A) + sizeof(B);
+  if constexpr (size == sizeof(f16) + sizeof(double)) {
+    return false;  // too rare to be worth its code
+  } else if constexpr (size > 2 * sizeof(f16)) {
     if (g.parts == 1) return by_tiles<A, B, 1>(g);
     if (g.parts == 2) return by_tiles<A, B, 2>(g);
     return by_tiles<A, B, 3>(g);
+  } else {
+    return by_tiles<A, B, 2>(g);
   }
-  return by_tiles<A, B, 2>(g);
 }
 
 void gemm(const GemmCall& g) {
   bool done = false;
-  DISPATCH(g.a.dtype, A, DISPATCH(g.b.dtype, T, done = in_parts<A, T>(g)))
+  DISPATCH_WIDE(g.a.dtype, A, DISPATCH_WIDE(g.b.dtype, T, done = in_parts<A, T>(g)))
   if (done) return;
   GemmCall plain = g;
   plain.depth = least(g.depth, avx512::table.gemm_depth);

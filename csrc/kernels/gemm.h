@@ -108,7 +108,7 @@ struct BySingles {
  private:
   INLINE_MEMBER static void pack(const Matrix& m, int64_t i, int64_t j, int64_t rows, int64_t cols,
                                  float* dst, int64_t pitch) {
-    DISPATCH(m.dtype, T, {
+    DISPATCH_WIDE(m.dtype, T, {
       const T* p = static_cast<const T*>(m.data) + i * m.row + j * m.col;
       pack_panel(Singles<T>{p, m.row, m.col}, rows, cols, dst, pitch);
     })

@@ -179,6 +179,7 @@ void in_blocks(const Kernels& k, const Product& p) {
 
 // Up to so many rows, b is read as it lies instead of being packed: each of its elements serves few products.
 int64_t few_rows(const Kernels& k, const Product& p) {
+  if (p.a.dtype == DType::f64 || p.b.dtype == DType::f64) return 0;
   const bool pairs = k.gemm_pairs && p.a.dtype == DType::bf16 && p.b.dtype == DType::bf16;
   if (p.b.row == 1) return pairs ? 5 : 12;  // along K: dot products
   if (p.b.col == 1) return pairs ? 4 : 6;
@@ -274,8 +275,13 @@ void merge_rows(Product& p) {
   p.dims = 0;
 }
 
+// The element type of an operand; float64 where `wide`.
+DType operand(const char* op, const Input& x, const char* name, bool wide) {
+  return wide && x.code == code_of(DType::f64) ? DType::f64 : x.dtype(op, name);
+}
+
 Product product_of(const char* op, const Input& a, const Input& b, bool transposed,
-                   int64_t activation, DType dtype, Result& out) {
+                   int64_t activation, DType dtype, Result& out, bool wide = false) {
   if (a.shape.dim < 1 || b.shape.dim < 1 || a.shape.dim > MOST || b.shape.dim > MOST)
     fail(std::string(op) + ": a " + a.shape.text() + " and b " + b.shape.text() + " need 1 to 64 dimensions");
   Product p{};
@@ -285,8 +291,8 @@ Product product_of(const char* op, const Input& a, const Input& b, bool transpos
   auto last = [](const Input& x, int64_t n) { return x.shape.dim - n; };
   const bool vector = b.shape.dim == 1;
   const int64_t inner = vector ? 0 : last(b, transposed ? 1 : 2), columns = last(b, transposed ? 2 : 1);
-  p.a = {a.data, a.dtype(op, "a"), a.shape.dim > 1 ? a.strides[last(a, 2)] : 0, a.strides[last(a, 1)]};
-  p.b = {b.data, b.dtype(op, "b"), b.strides[inner], vector ? 1 : b.strides[columns]};
+  p.a = {a.data, operand(op, a, "a", wide), a.shape.dim > 1 ? a.strides[last(a, 2)] : 0, a.strides[last(a, 1)]};
+  p.b = {b.data, operand(op, b, "b", wide), b.strides[inner], vector ? 1 : b.strides[columns]};
   p.M = a.shape.dim > 1 ? a.shape.sizes[last(a, 2)] : 1;
   p.K = a.cols();
   p.N = vector ? 1 : b.shape.sizes[columns];
@@ -344,10 +350,10 @@ std::tuple<Output, Output> matmul_pre(const Input& a, const Input& b, int64_t ac
   Product p = product_of("matmul", a, b, false, activation, b.dtype("matmul", "b"), shape);
   return results(p, shape);
 }
-// `parts`: bfloat16 parts of float32 operands that are enough; 3 for float32's own accuracy.
+// Operands may be float64, narrowed while they are packed. `parts`: bfloat16 parts of float32 operands that are enough; 3 for float32's own accuracy.
 Output matmul_f32(const Input& a, const Input& b, bool transposed, int64_t parts) {
   Result shape;
-  Product p = product_of("matmul_f32", a, b, transposed, 0, DType::f32, shape);
+  Product p = product_of("matmul_f32", a, b, transposed, 0, DType::f32, shape, true);
   if (parts < 1 || parts > 3) fail("matmul_f32: parts must be 1, 2 or 3");
   p.parts = static_cast<int>(parts);
   return result(p, shape);

@@ -105,6 +105,9 @@ INLINE __m128i pack(vf v, bf16) {
 }
 
 INLINE vf load(const float* p, All) { return _mm256_loadu_ps(p); }
+INLINE vf load(const double* p, All) {
+  return _mm256_set_m128(_mm256_cvtpd_ps(_mm256_loadu_pd(p + 4)), _mm256_cvtpd_ps(_mm256_loadu_pd(p)));
+}
 INLINE void store(float* p, vf v, All) { _mm256_storeu_ps(p, v); }
 INLINE void stream(float* p, vf v) { _mm256_stream_ps(p, v); }  // p aligned to the vector
 template <class H>

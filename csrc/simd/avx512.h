@@ -86,6 +86,15 @@ INLINE vf interleave_high(vf a, vf b) {
 
 INLINE vf load(const float* p, All) { return _mm512_loadu_ps(p); }
 INLINE vf load(const float* p, Some s) { return _mm512_maskz_loadu_ps(s.mask(), p); }
+INLINE vf narrowed(__m512d low, __m512d high) {
+  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)), _mm512_cvtpd_ps(high), 1);
+}
+INLINE vf load(const double* p, All) { return narrowed(_mm512_loadu_pd(p), _mm512_loadu_pd(p + 8)); }
+INLINE vf load(const double* p, Some s) {
+  const unsigned mask = s.mask();
+  return narrowed(_mm512_maskz_loadu_pd(static_cast<__mmask8>(mask), p),
+                  _mm512_maskz_loadu_pd(static_cast<__mmask8>(mask >> 8), p + 8));
+}
 INLINE vf load(const f16* p, All) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }

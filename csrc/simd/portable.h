@@ -145,6 +145,11 @@ INLINE vf load(const float* p, All) {
   memcpy(&v, p, sizeof(v));
   return v;
 }
+INLINE vf load(const double* p, All) {
+  vf v;
+  for (int i = 0; i < W; ++i) v[i] = static_cast<float>(p[i]);
+  return v;
+}
 INLINE void store(float* p, vf v, All) { memcpy(p, &v, sizeof(v)); }
 template <class T>
 INLINE vf load(const T* p, Some s) {

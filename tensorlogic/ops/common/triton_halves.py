@@ -14,43 +14,62 @@ from . import triton_split
 from .triton_launch import Start, prepare
 
 LINES, ALONG = 32, 128  # of a tile, 16 KiB of float32
-BLOCK_M, BLOCK_N = 64, 128
+BLOCK_M, BLOCK_N = {False: 32, True: 16}, 128  # the former by whether it is in float64
+
+
+@triton.jit
+def power(e, WIDE: tl.constexpr):
+    """2^e in float32 (or float64, where WIDE) by its bits: exact, which no function of a GPU's library is."""
+    if WIDE:
+        return ((e.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+    else:
+        return ((e + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def halve_lines(
     x_ptr, y_ptr, scale_ptr, R, C, x_line, x_along, y_line, y_along,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """y = half(x · 2^-e), e of each line of x [R, C]: 0 where its largest value lies in 2^-10 .. 65504, else that value's exponent."""
+    """y = half(x · 2^-e), e of each line of x [R, C]: 0 where its largest value lies in 2^-10 .. 65504, else that value's exponent.
+
+    In float32, or in float64 where WIDE.
+    """
+    real: tl.constexpr = tl.float64 if WIDE else tl.float32
     rows = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     along = tl.arange(0, BLOCK_C).to(tl.int64)
-    peak = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    peak = tl.zeros((BLOCK_R, BLOCK_C), real)
     for start in range(0, C, BLOCK_C):
         inside = (rows < R)[:, None] & (start + along < C)[None, :]
         at = rows[:, None] * x_line + (start + along)[None, :] * x_along
-        peak = tl.maximum(peak, tl.abs(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)))
+        peak = tl.maximum(peak, tl.abs(tl.load(x_ptr + at, mask=inside, other=0.0).to(real)))
     largest = tl.max(peak, 1)
-    e = ((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+    if WIDE:
+        e = (((largest.to(tl.int64, bitcast=True) >> 52) & 2047) - 1023).to(tl.int32)
+    else:
+        e = ((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127
     fits = (largest >= 0.0009765625) & (largest <= 65504.0)
     e = tl.where(fits | (largest == 0.0) | (largest == float("inf")), 0, e)
-    e = tl.minimum(tl.maximum(e, -120), 120)
     tl.store(scale_ptr + rows, e, mask=rows < R)
-    factor = ((127 - e) << 23).to(tl.float32, bitcast=True)[:, None]
+    half = e >> 1  # in two steps: 2^-e alone may leave the range
+    first, second = power(-half, WIDE)[:, None], power(half - e, WIDE)[:, None]
     for start in range(0, C, BLOCK_C):
         inside = (rows < R)[:, None] & (start + along < C)[None, :]
         at = rows[:, None] * x_line + (start + along)[None, :] * x_along
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        near = tl.minimum(tl.maximum(x * factor, -65504.0), 65504.0)  # what is not finite stays so
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(real)
+        near = tl.minimum(
+            tl.maximum(x * first * second, -65504.0), 65504.0
+        )  # what is not finite stays so
         to = rows[:, None] * y_line + (start + along)[None, :] * y_along
         tl.store(y_ptr + to, tl.where(x - x == 0.0, near, x).to(tl.float16), mask=inside)
 
 
 @triton.jit
 def scale_back(
-    c_ptr, left_ptr, right_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    c_ptr, y_ptr, left_ptr, right_ptr, M, N,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """c[i, j] *= 2^(left[i] + right[j]), of either that is given."""
+    """y = c · 2^(left[i] + right[j]), of either that is given; where y is c's memory, what no line moved stays untouched."""
     across = tl.cdiv(N, BLOCK_N)
     i = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -64,13 +83,14 @@ def scale_back(
         right = tl.load(right_ptr + j, mask=j < N, other=0)
         moved += tl.max(tl.abs(right))
         e += right[None, :]
-    if moved > 0:
+    if WIDE or moved > 0:
         inside = (i < M)[:, None] & (j < N)[None, :]
-        at = c_ptr + i.to(tl.int64)[:, None] * N + j[None, :]
+        at = i.to(tl.int64)[:, None] * N + j[None, :]
         half = e >> 1  # in two steps: 2^e alone may leave float32
-        c = tl.load(at, mask=inside, other=0.0)
-        c = c * ((half + 127) << 23).to(tl.float32, bitcast=True)
-        tl.store(at, c * ((e - half + 127) << 23).to(tl.float32, bitcast=True), mask=inside)
+        c = tl.load(c_ptr + at, mask=inside, other=0.0)
+        if WIDE:
+            c = c.to(tl.float64)
+        tl.store(y_ptr + at, c * power(half, WIDE) * power(e - half, WIDE), mask=inside)
 
 
 @lru_cache(maxsize=1024)
@@ -84,7 +104,7 @@ def _halve(
         integers={
             "R": rows, "C": columns, **dict(zip(("x_line", "x_along", "y_line", "y_along"), strides, strict=True)),
         },
-        floats=(), constexprs={"BLOCK_R": LINES, "BLOCK_C": ALONG},
+        floats=(), constexprs={"WIDE": kind == "f64", "BLOCK_R": LINES, "BLOCK_C": ALONG},
         num_warps=8, num_stages=1, device=device, align=align,
     )  # fmt: skip
 
@@ -105,21 +125,25 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=1024)
-def _back(shape: tuple[int, int], given: tuple[str, ...], device: torch.device) -> Start:
+def _back(
+    shape: tuple[int, int], given: tuple[str, ...], wide: bool, device: torch.device
+) -> Start:
     rows, columns = shape
     return prepare(
-        scale_back, grid=(triton.cdiv(rows, BLOCK_M) * triton.cdiv(columns, BLOCK_N), 1, 1),
-        pointers={"c_ptr": "f32", **dict.fromkeys(given, "i32")}, integers={"M": rows, "N": columns}, floats=(),
-        constexprs={"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}, num_warps=4, num_stages=1, device=device, align=4,
+        scale_back, grid=(triton.cdiv(rows, BLOCK_M[wide]) * triton.cdiv(columns, BLOCK_N), 1, 1),
+        pointers={"c_ptr": "f32", "y_ptr": "f64" if wide else "f32", **dict.fromkeys(given, "i32")}, integers={"M": rows, "N": columns}, floats=(),
+        constexprs={"WIDE": wide, "BLOCK_M": BLOCK_M[wide], "BLOCK_N": BLOCK_N}, num_warps=4, num_stages=1, device=device, align=4,
     )  # fmt: skip
 
 
-def scaled_back(c: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
-    """c [M, N], in place, times two to the exponents of its rows and columns, where there are any."""
+def scaled_back(c: Tensor, left: Tensor | None, right: Tensor | None, wide: bool = False) -> Tensor:
+    """c [M, N] times two to the exponents of its rows and columns, where there are any: in place, or in float64 where `wide`."""
     given = {"left_ptr": left, "right_ptr": right}
     there = {name: t for name, t in given.items() if t is not None}
     if there:
-        start = _back((c.shape[0], c.shape[1]), tuple(there), c.device)
-        if not start(c, *there.values()):
+        y = torch.empty_like(c, dtype=torch.float64) if wide else c
+        start = _back((c.shape[0], c.shape[1]), tuple(there), wide, c.device)
+        if not start(c, y, *there.values()):
             raise RuntimeError("scaled_back: the kernel refused a tensor that PyTorch allocated")
+        return y
     return c

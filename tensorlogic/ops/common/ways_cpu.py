@@ -65,11 +65,8 @@ def narrowed(product: ways.Product, a: Tensor, b: Tensor) -> Tensor:
 
 
 def native_f32(a: Tensor, b: Tensor) -> Tensor:
-    """Halves are widened while they are packed, float64 narrowed a block at a time."""
-    if torch.float64 in (a.dtype, b.dtype):
-        return _kept(narrowed(native_f32, a, b), a, b)
-    c: Tensor = native.op("matmul_f32")(a, b)
-    return c
+    """Halves are widened, float64 narrowed while they are packed."""
+    return in_parts(3, a, b)
 
 
 def torch_f32(a: Tensor, b: Tensor) -> Tensor:
@@ -102,10 +99,8 @@ def native_bf16(a: Tensor, b: Tensor) -> Tensor:
 
 def in_parts(parts: int, a: Tensor, b: Tensor) -> Tensor:
     """Operands as sums of so many bfloat16, made while they are packed; what has none is multiplied in float32."""
-    if torch.float64 in (a.dtype, b.dtype):
-        return _kept(narrowed(partial(in_parts, parts), a, b), a, b)
     c: Tensor = native.op("matmul_f32")(a, b, False, parts)
-    return c
+    return _kept(c, a, b) if torch.float64 in (a.dtype, b.dtype) else c
 
 
 def _f16(product: ways.Product, a: Tensor, b: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ PLANES = {
     3: ((1, 0, 0), (0, 1, 0)),
     6: ((2, 0, 1, 1, 0, 0), (0, 2, 1, 0, 1, 0)),
 }
-RUN = 512  # of the inner dimension: a longer one loses more than a split in three or six keeps
+#: Of the inner dimension: a longer one loses more than a split in three or six keeps.
+RUNS = {torch.float16: 384, torch.bfloat16: 512}
 RANKS = 3  # algorithms of the library's ranking that are worth timing
 
 
@@ -113,8 +114,9 @@ def in_runs(dtype: torch.dtype, count: int, rank: int, a: Tensor, b: Tensor) -> 
     depth = a.shape[1]
     small = (count - 1) * depth
     c = lt(x[:, :small], w[:small], rank=rank, alpha=2.0**-lift)
-    for start in range(small, small + depth, RUN):
-        end = min(start + RUN, small + depth)
+    run = RUNS[dtype]
+    for start in range(small, small + depth, run):
+        end = min(start + run, small + depth)
         lt(x[:, start:end], w[start:end], rank=rank, onto=c)
     return c
 
@@ -124,20 +126,13 @@ def scaled(rank: int, a: Tensor, b: Tensor) -> Tensor:
     left, row_exponents = _halves(a)
     right, column_exponents = _halves(b.t())
     c = lt(left, right.t(), rank=rank)
-    return triton_halves.scaled_back(c, row_exponents, column_exponents)
+    wide = torch.float64 in (a.dtype, b.dtype)
+    return triton_halves.scaled_back(c, row_exponents, column_exponents, wide)
 
 
 def _halves(t: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rows in float16, and the exponents by which they were scaled down: None for what is float16 already."""
-    if t.dtype == torch.float16:
-        return t, None
-    if t.dtype != torch.float64:
-        return triton_halves.halves(t)
-    scale = ways.row_scale(t, -1, 1.0)
-    scale = torch.where(torch.isfinite(scale), scale, 1.0).clamp(2.0**-120, 2.0**120)
-    near = t * scale
-    near = torch.where(torch.isfinite(near), near.clamp(-65504.0, 65504.0), near)
-    return near.to(torch.float16), -scale.log2().to(torch.int32).reshape(-1)
+    return (t, None) if t.dtype == torch.float16 else triton_halves.halves(t)
 
 
 def _cuda(device: str) -> str | None:

@@ -58,10 +58,11 @@ def cross_entropy_stays(
         x = ahead
         peak = tl.max(m, 0)
         log = tl.log(tl.sum(norm * powers(m - finite_or_zero(peak)), 0))
-        total += tl.where(live, peak - x_t + log, 0.0)  # peak + log first would round a large peak
-        valid += live.to(tl.int32)
         if SAVE:
             tl.store(lse_ptr + row, tl.where(live, peak + log, 0.0))
+        if live:  # peak + log first would round a large peak
+            total += (peak - x_t) + log
+            valid += 1
     tl.store(part_ptr + pid, total)
     tl.debug_barrier()
     before = tl.atomic_add(counter_ptr, (valid.to(tl.int64) << 32) + 1, sem="acq_rel")

@@ -48,6 +48,7 @@ def test_cross_entropy_that_stays(shapes: Any, columns: int, dtype: str) -> None
 def test_loss_and_gradient_in_one_pass(shapes: Any) -> None:
     called(shapes.both(5, 1000, "f16", cores=1), "one pass 16 warps 3")
     called(shapes.both(5, 256, "f32", cores=1), "one pass 16 warps 1")
+    called(shapes.both(3, 5000, "f16", cores=1), "swept 512")
 
 
 def test_few_rows(shapes: Any) -> None:

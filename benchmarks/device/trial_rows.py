@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tensorlogic.ops.common.triton_math import follow
-from tensorlogic.ops.common.triton_rows import finite_or_zero, powers
+from tensorlogic.ops.common.triton_rows import finite_or_zero, powers, row_statistics
 
 
 @triton.jit
@@ -49,3 +49,26 @@ def cross_entropy_both(
             tl.store(to + lane, d)
         else:
             tl.store(to + lane, d, mask=lane < C)
+
+
+@triton.jit
+def cross_entropy_swept(
+    x_ptr, t_ptr, loss_ptr, dx_ptr, R, C, IGNORE, share, LANES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """As `cross_entropy_both` for rows of any length: a program's second sweep over its row finds it in L2; C a multiple of WIDTH."""
+    follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    here, to = x_ptr + row * C, dx_ptr + row * C
+    t = tl.load(t_ptr + row)
+    live = t != IGNORE
+    x_t = tl.load(here + t, mask=live, other=0.0).to(tl.float32)
+    peak, norm, _ = row_statistics(here, C, False, LANES, WIDTH)
+    tl.store(loss_ptr + row, tl.where(live, peak - x_t + tl.log(norm), 0.0))
+    factor = tl.where(live, share / norm, 0.0)
+    lane = tl.arange(0, LANES * WIDTH)
+    for start in range(0, C, LANES * WIDTH):
+        col = start + lane
+        x = tl.load(here + col, mask=col < C, eviction_policy="evict_first").to(tl.float32)
+        d = powers(x - peak) * factor
+        d = tl.where((col == t) & live, d - share, d)
+        tl.store(to + col, d.to(dx_ptr.dtype.element_ty), mask=col < C, cache_modifier=".cs")

@@ -162,6 +162,20 @@ def both(rows: int, columns: int, dtype: str, cores: int = 132) -> Shape:
         )
 
     shape.trials["now, two kernels"] = apart
+    for lanes, warps in ((512, 8), (1024, 8), (1024, 16), (1024, 32), (2048, 32)):
+
+        def swept(lanes: int = lanes, warps: int = warps) -> Callable[..., bool]:
+            start = triton_launch.prepare(
+                trial_rows.cross_entropy_swept, grid=(rows, 1, 1),
+                pointers={"x_ptr": dtype, "t_ptr": "i64", "loss_ptr": "f32", "dx_ptr": dtype},
+                integers={"R": rows, "C": columns, "IGNORE": -100}, floats=("share",),
+                constexprs={"LANES": lanes, "WIDTH": 16 // size}, num_warps=warps, num_stages=1, device=DEVICE,
+            )  # fmt: skip
+            return lambda x, t, loss, dx, *_: start(x, t, loss, dx, 1.0)
+
+        shape.trials[f"swept {lanes} lanes {warps} warps"] = swept
+    if columns > 1 << 16:
+        return shape
     block = 1 << (columns - 1).bit_length()
     for warps, stages, per, again, most in (
         (16, 3, 1, 1, 0), (16, 3, 1, 0, 0), (32, 3, 1, 0, 0), (32, 4, 1, 0, 0), (16, 3, 2, 0, 64), (16, 3, 2, 1, 64), (8, 3, 2, 1, 128), (8, 3, 2, 0, 128),

@@ -38,7 +38,7 @@ PARTS: dict[str, list[Callable[[], Shape]]] = {
         lambda: few(2, 4096, 4096, "f16"), lambda: few(4, 4096, 4096, "f16"),
     ],
     "sum": [lambda: sums(1 << 20), lambda: sums(1 << 18), lambda: sums(1 << 21), lambda: sums(1 << 23), lambda: sums(1 << 15)],
-    "both": [lambda: both(4096, 32000, "f16"), lambda: both(8192, 16384, "bf16")],
+    "both": [lambda: both(4096, 32000, "f16"), lambda: both(8192, 16384, "bf16"), lambda: both(2048, 128256, "f16")],
     "scores": [lambda: scores(2048, 64, "f16"), lambda: scores(512, 64, "f16"), lambda: scores(256, 64, "f16"), lambda: scores(512, 128, "bf16")],
 }  # fmt: skip
 

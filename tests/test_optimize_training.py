@@ -200,3 +200,62 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
         out, problem = process.communicate(timeout=240)
         assert process.returncode == 0, problem
         assert "same" in out
+
+
+class Tied(nn.Module):
+    """One matrix under two names, as language models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(40, 16), nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 48), nn.Linear(48, 16)
+        self.out = nn.Linear(16, 40, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.out(self.norm(x + self.down(F.gelu(self.up(x)))))
+
+
+def test_tied_weights(pays: None) -> None:
+    model, tokens = Tied().train(), torch.randint(0, 40, (5, 9))
+    twin = copy.deepcopy(model)
+    fast = tensorlogic.optimize(model, tokens, training=True)
+    assert fast.report.outcome == "rewritten", fast.report
+    fast(tokens).square().mean().backward()
+    twin(tokens).square().mean().backward()
+    same_gradients(fast, twin)
+
+
+def test_buffers_written_inside_no_grad_blocks_are_left_alone(pays: None) -> None:
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    model, x = (
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), normed, nn.ReLU()).train(),
+        torch.randn(6, 8),
+    )
+    twin, state = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    fast = tensorlogic.optimize(model, x, training=True)
+    torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
+    for _ in range(2):  # and advance by one step a call
+        torch.testing.assert_close(fast(x), twin(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dict(fast.state_dict()), dict(twin.state_dict()))
+
+
+class Cast(nn.Module):
+    """Autocast in the model's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.a(x)
+        return y.float().softmax(-1)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_autocast_regions_are_checked_in_silence(pays: None) -> None:
+    model, x = Cast().train(), torch.randn(6, 16)
+    fast = tensorlogic.optimize(model, x, training=True)
+    torch.testing.assert_close(fast(x), model(x))

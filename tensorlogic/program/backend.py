@@ -79,7 +79,8 @@ def rewritten(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     except FAILURES as problem:  # calls that make_fx does not know, such as nested compiled regions
         LOG.info("tensorlogic: a graph is compiled as it is: %s", first_line(problem))
         return graph
-    if any(n.op == "call_function" and writes(n) for n in traced.graph.nodes):
+    plain = (n for n in traced.graph.nodes if hasattr(n.target, "_schema"))
+    if any(n.op == "call_function" and writes(n) for n in plain):
         LOG.info("tensorlogic: a graph that writes in place is compiled as it is")
         return graph
     found = rewrite(traced.graph, RULES)

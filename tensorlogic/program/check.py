@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -55,6 +56,20 @@ def evaluate(
     last: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Run calls in order into `env`; with `dtype`, everything floating in it. Values in `last` go after their last use."""
+    if dtype is not None:
+        with warnings.catch_warnings():  # autocast regions say that they do not know it
+            warnings.simplefilter("ignore", UserWarning)
+            return _evaluate(nodes, env, owner, dtype, last)
+    return _evaluate(nodes, env, owner, dtype, last)
+
+
+def _evaluate(
+    nodes: Sequence[fx.Node],
+    env: dict[str, Any],
+    owner: torch.nn.Module | None,
+    dtype: torch.dtype | None,
+    last: Mapping[str, Sequence[str]] | None,
+) -> None:
     for node in nodes:
         if node.op == "get_attr":
             env[node.name] = operator.attrgetter(str(node.target))(owner)

@@ -20,7 +20,7 @@ from .report import Report, Row
 from .serve import Program, mutates
 from .short import MISS
 from .trace import Trace
-from .whole import Whole
+from .whole import Whole, apart
 
 OP, NAME, EVERYTHING = "inductor", "torch.inductor", "whole model"
 GAIN = 0.98  # of the time of what it would replace that it may take
@@ -74,9 +74,8 @@ def isolated(programs: Sequence[Program], given: Given) -> Iterator[Given]:
         yield given
         return
     live = dict(programs[0].state)
-    copies = {n: t.detach().clone() for n, t in live.items() if not t.requires_grad}
     for each in programs:
-        each.replace_state(copies)
+        each.replace_state(apart(live))
     try:
         yield pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), given)
     finally:

@@ -278,7 +278,6 @@ def mutates(graph: fx.Graph) -> bool:
             writes(n)
             or getattr(n.target, "mutates", False)
             or ("batch_norm" in str(n.target) and bool(n.args[5:6] == (True,)))
-            or (not hasattr(n.target, "_schema") and "HigherOrder" in type(n.target).__name__)
         )
         for n in graph.nodes
     )

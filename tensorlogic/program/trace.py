@@ -203,9 +203,25 @@ def storage(node: fx.Node) -> int | None:
 
 
 def writes(node: fx.Node) -> bool:
-    """True for calls that write into an argument."""
+    """True for calls that write into an argument, and for those that hold graphs of their own, which may."""
     schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)
+    opaque = isinstance(node.target, torch._ops.HigherOrderOperator)
+    return opaque or bool(schema is not None and schema.is_mutable)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a call writes into, or might."""
+    if not writes(node):
+        return []
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return list(node.all_input_nodes)
+    targets = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    found: list[fx.Node] = []
+    for each in targets:
+        fx.map_arg(given.get(each.name), found.append)
+    return found
 
 
 def counts(node: fx.Node) -> bool:
@@ -285,11 +301,7 @@ def random_call(node: fx.Node) -> bool:
 
 def constants(graph: fx.Graph, state: set[str]) -> None:
     """Mark what depends on parameters, buffers and constants alone, and is neither random nor written to."""
-    dirty = {
-        storage(n.args[0])
-        for n in graph.nodes
-        if n.op == "call_function" and writes(n) and n.args and isinstance(n.args[0], fx.Node)
-    }
+    dirty = {storage(a) for n in graph.nodes if n.op == "call_function" for a in written(n)}
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta["constant"] = node.name in state and storage(node) not in dirty

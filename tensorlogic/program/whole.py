@@ -19,12 +19,18 @@ def expected_inputs(traced: Trace) -> dict[str, Any]:
     """Placeholder -> value for runs that must leave no trace: inputs, and buffers that are written to, are copies."""
     named = {n: t for n, (_, t) in traced.state.items()}
     if mutates(traced.graph):
-        named = {n: t if t.requires_grad else t.detach().clone() for n, t in named.items()}
+        named = apart(named)
     given = {
         n: v.detach().clone() if isinstance(v, Tensor) else v
         for n, v in zip(traced.inputs, traced.example, strict=True)
     }
     return {**named, **given}
+
+
+def apart(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same with copies of what needs no gradient; what is one tensor under two names stays one."""
+    copies = {id(t): t if t.requires_grad else t.detach().clone() for t in named.values()}
+    return {n: copies[id(t)] for n, t in named.items()}
 
 
 class Whole:
@@ -36,12 +42,14 @@ class Whole:
         self.nodes = [n for n in traced.graph.nodes if n.op in ("call_function", "get_attr")]
         values = expected_inputs(traced)
         dtype = check.wide_dtype(list(values.values()))
+        wants = [n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad]
+        self.wants = wants if training else []
+        self.changes = [n for n in values if mutates(traced.graph) and n not in wants]
+        known = {id(v): check.widen(v, dtype) for v in values.values()}  # tied weights stay one
+        wide = {n: known[id(v)] for n, v in values.items()}  # before a run writes into the values
+        for n in self.wants:
+            wide[n].requires_grad_()
         self.plain = self._run(values, None)
-        wide = {n: check.widen(v, dtype) for n, v in values.items()}
-        if training:
-            for n, v in values.items():
-                if isinstance(v, Tensor) and v.requires_grad:
-                    wide[n].requires_grad_()
         self.wide = self._run(wide, dtype)
 
     def _run(self, values: dict[str, Any], dtype: torch.dtype | None) -> Any:
@@ -52,10 +60,14 @@ class Whole:
                 self.nodes, env, self.traced.owner, dtype, None if self.training else last
             )
             outs = fx.map_arg(self.outputs, lambda n: env[n.name])
-            return self._graded(outs, values)
+            return self._seen(outs, values)
+
+    def _seen(self, outs: Any, values: Mapping[str, Any]) -> Any:
+        """Everything a caller can see of a run: outputs, gradients, what buffers and inputs hold afterwards."""
+        return [self._graded(outs, values), [values[n] for n in self.changes]]
 
     def _graded(self, outs: Any, values: Mapping[str, Any]) -> Any:
-        wrt = [v for v in values.values() if isinstance(v, Tensor) and v.requires_grad]
+        wrt = [values[n] for n in self.wants]
         flat = [o for o in check.flat_values(outs) if isinstance(o, Tensor) and o.requires_grad]
         if not self.training or not wrt or not flat:
             return outs
@@ -73,7 +85,7 @@ class Whole:
         try:
             with torch.set_grad_enabled(self.training):
                 outs = function.run(*[values[n] for n in self.traced.inputs])
-                return check.compare(self._graded(outs, values), self.plain, self.wide)
+                return check.compare(self._seen(outs, values), self.plain, self.wide)
         except (RuntimeError, ValueError, TypeError) as problem:
             return Verdict(f"it fails: {first_line(problem)}", float("inf"))
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import policies
+from tensorlogic import native, policies
 from tensorlogic.memory import staging, unified
 
 CUDA = torch.cuda.is_available()
@@ -33,6 +35,84 @@ def test_what_offers_a_tensor_is_taken_without_a_copy() -> None:
     with pytest.raises(TypeError, match=r"to: tensor is list; .*torch.as_tensor"):
         tensorlogic.to([1.0], "cpu")
     assert tensorlogic.to(torch.ones(2), "cpu", asynchronous=True).wait().tolist() == [1, 1]
+
+
+class Engine:
+    """A copy engine that puts everything off until somebody waits for it, on CUDA's side of `staged_copy`."""
+
+    def __init__(self, refuse: int = 0) -> None:
+        self.queue: list[tuple[int, int, int]] = []
+        self.moved, self.used, self.refuse = 0, 0, refuse
+        self.marks: dict[int, int] = {}
+        self.lock = threading.Lock()
+        whole, pointer = ctypes.c_int, ctypes.c_void_p
+        self.functions = [
+            ctypes.CFUNCTYPE(whole, whole)(self.use),
+            ctypes.CFUNCTYPE(whole, pointer, pointer, ctypes.c_size_t, whole, pointer)(self.move),
+            ctypes.CFUNCTYPE(whole, pointer, pointer)(self.record),
+            ctypes.CFUNCTYPE(whole, pointer)(self.wait),
+        ]
+        self.calls = [int(ctypes.cast(f, pointer).value or 0) for f in self.functions]
+
+    def use(self, device: int) -> int:
+        self.used = device
+        return 0
+
+    def move(self, to: int, source: int, nbytes: int, kind: int, stream: int) -> int:
+        with self.lock:
+            self.queue.append((to, source, nbytes))
+            return int(len(self.queue) == self.refuse) * 700
+
+    def record(self, event: int, stream: int) -> int:
+        with self.lock:
+            self.marks[event] = len(self.queue)
+        return 0
+
+    def wait(self, event: int) -> int:
+        with self.lock:
+            self.until(self.marks.get(event, 0))
+        return 0
+
+    def until(self, mark: int) -> None:
+        for to, source, nbytes in self.queue[self.moved : mark]:
+            ctypes.memmove(to, source, nbytes)
+        self.moved = max(mark, self.moved)
+
+
+@pytest.mark.skipif(native.available() is not None, reason="needs the native library")
+@pytest.mark.parametrize("past", [True, False])
+@pytest.mark.parametrize("up", [True, False])
+@pytest.mark.parametrize("nbytes", [1, 4096, 4096 * 41 + 5])
+def test_pieces_wait_for_each_other(up: bool, past: bool, nbytes: int) -> None:
+    """Every byte arrives, whatever it means as a float, and no buffer is written to before it was emptied."""
+    engine, workers, chunk = Engine(), 3, 4096
+    pinned = torch.empty(2 * workers * chunk, dtype=torch.uint8)
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    host, there = (source, target) if up else (target, source)
+    stage = native.op("staged_copy")
+    rest = (there.data_ptr(), chunk, workers, up, past, 5, 11)
+    stage(host, pinned, [1, 2, 3, 4, 5, 6], engine.calls, *rest)
+    engine.until(len(engine.queue))
+    assert torch.equal(source, target)
+    assert engine.used == 5
+    with pytest.raises(RuntimeError, match="two events a worker"):
+        stage(host, pinned, [1, 2, 3], engine.calls, *rest)
+    broken = Engine(refuse=1)
+    with pytest.raises(RuntimeError, match="error 700"):
+        stage(host, pinned, [1, 2, 3, 4, 5, 6], broken.calls, *rest)
+
+
+@gpu
+@pytest.mark.parametrize("nbytes", [1 << 20, (3 << 20) + 7, 40 << 20])
+def test_large_transfers_arrive(nbytes: int) -> None:
+    host = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    for _ in range(3):
+        there = tensorlogic.to(host, "cuda")
+        assert torch.equal(there, host.cuda())
+        assert torch.equal(tensorlogic.to(there, "cpu"), host)
+    both = [tensorlogic.to(host, "cuda", asynchronous=True) for _ in range(3)]
+    assert all(torch.equal(t.wait().cpu(), host) for t in both)
 
 
 def test_what_lies_together() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CHUNK = 8 << 20  # bytes of a staging buffer: below it, what a copy costs besides its bytes shows
-BUFFERS = 4  # in flight each way
 LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
+WORKERS = 8  # threads that copy, each between memory and two buffers of its own
+PIECE = 2 << 20  # bytes of a buffer
+SMALLEST = 1 << 19  # a piece of small transfers, so that copying and moving overlap
+PAST_CACHES = True  # what threads write is not read here again
+CHUNK, BUFFERS = 8 << 20, 4  # without the native library: by PyTorch's threads, a piece at a time
 
 
 @dataclass
@@ -31,69 +34,104 @@ class TransferStats:
 STATS = TransferStats()
 
 
-class _Buffer:
-    """A pinned chunk, and the event after which it may be used again."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True)
-        self.event = torch.cuda.Event()
+@lru_cache
+def _runtime() -> list[int] | None:
+    """Where cudaSetDevice, cudaMemcpyAsync, cudaEventRecord and cudaEventSynchronize are; None where CUDA's runtime is not."""
+    version = (torch.version.cuda or "").split(".")[0]
+    try:
+        lib = ctypes.CDLL(f"libcudart.so.{version}")
+        found = [
+            ctypes.cast(getattr(lib, name), ctypes.c_void_p).value
+            for name in ("cudaSetDevice", "cudaMemcpyAsync", "cudaEventRecord", "cudaEventSynchronize")
+        ]  # fmt: skip
+    except (OSError, AttributeError):
+        return None
+    return [address for address in found if address]
 
 
 class Stager:
     """The buffers and the stream of one device and direction; made at its first staged transfer.
 
-    Chunks are copied here by PyTorch's threads (93 GB/s on an H200's host) while the copy engine moves those before them.
+    Threads of PyTorch's pool, in one parallel region a transfer, copy pieces while the copy engine moves those before them.
     """
 
     def __init__(self, device: torch.device) -> None:
+        from tensorlogic import native
+
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.buffers = [_Buffer() for _ in range(BUFFERS)]
+        self.memory = torch.empty(2 * WORKERS * PIECE, dtype=torch.uint8, pin_memory=True)
+        self.events = [torch.cuda.Event() for _ in range(2 * WORKERS)]
+        for event in self.events:
+            event.record(self.stream)  # which makes them
+        self.handles = [int(event.cuda_event) for event in self.events]
+        self.calls = _runtime() if native.available() is None else None
         self.lock = threading.Lock()
-        STATS.buffers += BUFFERS
-        STATS.buffer_bytes += BUFFERS * CHUNK
+        STATS.buffers += len(self.events)
+        STATS.buffer_bytes += self.memory.numel()
 
     def up(self, source: Tensor, target: Tensor, ready: torch.cuda.Event) -> torch.cuda.Event:
         """Flat bytes to the GPU, which has them after the event."""
         with self.lock, torch.no_grad(), torch.cuda.stream(self.stream):
             self.stream.wait_event(ready)
-            size = _chunk(source.numel())
-            pieces = zip(source.split(size), target.split(size), strict=True)
-            for i, (piece, to) in enumerate(pieces):
-                buffer = self.buffers[i % BUFFERS]
-                buffer.event.synchronize()  # until the chunk before has left it
-                part = buffer.memory[: piece.numel()]
-                part.copy_(piece)
-                to.copy_(part, non_blocking=True)
-                buffer.event.record(self.stream)
+            if self.calls is not None:
+                self._staged(source, target, True)
+            else:
+                self._up(source, target)
             done = torch.cuda.Event()
             done.record(self.stream)
         return done
 
     def down(self, source: Tensor, target: Tensor, ready: torch.cuda.Event) -> None:
         """Flat bytes from the GPU; they are there when this returns."""
-        size = _chunk(source.numel())
-        pieces, targets = source.split(size), target.split(size)
         with self.lock, torch.no_grad(), torch.cuda.stream(self.stream):
             self.stream.wait_event(ready)
-            for i in range(len(pieces) + BUFFERS - 1):
-                if i >= BUFFERS - 1:
-                    self._out(i - BUFFERS + 1, targets)
-                if i < len(pieces):
-                    buffer = self.buffers[i % BUFFERS]
-                    part = buffer.memory[: pieces[i].numel()]
-                    part.copy_(pieces[i], non_blocking=True)
-                    buffer.event.record(self.stream)
+            if self.calls is not None:
+                self._staged(target, source, False)
+            else:
+                self._down(source, target)
 
-    def _out(self, i: int, targets: Sequence[Tensor]) -> None:
-        if i < len(targets):
-            buffer = self.buffers[i % BUFFERS]
-            buffer.event.synchronize()
-            targets[i].copy_(buffer.memory[: targets[i].numel()])
+    def _staged(self, host: Tensor, there: Tensor, up: bool) -> None:
+        """By the native library, which lets go of the interpreter meanwhile."""
+        from tensorlogic import native
+
+        native.op("staged_copy")(
+            host, self.memory, self.handles, self.calls, there.data_ptr(), piece_of(host.numel()), WORKERS, up,
+            PAST_CACHES, self.device.index, self.stream.cuda_stream,
+        )  # fmt: skip
+
+    def _up(self, source: Tensor, target: Tensor) -> None:
+        size, buffers = _chunk(source.numel()), self.memory.split(CHUNK)
+        pieces = zip(source.split(size), target.split(size), strict=True)
+        for i, (piece, to) in enumerate(pieces):
+            event = self.events[i % BUFFERS]
+            event.synchronize()  # until the chunk before has left it
+            part = buffers[i % BUFFERS][: piece.numel()]
+            part.copy_(piece)
+            to.copy_(part, non_blocking=True)
+            event.record(self.stream)
+
+    def _down(self, source: Tensor, target: Tensor) -> None:
+        size, buffers = _chunk(source.numel()), self.memory.split(CHUNK)
+        pieces, targets = source.split(size), target.split(size)
+        for i in range(len(pieces) + BUFFERS - 1):
+            out = i - BUFFERS + 1
+            if 0 <= out < len(targets):
+                self.events[out % BUFFERS].synchronize()
+                targets[out].copy_(buffers[out % BUFFERS][: targets[out].numel()])
+            if i < len(pieces):
+                part = buffers[i % BUFFERS][: pieces[i].numel()]
+                part.copy_(pieces[i], non_blocking=True)
+                self.events[i % BUFFERS].record(self.stream)
+
+
+def piece_of(nbytes: int) -> int:
+    """Bytes of a piece: so many that every worker has several, in whole pages."""
+    return min(PIECE, max(SMALLEST, nbytes // (3 * WORKERS) >> 12 << 12))
 
 
 def _chunk(nbytes: int) -> int:
-    """Bytes of a piece: of small transfers half, so that copying and moving overlap."""
+    """Bytes of a piece without the native library: of small transfers half, so that copying and moving overlap."""
     return CHUNK if nbytes >= 8 * CHUNK else CHUNK // 2
 
 

@@ -13,6 +13,7 @@ from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, ra
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_cross_entropy_stays as stays  # isort: skip
+from tensorlogic.ops.common import triton_cross_entropy as cross_entropy  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
@@ -99,3 +100,32 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)
     assert set(TORCH) == set(stays.SIZE)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("columns", [50, 64])
+@pytest.mark.parametrize("config", [{"BLOCK_R": 1, "BLOCK_C": 32}, {"BLOCK_R": 2, "BLOCK_C": 64}])
+def test_large_logits_cost_no_accuracy(
+    smoothing: float, columns: int, config: dict[str, int]
+) -> None:
+    """Only their differences matter, and those are exact; PyTorch's gradients are off by 1e-7, those of a rounded lse by 5e-4."""
+    rows, s = 9, smoothing
+    x = rand(rows, columns, scale=3.0) + 1e4
+    t = torch.arange(rows) * 5 % columns
+    leaf = x.double().requires_grad_()
+    F.cross_entropy(leaf, t, reduction="sum", label_smoothing=s).backward()
+    assert leaf.grad is not None
+    for forward in cross_entropy.cross_entropy_configs(columns, "f32")[:1], cross_entropy.cross_entropy_configs(9000, "f32")[:1]:  # fmt: skip
+        loss, lse, other = poisoned(rows), poisoned(rows), torch.ones(1)
+        run = cross_entropy.cross_entropy_launcher(
+            rows, columns, "f32", "f32", "none", -100, forward[0], DEVICE, smooth=s > 0, save=True
+        )
+        assert run(x, t, loss, lse, loss, other, other, s)
+        want = F.cross_entropy(x.double(), t, reduction="none", label_smoothing=s)
+        assert (loss.double() - want).abs().max() < 3e-6 + 2e-3 * s
+        dx = poisoned(rows, columns)
+        back = cross_entropy.cross_entropy_backward_launcher(
+            rows, columns, "f32", "f32", "sum", -100, {**config, "num_warps": 4}, DEVICE, smooth=s > 0
+        )  # fmt: skip
+        assert back(x, t, lse, other, other, dx, s)
+        assert (dx.double() - leaf.grad).abs().max() < 3e-6

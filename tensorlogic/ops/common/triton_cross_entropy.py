@@ -59,9 +59,9 @@ def arrive_and_reduce(
 
 
 @triton.jit
-def logit_gradient(x, lse, hit, live, scale, smoothing, C, SMOOTH: tl.constexpr):
-    """scale * (exp(x - lse) - target distribution), 0 where the row is ignored; `hit` says where its target is."""
-    d = powers(x.to(tl.float32) - lse)
+def logit_gradient(x, lse, rest, hit, live, scale, smoothing, C, SMOOTH: tl.constexpr):
+    """scale * (2**-rest exp(x - lse) - target distribution), 0 where the row is ignored; `hit` says where its target is."""
+    d = tl.exp2((x.to(tl.float32) - lse) * 1.4426950408889634 - rest)
     if SMOOTH:
         d -= smoothing / (C * 1.0)
         d = tl.where(hit, d - (1.0 - smoothing), d)
@@ -101,10 +101,13 @@ def cross_entropy_fwd_online(
             body = x_ptr + tl.multiple_of(row * C + front, WIDTH)
             peak, norm, total = row_statistics(body, length, SMOOTH, LANES, WIDTH)
             peak, norm, total = with_ends(peak, norm, total, ends, inside)
-        lse = peak + tl.log(norm)
-        loss = lse - x_t
+        log = tl.log(norm)
+        lse = peak + log
+        loss = (
+            peak - x_t
+        ) + log  # of large logits, lse is rounded by more than the loss may be off
         if SMOOTH:
-            loss = (1.0 - smoothing) * loss + smoothing * (lse - total / (C * 1.0))
+            loss = (1.0 - smoothing) * loss + smoothing * ((peak - total / (C * 1.0)) + log)
     tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty))
     if SAVE:
         tl.store(lse_ptr + row, lse)
@@ -133,15 +136,15 @@ def cross_entropy_fwd_registers(
     x_t = tl.load(x_ptr + row * C + t, mask=live & known, other=float("nan")).to(tl.float32)
     peak = tl.where(live, tl.max(x, 1), 0.0)
     norm = tl.sum(powers(x - tl.where(peak == float("-inf"), 0.0, peak)[:, None]), 1)
-    lse = tl.where(live, peak + tl.log(norm), 0.0)
-    loss = lse - x_t
+    log = tl.log(norm)
+    if SAVE:
+        tl.store(lse_ptr + row, tl.where(live, peak + log, 0.0), mask=row < R)
+    loss = (peak - x_t) + log
     if SMOOTH:
         mean = tl.sum(tl.where(mask, x, 0.0), 1) / (C * 1.0)
-        loss = (1.0 - smoothing) * loss + smoothing * (lse - mean)
+        loss = (1.0 - smoothing) * loss + smoothing * ((peak - mean) + log)
     loss = tl.where(live, loss, 0.0)
     tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty), mask=row < R)
-    if SAVE:
-        tl.store(lse_ptr + row, lse, mask=row < R)
     if LAST:
         valid = tl.sum(live.to(tl.int32), 0)
         arrive_and_reduce(loss_ptr, y_ptr, share_ptr, counter_ptr, valid, R, MEAN, SAVE, BLOCK)
@@ -167,14 +170,27 @@ def cross_entropy_reduce(
 
 
 @triton.jit
+def rounded_off(x_ptr, row, lse, live, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """log2 of sum(exp(x[row] - lse)): 0 but for the rounding of lse, which is as large as lse is."""
+    total = tl.zeros([BLOCK_R], tl.float32)
+    for start in range(0, C, BLOCK_C):
+        col = start + tl.arange(0, BLOCK_C)
+        inside = (live & (row < R))[:, None] & (col < C)[None, :]
+        x = tl.load(x_ptr + (row * C)[:, None] + col[None, :], mask=inside, other=float("-inf"))
+        total += tl.sum(powers(x.to(tl.float32) - lse[:, None]), 1)
+    return tl.where(live, tl.log2(total), 0.0)
+
+
+@triton.jit
 def cross_entropy_bwd_tiled(
     x_ptr, t_ptr, lse_ptr, dy_ptr, share_ptr, dx_ptr, R, C, IGNORE, smoothing,
-    PER_ROW: tl.constexpr, SMOOTH: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr,
+    PER_ROW: tl.constexpr, SMOOTH: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr, LARGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dx[r, c] = dy * share * (exp(x - lse[r]) - target distribution), one read and one write; float32.
 
     Without EVEN, tiles are one row high and cover its body in whole aligned groups; the first one takes the ends, too.
+    Where lse is larger than LARGE, so that its rounding shows in exp(x - lse), a row is summed once more.
     """
     follow(PDL)
     tiles_c = tl.cdiv(C, BLOCK_C)
@@ -201,18 +217,38 @@ def cross_entropy_bwd_tiled(
         inside = (lane < length)[None, :]
         at = tl.multiple_of(first * C + start, WIDTH) + lane[None, :]
     x = tl.load(x_ptr + at, mask=inside & live[:, None], other=0.0, eviction_policy="evict_first")
+    rest = tl.zeros([BLOCK_R], tl.float32)
+    if tl.max(tl.abs(lse), 0) > LARGE:
+        rest = rounded_off(x_ptr, row, lse, live, R, C, BLOCK_R, BLOCK_C)
     hit = col[None, :] == t[:, None]
-    d = logit_gradient(x, lse[:, None], hit, live[:, None], scale[:, None], smoothing, C, SMOOTH)
+    d = logit_gradient(
+        x, lse[:, None], rest[:, None], hit, live[:, None], scale[:, None], smoothing, C, SMOOTH
+    )
     tl.store(dx_ptr + at, d.to(dx_ptr.dtype.element_ty), mask=inside)
     if not EVEN:  # noqa: SIM102  (a constant: what follows compiles only then)
         if tile == 0:
             v, place, some = row_ends(x_ptr + first * C, C, start, length, WIDTH)
             found = place[None, :] == t[:, None]
             g = logit_gradient(
-                v[None, :], lse[:, None], found, live[:, None], scale[:, None], smoothing, C, SMOOTH
+                v[None, :],
+                lse[:, None],
+                rest[:, None],
+                found,
+                live[:, None],
+                scale[:, None],
+                smoothing,
+                C,
+                SMOOTH,
             )
             to = dx_ptr + first * C + place[None, :]
             tl.store(to, g.to(dx_ptr.dtype.element_ty), mask=some[None, :])
+
+
+LARGE = {
+    "f32": 64.0,
+    "f16": 4096.0,
+    "bf16": 4096.0,
+}  # |lse| up to which its rounding, 2**-24 of it, does not show
 
 
 def cross_entropy_configs(columns: int, dtype: str) -> list[dict[str, Any]]:
@@ -339,6 +375,7 @@ def cross_entropy_backward_launcher(
             "SMOOTH": smooth,
             "EVEN": columns % width == 0 or config["BLOCK_R"] > 1,
             "WIDTH": width,
+            "LARGE": LARGE[dtype],
             "BLOCK_R": config["BLOCK_R"],
             "BLOCK_C": config["BLOCK_C"],
         },

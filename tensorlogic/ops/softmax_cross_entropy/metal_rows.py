@@ -68,9 +68,10 @@ inline float rescaled(float s, float m, float most) { return m == -INFINITY ? s 
 #endif
   if (!live || lane > 0) return;
   long label = target[row];
-  float lse = most + log(s), v = NAN;
+  float ratio = log(s), lse = most + ratio, v = NAN;  // of large logits, lse is rounded by more than v may be off
   if (label >= 0 && label < classes && most != INFINITY)
-    v = (1.0f - smoothing) * (lse - float(values[label])) + (smoothing == 0.0f ? 0.0f : smoothing * (lse - total / float(classes)));
+    v = (1.0f - smoothing) * (most - float(values[label]) + ratio)
+        + (smoothing == 0.0f ? 0.0f : smoothing * (most - total / float(classes) + ratio));
   loss[row] = LOSS_T(label == ignored ? 0.0f : v);
   if (SAVE) kept[row] = label == ignored ? 0.0f : lse;
 }

@@ -206,6 +206,9 @@ def cross_entropy_bwd_tiled(
         scale = tl.full([BLOCK_R], 1.0, tl.float32)
         scale *= tl.load(dy_ptr).to(tl.float32) * tl.load(share_ptr)
     scale = tl.where((t >= 0) & (t < C), scale, float("nan"))
+    rest = tl.zeros([BLOCK_R], tl.float32)
+    if tl.max(tl.abs(lse), 0) > LARGE:
+        rest = rounded_off(x_ptr, row, lse, live, R, C, BLOCK_R, BLOCK_C)
     lane = tile * BLOCK_C + tl.arange(0, BLOCK_C)
     if EVEN:
         col = lane
@@ -217,9 +220,6 @@ def cross_entropy_bwd_tiled(
         inside = (lane < length)[None, :]
         at = tl.multiple_of(first * C + start, WIDTH) + lane[None, :]
     x = tl.load(x_ptr + at, mask=inside & live[:, None], other=0.0, eviction_policy="evict_first")
-    rest = tl.zeros([BLOCK_R], tl.float32)
-    if tl.max(tl.abs(lse), 0) > LARGE:
-        rest = rounded_off(x_ptr, row, lse, live, R, C, BLOCK_R, BLOCK_C)
     hit = col[None, :] == t[:, None]
     d = logit_gradient(
         x, lse[:, None], rest[:, None], hit, live[:, None], scale[:, None], smoothing, C, SMOOTH

@@ -24,6 +24,7 @@ _DOUBT = {
 UNKNOWN_DOUBT = 5.0  # kernels are loaded, libraries initialised on the way (seen on an H200: up to 10 times, once)
 FADES = 0.9  # a step as announced makes the doubt smaller by this
 _WATCHES: dict[tuple[str, str], Watch] = {}
+MOST = 8192  # keys under watch
 _BUSY = threading.Lock()  # one study step at a time in the whole process
 
 
@@ -33,6 +34,8 @@ def watch(op: Op, key: Key, device: torch.device, launch: Launcher) -> Launcher:
         return launch
     known = _WATCHES.get((str(device), key.text))
     if known is None:
+        if len(_WATCHES) >= MOST:  # shapes without end: start again rather than grow
+            _WATCHES.clear()
         known = _WATCHES[(str(device), key.text)] = Watch(op, key, device)
     if known.done:
         return launch

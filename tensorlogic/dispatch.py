@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Number
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from .op import EAGER, Flags, Launcher, Op, Outputs
 from .plans import Key
 
 Run = Callable[..., Any]
+NUMBERS = (bool, int, float, complex)  # that PyTorch's operators take; NumPy's have their own
 MOST_ENTRIES = 8192  # warm keys of one policy
 
 
@@ -37,6 +39,11 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
         from .placement import call as placed
 
         return placed(op, front.FRONTS[prepare], given, where)
+    if where is None and _has_number(op, given):
+        if op.numbers is not None and all(isinstance(g, (Tensor, *NUMBERS)) for g in given):
+            return op.numbers(*given)
+        if not torch.compiler.is_dynamo_compiling():  # with tensors for numbers it has a warm key
+            return front.FRONTS[prepare](*prepare(*given))
     args = prepare(*given)
     device = _device(args)
     if not torch.compiler.is_dynamo_compiling() and policies.current().precision is not None:
@@ -63,6 +70,16 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
     if not _same(op, given, args):
         return call(op, args)
     return call(op, args, where, (prepare, given))
+
+
+def _has_number(op: Op, given: Sequence[Any]) -> bool:
+    """Whether a number stands for one of the op's tensors, beside one that is there."""
+    number = there = False
+    for p, g in zip(op.params, given, strict=False):
+        if p.kind == "tensor":
+            there = there or isinstance(g, Tensor)
+            number = number or isinstance(g, Number)
+    return number and there
 
 
 def placing(given: Sequence[Any]) -> bool:

@@ -155,6 +155,9 @@ class Op:
     update: Callable[[tuple[Any, ...], Outputs], None] | None = (
         None  # ... and the update from all outputs, for the registered op
     )
+    numbers: Callable[..., Tensor] | None = (
+        None  # PyTorch's own, where a number stands for a tensor and nothing is to be fused
+    )
     outputs: int = 1
     internal: bool = False  # called by other ops only, which take all its outputs
     candidates: dict[str, Candidate] = field(default_factory=dict)

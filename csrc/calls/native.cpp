@@ -208,7 +208,21 @@ PyObject* watched(PyObject* object, PyObject* args) {
   return made;
 }
 
+// `look` refers to the launcher that it is of: without these two, neither would ever be freed.
+int visit_launcher(PyObject* object, visitproc visit, void* arg) {
+  auto* self = reinterpret_cast<Launcher*>(object);
+  Py_VISIT(self->fixed);
+  Py_VISIT(self->look);
+  return 0;
+}
+
+int clear_launcher(PyObject* object) {
+  Py_CLEAR(reinterpret_cast<Launcher*>(object)->look);
+  return 0;
+}
+
 void forget_launcher(PyObject* object) {
+  PyObject_GC_UnTrack(object);
   auto* self = reinterpret_cast<Launcher*>(object);
   Py_XDECREF(self->native);
   Py_XDECREF(self->fixed);
@@ -284,6 +298,9 @@ PyTypeObject LauncherType = [] {
   PyTypeObject made = type("tensorlogic_calls.Launcher", sizeof(Launcher),
                            offsetof(Launcher, vectorcall), &make_launcher, &forget_launcher,
                            "Launcher(native, fixed): tensors -> (output,)");
+  made.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  made.tp_traverse = &visit_launcher;
+  made.tp_clear = &clear_launcher;
   made.tp_methods = launcher_methods;
   made.tp_members = launcher_members;
   return made;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from numbers import Number
 from types import SimpleNamespace
@@ -32,6 +33,8 @@ def _broadcast(fn: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
             if not (isinstance(v, Tensor) and v.dim() == 0 and v.device.type == "cpu")
         },
     )
+    if len({v.shape for v in values.values() if v.dim()}) < 2:
+        return tuple(values.values())
     try:
         torch.broadcast_shapes(*(v.shape for v in values.values()))
     except RuntimeError:
@@ -58,7 +61,12 @@ def _real(fn: str, **given: Tensor) -> None:
             )
 
 
-def _op(meaning: Callable[..., tuple[Tensor, ...]], uses: str, flops: float) -> Op:
+def _op(
+    meaning: Callable[..., tuple[Tensor, ...]],
+    uses: str,
+    flops: float,
+    numbers: Callable[..., Tensor] | None = None,
+) -> Op:
     """An element-wise op; `uses` says what its gradient reads: "a", "b" (operands) and "y" (the output)."""
 
     def kind(flags: SimpleNamespace) -> str:
@@ -92,6 +100,7 @@ def _op(meaning: Callable[..., tuple[Tensor, ...]], uses: str, flops: float) -> 
         traffic=costs.pointwise_traffic,
         cases=lambda: _cases(len(op.dynamic), op.name),
         gradient=Gradient(save, backward),
+        numbers=numbers,
     )
     op.candidate("torch.eager", trusted=True)(meaning)
     return op
@@ -221,10 +230,10 @@ for _meaning in (_add, _sub, _mul, _div, _relu, _gelu, _silu, _add_relu, _mul_re
     _meaning.__name__ = _meaning.__name__.removeprefix("_")  # the op's name is its reference's
 
 ADD, SUB, MUL, DIV = (
-    _op(_add, "", 1.0),
-    _op(_sub, "", 1.0),
-    _op(_mul, "ab", 1.0),
-    _op(_div, "ab", 1.0),
+    _op(_add, "", 1.0, operator.add),
+    _op(_sub, "", 1.0, operator.sub),
+    _op(_mul, "ab", 1.0, operator.mul),
+    _op(_div, "ab", 1.0, operator.truediv),
 )
 RELU, GELU, SILU = _op(_relu, "y", 1.0), _op(_gelu, "a", 10.0), _op(_silu, "a", 5.0)
 ADD_RELU, MUL_RELU, AFFINE = (

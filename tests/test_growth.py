@@ -1,0 +1,87 @@
+"""What many calls leave behind: nothing per call, and a bounded number of things per shape."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import tensorlogic as t
+from tensorlogic import background, dispatch, policies
+
+X, W = torch.randn(8, 16), torch.randn(4, 16)
+
+
+def objects() -> int:
+    gc.collect()
+    return len(gc.get_objects())
+
+
+def trained() -> None:
+    w = W.clone().requires_grad_()
+    t.linear(X, w, None, None, "gelu").sum().backward()
+
+
+def lowered() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        t.linear(X, W)
+
+
+CALLS: dict[str, Callable[[], object]] = {
+    "linear": lambda: t.linear(X, W),
+    "strided": lambda: t.linear(X.t().contiguous().t(), W),
+    "number": lambda: t.add(X, 1.0),
+    "number first": lambda: t.sub(2, X),
+    "fused number": lambda: t.affine(X, 2.0, 0.5),
+    "numpy number": lambda: t.add(X, torch.ones(()).numpy()[()]),
+    "dropout": lambda: t.dropout_linear(X, W, None, 0.5),
+    "gradients": trained,
+    "autocast": lowered,
+    "complex": lambda: t.matmul(X + 0j, W.t() + 0j),
+    "inference": lambda: torch.inference_mode()(t.relu)(X),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_leaves_nothing_behind(name: str) -> None:
+    call = CALLS[name]
+    for _ in range(20):
+        call()
+    before = objects()
+    for _ in range(100):
+        call()
+    assert objects() - before < 50
+
+
+@pytest.mark.parametrize("name", ["number", "number first", "fused number"])
+def test_a_number_costs_no_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are made once, as for tensors."""
+    CALLS[name]()
+    monkeypatch.setattr(dispatch, "Bound", lambda *_: pytest.fail("chosen again"))
+    CALLS[name]()
+
+
+def test_shapes_without_end_leave_a_bounded_number_of_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch, "MOST_ENTRIES", 10)
+    monkeypatch.setattr(background, "MOST", 10)
+    for n in range(1, 40):
+        t.relu(torch.ones(n))
+    assert len(policies.current().entries) <= 10
+    assert len(background._WATCHES) <= 10
+
+
+def test_dropped_keys_are_freed() -> None:
+    """A launcher under watch and its watch refer to each other."""
+    t.relu(torch.ones(3, 5))
+    policies.forget_entries()
+    background.forget()
+    before = objects()
+    for n in range(200):
+        t.relu(torch.ones(3, n + 100))
+    policies.forget_entries()
+    background.forget()
+    assert objects() - before < 200

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, fx, nn
 import tensorlogic
 from tensorlogic import measure, stores
 from tensorlogic.op import Candidate
-from tensorlogic.program import contest, inductor
+from tensorlogic.program import contest, inductor, later
 from tensorlogic.program.report import Report, Row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,6 +68,7 @@ class Fake:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.scale, self.us, self.started, self.writes = 1.0, 5.0, 0, True
+        self.failure, self.ended, self.stopped = "", True, 0
         self.graphs: dict[Path, fx.GraphModule] = {}
         owner = self
 
@@ -76,12 +78,21 @@ class Fake:
                 graph = inductor._unpacked(inductor._packed(trace.graph))
                 owner.graphs[artifact] = fx.GraphModule(nn.Module(), graph)
 
+                self.process = owner
+
             def wait(self, seconds: float) -> None:
-                assert seconds > 0
+                if owner.failure:
+                    raise inductor.Unable(owner.failure)
+
+            def stop(self) -> None:
+                owner.stopped += 1
 
         monkeypatch.setattr(inductor, "Compiling", Compiling)
         monkeypatch.setattr(inductor, "load", self.load)
         monkeypatch.setattr(measure, "wall_samples", self.samples)
+
+    def poll(self) -> int | None:
+        return 0 if self.ended else None
 
     def load(self, artifact: Path) -> Callable[..., Any]:
         if artifact not in self.graphs:
@@ -231,6 +242,95 @@ def test_the_next_process_loads_it(fake: Fake) -> None:
     fast = tensorlogic.optimize(other, given, budget_s=30)  # gone: it is made anew
     assert fast.report.outcome == "compiled"
     assert fake.started == 2
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The background begins after ten calls (of 7 us, as the fake says)."""
+    monkeypatch.setattr(later, "EARNED_S", 70e-6)
+    monkeypatch.setattr(later, "LOOK_S", 7e-6)
+    monkeypatch.setattr(later, "FIXED_S", 0.0)
+    monkeypatch.setattr(later, "_imported", lambda: None)
+    with tensorlogic.policy(tune="auto"):
+        yield
+
+
+@torch.no_grad()
+def test_in_the_background_it_takes_over(
+    fake: Fake, soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Chain().to(DEVICE).eval()
+    fast = tensorlogic.optimize(model, x())
+    assert fast.report.outcome in ("rewritten", "captured")
+    given, fake.ended = x(), False
+    waiting = fast._program
+    for _ in range(9):
+        same(fast(given), model(given))
+    assert fake.started == 0  # nothing is earned yet
+    for _ in range(9):
+        same(fast(given), model(given))
+    same(fast(given[:7]), model(given[:7]))
+    assert fake.started == 1
+    assert fast._program is waiting  # it still compiles
+    fake.ended = True
+    for _ in range(20):
+        same(fast(given), model(given))
+    assert (
+        fast._program is waiting
+    )  # comparing costs 150 calls of 10 us, a twentieth of what is done
+    monkeypatch.setattr(later, "SHARE", 1e9)
+    waiting.look_at = 0
+    same(fast(given), model(given))
+    assert fast.report.outcome == "compiled"
+    assert fast._program is not waiting
+    same(fast(given), model(given))
+    assert "background" in str(fast.report)
+    stores.forget()
+    fast = tensorlogic.optimize(model, given)  # a later process begins with it
+    assert fast.report.outcome == "compiled"
+    assert fake.started == 1
+    assert not isinstance(fast._program, later.Later)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("failure", ["no compiler", ""])
+def test_in_the_background_it_may_lose(
+    fake: Fake, soon: None, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    monkeypatch.setattr(later, "SHARE", 1e9)
+    model, given = Chain().to(DEVICE).eval(), x()
+    fast = tensorlogic.optimize(model, given)
+    fake.failure, fake.us = failure, 8.0
+    for _ in range(20):
+        same(fast(given), model(given))
+    assert fake.started == 1
+    assert row(fast.report).refused == (failure or "does not pay")
+    assert not isinstance(fast._program, later.Later)
+    assert fast.report.outcome in ("rewritten", "captured")
+    stores.forget()
+    again = tensorlogic.optimize(model, given)
+    assert not isinstance(again._program, later.Later)  # it has been tried
+    assert row(again.report).refused == (failure or "does not pay")
+
+
+@torch.no_grad()
+def test_what_waits_ends_with_its_model(fake: Fake, soon: None) -> None:
+    given, fake.ended = x(), False
+    fast = tensorlogic.optimize(Chain().to(DEVICE).eval(), given)
+    for _ in range(12):
+        fast(given)
+    assert fake.started == 1
+    assert fake.stopped == 0
+    del fast
+    gc.collect()
+    assert fake.stopped == 1
+
+
+@torch.no_grad()
+def test_nothing_waits_where_nothing_is_to_be_measured(fake: Fake, soon: None) -> None:
+    with tensorlogic.policy(tune="off"):
+        fast = tensorlogic.optimize(Chain().to(DEVICE).eval(), x())
+        assert not isinstance(fast._program, later.Later)
 
 
 @torch.no_grad()

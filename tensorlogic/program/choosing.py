@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from .. import measure
+from .. import measure, settings
 from ..numerics import Verdict
 from . import check, inductor
-from .contest import compete, isolated, settled
+from .contest import OP as CONTEST
+from .contest import Contest, isolated, settled
 from .contest import program as compiled
 from .decisions import Decision
 from .fragments import emit_way, full
@@ -56,6 +57,8 @@ def best(
     device = device_of(traced)
     stored = Stored(traced, device, training, budget_s)
     choice = stored.whole()
+    if choice is not None and choice.outcome == "compiled" and not settings.inductor():
+        choice = None
     if choice is not None and choice.outcome == "original":
         _told(report, choice)
         return None
@@ -68,6 +71,12 @@ def best(
         else:
             program = _again(choice, source, model, expected, report)
         if program is not None:
+            if not any(r.op == CONTEST for r in choice.rows):
+                path = inductor.place(stored.artifact)
+                program.contest = Contest(
+                    traced, program, before, model, training, path, report, given
+                )
+                program.contest.keep = stored.keeper(choice)
             return program
     begin = time.perf_counter()
     if until:
@@ -75,12 +84,19 @@ def best(
     judge = Judge(source, device, training, begin + budget_s / 2, begin + 2 * budget_s, stored)
     try:
         found, plan = _found(source, judge, expected, model, before, budget_s, report, given)
+        contest = Contest(
+            traced, found, before, model, training, inductor.place(stored.artifact), report, given
+        )
         if until:
-            artifact = inductor.place(stored.artifact)
-            rival = compete(traced, found, before, model, expected, until, artifact, report, given)
+            rival = contest.within(until, expected)
             found = found if rival is None else rival
-        if plan is not None:
-            _keep(judge, plan, found, report)
+        if plan is not None and _tellable(judge, found, report):
+            plans = merged(d.plans for d in plan.found.values())
+            kept = Choice.of(report, found, sorted(plan.banned), plans)
+            stored.keep_whole(kept)
+            contest.keep = stored.keeper(kept)
+        if found is not None and not until:
+            found.contest = contest
         return found
     finally:
         stored.save()
@@ -171,28 +187,11 @@ def _found(
     return None, None
 
 
-def _keep(judge: Judge, plan: Plan, fastest: Program | None, report: Report) -> None:
-    """Remember what was found, unless time was short or the numbers were not right."""
+def _tellable(judge: Judge, fastest: Program | None, report: Report) -> bool:
+    """Whether what was found is worth remembering: nothing was left out, nothing too noisy to tell."""
     if report.ratio is None or judge.late:
-        return
-    if fastest is None and report.ratio[0] <= MUST_GAIN:
-        return  # it was too noisy to tell
-    ways = {} if fastest is None else dict(fastest.ways)
-    judge.stored.keep_whole(
-        Choice(
-            report.outcome,
-            fastest is not None and fastest.replay is not None,
-            report.reason,
-            sorted(plan.banned),
-            ways,
-            report.rows,
-            report.error,
-            report.before_us,
-            report.after_us,
-            report.ratio,
-            merged(d.plans for d in plan.found.values()),
-        )
-    )
+        return False
+    return fastest is not None or report.ratio[0] > MUST_GAIN
 
 
 def _right(

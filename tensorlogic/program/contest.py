@@ -6,7 +6,7 @@ import contextlib
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,86 +83,89 @@ def isolated(programs: Sequence[Program], given: Given) -> Iterator[Given]:
             each.replace_state(live)
 
 
-def compete(
-    trace: Trace,
-    ours: Program | None,
-    before: Callable[..., Any],
-    model: nn.Module,
-    expected: Whole,
-    until: float,
-    artifact: Path,
-    report: Report,
-    given: Given,
-) -> Program | None:
-    """Inductor's program if it is ready by `until` (of `time.perf_counter`), right, and faster than `ours` or the original.
+@dataclass
+class Contest:
+    """One traced model, what serves it now (`ours`, or None for its own code), and the original's call to compare with."""
 
-    What happened is a row of the report.
-    """
-    row = Row(EVERYTHING, OP, NAME)
-    report.rows.append(row)
-    try:
-        if (reason := inductor.unfit(trace)) is not None:
+    trace: Trace
+    ours: Program | None
+    before: Callable[..., Any]
+    model: nn.Module
+    training: bool
+    artifact: Path
+    report: Report
+    given: Given
+    keep: Callable[[Report, Program | None], None] | None = None  # for later processes
+    share_s: float = 0.4  # for timing
+
+    def begin(self, niceness: int = 0) -> inductor.Compiling:
+        """Start compiling. Raises Unable or OSError where that cannot be."""
+        if (reason := inductor.unfit(self.trace)) is not None:
             raise Unable(reason)
-        left = until - time.perf_counter()
-        if left < LEAST_S:
-            raise Unable(f"not compiled: {max(0.0, left):.1f} s of budget_s were left")
-        inductor.Compiling(trace, expected.training, artifact).wait(left)
-        rival = program(trace, artifact, expected.training, model)
-        verdict = expected.judge(rival)
-        row.error = verdict.error if verdict else None
-        if not verdict or verdict.error > check.GROWTH:
-            raise Unable(verdict.reason or f"error {verdict.error:.2f} times the original's")
-        won = _won(rival, ours, before, given, expected.training, row, report)
-    except (Unable, OSError) as problem:
-        row.refused = str(problem)
-        return None
-    if not won:
-        row.refused = "does not pay"
-        return None
-    beaten = [
-        r if r.refused else replace(r, refused="Inductor is faster") for r in report.rows[:-1]
-    ]
-    report.rows, report.error = [row, *beaten], verdict.error
-    report.outcome, report.reason = "compiled", ""
-    return rival
+        return inductor.Compiling(self.trace, self.training, self.artifact, niceness)
 
+    def within(self, until: float, expected: Whole) -> Program | None:
+        """Inductor's program if it is ready by `until` (of `time.perf_counter`), right and faster; a row of the report
+        says what happened."""
 
-def _won(
-    rival: Program,
-    ours: Program | None,
-    before: Callable[..., Any],
-    given: Given,
-    training: bool,
-    row: Row,
-    report: Report,
-) -> bool:
-    """Time it beside what it would replace and beside the original's own call."""
-    programs = [rival] if ours is None else [rival, ours]
-    wrt = [t for t in rival.state.values() if t.requires_grad]
-    with isolated(programs, given) as (args, kwargs):
-        for each in programs:
-            each.capture()
-        calls: Mapping[str, Callable[..., Any]] = {"before": before, "inductor": rival.serving}
-        calls = calls if ours is None else {**calls, "ours": ours.serving}
+        def compiled() -> None:
+            left = until - time.perf_counter()
+            if left < LEAST_S and inductor.unfit(self.trace) is None:
+                raise Unable(f"not compiled: {max(0.0, left):.1f} s of budget_s were left")
+            self.begin().wait(left)
 
-        def call(model: Callable[..., Any]) -> Callable[[], Any]:
-            return lambda: check.step(model(*args, **kwargs), training, wrt)
+        return self.decided(compiled, expected)
 
-        if rival(args, kwargs) is MISS:
-            raise Unable("the program does not fit its own example inputs")
-        steps = {name: call(model) for name, model in calls.items()}
-        other = "before" if ours is None else "ours"
-        samples = settled(steps, rival.device, "inductor", other)
-    if mutates(rival.trace.graph):
-        for each in programs:
-            each.capture()
-    row.before_us, row.after_us = samples.median(other), samples.median("inductor")
-    row.ratio = samples.ratio("inductor", other)
-    won = row.ratio[0] <= GAIN and row.ratio[2] < 1
-    if won:
+    def decided(self, compiled: Callable[[], None], expected: Whole) -> Program | None:
+        """Inductor's program if it is right and faster, once `compiled` has returned; a row says what happened."""
+        row, report = Row(EVERYTHING, OP, NAME), self.report
+        try:
+            compiled()
+            rival = program(self.trace, self.artifact, self.training, self.model)
+            verdict = expected.judge(rival)
+            row.error = verdict.error if verdict else None
+            if not verdict or verdict.error > check.GROWTH:
+                raise Unable(verdict.reason or f"error {verdict.error:.2f} times the original's")
+            samples, other = self._timed(rival)
+        except (Unable, OSError) as problem:
+            row.refused = str(problem)
+            report.rows = [*report.rows, row]
+            return None
+        row.before_us, row.after_us = samples.median(other), samples.median("inductor")
+        row.ratio = samples.ratio("inductor", other)
+        if row.ratio[0] > GAIN or row.ratio[2] >= 1:
+            row.refused = "does not pay"
+            report.rows = [*report.rows, row]
+            return None
+        beaten = [r if r.refused else replace(r, refused="Inductor is faster") for r in report.rows]
+        report.rows, report.error = [row, *beaten], verdict.error
         report.before_us, report.after_us = samples.median("before"), row.after_us
         report.ratio = samples.ratio("inductor", "before")
-    return won
+        report.outcome, report.reason = "compiled", ""
+        return rival
+
+    def _timed(self, rival: Program) -> tuple[measure.Samples, str]:
+        """Times beside the original's own call and beside what it would replace, and which of them that is."""
+        programs = [rival] if self.ours is None else [rival, self.ours]
+        wrt = [t for t in rival.state.values() if t.requires_grad]
+        with isolated(programs, self.given) as (args, kwargs):
+            for each in programs:
+                each.capture()
+
+            def call(model: Callable[..., Any]) -> Callable[[], Any]:
+                return lambda: check.step(model(*args, **kwargs), self.training, wrt)
+
+            if rival(args, kwargs) is MISS:
+                raise Unable("the program does not fit its own example inputs")
+            steps = {"before": call(self.before), "inductor": call(rival.serving)}
+            other = "before"
+            if self.ours is not None:
+                steps[other := "ours"] = call(self.ours.serving)
+            samples = settled(steps, rival.device, "inductor", other, self.share_s)
+        if mutates(rival.trace.graph):
+            for each in programs:
+                each.capture()
+        return samples, other
 
 
 def settled(
@@ -170,7 +173,7 @@ def settled(
     device: Any,
     name: str,
     other: str,
-    share: float = 0.4,
+    share: float,
     gain: float = GAIN,
 ) -> measure.Samples:
     """Samples, more of them where the machine is too busy to tell whether `name` is faster than `other`."""

@@ -154,7 +154,9 @@ class Compiling:
             raise Unable(said or f"the compiling process ended with {self.process.returncode}")
 
     def stop(self) -> None:
-        """End the process and the compilers it has started."""
+        """End the process and the compilers it has started, if it has not ended."""
+        if self.process.poll() is not None:
+            return
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

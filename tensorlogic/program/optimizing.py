@@ -16,6 +16,7 @@ from ..precision import precision as Policy
 from .advising import advise, watched
 from .choosing import best
 from .copies import fresh, sharing, undisturbed, unwritten
+from .later import Later, worthwhile
 from .pieces import Pieces, pieces
 from .precisely import Kept, precisely
 from .probe import probe
@@ -32,7 +33,7 @@ TRAINING_BUDGET_S = 5.0  # likewise, with a backward pass behind each region
 class Optimized(nn.Module):
     """Mixed into the model's own class: forward by the program where it may serve, by the model's own code elsewhere."""
 
-    _program: Program | Pieces | Kept | None
+    _program: Program | Pieces | Kept | Later | None
     report: Report
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +80,8 @@ def optimize(
             nothing, unless it asks for a larger budget, or under policy(tune="full"). Of a budget that is given, half is
             for PyTorch's Inductor: what it compiles of the whole model by then, in a process of its own, is checked,
             timed beside what was found, and serves where it is faster (`TENSORLOGIC_INDUCTOR=0` keeps it out). It takes
-            5 to 60 s; without `budget_s` nothing waits for it.
+            5 to 60 s. Without `budget_s` nothing waits for it: it is compiled in the background once the calls have taken
+            20 s, and compared during one call, within 5 % of the time that calls have taken by then.
         dynamic: sizes vary from call to call, such as batches or a decoder's cache that grows. Dynamo then traces with
             symbolic sizes, and what it made serves every size; each op of ours chooses its implementation for the size
             that it meets. Nothing is captured, so for sizes that recur it is the slower choice.
@@ -126,7 +128,10 @@ def optimize(
         return model
     report.bytes = served.nbytes
     fast = served.model
-    fast.__dict__["_program"], fast.__dict__["report"] = served, report
+    later: Later | None = None
+    if budget_s is None and isinstance(served, Program) and worthwhile(served.contest):
+        later = Later(served, served.contest, fast)
+    fast.__dict__["_program"], fast.__dict__["report"] = later or served, report
     return fast
 
 
@@ -225,7 +230,7 @@ def _program(
                 raise
             report.notes.append(f"not one graph: {problem}")
             clone = _extended(made())  # the first may have been left half traced
-            return pieces(clone, model, args, kwargs, training, budget_s, report, dynamic)
+            return pieces(clone, model, args, kwargs, training, budget_s, report, dynamic, until)
         _extended(clone)
         if training:
             constants(traced.graph, set())

@@ -70,7 +70,7 @@ class Piece:
             example: tuple[tuple[Any, ...], dict[str, Any]] = (tuple(traced.example), {})
             nothing = nn.Module()  # Dynamo's own guards watch the model
             self.program = best(
-                traced, nothing, before, owner.training, owner.left, report, example
+                traced, nothing, before, owner.training, owner.left, report, example, owner.until
             )
         except (Untraceable, *FAILURES) as problem:
             report.reason = first_line(problem)
@@ -113,8 +113,10 @@ class Piece:
 class Pieces:
     """A model's forward as Dynamo's graphs and the Python between them; code that it has not seen runs as it is."""
 
-    def __init__(self, model: nn.Module, training: bool, budget_s: float, dynamic: bool) -> None:
-        self.model, self.training = model, training
+    def __init__(
+        self, model: nn.Module, training: bool, budget_s: float, dynamic: bool, until: float = 0.0
+    ) -> None:
+        self.model, self.training, self.until = model, training, until
         self.left = budget_s  # seconds for making programs
         self.reports: list[Report] = []
         self.pieces: list[Piece] = []
@@ -176,13 +178,14 @@ def pieces(
     budget_s: float,
     report: Report,
     dynamic: bool = False,
+    until: float = 0.0,
 ) -> Pieces | None:
     """The model in pieces if that is right and faster; else None, with the reason in the report.
 
     Raises:
         Untraceable: Dynamo does not know the model's code.
     """
-    made = Pieces(clone, training, budget_s, dynamic)
+    made = Pieces(clone, training, budget_s, dynamic, until)
     with witness(), unwritten(clone):
         twin = sharing(model, buffers=False)
         before = _random_state()

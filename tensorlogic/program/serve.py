@@ -63,6 +63,7 @@ class Program:
         self.leaves = trace.in_spec == pytree.tree_flatten((tuple(trace.example), {}))[1]
         self.single = trace.out_spec.is_leaf()
         self.ways: Mapping[str, str | None] = {}  # of its regions, each by its last call
+        self.contest: Any = None  # in which Inductor may still beat it
         self.replay: Any = None
         self.way: Way | None = None  # to the replay, for calls that look like the last one
         self.held = list({id(t): t for t in self.state.values()}.values())

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ..op import OPS
 from ..plan_files import Records
 from ..plans import environment
 from .decisions import Decision
-from .report import Row
+from .report import Report, Row
 from .trace import Trace
 
 MOST = 4000  # records of one file; the oldest go
@@ -47,6 +47,23 @@ class Choice:
     ratio: tuple[float, float, float] | None
     plans: Plans = field(default_factory=dict)
     when: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
+
+    @classmethod
+    def of(cls, report: Report, program: Any, banned: list[str], plans: Plans) -> Choice:
+        """What a report says, and the program that is served from now on (None: the original)."""
+        return cls(
+            report.outcome,
+            program is not None and program.replay is not None,
+            report.reason,
+            banned,
+            {} if program is None else dict(program.ways),
+            report.rows,
+            report.error,
+            report.before_us,
+            report.after_us,
+            report.ratio,
+            plans,
+        )
 
 
 class Stored:
@@ -88,6 +105,17 @@ class Stored:
         """To be saved: what was found for the model."""
         if self.usable:
             self.new[self.name] = asdict(choice) | {"budget_s": self.budget_s}
+
+    def keeper(self, earlier: Choice) -> Callable[[Report, Any], None]:
+        """Keep what later calls have decided instead of `earlier`, and save it."""
+
+        def keep(report: Report, program: Any) -> None:
+            ways = {} if report.outcome == "compiled" else earlier.ways
+            now = Choice.of(report, program, earlier.banned, earlier.plans)
+            self.keep_whole(replace(now, ways=ways))
+            self.save()
+
+        return keep
 
     def save(self) -> None:
         """Write what is new; trouble with the disk is said once and never raised."""

@@ -1,0 +1,141 @@
+"""Inductor in the background: once a program has worked for long enough, a process compiles, and one call compares."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import capture_watch, policies, settings, stores
+from . import inductor
+from .contest import Contest
+from .copies import undisturbed
+from .inductor import Unable
+from .report import Report
+from .serve import Program
+from .trace import first_line
+from .whole import Whole
+
+LOG = logging.getLogger("tensorlogic")
+EARNED_S = 20.0  # of work before a process is started for it
+SHARE = 0.05  # of the work done so far that comparing may take of the caller's time
+LOOK_S = 1.0  # of work between two looks whether the process has ended
+CALLS = 150  # of the original's time that comparing takes, beside `FIXED_S`
+FIXED_S = 0.6
+TIMED_S = 0.15
+NICENESS = 10
+FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError)
+
+
+def worthwhile(contest: Contest | None) -> bool:
+    """Whether Inductor may still enter, by itself."""
+    return (
+        contest is not None
+        and settings.inductor()
+        and policies.current().tune == "auto"
+        and not stores.distributed()
+        and inductor.unfit(contest.trace) is None
+    )
+
+
+class Later:
+    """Serves calls by a program; counts them, and in the end gives way to the faster of it and Inductor's."""
+
+    def __init__(self, program: Program, contest: Contest, holder: nn.Module) -> None:
+        self.program, self.contest, self.holder = program, contest, weakref.ref(holder)
+        self.each_s = max((contest.report.after_us or 0.0) / 1e6, 1e-6)
+        self.calls, self.look_at = 0, int(EARNED_S / self.each_s)
+        self.job: inductor.Compiling | None = None
+        self.lock = threading.Lock()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The model's output, or `MISS`."""
+        self.calls += 1
+        if self.calls >= self.look_at:
+            self._look()
+        return self.program(args, kwargs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held besides the model."""
+        return self.program.nbytes
+
+    def _look(self) -> None:
+        device = self.program.device
+        if not capture_watch.quiet(device) or not self.program._context():
+            return
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            self._step()
+        except (Unable, OSError, *FAILURES) as problem:  # what serves now goes on serving
+            LOG.info("tensorlogic: Inductor in the background: %s", first_line(problem))
+            self._close(self.program)
+        finally:
+            self.lock.release()
+
+    def _step(self) -> None:
+        """Start the process; look whether it has ended; compare once that is earned."""
+        if self.job is None:
+            self.job = self.contest.begin(NICENESS)
+            self.contest.share_s = TIMED_S
+            weakref.finalize(self, inductor.Compiling.stop, self.job)
+            threading.Thread(target=_imported, daemon=True).start()
+            self._next(LOOK_S)
+        elif self.job.process.poll() is None:
+            self._next(LOOK_S)
+        else:
+            before_s = (self.contest.report.before_us or 0.0) / 1e6
+            cost = FIXED_S + CALLS * max(before_s, self.each_s)
+            missing = cost / SHARE - self.calls * self.each_s
+            if missing > 0:
+                self._next(missing)
+            else:
+                self._compare(self.job)
+
+    def _next(self, seconds: float) -> None:
+        self.look_at = self.calls + max(1, int(seconds / self.each_s))
+
+    def _compare(self, job: inductor.Compiling) -> None:
+        contest, begin = self.contest, time.perf_counter()
+        training = contest.training
+        with (
+            undisturbed(),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(training),
+        ):
+            expected = Whole(contest.trace, training)
+            won = contest.decided(lambda: job.wait(0.0), expected)
+        report: Report = contest.report
+        report.notes.append(
+            f"Inductor compiled in the background and compared after {self.calls} calls, "
+            f"{time.perf_counter() - begin:.1f} s"
+        )
+        found = self.program if won is None else won
+        if contest.keep is not None:
+            contest.keep(report, found)
+        self._close(found)
+
+    def _close(self, program: Program) -> None:
+        """From now on the program serves without us."""
+        self.program, self.look_at = program, 1 << 62
+        holder = self.holder()
+        if holder is not None and holder.__dict__.get("_program") is self:
+            holder.__dict__["_program"] = program
+        program.contest = None
+
+
+def _imported() -> None:
+    """What loading needs, seconds that no call shall wait for: imports, and which instructions the compiler knows."""
+    with contextlib.suppress(ImportError, AttributeError, *FAILURES, OSError):
+        importlib.import_module("torch._inductor.compile_fx")
+        importlib.import_module("torch._inductor.standalone_compile")
+        importlib.import_module("torch._inductor.cpu_vec_isa").pick_vec_isa()

@@ -19,7 +19,8 @@ FLOOR = (
     2.0**-50
 )  # of the operands' norms: what lies below is cancellation that float64 itself does not resolve
 FARTHEST = 2.0**460  # from 1, beyond which sums of squares leave float64's range
-SUMS = 1e-7  # the least error of sums in float32
+SUMS = {"f64": 0.0, "f32": 3e-7}  # the error of sums, of those in float32 over hundreds of elements
+OTHER_SUMS = 1.5e-7  # of forms whose units add several products at once
 #: Largest element of a row over its root mean square that a form of fixed steps takes, seen by all elements when it scales the row: no
 #: sketch of a row finds its one outlier, beside which the others would lose their digits.
 CREST = {"int8": 7.0, "int8x3": 7.0, "fp8": 1024.0}
@@ -267,23 +268,28 @@ def _summed(rows: list[float], columns: list[float], part: Part, out: Tensor) ->
     ]
 
 
-def error(parts: Iterable[Part | None], outs: Iterable[Tensor | None], seed: int = 0) -> float:
-    """The largest relative 2-norm of the error of a row or column of any part's result, against float64, on samples.
+def error(
+    parts: Iterable[Part | None], outs: Iterable[Tensor | None], seed: int = 0
+) -> tuple[float, float]:
+    """(the largest relative 2-norm of the error of a row or column of any part's result, against float64, on samples;
+    the cancellation of `Statistics`, by all elements).
 
     Half of the sample is drawn at random, half are the rows and columns that cancel most. The norm is that of the row
     before the activation. A value that is not finite where float64's is, or the reverse, makes the error infinite.
     """
-    worst = 0.0
+    worst = cancels = 0.0
     for part, out in _pairs(parts, outs):
         if out.numel():
-            worst = max(worst, *(_error(p, o, seed) for p, o in ((part, out), _turned(part, out))))
-    return worst
+            for p, o in ((part, out), _turned(part, out)):
+                found, share = _error(p, o, seed)
+                worst, cancels = max(worst, found), max(cancels, share)
+    return worst, cancels
 
 
 def likely(
-    form: str, parts: Iterable[Part | None], outs: Iterable[Tensor | None], now: Statistics
+    form: str, parts: Iterable[Part | None], outs: Iterable[Tensor | None], cancels: float
 ) -> float:
-    """The error that a form brings on ordinary data with these statistics: what was measured may be luck.
+    """The error that a form brings on ordinary data that cancel so much: what was measured may be luck.
 
     Data that are exact in a form, such as small integers, show no error, and no statistics tell them from those that are
     not; a form that holds every digit of the operands' dtype has the error of its sums, and the result that of its dtype.
@@ -294,9 +300,9 @@ def likely(
             continue
         bits = max(DTYPE_BITS.get(t.dtype, 24) for t in (part.left, part.right))
         rounded = TYPICAL[form] if bits > SIGNIFICANDS.get(form, 0) else 0.0
-        sums = SUMS if form != "f64" else 0.0
+        sums = SUMS.get(form, OTHER_SUMS)
         depth = max(part.left.shape[-1], 1)
-        inside = max(rounded, sums) * now.cancels / math.sqrt(depth)
+        inside = max(rounded, sums) * cancels / math.sqrt(depth)
         found = max(found, inside, 0.4 * 2.0 ** -DTYPE_BITS.get(out.dtype, 24))
     return found
 
@@ -312,10 +318,12 @@ def _turned(part: Part, out: Tensor) -> tuple[Part, Tensor]:
     return Part(part.right.mT, part.left.mT, None, residual, part.activation), out.t()
 
 
-def _error(part: Part, out: Tensor, seed: int) -> float:
+def _error(part: Part, out: Tensor, seed: int) -> tuple[float, float]:
     bound = _norms(part.left, 1) * _norms(_norms(part.right, 1), 0)
-    share = bound / _norms(out, 1).clamp_min(torch.finfo(torch.float64).tiny)
-    index = _sample(torch.where(bound > 0, share, 0), seed)
+    result = _norms(out, 1)
+    share = bound / result.clamp_min(torch.finfo(torch.float64).tiny)
+    share = torch.where(bound > 0, share, 0)
+    index = _sample(share, seed)
     left, right = _wide(part.left[index]), _wide(part.right)
     dtype = torch.promote_types(left.dtype, right.dtype)
     z = left.to(dtype) @ right.to(dtype)
@@ -333,7 +341,9 @@ def _error(part: Part, out: Tensor, seed: int) -> float:
     floor = (FLOOR * bound[index]).nan_to_num(0, 0, 0)
     size = torch.maximum(norm, floor).clamp_min(torch.finfo(torch.float64).tiny)
     relative = _norms(close, 1) / size
-    return math.inf if bool(spoilt.any()) else float(relative.amax())
+    worst = math.inf if bool(spoilt.any()) else float(relative.amax())
+    seen = share[torch.isfinite(share) & (result > 0)]
+    return worst, float(seen.amax()) if seen.numel() else 0.0
 
 
 def _wide(t: Tensor) -> Tensor:

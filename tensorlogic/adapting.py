@@ -22,6 +22,10 @@ from .study import BIND_ERRORS
 
 LOG = logging.getLogger("tensorlogic")
 MARGIN = 1.2  # how much worse rows that were not looked at may be than those that were
+NEARBY, BEYOND = (
+    2.0,
+    3.0,
+)  # errors follow cancellation: as measured up to the former, and farther within the latter
 GUARD_US = {
     "cpu": 100.0,
     "cuda": 120.0,
@@ -53,6 +57,12 @@ class Held:
         """Whether it may be beyond the budget."""
         return self.error * self.margin > self.rtol
 
+    @property
+    def room(self) -> float:
+        """How many times more the data may cancel: in proportion to the error where it is little, less where it is more."""
+        room = self.rtol / (self.margin * self.error) if self.error > 0 else math.inf
+        return min(room, max(NEARBY, room / BEYOND))
+
     def covers(self, now: Statistics) -> bool:
         """Whether the measured error still tells of data with these statistics."""
         then = self.statistics
@@ -61,7 +71,7 @@ class Held:
         grown = now.cancels / then.cancels if then.cancels > 0 else math.inf
         if then.cancels == now.cancels == 0.0:
             grown = 1.0
-        room = self.rtol / (self.margin * self.error) if self.error > 0 else math.inf
+        room = self.room
         if room < 1:  # already beyond the budget: what gets better may be served better
             return 0.8 <= grown <= 1.1
         near = now.low >= then.low - 4 and now.high <= then.high + 4
@@ -150,9 +160,8 @@ class Adaptive:
 
         if not works(self.device):
             return None
-        room = self.rtol / (held.margin * held.error) if held.error > 0 else math.inf
         sizes = [(*left.shape, right.shape[1]) for left, right, _ in products]
-        return Watch(then, room, [(m, n, k) for m, k, n in sizes], self.device)
+        return Watch(then, held.room, [(m, n, k) for m, k, n in sizes], self.device)
 
     def _warn(self, held: Held) -> None:
         times = held.error / self.rtol
@@ -184,21 +193,25 @@ class Adaptive:
             if not now.usable and candidate.id != EAGER:
                 return None
             found = self._remembered(candidate, now)
-            error = accuracy.error(parts, outs) if found is None else found
-        if now.usable:  # what float64 itself, which the error was measured against, may be off; and no luck with the digits
-            ordinary = accuracy.likely(form_of(candidate), parts, outs, now)
-            error = max(error, 2.0**-53 * max(1.0, now.cancels), ordinary)
-        if found is None:
-            remember(self.key, self.device, Known(candidate.id, candidate.source, error, now))
+            if found is not None:
+                error = found.error * max(1.0, now.cancels / max(found.statistics.cancels, 1e-30))
+                now = replace(now, cancels=min(now.cancels, found.statistics.cancels))
+            else:
+                error, cancels = accuracy.error(parts, outs)
+                if now.usable:  # what float64, which it was measured against, may be off; and no luck with the digits
+                    ordinary = accuracy.likely(form_of(candidate), parts, outs, cancels)
+                    error = max(error, 2.0**-53 * max(1.0, cancels), ordinary)
+                    now = replace(now, cancels=min(now.cancels, scatter(outs) * cancels))
+                remember(self.key, self.device, Known(candidate.id, candidate.source, error, now))
         margin = margin_of(outs)
         return Held(candidate, config, launch, error, now, self.rtol, margin), outs
 
-    def _remembered(self, candidate: Candidate, now: Statistics) -> float | None:
+    def _remembered(self, candidate: Candidate, now: Statistics) -> Known | None:
         for known in reversed(recall(self.key, self.device)):
             if (known.candidate, known.source) == (candidate.id, candidate.source) and now.like(
                 known.statistics
             ):
-                return known.error
+                return known
         return None
 
 
@@ -245,6 +258,12 @@ def margin_of(outs: Outputs) -> float:
     """How much worse rows that were not looked at may be: short ones scatter more."""
     sides = [n for out in outs if out is not None for n in out.shape[-2:]]
     return MARGIN * (1 + 4 / math.sqrt(max(min(sides, default=1), 1)))
+
+
+def scatter(outs: Outputs) -> float:
+    """How far the worst of all sketches of dense rows overstates cancellation; what more they make of sparse ones is not counted."""
+    lines = max((sum(out.shape[-2:]) for out in outs if out is not None), default=1)
+    return 1 + math.sqrt(2 * math.log(max(lines, 1)) / accuracy.SKETCH)
 
 
 def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Candidate, Config]]:

@@ -468,3 +468,21 @@ def test_sums_of_halves_do_not_pass_for_overflow() -> None:
     """The check for what is not finite adds in float32: a million float16 numbers add up to more than it holds."""
     assert ways.finite(torch.full((512, 512), 8.0, dtype=torch.float16))
     assert not ways.finite(torch.tensor([1.0, float("inf")], dtype=torch.float16))
+
+
+def test_what_sparse_rows_seem_to_cancel_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sketch of a few elements that are not 0 overstates it, and few sums have small errors: dense rows must not inherit that."""
+    op = OPS["matmul"].precise
+    assert op is not None
+    chosen = [(op.candidates[i], {}) for i in ("torch.f32", EAGER)]
+    monkeypatch.setattr(adapting, "order", lambda *_: chosen)
+    drawn = torch.Generator().manual_seed(0)
+    for share in (0.3, 0.4, 0.5, 0.6, 0.7):
+        adapting.forget()
+        a, b = (torch.randn(s, generator=drawn) for s in ((64, 512), (512, 300)))
+        sparse = a * (torch.rand(64, 512, generator=drawn) < 0.05)
+        hard = torch.cat((a[:, :256], -a[:, :256] + share * a[:, 256:]), 1)
+        both = torch.cat((b[:256], b[:256]))
+        with tensorlogic.precision("adaptive", rtol=1e-6 * (1 + share / 1e3)):
+            for x, y in ((sparse, b), (hard, both)):
+                assert off(tensorlogic.matmul(x, y), x.double() @ y.double()) <= 1e-6

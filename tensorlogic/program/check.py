@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -41,11 +42,32 @@ def widen(value: Any, dtype: torch.dtype) -> Any:
 
 def silent(node: fx.Node) -> tuple[Any, ...]:
     """A call's arguments with nothing dropped out, so that two ways of drawing can be compared."""
-    if node.target is torch.ops.aten.dropout.default:
-        return (node.args[0], 0.0, node.args[2])
     if getattr(node.target, "__name__", "") == "dropout_linear":
         return (*node.args[:3], 0.0)
-    return node.args
+    at = dropping(node.target)
+    if at is None or at >= len(node.args):
+        return node.args
+    return (*node.args[:at], 0.0, *node.args[at + 1 :])
+
+
+DRAWS = frozenset(("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "bernoulli", "normal", "multinomial"))  # fmt: skip
+
+
+def draws(node: fx.Node) -> bool:
+    """True for calls that only draw numbers, which another run can be given."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet is not None and packet.__name__ in DRAWS
+
+
+@functools.cache
+def dropping(target: Any) -> int | None:
+    """Where among a call's arguments the probability stands with which it drops values; None where it drops none."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return None
+    word = "p" if "dropout" in schema.name else ""
+    names = [a.name for a in schema.arguments]
+    return next((i for i, n in enumerate(names) if n in ("dropout_p", "dropout", word)), None)
 
 
 def evaluate(
@@ -54,13 +76,17 @@ def evaluate(
     owner: torch.nn.Module | None,
     dtype: torch.dtype | None = None,
     last: Mapping[str, Sequence[str]] | None = None,
+    drawn: dict[str, Tensor] | None = None,
 ) -> None:
-    """Run calls in order into `env`; with `dtype`, everything floating in it. Values in `last` go after their last use."""
+    """Run calls in order into `env`; with `dtype`, everything floating in it. Values in `last` go after their last use.
+
+    Random numbers are kept in `drawn`, and those that are there already are taken from it.
+    """
     if dtype is not None:
         with warnings.catch_warnings():  # autocast regions say that they do not know it
             warnings.simplefilter("ignore", UserWarning)
-            return _evaluate(nodes, env, owner, dtype, last)
-    return _evaluate(nodes, env, owner, dtype, last)
+            return _evaluate(nodes, env, owner, dtype, last, drawn)
+    return _evaluate(nodes, env, owner, dtype, last, drawn)
 
 
 def _evaluate(
@@ -69,10 +95,15 @@ def _evaluate(
     owner: torch.nn.Module | None,
     dtype: torch.dtype | None,
     last: Mapping[str, Sequence[str]] | None,
+    drawn: dict[str, Tensor] | None,
 ) -> None:
     for node in nodes:
         if node.op == "get_attr":
             env[node.name] = operator.attrgetter(str(node.target))(owner)
+            continue
+        if drawn is not None and node.name in drawn:
+            value = drawn[node.name]
+            env[node.name] = value.clone() if dtype is None else widen(value, dtype)
             continue
         args = fx.map_arg(silent(node), lambda n: env[n.name])
         kwargs = fx.map_arg(node.kwargs, lambda n: env[n.name])
@@ -80,6 +111,8 @@ def _evaluate(
             args = tuple(a if isinstance(a, Tensor) else _dtypes(a, dtype) for a in args)
             kwargs = {k: _dtypes(v, dtype) for k, v in kwargs.items()}
         env[node.name] = cast(Callable[..., Any], node.target)(*args, **kwargs)
+        if drawn is not None and draws(node):
+            drawn[node.name] = env[node.name].detach().clone()
         for done in (last or {}).get(node.name, ()):
             env.pop(done, None)
 

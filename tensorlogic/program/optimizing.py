@@ -96,7 +96,7 @@ def optimize(
 
     Raises:
         TypeError: model is no module. RuntimeError: training under torch.inference_mode, or during a CUDA graph capture.
-        ValueError: the model itself fails on the example inputs; the cause is its own error. Under a precision policy also:
+        ValueError: budget_s is negative; or the model itself fails on the example inputs, the cause is its own error. Under a precision policy also:
             the model is not one graph.
 
     Example:
@@ -107,6 +107,10 @@ def optimize(
         True
     """
     args, kwargs = _arguments(model, example_inputs, training)
+    if budget_s is not None and not (isinstance(budget_s, (int, float)) and budget_s >= 0):
+        raise ValueError(
+            f"optimize: budget_s is {budget_s}; a number of seconds from 0 is required"
+        )
     asked = policies.current().precision if precision is None else policy_of(precision)
     begin = time.perf_counter()
     report = Report()
@@ -166,6 +170,9 @@ def _unfit(model: nn.Module) -> str | None:
         return "TorchScript has an executor of its own"
     if hasattr(model, "_orig_mod"):
         return "the model is compiled by torch.compile already"
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            return f"{name} is on the meta device and has no values: materialise it before"
     for path, module in model.named_modules():
         hooked = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks]
         if path and any(hooked):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from .. import policies
 from .check import step
 from .code import Function, ahead
 from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
@@ -59,7 +60,7 @@ class Program:
         )
         self.guard = Guard(trace.example, training)
         self.watch = Watch(model)
-        self.autocast = autocast_state(self.device)
+        self.autocast, self.force = autocast_state(self.device), policies.current().force
         self.leaves = trace.in_spec == pytree.tree_flatten((tuple(trace.example), {}))[1]
         self.single = trace.out_spec.is_leaf()
         self.ways: Mapping[str, str | None] = {}  # of its regions, each by its last call
@@ -85,7 +86,7 @@ class Program:
             flat, spec = pytree.tree_flatten((args, dict(kwargs)))
             if spec != self.trace.in_spec:
                 return MISS
-        if len(flat) != len(self.trace.inputs) or not self.guard.holds(flat) or not self._context():
+        if len(flat) != len(self.trace.inputs) or not self._context() or not self.guard.holds(flat):
             return MISS
         out = self._checked(flat)
         if out is MISS:
@@ -206,6 +207,8 @@ class Program:
         """True where modes are as they were when the program was made."""
         recording = torch.is_grad_enabled() and not self.training
         if recording and any(t.requires_grad for t in self.state.values()):
+            return False
+        if policies.current().force != self.force:  # the model's own calls obey it
             return False
         return autocast_state(self.device) == self.autocast and plain_modes()
 

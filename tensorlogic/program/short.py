@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import front
+from .. import front, policies
 from .graphs import GradientReplay, Replay, owned
 
 MISS = object()  # what a program or a short way gives where it may not serve a call
@@ -23,6 +23,7 @@ def plain_modes() -> bool:
         and not torch._C._is_torch_function_mode_enabled()
         and not torch.compiler.is_compiling()
         and torch._C._functorch.maybe_current_level() is None
+        and torch._C._get_tracing_state() is None
     )
 
 
@@ -56,7 +57,8 @@ def _fits(
     capturing = torch._C._cuda_isCurrentStreamCapturing if cuda else None
     is_grad, dispatching = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
     intercepted, compiling = torch._C._is_torch_function_mode_enabled, torch.compiler.is_compiling
-    level = torch._C._functorch.maybe_current_level
+    level, tracing = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
+    policy, force = policies.current, policies.current().force
 
     def fits(*given: Any) -> bool:
         return (
@@ -67,6 +69,8 @@ def _fits(
             and not intercepted()
             and not compiling()
             and level() is None
+            and tracing() is None
+            and policy().force == force
             and (capturing is None or not capturing())
             and (before is None or before())
         )

@@ -291,12 +291,24 @@ def random_call(node: fx.Node) -> bool:
     """True for calls that draw random numbers or may do something else than compute."""
     if node.op != "call_function":
         return node.op != "placeholder"
+    if _drops_nothing(node):
+        return False
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         return True
     opaque = isinstance(node.target, torch._ops.HigherOrderOperator)
     name = str(node.target)
     return opaque or "dropout" in name or "rand" in name or "bernoulli" in name
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """True for attention and recurrent layers that could drop values and do not."""
+    schema = getattr(node.target, "_schema", None)
+    arguments = schema.arguments if schema is not None else []
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
+    which = next((n for n in ("dropout_p", "dropout") if n in given), None)
+    return which is not None and (given[which] == 0.0 or given.get("train") is False)
 
 
 def constants(graph: fx.Graph, state: set[str]) -> None:

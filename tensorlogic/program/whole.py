@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class Whole:
         wide = {n: known[id(v)] for n, v in values.items()}  # before a run writes into the values
         for n in self.wants:
             wide[n].requires_grad_()
+        self.drawn: dict[str, Tensor] = {}  # random numbers of the first run, for all others
         self.plain = self._run(values, None)
         self.wide = self._run(wide, dtype)
 
@@ -56,9 +57,8 @@ class Whole:
         env = dict(values)
         last = last_uses(self.nodes, self.outputs)
         with torch.set_grad_enabled(self.training):
-            check.evaluate(
-                self.nodes, env, self.traced.owner, dtype, None if self.training else last
-            )
+            kept = None if self.training else last
+            check.evaluate(self.nodes, env, self.traced.owner, dtype, kept, self.drawn)
             outs = fx.map_arg(self.outputs, lambda n: env[n.name])
             return self._seen(outs, values)
 
@@ -77,9 +77,11 @@ class Whole:
         """Compare a program, run on copies of what it might change and with nothing dropped out."""
         values = expected_inputs(self.traced)
         function = program.function
-        kept = [n.args for n in function.nodes]
+        kept = [(n.target, n.args) for n in function.nodes]
         for node in function.nodes:
             node.args = check.silent(node)
+            if node.name in self.drawn and check.draws(node):
+                node.target = _given(self.drawn[node.name])
         for name in self.traced.state:
             function.set(name, values[name])
         try:
@@ -89,8 +91,13 @@ class Whole:
         except (RuntimeError, ValueError, TypeError) as problem:
             return Verdict(f"it fails: {first_line(problem)}", float("inf"))
         finally:
-            for node, args in zip(function.nodes, kept, strict=True):
-                node.args = args
+            for node, (target, args) in zip(function.nodes, kept, strict=True):
+                node.target, node.args = target, args
             function.run = function._bind
             for name, tensor in program.state.items():
                 function.set(name, tensor)
+
+
+def _given(value: Tensor) -> Callable[..., Tensor]:
+    """What stands for a call that draws: it gives what was drawn before."""
+    return lambda *_, **__: value.clone()

@@ -1,0 +1,142 @@
+"""optimize: what is random is compared all the same, and callers that trace, force or misuse get PyTorch's result or a reason."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tensorlogic
+from tensorlogic import measure
+from tensorlogic.program import check, choosing, inductor
+from tensorlogic.program.serve import Program
+from tensorlogic.program.trace import Trace, trace
+from tensorlogic.program.whole import Whole
+
+
+@pytest.fixture
+def pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is right counts as faster."""
+    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.program.regions.USUAL_SHARE_S", 0.001)
+    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
+
+
+class Sampling(nn.Module):
+    """Draws between two products, as variational autoencoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(64, 32), nn.Linear(16, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, spread = self.encode(x).chunk(2, -1)
+        z = mean + torch.randn_like(mean) * (0.5 * spread).exp()
+        return self.decode(z), torch.rand(3) + z.mean()
+
+
+class Dropping(nn.Module):
+    """Every call of PyTorch that drops values."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p, self.gru = p, nn.GRU(8, 8, 2, dropout=p)
+        self.lstm = nn.LSTM(8, 8, 2, dropout=p)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        drops = (F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout2d)
+        attention = F.scaled_dot_product_attention(x, x, x, dropout_p=self.p)
+        found = [f(x, self.p, True) for f in drops] if self.p else []
+        return (attention, self.gru(x[0])[0], self.lstm(x[0])[0], *found)
+
+
+def traced(model: nn.Module, x: Tensor) -> Trace:
+    with torch.no_grad():
+        return trace(model, (x,), {})
+
+
+def scaled(graph: Any, factor: float) -> Any:
+    """The graph with its first output multiplied."""
+    out = graph.output_node()
+    first = out.all_input_nodes[0]
+    with graph.inserting_before(out):
+        node = graph.call_function(torch.mul, (first, factor))
+        node.meta = {**first.meta}
+    out.replace_input_with(first, node)
+    return graph
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_models_that_draw_are_compared_on_the_same_numbers(factor: float) -> None:
+    made = traced(Sampling().eval(), torch.randn(8, 64))
+    whole = Whole(made, False)
+    program = Program(made, scaled(copy.deepcopy(made.graph), factor), {}, False, nn.Module())
+    verdict = whole.judge(program)
+    assert bool(verdict) == (factor == 1.0), verdict
+    first, second = (program((torch.zeros(8, 64),), {})[0] for _ in range(2))
+    assert not torch.equal(first, second)  # and draws its own afterwards
+
+
+def test_whatever_drops_values_is_compared_without() -> None:
+    made = traced(Dropping(0.4).train(), torch.randn(2, 3, 4, 8))
+    calls = [n for n in made.graph.nodes if 0.4 in n.args]
+    assert len(calls) == 7
+    for node in calls:
+        assert 0.4 not in check.silent(node)
+        assert len(check.silent(node)) == len(node.args)
+    whole = Whole(made, False)
+    assert (
+        whole.judge(Program(made, copy.deepcopy(made.graph), {}, False, nn.Module())).error < 1.01
+    )
+    wrong = Program(made, scaled(copy.deepcopy(made.graph), 1.001), {}, False, nn.Module())
+    assert not whole.judge(wrong)
+
+
+def test_what_drops_nothing_is_not_random() -> None:
+    x = torch.randn(2, 3, 4, 8)
+    assert inductor.unfit(traced(Dropping(0.0).eval(), x)) is None
+    assert inductor.unfit(traced(Dropping(0.0).train(), x)) is None
+    assert inductor.unfit(traced(Dropping(0.4).train(), x)) is not None
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)).eval()
+
+
+def test_torchscript_records_the_models_own_calls(pays: None) -> None:
+    model, x = network(), torch.randn(4, 16)
+    with torch.no_grad():
+        fast = tensorlogic.optimize(model, x)
+        recorded = torch.jit.trace(fast, (x,))
+        given = torch.randn(4, 16)
+        torch.testing.assert_close(recorded(given), model(given))
+
+
+def test_second_derivatives_under_the_policy_that_has_them(pays: None) -> None:
+    model, x = network().train(), torch.randn(4, 16, requires_grad=True)
+    fast = tensorlogic.optimize(model, x.detach(), training=True)
+    found = []
+    with tensorlogic.policy(force="torch.eager"):
+        for each in (fast, model):
+            (dx,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(dx.square().sum(), x)[0])
+    torch.testing.assert_close(*found)
+
+
+def test_weights_without_values_are_named() -> None:
+    model = network()
+    model[2] = nn.Linear(32, 8, device="meta")
+    assert tensorlogic.optimize(model, torch.randn(4, 16)) is model
+    assert "2.weight is on the meta device" in model.report.reason
+
+
+@pytest.mark.parametrize("budget", [-1, float("nan"), "soon"])
+def test_budgets_that_are_none(budget: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="budget_s"):
+        tensorlogic.optimize(network(), torch.randn(4, 16), budget_s=budget)

@@ -470,6 +470,16 @@ def test_sums_of_halves_do_not_pass_for_overflow() -> None:
     assert not ways.finite(torch.tensor([1.0, float("inf")], dtype=torch.float16))
 
 
+@pytest.mark.parametrize("mode", ["f32", "f16"])
+@pytest.mark.parametrize("factor", [1e-200, 1e-40, 1e200])
+def test_rows_beyond_float32_do_not_vanish(mode: str, factor: float) -> None:
+    a, b = torch.randn(40, 96, dtype=torch.float64), torch.randn(96, 48, dtype=torch.float64)
+    a[::3] *= factor
+    c, want = tensorlogic.matmul(a, b, precision=tensorlogic.precision(mode)), a @ b
+    peak = want.abs().amax(1, keepdim=True)
+    assert off(c / peak, want / peak) < 1e-3
+
+
 def test_what_sparse_rows_seem_to_cancel_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sketch of a few elements that are not 0 overstates it, and few sums have small errors: dense rows must not inherit that."""
     op = OPS["matmul"].precise

@@ -12,6 +12,7 @@ from torch import Tensor
 import tensorlogic
 from tensorlogic import accuracy, adapting, registry
 from tensorlogic.accuracy import Statistics
+from tensorlogic.op import OPS
 
 if registry.triton_missing() or not (torch.cuda.is_available() or registry.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)
@@ -301,3 +302,19 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         if isinstance(answer, str) or answer.stack
     }
     assert not bad
+
+
+def test_float64_is_left_as_it_is_where_that_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = OPS["matmul"].precise
+    assert op is not None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, refused in (((9, 0), True), ((8, 9), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        for mode, dtype in (
+            ("f32", torch.float64),
+            ("f32", torch.float32),
+            ("adaptive", torch.float64),
+        ):
+            key = op.key((torch.ones(4, 4, dtype=dtype),) * 2 + ("none", False), "inference", mode)
+            served = ways_cuda._narrowing(key) is None
+            assert served == (not refused or (mode, dtype) != ("f32", torch.float64))

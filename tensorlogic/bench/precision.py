@@ -25,7 +25,9 @@ from . import machine
 from .tables import aligned
 
 FORMAT = "tensorlogic precision"
-SIZES = {"cpu": (512, 1000, 2048), "cuda": (1024, 4096, 1000, 2048, 8192)}
+SIZES = {"cpu": (512, 1000, 2048), "cuda": (4096, 1024, 8192, 1000, 2048)}
+BESIDE = (1000,)  # sizes of a CPU that stands beside a GPU
+MIXED = {"cpu": (512, 1000, 2048), "cuda": (1024, 4096)}
 QUICK = {"cpu": (256, 512), "cuda": (1024, 4096)}
 BUDGETS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 TRANSFERS = (16 << 20, 64 << 20, 256 << 20)
@@ -87,8 +89,9 @@ def run(
                 tick(f"placement {n}")
                 found["placement"].append(placed(n))
                 keep(found)
-        for device in devices:
-            for n in (QUICK if quick else SIZES)[device.type]:
+        for device in reversed(devices):
+            sizes = (QUICK if quick else SIZES)[device.type]
+            for n in sizes if device == devices[-1] or quick else BESIDE:
                 for dtype in (torch.float64, torch.float32)[n >= LARGEST :]:
                     tick(f"{device.type} {numerics.NAMES[dtype]} {n}")
                     found["strategies"] += strategies(n, dtype, device)
@@ -96,8 +99,9 @@ def run(
                     tick(f"{device.type} {numerics.NAMES[dtype]} {n} within budgets")
                     found["adaptive"] += adaptive(n, dtype, device)
                     keep(found)
-                tick(f"{device.type} {n} mixed")
-                found["mixed"].append(mixed(n, device))
+                if quick or n in MIXED[device.type]:
+                    tick(f"{device.type} {n} mixed")
+                    found["mixed"].append(mixed(n, device))
     found["after"] = machine.state(devices[-1])
     return found
 

@@ -15,8 +15,16 @@ RESULTS = {"h200": "precision-h200.json", "cpu": "precision-cpu.json"}
 MARK = "<!-- {} -->"
 
 
+def _there(found: dict[str, Any]) -> dict[str, Any]:
+    """What was found on the machine's GPU, or on its processor where it has none."""
+    device = "cuda" if found["machine"]["gpu"] else "cpu"
+    parts = ("strategies", "adaptive", "mixed")
+    return found | {p: [r for r in found[p] if r["device"] == device] for p in parts}
+
+
 def tables(found: dict[str, Any]) -> str:
     """The strategies at the usual size, what budgets take, transfers and placement, as Markdown."""
+    found = _there(found)
     machine = found["machine"]
     name = (machine["gpu"] or {}).get("name") or machine["processor"]
     torch = machine["environment"]["torch"]
@@ -33,8 +41,7 @@ def tables(found: dict[str, Any]) -> str:
         blocks.append(f"**{dtype} inputs, {largest}×{largest}**\n\n" + _markdown(head, rows))
     rows = [
         [r["size"], r["dtype"], f"{r['rtol']:.0e}", r["way"], r["error"], r["us"], r["speed"][0], r.get("watched_speed", ("",))[0], r["wall_speed"][0]]
-        for r in found["adaptive"]
-        if r["size"] in sizes
+        for r in sorted(found["adaptive"], key=lambda r: (r["size"], r["dtype"]))
     ]  # fmt: skip
     head = [
         "size",
@@ -92,12 +99,9 @@ def plot(found: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    rows = [r for r in found["strategies"] if r["dtype"] == "f32" and "us" in r]
-    device = rows[-1]["device"]
+    rows = [r for r in _there(found)["strategies"] if r["dtype"] == "f32" and "us" in r]
     for way in dict.fromkeys(r["way"] for r in rows):
-        points = sorted(
-            (r["size"], r["us"]) for r in rows if r["way"] == way and r["device"] == device
-        )
+        points = sorted((r["size"], r["us"]) for r in rows if r["way"] == way)
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=way)
     axes.set(
         xscale="log",

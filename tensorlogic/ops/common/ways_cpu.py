@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ... import native
+from ... import accuracy, native
 from ...accuracy import CREST
 from ...plans import Key
 from . import cpu_costs, native_wiring, ways
@@ -17,6 +17,7 @@ from .ways import Way, single, wide
 
 BLOCK = 512  # rows and columns narrowed at a time
 STEPS = 127  # of an int8 slice, to either side
+LOWEST = -100  # binary exponent of peaks beside which float32 still has smaller numbers
 DEEPEST = 1 << 16  # elements of a sum of int8 products that surely fit into 32 bits
 
 
@@ -79,8 +80,19 @@ def torch_f32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _kept(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """c, or the product in float64 where values beyond float32's range have spoilt c."""
-    return c if ways.finite(c) else ways.in_f64(a, b)
+    """c, or the product in float64 where rows or columns beyond float32's range have spoilt c, or vanished in it."""
+    return c if ways.finite(c) and not _vanishing(a, b, c) else ways.in_f64(a, b)
+
+
+def _vanishing(a: Tensor, b: Tensor, c: Tensor) -> bool:
+    """Whether rows of a or columns of b, in float64, are too small for float32, by a sketch of each."""
+    if torch.float64 not in (a.dtype, b.dtype) or not c.numel() or not a.numel():
+        return False
+    if min(a.dim(), b.dim()) > 1 and max(a.dim(), b.dim()) == 2:
+        now = accuracy.statistics([accuracy.Part(a, b)], [c])
+        return not now.usable or now.low < LOWEST
+    peaks = [t.abs().amax(dim) for t, dim in ((a, -1), (b, -2 if b.dim() > 1 else -1))]
+    return any(bool(((p > 0) & (p < 2.0**LOWEST)).any()) for p in peaks)
 
 
 def torch_bf16(a: Tensor, b: Tensor) -> Tensor:

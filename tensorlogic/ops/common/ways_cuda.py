@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...compiling import CompileFailure
 from ...numerics import NAMES
+from ...plans import Key
 from . import triton_halves, triton_split, ways
 from .cublaslt import lt_available, lt_launcher, lt_refusal
 from .gemm import GemmSpec, Operand
@@ -23,6 +24,7 @@ PLANES = {
 }
 #: Of the inner dimension: a longer one loses more than a split in three or six keeps.
 RUNS = {torch.float16: 384, torch.bfloat16: 512}
+FULL_RATE = {(8, 0), (9, 0), (10, 0)}  # compute capabilities with tensor cores for float64
 RANKS = 3  # algorithms of the library's ranking that are worth timing
 
 
@@ -139,6 +141,15 @@ def _cuda(device: str) -> str | None:
     return lt_available(device)
 
 
+def _narrowing(key: Key) -> str | None:
+    """None, or why float64 inputs are better served as they are: their range, at no cost."""
+    wide = any(t is not None and t.dtype == "f64" for t in key.tensors)
+    if key.precision != "f32" or not wide or not torch.cuda.is_available():
+        return None
+    quick = torch.cuda.get_device_capability() in FULL_RATE
+    return "float64 is no slower on this GPU, and keeps its range" if quick else None
+
+
 def _us(rate: float, converted: float) -> Any:
     """Expected time from multiply-adds a microsecond and bytes of conversions an element."""
 
@@ -159,7 +170,7 @@ def found() -> list[Way]:
 
     bf16, f16 = torch.bfloat16, torch.float16
     return [
-        way("cublaslt.f32", "f32", f32, _us(25e6, 0)),
+        way("cublaslt.f32", "f32", f32, _us(25e6, 0), serves=_narrowing),
         way("cublaslt.bf16x6", "bf16x6", partial(in_runs, bf16, 6), _us(48e6, 16)),
         way("cublaslt.f16x3", "f16x3", partial(in_runs, f16, 3), _us(80e6, 10), guarded=True),
         way("cublaslt.bf16x3", "bf16x3", partial(planes, bf16, 3), _us(110e6, 10)),

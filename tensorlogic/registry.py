@@ -55,6 +55,7 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.softmax_cross_entropy.triton_stays",
     "tensorlogic.ops.attention_scores.triton_scores",
     "tensorlogic.ops.attention_scores.triton_specialised",
+    "tensorlogic.ops.attention_scores.triton_held",
     "tensorlogic.ops.one_row",
     "tensorlogic.ops.precise_cuda",
 )

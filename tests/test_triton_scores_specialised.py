@@ -12,6 +12,7 @@ from .test_triton_specialised import HOPPER
 
 from tensorlogic.op import OPS  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry  # isort: skip
+from tensorlogic.ops.common import scores_held  # isort: skip
 from tensorlogic.ops.common import scores_specialised as scores  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 
@@ -20,6 +21,8 @@ CONFIGS = [
     {"CONSUMERS": 2, "BLOCK_N": 64, "STAGES": 2, "BUFFERS": 1, "ROUNDS": 2, "APART": 1},
     {"CONSUMERS": 4, "BLOCK_N": 128, "STAGES": 2, "BUFFERS": 1, "ROUNDS": 1, "APART": 1},
     {"CONSUMERS": 4, "BLOCK_N": 64, "STAGES": 4, "BUFFERS": 2, "ROUNDS": 3, "APART": 1},
+    {"BLOCK_N": 64, "STAGES": 4, "KEPT": 2},
+    {"BLOCK_N": 128, "STAGES": 4, "KEPT": 1},
 ]
 
 
@@ -29,6 +32,8 @@ def start(
     b, h, s, d = q.shape
     t = k.shape[2]
     lies = [scores.heads(b, h, rows, d, x.stride()[:3]) for rows, x in ((s, q), (t, k))]
+    if "KEPT" in config:
+        return scores_held.held_launcher((b, h, s, t, d), dtype, *lies, config, DEVICE, cores)
     return scores.specialised_scores_launcher((b, h, s, t, d), dtype, *lies, config, DEVICE, cores)
 
 
@@ -90,6 +95,21 @@ def test_what_they_refuse(change: dict[str, Any], reason: str) -> None:
     assert reason in str(scores.scores_refusal(**fits | change))
 
 
+def test_held_scores_refuse_long_rows_and_offer_what_fits() -> None:
+    assert scores_held.held_refusal(512, 256, 64, "f16", 16) is None
+    assert "T of 128" in str(scores_held.held_refusal(512, 512, 64, "f16", 16))
+    assert "T of 192" in str(scores_held.held_refusal(512, 128, 128, "f16", 16))
+    assert "multiples" in str(scores_held.held_refusal(512, 200, 64, "f16", 16))
+    for d in (32, 64, 128):
+        for t in (
+            t for t in range(64, 448, 64) if not scores_held.held_refusal(64, t, d, "f16", 16)
+        ):
+            for config in scores_held.held_configs(t, d):
+                assert t % config["BLOCK_N"] == 0
+                assert 1 <= config["KEPT"] <= t // config["BLOCK_N"]
+            assert scores_held.held_configs(t, d)
+
+
 def test_what_is_offered_fits_and_compiles_without_spilling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -104,8 +124,17 @@ def test_what_is_offered_fits_and_compiles_without_spilling(
                 ),
                 torch.device("cuda", 0),
             )
+    for t, d in ((256, 64), (192, 128)):
+        lies = scores.heads(4, 16, t, d, (16 * t * d, t * d, d))
+        for config in scores_held.held_configs(t, d):
+            jobs += triton_launch.collect(
+                lambda t=t, d=d, lies=lies, config=config: scores_held.held_launcher(
+                    (4, 16, t, t, d), "f16", lies, lies, config, torch.device("cuda", 0), 132
+                ),
+                torch.device("cuda", 0),
+            )
     jobs = list(dict.fromkeys(jobs))
-    assert len(jobs) > 4
+    assert len(jobs) > 6
     for answer in triton_launch.resources_apart(jobs):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, answer

@@ -1,6 +1,6 @@
 """Kernels on trial beside what is chosen today: checked against float64, then timed by graph replays, inputs out of the cache.
 
-python benchmarks/device/trials.py [rows|few|sum|both|scores|chosen ...] [--rounds 9]
+python benchmarks/device/trials.py [both|chosen ...] [--rounds 9]
 
 A trial that is wrong is not timed. What wins becomes a candidate with tests of its own; then, or where it loses, it goes from here.
 "chosen" tunes calls that new candidates serve, and says what they were measured at.
@@ -22,24 +22,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from trial_shapes import DEVICE, Shape, both, cross_entropy, few, miss, poison, rand, scores, sums
+from trial_shapes import DEVICE, Shape, both, miss, poison, rand
 
 import tensorlogic
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common import triton_launch
 
 PARTS: dict[str, list[Callable[[], Shape]]] = {
-    "rows": [
-        lambda: cross_entropy(4096, 32000, "f16"), lambda: cross_entropy(2048, 50264, "bf16"), lambda: cross_entropy(8192, 128256, "f16"),
-        lambda: cross_entropy(512, 32000, "f32"), lambda: cross_entropy(16384, 8192, "f16"), lambda: cross_entropy(4096, 32000, "f16", ignored=0),
-    ],
-    "few": [
-        lambda: few(1, 4096, 4096, "f16"), lambda: few(1, 4096, 14336, "f16"), lambda: few(1, 3072, 768, "f16"), lambda: few(1, 5120, 5120, "bf16"),
-        lambda: few(2, 4096, 4096, "f16"), lambda: few(4, 4096, 4096, "f16"),
-    ],
-    "sum": [lambda: sums(1 << 20), lambda: sums(1 << 18), lambda: sums(1 << 21), lambda: sums(1 << 23), lambda: sums(1 << 15)],
     "both": [lambda: both(4096, 32000, "f16"), lambda: both(8192, 16384, "bf16"), lambda: both(2048, 128256, "f16")],
-    "scores": [lambda: scores(2048, 64, "f16"), lambda: scores(512, 64, "f16"), lambda: scores(256, 64, "f16"), lambda: scores(512, 128, "bf16")],
 }  # fmt: skip
 
 
@@ -55,7 +45,8 @@ def chosen() -> None:
         *((tensorlogic.linear, (a, b)) for a, b in zip(x, w, strict=True)),
         (tensorlogic.softmax_cross_entropy, (logits, target)),
         (tensorlogic.softmax_cross_entropy, (few, target[:512])),
-    ]
+        (tensorlogic.attention_scores, (*(rand(4, 16, 256, 64, dtype="f16") for _ in "qk"), 0.125)),
+    ]  # fmt: skip
     for fn, args in calls:
         tensorlogic.tune(fn, *args)
         print(tensorlogic.explain(fn, *args), flush=True)

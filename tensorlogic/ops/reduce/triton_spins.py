@@ -22,8 +22,8 @@ def describe(key: Key) -> Shape | str:
         return found
     if found.outer * found.inner != 1:
         return "more than one value is left"
-    if not triton_spins.LEAST <= found.reduce <= triton_spins.MOST:
-        return f"between {triton_spins.LEAST} and {triton_spins.MOST} elements are required"
+    if not triton_spins.spun_configs(found.reduce, found.dtype):
+        return f"from {triton_spins.LEAST} elements to 32 MB are required"
     return found
 
 

@@ -32,11 +32,6 @@ def poison(shape: Shape) -> None:
         shape.sets[0][i].fill_(torch.nan)
 
 
-def short(config: dict[str, Any]) -> str:
-    """A configuration in few characters."""
-    return " ".join(str(v) for v in config.values())
-
-
 @dataclass
 class Shape:
     """One problem: input sets, float64 results of the first, the fewest bytes; its trials by name, and present ones."""

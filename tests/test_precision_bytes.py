@@ -15,7 +15,13 @@ from tensorlogic.op import EAGER, OPS
 if registry.triton_missing() or not (torch.cuda.is_available() or registry.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)
 
-from tensorlogic.ops.common import triton_bytes, triton_launch, triton_split, ways_bytes
+from tensorlogic.ops.common import (
+    triton_bytes,
+    triton_launch,
+    triton_lines,
+    triton_split,
+    ways_bytes,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORMS = ("int8", "fp8")
@@ -152,11 +158,13 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         jobs.append(triton_launch.compile_job(kernel, sm=90, **options))
         return lambda *args: True
 
-    monkeypatch.setattr(triton_bytes, "prepare", record)
+    for module in (triton_bytes, triton_lines):
+        monkeypatch.setattr(module, "prepare", record)
     n, place = 4096, torch.device("cuda", 0)
     for form in FORMS:
         for strides in ((n, 1), (1, n)):
-            triton_bytes._quantise.__wrapped__("f32", form, (n, n), strides, n, 16, place)
+            triton_lines._peaks.__wrapped__("f32", "f32", True, (n, n), strides, 16, place)
+            triton_bytes._to_bytes.__wrapped__("f32", form, (n, n), strides, 4, n, 16, place)
         for tile in triton_bytes.TILES:
             triton_bytes._multiply.__wrapped__(form, (n, n, n), tile, place)
     triton_bytes._scale.__wrapped__(n, n, place)

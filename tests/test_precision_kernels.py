@@ -20,6 +20,7 @@ if registry.triton_missing() or not (torch.cuda.is_available() or registry.inter
 from tensorlogic.ops.common import (
     triton_halves,
     triton_launch,
+    triton_lines,
     triton_mend,
     triton_split,
     ways_cuda,
@@ -284,15 +285,21 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         jobs.extend(triton_launch.compile_job(kernel, sm=sm, **options) for sm in (90,))
         return lambda *args: True
 
-    for module in (triton_halves, triton_mend, triton_split):
+    for module in (triton_halves, triton_lines, triton_mend, triton_split):
         monkeypatch.setattr(module, "prepare", record)
     n, strides, place = 4096, (4096, 1) * 3, torch.device("cuda", 0)
     triton_mend._mend.__wrapped__(("f32",) * 3, (n, n, n), strides, (128, 256), 4, place)
     triton_mend._mend.__wrapped__(("f64", "f64", "f64"), (n, n, n), strides, (128, 256), 4, place)
     triton_split._look.__wrapped__(("f32",) * 3, (n, n, n), strides, 4, place)
-    triton_halves._halve.__wrapped__("f32", (n, n), (n, 1, n, 1), 4, place)
-    triton_halves._halve.__wrapped__("bf16", (n, n), (1, n, 1, n), 2, place)
-    triton_halves._halve.__wrapped__("f64", (n, n), (n, 1, n, 1), 4, place)
+    for kind, laid in (
+        ("f32", (n, 1, n, 1)),
+        ("bf16", (1, n, 1, n)),
+        ("f64", (n, 1, n, 1)),
+        ("f64", (1, n, 1, n)),
+    ):
+        real = "f64" if kind == "f64" else "f32"
+        triton_lines._peaks.__wrapped__(kind, real, False, (n, n), laid[:2], 16, place)
+        triton_halves._halve.__wrapped__(kind, (n, n), laid, 2, 16, place)
     for wide in (False, True):
         triton_halves._back.__wrapped__((n, n), ("left_ptr", "right_ptr"), wide, place)
     answers = triton_launch.resources_apart(jobs)

@@ -1,6 +1,6 @@
 """Products of bytes on an NVIDIA GPU: lines as int8 or float8 (e4m3) with a scale of their own, and their product scaled back.
 
-Two launches make the bytes of an operand, whatever its layout: `line_peaks` reads it once, `to_bytes` again, partly from
+Two launches make the bytes of an operand, whatever its layout: `triton_lines.py` reads it once, `to_bytes` again, partly from
 the L2 cache. Lines lie along the inner dimension afterwards, where tensor cores want it, its end filled with zeros.
 """
 
@@ -15,42 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ...accuracy import CREST
-from . import triton_split
+from . import triton_lines, triton_split
 from .triton_launch import Start, prepare
 
 PITCH = 128  # elements that the inner dimension is filled up to, the depth of a tile
 TOP = {"int8": 127.0, "fp8": 448.0}  # what the largest element of a line becomes
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 NAMES = {"int8": "i8", "fp8": "e4m3"}
-#: Lines and elements along them that a program reads, by whether neighbours along a line lie together: peaks, then bytes.
-PEAKS = {True: (8, 1024), False: (128, 64)}
-BYTES = {True: (16, 512), False: (64, 128)}
-RUNS = 4  # tiles that one program of `line_peaks` reads along its lines
+BYTES = {
+    True: (16, 512),
+    False: (64, 128),
+}  # lines and elements along them of a tile, as in triton_lines.py
 #: BLOCK_M, BLOCK_N, BLOCK_K, warps, stages of the product
 TILES = ((128, 256, 128, 8, 4), (128, 128, 128, 4, 4), (64, 128, 128, 4, 5), (64, 64, 128, 4, 5))
-
-
-@triton.jit
-def line_peaks(
-    x_ptr, peak_ptr, square_ptr, R, C, x_line, x_along,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, RUNS: tl.constexpr,
-):  # fmt: skip
-    """peak[p, r] = largest |x|, square[p, r] = sum of x² of RUNS tiles of line r of x [R, C]."""
-    across = tl.cdiv(R, BLOCK_R)
-    part = tl.program_id(0) // across
-    lines = tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R)
-    peak = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    square = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for run in tl.static_range(RUNS):
-        along = (part * RUNS + run) * BLOCK_C + tl.arange(0, BLOCK_C)
-        at = lines.to(tl.int64)[:, None] * x_line + along.to(tl.int64)[None, :] * x_along
-        x = tl.load(x_ptr + at, mask=(lines < R)[:, None] & (along < C)[None, :], other=0.0)
-        x = x.to(tl.float32)
-        peak = tl.maximum(peak, tl.abs(x))
-        square += x * x
-    to = part.to(tl.int64) * R + lines
-    tl.store(peak_ptr + to, tl.max(peak, 1), mask=lines < R)
-    tl.store(square_ptr + to, tl.sum(square, 1), mask=lines < R)
 
 
 @triton.jit
@@ -141,31 +118,20 @@ def scale_sums(
 
 
 @lru_cache(maxsize=1024)
-def _quantise(
-    kind: str, form: str, shape: tuple[int, int], strides: tuple[int, int], depth: int, align: int, device: torch.device,
-) -> tuple[Start, Start, int]:  # fmt: skip
-    """(line_peaks, to_bytes, how many parts of a line have a peak of their own)."""
+def _to_bytes(
+    kind: str, form: str, shape: tuple[int, int], strides: tuple[int, int], parts: int, depth: int, align: int, device: torch.device,
+) -> Start:  # fmt: skip
     lines, along = shape
-    together = strides[1] == 1 or strides[0] != 1
-    (rows, columns), (down, across) = PEAKS[together], BYTES[together]
-    parts = ceil(along / (RUNS * columns))
-    sizes = {"R": lines, "C": along}
-    steps = {"x_line": strides[0], "x_along": strides[1]}
-    peaks = prepare(
-        line_peaks, grid=(ceil(lines / rows) * parts, 1, 1),
-        pointers={"x_ptr": kind, "peak_ptr": "f32", "square_ptr": "f32"}, integers={**sizes, **steps}, floats=(),
-        constexprs={"BLOCK_R": rows, "BLOCK_C": columns, "RUNS": RUNS}, num_warps=8, num_stages=1, device=device, align=align,
-    )  # fmt: skip
-    made = prepare(
+    down, across = BYTES[triton_lines.together(strides)]
+    return prepare(
         to_bytes, grid=(ceil(lines / down) * ceil(depth / across), 1, 1),
         pointers={
             "x_ptr": kind, "y_ptr": NAMES[form], "scale_ptr": "f32", "peak_ptr": "f32", "square_ptr": "f32", "flag_ptr": "i32",
         },
-        integers={**sizes, "PARTS": parts, "DEPTH": depth, **steps}, floats=(),
+        integers={"R": lines, "C": along, "PARTS": parts, "DEPTH": depth, "x_line": strides[0], "x_along": strides[1]}, floats=(),
         constexprs={"TOP": TOP[form], "CREST": CREST[form], "BLOCK_R": down, "BLOCK_C": across},
         num_warps=8, num_stages=1, device=device, align=align,
     )  # fmt: skip
-    return peaks, made, parts
 
 
 def quantise(x: Tensor, form: str) -> tuple[Tensor, Tensor]:
@@ -175,17 +141,15 @@ def quantise(x: Tensor, form: str) -> tuple[Tensor, Tensor]:
     """
     lines, along = x.shape
     depth = ceil(along / PITCH) * PITCH
+    peak, square, parts = triton_lines.peaks(x, squares=True)
     (kind,) = triton_split.names(x)
     strides = (x.stride(0), x.stride(1))
-    peaks, to, parts = _quantise(
-        kind, form, (lines, along), strides, depth, triton_split.aligned(x), x.device
-    )
-    size = ceil(parts * lines / 4) * 4  # each begins at a multiple of 16 bytes
-    found = torch.empty(2 * size + lines, dtype=torch.float32, device=x.device)
-    peak, square, scale = found[:size], found[size : 2 * size], found[2 * size :]
+    align = triton_split.aligned(x)
+    to = _to_bytes(kind, form, (lines, along), strides, parts, depth, align, x.device)
+    scale = torch.empty(lines, dtype=torch.float32, device=x.device)
     y = torch.empty(lines, depth, dtype=TYPES[form], device=x.device)
-    if not (peaks(x, peak, square) and to(x, y, scale, peak, square, triton_split.flag(x.device))):
-        raise RuntimeError("quantise: a kernel refused tensors of the alignment it was built for")
+    if not to(x, y, scale, peak, square, triton_split.flag(x.device)):
+        raise RuntimeError("quantise: the kernel refused tensors of the alignment it was built for")
     return y, scale
 
 

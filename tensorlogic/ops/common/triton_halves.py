@@ -1,4 +1,4 @@
-"""float16 operands of any range: lines scaled by powers of two where their range asks for it, in one launch, and the product
+"""float16 operands of any range: lines scaled by powers of two where their range asks for it, in two launches, and the product
 scaled back, a launch that reads nothing of it where no line was."""
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_split
+from . import triton_lines, triton_split
 from .triton_launch import Start, prepare
 
-LINES, ALONG = 32, 128  # of a tile, 16 KiB of float32
+LINES = {
+    True: (16, 512),
+    False: (128, 64),
+}  # and elements along them of a tile, as in triton_lines.py
 BLOCK_M, BLOCK_N = {False: 32, True: 16}, 128  # the former by whether it is in float64
 
 
@@ -28,40 +31,39 @@ def power(e, WIDE: tl.constexpr):
 
 @triton.jit
 def halve_lines(
-    x_ptr, y_ptr, scale_ptr, R, C, x_line, x_along, y_line, y_along,
+    x_ptr, y_ptr, scale_ptr, peak_ptr, R, C, PARTS, x_line, x_along, y_line, y_along,
     WIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """y = half(x · 2^-e), e of each line of x [R, C]: 0 where its largest value lies in 2^-10 .. 65504, else that value's exponent.
 
-    In float32, or in float64 where WIDE.
+    In float32, or in float64 where WIDE; peak [PARTS, R] is that of parts of the lines.
     """
     real: tl.constexpr = tl.float64 if WIDE else tl.float32
-    rows = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-    along = tl.arange(0, BLOCK_C).to(tl.int64)
-    peak = tl.zeros((BLOCK_R, BLOCK_C), real)
-    for start in range(0, C, BLOCK_C):
-        inside = (rows < R)[:, None] & (start + along < C)[None, :]
-        at = rows[:, None] * x_line + (start + along)[None, :] * x_along
-        peak = tl.maximum(peak, tl.abs(tl.load(x_ptr + at, mask=inside, other=0.0).to(real)))
-    largest = tl.max(peak, 1)
+    across = tl.cdiv(R, BLOCK_R)
+    first = tl.program_id(0) // across
+    lines = tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R)
+    largest = tl.zeros((BLOCK_R,), real)
+    at = lines.to(tl.int64)
+    for _ in range(PARTS):
+        largest = tl.maximum(largest, tl.load(peak_ptr + at, mask=lines < R, other=0.0))
+        at += R
     if WIDE:
         e = (((largest.to(tl.int64, bitcast=True) >> 52) & 2047) - 1023).to(tl.int32)
     else:
         e = ((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127
     fits = (largest >= 0.0009765625) & (largest <= 65504.0)
     e = tl.where(fits | (largest == 0.0) | (largest == float("inf")), 0, e)
-    tl.store(scale_ptr + rows, e, mask=rows < R)
+    if first == 0:
+        tl.store(scale_ptr + lines, e, mask=lines < R)
     half = e >> 1  # in two steps: 2^-e alone may leave the range
-    first, second = power(-half, WIDE)[:, None], power(half - e, WIDE)[:, None]
-    for start in range(0, C, BLOCK_C):
-        inside = (rows < R)[:, None] & (start + along < C)[None, :]
-        at = rows[:, None] * x_line + (start + along)[None, :] * x_along
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(real)
-        near = tl.minimum(
-            tl.maximum(x * first * second, -65504.0), 65504.0
-        )  # what is not finite stays so
-        to = rows[:, None] * y_line + (start + along)[None, :] * y_along
-        tl.store(y_ptr + to, tl.where(x - x == 0.0, near, x).to(tl.float16), mask=inside)
+    one, two = power(-half, WIDE)[:, None], power(half - e, WIDE)[:, None]
+    along = first * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (lines < R)[:, None] & (along < C)[None, :]
+    i, k = lines.to(tl.int64)[:, None], along.to(tl.int64)[None, :]
+    x = tl.load(x_ptr + i * x_line + k * x_along, mask=inside, other=0.0).to(real)
+    near = tl.minimum(tl.maximum(x * one * two, -65504.0), 65504.0)  # what is not finite stays so
+    y = tl.where(x - x == 0.0, near, x).to(tl.float16)
+    tl.store(y_ptr + i * y_line + k * y_along, y, mask=inside)
 
 
 @triton.jit
@@ -95,16 +97,19 @@ def scale_back(
 
 @lru_cache(maxsize=1024)
 def _halve(
-    kind: str, shape: tuple[int, int], strides: tuple[int, ...], align: int, device: torch.device
-) -> Start:
-    rows, columns = shape
+    kind: str, shape: tuple[int, int], strides: tuple[int, ...], parts: int, align: int, device: torch.device
+) -> Start:  # fmt: skip
+    lines, along = shape
+    rows, columns = LINES[triton_lines.together(strides[:2])]
+    wide = kind == "f64"
     return prepare(
-        halve_lines, grid=(triton.cdiv(rows, LINES), 1, 1),
-        pointers={"x_ptr": kind, "y_ptr": "f16", "scale_ptr": "i32"},
+        halve_lines, grid=(triton.cdiv(lines, rows) * triton.cdiv(along, columns), 1, 1),
+        pointers={"x_ptr": kind, "y_ptr": "f16", "scale_ptr": "i32", "peak_ptr": "f64" if wide else "f32"},
         integers={
-            "R": rows, "C": columns, **dict(zip(("x_line", "x_along", "y_line", "y_along"), strides, strict=True)),
+            "R": lines, "C": along, "PARTS": parts,
+            **dict(zip(("x_line", "x_along", "y_line", "y_along"), strides, strict=True)),
         },
-        floats=(), constexprs={"WIDE": kind == "f64", "BLOCK_R": LINES, "BLOCK_C": ALONG},
+        floats=(), constexprs={"WIDE": wide, "BLOCK_R": rows, "BLOCK_C": columns},
         num_warps=8, num_stages=1, device=device, align=align,
     )  # fmt: skip
 
@@ -116,10 +121,11 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     y = torch.empty((columns, rows) if turned else (rows, columns), dtype=torch.float16, device=x.device)  # fmt: skip
     y = y.t() if turned else y
     exponents = torch.empty(rows, dtype=torch.int32, device=x.device)
-    align = min(triton_split.aligned(x), 4)
+    peak, _, parts = triton_lines.peaks(x, "f64" if x.dtype == torch.float64 else "f32")
     (kind,) = triton_split.names(x)
-    start = _halve(kind, (rows, columns), (*x.stride(), *y.stride()), align, x.device)
-    if not start(x, y, exponents):
+    strides = (*x.stride(), *y.stride())
+    start = _halve(kind, (rows, columns), strides, parts, triton_split.aligned(x), x.device)
+    if not start(x, y, exponents, peak):
         raise RuntimeError("halves: the kernel refused tensors of the alignment it was built for")
     return y, exponents
 

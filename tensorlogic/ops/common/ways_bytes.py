@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...plans import Key
-from . import triton_bytes, triton_split
+from . import triton_bytes, triton_lines, triton_split
 from .cublaslt import lt_available
 from .ways import Way
 
@@ -77,7 +77,7 @@ def found() -> list[Way]:
     return [
         Way(
             f"{engine}.{form}", form, product, _us(rate, after), partial(available, form), partial(_serves, form),
-            matrices=True, guarded=True, ranked=ranked, ranks=ranks, sources=(triton_bytes, triton_split),
+            matrices=True, guarded=True, ranked=ranked, ranks=ranks, sources=(triton_bytes, triton_lines, triton_split),
         )
         for form in ("int8", "fp8")
         for engine, product, ranked, ranks, rate, after in (

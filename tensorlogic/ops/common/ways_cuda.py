@@ -11,7 +11,7 @@ from torch import Tensor
 from ...compiling import CompileFailure
 from ...numerics import NAMES
 from ...plans import Key
-from . import triton_halves, triton_split, ways
+from . import triton_halves, triton_lines, triton_split, ways
 from .cublaslt import lt_available, lt_launcher, lt_refusal
 from .gemm import GemmSpec, Operand
 from .ways import Way, single
@@ -165,7 +165,7 @@ def found() -> list[Way]:
     def way(name: str, form: str, product: Any, us: Any, **more: Any) -> Way:
         return Way(
             name, form, partial(product, 0), us, _cuda, matrices=True,
-            ranked=product, ranks=RANKS, sources=(triton_split, triton_halves), **more,
+            ranked=product, ranks=RANKS, sources=(triton_split, triton_halves, triton_lines), **more,
         )  # fmt: skip
 
     bf16, f16 = torch.bfloat16, torch.float16

@@ -1,0 +1,81 @@
+"""The largest element of every line of an operand, by which it is scaled: one launch that reads it once, in parts of lines."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import triton_split
+from .triton_launch import Start, prepare
+
+#: Lines and elements along them of a tile, by whether neighbours along a line lie together.
+TILES = {True: (8, 1024), False: (128, 64)}
+RUNS = 4  # tiles that a program reads along its lines
+TYPES = {"f32": torch.float32, "f64": torch.float64}
+
+
+@triton.jit
+def line_peaks(
+    x_ptr, peak_ptr, square_ptr, R, C, x_line, x_along,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, RUNS: tl.constexpr,
+):  # fmt: skip
+    """peak[p, r] = largest |x|, square[p, r], where it is given, = sum of x², of RUNS tiles of line r of x [R, C]."""
+    real: tl.constexpr = peak_ptr.dtype.element_ty
+    across = tl.cdiv(R, BLOCK_R)
+    part = tl.program_id(0) // across
+    lines = tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R)
+    peak = tl.zeros((BLOCK_R, BLOCK_C), real)
+    square = tl.zeros((BLOCK_R, BLOCK_C), real)
+    for run in tl.static_range(RUNS):
+        along = (part * RUNS + run) * BLOCK_C + tl.arange(0, BLOCK_C)
+        at = lines.to(tl.int64)[:, None] * x_line + along.to(tl.int64)[None, :] * x_along
+        x = tl.load(x_ptr + at, mask=(lines < R)[:, None] & (along < C)[None, :], other=0.0)
+        x = x.to(real)
+        peak = tl.maximum(peak, tl.abs(x))
+        if square_ptr is not None:
+            square += x * x
+    to = part.to(tl.int64) * R + lines
+    tl.store(peak_ptr + to, tl.max(peak, 1), mask=lines < R)
+    if square_ptr is not None:
+        tl.store(square_ptr + to, tl.sum(square, 1), mask=lines < R)
+
+
+def together(strides: tuple[int, ...]) -> bool:
+    """Whether neighbours along a line lie together (or nothing does)."""
+    return strides[1] == 1 or strides[0] != 1
+
+
+@lru_cache(maxsize=1024)
+def _peaks(
+    kind: str, real: str, squares: bool, shape: tuple[int, int], strides: tuple[int, int], align: int, device: torch.device,
+) -> tuple[Start, int]:  # fmt: skip
+    """(line_peaks, how many parts of a line have a peak of their own)."""
+    lines, along = shape
+    rows, columns = TILES[together(strides)]
+    rows = rows // 2 if real == "f64" else rows  # what the registers hold
+    parts = ceil(along / (RUNS * columns))
+    found = {"peak_ptr": real, "square_ptr": real} if squares else {"peak_ptr": real}
+    start = prepare(
+        line_peaks, grid=(ceil(lines / rows) * parts, 1, 1), pointers={"x_ptr": kind, **found},
+        integers={"R": lines, "C": along, "x_line": strides[0], "x_along": strides[1]}, floats=(),
+        constexprs={"BLOCK_R": rows, "BLOCK_C": columns, "RUNS": RUNS}, num_warps=8, num_stages=1, device=device, align=align,
+    )  # fmt: skip
+    return start, parts
+
+
+def peaks(x: Tensor, real: str = "f32", squares: bool = False) -> tuple[Tensor, Tensor | None, int]:
+    """(largest |x|, where asked for sum of x², of every part of every line of x [R, C], in `real`; how many parts a line has)."""
+    (kind,) = triton_split.names(x)
+    align = triton_split.aligned(x)
+    strides = (x.stride(0), x.stride(1))
+    start, parts = _peaks(kind, real, squares, (x.shape[0], x.shape[1]), strides, align, x.device)
+    size = ceil(parts * x.shape[0] / 4) * 4  # each begins at a multiple of 16 bytes
+    found = torch.empty((1 + squares) * size, dtype=TYPES[real], device=x.device).split(size)
+    if not start(x, *found):
+        raise RuntimeError("peaks: the kernel refused a tensor of the alignment it was built for")
+    return found[0], found[1] if squares else None, parts

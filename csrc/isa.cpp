@@ -74,6 +74,8 @@ const Kernels& amx_table() {
     t.gemm_packing = amx::PACKING;
     t.gemm_scratch = amx::scratch;
     t.gemm_pays = amx::pays;
+    t.gemm_packed = amx::packed;
+    t.gemm_pack = amx::pack;
     t.gemm_otherwise = &avx512::table;
     return t;
   }();

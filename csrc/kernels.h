@@ -198,6 +198,9 @@ struct Matrix {
 struct GemmCall {  // a · b, a [M, K], b [K, N], handed over in runs of rows while they lie in the first cache
   Matrix a, b;
   int64_t M, N, K;
+  int64_t product_rows;  // of which M are this call's: what the order of sums may depend on
+  const void* tiles;      // or null: all of b as gemm_pack laid it out, of which this call's columns begin at `first`
+  int64_t tiles_N, first;
   int parts;      // bfloat16 parts that tell enough of a float32 operand: 3 all of it; kernels may use more
   int64_t depth;  // of the panels: 1 to gemm_depth units
   // Sums in float32, rows `pitch` >= N apart, N and the rows rounded up to whole tiles: all M rows, or, where
@@ -257,6 +260,10 @@ struct Kernels {
   bool gemm_pairs;  // two bfloat16 products cost one of float32
   // Null, or whether this gemm serves a product of these types and sizes; if not, the other level's does.
   bool (*gemm_pays)(DType a, DType b, int parts, int64_t M, int64_t N, int64_t K);
+  // Null, or right operands laid out once for many products: how many bytes, and columns first to last of it, a
+  // multiple of gemm_columns but for the matrix's last. False where the numbers do not go into that layout.
+  int64_t (*gemm_packed)(DType b, int64_t N, int64_t K);
+  bool (*gemm_pack)(const Matrix& b, int64_t first, int64_t last, int64_t N, int64_t K, void* out);
   const Kernels* gemm_otherwise;
 };
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import measure, numerics
+from . import derived, measure, numerics
 from .op import EAGER, Launcher, Op, Outputs
 from .plans import Key, TensorSpec
 
@@ -50,6 +50,7 @@ class InputSet:
         if kind == "stress" and op.stress is not None:
             op.stress(key, values)
         self.dynamic: list[Any] = [values[p.name] for p in op.dynamic]
+        self._declare(op, key)
 
     def fresh(self, op: Op) -> list[Any]:
         """The arguments with private copies of what the op updates in place."""
@@ -58,11 +59,19 @@ class InputSet:
             for p, a in zip(op.dynamic, self.dynamic, strict=True)
         ]
 
-    def copy(self) -> InputSet:
+    def copy(self, op: Op, key: Key) -> InputSet:
         """The same values, strides and alignment in memory of their own."""
         other = object.__new__(InputSet)
         other.dynamic = [_copied(a) if isinstance(a, Tensor) else a for a in self.dynamic]
+        other._declare(op, key)
         return other
+
+    def _declare(self, op: Op, key: Key) -> None:
+        """Constant is what the key calls so: its derivatives are timed as kept, as they are in use."""
+        for p, a in zip(op.dynamic, self.dynamic, strict=True):
+            spec = key.spec(p.name) if p.is_tensor else None
+            if isinstance(a, Tensor) and spec is not None and spec.constant:
+                derived.constant(a)
 
     def tensors(self, op: Op) -> dict[str, Tensor]:
         """The tensors that are present, by parameter."""
@@ -134,7 +143,7 @@ class Checker:
         tensors = [*self.sets[0].tensors(self.op).values(), *plain]
         nbytes = sum(t.numel() * t.element_size() for t in tensors if t is not None)
         copies = measure.cold_sets(nbytes, self.device) - len(self.sets)
-        return [*self.sets, *(self.sets[i % 2].copy() for i in range(copies))]
+        return [*self.sets, *(self.sets[i % 2].copy(self.op, self.key) for i in range(copies))]
 
     def _expect(self, s: InputSet) -> tuple[Outputs, Outputs]:
         """What same-dtype eager PyTorch and the reference make of the inputs; what the op updates counts as output."""

@@ -68,7 +68,7 @@ class DerivedCache:
         key, stamp = (id(tensor), kind), _stamp(tensor)
         with _LOCK:
             entry = self._entries.get(key)
-            if entry is not None and entry.stamp == stamp and entry.owner() is tensor:
+            if entry and _current(entry, tensor, stamp) and entry.value is not None:
                 self._entries.move_to_end(key)
                 self.hits += 1
                 return entry.value
@@ -88,11 +88,39 @@ class DerivedCache:
                     self._drop(next(iter(self._entries)))
         return value
 
+    def settled(
+        self, tensor: Tensor, kind: str, make: Callable[[Tensor], Any], nbytes: int
+    ) -> Any | None:
+        """As `get` from the second look at a constant tensor that has not changed since the first.
+
+        None before, so that weights in training are not prepared anew for every step, and where `nbytes` more would push
+        others out: weights that do not fit together would be prepared anew in every round.
+        """
+        key, stamp = (id(tensor), kind), _stamp(tensor)
+        with _LOCK:
+            entry = self._entries.get(key)
+            known = _current(entry, tensor, stamp)
+            if entry is not None and known and entry.value is not None:
+                self._entries.move_to_end(key)
+                self.hits += 1
+                return entry.value
+            if not known:
+                self._drop(key)
+            if self.nbytes + nbytes > self.max_bytes or not is_constant(tensor):
+                return None
+            if not known:
+                owner = weakref.ref(tensor, lambda _: self._drop(key))
+                self._entries[key] = _Entry(owner, stamp, None, 0)
+                return None
+        return self.get(tensor, kind, make, lambda _: nbytes)
+
     def holds(self, tensor: Tensor, kind: str) -> bool:
         """Whether `get` would make nothing anew."""
         with _LOCK:
             entry = self._entries.get((id(tensor), kind))
-            return entry is not None and entry.owner() is tensor and entry.stamp == _stamp(tensor)
+            return bool(
+                entry and _current(entry, tensor, _stamp(tensor)) and entry.value is not None
+            )
 
     def _drop(self, key: tuple[int, str]) -> None:
         with _LOCK:
@@ -124,6 +152,10 @@ class DerivedCache:
             self.max_bytes = max_bytes
             while self.nbytes > self.max_bytes:
                 self._drop(next(iter(self._entries)))
+
+
+def _current(entry: _Entry | None, tensor: Tensor, stamp: tuple[Any, ...]) -> bool:
+    return entry is not None and entry.owner() is tensor and entry.stamp == stamp
 
 
 def _stamp(tensor: Tensor) -> tuple[Any, ...]:

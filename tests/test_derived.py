@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import tensorlogic
-from tensorlogic import derived
+from tensorlogic import derived, native
 from tensorlogic.derived import DerivedCache
 
 
@@ -172,3 +172,61 @@ def test_threads_share_the_cache() -> None:
     for t in threads:
         t.join()
     assert problems == []
+
+
+def test_settled_tensors_only() -> None:
+    cache, p, made = DerivedCache(max_bytes=1000), Parameter(torch.randn(3, 4)), []
+
+    def look(t: Tensor, nbytes: int = 96) -> Tensor | None:
+        found: Tensor | None = cache.settled(
+            t, "f64", lambda x: made.append(1) or x.double(), nbytes
+        )
+        assert found is None or torch.equal(found, t.detach().double())
+        return found
+
+    assert look(p) is None
+    first = look(p)
+    assert first is not None
+    assert look(p) is first
+    assert (len(made), cache.nbytes) == (1, 96)
+    for write in WRITES:
+        for _ in range(2):  # training: never unchanged for two looks
+            write(p)
+            assert look(p) is None
+        assert not cache.holds(p, "f64")
+    assert (len(made), cache.nbytes) == (1, 0)
+    assert (look(p) is None, look(p) is None) == (False, False)
+    plain, other = torch.randn(3, 4), Parameter(torch.randn(3, 4))
+    assert [look(plain), look(plain)] == [None, None]
+    assert [look(other, 990), look(other, 990)] == [None, None]  # another would have to go
+    assert cache.holds(p, "f64")
+    cache.configure(0)
+    assert [look(p), look(p), cache.nbytes] == [None, None, 0]
+
+
+@pytest.mark.skipif(native.isa() != "amx", reason="weights are packed for AMX tiles")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_packed_layers_follow_their_weights(dtype: torch.dtype) -> None:
+    layer, x = torch.nn.Linear(256, 320).to(dtype), torch.randn(24, 256).to(dtype)
+
+    def check() -> None:
+        for _ in range(4):
+            with torch.no_grad(), tensorlogic.policy(tune="off", force="cpu.epilogue"):
+                y = tensorlogic.linear(x, layer.weight, layer.bias)
+            wanted = x.double() @ layer.weight.double().t() + layer.bias.double()
+            assert (y.double() - wanted).norm() < 8 * torch.finfo(dtype).eps * wanted.norm()
+
+    check()
+    assert derived.CACHE.holds(layer.weight, "tiles")
+    with torch.no_grad():
+        layer.weight.mul_(-2)
+    check()
+    _optimizer(layer.weight)
+    check()
+    layer.load_state_dict(torch.nn.Linear(256, 320).to(dtype).state_dict())
+    check()
+    layer.weight.data = torch.randn(320, 256).to(dtype)
+    check()
+    tensorlogic.invalidate(layer.weight)
+    assert not derived.CACHE.holds(layer.weight, "tiles")
+    check()

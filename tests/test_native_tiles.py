@@ -86,3 +86,70 @@ def test_what_has_no_parts_is_multiplied_in_float32(ops: Any, value: float) -> N
     for parts in (1, 2):
         found, wanted = ops.matmul_f32(a, b, False, parts), a @ b
         torch.testing.assert_close(found[70], wanted[70], equal_nan=True, rtol=1e-5, atol=0)
+
+
+PACKED_SHAPES = (
+    (1, 33, 40),
+    (5, 300, 1100),
+    (16, 47, 512),
+    (40, 131, 600),
+    (530, 70, 250),
+    (33, 1, 5),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", PACKED_SHAPES)
+def test_weights_packed_once(ops: Any, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    m, n, k = shape
+    for lay, wide in itertools.product(LAYOUTS, (False, True)):
+        x, w = torch.randn(m, k), lay(torch.randn(n, k).to(dtype))
+        x = x if wide else x.to(dtype)
+        tiles = ops.pack_weight(w)
+        assert tiles.numel() > 0
+        assert_product(ops.linear_packed(x, w, tiles), x, w.t())
+    bias, residual = torch.randn(n).to(dtype), torch.randn(m, n).to(dtype)
+    for code in range(5):
+        found = ops.linear_packed(x.to(dtype), w, tiles, bias, residual, code)
+        wanted = ops.linear(x.to(dtype), w, bias, residual, code)
+        torch.testing.assert_close(found, wanted, rtol=4 * torch.finfo(dtype).eps, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_weights_and_what_leaves_the_range_of_tiles(ops: Any, dtype: torch.dtype) -> None:
+    w = torch.rand(200, 256).add(0.5).to(dtype)
+    tiles, near = ops.pack_weight(w), max(1e-5, 3 * torch.finfo(dtype).eps)
+    for value in (INF, NAN, 3e38, 1e-42):
+        for left in {dtype, torch.float32}:
+            x = torch.rand(40, 256).add(0.5).to(left)
+            x[7, 9] = value
+            torch.testing.assert_close(
+                ops.linear_packed(x, w, tiles), ops.linear(x, w), equal_nan=True, rtol=near, atol=0
+            )
+    for value in (INF, NAN, 3e38):
+        spoilt, x = w.clone(), torch.rand(40, 256) + 0.5
+        spoilt[9, 7] = value
+        tiles = ops.pack_weight(spoilt)
+        assert tiles.numel() == 0 or dtype == torch.bfloat16
+        if tiles.numel():  # bfloat16 is multiplied as it is, unless the other side has parts
+            for left in (x, x.to(dtype)):
+                torch.testing.assert_close(
+                    ops.linear_packed(left, spoilt, tiles),
+                    ops.linear(left, spoilt),
+                    equal_nan=True,
+                    rtol=near,
+                    atol=0,
+                )
+
+
+def test_packed_weights_are_bound_to_their_level_and_shape(ops: Any) -> None:
+    x, w = torch.randn(40, 64), torch.randn(48, 64)
+    tiles = ops.pack_weight(w)
+    for wrong in (tiles[:-64], ops.pack_weight(torch.randn(48, 640))):
+        with pytest.raises(RuntimeError, match="packed must be what pack_weight made"):
+            ops.linear_packed(x, w, wrong)
+    with pytest.raises(RuntimeError, match="two dimensions"):
+        ops.pack_weight(torch.randn(4))
+    native.op("set_isa")("avx512")  # serves all the same, and packs nothing
+    assert ops.pack_weight(w).numel() == 0
+    torch.testing.assert_close(ops.linear_packed(x, w, tiles), x @ w.t())

@@ -11,5 +11,7 @@ constexpr int64_t BLOCK_ROWS = 512, BLOCK_COLUMNS = 512, PACKING = 16;
 bool pays(DType a, DType b, int parts, int64_t M, int64_t N, int64_t K);
 void gemm(const GemmCall& g);
 int64_t scratch(int64_t N, int64_t depth);
+int64_t packed(DType b, int64_t N, int64_t K);
+bool pack(const Matrix& b, int64_t first, int64_t last, int64_t N, int64_t K, void* out);
 
 }  // namespace tensorlogic::amx

@@ -11,7 +11,7 @@ typedef int64_t vl __attribute__((vector_size(sizeof(vf))));
 typedef float vf_half __attribute__((vector_size(sizeof(vf) / 2)));
 constexpr int HALF = W / 2;
 constexpr int64_t LOOKED_RUN = 16;  // places of a sketch that lie side by side
-constexpr int64_t AHEAD = 12;       // rows that are fetched before they are looked at
+constexpr int64_t LOOKED_AHEAD = 12;       // rows that are fetched before they are looked at
 
 INLINE int64_t lanes_of(All) { return W; }
 INLINE int64_t lanes_of(Some lanes) { return lanes.n; }
@@ -76,9 +76,9 @@ static void look_of(const LookCall& c, int64_t begin, int64_t end) {
     for (int64_t r = 0; r < c.count; r += run) {
       const T* p = x + i * c.row + c.at[r] * c.col;
       const int64_t n = c.count - r < run ? c.count - r : run;
-      if (c.col == 1 && i + AHEAD < end) {  // a run is a line of memory or two, that no pattern foretells
-        __builtin_prefetch(p + AHEAD * c.row);
-        __builtin_prefetch(p + AHEAD * c.row + n - 1);
+      if (c.col == 1 && i + LOOKED_AHEAD < end) {  // a run is a line of memory or two, that no pattern foretells
+        __builtin_prefetch(p + LOOKED_AHEAD * c.row);
+        __builtin_prefetch(p + LOOKED_AHEAD * c.row + n - 1);
       }
       int64_t k = 0;
       for (; k + W <= n; k += W) seen.see(p + k, All{});

@@ -18,6 +18,7 @@ INLINE void dot_block(const T* w, const float* x, float* y, int64_t K, int64_t N
     for (int m = 0; m < M; ++m) xs[m] = load(x + m * K + i, lanes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
+      if (u == 0 || sizeof(T) == 4) __builtin_prefetch(w + (r + R) * step + i, 0, 2);
       vf v = load(w + r * step + i, lanes);
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) acc[u][r][m] = fma(v, xs[m], acc[u][r][m]);

@@ -48,6 +48,8 @@ const Kernels table = {
     false,
     nullptr,
     nullptr,
+    nullptr,
+    nullptr,
 };
 
 }  // namespace tensorlogic::TENSORLOGIC_ISA

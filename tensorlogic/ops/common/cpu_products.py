@@ -5,19 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ... import derived, native
-from ...numerics import DTYPES
+from ...numerics import DTYPES, NAMES
 from ...op import Candidate, Config, Launcher, Op
-from ...plans import Key
+from ...plans import Key, TensorSpec
 from . import cpu_costs, native_wiring, products, wiring
+from .activations import SMOOTH
 from .rows import rows
 
 POOLED = 1 << 20  # bytes from which a fresh product comes from the pool
+PACKED_FROM = (
+    1 << 16
+)  # elements of a weight below which finding its packed copy costs more than packing
+PACKED_ROWS = {"bf16": 5, "f16": 10, "f32": 16}  # from which the copy is expected to win
+PACKED_BYTES = {"bf16": 2.1, "f16": 2.1, "f32": 6.1}  # an element of the copy
 
 Finished = Callable[[Tensor, Tensor, Any, Any], Any]  # (x, weight, bias, residual) -> y
 
@@ -41,13 +47,37 @@ def _given(key: Key, *names: str) -> list[str]:
 
 
 def configs(key: Key, x: str = "x") -> list[Config]:
-    """By our own product, in the operands' own types; or in float32 by PyTorch's, or by oneDNN's."""
+    """By our own product, in the operands' own types, constant weights as tiles; or in float32 by PyTorch's, or oneDNN's."""
     found: list[Config] = [{"product": "native"}]
+    if _packs(key):
+        few = prod(cast(TensorSpec, key.spec(x)).shape[:-1]) < PACKED_ROWS[_weight_of(key).dtype]
+        found.insert(1 if few else 0, {"product": "packed"})
     if native_wiring.contiguous(key, *_given(key, x, "residual")) is None:
         found.append({"product": "torch"})
         if products.onednn_available("cpu") is None:
             found.append({"product": "onednn"})
     return found
+
+
+def _weight_of(key: Key) -> TensorSpec:
+    weight = key.spec("weight")
+    assert weight is not None
+    return weight
+
+
+def _packs(key: Key) -> bool:
+    """True where the weight may be kept as the tiles of this processor, and backward does not need the pre-activation."""
+    weight, flags = _weight_of(key), dict(key.flags)
+    keeps = flags.get("save") and flags.get("activation") in SMOOTH
+    large = prod(weight.shape) >= PACKED_FROM
+    return weight.constant and large and not keeps and native.isa() == "amx"
+
+
+def packed(weight: Tensor) -> Tensor | None:
+    """The weight's tiles, from the second time that it is met unchanged; None without them."""
+    nbytes = int(weight.numel() * PACKED_BYTES[NAMES[weight.dtype]])
+    tiles: Tensor | None = derived.CACHE.settled(weight, "tiles", native.op("pack_weight"), nbytes)
+    return tiles if tiles is not None and tiles.numel() else None
 
 
 def widened(t: Tensor) -> Tensor:
@@ -96,6 +126,8 @@ def finished(
     dtype = DTYPES[native_wiring.dtype_of(key, x)]
     code = native.ACTIVATIONS[dict(key.flags).get("activation")]
     residual = key.spec("residual") if "residual" in key.names else None
+    if config["product"] == "packed":
+        return _finished_packed(code)
     if config["product"] == "native":
         linear = native.op("linear_pre" if keep else "linear")
         if residual is not None and not wiring.is_contiguous(residual):
@@ -104,6 +136,18 @@ def finished(
             return lambda x, w, bias, residual: linear(x, w, bias)
         return lambda x, w, bias, residual: linear(x, w, bias, residual, code)
     return _finished_wide(config, shape, dtype, code, keep)
+
+
+def _finished_packed(code: int) -> Finished:
+    by_tiles, linear = native.op("linear_packed"), native.op("linear")
+
+    def run(x: Tensor, weight: Tensor, bias: Any, residual: Any) -> Any:
+        tiles, r = packed(weight), None if residual is None else residual.contiguous()
+        if tiles is None:
+            return linear(x, weight, bias, r, code)
+        return by_tiles(x, weight, tiles, bias, r, code)
+
+    return run
 
 
 def _finished_wide(

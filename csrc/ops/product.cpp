@@ -1,0 +1,230 @@
+// Products of matrices of any layout: batches, split into blocks that threads take, each finished by
+// the epilogue while it lies in the cache.
+#include <algorithm>
+#include <memory>
+
+#include "isa.h"
+#include "product.h"
+
+namespace tensorlogic::ops {
+namespace {
+
+constexpr int64_t WIDEST = 2048;      // where few rows leave room and a row of b is one run of memory
+constexpr int64_t GRAIN = 160 << 10;  // multiply-adds below which a second thread costs more than it brings
+
+int64_t over(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+// Memory of this thread, kept from call to call.
+float* scratch(int64_t floats) {
+  struct Buffer {
+    std::unique_ptr<float[]> memory;
+    int64_t size = 0;
+  };
+  static thread_local Buffer own;
+  constexpr int64_t LINE = 64 / sizeof(float);
+  if (own.size < floats + LINE) {
+    own.memory.reset(new float[static_cast<size_t>(floats + LINE)]);
+    own.size = floats + LINE;
+  }
+  const uintptr_t at = reinterpret_cast<uintptr_t>(own.memory.get());
+  return reinterpret_cast<float*>((at + 63) / 64 * 64);
+}
+
+// How many rows and columns a block has, so that the blocks occupy the threads evenly and little is packed twice.
+struct Blocks {
+  int64_t rows, cols, down, across, depth;
+  int64_t count() const { return down * across; }
+};
+
+constexpr int64_t ALONG = 2, TURNED = 9;  // to pack a vector of elements, in multiply-adds of BLAS's kind
+
+// The depth of the panels, and so the order of the sums, does not depend on the number of threads.
+Blocks split(const Kernels& k, const Product& p) {
+  const int64_t unit = k.gemm_columns;
+  uint32_t threads = 1;
+  torch_get_num_threads(&threads);
+  if (p.batch * p.M * p.N * p.K <= GRAIN) threads = 1;
+  const bool runs = p.b.col == 1 && !p.tiles;
+  const int64_t most_rows = k.gemm_block_rows, most_cols = k.gemm_block_cols;
+  const int64_t widest =
+      runs ? std::clamp(most_rows * most_cols / std::min(p.M, most_rows), most_cols, WIDEST) : most_cols;
+  const int64_t right = p.tiles ? 0 : k.gemm_packing * (runs ? ALONG : TURNED),
+                left = k.gemm_packing * (p.a.col == 1 ? ALONG : TURNED);
+  const int64_t depth = k.gemm_depth * most_cols / widest;
+  const int64_t narrowest = over(p.N, widest), tallest = over(p.M, most_rows);
+  Blocks best{};
+  int64_t least = 0;
+  auto consider = [&](int64_t down, int64_t across) {
+    Blocks found{over(p.M, down), over(over(p.N, across), unit) * unit, 0, 0, depth};
+    found.down = over(p.M, found.rows);
+    found.across = over(p.N, found.cols);
+    const int64_t turns = over(found.count() * p.batch, threads);
+    const int64_t cost =
+        turns * (found.rows * found.cols + right * found.cols + left * found.rows);
+    if (best.rows && cost >= least) return;
+    best = found;
+    least = cost;
+  };
+  consider(tallest, narrowest);
+  if (threads == 1) return best;
+  for (int64_t across = narrowest; across < narrowest + 8; ++across) {
+    const int64_t share = over(threads, p.batch * across);  // blocks down that occupy all threads
+    for (int64_t down : {tallest, tallest + 1, tallest + 2, share, 2 * share})
+      if (down >= tallest) consider(down, across);
+  }
+  return best;
+}
+
+const char* at(const void* data, DType dtype, int64_t element) {
+  return static_cast<const char*>(data) + element * item_size(dtype);
+}
+
+// Where matrix number `item` of the batch begins.
+int64_t offset_of(const Product& p, const int64_t (&steps)[MOST], int64_t item) {
+  int64_t at = 0;
+  for (int64_t d = p.dims - 1; d >= 0; --d) {
+    at += item % p.sizes[d] * steps[d];
+    item /= p.sizes[d];
+  }
+  return at;
+}
+
+// Columns j to j + n of one row of the output, or all columns of several rows, from their float32 sums.
+void finish(const Kernels& k, const Product& p, const float* acc, int64_t row, int64_t j, int64_t n,
+            int64_t rows = 1) {
+  const int64_t size = item_size(p.dtype), offset = (row * p.N + j) * size;
+  EpilogueCall call{};
+  call.activation = p.activation;
+  call.acc_dtype = DType::f32;
+  call.dtype = p.dtype;
+  call.acc = acc;
+  call.bias = p.bias ? p.bias + j * size : nullptr;
+  call.residual = p.residual ? p.residual + offset : nullptr;
+  call.y = p.y + offset;
+  call.pre = p.pre ? p.pre + offset : nullptr;
+  call.cols = n;
+  k.epilogue(call, 0, rows * n);
+}
+
+// True where the sums are the output, and whole tiles fill it.
+bool sums_stay(const Kernels& k, const Product& p, int64_t rows, int64_t cols) {
+  const bool plain = p.dtype == DType::f32 && !p.bias && !p.residual && !p.pre;
+  return plain && p.activation == Activation::none && cols % k.gemm_columns == 0 &&
+         (!k.gemm_whole_rows || rows % k.gemm_rows == 0);
+}
+
+// One block of one matrix of the batch: rows from i, columns from j.
+void block(const Kernels& k, const Product& p, const Blocks& blocks, int64_t item, int64_t i,
+           int64_t j) {
+  GemmCall call{};
+  call.a = {at(p.a.data, p.a.dtype, offset_of(p, p.a_steps, item) + i * p.a.row), p.a.dtype,
+            p.a.row, p.a.col};
+  call.b = {at(p.b.data, p.b.dtype, offset_of(p, p.b_steps, item) + j * p.b.col), p.b.dtype,
+            p.b.row, p.b.col};
+  call.M = std::min(blocks.rows, p.M - i);
+  call.N = std::min(blocks.cols, p.N - j);
+  call.K = p.K;
+  call.product_rows = p.M;
+  call.parts = p.parts;
+  call.tiles = p.tiles;
+  call.tiles_N = p.N;
+  call.first = j;
+  call.depth = blocks.depth;
+  call.pitch = over(call.N, k.gemm_columns) * k.gemm_columns;
+  const int64_t once = std::min(call.depth, k.gemm_otherwise ? k.gemm_otherwise->gemm_depth : call.depth);
+  const bool stay = sums_stay(k, p, call.M, call.N);
+  call.all_rows = stay || call.K > once;
+  const int64_t tiles = call.all_rows ? over(call.M, k.gemm_rows) : 1;
+  const int64_t sums = stay ? 0 : tiles * k.gemm_rows * call.pitch;
+  call.c = scratch(sums + k.gemm_scratch(call.N, call.depth));
+  call.scratch = call.c + sums;
+  if (stay) {
+    call.c = reinterpret_cast<float*>(p.y) + (item * p.M + i) * p.N + j;
+    call.pitch = p.N;
+  }
+  const bool whole = call.N == p.N && call.pitch == p.N;
+  auto done = [&](const float* c, int64_t row, int64_t rows) {
+    if (stay) return;
+    const int64_t first = item * p.M + i + row;
+    if (whole) return finish(k, p, c, first, j, call.N, rows);
+    for (int64_t r = 0; r < rows; ++r) finish(k, p, c + r * call.pitch, first + r, j, call.N);
+  };
+  call.context = &done;
+  call.done = [](void* context, const float* c, int64_t row, int64_t rows) {
+    (*static_cast<decltype(done)*>(context))(c, row, rows);
+  };
+  k.gemm(call);
+}
+
+void in_blocks(const Kernels& k, const Product& p) {
+  const Blocks blocks = split(k, p);
+  parallel(p.batch * blocks.count(), 1, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t item = n / blocks.count(), inside = n % blocks.count();
+      block(k, p, blocks, item, inside % blocks.down * blocks.rows,
+            inside / blocks.down * blocks.cols);
+    }
+  });
+}
+
+// Up to so many rows, b is read as it lies instead of being packed: each of its elements serves few products.
+int64_t few_rows(const Kernels& k, const Product& p) {
+  if (p.a.dtype == DType::f64 || p.b.dtype == DType::f64) return 0;
+  const bool pairs = k.gemm_pairs && p.a.dtype == DType::bf16 && p.b.dtype == DType::bf16;
+  if (p.b.row == 1) return pairs ? 5 : 12;  // along K: dot products
+  if (p.b.col == 1) return pairs ? 4 : 6;
+  return 0;
+}
+
+void by_few_rows(const Kernels& k, const Product& p) {
+  const int64_t size = p.M * p.K;
+  std::unique_ptr<float[]> x(new float[static_cast<size_t>(p.batch * size)]);
+  for (int64_t i = 0; i < p.batch * p.M; ++i) {
+    const int64_t from = offset_of(p, p.a_steps, i / p.M) + i % p.M * p.a.row;
+    float* to = x.get() + i * p.K;
+    if (p.a.col == 1)
+      k.convert(p.a.dtype, DType::f32, at(p.a.data, p.a.dtype, from), to, p.K, false);
+    else
+      for (int64_t n = 0; n < p.K; ++n)
+        k.convert(p.a.dtype, DType::f32, at(p.a.data, p.a.dtype, from + n * p.a.col), to + n, 1, false);
+  }
+  const bool dots = p.b.row == 1;
+  const int64_t unit = dots ? 4 : 64, columns = over(p.N, unit) * unit;  // so that no unit spans two items
+  parallel(p.batch * columns, std::max(unit, GRAIN / (p.K + 1)), unit, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t item = begin / columns, j = begin % columns;
+      const int64_t n = std::min(std::min(end - begin, columns - j), p.N - j);
+      const void* w = at(p.b.data, p.b.dtype, offset_of(p, p.b_steps, item) + j * p.b.col);
+      float* acc = scratch(p.M * n);
+      const float* xs = x.get() + item * size;
+      if (dots) {
+        k.dot_rows(p.b.dtype, w, xs, acc, p.K, p.M, n, p.b.col);
+      } else {
+        std::fill(acc, acc + p.M * n, 0.0f);
+        k.axpy_rows(p.b.dtype, w, xs, acc, p.K, p.M, n, p.b.row);
+      }
+      for (int64_t m = 0; m < p.M; ++m) finish(k, p, acc + m * n, item * p.M + m, j, n);
+      begin = std::min(end, (item + 1) * columns);
+    }
+  });
+}
+
+}  // namespace
+
+void run(Product& p) {
+  if (p.batch * p.M * p.N == 0) return;
+  const Kernels& k = kernels();
+  if (p.tiles) return in_blocks(k, p);
+  if (p.N == 1 && p.M > 1 && !p.bias) {  // a matrix times a vector is a vector times its transpose
+    std::swap(p.M, p.N);
+    std::swap(p.a, p.b);
+    std::swap(p.a_steps, p.b_steps);
+    std::swap(p.a.row, p.a.col);
+    std::swap(p.b.row, p.b.col);
+  }
+  if (p.M <= few_rows(k, p)) return by_few_rows(k, p);
+  const bool served = !k.gemm_pays || k.gemm_pays(p.a.dtype, p.b.dtype, p.parts, p.M, p.N, p.K);
+  in_blocks(served ? k : *k.gemm_otherwise, p);
+}
+
+}  // namespace tensorlogic::ops

@@ -1,0 +1,25 @@
+// One product as its operators describe it, and what carries it out.
+#pragma once
+
+#include "op.h"
+
+namespace tensorlogic::ops {
+
+constexpr int64_t MOST = 64;  // dimensions
+
+struct Product {
+  Matrix a, b;
+  int64_t M, N, K, batch = 1;
+  int64_t dims = 0, sizes[MOST], a_steps[MOST], b_steps[MOST];  // of the batch, in elements
+  Activation activation;
+  DType dtype;
+  int parts = 3;  // of a float32 operand, see GemmCall
+  const char *bias = nullptr, *residual = nullptr;
+  char *y = nullptr, *pre = nullptr;
+  const void* tiles = nullptr;  // all of b, packed
+};
+
+// Writes p.y, and p.pre where it is given.
+void run(Product& p);
+
+}  // namespace tensorlogic::ops

@@ -86,6 +86,8 @@ def _ranked(
 ) -> Callable[[Key, Config, torch.device], Launcher]:
     def bind(key: Key, config: Config, device: torch.device) -> Launcher:
         product = way.product
+        if way.unwatched is not None and key.precision != "adaptive":
+            product = way.unwatched
         if way.ranked is not None:
             product = partial(way.ranked, int(config["rank"]))
         return op.closer(partial(composed, ways.by_parts(product)), *key_flags(key))

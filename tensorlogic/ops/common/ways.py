@@ -36,6 +36,7 @@ class Way:
     serves: Callable[[Key], str | None] = anywhere
     matrices: bool = False  # serves two-dimensional operands only
     guarded: bool = False  # right only where somebody looks at the data, as for "adaptive"
+    unwatched: Product | None = None  # in its place where no guard looks at the data
     ranked: Callable[..., Tensor] | None = None  # product(rank, a, b), where there are several
     ranks: int = 1
     sources: tuple[Any, ...] = ()

@@ -73,7 +73,7 @@ def native_f32(a: Tensor, b: Tensor) -> Tensor:
 def torch_f32(a: Tensor, b: Tensor) -> Tensor:
     """PyTorch's float32 product; under switches that lower it, our own, or float64."""
     if not ieee():
-        return native_f32(a, b) if native.available() is None else ways.in_f64(a, b)
+        return kept(native_f32, a, b) if native.available() is None else ways.in_f64(a, b)
     if torch.float64 in (a.dtype, b.dtype):
         return _kept(narrowed(torch.matmul, a, b), a, b)
     return torch.matmul(single(a), single(b))
@@ -112,6 +112,12 @@ def native_bf16(a: Tensor, b: Tensor) -> Tensor:
 def in_parts(parts: int, a: Tensor, b: Tensor) -> Tensor:
     """Operands as sums of so many bfloat16, made while they are packed; what has none is multiplied in float32."""
     c: Tensor = native.op("matmul_f32")(a, b, False, parts)
+    return c
+
+
+def kept(product: ways.Product, a: Tensor, b: Tensor) -> Tensor:
+    """The product, float64 operands that float32 does not hold in float64."""
+    c = product(a, b)
     return _kept(c, a, b) if torch.float64 in (a.dtype, b.dtype) else c
 
 
@@ -267,13 +273,13 @@ def found() -> list[Way]:
     library = (native_wiring.LIBRARY,)
     return [
         Way("torch.f32", "f32", torch_f32, _torch_f32_us, cpu),
-        Way("cpu.f32", "f32", native_f32, _f32_us, native_wiring.cpu_only, sources=library),
+        Way("cpu.f32", "f32", native_f32, _f32_us, native_wiring.cpu_only, unwatched=partial(kept, native_f32), sources=library),
         Way("torch.f16", "f16", torch_f16, _rate(60e3, 6, 60), half_hardware),
         Way("cpu.f16", "f16", native_f16, _rate(50e3, 6, 60), native_wiring.cpu_only, sources=library),
         Way("torch.bf16", "bf16", torch_bf16, _rate("bf16", 2, 12), cpu),
         Way("cpu.bf16", "bf16", native_bf16, _native_bf16_us, native_wiring.cpu_only, sources=library),
         Way("cpu.bf16x3", "bf16x3", partial(in_parts, 2), _rate(220e3, 0.3, 8), _tiled, sources=library),
-        Way("cpu.f16_split", "f16", partial(in_parts, 2), _rate(220e3, 0.3, 8), _tiled, _f16_only, sources=library),
+        Way("cpu.f16_split", "f16", partial(kept, partial(in_parts, 2)), _rate(220e3, 0.3, 8), _tiled, _f16_only, sources=library),
         *(
             Way(
                 name, name.split(".")[1], partial(int8, count),

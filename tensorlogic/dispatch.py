@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Number
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -39,12 +38,11 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
         from .placement import call as placed
 
         return placed(op, front.FRONTS[prepare], given, where)
-    if where is None and _has_number(op, given):
-        if op.numbers is not None and all(isinstance(g, (Tensor, *NUMBERS)) for g in given):
-            return op.numbers(*given)
-        if not torch.compiler.is_dynamo_compiling():  # with tensors for numbers it has a warm key
-            return front.FRONTS[prepare](*prepare(*given))
+    if where is None and op.numbers is not None and _with_number(given):
+        return op.numbers(*given)
     args = prepare(*given)
+    if not torch.compiler.is_dynamo_compiling() and not _settled(op, where, given, args):
+        return front.FRONTS[prepare](*args)
     device = _device(args)
     if not torch.compiler.is_dynamo_compiling() and policies.current().precision is not None:
         if op.composed is not None:
@@ -67,33 +65,33 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
     road = _special(op, args)
     if road is not None:
         return road(op, args)
-    if not _same(op, given, args):
-        return call(op, args)
     return call(op, args, where, (prepare, given))
 
 
-def _has_number(op: Op, given: Sequence[Any]) -> bool:
-    """Whether a number stands for one of the op's tensors, beside one that is there."""
-    number = there = False
-    for p, g in zip(op.params, given, strict=False):
-        if p.kind == "tensor":
-            there = there or isinstance(g, Tensor)
-            number = number or isinstance(g, Number)
-    return number and there
+def _with_number(given: Sequence[Any]) -> bool:
+    """Whether these are numbers of Python's and at least one tensor."""
+    tensors = sum(isinstance(g, Tensor) for g in given)
+    return 0 < tensors < len(given) == tensors + sum(type(g) in NUMBERS for g in given)
+
+
+def _settled(op: Op, where: Any, given: Sequence[Any], args: Sequence[Any]) -> bool:
+    """Whether a warm key is found by what the caller gave; if not, it is by what was made of it.
+
+    An expanded residual, a number's tensor, a float of NumPy's, dimensions in a list: made again, they stay the same.
+    """
+    for p, g, a in zip(op.params, given, args, strict=False):
+        if g is a:
+            continue
+        if p.is_tensor or (p.kind == "scalar" and g.__class__ not in (int, float)):
+            return False
+        if where is None and (g.__class__ is not a.__class__ or g != a):
+            return False
+    return True
 
 
 def placing(given: Sequence[Any]) -> bool:
     """Whether the policy or a unified argument asks for a device to be chosen."""
     return policies.current().placement is not None or any(isinstance(g, Unified) for g in given)
-
-
-def _same(op: Op, given: Sequence[Any], args: Sequence[Any]) -> bool:
-    """True where the op's arguments are the very ones that the caller gave."""
-    return all(
-        g is a or (p.kind == "scalar" and g == a)
-        for g, a, p in zip(given, args, op.params, strict=False)
-        if p.is_dynamic
-    )
 
 
 def _precisely(op: Op, args: tuple[Any, ...], where: Any, given: Sequence[Any]) -> Any:
@@ -118,7 +116,8 @@ def _precisely(op: Op, args: tuple[Any, ...], where: Any, given: Sequence[Any]) 
     if torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
             return call(op, args)
-    return call(op, args, where if where is not None and _same(op, given, args) else None)
+    same = all(g is a for p, g, a in zip(op.params, given, args, strict=False) if p.is_tensor)
+    return call(op, args, where if same else None)
 
 
 def call(

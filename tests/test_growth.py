@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 import tensorlogic as t
 from tensorlogic import background, dispatch, policies
 
-X, W = torch.randn(8, 16), torch.randn(4, 16)
+X, W, ROW, MASK = torch.randn(8, 16), torch.randn(4, 16), torch.randn(4), torch.zeros(8, 8)
 
 
 def objects() -> int:
@@ -35,7 +36,13 @@ CALLS: dict[str, Callable[[], object]] = {
     "number": lambda: t.add(X, 1.0),
     "number first": lambda: t.sub(2, X),
     "fused number": lambda: t.affine(X, 2.0, 0.5),
-    "numpy number": lambda: t.add(X, torch.ones(()).numpy()[()]),
+    "numpy number": lambda: t.add(X, np.float32(2)),
+    "residual of a row": lambda: t.linear(X, W, None, ROW, "relu"),
+    "row under precision": lambda: t.linear(X, W, None, ROW, precision=t.precision("f32")),
+    "list of dims": lambda: t.sum(X, [0, 1]),
+    "range of dims": lambda: t.max(X, range(2)),  # type: ignore[arg-type]
+    "numpy scale": lambda: t.attention_scores(X, X, np.float64(0.5)),
+    "mask of another dtype": lambda: t.attention_scores(X.half(), X.half(), 0.5, MASK),
     "dropout": lambda: t.dropout_linear(X, W, None, 0.5),
     "gradients": trained,
     "autocast": lowered,
@@ -55,9 +62,16 @@ def test_a_call_leaves_nothing_behind(name: str) -> None:
     assert objects() - before < 50
 
 
-@pytest.mark.parametrize("name", ["number", "number first", "fused number"])
-def test_a_number_costs_no_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are made once, as for tensors."""
+SETTLED = [
+    "number", "number first", "fused number", "numpy number", "residual of a row", "row under precision", "list of dims",
+    "range of dims", "numpy scale", "mask of another dtype",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTLED)
+def test_what_is_no_tensor_yet_is_chosen_for_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     CALLS[name]()
     monkeypatch.setattr(dispatch, "Bound", lambda *_: pytest.fail("chosen again"))
     CALLS[name]()

@@ -1,8 +1,8 @@
-"""Registers the product of one row with the ops whose forward is one product: linear, matmul, GELU or batch norm around it."""
+"""Registers products of one row with the ops whose forward is one product: linear, matmul, GELU or batch norm around it."""
 
 from __future__ import annotations
 
-from .common import gemm_lanes, gemm_wiring
+from .common import gemm_lanes, gemm_wiring, triton_one_row
 from .gelu_linear import GELU_LINEAR
 from .gelu_linear import triton_tiled as gelu_linear
 from .linear import LINEAR
@@ -20,4 +20,11 @@ for _op, _module in (
 ):
     gemm_wiring.candidate(
         _op, "triton.lanes", gemm_lanes.one_row(_module.describe), (gemm_lanes, _module)
+    )
+for _op, _module in ((LINEAR, linear), (MATMUL, matmul)):
+    gemm_wiring.candidate(
+        _op,
+        "triton.streams",
+        gemm_lanes.one_row(_module.describe, gemm_lanes.StreamedRow),
+        (gemm_lanes, triton_one_row, _module),
     )

@@ -232,7 +232,7 @@ def adaptive(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[str,
                 device, 0.15, rounds=40,
             )  # fmt: skip
         chosen = dict(adapting.order(op, key, device, rtol))
-        config = chosen.get(candidate, {})
+        config = chosen.get(candidate) or candidate.configs(key)[0]
         launch = candidate.bind(key, config, device)
         calls: dict[str, list[measure.Call]] = {
             name: [lambda: torch.matmul(o.a, o.b)],

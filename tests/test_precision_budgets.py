@@ -1,0 +1,149 @@
+"""Budgets are kept or their breach is said, whatever data meet what was chosen for others; what the guard sees."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+import tensorlogic
+from tensorlogic import PrecisionWarning, accuracy, adapting
+from tensorlogic.op import EAGER, OPS
+from tensorlogic.ops.common import ways_cpu
+
+from .test_precision import FLOATS, off
+
+
+@pytest.mark.parametrize("rtol", [1e-2, 1e-3, 1e-4, 1e-6])
+def test_adaptive_keeps_its_budget(rtol: float) -> None:
+    a, b = torch.randn(128, 200), torch.randn(200, 96)
+    with tensorlogic.precision("adaptive", rtol=rtol), warnings.catch_warnings():
+        warnings.simplefilter("error", PrecisionWarning)
+        assert off(tensorlogic.matmul(a, b), a.double() @ b.double()) <= rtol
+
+
+def test_a_budget_nothing_keeps_is_said_with_what_is_reached() -> None:
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    with (
+        tensorlogic.precision("adaptive", rtol=1e-12),
+        pytest.warns(
+            PrecisionWarning, match="torch.eager, has a relative error of .*times the budget"
+        ),
+    ):
+        y = tensorlogic.matmul(a, b)
+    assert off(y, a.double() @ b.double()) < 1e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_call_beyond_its_budget_says_so(dtype: torch.dtype) -> None:
+    """A half result cannot be as exact as asked, however it was computed: the first call says so, and every other."""
+    a, b = torch.randn(40, 64).to(dtype), torch.randn(64, 40).to(dtype)
+    rtol = 1e-16 if dtype is torch.float64 else 1e-4
+    for _ in range(3):
+        with tensorlogic.precision("adaptive", rtol=rtol), pytest.warns(PrecisionWarning):
+            tensorlogic.matmul(a, b)
+
+
+def test_data_that_change_are_looked_at_again() -> None:
+    """The same key, warm; then rows whose sums cancel, which only float64 can add."""
+    a, b = torch.randn(64, 128), torch.randn(128, 64)
+    hard = torch.cat((a[:, :64] * 1e4, -a[:, :64] * 1e4 + torch.randn(64, 64)), 1)
+    both = torch.cat((b[:64], b[:64]))
+    with tensorlogic.precision("adaptive", rtol=1e-2):
+        for _ in range(3):
+            assert off(tensorlogic.matmul(a, b), a.double() @ b.double()) <= 1e-2
+        for _ in range(2):
+            assert off(tensorlogic.matmul(hard, both), hard.double() @ both.double()) <= 1e-2
+        assert off(tensorlogic.matmul(a, b), a.double() @ b.double()) <= 1e-2
+
+
+@pytest.mark.parametrize("id", ["torch.bf16", "cpu.bf16", "torch.f16", "torch.int8"])
+def test_digits_that_happen_to_fit_are_no_measure(id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small integers are exact in a half; data of the same norms that are not must not meet what was chosen for them."""
+    op = OPS["matmul"].precise
+    assert op is not None
+    monkeypatch.setattr(adapting, "order", lambda *_: [(op.candidates[i], {}) for i in (id, EAGER)])
+    size = math.sqrt(2 / 3)
+    a, b = (torch.randint(-1, 2, (96, 96)).float() for _ in range(2))
+    x, y = (torch.randn(96, 96) * size for _ in range(2))
+    rtol = 1e-3 if id != "torch.f16" else 2e-4
+    with tensorlogic.precision("adaptive", rtol=rtol):
+        for left, right in ((a, b), (a, b), (x, y), (x, y)):
+            got = tensorlogic.matmul(left, right)
+            assert off(got, left.double() @ right.double()) <= rtol
+
+
+def test_a_row_that_vanishes_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two halves that differ by less than a form resolves: their difference comes out as 0, and no norm is there to compare."""
+    op = OPS["matmul"].precise
+    assert op is not None
+    monkeypatch.setattr(
+        adapting, "order", lambda *_: [(op.candidates[i], {}) for i in ("torch.int8", EAGER)]
+    )
+    a, b = torch.randn(16, 16), torch.randn(16, 16)
+    b[8:] = b[:8]
+    with tensorlogic.precision("adaptive", rtol=0.1):
+        tensorlogic.matmul(a, b)
+        a[5, 8:] = -a[5, :8]  # whose row is 0 indeed
+        tensorlogic.matmul(a, b)
+        a[5, 8:] = 0
+        a[3, 8:] = -a[3, :8] * (1 + 1e-4)
+        for _ in range(2):
+            assert off(tensorlogic.matmul(a, b), a.double() @ b.double()) < 0.1
+
+
+def test_errors_of_data_are_kept_in_the_plan() -> None:
+    a, b = torch.randn(96, 96), torch.randn(96, 96)
+    with tensorlogic.policy(tune="full"), tensorlogic.precision("adaptive", rtol=1e-3):
+        tensorlogic.matmul(a, b)
+    op = OPS["matmul"].precise
+    assert op is not None
+    key = op.key((a, b, "none", False), "inference", "adaptive")
+    adapting.forget()
+    known = adapting.recall(key, torch.device("cpu"))
+    assert known
+    assert all(0 < k.error < 1 and k.statistics.cancels > 0 for k in known)
+    with tensorlogic.precision("adaptive", rtol=1e-3):
+        shown = str(tensorlogic.explain(tensorlogic.matmul, a, b))
+    assert "precision=adaptive" in shown
+    assert "errors on data met before" in shown
+
+
+@pytest.mark.skipif(ways_cpu.native.available() is not None, reason="needs the native library")
+@pytest.mark.parametrize("shape", [(40, 50, 60), (129, 300, 265), (1, 1, 1)])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_native_guard_sees_what_pytorch_sees(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    m, n, k = shape
+    a, b = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype).t()
+    a[::3] *= 1e-3
+    for left, right in ((a, b), (a.t().contiguous().t(), b.contiguous())):
+        part, c = accuracy.Part(left, right), left @ right
+        assert accuracy.natively(part, c) == pytest.approx(accuracy.sketched(part, c), rel=1e-6)
+    if m > 1:
+        c[5], c[:, 7] = 0, 0
+        part.left[9] = 0
+        assert accuracy.natively(part, c)[4] == accuracy.sketched(part, c)[4] == 2
+    c[0, 0] = float("nan")
+    assert not all(map(math.isfinite, accuracy.natively(part, c)))
+
+
+def test_what_sparse_rows_seem_to_cancel_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sketch of a few elements that are not 0 overstates it, and few sums have small errors: dense rows must not inherit that."""
+    op = OPS["matmul"].precise
+    assert op is not None
+    chosen = [(op.candidates[i], {}) for i in ("torch.f32", EAGER)]
+    monkeypatch.setattr(adapting, "order", lambda *_: chosen)
+    drawn = torch.Generator().manual_seed(0)
+    for share in (0.3, 0.4, 0.5, 0.6, 0.7):
+        adapting.forget()
+        a, b = (torch.randn(s, generator=drawn) for s in ((64, 512), (512, 300)))
+        sparse = a * (torch.rand(64, 512, generator=drawn) < 0.05)
+        hard = torch.cat((a[:, :256], -a[:, :256] + share * a[:, 256:]), 1)
+        both = torch.cat((b[:256], b[:256]))
+        with tensorlogic.precision("adaptive", rtol=1e-6 * (1 + share / 1e3)):
+            for x, y in ((sparse, b), (hard, both)):
+                assert off(tensorlogic.matmul(x, y), x.double() @ y.double()) <= 1e-6

@@ -32,7 +32,10 @@ QUICK = {"cpu": (256, 512), "cuda": (1024, 4096)}
 BUDGETS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 TRANSFERS = (16 << 20, 64 << 20, 256 << 20)
 PLACED = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-HALVES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "tf32": torch.float32}
+FORMS = {
+    "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "tf32": torch.float32, "f64": torch.float64,
+    "int8": torch.int8, "fp8": torch.float8_e4m3fn,
+}  # fmt: skip
 LARGEST = 8192  # of which float32 and few budgets are measured, for the time it takes
 FEW_BUDGETS = (1e-1, 1e-3, 1e-5, 1e-6)
 SAMPLE = 64  # rows of the float64 reference
@@ -166,7 +169,7 @@ def _conversion(name: str, o: Operands) -> float:
     """Microseconds that PyTorch takes to convert both operands to the way's form: what a separate pass would cost."""
     form = "f64" if name == EAGER else name.split(".")[-1].split(" ")[-1].partition("_")[0]
     form = form.partition("x")[0]
-    target = {**HALVES, "f64": torch.float64, "int8": torch.int8}.get(form)
+    target = FORMS.get(form)
     if target is None or target == o.a.dtype or name.startswith("PyTorch"):
         return 0.0
     calls: dict[str, list[measure.Call]] = {"one": [lambda: (o.a.to(target), o.b.to(target))]}
@@ -343,19 +346,7 @@ def table(found: dict[str, Any]) -> str:
         if "us" in r
     ]  # fmt: skip
     blocks.append(_text(head, lines))
-    head = [
-        "device",
-        "size",
-        "inputs",
-        "rtol",
-        "way",
-        "error",
-        "us",
-        "PyTorch us",
-        "x PyTorch",
-        "x, watched",
-        "x, waiting",
-    ]
+    head = ["device", "size", "inputs", "rtol", "way", "error", "us", "PyTorch us", "x PyTorch", "x, watched", "x, waiting"]  # fmt: skip
     lines = [
         [
             r["device"], r["size"], r["dtype"], f"{r['rtol']:.0e}", r["way"],

@@ -1,23 +1,20 @@
-"""The slow road: from checked arguments to outputs in any context, and the making of warm entries for the fast one."""
+"""The slow road: from checked arguments to outputs in any context."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import calls, capture_watch, front, library, policies, selector
+from . import binding, front, library, policies
 from .memory.unified import Unified
-from .op import EAGER, Flags, Launcher, Op, Outputs
+from .op import EAGER, Flags, Op
 from .plans import Key
 
-Run = Callable[..., Any]
 NUMBERS = (bool, int, float, complex)  # that PyTorch's operators take; NumPy's have their own
-MOST_ENTRIES = 8192  # warm keys of one policy
 
 
 def public(op: Op) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., Tensor]]:
@@ -43,7 +40,7 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
     args = prepare(*given)
     if not torch.compiler.is_dynamo_compiling() and not _settled(op, where, given, args):
         return front.FRONTS[prepare](*args)
-    device = _device(args)
+    device = binding.device_of(args)
     if not torch.compiler.is_dynamo_compiling() and policies.current().precision is not None:
         if op.composed is not None:
             return op.composed(*args)
@@ -112,7 +109,7 @@ def _precisely(op: Op, args: tuple[Any, ...], where: Any, given: Sequence[Any]) 
     args = tuple(a.resolve_conj().resolve_neg() if isinstance(a, Tensor) else a for a in args)
     if _special(op, args) is not None:
         return composition(op, args)
-    kind = _device(args).type
+    kind = binding.device_of(args).type
     if torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
             return call(op, args)
@@ -138,28 +135,16 @@ def call(
     if op.gradient is not None:
         args = (*args, recording)
     dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
-    bound = Bound(op, args, policies.current(), recording)
+    bound = binding.Bound(op, args, policies.current(), recording)
     out = bound.run(*dynamic)
     if out is None:
         outs = bound.declined(dynamic)
         return outs if op.internal else outs[0]
     if where is not None and bound.cacheable:
-        _keep(bound.policy, where, front.guard(_present(op, args)), bound.run)
+        binding.keep(bound.policy, where, front.guard(binding.present(op, args)), bound.run)
         if public is not None and bound.device.type == "cpu":
             front.keep(*public, bound.policy, bound.shortest)
     return out
-
-
-def _present(op: Op, args: Sequence[Any]) -> list[Tensor]:
-    return [a for p, a in zip(op.params, args, strict=False) if p.is_tensor and a is not None]
-
-
-def _keep(chosen: policies.Policy, where: Any, check: Callable[..., bool], run: Run) -> None:
-    """Make `run` serve the calls under `where` that pass `check`."""
-    entries = chosen.entries
-    if len(entries) >= MOST_ENTRIES:  # shapes without end: start again rather than grow
-        entries.clear()
-    entries.setdefault(where, []).append((check, run))
 
 
 def _warm_lowered(
@@ -171,10 +156,10 @@ def _warm_lowered(
     lowered: Sequence[Any],
 ) -> None:
     """Later calls under autocast cast as this one did, then take the fast path of a call without autocast."""
-    public, kind = front.FRONTS[prepare], _device(args).type
+    public, kind = front.FRONTS[prepare], binding.device_of(args).type
     asked, enable = torch.get_autocast_dtype, torch.set_autocast_enabled
     dtype = asked(kind)
-    guard = front.guard(_present(op, args))
+    guard = front.guard(binding.present(op, args))
     dtypes = [
         low.dtype if isinstance(low, Tensor) and low.dtype != a.dtype else None
         for low, a in zip(lowered, args, strict=True)
@@ -196,198 +181,7 @@ def _warm_lowered(
     def check(*tensors: Tensor) -> bool:  # the guard sees that autocast is on, not to which dtype
         return asked(kind) == dtype and guard(*tensors)
 
-    _keep(policies.current(), where, check, run)
-
-
-def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
-    """All outputs of op-level arguments (`save` included), nothing recorded: what the registered op runs."""
-    chosen, dynamic = (
-        policies.current(),
-        [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic],
-    )
-    if chosen.precision is not None and op.precise is not None:
-        op = op.precise
-    where = (
-        op.name,
-        compiled,
-        *(
-            a.shape if isinstance(a, Tensor) else a
-            for p, a in zip(op.params, args, strict=True)
-            if p.is_tensor or not p.is_dynamic
-        ),
-    )
-    tensors = _present(op, args)
-    for check, launch in chosen.entries.get(where, ()):
-        if check(*tensors) and (outs := launch(*dynamic)) is not None:
-            return cast(Outputs, outs)
-    bound = Bound(op, args, chosen, False, compiled=compiled)
-
-    def launched(*dynamic: Any) -> Outputs | None:
-        try:
-            return bound.launch(*dynamic)
-        except torch.OutOfMemoryError as problem:
-            return bound.rescue(bound.choice, dynamic, problem)
-
-    outs = launched(*dynamic)
-    if outs is None:
-        return bound.declined(dynamic)
-    if compiled and not capture_watch.any_thread():
-        _keep(chosen, where, front.guard(tensors), launched)
-    return outs
-
-
-class Bound:
-    """One key of one policy, bound to the launcher that was chosen for it."""
-
-    __slots__ = (
-        "cacheable",
-        "choice",
-        "device",
-        "flags",
-        "key",
-        "launch",
-        "op",
-        "policy",
-        "recorded",
-        "run",
-    )
-
-    def __init__(
-        self,
-        op: Op,
-        args: Sequence[Any],
-        chosen: policies.Policy,
-        recording: bool,
-        compiled: bool = False,
-    ) -> None:
-        self.op, self.policy, self.device = op, chosen, _device(args)
-        saving = recording or (op.gradient is not None and bool(args[-1]))
-        self.key: Key = op.key(
-            args,
-            "forward" if saving else "backward" if op.internal else "inference",
-            "default" if op.listed or chosen.precision is None else chosen.precision.mode,
-        )
-        self.flags: SimpleNamespace = op.namespace(self.key)
-        watched = chosen.observer is not None  # who watches must meet the backward ops, too
-        self.choice = selector.choose(
-            op, self.key, args, chosen, compiled=compiled, whole=watched or not recording
-        )
-        self.launch: Launcher = self.choice.launch
-        self.cacheable = self.choice.cacheable
-        self.run: Run = self._runner(self.choice, recording)
-        if self.choice.captured is not None:
-            self.run = _two_ways(self.run, self._runner(self.choice.captured, recording))
-
-    @property
-    def shortest(self) -> Run:
-        """What a compiled front calls: the launcher itself where its one output is all there is to do."""
-        alone = not self.recorded and not self.op.internal
-        return self.launch if alone and calls.is_launcher(self.launch) else self.run
-
-    def _runner(self, choice: selector.Choice, recording: bool) -> Run:
-        """From dynamic arguments to what the caller gets; None where the launcher declines."""
-        launch = choice.launch
-        self.recorded = recording and (
-            choice.candidate.id != EAGER or self.policy.observer is not None
-        )
-        if self.recorded:
-            return lambda *dynamic: _Recorded.apply(self, launch, *dynamic)
-
-        def run(*dynamic: Any) -> Any:
-            try:
-                outs = launch(*dynamic)
-            except torch.OutOfMemoryError as problem:
-                outs = self.rescue(choice, dynamic, problem)
-            return outs if outs is None or whole else outs[0]
-
-        whole = self.op.internal
-        return run
-
-    def rescue(
-        self, choice: selector.Choice, dynamic: Sequence[Any], problem: torch.OutOfMemoryError
-    ) -> Outputs | None:
-        """A candidate ran out of memory: eager takes this call; eager's own failure is the caller's."""
-        if choice.candidate.id == EAGER:
-            raise problem
-        selector.say_once(
-            self.op,
-            choice.candidate.id,
-            f"tensorlogic: {choice.candidate.id} ran out of memory on {self.key.text}; torch.eager serves it",
-        )
-        return self.op.candidates[EAGER].bind(self.key, {}, self.device)(*dynamic)
-
-    def declined(self, dynamic: Sequence[Any]) -> Outputs:
-        """A candidate declined the very key it was bound for: eager takes this call."""
-        selector.say_once(
-            self.op,
-            self.choice.candidate.id,
-            f"tensorlogic: {self.choice.candidate.id} declined {self.key.text}, which it was bound for; torch.eager serves it",
-        )
-        outs = self.op.candidates[EAGER].bind(self.key, {}, self.device)(*dynamic)
-        assert outs is not None
-        return outs
-
-
-def _two_ways(eager: Run, captured: Run) -> Run:
-    """Eager calls take one road, calls under graph capture the other."""
-    capturing = torch.cuda.is_current_stream_capturing
-    return lambda *dynamic: captured(*dynamic) if capturing() else eager(*dynamic)
-
-
-class _Recorded(torch.autograd.Function):
-    """An op whose gradients are recorded: forward by the chosen candidate, backward by the op's own backward ops."""
-
-    @staticmethod
-    def forward(ctx: Any, bound: Bound, launch: Launcher, *dynamic: Any) -> Any:
-        try:
-            outs = launch(*dynamic)
-        except torch.OutOfMemoryError as problem:
-            outs = bound.rescue(bound.choice, dynamic, problem)
-        if outs is None:  # less aligned than the launcher was built for
-            outs = outputs(bound.op, bound.op.full(bound.key, dynamic))
-        assert bound.op.gradient is not None
-        ctx.bound = bound
-        ctx.scalars = tuple(
-            a for p, a in zip(bound.op.dynamic, dynamic, strict=True) if not p.is_tensor
-        )
-        ctx.save_for_backward(*bound.op.gradient.save(bound.flags, dynamic, outs))
-        return outs[0]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        bound: Bound = ctx.bound
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{bound.op.name}: double backward is not available through candidate {bound.choice.candidate.id}; "
-                f"compute it under tensorlogic.policy(force='torch.eager')"
-            )
-        given = (
-            bound.op,
-            bound.flags,
-            ctx.needs_input_grad[2:],
-            ctx.saved_tensors,
-            ctx.scalars,
-            dy,
-        )
-        if bound.policy is policies.current():
-            return (None, None, *gradients(*given))
-        with policies.use(bound.policy):  # backward threads do not inherit the caller's context
-            return (None, None, *gradients(*given))
-
-
-def gradients(
-    op: Op,
-    flags: SimpleNamespace,
-    needs: Sequence[bool],
-    saved: tuple[Any, ...],
-    scalars: tuple[Any, ...],
-    dy: Tensor,
-) -> list[Any]:
-    """Gradients for every dynamic parameter (None for scalars and for what needs none)."""
-    assert op.gradient is not None
-    wanted = tuple(bool(n) for p, n in zip(op.dynamic, needs, strict=True) if p.is_tensor)
-    grads = iter(op.gradient.backward(flags, wanted, saved, scalars, dy))
-    return [next(grads) if p.is_tensor else None for p in op.dynamic]
+    binding.keep(policies.current(), where, check, run)
 
 
 def composition(op: Op, args: Sequence[Any]) -> Any:
@@ -396,7 +190,7 @@ def composition(op: Op, args: Sequence[Any]) -> Any:
     key = Flags(
         tuple((p.name, a) for p, a in zip(op.params, full, strict=True) if not p.is_dynamic)
     )
-    launch = op.candidates[EAGER].bind(cast(Key, key), {}, _device(args))
+    launch = op.candidates[EAGER].bind(cast(Key, key), {}, binding.device_of(args))
     outs = launch(*[a for p, a in zip(op.params, full, strict=True) if p.is_dynamic])
     assert outs is not None
     return outs if op.internal else outs[0]
@@ -434,7 +228,9 @@ def _autocast(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     if op.autocast == "promote" or op.internal:  # the gradient of what ran keeps its dtypes
         return args
     dtype = (
-        torch.float32 if op.autocast == "float32" else torch.get_autocast_dtype(_device(args).type)
+        torch.float32
+        if op.autocast == "float32"
+        else torch.get_autocast_dtype(binding.device_of(args).type)
     )
 
     def eligible(a: Any) -> bool:
@@ -444,7 +240,3 @@ def _autocast(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     if any(eligible(a) and a.dtype != dtype for a in kept):
         return None
     return tuple(a.to(dtype) if eligible(a) else a for a in args)
-
-
-def _device(args: Sequence[Any]) -> torch.device:
-    return next(a.device for a in args if isinstance(a, Tensor))

@@ -45,11 +45,11 @@ def schema(op: Op) -> str:
 
 def register(op: Op) -> None:
     """Define `tensorlogic::<op>` with its kernel, fake kernel and autograd formula."""
-    from . import dispatch
+    from . import binding
 
     def kernel(*args: Any) -> Any:
         given = _flags(op, args)
-        outs = dispatch.outputs(op, given, compiled=True)
+        outs = binding.outputs(op, given, compiled=True)
         if not op.internal and any(o is None for o in outs):
             outs = eager_outputs(op, given)  # graphs rely on all that the fake kernel declares
         return _filled(op, outs, args)
@@ -175,7 +175,7 @@ def _setup(op: Op, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(op: Op, ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Any, ...]:
-    from . import dispatch
+    from . import binding
 
     if dy is None or any(g is not None for g in others):
         raise RuntimeError(
@@ -184,5 +184,5 @@ def _backward(op: Op, ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Any, .
         )
 
     needs = [n for p, n in zip(op.params, ctx.needs_input_grad, strict=True) if p.is_dynamic]
-    grads = iter(dispatch.gradients(op, ctx.flags, needs, ctx.saved_tensors, ctx.scalars, dy))
+    grads = iter(binding.gradients(op, ctx.flags, needs, ctx.saved_tensors, ctx.scalars, dy))
     return tuple(next(grads) if p.is_dynamic else None for p in op.params)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import derived, hooks, policies
-from .dispatch import MOST_ENTRIES, Bound
+from .binding import MOST_ENTRIES, Bound
 from .op import EAGER, Op
 from .ops.linear import LINEAR
 from .ops.matmul import MATMUL

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import dispatch, library, policies
+from tensorlogic import binding, dispatch, library, policies
 from tensorlogic.op import EAGER, Op
 
 Roads = Counter[str]
@@ -232,7 +232,7 @@ def test_inputs_that_were_converted_are_not_mistaken_for_the_converted(roads: Ro
 
 
 def test_many_shapes_do_not_grow_without_end(roads: Roads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "MOST_ENTRIES", 32)
+    monkeypatch.setattr(binding, "MOST_ENTRIES", 32)
     entries = policies.current().entries
     for n in range(100):
         assert tensorlogic.relu(torch.ones(n)).shape == (n,)
@@ -324,7 +324,7 @@ def test_calls_under_autocast_become_warm_and_follow_its_dtype(
         return tensorlogic.linear(x, weight, bias, activation="relu")
 
     misses: list[str] = []
-    chosen = dispatch.Bound
+    chosen = binding.Bound
 
     def counted(op: Op, *args: Any, **kwargs: Any) -> Any:
         misses.append(op.name)
@@ -337,7 +337,7 @@ def test_calls_under_autocast_become_warm_and_follow_its_dtype(
                 expected = torch.relu(torch.nn.functional.linear(x, weight, bias))
                 first = call()
                 with monkeypatch.context() as patch:
-                    patch.setattr(dispatch, "Bound", counted)
+                    patch.setattr(binding, "Bound", counted)
                     again = call()
                 assert torch.is_autocast_enabled("cpu")
             for out in (first, again):
@@ -354,13 +354,13 @@ def test_calls_under_autocast_become_warm_and_follow_its_dtype(
 
 def test_a_registered_op_is_bound_once_for_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[str] = []
-    chosen = dispatch.Bound
+    chosen = binding.Bound
 
     def counted(op: Op, *args: Any, **kwargs: Any) -> Any:
         bound.append(op.name)
         return chosen(op, *args, **kwargs)
 
-    monkeypatch.setattr(dispatch, "Bound", counted)
+    monkeypatch.setattr(binding, "Bound", counted)
     x, y = torch.randn(4, 6), torch.randn(4, 6)
     for _ in range(3):
         assert torch.equal(torch.ops.tensorlogic.add_relu(x, y, False), torch.relu(x + y))

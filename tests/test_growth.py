@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tensorlogic as t
-from tensorlogic import background, dispatch, policies
+from tensorlogic import background, binding, policies
 
 X, W, ROW, MASK = torch.randn(8, 16), torch.randn(4, 16), torch.randn(4), torch.zeros(8, 8)
 
@@ -73,14 +73,14 @@ def test_what_is_no_tensor_yet_is_chosen_for_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     CALLS[name]()
-    monkeypatch.setattr(dispatch, "Bound", lambda *_: pytest.fail("chosen again"))
+    monkeypatch.setattr(binding, "Bound", lambda *_: pytest.fail("chosen again"))
     CALLS[name]()
 
 
 def test_shapes_without_end_leave_a_bounded_number_of_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dispatch, "MOST_ENTRIES", 10)
+    monkeypatch.setattr(binding, "MOST_ENTRIES", 10)
     monkeypatch.setattr(background, "MOST", 10)
     for n in range(1, 40):
         t.relu(torch.ones(n))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tensorlogic
-from tensorlogic import dispatch, measure, policies, registry
+from tensorlogic import binding, measure, policies, registry
 from tensorlogic.numerics import Verdict
 from tensorlogic.ops.convolution import CONVOLUTION
 from tensorlogic.program import choosing
@@ -117,12 +117,12 @@ def test_a_candidate_is_not_forced_on_what_it_cannot_run() -> None:
     torch.testing.assert_close(run(a, b), torch.relu(a + b))
     with pytest.MonkeyPatch.context() as patch:
         asked: list[str | None] = []
-        bound = dispatch.Bound.__init__
+        bound = binding.Bound.__init__
 
-        def seen(self: dispatch.Bound, op: Any, args: Any, chosen: Any, *rest: Any) -> None:
+        def seen(self: binding.Bound, op: Any, args: Any, chosen: Any, *rest: Any) -> None:
             asked.append(chosen.force)
             bound(self, op, args, chosen, *rest)
 
-        patch.setattr(dispatch.Bound, "__init__", seen)
+        patch.setattr(binding.Bound, "__init__", seen)
         sites.bind("call", tensorlogic.add_relu, (a, b))
     assert asked == [policy.force]

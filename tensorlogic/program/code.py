@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from .. import dispatch, policies
+from .. import binding, dispatch, policies
 from ..rules import Composite
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ class Sites:
         fits = found is not None and found.unfit(key) is None  # another memory layout may have come
         if fits and not policy.reproducible and policy.forced(op.name) is None:
             policy = replace(policy, tune="off", force=self.forced[name], entries={})
-        bound = dispatch.Bound(op, ready, policy, recording)
+        bound = binding.Bound(op, ready, policy, recording)
         self.chosen[name] = bound.choice.candidate.id
         return _call(bound, [p for p in places if p is not None], dynamic)
 
@@ -101,7 +101,7 @@ def _place(value: Any, args: tuple[Any, ...]) -> int | None:
     return None if isinstance(value, Tensor) else -1
 
 
-def _call(bound: dispatch.Bound, places: list[int], dynamic: list[Any]) -> Callable[..., Any]:
+def _call(bound: binding.Bound, places: list[int], dynamic: list[Any]) -> Callable[..., Any]:
     """run(*arguments of the public call) by way of the launcher."""
     names = [f"a{p}" if p >= 0 else f"c{i}" for i, p in enumerate(places)]
     scope: dict[str, Any] = {f"c{i}": v for i, v in enumerate(dynamic) if places[i] < 0}

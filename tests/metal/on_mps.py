@@ -18,6 +18,7 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic import (
+    binding,
     dispatch,
     doctor,
     measure,
@@ -135,11 +136,11 @@ def gradients() -> None:
     """Forward keeps what backward needs, backward runs as a shader of its own."""
     x, w, b = inputs()
     with tensorlogic.policy(force={"linear": "metal.tiled", "linear_backward": "metal.simdgroup"}):
-        _, z = dispatch.outputs(LINEAR, (x, w, b, None, "gelu", True))
+        _, z = binding.outputs(LINEAR, (x, w, b, None, "gelu", True))
         dy = torch.randn(33, 17).half().to(DEVICE)
         flags = LINEAR.namespace(LINEAR.key((x, w, b, None, "gelu", True), "forward"))
         before = standin.launches
-        made = dispatch.gradients(LINEAR, flags, (True,) * 3 + (False,), (x, w, z), (), dy)
+        made = binding.gradients(LINEAR, flags, (True,) * 3 + (False,), (x, w, z), (), dy)
     assert standin.launches >= before + 2
     wide = [t.cpu().double().requires_grad_() for t in (x, w, b)]
     expected = torch.autograd.grad(F.gelu(F.linear(*wide)), wide, dy.cpu().double())

@@ -267,7 +267,15 @@ def sanitized_tests() -> int:
     }
     tests = [
         str(ROOT / "tests" / f"test_{name}.py")
-        for name in ("native", "native_rows", "native_products", "native_tiles", "calls", "pool")
+        for name in (
+            "native",
+            "native_rows",
+            "native_products",
+            "native_tiles",
+            "calls",
+            "pool",
+            "placement",
+        )
     ]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", *tests], env=environment, cwd=ROOT

@@ -136,6 +136,17 @@ class DerivedCache:
             ]:
                 self._drop(key)
 
+    def names(self) -> set[tuple[int, str]]:
+        """What is held now, to be given to `only` later."""
+        with _LOCK:
+            return set(self._entries)
+
+    def only(self, names: set[tuple[int, str]]) -> None:
+        """Forget what is not among these: experiments leave copies that nobody may need."""
+        with _LOCK:
+            for key in self._entries.keys() - names:
+                self._drop(key)
+
     def nbytes_on(self, device: str) -> int:
         """Bytes that belong to tensors on this type of device."""
         with _LOCK:

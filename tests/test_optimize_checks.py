@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic import measure
-from tensorlogic.program import check, choosing, inductor
+from tensorlogic.derived import CACHE
+from tensorlogic.program import check, choosing, inductor, optimizing
 from tensorlogic.program.serve import Program
 from tensorlogic.program.trace import Trace, trace
 from tensorlogic.program.whole import Whole
@@ -140,3 +141,25 @@ def test_weights_without_values_are_named() -> None:
 def test_budgets_that_are_none(budget: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="budget_s"):
         tensorlogic.optimize(network(), torch.randn(4, 16), budget_s=budget)
+
+
+@torch.no_grad()
+def test_copies_that_experiments_made_are_given_back(
+    pays: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = network(), torch.randn(4, 16)
+    mine, found = model[0].weight, optimizing.best
+
+    def derive(tensor: Tensor, kind: str) -> None:
+        CACHE.get(tensor, kind, Tensor.double, lambda t: t.nbytes)
+
+    def experimenting(*args: Any) -> Any:
+        derive(model[2].weight, "left over")
+        return found(*args)
+
+    derive(mine, "the caller's")
+    monkeypatch.setattr(optimizing, "best", experimenting)
+    fast = tensorlogic.optimize(model, x)
+    assert CACHE.holds(mine, "the caller's")
+    assert not CACHE.holds(model[2].weight, "left over")
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import compiling, policies, settings
+from .. import compiling, derived, policies, settings
+from ..memory.heap import give_back
 from ..precision import Precision, policy_of
 from ..precision import precision as Policy
 from .advising import advise, watched
@@ -116,6 +117,7 @@ def optimize(
     report = Report()
     budget = (BUDGET_S, TRAINING_BUDGET_S)[training] if budget_s is None else float(budget_s)
     until = begin + budget if budget_s is not None and settings.inductor() else 0.0
+    copies = derived.CACHE.names()
     try:
         served = _program(model, args, kwargs, training, budget, dynamic, report, asked, until)
     except Untraceable as problem:
@@ -125,6 +127,8 @@ def optimize(
                 f"tensorlogic.linear and matmul in it under that policy, or optimise it without one"
             ) from problem
         report.reason, served = str(problem), None
+    derived.CACHE.only(copies)  # what serves makes its own again
+    give_back()
     advise(report)
     report.seconds = time.perf_counter() - begin
     if served is None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, cast
@@ -30,7 +29,6 @@ class _Workers:
         self.count, self.threads, self.open, self.started = count, 0, 0, 0
         self.lock = threading.Lock()
         self.nursery = Nursery()
-        self.alive: set[int] = set()  # processes of workers
         self.queue: SimpleQueue[tuple[Any, Future[str | None]]] = SimpleQueue()
         self.jobs: dict[Any, Future[str | None]] = {}
         atexit.register(self.close)
@@ -66,8 +64,6 @@ class _Workers:
             try:
                 future.set_result(worker.ask(job))
             except (OSError, EOFError) as problem:
-                with self.lock:
-                    self.alive.discard(worker.pid)
                 worker.close()
                 worker = None
                 future.set_result(f"the compile worker stopped: {problem}")
@@ -79,15 +75,7 @@ class _Workers:
             return None
         with self.lock:
             self.started += 1
-            self.alive.add(worker.pid)
         return worker
-
-    def signal(self, number: int) -> None:
-        """Send a signal to every worker."""
-        with self.lock:
-            for pid in self.alive:
-                with contextlib.suppress(ProcessLookupError):  # its thread is about to notice
-                    os.kill(pid, number)
 
     def close(self) -> None:
         for future in self.jobs.values():
@@ -126,21 +114,6 @@ def prepare() -> None:
             pool.nursery.open()
 
 
-@contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Stop the workers for as long as something is timed that they would disturb: cores they share with the caller's thread
-    make its launches up to twice as long. They end with this process even so."""
-    pool = _workers
-    if pool is None:
-        yield
-        return
-    pool.signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        pool.signal(signal.SIGCONT)
-
-
 def submit(jobs: Iterable[Any]) -> None:
     """Start compiling `jobs` (hashable, picklable, with a `run()`) in worker processes; returns at once."""
     pool = _pool()
@@ -163,8 +136,6 @@ def settle(job: Any) -> None:
     future = _future(job)
     if future is None or future.cancel():
         return
-    if not future.done():
-        cast(_Workers, _workers).signal(signal.SIGCONT)  # who waits for a worker does not time
     reason = future.result()
     if reason is not None:
         raise CompileFailure(reason)

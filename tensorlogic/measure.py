@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from . import compiling
-
 Call = Callable[[], object]
 CLEARED = 4.4e11  # bytes a second: how fast NVIDIA's driver clears memory given back to it (H200)
 BATCHES = 4  # of samples where a choice is close
@@ -156,9 +154,9 @@ def host_samples(
 
         return sample
 
-    samplers = {name: sampler(list(steps)) for name, steps in calls.items()}
-    with compiling.paused():
-        return _interleave(samplers, rounds, budget_s)
+    return _interleave(
+        {name: sampler(list(steps)) for name, steps in calls.items()}, rounds, budget_s
+    )
 
 
 def wall_samples(
@@ -168,8 +166,7 @@ def wall_samples(
     samplers = {name: functools.partial(once, call, device) for name, call in calls.items()}
     for sample in samplers.values():
         sample()
-    with compiling.paused():
-        return _interleave(samplers, rounds, budget_s / 2)
+    return _interleave(samplers, rounds, budget_s / 2)
 
 
 Sampler = Callable[[Mapping[str, Sequence[Call]], torch.device, float, int], Samples]

@@ -98,7 +98,7 @@ def environment() -> dict[str, str]:
 
 
 def nurse(fd: int) -> None:
-    """The nursery: forks a worker for every socket that comes; ends with its parent, and its workers with it."""
+    """The nursery: forks a worker for every socket that comes; ends with its parent."""
     line = socket.socket(fileno=fd)
     for name in PRELOADED:
         with contextlib.suppress(ImportError):  # no Triton: a job that needs it will say so
@@ -107,7 +107,7 @@ def nurse(fd: int) -> None:
     while True:
         message, fds, _, _ = socket.recv_fds(line, 1, 1)
         if not message:
-            os.killpg(0, signal.SIGKILL)  # workers that are stopped would not notice
+            return
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # compilers start processes of their own
             line.close()

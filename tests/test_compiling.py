@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tensorlogic import compiling, measure
+from tensorlogic import compiling
 
 JOBS = """
 import os, sys, time
@@ -159,51 +158,8 @@ def test_a_forked_process_does_not_wait_for_threads_it_does_not_have(job: Any) -
     assert os.waitstatus_to_exitcode(ended[1]) == 0, "the child hung"
 
 
-def test_workers_rest_while_something_is_timed(job: Any) -> None:
-    slow = job("wait")
-    compiling.submit((slow,))
-    begun(slow)
-    with compiling.paused():
-        Path(slow.path + ".go").touch()
-        time.sleep(0.3)
-        assert not Path(slow.path).exists()
-    finish(slow)
-    assert Path(slow.path).exists()
-
-
-def test_who_waits_for_a_worker_wakes_it(job: Any) -> None:
-    slow = job("wait")
-    compiling.submit((slow,))
-    begun(slow)
-    with compiling.paused():
-        Path(slow.path + ".go").touch()
-        compiling.settle(slow)
-    assert Path(slow.path).exists()
-
-
-def test_host_time_is_taken_without_workers(job: Any) -> None:
-    slow, stopped = job("wait"), False
-    compiling.submit((slow,))
-    begun(slow)
-    pid = next(iter(compiling._workers.alive))  # type: ignore[union-attr]
-
-    def call() -> None:  # a process that waits for a core stops when it gets one
-        nonlocal stopped
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        stopped = stopped or state == "T"
-        time.sleep(0 if stopped else 0.02)
-
-    if not Path("/proc").exists():
-        pytest.skip("no /proc on this system")
-    measure.host_samples({"call": [call]}, torch.device("cpu"), 1e-3, rounds=2)
-    Path(slow.path + ".go").touch()
-    finish(slow)
-    assert stopped
-
-
-@pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.skipif(not Path("/proc").exists(), reason="no /proc on this system")
-def test_workers_end_with_a_killed_parent(tmp_path: Path, stopped: bool) -> None:
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     (tmp_path / "compile_jobs.py").write_text(textwrap.dedent(JOBS))
     code = f"""
 import time
@@ -213,8 +169,6 @@ compiling.submit([Job("sleep", {str(tmp_path / "out")!r})])
 pool = compiling._workers
 while pool.started == 0:
     time.sleep(0.01)
-if {stopped}:
-    compiling.paused().__enter__()
 print(pool.nursery.process.pid, flush=True)
 time.sleep(60)
 """

@@ -184,7 +184,7 @@ def test_a_copy_of_inputs_is_the_same_elsewhere() -> None:
     key = op.key((x, weight, None, None, "none", False), "inference")
     (first, second), made = Checker(op, key, CPU).sets, []
     for s in (first, second):
-        made.append(s.copy())
+        made.append(s.copy(op, key))
         for a, b in zip(s.dynamic, made[-1].dynamic, strict=True):
             if a is None:
                 assert b is None

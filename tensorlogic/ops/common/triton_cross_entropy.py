@@ -103,8 +103,9 @@ def cross_entropy_fwd_online(
             peak, norm, total = with_ends(peak, norm, total, ends, inside)
         log = tl.log(norm)
         lse = peak + log
-        # of large logits, lse is rounded by more than the loss may be off
-        loss = (peak - x_t) + log
+        loss = (
+            peak - x_t
+        ) + log  # of large logits, lse is rounded by more than the loss may be off
         if SMOOTH:
             loss = (1.0 - smoothing) * loss + smoothing * ((peak - total / (C * 1.0)) + log)
     tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty))

@@ -6,11 +6,9 @@ that cannot be served; 130 interrupted (what was measured is kept).
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,22 +16,30 @@ from cyclopts import App, CycloptsError, Parameter
 
 from .bench.problems import Problem
 from .bench.progress import progress
+from .cli_options import (
+    DONE,
+    EPILOGUE,
+    FOUND,
+    INTERRUPTED,
+    PLAIN,
+    REFUSED,
+    UNREAD,
+    Device,
+    Dtypes,
+    Margin,
+    Names,
+    Ops,
+    Sizes,
+    say,
+    separated,
+    sizes,
+    split,
+    version,
+)
+from .cli_plans import app as plans
 
 if TYPE_CHECKING:
-    from .bench.lockfiles import Finding
-
-PLAIN = Parameter(negative=(), show_default=False)
-DONE, FOUND, REFUSED, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
-EPILOGUE = "Exit codes: 0 done; 1 a finding (regression, lockfile that does not hold, something broken); 2 a request or file that cannot be served; 130 interrupted."
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("tensorlogic-engine")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        import tensorlogic
-
-        return tensorlogic.__version__
+    pass
 
 
 app = App(
@@ -46,56 +52,12 @@ app = App(
     ),
     help_epilogue=EPILOGUE,
     help_format="markdown",
-    version=_version,
+    version=version,
     suppress_keyboard_interrupt=False,
     default_parameter=PLAIN,
 )
-plans_app = App(
-    name="plans",
-    help="Choices that were measured here: list them, commit them as a lockfile, verify one.",
-    help_epilogue=EPILOGUE,
-    default_parameter=PLAIN,
-)
-app.command(plans_app)
+app.command(plans)
 app.register_install_completion_command(help="Complete commands and options in this shell.")
-
-Names = tuple[str, ...]
-Ops = Annotated[
-    Names, Parameter("--op", help="operation or category; repeat, or separate by commas")
-]
-Sizes = Annotated[
-    Names,
-    Parameter(
-        "--size", help="side of matrices, or number of elements: 512, 10K; repeat, or commas"
-    ),
-]
-Dtypes = Annotated[
-    Names, Parameter("--dtype", help="f16, bf16, f32; repeat, or separate by commas")
-]
-Device = Annotated[
-    str | None,
-    Parameter("--device", help="cpu, cuda, cuda:N or mps; the best one here if not given"),
-]
-Margin = Annotated[
-    float,
-    Parameter(
-        "--margin", show_default=True, help="relative slowdown that is tolerated: 0.05 is 5 %"
-    ),
-]
-
-
-def _split(values: Sequence[str]) -> tuple[str, ...]:
-    return tuple(part for value in values for part in value.split(",") if part)
-
-
-def _sizes(values: Sequence[str]) -> tuple[int, ...]:
-    from .bench.sizes import parse
-
-    return tuple(parse(v) for v in _split(values))
-
-
-def _print(text: object) -> None:
-    sys.stdout.write(f"{text}\n")
 
 
 @app.command
@@ -143,28 +105,28 @@ def bench(
 
         with progress() as tick:
             verified = verifying.verify(verify, tick)
-        _print(verified)
+        say(verified)
         return FOUND if verified.failed else DONE
 
     with progress() as tick:
         results = session.bench(
             quick=quick,
-            ops=_split(op),
-            sizes=_sizes(size),
-            dtypes=_split(dtype),
+            ops=split(op),
+            sizes=sizes(size),
+            dtypes=split(dtype),
             device=device,
             json=json,
             resume=resume,
             tick=tick,
         )
     tables.show(results, summary.lines(results))
-    _print(f"result file: {results.path}")
+    say(f"result file: {results.path}")
     if report and results.path is not None and results.timed:
         from .bench import report as reporting
         from .bench import report_forms
 
         page = report_forms.write(reporting.make(results), results.path.with_suffix(".html"))
-        _print(f"report: {page}")
+        say(f"report: {page}")
     return DONE if results.complete else INTERRUPTED
 
 
@@ -187,8 +149,8 @@ def _precision(quick: bool, device: str | None, path: Path | None) -> int:
             devices, quick, lambda text: tick(0, 1, text), lambda found: precision.write(found, to)
         )
     precision.write(found, to)
-    _print(precision.table(found))
-    _print(f"result file: {to}")
+    say(precision.table(found))
+    say(f"result file: {to}")
     return DONE
 
 
@@ -226,7 +188,7 @@ def report(
         return DONE
     page = report_forms.write(made, out or paths[-1].with_suffix(".html"))
     report_forms.show(made)
-    _print(f"\nreport: {page}")
+    say(f"\nreport: {page}")
     return DONE
 
 
@@ -260,7 +222,7 @@ def compare(
     found = comparing.compare(
         results.load(before), results.load(after), margin, mixed=mixed, absolute=absolute
     )
-    _print(found)
+    say(found)
     return FOUND if found.regressions else DONE
 
 
@@ -307,12 +269,12 @@ def try_(
     with progress() as tick:
         trial = runs.attempt(asked, tick)
     for line in screen.lines(trial):
-        _print(line)
+        say(line)
     if trial.interrupted:
         return INTERRUPTED
     if known is not None:
         why = screen.lost(trial, known, margin)
-        _print(f"verified: {why or 'the gain holds'}")
+        say(f"verified: {why or 'the gain holds'}")
         return FOUND if why else DONE
     screen.save(trial, record)
     return FOUND if trial.failure or not trial.agree else DONE
@@ -360,7 +322,7 @@ def explain(
     fn, args, kwargs = calls.call(
         op, dtype, where, size=sizes.parse(size) if size else None, shapes=shape, flags=flags
     )
-    _print(calls.explained(fn, args, kwargs, measure))
+    say(calls.explained(fn, args, kwargs, measure))
     return DONE
 
 
@@ -385,131 +347,14 @@ def tune(
     with progress() as tick:
         text = session.tune(
             quick=quick,
-            ops=_split(op),
-            sizes=_sizes(size),
-            dtypes=_split(dtype),
+            ops=split(op),
+            sizes=sizes(size),
+            dtypes=split(dtype),
             device=device,
             tick=tick,
         )
-    _print(text)
+    say(text)
     return DONE
-
-
-@plans_app.command(name="list")
-def list_plans(*, op: Ops = (), device: Device = None) -> int:
-    """List the choices stored for this machine."""
-    from .bench import session
-    from .bench.tables import aligned
-
-    store, _ = session.store(device)
-    wanted = _split(op)
-    rows = [
-        [p.eager, "" if p.captured == p.eager else p.captured, p.measured, p.key.text]
-        for p in store.plans()
-        if not wanted or p.key.op in wanted
-    ]
-    if rows:
-        _print(aligned([["candidate", "captured", "measured", "key"], *rows], [True] * 4))
-    _print(f"{len(rows)} plans in {store.path}")
-    return DONE
-
-
-@plans_app.command(name="export")
-def export_plans(path: Path, *, op: Ops = (), device: Device = None) -> int:
-    """Write the stored choices as a lockfile, to commit beside a project: same lockfile, same candidates, same bits.
-
-    Parameters
-    ----------
-    path
-        The lockfile to write.
-    """
-    from .bench import lockfiles, session
-    from .plans import export_lockfile
-
-    store, _ = session.store(device)
-    wanted = _split(op)
-    stored = [p for p in store.plans() if not wanted or p.key.op in wanted]
-    chosen = lockfiles.lasting(stored)
-    if len(chosen) < len(stored):
-        _print(
-            f"{len(stored) - len(chosen)} left out: what they chose has changed since it was measured; tune them again"
-        )
-    if not chosen:
-        raise Problem(
-            "there are no plans to export; measure some with `tensorlogic tune` or tensorlogic.tune(...)"
-        )
-    with _files():
-        count = export_lockfile(path, chosen, [store.environment])
-    _print(
-        f"{count} plans written to {path}; use it with tensorlogic.policy(lockfile={str(path)!r}) or TENSORLOGIC_LOCKFILE={path}"
-    )
-    return DONE
-
-
-@plans_app.command(name="import")
-def import_plans(
-    path: Path,
-    *,
-    device: Device = None,
-    anywhere: bool = False,
-) -> int:
-    """Take a lockfile's choices into the store of this machine.
-
-    Parameters
-    ----------
-    path
-        The lockfile to read.
-    anywhere
-        Also when it was measured on another machine or with other software.
-    """
-    from .bench import lockfiles, session
-
-    store, where = session.store(device)
-    with _files():
-        count, reason = lockfiles.adopt(path, store, where, anywhere)
-    if reason is not None:
-        raise Problem(
-            f"{path} was not imported: {reason}; use it as a lockfile (TENSORLOGIC_LOCKFILE={path}), or pass --anywhere"
-        )
-    _print(f"{count} plans taken into {store.path}")
-    return DONE
-
-
-@plans_app.command(name="verify")
-def verify_plans(path: Path, *, margin: Margin = 0.1) -> int:
-    """Check on this machine that every locked candidate is here, right, and not slower than the best by more than the margin.
-
-    Exit code 1 when one is not.
-
-    Parameters
-    ----------
-    path
-        The lockfile to verify.
-    """
-    from .bench import lockfiles
-    from .bench.tables import aligned
-
-    if margin < 0:
-        raise Problem(f"margin is {margin}; at least 0 is required")
-    with _files(), progress() as tick:
-        findings: list[Finding] = lockfiles.verify(path, margin, tick)
-    shown = [[f.state, f.candidate, f.key, f.detail] for f in findings if f.state != lockfiles.GOOD]
-    if shown:
-        _print(aligned([["state", "candidate", "key", ""], *shown], [True] * 4))
-    counts: dict[str, int] = {}
-    for f in findings:
-        counts[f.state] = counts.get(f.state, 0) + 1
-    _print(f"{path}: " + (", ".join(f"{n} {state}" for state, n in counts.items()) or "no plans"))
-    return FOUND if any(f.bad for f in findings) else DONE
-
-
-@contextmanager
-def _files() -> Iterator[None]:
-    """What reading or writing a lockfile raises, as a problem."""
-    try:
-        yield
-    except (ValueError, OSError) as problem:
-        raise Problem(str(problem)) from problem
 
 
 @app.command
@@ -520,23 +365,11 @@ def doctor() -> int:
     return doctoring.main()
 
 
-def _separated(tokens: Sequence[str]) -> list[str]:
-    """With `--` before a script to try, so that what follows it is the script's own."""
-    given = list(tokens)
-    if given[:1] != ["try"] or "--" in given:
-        return given
-    at = 1
-    while at < len(given) and given[at].startswith("-"):
-        takes = given[at] in ("--entry", "--margin", "--seconds", "--lockfile", "--record")
-        at += 1 + takes
-    return [*given[:at], *(["--"] if at < len(given) else []), *given[at:]]
-
-
 def main(tokens: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     try:
         code = app(
-            _separated(sys.argv[1:] if tokens is None else tokens),
+            separated(sys.argv[1:] if tokens is None else tokens),
             exit_on_error=False,
             result_action="return_value",
         )

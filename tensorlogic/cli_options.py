@@ -1,0 +1,75 @@
+"""What the commands share: exit codes, options that several take, and how lists and results are read and shown."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+from cyclopts import Parameter
+
+PLAIN = Parameter(negative=(), show_default=False)
+DONE, FOUND, REFUSED, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
+EPILOGUE = "Exit codes: 0 done; 1 a finding (regression, lockfile that does not hold, something broken); 2 a request or file that cannot be served; 130 interrupted."
+
+
+Names = tuple[str, ...]
+Ops = Annotated[
+    Names, Parameter("--op", help="operation or category; repeat, or separate by commas")
+]
+Sizes = Annotated[
+    Names,
+    Parameter(
+        "--size", help="side of matrices, or number of elements: 512, 10K; repeat, or commas"
+    ),
+]
+Dtypes = Annotated[
+    Names, Parameter("--dtype", help="f16, bf16, f32; repeat, or separate by commas")
+]
+Device = Annotated[
+    str | None,
+    Parameter("--device", help="cpu, cuda, cuda:N or mps; the best one here if not given"),
+]
+Margin = Annotated[
+    float,
+    Parameter(
+        "--margin", show_default=True, help="relative slowdown that is tolerated: 0.05 is 5 %"
+    ),
+]
+
+
+def split(values: Sequence[str]) -> tuple[str, ...]:
+    return tuple(part for value in values for part in value.split(",") if part)
+
+
+def sizes(values: Sequence[str]) -> tuple[int, ...]:
+    from .bench.sizes import parse
+
+    return tuple(parse(v) for v in split(values))
+
+
+def say(text: object) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def version() -> str:
+    """Of the installed distribution, or of the checkout."""
+    try:
+        return importlib.metadata.version("tensorlogic-engine")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        import tensorlogic
+
+        return tensorlogic.__version__
+
+
+def separated(tokens: Sequence[str]) -> list[str]:
+    """With `--` before a script to try, so that what follows it is the script's own."""
+    given = list(tokens)
+    if given[:1] != ["try"] or "--" in given:
+        return given
+    at = 1
+    while at < len(given) and given[at].startswith("-"):
+        takes = given[at] in ("--entry", "--margin", "--seconds", "--lockfile", "--record")
+        at += 1 + takes
+    return [*given[:at], *(["--"] if at < len(given) else []), *given[at:]]

@@ -142,7 +142,8 @@ def call(
         return outs if op.internal else outs[0]
     if where is not None and bound.cacheable:
         binding.keep(bound.policy, where, front.guard(binding.present(op, args)), bound.run)
-        if public is not None and bound.device.type == "cpu":
+        lasting = bound.policy.observer is None  # one who watches comes with a policy of its own
+        if public is not None and bound.device.type == "cpu" and lasting:
             front.keep(*public, bound.policy, bound.shortest)
     return out
 

@@ -55,6 +55,7 @@ def _root() -> Policy:
 
 ROOT = _root()
 VARIABLE: ContextVar[Policy] = ContextVar("tensorlogic_policy", default=ROOT)
+MOST = 256  # policies whose warm keys are kept
 _INTERNED: dict[tuple[Any, ...], Policy] = {ROOT.identity: ROOT}
 
 current = VARIABLE.get
@@ -62,12 +63,18 @@ current = VARIABLE.get
 
 def interned(policy: Policy) -> Policy:
     """The policy of the same meaning whose warm keys are kept."""
-    return _INTERNED.setdefault(policy.identity, policy)
+    known = _INTERNED.setdefault(policy.identity, policy)
+    if len(_INTERNED) > MOST:  # an error budget that differs in every call, say
+        others = (p for p in list(_INTERNED.values())[:3] if p is not ROOT and p is not known)
+        oldest = next(others)
+        _INTERNED.pop(oldest.identity, None)
+        oldest.entries.clear()
+    return known
 
 
 def forget_entries() -> None:
     """Drop every warm key: plans, sources or packages have changed."""
-    for known in _INTERNED.values():
+    for known in list(_INTERNED.values()):  # other threads may enter new ones meanwhile
         known.entries.clear()
     calls.forget()
     hooks.forget()

@@ -37,6 +37,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "number first": lambda: t.sub(2, X),
     "fused number": lambda: t.affine(X, 2.0, 0.5),
     "numpy number": lambda: t.add(X, np.float32(2)),
+    "explain": lambda: t.explain(t.linear, X, W),
     "residual of a row": lambda: t.linear(X, W, None, ROW, "relu"),
     "row under precision": lambda: t.linear(X, W, None, ROW, precision=t.precision("f32")),
     "list of dims": lambda: t.sum(X, [0, 1]),
@@ -86,6 +87,18 @@ def test_shapes_without_end_leave_a_bounded_number_of_keys(
         t.relu(torch.ones(n))
     assert len(policies.current().entries) <= 10
     assert len(background._WATCHES) <= 10
+
+
+def test_policies_without_end_are_dropped() -> None:
+    for n in range(policies.MOST + 20):
+        with t.precision("adaptive", rtol=1e-2 + n * 1e-6):
+            pass
+    assert len(policies._INTERNED) <= policies.MOST
+    assert policies.ROOT in policies._INTERNED.values()
+    with t.policy(tune="off"):
+        first = policies.current()
+    with t.policy(tune="off"):
+        assert policies.current() is first
 
 
 def test_dropped_keys_are_freed() -> None:

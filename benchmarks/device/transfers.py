@@ -47,14 +47,14 @@ def rate(call: Callable[[], Any], nbytes: int, rounds: int = 5) -> tuple[float, 
 
 def both_ways(host: Tensor, there: Tensor) -> tuple[tuple[float, float], tuple[float, float]]:
     """Up and down by `staging.to`; what comes back is what went."""
-    n = host.numel()
+    n = host.nbytes
     assert torch.equal(staging.to(staging.to(host, DEVICE), "cpu"), host)
     return rate(lambda: staging.to(host, DEVICE), n), rate(lambda: staging.to(there, "cpu"), n)
 
 
 def plain(host: Tensor, there: Tensor) -> dict[str, Any]:
     """What PyTorch does, what pinned memory allows, and copies of the host alone."""
-    n, pinned, other = host.numel(), host.pin_memory(), torch.empty_like(host)
+    n, pinned, other = host.nbytes, host.pin_memory(), torch.empty_like(host)
     return {
         "up PyTorch": rate(lambda: host.to(DEVICE), n, 3),
         "down PyTorch": rate(lambda: there.cpu(), n, 3),
@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     end = time.perf_counter() + given.seconds
-    hosts = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in SIZES]
+    hosts = [torch.randint(0, 256, (n // 4,), dtype=torch.int32).view(torch.float32) for n in SIZES]
     theres = [h.to(DEVICE) for h in hosts]
     about = {
         "threads": torch.get_num_threads(),
@@ -82,14 +82,15 @@ def main() -> int:
     found: dict[str, Any] = {**about, "native": staging._runtime() is not None, "rows": []}
     sys.stdout.write(f"{about}\n")
     for host, there in zip(hosts, theres, strict=True):
-        line = {"bytes": host.numel(), **plain(host, there)}
+        line = {"bytes": host.nbytes, **plain(host, there)}
         found["rows"].append(line)
         sys.stdout.write(f"{line}\n")
     usual = (staging.PIECE, staging.WORKERS, staging.PAST_CACHES, staging.SMALLEST)
+    least = staging.LEAST_DOWN
     variants = [(usual, "as it stands"), ((0, *usual[1:]), "PyTorch's threads")]
     variants += [
         ((piece, workers, past, piece), "")
-        for piece, workers, past in itertools.product(PIECES, WORKERS, (True, False))
+        for piece, workers, past in itertools.product(PIECES, WORKERS, (1 << 62, 0))
     ]
     for (piece, workers, past, smallest), name in variants:
         if time.perf_counter() > end:
@@ -97,12 +98,13 @@ def main() -> int:
         staging._STAGERS.clear()
         staging.WORKERS, staging.PAST_CACHES = workers, past
         staging.PIECE, staging.SMALLEST = piece or usual[0], smallest
+        staging.LEAST_DOWN = least if name else 0
         for direction in ("up", "down"):
             made = staging.stager(DEVICE, direction)
             made.calls = made.calls if piece else None
         row: dict[str, Any] = {
-            "name": name, "piece": piece, "workers": workers, "past caches": past,
-            **{f"{h.numel() >> 20} MiB": both_ways(h, t) for h, t in zip(hosts, theres, strict=True)},
+            "name": name, "piece": piece, "workers": workers, "past caches below": past,
+            **{f"{h.nbytes >> 20} MiB": both_ways(h, t) for h, t in zip(hosts, theres, strict=True)},
         }  # fmt: skip
         found["rows"].append(row)
         sys.stdout.write(f"{row}\n")

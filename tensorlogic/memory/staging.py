@@ -17,7 +17,10 @@ LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
 WORKERS = 8  # threads that copy, each between memory and two buffers of its own
 PIECE = 2 << 20  # bytes of a buffer
 SMALLEST = 1 << 19  # a piece of small transfers, so that copying and moving overlap
-PAST_CACHES = True  # what threads write is not read here again
+PAST_CACHES = (
+    128 << 20
+)  # bytes to a GPU below which threads write past the caches, as they always do from one
+LEAST_DOWN = 32 << 20  # from a GPU, below which PyTorch's threads are faster, all at one piece
 CHUNK, BUFFERS = 8 << 20, 4  # without the native library: by PyTorch's threads, a piece at a time
 
 
@@ -86,7 +89,7 @@ class Stager:
         """Flat bytes from the GPU; they are there when this returns."""
         with self.lock, torch.no_grad(), torch.cuda.stream(self.stream):
             self.stream.wait_event(ready)
-            if self.calls is not None:
+            if self.calls is not None and target.numel() >= LEAST_DOWN:
                 self._staged(target, source, False)
             else:
                 self._down(source, target)
@@ -97,7 +100,7 @@ class Stager:
 
         native.op("staged_copy")(
             host, self.memory, self.handles, self.calls, there.data_ptr(), piece_of(host.numel()), WORKERS, up,
-            PAST_CACHES, self.device.index, self.stream.cuda_stream,
+            not up or host.numel() < PAST_CACHES, self.device.index, self.stream.cuda_stream,
         )  # fmt: skip
 
     def _up(self, source: Tensor, target: Tensor) -> None:

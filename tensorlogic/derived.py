@@ -89,11 +89,15 @@ class DerivedCache:
         return value
 
     def settled(
-        self, tensor: Tensor, kind: str, make: Callable[[Tensor], Any], nbytes: int
+        self,
+        tensor: Tensor,
+        kind: str,
+        make: Callable[[Tensor], Any],
+        bytes_of: Callable[[Tensor], int],
     ) -> Any | None:
         """As `get` from the second look at a constant tensor that has not changed since the first.
 
-        None before, so that weights in training are not prepared anew for every step, and where `nbytes` more would push
+        None before, so that weights in training are not prepared anew for every step, and where `bytes_of(tensor)` more would push
         others out: weights that do not fit together would be prepared anew in every round.
         """
         key, stamp = (id(tensor), kind), _stamp(tensor)
@@ -106,6 +110,7 @@ class DerivedCache:
                 return entry.value
             if not known:
                 self._drop(key)
+            nbytes = bytes_of(tensor)
             if self.nbytes + nbytes > self.max_bytes or not is_constant(tensor):
                 return None
             if not known:

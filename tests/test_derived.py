@@ -179,7 +179,7 @@ def test_settled_tensors_only() -> None:
 
     def look(t: Tensor, nbytes: int = 96) -> Tensor | None:
         found: Tensor | None = cache.settled(
-            t, "f64", lambda x: made.append(1) or x.double(), nbytes
+            t, "f64", lambda x: made.append(1) or x.double(), lambda _: nbytes
         )
         assert found is None or torch.equal(found, t.detach().double())
         return found
@@ -207,7 +207,7 @@ def test_settled_tensors_only() -> None:
 @pytest.mark.skipif(native.isa() != "amx", reason="weights are packed for AMX tiles")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_packed_layers_follow_their_weights(dtype: torch.dtype) -> None:
-    layer, x = torch.nn.Linear(256, 320).to(dtype), torch.randn(24, 256).to(dtype)
+    layer, x = torch.nn.Linear(640, 832).to(dtype), torch.randn(40, 640).to(dtype)
 
     def check() -> None:
         for _ in range(4):
@@ -223,9 +223,9 @@ def test_packed_layers_follow_their_weights(dtype: torch.dtype) -> None:
     check()
     _optimizer(layer.weight)
     check()
-    layer.load_state_dict(torch.nn.Linear(256, 320).to(dtype).state_dict())
+    layer.load_state_dict(torch.nn.Linear(640, 832).to(dtype).state_dict())
     check()
-    layer.weight.data = torch.randn(320, 256).to(dtype)
+    layer.weight.data = torch.randn(832, 640).to(dtype)
     check()
     tensorlogic.invalidate(layer.weight)
     assert not derived.CACHE.holds(layer.weight, "tiles")

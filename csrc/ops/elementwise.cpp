@@ -11,7 +11,8 @@ constexpr int64_t CHEAP_GRAIN = 64 << 10, COSTLY_GRAIN = 16 << 10;
 int64_t grain_of(Elementwise op, DType dtype) {
   const bool costly = (op >= Elementwise::gelu && op <= Elementwise::silu) ||
                       (op >= Elementwise::gelu_bwd && op <= Elementwise::silu_bwd);
-  return !costly ? CHEAP_GRAIN : dtype == DType::f32 ? COSTLY_GRAIN : 2 * COSTLY_GRAIN;
+  const bool by_table = op <= Elementwise::silu;
+  return !costly ? CHEAP_GRAIN : dtype == DType::f32 && !by_table ? COSTLY_GRAIN : 2 * COSTLY_GRAIN;
 }
 
 struct Layout {

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import derived, native
-from ...numerics import DTYPES, NAMES
+from ...numerics import DTYPES
 from ...op import Candidate, Config, Launcher, Op
 from ...plans import Key, TensorSpec
 from . import cpu_costs, native_wiring, products, wiring
@@ -19,11 +19,11 @@ from .activations import SMOOTH
 from .rows import rows
 
 POOLED = 1 << 20  # bytes from which a fresh product comes from the pool
-PACKED_FROM = (
-    1 << 16
-)  # elements of a weight below which finding its packed copy costs more than packing
-PACKED_ROWS = {"bf16": 5, "f16": 10, "f32": 16}  # from which the copy is expected to win
-PACKED_BYTES = {"bf16": 2.1, "f16": 2.1, "f32": 6.1}  # an element of the copy
+PACKED_FROM = 1 << 16  # elements of a weight whose tiles are worth a look
+# Rows, and elements of a weight, from which tiles kept are expected to win; bytes an element of them.
+PACKED_ROWS = {"bf16": 5, "f16": 16, "f32": 32}
+PACKED_SIZE = {"bf16": 1 << 18, "f16": 1 << 19, "f32": 1 << 16}
+PACKED_BYTES = {torch.bfloat16: 2.1, torch.float16: 2.1, torch.float32: 6.1}
 
 Finished = Callable[[Tensor, Tensor, Any, Any], Any]  # (x, weight, bias, residual) -> y
 
@@ -50,8 +50,7 @@ def configs(key: Key, x: str = "x") -> list[Config]:
     """By our own product, in the operands' own types, constant weights as tiles; or in float32 by PyTorch's, or oneDNN's."""
     found: list[Config] = [{"product": "native"}]
     if _packs(key):
-        few = prod(cast(TensorSpec, key.spec(x)).shape[:-1]) < PACKED_ROWS[_weight_of(key).dtype]
-        found.insert(1 if few else 0, {"product": "packed"})
+        found.insert(0 if _packing_wins(key, x) else 1, {"product": "packed"})
     if native_wiring.contiguous(key, *_given(key, x, "residual")) is None:
         found.append({"product": "torch"})
         if products.onednn_available("cpu") is None:
@@ -73,11 +72,15 @@ def _packs(key: Key) -> bool:
     return weight.constant and large and not keeps and native.isa() == "amx"
 
 
-def packed(weight: Tensor) -> Tensor | None:
-    """The weight's tiles, from the second time that it is met unchanged; None without them."""
-    nbytes = int(weight.numel() * PACKED_BYTES[NAMES[weight.dtype]])
-    tiles: Tensor | None = derived.CACHE.settled(weight, "tiles", native.op("pack_weight"), nbytes)
-    return tiles if tiles is not None and tiles.numel() else None
+def _packing_wins(key: Key, x: str) -> bool:
+    left, weight = key.spec(x), _weight_of(key)
+    assert left is not None
+    rows, size = PACKED_ROWS[weight.dtype], PACKED_SIZE[weight.dtype]
+    return prod(left.shape[:-1]) >= rows and prod(weight.shape) >= size
+
+
+def _packed_bytes(weight: Tensor) -> int:
+    return int(weight.numel() * PACKED_BYTES[weight.dtype])
 
 
 def widened(t: Tensor) -> Tensor:
@@ -139,11 +142,13 @@ def finished(
 
 
 def _finished_packed(code: int) -> Finished:
-    by_tiles, linear = native.op("linear_packed"), native.op("linear")
+    """By the weight's tiles, from the second time that it is met unchanged; as without them where it has none."""
+    by_tiles, linear, pack = (native.op(n) for n in ("linear_packed", "linear", "pack_weight"))
 
     def run(x: Tensor, weight: Tensor, bias: Any, residual: Any) -> Any:
-        tiles, r = packed(weight), None if residual is None else residual.contiguous()
-        if tiles is None:
+        tiles = derived.CACHE.settled(weight, "tiles", pack, _packed_bytes)
+        r = None if residual is None else residual.contiguous()
+        if tiles is None or not tiles.numel():
             return linear(x, weight, bias, r, code)
         return by_tiles(x, weight, tiles, bias, r, code)
 

@@ -76,8 +76,8 @@ INLINE vf add_exp(vf sum, vf x, vf m) {
   const vf magic = set1(12582912.0f);
   const vf d = vmax(set1(-87.0f), x - m), u = fma(d, set1(32.0f * LOG2E), magic), n = u - magic;
   const vf r = fnma(n, set1(0.6931472f / 32.0f), d);  // off by |d| 2^-28
-  const vi k = reinterpret_cast<vi>(u);
-  const vi power = reinterpret_cast<vi>(lookup(EXP2_LESS_INDEX[0], k)) + (k << 18);
+  const vf less = lookup(EXP2_LESS_INDEX[0], reinterpret_cast<vi>(u));
+  const vu power = reinterpret_cast<vu>(less) + (reinterpret_cast<vu>(u) << 18);  // which may wrap
   const vf grown = fma(fma(set1(0.50000451f), r, set1(1.00001465f)), r, set1(1.0f));
   return fma(reinterpret_cast<vf>(power), grown, sum);
 }

@@ -69,7 +69,11 @@ def every_value(dtype: torch.dtype) -> Tensor:
         special = torch.tensor(
             [0.0, -0.0, INF, -INF, NAN, 1e30, -1e30, 1e-40, -1e-40, -88.8, -103.0]
         )
-        return torch.cat([*spread, torch.linspace(-110, 110, 100_001), special])
+        # round numbers, where tables begin and end, and their neighbours: whole vectors of each
+        round_ = torch.arange(-32 * 20, 32 * 20 + 1).float() / 32
+        ends = [torch.nextafter(round_, torch.tensor(to)) for to in (-INF, INF)]
+        whole = torch.cat([round_, *ends]).repeat_interleave(16)
+        return torch.cat([whole, *spread, torch.linspace(-110, 110, 100_001), special])
     return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
 
 

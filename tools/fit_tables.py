@@ -164,11 +164,14 @@ def main() -> None:
         print(f"static constexpr float {name}_SCALE = {scale:.9g}f, {name}_LIMIT = {limit:.9g}f;")
         print(text(f"{name}_GATE", table))
         scale, error, points, table = precise_gates(gate, PRECISE_LIMIT[name])
+        below = np.float32(
+            PRECISE_LIMIT[name] * (1 - 2.0**-20)
+        )  # the end itself rounds to no segment
         print(
             f"// The same below {name}_NEAR, relative error 2^{np.log2(error):.1f}; powers of the distance from a point."
         )
         print(
-            f"static constexpr float {name}_NEAR_SCALE = {scale:.9g}f, {name}_NEAR = {PRECISE_LIMIT[name]}f;"
+            f"static constexpr float {name}_NEAR_SCALE = {scale:.9g}f, {name}_NEAR = {below:.9g}f;"
         )
         print(text(f"{name}_NEAR_POINT", points))
         print(text(f"{name}_NEAR_GATE", table))

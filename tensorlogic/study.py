@@ -19,9 +19,7 @@ from .plans import Environment, Evidence, Key, Plan
 
 LOG = logging.getLogger("tensorlogic")
 CUT = 3.0  # a candidate this many times slower than the incumbent is dropped after one call
-TOO_SHORT_US = (
-    300.0  # a single call below this says nothing: on a GPU most of it is the way there and back
-)
+TOO_SHORT_US = 300.0  # a single call below this says nothing: most of it may be waiting for a core
 FINALISTS = 4
 BIND_ERRORS = (
     Exception,

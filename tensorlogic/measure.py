@@ -133,6 +133,45 @@ def device_samples(
             loop.close()
 
 
+def knockout(
+    calls: Mapping[str, Sequence[Call]],
+    device: torch.device,
+    share_s: float,
+    rounds: int,
+    close: float,
+    stays: str,
+) -> dict[str, Samples]:
+    """Device times as above, each beside those of `stays`: after one round, implementations leave whose best was twice the
+    fastest one's time, after `rounds` those beyond `close` times the fastest; the others run twice as many rounds more.
+    """
+    loops = {
+        name: _loop(list(steps), device, share_s / 3 / rounds) for name, steps in calls.items()
+    }
+    found: dict[str, Samples] = {}
+
+    def timed(names: Sequence[str], share: float, heats: int) -> Samples:
+        samples = _interleave({n: loops[n].sample for n in names}, heats, share * len(names))
+        found.update(dict.fromkeys(names, samples))
+        return samples
+
+    try:
+        once = timed(list(calls), share_s / 3, 1)
+        left = _near({n: min(*loops[n].first, *once.values[n]) for n in calls}, 2.0, stays)
+        if len(left) > 2:  # who is fastest is open
+            samples = timed(left, share_s / 3, rounds)
+            left = _near({n: samples.median(n) for n in left}, close, stays)
+        timed(left, share_s / 2, 2 * rounds)
+        return found
+    finally:
+        for loop in loops.values():
+            loop.close()
+
+
+def _near(times: Mapping[str, float], close: float, stays: str) -> list[str]:
+    bound = close * min(t for name, t in times.items() if name != stays)
+    return [name for name, t in times.items() if name == stays or t <= bound]
+
+
 def host_samples(
     calls: Mapping[str, Sequence[Call]], device: torch.device, budget_s: float, rounds: int = 7
 ) -> Samples:
@@ -230,8 +269,8 @@ class _Loop:
 
     def __init__(self, steps: list[Call], device: torch.device, share_s: float) -> None:
         self.steps, self.device, self.turn = steps, device, 0
-        call_us = min(once(steps[0], device), once(steps[0], device))
-        self.count = _repeats(call_us, min(share_s, 2e-3), least=1, most=500)
+        self.first = [once(steps[0], device) for _ in range(2)]
+        self.count = _repeats(min(self.first), min(share_s, 2e-3), least=1, most=500)
 
     def sample(self) -> float:
         step = self.steps[self.turn % len(self.steps)]
@@ -267,9 +306,9 @@ class _Graph:
     """A captured CUDA graph of several calls, timed by events around its replay."""
 
     def __init__(self, steps: list[Call], device: torch.device, share_s: float) -> None:
-        call_us = min(once(steps[0], device), once(steps[0], device))
+        self.first = [once(steps[0], device) for _ in range(2)]
         self.count = _repeats(
-            call_us, min(share_s, 2e-3), least=len(steps), most=40
+            min(self.first), min(share_s, 2e-3), least=len(steps), most=40
         )  # all sets, so that the next replay meets none of them in the cache
         self.device = device
         self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()

@@ -117,6 +117,25 @@ def test_judging_sees_each_way_of_being_wrong() -> None:
     assert "differs" in (judged(whole + 1, whole, whole) or "")
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (300, 1), (7, 64), (3, 5, 2)])
+@pytest.mark.parametrize("off", [0.5, 20.0, 500.0])
+def test_a_rows_bound_and_its_elements_say_the_same(shape: tuple[int, ...], off: float) -> None:
+    ref = torch.randn(shape, dtype=torch.float64)
+    eps, eager_miss = 1e-7, torch.randn_like(ref) * 1e-8
+    miss = eager_miss.clone()
+    miss.view(-1)[-1] += off * eps
+    last = shape[-1] if shape else 1
+    size, worst = ref.abs().reshape(-1, last), eager_miss.abs().reshape(-1, last).amax(-1, True)
+    row = size.square().mean(-1, keepdim=True).sqrt()
+    allowed = 16 * eps * (row + size + 0.1 * row.square().mean().sqrt()) + 4 * (
+        worst + worst.mean()
+    )
+    exact = (miss.abs().reshape(-1, last) / allowed).amax().item()
+    found = numerics._largest_excess(miss, eager_miss, ref, eps, True, 1.0)
+    assert (found > 1) == (exact > 1)
+    assert found == pytest.approx(exact) or exact < found <= 1
+
+
 def test_evidence_says_why_each_lost() -> None:
     x, w = torch.randn(32, 32).half(), torch.randn(32, 32).half()
     op = OPS["linear"]

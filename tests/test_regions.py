@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import tensorlogic
 from tensorlogic import binding, measure, policies, registry
@@ -16,10 +16,11 @@ from tensorlogic.ops.convolution import CONVOLUTION
 from tensorlogic.program import choosing
 from tensorlogic.program.code import Sites
 from tensorlogic.program.decisions import Decision
+from tensorlogic.program.fragments import CHOSEN, Fragment
 from tensorlogic.program.patterns import RULES
 from tensorlogic.program.regions import HEATS, Judge
 from tensorlogic.program.report import Row
-from tensorlogic.program.rewrite import again, rewrite
+from tensorlogic.program.rewrite import Region, again, rewrite
 from tensorlogic.program.trace import trace
 
 
@@ -94,12 +95,29 @@ def test_a_rewritten_graph_is_copied_with_its_regions() -> None:
 def test_losers_leave_the_race_early() -> None:
     judge = Judge.__new__(Judge)
     judge.device = torch.device("cpu")
-    seconds = {"before": 0.004, "fast": 0.002, "slow": 0.008}
+    seconds = {"before": 0.004, "fast": 0.002, "other": 0.003, "slow": 0.008}
     calls = {n: [lambda s=s: time.sleep(s)] for n, s in seconds.items()}
     found = judge._raced(calls)
-    assert len(found["slow"].values["slow"]) == HEATS
+    assert len(found["slow"].values["slow"]) == 1
+    assert len(found["other"].values["other"]) == HEATS
     assert len(found["fast"].values["fast"]) > HEATS
     assert found["slow"].ratio("slow", "before")[0] > 1 > found["fast"].ratio("fast", "before")[0]
+    assert found["other"].ratio("other", "before")[0] < 1
+
+
+@torch.no_grad()
+def test_what_is_timed_is_what_will_run() -> None:
+    graph = fx.Graph()
+    places = [graph.placeholder(n) for n in ("x", "w", "b")]
+    values = {"x": torch.ones(4, 64), "w": torch.ones(8, 64), "b": torch.ones(8)}
+    for place in places:
+        place.meta = {"val": values[place.name], "constant": False}
+    node = graph.call_function(tensorlogic.dropout_linear, (*places, 0.5))
+    node.meta = {"val": torch.empty(4, 8)}
+    fragment = Fragment(Region("dropout_linear", node.name, frozenset(), node=node), CHOSEN, values)
+    assert (fragment.run_checked() == 65).all()  # nothing is dropped out while it is checked
+    fragment.arrive(training=False)
+    assert not (fragment.function.run(*fragment.values) == 65).all()
 
 
 def test_a_candidate_is_not_forced_on_what_it_cannot_run() -> None:

@@ -244,10 +244,12 @@ class Plan:
         mixed = [w for w, _ in counts.most_common(2) if w is not None]
         if len(counts) < 2:
             return []
-        return [
+        found = [
             {root: replace(d, way=way) if way in d.ready else d for root, d in self.found.items()}
             for way in mixed
         ]
+        kinds = {tuple(d.way for d in v.values()): v for v in (*reversed(found), self.found)}
+        return [v for v in kinds.values() if v is not self.found]
 
     def graph(self, variant: Mapping[str, Decision]) -> tuple[fx.Graph, dict[str, str]]:
         """The graph with the chosen ways written out, and which candidate each op's call is to have."""

@@ -150,6 +150,11 @@ class Function:
         """The parameter, buffer or constant that is read under a name."""
         return self._values[name]
 
+    def rebind(self) -> None:
+        """Bind ops anew in the next run: its tensors have another layout, or gradients are recorded."""
+        self.quick.clear()
+        self.run = self._bind
+
     def _bind(self, *given: Any) -> Any:
         """The first run, call by call: ops are bound to the tensors that they meet."""
         env = {**self._values, **dict(zip(self.inputs, given, strict=True))}

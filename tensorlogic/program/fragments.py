@@ -20,9 +20,7 @@ PLAIN, CHOSEN = "torch.eager", "chosen"
 class Fragment:
     """The calls that replace one region, cut out with their inputs; constants computed ahead."""
 
-    def __init__(
-        self, region: Region, way: str | None, env: Mapping[str, Any], timing: bool = False
-    ) -> None:
+    def __init__(self, region: Region, way: str | None, env: Mapping[str, Any]) -> None:
         node = region.node
         assert node is not None
         self.graph = fx.Graph()
@@ -45,32 +43,37 @@ class Fragment:
         values, _ = ahead(self.graph, steady)
         given = [n for n in ports if not n.meta["constant"]]
         self.values = [held[n.name] for n in given]
-        if timing:
-            self.values = [_arrives(n, v) for n, v in zip(given, self.values, strict=True)]
         calls = [n for n in self.graph.nodes if n.op == "call_function" and n.name not in values]
         calls = [n for n in calls if not n.meta.get("constant", False)]
         forced = {out.name: way} if way not in (None, CHOSEN, PLAIN) else {}
         self.function = Function(
             calls, [n.name for n in given], out, {**steady, **values}, forced=forced
         )
-        self.calls, self.steady, self.out = calls, {**steady, **values}, out
+        self.given, self.calls, self.steady, self.out = given, calls, {**steady, **values}, out
+
+    def arrive(self, training: bool) -> None:
+        """From here on it runs as it will in the model: on inputs as their producers will hand them over, perhaps recorded."""
+        arriving = [_arrives(n, v) for n, v in zip(self.given, self.values, strict=True)]
+        if training or any(a is not v for a, v in zip(arriving, self.values, strict=True)):
+            self.values = arriving
+            self.function.rebind()
 
     def run_checked(self) -> Any:
         """The replacement's output with nothing dropped out."""
-        changed = False
+        kept = [node.args for node in self.calls]
         for node in self.calls:
-            silent = check.silent(node)
-            changed |= silent != node.args
-            node.args = silent
+            node.args = check.silent(node)
         out = self.function.run(*self.values)
-        if changed:  # the compiled form has the changed arguments, too
-            self.function.run = self.function._bind
+        if any(node.args is not args for node, args in zip(self.calls, kept, strict=True)):
+            for node, args in zip(self.calls, kept, strict=True):
+                node.args = args
+            self.function.rebind()  # the compiled form has the changed arguments, too
         return out
 
 
 def emit_way(graph: fx.Graph, target: Any, args: tuple[Any, ...], way: str | None) -> fx.Node:
     """The calls of one way of running a step, or the call itself; `args` are all its arguments (`full`)."""
-    emit = emitter(graph, examples=False)
+    emit = emitter(graph)
     for each in ways_of(target):
         if each.id == way:
             return each.emit(emit, args)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import measure, registry, stores
-from ..numerics import NAMES
+from ..numerics import NAMES, Verdict
 from ..op import Op
 from ..plans import Key
 from ..rules import Composite, Way
@@ -172,12 +172,13 @@ class Judge:
         for way in self._ways(region, env):
             decision = Decision(way.id if isinstance(way, Way) else way)
             try:
-                problem, error = self._check(region, decision, env, expected)
-                if problem is None:
-                    fragment = Fragment(region, decision.way, env, timing=True)
-                    ready[decision.way or PLAIN] = (fragment, error)
+                fragment = Fragment(region, decision.way, env)
+                verdict = expected.judge(fragment)
+                if verdict:
+                    fragment.arrive(self.training)
+                    ready[decision.way or PLAIN] = (fragment, verdict.error)
                 else:
-                    reasons.append(f"{decision.way}: {problem}")
+                    reasons.append(f"{decision.way}: {verdict.reason}")
             except FAILURES as problem_:
                 reasons.append(f"{decision.way}: {first_line(problem_)}")
         if not ready:
@@ -206,11 +207,7 @@ class Judge:
             return dict.fromkeys(
                 calls, measure.device_samples(calls, self.device, share * len(calls))
             )
-        first = measure.device_samples(calls, self.device, share / 3 * len(calls), HEATS)
-        bound = CLOSE * min(first.median(name) for name in calls if name != "before")
-        left = {n: c for n, c in calls.items() if n == "before" or first.median(n) <= bound}
-        final = measure.device_samples(left, self.device, share / 2 * len(left), 2 * HEATS)
-        return {**dict.fromkeys(calls, first), **dict.fromkeys(left, final)}
+        return measure.knockout(calls, self.device, share, HEATS, CLOSE, "before")
 
     def _step(self, function: Function, values: Sequence[Any]) -> Callable[[], Any]:
         if not self.training:
@@ -269,9 +266,7 @@ class Judge:
         self, region: Region, decision: Decision, env: Mapping[str, Any], expected: _Expected
     ) -> tuple[str | None, float]:
         """Why the replacement may not stand here (None if it may), and its error over the original's."""
-        fragment = Fragment(region, decision.way, env)
-        got = fragment.run_checked()
-        verdict = check.compare(got, expected.plain, expected.wide)
+        verdict = expected.judge(Fragment(region, decision.way, env))
         return verdict.reason, verdict.error
 
 
@@ -295,6 +290,10 @@ class _Expected:
         check.evaluate(self.nodes, plain, self.owner)
         check.evaluate(self.nodes, wide, self.owner, dtype)
         self.plain, self.wide = plain[self.nodes[-1].name], wide[self.nodes[-1].name]
+
+    def judge(self, fragment: Fragment) -> Verdict:
+        """Compare what a replacement gives."""
+        return check.compare(fragment.run_checked(), self.plain, self.wide)
 
 
 def _signature(region: Region, env: Mapping[str, Any], trace: Trace) -> Any:

@@ -90,8 +90,12 @@ def _replace(
     old = frozenset().union(
         *(n.meta["region"].calls if "region" in n.meta else {n.name} for n in calls)
     )
+    before = root.prev
     with graph.inserting_before(root):
         new = rule.replace(found, emitter(graph))
+    helpers = []
+    while (before := before.next) is not root:
+        helpers.append(before)
     if (
         isinstance(new, fx.Node)
         and new.op == "call_function"
@@ -103,34 +107,37 @@ def _replace(
             exact = rule.exact and all(n.meta["region"].exact for n in calls if "region" in n.meta)
             new.meta = {**root.meta, "constant": new.meta.get("constant", False)}
             new.meta["region"] = Region(rule.op, name, old, rule.training, exact, new)
+    for node in helpers:
+        if "val" not in node.meta:  # what stands for the root has the root's
+            node.meta["val"] = _value(node)
     root.replace_all_uses_with(new)
     for node in calls:  # root first: users go before what they use
         if not node.users and not node._erased:
             graph.erase_node(node)
 
 
-def emitter(graph: fx.Graph, examples: bool = True) -> Callable[..., fx.Node]:
-    """emit(function, *arguments): a new call, with an example of its value if asked, marked constant where its arguments are."""
+def emitter(graph: fx.Graph) -> Callable[..., fx.Node]:
+    """emit(function, *arguments): a new call, marked constant where its arguments are."""
 
     def emit(fn: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = graph.call_function(fn, args, kwargs)
         given = node.all_input_nodes
         node.meta["constant"] = bool(given) and all(n.meta.get("constant", False) for n in given)
-        if examples:
-            node.meta["val"] = _value(fn, fx.map_arg(args, lambda n: n.meta.get("val")), kwargs)
         return node
 
     return emit
 
 
-def _value(fn: Any, values: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _value(node: fx.Node) -> Any:
     """What a call gives for example tensors; None where it cannot be asked without data."""
+    fn: Any = node.target
+    values = fx.map_arg(node.args, lambda n: n.meta.get("val"))
     mode = next(
         (m for v in values if isinstance(v, Tensor) and (m := getattr(v, "fake_mode", None))), None
     ) or FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode, torch.no_grad():
-            return fn(*values, **kwargs)
+            return fn(*values, **node.kwargs)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError):  # packing, say
         return None
 

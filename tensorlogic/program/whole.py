@@ -93,7 +93,7 @@ class Whole:
         finally:
             for node, (target, args) in zip(function.nodes, kept, strict=True):
                 node.target, node.args = target, args
-            function.run = function._bind
+            function.rebind()
             for name, tensor in program.state.items():
                 function.set(name, tensor)
 

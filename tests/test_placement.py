@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -83,24 +85,59 @@ class Engine:
 @pytest.mark.parametrize("past", [True, False])
 @pytest.mark.parametrize("up", [True, False])
 @pytest.mark.parametrize("nbytes", [1, 4096, 4096 * 41 + 5])
-def test_pieces_wait_for_each_other(up: bool, past: bool, nbytes: int) -> None:
+@pytest.mark.parametrize("unit", [700, 4096])
+def test_chunks_wait_for_each_other(up: bool, past: bool, nbytes: int, unit: int) -> None:
     """Every byte arrives, whatever it means as a float, and no buffer is written to before it was emptied."""
-    engine, workers, chunk = Engine(), 3, 4096
-    pinned = torch.empty(2 * workers * chunk, dtype=torch.uint8)
+    engine, chunk = Engine(), 4096
+    pinned = torch.empty(6 * 5000, dtype=torch.uint8)  # buffers may be larger than chunks
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     host, there = (source, target) if up else (target, source)
     stage = native.op("staged_copy")
-    rest = (there.data_ptr(), chunk, workers, up, past, 5, 11)
-    stage(host, pinned, [1, 2, 3, 4, 5, 6], engine.calls, *rest)
-    engine.until(len(engine.queue))
-    assert torch.equal(source, target)
+    rest = (there.data_ptr(), chunk, unit, 3, up, past, 5, 11)
+    for _ in range(2):
+        target.zero_()
+        stage(host, pinned, [1, 2, 3, 4, 5, 6], engine.calls, *rest)
+        engine.until(len(engine.queue))
+        assert torch.equal(source, target)
     assert engine.used == 5
-    with pytest.raises(RuntimeError, match="two events a worker"):
-        stage(host, pinned, [1, 2, 3], engine.calls, *rest)
+    with pytest.raises(RuntimeError, match="chunk of pinned memory for every event"):
+        stage(host, pinned, [*range(1, 9)], engine.calls, *rest)
     broken = Engine(refuse=1)
     with pytest.raises(RuntimeError, match="error 700"):
         stage(host, pinned, [1, 2, 3, 4, 5, 6], broken.calls, *rest)
+
+
+@pytest.mark.skipif(native.available() is not None, reason="needs the native library")
+def test_transfers_at_the_same_time_have_threads_of_their_own() -> None:
+    stage = native.op("staged_copy")
+
+    def many(seed: int) -> bool:
+        engine, good = Engine(), True
+        drawn = torch.Generator().manual_seed(seed)
+        source = torch.randint(0, 256, (50_000,), dtype=torch.uint8, generator=drawn)
+        pinned = torch.empty(4 * 4096, dtype=torch.uint8)
+        for i in range(20):
+            target = torch.zeros_like(source)
+            time.sleep(0.0005 * (i % 3))  # some threads are parked by then
+            stage(
+                source, pinned, [1, 2, 3, 4], engine.calls, target.data_ptr(), 4096, 1024, 1 + i % 4, True, False, 0, 0,
+            )  # fmt: skip
+            engine.until(len(engine.queue))
+            good &= torch.equal(source, target)
+        return good
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(many, range(3)))
+
+
+@pytest.mark.skipif(native.available() is not None, reason="needs the native library")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.bool, torch.complex64])
+def test_what_comes_back_has_pooled_memory(dtype: torch.dtype) -> None:
+    before = tensorlogic.pool.stats("cpu").bytes_in_use
+    kept = staging._fresh(torch.empty(300, 1000, dtype=dtype), torch.device("cpu"))
+    assert (kept.dtype, kept.shape, kept.is_contiguous()) == (dtype, (300, 1000), True)
+    assert tensorlogic.pool.stats("cpu").bytes_in_use >= before + kept.nbytes
 
 
 @gpu

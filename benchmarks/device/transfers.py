@@ -1,21 +1,23 @@
-"""Transfers of ordinary memory by pieces of several sizes, numbers of threads and kinds of stores, beside PyTorch's and a pinned copy.
+"""Transfers of ordinary memory by numbers of threads, sizes of chunks and of what a thread copies at a time, and kinds of stores.
 
-python benchmarks/device/transfers.py [--seconds 50] [--json FILE]
+python benchmarks/device/transfers.py [--seconds 30] [--json FILE]
 
-GB/s, median and best of several, each transfer waited for. `pieces` 0: PyTorch's threads, a piece at a time, as without the native
-library. What the constants of tensorlogic/memory/staging.py should be is the row that is best at 16 and 256 MiB.
+GB/s, median and best of several, each transfer waited for, beside PyTorch's, copies of pinned memory and of the host alone. The rule that
+stands is run first and last; what the constants of tensorlogic/memory/staging.py should be is the row that is best at 16 and 256 MiB.
+Without a GPU only the host's part is run: all that a transfer does but moving, so that no more can be had.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +26,23 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from torch import Tensor
 
+from tensorlogic import native
 from tensorlogic.memory import staging
 
-SIZES = (16 << 20, 64 << 20, 256 << 20)
-PIECES = (1 << 19, 1 << 20, 2 << 20, 4 << 20)
-WORKERS = (4, 8, 12, 16)
+MIB = 1 << 20
+SIZES = tuple(n * MIB for n in (4, 16, 64, 256))
+WORKERS = (4, 6, 8, 12, 16)
+CHUNKS = (MIB // 4, MIB // 2, MIB, 2 * MIB)
+UNITS = (MIB // 16, MIB // 8, MIB // 4)
 DEVICE = torch.device("cuda", 0)
+USUAL = {name: getattr(staging, name) for name in ("UNIT", "PAST_CACHES", "SLOTS")}
+RULE = (staging.chunk_of, staging.workers)
 
 
-def rate(call: Callable[[], Any], nbytes: int, rounds: int = 5) -> tuple[float, float]:
+def rate(call: Callable[[], Any], nbytes: int) -> tuple[float, float]:
     """(median, best) GB/s of a call that is waited for."""
     taken = []
-    for _ in range(rounds + 1):
+    for _ in range(4 + min(8, 128 * MIB // nbytes)):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         call()
@@ -45,72 +52,160 @@ def rate(call: Callable[[], Any], nbytes: int, rounds: int = 5) -> tuple[float, 
     return round(nbytes / statistics.median(taken) / 1e9, 1), round(nbytes / min(taken) / 1e9, 1)
 
 
-def both_ways(host: Tensor, there: Tensor) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Up and down by `staging.to`; what comes back is what went."""
-    n = host.nbytes
-    assert torch.equal(staging.to(staging.to(host, DEVICE), "cpu"), host)
-    return rate(lambda: staging.to(host, DEVICE), n), rate(lambda: staging.to(there, "cpu"), n)
+def idle() -> int:
+    """The address of a function that returns 0, whatever it is given: a copy engine that takes no time."""
+    found = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
+    assert found
+    return found
+
+
+def host_alone(nbytes: int, workers: int, unit: int, past: bool, up: bool) -> float:
+    """GB/s of what the native library's threads do of a transfer, best of several."""
+    host = torch.zeros(nbytes, dtype=torch.uint8)
+    buffers = torch.zeros(staging.SLOTS * staging.BUFFER, dtype=torch.uint8)
+    copy, handles = native.op("staged_copy"), list(range(1, staging.SLOTS + 1))
+    rest = (staging.chunk_of(nbytes), unit, workers, up, past, 0, 0)
+    taken = []
+    for _ in range(12):
+        begin = time.perf_counter()
+        copy(host, buffers, handles, [idle()] * 4, 0, *rest)
+        taken.append(time.perf_counter() - begin)
+    return round(nbytes / min(taken) / 1e9, 1)
+
+
+def hosts() -> Iterator[dict[str, Any]]:
+    """The host's part by threads, stores and direction."""
+    for nbytes, past in itertools.product((16 * MIB, 256 * MIB), (False, True)):
+        for up in (True, False):
+            rates = {
+                w: host_alone(nbytes, w, staging.UNIT, past, up)
+                for w in (1, 2, *WORKERS)
+                if w <= (os.cpu_count() or 1)
+            }
+            yield {"host alone": f"{nbytes // MIB} MiB", "up": up, "past caches": past, **rates}
 
 
 def plain(host: Tensor, there: Tensor) -> dict[str, Any]:
-    """What PyTorch does, what pinned memory allows, and copies of the host alone."""
+    """What PyTorch does, what pinned memory allows, at once and by chunks, and copies of the host alone."""
     n, pinned, other = host.nbytes, host.pin_memory(), torch.empty_like(host)
-    return {
-        "up PyTorch": rate(lambda: host.to(DEVICE), n, 3),
-        "down PyTorch": rate(lambda: there.cpu(), n, 3),
+    found = {
+        "up PyTorch": rate(lambda: host.to(DEVICE), n),
+        "down PyTorch": rate(lambda: there.cpu(), n),
         "up pinned": rate(lambda: there.copy_(pinned, non_blocking=True), n),
         "down pinned": rate(lambda: pinned.copy_(there, non_blocking=True), n),
         "host copy": rate(lambda: other.copy_(host), n),
-        "host copy to pinned": rate(lambda: pinned.copy_(host), n),
     }
+    for chunk in (MIB // 2, MIB, 2 * MIB):
+        pairs = list(zip(there.view(-1).split(chunk // 4), pinned.view(-1).split(chunk // 4), strict=True))  # fmt: skip
+
+        def up(pairs: Any = pairs) -> None:
+            for to, of in pairs:
+                to.copy_(of, non_blocking=True)
+
+        def down(pairs: Any = pairs) -> None:
+            for of, to in pairs:
+                to.copy_(of, non_blocking=True)
+
+        found[f"pinned by {chunk // 1024} KiB"] = (rate(up, n), rate(down, n))
+    return found
+
+
+def both_ways(host: Tensor, there: Tensor) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Up and down by `staging.to`."""
+    n = host.nbytes
+    return rate(lambda: staging.to(host, DEVICE), n), rate(lambda: staging.to(there, "cpu"), n)
+
+
+def aside(host: Tensor, there: Tensor) -> dict[str, float]:
+    """Microseconds of a transfer that are not the native library's: Python's, with and without waiting for the engine."""
+    found = {}
+    for name, call in (("up", lambda: staging.to(host, DEVICE)), ("down", lambda: staging.to(there, "cpu"))):  # fmt: skip
+        mover = staging.stager(DEVICE, name)
+        inner: list[float] = []
+        copy = mover.copy
+
+        def timed(*args: Any, copy: Any = copy, inner: Any = inner) -> None:
+            begin = time.perf_counter()
+            copy(*args)
+            inner.append(time.perf_counter() - begin)
+
+        mover.copy = timed
+        outer, last = [], []
+        for _ in range(30):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            outer.append(time.perf_counter() - begin)
+            torch.cuda.synchronize()
+            last.append(time.perf_counter() - begin - outer[-1])
+        mover.copy = copy
+        for part, values in (("library", inner), ("Python", [o - i for o, i in zip(outer, inner, strict=True)]), ("wait", last)):  # fmt: skip
+            found[f"{name} {part}"] = round(statistics.median(values) * 1e6, 1)
+    return found
+
+
+def rules() -> Iterator[tuple[str, dict[str, int] | None]]:
+    """What is tried, by name: None is the rule that stands."""
+    yield "as it stands", None
+    for workers, chunk, past in itertools.product(WORKERS, CHUNKS, (True, False)):
+        for unit in UNITS:
+            if unit <= chunk:
+                yield "", {"workers": workers, "chunk": chunk, "unit": unit, "past": past, "slots": 16}  # fmt: skip
+    for slots, chunk, past in itertools.product((3, 6), (MIB, 2 * MIB), (True, False)):
+        yield "", {"workers": 8, "chunk": chunk, "unit": MIB // 8, "past": past, "slots": slots}
+    yield "as it stands, again", None
+
+
+def follow(rule: dict[str, int] | None) -> None:
+    """Have transfers follow a rule."""
+    staging.chunk_of, staging.workers = RULE
+    wanted = dict(USUAL)
+    if rule is not None:
+        staging.chunk_of = lambda _: rule["chunk"]  # type: ignore[assignment]
+        staging.workers = lambda: rule["workers"]  # type: ignore[assignment]
+        wanted = {"UNIT": rule["unit"], "PAST_CACHES": (1 << 62) * rule["past"], "SLOTS": rule["slots"]}  # fmt: skip
+    if wanted["SLOTS"] != staging.SLOTS:
+        staging._STAGERS.clear()
+    for name, value in wanted.items():
+        setattr(staging, name, value)
 
 
 def main() -> int:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=50)
+    parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     end = time.perf_counter() + given.seconds
-    hosts = [torch.randint(0, 256, (n // 4,), dtype=torch.int32).view(torch.float32) for n in SIZES]
-    theres = [h.to(DEVICE) for h in hosts]
-    about = {
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-    }
-    found: dict[str, Any] = {**about, "native": staging._runtime() is not None, "rows": []}
-    sys.stdout.write(f"{about}\n")
-    for host, there in zip(hosts, theres, strict=True):
-        line = {"bytes": host.nbytes, **plain(host, there)}
-        found["rows"].append(line)
-        sys.stdout.write(f"{line}\n")
-    usual = (staging.PIECE, staging.WORKERS, staging.PAST_CACHES, staging.SMALLEST)
-    least = staging.LEAST_DOWN
-    variants = [(usual, "as it stands"), ((0, *usual[1:]), "PyTorch's threads")]
-    variants += [
-        ((piece, workers, past, piece), "")
-        for piece, workers, past in itertools.product(PIECES, WORKERS, (1 << 62, 0))
-    ]
-    for (piece, workers, past, smallest), name in variants:
-        if time.perf_counter() > end:
-            break
-        staging._STAGERS.clear()
-        staging.WORKERS, staging.PAST_CACHES = workers, past
-        staging.PIECE, staging.SMALLEST = piece or usual[0], smallest
-        staging.LEAST_DOWN = least if name else 0
-        for direction in ("up", "down"):
-            made = staging.stager(DEVICE, direction)
-            made.calls = made.calls if piece else None
-        row: dict[str, Any] = {
-            "name": name, "piece": piece, "workers": workers, "past caches below": past,
-            **{f"{h.nbytes >> 20} MiB": both_ways(h, t) for h, t in zip(hosts, theres, strict=True)},
-        }  # fmt: skip
+    about = {"threads": torch.get_num_threads(), "cores": os.cpu_count(), "torch": torch.__version__}  # fmt: skip
+    found: dict[str, Any] = {**about, "native": native.available() is None, "rows": []}
+
+    def keep(row: dict[str, Any]) -> None:
         found["rows"].append(row)
         sys.stdout.write(f"{row}\n")
         sys.stdout.flush()
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+        if given.json:
+            given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+    keep(about)
+    for row in hosts():
+        keep(row)
+    if not torch.cuda.is_available():
+        return 0
+    sets = [torch.randint(0, 256, (n // 4,), dtype=torch.int32).view(torch.float32) for n in SIZES]
+    pairs = [(host, host.to(DEVICE)) for host in sets]
+    for host, there in pairs:
+        assert torch.equal(staging.to(staging.to(host, DEVICE), "cpu"), host)
+        keep({"bytes": host.nbytes, **plain(host, there), **aside(host, there)})
+    for name, rule in rules():
+        if time.perf_counter() > end - (1 if rule else 0) and name != "as it stands, again":
+            continue
+        follow(rule)
+        large = rule is None or rule["unit"] == MIB // 8
+        row: dict[str, Any] = {"name": name, **(rule or {})}
+        for host, there in pairs if large else pairs[:-1]:
+            row[f"{host.nbytes // MIB} MiB"] = both_ways(host, there)
+        keep(row)
     return 0
 
 

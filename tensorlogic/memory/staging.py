@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,12 @@ import torch
 from torch import Tensor
 
 LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
-WORKERS = 8  # threads that copy, each between memory and two buffers of its own
-PIECE = 2 << 20  # bytes of a buffer
-SMALLEST = 1 << 19  # a piece of small transfers, so that copying and moving overlap
-PAST_CACHES = (
-    128 << 20
-)  # bytes to a GPU below which threads write past the caches, as they always do from one
-LEAST_DOWN = 32 << 20  # from a GPU, below which PyTorch's threads are faster, all at one piece
+WORKERS = 8  # threads that copy, the caller among them
+BUFFER, SLOTS = 2 << 20, 16  # bytes of a pinned buffer, and how many there are
+CHUNKS = 16  # that a small transfer is cut into: the copy engine waits for the first, the caller for the last
+SMALLEST = 1 << 18  # bytes of a chunk, below which the engine's calls take longer than its bytes
+UNIT = 1 << 17  # bytes that a thread copies at a time: all of them are at one chunk
+PAST_CACHES = 128 << 20  # bytes to a GPU below which threads write past the caches
 CHUNK, BUFFERS = 8 << 20, 4  # without the native library: by PyTorch's threads, a piece at a time
 
 
@@ -53,9 +53,9 @@ def _runtime() -> list[int] | None:
 
 
 class Stager:
-    """The buffers and the stream of one device and direction; made at its first staged transfer.
+    """The buffers of one device and direction; made at its first staged transfer.
 
-    Threads of PyTorch's pool, in one parallel region a transfer, copy pieces while the copy engine moves those before them.
+    Threads of the native library copy between memory and buffers while the copy engine moves the chunks before them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,48 +63,49 @@ class Stager:
 
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.memory = torch.empty(2 * WORKERS * PIECE, dtype=torch.uint8, pin_memory=True)
-        self.events = [torch.cuda.Event() for _ in range(2 * WORKERS)]
+        self.memory = torch.empty(SLOTS * BUFFER, dtype=torch.uint8, pin_memory=True)
+        self.events = [torch.cuda.Event() for _ in range(SLOTS)]
         for event in self.events:
             event.record(self.stream)  # which makes them
         self.handles = [int(event.cuda_event) for event in self.events]
         self.calls = _runtime() if native.available() is None else None
+        self.copy = None if self.calls is None else native.op("staged_copy")
         self.lock = threading.Lock()
-        STATS.buffers += len(self.events)
+        STATS.buffers += SLOTS
         STATS.buffer_bytes += self.memory.numel()
 
-    def up(self, source: Tensor, target: Tensor, ready: torch.cuda.Event) -> torch.cuda.Event:
-        """Flat bytes to the GPU, which has them after the event."""
-        with self.lock, torch.no_grad(), torch.cuda.stream(self.stream):
-            self.stream.wait_event(ready)
-            if self.calls is not None:
-                self._staged(source, target, True)
-            else:
+    def here(self, source: Tensor, target: Tensor, up: bool) -> None:
+        """Flat bytes, in the order of the current stream; on a CPU they are there when this returns."""
+        with self.lock:
+            if self.copy is not None:
+                host, there = (source, target) if up else (target, source)
+                stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+                self._staged(host, there, up, stream)
+            elif up:
                 self._up(source, target)
-            done = torch.cuda.Event()
-            done.record(self.stream)
-        return done
-
-    def down(self, source: Tensor, target: Tensor, ready: torch.cuda.Event) -> None:
-        """Flat bytes from the GPU; they are there when this returns."""
-        with self.lock, torch.no_grad(), torch.cuda.stream(self.stream):
-            self.stream.wait_event(ready)
-            if self.calls is not None and target.numel() >= LEAST_DOWN:
-                self._staged(target, source, False)
             else:
                 self._down(source, target)
 
-    def _staged(self, host: Tensor, there: Tensor, up: bool) -> None:
-        """By the native library, which lets go of the interpreter meanwhile."""
-        from tensorlogic import native
+    def aside(
+        self, source: Tensor, target: Tensor, up: bool, ready: torch.cuda.Event
+    ) -> torch.cuda.Event | None:
+        """The same on a stream of its own behind `ready`; on a GPU they are there after the event, on a CPU at once."""
+        with torch.no_grad(), torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            self.stream.wait_event(ready)
+            self.here(source, target, up)
+            return self.stream.record_event() if up else None
 
-        native.op("staged_copy")(
-            host, self.memory, self.handles, self.calls, there.data_ptr(), piece_of(host.numel()), WORKERS, up,
-            not up or host.numel() < PAST_CACHES, self.device.index, self.stream.cuda_stream,
+    def _staged(self, host: Tensor, there: Tensor, up: bool, stream: int) -> None:
+        """By the native library, which lets go of the interpreter meanwhile."""
+        assert self.copy is not None
+        n = host.numel()
+        self.copy(
+            host, self.memory, self.handles, self.calls, there.data_ptr(), chunk_of(n), UNIT, workers(), up,
+            not up or n < PAST_CACHES, self.device.index, stream,
         )  # fmt: skip
 
     def _up(self, source: Tensor, target: Tensor) -> None:
-        size, buffers = _chunk(source.numel()), self.memory.split(CHUNK)
+        size, buffers = _piece(source.numel()), self.memory.split(CHUNK)
         pieces = zip(source.split(size), target.split(size), strict=True)
         for i, (piece, to) in enumerate(pieces):
             event = self.events[i % BUFFERS]
@@ -115,7 +116,7 @@ class Stager:
             event.record(self.stream)
 
     def _down(self, source: Tensor, target: Tensor) -> None:
-        size, buffers = _chunk(source.numel()), self.memory.split(CHUNK)
+        size, buffers = _piece(source.numel()), self.memory.split(CHUNK)
         pieces, targets = source.split(size), target.split(size)
         for i in range(len(pieces) + BUFFERS - 1):
             out = i - BUFFERS + 1
@@ -128,12 +129,29 @@ class Stager:
                 self.events[i % BUFFERS].record(self.stream)
 
 
-def piece_of(nbytes: int) -> int:
-    """Bytes of a piece: so many that every worker has several, in whole pages."""
-    return min(PIECE, max(SMALLEST, nbytes // (3 * WORKERS) >> 12 << 12))
+def chunk_of(nbytes: int) -> int:
+    """Bytes of a chunk: small ones where that is what a transfer waits for, in whole pages."""
+    return min(BUFFER, max(SMALLEST, nbytes // CHUNKS >> 12 << 12))
 
 
-def _chunk(nbytes: int) -> int:
+@lru_cache
+def workers() -> int:
+    """Threads that copy: not all that there are, for others have work, too."""
+    return max(
+        1,
+        min(
+            WORKERS,
+            (
+                len(os.sched_getaffinity(0))
+                if hasattr(os, "sched_getaffinity")
+                else os.cpu_count() or 1
+            )
+            - 1,
+        ),
+    )
+
+
+def _piece(nbytes: int) -> int:
     """Bytes of a piece without the native library: of small transfers half, so that copying and moving overlap."""
     return CHUNK if nbytes >= 8 * CHUNK else CHUNK // 2
 
@@ -272,21 +290,23 @@ def _staged(
     if not _dense(source):
         source = source.contiguous()
     target = _fresh(source, place)
-    gpu, direction = (place, "up") if place.type == "cuda" else (source.device, "down")
-    with torch.cuda.device(gpu):
-        ready = torch.cuda.Event()
-        ready.record()
-        mover = stager(gpu, direction)
-        move = partial(
-            mover.up if direction == "up" else mover.down, _bytes(source), _bytes(target), ready
-        )
-        for t in (source, target):
-            if t.is_cuda:  # its memory must not be given away before this stream is done with it
-                t.record_stream(mover.stream)
-        part = _worker().submit(move) if asynchronous else move()
+    gpu, up = (place, True) if place.type == "cuda" else (source.device, False)
+    mover = stager(gpu, "up" if up else "down")
     STATS.transfers += 1
     STATS.bytes_moved += source.numel() * source.element_size()
     final = None if target.dtype == dtype else lambda t: t.to(dtype)
+    flat = (_bytes(source), _bytes(target))
+    if not asynchronous:
+        with torch.no_grad(), torch.cuda.device(gpu):
+            mover.here(*flat, up)
+        return Transfer(target, None, None, final)
+    with torch.cuda.device(gpu):
+        ready = torch.cuda.Event()
+        ready.record()
+    for t in (source, target):
+        if t.is_cuda:  # its memory must not be given away before this stream is done with it
+            t.record_stream(mover.stream)
+    part = _worker().submit(mover.aside, *flat, up, ready)
     return Transfer(target, part, source, final)
 
 
@@ -307,14 +327,10 @@ def _fresh(like: Tensor, place: torch.device) -> Tensor:
     """Memory of the same layout there; on a CPU from the pool, whose pages are there already."""
     from tensorlogic import native
 
-    pooled = place.type == "cpu" and like.is_contiguous() and like.dtype in _POOLED
-    if pooled and native.available() is None:
+    if place.type == "cpu" and like.is_contiguous() and native.available() is None:
         made: Tensor = native.op("empty")(list(like.shape), like.dtype)
         return made
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=place)
-
-
-_POOLED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _bytes(t: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 """Random products under error budgets: every budget is kept on every row and column, or the call has warned.
 
-    python benchmarks/precision_problems.py --count 1000 --seed 1 [--device cuda] [--json FILE]
+    python benchmarks/precision_problems.py --count 1000 --seed 1 [--device cuda] [--seconds 120] [--workers 12] [--json FILE]
 
 Badly scaled rows and columns, huge and tiny ranges, heavy tails, sums that cancel, integers, four dtypes; shapes repeat, so that data of
-one kind meet what was chosen for another; ways are tried in a random order, so that every form of numbers is met.
+one kind meet what was chosen for another; ways are tried in a random order, so that every form of numbers is met. On a GPU nearly all of the
+time is compilation, a few dozen kernels for every shape and dtype: worker processes have shapes of their own, and so compile at once what
+each of them needs. What was found is kept where it is cut short.
 """
 
 from __future__ import annotations
@@ -11,12 +13,18 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import math
+import multiprocessing
+import os
 import random
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch
@@ -40,6 +48,27 @@ KINDS = (
     "one outlier",
 )
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+SHAPES = (
+    (1, 7, 64),
+    (16, 16, 16),
+    (33, 65, 129),
+    (128, 64, 256),
+    (200, 150, 100),
+    (64, 300, 512),
+)
+
+
+@dataclass
+class Drawn:
+    """One problem before its values are drawn, by what is left of `g`."""
+
+    kind: str
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    rtol: float
+    g: torch.Generator
 
 
 @dataclass
@@ -124,36 +153,126 @@ def any_order(
     return [(c, c.configs(key)[0]) for c in fit] + [(op.candidates[EAGER], {})]
 
 
-def solve(index: int, seed: int, device: torch.device) -> Outcome:
-    """Draw one problem, compute it within its budget, and see."""
+def drawn(index: int, seed: int) -> Drawn:
+    """What a problem is, but for its values."""
     g = torch.Generator().manual_seed(seed * 1_000_003 + index)
 
     def pick(count: int) -> int:
         return int(torch.randint(count, (1,), generator=g))
 
-    shapes = [
-        (1, 7, 64),
-        (16, 16, 16),
-        (33, 65, 129),
-        (128, 64, 256),
-        (200, 150, 100),
-        (64, 300, 512),
-    ]
     shape, kind, dtype = (
-        shapes[pick(len(shapes))],
+        SHAPES[pick(len(SHAPES))],
         KINDS[pick(len(KINDS))],
         DTYPES[pick(len(DTYPES))],
     )
-    rtol = 10.0 ** -(1 + pick(7))
-    a, b = (t.to(device) for t in operands(kind, shape, dtype, g))
-    with warnings.catch_warnings(record=True) as said, tensorlogic.precision("adaptive", rtol=rtol):
+    return Drawn(kind, shape, dtype, 10.0 ** -(1 + pick(7)), g)
+
+
+def solve(index: int, seed: int, device: torch.device) -> Outcome:
+    """Draw one problem, compute it within its budget, and see."""
+    p = drawn(index, seed)
+    a, b = (t.to(device) for t in operands(p.kind, p.shape, p.dtype, p.g))
+    with (
+        warnings.catch_warnings(record=True) as said,
+        tensorlogic.precision("adaptive", rtol=p.rtol),
+    ):
         warnings.simplefilter("always")
         y = tensorlogic.matmul(a, b)
     warned = any(issubclass(w.category, PrecisionWarning) for w in said)
     way = adapting.LAST[-1] if adapting.LAST else ""
-    return Outcome(
-        kind, shape, str(dtype).removeprefix("torch."), rtol, whole_error(y, a, b), warned, way
-    )
+    dtype = str(p.dtype).removeprefix("torch.")
+    return Outcome(p.kind, p.shape, dtype, p.rtol, whole_error(y, a, b), warned, way)
+
+
+def shares(count: int, seed: int, workers: int) -> list[list[int]]:
+    """Problems for so many processes: those of one shape and dtype for the same one, in their order."""
+    groups: dict[Any, list[int]] = {}
+    for i in range(count):
+        p = drawn(i, seed)
+        groups.setdefault((p.shape, p.dtype), []).append(i)
+    found: list[list[int]] = [[] for _ in range(max(1, min(workers, len(groups))))]
+    for n, group in enumerate(sorted(groups.values(), key=len, reverse=True)):
+        found[n % len(found)] += group
+    return found
+
+
+def serve(
+    share: list[int], seed: int, device: str, fastest: bool, put: Callable[[Any], None]
+) -> None:
+    """Solve these problems, and hand out each."""
+    if not fastest:
+        adapting.order = partial(any_order, seed=[seed])
+    with tensorlogic.policy(tune="off"):
+        for i in share:
+            put(solve(i, seed, torch.device(device)))
+
+
+def work(share: list[int], seed: int, device: str, fastest: bool, queue: Any) -> None:
+    """The same in a process of its own; None at the end."""
+    torch.set_num_threads(1)
+    serve(share, seed, device, fastest, queue.put)
+    queue.put(None)
+
+
+def together(given: argparse.Namespace, keep: Callable[[Outcome], None], end: float) -> bool:
+    """Every problem by several processes; False where the time was over before."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    running = [
+        context.Process(target=work, args=(share, given.seed, given.device, given.fastest, queue))
+        for share in shares(given.count, given.seed, given.workers)
+    ]
+    for process in running:
+        process.start()
+    left = len(running)
+    try:
+        while left and time.monotonic() < end:
+            try:
+                outcome = queue.get(timeout=1)
+            except Empty:
+                dead = [p.exitcode for p in running if p.exitcode]
+                if dead:
+                    raise RuntimeError(f"a worker ended with {dead[0]}") from None
+                continue
+            if outcome is None:
+                left -= 1
+            else:
+                keep(outcome)
+        return left == 0
+    finally:
+        for process in running:
+            process.terminate()
+            process.join()
+
+
+def alone(given: argparse.Namespace, keep: Callable[[Outcome], None], end: float) -> bool:
+    """Every problem in this process; False where the time was over before."""
+
+    class Over(Exception):
+        pass
+
+    def put(outcome: Outcome) -> None:
+        keep(outcome)
+        if time.monotonic() > end:
+            raise Over
+
+    try:
+        serve(list(range(given.count)), given.seed, given.device, given.fastest, put)
+    except Over:
+        return False
+    return True
+
+
+def summary(found: list[Outcome], given: argparse.Namespace, complete: bool) -> dict[str, Any]:
+    """What is written down."""
+    bad = [o for o in found if not o.good]
+    ways = collections.Counter(o.way for o in found)
+    return {
+        "count": len(found), "asked": given.count, "complete": complete, "kept": sum(o.error <= o.rtol for o in found),
+        "warned": sum(o.warned for o in found), "broken": len(bad), "ways": dict(ways.most_common()),
+        "seed": given.seed, "device": given.device, "torch": torch.__version__,
+        "broken_problems": [asdict(o) for o in bad],
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -163,25 +282,34 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--fastest", action="store_true", help="try the fastest first, as calls do")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop then")
+    parser.add_argument("--workers", type=int, help="processes: one on a CPU, 12 for a GPU")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    device = torch.device(given.device)
-    if not given.fastest:
-        adapting.order = partial(any_order, seed=[given.seed])
-    with tensorlogic.policy(tune="off"):
-        found = [solve(i, given.seed, device) for i in range(given.count)]
-    bad = [o for o in found if not o.good]
-    ways = collections.Counter(o.way for o in found)
-    summary = {
-        "count": len(found), "kept": sum(o.error <= o.rtol for o in found), "warned": sum(o.warned for o in found),
-        "broken": len(bad), "ways": dict(ways.most_common()),
-    }  # fmt: skip
-    sys.stdout.write(json.dumps(summary) + "\n")
-    for outcome in bad:
-        sys.stdout.write(f"{asdict(outcome)}\n")
+    if given.workers is None:
+        given.workers = 1 if given.device == "cpu" else min(12, os.cpu_count() or 1)
+    begin = time.monotonic()
+    found: list[Outcome] = []
+
+    def keep(outcome: Outcome) -> None:
+        found.append(outcome)
+        if not outcome.good:
+            sys.stdout.write(f"{asdict(outcome)}\n")
+        if len(found) % 50 == 0 or not outcome.good:
+            sys.stdout.write(
+                f"{len(found)} of {given.count} after {time.monotonic() - begin:.0f} s\n"
+            )
+            sys.stdout.flush()
+            if given.json:
+                given.json.write_text(json.dumps(summary(found, given, False), indent=1) + "\n")
+
+    run = alone if given.workers == 1 else together
+    complete = run(given, keep, begin + given.seconds)
+    said = summary(found, given, complete) | {"seconds": round(time.monotonic() - begin, 1)}
+    sys.stdout.write(json.dumps({k: v for k, v in said.items() if k != "broken_problems"}) + "\n")
     if given.json:
-        given.json.write_text(json.dumps({**summary, "seed": given.seed, "device": given.device, "torch": torch.__version__, "broken_problems": [asdict(o) for o in bad]}, indent=1) + "\n")  # fmt: skip
-    return 1 if bad else 0
+        given.json.write_text(json.dumps(said, indent=1) + "\n")
+    return 1 if said["broken"] else 0
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...accuracy import CREST
 from . import triton_lines, triton_split
 from .triton_launch import Start, prepare
+from .triton_math import follow
 
 PITCH = 128  # elements that the inner dimension is filled up to, the depth of a tile
 TOP = {"int8": 127.0, "fp8": 448.0}  # what the largest element of a line becomes
@@ -33,12 +34,13 @@ TILES = ((128, 256, 128, 8, 4), (128, 128, 128, 4, 4), (64, 128, 128, 4, 5), (64
 @triton.jit
 def to_bytes(
     x_ptr, y_ptr, scale_ptr, peak_ptr, square_ptr, flag_ptr, R, C, PARTS, DEPTH, x_line, x_along,
-    TOP: tl.constexpr, CREST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    TOP: tl.constexpr, CREST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[r, c] = x[r, c] / scale[r] of x [R, C], y [R, DEPTH]; scale[r] = peak of line r / TOP.
 
     Noted in flag: a line that is not finite, whose peak is beyond 2^-50 .. 2^50, or more than CREST times its root mean square.
     """
+    follow(PDL)
     across = tl.cdiv(R, BLOCK_R)
     first = tl.program_id(0) // across
     lines = tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -73,9 +75,10 @@ def to_bytes(
 @triton.jit
 def bytes_product(
     x_ptr, w_ptr, y_ptr, x_scale_ptr, w_scale_ptr, M, N, DEPTH,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = x [M, DEPTH] · w [N, DEPTH]ᵀ · x_scale[m] · w_scale[n]; sums of int8 are exact, those of float8 in float32."""
+    follow(PDL)
     pid = tl.program_id(0)
     across = tl.cdiv(N, BLOCK_N)
     group = pid // (GROUP_M * across)
@@ -103,9 +106,10 @@ def bytes_product(
 
 @triton.jit
 def scale_sums(
-    c_ptr, y_ptr, x_scale_ptr, w_scale_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    c_ptr, y_ptr, x_scale_ptr, w_scale_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = c · x_scale[m] · w_scale[n], of whole numbers c; y may be c's memory."""
+    follow(PDL)
     across = tl.cdiv(N, BLOCK_N)
     i = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import triton_lines, triton_split
 from .triton_launch import Start, prepare
+from .triton_math import follow
 
 LINES = {
     True: (16, 512),
@@ -32,12 +33,13 @@ def power(e, WIDE: tl.constexpr):
 @triton.jit
 def halve_lines(
     x_ptr, y_ptr, scale_ptr, peak_ptr, R, C, PARTS, x_line, x_along, y_line, y_along,
-    WIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = half(x · 2^-e), e of each line of x [R, C]: 0 where its largest value lies in 2^-10 .. 65504, else that value's exponent.
 
     In float32, or in float64 where WIDE; peak [PARTS, R] is that of parts of the lines.
     """
+    follow(PDL)
     real: tl.constexpr = tl.float64 if WIDE else tl.float32
     across = tl.cdiv(R, BLOCK_R)
     first = tl.program_id(0) // across
@@ -69,9 +71,10 @@ def halve_lines(
 @triton.jit
 def scale_back(
     c_ptr, y_ptr, left_ptr, right_ptr, M, N,
-    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = c · 2^(left[i] + right[j]), of either that is given; where y is c's memory, what no line moved stays untouched."""
+    follow(PDL)
     across = tl.cdiv(N, BLOCK_N)
     i = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import triton_split
 from .triton_launch import Start, prepare
+from .triton_math import follow
 
 #: Lines and elements along them of a tile, by whether neighbours along a line lie together.
 TILES = {True: (8, 1024), False: (128, 64)}
@@ -22,9 +23,10 @@ TYPES = {"f32": torch.float32, "f64": torch.float64}
 @triton.jit
 def line_peaks(
     x_ptr, peak_ptr, square_ptr, R, C, x_line, x_along,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, RUNS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, RUNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """peak[p, r] = largest |x|, square[p, r], where it is given, = sum of x², of RUNS tiles of line r of x [R, C]."""
+    follow(PDL)
     real: tl.constexpr = peak_ptr.dtype.element_ty
     across = tl.cdiv(R, BLOCK_R)
     part = tl.program_id(0) // across

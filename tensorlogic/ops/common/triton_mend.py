@@ -20,6 +20,7 @@ from ...accuracy import SKETCH, Statistics
 from ...compiling import CompileFailure
 from . import triton_split
 from .triton_launch import Start, prepare
+from .triton_math import follow
 
 LOG = logging.getLogger("tensorlogic")
 BLOCK_M, BLOCK_N = 64, 64
@@ -30,13 +31,14 @@ PROGRAMS = 264  # two for every multiprocessor of a large GPU; each reads the wh
 def mend_product(
     left_ptr, right_ptr, out_ptr, found_ptr, spoilt_ptr, limits_ptr, said_ptr,
     M, N, K, left_r, left_c, right_r, right_c, out_r, out_c, ROWS, BLOCKS,
-    TABLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TABLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = left · right in float64, only where found [BLOCKS, 6], the first ROWS of them rows, is beyond the limits.
 
     limits: what makes squares of cancellation of (norms of rows, norms of columns), the largest square of cancellation and
     the one below which the product may be left to what is faster, the least and the largest peak.
     """
+    follow(PDL)
     p = tl.arange(0, TABLE)
     inside, row = p < BLOCKS, p < ROWS
     column = inside & (p >= ROWS)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...accuracy import RUN, SKETCH, step
 from ...numerics import NAMES
 from .triton_launch import Start, prepare
+from .triton_math import follow
 
 BLOCK_R, BLOCK_C = 16, 128
 BLOCK_L = 32  # rows that one program looks at
@@ -27,9 +28,10 @@ BLOCK_L = 32  # rows that one program looks at
 def split_planes(
     x_ptr, y_ptr, flag_ptr, R, C, stride_r, stride_c,
     COUNT: tl.constexpr, PATTERN: tl.constexpr, DOWN: tl.constexpr, LIFT: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Slot s of y gets plane PATTERN[s] of x [R, C]: side by side [R, COUNT C], or below each other [COUNT R, C]."""
+    follow(PDL)
     across = tl.cdiv(C, BLOCK_C)
     pid = tl.program_id(0)
     rows = (pid // across) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -63,10 +65,11 @@ def split_planes(
 def look_at(
     left_ptr, right_ptr, out_ptr, found_ptr, flag_ptr,
     M, N, K, left_r, left_c, right_r, right_c, out_r, out_c, STEP_M, STEP_N, STEP_K,
-    BLOCK: tl.constexpr, SKETCH: tl.constexpr, RUN: tl.constexpr,
+    BLOCK: tl.constexpr, SKETCH: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """found[p] = (sum of norms², largest norm² / result's norm², largest peak² / norm², least peak, largest peak, results of 0) of
     BLOCK rows of left (then columns of right), each by SKETCH elements."""
+    follow(PDL)
     p = tl.program_id(0)
     blocks = tl.cdiv(M, BLOCK)
     one = tl.arange(0, SKETCH)

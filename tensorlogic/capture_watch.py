@@ -67,9 +67,13 @@ def hushed() -> Iterator[None]:
 
 def quiet(device: torch.device) -> bool:
     """True where measuring disturbs nobody: no thread captures, and this one neither traces nor transforms."""
+    return not getattr(_HUSHED, "depth", 0) and calm(device)
+
+
+def calm(device: torch.device) -> bool:
+    """The same for a few small calls, which the kernel of a registered op may make under whatever modes it was called."""
     return not (
-        getattr(_HUSHED, "depth", 0)
-        or capturing(device)
+        capturing(device)
         or any_thread()
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None

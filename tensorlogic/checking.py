@@ -45,6 +45,8 @@ class InputSet:
                 )
             else:
                 values[p.name] = scalars[p.name]
+        if kind == "landmarks" and op.landmarks is not None:
+            op.landmarks(key, values)
         if op.prepare is not None:
             op.prepare(key, values)
         if kind == "stress" and op.stress is not None:
@@ -124,11 +126,10 @@ class Checker:
         self.op, self.key, self.device = op, key, device
         seed = int.from_bytes(key.text.encode()[-6:], "little") + 3 * draw & 0x7FFFFFFF
         self.sets = [InputSet(op, key, device, seed + i) for i in range(2)]
-        self.probes = (
-            [*self.sets]
-            if op.stress is None
-            else [*self.sets, InputSet(op, key, device, seed + 2, "stress")]
-        )
+        kinds = ["stress"] if op.stress is not None else []
+        if op.landmarks is not None and key.device == "cpu":
+            kinds.append("landmarks")
+        self.probes = [*self.sets, *(InputSet(op, key, device, seed + 2, kind) for kind in kinds)]
         self.originals = [
             {n: _bytes(t).clone() for n, t in s.tensors(op).items()} for s in self.probes
         ]

@@ -77,6 +77,9 @@ class Candidate:
     trusted: bool = (
         False  # shipped with this package: may serve a key whose neighbour it was measured on
     )
+    vouched: bool = (
+        False  # but not before it was right on this machine, on small tensors of that kind
+    )
 
     @cached_property
     def source(self) -> str:
@@ -141,6 +144,10 @@ class Op:
     )
     stress: Callable[[Key, dict[str, Any]], None] | None = (
         None  # turns normal inputs into ones that overflow careless arithmetic
+    )
+    elementwise: bool = False
+    landmarks: Callable[[Key, dict[str, Any]], None] | None = (
+        None  # turns them into round numbers, where the tables of native kernels begin and end
     )
     prepare: Callable[[Key, dict[str, Any]], None] | None = (
         None  # makes sample inputs agree with each other

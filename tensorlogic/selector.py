@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapting, background, capture_watch, registry, stores, study
+from . import adapting, background, capture_watch, registry, stores, study, vouching
 from .numerics import DTYPES
 from .op import EAGER, OPS, Candidate, Config, Launcher, Op, Outputs
 from .plans import Key, Plan, PlanView
 from .policies import Policy
 
 LOG = logging.getLogger("tensorlogic")
+CHECKED = ("plan", "lockfile", "fixed plan", "forced")  # on this very key, or not to be asked
 CLEAR_WIN = 0.95  # a guess must promise this much before it replaces eager unmeasured
 _SAID: set[tuple[str, str]] = set()
 
@@ -269,11 +270,16 @@ def _bind(
     for config in _tries(candidate, key, planned, source) if id != EAGER else ():
         try:
             launch = candidate.bind(key, config, device)
+            if candidate.vouched and source not in CHECKED:
+                _must_be_vouched(op, key, device, candidate, config)
             if not candidate.trusted:
                 if source != "plan":  # measured here on this very key
                     _must_be_right(op, key, device, candidate, launch)
                 launch = _as_aligned(op, key, launch)
             return Choice(candidate, config, launch, source)
+        except vouching.Later:
+            launch = op.candidates[EAGER].bind(key, {}, device)
+            return Choice(op.candidates[EAGER], {}, launch, source, cacheable=False)
         except study.BIND_ERRORS as problem:
             if isinstance(problem, Refused) and source == "forced":
                 raise
@@ -297,7 +303,16 @@ def _tries(candidate: Candidate, key: Key, config: Config, source: str) -> Itera
 
 
 class Refused(RuntimeError):
-    """A third-party candidate that was forced or locked gave a wrong result on this key."""
+    """A candidate gave a wrong result where it is checked before it serves."""
+
+
+def _must_be_vouched(
+    op: Op, key: Key, device: torch.device, candidate: Candidate, config: Config
+) -> None:
+    """A native kernel that nobody has measured on this key was right on small tensors of its kind, on this machine."""
+    reason = vouching.refusal(op, key, candidate, config, device)
+    if reason is not None:
+        raise Refused(reason)
 
 
 def _must_be_right(

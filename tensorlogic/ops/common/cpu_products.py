@@ -305,5 +305,6 @@ def add(
             ),
             guess=guess,
             trusted=True,
+            vouched=True,
         )
     )

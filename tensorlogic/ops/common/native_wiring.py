@@ -52,6 +52,7 @@ def add(
             sources=(sys.modules[module], LIBRARY),
             guess=guess,
             trusted=True,
+            vouched=True,
         )
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...plans import Key, TensorSpec
+
+INF = float("inf")
 
 
 def scaled(fan_in: dict[str, int]) -> Any:
@@ -41,10 +44,13 @@ def cancelling(x: str, w: str, x_dim: int = -1, w_dim: int = -1) -> Any:
             return
         half = k // 2
         height = (4.0 * 65504.0 / half) ** 0.5
-        a.mul_(0.125)
+        small = (
+            0.125 if a.dtype == torch.float16 else 1.0
+        )  # what beside that height is not rounded off
+        a.mul_(small)
         a.narrow(x_dim, 0, half).add_(height)
         a.narrow(x_dim, half, half).sub_(height)
-        b.mul_(0.125)
+        b.mul_(small)
         b.narrow(max(w_dim, -b.dim()), 0, 2 * half).add_(height)  # of a vector, its only dimension
 
     return stress
@@ -52,3 +58,48 @@ def cancelling(x: str, w: str, x_dim: int = -1, w_dim: int = -1) -> Any:
 
 def _expanded(t: Tensor) -> bool:
     return any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+ROUND = 20  # the largest of the round numbers
+
+
+@cache
+def _landmarks(dtype: torch.dtype) -> Tensor:
+    """Whole numbers first, then quarters and eighths up to `ROUND` of both signs with their neighbours, 16 of each: a vector."""
+    steps = torch.arange(-ROUND * 8, ROUND * 8 + 1, dtype=torch.float32) / 8
+    whole, quarters = steps[steps.frac() == 0], steps[(steps * 4).frac() == 0]
+    ends = [torch.nextafter(v, torch.tensor(to)) for v in (whole, quarters) for to in (-INF, INF)]
+    return torch.cat([whole, *ends[:2], quarters, *ends[2:], steps]).repeat_interleave(16).to(dtype)
+
+
+def round_numbers(key: Key, values: dict[str, Any]) -> None:
+    """Every floating tensor holds round numbers and their neighbours, each in a different order."""
+    tensors = [v for v in values.values() if isinstance(v, Tensor) and v.is_floating_point()]
+    for turn, t in enumerate(tensors):
+        if not _expanded(t):
+            t.copy_(_round(t.shape, t.dtype, 48 * turn))
+
+
+def _round(shape: torch.Size, dtype: torch.dtype, first: int) -> Tensor:
+    found = _landmarks(dtype).roll(-first)
+    return found.repeat(-(-shape.numel() // len(found)))[: shape.numel()].view(shape)
+
+
+def picked(x: str, w: str, transposed: bool = True) -> Any:
+    """Landmarks for products: rows of `x` pick single elements of `w`, round numbers, which the activation then meets."""
+
+    def landmarks(key: Key, values: dict[str, Any]) -> None:
+        rows, weight = values[x], values[w]
+        if weight.dim() != 2 or rows.dim() < 2 or _expanded(rows) or _expanded(weight):
+            return
+        for t in values.values():
+            if isinstance(t, Tensor) and t is not weight and not _expanded(t):
+                t.zero_()
+        k = rows.shape[-1]
+        numbers = _round(weight.shape, weight.dtype, 0)  # [N, K], or [K, N] where not transposed
+        weight.copy_(numbers.view(k, -1).t() if transposed else numbers)
+        many = rows[..., 0].numel()
+        spots = torch.arange(many, device=rows.device).view(rows.shape[:-1]) % max(k, 1)
+        rows.scatter_(-1, spots.unsqueeze(-1), 1.0)
+
+    return landmarks

@@ -60,6 +60,7 @@ LINEAR = Op(
     traffic=costs.linear_traffic,
     sample=samples.scaled({"weight": 1}),
     stress=samples.cancelling("x", "weight"),
+    landmarks=samples.picked("x", "weight"),
     cases=_cases,
     gradient=Gradient(_kept, _backward),
     autocast="lower",

@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import dispatch
 from ...op import Gradient, Op, Outputs
 from ...plans import Key
-from ..common import checks, costs
+from ..common import checks, costs, samples
 from . import reference
 
 
@@ -98,6 +98,8 @@ def _op(
         reference=meaning,
         flops=lambda key: flops * max(costs.size(t) for t in key.tensors),
         traffic=costs.pointwise_traffic,
+        elementwise=True,
+        landmarks=samples.round_numbers,
         cases=lambda: _cases(len(op.dynamic), op.name),
         gradient=Gradient(save, backward),
         numbers=numbers,
@@ -166,6 +168,8 @@ def _consistent(key: Key, values: dict[str, Any]) -> None:
 
 POINTWISE_BACKWARD = Op(
     reference=pointwise_backward,
+    elementwise=True,
+    landmarks=samples.round_numbers,
     prepare=_consistent,
     flops=lambda key: 4.0 * costs.size(key.tensors[0]),
     traffic=lambda key: costs.inputs(key) * 1.5,

@@ -1,0 +1,157 @@
+"""Native kernels that would serve a key nobody has measured are checked before, once a machine, on small tensors of that kind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import torch
+
+from . import capture_watch, native, stores, study
+from .op import Candidate, Config, Op
+from .plans import Key, TensorSpec
+
+LOG = logging.getLogger("tensorlogic")
+# Sizes up to the first number are represented by the second: few rows, one block, several; all with ragged ends.
+SIZES = ((6, 5), (13, 11), (48, 29), (160, 83), (1 << 62, 173))
+VECTOR = 16  # sizes that it divides are represented by ones that it divides
+LINE = 30_011  # elements of one-dimensional tensors
+FLOPS, TRAFFIC = 1.2e7, 1 << 20  # of a check, at most
+DRAWS = 2  # wrong once may be eager's luck with the numbers
+
+_KNOWN: dict[str, str | None] = {}  # what was found in this process or read from disk
+_READ: set[Path] = set()
+
+
+class Later(Exception):
+    """The check has to wait: a graph is being captured or traced."""
+
+
+def refusal(
+    op: Op, key: Key, candidate: Candidate, config: Config, device: torch.device
+) -> str | None:
+    """Why the candidate may not serve keys of this kind unmeasured, or None; checks it now where nobody has.
+
+    Raises:
+        Later: nothing can be checked in this context.
+    """
+    if torch._C._get_tracing_state() is not None:
+        raise Later
+    kind = _fitting(op, key, candidate)
+    path = stores.current(device).path.with_suffix(".checked")
+    about = (candidate.id, candidate.source, native.isa(), dict(config), kind.text)
+    what = json.dumps(about, default=str)
+    _read(path)
+    if what in _KNOWN:
+        return _KNOWN[what]
+    if not capture_watch.calm(device):
+        raise Later
+    reason = _KNOWN[what] = _check(op, kind, candidate, config, device)
+    if reason is None:
+        _append(path, what)
+    return reason
+
+
+def forget() -> None:
+    """Know nothing that was not said on disk."""
+    _KNOWN.clear()
+    _READ.clear()
+
+
+def _check(
+    op: Op, kind: Key, candidate: Candidate, config: Config, device: torch.device
+) -> str | None:
+    """None if the candidate is right on this very key, with one of two draws of inputs."""
+    reason = None
+    for draw in range(DRAWS):
+        try:
+            with stores.preserved(device), torch.no_grad():
+                launch = candidate.bind(kind, config, device)
+                checker = study.Checker(op, kind, device, draw)
+                verdict = checker.check(launch, coarse=candidate.coarse(kind))
+                if verdict and any(t is not None and t.constant for t in kind.tensors):
+                    verdict = checker.check(launch)  # by what was derived from the constants
+        except study.BIND_ERRORS as problem:
+            reason = f"failed: {type(problem).__name__}: {problem}"
+            continue
+        if verdict:
+            return None
+        reason = verdict.reason
+    return f"{reason}, on {kind.text}"
+
+
+# the kind of a key --------------------------------------------------------------------------------------------------
+
+
+def _fitting(op: Op, key: Key, candidate: Candidate) -> Key:
+    """The small key that stands for this one; itself where its kind is not one that the candidate runs."""
+    small = kind_of(op, key)
+    return key if candidate.unfit(small) else small
+
+
+def kind_of(op: Op, key: Key) -> Key:
+    """A key with the same dtypes, flags and order of strides, its sizes one of a few, as large as a check may cost."""
+    line = all(t is None or len(t.shape) == 1 for t in key.tensors)
+    small = key
+    for most in range(len(SIZES), 0, -1):
+        sizes = [(0, LINE)] if line else SIZES[:most]
+        sizes = sizes[-1:] if op.elementwise else sizes  # room for all landmarks
+        small = replace(key, tensors=tuple(t and _small(t, sizes) for t in key.tensors))
+        if op.flops(small) <= FLOPS and op.traffic(small) <= TRAFFIC:
+            break
+    return small
+
+
+def _small(t: TensorSpec, sizes: Sequence[tuple[int, int]]) -> TensorSpec:
+    shape = tuple(_size(n, sizes) for n in t.shape)
+    return replace(t, shape=shape, stride=_strides(t, shape))
+
+
+def _size(n: int, sizes: Sequence[tuple[int, int]]) -> int:
+    if n <= 1:
+        return n
+    ragged = next((few for limit, few in sizes if n <= limit), sizes[-1][1])
+    return ragged if n % VECTOR else ragged + -ragged % VECTOR
+
+
+def _strides(t: TensorSpec, shape: Sequence[int]) -> tuple[int, ...]:
+    """Dense ones in the same order, repeated and padded where those of `t` are."""
+    strides = list(t.stride)
+    dense, step = 1, 1  # of t, and of what stands for it
+    for d in sorted(range(len(shape)), key=lambda d: (t.stride[d], -d)):
+        if t.stride[d] == 0 or t.shape[d] == 1:
+            continue
+        if t.stride[d] > dense:  # padded
+            step += VECTOR - step % VECTOR if t.stride[d] % VECTOR == 0 else 1
+        strides[d] = step
+        dense, step = t.stride[d] * t.shape[d], step * shape[d]
+    if 0 not in t.stride:
+        contiguous = [prod(shape[d + 1 :]) for d in range(len(shape))]
+        strides = [c if n == 1 else s for s, c, n in zip(strides, contiguous, t.shape, strict=True)]
+    return tuple(strides)
+
+
+# what is known ------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> None:
+    if path in _READ:
+        return
+    _READ.add(path)
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        _KNOWN.update(dict.fromkeys(path.read_text().splitlines()))
+
+
+def _append(path: Path, line: str) -> None:
+    """One line at a time, so that processes do not mix theirs; what cannot be written is checked again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(line + "\n")
+    except OSError as problem:
+        LOG.debug("tensorlogic: %s cannot be written: %s", path, problem)

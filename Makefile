@@ -48,12 +48,18 @@ site: setup
 	$(PYTHON) -m sphinx -W --keep-going -q docs docs/_build
 	@echo "docs/_build/index.html"
 
-# Without the caching allocator every tensor is an allocation of its own, whose edges memcheck sees.
-SANITIZED = $(wildcard tests/test_triton_gemm.py tests/test_triton_specialised.py tests/test_triton_columns.py tests/test_triton_rows.py tests/test_triton_scores*.py tests/test_triton_precision.py)
+# Without the caching allocator every tensor is an allocation of its own, whose edges memcheck sees. Kernels are compiled by all
+# cores first, so that the sanitized processes, one a file, only load them. A part: make sanitize TOOLS=memcheck PART='test_scores'
+TOOLS ?= memcheck racecheck initcheck
+PART ?= not compiles
+PROCESSES ?= 16
+SANITIZED ?= $(wildcard tests/test_triton_gemm.py tests/test_triton_specialised.py tests/test_triton_columns.py tests/test_triton_rows.py tests/test_triton_scores*.py tests/test_triton_spins.py tests/test_triton_stays.py tests/test_triton_precision.py)
 sanitize: setup
-	for tool in memcheck racecheck initcheck; do \
-	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes application-only \
-	    $(PYTHON) -m pytest -x $(SANITIZED) -k "not compiles" || exit 1; \
+	$(PYTHON) -m pytest -q -n $(PROCESSES) --dist worksteal $(SANITIZED) -k "$(PART)"
+	for tool in $(TOOLS); do \
+	  printf '%s\n' $(SANITIZED) | PYTORCH_NO_CUDA_MEMORY_CACHING=1 xargs -P $(PROCESSES) -I FILE sh -c \
+	    'compute-sanitizer --tool '$$tool' --error-exitcode 1 --target-processes application-only \
+	     $(PYTHON) -m pytest -q -x FILE -k "$(PART)"; code=$$?; test $$code = 5 || exit $$code' || exit 1; \
 	done
 
 setup: $(READY)

@@ -6,7 +6,8 @@ A case is one public call with random shapes, strides, dtypes and alignments, an
 pass meet; each candidate is checked in one of its configurations, drawn at random, and must give the same bits twice.
 FAMILY cases in a row share what kernels are compiled for (op, dtype, layout, flags, what divides a length and its power of
 two), and differ in lengths and values. Families go to processes of their own, which compile and check. Those of a
-seed are always the same; with `--seconds` the last line says where to go on.
+seed are always the same; with `--seconds`, or when the run is cut (Ctrl-C, or TERM as `timeout` sends it), it still says
+what it found, and where to go on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import queue
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -39,6 +41,7 @@ FAMILY = 20  # cases that share kernels
 VARIANTS = 2  # configurations of a candidate that a family compiles before it keeps to them
 MORE = 4  # checks of a candidate that seems wrong
 GRACE_S = 15.0  # to finish a family when the time is over
+SPOKEN_S = 10.0  # between two lines of progress
 ATTEMPTS = 50  # at arguments that fit together and into memory
 
 
@@ -229,6 +232,12 @@ class Workers:
             else:
                 yield result
 
+    def end(self) -> None:
+        """Stop at once; families under way are lost."""
+        self.stopped = True
+        for worker in list(self.busy.values()):
+            worker.kill()
+
     def _next(self) -> int | None:
         with self.lock:
             return None if self.stopped else next(self.waiting, None)
@@ -301,17 +310,28 @@ def main() -> int:
         results: Iterator[dict[str, Any]] = workers.results()
     else:
         results = (run_family(number, asked.seed, ops, asked.elements) for number in families)
-    for found in results:
-        tally.update(found["tally"])
-        refused.update(found.get("refused", {}))
-        for line in found["wrong"]:
-            print(line, flush=True)
-        wrong += sum(": unlucky: " not in line for line in found["wrong"])
-        done, kernels = done + 1, kernels + found["compiled"]
-        if time.monotonic() - begin > asked.seconds:
-            if workers is None:
-                break
-            workers.stopped = True
+    spoken = begin
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for found in results:
+            tally.update(found["tally"])
+            refused.update(found.get("refused", {}))
+            for line in found["wrong"]:
+                print(line, flush=True)
+            wrong += sum(": unlucky: " not in line for line in found["wrong"])
+            done, kernels = done + 1, kernels + found["compiled"]
+            now = time.monotonic()
+            if now - spoken > SPOKEN_S:
+                spoken = now
+                print(f"... {done * FAMILY} cases, {sum(tally.values())} checks, {wrong} wrong, {now - begin:.0f} s", flush=True)  # fmt: skip
+            if now - begin > asked.seconds:
+                if workers is None:
+                    break
+                workers.stopped = True
+    except KeyboardInterrupt:
+        print("cut:", flush=True)
+        if workers is not None:
+            workers.end()
     for name, count in sorted(tally.items()):
         why = refused.get(name.removesuffix(" refused"), "") if name.endswith("refused") else ""
         print(f"{count:7d} {name} {why and 'as ' + why}")

@@ -52,7 +52,7 @@ def placement(device: str | torch.device | None = "auto") -> Iterator[policies.P
 
     "auto" expects times from this machine's transfers and plans, and then goes by what either side has taken for the same
     shapes, after three calls of each that has a chance. Results come back to the CPU; `unified` tensors, parameters and
-    declared constants stay on the device, so that a chain pays for them once. Tensors on a GPU are computed there. Where no
+    declared constants stay on the device, so that a chain pays for them once (but those whose memory a NumPy array shares). Tensors on a GPU are computed there. Where no
     GPU is, or it runs out of memory, the CPU serves.
 
     Args:
@@ -103,13 +103,13 @@ def call(op: Op, public: Callable[..., Any], given: Sequence[Any], where: Any = 
     plain = [g for g in given if isinstance(g, Tensor)]
     if any(t.device.type != "cpu" for t in plain):
         device = next(t.device for t in plain if t.device.type != "cpu")
-        return Unified(run(device)) if together else run(device)
+        return Unified(run(device), made=True) if together else run(device)
     place, settled = _choose(op, policy.placement or "auto", given)
     if place.type == "cpu":
         out = run(place) if settled else _timed(op, given, "cpu", lambda: run(place))
         if settled and not together and where in inside.entries:
             policy.entries[where] = inside.entries[where]
-        return Unified(out) if together else out
+        return Unified(out, made=True) if together else out
 
     def there() -> Any:
         out = run(place)
@@ -122,7 +122,7 @@ def call(op: Op, public: Callable[..., Any], given: Sequence[Any], where: Any = 
             f"tensorlogic: {op.name} could not run on {place} ({type(problem).__name__}); the CPU serves it"
         )
         out = run(torch.device("cpu"))
-    return Unified(out) if together else out
+    return Unified(out, made=True) if together else out
 
 
 def _home(out: Any) -> Any:
@@ -139,11 +139,16 @@ def _moved(g: Any, place: torch.device) -> Any:
         return g
     if g.requires_grad and torch.is_grad_enabled():
         return g.to(place)
-    if derived.is_constant(g):
+    if _kept(g):
         return derived.CACHE.get(
             g, f"on {place}", lambda t: staging.to(t, place), lambda t: t.numel() * t.element_size()
         )
     return staging.to(g, place)
+
+
+def _kept(g: Tensor) -> bool:
+    """Whether copies of it on a device are kept: not where a NumPy array shares its memory, and may be written to."""
+    return derived.is_constant(g) and not staging.shared(g)
 
 
 def _choose(op: Op, asked: str, given: Sequence[Any]) -> tuple[torch.device, bool]:
@@ -225,7 +230,7 @@ def _bytes_to_move(g: Any, device: torch.device) -> int:
         return 0 if g.has(device) else g.shape.numel() * g.dtype.itemsize
     if not isinstance(g, Tensor):
         return 0
-    kept = derived.is_constant(g) and derived.CACHE.holds(g, f"on {device}")
+    kept = _kept(g) and derived.CACHE.holds(g, f"on {device}")
     return 0 if kept else g.numel() * g.element_size()
 
 
@@ -268,7 +273,7 @@ def _key(op: Op, given: Sequence[Any]) -> tuple[Any, ...]:
         if isinstance(g, Unified):
             parts.append((tuple(g.shape), g.dtype, tuple(d.type for d in g.devices)))
         elif isinstance(g, Tensor):
-            parts.append((tuple(g.shape), g.stride(), g.dtype, derived.is_constant(g)))
+            parts.append((tuple(g.shape), g.stride(), g.dtype, _kept(g)))
         else:
             parts.append(g)
     return tuple(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,8 @@ def test_what_offers_a_tensor_is_taken_without_a_copy() -> None:
     with pytest.raises(TypeError, match=r"to: tensor is list; .*torch.as_tensor"):
         tensorlogic.to([1.0], "cpu")
     assert tensorlogic.to(torch.ones(2), "cpu", asynchronous=True).wait().tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"to: device is 'quantum'; a device such as 'cpu'"):
+        tensorlogic.to(torch.ones(2), "quantum")
 
 
 class Engine:
@@ -185,6 +188,40 @@ def test_a_unified_tensor_moves_once(elsewhere: Elsewhere) -> None:
     assert elsewhere.moves == 1
     assert x.stats == unified.UnifiedStats(1, 64, 128)
     assert "unified(torch.float32, [4, 4]" in repr(x)
+
+
+def test_an_array_that_somebody_takes_of_a_tensor_is_never_trusted(elsewhere: Elsewhere) -> None:
+    t = torch.ones(4)
+    x = tensorlogic.unified(t)
+    x.on("xpu"), x.on("xpu")
+    assert elsewhere.moves == 1
+    array = t.numpy()  # nobody tells us
+    array[0] = 7
+    assert x.on("xpu").tolist() == [7, 1, 1, 1]
+    array[1] = 8
+    assert not x.has("xpu")
+    assert x.on("xpu").tolist() == [7, 8, 1, 1]
+    before = np.ones(3, dtype=np.float32)
+    y = tensorlogic.unified(torch.from_numpy(before))
+    y.on("xpu")
+    before[0] = 5
+    assert y.on("xpu").tolist() == [5, 1, 1]
+    made = unified.Unified(torch.from_numpy(np.ones(3)), made=True)  # as pooled memory may look
+    before_moves = elsewhere.moves
+    made.on("xpu"), made.on("xpu")
+    assert elsewhere.moves == before_moves + 1
+
+
+def test_a_parameter_that_shares_an_array_is_moved_anew(elsewhere: Elsewhere) -> None:
+    place, weight = torch.device("meta"), torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    placement = importlib.import_module("tensorlogic.placement")
+    placement._moved(weight, place), placement._moved(weight, place)
+    assert elsewhere.moves == 1
+    array = weight.detach().numpy()
+    array[0] = 9
+    assert placement._moved(weight, place).tolist() == [9, 1, 1]
+    assert placement._moved(weight, place).tolist() == [9, 1, 1]
+    assert elsewhere.moves == 3
 
 
 def test_a_write_is_seen_wherever_it_happens(elsewhere: Elsewhere) -> None:

@@ -216,6 +216,11 @@ def as_tensor(value: Any, name: str = "tensor") -> Tensor:
     )
 
 
+def shared(t: Tensor) -> bool:
+    """Whether a NumPy array may write to this memory unseen: PyTorch lets storages that it shares with one grow no more."""
+    return t.device.type == "cpu" and not t.untyped_storage().resizable()
+
+
 def to(
     tensor: Any,
     device: torch.device | str,
@@ -238,7 +243,8 @@ def to(
         the source's elements do not lie together).
 
     Raises:
-        TypeError: no tensor and nothing that offers one, or dtype is none. RuntimeError: the device is not there.
+        TypeError: no tensor and nothing that offers one, or dtype is none. ValueError: no device of that name. RuntimeError: it
+            is not there.
 
     Example:
         >>> import numpy as np, torch, tensorlogic
@@ -260,8 +266,13 @@ def to(
 
 
 def present(device: torch.device | str, fn: str) -> torch.device:
-    """The device; raises RuntimeError where it is a GPU and there is none."""
-    place = torch.device(device)
+    """The device; raises ValueError where there is no such kind, RuntimeError where it is a GPU and there is none."""
+    try:
+        place = torch.device(device)
+    except RuntimeError as problem:
+        raise ValueError(
+            f"{fn}: device is {device!r}; a device such as 'cpu' or 'cuda' is required"
+        ) from problem
     if place.type == "cuda" and not available():
         raise RuntimeError(
             f"{fn}: device is {str(device)!r}, which is not there: PyTorch finds no CUDA device; use 'cpu'"

@@ -25,15 +25,19 @@ class UnifiedStats:
 class Unified:
     """A tensor that is wherever it is needed. Our functions take it; their results are unified, and stay where they were made."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, made: bool = False) -> None:
+        """`made`: the value is a result of ours, whose memory may look like a NumPy array's."""
         tensor = staging.as_tensor(value, "unified: tensor")
         self._home = tensor.device
         self._copies: dict[torch.device, tuple[Tensor, int]] = {}
         #: Memory that others can write unseen: a NumPy array given or handed out, while it lives.
         self._aliases: list[weakref.ref[Any]] = []
-        self._foreign = not isinstance(value, Tensor) and not _frozen(value)
+        self._frozen = _frozen(value)
+        self._foreign = not isinstance(value, Tensor) and not self._frozen
         self._transfers = self._moved = self._saved = 0
         self._newest(tensor)
+        #: Whether arrays of others would show: not once we have handed one out ourselves.
+        self._telling = not (made and staging.shared(tensor))
 
     def _newest(self, tensor: Tensor) -> None:
         self._home = tensor.device
@@ -54,13 +58,16 @@ class Unified:
     def _exposed(self) -> bool:
         """Whether somebody may write to the CPU's copy without PyTorch seeing it."""
         self._aliases = [a for a in self._aliases if a() is not None]
-        return self._foreign or bool(self._aliases)
+        cpu = self._copies.get(torch.device("cpu")) if self._telling else None
+        alien = cpu is not None and staging.shared(cpu[0]) and not self._frozen
+        return self._foreign or bool(self._aliases) or alien
 
     def on(self, device: torch.device | str) -> Tensor:
         """The tensor on a device, moved only if no valid copy is there.
 
         Writes by PyTorch's in-place operations are seen. While a NumPy array of this memory lives, given or handed out, the
-        CPU's copy counts as written to at every call. Writes through `.data` are not seen: call `invalidate`.
+        CPU's copy counts as written to at every call; so it does once somebody has taken an array of the tensor. Writes through
+        `.data` or DLPack are not seen: call `invalidate`.
         """
         place = _place(device)
         self._check()
@@ -78,6 +85,8 @@ class Unified:
         self._transfers += 1
         self._moved += nbytes
         self._copies[place] = (copy, _version(copy))
+        if place.type == "cpu":
+            self._telling = not staging.shared(copy)
         return copy
 
     def has(self, device: torch.device | str) -> bool:
@@ -93,6 +102,7 @@ class Unified:
     def numpy(self) -> np.ndarray[Any, Any]:
         """The CPU's memory as an array, without a copy; while the array lives, copies elsewhere are made anew at every use."""
         tensor = self.on("cpu")
+        self._telling &= staging.shared(tensor)
         array = tensor.detach().numpy()
         self._newest(tensor)
         self._aliases.append(weakref.ref(array))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import accuracy, stores
 from .accuracy import UNITS, Known, Statistics
+from .numerics import DTYPES
 from .op import EAGER, Candidate, Config, Launcher, Op, Outputs
 from .plans import Evidence, Key, Plan
 from .precision import PrecisionWarning
@@ -87,12 +88,13 @@ class Adaptive:
         self.certain = unguarded(key, rtol)
         self.held: Held | None = None
         self.watch: Any = None  # where the device judges, and mends what it must
+        self.places: list[Place] = []  # of the products that it judges
 
     def __call__(self, *dynamic: Any) -> Outputs | None:
         held = self.held
         if held is not None and self.watch is not None:
             outs = None if self.watch.passed() else held.launch(*dynamic)
-            if outs is not None and (products := plain(self._parts(dynamic), outs)) is not None:
+            if outs is not None and (products := self._watched(dynamic, outs)) is not None:
                 self.watch.over(products)
                 _note(held)
                 return outs
@@ -108,6 +110,16 @@ class Adaptive:
         assert self.held is not None
         _note(self.held)
         return outs
+
+    def _watched(self, dynamic: Sequence[Any], outs: Outputs) -> list[Any] | None:
+        """(left, right, out) of every product that the device judges, as arguments and outputs lie."""
+        found = []
+        for place in self.places:
+            out = outs[place.out]
+            if out is None or not out.is_contiguous():
+                return None
+            found.append((dynamic[place.left], dynamic[place.right], out))
+        return found
 
     def _parts(self, dynamic: Sequence[Any]) -> Any:
         assert self.op.measure is not None
@@ -153,15 +165,15 @@ class Adaptive:
             or then.blank
         ):
             return None
+        self.places = places(self.op, self.key, outs)
         products = plain(self._parts(dynamic), outs)
-        if products is None:
+        if products is None or len(self.places) != len(products):
             return None
-        from .ops.common.triton_mend import Watch, works  # needs Triton, as looking does
+        from .ops.common.triton_mend import Seen, Watch, works  # needs Triton, as looking does
 
         if not works(self.device):
             return None
-        sizes = [(*left.shape, right.shape[1]) for left, right, _ in products]
-        return Watch(then, held.room, [(m, n, k) for m, k, n in sizes], self.device)
+        return Watch(then, held.room, [Seen.of(*product) for product in products], self.device)
 
     def _warn(self, held: Held) -> None:
         times = held.error / self.rtol
@@ -213,6 +225,40 @@ class Adaptive:
             ):
                 return known
         return None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a product's tensors are in a call: which arguments that are not flags, which output."""
+
+    left: int
+    right: int
+    out: int
+
+
+def places(op: Op, key: Key, outs: Outputs) -> list[Place]:
+    """Those of every product, where all operands are arguments, if laid out differently: found on tensors without memory."""
+    assert op.measure is not None
+    specs = dict(zip(key.names, key.tensors, strict=True))
+    dynamic: list[Any] = [1.0] * len(op.dynamic)
+    owners: dict[int, int] = {}
+    for i, param in enumerate(op.dynamic):
+        s = specs.get(param.name)
+        if param.is_tensor:
+            dynamic[i] = None
+        if s is not None:
+            t = torch.empty_strided(s.shape, s.stride, dtype=DTYPES[s.dtype], device="meta")
+            dynamic[i], owners[t.untyped_storage()._cdata] = t, i
+    found = []
+    for o, (part, out) in enumerate(zip(op.measure(*op.full(key, dynamic)), outs, strict=False)):
+        if part is None or out is None:
+            continue
+        operands = (part.left, part.right)
+        left, right = (owners.get(t.untyped_storage()._cdata, -1) for t in operands)
+        if min(left, right) < 0 or any(t.storage_offset() for t in operands):
+            return []
+        found.append(Place(left, right, o))
+    return found
 
 
 def plain(

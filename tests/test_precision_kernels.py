@@ -142,14 +142,15 @@ def test_what_is_not_finite_stays_so() -> None:
     assert exponents.tolist() == [0, 0]
 
 
-def watch(a: Tensor, b: Tensor, c: Tensor, room: float = 2.0) -> tuple[triton_mend.Watch, Tensor]:
-    """One that holds products to what a · b is, and c after it has looked at it."""
+def watch(
+    a: Tensor, b: Tensor, c: Tensor, room: float = 2.0, products: int = 1
+) -> tuple[triton_mend.Watch, Tensor]:
+    """One that holds so many products to what a · b is, and c after it has looked at it."""
     cancels, crest, low, high, _ = accuracy.looked(accuracy.Part(a, b), a @ b)
     then = Statistics(cancels, crest, -low, high)
-    (m, k), n = a.shape, b.shape[1]
-    made = triton_mend.Watch(then, room, [(m, n, k)], DEVICE)
+    made = triton_mend.Watch(then, room, [triton_mend.Seen.of(a, b, c)] * products, DEVICE)
     c = c.clone()
-    made.over([(a, b, c)])
+    made.over([(a, b, c)] * products)
     return made, c
 
 
@@ -189,8 +190,7 @@ def test_the_gpu_mends_what_has_left_its_limits(
 
 def test_a_value_that_did_not_fit_is_mended_in_every_product_of_the_call() -> None:
     a, b = torch.randn(40, 60, device=DEVICE), torch.randn(60, 50, device=DEVICE)
-    made, _ = watch(a, b, a @ b)
-    made._limits *= 2
+    made, _ = watch(a, b, a @ b, products=2)
     triton_split.flag(DEVICE).fill_(1)
     one, two = torch.zeros(40, 50, device=DEVICE), torch.zeros(40, 50, device=DEVICE)
     made.over([(a, b, one), (a, b, two)])
@@ -325,3 +325,22 @@ def test_float64_is_left_as_it_is_where_that_costs_nothing(monkeypatch: pytest.M
             key = op.key((torch.ones(4, 4, dtype=dtype),) * 2 + ("none", False), "inference", mode)
             served = ways_cuda._narrowing(key) is None
             assert served == (not refused or (mode, dtype) != ("f32", torch.float64))
+
+
+def test_where_a_call_has_its_operands_does_not_depend_on_the_tensors_of_one_call() -> None:
+    Place, made = adapting.Place, torch.ones(1)
+    x, w = torch.randn(2, 3, 8), torch.randn(5, 8)
+    a, b = x[0], x[0].t()  # one memory: the next call may bring two
+
+    def found(name: str, *args: Any, outs: tuple[Any, ...] = (made,)) -> list[adapting.Place]:
+        op = OPS[name].precise
+        assert op is not None
+        return adapting.places(op, op.key(args, "inference", "adaptive"), outs)
+
+    assert found("matmul", a, b, "none", False) == [Place(0, 1, 0)]
+    assert found("linear", x, w, None, None, "none", False) == [Place(0, 1, 0)]
+    dy = torch.randn(2, 3, 5)
+    both = found("linear_backward", dy, x, w, None, "none", "1100", outs=(made, made, None, None))
+    assert both == [Place(0, 2, 0), Place(0, 1, 1)]
+    relu = found("linear_backward", dy, x, w, dy, "relu", "1100", outs=(made, made, None, None))
+    assert relu == []  # of a gradient that is made on the way

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -24,6 +25,12 @@ from .triton_math import follow
 
 LOG = logging.getLogger("tensorlogic")
 BLOCK_M, BLOCK_N = 64, 64
+SIZES = {
+    "f16": 2,
+    "bf16": 2,
+    "f32": 4,
+    "f64": 8,
+}  # bytes of an element, to which its memory is aligned
 PROGRAMS = 264  # two for every multiprocessor of a large GPU; each reads the whole table
 
 
@@ -76,51 +83,87 @@ def mend_product(
             tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])
 
 
+@dataclass(frozen=True)
+class Seen:
+    """How the tensors of one product lie in every call: M, N, K, strides of left, right and out, and element types."""
+
+    sizes: tuple[int, int, int]
+    strides: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, left: Tensor, right: Tensor, out: Tensor) -> Seen:
+        """Of left [M, K] · right [K, N] = out [M, N]; on any device."""
+        strides = (*left.stride(), *right.stride(), *out.stride())
+        sizes = (left.shape[0], right.shape[1], left.shape[1])
+        return cls(sizes, strides, triton_split.names(left, right, out))
+
+
 class Watch:
     """What one candidate's products on one device are held to: limits there, and the word that is set where they were passed."""
 
     def __init__(
-        self,
-        then: Statistics,
-        room: float,
-        sizes: Sequence[tuple[int, int, int]],
-        device: torch.device,
+        self, then: Statistics, room: float, seen: Sequence[Seen], device: torch.device
     ) -> None:
         host = torch.zeros(1, dtype=torch.int32)
         self._word = host.pin_memory() if device.type == "cuda" else host
-        self._seen = self._word.numpy()
+        self._said = self._word.numpy()
+        self._device = device
         self._limits = [
             torch.tensor(
-                [*_shares(m, n, k), *_limits(then, room)],
-                dtype=torch.float64, device=device,
+                [*_shares(*s.sizes), *_limits(then, room)], dtype=torch.float64, device=device
             )
-            for m, n, k in sizes
-        ]  # fmt: skip
+            for s in seen
+        ]
+        self._tables = [triton_split.blocks(*s.sizes[:2]) for s in seen]
+        self._starts = []
+        for s, (rows, blocks) in zip(seen, self._tables, strict=True):
+            align = min(*(SIZES[name] for name in s.names), 4)
+            about = (s.names, s.sizes, s.strides)
+            look = triton_split._look(*about, align, device)
+            self._starts.append((look, _mend(*about, (rows, blocks), align, device)))
+        self._spaces: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def passed(self) -> bool:
         """Whether a product has been mended since the last time one asked, as far as the GPU has come; waits for nothing."""
-        if not self._seen[0]:
+        if not self._said[0]:
             return False
-        self._seen[0] = 0
+        self._said[0] = 0
         return True
 
     def over(self, products: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Look at (left, right, out) of every product and mend those that need it; waits for nothing."""
-        tables = [triton_split.sketch(*product) for product in products]
-        spoilt = tables[0][0][-1:]  # the first to look has cleared the flag
-        for (left, right, out), (found, rows), limits in zip(
-            products, tables, self._limits, strict=True
+        """Look at (left, right, out) of every product and mend those that need it; waits for nothing.
+
+        They lie as was said when this was made, whatever shapes the tensors have here.
+        """
+        flag = triton_split.flag(self._device)
+        spaces = self._space()
+        good = True
+        for (left, right, out), (look, _), (found, _) in zip(
+            products, self._starts, spaces, strict=True
         ):
-            (m, k), n = left.shape, right.shape[1]
-            align = min(triton_split.aligned(left, right, out), left.element_size(), 4)
-            start = _mend(
-                triton_split.names(left, right, out), (m, n, k), (*left.stride(), *right.stride(), *out.stride()),
-                (rows, found.numel() // 6), align, left.device,
-            )  # fmt: skip
-            if not start(left, right, out, found, spoilt, limits, self._word):
-                raise RuntimeError(
-                    "mend: the kernel refused tensors of the alignment it was built for"
-                )
+            good &= look(left, right, out, found, flag)
+        spoilt = spaces[0][1]  # the first to look has cleared the flag
+        for (left, right, out), (_, mend), (found, _), limits in zip(
+            products, self._starts, spaces, self._limits, strict=True
+        ):
+            good &= mend(left, right, out, found, spoilt, limits, self._word)
+        if not good:
+            raise RuntimeError("mend: a kernel refused tensors of the alignment of their elements")
+
+    def _space(self) -> list[tuple[Tensor, Tensor]]:
+        """For every product, what `look_at` finds and the end of it, in memory of the current stream."""
+        stream = triton_split.stream(self._device)
+        found = self._spaces.get(stream)
+        if found is None:
+            made = [
+                torch.empty(6 * blocks + 1, dtype=torch.float64, device=self._device)
+                for _, blocks in self._tables
+            ]
+            found = [(t, t[-1:]) for t in made]
+            if stream >= 0:  # else a graph's, whose memory goes with it
+                self._spaces[stream] = found
+        return found
 
 
 def _limits(then: Statistics, room: float) -> tuple[float, ...]:
@@ -138,7 +181,7 @@ def works(device: torch.device) -> bool:
     want = (a.double() @ b.double()).float()
     near, wrong = want * (1 + 2.0**-12), want * 2
     try:
-        watch = Watch(Statistics(20.0, 4.0, -8.0, 8.0), 1.0, [(70, 65, 96)], device)
+        watch = Watch(Statistics(20.0, 4.0, -8.0, 8.0), 1.0, [Seen.of(a, b, want)], device)
         watch.over([(a, b, near)])
         left = torch.equal(near, want * (1 + 2.0**-12)) and not watch.passed()
         watch.over([(a * 2.0**20, b, wrong)])

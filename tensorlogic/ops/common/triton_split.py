@@ -121,15 +121,28 @@ def look_at(
 _FLAGS: dict[tuple[int, int], Tensor] = {}
 
 
+def stream(device: torch.device) -> int:
+    """The current stream of a device, by a number; below 0 while it is captured."""
+    if device.type != "cuda":
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return -1
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
 def flag(device: torch.device) -> Tensor:
-    """Where kernels of this stream note that a value did not fit, or was not finite; `look` and `noted` read and clear it."""
-    index = device.index
+    """Where kernels of this stream note that a value did not fit, or was not finite; `look` and `noted` read and clear it.
+
+    Kernels that are captured share one, which no graph owns where any kernel ran before.
+    """
+    place = (-1, 0)
     if device.type == "cuda":
-        index = torch.cuda.current_device() if index is None else index
-        place = (index, torch._C._cuda_getCurrentRawStream(index))
-    else:
-        place = (-1, 0)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        place = (index, stream(device))
     found = _FLAGS.get(place)
+    if found is None and place[1] < 0:
+        found = next((kept for (owner, _), kept in _FLAGS.items() if owner == place[0]), None)
     if found is None:
         found = _FLAGS[place] = torch.zeros(1, dtype=torch.int32, device=device)
     return found
@@ -216,19 +229,23 @@ def _look(
     )  # fmt: skip
 
 
+def blocks(m: int, n: int) -> tuple[int, int]:
+    """Programs that look at rows, and all of them."""
+    rows = triton.cdiv(m, BLOCK_L)
+    return rows, rows + triton.cdiv(n, BLOCK_L)
+
+
 def sketch(left: Tensor, right: Tensor, out: Tensor) -> tuple[Tensor, int]:
     """(a row of six for every block of rows, then of columns, and whether any kernel noted a value; how many are of rows)."""
     (m, k), n = left.shape, right.shape[1]
-    blocks = triton.cdiv(m, BLOCK_L)
-    found = torch.empty(
-        6 * (blocks + triton.cdiv(n, BLOCK_L)) + 1, dtype=torch.float64, device=left.device
-    )
+    rows, every = blocks(m, n)
+    found = torch.empty(6 * every + 1, dtype=torch.float64, device=left.device)
     strides = (*left.stride(), *right.stride(), *out.stride())
     align = min(aligned(left, right, out), 2 if left.element_size() == 2 else 4)
     start = _look(names(left, right, out), (m, n, k), strides, align, left.device)
     if not start(left, right, out, found, flag(left.device)):
         raise RuntimeError("look: the kernel refused tensors of the alignment it was built for")
-    return found, blocks
+    return found, rows
 
 
 def look(left: Tensor, right: Tensor, out: Tensor) -> tuple[Any, int, bool]:
@@ -236,6 +253,6 @@ def look(left: Tensor, right: Tensor, out: Tensor) -> tuple[Any, int, bool]:
 
     Waits for the device.
     """
-    found, blocks = sketch(left, right, out)
+    found, rows = sketch(left, right, out)
     host = found.cpu().numpy()
-    return host[:-1].reshape(-1, 6), blocks, bool(host[-1])
+    return host[:-1].reshape(-1, 6), rows, bool(host[-1])

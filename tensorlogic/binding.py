@@ -55,23 +55,28 @@ class Bound:
         )
         self.launch: Launcher = self.choice.launch
         self.cacheable = self.choice.cacheable
+        self.recorded = False
         self.run: Run = self._runner(self.choice, recording)
         if self.choice.captured is not None:
             self.run = _two_ways(self.run, self._runner(self.choice.captured, recording))
 
     @property
-    def shortest(self) -> Run:
-        """What a compiled front calls: the launcher itself where its one output is all there is to do."""
+    def shortest(self) -> tuple[Run, int]:
+        """What a compiled front calls, and how: the launcher itself where its outputs are all there is to do."""
+        if calls.is_plan(self.launch) and not self.recorded:
+            whole = calls.WHOLE if self.op.internal else 0
+            return self.launch, whole | (calls.OUTSIDE if self.choice.captured is not None else 0)
         alone = not self.recorded and not self.op.internal
-        return self.launch if alone and calls.is_launcher(self.launch) else self.run
+        return (self.launch if alone and calls.is_launcher(self.launch) else self.run), 0
 
     def _runner(self, choice: selector.Choice, recording: bool) -> Run:
         """From dynamic arguments to what the caller gets; None where the launcher declines."""
         launch = choice.launch
-        self.recorded = recording and (
+        recorded = recording and (
             choice.candidate.id != EAGER or self.policy.observer is not None
         )
-        if self.recorded:
+        if recorded:
+            self.recorded = True
             return lambda *dynamic: Recorded.apply(self, launch, *dynamic)
 
         def run(*dynamic: Any) -> Any:

@@ -1,7 +1,8 @@
 """Compiled calls: a Python module built per version of PyTorch and of Python, which everything works without, only slower.
 
 What it has: `Native`, an operator of the native library past PyTorch's dispatcher where that would do nothing; `Launcher`, one
-with its last arguments fixed; `Front`, the warm way of a public function in one call of C.
+with its last arguments fixed; `Front`, the warm way of a public function in one call of C; `Start`, a GPU kernel, and `Plan`, a launcher
+of several (tensorlogic/ops/common/compiled_launch.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from . import native
 
+WHOLE, OUTSIDE = 1, 2  # how a front serves a call by a plan: all outputs; not while its stream is captured
 ON_LOAD: list[Callable[[ModuleType], None]] = []  # called once with the module, when it is there
 ON_FORGET: list[Callable[[], None]] = []  # called when plans have changed
 _lock = threading.Lock()
@@ -48,7 +50,7 @@ def _load() -> ModuleType | str:
 
 
 def load() -> None:
-    """Load the module where it is built, once: the native library does so when it has been loaded itself."""
+    """Load the module where it is built, once: when the native library has been loaded, or at the first use of a GPU."""
     with _lock:
         if not _state:
             _state.append(_load())
@@ -69,9 +71,15 @@ def module() -> Any:
 
 
 def is_launcher(launch: Any) -> bool:
-    """Whether a launcher is a compiled one, of one output."""
+    """Whether a launcher is a compiled one, which can count its calls itself."""
     compiled = module()
-    return compiled is not None and isinstance(launch, compiled.Launcher)
+    return compiled is not None and isinstance(launch, (compiled.Launcher, compiled.Plan))
+
+
+def is_plan(launch: Any) -> bool:
+    """Whether a launcher is a compiled one that allocates and starts GPU kernels."""
+    compiled = module()
+    return compiled is not None and isinstance(launch, compiled.Plan)
 
 
 def forget() -> None:

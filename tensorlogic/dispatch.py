@@ -143,8 +143,8 @@ def call(
     if where is not None and bound.cacheable:
         binding.keep(bound.policy, where, front.guard(binding.present(op, args)), bound.run)
         lasting = bound.policy.observer is None  # one who watches comes with a policy of its own
-        if public is not None and bound.device.type == "cpu" and lasting:
-            front.keep(*public, bound.policy, bound.shortest)
+        if public is not None and bound.device.type in ("cpu", "cuda") and lasting:
+            front.keep(*public, bound.policy, *bound.shortest)
     return out
 
 

@@ -114,11 +114,12 @@ def keep(
     given: Sequence[Any],
     policy: policies.Policy,
     run: Callable[..., Any],
+    how: int = 0,
 ) -> None:
-    """Let the compiled front, where there is one, serve calls that look like `given` under `policy`."""
+    """Let the compiled front, where there is one, serve calls that look like `given` under `policy`: by a plan as `how` says."""
     compiled = _SCOPES[prepare][1]["compiled"]
     if compiled is not None:
-        compiled.keep(policy, run, *given)
+        compiled.keep(policy, run, how, *given)
 
 
 def _source(name: str, signature: Mapping[str, inspect.Parameter], params: list[Param]) -> str:

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <utility>
 #include <vector>
 
 #include "../direct.h"
@@ -60,6 +61,34 @@ struct Launcher {
 // The output of a launcher, or null: with an error set where it failed, without where the call needs
 // another way: through the dispatcher, or by who is watching.
 PyObject* launch(Launcher& self, PyObject* const* tensors);
+
+// A tuple or list of integers; false with an error set where it is none.
+inline bool numbers(PyObject* given, std::vector<int64_t>& out) {
+  const Ref items(PySequence_Fast(given, "integers are required"));
+  if (!items.get()) return false;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i)
+    out.push_back(PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items.get(), i)));
+  return !PyErr_Occurred();
+}
+
+// A type; `vectorcall` is where its objects keep theirs, 0: they cannot be called.
+inline PyTypeObject type(const char* name, size_t size, size_t vectorcall, newfunc make,
+                         destructor forget, const char* doc) {
+  PyTypeObject made{};
+  Py_SET_REFCNT(reinterpret_cast<PyObject*>(&made), 1);
+  made.tp_name = name;
+  made.tp_basicsize = static_cast<Py_ssize_t>(size);
+  made.tp_flags = Py_TPFLAGS_DEFAULT;
+  if (vectorcall) {
+    made.tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;
+    made.tp_vectorcall_offset = static_cast<Py_ssize_t>(vectorcall);
+    made.tp_call = &PyVectorcall_Call;
+  }
+  made.tp_new = make;
+  made.tp_dealloc = forget;
+  made.tp_doc = doc;
+  return made;
+}
 
 extern PyTypeObject NativeType, LauncherType, FrontType;
 

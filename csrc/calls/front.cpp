@@ -9,14 +9,15 @@
 #include <string>
 #include <unordered_map>
 
-#include "calls.h"
+#include "device.h"
 
 namespace tensorlogic::calls {
 namespace {
 
-// What PyTorch's own compiled guard compares, for tensors on the CPU.
+// What PyTorch's own compiled guard compares.
 struct Seen {
   PyTypeObject* type = nullptr;  // null: absent
+  c10::DeviceIndex index = -1;
   uint64_t keys = 0;
   at::ScalarType dtype = at::ScalarType::Undefined;
   bool requires_grad = false;
@@ -26,6 +27,7 @@ struct Seen {
 
 struct Entry {
   Ref policy, run;
+  int how = 0;  // of a plan
   bool grad = false;
   std::vector<Seen> tensors;  // in the order of parameters
   std::vector<Ref> flags;
@@ -47,11 +49,12 @@ c10::DispatchKeySet applied(const at::Tensor& t, const c10::impl::LocalDispatchK
   return (t.key_set() | local.included_) - local.excluded_;
 }
 
-// Outside of strided CPU tensors nothing is kept, so sizes and strides may be read as they lie there.
+// Outside of strided tensors on CPUs and CUDA devices nothing is kept, so sizes and strides may be read as they lie there.
 bool plain(PyObject* given) {
   if (!THPVariable_CheckExact(given)) return false;
   const at::Tensor& t = THPVariable_Unpack(given);
-  return t.device().type() == at::kCPU && t.layout() == at::kStrided &&
+  const auto device = t.device().type();
+  return (device == at::kCPU || device == at::kCUDA) && t.layout() == at::kStrided &&
          !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
@@ -68,8 +71,9 @@ bool same(const Seen& seen, PyObject* given, const c10::impl::LocalDispatchKeySe
   if (given == Py_None || !seen.type) return given == Py_None && !seen.type;
   if (Py_TYPE(given) != seen.type) return false;
   const at::Tensor& t = THPVariable_Unpack(given);
-  return t.scalar_type() == seen.dtype && applied(t, local).raw_repr() == seen.keys &&
-         t.requires_grad() == seen.requires_grad && t.sizes() == at::IntArrayRef(seen.sizes) &&
+  return t.scalar_type() == seen.dtype && t.device().index() == seen.index &&
+         applied(t, local).raw_repr() == seen.keys && t.requires_grad() == seen.requires_grad &&
+         t.sizes() == at::IntArrayRef(seen.sizes) &&
          t.strides() == at::IntArrayRef(seen.strides);
 }
 
@@ -159,28 +163,35 @@ PyObject* called(PyObject* object, PyObject* const* given, size_t flags, PyObjec
   for (const Entry& entry : found->second) {
     if (!matches(self, entry, policy.get(), grad, local, given)) continue;
     const Ref run = entry.run;  // entries may be forgotten meanwhile
+    const int how = entry.how;
     PyObject* dynamic[MOST];
     size_t n = 0;
     for (size_t i = 0; i < self.kinds->size(); ++i)
       if ((*self.kinds)[i] != 'f') dynamic[n++] = given[i];
-    if (Py_TYPE(run.get()) != &LauncherType)
+    PyObject* y = nullptr;
+    if (Py_TYPE(run.get()) == &LauncherType)
+      y = launch(*reinterpret_cast<Launcher*>(run.get()), dynamic);
+    else if (Py_TYPE(run.get()) != &PlanType)
       return PyObject_Vectorcall(run.get(), dynamic, n, nullptr);
-    PyObject* y = launch(*reinterpret_cast<Launcher*>(run.get()), dynamic);
+    else if (!served(run.get(), dynamic, how, &y))
+      return nullptr;
     if (y || PyErr_Occurred()) return y;
     break;
   }
   Py_RETURN_NONE;
 }
 
-// keep(policy, run, *arguments): serve later calls that look like this one by `run(*dynamic)`, or by
-// a Launcher past its tuple.
+// keep(policy, run, how, *arguments): serve later calls that look like this one by `run(*dynamic)`, by
+// a Launcher past its tuple, or by a Plan as `how` says (1: all outputs, 2: not under capture).
 PyObject* keep(PyObject* object, PyObject* const* args, Py_ssize_t n) {
   auto& self = *reinterpret_cast<Front*>(object);
   uint64_t hash = 0;
-  PyObject* const* given = args + 2;
-  if (static_cast<size_t>(n) != self.kinds->size() + 2 || !hashed(self, given, hash))
+  PyObject* const* given = args + 3;
+  if (static_cast<size_t>(n) != self.kinds->size() + 3 || !hashed(self, given, hash))
     Py_RETURN_FALSE;
   Entry made;
+  made.how = static_cast<int>(PyLong_AsLong(args[2]));
+  if (PyErr_Occurred()) return nullptr;
   made.policy = Ref::of(args[0]);
   made.run = Ref::of(args[1]);
   made.grad = c10::GradMode::is_enabled();
@@ -192,8 +203,9 @@ PyObject* keep(PyObject* object, PyObject* const* args, Py_ssize_t n) {
     Seen seen;
     if (given[i] != Py_None) {
       const at::Tensor& t = THPVariable_Unpack(given[i]);
-      seen = {Py_TYPE(given[i]), applied(t, local).raw_repr(), t.scalar_type(), t.requires_grad(),
-              first_of(given, i), t.sizes().vec(), t.strides().vec()};
+      seen = {Py_TYPE(given[i]),  t.device().index(), applied(t, local).raw_repr(),
+              t.scalar_type(),    t.requires_grad(),  first_of(given, i),
+              t.sizes().vec(),    t.strides().vec()};
     }
     made.tensors.push_back(std::move(seen));
   }
@@ -243,31 +255,45 @@ void forget(PyObject* object) {
 
 PyMethodDef methods[] = {
     {"keep", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&keep)), METH_FASTCALL,
-     "keep(policy, run, *arguments): serve later calls that look like this one"},
+     "keep(policy, run, how, *arguments): serve later calls that look like this one"},
     {"clear", &clear, METH_NOARGS, "clear(): forget all entries"},
     {nullptr, nullptr, 0, nullptr}};
 
-PyTypeObject type() {
-  PyTypeObject made{};
-  Py_SET_REFCNT(reinterpret_cast<PyObject*>(&made), 1);
-  made.tp_name = "tensorlogic_calls.Front";
-  made.tp_basicsize = sizeof(Front);
-  made.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
-  made.tp_vectorcall_offset = offsetof(Front, vectorcall);
-  made.tp_call = &PyVectorcall_Call;
-  made.tp_methods = methods;
-  made.tp_new = &make;
-  made.tp_dealloc = &forget;
-  made.tp_doc = "Front(kinds, policy, forward): the output of a warm call, None of any other";
-  return made;
+// record(notes): from now on launchers of this thread are noted in this list; None: they run.
+PyObject* record(PyObject*, PyObject* notes) {
+  if (notes != Py_None && !PyList_CheckExact(notes))
+    return PyErr_Format(PyExc_TypeError, "notes are a list or None, not %R", notes);
+  PyObject* before = std::exchange(tape, notes == Py_None ? nullptr : Py_NewRef(notes));
+  Py_XDECREF(before);
+  Py_RETURN_NONE;
 }
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "tensorlogic_calls", nullptr, -1, nullptr,
+// noted(what, *arguments): a slot for what `what` would return where launchers are noted, else None.
+PyObject* noted(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  if (!tape) Py_RETURN_NONE;
+  if (n < 1) return PyErr_Format(PyExc_TypeError, "noted takes what is called");
+  const Ref slot(SlotType.tp_alloc(&SlotType, 0));
+  return slot.get() ? note(args[0], args + 1, static_cast<size_t>(n - 1), slot.get()) : nullptr;
+}
+
+PyMethodDef functions[] = {
+    {"record", &record, METH_O, "record(notes): note launchers in this list, or let them run (None)"},
+    {"noted", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&noted)), METH_FASTCALL,
+     "noted(what, *arguments): a slot where launchers are noted, else None"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "tensorlogic_calls", nullptr, -1, functions,
                       nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
-PyTypeObject FrontType = type();
+PyTypeObject FrontType = [] {
+  PyTypeObject made =
+      type("tensorlogic_calls.Front", sizeof(Front), offsetof(Front, vectorcall), &make, &forget,
+           "Front(kinds, policy, forward): the output of a warm call, None of any other");
+  made.tp_methods = methods;
+  return made;
+}();
 
 }  // namespace tensorlogic::calls
 
@@ -275,7 +301,8 @@ PyMODINIT_FUNC PyInit_tensorlogic_calls() {
   using namespace tensorlogic::calls;
   PyObject* made = PyModule_Create(&module);
   if (!made) return nullptr;
-  for (PyTypeObject* type : {&NativeType, &LauncherType, &FrontType})
+  for (PyTypeObject* type : {&NativeType, &LauncherType, &FrontType, &DriverType,
+                             &EmptyType, &StartType, &StepType, &SlotType, &PlanType})
     if (PyModule_AddType(made, type) < 0) {
       Py_DECREF(made);
       return nullptr;

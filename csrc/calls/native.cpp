@@ -262,21 +262,6 @@ PyMemberDef launcher_members[] = {
     {"left", T_LONGLONG, offsetof(Launcher, left), 0, "calls until look is asked"},
     {nullptr, 0, 0, 0, nullptr}};
 
-PyTypeObject type(const char* name, size_t size, size_t vectorcall, newfunc make, destructor forget,
-                  const char* doc) {
-  PyTypeObject made{};
-  Py_SET_REFCNT(reinterpret_cast<PyObject*>(&made), 1);
-  made.tp_name = name;
-  made.tp_basicsize = static_cast<Py_ssize_t>(size);
-  made.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
-  made.tp_vectorcall_offset = static_cast<Py_ssize_t>(vectorcall);
-  made.tp_call = &PyVectorcall_Call;
-  made.tp_new = make;
-  made.tp_dealloc = forget;
-  made.tp_doc = doc;
-  return made;
-}
-
 }  // namespace
 
 PyObject* launch(Launcher& self, PyObject* const* tensors) {

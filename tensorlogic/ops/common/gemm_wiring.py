@@ -15,7 +15,7 @@ from ...numerics import DTYPES
 from ...op import Config, Launcher, Op
 from ...plans import Key, TensorSpec
 from ...registry import triton_missing
-from . import wiring
+from . import compiled_launch, wiring
 from .cublaslt import lt_arguments, lt_available, lt_configs, lt_launcher, lt_refusal
 from .gemm import (
     MOST_CONFIGS,
@@ -96,7 +96,7 @@ class Product:
     def start(self, config: Config, device: torch.device) -> Start:
         """The launcher over `arguments`."""
         if self.engine == "cublaslt":
-            return lt_launcher(self.spec, config, device)
+            return compiled_launch.step(lt_launcher(self.spec, config, device))
         return gemm_launcher(self.spec, self._fitting(config), device)
 
 

@@ -30,6 +30,7 @@ from triton.runtime.errors import OutOfResources, TritonError
 
 from tensorlogic import compiling, settings
 from tensorlogic.compiling import CompileFailure
+from tensorlogic.ops.common import compiled_launch
 from tensorlogic.ops.common.triton_descriptors import Descriptors, Tiled
 
 Start = Callable[..., bool]
@@ -163,24 +164,51 @@ def prepare(
     index = torch.cuda.current_device() if device.index is None else device.index
     binary = _load(job, index)
     specialised = dict(job.constexprs)
-    passed = tuple(value for name, value in integers.items() if name not in specialised)
-    switch = torch.cuda.device_count() > 1
-    scratch = binary.scratch * grid[0] * grid[1] * grid[2] * binary.metadata[1]
-    make = _closure(
-        len(tiled),
-        len(pointers),
-        len(passed),
-        len(floats) + len(longs),
-        bool(mask),
-        switch,
-        scratch > 0,
-        binary.described is None,
-    )
+    passed = {name: value for name, value in integers.items() if name not in specialised}
     matrices = [
         (Descriptors(matrix, laid), *matrix.shape, matrix.stride)
         for matrix, laid in zip(tiled.values(), binary.tiles, strict=True)
     ]
-    return make(binary, grid, index, mask, scratch, passed, tuple(itertools.chain(*matrices)))
+    return started(
+        binary, grid, index, mask, passed, matrices, len(pointers), len(floats), len(longs)
+    )
+
+
+def started(
+    binary: _Binary,
+    grid: tuple[int, int, int],
+    index: int,
+    mask: int,
+    integers: Mapping[str, int],
+    matrices: Sequence[tuple[Any, int, int, int]],
+    pointers: int,
+    floats: int,
+    longs: int,
+) -> Start:
+    """The start of a loaded kernel; `integers` without those that are baked into it, `matrices` as (maps, rows, columns, stride)."""
+    several = torch.cuda.device_count() > 1
+    scratch = binary.scratch * grid[0] * grid[1] * grid[2] * binary.metadata[1]
+    make = _closure(
+        len(matrices),
+        pointers,
+        len(integers),
+        floats + longs,
+        mask > 0,
+        several,
+        scratch > 0,
+        binary.described is None,
+    )
+    passed = tuple(integers.values())
+    usual = make(
+        binary, grid, index, mask, scratch, passed, tuple(itertools.chain(*matrices))
+    )
+    letters = ["L" if _integer_type(value) == "i64" else "i" for value in passed]
+    return compiled_launch.start(
+        usual, torch.device("cuda", index), function=binary.function, metadata=binary.metadata, grid=grid, flags=binary.flags,
+        mask=mask, scratch=scratch, several=several, maps=[m[0] for m in matrices],
+        layout="miiLL" * len(matrices) + "p" * pointers + "".join(letters) + "f" * floats + "l" * longs,
+        constants=[*itertools.chain(*((*m[1:], 1) for m in matrices)), *passed],
+    )  # fmt: skip
 
 
 def compile_job(

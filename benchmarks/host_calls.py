@@ -88,7 +88,9 @@ def main() -> None:
     x = torch.randn(128, 128, device="cuda", dtype=torch.float16)
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
     print(f"driver: {compiled_launch.driver(x.device)}; calls: {calls._state}")
-    print(f"{'op':<24}{'ours':>8}{'eager':>8}{'recorded':>10}{'eager':>8}{'both ways':>11}{'eager':>8}")
+    print(
+        f"{'op':<24}{'ours':>8}{'eager':>8}{'recorded':>10}{'eager':>8}{'both ways':>11}{'eager':>8}"
+    )
     for name, (ours, eager) in ops().items():
         line = f"{name:<24}"
         with torch.no_grad():
@@ -96,8 +98,9 @@ def main() -> None:
         leaf = x.clone().requires_grad_()
         line += f"{host_us(lambda: ours(leaf)):10.2f}{host_us(lambda: eager(leaf)):8.2f}"
         seed = torch.ones_like(eager(leaf))
-        both = (lambda: torch.autograd.grad(ours(leaf), leaf, seed)), (
-            lambda: torch.autograd.grad(eager(leaf), leaf, seed)
+        both = (
+            (lambda: torch.autograd.grad(ours(leaf), leaf, seed)),
+            (lambda: torch.autograd.grad(eager(leaf), leaf, seed)),
         )
         print(line + f"{host_us(both[0]):11.2f}{host_us(both[1]):8.2f}", flush=True)
 

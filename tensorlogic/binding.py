@@ -72,9 +72,7 @@ class Bound:
     def _runner(self, choice: selector.Choice, recording: bool) -> Run:
         """From dynamic arguments to what the caller gets; None where the launcher declines."""
         launch = choice.launch
-        recorded = recording and (
-            choice.candidate.id != EAGER or self.policy.observer is not None
-        )
+        recorded = recording and (choice.candidate.id != EAGER or self.policy.observer is not None)
         if recorded:
             self.recorded = True
             return lambda *dynamic: Recorded.apply(self, launch, *dynamic)

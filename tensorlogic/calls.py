@@ -20,7 +20,10 @@ import torch
 
 from . import native
 
-WHOLE, OUTSIDE = 1, 2  # how a front serves a call by a plan: all outputs; not while its stream is captured
+WHOLE, OUTSIDE = (
+    1,
+    2,
+)  # how a front serves a call by a plan: all outputs; not while its stream is captured
 ON_LOAD: list[Callable[[ModuleType], None]] = []  # called once with the module, when it is there
 ON_FORGET: list[Callable[[], None]] = []  # called when plans have changed
 _lock = threading.Lock()

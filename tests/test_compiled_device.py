@@ -40,12 +40,17 @@ def test_the_driver_is_found() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("force", ["triton.tiled", "triton.flat", "triton.rows", "triton.blocks", "cublaslt.epilogue"])
+@pytest.mark.parametrize(
+    "force", ["triton.tiled", "triton.flat", "triton.rows", "triton.blocks", "cublaslt.epilogue"]
+)
 def test_results_are_right_and_calls_are_plans(dtype: torch.dtype, force: str) -> None:
     x, w, b, res = tensors(dtype)
     near = {"rtol": 2e-2, "atol": 2e-2} if dtype != torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     ops: dict[str, tuple[Callable[[], Tensor], Tensor]] = {
-        "linear": (lambda: tensorlogic.linear(x, w, b, res, "relu"), torch.relu(F.linear(x.double(), w.double(), b.double()) + res)),
+        "linear": (
+            lambda: tensorlogic.linear(x, w, b, res, "relu"),
+            torch.relu(F.linear(x.double(), w.double(), b.double()) + res),
+        ),
         "matmul": (lambda: tensorlogic.matmul(x, w), x.double() @ w.double()),
         "add_relu": (lambda: tensorlogic.add_relu(x, res), torch.relu(x.double() + res.double())),
         "softmax": (lambda: tensorlogic.softmax(x, -1), torch.softmax(x.double(), -1)),
@@ -54,7 +59,9 @@ def test_results_are_right_and_calls_are_plans(dtype: torch.dtype, force: str) -
     with torch.no_grad(), tensorlogic.policy(force=force):
         for name, (ours, expected) in ops.items():
             for _ in range(4):
-                torch.testing.assert_close(ours().double(), expected, msg=lambda m, n=name: f"{n}: {m}", **near)
+                torch.testing.assert_close(
+                    ours().double(), expected, msg=lambda m, n=name: f"{n}: {m}", **near
+                )
 
 
 def quick(fn: Callable[..., Any]) -> Any:
@@ -69,7 +76,9 @@ def test_a_warm_call_is_served_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
         y = tensorlogic.linear(x, w, b, res, "relu")
         monkeypatch.setattr(dispatch, "call", None)
         assert torch.equal(quick(tensorlogic.linear)(x, w, b, res, "relu"), y)
-        assert quick(tensorlogic.linear)(x.float(), w.float(), b.float(), res.float(), "relu") is None
+        assert (
+            quick(tensorlogic.linear)(x.float(), w.float(), b.float(), res.float(), "relu") is None
+        )
         assert quick(tensorlogic.linear)(x.cpu(), w.cpu(), b.cpu(), res.cpu(), "relu") is None
 
 

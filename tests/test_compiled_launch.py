@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,8 +27,9 @@ if not torch.cuda.is_available():
 
 triton = pytest.importorskip("triton")
 
-from tensorlogic import calls  # noqa: E402
-from tensorlogic.op import OPS  # noqa: E402
+import tensorlogic  # noqa: E402
+from tensorlogic import calls, dispatch, front, policies, selector  # noqa: E402
+from tensorlogic.op import OPS, Candidate  # noqa: E402
 from tensorlogic.ops.common import compiled_launch, triton_launch, wiring  # noqa: E402
 
 pytestmark = [
@@ -115,9 +116,7 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> Device:
     folder = tmp_path_factory.mktemp("driver")
     shared = ["-shared", "-fPIC", "-O1", "-w", f"-I{BACKEND / 'include'}"]
     source = Path(__file__).parent / "driver" / "driver.cpp"
-    path = built(
-        [cxx, *shared, "-Wl,-soname,libcuda.so.1", str(source)], folder / "libcuda.so.1"
-    )
+    path = built([cxx, *shared, "-Wl,-soname,libcuda.so.1", str(source)], folder / "libcuda.so.1")
     lib = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     python = f"-I{sysconfig.get_path('include')}"
     launcher = built(
@@ -153,7 +152,9 @@ def device(standin: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]
     triton_launch._closure.cache_clear()
 
 
-def made(device: Device, layout: str, integers: dict[str, int], mask: int = 15, **about: Any) -> Any:
+def made(
+    device: Device, layout: str, integers: dict[str, int], mask: int = 15, **about: Any
+) -> Any:
     """The start of a kernel with one matrix for each m."""
     maps = about.pop("maps", [])
     binary = device.binary(layout, **about)
@@ -458,3 +459,119 @@ def test_a_failing_start_is_the_callers(device: Device) -> None:
         plan(a, a)
     device.set("refuse", 0)
     assert plan(a, a) is not None
+
+
+# fronts ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The op add_relu with a candidate `fake.plan`, made of the stand-in's kernel; what was built and who was slow."""
+    op, seen = OPS["add_relu"], {"slow": 0, "built": []}
+
+    def bind(key: Any, config: Any, where: torch.device) -> Any:
+        found = compiled_launch.plan(op, key, where, seen.get("launch") or launcher(device))
+        seen["built"].append(found)
+        return found
+
+    fake = Candidate("fake.plan", bind=bind, trusted=True)
+    candidates = {**op.candidates, "fake.plan": fake}
+    monkeypatch.setattr(op, "candidates", candidates)
+    usual = dispatch.call
+
+    def slow(*args: Any) -> Any:
+        seen["slow"] += 1
+        return usual(*args)
+
+    monkeypatch.setattr(dispatch, "call", slow)
+    policies.forget_entries()
+    with tensorlogic.policy(force="fake.plan"):
+        yield seen
+    policies.forget_entries()
+
+
+def quick(fn: Callable[..., Any]) -> Any:
+    """The compiled front of a public function."""
+    found = [s for p, (_, s) in front._SCOPES.items() if front.FRONTS[p] is fn]
+    return found[0]["compiled"]
+
+
+def test_a_warm_call_is_a_plans(device: Device, served: dict[str, Any]) -> None:
+    a, b = torch.randn(6, 5), torch.randn(6, 5)
+    for _ in range(3):
+        torch.testing.assert_close(tensorlogic.add_relu(a, b), torch.relu(a + b))
+    assert calls.is_plan(served["built"][0])
+    assert served["slow"] == 1
+    torch.testing.assert_close(quick(tensorlogic.add_relu)(a, b), torch.relu(a + b))
+    assert len(device.launches()) == 4
+    moved = torch.randn(31)[1:].view(6, 5)
+    assert quick(tensorlogic.add_relu)(moved, b) is None  # declined: less aligned
+    torch.testing.assert_close(tensorlogic.add_relu(moved, b), torch.relu(moved + b))
+    assert served["slow"] == 2
+
+
+def test_under_capture_the_choice_for_captures_serves(
+    device: Device, served: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = torch.randn(6, 5)
+    chosen: list[str] = []
+    usual = selector.choose
+
+    def choose(*args: Any, **about: Any) -> Any:
+        choice = usual(*args, **about)
+        other = replace(
+            choice, launch=lambda *given: (chosen.append("captured"), choice.launch(*given))[1]
+        )
+        choice.captured = other
+        return choice
+
+    monkeypatch.setattr(selector, "choose", choose)
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    tensorlogic.add_relu(a, a)
+    tensorlogic.add_relu(a, a)
+    assert chosen == []
+    capturing[0] = True
+    device.set("status_of_capture", 1)
+    torch.testing.assert_close(tensorlogic.add_relu(a, a), torch.relu(a + a))
+    assert chosen == ["captured"]
+    capturing[0] = False
+    device.set("status_of_capture", 0)
+    tensorlogic.add_relu(a, a)
+    assert chosen == ["captured"]
+    assert served["slow"] == 1
+
+
+def test_out_of_memory_is_eagers(device: Device, served: dict[str, Any]) -> None:
+    full = [False]
+
+    def fill(*given: Any) -> bool:
+        if full[0]:
+            raise torch.OutOfMemoryError("no memory")
+        return True
+
+    start, step = add_relu(device, 30), compiled_launch.step(fill)
+    empty = wiring.empty(CPU)
+
+    def launch(a: Tensor, b: Tensor) -> Any:
+        y = empty((6, 5), (5, 1), torch.float32)
+        return (y,) if step(y) and start(a, b, y) else None
+
+    served["launch"] = launch
+    a = torch.randn(6, 5)
+    tensorlogic.add_relu(a, a)
+    assert calls.is_plan(served["built"][0])
+    full[0] = True
+    torch.testing.assert_close(tensorlogic.add_relu(a, a), torch.relu(a + a))
+    full[0] = False
+    torch.testing.assert_close(tensorlogic.add_relu(a, a), torch.relu(a + a))
+    assert served["slow"] == 1
+
+
+def test_gradients_are_recorded_around_a_plan(device: Device, served: dict[str, Any]) -> None:
+    a, b = torch.randn(6, 5, requires_grad=True), torch.randn(6, 5)
+    for _ in range(3):
+        y = tensorlogic.add_relu(a, b)
+        (g,) = torch.autograd.grad(y.sum(), a)
+        torch.testing.assert_close(g, (a + b > 0).float())
+    assert served["slow"] == 2  # forward and backward, once each

@@ -130,11 +130,16 @@ bool captured(const Action& action) {
   return driver.stream(index, &stream) || driver.capturing(stream, &status) || status;
 }
 
+// Whether the error that is set says so.
 bool out_of_memory() {
-  static PyObject* const kind = [] {
+  static PyObject* kind = nullptr;
+  if (!kind) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
     const Ref torch(PyImport_ImportModule("torch"));
-    return torch.get() ? PyObject_GetAttrString(torch.get(), "OutOfMemoryError") : nullptr;
-  }();
+    if (torch.get()) kind = PyObject_GetAttrString(torch.get(), "OutOfMemoryError");
+    PyErr_Restore(type, value, trace);
+  }
   return kind && PyErr_ExceptionMatches(kind);
 }
 

@@ -199,9 +199,7 @@ def started(
         binary.described is None,
     )
     passed = tuple(integers.values())
-    usual = make(
-        binary, grid, index, mask, scratch, passed, tuple(itertools.chain(*matrices))
-    )
+    usual = make(binary, grid, index, mask, scratch, passed, tuple(itertools.chain(*matrices)))
     letters = ["L" if _integer_type(value) == "i64" else "i" for value in passed]
     return compiled_launch.start(
         usual, torch.device("cuda", index), function=binary.function, metadata=binary.metadata, grid=grid, flags=binary.flags,

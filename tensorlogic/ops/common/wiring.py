@@ -169,9 +169,10 @@ def counters(
     `use` "zero": as zeros; others as their kernels say. Inside a capture they are the graph's own, zeroed by it once: its launches on one stream follow one another.
     """
     compiled = calls.module()
-    if compiled is not None and (
-        slot := compiled.noted(counters, device, count, dtype, use)
-    ) is not None:
+    if (
+        compiled is not None
+        and (slot := compiled.noted(counters, device, count, dtype, use)) is not None
+    ):
         return cast(Tensor, slot)
     if device.type != "cuda":
         return torch.zeros(count, dtype=dtype, device=device)

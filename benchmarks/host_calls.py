@@ -21,16 +21,16 @@ from tensorlogic.ops.common import compiled_launch
 CALLS, ROUNDS = 200, 5
 
 
-def host_us(fn: Callable[[], Any]) -> float:
+def host_us(fn: Callable[..., Any], *args: Any) -> float:
     """The fastest round of calls that are queued, nothing waited for."""
     for _ in range(20):
-        fn()
+        fn(*args)
     best = float("inf")
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(CALLS):
-            fn()
+            fn(*args)
         best = min(best, time.perf_counter() - begin)
     torch.cuda.synchronize()
     return best / CALLS * 1e6
@@ -92,17 +92,26 @@ def main() -> None:
         f"{'op':<24}{'ours':>8}{'eager':>8}{'recorded':>10}{'eager':>8}{'both ways':>11}{'eager':>8}"
     )
     for name, (ours, eager) in ops().items():
-        line = f"{name:<24}"
-        with torch.no_grad():
-            line += f"{host_us(lambda: ours(x)):8.2f}{host_us(lambda: eager(x)):8.2f}"
-        leaf = x.clone().requires_grad_()
-        line += f"{host_us(lambda: ours(leaf)):10.2f}{host_us(lambda: eager(leaf)):8.2f}"
-        seed = torch.ones_like(eager(leaf))
-        both = (
-            (lambda: torch.autograd.grad(ours(leaf), leaf, seed)),
-            (lambda: torch.autograd.grad(eager(leaf), leaf, seed)),
-        )
-        print(line + f"{host_us(both[0]):11.2f}{host_us(both[1]):8.2f}", flush=True)
+        print(f"{name:<24}{row(ours, eager, x)}", flush=True)
+
+
+def both_ways(fn: Callable[..., Any], x: torch.Tensor, dy: torch.Tensor) -> Any:
+    """Forward and backward."""
+    return torch.autograd.grad(fn(x), x, dy)
+
+
+def row(ours: Callable[..., Any], eager: Callable[..., Any], x: torch.Tensor) -> str:
+    """Without gradients, recorded, recorded and run backward: ours and PyTorch's."""
+    with torch.no_grad():
+        plain = [host_us(fn, x) for fn in (ours, eager)]
+    leaf = x.clone().requires_grad_()
+    recorded = [host_us(fn, leaf) for fn in (ours, eager)]
+    seed = torch.ones_like(eager(leaf))
+    both = [host_us(both_ways, fn, leaf, seed) for fn in (ours, eager)]
+    return (
+        f"{plain[0]:8.2f}{plain[1]:8.2f}{recorded[0]:10.2f}{recorded[1]:8.2f}"
+        f"{both[0]:11.2f}{both[1]:8.2f}"
+    )
 
 
 if __name__ == "__main__":

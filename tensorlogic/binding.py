@@ -168,7 +168,7 @@ _record: Run = super(torch.autograd.Function, Recorded).apply
 
 def _alive(arg: Any) -> bool:
     """False for what a finished transform of torch.func has left around a tensor; Function.apply unwraps it."""
-    return not (isinstance(arg, Tensor) and torch._C._functorch.is_dead_tensor_wrapper(arg))
+    return not isinstance(arg, Tensor) or torch._C._functorch.unwrap_if_dead(arg) is arg
 
 
 def gradients(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import importlib.machinery
 import importlib.util
 import os
@@ -37,7 +36,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is the real one here"),
 ]
 CPU = torch.device("cpu")
-BACKEND = Path(list(importlib.import_module("triton.backends.nvidia").__path__)[0])
+BACKEND = Path(next(iter(importlib.import_module("triton.backends.nvidia").__path__)))
 
 
 class Launch(ctypes.Structure):
@@ -278,7 +277,7 @@ def test_layouts_that_cannot_be_are_refused(device: Device) -> None:
         )  # fmt: skip
 
     for bad in (("x",), ("i",), ("p", (1,)), ("m",), ("p" * 100,), ("m" * 9, (), ({},) * 9)):
-        with pytest.raises(ValueError, match="laid out|constants"):
+        with pytest.raises(ValueError, match=r"laid out|constants"):
             tried(*bad)
     with pytest.raises(TypeError):
         tried("i", ("one",))

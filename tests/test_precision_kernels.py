@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import accuracy, adapting, registry
+from tensorlogic import accuracy, adapting, judging, registry
 from tensorlogic.accuracy import Statistics
 from tensorlogic.op import OPS
 
@@ -298,7 +298,7 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         ("f64", (1, n, 1, n)),
     ):
         real = "f64" if kind == "f64" else "f32"
-        triton_lines._peaks.__wrapped__(kind, real, False, (n, n), laid[:2], 16, place)
+        triton_lines._peaks.__wrapped__(kind, real, False, (n, n), laid, 16, place)
         triton_halves._halve.__wrapped__(kind, (n, n), laid, 2, 16, place)
     for wide in (False, True):
         triton_halves._back.__wrapped__((n, n), ("left_ptr", "right_ptr"), wide, place)
@@ -328,14 +328,14 @@ def test_float64_is_left_as_it_is_where_that_costs_nothing(monkeypatch: pytest.M
 
 
 def test_where_a_call_has_its_operands_does_not_depend_on_the_tensors_of_one_call() -> None:
-    Place, made = adapting.Place, torch.ones(1)
+    Place, made = judging.Place, torch.ones(1)
     x, w = torch.randn(2, 3, 8), torch.randn(5, 8)
     a, b = x[0], x[0].t()  # one memory: the next call may bring two
 
-    def found(name: str, *args: Any, outs: tuple[Any, ...] = (made,)) -> list[adapting.Place]:
+    def found(name: str, *args: Any, outs: tuple[Any, ...] = (made,)) -> list[judging.Place]:
         op = OPS[name].precise
         assert op is not None
-        return adapting.places(op, op.key(args, "inference", "adaptive"), outs)
+        return judging.places(op, op.key(args, "inference", "adaptive"), outs)
 
     assert found("matmul", a, b, "none", False) == [Place(0, 1, 0)]
     assert found("linear", x, w, None, None, "none", False) == [Place(0, 1, 0)]

@@ -1,5 +1,5 @@
-"""float16 operands of any range: lines scaled by powers of two where their range asks for it, in two launches, and the product
-scaled back, a launch that reads nothing of it where no line was."""
+"""float16 operands of any range: rounded in one launch that finds the largest value of every line, scaled by powers of two in a second
+one where a line's range asks for it, and the product scaled back, a launch that reads nothing of it where no line was."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def halve_lines(
 ):  # fmt: skip
     """y = half(x · 2^-e), e of each line of x [R, C]: 0 where its largest value lies in 2^-10 .. 65504, else that value's exponent.
 
-    In float32, or in float64 where WIDE; peak [PARTS, R] is that of parts of the lines.
+    In float32, or in float64 where WIDE; peak [PARTS, R] is that of parts of the lines. y is half(x) already: tiles whose lines are
+    all of that range stay as they are.
     """
     follow(PDL)
     real: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -57,15 +58,18 @@ def halve_lines(
     e = tl.where(fits | (largest == 0.0) | (largest == float("inf")), 0, e)
     if first == 0:
         tl.store(scale_ptr + lines, e, mask=lines < R)
-    half = e >> 1  # in two steps: 2^-e alone may leave the range
-    one, two = power(-half, WIDE)[:, None], power(half - e, WIDE)[:, None]
-    along = first * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = (lines < R)[:, None] & (along < C)[None, :]
-    i, k = lines.to(tl.int64)[:, None], along.to(tl.int64)[None, :]
-    x = tl.load(x_ptr + i * x_line + k * x_along, mask=inside, other=0.0).to(real)
-    near = tl.minimum(tl.maximum(x * one * two, -65504.0), 65504.0)  # what is not finite stays so
-    y = tl.where(x - x == 0.0, near, x).to(tl.float16)
-    tl.store(y_ptr + i * y_line + k * y_along, y, mask=inside)
+    if tl.max(tl.where(fits | (largest == 0.0), 0, 1)) > 0:
+        half = e >> 1  # in two steps: 2^-e alone may leave the range
+        one, two = power(-half, WIDE)[:, None], power(half - e, WIDE)[:, None]
+        along = first * BLOCK_C + tl.arange(0, BLOCK_C)
+        inside = (lines < R)[:, None] & (along < C)[None, :]
+        i, k = lines.to(tl.int64)[:, None], along.to(tl.int64)[None, :]
+        x = tl.load(x_ptr + i * x_line + k * x_along, mask=inside, other=0.0).to(real)
+        near = tl.minimum(
+            tl.maximum(x * one * two, -65504.0), 65504.0
+        )  # what is not finite stays so
+        y = tl.where(x - x == 0.0, near, x).to(tl.float16)
+        tl.store(y_ptr + i * y_line + k * y_along, y, mask=inside)
 
 
 @triton.jit
@@ -124,7 +128,8 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     y = torch.empty((columns, rows) if turned else (rows, columns), dtype=torch.float16, device=x.device)  # fmt: skip
     y = y.t() if turned else y
     exponents = torch.empty(rows, dtype=torch.int32, device=x.device)
-    peak, _, parts = triton_lines.peaks(x, "f64" if x.dtype == torch.float64 else "f32")
+    real = "f64" if x.dtype == torch.float64 else "f32"
+    peak, _, parts = triton_lines.peaks(x, real, rounded=y)
     (kind,) = triton_split.names(x)
     strides = (*x.stride(), *y.stride())
     start = _halve(kind, (rows, columns), strides, parts, triton_split.aligned(x), x.device)

@@ -1,0 +1,87 @@
+"""Which products of a call a GPU can judge by itself, and where in the call they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .accuracy import Part
+from .numerics import DTYPES
+from .op import Op, Outputs
+from .plans import Key
+
+WATCHED_ROWS = 1 << 16  # rows and columns together that it judges
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a product's tensors are in a call: which arguments that are not flags, which output."""
+
+    left: int
+    right: int
+    out: int
+
+
+def places(op: Op, key: Key, outs: Outputs) -> list[Place]:
+    """Those of every product, where all operands are arguments, if laid out differently: found on tensors without memory."""
+    assert op.measure is not None
+    specs = dict(zip(key.names, key.tensors, strict=True))
+    dynamic: list[Any] = [1.0] * len(op.dynamic)
+    owners: dict[int, int] = {}
+    for i, param in enumerate(op.dynamic):
+        s = specs.get(param.name)
+        if param.is_tensor:
+            dynamic[i] = None
+        if s is not None:
+            t = torch.empty_strided(s.shape, s.stride, dtype=DTYPES[s.dtype], device="meta")
+            dynamic[i], owners[t.untyped_storage()._cdata] = t, i
+    found = []
+    for o, (part, out) in enumerate(zip(op.measure(*op.full(key, dynamic)), outs, strict=False)):
+        if part is None or out is None:
+            continue
+        operands = (part.left, part.right)
+        left, right = (owners.get(t.untyped_storage()._cdata, -1) for t in operands)
+        if min(left, right) < 0 or any(t.storage_offset() for t in operands):
+            return []
+        found.append(Place(left, right, o))
+    return found
+
+
+def plain(
+    parts: Sequence[Part | None], outs: Outputs
+) -> list[tuple[Tensor, Tensor, Tensor]] | None:
+    """(left, right, out) of every part, where all are products of real matrices that nothing was added to."""
+    found = []
+    for part, out in zip(parts, outs, strict=False):
+        if part is None or out is None:
+            continue
+        left, right = part.left, part.right
+        if part.bias is not None or part.residual is not None or part.activation != "none":
+            return None
+        if left.dim() != 2 or right.dim() != 2 or left.is_complex() or right.is_complex():
+            return None
+        if not (out.is_contiguous() and out.numel() and left.numel()):
+            return None
+        found.append((left, right, out.view(left.shape[0], right.shape[1])))
+    return found or None
+
+
+def watchable(key: Key) -> bool:
+    """Whether a GPU can judge and mend: a product of real matrices of a size it can look at, and nothing around it."""
+    tensors = [t for t in key.tensors if t is not None]
+    around = any(
+        t is not None and name in ("bias", "residual")
+        for name, t in zip(key.names, key.tensors, strict=True)
+    )
+    return (
+        key.device == "cuda"
+        and not around
+        and dict(key.flags).get("activation", "none") == "none"
+        and all(len(t.shape) >= 2 and t.dtype[0] != "c" for t in tensors)
+        and sum(math.prod(t.shape[:-1]) for t in tensors) + tensors[-1].shape[-1] < WATCHED_ROWS
+    )

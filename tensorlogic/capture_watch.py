@@ -65,6 +65,11 @@ def hushed() -> Iterator[None]:
         _HUSHED.depth -= 1
 
 
+def measurable(device: torch.device) -> bool:
+    """Whether a plan may come of calls here: measuring disturbs nobody, and PyTorch was not asked for the same bits in every run."""
+    return quiet(device) and not torch.are_deterministic_algorithms_enabled()
+
+
 def quiet(device: torch.device) -> bool:
     """True where measuring disturbs nobody: no thread captures, and this one neither traces nor transforms."""
     return not getattr(_HUSHED, "depth", 0) and calm(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -92,14 +93,28 @@ def use(chosen: Policy) -> Iterator[Policy]:
         hooks.apart(-1)
 
 
-def _known_ops(force: Mapping[str, str]) -> None:
+@contextmanager
+def measuring() -> Iterator[Policy]:
+    """For who measures on purpose: nothing in the background, and no lockfile, which the environment may name for programs."""
+    with use(interned(replace(current(), tune="off", lockfile=None, entries={}))) as chosen:
+        yield chosen
+
+
+def _check_force(force: str | Mapping[str, str]) -> None:
+    """A candidate id, or one for each of some ops."""
     from .op import OPS  # which needs the policies of this module
 
-    unknown = sorted(str(name) for name in force if name not in OPS)
+    ids = list(force.values()) if isinstance(force, Mapping) else [force]
+    strange = next((id for id in ids if not isinstance(id, str)), None)
+    if strange is not None:
+        raise TypeError(
+            f"policy: force is {force!r}; it must be a candidate id such as 'triton.tiled' or a mapping op -> id"
+        )
+    unknown = [str(op) for op in force if op not in OPS] if isinstance(force, Mapping) else []
     if unknown:
         public = ", ".join(sorted(name for name, op in OPS.items() if not op.internal))
         raise ValueError(
-            f"policy: force names {', '.join(unknown)}; the ops are {public}, and their *_backward"
+            f"policy: force names {', '.join(sorted(unknown))}; the ops are {public}, and their *_backward"
         )
 
 
@@ -117,11 +132,13 @@ def policy(
             time spent in a key, "full" measures a key when it is first seen.
         force: a candidate id such as "triton.tiled" for every op that has it (the others use "torch.eager"), or a
             mapping from op name to candidate id.
-        deterministic: one candidate per key for every kind of call, nothing measured, no floating-point atomics.
-        lockfile: path of an exported lockfile; keys that it lacks use "torch.eager".
+        deterministic: one candidate per key for every kind of call, nothing measured, no floating-point atomics; what a
+            key first met stays for the process, until `tune` is called. A later process has what was measured meanwhile.
+        lockfile: path of an exported lockfile, the same in every process; keys that it lacks use "torch.eager".
 
     Raises:
-        ValueError: an unknown tuning mode, or an op that does not exist. FileNotFoundError: the lockfile does not exist.
+        TypeError: an argument of another type. ValueError: an unknown tuning mode, or an op that does not exist.
+        FileNotFoundError: the lockfile does not exist.
 
     Example:
         >>> import torch, tensorlogic
@@ -131,19 +148,21 @@ def policy(
     """
     if tune is not None and tune not in TUNE_MODES:
         raise ValueError(f"policy: tune is {tune!r}; it must be one of {', '.join(TUNE_MODES)}")
-    if force is not None and not isinstance(force, (str, Mapping)):
+    if force is not None:
+        _check_force(force)
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"policy: deterministic is {deterministic!r}; it must be True or False")
+    if lockfile is not None and not isinstance(lockfile, (str, os.PathLike)):
         raise TypeError(
-            f"policy: force is {type(force).__name__}; it must be a candidate id such as 'triton.tiled' or a mapping op -> id"
+            f"policy: lockfile is {type(lockfile).__name__}; it must be the path of an exported lockfile"
         )
-    if isinstance(force, Mapping):
-        _known_ops(force)
     changes: dict[str, Any] = {"entries": {}}
     if tune is not None:
         changes["tune"] = tune
     if force is not None:
         changes["force"] = force if isinstance(force, str) else MappingProxyType(dict(force))
     if deterministic is not None:
-        changes["deterministic"] = bool(deterministic)
+        changes["deterministic"] = deterministic
     if lockfile is not None:
         path = Path(lockfile).expanduser().resolve()
         if not path.is_file():

@@ -43,6 +43,9 @@ class Decision:
     source: str
 
 
+FIXED: dict[tuple[str, str], Decision] = {}  # what deterministic calls of this process met
+stores.ON_FORGET.append(FIXED.clear)
+
 BY_DATA = Candidate("adaptive.budget", bind=lambda key, config, device: lambda *_: None)
 PLAIN = Decision((EAGER, {}), (EAGER, {}), "eager")
 
@@ -58,7 +61,7 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
         return _fixed(op, key, stores.lockfile(policy.lockfile), "lockfile")
     store = stores.current(device)
     if policy.deterministic:
-        return _fixed(op, key, store, "fixed plan")
+        return _lasting(op, key, device, store)
 
     def valid(plan: Plan) -> bool:
         return _current(op, plan)
@@ -83,12 +86,25 @@ def _within(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     return Decision((pick[0].id, pick[1]), PLAIN.captured, f"errors on data met before, {rtol:g}")
 
 
+def _lasting(op: Op, key: Key, device: torch.device, store: PlanView) -> Decision:
+    """The fixed plan that calls of these sizes first met: what other calls measure meanwhile changes no bits."""
+    where = (str(device), _twins(op, unaligned(key))[0].text)
+    if where not in FIXED:
+        FIXED[where] = _fixed(op, key, store, "fixed plan")
+    return FIXED[where]
+
+
+def _twins(op: Op, key: Key) -> list[Key]:
+    """The key without and with gradients recorded."""
+    if op.gradient is None:
+        return [key]
+    ways = (("inference", False), ("forward", True))
+    return [replace(key, direction=d, flags=(*key.flags[:-1], ("save", s))) for d, s in ways]
+
+
 def _fixed(op: Op, key: Key, view: PlanView, source: str) -> Decision:
     """One candidate for every call of these sizes: eager or captured, recorded or not, however aligned; torch.eager in doubt."""
-    twins = [key]
-    if op.gradient is not None:
-        ways = (("inference", False), ("forward", True))
-        twins = [replace(key, direction=d, flags=(*key.flags[:-1], ("save", s))) for d, s in ways]
+    twins = _twins(op, key)
     found = [_measured(op, twin, view) for twin in twins]
     plan = next((p for p in found if p is not None), None)
     if plan is None:
@@ -169,8 +185,8 @@ def choose(
         policy.observer(op, key, device)
     if policy.reproducible:
         key = unaligned(key)
-    elif policy.tune == "full" and policy.forced(op.name) is None and capture_watch.quiet(device):
-        stores.measured(op, key, device)
+    elif policy.tune == "full" and policy.forced(op.name) is None:
+        _measure(op, key, device)
     decision = decide(op, key, device, policy)
     if _adaptive(key, policy) and not capturing:
         return _adapting(op, key, device, policy, compiled)
@@ -190,6 +206,11 @@ def choose(
     ):
         choice.launch = background.watch(op, key, device, choice.launch)
     return choice
+
+
+def _measure(op: Op, key: Key, device: torch.device) -> None:
+    if capture_watch.measurable(device):
+        stores.measured(op, key, device)
 
 
 def _adaptive(key: Key, policy: Policy) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import capture_watch, compiling, measure, policies, stores, study
+from . import capture_watch, compiling, measure, policies, selector, stores, study
 from .op import Op
 from .plans import Key, Plan
 
@@ -87,6 +87,7 @@ def tune(fn: Callable[..., Any], *example_inputs: Any) -> Learned:
     for device in {device for _, _, device in met.values()}:
         stores.current(device).flush()
         measure.give_back(device)
+    selector.FIXED.clear()  # who asks for plans wants them used
     policies.forget_entries()
     learned.seconds = time.perf_counter() - begin
     return learned

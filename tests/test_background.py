@@ -192,7 +192,7 @@ def test_steps_may_fall_into_different_modes() -> None:
 
 
 @pytest.mark.usefixtures("generous")
-@pytest.mark.parametrize("mode", ["capture", "deterministic", "off", "forced"])
+@pytest.mark.parametrize("mode", ["capture", "deterministic", "torch", "off", "forced"])
 def test_nothing_is_measured_where_it_may_not_be(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,12 +201,15 @@ def test_nothing_is_measured_where_it_may_not_be(
     changes = {
         "capture": {},
         "deterministic": {"deterministic": True},
+        "torch": {},
         "off": {"tune": "off"},
         "forced": {"force": EAGER},
     }[mode]
     with tensorlogic.policy(**{"tune": "auto", **changes}):  # type: ignore[arg-type]
         if mode == "capture":
             monkeypatch.setattr(capture_watch, "_open", {1})
+        if mode == "torch":
+            monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
         for _ in range(300):
             tensorlogic.relu(torch.ones(12))
     assert made == []

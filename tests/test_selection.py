@@ -314,6 +314,35 @@ def test_one_candidate_serves_every_way_when_reproducible(
             assert served == ["toy.a"] * WAYS
 
 
+@pytest.mark.usefixtures("nothing_measured")
+@pytest.mark.parametrize("save", [False, True])
+def test_plans_that_come_meanwhile_change_no_deterministic_call(served: Served, save: bool) -> None:
+    x, y = torch.randn(16, 8), torch.randn(16, 8).requires_grad_(save)
+    with tensorlogic.policy(deterministic=True):
+        tensorlogic.relu(y)  # nothing is planned: torch.eager
+        put(plan(key_of(x), "toy.a"), plan(key_of(x, True), "toy.a"))
+        every_way(x)
+        assert served == []
+        assert tensorlogic.explain(tensorlogic.relu, x).keys[0].eager == EAGER
+        stores.forget()  # as a later process
+        every_way(x)
+        assert served == ["toy.a"] * WAYS
+    tensorlogic.relu(x)
+    assert served == ["toy.a"] * (WAYS + 1)
+
+
+def test_deterministic_calls_take_what_tune_was_asked_for(served: Served) -> None:
+    x = torch.randn(16, 8)
+    with tensorlogic.policy(deterministic=True):
+        tensorlogic.relu(x)
+    put(plan(key_of(x), "toy.a"))
+    tensorlogic.tune(tensorlogic.relu, torch.randn(4, 4))
+    served.clear()
+    with tensorlogic.policy(deterministic=True):
+        tensorlogic.relu(x)
+    assert served == ["toy.a"]
+
+
 @pytest.mark.parametrize("why", ["atomics", "recorded", "refused", "unaligned"])
 def test_eager_serves_every_way_where_the_candidate_cannot(served: Served, why: str) -> None:
     x = torch.randn(16, 8)
@@ -391,8 +420,16 @@ def _transformed(x: Tensor) -> None:
     torch.func.vmap(tensorlogic.relu)(x)
 
 
+def _the_same_bits(x: Tensor) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        tensorlogic.relu(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.usefixtures("nothing_measured")
-@pytest.mark.parametrize("way", [_traced, _captured, _jit, _transformed])
+@pytest.mark.parametrize("way", [_traced, _captured, _jit, _transformed, _the_same_bits])
 def test_full_measures_nothing_meanwhile(way: Callable[[Tensor], None]) -> None:
     with tensorlogic.policy(tune="full"):
         way(torch.randn(4, 4))
@@ -481,6 +518,22 @@ def test_forcing_an_unknown_candidate_falls_back_to_eager(served: Served) -> Non
     with tensorlogic.policy(force="nobody.nothing"):
         assert tensorlogic.relu(x).tolist() == [0, 2]
     assert dispatch.call(RELU, (x,)).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"force": 3}, "force is 3; it must be a candidate id"),
+        ({"force": {"relu": 3}}, "force is {'relu': 3}; it must be a candidate id"),
+        ({"deterministic": "no"}, "deterministic is 'no'; it must be True or False"),
+        ({"lockfile": 3}, "lockfile is int; it must be the path"),
+    ],
+)
+def test_a_policy_names_the_argument_that_is_of_another_type(
+    changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(TypeError, match=f"policy: {said}"), tensorlogic.policy(**changes):
+        pass
 
 
 def test_forcing_what_does_not_exist_is_said(

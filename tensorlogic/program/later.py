@@ -70,7 +70,7 @@ class Later:
 
     def _look(self) -> None:
         device = self.program.device
-        if not capture_watch.quiet(device) or not self.program._context():
+        if not capture_watch.measurable(device) or not self.program._context():
             return
         if not self.lock.acquire(blocking=False):
             return

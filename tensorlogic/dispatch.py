@@ -52,10 +52,10 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
             return composition(op, args)
         with torch.autocast(device.type, enabled=False):
             out = front.FRONTS[prepare](*lowered)
-        if where is not None and not _transforming() and _special(op, args) is None:
+        if where is not None and not transforming() and _special(op, args) is None:
             _warm_lowered(op, prepare, where, given, args, lowered)
         return out
-    if _transforming() or any(isinstance(a, Tensor) and a.is_complex() for a in args):
+    if transforming() or any(isinstance(a, Tensor) and a.is_complex() for a in args):
         return composition(op, args)  # PyTorch's own ops transform in every way; ours do not
     if torch.compiler.is_dynamo_compiling():
         return library.traced(op, args)
@@ -104,7 +104,7 @@ def _precisely(op: Op, args: tuple[Any, ...], where: Any, given: Sequence[Any]) 
                 f"{op.name}: {p.name} is {a.dtype}; a precision policy takes float16, bfloat16, float32, float64 and complex "
                 f"tensors: convert it with {p.name}.to(torch.bfloat16)"
             )
-    if _transforming():
+    if transforming():
         return composition(op, args)
     args = tuple(a.resolve_conj().resolve_neg() if isinstance(a, Tensor) else a for a in args)
     if _special(op, args) is not None:
@@ -214,12 +214,12 @@ def _special(op: Op, args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] 
     return None
 
 
-def _transforming() -> bool:
+def transforming() -> bool:
     """True inside torch.func's transforms; torch.compile asks once for each graph, which it guards by the transforms."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
-_transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
+transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _autocast(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -144,6 +144,38 @@ def test_the_mask_function_is_uniform_and_depends_on_all_it_should() -> None:
     assert torch.equal(mask.flatten()[:50], keep_mask((50,), 0.3, 2**61 + 1, 12, cpu))
 
 
+@pytest.mark.parametrize("batched", ["x", "weight"])
+@pytest.mark.parametrize("own", [False, True])
+def test_vmap_draws_as_it_is_told(batched: str, own: bool) -> None:
+    x, w = torch.ones(5, 32), torch.eye(32)
+    dims = (0, None) if batched == "x" else (None, 0)
+    given = (x.expand(3, 5, 32), w) if batched == "x" else (x, w.expand(3, 32, 32))
+    generator = torch.Generator() if own else torch.default_generator
+
+    def masks(randomness: str) -> Tensor:
+        generator.manual_seed(7)
+        passed = generator if own else None
+        call = lambda x, w: tensorlogic.dropout_linear(x, w, None, p=0.5, generator=passed)  # noqa: E731
+        return torch.func.vmap(call, dims, randomness=randomness)(*given)
+
+    same, different = masks("same"), masks("different")
+    assert torch.equal(same[0], same[2])
+    assert not torch.equal(different[0], different[2])
+    assert set(different.flatten().tolist()) == {0.0, 2.0}
+    assert torch.equal(masks("different"), different)
+    with pytest.raises(RuntimeError, match="randomness"):
+        masks("error")
+
+
+def test_transformed_gradients_have_the_mask_of_the_output() -> None:
+    x, w = torch.ones(6, 32), torch.eye(32)
+    call = lambda x: tensorlogic.dropout_linear(x, w, None, p=0.5)  # noqa: E731
+    out, back = torch.func.vjp(call, x)
+    assert torch.equal(back(torch.ones(6, 32))[0], out)
+    with pytest.raises(ValueError, match="last dimension must be 32"):
+        torch.func.vmap(call, randomness="different")(torch.ones(3, 5, 31))
+
+
 def test_double_backward_of_eager() -> None:
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
     with tensorlogic.policy(force=EAGER):

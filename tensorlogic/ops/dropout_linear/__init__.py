@@ -219,11 +219,15 @@ def _masked(
     offset: int,
     state: Tensor | None,
 ) -> tuple[Any, ...]:
+    _check(x, weight, bias)
+    return x, weight, bias, p, seed, offset, state
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     fn = "dropout_linear"
     checks.tensors(fn, {"x": x, "weight": weight}, {"bias": bias})
     checks.floating(fn, {"x": x, "weight": weight, "bias": bias}, autocast=True)
     checks.linear_shapes(fn, x, weight, bias)
-    return x, weight, bias, p, seed, offset, state
 
 
 def dropout_linear(
@@ -275,5 +279,9 @@ def dropout_linear(
             t is not None and t.requires_grad for t in (x, weight, bias)
         )
         return (linear if recorded else F.linear)(F.dropout(x, p), weight, bias)
+    if dispatch.transforming():  # vmap may want a mask for each example, which have no one seed
+        _check(x, weight, bias)
+        kept = torch.rand(x.shape, device=x.device, generator=generator) >= p
+        return linear(torch.where(kept, x / (1 - p), 0), weight, bias)
     seed, offset, state = draw(x.device, generator)
     return _masked(x, weight, bias, p, seed, offset, state)

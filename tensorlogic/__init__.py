@@ -39,12 +39,13 @@ if TYPE_CHECKING:
     from .program.capturing import capture
     from .program.optimizing import optimize
 
+_wanted = _settings.enable()  # what is no such setting fails before anything is registered
 _activate()
 _warn()
-if _settings.enable() != "0":
-    enable(pool=_settings.enable() == "pool")
+if _wanted != "0":
+    enable(pool=_wanted == "pool")
 _starting.done()
-del _activate, _ops, _settings, _starting, _warn
+del _activate, _ops, _settings, _starting, _wanted, _warn
 
 _LATER = {  # what takes most of the import's time, and not every program needs
     "capture": "program.capturing",

@@ -6,6 +6,7 @@ that cannot be served; 130 interrupted (what was measured is kept).
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -133,7 +134,7 @@ def bench(
 def _precision(quick: bool, device: str | None, path: Path | None) -> int:
     import torch
 
-    from . import settings
+    from . import policies, settings
     from .bench import precision
 
     devices = [torch.device("cpu")]
@@ -144,7 +145,7 @@ def _precision(quick: bool, device: str | None, path: Path | None) -> int:
     if not devices:
         raise Problem(f"device is {device!r}, which is not there; `--device cpu` always is")
     to = path or settings.cache_folder() / "precision.json"
-    with progress() as tick:
+    with progress() as tick, policies.measuring():
         found = precision.run(
             devices, quick, lambda text: tick(0, 1, text), lambda found: precision.write(found, to)
         )
@@ -367,6 +368,9 @@ def doctor() -> int:
 
 def main(tokens: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without a sign shows another one
+            stream.reconfigure(errors="replace")
     try:
         code = app(
             separated(sys.argv[1:] if tokens is None else tokens),

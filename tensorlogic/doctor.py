@@ -281,8 +281,22 @@ def _settings() -> Iterator[Finding]:
 
     for variable in settings.VARIABLES:
         value = variable.read()
-        if value is not None:
+        if variable is settings.LOCKFILE and value is not None and _version("torch") is not None:
+            yield _lockfile(variable.name, value)
+        elif value is not None:
             yield Finding("note", variable.name, value)
+
+
+def _lockfile(name: str, value: str) -> Finding:
+    from . import plans, settings
+
+    path = settings.lockfile()
+    assert path is not None
+    try:
+        count = sum(1 for _ in plans.load_lockfile(path).plans())
+    except (OSError, ValueError) as problem:
+        return Finding("broken", name, str(problem), f"no operation of ours runs: unset {name}")
+    return Finding("note", name, f"{value}: {count} plans; other keys use torch.eager")
 
 
 def _version(distribution: str) -> str | None:

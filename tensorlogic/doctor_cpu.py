@@ -9,7 +9,7 @@ import torch
 
 from . import enabling, hooks, measure, native
 from .explaining import explain
-from .policies import policy
+from .policies import measuring
 
 CPU = torch.device("cpu")
 WORTH = 1.5  # times faster from which PyTorch's way is called bad
@@ -82,7 +82,7 @@ def compared() -> Iterator[Compared]:
         "bfloat16 product 384x384x384": lambda: a.bfloat16() @ b.bfloat16(),
     }
     was = enabling.enabled()
-    with policy(tune="off"), torch.no_grad():
+    with measuring(), torch.no_grad():
         enabling.enable()
         try:
             for work, call in works.items():

@@ -189,6 +189,7 @@ def _row(
         return (id, "-", "-", "-", chosen, "" if chosen and not reason else text)
     if e.status == "refused":
         return (id, "-", "-", "-", chosen, f"refused: {e.reason}")
+    why = e.reason if chosen or e.reason != "chosen" else "the best when it was measured"
     detail = " ".join(f"{k}={v}" for k, v in e.config.items())
     return (
         id,
@@ -196,7 +197,7 @@ def _row(
         f"{e.host_us:.2f}",
         f"{e.error:.2f}x eager's",
         chosen,
-        f"{e.reason} {detail}".strip(),
+        f"{why} {detail}".strip(),
     )
 
 

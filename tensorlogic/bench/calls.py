@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tensorlogic
 
-from .. import numerics
+from .. import numerics, policies
 from ..op import OPS
 from .cases import RECIPES, Maker
 from .problems import Problem
@@ -136,7 +136,8 @@ def explained(
     try:
         with torch.no_grad(), tensorlogic.policy(tune="off"):
             if measure:
-                tensorlogic.tune(lambda: fn(*args, **kwargs))
+                with policies.measuring():
+                    tensorlogic.tune(lambda: fn(*args, **kwargs))
             return tensorlogic.explain(fn, *args, **kwargs)
-    except (TypeError, ValueError) as problem:  # what our functions say of arguments
+    except (TypeError, ValueError, OSError) as problem:  # of arguments, or of a lockfile
         raise Problem(str(problem)) from problem

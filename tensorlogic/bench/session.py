@@ -11,9 +11,7 @@ from pathlib import Path
 
 import torch
 
-import tensorlogic
-
-from .. import compiling, settings, stores
+from .. import compiling, policies, settings, stores
 from ..plans import PlanStore
 from ..tuning import Learned
 from . import ceilings, machine, rows, suites
@@ -113,7 +111,7 @@ def bench(
     results.write(path)
     begin, others = time.perf_counter(), machine.Others()
     try:
-        with tensorlogic.policy(tune="off"):
+        with policies.measuring():
             _measure(results, cases, where, effort, tick)
         results.complete = True
     except KeyboardInterrupt:
@@ -211,7 +209,8 @@ def tune(
             compiling.submit(rows.kernels(cases, where))
     for done, case in enumerate(cases):
         tick(done, len(cases), case.id)
-        learned = rows.tuned(case, where)
+        with policies.measuring():
+            learned = rows.tuned(case, where)
         if learned is None:
             total.unmeasured.append(case.id)
             continue

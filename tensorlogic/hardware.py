@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,11 @@ def gpu_driver() -> str:
         return found.group(1)
     core: Any = torch._C  # its CUDA part has no types
     return str(torch.version.hip or core._cuda_getDriverVersion())
+
+
+def title(environment: Mapping[str, Any]) -> str:
+    """A result file's device in words, a CPU with the threads that it was given."""
+    if environment["kind"] != "cpu":
+        return str(environment["device"])
+    count = environment["threads"]
+    return f"{environment['device']}, {count} thread{'s' * (count != 1)}"

@@ -197,6 +197,9 @@ def test_the_verdict() -> None:
     assert "does not give the same outputs" in "\n".join(screen.lines(wrong))
     broken = trial([], [], failure="RuntimeError: no")
     assert "with us the program fails" in "\n".join(screen.lines(broken))
+    assert "A, 2 threads; PyTorch" in text
+    gained.look["environment"] = ENVIRONMENT | {"kind": "cuda", "threads": 0}
+    assert "A; PyTorch" in "\n".join(screen.lines(gained))
 
 
 def test_a_lost_gain_is_found(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..hardware import title
 from . import facts, figures, summary, tables
 from .problems import Problem
 from .results import Results, Row, load
@@ -92,13 +93,9 @@ def _block(spec: str, folder: Path) -> str:
 
 def _about(results: Results) -> str:
     machine, environment = results.machine, results.machine["environment"]
-    count = environment["threads"]
-    threads = f", {count} thread{'s' * (count != 1)}" if environment["kind"] == "cpu" else ""
     date = str(results.run["before"]["time"])[:10]
     version = f"PyTorch {environment['torch']}, Triton {environment['triton']}"
-    return (
-        f"{environment['device']}{threads}; {version}; TensorLogic {machine['tensorlogic']}; {date}"
-    )
+    return f"{title(environment)}; {version}; TensorLogic {machine['tensorlogic']}; {date}"
 
 
 def _wanted(row: Row, given: dict[str, str]) -> bool:

@@ -11,6 +11,7 @@ from ..bench.opportunities import time_text
 from ..bench.problems import Problem
 from ..bench.results import write_text
 from ..bench.tables import aligned
+from ..hardware import title
 from . import advice
 from .runs import Trial
 
@@ -23,7 +24,7 @@ def lines(trial: Trial) -> Iterator[str]:
     """The screen."""
     e = trial.look["environment"]
     yield f"tensorlogic try {trial.asked.command}"
-    yield f"{e['device']}, {e['threads']} threads; PyTorch {e['torch']}"
+    yield f"{title(e)}; PyTorch {e['torch']}"
     yield ""
     yield from _verdict(trial)
     yield from _why(trial)
@@ -103,9 +104,9 @@ def _why(trial: Trial) -> Iterator[str]:
         refused += [f"{r} ({k['key'].split()[0]})" for r in k["refused"]]
         if k["candidate"] != "torch.eager":
             gains.append(f"{k['key']}: {k['candidate']}, {k['eager_us']:.4g} -> {k['us']:.4g} us")
-    for title, given in (("why", gains), ("refused", list(dict.fromkeys(refused)))):
+    for head, given in (("why", gains), ("refused", list(dict.fromkeys(refused)))):
         if given:
-            yield title
+            yield head
             yield from (f"  {line}" for line in given[:WHYS])
             if len(given) > WHYS:
                 yield f"  and {len(given) - WHYS} more"

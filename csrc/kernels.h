@@ -17,6 +17,8 @@ struct f16 {
 struct bf16 {
   uint16_t bits;
 };
+struct Even {};  // every other one of 2 W elements
+struct Odd {};
 // Runs the statements with T as the element type: the one place where a dtype becomes a type, and DISPATCH_WIDE,
 // of an operand that may be float64.
 #define DISPATCH(dtype, T, ...) \

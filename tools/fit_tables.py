@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -89,34 +90,31 @@ def precise_gates(gate: Function, limit: float) -> tuple[float, float, Values, V
     return scale, worst, points, table
 
 
-def gates(gate: Function) -> tuple[float, float, float, Values]:
-    """(scale, limit, worst error in float16 ulps of a * gate, table): the share of x that passes at x = -a.
+def spacing(values: Values, bits: int, smallest: int) -> Values:
+    """Of floating-point numbers with so many bits near these values."""
+    exponent = np.floor(np.log2(np.maximum(values, 1e-30)))
+    return np.asarray(np.exp2(np.maximum(exponent, smallest) - (bits - 1)))
 
-    Segment k lies about k / scale; below the limit the share also has bfloat16's relative accuracy.
+
+def gates(
+    gate: Function, degree: int, limit: float, last: float, bits: int, smallest: int
+) -> tuple[float, float, Values]:
+    """(scale, error in ulps of a * gate, table): the share of x that passes at x = -a, by powers of a itself.
+
+    Segment k lies about k / scale, of which there are `last` below the limit. Halves have so few digits that float32
+    stands what powers of a cancel.
     """
-    a = np.linspace(2, 40, 400_001)
-    scale = (SEGMENTS - 1.5) / float(
-        a[a * gate(a) < 2.0**-25][0]
-    )  # beyond, all products round to zero
-    limit = float(a[a * gate(a) < 2.0**-17][0])
-    table, worst = np.zeros((4, SEGMENTS)), 0.0
+    scale = last / limit
+    table, worst = np.zeros((degree + 1, SEGMENTS)), 0.0
 
-    def weight(t: Values, k: int) -> Values:
-        a = (t + k) / scale
-        ulp = np.exp2(np.maximum(np.floor(np.log2(np.maximum(a * gate(a), 1e-30))), -14) - 10)
-        return np.maximum(a, 0) / ulp + 1e-9
+    def weight(a: Values) -> Values:
+        return np.asarray(np.maximum(a, 0) / spacing(a * gate(a), bits, smallest) + 1e-9)
 
-    for k in range(SEGMENTS - 1):
-        error, c = minimax(
-            lambda t, k=k: gate((t + k) / scale),
-            lambda t, k=k: weight(t, k),
-            0.0 if k == 0 else -0.5,
-            0.5,
-            3,
-        )
+    for k in range(math.ceil(last)):
+        error, c = minimax(gate, weight, max(0.0, (k - 0.5) / scale), (k + 0.5) / scale, degree)
         worst = max(worst, error)
         table[:, k] = c
-    return scale, limit, worst, table
+    return scale, worst, table
 
 
 def powers() -> Values:
@@ -157,12 +155,24 @@ def main() -> None:
         "SILU": lambda a: expit(-a),
     }
     for name, gate in kinds.items():
-        scale, limit, error, table = gates(gate)
+        a = np.linspace(2, 40, 400_001)
+        end = float(a[a * gate(a) < 2.0**-25][0])  # beyond, all float16 products round to zero
+        scale, error, table = gates(gate, 3, end, SEGMENTS - 1.5, 11, -14)
         print(
-            f"// The share of x that {name.lower()} passes at x = -a, segments of width 1 / {name}_SCALE; {error:.2f} ulp of float16."
+            f"// The share of x that {name.lower()} passes at x = -a, segments of width 1 / {name}_SCALE, none left at {name}_END;"
+            f" {error:.2f} ulp of float16."
         )
-        print(f"static constexpr float {name}_SCALE = {scale:.9g}f, {name}_LIMIT = {limit:.9g}f;")
+        print(
+            f"static constexpr float {name}_SCALE = {scale:.9g}f, {name}_END = {(SEGMENTS - 1) / scale:.9g}f;"
+        )
         print(text(f"{name}_GATE", table))
+        limit = float(a[a * gate(a) < 2.0**-17][0])
+        scale, error, table = gates(gate, 2, limit, SEGMENTS - 0.6, 8, -126)
+        print(f"// The same below {name}_LIMIT; {error:.2f} ulp of bfloat16.")
+        print(
+            f"static constexpr float {name}_COARSE_SCALE = {scale:.9g}f, {name}_LIMIT = {limit:.9g}f;"
+        )
+        print(text(f"{name}_COARSE_GATE", table))
         scale, error, points, table = precise_gates(gate, PRECISE_LIMIT[name])
         below = np.float32(
             PRECISE_LIMIT[name] * (1 - 2.0**-20)

@@ -4,7 +4,7 @@
 
 namespace tensorlogic::TENSORLOGIC_ISA {
 
-// One input of a run of elements. A repeated element lies W times in a buffer and has mask 0, so
+// One input of a run of elements. A repeated element lies 2 W times in a buffer and has mask 0, so
 // that it costs no branch.
 template <class T>
 struct Source {
@@ -70,6 +70,7 @@ template <class T, Elementwise O>
 struct Formula {
   static constexpr int inputs = inputs_of(O), outputs = O >= Elementwise::mul_bwd ? 2 : 1;
   static constexpr bool ties_even = O < Elementwise::gelu || O > Elementwise::silu;
+  static constexpr bool apart = Is<T, bf16>;  // all inputs may come as even and odd elements
   Source<T> in[3];
   template <class Lanes>
   INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
@@ -85,6 +86,23 @@ struct Formula {
   }
 };
 
+// 32 of them in bfloat16
+template <class E>
+INLINE auto pair_of(const E& e, int64_t i) {
+  if constexpr (E::apart)
+    return blend(e.at(i, Even{}).first, e.at(i, Odd{}).first, E::ties_even);
+  else
+    return pack(e.at(i, All{}).first, e.at(i + W, All{}).first, E::ties_even);
+}
+template <class T, class E>
+INLINE void emit_pair(const E& e, T* y, int64_t i, bool past_caches) {
+  const auto v = pair_of(e, i);
+  if (past_caches)
+    stream_pair(y + i, v);
+  else
+    store_pair(y + i, v);
+}
+
 // y[i] = e.at(i), i < n; y and z may be inputs. Iterations are independent: the processor overlaps
 // them by itself. `run` elements lie in memory as the n do, and this thread comes to them in turn.
 template <class T, class E>
@@ -95,11 +113,7 @@ INLINE void emit(const E& e, T* y, T* z, int64_t n, bool past_caches, int64_t ru
   for (const int64_t stop = n < run - AHEAD ? n : run - AHEAD; i + LINE <= stop; i += LINE) {
     e.template ahead<LINE>(i);
     if constexpr (bf16_in_pairs && Is<T, bf16> && E::outputs == 1) {
-      vf a = e.at(i, All{}).first, b = e.at(i + W, All{}).first;
-      if (past_caches)
-        stream_pair(y + i, a, b, E::ties_even);
-      else
-        store_pair(y + i, a, b, E::ties_even);
+      emit_pair(e, y, i, past_caches);
       continue;
     }
 #pragma GCC unroll 4
@@ -114,11 +128,7 @@ INLINE void emit(const E& e, T* y, T* z, int64_t n, bool past_caches, int64_t ru
   }
   if constexpr (bf16_in_pairs && Is<T, bf16> && E::outputs == 1) {
     for (; i + 2 * W <= n; i += 2 * W) {
-      vf a = e.at(i, All{}).first, b = e.at(i + W, All{}).first;
-      if (past_caches)
-        stream_pair(y + i, a, b, E::ties_even);
-      else
-        store_pair(y + i, a, b, E::ties_even);
+      emit_pair(e, y, i, past_caches);
     }
   }
   for (; i + W <= n; i += W) {
@@ -140,7 +150,7 @@ INLINE void emit(const E& e, T* y, T* z, int64_t n, bool past_caches, int64_t ru
 
 template <class T>
 struct Repeated {
-  T values[W];
+  T values[2 * W];
   Source<T> of(const T* p) {
     for (T& v : values) v = *p;
     return {values, 0};
@@ -199,7 +209,7 @@ static void elementwise(const ElementwiseCall& call, int64_t begin, int64_t end)
 template <class S>
 struct Convert {
   static constexpr int outputs = 1;
-  static constexpr bool ties_even = true;
+  static constexpr bool ties_even = true, apart = false;
   Source<S> x;
   template <class Lanes>
   INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
@@ -223,6 +233,7 @@ template <class A, class T, Activation F>
 struct Epilogue {
   static constexpr int outputs = 2;
   static constexpr bool ties_even = F <= Activation::relu || !Is<A, T>;
+  static constexpr bool apart = Is<A, bf16> && Is<T, bf16>;
   Source<A> acc;
   Source<T> bias, residual;
   bool has_bias, has_residual;
@@ -243,7 +254,7 @@ struct Epilogue {
 template <class E>
 struct FirstOnly {
   static constexpr int outputs = 1;
-  static constexpr bool ties_even = E::ties_even;
+  static constexpr bool ties_even = E::ties_even, apart = E::apart;
   const E& e;
   template <class Lanes>
   INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {

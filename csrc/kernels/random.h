@@ -31,7 +31,7 @@ INLINE vf uniform(uint64_t seed, uint64_t offset, vu low, vu high) {
 template <class T>
 struct Dropout {
   static constexpr int outputs = 1;
-  static constexpr bool ties_even = true;
+  static constexpr bool ties_even = true, apart = false;
   Source<T> x;
   uint64_t seed, offset, begin;
   float p, scale;

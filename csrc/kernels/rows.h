@@ -277,7 +277,7 @@ static void cross_entropy(const CrossEntropyCall& call, int64_t begin, int64_t e
 template <class T>
 struct CrossEntropyGrad {
   static constexpr int outputs = 1;
-  static constexpr bool ties_even = true;
+  static constexpr bool ties_even = true, apart = false;
   const T* x;
   vf lse, share, scale, floor;
   template <class Lanes>

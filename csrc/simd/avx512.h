@@ -49,8 +49,7 @@ INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
 }
 // 1 - v where x is above zero, v where below
 INLINE vf complement_where_positive(vf v, vf x) {
-  return _mm512_mask_sub_ps(
-      v, static_cast<__mmask16>(~_mm512_movepi32_mask(_mm512_castps_si512(x))), set1(1.0f), v);
+  return _mm512_mask_sub_ps(v, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ), set1(1.0f), v);
 }
 INLINE bool any_beyond(vf x, float limit) {
   return _mm512_cmp_ps_mask(vabs(x), set1(limit), _CMP_GT_OQ);
@@ -134,11 +133,22 @@ INLINE __m512i pack(vf a, vf b, bool ties_even) {  // two vectors to 32 bfloat16
                 high = ties_even ? rounded(b) : nearly_rounded(b);
   return _mm512_permutex2var_epi16(low, _mm512_load_si512(upper), high);
 }
-INLINE void store_pair(bf16* p, vf a, vf b, bool ties_even) {
-  _mm512_storeu_si512(p, pack(a, b, ties_even));
+// Every other one of 32 bfloat16, which a shift or a mask widens and a blend puts together again, without a shuffle.
+INLINE vf load(const bf16* p, Even) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
 }
-INLINE void stream_pair(bf16* p, vf a, vf b, bool ties_even) {
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), pack(a, b, ties_even));
+INLINE vf load(const bf16* p, Odd) {
+  return _mm512_castsi512_ps(
+      _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+INLINE __m512i blend(vf even, vf odd, bool ties_even) {
+  const __m512i low = ties_even ? rounded(even) : nearly_rounded(even),
+                high = ties_even ? rounded(odd) : nearly_rounded(odd);
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(low, 16), high);
+}
+INLINE void store_pair(bf16* p, __m512i v) { _mm512_storeu_si512(p, v); }
+INLINE void stream_pair(bf16* p, __m512i v) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), v);
 }
 INLINE void store(float* p, vf v, All) { _mm512_storeu_ps(p, v); }
 INLINE void store(float* p, vf v, Some s) { _mm512_mask_storeu_ps(p, s.mask(), v); }

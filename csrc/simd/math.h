@@ -122,8 +122,8 @@ struct Same<A, A> {
 template <class A, class B>
 constexpr bool Is = Same<A, B>::value;
 
-// Half types have so few digits that one cubic a segment gives the share of x that passes:
-// float16's short range everywhere, bfloat16 up to a limit that ordinary numbers rarely pass.
+// Half types have so few digits that one polynomial in |x| a segment gives the share of x that passes: for
+// float16's short range everywhere a cubic, for bfloat16 a quadratic up to a limit that ordinary numbers rarely pass.
 template <class T>
 INLINE bool by_gate([[maybe_unused]] vf x, [[maybe_unused]] float limit) {
   if constexpr (!cheap_lookup || precise<T>) return false;
@@ -131,15 +131,22 @@ INLINE bool by_gate([[maybe_unused]] vf x, [[maybe_unused]] float limit) {
   return !any_beyond(x, limit);
 }
 
-INLINE vf gated(vf x, float scale, const float (&table)[4][32]) {
-  const vf magic =
-      set1(12582912.0f);  // its addition rounds, and leaves the integer in the low bits
-  vf u = vmin(set1(31.0f), vabs(x) * set1(scale)), r = u + magic, t = u - (r - magic);
-  vi index = reinterpret_cast<vi>(r);
-  vf share = lookup(table[3], index);
+template <int N>
+INLINE vf share_at(vf a, float scale, const float (&table)[N][32]) {
+  // the addition rounds, and leaves the segment's number in the low bits
+  const vi index = reinterpret_cast<vi>(fma(a, set1(scale), set1(12582912.0f)));
+  vf share = lookup(table[N - 1], index);
 #pragma GCC unroll 3
-  for (int i = 2; i >= 0; --i) share = fma(share, t, lookup(table[i], index));
-  return x * complement_where_positive(share, x);
+  for (int i = N - 2; i >= 0; --i) share = fma(share, a, lookup(table[i], index));
+  return share;
+}
+template <class T>
+INLINE vf gated(vf x, [[maybe_unused]] float scale, [[maybe_unused]] float end,
+                [[maybe_unused]] const float (&table)[4][32], [[maybe_unused]] float coarse_scale,
+                [[maybe_unused]] const float (&coarse)[3][32]) {
+  const vf a = vabs(x);
+  if constexpr (Is<T, bf16>) return fnma(a, share_at(a, coarse_scale, coarse), vmax(set1(0.0f), x));
+  return x * complement_where_positive(share_at(vmin(set1(end), a), scale, table), x);
 }
 
 // float32: powers of the distance from a point of the segment, whose share has hardly a rounding error
@@ -161,7 +168,8 @@ INLINE bool is_near([[maybe_unused]] vf x, [[maybe_unused]] float limit) {
 
 template <class T>
 INLINE vf silu(vf x) {
-  if (by_gate<T>(x, SILU_LIMIT)) return gated(x, SILU_SCALE, SILU_GATE);
+  if (by_gate<T>(x, SILU_LIMIT)) 
+    return gated<T>(x, SILU_SCALE, SILU_END, SILU_GATE, SILU_COARSE_SCALE, SILU_COARSE_GATE);
   if (is_near<T>(x, SILU_NEAR))
     return gated_near(x, SILU_NEAR_SCALE, SILU_NEAR_POINT, SILU_NEAR_GATE);
   return times_sigmoid<T>(x, x, set1(0.0f));
@@ -175,7 +183,8 @@ constexpr float TANH_3 = 0.07135481627159976f,
 
 template <class T>
 INLINE vf gelu_tanh(vf x) {
-  if (by_gate<T>(x, GELU_TANH_LIMIT)) return gated(x, GELU_TANH_SCALE, GELU_TANH_GATE);
+  if (by_gate<T>(x, GELU_TANH_LIMIT)) 
+    return gated<T>(x, GELU_TANH_SCALE, GELU_TANH_END, GELU_TANH_GATE, GELU_TANH_COARSE_SCALE, GELU_TANH_COARSE_GATE);
   if (is_near<T>(x, GELU_TANH_NEAR))
     return gated_near(x, GELU_TANH_NEAR_SCALE, GELU_TANH_NEAR_POINT, GELU_TANH_NEAR_GATE);
   vf x2 = x * x;
@@ -208,7 +217,8 @@ INLINE vf mills_coarse(vf a) {
 
 template <class T>
 INLINE vf gelu(vf x) {
-  if (by_gate<T>(x, GELU_LIMIT)) return gated(x, GELU_SCALE, GELU_GATE);
+  if (by_gate<T>(x, GELU_LIMIT)) 
+    return gated<T>(x, GELU_SCALE, GELU_END, GELU_GATE, GELU_COARSE_SCALE, GELU_COARSE_GATE);
   if (is_near<T>(x, GELU_NEAR))
     return gated_near(x, GELU_NEAR_SCALE, GELU_NEAR_POINT, GELU_NEAR_GATE);
   vf a = vmin(set1(18.0f), vabs(x)), h = a * a;

@@ -139,6 +139,17 @@ def test_a_draw_that_was_bad_luck_is_drawn_again(plant: Any) -> None:
     assert served("gelu", torch.randn(100), "none", False) == "cpu.fused"
 
 
+@pytest.mark.parametrize("shape", [(1,), (29, 1), (1, 3), (5, 1, 7), (2, 4096)])
+def test_right_kernels_are_not_refused_for_odd_shapes(shape: tuple[int, ...]) -> None:
+    for name, rest in (("gelu", ("none",)), ("gelu", ("tanh",)), ("silu", ()), ("div", ())):
+        op, candidate = OPS[name], OPS[name].candidates["cpu.fused"]
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            x = torch.randn(shape).to(dtype)
+            given = (x, x) if name == "div" else (x,)
+            key = op.key((*given, *rest, False), "inference")
+            assert vouching.refusal(op, key, candidate, {}, CPU) is None
+
+
 def test_a_kind_has_the_layout_of_its_key() -> None:
     add, linear = OPS["add"], OPS["linear"]
     a, b = torch.randn(4, 6, 8), torch.randn(8)

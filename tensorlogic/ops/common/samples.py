@@ -65,8 +65,9 @@ ROUND = 20  # the largest of the round numbers
 
 @cache
 def _landmarks(dtype: torch.dtype) -> Tensor:
-    """Whole numbers first, then quarters and eighths up to `ROUND` of both signs with their neighbours, 16 of each: a vector."""
+    """Whole numbers up to `ROUND` of both signs, small ones first, then quarters and eighths, with neighbours; a vector of each."""
     steps = torch.arange(-ROUND * 8, ROUND * 8 + 1, dtype=torch.float32) / 8
+    steps = steps[steps.abs().argsort(stable=True)]
     whole, quarters = steps[steps.frac() == 0], steps[(steps * 4).frac() == 0]
     ends = [torch.nextafter(v, torch.tensor(to)) for v in (whole, quarters) for to in (-INF, INF)]
     return torch.cat([whole, *ends[:2], quarters, *ends[2:], steps]).repeat_interleave(16).to(dtype)

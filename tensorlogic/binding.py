@@ -24,13 +24,13 @@ class Bound:
         "cacheable",
         "choice",
         "device",
+        "eager",
         "flags",
         "key",
         "launch",
         "op",
         "policy",
         "record",
-        "recorded",
         "run",
         "scalars",
     )
@@ -57,20 +57,22 @@ class Bound:
         )
         self.launch: Launcher = self.choice.launch
         self.cacheable = self.choice.cacheable
-        self.recorded = False
         self.record: Run = _record if all(map(_alive, args)) else Recorded.apply
         self.scalars = tuple(i for i, p in enumerate(op.dynamic) if not p.is_tensor)
         self.run: Run = self._runner(self.choice, recording)
+        self.eager: Run = self.run
         if self.choice.captured is not None:
             self.run = _two_ways(self.run, self._runner(self.choice.captured, recording))
 
     @property
     def shortest(self) -> tuple[Run, int]:
-        """What a compiled front calls, and how: the launcher itself where its outputs are all there is to do."""
-        if calls.is_plan(self.launch) and not self.recorded:
-            whole = calls.WHOLE if self.op.internal else 0
-            return self.launch, whole | (calls.OUTSIDE if self.choice.captured is not None else 0)
-        alone = not self.recorded and not self.op.internal
+        """What a compiled front calls, and how, once the key has been served: the launcher itself where its outputs are all there is to do."""
+        two = self.choice.captured is not None
+        if isinstance(self.eager, Recording):
+            return self.eager.compiled(two) or self.run, 0
+        if calls.is_plan(self.launch):
+            return self.launch, calls.WHOLE * self.op.internal | calls.OUTSIDE * two
+        alone = not self.op.internal and not two
         return (self.launch if alone and calls.is_launcher(self.launch) else self.run), 0
 
     def _runner(self, choice: selector.Choice, recording: bool) -> Run:
@@ -78,9 +80,7 @@ class Bound:
         launch = choice.launch
         recorded = recording and (choice.candidate.id != EAGER or self.policy.observer is not None)
         if recorded:
-            self.recorded = True
-            record = self.record
-            return lambda *dynamic: record(self, launch, *dynamic)
+            return Recording(self, launch, self.record)
 
         def run(*dynamic: Any) -> Any:
             try:
@@ -123,43 +123,81 @@ def _two_ways(eager: Run, captured: Run) -> Run:
     return lambda *dynamic: captured(*dynamic) if capturing() else eager(*dynamic)
 
 
-class Recorded(torch.autograd.Function):
-    """An op whose gradients are recorded: forward by the chosen candidate, backward by the op's own backward ops."""
+class Recording:
+    """A launcher whose calls are recorded: `forward` and `backward` of the Function `Recorded`, for one key."""
 
-    @staticmethod
-    def forward(ctx: Any, bound: Bound, launch: Launcher, *dynamic: Any) -> Any:
+    __slots__ = ("apply", "bound", "kept", "launch")
+
+    def __init__(self, bound: Bound, launch: Launcher, apply: Run) -> None:
+        self.bound, self.launch, self.apply = bound, launch, apply
+        self.kept: tuple[int, ...] | None = (
+            None  # what is saved of arguments and outputs: None until a call has shown it
+        )
+
+    def __call__(self, *dynamic: Any) -> Any:
+        return self.apply(self, *dynamic)
+
+    def compiled(self, two_ways: bool) -> Run | None:
+        """The same in C, or None."""
+        able = calls.is_plan if two_ways else calls.is_launcher
+        if self.kept is None or not able(self.launch):
+            return None
+        scalars = self.bound.scalars
+        made: Run = calls.module().Recording(
+            self, self.apply, self.launch, self.kept, scalars, two_ways
+        )
+        return made
+
+    def forward(self, ctx: Any, *dynamic: Any) -> Any:
+        bound, own = self.bound, True
         try:
-            outs = launch(*dynamic)
+            outs = self.launch(*dynamic)
         except torch.OutOfMemoryError as problem:
-            outs = bound.rescue(bound.choice, dynamic, problem)
+            own, outs = False, bound.rescue(bound.choice, dynamic, problem)
         if outs is None:  # less aligned than the launcher was built for
-            outs = outputs(bound.op, bound.op.full(bound.key, dynamic))
+            own, outs = False, outputs(bound.op, bound.op.full(bound.key, dynamic))
         assert bound.op.gradient is not None
-        ctx.bound = bound
+        ctx.record = self
         ctx.scalars = tuple([dynamic[i] for i in bound.scalars])
-        ctx.save_for_backward(*bound.op.gradient.save(bound.flags, dynamic, outs))
+        saved = bound.op.gradient.save(bound.flags, dynamic, outs)
+        ctx.save_for_backward(*saved)
+        if own and self.kept is None:
+            self.kept = _places(saved, (*dynamic, *outs))
         return outs[0]
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        bound: Bound = ctx.bound
+    def backward(self, ctx: Any, dy: Tensor) -> list[Any]:
+        bound = self.bound
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{bound.op.name}: double backward is not available through candidate {bound.choice.candidate.id}; "
                 f"compute it under tensorlogic.policy(force='torch.eager')"
             )
-        given = (
-            bound.op,
-            bound.flags,
-            ctx.needs_input_grad[2:],
-            ctx.saved_tensors,
-            ctx.scalars,
-            dy,
-        )
+        needs, saved = ctx.needs_input_grad[1:], ctx.saved_tensors
+        given = (bound.op, bound.flags, needs, saved, ctx.scalars, dy)
         if bound.policy is policies.current():
-            return (None, None, *gradients(*given))
+            return gradients(*given)
         with policies.use(bound.policy):  # backward threads do not inherit the caller's context
-            return (None, None, *gradients(*given))
+            return gradients(*given)
+
+
+def _places(saved: Sequence[Any], known: Sequence[Any]) -> tuple[int, ...] | None:
+    """Where among `known` each of `saved` is, -1 for None; None where one is something else."""
+    found = [
+        -1 if s is None else next((i for i, k in enumerate(known) if k is s), -2) for s in saved
+    ]
+    return None if -2 in found else tuple(found)
+
+
+class Recorded(torch.autograd.Function):
+    """An op whose gradients are recorded: forward by the chosen candidate, backward by the op's own backward ops."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: Recording, *dynamic: Any) -> Any:
+        return recording.forward(ctx, *dynamic)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.record.backward(ctx, dy))
 
 
 # What torch.autograd.Function.apply comes to outside of torch.func's transforms, in which no key is bound: 1.5 µs less.

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 
 import tensorlogic  # noqa: E402
-from tensorlogic import calls, dispatch, front, policies, selector  # noqa: E402
+from tensorlogic import binding, calls, dispatch, front, policies, selector  # noqa: E402
 from tensorlogic.op import OPS, Candidate  # noqa: E402
 from tensorlogic.ops.common import compiled_launch, triton_launch, wiring  # noqa: E402
 
@@ -574,3 +575,93 @@ def test_gradients_are_recorded_around_a_plan(device: Device, served: dict[str, 
         (g,) = torch.autograd.grad(y.sum(), a)
         torch.testing.assert_close(g, (a + b > 0).float())
     assert served["slow"] == 2  # forward and backward, once each
+
+
+def recording(fn: Callable[..., Any], *given: Tensor) -> bool:
+    """Whether the compiled front of `fn` serves these and records."""
+    with torch.enable_grad():
+        y = quick(fn)(*given)
+    return y is not None and y.grad_fn is not None
+
+
+def test_a_recorded_call_is_served_in_c_with_the_same_graph(
+    device: Device, served: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = torch.randn(6, 5, requires_grad=True), torch.randn(6, 5)
+    first, monkey = tensorlogic.add_relu(a, b), monkeypatch
+    assert recording(tensorlogic.add_relu, a, b)
+    monkey.setattr(binding.Recording, "forward", None)  # no Python from here on
+    second = tensorlogic.add_relu(a, b)
+    assert first.grad_fn is not None
+    assert second.grad_fn is not None
+    assert type(first.grad_fn) is type(second.grad_fn)
+    assert second.grad_fn.name() == "RecordedBackward"
+    assert len(second.grad_fn.next_functions) == len(first.grad_fn.next_functions)
+    for ours, expected in zip(
+        second.grad_fn.saved_tensors, first.grad_fn.saved_tensors, strict=True
+    ):
+        assert (ours is None) == (expected is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, expected)
+    second.sum().backward(retain_graph=True)
+    second.sum().backward()
+    assert a.grad is not None
+    torch.testing.assert_close(a.grad, 2 * (a + b > 0).float())
+    with pytest.raises(RuntimeError, match="second time"):
+        second.sum().backward()
+    third = tensorlogic.add_relu(a, b)
+    with torch.no_grad():
+        third.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        third.sum().backward()
+    with pytest.raises(RuntimeError, match="double backward is not available"):
+        torch.autograd.grad(tensorlogic.add_relu(a, b).sum(), a, create_graph=True)
+
+
+def test_recorded_calls_that_need_another_way_get_it(
+    device: Device, served: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = torch.randn(6, 5, requires_grad=True), torch.randn(6, 5)
+    tensorlogic.add_relu(a, b)
+    moved = torch.randn(31)[1:].view(6, 5).requires_grad_()  # declined: less aligned
+    (g,) = torch.autograd.grad(tensorlogic.add_relu(moved, b).sum(), moved)
+    torch.testing.assert_close(g, (moved + b > 0).float())
+    device.set("refuse", 700)
+    with pytest.raises(RuntimeError, match="the stand-in refuses"):
+        tensorlogic.add_relu(a, b)
+    device.set("refuse", 0)
+    seen: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t):
+        y = tensorlogic.add_relu(a, b)
+    assert seen
+    (g,) = torch.autograd.grad(y.sum(), a)
+    torch.testing.assert_close(g, (a + b > 0).float())
+
+
+def test_a_first_call_that_eager_saved_teaches_nothing(
+    device: Device, served: dict[str, Any]
+) -> None:
+    """What it kept is eager's: the launcher's outputs may be others."""
+    served["launch"] = launcher(device)
+    moved = torch.randn(31)[1:].view(6, 5).requires_grad_()
+    b = torch.randn(6, 5)
+    tensorlogic.add_relu(moved, b)
+    assert not recording(tensorlogic.add_relu, moved, b) or served["slow"]
+    aligned = torch.randn(6, 5, requires_grad=True)
+    for _ in range(3):
+        (g,) = torch.autograd.grad(tensorlogic.add_relu(aligned, b).sum(), aligned)
+        torch.testing.assert_close(g, (aligned + b > 0).float())
+
+
+def test_recorded_calls_keep_nothing_alive(device: Device, served: dict[str, Any]) -> None:
+    a, b = torch.randn(6, 5, requires_grad=True), torch.randn(6, 5)
+    for _ in range(3):
+        tensorlogic.add_relu(a, b)
+    before = sys.getrefcount(a), sys.getrefcount(b)
+    for _ in range(50):
+        tensorlogic.add_relu(a, b)
+    assert (sys.getrefcount(a), sys.getrefcount(b)) == before
+    y = tensorlogic.add_relu(a, b)
+    gone = weakref.ref(y.grad_fn)
+    del y
+    assert gone() is None

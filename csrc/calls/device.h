@@ -85,9 +85,16 @@ enum How { WHOLE = 1, OUTSIDE = 2 };  // all outputs as a tuple; not while the s
 // The first output of a plan, or all; null where the call needs another way; false with an error set.
 bool served(PyObject* plan, PyObject* const* given, int how, PyObject** out);
 
+// Whether the stream that a plan goes to is being captured, or may be.
+bool captured(PyObject* plan);
+
+// Whether the error that is set says so.
+bool out_of_memory();
+
 // Sets the error that PyTorch would for the exception in flight.
 void translated();
 
-extern PyTypeObject DriverType, EmptyType, StartType, StepType, SlotType, PlanType;
+extern PyTypeObject DriverType, EmptyType, StartType, StepType, SlotType, PlanType,
+    RecordingType;
 
 }  // namespace tensorlogic::calls

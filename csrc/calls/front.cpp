@@ -302,7 +302,8 @@ PyMODINIT_FUNC PyInit_tensorlogic_calls() {
   PyObject* made = PyModule_Create(&module);
   if (!made) return nullptr;
   for (PyTypeObject* type : {&NativeType, &LauncherType, &FrontType, &DriverType,
-                             &EmptyType, &StartType, &StepType, &SlotType, &PlanType})
+                             &EmptyType, &StartType, &StepType, &SlotType, &PlanType,
+                             &RecordingType})
     if (PyModule_AddType(made, type) < 0) {
       Py_DECREF(made);
       return nullptr;

@@ -117,32 +117,6 @@ PyObject* called(PyObject* object, PyObject* const* given, size_t flags, PyObjec
   return run.outputs();
 }
 
-// Whether what `action` does goes to a stream that is being captured, or may be.
-bool captured(const Action& action) {
-  const bool makes = action.kind == Action::MAKE;
-  if (!makes && action.kind != Action::START) return false;
-  const Driver& driver = makes ? *reinterpret_cast<Empty*>(action.what.get())->driver
-                               : *reinterpret_cast<Start*>(action.what.get())->driver;
-  const int index = makes ? reinterpret_cast<Empty*>(action.what.get())->index
-                          : reinterpret_cast<Start*>(action.what.get())->index;
-  void* stream = nullptr;
-  int status = 0;
-  return driver.stream(index, &stream) || driver.capturing(stream, &status) || status;
-}
-
-// Whether the error that is set says so.
-bool out_of_memory() {
-  static PyObject* kind = nullptr;
-  if (!kind) {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    const Ref torch(PyImport_ImportModule("torch"));
-    if (torch.get()) kind = PyObject_GetAttrString(torch.get(), "OutOfMemoryError");
-    PyErr_Restore(type, value, trace);
-  }
-  return kind && PyErr_ExceptionMatches(kind);
-}
-
 // Plans from what was noted --------------------------------------------------------------------
 
 class Builder {
@@ -275,11 +249,36 @@ PyMemberDef members[] = {
 
 }  // namespace
 
+bool out_of_memory() {
+  static PyObject* kind = nullptr;
+  if (!kind) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    const Ref torch(PyImport_ImportModule("torch"));
+    if (torch.get()) kind = PyObject_GetAttrString(torch.get(), "OutOfMemoryError");
+    PyErr_Restore(type, value, trace);
+  }
+  return kind && PyErr_ExceptionMatches(kind);
+}
+
+bool captured(PyObject* object) {
+  const Action& action = (*reinterpret_cast<Plan*>(object)->program)->actions.front();
+  const bool makes = action.kind == Action::MAKE;
+  if (!makes && action.kind != Action::START) return false;
+  const Driver& driver = makes ? *reinterpret_cast<Empty*>(action.what.get())->driver
+                               : *reinterpret_cast<Start*>(action.what.get())->driver;
+  const int index = makes ? reinterpret_cast<Empty*>(action.what.get())->index
+                          : reinterpret_cast<Start*>(action.what.get())->index;
+  void* stream = nullptr;
+  int status = 0;
+  return driver.stream(index, &stream) || driver.capturing(stream, &status) || status;
+}
+
 bool served(PyObject* object, PyObject* const* given, int how, PyObject** out) {
   auto& self = *reinterpret_cast<Plan*>(object);
   if (self.look && --self.left < 0) return true;
   const auto program = *self.program;
-  if ((how & OUTSIDE) && captured(program->actions.front())) return true;
+  if ((how & OUTSIDE) && captured(object)) return true;
   Run run(*program, given);
   const int done = run.all();
   if (done > 0) {

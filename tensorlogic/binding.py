@@ -219,7 +219,9 @@ def gradients(
 ) -> list[Any]:
     """Gradients for every dynamic parameter (None for scalars and for what needs none)."""
     assert op.gradient is not None
-    wanted = tuple(bool(n) for p, n in zip(op.dynamic, needs, strict=True) if p.is_tensor)
+    if len(op.tensors) == len(op.dynamic):
+        return [*op.gradient.backward(flags, tuple(needs), saved, scalars, dy)]
+    wanted = tuple(n for p, n in zip(op.dynamic, needs, strict=True) if p.is_tensor)
     grads = iter(op.gradient.backward(flags, wanted, saved, scalars, dy))
     return [next(grads) if p.is_tensor else None for p in op.dynamic]
 

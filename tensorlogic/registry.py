@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from . import capture_watch, library
+from . import calls, capture_watch, library
 from .op import OPS, Op
 
 LOG = logging.getLogger("tensorlogic")
@@ -115,6 +115,8 @@ def ready(device: str) -> None:
                 importlib.import_module(name)
         if (device == "cuda" or (device == "cpu" and interpreting())) and triton_missing() is None:
             capture_watch.install()
+            if device == "cuda":
+                calls.load()
             for name in TRITON:
                 importlib.import_module(name)
         if device == "mps":

@@ -665,3 +665,32 @@ def test_recorded_calls_keep_nothing_alive(device: Device, served: dict[str, Any
     gone = weakref.ref(y.grad_fn)
     del y
     assert gone() is None
+
+
+def test_counters_are_asked_for_once_a_stream_and_anew_in_captures(device: Device) -> None:
+    start, empty, module = add_relu(device, 4), wiring.empty(CPU), calls.module()
+    asked: list[int] = []
+
+    def counters(count: int) -> Any:
+        if (slot := module.noted(counters, count)) is not None:
+            return slot
+        asked.append(count)
+        return torch.full((4,), float(len(asked)))
+
+    def launch(a: Tensor) -> Any:
+        y = empty((4,), (1,), torch.float32)
+        return (y,) if start(a, counters(4), y) else None
+
+    plan, zeros = compiled(launch, [torch.zeros(4)]), torch.zeros(4)
+    assert asked == []
+    assert [plan(zeros)[0][0].item() for _ in range(3)] == [1, 1, 1]
+    device.set("stream_of_device", 0x900)
+    try:
+        assert [plan(zeros)[0][0].item() for _ in range(2)] == [2, 2]
+    finally:
+        device.set("stream_of_device", 0x700)
+    device.set("status_of_capture", 1)
+    assert [plan(zeros)[0][0].item() for _ in range(2)] == [3, 4]
+    device.set("status_of_capture", 0)
+    assert plan(zeros)[0][0].item() == 1
+    assert asked == [4] * 4

@@ -273,6 +273,7 @@ def sanitized_tests() -> int:
             "native_products",
             "native_tiles",
             "calls",
+            "compiled_launch",
             "pool",
             "placement",
         )

@@ -268,7 +268,8 @@ PyObject* record(PyObject*, PyObject* notes) {
   Py_RETURN_NONE;
 }
 
-// noted(what, *arguments): a slot for what `what` would return where launchers are noted, else None.
+// noted(what, *arguments): a slot for what `what` returns, of one stream ever the same, where launchers
+// are noted; else None.
 PyObject* noted(PyObject*, PyObject* const* args, Py_ssize_t n) {
   if (!tape) Py_RETURN_NONE;
   if (n < 1) return PyErr_Format(PyExc_TypeError, "noted takes what is called");

@@ -18,6 +18,7 @@ constexpr int SLOTS = 96;  // what is given, made and constant together
 struct Action {
   enum Kind { MAKE, START, TRY, ASK } kind = MAKE;
   Ref what;
+  mutable std::vector<std::pair<void*, Ref>> answers;  // of an ASK, by stream: it is asked once for each
   std::vector<int> args;  // slots
   int out = 0;            // the slot of what is made
   std::vector<int64_t> size, stride;
@@ -30,6 +31,14 @@ struct Program {
   std::vector<Ref> constants;
   std::vector<Action> actions;
   std::vector<int> returns;
+  const Driver* driver = nullptr;  // of the device that it goes to; an action owns it
+  int index = 0;
+
+  // Whether the current stream is being captured, or may be; and which it is.
+  bool captured(void** stream) const {
+    int status = 0;
+    return !driver || driver->stream(index, stream) || driver->capturing(*stream, &status) || status;
+  }
 };
 
 struct Plan {
@@ -75,7 +84,7 @@ class Run {
       case Action::START:
         return start(*reinterpret_cast<Start*>(action.what.get()), args);
       case Action::ASK:
-        return kept(PyObject_Vectorcall(action.what.get(), args, action.args.size(), nullptr));
+        return kept(answer(action, args));
       default:
         const Ref done(PyObject_Vectorcall(action.what.get(), args, action.args.size(), nullptr));
         return done.get() ? PyObject_IsTrue(done.get()) : -1;
@@ -90,6 +99,18 @@ class Run {
       translated();
       return nullptr;
     }
+  }
+  PyObject* answer(const Action& action, PyObject* const* args) const {
+    void* stream = nullptr;
+    const bool lasting = program_.driver && !program_.captured(&stream);
+    if (lasting)
+      for (const auto& [of, answer] : action.answers)
+        if (of == stream) return Py_NewRef(answer.get());
+    PyObject* made = PyObject_Vectorcall(action.what.get(), args, action.args.size(), nullptr);
+    constexpr size_t ENOUGH = 64;
+    if (made && lasting && action.answers.size() < ENOUGH)
+      action.answers.emplace_back(stream, Ref::of(made));
+    return made;
   }
   int kept(PyObject* made) {
     if (!made) return -1;
@@ -136,7 +157,7 @@ class Builder {
       program_->returns.push_back(slot(output));
     }
     const size_t all = program_->given + program_->made + program_->constants.size();
-    return (all <= SLOTS && !program_->returns.empty() && !program_->actions.empty()) ||
+    return (all <= SLOTS && !program_->returns.empty() && program_->driver) ||
            refused("does nothing, or too much:", noted);
   }
   std::shared_ptr<const Program> program() const { return program_; }
@@ -160,6 +181,11 @@ class Builder {
     PyObject* out = PyTuple_GET_ITEM(entry, 2);
     Action made;
     made.what = Ref::of(what);
+    if (Py_TYPE(what) == &EmptyType || Py_TYPE(what) == &StartType) {
+      const bool makes = Py_TYPE(what) == &EmptyType;
+      program_->driver = makes ? reinterpret_cast<Empty*>(what)->driver : reinterpret_cast<Start*>(what)->driver;
+      program_->index = makes ? reinterpret_cast<Empty*>(what)->index : reinterpret_cast<Start*>(what)->index;
+    }
     if (Py_TYPE(what) == &EmptyType) {
       if (!numbers(PyTuple_GET_ITEM(args, 0), made.size) ||
           !numbers(PyTuple_GET_ITEM(args, 1), made.stride))
@@ -262,16 +288,8 @@ bool out_of_memory() {
 }
 
 bool captured(PyObject* object) {
-  const Action& action = (*reinterpret_cast<Plan*>(object)->program)->actions.front();
-  const bool makes = action.kind == Action::MAKE;
-  if (!makes && action.kind != Action::START) return false;
-  const Driver& driver = makes ? *reinterpret_cast<Empty*>(action.what.get())->driver
-                               : *reinterpret_cast<Start*>(action.what.get())->driver;
-  const int index = makes ? reinterpret_cast<Empty*>(action.what.get())->index
-                          : reinterpret_cast<Start*>(action.what.get())->index;
   void* stream = nullptr;
-  int status = 0;
-  return driver.stream(index, &stream) || driver.capturing(stream, &status) || status;
+  return (*reinterpret_cast<Plan*>(object)->program)->captured(&stream);
 }
 
 bool served(PyObject* object, PyObject* const* given, int how, PyObject** out) {

@@ -227,11 +227,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", default=list(KINDS), metavar="kind")
     parser.add_argument("--budget", type=float, default=90.0)
+    parser.add_argument("--inference", action="store_true", help="without training")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     rows = []
     for kind in given.kinds:
-        for training in (False, True):
+        for training in (False,) if given.inference else (False, True):
             rows.append(found := row(kind, training, given.budget))
             ratio, low, high = found["over the best"]
             us = "  ".join(f"{name} {value:.0f} us" for name, value in found["us"].items())

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import DEVICE, resnet, transformer
 
 import tensorlogic
-from models import DEVICE, resnet, transformer
 
 
 def seconds(action: Callable[[], Any]) -> float:

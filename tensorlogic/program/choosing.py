@@ -16,6 +16,7 @@ from torch import fx, nn
 from .. import measure, settings
 from ..numerics import Verdict
 from . import check, inductor
+from . import spread as spreading
 from .contest import OP as CONTEST
 from .contest import Contest, isolated, settled
 from .contest import program as compiled
@@ -84,6 +85,8 @@ def best(
     judge = Judge(source, device, training, begin + budget_s / 2, begin + 2 * budget_s, stored)
     try:
         found, plan = _found(source, judge, expected, model, before, budget_s, report, given)
+        if found is not None:
+            spreading.spread(found, report)
         contest = Contest(
             traced, found, before, model, training, inductor.place(stored.artifact), report, given
         )
@@ -122,6 +125,7 @@ def _again(
     found = {root: Decision(way) for root, way in choice.ways.items()}
     forced = _expand(graph, regions, found)
     program = Program(source, graph, forced, expected.training, model)
+    spreading.again(program, choice.sections)
     return _stands(program, choice, expected, report)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from .. import binding, dispatch, policies
 from ..rules import Composite
+from .branches import Section, Step, ordered
 
 aten = torch.ops.aten
 QUICK: dict[
@@ -178,33 +179,51 @@ class Function:
         return out
 
     def _compile(self) -> Callable[..., Any]:
-        scope, lines = self.scope, []
-        last = last_uses(self.nodes, self.outputs)
-        known = set(self.inputs)
-        for node in self.nodes:
-            known.add(node.name)
-            if node.op == "get_attr":
-                scope[_name(node.name)] = operator.attrgetter(str(node.target))(self.owner)
-                continue
-            fn = self.quick.get(node.name) or QUICK.get(node.target) or node.target
-            if fn is operator.getitem:
-                lines.append(
-                    f"{_name(node.name)} = {self._text(node.args[0])}[{self._text(node.args[1])}]"
-                )
+        return self._written("run", self.nodes)
+
+    def forked(self, found: Sequence[Section], streams: Any) -> Callable[..., Any]:
+        """The same calls, once bound, with those of `found` on streams of their own (`branches.Streams`).
+
+        Within a section nothing is dropped: memory that one stream frees, another may still read.
+        """
+        self.scope["streams"] = streams
+        return self._written("forked", list(ordered(self.nodes, found)))
+
+    def _written(self, name: str, steps: Sequence[fx.Node | Step]) -> Callable[..., Any]:
+        scope, lines = self.scope, list[str]()
+        last = last_uses([s for s in steps if isinstance(s, fx.Node)], self.outputs)
+        known, inside, dead = set(self.inputs), False, list[str]()
+        for step in steps:
+            if isinstance(step, Step):
+                inside = step.what != "join"
+                lines.append(f"streams.{step.what}({step.lane if step.what == 'enter' else ''})")
             else:
-                scope[f"f_{node.name}"] = fn.meaning if isinstance(fn, Composite) else fn
-                words = [self._text(a) for a in node.args]
-                words += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
-                lines.append(f"{_name(node.name)} = f_{node.name}({', '.join(words)})")
-            dead = [
-                _name(n) for n in last.get(node.name, ()) if n in known and _name(n) not in scope
-            ]
-            if dead:
-                lines.append(f"del {', '.join(dead)}")
+                known.add(step.name)
+                lines += self._line(step)
+                dead += [n for n in last.get(step.name, ()) if n in known]
+            gone = [_name(n) for n in dead if _name(n) not in scope]
+            if gone and not inside:
+                lines.append(f"del {', '.join(gone)}")
+            if not inside:
+                dead = []
         lines.append(f"return {self._text(self.outputs)}")
         given = ", ".join(_name(n) for n in self.inputs)
-        exec(f"def run({given}):\n    " + "\n    ".join(lines), scope)
-        return scope["run"]
+        exec(f"def {name}({given}):\n    " + "\n    ".join(lines), scope)
+        return scope[name]
+
+    def _line(self, node: fx.Node) -> list[str]:
+        """One call."""
+        scope, name = self.scope, _name(node.name)
+        if node.op == "get_attr":
+            scope[name] = operator.attrgetter(str(node.target))(self.owner)
+            return []
+        fn = self.quick.get(node.name) or QUICK.get(node.target) or node.target
+        if fn is operator.getitem:
+            return [f"{name} = {self._text(node.args[0])}[{self._text(node.args[1])}]"]
+        scope[f"f_{node.name}"] = fn.meaning if isinstance(fn, Composite) else fn
+        words = [self._text(a) for a in node.args]
+        words += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
+        return [f"{name} = f_{node.name}({', '.join(words)})"]
 
     def _text(self, value: Any) -> str:
         if isinstance(value, fx.Node):

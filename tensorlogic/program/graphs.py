@@ -43,15 +43,18 @@ class Tape:
 
     def record(self, fn: Callable[[], Any]) -> Any:
         """Capture `fn()`; its work happens when the tape is replayed."""
-        side = side_stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a failed capture leaves an empty graph
-            with torch.cuda.graph(
-                self.graph, pool=self.pool, stream=side, capture_error_mode="thread_local"
-            ):
-                out = fn()
-        torch.cuda.current_stream(self.device).wait_stream(side)
+        side, own = side_stream(self.device), torch.cuda.current_stream(self.device)
+        side.wait_stream(own)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # a failed one leaves an empty graph
+                with torch.cuda.graph(
+                    self.graph, pool=self.pool, stream=side, capture_error_mode="thread_local"
+                ):
+                    out = fn()
+        finally:
+            torch.cuda.set_stream(own)  # a capture that cannot end leaves its own behind
+        own.wait_stream(side)
         self.replay = self.graph.replay  # type: ignore[method-assign]  # without a frame of ours
         return out
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .. import policies
+from .branches import Section, streams
 from .check import step
 from .code import Function, ahead
 from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
@@ -64,6 +65,7 @@ class Program:
         self.leaves = trace.in_spec == pytree.tree_flatten((tuple(trace.example), {}))[1]
         self.single = trace.out_spec.is_leaf()
         self.ways: Mapping[str, str | None] = {}  # of its regions, each by its last call
+        self.sections: list[Section] = []  # recorded on streams of their own
         self.contest: Any = None  # in which Inductor may still beat it
         self.replay: Any = None
         self.way: Way | None = None  # to the replay, for calls that look like the last one
@@ -149,7 +151,7 @@ class Program:
             flat = [_copy(v) if isinstance(v, Tensor) else v for v in flat]
         with torch.set_grad_enabled(self.training), self._unwritten():
             try:
-                self.replay = self._recorded(flat)
+                self.replay = self.recorded(flat)
             except FAILURES as problem:
                 heal(self.device)
                 self.replay = None
@@ -158,12 +160,16 @@ class Program:
         self.alive = [t.detach() for t in self.held]
         return None
 
-    def _recorded(self, flat: Sequence[Any]) -> Replay | GradientReplay:
+    def recorded(self, flat: Sequence[Any]) -> Replay | GradientReplay:
         """The graph, after what it does for the first time, backward included, has been done."""
         leaves = {n: t for n, t in self.state.items() if t.requires_grad}
         if not self.training:
             warm(lambda: self.function.run(*flat), self.device)
-            return Replay(self.function.run, flat, self.device)
+            run = self.function.run
+            if self.sections:
+                forked = run = self.function.forked(self.sections, streams(self.device))
+                warm(lambda: forked(*flat), self.device)
+            return Replay(run, flat, self.device)
         own = {n: t.detach().requires_grad_() for n, t in leaves.items()}
         given = [_copy(v) if isinstance(v, Tensor) else v for v in flat]
         self.replace_state(own)

@@ -46,6 +46,7 @@ class Choice:
     after_us: float | None
     ratio: tuple[float, float, float] | None
     plans: Plans = field(default_factory=dict)
+    sections: list[Any] = field(default_factory=list)  # lanes of calls on streams of their own
     when: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
 
     @classmethod
@@ -63,6 +64,7 @@ class Choice:
             report.after_us,
             report.ratio,
             plans,
+            [] if program is None else [s.lanes for s in program.sections],
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +157,12 @@ class DerivedCache:
         with _LOCK:
             owners = [(e.owner(), e.nbytes) for e in self._entries.values()]
         return sum(n for t, n in owners if t is not None and t.device.type == device)
+
+    def nbytes_of(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes that belong to these tensors."""
+        owners = {id(t) for t in tensors}
+        with _LOCK:
+            return sum(e.nbytes for (owner, _), e in self._entries.items() if owner in owners)
 
     def configure(self, max_bytes: int) -> None:
         """Bound the cache; 0 switches it off."""

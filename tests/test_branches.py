@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from types import SimpleNamespace
@@ -166,15 +167,14 @@ def test_the_forked_function_computes_the_same(
     found, noted = sections(nodes), Noted()
     calls = frozenset(name for s in found for name in s.calls)
     run = function.forked(found, noted)
-    for name in calls:  # each value that is made inside is looked for at the join
 
-        def seen(*args: Any, call: Any = function.scope.get(f"f_{name}"), **kwargs: Any) -> Any:
-            out = call(*args, **kwargs)
-            noted.made.append(weakref.ref(out))
-            return out
+    def seen(call: Any, *args: Any, **kwargs: Any) -> Any:
+        out = call(*args, **kwargs)
+        noted.made.append(weakref.ref(out))
+        return out
 
-        if f"f_{name}" in function.scope:
-            function.scope[f"f_{name}"] = seen
+    for name in {f"f_{name}" for name in calls} & function.scope.keys():
+        function.scope[name] = functools.partial(seen, function.scope[name])
     (got,) = run(x)
     assert noted.steps == steps
     assert got.equal(model(x))

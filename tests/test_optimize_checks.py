@@ -163,3 +163,21 @@ def test_copies_that_experiments_made_are_given_back(
     assert CACHE.holds(mine, "the caller's")
     assert not CACHE.holds(model[2].weight, "left over")
     torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_report_counts_copies_that_calls_keep(
+    pays: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = network(), torch.randn(4, 16)
+    weight, call = model[0].weight, Program.__call__
+
+    def packing(self: Program, *args: Any) -> Any:
+        CACHE.settled(weight, "tiles of a test", Tensor.double, lambda t: 2 * t.nbytes)
+        return call(self, *args)
+
+    monkeypatch.setattr(Program, "__call__", packing)
+    fast = tensorlogic.optimize(model, x)
+    assert CACHE.holds(weight, "tiles of a test")
+    assert fast.report.bytes >= 2 * weight.nbytes
+    assert f"{fast.report.bytes / 2**20:.1f} MiB held besides" in str(fast.report)

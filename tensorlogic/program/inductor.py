@@ -49,6 +49,7 @@ class Job:
 
     def run(self) -> None:
         """Compile and save. Raises whatever PyTorch does."""
+        from torch._guards import TracingContext, tracing
         from torch._inductor import standalone_compile
         from torch._subclasses import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -61,9 +62,8 @@ class Job:
             with mode:
                 inputs = [v.tensor() if isinstance(v, Look) else v for v in self.inputs]
             module = fx.GraphModule(nn.Module(), _unpacked(self.calls))
-            made = standalone_compile(
-                module, inputs, dynamic_shapes="from_example_inputs", fake_mode=mode
-            )
+            with tracing(TracingContext(mode)):  # where every version looks for the inputs' mode
+                made = standalone_compile(module, inputs, dynamic_shapes="from_tracing_context")
         made.save(path=self.artifact)
 
 

@@ -29,6 +29,7 @@ from .trace import Unfit, Untraceable, constants, first_line, trace, witness
 
 BUDGET_S = 2.0  # seconds for measuring where the caller gives no other budget
 TRAINING_BUDGET_S = 5.0  # likewise, with a backward pass behind each region
+LOOKS = 2  # at an unchanged weight until a copy of it is kept
 
 
 class Optimized(nn.Module):
@@ -127,14 +128,15 @@ def optimize(
                 f"tensorlogic.linear and matmul in it under that policy, or optimise it without one"
             ) from problem
         report.reason, served = str(problem), None
-    derived.CACHE.only(copies)  # what serves makes its own again
+    derived.CACHE.only(copies)  # of what serves, its own are made again
+    if served is not None:
+        report.bytes = served.nbytes + _copies(served, args, kwargs)
     give_back()
     advise(report)
     report.seconds = time.perf_counter() - begin
     if served is None:
         model.__dict__["report"] = report
         return model
-    report.bytes = served.nbytes
     fast = served.model
     later: Later | None = None
     if budget_s is None and isinstance(served, Program) and worthwhile(served.contest):
@@ -164,6 +166,16 @@ def _arguments(model: Any, given: Any, training: bool) -> tuple[tuple[Any, ...],
         f"optimize: example_inputs is {type(given).__name__}; a tuple of the model's arguments, a mapping of keyword "
         f"arguments or a tensor is required"
     )
+
+
+def _copies(served: Program | Pieces | Kept, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes of what calls derive from the parameters and keep, such as packed weights; made now where a call does no more."""
+    if isinstance(served, Program) and served.pure and not served.training:
+        with torch.inference_mode(False), torch.no_grad():
+            for _ in range(LOOKS if served.device.type == "cpu" else 0):
+                served(args, kwargs)
+    tensors = (*served.model.parameters(), *served.model.buffers())
+    return derived.CACHE.nbytes_of(tensors)
 
 
 def _unfit(model: nn.Module) -> str | None:

@@ -36,11 +36,12 @@ def spread(program: Program, report: Report) -> None:
     tries = [found]
     if len(saved) > 1:
         tries.append([s for s in found if s.kind == most])
-    row = Row("branches", OP, "")
+    rows: list[Row] = []
     for chosen in tries:
+        rows.append(row := Row("branches", OP, ""))
         if _kept(program, chosen, row):
             break
-    report.rows = [*report.rows, row]
+    report.rows = [*report.rows, next((r for r in rows if not r.refused), rows[0])]
 
 
 def again(program: Program, lanes: Sequence[Any]) -> None:

@@ -30,7 +30,9 @@ void pause(int64_t turn) {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr auto SPIN = std::chrono::microseconds(100);  // before a thread parks; to wake it takes half of that
+// Before a thread parks. To wake it takes tens of microseconds in a virtual machine, and a caller who waits for a device between two
+// transfers comes back within a few hundred.
+constexpr auto SPIN = std::chrono::microseconds(400);
 
 struct Helper {
   std::atomic<uint64_t> asked{0};

@@ -96,36 +96,41 @@ def test_chunks_wait_for_each_other(up: bool, past: bool, nbytes: int, unit: int
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     host, there = (source, target) if up else (target, source)
-    stage = native.op("staged_copy")
-    rest = (there.data_ptr(), chunk, unit, 3, up, past, 5, 11)
+    opened, stage = native.op("staging_open"), native.op("staged_copy")
+    number = opened(pinned, [1, 2, 3, 4, 5, 6], engine.calls, 5)
+    rest = (host.data_ptr(), there.data_ptr(), nbytes, chunk, unit, 3, up, past, 11)
     for _ in range(2):
         target.zero_()
-        stage(host, pinned, [1, 2, 3, 4, 5, 6], engine.calls, *rest)
+        stage(number, *rest)
         engine.until(len(engine.queue))
         assert torch.equal(source, target)
     assert engine.used == 5
-    with pytest.raises(RuntimeError, match="chunk of pinned memory for every event"):
-        stage(host, pinned, [*range(1, 9)], engine.calls, *rest)
+    with pytest.raises(RuntimeError, match="chunks that its buffers hold"):
+        stage(number, *rest[:3], 5001, *rest[4:])
+    with pytest.raises(RuntimeError, match="an open stager"):
+        stage(number + 1, *rest)
+    with pytest.raises(RuntimeError, match="pinned memory for every event"):
+        opened(pinned, [], engine.calls, 5)
     broken = Engine(refuse=1)
     with pytest.raises(RuntimeError, match="error 700"):
-        stage(host, pinned, [1, 2, 3, 4, 5, 6], broken.calls, *rest)
+        stage(opened(pinned, [1, 2, 3, 4, 5, 6], broken.calls, 5), *rest)
 
 
 @pytest.mark.skipif(native.available() is not None, reason="needs the native library")
 def test_transfers_at_the_same_time_have_threads_of_their_own() -> None:
-    stage = native.op("staged_copy")
+    opened, stage = native.op("staging_open"), native.op("staged_copy")
 
     def many(seed: int) -> bool:
         engine, good = Engine(), True
         drawn = torch.Generator().manual_seed(seed)
         source = torch.randint(0, 256, (50_000,), dtype=torch.uint8, generator=drawn)
         pinned = torch.empty(4 * 4096, dtype=torch.uint8)
+        number = opened(pinned, [1, 2, 3, 4], engine.calls, 0)
         for i in range(20):
             target = torch.zeros_like(source)
             time.sleep(0.0005 * (i % 3))  # some threads are parked by then
-            stage(
-                source, pinned, [1, 2, 3, 4], engine.calls, target.data_ptr(), 4096, 1024, 1 + i % 4, True, False, 0, 0,
-            )  # fmt: skip
+            addresses = (source.data_ptr(), target.data_ptr(), len(source))
+            stage(number, *addresses, 4096, 1024, 1 + i % 4, True, False, 0)
             engine.until(len(engine.queue))
             good &= torch.equal(source, target)
         return good

@@ -31,8 +31,8 @@ from tensorlogic.memory import staging
 
 MIB = 1 << 20
 SIZES = tuple(n * MIB for n in (4, 16, 64, 256))
-WORKERS = (4, 6, 8, 12, 16)
-CHUNKS = (MIB // 4, MIB // 2, MIB, 2 * MIB)
+WORKERS = (4, 6, 8, 10, 12, 16)
+CHUNKS = (MIB // 2, MIB, 2 * MIB)
 UNITS = (MIB // 16, MIB // 8, MIB // 4)
 DEVICE = torch.device("cuda", 0)
 USUAL = {name: getattr(staging, name) for name in ("UNIT", "PAST_CACHES", "SLOTS")}
@@ -63,12 +63,13 @@ def host_alone(nbytes: int, workers: int, unit: int, past: bool, up: bool) -> fl
     """GB/s of what the native library's threads do of a transfer, best of several."""
     host = torch.zeros(nbytes, dtype=torch.uint8)
     buffers = torch.zeros(staging.SLOTS * staging.BUFFER, dtype=torch.uint8)
-    copy, handles = native.op("staged_copy"), list(range(1, staging.SLOTS + 1))
-    rest = (staging.chunk_of(nbytes), unit, workers, up, past, 0, 0)
+    handles = list(range(1, staging.SLOTS + 1))
+    number = native.op("staging_open")(buffers, handles, [idle()] * 4, 0)
+    copy, chunk = native.op("staged_copy"), staging.chunk_of(nbytes)
     taken = []
     for _ in range(12):
         begin = time.perf_counter()
-        copy(host, buffers, handles, [idle()] * 4, 0, *rest)
+        copy(number, host.data_ptr(), 0, nbytes, chunk, unit, workers, up, past, 0)
         taken.append(time.perf_counter() - begin)
     return round(nbytes / min(taken) / 1e9, 1)
 
@@ -120,7 +121,7 @@ def aside(host: Tensor, there: Tensor) -> dict[str, float]:
     """Microseconds of a transfer that are not the native library's: Python's, with and without waiting for the engine."""
     found = {}
     for name, call in (("up", lambda: staging.to(host, DEVICE)), ("down", lambda: staging.to(there, "cpu"))):  # fmt: skip
-        mover = staging.stager(DEVICE, name)
+        mover = staging.stager(0, name == "up")
         inner: list[float] = []
         copy = mover.copy
 
@@ -147,9 +148,9 @@ def aside(host: Tensor, there: Tensor) -> dict[str, float]:
 def rules() -> Iterator[tuple[str, dict[str, int] | None]]:
     """What is tried, by name: None is the rule that stands."""
     yield "as it stands", None
-    for workers, chunk, past in itertools.product(WORKERS, CHUNKS, (True, False)):
-        for unit in UNITS:
-            if unit <= chunk:
+    for unit, workers, chunk in itertools.product((UNITS[1], UNITS[0], UNITS[2]), WORKERS, CHUNKS):
+        for past in (True, False):
+            if past or unit == UNITS[1]:
                 yield "", {"workers": workers, "chunk": chunk, "unit": unit, "past": past, "slots": 16}  # fmt: skip
     for slots, chunk, past in itertools.product((3, 6), (MIB, 2 * MIB), (True, False)):
         yield "", {"workers": 8, "chunk": chunk, "unit": MIB // 8, "past": past, "slots": slots}

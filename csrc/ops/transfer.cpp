@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <deque>
 #include <memory>
+#include <mutex>
 
 #include "../crew.h"
 #include "isa.h"
@@ -23,6 +25,23 @@ F function_at(int64_t address) {
   return f;
 }
 
+// The pinned buffers of a device and direction, an event for each, and CUDA's functions.
+struct Stager {
+  char* pinned;
+  int64_t stride;
+  Numbers events;
+  int ordinal;
+  int (*use)(int);
+  int (*move)(void*, const void*, size_t, int, void*);
+  int (*record)(void*, void*);
+  int (*wait)(void*);
+};
+std::mutex stagers_mutex;
+std::deque<Stager>& stagers() {  // which stay where they are
+  static auto* const kept = new std::deque<Stager>;
+  return *kept;
+}
+
 // A buffer, and how far the chunks that pass through it are, by their numbers and one.
 struct Slot {
   std::atomic<int64_t> left{0};    // units of the chunk in it that are not copied yet
@@ -31,30 +50,41 @@ struct Slot {
 };
 
 struct Transfer {
-  char *host, *device, *pinned;
-  int64_t bytes, chunk, unit, stride, slots;
+  const Stager& by;
+  char *host, *device;
+  int64_t bytes, chunk, unit;
   bool up, past_caches;
-  int ordinal;
   void* stream;
-  const Numbers& events;
-  // cudaSetDevice, cudaMemcpyAsync, cudaEventRecord, cudaEventSynchronize
-  int (*use)(int);
-  int (*move)(void*, const void*, size_t, int, void*);
-  int (*record)(void*, void*);
-  int (*wait)(void*);
+  const int64_t slots = static_cast<int64_t>(by.events.size());
+  const std::vector<int64_t> begins = cut();  // of every chunk, and where the last one ends
+  const int64_t chunks = static_cast<int64_t>(begins.size()) - 1, share = (chunk + unit - 1) / unit;
   std::unique_ptr<Slot[]> state = std::make_unique<Slot[]>(static_cast<size_t>(slots));
-  const int64_t chunks = (bytes + chunk - 1) / chunk, share = (chunk + unit - 1) / unit;
   std::atomic<int64_t> next{0};
   std::atomic<int> problem{0};
+
+  // Chunks as large as asked, for the engine's calls cost more than their bytes where they are small; but the engine waits for the
+  // first one to be copied, and the caller for the last one: those are a quarter and a half of that.
+  std::vector<int64_t> cut() const {
+    std::vector<int64_t> sizes;
+    int64_t left = bytes;
+    for (const int64_t part : {4, 2})
+      if (left > 0 && chunk % part == 0) sizes.push_back(std::min(left, chunk / part)), left -= sizes.back();
+    for (; left > 0; left -= sizes.back()) sizes.push_back(std::min(left, chunk));
+    if (!up) std::reverse(sizes.begin(), sizes.end());
+    std::vector<int64_t> found{0};
+    for (const int64_t n : sizes) found.push_back(found.back() + n);
+    return found;
+  }
 
   bool good(int status) {
     if (status) problem.store(status);
     return status == 0;
   }
   Slot& slot(int64_t c) const { return state[static_cast<size_t>(c % slots)]; }
-  char* buffer(int64_t c) const { return pinned + c % slots * stride; }
-  void* event(int64_t c) const { return reinterpret_cast<void*>(events[static_cast<size_t>(c % slots)]); }
-  int64_t size(int64_t c) const { return std::min(chunk, bytes - c * chunk); }
+  char* buffer(int64_t c) const { return by.pinned + c % slots * by.stride; }
+  void* event(int64_t c) const { return reinterpret_cast<void*>(by.events[static_cast<size_t>(c % slots)]); }
+  int64_t begin(int64_t c) const { return begins[static_cast<size_t>(c)]; }
+  int64_t size(int64_t c) const { return begin(c + 1) - begin(c); }
   int64_t units(int64_t c) const { return (size(c) + unit - 1) / unit; }
 
   void copy(char* to, const char* from, int64_t n) const {
@@ -71,10 +101,10 @@ struct Transfer {
   }
   bool issue(int64_t c) {
     constexpr int TO_DEVICE = 1, TO_HOST = 2;
-    char* const there = device + c * chunk;
+    char* const there = device + begin(c);
     const auto n = static_cast<size_t>(size(c));
-    if (!good(up ? move(there, buffer(c), n, TO_DEVICE, stream) : move(buffer(c), there, n, TO_HOST, stream))) return false;
-    if (!good(record(event(c), stream))) return false;
+    if (!good(up ? by.move(there, buffer(c), n, TO_DEVICE, stream) : by.move(buffer(c), there, n, TO_HOST, stream))) return false;
+    if (!good(by.record(event(c), stream))) return false;
     slot(c).issued = c + 1;
     return true;
   }
@@ -83,7 +113,7 @@ struct Transfer {
     Slot& s = slot(c);
     const int64_t before = up ? c - slots : c;  // the chunk that must have passed the engine
     if (before >= 0 && !until(s.issued, before + 1)) return false;
-    if (!good(wait(event(c)))) return false;
+    if (!good(by.wait(event(c)))) return false;
     s.left = units(c);
     s.ready = c + 1;
     return true;
@@ -93,14 +123,14 @@ struct Transfer {
     return then >= chunks || issue(then);
   }
   void work() {
-    if (!good(use(ordinal))) return;
+    if (!good(by.use(by.ordinal))) return;
     while (!problem.load()) {
       const int64_t u = next.fetch_add(1), c = u / share, first = u % share * unit;
       if (c >= chunks) return;
       if (first >= size(c)) continue;
       if (first == 0 ? !open(c) : !until(slot(c).ready, c + 1)) return;
       const int64_t n = std::min(unit, size(c) - first);
-      char *const mine = host + c * chunk + first, *const pin = buffer(c) + first;
+      char *const mine = host + begin(c) + first, *const pin = buffer(c) + first;
       copy(up ? pin : mine, up ? mine : pin, n);
       if (slot(c).left.fetch_sub(1) == 1 && !close(c)) return;
     }
@@ -108,23 +138,36 @@ struct Transfer {
   void operator()() { work(); }
 };
 
-// host: bytes; pinned: bytes, as many buffers as there are events; calls: the four functions of Transfer.
-void staged_copy(const Input& host, const Input& pinned, Numbers events, Numbers calls, int64_t device,
-                 int64_t chunk, int64_t unit, int64_t workers, bool up, bool past_caches, int64_t ordinal, int64_t stream) {
-  host.check("staged_copy", "host", aoti_torch_dtype_uint8());
-  pinned.check("staged_copy", "pinned", aoti_torch_dtype_uint8());
+// pinned: bytes, a buffer for every event; calls: cudaSetDevice, cudaMemcpyAsync, cudaEventRecord, cudaEventSynchronize. Returns its
+// number, by which `staged_copy` knows it; it is kept, and so must be what it was given.
+int64_t staging_open(const Input& pinned, Numbers events, Numbers calls, int64_t ordinal) {
+  pinned.check("staging_open", "pinned", aoti_torch_dtype_uint8());
   const auto slots = static_cast<int64_t>(events.size());
-  if (workers < 1 || unit < 1 || chunk < 1 || slots < 1 || pinned.numel < slots * chunk || calls.size() != 4)
-    fail("staged_copy: a chunk of pinned memory for every event, and four functions are required");
-  if (host.numel == 0) return;
-  Transfer t{static_cast<char*>(host.data), reinterpret_cast<char*>(device), static_cast<char*>(pinned.data),
-             host.numel, chunk, unit, pinned.numel / slots, slots, up, past_caches, static_cast<int>(ordinal),
-             reinterpret_cast<void*>(stream), events,
-             function_at<int (*)(int)>(calls[0]),
-             function_at<int (*)(void*, const void*, size_t, int, void*)>(calls[1]),
-             function_at<int (*)(void*, void*)>(calls[2]), function_at<int (*)(void*)>(calls[3])};
-  if (!up && t.good(t.use(t.ordinal)))
-    for (int64_t c = 0; c < std::min(slots, t.chunks) && t.issue(c);) ++c;
+  if (slots < 1 || pinned.numel < slots || calls.size() != 4)
+    fail("staging_open: pinned memory for every event, and four functions are required");
+  const std::lock_guard<std::mutex> lock(stagers_mutex);
+  stagers().push_back({static_cast<char*>(pinned.data), pinned.numel / slots, std::move(events), static_cast<int>(ordinal),
+                       function_at<int (*)(int)>(calls[0]),
+                       function_at<int (*)(void*, const void*, size_t, int, void*)>(calls[1]),
+                       function_at<int (*)(void*, void*)>(calls[2]), function_at<int (*)(void*)>(calls[3])});
+  return static_cast<int64_t>(stagers().size()) - 1;
+}
+
+// `bytes` between addresses on the host and on the device, in the order of a stream; one call at a time for every stager.
+void staged_copy(int64_t stager, int64_t host, int64_t device, int64_t bytes, int64_t chunk, int64_t unit, int64_t workers,
+                 bool up, bool past_caches, int64_t stream) {
+  const Stager* by = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(stagers_mutex);
+    if (stager >= 0 && stager < static_cast<int64_t>(stagers().size())) by = &stagers()[static_cast<size_t>(stager)];
+  }
+  if (!by || workers < 1 || unit < 1 || chunk < 1 || chunk > by->stride)
+    fail("staged_copy: an open stager, threads, units, and chunks that its buffers hold are required");
+  if (bytes < 1) return;
+  Transfer t{*by, reinterpret_cast<char*>(host), reinterpret_cast<char*>(device), bytes, chunk, unit, up, past_caches,
+             reinterpret_cast<void*>(stream)};
+  if (!up && t.good(by->use(by->ordinal)))
+    for (int64_t c = 0; c < std::min(t.slots, t.chunks) && t.issue(c);) ++c;
   crew::run(std::min(workers, t.chunks * t.share) - 1, t);
   if (t.problem.load()) fail("staged_copy: CUDA reports error " + std::to_string(t.problem.load()));
 }
@@ -133,11 +176,13 @@ void staged_copy(const Input& host, const Input& pinned, Numbers events, Numbers
 }  // namespace tensorlogic::ops
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
+  m.def("staging_open(Tensor pinned, int[] events, int[] calls, int ordinal) -> int");
   m.def(
-      "staged_copy(Tensor host, Tensor pinned, int[] events, int[] calls, int device, int chunk, int unit, int workers, "
-      "bool up, bool past_caches, int ordinal, int stream) -> ()");
+      "staged_copy(int stager, int host, int device, int bytes, int chunk, int unit, int workers, bool up, "
+      "bool past_caches, int stream) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CompositeExplicitAutograd, m) {
+  m.impl("staging_open", BOXED(tensorlogic::ops::staging_open));
   m.impl("staged_copy", BOXED(tensorlogic::ops::staged_copy));
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
 WORKERS = 8  # threads that copy, the caller among them
 BUFFER, SLOTS = 2 << 20, 16  # bytes of a pinned buffer, and how many there are
-CHUNKS = 16  # that a small transfer is cut into: the copy engine waits for the first, the caller for the last
+CHUNKS = 8  # that a small transfer is cut into, more at the end that is waited for
 SMALLEST = 1 << 18  # bytes of a chunk, below which the engine's calls take longer than its bytes
 UNIT = 1 << 17  # bytes that a thread copies at a time: all of them are at one chunk
 PAST_CACHES = 128 << 20  # bytes to a GPU below which threads write past the caches
@@ -67,42 +67,38 @@ class Stager:
         self.events = [torch.cuda.Event() for _ in range(SLOTS)]
         for event in self.events:
             event.record(self.stream)  # which makes them
-        self.handles = [int(event.cuda_event) for event in self.events]
-        self.calls = _runtime() if native.available() is None else None
-        self.copy = None if self.calls is None else native.op("staged_copy")
+        calls = _runtime() if native.available() is None else None
+        self.copy = None if calls is None else native.op("staged_copy")
+        if calls is not None:
+            handles = [int(event.cuda_event) for event in self.events]
+            self.number = native.op("staging_open")(self.memory, handles, calls, device.index)
         self.lock = threading.Lock()
         STATS.buffers += SLOTS
         STATS.buffer_bytes += self.memory.numel()
 
     def here(self, source: Tensor, target: Tensor, up: bool) -> None:
-        """Flat bytes, in the order of the current stream; on a CPU they are there when this returns."""
-        with self.lock:
-            if self.copy is not None:
-                host, there = (source, target) if up else (target, source)
-                stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-                self._staged(host, there, up, stream)
-            elif up:
-                self._up(source, target)
-            else:
-                self._down(source, target)
+        """Dense bytes, in the order of the current stream; on a CPU they are there when this returns."""
+        if self.copy is None:
+            with self.lock, torch.no_grad():
+                (self._up if up else self._down)(_bytes(source), _bytes(target))
+            return
+        host, there = (source, target) if up else (target, source)
+        n = host.numel() * host.element_size()
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        past = not up or n < PAST_CACHES
+        with self.lock:  # the library lets go of the interpreter meanwhile
+            self.copy(
+                self.number, host.data_ptr(), there.data_ptr(), n, chunk_of(n), UNIT, workers(), up, past, stream
+            )  # fmt: skip
 
     def aside(
         self, source: Tensor, target: Tensor, up: bool, ready: torch.cuda.Event
     ) -> torch.cuda.Event | None:
         """The same on a stream of its own behind `ready`; on a GPU they are there after the event, on a CPU at once."""
-        with torch.no_grad(), torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             self.stream.wait_event(ready)
             self.here(source, target, up)
             return self.stream.record_event() if up else None
-
-    def _staged(self, host: Tensor, there: Tensor, up: bool, stream: int) -> None:
-        """By the native library, which lets go of the interpreter meanwhile."""
-        assert self.copy is not None
-        n = host.numel()
-        self.copy(
-            host, self.memory, self.handles, self.calls, there.data_ptr(), chunk_of(n), UNIT, workers(), up,
-            not up or n < PAST_CACHES, self.device.index, stream,
-        )  # fmt: skip
 
     def _up(self, source: Tensor, target: Tensor) -> None:
         size, buffers = _piece(source.numel()), self.memory.split(CHUNK)
@@ -156,17 +152,18 @@ def _piece(nbytes: int) -> int:
     return CHUNK if nbytes >= 8 * CHUNK else CHUNK // 2
 
 
-_STAGERS: dict[tuple[int, str], Stager] = {}
+_STAGERS: dict[tuple[int, bool], Stager] = {}
 _LOCK = threading.Lock()
 
 
-def stager(device: torch.device, direction: str) -> Stager:
-    """The stager of a device and a direction, "up" or "down"."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    with _LOCK:
-        if (index, direction) not in _STAGERS:
-            _STAGERS[index, direction] = Stager(torch.device("cuda", index))
-        return _STAGERS[index, direction]
+def stager(index: int, up: bool) -> Stager:
+    """The stager of a device and a direction."""
+    found = _STAGERS.get((index, up))
+    if found is None:
+        with _LOCK:
+            found = _STAGERS.get((index, up)) or Stager(torch.device("cuda", index))
+            _STAGERS[index, up] = found
+    return found
 
 
 @lru_cache
@@ -178,10 +175,13 @@ def _worker() -> ThreadPoolExecutor:
 class Transfer:
     """A transfer under way: `wait()` gives the tensor, and orders the current stream behind the copy where it is on a GPU."""
 
-    def __init__(
-        self, result: Tensor, part: Any = None, kept: Any = None, final: Any = None
-    ) -> None:
-        self._result, self._part, self._kept, self._final = result, part, kept, final
+    def __init__(self, result: Tensor, part: Any = None, kept: Any = None) -> None:
+        self._result, self._part, self._kept = result, part, kept
+        self._dtype = result.dtype
+
+    def then(self, dtype: torch.dtype) -> None:
+        """Have the tensor converted when it is there."""
+        self._dtype = dtype
 
     def done(self) -> bool:
         """True when nothing is left to wait for on this side."""
@@ -195,8 +195,7 @@ class Transfer:
             stream.wait_event(event)
             self._result.record_stream(stream)
         self._part = self._kept = None
-        if self._final is not None:
-            self._result, self._final = self._final(self._result), None
+        self._result = self._result.to(self._dtype)
         return self._result
 
 
@@ -259,16 +258,18 @@ def to(
             f"to: dtype is {dtype!r}; a torch.dtype such as torch.float16, or None, is required"
         )
     wanted = source.dtype if dtype is None else dtype
-    handle = _staged(source, place, wanted, asynchronous)
-    if handle is None:
-        handle = Transfer(source.to(place, wanted))
-    return handle if asynchronous else handle.wait()
+    found = _staged(source, place, wanted, asynchronous)
+    if found is None:
+        found = source.to(place, wanted)
+    if not asynchronous:
+        return found
+    return found if isinstance(found, Transfer) else Transfer(found)
 
 
 def present(device: torch.device | str, fn: str) -> torch.device:
     """The device; raises ValueError where there is no such kind, RuntimeError where it is a GPU and there is none."""
     try:
-        place = torch.device(device)
+        place = device if isinstance(device, torch.device) else torch.device(device)
     except RuntimeError as problem:
         raise ValueError(
             f"{fn}: device is {device!r}; a device such as 'cpu' or 'cuda' is required"
@@ -282,43 +283,59 @@ def present(device: torch.device | str, fn: str) -> torch.device:
 
 def _staged(
     source: Tensor, place: torch.device, dtype: torch.dtype, asynchronous: bool
-) -> Transfer | None:
-    """The transfer through buffers; None where PyTorch's own is as good."""
-    if {source.device.type, place.type} != {"cpu", "cuda"} or not torch.cuda.is_available():
+) -> Tensor | Transfer | None:
+    """What was moved through buffers, or is being moved; None where PyTorch's own transfer is as good."""
+    up = place.type == "cuda"
+    if source.device.type != ("cpu" if up else "cuda") or not (up or place.type == "cpu"):
         return None
-    recording = source.requires_grad and torch.is_grad_enabled()
-    if recording or source.layout is not torch.strided or type(source) not in _PLAIN:
+    if (source.requires_grad and torch.is_grad_enabled()) or type(source) not in _PLAIN:
         return None
-    if source.numel() * source.element_size() < LEAST or (
-        source.device.type == "cpu" and source.is_pinned()
-    ):
+    nbytes = source.numel() * source.element_size()
+    if nbytes < LEAST or source.layout is not torch.strided or (up and source.is_pinned()):
         return None
+    if not torch.cuda.is_initialized():
+        torch.cuda.init()
     if torch.cuda.is_current_stream_capturing():
         return None
-    source = source.detach().resolve_conj().resolve_neg()
+    if source.requires_grad:
+        source = source.detach()
+    if source.is_conj() or source.is_neg():
+        source = source.resolve_conj().resolve_neg()
     if dtype.itemsize < source.element_size():
         source = source.to(dtype)
-    if not _dense(source):
+        nbytes = source.numel() * source.element_size()
+    if not (source.is_contiguous() or _dense(source)):
         source = source.contiguous()
-    target = _fresh(source, place)
-    gpu, up = (place, True) if place.type == "cuda" else (source.device, False)
-    mover = stager(gpu, "up" if up else "down")
+    index = place.index if up else source.device.index
+    here = torch._C._cuda_getDevice()
+    index = here if index is None else index
     STATS.transfers += 1
-    STATS.bytes_moved += source.numel() * source.element_size()
-    final = None if target.dtype == dtype else lambda t: t.to(dtype)
-    flat = (_bytes(source), _bytes(target))
+    STATS.bytes_moved += nbytes
+    if index == here and not asynchronous:
+        moved = _moved(source, place, index, up)
+    else:
+        with torch.cuda.device(index):
+            moved = _moved(source, place, index, up, asynchronous)
+    if isinstance(moved, Transfer):
+        moved.then(dtype)
+        return moved
+    return moved if moved.dtype == dtype else moved.to(dtype)
+
+
+def _moved(
+    source: Tensor, place: torch.device, index: int, up: bool, asynchronous: bool = False
+) -> Any:
+    """On the device of that index, which is the current one."""
+    mover, target = stager(index, up), _fresh(source, place)
     if not asynchronous:
-        with torch.no_grad(), torch.cuda.device(gpu):
-            mover.here(*flat, up)
-        return Transfer(target, None, None, final)
-    with torch.cuda.device(gpu):
-        ready = torch.cuda.Event()
-        ready.record()
+        mover.here(source, target, up)
+        return target
+    ready = torch.cuda.Event()
+    ready.record()
     for t in (source, target):
         if t.is_cuda:  # its memory must not be given away before this stream is done with it
             t.record_stream(mover.stream)
-    part = _worker().submit(mover.aside, *flat, up, ready)
-    return Transfer(target, part, source, final)
+    return Transfer(target, _worker().submit(mover.aside, source, target, up, ready), source)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -339,9 +356,9 @@ def _fresh(like: Tensor, place: torch.device) -> Tensor:
     from tensorlogic import native
 
     if place.type == "cpu" and like.is_contiguous() and native.available() is None:
-        made: Tensor = native.op("empty")(list(like.shape), like.dtype)
+        made: Tensor = native.op("empty")(like.shape, like.dtype)
         return made
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=place)
+    return torch.empty_like(like, device=place)  # dense, as it lies
 
 
 def _bytes(t: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402  (after the environment is set)
 
 from tensorlogic.compiling import CompileFailure  # noqa: E402
-from tensorlogic.ops.common import triton_launch  # noqa: E402
+from tensorlogic.ops.common import triton_launch, triton_start  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -149,13 +149,13 @@ def test_closure_passes_what_the_launcher_takes(
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False
     )
-    triton_launch._closure.cache_clear()
+    triton_start.closure.cache_clear()
     launch = Recorder()
-    binary = triton_launch._Binary(
+    binary = triton_start.Binary(
         launch=launch, function=99, metadata=(4, 1, 1024), flags=(False, False), scratch=0, tiles=(),
         described=None if flat else ("annotations", b"types"),
     )  # fmt: skip
-    make = triton_launch._closure(0, 2, 1, 1, True, False, False, flat)
+    make = triton_start.closure(0, 2, 1, 1, True, False, False, flat)
     start = make(binary, (3, 2, 1), 5, 15, 0, (1000,), ())
     x, y = torch.zeros(64), torch.zeros(64)
     assert start(x, y, 0.5) is True
@@ -177,7 +177,7 @@ def test_closure_passes_what_the_launcher_takes(
             b"types",
             kernel_args,
         )
-    triton_launch._closure.cache_clear()
+    triton_start.closure.cache_clear()
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["3.6", "3.7"])
@@ -187,22 +187,22 @@ def test_closure_passes_descriptors_before_pointers(
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False
     )
-    triton_launch._closure.cache_clear()
+    triton_start.closure.cache_clear()
     launch = Recorder()
-    binary = triton_launch._Binary(
+    binary = triton_start.Binary(
         launch=launch, function=99, metadata=(4, 1, 1024), flags=(False, False), scratch=0, tiles=(),
         described=None if flat else ("annotations", b"types"),
     )  # fmt: skip
     x, w, b = torch.zeros(64), torch.zeros(64), torch.zeros(64)
     made = {x.data_ptr(): "x's", w.data_ptr(): "w's"}
-    make = triton_launch._closure(2, 1, 1, 0, True, False, False, flat)
+    make = triton_start.closure(2, 1, 1, 0, True, False, False, flat)
     start = make(binary, (3, 2, 1), 5, 15, 0, (1000,), (made, 4, 16, 16, made, 2, 32, 40))
     assert start(x, w, b) is True
     assert start(x[1:], w, b) is False
     (call,) = launch.calls
     kernel_args = ("x's", 4, 16, 16, 1, "w's", 2, 32, 40, 1, b.data_ptr(), 1000)
     assert call[-len(kernel_args) :] == kernel_args if flat else call[-1] == kernel_args
-    triton_launch._closure.cache_clear()
+    triton_start.closure.cache_clear()
 
 
 def test_compiling_apart_reports_resources_and_reasons() -> None:

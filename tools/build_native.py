@@ -2,6 +2,7 @@
 
     python tools/build_native.py              build what changed into tensorlogic/_native/
     python tools/build_native.py --force      build everything
+    python tools/build_native.py --calls      build the compiled calls only, for a library that is there
     python tools/build_native.py --sanitize   build with AddressSanitizer and UndefinedBehaviorSanitizer into build/ and run
                                               the native tests on that build
 
@@ -274,6 +275,7 @@ def sanitized_tests() -> int:
             "native_tiles",
             "calls",
             "compiled_launch",
+            "compiled_fronts",
             "pool",
             "placement",
         )
@@ -291,8 +293,16 @@ def main() -> int:
     parser.add_argument(
         "--sanitize", action="store_true", help="build with sanitizers and run the native tests"
     )
+    parser.add_argument(
+        "--calls",
+        action="store_true",
+        help="build the compiled calls only, the library being there",
+    )
     options = parser.parse_args()
     try:
+        if options.calls:
+            print(build_calls(force=options.force))
+            return 0
         if options.sanitize:
             return sanitized_tests()
         print(build(force=options.force))

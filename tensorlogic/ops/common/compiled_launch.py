@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +19,6 @@ MAP_BYTES = 128
 STREAM = "aoti_torch_get_current_cuda_stream"
 # at::detail::empty_strided_cuda(ArrayRef<long>, ArrayRef<long>, ScalarType, optional<Device>)
 EMPTY = "_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_10ScalarTypeESt8optionalINS1_6DeviceEE"
-_loading = threading.Lock()
 
 
 def driver(device: torch.device) -> Any:

@@ -37,7 +37,6 @@ def seconds(action: Callable[[], Any]) -> float:
 @torch.no_grad()
 def measured(small: bool, compiling: bool) -> list[dict[str, Any]]:
     """Every model in this process."""
-    torch.compile(lambda v: v.sin() + 1)(torch.ones(8, device=DEVICE))  # Inductor's own import
     image = torch.randn(1, 3, 64 if small else 224, 64 if small else 224)
     cases = (
         ("resnet", resnet((1, 1, 1, 1)) if small else resnet(), image),
@@ -68,27 +67,36 @@ def main() -> None:
     """Run both processes and print what each took."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="without torch.compile")
     parser.add_argument("--child", choices=("first", "second"))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.child:
-        print(json.dumps(measured(given.small, given.child == "first")))
+        torch.compile(lambda v: v.sin() + 1)(torch.ones(8, device=DEVICE))  # nobody's time
+        print("set up", flush=True)
+        sys.stdin.readline()
+        print(json.dumps(measured(given.small, given.child == "first" and not given.alone)))
         return
-    cache, found = tempfile.mkdtemp(), {}
+    cache, found, children = tempfile.mkdtemp(), {}, {}
     for child in ("first", "second"):
         env = {**os.environ, "TENSORLOGIC_CACHE_DIR": cache}
         env["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
-        command = [sys.executable, __file__, "--child", child, *["--small"] * given.small]
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-        found[child] = json.loads(done.stdout.splitlines()[-1])
+        flags = [*["--small"] * given.small, *["--alone"] * given.alone]
+        command = [sys.executable, __file__, "--child", child, *flags]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        children[child] = subprocess.Popen(command, env=env, **pipes)
+    for process in children.values():  # neither sets up while the other measures
+        process.stdout.readline()
+    for child, process in children.items():
+        found[child] = json.loads(process.communicate("go\n")[0].splitlines()[-1])
         for row in found[child]:
             print(child, json.dumps(row), flush=True)
     for first, second in zip(found["first"], found["second"], strict=True):
-        share = second["ready_s"] / first["compile_s"]
-        print(
-            f"{first['model']}: {first['ready_s']:.2f} s, then {second['ready_s']:.2f} s, "
-            f"torch.compile {first['compile_s']:.2f} s: {share:.2f} of it"
-        )
+        text = f"{first['model']}: {first['ready_s']:.2f} s, then {second['ready_s']:.2f} s"
+        if not given.alone:
+            share = second["ready_s"] / first["compile_s"]
+            text += f", torch.compile {first['compile_s']:.2f} s: {share:.2f} of it"
+        print(text)
     if given.out:
         given.out.write_text(json.dumps({"torch": torch.__version__, **found}, indent=1) + "\n")
 

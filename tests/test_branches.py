@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tensorlogic import measure
+from tensorlogic.program import graphs, serve
 from tensorlogic.program import spread as spreading
 from tensorlogic.program.branches import LANES, Section, sections
 from tensorlogic.program.code import Function
@@ -216,6 +218,49 @@ def test_branches_are_kept_where_they_are_faster(monkeypatch: pytest.MonkeyPatch
     assert row.ratio[0] < 0.8
     assert program.replay.seconds == 0.0005
     assert len(program.sections) == 1
+
+
+class Rerun:
+    """A tape that computes again where a graph would be replayed."""
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        self.launched = 0
+
+    def record(self, fn: Any) -> Any:
+        self.fn, self.out = fn, fn()
+        return self.out
+
+    def replay(self) -> None:
+        self.launched += 1
+        for kept, now in zip(self.out, self.fn(), strict=True):
+            kept.copy_(now)
+
+
+@torch.no_grad()
+def test_calls_that_were_served_by_one_stream_are_served_by_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serve, "Replay", functools.partial(graphs.Replay, tape=Rerun))
+    monkeypatch.setattr(serve, "streams", lambda _: SimpleNamespace(fork=int, enter=int, join=int))
+    samples = measure.Samples({"one": [2.0] * 8, "many": [1.0] * 8})
+    monkeypatch.setattr(measure, "wall_samples", lambda *_: samples)
+    model, x = Towers(), torch.randn(2, 8)
+    made = traced(model, x)
+    program = Program(made, made.graph, {}, False, model)
+    program.replay, program.pointers = program.recorded([x]), program._where()
+    for _ in range(3):  # the last ones go the short way
+        assert program((x,), {}).equal(model(x))
+    one = program.replay.tape
+    assert one.launched == 3
+    spreading.spread(program, Report())
+    many = program.replay.tape
+    assert program.sections
+    assert many is not one
+    before = one.launched, many.launched
+    for _ in range(3):
+        y = torch.randn(2, 8)
+        assert program((y,), {}).equal(model(y))
+    assert (one.launched, many.launched) == (before[0], before[1] + 3)
 
 
 @torch.no_grad()

@@ -72,7 +72,7 @@ def _kept(program: Program, chosen: Sequence[Section], row: Row) -> bool:
         row.ratio = samples.ratio("many", "one")
         row.before_us, row.after_us = (samples.median(n) / REPLAYS for n in ("one", "many"))
         if row.ratio[0] <= GAIN and row.ratio[2] < 1:
-            program.replay = many
+            program.replay, program.way = many, None  # which led to the other one
             return True
         row.refused = "does not pay"
     program.sections = []

@@ -41,6 +41,8 @@ def _load() -> ModuleType | str:
     path = library()
     if not path.exists():
         return f"{path.name} is not built: it belongs to one version of PyTorch and of Python"
+    if path.name in native.stale():
+        return f"the compiled calls {path.name} were built from other sources than these: {native.rebuilding()}"
     loader = importlib.machinery.ExtensionFileLoader("tensorlogic_calls", str(path))
     spec = importlib.util.spec_from_loader("tensorlogic_calls", loader)
     assert spec is not None

@@ -30,6 +30,10 @@ def _load() -> str | None:
             f"{path.name} is not built: it belongs to one version of PyTorch; "
             f"`python tools/build_native.py` in a source checkout builds it for the installed one"
         )
+    if path.name in native.stale():
+        return (
+            f"the hooks {path.name} were built from other sources than these: {native.rebuilding()}"
+        )
     try:
         torch.ops.load_library(str(path))
     except OSError as error:

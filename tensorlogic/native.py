@@ -40,18 +40,28 @@ def library() -> Path:
     return named if named is not None else _PACKAGE / "_native" / "libtensorlogic_native.so"
 
 
+@functools.cache
+def stale() -> frozenset[str]:
+    """In a checkout: libraries in it that were built from other sources, and so may lack what is called here."""
+    if settings.native_library() is not None or not _BUILDER.exists():
+        return frozenset()
+    return frozenset(runpy.run_path(str(_BUILDER))["stale"]())
+
+
+def rebuilding() -> str:
+    return f"run `python {_BUILDER.relative_to(_PACKAGE.parent)}`"
+
+
 def _load() -> str | None:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     path = library()
     if version < OLDEST_TORCH:
         return f"PyTorch {torch.__version__} is older than 2.11, which the native library needs: upgrade torch"
     if not path.exists():
-        remedy = (
-            f"run `python {_BUILDER.relative_to(_PACKAGE.parent)}`"
-            if _BUILDER.exists()
-            else "install a wheel that has it"
-        )
+        remedy = rebuilding() if _BUILDER.exists() else "install a wheel that has it"
         return f"the native library {path.name} is not built: {remedy}"
+    if path.name in stale():
+        return f"the native library {path.name} was built from other sources than these: {rebuilding()}"
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -130,6 +140,7 @@ def build() -> str | None:
         builder["build"]()
     except builder["BuildError"] as error:
         return str(error)
+    stale.cache_clear()
     with _lock:
         if _state and _state[0] is not None:
             _state.clear()

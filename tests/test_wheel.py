@@ -42,6 +42,15 @@ def test_pure_without_libraries(tmp_path: Path) -> None:
     assert not [n for n in names if n.startswith(("tests/", "csrc/", "tools/"))]
 
 
+def test_without_libraries_of_other_sources(tmp_path: Path) -> None:
+    csrc = tmp_path / "tree" / "csrc"
+    csrc.mkdir(parents=True)
+    (csrc / "a.cpp").touch()
+    made = wheel(tmp_path, {"libtensorlogic_native.so": b"GLIBC_2.28", "stamp": b"build other"})
+    assert made.name.endswith("-py3-none-any.whl")
+    assert not [n for n in zipfile.ZipFile(made).namelist() if n.endswith(".so")]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what glibc is needed")
 def test_platform_of_the_libraries(tmp_path: Path) -> None:
     content = {"libone.so": b"..GLIBC_2.17..GLIBC_2.4", "libtwo.so": b"GLIBC_2.28"}

@@ -128,14 +128,33 @@ def commands(cxx: str, objects: Path, extra: Sequence[str]) -> dict[Path, list[s
 
 
 def stamp(cxx: str, extra: Sequence[str], part: str | None = None) -> str:
-    """What a build depends on: sources, this file, compiler, flags, headers; the library not on those of what lies beside it."""
-    digest = hashlib.sha256(
-        repr((cxx, tuple(extra), str(torch_folder()), platform.machine())).encode()
-    )
-    for path in sorted([*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"), Path(__file__)]):
+    """What a build depends on: compiler, flags, headers, this file; in a second line the sources."""
+    rest = (cxx, tuple(extra), str(torch_folder()), platform.machine())
+    digest = hashlib.sha256(repr(rest).encode() + Path(__file__).read_bytes())
+    return f"{digest.hexdigest()}\n{sources(part)}\n"
+
+
+def sources(part: str | None = None) -> str:
+    """Of the library, or of a part beside it and the library; the library does not depend on what lies beside it."""
+    digest = hashlib.sha256()
+    for path in sorted([*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h")]):
         if path.parent.name == part or path.parent.name not in BESIDE:
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def stale(output: Path = OUTPUT) -> list[str]:
+    """What lies in `output` and was built from other sources than those that are here; 3 ms."""
+    named = {LIBRARY: (output / "stamp", None)}
+    for part, name in (("hooks", HOOKS), ("calls", CALLS)):
+        for path in output.glob(name.format(version="*", suffix="*.so").replace("**", "*")):
+            named[path.name] = (path.with_suffix(".stamp"), part)
+    found = []
+    for name, (note, part) in named.items():
+        built = note.read_text().split() if note.exists() else []
+        if SOURCES.exists() and len(built) == 2 and built[1] != sources(part):
+            found.append(name)
+    return found
 
 
 def torch_version() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,12 @@ class NativeHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Add the libraries that are there and name the wheel after what they need."""
         folder = Path(self.root) / "tensorlogic" / "_native"
-        libraries = sorted(folder.glob("*.so"))
+        stale = runpy.run_path(str(Path(self.root) / "tools" / "build_native.py"))["stale"](folder)
+        for name in stale:
+            self.app.display_warning(
+                f"{name} is left out: it was built from other sources than these"
+            )
+        libraries = sorted(path for path in folder.glob("*.so") if path.name not in stale)
         if version == "editable" or not libraries:
             return
         for path in libraries:

@@ -20,7 +20,7 @@ def wheel(tmp_path: Path, libraries: dict[str, bytes]) -> Path:
     skip = shutil.ignore_patterns("_native", "__pycache__", "benchmarks")
     for name in ("tensorlogic", "tools"):
         shutil.copytree(ROOT / name, tree / name, ignore=skip)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, tree)
     folder = tree / "tensorlogic" / "_native"
     folder.mkdir()

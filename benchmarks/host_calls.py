@@ -1,4 +1,4 @@
-"""Host time of warm eager calls on a GPU at 128, in µs: `python benchmarks/host_calls.py [--python]`.
+"""Host time of warm eager calls on a GPU at 128, in µs: `python benchmarks/host_calls.py [--python] [OP ...]`.
 
 Every fused op with and without gradients beside PyTorch's own ops, float16 [128, 128], by the plans at hand: nothing is measured for them.
 `--python`: without the compiled calls.
@@ -82,6 +82,7 @@ def ops() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", action="store_true", help="without the compiled calls")
+    parser.add_argument("ops", nargs="*", help="which; all unless said")
     options = parser.parse_args()
     if options.python:
         calls._state.append("left out")
@@ -92,6 +93,8 @@ def main() -> None:
         f"{'op':<24}{'ours':>8}{'eager':>8}{'recorded':>10}{'eager':>8}{'both ways':>11}{'eager':>8}"
     )
     for name, (ours, eager) in ops().items():
+        if options.ops and name not in options.ops:
+            continue
         print(f"{name:<24}{row(ours, eager, x)}", flush=True)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import binding, calls, dispatch, front, policies
+from tensorlogic import background, binding, calls, dispatch, front, policies
 from tensorlogic.ops.common import compiled_launch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -184,3 +184,29 @@ def test_running_out_of_memory_is_said_as_before() -> None:
     empty = compiled_launch.empty(torch.device("cuda"))
     with pytest.raises(torch.OutOfMemoryError):
         empty((1 << 40,), (1,), torch.float32)
+
+
+def test_a_key_under_study_is_counted_by_its_plan() -> None:
+    """Calls in C count towards the study that they pay for, which ends with a plan."""
+    a, b = (torch.randn(96, 104, device="cuda", dtype=torch.float16) for _ in range(2))
+    expected = torch.relu(a + b)
+    with torch.no_grad(), tensorlogic.policy(tune="auto"):
+        for _ in range(500):
+            y = tensorlogic.add_relu(a, b)
+        torch.testing.assert_close(y, expected)
+        watches = [w for w in background._WATCHES.values() if "96,104" in w.key.text]
+    assert not watches or max(w.calls for w in watches) >= 100
+
+
+def test_recorded_calls_are_c_and_backward_finds_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, b, res = tensors(torch.float16)
+    x.requires_grad_()
+    with tensorlogic.policy(force="triton.tiled", tune="off"):
+        first = tensorlogic.linear(x, w, b, res, "relu")
+        monkeypatch.setattr(binding.Recording, "forward", None)
+        again = quick(tensorlogic.linear)(x, w, b, res, "relu")
+        assert again.grad_fn.name() == "RecordedBackward"
+        torch.testing.assert_close(again, first, rtol=0, atol=0)
+        (g,) = torch.autograd.grad(again.sum(), x)
+        exact = (first > 0).double() @ w.double()
+        assert (g.double() - exact).norm() < 1e-2 * exact.norm()

@@ -24,6 +24,9 @@ WHOLE, OUTSIDE = (
     1,
     2,
 )  # how a front serves a call by a plan: all outputs; not while its stream is captured
+REVISION = (
+    2  # of what this package and the module expect of each other: csrc/calls/calls.h has the same
+)
 ON_LOAD: list[Callable[[ModuleType], None]] = []  # called once with the module, when it is there
 ON_FORGET: list[Callable[[], None]] = []  # called when plans have changed
 _lock = threading.Lock()
@@ -51,6 +54,8 @@ def _load() -> ModuleType | str:
         loader.exec_module(module)
     except ImportError as error:
         return f"the compiled calls {path} do not load: {error}"
+    if getattr(module, "REVISION", 1) != REVISION:
+        return f"the compiled calls {path} were built from other sources: run `python tools/build_native.py`"
     return module
 
 

@@ -286,3 +286,10 @@ def test_without_the_module_everything_is_the_same(
         assert served == ["add_relu", "linear"]
     finally:
         native._op.cache_clear()
+
+
+def test_a_module_of_other_sources_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "REVISION", -1)
+    reason = calls._load()
+    assert isinstance(reason, str)
+    assert "built from other sources: run" in reason

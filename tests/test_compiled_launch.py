@@ -100,6 +100,15 @@ def test_the_stream_is_the_one_of_the_call(device: Device) -> None:
     assert [Launch.from_buffer_copy(n).stream for n in device.launches()] == [0x705, 0x905]
 
 
+def test_of_several_devices_the_kernels_own_is_made_current(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    start = made(device, "p", {})
+    assert start(torch.zeros(4)) is True
+    assert device.last().stream == 0x705
+
+
 def test_scratch_lives_for_the_launch(device: Device) -> None:
     start = made(device, "p", {}, scratch=100)
     assert start(torch.zeros(4))

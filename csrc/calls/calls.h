@@ -14,6 +14,7 @@
 
 namespace tensorlogic::calls {
 
+constexpr int REVISION = 2;  // of what the package expects of this module, as in tensorlogic/calls.py
 constexpr int MOST = 16;  // arguments
 
 // Owns one reference.

@@ -309,5 +309,9 @@ PyMODINIT_FUNC PyInit_tensorlogic_calls() {
       Py_DECREF(made);
       return nullptr;
     }
+  if (PyModule_AddIntConstant(made, "REVISION", REVISION) < 0) {
+    Py_DECREF(made);
+    return nullptr;
+  }
   return made;
 }

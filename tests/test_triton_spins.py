@@ -14,7 +14,7 @@ from .test_triton_gemm import check  # isort: skip
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry  # isort: skip
 from tensorlogic.op import OPS  # isort: skip
-from tensorlogic.ops.common import gemm, gemm_lanes, triton_launch, triton_one_row, triton_spins  # isort: skip
+from tensorlogic.ops.common import gemm, gemm_lanes, triton_launch, triton_spins  # isort: skip
 from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
@@ -88,40 +88,12 @@ def test_which_products_are_of_one_row() -> None:
     assert "one row" in str(asked(rand(2, 512, dtype="f16"), w))
     assert "along K" in str(asked(rand(1, 64, dtype="f16"), w.t()))
     assert "along K" in str(asked(rand(1, 100, dtype="f16"), rand(64, 100, dtype="f16")))
-    streams = op.candidates["triton.streams"]
-    for k, flags, reason in (
-        (512, ("none", False), None), (516, ("none", False), "whole groups"), (512, ("gelu", True), "one output"), (264, ("none", False), "whole groups"),
-    ):  # fmt: skip
-        key = op.key(
-            [rand(1, k, dtype="f16"), rand(64, k, dtype="f16"), None, None, *flags], "forward"
-        )
-        said = streams.supports(key)
-        assert said is None if reason is None else reason in str(said), (k, said)
-    gelu = OPS["linear"].candidates["triton.streams"].configs(op.key([rand(1, 512), rand(64, 512), None, None, "none", False], "inference"))  # fmt: skip
-    assert [c["products"][0]["BLOCK_K"] for c in gelu] == [512, 512, 1024]  # of 4 bytes
-
-
-@pytest.mark.parametrize("config", [(4, 256, 3, 4), (2, 512, 2, 1), (4, 1024, 5, 1)])
-@pytest.mark.parametrize("dtype", ["f16", "f32"])
-def test_a_streamed_row(config: tuple[int, ...], dtype: str) -> None:
-    settings = dict(zip(("BLOCK_N", "BLOCK_K", "STAGES", "PER"), config, strict=True))
-    for n, k, act, more in ((37, 520, "gelu", True), (1, 1024, "none", False), (8, 2048, "relu", True)):  # fmt: skip
-        x, w = rand(1, k, dtype=dtype), rand(n, k + 8, dtype=dtype, scale=k**-0.5)[:, :k]
-        bias, other, y = rand(n, dtype="f32"), rand(1, 2 * n, dtype=dtype)[:, ::2], poisoned(1, n, dtype=dtype)  # fmt: skip
-        about: dict[str, Any] = {"bias": "f32", "outer": "residual", "residual": Operand(dtype, 2 * n, 2)} if more else {}  # fmt: skip
-        spec = GemmSpec(1, n, k, Operand(dtype, k, 1), Operand(dtype, 1, k + 8), Operand(dtype, n, 1), activation=act, **about)  # fmt: skip
-        run = triton_one_row.streamed_launcher(spec, {**settings, "num_warps": 4}, DEVICE, 3)
-        assert run(x, w, bias, other, y) if more else run(x, w, y)
-        z = x.double() @ w.double().t() + (bias.double() + other.double() if more else 0.0)
-        want = {"gelu": torch.nn.functional.gelu, "relu": torch.relu, "none": lambda v: v}[act](z)
-        close(y, want, dtype, 1.0)
 
 
 @pytest.mark.parametrize(
     ("name", "id"),
     [
         ("linear", "triton.lanes"), ("matmul", "triton.lanes"), ("gelu_linear", "triton.lanes"),
-        ("linear", "triton.streams"), ("matmul", "triton.streams"),
     ],
 )  # fmt: skip
 def test_ops_of_one_row(name: str, id: str) -> None:
@@ -151,9 +123,7 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         row = Operand("f16", k, 1)
         spec = GemmSpec(1, n, k, row, Operand("f16", 1, k), row, bias="f16", activation="relu", outer="residual", residual=row)  # fmt: skip
         jobs += [j for c in gemm_lanes.lanes_configs(n, k, 2, 132) for j in gemm.gemm_jobs(spec, c, 90)]  # fmt: skip
-        for c in triton_one_row.streamed_configs(2):
-            jobs += triton_launch.collect(lambda c=c, spec=spec: triton_one_row.streamed_launcher(spec, c, cuda, 132), cuda)  # fmt: skip
-    assert len(jobs) == 9 + 4 + 6
+    assert len(jobs) == 9 + 4
     for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .common import gemm_lanes, gemm_wiring, triton_one_row
+from .common import gemm_lanes, gemm_wiring
 from .gelu_linear import GELU_LINEAR
 from .gelu_linear import triton_tiled as gelu_linear
 from .linear import LINEAR
@@ -20,11 +20,4 @@ for _op, _module in (
 ):
     gemm_wiring.candidate(
         _op, "triton.lanes", gemm_lanes.one_row(_module.describe), (gemm_lanes, _module)
-    )
-for _op, _module in ((LINEAR, linear), (MATMUL, matmul)):
-    gemm_wiring.candidate(
-        _op,
-        "triton.streams",
-        gemm_lanes.one_row(_module.describe, gemm_lanes.StreamedRow),
-        (gemm_lanes, triton_one_row, _module),
     )

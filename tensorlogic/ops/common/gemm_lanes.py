@@ -6,12 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
-
 from ...numerics import DTYPES
-from ...op import Config
 from ...plans import Key
-from . import triton_one_row, wiring
+from . import wiring
 from .gemm import GemmSpec, gemm_refusal
 from .gemm_wiring import Plan, Product
 
@@ -56,37 +53,7 @@ class OneRow(Product):
         return lanes_configs(self.spec.n, self.spec.k, size, wiring.cores())
 
 
-@dataclass(frozen=True)
-class StreamedRow(Product):
-    """A product of one row by programs that stream their share of the weights."""
-
-    def refusal(self) -> str | None:
-        """None, or why it is not one row, or more than a product with a plain epilogue."""
-        return lanes_refusal(self.spec) or triton_one_row.streamed_refusal(self.spec)
-
-    def configs(self) -> list[dict[str, Any]]:
-        """Configurations, best guess first."""
-        return triton_one_row.streamed_configs(DTYPES[self.spec.x.dtype].itemsize)
-
-    def arguments(self, config: Config) -> tuple[str, ...]:
-        """Expressions of what the launcher takes, in order."""
-        names = {**self.given, **{a: made[0] for a, made in self.made.items()}}
-        some = {"bias": self.spec.bias, "residual": self.spec.residual}
-        wanted = ("x", "w", *(name for name, there in some.items() if there), "y")
-        return tuple(names[a] for a in wanted)
-
-    def workspace(self, config: Config) -> tuple[int, int]:
-        """None is needed."""
-        return 0, 0
-
-    def start(self, config: Config, device: torch.device) -> Callable[..., bool]:
-        """The launcher over `arguments`."""
-        return triton_one_row.streamed_launcher(self.spec, dict(config), device, wiring.cores())
-
-
-def one_row(
-    describe: Callable[[Key], Plan | str], product: type[Product] = OneRow
-) -> Callable[[Key], Plan | str]:
+def one_row(describe: Callable[[Key], Plan | str]) -> Callable[[Key], Plan | str]:
     """What `describe` says of a key, with its product as one of one row."""
 
     def found(key: Key) -> Plan | str:
@@ -97,6 +64,6 @@ def one_row(
         if len(products) != 1 or len(plan.products) != 1:
             return "more than one launch"
         about = {f.name: getattr(products[0], f.name) for f in fields(Product)}
-        return replace(plan, products=(product(**about),))
+        return replace(plan, products=(OneRow(**about),))
 
     return found

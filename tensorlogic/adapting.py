@@ -98,7 +98,7 @@ class Adaptive:
                 return outs
         elif held is not None:
             outs = held.launch(*dynamic)
-            certain = self.certain and held.candidate.id == EAGER
+            certain = self.certain and form_of(held.candidate) == "f64"
             if outs is not None and (certain or held.covers(self._look(dynamic, outs))):
                 if held.missed:
                     self._warn(held)
@@ -153,7 +153,7 @@ class Adaptive:
     def _watch(self, held: Held, dynamic: Sequence[Any], outs: Outputs) -> Any:
         """What has the device judge the next calls; None where the host must."""
         then = held.statistics
-        certain = self.certain and held.candidate.id == EAGER
+        certain = self.certain and form_of(held.candidate) == "f64"
         if (
             not watchable(self.key)
             or certain
@@ -256,7 +256,8 @@ def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Can
         if UNITS[form_of(candidate)] > HOPELESS * rtol:
             continue
         us, config = _expected(op, candidate, key, plan)
-        ranked.append((us + guard, candidate, config))
+        certain = form_of(candidate) == "f64" and unguarded(key, rtol)
+        ranked.append((us + guard * (not certain), candidate, config))
     limit = _expected(op, eager, key, plan)[0] + (0.0 if unguarded(key, rtol) else guard)
     quick = sorted((r for r in ranked if r[0] <= limit), key=lambda r: r[0])
     return [(candidate, config) for _, candidate, config in quick] + [(eager, {})]

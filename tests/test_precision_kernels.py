@@ -58,6 +58,23 @@ def test_small_values_keep_their_lower_half() -> None:
     assert off[0] < 5e-7 < 1e-5 < off[1]
 
 
+@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_both_operands_in_one_launch(turned: tuple[bool, bool], dtype: torch.dtype) -> None:
+    a, b = torch.randn(37, 70, device=DEVICE), torch.randn(70, 45, device=DEVICE).half()
+    a = a.t().contiguous().t() if turned[0] else a
+    b = b.t().contiguous().t() if turned[1] else b
+    left, right = ways_cuda.PLANES[1 if dtype == torch.float64 else 3]
+    x, y = triton_split.split_both(a, b, dtype, left, right, 0)
+    assert torch.equal(x, triton_split.split(a, dtype, left, False))
+    assert torch.equal(y, triton_split.split(b, dtype, right, True))
+    if dtype == torch.float64:
+        assert torch.equal(ways_cuda.f64(a, b), a.double() @ b.double())
+    b[3, 4] = float("inf")
+    triton_split.split_both(a, b, torch.float16, left, right)
+    assert triton_split.noted(DEVICE)
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e6])
 def test_what_does_not_fit_is_noted_once(bad: float) -> None:
     a = torch.randn(20, 30, device=DEVICE)
@@ -300,6 +317,10 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         real = "f64" if kind == "f64" else "f32"
         triton_lines._peaks.__wrapped__(kind, real, False, (n, n), laid, 16, place)
         triton_halves._halve.__wrapped__(kind, (n, n), laid, 2, 16, place)
+    both = (((n, n), (n, 1), (1, 0, 0), False), ((n, n), (1, n), (0, 1, 0), True))
+    triton_split._split.__wrapped__(("f32", "f32", "f16"), both, 0, 4, place)
+    single = tuple((*laid[:2], (0,), laid[3]) for laid in both)
+    triton_split._split.__wrapped__(("f16", "f32", "f64"), single, 0, 4, place)
     for wide in (False, True):
         triton_halves._back.__wrapped__((n, n), ("left_ptr", "right_ptr"), wide, place)
     answers = triton_launch.resources_apart(jobs)

@@ -24,14 +24,15 @@ from .triton_launch import Start, prepare
 from .triton_math import follow
 
 LOG = logging.getLogger("tensorlogic")
-BLOCK_M, BLOCK_N = 64, 64
+BLOCK_M, BLOCK_N = 32, 32
 SIZES = {
     "f16": 2,
     "bf16": 2,
     "f32": 4,
     "f64": 8,
 }  # bytes of an element, to which its memory is aligned
-PROGRAMS = 264  # two for every multiprocessor of a large GPU; each reads the whole table
+WARPS = 1  # of a program: what it nearly always does is to sum up a table, for which several would wait for each other
+PROGRAMS = 528  # four for every multiprocessor of a large GPU; each reads the whole table
 
 
 @triton.jit
@@ -220,5 +221,5 @@ def _mend(
             "M": m, "N": n, "K": k, **dict(zip(order, strides, strict=True)), "ROWS": table[0], "BLOCKS": table[1],
         },
         floats=(), constexprs={"TABLE": triton.next_power_of_2(table[1]), "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N},
-        num_warps=4, num_stages=1, device=device, align=align,
+        num_warps=WARPS, num_stages=1, device=device, align=align,
     )  # fmt: skip

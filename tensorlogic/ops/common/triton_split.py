@@ -1,7 +1,7 @@
 """Triton kernels of precision policies: operands as planes of halves, and what a guard looks at.
 
 `split_planes`: x = h + m + l with h, m, l the nearest halves of what is left, written side by side along the inner dimension
-in any order, so that one half product of [h h m] · [h; m; h] is all terms of the float32 product but the smallest.
+in any order, so that one half product of [h h m] · [h; m; h] is all terms of the float32 product but the smallest. Or x in float64.
 `look_at`: norms, peaks and the norm of the result of every row of left and every column of right, by a sketch of each.
 """
 
@@ -25,40 +25,62 @@ BLOCK_L = 32  # rows that one program looks at
 
 
 @triton.jit
-def split_planes(
-    x_ptr, y_ptr, flag_ptr, R, C, stride_r, stride_c,
+def write_planes(
+    x_ptr, y_ptr, flag_ptr, pid, R, C, stride_r, stride_c,
     COUNT: tl.constexpr, PATTERN: tl.constexpr, DOWN: tl.constexpr, LIFT: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Slot s of y gets plane PATTERN[s] of x [R, C]: side by side [R, COUNT C], or below each other [COUNT R, C]."""
-    follow(PDL)
+    """One tile of x [R, C]: slot s of y gets plane PATTERN[s], side by side [R, COUNT C], or below each other [COUNT R, C]."""
     across = tl.cdiv(C, BLOCK_C)
-    pid = tl.program_id(0)
     rows = (pid // across) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = (pid % across) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (rows < R)[:, None] & (cols < C)[None, :]
     at = rows.to(tl.int64)[:, None] * stride_r + cols.to(tl.int64)[None, :] * stride_c
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
     half = y_ptr.dtype.element_ty
-    h = x.to(half)
-    rest = x - h.to(tl.float32)
-    m = (rest * (1 << LIFT)).to(half)
-    low = (rest * (1 << LIFT) - m.to(tl.float32)).to(half)
-    spoilt = tl.sum((rest - rest != 0.0).to(tl.int32))  # h or x is not finite
-    if spoilt > 0:
-        tl.atomic_add(flag_ptr, 1)
-    for s in tl.static_range(COUNT):
-        plane = (PATTERN >> (2 * s)) & 3
-        value = h
-        if plane == 1:
-            value = m
-        if plane == 2:
-            value = low
-        if DOWN:
-            to = (s * R + rows).to(tl.int64)[:, None] * C + cols[None, :]
-        else:
-            to = rows.to(tl.int64)[:, None] * (COUNT * C) + (s * C + cols)[None, :]
-        tl.store(y_ptr + to, value, mask=inside)
+    if half == tl.float64:  # which holds all of them
+        tl.store(y_ptr + rows.to(tl.int64)[:, None] * C + cols[None, :], x.to(half), mask=inside)
+    else:
+        x = x.to(tl.float32)
+        h = x.to(half)
+        rest = x - h.to(tl.float32)
+        m = (rest * (1 << LIFT)).to(half)
+        low = (rest * (1 << LIFT) - m.to(tl.float32)).to(half)
+        spoilt = tl.sum((rest - rest != 0.0).to(tl.int32))  # h or x is not finite
+        if spoilt > 0:
+            tl.atomic_add(flag_ptr, 1)
+        for s in tl.static_range(COUNT):
+            plane = (PATTERN >> (2 * s)) & 3
+            value = h
+            if plane == 1:
+                value = m
+            if plane == 2:
+                value = low
+            if DOWN:
+                to = (s * R + rows).to(tl.int64)[:, None] * C + cols[None, :]
+            else:
+                to = rows.to(tl.int64)[:, None] * (COUNT * C) + (s * C + cols)[None, :]
+            tl.store(y_ptr + to, value, mask=inside)
+
+
+@triton.jit
+def split_planes(
+    a_ptr, b_ptr, x_ptr, y_ptr, flag_ptr, A_R, A_C, a_r, a_c, B_R, B_C, b_r, b_c,
+    COUNT: tl.constexpr, A_PATTERN: tl.constexpr, B_PATTERN: tl.constexpr, A_DOWN: tl.constexpr, B_DOWN: tl.constexpr,
+    LIFT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Planes of a [A_R, A_C] to x, and, where there is a second operand, of b to y: one launch for both."""
+    follow(PDL)
+    pid = tl.program_id(0)
+    first = tl.cdiv(A_R, BLOCK_R) * tl.cdiv(A_C, BLOCK_C)
+    if pid < first:
+        write_planes(
+            a_ptr, x_ptr, flag_ptr, pid, A_R, A_C, a_r, a_c, COUNT, A_PATTERN, A_DOWN, LIFT, BLOCK_R, BLOCK_C
+        )  # fmt: skip
+    elif b_ptr is not None:
+        write_planes(
+            b_ptr, y_ptr, flag_ptr, pid - first, B_R, B_C, b_r, b_c, COUNT, B_PATTERN, B_DOWN, LIFT, BLOCK_R, BLOCK_C
+        )  # fmt: skip
 
 
 @triton.jit
@@ -170,23 +192,43 @@ def aligned(*tensors: Tensor) -> int:
     return pointers & -pointers
 
 
+Planes = tuple[
+    tuple[int, int], tuple[int, int], tuple[int, ...], bool
+]  # shape, strides, pattern, down
+
+
 @lru_cache(maxsize=1024)
 def _split(
-    kinds: tuple[str, str], shape: tuple[int, int], stride: tuple[int, int],
-    pattern: tuple[int, ...], down: bool, lift: int, align: int, device: torch.device,
+    kinds: tuple[str, ...], operands: tuple[Planes, ...], lift: int, align: int, device: torch.device
 ) -> Start:  # fmt: skip
-    rows, columns = shape
-    grid = triton.cdiv(rows, BLOCK_R) * triton.cdiv(columns, BLOCK_C)
+    """For one operand or two: `kinds` are those of the operands, then that of the planes."""
+    grid = 0
+    integers: dict[str, int] = {}
+    constexprs: dict[str, int] = {"COUNT": len(operands[0][2])}
+    pointers = dict(zip(("a_ptr", "b_ptr"), kinds[:-1], strict=False))
+    for name, (shape, stride, pattern, down) in zip("AB", operands, strict=False):
+        pointers["x_ptr" if name == "A" else "y_ptr"] = kinds[-1]
+        grid += triton.cdiv(shape[0], BLOCK_R) * triton.cdiv(shape[1], BLOCK_C)
+        low = name.lower()
+        integers |= {f"{name}_R": shape[0], f"{name}_C": shape[1], f"{low}_r": stride[0], f"{low}_c": stride[1]}  # fmt: skip
+        constexprs |= {f"{name}_PATTERN": sum(p << (2 * s) for s, p in enumerate(pattern)), f"{name}_DOWN": down}  # fmt: skip
+    for missing in ("B_PATTERN", "B_DOWN"):
+        constexprs.setdefault(missing, 0)
+    order = ("COUNT", "A_PATTERN", "B_PATTERN", "A_DOWN", "B_DOWN")
     return prepare(
-        split_planes, grid=(grid, 1, 1),
-        pointers={"x_ptr": kinds[0], "y_ptr": kinds[1], "flag_ptr": "i32"},
-        integers={"R": rows, "C": columns, "stride_r": stride[0], "stride_c": stride[1]}, floats=(),
-        constexprs={
-            "COUNT": len(pattern), "PATTERN": sum(p << (2 * s) for s, p in enumerate(pattern)), "DOWN": down, "LIFT": lift,
-            "BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C,
-        },
+        split_planes, grid=(grid, 1, 1), pointers={**pointers, "flag_ptr": "i32"}, integers=integers, floats=(),
+        constexprs={**{k: constexprs[k] for k in order}, "LIFT": lift, "BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C},
         num_warps=4, num_stages=1, device=device, align=min(align, 4),
     )  # fmt: skip
+
+
+def _laid(x: Tensor, pattern: tuple[int, ...], down: bool) -> tuple[bool, Planes, tuple[int, int]]:
+    """(whether x is taken transposed, as it then lies, the shape of its planes)."""
+    turned = x.stride(0) == 1 and x.stride(1) != 1
+    x, down = (x.t(), not down) if turned else (x, down)
+    (rows, columns), count = x.shape, len(pattern)
+    shape = (count * rows, columns) if down else (rows, count * columns)
+    return turned, ((rows, columns), (x.stride(0), x.stride(1)), pattern, down), shape
 
 
 def split(
@@ -196,17 +238,25 @@ def split(
 
     All planes but the first are multiplied by 2 ** lift.
     """
-    if x.stride(0) == 1 and x.stride(1) != 1:
-        return split(x.t(), dtype, pattern, not down, lift).t()
-    rows, columns = x.shape
-    count = len(pattern)
-    shape = (count * rows, columns) if down else (rows, count * columns)
+    turned, laid, shape = _laid(x, pattern, down)
     y = torch.empty(shape, dtype=dtype, device=x.device)
-    stride = (x.stride(0), x.stride(1))
-    start = _split(names(x, y), (rows, columns), stride, pattern, down, lift, aligned(x), x.device)
+    start = _split(names(x, y), (laid,), lift, aligned(x), x.device)
     if not start(x, y, flag(x.device)):
         raise RuntimeError("split: the kernel refused tensors of the alignment it was built for")
-    return y
+    return y.t() if turned else y
+
+
+def split_both(
+    a: Tensor, b: Tensor, dtype: torch.dtype, left: tuple[int, ...], right: tuple[int, ...], lift: int = 0
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The planes of a product's operands in one launch: those of a side by side, those of b below each other."""
+    (a_turned, a_laid, a_shape), (b_turned, b_laid, b_shape) = _laid(a, left, False), _laid(b, right, True)  # fmt: skip
+    x = torch.empty(a_shape, dtype=dtype, device=a.device)
+    y = torch.empty(b_shape, dtype=dtype, device=a.device)
+    start = _split(names(a, b, x), (a_laid, b_laid), lift, aligned(a, b), a.device)
+    if not start(a, b, x, y, flag(a.device)):
+        raise RuntimeError("split: the kernel refused tensors of the alignment it was built for")
+    return x.t() if a_turned else x, y.t() if b_turned else y
 
 
 @lru_cache(maxsize=1024)

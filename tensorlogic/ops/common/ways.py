@@ -17,7 +17,7 @@ Product = Callable[[Tensor, Tensor], Tensor]  # a [..., M, K], b [..., K, N] -> 
 
 SUMS = 2.0**-24  # what adding in float32 brings, a root of K times; tensor cores truncate
 #: Which forms may serve a mode.
-SERVING = {"f32": ("f32",), "f16": ("f16",), "adaptive": tuple(UNITS)}
+SERVING = {"f32": ("f32", "f64"), "f16": ("f16",), "adaptive": tuple(UNITS)}
 
 
 def anywhere(_: Any) -> None:

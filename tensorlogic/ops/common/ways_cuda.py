@@ -95,13 +95,17 @@ def tf32(rank: int, a: Tensor, b: Tensor) -> Tensor:
 def planes(dtype: torch.dtype, count: int, rank: int, a: Tensor, b: Tensor) -> Tensor:
     """The sum of `count` half products, as one product of a longer inner dimension."""
     left, right = PLANES[count]
-    if count == 1:
+    if count > 1 or dtype not in (a.dtype, b.dtype):
+        x, w = triton_split.split_both(a, b, dtype, left, right)
+    else:
         x = a if a.dtype == dtype else triton_split.split(a, dtype, left, False)
         w = b if b.dtype == dtype else triton_split.split(b, dtype, right, True)
-    else:
-        x = triton_split.split(a, dtype, left, False)
-        w = triton_split.split(b, dtype, right, True)
     return lt(x, w, rank=rank)
+
+
+def f64(a: Tensor, b: Tensor) -> Tensor:
+    """float64, narrower operands widened in one launch."""
+    return torch.mm(*triton_split.split_both(a, b, torch.float64, (0,), (0,)))
 
 
 def in_runs(dtype: torch.dtype, count: int, rank: int, a: Tensor, b: Tensor) -> Tensor:
@@ -111,8 +115,7 @@ def in_runs(dtype: torch.dtype, count: int, rank: int, a: Tensor, b: Tensor) -> 
     """
     left, right = PLANES[count]
     lift = 11 if dtype == torch.float16 else 0
-    x = triton_split.split(a, dtype, left, False, lift)
-    w = triton_split.split(b, dtype, right, True, lift)
+    x, w = triton_split.split_both(a, b, dtype, left, right, lift)
     depth = a.shape[1]
     small = (count - 1) * depth
     c = lt(x[:, :small], w[:small], rank=rank, alpha=2.0**-lift)
@@ -150,6 +153,12 @@ def _narrowing(key: Key) -> str | None:
     return "float64 is no slower on this GPU, and keeps its range" if quick else None
 
 
+def _widening(key: Key) -> str | None:
+    """None, or why torch.eager serves as well."""
+    wide = any(t is None or t.dtype not in ("f16", "bf16", "f32", "c64") for t in key.tensors[:2])
+    return "for operands that are to be widened" if wide else None
+
+
 def _us(rate: float, converted: float) -> Any:
     """Expected time from multiply-adds a microsecond and bytes of conversions an element."""
 
@@ -170,6 +179,16 @@ def found() -> list[Way]:
 
     bf16, f16 = torch.bfloat16, torch.float16
     return [
+        Way(
+            "triton.f64",
+            "f64",
+            f64,
+            _us(25e6, 16),
+            _cuda,
+            serves=_widening,
+            matrices=True,
+            sources=(triton_split,),
+        ),
         way("cublaslt.f32", "f32", f32, _us(25e6, 0), serves=_narrowing),
         way("cublaslt.bf16x6", "bf16x6", partial(in_runs, bf16, 6), _us(48e6, 16)),
         way("cublaslt.f16x3", "f16x3", partial(in_runs, f16, 3), _us(80e6, 10), guarded=True),

@@ -73,6 +73,8 @@ class Bound:
         if calls.is_plan(self.launch):
             return self.launch, calls.WHOLE * self.op.internal | calls.OUTSIDE * two
         alone = not self.op.internal and not two
+        if alone and self.choice.direct is not None:
+            return self.choice.direct, 0
         return (self.launch if alone and calls.is_launcher(self.launch) else self.run), 0
 
     def _runner(self, choice: selector.Choice, recording: bool) -> Run:

@@ -165,6 +165,9 @@ class Op:
     numbers: Callable[..., Tensor] | None = (
         None  # PyTorch's own, where a number stands for a tensor and nothing is to be fused
     )
+    direct: Callable[[Key], Callable[..., Tensor] | None] = (
+        lambda key: None
+    )  # what torch.eager calls, from dynamic arguments to the output itself, where that is one function of PyTorch's
     outputs: int = 1
     internal: bool = False  # called by other ops only, which take all its outputs
     candidates: dict[str, Candidate] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,9 @@ class Choice:
     source: str
     cacheable: bool = True
     captured: Choice | None = None  # what calls under graph capture take instead
+    direct: Callable[..., Tensor] | None = (
+        None  # the launcher without its tuple, where PyTorch has it so
+    )
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,9 @@ def choose(
         and not policy.reproducible
         and policy.observer is None
     ):
-        choice.launch = background.watch(op, key, device, choice.launch)
+        watched = background.watch(op, key, device, choice.launch)
+        if watched is not choice.launch:
+            choice.launch, choice.direct = watched, None
     return choice
 
 
@@ -313,7 +318,7 @@ def _bind(
         )
     eager = op.candidates[EAGER]
     launch = eager.bind(key, {}, device) if whole else op.plain(key, device)
-    return Choice(eager, {}, launch, source)
+    return Choice(eager, {}, launch, source, direct=op.direct(key))
 
 
 def _tries(candidate: Candidate, key: Key, config: Config, source: str) -> Iterator[Config]:

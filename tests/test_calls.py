@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
 from tensorlogic import background, calls, dispatch, front, native, policies, stores
+from tensorlogic.binding import Bound
 from tensorlogic.op import OPS
 
 pytestmark = pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
@@ -293,3 +294,46 @@ def test_a_module_of_other_sources_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     reason = calls._load()
     assert isinstance(reason, str)
     assert "built from other sources: run" in reason
+
+
+DIRECT: dict[str, tuple[Any, ...]] = {
+    "add": (torch.randn(3, 4), torch.randn(4)),
+    "sub": (torch.randn(3, 4), torch.randn(3, 4)),
+    "mul": (torch.randn(3, 4), torch.randn(3, 4)),
+    "div": (torch.randn(3, 4), torch.randn(3, 4)),
+    "relu": (torch.randn(3, 4),),
+    "gelu": (torch.randn(3, 4), "tanh"),
+    "silu": (torch.randn(3, 4),),
+    "add_relu": (torch.randn(3, 4), torch.randn(3, 4)),
+    "mul_relu": (torch.randn(3, 4), torch.randn(3, 4)),
+    "affine": (torch.randn(3, 4), torch.randn(4), torch.randn(4)),
+    "sum": (torch.randn(3, 4), (1,), True),
+    "mean": (torch.randn(3, 4), (0,), False),
+    "max": (torch.randn(3, 4), (0, 1), False),
+    "min": (torch.randn(3, 4), (1,), False),
+    "softmax": (torch.randn(3, 4), 0),
+    "matmul": (torch.randn(3, 4), torch.randn(4, 5), "none"),
+    "linear": (torch.randn(3, 4), torch.randn(5, 4), torch.randn(5), None, "none"),
+}
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_what_pytorch_serves_is_called_without_our_frames(name: str) -> None:
+    op, args = OPS[name], (*DIRECT[name], False)
+    dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
+    with tensorlogic.policy(force="torch.eager", tune="off"):
+        bound = Bound(op, args, policies.current(), False)
+        run = bound.shortest[0]
+        assert run is bound.choice.direct
+        assert torch.equal(run(*dynamic), bound.run(*dynamic))
+
+
+def test_neither_watched_calls_nor_fused_ones_go_past_their_launcher() -> None:
+    x = torch.randn(3, 4).double()
+    with tensorlogic.policy(tune="auto"):
+        bound = Bound(OPS["relu"], (x, False), policies.current(), False)
+    assert bound.choice.candidate.id == "torch.eager"
+    assert bound.shortest[0] is not torch.relu
+    with tensorlogic.policy(force="torch.eager", tune="off"):
+        args = (x, x[:, :4], None, None, "relu", False)
+        assert Bound(OPS["linear"], args, policies.current(), False).choice.direct is None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ... import dispatch
 from ...op import Gradient, Op, Outputs
+from ...plans import Key
 from ...precision import precision as Precision
 from ..common import checks, costs, samples
 from ..common.activations import ACTIVATIONS, SMOOTH
@@ -54,12 +57,19 @@ def _cases() -> Any:
     yield torch.randn(8), torch.randn(4, 8), None, torch.randn(4), "silu"
 
 
+def _direct(key: Key) -> Callable[..., Tensor] | None:
+    if key.flag("activation") != "none" or key.spec("residual") is not None:
+        return None
+    return lambda x, weight, bias, residual: F.linear(x, weight, bias)
+
+
 LINEAR = Op(
     reference=reference.linear,
     flops=costs.linear_flops,
     traffic=costs.linear_traffic,
     sample=samples.scaled({"weight": 1}),
     stress=samples.cancelling("x", "weight"),
+    direct=_direct,
     landmarks=samples.picked("x", "weight"),
     cases=_cases,
     gradient=Gradient(_kept, _backward),

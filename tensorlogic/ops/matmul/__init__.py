@@ -102,6 +102,7 @@ MATMUL = Op(
     traffic=_traffic,
     sample=samples.scaled({"b": -2}),
     stress=samples.cancelling("a", "b", -1, -2),
+    direct=lambda key: torch.matmul if key.flag("activation") == "none" else None,
     landmarks=samples.picked("a", "b", transposed=False),
     cases=_cases,
     gradient=Gradient(_kept, _backward),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from numbers import Number
 from types import SimpleNamespace
 from typing import Any
@@ -65,9 +66,10 @@ def _op(
     meaning: Callable[..., tuple[Tensor, ...]],
     uses: str,
     flops: float,
+    direct: Callable[..., Tensor] | None = None,
     numbers: Callable[..., Tensor] | None = None,
 ) -> Op:
-    """An element-wise op; `uses` says what its gradient reads: "a", "b" (operands) and "y" (the output)."""
+    """An element-wise op; `direct` is PyTorch's own; `uses` says what its gradient reads: "a", "b" (operands) and "y" (the output)."""
 
     def kind(flags: SimpleNamespace) -> str:
         return "gelu_tanh" if getattr(flags, "approximate", None) == "tanh" else op.name
@@ -103,6 +105,7 @@ def _op(
         cases=lambda: _cases(len(op.dynamic), op.name),
         gradient=Gradient(save, backward),
         numbers=numbers,
+        direct=lambda key: direct,
     )
     op.candidate("torch.eager", trusted=True)(meaning)
     return op
@@ -234,16 +237,22 @@ for _meaning in (_add, _sub, _mul, _div, _relu, _gelu, _silu, _add_relu, _mul_re
     _meaning.__name__ = _meaning.__name__.removeprefix("_")  # the op's name is its reference's
 
 ADD, SUB, MUL, DIV = (
-    _op(_add, "", 1.0, operator.add),
-    _op(_sub, "", 1.0, operator.sub),
-    _op(_mul, "ab", 1.0, operator.mul),
-    _op(_div, "ab", 1.0, operator.truediv),
+    _op(_add, "", 1.0, torch.add, operator.add),
+    _op(_sub, "", 1.0, torch.sub, operator.sub),
+    _op(_mul, "ab", 1.0, torch.mul, operator.mul),
+    _op(_div, "ab", 1.0, torch.div, operator.truediv),
 )
-RELU, GELU, SILU = _op(_relu, "y", 1.0), _op(_gelu, "a", 10.0), _op(_silu, "a", 5.0)
+RELU, SILU = _op(_relu, "y", 1.0, torch.relu), _op(_silu, "a", 5.0, torch._C._nn.silu)
+GELU = _op(_gelu, "a", 10.0)
+GELU.direct = lambda key: (
+    torch._C._nn.gelu
+    if key.flag("approximate") == "none"
+    else partial(torch._C._nn.gelu, approximate="tanh")
+)
 ADD_RELU, MUL_RELU, AFFINE = (
-    _op(_add_relu, "y", 2.0),
-    _op(_mul_relu, "aby", 2.0),
-    _op(_affine, "ab", 2.0),
+    _op(_add_relu, "y", 2.0, lambda a, b: torch.relu(a + b)),
+    _op(_mul_relu, "aby", 2.0, lambda a, b: torch.relu(a * b)),
+    _op(_affine, "ab", 2.0, lambda x, scale, bias: x * scale + bias),
 )
 FAMILY = (ADD, SUB, MUL, DIV, RELU, GELU, SILU, ADD_RELU, MUL_RELU, AFFINE)
 

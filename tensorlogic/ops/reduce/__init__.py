@@ -61,7 +61,13 @@ def _spread(dy: Tensor, flags: SimpleNamespace, x: Tensor, y: Tensor) -> Tensor:
     return torch.where(hit, _expand(dy, flags, x.shape) / share, 0).to(x.dtype)
 
 
-def _op(meaning: Callable[..., tuple[Tensor, ...]], extreme: bool) -> Op:
+def _op(
+    meaning: Callable[..., tuple[Tensor, ...]], own: Callable[..., Tensor], extreme: bool
+) -> Op:
+    def direct(key: Key) -> Callable[..., Tensor] | None:
+        dim, keepdim = key.flag("dim"), key.flag("keepdim")
+        return (lambda x: own(x, dim, keepdim)) if dim else None
+
     def save(
         flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
     ) -> tuple[Tensor | None, ...]:
@@ -87,6 +93,7 @@ def _op(meaning: Callable[..., tuple[Tensor, ...]], extreme: bool) -> Op:
         cases=lambda: _cases(extreme),
         gradient=Gradient(save, backward),
         autocast="composition",
+        direct=direct,
     )
     op.candidate("torch.eager", trusted=True)(meaning)
     return op
@@ -116,7 +123,8 @@ def _cases(extreme: bool) -> Any:
         yield torch.randn(0, 4), (0,), False
 
 
-SUM, MEAN, MAX, MIN = _op(_sum, False), _op(_mean, False), _op(_max, True), _op(_min, True)
+SUM, MEAN = _op(_sum, torch.sum, False), _op(_mean, torch.mean, False)
+MAX, MIN = _op(_max, torch.amax, True), _op(_min, torch.amin, True)
 FAMILY = (SUM, MEAN, MAX, MIN)
 
 

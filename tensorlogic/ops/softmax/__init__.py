@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,12 +63,18 @@ def _cases() -> Any:
     yield torch.randn(9, 8).t(), 1
 
 
+def _direct(key: Key) -> Callable[..., Tensor]:
+    dim = key.flag("dim")
+    return lambda x: torch.softmax(x, dim)
+
+
 SOFTMAX = Op(
     reference=_softmax,
     flops=lambda key: 5.0 * costs.size(key.tensors[0]),
     traffic=costs.pointwise_traffic,
     cases=_cases,
     stress=_wide_logits,
+    direct=_direct,
     gradient=Gradient(_kept, _backward),
     autocast="composition",
 )

@@ -25,13 +25,22 @@ def constant(tensor: Tensor) -> Tensor:
     Returns:
         The same tensor.
 
+    Raises:
+        TypeError: not a tensor.
+
     Example:
         >>> import torch, tensorlogic
         >>> weight = tensorlogic.constant(torch.ones(4, 4))
     """
+    _check("constant", tensor)
     key = id(tensor)
     _CONSTANTS[key] = weakref.ref(tensor, lambda _: _CONSTANTS.pop(key, None))
     return tensor
+
+
+def _check(fn: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{fn}: tensor is {type(tensor).__name__}; a torch.Tensor is required")
 
 
 def is_constant(tensor: Tensor) -> bool:
@@ -203,8 +212,5 @@ def invalidate(tensor: Tensor) -> None:
         True
         >>> tensorlogic.invalidate(weight)
     """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(
-            f"invalidate: tensor is {type(tensor).__name__}; a torch.Tensor is required"
-        )
+    _check("invalidate", tensor)
     CACHE.invalidate(tensor)

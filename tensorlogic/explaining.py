@@ -63,14 +63,15 @@ def candidates(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> dict[
         True
     """
     found = _op(op)
-    if isinstance(op, str) or not args:
+    if isinstance(op, str) or not (args or kwargs):
         registry.ready("cpu")
         return {id: c.available("cpu") for id, c in found.candidates.items()}
     met = _met(op, args, kwargs)
-    if not met:
-        reason = "such tensors or modes are served by PyTorch's own operations"
+    key = next((key for its, key, _ in met if its.name == found.name), None)
+    if key is None:
+        by = met[0][0].name if met else "PyTorch's own operations"
+        reason = f"such arguments, tensors or modes are served by {by}"
         return {id: None if id == EAGER else reason for id in found.candidates}
-    key = met[0][1]
     return {id: c.unfit(key) for id, c in found.candidates.items()}
 
 

@@ -31,13 +31,13 @@ class Learned:
         return text + (f"; {len(self.unmeasured)} could not be measured" if self.unmeasured else "")
 
 
-def tune(fn: Callable[..., Any], *example_inputs: Any) -> Learned:
-    """Run `fn(*example_inputs)` once, measure every key it meets, forward and backward, and remember the choices.
+def tune(fn: Callable[..., Any], *example_inputs: Any, **keywords: Any) -> Learned:
+    """Run `fn(*example_inputs, **keywords)` once, measure every key it meets, forward and backward, and remember the choices.
 
     Args:
         fn: a function or a torch.nn.Module. A backward pass inside it is seen; when it returns a tensor that requires
             gradients and runs no backward itself, one is run to meet the backward keys, and every `.grad` is left as it was.
-        example_inputs: its arguments.
+        example_inputs, keywords: its arguments.
 
     Returns:
         What was learned; printing it gives one line.
@@ -70,7 +70,7 @@ def tune(fn: Callable[..., Any], *example_inputs: Any) -> Learned:
 
     watching = replace(policies.current(), tune="off", observer=observe, entries={})
     with policies.use(watching):
-        out = fn(*example_inputs)
+        out = fn(*example_inputs, **keywords)
         _backward(out)
     learned = Learned()
     learned.keys = [key for _, key, _ in met.values()]

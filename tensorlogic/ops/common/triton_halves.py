@@ -18,6 +18,11 @@ LINES = {
     True: (16, 512),
     False: (128, 64),
 }  # and elements along them of a tile, as in triton_lines.py
+WHOLE = 8192  # bytes of a line, beyond which it is read by several programs
+TILE, ENOUGH = (
+    16384,
+    128,
+)  # elements of whole lines that a program holds at most; programs that occupy a GPU
 BLOCK_M, BLOCK_N = {False: 32, True: 16}, 128  # the former by whether it is in float64
 
 
@@ -28,6 +33,31 @@ def power(e, WIDE: tl.constexpr):
         return ((e.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
     else:
         return ((e + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fits(largest):
+    """Whether float16 holds lines with these largest values as they are, or they are 0."""
+    return ((largest >= 0.0009765625) & (largest <= 65504.0)) | (largest == 0.0)
+
+
+@triton.jit
+def exponent(largest, WIDE: tl.constexpr):
+    """Of the power of two by which a line is scaled down: 0 where it fits or has no finite largest value, else that value's own."""
+    if WIDE:
+        e = (((largest.to(tl.int64, bitcast=True) >> 52) & 2047) - 1023).to(tl.int32)
+    else:
+        e = ((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+    return tl.where(fits(largest) | (largest == float("inf")), 0, e)
+
+
+@triton.jit
+def halved(x, e, WIDE: tl.constexpr):
+    """half(x · 2^-e), in two steps, for 2^-e alone may leave the range; what is finite stays so, and what is not."""
+    half = e >> 1
+    near = x * power(-half, WIDE) * power(half - e, WIDE)
+    near = tl.minimum(tl.maximum(near, -65504.0), 65504.0)
+    return tl.where(x - x == 0.0, near, x).to(tl.float16)
 
 
 @triton.jit
@@ -50,26 +80,32 @@ def halve_lines(
     for _ in range(PARTS):
         largest = tl.maximum(largest, tl.load(peak_ptr + at, mask=lines < R, other=0.0))
         at += R
-    if WIDE:
-        e = (((largest.to(tl.int64, bitcast=True) >> 52) & 2047) - 1023).to(tl.int32)
-    else:
-        e = ((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127
-    fits = (largest >= 0.0009765625) & (largest <= 65504.0)
-    e = tl.where(fits | (largest == 0.0) | (largest == float("inf")), 0, e)
+    e = exponent(largest, WIDE)
     if first == 0:
         tl.store(scale_ptr + lines, e, mask=lines < R)
-    if tl.max(tl.where(fits | (largest == 0.0), 0, 1)) > 0:
-        half = e >> 1  # in two steps: 2^-e alone may leave the range
-        one, two = power(-half, WIDE)[:, None], power(half - e, WIDE)[:, None]
+    if tl.max(tl.where(fits(largest), 0, 1)) > 0:
         along = first * BLOCK_C + tl.arange(0, BLOCK_C)
         inside = (lines < R)[:, None] & (along < C)[None, :]
         i, k = lines.to(tl.int64)[:, None], along.to(tl.int64)[None, :]
         x = tl.load(x_ptr + i * x_line + k * x_along, mask=inside, other=0.0).to(real)
-        near = tl.minimum(
-            tl.maximum(x * one * two, -65504.0), 65504.0
-        )  # what is not finite stays so
-        y = tl.where(x - x == 0.0, near, x).to(tl.float16)
-        tl.store(y_ptr + i * y_line + k * y_along, y, mask=inside)
+        tl.store(y_ptr + i * y_line + k * y_along, halved(x, e[:, None], WIDE), mask=inside)
+
+
+@triton.jit
+def halve_whole_lines(
+    x_ptr, y_ptr, scale_ptr, R, C, x_line, x_along, y_line, y_along,
+    WIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same for lines of at most BLOCK_C elements, which a program sees as a whole: one launch, and x read once."""
+    follow(PDL)
+    lines, along = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+    inside = (lines < R)[:, None] & (along < C)[None, :]
+    i, k = lines.to(tl.int64)[:, None], along.to(tl.int64)[None, :]
+    x = tl.load(x_ptr + i * x_line + k * x_along, mask=inside, other=0.0)
+    x = x.to(tl.float64 if WIDE else tl.float32)
+    e = exponent(tl.max(tl.abs(x), 1), WIDE)
+    tl.store(scale_ptr + lines, e, mask=lines < R)
+    tl.store(y_ptr + i * y_line + k * y_along, halved(x, e[:, None], WIDE), mask=inside)
 
 
 @triton.jit
@@ -128,14 +164,36 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     y = torch.empty((columns, rows) if turned else (rows, columns), dtype=torch.float16, device=x.device)  # fmt: skip
     y = y.t() if turned else y
     exponents = torch.empty(rows, dtype=torch.int32, device=x.device)
-    real = "f64" if x.dtype == torch.float64 else "f32"
-    peak, _, parts = triton_lines.peaks(x, real, rounded=y)
-    (kind,) = triton_split.names(x)
-    strides = (*x.stride(), *y.stride())
-    start = _halve(kind, (rows, columns), strides, parts, triton_split.aligned(x), x.device)
-    if not start(x, y, exponents, peak):
+    (kind,), strides = triton_split.names(x), (*x.stride(), *y.stride())
+    align = triton_split.aligned(x)
+    if columns <= WHOLE // x.element_size():
+        good = _whole(kind, (rows, columns), strides, align, x.device)(x, y, exponents)
+    else:
+        real = "f64" if x.dtype == torch.float64 else "f32"
+        peak, _, parts = triton_lines.peaks(x, real, rounded=y)
+        good = _halve(kind, (rows, columns), strides, parts, align, x.device)(x, y, exponents, peak)
+    if not good:
         raise RuntimeError("halves: the kernel refused tensors of the alignment it was built for")
     return y, exponents
+
+
+@lru_cache(maxsize=1024)
+def _whole(
+    kind: str, shape: tuple[int, int], strides: tuple[int, ...], align: int, device: torch.device
+) -> Start:
+    lines, along = shape
+    columns = max(16, triton.next_power_of_2(along))
+    wide = kind == "f64"
+    rows = max(
+        1, min(TILE // (1 + wide) // columns, triton.next_power_of_2(max(1, lines // ENOUGH)))
+    )
+    return prepare(
+        halve_whole_lines, grid=(triton.cdiv(lines, rows), 1, 1),
+        pointers={"x_ptr": kind, "y_ptr": "f16", "scale_ptr": "i32"},
+        integers={"R": lines, "C": along, **dict(zip(("x_line", "x_along", "y_line", "y_along"), strides, strict=True))},
+        floats=(), constexprs={"WIDE": wide, "BLOCK_R": rows, "BLOCK_C": columns},
+        num_warps=8, num_stages=1, device=device, align=align,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)

@@ -7,7 +7,7 @@ import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +113,12 @@ class Gradient:
         [SimpleNamespace, tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], Tensor],
         tuple[Tensor | None, ...],
     ]
+
+
+@cache
+def bits(needs: tuple[bool, ...]) -> str:
+    """Which gradients are asked for, as the flag of a backward op: "10" of (True, False)."""
+    return "".join("01"[n] for n in needs)
 
 
 @dataclass

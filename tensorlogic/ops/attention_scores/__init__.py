@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...numerics import DTYPES
-from ...op import Gradient, Op, Outputs
+from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
 from ..common import checks, costs
 
@@ -81,8 +81,8 @@ def _backward(
     q, k, y, mask = saved
     if mask is not None and mask.dtype == torch.bool:
         y = _sighted(y, mask, flags.is_causal)
-    grads = backward_call(dy, q, k, y, scalars[0], mask, "".join("01"[n] for n in needs))
-    return tuple(g if n else None for g, n in zip(grads, needs, strict=True))
+    grads = backward_call(dy, q, k, y, scalars[0], mask, bits(needs))
+    return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 
 def _cases() -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...capture_watch import capturing
-from ...op import Gradient, Op, Outputs
+from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key, TensorSpec
 from ..common import checks, costs, samples
 from ..common.random import draw, keep_mask, seeded
@@ -88,7 +88,7 @@ def _backward(
     dy: Tensor,
 ) -> tuple[Any, ...]:
     x, weight, mask, state = saved
-    grads = backward_call(dy, x, weight, mask, *scalars, state, "".join("01"[n] for n in needs[:3]))
+    grads = backward_call(dy, x, weight, mask, *scalars, state, bits(needs[:3]))
     return (*(g if n else None for g, n in zip(grads, needs[:3], strict=True)), None)
 
 

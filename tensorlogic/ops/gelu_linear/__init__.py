@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import dispatch
-from ...op import Gradient, Op, Outputs
+from ...op import Gradient, Op, Outputs, bits
 from ..common import checks, costs, products, samples
 from ..common.rows import rows
 
@@ -52,8 +52,8 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    grads = backward_call(dy, *saved, flags.approximate, "".join("01"[n] for n in needs))
-    return tuple(g if n else None for g, n in zip(grads, needs, strict=True))
+    grads = backward_call(dy, *saved, flags.approximate, bits(needs))
+    return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 
 def _cases() -> Any:

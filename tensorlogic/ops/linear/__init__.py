@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import dispatch
-from ...op import Gradient, Op, Outputs
+from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
 from ...precision import precision as Precision
 from ..common import checks, costs, samples
@@ -37,8 +37,8 @@ def _backward(
     dy: Tensor,
 ) -> tuple[Any, ...]:
     x, weight, kept = saved
-    grads = backward_call(dy, x, weight, kept, flags.activation, "".join("01"[n] for n in needs))
-    return tuple(g if n else None for g, n in zip(grads, needs, strict=True))
+    grads = backward_call(dy, x, weight, kept, flags.activation, bits(needs))
+    return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 
 def _cases() -> Any:

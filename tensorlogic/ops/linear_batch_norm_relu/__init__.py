@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import dispatch
-from ...op import Gradient, Op, Outputs
+from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key, TensorSpec
 from ..common import checks, costs, products, samples
 from ..common.rows import rows
@@ -102,7 +102,7 @@ def _backward(
     x, weight, y, z, mean, spread, gamma = saved
     wanted = (*needs[:3], *needs[5:7])
     grads = backward_call(
-        dy, x, weight, y, z, mean, spread, gamma, flags.training, flags.eps, "".join("01"[n] for n in wanted)
+        dy, x, weight, y, z, mean, spread, gamma, flags.training, flags.eps, bits(wanted)
     )  # fmt: skip
     dx, dw, db, dgamma, dbeta = (g if n else None for g, n in zip(grads, wanted, strict=True))
     return (dx, dw, db, None, None, dgamma, dbeta)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...numerics import DTYPES
-from ...op import Gradient, Op, Outputs
+from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
 from ...precision import precision as Precision
 from ..common import checks, costs, products, samples
@@ -75,8 +75,8 @@ def _backward(
     dy: Tensor,
 ) -> tuple[Any, ...]:
     a, b, kept = saved
-    grads = backward_call(dy, a, b, kept, flags.activation, "".join("01"[n] for n in needs))
-    return tuple(g if n else None for g, n in zip(grads, needs, strict=True))
+    grads = backward_call(dy, a, b, kept, flags.activation, bits(needs))
+    return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 
 def _cases() -> Any:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import dispatch
-from ...op import Gradient, Op, Outputs
+from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
 from ..common import checks, costs, samples
 from . import reference
@@ -93,8 +93,8 @@ def _op(
         dy: Tensor,
     ) -> tuple[Any, ...]:
         wanted = (*needs, False, False)[:3]
-        grads = backward_call(dy, *saved, kind(flags), "".join("01"[n] for n in wanted))
-        return tuple(g if n else None for g, n in zip(grads, wanted, strict=True))[: len(needs)]
+        grads = backward_call(dy, *saved, kind(flags), bits(wanted))
+        return tuple([g if n else None for g, n in zip(grads, wanted, strict=True)])[: len(needs)]
 
     op = Op(
         reference=meaning,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,10 +116,16 @@ class Gradient:
     ]
 
 
-@cache
+_BITS = {
+    needs: "".join("01"[n] for n in needs)
+    for count in range(9)
+    for needs in itertools.product((False, True), repeat=count)
+}
+
+
 def bits(needs: tuple[bool, ...]) -> str:
     """Which gradients are asked for, as the flag of a backward op: "10" of (True, False)."""
-    return "".join("01"[n] for n in needs)
+    return _BITS[needs]
 
 
 @dataclass

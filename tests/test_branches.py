@@ -201,7 +201,7 @@ def captured(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch, repla
     """A program that seems to be captured; what is recorded anew is `replay(its sections)`."""
     made = traced(model, x)
     program = Program(made, made.graph, {}, False, model)
-    program.replay = Recorded(0.001, torch.ones(2))
+    program.replay = Recorded(0.002, torch.ones(2))
     monkeypatch.setattr(program, "recorded", lambda flat: replay(program.sections))
     return program
 
@@ -270,7 +270,7 @@ def test_branches_are_undone_with_the_reason(fault: str, monkeypatch: pytest.Mon
         if fault == "fails":
             raise RuntimeError("no stream")
         out = torch.zeros(2) if fault == "differs" else torch.ones(2)
-        return Recorded(0.002 if fault == "slower" else 0.0001, out)
+        return Recorded(0.006 if fault == "slower" else 0.0001, out)
 
     program = captured(Towers(), torch.randn(2, 8), monkeypatch, replay)
     before = program.replay
@@ -295,7 +295,7 @@ def test_the_kind_that_should_save_most_is_tried_alone(monkeypatch: pytest.Monke
 
     def replay(found: list[Section]) -> Recorded:
         asked.append([s.gain for s in found])
-        return Recorded(0.002 if len(found) == 2 else 0.0005, torch.ones(2))
+        return Recorded(0.006 if len(found) == 2 else 0.0005, torch.ones(2))
 
     program = captured(Both(), torch.randn(2, 8), monkeypatch, replay)
     spreading.spread(program, report := Report())

@@ -111,3 +111,48 @@ def test_models_that_change_something_come_back_as_they_were(
     assert fast is model
     assert "changes" in fast.report.reason
     assert getattr(model, "calls", 0) == 0
+
+
+class Counted(nn.Module):
+    """A product or a convolution, then batch norm as a module, which counts its batches, or as a function, which does not."""
+
+    def __init__(self, flat: bool, module: bool) -> None:
+        super().__init__()
+        self.first: nn.Module = nn.Linear(6, 8) if flat else nn.Conv2d(6, 8, 3)
+        self.norm = nn.BatchNorm1d(8) if flat else nn.BatchNorm2d(8)
+        self.module = module
+        if not module:
+            self.norm.register_buffer("num_batches_tracked", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.module:
+            return torch.relu(self.norm(self.first(x)))
+        mean, var = self.norm.running_mean, self.norm.running_var
+        y = nn.functional.batch_norm(self.first(x), mean, var, training=self.training)
+        return torch.relu(y)
+
+    def versions(self) -> list[int]:
+        return [
+            t._version for t in (self.norm.running_mean, self.norm.running_var) if t is not None
+        ]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("flat", [True, False], ids=["linear", "convolution"])
+@pytest.mark.parametrize("module", [True, False], ids=["module", "function"])
+@pytest.mark.parametrize("who", ["itself", "the given model"])
+def test_statistics_that_training_wrote_without_a_version(
+    flat: bool, module: bool, who: str, pays: None
+) -> None:
+    model = Counted(flat, module).eval()
+    x = torch.randn((32, 6) if flat else (4, 6, 8, 8))
+    fast = tensorlogic.optimize(model, (x,))
+    before, versions = fast(x), model.versions()
+    for each in (fast, model):
+        each.train()
+    (fast if who == "itself" else model)(x)
+    assert versions == model.versions()
+    for each in (fast, model):
+        each.eval()
+    assert (fast(x) - before).abs().max() > 0.01
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)

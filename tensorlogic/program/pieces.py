@@ -25,7 +25,7 @@ from .graphs import FAILURES
 from .report import Report
 from .serve import Program
 from .short import MISS, plain_modes
-from .trace import Trace, Untraceable, first_line, prepare, witness
+from .trace import Trace, Untraceable, counters, first_line, prepare, witness
 
 LIMIT = 32  # graphs of one model; with more, the Python between them is what takes the time
 
@@ -97,7 +97,8 @@ class Piece:
         if not isinstance(out, (tuple, list)):
             raise Untraceable("a graph with one bare output")
         state = {places[i].name: (known[id(flat[i])], flat[i]) for i in self.fixed}
-        prepare(traced.graph, state)
+        counted = counters(state, dict(model.named_buffers(remove_duplicate=False)))
+        prepare(traced.graph, state, counted)
         example = [flat[i] for i in self.given]
         return Trace(
             traced.graph,
@@ -107,6 +108,7 @@ class Piece:
             pytree.tree_flatten((tuple(example), {}))[1],
             pytree.tree_flatten(tuple(out))[1],
             example,
+            counted,
         )
 
 

@@ -41,8 +41,9 @@ class Program:
             if node.op == "call_function":
                 node.meta["constant"] = False
         self.constants, sources = ahead(graph, self.state)
-        self.sources = {n: [self.state[s] for s in names] for n, names in sources.items()}
-        self.watched = list({id(t): t for ts in self.sources.values() for t in ts}.values())
+        names = sorted({s for read in sources.values() for s in read})
+        read = [self.state[s] for s in names] + [c for s, c in trace.counters.items() if s in names]
+        self.watched = list({id(t): t for t in read}.values())
         self.stamp = self._stamp()
         steady = {"placeholder", "output"}
         calls = [

@@ -40,6 +40,7 @@ class Trace:
     in_spec: Any
     out_spec: Any
     example: list[Any] = field(default_factory=list)  # flattened example arguments
+    counters: Mapping[str, Tensor] = field(default_factory=dict)  # of batches, by `counters`
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
@@ -88,14 +89,35 @@ def _read(
     flat, in_spec = pytree.tree_flatten((args, dict(kwargs)))
     if len(flat) != len(inputs):
         raise Untraceable(f"{len(flat)} inputs were given, the graph takes {len(inputs)}")
-    prepare(graph, state)
-    return Trace(
-        graph, program.graph_module, state, inputs, in_spec, program.call_spec.out_spec, flat
-    )
+    counted, out_spec = counters(state, live), program.call_spec.out_spec
+    prepare(graph, state, counted)
+    return Trace(graph, program.graph_module, state, inputs, in_spec, out_spec, flat, counted)
 
 
-def prepare(graph: fx.Graph, state: Mapping[str, tuple[str, Tensor]]) -> None:
-    """Make a traced graph fit for rewriting: in-place calls that nobody sees become plain ones, constants are marked."""
+def counters(
+    state: Mapping[str, tuple[str, Tensor]], live: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """placeholder -> the count of batches of the module that it belongs to, among the model's buffers `live`.
+
+    Batch norm in training writes to its statistics without counting a version of them, but it counts its batches.
+    """
+    found = {n: f"{name.rpartition('.')[0]}.num_batches_tracked" for n, (name, _) in state.items()}
+    return {n: live[name.lstrip(".")] for n, name in found.items() if name.lstrip(".") in live}
+
+
+def statistics(graph: fx.Graph) -> set[str]:
+    """Placeholders that batch norms read as running statistics."""
+    norms = [n for n in graph.nodes if n.op == "call_function" and "batch_norm" in str(n.target)]
+    return {a.name for n in norms for a in n.args[3:5] if isinstance(a, fx.Node)}
+
+
+def prepare(
+    graph: fx.Graph, state: Mapping[str, tuple[str, Tensor]], counted: Mapping[str, Tensor]
+) -> None:
+    """Make a traced graph fit for rewriting: in-place calls that nobody sees become plain ones, constants are marked.
+
+    Statistics whose module does not count its batches (`counted`) are none: nobody would notice that they changed.
+    """
     own_outputs(graph)
     identities(graph)
     functional(graph)
@@ -103,7 +125,8 @@ def prepare(graph: fx.Graph, state: Mapping[str, tuple[str, Tensor]]) -> None:
         for node in graph.nodes:  # tracing may have left out a copy that real strides need
             if node.target is torch.ops.aten.view.default:
                 node.target = torch.ops.aten.reshape.default
-    constants(graph, {n for n, (_, t) in state.items() if not t.is_inference()})
+    known = {n for n, (_, t) in state.items() if not t.is_inference()}
+    constants(graph, known - (statistics(graph) - counted.keys()))
 
 
 def identities(graph: fx.Graph) -> None:

@@ -10,7 +10,6 @@ from ...plans import Key
 
 _ONEDNN = {
     "none": ("none", None),
-    "relu": ("relu", None),
     "gelu": ("gelu", "none"),
     "gelu_tanh": ("gelu", "tanh"),
     "silu": ("swish", None),
@@ -39,9 +38,10 @@ def onednn_f32(key: Key) -> str | None:
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """activation(x · weightᵀ + bias) by oneDNN."""
-    name, algorithm = _ONEDNN[activation]
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, name, [], algorithm)
+    """activation(x · weightᵀ + bias) by oneDNN, but for ReLU: its own makes 0 of NaN."""
+    name, algorithm = _ONEDNN.get(activation, _ONEDNN["none"])
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, name, [], algorithm)
+    return y.relu_() if activation == "relu" else y
 
 
 def widened(key: Key, first: str = "x") -> str | None:

@@ -88,12 +88,13 @@ def pack(w: Tensor, stride: Any, padding: Any, dilation: Any, groups: int, shape
 def onednn(
     x: Tensor, w: Tensor, b: Any, r: Any, activation: str, stride: Any, padding: Any, *how: Any
 ) -> Tensor:
-    """oneDNN's convolution with bias, residual and ReLU in one call."""
-    act = None if activation == "none" else "relu"
+    """oneDNN's convolution with bias and residual in one call; its ReLU would make 0 of NaN."""
     run = torch.ops.mkldnn._convolution_pointwise
     if r is None:
-        return run(x, w, b, padding, stride, *how, act or "none", [], "")
-    return run.binary(x, r, w, b, padding, stride, *how, "add", 1.0, act, [], "")
+        y: Tensor = run(x, w, b, padding, stride, *how, "none", [], "")
+    else:
+        y = run.binary(x, r, w, b, padding, stride, *how, "add", 1.0, None, [], "")
+    return activate_(y, activation)
 
 
 def as_rows(x: Tensor, stride: Sizes) -> Tensor:

@@ -1,0 +1,111 @@
+"""NaN and infinities go through every candidate and every way as they go through PyTorch, whatever is fused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import tensorlogic
+from tensorlogic.op import OPS
+from tensorlogic.ops.convolution import CONVOLUTION
+from tensorlogic.ops.linear import linear
+from tensorlogic.program.patterns import WAYS
+from tensorlogic.program.rewrite import emitter
+
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def odd(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random numbers, of which the first rows have one NaN, one infinity and one negative infinity."""
+    x = torch.randn(shape)
+    for row, value in enumerate((float("nan"), float("inf"), -float("inf"))):
+        x[row].view(-1)[5] = value
+    return x.to(dtype)
+
+
+def assert_alike(got: Tensor, want: Tensor, words: str) -> None:
+    """NaN and infinities where PyTorch has them; of smooth activations, whose limits PyTorch misses, NaN from NaN."""
+    if "gelu" in words or "silu" in words:
+        got, want = got[0], want[0]
+    assert torch.equal(got.isnan(), want.isnan()), f"{words}: NaN elsewhere"
+    assert torch.equal(got.isinf(), want.isinf()), f"{words}: infinities elsewhere"
+
+
+def calls(dtype: torch.dtype) -> dict[str, tuple[str, Callable[[], Tensor]]]:
+    x, w, b = odd(32, 64, dtype=dtype), torch.rand(48, 64).to(dtype), torch.randn(48).to(dtype)
+    r, t = torch.randn(32, 48).to(dtype), w.t().contiguous()
+    found: dict[str, tuple[str, Callable[[], Tensor]]] = {
+        "residual": (
+            "linear_residual_relu",
+            lambda: tensorlogic.linear_residual_relu(x, w, b, r),
+        ),
+        "add_relu": ("add_relu", lambda: tensorlogic.add_relu(x, x)),
+        "relu": ("relu", lambda: tensorlogic.relu(x)),
+    }
+    for name in ACTIVATIONS:
+        found[f"linear {name}"] = "linear", lambda n=name: tensorlogic.linear(x, w, b, None, n)
+        found[f"bare {name}"] = "linear", lambda n=name: tensorlogic.linear(x, w, None, None, n)
+        found[f"added {name}"] = "linear", lambda n=name: tensorlogic.linear(x, w, b, r, n)
+        found[f"matmul {name}"] = "matmul", lambda n=name: tensorlogic.matmul(x, t, n)
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16", "f16"])
+def test_every_candidate_of_products(dtype: torch.dtype) -> None:
+    tensorlogic.relu(torch.zeros(1))  # registers what this type of device has
+    for name, (op, call) in calls(dtype).items():
+        known = op if op in OPS else "linear"
+        with tensorlogic.policy(force="torch.eager"):
+            want = call()
+        for candidate in OPS[known].candidates:
+            with tensorlogic.policy(force=candidate):
+                assert_alike(call(), want, f"{name} by {candidate}")
+
+
+def by_way(emit_way: Any, args: tuple[Any, ...]) -> Tensor:
+    """The output of one way of a step."""
+    graph, given = fx.Graph(), [a for a in args if isinstance(a, Tensor)]
+    places = []
+    for i, a in enumerate(args):
+        if isinstance(a, Tensor):
+            places.append(graph.placeholder(f"p{i}"))
+            places[-1].meta["val"] = a
+        else:
+            places.append(a)
+    graph.output(emit_way(emitter(graph), tuple(places)))
+    out: Tensor = fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*given)
+    return out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("added", [False, True])
+def test_every_way_of_a_convolution(kernel: int, added: bool) -> None:
+    x, w, b = odd(4, 8, 6, 6), torch.randn(16, 8, kernel, kernel), torch.randn(16)
+    how = ((1, 1), (kernel // 2, kernel // 2), (1, 1), 1)
+    r = torch.randn(4, 16, 6, 6) if added else None
+    for activation in ("none", "relu"):
+        args = (x, w, b, r, activation, *how)
+        want = CONVOLUTION(*args)
+        for way in CONVOLUTION.ways:
+            if way.supports(args) is None:
+                assert_alike(by_way(way.emit, args), want, f"{way.id} {activation}")
+
+
+@torch.no_grad()
+def test_every_way_of_a_linear_layer() -> None:
+    x, w, b = odd(32, 64), torch.rand(48, 64), torch.randn(48)
+    for activation in ACTIVATIONS:
+        for r in (None, torch.randn(32, 48)):
+            with tensorlogic.policy(force="torch.eager"):
+                want = tensorlogic.linear(x, w, b, r, activation)
+            for way in WAYS[linear]:
+                if way.supports((x, w, b, r, activation)) is None:
+                    got = by_way(way.emit, (x, w, b, r, activation))
+                    assert_alike(got, want, f"{way.id} {activation}")

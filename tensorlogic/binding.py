@@ -24,11 +24,11 @@ class Bound:
         "cacheable",
         "choice",
         "device",
-        "eager",
         "flags",
         "key",
         "launch",
         "op",
+        "outside",
         "policy",
         "record",
         "run",
@@ -60,7 +60,7 @@ class Bound:
         self.record: Run = _record if all(map(_alive, args)) else Recorded.apply
         self.scalars = tuple(i for i, p in enumerate(op.dynamic) if not p.is_tensor)
         self.run: Run = self._runner(self.choice, recording)
-        self.eager: Run = self.run
+        self.outside: Run = self.run  # of captures
         if self.choice.captured is not None:
             self.run = _two_ways(self.run, self._runner(self.choice.captured, recording))
 
@@ -68,8 +68,8 @@ class Bound:
     def shortest(self) -> tuple[Run, int]:
         """What a compiled front calls, and how, once the key has been served: the launcher itself where its outputs are all there is to do."""
         two = self.choice.captured is not None
-        if isinstance(self.eager, Recording):
-            return self.eager.compiled(two) or self.run, 0
+        if isinstance(self.outside, Recording):
+            return self.outside.compiled(two) or self.run, 0
         if calls.is_plan(self.launch):
             return self.launch, calls.WHOLE * self.op.internal | calls.OUTSIDE * two
         alone = not self.op.internal and not two

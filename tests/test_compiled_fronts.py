@@ -22,7 +22,7 @@ import tensorlogic
 from tensorlogic import binding, calls, dispatch, front, policies, selector
 from tensorlogic.op import OPS, Candidate
 from tensorlogic.ops.common import compiled_launch, wiring
-from tests.driver.standin import CPU, Device, add_relu, installed, launcher
+from tests.driver.standin import CPU, Device, add_relu, installed, launcher, noted
 
 pytestmark = [
     pytest.mark.skipif(calls.available() is not None, reason=str(calls.available())),
@@ -212,19 +212,44 @@ def test_recorded_calls_that_need_another_way_get_it(
     torch.testing.assert_close(g, (a + b > 0).float())
 
 
-def test_a_first_call_that_eager_saved_teaches_nothing(
+def test_only_calls_that_a_launcher_served_show_what_is_kept(
     device: Device, served: dict[str, Any]
 ) -> None:
-    """What it kept is eager's: the launcher's outputs may be others."""
-    served["launch"] = launcher(device)
+    """What eager's outputs are at another's place may be something else than the launcher's."""
+    op, b = OPS["add_relu"], torch.randn(6, 5)
     moved = torch.randn(31)[1:].view(6, 5).requires_grad_()
-    b = torch.randn(6, 5)
-    tensorlogic.add_relu(moved, b)
-    assert not recording(tensorlogic.add_relu, moved, b) or served["slow"]
     aligned = torch.randn(6, 5, requires_grad=True)
-    for _ in range(3):
-        (g,) = torch.autograd.grad(tensorlogic.add_relu(aligned, b).sum(), aligned)
-        torch.testing.assert_close(g, (aligned + b > 0).float())
+    bound = binding.Bound(op, [aligned, b, True], policies.current(), True)
+    assert isinstance(bound.outside, binding.Recording)
+    bound.run(moved, b)  # declined: less aligned
+    assert bound.outside.kept is None
+    assert bound.shortest == (bound.run, 0)
+    y = bound.run(aligned, b)
+    assert bound.outside.kept == (-1, -1, -1, 2)
+    assert isinstance(bound.shortest[0], calls.module().Recording)
+    for out, x in ((y, aligned), (bound.shortest[0](moved, b), moved)):
+        (g,) = torch.autograd.grad(out.sum(), x)
+        torch.testing.assert_close(g, (x + b > 0).float())
+
+
+def test_recorded_calls_under_capture_take_the_other_choice(
+    device: Device, served: dict[str, Any]
+) -> None:
+    plan = noted(launcher(device))
+    apply: list[Any] = []
+    for two_ways, expected in ((True, 0), (False, 1)):
+        run = calls.module().Recording(
+            None, lambda *given: apply.append(given), plan, (), (), two_ways
+        )
+        device.set("status_of_capture", 1)
+        assert run(torch.zeros(1)) is None
+        assert len(apply) == expected
+        device.set("status_of_capture", 0)
+        run(torch.zeros(1))
+        assert len(apply) == expected + 1
+        apply.clear()
+    with pytest.raises(TypeError, match="only a plan knows"):
+        calls.module().Recording(None, print, print, (), (), True)
 
 
 def test_recorded_calls_keep_nothing_alive(device: Device, served: dict[str, Any]) -> None:

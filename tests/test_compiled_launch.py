@@ -18,9 +18,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from tensorlogic import calls
-from tensorlogic.op import OPS
 from tensorlogic.ops.common import compiled_launch, wiring
-from tests.driver.standin import CPU, Device, Launch, add_relu, installed, launcher, made
+from tests.driver.standin import CPU, Device, Launch, add_relu, installed, launcher, made, noted
 
 pytestmark = [
     pytest.mark.skipif(calls.available() is not None, reason=str(calls.available())),
@@ -176,13 +175,6 @@ def test_calls_keep_nothing_alive(device: Device) -> None:
 
 
 # plans ----------------------------------------------------------------------------------------------------------------
-
-
-def noted(launch: Callable[..., Any], shape: tuple[int, ...] = (6, 5)) -> Any:
-    """What becomes of a launcher of add_relu for two tensors of this shape."""
-    x = torch.randn(shape)
-    op = OPS["add_relu"]
-    return compiled_launch.plan(op, op.key([x, x, False], "inference"), CPU, launch)
 
 
 def test_a_plan_does_what_the_launcher_does(device: Device) -> None:

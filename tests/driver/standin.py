@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tensorlogic import calls
+from tensorlogic.op import OPS
 from tensorlogic.ops.common import compiled_launch, triton_start, wiring
 
 CPU = torch.device("cpu")
@@ -175,3 +176,10 @@ def launcher(device: Device, **about: Any) -> Any:
         return (y,) if start(a, b, y) else None
 
     return launch
+
+
+def noted(launch: Callable[..., Any], shape: tuple[int, ...] = (6, 5)) -> Any:
+    """What becomes of a launcher of add_relu for two tensors of this shape."""
+    x = torch.randn(shape)
+    op = OPS["add_relu"]
+    return compiled_launch.plan(op, op.key([x, x, False], "inference"), CPU, launch)

@@ -120,7 +120,7 @@ def _noted(op: Op, key: Key, launch: Launcher) -> tuple[tuple[Any, ...], list[An
     module.record(notes)
     try:
         outputs = launch(*given)
-    except (TypeError, AttributeError):  # it computes with them
+    except (TypeError, AttributeError, ValueError, RuntimeError):  # it computes with them
         return None
     finally:
         module.record(None)

@@ -222,3 +222,23 @@ def test_losses_that_are_not_reduced_compile(shape: tuple[int, ...]) -> None:
         gradients(ours, logits),
         gradients(lambda x: F.cross_entropy(x, target, reduction="none"), logits),
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("matmul", ((4, 0), (0, 3))),
+        ("matmul", ((2, 4, 0), (2, 0, 3))),
+        ("matmul", ((0, 4), (4, 3))),
+        ("linear", ((4, 0), (3, 0))),
+        ("linear", ((4, 4), (0, 4))),
+        ("attention_scores", ((4, 0), (3, 0))),
+        ("attention_scores", ((0, 4), (3, 4))),
+    ],
+)
+def test_products_over_nothing_can_be_measured(name: str, shapes: tuple[Any, ...]) -> None:
+    tensors = [torch.randn(shape) for shape in shapes]
+    scale = [1.0] * (name == "attention_scores")
+    learned = t.tune(getattr(t, name), *tensors, *scale)
+    assert not learned.unmeasured
+    assert len(learned.plans) == 1

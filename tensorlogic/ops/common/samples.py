@@ -93,6 +93,8 @@ def picked(x: str, w: str, transposed: bool = True) -> Any:
         rows, weight = values[x], values[w]
         if weight.dim() != 2 or rows.dim() < 2 or _expanded(rows) or _expanded(weight):
             return
+        if not rows.numel() or not weight.numel():
+            return
         for t in values.values():
             if isinstance(t, Tensor) and t is not weight and not _expanded(t):
                 t.zero_()
@@ -100,7 +102,7 @@ def picked(x: str, w: str, transposed: bool = True) -> Any:
         numbers = _round(weight.shape, weight.dtype, 0)  # [N, K], or [K, N] where not transposed
         weight.copy_(numbers.view(k, -1).t() if transposed else numbers)
         many = rows[..., 0].numel()
-        spots = torch.arange(many, device=rows.device).view(rows.shape[:-1]) % max(k, 1)
+        spots = torch.arange(many, device=rows.device).view(rows.shape[:-1]) % k
         rows.scatter_(-1, spots.unsqueeze(-1), 1.0)
 
     return landmarks

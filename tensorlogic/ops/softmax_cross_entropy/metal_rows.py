@@ -154,7 +154,9 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
         lse = empty((s.rows,), (1,), torch.float32) if save else loss
         rows(x, target, loss, lse, numbers, smoothing)
         if each:
-            return (loss, lse, torch.ones(1, device=device)) if save else (loss,)
+            if not save:
+                return (loss,)
+            return loss, lse, torch.ones(1, dtype=torch.float32, device=device)
         y = empty((), (), dtype)
         share = empty((1,), (1,), torch.float32) if save else loss
         finish(loss, target, y, share, numbers)

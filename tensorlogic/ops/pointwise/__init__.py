@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-from functools import partial
 from numbers import Number
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ... import dispatch
-from ...op import Gradient, Op, Outputs, bits
-from ...plans import Key
-from ..common import checks, costs, samples
-from . import reference
+from ..common import checks
+from .family import ADD, ADD_RELU, AFFINE, DIV, GELU, MUL, MUL_RELU, RELU, SILU, SUB
+from .family import FAMILY as FAMILY
+from .family import POINTWISE_BACKWARD as POINTWISE_BACKWARD
+from .family import backward_call as backward_call
 
 
 def _broadcast(fn: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -60,229 +56,6 @@ def _real(fn: str, **given: Tensor) -> None:
             raise TypeError(
                 f"{fn}: {name} is {checks.describe(t)}; a real floating dtype is required: convert it with {name}.float()"
             )
-
-
-def _op(
-    meaning: Callable[..., tuple[Tensor, ...]],
-    uses: str,
-    flops: float,
-    direct: Callable[..., Tensor] | None = None,
-    numbers: Callable[..., Tensor] | None = None,
-) -> Op:
-    """An element-wise op; `direct` is PyTorch's own; `uses` says what its gradient reads: "a", "b" (operands) and "y" (the output)."""
-
-    def kind(flags: SimpleNamespace) -> str:
-        return "gelu_tanh" if getattr(flags, "approximate", None) == "tanh" else op.name
-
-    def save(
-        flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
-    ) -> tuple[Tensor | None, ...]:
-        y = outs[0]
-        assert y is not None
-        operands = [
-            t if name in uses or t.shape != y.shape else None
-            for name, t in zip("abc", dynamic, strict=False)
-        ]
-        return (*operands, *[None] * (3 - len(operands)), y if "y" in uses else None)
-
-    def backward(
-        flags: SimpleNamespace,
-        needs: tuple[bool, ...],
-        saved: tuple[Any, ...],
-        scalars: tuple[Any, ...],
-        dy: Tensor,
-    ) -> tuple[Any, ...]:
-        wanted = (*needs, False, False)[:3]
-        grads = backward_call(dy, *saved, kind(flags), bits(wanted))
-        return tuple([g if n else None for g, n in zip(grads, wanted, strict=True)])[: len(needs)]
-
-    op = Op(
-        reference=meaning,
-        flops=lambda key: flops * max(costs.size(t) for t in key.tensors),
-        traffic=costs.pointwise_traffic,
-        elementwise=True,
-        landmarks=samples.round_numbers,
-        cases=lambda: _cases(len(op.dynamic), op.name),
-        gradient=Gradient(save, backward),
-        numbers=numbers,
-        direct=lambda key: direct,
-    )
-    op.candidate("torch.eager", trusted=True)(meaning)
-    return op
-
-
-def _cases(operands: int, name: str) -> Any:
-    shapes: tuple[tuple[Any, ...], ...] = (((7,),), ((33, 65),), ((0, 4),), ((),))
-    if operands == 2:
-        shapes = (
-            ((7,), (7,)),
-            ((33, 65), (33, 65)),
-            ((4, 33), (33,)),
-            ((2, 3, 5), (3, 1)),
-            ((6,), ()),
-            ((0, 4), (4,)),
-        )
-    if operands == 3:
-        shapes = (
-            ((7,), (7,), (7,)),
-            ((4, 33), (33,), (33,)),
-            ((5, 8), (), (8,)),
-            ((2, 3, 5), (3, 1), (5,)),
-            ((0, 4), (4,), (4,)),
-        )
-    for case in shapes:
-        values = [torch.randn(s) for s in case]
-        if name == "gelu":
-            yield (*values, "none")
-            yield (*values, "tanh")
-        else:
-            yield tuple(values)
-    if operands == 1 and name != "gelu":
-        yield (torch.randn(9, 6).t(),)
-    if operands == 2:
-        yield torch.randn(9, 6).t(), torch.randn(6, 18)[:, ::2]
-
-
-def _sum_to(g: Tensor | None, operand: Tensor | None) -> Tensor | None:
-    return g if g is None or operand is None else g.sum_to_size(operand.shape)
-
-
-def pointwise_backward(
-    dy: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    c: Tensor | None,
-    y: Tensor | None,
-    kind: str,
-    needs: str,
-) -> tuple[Tensor | None, ...]:
-    """dy -> da, db, dc, each summed to its operand's shape (an absent operand has dy's); y is the output where a ReLU ends the op."""
-    grads = reference.backward(dy, a, b, y, kind)
-    return tuple(
-        _sum_to(g, t) if n == "1" else None for g, t, n in zip(grads, (a, b, c), needs, strict=True)
-    )
-
-
-def _consistent(key: Key, values: dict[str, Any]) -> None:
-    """The output that forward would have kept, where a candidate may make it again from the operands."""
-    if key.flag("kind") == "mul_relu" and all(values[n] is not None for n in "aby"):
-        values["y"].copy_(torch.relu(values["a"] * values["b"]))
-
-
-POINTWISE_BACKWARD = Op(
-    reference=pointwise_backward,
-    elementwise=True,
-    landmarks=samples.round_numbers,
-    prepare=_consistent,
-    flops=lambda key: 4.0 * costs.size(key.tensors[0]),
-    traffic=lambda key: costs.inputs(key) * 1.5,
-    outputs=3,
-    internal=True,
-)
-POINTWISE_BACKWARD.candidate("torch.eager", trusted=True)(pointwise_backward)
-backward_call = dispatch.internal(POINTWISE_BACKWARD)
-
-
-def _add(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
-    """a + b."""
-    return (a + b,)
-
-
-def _sub(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
-    """a - b."""
-    return (a - b,)
-
-
-def _mul(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
-    """a * b."""
-    return (a * b,)
-
-
-def _div(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
-    """a / b."""
-    return (a / b,)
-
-
-def _relu(x: Tensor, save: bool) -> tuple[Tensor, ...]:
-    """max(x, 0)."""
-    return (torch.relu(x),)
-
-
-def _gelu(x: Tensor, approximate: str, save: bool) -> tuple[Tensor, ...]:
-    """x * Phi(x), or its tanh approximation."""
-    return (F.gelu(x, approximate=approximate),)
-
-
-def _silu(x: Tensor, save: bool) -> tuple[Tensor, ...]:
-    """x * sigmoid(x)."""
-    return (F.silu(x),)
-
-
-def _add_relu(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
-    """max(a + b, 0)."""
-    return (torch.relu(a + b),)
-
-
-def _mul_relu(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
-    """max(a * b, 0)."""
-    return (torch.relu(a * b),)
-
-
-def _affine(x: Tensor, scale: Tensor, bias: Tensor, save: bool) -> tuple[Tensor, ...]:
-    """x * scale + bias."""
-    return (x * scale + bias,)
-
-
-for _meaning in (_add, _sub, _mul, _div, _relu, _gelu, _silu, _add_relu, _mul_relu, _affine):
-    _meaning.__name__ = _meaning.__name__.removeprefix("_")  # the op's name is its reference's
-
-ADD, SUB, MUL, DIV = (
-    _op(_add, "", 1.0, torch.add, operator.add),
-    _op(_sub, "", 1.0, torch.sub, operator.sub),
-    _op(_mul, "ab", 1.0, torch.mul, operator.mul),
-    _op(_div, "ab", 1.0, torch.div, operator.truediv),
-)
-RELU, SILU = _op(_relu, "y", 1.0, torch.relu), _op(_silu, "a", 5.0, torch._C._nn.silu)
-GELU = _op(_gelu, "a", 10.0)
-GELU.direct = lambda key: (
-    torch._C._nn.gelu
-    if key.flag("approximate") == "none"
-    else partial(torch._C._nn.gelu, approximate="tanh")
-)
-ADD_RELU, MUL_RELU, AFFINE = (
-    _op(_add_relu, "y", 2.0, lambda a, b: torch.relu(a + b)),
-    _op(_mul_relu, "aby", 2.0, lambda a, b: torch.relu(a * b)),
-    _op(_affine, "ab", 2.0, lambda x, scale, bias: x * scale + bias),
-)
-FAMILY = (ADD, SUB, MUL, DIV, RELU, GELU, SILU, ADD_RELU, MUL_RELU, AFFINE)
-
-
-@ADD_RELU.candidate("torch.inplace", trusted=True)
-def add_relu_in_place(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
-    """The ReLU in the sum's own memory."""
-    return ((a + b).relu_(),)
-
-
-@MUL_RELU.candidate("torch.inplace", trusted=True)
-def mul_relu_in_place(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
-    """The ReLU in the product's own memory."""
-    return ((a * b).relu_(),)
-
-
-def _no_addcmul(key: Key) -> str | None:
-    present = [t for t in key.tensors if t is not None]
-    if len({t.dtype for t in present}) > 1:
-        return "dtypes are mixed"
-    alike = len({(t.shape, t.stride) for t in present}) == 1
-    if alike or all(t.layout == ("contiguous",) for t in present):
-        return None
-    return "its output would lie in memory as the bias does, not as PyTorch's"
-
-
-@AFFINE.candidate("torch.addcmul", supports=_no_addcmul, trusted=True)
-def affine_addcmul(x: Tensor, scale: Tensor, bias: Tensor, save: bool) -> tuple[Tensor, ...]:
-    """PyTorch's own fused form."""
-    return (torch.addcmul(bias, x, scale),)
 
 
 @dispatch.public(ADD)

@@ -314,6 +314,7 @@ DIRECT: dict[str, tuple[Any, ...]] = {
     "softmax": (torch.randn(3, 4), 0),
     "matmul": (torch.randn(3, 4), torch.randn(4, 5), "none"),
     "linear": (torch.randn(3, 4), torch.randn(5, 4), torch.randn(5), None, "none"),
+    "gelu_linear": (torch.randn(3, 4), torch.randn(5, 4), torch.randn(5), "tanh"),
 }
 
 
@@ -335,5 +336,5 @@ def test_neither_watched_calls_nor_fused_ones_go_past_their_launcher() -> None:
     assert bound.choice.candidate.id == "torch.eager"
     assert bound.shortest[0] is not torch.relu
     with tensorlogic.policy(force="torch.eager", tune="off"):
-        args = (x, x[:, :4], None, None, "relu", False)
+        args = (x, x[:, :4], None, None, "silu", False)
         assert Bound(OPS["linear"], args, policies.current(), False).choice.direct is None

@@ -1,6 +1,7 @@
 // Products of matrices of any layout: batches, split into blocks that threads take, each finished by
 // the epilogue while it lies in the cache.
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
 
 #include "isa.h"
@@ -10,7 +11,19 @@ namespace tensorlogic::ops {
 namespace {
 
 constexpr int64_t WIDEST = 2048;      // where few rows leave room and a row of b is one run of memory
-constexpr int64_t GRAIN = 160 << 10;  // multiply-adds below which a second thread costs more than it brings
+constexpr int64_t FEW_GRAIN = 160 << 10;  // multiply-adds a thread of few rows, which wait for memory
+
+// Waking a thread costs 1 us where threads spin while they wait, and 9 where they were told to sleep.
+int64_t patience() {
+  static const bool sleeps = [] {
+    const char* policy = std::getenv("OMP_WAIT_POLICY");
+    return policy && (*policy == 'p' || *policy == 'P');
+  }();
+  return sleeps ? 4 : 1;
+}
+
+// Multiply-adds up to which a second thread costs more than it brings; tiles do them four times as fast.
+int64_t grain(const Kernels& k) { return patience() * (k.gemm_pays ? 1200 << 10 : 320 << 10); }
 
 int64_t over(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
@@ -43,7 +56,7 @@ Blocks split(const Kernels& k, const Product& p) {
   const int64_t unit = k.gemm_columns;
   uint32_t threads = 1;
   torch_get_num_threads(&threads);
-  if (p.batch * p.M * p.N * p.K <= GRAIN) threads = 1;
+  if (p.batch * p.M * p.N * p.K <= grain(k)) threads = 1;
   const bool runs = p.b.col == 1 && !p.tiles;
   const int64_t most_rows = k.gemm_block_rows, most_cols = k.gemm_block_cols;
   const int64_t widest =
@@ -184,13 +197,15 @@ void by_few_rows(const Kernels& k, const Product& p) {
     float* to = x.get() + i * p.K;
     if (p.a.col == 1)
       k.convert(p.a.dtype, DType::f32, at(p.a.data, p.a.dtype, from), to, p.K, false);
+    else if (p.a.dtype == DType::f32)
+      for (int64_t n = 0; n < p.K; ++n) to[n] = static_cast<const float*>(p.a.data)[from + n * p.a.col];
     else
       for (int64_t n = 0; n < p.K; ++n)
         k.convert(p.a.dtype, DType::f32, at(p.a.data, p.a.dtype, from + n * p.a.col), to + n, 1, false);
   }
   const bool dots = p.b.row == 1;
   const int64_t unit = dots ? 4 : 64, columns = over(p.N, unit) * unit;  // so that no unit spans two items
-  parallel(p.batch * columns, std::max(unit, GRAIN / (p.K + 1)), unit, [&](int64_t begin, int64_t end) {
+  parallel(p.batch * columns, std::max(unit, FEW_GRAIN / (p.K + 1)), unit, [&](int64_t begin, int64_t end) {
     while (begin < end) {
       const int64_t item = begin / columns, j = begin % columns;
       const int64_t n = std::min(std::min(end - begin, columns - j), p.N - j);

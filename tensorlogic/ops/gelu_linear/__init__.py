@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...op import Gradient, Op, Outputs, bits
+from ...plans import Key
 from ..common import checks, costs, products, samples
 from ..common.rows import rows
 
@@ -64,12 +66,18 @@ def _cases() -> Any:
     yield torch.randn(2, 3, 8), torch.randn(4, 8), torch.randn(4), "none"
 
 
+def _direct(key: Key) -> Callable[..., Tensor]:
+    approximate = key.flag("approximate")
+    return lambda x, weight, bias: F.linear(F.gelu(x, approximate=approximate), weight, bias)
+
+
 GELU_LINEAR = Op(
     reference=_gelu_linear,
     flops=costs.linear_flops,
     traffic=costs.linear_traffic,
     sample=samples.scaled({"weight": 1}),
     stress=samples.cancelling("x", "weight"),
+    direct=_direct,
     cases=_cases,
     gradient=Gradient(_kept, _backward),
     autocast="lower",

@@ -58,9 +58,12 @@ def _cases() -> Any:
 
 
 def _direct(key: Key) -> Callable[..., Tensor] | None:
-    if key.flag("activation") != "none" or key.spec("residual") is not None:
-        return None
-    return lambda x, weight, bias, residual: F.linear(x, weight, bias)
+    activation, alone = key.flag("activation"), key.spec("residual") is None
+    if activation == "none" and alone:
+        return lambda x, weight, bias, residual: F.linear(x, weight, bias)
+    if activation == "relu" and not alone:
+        return lambda x, weight, bias, residual: torch.relu(F.linear(x, weight, bias) + residual)
+    return None
 
 
 LINEAR = Op(

@@ -66,7 +66,12 @@ def _op(
 ) -> Op:
     def direct(key: Key) -> Callable[..., Tensor] | None:
         dim, keepdim = key.flag("dim"), key.flag("keepdim")
-        return (lambda x: own(x, dim, keepdim)) if dim else None
+        if not dim:
+            return None
+        first = dim[0] if len(dim) == 1 else dim  # which PyTorch reads faster
+        if keepdim:
+            return lambda x: own(x, first, True)
+        return lambda x: own(x, first)
 
     def save(
         flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs

@@ -163,7 +163,7 @@ def follow(rule: dict[str, int] | None) -> None:
     wanted = dict(USUAL)
     if rule is not None:
         staging.chunk_of = lambda _: rule["chunk"]  # type: ignore[assignment]
-        staging.workers = lambda: rule["workers"]  # type: ignore[assignment]
+        staging.workers = lambda _: rule["workers"]  # type: ignore[assignment]
         wanted = {"UNIT": rule["unit"], "PAST_CACHES": (1 << 62) * rule["past"], "SLOTS": rule["slots"]}  # fmt: skip
     if wanted["SLOTS"] != staging.SLOTS:
         staging._STAGERS.clear()

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
-WORKERS = 8  # threads that copy, the caller among them
+WORKERS = (
+    (32 << 20, 4),
+    (1 << 62, 8),
+)  # threads that copy, the caller among them, up to so many bytes
 BUFFER, SLOTS = 2 << 20, 16  # bytes of a pinned buffer, and how many there are
 CHUNKS = 8  # that a small transfer is cut into, more at the end that is waited for
 SMALLEST = 1 << 18  # bytes of a chunk, below which the engine's calls take longer than its bytes
@@ -88,7 +91,7 @@ class Stager:
         past = not up or n < PAST_CACHES
         with self.lock:  # the library lets go of the interpreter meanwhile
             self.copy(
-                self.number, host.data_ptr(), there.data_ptr(), n, chunk_of(n), UNIT, workers(), up, past, stream
+                self.number, host.data_ptr(), there.data_ptr(), n, chunk_of(n), UNIT, workers(n), up, past, stream
             )  # fmt: skip
 
     def aside(
@@ -130,21 +133,18 @@ def chunk_of(nbytes: int) -> int:
     return min(BUFFER, max(SMALLEST, nbytes // CHUNKS >> 12 << 12))
 
 
+def workers(nbytes: int) -> int:
+    """Threads that copy: not all that there are, for others have work, too; few where waking and waiting for them is what counts."""
+    wanted = next(count for most, count in WORKERS if nbytes <= most)
+    return max(1, min(wanted, _processors() - 1))
+
+
 @lru_cache
-def workers() -> int:
-    """Threads that copy: not all that there are, for others have work, too."""
-    return max(
-        1,
-        min(
-            WORKERS,
-            (
-                len(os.sched_getaffinity(0))
-                if hasattr(os, "sched_getaffinity")
-                else os.cpu_count() or 1
-            )
-            - 1,
-        ),
-    )
+def _processors() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _piece(nbytes: int) -> int:

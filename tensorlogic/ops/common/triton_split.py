@@ -21,7 +21,7 @@ from .triton_launch import Start, prepare
 from .triton_math import follow
 
 BLOCK_R, BLOCK_C = 16, 128
-BLOCK_L = 32  # rows that one program looks at
+FEW = 2048  # rows and columns together of which a program looks at fewer, so that a GPU is occupied
 
 
 @triton.jit
@@ -266,7 +266,7 @@ def _look(
     m, n, k = sizes
     order = ("left_r", "left_c", "right_r", "right_c", "out_r", "out_c")
     return prepare(
-        look_at, grid=(triton.cdiv(m, BLOCK_L) + triton.cdiv(n, BLOCK_L), 1, 1),
+        look_at, grid=(blocks(m, n)[1], 1, 1),
         pointers={
             "left_ptr": kinds[0], "right_ptr": kinds[1], "out_ptr": kinds[2], "found_ptr": "f64", "flag_ptr": "i32",
         },
@@ -274,15 +274,21 @@ def _look(
             "M": m, "N": n, "K": k, **dict(zip(order, strides, strict=True)),
             "STEP_M": step(m), "STEP_N": step(n), "STEP_K": step(k),
         },
-        floats=(), constexprs={"BLOCK": BLOCK_L, "SKETCH": SKETCH, "RUN": RUN}, num_warps=4, num_stages=1,
+        floats=(), constexprs={"BLOCK": lines(m, n), "SKETCH": SKETCH, "RUN": RUN}, num_warps=4, num_stages=1,
         device=device, align=align,
     )  # fmt: skip
 
 
 def blocks(m: int, n: int) -> tuple[int, int]:
     """Programs that look at rows, and all of them."""
-    rows = triton.cdiv(m, BLOCK_L)
-    return rows, rows + triton.cdiv(n, BLOCK_L)
+    each = lines(m, n)
+    rows = triton.cdiv(m, each)
+    return rows, rows + triton.cdiv(n, each)
+
+
+def lines(m: int, n: int) -> int:
+    """Rows (or columns) that one program looks at."""
+    return 16 if m + n <= FEW else 32
 
 
 def sketch(left: Tensor, right: Tensor, out: Tensor) -> tuple[Tensor, int]:

@@ -143,7 +143,11 @@ def _pairs(
         right = part.right.expand(*lead, *part.right.shape[-2:])
         count = math.prod(lead)
         for i in range(0, count, max(1, -(-count // BATCHES))):
-            at = tuple(int(x) for x in torch.unravel_index(torch.tensor(i), lead)) if lead else ()
+            at = (
+                tuple(int(x) for x in torch.unravel_index(torch.tensor(i, device="cpu"), lead))
+                if lead
+                else ()
+            )
             yield (
                 Part(left[at], right[at], None, None, part.activation),
                 out.reshape(*lead, m, n)[at],

@@ -251,7 +251,7 @@ def _link(device: torch.device) -> Link:
         taken = []
         with stores.preserved(torch.device("cpu")):
             for nbytes in (1 << 12, 1 << 25):
-                x = torch.zeros(nbytes, dtype=torch.uint8)
+                x = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
                 seconds = []
                 for _ in range(4):
                     measure.synchronize(device)

@@ -66,7 +66,7 @@ class Stager:
 
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.memory = torch.empty(SLOTS * BUFFER, dtype=torch.uint8, pin_memory=True)
+        self.memory = torch.empty(SLOTS * BUFFER, dtype=torch.uint8, device="cpu", pin_memory=True)
         self.events = [torch.cuda.Event() for _ in range(SLOTS)]
         for event in self.events:
             event.record(self.stream)  # which makes them

@@ -31,7 +31,7 @@ def draw(device: torch.device, generator: torch.Generator | None) -> tuple[int, 
         seed = g.initial_seed() & 0x7FFFFFFFFFFFFFFF
         return seed if generator is None else -1 - seed, offset, None
     if device.type == "cpu":
-        seed, offset = torch.randint(0, 2**62, (2,), generator=generator).tolist()
+        seed, offset = torch.randint(0, 2**62, (2,), device=device, generator=generator).tolist()
         return seed, offset, None
     return 0, 0, torch.randint(0, 2**62, (2,), device=device, generator=generator)
 

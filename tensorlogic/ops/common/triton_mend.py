@@ -106,7 +106,7 @@ class Watch:
     def __init__(
         self, then: Statistics, room: float, seen: Sequence[Seen], device: torch.device
     ) -> None:
-        host = torch.zeros(1, dtype=torch.int32)
+        host = torch.zeros(1, dtype=torch.int32, device="cpu")
         self._word = host.pin_memory() if device.type == "cuda" else host
         self._said = self._word.numpy()
         self._device = device

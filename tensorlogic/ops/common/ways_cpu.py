@@ -57,7 +57,7 @@ def narrowed(product: ways.Product, a: Tensor, b: Tensor) -> Tensor:
     m, n = a.shape[-2], b.shape[-1]
     if a.dim() != 2 or b.dim() != 2 or max(m, n) <= BLOCK:
         return product(single(a), single(b))
-    c = torch.empty(m, n, dtype=torch.float32)
+    c = torch.empty(m, n, dtype=torch.float32, device="cpu")
     for j in range(0, n, BLOCK):
         right = single(b[:, j : j + BLOCK])
         for i in range(0, m, BLOCK):

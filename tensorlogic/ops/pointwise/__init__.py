@@ -45,9 +45,9 @@ def _number(value: Any, given: dict[str, Any]) -> Tensor:
     present = [v for v in given.values() if isinstance(v, Tensor)]
     if all(t.dim() == 0 for t in present):
         if torch.compiler.is_dynamo_compiling():  # which has no result_type
-            return torch.tensor(value, dtype=(present[0] * value).dtype)
-        return torch.tensor(value, dtype=torch.result_type(present[0], value))
-    return torch.tensor(value)
+            return torch.tensor(value, dtype=(present[0] * value).dtype, device="cpu")
+        return torch.tensor(value, dtype=torch.result_type(present[0], value), device="cpu")
+    return torch.tensor(value, device="cpu")  # PyTorch takes a number there from any device
 
 
 def _real(fn: str, **given: Tensor) -> None:

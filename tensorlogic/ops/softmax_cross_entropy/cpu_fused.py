@@ -61,10 +61,10 @@ def build(key: Key) -> Launcher:
     def launch(logits: Tensor, target: Tensor) -> Any:
         loss, lse = run(logits, target, ignore, smoothing, number)
         if reduction != "mean":
-            return loss, lse, torch.ones(1, dtype=torch.float32)
+            return loss, lse, torch.ones(1, dtype=torch.float32, device="cpu")
         count = int((target != ignore).sum())
         share = 1.0 / count if count else float("nan")
-        return loss, lse, torch.full((1,), share, dtype=torch.float32)
+        return loss, lse, torch.full((1,), share, dtype=torch.float32, device="cpu")
 
     return launch
 

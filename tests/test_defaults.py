@@ -1,8 +1,8 @@
-"""What floating tensors are by default is the program's affair: no candidate's result, and no refusal, depends on it."""
+"""What new tensors are by default, dtype and device, is the program's affair: no result, and no refusal, depends on it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -53,3 +53,39 @@ def test_what_a_loss_keeps_is_float32(reduction: str, default: torch.dtype) -> N
         with tensorlogic.policy(force=id):
             outs = torch.ops.tensorlogic.softmax_cross_entropy(*args)
         assert [o.dtype for o in outs] == [torch.float16, torch.float32, torch.float32], id
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """New tensors lie on another device unless told otherwise; this one holds no data, so that using one shows."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+def _dropped(x: Tensor, b: Tensor) -> Tensor:
+    return tensorlogic.dropout_linear(x, x, None, p=0.5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, b: tensorlogic.affine(x, 2.0, b),
+        lambda x, b: tensorlogic.affine(b, 2, 1.5),  # no dimensions: promoted as numbers are
+        lambda x, b: tensorlogic.add_relu(x, -1),
+        lambda x, b: tensorlogic.softmax_cross_entropy(x, b.long().expand(8), reduction="none"),
+        _dropped,
+    ],
+)
+def test_nothing_of_ours_goes_where_new_tensors_go(
+    call: Callable[[Tensor, Tensor], Tensor], elsewhere: None
+) -> None:
+    x, b = torch.ones(8, 8, device="cpu"), torch.ones((), device="cpu")
+    torch.manual_seed(3)
+    out = call(x.requires_grad_(), b.requires_grad_())
+    out.backward(torch.ones_like(out))
+    assert out.device.type == "cpu"
+    torch.set_default_device(None)
+    torch.manual_seed(3)
+    if call is not _dropped:  # the registered op draws its seed otherwise
+        assert torch.equal(out, call(x, b))

@@ -13,7 +13,7 @@ import tensorlogic
 from tensorlogic import binding, measure, policies, registry
 from tensorlogic.numerics import Verdict
 from tensorlogic.ops.convolution import CONVOLUTION
-from tensorlogic.program import choosing
+from tensorlogic.program import choosing, regions
 from tensorlogic.program.code import Sites
 from tensorlogic.program.decisions import Decision
 from tensorlogic.program.fragments import CHOSEN, Fragment
@@ -75,6 +75,40 @@ def test_another_way_takes_the_place_of_one_that_makes_the_whole_wrong(
     assert tried[-1] is True
     assert fast.report.outcome == "rewritten", fast.report
     assert [r.op for r in fast.report.regions] == ["convolution"]
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+def test_a_way_too_inexact_for_a_region_is_not_tried_on_its_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judge, made, tried = choosing.Whole.judge, regions.Fragment, []
+
+    def strict(self: choosing.Whole, program: choosing.Program) -> Verdict:
+        found = judge(self, program)
+        wrong = "onednn.packed" in program.ways.values()
+        return Verdict(found.reason, 3.0) if wrong else found
+
+    def fragment(region: Region, way: str | None, env: Any) -> Fragment:
+        tried.append((region.root, way))
+        return made(region, way, env)
+
+    monkeypatch.setattr(choosing.Whole, "judge", strict)
+    monkeypatch.setattr(regions, "Fragment", fragment)
+    monkeypatch.setattr(Decision, "milder", lambda self: False)
+    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
+    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
+    median = measure.Samples.median
+    monkeypatch.setattr(
+        measure.Samples, "median", lambda s, n: median(s, n) * (1 if "onednn" in n else 1e6)
+    )
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()
+    fast = tensorlogic.optimize(nn.Sequential(*layers).eval(), torch.randn(2, 3, 8, 8))
+    whole = [root for root, way in tried if way == "onednn.packed"]
+    assert len(whole) == 1, tried
+    assert len({root for root, _ in tried}) > 1  # its parts were tried by other ways
+    assert fast.report.outcome == "rewritten", fast.report
 
 
 @torch.no_grad()

@@ -185,7 +185,9 @@ def _found(
             if decision.milder():
                 judge.forget(decision)
                 continue
-            banned |= {f"{r.op}@{r.root}" for r in plan.regions if plan.found[r.root].row is row}
+            ended = [r for r in plan.regions if plan.found[r.root].row is row]
+            banned |= {f"{r.op}@{r.root}" for r in ended}
+            judge.spoilt += [(r.calls, way) for r in ended for way in decision.inexact()]
             undone.append(replace(row, refused=f"the whole model's error grew: {why}"))
     report.reason, report.error = f"the rewritten model is not right: {why}", None
     return None, None

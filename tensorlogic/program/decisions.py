@@ -34,6 +34,11 @@ class Decision:
         row.error = found.error
         return True
 
+    def inexact(self) -> list[str | None]:
+        """This way, and those that add to the original's error no less."""
+        least = max(self.row.error or 0.0, 1.1)
+        return [self.way, *(w for w, r in self.paying.items() if (r.error or 0.0) >= least)]
+
 
 def evidence(region: Region, way: str, shown: str, error: float, samples: measure.Samples) -> Row:
     """The times of one way beside the original calls."""

@@ -47,6 +47,9 @@ class Judge:
         self.deadline, self.end = deadline, end  # of what must be compiled first, and of the rest
         self.known: dict[Any, Decision] = {}
         self.passed: dict[tuple[str, str, frozenset[str]], Decision] = {}  # regions checked before
+        self.spoilt: list[
+            tuple[frozenset[str], str | None]
+        ] = []  # calls, and their way too inexact
         self.writes = False
         self.late = False  # a region was not measured for want of time
 
@@ -171,6 +174,9 @@ class Judge:
         ready, reasons = {}, []
         for way in self._ways(region, env):
             decision = Decision(way.id if isinstance(way, Way) else way)
+            if any(region.calls < calls and decision.way == w for calls, w in self.spoilt):
+                reasons.append(f"{decision.way}: the whole model's error grew by it")
+                continue
             try:
                 fragment = Fragment(region, decision.way, env)
                 verdict = expected.judge(fragment)

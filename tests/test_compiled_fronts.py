@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -264,3 +266,30 @@ def test_recorded_calls_keep_nothing_alive(device: Device, served: dict[str, Any
     gone = weakref.ref(y.grad_fn)
     del y
     assert gone() is None
+
+
+def test_plans_run_while_entries_are_forgotten(device: Device, served: dict[str, Any]) -> None:
+    """A launch lets other threads run: what it came from may be gone before it returns."""
+    usual, wrong = sys.getswitchinterval(), list[int]()
+    sys.setswitchinterval(1e-5)
+
+    def work() -> None:
+        a, b = torch.randn(6, 5), torch.randn(6, 5)
+        leaf, expected = a.clone().requires_grad_(), torch.relu(a + b)
+        with tensorlogic.policy(force="fake.plan"):
+            for _ in range(3000):
+                with torch.no_grad():
+                    wrong.append(int(not torch.equal(tensorlogic.add_relu(a, b), expected)))
+                wrong.append(int(not torch.equal(tensorlogic.add_relu(leaf, b), expected)))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    try:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            policies.forget_entries()
+            time.sleep(0.001)
+    finally:
+        sys.setswitchinterval(usual)
+    assert len(wrong) == 18000
+    assert sum(wrong) == 0

@@ -33,11 +33,26 @@ def matmul_backward_reference(
     dz = activation_gradient(dy, kept, activation)
     if a.dim() == 1 and b.dim() == 1:
         return (dz * b if needs[0] == "1" else None, dz * a if needs[1] == "1" else None)
+    if (
+        a.dim() == dz.dim() == b.dim() == 2
+    ):  # by far the most calls, each view of which is a launch's worth of host time
+        return (
+            torch.mm(dz, _adjoint(b)) if needs[0] == "1" else None,
+            torch.mm(_adjoint(a), dz) if needs[1] == "1" else None,
+        )
     left, right = a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
     dz = dz.unsqueeze(-2) if a.dim() == 1 else dz.unsqueeze(-1) if b.dim() == 1 else dz
-    da = (dz @ right.mH).sum_to_size(left.shape).view(a.shape) if needs[0] == "1" else None
-    db = (left.mH @ dz).sum_to_size(right.shape).view(b.shape) if needs[1] == "1" else None
+    da = _summed(dz @ right.mH, left.shape).view(a.shape) if needs[0] == "1" else None
+    db = _summed(left.mH @ dz, right.shape).view(b.shape) if needs[1] == "1" else None
     return (da, db)
+
+
+def _adjoint(matrix: Tensor) -> Tensor:
+    return matrix.mH if matrix.is_complex() else matrix.t()
+
+
+def _summed(gradient: Tensor, shape: torch.Size) -> Tensor:
+    return gradient if gradient.shape == shape else gradient.sum_to_size(shape)
 
 
 matmul_reference.__name__, matmul_backward_reference.__name__ = "matmul", "matmul_backward"

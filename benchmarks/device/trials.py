@@ -45,7 +45,10 @@ def chosen() -> None:
         *((tensorlogic.linear, (a, b)) for a, b in zip(x, w, strict=True)),
         (tensorlogic.softmax_cross_entropy, (logits, target)),
         (tensorlogic.softmax_cross_entropy, (few, target[:512])),
-        (tensorlogic.attention_scores, (*(rand(4, 16, 256, 64, dtype="f16") for _ in "qk"), 0.125)),
+        *(
+            (tensorlogic.attention_scores, (*(rand(4, 16, n, 64, dtype="f16") for _ in "qk"), 0.125))
+            for n in (256, 512, 1024)
+        ),
     ]  # fmt: skip
     for fn, args in calls:
         tensorlogic.tune(fn, *args)

@@ -11,6 +11,7 @@ namespace tensorlogic::ops {
 namespace {
 
 constexpr int64_t WIDEST = 2048;      // where few rows leave room and a row of b is one run of memory
+constexpr int64_t BLOCK = 16 << 10;       // multiply-adds that take as long as a block's own preparations
 constexpr int64_t FEW_GRAIN = 160 << 10;  // multiply-adds a thread of few rows, which wait for memory
 
 // Waking a thread costs 1 us where threads spin while they wait, and 9 where they were told to sleep.
@@ -171,7 +172,9 @@ void block(const Kernels& k, const Product& p, const Blocks& blocks, int64_t ite
 
 void in_blocks(const Kernels& k, const Product& p) {
   const Blocks blocks = split(k, p);
-  parallel(p.batch * blocks.count(), 1, 1, [&](int64_t begin, int64_t end) {
+  const int64_t count = p.batch * blocks.count();
+  const bool alone = p.batch * p.M * p.N * p.K + count * BLOCK <= grain(k);
+  parallel(count, alone ? count : 1, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       const int64_t item = n / blocks.count(), inside = n % blocks.count();
       block(k, p, blocks, item, inside % blocks.down * blocks.rows,

@@ -178,3 +178,28 @@ def test_a_candidate_is_not_forced_on_what_it_cannot_run() -> None:
         patch.setattr(binding.Bound, "__init__", seen)
         sites.bind("call", tensorlogic.add_relu, (a, b))
     assert asked == [policy.force]
+
+
+def test_a_forced_forward_leaves_its_backward_to_the_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, w = (torch.randn(n, 32, requires_grad=True) for n in (16, 8))
+    registry.ready("cpu")
+    op = tensorlogic.linear.fused  # type: ignore[attr-defined]
+    ready = (*tensorlogic.linear.__wrapped__(x, w, None, None, "relu"), True)  # type: ignore[attr-defined]
+    fits = [c.id for c in op.candidates.values() if c.unfit(op.key(ready, "forward")) is None]
+    asked: list[policies.Policy] = []
+    bound = binding.Bound.__init__
+
+    def seen(self: binding.Bound, op: Any, args: Any, chosen: Any, *rest: Any) -> None:
+        asked.append(chosen)
+        bound(self, op, args, chosen, *rest)
+
+    monkeypatch.setattr(binding.Bound, "__init__", seen)
+    for id in fits:
+        run = Sites({"call": id}).bind("call", tensorlogic.linear, (x, w, None, None, "relu"))
+        assert run is not None
+        run(x, w, None, None, "relu").sum().backward()
+        assert asked[0].forced("linear") == id
+        assert {p.forced("linear_backward") for p in asked} == {None}
+        asked.clear()

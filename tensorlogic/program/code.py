@@ -88,7 +88,7 @@ class Sites:
         key = op.key(ready, "forward" if recording else "inference")
         fits = found is not None and found.unfit(key) is None  # another memory layout may have come
         if fits and not policy.reproducible and policy.forced(op.name) is None:
-            policy = replace(policy, tune="off", force=self.forced[name], entries={})
+            policy = replace(policy, tune="off", force={op.name: self.forced[name]}, entries={})
         bound = binding.Bound(op, ready, policy, recording)
         self.chosen[name] = bound.choice.candidate.id
         return _call(bound, [p for p in places if p is not None], dynamic)

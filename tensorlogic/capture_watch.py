@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from . import modes
+
 _LOCK = threading.Lock()
 _open: set[int] = set()
 _installed = False
@@ -83,6 +85,6 @@ def calm(device: torch.device) -> bool:
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_torch_function_mode_enabled()
+        or modes.intercepted()
         or torch._C._functorch.maybe_current_level() is not None
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import binding, front, library, policies
+from . import binding, front, library, modes, policies
 from .memory.unified import Unified
 from .op import EAGER, Flags, Op
 from .plans import Key
@@ -31,6 +31,9 @@ def internal(op: Op) -> Callable[..., Any]:
 
 
 def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: Any) -> Any:
+    if not torch.compiler.is_dynamo_compiling() and _beside_default_device(given):
+        with modes.aside():
+            return front.FRONTS[prepare](*given)
     if not torch.compiler.is_dynamo_compiling() and placing(given):
         from .placement import call as placed
 
@@ -63,6 +66,11 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
     if road is not None:
         return road(op, args)
     return call(op, args, where, (prepare, given))
+
+
+def _beside_default_device(given: Sequence[Any]) -> bool:
+    """Whether a default device is set, and nothing among the arguments wants to see the call."""
+    return modes.default_device() and all(front.plain(g) for g in given if isinstance(g, Tensor))
 
 
 def _with_number(given: Sequence[Any]) -> bool:
@@ -205,7 +213,7 @@ def _special(op: Op, args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] 
     ):
         return composition
     odd = not all(front.plain(t) for t in tensors)
-    if odd or torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack():
+    if odd or modes.intercepted() or torch._C._len_torch_dispatch_stack():
         return library.traced
     if torch._C._get_tracing_state() is not None or any(t.device.type == "meta" for t in tensors):
         return library.traced

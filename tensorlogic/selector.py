@@ -184,7 +184,7 @@ def choose(
     device = next(a.device for a in args if isinstance(a, Tensor))
     registry.ready(device.type)
     capturing = capture_watch.capturing(device)
-    if policy.observer is not None and not compiled:
+    if policy.observer is not None:
         policy.observer(op, key, device)
     if policy.reproducible:
         key = unaligned(key)

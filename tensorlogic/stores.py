@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import hooks, policies, settings
+from . import hooks, modes, policies, settings
 from .op import Op
 from .plans import Key, Lockfile, Plan, PlanStore, environment, load_lockfile
 from .study import Study
@@ -96,7 +96,7 @@ def agreed(op: Op, key: Key, device: torch.device) -> Plan | None:
 
 
 class preserved:
-    """Keep what the caller may notice: default generators, autocast and inference mode, current device and stream.
+    """Keep what the caller may notice: default generators and device, autocast and inference mode, current device and stream.
 
     Inside, PyTorch is what it is without `enable`.
     """
@@ -112,6 +112,7 @@ class preserved:
         self.modes.enter_context(torch.inference_mode(mode=False))
         self.modes.enter_context(torch.autocast(self.device.type, enabled=False))
         self.modes.enter_context(hooks.suspended())
+        self.modes.enter_context(modes.aside())
 
     def __exit__(self, *problem: object) -> None:
         self.modes.close()

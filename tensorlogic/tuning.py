@@ -43,7 +43,8 @@ def tune(fn: Callable[..., Any], *example_inputs: Any, **keywords: Any) -> Learn
         What was learned; printing it gives one line.
 
     Raises:
-        TypeError: fn is not callable. RuntimeError: called while a CUDA graph is being captured, or under a policy that measures nothing.
+        TypeError: fn is not callable. RuntimeError: called while a CUDA graph is being captured, under a policy that measures nothing, or
+            under a trace, transform or mode of PyTorch (a default device is none).
 
     Example:
         >>> import torch, tensorlogic
@@ -61,6 +62,11 @@ def tune(fn: Callable[..., Any], *example_inputs: Any, **keywords: Any) -> Learn
     if policies.current().reproducible:
         raise RuntimeError(
             "tune: the policy is deterministic or has a lockfile, under which nothing is measured; call tune outside it"
+        )
+    if not capture_watch.calm(torch.device("cpu")):
+        raise RuntimeError(
+            "tune: called while a trace, a transform of torch.func or a mode of PyTorch is active, where nothing is measured; "
+            "call tune outside it"
         )
     begin = time.perf_counter()
     met: dict[tuple[str, str], tuple[Op, Key, torch.device]] = {}

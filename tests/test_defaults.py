@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import tensorlogic
-from tensorlogic import dispatch, tuning
+from tensorlogic import dispatch, front, library, modes, policies, tuning
 from tensorlogic.bench import rows
 from tensorlogic.checking import Checker
 from tensorlogic.op import EAGER, OPS
@@ -89,3 +92,110 @@ def test_nothing_of_ours_goes_where_new_tensors_go(
     torch.manual_seed(3)
     if call is not _dropped:  # the registered op draws its seed otherwise
         assert torch.equal(out, call(x, b))
+
+
+@contextlib.contextmanager
+def globally(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def nested(device: str) -> Iterator[None]:
+    with globally("cpu"), torch.device(device):
+        yield
+
+
+WAYS = {"globally": globally, "here": torch.device, "one in another": nested}
+
+
+@pytest.fixture(params=[True, False], ids=["compiled fronts", "fronts in Python"])
+def slowly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of ops that were served past their warm entries."""
+    seen: list[str] = []
+    if not request.param:
+        for _, scope in front._SCOPES.values():
+            monkeypatch.setitem(scope, "compiled", None)
+    for place, name in ((dispatch, "call"), (library, "traced")):
+        usual = getattr(place, name)
+
+        def slow(op: Any, *args: Any, usual: Any = usual, name: str = name) -> Any:
+            seen.append(f"{name} {op.name}")
+            return usual(op, *args)
+
+        monkeypatch.setattr(place, name, slow)
+    policies.forget_entries()
+    yield seen
+    policies.forget_entries()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_default_device_changes_neither_road_nor_entry(way: str, slowly: list[str]) -> None:
+    """Gradients, too; what the caller makes meanwhile lies where the caller wants it."""
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
+    want = torch.relu(x @ w.t())
+    (grad,) = torch.autograd.grad(want.sum(), x)
+    for context in (WAYS[way]("meta"), contextlib.nullcontext(), WAYS[way]("meta")):
+        with context:
+            before = torch.empty(1).device.type
+            got = tensorlogic.linear(x, w, activation="relu")
+            torch.testing.assert_close(got, want)
+            torch.testing.assert_close(torch.autograd.grad(got.sum(), x), (grad,))
+            assert torch.empty(1).device.type == before
+            assert not modes.intercepted()
+    assert [s for s in slowly if s.endswith(" linear")] == ["call linear"]
+    assert not [s for s in slowly if s.startswith("traced")]
+
+
+class Seeing(TorchFunctionMode):
+    """Notes what it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(fn))
+        return fn(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_mode_beside_a_default_device_sees_the_call(inside: bool) -> None:
+    x = torch.ones(3, device="cpu")
+    tensorlogic.relu(x)
+    outer, inner = (torch.device("meta"), Seeing()) if inside else (Seeing(), torch.device("meta"))
+    with outer, inner:
+        assert modes.intercepted()
+        assert tensorlogic.relu(x).device.type == "cpu"
+    mode = inner if inside else outer
+    assert isinstance(mode, Seeing)
+    assert any("tensorlogic" in name for name in mode.seen)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_called_under_a_default_device_is_measured(way: str) -> None:
+    x, places = torch.randn(6, 7, dtype=torch.float64), []
+
+    def step(x: Tensor) -> Tensor:
+        places.append(torch.empty(1).device.type)
+        return tensorlogic.softmax(x, -1)
+
+    with WAYS[way]("meta"):
+        learned = tensorlogic.tune(step, x.requires_grad_())
+        with tensorlogic.policy(tune="full"):
+            tensorlogic.add_relu(x.detach(), x.detach())
+        found = tensorlogic.explain(tensorlogic.add_relu, x.detach(), x.detach())
+    assert places == ["meta"]
+    assert [p.key.op for p in learned.plans] == ["softmax", "softmax_backward"]
+    assert "from: plan" in str(found)
+
+
+def test_tune_refuses_what_watches_and_sees_into_compiled_functions() -> None:
+    x = torch.randn(5, 6)
+    with Seeing(), pytest.raises(RuntimeError, match="mode of PyTorch is active"):
+        tensorlogic.tune(tensorlogic.relu, x)
+    compiled = torch.compile(lambda x: tensorlogic.relu(x), backend="eager")
+    assert [k.op for k in tensorlogic.tune(compiled, x).keys] == ["relu"]

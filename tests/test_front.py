@@ -117,7 +117,6 @@ MODES: dict[str, tuple[Callable[[], Any], str]] = {
     "autocast": (lambda: torch.autocast("cpu"), "call"),
     "function mode": (Function, "traced"),
     "dispatch mode": (Dispatch, "traced"),
-    "default device": (lambda: torch.device("cpu"), "traced"),
 }
 
 

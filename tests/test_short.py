@@ -123,6 +123,8 @@ def test_other_calls_take_the_long_way(pays: None) -> None:
             assert way(x) is MISS
         with Watching():
             assert way(x) is MISS
+        with torch.device("meta"):  # where what lies elsewhere goes by default: nobody watches
+            torch.testing.assert_close(way(x), Scaled.forward(fast, x))
     assert way(x) is MISS  # gradients are recorded here
     assert fast(x).requires_grad
     with torch.inference_mode():

@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/PyInterpreter.h>
 
 #include <algorithm>
 #include <cmath>
@@ -134,9 +135,44 @@ bool matches(const Front& self, const Entry& entry, PyObject* policy, bool grad,
   return true;
 }
 
+using FunctionModes = at::impl::PythonTorchFunctionTLS;
+
+// Default devices are the only function modes: they fill in device arguments that were left out, and launchers leave out none.
+bool default_devices() {
+  static PyObject* const type = [] {
+    const Ref module(PyImport_ImportModule("torch.utils._device"));
+    PyObject* found = module.get() ? PyObject_GetAttrString(module.get(), "DeviceContext") : nullptr;
+    PyErr_Clear();
+    return found;
+  }();
+  for (int64_t i = 0; i < FunctionModes::stack_len(); ++i) {
+    PyObject* mode = FunctionModes::get_stack_at(i)->ptr(getPyInterpreter());
+    if (reinterpret_cast<PyObject*>(Py_TYPE(mode)) != type) return false;
+  }
+  return true;
+}
+
+// What runs inside meets no function mode, as what a mode calls does not.
+class Aside {
+ public:
+  explicit Aside(bool needed) : needed_(needed), before_(FunctionModes::get_disabled_state()) {
+    if (needed) FunctionModes::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  }
+  ~Aside() {
+    if (needed_) FunctionModes::set_disabled_state(before_);
+  }
+  Aside(const Aside&) = delete;
+  Aside& operator=(const Aside&) = delete;
+
+ private:
+  bool needed_;
+  at::impl::TorchFunctionDisabledState before_;
+};
+
 // No mode wants to see the call, and no forward derivative is being taken.
 bool alone(const Front& self) {
-  if (at::impl::torch_function_mode_enabled() || c10::impl::TorchDispatchModeTLS::stack_len() > 0)
+  if ((at::impl::torch_function_mode_enabled() && !default_devices()) ||
+      c10::impl::TorchDispatchModeTLS::stack_len() > 0)
     return false;
   static PyObject* const name = PyUnicode_InternFromString("_current_level");
   PyObject* level = PyDict_GetItemWithError(self.forward, name);
@@ -164,6 +200,7 @@ PyObject* called(PyObject* object, PyObject* const* given, size_t flags, PyObjec
     if (!matches(self, entry, policy.get(), grad, local, given)) continue;
     const Ref run = entry.run;  // entries may be forgotten meanwhile
     const int how = entry.how;
+    const Aside aside(at::impl::torch_function_mode_enabled());
     PyObject* dynamic[MOST];
     size_t n = 0;
     for (size_t i = 0; i < self.kinds->size(); ++i)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import front, policies
+from .. import front, modes, policies
 from .graphs import GradientReplay, Replay, owned
 
 MISS = object()  # what a program or a short way gives where it may not serve a call
@@ -20,7 +20,7 @@ def plain_modes() -> bool:
     """True where nothing traces, transforms or intercepts PyTorch's calls."""
     return (
         not torch._C._len_torch_dispatch_stack()
-        and not torch._C._is_torch_function_mode_enabled()
+        and not modes.intercepted()
         and not torch.compiler.is_compiling()
         and torch._C._functorch.maybe_current_level() is None
         and torch._C._get_tracing_state() is None
@@ -56,7 +56,7 @@ def _fits(
     cuda = device.type == "cuda"
     capturing = torch._C._cuda_isCurrentStreamCapturing if cuda else None
     is_grad, dispatching = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
-    intercepted, compiling = torch._C._is_torch_function_mode_enabled, torch.compiler.is_compiling
+    intercepted, compiling = modes.intercepted, torch.compiler.is_compiling
     level, tracing = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
     policy, force = policies.current, policies.current().force
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 
 import torch
 
 from . import capture_watch, native, stores, study
+from .notes import Notes
 from .op import Candidate, Config, Op
 from .plans import Key, TensorSpec
 
-LOG = logging.getLogger("tensorlogic")
 # Sizes up to the first number are represented by the second: few rows, one block, several; all with ragged ends.
 SIZES = ((6, 5), (13, 11), (48, 29), (160, 83), (1 << 62, 173))
 VECTOR = 16  # sizes that it divides are represented by ones that it divides
@@ -24,8 +21,9 @@ LINE = 30_011  # elements of one-dimensional tensors
 FLOPS, TRAFFIC = 1.2e7, 1 << 20  # of a check, at most
 DRAWS = 2  # wrong once may be eager's luck with the numbers
 
-_KNOWN: dict[str, str | None] = {}  # what was found in this process or read from disk
-_READ: set[Path] = set()
+_NOTES = Notes(
+    ".checked"
+)  # of what was right; of what was wrong, in this process only, with the reason
 
 
 class Later(Exception):
@@ -43,24 +41,22 @@ def refusal(
     if torch._C._get_tracing_state() is not None:
         raise Later
     kind = _fitting(op, key, candidate)
-    path = stores.current(device).path.with_suffix(".checked")
+    path = _NOTES.look(device)
     about = (candidate.id, candidate.source, native.isa(), dict(config), kind.text)
     what = json.dumps(about, default=str)
-    _read(path)
-    if what in _KNOWN:
-        return _KNOWN[what]
+    if what in _NOTES.known:
+        return _NOTES.known[what]
     if not capture_watch.calm(device):
         raise Later
-    reason = _KNOWN[what] = _check(op, kind, candidate, config, device)
+    reason = _NOTES.known[what] = _check(op, kind, candidate, config, device)
     if reason is None:
-        _append(path, what)
+        _NOTES.append(path, what)
     return reason
 
 
 def forget() -> None:
     """Know nothing that was not said on disk."""
-    _KNOWN.clear()
-    _READ.clear()
+    _NOTES.forget()
 
 
 def _check(
@@ -134,24 +130,3 @@ def _strides(t: TensorSpec, shape: Sequence[int]) -> tuple[int, ...]:
         contiguous = [prod(shape[d + 1 :]) for d in range(len(shape))]
         strides = [c if n == 1 else s for s, c, n in zip(strides, contiguous, t.shape, strict=True)]
     return tuple(strides)
-
-
-# what is known ------------------------------------------------------------------------------------------------------
-
-
-def _read(path: Path) -> None:
-    if path in _READ:
-        return
-    _READ.add(path)
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        _KNOWN.update(dict.fromkeys(path.read_text().splitlines()))
-
-
-def _append(path: Path, line: str) -> None:
-    """One line at a time, so that processes do not mix theirs; what cannot be written is checked again."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(line + "\n")
-    except OSError as problem:
-        LOG.debug("tensorlogic: %s cannot be written: %s", path, problem)

@@ -8,6 +8,8 @@ from functools import lru_cache
 import torch
 
 from ... import calls, native
+from ...numerics import DTYPES
+from . import cpu_rates
 
 PASS = 0.4e-3  # microseconds an element of a further pass over memory
 COMPILED = (
@@ -20,6 +22,7 @@ NARROW, ROW = (
 GRAIN = 160 << 10  # multiply-adds from which a second thread pays
 SMALL_HALF = 4096  # multiply-adds up to which PyTorch's half-precision products do not go to oneDNN
 BLAS_FROM = 6_000  # from which its float32 products take BLAS's own preparations on AMD
+MEMORY = 16  # rows or columns up to which a product waits for memory, whatever it is computed by
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,15 @@ class Line:
     right: float = 0.0
     out: float = 0.0
 
-    def us(self, m: int, n: int, k: int) -> float:
-        """A product [m, k] · [k, n], shared by the threads that it is worth."""
+    def us(self, m: int, n: int, k: int, factor: float = 1.0) -> float:
+        """A product [m, k] · [k, n], its work taking `factor` times as long, shared by the threads that it is worth."""
         work = m * n * k
         shared = work * self.work * 1e-3 + m * k * self.left + k * n * self.right + m * n * self.out
-        return self.call + shared * 1e-3 / threads(work)
+        return self.call + factor * shared * 1e-3 / threads(work)
+
+    def parts(self, n: int) -> tuple[float, float]:
+        """A call's own time and its work's, of a product of n × n matrices."""
+        return self.call, self.us(n, n, n) - self.call
 
 
 # Zen 4 (family 25), PyTorch 2.13; few rows of b [n, k], then of b [k, n].
@@ -138,7 +145,7 @@ def native_us(m: int, n: int, k: int, dtype: str, linear: bool, wide: bool = Fal
     if native.isa() == "amx" and _tiles_pay(m, n, k, dtype, wide):
         kind = "tiles wide" if wide and dtype == "bf16" else f"tiles {dtype}"
     line = lines.get(kind, lines["blocks"])  # pairs without tiles were never fitted on Intel's
-    return (line.us(m, n, k) + short - saved) * _narrow()
+    return line.us(m, n, k, native_factor(paired)) + short - saved
 
 
 def _tiles_pay(m: int, n: int, k: int, dtype: str, wide: bool) -> bool:
@@ -151,30 +158,48 @@ def _tiles_pay(m: int, n: int, k: int, dtype: str, wide: bool) -> bool:
     return work >= 1 << 19
 
 
-def _narrow() -> float:
-    return 1.0 if "avx512" in features() else 2.0
-
-
 def torch_us(m: int, n: int, k: int, dtype: str, linear: bool) -> float:
     """PyTorch's own product."""
-    work = m * n * k
     if half_is_slow(dtype):
         return (SCALAR_LINEAR if linear else SCALAR).us(m, n, k)
+    compute = min(m, n) > MEMORY and m * n * k > GRAIN
+    line = _torch_line(m * n * k, dtype, linear)
+    return line.us(m, n, k, torch_factor(dtype) if compute else 1.0)
+
+
+def _torch_line(work: int, dtype: str, linear: bool) -> Line:
     if _is_amd():
         if dtype != "f32":
-            return ZEN["torch half"].us(m, n, k)
-        if work < BLAS_FROM:
-            return ZEN["torch f32 small"].us(m, n, k)
-        return ZEN["torch f32"].us(m, n, k) * f32_gain()
+            return ZEN["torch half"]
+        return ZEN["torch f32 small" if work < BLAS_FROM else "torch f32"]
     if dtype == "f32":
-        return INTEL["torch f32 linear" if linear else "torch f32"].us(m, n, k) * _narrow()
+        return INTEL["torch f32 linear" if linear else "torch f32"]
     if work <= SMALL_HALF:
-        return INTEL["torch small linear" if linear else "torch small"].us(m, n, k)
-    return INTEL[f"torch {dtype}"].us(m, n, k)
+        return INTEL["torch small linear" if linear else "torch small"]
+    return INTEL[f"torch {dtype}"]
 
 
-@lru_cache
-def f32_gain() -> float:
-    """MKL gives AMD's processors its AVX2 code, half of what a Zen 5 can do."""
-    have = features()
-    return 1.7 if "zen5" in have and "avx512" in have and torch.backends.mkl.is_available() else 1.0
+def torch_factor(dtype: str) -> float:
+    """How much longer PyTorch's work takes here: MKL gives AMD's processors its AVX2 code, bfloat16 may have no hardware."""
+    return _factors(dtype)[0]
+
+
+def native_factor(paired: bool) -> float:
+    """How much longer our blocks take here."""
+    return _factors("bf16" if paired else "f32")[1]
+
+
+def _factors(dtype: str) -> tuple[float, ...]:
+    """PyTorch's and ours. Not where there are tiles: one kind of processor has them, and they slow down for seconds."""
+    if native.available() or native.isa() == "amx":
+        return 1.0, 1.0
+    lines = ZEN if _is_amd() else INTEL
+    ours = lines.get("pairs" if pairs(dtype) else "blocks", lines["blocks"])
+    products = [cpu_rates.Product(native.op("matmul"), ours.parts)]
+    if not half_is_slow(dtype):
+        theirs = cpu_rates.Product(
+            torch.mm, lambda n: _torch_line(n * n * n, dtype, False).parts(n)
+        )
+        products.insert(0, theirs)
+    found = cpu_rates.factors(f"{dtype} by torch and {native.isa()}", DTYPES[dtype], products)
+    return found if len(found) == 2 else (1.0, *found)

@@ -1,0 +1,129 @@
+"""Cost models of CPU products where nobody fitted them: PyTorch's rate and ours are timed once a machine, and choices follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tensorlogic import measure, native, policies, registry, selector, stores
+from tensorlogic.op import EAGER, OPS
+from tensorlogic.ops.common import cpu_costs, cpu_rates
+
+from .test_native import forced
+
+pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+CPU = torch.device("cpu")
+Slower = dict[str, float]  # by operator's name: how many times longer than was expected
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Slower], list[str]]]:
+    """clock(slower): each product takes what its cost model says, times that; returns the names of what was timed."""
+    registry.ready("cpu")
+    timed: list[str] = []
+
+    def run(slower: Slower) -> list[str]:
+        def measured(dtype: torch.dtype, products: Any) -> list[float]:
+            return usual(dtype, [noted(dtype, p) for p in products])
+
+        def noted(dtype: torch.dtype, p: cpu_rates.Product) -> cpu_rates.Product:
+            name = "torch" if p.run is torch.mm else "ours"
+
+            def called(a: Tensor, b: Tensor) -> Tensor:
+                timed.append(f"{name} {dtype}")
+                call, work = p.parts(len(a))
+                calls.append(call + slower.get(name, 1.0) * work)
+                return a
+
+            return cpu_rates.Product(called, p.parts)
+
+        def once(call: Callable[[], Any], device: torch.device) -> float:
+            call()
+            return calls.pop()
+
+        calls: list[float] = []
+        usual = cpu_rates._measured
+        monkeypatch.setattr(cpu_rates, "_measured", measured)
+        monkeypatch.setattr(measure, "once", once)
+        return timed
+
+    levels = forced("avx512" if "avx512" in cpu_costs.features() else "portable")
+    next(levels)
+    yield run
+    next(levels, None)
+
+
+def chosen(dtype: torch.dtype, side: int = 1024) -> str:
+    """What serves a matmul of an op that nobody has measured."""
+    op, a = OPS["matmul"], torch.zeros(side, side, dtype=dtype)
+    key = op.key((a, a, "none", False), "inference")
+    return selector.decide(op, key, CPU, policies.current()).eager[0]
+
+
+@pytest.mark.parametrize(
+    ("slower", "expected"),
+    [
+        ({"torch": 2.0}, "cpu.epilogue"),
+        ({"torch": 2.0, "ours": 3.0}, EAGER),
+        ({"ours": 2.0}, EAGER),
+    ],
+)
+def test_the_choice_follows_what_was_timed(clock: Any, slower: Slower, expected: str) -> None:
+    clock(slower)
+    assert chosen(torch.float32) == expected
+
+
+def test_bfloat16_that_pytorch_emulates_is_left_to_ours(
+    clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_costs, "half_is_slow", lambda dtype: False)
+    timed = clock({"torch": 100.0})
+    assert chosen(torch.bfloat16) == "cpu.epilogue"
+    assert (
+        timed.count("torch torch.bfloat16") <= 3 + cpu_rates.ROUNDS
+    )  # so slow that one size says it
+
+
+def test_machines_like_those_fitted_and_small_products_change_nothing(clock: Any) -> None:
+    timed = clock({"torch": 1.2, "ours": 0.9})
+    before = cpu_costs.torch_us(8, 8, 8, "f32", False)
+    assert not timed
+    assert cpu_costs.torch_factor("f32") == cpu_costs.native_factor(False) == 1.0
+    assert timed
+    assert cpu_costs.torch_us(8, 8, 8, "f32", False) == before
+
+
+def test_what_was_timed_is_kept_in_the_process_and_on_disk(clock: Any) -> None:
+    timed = clock({"torch": 2.1})
+    assert cpu_costs.torch_factor("f32") == 2.0  # rounded to a quarter of a power of two
+    count = len(timed)
+    assert cpu_costs.torch_factor("f32") == 2.0
+    stores.forget()
+    assert cpu_costs.torch_factor("f32") == 2.0
+    assert len(timed) == count
+    file = stores.current(CPU).path.with_suffix(".rates")
+    name = file.read_text().partition(" = ")[0]
+    for edited in ("x", "0", "2", "1e9 1", "-1 1"):  # not as it was written
+        file.write_text(f"{name} = {edited}\n")
+        stores.forget()
+        assert cpu_costs.torch_factor("f32") == 1.0
+
+
+def test_nothing_is_timed_under_a_mode(clock: Any) -> None:
+    timed = clock({"torch": 2.0})
+    with CPU:
+        assert cpu_costs.torch_factor("f32") == 1.0
+    assert not timed
+    assert cpu_costs.torch_factor("f32") == 2.0
+
+
+def test_products_are_timed_as_they_are() -> None:
+    """On this machine, whatever it is: a factor within what any processor could have."""
+    next(levels := forced("portable"))
+    slow = cpu_costs.native_factor(False)
+    next(levels, None)
+    assert 1.0 < slow < 300  # four lanes or one, on a line of sixteen

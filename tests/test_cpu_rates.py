@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.logging_tensor import LoggingTensorMode
 
 from tensorlogic import measure, native, policies, registry, selector, stores
 from tensorlogic.op import EAGER, OPS
@@ -115,7 +116,7 @@ def test_what_was_timed_is_kept_in_the_process_and_on_disk(clock: Any) -> None:
 
 def test_nothing_is_timed_under_a_mode(clock: Any) -> None:
     timed = clock({"torch": 2.0})
-    with CPU:
+    with LoggingTensorMode():
         assert cpu_costs.torch_factor("f32") == 1.0
     assert not timed
     assert cpu_costs.torch_factor("f32") == 2.0

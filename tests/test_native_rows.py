@@ -66,6 +66,18 @@ def test_layer_norm_and_its_gradient(ops: Any, dtype: torch.dtype) -> None:
             close(got / scale, exact / scale, dtype, 64 if dtype == torch.float32 else 8)
 
 
+@pytest.mark.parametrize("size", [3e2, 6e4, 1e9, 1e30])
+def test_large_numbers_do_not_cost_softmax_its_digits(ops: Any, size: float) -> None:
+    """The largest is subtracted before anything is rounded: numbers of any size, close to it and far below."""
+    for dtype in (d for d in DTYPES if size < torch.finfo(d).max):
+        x = (size * (1 - torch.rand(5, 173) ** 8 / 16)).to(dtype)
+        wanted = torch.softmax(x.double(), -1)
+        close(ops.softmax(x, None, 1.0, False, dtype), wanted, dtype)
+        peak, none = x.argmax(1), native.REDUCTIONS["none"]
+        loss, _ = ops.softmax_cross_entropy(x, peak, -100, 0.0, none)
+        close(loss, F.cross_entropy(x.double(), peak, reduction="none"), dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_and_its_gradient(ops: Any, dtype: torch.dtype) -> None:
     for shape in SHAPES:

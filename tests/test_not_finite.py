@@ -109,3 +109,20 @@ def test_every_way_of_a_linear_layer() -> None:
                 if way.supports((x, w, b, r, activation)) is None:
                     got = by_way(way.emit, (x, w, b, r, activation))
                     assert_alike(got, want, f"{way.id} {activation}")
+
+
+def test_gradients_behind_a_norm_with_nan_are_not_hidden() -> None:
+    """A scaler that looks for what is not finite in the gradients must find it."""
+    x, w = torch.randn(8, 5).half(), torch.randn(3, 5).half()
+    x[2, 1] = float("nan")
+    found = []
+    for candidate in ("torch.inplace", "torch.eager"):
+        leaves = [t.clone().requires_grad_() for t in (x, w, torch.zeros(3).half())]
+        with tensorlogic.policy(force=candidate):
+            y = tensorlogic.linear_batch_norm_relu(
+                *leaves, torch.zeros(3).half(), torch.ones(3).half(), None, None
+            )
+        found.append(torch.autograd.grad(y, leaves, torch.full_like(y, float("nan"))))
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got.isfinite(), want.isfinite())
+        assert not got.isfinite().all()

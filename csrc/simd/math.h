@@ -60,7 +60,7 @@ INLINE vf exp_minus(vf x, vf m) {
     vf n = steps(x);
     return scale2(grown(n, remainder(x, n)).t + set1(1.0f), n);
   }
-  Scaled e = exp2_coarse(vmax(set1(-160.0f), fma(x, set1(LOG2E), m * set1(-LOG2E))));
+  Scaled e = exp2_coarse(vmax(set1(-160.0f), (x - m) * set1(LOG2E)));
   return scale2(e.p, e.n);
 }
 template <class T>

@@ -40,6 +40,8 @@ def onednn_f32(key: Key) -> str | None:
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """activation(x · weightᵀ + bias) by oneDNN, but for ReLU: its own makes 0 of NaN."""
     name, algorithm = _ONEDNN.get(activation, _ONEDNN["none"])
+    if bias is not None:
+        bias = bias.contiguous()  # it reads N numbers in a row, whatever the stride
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, name, [], algorithm)
     return y.relu_() if activation == "relu" else y
 

@@ -90,6 +90,9 @@ def onednn(
 ) -> Tensor:
     """oneDNN's convolution with bias and residual in one call; its ReLU would make 0 of NaN."""
     run = torch.ops.mkldnn._convolution_pointwise
+    b = (
+        None if b is None else b.contiguous()
+    )  # oneDNN reads N numbers in a row, whatever the stride
     if r is None:
         y: Tensor = run(x, w, b, padding, stride, *how, "none", [], "")
     else:

@@ -26,6 +26,8 @@ def pack(w: Tensor, rows: int) -> Tensor:
 
 def run(x: Tensor, w: Tensor, b: Tensor | None, r: Tensor | None, activation: str) -> Tensor:
     """activation(x · wᵀ + b + r) with a packed w; r of the output's shape."""
+    if b is not None:
+        b = b.contiguous()  # oneDNN reads N numbers in a row, whatever the stride
     if r is None and activation in FUSED:
         name, algorithm = FUSED[activation]
         return torch.ops.mkldnn._linear_pointwise(x, w, b, name, [], algorithm)

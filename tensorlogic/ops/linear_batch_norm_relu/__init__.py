@@ -68,7 +68,7 @@ def linear_batch_norm_relu_backward(
     rstd = spread
     if not training:
         rstd = torch.rsqrt(spread.to(torch.promote_types(spread.dtype, torch.float32)) + eps)
-    dbn = rows(torch.where(y > 0, dy, 0))
+    dbn = rows(torch.where(y <= 0, 0, dy))  # NaN passes, as through PyTorch's ReLU
     wide = dbn.to(torch.promote_types(dbn.dtype, torch.float32))
     normal = (z.reshape(dbn.shape).to(wide.dtype) - mean) * rstd
     dgamma, dbeta = (wide * normal).sum(0), wide.sum(0)

@@ -10,6 +10,12 @@ from typing import Any
 
 import torch
 
+CHIPS = {  # GPU models that differ in their memory alone: the chip, its multiprocessors
+    "NVIDIA H100 80GB HBM3": ("GH100", 132),
+    "NVIDIA H200": ("GH100", 132),
+    "NVIDIA GH200 480GB": ("GH100", 132),
+}
+
 
 def cpu() -> str:
     """The processor's name."""

@@ -207,9 +207,10 @@ def warn_once(path: Path, what: str, problem: object) -> None:
 
 
 @lru_cache
-def shipped(folder: Path, environment: Environment) -> Records:
-    """Records of the package's plan files that were measured on this device model."""
+def shipped(folder: Path, environment: Environment, akin: bool = False) -> Records:
+    """Records of the package's plan files that were measured on this device model, or on others `akin` to it."""
     records: Records = {}
+    fits = environment.akin if akin else environment.resembles
     for path in sorted(folder.glob("*.json")):
         try:
             found = read(path)
@@ -219,7 +220,7 @@ def shipped(folder: Path, environment: Environment) -> Records:
         about = found.environments.get(environment.kind)
         if found.damage is not None:
             warn_once(path, "was ignored", found.damage)
-        elif about is not None and environment.resembles(Environment.from_json(about)):
+        elif about is not None and fits(Environment.from_json(about)):
             records.update(found.records)
     return records
 

@@ -263,6 +263,16 @@ class Environment:
 
         return model(self) == model(other)
 
+    def akin(self, other: Environment) -> bool:
+        """True for another GPU model of the same chip, torch x.y alike: its plans serve until this one's are measured."""
+        chip = hardware.CHIPS.get(self.device)
+        return (
+            chip is not None
+            and self.device != other.device
+            and chip == hardware.CHIPS.get(other.device)
+            and replace(other, device=self.device).resembles(self)
+        )
+
     def versions(self) -> dict[str, str]:
         """Name -> version of all software that counts, for a plan's record."""
         named = dict(library.split(" ", 1) for library in self.libraries)

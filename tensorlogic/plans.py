@@ -91,32 +91,32 @@ class _Shelf:
 
 
 class PlanView:
-    """Plans to read: stored ones, and behind them shipped ones."""
+    """Plans to read: stored ones, behind them shipped ones, and, as neighbours alone, those shipped for GPUs of the same chip."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # what is in memory
-        self._shelves: tuple[_Shelf, _Shelf] | None = None
+        self._shelves: tuple[_Shelf, _Shelf, _Shelf] | None = None
 
-    def _read(self) -> tuple[Records, Records]:
-        """Records of stored and of shipped plans; called once, at the first access."""
+    def _read(self) -> tuple[Records, Records, Records]:
+        """Records of stored and of shipped plans, and of those shipped for the same chip; called once, at the first access."""
         raise NotImplementedError
 
-    def _loaded(self) -> tuple[_Shelf, _Shelf]:
+    def _loaded(self) -> tuple[_Shelf, _Shelf, _Shelf]:
         if self._shelves is None:
-            stored, shipped = self._read()
-            self._shelves = (_Shelf(stored), _Shelf(shipped))
+            stored, shipped, akin = self._read()
+            self._shelves = (_Shelf(stored), _Shelf(shipped), _Shelf(akin))
         return self._shelves
 
     def get(self, key: Key, valid: Valid | None = None) -> Plan | None:
         """The stored plan of `key`, else the shipped one; with `valid`, the first that is."""
         with self._lock:
-            found = [shelf.get(key.text) for shelf in self._loaded()]
+            found = [shelf.get(key.text) for shelf in self._loaded()[:2]]
         return next((p for p in found if p is not None and (valid is None or valid(p))), None)
 
     def of(self, text: str) -> Plan | None:
         """As `get`, by the key's text."""
         with self._lock:
-            found = [shelf.get(text) for shelf in self._loaded()]
+            found = [shelf.get(text) for shelf in self._loaded()[:2]]
         return next((p for p in found if p is not None), None)
 
     def nearest(
@@ -128,21 +128,22 @@ class PlanView:
     ) -> Plan | None:
         """The plan of the closest kin of `key` whose winners are `allowed` to serve unchecked.
 
-        Plans measured at a stronger alignment than the key's do not count. At equal distance a
-        stored plan comes before a shipped one, then the smaller text.
+        Plans measured at a stronger alignment than the key's do not count. At equal distance a stored plan
+        comes before a shipped one, that before one for the same chip, whose own plan of `key` is a neighbour too, then the
+        smaller text.
         """
         with self._lock:
             relatives = [
                 (i, plan) for i, shelf in enumerate(self._loaded()) for plan in shelf.relatives(key)
             ]
         ranked = ((key.distance(plan.key), i, plan.key.text, plan) for i, plan in relatives)
-        for distance, _, _, plan in sorted(ranked, key=lambda rank: rank[:3]):
+        for distance, shelf, _, plan in sorted(ranked, key=lambda rank: rank[:3]):
             if distance > reach:
                 return None
             trusted = all(id == EAGER or allowed(id) for id in (plan.eager, plan.captured))
             if (
                 trusted
-                and plan.key != key
+                and (plan.key != key or shelf == 2)
                 and key.as_aligned(plan.key)
                 and (valid is None or valid(plan))
             ):
@@ -161,7 +162,7 @@ class PlanView:
     def plans(self, shipped: bool = False) -> Iterator[Plan]:
         """Every stored plan, by text; with `shipped`, then shipped ones that none of them hides."""
         with self._lock:
-            mine, theirs = self._loaded()
+            mine, theirs, _ = self._loaded()
             stored = [plan for text in mine.texts() if (plan := mine.get(text))]
             known = {plan.key for plan in stored}
             behind = [plan for text in theirs.texts() if shipped and (plan := theirs.get(text))]
@@ -185,18 +186,20 @@ class PlanStore(PlanView):
         self._next_save = 0.0
         _STORES.add(self)
 
-    def _read(self) -> tuple[Records, Records]:
-        shipped = plan_files.shipped(SHIPPED, self.environment)
+    def _read(self) -> tuple[Records, Records, Records]:
+        shipped, akin = (
+            dict(plan_files.shipped(SHIPPED, self.environment, akin)) for akin in (False, True)
+        )
         try:
             found = plan_files.read_own(self.path, self.environment)
         except OSError as problem:
             self._say_unusable(problem)
-            return {}, dict(shipped)
+            return {}, shipped, akin
         if found.damage is not None:
             readable = f"{len(found.records)} plans could be read"
             kept = f"{found.damage}; {readable}, the next save keeps a copy of the file"
             plan_files.warn_once(self.path, "is not as it was saved", kept)
-        return found.records, dict(shipped)
+        return found.records, shipped, akin
 
     def put(self, plan: Plan) -> None:
         """Keep `plan`, or the known one if measured later; save it soon, in the background."""
@@ -315,8 +318,8 @@ class Lockfile(PlanView):
         }
         self._records = found.records
 
-    def _read(self) -> tuple[Records, Records]:
-        return self._records, {}
+    def _read(self) -> tuple[Records, Records, Records]:
+        return self._records, {}, {}
 
 
 def load_lockfile(path: Path) -> Lockfile:

@@ -74,7 +74,8 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
         return _planned(plan, "plan")
     near = store.nearest(key, lambda id: id in op.candidates and op.candidates[id].trusted, valid)
     if near is not None and _serves(op, key, near, store):
-        return _planned(near, f"neighbour {near.key.text}")
+        where = " on a GPU of the same chip" if near.key == key else ""
+        return _planned(near, f"neighbour {near.key.text}{where}")
     return _guessed(op, key)
 
 

@@ -72,6 +72,33 @@ def test_shipped_plans_of_another_machine_are_not_used(
     assert list(store.plans(shipped=True)) == []
 
 
+@pytest.mark.parametrize(
+    ("change", "serves"),
+    [
+        ({"device": "NVIDIA H100 80GB HBM3"}, True),
+        ({"device": "NVIDIA H100 80GB HBM3", "torch": "2.12.0"}, False),
+        ({"device": "NVIDIA B200"}, False),
+    ],
+)
+def test_shipped_plans_of_the_same_chip_are_neighbours_until_their_key_is_measured(
+    change: dict[str, Any], serves: bool, shipped: Path, tmp_path: Path
+) -> None:
+    store, key = PlanStore(tmp_path, replace(GPU, **change)), linear(128, 128, 128, device="cuda")
+    assert store.get(key) is None
+    assert list(store.plans(shipped=True)) == []
+    near = store.nearest(key, anything)
+    assert (near is not None) == serves
+    if near is None:
+        return
+    assert near.key == key
+    assert store.nearest(key, lambda id: id == "torch.eager") is None
+    store.put(plan(linear(144, 128, 128, device="cuda"), "cublaslt.epilogue"))
+    for m, winner in ((144, "triton.tiled"), (160, "cublaslt.epilogue")):  # not itself; the closer
+        near = store.nearest(linear(m, 128, 128, device="cuda"), anything)
+        assert near is not None
+        assert near.eager == winner
+
+
 def test_a_broken_shipped_file_is_skipped(shipped: Path, tmp_path: Path) -> None:
     (shipped / "a.json").write_text("{")
     with pytest.warns(plans.PlanStoreWarning, match=r"a\.json was ignored"):

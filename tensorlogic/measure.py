@@ -17,6 +17,7 @@ Call = Callable[[], object]
 CLEARED = 4.4e11  # bytes a second: how fast NVIDIA's driver clears memory given back to it (H200)
 BATCHES = 4  # of samples where a choice is close
 LONG_US = 1e3  # a call on a CPU of which one tells how often it can be repeated
+CLEARLY = 0.9  # of another's time, that every sample keeps
 PLACES = 1 << 26  # bytes of input sets on a CPU
 TOLERANCE = {
     "cuda": 0.02,
@@ -142,8 +143,10 @@ def knockout(
     close: float,
     stays: str,
 ) -> dict[str, Samples]:
-    """Device times as above, each beside those of `stays`: after one round, implementations leave whose best was twice the
-    fastest one's time, after `rounds` those beyond `close` times the fastest; the others run twice as many rounds more.
+    """Device times as above, each beside those of `stays`: after one round, implementations leave whose best was half as
+    much again as the fastest one's time, after `rounds` those beyond `close` times the fastest, and those of which every
+    sample was slower than each of its own. The others run as many rounds more, unless only one is left beside `stays` and
+    every sample of it was a tenth faster.
     """
     loops = {
         name: _loop(list(steps), device, share_s / 3 / rounds) for name, steps in calls.items()
@@ -152,16 +155,24 @@ def knockout(
 
     def timed(names: Sequence[str], share: float, heats: int) -> Samples:
         samples = _interleave({n: loops[n].sample for n in names}, heats, share * len(names))
-        found.update(dict.fromkeys(names, samples))
+        for n in names:  # rounds are shared by those that are left
+            before = found[n].values if n in found else {}
+            joined = {m: [*before.get(m, []), *samples.values[m]] for m in names}
+            found[n] = Samples(joined)
         return samples
 
     try:
-        once = timed(list(calls), share_s / 3, 1)
-        left = _near({n: min(*loops[n].first, *once.values[n]) for n in calls}, 2.0, stays)
-        if len(left) > 2:  # who is fastest is open
-            samples = timed(left, share_s / 3, rounds)
-            left = _near({n: samples.median(n) for n in left}, close, stays)
-        timed(left, share_s / 2, 2 * rounds)
+        once = {n: loops[n].sample() for n in calls}
+        left = _near({n: min(*loops[n].first, once[n]) for n in calls}, 1.5, stays)
+        samples = timed(left, share_s / 3, rounds)
+        left = _near({n: samples.median(n) for n in left}, close, stays)
+        best = min((n for n in left if n != stays), key=samples.median)
+        worst = max(samples.values[best])
+        left = [n for n in left if n in (best, stays) or min(samples.values[n]) < worst]
+        if len(left) > 2 or worst > CLEARLY * min(samples.values[stays]):
+            timed(left, share_s / 2, rounds)
+        for name in calls.keys() - found.keys():
+            found[name] = Samples({name: [once[name]], stays: [once[stays]]})
         return found
     finally:
         for loop in loops.values():

@@ -21,7 +21,7 @@ from .contest import OP as CONTEST
 from .contest import Contest, isolated, settled
 from .contest import program as compiled
 from .decisions import Decision
-from .fragments import emit_way, full
+from .fragments import emit_way, full, ways_of
 from .inductor import Unable
 from .patterns import RULES
 from .regions import HEATS, Judge
@@ -37,6 +37,7 @@ from .widen import pays, widened
 ATTEMPTS = 8  # at a program whose error as a whole does not grow
 ROUNDS = 4  # times that regions are formed again after some were undone
 OURS = 0.5  # of the budget where Inductor competes for the rest
+CLOSE = 1.05  # times what the fastest way of each region takes that a program with one way for all may take
 MUST_GAIN = 0.98  # of the original's time that the whole may take
 
 
@@ -245,22 +246,37 @@ class Plan:
         return graph, rewrite(graph, self.rules, frozenset(self.banned))
 
     def _uniform(self) -> list[dict[str, Decision]]:
-        """The same with one way wherever it can be: ways with a memory layout of their own pay most together."""
+        """The same with one way wherever it can be: ways with a memory layout of their own pay most together.
+
+        Not those that would take clearly more by the times of their regions.
+        """
         counts = Counter(d.way for d in self.found.values() if len(d.ready) > 1)
         mixed = [w for w, _ in counts.most_common(2) if w is not None]
-        if len(counts) < 2:
+        laid = {w.id for r in self.regions if r.node for w in ways_of(r.node.target) if w.layout}
+        if len(counts) < 2 or not laid & counts.keys():
             return []
         found = [
             {root: replace(d, way=way) if way in d.ready else d for root, d in self.found.items()}
             for way in mixed
         ]
         kinds = {tuple(d.way for d in v.values()): v for v in (*reversed(found), self.found)}
-        return [v for v in kinds.values() if v is not self.found]
+        limit = CLOSE * _spent(self.found)
+        return [v for v in kinds.values() if v is not self.found and _spent(v) <= limit]
 
     def graph(self, variant: Mapping[str, Decision]) -> tuple[fx.Graph, dict[str, str]]:
         """The graph with the chosen ways written out, and which candidate each op's call is to have."""
         graph, regions = again(self.rewritten)
         return graph, _expand(graph, regions, variant)
+
+
+def _spent(variant: Mapping[str, Decision]) -> float:
+    """Microseconds that the regions take by what was measured of each alone; the original's where a way did not pay."""
+    rows = [d.paying.get(d.way or "") for d in variant.values()]
+    plain = [d.row.before_us or 0.0 for d in variant.values()]
+    return sum(
+        p if r is None or r.after_us is None else r.after_us
+        for r, p in zip(rows, plain, strict=True)
+    )
 
 
 def _rows(decisions: Iterable[Decision]) -> list[Row]:

@@ -199,7 +199,7 @@ class Judge:
             candidate = next(iter(fragment.function.sites.chosen.values()), name)
             shown = candidate if name == CHOSEN else name
             rows[name] = evidence(region, name, shown, error, samples[name])
-        best = min(ready, key=lambda name: samples[name].median(name))
+        best = min(ready, key=lambda n: (-len(samples[n].values[n]), samples[n].median(n)))
         limit = 1.03 if region.exact else LEAST_GAIN
         if slowness(rows[best]) > limit:
             return Decision(None, (), replace(rows[best], refused="does not pay"))

@@ -1,0 +1,304 @@
+"""More models of timm and transformers through `tensorlogic.optimize`, batch 1 and 8, in several processes within a time that is given.
+
+python benchmarks/zoo_more.py [name ...] [--seconds 110] [--processes 3] [--compile] [--out FILE.json]
+
+Each comes back faster or as it was, never wrong and never with an exception; ends with 1 if one does not. What no time was
+left for is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import transformers as hf
+import zoo
+from torch import Tensor, nn
+from zoo import CUDA, DEVICE, DTYPE, Inputs
+
+import tensorlogic
+from tensorlogic import measure
+
+BATCHES = (1, 8)
+GRACE_S = 30.0  # for what is under way when the time is over
+SIDE = 224 if CUDA else 96
+TOKENS = 64 if CUDA else 8
+Made = tuple[nn.Module, Inputs]
+Entry = Callable[[int], Made]
+
+
+def ids(rows: int, length: int = TOKENS) -> Tensor:
+    """Random token numbers."""
+    return torch.randint(3, 120, (rows, length))
+
+
+def small(**more: Any) -> dict[str, Any]:
+    """Two layers, in the words that most configurations share."""
+    d = 256 if CUDA else 64
+    sizes = {"hidden_size": d, "num_attention_heads": 4, "intermediate_size": 2 * d}
+    return {"vocab_size": 500, "num_hidden_layers": 2, "pad_token_id": 0, **sizes, **more}
+
+
+def text(kind: str, config: str, **more: Any) -> Entry:
+    """A model on token numbers."""
+
+    def make(batch: int) -> Made:
+        given = small(**more)
+        return getattr(hf, kind)(getattr(hf, config)(**given)), {"input_ids": ids(batch)}
+
+    return make
+
+
+def step(kind: str, config: str, **more: Any) -> Entry:
+    """One step of a decoder whose cache holds a prompt."""
+
+    def make(batch: int) -> Made:
+        model = getattr(hf, kind)(getattr(hf, config)(**small(**more))).to(DEVICE, DTYPE).eval()
+        with torch.no_grad():
+            cache = model(ids(batch).to(DEVICE), use_cache=True).past_key_values
+        return model, {"input_ids": ids(batch, 1), "past_key_values": cache, "use_cache": True}
+
+    return make
+
+
+def both(kind: str, config: str, **more: Any) -> Entry:
+    """An encoder and a decoder on token numbers."""
+
+    def make(batch: int) -> Made:
+        d = 256 if CUDA else 64
+        sides = {"encoder": 2, "decoder": 2}
+        given: dict[str, Any] = {"vocab_size": 500, "d_model": d, "max_position_embeddings": 128}
+        for side, layers in sides.items():
+            given |= {f"{side}_layers": layers, f"{side}_attention_heads": 4}
+            given[f"{side}_ffn_dim"] = 2 * d
+        model = getattr(hf, kind)(getattr(hf, config)(**given, **more))
+        return model, {"input_ids": ids(batch), "decoder_input_ids": ids(batch, 4)}
+
+    return make
+
+
+def image(name: str, side: int = 0, **more: Any) -> Entry:
+    """A model of timm."""
+
+    def make(batch: int) -> Made:
+        size = side or SIDE
+        return timm.create_model(name, **more), {"x": torch.randn(batch, 3, size, size)}
+
+    return make
+
+
+def pixels(kind: str, config: str, **more: Any) -> Entry:
+    """A vision model of transformers."""
+
+    def make(batch: int) -> Made:
+        given = small(image_size=SIDE, **more)
+        model = getattr(hf, kind)(getattr(hf, config)(**given))
+        return model, {"pixel_values": torch.randn(batch, 3, SIDE, SIDE)}
+
+    return make
+
+
+def clip(batch: int) -> Made:
+    """Two towers, texts beside images."""
+    d, sizes = (256 if CUDA else 64), small()
+    vision = {**sizes, "image_size": SIDE, "patch_size": 16}
+    words = {**sizes, "max_position_embeddings": 77, "eos_token_id": 2}
+    model = hf.CLIPModel(hf.CLIPConfig(text_config=words, vision_config=vision, projection_dim=d))
+    return model, {"input_ids": ids(batch), "pixel_values": torch.randn(batch, 3, SIDE, SIDE)}
+
+
+def whisper(batch: int) -> Made:
+    """Sound in, tokens out."""
+    d = 256 if CUDA else 64
+    given: dict[str, Any] = {"vocab_size": 500, "d_model": d, "num_mel_bins": 80}
+    for side in ("encoder", "decoder"):
+        given |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 2 * d}
+    given |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    model = hf.WhisperModel(hf.WhisperConfig(**given, max_source_positions=100))
+    sound = torch.randn(batch, 80, 200)
+    return model, {"input_features": sound, "decoder_input_ids": ids(batch, 4)}
+
+
+def segformer(batch: int) -> Made:
+    """A pyramid of attention."""
+    config = hf.SegformerConfig(depths=[1, 1, 1, 1], hidden_sizes=[16, 32, 64, 128])
+    model = hf.SegformerForSemanticSegmentation(config)
+    return model, {"pixel_values": torch.randn(batch, 3, 128, 128)}
+
+
+def recurrent(batch: int) -> Made:
+    """A state-space model, written in PyTorch."""
+    sizes = {"hidden_size": 128 if CUDA else 32, "state_size": 8, "num_hidden_layers": 2}
+    model = hf.MambaForCausalLM(hf.MambaConfig(vocab_size=500, use_mambapy=False, **sizes))
+    return model, {"input_ids": ids(batch, 16), "use_cache": False}
+
+
+GROUPED = {"num_key_value_heads": 2}
+MORE: dict[str, Entry] = {
+    "roberta": text("RobertaModel", "RobertaConfig"),
+    "distilbert": text("DistilBertModel", "DistilBertConfig", dim=128, n_heads=4, n_layers=2),
+    "electra": text("ElectraModel", "ElectraConfig", embedding_size=128),
+    "albert": text("AlbertModel", "AlbertConfig", embedding_size=64),
+    "mpnet": text("MPNetModel", "MPNetConfig"),
+    "modernbert": text("ModernBertModel", "ModernBertConfig"),
+    "mistral step": step("MistralForCausalLM", "MistralConfig", **GROUPED),
+    "opt step": step("OPTForCausalLM", "OPTConfig", ffn_dim=128, word_embed_proj_dim=None),
+    "gpt-neox step": step("GPTNeoXForCausalLM", "GPTNeoXConfig"),
+    "phi step": step("PhiForCausalLM", "PhiConfig"),
+    "gemma2 step": step("Gemma2ForCausalLM", "Gemma2Config", head_dim=64, **GROUPED),
+    "qwen3 step": step("Qwen3ForCausalLM", "Qwen3Config", head_dim=64, **GROUPED),
+    "bloom": text("BloomForCausalLM", "BloomConfig", n_layer=2, n_head=4),
+    "falcon": text("FalconForCausalLM", "FalconConfig", new_decoder_architecture=True),
+    "mixtral": text("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, **GROUPED),
+    "mamba": recurrent,
+    "bart": both("BartModel", "BartConfig"),
+    "marian": both("MarianModel", "MarianConfig", pad_token_id=0, decoder_start_token_id=1),
+    "whisper": whisper,
+    "clip": clip,
+    "dinov2": pixels("Dinov2Model", "Dinov2Config", patch_size=16),
+    "beit": pixels("BeitModel", "BeitConfig", patch_size=16),
+    "segformer": segformer,
+    "mobilenetv2": image("mobilenetv2_050"),
+    "regnety": image("regnety_002"),
+    "mobilevit": image("mobilevit_xxs"),
+    "ghostnet": image("ghostnet_050"),
+    "inception": image("inception_v3", 128),
+    "levit": image("levit_128s", 224),
+    "edgenext": image("edgenext_xx_small"),
+    "poolformer": image("poolformer_s12"),
+    "repvgg": image("repvgg_a0"),
+    "res2net": image("res2net50_26w_4s"),
+    "hrnet": image("hrnet_w18_small"),
+    "deit": image("deit_tiny_patch16_224", 224),
+    "resmlp": image("resmlp_12_224", 224),
+    "convmixer": image("convmixer_768_32"),
+    "fastvit": image("fastvit_t8"),
+}
+
+
+@torch.no_grad()
+def tried(name: str, batch: int, compiling: bool) -> dict[str, Any]:
+    """One model's record."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, first = MORE[name](batch)
+    model = model.to(DEVICE, DTYPE).eval()
+    second = MORE[name](batch)[1]
+    first, second = zoo.onto(first, DTYPE), zoo.onto(second, DTYPE)
+    begin = time.perf_counter()
+    fast = tensorlogic.optimize(model, zoo.example(first))
+    zoo.outputs(fast, first)
+    ready = time.perf_counter() - begin
+    report, twin = fast.report, copy.deepcopy(model).double()
+    if hasattr(twin, "config"):
+        twin.config._experts_implementation = "eager"  # grouped products know no float64
+    errors = []
+    for given in (first, second, first):
+        ref = zoo.outputs(twin, given, torch.float64)
+        plain = max(zoo.error(zoo.outputs(model, given), ref), torch.finfo(DTYPE).eps / 4)
+        errors.append(zoo.error(zoo.outputs(fast, given), ref) / plain)
+    record = {"name": name, "batch": batch, "outcome": report.outcome, "reason": report.reason}
+    record |= {"notes": report.notes, "regions": sum(r.count for r in report.regions)}
+    record |= {"error_over_eager": max(errors), "ready_s": ready, "speed": 1.0}
+    calls = {"eager": lambda: zoo.outputs(model, first)}
+    if fast is not model:
+        calls["ours"] = lambda: zoo.outputs(fast, first)
+    if compiling:
+        begin = time.perf_counter()
+        peer = torch.compile(model, mode="reduce-overhead" if CUDA else "default", dynamic=False)
+        calls["compile"] = lambda: zoo.outputs(peer, first)
+        calls["compile"]()
+        calls["compile"]()
+        record["compile_s"] = time.perf_counter() - begin
+    if len(calls) > 1:
+        samples = measure.wall_samples(calls, DEVICE, 0.4)
+        record |= {f"{n}_us": samples.median(n) for n in calls}
+        for key, one in (("speed", "eager"), ("over_compile", "compile")):
+            if "ours" in calls and one in calls:
+                record[key] = samples.ratio(one, "ours")[0]
+    return record
+
+
+def worked(names: list[str], seconds: float, compiling: bool) -> Iterator[dict[str, Any]]:
+    """Records of models, one after the other, until the time is over."""
+    warnings.simplefilter("ignore")
+    hf.logging.set_verbosity_error()
+    end = time.perf_counter() + seconds
+    for name in names:
+        for batch in BATCHES:
+            if time.perf_counter() > end:
+                yield {"name": name, "batch": batch, "ok": None}
+                continue
+            try:
+                record = tried(name, batch, compiling)
+                right = record["error_over_eager"] <= zoo.WORST and record["speed"] >= 0.97
+            except Exception as problem:  # what a model raises is what is recorded
+                traceback.print_exc()
+                said = f"{type(problem).__name__}: {problem}"
+                record, right = {"name": name, "batch": batch, "exception": said}, False
+            yield {**record, "ok": right}
+            gc.collect()
+
+
+def main() -> int:
+    """Share the models out, print a line for each, write the records."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(MORE))
+    parser.add_argument("--seconds", type=float, default=110.0)
+    parser.add_argument("--processes", type=int, default=3 if CUDA else 1)
+    parser.add_argument("--compile", action="store_true", help="beside torch.compile, too")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", action="store_true")
+    given = parser.parse_args()
+    if given.worker:
+        with given.out.open("w") as out:
+            for record in worked(given.names, given.seconds, given.compile):
+                print(json.dumps(record), file=out, flush=True)
+                shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in record.items()}
+                word = {True: "ok", False: "FAIL", None: "left out"}[record["ok"]]
+                print(f"{word:<9}{shown}", flush=True)
+        return 0
+    command = [sys.executable, __file__, "--worker", "--seconds", str(given.seconds)]
+    command += ["--compile"] * given.compile
+    workers, records, end = [], list[dict[str, Any]](), time.perf_counter() + given.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(given.processes):
+            path = Path(folder) / str(i)
+            names = given.names[i :: given.processes]
+            workers.append((subprocess.Popen([*command, "--out", str(path), *names]), path))
+        for process, path in workers:
+            try:
+                process.wait(max(0.0, end - time.perf_counter()) + GRACE_S)
+            except subprocess.TimeoutExpired:  # what it has found so far counts
+                process.kill()
+            if path.exists():
+                records += [json.loads(line) for line in path.read_text().splitlines()]
+    versions = {m.__name__: m.__version__ for m in (torch, timm, hf)}
+    device = torch.cuda.get_device_name() if CUDA else str(DEVICE)
+    if given.out:
+        about = {"device": device, "dtype": str(DTYPE), "versions": versions}
+        given.out.write_text(json.dumps({**about, "models": records}, indent=1) + "\n")
+    seen = {(r["name"], r["batch"]) for r in records}
+    lost = [(n, b) for n in given.names for b in BATCHES if (n, b) not in seen]
+    if lost:
+        print(f"a process ended early: {lost}")
+    failed = [r for r in records if r["ok"] is False]
+    print(f"{sum(r['ok'] is True for r in records)} ok, {len(failed)} failed, of {len(seen)}")
+    return 1 if failed or lost else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

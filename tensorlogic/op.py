@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import derived
+from . import clocks, derived
 from .numerics import NAMES
 from .plans import Key, TensorSpec
 
@@ -77,6 +77,9 @@ class Candidate:
     deterministic: bool = True
     trusted: bool = (
         False  # shipped with this package: may serve a key whose neighbour it was measured on
+    )
+    clock: clocks.Clock | None = (
+        None  # by which one sees that what it runs on is disturbed, and it will not be judged
     )
     vouched: bool = (
         False  # but not before it was right on this machine, on small tensors of that kind

@@ -182,6 +182,9 @@ class Evidence:
     source: str = ""  # hash of the candidate's source
 
 
+DISTURBED = "; what it runs on was disturbed"  # ends the reason of such evidence
+
+
 @dataclass
 class Plan:
     """The choice for one key, with everything it rests on."""
@@ -200,6 +203,11 @@ class Plan:
         """True when both winners exist today (id -> source hash) with the source as measured."""
         known = {(e.candidate, e.source) for e in self.evidence if e.status == "measured"}
         return all((id, sources.get(id)) in known for id in (self.eager, self.captured))
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether it was measured once, while something disturbed what some of the candidates run on."""
+        return any(e.reason.endswith(DISTURBED) for e in self.evidence)
 
     def to_json(self) -> dict[str, Any]:
         """A record of the plan file."""

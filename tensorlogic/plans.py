@@ -13,9 +13,19 @@ from pathlib import Path
 
 from . import plan_files
 from .plan_files import PlanStoreWarning, Records
-from .plan_records import Environment, Evidence, Key, Plan, TensorSpec, environment, merged
+from .plan_records import (
+    DISTURBED,
+    Environment,
+    Evidence,
+    Key,
+    Plan,
+    TensorSpec,
+    environment,
+    merged,
+)
 
 __all__ = [
+    "DISTURBED",
     "Environment",
     "Evidence",
     "Key",

@@ -54,8 +54,8 @@ def forget() -> None:
 
 
 def complete(op: Op, plan: Plan | None, key: Key) -> bool:
-    """True when the plan's evidence covers every candidate that could serve the key, with today's sources."""
-    if plan is None:
+    """True when the plan's evidence covers every candidate that could serve the key, with today's sources, undisturbed."""
+    if plan is None or plan.doubtful:
         return False
     known = {(e.candidate, e.source) for e in plan.evidence}
     return all((c.id, c.source) in known for c in op.candidates.values() if c.unfit(key) is None)

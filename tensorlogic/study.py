@@ -7,15 +7,15 @@ import functools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from . import compiling, measure
+from . import clocks, compiling, measure
 from .checking import Checker as Checker
 from .op import EAGER, Candidate, Config, Launcher, Op
-from .plans import Environment, Evidence, Key, Plan
+from .plans import DISTURBED, Environment, Evidence, Key, Plan
 
 LOG = logging.getLogger("tensorlogic")
 CUT = 3.0  # a candidate this many times slower than the incumbent is dropped after one call
@@ -83,6 +83,7 @@ class Study:
         self.evidence: dict[str, Evidence] = {}
         self.known = known
         self.background = background
+        self.patience = clocks.Patience(background)
         self.plan: Plan | None = None
         self.pending: list[Any] = []  # compile jobs in worker processes
 
@@ -110,21 +111,33 @@ class Study:
         entrants = [first]
         cost = time.perf_counter() - begin
         for candidate, configs in runnable:
-            best: _Entrant | None = None
+            entered: list[_Entrant] = []
+            incumbent_us = min(e.rough_us for e in entrants)
+            together = len(configs) > 1 and self.device.type != "cuda"
             for config in configs:
                 yield 4 * cost + 20 * first.rough_us * 1e-6
-                entrant = self._enter(candidate, config, min(e.rough_us for e in entrants))
-                if entrant is not None and (best is None or entrant.rough_us < best.rough_us):
-                    best = entrant
+                entrant = self._enter(candidate, config, incumbent_us, together)
+                if entrant is not None:
+                    entered.append(entrant)
                 if candidate.id in self.evidence and self.evidence[candidate.id].reason.startswith(
                     "wrong"
                 ):
                     break
-            if best is not None:
-                entrants.append(best)
+            looking = together
+            while entered and looking:
+                yield from self.patience.wait(_clocks(entered), self.budget_s)
+                yield len(entered) * (self.budget_s / 10 + 10e-6 * first.rough_us)
+                begin = time.perf_counter()
+                self._side_by_side(entered)
+                looking = self._again(entered, begin)
+            entered = [e for e in entered if not self._cut(e, incumbent_us)]
+            if entered:
+                entrants.append(min(entered, key=lambda e: e.rough_us))
                 self.evidence.pop(candidate.id, None)
         while self.plan is None:
+            yield from self.patience.wait(_clocks(entrants), self.budget_s)
             yield 2 * self.budget_s + 10e-6 * sum(e.rough_us for e in entrants)
+            begin = time.perf_counter()
             try:
                 self._decide(entrants)
             except _Failed as failure:
@@ -132,6 +145,42 @@ class Study:
                 self._refuse(failure.entrant.candidate, failure.reason)
                 if failure.entrant is first:
                     return
+                continue
+            if self._again(entrants, begin):
+                self.plan = None
+            elif clocks.any_slow(_clocks(entrants)):
+                self._doubt(entrants)
+
+    def _again(self, entrants: Sequence[_Entrant], begin: float) -> bool:
+        """Whether a clock runs slow after a look that began then, and patience is left for another."""
+        slow = clocks.any_slow(_clocks(entrants))
+        return slow and self.patience.take(time.perf_counter() - begin)
+
+    def _doubt(self, entrants: Sequence[_Entrant]) -> None:
+        """Say by the evidence that the plan was made while a clock ran slow."""
+        assert self.plan is not None
+        doubtful = {e.candidate.id for e in entrants if e.candidate.clock}
+        note = f"{DISTURBED}, both times" if self.known and self.known.doubtful else DISTURBED
+        self.plan.evidence = [
+            replace(e, reason=e.reason + note) if e.candidate in doubtful else e
+            for e in self.plan.evidence
+        ]
+
+    @torch.no_grad()
+    def _side_by_side(self, entered: list[_Entrant]) -> None:
+        """The first look at a candidate's configurations, in rounds: what disturbs them for a moment disturbs none alone."""
+        while entered:
+            calls = {str(i): self._calls(e) for i, e in enumerate(entered)}
+            budget_s = len(entered) * self.budget_s / 20
+            try:
+                times = measure.device_samples(calls, self.device, budget_s, rounds=5)
+            except _Failed as failure:
+                entered.remove(failure.entrant)
+                self._refuse(failure.entrant.candidate, failure.reason)
+                continue
+            for i, e in enumerate(entered):
+                e.rough_us = times.quiet(str(i))
+            return
 
     def _runnable(self) -> list[Candidate]:
         """Candidates other than eager that this machine and key admit; the others leave a reason."""
@@ -184,8 +233,10 @@ class Study:
             source=candidate.source,
         )
 
-    def _enter(self, candidate: Candidate, config: Config, incumbent_us: float) -> _Entrant | None:
-        """Compile, check and roughly time one configuration; a failure leaves its reason."""
+    def _enter(
+        self, candidate: Candidate, config: Config, incumbent_us: float, together: bool
+    ) -> _Entrant | None:
+        """Compile, check and roughly time one configuration; a failure leaves its reason. `together`: by single calls only."""
         try:
             for job in candidate.jobs(self.key, config, self.device):
                 compiling.settle(job)
@@ -197,27 +248,33 @@ class Study:
                     self._refuse(candidate, verdict.reason or "wrong")
                     return None
                 entrant = _Entrant(candidate, config, launch, verdict.error, 0.0)
-                entrant.rough_us = self.checker.cut_us or self._rough(entrant, incumbent_us)
+                entrant.rough_us = self.checker.cut_us or self._rough(
+                    entrant, incumbent_us, together
+                )
         except BIND_ERRORS as problem:
             self._refuse(candidate, _failed(problem))
             return None
-        if entrant.rough_us > CUT * incumbent_us:
-            self.evidence.setdefault(
-                candidate.id,
-                Evidence(
-                    candidate=candidate.id,
-                    config=dict(config),
-                    status="measured",
-                    device_us=entrant.rough_us,
-                    host_us=entrant.rough_us,
-                    spread=1.0,
-                    error=entrant.error,
-                    reason=f"cut after one call: over {CUT:g} times the best",
-                    source=candidate.source,
-                ),
-            )
-            return None
-        return entrant
+        return None if self._cut(entrant, max(incumbent_us, TOO_SHORT_US)) else entrant
+
+    def _cut(self, entrant: _Entrant, incumbent_us: float) -> bool:
+        """Whether it is so slow that it leaves at once."""
+        if entrant.rough_us <= CUT * incumbent_us:
+            return False
+        self.evidence.setdefault(
+            entrant.candidate.id,
+            Evidence(
+                candidate=entrant.candidate.id,
+                config=dict(entrant.config),
+                status="measured",
+                device_us=entrant.rough_us,
+                host_us=entrant.rough_us,
+                spread=1.0,
+                error=entrant.error,
+                reason=f"cut after one call: over {CUT:g} times the best",
+                source=entrant.candidate.source,
+            ),
+        )
+        return True
 
     def _calls(self, entrant: _Entrant) -> list[measure.Call]:
         """The entrant's calls as they are timed; a failure or a refusal to serve names the entrant."""
@@ -233,11 +290,14 @@ class Study:
         return [functools.partial(call, s.fresh(self.op)) for s in self.timed]
 
     @torch.no_grad()
-    def _rough(self, entrant: _Entrant, incumbent_us: float | None = None) -> float:
-        """One synchronised call, then, if it is in the running, the median of a short loop on the device's clock."""
+    def _rough(
+        self, entrant: _Entrant, incumbent_us: float | None = None, briefly: bool = False
+    ) -> float:
+        """One synchronised call, then, if it is in the running and not `briefly`, the median of a short loop on the device's clock."""
         calls = self._calls(entrant)
         single = min(measure.once(calls[0], self.device) for _ in range(3))
-        if incumbent_us is not None and single > CUT * max(incumbent_us, TOO_SHORT_US):
+        over = incumbent_us is not None and single > CUT * max(incumbent_us, TOO_SHORT_US)
+        if briefly or over:
             return single
         return measure.device_samples(
             {"one": calls}, self.device, self.budget_s / 20, rounds=5
@@ -312,6 +372,10 @@ class Study:
         tied = times[EAGER] <= best * (1 + measure.TOLERANCE[kind])
         recorded = self.key.direction == "forward" and kind == "cuda"
         return eager if tied and not recorded else chosen
+
+
+def _clocks(entrants: Sequence[_Entrant]) -> set[clocks.Clock]:
+    return {e.candidate.clock for e in entrants if e.candidate.clock is not None}
 
 
 def _brief(problem: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ if (
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tensorlogic
-from tensorlogic import stores
+from tensorlogic import clocks, stores
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +24,7 @@ def fresh_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     """A store of its own, no background measuring, seeded generators."""
     monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "0")  # seconds a model, where a test does not ask
+    monkeypatch.setattr(clocks, "DRIFT", math.inf)  # whoever else runs here is waited for by nobody
     stores.forget()
     torch.manual_seed(0)
     with tensorlogic.policy(tune="off"):

@@ -102,4 +102,6 @@ native_wiring.add(
     guess_backward,
     __name__,
 )
-native_wiring.add(ATTENTION_SCORES, "cpu.fused", build, supports, guess, __name__)
+native_wiring.add(
+    ATTENTION_SCORES, "cpu.fused", build, supports, guess, __name__, native_wiring.PRODUCTS
+)

@@ -249,7 +249,9 @@ def add_backward(
     supports: Callable[[Key], str | None] = supports_backward,
 ) -> None:
     """Register a backward of two native products."""
-    native_wiring.add(op, "cpu.products", build, supports, guess_backward, module)
+    native_wiring.add(
+        op, "cpu.products", build, supports, guess_backward, module, native_wiring.PRODUCTS
+    )
 
 
 def activation_gradient(activation: str) -> Callable[[Any, Any], Any]:
@@ -306,5 +308,6 @@ def add(
             guess=guess,
             trusted=True,
             vouched=True,
+            clock=native_wiring.PRODUCTS,
         )
     )

@@ -8,7 +8,9 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-from ... import calls, native
+import torch
+
+from ... import calls, clocks, measure, native
 from ...numerics import DTYPES
 from ...op import Candidate, Launcher, Op
 from ...plans import Key
@@ -41,6 +43,7 @@ def add(
     supports: Callable[[Key], str | None],
     guess: Callable[[Key], float],
     module: str,
+    clock: clocks.Clock | None = None,
 ) -> None:
     """Register a candidate that calls the native library; the library's own hash is part of its source."""
     op.add(
@@ -53,8 +56,20 @@ def add(
             guess=guess,
             trusted=True,
             vouched=True,
+            clock=clock,
         )
     )
+
+
+def _product() -> measure.Call | None:
+    """A product by tiles, where the processor has them: neighbours on the same core may use its one tile unit, too."""
+    if native.isa() != "amx":
+        return None
+    a, matmul = torch.full((256, 256), 0.5, device="cpu"), native.op("matmul")
+    return lambda: matmul(a, a)
+
+
+PRODUCTS = clocks.Clock(_product)
 
 
 class Library:

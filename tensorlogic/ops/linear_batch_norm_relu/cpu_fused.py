@@ -51,4 +51,12 @@ def build(key: Key) -> Launcher:
     return launch
 
 
-native_wiring.add(LINEAR_BATCH_NORM_RELU, "cpu.fused", build, supports, guess, __name__)
+native_wiring.add(
+    LINEAR_BATCH_NORM_RELU,
+    "cpu.fused",
+    build,
+    supports,
+    guess,
+    __name__,
+    native_wiring.PRODUCTS,
+)

@@ -1,0 +1,88 @@
+"""Clocks: small fixed calls whose time says whether what they run on is disturbed just now, so that nobody is judged by it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from . import measure
+
+DRIFT = (
+    1.25  # of the least time known: undisturbed readings lie within 6 % (tiles of AMX, 256 x 256)
+)
+READS, FIRST_READS = 3, 9
+PAUSE_S = 0.02  # between two looks at a slow clock
+STUDY_S = 2.0  # what one study waits and spends on looking again
+POSTPONED = 16  # steps that one in the background puts off
+FIRST_S, SHARE = 2.0, 0.1  # what one process waits in all: this, and of the time since it first did
+
+
+class Clock:
+    """A small call that takes longer while something else has the unit that a candidate runs on.
+
+    Units that one core shares with another (tiles of AMX, say) serve neighbours, too, on machines that are rented by the core:
+    then every kernel of theirs takes up to twice its time for up to seconds, and others what they always take.
+    """
+
+    def __init__(self, make: Callable[[], measure.Call | None]) -> None:
+        self.make = make  # the call; None where no machine of this kind needs it
+        self.call: measure.Call | None = None
+        self.made = False
+        self.least: dict[int, float] = {}  # threads -> microseconds
+        self.lock = threading.Lock()
+
+    def slow(self) -> bool:
+        """Whether the call takes clearly longer now than it has taken before in this process."""
+        with self.lock:
+            if not self.made:
+                self.call, self.made = self.make(), True
+            if self.call is None:
+                return False
+            threads = torch.get_num_threads()
+            known = self.least.get(threads)
+            self.call()
+            cpu = torch.device("cpu")
+            reads = FIRST_READS if known is None else READS
+            now = min(measure.once(self.call, cpu) for _ in range(reads))
+            self.least[threads] = min(now, known or now)
+            return now > DRIFT * self.least[threads]
+
+
+class Patience:
+    """How long one study may wait for slow clocks and look again, within what this process may."""
+
+    spent_s, since = 0.0, 0.0  # of all studies in this process; when the first of them waited
+    lock = threading.Lock()
+
+    def __init__(self, background: bool) -> None:
+        self.background, self.left_s, self.left_steps = background, STUDY_S, POSTPONED
+
+    def take(self, seconds: float) -> bool:
+        """Take these seconds, in the background one step; False where they are not left."""
+        if self.background:
+            self.left_steps -= 1
+            return self.left_steps >= 0
+        cls, now = Patience, time.perf_counter()
+        with cls.lock:
+            cls.since = cls.since or now
+            if min(self.left_s, FIRST_S + SHARE * (now - cls.since) - cls.spent_s) < seconds:
+                return False
+            cls.spent_s += seconds
+        self.left_s -= seconds
+        return True
+
+    def wait(self, clocks: Iterable[Clock], step_s: float) -> Iterator[float]:
+        """Steps until none of these runs slow or patience ends; in the background they take no time, but come with later calls."""
+        clocks = set(clocks)
+        while any_slow(clocks) and self.take(PAUSE_S):
+            if not self.background:
+                time.sleep(PAUSE_S)
+            yield step_s
+
+
+def any_slow(clocks: Iterable[Clock]) -> bool:
+    """Whether one of these runs slow."""
+    return any(clock.slow() for clock in clocks)

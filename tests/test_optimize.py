@@ -398,6 +398,33 @@ def test_hooks_of_the_whole_run(pays: None) -> None:
     assert fast(torch.ones(1, 4)).min() >= 100
 
 
+@torch.no_grad()
+def test_hooks_that_the_whole_has_before_run_once(pays: None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    model.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    model.register_forward_hook(lambda m, args, out: out + 100)
+    fast = tensorlogic.optimize(model, (torch.ones(1, 4),))
+    assert fast.report.outcome != "original", fast.report
+    for _ in range(3):
+        close(fast(torch.ones(1, 4)), model(torch.ones(1, 4)))
+
+
+@torch.no_grad()
+def test_hooks_of_all_modules_leave_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    seen: list[str] = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda m, *_: seen.append(type(m).__name__)
+    )
+    try:
+        fast = tensorlogic.optimize(model, torch.ones(1, 4))
+        seen.clear()
+        fast(torch.ones(1, 4))
+    finally:
+        handle.remove()
+    assert seen == ["Linear", "ReLU", "Sequential"]
+
+
 def test_bad_input_names_what_is_wrong() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(TypeError, match="model is function"):

@@ -186,6 +186,8 @@ def _unfit(model: nn.Module) -> str | None:
         return "TorchScript has an executor of its own"
     if hasattr(model, "_orig_mod"):
         return "the model is compiled by torch.compile already"
+    if nn.modules.module._has_any_global_hook():
+        return "hooks of all modules would not run in a graph"
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             return f"{name} is on the meta device and has no values: materialise it before"

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..rules import example
+from .watch import HOOKS
 
 
 class Untraceable(Exception):
@@ -44,17 +45,27 @@ class Trace:
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
-    """Trace `model` by torch.export.
+    """Trace `model` by torch.export, without its own hooks: they run around whatever stands for its forward.
 
     Raises:
         Untraceable: PyTorch cannot.
     """
-    with witness():
+    with witness(), _without_hooks(model):
         try:
             program = torch.export.export(model, args, dict(kwargs))
         except Exception as problem:  # tracing runs the user's own code, which may raise anything
             raise Untraceable(f"torch.export: {first_line(problem)}") from problem
     return _read(program, model, args, kwargs)
+
+
+@contextlib.contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    held = {name: vars(model)[name] for name in HOOKS}
+    try:
+        vars(model).update({name: type(hooks)() for name, hooks in held.items()})
+        yield
+    finally:
+        vars(model).update(held)
 
 
 def first_line(problem: BaseException) -> str:

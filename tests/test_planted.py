@@ -525,3 +525,14 @@ def test_gradients_that_pass_through_unchanged_are_no_misuse() -> None:
     key = op.key([a, a, b, None, None, "affine", "011"], "backward")
     found = checking.Checker(op, key, CPU).check(op.plain(key, CPU))
     assert found, found.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_sum_of_sample_inputs_cancels_by_luck(dtype: torch.dtype) -> None:
+    registry.ready("cpu")
+    for name, shape, dim in (("sum", (59,), (0,)), ("mean", (64, 33), (1,))):
+        key = OPS[name].key((torch.empty(shape, dtype=dtype), dim, False, False), "inference")
+        for seed in range(64):
+            (x,) = checking.InputSet(OPS[name], key, CPU, seed).dynamic
+            sums, norms = x.double().sum(dim), x.double().square().sum(dim).sqrt()
+            assert bool((sums.abs() > 0.9 * norms).all())

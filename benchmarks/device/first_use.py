@@ -1,0 +1,118 @@
+"""What a GPU without shipped plans does: its first calls, what tuning them takes, and what is chosen beside the plans shipped for it.
+
+python benchmarks/device/first_use.py [--seconds 60]
+
+On a GPU that has shipped plans they are put out of sight until the last column: device time of the choice made here over that of
+the shipped one's. A new process, an empty store and an empty cache of kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ["TENSORLOGIC_CACHE_DIR"] = tempfile.mkdtemp(prefix="tensorlogic-first-use-")
+os.environ["TRITON_CACHE_DIR"] = os.environ["TENSORLOGIC_CACHE_DIR"] + "/triton"
+
+import torch
+
+import tensorlogic
+from tensorlogic import measure, plans, policies, selector, stores
+from tensorlogic.bench import rows
+from tensorlogic.checking import InputSet
+from tensorlogic.op import EAGER, Op
+from tensorlogic.plans import Key
+
+FOLDER = Path(os.environ["TENSORLOGIC_CACHE_DIR"])
+SHIPPED = plans.SHIPPED
+Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
+
+
+def cases() -> Iterator[Case]:
+    """Name, our call, arguments."""
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, device="cuda") * scale).half()
+
+    t = tensorlogic
+    for n in (512, 2048):
+        x, w, b, r = normal(n, n), normal(n, n, scale=n**-0.5), normal(n), normal(n, n)
+        yield f"linear_residual_relu {n}", t.linear_residual_relu, (x, w, b, r)
+        yield f"gelu_linear {n}", t.gelu_linear, (x, w, b)
+        yield f"matmul {n}", t.matmul, (x, w)
+        yield f"add_relu {n}", t.add_relu, (x, r)
+        yield f"sum {n}", t.sum, (x,)
+    q = normal(4, 8, 512, 64)
+    yield "attention_scores 512", t.attention_scores, (q, q, 0.125)
+    target = torch.randint(32000, (4096,), device="cuda")
+    yield "softmax_cross_entropy 4096x32000", t.softmax_cross_entropy, (normal(4096, 32000), target)
+
+
+def waited_ms(fn: Callable[..., Any], args: tuple[Any, ...]) -> float:
+    """Milliseconds of one call whose result is waited for."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    fn(*args)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def against_shipped(op: Op, key: Key, device: torch.device) -> str:
+    """Device time of the choice over the shipped plan's, side by side."""
+    ours = selector.decide(op, key, device, policies.current())
+    plans.SHIPPED = SHIPPED
+    view = plans.PlanStore(FOLDER / "none", stores.environment(device))
+    theirs = view.get(key) or view.nearest(key, lambda id: id in op.candidates)
+    if theirs is None:
+        return "no plan is shipped"
+    picks = {"ours": ours.captured, "theirs": (theirs.captured, theirs.captured_config)}
+    said = f"{picks['theirs'][0]} {dict(picks['theirs'][1])}"
+    if picks["ours"] == picks["theirs"]:
+        return f"as shipped ({said})"
+    sets = [InputSet(op, key, device, seed) for seed in range(3)]
+    calls = {}
+    for name, (id, config) in picks.items():
+        launch = op.candidates[id].bind(key, config, device)
+        calls[name] = [lambda s=s, run=launch: run(*s.fresh(op)) for s in sets]
+    ratio, low, high = measure.device_samples(calls, device, 0.3).ratio("ours", "theirs")
+    return f"{ratio:.2f} [{low:.2f}, {high:.2f}] of the time of {said}"
+
+
+def main() -> None:
+    """One line a case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    end = time.perf_counter() + parser.parse_args().seconds
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.zeros(1, device=device) @ torch.zeros(1, device=device)
+    print(torch.cuda.get_device_name(), "PyTorch", torch.__version__)
+    for name, fn, args in cases():
+        if time.perf_counter() > end:
+            print(f"{name}: no time left")
+            continue
+        plans.SHIPPED = FOLDER
+        with torch.no_grad():
+            first, second = waited_ms(fn, args), waited_ms(fn, args)
+            op, key, _ = rows.meet(fn, args)[0]
+            served = selector.decide(op, key, device, policies.current())
+            learned = tensorlogic.tune(fn, *args)
+            plan = stores.current(device).get(key)
+            assert plan is not None
+            us = {e.candidate: e.device_us for e in plan.evidence if e.status == "measured"}
+            print(
+                f"{name}: first call {first:.1f} ms, second {second:.2f}, by {served.eager[0]} ({served.source}); tuned in "
+                f"{learned.seconds:.1f} s, {len(learned.plans)} keys: {plan.captured} {dict(plan.captured_config)}, "
+                f"{us[EAGER] / us[plan.captured]:.2f} times as fast as eager; {against_shipped(op, key, device)}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 
 from tensorlogic.bench.facts import enabled
+from tensorlogic.bench.machine import limits
 from tensorlogic.plans import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "half_transformer.py"
 # As an interpreter does into whose site-packages a wheel has put the files of tools/startup.
 LAUNCH = "import runpy, site, sys; site.addsitedir(sys.argv[1]); sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-LIMITS = ("ONEDNN_MAX_CPU_ISA", "TENSORLOGIC_NATIVE_ISA")
 TIMES = re.compile(r"batch (\d+) inference ([\d.]+) ms, training step ([\d.]+) ms")
 
 
@@ -80,7 +80,7 @@ def main() -> int:
         "threads": cpu.threads,
         "torch": torch.__version__,
         "date": str(date.today()),
-        "limited to": {n: os.environ[n] for n in LIMITS if n in os.environ},
+        "limited to": limits(),
         "rows": rows,
         "same": equal,
     }

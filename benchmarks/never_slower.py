@@ -1,16 +1,20 @@
 """Does a choice that nothing was measured for ever lose? Random calls against PyTorch's own, both timed in pairs.
 
     python benchmarks/never_slower.py [--seed 1] [--count 1000] [--seconds 200] [--json PATH]
+    python benchmarks/never_slower.py --grid          products of 64 to 2048 in every layout, batched, by vectors
 
 Lengths from 1 to 2048, float16, bfloat16 and float32, some operands strided, transposed, broadcast or in batches, on a CPU with an empty
 store and `tune="off"`, so that cost models choose. A case loses where ours takes 3 % and 2 us more than the plain
 PyTorch composition, twice. Prints the losers with what was chosen, and the geometric mean; exit code 1 where over a tenth lose.
+In the grid halves are compared with PyTorch's own float32, too, of which they may take 1.15. Variables that limit the CPU
+(`ONEDNN_MAX_CPU_ISA=AVX512_CORE TENSORLOGIC_NATIVE_ISA=avx512` for one without halves, `MKL_ENABLE_INSTRUCTIONS=AVX2` for MKL as on AMD) are kept with the result.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import os
@@ -19,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +33,21 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic import dispatch, selector
+from tensorlogic.bench.machine import limits
 from tensorlogic.plans import environment
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LONGEST, ELEMENTS, WORK = 2048, 1 << 22, 1 << 31
 LOSES, LEAST_US, ALLOWED = 1.03, 2.0, 0.1
+OVER_F32 = 1.15  # that halves may take of PyTorch's float32
+SLOW_S = 0.05  # PyTorch's call that is timed once
+GRID, LAYOUTS = (64, 128, 256, 512, 1024, 2048), ("nn", "nt", "tn")
 SMALL_US, SMALL_OVER = 5, 1.1
 SHOWN = 12  # groups of small calls that take longer
 Call = Callable[[], Any]
+Case = tuple[
+    str, torch.dtype, Call, Call, Call | None
+]  # name, dtype, ours, PyTorch's, PyTorch's in float32
 
 
 class Draw:
@@ -196,6 +207,48 @@ CASES: dict[str, Callable[[Draw], tuple[Call, Call]]] = {
 }
 
 
+def drawn(seed: int, count: int, only: list[str]) -> Iterator[Case]:
+    """Random calls of each op in turn."""
+    for i in range(count):
+        name, dtype = only[i % len(only)], DTYPES[i // len(only) % 3]
+        draw = Draw(seed * 1_000_003 + i, dtype)
+        torch.manual_seed(i)
+        ours, eager = CASES[name](draw)
+        if small(eager):
+            yield name, dtype, ours, eager, None
+
+
+def grid() -> Iterator[Case]:
+    """Square products of every layout, as a matmul and as a linear, four in a batch, 16 rows, a row and a column of one."""
+    for n in GRID:
+        shapes = [(layout, (n, n), (n, n)) for layout in LAYOUTS]
+        shapes += [("batch nn", (4, n, n), (4, n, n)), ("batch nt", (4, n, n), (4, n, n))]
+        shapes += [
+            ("row nn", (1, n), (n, n)),
+            ("row nt", (1, n), (n, n)),
+            ("column nn", (n, n), (n, 1)),
+        ]
+        shapes += [("few nn", (16, n), (n, n)), ("few nt", (16, n), (n, n))]
+        for (layout, left, right), dtype in itertools.product(shapes, DTYPES):
+            if math.prod(left) * right[-1] > WORK or (n == GRID[-1] and layout.startswith("batch")):
+                continue
+            a, b = torch.randn(left), torch.randn(right) * n**-0.5
+            a = a.mT.contiguous().mT if layout.endswith("tn") else a
+            b = b.mT.contiguous().mT if layout.endswith("nt") else b
+            yield _one("matmul", layout, a, b, dtype)
+            if layout in ("nt", "row nt", "few nt"):
+                yield _one("linear", layout, a, b.mT, dtype)
+
+
+def _one(op: str, layout: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Case:
+    ours, eager = {"matmul": (tensorlogic.matmul, torch.matmul), "linear": (tl.linear, F.linear)}[
+        op
+    ]
+    x, y = a.to(dtype), b.to(dtype)
+    wide = None if dtype == torch.float32 else (lambda: eager(a, b))
+    return f"{op} {layout}", dtype, (lambda: ours(x, y)), (lambda: eager(x, y)), wide
+
+
 def pair(ours: Call, eager: Call, rounds: int) -> tuple[float, float]:
     """Microseconds of both: calls in a row of about 200 us, in turns; the lower quartile of the rounds."""
 
@@ -244,6 +297,44 @@ def small(tensors: Call) -> bool:
     return max(sizes) <= ELEMENTS and work <= WORK
 
 
+def row(
+    name: str, dtype: torch.dtype, ours: Call, eager: Call, wide: Call | None
+) -> dict[str, Any]:
+    """One case timed, again where it lost, and what was chosen where it did or took long for a small call."""
+    if once(eager) > SLOW_S:  # halves without hardware
+        a, b = pair(ours, ours, 8)[0], once(eager) * 1e6
+    else:
+        a, b = pair(ours, eager, 8)
+        if a > b * LOSES and a - b > LEAST_US:
+            a, b = pair(ours, eager, 24)
+    over = 0.0 if wide is None else pair(ours, wide, 8)
+    if isinstance(over, tuple):
+        over = over[0] / over[1]
+    held = [c.cell_contents for c in eager.__closure__ or ()]
+    flat = [t for h in held for t in (h if isinstance(h, list) else [h])]
+    shapes = " ".join(
+        f"{tuple(t.shape)}{'' if t.is_contiguous() else '*'}" for t in flat if isinstance(t, Tensor)
+    )
+    lost = (a > b * LOSES and a - b > LEAST_US) or over > OVER_F32
+    return {
+        "op": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "shapes": shapes,
+        "ours_us": round(a, 2),
+        "torch_us": round(b, 2),
+        "over_f32": round(over, 3),
+        "lost": lost,
+        "chosen": chosen(ours) if lost or (b < SMALL_US and a > SMALL_OVER * b) else None,
+    }
+
+
+def once(call: Call) -> float:
+    """Seconds of one call."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
 def main() -> int:
     """Draw, time, show."""
     parser = argparse.ArgumentParser(
@@ -253,49 +344,22 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--only", nargs="*", default=list(CASES))
+    parser.add_argument("--grid", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     os.environ["TENSORLOGIC_CACHE_DIR"] = tempfile.mkdtemp()
     end, rows = time.monotonic() + given.seconds, []
     torch.set_grad_enabled(False)
+    cases = grid() if given.grid else drawn(given.seed, given.count, given.only)
     with tensorlogic.policy(tune="off"):
-        for i in range(given.count):
-            name, dtype = given.only[i % len(given.only)], DTYPES[i // len(given.only) % 3]
-            draw = Draw(given.seed * 1_000_003 + i, dtype)
-            torch.manual_seed(i)
-            ours, eager = CASES[name](draw)
-            if not small(eager):
-                continue
-            a, b = pair(ours, eager, 8)
-            if a > b * LOSES and a - b > LEAST_US:
-                a, b = pair(ours, eager, 24)
-            held = [c.cell_contents for c in eager.__closure__ or ()]
-            flat = [t for h in held for t in (h if isinstance(h, list) else [h])]
-            shapes = " ".join(
-                f"{tuple(t.shape)}{'' if t.is_contiguous() else '*'}"
-                for t in flat
-                if isinstance(t, Tensor)
-            )
-            lost = a > b * LOSES and a - b > LEAST_US
-            rows.append(
-                {
-                    "op": name,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "shapes": shapes,
-                    "ours_us": round(a, 2),
-                    "torch_us": round(b, 2),
-                    "lost": lost,
-                    "chosen": chosen(ours)
-                    if lost or (b < SMALL_US and a > SMALL_OVER * b)
-                    else None,
-                }
-            )
+        for case in cases:
+            rows.append(row(*case))
             if time.monotonic() > end:
                 break
     lost_rows = [r for r in rows if r["lost"]]
     for r in sorted(lost_rows, key=lambda r: r["torch_us"] / r["ours_us"]):
         print(
-            f"{r['ours_us'] / r['torch_us']:6.2f}  {r['op']:<24}{r['dtype']:<9} {r['ours_us']:9.1f} us, PyTorch {r['torch_us']:9.1f}"
+            f"{r['ours_us'] / r['torch_us']:6.2f} {r['over_f32'] or '':5}  {r['op']:<24}{r['dtype']:<9} {r['ours_us']:9.1f} us, PyTorch {r['torch_us']:9.1f}"
             f"  {r['chosen']}  {r['shapes']}"
         )
     mean = statistics.geometric_mean(r["ours_us"] / r["torch_us"] for r in rows)
@@ -319,7 +383,8 @@ def main() -> int:
                 {
                     "environment": environment(torch.device("cpu")).to_json(),
                     "date": datetime.date.today().isoformat(),
-                    "seed": given.seed,
+                    "limited to": limits(),
+                    "seed": None if given.grid else given.seed,
                     "cases": len(rows),
                     "lost": len(lost_rows),
                     "lost_by_choice": len(ours_by),

@@ -90,12 +90,17 @@ def test_bfloat16_that_pytorch_emulates_is_left_to_ours(
 
 
 def test_machines_like_those_fitted_and_small_products_change_nothing(clock: Any) -> None:
-    timed = clock({"torch": 1.2, "ours": 0.9})
+    timed = clock({"torch": 1.2, "ours": 1.0})
     before = cpu_costs.torch_us(8, 8, 8, "f32", False)
     assert not timed
     assert cpu_costs.torch_factor("f32") == cpu_costs.native_factor(False) == 1.0
     assert timed
     assert cpu_costs.torch_us(8, 8, 8, "f32", False) == before
+
+
+def test_rounding_alone_decides_nothing(clock: Any) -> None:
+    clock({"torch": 1.4, "ours": 1.25})  # one side of what counts as close, and the other
+    assert cpu_costs.torch_factor("f32") == cpu_costs.native_factor(False)
 
 
 def test_what_was_timed_is_kept_in_the_process_and_on_disk(clock: Any) -> None:

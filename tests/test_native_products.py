@@ -18,7 +18,7 @@ from .test_native import DTYPES, EXACT, INF, LEVELS, NAN, assert_ulps, forced, u
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 
-SHAPES = ((1, 1, 1), (3, 5, 7), (13, 31, 16), (14, 32, 385), (33, 47, 129), (65, 129, 400), (1, 300, 500), (5, 70, 33), (200, 1, 70), (150, 520, 40), (7, 9, 0))  # fmt: skip
+SHAPES = ((1, 1, 1), (3, 5, 7), (13, 31, 16), (14, 32, 385), (33, 47, 129), (65, 129, 400), (1, 300, 500), (5, 70, 33), (200, 1, 70), (150, 520, 40), (12, 1100, 9), (16, 900, 19), (7, 9, 0))  # fmt: skip
 BATCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((), ()),
     ((3,), ()),
@@ -144,7 +144,7 @@ def test_instruction_sets_agree(dtype: torch.dtype) -> None:
         assert bool(((y - found[0]).abs() <= 2 * bound(dtype, a, b)).all())
 
 
-@pytest.mark.parametrize("rows", [1, 4, 33, 600])
+@pytest.mark.parametrize("rows", [1, 4, 15, 33, 600])
 def test_threads_change_no_bit(ops: Any, rows: int) -> None:
     x, w = torch.randn(rows, 200), torch.randn(600, 200)
     before, found = torch.get_num_threads(), []

@@ -154,6 +154,20 @@ INLINE Tile tile_of(int64_t rows, std::integer_sequence<int, R...>) {
   return MR * PITCH + depth * ((N + NR - 1) / NR * NR);
 }
 
+// Asks for share `t` of `shares` of the next left panel: rows i to i + rows, columns k to k + depth of m.
+static void ask(const Matrix& m, int64_t i, int64_t k, int64_t rows, int64_t depth, int64_t t,
+                int64_t shares) {
+  constexpr int64_t LINE = 64;
+  const bool along = m.col == 1;
+  const int64_t size = item_size(m.dtype), runs = along ? rows : depth, step = (along ? m.row : m.col) * size;
+  const int64_t bytes = (along ? depth : rows) * size, end = runs * (t + 1) / shares;
+  const char* at = static_cast<const char*>(m.data) + (i * m.row + k * m.col) * size;
+  for (int64_t r = runs * t / shares; r < end; ++r) {
+    for (int64_t n = 0; n < bytes; n += LINE) __builtin_prefetch(at + r * step + n, 0, 2);
+    if (!along) __builtin_prefetch(at + r * step + bytes - 1, 0, 2);
+  }
+}
+
 template <class Units>
 static void gemm_by(const GemmCall& g) {
   constexpr int64_t E = Units::elements;
@@ -161,6 +175,8 @@ static void gemm_by(const GemmCall& g) {
   float *left = g.scratch, *right = left + MR * PITCH;
   const int64_t panels = (g.M + MR - 1) / MR, rows = (g.M + panels - 1) / panels;
   const int64_t most = g.depth * E, next = g.all_rows ? g.pitch : 0;
+  const int64_t tiles = (g.N + NR - 1) / NR;
+  const bool lines = g.a.row == 1 || g.a.col == 1;
   for (int64_t k = 0; k == 0 || k < g.K; k += most) {
     const int64_t depth = least(g.K - k, most), units = (depth + E - 1) / E;
     // Where rows are contiguous, a few of them for all panels: each page of memory is visited once.
@@ -174,7 +190,9 @@ static void gemm_by(const GemmCall& g) {
       float* c = g.c + i * next;
       Units::pack_left(g.a, i, k, some, depth, left);
       const Tile wide = tile_of<Units, 2>(some, all), narrow = tile_of<Units, 1>(some, all);
+      const int64_t soon = lines ? least(g.M - i - some, rows) : 0;
       for (int64_t j = 0; j < g.N; j += NR) {
+        if (soon > 0) ask(g.a, i + some, k, soon, depth, j / NR, tiles);
         const Tile run = g.N - j > W ? wide : narrow;
         run(left, right + j * units, units, c + j, g.pitch, k > 0);
       }

@@ -1,5 +1,7 @@
 // Products of matrices of any layout: batches, split into blocks that threads take, each finished by
 // the epilogue while it lies in the cache.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
@@ -13,6 +15,7 @@ namespace {
 constexpr int64_t WIDEST = 2048;      // where few rows leave room and a row of b is one run of memory
 constexpr int64_t BLOCK = 16 << 10;       // multiply-adds that take as long as a block's own preparations
 constexpr int64_t FEW_GRAIN = 160 << 10;  // multiply-adds a thread of few rows, which wait for memory
+constexpr int64_t FEW_SUMS = 12 << 10;  // of theirs at a time: more would not stay in the first cache
 
 // Waking a thread costs 1 us where threads spin while they wait, and 9 where they were told to sleep.
 int64_t patience() {
@@ -23,8 +26,18 @@ int64_t patience() {
   return sleeps ? 4 : 1;
 }
 
-// Multiply-adds up to which a second thread costs more than it brings; tiles do them four times as fast.
-int64_t grain(const Kernels& k) { return patience() * (k.gemm_pays ? 1200 << 10 : 320 << 10); }
+// How many products of tiles one by tiles is: of the operands' parts by each other, but for the least of float32's.
+int64_t products(const Product& p) {
+  auto parts = [&](DType t) -> int64_t { return t == DType::bf16 ? 1 : t == DType::f16 ? 2 : p.parts; };
+  return std::min<int64_t>(parts(p.a.dtype) * parts(p.b.dtype), 6);
+}
+
+// Multiply-adds up to which a second thread costs more than it brings; a product of tiles does them four times as fast;
+// where threads sleep, waking one costs as much as 2.4 Mi of any that has parts.
+int64_t grain(const Kernels& k, const Product& p) {
+  if (!k.gemm_pays) return patience() * (320 << 10);
+  return patience() * (1200 << 10) / (patience() > 1 ? std::min<int64_t>(products(p), 2) : products(p));
+}
 
 int64_t over(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
@@ -44,6 +57,16 @@ float* scratch(int64_t floats) {
   return reinterpret_cast<float*>((at + 63) / 64 * 64);
 }
 
+// Columns of a block, whose right panels stay in the second-level cache: 384 KiB of AVX-512's, or twice that where it is large.
+int64_t block_columns(const Kernels& k) {
+#ifdef _SC_LEVEL2_CACHE_SIZE
+  static const bool large = sysconf(_SC_LEVEL2_CACHE_SIZE) >= 3 << 19;
+#else
+  constexpr bool large = false;
+#endif
+  return k.gemm_block_cols * (large && k.width >= 16 && !k.gemm_pays ? 2 : 1);
+}
+
 // How many rows and columns a block has, so that the blocks occupy the threads evenly and little is packed twice.
 struct Blocks {
   int64_t rows, cols, down, across, depth;
@@ -57,9 +80,9 @@ Blocks split(const Kernels& k, const Product& p) {
   const int64_t unit = k.gemm_columns;
   uint32_t threads = 1;
   torch_get_num_threads(&threads);
-  if (p.batch * p.M * p.N * p.K <= grain(k)) threads = 1;
+  if (p.batch * p.M * p.N * p.K <= grain(k, p)) threads = 1;
   const bool runs = p.b.col == 1 && !p.tiles;
-  const int64_t most_rows = k.gemm_block_rows, most_cols = k.gemm_block_cols;
+  const int64_t most_rows = k.gemm_block_rows, most_cols = block_columns(k);
   const int64_t widest =
       runs ? std::clamp(most_rows * most_cols / std::min(p.M, most_rows), most_cols, WIDEST) : most_cols;
   const int64_t right = p.tiles ? 0 : k.gemm_packing * (runs ? ALONG : TURNED),
@@ -173,7 +196,7 @@ void block(const Kernels& k, const Product& p, const Blocks& blocks, int64_t ite
 void in_blocks(const Kernels& k, const Product& p) {
   const Blocks blocks = split(k, p);
   const int64_t count = p.batch * blocks.count();
-  const bool alone = p.batch * p.M * p.N * p.K + count * BLOCK <= grain(k);
+  const bool alone = p.batch * p.M * p.N * p.K + count * BLOCK <= grain(k, p);
   parallel(count, alone ? count : 1, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       const int64_t item = n / blocks.count(), inside = n % blocks.count();
@@ -188,8 +211,9 @@ int64_t few_rows(const Kernels& k, const Product& p) {
   if (p.a.dtype == DType::f64 || p.b.dtype == DType::f64) return 0;
   const bool pairs = k.gemm_pairs && p.a.dtype == DType::bf16 && p.b.dtype == DType::bf16;
   if (p.b.row == 1) return pairs ? 5 : 12;  // along K: dot products
-  if (p.b.col == 1) return pairs ? 4 : 6;
-  return 0;
+  if (p.b.col != 1) return 0;
+  if (k.gemm_pays) return p.a.dtype == DType::bf16 && p.b.dtype == DType::bf16 ? 6 : 12;  // tiles serve more
+  return pairs ? 4 : k.width >= 16 ? 16 : 12;
 }
 
 void by_few_rows(const Kernels& k, const Product& p) {
@@ -208,10 +232,11 @@ void by_few_rows(const Kernels& k, const Product& p) {
   }
   const bool dots = p.b.row == 1;
   const int64_t unit = dots ? 4 : 64, columns = over(p.N, unit) * unit;  // so that no unit spans two items
+  const int64_t most = dots ? p.N : FEW_SUMS / p.M / unit * unit;  // columns at a time
   parallel(p.batch * columns, std::max(unit, FEW_GRAIN / (p.K + 1)), unit, [&](int64_t begin, int64_t end) {
     while (begin < end) {
       const int64_t item = begin / columns, j = begin % columns;
-      const int64_t n = std::min(std::min(end - begin, columns - j), p.N - j);
+      const int64_t n = std::min(std::min(end - begin, columns - j), std::min(p.N - j, most));
       const void* w = at(p.b.data, p.b.dtype, offset_of(p, p.b_steps, item) + j * p.b.col);
       float* acc = scratch(p.M * n);
       const float* xs = x.get() + item * size;
@@ -222,7 +247,7 @@ void by_few_rows(const Kernels& k, const Product& p) {
         k.axpy_rows(p.b.dtype, w, xs, acc, p.K, p.M, n, p.b.row);
       }
       for (int64_t m = 0; m < p.M; ++m) finish(k, p, acc + m * n, item * p.M + m, j, n);
-      begin = std::min(end, (item + 1) * columns);
+      begin = j + n < p.N ? begin + n : std::min(end, (item + 1) * columns);
     }
   });
 }

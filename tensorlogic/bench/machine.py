@@ -25,6 +25,20 @@ PATHS = (settings.CACHE_DIR, settings.LOCKFILE, settings.NATIVE_LIBRARY)
 SMI = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,utilization.gpu"
 
 
+# Of other libraries and ours: a CPU that has less than this one.
+LIMITS = (
+    "ATEN_CPU_CAPABILITY",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_MAX_CPU_ISA",
+    settings.NATIVE_ISA.name,
+)
+
+
+def limits() -> dict[str, str]:
+    """What this process's CPU was limited to, by variable."""
+    return {name: os.environ[name] for name in LIMITS if name in os.environ}
+
+
 def describe(device: torch.device) -> dict[str, Any]:
     """What does not change during a run."""
     known = environment(device)

@@ -9,7 +9,7 @@ import torch
 
 from ... import calls, native
 from ...numerics import DTYPES
-from . import cpu_rates
+from . import cpu_rates, native_wiring
 
 PASS = 0.4e-3  # microseconds an element of a further pass over memory
 COMPILED = (
@@ -22,7 +22,10 @@ NARROW, ROW = (
 GRAIN = 160 << 10  # multiply-adds from which a second thread pays
 SMALL_HALF = 4096  # multiply-adds up to which PyTorch's half-precision products do not go to oneDNN
 BLAS_FROM = 6_000  # from which its float32 products take BLAS's own preparations on AMD
-MEMORY = 16  # rows or columns up to which a product waits for memory, whatever it is computed by
+# Nanoseconds an element of a weight that comes from further than the second-level cache: PyTorch's float32 products, ours.
+FAR = {"torch": 0.2, "f32": 0.13, "f16": 0.06, "bf16": 0.06}
+FEW = 12  # rows, up to which products wait for that
+MEMORY = 8  # rows or columns up to which a product waits for memory, whatever it is computed by
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ INTEL = {
     "tiles wide": Line(2.0, 1.4, 0.3, 0.23, 0.27),  # float32 times bfloat16
     "tiles bf16": Line(2.0, 0.56, 0.11, 0.12, 0.2),
     "few linear": Line(2.0, 11.7, 0.14, 0.025, 1.7),
-    "few linear f32": Line(2.0, 11.7, 0.14, 0.055, 1.7),
+    "few linear f32": Line(2.0, 11.7, 0.14, 0.06, 1.7),
     "few": Line(1.8, 11.0, 0.9, 0.025, 0.3),
     "torch f32": Line(1.7, 9.0, 0.1, 0.02, 0.06),
     "torch f32 linear": Line(2.4, 10.8, 0.08, 0.06, 0.05),
@@ -136,9 +139,12 @@ def native_us(m: int, n: int, k: int, dtype: str, linear: bool, wide: bool = Fal
     lines = ZEN if _is_amd() else INTEL
     saved = COMPILED if calls.available() is None else 0.0
     paired = pairs(dtype) and not wide
-    if m <= ((5 if linear else 4) if paired else 12 if linear else 6):
+    if n == 1 < m:  # a matrix times a vector is a vector times its rows
+        m, n, linear = n, m, True
+    if m <= few_rows(dtype, linear, paired):
         few = "few linear" if linear else "few"
-        return lines.get(f"{few} {dtype}", lines[few]).us(m, n, k) - saved
+        line = lines.get(f"{few} {dtype}", lines[few])
+        return line.us(m, n, k) - saved + (0.0 if linear else _far_us(n, k, dtype, dtype))
     short = m * ROW if n <= 2 * NARROW else 0.0
     n = max(n, NARROW)
     kind = "pairs" if paired else "blocks"
@@ -146,6 +152,24 @@ def native_us(m: int, n: int, k: int, dtype: str, linear: bool, wide: bool = Fal
         kind = "tiles wide" if wide and dtype == "bf16" else f"tiles {dtype}"
     line = lines.get(kind, lines["blocks"])  # pairs without tiles were never fitted on Intel's
     return line.us(m, n, k, native_factor(paired)) + short - saved
+
+
+def few_rows(dtype: str, linear: bool, paired: bool) -> int:
+    """Up to how many rows the native library reads a weight [n, k], or [k, n], as it lies."""
+    if paired:
+        return 5 if linear else 4
+    if linear:
+        return 12
+    if native.isa() == "amx":
+        return 6 if dtype == "bf16" else 12
+    return 16 if native.isa() in ("avx512", "avx512_bf16") else 12
+
+
+def _far_us(n: int, k: int, dtype: str, who: str) -> float:
+    """What few rows wait for a weight [k, n] that the second-level cache does not hold."""
+    if _is_amd() or n * k * DTYPES[dtype].itemsize <= native_wiring.CACHE_BYTES:
+        return 0.0
+    return n * k * FAR[who] * 1e-3 / threads(n * k * FEW)
 
 
 def _tiles_pay(m: int, n: int, k: int, dtype: str, wide: bool) -> bool:
@@ -162,9 +186,12 @@ def torch_us(m: int, n: int, k: int, dtype: str, linear: bool) -> float:
     """PyTorch's own product."""
     if half_is_slow(dtype):
         return (SCALAR_LINEAR if linear else SCALAR).us(m, n, k)
+    if n == 1 < m:
+        m, n, linear = n, m, True
     compute = min(m, n) > MEMORY and m * n * k > GRAIN
     line = _torch_line(m * n * k, dtype, linear)
-    return line.us(m, n, k, torch_factor(dtype) if compute else 1.0)
+    far = _far_us(n, k, dtype, "torch") if m <= FEW and dtype == "f32" and not linear else 0.0
+    return line.us(m, n, k, torch_factor(dtype) if compute else 1.0) + far
 
 
 def _torch_line(work: int, dtype: str, linear: bool) -> Line:

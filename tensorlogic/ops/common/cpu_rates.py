@@ -62,12 +62,15 @@ def _numbers(text: str, count: int) -> tuple[float, ...]:
 
 
 def _measured(dtype: torch.dtype, products: Sequence[Product]) -> list[float]:
-    """Each product's factor, all in turns: what slows the machine down meanwhile slows all of them down."""
+    """Each product's factor, all in turns: what slows the machine down meanwhile slows all of them down.
+
+    Each is rounded beside the last one's, so that rounding alone never decides between two.
+    """
     ratios = dict.fromkeys(products, 1.0)
     left = list(products)
     with stores.preserved(CPU), torch.no_grad():
         for side in SIDES:
-            a, b = (torch.full((side, side), 0.5).to(dtype) for _ in range(2))
+            a, b = (torch.full((side, side), 0.5, dtype=dtype, device=CPU) for _ in range(2))
             calls = {p: functools.partial(p.run, a, b) for p in left}
             took = {p: measure.once(calls[p], CPU) for p in left}
             slow = [p for p in left if took[p] > CLEAR * sum(p.parts(side))]
@@ -78,7 +81,8 @@ def _measured(dtype: torch.dtype, products: Sequence[Product]) -> list[float]:
                 call, work = p.parts(side)
                 ratios[p] = max(took[p] - call, work / CLEAR) / work
             left = [p for p in left if ratios[p] < CLEAR]
-    return [_rounded(ratios[p]) for p in products]
+    last = ratios[products[-1]]
+    return [_rounded(ratios[p] / last) * _rounded(last) for p in products]
 
 
 def _rounded(ratio: float) -> float:

@@ -122,6 +122,16 @@ class Composite:
         return self.name
 
 
+def looking(like: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Any]:
+    """A function for constants, with what its result looks like: asked instead of it where no data is at hand."""
+
+    def marked(fn: Callable[..., Tensor]) -> Any:
+        fn.looks = like  # type: ignore[attr-defined]
+        return fn
+
+    return marked
+
+
 def floating(*tensors: Tensor | None) -> bool:
     """True where all tensors given have one floating dtype (half, single or double) and one device."""
     present = [t for t in tensors if t is not None]

@@ -322,3 +322,20 @@ def test_threads_get_their_own_results() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(serve, range(4)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA devices")
+@torch.no_grad()
+def test_what_cublas_works_in_belongs_to_the_graph() -> None:
+    a, b = torch.randn(32, 8192, device="cuda"), torch.randn(8192, 48, device="cuda")
+    fast = tensorlogic.capture(
+        lambda a, b: a @ b
+    )  # few outputs of long sums: split, summed in a workspace
+    want = fast(a, b)
+    assert not fast.reason
+    torch._C._cuda_clearCublasWorkspaces()  # as torch.compile's graphs do
+    torch.cuda.empty_cache()
+    others = [torch.zeros(1 << 18, device="cuda") for _ in range(256)]
+    for _ in range(20):
+        assert torch.equal(fast(a, b), want)
+    assert not any(bool(t.any()) for t in others)

@@ -180,7 +180,7 @@ def test_new_sources_and_new_plans_are_reasons(monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(stored, "planned", lambda text, device: "2031-01-01")
         assert not earlier(optimized(model(), x()))
     optimized(model(), x())
-    monkeypatch.setattr(stored, "_sources", lambda: "other")
+    monkeypatch.setattr(stored, "code_version", lambda: "other")
     assert not earlier(optimized(model(), x()))
 
 

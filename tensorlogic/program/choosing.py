@@ -80,6 +80,7 @@ def best(
                 )
                 program.contest.keep = stored.keeper(choice)
             return program
+    report.look()
     begin = time.perf_counter()
     if until:
         budget_s *= OURS
@@ -111,6 +112,7 @@ def _told(report: Report, choice: Choice) -> None:
     report.outcome, report.reason, report.rows = choice.outcome, choice.reason, choice.rows
     report.before_us, report.after_us = choice.before_us, choice.after_us
     report.ratio, report.error = choice.ratio, choice.error
+    report.watched, report.watch = choice.watched, None
     report.notes.append(f"decided and timed by an earlier process, {choice.when}")
 
 

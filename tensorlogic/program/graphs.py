@@ -42,7 +42,12 @@ class Tape:
         self.graph = torch.cuda.CUDAGraph()
 
     def record(self, fn: Callable[[], Any]) -> Any:
-        """Capture `fn()`; its work happens when the tape is replayed."""
+        """Capture `fn()`; its work happens when the tape is replayed.
+
+        What cuBLAS works in shall be the graph's own. PyTorch keeps one such workspace a stream, and whoever records next lets
+        go of it (torch.compile does), while this graph would go on writing there.
+        """
+        torch._C._cuda_clearCublasWorkspaces()
         side, own = side_stream(self.device), torch.cuda.current_stream(self.device)
         side.wait_stream(own)
         try:
@@ -54,6 +59,7 @@ class Tape:
                     out = fn()
         finally:
             torch.cuda.set_stream(own)  # a capture that cannot end leaves its own behind
+            torch._C._cuda_clearCublasWorkspaces()
         own.wait_stream(side)
         self.replay = self.graph.replay  # type: ignore[method-assign]  # without a frame of ours
         return out

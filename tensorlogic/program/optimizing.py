@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from .. import compiling, derived, policies, settings
 from ..memory.heap import give_back
 from ..precision import Precision, policy_of
 from ..precision import precision as Policy
+from . import recall
 from .advising import advise, watched
 from .choosing import best
 from .copies import fresh, sharing, undisturbed, unwritten
@@ -25,7 +27,7 @@ from .regions import FAILURES
 from .report import Report
 from .serve import Program
 from .short import MISS
-from .trace import Unfit, Untraceable, constants, first_line, trace, witness
+from .trace import Unfit, Untraceable, constants, first_line, witness
 
 BUDGET_S = 2.0  # seconds for measuring where the caller gives no other budget
 TRAINING_BUDGET_S = 5.0  # likewise, with a backward pass behind each region
@@ -132,6 +134,7 @@ def optimize(
     if served is not None:
         report.bytes = served.nbytes + _copies(served, args, kwargs)
     give_back()
+    report.watch = None
     advise(report)
     report.seconds = time.perf_counter() - begin
     if served is None:
@@ -230,10 +233,7 @@ def _program(
             ) from problem
 
         if not (habits.prints or habits.sets_up or dynamic):
-            try:
-                report.watched = watched(model, args, kwargs)
-            except FAILURES as problem:  # what cannot run while it is watched
-                report.notes.append(f"not watched: {first_line(problem)}")
+            report.watch = functools.partial(_watched, model, args, kwargs, report)
 
         def made() -> nn.Module:
             copied = _copied(model)
@@ -249,11 +249,12 @@ def _program(
                 raise Untraceable("sizes vary")
             if habits.prints:
                 raise Untraceable("the model prints when it is called")
-            traced = trace(clone, args, kwargs)
+            traced = recall.traced(clone, model, args, kwargs)
         except Untraceable as problem:
             if asked is not None:
                 raise
             report.notes.append(f"not one graph: {problem}")
+            report.look()
             clone = _extended(made())  # the first may have been left half traced
             return pieces(clone, model, args, kwargs, training, budget_s, report, dynamic, until)
         _extended(clone)
@@ -262,10 +263,21 @@ def _program(
         before = sharing(model, buffers=False)
         try:
             if asked is not None:
+                report.look()
                 return precisely(traced, clone, before, asked, training, report, (args, kwargs))
             return best(traced, clone, before, training, budget_s, report, (args, kwargs), until)
         except FAILURES as problem:  # what PyTorch raises where a graph cannot run
             raise Untraceable(f"the graph does not run: {first_line(problem)}") from problem
+
+
+def _watched(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
+) -> dict[str, Any] | None:
+    try:
+        return watched(model, args, kwargs)
+    except FAILURES as problem:  # what cannot run while it is watched
+        report.notes.append(f"not watched: {first_line(problem)}")
+        return None
 
 
 def _copied(model: nn.Module) -> nn.Module:

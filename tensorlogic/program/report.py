@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,13 @@ class Report:
     opportunities: list[Opportunity] = field(default_factory=list)  # what is left to be gained
     advice: list[str] = field(default_factory=list)  # the same in words, expected beside obtained
     watched: dict[str, Any] | None = None  # where the time of a call of the original went
+    watch: Callable[[], dict[str, Any] | None] | None = field(default=None, repr=False)
+
+    def look(self) -> None:
+        """Watch one call of the original, where that is wanted and an earlier process has not done it."""
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            self.watched = watch()
 
     @property
     def regions(self) -> list[Row]:

@@ -130,7 +130,7 @@ def emitter(graph: fx.Graph) -> Callable[..., fx.Node]:
 
 def _value(node: fx.Node) -> Any:
     """What a call gives for example tensors; None where it cannot be asked without data."""
-    fn: Any = node.target
+    fn: Any = getattr(node.target, "looks", node.target)
     values = fx.map_arg(node.args, lambda n: n.meta.get("val"))
     mode = next(
         (m for v in values if isinstance(v, Tensor) and (m := getattr(v, "fake_mode", None))), None

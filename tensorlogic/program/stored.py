@@ -47,6 +47,7 @@ class Choice:
     ratio: tuple[float, float, float] | None
     plans: Plans = field(default_factory=dict)
     sections: list[Any] = field(default_factory=list)  # lanes of calls on streams of their own
+    watched: dict[str, Any] | None = None  # where the time of a call of the original went
     when: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
 
     @classmethod
@@ -65,6 +66,7 @@ class Choice:
             report.ratio,
             plans,
             [] if program is None else [s.lanes for s in program.sections],
+            report.watched,
         )
 
 
@@ -83,7 +85,7 @@ class Stored:
         registry.ready(device.type)
         self.environment = environment(device)
         self.path = settings.cache_folder() / "programs" / self.environment.file_name
-        self.state = repr((_sources(), _candidates(), switches(device), training))
+        self.state = repr((code_version(), _candidates(), switches(device), training))
         self.artifact = _digest(self.state, text_of(trace))
         self.name = f"model {self.artifact}"
 
@@ -201,7 +203,7 @@ def switches(device: torch.device) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _sources() -> str:
+def code_version() -> str:
     """Of everything that decides and computes: this package's text, and which libraries were built beside it."""
     found = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -42,6 +42,7 @@ class Trace:
     out_spec: Any
     example: list[Any] = field(default_factory=list)  # flattened example arguments
     counters: Mapping[str, Tensor] = field(default_factory=dict)  # of batches, by `counters`
+    exported: Any = None  # what torch.export gave
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
@@ -102,7 +103,8 @@ def _read(
         raise Untraceable(f"{len(flat)} inputs were given, the graph takes {len(inputs)}")
     counted, out_spec = counters(state, live), program.call_spec.out_spec
     prepare(graph, state, counted)
-    return Trace(graph, program.graph_module, state, inputs, in_spec, out_spec, flat, counted)
+    owner = program.graph_module
+    return Trace(graph, owner, state, inputs, in_spec, out_spec, flat, counted, program)
 
 
 def counters(

@@ -44,7 +44,8 @@ class Whole:
         dtype = check.wide_dtype(list(values.values()))
         wants = [n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad]
         self.wants = wants if training else []
-        self.changes = [n for n in values if mutates(traced.graph) and n not in wants]
+        changing = mutates(traced.graph)
+        self.changes = [n for n in values if n not in wants] if changing else []
         known = {id(v): check.widen(v, dtype) for v in values.values()}  # tied weights stay one
         wide = {n: known[id(v)] for n, v in values.items()}  # before a run writes into the values
         for n in self.wants:

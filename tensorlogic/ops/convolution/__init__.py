@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...rules import Composite, Emit, Way
+from ...rules import Composite, Emit, Way, looking
 from ..common.activations import activate_
 from ..linear import linear
 
@@ -35,6 +35,15 @@ def convolution(
     return activate_(y, activation) if activation != "none" else y
 
 
+def _like_weight(w: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(w)
+
+
+def _like_mean(w: Tensor, b: Any, gamma: Any, beta: Any, mean: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(mean, dtype=w.dtype)
+
+
+@looking(_like_weight)
 def fold_weight(w: Tensor, gamma: Tensor | None, var: Tensor, eps: float) -> Tensor:
     """w [N, ...] with each output's batch-norm scale in it, computed in at least float32."""
     wide = torch.promote_types(w.dtype, torch.float32)
@@ -43,6 +52,7 @@ def fold_weight(w: Tensor, gamma: Tensor | None, var: Tensor, eps: float) -> Ten
     return (w.to(wide) * scale.reshape(-1, *[1] * (w.dim() - 1))).to(w.dtype)
 
 
+@looking(_like_mean)
 def fold_bias(
     w: Tensor,
     b: Tensor | None,

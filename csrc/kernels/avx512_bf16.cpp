@@ -76,13 +76,13 @@ struct ByPairs {
     return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(left), reinterpret_cast<__m512bh>(right));
   }
   INLINE_MEMBER static void pack_left(const Matrix& m, int64_t i, int64_t k, int64_t rows,
-                                      int64_t depth, float* dst) {
+                                      int64_t depth, int64_t each, float* dst) {
     const bf16* p = static_cast<const bf16*>(m.data) + i * m.row + k * m.col;
     const int64_t whole = depth / 2;
-    pack_panel(PairsAcross{p, m.row, m.col}, rows, whole, dst, PITCH);
+    pack_panels(PairsAcross{p, m.row, m.col}, rows, whole, each, dst);
     if (depth % 2)
       for (int64_t r = 0; r < rows; ++r)
-        dst[r * PITCH + whole] = pair(p[r * m.row + (depth - 1) * m.col], bf16{0});
+        dst[(r / each * MR + r % each) * PITCH + whole] = pair(p[r * m.row + (depth - 1) * m.col], bf16{0});
   }
   INLINE_MEMBER static void pack_right(const Matrix& m, int64_t k, int64_t j, int64_t depth,
                                        int64_t cols, float* dst) {

@@ -8,6 +8,8 @@ namespace tensorlogic::TENSORLOGIC_ISA {
 
 constexpr int NR = 2 * W;           // columns of a tile
 constexpr int64_t PITCH = KC + 16;  // from row to row of a left panel: not a power of two
+constexpr int64_t GROUP = W / 2;  // left panels that are whole squares of W rows together: turned from columns at a time
+constexpr int64_t LEFT = GROUP * MR * PITCH;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -34,11 +36,11 @@ struct Singles {
   }
 };
 
-// dst[n * pitch + m] = unit (i + n, j + m) for n < rows, m < cols, both at most W: a square turned in
+// to(n)[m] = unit (i + n, j + m) for n < rows, m < cols, both at most W: a square turned in
 // registers; the rest of each row of W becomes 0.
-template <class S, class Lanes>
+template <class S, class Lanes, class Rows>
 INLINE void turn_square(const S& s, int64_t i, int64_t j, Lanes lanes, int64_t rows, int64_t cols,
-                        float* dst, int64_t pitch) {
+                        Rows to) {
   vf r[W], t[W];
 #pragma GCC unroll 16
   for (int m = 0; m < W; ++m) r[m] = m < cols ? s.along_column(i, j + m, lanes) : set1(0.0f);
@@ -54,7 +56,25 @@ INLINE void turn_square(const S& s, int64_t i, int64_t j, Lanes lanes, int64_t r
   }
 #pragma GCC unroll 16
   for (int n = 0; n < W; ++n)
-    if (n < rows) store(dst + n * pitch, r[n], All{});
+    if (n < rows) store(to(n), r[n], All{});
+}
+
+// to(i)[j] = unit (i, j) for i < rows, j < cols, neighbours along i side by side; columns up to the next multiple of W become 0.
+template <class S, class Rows>
+INLINE void turn(const S& s, int64_t rows, int64_t cols, Rows to) {
+  for (int64_t j = 0; j < cols; j += W) {
+    const int64_t n = least(cols - j, W);
+    for (int64_t i = 0; i < rows; i += W) {
+      const int64_t m = least(rows - i, W);
+      auto row = [=](int64_t r) { return to(i + r) + j; };
+      if (m == W && n == W)
+        turn_square(s, i, j, All{}, W, W, row);
+      else if (m == W)
+        turn_square(s, i, j, All{}, W, n, row);
+      else
+        turn_square(s, i, j, Some{m}, m, n, row);
+    }
+  }
 }
 
 // dst[i * pitch + j] = unit (i, j) for i < rows, j < cols; columns up to the next multiple of W become 0.
@@ -71,20 +91,7 @@ static void pack_panel(const S s, int64_t rows, int64_t cols, float* dst, int64_
       }
     }
   } else if (s.down()) {
-    for (int64_t j = 0; j < cols; j += W) {
-      const int64_t n = least(cols - j, W);
-      int64_t i = 0;
-      for (; i + W <= rows && n == W; i += W)
-        turn_square(s, i, j, All{}, W, W, dst + i * pitch + j, pitch);
-      for (; i < rows; i += W) {
-        const int64_t m = least(rows - i, W);
-        float* to = dst + i * pitch + j;
-        if (m == W)
-          turn_square(s, i, j, All{}, W, n, to, pitch);
-        else
-          turn_square(s, i, j, Some{m}, m, n, to, pitch);
-      }
-    }
+    turn(s, rows, cols, [=](int64_t i) { return dst + i * pitch; });
   } else {
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t j = 0; j < (cols + W - 1) / W * W; ++j)
@@ -92,26 +99,32 @@ static void pack_panel(const S s, int64_t rows, int64_t cols, float* dst, int64_
   }
 }
 
+// A left operand in panels of `each` <= MR rows, GROUP of them at most; one alone unless its columns are runs of memory.
+template <class S>
+static void pack_panels(const S s, int64_t rows, int64_t cols, int64_t each, float* dst) {
+  if (rows <= each) return pack_panel(s, rows, cols, dst, PITCH);
+  int64_t from[GROUP * MR];
+  for (int64_t i = 0; i < rows; ++i) from[i] = (i / each * MR + i % each) * PITCH;
+  turn(s, rows, cols, [&](int64_t i) { return dst + from[i]; });
+}
+
 // Products of float32 units, whatever the operands' types.
 struct BySingles {
   static constexpr int64_t elements = 1;  // of the inner dimension a unit
   INLINE_MEMBER static vf accumulate(vf left, vf right, vf acc) { return fma(left, right, acc); }
   INLINE_MEMBER static void pack_left(const Matrix& m, int64_t i, int64_t k, int64_t rows,
-                                      int64_t depth, float* dst) {
-    pack(m, i, k, rows, depth, dst, PITCH);
+                                      int64_t depth, int64_t each, float* dst) {
+    DISPATCH_WIDE(m.dtype, T, pack_panels(units<T>(m, i, k), rows, depth, each, dst))
   }
   INLINE_MEMBER static void pack_right(const Matrix& m, int64_t k, int64_t j, int64_t depth,
                                        int64_t cols, float* dst) {
-    pack(m, k, j, depth, cols, dst, NR);
+    DISPATCH_WIDE(m.dtype, T, pack_panel(units<T>(m, k, j), depth, cols, dst, NR))
   }
 
  private:
-  INLINE_MEMBER static void pack(const Matrix& m, int64_t i, int64_t j, int64_t rows, int64_t cols,
-                                 float* dst, int64_t pitch) {
-    DISPATCH_WIDE(m.dtype, T, {
-      const T* p = static_cast<const T*>(m.data) + i * m.row + j * m.col;
-      pack_panel(Singles<T>{p, m.row, m.col}, rows, cols, dst, pitch);
-    })
+  template <class T>
+  INLINE_MEMBER static Singles<T> units(const Matrix& m, int64_t i, int64_t j) {
+    return {static_cast<const T*>(m.data) + i * m.row + j * m.col, m.row, m.col};
   }
 };
 
@@ -151,10 +164,10 @@ INLINE Tile tile_of(int64_t rows, std::integer_sequence<int, R...>) {
 }
 
 [[maybe_unused]] static int64_t gemm_scratch(int64_t N, int64_t depth) {
-  return MR * PITCH + depth * ((N + NR - 1) / NR * NR);
+  return LEFT + depth * ((N + NR - 1) / NR * NR);
 }
 
-// Asks for share `t` of `shares` of the next left panel: rows i to i + rows, columns k to k + depth of m.
+// Asks for share `t` of `shares` of the next left panels: rows i to i + rows, columns k to k + depth of m.
 static void ask(const Matrix& m, int64_t i, int64_t k, int64_t rows, int64_t depth, int64_t t,
                 int64_t shares) {
   constexpr int64_t LINE = 64;
@@ -172,11 +185,12 @@ template <class Units>
 static void gemm_by(const GemmCall& g) {
   constexpr int64_t E = Units::elements;
   constexpr auto all = std::make_integer_sequence<int, MR>{};
-  float *left = g.scratch, *right = left + MR * PITCH;
+  float *left = g.scratch, *right = left + LEFT;
   const int64_t panels = (g.M + MR - 1) / MR, rows = (g.M + panels - 1) / panels;
   const int64_t most = g.depth * E, next = g.all_rows ? g.pitch : 0;
   const int64_t tiles = (g.N + NR - 1) / NR;
   const bool lines = g.a.row == 1 || g.a.col == 1;
+  const int64_t group = g.a.row == 1 && g.a.col != 1 ? GROUP : 1;
   for (int64_t k = 0; k == 0 || k < g.K; k += most) {
     const int64_t depth = least(g.K - k, most), units = (depth + E - 1) / E;
     // Where rows are contiguous, a few of them for all panels: each page of memory is visited once.
@@ -186,15 +200,15 @@ static void gemm_by(const GemmCall& g) {
         Units::pack_right(g.b, k + n, j, least(depth - n, step), least(g.N - j, NR),
                           right + j * units + n / E * NR);
     for (int64_t i = 0; i < g.M; i += rows) {
-      const int64_t some = least(g.M - i, rows);
-      float* c = g.c + i * next;
-      Units::pack_left(g.a, i, k, some, depth, left);
+      const int64_t some = least(g.M - i, rows), place = i / rows % group;
+      float *c = g.c + i * next, *panel = left + place * MR * PITCH;
+      if (place == 0) Units::pack_left(g.a, i, k, least(g.M - i, group * rows), depth, rows, left);
       const Tile wide = tile_of<Units, 2>(some, all), narrow = tile_of<Units, 1>(some, all);
-      const int64_t soon = lines ? least(g.M - i - some, rows) : 0;
+      const int64_t after = i + (group - place) * rows, soon = lines ? least(g.M - after, group * rows) : 0;
       for (int64_t j = 0; j < g.N; j += NR) {
-        if (soon > 0) ask(g.a, i + some, k, soon, depth, j / NR, tiles);
+        if (soon > 0) ask(g.a, after, k, soon, depth, place * tiles + j / NR, group * tiles);
         const Tile run = g.N - j > W ? wide : narrow;
-        run(left, right + j * units, units, c + j, g.pitch, k > 0);
+        run(panel, right + j * units, units, c + j, g.pitch, k > 0);
       }
       if (k + depth >= g.K) g.done(g.context, c, i, some);
     }

@@ -57,14 +57,14 @@ float* scratch(int64_t floats) {
   return reinterpret_cast<float*>((at + 63) / 64 * 64);
 }
 
-// Columns of a block, whose right panels stay in the second-level cache: 384 KiB of AVX-512's, or twice that where it is large.
-int64_t block_columns(const Kernels& k) {
+// How much larger blocks are, both ways, where a large second-level cache holds their right panels: AVX-512's have 384 KiB.
+int64_t roomy(const Kernels& k) {
 #ifdef _SC_LEVEL2_CACHE_SIZE
   static const bool large = sysconf(_SC_LEVEL2_CACHE_SIZE) >= 3 << 19;
 #else
   constexpr bool large = false;
 #endif
-  return k.gemm_block_cols * (large && k.width >= 16 && !k.gemm_pays ? 2 : 1);
+  return large && k.width >= 16 && !k.gemm_pays ? 2 : 1;
 }
 
 // How many rows and columns a block has, so that the blocks occupy the threads evenly and little is packed twice.
@@ -82,7 +82,7 @@ Blocks split(const Kernels& k, const Product& p) {
   torch_get_num_threads(&threads);
   if (p.batch * p.M * p.N * p.K <= grain(k, p)) threads = 1;
   const bool runs = p.b.col == 1 && !p.tiles;
-  const int64_t most_rows = k.gemm_block_rows, most_cols = block_columns(k);
+  const int64_t most_rows = k.gemm_block_rows * roomy(k), most_cols = k.gemm_block_cols * roomy(k);
   const int64_t widest =
       runs ? std::clamp(most_rows * most_cols / std::min(p.M, most_rows), most_cols, WIDEST) : most_cols;
   const int64_t right = p.tiles ? 0 : k.gemm_packing * (runs ? ALONG : TURNED),

@@ -183,6 +183,7 @@ def _finished_wide(
 def guess(key: Key, x: str = "x", weight: str = "weight", linear: bool = True) -> float:
     """Our product's time over PyTorch's, with the passes that eager makes over its operands one by one."""
     m, n, k = _mnk(key, x, weight, linear)
+    linear = _along_k(key, weight, linear)
     dtype, before = native_wiring.dtype_of(key, x), _before(key)
     eager = cpu_costs.torch_us(m, n, k, dtype, linear)
     ours = cpu_costs.native_us(m, n, k, dtype, linear, wide=before is not None)
@@ -273,6 +274,16 @@ def _mnk(key: Key, x: str, weight: str, linear: bool) -> tuple[int, int, int]:
     if len(w.shape) > 2:  # a batch of products
         m = max(m, prod(w.shape[:-2]) * (a.shape[-2] if len(a.shape) > 1 else 1))
     return m, n, a.shape[-1]
+
+
+def _along_k(key: Key, weight: str, linear: bool) -> bool:
+    """Whether neighbours along the inner dimension lie side by side in the right operand."""
+    w = key.spec(weight)
+    assert w is not None
+    if len(w.shape) < 2:
+        return True
+    inner, outer = (w.stride[-1], w.stride[-2]) if linear else (w.stride[-2], w.stride[-1])
+    return inner == 1 and (linear or outer != 1)
 
 
 def linear_shape(key: Key) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from .test_native import DTYPES, EXACT, INF, LEVELS, NAN, assert_ulps, forced, u
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 
-SHAPES = ((1, 1, 1), (3, 5, 7), (13, 31, 16), (14, 32, 385), (33, 47, 129), (65, 129, 400), (1, 300, 500), (5, 70, 33), (200, 1, 70), (150, 520, 40), (12, 1100, 9), (16, 900, 19), (7, 9, 0))  # fmt: skip
+SHAPES = ((1, 1, 1), (3, 5, 7), (13, 31, 16), (14, 32, 385), (33, 47, 129), (65, 129, 400), (1, 300, 500), (5, 70, 33), (200, 1, 70), (150, 520, 40), (12, 1100, 9), (16, 900, 19), (300, 1, 70), (90, 11, 70), (5, 3, 130), (7, 9, 0))  # fmt: skip
 BATCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((), ()),
     ((3,), ()),
@@ -91,9 +91,9 @@ def test_left_operand_may_be_wider(ops: Any, rows: int) -> None:
 def test_epilogue_follows_in_the_same_call(ops: Any, dtype: torch.dtype, activation: str) -> None:
     apply = {"none": lambda z: z, "relu": torch.relu, **EXACT}[activation]
     code = native.ACTIVATIONS[activation]
-    for rows in (1, 3, 50):
-        x, w = torch.randn(rows, 24).to(dtype), torch.randn(45, 24).to(dtype)
-        bias, residual = torch.randn(45).to(dtype), torch.randn(rows, 45).to(dtype)
+    for rows, columns, depth in ((1, 45, 24), (3, 45, 24), (50, 45, 24), (50, 1, 24), (50, 7, 70)):
+        x, w = torch.randn(rows, depth).to(dtype), torch.randn(columns, depth).to(dtype)
+        bias, residual = torch.randn(columns).to(dtype), torch.randn(rows, columns).to(dtype)
         for b, r in ((bias, residual), (bias, None), (None, residual), (None, None)):
             y, pre = ops.linear_pre(x, w, b, r, code)
             z = ops.matmul_f32(x, w, True)

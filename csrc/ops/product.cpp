@@ -216,29 +216,49 @@ int64_t few_rows(const Kernels& k, const Product& p) {
   return pairs ? 4 : k.width >= 16 ? 16 : 12;
 }
 
-void by_few_rows(const Kernels& k, const Product& p) {
+// n elements, `step` apart, in float32.
+void gather(const Kernels& k, DType dtype, const char* data, int64_t step, int64_t n, float* to) {
+  if (step == 1) return k.convert(dtype, DType::f32, data, to, n, false);
+  if (dtype == DType::f32) {
+    for (int64_t i = 0; i < n; ++i) to[i] = reinterpret_cast<const float*>(data)[i * step];
+    return;
+  }
+  constexpr int64_t SOME = 256;
+  uint16_t halves[SOME];
+  for (int64_t from = 0; from < n; from += SOME) {
+    const int64_t count = std::min(n - from, SOME);
+    for (int64_t i = 0; i < count; ++i) halves[i] = reinterpret_cast<const uint16_t*>(data)[(from + i) * step];
+    k.convert(dtype, DType::f32, halves, to + from, count, false);
+  }
+}
+
+// As many rows as few_rows says. Where `turned`, p is the transposed product, and p.bias has an element a row.
+void by_few_rows(const Kernels& k, const Product& p, bool turned) {
   const int64_t size = p.M * p.K;
-  std::unique_ptr<float[]> x(new float[static_cast<size_t>(p.batch * size)]);
+  std::unique_ptr<float[]> x(new float[static_cast<size_t>(p.batch * size + p.M)]);
   for (int64_t i = 0; i < p.batch * p.M; ++i) {
     const int64_t from = offset_of(p, p.a_steps, i / p.M) + i % p.M * p.a.row;
-    float* to = x.get() + i * p.K;
-    if (p.a.col == 1)
-      k.convert(p.a.dtype, DType::f32, at(p.a.data, p.a.dtype, from), to, p.K, false);
-    else if (p.a.dtype == DType::f32)
-      for (int64_t n = 0; n < p.K; ++n) to[n] = static_cast<const float*>(p.a.data)[from + n * p.a.col];
-    else
-      for (int64_t n = 0; n < p.K; ++n)
-        k.convert(p.a.dtype, DType::f32, at(p.a.data, p.a.dtype, from + n * p.a.col), to + n, 1, false);
+    gather(k, p.a.dtype, at(p.a.data, p.a.dtype, from), p.a.col, p.K, x.get() + i * p.K);
+  }
+  float* bias = x.get() + p.batch * size;
+  if (!turned || !p.bias)
+    std::fill(bias, bias + p.M, 0.0f);
+  else
+    k.convert(p.dtype, DType::f32, p.bias, bias, p.M, false);
+  Product output = p;  // as it is finished
+  if (turned) {
+    output.N = p.M;
+    output.bias = nullptr;
   }
   const bool dots = p.b.row == 1;
   const int64_t unit = dots ? 4 : 64, columns = over(p.N, unit) * unit;  // so that no unit spans two items
-  const int64_t most = dots ? p.N : FEW_SUMS / p.M / unit * unit;  // columns at a time
+  const int64_t most = turned || !dots ? FEW_SUMS / p.M / unit * unit : p.N;  // columns at a time
   parallel(p.batch * columns, std::max(unit, FEW_GRAIN / (p.K + 1)), unit, [&](int64_t begin, int64_t end) {
     while (begin < end) {
       const int64_t item = begin / columns, j = begin % columns;
       const int64_t n = std::min(std::min(end - begin, columns - j), std::min(p.N - j, most));
       const void* w = at(p.b.data, p.b.dtype, offset_of(p, p.b_steps, item) + j * p.b.col);
-      float* acc = scratch(p.M * n);
+      float* acc = scratch(2 * p.M * n);
       const float* xs = x.get() + item * size;
       if (dots) {
         k.dot_rows(p.b.dtype, w, xs, acc, p.K, p.M, n, p.b.col);
@@ -246,10 +266,35 @@ void by_few_rows(const Kernels& k, const Product& p) {
         std::fill(acc, acc + p.M * n, 0.0f);
         k.axpy_rows(p.b.dtype, w, xs, acc, p.K, p.M, n, p.b.row);
       }
-      for (int64_t m = 0; m < p.M; ++m) finish(k, p, acc + m * n, item * p.M + m, j, n);
+      if (turned) {
+        float* rows = acc + p.M * n;
+        for (int64_t m = 0; m < p.M; ++m)
+          for (int64_t r = 0; r < n; ++r) rows[r * p.M + m] = acc[m * n + r] + bias[m];
+        finish(k, output, rows, item * p.N + j, 0, n * p.M);
+      } else {
+        for (int64_t m = 0; m < p.M; ++m) finish(k, p, acc + m * n, item * p.M + m, j, n);
+      }
       begin = j + n < p.N ? begin + n : std::min(end, (item + 1) * columns);
     }
   });
+}
+
+// Whether the product is had as its transpose, whose few rows are this one's columns.
+bool few_columns(const Kernels& k, const Product& p) {
+  if (p.N == 1 && p.M > 1) return true;
+  if (p.a.col != 1 || p.M < 4 || p.K < 64 || p.tiles) return false;
+  const bool tiles = k.gemm_pays && k.gemm_pays(p.a.dtype, p.b.dtype, p.parts, p.M, p.N, p.K);
+  const bool pairs = k.gemm_pairs && p.a.dtype == DType::bf16 && p.b.dtype == DType::bf16;
+  return p.N <= (tiles ? 1 : p.M <= few_rows(k, p) || pairs ? 5 : 12);
+}
+
+Product transposed(Product p) {
+  std::swap(p.M, p.N);
+  std::swap(p.a, p.b);
+  std::swap(p.a_steps, p.b_steps);
+  std::swap(p.a.row, p.a.col);
+  std::swap(p.b.row, p.b.col);
+  return p;
 }
 
 }  // namespace
@@ -258,14 +303,11 @@ void run(Product& p) {
   if (p.batch * p.M * p.N == 0) return;
   const Kernels& k = kernels();
   if (p.tiles) return in_blocks(k, p);
-  if (p.N == 1 && p.M > 1 && !p.bias) {  // a matrix times a vector is a vector times its transpose
-    std::swap(p.M, p.N);
-    std::swap(p.a, p.b);
-    std::swap(p.a_steps, p.b_steps);
-    std::swap(p.a.row, p.a.col);
-    std::swap(p.b.row, p.b.col);
+  if (few_columns(k, p)) {
+    const Product t = transposed(p);
+    if (t.M <= few_rows(k, t)) return by_few_rows(k, t, true);
   }
-  if (p.M <= few_rows(k, p)) return by_few_rows(k, p);
+  if (p.M <= few_rows(k, p)) return by_few_rows(k, p, false);
   const bool served = !k.gemm_pays || k.gemm_pays(p.a.dtype, p.b.dtype, p.parts, p.M, p.N, p.K);
   in_blocks(served ? k : *k.gemm_otherwise, p);
 }

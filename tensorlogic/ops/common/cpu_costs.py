@@ -39,14 +39,16 @@ class Line:
     out: float = 0.0
 
     def us(self, m: int, n: int, k: int, factor: float = 1.0) -> float:
-        """A product [m, k] · [k, n], its work taking `factor` times as long, shared by the threads that it is worth."""
+        """A product [m, k] · [k, n], its multiply-adds taking `factor` times as long, shared by the threads that it is worth."""
         work = m * n * k
-        shared = work * self.work * 1e-3 + m * k * self.left + k * n * self.right + m * n * self.out
-        return self.call + factor * shared * 1e-3 / threads(work)
+        shared = factor * work * self.work * 1e-3
+        shared += m * k * self.left + k * n * self.right + m * n * self.out
+        return self.call + shared * 1e-3 / threads(work)
 
     def parts(self, n: int) -> tuple[float, float]:
-        """A call's own time and its work's, of a product of n × n matrices."""
-        return self.call, self.us(n, n, n) - self.call
+        """Microseconds of n × n matrices besides the multiply-adds, and theirs."""
+        rest = self.us(n, n, n, 0.0)
+        return rest, self.us(n, n, n) - rest
 
 
 # Zen 4 (family 25), PyTorch 2.13; few rows of b [n, k], then of b [k, n].
@@ -139,7 +141,7 @@ def native_us(m: int, n: int, k: int, dtype: str, linear: bool, wide: bool = Fal
     lines = ZEN if _is_amd() else INTEL
     saved = COMPILED if calls.available() is None else 0.0
     paired = pairs(dtype) and not wide
-    if n == 1 < m:  # a matrix times a vector is a vector times its rows
+    if _turned(m, n, k, dtype, wide, paired):
         m, n, linear = n, m, True
     if m <= few_rows(dtype, linear, paired):
         few = "few linear" if linear else "few"
@@ -152,6 +154,15 @@ def native_us(m: int, n: int, k: int, dtype: str, linear: bool, wide: bool = Fal
         kind = "tiles wide" if wide and dtype == "bf16" else f"tiles {dtype}"
     line = lines.get(kind, lines["blocks"])  # pairs without tiles were never fitted on Intel's
     return line.us(m, n, k, native_factor(paired)) + short - saved
+
+
+def _turned(m: int, n: int, k: int, dtype: str, wide: bool, paired: bool) -> bool:
+    """Few columns are the few rows of the transposed product, where the left operand's rows are contiguous."""
+    if n == 1 < m:
+        return True
+    few = 5 if paired or m <= few_rows(dtype, False, paired) else 12
+    tiles = native.isa() == "amx" and _tiles_pay(m, n, k, dtype, wide)
+    return n <= few and m >= 4 and k >= 64 and not tiles
 
 
 def few_rows(dtype: str, linear: bool, paired: bool) -> int:

@@ -26,14 +26,14 @@ stores.ON_FORGET.append(_NOTES.forget)
 
 @dataclass(frozen=True)
 class Product:
-    """A way to multiply two matrices, and what a cost model says of n × n: microseconds of a call itself, and of its work."""
+    """A way to multiply two matrices, and what a cost model says of n × n: microseconds of its multiply-adds, after those of all else."""
 
     run: Callable[[Tensor, Tensor], Tensor]
     parts: Callable[[int], tuple[float, float]]
 
 
 def factors(name: str, dtype: torch.dtype, products: Sequence[Product]) -> tuple[float, ...]:
-    """What to multiply each product's expected work by; 1.0 on machines like those that were fitted, and where nothing can
+    """What to multiply the time of each product's multiply-adds by; 1.0 on machines like those that were fitted, and where nothing can
     be timed now.
 
     Measured at most once a machine, number of threads and PyTorch (3 to 15 ms), whatever the policy: what comes of it
@@ -78,8 +78,8 @@ def _measured(dtype: torch.dtype, products: Sequence[Product]) -> list[float]:
                 for p in left if side == SIDES[-1] else slow:
                     took[p] = min(took[p], measure.once(calls[p], CPU))
             for p in left:
-                call, work = p.parts(side)
-                ratios[p] = max(took[p] - call, work / CLEAR) / work
+                rest, work = p.parts(side)
+                ratios[p] = max(took[p] - rest, work / CLEAR) / work
             left = [p for p in left if ratios[p] < CLEAR]
     last = ratios[products[-1]]
     return [_rounded(ratios[p] / last) * _rounded(last) for p in products]

@@ -9,7 +9,7 @@ import torch
 from ... import native
 from ...op import Launcher
 from ...plans import Key
-from ..common import cpu_costs, native_wiring, wiring
+from ..common import native_wiring, wiring
 from ..common.native_wiring import FRESH_BYTES
 from . import FAMILY, POINTWISE_BACKWARD
 from .shapes import BACKWARD, Shape, backward_shape, forward_shape
@@ -55,7 +55,7 @@ def guess(key: Key) -> float:
     shape = forward_shape(key)
     assert isinstance(shape, Shape)
     count, size = shape.rows * shape.columns, 2 if shape.dtype != "f32" else 4
-    slow = size == 4 and "avx512" not in cpu_costs.features()
+    slow = size == 4 and native.isa() in ("portable", "avx2")
     if count * size >= FRESH_BYTES and not (slow and key.op in COSTLY):
         return 0.3
     tanh = key.op == "gelu" and key.flag("approximate") == "tanh"

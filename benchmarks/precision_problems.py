@@ -2,7 +2,8 @@
 
     python benchmarks/precision_problems.py --count 1000 --seed 1 [--device cuda] [--seconds 120] [--workers 12] [--json FILE]
 
-Badly scaled rows and columns, huge and tiny ranges, heavy tails, sums that cancel, integers, four dtypes; shapes repeat, so that data of
+Badly scaled rows, columns and inner dimensions, huge, tiny and vanishing ranges, heavy tails, sums that cancel everywhere or in a block,
+integers, four dtypes; shapes repeat, so that data of
 one kind meet what was chosen for another; ways are tried in a random order, so that every form of numbers is met. On a GPU nearly all of the
 time is compilation, a few dozen kernels for every shape and dtype: worker processes have shapes of their own, and so compile at once what
 each of them needs. What was found is kept where it is cut short.
@@ -46,6 +47,11 @@ KINDS = (
     "one bad row",
     "integers",
     "one outlier",
+    "faint",
+    "one huge row",
+    "inner scaled",
+    "orthogonal",
+    "blocks cancel",
 )
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -124,6 +130,20 @@ def operands(
     elif kind == "one outlier":  # that the result does not tell of
         i, j = (int(torch.randint(size, (1,), generator=g)) for size in (m, k))
         a[i, j], b[j] = a[i, j] * 1e3, b[j] * 1e-3
+    elif kind == "faint":  # below the dtype's normal numbers, operands or result
+        a = a * {torch.float16: 1e-6, torch.float64: 1e-305}.get(dtype, 1e-39)
+    elif kind == "one huge row":
+        a[int(torch.randint(m, (1,), generator=g))] *= 1e3 if dtype == torch.float16 else 1e18
+    elif kind == "inner scaled":
+        inner = 10 ** (span * (torch.rand(1, k, generator=g, dtype=torch.float64) - 0.5))
+        a, b = a * inner, b / inner.t()
+    elif kind == "orthogonal":  # but for a ten thousandth
+        u = normal(k, 1) / k**0.5
+        a, b = a - (a @ u) @ u.t() / (u.t() @ u) + 1e-4 * normal(m, k), u @ normal(1, n)
+    elif kind == "blocks cancel" and k > 1:
+        half, rows, columns = k // 2, -(-m // 3), -(-n // 2)
+        a[:rows, half : 2 * half] = -a[:rows, :half] + 1e-3 * normal(rows, half)
+        b[half : 2 * half, :columns] = b[:half, :columns]
     elif kind == "one bad row" and k > 1:
         half, i = k // 2, int(torch.randint(m, (1,), generator=g))
         b[half : 2 * half] = b[:half]

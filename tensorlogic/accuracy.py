@@ -18,6 +18,8 @@ BATCHES = 4  # matrices of a batch that are looked at
 FLOOR = (
     2.0**-50
 )  # of the operands' norms: what lies below is cancellation that float64 itself does not resolve
+#: Norms of rows of a result that a few steps more may take below its dtype's range, where no error measured before holds.
+FAINT = dict.fromkeys((torch.float32, torch.bfloat16, torch.complex64), 2.0**-118)
 FARTHEST = 2.0**460  # from 1, beyond which sums of squares leave float64's range
 SUMS = {"f64": 0.0, "f32": 3e-7}  # the error of sums, of those in float32 over hundreds of elements
 OTHER_SUMS = 1.5e-7  # of forms whose units add several products at once
@@ -261,10 +263,13 @@ def _summed(rows: list[float], columns: list[float], part: Part, out: Tensor) ->
     across = rows[1] * share * columns[0] * share / (n / min(n, SKETCH))
     down = columns[1] * share * rows[0] * share / (m / min(m, SKETCH))
     low, high = min(rows[3], columns[3]), max(rows[4], columns[4])
-    if high > FARTHEST or low < 1 / FARTHEST:
+    cancels = math.sqrt(max(across, down))
+    least = min(rows[3] * math.sqrt(columns[0] * share), columns[3] * math.sqrt(rows[0] * share))
+    faint = FAINT.get(out.dtype, 0.0) * max(cancels, 1.0)
+    if high > FARTHEST or low < 1 / FARTHEST or least < faint:
         return [math.inf] * 5
     return [
-        math.sqrt(max(across, down)),
+        cancels,
         math.sqrt(max(rows[2], columns[2]) * seen),
         -math.log2(low) if 0 < low < math.inf else 0.0,
         math.log2(high) if high > 0 else 0.0,

@@ -264,7 +264,10 @@ def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Can
 
 
 def unguarded(key: Key, rtol: float) -> bool:
-    """Whether float64 needs no watching: its inputs have so few digits that no sum of them can spoil the budget."""
+    """Whether float64 goes unwatched: looking would make the caller wait for a GPU, and its inputs have so few digits that no sum
+    of them can spoil the budget (a result below float32's range can)."""
+    if key.device == "cpu" or watchable(key):
+        return False
     dtypes = {t.dtype for t in key.tensors if t is not None}
     narrow = dtypes <= {"f16", "bf16", "f32", "c64"} and dtypes != {
         "f16"

@@ -147,3 +147,23 @@ def test_what_sparse_rows_seem_to_cancel_is_not_counted(monkeypatch: pytest.Monk
         with tensorlogic.precision("adaptive", rtol=1e-6 * (1 + share / 1e3)):
             for x, y in ((sparse, b), (hard, both)):
                 assert off(tensorlogic.matmul(x, y), x.double() @ y.double()) <= 1e-6
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1e-43), (1e-39, 1e-43), (1e-30, 1e-43)])
+def test_results_below_a_dtype_s_range_are_told(
+    scales: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32 keeps few digits of what is smaller than 1e-38, whatever was served well before."""
+    monkeypatch.setattr(adapting, "order", lambda op, *_: [(op.candidates[EAGER], {})])
+    a, b = torch.randn(40, 30), torch.randn(30, 50)
+    rtol, told = 1e-4, []
+    for scale in scales:
+        with (
+            tensorlogic.precision("adaptive", rtol=rtol),
+            warnings.catch_warnings(record=True) as said,
+        ):
+            warnings.simplefilter("always")
+            y = tensorlogic.matmul(a * scale, b)
+        told.append(any(w.category is PrecisionWarning for w in said))
+        assert told[-1] or off(y, (a * scale).double() @ b.double()) <= rtol
+    assert told == [False, True]

@@ -290,7 +290,8 @@ def mixed(n: int, device: torch.device) -> dict[str, Any]:
 
 
 def transfer(nbytes: int, device: torch.device) -> dict[str, Any]:
-    """GB/s of ordinary memory by `to` and by PyTorch, and of pinned memory, both ways."""
+    """GB/s of ordinary memory by `to` and by PyTorch, and of pinned memory, both ways: of the second of two transfers, and of one
+    that comes after others, when threads are parked and caches hold something else."""
     host = torch.randint(0, 100, (nbytes // 4,), dtype=torch.int32).view(torch.float32)
     there, pinned = host.to(device), host.pin_memory()
     target = torch.empty_like(there)
@@ -303,14 +304,17 @@ def transfer(nbytes: int, device: torch.device) -> dict[str, Any]:
         "down PyTorch": lambda: there.cpu(),
         "down pinned": lambda: pinned.copy_(there, non_blocking=True),
     }
-    times = measure.wall_samples(calls, device, 2.0, rounds=9)
-    for name in calls:
-        row[name] = nbytes / times.median(name) / 1e3
+    for suffix, again in (("", True), (" alone", False)):
+        times = measure.wall_samples(calls, device, 2.0, rounds=15, again=again)
+        for name in calls:
+            if not suffix or name in ("up", "down"):
+                row[name + suffix] = nbytes / times.median(name) / 1e3
     return row
 
 
 def placed(n: int) -> dict[str, Any]:
-    """Milliseconds of one float32 product of CPU tensors: placed, always here, always there."""
+    """Milliseconds of one float32 product of CPU tensors: placed, always here, always there; each after one of its own kind, for
+    PyTorch's threads spin for a while after a product on the CPU, beside those that copy."""
     o = operands(n, torch.float32, torch.device("cpu"))
 
     def by(place: str) -> Callable[[], Any]:
@@ -325,7 +329,7 @@ def placed(n: int) -> dict[str, Any]:
         for _ in range(8 if n <= 2048 else 4):
             call()
     rounds = 45 if n <= 2048 else 9  # a median of few wanders by more than what is asked
-    times = measure.wall_samples(calls, torch.device("cuda"), 2.0, rounds=rounds)
+    times = measure.wall_samples(calls, torch.device("cuda"), 2.0, rounds=rounds, again=True)
     best = min(times.median("cpu"), times.median("cuda"))
     return {
         "size": n,

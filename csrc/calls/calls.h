@@ -14,7 +14,7 @@
 
 namespace tensorlogic::calls {
 
-constexpr int REVISION = 2;  // of what the package expects of this module, as in tensorlogic/calls.py
+constexpr int REVISION = 3;  // of what the package expects of this module, as in tensorlogic/calls.py
 constexpr int MOST = 16;  // arguments
 
 // Owns one reference.
@@ -90,6 +90,9 @@ inline PyTypeObject type(const char* name, size_t size, size_t vectorcall, newfu
   made.tp_doc = doc;
   return made;
 }
+
+// forward(ctx, recording, *arguments): the first output, with what backward needs kept in ctx.
+PyObject* forwarded(PyObject* module, PyObject* const* args, Py_ssize_t n);
 
 extern PyTypeObject NativeType, LauncherType, FrontType;
 

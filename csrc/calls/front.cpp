@@ -315,6 +315,8 @@ PyObject* noted(PyObject*, PyObject* const* args, Py_ssize_t n) {
 }
 
 PyMethodDef functions[] = {
+    {"forward", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&forwarded)), METH_FASTCALL,
+     "forward(ctx, recording, *arguments): the first output, with what backward needs kept in ctx"},
     {"record", &record, METH_O, "record(notes): note launchers in this list, or let them run (None)"},
     {"noted", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&noted)), METH_FASTCALL,
      "noted(what, *arguments): a slot where launchers are noted, else None"},

@@ -28,11 +28,12 @@ PyObject* called(PyObject* object, PyObject* const* given, size_t flags, PyObjec
   return PyObject_Vectorcall(self.apply, args, static_cast<size_t>(n + 1), nullptr);
 }
 
-PyObject* slowly(const Recording& self, PyObject* const* args, Py_ssize_t n) {
+// record.forward(ctx, *given) in Python.
+PyObject* slowly(PyObject* record, PyObject* ctx, PyObject* const* given, Py_ssize_t n) {
   static PyObject* const name = PyUnicode_InternFromString("forward");
-  PyObject* all[MOST + 2] = {self.slow};
-  std::copy(args, args + n, all + 1);
-  return PyObject_VectorcallMethod(name, all, static_cast<size_t>(n + 1), nullptr);
+  PyObject* all[MOST + 2] = {record, ctx};
+  std::copy(given, given + n, all + 2);
+  return PyObject_VectorcallMethod(name, all, static_cast<size_t>(n + 2), nullptr);
 }
 
 PyObject* picked(const std::vector<int>& places, PyObject* const* given, Py_ssize_t n,
@@ -47,29 +48,26 @@ PyObject* picked(const std::vector<int>& places, PyObject* const* given, Py_ssiz
   return made;
 }
 
-bool set(PyObject* ctx, const char* name, PyObject* value) {
+bool set(PyObject* ctx, PyObject* name, PyObject* value) {
   const Ref held(value);
-  return value && PyObject_SetAttrString(ctx, name, value) == 0;
+  return value && PyObject_SetAttr(ctx, name, value) == 0;
 }
 
-// forward(ctx, *arguments)
-PyObject* forward(PyObject* object, PyObject* const* args, Py_ssize_t n) {
-  auto& self = *reinterpret_cast<Recording*>(object);
-  if (n < 1 || n > MOST) return PyErr_Format(PyExc_TypeError, "forward takes a context and arguments");
-  PyObject* const* given = args + 1;
-  const Py_ssize_t count = n - 1;
+PyObject* forward(const Recording& self, PyObject* ctx, PyObject* const* given, Py_ssize_t count) {
   const Ref outputs(PyObject_Vectorcall(self.launch, given, static_cast<size_t>(count), nullptr));
   if (!outputs.get() && !out_of_memory()) return nullptr;
   if (!outputs.get()) PyErr_Clear();
   const int most = self.kept->empty() ? -1 : *std::max_element(self.kept->begin(), self.kept->end());
   if (!outputs.get() || !PyTuple_CheckExact(outputs.get()) ||
       most >= count + PyTuple_GET_SIZE(outputs.get()))
-    return slowly(self, args, n);
+    return slowly(self.slow, ctx, given, count);
   static PyObject* const save = PyUnicode_InternFromString("save_for_backward");
+  static PyObject* const record = PyUnicode_InternFromString("record");
+  static PyObject* const scalars = PyUnicode_InternFromString("scalars");
   const Ref kept(picked(*self.kept, given, count, outputs.get()));
-  const Ref method(PyObject_GetAttr(args[0], save));
-  if (!kept.get() || !method.get() || !set(args[0], "record", Py_NewRef(self.slow)) ||
-      !set(args[0], "scalars", picked(*self.scalars, given, count, outputs.get())))
+  const Ref method(PyObject_GetAttr(ctx, save));
+  if (!kept.get() || !method.get() || !set(ctx, record, Py_NewRef(self.slow)) ||
+      !set(ctx, scalars, picked(*self.scalars, given, count, outputs.get())))
     return nullptr;
   const Ref saved(PyObject_CallObject(method.get(), kept.get()));
   return saved.get() ? Py_NewRef(PyTuple_GET_ITEM(outputs.get(), 0)) : nullptr;
@@ -114,18 +112,19 @@ void forget(PyObject* object) {
   Py_TYPE(object)->tp_free(object);
 }
 
-PyMethodDef methods[] = {
-    {"forward", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&forward)), METH_FASTCALL,
-     "forward(ctx, *arguments): the first output, with what backward needs kept in ctx"},
-    {nullptr, nullptr, 0, nullptr}};
-
 }  // namespace
+
+PyObject* forwarded(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  if (n < 2 || n > MOST + 2)
+    return PyErr_Format(PyExc_TypeError, "forward takes a context, a recording and arguments");
+  if (Py_TYPE(args[1]) != &RecordingType) return slowly(args[1], args[0], args + 2, n - 2);
+  return forward(*reinterpret_cast<Recording*>(args[1]), args[0], args + 2, n - 2);
+}
 
 PyTypeObject RecordingType = [] {
   PyTypeObject made =
       type("tensorlogic_calls.Recording", sizeof(Recording), offsetof(Recording, vectorcall), &make,
            &forget, "Recording(slow, apply, launch, kept, scalars, outside): arguments -> apply(self, *arguments)");
-  made.tp_methods = methods;
   return made;
 }();
 

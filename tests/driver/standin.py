@@ -68,7 +68,7 @@ class Device:
         """What was launched since the last question."""
         count = ctypes.c_int.in_dll(self.lib, "launched")
         noted = (Launch * 64).in_dll(self.lib, "launches")
-        found = [bytes(noted[i]) for i in range(count.value)]
+        found = [bytes(noted[i]) for i in range(min(count.value, 64))]
         count.value = 0
         return found
 

@@ -48,7 +48,7 @@ for _meaning in (_sum, _mean, _max, _min):
 
 def _expand(dy: Tensor, flags: SimpleNamespace, shape: torch.Size) -> Tensor:
     """dy over the shape it was reduced from, as a view."""
-    if not flags.keepdim:
+    if not flags.keepdim and len(flags.dim) < len(shape):
         for d in flags.dim:
             dy = dy.unsqueeze(d)
     return dy.expand(shape)

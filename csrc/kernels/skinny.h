@@ -41,8 +41,9 @@ INLINE void dot_block(const T* w, const float* x, float* y, int64_t K, int64_t N
 
 template <int M, class T>
 static void dot_some(const T* w, const float* x, float* y, int64_t K, int64_t N, int64_t step) {
+  constexpr int R = W < 16 && M > 2 ? 2 : 4;  // whose sums fit into the registers
   int64_t r = 0;
-  for (; r + 4 <= N; r += 4) dot_block<4, M>(w + r * step, x, y + r, K, N, step);
+  for (; r + R <= N; r += R) dot_block<R, M>(w + r * step, x, y + r, K, N, step);
   for (; r < N; ++r) dot_block<1, M>(w + r * step, x, y + r, K, N, step);
 }
 

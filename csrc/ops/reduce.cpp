@@ -1,4 +1,5 @@
 // Reductions over a run of neighbouring dimensions.
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -72,35 +73,46 @@ void reduce_rows(const Kernels& k, Reduction kind, DType dtype, const char* x, f
   }
 }
 
-// [outer, n, inner] over n: pieces of n rows and of `inner` columns onto float32 rows, then those
-// rows onto one.
-void reduce_columns(const Kernels& k, Reduction kind, DType dtype, const char* x, float* y,
+// [outer, n, inner] over n, into y of dtype: pieces of n rows and of `inner` columns onto float32 rows, and, where there are
+// several, those rows onto one.
+void reduce_columns(const Kernels& k, Reduction kind, DType dtype, const char* x, char* y,
                     int64_t outer, int64_t n, int64_t inner, double scale) {
   constexpr int64_t COLS = 2048, ROWS = 512;
   const int64_t stripes = (inner + COLS - 1) / COLS, pieces = (n + ROWS - 1) / ROWS;
-  std::unique_ptr<float[]> partial(new float[static_cast<size_t>(outer * pieces * inner)]);
-  const int64_t work = (n < ROWS ? n : ROWS) * (inner < COLS ? inner : COLS);
-  parallel(outer * pieces * stripes, work < GRAIN ? GRAIN / work : 1, 1,
-           [&](int64_t begin, int64_t end) {
-             for (int64_t i = begin; i < end; ++i) {
-               const int64_t stripe = i % stripes * COLS, piece = i / stripes % pieces * ROWS,
-                             o = i / stripes / pieces;
-               const int64_t cols = inner - stripe < COLS ? inner - stripe : COLS,
-                             rows = n - piece < ROWS ? n - piece : ROWS;
-               float* acc = partial.get() + (o * pieces + piece / ROWS) * inner + stripe;
-               for (int64_t j = 0; j < cols; ++j) acc[j] = static_cast<float>(start_of(kind));
-               k.reduce_columns(kind, dtype,
-                                x + ((o * n + piece) * inner + stripe) * item_size(dtype), acc,
-                                rows, cols, inner);
-             }
-           });
-  for (int64_t o = 0; o < outer; ++o) {
-    const float* rows = partial.get() + o * pieces * inner;
-    float* out = y + o * inner;
-    for (int64_t j = 0; j < inner; ++j) out[j] = rows[j];
-    if (pieces > 1) k.reduce_columns(kind, DType::f32, rows + inner, out, pieces - 1, inner, inner);
+  const int64_t work = (n < ROWS ? n : ROWS) * (inner < COLS ? inner : COLS), size = item_size(dtype);
+  auto onto = [&](float* acc, int64_t o, int64_t piece, int64_t stripe, int64_t cols) {
+    std::fill(acc, acc + cols, static_cast<float>(start_of(kind)));
+    k.reduce_columns(kind, dtype, x + ((o * n + piece) * inner + stripe) * size, acc,
+                     std::min(n - piece, ROWS), cols, inner);
+  };
+  auto finish = [&](float* acc, int64_t o, int64_t stripe, int64_t cols) {
     if (scale != 1.0)
-      for (int64_t j = 0; j < inner; ++j) out[j] = static_cast<float>(out[j] * scale);
+      for (int64_t j = 0; j < cols; ++j) acc[j] = static_cast<float>(acc[j] * scale);
+    k.convert(DType::f32, dtype, acc, y + (o * inner + stripe) * size, cols, false);
+  };
+  if (pieces == 1) {
+    parallel(outer * stripes, work < GRAIN ? GRAIN / work : 1, 1, [&](int64_t begin, int64_t end) {
+      alignas(64) float acc[COLS];
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t stripe = i % stripes * COLS, o = i / stripes, cols = std::min(inner - stripe, COLS);
+        onto(acc, o, 0, stripe, cols);
+        finish(acc, o, stripe, cols);
+      }
+    });
+    return;
+  }
+  std::unique_ptr<float[]> partial(new float[static_cast<size_t>(outer * pieces * inner)]);
+  parallel(outer * pieces * stripes, work < GRAIN ? GRAIN / work : 1, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t stripe = i % stripes * COLS, piece = i / stripes % pieces, o = i / stripes / pieces;
+      onto(partial.get() + (o * pieces + piece) * inner + stripe, o, piece * ROWS, stripe,
+           std::min(inner - stripe, COLS));
+    }
+  });
+  for (int64_t o = 0; o < outer; ++o) {
+    float* rows = partial.get() + o * pieces * inner;
+    k.reduce_columns(kind, DType::f32, rows + inner, rows, pieces - 1, inner, inner);
+    finish(rows, o, 0, inner);
   }
 }
 
@@ -122,21 +134,23 @@ Output reduce(const char* op, Reduction kind, const Input& x, int64_t begin, int
   const Shape shape{sizes, dim};
   Output y = make(dtype, shape);
   const int64_t count = outer * inner;
+  const double scale = kind == Reduction::mean ? 1.0 / static_cast<double>(n) : 1.0;
+  const Kernels& k = kernels();
+  const char* data = static_cast<const char*>(x.data);
+  if (n > 0 && inner > 1) {
+    if (count > 0) reduce_columns(k, kind, dtype, data, static_cast<char*>(y.data), outer, n, inner, scale);
+    return y;
+  }
   std::unique_ptr<float[]> wide;
   float* out = static_cast<float*>(y.data);
   if (dtype != DType::f32) {
     wide.reset(new float[static_cast<size_t>(count)]);
     out = wide.get();
   }
-  const double scale = kind == Reduction::mean ? 1.0 / static_cast<double>(n) : 1.0;
-  const Kernels& k = kernels();
-  const char* data = static_cast<const char*>(x.data);
   if (n == 0) {
     for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(0.0 * scale);
-  } else if (inner == 1) {
-    reduce_rows(k, kind, dtype, data, out, outer, n, scale);
   } else if (count > 0) {
-    reduce_columns(k, kind, dtype, data, out, outer, n, inner, scale);
+    reduce_rows(k, kind, dtype, data, out, outer, n, scale);
   }
   if (dtype != DType::f32) k.convert(DType::f32, dtype, out, y.data, count, false);
   return y;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +14,20 @@ from ... import capture_watch, measure, stores
 from ...notes import Notes
 
 SIDES = (128, 448)  # of the products that are timed; both have room for two threads
-CLEAR = 8.0  # this many times longer at the first side needs no second look
-ROUNDS = 6  # of which the fastest counts
+CLEAR, LONG_US = (
+    8.0,
+    500.0,
+)  # so many times longer at the first side, and so long, needs no second look
+ROUNDS = (6, 18)  # at least and at most, of which the two fastest must agree within
+AGREE = 1.1
+TRIES = 3  # of a process, where they do not
 CLOSE = 1.3  # within it of what was expected, the machine is one that was fitted
 STEPS = 4  # a measured factor is rounded to a power of 2^(1/4): a noisy clock changes no choice
 CPU = torch.device("cpu")
 
 _NOTES = Notes(".rates")
-stores.ON_FORGET.append(_NOTES.forget)
+_TRIED: dict[str, int] = {}
+stores.ON_FORGET += [_NOTES.forget, _TRIED.clear]
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,8 @@ def factors(name: str, dtype: torch.dtype, products: Sequence[Product]) -> tuple
     """What to multiply the time of each product's multiply-adds by; 1.0 on machines like those that were fitted, and where nothing can
     be timed now.
 
-    Measured at most once a machine, number of threads and PyTorch (3 to 15 ms), whatever the policy: what comes of it
-    is a guess for keys that nobody has measured.
+    Measured once a machine, number of threads and PyTorch (3 to 25 ms), whatever the policy: what comes of it
+    is a guess for keys that nobody has measured. On a machine too busy to tell, the fitted times hold, and it is tried again.
     """
     path = _NOTES.look(CPU)
     known = _NOTES.known.get(name)
@@ -46,7 +52,13 @@ def factors(name: str, dtype: torch.dtype, products: Sequence[Product]) -> tuple
         if line is None:
             if stores.distributed() or not capture_watch.calm(CPU):
                 return (1.0,) * len(products)
-            line = f"{name} = {' '.join(f'{f:.3f}' for f in _measured(dtype, products))}"
+            found = None
+            if _TRIED.setdefault(name, 0) < TRIES:
+                _TRIED[name] += 1
+                found = _measured(dtype, products)
+            if found is None:
+                return (1.0,) * len(products)
+            line = f"{name} = {' '.join(f'{f:.3f}' for f in found)}"
             _NOTES.append(path, line)
         known = _NOTES.known[name] = line.rpartition(" = ")[2]
     return _numbers(known, len(products))
@@ -61,8 +73,9 @@ def _numbers(text: str, count: int) -> tuple[float, ...]:
     return found if len(found) == count and all(1e-3 < f < 1e6 for f in found) else (1.0,) * count
 
 
-def _measured(dtype: torch.dtype, products: Sequence[Product]) -> list[float]:
-    """Each product's factor, all in turns: what slows the machine down meanwhile slows all of them down.
+def _measured(dtype: torch.dtype, products: Sequence[Product]) -> list[float] | None:
+    """Each product's factor, all in turns: what slows the machine down meanwhile slows all of them down; None where
+    their times do not settle.
 
     Each is rounded beside the last one's, so that rounding alone never decides between two.
     """
@@ -71,18 +84,29 @@ def _measured(dtype: torch.dtype, products: Sequence[Product]) -> list[float]:
     with stores.preserved(CPU), torch.no_grad():
         for side in SIDES:
             a, b = (torch.full((side, side), 0.5, dtype=dtype, device=CPU) for _ in range(2))
-            calls = {p: functools.partial(p.run, a, b) for p in left}
-            took = {p: measure.once(calls[p], CPU) for p in left}
-            slow = [p for p in left if took[p] > CLEAR * sum(p.parts(side))]
-            for _ in range(ROUNDS):
-                for p in left if side == SIDES[-1] else slow:
-                    took[p] = min(took[p], measure.once(calls[p], CPU))
+            took = _fastest({p: functools.partial(p.run, a, b) for p in left})
+            if took is None:
+                return None
             for p in left:
                 rest, work = p.parts(side)
                 ratios[p] = max(took[p] - rest, work / CLEAR) / work
-            left = [p for p in left if ratios[p] < CLEAR]
+            left = [p for p in left if ratios[p] < CLEAR or took[p] < LONG_US]
     last = ratios[products[-1]]
     return [_rounded(ratios[p] / last) * _rounded(last) for p in products]
+
+
+def _fastest(calls: Mapping[Product, measure.Call]) -> dict[Product, float] | None:
+    """Microseconds of each call, once its two fastest rounds agree."""
+    times: dict[Product, list[float]] = {p: [] for p in calls}
+    for done in range(1, ROUNDS[1] + 1):
+        for p, call in calls.items():
+            times[p] = sorted([*times[p], measure.once(call, CPU)])
+        settled = done > 1 and all(t[1] < AGREE * t[0] for t in times.values())
+        if settled and (
+            done >= ROUNDS[0] or sum(t[0] for t in times.values()) > LONG_US * ROUNDS[1]
+        ):
+            return {p: t[0] for p, t in times.items()}
+    return None
 
 
 def _rounded(ratio: float) -> float:

@@ -31,6 +31,11 @@ def call_us() -> float:
     return CALL_US[calls.available() is None]
 
 
+def narrow() -> bool:
+    """True where our kernels have vectors of eight or four: no masks, so that short rows cost several times as much."""
+    return native.isa() in ("portable", "avx2")
+
+
 def cpu_only(device: str) -> str | None:
     """None where the native library serves, else why not."""
     return native.available(device)

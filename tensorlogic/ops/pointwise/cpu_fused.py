@@ -31,10 +31,8 @@ SPEEDS = {
 }
 # float32 where tables are not looked up in registers
 WITHOUT_AVX512 = {"gelu": 0.4, "gelu_tanh": 0.8, "silu": 0.55}
-SHORT_ROW, SHORT = (
-    5e-3,
-    32,
-)  # microseconds a row where an operand is repeated along rows of fewer elements
+# Microseconds a row where an operand is repeated along rows of fewer elements; and without masks.
+SHORT_ROW, SHORT = (5e-3, 20e-3), (32, 128)
 SMALL = 4096  # elements below which a call costs more than its arithmetic
 
 
@@ -55,7 +53,8 @@ def guess(key: Key) -> float:
     shape = forward_shape(key)
     assert isinstance(shape, Shape)
     count, size = shape.rows * shape.columns, 2 if shape.dtype != "f32" else 4
-    slow = size == 4 and native.isa() in ("portable", "avx2")
+    narrow = native_wiring.narrow()
+    slow = size == 4 and narrow
     if count * size >= FRESH_BYTES and not (slow and key.op in COSTLY):
         return 0.3
     tanh = key.op == "gelu" and key.flag("approximate") == "tanh"
@@ -65,8 +64,8 @@ def guess(key: Key) -> float:
     if slow:
         ours = WITHOUT_AVX512.get(kind, ours)
     own = native_wiring.call_us() + ours * 1e-3 * count
-    if shape.rows > 1 and shape.columns < SHORT:
-        own += SHORT_ROW * shape.rows
+    if shape.rows > 1 and shape.columns < SHORT[narrow]:
+        own += SHORT_ROW[narrow] * shape.rows
     return own / (call + theirs * 1e-3 * count)
 
 

@@ -11,6 +11,7 @@ from ..common import native_wiring
 from . import FAMILY
 
 SMALL = 4096  # elements below which a call costs more than its arithmetic
+SHORT = 8  # elements side by side that vectors without masks take one by one
 LARGE = 1 << 20  # float32 elements beyond the caches
 
 
@@ -31,6 +32,10 @@ def guess(key: Key) -> float:
         return 1.0
     if size <= SMALL:
         return 0.5 if native_wiring.call_us() < 1.0 else 1.0
+    if native_wiring.narrow():
+        inner = prod(x.shape[dims[-1] + 1 :])
+        if 1 < inner < SHORT or (inner == 1 and key.op in ("sum", "mean")):
+            return 1.0
     return 0.5 if size < LARGE or x.dtype != "f32" else 1.0
 
 

@@ -35,7 +35,7 @@ def guess(key: Key) -> float:
         row = 0.009 + 0.0045 * classes
     if logits.dtype != "f32" and 8 <= classes < 32:
         row = 0.1
-    ours = 0.8 + call + 0.022 * rows + 0.2e-3 * size
+    ours = 0.8 + call + (0.09 if native_wiring.narrow() else 0.022) * rows + 0.2e-3 * size
     return ours / (4.0 + row * rows + 0.35e-3 * size)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tensorlogic.program import backend as module
 from tensorlogic.program.backend import backend
@@ -81,6 +82,39 @@ def test_dynamic_batches_compile_once(seen: list[list[str]]) -> None:
         x = torch.randn(rows, 8)
         torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
     assert len(seen) == 1
+
+
+class Sized(nn.Module):
+    """Sizes that PyTorch's own Python takes from its inputs, and ones that the model takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.lin = nn.EmbeddingBag(50, 8, mode="sum"), nn.Linear(8, 8)
+
+    def forward(self, i: Tensor) -> Tensor:
+        y = F.relu(self.lin(self.bag(i))).view(2 * i.shape[0], -1)
+        return y + torch.arange(2 * i.shape[0])[:, None]
+
+
+@torch.no_grad()
+def test_no_size_of_the_first_inputs_stays_in_a_dynamic_graph(seen: list[list[str]]) -> None:
+    model = Sized()
+    fast = compiled(model, dynamic=True)
+    for rows in (5, 4, 7):
+        given = torch.randint(50, (rows, 11))
+        torch.testing.assert_close(fast(given), model(given), rtol=1e-4, atol=1e-5)
+    assert seen == [["linear"]]
+
+
+def test_gradient_checkpointing(seen: list[list[str]]) -> None:
+    inner = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def step(x: Tensor) -> Any:
+        return checkpoint(inner, x, use_reentrant=False)
+
+    x, fast = torch.randn(5, 8, requires_grad=True), compiled(step)
+    got, want = (torch.autograd.grad(f(x).square().sum(), x)[0] for f in (fast, step))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -191,3 +191,66 @@ def test_sizes_that_vary_are_served_by_one_graph(pays: None) -> None:
         close(mine.rows[0], theirs.rows[0])
         assert len(calls) == n + 1
     assert program.graphs == 1
+
+
+class Keeping:
+    """Models that keep tensors from call to call, in the ways that there are."""
+
+    class Attribute(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.kept = torch.zeros(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.kept + 1
+            return F.relu(super().forward(x)) + self.kept
+
+    class InPlace(Attribute):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept.add_(1)
+            return F.relu(nn.Linear.forward(self, x)) + self.kept
+
+    class Late(Attribute):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = torch.zeros(4) if self.kept is None else self.kept + 1
+            return F.relu(nn.Linear.forward(self, x)) + self.kept
+
+    class Buffer(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("kept", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.kept + 1
+            return F.relu(super().forward(x)) + self.kept
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("kind", [Keeping.Attribute, Keeping.InPlace, Keeping.Late, Keeping.Buffer])
+def test_what_a_model_keeps_is_as_it_was(kind: Any, dynamic: bool, pays: None) -> None:
+    model, x = kind(), torch.randn(2, 4)
+    twin = copy.deepcopy(model)
+    fast = tensorlogic.optimize(model, x, budget_s=0.1, dynamic=dynamic)
+    assert model.kept is None or torch.equal(model.kept, torch.zeros(4))
+    for _ in range(3):
+        torch.testing.assert_close(fast(x), twin(x))
+
+
+def test_a_model_without_a_gradient_comes_back() -> None:
+    class Spoiling(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if x.sum() > 1e9:
+                return y * 2
+            x.mul_(2)  # what the weight's gradient needs
+            return y
+
+    model = Spoiling(4, 4)
+    fast = tensorlogic.optimize(model, torch.randn(2, 4), training=True, budget_s=0.1)
+    assert fast is model
+    assert "gradient" in fast.report.reason

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..ops.attention.rewrite import RULES as ATTENTION
@@ -26,6 +28,7 @@ FAILURES = (
     NotImplementedError,
     AttributeError,
     AssertionError,
+    KeyError,  # gradient checkpointing, whose regions make_fx does not keep
 )
 
 
@@ -72,8 +75,12 @@ def backend(
 
 def rewritten(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """The graph as ATen calls with our ops in it; as it was where it cannot be traced again, or writes in place."""
+    mode: Any = contextlib.nullcontext()
+    if any(isinstance(v, torch.SymInt) for v in inputs):
+        inputs = _symbolic(graph)
+        mode = next((v.fake_mode for v in inputs if isinstance(v, FakeTensor)), mode)
     try:
-        with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
+        with mode, torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
             copies = [v.detach().clone() if isinstance(v, Tensor) else v for v in inputs]
             traced = make_fx(graph, pre_dispatch=True, _allow_non_fake_inputs=True)(*copies)
     except FAILURES as problem:  # calls that make_fx does not know, such as nested compiled regions
@@ -87,3 +94,8 @@ def rewritten(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     LOG.info("tensorlogic: %d regions: %s", len(found), ", ".join(r.op for r in found))
     traced.recompile()
     return traced
+
+
+def _symbolic(graph: fx.GraphModule) -> list[Any]:
+    """Dynamo's own inputs of its graph, sizes as symbols: real ones would leave their numbers in what is traced."""
+    return [n.meta["example_value"] for n in graph.graph.nodes if n.op == "placeholder"]

@@ -41,12 +41,16 @@ def fresh(
 
 @contextlib.contextmanager
 def unwritten(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Parameters and buffers hold what they held before; yields those that were written to, once that is known."""
+    """Parameters and buffers are and hold what they were and held before; yields those written to, once that is known."""
     kept = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    tables: list[tuple[dict[str, Any], dict[str, Any]]]
+    tables = [(t, dict(t)) for m in model.modules() for t in (m._parameters, m._buffers)]
     written: list[Tensor] = []
     try:
         yield written
     finally:
+        for table, held in tables:
+            table.update({n: t for n, t in held.items() if t is not None})
         with torch.no_grad():
             for tensor, before in kept:
                 if not torch.equal(tensor, before):

@@ -191,7 +191,10 @@ def pieces(
     with witness(), unwritten(clone):
         twin = sharing(model, buffers=False)
         before = _random_state()
-        plain = _outcome(twin, twin, training, args, kwargs)
+        try:
+            plain = _outcome(twin, twin, training, args, kwargs)
+        except FAILURES as problem:  # gradients that the model's own code does not allow
+            raise Untraceable(f"the model's gradients: {first_line(problem)}") from problem
         drawn = _random_state() != before
         try:
             for _ in range(2):

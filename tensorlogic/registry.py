@@ -56,7 +56,7 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.attention_scores.triton_scores",
     "tensorlogic.ops.attention_scores.triton_specialised",
     "tensorlogic.ops.attention_scores.triton_held",
-    "tensorlogic.ops.attention_scores.triton_resident",
+    "tensorlogic.ops.attention_scores.triton_direct",
     "tensorlogic.ops.one_row",
     "tensorlogic.ops.precise_cuda",
 )

@@ -129,3 +129,15 @@ def test_large_logits_cost_no_accuracy(
         )  # fmt: skip
         assert back(x, t, lse, other, other, dx, s)
         assert (dx.double() - leaf.grad).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_what_rows_keep_is_float32_whatever_the_default(reduction: str) -> None:
+    logits, target = rand(7, 13, dtype="f16"), torch.arange(7)
+    try:
+        torch.set_default_dtype(torch.float64)
+        with tensorlogic.policy(force="triton.rows"):
+            outs = torch.ops.tensorlogic.softmax_cross_entropy(logits, target, -100, 0.0, reduction, True)  # fmt: skip
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [o.dtype for o in outs] == [torch.float16, torch.float32, torch.float32]

@@ -34,7 +34,11 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
         loss = empty(shape, stride, dtype) if each else empty((rows,), (1,), f32)
         y = loss if each else empty((), (), dtype)
         lse = empty((rows,), (1,), f32) if save else loss
-        share = (torch.ones(1, device=device) if each else empty((1,), (1,), f32)) if save else loss
+        share = (
+            (torch.ones(1, dtype=f32, device=device) if each else empty((1,), (1,), f32))
+            if save
+            else loss
+        )
         counter = loss if each else counters(device, 1, torch.int64)
         if not start(x, t, loss, lse, y, share, counter, smoothing):
             return None

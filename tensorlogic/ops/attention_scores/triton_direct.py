@@ -1,4 +1,4 @@
-"""attention_scores of rows whose k fits into shared memory, on Hopper's bulk copies: two sweeps over it, few barriers."""
+"""attention_scores stored straight from the tensor cores' registers, on Hopper: two sweeps over k, nothing staged."""
 
 from __future__ import annotations
 
@@ -10,38 +10,30 @@ import torch
 from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ...plans import Key
-from ..common import (
-    scores_resident,
-    scores_specialised,
-    triton_scores_resident,
-    triton_scores_specialised,
-    wiring,
-)
+from ..common import scores_direct, triton_scores_direct, wiring
 from . import ATTENTION_SCORES, shapes, triton_specialised
 from .shapes import Shape
 
 
 def describe(key: Key) -> Shape | str:
-    """What the specialised candidate serves, with k that fits."""
-    x = triton_specialised.describe(key)
+    """Scores without a mask of tiles that divide T."""
+    x = shapes.describe(key)
     if isinstance(x, str):
         return x
     _, _, s, t, d = x.sizes
-    return scores_resident.resident_refusal(s, t, d, x.dtype, x.align) or x
+    if x.mask != "none" or x.causal:
+        return "masks are left to the plain kernel"
+    return scores_direct.direct_refusal(s, t, d, x.dtype, x.align, (*x.q, *x.k)) or x
 
 
 def configs(x: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    _, _, _, t, d = x.sizes
-    return scores_resident.resident_configs(t, d)
+    return scores_direct.direct_configs(*x.sizes[2:])
 
 
 def build(x: Shape, config: Config, device: torch.device) -> Launcher:
     """The launcher over (q, k, scale, mask); it declines scales that are not positive."""
-    b, h, s, t, d = x.sizes
-    lies = [scores_specialised.heads(b, h, n, d, strides) for n, strides in ((s, x.q), (t, x.k))]
-    first, second = (one for one in lies if not isinstance(one, str))
-    start = scores_resident.resident_launcher(x.sizes, x.dtype, first, second, config, device)
+    start = scores_direct.direct_launcher(x.sizes, x.dtype, x.q, x.k, config, device)
     empty, stride, dtype = wiring.empty(device), wiring.contiguous(x.out), DTYPES[x.dtype]
 
     def launch(q: torch.Tensor, k: torch.Tensor, scale: float, mask: torch.Tensor | None) -> Any:
@@ -55,18 +47,10 @@ def build(x: Shape, config: Config, device: torch.device) -> Launcher:
 
 wiring.described(
     ATTENTION_SCORES,
-    "triton.resident",
+    "triton.direct",
     describe,
     configs,
     build,
-    (
-        triton_scores_resident,
-        triton_scores_specialised,
-        scores_resident,
-        scores_specialised,
-        shapes,
-        sys.modules[__name__],
-    ),
+    (triton_scores_direct, scores_direct, shapes, sys.modules[__name__]),
     triton_specialised.available,
-    trusted=False,
 )

@@ -1,0 +1,95 @@
+"""Attention scores stored straight from registers: right on a Hopper GPU; anywhere, what they refuse, and compiled without spills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from .test_triton_rows import DEVICE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
+from .test_triton_specialised import HOPPER
+
+from tensorlogic.ops.common import scores_direct, triton_launch  # isort: skip  (after the interpreter is asked for)
+
+SHAPES = ((2, 3, 320, 512, 64), (1, 2, 64, 128, 128), (1, 1, 203, 256, 32), (1, 2, 192, 1536, 64))
+OFFERED = [(shape, i) for shape in SHAPES for i in range(len(scores_direct.direct_configs(*shape[2:])))]  # fmt: skip
+
+
+def launcher(q: torch.Tensor, k: torch.Tensor, dtype: str, which: int, device: Any = DEVICE) -> Any:
+    (b, h, s, d), t = q.shape, k.shape[2]
+    config = scores_direct.direct_configs(s, t, d)[which]
+    strides = q.stride()[:3], k.stride()[:3]
+    return scores_direct.direct_launcher((b, h, s, t, d), dtype, *strides, config, device)
+
+
+def inputs(shape: tuple[int, ...], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """q with heads side by side in memory, k of one head for all."""
+    b, h, s, t, d = shape
+    q = rand(b, s, h, d, dtype=dtype).transpose(1, 2)
+    return q, rand(b, 1, t, d, dtype=dtype, seed=1).expand(b, h, t, d)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(("shape", "which"), OFFERED)
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_scores(shape: tuple[int, ...], which: int, dtype: str) -> None:
+    b, h, s, t, _ = shape
+    q, k = inputs(shape, dtype)
+    shared = k[:, :1]  # the memory behind every head's
+    run = launcher(q, k, dtype, which)
+    for late in (1, 60):  # the second: a late maximum, far above the first tile's
+        shared[:, :, t // 2 + 7] *= late
+        y = poisoned(b, h, s, t, dtype=dtype)
+        assert run(q, k, y, 0.3)
+        close(y, torch.softmax(q.double() @ k.double().mT * 0.3, -1), dtype, 0.1)
+    q[-1, -1, 5, 0] = float("nan")
+    assert run(q, k, y, 0.3)
+    assert torch.equal(y.isnan().any(-1), q.isnan().any(-1))
+    assert torch.equal(y.isnan().all(-1), q.isnan().any(-1))
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("which", range(len(scores_direct.direct_configs(128, 512, 64))))
+def test_what_is_not_finite_reaches_its_rows(which: int) -> None:
+    for column in (0, 9, 27, 95, 511):
+        q, k = (x.clone() for x in inputs((1, 2, 128, 512, 64), "f16"))
+        k[0, 1, column, 3] = float("nan")
+        y = poisoned(1, 2, 128, 512, dtype="f16")
+        assert launcher(q, k, "f16", which)(q, k, y, 0.3)
+        assert not y[:, 0].isnan().any()
+        assert y[:, 1].isnan().all()
+    q, k = (x.clone() for x in inputs((1, 1, 128, 512, 64), "f16"))
+    k[..., 0], q[..., 0] = 100.0, -60000.0  # scores near -6e6, all of them
+    assert launcher(q, k, "f16", which)(q, k, y[:, :1], 1.0)
+    want = torch.softmax(q.double() @ k.double().mT, -1)
+    assert (
+        y[:, :1].double() - want
+    ).norm() <= 0.3 * want.norm()  # float32 tells scores apart by a half there
+
+
+def test_what_they_refuse_and_offer() -> None:
+    fits: dict[str, Any] = {"s": 64, "t": 512, "d": 64, "dtype": "f16", "align": 16, "strides": (64,) * 6}  # fmt: skip
+    assert scores_direct.direct_refusal(**fits) is None
+    for wrong in ({"dtype": "f32"}, {"align": 8}, {"strides": (64, 0, 100, 64, 64, 64)}):
+        assert "16-bit" in str(scores_direct.direct_refusal(**fits | wrong))
+    assert "apart" in str(
+        scores_direct.direct_refusal(**fits | {"strides": (0, 0, 64, 0, 0, 2**24)})
+    )
+    for wrong in ({"s": 63}, {"t": 576}, {"t": 0}, {"d": 48}):
+        assert "multiples of 128" in str(scores_direct.direct_refusal(**fits | wrong))
+    for s, t, d in ((64, 128, 32), (128, 256, 128), (64, 640, 64), (4096, 65536, 128)):
+        assert scores_direct.direct_configs(s, t, d)
+
+
+def test_what_is_offered_fits_and_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    cuda, jobs = torch.device("cuda", 0), []
+    for s, t, d in ((512, 512, 64), (2048, 2048, 64), (1024, 1024, 128)):
+        q, k = (torch.empty(4, 16, n, d, device="meta") for n in (s, t))
+        for which in range(len(scores_direct.direct_configs(s, t, d))):
+            jobs += triton_launch.collect(lambda: launcher(q, k, "f16", which, cuda), cuda)  # noqa: B023  (called at once)
+    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+        assert isinstance(answer, triton_launch.Resources), answer
+        assert answer.stack == 0, (job, answer)
+        assert answer.shared <= triton_launch.SHARED_BYTES[90]

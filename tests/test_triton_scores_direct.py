@@ -60,12 +60,10 @@ def test_what_is_not_finite_reaches_its_rows(which: int) -> None:
         assert not y[:, 0].isnan().any()
         assert y[:, 1].isnan().all()
     q, k = (x.clone() for x in inputs((1, 1, 128, 512, 64), "f16"))
-    k[..., 0], q[..., 0] = 100.0, -60000.0  # scores near -6e6, all of them
+    k[..., 0], q[..., 0] = 100.0, -600.0  # scores near -6e4, all of them
     assert launcher(q, k, "f16", which)(q, k, y[:, :1], 1.0)
     want = torch.softmax(q.double() @ k.double().mT, -1)
-    assert (
-        y[:, :1].double() - want
-    ).norm() <= 0.3 * want.norm()  # float32 tells scores apart by a half there
+    assert (y[:, :1].double() - want).norm() <= 1e-2 * want.norm()  # float32 has 1/256 there
 
 
 def test_what_they_refuse_and_offer() -> None:

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -34,79 +33,61 @@ using Clock = std::chrono::steady_clock;
 // transfers comes back within a few hundred.
 constexpr auto SPIN = std::chrono::microseconds(400);
 
-struct Helper {
-  std::atomic<uint64_t> asked{0};
-  std::atomic<bool> parked{false};
-  std::mutex mutex;
-  std::condition_variable condition;
-
-  // Until it is asked for something newer than `seen`.
-  uint64_t wait(uint64_t seen) {
-    const auto end = Clock::now() + SPIN;
-    for (int64_t turn = 0; asked.load() == seen; ++turn) {
-      if (turn % 64 == 63 && Clock::now() > end) {
-        std::unique_lock<std::mutex> lock(mutex);
-        parked = true;
-        condition.wait(lock, [&] { return asked.load() != seen; });
-        parked = false;
-        break;
-      }
-      pause(turn);
-    }
-    return asked.load();
-  }
-  void ask(uint64_t turn) {
-    asked = turn;
-    if (!parked) return;  // it looks at `asked` after it says that it parks
-    { std::lock_guard<std::mutex> lock(mutex); }
-    condition.notify_one();
-  }
-};
-
 // One call's threads. Never destroyed: its threads end with the process.
 struct Crew {
-  std::vector<std::unique_ptr<Helper>> helpers;
+  int64_t helpers = 0;
   std::atomic<void (*)(void*)> f{nullptr};
   void* context = nullptr;
-  int64_t wanted = 0;
-  uint64_t turn = 0;
-  std::atomic<int64_t> inside{0};
+  std::atomic<int64_t> wanted{0}, inside{0}, parked{0};
+  std::atomic<uint64_t> turn{0};
+  std::mutex mutex;
+  std::condition_variable condition;
   const pid_t process = getpid();
 
-  void serve(int64_t i) {
-    Helper& me = *helpers[static_cast<size_t>(i)];
+  // Until there is a turn newer than `seen`.
+  uint64_t wait(uint64_t seen) {
+    const auto end = Clock::now() + SPIN;
+    for (int64_t spun = 0; turn.load() == seen; ++spun) {
+      if (spun % 64 == 63 && Clock::now() > end) {
+        std::unique_lock<std::mutex> lock(mutex);
+        ++parked;  // before it looks at `turn` again: the caller asks the other way round
+        condition.wait(lock, [&] { return turn.load() != seen; });
+        --parked;
+        break;
+      }
+      pause(spun);
+    }
+    return turn.load();
+  }
+  void serve(int64_t me) {
     for (uint64_t seen = 0;;) {
-      seen = me.wait(seen);
-      ++inside;  // before it looks whether there is work: the caller asks the other way round
+      seen = wait(seen);
+      ++inside;  // likewise before it looks whether there is work
       if (const auto work = f.load()) {
-        wake(2 * i + 2);
-        wake(2 * i + 3);
-        work(context);
+        if (me < wanted.load()) work(context);
       }
       --inside;
     }
   }
-  void wake(int64_t i) {
-    if (i < wanted) helpers[static_cast<size_t>(i)]->ask(turn);
-  }
   bool added() {
-    helpers.push_back(std::make_unique<Helper>());
     try {
-      std::thread([this, i = static_cast<int64_t>(helpers.size()) - 1] { serve(i); }).detach();
+      std::thread([this, me = helpers] { serve(me); }).detach();
     } catch (const std::system_error&) {  // as many threads as there may be: those that are there do it
-      helpers.pop_back();
       return false;
     }
+    ++helpers;
     return true;
   }
   void run(int64_t count, void (*work)(void*), void* with) {
-    if (helpers.capacity() == 0) helpers.reserve(MOST);
-    while (static_cast<int64_t>(helpers.size()) < count && added()) {
+    while (helpers < count && added()) {
     }
-    context = with, wanted = std::min(count, static_cast<int64_t>(helpers.size())), ++turn;
+    context = with, wanted = count;
     f = work;
-    wake(0);
-    wake(1);
+    ++turn;
+    if (parked.load() > 0) {
+      { std::lock_guard<std::mutex> lock(mutex); }
+      condition.notify_all();  // one call of the system for all of them
+    }
     work(with);
     f = nullptr;
     for (int64_t spun = 0; inside.load() > 0; ++spun) pause(spun);

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -43,19 +42,19 @@ def test_what_offers_a_tensor_is_taken_without_a_copy() -> None:
 
 
 class Engine:
-    """A copy engine that puts everything off until somebody waits for it, on CUDA's side of `staged_copy`."""
+    """Copy engines that put everything off until somebody asks for the second time, on CUDA's side of `staged_copy`."""
 
     def __init__(self, refuse: int = 0) -> None:
-        self.queue: list[tuple[int, int, int]] = []
-        self.moved, self.used, self.refuse = 0, 0, refuse
-        self.marks: dict[int, int] = {}
-        self.lock = threading.Lock()
+        self.queue: list[tuple[int, ...]] = []
+        self.ended: dict[int, int] = {}  # of every event, how many of its records were reached
+        self.recorded: dict[int, int] = {}
+        self.moves, self.asked, self.used, self.refuse = 0, 0, 0, refuse
         whole, pointer = ctypes.c_int, ctypes.c_void_p
         self.functions = [
             ctypes.CFUNCTYPE(whole, whole)(self.use),
             ctypes.CFUNCTYPE(whole, pointer, pointer, ctypes.c_size_t, whole, pointer)(self.move),
             ctypes.CFUNCTYPE(whole, pointer, pointer)(self.record),
-            ctypes.CFUNCTYPE(whole, pointer)(self.wait),
+            ctypes.CFUNCTYPE(whole, pointer)(self.query),
         ]
         self.calls = [int(ctypes.cast(f, pointer).value or 0) for f in self.functions]
 
@@ -64,56 +63,75 @@ class Engine:
         return 0
 
     def move(self, to: int, source: int, nbytes: int, kind: int, stream: int) -> int:
-        with self.lock:
-            self.queue.append((to, source, nbytes))
-            return int(len(self.queue) == self.refuse) * 700
+        self.queue.append((to, source, nbytes))
+        self.moves += 1
+        return int(self.moves == self.refuse) * 700
 
     def record(self, event: int, stream: int) -> int:
-        with self.lock:
-            self.marks[event] = len(self.queue)
+        self.recorded[event] = self.recorded.get(event, 0) + 1
+        self.queue.append((event,))
         return 0
 
-    def wait(self, event: int) -> int:
-        with self.lock:
-            self.until(self.marks.get(event, 0))
-        return 0
+    def query(self, event: int) -> int:
+        self.asked += 1
+        if self.ended.get(event, 0) == self.recorded.get(event, 0):
+            return 0
+        while self.asked % 2 and self.ended.get(event, 0) < self.recorded[event]:
+            self.step()
+        return 600
 
-    def until(self, mark: int) -> None:
-        for to, source, nbytes in self.queue[self.moved : mark]:
-            ctypes.memmove(to, source, nbytes)
-        self.moved = max(mark, self.moved)
+    def step(self) -> None:
+        what = self.queue.pop(0)
+        if len(what) == 3:
+            ctypes.memmove(*what)
+        else:
+            self.ended[what[0]] = self.ended.get(what[0], 0) + 1
+
+    def finish(self) -> None:
+        while self.queue:
+            self.step()
 
 
 @pytest.mark.skipif(native.available() is not None, reason="needs the native library")
 @pytest.mark.parametrize("past", [True, False])
 @pytest.mark.parametrize("up", [True, False])
 @pytest.mark.parametrize("nbytes", [1, 4096, 4096 * 41 + 5])
-@pytest.mark.parametrize("unit", [700, 4096])
-def test_chunks_wait_for_each_other(up: bool, past: bool, nbytes: int, unit: int) -> None:
+@pytest.mark.parametrize(("unit", "workers"), [(700, 1), (700, 3), (4096, 3)])
+def test_chunks_wait_for_each_other(
+    up: bool, past: bool, nbytes: int, unit: int, workers: int
+) -> None:
     """Every byte arrives, whatever it means as a float, and no buffer is written to before it was emptied."""
-    engine, chunk = Engine(), 4096
+    engine = Engine()
     pinned = torch.empty(6 * 5000, dtype=torch.uint8)  # buffers may be larger than chunks
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     host, there = (source, target) if up else (target, source)
     opened, stage = native.op("staging_open"), native.op("staged_copy")
-    number = opened(pinned, [1, 2, 3, 4, 5, 6], engine.calls, 5)
-    rest = (host.data_ptr(), there.data_ptr(), nbytes, chunk, unit, 3, up, past, 11)
-    for _ in range(2):
+    number = opened(pinned, [1, 2, 3, 4, 5, 6, 7], engine.calls, 5)
+    addresses = (host.data_ptr(), there.data_ptr(), nbytes)
+    rest = (unit, workers, 50, up, past, 11)
+    for _ in range(3):
         target.zero_()
-        stage(number, *rest)
-        engine.until(len(engine.queue))
+        stage(number, *addresses, 1024, 4096, *rest)
+        engine.finish()
         assert torch.equal(source, target)
+        stage(number, *addresses, 1024, 4096, *rest)  # behind one that nobody waited for
     assert engine.used == 5
     with pytest.raises(RuntimeError, match="chunks that its buffers hold"):
-        stage(number, *rest[:3], 5001, *rest[4:])
+        stage(number, *addresses, 1024, 5001, *rest)
     with pytest.raises(RuntimeError, match="an open stager"):
-        stage(number + 1, *rest)
-    with pytest.raises(RuntimeError, match="pinned memory for every event"):
-        opened(pinned, [], engine.calls, 5)
+        stage(number + 1, *addresses, 1024, 4096, *rest)
+    with pytest.raises(RuntimeError, match="pinned memory for every event but the last"):
+        opened(pinned, [1], engine.calls, 5)
     broken = Engine(refuse=1)
     with pytest.raises(RuntimeError, match="error 700"):
-        stage(opened(pinned, [1, 2, 3, 4, 5, 6], broken.calls, 5), *rest)
+        stage(
+            opened(pinned, [1, 2, 3, 4, 5, 6, 7], broken.calls, 5),
+            *addresses,
+            1024,
+            4096,
+            *rest,
+        )
 
 
 @pytest.mark.skipif(native.available() is not None, reason="needs the native library")
@@ -125,13 +143,13 @@ def test_transfers_at_the_same_time_have_threads_of_their_own() -> None:
         drawn = torch.Generator().manual_seed(seed)
         source = torch.randint(0, 256, (50_000,), dtype=torch.uint8, generator=drawn)
         pinned = torch.empty(4 * 4096, dtype=torch.uint8)
-        number = opened(pinned, [1, 2, 3, 4], engine.calls, 0)
+        number = opened(pinned, [1, 2, 3, 4, 5], engine.calls, 0)
         for i in range(20):
             target = torch.zeros_like(source)
             time.sleep(0.0005 * (i % 3))  # some threads are parked by then
             addresses = (source.data_ptr(), target.data_ptr(), len(source))
-            stage(number, *addresses, 4096, 1024, 1 + i % 4, True, False, 0)
-            engine.until(len(engine.queue))
+            stage(number, *addresses, 1024, 4096, 1024, 1 + i % 4, 0, True, False, 8)
+            engine.finish()
             good &= torch.equal(source, target)
         return good
 

@@ -31,12 +31,11 @@ from tensorlogic.memory import staging
 
 MIB = 1 << 20
 SIZES = tuple(n * MIB for n in (4, 16, 64, 256))
-WORKERS = (4, 6, 8, 10, 12, 16)
-CHUNKS = (MIB // 2, MIB, 2 * MIB)
-UNITS = (MIB // 16, MIB // 8, MIB // 4)
+WORKERS = (2, 3, 4, 5, 6, 7, 9, 13)
 DEVICE = torch.device("cuda", 0)
-USUAL = {name: getattr(staging, name) for name in ("UNIT", "PAST_CACHES", "SLOTS")}
-RULE = (staging.chunk_of, staging.workers)
+RULE = ("BUFFER", "SLOTS", "SMALLEST", "UNIT", "PATIENCE", "PAST_CACHES")  # of staging.py
+USUAL = {name: getattr(staging, name) for name in RULE}
+THREADS = staging.workers
 
 
 def rate(call: Callable[[], Any], nbytes: int) -> tuple[float, float]:
@@ -63,13 +62,25 @@ def host_alone(nbytes: int, workers: int, unit: int, past: bool, up: bool) -> fl
     """GB/s of what the native library's threads do of a transfer, best of several."""
     host = torch.zeros(nbytes, dtype=torch.uint8)
     buffers = torch.zeros(staging.SLOTS * staging.BUFFER, dtype=torch.uint8)
-    handles = list(range(1, staging.SLOTS + 1))
+    handles = list(range(1, staging.SLOTS + 2))
     number = native.op("staging_open")(buffers, handles, [idle()] * 4, 0)
-    copy, chunk = native.op("staged_copy"), staging.chunk_of(nbytes)
+    copy, sizes = native.op("staged_copy"), (staging.SMALLEST, staging.BUFFER, unit)
     taken = []
     for _ in range(12):
         begin = time.perf_counter()
-        copy(number, host.data_ptr(), 0, nbytes, chunk, unit, workers, up, past, 0)
+        copy(
+            number,
+            host.data_ptr(),
+            0,
+            nbytes,
+            *sizes,
+            workers,
+            staging.PATIENCE,
+            up,
+            past,
+            False,
+            0,
+        )
         taken.append(time.perf_counter() - begin)
     return round(nbytes / min(taken) / 1e9, 1)
 
@@ -145,27 +156,29 @@ def aside(host: Tensor, there: Tensor) -> dict[str, float]:
     return found
 
 
-def rules() -> Iterator[tuple[str, dict[str, int] | None]]:
-    """What is tried, by name: None is the rule that stands."""
-    yield "as it stands", None
-    for unit, workers, chunk in itertools.product((UNITS[1], UNITS[0], UNITS[2]), WORKERS, CHUNKS):
-        for past in (True, False):
-            if past or unit == UNITS[1]:
-                yield "", {"workers": workers, "chunk": chunk, "unit": unit, "past": past, "slots": 16}  # fmt: skip
-    for slots, chunk, past in itertools.product((3, 6), (MIB, 2 * MIB), (True, False)):
-        yield "", {"workers": 8, "chunk": chunk, "unit": MIB // 8, "past": past, "slots": slots}
-    yield "as it stands, again", None
+def rules() -> Iterator[dict[str, Any]]:
+    """What is tried: constants of staging.py that differ, and the number of threads."""
+    yield {}
+    for workers, patience in itertools.product((7, 5, 6, 8, 10, 13), (100, 0)):
+        yield {"workers": workers, "PATIENCE": patience}
+    for workers in (7, 10):
+        yield {"workers": workers, "BUFFER": 2 * MIB, "SLOTS": 16}
+        yield {"workers": workers, "BUFFER": 8 * MIB, "SLOTS": 6}
+        for smallest in (MIB // 4, MIB):
+            yield {"workers": workers, "SMALLEST": smallest}
+        for unit in (MIB // 16, MIB // 4):
+            yield {"workers": workers, "UNIT": unit}
+        for past in (0, 1 << 62):
+            yield {"workers": workers, "PAST_CACHES": past}
+    yield {}
 
 
-def follow(rule: dict[str, int] | None) -> None:
+def follow(rule: dict[str, Any]) -> None:
     """Have transfers follow a rule."""
-    staging.chunk_of, staging.workers = RULE
-    wanted = dict(USUAL)
-    if rule is not None:
-        staging.chunk_of = lambda _: rule["chunk"]  # type: ignore[assignment]
-        staging.workers = lambda _: rule["workers"]  # type: ignore[assignment]
-        wanted = {"UNIT": rule["unit"], "PAST_CACHES": (1 << 62) * rule["past"], "SLOTS": rule["slots"]}  # fmt: skip
-    if wanted["SLOTS"] != staging.SLOTS:
+    wanted = {**USUAL, **rule}
+    count = wanted.pop("workers", None)
+    staging.workers = THREADS if count is None else lambda _: count  # type: ignore[assignment]
+    if any(wanted[name] != getattr(staging, name) for name in ("BUFFER", "SLOTS")):
         staging._STAGERS.clear()
     for name, value in wanted.items():
         setattr(staging, name, value)
@@ -198,13 +211,12 @@ def main() -> int:
     for host, there in pairs:
         assert torch.equal(staging.to(staging.to(host, DEVICE), "cpu"), host)
         keep({"bytes": host.nbytes, **plain(host, there), **aside(host, there)})
-    for name, rule in rules():
-        if time.perf_counter() > end - (1 if rule else 0) and name != "as it stands, again":
+    for rule in rules():
+        if rule and time.perf_counter() > end - 1:
             continue
         follow(rule)
-        large = rule is None or rule["unit"] == MIB // 8
-        row: dict[str, Any] = {"name": name, **(rule or {})}
-        for host, there in pairs if large else pairs[:-1]:
+        row = {"rule": rule}
+        for host, there in pairs:
             row[f"{host.nbytes // MIB} MiB"] = both_ways(host, there)
         keep(row)
     return 0

@@ -16,13 +16,15 @@ from torch import Tensor
 
 LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
 WORKERS = (
-    (32 << 20, 4),
-    (1 << 62, 8),
-)  # threads that copy, the caller among them, up to so many bytes
-BUFFER, SLOTS = 2 << 20, 16  # bytes of a pinned buffer, and how many there are
-CHUNKS = 8  # that a small transfer is cut into, more at the end that is waited for
-SMALLEST = 1 << 18  # bytes of a chunk, below which the engine's calls take longer than its bytes
+    (64 << 20, 7),
+    (1 << 62, 10),
+)  # threads, the caller among them, which only calls CUDA, up to so many bytes
+BUFFER, SLOTS = 4 << 20, 12  # bytes of a pinned buffer, and how many there are
+SMALLEST = (
+    1 << 19
+)  # bytes of the chunk that is waited for, the first one up, the last one down: the others double, to a buffer's
 UNIT = 1 << 17  # bytes that a thread copies at a time: all of them are at one chunk
+PATIENCE = 100  # microseconds without anything to call, after which the caller copies, too
 PAST_CACHES = 128 << 20  # bytes to a GPU below which threads write past the caches
 CHUNK, BUFFERS = 8 << 20, 4  # without the native library: by PyTorch's threads, a piece at a time
 
@@ -40,16 +42,16 @@ class TransferStats:
 STATS = TransferStats()
 
 
+_CALLS = ("cudaSetDevice", "cudaMemcpyAsync", "cudaEventRecord", "cudaEventQuery")
+
+
 @lru_cache
 def _runtime() -> list[int] | None:
-    """Where cudaSetDevice, cudaMemcpyAsync, cudaEventRecord and cudaEventSynchronize are; None where CUDA's runtime is not."""
+    """Where CUDA's functions are that the native library calls; None where CUDA's runtime is not."""
     version = (torch.version.cuda or "").split(".")[0]
     try:
         lib = ctypes.CDLL(f"libcudart.so.{version}")
-        found = [
-            ctypes.cast(getattr(lib, name), ctypes.c_void_p).value
-            for name in ("cudaSetDevice", "cudaMemcpyAsync", "cudaEventRecord", "cudaEventSynchronize")
-        ]  # fmt: skip
+        found = [ctypes.cast(getattr(lib, name), ctypes.c_void_p).value for name in _CALLS]
     except (OSError, AttributeError):
         return None
     return [address for address in found if address]
@@ -67,7 +69,7 @@ class Stager:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.memory = torch.empty(SLOTS * BUFFER, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self.events = [torch.cuda.Event() for _ in range(SLOTS)]
+        self.events = [torch.cuda.Event() for _ in range(SLOTS + 1)]
         for event in self.events:
             event.record(self.stream)  # which makes them
         calls = _runtime() if native.available() is None else None
@@ -91,7 +93,8 @@ class Stager:
         past = not up or n < PAST_CACHES
         with self.lock:  # the library lets go of the interpreter meanwhile
             self.copy(
-                self.number, host.data_ptr(), there.data_ptr(), n, chunk_of(n), UNIT, workers(n), up, past, stream
+                self.number, host.data_ptr(), there.data_ptr(), n, SMALLEST, BUFFER, UNIT, workers(n), PATIENCE,
+                up, past, stream,
             )  # fmt: skip
 
     def aside(
@@ -126,11 +129,6 @@ class Stager:
                 part = buffers[i % BUFFERS][: pieces[i].numel()]
                 part.copy_(pieces[i], non_blocking=True)
                 self.events[i % BUFFERS].record(self.stream)
-
-
-def chunk_of(nbytes: int) -> int:
-    """Bytes of a chunk: small ones where that is what a transfer waits for, in whole pages."""
-    return min(BUFFER, max(SMALLEST, nbytes // CHUNKS >> 12 << 12))
 
 
 def workers(nbytes: int) -> int:

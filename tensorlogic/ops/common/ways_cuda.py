@@ -11,7 +11,7 @@ from torch import Tensor
 from ...compiling import CompileFailure
 from ...numerics import NAMES
 from ...plans import Key
-from . import triton_halves, triton_lines, triton_split, ways
+from . import mixed, triton_halves, triton_lines, triton_mixed, triton_split, ways
 from .cublaslt import lt_available, lt_launcher, lt_refusal
 from .gemm import GemmSpec, Operand
 from .ways import Way, single
@@ -135,6 +135,21 @@ def scaled(rank: int, a: Tensor, b: Tensor) -> Tensor:
     return triton_halves.scaled_back(c, row_exponents, column_exponents, wide)
 
 
+def rounded(rank: int, a: Tensor, b: Tensor) -> Tensor:
+    """float16 of one float32 operand and one float16 one, the former rounded as it is multiplied; else as `scaled`."""
+    found = mixed.product(rank, a, b)
+    return scaled(0, a, b) if found is None else found
+
+
+def _mixed(key: Key) -> str | None:
+    """None, or why no operand can be rounded while it is multiplied."""
+    if {t.dtype for t in key.tensors if t is not None} != {"f16", "f32"}:
+        return "for operands in float16 and float32"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return "for Hopper's warpgroups"
+    return None
+
+
 def _halves(t: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rows in float16, and the exponents by which they were scaled down: None for what is float16 already."""
     return (t, None) if t.dtype == torch.float16 else triton_halves.halves(t)
@@ -195,6 +210,18 @@ def found() -> list[Way]:
         way("cublaslt.bf16x3", "bf16x3", partial(planes, bf16, 3), _us(110e6, 10)),
         way("cublaslt.tf32", "tf32", tf32, _us(190e6, 0)),
         way("cublaslt.f16", "f16", scaled, _us(330e6, 10)),
+        Way(
+            "triton.f16_rounded",
+            "f16",
+            partial(rounded, 0),
+            _us(270e6, 0),
+            _cuda,
+            serves=_mixed,
+            matrices=True,
+            ranked=rounded,
+            ranks=mixed.RANKS,
+            sources=(mixed, triton_mixed),
+        ),
         way("cublaslt.f16_unscaled", "f16", partial(planes, f16, 1), _us(330e6, 6), guarded=True),
         way("cublaslt.bf16", "bf16", partial(planes, bf16, 1), _us(330e6, 6)),
     ]

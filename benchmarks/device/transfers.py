@@ -78,7 +78,6 @@ def host_alone(nbytes: int, workers: int, unit: int, past: bool, up: bool) -> fl
             staging.PATIENCE,
             up,
             past,
-            False,
             0,
         )
         taken.append(time.perf_counter() - begin)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
 WORKERS = (
-    (64 << 20, 7),
+    (32 << 20, 7),
     (1 << 62, 10),
 )  # threads, the caller among them, which only calls CUDA, up to so many bytes
 BUFFER, SLOTS = 4 << 20, 12  # bytes of a pinned buffer, and how many there are

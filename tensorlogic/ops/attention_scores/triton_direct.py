@@ -10,7 +10,7 @@ import torch
 from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ...plans import Key
-from ..common import scores_direct, triton_scores_direct, wiring
+from ..common import scores_direct, triton_scores_direct, triton_scores_specialised, wiring
 from . import ATTENTION_SCORES, shapes, triton_specialised
 from .shapes import Shape
 
@@ -51,6 +51,6 @@ wiring.described(
     describe,
     configs,
     build,
-    (triton_scores_direct, scores_direct, shapes, sys.modules[__name__]),
+    (triton_scores_direct, triton_scores_specialised, scores_direct, shapes, sys.modules[__name__]),
     triton_specialised.available,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -12,6 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tensorlogic.ops.common.triton_scores_specialised import larger
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -58,12 +59,6 @@ def begin(q, k, N: gl.constexpr):
 def based(peak, factor):
     """The exponent that is counted from."""
     return gl.where(peak == float("-inf"), 0.0, peak * factor)
-
-
-@gluon.jit
-def larger(a, b):
-    """The larger, or NaN."""
-    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit

@@ -31,6 +31,8 @@ def internal(op: Op) -> Callable[..., Any]:
 
 
 def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: Any) -> Any:
+    if not torch.compiler.is_dynamo_compiling() and (shown := [*filter(_stands_in, given)]):
+        return _shown(op, front.FRONTS[prepare], shown, given)
     if not torch.compiler.is_dynamo_compiling() and _beside_default_device(given):
         with modes.aside():
             return front.FRONTS[prepare](*given)
@@ -66,6 +68,21 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
     if road is not None:
         return road(op, args)
     return call(op, args, where, (prepare, given))
+
+
+def _stands_in(given: Any) -> bool:
+    """Whether this is no tensor, but PyTorch's functions take it as one and show it the call: torch.fx's proxies do."""
+    return hasattr(type(given), "__torch_function__") and not isinstance(given, Tensor)
+
+
+def _shown(op: Op, public: Callable[..., Any], stand_ins: Sequence[Any], given: Any) -> Any:
+    """What stand-ins for tensors make of a call, as they would of one of PyTorch's: torch.fx notes it in its graph."""
+    if policies.current().precision is not None or placing(given):
+        raise TypeError(
+            f"{op.name}: called with {type(stand_ins[0]).__name__} under a precision or placement policy, which a graph of calls "
+            f"does not hold: trace outside of it, and run what was traced inside"
+        )
+    return torch.overrides.handle_torch_function(public, stand_ins, *given)
 
 
 def _beside_default_device(given: Sequence[Any]) -> bool:

@@ -46,6 +46,7 @@ class Link:
 _LINKS: dict[torch.device, Link] = {}
 
 
+@policies.outside_of_graphs
 @contextmanager
 def placement(device: str | torch.device | None = "auto") -> Iterator[policies.Policy]:
     """Run our functions on the GPU or the CPU, whichever takes less time for tensors on the CPU, transfers included.

@@ -9,10 +9,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from . import calls, hooks, settings
 from .settings import TUNE_MODES
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 if TYPE_CHECKING:
     from .precision import Precision
@@ -118,6 +121,16 @@ def _check_force(force: str | Mapping[str, str]) -> None:
         )
 
 
+def outside_of_graphs(fn: Callable[P, R]) -> Callable[P, R]:
+    """`fn`, which torch.compile breaks its graph at, and refuses by this reason where it may not."""
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+    fn._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "a policy of tensorlogic holds for calls, not inside a graph: enter it around the compiled function, or leave out fullgraph=True"
+    )
+    return fn
+
+
+@outside_of_graphs
 @contextmanager
 def policy(
     tune: str | None = None,

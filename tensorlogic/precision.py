@@ -160,6 +160,7 @@ _ENTERED: ContextVar[tuple[AbstractContextManager[Any], ...]] = ContextVar(
 )
 
 
+@policies.outside_of_graphs
 def under(asked: Precision) -> AbstractContextManager[policies.Policy]:
     """The current policy with this precision, as a context manager."""
     return policies.use(policies.interned(replace(policies.current(), precision=asked, entries={})))

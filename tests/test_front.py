@@ -177,6 +177,48 @@ def test_unusual_tensors_take_their_road(roads: Roads, kind: str) -> None:
     assert set(roads) == {expected}
 
 
+class Doubled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = torch.nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * tensorlogic.gelu_linear(tensorlogic.add(x, 2), self.l.weight, self.l.bias)
+
+
+def test_symbolic_traces_hold_calls(roads: Roads) -> None:
+    """What torch.fx notes is the public function, with its defaults; the graph runs, has gradients and can be printed."""
+    model, x = Doubled(), torch.randn(3, 4)
+    for _ in range(2):  # also where the keys are warm
+        graph = torch.fx.symbolic_trace(model)
+        torch.testing.assert_close(graph(x), model(x))
+        graph(x).sum().backward()
+        assert model.l.weight.grad is not None
+    targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
+    assert tensorlogic.gelu_linear in targets
+    assert "gelu_linear" in graph.code
+    with tensorlogic.precision("f32"), pytest.raises(TypeError, match="Proxy under a precision"):
+        torch.fx.symbolic_trace(model)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [lambda: tensorlogic.policy(force=EAGER), lambda: tensorlogic.precision("f32"), lambda: tensorlogic.placement("cpu")],
+)  # fmt: skip
+def test_policies_break_graphs_and_say_so(context: Callable[[], Any]) -> None:
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        with context():
+            return tensorlogic.linear(x + 1, w)
+
+    fn.__code__ = fn.__code__.replace(co_name="fresh")  # Dynamo skips code that broke before
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a policy of tensorlogic holds"):
+        torch.compile(fn, backend="eager", fullgraph=True)(x, w)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(fn, backend="eager")(x, w), fn(x, w))
+
+
 def test_a_warm_key_does_not_admit_what_a_cold_one_refuses(roads: Roads) -> None:
     x, w, b = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
     for _ in range(2):

@@ -206,3 +206,16 @@ def test_a_forced_forward_leaves_its_backward_to_the_plans(
         assert asked[0].forced("linear") == id
         assert {p.forced("linear_backward") for p in asked} == {None}
         asked.clear()
+
+
+def test_small_images_are_turned_rather_than_large_weights() -> None:
+    w, how = torch.randn(32, 16, 3, 3), (None, "none", (1, 1), (1, 1), (1, 1), 1)
+    for side, turned in ((6, True), (32, False)):
+        x = torch.randn(1, 16, side, side)
+        laid = x.contiguous(memory_format=torch.channels_last)
+        y = CONVOLUTION(laid, w, None, *how)
+        torch.testing.assert_close(y, torch.conv2d(x, w, None, padding=1), rtol=1e-4, atol=1e-4)
+        assert y.is_contiguous() == turned
+        assert CONVOLUTION(x, w, None, *how).is_contiguous()
+        adjacent = w.contiguous(memory_format=torch.channels_last)
+        assert not CONVOLUTION(laid, adjacent, None, *how).is_contiguous()

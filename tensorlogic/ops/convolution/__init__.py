@@ -15,6 +15,7 @@ from ..linear import linear
 
 CONVOLVE = (F.conv1d, F.conv2d, F.conv3d)
 Sizes = Sequence[int]
+TURNED = 4  # times an image's size: turning such weights for adjacent channels at every call takes most of PyTorch's time on a CPU
 
 
 def convolution(
@@ -29,6 +30,9 @@ def convolution(
     groups: int,
 ) -> Tensor:
     """activation(convolution(x, w) + b + r): x [B, C, ...], w [N, C/groups, ...], b [N], r as the output."""
+    turned = x.device.type == "cpu" and w.is_contiguous() and not x.is_contiguous()
+    if turned and w.numel() > TURNED * x.numel():
+        x = x.contiguous()
     y: Tensor = CONVOLVE[w.dim() - 3](x, w, b, stride, padding, dilation, groups)
     if r is not None:
         y = y + r

@@ -210,7 +210,7 @@ void in_blocks(const Kernels& k, const Product& p) {
 int64_t few_rows(const Kernels& k, const Product& p) {
   if (p.a.dtype == DType::f64 || p.b.dtype == DType::f64) return 0;
   const bool pairs = k.gemm_pairs && p.a.dtype == DType::bf16 && p.b.dtype == DType::bf16;
-  if (p.b.row == 1) return pairs ? 5 : 12;  // along K: dot products
+  if (p.b.row == 1) return pairs ? 5 : k.gemm_pays || p.b.dtype == DType::f32 ? 12 : 16;  // along K: dot products
   if (p.b.col != 1) return 0;
   if (k.gemm_pays) return p.a.dtype == DType::bf16 && p.b.dtype == DType::bf16 ? 6 : 12;  // tiles serve more
   return pairs ? 4 : k.width >= 16 ? 16 : 12;
@@ -258,7 +258,7 @@ void by_few_rows(const Kernels& k, const Product& p, bool turned) {
       const int64_t item = begin / columns, j = begin % columns;
       const int64_t n = std::min(std::min(end - begin, columns - j), std::min(p.N - j, most));
       const void* w = at(p.b.data, p.b.dtype, offset_of(p, p.b_steps, item) + j * p.b.col);
-      float* acc = scratch(2 * p.M * n);
+      float* acc = scratch((turned ? 2 : 1) * p.M * n);
       const float* xs = x.get() + item * size;
       if (dots) {
         k.dot_rows(p.b.dtype, w, xs, acc, p.K, p.M, n, p.b.col);

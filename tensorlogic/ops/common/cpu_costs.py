@@ -25,7 +25,9 @@ BLAS_FROM = 6_000  # from which its float32 products take BLAS's own preparation
 # Nanoseconds an element of a weight that comes from further than the second-level cache: PyTorch's float32 products, ours.
 FAR = {"torch": 0.2, "f32": 0.13, "f16": 0.06, "bf16": 0.06}
 FEW = 12  # rows, up to which products wait for that
-SHORT_SUM = 8e-3  # microseconds a sum, beyond what lanes of AVX-512 take
+SHORT_SUM = (
+    8e-3  # microseconds a sum of fewer terms than a vector has, beyond what lanes of AVX-512 take
+)
 MEMORY = 8  # rows or columns up to which a product waits for memory, whatever it is computed by
 
 
@@ -147,7 +149,8 @@ def native_us(m: int, n: int, k: int, dtype: str, linear: bool, wide: bool = Fal
     if m <= few_rows(dtype, linear, paired):
         few = "few linear" if linear else "few"
         line = lines.get(f"{few} {dtype}", lines[few])
-        short = m * n * SHORT_SUM / threads(m * n * k) if native_wiring.narrow() and linear else 0.0
+        few_terms = k < NARROW and native_wiring.narrow()
+        short = m * n * SHORT_SUM / threads(m * n * k) if few_terms else 0.0
         return line.us(m, n, k) - saved + (short if linear else _far_us(n, k, dtype, dtype))
     short = m * ROW if n <= 2 * NARROW else 0.0
     n = max(n, NARROW)
@@ -172,7 +175,7 @@ def few_rows(dtype: str, linear: bool, paired: bool) -> int:
     if paired:
         return 5 if linear else 4
     if linear:
-        return 12
+        return 12 if dtype == "f32" or native.isa() == "amx" else 16
     if native.isa() == "amx":
         return 6 if dtype == "bf16" else 12
     return 16 if native.isa() in ("avx512", "avx512_bf16") else 12

@@ -116,7 +116,7 @@ def batch_norm_relu_bwd_columns(
     dy_ptr, y_ptr, z_ptr, mean_ptr, var_ptr, gamma_ptr, dz_ptr, db_ptr, dgamma_ptr, dbeta_ptr, space_ptr, counter_ptr,
     M, N, PARTS, eps, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With g = dy where y > 0: dz = g s, db = s sum g, dbeta = sum g, dgamma = sum g (z - mean) / sqrt(var + eps);
+    """With g = dy but 0 where y <= 0 (NaN passes): dz = g s, db = s sum g, dbeta = sum g, dgamma = sum g (z - mean) / sqrt(var + eps);
     s = gamma / sqrt(var + eps), the statistics constants (evaluation). [M, N], sums over M in float32.
 
     dy, y and z are read once; the sums are shared as in `activation_bwd_columns`.
@@ -141,10 +141,10 @@ def batch_norm_relu_bwd_columns(
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
         z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        g = tl.where(y > 0, dy, 0.0)
+        g = tl.where(y <= 0, 0.0, dy)
         tl.store(dz_ptr + at, (g * scale[None, :]).to(dz_ptr.dtype.element_ty), mask=mask)
         plain += g
-        along += tl.where(y > 0, dy * (z - mean[None, :]), 0.0)
+        along += tl.where(y <= 0, 0.0, dy * (z - mean[None, :]))
     leave(space_ptr, tile, part, PARTS, tl.sum(plain, 0), 0, 2, BLOCK_C)
     leave(space_ptr, tile, part, PARTS, tl.sum(along, 0), 1, 2, BLOCK_C)
     last = arrive(counter_ptr, tile, PARTS)

@@ -13,6 +13,8 @@ import torch
 from . import modes
 
 _LOCK = threading.Lock()
+_TURN = threading.RLock()
+_DEAD: list[Any] = []  # graphs to destroy when nobody records
 _open: set[int] = set()
 _installed = False
 _HUSHED = threading.local()  # depth: how many blocks of this thread measure nothing
@@ -45,6 +47,32 @@ def install() -> None:
             _open.discard(id(self))
 
     graph.capture_begin, graph.capture_end = capture_begin, capture_end  # type: ignore[method-assign]
+
+
+@contextmanager
+def turn(patience_s: float = -1.0) -> Iterator[None]:
+    """This thread's turn to record a graph: PyTorch's generators know one recording, and streams come from a pool.
+
+    A second one that begins meanwhile leaves a graph that aborts the process when it is destroyed. Who has waited for
+    `patience_s` (negative: for ever) goes on all the same.
+    """
+    mine = _TURN.acquire(timeout=patience_s)
+    try:
+        yield
+    finally:
+        if mine:
+            _DEAD.clear()
+            _TURN.release()
+
+
+def bury(owner: Any, *names: str) -> None:
+    """Take a recorded graph, and what else holds it, out of the owner's attributes; it is destroyed while nobody else records."""
+    _DEAD.extend(owner.__dict__.pop(name, None) for name in names)
+    if _TURN.acquire(blocking=False):
+        try:
+            _DEAD.clear()
+        finally:
+            _TURN.release()
 
 
 def capturing(device: torch.device) -> bool:

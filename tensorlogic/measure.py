@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from . import capture_watch
+
 Call = Callable[[], object]
 CLEARED = 4.4e11  # bytes a second: how fast NVIDIA's driver clears memory given back to it (H200)
 BATCHES = 4  # of samples where a choice is close
 LONG_US = 1e3  # a call on a CPU of which one tells how often it can be repeated
 CLEARLY = 0.9  # of another's time, that every sample keeps
+TURN_S = 5.0  # to wait for another thread's recording
 PLACES = 1 << 26  # bytes of input sets on a CPU
 TOLERANCE = {
     "cuda": 0.02,
@@ -346,7 +349,8 @@ class _Graph:
                 step()
         torch.cuda.synchronize(device)
         give_back(device)  # a capture would return it, too, and not wait
-        with torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"):
+        recording = torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local")
+        with capture_watch.turn(TURN_S), recording:
             for i in range(self.count):
                 steps[i % len(steps)]()
         self.start, self.end = (
@@ -365,6 +369,7 @@ class _Graph:
         return self.start.elapsed_time(self.end) / self.count * 1e3
 
     def close(self) -> None:
+        capture_watch.bury(self, "graph")
         self.graph = None
 
 

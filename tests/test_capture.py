@@ -6,6 +6,8 @@ Where there is no GPU, a tape that records a Python call stands for the CUDA gra
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import tensorlogic
+from tensorlogic import capture_watch
 from tensorlogic.program import capturing, graphs
 from tensorlogic.program.graphs import Tape
 
@@ -323,6 +326,63 @@ def test_threads_get_their_own_results() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(serve, range(4)))
+
+
+def test_one_thread_records_and_others_are_served_meanwhile() -> None:
+    """Two recordings at once leave a CUDA graph behind that aborts the process when it is destroyed."""
+    begun, go = threading.Event(), threading.Event()
+    count = []
+
+    class Slow(PythonTape):
+        def record(self, fn: Callable[[], Any]) -> Any:
+            count.append(1)
+            begun.set()
+            assert go.wait(30)
+            return super().record(fn)
+
+    fast, x = tensorlogic.capture(lambda v: v + 1), torch.zeros(3, device=DEVICE)
+    fast.tape = Slow
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        for _ in range(capturing.EAGER_CALLS):
+            fast(x)
+        other = pool.submit(torch.no_grad()(fast), x)
+        assert begun.wait(30)
+        assert torch.equal(fast(x), x + 1)
+        go.set()
+        assert torch.equal(other.result(), x + 1)
+        assert torch.equal(fast(x + 1), x + 2)
+    assert (len(count), fast.graphs) == (1, 1)
+
+
+def test_turns_to_record_are_exclusive() -> None:
+    def late() -> bool:
+        with capture_watch.turn(0.05):  # gives up and goes on
+            return capture_watch._TURN.acquire(blocking=False)
+
+    with capture_watch.turn(), ThreadPoolExecutor(1) as pool, capture_watch.turn():
+        assert not pool.submit(late).result()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(late).result()
+        pool.submit(capture_watch._TURN.release).result()
+
+
+def test_a_graph_is_destroyed_while_nobody_else_records() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.graph = nn.Identity()
+
+    def drop() -> weakref.ref[nn.Module]:
+        owner = Owner()
+        known = weakref.ref(owner.graph)
+        capture_watch.bury(owner, "graph", "replay")
+        return known
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(drop).result()() is None
+        with capture_watch.turn():
+            known = pool.submit(drop).result()
+            assert known() is not None
+        assert known() is None
 
 
 def test_what_cublas_works_in_belongs_to_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class Captured:
         self.pool: Any = None
         self.way: Way | None = None  # to the kind that was replayed last
         self.tape: Callable[[torch.device, Any], Any] = Tape
+        self.recording = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """fn(*args, **kwargs), replayed where a graph of such a call exists."""
@@ -178,7 +180,17 @@ class Captured:
     def _capture(
         self, entry: Entry, flat: Sequence[Any], spec: Any, device: torch.device, padded: bool
     ) -> bool:
-        """Record this kind of call; on failure keep the reason and stay eager."""
+        """Record this kind of call, unless another thread does; on failure keep the reason and stay eager."""
+        if not self.recording.acquire(blocking=False):
+            return False
+        try:
+            return self._captured(entry, flat, spec, device, padded)
+        finally:
+            self.recording.release()
+
+    def _captured(
+        self, entry: Entry, flat: Sequence[Any], spec: Any, device: torch.device, padded: bool
+    ) -> bool:
         if self.pool is None and self.tape is Tape:
             self.pool = torch.cuda.graph_pool_handle()
 

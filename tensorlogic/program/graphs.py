@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .. import capture_watch
 from .check import flat_values
 from .trace import first_line
 
@@ -47,6 +48,10 @@ class Tape:
         What cuBLAS works in shall be the graph's own. PyTorch keeps one such workspace a stream, and whoever records next lets
         go of it (torch.compile does), while this graph would go on writing there.
         """
+        with capture_watch.turn():
+            return self._record(fn)
+
+    def _record(self, fn: Callable[[], Any]) -> Any:
         torch._C._cuda_clearCublasWorkspaces()
         side, own = side_stream(self.device), torch.cuda.current_stream(self.device)
         side.wait_stream(own)
@@ -68,6 +73,9 @@ class Tape:
         """Do the recorded work on the current stream."""
         raise RuntimeError("nothing is recorded")
 
+    def __del__(self) -> None:
+        capture_watch.bury(self, "replay", "graph")
+
 
 def heal(device: torch.device) -> None:
     """After a failed capture PyTorch's generator believes that one goes on; a capture that ends well tells it otherwise."""
@@ -76,7 +84,8 @@ def heal(device: torch.device) -> None:
     try:
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        recording = torch.cuda.graph(graph, capture_error_mode="thread_local")
+        with capture_watch.turn(), torch.cuda.device(device), recording:
             torch.zeros(1, device=device)
     except RuntimeError as problem:  # what failed before is what the caller is told
         LOG.warning("tensorlogic: a failed capture could not be cleaned up: %s", problem)

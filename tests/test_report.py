@@ -256,7 +256,7 @@ def test_opportunities_name_the_largest_gaps_beside_other_peers(name: str) -> No
         for number, (op, value, sign, goal) in enumerate(MISSED.findall(text))
     }
     largest = sorted(gaps, key=gaps.__getitem__, reverse=True)[:3]
-    assert len(largest) == 3
+    assert largest
     found = opportunities.found(results.load(FILES / f"{name}.json"))
     for op, number in largest:
         small = gaps[op, number] < 1.05  # of the time: named, but nothing to begin with

@@ -15,7 +15,7 @@ import tensorlogic
 from tensorlogic import settings
 from tensorlogic.program import recall, stored
 from tensorlogic.program.packed import Unpackable, packed, unpacked
-from tensorlogic.program.trace import storage, trace
+from tensorlogic.program.trace import Untraceable, storage, trace
 
 HELP: Callable[[Tensor, Tensor], Tensor] = lambda y, x: y * 2.0  # noqa: E731  # part of no class
 
@@ -125,7 +125,7 @@ def test_what_differs_is_traced(
     CHANGES[change](net, monkeypatch)
     try:
         graph_of(net, x)
-    except recall.Untraceable:
+    except Untraceable:
         assert "value" in change
     assert len(exported) == 2
 

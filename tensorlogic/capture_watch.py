@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ def install() -> None:
             return begin(self, *args, **kwargs)
         except BaseException:
             _open.discard(id(self))
+            # Half known to the generator; its destructor would abort the process, so it lives for ever.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             raise
 
     @functools.wraps(end)

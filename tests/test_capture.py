@@ -6,6 +6,7 @@ Where there is no GPU, a tape that records a Python call stands for the CUDA gra
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -383,6 +384,30 @@ def test_a_graph_is_destroyed_while_nobody_else_records() -> None:
             known = pool.submit(drop).result()
             assert known() is not None
         assert known() is None
+
+
+def test_a_graph_that_could_not_begin_is_never_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's destructor throws where the generator does not know the graph."""
+
+    class Graph:
+        def capture_begin(self) -> None:
+            raise RuntimeError("Cannot register the state during capturing stage.")
+
+        def capture_end(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(capture_watch, "_installed", False)
+    capture_watch.install()
+    graph = Graph()
+    known = weakref.ref(graph)
+    with pytest.raises(RuntimeError, match="capturing stage"):
+        graph.capture_begin()
+    del graph
+    gc.collect()
+    assert known() is not None
+    assert not capture_watch.any_thread()
 
 
 def test_what_cublas_works_in_belongs_to_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:

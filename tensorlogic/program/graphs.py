@@ -40,6 +40,7 @@ class Tape:
 
     def __init__(self, device: torch.device, pool: Any) -> None:
         self.device, self.pool = device, pool
+        capture_watch.install()
         self.graph = torch.cuda.CUDAGraph()
 
     def record(self, fn: Callable[[], Any]) -> Any:

@@ -142,7 +142,7 @@ class Watch:
                 self.next_s = max(FIRST_STEP_S, 30 * self.call_s)
             elif compiling.ready(self.study.pending if self.study else ()):
                 announced = self.next_s
-                with stores.preserved(self.device), _side_stream(self.device):
+                with stores.preserved(self.device, self.op), _side_stream(self.device):
                     self.next_s = next(self.steps, -1.0)
                 if announced > 0:
                     self._learn(announced, time.perf_counter() - begin)

@@ -172,6 +172,7 @@ class Op:
         lambda key: ()
     )  # other keys, of this or another op, that calls of this one turn into; measured with it
     mutates: tuple[str, ...] = ()  # tensors a candidate may update in place
+    draws: bool = False  # candidates on a GPU may take numbers from its default generator
     functional: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = (
         None  # arguments that leave those tensors out ...
     )

@@ -351,7 +351,7 @@ def _must_be_right(
             f"{op.name}: candidate {candidate.id} was asked for, but cannot be checked on {key.text} "
             f"while a graph is captured or traced: call it once before"
         )
-    with stores.preserved(device), torch.no_grad():
+    with stores.preserved(device, op), torch.no_grad():
         verdict = study.Checker(op, key, device).check(launch)
     if not verdict:
         raise Refused(

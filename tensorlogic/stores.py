@@ -68,7 +68,7 @@ def measured(op: Op, key: Key, device: torch.device, budget_s: float = 0.3) -> P
     if complete(op, plan, key):
         return plan
     study = Study(op, key, device, environment(device), plan, budget_s)
-    with preserved(device):
+    with preserved(device, op):
         fresh = study.run()
     if fresh is not None:
         store.put(fresh)
@@ -96,18 +96,20 @@ def agreed(op: Op, key: Key, device: torch.device) -> Plan | None:
 
 
 class preserved:
-    """Keep what the caller may notice: default generators and device, autocast and inference mode, current device and stream.
+    """Keep what the caller may notice: default device, autocast and inference mode, current device and stream.
 
-    Inside, PyTorch is what it is without `enable`.
+    Inside, PyTorch is what it is without `enable`. A default generator is put back only for an op that draws from it, as candidates
+    on a CPU never do: another thread may draw meanwhile, and would be given the same numbers again.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, op: Op | None = None) -> None:
         self.device = device
+        self.draws = op is not None and op.draws
 
     def __enter__(self) -> None:
-        self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        self.mps = torch.mps.get_rng_state() if self.device.type == "mps" else None
+        kind = self.device.type if self.draws else "cpu"
+        self.cuda = torch.cuda.get_rng_state(self.device) if kind == "cuda" else None
+        self.mps = torch.mps.get_rng_state() if kind == "mps" else None
         self.modes = contextlib.ExitStack()
         self.modes.enter_context(torch.inference_mode(mode=False))
         self.modes.enter_context(torch.autocast(self.device.type, enabled=False))
@@ -116,7 +118,6 @@ class preserved:
 
     def __exit__(self, *problem: object) -> None:
         self.modes.close()
-        torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
         if self.mps is not None:

@@ -66,7 +66,7 @@ def _check(
     reason = None
     for draw in range(DRAWS):
         try:
-            with stores.preserved(device), torch.no_grad():
+            with stores.preserved(device, op), torch.no_grad():
                 launch = candidate.bind(kind, config, device)
                 checker = study.Checker(op, kind, device, draw)
                 verdict = checker.check(launch, coarse=candidate.coarse(kind))

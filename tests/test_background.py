@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -170,6 +171,12 @@ def test_a_training_step_is_measured_as_well() -> None:
             if stores.current(CPU).get(key) is not None:
                 return
     raise AssertionError("the recorded key was never measured")
+
+
+def test_numbers_that_another_thread_draws_are_not_drawn_again() -> None:
+    with ThreadPoolExecutor(1) as pool, stores.preserved(CPU, OPS["dropout_linear"]):
+        drawn = pool.submit(torch.rand, 8).result()
+    assert not torch.equal(torch.rand(8), drawn)
 
 
 @pytest.mark.usefixtures("generous")

@@ -167,9 +167,11 @@ def test_shipped_candidates_pass_the_check_that_measuring_makes(name: str) -> No
                 slow = candidate.id.startswith("triton.") and i > 0  # in the interpreter
                 if candidate.id == EAGER or slow or candidate.unfit(key) is not None:
                     continue
+                before = torch.get_rng_state()
                 with torch.no_grad():
                     verdict = checker.check(candidate.bind(key, candidate.configs(key)[0], CPU))
                 assert verdict, f"{candidate.id} on {key.text}: {verdict.reason}"
+                assert torch.equal(torch.get_rng_state(), before), f"{candidate.id} draws"
 
 
 def test_a_key_that_cannot_be_measured_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def _finding(plan: Plan, margin: float) -> Finding:
     reason = _absent(op, plan)
     if reason is not None:
         return said("missing", reason)
-    with stores.preserved(device):
+    with stores.preserved(device, op):
         return said(*_standing(op, plan, device, margin))
 
 

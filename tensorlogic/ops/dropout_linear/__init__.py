@@ -167,6 +167,7 @@ DROPOUT_LINEAR = Op(
     twins=_captured,
     baseline=_dropout_linear,
     autocast="lower",
+    draws=True,
     outputs=2,
 )
 DROPOUT_LINEAR_BACKWARD = Op(

@@ -236,6 +236,8 @@ def _special(op: Op, args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] 
         return library.traced
     if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in tensors):
         return composition
+    if any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
+        return composition  # gradients of many vectors at once: autograd.grad(..., is_grads_batched=True)
     return None
 
 

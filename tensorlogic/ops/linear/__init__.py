@@ -106,6 +106,8 @@ def _checked(
     )
     shape = checks.linear_shapes(fn, x, weight, bias)
     if residual is not None:
+        if residual.dim() == 0 and x.dtype != torch.float64 and checks.autocasting(x.device):
+            residual = residual.to(torch.get_autocast_dtype(x.device.type))  # it widens no product
         residual = checks.broadcasts(fn, "residual", residual, shape)
     return x, weight, bias, residual, activation or "none"
 

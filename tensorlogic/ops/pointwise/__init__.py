@@ -30,7 +30,8 @@ def _broadcast(fn: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
             if not (isinstance(v, Tensor) and v.dim() == 0 and v.device.type == "cpu")
         },
     )
-    if len({v.shape for v in values.values() if v.dim()}) < 2:
+    wide = [v.shape for v in values.values() if v.dim()]
+    if all(shape == wide[0] for shape in wide):  # symbolic sizes have no hash
         return tuple(values.values())
     try:
         torch.broadcast_shapes(*(v.shape for v in values.values()))

@@ -1,0 +1,49 @@
+"""Features of PyTorch upon each other: each worked alone, these pairs did not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import tensorlogic
+
+from .test_autograd import TABLE, close, leaves
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_gradients_of_many_vectors_at_once(name: str) -> None:
+    """What jacobian(vectorize=True) asks for, cold and warm, after and before a plain backward."""
+    ours, theirs, _ = TABLE[name]
+    mine, plain = leaves(name), leaves(name)
+    dys = torch.randn(3, *theirs(*plain).shape)
+    for _ in range(2):
+        got = torch.autograd.grad(ours(*mine), mine, dys, is_grads_batched=True)
+        want = torch.autograd.grad(theirs(*plain), plain, dys, is_grads_batched=True)
+        close(got, want)
+        close(
+            torch.autograd.grad(ours(*mine), mine, dys[0]),
+            torch.autograd.grad(theirs(*plain), plain, dys[0]),
+        )
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("name", TABLE)
+def test_traces_with_symbolic_sizes(name: str, mode: str) -> None:
+    ours, theirs, _ = TABLE[name]
+    given = leaves(name, grad=False)
+    graph = make_fx(lambda *t: ours(*t), tracing_mode=mode)(*given)
+    close(graph(*given), theirs(*given))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_and_a_residual_without_dimensions(dtype: torch.dtype) -> None:
+    """It takes part in no promotion, so the sum stays what autocast makes of the product."""
+    x, w, r = torch.randn(3, 8), torch.randn(5, 8), torch.tensor(0.7)
+    with torch.autocast("cpu", dtype):
+        got, want = tensorlogic.linear(x, w, None, r), F.linear(x, w) + r
+        torch.testing.assert_close(got, want)
+        assert tensorlogic.linear(x, w, None, torch.ones(5)).dtype is torch.float32
+        wide = tensorlogic.linear(x.double(), w.double(), None, r.double())
+    assert wide.dtype is torch.float64

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import calls, capture_watch, front, policies, selector
+from . import calls, capture_watch, front, kept, policies, selector
 from .op import EAGER, Launcher, Op, Outputs
 from .plans import Key
 
@@ -128,13 +128,13 @@ def _two_ways(eager: Run, captured: Run) -> Run:
 class Recording:
     """A launcher whose calls are recorded: `forward` and `backward` of the Function `Recorded`, for one key."""
 
-    __slots__ = ("apply", "bound", "kept", "launch")
+    __slots__ = ("apply", "bound", "launch", "looks", "places")
 
     def __init__(self, bound: Bound, launch: Launcher, apply: Run) -> None:
         self.bound, self.launch, self.apply = bound, launch, apply
-        self.kept: tuple[int, ...] | None = (
-            None  # what is saved of arguments and outputs: None until a call has shown it
-        )
+        # what is kept of arguments and outputs, and of what the look only: None until a call has shown it
+        self.places: tuple[int, ...] | None = None
+        self.looks: list[kept.Look | None] | None = None
 
     def __call__(self, *dynamic: Any) -> Any:
         return self.apply(self, *dynamic)
@@ -142,11 +142,11 @@ class Recording:
     def compiled(self, two_ways: bool) -> Run | None:
         """The same in C, or None."""
         able = calls.is_plan if two_ways else calls.is_launcher
-        if self.kept is None or not able(self.launch):
+        if self.places is None or not able(self.launch):
             return None
         scalars = self.bound.scalars
         made: Run = calls.module().Recording(
-            self, self.apply, self.launch, self.kept, scalars, two_ways
+            self, self.apply, self.launch, self.places, scalars, two_ways
         )
         return made
 
@@ -159,12 +159,17 @@ class Recording:
         if outs is None:  # less aligned than the launcher was built for
             own, outs = False, outputs(bound.op, bound.op.full(bound.key, dynamic))
         assert bound.op.gradient is not None
+        assert outs[0] is not None
+        if outs[0]._is_view():  # which PyTorch lets nobody write to where a Function returns it
+            outs = (outs[0].data, *outs[1:])
         ctx.record = self
         ctx.scalars = tuple([dynamic[i] for i in bound.scalars])
-        saved = bound.op.gradient.save(bound.flags, dynamic, outs)
+        needs = _of_tensors(bound.op, ctx.needs_input_grad[1:])
+        saved, looks = kept.split(bound.op.gradient.save(bound.flags, needs, dynamic, outs))
         ctx.save_for_backward(*saved)
-        if own and self.kept is None:
-            self.kept = _places(saved, (*dynamic, *outs))
+        self.looks = looks  # the same in every call of a key
+        if own and self.places is None:
+            self.places = _places(saved, (*dynamic, *outs))
         return outs[0]
 
     def backward(self, ctx: Any, dy: Tensor) -> list[Any]:
@@ -174,7 +179,8 @@ class Recording:
                 f"{bound.op.name}: double backward is not available through candidate {bound.choice.candidate.id}; "
                 f"compute it under tensorlogic.policy(force='torch.eager')"
             )
-        needs, saved = ctx.needs_input_grad[1:], ctx.saved_tensors
+        assert self.looks is not None
+        needs, saved = ctx.needs_input_grad[1:], kept.joined(ctx.saved_tensors, self.looks)
         given = (bound.op, bound.flags, needs, saved, ctx.scalars, dy)
         if bound.policy is policies.current():
             return gradients(*given)
@@ -223,11 +229,18 @@ def _alive(arg: Any) -> bool:
     return not isinstance(arg, Tensor) or torch._C._functorch.unwrap_if_dead(arg) is arg
 
 
+def _of_tensors(op: Op, needs: Sequence[bool]) -> tuple[bool, ...]:
+    """Of one truth for each dynamic parameter those of the tensors."""
+    if len(op.tensors) == len(op.dynamic):
+        return tuple(needs)
+    return tuple([n for p, n in zip(op.dynamic, needs, strict=True) if p.is_tensor])
+
+
 def gradients(
     op: Op,
     flags: SimpleNamespace,
     needs: Sequence[bool],
-    saved: tuple[Any, ...],
+    saved: tuple[kept.Kept, ...],
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> list[Any]:
@@ -235,8 +248,7 @@ def gradients(
     assert op.gradient is not None
     if len(op.tensors) == len(op.dynamic):
         return [*op.gradient.backward(flags, tuple(needs), saved, scalars, dy)]
-    wanted = tuple(n for p, n in zip(op.dynamic, needs, strict=True) if p.is_tensor)
-    grads = iter(op.gradient.backward(flags, wanted, saved, scalars, dy))
+    grads = iter(op.gradient.backward(flags, _of_tensors(op, needs), saved, scalars, dy))
     return [next(grads) if p.is_tensor else None for p in op.dynamic]
 
 

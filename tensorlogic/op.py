@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import clocks, derived
+from . import clocks, derived, kept
 from .numerics import NAMES
 from .plans import Key, TensorSpec
 
@@ -110,9 +110,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Gradient:
-    """How an op's gradients are had: what forward keeps, and the backward formula on it (which calls backward ops)."""
+    """How an op's gradients are had: what forward keeps, and the backward formula on it (which calls backward ops).
 
-    save: Callable[[SimpleNamespace, tuple[Any, ...], Outputs], tuple[Tensor | None, ...]]
+    save(flags, which tensors need a gradient, arguments, outputs) names what to keep, nothing of which the values are not
+    read for those gradients; backward(flags, which, what was kept, scalars, dy) gives a gradient or None for each tensor.
+    """
+
+    save: Callable[
+        [SimpleNamespace, tuple[bool, ...], tuple[Any, ...], Outputs], tuple[kept.Kept, ...]
+    ]
     backward: Callable[
         [SimpleNamespace, tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], Tensor],
         tuple[Tensor | None, ...],

@@ -224,10 +224,10 @@ def test_only_calls_that_a_launcher_served_show_what_is_kept(
     bound = binding.Bound(op, [aligned, b, True], policies.current(), True)
     assert isinstance(bound.outside, binding.Recording)
     bound.run(moved, b)  # declined: less aligned
-    assert bound.outside.kept is None
+    assert bound.outside.places is None
     assert bound.shortest == (bound.run, 0)
     y = bound.run(aligned, b)
-    assert bound.outside.kept == (-1, -1, -1, 2)
+    assert bound.outside.places == (-1, -1, -1, 2)
     assert isinstance(bound.shortest[0], calls.module().Recording)
     for out, x in ((y, aligned), (bound.shortest[0](moved, b), moved)):
         (g,) = torch.autograd.grad(out.sum(), x)

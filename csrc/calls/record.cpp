@@ -48,19 +48,34 @@ PyObject* picked(const std::vector<int>& places, PyObject* const* given, Py_ssiz
   return made;
 }
 
+// The same outputs, the first of which is no view: PyTorch lets nobody write to one that a Function returns.
+Ref viewless(Ref outputs) {
+  PyObject* const first = PyTuple_GET_ITEM(outputs.get(), 0);
+  if (!THPVariable_Check(first) || !THPVariable_Unpack(first).is_view()) return outputs;
+  const Py_ssize_t n = PyTuple_GET_SIZE(outputs.get());
+  Ref made(PyTuple_New(n));
+  if (!made.get()) return made;
+  PyTuple_SET_ITEM(made.get(), 0, THPVariable_Wrap(THPVariable_Unpack(first).variable_data()));
+  for (Py_ssize_t i = 1; i < n; ++i)
+    PyTuple_SET_ITEM(made.get(), i, Py_NewRef(PyTuple_GET_ITEM(outputs.get(), i)));
+  return made;
+}
+
 bool set(PyObject* ctx, PyObject* name, PyObject* value) {
   const Ref held(value);
   return value && PyObject_SetAttr(ctx, name, value) == 0;
 }
 
 PyObject* forward(const Recording& self, PyObject* ctx, PyObject* const* given, Py_ssize_t count) {
-  const Ref outputs(PyObject_Vectorcall(self.launch, given, static_cast<size_t>(count), nullptr));
+  Ref outputs(PyObject_Vectorcall(self.launch, given, static_cast<size_t>(count), nullptr));
   if (!outputs.get() && !out_of_memory()) return nullptr;
   if (!outputs.get()) PyErr_Clear();
   const int most = self.kept->empty() ? -1 : *std::max_element(self.kept->begin(), self.kept->end());
   if (!outputs.get() || !PyTuple_CheckExact(outputs.get()) ||
       most >= count + PyTuple_GET_SIZE(outputs.get()))
     return slowly(self.slow, ctx, given, count);
+  outputs = viewless(std::move(outputs));
+  if (!outputs.get()) return nullptr;
   static PyObject* const save = PyUnicode_InternFromString("save_for_backward");
   static PyObject* const record = PyUnicode_InternFromString("record");
   static PyObject* const scalars = PyUnicode_InternFromString("scalars");

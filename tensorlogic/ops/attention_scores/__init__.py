@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch
+from ... import dispatch, kept
 from ...numerics import DTYPES
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
@@ -65,10 +65,12 @@ def _sighted(y: Tensor, mask: Tensor, is_causal: bool) -> Tensor:
 
 
 def _kept(
-    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[Tensor | None, ...]:
+    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[kept.Kept, ...]:
     q, k, _, mask = dynamic
-    return (q, k, outs[0], mask)
+    hides = mask is not None and mask.dtype == torch.bool
+    seen = kept.read(mask, hides) if hides or needs[2] else None
+    return (kept.read(q, needs[1]), kept.read(k, needs[0]), outs[0], seen)
 
 
 def _backward(
@@ -78,9 +80,9 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    q, k, y, mask = saved
-    if mask is not None and mask.dtype == torch.bool:
-        y = _sighted(y, mask, flags.is_causal)
+    q, k, y, mask = kept.stood_in(saved, dy)
+    if y is not None and mask is not None and mask.dtype == torch.bool:
+        y, mask = _sighted(y, mask, flags.is_causal), None
     grads = backward_call(dy, q, k, y, scalars[0], mask, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
+from ... import dispatch, kept
 from ...capture_watch import capturing
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key, TensorSpec
@@ -69,14 +69,15 @@ _dropout_linear.__name__ = "dropout_linear"
 
 
 def _kept(
-    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[Tensor | None, ...]:
+    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[kept.Kept, ...]:
+    x, weight, *_, state = dynamic
     mask = outs[1] if len(outs) > 1 else None
     return (
-        dynamic[0],
-        dynamic[1],
-        mask if mask is not None and mask.numel() == dynamic[0].numel() else None,
-        dynamic[6],
+        kept.read(x, needs[1]),
+        kept.read(weight, needs[0]),
+        mask if mask is not None and mask.numel() == x.numel() else None,
+        state,
     )
 
 
@@ -87,7 +88,7 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    x, weight, mask, state = saved
+    x, weight, mask, state = kept.stood_in(saved, dy)
     grads = backward_call(dy, x, weight, mask, *scalars, state, bits(needs[:3]))
     return (*(g if n else None for g, n in zip(grads, needs[:3], strict=True)), None)
 

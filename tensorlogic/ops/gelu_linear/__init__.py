@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
+from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
 from ..common import checks, costs, products, samples
@@ -42,9 +42,10 @@ def gelu_linear_backward(
 
 
 def _kept(
-    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[Tensor | None, ...]:
-    return dynamic[:2]
+    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[kept.Kept, ...]:
+    x, weight, _ = dynamic
+    return (kept.read(x, needs[0] or needs[1]), kept.read(weight, needs[0]))
 
 
 def _backward(
@@ -54,7 +55,7 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    grads = backward_call(dy, *saved, flags.approximate, bits(needs))
+    grads = backward_call(dy, *kept.stood_in(saved, dy), flags.approximate, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
+from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
 from ..common import checks, costs, products, samples
@@ -59,9 +59,16 @@ def layer_norm_linear_backward(
 
 
 def _kept(
-    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[Tensor | None, ...]:
-    return dynamic[:4]
+    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[kept.Kept, ...]:
+    x, gamma, beta, weight, _ = dynamic
+    inner = any(needs[:3])
+    return (
+        kept.read(x, inner or needs[3]),
+        kept.read(gamma, needs[0] or needs[3]),
+        kept.read(beta, needs[3]),
+        kept.read(weight, inner),
+    )
 
 
 def _backward(
@@ -71,7 +78,7 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    grads = backward_call(dy, *saved, flags.eps, bits(needs))
+    grads = backward_call(dy, *kept.stood_in(saved, dy), flags.eps, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
+from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
 from ...precision import precision as Precision
@@ -20,13 +20,13 @@ from . import reference
 
 
 def _kept(
-    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[Tensor | None, ...]:
+    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[kept.Kept, ...]:
     x, weight, _, _ = dynamic
-    kept = (
+    shown = (
         outs[0] if flags.activation == "relu" else outs[1] if flags.activation in SMOOTH else None
     )
-    return (x, weight, kept)
+    return (kept.read(x, needs[1]), kept.read(weight, needs[0]), shown)
 
 
 def _backward(
@@ -36,8 +36,7 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    x, weight, kept = saved
-    grads = backward_call(dy, x, weight, kept, flags.activation, bits(needs))
+    grads = backward_call(dy, *kept.stood_in(saved, dy), flags.activation, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 

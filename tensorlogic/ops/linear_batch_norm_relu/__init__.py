@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
+from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key, TensorSpec
 from ..common import checks, costs, products, samples
@@ -85,11 +85,12 @@ def linear_batch_norm_relu_backward(
 
 
 def _kept(
-    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[Tensor | None, ...]:
+    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[kept.Kept, ...]:
     x, weight, _, running_mean, running_var, gamma, _ = dynamic
     statistics = (outs[2], outs[3]) if flags.training else (running_mean, running_var)
-    return (x, weight, outs[0], outs[1], *statistics, gamma)
+    read = (kept.read(x, needs[1]), kept.read(weight, needs[0]))
+    return (*read, outs[0], outs[1], *statistics, gamma)
 
 
 def _backward(
@@ -99,11 +100,9 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    x, weight, y, z, mean, spread, gamma = saved
     wanted = (*needs[:3], *needs[5:7])
-    grads = backward_call(
-        dy, x, weight, y, z, mean, spread, gamma, flags.training, flags.eps, bits(wanted)
-    )  # fmt: skip
+    read = kept.stood_in(saved, dy)
+    grads = backward_call(dy, *read, flags.training, flags.eps, bits(wanted))
     dx, dw, db, dgamma, dbeta = (g if n else None for g, n in zip(grads, wanted, strict=True))
     return (dx, dw, db, None, None, dgamma, dbeta)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch
+from ... import dispatch, kept
 from ...numerics import DTYPES
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
@@ -74,12 +74,13 @@ def _traffic(key: Key) -> float:
 
 
 def _kept(
-    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[Tensor | None, ...]:
-    return (
-        *dynamic,
-        outs[0] if flags.activation == "relu" else outs[1] if flags.activation in SMOOTH else None,
+    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[kept.Kept, ...]:
+    a, b = dynamic
+    shown = (
+        outs[0] if flags.activation == "relu" else outs[1] if flags.activation in SMOOTH else None
     )
+    return (kept.read(a, needs[1]), kept.read(b, needs[0]), shown)
 
 
 def _backward(
@@ -89,8 +90,7 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    a, b, kept = saved
-    grads = backward_call(dy, a, b, kept, flags.activation, bits(needs))
+    grads = backward_call(dy, *kept.stood_in(saved, dy), flags.activation, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
+from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
 from ..common import costs, samples
@@ -21,26 +21,27 @@ from . import reference
 
 def _op(
     meaning: Callable[..., tuple[Tensor, ...]],
-    uses: str,
+    uses: tuple[str, ...],
     flops: float,
     direct: Callable[..., Tensor] | None = None,
     numbers: Callable[..., Tensor] | None = None,
 ) -> Op:
-    """An element-wise op; `direct` is PyTorch's own; `uses` says what its gradient reads: "a", "b" (operands) and "y" (the output)."""
+    """An element-wise op; `direct` is PyTorch's own; `uses` says for each operand what its gradient reads: "a", "b" (operands) and "y" (the output)."""
 
     def kind(flags: SimpleNamespace) -> str:
         return "gelu_tanh" if getattr(flags, "approximate", None) == "tanh" else op.name
 
     def save(
-        flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
-    ) -> tuple[Tensor | None, ...]:
+        flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
+    ) -> tuple[kept.Kept, ...]:
         y = outs[0]
         assert y is not None
+        reads = "".join(read for read, n in zip(uses, needs, strict=True) if n)
         operands = [
-            t if name in uses or t.shape != y.shape else None
-            for name, t in zip("abc", dynamic, strict=False)
+            t if name in reads else kept.look(t) if n and t.shape != y.shape else None
+            for name, t, n in zip("abc", dynamic, needs, strict=False)
         ]
-        return (*operands, *[None] * (3 - len(operands)), y if "y" in uses else None)
+        return (*operands, *[None] * (3 - len(operands)), y if "y" in reads else None)
 
     def backward(
         flags: SimpleNamespace,
@@ -50,8 +51,14 @@ def _op(
         dy: Tensor,
     ) -> tuple[Any, ...]:
         wanted = (*needs, False, False)[:3]
-        grads = backward_call(dy, *saved, kind(flags), bits(wanted))
-        return tuple([g if n else None for g, n in zip(grads, wanted, strict=True)])[: len(needs)]
+        tensors, looks = kept.split(saved)
+        grads = backward_call(dy, *tensors, kind(flags), bits(wanted))
+        return tuple(
+            [
+                None if not n else g if look is None else g.sum_to_size(look.shape)
+                for g, n, look in zip(grads, needs, looks, strict=False)
+            ]
+        )
 
     op = Op(
         reference=meaning,
@@ -194,22 +201,23 @@ for _meaning in (_add, _sub, _mul, _div, _relu, _gelu, _silu, _add_relu, _mul_re
     _meaning.__name__ = _meaning.__name__.removeprefix("_")  # the op's name is its reference's
 
 ADD, SUB, MUL, DIV = (
-    _op(_add, "", 1.0, torch.add, operator.add),
-    _op(_sub, "", 1.0, torch.sub, operator.sub),
-    _op(_mul, "ab", 1.0, torch.mul, operator.mul),
-    _op(_div, "ab", 1.0, torch.div, operator.truediv),
+    _op(_add, ("", ""), 1.0, torch.add, operator.add),
+    _op(_sub, ("", ""), 1.0, torch.sub, operator.sub),
+    _op(_mul, ("b", "a"), 1.0, torch.mul, operator.mul),
+    _op(_div, ("b", "ab"), 1.0, torch.div, operator.truediv),
 )
-RELU, SILU = _op(_relu, "y", 1.0, torch.relu), _op(_silu, "a", 5.0, torch._C._nn.silu)
-GELU = _op(_gelu, "a", 10.0)
+RELU, SILU = _op(_relu, ("y",), 1.0, torch.relu), _op(_silu, ("a",), 5.0, torch._C._nn.silu)
+GELU = _op(_gelu, ("a",), 10.0)
 GELU.direct = lambda key: (
     torch._C._nn.gelu
     if key.flag("approximate") == "none"
     else partial(torch._C._nn.gelu, approximate="tanh")
 )
+# The kernels of mul_relu's gradient read a and b whichever is asked for: they make the output again rather than read it.
 ADD_RELU, MUL_RELU, AFFINE = (
-    _op(_add_relu, "y", 2.0, lambda a, b: torch.relu(a + b)),
-    _op(_mul_relu, "aby", 2.0, lambda a, b: torch.relu(a * b)),
-    _op(_affine, "ab", 2.0, lambda x, scale, bias: x * scale + bias),
+    _op(_add_relu, ("y", "y"), 2.0, lambda a, b: torch.relu(a + b)),
+    _op(_mul_relu, ("aby", "aby"), 2.0, lambda a, b: torch.relu(a * b)),
+    _op(_affine, ("b", "a", ""), 2.0, lambda x, scale, bias: x * scale + bias),
 )
 FAMILY = (ADD, SUB, MUL, DIV, RELU, GELU, SILU, ADD_RELU, MUL_RELU, AFFINE)
 

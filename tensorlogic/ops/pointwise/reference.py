@@ -8,13 +8,18 @@ from torch import Tensor
 
 from ..common import activations
 
-# kind -> gradients of (a, b, c) from dz, the gradient before the activation
+
+def _by(dz: Tensor, factor: Tensor | None) -> Tensor | None:
+    return None if factor is None else dz * factor
+
+
+# kind -> gradients of (a, b, c) from dz, the gradient before the activation; None of an operand that was not kept
 BACKWARD: dict[str, Callable[..., tuple[Tensor | None, ...]]] = {
     "add": lambda dz, a, b: (dz, dz, None),
     "sub": lambda dz, a, b: (dz, -dz, None),
-    "mul": lambda dz, a, b: (dz * b, dz * a, None),
-    "div": lambda dz, a, b: (dz / b, -dz * ((a / b) / b), None),
-    "affine": lambda dz, a, b: (dz * b, dz * a, dz),
+    "mul": lambda dz, a, b: (_by(dz, b), _by(dz, a), None),
+    "div": lambda dz, a, b: (dz / b, None if a is None else -dz * ((a / b) / b), None),
+    "affine": lambda dz, a, b: (_by(dz, b), _by(dz, a), dz),
 }
 SMOOTH = activations.SMOOTH  # keep the input for backward
 RELU = {
@@ -27,7 +32,7 @@ RELU = {
 def backward(
     dy: Tensor, a: Tensor | None, b: Tensor | None, y: Tensor | None, kind: str
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of (a, b, c), not yet summed over broadcast dimensions."""
+    """Gradients of (a, b, c), not yet summed over broadcast dimensions; None where what it reads was not kept."""
     if kind in SMOOTH:
         return (activations.gradient(dy, a, kind), None, None)
     dz = activations.gradient(dy, y, "relu") if kind in RELU else dy

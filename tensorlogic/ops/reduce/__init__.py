@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch
+from ... import dispatch, kept
 from ...numerics import DTYPES
 from ...op import Gradient, Op, Outputs
 from ...plans import Key
@@ -46,19 +46,18 @@ for _meaning in (_sum, _mean, _max, _min):
     _meaning.__name__ = _meaning.__name__.removeprefix("_")  # the op's name is its reference's
 
 
-def _expand(dy: Tensor, flags: SimpleNamespace, shape: torch.Size) -> Tensor:
-    """dy over the shape it was reduced from, as a view."""
-    if not flags.keepdim and len(flags.dim) < len(shape):
+def _restored(dy: Tensor, flags: SimpleNamespace, dims: int) -> Tensor:
+    """dy with size 1 where it was reduced."""
+    if not flags.keepdim and len(flags.dim) < dims:
         for d in flags.dim:
             dy = dy.unsqueeze(d)
-    return dy.expand(shape)
+    return dy  # of a whole tensor: a scalar, which meets any shape
 
 
 def _spread(dy: Tensor, flags: SimpleNamespace, x: Tensor, y: Tensor) -> Tensor:
     """The gradient of an extreme, shared equally between ties as PyTorch's amax does."""
-    hit = x == _expand(y, flags, x.shape)
-    share = hit.sum(flags.dim, keepdim=True) if flags.dim else 1
-    return torch.where(hit, _expand(dy, flags, x.shape) / share, 0).to(x.dtype)
+    hit, share = x == _restored(y, flags, x.dim()), _restored(dy, flags, x.dim())
+    return hit * (share / hit.sum(flags.dim, keepdim=True) if flags.dim else share)
 
 
 def _uncancelled(key: Key, values: dict[str, Any]) -> None:
@@ -87,9 +86,9 @@ def _op(
         return lambda x: own(x, first)
 
     def save(
-        flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
-    ) -> tuple[Tensor | None, ...]:
-        return (dynamic[0], outs[0] if extreme else None)
+        flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
+    ) -> tuple[kept.Kept, ...]:
+        return (dynamic[0], outs[0]) if extreme else (kept.look(dynamic[0]),)
 
     def backward(
         flags: SimpleNamespace,
@@ -98,11 +97,12 @@ def _op(
         scalars: tuple[Any, ...],
         dy: Tensor,
     ) -> tuple[Any, ...]:
-        x, y = saved
         if extreme:
-            return (_spread(dy, flags, x, y),)
-        count = prod(x.shape[d] for d in flags.dim) if op.name == "mean" else 1
-        return (_expand(dy / count if count != 1 else dy, flags, x.shape),)
+            return (_spread(dy, flags, *saved),)
+        shape = saved[0].shape
+        count = prod(shape[d] for d in flags.dim) if op.name == "mean" else 1
+        dy = _restored(dy / count if count != 1 else dy, flags, len(shape))
+        return (dy.expand(shape),)
 
     op = Op(
         reference=meaning,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch
+from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs
 from ...plans import Key
 from ..common import checks, costs
@@ -29,8 +29,8 @@ def softmax_backward(dy: Tensor, y: Tensor, dim: int) -> tuple[Tensor, ...]:
 
 
 def _kept(
-    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[Tensor | None, ...]:
+    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[kept.Kept, ...]:
     return (outs[0],)
 
 

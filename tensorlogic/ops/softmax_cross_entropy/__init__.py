@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
+from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs
 from ...plans import Key, TensorSpec
 from ..common import checks, costs
@@ -76,8 +76,8 @@ def _wide(t: Tensor) -> torch.dtype:
 
 
 def _kept(
-    flags: SimpleNamespace, dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[Tensor | None, ...]:
+    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
+) -> tuple[kept.Kept, ...]:
     return (*dynamic, outs[1], outs[2])
 
 

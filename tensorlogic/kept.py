@@ -1,0 +1,51 @@
+"""What forward keeps for backward: tensors whose values will be read, and of the others no more than how they look."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Shape, strides and dtype of a tensor whose values backward does not read: it may be written to or let go of."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def beside(self, dy: Tensor) -> Tensor:
+        """A tensor that looks so, its values unset, where dy is: what a backward op takes in its place."""
+        return dy.new_empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+Kept = Tensor | Look | None
+
+
+def look(tensor: Tensor) -> Look:
+    """How a tensor looks."""
+    return Look(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def read(tensor: Tensor | None, needed: bool) -> Kept:
+    """The tensor where its values are needed, or else how it looks; None of None."""
+    return tensor if needed or tensor is None else look(tensor)
+
+
+def stood_in(kept: Sequence[Kept], dy: Tensor) -> list[Tensor | None]:
+    """Tensors in the place of looks."""
+    return [k.beside(dy) if isinstance(k, Look) else k for k in kept]
+
+
+def split(kept: Sequence[Kept]) -> tuple[list[Tensor | None], list[Look | None]]:
+    """The tensors, which autograd keeps, and the looks, each with None in the place of the others."""
+    looks = [k if isinstance(k, Look) else None for k in kept]
+    return [None if isinstance(k, Look) else k for k in kept], looks
+
+
+def joined(tensors: Sequence[Tensor | None], looks: Sequence[Look | None]) -> tuple[Kept, ...]:
+    """What `split` has parted."""
+    return tuple([t if s is None else s for t, s in zip(tensors, looks, strict=True)])

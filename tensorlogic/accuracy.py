@@ -20,6 +20,7 @@ FLOOR = (
 )  # of the operands' norms: what lies below is cancellation that float64 itself does not resolve
 #: Norms of rows of a result that a few steps more may take below its dtype's range, where no error measured before holds.
 FAINT = dict.fromkeys((torch.float32, torch.bfloat16, torch.complex64), 2.0**-118)
+DRIFT = 4.0  # binary exponents by which data may move, their errors as measured
 FARTHEST = 2.0**460  # from 1, beyond which sums of squares leave float64's range
 SUMS = {"f64": 0.0, "f32": 3e-7}  # the error of sums, of those in float32 over hundreds of elements
 OTHER_SUMS = 1.5e-7  # of forms whose units add several products at once
@@ -99,8 +100,8 @@ class Statistics:
             and other.usable
             and 0.25 * other.cancels <= self.cancels <= 1.1 * other.cancels
             and self.crest <= 1.1 * other.crest
-            and self.low >= other.low - 4
-            and self.high <= other.high + 4
+            and self.low >= other.low - DRIFT
+            and self.high <= other.high + DRIFT
             and self.blank == other.blank == 0  # which rows these are, nothing tells
         )
 
@@ -275,6 +276,17 @@ def _summed(rows: list[float], columns: list[float], part: Part, out: Tensor) ->
         math.log2(high) if high > 0 else 0.0,
         0.0 if part.activation == "relu" else rows[5] + columns[5],  # it makes them by itself
     ]
+
+
+def drift(outs: Iterable[Tensor | None]) -> float:
+    """How many binary exponents smaller float16 results may become before they lose digits; those of other dtypes: `FAINT`."""
+    least = math.inf
+    for out in outs:
+        if out is not None and out.dtype == torch.float16 and out.dim() > 1 and out.numel():
+            for dim in (-1, -2):
+                sizes = _norms(out, dim) / math.sqrt(out.shape[dim])
+                least = float(torch.where(sizes > 0, sizes, math.inf).amin().clamp_max(least))
+    return min(DRIFT, max(0.0, math.log2(least / torch.finfo(torch.float16).tiny)))
 
 
 def error(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from .accuracy import UNITS, Known, Statistics
 from .judging import Place, places, plain, watchable
 from .op import EAGER, Candidate, Config, Launcher, Op, Outputs
 from .plans import Evidence, Key, Plan
-from .precision import PrecisionWarning
+from .precision import ON_LEAVE, PrecisionWarning
 from .study import BIND_ERRORS
 
 LOG = logging.getLogger("tensorlogic")
@@ -50,6 +51,7 @@ class Held:
     statistics: Statistics
     rtol: float
     margin: float
+    drift: float = accuracy.DRIFT  # binary exponents by which data may become smaller
 
     @property
     def missed(self) -> bool:
@@ -73,7 +75,7 @@ class Held:
         room = self.room
         if room < 1:  # already beyond the budget: what gets better may be served better
             return 0.8 <= grown <= 1.1
-        near = now.low >= then.low - 4 and now.high <= then.high + 4
+        near = now.low >= then.low - self.drift and now.high <= then.high + accuracy.DRIFT
         return 1 / 64 <= grown <= room and near and now.blank == 0
 
 
@@ -89,11 +91,12 @@ class Adaptive:
         self.places: list[Place] = []  # of the products that it judges
 
     def __call__(self, *dynamic: Any) -> Outputs | None:
-        held = self.held
-        if held is not None and self.watch is not None:
-            outs = None if self.watch.passed() else held.launch(*dynamic)
+        held, watch = self.held, self.watch
+        if held is not None and watch is not None:
+            outs = None if watch.passed() else held.launch(*dynamic)
             if outs is not None and (products := self._watched(dynamic, outs)) is not None:
-                self.watch.over(products)
+                watch.over(products)
+                _OPEN.adaptives.add(self)
                 _note(held)
                 return outs
         elif held is not None:
@@ -107,7 +110,18 @@ class Adaptive:
         outs = self._choose(dynamic)
         assert self.held is not None
         _note(self.held)
+        self.hear(watch)
         return outs
+
+    def hear(self, watch: Any) -> None:
+        """Say what a GPU has noted of products since, now that it has come to them."""
+        if watch is not None and watch.beyond():
+            warnings.warn(
+                f"precision: a product of {self.key.text} may be beyond rtol={self.rtol:g}, although float64 computed it: its result "
+                f"is near the end of its dtype's range, or its sums cancel too far",
+                PrecisionWarning,
+                stacklevel=4,
+            )
 
     def _watched(self, dynamic: Sequence[Any], outs: Outputs) -> list[Any] | None:
         """(left, right, out) of every product that the device judges, as arguments and outputs lie."""
@@ -171,7 +185,8 @@ class Adaptive:
 
         if not works(self.device):
             return None
-        return Watch(then, held.room, [Seen.of(*product) for product in products], self.device)
+        seen = [Seen.of(*product) for product in products]
+        return Watch(then, held.room, seen, self.device, self.rtol, held.drift)
 
     def _warn(self, held: Held) -> None:
         times = held.error / self.rtol
@@ -202,7 +217,8 @@ class Adaptive:
             now = accuracy.statistics(parts, outs)
             if not now.usable and candidate.id != EAGER:
                 return None
-            found = self._remembered(candidate, now)
+            drift = accuracy.drift(outs)
+            found = self._remembered(candidate, now) if drift == accuracy.DRIFT else None
             if found is not None:
                 error = found.error * max(1.0, now.cancels / max(found.statistics.cancels, 1e-30))
                 now = replace(now, cancels=min(now.cancels, found.statistics.cancels))
@@ -214,7 +230,7 @@ class Adaptive:
                     now = replace(now, cancels=min(now.cancels, scatter(outs) * cancels))
                 remember(self.key, self.device, Known(candidate.id, candidate.source, error, now))
         margin = margin_of(outs)
-        return Held(candidate, config, launch, error, now, self.rtol, margin), outs
+        return Held(candidate, config, launch, error, now, self.rtol, margin, drift), outs
 
     def _remembered(self, candidate: Candidate, now: Statistics) -> Known | None:
         for known in reversed(recall(self.key, self.device)):
@@ -223,6 +239,28 @@ class Adaptive:
             ):
                 return known
         return None
+
+
+class _Open(threading.local):
+    """Of one thread: whose products a GPU may not have judged yet."""
+
+    def __init__(self) -> None:
+        self.adaptives: set[Adaptive] = set()
+
+
+_OPEN = _Open()
+
+
+def settle() -> None:
+    """Wait until GPUs have judged what this thread had computed within budgets, and warn of what is beyond them."""
+    while _OPEN.adaptives:
+        adaptive = _OPEN.adaptives.pop()
+        if adaptive.watch is not None:
+            adaptive.watch.wait()
+            adaptive.hear(adaptive.watch)
+
+
+ON_LEAVE.append(settle)
 
 
 def _note(held: Held) -> None:
@@ -249,18 +287,18 @@ def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Can
     plan = stores.current(device).get(key)
     eager = op.candidates[EAGER]
     guard = WATCH_US if watchable(key) else GUARD_US.get(device.type, 100.0)
-    ranked: list[tuple[float, Candidate, Config]] = []
+    ranked: list[tuple[float, float, Candidate, Config]] = []
     for candidate in op.candidates.values():
         if candidate is eager or candidate.unfit(key) is not None:
             continue
         if UNITS[form_of(candidate)] > HOPELESS * rtol:
             continue
-        us, config = _expected(op, candidate, key, plan)
+        us, alone, config = _expected(op, candidate, key, plan)
         certain = form_of(candidate) == "f64" and unguarded(key, rtol)
-        ranked.append((us + guard * (not certain), candidate, config))
+        ranked.append((us + guard * (not certain), alone, candidate, config))
     limit = _expected(op, eager, key, plan)[0] + (0.0 if unguarded(key, rtol) else guard)
-    quick = sorted((r for r in ranked if r[0] <= limit), key=lambda r: r[0])
-    return [(candidate, config) for _, candidate, config in quick] + [(eager, {})]
+    quick = sorted((r for r in ranked if r[0] <= limit), key=lambda r: r[:2])
+    return [(candidate, config) for *_, candidate, config in quick] + [(eager, {})]
 
 
 def unguarded(key: Key, rtol: float) -> bool:
@@ -291,17 +329,20 @@ def form_of(candidate: Candidate) -> str:
     return "f64" if candidate.id == EAGER else candidate.id.split(".")[1].partition("_")[0]
 
 
-def _expected(op: Op, candidate: Candidate, key: Key, plan: Plan | None) -> tuple[float, Config]:
-    """Microseconds and configuration, by the plan's evidence where it has any; infinite where it was refused."""
+def _expected(
+    op: Op, candidate: Candidate, key: Key, plan: Plan | None
+) -> tuple[float, float, Config]:
+    """Microseconds of a call, those of the device alone, and configuration, by the plan's evidence where it has any; infinite where
+    it was refused."""
     evidence = plan.evidence if plan is not None else ()
     for e in evidence:
         if (e.candidate, e.source) == (candidate.id, candidate.source):
             if e.status == "refused":
-                return math.inf, {}
-            return max(e.device_us, _host_us(e, evidence)), e.config
+                return math.inf, math.inf, {}
+            return max(e.device_us, _host_us(e, evidence)), e.device_us, e.config
     eager_us = 8 + op.flops(key) / EAGER_RATE.get(key.device, EAGER_RATE["cpu"])
     share = 1.0 if candidate.id == EAGER else candidate.guess(key)
-    return share * eager_us, candidate.configs(key)[0]
+    return share * eager_us, share * eager_us, candidate.configs(key)[0]
 
 
 def _host_us(e: Evidence, evidence: Sequence[Evidence]) -> float:

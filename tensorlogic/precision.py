@@ -84,7 +84,9 @@ class precision:
             the activation) over that row's or column's norm, against float64. It is measured on rows and columns of
             the caller's own data, on the first call and whenever the data's range, crest or cancellation has changed.
 
-    Use it as a context manager, as a decorator, or for one call as the argument `precision` of `matmul` and `linear`.
+    Use it as a context manager, as a decorator, or for one call as the argument `precision` of `matmul` and `linear`. The end of
+    a `with` block waits until a GPU has judged every product in it, so that what is beyond its budget has been said by
+    then; as a decorator or an argument it waits for nothing, and what a GPU has found is said by the next call.
 
     Raises:
         ValueError: an unknown mode, an rtol outside (0, 1) or NaN, or an rtol for another mode than "adaptive".
@@ -128,6 +130,9 @@ class precision:
         *rest, entered = _ENTERED.get()
         _ENTERED.set(tuple(rest))
         entered.__exit__(kind, problem, trace)
+        if kind is None and self.asked.mode == "adaptive":
+            for leave in ON_LEAVE:
+                leave()
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         """`fn`, run under this policy; coroutine functions stay coroutine functions, generators are refused."""
@@ -155,6 +160,7 @@ class precision:
         return run
 
 
+ON_LEAVE: list[Callable[[], None]] = []  # what is to be done where a block within a budget ends
 _ENTERED: ContextVar[tuple[AbstractContextManager[Any], ...]] = ContextVar(
     "tensorlogic_precision", default=()
 )

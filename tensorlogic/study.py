@@ -21,6 +21,7 @@ LOG = logging.getLogger("tensorlogic")
 CUT = 3.0  # a candidate this many times slower than the incumbent is dropped after one call
 TOO_SHORT_US = 300.0  # a single call below this says nothing: most of it may be waiting for a core
 FINALISTS = 4
+NEAR_BEST = 1.25  # of one more accurate, what a first look may overstate
 BIND_ERRORS = (
     Exception,
 )  # a third party's candidate may raise anything: kept by name as its reason, never the caller's
@@ -307,11 +308,11 @@ class Study:
     def _decide(self, entrants: list[_Entrant]) -> None:
         order = list(self.op.candidates)
         head, rest = entrants[0], sorted(entrants[1:], key=lambda e: e.rough_us)
-        for late in rest[FINALISTS:]:
-            self._measured(
-                late, late.rough_us, late.rough_us, 0.1, "not among the fastest few of a first look"
-            )
-        final = sorted([head, *rest[:FINALISTS]], key=lambda e: order.index(e.candidate.id))
+        near = self._near(rest)
+        for late in (e for e in rest if e not in near):
+            reason = "not among the fastest few of a first look"
+            self._measured(late, late.rough_us, late.rough_us, 0.1, reason)
+        final = sorted([head, *near], key=lambda e: order.index(e.candidate.id))
         calls = {e.candidate.id: self._calls(e) for e in final}
         kind = self.device.type
         bounds = dict.fromkeys(calls, measure.KINSHIP[kind]) | {EAGER: measure.TOLERANCE[kind]}
@@ -346,6 +347,14 @@ class Study:
             measured=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
 
+    def _near(self, rest: Sequence[_Entrant]) -> list[_Entrant]:
+        """The fastest few of a first look, fastest first; where an error budget is still to choose, of every accuracy."""
+        if self.key.precision != "adaptive":
+            return [*rest[:FINALISTS]]
+        known = [(e.candidate.coarse(self.key), e.rough_us) for e in rest]
+        best = [min(us for other, us in known if other <= own) for own, _ in known]
+        return [e for e, us in zip(rest, best, strict=True) if e.rough_us <= NEAR_BEST * us]
+
     def _measured(
         self, e: _Entrant, device_us: float, host_us: float, spread: float, reason: str
     ) -> None:
@@ -378,13 +387,9 @@ def _clocks(entrants: Sequence[_Entrant]) -> set[clocks.Clock]:
     return {e.candidate.clock for e in entrants if e.candidate.clock is not None}
 
 
-def _brief(problem: BaseException) -> str:
-    return " ".join(str(problem).split())[:300]
-
-
 def _failed(problem: Exception) -> str:
     """The reason that evidence keeps of what a candidate raised."""
-    text = _brief(problem)
+    text = " ".join(str(problem).split())[:300]
     if isinstance(problem, _Failed):
         return problem.reason
     if isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import tensorlogic
 from tensorlogic import PrecisionWarning, accuracy, adapting
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import ways_cpu
+from tensorlogic.study import Study
 
 from .test_precision import FLOATS, off
 
@@ -167,3 +170,47 @@ def test_results_below_a_dtype_s_range_are_told(
         told.append(any(w.category is PrecisionWarning for w in said))
         assert told[-1] or off(y, (a * scale).double() @ b.double()) <= rtol
     assert told == [False, True]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_halves_that_become_smaller_lose_digits_only_with_a_word(order: int) -> None:
+    """Float16 results pass into its subnormal numbers without a change of their error before."""
+    a, b = torch.randn(64, 96), torch.randn(96, 80).half()
+    for power in range(0, 24, 2)[::order]:
+        x = (a * 2.0**-power).half()
+        with (
+            tensorlogic.precision("adaptive", rtol=2e-3),
+            warnings.catch_warnings(record=True) as said,
+        ):
+            warnings.simplefilter("always")
+            y = tensorlogic.matmul(x, b)
+        kept = off(y, x.double() @ b.double()) <= 2e-3
+        assert kept or any(w.category is PrecisionWarning for w in said)
+
+
+def test_every_accuracy_is_measured_whole() -> None:
+    """Which budgets will be asked for nobody knows: the fastest few alone are not enough."""
+    rows = (("f64", 0.0, 60.0), ("f32", 1e-7, 100.0), ("x6", 2e-7, 30.0), ("x3", 1e-6, 31.0), ("tf32", 1e-3, 12.0), ("f16", 1e-3, 9.0), ("bf16", 1e-2, 10.0), ("fp8", 1e-1, 20.0))  # fmt: skip
+    entrants: list[Any] = [
+        SimpleNamespace(candidate=SimpleNamespace(id=id, coarse=lambda _, e=e: e), rough_us=us)
+        for id, e, us in rows
+    ]
+    for precision, wanted in (
+        ("adaptive", ["f64", "x6", "x3", "f16", "bf16"]),
+        ("f16", ["f64", "f32", "x6", "x3"]),
+    ):
+        asked: Any = SimpleNamespace(key=SimpleNamespace(precision=precision))
+        assert [e.candidate.id for e in Study._near(asked, entrants)] == wanted
+
+
+def test_where_hosts_take_as_long_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = OPS["matmul"].precise
+    assert op is not None
+    a = torch.randn(64, 64)
+    key = op.key((a, a, "none", False), "inference", "adaptive")
+    taken = {"torch.f32": 9.0, "cpu.f32": 8.0, "torch.bf16": 7.0, EAGER: 9.5}
+    monkeypatch.setattr(
+        adapting, "_expected", lambda _, c, *__: (10.0, taken.get(c.id, math.inf), {})
+    )
+    found = [c.id for c, _ in adapting.order(op, key, a.device, 1e-1)]
+    assert [id for id in found if id in taken] == ["torch.bf16", "cpu.f32", "torch.f32", EAGER]

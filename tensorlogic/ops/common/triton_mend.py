@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...accuracy import SKETCH, Statistics
+from ...accuracy import DRIFT, FLOOR, SKETCH, Statistics
 from ...compiling import CompileFailure
 from . import triton_split
 from .triton_launch import Start, prepare
@@ -44,7 +44,9 @@ def mend_product(
     """out = left · right in float64, only where found [BLOCKS, 6], the first ROWS of them rows, is beyond the limits.
 
     limits: what makes squares of cancellation of (norms of rows, norms of columns), the largest square of cancellation and
-    the one below which the product may be left to what is faster, the least and the largest peak.
+    the one below which the product may be left to what is faster, the least and the largest peak; the square of the budget, and
+    that of the cancellation from which float64 may not keep it. said: whether the host is to choose again; whether even
+    this result may be beyond the budget, for rounding to the dtype of out costs more of a part of a row or column, or sums cancel too far.
     """
     follow(PDL)
     p = tl.arange(0, TABLE)
@@ -81,7 +83,14 @@ def mend_product(
                 a_at += left_c
                 b_at += right_r
             to = out_ptr + i[:, None] * out_r + j[None, :] * out_c
-            tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])
+            rounded = acc.to(out_ptr.dtype.element_ty)
+            tl.store(to, rounded, mask=(i < M)[:, None] & (j < N)[None, :])
+            off, budget = acc - rounded.to(tl.float64), tl.load(limits_ptr + 6)
+            off, size = off * off, acc * acc * budget
+            beyond = tl.max((tl.sum(off, 1) > tl.sum(size, 1)).to(tl.int32), 0)
+            beyond |= tl.max((tl.sum(off, 0) > tl.sum(size, 0)).to(tl.int32), 0)
+            if (beyond != 0) | (cancels > tl.load(limits_ptr + 7)):
+                tl.store(said_ptr + 1, 1)
 
 
 @dataclass(frozen=True)
@@ -104,16 +113,16 @@ class Watch:
     """What one candidate's products on one device are held to: limits there, and the word that is set where they were passed."""
 
     def __init__(
-        self, then: Statistics, room: float, seen: Sequence[Seen], device: torch.device
-    ) -> None:
-        host = torch.zeros(1, dtype=torch.int32, device="cpu")
+        self, then: Statistics, room: float, seen: Sequence[Seen], device: torch.device,
+        rtol: float, drift: float = DRIFT,
+    ) -> None:  # fmt: skip
+        host = torch.zeros(2, dtype=torch.int32, device="cpu")
         self._word = host.pin_memory() if device.type == "cuda" else host
         self._said = self._word.numpy()
         self._device = device
+        ends = _limits(then, room, rtol, drift)
         self._limits = [
-            torch.tensor(
-                [*_shares(*s.sizes), *_limits(then, room)], dtype=torch.float64, device=device
-            )
+            torch.tensor([*_shares(*s.sizes), *ends], dtype=torch.float64, device=device)
             for s in seen
         ]
         self._tables = [triton_split.blocks(*s.sizes[:2]) for s in seen]
@@ -124,13 +133,29 @@ class Watch:
             look = triton_split._look(*about, align, device)
             self._starts.append((look, _mend(*about, (rows, blocks), align, device)))
         self._spaces: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._streams: set[int] = set()  # that nobody has waited for since
 
     def passed(self) -> bool:
         """Whether a product has been mended since the last time one asked, as far as the GPU has come; waits for nothing."""
-        if not self._said[0]:
+        return self._asked(0)
+
+    def beyond(self) -> bool:
+        """The same of products that even float64 may not have brought within the budget."""
+        return self._asked(1)
+
+    def _asked(self, word: int) -> bool:
+        if not self._said[word]:
             return False
-        self._said[0] = 0
+        self._said[word] = 0
         return True
+
+    def wait(self) -> None:
+        """Until the GPU has judged every product so far; nothing where a graph is captured."""
+        cuda = self._device.type == "cuda"
+        while self._streams and not (cuda and torch.cuda.is_current_stream_capturing()):
+            number = self._streams.pop()
+            if cuda:
+                torch.cuda.ExternalStream(number, device=self._device).synchronize()
 
     def over(self, products: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         """Look at (left, right, out) of every product and mend those that need it; waits for nothing.
@@ -155,6 +180,8 @@ class Watch:
     def _space(self) -> list[tuple[Tensor, Tensor]]:
         """For every product, what `look_at` finds and the end of it, in memory of the current stream."""
         stream = triton_split.stream(self._device)
+        if stream >= 0:
+            self._streams.add(stream)
         found = self._spaces.get(stream)
         if found is None:
             made = [
@@ -167,11 +194,13 @@ class Watch:
         return found
 
 
-def _limits(then: Statistics, room: float) -> tuple[float, ...]:
+def _limits(then: Statistics, room: float, rtol: float, drift: float) -> tuple[float, ...]:
     """As `mend_product` reads them; float64 that leaves its range becomes infinite instead of an error."""
     beyond, easier = then.cancels * room, then.cancels / 64
-    highest = math.inf if then.high > 1000 else 2.0 ** (then.high + 4)
-    return beyond * beyond, easier * easier, 2.0 ** (then.low - 4), highest
+    highest = math.inf if then.high > 1000 else 2.0 ** (then.high + DRIFT)
+    hopeless = rtol / FLOOR
+    ends = (2.0 ** (then.low - drift), highest, rtol * rtol, hopeless * hopeless)
+    return beyond * beyond, easier * easier, *ends
 
 
 @lru_cache
@@ -182,7 +211,7 @@ def works(device: torch.device) -> bool:
     want = (a.double() @ b.double()).float()
     near, wrong = want * (1 + 2.0**-12), want * 2
     try:
-        watch = Watch(Statistics(20.0, 4.0, -8.0, 8.0), 1.0, [Seen.of(a, b, want)], device)
+        watch = Watch(Statistics(20.0, 4.0, -8.0, 8.0), 1.0, [Seen.of(a, b, want)], device, 1e-3)
         watch.over([(a, b, near)])
         left = torch.equal(near, want * (1 + 2.0**-12)) and not watch.passed()
         watch.over([(a * 2.0**20, b, wrong)])

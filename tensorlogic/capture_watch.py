@@ -108,6 +108,12 @@ def quiet(device: torch.device) -> bool:
     return not getattr(_HUSHED, "depth", 0) and calm(device)
 
 
+def _many_vectors() -> bool:
+    """Inside `autograd.grad(..., is_grads_batched=True)`, where PyTorch refuses to draw numbers."""
+    torch._C._vmapmode_increment_nesting()
+    return torch._C._vmapmode_decrement_nesting() > 0
+
+
 def calm(device: torch.device) -> bool:
     """The same for a few small calls, which the kernel of a registered op may make under whatever modes it was called."""
     return not (
@@ -118,4 +124,5 @@ def calm(device: torch.device) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or modes.intercepted()
         or torch._C._functorch.maybe_current_level() is not None
+        or _many_vectors()
     )

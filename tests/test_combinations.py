@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tensorlogic
+from tensorlogic import vouching
 
 from .test_autograd import TABLE, close, leaves
 
@@ -47,3 +48,32 @@ def test_autocast_and_a_residual_without_dimensions(dtype: torch.dtype) -> None:
         assert tensorlogic.linear(x, w, None, torch.ones(5)).dtype is torch.float32
         wide = tensorlogic.linear(x.double(), w.double(), None, r.double())
     assert wide.dtype is torch.float64
+
+
+@pytest.mark.parametrize("name", ["linear_silu", "layer_norm_linear", "gelu_linear"])
+def test_gradients_of_many_vectors_through_more_than_two_dimensions(name: str) -> None:
+    ours, theirs, _ = TABLE[name]
+    mine, plain = ([torch.randn(2, 3, 6, requires_grad=True), *leaves(name)[1:]] for _ in range(2))
+    dys = torch.randn(3, 2, 3, 5)
+    with torch.no_grad():
+        plain[0].copy_(mine[0])
+    close(
+        torch.autograd.grad(ours(*mine), mine, dys, is_grads_batched=True),
+        torch.autograd.grad(theirs(*plain), plain, dys, is_grads_batched=True),
+    )
+
+
+def test_enabled_gradients_of_many_vectors_refuse_no_candidate(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No number may be drawn there: a check has to wait, its candidate is not to blame."""
+    vouching.forget()
+    x = torch.randn(36, 32).half().requires_grad_()
+    tensorlogic.enable()
+    try:
+        y = x @ torch.randn(32, 32).half()
+        torch.autograd.grad(y, x, torch.randn(2, 36, 32).half(), is_grads_batched=True)
+    finally:
+        tensorlogic.disable()
+    assert not caplog.records
+    assert not any(vouching._NOTES.known.values())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,18 +29,16 @@ MOST = 8192  # keys under watch
 _BUSY = threading.Lock()  # one study step at a time in the whole process
 
 
-def watch(op: Op, key: Key, device: torch.device, launch: Launcher) -> Launcher:
-    """`launch`, counted: every so often a later call pays for one step of the key's study."""
+def watch(op: Op, key: Key, device: torch.device) -> Watch | None:
+    """Who counts the calls of this key: every so often a later one pays for one step of its study. None: nobody does."""
     if stores.distributed():
-        return launch
+        return None
     known = _WATCHES.get((str(device), key.text))
     if known is None:
         if len(_WATCHES) >= MOST:  # shapes without end: start again rather than grow
             _WATCHES.clear()
         known = _WATCHES[(str(device), key.text)] = Watch(op, key, device)
-    if known.done:
-        return launch
-    return known.wrap(launch)
+    return None if known.done else known
 
 
 def forget() -> None:
@@ -76,25 +75,34 @@ class Watch:
 
     def _wrap_compiled(self, launch: Any) -> Launcher:
         """As `wrap`, counted by the launcher itself: what it has served is added when it asks."""
+        counted: Launcher = self._counting(launch, launch.watched)
+        return counted
+
+    def direct(self, serve: Callable[..., Any]) -> Callable[..., Any] | None:
+        """`serve`, counted in C; None without compiled calls, where a counter in Python would cost what being direct gains."""
+        module = calls.module()
+        if module is None:
+            return None
+        counted: Callable[..., Any] = self._counting(serve, partial(module.Counted, serve))
+        return counted
+
+    def _counting(self, serve: Callable[..., Any], make: Callable[..., Any]) -> Any:
+        """What `make(look, left)` makes: it serves `left` calls on its own, then asks to look."""
         given = max(1, self.look_at - self.calls)
 
         def look(*dynamic: Any) -> Any:
             nonlocal given
             self.calls += given
-            outs = (
-                launch(*dynamic)
-                if self.calls < self.look_at or self.done
-                else self._look(launch, dynamic)
-            )
+            early = self.calls < self.look_at or self.done
+            outs = serve(*dynamic) if early else self._look(serve, dynamic)
             given = max(1, self.look_at - self.calls) if not self.done else 1 << 60
             served.left = given - 1
             return outs
 
-        served = launch.watched(look, given - 1)
-        counted: Launcher = served
-        return counted
+        served = make(look, given - 1)
+        return served
 
-    def _look(self, launch: Launcher, dynamic: tuple[Any, ...]) -> Any:
+    def _look(self, launch: Callable[..., Any], dynamic: tuple[Any, ...]) -> Any:
         """Time this call; then, if the key has earned it, take one step."""
         begin = time.perf_counter()
         outs = launch(*dynamic)

@@ -208,9 +208,10 @@ def choose(
         and not policy.reproducible
         and policy.observer is None
     ):
-        watched = background.watch(op, key, device, choice.launch)
-        if watched is not choice.launch:
-            choice.launch, choice.direct = watched, None
+        watch = background.watch(op, key, device)
+        if watch is not None:
+            choice.launch = watch.wrap(choice.launch)
+            choice.direct = choice.direct and watch.direct(choice.direct)
     return choice
 
 
@@ -231,7 +232,8 @@ def _adapting(op: Op, key: Key, device: torch.device, policy: Policy, compiled: 
     launch: Launcher = adapting.Adaptive(op, key, device, policy.precision.rtol)
     watched = policy.tune == "auto" and policy.observer is None and not compiled
     if watched and stores.current(device).get(key, lambda plan: _current(op, plan)) is None:
-        launch = background.watch(op, key, device, launch)
+        watch = background.watch(op, key, device)
+        launch = launch if watch is None else watch.wrap(launch)
     return Choice(BY_DATA, {}, launch, "errors on the caller's data")
 
 

@@ -65,6 +65,12 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> type[Planned]:
     return Planned
 
 
+def wrapped(key: Key, launch: Any) -> Any:
+    watch = background.watch(RELU, key, CPU)
+    assert watch is not None
+    return watch.wrap(launch)
+
+
 @pytest.mark.parametrize("call_s", [1e-5, 1e-3, 0.2])
 def test_no_step_starts_before_the_key_has_earned_it(planned: type[Planned], call_s: float) -> None:
     """Work stays under 5 % of the time spent in the key before it, where steps take what they announce."""
@@ -79,7 +85,7 @@ def test_no_step_starts_before_the_key_has_earned_it(planned: type[Planned], cal
         return (x,)
 
     key = RELU.key((torch.ones(3), False), "inference")
-    run = background.watch(RELU, key, CPU, launch)
+    run = wrapped(key, launch)
     x = torch.ones(3)
     seen = 0
     for _ in range(int(250 / call_s) if call_s > 1e-4 else 400_000):
@@ -101,7 +107,7 @@ def test_steps_that_take_longer_than_announced_are_expected_to(planned: type[Pla
         in_key += 1e-3
         return (x,)
 
-    run = background.watch(RELU, RELU.key((torch.ones(5), False), "inference"), CPU, launch)
+    run = wrapped(RELU.key((torch.ones(5), False), "inference"), launch)
     shares: list[float] = []
     for _ in range(20_000):
         run(torch.ones(5))
@@ -114,7 +120,7 @@ def test_steps_that_take_longer_than_announced_are_expected_to(planned: type[Pla
 
 def test_nothing_happens_before_a_few_calls(planned: type[Planned]) -> None:
     key = RELU.key((torch.ones(4), False), "inference")
-    run = background.watch(RELU, key, CPU, lambda x: (x,))
+    run = wrapped(key, lambda x: (x,))
     for _ in range(7):
         run(torch.ones(4))
     assert planned.made == 0

@@ -251,6 +251,30 @@ def test_a_launcher_that_is_watched_counts_every_call(monkeypatch: pytest.Monkey
         assert looks == [8, 13, 18, 23, 28]
 
 
+def test_a_call_without_a_launcher_of_ours_is_watched_as_cheaply(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch's own call stays what a front calls; every so often one is looked at."""
+    looks: list[int] = []
+
+    def looked(self: background.Watch, serve: Any, dynamic: Any) -> Any:
+        looks.append(self.calls)
+        self.look_at = self.calls + 5
+        return serve(*dynamic)
+
+    monkeypatch.setattr(background.Watch, "_look", looked)
+    stores.forget()
+    x = torch.randn(3, 4).double()
+    with tensorlogic.policy(tune="auto"):
+        run = Bound(OPS["relu"], (x, False), policies.current(), False).shortest[0]
+        assert type(run) is calls.module().Counted
+        for _ in range(30):
+            assert torch.equal(run(x), torch.relu(x))
+        assert looks == [8, 13, 18, 23, 28]
+        with pytest.raises(TypeError):
+            run(x, x)
+
+
 def test_threads_may_forget_while_others_call() -> None:
     wrong: list[float] = []
     stop = threading.Event()

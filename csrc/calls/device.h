@@ -95,6 +95,6 @@ bool out_of_memory();
 void translated();
 
 extern PyTypeObject DriverType, EmptyType, StartType, StepType, SlotType, PlanType,
-    RecordingType;
+    RecordingType, CountedType;
 
 }  // namespace tensorlogic::calls

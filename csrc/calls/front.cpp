@@ -343,7 +343,7 @@ PyMODINIT_FUNC PyInit_tensorlogic_calls() {
   if (!made) return nullptr;
   for (PyTypeObject* type : {&NativeType, &LauncherType, &FrontType, &DriverType,
                              &EmptyType, &StartType, &StepType, &SlotType, &PlanType,
-                             &RecordingType})
+                             &RecordingType, &CountedType})
     if (PyModule_AddType(made, type) < 0) {
       Py_DECREF(made);
       return nullptr;

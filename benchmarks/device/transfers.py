@@ -3,7 +3,7 @@
 python benchmarks/device/transfers.py [--seconds 30] [--json FILE]
 
 GB/s, median and best of several, each transfer waited for, beside PyTorch's, copies of pinned memory and of the host alone. The rule that
-stands is run first and last; what the constants of tensorlogic/memory/staging.py should be is the row that is best at 16 and 256 MiB.
+stands is run first and last: what tensorlogic/memory/staging_rules.py has timed and chosen by itself.
 Without a GPU only the host's part is run: all that a transfer does but moving, so that no more can be had.
 """
 
@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,14 @@ import torch
 from torch import Tensor
 
 from tensorlogic import native
-from tensorlogic.memory import staging
+from tensorlogic.memory import staging, staging_rules
 
 MIB = 1 << 20
 SIZES = tuple(n * MIB for n in (4, 16, 64, 256))
 WORKERS = (2, 3, 4, 5, 6, 7, 9, 13)
 DEVICE = torch.device("cuda", 0)
-RULE = ("BUFFER", "SLOTS", "SMALLEST", "UNIT", "PATIENCE", "PAST_CACHES")  # of staging.py
+RULE = ("BUFFER", "SLOTS", "UNIT", "PATIENCE", "PAST_CACHES")  # of staging.py
 USUAL = {name: getattr(staging, name) for name in RULE}
-THREADS = staging.workers
 
 
 def rate(call: Callable[[], Any], nbytes: int) -> tuple[float, float]:
@@ -64,7 +64,8 @@ def host_alone(nbytes: int, workers: int, unit: int, past: bool, up: bool) -> fl
     buffers = torch.zeros(staging.SLOTS * staging.BUFFER, dtype=torch.uint8)
     handles = list(range(1, staging.SLOTS + 2))
     number = native.op("staging_open")(buffers, handles, [idle()] * 4, 0)
-    copy, sizes = native.op("staged_copy"), (staging.SMALLEST, staging.BUFFER, unit)
+    usual = staging_rules.usual()[nbytes > staging_rules.BETWEEN]
+    copy, sizes = native.op("staged_copy"), (usual.least, usual.most, unit)
     taken = []
     for _ in range(12):
         begin = time.perf_counter()
@@ -156,15 +157,15 @@ def aside(host: Tensor, there: Tensor) -> dict[str, float]:
 
 
 def rules() -> Iterator[dict[str, Any]]:
-    """What is tried: constants of staging.py that differ, and the number of threads."""
+    """What is tried: constants of staging.py that differ, and of the rules that it times; {} is what it has found for itself."""
     yield {}
     for workers, patience in itertools.product((7, 5, 6, 8, 10, 13), (100, 0)):
         yield {"workers": workers, "PATIENCE": patience}
     for workers in (7, 10):
-        yield {"workers": workers, "BUFFER": 2 * MIB, "SLOTS": 16}
-        yield {"workers": workers, "BUFFER": 8 * MIB, "SLOTS": 6}
-        for smallest in (MIB // 4, MIB):
-            yield {"workers": workers, "SMALLEST": smallest}
+        yield {"workers": workers, "most": 2 * MIB}
+        yield {"workers": workers, "BUFFER": 8 * MIB, "most": 8 * MIB, "SLOTS": 6}
+        for least in (MIB // 4, MIB):
+            yield {"workers": workers, "least": least}
         for unit in (MIB // 16, MIB // 4):
             yield {"workers": workers, "UNIT": unit}
         for past in (0, 1 << 62):
@@ -172,15 +173,18 @@ def rules() -> Iterator[dict[str, Any]]:
     yield {}
 
 
-def follow(rule: dict[str, Any]) -> None:
-    """Have transfers follow a rule."""
+def follow(rule: dict[str, Any], found: dict[bool, staging_rules.Rules]) -> None:
+    """Have transfers follow a rule; `found` is what was timed for either direction."""
     wanted = {**USUAL, **rule}
-    count = wanted.pop("workers", None)
-    staging.workers = THREADS if count is None else lambda _: count  # type: ignore[assignment]
+    own = {name: wanted.pop(name) for name in ("workers", "least", "most") if name in wanted}
     if any(wanted[name] != getattr(staging, name) for name in ("BUFFER", "SLOTS")):
         staging._STAGERS.clear()
     for name, value in wanted.items():
         setattr(staging, name, value)
+    for up in (True, False):
+        mover = staging.stager(0, up)
+        base = staging_rules.usual() if own else found[up]
+        mover.rules, mover.left = (replace(base[0], **own), replace(base[1], **own)), 0
 
 
 def main() -> int:
@@ -210,10 +214,12 @@ def main() -> int:
     for host, there in pairs:
         assert torch.equal(staging.to(staging.to(host, DEVICE), "cpu"), host)
         keep({"bytes": host.nbytes, **plain(host, there), **aside(host, there)})
+    found_rules = {up: staging.stager(0, up).rules for up in (True, False)}
+    keep({"found": {"up": str(found_rules[True]), "down": str(found_rules[False])}})
     for rule in rules():
         if rule and time.perf_counter() > end - 1:
             continue
-        follow(rule)
+        follow(rule, found_rules)
         row = {"rule": rule}
         for host, there in pairs:
             row[f"{host.nbytes // MIB} MiB"] = both_ways(host, there)

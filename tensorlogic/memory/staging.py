@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,18 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import capture_watch, stores
+from . import staging_rules
+
 LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
-WORKERS = (
-    (32 << 20, 7),
-    (1 << 62, 10),
-)  # threads, the caller among them, which only calls CUDA, up to so many bytes
 BUFFER, SLOTS = 4 << 20, 12  # bytes of a pinned buffer, and how many there are
-SMALLEST = (
-    1 << 19
-)  # bytes of the chunk that is waited for, the first one up, the last one down: the others double, to a buffer's
 UNIT = 1 << 17  # bytes that a thread copies at a time: all of them are at one chunk
 PATIENCE = 100  # microseconds without anything to call, after which the caller copies, too
 PAST_CACHES = 128 << 20  # bytes to a GPU below which threads write past the caches
+LARGE, MET = 8 << 20, 4  # bytes of transfers after so many of which their rules are timed
 CHUNK, BUFFERS = 8 << 20, 4  # without the native library: by PyTorch's threads, a piece at a time
 
 
@@ -63,7 +60,7 @@ class Stager:
     Threads of the native library copy between memory and buffers while the copy engine moves the chunks before them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, up: bool) -> None:
         from tensorlogic import native
 
         self.device = device
@@ -77,6 +74,9 @@ class Stager:
         if calls is not None:
             handles = [int(event.cuda_event) for event in self.events]
             self.number = native.op("staging_open")(self.memory, handles, calls, device.index)
+        found = staging_rules.known(device, up)
+        self.up, self.rules = up, found or staging_rules.usual()
+        self.left = 0 if found or self.copy is None or stores.distributed() else MET
         self.lock = threading.Lock()
         STATS.buffers += SLOTS
         STATS.buffer_bytes += self.memory.numel()
@@ -87,15 +87,42 @@ class Stager:
             with self.lock, torch.no_grad():
                 (self._up if up else self._down)(_bytes(source), _bytes(target))
             return
-        host, there = (source, target) if up else (target, source)
-        n = host.numel() * host.element_size()
+        n = source.numel() * source.element_size()
+        self._by(self.rules[n > staging_rules.BETWEEN], source, target, n)
+        if self.left and n >= LARGE:
+            self.left -= 1
+            if not self.left and capture_watch.calm(self.device):
+                self._settle()
+
+    def _by(self, rule: staging_rules.Rule, source: Tensor, target: Tensor, n: int) -> None:
+        assert self.copy is not None
+        host, there = (source, target) if self.up else (target, source)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        past = not up or n < PAST_CACHES
+        past = not self.up or n < PAST_CACHES
         with self.lock:  # the library lets go of the interpreter meanwhile
             self.copy(
-                self.number, host.data_ptr(), there.data_ptr(), n, SMALLEST, BUFFER, UNIT, workers(n), PATIENCE,
-                up, past, stream,
+                self.number, host.data_ptr(), there.data_ptr(), n, rule.least, rule.most, UNIT, rule.workers, PATIENCE,
+                self.up, past, stream,
             )  # fmt: skip
+
+    def _settle(self) -> None:
+        """Time how transfers of this direction are best cut and shared: once a machine, a tenth of a second."""
+        most = max(staging_rules.TIMED)
+        try:
+            there = torch.empty(most, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError:
+            return
+        host = _fresh(there, torch.device("cpu")).fill_(1)
+        source, target = (host, there) if self.up else (there, host)
+
+        def timer(rule: staging_rules.Rule, nbytes: int) -> float:
+            torch.cuda.current_stream(self.device).synchronize()
+            begin = time.perf_counter()
+            self._by(rule, source, target, nbytes)
+            torch.cuda.current_stream(self.device).synchronize()
+            return time.perf_counter() - begin
+
+        self.rules = staging_rules.settle(self.device, self.up, timer)
 
     def aside(
         self, source: Tensor, target: Tensor, up: bool, ready: torch.cuda.Event
@@ -131,20 +158,6 @@ class Stager:
                 self.events[i % BUFFERS].record(self.stream)
 
 
-def workers(nbytes: int) -> int:
-    """Threads that copy: not all that there are, for others have work, too; few where waking and waiting for them is what counts."""
-    wanted = next(count for most, count in WORKERS if nbytes <= most)
-    return max(1, min(wanted, _processors() - 1))
-
-
-@lru_cache
-def _processors() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _piece(nbytes: int) -> int:
     """Bytes of a piece without the native library: of small transfers half, so that copying and moving overlap."""
     return CHUNK if nbytes >= 8 * CHUNK else CHUNK // 2
@@ -159,7 +172,7 @@ def stager(index: int, up: bool) -> Stager:
     found = _STAGERS.get((index, up))
     if found is None:
         with _LOCK:
-            found = _STAGERS.get((index, up)) or Stager(torch.device("cuda", index))
+            found = _STAGERS.get((index, up)) or Stager(torch.device("cuda", index), up)
             _STAGERS[index, up] = found
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ _LOCK = threading.Lock()
 _TURN = threading.RLock()
 _DEAD: list[Any] = []  # graphs to destroy when nobody records
 _open: set[int] = set()
+_turns = 0  # that are being taken; more than one by a thread that has it already, or where patience ended
+_collecting = False  # whether Python's collector of cycles was on before the first of them
 _installed = False
 _HUSHED = threading.local()  # depth: how many blocks of this thread measure nothing
 
@@ -57,23 +60,49 @@ def turn(patience_s: float = -1.0) -> Iterator[None]:
     """This thread's turn to record a graph: PyTorch's generators know one recording, and streams come from a pool.
 
     A second one that begins meanwhile leaves a graph that aborts the process when it is destroyed. Who has waited for
-    `patience_s` (negative: for ever) goes on all the same.
+    `patience_s` (negative: for ever) goes on all the same. Python's collector of cycles rests meanwhile: a graph that it
+    finds, whosever it is, would be destroyed by the recording thread, which breaks the recording.
     """
     mine = _TURN.acquire(timeout=patience_s)
+    _begin()
     try:
         yield
     finally:
+        _end()
         if mine:
-            _DEAD.clear()
+            _cleared()
             _TURN.release()
 
 
+def _begin() -> None:
+    global _turns, _collecting
+    with _LOCK:
+        if not _turns:
+            _collecting = gc.isenabled()
+            gc.disable()
+        _turns += 1
+
+
+def _end() -> None:
+    global _turns
+    with _LOCK:
+        _turns -= 1
+        if not _turns and _collecting:
+            gc.enable()
+
+
+def _cleared() -> None:
+    """Destroy what is buried, if nobody records."""
+    if not _turns:
+        _DEAD.clear()
+
+
 def bury(owner: Any, *names: str) -> None:
-    """Take a recorded graph, and what else holds it, out of the owner's attributes; it is destroyed while nobody else records."""
+    """Take a recorded graph, and what else holds it, out of the owner's attributes; it is destroyed while nobody records."""
     _DEAD.extend(owner.__dict__.pop(name, None) for name in names)
     if _TURN.acquire(blocking=False):
         try:
-            _DEAD.clear()
+            _cleared()
         finally:
             _TURN.release()
 

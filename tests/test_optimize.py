@@ -119,7 +119,8 @@ def test_report_names_opportunities_and_what_came_of_those_taken(pays: None) -> 
                 x = x.double().float()
             return torch.relu(self.inner(x))
 
-    report = tensorlogic.optimize(Casting().eval(), torch.randn(256, 64)).report
+    x = torch.randn(4096, 64)  # a pause of the machine during the one watched call is less
+    report = tensorlogic.optimize(Casting().eval(), x).report
     assert report.outcome == "rewritten", report.reason
     (conversions,) = [o for o in report.opportunities if "conversion" in o.cause]
     assert conversions.what == "12 conversions"

@@ -156,3 +156,101 @@ def test_statistics_that_training_wrote_without_a_version(
         each.eval()
     assert (fast(x) - before).abs().max() > 0.01
     torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+class Views(nn.Module):
+    """What depends on weights alone is computed ahead: expanded, or a view of a weight's own memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.row = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        halves = self.w.view(2, 2, 4)
+        return x @ halves[0].t() + x @ halves[1].t(), x + (self.row * 3).expand(5, 4)
+
+
+@torch.no_grad()
+def test_constants_follow_and_own_only_what_was_copied(pays: None) -> None:
+    model, x = Views().eval(), torch.randn(5, 4)
+    fast = tensorlogic.optimize(model, x)
+
+    def follows() -> None:
+        version = model.w._version
+        for got, wanted in zip(fast(x), model(x), strict=True):
+            torch.testing.assert_close(got, wanted)
+        assert model.w._version == version  # reading wrote to no weight
+
+    follows()
+    model.row.add_(1)
+    model.w.mul_(2)
+    follows()
+    saved, known = model.w.data, model.w.detach().clone()
+    model.w.data = torch.randn(4, 4)  # as averages of weights are put in and taken out
+    follows()
+    assert torch.equal(saved, known)
+    model.w.data = saved
+    follows()
+    assert torch.equal(saved, known)
+
+
+class Cut(nn.Module):
+    """Two graphs, with Python between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(x))
+        return self.last(y if y.sum().item() > -1 else -y)
+
+
+@pytest.mark.parametrize("kind", [Cut, Reader])
+@torch.no_grad()
+def test_hooks_that_come_later_run(kind: type[nn.Module], pays: None) -> None:
+    torch._dynamo.reset()
+    model, x = kind().eval(), torch.randn(3, 4)
+    fast = tensorlogic.optimize(model, x)
+    assert fast.report.outcome == "rewritten", fast.report.reason
+    inner, seen = next(m for m in fast.modules() if isinstance(m, nn.Linear)), list[Any]()
+    plain = fast(x)
+    hook = inner.register_forward_hook(lambda m, args, out: out * 0)
+    assert not torch.equal(fast(x), plain)
+    hook.remove()
+    torch.testing.assert_close(fast(x), plain)
+    hook = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
+    try:
+        torch.testing.assert_close(fast(x), plain)
+    finally:
+        hook.remove()
+    assert inner in seen
+    seen.clear()
+    torch.testing.assert_close(fast(x), plain)
+    assert not seen
+
+
+KINDS: dict[str, float] = {}  # what a library knows of a class, by its name
+
+
+class Registered(nn.Module):
+    """Asks for its own class by its name, as libraries do that keep tables of models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        KINDS[str(type(self))] = 2.0
+
+    def forward(self, x: Tensor, scaled: bool = False) -> Tensor:
+        y = torch.relu(self.lin(x))
+        return y * KINDS.get(str(type(self)), 0.0) if scaled else y
+
+
+@torch.no_grad()
+def test_the_class_keeps_its_name(pays: None) -> None:
+    model, x = Registered().eval(), torch.randn(3, 4)
+    fast = tensorlogic.optimize(model, x)
+    assert fast is not model
+    assert type(fast).__qualname__ == "Registered"
+    assert repr(fast) == repr(model)
+    torch.testing.assert_close(fast(x, True), model(x, True))

@@ -19,6 +19,7 @@ from .short import MISS, Way, short
 from .watch import Kept, Watch
 
 EAGER_CALLS = 2  # calls of one kind that run as they are before one is captured
+PAUSE = 16  # calls that run as they are after a recording that failed, before there is one more
 
 
 @dataclass
@@ -51,6 +52,8 @@ class Captured:
         self.batch, self.buckets = batch, sorted(buckets) if buckets else None
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
         self.reason: str | None = None
+        self.pause = 0  # calls until there is one more recording; 0 where there is none
+        self.failed = False  # once; the second time is the last
         self.module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
         if not isinstance(self.module, nn.Module):
             self.module = None
@@ -67,14 +70,14 @@ class Captured:
             out = way(*args)
             if out is not MISS:
                 return out
-        if self.reason is not None:
+        if self.reason is not None and not self._again():
             return self.fn(*args, **kwargs)
         self.way = None
         flat, spec = pytree.tree_flatten((args, kwargs))
         reason, device = self._suits(flat)
         if device is None:
             if reason is not None:
-                self.reason = reason
+                self.reason, self.pause = reason, int(torch.cuda.is_available())
             return self.fn(*args, **kwargs)
         rows, padded = self._padded(flat)
         key = (spec, tuple(map(_kind, padded)), _modes(device))
@@ -106,6 +109,15 @@ class Captured:
             assert self.batch is not None
             out = [_rows(v, self.batch, *rows) for v in out]
         return pytree.tree_unflatten(list(out), entry.spec)
+
+    def _again(self) -> bool:
+        """Whether to record once more: what broke a recording may have been somebody else's, and be over."""
+        if self.pause:
+            self.pause -= 1
+            if not self.pause:
+                self.reason = None
+                return True
+        return False
 
     def _look(self) -> None:
         """Watch the module as it is from now on."""
@@ -209,6 +221,7 @@ class Captured:
         except FAILURES as problem:
             heal(device)
             self.reason = cause(problem)
+            self.pause, self.failed = 0 if self.failed else PAUSE, True
             self.entries.clear()
             return False
         entry.state = self._state()
@@ -306,7 +319,8 @@ def capture(
 
     Returns:
         A callable. Its `reason` is None, or why calls are not replayed (no CUDA device, a value that Python needs from the
-        GPU, an output that is an input): then the function itself runs. `graphs` counts what is replayed, `nbytes` the
+        GPU, an output that is an input): then the function itself runs. After a recording that failed there is one more,
+        16 calls later. `graphs` counts what is replayed, `nbytes` the
         memory the graphs hold.
 
     Raises:

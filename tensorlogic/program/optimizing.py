@@ -290,10 +290,9 @@ def _copied(model: nn.Module) -> nn.Module:
 def _extended(clone: nn.Module) -> nn.Module:
     """The copy with a class of its own: the model's, with our forward before it."""
     cls = type(clone)
-    try:
-        clone.__class__ = type(
-            f"Optimized{cls.__name__}", (Optimized, cls), {"__module__": cls.__module__}
-        )
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    try:  # of the same name, by which libraries keep what they know of a class
+        clone.__class__ = type(cls.__name__, (Optimized, cls), names)
     except TypeError as problem:
         raise Unfit(f"{cls.__name__} cannot be extended: {problem}") from problem
     clone.__dict__.update({"_program": None, "report": None})

@@ -151,12 +151,15 @@ class Program:
         if mutates(self.graph):  # warming up writes, too
             flat = [_copy(v) if isinstance(v, Tensor) else v for v in flat]
         with torch.set_grad_enabled(self.training), self._unwritten():
-            try:
-                self.replay = self.recorded(flat)
-            except FAILURES as problem:
-                heal(self.device)
-                self.replay = None
-                return cause(problem)
+            for last in (False, True):  # what breaks a recording may be somebody else's, and over
+                try:
+                    self.replay = self.recorded(flat)
+                    break
+                except FAILURES as problem:
+                    heal(self.device)
+                    self.replay = None
+                    if last:
+                        return cause(problem)
         self.pointers, self.way = self._where(), None
         self.alive = [t.detach() for t in self.held]
         return None
@@ -224,19 +227,16 @@ class Program:
 
     def refresh(self) -> None:
         """Compute the constants again from today's parameters and buffers."""
-        self.stamp, self.way = self._stamp(), None
+        stamp, self.way = self._stamp(), None
         fresh, _ = ahead(self.graph, self.state)
+        theirs = {_memory(t) for t in self.state.values()} - {None}
         for name, value in fresh.items():
             old = self.constants[name]
-            same = (
-                isinstance(old, Tensor) and old.layout == torch.strided and not old.is_inference()
-            )
-            if same and old.shape == value.shape and old.stride() == value.stride():
-                with torch.no_grad():
-                    old.copy_(value)  # in place: captured graphs read it there
-            else:
-                self.constants[name] = value
-                self.function.set(name, value)
+            if isinstance(old, Tensor) and _memory(value) not in theirs and _written(old, value):
+                continue  # in place: captured graphs read it there
+            self.constants[name] = value
+            self.function.set(name, value)
+        self.stamp = stamp
 
     @property
     def nbytes(self) -> int:
@@ -248,6 +248,26 @@ class Program:
             if t.layout != torch.strided or t.untyped_storage().data_ptr() not in own:
                 total += t.numel() * t.element_size()
         return total + (self.replay.nbytes if self.replay is not None else 0)
+
+
+def _memory(value: Any) -> int | None:
+    """Where a tensor's memory begins; None where it has none of that kind."""
+    strided = isinstance(value, Tensor) and value.layout == torch.strided
+    return value.untyped_storage().data_ptr() if strided else None
+
+
+def _written(old: Tensor, value: Any) -> bool:
+    """Give `old` the numbers of `value`, if it can hold them as they lie."""
+    if not isinstance(value, Tensor) or old.layout != torch.strided or old.is_inference():
+        return False
+    if old.shape != value.shape or old.stride() != value.stride():
+        return False
+    with torch.no_grad():
+        for dim, stride in enumerate(old.stride()):
+            if stride == 0 and old.shape[dim] > 1:  # expanded: the same numbers all along
+                old, value = old.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+        old.copy_(value)
+    return True
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -14,11 +14,32 @@ from torch import Tensor, nn
 from .. import front
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 TABLES = ("_parameters", "_buffers", "_modules")
 OURS = ("report", "_program")
 SKIPPED = (frozenset(vars(nn.Module())) | {*OURS}) - {"training"}
 LARGE = 64  # items of a container beyond which only their number is watched
 DEPTH = 3  # how far objects such as configurations are followed
+
+
+class Hooks:
+    """The hooks of a module tree but for the root's, which run as ever, and those of all modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tables = [vars(m)[h] for path, m in model.named_modules() for h in HOOKS if path]
+        tables += [vars(torch.nn.modules.module)[h] for h in GLOBAL_HOOKS]
+        self.empty: list[dict[Any, Any]] = [t for t in tables if not t]
+        self.filled: list[dict[Any, Any]] = [t for t in tables if t]
+        self.contents = [dict(t) for t in self.filled]
+
+    def holds(self) -> bool:
+        """True while none was added or removed."""
+        return not any(self.empty) and self.contents == self.filled
 
 
 class Watch:
@@ -34,19 +55,14 @@ class Watch:
         self.values: list[Any] = []  # what they gave
         self.containers: list[Any] = []
         self.contents: list[Any] = []  # copies of what they held
-        self.empty: list[dict[Any, Any]] = []  # hooks, where there are none
+        self.hooks = Hooks(model).holds
         self._entered: set[int] = set()
-        for path, module in model.named_modules():
+        for module in model.modules():
             known = vars(module)
             self._space(known, SKIPPED, 0)
             for table in (known[t] for t in TABLES):
                 if table:
                     self._container({k: _exact(v) for k, v in table.items()}, table)
-            for held in (known[h] for h in HOOKS if path):  # the root's own run as ever
-                if held:
-                    self._container(dict(held), held)
-                else:
-                    self.empty.append(held)
         for scope, names in globals_of(model):
             self._attributes(scope, names, 0)
         self.sizes = list(map(len, self.spaces))
@@ -92,7 +108,7 @@ class Watch:
         """True while nothing has changed but the tensors' contents."""
         try:
             return (
-                not any(self.empty)
+                self.hooks()
                 and self.sizes == [*map(len, self.spaces)]
                 and self.values == [*map(call, self.getters, self.known)]
                 and self.contents == self.containers

@@ -1,0 +1,129 @@
+"""Who records a CUDA graph and when graphs are destroyed: one thread at a time, nothing collected meanwhile; what is the graph's own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tensorlogic import capture_watch
+from tensorlogic.program import graphs
+from tensorlogic.program.graphs import Tape
+
+
+def test_turns_to_record_are_exclusive() -> None:
+    def late() -> bool:
+        with capture_watch.turn(0.05):  # gives up and goes on
+            return capture_watch._TURN.acquire(blocking=False)
+
+    with capture_watch.turn(), ThreadPoolExecutor(1) as pool, capture_watch.turn():
+        assert not pool.submit(late).result()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(late).result()
+        pool.submit(capture_watch._TURN.release).result()
+
+
+def test_nothing_is_collected_while_a_graph_is_recorded() -> None:
+    """A graph in a cycle, whosever it is, would be destroyed by the recording thread and break its recording."""
+    assert gc.isenabled()
+    with capture_watch.turn():
+        assert not gc.isenabled()
+        with capture_watch.turn():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="no graph"), capture_watch.turn():
+        raise ValueError("no graph")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with capture_watch.turn():
+            pass
+        assert not gc.isenabled()  # as its owner wants it
+    finally:
+        gc.enable()
+
+
+def test_a_graph_is_destroyed_while_nobody_records() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.graph = nn.Identity()
+
+    def drop() -> weakref.ref[nn.Module]:
+        owner = Owner()
+        known = weakref.ref(owner.graph)
+        capture_watch.bury(owner, "graph", "replay")
+        return known
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(drop).result()() is None
+        with capture_watch.turn():
+            known, own = pool.submit(drop).result(), drop()
+            with capture_watch.turn():
+                pass
+            assert known() is not None
+            assert own() is not None  # not even by who records
+        assert known() is None
+        assert own() is None
+
+
+def test_a_graph_that_could_not_begin_is_never_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's destructor throws where the generator does not know the graph."""
+
+    class Graph:
+        def capture_begin(self) -> None:
+            raise RuntimeError("Cannot register the state during capturing stage.")
+
+        def capture_end(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(capture_watch, "_installed", False)
+    capture_watch.install()
+    graph = Graph()
+    known = weakref.ref(graph)
+    with pytest.raises(RuntimeError, match="capturing stage"):
+        graph.capture_begin()
+    del graph
+    gc.collect()
+    assert known() is not None
+    assert not capture_watch.any_thread()
+
+
+def test_what_cublas_works_in_belongs_to_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            pass
+
+    class Graph:
+        def replay(self) -> None:
+            done.append("replayed")
+
+    @contextlib.contextmanager
+    def recording(*_: Any, **__: Any) -> Iterator[None]:
+        done.append("recording")
+        yield
+        done.append("recorded")
+
+    monkeypatch.setattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("let go"), raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(graphs, "side_stream", lambda device: Stream())
+    tape = Tape(torch.device("cuda", 0), None)
+    assert tape.record(lambda: done.append("work") or 3) == 3  # type: ignore[func-returns-value]
+    tape.replay()
+    assert done == ["let go", "recording", "work", "recorded", "let go", "replayed"]

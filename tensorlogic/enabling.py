@@ -43,12 +43,9 @@ def _overrides() -> tuple[Override, ...]:
         found += [Override(name + s, getattr(repairs, name), 1, grain) for s in ("", ".out", "_")]
     for suffix in ("", ".out"):
         found.append(Override(f"_addmm_activation{suffix}", repairs.addmm_activation, 1, grain))
-    for name, repair in repairs.WIDENED.items():
-        found.append(Override(name, repair))
+    if repairs.no_float16():  # elsewhere PyTorch's are fast, and nothing stands in front of them
+        found += [Override(name, repair) for name, repair in repairs.WIDENED.items()]
     return tuple(found)
-
-
-OVERRIDES = _overrides()
 
 
 def _new(original: Kernel, repair: Repair) -> Kernel:
@@ -92,7 +89,7 @@ def _install_compiled(libraries: list[torch.library.Library]) -> None:
     library = torch.library.Library("tensorlogic_repaired", "DEF")
     libraries.append(library)
     guard = hooks.op("guard")
-    for override in OVERRIDES:
+    for override in _overrides():
         name, _, overload = override.name.partition(".")
         schema = getattr(getattr(torch.ops.aten, name), overload or "default")._schema
         library.define(str(schema).removeprefix("aten::"))
@@ -106,7 +103,7 @@ def _install_python(libraries: list[torch.library.Library]) -> None:
     libraries.append(library)
     with warnings.catch_warnings():  # that these operators have a kernel already is the point
         warnings.simplefilter("ignore", UserWarning)
-        for override in OVERRIDES:
+        for override in _overrides():
             original = _original(override.name)
             kernel = _guarded(override.first, original, override.kernel(original))
             library.impl(override.name, kernel, "CPU")

@@ -287,6 +287,8 @@ def attention(
 ) -> tuple[Tensor, Tensor] | None:
     """PyTorch's fused attention, forward: y in the dtype of q and the log-sum-exp in float32."""
     if not _slow(q, k, v, attn_mask) or q.numel() * k.shape[-2] <= GRAIN:
+        if q.dtype != torch.float16:  # whatever the mask is
+            hooks.leave()
         return None
     y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *(t.float() for t in (q, k, v)),
@@ -313,6 +315,8 @@ def attention_backward(
 ) -> Any:
     """PyTorch's fused attention, backward: dq, dk, dv."""
     if not _slow(dy, q, k, v, y, attn_mask) or q.numel() * k.shape[-2] <= GRAIN:
+        if q.dtype != torch.float16:  # whatever the mask is
+            hooks.leave()
         return None
     fn = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     named = {"attn_mask": _wide(attn_mask), "scale": scale}

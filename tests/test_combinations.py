@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tensorlogic
-from tensorlogic import vouching
+from tensorlogic import hooks, repairs, vouching
 
 from .test_autograd import TABLE, close, leaves
 
@@ -77,3 +77,39 @@ def test_enabled_gradients_of_many_vectors_refuse_no_candidate(
         tensorlogic.disable()
     assert not caplog.records
     assert not any(vouching._NOTES.known.values())
+
+
+@pytest.mark.parametrize("hardware", [True, False])
+def test_nothing_stands_in_front_of_what_is_fast(
+    hardware: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Convolutions and attention of float16 where it has hardware; bfloat16 attention elsewhere, once it was seen."""
+    if hooks.available() is not None:
+        pytest.skip(str(hooks.available()))
+    asked: list[str] = []
+
+    def spy(name: str, repair: repairs.Repair) -> repairs.Repair:
+        return lambda *args, **rest: (asked.append(name), repair(*args, **rest))[1]
+
+    for name, repair in repairs.WIDENED.items():
+        monkeypatch.setitem(repairs.WIDENED, name, spy(name, repair))
+    monkeypatch.setattr(repairs, "no_float16", lambda: not hardware)
+    x, w, q = torch.randn(1, 4, 12, 12), torch.randn(4, 4, 3, 3), torch.randn(1, 2, 40, 16)
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    tensorlogic.enable()
+    hooks.apart(-1)  # the policy of all tests: under one the guards remember nothing
+    try:
+        with torch.no_grad():
+            for _ in range(3):
+                F.conv2d(x.half(), w.half())
+                F.scaled_dot_product_attention(*[q.half()] * 3)
+            known = [] if hardware else ["convolution", attention] * 3
+            assert asked == known
+            for _ in range(3):
+                F.conv2d(x.bfloat16(), w.bfloat16())
+                F.scaled_dot_product_attention(*[q.bfloat16()] * 3)
+            assert asked == known + [attention] * (not hardware)
+    finally:
+        hooks.apart(1)
+        hooks.forget()
+        tensorlogic.disable()

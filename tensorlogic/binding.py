@@ -132,7 +132,7 @@ class Recording:
 
     def __init__(self, bound: Bound, launch: Launcher, apply: Run) -> None:
         self.bound, self.launch, self.apply = bound, launch, apply
-        # what is kept of arguments and outputs, and of what the look only: None until a call has shown it
+        # what is kept of arguments and outputs, None until a call has shown it; and of what the look only, if of any
         self.places: tuple[int, ...] | None = None
         self.looks: list[kept.Look | None] | None = None
 
@@ -167,7 +167,7 @@ class Recording:
         needs = _of_tensors(bound.op, ctx.needs_input_grad[1:])
         saved, looks = kept.split(bound.op.gradient.save(bound.flags, needs, dynamic, outs))
         ctx.save_for_backward(*saved)
-        self.looks = looks  # the same in every call of a key
+        self.looks = looks if any(looks) else None  # the same in every call of a key
         if own and self.places is None:
             self.places = _places(saved, (*dynamic, *outs))
         return outs[0]
@@ -179,8 +179,9 @@ class Recording:
                 f"{bound.op.name}: double backward is not available through candidate {bound.choice.candidate.id}; "
                 f"compute it under tensorlogic.policy(force='torch.eager')"
             )
-        assert self.looks is not None
-        needs, saved = ctx.needs_input_grad[1:], kept.joined(ctx.saved_tensors, self.looks)
+        needs, saved = ctx.needs_input_grad[1:], ctx.saved_tensors
+        if self.looks is not None:
+            saved = kept.joined(saved, self.looks)
         given = (bound.op, bound.flags, needs, saved, ctx.scalars, dy)
         if bound.policy is policies.current():
             return gradients(*given)

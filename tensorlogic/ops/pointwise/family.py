@@ -51,12 +51,12 @@ def _op(
         dy: Tensor,
     ) -> tuple[Any, ...]:
         wanted = (*needs, False, False)[:3]
-        tensors, looks = kept.split(saved)
+        tensors = [None if type(k) is kept.Look else k for k in saved]
         grads = backward_call(dy, *tensors, kind(flags), bits(wanted))
         return tuple(
             [
-                None if not n else g if look is None else g.sum_to_size(look.shape)
-                for g, n, look in zip(grads, needs, looks, strict=False)
+                None if not n else g.sum_to_size(k.shape) if type(k) is kept.Look else g
+                for g, n, k in zip(grads, needs, saved, strict=False)
             ]
         )
 

@@ -54,6 +54,10 @@ Input::Input(AtenTensorHandle h, bool owned) : handle(owned ? h : nullptr) {
   shape.sizes = sizes;
   strides = steps;
   contiguous &= known;
+  if (known && !data && numel > 0)
+    fail("a tensor of shape " + shape.text() +
+         " has no memory: its storage was resized to nothing, as FSDP does with parameters between "
+         "uses; bring its data back before the call");
 }
 
 Input::Input(Input&& other) noexcept

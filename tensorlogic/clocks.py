@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import measure
+
+if TYPE_CHECKING:
+    from .notes import Notes
 
 DRIFT = (
     1.25  # of the least time known: undisturbed readings lie within 6 % (tiles of AMX, 256 x 256)
 )
 READS, FIRST_READS = 3, 9
 PAUSE_S = 0.02  # between two looks at a slow clock
+CLEARLY = 0.95  # of the noted time: what is less is noted
+STRANGE_S = 60.0  # after which a noted time that this process has never met is another machine's
 STUDY_S = 2.0  # what one study waits and spends on looking again
 POSTPONED = 16  # steps that one in the background puts off
 FIRST_S, SHARE = 2.0, 0.1  # what one process waits in all: this, and of the time since it first did
@@ -25,13 +32,19 @@ class Clock:
 
     Units that one core shares with another (tiles of AMX, say) serve neighbours, too, on machines that are rented by the core:
     then every kernel of theirs takes up to twice its time for up to seconds, and others what they always take.
+
+    A first reading may itself be disturbed. The least time is therefore noted beside the plan store, where later processes
+    find it; only the first one of all on a machine goes by its own readings alone.
     """
 
-    def __init__(self, make: Callable[[], measure.Call | None]) -> None:
+    def __init__(self, make: Callable[[], measure.Call | None], notes: Notes | None = None) -> None:
         self.make = make  # the call; None where no machine of this kind needs it
+        self.notes = notes
         self.call: measure.Call | None = None
         self.made = False
-        self.least: dict[int, float] = {}  # threads -> microseconds
+        self.least: dict[int, float] = {}  # threads -> microseconds, noted or read
+        self.own: dict[int, float] = {}  # the least that this process has read ...
+        self.since: dict[int, float] = {}  # ... since when
         self.lock = threading.Lock()
 
     def slow(self) -> bool:
@@ -42,13 +55,40 @@ class Clock:
             if self.call is None:
                 return False
             threads = torch.get_num_threads()
-            known = self.least.get(threads)
             self.call()
             cpu = torch.device("cpu")
-            reads = FIRST_READS if known is None else READS
+            reads = READS if threads in self.own else FIRST_READS
             now = min(measure.once(self.call, cpu) for _ in range(reads))
-            self.least[threads] = min(now, known or now)
-            return now > DRIFT * self.least[threads]
+            return now > DRIFT * self._known(threads, now)
+
+    def _known(self, threads: int, now: float) -> float:
+        """The least time, this reading among what is known."""
+        begun = self.since.setdefault(threads, time.perf_counter())
+        own = self.own[threads] = min(now, self.own.get(threads, now))
+        noted = self.least.get(threads) or self._noted(threads) or math.inf
+        strange = own > DRIFT * noted and time.perf_counter() - begun > STRANGE_S
+        least = self.least[threads] = own if strange else min(own, noted)
+        if self.notes and (strange or least < CLEARLY * noted):
+            self.notes.append(
+                self.notes.look(torch.device("cpu")), f"{threads} {least:.3f} {time.time_ns()}"
+            )
+        return least
+
+    def _noted(self, threads: int) -> float | None:
+        """What was noted last for so many threads."""
+        if self.notes is None:
+            return None
+        self.notes.look(torch.device("cpu"))
+        found = None
+        for line in self.notes.known:
+            match line.split():
+                case [count, least, _] if count == str(threads):
+                    try:
+                        value = float(least)
+                    except ValueError:  # half a line, say
+                        continue
+                    found = value if 0 < value < math.inf else found
+        return found
 
 
 class Patience:

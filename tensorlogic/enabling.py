@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import hooks, repairs
+from . import arguments, hooks, repairs
 from .repairs import Repair
 
 Kernel = Callable[..., Any]
@@ -139,7 +139,7 @@ def enable(*, pool: bool = False) -> None:
         pool: also give every CPU tensor of 64 KiB and more memory from `tensorlogic.pool`.
 
     Raises:
-        RuntimeError: `pool` is asked for and the hooks for this version of PyTorch are not built; nothing is changed then.
+        TypeError: `pool` is no bool. RuntimeError: `pool` is asked for and the hooks for this version of PyTorch are not built; nothing is changed then.
 
     Example:
         >>> import torch, tensorlogic
@@ -149,7 +149,7 @@ def enable(*, pool: bool = False) -> None:
         >>> y[0, 0].item()
         64.0
     """
-    if pool and (reason := hooks.available()):
+    if arguments.flag("enable", "pool", pool) and (reason := hooks.available()):
         raise RuntimeError(
             f"enable: pool=True needs the hooks, and {reason}. Without them, preload tcmalloc: "
             f"LD_PRELOAD=libtcmalloc.so.4 python ..."

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import policies, registry, selector, stores
+from . import arguments, policies, registry, selector, stores
 from .op import EAGER, OPS, Op
 from .placement import LAST as PLACED
 from .plans import Evidence, Key
@@ -26,7 +26,10 @@ def _op(op: Any) -> Op:
         name = "linear"
     if name not in OPS or not ours:
         known = ", ".join(n for n, o in sorted(OPS.items()) if not o.internal)
-        raise ValueError(f"op is {op!r}; one of our ops or its name is required: {known}")
+        given = f"{op!r}" if isinstance(op, str) else arguments.describe(op)
+        raise ValueError(
+            f"candidates: op is {given}; one of our ops or its name is required: {known}"
+        )
     return OPS[name]
 
 

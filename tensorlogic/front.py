@@ -137,7 +137,7 @@ def _source(name: str, signature: Mapping[str, inspect.Parameter], params: list[
         if p.kind == "tensor":
             key += f"{p.name}.shape, "
         elif p.kind == "optional":
-            key += f"{p.name} is None, "
+            key += f"{p.name} is None or {p.name}.shape, "  # which nested tensors refuse, whose guard would abort
         elif p.kind == "flag":
             key += f"{p.name}, "
     return TEMPLATE.format(

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from . import calls, hooks, settings
+from . import arguments, calls, hooks, settings
 from .settings import TUNE_MODES
 
 P = ParamSpec("P")
@@ -159,8 +159,8 @@ def policy(
         ...     tensorlogic.add_relu(torch.tensor([-1.0, 2.0]), torch.tensor([0.5, 0.5]))
         tensor([0.0000, 2.5000])
     """
-    if tune is not None and tune not in TUNE_MODES:
-        raise ValueError(f"policy: tune is {tune!r}; it must be one of {', '.join(TUNE_MODES)}")
+    if tune is not None:
+        arguments.one_of("policy", "tune", tune, TUNE_MODES)
     if force is not None:
         _check_force(force)
     if deterministic is not None and not isinstance(deterministic, bool):

@@ -12,7 +12,7 @@ from numbers import Real
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from . import policies
+from . import arguments, policies
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,10 +50,7 @@ class Precision:
 
 def checked(mode: Any, rtol: Any = None) -> Precision:
     """The policy of these arguments; raises what `precision` does."""
-    if mode not in MODES:
-        raise ValueError(
-            f"precision: mode is {mode!r}; it must be one of {', '.join(map(repr, MODES))}"
-        )
+    arguments.one_of("precision", "mode", mode, MODES)
     if mode != "adaptive":
         if rtol is not None:
             raise ValueError(

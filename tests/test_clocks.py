@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorlogic import clocks, measure, native, stores, study
+from tensorlogic.notes import Notes
 from tensorlogic.op import EAGER, Candidate, Op, Outputs
 from tensorlogic.ops.common import native_wiring
 from tensorlogic.plans import DISTURBED, Key, Plan, environment
@@ -48,7 +49,9 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    clock: Any = SimpleNamespace(perf_counter=made.perf_counter, sleep=made.sleep)
+    clock: Any = SimpleNamespace(
+        perf_counter=made.perf_counter, sleep=made.sleep, time_ns=time.time_ns
+    )
     for module in (measure, study, clocks):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(clocks, "DRIFT", 1.25)
@@ -171,6 +174,41 @@ def test_a_clock_learns_its_least_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [clock.slow() for _ in range(5)] == [False, True, False, False, True]
     nothing = clocks.Clock(lambda: None)
     assert not nothing.slow()
+
+
+def _reading(machine: Machine, us: float) -> clocks.Clock:
+    """A clock of a new process, every reading of which is that long."""
+    return clocks.Clock(lambda: lambda: machine.work(us, False), Notes(".clock"))
+
+
+def test_a_first_reading_that_is_disturbed_is_told_by_what_an_earlier_process_read(
+    machine: Machine,
+) -> None:
+    assert not _reading(machine, 180.0).slow()  # the very first on this machine knows no better
+    assert not _reading(machine, 100.0).slow()
+    assert _reading(machine, 180.0).slow()
+    assert not _reading(machine, 104.0).slow()
+
+
+def test_a_noted_time_that_is_never_met_again_is_let_go_of(machine: Machine) -> None:
+    """The virtual machine has moved to a slower one, say."""
+    assert not _reading(machine, 100.0).slow()
+    moved = _reading(machine, 180.0)
+    assert moved.slow()
+    machine.now += clocks.STRANGE_S + 1
+    assert not moved.slow()
+    assert not _reading(machine, 180.0).slow()  # nor do later processes wait for it
+
+
+@pytest.mark.parametrize(
+    "line", ["nonsense", "1", "{threads} nan 1", "{threads} 1e", "{threads} 0.0 5"]
+)
+def test_a_damaged_note_is_no_time(machine: Machine, line: str) -> None:
+    path = Notes(".clock").look(CPU)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(line.format(threads=torch.get_num_threads()) + "\n")
+    assert not _reading(machine, 100.0).slow()
+    assert _reading(machine, 180.0).slow()
 
 
 @pytest.mark.skipif(native.isa() != "amx", reason="tiles of this processor are what it looks at")

@@ -273,3 +273,13 @@ def test_a_variable_chooses_the_instruction_set(level: str, wanted: str) -> None
         check=True,
     )
     assert done.stdout.startswith(wanted)
+
+
+def test_a_tensor_whose_storage_was_let_go_of_is_refused() -> None:
+    """As FSDP does with parameters between uses; PyTorch's products refuse it, too."""
+    gone = torch.randn(3, 4)
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(
+        RuntimeError, match=r"shape \[3, 4\] has no memory: its storage was resized"
+    ):
+        native.op("matmul")(gone, torch.ones(4, 5))

@@ -20,6 +20,9 @@ Q, K = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
 G, H = torch.randn(4), torch.randn(4)
 MEAN, VAR = torch.zeros(5), torch.ones(5)
 
+FREED = torch.randn(3, 4)
+FREED.untyped_storage().resize_(0)
+
 
 def bn(x: Any = X, w: Any = W, b: Any = B, mean: Any = MEAN, var: Any = VAR, **more: Any) -> Tensor:
     return t.linear_batch_norm_relu(x, w, b, mean, var, None, None, **more)
@@ -192,6 +195,61 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
         TypeError,
         ("relu: x is a nested tensor", "pad"),
     ),
+    "strided nested": (
+        lambda: t.softmax(torch.nested.nested_tensor([G, G[:2]])),
+        TypeError,
+        ("softmax: x is a nested tensor", "pad"),
+    ),
+    "nested residual": (
+        lambda: t.linear(X, W, B, torch.nested.nested_tensor([B, B])),
+        TypeError,
+        ("linear: residual is a nested tensor", "pad"),
+    ),
+    "activation array": (
+        lambda: t.linear(X, W, B, None, np.zeros(2)),
+        ValueError,
+        ("linear: activation is array([0., 0.])", "one of"),
+    ),
+    "activation tensor": (lambda: t.matmul(X, X.t(), X), ValueError, ("activation is f32[3, 4]",)),
+    "dims for keepdim": (lambda: t.sum(X, 0, 1), TypeError, ("sum: keepdim is int 1", "True or")),
+    "dims in a dict": (lambda: t.max(X, {}), TypeError, ("max: dim is {}", "tuple of ints")),
+    "softmax dtype": (lambda: t.softmax(X, 0, 1.5), TypeError, ("dtype is float 1.5", "float32")),
+    "causal number": (lambda: scores(is_causal=1), TypeError, ("is_causal is int 1", "True or")),
+    "complex mask": (
+        lambda: scores(mask=torch.ones(3, 5) + 1j),
+        TypeError,
+        ("mask is c64[3, 5]", "real floating"),
+    ),
+    "training word": (
+        lambda: t.dropout_linear(X, W, B, training="no"),
+        TypeError,
+        ("dropout_linear: training is str 'no'", "True or False"),
+    ),
+    "training None": (lambda: bn(training=None), TypeError, ("training is NoneType", "True or")),
+    "to nowhere": (lambda: t.to(X, None), TypeError, ("to: device is NoneType", "'cuda'")),
+    "to a dtype": (lambda: t.to(X, torch.float16), TypeError, ("to: device is dtype", "'cpu'")),
+    "to at once": (
+        lambda: t.to(X, "cpu", asynchronous="no"),
+        TypeError,
+        ("to: asynchronous is str 'no'", "True or False"),
+    ),
+    "figures of no device": (
+        lambda: t.pool.stats(None),
+        TypeError,
+        ("pool.stats: device is NoneType", "'cpu'"),
+    ),
+    "shrink to None": (
+        lambda: t.pool.shrink_to_fit(None),
+        TypeError,
+        ("pool.shrink_to_fit: max_bytes", "whole number, got None"),
+    ),
+    "enable a word": (lambda: t.enable(pool="no"), TypeError, ("enable: pool is str 'no'",)),
+    "precision array": (
+        lambda: t.precision(np.zeros(2)),
+        ValueError,
+        ("precision: mode is array([0., 0.])", "'adaptive'"),
+    ),
+    "no memory": (lambda: t.matmul(FREED, W.t()), RuntimeError, ("data",)),
     "tune of a tensor": (lambda: t.tune(X), TypeError, ("tune: fn is Tensor", "function")),
     "explain of a name": (lambda: t.explain("linear"), TypeError, ("explain: fn is str",)),
     "candidates of a stranger": (lambda: t.candidates(torch.relu, X), ValueError, ("linear",)),
@@ -260,6 +318,10 @@ RIGHT: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
     "sum over no dims": (lambda: t.sum(X, ()), lambda: X),
     "sum of a number": (lambda: t.sum(X[0, 0], 0), lambda: torch.sum(X[0, 0], 0)),
     "negative dim": (lambda: t.sum(X, -1, True), lambda: torch.sum(X, -1, True)),
+    "dims of NumPy's": (
+        lambda: t.softmax(t.sum(X[None], np.int64(0)), np.int64(1)),
+        lambda: torch.softmax(X, 1),
+    ),
     "list of dims": (lambda: t.mean(X, [0, -1]), lambda: torch.mean(X, [0, -1])),
     "softmax of a number": (lambda: t.softmax(X[0, 0], 0), lambda: torch.softmax(X[0, 0], 0)),
     "softmax to f64": (

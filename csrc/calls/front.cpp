@@ -56,7 +56,7 @@ bool plain(PyObject* given) {
   const at::Tensor& t = THPVariable_Unpack(given);
   const auto device = t.device().type();
   return (device == at::kCPU || device == at::kCUDA) && t.layout() == at::kStrided &&
-         !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+         !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !t.is_nested();
 }
 
 uint64_t mixed(uint64_t hash, uint64_t value) {

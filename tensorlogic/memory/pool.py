@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tensorlogic import derived, native
+from tensorlogic import arguments, derived, native
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def stats(device: torch.device | str = "cpu") -> PoolStats:
     >>> stats("cpu").bytes_held >= 0
     True
     """
-    device = torch.device(device)
+    device = arguments.device("pool.stats", device)
     if device.type == "cpu":
         return _cpu_stats()
     if device.type == "cuda":
@@ -195,6 +195,8 @@ def shrink_to_fit(max_bytes: int = 0) -> int:
     >>> shrink_to_fit() >= 0
     True
     """
+    if max_bytes is None:
+        raise TypeError("pool.shrink_to_fit: max_bytes must be a whole number, got None")
     _check("shrink_to_fit", "max_bytes", max_bytes)
     return native.op("pool_shrink")(max_bytes) if native.available() is None else 0
 

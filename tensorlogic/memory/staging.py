@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import capture_watch, stores
+from .. import arguments, capture_watch, stores
 from . import staging_rules
 
 LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
@@ -253,8 +253,8 @@ def to(
         the source's elements do not lie together).
 
     Raises:
-        TypeError: no tensor and nothing that offers one, or dtype is none. ValueError: no device of that name. RuntimeError: it
-            is not there.
+        TypeError: no tensor and nothing that offers one, or device or dtype is none. ValueError: no device of that name.
+            RuntimeError: it is not there.
 
     Example:
         >>> import numpy as np, torch, tensorlogic
@@ -264,6 +264,7 @@ def to(
         tensor([1., 1.])
     """
     source, place = as_tensor(tensor, "to: tensor"), present(device, "to")
+    arguments.flag("to", "asynchronous", asynchronous)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(
             f"to: dtype is {dtype!r}; a torch.dtype such as torch.float16, or None, is required"
@@ -279,12 +280,7 @@ def to(
 
 def present(device: torch.device | str, fn: str) -> torch.device:
     """The device; raises ValueError where there is no such kind, RuntimeError where it is a GPU and there is none."""
-    try:
-        place = device if isinstance(device, torch.device) else torch.device(device)
-    except RuntimeError as problem:
-        raise ValueError(
-            f"{fn}: device is {device!r}; a device such as 'cpu' or 'cuda' is required"
-        ) from problem
+    place = arguments.device(fn, device)
     if place.type == "cuda" and not available():
         raise RuntimeError(
             f"{fn}: device is {str(device)!r}, which is not there: PyTorch finds no CUDA device; use 'cpu'"

@@ -201,5 +201,9 @@ def attention_scores(
         checks.broadcasts(fn, "mask", mask, (*batch, q.shape[-2], k.shape[-2]))
         if mask.dtype != torch.bool:
             checks.floating(fn, {"mask": mask})
+            if mask.is_complex() and not q.is_complex():
+                raise TypeError(
+                    f"{fn}: mask is {checks.describe(mask)}; a boolean or real floating mask is required"
+                )
             mask = mask.to(q.dtype)
-    return q, k, number, mask, bool(is_causal)
+    return q, k, number, mask, checks.flag(fn, "is_causal", is_causal)

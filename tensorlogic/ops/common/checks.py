@@ -1,4 +1,4 @@
-"""Checks of callers' arguments: every error names the argument, what came, what is required, and the remedy."""
+"""Checks of tensors and what goes with them: every error names the argument, what came, what is required, and the remedy."""
 
 from __future__ import annotations
 
@@ -8,16 +8,9 @@ import torch
 from torch import Tensor
 
 from ... import policies
-from ...numerics import NAMES
+from ...arguments import describe, flag, index, one_of
 
-
-def describe(t: Any) -> str:
-    """What a value is, in the words of our errors: dtype, shape and device of a tensor, else its type."""
-    if isinstance(t, Tensor):
-        return f"{NAMES.get(t.dtype, str(t.dtype))}{list(t.shape)} on {t.device}"
-    return (
-        f"{type(t).__name__} {t!r}" if isinstance(t, (int, float, str, bool)) else type(t).__name__
-    )
+__all__ = ["describe", "flag", "index", "one_of"]  # and what is defined here
 
 
 def tensors(fn: str, required: dict[str, Any], optional: dict[str, Any] | None = None) -> None:
@@ -79,14 +72,6 @@ def shape(fn: str, name: str, t: Tensor | None, wanted: tuple[int, ...], why: st
     """The tensor, if given, has exactly this shape."""
     if t is not None and tuple(t.shape) != wanted:
         raise ValueError(f"{fn}: {name} is {describe(t)}; shape {list(wanted)} is required, {why}")
-
-
-def one_of(fn: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """The flag has one of the allowed values."""
-    if value not in allowed:
-        raise ValueError(
-            f"{fn}: {name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}"
-        )
 
 
 def number(fn: str, name: str, value: Any, low: float, high: float, span: str) -> float:

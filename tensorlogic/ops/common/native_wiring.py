@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ... import calls, clocks, measure, native
+from ...notes import Notes
 from ...numerics import DTYPES
 from ...op import Candidate, Launcher, Op
 from ...plans import Key
@@ -74,7 +75,7 @@ def _product() -> measure.Call | None:
     return lambda: matmul(a, a)
 
 
-PRODUCTS = clocks.Clock(_product)
+PRODUCTS = clocks.Clock(_product, Notes(".clock"))
 
 
 class Library:

@@ -272,7 +272,7 @@ def dropout_linear(
         raise TypeError(
             f"dropout_linear: generator is {checks.describe(generator)}; a torch.Generator of x's device or None is required"
         )
-    if not training or p == 0.0:
+    if not checks.flag("dropout_linear", "training", training) or p == 0.0:
         return linear(x, weight, bias)
     if generator is None and capturing(x.device):
         # A captured seed costs a launch of its own, 2.3 us on an H200, which the fused mask won back at no size. Behind

@@ -329,7 +329,7 @@ def linear_batch_norm_relu(
         )
         if t is not None:
             checks.floating(fn, {name: t})
-    if not training and (running_mean is None or running_var is None):
+    if not checks.flag(fn, "training", training) and (running_mean is None or running_var is None):
         raise ValueError(f"{fn}: running_mean and running_var are required unless training=True")
     if (running_mean is None) != (running_var is None):
         raise ValueError(f"{fn}: running_mean and running_var must be given together or not at all")
@@ -339,4 +339,4 @@ def linear_batch_norm_relu(
         )
     eps = checks.number(fn, "eps", eps, 0.0, float("inf"), "of at least 0")
     momentum = checks.number(fn, "momentum", momentum, 0.0, 1.0 + 1e-12, "in [0, 1]")
-    return x, weight, bias, running_mean, running_var, gamma, beta, eps, bool(training), momentum
+    return x, weight, bias, running_mean, running_var, gamma, beta, eps, training, momentum

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -155,12 +155,12 @@ def _checked(
         tuple(range(x.dim()))
         if dim is None
         else tuple(dim)
-        if isinstance(dim, Iterable)
+        if isinstance(dim, (tuple, list))
         else (dim,)
     )
     dims = []
-    for d in given:
-        if isinstance(d, bool) or not isinstance(d, int):
+    for d in map(checks.index, given):
+        if d is None:
             raise TypeError(f"{fn}: dim is {dim!r}; an int, a tuple of ints or None is required")
         if not -(x.dim() or 1) <= d < (x.dim() or 1):
             raise ValueError(
@@ -179,7 +179,7 @@ def _checked(
         raise TypeError(
             f"mean: x is {checks.describe(x)}; a floating dtype is required: convert it with x.float()"
         )
-    return x, order, bool(keepdim)
+    return x, order, checks.flag(fn, "keepdim", keepdim)
 
 
 @dispatch.public(SUM)
@@ -195,7 +195,7 @@ def sum(
         x's shape without dim (or with size 1 there), x's dtype (int64 for integers, as torch.sum).
 
     Raises:
-        TypeError: not a tensor, or dim is no int. ValueError: dim out of range or named twice.
+        TypeError: not a tensor, dim is no int, or keepdim no bool. ValueError: dim out of range or named twice.
 
     Source: torch.sum.
 
@@ -220,7 +220,7 @@ def mean(
         x's shape without dim (or with size 1 there), x's dtype; NaN where there is nothing to average.
 
     Raises:
-        TypeError: not a tensor, not floating, or dim is no int. ValueError: dim out of range or named twice.
+        TypeError: not a tensor, not floating, dim is no int, or keepdim no bool. ValueError: dim out of range or named twice.
 
     Source: torch.mean.
 
@@ -245,7 +245,7 @@ def max(
         x's shape without dim (or with size 1 there), x's dtype.
 
     Raises:
-        TypeError: not a tensor, or dim is no int. ValueError: dim out of range, named twice, or empty.
+        TypeError: not a tensor, dim is no int, or keepdim no bool. ValueError: dim out of range, named twice, or empty.
 
     Source: torch.amax.
 
@@ -270,7 +270,7 @@ def min(
         x's shape without dim (or with size 1 there), x's dtype.
 
     Raises:
-        TypeError: not a tensor, or dim is no int. ValueError: dim out of range, named twice, or empty.
+        TypeError: not a tensor, dim is no int, or keepdim no bool. ValueError: dim out of range, named twice, or empty.
 
     Source: torch.amin.
 

@@ -91,6 +91,7 @@ backward_call = dispatch.internal(SOFTMAX_BACKWARD)
 
 @dispatch.public(SOFTMAX)
 def _float_softmax(x: Tensor, dim: int) -> tuple[Any, ...]:
+    checks.tensors("softmax", {"x": x})
     return x, dim
 
 
@@ -104,7 +105,7 @@ def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tenso
         x's shape, in dtype or x's.
 
     Raises:
-        TypeError: not a tensor, or not floating. ValueError: dim out of range.
+        TypeError: not a tensor, not floating, or dtype is none. ValueError: dim out of range.
 
     Source: torch.softmax.
 
@@ -120,17 +121,18 @@ def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tenso
         return _float_softmax(x, dim % dims)
     checks.tensors("softmax", {"x": x})
     if dtype is not None:
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"softmax: dtype is {checks.describe(dtype)}; a torch.dtype such as torch.float32, or None, is required"
+            )
         x = x.to(dtype)
     if not x.is_floating_point():
         raise TypeError(
             f"softmax: x is {checks.describe(x)}; a floating dtype is required: pass dtype=torch.float32 or convert with x.float()"
         )
-    if (
-        isinstance(dim, bool)
-        or not isinstance(dim, int)
-        or not -(x.dim() or 1) <= dim < (x.dim() or 1)
-    ):
+    place = checks.index(dim)
+    if place is None or not -(x.dim() or 1) <= place < (x.dim() or 1):
         raise ValueError(
             f"softmax: dim is {dim!r}, but x is {checks.describe(x)}; a dimension from {-x.dim()} to {x.dim() - 1} is required"
         )
-    return _float_softmax(x, dim % (x.dim() or 1))
+    return _float_softmax(x, place % (x.dim() or 1))

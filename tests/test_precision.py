@@ -315,6 +315,31 @@ def test_ops_around_a_product_follow() -> None:
     )
 
 
+def test_what_is_done_before_a_product_is_not_rounded_to_a_half() -> None:
+    """Where one operand is a half and the result is not, everything is as in the result's dtype."""
+    x, w, b = torch.randn(12, 16).half(), torch.randn(8, 16), torch.randn(8)
+    functional = torch.nn.functional
+    wide = x.double(), w.double(), b.double()
+    normal = functional.layer_norm(wide[0], (16,))
+    with tensorlogic.precision("f32"):
+        y, z = tensorlogic.gelu_linear(x, w, b), tensorlogic.layer_norm_linear(x, None, None, w, b)
+    gelu = functional.gelu(wide[0], approximate="tanh")
+    assert y.dtype == z.dtype == torch.float32
+    assert numerics.relative_error(y, functional.linear(gelu, *wide[1:])) < 1e-6
+    assert numerics.relative_error(z, functional.linear(normal, *wide[1:])) < 1e-6
+
+
+def test_the_gradient_of_a_real_operand_beside_a_complex_one_is_real_and_quiet() -> None:
+    a = torch.randn(2, 9, 12, dtype=torch.complex64)
+    b, c = torch.randn(12, 7, requires_grad=True), torch.randn(2, 12, 7, requires_grad=True)
+    with warnings.catch_warnings(), tensorlogic.precision("f32"):
+        warnings.simplefilter("error")
+        for right in (b, c):
+            (found,) = torch.autograd.grad(tensorlogic.matmul(a, right).abs().sum(), right)
+            (want,) = torch.autograd.grad((a @ right.to(a.dtype)).abs().sum(), right)
+            assert numerics.relative_error(found, want) < 1e-5
+
+
 def test_one_call_has_its_own_precision() -> None:
     a, b = torch.randn(8, 8), torch.randn(8, 8).half()
     y = tensorlogic.matmul(a, b, precision=tensorlogic.precision("f32"))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention_scores import ATTENTION_SCORES, masked
+from .common import ways
 from .common.rows import rows
 from .dropout_linear import DROPOUT_LINEAR, dropped
 from .gelu_linear import GELU_LINEAR
@@ -16,8 +17,14 @@ from .linear_batch_norm_relu import LINEAR_BATCH_NORM_RELU
 from .matmul import matmul
 
 
+def _as_the_result(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x in the dtype of the result: what is done to it before the product is not rounded to a narrower one."""
+    return x.to(ways.result_dtype(x, weight, bias))
+
+
 def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     """linear(gelu(x))."""
+    x = _as_the_result(x, weight, bias)
     return linear(F.gelu(x, approximate=approximate), weight, bias)
 
 
@@ -30,6 +37,7 @@ def layer_norm_linear(
     eps: float,
 ) -> Tensor:
     """linear(layer_norm(x))."""
+    x = _as_the_result(x, weight, bias)
     scale, shift = (None if t is None else t.to(x.dtype) for t in (gamma, beta))
     return linear(F.layer_norm(x, x.shape[-1:], scale, shift, eps), weight, bias)
 
@@ -44,6 +52,7 @@ def dropout_linear(
     state: Tensor | None,
 ) -> Tensor:
     """linear(dropout(x))."""
+    x = _as_the_result(x, weight, bias)
     return linear(dropped(x, p, seed, offset, state), weight, bias)
 
 

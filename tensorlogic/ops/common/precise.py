@@ -135,6 +135,12 @@ def as_result(dtype: torch.dtype, *outs: Tensor | None) -> Outputs:
     return tuple(None if out is None else out.to(dtype) for out in outs)
 
 
+def as_operand(gradient: Tensor, operand: Tensor) -> Tensor:
+    """A gradient in its operand's shape and dtype; of a complex one that of a real operand is the real part."""
+    found = gradient.real if gradient.is_complex() and not operand.is_complex() else gradient
+    return found.reshape(operand.shape).to(operand.dtype)
+
+
 def widest(dtype: torch.dtype) -> torch.dtype:
     """At least float32: what passes over halves compute in."""
     if dtype.is_complex:
@@ -142,4 +148,4 @@ def widest(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-__all__ = ["add", "as_result", "precise", "replace", "widest"]
+__all__ = ["add", "as_operand", "as_result", "precise", "replace", "widest"]

@@ -53,9 +53,9 @@ def composed_backward(
     flat = rows(dz)
     dx = dw = None
     if needs[0] == "1":
-        dx = product(flat, weight.conj().resolve_conj()).view(x.shape).to(x.dtype)
+        dx = precise.as_operand(product(flat, weight.conj().resolve_conj()), x)
     if needs[1] == "1":
-        dw = product(flat.t(), rows(x).conj().resolve_conj()).to(weight.dtype)
+        dw = precise.as_operand(product(flat.t(), rows(x).conj().resolve_conj()), weight)
     db = flat.to(dtype).sum(0).to(dy.dtype) if needs[2] == "1" else None
     dr = None
     if needs[3] == "1":

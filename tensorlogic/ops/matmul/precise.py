@@ -62,14 +62,14 @@ def composed_backward(
     dz = dz.unsqueeze(-2) if a.dim() == 1 else dz
     da = db = None
     if needs[0] == "1" and right.dim() == 2:
-        da = product(rows(dz), right.mH).view(a.shape).to(a.dtype)
+        da = precise.as_operand(product(rows(dz), right.mH), a)
     elif needs[0] == "1":
-        da = product(dz, right.mH).sum_to_size(left.shape).view(a.shape).to(a.dtype)
+        da = precise.as_operand(product(dz, right.mH).sum_to_size(left.shape), a)
     if needs[1] == "1" and right.dim() == 2:
         flat = rows(dz)
-        db = product(rows(left).mH, flat).view(b.shape).to(b.dtype)
+        db = precise.as_operand(product(rows(left).mH, flat), b)
     elif needs[1] == "1":
-        db = product(left.mH, dz).sum_to_size(right.shape).view(b.shape).to(b.dtype)
+        db = precise.as_operand(product(left.mH, dz).sum_to_size(right.shape), b)
     return (da, db)
 
 

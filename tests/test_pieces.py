@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -254,3 +256,17 @@ def test_a_model_without_a_gradient_comes_back() -> None:
     fast = tensorlogic.optimize(model, torch.randn(2, 4), training=True, budget_s=0.1)
     assert fast is model
     assert "gradient" in fast.report.reason
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@torch.no_grad()
+def test_what_dynamo_keeps_holds_no_model(dynamic: bool, pays: None) -> None:
+    """Its caches lie on code objects, where Python's collector does not look: what they hold would stay for ever."""
+    model, x = Branching().eval(), torch.randn(3, 4)
+    fast = tensorlogic.optimize(model, x, dynamic=dynamic)
+    assert isinstance(fast._program, Pieces), fast.report.reason
+    close(fast(x), model(x))
+    known = [weakref.ref(model.a.weight), weakref.ref(fast._program)]
+    del model, fast
+    gc.collect()
+    assert [k() for k in known] == [None, None]

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
@@ -128,7 +129,7 @@ class Pieces:
         self.hooks = Hooks(model).holds  # which Dynamo's guards leave out
         forward = _own(getattr(type(model).__mro__[2], "forward", None))
         method = MethodType(forward, model)
-        self.first = torch.compile(method, backend=self._compile, dynamic=dynamic)
+        self.first = torch.compile(method, backend=_weakly(self), dynamic=dynamic)
         self.later = torch._dynamo.run(method)  # with what is compiled; never compiles
 
     def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -137,7 +138,14 @@ class Pieces:
             self.symbolic.append(rewritten(graph, inputs))
             return self.symbolic[-1]
         self.pieces.append(Piece(graph, self))
-        return self.pieces[-1]
+        known = weakref.ref(self.pieces[-1])
+
+        def call(*flat: Any) -> Any:
+            piece = known()
+            assert piece is not None  # whoever runs this code holds the model, and it the pieces
+            return piece(*flat)
+
+        return call
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output, or `MISS`."""
@@ -156,6 +164,18 @@ class Pieces:
     def captured(self) -> bool:
         """Whether any graph is replayed as a CUDA graph."""
         return any(p.program is not None and p.program.replay is not None for p in self.pieces)
+
+
+def _weakly(made: Pieces) -> Callable[..., Any]:
+    """The backend that Dynamo keeps beside compiled code, where Python's collector cannot look: it shall keep no model alive."""
+    known = weakref.ref(made)
+
+    def compiled(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        owner = known()
+        assert owner is not None
+        return owner._compile(graph, inputs)
+
+    return compiled
 
 
 def _own(forward: Any) -> Any:

@@ -55,11 +55,22 @@ def test_cases_of_a_family_differ_only_in_what_needs_no_other_kernel(command: Mo
     drawn = {length.draw(random.Random(i)) for i in range(50)}
     assert drawn == {24} | {n for n in range(17, 33) if math.gcd(n, 16) == 8}
     ops = [OPS["matmul"]]
-    first = [[key.text for _, key in keys] for *_, keys in command.cases(1, 5, ops, 4096)]
-    again = [[key.text for _, key in keys] for *_, keys in command.cases(1, 5, ops, 4096)]
+    first = [[key.text for _, key in keys] for *_, keys in command.cases(1, 5, ops, 4096, [])]
+    again = [[key.text for _, key in keys] for *_, keys in command.cases(1, 5, ops, 4096, [])]
     assert first == again
     assert len(first) == command.FAMILY
     assert len({tuple(case) for case in first}) > 1
+
+
+def test_only_cases_that_a_named_candidate_serves(
+    command: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["--candidates", "torch.inplace", "--workers", "0"]
+    monkeypatch.setattr(sys, "argv", [*command.sys.argv[:-4], *asked, "--elements", "4096"])
+    assert command.main() == 0
+    counted = [line for line in capsys.readouterr().out.splitlines() if line.endswith("right ")]
+    assert counted
+    assert all(" torch.inplace right" in line for line in counted), counted
 
 
 def test_workers_share_the_families_and_survive_each_other(

@@ -109,8 +109,9 @@ def side(rng: random.Random) -> int:
     return max(1, 2 ** rng.randint(2, 10) + rng.choice((-1, 0, 0, 1)))
 
 
-def family(rng: random.Random, ops: Sequence[Op], elements: int) -> Family:
-    """One of the ops' example cases in a random dtype, with random layouts, gradients and kinds of length."""
+def family(rng: random.Random, ops: Sequence[Op], elements: int, widest: int = 10) -> Family:
+    """One of the ops' example cases in a random dtype, with random layouts, gradients and kinds of length; whole tiles may
+    make lengths up to 2**widest."""
     (op,) = rng.choices(ops, [len(op.candidates) for op in ops])
     template = rng.choice(list(op.cases()))
     tensors = [a for a in template if isinstance(a, Tensor)]
@@ -119,7 +120,7 @@ def family(rng: random.Random, ops: Sequence[Op], elements: int) -> Family:
     lengths = {
         n: Length(n)
         if n < 2
-        else Length(2 ** rng.randint(5, 10), 128)
+        else Length(2 ** rng.randint(5, widest), 128)
         if whole
         else Length(side(rng))
         for t in tensors

@@ -1,6 +1,7 @@
 """Random cases of every op, each candidate that fits against float64 with poisoned outputs; exits 1 if any is wrong.
 
 python benchmarks/device/random_cases.py --seed 1 --count 10000 [--ops linear,matmul] [--first 0] [--seconds 600] [--workers 16]
+    [--candidates triton.direct,triton.stays]   only cases that one of them serves, and only these checked
 
 A case is one public call with random shapes, strides, dtypes and alignments, and every key that it and its backward
 pass meet; each candidate is checked in one of its configurations, drawn at random, and must give the same bits twice.
@@ -43,6 +44,7 @@ MORE = 4  # checks of a candidate that seems wrong
 GRACE_S = 15.0  # to finish a family when the time is over
 SPOKEN_S = 10.0  # between two lines of progress
 ATTEMPTS = 50  # at arguments that fit together and into memory
+SEARCHED = 5000  # at arguments that a candidate asked for serves
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,31 @@ def met(op: Op, args: list[Any]) -> list[tuple[Op, Key]] | None:
     return list(found.values())
 
 
-def cases(number: int, seed: int, ops: Sequence[Op], elements: int) -> Iterator[tuple[int, Family, random.Random, list[tuple[Op, Key]]]]:  # fmt: skip
+def served(keys: list[tuple[Op, Key]], candidates: Sequence[str]) -> bool:
+    """Whether one of `candidates` serves one of the keys; whichever do where none is named."""
+    if not candidates:
+        return True
+    asked = [
+        (op.candidates[id], key) for op, key in keys for id in candidates if id in op.candidates
+    ]
+    return any(candidate.unfit(key) is None for candidate, key in asked)
+
+
+def cases(number: int, seed: int, ops: Sequence[Op], elements: int, candidates: Sequence[str]) -> Iterator[tuple[int, Family, random.Random, list[tuple[Op, Key]]]]:  # fmt: skip
     """(case, family, its random numbers, keys) of each case of family `number`."""
+    attempts, widest = (SEARCHED, 15) if candidates else (ATTEMPTS, 10)
     rng = random.Random(f"{seed}:{number}")
     torch.manual_seed(rng.randrange(2**31))
-    shared = family(rng, ops, elements)
+    shared = family(rng, ops, elements, widest)
     for case in range(number * FAMILY, (number + 1) * FAMILY):
-        for _ in range(ATTEMPTS):
+        for _ in range(attempts):
             args = shared.arguments(rng)
             keys = met(shared.op, args) if args is not None else None
-            if keys is not None:
+            if keys is not None and served(keys, candidates):
                 break
-            shared = family(rng, ops, elements)
+            shared = family(rng, ops, elements, widest)
         else:
-            raise RuntimeError(f"seed {seed}, case {case}: no arguments fit in {ATTEMPTS} attempts")
+            raise RuntimeError(f"seed {seed}, case {case}: no arguments fit in {attempts} attempts")
         yield case, shared, rng, keys
 
 
@@ -165,15 +178,17 @@ def prepared(op: Op, key: Key) -> Checker | None:
         return None
 
 
-def run_family(number: int, seed: int, ops: Sequence[Op], elements: int) -> dict[str, Any]:
+def run_family(number: int, seed: int, ops: Sequence[Op], elements: int, candidates: Sequence[str]) -> dict[str, Any]:  # fmt: skip
     """Check all cases of a family: how often each candidate was right, refused or wrong, and what was wrong."""
     tally, wrong, compiled = collections.Counter[str](), [], 0
     refused: dict[str, str] = {}
-    for case, shared, rng, keys in cases(number, seed, ops, elements):
+    for case, shared, rng, keys in cases(number, seed, ops, elements, candidates):
         for op, key in keys:
             checker: Checker | None = None
             for candidate in op.candidates.values():
                 if candidate.id == EAGER or not candidate.background or candidate.unfit(key):
+                    continue
+                if candidates and candidate.id not in candidates:
                     continue
                 config = pick(shared, candidate, key, rng)
                 if config is None:
@@ -195,12 +210,12 @@ def run_family(number: int, seed: int, ops: Sequence[Op], elements: int) -> dict
     return {"family": number, "tally": tally, "wrong": wrong, "compiled": compiled, "refused": refused}  # fmt: skip
 
 
-def serve(seed: int, ops: Sequence[Op], elements: int) -> None:
+def serve(seed: int, ops: Sequence[Op], elements: int, candidates: Sequence[str]) -> None:
     """A worker: numbers of families in on stdin, what was found out on stdout as JSON."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a compiler prints must not disturb the protocol
     for line in sys.stdin:
-        found = run_family(int(line), seed, ops, elements)
+        found = run_family(int(line), seed, ops, elements, candidates)
         print(json.dumps(found), file=results, flush=True)
         torch.cuda.empty_cache()
         if found.get("stop"):
@@ -287,15 +302,19 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--ops", default="")
+    parser.add_argument("--candidates", default="")
     parser.add_argument("--elements", type=int, default=2**21, help="of one tensor, at most")
     parser.add_argument("--workers", type=int, default=(os.cpu_count() or 1) if DEVICE.type == "cuda" else 0)  # fmt: skip
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     registry.ready(DEVICE.type)
     wanted = asked.ops.split(",") if asked.ops else [n for n, op in OPS.items() if not op.internal]
+    candidates = asked.candidates.split(",") if asked.candidates else []
+    if candidates and not asked.ops:
+        wanted = [n for n in wanted if not OPS[n].candidates.keys().isdisjoint(candidates)]
     ops = [OPS[name] for name in wanted]
     if asked.serve:
-        serve(asked.seed, ops, asked.elements)
+        serve(asked.seed, ops, asked.elements, candidates)
         return 0
     families = range(asked.first // FAMILY, -(-(asked.first + asked.count) // FAMILY))
     begin, tally, wrong, done, kernels = time.monotonic(), collections.Counter[str](), 0, 0, 0
@@ -304,12 +323,22 @@ def main() -> int:
         command = [sys.executable, os.path.abspath(__file__), "--serve", "--seed", str(asked.seed)]
         workers = Workers(
             asked.workers,
-            [*command, "--ops", ",".join(wanted), "--elements", str(asked.elements)],
+            [
+                *command,
+                "--ops",
+                ",".join(wanted),
+                "--elements",
+                str(asked.elements),
+                "--candidates",
+                asked.candidates,
+            ],
             families,
         )
         results: Iterator[dict[str, Any]] = workers.results()
     else:
-        results = (run_family(number, asked.seed, ops, asked.elements) for number in families)
+        results = (
+            run_family(number, asked.seed, ops, asked.elements, candidates) for number in families
+        )
     spoken = begin
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

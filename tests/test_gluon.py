@@ -1,0 +1,159 @@
+"""The kernels in Gluon on the stand-in: right against float64, and found wrong once a bug is planted in their source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tensorlogic.ops.common import mixed, scores_direct, triton_launch
+from tensorlogic.ops.common.gemm import Operand
+
+from .gluon import standin
+from .test_triton_gemm import COLUMNWISE, check
+from .test_triton_rows import close, poisoned, rand
+from .test_triton_scores_specialised import start as scores_start
+from .test_triton_specialised import RING, specialised
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
+CPU = torch.device("cpu")
+Shape = tuple[int, int, int, int, int]
+
+
+@pytest.fixture(autouse=True)
+def instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers prepare their kernels on the stand-in."""
+    monkeypatch.setattr(triton_launch, "prepare", standin.prepare)
+
+
+def products(ring: str = "two", **options: Any) -> None:
+    """A product at uneven sizes, of several tiles for each of three programs."""
+    size = {"m": 136, "n": 200, "k": 200, "align": 16}
+    check(specialised(RING[ring], 3), layouts=options.pop("layouts", "row column row"), **size | options)  # fmt: skip
+
+
+@pytest.mark.parametrize("ring", RING)
+def test_products(ring: str) -> None:
+    products(ring, bias="f16", outer="residual", activation="relu", z="f16")
+    products(ring, layouts="column row row", outer="gradient", kind="gelu_tanh")
+    products(ring, layouts="padded padded padded", **dict.fromkeys(COLUMNWISE, "f32"))
+    products(ring, m=5, n=8, k=8, activation="silu", z="f16", early_z=True, bias="f16")
+
+
+SCORES = {  # configuration, sizes
+    "specialised": ({"CONSUMERS": 2, "BLOCK_N": 64, "STAGES": 8, "BUFFERS": 2, "ROUNDS": 1, "APART": 0}, (1, 3, 192, 256, 64)),
+    "apart": ({"CONSUMERS": 2, "BLOCK_N": 64, "STAGES": 2, "BUFFERS": 1, "ROUNDS": 2, "APART": 1}, (1, 2, 320, 256, 64)),
+    "four": ({"CONSUMERS": 4, "BLOCK_N": 64, "STAGES": 4, "BUFFERS": 2, "ROUNDS": 1, "APART": 1}, (1, 2, 320, 128, 128)),
+    "held": ({"BLOCK_N": 64, "STAGES": 4, "KEPT": 2}, (1, 3, 192, 256, 64)),
+    "held wide": ({"BLOCK_N": 128, "STAGES": 4, "KEPT": 1}, (1, 2, 128, 256, 32)),
+    "direct": ({"num_warps": 4, "STAGES": 3}, (1, 2, 203, 640, 64)),
+    "direct stays": ({"num_warps": 4, "STAGES": 2}, (1, 2, 64, 256, 32)),
+}  # fmt: skip
+
+
+def scores(name: str, dtype: str = "f16") -> None:
+    """Scores with a late maximum, far above the first tile's, in half of the heads, and a row of NaN."""
+    config, (b, h, s, t, d) = SCORES[name]
+    q, k = rand(b, s, h, d, dtype=dtype).transpose(1, 2), rand(b, h, t, d, dtype=dtype, seed=1)
+    k[:, ::2, t // 2] *= 60
+    if name.startswith("direct"):
+        assert config in scores_direct.direct_configs(s, t, d)
+        lies = q.stride()[:3], k.stride()[:3]
+        run = scores_direct.direct_launcher((b, h, s, t, d), dtype, *lies, config, CPU)
+    else:
+        run = scores_start(q, k, dtype, config)
+    y = poisoned(b, h, s, t, dtype=dtype)
+    assert run(q, k, y, 0.3)
+    close(y, torch.softmax(q.double() @ k.double().mT * 0.3, -1), dtype, 0.1)
+    q[-1, -1, 5, 0] = float("nan")
+    assert run(q, k, y, 0.3)
+    assert torch.equal(y.isnan().any(-1), q.isnan().any(-1))
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name: str, dtype: str) -> None:
+    scores(name, dtype)
+
+
+def rounded(kind: str = "plain", shape: tuple[int, int, int, int] = (1, 64, 64, 3)) -> None:
+    """float32 times float16: rows in float16's range, of any range, and such that fit no scale."""
+    m, n, k = 136, 72, 136
+    x, w = torch.randn(m, k), torch.randn(k, n).half()
+    if kind == "scaled":
+        x *= 10 ** torch.linspace(-20, 20, m)[:, None]
+    elif kind == "late":
+        x[:, -8:] *= 1e9
+    lies = Operand("f32", *x.stride()), Operand("f16", *w.stride())
+    found = mixed.described((m, n, k), *lies, (n, 1), shape, 2)
+    assert found is not None
+    y = torch.full((m, n), torch.nan)
+    run = standin.prepare(mixed.triton_mixed.gemm_mixed, device=CPU, **found)
+    assert run(x, w, x, w, y)
+    want = x.double() @ w.double()
+    assert float(((y.double() - want).norm(dim=1) / want.norm(dim=1)).max()) < 1e-3
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 64, 3), (2, 128, 32, 2)])
+@pytest.mark.parametrize("kind", ["plain", "scaled", "late"])
+def test_rounded(kind: str, shape: tuple[int, int, int, int]) -> None:
+    rounded(kind, shape)
+
+
+COMMON = "tensorlogic.ops.common.triton_"
+OTHERS = {"bias": "f16", "outer": "residual", "activation": "relu", "z": "f16"}
+PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its text, a wrong one, what must notice
+    "product: one step of K too few": ("specialised", "steps = gl.cdiv(K, BLOCK_K)", "steps = gl.cdiv(K - 64, BLOCK_K)", products),
+    "product: a tile of rows too few": ("specialised", "tiles = gl.cdiv(M, BLOCK_M)", "tiles = gl.cdiv(M - 8, BLOCK_M)", products),
+    "product: columns one off": ("specialised", "rn = at_n + gl", "rn = 1 + at_n + gl", partial(products, bias="f16")),
+    "product: rows of a neighbour": ("specialised", "tile_m * BLOCK_M + me * ROWS,", "tile_m * BLOCK_M + me * ROWS + 1,", products),
+    "product: a stage freed too early": ("specialised", "(done + STAGES - 1) % STAGES), count=1, pred", "done % STAGES), count=1, pred", products),
+    "product: not waited for": ("specialised", "acc = warpgroup_mma_wait(0, deps=(acc,))", "acc = acc", products),
+    "product: a stage too many": ("specialised", "at = done % STAGES\n            k = ", "at = done % (STAGES + 1)\n            k = ", products),
+    "product: the wrong phase": ("specialised", "(done // STAGES & 1) ^ 1", "done // STAGES & 1", products),
+    "product: bytes of one tile too few": ("specialised", "(BLOCK_M + BLOCK_N) * BLOCK_K", "(BLOCK_M + BLOCK_N - 1) * BLOCK_K", products),
+    "product: a store not waited for": ("specialised", "    tma.store_wait(0)\n\n\n@gluon.jit\ndef gemm", "\n\n@gluon.jit\ndef gemm", products),
+    "product: outputs overwritten early": ("specialised", "            tma.store_wait(0)\n        mine.store(shaped", "            pass\n        mine.store(shaped", partial(products, **OTHERS)),
+    "product: the residual's tile early": ("specialised", "mbarrier.wait(ready, turn & 1)", "pass", partial(products, **OTHERS)),
+    "rounded: one step of K too few": ("mixed", "steps = gl.cdiv(K, BLOCK_K)", "steps = gl.cdiv(K - 8, BLOCK_K)", rounded),
+    "rounded: rows one off": ("mixed", "rm = at_m + gl.arange(0, acc", "rm = 1 + at_m + gl.arange(0, acc", rounded),
+    "rounded: a store beyond the edge": ("mixed", "gl.store(to, acc, mask=(rm < M)[:, None] & (rn < N)[None, :])\n\n\n@gluon.jit\ndef sweep", "gl.store(to, acc, mask=(rm < M + 1)[:, None] & (rn < N)[None, :])\n\n\n@gluon.jit\ndef sweep", rounded),
+    "rounded: the next step's rows early": ("mixed", "        mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)\n        x32 = rows_of(xs, done % STAGES * CONSUMERS", "        x32 = rows_of(xs, done % STAGES * CONSUMERS", rounded),
+    "rounded: scales by one bit off": ("mixed", "(e + 127) << 23", "(e + 126) << 23", partial(rounded, "scaled")),
+    "rounded: slow rows one element short": ("mixed", "for _ in range(K):", "for _ in range(K - 1):", partial(rounded, "late")),
+    "scores: a tile of k too few": ("scores_specialised", "tiles = T // BLOCK_N\n    D:", "tiles = T // BLOCK_N - 1\n    D:", partial(scores, "specialised")),
+    "scores: rows one off": ("scores_specialised", "[head * S + first, step * BLOCK_N], out", "[head * S + first + 1, step * BLOCK_N], out", partial(scores, "specialised")),
+    "scores: the ring one too long": ("scores_specialised", "at = done % STAGES\n            mbarrier.wait(empty", "at = (done + 1) % STAGES\n            mbarrier.wait(empty", partial(scores, "apart")),
+    "scores: a buffer reused early": ("scores_specialised", "tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)", partial(scores, "specialised")),
+    "scores: recounted from one tile later": ("scores_specialised", "[row + step * BLOCK_N, column], there, spare", "[row + step * BLOCK_N + 1, column], there, spare", partial(scores, "specialised")),
+    "held: rows one off": ("scores_held", "(unit % groups * CONSUMERS + me) * ROWS, S - ROWS", "(unit % groups * CONSUMERS + me) * ROWS, S - ROWS - 1", partial(scores, "held")),
+    "held: a tile too few": ("scores_held", "for piece in gl.static_range(1, TILES):", "for piece in gl.static_range(1, TILES - 1):", partial(scores, "held")),
+    "held: columns one off": ("scores_held", "head * S + first, part * BLOCK_N, TILES", "head * S + first, part * BLOCK_N + 1, TILES", partial(scores, "held")),
+    "direct: a step of k too few": ("scores_direct", "for step in range(STEPS):\n        if STAYS", "for step in range(STEPS - 1):\n        if STAYS", partial(scores, "direct")),
+    "direct: columns in another order": ("scores_direct", "((row & 6) << 2) | ((row & 24) >> 2)", "((row & 6) << 1) | ((row & 24) >> 2)", partial(scores, "direct")),
+    "direct: the last rows one off": ("scores_direct", "% groups * M, S - M)", "% groups * M, S - M + 1)", partial(scores, "direct")),
+    "direct: k not waited for": ("scores_direct", "            async_copy.wait_group(STAGES - 2)\n            fence_async_shared()\n        left = begin(q, ks.index(step", "            fence_async_shared()\n        left = begin(q, ks.index(step", partial(scores, "direct")),
+    "direct: recounted one step short": ("scores_direct", "for step in range(steps):\n        arrive", "for step in range(steps - 1):\n        arrive", partial(scores, "direct")),
+    "direct: what stays is not waited for": ("scores_direct", "                async_copy.wait_group(0)\n", "                pass\n", partial(scores, "direct stays")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, right, wrong, notices = PLANTED[name]
+
+    def edit(where: str, text: str) -> str:
+        if where != COMMON + module:
+            return text
+        assert right in text
+        return text.replace(right, wrong)
+
+    notices()
+    monkeypatch.setattr(triton_launch, "prepare", partial(standin.prepare, edit=edit))
+    monkeypatch.setattr(standin, "prepare", triton_launch.prepare)
+    with pytest.raises(AssertionError) as found:
+        notices()
+    assert "assert right in text" not in str(found.value)

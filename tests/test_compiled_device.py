@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -190,12 +191,16 @@ def test_a_key_under_study_is_counted_by_its_plan() -> None:
     """Calls in C count towards the study that they pay for, which ends with a plan."""
     a, b = (torch.randn(96, 104, device="cuda", dtype=torch.float16) for _ in range(2))
     expected = torch.relu(a + b)
+    until = time.perf_counter() + 20
     with torch.no_grad(), tensorlogic.policy(tune="auto"):
-        for _ in range(500):
-            y = tensorlogic.add_relu(a, b)
+        while time.perf_counter() < until:
+            for _ in range(500):
+                y = tensorlogic.add_relu(a, b)
+            watches = [w for w in background._WATCHES.values() if "96,104" in w.key.text]
+            if not watches or any(w.used_s > 0 for w in watches):
+                break  # a plan is there, or calls have paid for a step
         torch.testing.assert_close(y, expected)
-        watches = [w for w in background._WATCHES.values() if "96,104" in w.key.text]
-    assert not watches or max(w.calls for w in watches) >= 100
+    assert not watches or max(w.used_s for w in watches) > 0
 
 
 def test_recorded_calls_are_c_and_backward_finds_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:

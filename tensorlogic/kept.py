@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
 class Look:
     """Shape, strides and dtype of a tensor whose values backward does not read: it may be written to or let go of."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    __slots__ = ("dtype", "shape", "stride")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape: tuple[int, ...] = tuple(tensor.shape)
+        self.stride: tuple[int, ...] = tensor.stride()
+        self.dtype: torch.dtype = tensor.dtype
 
     def beside(self, dy: Tensor) -> Tensor:
         """A tensor that looks so, its values unset, where dy is: what a backward op takes in its place."""
@@ -25,14 +26,9 @@ class Look:
 Kept = Tensor | Look | None
 
 
-def look(tensor: Tensor) -> Look:
-    """How a tensor looks."""
-    return Look(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
 def read(tensor: Tensor | None, needed: bool) -> Kept:
     """The tensor where its values are needed, or else how it looks; None of None."""
-    return tensor if needed or tensor is None else look(tensor)
+    return tensor if needed or tensor is None else Look(tensor)
 
 
 def stood_in(kept: Sequence[Kept], dy: Tensor) -> list[Tensor | None]:

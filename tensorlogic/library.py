@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch._library import simple_registry
 from torch._library.autograd import Info, make_autograd_impl
 
 from . import capture_watch, kept
@@ -61,7 +62,9 @@ def register(op: Op) -> None:
     LIBRARY.define(op.name + schema(op), tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(op.name, _disable_dynamo(kernel), "CompositeExplicitAutograd")
     LIBRARY.impl(op.name, _recorded(op), "Autograd", with_keyset=True)
-    torch.library.register_fake(f"tensorlogic::{op.name}", fake, lib=LIBRARY)
+    # What torch.library.register_fake does, less looking up, for every op, from which line it was called.
+    entry = simple_registry.singleton.find(f"tensorlogic::{op.name}")
+    LIBRARY._registration_handles.append(entry.fake_impl.register(fake, __file__, lib=LIBRARY))
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ def _op(
         assert y is not None
         reads = "".join(read for read, n in zip(uses, needs, strict=True) if n)
         operands = [
-            t if name in reads else kept.look(t) if n and t.shape != y.shape else None
+            t if name in reads else kept.Look(t) if n and t.shape != y.shape else None
             for name, t, n in zip("abc", dynamic, needs, strict=False)
         ]
         return (*operands, *[None] * (3 - len(operands)), y if "y" in reads else None)

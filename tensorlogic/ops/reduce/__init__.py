@@ -88,7 +88,7 @@ def _op(
     def save(
         flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
     ) -> tuple[kept.Kept, ...]:
-        return (dynamic[0], outs[0]) if extreme else (kept.look(dynamic[0]),)
+        return (dynamic[0], outs[0]) if extreme else (kept.Look(dynamic[0]),)
 
     def backward(
         flags: SimpleNamespace,

@@ -61,7 +61,8 @@ def front(
 
     def decorate(prepare: Callable[P, tuple[Any, ...]]) -> Callable[P, Tensor]:
         params = [p for p in op.params if p.name != "save"]
-        signature = dict(inspect.signature(prepare).parameters)
+        shown = inspect.signature(prepare)
+        signature = dict(shown.parameters)
         names = [n for n in signature if n != "precision"]
         if names != [p.name for p in params]:
             raise TypeError(
@@ -85,6 +86,9 @@ def front(
         source = _source(prepare.__name__, signature, params)
         exec(compile(source, f"<tensorlogic front {prepare.__name__}>", "exec"), scope)
         made = functools.wraps(prepare)(cast(Callable[P, Tensor], scope[prepare.__name__]))
+        if not op.internal:  # help() shows what it returns, not what the checks do
+            made.__signature__ = shown.replace(return_annotation="Tensor")  # type: ignore[attr-defined]
+            made.__annotations__ = {**prepare.__annotations__, "return": "Tensor"}
         FRONTS[prepare] = made
         _SCOPES[prepare] = ("".join(LETTERS[p.kind] for p in params), scope)
         made.fused = op  # type: ignore[attr-defined]  # whose calls a captured program may bind ahead

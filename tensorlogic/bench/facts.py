@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from .problems import Problem
 
 Document = dict[str, Any]
+MODEL = re.compile(r"\s*(.+): ours (\d+) us\s+eager (\d+) us\s+compile (\d+) us")
 
 
 def fact(name: str, path: Path) -> str:
@@ -18,7 +20,8 @@ def fact(name: str, path: Path) -> str:
     if name not in FACTS:
         raise Problem(f"fact is {name!r}; {', '.join(FACTS)} are known")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        document = {"lines": text.splitlines()} if path.suffix == ".txt" else json.loads(text)
     except (OSError, ValueError) as problem:
         raise Problem(f"{path} cannot be read: {problem}") from problem
     return FACTS[name](document)
@@ -70,9 +73,26 @@ def imported(result: Document) -> str:
     return f"{ours:.0f} ms after PyTorch's own {torch:.0f} ms ({e['device']}, PyTorch {e['torch']})"
 
 
+def models(result: Document) -> str:
+    """Whole models by `optimize`, beside PyTorch and torch.compile; of several runs in one file the last. A loss is bold."""
+    rows = {}
+    for line in result["lines"]:
+        if found := MODEL.match(line):
+            ours, eager, compiled = (int(us) for us in found.groups()[1:])
+            gains = [
+                f"{us / ours:.2f}" if us >= ours else f"**{us / ours:.2f}**"
+                for us in (eager, compiled)
+            ]
+            times = [f"{us / 1000:.2f}" for us in (eager, compiled, ours)]
+            rows[found[1]] = (found[1], *times, *gains)
+    head = ("", "PyTorch, ms", "torch.compile, ms", "optimize, ms", "x PyTorch", "x torch.compile")
+    return table(head, list(rows.values()))
+
+
 FACTS: dict[str, Callable[[Document], str]] = {
     "enabled": enabled,
     "guards": guards,
     "agreeing": agreeing,
     "imported": imported,
+    "models": models,
 }

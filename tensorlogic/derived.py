@@ -14,6 +14,7 @@ from torch import Tensor
 
 _LOCK = threading.RLock()
 _CONSTANTS: dict[int, weakref.ref[Tensor]] = {}
+_steps = 0  # of training that are pretended
 
 
 def constant(tensor: Tensor) -> Tensor:
@@ -190,7 +191,21 @@ def _current(entry: _Entry | None, tensor: Tensor, stamp: tuple[Any, ...]) -> bo
 
 
 def _stamp(tensor: Tensor) -> tuple[Any, ...]:
-    return (tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
+    where = (tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
+    return (*where, _steps)
+
+
+def pretend_step() -> None:
+    """Every weight counts as changed, as after an optimizer's step: what is timed for training shall not live on copies that
+    training would have to make anew. `end_pretending` ends it."""
+    global _steps
+    _steps += 1
+
+
+def end_pretending() -> None:
+    """What was derived before the first `pretend_step` is valid again."""
+    global _steps
+    _steps = 0
 
 
 CACHE = DerivedCache()
@@ -198,6 +213,8 @@ CACHE = DerivedCache()
 
 def invalidate(tensor: Tensor) -> None:
     """Forget everything derived from `tensor`: call it after writes PyTorch cannot see (through `.data` or a NumPy alias).
+
+    Optimised models compute anew what depends on it, too, and for PyTorch it counts as written to.
 
     Args:
         tensor: a parameter or a tensor declared constant; any shape, dtype and device.
@@ -213,4 +230,6 @@ def invalidate(tensor: Tensor) -> None:
         >>> tensorlogic.invalidate(weight)
     """
     _check("invalidate", tensor)
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)  # programs look at it, and backward passes
     CACHE.invalidate(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
@@ -82,6 +83,30 @@ def test_dynamic_batches_compile_once(seen: list[list[str]]) -> None:
         x = torch.randn(rows, 8)
         torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
     assert len(seen) == 1
+
+
+@torch.no_grad()
+def test_batches_that_vary_become_dynamic_by_themselves(seen: list[list[str]]) -> None:
+    model = Model()
+    fast = compiled(model)
+    for rows in (3, 4, 7, 11, 16):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+    assert len(seen) == 2  # of the first size, and of any
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
+@torch.no_grad()
+def test_what_is_left_goes_to_inductor_for_any_batch(seen: list[list[str]]) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return F.gelu(lin(x)) * torch.sigmoid(x) + x
+
+    lin = nn.Linear(8, 8)
+    fast = torch.compile(fn, backend=backend, dynamic=True)
+    for rows in (3, 4, 7):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(fast(x), fn(x), rtol=1e-4, atol=1e-5)
+    assert seen == [["linear"]]
 
 
 class Sized(nn.Module):

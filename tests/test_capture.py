@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import tensorlogic
+from tensorlogic.derived import CACHE
 from tensorlogic.program import capturing
 from tensorlogic.program.graphs import Tape
 
@@ -210,11 +211,16 @@ def test_a_call_on_another_device_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.skipif(CUDA, reason="the reason where there is no GPU")
 def test_without_a_gpu_the_function_runs_and_the_reason_is_told() -> None:
-    fast = tensorlogic.capture(net())
+    model = net()
+    fast = tensorlogic.capture(model)
     x = torch.ones(2, 4)
     assert fast(x).shape == (2, 4)
     assert "cpu" in str(fast.reason)
-    assert fast.graphs == 0
+    assert "packed weights" in str(fast.reason)
+    assert (fast.graphs, fast.nbytes) == (0, 0)
+    weight = next(model.parameters())
+    CACHE.get(weight, "tiles", Tensor.double, lambda t: t.nbytes)  # as a call that packs would
+    assert fast.nbytes == 2 * weight.nbytes
 
 
 @gradients

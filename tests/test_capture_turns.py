@@ -118,6 +118,7 @@ def test_what_cublas_works_in_belongs_to_the_graph(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("let go"), raising=False
     )
+    monkeypatch.setattr(capture_watch, "_installed", True)  # nobody watches this one
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())

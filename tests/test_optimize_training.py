@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorlogic
 from tensorlogic import measure
+from tensorlogic.derived import CACHE
 from tensorlogic.program import choosing
 
 
@@ -96,6 +98,31 @@ def test_a_few_steps_of_training(pays: None) -> None:
     twin.eval()
     with torch.no_grad():
         torch.testing.assert_close(fast(x), twin(x), rtol=1e-3, atol=1e-3)
+
+
+def test_steps_are_timed_as_if_weights_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a weight, packed or widened, lives for one step of training, and shall not flatter what is timed."""
+    weight, kept = nn.Parameter(torch.ones(4, 4)), list[bool]()
+    plain = measure.wall_samples
+
+    def watched(calls: Any, *args: Any) -> Any:
+        next(iter(calls.values()))()
+        kept.append(CACHE.holds(weight, "a copy"))
+        return plain(calls, *args)
+
+    monkeypatch.setattr(measure, "wall_samples", watched)
+    CACHE.get(weight, "a copy", Tensor.double, lambda t: t.nbytes)
+    model, x = Net().train(), torch.randn(6, 8)
+    report = tensorlogic.optimize(model, x, training=True).report
+    assert kept
+    assert not any(kept)
+    assert "without packed or widened copies" in str(report)
+    assert CACHE.holds(weight, "a copy")
+    kept.clear()
+    report = tensorlogic.optimize(model.eval(), x).report
+    assert kept
+    assert all(kept)
+    assert "copies" not in str(report)
 
 
 def test_checkpointing_and_autocast(pays: None) -> None:

@@ -194,6 +194,59 @@ def test_constants_follow_and_own_only_what_was_copied(pays: None) -> None:
     assert torch.equal(saved, known)
 
 
+class Folded(nn.Sequential):
+    """A convolution whose batch norm is folded into it, and layers whose weights may be packed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 8, 3, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(288, 64),
+            nn.GELU(),
+            nn.Linear(64, 64),
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_writes_that_pytorch_does_not_count(pays: None, dtype: torch.dtype) -> None:
+    model, x = Folded().eval().to(dtype), torch.randn(2, 3, 8, 8, dtype=dtype)
+    fast = tensorlogic.optimize(model, x)
+
+    def follows() -> None:
+        for _ in range(3):
+            torch.testing.assert_close(fast(x), model(x), rtol=0.03, atol=0.03)
+
+    follows()
+    before = model(x)
+    for p in model.parameters():
+        p.data.mul_(1.5)
+    assert (model(x) - before).abs().max() > 0.3
+    follows()
+    for p in model.parameters():  # elsewhere first, then written to there
+        p.data = p.data.clone()
+    follows()
+    for p in model.parameters():
+        p.data.copy_(p.data * 0.5)
+    follows()
+    versions = [p._version for p in model.parameters()]
+    follows()
+    assert [p._version for p in model.parameters()] == versions
+
+
+@torch.no_grad()
+def test_invalidate_reaches_programs(pays: None) -> None:
+    model, x = Folded().eval(), torch.randn(2, 3, 8, 8)
+    fast = tensorlogic.optimize(model, x)
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-3)
+    row = model[0].weight.data[5]  # no element that is looked at
+    row.zero_()
+    tensorlogic.invalidate(model[0].weight)
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-3)
+
+
 class Cut(nn.Module):
     """Two graphs, with Python between them."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .. import derived
 from ..tuning import leaves_of
 from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
 from .short import MISS, Way, short
@@ -144,7 +145,8 @@ class Captured:
         )
         if self.tape is Tape and kinds != {"cuda"}:
             return (
-                f"inputs lie on {', '.join(sorted(kinds))}; graphs are captured on CUDA devices",
+                f"inputs lie on {', '.join(sorted(kinds))}; graphs are captured on CUDA devices. On a CPU tensorlogic's own "
+                f"calls keep packed weights (`nbytes`) and take outputs from their pool, and the rest runs as it is",
                 None,
             )
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
@@ -234,8 +236,9 @@ class Captured:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the graphs' pool grew by."""
-        return sum(e.replay.nbytes for e in self.entries.values() if e.replay is not None)
+        """Bytes that the graphs' pool grew by, and what calls derive from a module's weights and keep."""
+        graphs = sum(e.replay.nbytes for e in self.entries.values() if e.replay is not None)
+        return graphs + derived.CACHE.nbytes_of(self.held)
 
 
 def _leaves(out: Any, given: Sequence[Any]) -> list[Tensor] | None:
@@ -321,7 +324,7 @@ def capture(
         A callable. Its `reason` is None, or why calls are not replayed (no CUDA device, a value that Python needs from the
         GPU, an output that is an input): then the function itself runs. After a recording that failed there is one more,
         16 calls later. `graphs` counts what is replayed, `nbytes` the
-        memory the graphs hold.
+        memory that the graphs and packed weights hold.
 
     Raises:
         TypeError: fn is not callable. ValueError: max_graphs or buckets below 1, or buckets without batch.

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from .. import derived
 from ..numerics import Errors, Verdict, judge, spacing
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -189,8 +190,12 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def step(out: Any, training: bool, wrt: Sequence[Tensor]) -> Any:
-    """Forward alone, or with the backward pass that training would add; no `.grad` is touched."""
+    """Forward alone, or with the backward pass that training would add, after which weights count as changed; no `.grad`
+    is touched."""
     flat = [o for o in tensors_in(out) if o.requires_grad]
     if not training or not flat or not wrt:
         return out
-    return torch.autograd.grad(flat, wrt, [torch.ones_like(o) for o in flat], allow_unused=True)
+    seeds = [torch.ones_like(o) for o in flat]
+    found = torch.autograd.grad(flat, wrt, seeds, allow_unused=True)
+    derived.pretend_step()
+    return found

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import capture_watch, policies, settings, stores
+from .. import capture_watch, derived, policies, settings, stores
 from . import inductor
 from .contest import Contest
 from .copies import undisturbed
@@ -114,6 +114,7 @@ class Later:
         ):
             expected = Whole(contest.trace, training)
             won = contest.decided(lambda: job.wait(0.0), expected)
+        derived.end_pretending()
         report: Report = contest.report
         report.notes.append(
             f"Inductor compiled in the background and compared after {self.calls} calls, "

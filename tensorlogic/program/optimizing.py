@@ -31,6 +31,7 @@ from .trace import Unfit, Untraceable, constants, first_line, witness
 
 BUDGET_S = 2.0  # seconds for measuring where the caller gives no other budget
 TRAINING_BUDGET_S = 5.0  # likewise, with a backward pass behind each region
+STEPS = "training: weights change at every step, so calls were timed without packed or widened copies of earlier ones"
 LOOKS = 2  # at an unchanged weight until a copy of it is kept
 
 
@@ -130,7 +131,10 @@ def optimize(
                 f"tensorlogic.linear and matmul in it under that policy, or optimise it without one"
             ) from problem
         report.reason, served = str(problem), None
+    derived.end_pretending()
     derived.CACHE.only(copies)  # of what serves, its own are made again
+    if training and (report.rows or served is not None):
+        report.notes.append(STEPS)
     if served is not None:
         report.bytes = served.nbytes + _copies(served, args, kwargs)
     give_back()

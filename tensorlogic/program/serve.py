@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from .. import policies
+from .. import derived, policies
 from .branches import Section, streams
 from .check import step
 from .code import Function, ahead
 from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
+from .samples import Samples
 from .short import MISS, Way, plain_modes, short
 from .trace import Trace, random_call, storage, writes
 from .watch import Guard, Kept, Watch
@@ -45,6 +46,7 @@ class Program:
         read = [self.state[s] for s in names] + [c for s, c in trace.counters.items() if s in names]
         self.watched = list({id(t): t for t in read}.values())
         self.stamp = self._stamp()
+        self.samples = Samples([*self.watched, *(t for t in self.state.values() if t.dim() > 1)])
         steady = {"placeholder", "output"}
         calls = [
             n
@@ -129,7 +131,7 @@ class Program:
         if not self.watch.holds() or not self.kept.holds():
             self.way = None
             return MISS
-        if self.watched and self._stamp() != self.stamp:
+        if (self.watched and self._stamp() != self.stamp) or self._written_unseen():
             self.refresh()
         if self.replay is not None and self._where() != self.pointers:
             self.replay, self.way, self.alive = None, None, []  # parameters lie elsewhere now
@@ -138,6 +140,13 @@ class Program:
             if out is not None:
                 return out
         return self.function.run(*flat)
+
+    def _written_unseen(self) -> bool:
+        """Whether some weight was written to without a version more; what was derived from it is forgotten."""
+        written = self.samples.unseen()
+        for tensor in written:
+            derived.CACHE.invalidate(tensor)
+        return bool(written)
 
     def capture(self) -> str | None:
         """Record what was bound as a CUDA graph; the reason where that cannot be."""
@@ -236,6 +245,7 @@ class Program:
                 continue  # in place: captured graphs read it there
             self.constants[name] = value
             self.function.set(name, value)
+        self.samples.look()
         self.stamp = stamp
 
     @property

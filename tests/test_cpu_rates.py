@@ -33,9 +33,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Slower], list[s
             return usual(dtype, [noted(dtype, p) for p in products])
 
         def noted(dtype: torch.dtype, p: cpu_rates.Product) -> cpu_rates.Product:
-            name = "torch" if p.run is torch.mm else "ours"
+            name = "torch" if p.run is cpu_costs.torch_into else "ours"
 
-            def called(a: Tensor, b: Tensor) -> Tensor:
+            def called(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+                assert out.data_ptr() == p.run(a, b, out).data_ptr() or name == "ours"
                 timed.append(f"{name} {dtype}")
                 call, work = p.parts(len(a))
                 calls.append(call + slower.get(name, 1.0) * work)

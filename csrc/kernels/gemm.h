@@ -136,6 +136,11 @@ static void tile(const float* a, const float* b, int64_t units, float* c, int64_
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) acc[r][v] = set1(0.0f);
+  if (W >= 16 && add)  // the sums of the panels before, on their way while this one is multiplied; AVX2 gains nothing
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) __builtin_prefetch(c + r * pitch + v * W, 1, 2);
   for (int64_t k = 0; k < units; ++k) {
     vf right[V];
 #pragma GCC unroll 2

@@ -14,7 +14,8 @@ namespace {
 
 constexpr int64_t WIDEST = 2048;      // where few rows leave room and a row of b is one run of memory
 constexpr int64_t BLOCK = 16 << 10;       // multiply-adds that take as long as a block's own preparations
-constexpr int64_t FEW_GRAIN = 160 << 10;  // multiply-adds a thread of few rows, which wait for memory
+constexpr int64_t LANES_GRAIN = 320 << 10;  // multiply-adds, without tiles, from which a thread that spins pays
+constexpr int64_t FEW_GRAIN = 160 << 10;  // of one row a thread; where all rows pass the grain above, any number
 constexpr int64_t FEW_SUMS = 12 << 10;  // of theirs at a time: more would not stay in the first cache
 
 // Waking a thread costs 1 us where threads spin while they wait, and 9 where they were told to sleep.
@@ -35,7 +36,7 @@ int64_t products(const Product& p) {
 // Multiply-adds up to which a second thread costs more than it brings; a product of tiles does them four times as fast;
 // where threads sleep, waking one costs as much as 2.4 Mi of any that has parts.
 int64_t grain(const Kernels& k, const Product& p) {
-  if (!k.gemm_pays) return patience() * (320 << 10);
+  if (!k.gemm_pays) return patience() * LANES_GRAIN;
   return patience() * (1200 << 10) / (patience() > 1 ? std::min<int64_t>(products(p), 2) : products(p));
 }
 
@@ -213,7 +214,7 @@ int64_t few_rows(const Kernels& k, const Product& p) {
   if (p.b.row == 1) return pairs ? 5 : k.gemm_pays || p.b.dtype == DType::f32 ? 12 : 16;  // along K: dot products
   if (p.b.col != 1) return 0;
   if (k.gemm_pays) return p.a.dtype == DType::bf16 && p.b.dtype == DType::bf16 ? 6 : 12;  // tiles serve more
-  return pairs ? 4 : k.width >= 16 ? 16 : 12;
+  return pairs ? 4 : 16;
 }
 
 // n elements, `step` apart, in float32.
@@ -253,7 +254,9 @@ void by_few_rows(const Kernels& k, const Product& p, bool turned) {
   const bool dots = p.b.row == 1;
   const int64_t unit = dots ? 4 : 64, columns = over(p.N, unit) * unit;  // so that no unit spans two items
   const int64_t most = turned || !dots ? FEW_SUMS / p.M / unit * unit : p.N;  // columns at a time
-  parallel(p.batch * columns, std::max(unit, FEW_GRAIN / (p.K + 1)), unit, [&](int64_t begin, int64_t end) {
+  const bool many = p.batch * p.M * p.N * p.K > patience() * LANES_GRAIN;
+  const int64_t each = many ? unit : std::max(unit, FEW_GRAIN / (p.K + 1));
+  parallel(p.batch * columns, each, unit, [&](int64_t begin, int64_t end) {
     while (begin < end) {
       const int64_t item = begin / columns, j = begin % columns;
       const int64_t n = std::min(std::min(end - begin, columns - j), std::min(p.N - j, most));

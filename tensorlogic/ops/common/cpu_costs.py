@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ... import calls, native
 from ...numerics import DTYPES
@@ -178,7 +179,7 @@ def few_rows(dtype: str, linear: bool, paired: bool) -> int:
         return 12 if dtype == "f32" or native.isa() == "amx" else 16
     if native.isa() == "amx":
         return 6 if dtype == "bf16" else 12
-    return 16 if native.isa() in ("avx512", "avx512_bf16") else 12
+    return 16
 
 
 def _far_us(n: int, k: int, dtype: str, who: str) -> float:
@@ -232,16 +233,22 @@ def native_factor(paired: bool) -> float:
     return _factors("bf16" if paired else "f32")[1]
 
 
+def torch_into(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """PyTorch's product in memory that is there: pages of fresh memory may take as long as the product."""
+    return torch.mm(a, b, out=out)
+
+
 def _factors(dtype: str) -> tuple[float, ...]:
     """PyTorch's and ours. Not where there are tiles: one kind of processor has them, and they slow down for seconds."""
     if native.available() or native.isa() == "amx":
         return 1.0, 1.0
     lines = ZEN if _is_amd() else INTEL
     ours = lines.get("pairs" if pairs(dtype) else "blocks", lines["blocks"])
-    products = [cpu_rates.Product(native.op("matmul"), ours.parts)]
+    matmul = native.op("matmul")
+    products = [cpu_rates.Product(lambda a, b, out: matmul(a, b), ours.parts)]
     if not half_is_slow(dtype):
         theirs = cpu_rates.Product(
-            torch.mm, lambda n: _torch_line(n * n * n, dtype, False).parts(n)
+            torch_into, lambda n: _torch_line(n * n * n, dtype, False).parts(n)
         )
         products.insert(0, theirs)
     found = cpu_rates.factors(f"{dtype} by torch and {native.isa()}", DTYPES[dtype], products)

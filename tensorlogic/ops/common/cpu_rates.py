@@ -32,9 +32,10 @@ stores.ON_FORGET += [_NOTES.forget, _TRIED.clear]
 
 @dataclass(frozen=True)
 class Product:
-    """A way to multiply two matrices, and what a cost model says of n × n: microseconds of its multiply-adds, after those of all else."""
+    """A way to multiply two matrices, maybe into a third, and what a cost model says of n × n: microseconds of its
+    multiply-adds, after those of all else."""
 
-    run: Callable[[Tensor, Tensor], Tensor]
+    run: Callable[[Tensor, Tensor, Tensor], Tensor]
     parts: Callable[[int], tuple[float, float]]
 
 
@@ -83,8 +84,8 @@ def _measured(dtype: torch.dtype, products: Sequence[Product]) -> list[float] | 
     left = list(products)
     with stores.preserved(CPU), torch.no_grad():
         for side in SIDES:
-            a, b = (torch.full((side, side), 0.5, dtype=dtype, device=CPU) for _ in range(2))
-            took = _fastest({p: functools.partial(p.run, a, b) for p in left})
+            abc = [torch.full((side, side), 0.5, dtype=dtype, device=CPU) for _ in range(3)]
+            took = _fastest({p: functools.partial(p.run, *abc) for p in left})
             if took is None:
                 return None
             for p in left:

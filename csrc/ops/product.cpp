@@ -208,10 +208,13 @@ void in_blocks(const Kernels& k, const Product& p) {
 }
 
 // Up to so many rows, b is read as it lies instead of being packed: each of its elements serves few products.
-int64_t few_rows(const Kernels& k, const Product& p) {
+int64_t few_rows(const Kernels& k, const Product& p, bool turned = false) {
   if (p.a.dtype == DType::f64 || p.b.dtype == DType::f64) return 0;
   const bool pairs = k.gemm_pairs && p.a.dtype == DType::bf16 && p.b.dtype == DType::bf16;
-  if (p.b.row == 1) return pairs ? 5 : k.gemm_pays || p.b.dtype == DType::f32 ? 12 : 16;  // along K: dot products
+  if (p.b.row == 1) {  // along K: dot products, whose ends cost as much as a block's packing where they are short
+    const int64_t most = k.gemm_pays || p.b.dtype == DType::f32 ? 12 : 16;
+    return pairs ? 5 : turned ? most : std::min(most, std::max<int64_t>(p.K / k.width, 4));
+  }
   if (p.b.col != 1) return 0;
   if (k.gemm_pays) return p.a.dtype == DType::bf16 && p.b.dtype == DType::bf16 ? 6 : 12;  // tiles serve more
   return pairs ? 4 : 16;
@@ -308,7 +311,7 @@ void run(Product& p) {
   if (p.tiles) return in_blocks(k, p);
   if (few_columns(k, p)) {
     const Product t = transposed(p);
-    if (t.M <= few_rows(k, t)) return by_few_rows(k, t, true);
+    if (t.M <= few_rows(k, t, true)) return by_few_rows(k, t, true);
   }
   if (p.M <= few_rows(k, p)) return by_few_rows(k, p, false);
   const bool served = !k.gemm_pays || k.gemm_pays(p.a.dtype, p.b.dtype, p.parts, p.M, p.N, p.K);

@@ -145,9 +145,10 @@ def native_us(m: int, n: int, k: int, dtype: str, linear: bool, wide: bool = Fal
     lines = ZEN if _is_amd() else INTEL
     saved = COMPILED if calls.available() is None else 0.0
     paired = pairs(dtype) and not wide
-    if _turned(m, n, k, dtype, wide, paired):
+    turned = _turned(m, n, k, dtype, wide, paired)
+    if turned:
         m, n, linear = n, m, True
-    if m <= few_rows(dtype, linear, paired):
+    if m <= few_rows(dtype, linear, paired, k, turned):
         few = "few linear" if linear else "few"
         line = lines.get(f"{few} {dtype}", lines[few])
         few_terms = k < NARROW and native_wiring.narrow()
@@ -166,17 +167,18 @@ def _turned(m: int, n: int, k: int, dtype: str, wide: bool, paired: bool) -> boo
     """Few columns are the few rows of the transposed product, where the left operand's rows are contiguous."""
     if n == 1 < m:
         return True
-    few = 5 if paired or m <= few_rows(dtype, False, paired) else 12
+    few = 5 if paired or m <= few_rows(dtype, False, paired, k) else 12
     tiles = native.isa() == "amx" and _tiles_pay(m, n, k, dtype, wide)
     return n <= few and m >= 4 and k >= 64 and not tiles
 
 
-def few_rows(dtype: str, linear: bool, paired: bool) -> int:
+def few_rows(dtype: str, linear: bool, paired: bool, k: int, turned: bool = False) -> int:
     """Up to how many rows the native library reads a weight [n, k], or [k, n], as it lies."""
     if paired:
         return 5 if linear else 4
     if linear:
-        return 12 if dtype == "f32" or native.isa() == "amx" else 16
+        most = 12 if dtype == "f32" or native.isa() == "amx" else 16
+        return most if turned else min(most, max(k // (8 if native_wiring.narrow() else 16), 4))
     if native.isa() == "amx":
         return 6 if dtype == "bf16" else 12
     return 16

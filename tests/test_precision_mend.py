@@ -128,7 +128,8 @@ def test_what_no_dtype_can_hold_is_told_from_what_was_mended(
     rtol = 1e-1 if dtype == torch.bfloat16 else 1e-2
     seen = [triton_mend.Seen.of(a, b, c.to(dtype))]
     made = triton_mend.Watch(Statistics(50.0, 4.0, 0.0, 1.0), 1.0, seen, DEVICE, rtol)
-    made.over([(a * factor, b, c.to(dtype))])
+    made.over([(a * factor, b, (c * factor).to(dtype))])
+    made.wait()
     assert made.passed()
     assert made.beyond() == lost
     assert not made.beyond()
@@ -141,6 +142,7 @@ def test_sums_that_float64_cannot_resolve_are_told() -> None:
     a[:, 30:] = -a[:, :30] * (1 + 1e-14)
     made, _ = watch(torch.randn_like(a), torch.randn_like(b), a @ b)
     made.over([(a, b, a @ b)])
+    made.wait()
     assert made.passed()
     assert made.beyond()
 

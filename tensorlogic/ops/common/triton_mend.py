@@ -132,7 +132,7 @@ class Watch:
             about = (s.names, s.sizes, s.strides)
             look = triton_split._look(*about, align, device)
             self._starts.append((look, _mend(*about, (rows, blocks), align, device)))
-        self._spaces: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._spaces: dict[int, tuple[list[tuple[Tensor, Tensor]], Tensor]] = {}
         self._streams: set[int] = set()  # that nobody has waited for since
 
     def passed(self) -> bool:
@@ -154,16 +154,17 @@ class Watch:
         cuda = self._device.type == "cuda"
         while self._streams and not (cuda and torch.cuda.is_current_stream_capturing()):
             number = self._streams.pop()
-            if cuda:
-                torch.cuda.ExternalStream(number, device=self._device).synchronize()
+            if cuda:  # of number 0 PyTorch would make a stream of its own
+                place = self._device
+                own = torch.cuda.ExternalStream(number, place) if number else torch.cuda.default_stream(place)  # fmt: skip
+                own.synchronize()
 
     def over(self, products: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         """Look at (left, right, out) of every product and mend those that need it; waits for nothing.
 
         They lie as was said when this was made, whatever shapes the tensors have here.
         """
-        flag = triton_split.flag(self._device)
-        spaces = self._space()
+        spaces, flag = self._space()
         good = True
         for (left, right, out), (look, _), (found, _) in zip(
             products, self._starts, spaces, strict=True
@@ -177,8 +178,8 @@ class Watch:
         if not good:
             raise RuntimeError("mend: a kernel refused tensors of the alignment of their elements")
 
-    def _space(self) -> list[tuple[Tensor, Tensor]]:
-        """For every product, what `look_at` finds and the end of it, in memory of the current stream."""
+    def _space(self) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """For every product, what `look_at` finds and the end of it, in memory of the current stream; and that stream's flag."""
         stream = triton_split.stream(self._device)
         if stream >= 0:
             self._streams.add(stream)
@@ -188,7 +189,7 @@ class Watch:
                 torch.empty(6 * blocks + 1, dtype=torch.float64, device=self._device)
                 for _, blocks in self._tables
             ]
-            found = [(t, t[-1:]) for t in made]
+            found = [(t, t[-1:]) for t in made], triton_split.flag(self._device)
             if stream >= 0:  # else a graph's, whose memory goes with it
                 self._spaces[stream] = found
         return found

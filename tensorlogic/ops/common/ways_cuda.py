@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...compiling import CompileFailure
-from ...numerics import NAMES
 from ...plans import Key
-from . import mixed, triton_halves, triton_lines, triton_mixed, triton_split, ways
-from .cublaslt import lt_available, lt_launcher, lt_refusal
-from .gemm import GemmSpec, Operand
+from . import mixed, triton_halves, triton_lines, triton_mixed, triton_split, ways_series
+from .cublaslt import lt_available
 from .ways import Way, single
+from .ways_series import Planes, Step, prepared
 
 #: Which planes of left meet which of right, the smallest products first.
 PLANES = {
@@ -24,60 +23,39 @@ PLANES = {
 }
 #: Of the inner dimension: a longer one loses more than a split in three or six keeps.
 RUNS = {torch.float16: 384, torch.bfloat16: 512}
+EVEN = 64  # what runs but the last are a multiple of
 FULL_RATE = {(8, 0), (9, 0), (10, 0)}  # compute capabilities with tensor cores for float64
 RANKS = 3  # algorithms of the library's ranking that are worth timing
 
 
-class Unserved(RuntimeError):
-    """A product that the library does not take, such as one too small for a call to it."""
+def _all(count: int, depth: int) -> list[Step]:
+    """The sum of `count` half products, as one product of a longer inner dimension."""
+    return [Step(0, count * depth)]
 
 
-@lru_cache(maxsize=1024)
-def _launcher(
-    sizes: tuple[int, int, int], dtype: str, strides: tuple[int, int, int, int],
-    precision: str, align: int, rank: int, device: torch.device, alpha: float = 1.0, add: bool = False,
-) -> Any:  # fmt: skip
-    m, n, k = sizes
-    spec = GemmSpec(
-        m, n, k, Operand(dtype, strides[0], strides[1]), Operand(dtype, strides[2], strides[3]),
-        Operand("f32", n, 1), precision=precision, align=align,
-        outer="residual" if add else "none", residual=Operand("f32", n, 1) if add else None,
-    )  # fmt: skip
-    reason = lt_refusal(spec)
-    if reason is not None:
-        raise Unserved(f"cuBLASLt: {reason}")
-    return lt_launcher(spec, {"rank": rank}, device, alpha)
+def _in_runs(count: int, run: int, lift: int, depth: int) -> list[Step]:
+    """The same, the largest products added in runs short enough for what tensor cores lose: they truncate as they add."""
+    small, end = (count - 1) * depth, count * depth
+    even = ceil(depth / ceil(depth / run) / EVEN) * EVEN  # so that no short one is left
+    runs = [Step(start, min(even, end - start)) for start in range(small, end, even)]
+    return [Step(0, small, 2.0**-lift), *runs]
 
 
-def lt(
-    a: Tensor,
-    b: Tensor,
-    precision: str = "ieee",
-    rank: int = 0,
-    alpha: float = 1.0,
-    onto: Tensor | None = None,
-) -> Tensor:
-    """alpha · a [M, K] · b [K, N] of one dtype in float32, added onto `onto` in place where it is given.
+def _planes(dtype: torch.dtype, count: int, in_runs: bool) -> Any:
+    """float16's lower planes are kept 2 ** 11 times larger, where its range has room for them."""
+    lift = 11 if in_runs and dtype == torch.float16 else 0
+    steps = partial(_in_runs, count, RUNS[dtype], lift) if in_runs else partial(_all, count)
+    return prepared(partial(ways_series.planes, Planes(dtype, *PLANES[count], lift), steps))
 
-    By a library that no switch of PyTorch reaches.
-    """
+
+_DIRECT = {name: prepared(partial(ways_series.direct, name)) for name in ("ieee", "tf32")}
+_WIDENED = prepared(ways_series.widened)
+
+
+def lt(a: Tensor, b: Tensor, precision: str = "ieee", rank: int = 0) -> Tensor:
+    """a [M, K] · b [K, N] of one dtype in float32, by a library that no switch of PyTorch reaches."""
     a, b = (t if 1 in t.stride() else t.contiguous() for t in (a, b))
-    (m, k), n = a.shape, b.shape[1]
-    y = torch.empty(m, n, dtype=torch.float32, device=a.device) if onto is None else onto
-    pointers = 16 | a.data_ptr() | b.data_ptr()
-    about: Any = ((m, n, k), NAMES[a.dtype], (*a.stride(), *b.stride()))
-    try:
-        start = _launcher(
-            *about, precision, pointers & -pointers, rank, a.device, alpha, onto is not None
-        )
-    except (CompileFailure, Unserved):
-        if rank:  # of other alignments the library ranks fewer
-            return lt(a, b, precision, 0, alpha, onto)
-        c = ways.in_f64(a, b).mul_(alpha).to(torch.float32)
-        return c if onto is None else onto.add_(c)
-    if not (start(a, b, y) if onto is None else start(a, b, y, y)):
-        raise RuntimeError("cuBLASLt: pointers are less aligned than they were")
-    return y
+    return _DIRECT[precision](rank, a, b)
 
 
 def f32(rank: int, a: Tensor, b: Tensor) -> Tensor:
@@ -92,38 +70,15 @@ def tf32(rank: int, a: Tensor, b: Tensor) -> Tensor:
     return lt(single(a), single(b), "tf32", rank)
 
 
-def planes(dtype: torch.dtype, count: int, rank: int, a: Tensor, b: Tensor) -> Tensor:
-    """The sum of `count` half products, as one product of a longer inner dimension."""
-    left, right = PLANES[count]
-    if count > 1 or dtype not in (a.dtype, b.dtype):
-        x, w = triton_split.split_both(a, b, dtype, left, right)
-    else:
-        x = a if a.dtype == dtype else triton_split.split(a, dtype, left, False)
-        w = b if b.dtype == dtype else triton_split.split(b, dtype, right, True)
-    return lt(x, w, rank=rank)
+def halved(dtype: torch.dtype, product: Any, rank: int, a: Tensor, b: Tensor) -> Tensor:
+    """Operands rounded to a half dtype, which both may have already."""
+    a, b = (t if t.dtype != dtype or 1 in t.stride() else t.contiguous() for t in (a, b))
+    return lt(a, b, rank=rank) if a.dtype == b.dtype == dtype else product(rank, a, b)
 
 
 def f64(a: Tensor, b: Tensor) -> Tensor:
     """float64, narrower operands widened in one launch."""
-    return torch.mm(*triton_split.split_both(a, b, torch.float64, (0,), (0,)))
-
-
-def in_runs(dtype: torch.dtype, count: int, rank: int, a: Tensor, b: Tensor) -> Tensor:
-    """The same, the largest products added in runs short enough for what tensor cores lose: they truncate as they add.
-
-    float16's lower planes are kept 2 ** 11 times larger, where its range has room for them.
-    """
-    left, right = PLANES[count]
-    lift = 11 if dtype == torch.float16 else 0
-    x, w = triton_split.split_both(a, b, dtype, left, right, lift)
-    depth = a.shape[1]
-    small = (count - 1) * depth
-    c = lt(x[:, :small], w[:small], rank=rank, alpha=2.0**-lift)
-    run = RUNS[dtype]
-    for start in range(small, small + depth, run):
-        end = min(start + run, small + depth)
-        lt(x[:, start:end], w[start:end], rank=rank, onto=c)
-    return c
+    return _WIDENED(0, a, b)
 
 
 def scaled(rank: int, a: Tensor, b: Tensor) -> Tensor:
@@ -189,7 +144,7 @@ def found() -> list[Way]:
     def way(name: str, form: str, product: Any, us: Any, **more: Any) -> Way:
         return Way(
             name, form, partial(product, 0), us, _cuda, matrices=True,
-            ranked=product, ranks=RANKS, sources=(triton_split, triton_halves, triton_lines), **more,
+            ranked=product, ranks=RANKS, sources=(triton_split, triton_halves, triton_lines, ways_series), **more,
         )  # fmt: skip
 
     bf16, f16 = torch.bfloat16, torch.float16
@@ -202,12 +157,12 @@ def found() -> list[Way]:
             _cuda,
             serves=_widening,
             matrices=True,
-            sources=(triton_split,),
+            sources=(triton_split, ways_series),
         ),
         way("cublaslt.f32", "f32", f32, _us(25e6, 0), serves=_narrowing),
-        way("cublaslt.bf16x6", "bf16x6", partial(in_runs, bf16, 6), _us(48e6, 16)),
-        way("cublaslt.f16x3", "f16x3", partial(in_runs, f16, 3), _us(80e6, 10), guarded=True),
-        way("cublaslt.bf16x3", "bf16x3", partial(planes, bf16, 3), _us(110e6, 10)),
+        way("cublaslt.bf16x6", "bf16x6", _planes(bf16, 6, True), _us(48e6, 16)),
+        way("cublaslt.f16x3", "f16x3", _planes(f16, 3, True), _us(80e6, 10), guarded=True),
+        way("cublaslt.bf16x3", "bf16x3", _planes(bf16, 3, False), _us(110e6, 10)),
         way("cublaslt.tf32", "tf32", tf32, _us(190e6, 0)),
         way("cublaslt.f16", "f16", scaled, _us(330e6, 10)),
         Way(
@@ -222,6 +177,12 @@ def found() -> list[Way]:
             ranks=mixed.RANKS,
             sources=(mixed, triton_mixed),
         ),
-        way("cublaslt.f16_unscaled", "f16", partial(planes, f16, 1), _us(330e6, 6), guarded=True),
-        way("cublaslt.bf16", "bf16", partial(planes, bf16, 1), _us(330e6, 6)),
+        way(
+            "cublaslt.f16_unscaled",
+            "f16",
+            partial(halved, f16, _planes(f16, 1, False)),
+            _us(330e6, 6),
+            guarded=True,
+        ),
+        way("cublaslt.bf16", "bf16", partial(halved, bf16, _planes(bf16, 1, False)), _us(330e6, 6)),
     ]

@@ -1,0 +1,250 @@
+"""Products of cuBLASLt under precision policies: what depends on how operands lie is found once, a call allocates and starts."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compiling import CompileFailure
+from ...numerics import NAMES
+from . import compiled_launch, cublaslt, triton_split, ways
+from .gemm import GemmSpec, Operand
+
+MOST = 1024  # ways in which operands lie that are known at once
+ALIGN = 16  # bytes, of fresh memory
+Run = Callable[[Tensor, Tensor], Tensor]
+Multiply = Callable[[int, int, int], None]  # by the addresses of x, w and y
+
+
+class Unserved(RuntimeError):
+    """A product that the library does not take, such as one too small for a call to it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of a product's inner dimension, added to those before it."""
+
+    start: int
+    depth: int
+    alpha: float = 1.0
+
+
+def series(
+    sizes: tuple[int, int], dtype: str, strides: tuple[int, int, int, int], steps: Sequence[Step],
+    rank: int, device: torch.device, precision: str = "ieee", align: int = ALIGN,
+) -> Multiply:  # fmt: skip
+    """y [M, N] in float32 = the sum of alpha · x[:, part] · w[part] over all steps, on the current stream, for x and w of one dtype.
+
+    Raises CompileFailure or Unserved where the library does not take them.
+    """
+    lib = cublaslt._library()
+    if isinstance(lib, str):
+        raise CompileFailure(lib)
+    (m, n), item = sizes, cublaslt._SIZES[dtype]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    entries, kept, most = [], [], 0
+    with torch.cuda.device(index):
+        handle = cublaslt._handle(lib, index)
+        for i, step in enumerate(steps):
+            at_x, at_w = step.start * strides[1] * item, step.start * strides[2] * item
+            bits = align | at_x | at_w
+            spec = GemmSpec(
+                m, n, step.depth, Operand(dtype, *strides[:2]), Operand(dtype, *strides[2:]), Operand("f32", n, 1),
+                precision=precision, align=bits & -bits,
+                outer="residual" if i else "none", residual=Operand("f32", n, 1) if i else None,
+            )  # fmt: skip
+            if (reason := cublaslt.lt_refusal(spec)) is not None:
+                raise Unserved(f"cuBLASLt: {reason}")
+            product = cublaslt._Product(lib, spec, handle)
+            found = _algorithm(product, rank)
+            one, beta = ctypes.c_float(step.alpha), ctypes.c_float(1.0 if i else 0.0)
+            most = max(most, found.workspace)
+            kept.append((product, found, one, beta))
+            entries.append(
+                (
+                    product.descriptor(), ctypes.addressof(one), at_w, product.a, at_x, product.b, ctypes.addressof(beta),
+                    product.c, product.d, ctypes.addressof(found),
+                )
+            )  # fmt: skip
+    matmul, stream, several = lib.cublasLtMatmul, torch._C._cuda_getCurrentRawStream, torch.cuda.device_count() > 1  # fmt: skip
+
+    def run(x: int, w: int, y: int) -> None:
+        queue = stream(index)
+        memory = cublaslt._workspace(index, queue, most) if most else None
+        scratch = None if memory is None else memory.data_ptr()
+        for made, one, at_w, a, at_x, b, beta, c, d, algo in entries:
+            status = matmul(
+                handle, made, one, w + at_w, a, x + at_x, b, beta, y, c, y, d, algo, scratch, most, queue
+            )  # fmt: skip
+            if status:
+                raise RuntimeError(
+                    f"cublasLtMatmul failed with status {status} on {kept[0][0].spec}"
+                )
+
+    def run_there(x: int, w: int, y: int) -> None:
+        with torch.cuda.device(index):
+            run(x, w, y)
+
+    return run_there if several else run
+
+
+def _algorithm(product: cublaslt._Product, rank: int) -> Any:
+    """Of this rank, or the library's own choice: of other alignments it ranks fewer."""
+    try:
+        return product.algorithm(rank)
+    except CompileFailure:
+        return product.algorithm(0)
+
+
+def prepared(make: Callable[[int, Tensor, Tensor], Run]) -> Callable[[int, Tensor, Tensor], Tensor]:  # fmt: skip
+    """product(rank, a, b) by what `make` gives for operands that lie like these; in float64 where the library does not take them."""
+    runs: dict[Any, Run] = {}
+
+    def product(rank: int, a: Tensor, b: Tensor) -> Tensor:
+        where = (
+            rank, a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, (a.data_ptr() | b.data_ptr()) & (ALIGN - 1),
+            a.get_device(),
+        )  # fmt: skip
+        run = runs.get(where)
+        if run is None:
+            if len(runs) >= MOST:
+                runs.clear()
+            try:
+                run = make(rank, a, b)
+            except (CompileFailure, Unserved):
+                run = _in_f64
+            runs[where] = run
+        return run(a, b)
+
+    return product
+
+
+def _in_f64(a: Tensor, b: Tensor) -> Tensor:
+    return ways.in_f64(a, b).to(torch.float32)
+
+
+def allocator(device: torch.device) -> Callable[[tuple[int, int], torch.dtype], Tensor]:
+    """Memory for a contiguous matrix, in C where that can be."""
+    made = compiled_launch.empty(device)
+    if made is None:
+        return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+    return lambda shape, dtype: made(shape, (shape[1], 1), dtype)
+
+
+def direct(precision: str, rank: int, a: Tensor, b: Tensor) -> Run:
+    """a · b of one dtype as they lie."""
+    size = (a.shape[0], b.shape[1])
+    bits = triton_split.aligned(a, b)
+    strides = (a.stride(0), a.stride(1), b.stride(0), b.stride(1))
+    steps = [Step(0, a.shape[1])]
+    multiply = series(size, NAMES[a.dtype], strides, steps, rank, a.device, precision, bits)  # fmt: skip
+    empty = allocator(a.device)
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        y = empty(size, torch.float32)
+        multiply(a.data_ptr(), b.data_ptr(), y.data_ptr())
+        return y
+
+    return run
+
+
+@dataclass(frozen=True)
+class Made:
+    """What makes planes of operands that lie like those it was made for: (x, w) as they lie in memory, whether transposed, the strides by
+    which they are matrices, and bytes that they are aligned to."""
+
+    make: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    turned: tuple[bool, bool]
+    strides: tuple[int, int, int, int]
+    align: int = ALIGN
+
+
+@dataclass(frozen=True)
+class Planes:
+    """How operands are written as planes of a dtype: a's [M, count K] and b's [count K, N], both in one launch."""
+
+    dtype: torch.dtype
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    lift: int = 0
+
+    def made(self, a: Tensor, b: Tensor) -> Made:
+        """For operands that lie like these; one of this dtype is its only plane."""
+        if len(self.left) == 1 and self.dtype in (a.dtype, b.dtype):
+            return self._one(a, b)
+        a_turned, a_laid, a_shape = triton_split._laid(a, self.left, False)
+        b_turned, b_laid, b_shape = triton_split._laid(b, self.right, True)
+        kinds = (*triton_split.names(a, b), NAMES[self.dtype])
+        bits, device, dtype = triton_split.aligned(a, b), a.device, self.dtype
+        start = triton_split._split(kinds, (a_laid, b_laid), self.lift, bits, device)
+        empty = allocator(device)
+
+        def make(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            x, w = empty(a_shape, dtype), empty(b_shape, dtype)
+            _started(start(a, b, x, w, triton_split.flag(device)))
+            return x, w
+
+        ends = (*_ends(a_turned, a_shape), *_ends(b_turned, b_shape))
+        return Made(make, (a_turned, b_turned), ends)
+
+    def _one(self, a: Tensor, b: Tensor) -> Made:
+        first = a.dtype != self.dtype  # which is to be written
+        pattern, given = (self.left, a) if first else (self.right, b)
+        turned, laid, shape = triton_split._laid(given, pattern, not first)
+        bits, device, dtype = triton_split.aligned(given), a.device, self.dtype
+        kinds = (*triton_split.names(given), NAMES[dtype])
+        start = triton_split._split(kinds, (laid,), self.lift, bits, device)
+        empty = allocator(device)
+
+        def make(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            x = empty(shape, dtype)
+            _started(start(a if first else b, x, triton_split.flag(device)))
+            return (x, b) if first else (a, x)
+
+        ends, other = _ends(turned, shape), b.stride() if first else a.stride()
+        left, right = (ends, other) if first else (other, ends)
+        strides = (left[0], left[1], right[0], right[1])
+        return Made(make, (turned and first, turned and not first), strides, triton_split.aligned(b if first else a))  # fmt: skip
+
+
+def _ends(turned: bool, shape: tuple[int, int]) -> tuple[int, int]:
+    """Strides of a matrix whose memory is a contiguous one of this shape."""
+    return (1, shape[1]) if turned else (shape[1], 1)
+
+
+def _started(good: bool) -> None:
+    if not good:
+        raise RuntimeError("split: the kernel refused tensors of the alignment it was built for")
+
+
+def planes(how: Planes, steps: Callable[[int], Sequence[Step]], rank: int, a: Tensor, b: Tensor) -> Run:  # fmt: skip
+    """The product of planes, by parts of their inner dimension that follow from that of a · b."""
+    made, size = how.made(a, b), (a.shape[0], b.shape[1])
+    make, parts = made.make, steps(a.shape[1])
+    multiply = series(size, NAMES[how.dtype], made.strides, parts, rank, a.device, align=made.align)
+    empty = allocator(a.device)
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        x, w = make(a, b)
+        y = empty(size, torch.float32)
+        multiply(x.data_ptr(), w.data_ptr(), y.data_ptr())
+        return y
+
+    return run
+
+
+def widened(rank: int, a: Tensor, b: Tensor) -> Run:
+    """a · b in float64, both widened in one launch."""
+    made = Planes(torch.float64, (0,), (0,)).made(a, b)
+    make, (a_turned, b_turned) = made.make, made.turned
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        x, w = make(a, b)
+        return torch.mm(x.t() if a_turned else x, w.t() if b_turned else w)
+
+    return run

@@ -135,17 +135,19 @@ class precision:
         """`fn`, run under this policy; coroutine functions stay coroutine functions, generators are refused."""
         if not callable(fn):
             raise TypeError(f"precision: fn is {type(fn).__name__}; a function is required")
-        if inspect.iscoroutinefunction(fn):
+        kinds = (fn, type(fn).__call__)  # an object that is called may be either, too
+        if any(map(inspect.iscoroutinefunction, kinds)):
 
             @functools.wraps(fn)
             async def awaited(*args: P.args, **kwargs: P.kwargs) -> Any:
                 with under(self.asked):
-                    return await fn(*args, **kwargs)
+                    return await fn(*args, **kwargs)  # type: ignore[misc]  # which it is
 
             return awaited  # type: ignore[return-value]
-        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        if any(inspect.isgeneratorfunction(k) or inspect.isasyncgenfunction(k) for k in kinds):
+            name = getattr(fn, "__name__", type(fn).__name__)
             raise TypeError(
-                f"precision: {fn.__name__} is a generator, which runs after the call has returned; enter the policy with a "
+                f"precision: {name} is a generator, which runs after the call has returned; enter the policy with a "
                 f"with statement inside of it"
             )
 

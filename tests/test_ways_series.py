@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +18,7 @@ if registry.triton_missing() or not (torch.cuda.is_available() or registry.inter
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)
 
 from tensorlogic.compiling import CompileFailure
-from tensorlogic.ops.common import ways_cuda, ways_series
+from tensorlogic.ops.common import cublaslt, ways_cuda, ways_series
 from tensorlogic.ops.common.ways_series import Planes, Step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,6 +92,98 @@ def test_what_the_library_refuses_is_computed_in_float64() -> None:
         torch.testing.assert_close(product(1, a, b), a @ b)
         assert (product(0, b, b.t().contiguous()) == 0).all()
     assert met == [(1, 3, 5), (0, 5, 4)]
+
+
+class Library:
+    """cuBLASLt's part in a product, by NumPy, on addresses."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.workspaces: list[int] = []
+
+    def _keep(self, at: Any, what: Any) -> int:
+        self.made.append(what)
+        at._obj.value = len(self.made)
+        return 0
+
+    def cublasLtMatrixLayoutCreate(self, at: Any, kind: int, rows: Any, columns: Any, ld: Any) -> int:  # fmt: skip
+        return self._keep(at, (KINDS[kind], rows.value, columns.value, ld.value))
+
+    def cublasLtMatmulDescCreate(self, at: Any, compute: int, scale: int) -> int:
+        return self._keep(at, {})
+
+    def cublasLtMatmulDescSetAttribute(self, made: Any, name: int, address: int, size: int) -> int:
+        self.made[made.value - 1][name] = ctypes.c_int32.from_address(address).value
+        return 0
+
+    def cublasLtMatmulPreferenceCreate(self, at: Any) -> int:
+        return self._keep(at, None)
+
+    def cublasLtMatmulAlgoGetHeuristic(self, *given: Any) -> int:
+        results, count = given[-2:]
+        results[0].workspace, count._obj.value = 64, 1
+        return 0
+
+    def cublasLtMatmul(self, *given: Any) -> int:
+        _, made, one, w, a, x, b, beta, c, _, y, d, _, scratch, size, _ = given
+        assert scratch
+        self.workspaces.append(size)
+        turns = self.made[made - 1]
+        left, right, out = (self._at(*place) for place in ((w, a), (x, b), (y, d)))
+        left, right = left.T if turns[3] else left, right.T if turns[4] else right
+        assert c == y
+        alpha, before = (ctypes.c_float.from_address(p).value for p in (one, beta))
+        out[:] = alpha * (left.astype(float) @ right.astype(float)) + (before * out if before else 0)  # fmt: skip
+        return 0
+
+    def _at(self, address: int, layout: int) -> Any:
+        dtype, rows, columns, ld = self.made[layout - 1]
+        size = ((columns - 1) * ld + rows) * dtype.itemsize
+        flat = np.frombuffer((ctypes.c_char * size).from_address(address), dtype)
+        strides = (dtype.itemsize, ld * dtype.itemsize)
+        return np.lib.stride_tricks.as_strided(flat, (rows, columns), strides)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: 0
+
+
+COUNT = itertools.count()
+KINDS = {0: np.dtype(np.float32), 2: np.dtype(np.float16)}
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    found = Library()
+    monkeypatch.setattr(cublaslt, "_library", lambda: found)
+    monkeypatch.setattr(cublaslt, "_handle", lambda lib, index: 1)
+    monkeypatch.setattr(cublaslt, "_workspace", lambda index, queue, size: torch.empty(size))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the library itself is there")
+@pytest.mark.parametrize("how", [("as it is", "as it is"), ("turned", "unaligned"), ("unaligned", "turned")])  # fmt: skip
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float16, torch.float32), (torch.float64, torch.float16)])  # fmt: skip
+def test_offsets_scales_and_turns_are_those_of_the_product(
+    how: tuple[str, str], dtypes: tuple[torch.dtype, torch.dtype], library: Library
+) -> None:
+    m, n, k = 40 + next(COUNT), 52, 410  # what lies alike is prepared once a process
+    a, b = laid(torch.randn(m, k).to(dtypes[0]), how[0]), laid(torch.randn(k, n).to(dtypes[1]), how[1])  # fmt: skip
+    want = a.double() @ b.double()
+    ways = {w.id: w for w in ways_cuda.found()}
+    for id, limit, calls in (
+        ("cublaslt.f16x3", 1e-6, 3),
+        ("cublaslt.f32", 1e-6, 1),
+        ("cublaslt.f16_unscaled", 1e-3, 1),
+    ):
+        fresh = ways[id].product
+        for turn in range(2):
+            before = len(library.workspaces)
+            got = fresh(a, b).double()
+            assert (got - want).norm() <= limit * want.norm(), (id, turn)
+            assert library.workspaces[before:] == [64] * calls
 
 
 @gpu

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...compiling import CompileFailure
 from ...numerics import NAMES
-from . import compiled_launch, cublaslt, triton_split, ways
+from . import cublaslt, triton_split, ways, wiring
 from .gemm import GemmSpec, Operand
 
 MOST = 1024  # ways in which operands lie that are known at once
@@ -129,10 +129,8 @@ def _in_f64(a: Tensor, b: Tensor) -> Tensor:
 
 
 def allocator(device: torch.device) -> Callable[[tuple[int, int], torch.dtype], Tensor]:
-    """Memory for a contiguous matrix, in C where that can be."""
-    made = compiled_launch.empty(device)
-    if made is None:
-        return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+    """Memory for a contiguous matrix."""
+    made = wiring.empty(device)
     return lambda shape, dtype: made(shape, (shape[1], 1), dtype)
 
 

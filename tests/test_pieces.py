@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic import measure
-from tensorlogic.program import choosing
+from tensorlogic.program import check, choosing
 from tensorlogic.program.pieces import Pieces
 
 
@@ -270,3 +270,25 @@ def test_what_dynamo_keeps_holds_no_model(dynamic: bool, pays: None) -> None:
     del model, fast
     gc.collect()
     assert [k() for k in known] == [None, None]
+
+
+class Grouped(Branching):
+    """Calls that know no float64, as grouped products of experts do not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("expected float32 or halves")
+        return super().forward(x)
+
+
+@torch.no_grad()
+def test_halves_are_checked_in_float32_where_float64_is_unknown(
+    pays: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "wide_dtype", lambda tensors: torch.float64)  # as on a GPU
+    model, x = Grouped().eval().bfloat16(), torch.randn(3, 4).bfloat16()
+    fast = tensorlogic.optimize(model, x)
+    assert isinstance(fast._program, Pieces), fast.report.reason
+    assert fast.report.error is not None
+    fast = tensorlogic.optimize(model.float(), x.float())  # nothing wider is known
+    assert "no way to check it" in fast.report.reason

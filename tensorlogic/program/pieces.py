@@ -266,14 +266,17 @@ def _outcome(
 
 
 def _wide(model: nn.Module, training: bool, args: Any, kwargs: Any) -> list[list[Tensor]] | None:
-    """The same in higher precision; None where the model's own code insists on its dtype."""
+    """The same in higher precision, float32 where halves cannot be float64; None where the model's own code insists on its
+    dtype."""
     tensors = [*model.parameters(), *model.buffers(), *check.tensors_in((args, kwargs))]
-    dtype = check.wide_dtype(tensors)
-    twin = copy.deepcopy(model).to(dtype)
-    try:
-        return _outcome(twin, twin, training, args, kwargs, dtype)
-    except FAILURES:
-        return None
+    half = all(t.element_size() <= 2 for t in tensors if t.is_floating_point())
+    for dtype in dict.fromkeys((check.wide_dtype(tensors), *(torch.float32,) * half)):
+        twin = copy.deepcopy(model).to(dtype)
+        try:
+            return _outcome(twin, twin, training, args, kwargs, dtype)
+        except FAILURES:
+            continue
+    return None
 
 
 def _faster(

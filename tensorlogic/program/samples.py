@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 VERSION = attrgetter("_version")
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
 
 
 class Samples:
@@ -26,7 +31,7 @@ class Samples:
         self.arrays: list[Any] = []
         self.places: list[int] = []
         for t in self.tensors:
-            array = t.detach().view(INTEGERS[t.element_size()]).numpy()
+            array = t.detach().view(BITS[t.dtype]).numpy()
             self.arrays += [array, array]
             largest = t.detach()[:1].flatten().abs().argmax() if t.dim() else 0
             self.places += [int(largest), t.numel() // 2]
@@ -51,5 +56,5 @@ class Samples:
 
 
 def _readable(t: Tensor) -> bool:
-    plain = t.device.type == "cpu" and t.layout == torch.strided and t.is_floating_point()
-    return plain and t.numel() > 0 and t.element_size() in INTEGERS and not t.is_inference()
+    plain = t.device.type == "cpu" and t.layout == torch.strided and t.dtype in BITS
+    return plain and t.numel() > 0 and not t.is_inference()

@@ -50,9 +50,11 @@ def _load() -> ModuleType | str:
     spec = importlib.util.spec_from_loader("tensorlogic_calls", loader)
     assert spec is not None
     try:
+        if native.cut_short(path):
+            return f"the compiled calls {path} are cut short, as by an interrupted copy: build them again"
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         return f"the compiled calls {path} do not load: {error}"
     if getattr(module, "REVISION", 1) != REVISION:
         return f"the compiled calls {path} were built from other sources: run `python tools/build_native.py`"

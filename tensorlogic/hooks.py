@@ -35,6 +35,8 @@ def _load() -> str | None:
             f"the hooks {path.name} were built from other sources than these: {native.rebuilding()}"
         )
     try:
+        if native.cut_short(path):
+            return f"the hooks {path} are cut short, as by an interrupted copy: build them again"
         torch.ops.load_library(str(path))
     except OSError as error:
         return f"the hooks {path} do not load: {error}"

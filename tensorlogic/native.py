@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import runpy
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,21 @@ def rebuilding() -> str:
     return f"run `python {_BUILDER.relative_to(_PACKAGE.parent)}`"
 
 
+def cut_short(path: Path) -> bool:
+    """Whether an ELF file ends before its last part, the section headers, does: as an interrupted copy. Loading it would end the process."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    if not head.startswith(b"\x7fELF"):
+        return not head
+    if len(head) < 64:
+        return True
+    (begin,), (size, count) = (
+        struct.unpack_from("<Q", head, 0x28),
+        struct.unpack_from("<HH", head, 0x3A),
+    )
+    return path.stat().st_size < begin + size * count
+
+
 def _load() -> str | None:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     path = library()
@@ -63,6 +79,8 @@ def _load() -> str | None:
     if path.name in stale():
         return f"the native library {path.name} was built from other sources than these: {rebuilding()}"
     try:
+        if cut_short(path):
+            return f"the native library {path} is cut short, as by an interrupted copy: build or install it again"
         torch.ops.load_library(str(path))
     except OSError as error:
         return f"the native library {path} does not load: {error}"

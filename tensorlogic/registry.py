@@ -74,9 +74,11 @@ METAL = (  # modules that register candidates for Apple GPUs
 
 
 def activate() -> None:
-    """Register every op with PyTorch."""
-    for op in OPS.values():
-        library.register(op)
+    """Register every op with PyTorch, once: an import that failed behind this, at `TENSORLOGIC_ENABLE` say, may be made again."""
+    if "torch" not in _READY:
+        _READY.add("torch")
+        for op in OPS.values():
+            library.register(op)
 
 
 def warn_of_namesakes() -> None:

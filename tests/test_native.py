@@ -283,3 +283,39 @@ def test_a_tensor_whose_storage_was_let_go_of_is_refused() -> None:
         RuntimeError, match=r"shape \[3, 4\] has no memory: its storage was resized"
     ):
         native.op("matmul")(gone, torch.ones(4, 5))
+
+
+@pytest.mark.parametrize("size", [0, 40, 1000, -1])
+def test_a_library_that_is_cut_short_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Loading what an interrupted copy has left would end the process by a bus error."""
+    short = tmp_path / native.library().name
+    short.write_bytes(native.library().read_bytes()[:size])
+    assert native.cut_short(short)
+    assert not native.cut_short(native.library())
+    monkeypatch.setattr(native, "library", lambda: short)
+    assert "is cut short" in str(native._load())
+
+
+def test_an_import_that_failed_says_the_same_again(tmp_path: Path) -> None:
+    """With TENSORLOGIC_ENABLE=pool, say, the start of Python has imported the package once when a program imports it."""
+    program = """
+for _ in range(2):
+    try:
+        import tensorlogic
+    except RuntimeError as problem:
+        print(problem)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}\n{program}"],
+        env={
+            **os.environ,
+            "TENSORLOGIC_ENABLE": "pool",
+            settings.NATIVE_LIBRARY.name: str(tmp_path / "nothing.so"),
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.count("enable: pool=True needs the hooks") == 2, ran.stdout + ran.stderr

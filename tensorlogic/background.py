@@ -59,6 +59,8 @@ class Watch:
         self.done = False
         self.study: Study | None = None
         self.steps: Iterator[float] | None = None
+        if device.type == "cuda":  # whoever measures it next, kernels are compiled
+            compiling.prepare()
 
     def wrap(self, launch: Launcher) -> Launcher:
         """The launcher with a counter in front; what it costs shows only until the key is measured."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -27,6 +29,7 @@ class _Workers:
 
     def __init__(self, count: int) -> None:
         self.count, self.threads, self.open, self.started = count, 0, 0, 0
+        self.missing = False  # no process can be started here
         self.lock = threading.Lock()
         self.nursery = Nursery()
         self.queue: SimpleQueue[tuple[Any, Future[str | None]]] = SimpleQueue()
@@ -72,7 +75,9 @@ class _Workers:
         try:
             worker = self.nursery.worker()
         except (OSError, EOFError):
+            self.missing = True
             return None
+        self.missing = False
         with self.lock:
             self.started += 1
         return worker
@@ -84,6 +89,7 @@ class _Workers:
 
 
 _workers: _Workers | None = None
+_own: set[Any] = set()  # jobs that were this process's to compile
 
 
 def _after_fork() -> None:
@@ -115,8 +121,13 @@ def prepare() -> None:
 
 
 def submit(jobs: Iterable[Any]) -> None:
-    """Start compiling `jobs` (hashable, picklable, with a `run()`) in worker processes; returns at once."""
-    pool = _pool()
+    """Start compiling `jobs` (hashable, picklable, with a `run()`) in worker processes; returns at once.
+
+    What this process will need to load them it begins with, too: their `ahead()`, if they have one.
+    """
+    pool, jobs = _pool(), list(jobs)
+    for kind in {type(job) for job in jobs}:
+        getattr(kind, "ahead", int)()
     for job in jobs if pool is not None else ():
         cast(_Workers, pool).submit(job)
 
@@ -124,6 +135,29 @@ def submit(jobs: Iterable[Any]) -> None:
 def ready(jobs: Iterable[Any]) -> bool:
     """True when no worker is still busy with one of `jobs`."""
     return all(_future(job) is None or cast(Future[Any], _future(job)).done() for job in jobs)
+
+
+def there(jobs: Iterable[Any]) -> bool:
+    """True when every one of `jobs` has been compiled by a worker or by this process, or has failed."""
+    return all(job in _own or _finished(job) for job in jobs)
+
+
+def begun(jobs: Iterable[Any]) -> bool:
+    """True while a worker is busy with one of `jobs`."""
+    return any((future := _future(job)) is not None and future.running() for job in jobs)
+
+
+def elsewhere() -> bool:
+    """True when workers compile, or will once they have started."""
+    return _workers is not None and not _workers.missing
+
+
+def wait(jobs: Iterable[Any], timeout_s: float) -> None:
+    """Return when a worker has finished another one of `jobs`, at the latest after `timeout_s`."""
+    futures = [f for job in jobs if (f := _future(job)) is not None and not f.done()]
+    if not futures:
+        time.sleep(timeout_s)
+    concurrent.futures.wait(futures, timeout_s, concurrent.futures.FIRST_COMPLETED)
 
 
 def settle(job: Any) -> None:
@@ -135,10 +169,16 @@ def settle(job: Any) -> None:
     """
     future = _future(job)
     if future is None or future.cancel():
+        _own.add(job)
         return
     reason = future.result()
     if reason is not None:
         raise CompileFailure(reason)
+
+
+def _finished(job: Any) -> bool:
+    future = _future(job)
+    return future is not None and future.done() and not future.cancelled()
 
 
 def _future(job: Any) -> Future[str | None] | None:

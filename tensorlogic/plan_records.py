@@ -183,6 +183,7 @@ class Evidence:
 
 
 DISTURBED = "; what it runs on was disturbed"  # ends the reason of such evidence
+UNFINISHED = "; kernels of it were still being compiled"  # likewise
 
 
 @dataclass
@@ -208,6 +209,11 @@ class Plan:
     def doubtful(self) -> bool:
         """Whether it was measured once, while something disturbed what some of the candidates run on."""
         return any(e.reason.endswith(DISTURBED) for e in self.evidence)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there was no time to compile all that may serve the key."""
+        return any(e.reason.endswith(UNFINISHED) for e in self.evidence)
 
     def to_json(self) -> dict[str, Any]:
         """A record of the plan file."""

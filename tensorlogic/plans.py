@@ -15,6 +15,7 @@ from . import plan_files
 from .plan_files import PlanStoreWarning, Records
 from .plan_records import (
     DISTURBED,
+    UNFINISHED,
     Environment,
     Evidence,
     Key,
@@ -26,6 +27,7 @@ from .plan_records import (
 
 __all__ = [
     "DISTURBED",
+    "UNFINISHED",
     "Environment",
     "Evidence",
     "Key",

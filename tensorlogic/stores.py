@@ -12,7 +12,7 @@ import torch
 from . import hooks, modes, policies, settings
 from .op import Op
 from .plans import Key, Lockfile, Plan, PlanStore, environment, load_lockfile
-from .study import Study
+from .study import PROMPT_S, Study
 
 _LOCK = threading.RLock()
 _STORES: dict[str, PlanStore] = {}
@@ -54,20 +54,25 @@ def forget() -> None:
 
 
 def complete(op: Op, plan: Plan | None, key: Key) -> bool:
-    """True when the plan's evidence covers every candidate that could serve the key, with today's sources, undisturbed."""
-    if plan is None or plan.doubtful:
+    """True when the plan's evidence covers every candidate that could serve the key, with today's sources, undisturbed and whole."""
+    if plan is None or plan.doubtful or plan.unfinished:
         return False
     known = {(e.candidate, e.source) for e in plan.evidence}
     return all((c.id, c.source) in known for c in op.candidates.values() if c.unfit(key) is None)
 
 
-def measured(op: Op, key: Key, device: torch.device, budget_s: float = 0.3) -> Plan | None:
-    """The plan of this key, measured now unless the store's is complete."""
+def measured(
+    op: Op, key: Key, device: torch.device, budget_s: float = 0.3, prompt_s: float = PROMPT_S
+) -> Plan | None:
+    """The plan of this key, measured now unless the store's is complete; `prompt_s`: for how long kernels are waited for."""
     store = current(device)
     plan = store.get(key)
     if complete(op, plan, key):
         return plan
-    study = Study(op, key, device, environment(device), plan, budget_s)
+    near = store.nearest(key, lambda id: id in op.candidates)
+    study = Study(
+        op, key, device, environment(device), plan, budget_s, prompt_s=prompt_s, near=near
+    )
     with preserved(device, op):
         fresh = study.run()
     if fresh is not None:
@@ -82,9 +87,10 @@ def distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def agreed(op: Op, key: Key, device: torch.device) -> Plan | None:
+def agreed(op: Op, key: Key, device: torch.device, prompt_s: float = PROMPT_S) -> Plan | None:
     """The plan that rank 0 measures, in every rank; all ranks must call this for the same keys in the same order."""
-    mine = measured(op, key, device) if torch.distributed.get_rank() == 0 else None
+    first = torch.distributed.get_rank() == 0
+    mine = measured(op, key, device, prompt_s=prompt_s) if first else None
     box = [mine.to_json() if mine is not None else None]
     torch.distributed.broadcast_object_list(box, src=0)
     if box[0] is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,19 +13,19 @@ from typing import Any
 
 import torch
 
-from . import clocks, compiling, measure
+from . import clocks, compiling, failing, measure, turns
 from .checking import Checker as Checker
+from .failing import BIND_ERRORS as BIND_ERRORS
 from .op import EAGER, Candidate, Config, Launcher, Op
-from .plans import DISTURBED, Environment, Evidence, Key, Plan
+from .plans import DISTURBED, UNFINISHED, Environment, Evidence, Key, Plan
+from .turns import Turn
 
 LOG = logging.getLogger("tensorlogic")
 CUT = 3.0  # a candidate this many times slower than the incumbent is dropped after one call
 TOO_SHORT_US = 300.0  # a single call below this says nothing: most of it may be waiting for a core
 FINALISTS = 4
 NEAR_BEST = 1.25  # of one more accurate, what a first look may overstate
-BIND_ERRORS = (
-    Exception,
-)  # a third party's candidate may raise anything: kept by name as its reason, never the caller's
+PROMPT_S = 1.5  # of a key that is waited for: what is not compiled by then is left for another time
 
 
 @dataclass
@@ -38,27 +39,12 @@ class _Entrant:
     rough_us: float
 
 
-def kernels(op: Op, key: Key, device: torch.device) -> list[Any]:
-    """Compile jobs of every candidate that may serve the key, for workers to begin with before its turn comes."""
-    jobs: list[Any] = []
-    for candidate in op.candidates.values():
-        if candidate.id == EAGER or candidate.unfit(key) is not None:
-            continue
-        try:
-            own = [job for c in candidate.configs(key) for job in candidate.jobs(key, c, device)]
-            hash(tuple(own))  # what cannot be told apart or sent to a worker fails here
-            jobs += own
-        except BIND_ERRORS as problem:  # the study refuses it by name
-            LOG.debug("tensorlogic: %s lists no kernels: %s", candidate.id, problem)
-    return jobs
-
-
-class _Failed(Exception):
+class _Failed(failing.Failed):
     """A candidate that passed its check failed while it was timed."""
 
-    def __init__(self, entrant: _Entrant, reason: str) -> None:
-        super().__init__(reason)
-        self.entrant, self.reason = entrant, reason
+    def __init__(self, entrant: _Entrant, problem: Exception | str) -> None:
+        super().__init__(problem)
+        self.entrant = entrant
 
 
 class Study:
@@ -73,6 +59,8 @@ class Study:
         known: Plan | None = None,
         budget_s: float = 0.3,
         background: bool = False,
+        prompt_s: float = math.inf,
+        near: Plan | None = None,
     ) -> None:
         self.op, self.key, self.device, self.environment, self.budget_s = (
             op,
@@ -85,6 +73,7 @@ class Study:
         self.known = known
         self.background = background
         self.patience = clocks.Patience(background)
+        self.prompt_s, self.near = prompt_s, near
         self.plan: Plan | None = None
         self.pending: list[Any] = []  # compile jobs in worker processes
 
@@ -96,7 +85,11 @@ class Study:
 
     def steps(self) -> Iterator[float]:
         """Run step by step; yields the seconds the next step is expected to take."""
-        runnable = [(c, configs) for c in self._runnable() if (configs := self._configs(c))]
+        until = time.perf_counter() + self.prompt_s
+        lists = [own for c in self._runnable() if (own := self._turns(c))]
+        if self.near is not None and self.device.type == "cuda":
+            lists = turns.likely(lists, self.near)
+        self.pending = turns.jobs(lists)
         compiling.submit(self.pending)
         eager = self.op.candidates[EAGER]
         try:
@@ -109,20 +102,21 @@ class Study:
         except BIND_ERRORS as problem:
             LOG.info("tensorlogic: %s cannot be measured: %s", self.key.text, problem)
             return
-        entrants = [first]
+        entrants, late = [first], []
         cost = time.perf_counter() - begin
-        for candidate, configs in runnable:
+        for own in lists:
             entered: list[_Entrant] = []
             incumbent_us = min(e.rough_us for e in entrants)
-            together = len(configs) > 1 and self.device.type != "cuda"
-            for config in configs:
+            together = len(own) > 1 and self.device.type != "cuda"
+            for turn in own:
+                if not compiling.there(turn.jobs):
+                    late.append(turn)
+                    continue
                 yield 4 * cost + 20 * first.rough_us * 1e-6
-                entrant = self._enter(candidate, config, incumbent_us, together)
+                entrant = self._enter(turn, incumbent_us, together)
                 if entrant is not None:
                     entered.append(entrant)
-                if candidate.id in self.evidence and self.evidence[candidate.id].reason.startswith(
-                    "wrong"
-                ):
+                if self._wrong(turn.candidate):
                     break
             looking = together
             while entered and looking:
@@ -133,8 +127,11 @@ class Study:
                 looking = self._again(entered, begin)
             entered = [e for e in entered if not self._cut(e, incumbent_us)]
             if entered:
-                entrants.append(min(entered, key=lambda e: e.rough_us))
-                self.evidence.pop(candidate.id, None)
+                self._join(entrants, min(entered, key=lambda e: e.rough_us))
+        for turn in turns.arriving(late, until):
+            yield 4 * cost + 20 * first.rough_us * 1e-6
+            self._come_late(turn, entrants)
+        left = self._left(late, entrants)
         while self.plan is None:
             yield from self.patience.wait(_clocks(entrants), self.budget_s)
             yield 2 * self.budget_s + 10e-6 * sum(e.rough_us for e in entrants)
@@ -151,6 +148,35 @@ class Study:
                 self.plan = None
             elif clocks.any_slow(_clocks(entrants)):
                 self._doubt(entrants)
+        self._note(left, UNFINISHED)
+
+    def _come_late(self, turn: Turn, entrants: list[_Entrant]) -> None:
+        """Let a configuration compete whose kernels were compiled meanwhile."""
+        incumbent_us = min(e.rough_us for e in entrants)
+        entrant = None if self._wrong(turn.candidate) else self._enter(turn, incumbent_us, False)
+        if entrant is not None and not self._cut(entrant, incumbent_us):
+            self._join(entrants, entrant)
+
+    def _left(self, late: Sequence[Turn], entrants: Sequence[_Entrant]) -> set[str]:
+        """The candidates of which something was not compiled in time; those with nothing else are refused."""
+        left = {turn.candidate.id: turn.candidate for turn in late if not self._wrong(turn.candidate)}  # fmt: skip
+        for id in left.keys() - self.evidence.keys() - {e.candidate.id for e in entrants}:
+            self._refuse(left[id], "not measured")
+        return set(left)
+
+    def _wrong(self, candidate: Candidate) -> bool:
+        return candidate.id in self.evidence and self.evidence[candidate.id].reason.startswith(
+            "wrong"
+        )
+
+    def _join(self, entrants: list[_Entrant], new: _Entrant) -> None:
+        """Of a candidate's configurations the fastest competes."""
+        before = next((e for e in entrants if e.candidate is new.candidate), None)
+        if before is None:
+            entrants.append(new)
+        elif new.rough_us < before.rough_us:
+            entrants[entrants.index(before)] = new
+        self.evidence.pop(new.candidate.id, None)
 
     def _again(self, entrants: Sequence[_Entrant], begin: float) -> bool:
         """Whether a clock runs slow after a look that began then, and patience is left for another."""
@@ -159,11 +185,14 @@ class Study:
 
     def _doubt(self, entrants: Sequence[_Entrant]) -> None:
         """Say by the evidence that the plan was made while a clock ran slow."""
-        assert self.plan is not None
-        doubtful = {e.candidate.id for e in entrants if e.candidate.clock}
         note = f"{DISTURBED}, both times" if self.known and self.known.doubtful else DISTURBED
+        self._note({e.candidate.id for e in entrants if e.candidate.clock}, note)
+
+    def _note(self, ids: set[str], note: str) -> None:
+        """End the reason of these candidates' evidence with `note`."""
+        assert self.plan is not None
         self.plan.evidence = [
-            replace(e, reason=e.reason + note) if e.candidate in doubtful else e
+            replace(e, reason=e.reason + note) if e.candidate in ids else e
             for e in self.plan.evidence
         ]
 
@@ -196,19 +225,16 @@ class Study:
                 self._refuse(candidate, reason)
         return chosen
 
-    def _configs(self, candidate: Candidate) -> Sequence[Config]:
-        """The candidate's configurations, their compile jobs noted; none, with the reason kept, where it fails to list them."""
+    def _turns(self, candidate: Candidate) -> list[Turn]:
+        """The candidate's configurations; none, with the reason kept, where it fails to list them."""
         try:
-            configs = candidate.configs(self.key)
-            jobs = [job for c in configs for job in candidate.jobs(self.key, c, self.device)]
-            hash(tuple(jobs))  # what cannot be told apart or sent to a worker fails here
-            self.pending += jobs
+            own = turns.listed(candidate, self.key, self.device)
         except BIND_ERRORS as problem:
-            self._refuse(candidate, _failed(problem))
-            return ()
-        if not configs:
+            self._refuse(candidate, failing.reason(problem))
+            return []
+        if not own:
             self._refuse(candidate, "unsupported: it has no configuration for this key")
-        return configs
+        return own
 
     def _refused_before(self, candidate: Candidate) -> str | None:
         for e in self.known.evidence if self.known else ():
@@ -217,6 +243,7 @@ class Study:
                 and e.status == "refused"
                 and e.source == candidate.source
                 and e.reason.startswith(("wrong", "failed to compile"))
+                and not e.reason.endswith(UNFINISHED)
             ):
                 return e.reason
         return None
@@ -234,12 +261,11 @@ class Study:
             source=candidate.source,
         )
 
-    def _enter(
-        self, candidate: Candidate, config: Config, incumbent_us: float, together: bool
-    ) -> _Entrant | None:
+    def _enter(self, turn: Turn, incumbent_us: float, together: bool) -> _Entrant | None:
         """Compile, check and roughly time one configuration; a failure leaves its reason. `together`: by single calls only."""
+        candidate, config = turn.candidate, turn.config
         try:
-            for job in candidate.jobs(self.key, config, self.device):
+            for job in turn.jobs:
                 compiling.settle(job)
             with torch.no_grad():
                 launch = candidate.bind(self.key, config, self.device)
@@ -253,7 +279,7 @@ class Study:
                     entrant, incumbent_us, together
                 )
         except BIND_ERRORS as problem:
-            self._refuse(candidate, _failed(problem))
+            self._refuse(candidate, failing.reason(problem))
             return None
         return None if self._cut(entrant, max(incumbent_us, TOO_SHORT_US)) else entrant
 
@@ -284,7 +310,7 @@ class Study:
             try:
                 outs = entrant.launch(*args)
             except BIND_ERRORS as problem:
-                raise _Failed(entrant, _failed(problem)) from problem
+                raise _Failed(entrant, problem) from problem
             if outs is None:
                 raise _Failed(entrant, "declined the key it was bound for")
 
@@ -385,15 +411,3 @@ class Study:
 
 def _clocks(entrants: Sequence[_Entrant]) -> set[clocks.Clock]:
     return {e.candidate.clock for e in entrants if e.candidate.clock is not None}
-
-
-def _failed(problem: Exception) -> str:
-    """The reason that evidence keeps of what a candidate raised."""
-    text = " ".join(str(problem).split())[:300]
-    if isinstance(problem, _Failed):
-        return problem.reason
-    if isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:
-        return f"out of memory: {text}"
-    if isinstance(problem, compiling.CompileFailure):
-        return f"failed to compile: {text}"
-    return f"failed: {type(problem).__name__}: {text}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import capture_watch, compiling, measure, policies, selector, stores, study
+from . import capture_watch, compiling, measure, policies, selector, stores, study, turns
 from .op import Op
 from .plans import Key, Plan
 
@@ -24,15 +25,24 @@ class Learned:
     seconds: float = 0.0
     keys: list[Key] = field(default_factory=list)  # all that were met
 
+    @property
+    def unfinished(self) -> list[str]:
+        """Keys of which kernels were still being compiled: `tune` again, and they are measured."""
+        return [plan.key.text for plan in self.plans if plan.unfinished]
+
     def __str__(self) -> str:
         changed = sum(p.eager != "torch.eager" or p.captured != "torch.eager" for p in self.plans)
         text = f"{len(self.plans)} keys measured in {self.seconds:.1f} s, {changed} of them served by another candidate than torch.eager"
         text += f"; {self.known} known already" if self.known else ""
-        return text + (f"; {len(self.unmeasured)} could not be measured" if self.unmeasured else "")
+        text += f"; {len(self.unmeasured)} could not be measured" if self.unmeasured else ""
+        late = len(self.unfinished)
+        return text + (f"; kernels of {late} were still being compiled" if late else "")
 
 
 def tune(fn: Callable[..., Any], *example_inputs: Any, **keywords: Any) -> Learned:
     """Run `fn(*example_inputs, **keywords)` once, measure every key it meets, forward and backward, and remember the choices.
+
+    A key takes about two seconds at most: kernels whose compilers need longer are left for the next call, and `unfinished` says of which keys.
 
     Args:
         fn: a function or a torch.nn.Module. A backward pass inside it is seen; when it returns a tensor that requires
@@ -53,6 +63,17 @@ def tune(fn: Callable[..., Any], *example_inputs: Any, **keywords: Any) -> Learn
         >>> learned.unmeasured
         []
     """
+    return _learn(fn, example_inputs, keywords, study.PROMPT_S)
+
+
+def whole(fn: Callable[..., Any], *example_inputs: Any, **keywords: Any) -> Learned:
+    """As `tune`, but every kernel that may serve is waited for, however long its compiler takes."""
+    return _learn(fn, example_inputs, keywords, math.inf)
+
+
+def _learn(
+    fn: Callable[..., Any], inputs: tuple[Any, ...], keywords: dict[str, Any], prompt_s: float
+) -> Learned:
     if not callable(fn):
         raise TypeError(
             f"tune: fn is {type(fn).__name__}; a function or a torch.nn.Module is required, then its arguments"
@@ -76,7 +97,7 @@ def tune(fn: Callable[..., Any], *example_inputs: Any, **keywords: Any) -> Learn
 
     watching = replace(policies.current(), tune="off", observer=observe, entries={})
     with policies.use(watching):
-        out = fn(*example_inputs, **keywords)
+        out = fn(*inputs, **keywords)
         _backward(out)
     learned = Learned()
     learned.keys = [key for _, key, _ in met.values()]
@@ -87,9 +108,9 @@ def tune(fn: Callable[..., Any], *example_inputs: Any, **keywords: Any) -> Learn
     ]
     for op, key, device in keys:
         if not stores.complete(op, stores.current(device).get(key), key):
-            compiling.submit(study.kernels(op, key, device))
+            compiling.submit(turns.kernels(op, key, device))
     for op, key, device in keys:
-        _measure(op, key, device, learned)
+        _measure(op, key, device, learned, prompt_s)
     for device in {device for _, _, device in met.values()}:
         stores.current(device).flush()
         measure.give_back(device)
@@ -129,15 +150,15 @@ def leaves_of(out: torch.Tensor) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _measure(op: Op, key: Key, device: torch.device, learned: Learned) -> None:
+def _measure(op: Op, key: Key, device: torch.device, learned: Learned, prompt_s: float) -> None:
     store = stores.current(device)
     if stores.complete(op, store.get(key), key):
         learned.known += 1
         return
     if stores.distributed():
-        plan = stores.agreed(op, key, device)
+        plan = stores.agreed(op, key, device, prompt_s)
     else:
-        plan = stores.measured(op, key, device)
+        plan = stores.measured(op, key, device, prompt_s=prompt_s)
     if plan is None:
         learned.unmeasured.append(key.text)
     else:

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,6 +204,38 @@ def test_closure_passes_descriptors_before_pointers(
     kernel_args = ("x's", 4, 16, 16, 1, "w's", 2, 32, 40, 1, b.data_ptr(), 1000)
     assert call[-len(kernel_args) :] == kernel_args if flat else call[-1] == kernel_args
     triton_start.closure.cache_clear()
+
+
+@pytest.mark.parametrize("shared", [1000, 1001])
+def test_a_launcher_that_c_starts_make_needless_is_built_when_it_is_called(
+    shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton 3.6 has a C compiler build one for every signature."""
+    built: list[Any] = []
+
+    def launcher_cls(src: Any, metadata: Any) -> Any:
+        built.append(src)
+        return SimpleNamespace(launch=lambda *args: built.append(args))
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda index: {"max_shared_mem": 1000},
+        load_binary=lambda name, image, shared, index: ("module", 99, 32, 0, 1024),
+    )
+    active = SimpleNamespace(utils=utils, launcher_cls=launcher_cls)
+    monkeypatch.setattr(triton_start.triton.runtime.driver, "_active", active, raising=False)
+    monkeypatch.setattr(triton_start.compiled_launch, "driver", lambda device: "ours")
+    compiled = SimpleNamespace(
+        name="k", kernel=b"", src="source", metadata=SimpleNamespace(shared=shared, num_warps=4)
+    )
+    if shared > 1000:
+        with pytest.raises(triton_start.OutOfResources, match="shared memory"):
+            triton_start.launcher(compiled, 0)
+        return
+    found = triton_start.launcher(compiled, 0)
+    assert (found.function, found.described, built) == (99, None, [])
+    found.launch(1, 2)
+    found.launch(3)
+    assert built == ["source", (1, 2), (3,)]
 
 
 def test_compiling_apart_reports_resources_and_reasons() -> None:

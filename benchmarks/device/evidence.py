@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import tensorlogic
+from tensorlogic import tuning
 
 GELU = "gelu_tanh"
 
@@ -60,8 +61,8 @@ def main() -> None:
         tensors = inputs(n)
         for name, fn in OPS.items():
             with torch.no_grad():
-                plans = tensorlogic.tune(fn, tensors).plans
-            plans += tensorlogic.tune(fn, tensors).plans
+                plans = tuning.whole(fn, tensors).plans
+            plans += tuning.whole(fn, tensors).plans
             for plan in plans:
                 print(f"{name} {n} {plan.key.direction}: {plan.eager}, captured {plan.captured}")
                 for e in plan.evidence:

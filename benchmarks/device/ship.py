@@ -28,7 +28,7 @@ os.environ["TENSORLOGIC_CACHE_DIR"] = tempfile.mkdtemp(prefix="tensorlogic-ship-
 import torch
 
 import tensorlogic
-from tensorlogic import compiling, plans, policies, stores, study
+from tensorlogic import compiling, plans, policies, stores, tuning, turns
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.plans import Plan, environment
 
@@ -134,7 +134,7 @@ def ahead(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
             torch.autograd.grad(out, args[0], torch.ones_like(out))
     for op, key, device in met:
         if not stores.complete(op, stores.current(device).get(key), key):
-            compiling.submit(study.kernels(op, key, device))
+            compiling.submit(turns.kernels(op, key, device))
 
 
 def current(plan: Plan) -> bool:
@@ -163,7 +163,7 @@ def main() -> int:
         if not waiting:
             break
         fn, args = waiting.popleft()
-        tensorlogic.tune(fn, *args)
+        tuning.whole(fn, *args)
         done += 1
     found = [p for p in stores.current(device).plans(shipped=True) if current(p)]
     given.path.parent.mkdir(parents=True, exist_ok=True)

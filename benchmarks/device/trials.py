@@ -25,6 +25,7 @@ import torch
 from trial_shapes import DEVICE, Shape, both, miss, poison, rand
 
 import tensorlogic
+from tensorlogic import tuning
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common import triton_launch
 
@@ -51,7 +52,7 @@ def chosen() -> None:
         ),
     ]  # fmt: skip
     for fn, args in calls:
-        tensorlogic.tune(fn, *args)
+        tuning.whole(fn, *args)
         print(tensorlogic.explain(fn, *args), flush=True)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tensorlogic
 
-from .. import numerics, policies
+from .. import numerics, policies, tuning
 from ..op import OPS
 from .cases import RECIPES, Maker
 from .problems import Problem
@@ -137,7 +137,7 @@ def explained(
         with torch.no_grad(), tensorlogic.policy(tune="off"):
             if measure:
                 with policies.measuring():
-                    tensorlogic.tune(lambda: fn(*args, **kwargs))
+                    tuning.whole(lambda: fn(*args, **kwargs))
             return tensorlogic.explain(fn, *args, **kwargs)
     except (TypeError, ValueError, OSError) as problem:  # of arguments, or of a lockfile
         raise Problem(str(problem)) from problem

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tensorlogic
 
-from .. import adapting, measure, numerics
+from .. import adapting, measure, numerics, tuning
 from ..memory import staging
 from ..op import EAGER, OPS, Op
 from ..plans import Key
@@ -223,7 +223,7 @@ def adaptive(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[str,
     assert op is not None
     key = op.key((o.a, o.b, "none", False), "inference", "adaptive")
     with tensorlogic.precision("adaptive", rtol=BUDGETS[0]):
-        tensorlogic.tune(tensorlogic.matmul, o.a, o.b)
+        tuning.whole(tensorlogic.matmul, o.a, o.b)
     name = f"PyTorch {numerics.NAMES[dtype]}"
     rows = []
     for rtol in BUDGETS if n < LARGEST else FEW_BUDGETS:
@@ -276,8 +276,8 @@ def mixed(n: int, device: torch.device) -> dict[str, Any]:
     row: dict[str, Any] = {"size": n, "device": device.type}
     for mode, ready in (("f32", (wide, o.b)), ("f16", (half, o.b.half()))):
         with tensorlogic.precision(mode):
-            tensorlogic.tune(tensorlogic.matmul, half, o.b)
-            tensorlogic.tune(tensorlogic.matmul, *ready)
+            tuning.whole(tensorlogic.matmul, half, o.b)
+            tuning.whole(tensorlogic.matmul, *ready)
             times = measure.device_samples(
                 {
                     "mixed": [lambda: tensorlogic.matmul(half, o.b)],

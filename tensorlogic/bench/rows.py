@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tensorlogic
-
-from .. import measure, numerics, policies, selector, stores, study
+from .. import measure, numerics, policies, selector, stores, study, tuning, turns
 from ..op import EAGER, Op
 from ..plans import Key
 from ..tuning import Learned
@@ -96,7 +94,7 @@ def _transfer(row: Row, case: Case, device: torch.device, effort: Effort) -> Non
 def _operation(row: Row, case: Case, device: torch.device, effort: Effort) -> None:
     recipe, sets = RECIPES[case.op], inputs(case, device)
     row.shapes = shapes(sets[0])
-    tensorlogic.tune(recipe.ours, *sets[0])
+    tuning.whole(recipe.ours, *sets[0])
     _choice(row, recipe, sets[0])
     calls = _right(row, recipe, recipe.baselines(device.type, numerics.DTYPES[case.dtype]), sets[0])
     if row.status != "ok":
@@ -115,7 +113,7 @@ def _operation(row: Row, case: Case, device: torch.device, effort: Effort) -> No
 def tuned(case: Case, device: torch.device) -> Learned | None:
     """Measure the keys of a case; None when its inputs do not fit (its row will say so)."""
     try:
-        return tensorlogic.tune(RECIPES[case.op].ours, *inputs(case, device)[0])
+        return tuning.whole(RECIPES[case.op].ours, *inputs(case, device)[0])
     except torch.OutOfMemoryError:
         return None
 
@@ -203,7 +201,7 @@ def kernels(cases: Sequence[Case], device: torch.device) -> list[Any]:
             recipe.inputs(case.size, Maker(numerics.DTYPES[case.dtype], device, case.seed)),
         ):
             if not stores.complete(op, stores.current(where).get(key), key):
-                jobs += study.kernels(op, key, where)
+                jobs += turns.kernels(op, key, where)
     return jobs
 
 

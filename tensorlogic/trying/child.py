@@ -24,7 +24,7 @@ import torch
 
 import tensorlogic
 
-from .. import measure, settings, stores
+from .. import measure, settings, stores, tuning
 from ..op import EAGER
 from ..plans import export_lockfile
 from ..tuning import Learned
@@ -92,7 +92,7 @@ def _once(
     elif mode == "tune":
         help.watch = modules.serve
         with help:
-            learned = tensorlogic.tune(lambda: _ends(program, modules, found))
+            learned = tuning.whole(lambda: _ends(program, modules, found))
         found |= _learned(learned, spec)
     else:
         helping = mode.startswith("ours")
@@ -178,7 +178,7 @@ def _turns(
     again = Modules()
     again.keep("result", program())
     with help:
-        learned = tensorlogic.tune(program)
+        learned = tuning.whole(program)
         torch.manual_seed(0)
         ours.keep("result", program())
     for name, kept in (("plain", plain), ("again", again), ("ours", ours)):

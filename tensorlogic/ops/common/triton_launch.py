@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
@@ -30,7 +31,7 @@ from triton.runtime.errors import OutOfResources, TritonError
 from tensorlogic import compiling, settings
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common.triton_descriptors import Descriptors, Tiled
-from tensorlogic.ops.common.triton_start import Binary, integer_type, started
+from tensorlogic.ops.common.triton_start import Binary, integer_type, launcher, started
 
 Start = Callable[..., bool]
 
@@ -84,6 +85,11 @@ class CompileJob:
     def run(self) -> None:
         """Compile into Triton's cache on disk; raises CompileFailure."""
         run_compile_job(self)
+
+    @staticmethod
+    def ahead() -> None:
+        """Begin with what loading the first of them in this process takes, in a thread; returns at once."""
+        _ahead()
 
 
 def prepare(
@@ -272,6 +278,20 @@ def warm() -> None:
     getattr(cache, "triton_key", int)()  # some versions keep it elsewhere
 
 
+@functools.cache
+def _ahead() -> None:
+    if torch.cuda.is_available():
+        threading.Thread(target=_driver, name="tensorlogic-driver", daemon=True).start()
+
+
+def _driver() -> None:
+    """Triton's driver, whose C it builds where its cache has none: 1 s, which a kernel's compilation need not wait for."""
+    with contextlib.suppress(RuntimeError, OSError, subprocess.SubprocessError):  # said when needed
+        warm()
+        with _loading, _own_cache():
+            triton.runtime.driver.active.utils  # noqa: B018  (made when it is asked for)
+
+
 @contextmanager
 def _own_cache() -> Iterator[None]:
     """Triton's cache where the process found it: workers, this process and the next one share it, whatever
@@ -365,23 +385,19 @@ def _loaded(job: CompileJob, index: int) -> Binary:
     compiled.src = _Signature(types, {})
     try:
         with torch.cuda.device(index), _own_cache():
-            compiled._init_handles()
+            loaded = launcher(compiled, index)
     except (OutOfResources, RuntimeError) as error:
         raise CompileFailure(
             f"{job.kernel} on cuda:{index}: {type(error).__name__}: {error}"
         ) from error
-    launcher = compiled.run
-    described = None
-    if hasattr(launcher, "kernel_signature"):
-        described = (launcher.arg_annotations, launcher.kernel_signature)
     return Binary(
-        launch=launcher.launch,
-        function=compiled.function,
+        launch=loaded.launch,
+        function=loaded.function,
         metadata=tuple(compiled.packed_metadata),
-        flags=(launcher.launch_cooperative_grid, launcher.launch_pdl),
-        scratch=launcher.global_scratch_size,
+        flags=(compiled.metadata.launch_cooperative_grid, compiled.metadata.launch_pdl),
+        scratch=compiled.metadata.global_scratch_size,
         tiles=tiles,
-        described=described,
+        described=loaded.described,
     )
 
 

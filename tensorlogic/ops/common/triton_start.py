@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import triton
+from triton.runtime.errors import OutOfResources
 
 from tensorlogic.ops.common import compiled_launch
 
@@ -26,6 +28,52 @@ class Binary:
     scratch: int  # bytes of global scratch per block
     tiles: tuple[Mapping[str, Any], ...]  # how each tiled matrix's tiles lie in shared memory
     described: tuple[Any, Any] | None  # the arguments, for Triton 3.7's launcher
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What starts a loaded kernel, past Triton's Python."""
+
+    launch: Callable[..., None]
+    function: int
+    described: tuple[Any, Any] | None
+
+
+def launcher(compiled: Any, index: int) -> Launcher:
+    """Load a compiled kernel of Triton's on device `index`, the current one. Raises what Triton does where it needs too much.
+
+    Triton 3.6 has a C compiler build a launcher for every signature, 0.3 s; where kernels are started in C by us, that waits until
+    it is called.
+    """
+    utils = triton.runtime.driver.active.utils
+    device = torch.device("cuda", index)
+    if hasattr(utils, "launch") or compiled_launch.driver(device) is None:
+        compiled._init_handles()
+        made, described = compiled.run, None
+        if hasattr(made, "kernel_signature"):
+            described = (made.arg_annotations, made.kernel_signature)
+        return Launcher(made.launch, compiled.function, described)
+    shared, most = compiled.metadata.shared, utils.get_device_properties(index)["max_shared_mem"]
+    if shared > most:
+        raise OutOfResources(shared, most, "shared memory")
+    _, function, _, _, threads = utils.load_binary(compiled.name, compiled.kernel, shared, index)
+    if 32 * compiled.metadata.num_warps > threads:
+        raise OutOfResources(32 * compiled.metadata.num_warps, threads, "threads")
+    return Launcher(Later(compiled), function, None)
+
+
+class Later:
+    """Triton's launcher of a kernel, built when it is first called."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled, self.made = compiled, cast(Callable[..., None] | None, None)
+
+    def __call__(self, *args: Any) -> None:
+        if self.made is None:
+            make = triton.runtime.driver.active.launcher_cls
+            self.made = make(self.compiled.src, self.compiled.metadata).launch
+        assert self.made is not None
+        self.made(*args)
 
 
 def integer_type(value: int) -> str:

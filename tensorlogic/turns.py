@@ -1,0 +1,94 @@
+"""The configurations of a key's candidates in the order in which their kernels come out of the compilers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from . import compiling
+from .failing import BIND_ERRORS
+from .op import EAGER, Candidate, Config, Op
+from .plans import Key, Plan
+
+LOG = logging.getLogger("tensorlogic")
+LOOK_S = 0.05  # between two looks at the time
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A candidate with one of its configurations, and what has to be compiled for it."""
+
+    candidate: Candidate
+    config: Config
+    jobs: tuple[Any, ...]
+    rank: int  # 0: its best guess
+
+
+def listed(candidate: Candidate, key: Key, device: torch.device) -> list[Turn]:
+    """The candidate's configurations, best guess first. Raises whatever listing them does."""
+    found = [
+        Turn(candidate, config, tuple(candidate.jobs(key, config, device)), rank)
+        for rank, config in enumerate(candidate.configs(key))
+    ]
+    hash(tuple(turn.jobs for turn in found))  # what cannot be told apart or sent to a worker fails
+    return found
+
+
+def likely(lists: Sequence[Sequence[Turn]], near: Plan) -> list[list[Turn]]:
+    """The same with what won a key nearby before all best guesses."""
+    winners = {(near.eager, _text(near.eager_config)), (near.captured, _text(near.captured_config))}
+
+    def ranked(turn: Turn) -> Turn:
+        won = (turn.candidate.id, _text(turn.config)) in winners
+        return replace(turn, rank=-1) if won else turn
+
+    found = [sorted(map(ranked, own), key=lambda turn: turn.rank) for own in lists]
+    return sorted(found, key=lambda own: own[0].rank)
+
+
+def _text(config: Config) -> str:
+    return json.dumps(config, sort_keys=True, default=str)
+
+
+def jobs(lists: Sequence[Sequence[Turn]]) -> list[Any]:
+    """What has to be compiled: every candidate's best guess before any second one."""
+    ranks = itertools.zip_longest(*lists)
+    return [job for rank in ranks for turn in rank if turn is not None for job in turn.jobs]
+
+
+def kernels(op: Op, key: Key, device: torch.device) -> list[Any]:
+    """Compile jobs of every candidate that may serve the key, for workers to begin with before its turn comes."""
+    lists: list[list[Turn]] = []
+    for candidate in op.candidates.values():
+        if candidate.id == EAGER or candidate.unfit(key) is not None:
+            continue
+        try:
+            lists.append(listed(candidate, key, device))
+        except BIND_ERRORS as problem:  # the study refuses it by name
+            LOG.debug("tensorlogic: %s lists no kernels: %s", candidate.id, problem)
+    return jobs(lists)
+
+
+def arriving(late: list[Turn], until: float) -> Iterator[Turn]:
+    """What was not compiled, as it comes, best guesses first, taken out of `late`; when the time (`time.perf_counter`) is up, the rest stays there.
+
+    The caller compiles while workers start or have enough to do, but begins nothing in the second half of its time.
+    """
+    begin = time.perf_counter()
+    late.sort(key=lambda turn: turn.rank)
+    while late and (now := time.perf_counter()) < until:
+        turn = next((t for t in late if compiling.there(t.jobs)), None)
+        if turn is None and (now - begin < until - now or not compiling.elsewhere()):
+            turn = next((t for t in late if not compiling.begun(t.jobs)), None)
+        if turn is None:
+            compiling.wait([job for t in late for job in t.jobs], min(until - now, LOOK_S))
+            continue
+        late.remove(turn)
+        yield turn

@@ -1,0 +1,160 @@
+"""Kernels that are not compiled in time stay out of a plan, which says so, and are measured the next time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tensorlogic import compiling, stores, study, tuning, turns
+from tensorlogic.op import EAGER, Candidate, Op
+from tensorlogic.plans import UNFINISHED, Key, Plan, environment
+
+from .test_compiling import begun, finish
+from .test_compiling import job as job  # the fixture
+
+CPU = torch.device("cpu")
+PROMPT_S = 0.4
+
+
+def plus(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def planted(*kernels: tuple[str, list[Any]]) -> tuple[Op, Key]:
+    """x + 1 by candidates of these names, with a configuration for each of their jobs."""
+    op = Op(plus, flops=lambda key: 1.0, traffic=lambda key: 1.0, listed=False)
+    op.add(Candidate(EAGER, bind=lambda key, config, device: lambda x: (time.sleep(1e-3), (x + 1,))[1]))  # fmt: skip
+    for name, jobs in kernels:
+        op.add(
+            Candidate(
+                name,
+                bind=lambda key, config, device: lambda x: (x + 1,),
+                configs=lambda key, jobs=jobs: [{"n": n} for n in range(len(jobs))],  # type: ignore[misc]
+                jobs=lambda key, config, device, jobs=jobs: (jobs[config["n"]],),  # type: ignore[misc]
+            )
+        )
+    return op, op.key((torch.zeros(8),), "inference")
+
+
+def look(op: Op, key: Key, known: Plan | None = None, prompt_s: float = PROMPT_S) -> Plan:
+    plan = study.Study(
+        op, key, CPU, environment(CPU), known, budget_s=0.01, prompt_s=prompt_s
+    ).run()
+    assert plan is not None
+    return plan
+
+
+def reasons(plan: Plan) -> dict[str, str]:
+    return {e.candidate: e.reason for e in plan.evidence}
+
+
+def test_what_is_not_compiled_in_time_is_left_for_the_next_time(job: Any) -> None:
+    slow, quick = job("wait", "slow"), job("fine", "quick")
+    compiling.submit((quick,))
+    finish(quick)
+    compiling.submit((slow,))
+    begun(slow)
+    op, key = planted(("planted.quick", [quick]), ("planted.slow", [slow]))
+    begin = time.perf_counter()
+    plan = look(op, key)
+    assert PROMPT_S < time.perf_counter() - begin < PROMPT_S + 2
+    assert plan.eager == "planted.quick"
+    assert reasons(plan)["planted.slow"] == f"not measured{UNFINISHED}"
+    assert not reasons(plan)["planted.quick"].endswith(UNFINISHED)
+    assert plan.unfinished
+    learned = tuning.Learned([plan])
+    assert learned.unfinished == [key.text]
+    assert str(learned).endswith("; kernels of 1 were still being compiled")
+    assert not stores.complete(op, plan, key)
+    Path(slow.path + ".go").touch()
+    finish(slow)
+    plan = look(op, key, plan)
+    assert not plan.unfinished
+    assert stores.complete(op, plan, key)
+    assert {e.status for e in plan.evidence} == {"measured"}
+
+
+def test_a_configuration_too_few_is_said_as_well(job: Any) -> None:
+    slow, quick = job("wait", "slow"), job("fine", "quick")
+    compiling.submit((quick,))
+    finish(quick)
+    compiling.submit((slow,))
+    begun(slow)
+    op, key = planted(("planted.both", [slow, quick]))
+    plan = look(op, key)
+    assert plan.eager == "planted.both"
+    assert plan.eager_config == {"n": 1}
+    assert reasons(plan)["planted.both"] == f"chosen{UNFINISHED}"
+    Path(slow.path + ".go").touch()
+
+
+def test_without_a_limit_everything_is_waited_for(job: Any) -> None:
+    late = job("sleep")
+    compiling.submit((late,))
+    begun(late)
+    op, key = planted(("planted.late", [late]))
+    plan = look(op, key, prompt_s=float("inf"))
+    assert Path(late.path).exists()
+    assert plan.eager == "planted.late"
+    assert not plan.unfinished
+
+
+def test_the_caller_begins_nothing_in_the_second_half_of_its_time(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = job("wait", "busy")
+    compiling.submit((busy,))
+    begun(busy)  # the only worker
+    op, key = planted(("planted.many", [job("fine", f"{n}") for n in range(20)]))
+    late = turns.listed(op.candidates["planted.many"], key, CPU)
+    compiling.submit(turns.jobs([late]))
+    begin, came = time.perf_counter(), []
+    for turn in turns.arriving(late, begin + 0.5):
+        compiling.settle(turn.jobs[0])  # nobody has begun it: the caller compiles
+        came.append(time.perf_counter() - begin)
+        time.sleep(0.1)
+    assert 0.45 < time.perf_counter() - begin < 1.5
+    assert 0 < len(came) < 5
+    assert max(came) < 0.3
+    assert len(late) == 20 - len(came)
+    assert all(compiling.there(turn.jobs) is False for turn in late)
+    Path(busy.path + ".go").touch()
+
+
+def test_best_guesses_are_compiled_first() -> None:
+    op, key = planted(("planted.a", ["a0", "a1"]), ("planted.b", ["b0", "b1", "b2"]))
+    assert turns.kernels(op, key, CPU) == ["a0", "b0", "a1", "b1", "b2"]
+
+
+def test_what_won_nearby_comes_before_all_best_guesses() -> None:
+    op, key = planted(("planted.a", ["a0", "a1"]), ("planted.b", ["b0", "b1", "b2"]))
+    lists = [turns.listed(op.candidates[id], key, CPU) for id in ("planted.a", "planted.b")]
+    near = Plan(key, "planted.b", {"n": 2}, "planted.a", {"n": 7})
+    found = turns.likely(lists, near)
+    assert turns.jobs(found) == ["b2", "a0", "b0", "a1", "b1"]
+    assert [turn.rank for own in found for turn in own] == [-1, 0, 1, 0, 1]
+
+
+def test_what_a_process_needs_to_load_kernels_is_begun_with_the_first_jobs(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORLOGIC_COMPILE_WORKERS", "0")
+    begun: list[str] = []
+
+    class Job:
+        def run(self) -> None:
+            pass
+
+        @staticmethod
+        def ahead() -> None:
+            begun.append("ahead")
+
+    compiling.submit([])
+    assert not begun
+    compiling.submit([Job()])
+    assert begun == ["ahead"]

@@ -96,10 +96,10 @@ def captured(launch: Launcher, given: list[Any], other: list[Any], first: Any, s
     with torch.cuda.graph(graph):
         outs = launch(*given)
     for values, want in ((before, first), (before, first), (other, second)):
-        overwrite(given, values)
         for out in outs:
             if out is not None and out.is_floating_point():
                 out.fill_(float("nan"))
+        overwrite(given, values)  # after that: an output may be an input
         graph.replay()
         torch.cuda.synchronize()
         if not same(outs, want):

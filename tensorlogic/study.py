@@ -353,13 +353,17 @@ class Study:
         device_us = {name: device_times.quiet(name) for name in calls}
         host_us = {name: host_times.quiet(name) for name in calls}
         waited = {name: max(device_us[name], host_us[name]) for name in calls}
+        extra_us, note = self._recording_us(), ""
+        if extra_us:
+            note = f", {extra_us:.1f} us for the recording included"
+            waited = {n: us + extra_us * (n != EAGER) for n, us in waited.items()}
         eager_pick, captured_pick = self._pick(final, waited), self._pick(final, device_us)
         for e in final:
             name = e.candidate.id
             verdict = (
                 "chosen"
                 if name == eager_pick.candidate.id
-                else f"{waited[name] / waited[eager_pick.candidate.id]:.2f} times the chosen one"
+                else f"{waited[name] / waited[eager_pick.candidate.id]:.2f} times the chosen one{note}"
             )
             self._measured(e, device_us[name], host_us[name], device_times.spread(name), verdict)
         self.plan = Plan(
@@ -372,6 +376,14 @@ class Study:
             versions=self.environment.versions(),
             measured=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
+
+    def _recording_us(self) -> float:
+        """What being recorded costs a candidate beyond torch.eager, which PyTorch records itself: half of it, as backward gains, too."""
+        if self.key.direction != "forward" or self.device.type != "cpu":
+            return 0.0
+        from . import recording  # which binds a call, and so needs this module
+
+        return recording.extra_us() / 2
 
     def _near(self, rest: Sequence[_Entrant]) -> list[_Entrant]:
         """The fastest few of a first look, fastest first; where an error budget is still to choose, of every accuracy."""

@@ -33,7 +33,7 @@ def guess(key: Key) -> float:
     assert x is not None and weight is not None
     m, k, n = prod(x.shape[:-1]), x.shape[-1], weight.shape[0]
     between = cpu_costs.pass_us(m * n)
-    ours = cpu_costs.native_us(m, n, k, x.dtype, True) + native_wiring.call_us() + between
+    ours = cpu_costs.native_us(m, n, k, x.dtype, True) + native_wiring.call_us(key) + between
     eager = cpu_costs.torch_us(m, n, k, x.dtype, True) + EAGER_US[x.dtype]
     return ours / (eager + 2 * between)
 

@@ -63,7 +63,7 @@ def guess(key: Key) -> float:
     theirs, ours = (f32, own_f32) if size == 4 else (half, own_half)
     if slow:
         ours = WITHOUT_AVX512.get(kind, ours)
-    own = native_wiring.call_us() + ours * 1e-3 * count
+    own = native_wiring.call_us(key) + ours * 1e-3 * count
     if shape.rows > 1 and shape.columns < SHORT[narrow]:
         own += SHORT_ROW[narrow] * shape.rows
     return own / (call + theirs * 1e-3 * count)

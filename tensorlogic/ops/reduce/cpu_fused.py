@@ -31,7 +31,7 @@ def guess(key: Key) -> float:
     if prod(x.shape[d] for d in dims) == 1:  # a copy
         return 1.0
     if size <= SMALL:
-        return 0.5 if native_wiring.call_us() < 1.0 else 1.0
+        return 0.5 if native_wiring.call_us(key) < 1.0 else 1.0
     if native_wiring.narrow():
         inner = prod(x.shape[dims[-1] + 1 :])
         if 1 < inner < SHORT or (inner == 1 and key.op in ("sum", "mean")):

@@ -29,7 +29,7 @@ def guess(key: Key) -> float:
     rows = size // max(columns, 1)
     ours = (
         0.3
-        + native_wiring.call_us()
+        + native_wiring.call_us(key)
         + (0.075 if native_wiring.narrow() else 0.022) * rows
         + 0.25e-3 * size
     )

@@ -1,0 +1,58 @@
+"""What being recorded costs counts in the choice, where calls are so short that it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+import tensorlogic
+from tensorlogic import calls, measure, native, recording, registry, selector, stores, study
+from tensorlogic.op import EAGER, OPS
+from tensorlogic.plans import environment
+
+pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+
+CPU = torch.device("cpu")
+registry.ready("cpu")
+RELU = OPS["relu"]
+
+
+@pytest.mark.parametrize(("eager_us", "ours_us"), [(1.2, 0.6), (40.0, 30.0)])
+@pytest.mark.parametrize(("direction", "saves"), [("forward", True), ("inference", False)])
+def test_a_short_recorded_call_is_pytorchs_unless_much_is_gained(
+    direction: str, saves: bool, eager_us: float, ours_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed(calls: Iterable[str], *_: object, **__: object) -> measure.Samples:
+        return measure.Samples({n: [eager_us if n == EAGER else ours_us] * 8 for n in calls})
+
+    monkeypatch.setattr(recording, "extra_us", lambda: 8.0)
+    monkeypatch.setattr(measure, "device_samples", timed)
+    key = RELU.key((torch.ones(3, 4), saves), direction)
+    plan = study.Study(RELU, key, CPU, environment(CPU)).run()
+    assert plan is not None
+    assert (plan.eager == EAGER) == (saves and eager_us < 2)
+    assert plan.captured != EAGER  # a captured call is not recorded anew
+    said = [e.reason for e in plan.evidence if e.status == "measured"]
+    assert any("4.0 us for the recording" in r for r in said) == saves
+
+
+def test_unmeasured_short_calls_are_expected_to_pay_for_it() -> None:
+    policy = selector.Policy(tune="off")
+    for op, args in (("relu", (torch.ones(1),)), ("sum", (torch.ones(20), (0,), False))):
+        recorded = OPS[op].key((*args, True), "forward")
+        plain = OPS[op].key((*args, False), "inference")
+        stores.forget()
+        assert selector.decide(OPS[op], recorded, CPU, policy).eager[0] == EAGER
+        if calls.available() is None:
+            assert selector.decide(OPS[op], plain, CPU, policy).eager[0] != EAGER
+
+
+def test_the_cost_is_measured() -> None:
+    recording._measured.cache_clear()
+    with torch.no_grad():
+        extra = recording.extra_us()
+    assert 0 < extra < 200
+    x = torch.ones(1, requires_grad=True)
+    assert tensorlogic.relu(x).requires_grad

@@ -122,3 +122,15 @@ def test_specialised_compiles_without_spilling() -> None:
     for a in answers:
         assert isinstance(a, triton_launch.Resources), a
         assert a.stack == 0 < a.registers <= 240, a
+
+
+def test_too_few_registers_are_said() -> None:
+    """By the compiler's own words, whatever it prints beside them: these kernels do not spill, they do not compile."""
+    from tensorlogic.ops.common import triton_launch
+
+    n = 2048
+    spec = GemmSpec(n, n, n, Operand("f16", n, 1), Operand("f16", 1, n), Operand("f16", n, 1))
+    job = gemm.gemm_jobs(spec, gemm_specialised.specialised_configs(spec, 132)[0], 90)[0]
+    (answer,) = triton_launch.resources_apart([replace(job, registers=96)])
+    assert isinstance(answer, str)
+    assert "registers (96)" in answer

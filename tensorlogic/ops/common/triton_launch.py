@@ -340,13 +340,16 @@ def resources_apart(jobs: Sequence[CompileJob]) -> list[Resources | str]:
 
 def report_resources() -> None:
     """The other side of `resources_apart`: pickled jobs on stdin, answers on stdout."""
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a compiler that fails prints what it was given
     answers: list[Resources | str] = []
     for job in pickle.load(sys.stdin.buffer):
         try:
             answers.append(resources(job))
         except CompileFailure as failure:
             answers.append(str(failure))
-    sys.stdout.buffer.write(pickle.dumps(answers))
+    with results:
+        results.write(pickle.dumps(answers))
 
 
 def _check_grid(kernel: Any, grid: tuple[int, int, int]) -> None:

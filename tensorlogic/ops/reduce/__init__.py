@@ -155,7 +155,7 @@ def _checked(
         tuple(range(x.dim()))
         if dim is None
         else tuple(dim)
-        if isinstance(dim, (tuple, list))
+        if isinstance(dim, (tuple, list, range))
         else (dim,)
     )
     dims = []

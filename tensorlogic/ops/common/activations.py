@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -55,3 +56,8 @@ def gradient(dy: Tensor, kept: Tensor | None, activation: str) -> Tensor:
     return torch.ops.aten.gelu_backward(
         dy, kept, approximate="tanh" if activation == "gelu_tanh" else "none"
     )
+
+
+def remembered(activation: str, outs: Sequence[Tensor | None]) -> Tensor | None:
+    """Of a product's outputs what the activation's gradient reads: y of a ReLU, the pre-activation of a smooth one."""
+    return outs[0] if activation == "relu" else outs[1] if activation in SMOOTH else None

@@ -15,7 +15,7 @@ from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
 from ...precision import precision as Precision
 from ..common import checks, costs, samples
-from ..common.activations import ACTIVATIONS, SMOOTH
+from ..common.activations import ACTIVATIONS, remembered
 from . import reference
 
 
@@ -23,10 +23,7 @@ def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
 ) -> tuple[kept.Kept, ...]:
     x, weight, _, _ = dynamic
-    shown = (
-        outs[0] if flags.activation == "relu" else outs[1] if flags.activation in SMOOTH else None
-    )
-    return (kept.read(x, needs[1]), kept.read(weight, needs[0]), shown)
+    return (kept.read(x, needs[1]), kept.read(weight, needs[0]), remembered(flags.activation, outs))
 
 
 def _backward(

@@ -15,7 +15,7 @@ from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
 from ...precision import precision as Precision
 from ..common import checks, costs, products, samples
-from ..common.activations import ACTIVATIONS, SMOOTH, activate, activate_
+from ..common.activations import ACTIVATIONS, SMOOTH, activate, activate_, remembered
 from ..common.activations import gradient as activation_gradient
 
 
@@ -77,10 +77,7 @@ def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
 ) -> tuple[kept.Kept, ...]:
     a, b = dynamic
-    shown = (
-        outs[0] if flags.activation == "relu" else outs[1] if flags.activation in SMOOTH else None
-    )
-    return (kept.read(a, needs[1]), kept.read(b, needs[0]), shown)
+    return (kept.read(a, needs[1]), kept.read(b, needs[0]), remembered(flags.activation, outs))
 
 
 def _backward(

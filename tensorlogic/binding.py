@@ -55,6 +55,9 @@ class Bound:
         self.choice = selector.choose(
             op, self.key, args, chosen, compiled=compiled, whole=watched or not recording
         )
+        joint = selector.joint(op, self.key, args, chosen) if recording else None
+        if joint is not None:
+            self.choice, self.flags.settle = joint
         self.launch: Launcher = self.choice.launch
         self.cacheable = self.choice.cacheable
         self.record: Run = _record if all(map(_alive, args)) else Recorded.apply
@@ -182,6 +185,11 @@ class Recording:
         needs, saved = ctx.needs_input_grad[1:], ctx.saved_tensors
         if self.looks is not None:
             saved = kept.joined(saved, self.looks)
+        once = bound.op.gradient.once if bound.op.gradient is not None else None
+        if once is not None and len(saved) > once:
+            if getattr(ctx, "spent", False):
+                saved = (*saved[:once], None, *saved[once + 1 :])
+            ctx.spent = True
         given = (bound.op, bound.flags, needs, saved, ctx.scalars, dy)
         if bound.policy is policies.current():
             return gradients(*given)

@@ -84,6 +84,9 @@ class Candidate:
     vouched: bool = (
         False  # but not before it was right on this machine, on small tensors of that kind
     )
+    parts: Callable[[Key, Config, torch.device], tuple[Launcher, Callable[..., Tensor]]] | None = (
+        None  # of a joined op: forward, which may prepare a gradient, and what settles it once the incoming one is known
+    )
 
     @cached_property
     def source(self) -> str:
@@ -123,6 +126,9 @@ class Gradient:
         [SimpleNamespace, tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], Tensor],
         tuple[Tensor | None, ...],
     ]
+    once: int | None = (
+        None  # which of what is kept serves one backward pass only; later ones find None there
+    )
 
 
 _BITS = {
@@ -216,6 +222,9 @@ class Op:
     outputs: int = 1
     internal: bool = False  # called by other ops only, which take all its outputs
     candidates: dict[str, Candidate] = field(default_factory=dict)
+    joined: Callable[[Key], tuple[Op, Key] | None] = lambda key: (
+        None
+    )  # forward and backward as one op, by whose measured times recorded calls may be served as one
     precise: Op | None = (
         None  # the same operation under a precision policy, with candidates of its own
     )

@@ -215,6 +215,22 @@ def choose(
     return choice
 
 
+def joint(
+    op: Op, key: Key, args: Sequence[Any], policy: Policy
+) -> tuple[Choice, Callable[..., Tensor]] | None:
+    """How a recorded call is served where forward and backward as one are measured to be faster than the two chosen apart: the
+    choice, whose launcher is the forward part, and what settles its gradient. Never where all calls must take one candidate."""
+    found = None if policy.reproducible or policy.observer is not None else op.joined(key)
+    if found is None:
+        return None
+    choice = choose(*found, args, policy)
+    if choice.candidate.parts is None:
+        return None
+    device = next(a.device for a in args if isinstance(a, Tensor))
+    launch, settle = choice.candidate.parts(found[1], choice.config, device)
+    return replace(choice, launch=launch, captured=None, direct=None), settle
+
+
 def _measure(op: Op, key: Key, device: torch.device) -> None:
     if capture_watch.measurable(device):
         stores.measured(op, key, device)

@@ -16,4 +16,5 @@ from . import (  # noqa: F401
     softmax_cross_entropy,
 )
 
+from .softmax_cross_entropy import together  # noqa: F401  isort: skip
 from . import composed  # noqa: F401  isort: skip  of the ops above

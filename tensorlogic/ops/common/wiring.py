@@ -30,6 +30,8 @@ def described(
     sources: tuple[Any, ...],
     needs: Callable[[str], str | None] | None = None,
     trusted: bool = True,
+    parts: Callable[[Key, Config, torch.device], tuple[Launcher, Callable[..., Tensor]]]
+    | None = None,
 ) -> None:
     """Register a GPU candidate, whose launchers are replayed in C where they only allocate and start kernels. `describe(key)` returns what `configs` and `build` need, or why the key is not served;
     `needs(device type)` is what it requires of the machine, Triton's kernels unless said; one that is not `trusted`
@@ -68,6 +70,7 @@ def described(
             sources=sources,
             jobs=jobs,
             trusted=trusted,
+            parts=parts,
         )
     )
 
@@ -161,6 +164,20 @@ _COUNTERS: dict[tuple[int, int, int, torch.dtype, str], Tensor] = {}
 _CAPTURED: dict[tuple[int, int, torch.dtype, str], Tensor] = {}
 
 
+LASTING = "lasting"  # a use whose counters keep in a graph what its last replay left there
+_CELLS: dict[int, list[Tensor]] = {}  # by device, for captures to take
+
+
+def _lasting(device: torch.device, where: Any, count: int) -> Tensor | None:
+    """Counters of a graph made before its capture, which no replay zeroes; None where none are left."""
+    if where not in _CAPTURED:
+        free = _CELLS.get(torch.cuda.current_device() if device.index is None else device.index)
+        if not free or free[-1].numel() < count:
+            return None
+        _CAPTURED[where] = free.pop()
+    return _CAPTURED[where]
+
+
 def counters(
     device: torch.device, count: int, dtype: torch.dtype = torch.int32, use: str = "zero"
 ) -> Tensor:
@@ -184,6 +201,8 @@ def counters(
     found = _COUNTERS.get(where)
     if found is None:
         found = _COUNTERS[where] = torch.zeros(where[2], dtype=dtype, device=device)
+        if use == LASTING and index not in _CELLS:
+            _CELLS[index] = list(torch.zeros(1024, 16, dtype=dtype, device=device))
     return found
 
 
@@ -193,6 +212,11 @@ def _captured(
     capture = _capture_id(stream)
     if capture is None:
         return torch.zeros(count, dtype=dtype, device=device)
+    if (
+        use == LASTING
+        and (kept := _lasting(device, (capture, stream, dtype, use), count)) is not None
+    ):
+        return kept
     where = (capture, stream, dtype, use)
     found = _CAPTURED.get(where)
     if found is None or found.numel() < count:

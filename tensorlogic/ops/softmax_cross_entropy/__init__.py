@@ -78,7 +78,7 @@ def _wide(t: Tensor) -> torch.dtype:
 def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
 ) -> tuple[kept.Kept, ...]:
-    return (*dynamic, outs[1], outs[2])
+    return (*dynamic, *outs[1:])
 
 
 def _backward(
@@ -88,6 +88,8 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
+    if len(saved) > 4:  # the gradient was prepared by forward: see together.py
+        return (flags.settle(dy, *saved), None)
     grads = backward_call(dy, *saved, flags.ignore_index, flags.label_smoothing, flags.reduction)
     return (grads[0], None)
 
@@ -138,7 +140,7 @@ SOFTMAX_CROSS_ENTROPY = Op(
     sample=_sample,
     stress=_row_statistics,
     cases=_cases,
-    gradient=Gradient(_kept, _backward),
+    gradient=Gradient(_kept, _backward, once=4),
     keyed=("label_smoothing",),
     autocast="float32",
     outputs=3,

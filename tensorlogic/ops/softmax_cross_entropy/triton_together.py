@@ -1,0 +1,148 @@
+"""softmax_cross_entropy whose forward pass prepares the gradient for the incoming one it guesses; backward settles it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...numerics import DTYPES
+from ...op import Config, Launcher
+from ...plans import Key
+from ..common import (
+    compiled_launch,
+    triton_cross_entropy,
+    triton_cross_entropy_together,
+    triton_rows,
+    wiring,
+)
+from . import SOFTMAX_CROSS_ENTROPY, shapes
+from .shapes import Shape
+from .together import TOGETHER
+
+WORDS = torch.int32
+
+
+def describe(key: Key) -> Shape | str:
+    """Reduced losses of rows that a few programs hold."""
+    s = shapes.describe(key)
+    if isinstance(s, str):
+        return s
+    reason = triton_cross_entropy_together.together_refusal(
+        s.columns, s.dtype, s.reduction, s.smoothing, s.align
+    )
+    return reason or s
+
+
+def known(key: Key) -> Shape:
+    """The same of a key that is served."""
+    found = describe(key)
+    if isinstance(found, str):
+        raise ValueError(f"{key.text} is not served in one pass: {found}")
+    return found
+
+
+def forward(s: Shape, config: Config, device: torch.device) -> Launcher:
+    """(logits, target) -> (loss, log-sum-exp and what its rounding took [2 rows], share of a row, prepared gradient, guess)."""
+    start = triton_cross_entropy_together.together_launcher(
+        s.rows, s.columns, s.dtype, s.reduction, s.ignore_index, dict(config), device
+    )
+    empty, counters, dtype, f32 = (
+        wiring.empty(device),
+        wiring.counters,
+        DTYPES[s.dtype],
+        torch.float32,
+    )
+    rows, shape, stride = s.rows, s.shape, wiring.contiguous(s.shape)
+
+    def launch(x: Tensor, t: Tensor) -> Any:
+        part, lse, y = (
+            empty((rows,), (1,), f32),
+            empty((2 * rows,), (1,), f32),
+            empty((), (), dtype),
+        )
+        share, used, dx = (
+            empty((1,), (1,), f32),
+            empty((2,), (1,), WORDS),
+            empty(shape, stride, dtype),
+        )
+        counter = counters(device, 1, torch.int64)
+        cell = counters(device, 2, WORDS, wiring.LASTING)
+        if not start(x, t, part, lse, y, share, counter, cell, used, dx):
+            return None
+        return y, lse, share, dx, used
+
+    return launch
+
+
+def settling(s: Shape, device: torch.device) -> Callable[..., Tensor]:
+    """(incoming gradient, logits, target, and what `forward` kept) -> the gradient; a prepared one that is None is made anew."""
+    start = triton_cross_entropy_together.settle_launcher(
+        s.rows, s.columns, s.dtype, s.dtype, s.ignore_index, device, wiring.cores()
+    )
+    dtype, stride = DTYPES[s.dtype], wiring.contiguous(s.shape)
+
+    def settle(
+        dy: Tensor,
+        x: Tensor,
+        t: Tensor,
+        lse: Tensor,
+        share: Tensor,
+        dx: Tensor | None,
+        used: Tensor,
+    ) -> Tensor:
+        if dx is None:  # handed out in an earlier backward pass
+            out = torch.empty_strided(s.shape, stride, dtype=dtype, device=device)
+            used = torch.zeros(2, dtype=WORDS, device=device)
+            cell = torch.zeros(2, dtype=WORDS, device=device)
+        else:
+            out = dx.data  # whoever changes it in place does not change what is kept
+            cell = wiring.counters(device, 2, WORDS, wiring.LASTING)
+        if start(x, t, lse, dy, share, used, cell, out):
+            return out
+        if start(x, t, lse, dy.clone(), share, used, cell, out):  # at an aligned address
+            return out
+        raise RuntimeError(
+            f"softmax_cross_entropy: what was kept of logits {s.shape} for backward has been moved to unaligned memory; "
+            f"leave it where it was, or compute under tensorlogic.policy(force='triton.rows')"
+        )
+
+    return settle
+
+
+def build(s: Shape, config: Config, device: torch.device) -> Launcher:
+    """Loss and gradient, one after the other."""
+    ahead, settle = forward(s, config, device), settling(s, device)
+
+    def launch(dloss: Tensor, logits: Tensor, target: Tensor) -> Any:
+        outs = ahead(logits, target)
+        return None if outs is None else (outs[0], settle(dloss, logits, target, *outs[1:]))
+
+    return launch
+
+
+def parts(key: Key, config: Config, device: torch.device) -> tuple[Launcher, Callable[..., Tensor]]:
+    """Forward, replayed in C, and what settles its gradient."""
+    s = known(key)
+    ahead = compiled_launch.plan(SOFTMAX_CROSS_ENTROPY, key, device, forward(s, config, device))
+    return ahead, settling(s, device)
+
+
+wiring.described(
+    TOGETHER,
+    "triton.together",
+    describe,
+    lambda s: triton_cross_entropy_together.together_configs(s.columns, s.dtype),
+    build,
+    (
+        triton_cross_entropy_together,
+        triton_cross_entropy,
+        triton_rows,
+        shapes,
+        sys.modules[__name__],
+    ),
+    parts=parts,
+)

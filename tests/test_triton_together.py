@@ -1,0 +1,291 @@
+"""Cross-entropy that prepares its gradient in forward: right for every incoming gradient, with the same bits whatever was guessed."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+
+import tensorlogic  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.op import OPS  # isort: skip
+from tensorlogic.ops.common import triton_cross_entropy_together as together  # isort: skip
+from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
+GPU = DEVICE.type == "cuda"
+
+
+def cell(guess: float, missed: int = 0) -> torch.Tensor:
+    """What a device remembers: the guess, as bits beside those of 1, and whether it was wrong."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", guess))
+    return torch.tensor([bits ^ together.ONE.value, missed], dtype=torch.int32)
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(torch.int32 if t.element_size() == 4 else torch.int16)
+
+
+class Rows:
+    """One problem, its kernels, and everything they write, poisoned."""
+
+    def __init__(self, rows: int, columns: int, dtype: str, reduction: str, **config: Any) -> None:
+        config = {"LANES": 16, "num_warps": 1, **config}
+        self.dtype, self.reduction, self.shape = dtype, reduction, (rows, columns)
+        self.x = rand(rows, columns, dtype=dtype, scale=3.0)
+        self.t = torch.arange(rows) * 37 % columns
+        self.t[2] = -100
+        self.kept = poisoned(2 * rows), poisoned(1)
+        self.y, self.used = poisoned(1, dtype=dtype), torch.full((2,), 7, dtype=torch.int32)
+        self.counter = torch.zeros(1, dtype=torch.int64)
+        where = (rows, columns, dtype)
+        self.run = together.together_launcher(*where, reduction, -100, config, DEVICE)
+        self.back = together.settle_launcher(*where, dtype, -100, DEVICE, 1)
+
+    def forward(self, remembered: torch.Tensor) -> torch.Tensor:
+        """The gradient as forward leaves it."""
+        dx, (lse, share) = poisoned(*self.shape, dtype=self.dtype), self.kept
+        rest = (self.y, share, self.counter, remembered, self.used, dx)
+        assert self.run(self.x, self.t, poisoned(self.shape[0]), lse, *rest)
+        assert self.counter.item() == 0
+        return dx
+
+    def settle(self, dx: torch.Tensor, dy: float, remembered: torch.Tensor) -> torch.Tensor:
+        given = torch.full((1,), dy).to(TORCH[self.dtype])
+        assert self.back(
+            self.x, self.t, self.kept[0], given, self.kept[1], self.used, remembered, dx
+        )
+        return dx
+
+
+@pytest.mark.parametrize(("columns", "config", "dtype", "reduction"), [
+    (256, {"LANES": 32}, "f16", "mean"), (200, {"LANES": 8}, "f16", "sum"),
+    (504, {"LANES": 32}, "f32", "mean"), (504, {"num_warps": 4}, "bf16", "sum"),
+])  # fmt: skip
+def test_against_float64_with_the_same_bits_whatever_was_guessed(
+    columns: int, config: dict[str, int], dtype: str, reduction: str
+) -> None:
+    rows = Rows(4, columns, dtype, reduction, **config)
+    wide = rows.x.double().requires_grad_()
+    loss = F.cross_entropy(wide, rows.t, reduction=reduction)
+    loss.backward()
+    assert wide.grad is not None
+    for dy in (1.0, 512.0):
+        remembered = cell(dy)
+        prepared = rows.forward(remembered)
+        close(rows.y[0], loss.detach(), dtype)
+        right = rows.settle(prepared.clone(), dy, remembered)
+        assert torch.equal(bits(right), bits(prepared))
+        assert remembered[1] == 0
+        close(right / dy, wide.grad, dtype, 0.1)
+        wrong = rows.settle(rows.forward(learning := cell(0.25)), dy, learning)
+        assert torch.equal(learning, cell(dy, 1))
+        unsure = rows.forward(learning)
+        assert not torch.equal(bits(unsure), bits(right))  # left alone
+        made = rows.settle(unsure, dy, learning)
+        assert torch.equal(learning, cell(dy))
+        for other in (wrong, made):
+            assert torch.equal(bits(other), bits(right))
+
+
+@pytest.mark.parametrize("dy", [0.0, -0.0, float("inf"), float("nan")])
+def test_gradients_that_are_no_usual_numbers(dy: float) -> None:
+    rows = Rows(7, 256, "f16", "mean")
+    want = (torch.softmax(rows.x.double(), 1) - F.one_hot(rows.t.clamp(min=0), 256)) * dy
+    want[2] = 0.0
+    for guess in (1.0, dy):
+        got = rows.settle(rows.forward(known := cell(guess)), dy, known)
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.equal(got.isinf(), want.isinf())
+        assert torch.equal(got.signbit() & ~want.isnan(), want.signbit() & ~want.isnan())
+
+
+def test_special_rows() -> None:
+    rows = Rows(7, 256, "f16", "sum")
+    rows.x[0, 3], rows.x[1, :], rows.x[3, 200] = float("nan"), float("-inf"), float("inf")
+    rows.x[2, 5] = float("nan")  # the row that is ignored
+    rows.t[4], rows.t[5] = 256, -1
+    for guess in (1.0, 2.0):
+        dx = rows.settle(rows.forward(known := cell(guess)), 1.0, known)
+        assert rows.y.isnan().all()
+        assert dx[[0, 1, 3, 4, 5]].isnan().all()
+        assert torch.equal(dx[2], torch.zeros_like(dx[2]))
+        want = torch.softmax(rows.x[6].double(), 0) - F.one_hot(rows.t[6], 256)
+        close(dx[6], want, "f16", 0.1)
+
+
+def test_large_logits_cost_no_accuracy() -> None:
+    rows = Rows(5, 200, "f32", "sum", LANES=32)
+    rows.x += 1e4
+    want = torch.softmax(rows.x.double(), 1) - F.one_hot(rows.t.clamp(min=0), 200)
+    want[2] = 0.0
+    dx = rows.forward(cell(1.0))
+    assert (dx.double() - want).abs().max() < 3e-6
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs programs one after another, those that return at once, too."""
+    if not GPU:
+        monkeypatch.setattr(wiring, "cores", lambda: 1)
+
+
+def loss_of(x: torch.Tensor, t: torch.Tensor, *flags: Any) -> torch.Tensor:
+    with tensorlogic.policy(force="triton.together"):
+        return tensorlogic.softmax_cross_entropy(x, t, *flags)
+
+
+def by(loss: torch.Tensor) -> str:
+    assert loss.grad_fn is not None
+    return str(getattr(loss.grad_fn, "record").bound.choice.candidate.id)  # noqa: B009
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("shape", [(6, 256), (2, 3, 256)])
+def test_the_public_call_learns_the_scale_of_a_loss(shape: tuple[int, ...], reduction: str) -> None:
+    x, t = rand(*shape, dtype="f16").requires_grad_(), torch.arange(6).view(shape[:-1]) * 40
+    t.view(-1)[1] = 3
+    wide = x.detach().double().requires_grad_()
+    rows = [v.movedim(-1, 1) if v.dim() > 2 else v for v in (x, wide)]
+    want = F.cross_entropy(rows[1], t, ignore_index=3, reduction=reduction)
+    want.backward()
+    assert wide.grad is not None
+    first = None
+    for scale in (1.0, 64.0, 64.0, 64.0, 2.0, 0.5):
+        x.grad = None
+        loss = loss_of(rows[0], t, 3, 0.0, reduction)
+        assert by(loss) == "triton.together"
+        close(loss.detach(), want.detach(), "f16")
+        (loss * scale).backward()
+        assert x.grad is not None
+        close(x.grad / scale, wide.grad, "f16", 0.1)
+        first = x.grad if first is None else first
+
+
+def test_backward_twice_and_what_must_raise() -> None:
+    x, t = rand(6, 256, dtype="f16").requires_grad_(), torch.arange(6)
+    loss = loss_of(x, t)
+    (one,) = torch.autograd.grad(loss, x, retain_graph=True)
+    kept = one.clone()
+    one.add_(1)  # the caller's own
+    (two,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (half,) = torch.autograd.grad(loss, x, torch.full_like(loss, 0.5))
+    assert torch.equal(bits(two), bits(kept))
+    assert one.data_ptr() != two.data_ptr() != half.data_ptr()
+    close(half * 2, two, "f16", 0.1)
+    loss = loss_of(x, t)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(loss, x, create_graph=True)
+    y = x * 1
+    loss = loss_of(y, t)
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
+def test_an_incoming_gradient_at_any_address() -> None:
+    x, t = rand(6, 256, dtype="f16").requires_grad_(), torch.arange(6)
+    (want,) = torch.autograd.grad(loss_of(x, t), x, torch.tensor(8.0).half())
+    (got,) = torch.autograd.grad(loss_of(x, t), x, torch.full((3,), 8.0).half()[1])
+    assert torch.equal(bits(got), bits(want))
+
+
+def test_what_it_does_not_serve_is_served_as_before() -> None:
+    t = torch.arange(6)
+    x = rand(6, 256, dtype="f16").requires_grad_()
+    for loss in (loss_of(x, t, -100, 0.1), loss_of(x[:, 1:], t), loss_of(x.t()[:6], t)):
+        assert "together" not in str(type(loss.grad_fn).__name__)
+        assert getattr(loss.grad_fn, "record", None) is None  # torch.eager
+        loss.backward()
+    assert loss_of(x, t, -100, 0.0, "none").shape == (6,)
+    with tensorlogic.policy(force={"softmax_cross_entropy_together": "chosen.apart", "softmax_cross_entropy": "triton.rows"}):  # fmt: skip
+        assert by(tensorlogic.softmax_cross_entropy(x, t)) == "triton.rows"
+    with tensorlogic.policy(force="triton.together", deterministic=True):
+        assert getattr(tensorlogic.softmax_cross_entropy(x, t).grad_fn, "record", None) is None
+
+
+@pytest.mark.parametrize("id", ["torch.eager", "chosen.apart", "triton.together"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_candidates_of_the_pair_agree(id: str, reduction: str) -> None:
+    op = OPS["softmax_cross_entropy_together"]
+    x, t = rand(2, 3, 256, dtype="f32"), torch.arange(6).view(2, 3)
+    args = [torch.tensor(3.0), x, t, -100, 0.0, reduction]
+    key = op.key(args, "backward")
+    candidate = op.candidates[id]
+    assert candidate.unfit(key) is None
+    got = candidate.bind(key, candidate.configs(key)[0], x.device)(*args[:3])
+    want = op.reference(torch.tensor(3.0).double(), x.double(), *args[2:])
+    assert got is not None
+    for g, w in zip(got, want, strict=True):
+        assert g is not None
+        assert g.shape == w.shape
+        close(g, w, "f32", 0.1)
+
+
+@pytest.mark.skipif(not GPU, reason="graphs are captured on GPUs")
+def test_a_captured_step_learns_its_scale_over_replays() -> None:
+    x, t = rand(64, 4096, dtype="f16").requires_grad_(), torch.arange(64)
+    scale = torch.full((), 256.0)
+
+    def step() -> torch.Tensor:
+        (dx,) = torch.autograd.grad(loss_of(x, t) * scale, x)
+        return dx
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            want = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for _ in range(4):
+        got.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(bits(got), bits(want))
+    scale.fill_(2.0)
+    graph.replay()
+    assert torch.equal(bits(got), bits(step()))
+
+
+def test_configurations_hold_a_row_and_compile_without_spilling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    cuda, jobs = torch.device("cuda", 0), []
+    for columns, dtype in ((32000, "f16"), (50000, "bf16"), (1024, "f16"), (16384, "f32")):
+        for config in together.together_configs(columns, dtype)[:1]:
+
+            def build(c: int = columns, d: str = dtype, config: Any = config) -> object:
+                return together.together_launcher(4096, c, d, "mean", -100, config, cuda)
+
+            jobs += triton_launch.collect(build, cuda)
+    jobs += triton_launch.collect(
+        lambda: together.settle_launcher(4096, 32000, "f16", "f16", -100, cuda, 132), cuda
+    )
+    jobs = list(dict.fromkeys(jobs))
+    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+        assert isinstance(answer, triton_launch.Resources), answer
+        assert answer.stack == 0, (job, answer)
+        assert answer.registers <= 128, (
+            job,
+            answer,
+        )
+
+
+def test_refusals() -> None:
+    assert "smoothing" in str(together.together_refusal(4096, "f16", "mean", 0.1, 16))
+    assert "reduced" in str(together.together_refusal(4096, "f16", "none", 0.0, 16))
+    assert "whole groups" in str(together.together_refusal(4097, "f16", "mean", 0.0, 16))
+    assert "16-byte" in str(together.together_refusal(4096, "f16", "mean", 0.0, 2))
+    assert "holds a row" in str(together.together_refusal(128256, "f16", "mean", 0.0, 16))
+    assert together.together_refusal(32000, "f16", "mean", 0.0, 16) is None
+    config = {"LANES": 256, "num_warps": 8}
+    with pytest.raises(triton_launch.CompileFailure, match="does not hold"):
+        together.together_launcher(4, 128256, "f16", "mean", -100, config, DEVICE)

@@ -78,7 +78,7 @@ def products(m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Call]:
 
 def others(dtype: torch.dtype) -> Iterator[Call]:
     """Rows, scores, element-wise ops and reductions."""
-    for rows, columns in ((256, 384), (3000, 1000), (1500, 50000), (6000, 100000)):
+    for rows, columns in ((256, 384), (3000, 1000), (3000, 30000), (1500, 50000), (6000, 100000)):
         target = torch.randint(columns, (rows,), device="cuda")
         yield tensorlogic.softmax_cross_entropy, (normal(dtype, rows, columns), target)
         yield tensorlogic.softmax, (normal(dtype, rows, columns), -1)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
+from tensorlogic import registry  # isort: skip
 from tensorlogic.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_cross_entropy_together as together  # isort: skip
 from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
@@ -212,6 +213,7 @@ def test_what_it_does_not_serve_is_served_as_before() -> None:
 @pytest.mark.parametrize("id", ["torch.eager", "chosen.apart", "triton.together"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_candidates_of_the_pair_agree(id: str, reduction: str) -> None:
+    registry.ready(DEVICE.type)
     op = OPS["softmax_cross_entropy_together"]
     x, t = rand(2, 3, 256, dtype="f32"), torch.arange(6).view(2, 3)
     args = [torch.tensor(3.0), x, t, -100, 0.0, reduction]

@@ -183,7 +183,10 @@ def cross_entropy_together(
         for k in tl.static_range(HELD):
             m, norm = step(m, norm, held[k], piece < W - k * TILE, EVEN or k < HELD - 1, kind)
         peak = tl.max(m, 0)
-        total = tl.sum(norm * raised(m - finite_or_zero(peak), kind), 0)
+        part = norm * raised(m - finite_or_zero(peak), kind)
+        part = (part.to(tl.int32, bitcast=True) ^ none).to(tl.float32, bitcast=True)  # rounded: an
+        # exchange fused with the product adds what one thread has not rounded, and threads then differ in their sums' last bit
+        total = tl.sum(part, 0)
         log = tl.log(total) if kind == tl.float32 else tl.log2(total)
         c = peak + log
         rest = (peak - c) + log  # what rounding took from c

@@ -144,11 +144,13 @@ class Captured:
             {"cuda"} if torch.cuda.is_available() else {"cpu"}
         )
         if self.tape is Tape and kinds != {"cuda"}:
-            return (
-                f"inputs lie on {', '.join(sorted(kinds))}; graphs are captured on CUDA devices. On a CPU tensorlogic's own "
-                f"calls keep packed weights (`nbytes`) and take outputs from their pool, and the rest runs as it is",
-                None,
+            where = ", ".join(sorted(kinds))
+            kept = (
+                ". On a CPU tensorlogic's own calls keep packed weights (`nbytes`) and take outputs from their pool, and the rest "
+                "runs as it is"
             )
+            said = f"inputs lie on {where}; graphs are captured on CUDA devices"
+            return said + (kept if kinds == {"cpu"} else ""), None
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return None, None
         if self.tape is Tape and torch.cuda.is_current_stream_capturing():

@@ -92,7 +92,8 @@ def use(chosen: Policy) -> Iterator[Policy]:
     try:
         yield chosen
     finally:
-        hooks.apart(-1)  # first: an abandoned generator may be closed in another context, where the reset raises
+        # first: an abandoned generator may be closed in another context, where the reset raises
+        hooks.apart(-1)
         VARIABLE.reset(token)
 
 

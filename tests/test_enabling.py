@@ -25,16 +25,19 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 @pytest.fixture(params=["hooks", "python"])
-def enabled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def enabled(request: pytest.FixtureRequest) -> Iterator[None]:
     """Enabled by compiled guards and by those in Python; disabled afterwards."""
     if request.param == "hooks" and hooks.available() is not None:
         pytest.skip(str(hooks.available()))
     tensorlogic.disable()
-    if request.param == "python":
-        monkeypatch.setattr(hooks, "_state", ["absent"])
-    tensorlogic.enable()
-    yield
-    tensorlogic.disable()
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # over before the policy of all tests is left, which the hooks count
+        if request.param == "python":
+            patch.setattr(hooks, "_state", ["absent"])
+        tensorlogic.enable()
+        yield
+        tensorlogic.disable()
 
 
 @pytest.fixture
@@ -413,13 +416,12 @@ def test_measuring_sees_pytorch_without_repairs(enabled: None, served: list[str]
         assert torch.equal(r(64, 64) @ r(64, 64), own)
 
 
-def test_pool_without_hooks_is_refused_before_anything_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pool_without_hooks_is_refused_before_anything_changes() -> None:
     tensorlogic.disable()
-    monkeypatch.setattr(hooks, "_state", ["absent"])
-    with pytest.raises(RuntimeError, match=r"pool=True.*tcmalloc"):
-        tensorlogic.enable(pool=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "_state", ["absent"])
+        with pytest.raises(RuntimeError, match=r"pool=True.*tcmalloc"):
+            tensorlogic.enable(pool=True)
     assert not enabling.enabled()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic import measure
-from tensorlogic.program import choosing
+from tensorlogic.program import choosing, samples
 
 SCALE = 1.0
 TABLE = {"shift": 0.5}
@@ -307,3 +307,19 @@ def test_the_class_keeps_its_name(pays: None) -> None:
     assert type(fast).__qualname__ == "Registered"
     assert repr(fast) == repr(model)
     torch.testing.assert_close(fast(x, True), model(x, True))
+
+
+def test_weights_that_are_looked_at_may_lose_their_memory_for_a_while() -> None:
+    """As FSDP takes it away between uses; NumPy's arrays would have forbidden that for ever."""
+    weight, turned = torch.randn(6, 4), torch.randn(4, 6).half().t()
+    looked = samples.Samples([weight, turned, torch.tensor(2.0)])
+    turned.data[3, 0] = 7.0  # its middle
+    assert [t is turned for t in looked.unseen()] == [True]
+    kept, storage = weight.clone(), weight.untyped_storage()
+    storage.resize_(0)
+    assert looked.unseen() == []
+    storage.resize_(kept.untyped_storage().nbytes())
+    weight.data.copy_(kept)
+    assert looked.unseen() == []
+    weight.data.mul_(2)
+    assert [t is weight for t in looked.unseen()] == [True]

@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
-VERSION = attrgetter("_version")
-BITS = {
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-}
+VERSION, VALUE = attrgetter("_version"), attrgetter("value")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+BITS: dict[int, Any] = {2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64}
 
 
 class Samples:
     """Two elements of each tensor, as bits: the largest of its first row, and the one in the middle."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.tensors = [t for t in {id(t): t for t in tensors}.values() if _readable(t)]
+        self.all = [t for t in {id(t): t for t in tensors}.values() if _readable(t)]
         self.look()
 
     def look(self) -> None:
-        """Take the tensors as they are now."""
-        self.arrays: list[Any] = []
-        self.places: list[int] = []
+        """Take the tensors as they are now, but for those whose memory is away, as FSDP's is between uses."""
+        self.tensors = [t for t in self.all if t.data_ptr()]
+        self.cells: list[Any] = []
         for t in self.tensors:
-            array = t.detach().view(BITS[t.dtype]).numpy()
-            self.arrays += [array, array]
             largest = t.detach()[:1].flatten().abs().argmax() if t.dim() else 0
-            self.places += [int(largest), t.numel() // 2]
-        self.where = [*map(Tensor.data_ptr, self.tensors)]
+            self.cells += [_cell(t, int(largest)), _cell(t, t.numel() // 2)]
+        self.where = [*map(Tensor.data_ptr, self.all)]
         self.values, self.versions = self._values(), [*map(VERSION, self.tensors)]
 
     def unseen(self) -> list[Tensor]:
         """Those that were written to since they were looked at, with no version more."""
-        if [*map(Tensor.data_ptr, self.tensors)] != self.where:
+        if [*map(Tensor.data_ptr, self.all)] != self.where:
             self.look()  # elsewhere: who keeps what is derived from them sees that
         now = self._values()
         if now == self.values:
@@ -52,9 +46,19 @@ class Samples:
         return found
 
     def _values(self) -> list[int]:
-        return [*map(numpy.ndarray.item, self.arrays, self.places)]
+        return [*map(VALUE, self.cells)]
+
+
+def _cell(t: Tensor, index: int) -> Any:
+    """The bits of an element, where they lie: an array of NumPy's would keep PyTorch from ever resizing the memory. Read only
+    while the tensor's address is what it was."""
+    place = 0
+    for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
+        index, at = divmod(index, size)
+        place += at * stride
+    return BITS[t.element_size()].from_address(t.data_ptr() + place * t.element_size())
 
 
 def _readable(t: Tensor) -> bool:
-    plain = t.device.type == "cpu" and t.layout == torch.strided and t.dtype in BITS
+    plain = t.device.type == "cpu" and t.layout == torch.strided and t.dtype in DTYPES
     return plain and t.numel() > 0 and not t.is_inference()

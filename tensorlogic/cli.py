@@ -6,25 +6,18 @@ that cannot be served; 130 interrupted (what was measured is kept).
 
 from __future__ import annotations
 
-import io
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from .bench.problems import Problem
+from .bench.problems import Problem, tolerated
 from .bench.progress import progress
 from .cli_options import (
-    DONE,
     EPILOGUE,
-    FOUND,
-    INTERRUPTED,
     PLAIN,
-    REFUSED,
-    UNREAD,
     Device,
     Dtypes,
     Margin,
@@ -38,10 +31,7 @@ from .cli_options import (
     version,
 )
 from .cli_plans import app as plans
-
-if TYPE_CHECKING:
-    pass
-
+from .exits import DONE, FOUND, INTERRUPTED, REFUSED, ended
 
 app = App(
     name="tensorlogic",
@@ -265,6 +255,9 @@ def try_(
     """
     from .trying import runs, screen
 
+    tolerated(margin)
+    if not 0 < seconds < float("inf"):
+        raise Problem(f"seconds is {seconds}; a time above 0 is required")
     known = screen.held(record) if verify else None
     asked = runs.Asked(script, args, entry, None if verify else lockfile.absolute(), again, seconds)
     with progress() as tick:
@@ -368,27 +361,15 @@ def doctor() -> int:
 
 def main(tokens: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal without a sign shows another one
-            stream.reconfigure(errors="replace")
-    try:
-        code = app(
-            separated(sys.argv[1:] if tokens is None else tokens),
-            exit_on_error=False,
-            result_action="return_value",
-        )
-    except CycloptsError:  # said already
-        return REFUSED
-    except Problem as problem:
-        sys.stderr.write(f"tensorlogic: {problem}\n")
-        return REFUSED
-    except KeyboardInterrupt:
-        sys.stderr.write("tensorlogic: interrupted\n")
-        return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has gone: `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        return UNREAD
-    return code if isinstance(code, int) else DONE
+    given = separated(sys.argv[1:] if tokens is None else tokens)
+
+    def run() -> object:
+        try:
+            return app(given, exit_on_error=False, result_action="return_value")
+        except CycloptsError:  # said already
+            return REFUSED
+
+    return ended(run)
 
 
 if __name__ == "__main__":

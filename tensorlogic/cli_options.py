@@ -9,8 +9,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from .bench.problems import Problem
+
 PLAIN = Parameter(negative=(), show_default=False)
-DONE, FOUND, REFUSED, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 EPILOGUE = "Exit codes: 0 done; 1 a finding (regression, lockfile that does not hold, something broken); 2 a request or file that cannot be served; 130 interrupted."
 
 
@@ -40,7 +41,11 @@ Margin = Annotated[
 
 
 def split(values: Sequence[str]) -> tuple[str, ...]:
-    return tuple(part for value in values for part in value.split(",") if part)
+    """Parts between commas; Problem where nothing was named."""
+    parts = tuple(part for value in values for part in value.split(",") if part)
+    if values and not parts:
+        raise Problem(f"{values[0]!r} names nothing: leave the option out, or give a name")
+    return parts
 
 
 def sizes(values: Sequence[str]) -> tuple[int, ...]:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from .bench.problems import Problem
+from .bench.problems import Problem, tolerated
 from .bench.progress import progress
-from .cli_options import DONE, EPILOGUE, FOUND, PLAIN, Device, Margin, Ops, say, split
+from .cli_options import EPILOGUE, PLAIN, Device, Margin, Ops, say, split
+from .exits import DONE, FOUND
 
 if TYPE_CHECKING:
     from .bench.lockfiles import Finding
@@ -118,8 +119,7 @@ def verify_plans(path: Path, *, margin: Margin = 0.1) -> int:
     from .bench import lockfiles
     from .bench.tables import aligned
 
-    if margin < 0:
-        raise Problem(f"margin is {margin}; at least 0 is required")
+    tolerated(margin)
     with files(), progress() as tick:
         findings: list[Finding] = lockfiles.verify(path, margin, tick)
     shown = [[f.state, f.candidate, f.key, f.detail] for f in findings if f.state != lockfiles.GOOD]

@@ -8,11 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
-import secrets
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,10 +17,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from . import files
 from .plan_records import SCHEMA, Environment, digest
 
 FORMAT = "tensorlogic plans"
-LEFTOVER_S = 3600.0  # temporary files of killed processes are swept after this long
 LOG = logging.getLogger("tensorlogic")
 _SAID: set[tuple[str, str]] = set()
 
@@ -139,7 +136,7 @@ def rewrite(
             print_of = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
             shutil.copyfile(path, path.with_name(f"{path.name}.damaged-{print_of}"))
         change(found.records)
-        _sweep(path)
+        files.sweep(path)
         write(path, header(environment), found.records)
     return found.records
 
@@ -155,25 +152,7 @@ def write(
     if lock:
         document["checksum"] = checksum(environments, records)
     document |= {"environments": dict(environments), "plans": dict(records)}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(layout(document) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _sweep(path: Path) -> None:
-    """Remove what killed processes left behind long ago."""
-    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
-        try:
-            if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
-                leftover.unlink()
-        except FileNotFoundError:  # its owner was quicker
-            continue
+    files.replace(path, layout(document) + "\n")
 
 
 def layout(value: Any, depth: int = 0) -> str:
@@ -229,7 +208,8 @@ def read_lockfile(path: Path) -> Contents:
     """The contents of a lockfile; ValueError when it is damaged or was edited by hand."""
     remedy = f"write it again with `tensorlogic plans export {path}`"
     if not path.is_file():
-        raise FileNotFoundError(f"lockfile {path} does not exist; {remedy}")
+        what = "is no file" if path.exists() else "does not exist"
+        raise FileNotFoundError(f"lockfile {path} {what}; {remedy}")
     found = read(path)
     if found.damage is None and found.checksum is None:
         found.damage = "it has no checksum: it is a plan store, not a lockfile"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tensorlogic
-from tensorlogic import cli, doctor, doctor_cpu, enabling, op, repairs
+from tensorlogic import cli, doctor, doctor_cpu, enabling, exits, op, repairs
 from tensorlogic.bench import results, rows
 from tensorlogic.bench.ceilings import Ceilings
 
@@ -334,7 +334,7 @@ def test_output_that_nobody_reads_to_its_end() -> None:
     )  # fmt: skip
     os.close(writer)
     assert "Traceback" not in done.stderr
-    assert done.returncode == cli.UNREAD
+    assert done.returncode == exits.UNREAD
 
 
 def test_export_leaves_out_what_has_changed(

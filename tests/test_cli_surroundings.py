@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorlogic import cli, doctor, doctor_cpu, policies
+from tensorlogic import cli, doctor, doctor_cpu, exits, files, policies
 
 ONE = ["--size", "64", "--dtype", "f32", "--device", "cpu"]
 
@@ -98,3 +98,68 @@ assert tensorlogic.relu(torch.ones(3)).sum() == 3
         capture_output=True, text=True, timeout=60, env=env,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def run(*tokens: str, tail: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    command = f"exec {sys.executable} -m tensorlogic {' '.join(tokens)} {tail}"
+    return subprocess.run(
+        command, shell=True, capture_output=True, text=True, timeout=120, env=os.environ | env
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+@pytest.mark.parametrize("tokens", [["--help"], ["plans", "list"]])
+def test_output_that_cannot_be_written_is_said(tokens: list[str]) -> None:
+    done = run(*tokens, tail=">/dev/full")
+    assert done.returncode == exits.REFUSED
+    assert (
+        done.stderr == "tensorlogic: the output cannot be written: No space left on device\n"
+    )  # nor does the flush at exit fail
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+def test_commands_run_without_streams() -> None:
+    assert run("plans", "list", tail=">&-").returncode == 0
+    assert run("explain", "nothing", tail="2>&-").returncode == exits.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (["plans", "verify", "a.json", "--margin", "nan"], "margin is nan"),
+        (["try", "--margin", "inf", "a.py"], "margin is inf"),
+        (["try", "--seconds", "-1", "a.py"], "seconds is -1.0"),
+        (["bench", "--op", ""], "'' names nothing"),
+        (["tune", "--size", ","], "',' names nothing"),
+        (["explain", "linear", "--size", "99999999"], "the inputs of linear cannot be made"),
+        (["explain", "linear", "--size", "9" * 5000], "a whole number from 1"),
+        (["explain", "linear", "--shape", "9" * 30, "--shape", "3x3"], "sizes such as 16x768"),
+        (["plans", "verify", "."], "lockfile . is no file"),
+    ],
+)
+def test_requests_that_cannot_be_served(
+    tokens: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(tokens) == exits.REFUSED
+    assert said in capsys.readouterr().err
+
+
+def test_files_that_are_no_plain_files(tmp_path: Path) -> None:
+    """A link stays a link; a pipe is written to, not replaced; what cannot be written leaves nothing behind."""
+    real, link, pipe = (tmp_path / n for n in ("real", "link", "pipe"))
+    real.write_text("old")
+    link.symlink_to(real)
+    files.replace(link, "new")
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.replace(pipe, "said")
+    assert os.read(end, 9) == b"said"
+    os.close(end)
+    assert pipe.is_fifo()
+    with pytest.raises(IsADirectoryError):
+        files.replace(tmp_path, "text")
+    with pytest.raises(FileExistsError):
+        files.replace(real / "below", "text")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "pipe", "real"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import tensorlogic
 
 from .. import numerics, policies, tuning
 from ..op import OPS
+from . import sizes
 from .cases import RECIPES, Maker
 from .problems import Problem
 
@@ -56,7 +58,8 @@ def call(
     given = {name: _value(text) for name, text in (flags or {}).items()}
     maker = Maker(numerics.DTYPES[dtype], device, 1)
     if not shapes and op in RECIPES:
-        return partial(RECIPES[op].ours, **given), RECIPES[op].inputs(size or 512, maker), {}
+        with _memory(op):
+            return partial(RECIPES[op].ours, **given), RECIPES[op].inputs(size or 512, maker), {}
     fn = functions[op]
     parameters = inspect.signature(fn).parameters
     unknown = [name for name in given if name not in parameters]
@@ -73,7 +76,8 @@ def call(
     kwargs: dict[str, Any] = {}
     for (name, required), text in zip(tensors, texts, strict=False):
         if text != "-":
-            kwargs[name] = _tensor(name, _shape(text), maker, kwargs)
+            with _memory(op):
+                kwargs[name] = _tensor(name, sizes.shape(text), maker, kwargs)
         elif required:
             raise Problem(f"{op} requires {name}; '-' leaves out optional tensors only")
     kwargs |= given
@@ -97,6 +101,15 @@ def call(
     return fn, (), kwargs
 
 
+@contextmanager
+def _memory(op: str) -> Iterator[None]:
+    """What making inputs raises where they do not fit into memory, as a problem."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as problem:
+        raise Problem(f"the inputs of {op} cannot be made: {problem}") from problem
+
+
 def _tensors(fn: Callable[..., Any]) -> list[tuple[str, bool]]:
     """Tensor parameters in order, with whether they are required."""
     hints = typing.get_type_hints(fn)
@@ -105,13 +118,6 @@ def _tensors(fn: Callable[..., Any]) -> list[tuple[str, bool]]:
         for n in inspect.signature(fn).parameters
         if hints.get(n) in (Tensor, Tensor | None)
     ]
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    parts = text.replace(",", "x").lower().split("x")
-    if not all(p.strip().isdecimal() for p in parts):
-        raise Problem(f"shape is {text!r}; sizes such as 16x768 are required")
-    return tuple(int(p) for p in parts)
 
 
 def _tensor(name: str, shape: tuple[int, ...], maker: Maker, earlier: Mapping[str, Any]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..measure import interval
-from .problems import Problem
+from .problems import Problem, tolerated
 from .results import Results, Row
 from .sizes import short
 from .summary import clocks
@@ -81,8 +81,7 @@ def compare(
     Raises:
         Problem: the machines differ (unless `mixed`), the margin is negative, or no row is in both.
     """
-    if margin < 0:
-        raise Problem(f"margin is {margin}; at least 0 is required (0.05 is 5 %)")
+    tolerated(margin)
     differences = machines(before, after, mixed)
     old, new = {r.id: r for r in before.rows}, {r.id: r for r in after.rows}
     if not old.keys() & new.keys():

@@ -22,6 +22,7 @@ from ..op import EAGER, OPS, Op
 from ..plans import Key
 from ..precision import PrecisionWarning
 from . import machine
+from .results import write_text
 from .tables import aligned
 
 FORMAT = "tensorlogic precision"
@@ -392,5 +393,4 @@ def _text(head: list[str], lines: list[list[Any]]) -> str:
 
 def write(found: dict[str, Any], path: Path) -> None:
     """The result file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write_text(path, json.dumps(found, indent=1) + "\n", "the result file")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from .. import files
 from ..measure import Samples
 from .problems import Problem
 
@@ -147,14 +146,8 @@ class Results:
 
 def write_text(path: Path, text: str, what: str) -> None:
     """Replace a file in one step; Problem, naming `what` it is, when the folder cannot be written."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        files.replace(path, text)
     except OSError as problem:
         raise Problem(f"{what} {path} cannot be written: {problem}") from problem
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -23,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import policies, settings
+from .. import files, policies, settings
 from . import check
 from .code import last_uses
 from .copies import fresh, sharing
@@ -111,10 +109,8 @@ def _keep(path: Path, found: Trace) -> None:
         return
     try:
         places = ["" if s.kind.name == "USER_INPUT" else s.target for s in specs]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
-        whole.write_text(json.dumps({"places": places, "calls": packed(program.graph)}))
-        os.replace(whole, path)
+        text = json.dumps({"places": places, "calls": packed(program.graph)})
+        files.replace(path, text, sync=False)
         known = sorted(path.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)
         for old in known[: max(0, len(known) - MOST)]:
             old.unlink(missing_ok=True)

@@ -33,9 +33,9 @@ def main():
 def _without_extra(words):
     """What can be said where the extra `bench` is not installed."""
     if words[:1] == ["doctor"]:
-        from tensorlogic import doctor
+        from tensorlogic import doctor, exits
 
-        return doctor.main()
+        return exits.ended(doctor.main)
     sys.stderr.write(
         "tensorlogic: the command line needs more: pip install 'tensorlogic-engine[bench]'\n"
     )

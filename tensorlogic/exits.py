@@ -1,0 +1,65 @@
+"""How a command ends: its exit code, and one line on what stopped it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable
+
+from .bench.problems import Problem
+
+DONE, FOUND, REFUSED, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
+
+
+def ended(run: Callable[[], object]) -> int:
+    """Run a command; its exit code, that of what a person can change said in one line, too."""
+    if sys.stdout is None:  # closed: `>&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without a sign shows another one
+            stream.reconfigure(errors="replace")
+    try:
+        code = run()
+        sys.stdout.flush()
+    except Problem as problem:
+        return _refused(str(problem))
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone: `| head`
+        _discard()
+        return UNREAD
+    except OSError as problem:
+        why = _unwritable()
+        if why is not None:
+            _discard()
+        return _refused(str(problem) if why is None else f"the output cannot be written: {why}")
+    return code if isinstance(code, int) else DONE
+
+
+def _refused(text: str) -> int:
+    _say(text)
+    return REFUSED
+
+
+def _say(text: str) -> None:
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):  # the exit code says it, too
+            sys.stderr.write(f"tensorlogic: {text}\n")
+
+
+def _unwritable() -> str | None:
+    """Why nothing can be printed; None where a line can."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as problem:
+        return problem.strerror or str(problem)
+    return None
+
+
+def _discard() -> None:
+    """Send what is still to be printed nowhere, so that the flush at exit does not fail as well."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

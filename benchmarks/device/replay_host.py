@@ -1,4 +1,5 @@
-"""Host time of replayed calls, step by step: the input's copy, the graph's launch, and what our own checks add to both.
+"""Host time of replayed calls, step by step: the input's copy and the graph's launch, PyTorch's and the driver's, and what our own
+checks add to both. A call that is given the graph's own buffer copies nothing: what it takes is what a call takes beyond copies.
 
 python benchmarks/device/replay_host.py [--out FILE.json]   without a GPU, a graph that does nothing stands for CUDA's
 """
@@ -6,7 +7,10 @@ python benchmarks/device/replay_host.py [--out FILE.json]   without a GPU, a gra
 from __future__ import annotations
 
 import argparse
+import ctypes
+import datetime
 import json
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure
+from tensorlogic import hardware, measure
+from tensorlogic.program.capturing import Captured
 from tensorlogic.program.graphs import Replay, Tape
 
 CUDA = torch.cuda.is_available()
@@ -51,19 +56,36 @@ def deep() -> nn.Module:
 
 def captured(fn: Callable[..., Any], x: Tensor, unsafe_views: bool) -> Callable[[], Any]:
     """A captured call that is replayed by now."""
+    call = replayed(fn, x, unsafe_views)
+    return lambda: call(x)
+
+
+def replayed(fn: Callable[..., Any], x: Tensor, unsafe_views: bool) -> Captured:
+    """A captured function that is replayed by now."""
     call = tensorlogic.capture(fn, unsafe_views=unsafe_views)
     call.tape = Tape if CUDA else Idle
     for _ in range(5):
         call(x)
     if call.graphs != 1:
         raise RuntimeError(f"nothing is replayed: {call.reason}")
-    return lambda: call(x)
+    return call
+
+
+def bare_launch(tape: Any) -> Callable[[], Any] | None:
+    """The driver's launch of a graph, by ctypes; None where it is not known."""
+    if not getattr(tape, "handle", 0):
+        return None
+    launch = ctypes.CDLL("libcuda.so.1").cuGraphLaunch
+    handle = ctypes.c_void_p(tape.handle)
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    return lambda: launch(handle, stream)
 
 
 def optimized(x: Tensor) -> Callable[[], Any] | None:
     """An optimised model's call, replayed; None where nothing paid."""
     fast = tensorlogic.optimize(deep(), x)
     program = fast.__dict__.get("_program")
+    program = getattr(program, "program", program)  # of one that Inductor may still beat
     if program is None:
         return None
     if not CUDA:
@@ -89,16 +111,40 @@ def table() -> dict[str, float]:
     for _ in range(3):
         chain(buffer)
     bare.record(lambda: chain(buffer))
+    bare.replay()  # the first one looks
     rows["launch of 50 kernels"] = least(bare.replay)
-    rows["captured, 50 kernels, views"] = least(captured(chain, x, True))
+    launch = bare_launch(bare)
+    if launch is not None:
+        rows["launch, the driver's alone"] = least(launch)
+    views = replayed(chain, x, True)
+    own = next(iter(views.entries.values())).replay.static[0]  # type: ignore[union-attr]
+    rows["captured, 50 kernels, views"] = least(lambda: views(x))
+    rows["the same, nothing to copy"] = least(lambda: views(own))
     rows["captured, 50 kernels"] = least(captured(chain, x, False))
     rows["captured module"] = least(captured(deep(), x, False))
     call = optimized(x)
     if call is not None:
         rows["optimized module"] = least(call)
-    rows["beyond the copy"] = rows["captured, 50 kernels, views"] - rows["copy of the input"]
-    rows["beyond copy and launch"] = rows["beyond the copy"] - rows["launch of 50 kernels"]
+    rows["copy of the input, ours"] = (
+        rows["captured, 50 kernels, views"] - rows["the same, nothing to copy"]
+    )
+    rows["beyond PyTorch's copy"] = rows["captured, 50 kernels, views"] - rows["copy of the input"]
+    rows["beyond the copy"] = rows["the same, nothing to copy"]
+    if launch is not None:
+        rows["beyond copy and launch"] = (
+            rows["beyond the copy"] - rows["launch, the driver's alone"]
+        )
     return rows
+
+
+def versions() -> dict[str, str]:
+    """What a figure was measured with, and when."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "driver": hardware.gpu_driver() if CUDA else "",
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 def main() -> None:
@@ -111,7 +157,7 @@ def main() -> None:
         print(f"{name:28s} {us:7.2f} us")
     if chosen.out:
         name = torch.cuda.get_device_name() if CUDA else "cpu, no graph launched"
-        whole = {"device": name, "torch": torch.__version__, "us": rows}
+        whole = {"device": name, **versions(), "us": rows}
         chosen.out.write_text(json.dumps(whole, indent=1) + "\n")
 
 

@@ -37,6 +37,8 @@ struct Driver {
   int (*capturing)(void* stream, int* status);  // cuStreamIsCapturing
   // at::detail::empty_strided_cuda; null: tensors of the CPU, as tests want them.
   at::TensorBase (*empty)(at::IntArrayRef, at::IntArrayRef, at::ScalarType, std::optional<at::Device>);
+  int (*copy)(uint64_t to, uint64_t from, size_t bytes, void* stream);  // cuMemcpyDtoDAsync, or null
+  int (*graph)(void* executable, void* stream);                         // cuGraphLaunch, or null
 
   at::Device device(int index) const {
     return empty ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(index)) : at::Device(at::kCPU);
@@ -95,6 +97,6 @@ bool out_of_memory();
 void translated();
 
 extern PyTypeObject DriverType, EmptyType, StartType, StepType, SlotType, PlanType,
-    RecordingType, CountedType;
+    RecordingType, CountedType, WayType;
 
 }  // namespace tensorlogic::calls

@@ -5,26 +5,37 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/PyInterpreter.h>
 
-#include <algorithm>
 #include <cmath>
 #include <string>
 #include <unordered_map>
 
 #include "device.h"
+#include "seen.h"
 
 namespace tensorlogic::calls {
-namespace {
 
-// What PyTorch's own compiled guard compares.
-struct Seen {
-  PyTypeObject* type = nullptr;  // null: absent
-  c10::DeviceIndex index = -1;
-  uint64_t keys = 0;
-  at::ScalarType dtype = at::ScalarType::Undefined;
-  bool requires_grad = false;
-  size_t first = 0;  // the first parameter that was given this very tensor
-  std::vector<int64_t> sizes, strides;
-};
+using FunctionModes = at::impl::PythonTorchFunctionTLS;
+
+bool default_devices() {
+  static PyObject* const type = [] {
+    const Ref module(PyImport_ImportModule("torch.utils._device"));
+    PyObject* found = module.get() ? PyObject_GetAttrString(module.get(), "DeviceContext") : nullptr;
+    PyErr_Clear();
+    return found;
+  }();
+  for (int64_t i = 0; i < FunctionModes::stack_len(); ++i) {
+    PyObject* mode = FunctionModes::get_stack_at(i)->ptr(getPyInterpreter());
+    if (reinterpret_cast<PyObject*>(Py_TYPE(mode)) != type) return false;
+  }
+  return true;
+}
+
+bool unobserved() {
+  return !(at::impl::torch_function_mode_enabled() && !default_devices()) &&
+         c10::impl::TorchDispatchModeTLS::stack_len() == 0;
+}
+
+namespace {
 
 struct Entry {
   Ref policy, run;
@@ -46,36 +57,9 @@ struct Front {
   size_t count;
 };
 
-c10::DispatchKeySet applied(const at::Tensor& t, const c10::impl::LocalDispatchKeySet& local) {
-  return (t.key_set() | local.included_) - local.excluded_;
-}
-
-// Outside of strided tensors on CPUs and CUDA devices nothing is kept, so sizes and strides may be read as they lie there.
-bool plain(PyObject* given) {
-  if (!THPVariable_CheckExact(given)) return false;
-  const at::Tensor& t = THPVariable_Unpack(given);
-  const auto device = t.device().type();
-  return (device == at::kCPU || device == at::kCUDA) && t.layout() == at::kStrided &&
-         !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !t.is_nested();
-}
-
 uint64_t mixed(uint64_t hash, uint64_t value) {
   hash = (hash ^ value) * 0x9e3779b97f4a7c15u;
   return hash ^ (hash >> 32);
-}
-
-size_t first_of(PyObject* const* given, size_t i) {
-  return static_cast<size_t>(std::find(given, given + i, given[i]) - given);
-}
-
-bool same(const Seen& seen, PyObject* given, const c10::impl::LocalDispatchKeySet& local) {
-  if (given == Py_None || !seen.type) return given == Py_None && !seen.type;
-  if (Py_TYPE(given) != seen.type) return false;
-  const at::Tensor& t = THPVariable_Unpack(given);
-  return t.scalar_type() == seen.dtype && t.device().index() == seen.index &&
-         applied(t, local).raw_repr() == seen.keys && t.requires_grad() == seen.requires_grad &&
-         t.sizes() == at::IntArrayRef(seen.sizes) &&
-         t.strides() == at::IntArrayRef(seen.strides);
 }
 
 // Flags of these types are compared without running anybody's code; others only with themselves.
@@ -135,23 +119,6 @@ bool matches(const Front& self, const Entry& entry, PyObject* policy, bool grad,
   return true;
 }
 
-using FunctionModes = at::impl::PythonTorchFunctionTLS;
-
-// Default devices are the only function modes: they fill in device arguments that were left out, and launchers leave out none.
-bool default_devices() {
-  static PyObject* const type = [] {
-    const Ref module(PyImport_ImportModule("torch.utils._device"));
-    PyObject* found = module.get() ? PyObject_GetAttrString(module.get(), "DeviceContext") : nullptr;
-    PyErr_Clear();
-    return found;
-  }();
-  for (int64_t i = 0; i < FunctionModes::stack_len(); ++i) {
-    PyObject* mode = FunctionModes::get_stack_at(i)->ptr(getPyInterpreter());
-    if (reinterpret_cast<PyObject*>(Py_TYPE(mode)) != type) return false;
-  }
-  return true;
-}
-
 // What runs inside meets no function mode, as what a mode calls does not.
 class Aside {
  public:
@@ -171,9 +138,7 @@ class Aside {
 
 // No mode wants to see the call, and no forward derivative is being taken.
 bool alone(const Front& self) {
-  if ((at::impl::torch_function_mode_enabled() && !default_devices()) ||
-      c10::impl::TorchDispatchModeTLS::stack_len() > 0)
-    return false;
+  if (!unobserved()) return false;
   static PyObject* const name = PyUnicode_InternFromString("_current_level");
   PyObject* level = PyDict_GetItemWithError(self.forward, name);
   return level && PyLong_AsLong(level) < 0;
@@ -238,12 +203,7 @@ PyObject* keep(PyObject* object, PyObject* const* args, Py_ssize_t n) {
     if (kind == 'f') made.flags.push_back(Ref::of(given[i]));
     if (!tensor(kind)) continue;
     Seen seen;
-    if (given[i] != Py_None) {
-      const at::Tensor& t = THPVariable_Unpack(given[i]);
-      seen = {Py_TYPE(given[i]),  t.device().index(), applied(t, local).raw_repr(),
-              t.scalar_type(),    t.requires_grad(),  first_of(given, i),
-              t.sizes().vec(),    t.strides().vec()};
-    }
+    if (given[i] != Py_None) seen = looked(given, i, local);
     made.tensors.push_back(std::move(seen));
   }
   constexpr size_t ENOUGH = 8192;
@@ -343,7 +303,7 @@ PyMODINIT_FUNC PyInit_tensorlogic_calls() {
   if (!made) return nullptr;
   for (PyTypeObject* type : {&NativeType, &LauncherType, &FrontType, &DriverType,
                              &EmptyType, &StartType, &StepType, &SlotType, &PlanType,
-                             &RecordingType, &CountedType})
+                             &RecordingType, &CountedType, &WayType})
     if (PyModule_AddType(made, type) < 0) {
       Py_DECREF(made);
       return nullptr;

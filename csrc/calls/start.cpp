@@ -38,8 +38,9 @@ namespace {
 // Drivers --------------------------------------------------------------------------------------
 
 PyObject* make_driver(PyTypeObject* type, PyObject* args, PyObject*) {
-  unsigned long long launch = 0, stream = 0, capturing = 0, empty = 0;
-  if (!PyArg_ParseTuple(args, "KKKK", &launch, &stream, &capturing, &empty)) return nullptr;
+  unsigned long long launch = 0, stream = 0, capturing = 0, empty = 0, copy = 0, graph = 0;
+  if (!PyArg_ParseTuple(args, "KKKK|KK", &launch, &stream, &capturing, &empty, &copy, &graph))
+    return nullptr;
   if (!launch || !stream || !capturing) {
     PyErr_SetString(PyExc_ValueError, "a driver has functions to launch, for streams and captures");
     return nullptr;
@@ -50,6 +51,8 @@ PyObject* make_driver(PyTypeObject* type, PyObject* args, PyObject*) {
   self->stream = reinterpret_cast<decltype(self->stream)>(stream);
   self->capturing = reinterpret_cast<decltype(self->capturing)>(capturing);
   self->empty = reinterpret_cast<decltype(self->empty)>(empty);
+  self->copy = reinterpret_cast<decltype(self->copy)>(copy);
+  self->graph = reinterpret_cast<decltype(self->graph)>(graph);
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -342,7 +345,8 @@ int start(const Start& self, PyObject* const* given) {
 
 PyTypeObject DriverType =
     type("tensorlogic_calls.Driver", sizeof(Driver), 0, &make_driver, &forget_driver,
-         "Driver(launch, stream, capturing, empty): addresses of functions; empty 0: for CPU tensors");
+         "Driver(launch, stream, capturing, empty[, copy, graph]): addresses of functions; empty 0: for CPU "
+         "tensors; copy and graph 0: no way to a graph can be made");
 PyTypeObject EmptyType =
     type("tensorlogic_calls.Empty", sizeof(Empty), offsetof(Empty, vectorcall), &make_empty,
          &forget_empty, "Empty(driver, index): (shape, strides, dtype) -> a tensor there");

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import capture_watch
 from .check import flat_values
@@ -20,6 +21,10 @@ from .trace import first_line
 
 LOG = logging.getLogger("tensorlogic")
 FAILURES = (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError)
+READ = (
+    (2, 11),
+    (2, 13),
+)  # PyTorch, whose replay was read: it fills in random state, if the graph uses any, and launches
 
 
 @functools.cache
@@ -39,7 +44,8 @@ class Tape:
     """What is recorded once and replayed: a CUDA graph on one device, in a memory pool that several may share."""
 
     def __init__(self, device: torch.device, pool: Any) -> None:
-        self.device, self.pool = device, pool
+        self.device, self.pool, self.recorded = device, pool, False
+        self.handle = 0  # of the graph as the driver launches it, where a replay does nothing else
         capture_watch.install()
         self.graph = torch.cuda.CUDAGraph()
 
@@ -67,15 +73,37 @@ class Tape:
             torch.cuda.set_stream(own)  # a capture that cannot end leaves its own behind
             torch._C._cuda_clearCublasWorkspaces()
         own.wait_stream(side)
-        self.replay = self.graph.replay  # type: ignore[method-assign]  # without a frame of ours
+        self.recorded = True
         return out
 
     def replay(self) -> None:
-        """Do the recorded work on the current stream."""
-        raise RuntimeError("nothing is recorded")
+        """Do the recorded work on the current stream; the first time shows whether PyTorch does more for it than launch."""
+        if not self.recorded:
+            raise RuntimeError("nothing is recorded")
+        with _Noting() as noting:
+            self.graph.replay()
+        self.handle = 0 if noting.calls else _handle(self.graph)
+        self.replay = self.graph.replay  # type: ignore[method-assign]  # without a frame of ours
 
     def __del__(self) -> None:
         capture_watch.bury(self, "replay", "graph")
+
+
+class _Noting(TorchDispatchMode):
+    """Counts calls of PyTorch: a replay makes some for each generator that the graph draws from, whosever it is."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return fn(*args, **(kwargs or {}))
+
+
+def _handle(graph: Any) -> int:
+    """Where the driver knows a graph; 0 where PyTorch does not say, or may do more in a replay than was read."""
+    version = tuple(int(n) for n in torch.__version__.split(".")[:2])
+    tell = getattr(graph, "raw_cuda_graph_exec", None)
+    return int(tell()) if tell is not None and READ[0] <= version <= READ[1] else 0
 
 
 def heal(device: torch.device) -> None:

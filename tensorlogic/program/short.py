@@ -1,4 +1,5 @@
-"""The short way to a replay: a call that looks like an earlier one reaches the graph through compiled checks alone."""
+"""The short way to a replay: a call that looks like an earlier one reaches the graph through compiled checks alone, and where
+calls are compiled in one call of C (`Way` in csrc/calls/way.cpp)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import front, modes, policies
+from .. import calls, front, modes, policies
+from ..ops.common import compiled_launch
 from .graphs import GradientReplay, Replay, owned
 
 MISS = object()  # what a program or a short way gives where it may not serve a call
@@ -44,7 +46,45 @@ def short(
     fits = _fits(args, replay.device, before)
     if isinstance(replay, GradientReplay):
         return _recording(replay, fits, spec)
-    return None if replay.written else _launching(replay, fits, spec, after)
+    if replay.written:
+        return None
+    return _compiled(replay, args, spec, before, after, _launching(replay, fits, spec, after))
+
+
+def _compiled(
+    replay: Replay,
+    args: Sequence[Any],
+    spec: Any,
+    before: Callable[[], bool] | None,
+    after: Callable[[], bool] | None,
+    usual: Way,
+) -> Way:
+    """`usual` in C, where the driver's entry points are known; it stays for what is unusual there."""
+    driver, index = compiled_launch.driver(replay.device), replay.device.index or 0
+    if driver is None:
+        return usual
+    several = replay.device.type == "cuda" and torch.cuda.device_count() > 1
+    level = torch._C._functorch.maybe_current_level
+    now = policies.VARIABLE, policies.current(), vars(torch.compiler), level
+    try:
+        made: Way = calls.module().Way(
+            driver, (index, several), getattr(replay.tape, "handle", 0), replay.tape, replay.line, now, tuple(args),
+            tuple(replay.static), tuple(replay.out), _shape(spec, len(replay.out)), not replay.unsafe_views, before, after,
+            MISS, usual,
+        )  # fmt: skip
+    except TypeError:  # no plain tensors, or too many
+        return usual
+    return made
+
+
+def _shape(spec: Any, count: int) -> Any:
+    """How outputs are handed out: None for one leaf, tuple, list, or what makes the rest of a list of leaves."""
+    if spec.is_leaf():
+        return None
+    places = pytree.tree_unflatten(list(range(count)), spec)
+    if type(places) in (tuple, list) and list(places) == list(range(count)):
+        return type(places)
+    return lambda leaves: pytree.tree_unflatten(leaves, spec)
 
 
 def _fits(
@@ -81,7 +121,7 @@ def _fits(
 def _launching(
     replay: Replay, fits: Callable[..., bool], spec: Any, after: Callable[[], bool] | None
 ) -> Way:
-    line, launch, buffers = replay.line, replay.tape.replay, replay.static
+    line, tape, buffers = replay.line, replay.tape, replay.static
     acquire, release, turn = line.lock.acquire, line.lock.release, line.turn
     give, copy = _giver(replay, spec), buffers[0].copy_ if len(buffers) == 1 else None
     stream = torch._C._cuda_getCurrentRawStream if replay.device.type == "cuda" else None
@@ -104,7 +144,7 @@ def _launching(
             else:
                 for buffer, value in zip(buffers, given, strict=True):
                     buffer.copy_(value)
-            launch()
+            tape.replay()
             return give() if after is None or after() else MISS
         finally:
             if grad:

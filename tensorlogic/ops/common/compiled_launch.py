@@ -22,7 +22,7 @@ EMPTY = "_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_10ScalarType
 
 
 def driver(device: torch.device) -> Any:
-    """What starts kernels and allocates on `device`, or None where that is left to Python."""
+    """What starts kernels and graphs, copies and allocates on `device`, or None where that is left to Python."""
     return _cuda() if device.type == "cuda" else None
 
 
@@ -35,7 +35,10 @@ def _cuda() -> Any:
     folder = Path(torch.__file__).parent / "lib"
     try:
         cuda, ours = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(str(folder / "libtorch_cuda.so"))
-        found = (cuda.cuLaunchKernelEx, ours[STREAM], cuda.cuStreamIsCapturing, ours[EMPTY])
+        found = (
+            cuda.cuLaunchKernelEx, ours[STREAM], cuda.cuStreamIsCapturing, ours[EMPTY], cuda.cuMemcpyDtoDAsync_v2,
+            cuda.cuGraphLaunch,
+        )  # fmt: skip
     except (OSError, AttributeError):  # no CUDA, or another PyTorch's
         return None
     return module.Driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in found))

@@ -1,0 +1,62 @@
+// What tells one call from another: the tensors as PyTorch's own compiled guard compares them, and who else watches.
+#pragma once
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+
+#include "calls.h"
+
+namespace tensorlogic::calls {
+
+struct Seen {
+  PyTypeObject* type = nullptr;  // null: absent
+  c10::DeviceIndex index = -1;
+  uint64_t keys = 0;
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  bool requires_grad = false;
+  size_t first = 0;  // the first parameter that was given this very tensor
+  std::vector<int64_t> sizes, strides;
+};
+
+inline c10::DispatchKeySet applied(const at::Tensor& t, const c10::impl::LocalDispatchKeySet& local) {
+  return (t.key_set() | local.included_) - local.excluded_;
+}
+
+// Outside of strided tensors on CPUs and CUDA devices nothing is kept, so sizes and strides may be read as they lie there.
+inline bool plain(PyObject* given) {
+  if (!THPVariable_CheckExact(given)) return false;
+  const at::Tensor& t = THPVariable_Unpack(given);
+  const auto device = t.device().type();
+  return (device == at::kCPU || device == at::kCUDA) && t.layout() == at::kStrided &&
+         !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !t.is_nested();
+}
+
+inline size_t first_of(PyObject* const* given, size_t i) {
+  return static_cast<size_t>(std::find(given, given + i, given[i]) - given);
+}
+
+// Of a plain tensor.
+inline Seen looked(PyObject* const* given, size_t i, const c10::impl::LocalDispatchKeySet& local) {
+  const at::Tensor& t = THPVariable_Unpack(given[i]);
+  return {Py_TYPE(given[i]),  t.device().index(), applied(t, local).raw_repr(), t.scalar_type(),
+          t.requires_grad(),  first_of(given, i), t.sizes().vec(),              t.strides().vec()};
+}
+
+inline bool same(const Seen& seen, PyObject* given, const c10::impl::LocalDispatchKeySet& local) {
+  if (given == Py_None || !seen.type) return given == Py_None && !seen.type;
+  if (Py_TYPE(given) != seen.type) return false;
+  const at::Tensor& t = THPVariable_Unpack(given);
+  return t.scalar_type() == seen.dtype && t.device().index() == seen.index &&
+         applied(t, local).raw_repr() == seen.keys && t.requires_grad() == seen.requires_grad &&
+         t.sizes() == at::IntArrayRef(seen.sizes) &&
+         t.strides() == at::IntArrayRef(seen.strides);
+}
+
+// Default devices are the only function modes: they fill in device arguments that were left out, and launchers leave out none.
+bool default_devices();
+
+// No mode wants to see a call.
+bool unobserved();
+
+}  // namespace tensorlogic::calls

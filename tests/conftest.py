@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ if (
 
 import tensorlogic
 from tensorlogic import clocks, stores
+from tensorlogic.op import Candidate
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +32,23 @@ def fresh_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     with tensorlogic.policy(tune="off"):
         yield
     stores.forget()
+
+
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor may compete; Triton's interpreter is no candidate."""
+    monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "1")
+    plain, slow = Candidate.unfit, not torch.cuda.is_available()
+    monkeypatch.setattr(
+        Candidate,
+        "unfit",
+        lambda self, key: "slow" if slow and self.id.startswith("triton") else plain(self, key),
+    )
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, allowed: None) -> Any:
+    """What stands for Inductor and its clock."""
+    from tests.inductor_fakes import Fake
+
+    return Fake(monkeypatch)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic import measure, stores
-from tensorlogic.op import Candidate
 from tensorlogic.program import contest, inductor, later
 from tensorlogic.program.report import Report, Row
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.inductor_fakes import DEVICE, Fake
 
 
 class Chain(nn.Module):
@@ -48,74 +46,6 @@ class Normed(nn.Module):
 
 def x() -> Tensor:
     return torch.randn(64, 32, device=DEVICE)
-
-
-@pytest.fixture
-def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor may compete; Triton's interpreter is no candidate."""
-    monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "1")
-    plain = Candidate.unfit
-    slow = DEVICE == "cpu"
-    monkeypatch.setattr(
-        Candidate,
-        "unfit",
-        lambda self, key: "slow" if slow and self.id.startswith("triton") else plain(self, key),
-    )
-
-
-class Fake:
-    """Runs the graph that travelled in the place of what would be compiled, times `scale`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.scale, self.us, self.started, self.writes = 1.0, 5.0, 0, True
-        self.failure, self.ended, self.stopped = "", True, 0
-        self.graphs: dict[Path, fx.GraphModule] = {}
-        owner = self
-
-        class Compiling(inductor.Compiling):
-            def __init__(self, trace: Any, training: bool, artifact: Path, niceness: int = 0):
-                owner.started += 1
-                graph = inductor._unpacked(inductor._packed(trace.graph))
-                owner.graphs[artifact] = fx.GraphModule(nn.Module(), graph)
-
-                self.process = owner
-
-            def wait(self, seconds: float) -> None:
-                if owner.failure:
-                    raise inductor.Unable(owner.failure)
-
-            def stop(self) -> None:
-                owner.stopped += 1
-
-        monkeypatch.setattr(inductor, "Compiling", Compiling)
-        monkeypatch.setattr(inductor, "load", self.load)
-        monkeypatch.setattr(measure, "wall_samples", self.samples)
-
-    def poll(self) -> int | None:
-        return 0 if self.ended else None
-
-    def load(self, artifact: Path) -> Callable[..., Any]:
-        if artifact not in self.graphs:
-            raise inductor.Unable("not loaded: it is gone")
-        return lambda *flat: [
-            self.scale * v if isinstance(v, Tensor) and v.is_floating_point() else v
-            for v in torch.utils._pytree.tree_leaves(self.run(artifact, flat))
-        ]
-
-    def run(self, artifact: Path, flat: Any) -> Any:
-        given = flat if self.writes else [v.clone() for v in flat]
-        return self.graphs[artifact](*given)
-
-    def samples(self, calls: Any, *_: Any, **__: Any) -> measure.Samples:
-        for call in calls.values():
-            call()
-        us = {"before": 10.0, "ours": 7.0, "inductor": self.us}
-        return measure.Samples({name: [us.get(name, 7.0)] * 20 for name in calls})
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, allowed: None) -> Fake:
-    return Fake(monkeypatch)
 
 
 def row(report: Report) -> Row:
@@ -323,7 +253,7 @@ def test_what_waits_ends_with_its_model(fake: Fake, soon: None) -> None:
     assert fake.stopped == 0
     del fast
     gc.collect()
-    assert fake.stopped == 1
+    assert fake.stopped == 2  # of the whole model, and of what is left over
 
 
 @torch.no_grad()
@@ -350,9 +280,10 @@ def test_graphs_travel_with_all_their_arguments(fake: Fake) -> None:
 
 def test_a_compilation_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     trace = traced(Chain().eval())
-    job = inductor.Compiling(trace, False, tmp_path / "a.artifact")
+    job = inductor.Compiling([inductor.whole(trace, tmp_path / "a.artifact")], False)
+    job.wait(0.01)
     with pytest.raises(inductor.Unable, match="not compiled in the 0 s"):
-        job.wait(0.01)
+        job.made(tmp_path / "a.artifact")
     assert job.process.returncode is not None
     assert not (tmp_path / "a.artifact").exists()
 
@@ -369,9 +300,11 @@ def test_without_a_compiler_the_reason_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
-    job = inductor.Compiling(traced(Chain().eval()), False, tmp_path / "a.artifact")
+    order = inductor.whole(traced(Chain().eval()), tmp_path / "a.artifact")
+    job = inductor.Compiling([order], False)
+    job.wait(120)
     with pytest.raises(inductor.Unable, match=r"(?i)compiler"):
-        job.wait(120)
+        job.made(order.artifact)
 
 
 @pytest.mark.skipif(

@@ -18,7 +18,7 @@ from tensorlogic.program.code import Sites
 from tensorlogic.program.decisions import Decision
 from tensorlogic.program.fragments import CHOSEN, Fragment
 from tensorlogic.program.patterns import RULES
-from tensorlogic.program.regions import HEATS, Judge
+from tensorlogic.program.regions import HEATS, raced
 from tensorlogic.program.report import Row
 from tensorlogic.program.rewrite import Region, again, rewrite
 from tensorlogic.program.trace import trace
@@ -127,19 +127,17 @@ def test_a_rewritten_graph_is_copied_with_its_regions() -> None:
 
 
 def test_losers_leave_the_race_early() -> None:
-    judge = Judge.__new__(Judge)
-    judge.device = torch.device("cpu")
+    def timed(**seconds: float) -> dict[str, measure.Samples]:
+        calls = {n: [lambda s=s: time.sleep(s)] for n, s in seconds.items()}
+        return raced(calls, torch.device("cpu"))
 
-    def raced(**seconds: float) -> dict[str, measure.Samples]:
-        return judge._raced({n: [lambda s=s: time.sleep(s)] for n, s in seconds.items()})
-
-    found = raced(before=0.004, fast=0.0038, other=0.005, slow=0.012)
+    found = timed(before=0.004, fast=0.0038, other=0.005, slow=0.012)
     assert len(found["slow"].values["slow"]) == 1
     assert len(found["other"].values["other"]) == HEATS
     assert len(found["fast"].values["fast"]) > HEATS
     assert found["slow"].ratio("slow", "before")[0] > 1 > found["fast"].ratio("fast", "before")[0]
     assert found["other"].ratio("other", "before")[0] > 1
-    assert len(raced(before=0.004, fast=0.002)["fast"].values["fast"]) == HEATS  # no doubt is left
+    assert len(timed(before=0.004, fast=0.002)["fast"].values["fast"]) == HEATS  # no doubt is left
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from .. import measure, settings
 from ..numerics import Verdict
-from . import check, inductor
+from . import check, inductor, leftovers
 from . import spread as spreading
 from .contest import OP as CONTEST
 from .contest import Contest, isolated, settled
@@ -59,24 +59,23 @@ def best(
     device = device_of(traced)
     stored = Stored(traced, device, training, budget_s)
     choice = stored.whole()
-    if choice is not None and choice.outcome == "compiled" and not settings.inductor():
+    if choice is not None and choice.by_inductor and not settings.inductor():
         choice = None
     if choice is not None and choice.outcome == "original":
         _told(report, choice)
         return None
     expected = Whole(traced, training)
     source = widened(traced) if not training and pays(traced, device) else traced
+    path = inductor.place(stored.artifact)
     if choice is not None:
         if choice.outcome == "compiled":
-            path = inductor.place(stored.artifact)
             program = _loaded(choice, traced, model, expected, path, report)
         else:
-            program = _again(choice, source, model, expected, report)
+            program = _again(choice, source, model, expected, path, report)
         if program is not None:
             if not any(r.op == CONTEST for r in choice.rows):
-                path = inductor.place(stored.artifact)
                 program.contest = Contest(
-                    traced, program, before, model, training, path, report, given
+                    traced, program, program, before, model, training, path, report, given
                 )
                 program.contest.keep = stored.keeper(choice)
             return program
@@ -86,12 +85,11 @@ def best(
         budget_s *= OURS
     judge = Judge(source, device, training, begin + budget_s / 2, begin + 2 * budget_s, stored)
     try:
-        found, plan = _found(source, judge, expected, model, before, budget_s, report, given)
+        base, plan = _found(source, judge, expected, model, before, budget_s, report, given)
+        found = base if report.outcome != "original" else None
         if found is not None:
             spreading.spread(found, report)
-        contest = Contest(
-            traced, found, before, model, training, inductor.place(stored.artifact), report, given
-        )
+        contest = Contest(traced, found, base, before, model, training, path, report, given)
         if until:
             rival = contest.within(until, expected)
             found = found if rival is None else rival
@@ -117,7 +115,7 @@ def _told(report: Report, choice: Choice) -> None:
 
 
 def _again(
-    choice: Choice, source: Trace, model: nn.Module, expected: Whole, report: Report
+    choice: Choice, source: Trace, model: nn.Module, expected: Whole, path: Path, report: Report
 ) -> Program | None:
     """The program that an earlier process has chosen, if it is right with today's weights and inputs."""
     graph = copy.deepcopy(source.graph)
@@ -128,6 +126,12 @@ def _again(
     found = {root: Decision(way) for root, way in choice.ways.items()}
     forced = _expand(graph, regions, found)
     program = Program(source, graph, forced, expected.training, model)
+    program.ways = choice.ways
+    if choice.left_over:
+        try:
+            program = leftovers.again(program, choice.left_over, path)
+        except Unable:
+            return None
     spreading.again(program, choice.sections)
     return _stands(program, choice, expected, report)
 
@@ -137,7 +141,7 @@ def _loaded(
 ) -> Program | None:
     """What Inductor has compiled for an earlier process, if it is right with today's weights and inputs."""
     try:
-        program = compiled(traced, path, expected.training, model)
+        program = compiled(traced, inductor.load(path), expected.training, model)
     except Unable:
         return None
     return _stands(program, choice, expected, report)
@@ -165,7 +169,7 @@ def _found(
     report: Report,
     given: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> tuple[Program | None, Plan | None]:
-    """Decide, check and time; the plan that was found right, beside the program that is faster by it."""
+    """Decide, check and time; the plan that was found right, beside its fastest program. The report says whether that pays."""
     banned: set[str] = set()
     undone: list[Row] = []
     training = judge.training
@@ -301,6 +305,7 @@ def _expand(
         with graph.inserting_before(node):
             new = emit_way(graph, node.target, full(node), way)
         new.meta.update({"val": node.meta["val"], "constant": node.meta.get("constant", False)})
+        new.meta["region"] = region
         node.replace_all_uses_with(new)
         graph.erase_node(node)
         op = getattr(new.target, "fused", None)
@@ -317,7 +322,7 @@ def _timed(
     budget_s: float,
     report: Report,
 ) -> Program | None:
-    """The fastest program if it beats the original's own call, with what guards it included."""
+    """The fastest program, timed beside the original's own call with what guards it included; the report says whether it pays."""
     wrt = [t for t in programs[0].state.values() if t.requires_grad]
     with isolated(programs, given) as (args, kwargs):
 
@@ -341,9 +346,8 @@ def _timed(
     program = programs[int(first.split()[1])]
     if mutates(program.graph):
         program.capture()
-    if not pays_off(report, samples, first):
-        return None
-    report.outcome = "rewritten" if program.replay is None else "captured"
+    if pays_off(report, samples, first):
+        report.outcome = "rewritten" if program.replay is None else "captured"
     return program
 
 

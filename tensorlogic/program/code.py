@@ -139,6 +139,7 @@ class Function:
         self.sites = Sites(forced)
         self.quick: dict[str, Callable[..., Any]] = {}
         self._values = dict(values)
+        self.notice: Callable[[str, Any], None] | None = None  # told every value of a first run
         self.run: Callable[..., Any] = self._bind
 
     def set(self, name: str, value: Any) -> None:
@@ -171,6 +172,8 @@ class Function:
             if quick is not None:
                 self.quick[node.name] = quick
             env[node.name] = (quick or target)(*args, **kwargs)
+            if self.notice is not None:
+                self.notice(node.name, env[node.name])
             for done in last.get(node.name, ()):
                 if done not in self._values:
                     env.pop(done, None)

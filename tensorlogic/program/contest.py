@@ -1,4 +1,4 @@
-"""Inductor against what was found: the whole traced model by PyTorch's compiler, kept only where it is right and faster."""
+"""Inductor against what was found: what rewriting left over, run by run, and the whole model; kept only where right and faster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .. import measure
-from . import check, inductor
-from .inductor import Unable
+from . import check, inductor, leftovers
+from . import spread as spreading
+from .inductor import Compiled, Unable
 from .report import Report, Row
 from .serve import Program, mutates
 from .short import MISS
@@ -29,25 +30,11 @@ LEAST_S = 5.0  # below which no compilation is begun
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Compiled:
-    """What Inductor has made of a graph, as one call of it."""
-
-    __name__ = OP
-
-    def __init__(self, function: Callable[..., Any], mutates: bool) -> None:
-        self.function, self.mutates = function, mutates
-
-    def __call__(self, *given: Any) -> Any:
-        """All outputs, one after the other."""
-        return self.function(*given)
-
-    def __str__(self) -> str:
-        return OP
-
-
-def program(trace: Trace, artifact: Path, training: bool, model: nn.Module) -> Program:
-    """The program whose one call is what Inductor has made. Raises Unable: it cannot be loaded."""
-    call = Compiled(inductor.load(artifact), mutates(trace.graph))
+def program(
+    trace: Trace, function: Callable[..., Any], training: bool, model: nn.Module
+) -> Program:
+    """The program whose one call is what Inductor has made."""
+    call = Compiled(function, mutates(trace.graph))
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in trace.graph.nodes:
         if node.op == "placeholder":
@@ -85,10 +72,14 @@ def isolated(programs: Sequence[Program], given: Given) -> Iterator[Given]:
 
 @dataclass
 class Contest:
-    """One traced model, what serves it now (`ours`, or None for its own code), and the original's call to compare with."""
+    """One traced model, what serves it now (`ours`, or None for its own code), and the original's call to compare with.
+
+    `base` is the program whose left-over calls Inductor may have, `ours` or one that does not pay by itself.
+    """
 
     trace: Trace
     ours: Program | None
+    base: Program | None
     before: Callable[..., Any]
     model: nn.Module
     training: bool
@@ -97,52 +88,114 @@ class Contest:
     given: Given
     keep: Callable[[Report, Program | None], None] | None = None  # for later processes
     share_s: float = 0.4  # for timing
+    asked: set[str] = field(default_factory=set)  # kinds of runs that are being compiled
 
-    def begin(self, niceness: int = 0) -> inductor.Compiling:
-        """Start compiling. Raises Unable or OSError where that cannot be."""
+    def begin(self, niceness: int = 0) -> list[inductor.Compiling]:
+        """Start compiling: the whole model, and what is left over. Raises Unable or OSError where that cannot be."""
         if (reason := inductor.unfit(self.trace)) is not None:
             raise Unable(reason)
-        return inductor.Compiling(self.trace, self.training, self.artifact, niceness)
+        whole = inductor.whole(self.trace, self.artifact)
+        orders = [[whole]]
+        if self.base is not None and not self.training:
+            us = self.report.after_us or self.report.before_us or 0.0
+            kinds = leftovers.worthwhile(self.base, self.artifact, us)
+            self.asked = {k.name for k in kinds}
+            orders += [[k.order() for k in kinds]] * bool(kinds)
+        return [inductor.Compiling(each, self.training, niceness) for each in orders]
 
     def within(self, until: float, expected: Whole) -> Program | None:
         """Inductor's program if it is ready by `until` (of `time.perf_counter`), right and faster; a row of the report
         says what happened."""
-
-        def compiled() -> None:
+        jobs: list[inductor.Compiling] = []
+        try:
             left = until - time.perf_counter()
             if left < LEAST_S and inductor.unfit(self.trace) is None:
                 raise Unable(f"not compiled: {max(0.0, left):.1f} s of budget_s were left")
-            self.begin().wait(left)
+            jobs = self.begin()
+            for job in jobs:
+                job.wait(until - time.perf_counter())
+        except (Unable, OSError) as problem:
+            row = Row(EVERYTHING, OP, NAME, refused=str(problem))
+            self.report.rows = [*self.report.rows, row]
+            return None
+        finally:
+            for job in jobs:
+                job.stop()
+        return self.decided(jobs, expected)
 
-        return self.decided(compiled, expected)
+    def decided(self, jobs: Sequence[inductor.Compiling], expected: Whole) -> Program | None:
+        """The fastest of Inductor's programs that is right and faster than what there is; rows say what happened."""
+        found = None
+        for job in jobs[1:]:
+            found = self._left_over(job, expected)
+        won = self._whole(jobs[0], expected)
+        return found if won is None else won
 
-    def decided(self, compiled: Callable[[], None], expected: Whole) -> Program | None:
-        """Inductor's program if it is right and faster, once `compiled` has returned; a row says what happened."""
+    def _whole(self, job: inductor.Compiling, expected: Whole) -> Program | None:
         row, report = Row(EVERYTHING, OP, NAME), self.report
+        won = None
         try:
-            compiled()
-            rival = program(self.trace, self.artifact, self.training, self.model)
+            rival = program(self.trace, job.made(self.artifact), self.training, self.model)
             verdict = expected.judge(rival)
             row.error = verdict.error if verdict else None
             if not verdict or verdict.error > check.GROWTH:
                 raise Unable(verdict.reason or f"error {verdict.error:.2f} times the original's")
-            samples, other = self._timed(rival)
+            won = rival if self._faster(rival, row, verdict.error, "compiled") else None
         except (Unable, OSError) as problem:
             row.refused = str(problem)
+        if won is not None:
+            rows = [
+                r if r.refused else replace(r, refused="Inductor is faster") for r in report.rows
+            ]
+            report.rows = [row, *rows]
+        else:
             report.rows = [*report.rows, row]
+        return won
+
+    def _left_over(self, job: inductor.Compiling, expected: Whole) -> Program | None:
+        """The base with those of its runs by Inductor that are right and faster there; those that are not go one by one."""
+        base, report = self.base, self.report
+        assert base is not None
+        kinds = [k for k in leftovers.kinds(base, self.artifact) if k.name in self.asked]
+        for kind in kinds:
+            leftovers.judge(kind, base, job.made)
+        report.rows = [*report.rows, *(k.row for k in kinds)]
+        while chosen := [k for k in kinds if not k.row.refused]:
+            rival = leftovers.woven(base, chosen)
+            verdict = expected.judge(rival)
+            if verdict and verdict.error <= check.GROWTH:
+                break
+            worst = max(chosen, key=lambda k: k.row.error or 0.0)
+            why = verdict.reason or f"error {verdict.error:.2f} times the original's"
+            worst.row.refused = f"the whole model's error grew: {why}"
+        if not chosen:
             return None
+        whole = Row(EVERYTHING, leftovers.OP, NAME)
+        try:
+            if self._faster(rival, whole, verdict.error, ""):
+                spreading.spread(rival, Report())
+                return rival
+        except Unable as problem:
+            whole.refused = str(problem)
+        for kind in chosen:
+            kind.row.refused = f"in the whole model: {whole.refused}"
+        return None
+
+    def _faster(self, rival: Program, row: Row, error: float, outcome: str) -> bool:
+        """Whether a program beats what there is; if so it takes that place, and the report tells its times."""
+        report = self.report
+        samples, other = self._timed(rival)
         row.before_us, row.after_us = samples.median(other), samples.median("inductor")
         row.ratio = samples.ratio("inductor", other)
         if row.ratio[0] > GAIN or row.ratio[2] >= 1:
             row.refused = "does not pay"
-            report.rows = [*report.rows, row]
-            return None
-        beaten = [r if r.refused else replace(r, refused="Inductor is faster") for r in report.rows]
-        report.rows, report.error = [row, *beaten], verdict.error
+            return False
+        self.ours, report.error = rival, error
         report.before_us, report.after_us = samples.median("before"), row.after_us
         report.ratio = samples.ratio("inductor", "before")
-        report.outcome, report.reason = "compiled", ""
-        return rival
+        captured = "rewritten" if rival.replay is None else "captured"
+        report.outcome, report.reason = outcome or captured, ""
+        return True
 
     def _timed(self, rival: Program) -> tuple[measure.Samples, str]:
         """Times beside the original's own call and beside what it would replace, and which of them that is."""

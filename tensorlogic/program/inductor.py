@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import signal
@@ -21,7 +22,7 @@ from .. import settings
 from .trace import Trace, first_line, random_call
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-MOST = 64  # artifacts that are kept; the oldest go
+MOST = 256  # artifacts that are kept; the oldest go
 
 
 class Unable(Exception):
@@ -36,35 +37,55 @@ class _Ref:
 
 
 @dataclass
+class Order:
+    """One graph to be compiled for such inputs, and where the result goes."""
+
+    graph: fx.Graph
+    inputs: list[Any]
+    artifact: Path
+
+
+@dataclass
 class Job:
     """What the other process is told; graphs travel as lists of calls, tensors as what they look like."""
 
-    calls: list[tuple[str, str, Any, Any, Any]]
-    inputs: list[Any]
+    graphs: list[tuple[list[tuple[str, str, Any, Any, Any]], list[Any], str]]
     training: bool
     threads: int
     precision: str
     niceness: int
-    artifact: str
 
-    def run(self) -> None:
-        """Compile and save. Raises whatever PyTorch does."""
+    def run(self) -> dict[str, str]:
+        """Compile and save all; returns why some could not be."""
+        os.nice(self.niceness)
+        torch.set_num_threads(self.threads)
+        torch.set_float32_matmul_precision(self.precision)
+        failed = {}
+        for calls, inputs, artifact in self.graphs:
+            try:
+                self.compile(calls, inputs, artifact)
+            except (
+                Exception
+            ) as problem:  # compilers raise what they like: the caller gets it by name
+                failed[artifact] = first_line(problem)
+        return failed
+
+    def compile(self, calls: Any, looks: Sequence[Any], artifact: str) -> None:
+        """Compile and save one. Raises whatever PyTorch does."""
         from torch._guards import TracingContext, tracing
         from torch._inductor import standalone_compile
         from torch._subclasses import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        os.nice(self.niceness)
-        torch.set_num_threads(self.threads)
-        torch.set_float32_matmul_precision(self.precision)
         mode = FakeTensorMode(shape_env=ShapeEnv())
         with torch.set_grad_enabled(self.training):
             with mode:
-                inputs = [v.tensor() if isinstance(v, Look) else v for v in self.inputs]
-            module = fx.GraphModule(nn.Module(), _unpacked(self.calls))
+                inputs = [v.tensor() if isinstance(v, Look) else v for v in looks]
+            module = fx.GraphModule(nn.Module(), _unpacked(calls))
             with tracing(TracingContext(mode)):  # where every version looks for the inputs' mode
                 made = standalone_compile(module, inputs, dynamic_shapes="from_tracing_context")
-        made.save(path=self.artifact)
+        made.save(path=f"{artifact}.part")
+        os.replace(f"{artifact}.part", artifact)
 
 
 @dataclass(frozen=True)
@@ -109,24 +130,46 @@ def unfit(trace: Trace) -> str | None:
     return None
 
 
-class Compiling:
-    """One graph on its way through Inductor."""
+class Compiled:
+    """What Inductor has made of a graph, as one call of it."""
 
-    def __init__(self, trace: Trace, training: bool, artifact: Path, niceness: int = 0) -> None:
+    __name__ = "inductor"
+
+    def __init__(self, function: Callable[..., Any], mutates: bool) -> None:
+        self.function, self.mutates = function, mutates
+
+    def __call__(self, *given: Any) -> Any:
+        """All outputs, one after the other."""
+        return self.function(*given)
+
+    def __str__(self) -> str:
+        return self.__name__
+
+
+def whole(trace: Trace, artifact: Path) -> Order:
+    """The order for a traced model."""
+    known = {n: t for n, (_, t) in trace.state.items()}
+    known |= dict(zip(trace.inputs, trace.example, strict=True))
+    inputs = [Look.at(known[n.name]) for n in trace.graph.nodes if n.op == "placeholder"]
+    return Order(trace.graph, inputs, artifact)
+
+
+class Compiling:
+    """Graphs on their way through Inductor, one after the other."""
+
+    def __init__(self, orders: Sequence[Order], training: bool, niceness: int = 0) -> None:
         """Start the process. Raises OSError where none can be."""
-        self.artifact = artifact
-        artifact.parent.mkdir(parents=True, exist_ok=True)
-        known = {n: t for n, (_, t) in trace.state.items()}
-        known |= dict(zip(trace.inputs, trace.example, strict=True))
-        inputs = [Look.at(known[n.name]) for n in trace.graph.nodes if n.op == "placeholder"]
+        self.orders, self.failed = list(orders), dict[str, str]()
+        folder = self.orders[0].artifact.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        for order in self.orders:
+            order.artifact.unlink(missing_ok=True)
         job = Job(
-            _packed(trace.graph),
-            inputs,
+            [(_packed(o.graph), o.inputs, str(o.artifact)) for o in self.orders],
             training,
             torch.get_num_threads(),
             torch.get_float32_matmul_precision(),
             niceness,
-            str(artifact),
         )
         self.said = tempfile.TemporaryFile()  # noqa: SIM115  # read when the process has ended
         with tempfile.TemporaryFile() as told:
@@ -137,21 +180,32 @@ class Compiling:
                 stdin=told,
                 stdout=self.said,
                 stderr=subprocess.DEVNULL,
-                env=_environment(artifact.parent),
+                env=_environment(folder),
                 start_new_session=True,  # Ctrl-C is this process's to handle
             )
 
     def wait(self, seconds: float) -> None:
-        """Until it is done. Raises Unable: time is over, or it failed."""
+        """Until it is done, or time is over; what has been compiled by then stays."""
+        late = ""
         try:
             self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
+            late = f"not compiled in the {max(0.0, seconds):.0f} s that were left"
+        finally:  # an interrupt, too
             self.stop()
-            raise Unable(f"not compiled in the {seconds:.0f} s that were left") from None
         self.said.seek(0)
         said = self.said.read().decode(errors="replace").strip()
-        if self.process.returncode != 0 or said:
-            raise Unable(said or f"the compiling process ended with {self.process.returncode}")
+        lost = late or said or f"the compiling process ended with {self.process.returncode}"
+        try:
+            self.failed = json.loads(said.splitlines()[-1])
+        except (ValueError, IndexError):
+            self.failed = {str(o.artifact): lost for o in self.orders if not o.artifact.exists()}
+
+    def made(self, artifact: Path) -> Callable[..., Any]:
+        """One of the results, as `load` gives it. Raises Unable: there is none."""
+        if (reason := self.failed.get(str(artifact))) is not None:
+            raise Unable(reason)
+        return load(artifact)
 
     def stop(self) -> None:
         """End the process and the compilers it has started, if it has not ended."""
@@ -163,14 +217,11 @@ class Compiling:
 
 
 def serve() -> None:
-    """The other process: one job in, its artifact or the reason out."""
+    """The other process: one job in, its artifacts and the reasons for those that are missing out."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a compiler's prints are no reason
     job: Job = pickle.load(sys.stdin.buffer)
-    try:
-        job.run()
-    except Exception as problem:  # compilers raise what they like: the caller gets it by name
-        print(first_line(problem), file=out)
+    print(json.dumps(job.run()), file=out)
     out.flush()
 
 

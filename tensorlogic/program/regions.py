@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from .. import measure, registry, stores
 from ..numerics import NAMES, Verdict
@@ -120,7 +121,8 @@ class Judge:
             late = refused(region, "not measured: no time was left in budget_s", None)
             return self.known.setdefault(key, late)
         before = Function(nodes, [n.name for n in inputs], nodes[-1], {}, self.trace.owner)
-        expected = _Expected(nodes, inputs, values, self.trace.owner)
+        names, owner = [n.name for n in inputs], self.trace.owner
+        expected = Expected(nodes, names, nodes[-1].name, values, owner)
         if known is not None:
             problem, error = self._check(region, known, env, expected)
             known.row.error = max(known.row.error or 0.0, error)
@@ -137,7 +139,7 @@ class Judge:
         return decision
 
     def _stands(
-        self, region: Region, earlier: Decision, env: Mapping[str, Any], expected: _Expected
+        self, region: Region, earlier: Decision, env: Mapping[str, Any], expected: Expected
     ) -> bool:
         """Whether what an earlier process found is right here, too; its times are taken as they are."""
         try:
@@ -168,7 +170,7 @@ class Judge:
         env: Mapping[str, Any],
         before: Function,
         values: Sequence[Any],
-        expected: _Expected,
+        expected: Expected,
     ) -> Decision:
         """Check and time every way to run this region beside its original calls."""
         ready, reasons = {}, []
@@ -193,7 +195,7 @@ class Judge:
             "before": [self._step(before, list(values))],
             **{name: [self._step(f.function, f.values)] for name, (f, _) in ready.items()},
         }
-        samples = self._raced(calls)
+        samples = raced(calls, self.device)
         rows = {}
         for name, (fragment, error) in ready.items():
             candidate = next(iter(fragment.function.sites.chosen.values()), name)
@@ -205,15 +207,6 @@ class Judge:
             return Decision(None, (), replace(rows[best], refused="does not pay"))
         paying = {name: row for name, row in rows.items() if slowness(row) <= limit}
         return Decision(best, tuple(ready), replace(rows[best]), paying)
-
-    def _raced(self, calls: dict[str, list[Callable[[], Any]]]) -> dict[str, measure.Samples]:
-        """way -> times of it and of what was before; on a CPU, where running them takes the time, losers leave early."""
-        share = SHARE_S.get(self.device.type, USUAL_SHARE_S)
-        if self.device.type != "cpu":
-            return dict.fromkeys(
-                calls, measure.device_samples(calls, self.device, share * len(calls))
-            )
-        return measure.knockout(calls, self.device, share, HEATS, CLOSE, "before")
 
     def _step(self, function: Function, values: Sequence[Any]) -> Callable[[], Any]:
         if not self.training:
@@ -269,24 +262,35 @@ class Judge:
                 yield candidate.id
 
     def _check(
-        self, region: Region, decision: Decision, env: Mapping[str, Any], expected: _Expected
+        self, region: Region, decision: Decision, env: Mapping[str, Any], expected: Expected
     ) -> tuple[str | None, float]:
         """Why the replacement may not stand here (None if it may), and its error over the original's."""
         verdict = expected.judge(Fragment(region, decision.way, env))
         return verdict.reason, verdict.error
 
 
+def raced(
+    calls: dict[str, list[Callable[[], Any]]], device: torch.device
+) -> dict[str, measure.Samples]:
+    """way -> times of it and of what was before; on a CPU, where running them takes the time, losers leave early."""
+    share = SHARE_S.get(device.type, USUAL_SHARE_S)
+    if device.type != "cpu":
+        return dict.fromkeys(calls, measure.device_samples(calls, device, share * len(calls)))
+    return measure.knockout(calls, device, share, HEATS, CLOSE, "before")
+
+
 @dataclass
-class _Expected:
-    """The original's own output and that in higher precision, with nothing dropped out."""
+class Expected:
+    """The original's own outputs (names, nested as they like) and those in higher precision, with nothing dropped out."""
 
     nodes: Sequence[fx.Node]
-    inputs: Sequence[fx.Node]
+    inputs: Sequence[str]
+    outputs: Any
     values: Sequence[Any]
     owner: torch.nn.Module
 
     def __post_init__(self) -> None:
-        names = [n.name for n in self.inputs]
+        names = self.inputs
         plain = {
             n: v.clone() if isinstance(v, Tensor) else v
             for n, v in zip(names, self.values, strict=True)
@@ -295,7 +299,9 @@ class _Expected:
         wide = {n: check.widen(v, dtype) for n, v in zip(names, self.values, strict=True)}
         check.evaluate(self.nodes, plain, self.owner)
         check.evaluate(self.nodes, wide, self.owner, dtype)
-        self.plain, self.wide = plain[self.nodes[-1].name], wide[self.nodes[-1].name]
+        self.plain, self.wide = (
+            pytree.tree_map(env.__getitem__, self.outputs) for env in (plain, wide)
+        )
 
     def judge(self, fragment: Fragment) -> Verdict:
         """Compare what a replacement gives."""

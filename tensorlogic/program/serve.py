@@ -69,6 +69,7 @@ class Program:
         self.single = trace.out_spec.is_leaf()
         self.ways: Mapping[str, str | None] = {}  # of its regions, each by its last call
         self.sections: list[Section] = []  # recorded on streams of their own
+        self.left_over: list[str] = []  # kinds of runs that Inductor has compiled
         self.contest: Any = None  # in which Inductor may still beat it
         self.replay: Any = None
         self.way: Way | None = None  # to the replay, for calls that look like the last one

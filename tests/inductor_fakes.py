@@ -1,0 +1,92 @@
+"""Stands for Inductor and for the clock in tests of what it competes with: graphs run as they travelled, times are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from tensorlogic import measure
+from tensorlogic.program import contest, inductor, leftovers
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Fake:
+    """Runs the graph that travelled in the place of what would be compiled, times `scale` (of runs that are left over `left_scale`).
+
+    Times are microseconds: `us` of the whole model, `left_us` of our program with runs in it, 7 of ours, 10 of the original;
+    `run_ratio` is the time of a run over what it was, with its interval.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.scale, self.us, self.started, self.writes = 1.0, 5.0, 0, True
+        self.failure, self.ended, self.stopped = "", True, 0
+        self.left_us, self.run_ratio = 9.0, (0.5, 0.4, 0.6)
+        self.left_scale: Callable[[Path], float] = lambda artifact: self.scale
+        self.rivals: dict[
+            str, bool
+        ] = {}  # which of "inductor" and "ours" has runs that were left over
+        self.graphs: dict[Path, fx.GraphModule] = {}
+        owner = self
+
+        class Compiling(inductor.Compiling):
+            def __init__(self, orders: Any, training: bool, niceness: int = 0) -> None:
+                owner.started += any(o.artifact.stem.count("-") == 0 for o in orders)
+                for order in orders:
+                    graph = inductor._unpacked(inductor._packed(order.graph))
+                    owner.graphs[order.artifact] = fx.GraphModule(nn.Module(), graph)
+                self.failed = {str(o.artifact): owner.failure for o in orders if owner.failure}
+                self.process = owner
+
+            def wait(self, seconds: float) -> None:
+                pass
+
+            def stop(self) -> None:
+                owner.stopped += 1
+
+        monkeypatch.setattr(inductor, "Compiling", Compiling)
+        monkeypatch.setattr(inductor, "load", self.load)
+        monkeypatch.setattr(measure, "wall_samples", self.samples)
+        monkeypatch.setattr(leftovers, "_timed", self.timed)
+        plain = contest.Contest._timed
+
+        def noted(self: contest.Contest, rival: Any) -> Any:
+            ours = self.ours is not None and bool(self.ours.left_over)
+            owner.rivals = {"inductor": bool(rival.left_over), "ours": ours}
+            return plain(self, rival)
+
+        monkeypatch.setattr(contest.Contest, "_timed", noted)
+
+    def poll(self) -> int | None:
+        return 0 if self.ended else None
+
+    def load(self, artifact: Path) -> Callable[..., Any]:
+        if artifact not in self.graphs:
+            raise inductor.Unable("not loaded: it is gone")
+        scale = self.left_scale(artifact) if "-" in artifact.stem else self.scale
+        return lambda *flat: [
+            scale * v if isinstance(v, Tensor) and v.is_floating_point() else v
+            for v in torch.utils._pytree.tree_leaves(self.run(artifact, flat))
+        ]
+
+    def run(self, artifact: Path, flat: Any) -> Any:
+        given = flat if self.writes else [v.clone() for v in flat]
+        return self.graphs[artifact](*given)
+
+    def samples(self, calls: Any, *_: Any, **__: Any) -> measure.Samples:
+        for call in calls.values():
+            call()
+        us = {"before": 10.0, "ours": 7.0, "inductor": self.us}
+        us |= {name: self.left_us for name, left in self.rivals.items() if left}
+        return measure.Samples({name: [us.get(name, 7.0)] * 20 for name in calls})
+
+    def timed(self, before: Any, after: Any, device: torch.device) -> measure.Samples:
+        before(), after()
+        ratio, low, high = self.run_ratio
+        ratios = [low] * 10 + [ratio] * 3 + [high] * 10
+        return measure.Samples({"before": [1.0] * 23, "inductor": ratios})

@@ -1,0 +1,372 @@
+"""What rewriting left over, by Inductor: run by run, only where right and clearly faster, and always said."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import tensorlogic
+from tensorlogic import measure, stores
+from tensorlogic.numerics import Verdict
+from tensorlogic.ops.linear import linear
+from tensorlogic.program import choosing, contest, inductor, later, leftovers
+from tensorlogic.program.patterns import RULES
+from tensorlogic.program.report import Report, Row
+from tensorlogic.program.rewrite import rewrite
+from tensorlogic.program.serve import Program
+from tensorlogic.program.trace import trace
+from tensorlogic.program.whole import Whole
+from tests.inductor_fakes import DEVICE, Fake
+
+
+class Tails(nn.Module):
+    """Products, and behind each of the first two the same chain; another one behind the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 32)
+        self.w = nn.Parameter(torch.rand(64))
+
+    def chain(self, y: Tensor) -> Tensor:
+        return torch.sin(y * self.w) * torch.sigmoid(y) + torch.exp(-y * y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.chain(self.b(self.chain(self.a(x))))
+        return torch.softmax(torch.cos(self.c(y)) + x, -1)
+
+
+def x(rows: int = 64) -> Tensor:
+    return torch.randn(rows, 32, device=DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every linear layer is replaced, and every run is worth a compilation, whatever this machine is doing."""
+    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
+    monkeypatch.setattr(leftovers, "SHARE", 0.0)
+
+
+def made() -> nn.Module:
+    return Tails().to(DEVICE).eval()
+
+
+def left(report: Report) -> list[Row]:
+    return [r for r in report.rows if r.op == leftovers.OP]
+
+
+def whole(report: Report) -> Row:
+    (found,) = (r for r in report.rows if r.op == contest.OP)
+    return found
+
+
+def same(a: Any, b: Any) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_is_left_over_is_compiled_between_our_products(fake: Fake) -> None:
+    fake.left_us, fake.us = 4.0, 6.0
+    model = made()
+    fast = tensorlogic.optimize(model, x(), budget_s=30)
+    report = fast.report
+    assert report.outcome in ("rewritten", "captured")
+    assert [(r.candidate, r.refused) for r in left(report)] == [("torch.inductor", "")] * 2
+    assert sorted(r.count for r in left(report)) == [1, 2]  # the chain is compiled once
+    assert all(r.ratio == (0.5, 0.4, 0.6) and r.error is not None for r in left(report))
+    assert [r for r in report.regions if r.op == "linear"]
+    assert whole(report).refused == "does not pay"
+    assert report.ratio == pytest.approx((0.4,) * 3)
+    assert "left over" in str(report)
+    targets = [str(n.target) for n in fast._program.graph.nodes if n.op == "call_function"]
+    assert targets.count("inductor") == 3
+    assert not any(name in t for t in targets for name in ("sin", "exp", "softmax"))
+    given = x()
+    same(fast(given), model(given))
+    model.w.mul_(2.0)
+    model.b.weight.mul_(0.5)
+    same(fast(given), model(given))  # weights are read, not kept
+    same(fast(given[:5]), model(given[:5]))  # other sizes: the model's own code
+
+
+@torch.no_grad()
+def test_the_whole_model_by_inductor_may_be_faster_still(fake: Fake) -> None:
+    fake.left_us, fake.us = 6.0, 4.0
+    fast = tensorlogic.optimize(made(), x(), budget_s=30)
+    assert fast.report.outcome == "compiled"
+    assert whole(fast.report).before_us == 6.0  # beside the best so far
+    assert {r.refused for r in left(fast.report)} == {"Inductor is faster"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ratio", [(1.2, 1.1, 1.3), (0.9, 0.7, 1.05)])
+def test_runs_that_are_not_clearly_faster_stay(
+    fake: Fake, ratio: tuple[float, float, float]
+) -> None:
+    fake.run_ratio, fake.left_us, fake.us = ratio, 1.0, 9.0
+    fast = tensorlogic.optimize(made(), x(), budget_s=30)
+    assert [r.refused for r in left(fast.report)] == ["does not pay"] * 2
+    assert fast._program.left_over == []
+
+
+@torch.no_grad()
+def test_runs_that_do_not_pay_together_stay(fake: Fake) -> None:
+    fake.left_us, fake.us = 6.95, 9.0
+    fast = tensorlogic.optimize(made(), x(), budget_s=30)
+    assert {r.refused for r in left(fast.report)} == {"in the whole model: does not pay"}
+    assert fast._program.left_over == []
+    assert fast.report.after_us == 7.0
+
+
+@torch.no_grad()
+def test_a_wrong_run_is_undone_and_named(fake: Fake) -> None:
+    fake.left_us, fake.us = 4.0, 9.0
+    planted: list[Path] = []
+
+    def scale(artifact: Path) -> float:
+        planted.extend([] if planted else [artifact])
+        return 1.01 if artifact in planted else 1.0
+
+    fake.left_scale = scale
+    model, given = made(), x()
+    fast = tensorlogic.optimize(model, given, budget_s=30)
+    (bad,) = (r for r in left(fast.report) if r.refused)
+    assert "wrong" in bad.refused
+    assert bad.region in str(fast.report)
+    assert planted[0].stem not in fast._program.left_over
+    assert len(fast._program.left_over) == 1
+    same(fast(given), model(given))
+
+
+@torch.no_grad()
+def test_a_run_by_which_the_whole_error_grows_is_undone(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.left_us, fake.us = 4.0, 9.0
+    plain = Whole.judge
+
+    def judge(self: Whole, program: Program) -> Verdict:
+        return Verdict(None, 9.0) if len(program.left_over) == 2 else plain(self, program)
+
+    monkeypatch.setattr(Whole, "judge", judge)
+    fast = tensorlogic.optimize(made(), x(), budget_s=30)
+    (bad,) = (r for r in left(fast.report) if r.refused)
+    assert bad.refused == "the whole model's error grew: error 9.00 times the original's"
+    assert len(fast._program.left_over) == 1
+
+
+@torch.no_grad()
+def test_runs_may_pay_where_our_rewrites_alone_do_not(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "MUST_GAIN", 0.0)
+    fake.left_us, fake.us = 4.0, 9.0
+    fast = tensorlogic.optimize(made(), x(), budget_s=30)
+    assert fast.report.outcome in ("rewritten", "captured")
+    assert len(fast._program.left_over) == 2
+
+
+@torch.no_grad()
+def test_a_later_process_loads_them(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.left_us, fake.us = 4.0, 9.0
+    first = tensorlogic.optimize(made(), x(), budget_s=30)
+    model, given = made(), x()
+    stores.forget()
+    fast = tensorlogic.optimize(model, given)  # no budget is needed to load
+    assert fast._program.left_over == first._program.left_over
+    assert fake.started == 1
+    assert [r.refused for r in left(fast.report)] == ["", ""]
+    same(fast(given), model(given))
+    stores.forget()
+    monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "0")
+    plain = tensorlogic.optimize(model, given)
+    assert not getattr(plain, "_program", plain).__dict__.get("left_over")
+    monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "1")
+    shutil.rmtree(tensorlogic.settings.cache_folder())
+    stores.forget()
+    tensorlogic.optimize(model, given, budget_s=30)
+    fake.graphs.clear()
+    stores.forget()
+    fast = tensorlogic.optimize(model, given, budget_s=30)  # gone: made anew
+    assert len(fast._program.left_over) == 2
+    assert fake.started == 3
+
+
+@torch.no_grad()
+def test_in_the_background(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(later, "EARNED_S", 0.0)
+    monkeypatch.setattr(later, "LOOK_S", 0.0)
+    monkeypatch.setattr(later, "SHARE", 1e9)
+    monkeypatch.setattr(later, "_imported", lambda: None)
+    fake.left_us, fake.us = 4.0, 9.0
+    model, given = made(), x()
+    with tensorlogic.policy(tune="auto"):
+        fast = tensorlogic.optimize(model, given)
+        with torch.inference_mode():  # a call of any kind may begin and compare
+            for _ in range(3):
+                same(fast(given), model(given))
+    assert len(fast._program.left_over) == 2
+    assert "background" in str(fast.report)
+    stores.forget()
+    again = tensorlogic.optimize(model, given)
+    assert again._program.left_over == fast._program.left_over
+
+
+@torch.no_grad()
+def test_an_interrupt_ends_the_compilers_and_reaches_the_caller(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Any, seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inductor.Compiling, "wait", interrupted)
+    model, given = made(), x()
+    want = model(given)
+    with pytest.raises(KeyboardInterrupt):
+        tensorlogic.optimize(model, given, budget_s=30)
+    assert fake.stopped == 2
+    same(model(given), want)
+
+
+def test_training_has_the_whole_model_only(fake: Fake) -> None:
+    fast = tensorlogic.optimize(Tails().to(DEVICE), x(), training=True, budget_s=30)
+    assert left(fast.report) == []
+    assert fast.report.outcome == "compiled"
+
+
+@torch.no_grad()
+def test_what_was_not_compiled_in_time_is_named(fake: Fake) -> None:
+    fake.failure = "not compiled in the 3 s that were left"
+    fast = tensorlogic.optimize(made(), x(), budget_s=30)
+    assert {r.refused for r in left(fast.report)} == {fake.failure}
+    assert fast._program.left_over == []
+
+
+# Finding runs and putting them back --------------------------------------------------------------
+
+
+def program_of(model: nn.Module, *given: Tensor) -> Program:
+    """The program with every linear layer replaced, nothing timed."""
+    traced = trace(model, given, {})
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(traced.graph, {}))
+    plain = {n.name: n.meta for n in traced.graph.nodes}
+    for node in graph.nodes:
+        node.meta = dict(plain.get(node.name, {}))
+    rewrite(graph, RULES)
+    return Program(traced, graph, {}, False, model)
+
+
+def by_itself(program: Program, tmp_path: Path) -> Program:
+    """The program with every run in the place of its calls, run as it travelled."""
+    found = leftovers.kinds(program, tmp_path / "a.artifact")
+    for kind in found:
+        packed = inductor._unpacked(inductor._packed(kind.order().graph))
+        kind.made = inductor.Compiled(fx.GraphModule(nn.Module(), packed), False)
+    return leftovers.woven(program, found)
+
+
+class Around(nn.Module):
+    """What a run must not hold: a product between two calls of which one feeds the other past it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sin(x)
+        z = torch.cos(y)
+        return torch.exp(self.a(y)) * z + y
+
+
+@torch.no_grad()
+def test_a_run_never_waits_for_itself(tmp_path: Path) -> None:
+    model, given = Around().to(DEVICE).eval(), x()
+    program = program_of(model, given)
+    found = [sorted(str(c.target) for c in r.calls) for r in leftovers.runs(program)]
+    assert found == [
+        ["aten.cos.default", "aten.sin.default"],
+        ["aten.add.Tensor", "aten.exp.default", "aten.mul.Tensor"],
+    ]
+    same(by_itself(program, tmp_path).serving(given), model(given))
+
+
+class Random(nn.Module):
+    """Products, element-wise calls, views and reductions in any order, with values read again much later."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        draw, layers = random.Random(self.seed), iter(self.layers)
+        known = [x]
+        for _ in range(24):
+            a, b = draw.choice(known[-4:]), draw.choice(known)
+            what = draw.randrange(8)
+            if what == 0 and (layer := next(layers, None)) is not None:
+                known.append(layer(a))
+            elif what == 1:
+                left, right = torch.sin(a).split(16, -1)
+                known.append(torch.cat([right, left], -1))
+            elif what == 2:
+                known.append(a.view(-1, 4, 8).transpose(1, 2).reshape(-1, 32) + b)
+            elif what == 3:
+                known.append(F.layer_norm(a, (32,)))
+            elif what == 4:
+                known.append(torch.relu(a + b))
+            elif what == 5:
+                known.append(torch.softmax(a, -1) * b.mean(-1, keepdim=True))
+            else:
+                known.append(torch.tanh(a) * b)
+        return known[-1], known[len(known) // 2]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(12))
+def test_graphs_of_any_form_are_the_same_with_their_runs_compiled(
+    seed: int, tmp_path: Path
+) -> None:
+    model, given = Random(seed).to(DEVICE).eval(), x(8)
+    program = program_of(model, given)
+    made = by_itself(program, tmp_path)
+    assert made.left_over
+    same(made.serving(given), model(given))
+    program.graph.eliminate_dead_code()  # what no output needs
+    products = [sum(n.target is linear for n in p.graph.nodes) for p in (program, made)]
+    assert products[0] == products[1]
+
+
+def nothing() -> fx.Graph:
+    """What takes no time to compile."""
+    graph = fx.Graph()
+    graph.output([])
+    return graph
+
+
+@pytest.mark.skipif(
+    DEVICE == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))),
+    reason="no C++ compiler",
+)
+@torch.no_grad()
+def test_the_real_one(allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ratio = measure.Samples.ratio
+    monkeypatch.setattr(
+        measure.Samples,
+        "ratio",
+        lambda self, a, b: (0.5, 0.4, 0.6) if a == "inductor" else ratio(self, a, b),
+    )
+    monkeypatch.setattr(contest.Contest, "_whole", lambda self, job, expected: None)
+    monkeypatch.setattr(inductor, "whole", lambda trace, path: inductor.Order(nothing(), [], path))
+    model, given = made(), x()
+    fast = tensorlogic.optimize(model, given, budget_s=200)
+    assert [r.refused for r in left(fast.report)] == ["", ""], fast.report
+    assert fast._program((given,), {}) is not contest.MISS
+    same(fast(given), model(given))

@@ -229,12 +229,14 @@ def _special(op: Op, args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] 
         forward_ad.unpack_dual(t).tangent is not None for t in tensors
     ):
         return composition
+    if any(t.layout is not torch.strided for t in tensors):  # a subclass's, too
+        return composition
     odd = not all(front.plain(t) for t in tensors)
     if odd or modes.intercepted() or torch._C._len_torch_dispatch_stack():
         return library.traced
     if torch._C._get_tracing_state() is not None or any(t.device.type == "meta" for t in tensors):
         return library.traced
-    if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in tensors):
+    if any(t.is_conj() or t.is_neg() for t in tensors):
         return composition
     if any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
         return composition  # gradients of many vectors at once: autograd.grad(..., is_grads_batched=True)

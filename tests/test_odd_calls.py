@@ -242,3 +242,33 @@ def test_products_over_nothing_can_be_measured(name: str, shapes: tuple[Any, ...
     learned = t.tune(getattr(t, name), *tensors, *scale)
     assert not learned.unmeasured
     assert len(learned.plans) == 1
+
+
+class Marked(Tensor):
+    """A subclass that changes nothing."""
+
+
+def test_subclasses_beside_sparse_tensors() -> None:
+    x, w, b = torch.randn(3, 4).as_subclass(Marked), torch.randn(5, 4), torch.randn(5)
+    for layout in (Tensor.to_sparse, Tensor.to_sparse_csr):
+        got = t.linear(layout(torch.randn(3, 4)), w, b.as_subclass(Marked))
+        assert type(got) is Marked
+        residual = torch.randn(3, 5)
+        want = torch.relu(F.linear(x, w, b) + residual)
+        torch.testing.assert_close(t.linear_residual_relu(x, w, b, layout(residual)), want)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_statistics_that_ask_for_gradients(training: bool) -> None:
+    x, w, mean = torch.randn(3, 4), torch.randn(5, 4), torch.zeros(5, requires_grad=True)
+    with pytest.raises(ValueError, match=r"running_mean requires gradients.*running_mean\.detach"):
+        t.linear_batch_norm_relu(x, w, None, mean, torch.ones(5), None, None, training=training)
+    with torch.no_grad():
+        t.linear_batch_norm_relu(x, w, None, mean, torch.ones(5), None, None, training=training)
+
+
+def test_dropout_of_nothing_names_itself() -> None:
+    with pytest.raises(TypeError, match=r"dropout_linear: x is i64\[3, 4\]"):
+        t.dropout_linear(torch.ones(3, 4).long(), torch.ones(5, 4), None, p=0.0)
+    with pytest.raises(ValueError, match="dropout_linear: x is f32"):
+        t.dropout_linear(torch.ones(3, 5), torch.ones(5, 4), None, training=False)

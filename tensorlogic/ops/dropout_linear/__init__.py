@@ -273,7 +273,11 @@ def dropout_linear(
             f"dropout_linear: generator is {checks.describe(generator)}; a torch.Generator of x's device or None is required"
         )
     if not checks.flag("dropout_linear", "training", training) or p == 0.0:
-        return linear(x, weight, bias)
+        try:
+            return linear(x, weight, bias)
+        except (TypeError, ValueError):
+            _check(x, weight, bias)  # of the same, by this function's name
+            raise
     if generator is None and capturing(x.device):
         # A captured seed costs a launch of its own, 2.3 us on an H200, which the fused mask won back at no size. Behind
         # PyTorch's kernel a product of ours does not begin early, and gains in its backward only.

@@ -329,6 +329,10 @@ def linear_batch_norm_relu(
         )
         if t is not None:
             checks.floating(fn, {name: t})
+        if t is not None and name in stats and t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{fn}: {name} requires gradients, and statistics have none: pass {name}.detach()"
+            )
     if not checks.flag(fn, "training", training) and (running_mean is None or running_var is None):
         raise ValueError(f"{fn}: running_mean and running_var are required unless training=True")
     if (running_mean is None) != (running_var is None):

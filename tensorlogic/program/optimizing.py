@@ -49,14 +49,37 @@ class Optimized(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What is copied or saved is the model; a program belongs to one process and one set of parameters."""
-        plain: nn.Module = nn.Module.__new__(type(self).__mro__[2])
-        plain.__dict__.update(
-            {k: v for k, v in self.__dict__.items() if k not in ("_program", "report")}
-        )
-        return _same, (plain,)
+        cls, state = self._plain()
+        if _pickles_plainly(cls):
+            return nn.Module.__new__, (cls,), state
+        return _same, (_made(cls, state),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return copy.deepcopy(self.__reduce_ex__(4)[1][0], memo)
+        cls, state = self._plain()
+        if hasattr(cls, "__deepcopy__") or not _pickles_plainly(cls):
+            return copy.deepcopy(_made(cls, state), memo)
+        copied: nn.Module = nn.Module.__new__(cls)
+        memo[id(self)] = copied  # which what it holds may hold, too
+        copied.__setstate__(copy.deepcopy(state, memo))
+        return copied
+
+    def _plain(self) -> tuple[type[nn.Module], dict[str, Any]]:
+        """The model's own class, and what it holds without us."""
+        held: dict[str, Any] = nn.Module.__getstate__(self)
+        state = {k: v for k, v in held.items() if k not in ("_program", "report")}
+        return type(self).__mro__[2], state
+
+
+def _pickles_plainly(cls: type[nn.Module]) -> bool:
+    """Whether a class is pickled as PyTorch's modules are."""
+    names = ("__reduce_ex__", "__reduce__", "__getstate__")
+    return all(getattr(cls, name) is getattr(nn.Module, name) for name in names)
+
+
+def _made(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
+    plain: nn.Module = nn.Module.__new__(cls)
+    plain.__dict__.update(state)
+    return plain
 
 
 def _same(model: nn.Module) -> nn.Module:
@@ -195,6 +218,8 @@ def _unfit(model: nn.Module) -> str | None:
         return "the model is compiled by torch.compile already"
     if nn.modules.module._has_any_global_hook():
         return "hooks of all modules would not run in a graph"
+    if type(model).__call__ is not nn.Module.__call__:
+        return "its __call__ is its own: a graph of it would be called inside it once more"
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             return f"{name} is on the meta device and has no values: materialise it before"

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from .copies import fresh, sharing, unwritten
+from .reach import Reach
 from .trace import Unfit, plain_value, witness
-from .watch import globals_of
 
 
 @dataclass
@@ -52,8 +52,11 @@ def _state(model: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items():
             if name not in _MACHINERY:
                 found[f"its own attribute {path}.{name}".replace(" .", " ")] = plain_value(value)
-    for scope, names in globals_of(model):
+    reach = Reach(model)
+    for scope, names in reach.scopes:
         found |= {f"global {name}": plain_value(scope.get(name)) for name in names}
+    for kind, names in reach.classes:
+        found |= {f"global {kind.__name__}.{n}": plain_value(getattr(kind, n)) for n in names}
     return found
 
 

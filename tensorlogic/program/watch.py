@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from operator import call, itemgetter
+from operator import attrgetter, call, itemgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import front
+from .reach import CONTENT, Reach
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = (
@@ -31,7 +32,8 @@ class Hooks:
     """The hooks of a module tree but for the root's, which run as ever, and those of all modules."""
 
     def __init__(self, model: nn.Module) -> None:
-        tables = [vars(m)[h] for path, m in model.named_modules() for h in HOOKS if path]
+        below = [vars(m) for path, m in model.named_modules() if path]
+        tables = [known[h] for known in below for h in HOOKS if h in known]  # TorchScript has none
         tables += [vars(torch.nn.modules.module)[h] for h in GLOBAL_HOOKS]
         self.empty: list[dict[Any, Any]] = [t for t in tables if not t]
         self.filled: list[dict[Any, Any]] = [t for t in tables if t]
@@ -51,7 +53,7 @@ class Watch:
     def __init__(self, model: nn.Module) -> None:
         self.spaces: list[dict[str, Any]] = []  # attributes of objects: none may come or go
         self.getters: list[Callable[[Any], Any]] = []
-        self.known: list[dict[str, Any]] = []  # what the getters are asked of
+        self.known: list[Any] = []  # what the getters are asked of
         self.values: list[Any] = []  # what they gave
         self.containers: list[Any] = []
         self.contents: list[Any] = []  # copies of what they held
@@ -60,12 +62,23 @@ class Watch:
         for module in model.modules():
             known = vars(module)
             self._space(known, SKIPPED, 0)
-            for table in (known[t] for t in TABLES):
+            for table in map(known.get, TABLES):
                 if table:
                     self._container({k: _exact(v) for k, v in table.items()}, table)
-        for scope, names in globals_of(model):
+        reach = Reach(model)
+        for scope, names in reach.scopes:
             self._attributes(scope, names, 0)
+        for kind, names in reach.classes:
+            self._value(attrgetter(*names, names[0]), kind)
+            for name in names:
+                self._inside(getattr(kind, name), 0)
+        for cell in reach.cells:
+            self._value(CONTENT, cell)
+            self._inside(cell.cell_contents, 0)
+        self.dtype = torch.get_default_dtype()
         self.sizes = list(map(len, self.spaces))
+        self.modules = [*model.modules()]
+        self.kinds = [*map(type, self.modules)]
 
     def _space(self, known: dict[str, Any], skipped: AbstractSet[str], depth: int) -> None:
         """Watch all attributes of one object."""
@@ -74,15 +87,20 @@ class Watch:
             self.spaces.append(known)
             self._attributes(known, [n for n in known if n not in skipped], depth)
 
-    def _attributes(self, known: dict[str, Any], names: list[str], depth: int) -> None:
+    def _attributes(self, known: Mapping[str, Any], names: list[str], depth: int) -> None:
         if not names:
             return
         get = itemgetter(*names, names[0])  # one twice, so that it always gives a tuple
-        self.getters.append(get)
-        self.known.append(known)
-        self.values.append(tuple(map(_exact, get(known))))
+        self._value(get, known)
         for value in map(known.__getitem__, names):
             self._inside(value, depth)
+
+    def _value(self, get: Callable[[Any], Any], known: Any) -> None:
+        """Watch what `get(known)` gives."""
+        self.getters.append(get)
+        self.known.append(known)
+        value = get(known)
+        self.values.append(tuple(map(_exact, value)) if type(value) is tuple else _exact(value))
 
     def _inside(self, value: Any, depth: int) -> None:
         """Watch what lies in a container or a plain object."""
@@ -109,11 +127,18 @@ class Watch:
         try:
             return (
                 self.hooks()
+                and self.dtype is torch.get_default_dtype()
+                and self.kinds == [*map(type, self.modules)]
                 and self.sizes == [*map(len, self.spaces)]
                 and self.values == [*map(call, self.getters, self.known)]
                 and self.contents == self.containers
             )
-        except (KeyError, RuntimeError, ValueError):  # deleted, or equality of arrays
+        except (
+            KeyError,
+            AttributeError,
+            RuntimeError,
+            ValueError,
+        ):  # deleted, or equality of arrays
             return False
 
 
@@ -147,32 +172,6 @@ def _plain_object(value: Any) -> bool:
         and not kind.__module__.startswith(("torch.", "builtins", "logging"))
         and kind.__module__ != "torch"
     )
-
-
-def globals_of(model: nn.Module) -> list[tuple[dict[str, Any], list[str]]]:
-    """Numbers, texts and containers among the globals that the methods of a model's own classes read."""
-    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    for cls in classes:
-        if cls.__module__.startswith("torch.") or cls.__module__ in ("builtins", "typing"):
-            continue
-        for method in vars(cls).values():
-            while hasattr(method, "__wrapped__"):
-                method = method.__wrapped__
-            if not isinstance(method, FunctionType):
-                continue
-            scope = method.__globals__
-            names = {
-                n
-                for n in method.__code__.co_names
-                if not n.startswith("__") and isinstance(scope.get(n), WATCHED)
-            }
-            if names:
-                found.setdefault(id(scope), (scope, set()))[1].update(names)
-    return [(scope, sorted(names)) for scope, names in found.values()]
-
-
-WATCHED = (int, float, bool, str, list, dict, set, tuple)
 
 
 class Kept:

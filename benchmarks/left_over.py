@@ -1,9 +1,10 @@
 """What rewriting left over, compiled by Inductor: four models by eager, torch.compile and the programs that `optimize` compares.
 
-python benchmarks/left_over.py [name ...] [--out FILE.json] [--seconds 150]
+python benchmarks/left_over.py [name ...] [--training] [--out FILE.json] [--seconds 150]
 
 On a GPU in float16 at usual sizes, elsewhere in float32 at small ones. Every program of one `optimize` call is timed beside the others,
-in the same rounds: ours, the whole model by Inductor, ours with what is left over by Inductor, and what `optimize` returns.
+in the same rounds: ours, the whole model by Inductor, ours with what is left over by Inductor, and what `optimize` returns. With
+--training a call is forward and backward, and errors are those of the gradients.
 """
 
 from __future__ import annotations
@@ -142,10 +143,23 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 def error(out: Tensor, ref: Tensor) -> float:
     """Relative, root mean square."""
-    return float((out.double() - ref).norm() / ref.norm())
+    return float((out - ref).norm() / ref.norm())
 
 
-def measured(name: str) -> dict[str, Any]:
+def stepping(call: Callable[[Tensor], Tensor], x: Tensor, wrt: list[Tensor]) -> Callable[[], Any]:
+    """One call, or forward and backward where there is something to learn; gives one vector."""
+    if not wrt:
+        return lambda: call(x)
+    return lambda: list(
+        torch.autograd.grad(call(x).float().square().mean(), wrt, allow_unused=True)
+    )
+
+
+def vector(out: Any) -> Tensor:
+    return torch.cat([t.detach().double().flatten() for t in torch.utils._pytree.tree_leaves(out)])
+
+
+def measured(name: str, training: bool) -> dict[str, Any]:
     """One model: times of all programs in the same rounds, errors beside float64, the report's rows."""
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -161,28 +175,35 @@ def measured(name: str) -> dict[str, Any]:
         rivals["whole model by Inductor" if outcome else "left over by Inductor"] = rival
         return faster(self, rival, row, error, outcome)
 
-    with torch.no_grad():
-        ref = widen_model(model)(widen(x, torch.float64))
+    wide = copy.deepcopy(model).double()
+    peer = copy.deepcopy(model)
+
+    def step(call: Callable[[Tensor], Tensor], holder: nn.Module) -> Callable[[], Any]:
+        return stepping(call, x, [*holder.parameters()] if training else [])
+
+    with torch.set_grad_enabled(training):
+        ref = vector(stepping(wide, widen(x, torch.float64), [*wide.parameters()] * training)())
         Contest._faster = noting  # type: ignore[method-assign]
         try:
             begin = time.perf_counter()
-            fast = tensorlogic.optimize(copy.deepcopy(model), x, budget_s=BUDGET_S)
+            given = copy.deepcopy(model)
+            fast = tensorlogic.optimize(given, x, training=training, budget_s=BUDGET_S)
             optimize_s = time.perf_counter() - begin
         finally:
             Contest._faster = faster  # type: ignore[method-assign]
         begin = time.perf_counter()
         mode = "reduce-overhead" if CUDA else "default"
-        peer = torch.compile(copy.deepcopy(model), mode=mode, dynamic=False)
+        compiled = step(torch.compile(peer, mode=mode, dynamic=False), peer)
         for _ in range(3):
-            peer(x)
+            compiled()
         compile_s = time.perf_counter() - begin
         calls: dict[str, Callable[[], Any]] = {
-            "eager": lambda: model(x),
-            f"torch.compile {mode}": lambda: peer(x),
-            **{key: lambda p=p: p.serving(x) for key, p in rivals.items()},
-            "returned": lambda: fast(x),
+            "eager": step(model, model),
+            f"torch.compile {mode}": compiled,
+            **{key: step(p.serving, fast) for key, p in rivals.items()},
+            "returned": step(fast, fast),
         }
-        errors = {key: error(call(), ref) for key, call in calls.items()}
+        errors = {key: error(vector(call()), ref) for key, call in calls.items()}
         samples = measure.wall_samples(calls, DEVICE, 3.0)
     record = {
         "us": {key: samples.median(key) for key in calls},
@@ -204,16 +225,12 @@ def measured(name: str) -> dict[str, Any]:
     return record
 
 
-def widen_model(model: nn.Module) -> nn.Module:
-    """The model in float64."""
-    return copy.deepcopy(model).double()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", choices=[*MODELS, []])
+    parser.add_argument("--training", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="begin no further model after that"
@@ -225,7 +242,7 @@ def main() -> int:
     begin, found = time.perf_counter(), {}
     for name in given.names or MODELS:
         if time.perf_counter() - begin < given.seconds:
-            found[name] = measured(name)
+            found[name] = measured(name, given.training)
             if given.out:
                 machine = torch.cuda.get_device_name() if CUDA else platform.processor()
                 about = {"machine": machine, "torch": torch.__version__, "dtype": str(DTYPE)}

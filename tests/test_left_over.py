@@ -234,10 +234,29 @@ def test_an_interrupt_ends_the_compilers_and_reaches_the_caller(
     same(model(given), want)
 
 
-def test_training_has_the_whole_model_only(fake: Fake) -> None:
-    fast = tensorlogic.optimize(Tails().to(DEVICE), x(), training=True, budget_s=30)
-    assert left(fast.report) == []
-    assert fast.report.outcome == "compiled"
+def graded(model: nn.Module, given: Tensor) -> list[Tensor]:
+    out = model(given)
+    return [out, *torch.autograd.grad(out.square().sum(), [*model.parameters()])]
+
+
+def test_gradients_go_through_runs(fake: Fake) -> None:
+    fake.left_us, fake.us = 4.0, 9.0
+    model, given = Tails().to(DEVICE), x()
+    fast = tensorlogic.optimize(model, given, training=True, budget_s=30)
+    assert [r.refused for r in left(fast.report)] == ["", ""], fast.report
+    assert len(fast._program.left_over) == 2
+    same(graded(fast, given), graded(model, given))
+    with torch.no_grad():
+        model.w.mul_(2.0)
+    same(graded(fast, given), graded(model, given))
+
+
+def test_nothing_is_cut_out_of_what_draws_or_writes(fake: Fake) -> None:
+    drops = nn.Sequential(nn.Linear(32, 48), nn.Dropout(0.5), nn.Tanh(), nn.Softmax(-1))
+    writes = nn.Sequential(nn.Linear(32, 48), nn.BatchNorm1d(48), nn.Tanh(), nn.Softmax(-1))
+    for model in (drops, writes):
+        fast = tensorlogic.optimize(model.to(DEVICE), x(), training=True, budget_s=30)
+        assert left(fast.report) == []
 
 
 @torch.no_grad()
@@ -355,7 +374,6 @@ def nothing() -> fx.Graph:
     DEVICE == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))),
     reason="no C++ compiler",
 )
-@torch.no_grad()
 def test_the_real_one(allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ratio = measure.Samples.ratio
     monkeypatch.setattr(
@@ -365,8 +383,8 @@ def test_the_real_one(allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(contest.Contest, "_whole", lambda self, job, expected: None)
     monkeypatch.setattr(inductor, "whole", lambda trace, path: inductor.Order(nothing(), [], path))
-    model, given = made(), x()
-    fast = tensorlogic.optimize(model, given, budget_s=200)
+    model, given = Tails().to(DEVICE), x()
+    fast = tensorlogic.optimize(model, given, training=True, budget_s=200)
     assert [r.refused for r in left(fast.report)] == ["", ""], fast.report
     assert fast._program((given,), {}) is not contest.MISS
-    same(fast(given), model(given))
+    same(graded(fast, given), graded(model, given))

@@ -96,7 +96,7 @@ class Contest:
             raise Unable(reason)
         whole = inductor.whole(self.trace, self.artifact)
         orders = [[whole]]
-        if self.base is not None and not self.training:
+        if self.base is not None:
             us = self.report.after_us or self.report.before_us or 0.0
             kinds = leftovers.worthwhile(self.base, self.artifact, us)
             self.asked = {k.name for k in kinds}

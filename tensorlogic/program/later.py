@@ -104,7 +104,8 @@ class Later:
         self.look_at = self.calls + max(1, int(seconds / self.each_s))
 
     def _begun(self) -> list[inductor.Compiling]:
-        with undisturbed(), torch.inference_mode(False), torch.no_grad():
+        training = self.contest.training
+        with undisturbed(), torch.inference_mode(False), torch.set_grad_enabled(training):
             jobs = self.contest.begin(NICENESS)
         for job in jobs:
             weakref.finalize(self, inductor.Compiling.stop, job)

@@ -20,7 +20,7 @@ from .code import Function
 from .inductor import Compiled, Look, Order, Unable
 from .patterns import LIGHT
 from .precisely import OTHERS, PRODUCTS
-from .regions import FAILURES, LEAST_GAIN, Expected, raced
+from .regions import FAILURES, LEAST_GAIN, Expected, raced, stepping
 from .report import Row
 from .serve import Program
 from .trace import first_line, random_call, writes
@@ -196,9 +196,9 @@ def kinds(program: Program, artifact: Path) -> list[Kind]:
         if name in wanted:
             seen[name] = Look.at(value) if value.layout == torch.strided else None
         if name in needed:
-            kept[name] = value.detach()
+            kept[name] = value.detach().requires_grad_(wants and value.requires_grad)
 
-    function, trace = program.function, program.trace
+    function, trace, wants = program.function, program.trace, program.training
     known = {**program.state, **program.constants}
     given = dict(zip(trace.inputs, trace.example, strict=True))
     for name, value in (*known.items(), *given.items()):
@@ -207,7 +207,8 @@ def kinds(program: Program, artifact: Path) -> list[Kind]:
         function.nodes, trace.inputs, function.outputs, known, trace.owner, function.sites.forced
     )
     noticing.notice = notice
-    noticing.run(*trace.example)
+    with torch.set_grad_enabled(wants):
+        noticing.run(*trace.example)
     made: dict[str, Kind] = {}
     for run in found:
         looks = [seen[i.name] for i in run.inputs]
@@ -246,7 +247,11 @@ def worthwhile(program: Program, artifact: Path, whole_us: float) -> list[Kind]:
 
 def _before(kind: Kind, program: Program) -> Callable[[], Any]:
     function = kind.runs[0].function(program.trace.owner, program.function.sites.forced)
-    return lambda: function.run(*kind.values)
+    return _call(lambda *given: function.run(*given), kind, program.training)
+
+
+def _call(run: Callable[..., Any], kind: Kind, training: bool) -> Callable[[], Any]:
+    return stepping(run, kind.values) if training else lambda: run(*kind.values)
 
 
 def judge(kind: Kind, program: Program, compiled: Callable[[Path], Any]) -> None:
@@ -262,7 +267,8 @@ def judge(kind: Kind, program: Program, compiled: Callable[[Path], Any]) -> None
         row.error = verdict.error if verdict else None
         if not verdict:
             raise Unable(verdict.reason or "")
-        samples = _timed(_before(kind, program), lambda: made(*kind.values), program.device)
+        after = _call(made, kind, program.training)
+        samples = _timed(_before(kind, program), after, program.device)
     except (Unable, *FAILURES) as problem:
         row.refused = str(problem) if isinstance(problem, Unable) else first_line(problem)
         return

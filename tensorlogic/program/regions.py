@@ -211,22 +211,9 @@ class Judge:
     def _step(self, function: Function, values: Sequence[Any]) -> Callable[[], Any]:
         if not self.training:
             return lambda: function.run(*values)
-        with torch.enable_grad():
-            names = [n.removeprefix("port_") for n in function.inputs]
-            leaves = [
-                v if self._buffer(n) else _leaf(v) for n, v in zip(names, values, strict=True)
-            ]
-            wrt = [v for v in leaves if isinstance(v, Tensor) and v.requires_grad]
-            out = function.run(*leaves)
-        if not wrt or not out.requires_grad:
-            return lambda: function.run(*values)
-        dy = torch.ones_like(out)
-
-        def step() -> Any:
-            with torch.enable_grad():
-                return torch.autograd.grad(function.run(*leaves), wrt, dy, allow_unused=True)
-
-        return step
+        names = [n.removeprefix("port_") for n in function.inputs]
+        leaves = [v if self._buffer(n) else _leaf(v) for n, v in zip(names, values, strict=True)]
+        return stepping(lambda *given: function.run(*given), leaves)
 
     def _buffer(self, name: str) -> bool:
         """True for buffers and frozen parameters, which no gradient reaches."""
@@ -267,6 +254,21 @@ class Judge:
         """Why the replacement may not stand here (None if it may), and its error over the original's."""
         verdict = expected.judge(Fragment(region, decision.way, env))
         return verdict.reason, verdict.error
+
+
+def stepping(run: Callable[..., Any], leaves: Sequence[Any]) -> Callable[[], Any]:
+    """One run, with the backward pass that training adds for leaves that want gradients."""
+    wrt = [v for v in leaves if isinstance(v, Tensor) and v.requires_grad]
+
+    def forward() -> list[Tensor]:
+        with torch.enable_grad():
+            outs = check.flat_values(run(*leaves))
+            return [o for o in outs if isinstance(o, Tensor) and o.requires_grad]
+
+    seeds = [torch.ones_like(o) for o in forward()] if wrt else []
+    if not seeds:
+        return lambda: run(*leaves)
+    return lambda: torch.autograd.grad(forward(), wrt, seeds, allow_unused=True)
 
 
 def raced(

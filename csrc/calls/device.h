@@ -97,6 +97,6 @@ bool out_of_memory();
 void translated();
 
 extern PyTypeObject DriverType, EmptyType, StartType, StepType, SlotType, PlanType,
-    RecordingType, CountedType, WayType;
+    RecordingType, CountedType, WayType, StillType, UnchangedType;
 
 }  // namespace tensorlogic::calls

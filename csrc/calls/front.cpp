@@ -303,7 +303,8 @@ PyMODINIT_FUNC PyInit_tensorlogic_calls() {
   if (!made) return nullptr;
   for (PyTypeObject* type : {&NativeType, &LauncherType, &FrontType, &DriverType,
                              &EmptyType, &StartType, &StepType, &SlotType, &PlanType,
-                             &RecordingType, &CountedType, &WayType})
+                             &RecordingType, &CountedType, &WayType, &StillType,
+                             &UnchangedType})
     if (PyModule_AddType(made, type) < 0) {
       Py_DECREF(made);
       return nullptr;

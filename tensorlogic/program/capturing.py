@@ -17,7 +17,7 @@ from .. import derived
 from ..tuning import leaves_of
 from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
 from .short import MISS, Way, short
-from .watch import Kept, Watch
+from .watch import Kept, Watch, still
 
 EAGER_CALLS = 2  # calls of one kind that run as they are before one is captured
 PAUSE = 16  # calls that run as they are after a recording that failed, before there is one more
@@ -132,7 +132,10 @@ class Captured:
         """What holds while the module is as it was when `entry` was captured."""
         if self.watch is None:
             return None
-        holds, kept, state, now = self.watch.holds, self.kept.holds, entry.state, self._state
+        holds, kept, state, now = self.watch.check(), self.kept.holds, entry.state, self._state
+        same = still(self.held, state)
+        if same is not None:
+            return lambda: same() and holds()
         return lambda: holds() and kept() and now() == state
 
     def _suits(self, flat: Sequence[Any]) -> tuple[str | None, torch.device | None]:

@@ -19,7 +19,7 @@ from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
 from .samples import Samples
 from .short import MISS, Way, plain_modes, short
 from .trace import Trace, random_call, storage, writes
-from .watch import Guard, Kept, Watch
+from .watch import Guard, Kept, Watch, still
 
 VERSION, WANTS = attrgetter("_version"), attrgetter("requires_grad")
 
@@ -112,9 +112,12 @@ class Program:
 
     def _steady(self, replay: Any) -> Callable[[], bool]:
         """What holds while model, parameters and constants are as they were when `replay` was recorded."""
-        holds, kept, watched = self.watch.holds, self.kept.holds, self.watched
+        holds, kept, watched = self.watch.check(), self.kept.holds, self.watched
         now, where = self._where, self.pointers
         versions = [*map(VERSION, watched)]
+        same = still(self.held, where, watched, versions)
+        if same is not None:
+            return lambda: self.replay is replay and same() and holds()
 
         def steady() -> bool:
             return (

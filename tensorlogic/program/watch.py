@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import front
+from .. import calls, front
 from .reach import CONTENT, Reach
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -54,10 +54,12 @@ class Watch:
         self.spaces: list[dict[str, Any]] = []  # attributes of objects: none may come or go
         self.getters: list[Callable[[Any], Any]] = []
         self.known: list[Any] = []  # what the getters are asked of
+        self.names: list[tuple[str, ...]] = []  # that they look up in a dict; none of others
         self.values: list[Any] = []  # what they gave
         self.containers: list[Any] = []
         self.contents: list[Any] = []  # copies of what they held
-        self.hooks = Hooks(model).holds
+        self.empty: list[dict[str, Any]] = []  # tables of parameters and the like that are empty
+        self.hooks = Hooks(model)
         self._entered: set[int] = set()
         for module in model.modules():
             known = vars(module)
@@ -65,6 +67,8 @@ class Watch:
             for table in map(known.get, TABLES):
                 if table:
                     self._container({k: _exact(v) for k, v in table.items()}, table)
+                else:
+                    self.empty.append({} if table is None else table)
         reach = Reach(model)
         for scope, names in reach.scopes:
             self._attributes(scope, names, 0)
@@ -80,6 +84,21 @@ class Watch:
         self.modules = [*model.modules()]
         self.kinds = [*map(type, self.modules)]
 
+    def check(self) -> Callable[[], bool]:
+        """`holds`, in C where calls are compiled."""
+        module, hooks = _module(), self.hooks
+        if module is None:
+            return self.holds
+        held, contents = [*self.containers, *hooks.filled], [*self.contents, *hooks.contents]
+        try:
+            made: Callable[[], bool] = module.Unchanged(
+                [*hooks.empty, *self.empty], self.spaces, self.sizes, self.modules, self.kinds, self.known, self.names,
+                self.getters, self.values, held, contents,
+            )  # fmt: skip
+        except TypeError:  # a dict of a kind of its own
+            return self.holds
+        return made
+
     def _space(self, known: dict[str, Any], skipped: AbstractSet[str], depth: int) -> None:
         """Watch all attributes of one object."""
         if id(known) not in self._entered:
@@ -91,14 +110,15 @@ class Watch:
         if not names:
             return
         get = itemgetter(*names, names[0])  # one twice, so that it always gives a tuple
-        self._value(get, known)
+        self._value(get, known, tuple(names))
         for value in map(known.__getitem__, names):
             self._inside(value, depth)
 
-    def _value(self, get: Callable[[Any], Any], known: Any) -> None:
-        """Watch what `get(known)` gives."""
+    def _value(self, get: Callable[[Any], Any], known: Any, names: tuple[str, ...] = ()) -> None:
+        """Watch what `get(known)` gives; `names` where that looks up these in a dict."""
         self.getters.append(get)
         self.known.append(known)
+        self.names.append(names if type(known) is dict else ())
         value = get(known)
         self.values.append(tuple(map(_exact, value)) if type(value) is tuple else _exact(value))
 
@@ -126,7 +146,8 @@ class Watch:
         """True while nothing has changed but the tensors' contents."""
         try:
             return (
-                self.hooks()
+                self.hooks.holds()
+                and not any(self.empty)
                 and self.dtype is torch.get_default_dtype()
                 and self.kinds == [*map(type, self.modules)]
                 and self.sizes == [*map(len, self.spaces)]
@@ -207,6 +228,29 @@ class Kept:
 
 def _always(*_: Any) -> bool:
     return True
+
+
+def _module() -> Any:
+    calls.load()
+    return calls.module()
+
+
+def still(
+    tensors: Sequence[Tensor],
+    state: Sequence[Any],
+    watched: Sequence[Tensor] = (),
+    versions: Sequence[int] = (),
+) -> Callable[[], bool] | None:
+    """What asks, in C, whether tensors look as they do now and lie at the addresses of `state`, whose second half, if there is
+    one, says which want gradients, and whether `watched` have these versions; None where that is left to Python."""
+    module = _module()
+    if module is None:
+        return None
+    try:
+        made: Callable[[], bool] = module.Still(tuple(tensors), state, tuple(watched), versions)
+    except TypeError:  # a subclass, or no plain memory
+        return None
+    return made
 
 
 class Guard:

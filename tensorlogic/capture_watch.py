@@ -56,17 +56,18 @@ def install() -> None:
 
 
 @contextmanager
-def turn(patience_s: float = -1.0) -> Iterator[None]:
+def turn(patience_s: float = -1.0) -> Iterator[bool]:
     """This thread's turn to record a graph: PyTorch's generators know one recording, and streams come from a pool.
 
     A second one that begins meanwhile leaves a graph that aborts the process when it is destroyed. Who has waited for
     `patience_s` (negative: for ever) goes on all the same. Python's collector of cycles rests meanwhile: a graph that it
-    finds, whosever it is, would be destroyed by the recording thread, which breaks the recording.
+    finds, whosever it is, would be destroyed by the recording thread, which breaks the recording. Gives whether it is this
+    thread's turn alone.
     """
     mine = _TURN.acquire(timeout=patience_s)
     _begin()
     try:
-        yield
+        yield mine
     finally:
         _end()
         if mine:

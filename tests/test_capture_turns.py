@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ import torch
 from torch import nn
 
 from tensorlogic import capture_watch
-from tensorlogic.program import graphs
+from tensorlogic.program import capturing, graphs
 from tensorlogic.program.graphs import Tape
+
+from .test_capture import DEVICE, captured
 
 
 def test_turns_to_record_are_exclusive() -> None:
@@ -128,3 +132,66 @@ def test_what_cublas_works_in_belongs_to_the_graph(monkeypatch: pytest.MonkeyPat
     assert tape.record(lambda: done.append("work") or 3) == 3  # type: ignore[func-returns-value]
     tape.replay()
     assert done == ["let go", "recording", "work", "recorded", "let go", "replayed"]
+
+
+@torch.no_grad()
+def test_calls_are_not_warmed_up_where_another_thread_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would be recorded into its graph, on the stream that all recordings of a device share."""
+    warmed: list[int] = []
+
+    def noted(fn: Any, device: torch.device, times: int = 2) -> Any:
+        warmed.append(times)
+        return fn()
+
+    monkeypatch.setattr(capturing, "warm", noted)
+    fast, x = captured(lambda v: v + 1), torch.randn(3, device=DEVICE)
+    recording, over = threading.Event(), threading.Event()
+
+    def record() -> None:
+        with capture_watch.turn():
+            recording.set()
+            assert over.wait(30)
+
+    other = threading.Thread(target=record)
+    other.start()
+    assert recording.wait(30)
+    for _ in range(4):
+        assert torch.equal(fast(x), x + 1)
+    assert (warmed, [e.calls for e in fast.entries.values()]) == ([], [0])
+    over.set()
+    other.join()
+    for _ in range(capturing.EAGER_CALLS):
+        assert torch.equal(fast(x), x + 1)
+    assert warmed == [1] * capturing.EAGER_CALLS
+    assert torch.equal(fast(x), x + 1)
+    assert fast.graphs == 1
+
+
+def test_the_first_replay_tells_what_pytorch_does_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        draws = False
+
+        def replay(self) -> None:
+            if self.draws:
+                torch.zeros(1).fill_(3)
+
+        def raw_cuda_graph_exec(self) -> int:
+            return 77
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(capture_watch, "install", lambda: None)
+    for draws, version, told in (
+        (False, "2.11.0", 77), (False, "2.13.1+cu130", 77), (True, "2.13.0", 0), (False, "2.14.0a0", 0), (False, "2.10.0", 0),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch, "__version__", version)
+        made: Any = Tape(torch.device("cpu"), None)
+        with pytest.raises(RuntimeError, match="nothing is recorded"):
+            made.replay()
+        made.recorded, made.graph.draws = True, draws
+        assert made.handle == 0
+        for _ in range(2):
+            made.replay()
+            assert made.handle == told
+    assert graphs._handle(SimpleNamespace()) == 0

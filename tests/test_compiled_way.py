@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,65 +18,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import calls, capture_watch
+from tensorlogic import calls
 from tensorlogic.ops.common import compiled_launch
-from tensorlogic.program import graphs
 from tensorlogic.program import short as shortening
-from tensorlogic.program.capturing import Captured
-from tensorlogic.program.graphs import Line, Replay, Tape
+from tensorlogic.program.graphs import Line, Replay
 from tensorlogic.program.short import MISS, short
 
-from .test_capture import PythonTape
+from .driver.replaying import STREAM, Driver, captured, replay_of, tape
 
 pytestmark = pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
-INT, PLACE, SIZE, WORD = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
-STREAM = 0x700
-
-
-class Driver:
-    """Notes what it is asked for; copies and replays are done at once."""
-
-    def __init__(self) -> None:
-        self.done: list[tuple[Any, ...]] = []
-        self.stream, self.capturing = STREAM, 0
-        self.refuse: dict[str, int] = {}  # the status of the next calls of a kind
-        self.tapes: dict[int, Callable[[], None]] = {}
-        kinds = (
-            ctypes.CFUNCTYPE(INT)(lambda: 1),
-            ctypes.CFUNCTYPE(INT, ctypes.c_int32, ctypes.POINTER(PLACE))(self._stream),
-            ctypes.CFUNCTYPE(INT, PLACE, ctypes.POINTER(INT))(self._capturing),
-            ctypes.CFUNCTYPE(INT, WORD, WORD, SIZE, PLACE)(self._copy),
-            ctypes.CFUNCTYPE(INT, PLACE, PLACE)(self._graph),
-        )
-        self.kept = kinds
-        launch, stream, capturing, copy, graph = (ctypes.cast(f, PLACE).value for f in kinds)
-        self.driver = calls.module().Driver(launch, stream, capturing, 0, copy, graph)
-
-    def _stream(self, device: int, out: Any) -> int:
-        out[0] = self.stream + device
-        return self.refuse.get("stream", 0)
-
-    def _capturing(self, stream: int, out: Any) -> int:
-        out[0] = self.capturing
-        return self.refuse.get("capturing", 0)
-
-    def _copy(self, to: int, start: int, size: int, stream: int) -> int:
-        if not self.refuse.get("copy", 0):
-            self.done.append(("copy", to, start, size, stream))
-            ctypes.memmove(to, start, size)
-        return self.refuse.get("copy", 0)
-
-    def _graph(self, handle: int, stream: int) -> int:
-        if not self.refuse.get("graph", 0):
-            self.done.append(("graph", handle, stream))
-            self.tapes[handle]()
-        return self.refuse.get("graph", 0)
-
-    def kinds(self) -> list[str]:
-        """What was done since the last question."""
-        found = [d[0] for d in self.done]
-        self.done.clear()
-        return found
 
 
 @pytest.fixture
@@ -93,43 +41,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(Line, "turn", turn)
     yield made
     made.tapes.clear()
-
-
-def tape(driver: Driver, handle: bool = True) -> Any:
-    """Tapes that the driver launches by their handles, or that it does not know."""
-
-    class Known(PythonTape):
-        def __init__(self, device: torch.device, pool: Any) -> None:
-            super().__init__(device, pool)
-            self.handle, self.fails, self.asked = 0, False, 0
-            if handle:
-                self.handle = 0x1000 + len(driver.tapes)
-                driver.tapes[self.handle] = super().replay
-
-        def replay(self) -> None:
-            self.asked += 1
-            if self.fails:
-                raise RuntimeError("what PyTorch says")
-            super().replay()
-
-    return Known
-
-
-def captured(driver: Driver, fn: Callable[..., Any], *given: Any, **options: Any) -> Captured:
-    """A captured function that is replayed by the short way."""
-    handle = options.pop("handle", True)
-    made = tensorlogic.capture(fn, **options)
-    made.tape = tape(driver, handle)
-    for _ in range(5):
-        made(*given)
-    assert made.graphs == 1, made.reason
-    assert type(made.way) is calls.module().Way
-    driver.kinds()
-    return made
-
-
-def replay_of(fast: Captured) -> Any:
-    return next(iter(fast.entries.values())).replay
 
 
 @torch.no_grad()
@@ -465,31 +376,3 @@ def test_ways_and_what_they_lead_to_are_freed(driver: Driver) -> None:
         fast(x)
     gc.collect()
     assert abs(len(gc.get_objects()) - before) < 20
-
-
-def test_the_first_replay_tells_what_pytorch_does_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Graph:
-        draws = False
-
-        def replay(self) -> None:
-            if self.draws:
-                torch.zeros(1).fill_(3)
-
-        def raw_cuda_graph_exec(self) -> int:
-            return 77
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(capture_watch, "install", lambda: None)
-    for draws, version, told in (
-        (False, "2.11.0", 77), (False, "2.13.1+cu130", 77), (True, "2.13.0", 0), (False, "2.14.0a0", 0), (False, "2.10.0", 0),
-    ):  # fmt: skip
-        monkeypatch.setattr(torch, "__version__", version)
-        made: Any = Tape(torch.device("cpu"), None)
-        with pytest.raises(RuntimeError, match="nothing is recorded"):
-            made.replay()
-        made.recorded, made.graph.draws = True, draws
-        assert made.handle == 0
-        for _ in range(2):
-            made.replay()
-            assert made.handle == told
-    assert graphs._handle(SimpleNamespace()) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +18,17 @@ from tensorlogic.program.watch import Kept, Watch, still
 pytestmark = pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
 
 
+OFFSET = 1.0
+
+
+class Own(nn.BatchNorm1d):
+    pass
+
+
 class Model(nn.Module):
     """Attributes of many kinds."""
+
+    rate = 1.5
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,6 +39,10 @@ class Model(nn.Module):
         self.table = {"a": 1, "b": (2, 3)}
         self.names = {"x", "y"}
         self.first.register_forward_hook(lambda module, args, out: out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.first(x)) * self.rate + OFFSET
+        return y
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -51,10 +64,23 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "hook": lambda m: m.norm.register_forward_pre_hook(lambda module, args: None),
     "another hook": lambda m: m.first.register_forward_hook(lambda module, args, out: out),
     "written to": lambda m: m.first.weight.data.mul_(2),
+    "another class": lambda m: setattr(m.norm, "__class__", Own),
+    "an attribute of the class": lambda m: setattr(Model, "rate", 2.5),
+    "a global": lambda m: globals().update(OFFSET=2.0),
+    "the default dtype": lambda m: torch.set_default_dtype(torch.float64),
     "nothing": lambda m: None,
 }
 
 
+@pytest.fixture
+def restored() -> Iterator[None]:
+    yield
+    Model.rate = 1.5
+    globals().update(OFFSET=1.0)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_changes_of_attributes_are_seen_in_c_as_in_python(change: str) -> None:
     model = Model()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import derived
+from .. import capture_watch, derived
 from ..tuning import leaves_of
 from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
 from .short import MISS, Way, short
@@ -92,7 +92,7 @@ class Captured:
         if entry.replay is None:
             entry.calls += 1
             if entry.calls <= EAGER_CALLS:
-                out = self._eager(args, kwargs, device)
+                out = self._eager(entry, args, kwargs, device)
                 entry.leaves = _leaves(out, flat)
                 return out
             if not self._capture(entry, padded, spec, device, rows is not None):
@@ -192,9 +192,15 @@ class Captured:
             self.entries.popitem(last=False)
         return entry
 
-    def _eager(self, args: Any, kwargs: Mapping[str, Any], device: torch.device) -> Any:
-        """A call that counts, on the kind of stream that the capture will use."""
-        return warm(lambda: self.fn(*args, **kwargs), device, times=1)
+    def _eager(
+        self, entry: Entry, args: Any, kwargs: Mapping[str, Any], device: torch.device
+    ) -> Any:
+        """A call that counts, on the stream that the capture will use; elsewhere, uncounted, while another thread records there."""
+        with capture_watch.turn(0) as free:
+            if free:
+                return warm(lambda: self.fn(*args, **kwargs), device, times=1)
+        entry.calls -= 1
+        return self.fn(*args, **kwargs)
 
     def _capture(
         self, entry: Entry, flat: Sequence[Any], spec: Any, device: torch.device, padded: bool

@@ -125,11 +125,12 @@ def warm(fn: Callable[[], Any], device: torch.device, times: int = 2) -> Any:
     if device.type != "cuda":
         return [fn() for _ in range(times)][-1]
     side = side_stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(times):
-            out = fn()
-    torch.cuda.current_stream(device).wait_stream(side)
+    with capture_watch.turn():  # what another thread records there would be recorded with it
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(times):
+                out = fn()
+        torch.cuda.current_stream(device).wait_stream(side)
     return out
 
 

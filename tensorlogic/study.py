@@ -7,44 +7,24 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from . import clocks, compiling, failing, measure, turns
 from .checking import Checker as Checker
+from .entrants import Entrant, Failed, clocks_of, measured, nearest, pick, refused
 from .failing import BIND_ERRORS as BIND_ERRORS
-from .op import EAGER, Candidate, Config, Launcher, Op
+from .op import EAGER, Candidate, Op
 from .plans import DISTURBED, UNFINISHED, Environment, Evidence, Key, Plan
 from .turns import Turn
 
 LOG = logging.getLogger("tensorlogic")
 CUT = 3.0  # a candidate this many times slower than the incumbent is dropped after one call
 TOO_SHORT_US = 300.0  # a single call below this says nothing: most of it may be waiting for a core
-FINALISTS = 4
-NEAR_BEST = 1.25  # of one more accurate, what a first look may overstate
 PROMPT_S = 1.5  # of a key that is waited for: what is not compiled by then is left for another time
-
-
-@dataclass
-class _Entrant:
-    """A candidate with one of its configurations, checked and roughly timed."""
-
-    candidate: Candidate
-    config: Config
-    launch: Launcher
-    error: float
-    rough_us: float
-
-
-class _Failed(failing.Failed):
-    """A candidate that passed its check failed while it was timed."""
-
-    def __init__(self, entrant: _Entrant, problem: Exception | str) -> None:
-        super().__init__(problem)
-        self.entrant = entrant
 
 
 class Study:
@@ -97,7 +77,7 @@ class Study:
             with torch.no_grad():
                 self.checker = Checker(self.op, self.key, self.device)
                 self.timed = self.checker.cold()
-            first = _Entrant(eager, {}, self.op.plain(self.key, self.device), 1.0, 0.0)
+            first = Entrant(eager, {}, self.op.plain(self.key, self.device), 1.0, 0.0)
             first.rough_us = self._rough(first)
         except BIND_ERRORS as problem:
             LOG.info("tensorlogic: %s cannot be measured: %s", self.key.text, problem)
@@ -105,7 +85,7 @@ class Study:
         entrants, late = [first], []
         cost = time.perf_counter() - begin
         for own in lists:
-            entered: list[_Entrant] = []
+            entered: list[Entrant] = []
             incumbent_us = min(e.rough_us for e in entrants)
             together = len(own) > 1 and self.device.type != "cuda"
             for turn in own:
@@ -120,7 +100,7 @@ class Study:
                     break
             looking = together
             while entered and looking:
-                yield from self.patience.wait(_clocks(entered), self.budget_s)
+                yield from self.patience.wait(clocks_of(entered), self.budget_s)
                 yield len(entered) * (self.budget_s / 10 + 10e-6 * first.rough_us)
                 begin = time.perf_counter()
                 self._side_by_side(entered)
@@ -133,12 +113,12 @@ class Study:
             self._come_late(turn, entrants)
         left = self._left(late, entrants)
         while self.plan is None:
-            yield from self.patience.wait(_clocks(entrants), self.budget_s)
+            yield from self.patience.wait(clocks_of(entrants), self.budget_s)
             yield 2 * self.budget_s + 10e-6 * sum(e.rough_us for e in entrants)
             begin = time.perf_counter()
             try:
                 self._decide(entrants)
-            except _Failed as failure:
+            except Failed as failure:
                 entrants.remove(failure.entrant)
                 self._refuse(failure.entrant.candidate, failure.reason)
                 if failure.entrant is first:
@@ -146,18 +126,18 @@ class Study:
                 continue
             if self._again(entrants, begin):
                 self.plan = None
-            elif clocks.any_slow(_clocks(entrants)):
+            elif clocks.any_slow(clocks_of(entrants)):
                 self._doubt(entrants)
         self._note(left, UNFINISHED)
 
-    def _come_late(self, turn: Turn, entrants: list[_Entrant]) -> None:
+    def _come_late(self, turn: Turn, entrants: list[Entrant]) -> None:
         """Let a configuration compete whose kernels were compiled meanwhile."""
         incumbent_us = min(e.rough_us for e in entrants)
         entrant = None if self._wrong(turn.candidate) else self._enter(turn, incumbent_us, False)
         if entrant is not None and not self._cut(entrant, incumbent_us):
             self._join(entrants, entrant)
 
-    def _left(self, late: Sequence[Turn], entrants: Sequence[_Entrant]) -> set[str]:
+    def _left(self, late: Sequence[Turn], entrants: Sequence[Entrant]) -> set[str]:
         """The candidates of which something was not compiled in time; those with nothing else are refused."""
         left = {turn.candidate.id: turn.candidate for turn in late if not self._wrong(turn.candidate)}  # fmt: skip
         for id in left.keys() - self.evidence.keys() - {e.candidate.id for e in entrants}:
@@ -165,11 +145,10 @@ class Study:
         return set(left)
 
     def _wrong(self, candidate: Candidate) -> bool:
-        return candidate.id in self.evidence and self.evidence[candidate.id].reason.startswith(
-            "wrong"
-        )
+        held = self.evidence.get(candidate.id)
+        return held is not None and held.reason.startswith("wrong")
 
-    def _join(self, entrants: list[_Entrant], new: _Entrant) -> None:
+    def _join(self, entrants: list[Entrant], new: Entrant) -> None:
         """Of a candidate's configurations the fastest competes."""
         before = next((e for e in entrants if e.candidate is new.candidate), None)
         if before is None:
@@ -178,12 +157,12 @@ class Study:
             entrants[entrants.index(before)] = new
         self.evidence.pop(new.candidate.id, None)
 
-    def _again(self, entrants: Sequence[_Entrant], begin: float) -> bool:
+    def _again(self, entrants: Sequence[Entrant], begin: float) -> bool:
         """Whether a clock runs slow after a look that began then, and patience is left for another."""
-        slow = clocks.any_slow(_clocks(entrants))
+        slow = clocks.any_slow(clocks_of(entrants))
         return slow and self.patience.take(time.perf_counter() - begin)
 
-    def _doubt(self, entrants: Sequence[_Entrant]) -> None:
+    def _doubt(self, entrants: Sequence[Entrant]) -> None:
         """Say by the evidence that the plan was made while a clock ran slow."""
         note = f"{DISTURBED}, both times" if self.known and self.known.doubtful else DISTURBED
         self._note({e.candidate.id for e in entrants if e.candidate.clock}, note)
@@ -197,14 +176,14 @@ class Study:
         ]
 
     @torch.no_grad()
-    def _side_by_side(self, entered: list[_Entrant]) -> None:
+    def _side_by_side(self, entered: list[Entrant]) -> None:
         """The first look at a candidate's configurations, in rounds: what disturbs them for a moment disturbs none alone."""
         while entered:
             calls = {str(i): self._calls(e) for i, e in enumerate(entered)}
             budget_s = len(entered) * self.budget_s / 20
             try:
                 times = measure.device_samples(calls, self.device, budget_s, rounds=5)
-            except _Failed as failure:
+            except Failed as failure:
                 entered.remove(failure.entrant)
                 self._refuse(failure.entrant.candidate, failure.reason)
                 continue
@@ -249,19 +228,9 @@ class Study:
         return None
 
     def _refuse(self, candidate: Candidate, reason: str) -> None:
-        self.evidence[candidate.id] = Evidence(
-            candidate=candidate.id,
-            config={},
-            status="refused",
-            device_us=0.0,
-            host_us=0.0,
-            spread=0.0,
-            error=0.0,
-            reason=reason,
-            source=candidate.source,
-        )
+        self.evidence[candidate.id] = refused(candidate, reason)
 
-    def _enter(self, turn: Turn, incumbent_us: float, together: bool) -> _Entrant | None:
+    def _enter(self, turn: Turn, incumbent_us: float, together: bool) -> Entrant | None:
         """Compile, check and roughly time one configuration; a failure leaves its reason. `together`: by single calls only."""
         candidate, config = turn.candidate, turn.config
         try:
@@ -274,7 +243,7 @@ class Study:
                 if not verdict:
                     self._refuse(candidate, verdict.reason or "wrong")
                     return None
-                entrant = _Entrant(candidate, config, launch, verdict.error, 0.0)
+                entrant = Entrant(candidate, config, launch, verdict.error, 0.0)
                 entrant.rough_us = self.checker.cut_us or self._rough(
                     entrant, incumbent_us, together
                 )
@@ -283,42 +252,31 @@ class Study:
             return None
         return None if self._cut(entrant, max(incumbent_us, TOO_SHORT_US)) else entrant
 
-    def _cut(self, entrant: _Entrant, incumbent_us: float) -> bool:
+    def _cut(self, entrant: Entrant, incumbent_us: float) -> bool:
         """Whether it is so slow that it leaves at once."""
         if entrant.rough_us <= CUT * incumbent_us:
             return False
-        self.evidence.setdefault(
-            entrant.candidate.id,
-            Evidence(
-                candidate=entrant.candidate.id,
-                config=dict(entrant.config),
-                status="measured",
-                device_us=entrant.rough_us,
-                host_us=entrant.rough_us,
-                spread=1.0,
-                error=entrant.error,
-                reason=f"cut after one call: over {CUT:g} times the best",
-                source=entrant.candidate.source,
-            ),
-        )
+        reason = f"cut after one call: over {CUT:g} times the best"
+        us = entrant.rough_us
+        self.evidence.setdefault(entrant.candidate.id, measured(entrant, us, us, 1.0, reason))
         return True
 
-    def _calls(self, entrant: _Entrant) -> list[measure.Call]:
+    def _calls(self, entrant: Entrant) -> list[measure.Call]:
         """The entrant's calls as they are timed; a failure or a refusal to serve names the entrant."""
 
         def call(args: list[Any]) -> None:
             try:
                 outs = entrant.launch(*args)
             except BIND_ERRORS as problem:
-                raise _Failed(entrant, problem) from problem
+                raise Failed(entrant, problem) from problem
             if outs is None:
-                raise _Failed(entrant, "declined the key it was bound for")
+                raise Failed(entrant, "declined the key it was bound for")
 
         return [functools.partial(call, s.fresh(self.op)) for s in self.timed]
 
     @torch.no_grad()
     def _rough(
-        self, entrant: _Entrant, incumbent_us: float | None = None, briefly: bool = False
+        self, entrant: Entrant, incumbent_us: float | None = None, briefly: bool = False
     ) -> float:
         """One synchronised call, then, if it is in the running and not `briefly`, the median of a short loop on the device's clock."""
         calls = self._calls(entrant)
@@ -331,13 +289,14 @@ class Study:
         ).median("one")
 
     @torch.no_grad()
-    def _decide(self, entrants: list[_Entrant]) -> None:
+    def _decide(self, entrants: list[Entrant]) -> None:
         order = list(self.op.candidates)
         head, rest = entrants[0], sorted(entrants[1:], key=lambda e: e.rough_us)
-        near = self._near(rest)
+        near = nearest(rest, self.key)
         for late in (e for e in rest if e not in near):
             reason = "not among the fastest few of a first look"
-            self._measured(late, late.rough_us, late.rough_us, 0.1, reason)
+            us = late.rough_us
+            self.evidence[late.candidate.id] = measured(late, us, us, 0.1, reason)
         final = sorted([head, *near], key=lambda e: order.index(e.candidate.id))
         calls = {e.candidate.id: self._calls(e) for e in final}
         kind = self.device.type
@@ -357,7 +316,8 @@ class Study:
         if extra_us:
             note = f", {extra_us:.1f} us for the recording included"
             waited = {n: us + extra_us * (n != EAGER) for n, us in waited.items()}
-        eager_pick, captured_pick = self._pick(final, waited), self._pick(final, device_us)
+        eager_pick = pick(final, waited, self.key, kind)
+        captured_pick = pick(final, device_us, self.key, kind)
         for e in final:
             name = e.candidate.id
             verdict = (
@@ -365,7 +325,8 @@ class Study:
                 if name == eager_pick.candidate.id
                 else f"{waited[name] / waited[eager_pick.candidate.id]:.2f} times the chosen one{note}"
             )
-            self._measured(e, device_us[name], host_us[name], device_times.spread(name), verdict)
+            spread = device_times.spread(name)
+            self.evidence[name] = measured(e, device_us[name], host_us[name], spread, verdict)
         self.plan = Plan(
             key=self.key,
             eager=eager_pick.candidate.id,
@@ -384,42 +345,3 @@ class Study:
         from . import recording  # which binds a call, and so needs this module
 
         return recording.extra_us() / 2
-
-    def _near(self, rest: Sequence[_Entrant]) -> list[_Entrant]:
-        """The fastest few of a first look, fastest first; where an error budget is still to choose, of every accuracy."""
-        if self.key.precision != "adaptive":
-            return [*rest[:FINALISTS]]
-        known = [(e.candidate.coarse(self.key), e.rough_us) for e in rest]
-        best = [min(us for other, us in known if other <= own) for own, _ in known]
-        return [e for e, us in zip(rest, best, strict=True) if e.rough_us <= NEAR_BEST * us]
-
-    def _measured(
-        self, e: _Entrant, device_us: float, host_us: float, spread: float, reason: str
-    ) -> None:
-        self.evidence[e.candidate.id] = Evidence(
-            candidate=e.candidate.id,
-            config=dict(e.config),
-            status="measured",
-            device_us=round(device_us, 3),
-            host_us=round(host_us, 3),
-            spread=round(spread, 4),
-            error=round(e.error, 3),
-            reason=reason,
-            source=e.candidate.source,
-        )
-
-    def _pick(self, final: Sequence[_Entrant], times: Mapping[str, float]) -> _Entrant:
-        """Eager unless beaten by the tolerance; of equals that beat it ours, the last registered (the most special) first."""
-        kind, best = self.device.type, min(times.values())
-        eager = next(e for e in final if e.candidate.id == EAGER)
-        limit = min(best * (1 + measure.KINSHIP[kind]), times[EAGER])
-        equals = [e for e in reversed(final) if e is not eager and times[e.candidate.id] <= limit]
-        chosen = min(equals, key=lambda e: not e.candidate.trusted, default=eager)
-        # on a GPU eager, recorded, brings PyTorch's own backward, not the fastest one: there it wins no ties
-        tied = times[EAGER] <= best * (1 + measure.TOLERANCE[kind])
-        recorded = self.key.direction == "forward" and kind == "cuda"
-        return eager if tied and not recorded else chosen
-
-
-def _clocks(entrants: Sequence[_Entrant]) -> set[clocks.Clock]:
-    return {e.candidate.clock for e in entrants if e.candidate.clock is not None}

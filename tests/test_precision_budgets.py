@@ -12,9 +12,9 @@ import torch
 
 import tensorlogic
 from tensorlogic import PrecisionWarning, accuracy, adapting
+from tensorlogic.entrants import nearest
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import ways_cpu
-from tensorlogic.study import Study
 
 from .test_precision import FLOATS, off
 
@@ -199,8 +199,8 @@ def test_every_accuracy_is_measured_whole() -> None:
         ("adaptive", ["f64", "x6", "x3", "f16", "bf16"]),
         ("f16", ["f64", "f32", "x6", "x3"]),
     ):
-        asked: Any = SimpleNamespace(key=SimpleNamespace(precision=precision))
-        assert [e.candidate.id for e in Study._near(asked, entrants)] == wanted
+        asked: Any = SimpleNamespace(precision=precision)
+        assert [e.candidate.id for e in nearest(entrants, asked)] == wanted
 
 
 def test_where_hosts_take_as_long_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:

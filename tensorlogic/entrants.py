@@ -1,0 +1,89 @@
+"""Candidates that compete for a key: what is known of one, which get into the last round, which wins, and the evidence they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from . import clocks, failing, measure
+from .op import EAGER, Candidate, Config, Launcher
+from .plans import Evidence, Key
+
+FINALISTS = 4
+NEAR_BEST = 1.25  # of one more accurate, what a first look may overstate
+
+
+@dataclass
+class Entrant:
+    """A candidate with one of its configurations, checked and roughly timed."""
+
+    candidate: Candidate
+    config: Config
+    launch: Launcher
+    error: float
+    rough_us: float
+
+
+class Failed(failing.Failed):
+    """A candidate that passed its check failed while it was timed."""
+
+    def __init__(self, entrant: Entrant, problem: Exception | str) -> None:
+        super().__init__(problem)
+        self.entrant = entrant
+
+
+def clocks_of(entrants: Sequence[Entrant]) -> set[clocks.Clock]:
+    """The clocks that say when some of them are disturbed."""
+    return {e.candidate.clock for e in entrants if e.candidate.clock is not None}
+
+
+def nearest(rest: Sequence[Entrant], key: Key) -> list[Entrant]:
+    """The fastest few of a first look, fastest first; where an error budget is still to choose, of every accuracy."""
+    if key.precision != "adaptive":
+        return [*rest[:FINALISTS]]
+    known = [(e.candidate.coarse(key), e.rough_us) for e in rest]
+    best = [min(us for other, us in known if other <= own) for own, _ in known]
+    return [e for e, us in zip(rest, best, strict=True) if e.rough_us <= NEAR_BEST * us]
+
+
+def pick(final: Sequence[Entrant], times: Mapping[str, float], key: Key, kind: str) -> Entrant:
+    """Eager unless beaten by the tolerance; of equals that beat it ours, the last registered (the most special) first."""
+    best = min(times.values())
+    eager = next(e for e in final if e.candidate.id == EAGER)
+    limit = min(best * (1 + measure.KINSHIP[kind]), times[EAGER])
+    equals = [e for e in reversed(final) if e is not eager and times[e.candidate.id] <= limit]
+    chosen = min(equals, key=lambda e: not e.candidate.trusted, default=eager)
+    # on a GPU eager, recorded, brings PyTorch's own backward, not the fastest one: there it wins no ties
+    tied = times[EAGER] <= best * (1 + measure.TOLERANCE[kind])
+    recorded = key.direction == "forward" and kind == "cuda"
+    return eager if tied and not recorded else chosen
+
+
+def measured(e: Entrant, device_us: float, host_us: float, spread: float, reason: str) -> Evidence:
+    """What was found of a candidate that was right."""
+    return Evidence(
+        candidate=e.candidate.id,
+        config=dict(e.config),
+        status="measured",
+        device_us=round(device_us, 3),
+        host_us=round(host_us, 3),
+        spread=round(spread, 4),
+        error=round(e.error, 3),
+        reason=reason,
+        source=e.candidate.source,
+    )
+
+
+def refused(candidate: Candidate, reason: str) -> Evidence:
+    """Why a candidate does not compete."""
+    return Evidence(
+        candidate=candidate.id,
+        config={},
+        status="refused",
+        device_us=0.0,
+        host_us=0.0,
+        spread=0.0,
+        error=0.0,
+        reason=reason,
+        source=candidate.source,
+    )

@@ -16,7 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, checking, dispatch, policies, registry, selector, stores, study
+from tensorlogic import (
+    background,
+    checking,
+    dispatch,
+    entrants,
+    policies,
+    registry,
+    selector,
+    stores,
+    study,
+)
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
 
@@ -507,12 +517,12 @@ def test_one_that_fails_in_the_final_leaves_the_others_in_it(
     )
     decide = study.Study._decide
 
-    def final(self: study.Study, entrants: Any) -> None:
+    def final(self: study.Study, present: Any) -> None:
         sys.modules["planted_candidates"].KEPT["final"] = True
-        decide(self, entrants)
+        decide(self, present)
 
     monkeypatch.setattr(study.Study, "_decide", final)
-    monkeypatch.setattr(study, "FINALISTS", 99)
+    monkeypatch.setattr(entrants, "FINALISTS", 99)
     (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
     assert reasons(plan)["faints"] == "failed: Peculiar: worn out"
     assert len([e for e in plan.evidence if e.status == "measured"]) > 1

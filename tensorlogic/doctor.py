@@ -8,8 +8,10 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -249,12 +251,12 @@ def _store() -> Iterator[Finding]:
     from . import settings, stores
 
     folder = settings.cache_folder()
-    parent = next((p for p in (folder, *folder.parents) if p.exists()), folder)
-    if not os.access(parent, os.W_OK):
+    why = _unwritable(next((p for p in (folder, *folder.parents) if p.exists()), folder))
+    if why is not None:
         yield Finding(
             "lacks",
             "plan store",
-            f"{folder} cannot be written",
+            f"{folder} cannot be written: {why}",
             f"measurements are lost at exit: set {settings.CACHE_DIR.name} to a folder that can be",
         )
         return
@@ -263,6 +265,17 @@ def _store() -> Iterator[Finding]:
     store = stores.current(device)
     count = sum(1 for _ in store.plans())
     yield Finding("ok", "plan store", f"{count} plans for this {device.type} in {store.path}")
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why no file can be made in a folder; None where one was."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as problem:
+        return problem.strerror or str(problem)
+    return None
 
 
 def _optional() -> Iterator[Finding]:

@@ -163,3 +163,18 @@ def test_files_that_are_no_plain_files(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         files.replace(real / "below", "text")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "pipe", "real"]
+
+
+def test_a_store_that_cannot_be_written_is_said(
+    lockfile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder is a file, or its disk is full: what is imported or measured there would be lost."""
+    file = tmp_path / "file"
+    file.touch()
+    found = run("plans", "import", str(lockfile), TENSORLOGIC_CACHE_DIR=str(file))
+    assert found.returncode == exits.REFUSED, found.stdout
+    assert f"tensorlogic: the plan store {file}" in found.stderr
+    assert doctor._unwritable(file) == "Not a directory"
+    assert doctor._unwritable(tmp_path / "none") == "No such file or directory"
+    assert doctor._unwritable(tmp_path) is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "file", "lock.json"]

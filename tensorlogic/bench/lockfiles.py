@@ -161,5 +161,6 @@ def adopt(
     taken = [p for p in lock.plans() if p.key.device == kind]
     for plan in taken:
         store.put(plan)
-    store.flush()
+    if not store.flush():
+        raise OSError(f"the plan store {store.path} cannot be written")
     return len(taken), None

@@ -356,6 +356,12 @@ def test_conditions_are_asked_before_and_after(driver: Driver) -> None:
         said[name] = True
     assert order[2:] == ["before"] * 2 + ["before", "after copy graph"] * 2
     assert torch.equal(way(x), x + 1)
+    with torch.enable_grad():  # nothing is recorded inside
+        way = short(
+            replay, [x], pytree.tree_structure(0), None, lambda: not torch.is_grad_enabled()
+        )
+        assert torch.equal(way(x), x + 1)
+        assert torch.is_grad_enabled()
 
 
 @torch.no_grad()

@@ -382,3 +382,13 @@ def test_ways_and_what_they_lead_to_are_freed(driver: Driver) -> None:
         fast(x)
     gc.collect()
     assert abs(len(gc.get_objects()) - before) < 20
+
+
+@torch.no_grad()
+def test_compiled_functions_may_call_one_that_is_captured(driver: Driver) -> None:
+    x = torch.randn(3)
+    fast = captured(driver, lambda v: v + 1, x)
+    compiled = torch.compile(lambda v: fast(v * 2) * 3, backend="eager")
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), (x * 2 + 1) * 3)
+    assert driver.kinds() == ["copy", "graph", "copy"] * 3

@@ -15,8 +15,10 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from tensorlogic.ops.common import triton_columns as columns
+from tensorlogic.ops.common import triton_dropout
 from tensorlogic.ops.common import triton_elementwise as elementwise
 from tensorlogic.ops.common import triton_reduce as reduction
+from tensorlogic.ops.common.random import keep_mask
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TORCH = {"f16": torch.float16, "f32": torch.float32}
@@ -172,3 +174,16 @@ def test_polled_is_offered_only_where_one_wave_reads_everything() -> None:
     assert not offered(2, 1 << 20)
     assert not offered(1, 1 << 27)
     assert not offered(1, 100)
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+@pytest.mark.parametrize("count", [1, 2047, 3000])
+def test_dropout_alone(count: int, seeded: bool) -> None:
+    x, whole = rand(count), poisoned(count + 64)
+    config = {"BLOCK": 1024, "num_warps": 4}
+    run = triton_dropout.dropout_launcher("f16", count, seeded, config, DEVICE, 2)
+    state = torch.tensor([7, 11], device=DEVICE)
+    assert run(x, whole[:count], 0.25, 7, 11) if seeded else run(x, state, whole[:count], 0.25)
+    keep = keep_mask((count,), 0.25, 7, 11, DEVICE)
+    close(whole[:count], torch.where(keep, x.double() / 0.75, 0.0), "f16")
+    assert whole[count:].isnan().all()

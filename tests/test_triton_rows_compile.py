@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
+from tensorlogic.ops.common import triton_columns as columns_
 from tensorlogic.ops.common import triton_cross_entropy as cross_entropy
 from tensorlogic.ops.common import triton_dropout as dropout
 from tensorlogic.ops.common import triton_elementwise as elementwise
@@ -22,7 +23,7 @@ from tensorlogic.ops.common import triton_reduce as reduction
 from tensorlogic.ops.common import triton_rows as rows
 from tensorlogic.ops.common import triton_scores as scores
 
-MODULES = (cross_entropy, dropout, elementwise, layer_norm, reduction, rows, scores)
+MODULES = (columns_, cross_entropy, dropout, elementwise, layer_norm, reduction, rows, scores)
 ANY = torch.device("cuda", 0)
 
 
@@ -40,6 +41,14 @@ def prepare_all() -> None:
         for kind in ("mean", "max"):
             for config in reduction.reduce_configs(*shape, "f16")[:1]:
                 reduction.reduce_launcher(kind, "f16", "f16", *shape, config, ANY)
+    for columns in (77, 4096):
+        given = dict.fromkeys(("z", "mean", "var", "gamma", "beta", "y"), "f16")
+        for config in columns_.apply_configs(4096, columns)[:1]:
+            columns_.apply_launcher(4096, columns, given, config, ANY, 16)
+        sums = ("dy", "y", "z", "mean", "var", "gamma", "dz", "db", "dgamma", "dbeta")
+        for config in columns_.backward_configs(4096, columns)[:1]:
+            columns_.activation_backward_launcher("gelu_bwd", 4096, columns, "f16", config, ANY, 16)
+            columns_.backward_launcher(4096, columns, dict.fromkeys(sums, "f16"), config, ANY, 16)
     for columns in (77, 4096, 32000, 50257):
         names = ("f16", "f16", "f16")
         for config in rows.softmax_configs(columns, "f16")[:1]:

@@ -1,0 +1,256 @@
+"""Plants a spill and an off-by-one in every GPU kernel, in a copy of the sources, and says which tests notice.
+
+    python tools/planted.py                    # all kernels: a table, 20 minutes on two cores
+    python tools/planted.py reduce_spun        # these
+
+Needs no GPU: kernels run in Triton's interpreter or on the stand-in for Gluon (`tests/gluon/`), and are compiled for sm_90. The off-by-one
+is one row, column, step or element too few or too many, in the kernel or in a function that it calls. The spill is 65,536 numbers that
+come to be in the kernel's first line and are used in its last: 512 registers a thread of 4 warps. What must fail are the tests of TESTS, whose
+first failure is named; all of them pass unedited, which is checked first. Ends with 1 where a plant is not noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+KERNELS = "tensorlogic/ops/common"
+SPILL = 65536  # numbers that live from the first line to the last
+
+ROWS, ROWS_COMPILE = "test_triton_rows.py::test", "test_triton_rows_compile.py"
+COLUMNS, LOSS = "test_triton_columns.py", "test_triton_together.py"
+PLANES, BYTES, MEND = "test_precision_kernels.py", "test_precision_bytes.py", "test_precision_mend.py"  # fmt: skip
+GLUON = "test_gluon.py::test"
+TESTS: dict[str, tuple[str, str]] = {  # what a module's kernels run in, and what compiles them
+    "bytes": (BYTES, BYTES),
+    "columns": (COLUMNS, ROWS_COMPILE),
+    "cross_entropy": (f"{ROWS}_cross_entropy {ROWS}_cross_entropy_of_special_rows", ROWS_COMPILE),
+    "cross_entropy_stays": ("test_triton_stays.py", "test_triton_stays.py"),
+    "cross_entropy_together": (LOSS, LOSS),
+    "dropout": (f"{COLUMNS}::test_dropout_alone", ROWS_COMPILE),
+    "elementwise": (f"{ROWS}_elementwise_forward {ROWS}_elementwise_backward", ROWS_COMPILE),
+    "gemm": ("test_triton_gemm.py", "test_triton_gemm_compile.py"),
+    "halves": (PLANES, PLANES),
+    "layer_norm": (f"{ROWS}_layer_norm", ROWS_COMPILE),
+    "lines": (PLANES, PLANES),
+    "mend": (MEND, PLANES),
+    "mixed": (f"{GLUON}_rounded", "test_triton_mixed.py"),
+    "reduce": (f"{ROWS}_reduce {ROWS}_reduce_product_of_columns {COLUMNS}", ROWS_COMPILE),
+    "rows": (f"{ROWS}_softmax", ROWS_COMPILE),
+    "scores": ("test_triton_scores.py", ROWS_COMPILE),
+    "scores_direct": (f"{GLUON}_scores", "test_triton_scores_direct.py"),
+    "scores_held": (f"{GLUON}_scores", "test_triton_scores_specialised.py"),
+    "scores_specialised": (f"{GLUON}_scores", "test_triton_scores_specialised.py"),
+    "specialised": (f"{GLUON}_products", "test_triton_specialised.py"),
+    "spins": ("test_triton_spins.py", "test_triton_spins.py"),
+    "split": (PLANES, PLANES),
+}
+
+
+@dataclass(frozen=True)
+class Off:
+    """An off-by-one: the first `right` in a function becomes `wrong`."""
+
+    right: str
+    wrong: str
+    where: str = ""  # the kernel itself
+
+
+OFF_BY_ONE = {
+    "to_bytes": Off("(along < C)", "(along < C - 1)"),
+    "bytes_product": Off("mask=rm < M", "mask=rm < M - 1"),
+    "scale_sums": Off("(j < N)", "(j < N - 1)"),
+    "batch_norm_relu_fwd_tiled": Off("live = col < N", "live = col < N - 1"),
+    "activation_bwd_columns": Off("(row < M)", "(row < M - 1)"),
+    "batch_norm_relu_bwd_columns": Off("(row < M)", "(row < M + 1)"),
+    "cross_entropy_fwd_online": Off("(t < C)", "(t < C - 1)"),
+    "cross_entropy_fwd_registers": Off("(col < C)", "(col < C - 1)"),
+    "cross_entropy_reduce": Off("start + lane < R", "start + lane < R - 1"),
+    "cross_entropy_bwd_tiled": Off("(lane < C)", "(lane < C - 1)"),
+    "cross_entropy_stays": Off("after < R", "after < R - 1"),
+    "cross_entropy_together": Off("W - k * TILE", "W - k * TILE - 1"),
+    "cross_entropy_share": Off("count_valid(t_ptr, R,", "count_valid(t_ptr, R - 1,"),
+    "cross_entropy_settle": Off("(R + zero)", "(R - 1 + zero)"),
+    "dropout_flat": Off("element_ty), at < N", "element_ty), at < N - 1"),
+    "elementwise_flat": Off("lane < N - base", "lane < N - base + 1", "flat_tile"),
+    "elementwise_rows": Off("row < R - first", "row < R - first - 1"),
+    "gemm_tiled": Off("rm, M, rk, K, EVEN_M", "rm, M, rk, K - 1, EVEN_M"),
+    "halve_lines": Off("(along < C)", "(along < C - 1)"),
+    "halve_whole_lines": Off("(along < C)", "(along < C - 1)"),
+    "scale_back": Off("mask=j < N", "mask=j < N - 1"),
+    "layer_norm_fwd_registers": Off("(col < N)", "(col < N - 1)"),
+    "layer_norm_fwd_looped": Off("start + col < N", "start + col < N - 1"),
+    "layer_norm_bwd_registers": Off("live = col < N", "live = col < N - 1"),
+    "layer_norm_bwd_dx_looped": Off("start + col < N", "start + col < N - 1"),
+    "layer_norm_bwd_params_tiled": Off("(row < R)", "(row < R - 1)"),
+    "line_peaks": Off("(along < C)", "(along < C - 1)"),
+    "mend_product": Off("mask=i < M", "mask=i < M - 1"),
+    "gemm_mixed": Off("rm = at_m +", "rm = 1 + at_m +", "put"),
+    "reduce_split": Off("mask=at < N", "mask=at < N - 1"),
+    "reduce_polled": Off("mask=at < N", "mask=at < N - 1"),
+    "reduce_rows": Off("whole + col < N", "whole + col < N - 1"),
+    "reduce_columns": Off("(row < R)", "(row < R - 1)"),
+    "softmax_fwd_registers": Off("(col < C)", "(col < C + 1)"),
+    "softmax_fwd_online": Off("start + lane < C", "start + lane < C + 1"),
+    "softmax_bwd_registers": Off("(col < C)", "(col < C - 1)"),
+    "softmax_bwd_looped": Off("start + lane < C", "start + lane < C - 1"),
+    "attention_scores_fwd": Off("keep = (col < T)", "keep = (col < T - 1)", "score_tile"),
+    "attention_scores_direct": Off("% groups * M, S - M)", "% groups * M, S - M + 1)"),
+    "attention_scores_held": Off("* ROWS, S - ROWS)", "* ROWS, S - ROWS - 1)", "hold"),
+    "attention_scores_specialised": Off("head * S + first, step", "head * S + first + 1, step", "soften"),
+    "gemm_specialised": Off("rn = at_n +", "rn = 1 + at_n +", "multiply"),
+    "reduce_spun": Off("left < N", "left < N - 1"),
+    "split_planes": Off("(cols < C)", "(cols < C - 1)", "write_planes"),
+    "look_at": Off("inside = i < M", "inside = i < M - 1"),
+}  # fmt: skip
+WORKERS = {  # where warp groups of a kernel do their work
+    "gemm_mixed": "multiply_rounded",
+    "attention_scores_held": "hold",
+    "attention_scores_specialised": "soften",
+    "gemm_specialised": "multiply",
+}
+
+
+def jit(node: ast.stmt) -> bool:
+    """Whether a function is compiled by Triton or Gluon."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    found = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
+    return any(isinstance(d, ast.Attribute) and d.attr == "jit" for d in found)
+
+
+def kernels(root: Path = ROOT) -> dict[str, str]:
+    """The kernels that are launched, which no other calls: their names and modules, as TESTS names these."""
+    defined: dict[str, str] = {}
+    called: set[str] = set()
+    for path in sorted((root / KERNELS).glob("triton_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if jit(node):
+                assert isinstance(node, ast.FunctionDef)
+                defined[node.name] = path.stem.removeprefix("triton_")
+                called |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} - {node.name}
+    return {name: module for name, module in defined.items() if name not in called}
+
+
+def function(text: str, name: str) -> tuple[ast.FunctionDef, int, int]:
+    """A function of a module, and the lines that it begins and ends at."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node, node.lineno - 1, node.end_lineno or 0
+    raise ValueError(f"there is no function {name}")
+
+
+def with_off_by_one(text: str, kernel: str) -> str:
+    """A module's text with the kernel's off-by-one."""
+    plant = OFF_BY_ONE[kernel]
+    _, begin, end = function(text, plant.where or kernel)
+    lines = text.splitlines(keepends=True)
+    body = "".join(lines[begin:end])
+    if plant.right not in body:
+        raise ValueError(f"{kernel}: no longer says {plant.right!r}")
+    return "".join([*lines[:begin], body.replace(plant.right, plant.wrong, 1), *lines[end:]])
+
+
+def with_spill(text: str, kernel: str) -> str:
+    """A module's text with numbers that the kernel keeps from its first line to its last."""
+    node, _, end = function(text, WORKERS.get(kernel, kernel))
+    first = node.body[1] if isinstance(node.body[0], ast.Expr) else node.body[0]
+    gluon = "gluon.jit" in ast.unparse(node.decorator_list[0])
+    language = "gl" if gluon else "tl"
+    layout = ", gl.BlockedLayout([1], [32], [gl.num_warps()], [0])" if gluon else ""
+    keep = '    ballast = {}.inline_asm_elementwise("{}", "=r,r", [{}], dtype={}.int32, is_pure=False, pack=1)\n'
+    numbers = (
+        f"{language}.arange(0, {SPILL}{layout})"  # volatile: nobody may move a store before a load
+    )
+    begun = keep.format(language, "ld.volatile.shared.b32 $0, [$1];", numbers, language)
+    ended = keep.format(language, "st.volatile.shared.b32 [$1], $1; mov.b32 $0, $1;", "ballast", language)  # fmt: skip
+    lines = text.splitlines(keepends=True)
+    lines[end - 1 : end] = [lines[end - 1].rstrip("\n") + "\n", ended]
+    lines.insert(first.lineno - 1, begun)
+    return "".join(lines)
+
+
+def noticed(root: Path, tests: str, only: str) -> tuple[bool, str, float]:
+    """Whether tests fail in a copy of the sources; the first failure, with what it found spilt; seconds."""
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-k", only]  # fmt: skip
+    command += [str(Path("tests", name)) for name in tests.split()]
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    found = re.search(r"^FAILED \S+?::(\S+)", done.stdout, re.MULTILINE)
+    if done.returncode not in (0, 1) or (done.returncode == 1) != bool(found):
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")  # fmt: skip
+    stacks = [int(n) for n in re.findall(r"stack=(\d+)", done.stdout)]
+    first = f"`{found[1].split('[')[0]}`" if found else ""
+    first += f", {max(stacks)} bytes of stack" if any(stacks) else ""
+    return done.returncode == 1, first, time.monotonic() - begun
+
+
+PARTS = {  # of a kernel's tests: which are left out or taken, by -k
+    "off by one": (0, "not planted and not spilling and not spills and not compile", with_off_by_one),
+    "spill": (1, "spilling or spills or resources", with_spill),
+}  # fmt: skip
+
+
+def main() -> int:
+    """Plant, run, print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kernels", nargs="*", help="names; all of them where none is given")
+    parser.add_argument("--plant", choices=list(PARTS), action="append", help="only these plants")
+    asked = parser.parse_args()
+    every = kernels()
+    if unknown := set(asked.kernels) - set(every):
+        parser.error(f"no kernels: {', '.join(sorted(unknown))}; there are {', '.join(every)}")
+    chosen = {k: m for k, m in every.items() if not asked.kernels or k in asked.kernels}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for part in ("tensorlogic", "tests", "benchmarks", "tools"):
+            shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", root)
+        return table(root, chosen, asked.plant or list(PARTS))
+
+
+def table(root: Path, chosen: dict[str, str], plants: Sequence[str]) -> int:
+    """A line for each kernel and plant; how many went unnoticed, at most 1."""
+    missed = 0
+    print("| kernel | plant | noticed by | s |\n|---|---|---|---|")
+    sound: set[tuple[str, str]] = set()
+    for plant in plants:
+        which, only, edit = PARTS[plant]
+        for kernel, module in chosen.items():
+            tests = TESTS[module][which]
+            if (tests, only) not in sound:
+                failed, first, _ = noticed(root, tests, only)
+                if failed:
+                    raise RuntimeError(f"{first} of {tests} fails before anything is planted")
+                sound.add((tests, only))
+            path = root / KERNELS / f"triton_{module}.py"
+            text = path.read_text()
+            try:
+                path.write_text(edit(text, kernel))
+                found, first, seconds = noticed(root, tests, only)
+            finally:
+                path.write_text(text)
+            missed += not found
+            said = f"{first} ({tests})" if found else "**nobody**"
+            print(f"| `{kernel}` | {plant} | {said} | {seconds:.0f} |", flush=True)
+    print(f"{missed} of {len(chosen) * len(plants)} were not noticed")
+    return min(missed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -436,6 +436,8 @@ def test_bad_input_names_what_is_wrong() -> None:
         tensorlogic.optimize(model, torch.ones(2, 5))
     with pytest.raises(ValueError, match="fails on the example inputs"):
         tensorlogic.optimize(model, torch.ones(2, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="device that it takes"):
+        tensorlogic.optimize(model, torch.ones(2, 4, device="meta"))
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
         tensorlogic.optimize(model, torch.ones(2, 4), training=True)
 

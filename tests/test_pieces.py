@@ -292,3 +292,63 @@ def test_halves_are_checked_in_float32_where_float64_is_unknown(
     assert fast.report.error is not None
     fast = tensorlogic.optimize(model.float(), x.float())  # nothing wider is known
     assert "no way to check it" in fast.report.reason
+
+
+class Looking(nn.Module):
+    """Looks at its own values, as encoders in halves do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.b(F.gelu(self.a(x)))
+        if not torch.isfinite(x).all():
+            x = torch.nan_to_num(x, 0.0, 1.0, -1.0)
+        return x
+
+
+class Layers(nn.Module):
+    """Several of one form: Dynamo makes one graph, and hands it each layer's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Looking() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@torch.no_grad()
+def test_layers_of_one_form_have_a_program_each(pays: None) -> None:
+    model, x = Layers().eval(), torch.randn(4, 8)
+    fast = tensorlogic.optimize(model, x)
+    assert isinstance(fast._program, Pieces), fast.report.reason
+    assert [len(p.programs) for p in fast._program.pieces] == [3]
+    assert len(fast._program.programs) == 3
+    served = []
+    for program in fast._program.programs:
+        run = program.function.run
+        program.function.run = lambda *a, run=run: (served.append(1), run(*a))[1]
+    close(fast(x), model(x))
+    assert len(served) == 3
+    model.layers[1].a.weight.mul_(2.0)
+    model.layers[2].b.bias.data = torch.randn(8)
+    close(fast(x), model(x))
+    fast.layers[0].a = copy.deepcopy(model.layers[1].a)  # another parameter: the graph as it was
+    twin = copy.deepcopy(model)
+    twin.layers[0].a = fast.layers[0].a
+    close(fast(x), twin(x))
+    x[0, 0] = torch.inf  # the other side of the branch
+    close(fast(x), twin(x))
+
+
+def test_a_graph_is_given_its_share_of_the_budget() -> None:
+    made = Pieces.__new__(Pieces)
+    made.left, made.waiting = 2.0, {"long": 3.0, "short": 1.0}
+    assert made.share("long") == 1.5
+    made.left -= 1.5
+    assert made.share("short") == 0.5
+    assert made.share("never timed") == 0.0

@@ -206,6 +206,30 @@ MISSES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
     ),
     "class weights": (lambda m, x, t: F.cross_entropy(x, t, weight=x[0].abs()), (X, TARGET), []),
     "class probabilities": (lambda m, x: F.cross_entropy(x, x.softmax(1)), (X,), []),
+    "convolution, value used twice": (
+        lambda m, x: m.bn2(y := m.conv(x)) * y,
+        (IMAGE,),
+        ["convolution"],
+    ),
+    "convolution, residual that enlarges": (
+        lambda m, x: m.conv(x)[:1].sin() + m.conv(x),
+        (IMAGE,),
+        ["convolution", "convolution"],
+    ),
+    "transposed convolution": (
+        lambda m, x: F.conv_transpose2d(x, m.conv.weight.transpose(0, 1)),
+        (IMAGE,),
+        [],
+    ),
+    "attention weights used twice": (
+        lambda m, q, k, v: (w := scores(q, k).softmax(-1)) @ v + w.sum(),
+        (Q, Q, Q),
+        ["attention_scores"],
+    ),
+    "gelu used twice": (lambda m, x: m.out(g := F.gelu(x)) + g[:, :6], (X,), ["linear"]),
+    "affine that enlarges": (lambda m, x: x[:1] * m.lin.bias + x, (X,), []),
+    "sum used twice": (lambda m, a: F.relu(y := a + a.sin()) * y, (X,), []),
+    "product used twice": (lambda m, a: F.relu(y := a * a.sin()) + y, (X,), []),
     "transposed the other way": (lambda m, x: x @ m.lin.weight, (X,), []),
     "batch norm over channels of rows": (
         lambda m, x: m.bn(m.lin(x).unsqueeze(0).transpose(1, 2)),
@@ -245,6 +269,13 @@ def test_training_rules_keep_gradients() -> None:
     assert ops(norm, IMAGE, training=True, grad=True) == ["convolution"]
     assert ops(lambda m, x: F.relu(m.conv(x)), IMAGE, training=True, grad=True) == ["convolution"]
     assert ops(lambda m, x: m.out(m.drop(x)), X, training=True, grad=True) == ["dropout_linear"]
+
+
+def test_training_rules_miss_what_is_used_twice() -> None:
+    block = lambda m, x: F.relu(m.bn(y := m.lin(x))) * y  # noqa: E731
+    assert ops(block, X, training=True, grad=True) == ["linear"]
+    dropped = lambda m, x: m.out(d := m.drop(x)) * d[:, :6]  # noqa: E731
+    assert ops(dropped, X, training=True, grad=True) == ["linear"]
 
 
 def test_rewritten_graphs_compute_the_same() -> None:

@@ -29,37 +29,58 @@ from .short import MISS, plain_modes
 from .trace import Trace, Untraceable, counters, first_line, prepare, witness
 from .watch import Hooks
 
+LOOKS = 2  # at a graph's own calls, before a program is made for it in the next: a first one is no measure
 LIMIT = 32  # graphs of one model; with more, the Python between them is what takes the time
 
 
 class Piece:
-    """One of Dynamo's graphs: a program where one was right and faster on the inputs of the first call, else as it was."""
+    """One of Dynamo's graphs, which may serve several layers of one form: for the parameters of each a program where one was
+    right and faster on the inputs of the first calls, else the graph as it was."""
 
     def __init__(self, graph: fx.GraphModule, owner: Pieces) -> None:
         self.plain, self.owner = graph.forward, owner
-        self.graph: fx.GraphModule | None = graph
-        self.program: Program | None = None
-        self.fixed: list[int] = []  # which inputs are parameters and buffers, and their identities
+        self.graph = graph
+        self.traced: fx.GraphModule | None = None
+        self.fixed: list[int] | None = None  # which inputs are parameters and buffers
         self.given: list[int] = []
-        self.ids: list[int] = []
+        self.programs: dict[tuple[int, ...], Program | None] = {}  # by the identities of those
+        self.calls: dict[tuple[int, ...], int] = {}
 
     def __call__(self, *flat: Any) -> Any:
         """The graph's outputs."""
-        if self.graph is not None:
-            graph, self.graph = self.graph, None
-            self._prepare(graph, flat)
-        if self.program is not None and [id(flat[i]) for i in self.fixed] == self.ids:
-            out = self.program(tuple(flat[i] for i in self.given), {})
+        if self.fixed is None:
+            known = self.owner.known()
+            self.fixed = [i for i, v in enumerate(flat) if id(v) in known]
+            self.given = [i for i, v in enumerate(flat) if id(v) not in known]
+        ids = tuple([id(flat[i]) for i in self.fixed])
+        if ids not in self.programs and self.owner.making:
+            calls = self.calls[ids] = self.calls.get(ids, 0) + 1
+            if calls <= LOOKS:
+                return self._timed(ids, flat)
+            self.programs[ids] = self._program(ids, flat)
+        program = self.programs.get(ids)
+        if program is not None:
+            out = program(tuple(flat[i] for i in self.given), {})
             if out is not MISS:
                 return out
         return self.plain(*flat)
 
-    def _prepare(self, graph: fx.GraphModule, flat: Sequence[Any]) -> None:
-        """Make a program for what this first call is given, if time is left and it pays."""
-        owner, report = self.owner, Report()
+    def _timed(self, ids: tuple[int, ...], flat: Sequence[Any]) -> Any:
+        """The graph's outputs; how long they take tells which share of the budget is theirs."""
         begin = time.perf_counter()
-        if owner.left <= 0 or not any(isinstance(v, Tensor) for v in flat):
-            return
+        out = self.plain(*flat)
+        for device in {v.device for v in flat if isinstance(v, Tensor)}:
+            measure.synchronize(device)
+        self.owner.waiting[id(self), ids] = time.perf_counter() - begin
+        return out
+
+    def _program(self, ids: tuple[int, ...], flat: Sequence[Any]) -> Program | None:
+        """What serves calls like this one from now on, if time is left and it pays."""
+        owner, report = self.owner, Report()
+        share = owner.share((id(self), ids))
+        alike = any(p is not None for p in self.programs.values())  # what it chose is known
+        if not (share or alike) or not any(isinstance(v, Tensor) for v in flat):
+            return None
         merged = list(flat)
 
         def before(*given: Any) -> Any:
@@ -67,44 +88,42 @@ class Piece:
                 merged[i] = v
             return self.plain(*merged)
 
+        program = None
         try:
-            traced = self._trace(graph, flat)
+            traced = self._trace(flat)
+            begin = time.perf_counter()
             example: tuple[tuple[Any, ...], dict[str, Any]] = (tuple(traced.example), {})
             nothing = nn.Module()  # Dynamo's own guards watch the model
-            self.program = best(
-                traced, nothing, before, owner.training, owner.left, report, example, owner.until
+            program = best(
+                traced, nothing, before, owner.training, share, report, example, owner.until
             )
+            owner.left -= time.perf_counter() - begin
         except (Untraceable, *FAILURES) as problem:
             report.reason = first_line(problem)
         owner.reports.append(report)
-        owner.left -= time.perf_counter() - begin
+        return program
 
-    def _trace(self, graph: fx.GraphModule, flat: Sequence[Any]) -> Trace:
-        """The graph in ATen calls, with the model's parameters and buffers as its state."""
-        model = self.owner.model
-        known = {
-            id(t): name
-            for named in (model.named_buffers, model.named_parameters)
-            for name, t in named(remove_duplicate=False)
-        }
-        self.fixed = [i for i, v in enumerate(flat) if id(v) in known]
-        self.given = [i for i, v in enumerate(flat) if id(v) not in known]
-        self.ids = [id(flat[i]) for i in self.fixed]
-        with torch.set_grad_enabled(self.owner.training):
-            traced = make_fx(
-                graph, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True
-            )(*flat)
-        places = [n for n in traced.graph.nodes if n.op == "placeholder"]
-        out = traced.graph.output_node().args[0]
+    def _trace(self, flat: Sequence[Any]) -> Trace:
+        """The graph in ATen calls, with the parameters and buffers among its inputs as its state; traced once."""
+        known, model = self.owner.known(), self.owner.model
+        assert self.fixed is not None
+        if self.traced is None:
+            with torch.set_grad_enabled(self.owner.training):
+                self.traced = make_fx(
+                    self.graph, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True
+                )(*flat)
+        graph = copy.deepcopy(self.traced.graph)
+        places = [n for n in graph.nodes if n.op == "placeholder"]
+        out = graph.output_node().args[0]
         if not isinstance(out, (tuple, list)):
             raise Untraceable("a graph with one bare output")
         state = {places[i].name: (known[id(flat[i])], flat[i]) for i in self.fixed}
         counted = counters(state, dict(model.named_buffers(remove_duplicate=False)))
-        prepare(traced.graph, state, counted)
+        prepare(graph, state, counted)
         example = [flat[i] for i in self.given]
         return Trace(
-            traced.graph,
-            traced,
+            graph,
+            self.traced,
             state,
             [places[i].name for i in self.given],
             pytree.tree_flatten((tuple(example), {}))[1],
@@ -122,6 +141,8 @@ class Pieces:
     ) -> None:
         self.model, self.training, self.until = model, training, until
         self.left = budget_s  # seconds for making programs
+        self.making = True  # programs, while `pieces` calls the model
+        self.waiting: dict[Any, float] = {}  # seconds of graphs for which there is none yet
         self.reports: list[Report] = []
         self.pieces: list[Piece] = []
         self.symbolic: list[fx.GraphModule] = []  # graphs whose sizes may vary
@@ -147,6 +168,24 @@ class Pieces:
 
         return call
 
+    def known(self) -> dict[int, str]:
+        """The model's parameters and buffers by identity."""
+        return {
+            id(t): name
+            for named in (self.model.named_buffers, self.model.named_parameters)
+            for name, t in named(remove_duplicate=False)
+        }
+
+    def share(self, key: Any) -> float:
+        """Seconds for one graph: of what is left as much as it takes of the time of all that wait."""
+        seconds = self.waiting.pop(key, 0.0)
+        return max(0.0, self.left) * seconds / max(seconds + sum(self.waiting.values()), 1e-9)
+
+    @property
+    def programs(self) -> list[Program]:
+        """Of all graphs."""
+        return [p for piece in self.pieces for p in piece.programs.values() if p is not None]
+
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output, or `MISS`."""
         return self.later(*args, **kwargs) if plain_modes() and self.hooks() else MISS
@@ -158,12 +197,12 @@ class Pieces:
     @property
     def nbytes(self) -> int:
         """Bytes held besides the model."""
-        return sum(p.program.nbytes for p in self.pieces if p.program is not None)
+        return sum(p.nbytes for p in self.programs)
 
     @property
     def captured(self) -> bool:
         """Whether any graph is replayed as a CUDA graph."""
-        return any(p.program is not None and p.program.replay is not None for p in self.pieces)
+        return any(p.replay is not None for p in self.programs)
 
 
 def _weakly(made: Pieces) -> Callable[..., Any]:
@@ -219,10 +258,11 @@ def pieces(
             raise Untraceable(f"the model's gradients: {first_line(problem)}") from problem
         drawn = _random_state() != before
         try:
-            for _ in range(2):
+            for _ in range(LOOKS + 1):
                 ours = _outcome(made.first, clone, training, args, kwargs)
         except Exception as problem:  # Dynamo runs the user's own code, which may raise anything
             raise Untraceable(f"Dynamo: {first_line(problem)}") from problem
+        made.making = False
         wide = None if drawn else _wide(model, training, args, kwargs)
     report.rows = [row for r in made.reports for row in r.rows]
     report.notes.append(f"{made.graphs} graphs, cut by Dynamo")

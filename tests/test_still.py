@@ -67,6 +67,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "another class": lambda m: setattr(m.norm, "__class__", Own),
     "an attribute of the class": lambda m: setattr(Model, "rate", 2.5),
     "a global": lambda m: globals().update(OFFSET=2.0),
+    "a global less": lambda m: globals().pop("OFFSET"),
     "the default dtype": lambda m: torch.set_default_dtype(torch.float64),
     "nothing": lambda m: None,
 }

@@ -22,6 +22,7 @@ from .. import settings
 from .trace import Trace, first_line, random_call
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+EAGERLY = "force_non_lazy_backward_lowering"  # which PyTorch before 2.13 does not set by itself
 MOST = 256  # artifacts that are kept; the oldest go
 
 
@@ -72,13 +73,17 @@ class Job:
 
     def compile(self, calls: Any, looks: Sequence[Any], artifact: str) -> None:
         """Compile and save one. Raises whatever PyTorch does."""
+        from torch._functorch import config
         from torch._guards import TracingContext, tracing
         from torch._inductor import standalone_compile
         from torch._subclasses import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         mode = FakeTensorMode(shape_env=ShapeEnv())
-        with torch.set_grad_enabled(self.training):
+        now: Any = contextlib.nullcontext()
+        if hasattr(config, EAGERLY):  # an artifact without its backward cannot be saved
+            now = config.patch({EAGERLY: True})
+        with torch.set_grad_enabled(self.training), now:
             with mode:
                 inputs = [v.tensor() if isinstance(v, Look) else v for v in looks]
             module = fx.GraphModule(nn.Module(), _unpacked(calls))

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tensorlogic.ops.common import mixed, scores_direct, triton_launch
+from tensorlogic.ops.common import cross_entropy_held, mixed, scores_direct, triton_launch
 from tensorlogic.ops.common.gemm import Operand
 
 from .gluon import standin
@@ -103,6 +104,47 @@ def test_rounded(kind: str, shape: tuple[int, int, int, int]) -> None:
     rounded(kind, shape)
 
 
+LOSSES = {  # dtype, columns (a ragged last tile or none), tiles in registers and to a tile's sum, reduction, guess
+    "held": ("f16", 1000, 2, 2, "mean", 1.0),
+    "late": ("bf16", 1280, 1, 5, "sum", 512.0),
+    "wide": ("f32", 504, 1, 1, "mean", 0.5),
+}
+
+
+def losses(name: str, missed: int = 0) -> None:
+    """Losses and their prepared gradient, rows shared by two programs; one row is ignored, one target there is not."""
+    dtype, columns, kept, ahead, reduction, guess = LOSSES[name]
+    config, rows = {"LANES": 32, "num_warps": 1, "per": 1, "KEPT": kept, "AHEAD": ahead}, 7
+    what = (rows, columns, dtype, reduction, -100, config)
+    run = cross_entropy_held.held_launcher(*what, CPU, 2)
+    x, t = rand(rows, columns, dtype=dtype, scale=3.0), torch.arange(rows) * 37 % columns
+    t[2], t[5] = -100, columns
+    bits = torch.tensor(guess).view(torch.int32) ^ torch.tensor(1.0).view(torch.int32)
+    cell, used = (
+        torch.stack([bits, torch.tensor(missed)]).int(),
+        torch.full((2,), 7, dtype=torch.int32),
+    )
+    part, lse, share, y = poisoned(rows), poisoned(2 * rows), poisoned(1), poisoned(1, dtype=dtype)
+    dx = poisoned(rows, columns, dtype=dtype)
+    assert run(x, t, part, lse, y, share, torch.zeros(1, dtype=torch.int64), cell, used, dx)
+    assert used.tolist() == [torch.tensor(guess).view(torch.int32), not missed]
+    assert y.isnan().all()
+    wide = x.double().requires_grad_()
+    t[5] = 0
+    want = F.cross_entropy(wide, t, reduction="none")
+    factor = guess / 6 if reduction == "mean" else guess
+    (grad,) = torch.autograd.grad(want.sum() * factor, wide)
+    want[5], grad[5] = float("nan"), float("nan")
+    close(part, want.detach(), "f32", 1.0)
+    close(dx, torch.full_like(grad, 777.0) if missed else grad, dtype, 0.1)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str) -> None:
+    losses(name)
+    losses(name, missed=1)
+
+
 COMMON = "tensorlogic.ops.common.triton_"
 OTHERS = {"bias": "f16", "outer": "residual", "activation": "relu", "z": "f16"}
 PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its text, a wrong one, what must notice
@@ -137,6 +179,14 @@ PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its 
     "direct: the last rows one off": ("scores_direct", "% groups * M, S - M)", "% groups * M, S - M + 1)", partial(scores, "direct")),
     "direct: k not waited for": ("scores_direct", "            async_copy.wait_group(STAGES - 2)\n            fence_async_shared()\n        left = begin(q, ks.index(step", "            fence_async_shared()\n        left = begin(q, ks.index(step", partial(scores, "direct")),
     "direct: recounted one step short": ("scores_direct", "for step in range(steps):\n        arrive", "for step in range(steps - 1):\n        arrive", partial(scores, "direct")),
+    "loss: a row too few": ("cross_entropy_held", "range(pid - programs, R, programs)", "range(pid - programs, R - 1, programs)", partial(losses, "held")),
+    "loss: a tile not waited for": ("cross_entropy_held", "async_copy.wait_group(min(k, SHARED - 1) - (k - AHEAD))", "pass", partial(losses, "held")),
+    "loss: waits for a tile less": ("cross_entropy_held", "min(k, SHARED - 1) - (k - AHEAD)", "min(k, SHARED - 1) - (k - AHEAD) + 1", partial(losses, "late")),
+    "loss: written past a row": ("cross_entropy_held", "left = C - k", "left = C + 8 - k", partial(losses, "held")),
+    "loss: summed past a row": ("cross_entropy_held", "piece < W - (k - AHEAD) * TILE", "piece < W + 1 - (k - AHEAD) * TILE", partial(losses, "wide")),
+    "loss: another tile's gradient": ("cross_entropy_held", "v = xs.index(k).load(IN)\n                    put", "v = xs.index((k + 1) % SHARED).load(IN)\n                    put", partial(losses, "held")),
+    "loss: the next row's target early": ("cross_entropy_held", "t = gl.load(t_ptr + after, mask=more", "t = gl.load(t_ptr + row, mask=begun", partial(losses, "held")),
+    "loss: a target of C": ("cross_entropy_held", "(t >= 0) & (t < C)", "(t >= 0) & (t <= C)", partial(losses, "late")),
     "direct: what stays is not waited for": ("scores_direct", "                async_copy.wait_group(0)\n", "                pass\n", partial(scores, "direct stays")),
 }  # fmt: skip
 

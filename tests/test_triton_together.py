@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from typing import Any
 
@@ -14,6 +15,7 @@ from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, ra
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry  # isort: skip
 from tensorlogic.op import OPS  # isort: skip
+from tensorlogic.ops.common import cross_entropy_held  # isort: skip
 from tensorlogic.ops.common import triton_cross_entropy_together as together  # isort: skip
 from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
 
@@ -44,7 +46,11 @@ class Rows:
         self.y, self.used = poisoned(1, dtype=dtype), torch.full((2,), 7, dtype=torch.int32)
         self.counter = torch.zeros(1, dtype=torch.int64)
         where = (rows, columns, dtype)
-        self.run = together.together_launcher(*where, reduction, -100, config, DEVICE)
+        self.run = (
+            cross_entropy_held.held_launcher(*where, reduction, -100, config, DEVICE, 2)
+            if "AHEAD" in config
+            else together.together_launcher(*where, reduction, -100, config, DEVICE)
+        )
         self.back = together.settle_launcher(*where, dtype, -100, DEVICE, 1)
 
     def forward(self, remembered: torch.Tensor) -> torch.Tensor:
@@ -70,7 +76,29 @@ class Rows:
 def test_against_float64_with_the_same_bits_whatever_was_guessed(
     columns: int, config: dict[str, int], dtype: str, reduction: str
 ) -> None:
-    rows = Rows(4, columns, dtype, reduction, **config)
+    check_bits(Rows(4, columns, dtype, reduction, **config))
+
+
+HELD = {"LANES": 32, "num_warps": 1, "per": 1, "KEPT": 2, "AHEAD": 2}
+
+
+@pytest.mark.skipif(
+    not wiring.bulk_copies(), reason="in Gluon for Hopper; on a CPU, test_gluon.py has it"
+)
+@pytest.mark.parametrize(("columns", "config", "dtype", "reduction"), [
+    (1000, HELD, "f16", "mean"), (1280, HELD, "bf16", "sum"), (504, HELD, "f32", "mean"),
+    *((128256, config, "f16", "sum") for config in cross_entropy_held.held_configs(128256, "f16")),
+    *((50000, config, "bf16", "mean") for config in cross_entropy_held.held_configs(32000, "bf16")),
+])  # fmt: skip
+def test_rows_held_in_shared_memory(
+    columns: int, config: dict[str, int], dtype: str, reduction: str
+) -> None:
+    check_bits(Rows(9, columns, dtype, reduction, **config))
+
+
+def check_bits(rows: Rows) -> None:
+    """Loss and gradient against float64, with the same bits whatever was guessed."""
+    dtype, reduction = rows.dtype, rows.reduction
     wide = rows.x.double().requires_grad_()
     loss = F.cross_entropy(wide, rows.t, reduction=reduction)
     loss.backward()
@@ -229,7 +257,10 @@ def test_candidates_of_the_pair_agree(id: str, reduction: str) -> None:
         close(g, w, "f32", 0.1)
 
 
-@pytest.mark.skipif(not GPU, reason="graphs are captured on GPUs")
+@pytest.mark.skipif(
+    not GPU or "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ,
+    reason="graphs are captured on GPUs, with PyTorch's own allocator",
+)
 def test_a_captured_step_learns_its_scale_over_replays() -> None:
     x, t = rand(64, 4096, dtype="f16").requires_grad_(), torch.arange(64)
     scale = torch.full((), 256.0)
@@ -268,6 +299,17 @@ def test_configurations_hold_a_row_and_compile_without_spilling(
                 return together.together_launcher(4096, c, d, "mean", -100, config, cuda)
 
             jobs += triton_launch.collect(build, cuda)
+    for columns, dtype in ((128256, "f16"), (50000, "bf16"), (50000, "f32")):
+        for config in cross_entropy_held.held_configs(columns, dtype):
+
+            def holding(c: int = columns, d: str = dtype, config: Any = config) -> object:
+                return cross_entropy_held.held_launcher(4096, c, d, "mean", -100, config, cuda, 132)
+
+            jobs += triton_launch.collect(holding, cuda)
+    one = {**HELD, "LANES": 1024, "num_warps": 16}
+    jobs += triton_launch.collect(  # a row, and an index, that the compiler takes for constants
+        lambda: cross_entropy_held.held_launcher(1, 50000, "f16", "sum", 1, one, cuda, 132), cuda
+    )
     jobs += triton_launch.collect(
         lambda: together.settle_launcher(4096, 32000, "f16", "f16", -100, cuda, 132), cuda
     )
@@ -286,8 +328,24 @@ def test_refusals() -> None:
     assert "reduced" in str(together.together_refusal(4096, "f16", "none", 0.0, 16))
     assert "whole groups" in str(together.together_refusal(4097, "f16", "mean", 0.0, 16))
     assert "16-byte" in str(together.together_refusal(4096, "f16", "mean", 0.0, 2))
-    assert "holds a row" in str(together.together_refusal(128256, "f16", "mean", 0.0, 16))
     assert together.together_refusal(32000, "f16", "mean", 0.0, 16) is None
     config = {"LANES": 256, "num_warps": 8}
     with pytest.raises(triton_launch.CompileFailure, match="does not hold"):
         together.together_launcher(4, 128256, "f16", "mean", -100, config, DEVICE)
+    held = {**config, "per": 1, "KEPT": 8, "AHEAD": 2}
+    with pytest.raises(triton_launch.CompileFailure, match="does not hold"):
+        cross_entropy_held.held_launcher(4, 300000, "f16", "mean", -100, held, DEVICE, 1)
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_long_rows_are_held_on_hopper_only(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.ready(DEVICE.type)
+    monkeypatch.setattr(wiring, "bulk_copies", lambda: hopper)
+    op, t = OPS["softmax_cross_entropy_together"], torch.arange(2)
+    candidate = op.candidates["triton.together"]
+    for columns, dtype, there in ((128256, "f16", hopper), (300000, "f16", False), (1024, "f16", True), (4096, "f32", True)):  # fmt: skip
+        x = rand(2, columns, dtype=dtype)
+        key = op.key([torch.tensor(1.0).to(x), x, t, -100, 0.0, "mean"], "backward")
+        assert (candidate.unfit(key) is None) == there, candidate.unfit(key)
+        if not there:
+            assert "no program holds" in str(candidate.unfit(key))

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .machine import STALE, Barrier, Barriers, Kind, Matrix, Pointer, Product, Program, Shared
+from .machine import Barrier, Barriers, Kind, Matrix, Pointer, Product, Program, Shared, stale
 
 KINDS = {
     "float16": Kind(torch.float16), "bfloat16": Kind(torch.bfloat16), "float32": Kind(torch.float32),
-    "int32": Kind(torch.int32), "int64": Kind(torch.int64),
+    "int16": Kind(torch.int16), "int32": Kind(torch.int32), "int64": Kind(torch.int64),
 }  # fmt: skip
 
 
@@ -27,6 +27,8 @@ def converted(value: Any, kind: Any, bitcast: bool = False) -> Any:
     if isinstance(value, Product):
         value.early()
     into = kind.torch if isinstance(kind, Kind) else kind
+    if isinstance(value, Pointer):
+        return value.seen_as(into)
     value = scalars(value) if not isinstance(value, float) else torch.tensor(value)
     return value.view(into) if bitcast else value.to(into)
 
@@ -45,7 +47,7 @@ class Language:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.__dict__ |= KINDS
-        for name in ("exp", "exp2", "log2", "abs", "rsqrt", "erf"):
+        for name in ("exp", "exp2", "log", "log2", "abs", "rsqrt", "erf"):
             setattr(self, name, getattr(torch, name))
 
     def __getattr__(self, name: str) -> Any:
@@ -55,6 +57,12 @@ class Language:
 
     def constexpr(self, value: Any) -> Any:
         return value
+
+    def pointer_type(self, kind: Kind) -> Kind:
+        return kind
+
+    def debug_barrier(self) -> None:
+        """Threads take turns here anyway."""
 
     def program_id(self, axis: int) -> Tensor:
         return torch.tensor(self.program.number)
@@ -113,7 +121,9 @@ class Language:
 
     def load(self, pointer: Pointer, mask: Any = None, other: float = 0.0, **_: Any) -> Tensor:
         at, live = pointer.live(mask)
-        return torch.where(live, pointer.memory[at], other).to(pointer.memory.dtype)
+        return torch.where(
+            live, pointer.memory[at], torch.as_tensor(other).to(pointer.memory.dtype)
+        )
 
     def store(self, pointer: Pointer, value: Tensor, mask: Any = None, **_: Any) -> None:
         at, live = pointer.live(mask)
@@ -124,7 +134,7 @@ class Language:
         if kind == torch.int64:
             barriers = Barriers(Barrier() for _ in range(shape[0]))
             return barriers if len(shape) > 1 else barriers[0]
-        return Shared(torch.full(shape, STALE, dtype=kind.torch))
+        return Shared(stale(shape, kind.torch))
 
     def warp_specialize(self, functions: Any, *about: Any) -> None:
         self.program.specialize(functions, *about)
@@ -146,7 +156,7 @@ class Copies:
     def __init__(self, program: Program) -> None:
         self.program = program
 
-    def async_copy_global_to_shared(self, *args: Any) -> None:
+    def async_copy_global_to_shared(self, *args: Any, **_: Any) -> None:
         if isinstance(args[0], Matrix):
             matrix, at, barrier, there = args
             tile = matrix.read(at)
@@ -156,7 +166,7 @@ class Copies:
             there, pointer = args
             at, _ = pointer.live(None)
             self.program.group.copies.append(lambda: there.lies.copy_(pointer.memory[at]))
-        there.lies.fill_(STALE)
+        there.lies.copy_(stale(there.lies.shape, there.lies.dtype))
         if isinstance(args[0], Matrix):
             barrier.settle()
             self.program.moved()

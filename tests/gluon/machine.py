@@ -15,6 +15,13 @@ from torch import Tensor
 STALE = 0.3  # what nobody has written yet; NaN or large, and some kernels would make their rows again, and right
 
 
+def stale(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory that nobody has written; words of 32 bits hold two halves of it."""
+    if dtype == torch.int32:
+        return torch.full((*shape, 2), STALE, dtype=torch.float16).view(dtype).squeeze(-1)
+    return torch.full(shape, STALE, dtype=dtype)
+
+
 class Kind:
     """An element type, under the names that kernels use."""
 
@@ -44,6 +51,11 @@ class Pointer:
 
     def __add__(self, step: Any) -> Pointer:
         return Pointer(self.memory, self.at + step)
+
+    def seen_as(self, kind: torch.dtype) -> Pointer:
+        """The same address, of elements of another kind."""
+        at = self.at * self.memory.element_size() // kind.itemsize
+        return Pointer(self.memory.view(kind), at)
 
     def live(self, mask: Any) -> tuple[Tensor, Tensor]:
         """(addresses, mask) of one shape; those that are live lie inside."""

@@ -14,7 +14,9 @@ from ...op import Config, Launcher
 from ...plans import Key
 from ..common import (
     compiled_launch,
+    cross_entropy_held,
     triton_cross_entropy,
+    triton_cross_entropy_held,
     triton_cross_entropy_together,
     triton_rows,
     wiring,
@@ -27,14 +29,22 @@ WORDS = torch.int32
 
 
 def describe(key: Key) -> Shape | str:
-    """Reduced losses of rows that a few programs hold."""
+    """Reduced losses of rows that a program holds."""
     s = shapes.describe(key)
     if isinstance(s, str):
         return s
     reason = triton_cross_entropy_together.together_refusal(
         s.columns, s.dtype, s.reduction, s.smoothing, s.align
     )
-    return reason or s
+    return reason or (s if configs(s) else f"no program holds a row of {s.columns}")
+
+
+def configs(s: Shape) -> list[dict[str, Any]]:
+    """Configurations, best guess first: long rows in shared memory and registers, on a Hopper GPU; others in registers."""
+    found = triton_cross_entropy_together.together_configs(s.columns, s.dtype)
+    if wiring.bulk_copies():
+        found = [*cross_entropy_held.held_configs(s.columns, s.dtype), *found]
+    return found
 
 
 def known(key: Key) -> Shape:
@@ -47,8 +57,11 @@ def known(key: Key) -> Shape:
 
 def forward(s: Shape, config: Config, device: torch.device) -> Launcher:
     """(logits, target) -> (loss, log-sum-exp and what its rounding took [2 rows], share of a row, prepared gradient, guess)."""
-    start = triton_cross_entropy_together.together_launcher(
-        s.rows, s.columns, s.dtype, s.reduction, s.ignore_index, dict(config), device
+    what = (s.rows, s.columns, s.dtype, s.reduction, s.ignore_index, dict(config), device)
+    start = (
+        cross_entropy_held.held_launcher(*what, wiring.cores())
+        if "AHEAD" in config
+        else triton_cross_entropy_together.together_launcher(*what)
     )
     empty, counters, dtype, f32 = (
         wiring.empty(device),
@@ -135,10 +148,12 @@ wiring.described(
     TOGETHER,
     "triton.together",
     describe,
-    lambda s: triton_cross_entropy_together.together_configs(s.columns, s.dtype),
+    configs,
     build,
     (
         triton_cross_entropy_together,
+        triton_cross_entropy_held,
+        cross_entropy_held,
         triton_cross_entropy,
         triton_rows,
         shapes,

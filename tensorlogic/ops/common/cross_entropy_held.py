@@ -1,0 +1,110 @@
+"""Host side of cross-entropy with its gradient over rows held in shared memory and registers: configurations and launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tensorlogic.compiling import CompileFailure
+from tensorlogic.ops.common import triton_cross_entropy_together, triton_launch
+from tensorlogic.ops.common.triton_cross_entropy import cross_entropy_reduce
+from tensorlogic.ops.common.triton_launch import prepare
+
+SHARED_BYTES = 225 * 1024  # of a multiprocessor's 227 KiB, beside what sums pass through
+REGISTERS = 65536  # of a multiprocessor
+LEAST_BYTES = (
+    64 * 1024
+)  # of a row: shorter ones are held by two programs' registers, which takes 3 % less
+SIZE = triton_cross_entropy_together.SIZE
+
+
+def tiles(columns: int, dtype: str, config: Mapping[str, Any]) -> tuple[int, int]:
+    """(tiles of a row, those of them in shared memory); none there where a program does not hold a row."""
+    lanes, warps, per = config["LANES"], config["num_warps"], config["per"]
+    count = -(-columns * SIZE[dtype] // (16 * lanes))
+    shared = max(count - config["KEPT"], count // 2)
+    words = (count - shared) * 4 * lanes // (32 * warps)
+    fits = 2 * words <= registers(config) and shared * 16 * lanes * per <= SHARED_BYTES
+    return count, shared if fits and config["AHEAD"] <= count else 0
+
+
+def registers(config: Mapping[str, Any]) -> int:
+    """A thread's."""
+    return min(255, REGISTERS // (32 * config["num_warps"] * config["per"]) // 8 * 8)
+
+
+def held_configs(columns: int, dtype: str) -> list[dict[str, Any]]:
+    """Configurations, best guess first: lanes of a tile, warps, programs of a multiprocessor, tiles in registers, and how many
+    tiles later one that has been asked for is summed."""
+    if columns * SIZE[dtype] <= LEAST_BYTES:
+        return []
+    found = [
+        {"LANES": lanes, "num_warps": 16, "per": per, "KEPT": kept, "AHEAD": ahead}
+        for lanes, per, kept, ahead in ((512, 2, 5, 4), (1024, 1, 8, 4), (1024, 1, 8, 3))
+    ]
+    return [c for c in found if tiles(columns, dtype, c)[1]]
+
+
+def held_launcher(
+    rows: int,
+    columns: int,
+    dtype: str,
+    reduction: str,
+    ignore_index: int,
+    config: Mapping[str, Any],
+    device: torch.device,
+    cores: int,
+) -> Callable[..., bool]:
+    """As `triton_cross_entropy_together.together_launcher`, on a Hopper GPU of `cores` multiprocessors."""
+    from .triton_cross_entropy_held import cross_entropy_held
+
+    lanes, warps, per = config["LANES"], config["num_warps"], config["per"]
+    count, shared = tiles(columns, dtype, config)
+    if not shared:
+        raise CompileFailure(
+            f"a program of {dict(config)} does not hold a row of {columns} {dtype}"
+        )
+    width = 16 // SIZE[dtype]
+    first = triton_cross_entropy_together.share_launcher(rows, reduction, ignore_index, device)
+    start = triton_launch.prepare(
+        cross_entropy_held,
+        grid=(min(rows, cores * per), 1, 1),
+        pointers={
+            "x_ptr": dtype, "t_ptr": "i64", "loss_ptr": "f32", "lse_ptr": "f32", "share_ptr": "f32", "cell_ptr": "i32", "used_ptr": "i32",
+            "dx_ptr": dtype,
+        },
+        integers={"R": rows, "C": columns, "IGNORE": ignore_index},
+        floats=(),
+        constexprs={
+            "TILES": count, "SHARED": shared, "AHEAD": config["AHEAD"], "EVEN": columns % (lanes * width) == 0, "LANES": lanes,
+            "WIDTH": width,
+        },
+        num_warps=warps,
+        registers=registers(config),
+        num_stages=1,
+        device=device,
+    )  # fmt: skip
+    last = prepare(
+        cross_entropy_reduce,
+        grid=(1, 1, 1),
+        pointers={"loss_ptr": "f32", "t_ptr": "i64", "y_ptr": dtype, "share_ptr": "f32"},
+        integers={"R": rows, "IGNORE": ignore_index},
+        floats=(),
+        constexprs={"MEAN": reduction == "mean", "SAVE": False, "BLOCK": 4096},
+        num_warps=8,
+        num_stages=1,
+        device=device,
+    )
+
+    def all_three(
+        x: Any, t: Any, part: Any, lse: Any, y: Any, share: Any, counter: Any, cell: Any, used: Any, dx: Any
+    ) -> bool:  # fmt: skip
+        return (
+            first(t, share)
+            and start(x, t, part, lse, share, cell, used, dx)
+            and last(part, t, y, share)
+        )
+
+    return all_three

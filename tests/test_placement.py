@@ -93,23 +93,23 @@ class Engine:
 
 
 @pytest.mark.skipif(native.available() is not None, reason="needs the native library")
-@pytest.mark.parametrize("past", [True, False])
+@pytest.mark.parametrize("stores", [0, 1, 2, 3])
 @pytest.mark.parametrize("up", [True, False])
 @pytest.mark.parametrize("nbytes", [1, 4096, 4096 * 41 + 5])
 @pytest.mark.parametrize(("unit", "workers"), [(700, 1), (700, 3), (4096, 3)])
 def test_chunks_wait_for_each_other(
-    up: bool, past: bool, nbytes: int, unit: int, workers: int
+    up: bool, stores: int, nbytes: int, unit: int, workers: int
 ) -> None:
     """Every byte arrives, whatever it means as a float, and no buffer is written to before it was emptied."""
     engine = Engine()
-    pinned = torch.empty(6 * 5000, dtype=torch.uint8)  # buffers may be larger than chunks
+    pinned = torch.empty(6 * 5000, dtype=torch.uint8)  # units need not fill it
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     host, there = (source, target) if up else (target, source)
     opened, stage = native.op("staging_open"), native.op("staged_copy")
     number = opened(pinned, [1, 2, 3, 4, 5, 6, 7], engine.calls, 5)
     addresses = (host.data_ptr(), there.data_ptr(), nbytes)
-    rest = (unit, workers, 50, up, past, 11)
+    rest = (unit, workers, 50, up, stores, 11)
     for _ in range(3):
         target.zero_()
         stage(number, *addresses, 1024, 4096, *rest)
@@ -117,21 +117,24 @@ def test_chunks_wait_for_each_other(
         assert torch.equal(source, target)
         stage(number, *addresses, 1024, 4096, *rest)  # behind one that nobody waited for
     assert engine.used == 5
-    with pytest.raises(RuntimeError, match="chunks that its buffers hold"):
-        stage(number, *addresses, 1024, 5001, *rest)
+    with pytest.raises(RuntimeError, match="units of which its memory holds four"):
+        stage(number, *addresses, 1024, 4096, 7501, *rest[1:])
+    assert staging._copy()(number, *addresses, 4096, 1024, *rest) == -1  # the same without PyTorch
+    assert staging._copy()(number, *addresses, 1024, 4096, *rest) == 0
+    engine.finish()
     with pytest.raises(RuntimeError, match="an open stager"):
         stage(number + 1, *addresses, 1024, 4096, *rest)
-    with pytest.raises(RuntimeError, match="pinned memory for every event but the last"):
+    with pytest.raises(RuntimeError, match="pinned memory, four events or more"):
         opened(pinned, [1], engine.calls, 5)
     broken = Engine(refuse=1)
+    number = opened(pinned, [1, 2, 3, 4, 5, 6, 7], broken.calls, 5)
     with pytest.raises(RuntimeError, match="error 700"):
-        stage(
-            opened(pinned, [1, 2, 3, 4, 5, 6, 7], broken.calls, 5),
-            *addresses,
-            1024,
-            4096,
-            *rest,
-        )
+        stage(number, *addresses, 1024, 4096, *rest)
+    broken.finish()
+    target.zero_()
+    stage(number, *addresses, 1024, 4096, *rest)  # finds the ring empty
+    broken.finish()
+    assert torch.equal(source, target)
 
 
 @pytest.mark.skipif(native.available() is not None, reason="needs the native library")
@@ -148,7 +151,7 @@ def test_transfers_at_the_same_time_have_threads_of_their_own() -> None:
             target = torch.zeros_like(source)
             time.sleep(0.0005 * (i % 3))  # some threads are parked by then
             addresses = (source.data_ptr(), target.data_ptr(), len(source))
-            stage(number, *addresses, 1024, 4096, 1024, 1 + i % 4, 0, True, False, 8)
+            stage(number, *addresses, 1024, 4096, 1024, 1 + i % 4, 0, True, 0, 8)
             engine.finish()
             good &= torch.equal(source, target)
         return good

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import stores
+from tensorlogic import native, stores
 from tensorlogic.memory import staging, staging_rules
-from tensorlogic.memory.staging_rules import MIB, Rule
+from tensorlogic.memory.staging_rules import MIB, Rule, Stores
+
+from .test_placement import Engine
 
 CPU = torch.device("cpu")
 FOREVER = float("inf")
@@ -21,28 +27,59 @@ def many_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging_rules, "processors", lambda: 16)
 
 
-def test_each_size_gets_the_threads_and_the_chunks_that_are_fastest() -> None:
+def test_each_size_gets_the_threads_and_stores_that_are_fastest() -> None:
+    fastest = {
+        16: Rule(14, Stores.PAST_CACHES),
+        64: Rule(15, Stores.BOTH),
+        128: Rule(15, Stores.GIVEN_UP),
+    }
+
     def timer(rule: Rule, nbytes: int) -> float:
-        threads = {16 * MIB: 5, 64 * MIB: 13}[nbytes]
-        slow = 1.0 + 0.02 * abs(rule.workers - threads) + 0.1 * (rule.least != MIB)
-        return slow * nbytes
+        return (1.0 - 0.1 * (rule == fastest[nbytes // MIB])) * nbytes
 
-    small, large = staging_rules.chosen(timer, FOREVER)
-    assert small == Rule(5, MIB, 4 * MIB)
-    assert large == Rule(13, MIB, 4 * MIB)
+    found = staging_rules.chosen(True, timer, FOREVER)
+    assert found == tuple(fastest.values())
+    assert staging_rules.chosen(False, timer, FOREVER)[0] == fastest[16]
+    assert [staging_rules.size_class(n * MIB) for n in (1, 16, 32, 33, 64, 96, 97, 256)] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+        2,
+        2,
+    ]
 
 
-def test_what_is_hardly_better_changes_nothing() -> None:
-    usual = staging_rules.usual()
-    found = staging_rules.chosen(lambda rule, _: 1.0 - 0.002 * (rule not in usual), FOREVER)
-    assert found == usual
-    assert staging_rules.chosen(lambda rule, _: float(rule in usual), 0.0) == usual  # no time
+@pytest.mark.parametrize("up", [True, False])
+def test_what_is_hardly_better_changes_nothing(up: bool) -> None:
+    usual = staging_rules.usual(up)
+    assert (
+        staging_rules.chosen(up, lambda rule, n: 1.0 - 0.04 * (rule not in usual), FOREVER) == usual
+    )
+    assert staging_rules.chosen(up, lambda rule, _: 1.0 + (rule in usual), 0.0) == usual  # no time
+
+
+def test_a_few_slow_transfers_change_nothing() -> None:
+    for slow in itertools.combinations(range(staging_rules.ROUNDS), 3):
+        turn = dict.fromkeys(staging_rules.TIMED, -2)
+
+        def timer(
+            rule: Rule, nbytes: int, slow: tuple[int, ...] = slow, turn: dict[int, int] = turn
+        ) -> float:
+            if rule != staging_rules.usual(True)[staging_rules.size_class(nbytes)]:
+                return 1.1
+            turn[nbytes] += 1
+            return 3.0 if turn[nbytes] in slow else 1.0
+
+        assert staging_rules.chosen(True, timer, FOREVER) == staging_rules.usual(True)
 
 
 def test_few_processors_have_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging_rules, "processors", lambda: 2)
     met: set[int] = set()
-    staging_rules.chosen(lambda rule, _: [1.0, met.add(rule.workers)][0] or 1.0, FOREVER)
+    staging_rules.chosen(True, lambda rule, _: [1.0, met.add(rule.workers)][0] or 1.0, FOREVER)
     assert met == {1}
 
 
@@ -53,17 +90,64 @@ def test_what_was_found_is_noted_and_read_again(
     stores.forget()
     try:
         assert staging_rules.known(CPU, True) is None
-        found = staging_rules.settle(CPU, True, lambda rule, _: float(rule.workers))
-        assert found[0].workers == found[1].workers == 5
+        found = staging_rules.settle(
+            CPU, True, lambda rule, _: float(rule.workers), time.perf_counter()
+        )
+        assert {rule.workers for rule in found} == {7}
         stores.forget()  # as another process
         assert staging_rules.known(CPU, True) == found
         assert staging_rules.known(CPU, False) is None
         (path,) = tmp_path.rglob("*.transfers")
         text = path.read_text()
-        for spoilt in (text.replace(" 5 ", " 99 "), text.replace(" 5 ", " x "), text[:-9] + "\n"):
+        older = text.replace("7 1 7 1 7 1", "7 524288 4194304 10 524288 4194304")
+        for spoilt in (
+            older,
+            text.replace(" 7 ", " 99 "),
+            text.replace(" 7 ", " x "),
+            text[:-5] + "\n",
+        ):
+            assert spoilt != text
             path.write_text(spoilt)
             stores.forget()
             assert staging_rules.known(CPU, True) is None
+        path.write_text(older + text)  # found again by this version
+        stores.forget()
+        assert staging_rules.known(CPU, True) == found
+    finally:
+        monkeypatch.undo()
+        stores.forget()
+
+
+@pytest.mark.skipif(native.available() is not None, reason="needs the native library")
+@pytest.mark.parametrize("up", [True, False])
+def test_rules_are_timed_on_the_way_that_transfers_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, up: bool
+) -> None:
+    engine = Engine()
+    monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(staging_rules, "TIMED", (1 << 18, 1 << 19, MIB))
+    monkeypatch.setattr(staging_rules, "WALKED", 4 * MIB)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=engine.finish)
+    )
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    monkeypatch.setattr(staging_rules, "processors", lambda: 9)
+    stores.forget()
+    mover = object.__new__(staging.Stager)
+    mover.device, mover.up, mover.lock = CPU, up, threading.Lock()
+    mover.memory = torch.empty(MIB, dtype=torch.uint8)
+    mover.number = native.op("staging_open")(mover.memory, [1, 2, 3, 4, 5], engine.calls, 0)
+    mover.copy = staging._copy()
+    try:
+        mover._settle()
+        assert engine.moves > 20
+        assert mover.rules == staging_rules.known(CPU, up)
+        data = torch.randint(0, 256, (3 * MIB + 5,), dtype=torch.uint8)
+        for rule in {*mover.rules, *staging_rules.others(up)}:
+            other = torch.zeros_like(data)
+            mover._by(rule, data, other, data.nbytes)
+            engine.finish()
+            assert torch.equal(data, other)
     finally:
         monkeypatch.undo()
         stores.forget()

@@ -2,7 +2,7 @@
 
 python benchmarks/device/transfers.py [--seconds 30] [--json FILE]
 
-GB/s, median and best of several, each transfer waited for, beside PyTorch's, copies of pinned memory and of the host alone. The rule that
+GB/s, (median, best) of several, each transfer waited for, beside PyTorch's, copies of pinned memory and of the host alone. The rule that
 stands is run first and last: what tensorlogic/memory/staging_rules.py has timed and chosen by itself.
 Without a GPU only the host's part is run: all that a transfer does but moving, so that no more can be had.
 """
@@ -29,12 +29,13 @@ from torch import Tensor
 
 from tensorlogic import native
 from tensorlogic.memory import staging, staging_rules
+from tensorlogic.memory.staging_rules import Rule, Stores
 
 MIB = 1 << 20
 SIZES = tuple(n * MIB for n in (4, 16, 64, 256))
-WORKERS = (2, 3, 4, 5, 6, 7, 9, 13)
+WORKERS = (1, 4, 7, 10, 13, 15)
 DEVICE = torch.device("cuda", 0)
-RULE = ("BUFFER", "SLOTS", "UNIT", "PATIENCE", "PAST_CACHES")  # of staging.py
+RULE = ("RINGS", "UNIT", "PATIENCE", "CHUNKS")  # of staging.py
 USUAL = {name: getattr(staging, name) for name in RULE}
 
 
@@ -58,43 +59,27 @@ def idle() -> int:
     return found
 
 
-def host_alone(nbytes: int, workers: int, unit: int, past: bool, up: bool) -> float:
+def host_alone(nbytes: int, rule: Rule, up: bool) -> float:
     """GB/s of what the native library's threads do of a transfer, best of several."""
     host = torch.zeros(nbytes, dtype=torch.uint8)
-    buffers = torch.zeros(staging.SLOTS * staging.BUFFER, dtype=torch.uint8)
-    handles = list(range(1, staging.SLOTS + 2))
-    number = native.op("staging_open")(buffers, handles, [idle()] * 4, 0)
-    usual = staging_rules.usual()[nbytes > staging_rules.BETWEEN]
-    copy, sizes = native.op("staged_copy"), (usual.least, usual.most, unit)
+    ring = torch.zeros(staging.RINGS[up], dtype=torch.uint8)
+    handles = list(range(1, staging.EVENTS + 1))
+    number = native.op("staging_open")(ring, handles, [idle()] * 4, 0)
+    fixed = (*staging.CHUNKS, staging.UNIT, rule.workers, staging.PATIENCE, up, rule.stores, 0)
     taken = []
-    for _ in range(12):
+    for _ in range(6):
         begin = time.perf_counter()
-        copy(
-            number,
-            host.data_ptr(),
-            0,
-            nbytes,
-            *sizes,
-            workers,
-            staging.PATIENCE,
-            up,
-            past,
-            0,
-        )
+        native.op("staged_copy")(number, host.data_ptr(), 0, nbytes, *fixed)
         taken.append(time.perf_counter() - begin)
     return round(nbytes / min(taken) / 1e9, 1)
 
 
 def hosts() -> Iterator[dict[str, Any]]:
     """The host's part by threads, stores and direction."""
-    for nbytes, past in itertools.product((16 * MIB, 256 * MIB), (False, True)):
-        for up in (True, False):
-            rates = {
-                w: host_alone(nbytes, w, staging.UNIT, past, up)
-                for w in (1, 2, *WORKERS)
-                if w <= (os.cpu_count() or 1)
-            }
-            yield {"host alone": f"{nbytes // MIB} MiB", "up": up, "past caches": past, **rates}
+    for nbytes, stores, up in itertools.product((16 * MIB, 64 * MIB), Stores, (True, False)):
+        counts = [w for w in WORKERS if w <= (os.cpu_count() or 1)]
+        rates = {w: host_alone(nbytes, Rule(w, stores), up) for w in counts}
+        yield {"host alone": f"{nbytes // MIB} MiB", "up": up, "stores": stores.name, **rates}
 
 
 def plain(host: Tensor, there: Tensor) -> dict[str, Any]:
@@ -135,11 +120,14 @@ def aside(host: Tensor, there: Tensor) -> dict[str, float]:
         mover = staging.stager(0, name == "up")
         inner: list[float] = []
         copy = mover.copy
+        assert copy is not None
+        assert not mover.left  # else it may time its rules in the midst
 
-        def timed(*args: Any, copy: Any = copy, inner: Any = inner) -> None:
+        def timed(*args: Any, copy: Any = copy, inner: Any = inner) -> int:
             begin = time.perf_counter()
-            copy(*args)
+            wrong: int = copy(*args)
             inner.append(time.perf_counter() - begin)
+            return wrong
 
         mover.copy = timed
         outer, last = [], []
@@ -159,32 +147,32 @@ def aside(host: Tensor, there: Tensor) -> dict[str, float]:
 def rules() -> Iterator[dict[str, Any]]:
     """What is tried: constants of staging.py that differ, and of the rules that it times; {} is what it has found for itself."""
     yield {}
-    for workers, patience in itertools.product((7, 5, 6, 8, 10, 13), (100, 0)):
-        yield {"workers": workers, "PATIENCE": patience}
-    for workers in (7, 10):
-        yield {"workers": workers, "most": 2 * MIB}
-        yield {"workers": workers, "BUFFER": 8 * MIB, "most": 8 * MIB, "SLOTS": 6}
-        for least in (MIB // 4, MIB):
-            yield {"workers": workers, "least": least}
-        for unit in (MIB // 16, MIB // 4):
-            yield {"workers": workers, "UNIT": unit}
-        for past in (0, 1 << 62):
-            yield {"workers": workers, "PAST_CACHES": past}
+    for stores, workers in itertools.product(Stores, (7, 10, 13, 15)):
+        yield {"workers": workers, "stores": stores}
+    for name, values in (
+        ("PATIENCE", (0,)),
+        ("UNIT", (MIB // 16, MIB // 4)),
+        ("CHUNKS", ((MIB // 8, 4 * MIB), (MIB // 2, 4 * MIB), (MIB // 4, 2 * MIB), (MIB // 4, 8 * MIB))),
+        ("RINGS", ((24 * MIB, 24 * MIB), (48 * MIB, 48 * MIB), (96 * MIB, 8 * MIB))),
+    ):  # fmt: skip
+        for value in values:
+            yield {name: value}
     yield {}
 
 
 def follow(rule: dict[str, Any], found: dict[bool, staging_rules.Rules]) -> None:
     """Have transfers follow a rule; `found` is what was timed for either direction."""
     wanted = {**USUAL, **rule}
-    own = {name: wanted.pop(name) for name in ("workers", "least", "most") if name in wanted}
-    if any(wanted[name] != getattr(staging, name) for name in ("BUFFER", "SLOTS")):
+    own = {name: wanted.pop(name) for name in ("workers", "stores") if name in wanted}
+    if wanted["RINGS"] != staging.RINGS:
         staging._STAGERS.clear()
     for name, value in wanted.items():
         setattr(staging, name, value)
     for up in (True, False):
         mover = staging.stager(0, up)
-        base = staging_rules.usual() if own else found[up]
-        mover.rules, mover.left = (replace(base[0], **own), replace(base[1], **own)), 0
+        one, two, three = found[up]
+        mover.rules = (replace(one, **own), replace(two, **own), replace(three, **own))
+        mover.left = 0
 
 
 def main() -> int:
@@ -211,11 +199,15 @@ def main() -> int:
         return 0
     sets = [torch.randint(0, 256, (n // 4,), dtype=torch.int32).view(torch.float32) for n in SIZES]
     pairs = [(host, host.to(DEVICE)) for host in sets]
+    for up in (True, False):
+        mover = staging.stager(0, up)
+        mover.left, begin = 0, time.perf_counter()
+        mover._settle()
+        keep({"found": "up" if up else "down", "rules": str(mover.rules), "seconds": round(time.perf_counter() - begin, 3)})  # fmt: skip
     for host, there in pairs:
         assert torch.equal(staging.to(staging.to(host, DEVICE), "cpu"), host)
         keep({"bytes": host.nbytes, **plain(host, there), **aside(host, there)})
     found_rules = {up: staging.stager(0, up).rules for up in (True, False)}
-    keep({"found": {"up": str(found_rules[True]), "down": str(found_rules[False])}})
     for rule in rules():
         if rule and time.perf_counter() > end - 1:
             continue

@@ -1,7 +1,8 @@
-// Ordinary memory to and from a GPU through a ring of pinned buffers: a crew of threads copies units of a chunk between memory and
-// its buffer, all of them at one chunk, while the copy engine moves the chunks before it (or behind it). The caller alone calls CUDA,
-// and leaves copying to its crew: it keeps its caches for what it does next. CUDA's functions come as addresses, so that this library
-// is linked to none of it.
+// Ordinary memory to and from a GPU through a ring of pinned memory: a crew of threads copies units between memory and the ring, while
+// the copy engine moves what lies there in order. To the GPU a chunk is what has been copied by the time the engine wants more, so that
+// neither a slow thread nor a cold page leaves it idle for long; from the GPU chunks halve to the end, which is waited for. The caller
+// alone calls CUDA, and leaves copying to its crew: it keeps its caches for what it does next. CUDA's functions come as addresses, so
+// that this library is linked to none of it.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -29,21 +30,60 @@ F function_at(int64_t address) {
   return f;
 }
 void* handle(int64_t number) { return reinterpret_cast<void*>(number); }
+int64_t microseconds() { return std::chrono::duration_cast<std::chrono::microseconds>(Clock::now().time_since_epoch()).count(); }
 
-// The pinned buffers of a device and direction, an event for each and one more, and CUDA's functions.
+// What a copy engine takes, about: a faster one waits for chunks that could have come earlier, a slower one gets more of them.
+constexpr int64_t BYTES_A_US = 55000, CHUNK_US = 3, CALL_US = 8;
+constexpr int64_t MARKED = 4 << 20;  // bytes after which the engine says how far it is: it takes time for that
+
+// How copies are stored. An engine reads fastest from the cache that all processors share, slower from memory, slowest from the caches
+// of single processors, which keep what was stored last; to give lines up as they are stored takes a thread half as long again.
+enum class Stores : int64_t { usual, past_caches, given_up, both };  // both: past the caches and given up, in turns
+
+void copy_given_up(char* to, const char* from, int64_t n) {
+#if defined(__x86_64__)
+  constexpr int64_t LINE = 64;
+  for (; n >= LINE; n -= LINE, to += LINE, from += LINE) {
+    memcpy(to, from, LINE);
+    asm volatile("cldemote %0" : : "m"(*to) : "memory");  // which processors without it take for nothing
+  }
+#endif
+  memcpy(to, from, static_cast<size_t>(n));
+}
+
+// The ring of a device and direction, and CUDA's functions. Places in it are counted from its first transfer on, in units.
 struct Stager {
   char* pinned;
-  int64_t stride;
+  int64_t bytes;
   Numbers events;
   int ordinal;
   int (*use)(int);
   int (*move)(void*, const void*, size_t, int, void*);
   int (*record)(void*, void*);
   int (*query)(void*);
-  int64_t cursor = 0, left = 0;  // the next buffer, and how many before it an engine may still read from
-  int64_t slots() const { return static_cast<int64_t>(events.size()) - 1; }
-  void* event(int64_t i) const { return handle(events[static_cast<size_t>(i)]); }
-  void* last() const { return event(slots()); }
+
+  struct alignas(64) Place {
+    std::atomic<int64_t> copied{0};  // the unit that was copied last to or from it, and one
+  };
+  struct Mark {
+    void* event;
+    int64_t end;  // the unit before which everything has passed the engine when it has passed the event
+  };
+  int64_t unit = 0, slots = 0;
+  std::unique_ptr<Place[]> places;
+  int64_t head = 0, passed = 0;  // units that were ever given a place, and how many of them have passed the engine
+  std::deque<Mark> marks;
+  size_t next_event = 0;
+
+  // Units of another size have other places: for an empty ring.
+  void cut(int64_t size) {
+    constexpr int NOT_READY = 600;
+    if (unit == size) return;
+    for (; !marks.empty(); marks.pop_front())
+      for (int64_t turn = 0; query(marks.front().event) == NOT_READY; ++turn) crew::pause(turn);
+    unit = size, slots = bytes / size, head = passed = 0;
+    places = std::make_unique<Place[]>(static_cast<size_t>(slots));
+  }
 };
 std::mutex stagers_mutex;
 std::deque<Stager>& stagers() {  // which stay where they are
@@ -51,145 +91,135 @@ std::deque<Stager>& stagers() {  // which stay where they are
   return *kept;
 }
 
-// A buffer, and how far the chunks that pass through it are, by their numbers and one.
-struct Slot {
-  std::atomic<int64_t> left{0};   // units of the chunk in it that are not copied yet
-  std::atomic<int64_t> ready{0};  // the chunk for which it may be written to (up) or read (down)
-};
-
-// Chunks that double to the largest: one end waits for the first copy, or for the last one, and every chunk costs the engine 3 us.
-Numbers cut(int64_t bytes, int64_t least, int64_t most, bool rising) {
-  Numbers sizes;
-  int64_t left = bytes;
-  for (int64_t size = least; size < most && left > 2 * size; size *= 2) sizes.push_back(size), left -= size;
-  const int64_t count = (left + most - 1) / most, page = 4096;
-  const int64_t size = std::min(most, ((left + count - 1) / count + page - 1) / page * page);
-  for (; left > 0; left -= sizes.back()) sizes.push_back(std::min(size, left));
-  if (!rising) std::reverse(sizes.begin(), sizes.end());
-  Numbers found{0};
-  for (const int64_t n : sizes) found.push_back(found.back() + n);
-  return found;
-}
-
 struct Transfer {
   Stager& by;
   char *host, *device;
-  int64_t most, unit;
-  bool up, past_caches;
+  const int64_t bytes, least, most;  // the latter two in units: of a chunk
+  const bool up;
+  const Stores stores;
   void* stream;
-  std::chrono::microseconds patience;  // of the caller, before it copies, too
-  const Numbers begins;                // of every chunk, and where the last one ends
+  const int64_t patience;  // microseconds of the caller, before it copies, too
+  const int64_t unit = by.unit, units = (bytes + unit - 1) / unit, base = by.head;
   const std::thread::id caller = std::this_thread::get_id();
-  const int64_t slots = by.slots(), chunks = static_cast<int64_t>(begins.size()) - 1, share = (most + unit - 1) / unit;
-  std::unique_ptr<Slot[]> state = std::make_unique<Slot[]>(static_cast<size_t>(slots));
-  std::atomic<int64_t> next{0};
+  alignas(64) std::atomic<int64_t> next{0};  // unit to be copied
+  alignas(64) std::atomic<int64_t> open{0};  // units that may be copied
   std::atomic<bool> stopped{false};
   std::atomic<int64_t> came{0};  // of the crew
   int problem = 0;
-  const int64_t first = by.cursor;
+  int64_t issued = 0, done = 0, marked = 0, busy = 0;
 
   bool good(int status) {
     if (status) problem = status, stopped = true;
     return status == 0;
   }
-  Slot& slot(int64_t c) const { return state[static_cast<size_t>(c % slots)]; }
-  int64_t place(int64_t c) const { return (first + c) % slots; }
-  char* buffer(int64_t c) const { return by.pinned + place(c) * by.stride; }
-  void* event(int64_t c) const { return by.event(place(c)); }
-  // The chunk whose event tells that this one has passed the engine: on the way up few have one, for they cost the engine time.
-  int64_t marked(int64_t c) const { return up ? std::min(c | 3, chunks - 1) : c; }
-  int64_t begin(int64_t c) const { return begins[static_cast<size_t>(c)]; }
-  int64_t size(int64_t c) const { return begin(c + 1) - begin(c); }
+  Stager::Place& place(int64_t u) const { return by.places[static_cast<size_t>((base + u) % by.slots)]; }
+  char* pin(int64_t u) const { return by.pinned + (base + u) % by.slots * unit; }
+  int64_t together(int64_t u) const { return by.slots - (base + u) % by.slots; }  // units before the end of the ring
 
-  void copy(char* to, const char* from, int64_t n) const {
-    const int64_t floats = past_caches ? n / 4 : 0;
+  void copy(Stores how, char* to, const char* from, int64_t n) const {
+    if (how == Stores::given_up) return copy_given_up(to, from, n);
+    const int64_t floats = how == Stores::past_caches ? n / 4 : 0;
     if (floats) kernels().convert(DType::f32, DType::f32, from, to, floats, true);
     memcpy(to + 4 * floats, from + 4 * floats, static_cast<size_t>(n - 4 * floats));
   }
-  void copy_unit(int64_t c, int64_t first) {
-    const int64_t n = std::min(unit, size(c) - first);
-    if (n > 0) {
-      char *const mine = host + begin(c) + first, *const pin = buffer(c) + first;
-      copy(up ? pin : mine, up ? mine : pin, n);
-    }
-    slot(c).left.fetch_sub(1);
+  void copy_unit(int64_t u) {
+    char *const mine = host + u * unit, *const there = pin(u);
+    const Stores how = stores != Stores::both ? stores : u % 2 ? Stores::given_up : Stores::past_caches;
+    copy(how, up ? there : mine, up ? mine : there, std::min(unit, bytes - u * unit));
+    place(u).copied.store(base + u + 1, std::memory_order_release);
   }
-  // One of the crew: units in their order, each when its chunk's buffer is ready.
+  void look() {  // how many units were copied, all those before them, too
+    while (done < open && place(done).copied.load(std::memory_order_acquire) == base + done + 1) ++done;
+  }
+  // One of the crew: units in their order, each when its place is ready.
   void help() {
     ++came;
     for (;;) {
-      const int64_t u = next.fetch_add(1), c = u / share;
-      if (c >= chunks) return;
-      for (int64_t turn = 0; slot(c).ready.load() <= c; ++turn) {
+      const int64_t u = next.fetch_add(1);
+      if (u >= units) return;
+      for (int64_t turn = 0; open.load(std::memory_order_acquire) <= u; ++turn) {
         if (stopped) return;
         crew::pause(turn);
       }
-      copy_unit(c, u % share * unit);
+      copy_unit(u);
     }
   }
   // The caller: one unit, where there is one that need not be waited for.
   bool help_once() {
     int64_t u = next.load();
-    const int64_t c = u / share;
-    if (c >= chunks || slot(c).ready.load() <= c) return false;
-    if (next.compare_exchange_strong(u, u + 1)) copy_unit(c, u % share * unit);
+    if (u >= units || u >= open.load()) return false;
+    if (next.compare_exchange_strong(u, u + 1)) copy_unit(u);
     return true;
-  }
-  bool ready(int64_t c) {
-    slot(c).left = share;
-    slot(c).ready = c + 1;
-    return true;
-  }
-  bool copied(int64_t c) const { return slot(c).left.load() == 0; }  // of a chunk that was made ready
-  bool passed(void* event) {
-    constexpr int NOT_READY = 600;
-    const int status = by.query(event);
-    return status != NOT_READY && good(status);
   }
 
-  bool issue(int64_t c) {
+  bool issue(int64_t n) {
     constexpr int TO_DEVICE = 1, TO_HOST = 2;
-    char* const there = device + begin(c);
-    const auto n = static_cast<size_t>(size(c));
-    if (!good(up ? by.move(there, buffer(c), n, TO_DEVICE, stream) : by.move(buffer(c), there, n, TO_HOST, stream))) return false;
-    return marked(c) != c || good(by.record(event(c), stream));
-  }
-  // Whether buffer c may be written to: nothing before it in this transfer or the last one still leaves it.
-  bool empty(int64_t c, int64_t issued) {
-    if (c >= slots) return marked(c - slots) < issued && passed(event(marked(c - slots)));
-    if (c < slots - by.left) return true;
-    if (!passed(by.last())) return false;
-    by.left = 0;
+    char *const there = device + issued * unit, *const here = pin(issued);
+    const auto size = static_cast<size_t>(std::min(n * unit, bytes - issued * unit));
+    if (!good(up ? by.move(there, here, size, TO_DEVICE, stream) : by.move(here, there, size, TO_HOST, stream))) return false;
+    issued += n;
     return true;
   }
-  bool up_a_step(int64_t& opened, int64_t& issued) {
-    if (issued < opened && copied(issued)) return issue(issued++);
-    if (opened == chunks || !empty(opened, issued)) return false;
-    return ready(opened++);
+  bool room() const { return by.marks.size() < by.events.size(); }
+  bool mark() {
+    void* const event = handle(by.events[by.next_event]);
+    by.next_event = (by.next_event + 1) % by.events.size();
+    by.marks.push_back({event, base + issued});
+    return good(by.record(event, stream));
   }
-  bool down_a_step(int64_t& opened, int64_t& issued) {
-    if (issued < chunks && (issued < slots || (issued - slots < opened && copied(issued - slots)))) return issue(issued++);
-    if (opened == issued || !passed(event(opened))) return false;
-    return ready(opened++);
+  // Whether the engine has passed the oldest mark.
+  bool reached() {
+    constexpr int NOT_READY = 600;
+    if (by.marks.empty()) return false;
+    const int status = by.query(by.marks.front().event);
+    if (status == NOT_READY || !good(status)) return false;
+    by.passed = by.marks.front().end;
+    by.marks.pop_front();
+    return true;
   }
+
+  bool up_a_step() {
+    look();
+    const int64_t ready = done - issued, now = ready ? microseconds() : 0;
+    if (ready && (done == units || ready >= most || (ready >= least && now + CALL_US >= busy))) {
+      const int64_t n = std::min({ready, most, together(issued)});
+      const bool last = issued + n == units, due = last || (issued + n - marked) * unit >= std::min(MARKED, by.bytes / 4);
+      if (due && !room()) return reached();
+      if (!issue(n) || (due && !mark())) return false;
+      if (due) marked = issued;
+      busy = std::max(now, busy) + CHUNK_US + n * unit / BYTES_A_US;
+      return true;
+    }
+    if (open == units) return false;
+    const int64_t free = std::min(units, by.passed + by.slots - base);
+    if (free == open) return reached();
+    open = free;
+    return true;
+  }
+  bool down_a_step() {
+    if (issued < units && room()) {
+      const int64_t left = units - issued;
+      const int64_t n = std::min({std::max(least, left / 2), left, most, together(issued)});
+      if (issued + n - done > by.slots) look();
+      if (issued + n - done <= by.slots) return issue(n) && mark();
+    }
+    if (!reached()) return false;
+    open = by.passed - base;
+    return true;
+  }
+  bool all() const { return (up ? issued : open.load()) == units; }
   void drive() {
-    int64_t opened = 0, issued = 0;
-    auto since = Clock::now();
-    for (int64_t turn = 0; !stopped; ++turn) {
-      if (up ? up_a_step(opened, issued) : down_a_step(opened, issued)) {
-        turn = 0, since = Clock::now();
-        if (up && issued == chunks) {
-          by.cursor = place(chunks), by.left = std::min(slots, by.left + chunks);
-          good(by.record(by.last(), stream));
-          return;
-        }
-        if (!up && opened == chunks) return help();
-      } else if ((came == 0 || (turn % 16 == 15 && Clock::now() - since >= patience)) && help_once()) {
+    auto since = microseconds();
+    for (int64_t turn = 0; !stopped && !all(); ++turn) {
+      if (up ? up_a_step() : down_a_step()) {
+        turn = 0, since = microseconds();
+      } else if ((came == 0 || (turn % 16 == 15 && microseconds() - since >= patience)) && help_once()) {
         turn = 0;
       } else {
         crew::pause(turn);
       }
     }
+    if (!up && !stopped) help();
   }
   void operator()() {
     if (std::this_thread::get_id() != caller) return help();
@@ -197,45 +227,72 @@ struct Transfer {
   }
 };
 
-// pinned: bytes; events: one for every buffer and one more; calls: cudaSetDevice, cudaMemcpyAsync, cudaEventRecord, cudaEventQuery.
+// pinned: bytes; events: four or more; calls: cudaSetDevice, cudaMemcpyAsync, cudaEventRecord, cudaEventQuery.
 // Returns its number, by which `staged_copy` knows it; it is kept, and so must be what it was given.
 int64_t staging_open(const Input& pinned, Numbers events, Numbers calls, int64_t ordinal) {
   pinned.check("staging_open", "pinned", aoti_torch_dtype_uint8());
-  const auto slots = static_cast<int64_t>(events.size()) - 1;
-  if (slots < 4 || pinned.numel < slots || calls.size() != 4)
-    fail("staging_open: pinned memory for every event but the last, of which there are four or more, and four functions are required");
+  if (events.size() < 4 || pinned.numel < 4 || calls.size() != 4)
+    fail("staging_open: pinned memory, four events or more, and four functions are required");
   const std::lock_guard<std::mutex> lock(stagers_mutex);
-  stagers().push_back({static_cast<char*>(pinned.data), pinned.numel / slots, std::move(events), static_cast<int>(ordinal),
-                       function_at<int (*)(int)>(calls[0]),
-                       function_at<int (*)(void*, const void*, size_t, int, void*)>(calls[1]),
-                       function_at<int (*)(void*, void*)>(calls[2]), function_at<int (*)(void*)>(calls[3])});
+  stagers().emplace_back();
+  Stager& made = stagers().back();
+  made.pinned = static_cast<char*>(pinned.data), made.bytes = pinned.numel;
+  made.events = std::move(events), made.ordinal = static_cast<int>(ordinal);
+  made.use = function_at<int (*)(int)>(calls[0]);
+  made.move = function_at<int (*)(void*, const void*, size_t, int, void*)>(calls[1]);
+  made.record = function_at<int (*)(void*, void*)>(calls[2]);
+  made.query = function_at<int (*)(void*)>(calls[3]);
   return static_cast<int64_t>(stagers().size()) - 1;
 }
 
+// What is wrong, besides CUDA's own numbers.
+constexpr int64_t MISUSED = -1;
+
 // `bytes` between addresses on the host and on the device, in the order of a stream; one call at a time for every stager. Chunks have
-// `least` to `most` bytes; `workers` threads copy `unit` bytes at a time, the caller among them after `patience` microseconds.
-void staged_copy(int64_t stager, int64_t host, int64_t device, int64_t bytes, int64_t least, int64_t most, int64_t unit, int64_t workers,
-                 int64_t patience, bool up, bool past_caches, int64_t stream) {
+// `least` to `most` bytes, but where less is left; `workers` threads, of which the caller copies only after `patience` microseconds
+// without anything to call, copy `unit` bytes at a time; `stores` is one of Stores. Returns 0, or what is wrong.
+int64_t moved(int64_t stager, int64_t host, int64_t device, int64_t bytes, int64_t least, int64_t most, int64_t unit, int64_t workers,
+              int64_t patience, int64_t up, int64_t stores, int64_t stream) {
   Stager* by = nullptr;
   {
     const std::lock_guard<std::mutex> lock(stagers_mutex);
     if (stager >= 0 && stager < static_cast<int64_t>(stagers().size())) by = &stagers()[static_cast<size_t>(stager)];
   }
-  if (!by || workers < 1 || unit < 1 || least < 1 || most < least || most > by->stride)
-    fail("staged_copy: an open stager, threads, units, and chunks that its buffers hold are required");
-  if (bytes < 1) return;
+  if (!by || workers < 1 || unit < 1 || least < 1 || most < least || unit > by->bytes / 4 || stores < 0 || stores > 3) return MISUSED;
+  if (bytes < 1) return 0;
+  by->cut(unit);
   Transfer t{*by,
              reinterpret_cast<char*>(host),
              reinterpret_cast<char*>(device),
-             most,
-             unit,
-             up,
-             past_caches,
+             bytes,
+             std::max<int64_t>(1, least / unit),
+             std::max<int64_t>(1, most / unit),
+             up != 0,
+             static_cast<Stores>(stores),
              handle(stream),
-             std::chrono::microseconds(workers > 1 ? patience : 0),
-             cut(bytes, least, most, up)};
+             workers > 1 ? patience : 0};
   if (t.good(by->use(by->ordinal))) crew::run(workers - 1, t);
-  if (t.problem) fail("staged_copy: CUDA reports error " + std::to_string(t.problem));
+  by->head += t.units;
+  if (t.problem) by->unit = 0;  // nothing is known of its places
+  return t.problem;
+}
+
+// The same as an operator, which raises what is wrong.
+void staged_copy(int64_t stager, int64_t host, int64_t device, int64_t bytes, int64_t least, int64_t most, int64_t unit, int64_t workers,
+                 int64_t patience, bool up, int64_t stores, int64_t stream) {
+  const int64_t wrong = moved(stager, host, device, bytes, least, most, unit, workers, patience, up, stores, stream);
+  if (wrong == MISUSED)
+    fail("staged_copy: an open stager, threads, chunks, stores, and units of which its memory holds four are required");
+  if (wrong) fail("staged_copy: CUDA reports error " + std::to_string(wrong));
+}
+
+// Where `moved` is: to call an operator with so many arguments takes longer than half a chunk's copy.
+int64_t staged_copy_address() {
+  int64_t (*const f)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) = moved;
+  int64_t address;
+  static_assert(sizeof(f) == sizeof(address));
+  memcpy(&address, &f, sizeof f);
+  return address;
 }
 
 }  // namespace
@@ -245,10 +302,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
   m.def("staging_open(Tensor pinned, int[] events, int[] calls, int ordinal) -> int");
   m.def(
       "staged_copy(int stager, int host, int device, int bytes, int least, int most, int unit, int workers, int patience, "
-      "bool up, bool past_caches, int stream) -> ()");
+      "bool up, int stores, int stream) -> ()");
+  m.def("staged_copy_address() -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CompositeExplicitAutograd, m) {
   m.impl("staging_open", BOXED(tensorlogic::ops::staging_open));
   m.impl("staged_copy", BOXED(tensorlogic::ops::staged_copy));
+  m.impl("staged_copy_address", BOXED(tensorlogic::ops::staged_copy_address));
 }

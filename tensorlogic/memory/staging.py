@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,11 +18,16 @@ from torch import Tensor
 from .. import arguments, capture_watch, stores
 from . import staging_rules
 
+PAGE = 4096
 LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
-BUFFER, SLOTS = 4 << 20, 12  # bytes of a pinned buffer, and how many there are
+RINGS = (
+    48 << 20,
+    16 << 20,
+)  # bytes of pinned memory from a GPU and to it, where a small ring stays in caches
+EVENTS = 32  # chunks in flight, at most
 UNIT = 1 << 17  # bytes that a thread copies at a time: all of them are at one chunk
+CHUNKS = (1 << 18, 4 << 20)  # bytes of the least chunk and the largest
 PATIENCE = 100  # microseconds without anything to call, after which the caller copies, too
-PAST_CACHES = 128 << 20  # bytes to a GPU below which threads write past the caches
 LARGE, MET = 8 << 20, 4  # bytes of transfers after so many of which their rules are timed
 CHUNK, BUFFERS = 8 << 20, 4  # without the native library: by PyTorch's threads, a piece at a time
 
@@ -54,6 +60,16 @@ def _runtime() -> list[int] | None:
     return [address for address in found if address]
 
 
+@lru_cache
+def _copy() -> Callable[..., int]:
+    """The native library's `staged_copy` as a function: calling an operator with so many arguments takes 5 us longer."""
+    from tensorlogic import native
+
+    kind = ctypes.CFUNCTYPE(*[ctypes.c_int64] * 13)  # lets go of the interpreter
+    made: Callable[..., int] = kind(native.op("staged_copy_address")())
+    return made
+
+
 class Stager:
     """The buffers of one device and direction; made at its first staged transfer.
 
@@ -65,20 +81,21 @@ class Stager:
 
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.memory = torch.empty(SLOTS * BUFFER, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self.events = [torch.cuda.Event() for _ in range(SLOTS + 1)]
+        calls = _runtime() if native.available() is None else None
+        ring = RINGS[up] if calls else CHUNK * BUFFERS
+        self.memory = torch.empty(ring, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self.events = [torch.cuda.Event() for _ in range(EVENTS)]
         for event in self.events:
             event.record(self.stream)  # which makes them
-        calls = _runtime() if native.available() is None else None
-        self.copy = None if calls is None else native.op("staged_copy")
+        self.copy = None if calls is None else _copy()
         if calls is not None:
             handles = [int(event.cuda_event) for event in self.events]
             self.number = native.op("staging_open")(self.memory, handles, calls, device.index)
         found = staging_rules.known(device, up)
-        self.up, self.rules = up, found or staging_rules.usual()
+        self.up, self.rules = up, found or staging_rules.usual(up)
         self.left = 0 if found or self.copy is None or stores.distributed() else MET
         self.lock = threading.Lock()
-        STATS.buffers += SLOTS
+        STATS.buffers += 1
         STATS.buffer_bytes += self.memory.numel()
 
     def here(self, source: Tensor, target: Tensor, up: bool) -> None:
@@ -88,41 +105,45 @@ class Stager:
                 (self._up if up else self._down)(_bytes(source), _bytes(target))
             return
         n = source.numel() * source.element_size()
-        self._by(self.rules[n > staging_rules.BETWEEN], source, target, n)
+        self._by(self.rules[staging_rules.size_class(n)], source, target, n)
         if self.left and n >= LARGE:
             self.left -= 1
             if not self.left and capture_watch.calm(self.device):
                 self._settle()
 
     def _by(self, rule: staging_rules.Rule, source: Tensor, target: Tensor, n: int) -> None:
-        assert self.copy is not None
         host, there = (source, target) if self.up else (target, source)
+        self._move(rule, host.data_ptr(), there.data_ptr(), n)
+
+    def _move(self, rule: staging_rules.Rule, host: int, there: int, n: int) -> None:
+        assert self.copy is not None
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        past = not self.up or n < PAST_CACHES
         with self.lock:  # the library lets go of the interpreter meanwhile
-            self.copy(
-                self.number, host.data_ptr(), there.data_ptr(), n, rule.least, rule.most, UNIT, rule.workers, PATIENCE,
-                self.up, past, stream,
-            )  # fmt: skip
+            wrong = self.copy(self.number, host, there, n, *CHUNKS, UNIT, rule.workers, PATIENCE, self.up, rule.stores, stream)  # fmt: skip
+        if wrong:
+            raise RuntimeError(f"to: CUDA reports error {wrong} for a transfer of {n} bytes")
 
     def _settle(self) -> None:
-        """Time how transfers of this direction are best cut and shared: once a machine, a tenth of a second."""
-        most = max(staging_rules.TIMED)
+        """Time how transfers of this direction are best shared: once a machine, a seventh of a second."""
+        most, begin = max(staging_rules.TIMED), time.perf_counter()
         try:
             there = torch.empty(most, dtype=torch.uint8, device=self.device)
-        except torch.OutOfMemoryError:
+            host = np.empty(staging_rules.WALKED, dtype=np.uint8)
+        except (torch.OutOfMemoryError, MemoryError):
             return
-        host = _fresh(there, torch.device("cpu")).fill_(1)
-        source, target = (host, there) if self.up else (there, host)
+        host[::PAGE] = 1  # by this thread: PyTorch's would go on spinning beside those that copy
+        at = 0
 
         def timer(rule: staging_rules.Rule, nbytes: int) -> float:
+            nonlocal at
+            at = at + nbytes if at + 2 * nbytes <= host.nbytes else 0
             torch.cuda.current_stream(self.device).synchronize()
             begin = time.perf_counter()
-            self._by(rule, source, target, nbytes)
+            self._move(rule, host.ctypes.data + at, there.data_ptr(), nbytes)
             torch.cuda.current_stream(self.device).synchronize()
             return time.perf_counter() - begin
 
-        self.rules = staging_rules.settle(self.device, self.up, timer)
+        self.rules = staging_rules.settle(self.device, self.up, timer, begin)
 
     def aside(
         self, source: Tensor, target: Tensor, up: bool, ready: torch.cuda.Event
@@ -292,8 +313,8 @@ def _staged(
     source: Tensor, place: torch.device, dtype: torch.dtype, asynchronous: bool
 ) -> Tensor | Transfer | None:
     """What was moved through buffers, or is being moved; None where PyTorch's own transfer is as good."""
-    up = place.type == "cuda"
-    if source.device.type != ("cpu" if up else "cuda") or not (up or place.type == "cpu"):
+    up, kind = source.is_cpu, place.type
+    if kind != ("cuda" if up else "cpu") or not (up or source.is_cuda):
         return None
     if (source.requires_grad and torch.is_grad_enabled()) or type(source) not in _PLAIN:
         return None
@@ -308,7 +329,7 @@ def _staged(
         source = source.detach()
     if source.is_conj() or source.is_neg():
         source = source.resolve_conj().resolve_neg()
-    if dtype.itemsize < source.element_size():
+    if dtype is not source.dtype and dtype.itemsize < source.element_size():
         source = source.to(dtype)
         nbytes = source.numel() * source.element_size()
     if not (source.is_contiguous() or _dense(source)):

@@ -1,12 +1,13 @@
-"""How transfers are cut into chunks and shared by threads: timed once a machine, on transfers of its own, and noted beside its plans."""
+"""How transfers are shared by threads and stored: timed once a machine, on transfers of its own, and noted beside its plans."""
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -16,31 +17,35 @@ from ..notes import Notes
 
 LOG = logging.getLogger("tensorlogic")
 MIB = 1 << 20
-BETWEEN = (
-    32 * MIB
-)  # transfers up to so many bytes go by the first rule of a direction, larger ones by the second
-TIMED = (16 * MIB, 64 * MIB)  # bytes that stand for either
-WORKERS = (5, 7, 10, 13)
-CHUNKS = ((MIB // 2, 4 * MIB), (MIB, 4 * MIB), (MIB // 2, 2 * MIB))
-ROUNDS = 5
-BETTER = 0.97  # of the usual rule's time, which another must stay below, so that choices repeat
-LIMIT_S = 0.1  # for one direction
+BETWEEN = (32 * MIB, 96 * MIB)  # bytes up to which transfers go by the first and the second rule
+TIMED = (16 * MIB, 64 * MIB, 128 * MIB)  # bytes that stand for either, and for what is larger
+WALKED = (
+    192 * MIB
+)  # bytes of memory that timed transfers walk through, for callers' memory is seldom in caches
+ROUNDS = 7  # at most
+BETTER = 0.95  # of the usual rule's time beside it, which another must stay below, so that choices repeat
+LIMIT_S = 0.155  # for the direction with more rules
 
 _NOTES = Notes(".transfers")
 stores.ON_FORGET.append(_NOTES.forget)
 
 
+class Stores(enum.IntEnum):
+    """How copies are stored: an engine reads fastest from the cache that all processors share, slower from memory, slowest from the
+    caches of single processors. BOTH: past the caches and given up to the shared one, in turns."""
+
+    USUAL, PAST_CACHES, GIVEN_UP, BOTH = range(4)
+
+
 @dataclass(frozen=True)
 class Rule:
-    """Threads that copy, the caller among them, which only calls CUDA; bytes of the chunk that is waited for, from which the others double
-    to the largest."""
+    """Threads that copy, the caller among them, which only calls CUDA, and how they store."""
 
     workers: int
-    least: int
-    most: int
+    stores: Stores
 
 
-Rules = tuple[Rule, Rule]
+Rules = tuple[Rule, Rule, Rule]
 Timer = Callable[[Rule, int], float]  # seconds of one transfer of so many bytes by a rule
 
 
@@ -52,61 +57,76 @@ def processors() -> int:
     return os.cpu_count() or 1
 
 
-def usual() -> Rules:
-    """What an H200's host with 16 processors is served best by; threads: not all that there are, for others have work, too."""
-    most = max(1, processors() - 1)
-    return Rule(min(7, most), MIB // 2, 4 * MIB), Rule(min(10, most), MIB // 2, 4 * MIB)
+def size_class(nbytes: int) -> int:
+    """Which of the rules a transfer goes by."""
+    return (nbytes > BETWEEN[0]) + (nbytes > BETWEEN[1])
+
+
+def usual(up: bool) -> Rules:
+    """What an H200's host with 16 processors is served well by; threads: not all that there are, for others have work, too."""
+    past, large = _rule(10, Stores.PAST_CACHES), _rule(10, Stores.USUAL)
+    return past, past, large if up else past
+
+
+def others(up: bool) -> list[Rule]:
+    """What may be better on another host."""
+    found = [_rule(workers, Stores.PAST_CACHES) for workers in (7, 14)]
+    if up:
+        found += [_rule(10, Stores.USUAL), _rule(15, Stores.BOTH), _rule(15, Stores.GIVEN_UP)]
+    return found
+
+
+def _rule(workers: int, how: Stores) -> Rule:
+    return Rule(max(1, min(workers, processors() - 1)), how)
 
 
 def known(device: torch.device, up: bool) -> Rules | None:
     """What was found on this machine for a direction; None until `settle`."""
     _NOTES.look(device)
-    name = _name(device, up)
-    line = next((n for n in _NOTES.known if n.startswith(f"{name} = ")), None)
-    return None if line is None else _parsed(line.rpartition(" = ")[2])
+    begin = f"{_name(device, up)} = "
+    lines = [_parsed(n.removeprefix(begin)) for n in _NOTES.known if n.startswith(begin)]
+    return next((rules for rules in reversed(lines) if rules is not None), None)
 
 
-def settle(device: torch.device, up: bool, timer: Timer) -> Rules:
-    """Time the rules that there are, and note the best."""
-    begin = time.perf_counter()
-    found = chosen(timer, begin + LIMIT_S)
+def settle(device: torch.device, up: bool, timer: Timer, begin: float) -> Rules:
+    """Time the rules that there are, and note the best; `begin`: when preparing for it began."""
+    found = chosen(up, timer, begin + LIMIT_S)
     path = _NOTES.look(device)
-    line = f"{_name(device, up)} = " + " ".join(f"{r.workers} {r.least} {r.most}" for r in found)
+    line = f"{_name(device, up)} = " + " ".join(f"{r.workers} {r.stores:d}" for r in found)
     _NOTES.known[line] = None
     _NOTES.append(path, line)
     LOG.info("tensorlogic: transfers: %s, timed in %.3f s", line, time.perf_counter() - begin)
     return found
 
 
-def chosen(timer: Timer, end: float) -> Rules:
-    """The best rule for either size: first the number of threads, then the chunks; the usual one where none is clearly better."""
-    found = []
-    for rule, nbytes in zip(usual(), TIMED, strict=True):
-        counts = {min(count, max(1, processors() - 1)) for count in WORKERS} - {rule.workers}
-        rule = _best(
-            [rule, *(replace(rule, workers=n) for n in sorted(counts))], nbytes, timer, end
-        )
-        chunks = [replace(rule, least=least, most=most) for least, most in CHUNKS]
-        rule = _best([rule, *(r for r in chunks if r != rule)], nbytes, timer, end)
-        found.append(rule)
-    return found[0], found[1]
+def chosen(up: bool, timer: Timer, end: float) -> Rules:
+    """The best rule for every size: the usual one where none is clearly better."""
+    begin, found = time.perf_counter(), []
+    for share, rule, nbytes in zip((0.15, 0.5, 1.0), usual(up), TIMED, strict=True):
+        rest = [r for r in dict.fromkeys(others(up)) if r != rule]
+        found.append(_best(rule, rest, nbytes, timer, begin + share * (end - begin)))
+    return found[0], found[1], found[2]
 
 
-def _best(rules: Sequence[Rule], nbytes: int, timer: Timer, end: float) -> Rule:
-    """All in turns, so that what slows the machine down for a while slows all of them."""
-    taken: dict[Rule, list[float]] = {rule: [] for rule in rules}
-    for _ in range(ROUNDS):
-        if time.perf_counter() > end:
+def _best(rule: Rule, rest: Sequence[Rule], nbytes: int, timer: Timer, end: float) -> Rule:
+    """All in turns, and each beside the usual rule's transfer of the same round, for what slows the machine down for a while slows all."""
+    ratios: dict[Rule, list[float]] = {other: [] for other in rest}
+    timer(rule, nbytes)
+    for turn in range(ROUNDS):
+        if not rest or time.perf_counter() > end:
             break
-        for rule, seconds in taken.items():
-            seconds.append(timer(rule, nbytes))
-    if len(taken[rules[0]]) < 3:
-        return rules[0]
+        order = [
+            *rest[turn % len(rest) :],
+            *rest[: turn % len(rest)],
+        ]  # whoever comes first has no advantage by it
+        taken = timer(rule, nbytes)
+        for other in order:
+            ratios[other].append(timer(other, nbytes) / max(taken, 1e-9))
     import statistics  # 2 ms, which no other part of the package's import needs
 
-    middle = {rule: statistics.median(seconds) for rule, seconds in taken.items()}
-    best = min(rules, key=middle.__getitem__)
-    return best if middle[best] < BETTER * middle[rules[0]] else rules[0]
+    middle = {other: statistics.median(r) for other, r in ratios.items() if len(r) >= 3}
+    best = min(middle, key=middle.__getitem__, default=rule)
+    return best if middle.get(best, 1.0) < BETTER else rule
 
 
 def _name(device: torch.device, up: bool) -> str:
@@ -115,13 +135,13 @@ def _name(device: torch.device, up: bool) -> str:
 
 
 def _parsed(text: str) -> Rules | None:
-    """What a line says, unless somebody edited it."""
+    """What a line says, unless somebody edited it or another version wrote it."""
     try:
         numbers = [int(part) for part in text.split()]
+        if len(numbers) != 6:
+            return None
+        first, second, third = (Rule(numbers[i], Stores(numbers[i + 1])) for i in (0, 2, 4))
     except ValueError:
         return None
-    if len(numbers) != 6:
-        return None
-    rules = Rule(*numbers[:3]), Rule(*numbers[3:])
-    good = all(0 < r.workers <= processors() and 0 < r.least <= r.most <= 4 * MIB for r in rules)
-    return rules if good else None
+    rules = first, second, third
+    return rules if all(0 < r.workers <= processors() for r in rules) else None

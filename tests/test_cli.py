@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -81,6 +82,25 @@ def test_the_installed_command(
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent)
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not STARTUP.exists() or os.name == "nt", reason="not a checkout, or no signals")
+def test_an_interrupt_while_pytorch_is_imported_ends_the_command_without_a_word() -> None:
+    before = """
+import os, signal, sys
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "torch.nn":
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupted())
+"""
+    text = ENTRY.format(startup=str(STARTUP), tokens=["plans", "list"], torch=True, before=before)
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent
+    )
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == ""
 
 
 def test_importing_loads_only_what_every_program_needs() -> None:

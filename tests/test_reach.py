@@ -225,3 +225,14 @@ def test_torchscript_is_captured_as_any_module() -> None:
         fast = tensorlogic.capture(module)
         for _ in range(4):
             torch.testing.assert_close(fast(x), module(x))
+
+
+@torch.no_grad()
+def test_a_copy_of_what_is_captured_captures_for_itself() -> None:
+    x, model = torch.ones(2, 4), nn.Linear(4, 4)
+    fast = tensorlogic.capture(model, max_graphs=3, batch=0, buckets=[8, 4])
+    want = fast(x)
+    for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert again.fn is not model
+        assert (again.max_graphs, again.batch, again.buckets) == (3, 0, [4, 8])
+        torch.testing.assert_close(again(x), want)

@@ -111,6 +111,10 @@ class Captured:
             out = [_rows(v, self.batch, *rows) for v in out]
         return pytree.tree_unflatten(list(out), entry.spec)
 
+    def __reduce__(self) -> Any:
+        """A copy captures for itself: graphs belong to one function in one process."""
+        return Captured, (self.fn, self.max_graphs, self.batch, self.buckets, self.unsafe_views)
+
     def _again(self) -> bool:
         """Whether to record once more: what broke a recording may have been somebody else's, and be over."""
         if self.pause:

@@ -4,6 +4,7 @@ Installed beside the package, because importing anything of the package imports 
 installed every command comes this way, so that `tensorlogic doctor` can say so.
 """
 
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,12 +22,19 @@ def main():
             package = ModuleType("tensorlogic")
             package.__path__ = [str(Path(spec.origin).parent)]
             sys.modules["tensorlogic"] = package
+    # Ctrl-C while PyTorch is imported ends the process at once: nothing is being written, and some imports swallow exceptions
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         from tensorlogic.cli import main as run
     except ModuleNotFoundError as problem:
         if problem.name != "cyclopts":
             raise
         return _without_extra(words)
+    finally:
+        if usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     return run()
 
 

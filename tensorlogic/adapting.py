@@ -9,16 +9,18 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from . import accuracy, stores
-from .accuracy import UNITS, Known, Statistics
+from .accuracy import Known, Statistics
 from .judging import Place, places, plain, watchable
 from .op import EAGER, Candidate, Config, Launcher, Op, Outputs
-from .plans import Evidence, Key, Plan
+from .plans import Key
 from .precision import ON_LEAVE, PrecisionWarning
+from .ranking import GUARD_US, form_of, order, unguarded
 from .study import BIND_ERRORS
 
 LOG = logging.getLogger("tensorlogic")
@@ -27,14 +29,8 @@ NEARBY, BEYOND = (
     2.0,
     3.0,
 )  # errors follow cancellation: as measured up to the former, and farther within the latter
-GUARD_US = {
-    "cpu": 100.0,
-    "cuda": 120.0,
-}  # what looking at a call's data takes: learned as it is done
-WATCH_US = 10.0  # what looking takes where the device itself judges, and nobody waits
-EAGER_RATE = {"cpu": 5e4, "cuda": 5e7}  # operations a microsecond in float64, until some were timed
-RESOLVED = 1e-5  # budgets that float64 keeps for any float32 data but exact opposites
-HOPELESS = 16.0  # a form that brings so many times the budget on normal inputs is not tried
+UNLIKELY = 1e4  # times the cancellation that was measured, for which float64 is not looked at in every call
+REST = 15  # but in one of so many and one
 MOST_KNOWN = 64  # errors kept for one key
 LAST: list[str] = []  # the candidates that served last, for those who watch
 _KNOWN: dict[tuple[str, str], list[Known]] = {}
@@ -57,6 +53,11 @@ class Held:
     def missed(self) -> bool:
         """Whether it may be beyond the budget."""
         return self.error * self.margin > self.rtol
+
+    @cached_property
+    def unbroken(self) -> bool:
+        """Whether no way is more accurate and only data that cancel thousands of times more could leave the budget."""
+        return form_of(self.candidate) == "f64" and self.error * self.margin * UNLIKELY < self.rtol
 
     @property
     def room(self) -> float:
@@ -89,11 +90,30 @@ class Adaptive:
         self.held: Held | None = None
         self.watch: Any = None  # where the device judges, and mends what it must
         self.places: list[Place] = []  # of the products that it judges
+        self.quick: Launcher | None = None  # what is held and its judge in one
+        self.rest = 0  # calls that float64 serves before it is looked at again
+        self.wide = any(
+            t is not None and t.dtype in ("f64", "c128") for t in key.tensors
+        )  # results
 
     def __call__(self, *dynamic: Any) -> Outputs | None:
         held, watch = self.held, self.watch
+        if self.rest > 0:
+            self.rest -= 1
+            assert held is not None
+            if (outs := held.launch(*dynamic)) is not None:
+                _note(held)
+                return outs
+        elif held is not None and self.wide and held.unbroken:
+            self.rest = REST
         if held is not None and watch is not None:
-            outs = None if watch.passed() else held.launch(*dynamic)
+            passed = watch.passed()
+            if not passed and self.quick is not None and (outs := self.quick(*dynamic)) is not None:
+                watch.begun()
+                _OPEN.adaptives.add(self)
+                _note(held)
+                return outs
+            outs = None if passed else held.launch(*dynamic)
             if outs is not None and (products := self._watched(dynamic, outs)) is not None:
                 watch.over(products)
                 _OPEN.adaptives.add(self)
@@ -158,8 +178,9 @@ class Adaptive:
             if not tried[0].missed:
                 break
         assert best is not None  # torch.eager is always tried last, and its failure is the caller's
-        self.held = best[0]
+        self.held, self.quick = best[0], None
         self.watch = self._watch(best[0], dynamic, best[1])
+        self.rest = REST if self.wide and best[0].unbroken else 0
         if best[0].missed:
             self._warn(best[0])
         return best[1]
@@ -181,12 +202,18 @@ class Adaptive:
         products = plain(self._parts(dynamic), outs)
         if products is None or len(self.places) != len(products):
             return None
-        from .ops.common.triton_mend import Seen, Watch, works  # needs Triton, as looking does
+        from .ops.common import watched  # needs Triton, as looking does
+        from .ops.common.triton_mend import Seen, Watch, works
 
         if not works(self.device):
             return None
         seen = [Seen.of(*product) for product in products]
-        return Watch(then, held.room, seen, self.device, self.rtol, held.drift)
+        watch = Watch(then, held.room, seen, self.device, self.rtol, held.drift)
+        way = (held.candidate.id, held.config)
+        self.quick = watched.launcher(
+            self.op, self.key, self.device, way, products, self.places, outs, watch
+        )
+        return watch
 
     def _warn(self, held: Held) -> None:
         times = held.error / self.rtol
@@ -279,40 +306,6 @@ def scatter(outs: Outputs) -> float:
     return 1 + math.sqrt(2 * math.log(max(lines, 1)) / accuracy.SKETCH)
 
 
-def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Candidate, Config]]:
-    """What may serve an adaptive key, least time first, as measured or else expected; torch.eager, in float64, at the latest.
-
-    All but float64 from narrower inputs are looked at while they serve, which has its price.
-    """
-    plan = stores.current(device).get(key)
-    eager = op.candidates[EAGER]
-    guard = WATCH_US if watchable(key) else GUARD_US.get(device.type, 100.0)
-    ranked: list[tuple[float, float, Candidate, Config]] = []
-    for candidate in op.candidates.values():
-        if candidate is eager or candidate.unfit(key) is not None:
-            continue
-        if UNITS[form_of(candidate)] > HOPELESS * rtol:
-            continue
-        us, alone, config = _expected(op, candidate, key, plan)
-        certain = form_of(candidate) == "f64" and unguarded(key, rtol)
-        ranked.append((us + guard * (not certain), alone, candidate, config))
-    limit = _expected(op, eager, key, plan)[0] + (0.0 if unguarded(key, rtol) else guard)
-    quick = sorted((r for r in ranked if r[0] <= limit), key=lambda r: r[:2])
-    return [(candidate, config) for *_, candidate, config in quick] + [(eager, {})]
-
-
-def unguarded(key: Key, rtol: float) -> bool:
-    """Whether float64 goes unwatched: looking would make the caller wait for a GPU, and its inputs have so few digits that no sum
-    of them can spoil the budget (a result below float32's range can)."""
-    if key.device == "cpu" or watchable(key):
-        return False
-    dtypes = {t.dtype for t in key.tensors if t is not None}
-    narrow = dtypes <= {"f16", "bf16", "f32", "c64"} and dtypes != {
-        "f16"
-    }  # whose results may be too small for it
-    return narrow and rtol >= RESOLVED
-
-
 def expected(
     op: Op, key: Key, device: torch.device, rtol: float
 ) -> tuple[Candidate, Config] | None:
@@ -322,34 +315,6 @@ def expected(
         if last.get(candidate.id, math.inf) * MARGIN <= rtol:
             return candidate, config
     return None
-
-
-def form_of(candidate: Candidate) -> str:
-    """The form of numbers of a way."""
-    return "f64" if candidate.id == EAGER else candidate.id.split(".")[1].partition("_")[0]
-
-
-def _expected(
-    op: Op, candidate: Candidate, key: Key, plan: Plan | None
-) -> tuple[float, float, Config]:
-    """Microseconds of a call, those of the device alone, and configuration, by the plan's evidence where it has any; infinite where
-    it was refused."""
-    evidence = plan.evidence if plan is not None else ()
-    for e in evidence:
-        if (e.candidate, e.source) == (candidate.id, candidate.source):
-            if e.status == "refused":
-                return math.inf, math.inf, {}
-            return max(e.device_us, _host_us(e, evidence)), e.device_us, e.config
-    eager_us = 8 + op.flops(key) / EAGER_RATE.get(key.device, EAGER_RATE["cpu"])
-    share = 1.0 if candidate.id == EAGER else candidate.guess(key)
-    return share * eager_us, share * eager_us, candidate.configs(key)[0]
-
-
-def _host_us(e: Evidence, evidence: Sequence[Evidence]) -> float:
-    """What a caller's thread takes. Of those that were out of the running it was not measured: then the most that any took."""
-    if e.host_us != e.device_us:
-        return e.host_us
-    return max((o.host_us for o in evidence if o.host_us != o.device_us), default=e.host_us)
 
 
 def recall(key: Key, device: torch.device) -> list[Known]:

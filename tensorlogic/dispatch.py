@@ -50,7 +50,7 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
         if op.composed is not None:
             return op.composed(*args)
         if op.precise is not None:
-            return _precisely(op.precise, args, where, given)
+            return _precisely(op.precise, args, where, (prepare, given))
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         lowered = _autocast(op, args)
         if lowered is None:
@@ -116,7 +116,12 @@ def placing(given: Sequence[Any]) -> bool:
     return policies.current().placement is not None or any(isinstance(g, Unified) for g in given)
 
 
-def _precisely(op: Op, args: tuple[Any, ...], where: Any, given: Sequence[Any]) -> Any:
+def _precisely(
+    op: Op,
+    args: tuple[Any, ...],
+    where: Any,
+    public: tuple[Callable[..., Any], Sequence[Any]],
+) -> Any:
     """A product under a precision policy, which autocast does not touch; what transforms are traced through is float64."""
     for p, a in zip(op.params, args, strict=False):
         if isinstance(a, Tensor) and a.layout is not torch.strided:
@@ -138,8 +143,8 @@ def _precisely(op: Op, args: tuple[Any, ...], where: Any, given: Sequence[Any]) 
     if torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
             return call(op, args)
-    same = all(g is a for p, g, a in zip(op.params, given, args, strict=False) if p.is_tensor)
-    return call(op, args, where if same else None)
+    same = all(g is a for p, g, a in zip(op.params, public[1], args, strict=False) if p.is_tensor)
+    return call(op, args, where, public) if same else call(op, args)
 
 
 def call(

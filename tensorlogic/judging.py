@@ -74,6 +74,13 @@ def plain(
 def watchable(key: Key) -> bool:
     """Whether a GPU can judge and mend: a product of real matrices of a size it can look at, and nothing around it."""
     tensors = [t for t in key.tensors if t is not None]
+    rows = sum(math.prod(t.shape[:-1]) for t in tensors) + tensors[-1].shape[-1]
+    return alone(key) and rows < WATCHED_ROWS
+
+
+def alone(key: Key) -> bool:
+    """Whether a call on a GPU is a product of real matrices, and nothing around it."""
+    tensors = [t for t in key.tensors if t is not None]
     around = any(
         t is not None and name in ("bias", "residual")
         for name, t in zip(key.names, key.tensors, strict=True)
@@ -83,5 +90,4 @@ def watchable(key: Key) -> bool:
         and not around
         and dict(key.flags).get("activation", "none") == "none"
         and all(len(t.shape) >= 2 and t.dtype[0] != "c" for t in tensors)
-        and sum(math.prod(t.shape[:-1]) for t in tensors) + tensors[-1].shape[-1] < WATCHED_ROWS
     )

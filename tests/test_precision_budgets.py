@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import PrecisionWarning, accuracy, adapting
+from tensorlogic import PrecisionWarning, accuracy, adapting, ranking
 from tensorlogic.entrants import nearest
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import ways_cpu
@@ -210,7 +210,38 @@ def test_where_hosts_take_as_long_the_device_decides(monkeypatch: pytest.MonkeyP
     key = op.key((a, a, "none", False), "inference", "adaptive")
     taken = {"torch.f32": 9.0, "cpu.f32": 8.0, "torch.bf16": 7.0, EAGER: 9.5}
     monkeypatch.setattr(
-        adapting, "_expected", lambda _, c, *__: (10.0, taken.get(c.id, math.inf), {})
+        ranking, "_expected", lambda _, c, *__: (10.0, taken.get(c.id, math.inf), {})
     )
-    found = [c.id for c, _ in adapting.order(op, key, a.device, 1e-1)]
+    found = [c.id for c, _ in ranking.order(op, key, a.device, 1e-1)]
     assert [id for id in found if id in taken] == ["torch.bf16", "cpu.f32", "torch.f32", EAGER]
+
+
+def test_float64_with_room_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapting, "order", lambda op, *_: [(op.candidates[EAGER], {})])
+    looked: list[int] = []
+    statistics = accuracy.statistics
+    monkeypatch.setattr(accuracy, "statistics", lambda *a: [looked.append(1), statistics(*a)][1])
+
+    def looks(a: torch.Tensor, b: torch.Tensor, rtol: float) -> list[int]:
+        """In which of the calls that follow the first two rounds of rest the data were looked at."""
+        found = []
+        with tensorlogic.precision("adaptive", rtol=rtol), tensorlogic.policy(tune="off"):
+            for call in range(2 * (adapting.REST + 1) + 1):
+                before = len(looked)
+                c = tensorlogic.matmul(a, b)
+                found += [call] * (len(looked) > before)
+        assert torch.equal(c, (a.double() @ b.double()).to(c.dtype))
+        return found
+
+    a, b = torch.randn(70, 66), torch.randn(66, 80)
+    every = adapting.REST + 1
+    assert looks(a.double(), b.double(), 1e-6) == [0, every, 2 * every]
+    assert len(looks(a.double(), b.double(), 1e-14)) == 2 * every + 1  # little room
+    assert len(looks(a, b, 1e-6)) == 2 * every + 1  # results that float32 may not hold
+    half = a.double()[:, :33] * 1e11
+    hard, both = (
+        torch.cat((half, -half + a.double()[:, 33:]), 1),
+        torch.cat((b[:33], b[:33])).double(),
+    )
+    with pytest.warns(PrecisionWarning, match="rtol=1e-06"):
+        looks(hard, both, 1e-6)

@@ -176,8 +176,10 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (triton_halves, triton_lines, triton_mend, triton_split):
         monkeypatch.setattr(module, "prepare", record)
     n, strides, place = 4096, (4096, 1) * 3, torch.device("cuda", 0)
-    triton_mend._mend.__wrapped__(("f32",) * 3, (n, n, n), strides, (128, 256), 4, place)
-    triton_mend._mend.__wrapped__(("f64", "f64", "f64"), (n, n, n), strides, (128, 256), 4, place)
+    triton_mend._mend.__wrapped__(("f32",) * 3, (n, n, n), strides, (128, 256, 0), 4, place)
+    triton_mend._mend.__wrapped__(
+        ("f64", "f64", "f64"), (n, n, n), strides, (128, 256, 0), 4, place
+    )
     triton_split._look.__wrapped__(("f32",) * 3, (n, n, n), strides, 4, place)
     for kind, laid in (
         ("f32", (n, 1, n, 1)),

@@ -86,7 +86,7 @@ def test_what_the_library_refuses_is_computed_in_float64() -> None:
             raise CompileFailure("too small")
         return lambda a, b: (a @ b) * 0
 
-    product = ways_series.prepared(make)
+    product = ways_series.Prepared(make)
     a, b = torch.randn(3, 5), torch.randn(5, 4)
     for _ in range(2):
         torch.testing.assert_close(product(1, a, b), a @ b)

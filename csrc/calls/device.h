@@ -96,7 +96,7 @@ bool out_of_memory();
 // Sets the error that PyTorch would for the exception in flight.
 void translated();
 
-extern PyTypeObject DriverType, EmptyType, StartType, StepType, SlotType, PlanType,
+extern PyTypeObject DriverType, EmptyType, StartType, StepType, SeriesType, SlotType, PlanType,
     RecordingType, CountedType, WayType, StillType, UnchangedType;
 
 }  // namespace tensorlogic::calls

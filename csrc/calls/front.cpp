@@ -302,7 +302,7 @@ PyMODINIT_FUNC PyInit_tensorlogic_calls() {
   PyObject* made = PyModule_Create(&module);
   if (!made) return nullptr;
   for (PyTypeObject* type : {&NativeType, &LauncherType, &FrontType, &DriverType,
-                             &EmptyType, &StartType, &StepType, &SlotType, &PlanType,
+                             &EmptyType, &StartType, &StepType, &SeriesType, &SlotType, &PlanType,
                              &RecordingType, &CountedType, &WayType, &StillType,
                              &UnchangedType})
     if (PyModule_AddType(made, type) < 0) {

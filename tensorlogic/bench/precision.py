@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tensorlogic
 
-from .. import adapting, measure, numerics, tuning
+from .. import adapting, measure, numerics, ranking, tuning
 from ..memory import staging
 from ..op import EAGER, OPS, Op
 from ..plans import Key
@@ -235,7 +235,7 @@ def adaptive(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[str,
                 {name: lambda: torch.matmul(o.a, o.b), "ours": lambda: tensorlogic.matmul(o.a, o.b)},
                 device, 0.15, rounds=40,
             )  # fmt: skip
-        chosen = dict(adapting.order(op, key, device, rtol))
+        chosen = dict(ranking.order(op, key, device, rtol))
         config = chosen.get(candidate) or candidate.configs(key)[0]
         launch = candidate.bind(key, config, device)
         calls: dict[str, list[measure.Call]] = {

@@ -86,6 +86,27 @@ def step(run: Callable[..., bool]) -> Callable[..., bool]:
     return run if module is None else cast(Callable[..., bool], module.Step(run))
 
 
+def series(
+    lib: Any, device: torch.device, several: bool, handle: int, parts: Sequence[tuple[int, ...]], kept: Any
+) -> Callable[..., Any] | None:  # fmt: skip
+    """Products of cuBLASLt as (x, w, y, workspace) -> True, or None where there is nothing in C to call it: see the module's `Series`."""
+    found = driver(device)
+    if found is None or not isinstance(lib, ctypes.CDLL):
+        return None
+    matmul = ctypes.cast(lib.cublasLtMatmul, ctypes.c_void_p).value
+    made: Callable[..., Any] = calls.module().Series(
+        found, (_index(device), several), matmul, handle, tuple(parts), kept
+    )
+    return made
+
+
+def lasting(what: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """`what(*args)`, ever the same on one stream, which launchers that are noted may use."""
+    module = calls.module()
+    slot = None if module is None else module.noted(what, *args)
+    return what(*args) if slot is None else cast(torch.Tensor, slot)
+
+
 class Maps(dict[int, bytes]):
     """Triton's tensor maps by address, as the driver wants them."""
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from ...op import EAGER, Candidate, Config, Launcher, Op, Outputs, key_flags
 from ...plans import Key
 from . import ways, ways_cpu
-from .ways import Product, Way
+from .ways import Way
 
 Composed = Callable[..., Outputs]  # (product, *op's arguments) -> outputs in the result's dtype
+WAYS: dict[str, Way] = {}  # by the id of their candidates
 _FAMILY: list[tuple[Op, Any, Any, tuple[Any, ...]]] = []
 Sizes = Callable[[Key], list[tuple[int, int, int]]]  # M, N, K of every product of a key
 
@@ -39,8 +40,7 @@ def precise(
         listed=False,
     )
     op.precise = made
-    in_f64 = _launcher(made, composed, ways.in_f64)
-    made.add(Candidate(EAGER, bind=in_f64, sources=sources, trusted=True))
+    made.add(Candidate(EAGER, bind=_in_f64(op, made, composed), sources=sources, trusted=True))
     for way in ways_cpu.found():
         add(made, way, composed, sizes, (*sources, ways_cpu))
     _FAMILY.append((made, composed, sizes, sources))
@@ -56,6 +56,7 @@ def extend(found: list[Way], module: str) -> None:
 
 def add(op: Op, way: Way, composed: Composed, sizes: Sizes, sources: tuple[Any, ...]) -> None:
     """One way as a candidate of a precise op."""
+    WAYS[way.id] = way
     op.add(
         Candidate(
             way.id,
@@ -72,11 +73,18 @@ def add(op: Op, way: Way, composed: Composed, sizes: Sizes, sources: tuple[Any, 
     )
 
 
-def _launcher(
-    op: Op, composed: Composed, product: Product
+def _in_f64(
+    op: Op, made: Op, composed: Composed
 ) -> Callable[[Key, Config, torch.device], Launcher]:
+    """The reference; of operands in float64 what PyTorch has for them, without anything around it."""
+
     def bind(key: Key, config: Config, device: torch.device) -> Launcher:
-        return op.closer(partial(composed, product), *key_flags(key))
+        full = isinstance(key, Key)  # a composition's has flags only
+        wide = full and all(t is None or t.dtype == "f64" for t in key.tensors)
+        direct = op.direct(key) if wide else None
+        if direct is None:
+            return made.closer(partial(composed, ways.in_f64), *key_flags(key))
+        return lambda *dynamic: (direct(*dynamic),)
 
     return bind
 
@@ -90,7 +98,12 @@ def _ranked(
             product = way.unwatched
         if way.ranked is not None:
             product = partial(way.ranked, int(config["rank"]))
-        return op.closer(partial(composed, ways.by_parts(product)), *key_flags(key))
+        launch = op.closer(partial(composed, ways.by_parts(product)), *key_flags(key))
+        if way.run is None or key.device != "cuda":
+            return launch
+        from .watched import Quick  # needs Triton, as the ways of GPUs do
+
+        return Quick(op, key, config, device, way.id, launch)
 
     return bind
 

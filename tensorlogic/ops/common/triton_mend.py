@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...accuracy import DRIFT, FLOOR, SKETCH, Statistics
 from ...compiling import CompileFailure
-from . import triton_split
+from . import compiled_launch, triton_split, wiring
 from .triton_launch import Start, prepare
 from .triton_math import follow
 
@@ -38,10 +38,10 @@ PROGRAMS = 528  # four for every multiprocessor of a large GPU; each reads the w
 @triton.jit
 def mend_product(
     left_ptr, right_ptr, out_ptr, found_ptr, spoilt_ptr, limits_ptr, said_ptr,
-    M, N, K, left_r, left_c, right_r, right_c, out_r, out_c, ROWS, BLOCKS,
+    M, N, K, left_r, left_c, right_r, right_c, out_r, out_c, ROWS, BLOCKS, SPOILT,
     TABLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = left · right in float64, only where found [BLOCKS, 6], the first ROWS of them rows, is beyond the limits.
+    """out = left · right in float64, only where found [BLOCKS, 6], the first ROWS of them rows, is beyond the limits, or spoilt[SPOILT] is set.
 
     limits: what makes squares of cancellation of (norms of rows, norms of columns), the largest square of cancellation and
     the one below which the product may be left to what is faster, the least and the largest peak; the square of the budget, and
@@ -65,7 +65,7 @@ def mend_product(
     good &= (least >= tl.load(limits_ptr + 4)) & (most <= tl.load(limits_ptr + 5))
     blank = tl.sum(tl.load(found_ptr + 6 * p + 5, mask=inside, other=0.0))
     good &= blank == 0.0
-    good &= (left - left == 0.0) & (right - right == 0.0) & (tl.load(spoilt_ptr) == 0.0)
+    good &= (left - left == 0.0) & (right - right == 0.0) & (tl.load(spoilt_ptr + SPOILT) == 0.0)
     pid = tl.program_id(0)
     if (pid == 0) & ((cancels < tl.load(limits_ptr + 3)) | (good == 0)):
         tl.store(said_ptr, 1)
@@ -126,13 +126,14 @@ class Watch:
             for s in seen
         ]
         self._tables = [triton_split.blocks(*s.sizes[:2]) for s in seen]
+        self._empty = wiring.empty(device)
         self._starts = []
         for s, (rows, blocks) in zip(seen, self._tables, strict=True):
             align = min(*(SIZES[name] for name in s.names), 4)
             about = (s.names, s.sizes, s.strides)
             look = triton_split._look(*about, align, device)
-            self._starts.append((look, _mend(*about, (rows, blocks), align, device)))
-        self._spaces: dict[int, tuple[list[tuple[Tensor, Tensor]], Tensor]] = {}
+            table = (rows, blocks, 6 * self._tables[0][1])
+            self._starts.append((look, _mend(*about, table, align, device)))
         self._streams: set[int] = set()  # that nobody has waited for since
 
     def passed(self) -> bool:
@@ -164,35 +165,38 @@ class Watch:
 
         They lie as was said when this was made, whatever shapes the tensors have here.
         """
-        spaces, flag = self._space()
+        self.judge(products)
+        self.begun()
+
+    def begun(self) -> None:
+        """Know that the current stream has products to be judged."""
+        if (number := triton_split.stream(self._device)) >= 0:
+            self._streams.add(number)
+
+    def judge(self, products: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+        """`over` as a launcher, which plans may hold."""
+        flag = compiled_launch.lasting(triton_split.flag, self._device)
+        word = compiled_launch.lasting(self._host)
+        tables = [self._empty((6 * blocks + 1,), (1,), torch.float64) for _, blocks in self._tables]
         good = True
-        for (left, right, out), (look, _), (found, _) in zip(
-            products, self._starts, spaces, strict=True
+        for (left, right, out), (look, _), found in zip(
+            products, self._starts, tables, strict=True
         ):
             good &= look(left, right, out, found, flag)
-        spoilt = spaces[0][1]  # the first to look has cleared the flag
-        for (left, right, out), (_, mend), (found, _), limits in zip(
-            products, self._starts, spaces, self._limits, strict=True
+        for i, ((left, right, out), (_, mend), found) in enumerate(
+            zip(products, self._starts, tables, strict=True)
         ):
-            good &= mend(left, right, out, found, spoilt, limits, self._word)
+            limits = compiled_launch.lasting(self._limit, i)
+            # the first to look has cleared the flag, and kept it behind its table
+            good &= mend(left, right, out, found, tables[0], limits, word)
         if not good:
             raise RuntimeError("mend: a kernel refused tensors of the alignment of their elements")
 
-    def _space(self) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """For every product, what `look_at` finds and the end of it, in memory of the current stream; and that stream's flag."""
-        stream = triton_split.stream(self._device)
-        if stream >= 0:
-            self._streams.add(stream)
-        found = self._spaces.get(stream)
-        if found is None:
-            made = [
-                torch.empty(6 * blocks + 1, dtype=torch.float64, device=self._device)
-                for _, blocks in self._tables
-            ]
-            found = [(t, t[-1:]) for t in made], triton_split.flag(self._device)
-            if stream >= 0:  # else a graph's, whose memory goes with it
-                self._spaces[stream] = found
-        return found
+    def _host(self) -> Tensor:
+        return self._word
+
+    def _limit(self, product: int) -> Tensor:
+        return self._limits[product]
 
 
 def _limits(then: Statistics, room: float, rtol: float, drift: float) -> tuple[float, ...]:
@@ -235,7 +239,7 @@ def _shares(m: int, n: int, k: int) -> tuple[float, float]:
 
 @lru_cache(maxsize=1024)
 def _mend(
-    names: tuple[str, ...], sizes: tuple[int, int, int], strides: tuple[int, ...], table: tuple[int, int],
+    names: tuple[str, ...], sizes: tuple[int, int, int], strides: tuple[int, ...], table: tuple[int, int, int],
     align: int, device: torch.device,
 ) -> Start:  # fmt: skip
     m, n, k = sizes
@@ -249,6 +253,7 @@ def _mend(
         },
         integers={
             "M": m, "N": n, "K": k, **dict(zip(order, strides, strict=True)), "ROWS": table[0], "BLOCKS": table[1],
+            "SPOILT": table[2],
         },
         floats=(), constexprs={"TABLE": triton.next_power_of_2(table[1]), "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N},
         num_warps=WARPS, num_stages=1, device=device, align=align,

@@ -39,6 +39,8 @@ class Way:
     unwatched: Product | None = None  # in its place where no guard looks at the data
     ranked: Callable[..., Tensor] | None = None  # product(rank, a, b), where there are several
     ranks: int = 1
+    #: run(rank, a, b): the product of real matrices that lie like these in float32, where that only allocates and starts kernels; or None
+    run: Callable[[int, Tensor, Tensor], Product | None] | None = None
     sources: tuple[Any, ...] = ()
 
 

@@ -13,7 +13,7 @@ from ...plans import Key
 from . import mixed, triton_halves, triton_lines, triton_mixed, triton_split, ways_series
 from .cublaslt import lt_available
 from .ways import Way, single
-from .ways_series import Planes, Step, prepared
+from .ways_series import Planes, Prepared, Run, Step
 
 #: Which planes of left meet which of right, the smallest products first.
 PLANES = {
@@ -45,11 +45,11 @@ def _planes(dtype: torch.dtype, count: int, in_runs: bool) -> Any:
     """float16's lower planes are kept 2 ** 11 times larger, where its range has room for them."""
     lift = 11 if in_runs and dtype == torch.float16 else 0
     steps = partial(_in_runs, count, RUNS[dtype], lift) if in_runs else partial(_all, count)
-    return prepared(partial(ways_series.planes, Planes(dtype, *PLANES[count], lift), steps))
+    return Prepared(partial(ways_series.planes, Planes(dtype, *PLANES[count], lift), steps))
 
 
-_DIRECT = {name: prepared(partial(ways_series.direct, name)) for name in ("ieee", "tf32")}
-_WIDENED = prepared(ways_series.widened)
+_DIRECT = {name: Prepared(partial(ways_series.direct, name)) for name in ("ieee", "tf32")}
+_WIDENED = Prepared(ways_series.widened)
 
 
 def lt(a: Tensor, b: Tensor, precision: str = "ieee", rank: int = 0) -> Tensor:
@@ -74,6 +74,21 @@ def halved(dtype: torch.dtype, product: Any, rank: int, a: Tensor, b: Tensor) ->
     """Operands rounded to a half dtype, which both may have already."""
     a, b = (t if t.dtype != dtype or 1 in t.stride() else t.contiguous() for t in (a, b))
     return lt(a, b, rank=rank) if a.dtype == b.dtype == dtype else product(rank, a, b)
+
+
+def _direct_run(
+    precision: str, dtypes: tuple[torch.dtype, ...], rank: int, a: Tensor, b: Tensor
+) -> Run | None:
+    """Of operands of one of these dtypes, multiplied as they lie."""
+    served = a.dtype == b.dtype and a.dtype in dtypes and 1 in a.stride() and 1 in b.stride()
+    return _DIRECT[precision].run(rank, a, b) if served else None
+
+
+def _halved_run(dtype: torch.dtype, planes: Prepared, rank: int, a: Tensor, b: Tensor) -> Run | None:  # fmt: skip
+    """Of what `halved` serves without a copy."""
+    if any(t.dtype == dtype and 1 not in t.stride() for t in (a, b)):
+        return None
+    return _direct_run("ieee", (dtype,), rank, a, b) or planes.run(rank, a, b)
 
 
 def f64(a: Tensor, b: Tensor) -> Tensor:
@@ -147,7 +162,13 @@ def found() -> list[Way]:
             ranked=product, ranks=RANKS, sources=(triton_split, triton_halves, triton_lines, ways_series), **more,
         )  # fmt: skip
 
-    bf16, f16 = torch.bfloat16, torch.float16
+    bf16, f16, single = torch.bfloat16, torch.float16, torch.float32
+    six, f16x3, bf16x3 = _planes(bf16, 6, True), _planes(f16, 3, True), _planes(bf16, 3, False)
+    one_f16, one_bf16 = _planes(f16, 1, False), _planes(bf16, 1, False)
+
+    def direct(precision: str, *dtypes: torch.dtype) -> Any:
+        return partial(_direct_run, precision, dtypes)
+
     return [
         Way(
             "triton.f64",
@@ -159,11 +180,18 @@ def found() -> list[Way]:
             matrices=True,
             sources=(triton_split, ways_series),
         ),
-        way("cublaslt.f32", "f32", f32, _us(25e6, 0), serves=_narrowing),
-        way("cublaslt.bf16x6", "bf16x6", _planes(bf16, 6, True), _us(48e6, 16)),
-        way("cublaslt.f16x3", "f16x3", _planes(f16, 3, True), _us(80e6, 10), guarded=True),
-        way("cublaslt.bf16x3", "bf16x3", _planes(bf16, 3, False), _us(110e6, 10)),
-        way("cublaslt.tf32", "tf32", tf32, _us(190e6, 0)),
+        way(
+            "cublaslt.f32",
+            "f32",
+            f32,
+            _us(25e6, 0),
+            serves=_narrowing,
+            run=direct("ieee", single, f16, bf16),
+        ),
+        way("cublaslt.bf16x6", "bf16x6", six, _us(48e6, 16), run=six.run),
+        way("cublaslt.f16x3", "f16x3", f16x3, _us(80e6, 10), guarded=True, run=f16x3.run),
+        way("cublaslt.bf16x3", "bf16x3", bf16x3, _us(110e6, 10), run=bf16x3.run),
+        way("cublaslt.tf32", "tf32", tf32, _us(190e6, 0), run=direct("tf32", single)),
         way("cublaslt.f16", "f16", scaled, _us(330e6, 10)),
         Way(
             "triton.f16_rounded",
@@ -180,9 +208,16 @@ def found() -> list[Way]:
         way(
             "cublaslt.f16_unscaled",
             "f16",
-            partial(halved, f16, _planes(f16, 1, False)),
+            partial(halved, f16, one_f16),
             _us(330e6, 6),
             guarded=True,
+            run=partial(_halved_run, f16, one_f16),
         ),
-        way("cublaslt.bf16", "bf16", partial(halved, bf16, _planes(bf16, 1, False)), _us(330e6, 6)),
+        way(
+            "cublaslt.bf16",
+            "bf16",
+            partial(halved, bf16, one_bf16),
+            _us(330e6, 6),
+            run=partial(_halved_run, bf16, one_bf16),
+        ),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ...compiling import CompileFailure
 from ...numerics import NAMES
-from . import cublaslt, triton_split, ways, wiring
+from . import compiled_launch, cublaslt, triton_split, ways, wiring
 from .gemm import GemmSpec, Operand
 
 MOST = 1024  # ways in which operands lie that are known at once
 ALIGN = 16  # bytes, of fresh memory
 Run = Callable[[Tensor, Tensor], Tensor]
-Multiply = Callable[[int, int, int], None]  # by the addresses of x, w and y
+Multiply = Callable[[Tensor, Tensor, Tensor], None]  # of x and w to y
 
 
 class Unserved(RuntimeError):
@@ -71,26 +71,50 @@ def series(
                     product.c, product.d, ctypes.addressof(found),
                 )
             )  # fmt: skip
-    matmul, stream, several = lib.cublasLtMatmul, torch._C._cuda_getCurrentRawStream, torch.cuda.device_count() > 1  # fmt: skip
+    several = torch.cuda.device_count() > 1
+    made = compiled_launch.series(lib, device, several, handle, entries, kept)
+    run = _called(lib, index, handle, entries, most, kept) if made is None else made
+    if made is not None and most:
 
-    def run(x: int, w: int, y: int) -> None:
-        queue = stream(index)
-        memory = cublaslt._workspace(index, queue, most) if most else None
+        def with_space(x: Tensor, w: Tensor, y: Tensor) -> None:
+            run(x, w, y, compiled_launch.lasting(_space, index, most))
+
+        return with_space
+    if made is not None or not several:
+        return run
+
+    def run_there(x: Tensor, w: Tensor, y: Tensor) -> None:
+        with torch.cuda.device(index):
+            run(x, w, y)
+
+    return run_there
+
+
+def _space(index: int, size: int) -> Tensor:
+    """Scratch memory of the current stream."""
+    return cublaslt._workspace(index, torch._C._cuda_getCurrentRawStream(index), size)
+
+
+def _called(
+    lib: Any, index: int, handle: int, entries: Sequence[tuple[int, ...]], most: int, kept: Sequence[Any]
+) -> Callable[..., Any]:  # fmt: skip
+    """The same without the compiled calls."""
+
+    def run(x: Tensor, w: Tensor, y: Tensor) -> None:
+        queue = torch._C._cuda_getCurrentRawStream(index)
+        memory = _space(index, most) if most else None
         scratch = None if memory is None else memory.data_ptr()
-        for made, one, at_w, a, at_x, b, beta, c, d, algo in entries:
-            status = matmul(
-                handle, made, one, w + at_w, a, x + at_x, b, beta, y, c, y, d, algo, scratch, most, queue
+        at_x, at_w, to = x.data_ptr(), w.data_ptr(), y.data_ptr()
+        for made, one, w_step, a, x_step, b, beta, c, d, algo in entries:
+            status = lib.cublasLtMatmul(
+                handle, made, one, at_w + w_step, a, at_x + x_step, b, beta, to, c, to, d, algo, scratch, most, queue
             )  # fmt: skip
             if status:
                 raise RuntimeError(
                     f"cublasLtMatmul failed with status {status} on {kept[0][0].spec}"
                 )
 
-    def run_there(x: int, w: int, y: int) -> None:
-        with torch.cuda.device(index):
-            run(x, w, y)
-
-    return run_there if several else run
+    return run
 
 
 def _algorithm(product: cublaslt._Product, rank: int) -> Any:
@@ -101,27 +125,32 @@ def _algorithm(product: cublaslt._Product, rank: int) -> Any:
         return product.algorithm(0)
 
 
-def prepared(make: Callable[[int, Tensor, Tensor], Run]) -> Callable[[int, Tensor, Tensor], Tensor]:  # fmt: skip
+@dataclass
+class Prepared:
     """product(rank, a, b) by what `make` gives for operands that lie like these; in float64 where the library does not take them."""
-    runs: dict[Any, Run] = {}
 
-    def product(rank: int, a: Tensor, b: Tensor) -> Tensor:
+    make: Callable[[int, Tensor, Tensor], Run]
+    runs: dict[Any, Run] = field(default_factory=dict)
+
+    def __call__(self, rank: int, a: Tensor, b: Tensor) -> Tensor:
+        return self.run(rank, a, b)(a, b)
+
+    def run(self, rank: int, a: Tensor, b: Tensor) -> Run:
+        """What serves operands that lie like these; it only allocates and starts kernels, but in float64."""
         where = (
             rank, a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, (a.data_ptr() | b.data_ptr()) & (ALIGN - 1),
             a.get_device(),
         )  # fmt: skip
-        run = runs.get(where)
+        run = self.runs.get(where)
         if run is None:
-            if len(runs) >= MOST:
-                runs.clear()
+            if len(self.runs) >= MOST:
+                self.runs.clear()
             try:
-                run = make(rank, a, b)
+                run = self.make(rank, a, b)
             except (CompileFailure, Unserved):
                 run = _in_f64
-            runs[where] = run
-        return run(a, b)
-
-    return product
+            self.runs[where] = run
+        return run
 
 
 def _in_f64(a: Tensor, b: Tensor) -> Tensor:
@@ -145,7 +174,7 @@ def direct(precision: str, rank: int, a: Tensor, b: Tensor) -> Run:
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         y = empty(size, torch.float32)
-        multiply(a.data_ptr(), b.data_ptr(), y.data_ptr())
+        multiply(a, b, y)
         return y
 
     return run
@@ -184,7 +213,7 @@ class Planes:
 
         def make(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
             x, w = empty(a_shape, dtype), empty(b_shape, dtype)
-            _started(start(a, b, x, w, triton_split.flag(device)))
+            _started(start(a, b, x, w, flag(device)))
             return x, w
 
         ends = (*_ends(a_turned, a_shape), *_ends(b_turned, b_shape))
@@ -201,7 +230,7 @@ class Planes:
 
         def make(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
             x = empty(shape, dtype)
-            _started(start(a if first else b, x, triton_split.flag(device)))
+            _started(start(a if first else b, x, flag(device)))
             return (x, b) if first else (a, x)
 
         ends, other = _ends(turned, shape), b.stride() if first else a.stride()
@@ -213,6 +242,11 @@ class Planes:
 def _ends(turned: bool, shape: tuple[int, int]) -> tuple[int, int]:
     """Strides of a matrix whose memory is a contiguous one of this shape."""
     return (1, shape[1]) if turned else (shape[1], 1)
+
+
+def flag(device: torch.device) -> Tensor:
+    """That of the current stream, in launchers that are noted, too."""
+    return compiled_launch.lasting(triton_split.flag, device)
 
 
 def _started(good: bool) -> None:
@@ -230,7 +264,7 @@ def planes(how: Planes, steps: Callable[[int], Sequence[Step]], rank: int, a: Te
     def run(a: Tensor, b: Tensor) -> Tensor:
         x, w = make(a, b)
         y = empty(size, torch.float32)
-        multiply(x.data_ptr(), w.data_ptr(), y.data_ptr())
+        multiply(x, w, y)
         return y
 
     return run

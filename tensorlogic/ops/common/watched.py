@@ -1,0 +1,107 @@
+"""Products under a precision policy as one launcher of allocations and kernels: within an error budget, their judge among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...judging import Place, alone, places, plain
+from ...numerics import NAMES
+from ...op import Config, Launcher, Op, Outputs
+from ...plans import Key
+from . import compiled_launch, precise, triton_split, wiring
+from .triton_mend import Watch
+from .ways_series import flag
+
+
+def launcher(
+    op: Op, key: Key, device: torch.device, way: tuple[str, Config],
+    products: Sequence[tuple[Tensor, Tensor, Tensor]], places: Sequence[Place], outs: Outputs, watch: Watch | None,
+) -> Launcher | None:  # fmt: skip
+    """What serves calls that look like the one of these products, places and outputs, replayed in C where that can be; None
+    where more is to be done than to allocate and start kernels."""
+    found, rank = precise.WAYS.get(way[0]), int(way[1].get("rank", 0))
+    if found is None or found.run is None or sum(out is not None for out in outs) != len(places):
+        return None
+    if any(out is not None and out.dim() != 2 for out in outs):
+        return None
+    runs = [found.run(rank, left, right) for left, right, _ in products]
+    ends = [_rounded(out, device) for _, _, out in products]
+
+    def launch(*given: Any) -> Outputs:
+        made: list[Tensor | None] = [None] * len(outs)
+        judged = []
+        for place, run, end in zip(places, runs, ends, strict=True):
+            assert run is not None
+            left, right = given[place.left], given[place.right]
+            y = made[place.out] = end(run(left, right))
+            judged.append((left, right, y))
+        if watch is not None:
+            watch.judge(judged)
+        return tuple(made)
+
+    return None if None in runs else compiled_launch.plan(op, key, device, launch)
+
+
+class Quick:
+    """`launch`, a candidate's composition of products; from the second call on without it, where they are all there is."""
+
+    def __init__(
+        self, op: Op, key: Key, config: Config, device: torch.device, id: str, launch: Launcher
+    ) -> None:
+        self.op, self.key, self.device, self.way, self.launch = (
+            op,
+            key,
+            device,
+            (id, config),
+            launch,
+        )
+        self.quick: Launcher | None = None
+        self.tried = not alone(key)
+
+    def __call__(self, *dynamic: Any) -> Outputs | None:
+        quick = self.quick
+        if quick is not None and (outs := quick(*dynamic)) is not None:
+            return outs
+        outs = self.launch(*dynamic)
+        # a kernel that is loaded while a graph is captured would spoil it
+        if not self.tried and outs is not None and triton_split.stream(self.device) >= 0:
+            self.tried = True
+            self.quick = self._made(dynamic, outs)
+        return outs
+
+    def _made(self, dynamic: Sequence[Any], outs: Outputs) -> Launcher | None:
+        op, key = self.op, self.key
+        assert op.measure is not None
+        found = places(op, key, outs)
+        products = plain(op.measure(*op.full(key, dynamic)), outs)
+        if products is None or len(found) != len(products):
+            return None
+        return launcher(op, key, self.device, self.way, products, found, outs, None)
+
+
+def _rounded(out: Tensor, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """A matrix in float32 in the dtype of this one."""
+    if out.dtype == torch.float32:
+        return _same
+    shape, strides = (out.shape[0], out.shape[1]), (out.shape[1], 1)
+    planes = (shape, strides, (0,), False)
+    start = triton_split._split(("f32", NAMES[out.dtype]), (planes,), 0, 16, device)
+    return partial(_into, start, wiring.empty(device), shape, strides, out.dtype, device)
+
+
+def _same(y: Tensor) -> Tensor:
+    return y
+
+
+def _into(
+    start: Any, empty: Any, shape: Any, strides: Any, dtype: torch.dtype, device: torch.device, y: Tensor
+) -> Tensor:  # fmt: skip
+    rounded: Tensor = empty(shape, strides, dtype)
+    if not start(y, rounded, flag(device)):
+        raise RuntimeError("watched: the kernel refused fresh memory")
+    return rounded

@@ -1,0 +1,85 @@
+"""In which order the ways of an adaptive key are tried: by the time that each is expected to take, what looking at its data takes included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from . import stores
+from .accuracy import UNITS
+from .judging import watchable
+from .op import EAGER, Candidate, Config, Op
+from .plans import Evidence, Key, Plan
+
+GUARD_US = {
+    "cpu": 100.0,
+    "cuda": 120.0,
+}  # what looking at a call's data takes: learned as it is done
+WATCH_US = 10.0  # what looking takes where the device itself judges, and nobody waits
+EAGER_RATE = {"cpu": 5e4, "cuda": 5e7}  # operations a microsecond in float64, until some were timed
+RESOLVED = 1e-5  # budgets that float64 keeps for any float32 data but exact opposites
+HOPELESS = 16.0  # a form that brings so many times the budget on normal inputs is not tried
+
+
+def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Candidate, Config]]:
+    """What may serve an adaptive key, least time first, as measured or else expected; torch.eager, in float64, at the latest.
+
+    All but float64 from narrower inputs are looked at while they serve, which has its price.
+    """
+    plan = stores.current(device).get(key)
+    eager = op.candidates[EAGER]
+    guard = WATCH_US if watchable(key) else GUARD_US.get(device.type, 100.0)
+    ranked: list[tuple[float, float, Candidate, Config]] = []
+    for candidate in op.candidates.values():
+        if candidate is eager or candidate.unfit(key) is not None:
+            continue
+        if UNITS[form_of(candidate)] > HOPELESS * rtol:
+            continue
+        us, alone, config = _expected(op, candidate, key, plan)
+        certain = form_of(candidate) == "f64" and unguarded(key, rtol)
+        ranked.append((us + guard * (not certain), alone, candidate, config))
+    limit = _expected(op, eager, key, plan)[0] + (0.0 if unguarded(key, rtol) else guard)
+    quick = sorted((r for r in ranked if r[0] <= limit), key=lambda r: r[:2])
+    return [(candidate, config) for *_, candidate, config in quick] + [(eager, {})]
+
+
+def unguarded(key: Key, rtol: float) -> bool:
+    """Whether float64 goes unwatched: looking would make the caller wait for a GPU, and its inputs have so few digits that no sum
+    of them can spoil the budget (a result below float32's range can)."""
+    if key.device == "cpu" or watchable(key):
+        return False
+    dtypes = {t.dtype for t in key.tensors if t is not None}
+    narrow = dtypes <= {"f16", "bf16", "f32", "c64"} and dtypes != {
+        "f16"
+    }  # whose results may be too small for it
+    return narrow and rtol >= RESOLVED
+
+
+def form_of(candidate: Candidate) -> str:
+    """The form of numbers of a way."""
+    return "f64" if candidate.id == EAGER else candidate.id.split(".")[1].partition("_")[0]
+
+
+def _expected(
+    op: Op, candidate: Candidate, key: Key, plan: Plan | None
+) -> tuple[float, float, Config]:
+    """Microseconds of a call, those of the device alone, and configuration, by the plan's evidence where it has any; infinite where
+    it was refused."""
+    evidence = plan.evidence if plan is not None else ()
+    for e in evidence:
+        if (e.candidate, e.source) == (candidate.id, candidate.source):
+            if e.status == "refused":
+                return math.inf, math.inf, {}
+            return max(e.device_us, _host_us(e, evidence)), e.device_us, e.config
+    eager_us = 8 + op.flops(key) / EAGER_RATE.get(key.device, EAGER_RATE["cpu"])
+    share = 1.0 if candidate.id == EAGER else candidate.guess(key)
+    return share * eager_us, share * eager_us, candidate.configs(key)[0]
+
+
+def _host_us(e: Evidence, evidence: Sequence[Evidence]) -> float:
+    """What a caller's thread takes. Of those that were out of the running it was not measured: then the most that any took."""
+    if e.host_us != e.device_us:
+        return e.host_us
+    return max((o.host_us for o in evidence if o.host_us != o.device_us), default=e.host_us)

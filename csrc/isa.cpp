@@ -28,6 +28,12 @@ extern const Kernels table;
 namespace avx512_bf16 {
 void gemm_or_pairs(const GemmCall&);
 }
+namespace avx512_vnni {
+void gemm_steps(const GemmCall&);
+}
+namespace avx2_steps {
+void gemm_steps(const GemmCall&);
+}
 #endif
 
 namespace {
@@ -83,9 +89,27 @@ const Kernels& amx_table() {
 }
 #endif
 
-const Kernels& avx512_bf16_table() {
+const Kernels& avx2_table() {
+  static const Kernels table = [] {
+    Kernels t = avx2::table;
+    t.gemm_steps = avx2_steps::gemm_steps;
+    return t;
+  }();
+  return table;
+}
+
+const Kernels& avx512_table() {
   static const Kernels table = [] {
     Kernels t = avx512::table;
+    if (__builtin_cpu_supports("avx512vnni")) t.gemm_steps = avx512_vnni::gemm_steps;
+    return t;
+  }();
+  return table;
+}
+
+const Kernels& avx512_bf16_table() {
+  static const Kernels table = [] {
+    Kernels t = avx512_table();
     t.name = "avx512_bf16";
     t.gemm = avx512_bf16::gemm_or_pairs;
     t.gemm_pairs = true;
@@ -98,8 +122,8 @@ const Kernels& avx512_bf16_table() {
 const Kernels* level(const std::string& name) {
   if (name == "portable") return &portable::table;
 #if defined(__x86_64__)
-  if (name == "avx2" && has_avx2()) return &avx2::table;
-  if (name == "avx512" && has_avx512()) return &avx512::table;
+  if (name == "avx2" && has_avx2()) return &avx2_table();
+  if (name == "avx512" && has_avx512()) return &avx512_table();
 #if defined(HAS_TILES)
   if (name == "amx" && has_amx()) return &amx_table();
 #endif

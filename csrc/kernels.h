@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+#include <atomic>
+
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
 
@@ -204,6 +206,7 @@ struct GemmCall {  // a · b, a [M, K], b [K, N], handed over in runs of rows wh
   const void* tiles;      // or null: all of b as gemm_pack laid it out, of which this call's columns begin at `first`
   int64_t tiles_N, first;
   int parts;      // bfloat16 parts that tell enough of a float32 operand: 3 all of it; kernels may use more
+  std::atomic<bool>* coarse;  // of gemm_steps: set where the numbers do not go into steps
   int64_t depth;  // of the panels: 1 to gemm_depth units
   // Sums in float32, rows `pitch` >= N apart, N and the rows rounded up to whole tiles: all M rows, or, where
   // K <= depth, only those of one tile.
@@ -267,6 +270,8 @@ struct Kernels {
   int64_t (*gemm_packed)(DType b, int64_t N, int64_t K);
   bool (*gemm_pack)(const Matrix& b, int64_t first, int64_t last, int64_t N, int64_t K, void* out);
   const Kernels* gemm_otherwise;
+  // Null, or float32 to whole numbers of steps: two products cost one of float32; the rest as for gemm.
+  void (*gemm_steps)(const GemmCall&);
 };
 
 }  // namespace tensorlogic

@@ -17,7 +17,7 @@ SKETCH, RUN = 64, 16  # elements of every row that the statistics see, in runs o
 BATCHES = 4  # matrices of a batch that are looked at
 FLOOR = (
     2.0**-50
-)  # of the operands' norms: what lies below is cancellation that float64 itself does not resolve
+)  # of the operands' norms: below is cancellation that float64 itself does not resolve
 #: Norms of rows of a result that a few steps more may take below its dtype's range, where no error measured before holds.
 FAINT = dict.fromkeys((torch.float32, torch.bfloat16, torch.complex64), 2.0**-118)
 DRIFT = 4.0  # binary exponents by which data may move, their errors as measured
@@ -38,11 +38,12 @@ UNITS = {
     "tf32": 2.0**-10,
     "f16": 2.0**-11,
     "bf16": 2.0**-8,
+    "i16": 2.0**-10,
     "int8x3": 2.0**-12,
     "int8": 2.0**-6,
     "fp8": 2.0**-4,
 }
-#: What it is there in fact (of int8, with the largest crest it takes), and the bits of a significand that a form holds: data that happen to be exact in it have no error.
+#: What it is there in fact (of int8 and i16, with the largest crest they take), and the bits of a significand that a form holds: data that happen to be exact in it have no error.
 TYPICAL = {
     "f64": 0.0,
     "f32": 4e-8,
@@ -53,6 +54,7 @@ TYPICAL = {
     "tf32": 2.9e-4,
     "f16": 2.9e-4,
     "bf16": 2.3e-3,
+    "i16": 2.8e-3,
     "int8x3": 2.8e-4,
     "int8": 2.3e-2,
     "fp8": 3.75e-2,

@@ -48,7 +48,9 @@ AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfm
 LEVELS = {
     "portable": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx2_steps": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": AVX512,
+    "avx512_vnni": (*AVX512, "-mavx512vnni"),
     "avx512_bf16": (*AVX512, "-mavx512bf16"),
     "amx": (*AVX512, "-mamx-tile", "-mamx-bf16"),
 }

@@ -169,7 +169,7 @@ INLINE Tile tile_of(int64_t rows, std::integer_sequence<int, R...>) {
 }
 
 [[maybe_unused]] static int64_t gemm_scratch(int64_t N, int64_t depth) {
-  return LEFT + depth * ((N + NR - 1) / NR * NR);
+  return LEFT + (depth + 2) * ((N + NR - 1) / NR * NR);
 }
 
 // Asks for share `t` of `shares` of the next left panels: rows i to i + rows, columns k to k + depth of m.

@@ -50,6 +50,7 @@ const Kernels table = {
     nullptr,
     nullptr,
     nullptr,
+    nullptr,
 };
 
 }  // namespace tensorlogic::TENSORLOGIC_ISA

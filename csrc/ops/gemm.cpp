@@ -125,12 +125,14 @@ std::tuple<Output, Output> matmul_pre(const Input& a, const Input& b, int64_t ac
   Product p = product_of("matmul", a, b, false, activation, b.dtype("matmul", "b"), shape);
   return results(p, shape);
 }
-// Operands may be float64, narrowed while they are packed. `parts`: bfloat16 parts of float32 operands that are enough; 3 for float32's own accuracy.
+// Operands may be float64, narrowed while they are packed. `parts`: bfloat16 parts of float32 operands that are enough; 3 for float32's own accuracy;
+// 0: whole numbers of 2364 steps a row of a panel, where no element is so large that the others would have too few.
 Output matmul_f32(const Input& a, const Input& b, bool transposed, int64_t parts) {
   Result shape;
   Product p = product_of("matmul_f32", a, b, transposed, 0, DType::f32, shape, true);
-  if (parts < 1 || parts > 3) fail("matmul_f32: parts must be 1, 2 or 3");
-  p.parts = static_cast<int>(parts);
+  if (parts < 0 || parts > 3) fail("matmul_f32: parts must be 0, 1, 2 or 3");
+  p.steps = parts == 0;
+  if (parts) p.parts = static_cast<int>(parts);
   return result(p, shape);
 }
 Output linear(const Input& x, const Input& weight, const Maybe& bias, const Maybe& residual,

@@ -16,6 +16,7 @@ constexpr int64_t WIDEST = 2048;      // where few rows leave room and a row of 
 constexpr int64_t BLOCK = 16 << 10;       // multiply-adds that take as long as a block's own preparations
 constexpr int64_t LANES_GRAIN = 320 << 10;  // multiply-adds, without tiles, from which a thread that spins pays
 constexpr int64_t FEW_GRAIN = 160 << 10;  // of one row a thread; where all rows pass the grain above, any number
+constexpr int64_t STEPS_ROWS = 64;  // of left, below which turning right into steps takes what they bring
 constexpr int64_t FEW_SUMS = 12 << 10;  // of theirs at a time: more would not stay in the first cache
 
 // Waking a thread costs 1 us where threads spin while they wait, and 9 where they were told to sleep.
@@ -164,6 +165,7 @@ void block(const Kernels& k, const Product& p, const Blocks& blocks, int64_t ite
   call.K = p.K;
   call.product_rows = p.M;
   call.parts = p.parts;
+  call.coarse = p.coarse;
   call.tiles = p.tiles;
   call.tiles_N = p.N;
   call.first = j;
@@ -191,7 +193,7 @@ void block(const Kernels& k, const Product& p, const Blocks& blocks, int64_t ite
   call.done = [](void* context, const float* c, int64_t row, int64_t rows) {
     (*static_cast<decltype(done)*>(context))(c, row, rows);
   };
-  k.gemm(call);
+  (p.coarse ? k.gemm_steps : k.gemm)(call);
 }
 
 void in_blocks(const Kernels& k, const Product& p) {
@@ -314,6 +316,13 @@ void run(Product& p) {
     if (t.M <= few_rows(k, t, true)) return by_few_rows(k, t, true);
   }
   if (p.M <= few_rows(k, p)) return by_few_rows(k, p, false);
+  if (p.steps && k.gemm_steps && p.M >= STEPS_ROWS) {
+    std::atomic<bool> coarse{false};
+    p.coarse = &coarse;
+    in_blocks(k, p);
+    p.coarse = nullptr;
+    if (!coarse) return;
+  }
   const bool served = !k.gemm_pays || k.gemm_pays(p.a.dtype, p.b.dtype, p.parts, p.M, p.N, p.K);
   in_blocks(served ? k : *k.gemm_otherwise, p);
 }

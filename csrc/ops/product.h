@@ -14,6 +14,8 @@ struct Product {
   Activation activation;
   DType dtype;
   int parts = 3;  // of a float32 operand, see GemmCall
+  bool steps = false;  // whole numbers of steps are enough, where they do
+  std::atomic<bool>* coarse = nullptr;  // where they are tried: whether they did not
   const char *bias = nullptr, *residual = nullptr;
   char *y = nullptr, *pre = nullptr;
   const void* tiles = nullptr;  // all of b, packed

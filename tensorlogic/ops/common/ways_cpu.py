@@ -115,6 +115,12 @@ def in_parts(parts: int, a: Tensor, b: Tensor) -> Tensor:
     return c
 
 
+def native_i16(a: Tensor, b: Tensor) -> Tensor:
+    """Runs of rows and columns scaled to 2364 steps to either side, multiplied as pairs of 16 bits; float32 where a largest element is
+    beyond 16 times its run's root mean square."""
+    return in_parts(0, a, b)
+
+
 def kept(product: ways.Product, a: Tensor, b: Tensor) -> Tensor:
     """The product, float64 operands that float32 does not hold in float64."""
     c = product(a, b)
@@ -227,6 +233,15 @@ def _tiled(device: str) -> str | None:
     return None if own_tiles() else "the native library multiplies without tiles"
 
 
+def _steps(device: str) -> str | None:
+    """None where pairs of 16 bits are multiplied faster than float32."""
+    if (reason := native_wiring.cpu_only(device)) is not None:
+        return reason
+    level = str(native.isa())
+    quick = level == "avx2" or (level.startswith("avx512") and "vnni" in cpu_costs.features())
+    return None if quick else "16 bits are multiplied no faster than float32"
+
+
 def _f16_only(key: Key) -> str | None:
     return None if key.precision == "f16" else "cpu.bf16x3 is the same"
 
@@ -268,6 +283,10 @@ def _native_bf16_us(m: int, n: int, k: int, dtype: str) -> float:
     return _rate(speed, passes, 8)(m, n, k, dtype)
 
 
+def _i16_us(m: int, n: int, k: int, dtype: str) -> float:
+    return 0.65 * cpu_costs.native_us(m, n, k, "f32", False)
+
+
 def found() -> list[Way]:
     """Every way on a CPU, in the order in which ties are broken."""
     library = (native_wiring.LIBRARY,)
@@ -279,6 +298,7 @@ def found() -> list[Way]:
         Way("torch.bf16", "bf16", torch_bf16, _rate("bf16", 2, 12), cpu),
         Way("cpu.bf16", "bf16", native_bf16, _native_bf16_us, native_wiring.cpu_only, sources=library),
         Way("cpu.bf16x3", "bf16x3", partial(in_parts, 2), _rate(220e3, 0.3, 8), _tiled, sources=library),
+        Way("cpu.i16", "i16", native_i16, _i16_us, _steps, sources=library),
         Way("cpu.f16_split", "f16", partial(kept, partial(in_parts, 2)), _rate(220e3, 0.3, 8), _tiled, _f16_only, sources=library),
         *(
             Way(

@@ -10,6 +10,7 @@ import torch
 import tensorlogic
 from tensorlogic import calls, measure, native, recording, registry, selector, stores, study
 from tensorlogic.op import EAGER, OPS
+from tensorlogic.ops.common import cpu_costs
 from tensorlogic.plans import environment
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
@@ -47,6 +48,30 @@ def test_unmeasured_short_calls_are_expected_to_pay_for_it() -> None:
         assert selector.decide(OPS[op], recorded, CPU, policy).eager[0] == EAGER
         if calls.available() is None:
             assert selector.decide(OPS[op], plain, CPU, policy).eager[0] != EAGER
+
+
+def test_unmeasured_products_are_expected_to_pay_for_it_less_what_they_fuse() -> None:
+    """A small product alone is PyTorch's where it is recorded; with a residual and an activation it replaces three records by one."""
+    policy = selector.Policy(tune="off")
+    x, w, bias = torch.ones(16, 16), torch.ones(16, 16), torch.ones(16)
+
+    def serves(op: str, *args: object, direction: str) -> str:
+        stores.forget()
+        key = OPS[op].key((*args, direction == "forward"), direction)
+        found = selector.decide(OPS[op], key, CPU, policy).eager
+        return found[0]
+
+    assert serves("matmul", x, w, "none", direction="forward") == EAGER
+    assert serves("linear", x, w, bias, x, "relu", direction="forward") != EAGER
+    if calls.available() is None:
+        assert serves("matmul", x, w, "none", direction="inference") != EAGER
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_thread_that_must_be_woken_counts(sleeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_costs, "_sleeps", lambda: sleeps)
+    woken, alone = (cpu_costs.torch_us(n, n, n, "f32", False) for n in (64, 63))
+    assert (woken - alone > cpu_costs.WAKES / 2) == sleeps
 
 
 def test_the_cost_is_measured() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,6 +22,10 @@ NARROW, ROW = (
     10e-3,
 )  # columns that a tile computes at least; microseconds a row of up to two such tiles
 GRAIN = 160 << 10  # multiply-adds from which a second thread pays
+SHARED_BY_BLAS = range(
+    1 << 18, 5 << 18
+)  # where PyTorch's float32 product wakes one, and ours does not yet if it sleeps
+WAKES = 9.0  # microseconds of it
 SMALL_HALF = 4096  # multiply-adds up to which PyTorch's half-precision products do not go to oneDNN
 BLAS_FROM = 6_000  # from which its float32 products take BLAS's own preparations on AMD
 # Nanoseconds an element of a weight that comes from further than the second-level cache: PyTorch's float32 products, ours.
@@ -123,6 +128,12 @@ def threads(work: float) -> int:
 
 
 @lru_cache
+def _sleeps() -> bool:
+    """True where OpenMP's threads were told to sleep while they wait."""
+    return os.environ.get("OMP_WAIT_POLICY", "").lower().startswith("p")
+
+
+@lru_cache
 def _is_amd() -> bool:
     return "amd" in features()
 
@@ -210,7 +221,8 @@ def torch_us(m: int, n: int, k: int, dtype: str, linear: bool) -> float:
     compute = min(m, n) > MEMORY and m * n * k > GRAIN
     line = _torch_line(m * n * k, dtype, linear)
     far = _far_us(n, k, dtype, "torch") if m <= FEW and dtype == "f32" and not linear else 0.0
-    return line.us(m, n, k, torch_factor(dtype) if compute else 1.0) + far
+    woken = WAKES if dtype == "f32" and m * n * k in SHARED_BY_BLAS and _sleeps() else 0.0
+    return line.us(m, n, k, torch_factor(dtype) if compute else 1.0) + far + woken
 
 
 def _torch_line(work: int, dtype: str, linear: bool) -> Line:

@@ -23,6 +23,7 @@ PACKED_FROM = 1 << 16  # elements of a weight whose tiles are worth a look
 # Rows, and elements of a weight, from which tiles kept are expected to win; bytes an element of them.
 PACKED_ROWS = {"bf16": 5, "f16": 16, "f32": 32}
 PACKED_SIZE = {"bf16": 1 << 18, "f16": 1 << 19, "f32": 1 << 16}
+ACTIVATED = 2  # passes that PyTorch's gradient of an activation, with what it dispatches, is worth
 PACKED_BYTES = {torch.bfloat16: 2.1, torch.float16: 2.1, torch.float32: 6.1}
 
 Finished = Callable[[Tensor, Tensor, Any, Any], Any]  # (x, weight, bias, residual) -> y
@@ -181,13 +182,16 @@ def _finished_wide(
 
 
 def guess(key: Key, x: str = "x", weight: str = "weight", linear: bool = True) -> float:
-    """Our product's time over PyTorch's, with the passes that eager makes over its operands one by one."""
+    """Our product's time over PyTorch's, with the passes that eager makes, and records, one by one."""
     m, n, k = _mnk(key, x, weight, linear)
     linear = _along_k(key, weight, linear)
     dtype, before = native_wiring.dtype_of(key, x), _before(key)
     eager = cpu_costs.torch_us(m, n, k, dtype, linear)
-    ours = cpu_costs.native_us(m, n, k, dtype, linear, wide=before is not None)
     passes = len(_given(key, "residual")) + (dict(key.flags).get("activation", "none") != "none")
+    ours = cpu_costs.native_us(m, n, k, dtype, linear, wide=before is not None)
+    if key.direction == "forward":
+        ours += native_wiring.RECORDED_US
+        eager += passes * native_wiring.RECORDED_US
     eager += passes * cpu_costs.pass_us(m * n)
     if before is not None:
         theirs, own = cpu_costs.before_us(before, m, k, dtype)
@@ -203,12 +207,14 @@ def _before(key: Key) -> str | None:
 
 
 def guess_backward(key: Key) -> float:
-    """Both products of a linear layer's backward, over PyTorch's."""
+    """Both products of a linear layer's backward, over PyTorch's with the activation's gradient."""
     (m, n), (_, k) = _rows(key, key.names[0]), _rows(key, key.names[1])
     dtype = native_wiring.dtype_of(key, key.names[0])
     ways = ((m, k, n), (n, k, m))
     ours = sum(cpu_costs.native_us(*way, dtype, False) for way in ways)
-    return ours / sum(cpu_costs.torch_us(*way, dtype, False) for way in ways)
+    eager = sum(cpu_costs.torch_us(*way, dtype, False) for way in ways)
+    passes = ACTIVATED * (dict(key.flags).get("activation", "none") != "none")
+    return ours / (eager + passes * cpu_costs.pass_us(m * n))
 
 
 def _rows(key: Key, name: str) -> tuple[int, int]:

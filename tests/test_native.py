@@ -158,6 +158,20 @@ def test_gradients_of_element_wise_ops(ops: Any, dtype: torch.dtype) -> None:
     check(ops.div_backward(dy, a, safe), wide[0] / wide[1], *wide)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_that_round_to_zero_have_no_gradient(ops: Any, dtype: torch.dtype) -> None:
+    """The kernel makes the output again from the operands: it must round it, too."""
+    info = torch.finfo(dtype)
+    a = torch.tensor([0.4, 0.5, 0.6, 1.0, -0.4, -1.0]).to(dtype).repeat(20)
+    b = torch.full_like(a, info.smallest_normal * info.eps)  # the smallest number there is
+    dy = torch.ones_like(a)
+    above = (a * b > 0).to(dtype)
+    assert 0 < above.sum() < (a > 0).sum()
+    da, db = ops.mul_relu_backward(dy, a, b)
+    torch.testing.assert_close(da, above * b, rtol=0, atol=0)
+    torch.testing.assert_close(db, above * a, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("target", DTYPES)
 def test_conversion_is_torchs_bit_for_bit(

@@ -27,6 +27,10 @@ struct Pair {
   vf first, second;
 };
 
+// The largest number that a T rounds to 0.
+template <class T>
+constexpr float vanishing = Is<T, f16> ? 0x1p-25f : Is<T, bf16> ? 0x1p-134f : 0.0f;
+
 template <class T, Elementwise O>
 INLINE Pair combine(vf a, vf b, vf c) {
   using E = Elementwise;
@@ -49,7 +53,7 @@ INLINE Pair combine(vf a, vf b, vf c) {
   if constexpr (O == E::silu_bwd) y = a * silu_grad<T>(b);
   if constexpr (O == E::mul_bwd) return {a * c, a * b};
   if constexpr (O == E::mul_relu_bwd) {
-    vf d = b * c <= zero ? zero : a;
+    vf d = b * c <= set1(vanishing<T>) ? zero : a;  // the output, which is not read, is 0 there
     return {d * c, d * b};
   }
   if constexpr (O == E::div_bwd) {

@@ -186,6 +186,8 @@ static void softmax(const SoftmaxCall& call, int64_t begin, int64_t end) {
   })
 }
 
+constexpr int64_t CHAINS = 64 * W;  // elements that four vectors sum: their terms may cancel, and a chain of 16 rounds little
+
 // dx = scale y (dy - sum(dy y))
 static void softmax_backward(DType dtype, const void* dy_all, const void* y_all, void* dx_all,
                              int64_t n, float scale, int64_t begin, int64_t end) {
@@ -194,9 +196,15 @@ static void softmax_backward(DType dtype, const void* dy_all, const void* y_all,
       const T* y = static_cast<const T*>(y_all) + r * n;
       const T* dy = static_cast<const T*>(dy_all) + r * n;
       T* dx = static_cast<T*>(dx_all) + r * n;
-      vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
-      FOR_ROW(n, s[k] = fma(load(y + j, lanes), load(dy + j, lanes), s[k]);)
-      const vf mean = set1(sum(total(s))), factor = set1(scale);
+      double weighed = 0.0;
+      for (int64_t first = 0; first < n; first += CHAINS) {
+        const T *of = y + first, *by = dy + first;
+        const int64_t some = least(n - first, CHAINS);
+        vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
+        FOR_ROW(some, s[k] = fma(load(of + j, lanes), load(by + j, lanes), s[k]);)
+        weighed += sum(total(s));
+      }
+      const vf mean = set1(static_cast<float>(weighed)), factor = set1(scale);
       FOR_ROW(n, store(dx + j, load(y + j, lanes) * (load(dy + j, lanes) - mean) * factor, lanes);)
     }
   })

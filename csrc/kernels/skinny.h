@@ -30,13 +30,24 @@ INLINE void dot_block(const T* w, const float* x, float* y, int64_t K, int64_t N
     for (int u = 0; u < U; ++u) add(u, i + u * W, All{});
   for (; i + W <= K; i += W) add(0, i, All{});
   if (i < K) add(0, i, Some{K - i});
-  for (int r = 0; r < R; ++r)
-    for (int m = 0; m < M; ++m) {
-      vf all = acc[0][r][m];
-      if constexpr (U == 2) all = all + acc[1][r][m];
-      if constexpr (U == 4) all = (all + acc[1][r][m]) + (acc[2][r][m] + acc[3][r][m]);
-      y[m * N + r] = sum(all);
-    }
+  constexpr int SUMS = R * M;
+  vf all[SUMS < W ? W : SUMS];
+#pragma GCC unroll 16
+  for (int n = 0; n < SUMS; ++n) {
+    const int r = n % R, m = n / R;
+    all[n] = acc[0][r][m];
+    if constexpr (U == 2) all[n] = all[n] + acc[1][r][m];
+    if constexpr (U == 4) all[n] = (all[n] + acc[1][r][m]) + (acc[2][r][m] + acc[3][r][m]);
+  }
+  float to[W];
+  constexpr bool together = SUMS <= W && 2 * SUMS > W;
+  if constexpr (together) {
+#pragma GCC unroll 16
+    for (int n = SUMS; n < W; ++n) all[n] = set1(0.0f);
+    store(to, sums(all), All{});
+  }
+#pragma GCC unroll 16
+  for (int n = 0; n < SUMS; ++n) y[n / R * N + n % R] = together ? to[n] : sum(all[n]);
 }
 
 template <int M, class T>
@@ -92,12 +103,13 @@ static void axpy_some(const T* w, const float* x, float* y, int64_t K, int64_t M
 
 constexpr int64_t SOME_ROWS = 7;  // from which sums stay in registers over a block of rows of w: fewer wait for memory
 constexpr int64_t MOST_ROWS = 16, ROWS_DEPTH = 64;  // each of a block's rows may lie in a page of its own
-constexpr int ROWS_EACH = W < 16 ? 6 : 16;  // rows of a tile of sums, two vectors wide where registers hold them
+template <class T>  // rows of a tile of sums; two vectors wide where registers hold them
+constexpr int ROWS_EACH = W < 16 ? 6 : sizeof(T) < sizeof(float) ? 8 : 16;
 
-// y[r, 0 .. V * W) += sum_k x[k, r] w[k, 0 .. V * W), R columns of x [depth, MOST_ROWS]
-template <int R, int V, class T, class Lanes>
-INLINE void rows_tile(const T* w, const float* x, float* y, int64_t depth, int64_t N, int64_t step,
-                      Lanes lanes) {
+// y[r, 0 .. V * W) += sum_k x[k, r] w[k, 0 .. V * W), R columns of x [depth, MOST_ROWS]; w in float32 goes to `kept` if it is given.
+template <int R, int V, bool keeps, class T, class Lanes>
+static void rows_tile(const T* w, const float* x, float* y, float* kept, int64_t depth, int64_t N,
+                      int64_t step, Lanes lanes) {
   vf acc[R][V];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -106,7 +118,10 @@ INLINE void rows_tile(const T* w, const float* x, float* y, int64_t depth, int64
   for (int64_t k = 0; k < depth; ++k) {
     vf right[V];
 #pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) right[v] = load(w + k * step + v * W, lanes);
+    for (int v = 0; v < V; ++v) {
+      right[v] = load(w + k * step + v * W, lanes);
+      if constexpr (keeps) store(kept + (k * V + v) * W, right[v], All{});
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const vf left = set1(x[k * MOST_ROWS + r]);
@@ -123,36 +138,42 @@ INLINE void rows_tile(const T* w, const float* x, float* y, int64_t depth, int64
     }
 }
 
-// The same for all columns
-template <int R, class T>
-static void rows_some(const T* w, const float* x, float* y, int64_t depth, int64_t N, int64_t step) {
-  constexpr int V = W < 16 || R <= 8 ? 2 : 1;
-  int64_t j = 0;
-  for (; j + V * W <= N; j += V * W) rows_tile<R, V>(w + j, x, y + j, depth, N, step, All{});
-  for (; j + W <= N; j += W) rows_tile<R, 1>(w + j, x, y + j, depth, N, step, All{});
-  if (j < N) rows_tile<R, 1>(w + j, x, y + j, depth, N, step, Some{N - j});
+template <int V, bool keeps, class T, class Lanes, int... R>
+INLINE auto rows_tile_of(int64_t rows, std::integer_sequence<int, R...>) {
+  using Rows = void (*)(const T*, const float*, float*, float*, int64_t, int64_t, int64_t, Lanes);
+  static constexpr Rows some[] = {rows_tile<R + 1, V, keeps, T, Lanes>...};
+  return some[rows - 1];
 }
 
-template <class T>
-using RowsSome = void (*)(const T*, const float*, float*, int64_t, int64_t, int64_t);
-template <class T, int... R>
-INLINE RowsSome<T> rows_of(int64_t rows, std::integer_sequence<int, R...>) {
-  static constexpr RowsSome<T> some[] = {rows_some<R + 1, T>...};
-  return some[rows - 1];
+// A strip of V * W columns, or its first `lanes`, for M rows of x, `each` at a time: the first of them widen it, the others find it in the cache.
+template <int V, class T, class Lanes>
+INLINE void rows_strip(const T* w, const float* x, float* y, int64_t each, int64_t depth, int64_t M,
+                       int64_t N, int64_t step, Lanes lanes) {
+  constexpr auto all = std::make_integer_sequence<int, (V > 1 && W >= 16 ? 8 : ROWS_EACH<T>)>{};
+  if (each >= M) return rows_tile_of<V, false, T, Lanes>(M, all)(w, x, y, nullptr, depth, N, step, lanes);
+  alignas(64) float kept[ROWS_DEPTH * V * W];
+  rows_tile_of<V, true, T, Lanes>(each, all)(w, x, y, kept, depth, N, step, lanes);
+  for (int64_t m = each; m < M; m += each)
+    rows_tile_of<V, false, float, Lanes>(least(M - m, each), all)(kept, x + m, y + m * N, nullptr,
+                                                                  depth, N, V * W, lanes);
 }
 
 // As axpy_rows, for SOME_ROWS to MOST_ROWS rows of x.
 template <class T>
 static void rows_in_registers(const T* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
                               int64_t step) {
-  constexpr auto all = std::make_integer_sequence<int, ROWS_EACH>{};
-  const int64_t parts = (M + ROWS_EACH - 1) / ROWS_EACH, each = (M + parts - 1) / parts;
+  const int64_t parts = (M + ROWS_EACH<T> - 1) / ROWS_EACH<T>, each = (M + parts - 1) / parts;
+  const bool two = W < 16 || each <= 8;  // vectors a row
   float turned[ROWS_DEPTH * MOST_ROWS];
   for (int64_t k = 0; k < K; k += ROWS_DEPTH) {
     const int64_t depth = least(K - k, ROWS_DEPTH);
     turn(Singles<float>{x + k, 1, K}, depth, M, [&](int64_t i) { return turned + i * MOST_ROWS; });
-    for (int64_t m = 0; m < M; m += each)
-      rows_of<T>(least(M - m, each), all)(w + k * step, turned + m, y + m * N, depth, N, step);
+    const T* p = w + k * step;
+    int64_t j = 0;
+    if (two)
+      for (; j + 2 * W <= N; j += 2 * W) rows_strip<2>(p + j, turned, y + j, each, depth, M, N, step, All{});
+    for (; j + W <= N; j += W) rows_strip<1>(p + j, turned, y + j, each, depth, M, N, step, All{});
+    if (j < N) rows_strip<1>(p + j, turned, y + j, each, depth, M, N, step, Some{N - j});
   }
 }
 

@@ -240,11 +240,13 @@ void gather(const Kernels& k, DType dtype, const char* data, int64_t step, int64
 
 // As many rows as few_rows says. Where `turned`, p is the transposed product, and p.bias has an element a row.
 void by_few_rows(const Kernels& k, const Product& p, bool turned) {
-  const int64_t size = p.M * p.K;
+  const bool dense = p.a.col == 1 && (p.M == 1 || p.a.row == p.K), lies = dense && p.a.dtype == DType::f32;
+  const int64_t size = lies ? 0 : p.M * p.K;
   std::unique_ptr<float[]> x(new float[static_cast<size_t>(p.batch * size + p.M)]);
-  for (int64_t i = 0; i < p.batch * p.M; ++i) {
+  const int64_t run = dense ? p.M : 1;
+  for (int64_t i = 0; !lies && i < p.batch * p.M; i += run) {
     const int64_t from = offset_of(p, p.a_steps, i / p.M) + i % p.M * p.a.row;
-    gather(k, p.a.dtype, at(p.a.data, p.a.dtype, from), p.a.col, p.K, x.get() + i * p.K);
+    gather(k, p.a.dtype, at(p.a.data, p.a.dtype, from), p.a.col, run * p.K, x.get() + i * p.K);
   }
   float* bias = x.get() + p.batch * size;
   if (!turned || !p.bias)
@@ -258,6 +260,8 @@ void by_few_rows(const Kernels& k, const Product& p, bool turned) {
   }
   const bool dots = p.b.row == 1;
   const int64_t unit = dots ? 4 : 64, columns = over(p.N, unit) * unit;  // so that no unit spans two items
+  const bool plain = p.dtype == DType::f32 && !turned && !p.bias && !p.residual && !p.pre &&
+                     p.activation == Activation::none;  // sums are the output
   const int64_t most = turned || !dots ? FEW_SUMS / p.M / unit * unit : p.N;  // columns at a time
   const bool many = p.batch * p.M * p.N * p.K > patience() * LANES_GRAIN;
   const int64_t each = many ? unit : std::max(unit, FEW_GRAIN / (p.K + 1));
@@ -266,8 +270,10 @@ void by_few_rows(const Kernels& k, const Product& p, bool turned) {
       const int64_t item = begin / columns, j = begin % columns;
       const int64_t n = std::min(std::min(end - begin, columns - j), std::min(p.N - j, most));
       const void* w = at(p.b.data, p.b.dtype, offset_of(p, p.b_steps, item) + j * p.b.col);
-      float* acc = scratch((turned ? 2 : 1) * p.M * n);
-      const float* xs = x.get() + item * size;
+      const bool stay = plain && n == p.N;  // elsewhere the rows of y, far from each other, would leave the first cache
+      float* acc = stay ? reinterpret_cast<float*>(p.y) + item * p.M * n : scratch((turned ? 2 : 1) * p.M * n);
+      const float* xs = lies ? reinterpret_cast<const float*>(at(p.a.data, p.a.dtype, offset_of(p, p.a_steps, item)))
+                             : x.get() + item * size;
       if (dots) {
         k.dot_rows(p.b.dtype, w, xs, acc, p.K, p.M, n, p.b.col);
       } else {
@@ -279,7 +285,9 @@ void by_few_rows(const Kernels& k, const Product& p, bool turned) {
         for (int64_t m = 0; m < p.M; ++m)
           for (int64_t r = 0; r < n; ++r) rows[r * p.M + m] = acc[m * n + r] + bias[m];
         finish(k, output, rows, item * p.N + j, 0, n * p.M);
-      } else {
+      } else if (!stay && n == p.N) {
+        finish(k, p, acc, item * p.M, 0, n, p.M);
+      } else if (!stay) {
         for (int64_t m = 0; m < p.M; ++m) finish(k, p, acc + m * n, item * p.M + m, j, n);
       }
       begin = j + n < p.N ? begin + n : std::min(end, (item + 1) * columns);

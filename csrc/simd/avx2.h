@@ -77,6 +77,13 @@ INLINE float sum(vf x) {
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
+// Lane i is the sum of v[i]: in fewer shuffles than one sum after the other.
+INLINE vf sums(const vf (&v)[W]) {
+  vf two[4], four[2];
+  for (int i = 0; i < 4; ++i) two[i] = _mm256_hadd_ps(v[2 * i], v[2 * i + 1]);
+  for (int i = 0; i < 2; ++i) four[i] = _mm256_hadd_ps(two[2 * i], two[2 * i + 1]);
+  return _mm256_permute2f128_ps(four[0], four[1], 0x20) + _mm256_permute2f128_ps(four[0], four[1], 0x31);
+}
 
 // a0 b0 a1 b1 ... of the lower halves, and of the upper ones
 INLINE vf interleave_low(vf a, vf b) {

@@ -73,6 +73,21 @@ INLINE vf strided(const float* p, int64_t step) {
   return _mm512_i32gather_ps(reinterpret_cast<__m512i>(at), p, 4);
 }
 INLINE float sum(vf x) { return _mm512_reduce_add_ps(x); }
+// Lane i is the sum of v[i], in half of the shuffles of one sum after the other.
+INLINE vf sums(const vf (&v)[W]) {
+  vf two[8], four[4], eight[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    two[i] = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) + _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    four[i] = _mm512_shuffle_ps(two[2 * i], two[2 * i + 1], 0x44) + _mm512_shuffle_ps(two[2 * i], two[2 * i + 1], 0xee);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i)
+    eight[i] = _mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0x88) +
+               _mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0xdd);
+  return _mm512_shuffle_f32x4(eight[0], eight[1], 0x88) + _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd);
+}
 // a0 b0 a1 b1 ... of the lower halves, and of the upper ones
 INLINE vf interleave_low(vf a, vf b) {
   const __m512i at = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);

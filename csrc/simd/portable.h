@@ -91,6 +91,7 @@ INLINE vf strided(const float* p, int64_t step) {
   return vf{p[0], p[step], p[2 * step], p[3 * step]};
 }
 INLINE float sum(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+INLINE vf sums(const vf (&v)[W]) { return vf{sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])}; }  // of each
 // a0 b0 a1 b1 of the lower halves, and of the upper ones
 INLINE vf interleave_low(vf a, vf b) { return vf{a[0], b[0], a[1], b[1]}; }
 INLINE vf interleave_high(vf a, vf b) { return vf{a[2], b[2], a[3], b[3]}; }

@@ -98,6 +98,7 @@ def test_what_is_wrong_is_refused(fake: Fake) -> None:
 
 def test_where_nothing_of_ours_pays(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorlogic.program.choosing.MUST_GAIN", 0.0)
+    fake.left_us = 10.0
     model = Chain().to(DEVICE)
     fast = tensorlogic.optimize(model, x(), training=True, budget_s=30)
     assert fast.report.outcome == "compiled"

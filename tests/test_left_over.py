@@ -255,8 +255,10 @@ def test_nothing_is_cut_out_of_what_draws_or_writes(fake: Fake) -> None:
     drops = nn.Sequential(nn.Linear(32, 48), nn.Dropout(0.5), nn.Tanh(), nn.Softmax(-1))
     writes = nn.Sequential(nn.Linear(32, 48), nn.BatchNorm1d(48), nn.Tanh(), nn.Softmax(-1))
     for model in (drops, writes):
-        fast = tensorlogic.optimize(model.to(DEVICE), x(), training=True, budget_s=30)
+        before = [b.clone() for b in model.to(DEVICE).buffers()]
+        fast = tensorlogic.optimize(model, x(), training=True, budget_s=30)
         assert left(fast.report) == []
+        same([*fast.buffers()], before)
 
 
 @torch.no_grad()

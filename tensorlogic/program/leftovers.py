@@ -186,6 +186,8 @@ def _run(
 def kinds(program: Program, artifact: Path) -> list[Kind]:
     """The program's runs by kind, with what one call of it hands to the first of each."""
     found = runs(program)
+    if not found:  # a call may write, too
+        return []
     wanted = {i.name for r in found for i in r.inputs}
     seen: dict[str, Look | None] = {}
     kept: dict[str, Any] = {}

@@ -10,7 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tensorlogic.ops.common import cross_entropy_held, mixed, scores_direct, triton_launch
+from tensorlogic.ops.common import (
+    cross_entropy_held,
+    mixed,
+    scores_direct,
+    scores_kept,
+    triton_launch,
+)
 from tensorlogic.ops.common.gemm import Operand
 
 from .gluon import standin
@@ -51,6 +57,8 @@ SCORES = {  # configuration, sizes
     "held": ({"BLOCK_N": 64, "STAGES": 4, "KEPT": 2}, (1, 3, 192, 256, 64)),
     "held wide": ({"BLOCK_N": 128, "STAGES": 4, "KEPT": 1}, (1, 2, 128, 256, 32)),
     "direct": ({"num_warps": 4, "STAGES": 3}, (1, 2, 203, 640, 64)),
+    "kept": ({"CUBIC": True}, (1, 2, 203, 512, 64)),
+    "kept, three steps": ({"CUBIC": False}, (1, 2, 128, 384, 32)),
     "direct stays": ({"num_warps": 4, "STAGES": 2}, (1, 2, 64, 256, 32)),
 }  # fmt: skip
 
@@ -60,9 +68,12 @@ def scores(name: str, dtype: str = "f16") -> None:
     config, (b, h, s, t, d) = SCORES[name]
     q, k = rand(b, s, h, d, dtype=dtype).transpose(1, 2), rand(b, h, t, d, dtype=dtype, seed=1)
     k[:, ::2, t // 2] *= 60
-    if name.startswith("direct"):
+    lies = q.stride()[:3], k.stride()[:3]
+    if name.startswith("kept"):
+        assert config in scores_kept.kept_configs(t, d)
+        run = scores_kept.kept_launcher((b, h, s, t, d), dtype, *lies, config, CPU)
+    elif name.startswith("direct"):
         assert config in scores_direct.direct_configs(s, t, d)
-        lies = q.stride()[:3], k.stride()[:3]
         run = scores_direct.direct_launcher((b, h, s, t, d), dtype, *lies, config, CPU)
     else:
         run = scores_start(q, k, dtype, config)
@@ -187,6 +198,9 @@ PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its 
     "loss: another tile's gradient": ("cross_entropy_held", "v = xs.index(k).load(IN)\n                    put", "v = xs.index((k + 1) % SHARED).load(IN)\n                    put", partial(losses, "held")),
     "loss: the next row's target early": ("cross_entropy_held", "t = gl.load(t_ptr + after, mask=more", "t = gl.load(t_ptr + row, mask=begun", partial(losses, "held")),
     "loss: a target of C": ("cross_entropy_held", "(t >= 0) & (t < C)", "(t >= 0) & (t <= C)", partial(losses, "late")),
+    "kept: the last step's columns": ("scores_kept", "y_ptr + LAST * (2 * N), at", "y_ptr + LAST * (2 * N) + 1, at", partial(scores, "kept")),
+    "kept: one step not written": ("scores_kept", "for step in range(LAST):\n        left", "for step in range(LAST - 1):\n        left", partial(scores, "kept")),
+    "kept: the last step is not waited for": ("scores_kept", "    if HALF == LAST:\n        async_copy.wait_group(0)\n", "    if HALF == LAST:\n", partial(scores, "kept, three steps")),
     "direct: what stays is not waited for": ("scores_direct", "                async_copy.wait_group(0)\n", "                pass\n", partial(scores, "direct stays")),
 }  # fmt: skip
 

@@ -107,6 +107,10 @@ class Language:
     def reduce(self, t: Tensor, axis: int, combine: Callable[[Any, Any], Any]) -> Tensor:
         return folded(t, axis, combine)
 
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = x.unbind(-1)
+        return first, second
+
     def join(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.stack([a, b], -1)
 

@@ -1,0 +1,152 @@
+"""Attention scores on Hopper whose k stays in shared memory: the exponentials that are counted last are written as they are."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tensorlogic.ops.common.triton_scores_direct import (
+    arrive,
+    based,
+    begin,
+    by_thread,
+    fetch,
+    product_layout,
+    put,
+    recount,
+    scores,
+    wide,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def cubic(x):
+    """2**x to 1e-4 by multiply-adds."""
+    x = gl.maximum(x, -126.0, propagate_nan=tl.PropagateNan.ALL)
+    rounded = x + 12582912.0  # its last bits are the whole number nearest to x
+    f = x - (rounded - 12582912.0)
+    y = ((f * 0.05550339 + 0.24022651) * f + 0.69314718) * f + 1.0
+    bits = (rounded.to(gl.int32, bitcast=True) << 23) + y.to(gl.int32, bitcast=True)
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def powers(x, N: gl.constexpr, CUBIC: gl.constexpr):
+    """2**x [16 warps, N]. CUBIC: every other column's by multiply-adds, for the special units are what scores wait for."""
+    if CUBIC:
+        M: gl.constexpr = 16 * gl.num_warps()
+        even, odd = gl.split(x.reshape([M, N // 2, 2]))
+        y = gl.join(gl.exp2(even), cubic(odd)).reshape([M, N])
+        return gl.convert_layout(
+            y, product_layout(gl.num_warps(), N)
+        )  # the same place, by its name
+    else:
+        return gl.exp2(x)
+
+
+@gluon.jit
+def ordered(y, dtype: gl.constexpr, N: gl.constexpr):
+    """Columns of y [16 warps, N] back in their order by naming registers anew, rounded."""
+    M: gl.constexpr = 16 * gl.num_warps()
+    y = y.to(dtype)
+    return y.reshape([M, N // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N])
+
+
+@gluon.jit
+def attention_scores_kept(
+    q_ptr, k_ptr, y_ptr, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, H, S, T, groups, scale,
+    D: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, CUBIC: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """y[b, h, s, :] = softmax over t of scale * q[b, h, s] . k[b, h, t], scale > 0; products and sums in float32.
+
+    As `attention_scores_direct` where all STEPS > 2 steps of k stay in shared memory; but the exponentials of the last step wait in
+    their registers for the sums and are written first, and only the other steps' are made again. With CUBIC a quarter of all
+    exponentials is made by multiply-adds. H200, 4 x 16 heads, D 64, S 512: 15.8 us, where `attention_scores_direct` takes 17.0.
+    """
+    gdc_launch_dependents()
+    gdc_wait()
+    M: gl.constexpr = 16 * gl.num_warps()
+    SUMS: gl.constexpr = product_layout(gl.num_warps(), N)
+    SIDE: gl.constexpr = gl.SliceLayout(1, SUMS)
+    WIDE: gl.constexpr = wide(gl.num_warps(), 2 * N)
+    LAST: gl.constexpr = STEPS - 1
+    HALF: gl.constexpr = STEPS - STEPS // 2  # steps that are waited for at first
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    K_LAY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * N, D], dtype)
+    ks = gl.allocate_shared_memory(dtype, [STEPS, 2 * N, D], K_LAY)
+    qs = gl.allocate_shared_memory(dtype, [M, D], gl.NVMMASharedLayout.get_default_for([M, D], dtype))  # fmt: skip
+    head = gl.program_id(0) // groups
+    first = gl.minimum(gl.program_id(0) % groups * M, S - M).to(gl.int64)  # the last rows once more
+    b, h = (head // H).to(gl.int64), (head % H).to(gl.int64)
+    k_ptr += b * stride_kb + h * stride_kh
+    y_ptr += (head.to(gl.int64) * S + first) * T
+    fetch(qs, q_ptr + b * stride_qb + h * stride_qh + first * stride_qs, stride_qs, M, D, False)
+    for i in gl.static_range(STEPS):
+        fetch(ks.index(i), k_ptr + stride_ks.to(gl.int64) * (i * 2 * N), stride_ks, 2 * N, D, True)
+        async_copy.commit_group()
+    at = (gl.arange(0, M, gl.SliceLayout(1, WIDE)).to(gl.int64) * T)[:, None]
+    at = at + gl.arange(0, 2 * N, gl.SliceLayout(0, WIDE))[None, :]
+    factor = scale * LOG2E
+    async_copy.wait_group(STEPS - 1)
+    q = qs.load(gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
+    base = gl.zeros([M], gl.float32, SIDE)
+    sums = by_thread(gl.zeros([M, N], gl.float32, SUMS), N)
+    for step in range(LAST):
+        if step == 0:
+            async_copy.wait_group(STEPS - HALF)
+            fence_async_shared()
+        if step == HALF:
+            async_copy.wait_group(0)
+            fence_async_shared()
+        left = begin(q, ks.index(step).slice(0, N), N)
+        right = begin(q, ks.index(step).slice(N, N), N)
+        s = warpgroup_mma_wait(1, deps=(left,))
+        if step == 0:
+            base = based(gl.max(s, 1), factor)
+        sums += by_thread(gl.exp2(s * factor - base[:, None]), N)
+        s = warpgroup_mma_wait(0, deps=(right,))
+        sums += by_thread(powers(s * factor - base[:, None], N, CUBIC), N)
+    if HALF == LAST:
+        async_copy.wait_group(0)
+        fence_async_shared()
+    left = begin(q, ks.index(LAST).slice(0, N), N)
+    right = begin(q, ks.index(LAST).slice(N, N), N)
+    s = warpgroup_mma_wait(1, deps=(left,))
+    near = gl.exp2(s * factor - base[:, None])
+    sums += by_thread(near, N)
+    s = warpgroup_mma_wait(0, deps=(right,))
+    far = powers(s * factor - base[:, None], N, CUBIC)
+    sums += by_thread(far, N)
+    norm = gl.convert_layout(gl.sum(sums, 1), SIDE)
+    share = (1.0 / norm)[:, None]
+    put(
+        y_ptr + LAST * (2 * N),
+        at,
+        ordered(near * share, dtype, N),
+        ordered(far * share, dtype, N),
+        N,
+    )
+    shift = base + gl.log2(norm)
+    for step in range(LAST):
+        left = begin(q, ks.index(step).slice(0, N), N)
+        right = begin(q, ks.index(step).slice(N, N), N)
+        s = warpgroup_mma_wait(1, deps=(left,))
+        y = scores(s, factor, shift, dtype, N)
+        s = warpgroup_mma_wait(0, deps=(right,))
+        x = powers(s * factor - shift[:, None], N, CUBIC)
+        put(y_ptr + step * (2 * N), at, y, ordered(x, dtype, N), N)
+    if gl.min(((norm > 1e-30) & (norm < 1e38)).to(gl.int32), 0) == 0:
+        k = ks.index(0)
+        shift = recount(q, k, k_ptr, stride_ks, STEPS, factor, D, N)
+        for step in range(STEPS):
+            arrive(k, k_ptr, stride_ks, step, D, N)
+            s = warpgroup_mma_wait(0, deps=(begin(q, k.slice(0, N), N),))
+            y = scores(s, factor, shift, dtype, N)
+            s = warpgroup_mma_wait(0, deps=(begin(q, k.slice(N, N), N),))
+            put(y_ptr + step * (2 * N), at, y, scores(s, factor, shift, dtype, N), N)

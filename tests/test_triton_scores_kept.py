@@ -1,0 +1,67 @@
+"""Attention scores that keep their last exponentials: right on a Hopper GPU; anywhere, what they refuse, and compiled without spills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from .test_triton_rows import DEVICE, close, default_device, poisoned  # noqa: F401  (a fixture)
+from .test_triton_scores_direct import inputs
+from .test_triton_specialised import HOPPER
+
+from tensorlogic.ops.common import scores_kept, triton_launch  # isort: skip  (after the interpreter is asked for)
+
+
+def launcher(q: torch.Tensor, k: torch.Tensor, dtype: str, cubic: bool, device: Any = DEVICE) -> Any:  # fmt: skip
+    (b, h, s, d), t = q.shape, k.shape[2]
+    strides = q.stride()[:3], k.stride()[:3]
+    return scores_kept.kept_launcher((b, h, s, t, d), dtype, *strides, {"CUBIC": cubic}, device)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("cubic", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 320, 512, 64), (1, 2, 203, 384, 32), (1, 2, 128, 512, 128)]
+)
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_scores(shape: tuple[int, ...], cubic: bool, dtype: str) -> None:
+    b, h, s, t, _ = shape
+    q, k = inputs(shape, dtype)
+    shared = k[:, :1]  # the memory behind every head's
+    run = launcher(q, k, dtype, cubic)
+    for column, late in ((0, 1), (t // 2 + 7, 60), (t - 1, 60)):  # far above the first tile's
+        shared[:, :, column] *= late
+        y = poisoned(b, h, s, t, dtype=dtype)
+        assert run(q, k, y, 0.3)
+        close(y, torch.softmax(q.double() @ k.double().mT * 0.3, -1), dtype, 0.1)
+    q[-1, -1, 5, 0] = float("nan")
+    assert run(q, k, y, 0.3)
+    assert torch.equal(y.isnan().all(-1), q.isnan().any(-1))
+
+
+def test_what_they_refuse_and_offer() -> None:
+    fits: dict[str, Any] = {"s": 128, "t": 512, "d": 64, "dtype": "f16", "align": 16, "strides": (64,) * 6}  # fmt: skip
+    assert scores_kept.kept_refusal(**fits) is None
+    assert "16-bit" in str(scores_kept.kept_refusal(**fits | {"dtype": "f32"}))
+    for wrong in ({"s": 127}, {"t": 256}, {"t": 1024}):
+        assert "half of the shared memory" in str(scores_kept.kept_refusal(**fits | wrong))
+
+
+def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    cuda, jobs = torch.device("cuda", 0), []
+    for t, d in ((512, 64), (384, 32), (512, 128)):
+        q, k = (torch.empty(4, 16, n, d, device="meta") for n in (512, t))
+        for config in scores_kept.kept_configs(t, d):
+
+            def build(q: Any = q, k: Any = k, config: Any = config) -> object:
+                return launcher(q, k, "f16", config["CUBIC"], cuda)
+
+            jobs += triton_launch.collect(build, cuda)
+    assert len(jobs) == 6
+    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+        assert isinstance(answer, triton_launch.Resources), answer
+        assert answer.stack == 0, (job, answer)
+        assert answer.shared <= triton_launch.SHARED_BYTES[90]

@@ -212,7 +212,7 @@ def noticed(root: Path, tests: str, only: str, kernel: str = "") -> tuple[bool, 
     done = subprocess.run(
         command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
     )  # fmt: skip
-    found = re.search(r"^FAILED \S+?::(\S+)", done.stdout, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) \S+?::(\S+)", done.stdout, re.MULTILINE)
     if done.returncode not in (0, 1) or (done.returncode == 1) != bool(found):
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")  # fmt: skip
     stacks = [int(n) for n in re.findall(r"stack=(\d+)", done.stdout)]

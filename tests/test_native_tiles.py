@@ -74,7 +74,7 @@ def test_operands_are_rounded_while_they_are_packed(
             assert error < limit
             if other == torch.float32:
                 assert error > limit / 100  # it does what is cheaper
-    with pytest.raises(RuntimeError, match="parts must be 1, 2 or 3"):
+    with pytest.raises(RuntimeError, match="parts must be 0, 1, 2 or 3"):
         ops.matmul_f32(a, b, False, 4)
 
 

@@ -41,6 +41,9 @@ def prepare_all() -> None:
         for kind in ("mean", "max"):
             for config in reduction.reduce_configs(*shape, "f16")[:1]:
                 reduction.reduce_launcher(kind, "f16", "f16", *shape, config, ANY)
+    polled = [c for c in reduction.reduce_configs(1, 1 << 20, 1, "f16") if "polled" in c.values()]
+    for config in polled[:1]:
+        reduction.reduce_launcher("sum", "f16", "f16", 1, 1 << 20, 1, config, ANY)
     for columns in (77, 4096):
         given = dict.fromkeys(("z", "mean", "var", "gamma", "beta", "y"), "f16")
         for config in columns_.apply_configs(4096, columns)[:1]:

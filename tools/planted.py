@@ -223,7 +223,7 @@ def noticed(root: Path, tests: str, only: str, kernel: str = "") -> tuple[bool, 
 
 PARTS = {  # of a kernel's tests: which are left out or taken, by -k
     "off by one": (0, "not planted and not spilling and not spills and not compile", with_off_by_one),
-    "spill": (1, "spilling or spills or resources", with_spill),
+    "spill": (1, "spilling or spills or resources or registers", with_spill),
 }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ KERNEL = (
     "-ffp-contract=off",
     "-fno-exceptions",
     "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",  # of GCC 12's own headers
 )
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
 LEVELS = {

@@ -15,9 +15,7 @@ from . import native
 ROWS = 32  # whose error is measured: rows of the left operand, columns of the right one
 SKETCH, RUN = 64, 16  # elements of every row that the statistics see, in runs of so many
 BATCHES = 4  # matrices of a batch that are looked at
-FLOOR = (
-    2.0**-50
-)  # of the operands' norms: below is cancellation that float64 itself does not resolve
+FLOOR = 2.0**-50  # of the operands' norms: what cancels below float64 does not resolve either
 #: Norms of rows of a result that a few steps more may take below its dtype's range, where no error measured before holds.
 FAINT = dict.fromkeys((torch.float32, torch.bfloat16, torch.complex64), 2.0**-118)
 DRIFT = 4.0  # binary exponents by which data may move, their errors as measured

@@ -20,10 +20,7 @@ from . import staging_rules
 
 PAGE = 4096
 LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
-RINGS = (
-    48 << 20,
-    16 << 20,
-)  # bytes of pinned memory from a GPU and to it, where a small ring stays in caches
+RINGS = (48 << 20, 16 << 20)  # bytes of pinned memory down and up, where a ring stays in caches
 EVENTS = 32  # chunks in flight, at most
 UNIT = 1 << 17  # bytes that a thread copies at a time: all of them are at one chunk
 CHUNKS = (1 << 18, 4 << 20)  # bytes of the least chunk and the largest

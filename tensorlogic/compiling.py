@@ -176,6 +176,13 @@ def settle(job: Any) -> None:
         raise CompileFailure(reason)
 
 
+def drop(jobs: Iterable[Any]) -> None:
+    """Nobody waits for `jobs` any more: what no worker has begun is not compiled, unless it is submitted again."""
+    for job in jobs:
+        if (future := _future(job)) is not None and future.cancel():
+            cast(_Workers, _workers).jobs.pop(job, None)
+
+
 def _finished(job: Any) -> bool:
     future = _future(job)
     return future is not None and future.done() and not future.cancelled()

@@ -113,6 +113,21 @@ def test_a_job_that_nobody_began_is_the_callers(job: Any) -> None:
     assert Path(slow.path).exists()
 
 
+def test_what_nobody_waits_for_is_compiled_only_when_asked_for_again(job: Any) -> None:
+    slow, waiting = job("wait", "slow"), job("fine", "waiting")
+    compiling.submit((slow, waiting))
+    begun(slow)
+    compiling.drop((slow, waiting))  # the first is under way
+    Path(slow.path + ".go").touch()
+    finish(slow)
+    assert compiling.there((slow,))
+    assert not compiling.there((waiting,))
+    assert not Path(waiting.path).exists()
+    compiling.submit((waiting,))
+    finish(waiting)
+    assert Path(waiting.path).exists()
+
+
 def test_while_a_worker_starts_the_caller_gets_on(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from torch import fx, nn
 
 import tensorlogic
-from tensorlogic import binding, measure, policies, registry
+from tensorlogic import binding, compiling, measure, policies, registry, selector
 from tensorlogic.numerics import Verdict
+from tensorlogic.op import OPS, Candidate
 from tensorlogic.ops.convolution import CONVOLUTION
-from tensorlogic.program import choosing, regions
+from tensorlogic.plans import Key
+from tensorlogic.program import choosing, early, regions
 from tensorlogic.program.code import Sites
 from tensorlogic.program.decisions import Decision
 from tensorlogic.program.fragments import CHOSEN, Fragment
@@ -83,6 +86,7 @@ def test_a_way_too_inexact_for_a_region_is_not_tried_on_its_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     judge, made, tried = choosing.Whole.judge, regions.Fragment, []
+    monkeypatch.setattr("tensorlogic.program.optimizing.BUDGET_S", 60.0)  # also beside other work
 
     def strict(self: choosing.Whole, program: choosing.Program) -> Verdict:
         found = judge(self, program)
@@ -217,3 +221,85 @@ def test_small_images_are_turned_rather_than_large_weights() -> None:
         assert CONVOLUTION(x, w, None, *how).is_contiguous()
         adjacent = w.contiguous(memory_format=torch.channels_last)
         assert not CONVOLUTION(laid, adjacent, None, *how).is_contiguous()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compile job that lasts as long as the test likes."""
+
+    name: str
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("arrives", [False, True])
+def test_regions_whose_kernels_are_there_are_decided_first(
+    arrives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All kernels are begun before the first region is decided; none is waited for while another region can go on."""
+    begun: list[Kernel] = []
+    dropped: list[Kernel] = []
+    order: list[str] = []
+    ready: set[Kernel] = set()
+    one = regions.Judge._one
+
+    def decided(self: regions.Judge, region: Region, env: Any) -> Decision:
+        assert len(begun) == 2
+        order.append(region.root)
+        ready.update(begun if arrives else ())
+        return one(self, region, env)
+
+    def jobs(op: Any, key: Key, device: torch.device) -> list[Kernel]:
+        outputs = key.tensors[1].shape[0]  # type: ignore[union-attr]
+        return [Kernel(str(outputs))] if outputs in (16, 24) else []
+
+    monkeypatch.setattr(regions.Judge, "_one", decided)
+    monkeypatch.setattr(early, "jobs", jobs)
+    monkeypatch.setattr(regions, "slowness", lambda row: 0.5)  # every region stands
+    monkeypatch.setattr(choosing.check, "GROWTH", 1e9)
+    monkeypatch.setattr(compiling, "elsewhere", lambda: True)
+    monkeypatch.setattr(compiling, "submit", begun.extend)
+    monkeypatch.setattr(compiling, "there", lambda jobs: ready.issuperset(jobs))
+    monkeypatch.setattr(compiling, "drop", dropped.extend)
+    layers = [f for m, n in ((8, 24), (24, 8), (8, 16)) for f in (nn.Linear(m, n), nn.ReLU())]  # fmt: skip
+    model = nn.Sequential(*layers).eval()
+    x = torch.randn(4, 8)
+    fast = tensorlogic.optimize(model, x)
+    late = ["relu_2"] if arrives else []
+    assert order == ["relu_1", *late, "relu", *([] if arrives else ["relu_2"])]
+    assert begun == dropped == [Kernel("24"), Kernel("16")]
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_kernels_of_the_plan_come_before_those_of_its_rivals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rivals are compiled only where the plan does not tell of all candidates; what fails to list its kernels has none."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    def rival(id: str, jobs: Any) -> Candidate:
+        return Candidate(
+            id, fails, configs=lambda key: [{"n": 1}, {"n": 2}], jobs=jobs, trusted=True
+        )
+
+    op = OPS["linear"]
+    own = {
+        c.id: c
+        for c in (
+            op.candidates["torch.eager"],
+            rival("a", lambda key, config, device: [f"a{config['n']}"]),
+            rival("b", lambda key, config, device: [f"b{config['n']}"]),
+            rival("broken", fails),
+        )
+    }
+    monkeypatch.setattr(op, "candidates", own)
+    x = torch.randn(4, 8)
+    key = op.key((x, x, None, None, "none", False), "inference")
+    plan = selector.Decision(("b", {"n": 2}), ("broken", {}), "plan")
+    monkeypatch.setattr(selector, "decide", lambda *_: plan)
+    complete = False
+    monkeypatch.setattr(early.stores, "complete", lambda *_: complete)
+    assert early.jobs(op, key, x.device) == ["b2", "a1", "b1"]
+    complete = True
+    assert early.jobs(op, key, x.device) == ["b2"]

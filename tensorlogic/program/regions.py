@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from .. import measure, registry, stores
+from .. import compiling, measure, registry
 from ..numerics import NAMES, Verdict
 from ..op import Op
 from ..plans import Key
 from ..rules import Composite, Way
-from . import check
+from . import check, early
 from .code import Function
 from .decisions import Decision, evidence, refused, slowness
 from .fragments import CHOSEN, PLAIN, Fragment, full, value_of, ways_of
@@ -62,21 +62,49 @@ class Judge:
             if (d := self.passed.get((r.op, r.root, r.calls))) is not None
         }
         at = {r.root: r for r in regions if r.root not in found}
-        if not at:
-            return found
+        with torch.no_grad():
+            jobs = self._begun(at, regions, values)
+            for waits in (False, True) if jobs else (True,):
+                for region, env in self._walk(at, regions, values):
+                    if waits or compiling.there(jobs.get(region.root, ())):
+                        found[region.root] = self._one(region, env)
+                        self.passed[region.op, region.root, region.calls] = found[region.root]
+                at = {root: r for root, r in at.items() if root not in found}
+        compiling.drop(job for own in jobs.values() for job in own)
+        return found
+
+    def _begun(
+        self, at: Mapping[str, Region], regions: Sequence[Region], values: Mapping[str, Any]
+    ) -> dict[str, list[Any]]:
+        """root -> kernels that workers compile from here on; regions whose kernels are there are decided first."""
+        if self.writes or not compiling.elsewhere():
+            return {}
+        registry.ready(self.device.type)
+        jobs: dict[str, list[Any]] = {}
+        for region, env in self._walk(at, regions, values):
+            found = self._keyed(region, env)
+            if found is not None:
+                jobs[region.root] = early.jobs(*found, self.device)
+        compiling.submit(dict.fromkeys(job for own in jobs.values() for job in own))
+        return jobs
+
+    def _walk(
+        self, at: Mapping[str, Region], regions: Sequence[Region], values: Mapping[str, Any]
+    ) -> Iterator[tuple[Region, Mapping[str, Any]]]:
+        """The regions of `at` in the order of the original graph, each with the values that its calls read."""
         env: dict[str, Any] = dict(values)
         nodes = [n for n in self.trace.graph.nodes if n.op in ("call_function", "get_attr")]
         last = self._lifetimes(nodes, regions)
-        with torch.no_grad():
-            for node in nodes:
-                check.evaluate([node], env, self.trace.owner)
-                region = at.get(node.name)
-                if region is not None:
-                    found[node.name] = self._one(region, env)
-                    self.passed[region.op, region.root, region.calls] = found[node.name]
-                for done in last.get(node.name, ()):
-                    env.pop(done, None)
-        return found
+        left = len(at)
+        for node in nodes if at else ():
+            check.evaluate([node], env, self.trace.owner)
+            if node.name in at:
+                yield at[node.name], env
+                left -= 1
+                if left == 0:
+                    return
+            for done in last.get(node.name, ()):
+                env.pop(done, None)
 
     def forget(self, decision: Decision) -> None:
         """Check the regions again for which this stands: another way does by now."""
@@ -237,15 +265,8 @@ class Judge:
         found = self._keyed(region, env)
         if found is None:
             return
-        op, key = found
-        if stores.complete(op, stores.current(self.device).get(key), key):
-            return
-        for candidate in op.candidates.values():
-            if not candidate.trusted or candidate.id == PLAIN or candidate.unfit(key) is not None:
-                continue
-            configs = candidate.configs(key)
-            slow = bool(configs) and bool(candidate.jobs(key, configs[0], self.device))
-            if configs and (not slow or time.perf_counter() < self.deadline):
+        for candidate, jobs in early.rivals(*found, self.device):
+            if compiling.there(jobs) or time.perf_counter() < self.deadline:
                 yield candidate.id
 
     def _check(

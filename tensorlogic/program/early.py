@@ -1,0 +1,42 @@
+"""Which kernels deciding about a model's regions will need: known once they are keyed, and begun by workers meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .. import policies, selector, stores
+from ..failing import BIND_ERRORS
+from ..op import EAGER, Candidate, Op
+from ..plans import Key
+
+
+def jobs(op: Op, key: Key, device: torch.device) -> list[Any]:
+    """Compile jobs of what the op's plan serves this key by, then, where that was never measured whole, of its rivals."""
+    chosen = selector.decide(op, key, device, policies.current())
+    found: dict[Any, None] = {}
+    for id, config in (chosen.eager, chosen.captured):
+        try:
+            found |= dict.fromkeys(op.candidates[id].jobs(key, config, device))
+        except BIND_ERRORS:  # it will fail by name where it is bound
+            continue
+    for _, own in rivals(op, key, device):
+        found |= dict.fromkeys(own)
+    return list(found)
+
+
+def rivals(op: Op, key: Key, device: torch.device) -> Iterator[tuple[Candidate, list[Any]]]:
+    """Candidates worth a trial on a key whose plan does not tell of all, each with the jobs of its best guess."""
+    if stores.complete(op, stores.current(device).get(key), key):
+        return
+    for candidate in op.candidates.values():
+        if not candidate.trusted or candidate.id == EAGER or candidate.unfit(key) is not None:
+            continue
+        try:
+            configs = candidate.configs(key)
+            own = [list(candidate.jobs(key, config, device)) for config in configs[:1]]
+        except BIND_ERRORS:  # as above
+            continue
+        yield from ((candidate, each) for each in own)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 import tensorlogic
 from tensorlogic.derived import CACHE
 from tensorlogic.program import capturing
-from tensorlogic.program.graphs import Tape
+from tensorlogic.program.graphs import CallTape
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -56,7 +56,7 @@ gradients = pytest.mark.skipif(not CUDA, reason="the graph of a backward pass is
 
 def captured(fn: Callable[..., Any], **options: Any) -> capturing.Captured:
     made = tensorlogic.capture(fn, **options)
-    made.tape = Tape if CUDA else PythonTape
+    made.tape = CallTape if CUDA else PythonTape
     return made
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tensorlogic import capture_watch
-from tensorlogic.program import capturing, graphs
+from tensorlogic.program import capturing, graphs, lanes
 from tensorlogic.program.graphs import Tape
 
 from .test_capture import DEVICE, captured
@@ -127,7 +127,7 @@ def test_what_cublas_works_in_belongs_to_the_graph(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "graph", recording)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
-    monkeypatch.setattr(graphs, "side_stream", lambda device: Stream())
+    monkeypatch.setattr(lanes, "stream", lambda device, use: Stream())
     tape = Tape(torch.device("cuda", 0), None)
     assert tape.record(lambda: done.append("work") or 3) == 3  # type: ignore[func-returns-value]
     tape.replay()
@@ -141,7 +141,7 @@ def test_calls_are_not_warmed_up_where_another_thread_records(
     """They would be recorded into its graph, on the stream that all recordings of a device share."""
     warmed: list[int] = []
 
-    def noted(fn: Any, device: torch.device, times: int = 2) -> Any:
+    def noted(fn: Any, device: torch.device, times: int, use: str) -> Any:
         warmed.append(times)
         return fn()
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import tensorlogic
 from tensorlogic import hardware, measure
 from tensorlogic.program.capturing import Captured
-from tensorlogic.program.graphs import Replay, Tape
+from tensorlogic.program.graphs import CallTape, Replay, Tape
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
@@ -63,7 +63,7 @@ def captured(fn: Callable[..., Any], x: Tensor, unsafe_views: bool) -> Callable[
 def replayed(fn: Callable[..., Any], x: Tensor, unsafe_views: bool) -> Captured:
     """A captured function that is replayed by now."""
     call = tensorlogic.capture(fn, unsafe_views=unsafe_views)
-    call.tape = Tape if CUDA else Idle
+    call.tape = CallTape if CUDA else Idle
     for _ in range(5):
         call(x)
     if call.graphs != 1:

@@ -15,7 +15,9 @@ from torch.utils import _pytree as pytree
 
 from .. import capture_watch, derived
 from ..tuning import leaves_of
-from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
+from . import lanes
+from .graphs import FAILURES, CallTape, GradientReplay, Replay, cause, heal
+from .lanes import warm
 from .short import MISS, Way, short
 from .watch import Kept, Watch, still
 
@@ -61,7 +63,7 @@ class Captured:
         self._look()
         self.pool: Any = None
         self.way: Way | None = None  # to the kind that was replayed last
-        self.tape: Callable[[torch.device, Any], Any] = Tape
+        self.tape: Callable[[torch.device, Any], Any] = CallTape
         self.recording = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,9 +94,7 @@ class Captured:
         if entry.replay is None:
             entry.calls += 1
             if entry.calls <= EAGER_CALLS:
-                out = self._eager(entry, args, kwargs, device)
-                entry.leaves = _leaves(out, flat)
-                return out
+                return self._eager(entry, args, kwargs, flat, device)
             if not self._capture(entry, padded, spec, device, rows is not None):
                 return self.fn(*args, **kwargs)
         replay = entry.replay
@@ -150,7 +150,7 @@ class Captured:
         kinds = {t.device.type for t in tensors} or (
             {"cuda"} if torch.cuda.is_available() else {"cpu"}
         )
-        if self.tape is Tape and kinds != {"cuda"}:
+        if self.tape is CallTape and kinds != {"cuda"}:
             where = ", ".join(sorted(kinds))
             kept = (
                 ". On a CPU tensorlogic's own calls keep packed weights (`nbytes`) and take outputs from their pool, and the rest "
@@ -160,7 +160,7 @@ class Captured:
             return said + (kept if kinds == {"cpu"} else ""), None
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return None, None
-        if self.tape is Tape and torch.cuda.is_current_stream_capturing():
+        if self.tape is CallTape and torch.cuda.is_current_stream_capturing():
             return None, None
         if self.watch is not None and not (self.watch.holds() and self.kept.holds()):
             self.entries.clear()  # the module is another one: its graphs are stale
@@ -197,30 +197,48 @@ class Captured:
         return entry
 
     def _eager(
-        self, entry: Entry, args: Any, kwargs: Mapping[str, Any], device: torch.device
+        self,
+        entry: Entry,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        flat: Sequence[Any],
+        device: torch.device,
     ) -> Any:
-        """A call that counts, on the stream that the capture will use; elsewhere, uncounted, while another thread records there."""
+        """A call that counts, on the stream that the capture will use; elsewhere, uncounted, while another thread records there.
+
+        Its backward pass comes when the caller asks for it, on that stream, too, outside of any turn.
+        """
         with capture_watch.turn(0) as free:
             if free:
-                return warm(lambda: self.fn(*args, **kwargs), device, times=1)
+                out = warm(lambda: self.fn(*args, **kwargs), device, 1, lanes.CALLS)
+                outs, entry.leaves = pytree.tree_leaves(out), _leaves(out, flat)
+                if device.type == "cuda":
+                    both = lanes.stream(device, lanes.CALLS), torch.cuda.current_stream(device)
+                    lanes.shared(flat, outs, *both)
+                lanes.wait_for(outs, device)
+                return out
         entry.calls -= 1
         return self.fn(*args, **kwargs)
 
     def _capture(
         self, entry: Entry, flat: Sequence[Any], spec: Any, device: torch.device, padded: bool
     ) -> bool:
-        """Record this kind of call, unless another thread does; on failure keep the reason and stay eager."""
+        """Record this kind of call, unless another thread does or may yet run backward there; on failure keep the reason and
+        stay eager."""
         if not self.recording.acquire(blocking=False):
             return False
         try:
-            return self._captured(entry, flat, spec, device, padded)
+            with capture_watch.turn():  # nobody begins a call there meanwhile
+                return not lanes.awaited(device) and self._captured(
+                    entry, flat, spec, device, padded
+                )
         finally:
             self.recording.release()
 
     def _captured(
         self, entry: Entry, flat: Sequence[Any], spec: Any, device: torch.device, padded: bool
     ) -> bool:
-        if self.pool is None and self.tape is Tape:
+        if self.pool is None and self.tape is CallTape:
             self.pool = torch.cuda.graph_pool_handle()
 
         def run(*given: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import warnings
@@ -16,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import capture_watch
+from . import lanes
 from .check import flat_values
 from .trace import first_line
 
@@ -27,12 +27,6 @@ READ = (
 )  # PyTorch, whose replay was read: it fills in random state, if the graph uses any, and launches
 
 
-@functools.cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of a device on which captures are warmed up and recorded: a backward pass runs where its forward ran."""
-    return torch.cuda.Stream(device)
-
-
 def cause(problem: BaseException) -> str:
     """What went wrong first: ending a broken capture raises once more."""
     while problem.__context__ is not None:
@@ -41,7 +35,12 @@ def cause(problem: BaseException) -> str:
 
 
 class Tape:
-    """What is recorded once and replayed: a CUDA graph on one device, in a memory pool that several may share."""
+    """What is recorded once and replayed: a CUDA graph on one device, in a memory pool that several may share.
+
+    `use`: on which of the device's streams it is recorded, as `lanes.stream` takes it.
+    """
+
+    use = lanes.PROGRAMS
 
     def __init__(self, device: torch.device, pool: Any) -> None:
         self.device, self.pool, self.recorded = device, pool, False
@@ -60,7 +59,7 @@ class Tape:
 
     def _record(self, fn: Callable[[], Any]) -> Any:
         torch._C._cuda_clearCublasWorkspaces()
-        side, own = side_stream(self.device), torch.cuda.current_stream(self.device)
+        side, own = lanes.stream(self.device, self.use), torch.cuda.current_stream(self.device)
         side.wait_stream(own)
         try:
             with warnings.catch_warnings():
@@ -87,6 +86,12 @@ class Tape:
 
     def __del__(self) -> None:
         capture_watch.bury(self, "replay", "graph")
+
+
+class CallTape(Tape):
+    """The same on the stream where `capture` warms up its callers' calls."""
+
+    use = lanes.CALLS
 
 
 class _Noting(TorchDispatchMode):
@@ -118,20 +123,6 @@ def heal(device: torch.device) -> None:
             torch.zeros(1, device=device)
     except RuntimeError as problem:  # what failed before is what the caller is told
         LOG.warning("tensorlogic: a failed capture could not be cleaned up: %s", problem)
-
-
-def warm(fn: Callable[[], Any], device: torch.device, times: int = 2) -> Any:
-    """Run on a side stream, as a capture will, so that what is set up once is set up."""
-    if device.type != "cuda":
-        return [fn() for _ in range(times)][-1]
-    side = side_stream(device)
-    with capture_watch.turn():  # what another thread records there would be recorded with it
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(times):
-                out = fn()
-        torch.cuda.current_stream(device).wait_stream(side)
-    return out
 
 
 def static_like(tensor: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from .. import derived, policies
 from .branches import Section, streams
 from .check import step
 from .code import Function, ahead
-from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal, warm
+from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal
+from .lanes import warm
 from .samples import Samples
 from .short import MISS, Way, plain_modes, short
 from .trace import Trace, random_call, storage, writes

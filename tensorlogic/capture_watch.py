@@ -6,7 +6,8 @@ import ctypes
 import functools
 import gc
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,8 @@ _LOCK = threading.Lock()
 _TURN = threading.RLock()
 _DEAD: list[Any] = []  # graphs to destroy when nobody records
 _open: set[int] = set()
+_began: dict[int, tuple[weakref.ref[Any], int]] = {}  # the same graphs, and on which stream
+BEFORE: list[Callable[[], None]] = []  # called before a capture begins, while there is no other
 _turns = 0  # that are being taken; more than one by a thread that has it already, or where patience ended
 _collecting = False  # whether Python's collector of cycles was on before the first of them
 _installed = False
@@ -36,14 +39,19 @@ def install() -> None:
 
     @functools.wraps(begin)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _open:
+            for call in BEFORE:
+                call()
         _open.add(id(self))
         try:
-            return begin(self, *args, **kwargs)
+            done = begin(self, *args, **kwargs)
         except BaseException:
             _open.discard(id(self))
             # Half known to the generator; its destructor would abort the process, so it lives for ever.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             raise
+        _began[id(self)] = weakref.ref(self), torch.cuda.current_stream().cuda_stream
+        return done
 
     @functools.wraps(end)
     def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,6 +59,7 @@ def install() -> None:
             return end(self, *args, **kwargs)
         finally:
             _open.discard(id(self))
+            _began.pop(id(self), None)
 
     graph.capture_begin, graph.capture_end = capture_begin, capture_end  # type: ignore[method-assign]
 
@@ -111,6 +120,15 @@ def bury(owner: Any, *names: str) -> None:
 def capturing(device: torch.device) -> bool:
     """True while the current stream of this thread is being captured into a graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def graph_of(stream: int) -> Any:
+    """The graph into which `stream` is captured: the one that began there or, as streams may join it, the only one; else None."""
+    known = list(_began.values())
+    for graph, began in known:
+        if began == stream:
+            return graph()
+    return known[0][0]() if len(known) == 1 else None
 
 
 def any_thread() -> bool:

@@ -15,7 +15,7 @@ from ... import calls
 from ...compiling import CompileFailure
 from ...op import Candidate, Config, Launcher, Op
 from ...plans import Key, TensorSpec
-from . import compiled_launch
+from . import cells, compiled_launch
 
 T = TypeVar("T")
 KERNEL_DTYPES = ("f16", "bf16", "f32")
@@ -165,17 +165,6 @@ _CAPTURED: dict[tuple[int, int, torch.dtype, str], Tensor] = {}
 
 
 LASTING = "lasting"  # a use whose counters keep in a graph what its last replay left there
-_CELLS: dict[int, list[Tensor]] = {}  # by device, for captures to take
-
-
-def _lasting(device: torch.device, where: Any, count: int) -> Tensor | None:
-    """Counters of a graph made before its capture, which no replay zeroes; None where none are left."""
-    if where not in _CAPTURED:
-        free = _CELLS.get(torch.cuda.current_device() if device.index is None else device.index)
-        if not free or free[-1].numel() < count:
-            return None
-        _CAPTURED[where] = free.pop()
-    return _CAPTURED[where]
 
 
 def counters(
@@ -201,8 +190,8 @@ def counters(
     found = _COUNTERS.get(where)
     if found is None:
         found = _COUNTERS[where] = torch.zeros(where[2], dtype=dtype, device=device)
-        if use == LASTING and index not in _CELLS:
-            _CELLS[index] = list(torch.zeros(1024, 16, dtype=dtype, device=device))
+        if use == LASTING:
+            cells.ready(device)
     return found
 
 
@@ -212,11 +201,10 @@ def _captured(
     capture = _capture_id(stream)
     if capture is None:
         return torch.zeros(count, dtype=dtype, device=device)
-    if (
-        use == LASTING
-        and (kept := _lasting(device, (capture, stream, dtype, use), count)) is not None
-    ):
-        return kept
+    if use == LASTING and count <= cells.WORDS:
+        kept = cells.lend(device, stream, (capture, stream))
+        if kept is not None:
+            return kept
     where = (capture, stream, dtype, use)
     found = _CAPTURED.get(where)
     if found is None or found.numel() < count:

@@ -1,17 +1,20 @@
 """More models of timm and transformers through `tensorlogic.optimize`, batch 1 and 8, in several processes within a time that is given.
 
-python benchmarks/zoo_more.py [name ...] [--seconds 110] [--processes 3] [--compile] [--out FILE.json]
+python benchmarks/zoo_more.py [name[@batch] ...] [--seconds 110] [--processes 3] [--compile] [--wait 0] [--out FILE.json]
 
 Each comes back faster or as it was, never wrong and never with an exception; ends with 1 if one does not. What no time was
-left for is named.
+left for is named. With --compile beside torch.compile, too; with --wait N, again after what competes in the background has been
+compared, at most N seconds later. Processes compile side by side and use the device one at a time.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import datetime
+import fcntl
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,11 +29,8 @@ import timm
 import torch
 import transformers as hf
 import zoo
+from beside import CUDA, DEVICE, DTYPE, Inputs, machine, right, tried
 from torch import Tensor, nn
-from zoo import CUDA, DEVICE, DTYPE, Inputs
-
-import tensorlogic
-from tensorlogic import measure
 
 BATCHES = (1, 8)
 GRACE_S = 30.0  # for what is under way when the time is over
@@ -189,68 +189,64 @@ MORE: dict[str, Entry] = {
 }
 
 
-@torch.no_grad()
-def tried(name: str, batch: int, compiling: bool) -> dict[str, Any]:
-    """One model's record."""
+def made(name: str, batch: int) -> tuple[nn.Module, Inputs, Inputs]:
+    """A model of this table, or of zoo.py's, and inputs twice."""
     torch.manual_seed(0)
-    torch._dynamo.reset()
+    if name in zoo.ZOO:
+        model, inputs = zoo.ZOO[name]()
+        return model, inputs(), inputs()
     model, first = MORE[name](batch)
-    model = model.to(DEVICE, DTYPE).eval()
-    second = MORE[name](batch)[1]
-    first, second = zoo.onto(first, DTYPE), zoo.onto(second, DTYPE)
-    begin = time.perf_counter()
-    fast = tensorlogic.optimize(model, zoo.example(first))
-    zoo.outputs(fast, first)
-    ready = time.perf_counter() - begin
-    report, twin = fast.report, copy.deepcopy(model).double()
-    if hasattr(twin, "config"):
-        twin.config._experts_implementation = "eager"  # grouped products know no float64
-    errors = []
-    for given in (first, second, first):
-        ref = zoo.outputs(twin, given, torch.float64)
-        plain = max(zoo.error(zoo.outputs(model, given), ref), torch.finfo(DTYPE).eps / 4)
-        errors.append(zoo.error(zoo.outputs(fast, given), ref) / plain)
-    record = {"name": name, "batch": batch, "outcome": report.outcome, "reason": report.reason}
-    record |= {"notes": report.notes, "regions": sum(r.count for r in report.regions)}
-    record |= {"error_over_eager": max(errors), "ready_s": ready, "speed": 1.0}
-    calls = {"eager": lambda: zoo.outputs(model, first)}
-    if fast is not model:
-        calls["ours"] = lambda: zoo.outputs(fast, first)
-    if compiling:
-        begin = time.perf_counter()
-        peer = torch.compile(model, mode="reduce-overhead" if CUDA else "default", dynamic=False)
-        calls["compile"] = lambda: zoo.outputs(peer, first)
-        calls["compile"]()
-        calls["compile"]()
-        record["compile_s"] = time.perf_counter() - begin
-    if len(calls) > 1:
-        samples = measure.wall_samples(calls, DEVICE, 0.4)
-        record |= {f"{n}_us": samples.median(n) for n in calls}
-        for key, one in (("speed", "eager"), ("over_compile", "compile")):
-            if "ours" in calls and one in calls:
-                record[key] = samples.ratio(one, "ours")[0]
-    return record
+    return model, first, MORE[name](batch)[1]
 
 
-def worked(names: list[str], seconds: float, compiling: bool) -> Iterator[dict[str, Any]]:
+def pairs(asked: list[str]) -> list[tuple[str, int]]:
+    """Models and batches: "bart" is bart at every batch, "bart@8" at one; zoo.py's have a batch of their own."""
+    found = []
+    for word in asked:
+        name, _, batch = word.partition("@")
+        if name in zoo.ZOO:
+            found.append((name, zoo.BATCH))
+        else:
+            found += [(name, b) for b in ((int(batch),) if batch else BATCHES)]
+    return found
+
+
+def taken(queue: Path) -> str | None:
+    """The next of what the processes share out among them; None where nothing is left."""
+    with queue.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        first, *rest = [*file.read().splitlines(), ""]
+        file.seek(0)
+        file.truncate()
+        file.write("\n".join(rest))
+    return first or None
+
+
+def worked(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Records of models, one after the other, until the time is over."""
     warnings.simplefilter("ignore")
     hf.logging.set_verbosity_error()
-    end = time.perf_counter() + seconds
-    for name in names:
-        for batch in BATCHES:
-            if time.perf_counter() > end:
-                yield {"name": name, "batch": batch, "ok": None}
-                continue
-            try:
-                record = tried(name, batch, compiling)
-                right = record["error_over_eager"] <= zoo.WORST and record["speed"] >= 0.97
-            except Exception as problem:  # what a model raises is what is recorded
-                traceback.print_exc()
-                said = f"{type(problem).__name__}: {problem}"
-                record, right = {"name": name, "batch": batch, "exception": said}, False
-            yield {**record, "ok": right}
-            gc.collect()
+    end = time.perf_counter() + given.seconds
+    while time.perf_counter() < end and (word := taken(given.worker / "queue")):
+        name, _, batch = word.partition("@")
+        try:
+            model = made(name, int(batch))
+            record = tried(*model, given.compile, given.wait, given.worker / "alone")
+            fine = right(record)
+        except Exception as problem:  # what a model raises is what is recorded
+            traceback.print_exc()
+            record, fine = {"exception": f"{type(problem).__name__}: {problem}"}, False
+        yield {"name": name, "batch": int(batch), **record, "ok": fine}
+        gc.collect()
+
+
+def work(given: argparse.Namespace) -> None:
+    """What one process does."""
+    with (given.worker / f"{os.getpid()}.json").open("w") as out:
+        for record in worked(given):
+            print(json.dumps(record), file=out, flush=True)
+            shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in record.items()}
+            print(f"{'ok' if record['ok'] else 'FAIL':<5}{shown}", flush=True)
 
 
 def main() -> int:
@@ -260,44 +256,44 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=110.0)
     parser.add_argument("--processes", type=int, default=3 if CUDA else 1)
     parser.add_argument("--compile", action="store_true", help="beside torch.compile, too")
+    parser.add_argument("--wait", type=float, default=0.0, help="for what competes later, seconds")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--worker", action="store_true")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        with given.out.open("w") as out:
-            for record in worked(given.names, given.seconds, given.compile):
-                print(json.dumps(record), file=out, flush=True)
-                shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in record.items()}
-                word = {True: "ok", False: "FAIL", None: "left out"}[record["ok"]]
-                print(f"{word:<9}{shown}", flush=True)
+        work(given)
         return 0
-    command = [sys.executable, __file__, "--worker", "--seconds", str(given.seconds)]
+    asked = pairs(given.names)
+    command = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
+    command += ["--seconds", str(given.seconds), "--wait", str(given.wait)]
     command += ["--compile"] * given.compile
-    workers, records, end = [], list[dict[str, Any]](), time.perf_counter() + given.seconds
-    with tempfile.TemporaryDirectory() as folder:
-        for i in range(given.processes):
-            path = Path(folder) / str(i)
-            names = given.names[i :: given.processes]
-            workers.append((subprocess.Popen([*command, "--out", str(path), *names]), path))
-        for process, path in workers:
+    records, end = list[dict[str, Any]](), time.perf_counter() + given.seconds
+    with tempfile.TemporaryDirectory() as shared:
+        folder = Path(shared)
+        (folder / "queue").write_text("\n".join(f"{n}@{b}" for n, b in asked))
+        workers = [subprocess.Popen([*command, "--worker", shared]) for _ in range(given.processes)]
+        for process in workers:
             try:
                 process.wait(max(0.0, end - time.perf_counter()) + GRACE_S)
             except subprocess.TimeoutExpired:  # what it has found so far counts
                 process.kill()
-            if path.exists():
-                records += [json.loads(line) for line in path.read_text().splitlines()]
-    versions = {m.__name__: m.__version__ for m in (torch, timm, hf)}
-    device = torch.cuda.get_device_name() if CUDA else str(DEVICE)
-    if given.out:
-        about = {"device": device, "dtype": str(DTYPE), "versions": versions}
-        given.out.write_text(json.dumps({**about, "models": records}, indent=1) + "\n")
+        for path in folder.glob("*.json"):
+            records += [json.loads(line) for line in path.read_text().splitlines()]
+        left = set((folder / "queue").read_text().split())
+    records.sort(key=lambda r: asked.index((r["name"], r["batch"])))
     seen = {(r["name"], r["batch"]) for r in records}
-    lost = [(n, b) for n in given.names for b in BATCHES if (n, b) not in seen]
+    records += [{"name": n, "batch": b, "ok": None} for n, b in asked if (n, b) not in seen]
+    if given.out:
+        versions = {m.__name__: m.__version__ for m in (torch, timm, hf)}
+        about = {"device": machine(), "date": str(datetime.date.today()), "dtype": str(DTYPE)}
+        about |= {"versions": versions, "processes": given.processes}
+        given.out.write_text(json.dumps({**about, "models": records}, indent=1) + "\n")
+    lost = [f"{n}@{b}" for n, b in asked if (n, b) not in seen]
     if lost:
-        print(f"a process ended early: {lost}")
+        print(f"not done in the time given: {lost} (begun: {sorted(set(lost) - left)})")
     failed = [r for r in records if r["ok"] is False]
-    print(f"{sum(r['ok'] is True for r in records)} ok, {len(failed)} failed, of {len(seen)}")
-    return 1 if failed or lost else 0
+    print(f"{sum(r['ok'] is True for r in records)} ok, {len(failed)} failed, of {len(asked)}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from .samples import Samples
 from .short import MISS, Way, plain_modes, short
 from .trace import Trace, random_call, storage, writes
 from .watch import Guard, Kept, Watch, still
+from .words import Words, leaves
 
 VERSION, WANTS = attrgetter("_version"), attrgetter("requires_grad")
 
@@ -74,6 +75,7 @@ class Program:
         self.contest: Any = None  # in which Inductor may still beat it
         self.replay: Any = None
         self.way: Way | None = None  # to the replay, for calls that look like the last one
+        self.words: Words | None = None  # to that way, for calls by keyword
         self.held = list({id(t): t for t in self.state.values()}.values())
         self.kept = Kept(self.held)
         self.pointers: list[int] = []
@@ -84,8 +86,14 @@ class Program:
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output, or `MISS`."""
         way = self.way
-        if way is not None and not kwargs:
-            out = way(*args)
+        if way is not None:
+            words = self.words
+            if words is not None:
+                out = words(args, kwargs)
+            elif kwargs:
+                out = MISS
+            else:
+                out = way(*args)
             if out is not MISS:
                 return out
         flat: Sequence[Any] = args
@@ -98,18 +106,25 @@ class Program:
         out = self._checked(flat)
         if out is MISS:
             return MISS
-        if flat is args and self.way is None:
-            self._shorten(args)
+        if self.way is None and leaves((*args, *kwargs.values()), flat):
+            self._shorten(args, kwargs)
         return out[0] if self.single else pytree.tree_unflatten(list(out), self.trace.out_spec)
 
-    def _shorten(self, args: Sequence[Any]) -> None:
+    def _shorten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Later calls like this one launch at once and look whether all is as it was while the device works."""
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        every = len(tensors) == len(self.trace.inputs)
         recording = torch.is_grad_enabled() and not self.training
         if self.replay is None or recording or self.autocast is not None:
             return
+        if self.training and not every:  # a replay with gradients takes all that is given
+            return
         steady = self._steady(self.replay)
         before, after = (None, steady) if self.pure else (steady, None)
-        self.way = short(self.replay, args, self.trace.out_spec, before, after)
+        self.way = short(self.replay, tensors, self.trace.out_spec, before, after)
+        self.words = None
+        if self.way is not None and (kwargs or not every):
+            self.words = Words(self.way, args, kwargs)
 
     def _steady(self, replay: Any) -> Callable[[], bool]:
         """What holds while model, parameters and constants are as they were when `replay` was recorded."""

@@ -8,13 +8,13 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, cast
 
 from . import settings
-from .workers import SUPPORTED, Nursery, Worker
+from .workers import SUPPORTED, Nursery, Worker, attempt
 
 
 class CompileFailure(RuntimeError):
@@ -62,7 +62,7 @@ class _Workers:
                 worker = self._start()
             if worker is None:
                 future.cancel()  # no process can be started here: the caller compiles
-            if worker is None or not future.set_running_or_notify_cancel():
+            if worker is None or not self.taken(future):
                 continue
             try:
                 future.set_result(worker.ask(job))
@@ -70,6 +70,26 @@ class _Workers:
                 worker.close()
                 worker = None
                 future.set_result(f"the compile worker stopped: {problem}")
+
+    def taken(self, future: Future[str | None]) -> bool:
+        """Whether who asks shall do this job: nobody has begun it, and somebody still wants it."""
+        with self.lock:
+            wanted = not future.running() and not future.done()
+            return wanted and future.set_running_or_notify_cancel()
+
+    def here(self, jobs: Sequence[Any]) -> None:
+        """What of `jobs` no process has begun, done in threads of this one, side by side, until processes have started."""
+        left = iter(jobs)  # a list's iterator gives each to one thread
+
+        def work() -> None:
+            for job in left:
+                if self.started:
+                    return
+                if self.taken(future := self.jobs[job]):
+                    future.set_result(attempt(job.run))
+
+        for i in range(min(len(jobs), max(1, (os.cpu_count() or 1) // 4))):
+            threading.Thread(target=work, name=f"tensorlogic-own-{i}", daemon=True).start()
 
     def _start(self) -> Worker | None:
         try:
@@ -130,6 +150,15 @@ def submit(jobs: Iterable[Any]) -> None:
         getattr(kind, "ahead", int)()
     for job in jobs if pool is not None else ():
         cast(_Workers, pool).submit(job)
+
+
+def begin(jobs: Iterable[Any]) -> None:
+    """`submit` what this process needs soon and would compile by itself: where no worker has started yet, threads of it do."""
+    jobs = list(dict.fromkeys(jobs))
+    submit(jobs)
+    pool = _pool()
+    if pool is not None and not pool.started:
+        pool.here(jobs)
 
 
 def ready(jobs: Iterable[Any]) -> bool:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 TUNE_MODES = ("off", "auto", "full")
 MOST_WORKERS = 16
-TRITON_CACHE = os.environ.get(
-    "TRITON_CACHE_DIR"
-)  # as the process began: torch.compile sets it to a folder of its own later
+TRITON_CACHE, TRITON_PTXAS = "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"
+TRITON = {
+    name: os.environ.get(name) for name in (TRITON_CACHE, TRITON_PTXAS)
+}  # as the process began: torch.compile sets them to a folder and an assembler of its own later
 
 
 @dataclass(frozen=True)

@@ -89,12 +89,12 @@ class Nursery:
 
 
 def environment() -> dict[str, str]:
-    """What workers are started with: this process's modules and kernel cache."""
+    """What workers are started with: this process's modules, kernel cache and assembler."""
     path = os.pathsep.join(p for p in sys.path if p)
-    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_CACHE_DIR"}
-    cache = {} if settings.TRITON_CACHE is None else {"TRITON_CACHE_DIR": settings.TRITON_CACHE}
+    inherited = {k: v for k, v in os.environ.items() if k not in settings.TRITON}
+    found = {k: v for k, v in settings.TRITON.items() if v is not None}
     alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # to fork
-    return inherited | cache | alone | {"TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    return inherited | found | alone | {"TRITON_INTERPRET": "0", "PYTHONPATH": path}
 
 
 def nurse(fd: int) -> None:
@@ -122,10 +122,11 @@ def serve(end: socket.socket) -> None:
     with contextlib.suppress(OSError, EOFError):
         _send(stream, os.getpid())
         while True:
-            _send(stream, _attempt(_receive(stream).run))
+            _send(stream, attempt(_receive(stream).run))
 
 
-def _attempt(run: Callable[[], object]) -> str | None:
+def attempt(run: Callable[[], object]) -> str | None:
+    """None, or why it failed."""
     try:
         run()
     except Exception as problem:  # compilers raise what they like: the caller gets it by name

@@ -113,6 +113,35 @@ def test_a_job_that_nobody_began_is_the_callers(job: Any) -> None:
     assert Path(slow.path).exists()
 
 
+def test_until_a_process_has_started_threads_do_what_is_needed_soon(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Side by side, each job once; a failure is told like a worker's. Where a process has started, jobs are left to it."""
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(slow))
+        first, second, fails = job("sleep", "first"), job("sleep", "second"), job("fail")
+        begin = time.monotonic()
+        compiling.begin((first, second, first, fails))
+        compiling.settle(first)
+        compiling.settle(second)
+        assert 1.0 <= time.monotonic() - begin < 1.9
+        with pytest.raises(compiling.CompileFailure, match="ValueError: no such instruction"):
+            compiling.settle(fails)
+        assert {int(Path(j.path).read_text()) for j in (first, second)} == {os.getpid()}
+        compiling._workers.close()  # type: ignore[union-attr]
+    monkeypatch.setattr(compiling, "_workers", None)
+    compiling.submit((job("fine", "elsewhere"),))
+    finish(job("fine", "elsewhere"))
+    later = job("fine", "later")
+    compiling.begin((later,))
+    finish(later)
+    assert int(Path(later.path).read_text()) != os.getpid()
+
+
 def test_what_nobody_waits_for_is_compiled_only_when_asked_for_again(job: Any) -> None:
     slow, waiting = job("wait", "slow"), job("fine", "waiting")
     compiling.submit((slow, waiting))

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,9 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402  (after the environment is set)
 
+from tensorlogic import settings  # noqa: E402
 from tensorlogic.compiling import CompileFailure  # noqa: E402
-from tensorlogic.ops.common import triton_launch, triton_start  # noqa: E402
+from tensorlogic.ops.common import triton_launch, triton_start, triton_tools  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -264,27 +266,62 @@ def test_compiling_apart_reports_resources_and_reasons() -> None:
     assert "shared memory" in str(refused)
 
 
-def test_kernels_stay_in_one_cache_whatever_the_variable_becomes(tmp_path: Path) -> None:
-    """torch.compile sets TRITON_CACHE_DIR for its own kernels; ours, and those of the workers, go where the process began."""
-    ours, other = tmp_path / "ours", tmp_path / "other"
+def test_kernels_stay_in_one_cache_whatever_the_variables_become(tmp_path: Path) -> None:
+    """torch.compile sets a folder and an assembler for its own kernels; ours, and those of the workers, keep what the process
+    began with, and know each other again: the version of the assembler that Triton remembers is part of their names."""
+    ours, other, assembler = tmp_path / "ours", tmp_path / "other", tmp_path / "ptxas"
+    assembler.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 99.9, V99.9.1'\n")
+    assembler.chmod(0o755)
     job = triton_launch.compile_job(scale_add, sm=90, **options())
     code = f"""
 import os, pickle, sys
+from triton.backends.nvidia import compiler
 from tensorlogic import workers
 from tensorlogic.ops.common import triton_launch
-os.environ["TRITON_CACHE_DIR"] = {str(other)!r}
+torchs = {{"TRITON_CACHE_DIR": {str(other)!r}, "TRITON_PTXAS_PATH": {str(assembler)!r}}}
+if sys.argv[1] == "torch":
+    os.environ |= torchs
+    assert "99.9" in compiler.get_ptxas_version(90)
+    given = workers.environment()
+    assert given["TRITON_CACHE_DIR"] == {str(ours)!r} and "TRITON_PTXAS_PATH" not in given
 job = pickle.load(sys.stdin.buffer)
 triton_launch.run_compile_job(job)
-print(os.environ["TRITON_CACHE_DIR"], workers.environment()["TRITON_CACHE_DIR"])
+if sys.argv[1] == "torch":
+    assert torchs.items() <= os.environ.items()
+    assert "99.9" in compiler.get_ptxas_version(90)
 """
-    environment = os.environ | {
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_PTXAS_PATH"} | {
         "TRITON_CACHE_DIR": str(ours),
         "TRITON_INTERPRET": "0",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    child = subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps(job), stdout=subprocess.PIPE, env=environment, check=True,
-    )  # fmt: skip
-    assert child.stdout.decode().split() == [str(other), str(ours)]
-    assert list(ours.rglob("*.cubin"))
+    for process in ("torch", "worker"):
+        subprocess.run(
+            [sys.executable, "-c", code, process],
+            input=pickle.dumps(job),
+            env=environment,
+            check=True,
+        )
+    assert len(list(ours.rglob("*.cubin"))) == 1
     assert not other.exists()
+
+
+def test_threads_share_what_is_their_own_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable that torch.compile has set comes back once the last thread has left."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "torch's")
+    monkeypatch.setitem(settings.TRITON, "TRITON_CACHE_DIR", "ours")
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with triton_tools.own:
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with triton_tools.own:
+        thread.start()
+        assert entered.wait(10)
+    assert os.environ["TRITON_CACHE_DIR"] == "ours"
+    leave.set()
+    thread.join()
+    assert os.environ["TRITON_CACHE_DIR"] == "torch's"

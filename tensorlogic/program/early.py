@@ -14,7 +14,7 @@ from ..plans import Key
 
 
 def jobs(op: Op, key: Key, device: torch.device) -> list[Any]:
-    """Compile jobs of what the op's plan serves this key by, then, where that was never measured whole, of its rivals."""
+    """Compile jobs of what the op's plan serves this key by."""
     chosen = selector.decide(op, key, device, policies.current())
     found: dict[Any, None] = {}
     for id, config in (chosen.eager, chosen.captured):
@@ -22,8 +22,6 @@ def jobs(op: Op, key: Key, device: torch.device) -> list[Any]:
             found |= dict.fromkeys(op.candidates[id].jobs(key, config, device))
         except BIND_ERRORS:  # it will fail by name where it is bound
             continue
-    for _, own in rivals(op, key, device):
-        found |= dict.fromkeys(own)
     return list(found)
 
 

@@ -80,13 +80,18 @@ class Judge:
         if self.writes or not compiling.elsewhere():
             return {}
         registry.ready(self.device.type)
-        jobs: dict[str, list[Any]] = {}
+        served: dict[str, list[Any]] = {}
+        tried: dict[str, list[Any]] = {}
         for region, env in self._walk(at, regions, values):
             found = self._keyed(region, env)
             if found is not None:
-                jobs[region.root] = early.jobs(*found, self.device)
-        compiling.submit(dict.fromkeys(job for own in jobs.values() for job in own))
-        return jobs
+                served[region.root] = early.jobs(*found, self.device)
+                tried[region.root] = [
+                    j for _, own in early.rivals(*found, self.device) for j in own
+                ]
+        compiling.begin(job for own in served.values() for job in own)
+        compiling.submit(dict.fromkeys(job for own in tried.values() for job in own))
+        return {root: [*own, *tried[root]] for root, own in served.items()}
 
     def _walk(
         self, at: Mapping[str, Region], regions: Sequence[Region], values: Mapping[str, Any]

@@ -13,8 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +27,11 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.errors import OutOfResources, TritonError
 
-from tensorlogic import compiling, settings
+from tensorlogic import compiling
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common.triton_descriptors import Descriptors, Tiled
 from tensorlogic.ops.common.triton_start import Binary, integer_type, launcher, started
+from tensorlogic.ops.common.triton_tools import own
 
 Start = Callable[..., bool]
 
@@ -41,7 +41,6 @@ TYPES = {
 }  # fmt: skip
 MOST_HINT = 16  # widest vector access in bytes, and the largest divisor worth telling the compiler
 DEPENDENT = "PDL"  # the constant of kernels that wait for the kernels before them themselves: set from sm_90 on
-CACHE = "TRITON_CACHE_DIR"
 MAX_GRID = (2**31 - 1, 65535, 65535)
 SHARED_BYTES = {
     80: 166912,
@@ -257,7 +256,7 @@ def run_compile_job(job: CompileJob) -> Any:
     if job.registers:
         options["maxnreg"] = job.registers
     try:
-        with _own_cache():
+        with own:
             compiled = triton.compile(source, target=GPUTarget("cuda", job.sm, 32), options=options)
     except (TritonError, RuntimeError) as error:
         raise CompileFailure(
@@ -288,27 +287,8 @@ def _driver() -> None:
     """Triton's driver, whose C it builds where its cache has none: 1 s, which a kernel's compilation need not wait for."""
     with contextlib.suppress(RuntimeError, OSError, subprocess.SubprocessError):  # said when needed
         warm()
-        with _loading, _own_cache():
+        with _loading, own:
             triton.runtime.driver.active.utils  # noqa: B018  (made when it is asked for)
-
-
-@contextmanager
-def _own_cache() -> Iterator[None]:
-    """Triton's cache where the process found it: workers, this process and the next one share it, whatever
-    torch.compile has made of the variable meanwhile."""
-    changed = os.environ.get(CACHE)
-    _set(settings.TRITON_CACHE)
-    try:
-        yield
-    finally:
-        _set(changed)
-
-
-def _set(cache: str | None) -> None:
-    if cache is None:
-        os.environ.pop(CACHE, None)
-    else:
-        os.environ[CACHE] = cache
 
 
 def resources(job: CompileJob) -> Resources:
@@ -387,7 +367,7 @@ def _loaded(job: CompileJob, index: int) -> Binary:
     compiled.metadata = compiled.metadata._replace(tensordesc_meta=None)
     compiled.src = _Signature(types, {})
     try:
-        with torch.cuda.device(index), _own_cache():
+        with torch.cuda.device(index), own:
             loaded = launcher(compiled, index)
     except (OutOfResources, RuntimeError) as error:
         raise CompileFailure(

@@ -19,6 +19,7 @@ GUARD_US = {
 }  # what looking at a call's data takes: learned as it is done
 WATCH_US = 10.0  # what looking takes where the device itself judges, and nobody waits
 EAGER_RATE = {"cpu": 5e4, "cuda": 5e7}  # operations a microsecond in float64, until some were timed
+EAGER_HOST_US = {False: 14.0, True: 40.0}  # of a caller's thread, by whether operands are widened
 RESOLVED = 1e-5  # budgets that float64 keeps for any float32 data but exact opposites
 HOPELESS = 16.0  # a form that brings so many times the budget on normal inputs is not tried
 
@@ -73,9 +74,18 @@ def _expected(
             if e.status == "refused":
                 return math.inf, math.inf, {}
             return max(e.device_us, _host_us(e, evidence)), e.device_us, e.config
-    eager_us = 8 + op.flops(key) / EAGER_RATE.get(key.device, EAGER_RATE["cpu"])
     share = 1.0 if candidate.id == EAGER else candidate.guess(key)
-    return share * eager_us, share * eager_us, candidate.configs(key)[0]
+    us = share * eager_us(key, op.flops(key))
+    return us, us, candidate.configs(key)[0]
+
+
+def eager_us(key: Key, flops: float) -> float:
+    """What so many operations are expected to take in float64: on a GPU at least what a caller's thread does."""
+    us = 8 + flops / EAGER_RATE.get(key.device, EAGER_RATE["cpu"])
+    if key.device != "cuda":
+        return us
+    narrow = any(t is not None and t.dtype not in ("f64", "c128") for t in key.tensors)
+    return max(us, EAGER_HOST_US[narrow])
 
 
 def _host_us(e: Evidence, evidence: Sequence[Evidence]) -> float:

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import registry
+from tensorlogic import ranking, registry
+from tensorlogic.plan_records import TensorSpec
+from tensorlogic.plans import Key
 
 if registry.triton_missing() or not (torch.cuda.is_available() or registry.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)
@@ -206,3 +208,22 @@ def test_every_way_of_the_library(size: tuple[int, int, int], how: tuple[str, st
             for _ in range(2):
                 got = ways[id].product(a, b).double()
                 assert (got - want).norm() <= limit * want.norm(), (id, left, right)
+
+
+def test_library_calls_count_for_a_callers_thread() -> None:
+    ways = {w.id: w.us for w in ways_cuda.found()}
+
+    def us(name: str, n: int) -> float:
+        return ways[f"cublaslt.{name}"](n, n, n, "f32")
+
+    assert us("bf16x6", 1000) < us("f32", 1000) < us("f16x3", 1000)  # three calls, one, four
+    assert (
+        us("f16x3", 2048) < us("bf16x6", 2048) < us("f32", 2048)
+    )  # there the GPU is what is waited for
+    assert us("tf32", 64) > ways_cuda.LIBRARY_US
+    wide, narrow = (
+        Key("matmul", (spec, spec), ("a", "b"), (), "cuda", "inference", "adaptive")
+        for spec in (TensorSpec(dtype, (64, 64), (64, 1)) for dtype in ("f64", "f32"))
+    )
+    assert ranking.eager_us(wide, 2e9) == ranking.eager_us(narrow, 2e9) == 48.0
+    assert ranking.eager_us(wide, 1e6) < us("f32", 64) < ranking.eager_us(narrow, 1e6)

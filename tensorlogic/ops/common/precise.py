@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...op import EAGER, Candidate, Config, Launcher, Op, Outputs, key_flags
 from ...plans import Key
+from ...ranking import eager_us
 from . import ways, ways_cpu
 from .ways import Way
 
@@ -132,15 +133,15 @@ def _guess(way: Way, sizes: Sizes, key: Key) -> float:
     dtype = key.tensors[0].dtype if key.tensors[0] is not None else "f32"
     scale = 4 if dtype in ("c32", "c64", "c128") else 1
     shapes = [(m, n, scale * k) for m, n, k in sizes(key)]
-    eager = sum(f64_us(key.device, *s) for s in shapes)
+    eager = sum(f64_us(key, *s) for s in shapes)
     return sum(way.us(*s, dtype) for s in shapes) / max(eager, 1e-3)
 
 
-def f64_us(device: str, m: int, n: int, k: int) -> float:
+def f64_us(key: Key, m: int, n: int, k: int) -> float:
     """What the product takes in float64, conversions included."""
-    if device == "cpu":
+    if key.device == "cpu":
         return ways_cpu._rate(25e3, 2, 8)(m, n, k, "f64")
-    return 8 + m * n * k / 25e6
+    return eager_us(key, 2 * m * n * k)
 
 
 def as_result(dtype: torch.dtype, *outs: Tensor | None) -> Outputs:

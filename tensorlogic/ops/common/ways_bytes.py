@@ -15,6 +15,7 @@ from .ways import Way
 
 DEEPEST = 1 << 16  # elements of a sum of int8 products that surely fit into 32 bits
 LEAST = {"int8": (8, 0), "fp8": (8, 9)}  # compute capability whose tensor cores multiply them
+HOST_US = 45.0  # of a caller's thread, for the launches of one product
 LIBRARY = {"int8": (17, 8), "fp8": (1, 16)}  # fewest rows, and what columns must be a multiple of
 
 
@@ -63,11 +64,12 @@ def _serves(form: str, key: Key) -> str | None:
 
 
 def _us(rate: float, after: float) -> Callable[[int, int, int, str], float]:
-    """Expected time from multiply-adds a microsecond and bytes that follow an element of the product."""
+    """Expected time from multiply-adds a microsecond and bytes that follow an element of the product, at least a caller's own."""
 
     def us(m: int, n: int, k: int, dtype: str) -> float:
         read = 2 * {"f16": 2, "bf16": 2, "f64": 8}.get(dtype, 4) + 1
-        return 12 + m * n * k / rate + ((m * k + k * n) * read + m * n * after) / 3e6
+        device = 12 + m * n * k / rate + ((m * k + k * n) * read + m * n * after) / 3e6
+        return max(device, HOST_US)
 
     return us
 

@@ -25,6 +25,7 @@ PLANES = {
 RUNS = {torch.float16: 384, torch.bfloat16: 512}
 EVEN = 64  # what runs but the last are a multiple of
 FULL_RATE = {(8, 0), (9, 0), (10, 0)}  # compute capabilities with tensor cores for float64
+LIBRARY_US = 7.5  # of a caller's thread, for one call of cuBLASLt
 RANKS = 3  # algorithms of the library's ranking that are worth timing
 
 
@@ -144,11 +145,13 @@ def _widening(key: Key) -> str | None:
     return "for operands that are to be widened" if wide else None
 
 
-def _us(rate: float, converted: float) -> Any:
-    """Expected time from multiply-adds a microsecond and bytes of conversions an element."""
+def _us(rate: float, converted: float, host: float = 21, run: int = 0) -> Any:
+    """Expected time from multiply-adds a microsecond and bytes of conversions an element; at least what a caller's thread takes, with
+    a library call more for every `run` of the inner dimension."""
 
     def us(m: int, n: int, k: int, dtype: str) -> float:
-        return 4 + m * n * k / rate + (m * k + k * n) * converted / 3e6
+        device = 4 + m * n * k / rate + (m * k + k * n) * converted / 3e6
+        return max(device, host + (LIBRARY_US * ceil(k / run) if run else 0.0))
 
     return us
 
@@ -174,7 +177,7 @@ def found() -> list[Way]:
             "triton.f64",
             "f64",
             f64,
-            _us(25e6, 16),
+            _us(25e6, 16, host=41),
             _cuda,
             serves=_widening,
             matrices=True,
@@ -188,11 +191,18 @@ def found() -> list[Way]:
             serves=_narrowing,
             run=direct("ieee", single, f16, bf16),
         ),
-        way("cublaslt.bf16x6", "bf16x6", six, _us(48e6, 16), run=six.run),
-        way("cublaslt.f16x3", "f16x3", f16x3, _us(80e6, 10), guarded=True, run=f16x3.run),
-        way("cublaslt.bf16x3", "bf16x3", bf16x3, _us(110e6, 10), run=bf16x3.run),
+        way("cublaslt.bf16x6", "bf16x6", six, _us(48e6, 16, 25, RUNS[bf16]), run=six.run),
+        way(
+            "cublaslt.f16x3",
+            "f16x3",
+            f16x3,
+            _us(80e6, 10, 25, RUNS[f16]),
+            guarded=True,
+            run=f16x3.run,
+        ),
+        way("cublaslt.bf16x3", "bf16x3", bf16x3, _us(110e6, 10, 25), run=bf16x3.run),
         way("cublaslt.tf32", "tf32", tf32, _us(190e6, 0), run=direct("tf32", single)),
-        way("cublaslt.f16", "f16", scaled, _us(330e6, 10)),
+        way("cublaslt.f16", "f16", scaled, _us(330e6, 10, 75)),
         Way(
             "triton.f16_rounded",
             "f16",
@@ -209,7 +219,7 @@ def found() -> list[Way]:
             "cublaslt.f16_unscaled",
             "f16",
             partial(halved, f16, one_f16),
-            _us(330e6, 6),
+            _us(330e6, 6, 26),
             guarded=True,
             run=partial(_halved_run, f16, one_f16),
         ),
@@ -217,7 +227,7 @@ def found() -> list[Way]:
             "cublaslt.bf16",
             "bf16",
             partial(halved, bf16, one_bf16),
-            _us(330e6, 6),
+            _us(330e6, 6, 26),
             run=partial(_halved_run, bf16, one_bf16),
         ),
     ]

@@ -185,7 +185,7 @@ PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its 
     "held: rows one off": ("scores_held", "(unit % groups * CONSUMERS + me) * ROWS, S - ROWS", "(unit % groups * CONSUMERS + me) * ROWS, S - ROWS - 1", partial(scores, "held")),
     "held: a tile too few": ("scores_held", "for piece in gl.static_range(1, TILES):", "for piece in gl.static_range(1, TILES - 1):", partial(scores, "held")),
     "held: columns one off": ("scores_held", "head * S + first, part * BLOCK_N, TILES", "head * S + first, part * BLOCK_N + 1, TILES", partial(scores, "held")),
-    "direct: a step of k too few": ("scores_direct", "for step in range(STEPS):\n        if STAYS", "for step in range(STEPS - 1):\n        if STAYS", partial(scores, "direct")),
+    "direct: a step of k too few": ("scores_direct", "for step in range(laps):\n        if STAYS", "for step in range(laps - 1):\n        if STAYS", partial(scores, "direct")),
     "direct: columns in another order": ("scores_direct", "((row & 6) << 2) | ((row & 24) >> 2)", "((row & 6) << 1) | ((row & 24) >> 2)", partial(scores, "direct")),
     "direct: the last rows one off": ("scores_direct", "% groups * M, S - M)", "% groups * M, S - M + 1)", partial(scores, "direct")),
     "direct: k not waited for": ("scores_direct", "            async_copy.wait_group(STAGES - 2)\n            fence_async_shared()\n        left = begin(q, ks.index(step", "            fence_async_shared()\n        left = begin(q, ks.index(step", partial(scores, "direct")),

@@ -12,7 +12,13 @@ from .test_triton_specialised import HOPPER
 
 from tensorlogic.ops.common import scores_direct, triton_launch  # isort: skip  (after the interpreter is asked for)
 
-SHAPES = ((2, 3, 320, 512, 64), (1, 2, 64, 128, 128), (1, 1, 203, 256, 32), (1, 2, 192, 1536, 64))
+SHAPES = (
+    (2, 3, 320, 512, 64),
+    (1, 2, 64, 128, 128),
+    (1, 1, 203, 256, 32),
+    (1, 2, 192, 1536, 64),
+    (1, 1, 128, 128, 64),
+)
 OFFERED = [(shape, i) for shape in SHAPES for i in range(len(scores_direct.direct_configs(*shape[2:])))]  # fmt: skip
 
 
@@ -83,7 +89,7 @@ def test_what_they_refuse_and_offer() -> None:
 def test_what_is_offered_fits_and_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
     cuda, jobs = torch.device("cuda", 0), []
-    for s, t, d in ((512, 512, 64), (2048, 2048, 64), (1024, 1024, 128)):
+    for s, t, d in ((512, 128, 64), (512, 256, 64), (512, 512, 64), (2048, 2048, 64), (1024, 1024, 128)):  # fmt: skip
         q, k = (torch.empty(4, 16, n, d, device="meta") for n in (s, t))
         for which in range(len(scores_direct.direct_configs(s, t, d))):
             jobs += triton_launch.collect(lambda: launcher(q, k, "f16", which, cuda), cuda)  # noqa: B023  (called at once)

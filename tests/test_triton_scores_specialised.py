@@ -12,7 +12,7 @@ from .test_triton_specialised import HOPPER
 
 from tensorlogic.op import OPS  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry  # isort: skip
-from tensorlogic.ops.common import scores_held  # isort: skip
+from tensorlogic.ops.common import scores_held, scores_launch  # isort: skip
 from tensorlogic.ops.common import scores_specialised as scores  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 
@@ -31,7 +31,7 @@ def start(
 ) -> Any:
     b, h, s, d = q.shape
     t = k.shape[2]
-    lies = [scores.heads(b, h, rows, d, x.stride()[:3]) for rows, x in ((s, q), (t, k))]
+    lies = [scores_launch.heads(b, h, rows, d, x.stride()[:3]) for rows, x in ((s, q), (t, k))]
     if "KEPT" in config:
         return scores_held.held_launcher((b, h, s, t, d), dtype, *lies, config, DEVICE, cores)
     return scores.specialised_scores_launcher((b, h, s, t, d), dtype, *lies, config, DEVICE, cores)
@@ -70,16 +70,24 @@ def test_a_scale_that_is_not_positive_is_declined() -> None:
 
 def test_heads_of_one_matrix() -> None:
     contiguous, between = torch.empty(2, 3, 64, 32), torch.empty(2, 64, 3, 32).transpose(1, 2)
-    assert scores.heads(2, 3, 64, 32, contiguous.stride()[:3]) == scores.Heads(
+    assert scores_launch.heads(2, 3, 64, 32, contiguous.stride()[:3]) == scores_launch.Heads(
         (384, 32), 32, (192, 0), (64, 0)
     )
-    assert scores.heads(2, 3, 64, 32, between.stride()[:3]) == scores.Heads(
+    assert scores_launch.heads(2, 3, 64, 32, between.stride()[:3]) == scores_launch.Heads(
         (128, 96), 96, (64, 0), (0, 32)
     )
-    assert isinstance(scores.heads(2, 3, 64, 32, (6145, 2048, 32)), str)  # not a multiple of rows
-    assert isinstance(scores.heads(1, 3, 64, 32, (0, 40, 64)), str)  # heads overlap the next row
-    assert isinstance(scores.heads(1, 1, 64, 32, (0, 0, 36)), str)  # rows begin at odd places
-    assert scores.heads(2, 3, 64, 32, (0, 0, 32)) == scores.Heads((64, 32), 32, (0, 0), (0, 0))
+    assert isinstance(
+        scores_launch.heads(2, 3, 64, 32, (6145, 2048, 32)), str
+    )  # not a multiple of rows
+    assert isinstance(
+        scores_launch.heads(1, 3, 64, 32, (0, 40, 64)), str
+    )  # heads overlap the next row
+    assert isinstance(
+        scores_launch.heads(1, 1, 64, 32, (0, 0, 36)), str
+    )  # rows begin at odd places
+    assert scores_launch.heads(2, 3, 64, 32, (0, 0, 32)) == scores_launch.Heads(
+        (64, 32), 32, (0, 0), (0, 0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +124,7 @@ def test_what_is_offered_fits_and_compiles_without_spilling(
     monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
     jobs = []
     for s, t, d in ((512, 512, 64), (2048, 2048, 64)):
-        lies = scores.heads(4, 16, t, d, (16 * t * d, t * d, d))
+        lies = scores_launch.heads(4, 16, t, d, (16 * t * d, t * d, d))
         for config in scores.specialised_scores_configs(64, s, t, d, 132)[:3]:
             jobs += triton_launch.collect(
                 lambda s=s, t=t, d=d, lies=lies, config=config: scores.specialised_scores_launcher(
@@ -125,7 +133,7 @@ def test_what_is_offered_fits_and_compiles_without_spilling(
                 torch.device("cuda", 0),
             )
     for t, d in ((256, 64), (192, 128)):
-        lies = scores.heads(4, 16, t, d, (16 * t * d, t * d, d))
+        lies = scores_launch.heads(4, 16, t, d, (16 * t * d, t * d, d))
         for config in scores_held.held_configs(t, d):
             jobs += triton_launch.collect(
                 lambda t=t, d=d, lies=lies, config=config: scores_held.held_launcher(

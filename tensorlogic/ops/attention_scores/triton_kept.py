@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
-from ...op import Config, Launcher
+from ...op import Config
 from ...plans import Key
 from ..common import (
     scores_direct,
     scores_kept,
+    scores_launch,
     triton_scores_direct,
     triton_scores_kept,
     triton_scores_specialised,
-    wiring,
 )
-from . import ATTENTION_SCORES, shapes, triton_specialised
+from . import hopper
 from .shapes import Shape
 
 
 def describe(key: Key) -> Shape | str:
     """Scores without a mask of tiles that divide T."""
-    x = shapes.describe(key)
+    x = hopper.unmasked(key)
     if isinstance(x, str):
         return x
-    _, _, s, t, d = x.sizes
-    if x.mask != "none" or x.causal:
-        return "masks are left to the plain kernel"
-    return scores_kept.kept_refusal(s, t, d, x.dtype, x.align, (*x.q, *x.k)) or x
+    return scores_kept.kept_refusal(*x.sizes[2:], x.dtype, x.align, (*x.q, *x.k)) or x
 
 
 def configs(x: Shape) -> list[dict[str, Any]]:
@@ -38,34 +35,23 @@ def configs(x: Shape) -> list[dict[str, Any]]:
     return scores_kept.kept_configs(*x.sizes[3:])
 
 
-def build(x: Shape, config: Config, device: torch.device) -> Launcher:
-    """The launcher over (q, k, scale, mask); it declines scales that are not positive."""
-    start = scores_kept.kept_launcher(x.sizes, x.dtype, x.q, x.k, config, device)
-    empty, stride, dtype = wiring.empty(device), wiring.contiguous(x.out), DTYPES[x.dtype]
-
-    def launch(q: torch.Tensor, k: torch.Tensor, scale: float, mask: torch.Tensor | None) -> Any:
-        if not 0.0 < scale < triton_specialised.MOST_SCALE:
-            return None
-        y = empty(x.out, stride, dtype)
-        return (y,) if start(q, k, y, scale) else None
-
-    return launch
+def prepared(x: Shape, config: Config, device: torch.device) -> Callable[..., bool]:
+    """The start (q, k, y, scale)."""
+    return scores_kept.kept_launcher(x.sizes, x.dtype, x.q, x.k, config, device)
 
 
-wiring.described(
-    ATTENTION_SCORES,
+hopper.candidate(
     "triton.kept",
     describe,
     configs,
-    build,
+    prepared,
     (
         triton_scores_kept,
         triton_scores_direct,
         triton_scores_specialised,
         scores_kept,
         scores_direct,
-        shapes,
+        scores_launch,
         sys.modules[__name__],
     ),
-    triton_specialised.available,
 )

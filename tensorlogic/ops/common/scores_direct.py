@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from .scores_launch import SHARED, by_rows
+
 BLOCK_N = 64  # columns of a product; two of them are a step
 DEPTHS = (32, 64, 128)
-_SHARED = 227 * 1024
 _FAR = 2**23  # offsets within a step's rows have 32 bits
 WARPS = (4, 8)
-_REGISTERS = 128  # a thread's: four programs of 4 warps on a multiprocessor, or two of 8
-_DEEP = 224  # with D of 128, where shared memory leaves room for eight warps
 
 
 def direct_refusal(
@@ -32,6 +30,11 @@ def direct_refusal(
     return None
 
 
+def registers(d: int) -> int:
+    """A thread's: four programs of 4 warps on a multiprocessor, or two of 8; with D of 128 shared memory leaves room for eight warps."""
+    return 224 if d > 64 else 128
+
+
 def direct_configs(s: int, t: int, d: int) -> list[dict[str, Any]]:
     """Configurations, best guess first: warps, steps of k that shared memory holds (all of them: k stays there)."""
     steps = t // (2 * BLOCK_N)
@@ -41,7 +44,7 @@ def direct_configs(s: int, t: int, d: int) -> list[dict[str, Any]]:
         c
         for c in found
         if s >= 16 * c["num_warps"]
-        and _shared(c["STAGES"], d, c["num_warps"]) * (2 if d <= 64 else 1) <= _SHARED
+        and _shared(c["STAGES"], d, c["num_warps"]) * (2 if d <= 64 else 1) <= SHARED
     ]
 
 
@@ -59,29 +62,12 @@ def direct_launcher(
 ) -> Callable[..., bool]:
     """A callable (q, k, y, scale) -> bool for scale > 0; shape is (B, H, S, T, D), y contiguous [B, H, S, T]; strides are
     those of batch, head and row. A neighbour's configuration gives way where it does not fit."""
-    from .triton_launch import prepare
     from .triton_scores_direct import attention_scores_direct
 
-    b, h, s, t, d = shape
+    s, t, d = shape[2:]
     fitting = direct_configs(s, t, d)
     config = config if dict(config) in fitting else fitting[0]
-    warps = config["num_warps"]
-    groups = math.ceil(s / (16 * warps))
-    names = ("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks")
-    return prepare(
-        attention_scores_direct,
-        grid=(b * h * groups, 1, 1),
-        pointers={"q_ptr": dtype, "k_ptr": dtype, "y_ptr": dtype},
-        integers={
-            **dict(zip(names, (*strides_q, *strides_k), strict=True)),
-            "H": h, "S": s, "T": t, "groups": groups,
-        },
-        floats=("scale",),
-        constexprs={
-            "D": d, "N": BLOCK_N, "STEPS": t // (2 * BLOCK_N), "STAGES": config["STAGES"],
-        },
-        num_warps=warps,
-        num_stages=1,
-        device=device,
-        registers=_DEEP if d > 64 else _REGISTERS,
+    constexprs = {"N": BLOCK_N, "STEPS": t // (2 * BLOCK_N), "STAGES": config["STAGES"]}
+    return by_rows(
+        attention_scores_direct, shape, dtype, strides_q, strides_k, constexprs, config["num_warps"], registers(d), device
     )  # fmt: skip

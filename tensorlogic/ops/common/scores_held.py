@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from .scores_specialised import ROWS, Heads, scores_refusal
+from .scores_launch import ROWS, SHARED, Heads, by_tiles
+from .scores_specialised import scores_refusal
 
 MOST = 384  # columns: more leave no room for two units of work at a time
-_SHARED = 227 * 1024
 _REGISTERS = (168, 240)  # a thread's at entry, and later
 
 
@@ -31,7 +30,7 @@ def _fits(t: int, d: int, config: Mapping[str, Any]) -> bool:
     """Whole tiles, of k one more than is needed where outputs wait (rows are made again there), and memory for all."""
     tiles, over = divmod(t, config["BLOCK_N"])
     enough = not over and ROWS * (tiles - 1) >= d and config["KEPT"] <= tiles
-    return enough and _shared(t, d, config) <= _SHARED
+    return enough and _shared(t, d, config) <= SHARED
 
 
 def held_configs(t: int, d: int) -> list[dict[str, Any]]:
@@ -58,40 +57,14 @@ def held_launcher(
 
     A neighbour's configuration gives way where it does not fit.
     """
-    from .triton_descriptors import Tiled
-    from .triton_launch import prepare
     from .triton_scores_held import attention_scores_held
 
-    b, h, s, t, d = shape
+    t, d = shape[3:]
     if not _fits(t, d, config):
         config = held_configs(t, d)[0]
-    block_n = config["BLOCK_N"]
     entry, later = _REGISTERS
-    groups = math.ceil(s / (2 * ROWS))
-    units = b * h * groups
-    steps = {
-        f"{name}{which}_{part}": value
-        for name, matrix in (("q", q), ("k", k))
-        for which, pair in (("b", matrix.batch), ("h", matrix.head))
-        for part, value in zip(("row", "column"), pair, strict=True)
-    }
-    return prepare(
-        attention_scores_held,
-        grid=(min(units, cores), 1, 1),
-        tiled={
-            "q_desc": Tiled(dtype, q.shape, q.line, (ROWS, d)),
-            "k_desc": Tiled(dtype, k.shape, k.line, (block_n, d)),
-            "y_desc": Tiled(dtype, (b * h * s, t), t, (ROWS, block_n)),
-        },
-        pointers={},
-        integers={**steps, "H": h, "S": s, "T": t, "groups": groups, "units": units},
-        floats=("scale",),
-        constexprs={
-            "CONSUMERS": 2, "REGISTERS": later, "TILES": t // block_n, "KEPT": config["KEPT"], "BLOCK_N": block_n,
-            "STAGES": config["STAGES"],
-        },
-        num_warps=4,
-        num_stages=1,
-        device=device,
-        registers=entry,
-    )  # fmt: skip
+    tiles = t // config["BLOCK_N"]
+    constexprs = {**config, "CONSUMERS": 2, "REGISTERS": later, "TILES": tiles}
+    return by_tiles(
+        attention_scores_held, shape, dtype, q, k, 2 * ROWS, cores, constexprs, entry, device
+    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .scores_direct import _DEEP, _REGISTERS, _SHARED, BLOCK_N, direct_refusal
+from .scores_direct import BLOCK_N, direct_refusal, registers
+from .scores_launch import SHARED, by_rows
 
 WARPS = 8
 _STEP = 2 * BLOCK_N
@@ -26,7 +26,7 @@ def kept_refusal(
 
 def kept_configs(t: int, d: int) -> list[dict[str, Any]]:
     """Configurations, best guess first: whether a quarter of the exponentials is left to multiply-adds."""
-    fits = 2 * d * (t + 16 * WARPS) * (2 if d <= 64 else 1) <= _SHARED
+    fits = 2 * d * (t + 16 * WARPS) * (2 if d <= 64 else 1) <= SHARED
     return [{"CUBIC": True}, {"CUBIC": False}] if fits else []
 
 
@@ -40,24 +40,10 @@ def kept_launcher(
 ) -> Callable[..., bool]:
     """A callable (q, k, y, scale) -> bool for scale > 0; shape is (B, H, S, T, D), y contiguous [B, H, S, T]; strides are
     those of batch, head and row."""
-    from .triton_launch import prepare
     from .triton_scores_kept import attention_scores_kept
 
-    b, h, s, t, d = shape
-    groups = math.ceil(s / (16 * WARPS))
-    names = ("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks")
-    return prepare(
-        attention_scores_kept,
-        grid=(b * h * groups, 1, 1),
-        pointers=dict.fromkeys(("q_ptr", "k_ptr", "y_ptr"), dtype),
-        integers={
-            **dict(zip(names, (*strides_q, *strides_k), strict=True)),
-            "H": h, "S": s, "T": t, "groups": groups,
-        },
-        floats=("scale",),
-        constexprs={"D": d, "N": BLOCK_N, "STEPS": t // _STEP, "CUBIC": config["CUBIC"]},
-        num_warps=WARPS,
-        num_stages=1,
-        device=device,
-        registers=_DEEP if d > 64 else _REGISTERS,
+    t, d = shape[3:]
+    constexprs = {"N": BLOCK_N, "STEPS": t // _STEP, "CUBIC": config["CUBIC"]}
+    return by_rows(
+        attention_scores_kept, shape, dtype, strides_q, strides_k, constexprs, WARPS, registers(d), device
     )  # fmt: skip

@@ -3,49 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-ROWS = 64  # of q that a warpgroup takes at a time
+from .scores_launch import ROWS, SHARED, Heads, by_tiles
+
 DEPTHS = (32, 64, 128)
 _REGISTERS = {2: (80, 112), 4: (96, 120)}  # a thread's at entry, and later of each consumer
-_SHARED = 227 * 1024
 _NAMES = ("CONSUMERS", "BLOCK_N", "STAGES", "BUFFERS", "ROUNDS", "APART")
 _SHORT = 768  # columns up to which k stays and rounds do not pay
-
-
-@dataclass(frozen=True)
-class Heads:
-    """[B, H, rows, D] as one matrix of lines: where in it a batch and a head begin, as (row, column) steps."""
-
-    shape: tuple[int, int]
-    line: int
-    batch: tuple[int, int]
-    head: tuple[int, int]
-
-
-def heads(b: int, h: int, rows: int, d: int, strides: Sequence[int]) -> Heads | str:
-    """`strides` are those of batch, head and row; the last dimension lies together."""
-    line = strides[2]
-    steps = [_step(n, s, line) for n, s in zip((b, h), strides[:2], strict=True)]
-    if line % 8 or line < d or None in steps:
-        return "heads do not begin at a row and column of one matrix"
-    (batch, head) = (step or (0, 0) for step in steps)
-    last = [(b - 1) * i + (h - 1) * j for i, j in zip(batch, head, strict=True)]
-    if last[1] + d > line:
-        return "rows of several heads overlap"
-    return Heads((last[0] + rows, last[1] + d), line, batch, head)
-
-
-def _step(count: int, stride: int, line: int) -> tuple[int, int] | None:
-    if count == 1:
-        return (0, 0)
-    if stride % line == 0:
-        return (stride // line, 0)
-    return (0, stride) if stride < line else None
 
 
 def scores_refusal(s: int, t: int, d: int, dtype: str, align: int) -> str | None:
@@ -72,7 +40,7 @@ def specialised_scores_configs(
         if t % c["BLOCK_N"] == 0
         and s > ROWS * c["CONSUMERS"] * (c["ROUNDS"] - 1)
         and d <= ROWS * c["BUFFERS"]
-        and _shared(t, d, c) <= _SHARED
+        and _shared(t, d, c) <= SHARED
     ]
 
 
@@ -111,47 +79,21 @@ def specialised_scores_launcher(
 
     A neighbour's configuration gives way where it does not divide T or suit D.
     """
-    from .triton_descriptors import Tiled
-    from .triton_launch import prepare
     from .triton_scores_specialised import attention_scores_specialised
 
-    b, h, s, t, d = shape
+    t, d = shape[3:]
     if t % config["BLOCK_N"]:
         config = {**config, "BLOCK_N": ROWS}
     if d > ROWS * config["BUFFERS"]:  # a tile of k must fit where outputs wait
         config = {**config, "BUFFERS": d // ROWS}
-    consumers, block_n, rounds = config["CONSUMERS"], config["BLOCK_N"], config["ROUNDS"]
-    groups = math.ceil(s / (ROWS * consumers * rounds))
-    units = b * h * groups
+    consumers = config["CONSUMERS"]
     stages, resident = _stages(t, d, config)
     entry, later = _REGISTERS[consumers]
     together = max(
-        1, min(_SHARED // _shared(t, d, config), 65536 // (entry * 32 * 4 * (consumers + 1)))
+        1, min(SHARED // _shared(t, d, config), 65536 // (entry * 32 * 4 * (consumers + 1)))
     )
-    tiled = {
-        "q_desc": Tiled(dtype, q.shape, q.line, (ROWS, d)),
-        "k_desc": Tiled(dtype, k.shape, k.line, (block_n, d)),
-        "y_desc": Tiled(dtype, (b * h * s, t), t, (ROWS, block_n)),
-    }
-    steps = {
-        f"{name}{which}_{part}": value
-        for name, matrix in (("q", q), ("k", k))
-        for which, pair in (("b", matrix.batch), ("h", matrix.head))
-        for part, value in zip(("row", "column"), pair, strict=True)
-    }
-    return prepare(
-        attention_scores_specialised,
-        grid=(min(units, cores * together), 1, 1),
-        tiled=tiled,
-        pointers={},
-        integers={**steps, "H": h, "S": s, "T": t, "groups": groups, "units": units},
-        floats=("scale",),
-        constexprs={
-            "CONSUMERS": consumers, "ROUNDS": rounds, "APART": config["APART"], "RESIDENT": resident, "REGISTERS": later,
-            "BUFFERS": config["BUFFERS"], "BLOCK_N": block_n, "STAGES": stages,
-        },
-        num_warps=4,
-        num_stages=1,
-        device=device,
-        registers=entry,
+    constexprs = {**config, "RESIDENT": resident, "REGISTERS": later, "STAGES": stages}
+    rows = ROWS * consumers * config["ROUNDS"]
+    return by_tiles(
+        attention_scores_specialised, shape, dtype, q, k, rows, cores * together, constexprs, entry, device
     )  # fmt: skip

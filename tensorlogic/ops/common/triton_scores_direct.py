@@ -112,6 +112,43 @@ def arrive(k, k_ptr, stride_ks, step, D: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
+def placed(
+    q_ptr, k_ptr, y_ptr, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, H, S, T, groups
+):
+    """Where a program's 16 warps rows of q, its head's k and its rows of y begin; where S ends, the last rows once more."""
+    M: gl.constexpr = 16 * gl.num_warps()
+    head = gl.program_id(0) // groups
+    first = gl.minimum(gl.program_id(0) % groups * M, S - M).to(gl.int64)
+    b, h = (head // H).to(gl.int64), (head % H).to(gl.int64)
+    q_ptr += b * stride_qb + h * stride_qh + first * stride_qs
+    k_ptr += b * stride_kb + h * stride_kh
+    y_ptr += (head.to(gl.int64) * S + first) * T
+    return q_ptr, k_ptr, y_ptr
+
+
+@gluon.jit
+def spots(T, N: gl.constexpr):
+    """[16 warps, 2 N]: where in y two neighbouring tiles go, beside their first element."""
+    M: gl.constexpr = 16 * gl.num_warps()
+    WIDE: gl.constexpr = wide(gl.num_warps(), 2 * N)
+    row = gl.arange(0, M, gl.SliceLayout(1, WIDE)).to(gl.int64) * T
+    return row[:, None] + gl.arange(0, 2 * N, gl.SliceLayout(0, WIDE))[None, :]
+
+
+@gluon.jit
+def once_more(q, k, k_ptr, y_ptr, at, stride_ks, factor, steps, D: gl.constexpr, N: gl.constexpr):
+    """All of a program's rows from their own maxima, k coming by twice."""
+    dtype: gl.constexpr = y_ptr.dtype.element_ty
+    shift = recount(q, k, k_ptr, stride_ks, steps, factor, D, N)
+    for step in range(steps):
+        arrive(k, k_ptr, stride_ks, step, D, N)
+        s = warpgroup_mma_wait(0, deps=(begin(q, k.slice(0, N), N),))
+        near = scores(s, factor, shift, dtype, N)
+        s = warpgroup_mma_wait(0, deps=(begin(q, k.slice(N, N), N),))
+        put(y_ptr + step * (2 * N), at, near, scores(s, factor, shift, dtype, N), N)
+
+
+@gluon.jit
 def attention_scores_direct(
     q_ptr, k_ptr, y_ptr, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, H, S, T, groups, scale,
     D: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
@@ -128,30 +165,28 @@ def attention_scores_direct(
     M: gl.constexpr = 16 * gl.num_warps()
     SUMS: gl.constexpr = product_layout(gl.num_warps(), N)
     SIDE: gl.constexpr = gl.SliceLayout(1, SUMS)
-    WIDE: gl.constexpr = wide(gl.num_warps(), 2 * N)
     STAYS: gl.constexpr = STAGES == STEPS
     AHEAD: gl.constexpr = STAGES if STAYS else STAGES - 1
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     K_LAY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * N, D], dtype)
     ks = gl.allocate_shared_memory(dtype, [STAGES, 2 * N, D], K_LAY)
     qs = gl.allocate_shared_memory(dtype, [M, D], gl.NVMMASharedLayout.get_default_for([M, D], dtype))  # fmt: skip
-    head = gl.program_id(0) // groups
-    first = gl.minimum(gl.program_id(0) % groups * M, S - M).to(gl.int64)  # the last rows once more
-    b, h = (head // H).to(gl.int64), (head % H).to(gl.int64)
-    k_ptr += b * stride_kb + h * stride_kh
-    y_ptr += (head.to(gl.int64) * S + first) * T
-    fetch(qs, q_ptr + b * stride_qb + h * stride_qh + first * stride_qs, stride_qs, M, D, False)
+    q_ptr, k_ptr, y_ptr = placed(
+        q_ptr, k_ptr, y_ptr, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, H, S, T, groups
+    )
+    fetch(qs, q_ptr, stride_qs, M, D, False)
     for i in gl.static_range(AHEAD):
         fetch(ks.index(i), k_ptr + stride_ks.to(gl.int64) * (i * 2 * N), stride_ks, 2 * N, D, True)
         async_copy.commit_group()
-    at = (gl.arange(0, M, gl.SliceLayout(1, WIDE)).to(gl.int64) * T)[:, None]
-    at = at + gl.arange(0, 2 * N, gl.SliceLayout(0, WIDE))[None, :]
+    at = spots(T, N)
     factor = scale * LOG2E
+    # of one or two the compiler would leave the loop away, and run out of registers
+    laps = STEPS if STEPS > 2 else T // (2 * N)
     async_copy.wait_group(AHEAD - 1)
     q = qs.load(gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
     base = gl.zeros([M], gl.float32, SIDE)
     sums = by_thread(gl.zeros([M, N], gl.float32, SUMS), N)
-    for step in range(STEPS):
+    for step in range(laps):
         if STAYS:
             if step == 0:
                 async_copy.wait_group(AHEAD // 2)
@@ -176,7 +211,7 @@ def attention_scores_direct(
             async_copy.commit_group()
     norm = gl.convert_layout(gl.sum(sums, 1), SIDE)
     shift = base + gl.log2(norm)
-    for step in range(STEPS):
+    for step in range(laps):
         done = step if STAYS else step + STEPS
         if not STAYS:
             async_copy.wait_group(STAGES - 2)
@@ -193,11 +228,4 @@ def attention_scores_direct(
                 fetch(ks.index(ahead % STAGES), k_ptr + (ahead % STEPS).to(gl.int64) * (2 * N) * stride_ks, stride_ks, 2 * N, D, True)  # fmt: skip
             async_copy.commit_group()
     if gl.min(((norm > 1e-30) & (norm < 1e38)).to(gl.int32), 0) == 0:
-        k = ks.index(0)
-        shift = recount(q, k, k_ptr, stride_ks, STEPS, factor, D, N)
-        for step in range(STEPS):
-            arrive(k, k_ptr, stride_ks, step, D, N)
-            s = warpgroup_mma_wait(0, deps=(begin(q, k.slice(0, N), N),))
-            near = scores(s, factor, shift, dtype, N)
-            s = warpgroup_mma_wait(0, deps=(begin(q, k.slice(N, N), N),))
-            put(y_ptr + step * (2 * N), at, near, scores(s, factor, shift, dtype, N), N)
+        once_more(q, ks.index(0), k_ptr, y_ptr, at, stride_ks, factor, laps, D, N)

@@ -7,7 +7,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tensorlogic.ops.common.triton_scores_specialised import ROWS, product, recount, stream
+from tensorlogic.ops.common.triton_scores_specialised import (
+    ROWS,
+    barriers,
+    product,
+    recount,
+    stream,
+)
 
 
 @gluon.jit
@@ -146,15 +152,7 @@ def attention_scores_held(
     staged = gl.allocate_shared_memory(
         y_desc.dtype, [TILES * CONSUMERS, ROWS, BLOCK_N], y_desc.layout
     )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    asked = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(asked.index(i), count=1)
-    fence_async_shared()
+    full, empty, asked = barriers(CONSUMERS, STAGES)
     gl.warp_specialize(
         [
             (hold, (0, qs, ks, staged, asked, full, empty, q_desc, k_desc, y_desc,

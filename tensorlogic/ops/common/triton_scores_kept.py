@@ -10,16 +10,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tensorlogic.ops.common.triton_scores_direct import (
-    arrive,
     based,
     begin,
     by_thread,
     fetch,
+    once_more,
+    placed,
     product_layout,
     put,
-    recount,
     scores,
-    wide,
+    spots,
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -74,24 +74,20 @@ def attention_scores_kept(
     M: gl.constexpr = 16 * gl.num_warps()
     SUMS: gl.constexpr = product_layout(gl.num_warps(), N)
     SIDE: gl.constexpr = gl.SliceLayout(1, SUMS)
-    WIDE: gl.constexpr = wide(gl.num_warps(), 2 * N)
     LAST: gl.constexpr = STEPS - 1
     HALF: gl.constexpr = STEPS - STEPS // 2  # steps that are waited for at first
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     K_LAY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * N, D], dtype)
     ks = gl.allocate_shared_memory(dtype, [STEPS, 2 * N, D], K_LAY)
     qs = gl.allocate_shared_memory(dtype, [M, D], gl.NVMMASharedLayout.get_default_for([M, D], dtype))  # fmt: skip
-    head = gl.program_id(0) // groups
-    first = gl.minimum(gl.program_id(0) % groups * M, S - M).to(gl.int64)  # the last rows once more
-    b, h = (head // H).to(gl.int64), (head % H).to(gl.int64)
-    k_ptr += b * stride_kb + h * stride_kh
-    y_ptr += (head.to(gl.int64) * S + first) * T
-    fetch(qs, q_ptr + b * stride_qb + h * stride_qh + first * stride_qs, stride_qs, M, D, False)
+    q_ptr, k_ptr, y_ptr = placed(
+        q_ptr, k_ptr, y_ptr, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, H, S, T, groups
+    )
+    fetch(qs, q_ptr, stride_qs, M, D, False)
     for i in gl.static_range(STEPS):
         fetch(ks.index(i), k_ptr + stride_ks.to(gl.int64) * (i * 2 * N), stride_ks, 2 * N, D, True)
         async_copy.commit_group()
-    at = (gl.arange(0, M, gl.SliceLayout(1, WIDE)).to(gl.int64) * T)[:, None]
-    at = at + gl.arange(0, 2 * N, gl.SliceLayout(0, WIDE))[None, :]
+    at = spots(T, N)
     factor = scale * LOG2E
     async_copy.wait_group(STEPS - 1)
     q = qs.load(gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
@@ -142,11 +138,4 @@ def attention_scores_kept(
         x = powers(s * factor - shift[:, None], N, CUBIC)
         put(y_ptr + step * (2 * N), at, y, ordered(x, dtype, N), N)
     if gl.min(((norm > 1e-30) & (norm < 1e38)).to(gl.int32), 0) == 0:
-        k = ks.index(0)
-        shift = recount(q, k, k_ptr, stride_ks, STEPS, factor, D, N)
-        for step in range(STEPS):
-            arrive(k, k_ptr, stride_ks, step, D, N)
-            s = warpgroup_mma_wait(0, deps=(begin(q, k.slice(0, N), N),))
-            y = scores(s, factor, shift, dtype, N)
-            s = warpgroup_mma_wait(0, deps=(begin(q, k.slice(N, N), N),))
-            put(y_ptr + step * (2 * N), at, y, scores(s, factor, shift, dtype, N), N)
+        once_more(q, ks.index(0), k_ptr, y_ptr, at, stride_ks, factor, STEPS, D, N)

@@ -44,6 +44,21 @@ def stream(
 
 
 @gluon.jit
+def barriers(CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    """Those of the ring of k, full and empty, and of each consumer's q."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    asked = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(asked.index(i), count=1)
+    fence_async_shared()
+    return full, empty, asked
+
+
+@gluon.jit
 def larger(a, b):
     """The larger, or NaN: a row with one becomes NaN, as in torch.softmax."""
     return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -213,15 +228,7 @@ def attention_scores_specialised(
     staged = gl.allocate_shared_memory(
         y_desc.dtype, [BUFFERS * CONSUMERS, ROWS, BLOCK_N], y_desc.layout
     )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    asked = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(asked.index(i), count=1)
-    fence_async_shared()
+    full, empty, asked = barriers(CONSUMERS, STAGES)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [

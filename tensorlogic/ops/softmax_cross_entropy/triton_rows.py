@@ -10,7 +10,7 @@ import torch
 from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ..common import triton_cross_entropy, wiring
-from . import SOFTMAX_CROSS_ENTROPY, SOFTMAX_CROSS_ENTROPY_BACKWARD, shapes
+from . import SOFTMAX_CROSS_ENTROPY, SOFTMAX_CROSS_ENTROPY_BACKWARD, reduced, shapes
 from .shapes import Shape, describe
 
 
@@ -20,31 +20,7 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
         s.rows, s.columns, s.dtype, s.dtype, s.reduction, s.ignore_index, dict(config), device,
         smooth=s.smoothing != 0.0, save=s.save, align=s.align,
     )  # fmt: skip
-    empty, counters, dtype, f32 = (
-        wiring.empty(device),
-        wiring.counters,
-        DTYPES[s.dtype],
-        torch.float32,
-    )
-    each, smoothing, rows, save = s.reduction == "none", s.smoothing, s.rows, s.save
-    shape = s.shape[:-1]
-    stride = wiring.contiguous(shape)
-
-    def launch(x: torch.Tensor, t: torch.Tensor) -> Any:
-        loss = empty(shape, stride, dtype) if each else empty((rows,), (1,), f32)
-        y = loss if each else empty((), (), dtype)
-        lse = empty((rows,), (1,), f32) if save else loss
-        share = (
-            (torch.ones(1, dtype=f32, device=device) if each else empty((1,), (1,), f32))
-            if save
-            else loss
-        )
-        counter = loss if each else counters(device, 1, torch.int64)
-        if not start(x, t, loss, lse, y, share, counter, smoothing):
-            return None
-        return (y, lse, share) if save else (y,)
-
-    return launch
+    return reduced.launcher(s, start, device, s.smoothing)
 
 
 def build_backward(s: Shape, config: Config, device: torch.device) -> Launcher:
@@ -73,7 +49,7 @@ def build_backward(s: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-_SOURCES = (triton_cross_entropy, shapes, sys.modules[__name__])
+_SOURCES = (triton_cross_entropy, reduced, shapes, sys.modules[__name__])
 wiring.described(
     SOFTMAX_CROSS_ENTROPY, "triton.rows", describe,
     lambda s: triton_cross_entropy.cross_entropy_configs(s.columns, s.dtype), build, _SOURCES,

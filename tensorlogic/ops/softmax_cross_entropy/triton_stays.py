@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ...plans import Key
 from ..common import triton_cross_entropy, triton_cross_entropy_stays, triton_rows, wiring
-from . import SOFTMAX_CROSS_ENTROPY, shapes
+from . import SOFTMAX_CROSS_ENTROPY, reduced, shapes
 from .shapes import Shape
 
 
@@ -31,23 +29,7 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     start = triton_cross_entropy_stays.stays_launcher(
         s.rows, s.columns, s.dtype, s.reduction, s.ignore_index, dict(config), device, wiring.cores(), save=s.save
     )  # fmt: skip
-    empty, counters, dtype, f32 = (
-        wiring.empty(device),
-        wiring.counters,
-        DTYPES[s.dtype],
-        torch.float32,
-    )
-    rows, save = s.rows, s.save
-
-    def launch(x: torch.Tensor, t: torch.Tensor) -> Any:
-        part, y = empty((rows,), (1,), f32), empty((), (), dtype)
-        lse = empty((rows,), (1,), f32) if save else part
-        share = empty((1,), (1,), f32) if save else part
-        if not start(x, t, part, lse, y, share, counters(device, 1, torch.int64)):
-            return None
-        return (y, lse, share) if save else (y,)
-
-    return launch
+    return reduced.launcher(s, start, device)
 
 
 wiring.described(
@@ -56,5 +38,12 @@ wiring.described(
     describe,
     lambda s: triton_cross_entropy_stays.stays_configs(s.columns, s.dtype),
     build,
-    (triton_cross_entropy_stays, triton_cross_entropy, triton_rows, shapes, sys.modules[__name__]),
+    (
+        triton_cross_entropy_stays,
+        triton_cross_entropy,
+        triton_rows,
+        reduced,
+        shapes,
+        sys.modules[__name__],
+    ),
 )

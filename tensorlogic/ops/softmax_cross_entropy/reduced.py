@@ -1,0 +1,39 @@
+"""The launcher that Triton's forward kernels of softmax_cross_entropy share: what is allocated, and what is returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...numerics import DTYPES
+from ...op import Launcher
+from ..common import wiring
+from .shapes import Shape
+
+
+def launcher(
+    s: Shape, start: Callable[..., bool], device: torch.device, *scalars: float
+) -> Launcher:
+    """(loss,) or (loss, log-sum-exp, share) by `start(x, t, losses, lse, y, share, counter, *scalars)`."""
+    empty, counters, dtype, f32 = wiring.empty(device), wiring.counters, DTYPES[s.dtype], torch.float32  # fmt: skip
+    each, rows, save = s.reduction == "none", s.rows, s.save
+    shape = s.shape[:-1]
+    stride = wiring.contiguous(shape)
+
+    def launch(x: torch.Tensor, t: torch.Tensor) -> Any:
+        loss = empty(shape, stride, dtype) if each else empty((rows,), (1,), f32)
+        y = loss if each else empty((), (), dtype)
+        lse = empty((rows,), (1,), f32) if save else loss
+        share = (
+            (torch.ones(1, dtype=f32, device=device) if each else empty((1,), (1,), f32))
+            if save
+            else loss
+        )
+        counter = loss if each else counters(device, 1, torch.int64)
+        if not start(x, t, loss, lse, y, share, counter, *scalars):
+            return None
+        return (y, lse, share) if save else (y,)
+
+    return launch

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..ops.attention.rewrite import RULES as ATTENTION
 from ..ops.softmax_cross_entropy.rewrite import RULES as CROSS_ENTROPY
+from .gradients import opaque
 from .patterns import PRODUCTS
 from .rewrite import rewrite
 from .trace import first_line, writes
@@ -74,7 +75,11 @@ def backend(
 
 
 def rewritten(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """The graph as ATen calls with our ops in it; as it was where it cannot be traced again, or writes in place."""
+    """The graph as ATen calls with our ops in it; as it was where it cannot be traced again, writes in place, or holds gradients
+    that it makes itself."""
+    if name := opaque(graph):
+        LOG.info("tensorlogic: a graph with gradients of its own (%s) is compiled as it is", name)
+        return graph
     mode: Any = contextlib.nullcontext()
     if any(isinstance(v, torch.SymInt) for v in inputs):
         inputs = _symbolic(graph)

@@ -78,16 +78,18 @@ def evaluate(
     dtype: torch.dtype | None = None,
     last: Mapping[str, Sequence[str]] | None = None,
     drawn: dict[str, Tensor] | None = None,
+    dropping: bool = False,
 ) -> None:
     """Run calls in order into `env`; with `dtype`, everything floating in it. Values in `last` go after their last use.
 
-    Random numbers are kept in `drawn`, and those that are there already are taken from it.
+    Random numbers are kept in `drawn`, and those that are there already are taken from it. Nothing is dropped out unless
+    `dropping`.
     """
     if dtype is not None:
         with warnings.catch_warnings():  # autocast regions say that they do not know it
             warnings.simplefilter("ignore", UserWarning)
-            return _evaluate(nodes, env, owner, dtype, last, drawn)
-    return _evaluate(nodes, env, owner, dtype, last, drawn)
+            return _evaluate(nodes, env, owner, dtype, last, drawn, dropping)
+    return _evaluate(nodes, env, owner, dtype, last, drawn, dropping)
 
 
 def _evaluate(
@@ -97,6 +99,7 @@ def _evaluate(
     dtype: torch.dtype | None,
     last: Mapping[str, Sequence[str]] | None,
     drawn: dict[str, Tensor] | None,
+    dropping: bool,
 ) -> None:
     for node in nodes:
         if node.op == "get_attr":
@@ -106,7 +109,8 @@ def _evaluate(
             value = drawn[node.name]
             env[node.name] = value.clone() if dtype is None else widen(value, dtype)
             continue
-        args = fx.map_arg(silent(node), lambda n: env[n.name])
+        given = node.args if dropping else silent(node)
+        args = fx.map_arg(given, lambda n: env[n.name])
         kwargs = fx.map_arg(node.kwargs, lambda n: env[n.name])
         if dtype is not None:
             args = tuple(a if isinstance(a, Tensor) else _dtypes(a, dtype) for a in args)
@@ -157,14 +161,18 @@ def flat_values(value: Any) -> list[Any]:
 
 def gradients(outs: Sequence[Tensor], wrt: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of outputs, each weighted by a wave of its own, with respect to what they reach."""
-    seeds = [
+    found = torch.autograd.grad(outs, wrt, seeds(outs), allow_unused=True)
+    return [g for g in found if g is not None]
+
+
+def seeds(outs: Sequence[Tensor]) -> list[Tensor]:
+    """A wave of the form of each output."""
+    return [
         torch.cos(torch.arange(o.numel(), device=o.device, dtype=torch.float32))
         .reshape(o.shape)
         .to(o.dtype)
         for o in outs
     ]
-    found = torch.autograd.grad(outs, wrt, seeds, allow_unused=True)
-    return [g for g in found if g is not None]
 
 
 def tensors_in(value: Any) -> list[Tensor]:

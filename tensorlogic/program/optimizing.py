@@ -15,7 +15,7 @@ from .. import compiling, derived, policies, settings
 from ..memory.heap import give_back
 from ..precision import Precision, policy_of
 from ..precision import precision as Policy
-from . import recall
+from . import gradients, recall
 from .advising import advise, watched
 from .choosing import best
 from .copies import fresh, sharing, undisturbed, unwritten
@@ -279,6 +279,8 @@ def _program(
             if habits.prints:
                 raise Untraceable("the model prints when it is called")
             traced = recall.traced(clone, model, args, kwargs)
+            if training:
+                gradients.same(traced, model, args, kwargs)
         except Untraceable as problem:
             if asked is not None:
                 raise

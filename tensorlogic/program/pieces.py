@@ -22,6 +22,7 @@ from . import check
 from .backend import rewritten
 from .choosing import best, pays_off
 from .copies import fresh, sharing, unwritten
+from .gradients import opaque
 from .graphs import FAILURES
 from .report import Report
 from .serve import Program
@@ -108,6 +109,8 @@ class Piece:
         known, model = self.owner.known(), self.owner.model
         assert self.fixed is not None
         if self.traced is None:
+            if name := opaque(self.graph):
+                raise Untraceable(f"a graph with gradients of its own ({name})")
             with torch.set_grad_enabled(self.owner.training):
                 self.traced = make_fx(
                     self.graph, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True

@@ -96,7 +96,7 @@ def test_a_backward_pass_beside_another_threads_recording() -> None:
             made = pool.submit(record)
             assert recording.wait(1 if calls else 20) is not calls
             loss.backward()
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
             over.set()
             torch.testing.assert_close(made.result(), other(x))
         grads = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
@@ -111,8 +111,11 @@ def test_a_backward_pass_beside_another_threads_recording() -> None:
 def test_streams_of_others_are_not_recorded() -> None:
     """PyTorch's pool gives the same streams to everyone after 32."""
     theirs = {torch.cuda.Stream().cuda_stream for _ in range(80)}
-    ours = {lanes.stream(HERE, use).cuda_stream for use in (lanes.PROGRAMS, lanes.CALLS)}
-    assert len(ours) == 2
+    with ThreadPoolExecutor(1) as other:  # a thread that has never used the GPU
+        made = {other.submit(lanes._created, 0).result(), lanes._created(0)}
+    ours = {lanes.stream(HERE, use).cuda_stream for use in (lanes.PROGRAMS, lanes.CALLS)} | made
+    assert len(ours) == 4
+    assert 0 not in ours
     assert not ours & theirs
 
 

@@ -24,16 +24,27 @@ def stream(device: torch.device, use: str = PROGRAMS) -> Any:
 
     It is no stream of PyTorch's pool, which gives the same ones to others after 32: their work would be recorded with ours.
     """
-    with torch.cuda.device(device):
-        torch.cuda.current_stream(device)  # the device's context is there from now on
-        made = ctypes.c_void_p()
-        try:
-            refused = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(made), NON_BLOCKING)
-        except (OSError, AttributeError):  # no driver of NVIDIA's
-            refused = 1
-        if refused or not made.value:
-            return torch.cuda.Stream(device)
-        return torch.cuda.ExternalStream(made.value, device)
+    made = _created(torch.cuda.current_device() if device.index is None else device.index)
+    return torch.cuda.ExternalStream(made, device) if made else torch.cuda.Stream(device)
+
+
+def _created(index: int) -> int:
+    """A stream by the driver, in the context that PyTorch uses, which a thread need not have yet; 0 where there is no such driver."""
+    torch.cuda.init()
+    context, made, device = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        if cuda.cuDeviceGet(ctypes.byref(device), index):
+            return 0
+        if cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+            return 0
+        if cuda.cuCtxPushCurrent_v2(context):
+            return 0
+        refused = cuda.cuStreamCreate(ctypes.byref(made), NON_BLOCKING)
+        cuda.cuCtxPopCurrent_v2(ctypes.byref(context))
+    except (OSError, AttributeError):  # no driver of NVIDIA's
+        return 0
+    return 0 if refused else made.value or 0
 
 
 def warm(fn: Callable[[], Any], device: torch.device, times: int = 2, use: str = PROGRAMS) -> Any:

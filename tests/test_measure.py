@@ -16,6 +16,7 @@ from tensorlogic import measure, numerics, study
 from tensorlogic.checking import Checker
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.plans import environment
+from tensorlogic.program import check
 
 from .helpers import PUBLIC, cases, full
 
@@ -89,6 +90,31 @@ def test_slow_calls_get_few_rounds() -> None:
 
 def judged(out: Any, plain: Any, ref: Any) -> str | None:
     return numerics.judge((out,), (plain,), (ref,)).reason
+
+
+def test_chance_is_three_deviations_of_the_ratio_of_two_errors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for count, share in ((1, 0.04), (2, 0.02), (4, 0.01), (16, 0.004), (63, 0.004)):
+        ours, eager = torch.randn(2, 100_000, count, generator=generator).norm(dim=-1)
+        beyond = (ours / eager > numerics.chance(count)).double().mean().item()
+        assert share / 4 < beyond < share, count
+    assert numerics.chance(64) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("count", "near", "far"), [(1, 7.0, 25.0), (8, 2.8, 3.1), (64, 1.9, 2.1), (4096, 1.9, 2.1)]
+)
+def test_outputs_of_few_elements_may_differ_as_chance_makes_them(
+    count: int, near: float, far: float
+) -> None:
+    """In models' checks; where candidates are judged, twice eager's error is the bound whatever the size."""
+    ref = torch.full((count,), 3.0, dtype=torch.float64)
+    plain, nearly, wrong = ((ref + times * 1e-5).float() for times in (1.0, near, far))
+    assert check.compare(nearly, plain, ref)
+    assert "times eager's" in str(check.compare(wrong, plain, ref).reason)
+    assert bool(judged(nearly, plain, ref)) == (count < 64)
+    alike = check.compare(nearly, plain, ref).error
+    assert alike == pytest.approx(1.0 if count < 64 else near, rel=0.03)
 
 
 def test_judging_sees_each_way_of_being_wrong() -> None:

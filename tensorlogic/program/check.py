@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import derived
-from ..numerics import Errors, Verdict, judge, spacing
+from ..numerics import Errors, Verdict, chance, judge, spacing
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 GROWTH = 1.4  # times the original's own error that a whole model may have
@@ -141,14 +141,18 @@ def compare(outs: Any, plain: Any, wide: Any) -> Verdict:
     if not found[1]:
         return Verdict(None, 0.0)
     errors: list[Errors] = []
-    verdict = judge(found[0], found[1], found[2], errors=errors)
+    verdict = judge(found[0], found[1], found[2], errors=errors, few=True)
     return Verdict(verdict.reason, growth(errors)) if verdict else verdict
 
 
 def growth(errors: Sequence[Errors]) -> float:
-    """Root mean square of the outputs' errors over that of the original's, where the dtype's rounding leaves one."""
-    ours = sum(e.ours**2 for e in errors)
-    eager = sum(max(e.eager, 0.1 * spacing(e.dtype)) ** 2 for e in errors)
+    """Root mean square of the outputs' errors over that of the original's, where the dtype's rounding leaves one. Those of an
+    output with few elements count as alike as far as chance makes them differ."""
+    ours = eager = 0.0
+    for e in errors:
+        base = max(e.eager, 0.1 * spacing(e.dtype))
+        ours += max(min(e.ours, base), e.ours / chance(e.count)) ** 2
+        eager += base**2
     return (ours / eager) ** 0.5 if eager else 0.0
 
 

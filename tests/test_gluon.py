@@ -64,10 +64,12 @@ SCORES = {  # configuration, sizes
 
 
 def scores(name: str, dtype: str = "f16") -> None:
-    """Scores with a late maximum, far above the first tile's, in half of the heads, and a row of NaN."""
+    """Scores with a late maximum, far above the first tile's, in half of the heads, in the others one in the last column that some
+    rows' sums leave float32 for and none leaves integers of 32 bits; and a row of NaN."""
     config, (b, h, s, t, d) = SCORES[name]
     q, k = rand(b, s, h, d, dtype=dtype).transpose(1, 2), rand(b, h, t, d, dtype=dtype, seed=1)
     k[:, ::2, t // 2] *= 60
+    k[:, 1::2, -1] *= 28
     lies = q.stride()[:3], k.stride()[:3]
     if name.startswith("kept"):
         assert config in scores_kept.kept_configs(t, d)
@@ -201,6 +203,7 @@ PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its 
     "kept: the last step's columns": ("scores_kept", "y_ptr + LAST * (2 * N), at", "y_ptr + LAST * (2 * N) + 1, at", partial(scores, "kept")),
     "kept: one step not written": ("scores_kept", "for step in range(LAST):\n        left", "for step in range(LAST - 1):\n        left", partial(scores, "kept")),
     "kept: the last step is not waited for": ("scores_kept", "    if HALF == LAST:\n        async_copy.wait_group(0)\n", "    if HALF == LAST:\n", partial(scores, "kept, three steps")),
+    "kept: powers beyond float32": ("scores_kept", "tl.clamp(x, -127.0, 127.0", "tl.clamp(x, -127.0, 1e6", partial(scores, "kept")),
     "direct: what stays is not waited for": ("scores_direct", "                async_copy.wait_group(0)\n", "                pass\n", partial(scores, "direct stays")),
 }  # fmt: skip
 

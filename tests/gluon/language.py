@@ -95,6 +95,9 @@ class Language:
         a, b = torch.as_tensor(a), torch.as_tensor(b)
         return torch.maximum(a, b) if propagate_nan is not None else torch.fmax(a, b)
 
+    def clamp(self, x: Tensor, least: float, most: float, propagate_nan: Any) -> Tensor:
+        return x.clamp(least, most)
+
     def max(self, t: Tensor, axis: int) -> Tensor:
         return folded(t, axis, torch.fmax if t.is_floating_point() else torch.maximum)
 

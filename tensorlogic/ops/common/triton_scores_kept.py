@@ -26,9 +26,15 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
+def clamp(x):
+    """x between -127 and 127, NaN as it is: beyond, powers of two are 0 or too large for any sum that counts."""
+    return tl.clamp(x, -127.0, 127.0, tl.PropagateNan.ALL)
+
+
+@gluon.jit
 def cubic(x):
     """2**x to 1e-4 by multiply-adds."""
-    x = gl.maximum(x, -126.0, propagate_nan=tl.PropagateNan.ALL)
+    x = clamp(x)
     rounded = x + 12582912.0  # its last bits are the whole number nearest to x
     f = x - (rounded - 12582912.0)
     y = ((f * 0.05550339 + 0.24022651) * f + 0.69314718) * f + 1.0

@@ -123,7 +123,7 @@ def compile_workers() -> int:
     """How many processes compile ahead."""
     given = COMPILE_WORKERS.read()
     if given is None:
-        return min(MOST_WORKERS, max(1, _usable_cores() - 1))
+        return min(MOST_WORKERS, max(1, usable_cores() - 1))
     if not given.isdecimal():
         raise ValueError(f"{COMPILE_WORKERS.name} is {given!r}; it must be a whole number from 0")
     return int(given)
@@ -135,7 +135,8 @@ def native_library() -> Path | None:
     return None if given is None else Path(given)
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Cores on which this process may run."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -40,6 +40,7 @@ class Fake:
                 for order in orders:
                     graph = inductor._unpacked(inductor._packed(order.graph))
                     owner.graphs[order.artifact] = fx.GraphModule(nn.Module(), graph)
+                self.orders = list(orders)
                 self.failed = {str(o.artifact): owner.failure for o in orders if owner.failure}
                 self.process = owner
 

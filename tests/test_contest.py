@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(later, "LOOK_S", 7e-6)
     monkeypatch.setattr(later, "FIXED_S", 0.0)
     monkeypatch.setattr(later, "_imported", lambda: None)
+    monkeypatch.setattr(later, "_BEGUN", weakref.WeakSet())
     with tensorlogic.policy(tune="auto"):
         yield
 
@@ -211,7 +213,8 @@ def test_in_the_background_it_takes_over(
     )  # comparing costs 150 calls of 10 us, a twentieth of what is done
     monkeypatch.setattr(later, "SHARE", 1e9)
     waiting.look_at = 0
-    same(fast(given), model(given))
+    for _ in range(3):  # one comparison a call
+        same(fast(given), model(given))
     assert fast.report.outcome == "compiled"
     assert fast._program is not waiting
     same(fast(given), model(given))

@@ -126,10 +126,18 @@ class Contest:
     def decided(self, jobs: Sequence[inductor.Compiling], expected: Whole) -> Program | None:
         """The fastest of Inductor's programs that is right and faster than what there is; rows say what happened."""
         found = None
-        for job in jobs[1:]:
-            found = self._left_over(job, expected)
-        won = self._whole(jobs[0], expected)
-        return found if won is None else won
+        for job in sorted(jobs, key=self.entire):
+            won = self.compared(job, expected)
+            found = found if won is None else won
+        return found
+
+    def compared(self, job: inductor.Compiling, expected: Whole) -> Program | None:
+        """The program with what one job has made, if it is right and faster than what there is."""
+        return (self._whole if self.entire(job) else self._left_over)(job, expected)
+
+    def entire(self, job: inductor.Compiling) -> bool:
+        """Whether a job is the whole model's, not that of what is left over."""
+        return job.orders[0].artifact == self.artifact
 
     def _whole(self, job: inductor.Compiling, expected: Whole) -> Program | None:
         row, report = Row(EVERYTHING, OP, NAME), self.report

@@ -1,4 +1,4 @@
-"""Inductor in the background: once a program has worked for long enough, a process compiles, and one call compares."""
+"""Inductor in the background: once a program has worked for long enough, processes compile, and two calls compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .. import capture_watch, derived, policies, settings, stores
-from . import inductor
+from . import inductor, room
 from .contest import Contest
 from .copies import undisturbed
 from .inductor import Unable
@@ -25,7 +25,8 @@ from .trace import first_line
 from .whole import Whole
 
 LOG = logging.getLogger("tensorlogic")
-EARNED_S = 20.0  # of work before a process is started for it
+EARNED_S = 20.0  # of work before processes are started for it
+SOON_S = 2.0  # likewise where the machine has cores and memory to spare
 SHARE = 0.05  # of the work done so far that comparing may take of the caller's time
 LOOK_S = 1.0  # of work between two looks whether the process has ended
 CALLS = 150  # of the original's time that comparing takes, beside `FIXED_S`
@@ -33,6 +34,9 @@ FIXED_S = 0.6
 TIMED_S = 0.15
 NICENESS = 10
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError)
+
+
+_BEGUN: weakref.WeakSet[Later] = weakref.WeakSet()  # whose processes have been started
 
 
 def worthwhile(contest: Contest | None) -> bool:
@@ -52,8 +56,9 @@ class Later:
     def __init__(self, program: Program, contest: Contest, holder: nn.Module) -> None:
         self.program, self.contest, self.holder = program, contest, weakref.ref(holder)
         self.each_s = max((contest.report.after_us or 0.0) / 1e6, 1e-6)
-        self.calls, self.look_at = 0, int(EARNED_S / self.each_s)
-        self.jobs: list[inductor.Compiling] = []
+        self.calls, self.look_at = 0, int(min(SOON_S, EARNED_S) / self.each_s)
+        self.begun, self.spent_s = False, 0.0  # and what beginning and comparing has taken
+        self.jobs: list[inductor.Compiling] = []  # not compared yet
         self.lock = threading.Lock()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -83,35 +88,48 @@ class Later:
             self.lock.release()
 
     def _step(self) -> None:
-        """Start the process; look whether it has ended; compare once that is earned."""
-        if not self.jobs:
-            self.jobs = self._begun()
-            self.contest.share_s = TIMED_S
-            threading.Thread(target=_imported, daemon=True).start()
+        """Start the processes; look whether the next has ended; compare once that is earned."""
+        if not self.begun:
+            if self._may_begin():
+                self._begin()
             self._next(LOOK_S)
-        elif any(job.process.poll() is None for job in self.jobs):
+        elif self.jobs[0].process.poll() is None:
             self._next(LOOK_S)
         else:
             before_s = (self.contest.report.before_us or 0.0) / 1e6
-            cost = FIXED_S * len(self.jobs) + CALLS * max(before_s, self.each_s)
-            missing = cost / SHARE - self.calls * self.each_s
+            cost = self.spent_s + FIXED_S + CALLS * max(before_s, self.each_s)
+            missing = cost / SHARE - self._work_s()
             if missing > 0:
                 self._next(missing)
             else:
-                self._compare()
+                self._compare(self.jobs.pop(0))
+
+    def _work_s(self) -> float:
+        return self.calls * self.each_s
+
+    def _may_begin(self) -> bool:
+        """One model at a time, and at once only where nobody needs what the compilers take."""
+        if any(job.process.poll() is None for other in _BEGUN for job in other.jobs):
+            return False
+        return self._work_s() >= EARNED_S or room.spare(self.program.device)
 
     def _next(self, seconds: float) -> None:
         self.look_at = self.calls + max(1, int(seconds / self.each_s))
 
-    def _begun(self) -> list[inductor.Compiling]:
-        training = self.contest.training
+    def _begin(self) -> None:
+        contest, begin = self.contest, time.perf_counter()
+        training = contest.training
         with undisturbed(), torch.inference_mode(False), torch.set_grad_enabled(training):
-            jobs = self.contest.begin(NICENESS)
+            jobs = contest.begin(NICENESS)
         for job in jobs:
             weakref.finalize(self, inductor.Compiling.stop, job)
-        return jobs
+        self.jobs, self.begun = sorted(jobs, key=contest.entire), True
+        _BEGUN.add(self)
+        contest.share_s = TIMED_S
+        threading.Thread(target=_imported, daemon=True).start()
+        self.spent_s += time.perf_counter() - begin
 
-    def _compare(self) -> None:
+    def _compare(self, job: inductor.Compiling) -> None:
         contest, begin = self.contest, time.perf_counter()
         training = contest.training
         with (
@@ -119,20 +137,23 @@ class Later:
             torch.inference_mode(False),
             torch.set_grad_enabled(training),
         ):
-            expected = Whole(contest.trace, training)
-            for job in self.jobs:
-                job.wait(0.0)
-            won = contest.decided(self.jobs, expected)
+            job.wait(0.0)
+            won = contest.compared(job, Whole(contest.trace, training))
         derived.end_pretending()
+        self.spent_s += time.perf_counter() - begin
+        if won is not None:
+            self.program = won
+        if self.jobs:
+            self._next(LOOK_S)
+            return
         report: Report = contest.report
         report.notes.append(
             f"Inductor compiled in the background and compared after {self.calls} calls, "
-            f"{time.perf_counter() - begin:.1f} s"
+            f"{self.spent_s:.1f} s"
         )
-        found = self.program if won is None else won
         if contest.keep is not None:
-            contest.keep(report, found)
-        self._close(found)
+            contest.keep(report, self.program)
+        self._close(self.program)
 
     def _close(self, program: Program) -> None:
         """From now on the program serves without us."""

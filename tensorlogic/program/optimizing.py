@@ -109,7 +109,8 @@ def optimize(
             for PyTorch's Inductor: what it compiles by then, of the whole model and of what the rewrites left over, each in a
             process of its own, is checked, timed beside what was found, and serves where it is faster (`TENSORLOGIC_INDUCTOR=0`
             keeps it out). It takes 5 to 60 s. Without `budget_s` nothing waits for it: it is compiled in the background once the calls have taken
-            20 s, and compared during one call, within 5 % of the time that calls have taken by then.
+            20 s (2 s on a GPU whose machine has cores and memory to spare), and compared during two calls, within 5 % of the time
+            that calls have taken by then. Where no call may ever take longer, give a `budget_s`.
         dynamic: sizes vary from call to call, such as batches or a decoder's cache that grows. Dynamo then traces with
             symbolic sizes, and what it made serves every size; each op of ours chooses its implementation for the size
             that it meets. Nothing is captured, so for sizes that recur it is the slower choice.

@@ -1,0 +1,54 @@
+"""Whether a machine has cores and memory to spare for compilers beside what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+
+from .. import settings
+
+CORES = 8.0  # for two processes that compile, each with helpers of its own
+MEMORY = 16 << 30  # bytes of the machine
+DEVICE_MEMORY = 2 << 30  # bytes of the GPU, on which each process opens a context
+QUOTA, LIMIT, USED = (
+    Path("/sys/fs/cgroup") / name for name in ("cpu.max", "memory.max", "memory.current")
+)
+FREE = Path("/proc/meminfo")
+
+
+def spare(device: torch.device) -> bool:
+    """True where compilers, at low priority, would take nothing that a model on this device needs: a GPU does the work, and
+    most cores of the machine idle. What cannot be told counts as taken."""
+    if device.type != "cuda" or idle_cores() < CORES or free_memory() < MEMORY:
+        return False
+    try:
+        return torch.cuda.mem_get_info(device)[0] >= DEVICE_MEMORY
+    except RuntimeError:
+        return False
+
+
+def idle_cores() -> float:
+    """Cores that this process might use and nobody does, by the load of the last minute."""
+    try:
+        load = os.getloadavg()[0]
+    except (OSError, AttributeError):  # Windows has none
+        return 0.0
+    usable = float(settings.usable_cores())
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = QUOTA.read_text().split()
+        usable = min(usable, int(quota) / int(period))  # "max": no quota
+    return min((os.cpu_count() or 1) - load, usable - 1)
+
+
+def free_memory() -> float:
+    """Bytes that the machine, or the container, has left."""
+    free = 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        words = dict(line.split(":") for line in FREE.read_text().splitlines())
+        free = int(words.get("MemAvailable", "0").split()[0]) * 1024.0
+    with contextlib.suppress(OSError, ValueError):
+        free = min(free, int(LIMIT.read_text()) - int(USED.read_text()))
+    return free

@@ -1,0 +1,189 @@
+"""When Inductor may begin in the background, and what a call gives for it: soon on machines with room, one model and one comparison at a time."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorlogic
+from tensorlogic import settings
+from tensorlogic.program import contest, later, room
+from tests.inductor_fakes import DEVICE, Fake
+
+from .test_contest import Chain, same, x
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Begins after ten calls of 7 us (as the fake says) where there is room, after a hundred elsewhere; comparing is free."""
+    monkeypatch.setattr(later, "SOON_S", 70e-6)
+    monkeypatch.setattr(later, "EARNED_S", 700e-6)
+    monkeypatch.setattr(later, "LOOK_S", 7e-6)
+    monkeypatch.setattr(later, "SHARE", 1e9)
+    monkeypatch.setattr(later, "_imported", lambda: None)
+    monkeypatch.setattr(later, "_BEGUN", weakref.WeakSet())
+    with tensorlogic.policy(tune="auto"):
+        yield
+
+
+def optimized(given: torch.Tensor) -> Any:
+    fast: Any = tensorlogic.optimize(Chain().to(DEVICE).eval(), given)
+    assert isinstance(fast._program, later.Later)
+    return fast
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("spare", "calls"), [(True, 10), (False, 100)])
+def test_it_begins_sooner_where_there_is_room(
+    fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch, spare: bool, calls: int
+) -> None:
+    monkeypatch.setattr(room, "spare", lambda device: spare)
+    given, fake.ended = x(), False
+    fast = optimized(given)
+    for _ in range(calls - 1):
+        fast(given)
+    assert fake.started == 0
+    fast(given), fast(given)
+    assert fake.started == 1
+
+
+@torch.no_grad()
+def test_one_model_at_a_time(fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "spare", lambda device: True)
+    given, fake.ended = x(), False
+    first, second = optimized(given), optimized(given)
+    for _ in range(12):
+        first(given), second(given)
+    assert fake.started == 1
+    fake.ended = True
+    for _ in range(3):
+        second(given)
+    assert fake.started == 2
+
+
+@torch.no_grad()
+def test_a_call_compares_one_thing_and_what_is_left_over_first(
+    fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "spare", lambda device: True)
+    done: list[bool] = []
+    plain = contest.Contest.compared
+
+    def noted(self: contest.Contest, job: Any, expected: Any) -> Any:
+        done.append(self.entire(job))
+        return plain(self, job, expected)
+
+    monkeypatch.setattr(contest.Contest, "compared", noted)
+    given = x()
+    fast = optimized(given)
+    counts = []
+    for _ in range(20):
+        before = len(done)
+        fast(given)
+        counts.append(len(done) - before)
+    assert done == [False, True]
+    assert max(counts) == 1
+    assert not isinstance(fast._program, later.Later)
+    same(fast(given), Chain.forward(fast, given))
+
+
+@torch.no_grad()
+def test_what_it_takes_is_counted(
+    fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second comparison waits until the first and itself are within the share of the work done."""
+    monkeypatch.setattr(room, "spare", lambda device: True)
+    monkeypatch.setattr(later, "FIXED_S", 0.0)
+    given = x()
+    fast = optimized(given)
+    waiting = fast._program
+    while len(waiting.jobs) != 1:
+        fast(given)
+    monkeypatch.setattr(later, "SHARE", 0.05)
+    waiting.spent_s = 1.0
+    for _ in range(5):
+        fast(given)
+    assert fast._program is waiting
+    earned = (waiting.look_at - 5) * waiting.each_s
+    assert earned == pytest.approx(20.0, rel=0.01)
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **given: Any) -> torch.device:
+    """A machine of 64 cores, idle but for what is given, and a GPU."""
+    now = {"load": 2.0, "usable": 64, "quota": "max 100000", "free": 100, "device": 10, **given}
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "getloadavg", lambda: (now["load"], 0.0, 0.0))
+    monkeypatch.setattr(settings, "usable_cores", lambda: now["usable"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (now["device"] * GIB, 80 * GIB))
+    files = {
+        "QUOTA": f"{now['quota']}\n",
+        "LIMIT": f"{now.get('limit', 'max')}\n",
+        "USED": f"{now.get('used', 0)}\n",
+        "FREE": f"MemTotal:  1 kB\nMemAvailable:   {now['free'] * 2**20} kB\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(room, name, tmp_path / name)
+    return torch.device("cuda:0")
+
+
+def test_a_gpu_with_idle_cores_and_memory_has_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert room.spare(machine(monkeypatch, tmp_path))
+    assert not room.spare(torch.device("cpu"))  # there the cores do the model's work
+    assert not room.spare(torch.device("mps"))
+
+
+@pytest.mark.parametrize(
+    "busy",
+    [
+        {"load": 60.0},
+        {"usable": 4},
+        {"quota": "400000 100000"},
+        {"free": 4},
+        {"limit": 20 * GIB, "used": 10 * GIB},
+        {"device": 1},
+    ],
+)
+def test_a_small_or_busy_one_has_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, busy: dict[str, Any]
+) -> None:
+    assert not room.spare(machine(monkeypatch, tmp_path, **busy))
+
+
+def test_what_cannot_be_told_counts_as_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    device = machine(monkeypatch, tmp_path)
+    for name in ("QUOTA", "LIMIT", "USED"):  # not in a container: the machine's own numbers
+        monkeypatch.setattr(room, name, tmp_path / "missing")
+    assert room.spare(device)
+    monkeypatch.setattr(room, "FREE", tmp_path / "missing")
+    assert not room.spare(device)
+
+
+def test_without_a_load_there_is_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = machine(monkeypatch, tmp_path)
+    monkeypatch.delattr(os, "getloadavg")
+    assert not room.spare(device)
+
+
+def test_a_gpu_that_does_not_answer_has_no_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    device = machine(monkeypatch, tmp_path)
+
+    def broken(d: Any) -> Any:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
+    assert not room.spare(device)

@@ -112,17 +112,23 @@ def compared(record: dict[str, Any], calls: Mapping[str, Call], ours: str = "our
     record["over_peer"] = samples.ratio(ours, best)
 
 
+def waiting(fast: nn.Module) -> list[Later]:
+    """Programs of a model, or of its graphs, with which Inductor may still compete."""
+    program = fast.__dict__.get("_program")
+    found = [p for piece in getattr(program, "pieces", ()) for p in piece.programs.values()]
+    return [p for p in (program, *found) if isinstance(p, Later)]
+
+
 @contextlib.contextmanager
 def steady(fast: nn.Module) -> Iterator[None]:
     """What serves goes on serving meanwhile: nothing is compared in the middle of what is timed."""
-    later = fast.__dict__.get("_program")
-    at = later.look_at if isinstance(later, Later) else None
-    if at is not None:
+    held = [(later, later.look_at) for later in waiting(fast)]
+    for later, _ in held:
         later.look_at = 1 << 62
     try:
         yield
     finally:
-        if at is not None:
+        for later, at in held:
             later.look_at = max(at, later.calls + 1)
 
 
@@ -130,7 +136,7 @@ def waited(fast: nn.Module, call: Call, seconds: float, lock: Path | None) -> fl
     """Call until what competes in the background has been compared; how long that took, or infinity."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds:
-        if not isinstance(fast.__dict__.get("_program"), Later):
+        if not waiting(fast):
             return time.perf_counter() - begin
         with alone(lock):
             for _ in range(20):
@@ -180,7 +186,7 @@ def tried(
         record["compile_s"] = time.perf_counter() - begin
         with alone(lock), steady(fast):
             compared(record, calls, "ours" if fast is not model else "eager")
-    if wait_s and isinstance(fast.__dict__.get("_program"), Later):
+    if wait_s and waiting(fast):
         record["waited_s"] = waited(fast, calls["ours"], wait_s, lock)
         later: dict[str, Any] = {"outcome": report.outcome, "notes": report.notes[-1:]}
         with alone(lock), steady(fast):

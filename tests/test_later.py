@@ -17,6 +17,7 @@ from tensorlogic.program import contest, later, room
 from tests.inductor_fakes import DEVICE, Fake
 
 from .test_contest import Chain, same, x
+from .test_pieces import Layers
 
 GIB = 1 << 30
 
@@ -187,3 +188,52 @@ def test_a_gpu_that_does_not_answer_has_no_room(
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
     assert not room.spare(device)
+
+
+class Boxed:
+    """Holds an output; nothing that torch.export knows."""
+
+    def __init__(self, y: Any) -> None:
+        self.y = y
+
+
+class Boxing(Chain):
+    """One graph for Dynamo, none for torch.export."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Boxed(super().forward(x))
+
+
+def waiting(fast: Any) -> list[Any]:
+    found = [p for piece in fast._program.pieces for p in piece.programs.values()]
+    return [p for p in found if isinstance(p, later.Later)]
+
+
+@torch.no_grad()
+def test_a_graph_of_dynamos_waits_too(
+    fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "spare", lambda device: True)
+    model, given = Boxing().to(DEVICE).eval(), x()
+    fast: Any = tensorlogic.optimize(model, given)
+    assert len(waiting(fast)) == 1, fast.report
+    for _ in range(40):
+        same(fast(given).y, model(given).y)
+    assert fake.started == 1
+    assert not waiting(fast)
+    assert "background" in str(fast.report)
+    assert any(r.op == contest.OP and not r.refused for r in fast.report.rows)
+    assert [type(p).__name__ for p in fast._program.programs] == ["Program"]
+
+
+@torch.no_grad()
+def test_layers_that_share_a_graph_do_not(
+    fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "spare", lambda device: True)
+    given = torch.randn(4, 8, device=DEVICE)
+    fast: Any = tensorlogic.optimize(Layers().to(DEVICE).eval(), given)
+    shared = [p for p in fast._program.pieces if len(p.programs) > 1]
+    assert shared, fast.report
+    assert not any(isinstance(p, later.Later) for s in shared for p in s.programs.values())
+    same(fast(given), Layers.forward(fast, given))

@@ -8,11 +8,10 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from .. import capture_watch, derived, policies, settings, stores
 from . import inductor, room
@@ -53,8 +52,11 @@ def worthwhile(contest: Contest | None) -> bool:
 class Later:
     """Serves calls by a program; counts them, and in the end gives way to the faster of it and Inductor's."""
 
-    def __init__(self, program: Program, contest: Contest, holder: nn.Module) -> None:
-        self.program, self.contest, self.holder = program, contest, weakref.ref(holder)
+    def __init__(
+        self, program: Program, contest: Contest, decided: Callable[[Later, Program], None]
+    ) -> None:
+        """`decided` is told what serves from then on; it shall hold no model."""
+        self.program, self.contest, self.decided = program, contest, decided
         self.each_s = max((contest.report.after_us or 0.0) / 1e6, 1e-6)
         self.calls, self.look_at = 0, int(min(SOON_S, EARNED_S) / self.each_s)
         self.begun, self.spent_s = False, 0.0  # and what beginning and comparing has taken
@@ -158,10 +160,8 @@ class Later:
     def _close(self, program: Program) -> None:
         """From now on the program serves without us."""
         self.program, self.look_at = program, 1 << 62
-        holder = self.holder()
-        if holder is not None and holder.__dict__.get("_program") is self:
-            holder.__dict__["_program"] = program
         program.contest = None
+        self.decided(self, program)
 
 
 def _imported() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -169,11 +170,24 @@ def optimize(
         model.__dict__["report"] = report
         return model
     fast = served.model
-    later: Later | None = None
-    if budget_s is None and isinstance(served, Program) and worthwhile(served.contest):
-        later = Later(served, served.contest, fast)
-    fast.__dict__["_program"], fast.__dict__["report"] = later or served, report
+    fast.__dict__["_program"], fast.__dict__["report"] = served, report
+    if budget_s is None and isinstance(served, Pieces):
+        served.compete_later(report)
+    elif budget_s is None and isinstance(served, Program) and worthwhile(served.contest):
+        fast.__dict__["_program"] = Later(served, served.contest, _serving(fast))
     return fast
+
+
+def _serving(fast: nn.Module) -> Callable[[Later, Program], None]:
+    """What puts a program in the place of one that waited."""
+    known = weakref.ref(fast)
+
+    def decided(later: Later, program: Program) -> None:
+        model = known()
+        if model is not None and model.__dict__.get("_program") is later:
+            model.__dict__["_program"] = program
+
+    return decided
 
 
 def _arguments(model: Any, given: Any, training: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:

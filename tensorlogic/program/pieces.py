@@ -24,6 +24,7 @@ from .choosing import best, pays_off
 from .copies import fresh, sharing, unwritten
 from .gradients import opaque
 from .graphs import FAILURES
+from .later import Later, worthwhile
 from .report import Report
 from .serve import Program
 from .short import MISS, plain_modes
@@ -44,7 +45,9 @@ class Piece:
         self.traced: fx.GraphModule | None = None
         self.fixed: list[int] | None = None  # which inputs are parameters and buffers
         self.given: list[int] = []
-        self.programs: dict[tuple[int, ...], Program | None] = {}  # by the identities of those
+        self.programs: dict[
+            tuple[int, ...], Program | Later | None
+        ] = {}  # by the identities of those
         self.calls: dict[tuple[int, ...], int] = {}
 
     def __call__(self, *flat: Any) -> Any:
@@ -187,7 +190,27 @@ class Pieces:
     @property
     def programs(self) -> list[Program]:
         """Of all graphs."""
-        return [p for piece in self.pieces for p in piece.programs.values() if p is not None]
+        found = [p for piece in self.pieces for p in piece.programs.values() if p is not None]
+        return [p.program if isinstance(p, Later) else p for p in found]
+
+    def compete_later(self, report: Report) -> None:
+        """Inductor may compete in the background with each program whose graph serves one layer only; `report` is told."""
+        known, reports = weakref.ref(self), self.reports
+
+        def decided(later: Later, program: Program) -> None:
+            owner = known()
+            for piece in owner.pieces if owner is not None else ():
+                piece.programs = {
+                    i: program if p is later else p for i, p in piece.programs.items()
+                }
+            report.rows = [row for r in reports for row in r.rows]
+            notes = (n for n in later.contest.report.notes if n not in report.notes)
+            report.notes.extend(notes)
+
+        for piece in self.pieces:
+            for ids, program in [*piece.programs.items()][: len(piece.programs) == 1]:
+                if isinstance(program, Program) and worthwhile(program.contest):
+                    piece.programs[ids] = Later(program, program.contest, decided)
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output, or `MISS`."""

@@ -237,3 +237,21 @@ def test_layers_that_share_a_graph_do_not(
     assert shared, fast.report
     assert not any(isinstance(p, later.Later) for s in shared for p in s.programs.values())
     same(fast(given), Layers.forward(fast, given))
+
+
+@torch.no_grad()
+def test_what_fails_while_it_is_compared_leaves_calls_as_they_were(
+    fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "spare", lambda device: True)
+
+    def failing(*_: Any) -> Any:
+        raise AssertionError("expected size 256==256, stride 1==1024")
+
+    monkeypatch.setattr(contest.Contest, "compared", failing)
+    given = x()
+    fast = optimized(given)
+    for _ in range(30):
+        same(fast(given), Chain.forward(fast, given))
+    assert fake.started == 1
+    assert not isinstance(fast._program, later.Later)

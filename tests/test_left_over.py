@@ -392,3 +392,31 @@ def test_the_real_one(allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [r.refused for r in left(fast.report)] == ["", ""], fast.report
     assert fast._program((given,), {}) is not contest.MISS
     same(graded(fast, given), graded(model, given))
+
+
+@torch.no_grad()
+def test_results_that_lie_otherwise_are_refused(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows may be compiled for the strides that the program's own calls give."""
+    fake.left_us, fake.us = 4.0, 9.0
+    plain = Fake.run
+
+    def turned(self: Fake, artifact: Path, flat: Any) -> Any:
+        outs = plain(self, artifact, flat)
+        return [v.t().contiguous().t() if "-" in artifact.stem else v for v in outs]
+
+    monkeypatch.setattr(Fake, "run", turned)
+    model, given = made(), x()
+    fast = tensorlogic.optimize(model, given, budget_s=30)
+    assert left(fast.report)
+    assert all(r.refused and "lie in memory" in r.refused for r in left(fast.report))
+    same(fast(given), model(given))
+
+
+def test_what_refuses_its_inputs_says_so() -> None:
+    def strict(*given: Any) -> Any:
+        raise AssertionError("expected stride 1")
+
+    with pytest.raises(RuntimeError, match=r"compiled by Inductor.*expected stride 1"):
+        inductor.Compiled(strict, False)(torch.ones(1))

@@ -144,8 +144,11 @@ class Compiled:
         self.function, self.mutates = function, mutates
 
     def __call__(self, *given: Any) -> Any:
-        """All outputs, one after the other."""
-        return self.function(*given)
+        """All outputs, one after the other. Raises RuntimeError where what was compiled refuses its inputs."""
+        try:
+            return self.function(*given)
+        except AssertionError as problem:  # by which it says that a tensor lies otherwise
+            raise RuntimeError(f"compiled by Inductor: {first_line(problem)}") from problem
 
     def __str__(self) -> str:
         return self.__name__

@@ -17,7 +17,6 @@ from .. import capture_watch, derived, policies, settings, stores
 from . import inductor, room
 from .contest import Contest
 from .copies import undisturbed
-from .inductor import Unable
 from .report import Report
 from .serve import Program
 from .trace import first_line
@@ -83,7 +82,9 @@ class Later:
             return
         try:
             self._step()
-        except (Unable, OSError, *FAILURES) as problem:  # what serves now goes on serving
+        except (
+            Exception
+        ) as problem:  # a compiler's code may raise anything; what serves now goes on serving
             LOG.info("tensorlogic: Inductor in the background: %s", first_line(problem))
             self._close(self.program)
         finally:

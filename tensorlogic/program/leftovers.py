@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .. import measure
 from ..rules import example
@@ -245,8 +245,23 @@ def worthwhile(program: Program, artifact: Path, whole_us: float) -> list[Kind]:
     return [kind for _, kind in sorted(found, key=lambda pair: -pair[0])[:MOST]]
 
 
+def _own(kind: Kind, program: Program) -> Function:
+    return kind.runs[0].function(program.trace.owner, program.function.sites.forced)
+
+
+def _lies_alike(made: Sequence[Any], own: Sequence[Any]) -> bool:
+    """Whether tensors have the strides of others, but for dimensions that hold one element or none."""
+
+    def strides(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.numel():
+            return None
+        return [s for n, s in zip(value.shape, value.stride(), strict=True) if n > 1]
+
+    return [*map(strides, made)] == [*map(strides, own)]
+
+
 def _before(kind: Kind, program: Program) -> Callable[[], Any]:
-    function = kind.runs[0].function(program.trace.owner, program.function.sites.forced)
+    function = _own(kind, program)
     return _call(lambda *given: function.run(*given), kind, program.training)
 
 
@@ -263,10 +278,13 @@ def judge(kind: Kind, program: Program, compiled: Callable[[Path], Any]) -> None
         names = [run.names[i] for i in run.inputs]
         outputs = [run.names[o] for o in run.outputs]
         expected = Expected(run.calls, names, outputs, kind.values, program.trace.owner)
-        verdict = check.compare(list(made(*kind.values)), expected.plain, expected.wide)
+        given = list(made(*kind.values))
+        verdict = check.compare(given, expected.plain, expected.wide)
         row.error = verdict.error if verdict else None
         if not verdict:
             raise Unable(verdict.reason or "")
+        if not _lies_alike(given, _own(kind, program).run(*kind.values)):
+            raise Unable("its results lie in memory otherwise than what follows was made for")
         after = _call(made, kind, program.training)
         samples = _timed(_before(kind, program), after, program.device)
     except (Unable, *FAILURES) as problem:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic import measure
-from tensorlogic.program import check, choosing
+from tensorlogic.program import check, choosing, pieces
 from tensorlogic.program.pieces import Pieces
 
 
@@ -352,3 +352,43 @@ def test_a_graph_is_given_its_share_of_the_budget() -> None:
     made.left -= 1.5
     assert made.share("short") == 0.5
     assert made.share("never timed") == 0.0
+
+
+class Clock:
+    """Time that passes only when it is told to."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@torch.no_grad()
+def test_graphs_behind_a_slow_one_are_served_too(
+    pays: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a slow or busy machine takes for the first graph leaves later ones without a choice, not without a program."""
+
+    class Step(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x).relu()
+            if not torch.isfinite(x).all():
+                x = x * 2
+            return x
+
+    clock, shares, plain = Clock(), list[float](), pieces.best
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        shares.append(args[4])
+        clock.now += 2.0
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(pieces, "time", clock)
+    monkeypatch.setattr(pieces, "best", slow)
+    monkeypatch.setattr(pieces.Pieces, "share", lambda self, key: max(0.0, self.left))
+    model, x = nn.Sequential(*(Step(8 + i, 9 + i) for i in range(4))).eval(), torch.randn(4, 8)
+    fast = tensorlogic.optimize(model, x, budget_s=1.0)
+    assert shares == [1.0, 0.0]  # 1, -1, -3 s were left: twice the budget beyond it, no more
+    assert [len(p.programs) for p in fast._program.pieces] == [1, 1, 1, 1]
+    assert len(fast._program.programs) == 2
+    close(fast(x), model(x))

@@ -32,6 +32,7 @@ from .trace import Trace, Untraceable, counters, first_line, prepare, witness
 from .watch import Hooks
 
 LOOKS = 2  # at a graph's own calls, before a program is made for it in the next: a first one is no measure
+OVER = 2  # times the budget that graphs may take beyond it, which are merely captured then
 LIMIT = 32  # graphs of one model; with more, the Python between them is what takes the time
 
 
@@ -83,7 +84,9 @@ class Piece:
         owner, report = self.owner, Report()
         share = owner.share((id(self), ids))
         alike = any(p is not None for p in self.programs.values())  # what it chose is known
-        if not (share or alike) or not any(isinstance(v, Tensor) for v in flat):
+        if not (share or alike or owner.left > -OVER * owner.budget_s) or not any(
+            isinstance(v, Tensor) for v in flat
+        ):
             return None
         merged = list(flat)
 
@@ -146,6 +149,7 @@ class Pieces:
         self, model: nn.Module, training: bool, budget_s: float, dynamic: bool, until: float = 0.0
     ) -> None:
         self.model, self.training, self.until = model, training, until
+        self.budget_s = budget_s
         self.left = budget_s  # seconds for making programs
         self.making = True  # programs, while `pieces` calls the model
         self.waiting: dict[Any, float] = {}  # seconds of graphs for which there is none yet

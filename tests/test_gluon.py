@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tensorlogic.numerics import DTYPES, NAMES
 from tensorlogic.ops.common import (
     cross_entropy_held,
     mixed,
     scores_direct,
     scores_kept,
     triton_launch,
+    widened,
 )
 from tensorlogic.ops.common.gemm import Operand
 
@@ -117,6 +119,31 @@ def test_rounded(kind: str, shape: tuple[int, int, int, int]) -> None:
     rounded(kind, shape)
 
 
+def products_widened(
+    shape: widened.Shape = (64, 64, 2, 2), turned: tuple[bool, bool] = (False, True), dtypes: str = "f16 f32"
+) -> None:  # fmt: skip
+    """Operands of two dtypes at uneven sizes, several tiles for either program, against float64."""
+    sizes = m, n, k = 136, 72, 200
+    x, w = (
+        torch.randn(*s, dtype=torch.float64).to(DTYPES[d])
+        for s, d in zip(((m, k), (k, n)), dtypes.split(), strict=True)
+    )
+    x, w = (t.t().contiguous().t() if turn else t for t, turn in zip((x, w), turned, strict=True))
+    y = torch.full((m, n), torch.nan, dtype=torch.float64 if "f64" in dtypes else torch.float32)
+    lies = [Operand(NAMES[t.dtype], t.stride(0), t.stride(1)) for t in (x, w, y)]
+    found = widened.described(sizes, *lies, shape, 2)
+    assert found is not None
+    assert standin.prepare(widened.triton_widened.gemm_widened, device=CPU, **found)(x, w, y)
+    torch.testing.assert_close(y, (x.double() @ w.double()).to(y.dtype), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtypes", ["f16 f32", "bf16 f64", "f32 bf16"])
+@pytest.mark.parametrize("turned", [(False, True), (True, False)])
+def test_widened(dtypes: str, turned: tuple[bool, bool]) -> None:
+    products_widened((64, 64, 2, 2), turned, dtypes)
+    products_widened((16, 32, 1, 4), turned, dtypes)
+
+
 LOSSES = {  # dtype, columns (a ragged last tile or none), tiles in registers and to a tile's sum, reduction, guess
     "held": ("f16", 1000, 2, 2, "mean", 1.0),
     "late": ("bf16", 1280, 1, 5, "sum", 512.0),
@@ -179,6 +206,11 @@ PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its 
     "rounded: the next step's rows early": ("mixed", "        mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)\n        x32 = rows_of(xs, done % STAGES * CONSUMERS", "        x32 = rows_of(xs, done % STAGES * CONSUMERS", rounded),
     "rounded: scales by one bit off": ("mixed", "(e + 127) << 23", "(e + 126) << 23", partial(rounded, "scaled")),
     "rounded: slow rows one element short": ("mixed", "for _ in range(K):", "for _ in range(K - 1):", partial(rounded, "late")),
+    "widened: one step of K too few": ("widened", "for _ in range(gl.cdiv(K, BLOCK_K)):", "for _ in range(gl.cdiv(K, BLOCK_K) - 1):", products_widened),
+    "widened: rows one off": ("widened", "rm = tile_m *", "rm = 1 + tile_m *", products_widened),
+    "widened: a store beyond the edge": ("widened", "(rm < M)", "(rm < M + 1)", products_widened),
+    "widened: a stage read early": ("widened", "            mbarrier.wait(full.index(at), done // STAGES & 1)\n", "", products_widened),
+    "widened: bytes of one tile too few": ("widened", "BYTES * BLOCK_K", "BYTES * BLOCK_K - 1", products_widened),
     "scores: a tile of k too few": ("scores_specialised", "tiles = T // BLOCK_N\n    D:", "tiles = T // BLOCK_N - 1\n    D:", partial(scores, "specialised")),
     "scores: rows one off": ("scores_specialised", "[head * S + first, step * BLOCK_N], out", "[head * S + first + 1, step * BLOCK_N], out", partial(scores, "specialised")),
     "scores: the ring one too long": ("scores_specialised", "at = done % STAGES\n            mbarrier.wait(empty", "at = (done + 1) % STAGES\n            mbarrier.wait(empty", partial(scores, "apart")),

@@ -57,6 +57,7 @@ TESTS: dict[str, tuple[str, str]] = {  # what a module's kernels run in, and wha
     "specialised": (f"{GLUON}_products", "test_triton_specialised.py"),
     "spins": ("test_triton_spins.py", "test_triton_spins.py"),
     "split": (PLANES, PLANES),
+    "widened": (f"{GLUON}_widened", "test_triton_widened.py"),
 }
 
 
@@ -100,6 +101,7 @@ OFF_BY_ONE = {
     "line_peaks": Off("(along < C)", "(along < C - 1)"),
     "mend_product": Off("mask=i < M", "mask=i < M - 1"),
     "gemm_mixed": Off("rm = at_m +", "rm = 1 + at_m +", "put"),
+    "gemm_widened": Off("rm = tile_m *", "rm = 1 + tile_m *", "multiply_widened"),
     "reduce_split": Off("mask=at < N", "mask=at < N - 1"),
     "reduce_polled": Off("mask=at < N", "mask=at < N - 1"),
     "reduce_rows": Off("whole + col < N", "whole + col < N - 1"),
@@ -120,6 +122,7 @@ OFF_BY_ONE = {
 }  # fmt: skip
 WORKERS = {  # where warp groups of a kernel do their work
     "gemm_mixed": "multiply_rounded",
+    "gemm_widened": "multiply_widened",
     "attention_scores_held": "hold",
     "attention_scores_specialised": "soften",
     "gemm_specialised": "multiply",

@@ -12,7 +12,7 @@ from torch import Tensor
 from .machine import Barrier, Barriers, Kind, Matrix, Pointer, Product, Program, Shared, stale
 
 KINDS = {
-    "float16": Kind(torch.float16), "bfloat16": Kind(torch.bfloat16), "float32": Kind(torch.float32),
+    "float16": Kind(torch.float16), "bfloat16": Kind(torch.bfloat16), "float32": Kind(torch.float32), "float64": Kind(torch.float64),
     "int16": Kind(torch.int16), "int32": Kind(torch.int32), "int64": Kind(torch.int64),
 }  # fmt: skip
 

@@ -94,7 +94,7 @@ def namespace(module: str, program: Program, edit: Callable[[str, str], str]) ->
     scope: dict[str, Any] = {
         "gl": language, "tl": language, "tma": copies, "async_copy": copies, "mbarrier": Mbarrier(program),
         "fence_async_shared": lambda: None, "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
-        "warpgroup_mma": under_way, "warpgroup_mma_wait": waited, "range": counted, "_converted": converted,
+        "warpgroup_mma": under_way, "warpgroup_mma_wait": waited, "mma_v2": lambda x, w, acc: acc + x @ w, "range": counted, "_converted": converted,
     }  # fmt: skip
     own, taken = source(module, edit)
     for theirs, names in taken.items():

@@ -22,7 +22,7 @@ SHAPES = (
 RANKS = 3  # of them that are worth timing
 LEAST = 2**24  # multiply-adds below which a pass and a library call start sooner
 _REGISTERS = {1: 24, 2: 232}  # a thread's, of the second consumer
-_SIZES = {"f32": 4, "f16": 2}
+SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}  # bytes of an element
 
 
 def configs(m: int, n: int, k: int, sm_count: int) -> list[tuple[int, int, int, int]]:
@@ -41,7 +41,7 @@ def configs(m: int, n: int, k: int, sm_count: int) -> list[tuple[int, int, int, 
 
 def line(o: Operand, rows: int, columns: int) -> int | None:
     """Elements from one line that lies together to the next; None where bulk copies cannot read the matrix."""
-    unit = 16 // _SIZES[o.dtype]
+    unit = 16 // SIZES[o.dtype]
     if o.columns == 1:
         count, length, step = rows, columns, o.rows
     elif o.rows == 1:

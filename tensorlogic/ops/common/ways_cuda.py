@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...plan_records import TensorSpec
 from ...plans import Key
-from . import mixed, triton_halves, triton_lines, triton_mixed, triton_split, ways_series
+from . import (
+    mixed,
+    triton_halves,
+    triton_lines,
+    triton_mixed,
+    triton_split,
+    triton_widened,
+    ways_series,
+    widened,
+)
 from .cublaslt import lt_available
-from .ways import Way, single
+from .ways import Way, in_f64, single
 from .ways_series import Planes, Prepared, Run, Step
 
 #: Which planes of left meet which of right, the smallest products first.
@@ -26,6 +36,7 @@ RUNS = {torch.float16: 384, torch.bfloat16: 512}
 EVEN = 64  # what runs but the last are a multiple of
 FULL_RATE = {(8, 0), (9, 0), (10, 0)}  # compute capabilities with tensor cores for float64
 LIBRARY_US = 7.5  # of a caller's thread, for one call of cuBLASLt
+COPIED = 1 << 20  # bytes of operands in another dtype that "f32" may keep where none are needed
 RANKS = 3  # algorithms of the library's ranking that are worth timing
 
 
@@ -97,6 +108,12 @@ def f64(a: Tensor, b: Tensor) -> Tensor:
     return _WIDENED(0, a, b)
 
 
+def f64_widened(rank: int, a: Tensor, b: Tensor) -> Tensor:
+    """float64, narrower operands widened as they are multiplied; where they lie oddly, before."""
+    found = widened.product(rank, a, b)
+    return in_f64(a, b) if found is None else found
+
+
 def scaled(rank: int, a: Tensor, b: Tensor) -> Tensor:
     """float16 with rows of a and columns of b brought into its range by powers of two; what is not finite stays so."""
     left, row_exponents = _halves(a)
@@ -132,8 +149,10 @@ def _cuda(device: str) -> str | None:
 
 def _narrowing(key: Key) -> str | None:
     """None, or why float64 inputs are better served as they are: their range, at no cost."""
-    wide = any(t is not None and t.dtype == "f64" for t in key.tensors)
-    if key.precision != "f32" or not wide or not torch.cuda.is_available():
+    kinds = {t.dtype for t in _operands(key)}
+    if kinds not in ({"f16"}, {"bf16"}) and (reason := _copying(key, 4)) is not None:
+        return reason
+    if key.precision != "f32" or "f64" not in kinds or not torch.cuda.is_available():
         return None
     quick = torch.cuda.get_device_capability() in FULL_RATE
     return "float64 is no slower on this GPU, and keeps its range" if quick else None
@@ -142,7 +161,34 @@ def _narrowing(key: Key) -> str | None:
 def _widening(key: Key) -> str | None:
     """None, or why torch.eager serves as well."""
     wide = any(t is None or t.dtype not in ("f16", "bf16", "f32", "c64") for t in key.tensors[:2])
-    return "for operands that are to be widened" if wide else None
+    if wide:
+        return "for operands that are to be widened"
+    return _copying(key, 8)
+
+
+def _operands(key: Key) -> list[TensorSpec]:
+    """Of the products of a call."""
+    count = 3 if key.direction == "backward" else 2
+    return [t for t in key.tensors[:count] if t is not None]
+
+
+def _in_registers(key: Key) -> str | None:
+    """None, or why operands cannot be widened as they are multiplied, or need not be."""
+    kinds = {t.dtype for t in _operands(key)}
+    if kinds == {"f64"} or not kinds <= set(mixed.SIZES):
+        return "for real operands that are to be widened"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return "for Hopper's bulk copies"
+    return None
+
+
+def _copying(key: Key, width: int) -> str | None:
+    """None, or why converted copies of so many bytes an element are more than "f32" keeps where none is needed."""
+    narrow = [t for t in _operands(key) if mixed.SIZES.get(t.dtype, width) != width]
+    copied = sum(width * prod(t.shape) for t in narrow)
+    if key.precision != "f32" or copied <= COPIED or _in_registers(key) is not None:
+        return None
+    return "it would keep a converted copy"
 
 
 def _us(rate: float, converted: float, host: float = 21, run: int = 0) -> Any:
@@ -182,6 +228,18 @@ def found() -> list[Way]:
             serves=_widening,
             matrices=True,
             sources=(triton_split, ways_series),
+        ),
+        Way(
+            "triton.f64_widened",
+            "f64",
+            partial(f64_widened, 0),
+            _us(28e6, 0),
+            _cuda,
+            serves=_in_registers,
+            matrices=True,
+            ranked=f64_widened,
+            ranks=widened.RANKS,
+            sources=(mixed, widened, triton_widened),
         ),
         way(
             "cublaslt.f32",

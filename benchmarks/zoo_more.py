@@ -33,7 +33,6 @@ from beside import CUDA, DEVICE, DTYPE, Inputs, machine, right, tried
 from torch import Tensor, nn
 
 BATCHES = (1, 8)
-GRACE_S = 30.0  # for what is under way when the time is over
 SIDE = 224 if CUDA else 96
 TOKENS = 64 if CUDA else 8
 Made = tuple[nn.Module, Inputs]
@@ -257,6 +256,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=3 if CUDA else 1)
     parser.add_argument("--compile", action="store_true", help="beside torch.compile, too")
     parser.add_argument("--wait", type=float, default=0.0, help="for what competes later, seconds")
+    parser.add_argument("--grace", type=float, default=30.0, help="for what is begun by then")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -274,7 +274,7 @@ def main() -> int:
         workers = [subprocess.Popen([*command, "--worker", shared]) for _ in range(given.processes)]
         for process in workers:
             try:
-                process.wait(max(0.0, end - time.perf_counter()) + GRACE_S)
+                process.wait(max(0.0, end - time.perf_counter()) + given.grace)
             except subprocess.TimeoutExpired:  # what it has found so far counts
                 process.kill()
         for path in folder.glob("*.json"):

@@ -293,14 +293,17 @@ def pieces(
         except Exception as problem:  # Dynamo runs the user's own code, which may raise anything
             raise Untraceable(f"Dynamo: {first_line(problem)}") from problem
         made.making = False
-        wide = None if drawn else _wide(model, training, args, kwargs)
+        wide = "" if drawn else _wide(model, training, args, kwargs)
     report.rows = [row for r in made.reports for row in r.rows]
     report.notes.append(f"{made.graphs} graphs, cut by Dynamo")
     if not 0 < made.graphs <= LIMIT:
         report.reason = f"Dynamo cuts the model into {made.graphs} graphs"
         return None
     if not drawn:  # what draws random numbers is checked graph by graph, with nothing dropped out
-        verdict = check.compare(ours, plain, wide) if wide else Verdict("no way to check it", 0.0)
+        if isinstance(wide, str):
+            verdict = Verdict(f"no way to check it ({wide})", 0.0)
+        else:
+            verdict = check.compare(ours, plain, wide)
         report.error = verdict.error
         if not verdict or verdict.error > check.GROWTH:
             why = verdict.reason or f"error {verdict.error:.2f} times the original's"
@@ -335,18 +338,18 @@ def _outcome(
     return [outs, after, grads]
 
 
-def _wide(model: nn.Module, training: bool, args: Any, kwargs: Any) -> list[list[Tensor]] | None:
-    """The same in higher precision, float32 where halves cannot be float64; None where the model's own code insists on its
-    dtype."""
+def _wide(model: nn.Module, training: bool, args: Any, kwargs: Any) -> list[list[Tensor]] | str:
+    """The same in higher precision, float32 where halves cannot be float64; where the model's own code insists on its
+    dtype, what it says."""
     tensors = [*model.parameters(), *model.buffers(), *check.tensors_in((args, kwargs))]
     half = all(t.element_size() <= 2 for t in tensors if t.is_floating_point())
     for dtype in dict.fromkeys((check.wide_dtype(tensors), *(torch.float32,) * half)):
         twin = copy.deepcopy(model).to(dtype)
         try:
             return _outcome(twin, twin, training, args, kwargs, dtype)
-        except FAILURES:
-            continue
-    return None
+        except FAILURES as problem:
+            why = f"in {dtype}: {first_line(problem)}"
+    return why
 
 
 def _faster(

@@ -1,11 +1,12 @@
 """Measures a grid of sizes on this GPU and writes the plans that are shipped for its model.
 
-python benchmarks/device/ship.py tensorlogic/shipped/nvidia-h200.json [--seconds 150] [--fresh]
+python benchmarks/device/ship.py tensorlogic/shipped/nvidia-h200.json [--seconds 150] [--fresh] [--part 1/4] [--merge FILE ...]
 
 The grid is none of the benchmark's or of a model's: sizes between are served by the nearest plan. Squares, few rows and many,
 recorded (training) calls, rows of scores and losses, elements: in float16 and bfloat16, all in turn, so that whatever
 time there is covers each of them. Stops after `--seconds`, keeping what was measured. Plans that are shipped already and cover
 today's candidates are kept as they are, unless `--fresh` is given; those of changed kernels go.
+Several GPUs of one model may measure a part each, side by side; `--seconds 0 --merge` puts their files together.
 """
 
 from __future__ import annotations
@@ -150,12 +151,23 @@ def main() -> int:
     parser.add_argument("path", type=Path)
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--fresh", action="store_true", help="keep nothing of what is shipped")
+    parser.add_argument(
+        "--part", default="1/1", help="K/N: every N-th call of the grid, from the K-th"
+    )
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="plans of these files, too: of one key the latest",
+    )
     given = parser.parse_args()
     if given.fresh:
         plans.SHIPPED = Path(os.environ["TENSORLOGIC_CACHE_DIR"])  # where nothing is
     begin, done, device = time.perf_counter(), 0, torch.device("cuda", torch.cuda.current_device())
     waiting: collections.deque[Call] = collections.deque()
-    coming = calls()
+    part, parts = map(int, given.part.split("/"))
+    coming = itertools.islice(calls(), part - 1, None, parts)
     while time.perf_counter() - begin < given.seconds:
         for fn, args in itertools.islice(coming, AHEAD - len(waiting)):
             ahead(fn, args)
@@ -166,6 +178,9 @@ def main() -> int:
         tuning.whole(fn, *args)
         done += 1
     found = [p for p in stores.current(device).plans(shipped=True) if current(p)]
+    for path in given.merge:
+        found += [p for p in plans.load_lockfile(path).plans() if current(p)]
+    found = list({p.key.text: p for p in sorted(found, key=lambda p: p.measured)}.values())
     given.path.parent.mkdir(parents=True, exist_ok=True)
     plans.export_lockfile(given.path, found, [environment(device)])
     kinds = collections.Counter((p.key.direction, p.key.tensors[0].dtype) for p in found if p.key.tensors[0])  # fmt: skip

@@ -241,3 +241,24 @@ def test_where_a_call_has_its_operands_does_not_depend_on_the_tensors_of_one_cal
     assert both == [Place(0, 2, 0), Place(0, 1, 1)]
     relu = found("linear_backward", dy, x, w, dy, "relu", "1100", outs=(made, made, None, None))
     assert relu == []  # of a gradient that is made on the way
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_programs_that_stay_see_every_part_and_every_tile(
+    monkeypatch: pytest.MonkeyPatch, turned: bool
+) -> None:
+    monkeypatch.setattr(triton_halves, "LOOKING", 2)
+    lines, along = (5, 9001) if not turned else (133, 715)  # more parts than are read at a time
+    x = torch.randn(lines, along, device=DEVICE)
+    x = x.t().contiguous().t() if turned else x
+    x[-2, -1], x[-1] = 1e9, 1e-9
+    y, exponents = triton_halves.halves(x)
+    assert exponents.tolist() == [0] * (lines - 2) + [29, int(x[-1].abs().max().log2().floor())]
+    back = y.double() * 2.0 ** exponents.double()[:, None]
+    assert float(((back - x).norm(dim=1) / x.double().norm(dim=1)).max()) < 1e-3
+    c, moved = (
+        torch.ones(4099, 3, device=DEVICE),
+        torch.zeros(4099, dtype=torch.int32, device=DEVICE),
+    )
+    moved[-1] = 3
+    assert triton_halves.scaled_back(c, moved, None)[-2:].tolist() == [[1.0] * 3, [8.0] * 3]

@@ -19,6 +19,7 @@ LINES = {
     False: (128, 64),
 }  # and elements along them of a tile, as in triton_lines.py
 WHOLE = 8192  # bytes of a line, beyond which it is read by several programs
+LOOKING = 256  # programs that look whether lines were scaled
 TILE, ENOUGH = (
     16384,
     128,
@@ -67,28 +68,30 @@ def halve_lines(
 ):  # fmt: skip
     """y = half(x · 2^-e), e of each line of x [R, C]: 0 where its largest value lies in 2^-10 .. 65504, else that value's exponent.
 
-    In float32, or in float64 where WIDE; peak [PARTS, R] is that of parts of the lines. y is half(x) already: tiles whose lines are
-    all of that range stay as they are.
+    In float32, or in float64 where WIDE; peak [PARTS, R] is that of parts of the lines. y is half(x) already: lines that are
+    all of that range stay as they are, BLOCK_R of them together; few programs see that, and share the tiles of those that are not.
     """
     follow(PDL)
     real: tl.constexpr = tl.float64 if WIDE else tl.float32
     across = tl.cdiv(R, BLOCK_R)
     first = tl.program_id(0) // across
     lines = tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R)
+    parts = tl.arange(0, 8)
     largest = tl.zeros((BLOCK_R,), real)
-    at = lines.to(tl.int64)
-    for _ in range(PARTS):
-        largest = tl.maximum(largest, tl.load(peak_ptr + at, mask=lines < R, other=0.0))
-        at += R
+    for part in range(0, PARTS, 8):
+        at = (part + parts).to(tl.int64)[:, None] * R + lines[None, :]
+        known = (part + parts < PARTS)[:, None] & (lines < R)[None, :]
+        largest = tl.maximum(largest, tl.max(tl.load(peak_ptr + at, mask=known, other=0.0), 0))
     e = exponent(largest, WIDE)
     if first == 0:
         tl.store(scale_ptr + lines, e, mask=lines < R)
     if tl.max(tl.where(fits(largest), 0, 1)) > 0:
-        along = first * BLOCK_C + tl.arange(0, BLOCK_C)
-        inside = (lines < R)[:, None] & (along < C)[None, :]
-        i, k = lines.to(tl.int64)[:, None], along.to(tl.int64)[None, :]
-        x = tl.load(x_ptr + i * x_line + k * x_along, mask=inside, other=0.0).to(real)
-        tl.store(y_ptr + i * y_line + k * y_along, halved(x, e[:, None], WIDE), mask=inside)
+        for tile in range(first, tl.cdiv(C, BLOCK_C), tl.num_programs(0) // across):
+            along = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+            inside = (lines < R)[:, None] & (along < C)[None, :]
+            i, k = lines.to(tl.int64)[:, None], along.to(tl.int64)[None, :]
+            x = tl.load(x_ptr + i * x_line + k * x_along, mask=inside, other=0.0).to(real)
+            tl.store(y_ptr + i * y_line + k * y_along, halved(x, e[:, None], WIDE), mask=inside)
 
 
 @triton.jit
@@ -112,33 +115,48 @@ def halve_whole_lines(
 
 
 @triton.jit
+def moved(e_ptr, COUNT, BLOCK: tl.constexpr):
+    """Above 0 where any of so many exponents is another than 0."""
+    found = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, COUNT, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        found |= tl.load(e_ptr + at, mask=at < COUNT, other=0)
+    return tl.max(tl.where(found != 0, 1, 0))
+
+
+@triton.jit
 def scale_back(
     c_ptr, y_ptr, left_ptr, right_ptr, M, N,
-    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y = c · 2^(left[i] + right[j]), of either that is given; where y is c's memory, what no line moved stays untouched."""
+    """y = c · 2^(left[i] + right[j]), of either that is given; where y is c's memory, what no line moved stays untouched.
+
+    Programs stay for several tiles: mostly there is nothing to do, which each of them sees by itself.
+    """
     follow(PDL)
-    across = tl.cdiv(N, BLOCK_N)
-    i = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
-    j = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
-    e = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
-    moved = 0
+    any_moved = 0
     if left_ptr is not None:
-        left = tl.load(left_ptr + i, mask=i < M, other=0)
-        moved += tl.max(tl.abs(left))
-        e += left[:, None]
+        any_moved += moved(left_ptr, M, BLOCK)
     if right_ptr is not None:
-        right = tl.load(right_ptr + j, mask=j < N, other=0)
-        moved += tl.max(tl.abs(right))
-        e += right[None, :]
-    if WIDE or moved > 0:
-        inside = (i < M)[:, None] & (j < N)[None, :]
-        at = i.to(tl.int64)[:, None] * N + j[None, :]
-        half = e >> 1  # in two steps: 2^e alone may leave float32
-        c = tl.load(c_ptr + at, mask=inside, other=0.0)
-        if WIDE:
-            c = c.to(tl.float64)
-        tl.store(y_ptr + at, c * power(half, WIDE) * power(e - half, WIDE), mask=inside)
+        any_moved += moved(right_ptr, N, BLOCK)
+    if WIDE or any_moved > 0:
+        across = tl.cdiv(N, BLOCK_N)
+        for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
+            i = tile // across * BLOCK_M + tl.arange(0, BLOCK_M)
+            j = tile % across * BLOCK_N + tl.arange(0, BLOCK_N)
+            e = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+            if left_ptr is not None:
+                e += tl.load(left_ptr + i, mask=i < M, other=0)[:, None]
+            if right_ptr is not None:
+                e += tl.load(right_ptr + j, mask=j < N, other=0)[None, :]
+            if WIDE or tl.max(tl.abs(e)) > 0:
+                inside = (i < M)[:, None] & (j < N)[None, :]
+                at = i.to(tl.int64)[:, None] * N + j[None, :]
+                half = e >> 1  # in two steps: 2^e alone may leave float32
+                c = tl.load(c_ptr + at, mask=inside, other=0.0)
+                if WIDE:
+                    c = c.to(tl.float64)
+                tl.store(y_ptr + at, c * power(half, WIDE) * power(e - half, WIDE), mask=inside)
 
 
 @lru_cache(maxsize=1024)
@@ -148,8 +166,10 @@ def _halve(
     lines, along = shape
     rows, columns = LINES[triton_lines.together(strides[:2])]
     wide = kind == "f64"
+    across = triton.cdiv(lines, rows)
+    shared = max(1, min(triton.cdiv(along, columns), LOOKING // across))
     return prepare(
-        halve_lines, grid=(triton.cdiv(lines, rows) * triton.cdiv(along, columns), 1, 1),
+        halve_lines, grid=(across * shared, 1, 1),
         pointers={"x_ptr": kind, "y_ptr": "f16", "scale_ptr": "i32", "peak_ptr": "f64" if wide else "f32"},
         integers={
             "R": lines, "C": along, "PARTS": parts,
@@ -204,10 +224,11 @@ def _back(
     shape: tuple[int, int], given: tuple[str, ...], wide: bool, device: torch.device
 ) -> Start:
     rows, columns = shape
+    tiles = triton.cdiv(rows, BLOCK_M[wide]) * triton.cdiv(columns, BLOCK_N)
     return prepare(
-        scale_back, grid=(triton.cdiv(rows, BLOCK_M[wide]) * triton.cdiv(columns, BLOCK_N), 1, 1),
+        scale_back, grid=(tiles if wide else min(tiles, LOOKING), 1, 1),
         pointers={"c_ptr": "f32", "y_ptr": "f64" if wide else "f32", **dict.fromkeys(given, "i32")}, integers={"M": rows, "N": columns}, floats=(),
-        constexprs={"WIDE": wide, "BLOCK_M": BLOCK_M[wide], "BLOCK_N": BLOCK_N}, num_warps=4, num_stages=1, device=device, align=4,
+        constexprs={"WIDE": wide, "BLOCK_M": BLOCK_M[wide], "BLOCK_N": BLOCK_N, "BLOCK": 4096}, num_warps=8, num_stages=1, device=device, align=4,
     )  # fmt: skip
 
 

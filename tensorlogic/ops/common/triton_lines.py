@@ -18,7 +18,10 @@ from .triton_math import follow
 
 #: Lines and elements along them of a tile, by whether neighbours along a line lie together.
 TILES = {True: (8, 1024), False: (128, 64)}
-RUNS = 4  # tiles that a program reads along its lines
+RUNS = {
+    False: 4,
+    True: 1,
+}  # tiles that a program reads along its lines, by whether it writes them, too
 TYPES = {"f32": torch.float32, "f64": torch.float64}
 
 
@@ -42,10 +45,14 @@ def line_peaks(
         along = (part * RUNS + run) * BLOCK_C + tl.arange(0, BLOCK_C)
         at = lines.to(tl.int64)[:, None] * x_line + along.to(tl.int64)[None, :] * x_along
         inside = (lines < R)[:, None] & (along < C)[None, :]
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(real)
-        if y_ptr is not None:
+        if y_ptr is None:
+            x = tl.load(x_ptr + at, mask=inside, other=0.0).to(real)
+        else:  # x is not read again, and y is soon
+            x = tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(real)
             to = lines.to(tl.int64)[:, None] * y_line + along.to(tl.int64)[None, :] * y_along
-            tl.store(y_ptr + to, x.to(y_ptr.dtype.element_ty), mask=inside)
+            tl.store(
+                y_ptr + to, x.to(y_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_last"
+            )
         peak = tl.maximum(peak, tl.abs(x))
         if square_ptr is not None:
             square += x * x
@@ -68,7 +75,8 @@ def _peaks(
     lines, along = shape
     rows, columns = TILES[together(strides)]
     rows = rows // 2 if real == "f64" else rows  # what the registers hold
-    parts = ceil(along / (RUNS * columns))
+    runs = RUNS[len(strides) > 2]
+    parts = ceil(along / (runs * columns))
     found = {"peak_ptr": real, "square_ptr": real} if squares else {"peak_ptr": real}
     if len(strides) > 2:
         found["y_ptr"] = "f16"
@@ -76,7 +84,7 @@ def _peaks(
     start = prepare(
         line_peaks, grid=(ceil(lines / rows) * parts, 1, 1), pointers={"x_ptr": kind, **found},
         integers={"R": lines, "C": along, **laid}, floats=(),
-        constexprs={"BLOCK_R": rows, "BLOCK_C": columns, "RUNS": RUNS}, num_warps=8, num_stages=1, device=device, align=align,
+        constexprs={"BLOCK_R": rows, "BLOCK_C": columns, "RUNS": runs}, num_warps=8, num_stages=1, device=device, align=align,
     )  # fmt: skip
     return start, parts
 

@@ -25,7 +25,7 @@ WHOLE, OUTSIDE = (
     2,
 )  # how a front serves a call by a plan: all outputs; not while its stream is captured
 REVISION = (
-    6  # of what this package and the module expect of each other: csrc/calls/calls.h has the same
+    7  # of what this package and the module expect of each other: csrc/calls/calls.h has the same
 )
 ON_LOAD: list[Callable[[ModuleType], None]] = []  # called once with the module, when it is there
 ON_FORGET: list[Callable[[], None]] = []  # called when plans have changed

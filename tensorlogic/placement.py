@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import capture_watch, derived, measure, policies, stores
-from .memory import staging
+from .memory import stager, staging
 from .memory.unified import Unified
 from .op import Op
 
@@ -22,10 +22,11 @@ SMALL = 1 << 21  # operations below which no transfer pays
 AGAIN = 3  # runs of either side that are timed before the faster one stays
 HOPELESS = 3.0  # a side that is expected to take so many times the other's time is not tried
 LINK = (20e-6, 12e9)  # seconds and bytes a second of a transfer, until some were timed
-RATES = {"cpu": 2e11, "cuda": 2e13}  # operations a second, until some were timed
+PROBED = (1 << 12, 1 << 25)  # bytes of the transfers that a link is timed by
+SIDES = {"cpu": 768, "cuda": 2048}  # of the products that tell how fast either side computes
 _SEEN: dict[tuple[Any, ...], dict[str, list[float]]] = {}
 _SETTLED: dict[tuple[Any, ...], torch.device] = {}
-_SPEED: dict[str, float] = {}
+_SPEED: dict[torch.device, float] = {}
 _SAID: set[str] = set()
 LAST: list[str] = []  # what `explain` shows: how the last calls were placed
 
@@ -217,13 +218,13 @@ def _expected(
     link = _link(device)
     moving = sum(_bytes_to_move(g, device) for g in given)
     out = 0 if any(isinstance(g, Unified) for g in given) else _out_bytes(op, given)
-    run = {side: work / _SPEED.get(side, RATES[side]) for side in ("cpu", "cuda")}
-    there = link.seconds(moving) + run["cuda"] + link.seconds(out)
+    here, run = work / _speed(torch.device("cpu")), work / _speed(device)
+    there = link.seconds(moving) + run + link.seconds(out)
     text = (
-        f"{op.name}: CPU {run['cpu'] * 1e6:.0f} us; {device} in {link.seconds(moving) * 1e6:.0f} + "
-        f"run {run['cuda'] * 1e6:.0f} + out {link.seconds(out) * 1e6:.0f} us"
+        f"{op.name}: CPU {here * 1e6:.0f} us; {device} in {link.seconds(moving) * 1e6:.0f} + "
+        f"run {run * 1e6:.0f} + out {link.seconds(out) * 1e6:.0f} us"
     )
-    return run["cpu"], there, text
+    return here, there, text
 
 
 def _bytes_to_move(g: Any, device: torch.device) -> int:
@@ -246,24 +247,48 @@ def _out_bytes(op: Op, given: Sequence[Any]) -> int:
 
 
 def _link(device: torch.device) -> Link:
-    """The link to a device, timed once: a small and a large transfer to and fro."""
+    """The link to a device, timed once: small and large transfers to and fro, of memory that was written to and lies in no cache."""
     link = _LINKS.setdefault(device, Link())
     if not link.timed:
         taken = []
         with stores.preserved(torch.device("cpu")):
-            for nbytes in (1 << 12, 1 << 25):
-                x = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+            memory = torch.empty(5 * PROBED[1], dtype=torch.uint8, device="cpu")
+            # By this thread: PyTorch's would go on spinning beside those that copy.
+            memory.numpy()[:: stager.PAGE] = 1
+            for nbytes in PROBED:
                 seconds = []
-                for _ in range(4):
+                for part in memory.split(PROBED[1]):
                     measure.synchronize(device)
                     begin = time.perf_counter()
-                    staging.to(staging.to(x, device), "cpu")
+                    staging.to(staging.to(part[:nbytes], device), "cpu")
                     seconds.append((time.perf_counter() - begin) / 2)
-                taken.append(min(seconds))
+                taken.append(_middle(seconds[1:]))
         link.latency = taken[0]
-        link.bandwidth = ((1 << 25) - (1 << 12)) / max(taken[1] - taken[0], 1e-6)
+        link.bandwidth = (PROBED[1] - PROBED[0]) / max(taken[1] - taken[0], 1e-6)
         link.timed = True
     return link
+
+
+def _middle(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _speed(place: torch.device) -> float:
+    """Operations a second of a product of float32 matrices there, timed once."""
+    found = _SPEED.get(place)
+    if found is None:
+        side, seconds = SIDES[place.type], []
+        plain = torch.autocast(place.type, enabled=False)
+        with stores.preserved(place), torch.no_grad(), plain:
+            x = torch.ones(side, side, dtype=torch.float32, device=place)
+            for _ in range(4):
+                measure.synchronize(place)
+                begin = time.perf_counter()
+                torch.mm(x, x)
+                measure.synchronize(place)
+                seconds.append(time.perf_counter() - begin)
+        found = _SPEED[place] = 2.0 * side**3 / _middle(seconds[1:])
+    return found
 
 
 def _key(op: Op, given: Sequence[Any]) -> tuple[Any, ...]:
@@ -310,6 +335,7 @@ def forget() -> None:
     _SEEN.clear()
     _SETTLED.clear()
     _LINKS.clear()
+    _SPEED.clear()
 
 
 stores.ON_FORGET.append(forget)

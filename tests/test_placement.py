@@ -14,7 +14,7 @@ import torch
 
 import tensorlogic
 from tensorlogic import native, policies
-from tensorlogic.memory import staging, unified
+from tensorlogic.memory import stager, staging, unified
 
 CUDA = torch.cuda.is_available()
 gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
@@ -119,8 +119,8 @@ def test_chunks_wait_for_each_other(
     assert engine.used == 5
     with pytest.raises(RuntimeError, match="units of which its memory holds four"):
         stage(number, *addresses, 1024, 4096, 7501, *rest[1:])
-    assert staging._copy()(number, *addresses, 4096, 1024, *rest) == -1  # the same without PyTorch
-    assert staging._copy()(number, *addresses, 1024, 4096, *rest) == 0
+    assert stager._copy()(number, *addresses, 4096, 1024, *rest) == -1  # the same without PyTorch
+    assert stager._copy()(number, *addresses, 1024, 4096, *rest) == 0
     engine.finish()
     with pytest.raises(RuntimeError, match="an open stager"):
         stage(number + 1, *addresses, 1024, 4096, *rest)
@@ -307,6 +307,40 @@ def test_unified_arguments_make_unified_results() -> None:
     assert torch.utils.dlpack.from_dlpack(x).data_ptr() == a.data_ptr()
     with pytest.raises(TypeError, match="unified: tensor is int"):
         tensorlogic.unified(3)
+
+
+def test_speeds_and_links_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link by memory that was written to, each time another part of it: the page of zeros that fresh memory reads as lies in a cache."""
+    placement, cpu = importlib.import_module("tensorlogic.placement"), torch.device("cpu")
+    moved: list[tuple[int, int]] = []
+
+    def to(t: torch.Tensor, device: Any) -> torch.Tensor:
+        moved.append((t.nbytes, t.data_ptr()))
+        assert t.view(torch.uint8)[:: stager.PAGE].eq(1).all()
+        time.sleep(0.001 if t.nbytes < 9999 else 0.003)
+        return t
+
+    monkeypatch.setattr(staging, "to", to)
+    monkeypatch.setattr(placement, "PROBED", (1 << 12, 1 << 20))
+    monkeypatch.setitem(placement.SIDES, "cpu", 32)
+    placement.forget()
+    try:
+        link = placement._link(cpu)
+        assert link.timed
+        assert placement._link(cpu) is link
+        assert 0.0009 < link.latency < 0.01
+        assert link.bandwidth < (1 << 20) / 0.001
+        assert len({at for _, at in moved}) == 5
+        assert sum(nbytes == 1 << 20 for nbytes, _ in moved) == 10
+        fast = placement._speed(cpu)
+        assert placement._speed(cpu) == fast > 0
+        with torch.autocast("cpu"):
+            assert placement._speed(cpu) == fast
+        placement.forget()
+        assert not placement._SPEED
+        assert not placement._LINKS
+    finally:
+        placement.forget()
 
 
 def test_placement_without_a_gpu_or_with_one_gives_the_same() -> None:

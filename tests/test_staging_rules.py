@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import native, stores
-from tensorlogic.memory import staging, staging_rules
+from tensorlogic import calls, native, stores
+from tensorlogic.memory import stager, staging, staging_rules
 from tensorlogic.memory.staging_rules import MIB, Rule, Stores
 
 from .test_placement import Engine
@@ -133,11 +133,11 @@ def test_rules_are_timed_on_the_way_that_transfers_take(
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
     monkeypatch.setattr(staging_rules, "processors", lambda: 9)
     stores.forget()
-    mover = object.__new__(staging.Stager)
+    mover = object.__new__(stager.Stager)
     mover.device, mover.up, mover.lock = CPU, up, threading.Lock()
     mover.memory = torch.empty(MIB, dtype=torch.uint8)
     mover.number = native.op("staging_open")(mover.memory, [1, 2, 3, 4, 5], engine.calls, 0)
-    mover.copy = staging._copy()
+    mover.copy = stager._copy()
     try:
         mover._settle()
         assert engine.moves > 20
@@ -154,12 +154,24 @@ def test_rules_are_timed_on_the_way_that_transfers_take(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_machine_finds_its_rules_after_a_few_transfers() -> None:
-    host = torch.randint(0, 256, (16 * MIB,), dtype=torch.uint8)
-    for _ in range(staging.MET + 1):
-        there = tensorlogic.to(host, "cuda")
-        assert torch.equal(tensorlogic.to(there, "cpu"), host)
-    for up in (True, False):
-        mover = staging.stager(0, up)
-        assert mover.left == 0
-        assert staging_rules.known(mover.device, up) == mover.rules
+def test_a_machine_finds_its_rules_after_a_few_transfers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", str(tmp_path))  # not what another process notes
+    monkeypatch.setattr(stager, "_STAGERS", {})
+    monkeypatch.setattr(staging, "_QUICK", {})
+    stores.forget()
+    try:
+        host = torch.randint(0, 256, (16 * MIB,), dtype=torch.uint8)
+        for _ in range(stager.MET + 1):
+            there = tensorlogic.to(host, "cuda")
+            assert torch.equal(tensorlogic.to(there, "cpu"), host)
+        for up in (True, False):
+            mover = stager.stager(0, up)
+            assert mover.left == 0
+            assert staging_rules.known(mover.device, up) == mover.rules
+        if calls.available() is None:
+            assert set(staging._QUICK) == {"cuda", "cpu"}
+    finally:
+        monkeypatch.undo()
+        stores.forget()

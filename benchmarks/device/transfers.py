@@ -28,15 +28,16 @@ import torch
 from torch import Tensor
 
 from tensorlogic import native
-from tensorlogic.memory import staging, staging_rules
+from tensorlogic.memory import stager, staging, staging_rules
 from tensorlogic.memory.staging_rules import Rule, Stores
 
 MIB = 1 << 20
 SIZES = tuple(n * MIB for n in (4, 16, 64, 256))
+WALKED = 512 * MIB  # bytes that transfers to the GPU walk through
 WORKERS = (1, 4, 7, 10, 13, 15)
 DEVICE = torch.device("cuda", 0)
-RULE = ("RINGS", "UNIT", "PATIENCE", "CHUNKS")  # of staging.py
-USUAL = {name: getattr(staging, name) for name in RULE}
+RULE = ("RINGS", "UNIT", "PATIENCE", "CHUNKS")  # of stager.py
+USUAL = {name: getattr(stager, name) for name in RULE}
 
 
 def rate(call: Callable[[], Any], nbytes: int) -> tuple[float, float]:
@@ -62,10 +63,10 @@ def idle() -> int:
 def host_alone(nbytes: int, rule: Rule, up: bool) -> float:
     """GB/s of what the native library's threads do of a transfer, best of several."""
     host = torch.zeros(nbytes, dtype=torch.uint8)
-    ring = torch.zeros(staging.RINGS[up], dtype=torch.uint8)
-    handles = list(range(1, staging.EVENTS + 1))
+    ring = torch.zeros(stager.RINGS[up], dtype=torch.uint8)
+    handles = list(range(1, stager.EVENTS + 1))
     number = native.op("staging_open")(ring, handles, [idle()] * 4, 0)
-    fixed = (*staging.CHUNKS, staging.UNIT, rule.workers, staging.PATIENCE, up, rule.stores, 0)
+    fixed = (*stager.CHUNKS, stager.UNIT, rule.workers, stager.PATIENCE, up, rule.stores, 0)
     taken = []
     for _ in range(6):
         begin = time.perf_counter()
@@ -107,45 +108,39 @@ def plain(host: Tensor, there: Tensor) -> dict[str, Any]:
     return found
 
 
-def both_ways(host: Tensor, there: Tensor) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Up and down by `staging.to`."""
-    n = host.nbytes
-    return rate(lambda: staging.to(host, DEVICE), n), rate(lambda: staging.to(there, "cpu"), n)
+def both_ways(walk: Iterator[Tensor], there: Tensor) -> tuple[tuple[float, float], ...]:
+    """Up and down by `staging.to`; up from memory that does not lie in caches."""
+    n = there.nbytes
+    return rate(lambda: staging.to(next(walk), DEVICE), n), rate(
+        lambda: staging.to(there, "cpu"), n
+    )
 
 
-def aside(host: Tensor, there: Tensor) -> dict[str, float]:
-    """Microseconds of a transfer that are not the native library's: Python's, with and without waiting for the engine."""
+def aside(walk: Iterator[Tensor], there: Tensor) -> dict[str, float]:
+    """Microseconds until a transfer returns, and from then on until the engine is done: in one call of C, and by Python."""
+    ways: dict[str, Callable[[Tensor, torch.device], Any]] = {
+        "": staging.to,
+        " by Python": lambda t, place: staging._staged(t, place, t.dtype, False),
+    }
     found = {}
-    for name, call in (("up", lambda: staging.to(host, DEVICE)), ("down", lambda: staging.to(there, "cpu"))):  # fmt: skip
-        mover = staging.stager(0, name == "up")
-        inner: list[float] = []
-        copy = mover.copy
-        assert copy is not None
-        assert not mover.left  # else it may time its rules in the midst
-
-        def timed(*args: Any, copy: Any = copy, inner: Any = inner) -> int:
-            begin = time.perf_counter()
-            wrong: int = copy(*args)
-            inner.append(time.perf_counter() - begin)
-            return wrong
-
-        mover.copy = timed
+    for up, (name, way) in itertools.product((True, False), ways.items()):
+        assert stager.stager(0, up).left <= 0  # else it may time its rules in the midst
         outer, last = [], []
         for _ in range(30):
+            given, place = (next(walk), DEVICE) if up else (there, torch.device("cpu"))
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            call()
+            way(given, place)
             outer.append(time.perf_counter() - begin)
             torch.cuda.synchronize()
             last.append(time.perf_counter() - begin - outer[-1])
-        mover.copy = copy
-        for part, values in (("library", inner), ("Python", [o - i for o, i in zip(outer, inner, strict=True)]), ("wait", last)):  # fmt: skip
-            found[f"{name} {part}"] = round(statistics.median(values) * 1e6, 1)
+        for part, values in (("returned", outer), ("wait", last)):
+            found[f"{'up' if up else 'down'} {part}{name}"] = round(statistics.median(values) * 1e6, 1)  # fmt: skip
     return found
 
 
 def rules() -> Iterator[dict[str, Any]]:
-    """What is tried: constants of staging.py that differ, and of the rules that it times; {} is what it has found for itself."""
+    """What is tried: constants of stager.py that differ, and of the rules that it times; {} is what it has found for itself."""
     yield {}
     for stores, workers in itertools.product(Stores, (7, 10, 13, 15)):
         yield {"workers": workers, "stores": stores}
@@ -164,12 +159,13 @@ def follow(rule: dict[str, Any], found: dict[bool, staging_rules.Rules]) -> None
     """Have transfers follow a rule; `found` is what was timed for either direction."""
     wanted = {**USUAL, **rule}
     own = {name: wanted.pop(name) for name in ("workers", "stores") if name in wanted}
-    if wanted["RINGS"] != staging.RINGS:
-        staging._STAGERS.clear()
+    if wanted["RINGS"] != stager.RINGS:
+        stager._STAGERS.clear()
+    staging._QUICK.clear()  # of what it was before
     for name, value in wanted.items():
-        setattr(staging, name, value)
+        setattr(stager, name, value)
     for up in (True, False):
-        mover = staging.stager(0, up)
+        mover = stager.stager(0, up)
         one, two, three = found[up]
         mover.rules = (replace(one, **own), replace(two, **own), replace(three, **own))
         mover.left = 0
@@ -197,24 +193,26 @@ def main() -> int:
         keep(row)
     if not torch.cuda.is_available():
         return 0
-    sets = [torch.randint(0, 256, (n // 4,), dtype=torch.int32).view(torch.float32) for n in SIZES]
-    pairs = [(host, host.to(DEVICE)) for host in sets]
+    memory = torch.randint(0, 256, (WALKED // 4,), dtype=torch.int32).view(torch.float32)
+    pairs = [(itertools.cycle(memory.split(n // 4)), memory[: n // 4].to(DEVICE)) for n in SIZES]
     for up in (True, False):
-        mover = staging.stager(0, up)
+        mover = stager.stager(0, up)
         mover.left, begin = 0, time.perf_counter()
         mover._settle()
         keep({"found": "up" if up else "down", "rules": str(mover.rules), "seconds": round(time.perf_counter() - begin, 3)})  # fmt: skip
-    for host, there in pairs:
-        assert torch.equal(staging.to(staging.to(host, DEVICE), "cpu"), host)
-        keep({"bytes": host.nbytes, **plain(host, there), **aside(host, there)})
-    found_rules = {up: staging.stager(0, up).rules for up in (True, False)}
+    for walk, there in pairs:
+        host = next(walk)
+        for _ in range(2):  # by Python, and in one call of C
+            assert torch.equal(staging.to(staging.to(host, DEVICE), "cpu"), host)
+        keep({"bytes": host.nbytes, **plain(host, there), **aside(walk, there)})
+    found_rules = {up: stager.stager(0, up).rules for up in (True, False)}
     for rule in rules():
         if rule and time.perf_counter() > end - 1:
             continue
         follow(rule, found_rules)
         row = {"rule": rule}
-        for host, there in pairs:
-            row[f"{host.nbytes // MIB} MiB"] = both_ways(host, there)
+        for walk, there in pairs:
+            row[f"{there.nbytes // MIB} MiB"] = both_ways(walk, there)
         keep(row)
     return 0
 

@@ -97,6 +97,6 @@ bool out_of_memory();
 void translated();
 
 extern PyTypeObject DriverType, EmptyType, StartType, StepType, SeriesType, SlotType, PlanType,
-    RecordingType, CountedType, WayType, StillType, UnchangedType;
+    RecordingType, CountedType, WayType, StillType, UnchangedType, MoverType;
 
 }  // namespace tensorlogic::calls

@@ -304,7 +304,7 @@ PyMODINIT_FUNC PyInit_tensorlogic_calls() {
   for (PyTypeObject* type : {&NativeType, &LauncherType, &FrontType, &DriverType,
                              &EmptyType, &StartType, &StepType, &SeriesType, &SlotType, &PlanType,
                              &RecordingType, &CountedType, &WayType, &StillType,
-                             &UnchangedType})
+                             &UnchangedType, &MoverType})
     if (PyModule_AddType(made, type) < 0) {
       Py_DECREF(made);
       return nullptr;

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "../crew.h"
+#include "../transfer.h"
 #include "isa.h"
 #include "op.h"
 
@@ -74,6 +75,7 @@ struct Stager {
   int64_t head = 0, passed = 0;  // units that were ever given a place, and how many of them have passed the engine
   std::deque<Mark> marks;
   size_t next_event = 0;
+  std::mutex turn;  // of its transfers
 
   // Units of another size have other places: for an empty ring.
   void cut(int64_t size) {
@@ -99,6 +101,7 @@ struct Transfer {
   const Stores stores;
   void* stream;
   const int64_t patience;  // microseconds of the caller, before it copies, too
+  const transfer::Made made;
   const int64_t unit = by.unit, units = (bytes + unit - 1) / unit, base = by.head;
   const std::thread::id caller = std::this_thread::get_id();
   alignas(64) std::atomic<int64_t> next{0};  // unit to be copied
@@ -178,7 +181,15 @@ struct Transfer {
     return true;
   }
 
+  // The memory that the transfer goes to, where it was not given; once.
+  bool have(char*& where) {
+    if (where || !made.make) return true;
+    where = made.make(made.context);
+    return where || good(transfer::NOT_MADE);
+  }
+
   bool up_a_step() {
+    if (!have(device)) return false;
     look();
     const int64_t ready = done - issued, now = ready ? microseconds() : 0;
     if (ready && (done == units || ready >= most || (ready >= least && now + CALL_US >= busy))) {
@@ -203,12 +214,13 @@ struct Transfer {
       if (issued + n - done > by.slots) look();
       if (issued + n - done <= by.slots) return issue(n) && mark();
     }
-    if (!reached()) return false;
+    if (!have(host) || !reached()) return false;
     open = by.passed - base;
     return true;
   }
   bool all() const { return (up ? issued : open.load()) == units; }
   void drive() {
+    if (up) open = std::min(units, by.passed + by.slots - base);  // before anything else: the crew begins to copy
     auto since = microseconds();
     for (int64_t turn = 0; !stopped && !all(); ++turn) {
       if (up ? up_a_step() : down_a_step()) {
@@ -245,43 +257,59 @@ int64_t staging_open(const Input& pinned, Numbers events, Numbers calls, int64_t
   return static_cast<int64_t>(stagers().size()) - 1;
 }
 
-// What is wrong, besides CUDA's own numbers.
-constexpr int64_t MISUSED = -1;
+}  // namespace
+}  // namespace tensorlogic::ops
 
-// `bytes` between addresses on the host and on the device, in the order of a stream; one call at a time for every stager. Chunks have
-// `least` to `most` bytes, but where less is left; `workers` threads, of which the caller copies only after `patience` microseconds
-// without anything to call, copy `unit` bytes at a time; `stores` is one of Stores. Returns 0, or what is wrong.
-int64_t moved(int64_t stager, int64_t host, int64_t device, int64_t bytes, int64_t least, int64_t most, int64_t unit, int64_t workers,
-              int64_t patience, int64_t up, int64_t stores, int64_t stream) {
-  Stager* by = nullptr;
+namespace tensorlogic::transfer {
+
+int64_t move(int64_t stager, char* host, char* device, int64_t bytes, bool up, const How& how, void* stream, Made made) {
+  ops::Stager* by = nullptr;
   {
-    const std::lock_guard<std::mutex> lock(stagers_mutex);
-    if (stager >= 0 && stager < static_cast<int64_t>(stagers().size())) by = &stagers()[static_cast<size_t>(stager)];
+    const std::lock_guard<std::mutex> lock(ops::stagers_mutex);
+    if (stager >= 0 && stager < static_cast<int64_t>(ops::stagers().size())) by = &ops::stagers()[static_cast<size_t>(stager)];
   }
-  if (!by || workers < 1 || unit < 1 || least < 1 || most < least || unit > by->bytes / 4 || stores < 0 || stores > 3) return MISUSED;
+  if (!by || how.workers < 1 || how.unit < 1 || how.least < 1 || how.most < how.least || how.unit > by->bytes / 4 || how.stores < 0 ||
+      how.stores > 3)
+    return MISUSED;
   if (bytes < 1) return 0;
-  by->cut(unit);
-  Transfer t{*by,
-             reinterpret_cast<char*>(host),
-             reinterpret_cast<char*>(device),
-             bytes,
-             std::max<int64_t>(1, least / unit),
-             std::max<int64_t>(1, most / unit),
-             up != 0,
-             static_cast<Stores>(stores),
-             handle(stream),
-             workers > 1 ? patience : 0};
-  if (t.good(by->use(by->ordinal))) crew::run(workers - 1, t);
+  const std::lock_guard<std::mutex> turn(by->turn);
+  by->cut(how.unit);
+  ops::Transfer t{*by,
+                  host,
+                  device,
+                  bytes,
+                  std::max<int64_t>(1, how.least / how.unit),
+                  std::max<int64_t>(1, how.most / how.unit),
+                  up,
+                  static_cast<ops::Stores>(how.stores),
+                  stream,
+                  how.workers > 1 ? how.patience : 0,
+                  made};
+  if (t.good(by->use(by->ordinal))) crew::run(how.workers - 1, t);
   by->head += t.units;
   if (t.problem) by->unit = 0;  // nothing is known of its places
   return t.problem;
+}
+
+AtenTensorHandle memory(int32_t dtype, const int64_t* sizes, int64_t dim) { return make(dtype, {sizes, dim}).release(); }
+
+}  // namespace tensorlogic::transfer
+
+namespace tensorlogic::ops {
+namespace {
+
+// The same by numbers alone.
+int64_t moved(int64_t stager, int64_t host, int64_t device, int64_t bytes, int64_t least, int64_t most, int64_t unit, int64_t workers,
+              int64_t patience, int64_t up, int64_t stores, int64_t stream) {
+  return transfer::move(stager, static_cast<char*>(handle(host)), static_cast<char*>(handle(device)), bytes, up != 0,
+                        {least, most, unit, workers, patience, stores}, handle(stream));
 }
 
 // The same as an operator, which raises what is wrong.
 void staged_copy(int64_t stager, int64_t host, int64_t device, int64_t bytes, int64_t least, int64_t most, int64_t unit, int64_t workers,
                  int64_t patience, bool up, int64_t stores, int64_t stream) {
   const int64_t wrong = moved(stager, host, device, bytes, least, most, unit, workers, patience, up, stores, stream);
-  if (wrong == MISUSED)
+  if (wrong == transfer::MISUSED)
     fail("staged_copy: an open stager, threads, chunks, stores, and units of which its memory holds four are required");
   if (wrong) fail("staged_copy: CUDA reports error " + std::to_string(wrong));
 }

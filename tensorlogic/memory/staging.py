@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
-import time
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -15,184 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import arguments, capture_watch, stores
-from . import staging_rules
+from .. import arguments
+from .stager import LEAST, STATS, stager
 
-PAGE = 4096
-LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
-RINGS = (48 << 20, 16 << 20)  # bytes of pinned memory down and up, where a ring stays in caches
-EVENTS = 32  # chunks in flight, at most
-UNIT = 1 << 17  # bytes that a thread copies at a time: all of them are at one chunk
-CHUNKS = (1 << 18, 4 << 20)  # bytes of the least chunk and the largest
-PATIENCE = 100  # microseconds without anything to call, after which the caller copies, too
-LARGE, MET = 8 << 20, 4  # bytes of transfers after so many of which their rules are timed
-CHUNK, BUFFERS = 8 << 20, 4  # without the native library: by PyTorch's threads, a piece at a time
-
-
-@dataclass
-class TransferStats:
-    """What went through the staging buffers of this process."""
-
-    transfers: int = 0
-    bytes_moved: int = 0
-    buffers: int = 0
-    buffer_bytes: int = 0
-
-
-STATS = TransferStats()
-
-
-_CALLS = ("cudaSetDevice", "cudaMemcpyAsync", "cudaEventRecord", "cudaEventQuery")
-
-
-@lru_cache
-def _runtime() -> list[int] | None:
-    """Where CUDA's functions are that the native library calls; None where CUDA's runtime is not."""
-    version = (torch.version.cuda or "").split(".")[0]
-    try:
-        lib = ctypes.CDLL(f"libcudart.so.{version}")
-        found = [ctypes.cast(getattr(lib, name), ctypes.c_void_p).value for name in _CALLS]
-    except (OSError, AttributeError):
-        return None
-    return [address for address in found if address]
-
-
-@lru_cache
-def _copy() -> Callable[..., int]:
-    """The native library's `staged_copy` as a function: calling an operator with so many arguments takes 5 us longer."""
-    from tensorlogic import native
-
-    kind = ctypes.CFUNCTYPE(*[ctypes.c_int64] * 13)  # lets go of the interpreter
-    made: Callable[..., int] = kind(native.op("staged_copy_address")())
-    return made
-
-
-class Stager:
-    """The buffers of one device and direction; made at its first staged transfer.
-
-    Threads of the native library copy between memory and buffers while the copy engine moves the chunks before them.
-    """
-
-    def __init__(self, device: torch.device, up: bool) -> None:
-        from tensorlogic import native
-
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-        calls = _runtime() if native.available() is None else None
-        ring = RINGS[up] if calls else CHUNK * BUFFERS
-        self.memory = torch.empty(ring, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self.events = [torch.cuda.Event() for _ in range(EVENTS)]
-        for event in self.events:
-            event.record(self.stream)  # which makes them
-        self.copy = None if calls is None else _copy()
-        if calls is not None:
-            handles = [int(event.cuda_event) for event in self.events]
-            self.number = native.op("staging_open")(self.memory, handles, calls, device.index)
-        found = staging_rules.known(device, up)
-        self.up, self.rules = up, found or staging_rules.usual(up)
-        self.left = 0 if found or self.copy is None or stores.distributed() else MET
-        self.lock = threading.Lock()
-        STATS.buffers += 1
-        STATS.buffer_bytes += self.memory.numel()
-
-    def here(self, source: Tensor, target: Tensor, up: bool) -> None:
-        """Dense bytes, in the order of the current stream; on a CPU they are there when this returns."""
-        if self.copy is None:
-            with self.lock, torch.no_grad():
-                (self._up if up else self._down)(_bytes(source), _bytes(target))
-            return
-        n = source.numel() * source.element_size()
-        self._by(self.rules[staging_rules.size_class(n)], source, target, n)
-        if self.left and n >= LARGE:
-            self.left -= 1
-            if not self.left and capture_watch.calm(self.device):
-                self._settle()
-
-    def _by(self, rule: staging_rules.Rule, source: Tensor, target: Tensor, n: int) -> None:
-        host, there = (source, target) if self.up else (target, source)
-        self._move(rule, host.data_ptr(), there.data_ptr(), n)
-
-    def _move(self, rule: staging_rules.Rule, host: int, there: int, n: int) -> None:
-        assert self.copy is not None
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        with self.lock:  # the library lets go of the interpreter meanwhile
-            wrong = self.copy(self.number, host, there, n, *CHUNKS, UNIT, rule.workers, PATIENCE, self.up, rule.stores, stream)  # fmt: skip
-        if wrong:
-            raise RuntimeError(f"to: CUDA reports error {wrong} for a transfer of {n} bytes")
-
-    def _settle(self) -> None:
-        """Time how transfers of this direction are best shared: once a machine, a seventh of a second."""
-        most, begin = max(staging_rules.TIMED), time.perf_counter()
-        try:
-            there = torch.empty(most, dtype=torch.uint8, device=self.device)
-            host = np.empty(staging_rules.WALKED, dtype=np.uint8)
-        except (torch.OutOfMemoryError, MemoryError):
-            return
-        host[::PAGE] = 1  # by this thread: PyTorch's would go on spinning beside those that copy
-        at = 0
-
-        def timer(rule: staging_rules.Rule, nbytes: int) -> float:
-            nonlocal at
-            at = at + nbytes if at + 2 * nbytes <= host.nbytes else 0
-            torch.cuda.current_stream(self.device).synchronize()
-            begin = time.perf_counter()
-            self._move(rule, host.ctypes.data + at, there.data_ptr(), nbytes)
-            torch.cuda.current_stream(self.device).synchronize()
-            return time.perf_counter() - begin
-
-        self.rules = staging_rules.settle(self.device, self.up, timer, begin)
-
-    def aside(
-        self, source: Tensor, target: Tensor, up: bool, ready: torch.cuda.Event
-    ) -> torch.cuda.Event | None:
-        """The same on a stream of its own behind `ready`; on a GPU they are there after the event, on a CPU at once."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            self.stream.wait_event(ready)
-            self.here(source, target, up)
-            return self.stream.record_event() if up else None
-
-    def _up(self, source: Tensor, target: Tensor) -> None:
-        size, buffers = _piece(source.numel()), self.memory.split(CHUNK)
-        pieces = zip(source.split(size), target.split(size), strict=True)
-        for i, (piece, to) in enumerate(pieces):
-            event = self.events[i % BUFFERS]
-            event.synchronize()  # until the chunk before has left it
-            part = buffers[i % BUFFERS][: piece.numel()]
-            part.copy_(piece)
-            to.copy_(part, non_blocking=True)
-            event.record(self.stream)
-
-    def _down(self, source: Tensor, target: Tensor) -> None:
-        size, buffers = _piece(source.numel()), self.memory.split(CHUNK)
-        pieces, targets = source.split(size), target.split(size)
-        for i in range(len(pieces) + BUFFERS - 1):
-            out = i - BUFFERS + 1
-            if 0 <= out < len(targets):
-                self.events[out % BUFFERS].synchronize()
-                targets[out].copy_(buffers[out % BUFFERS][: targets[out].numel()])
-            if i < len(pieces):
-                part = buffers[i % BUFFERS][: pieces[i].numel()]
-                part.copy_(pieces[i], non_blocking=True)
-                self.events[i % BUFFERS].record(self.stream)
-
-
-def _piece(nbytes: int) -> int:
-    """Bytes of a piece without the native library: of small transfers half, so that copying and moving overlap."""
-    return CHUNK if nbytes >= 8 * CHUNK else CHUNK // 2
-
-
-_STAGERS: dict[tuple[int, bool], Stager] = {}
-_LOCK = threading.Lock()
-
-
-def stager(index: int, up: bool) -> Stager:
-    """The stager of a device and a direction."""
-    found = _STAGERS.get((index, up))
-    if found is None:
-        with _LOCK:
-            found = _STAGERS.get((index, up)) or Stager(torch.device("cuda", index), up)
-            _STAGERS[index, up] = found
-    return found
+_QUICK: dict[
+    str | torch.device, Callable[[Any], Tensor | None]
+] = {}  # by what callers name a device: one call of C
+if hasattr(os, "register_at_fork"):  # PyTorch says what a child cannot do; the short way would not
+    os.register_at_fork(after_in_child=_QUICK.clear)
 
 
 @lru_cache
@@ -218,13 +45,16 @@ class Transfer:
 
     def wait(self) -> Tensor:
         """The tensor, usable on the current stream (on a GPU) or at once (on a CPU)."""
-        event = self._part.result() if isinstance(self._part, Future) else self._part
-        if event is not None:
+        if isinstance(self._part, Future):
+            self._part = self._part.result()
+        self._kept = None
+        if self._part is not None:
             stream = torch.cuda.current_stream(self._result.device)
-            stream.wait_event(event)
+            stream.wait_event(self._part)
             self._result.record_stream(stream)
-        self._part = self._kept = None
-        self._result = self._result.to(self._dtype)
+        if self._result.dtype is not self._dtype:
+            self._result = self._result.to(self._dtype)
+            self._part = None if self._part is None else stream.record_event()
         return self._result
 
 
@@ -281,6 +111,13 @@ def to(
         >>> tensorlogic.to(torch.ones(2), "cpu", asynchronous=True).wait()
         tensor([1., 1.])
     """
+    quick = _QUICK.get(device) if isinstance(device, (str, torch.device)) else None
+    if quick is not None and dtype is None and asynchronous is False:
+        moved = quick(tensor)
+        if moved is not None:
+            STATS.transfers += 1
+            STATS.bytes_moved += moved.nbytes
+            return moved
     source, place = as_tensor(tensor, "to: tensor"), present(device, "to")
     arguments.flag("to", "asynchronous", asynchronous)
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -291,9 +128,17 @@ def to(
     found = _staged(source, place, wanted, asynchronous)
     if found is None:
         found = source.to(place, wanted)
+    elif quick is None and isinstance(found, Tensor) and isinstance(device, (str, torch.device)):
+        made = stager((found if source.is_cpu else source).device.index, source.is_cpu).mover()
+        if made is not None:
+            _QUICK[device] = made
     if not asynchronous:
         return found
-    return found if isinstance(found, Transfer) else Transfer(found)
+    if isinstance(found, Transfer):
+        return found
+    return Transfer(
+        found, torch.cuda.current_stream(found.device).record_event() if found.is_cuda else None
+    )
 
 
 def present(device: torch.device | str, fn: str) -> torch.device:
@@ -384,12 +229,6 @@ def _fresh(like: Tensor, place: torch.device) -> Tensor:
         made: Tensor = native.op("empty")(like.shape, like.dtype)
         return made
     return torch.empty_like(like, device=place)  # dense, as it lies
-
-
-def _bytes(t: Tensor) -> Tensor:
-    """A dense tensor's memory as flat bytes."""
-    flat = torch.as_strided(t, (t.numel(),), (1,), t.storage_offset())
-    return flat.view(torch.uint8)
 
 
 @lru_cache

@@ -210,7 +210,7 @@ def test_in_the_background_it_takes_over(
         same(fast(given), model(given))
     assert (
         fast._program is waiting
-    )  # comparing costs 150 calls of 10 us, a twentieth of what is done
+    )  # comparing costs 60 calls of 10 us, a twentieth of what is done
     monkeypatch.setattr(later, "SHARE", 1e9)
     waiting.look_at = 0
     for _ in range(3):  # one comparison a call

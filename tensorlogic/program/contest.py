@@ -211,7 +211,8 @@ class Contest:
         wrt = [t for t in rival.state.values() if t.requires_grad]
         with isolated(programs, self.given) as (args, kwargs):
             for each in programs:
-                each.capture()
+                if each.replay is None or mutates(each.graph):
+                    each.capture()
 
             def call(model: Callable[..., Any]) -> Callable[[], Any]:
                 return lambda: check.step(model(*args, **kwargs), self.training, wrt)

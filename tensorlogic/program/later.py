@@ -27,8 +27,8 @@ EARNED_S = 20.0  # of work before processes are started for it
 SOON_S = 2.0  # likewise where the machine has cores and memory to spare
 SHARE = 0.05  # of the work done so far that comparing may take of the caller's time
 LOOK_S = 1.0  # of work between two looks whether the process has ended
-CALLS = 150  # of the original's time that comparing takes, beside `FIXED_S`
-FIXED_S = 0.6
+CALLS = 60  # of the original's time that one comparison takes, beside `FIXED_S`, where there was none yet
+FIXED_S = 0.4
 TIMED_S = 0.15
 NICENESS = 10
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError)
@@ -58,7 +58,8 @@ class Later:
         self.program, self.contest, self.decided = program, contest, decided
         self.each_s = max((contest.report.after_us or 0.0) / 1e6, 1e-6)
         self.calls, self.look_at = 0, int(min(SOON_S, EARNED_S) / self.each_s)
-        self.begun, self.spent_s = False, 0.0  # and what beginning and comparing has taken
+        self.begun = False
+        self.spent_s = self.last_s = 0.0  # on beginning and comparing; on the last comparison
         self.jobs: list[inductor.Compiling] = []  # not compared yet
         self.lock = threading.Lock()
 
@@ -100,8 +101,8 @@ class Later:
             self._next(LOOK_S)
         else:
             before_s = (self.contest.report.before_us or 0.0) / 1e6
-            cost = self.spent_s + FIXED_S + CALLS * max(before_s, self.each_s)
-            missing = cost / SHARE - self._work_s()
+            cost = max(FIXED_S + CALLS * max(before_s, self.each_s), self.last_s)
+            missing = (self.spent_s + cost) / SHARE - self._work_s()
             if missing > 0:
                 self._next(missing)
             else:
@@ -143,7 +144,8 @@ class Later:
             job.wait(0.0)
             won = contest.compared(job, Whole(contest.trace, training))
         derived.end_pretending()
-        self.spent_s += time.perf_counter() - begin
+        self.last_s = time.perf_counter() - begin
+        self.spent_s += self.last_s
         if won is not None:
             self.program = won
         if self.jobs:

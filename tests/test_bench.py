@@ -20,6 +20,7 @@ from tensorlogic.bench import (
     cases,
     ceilings,
     compare,
+    facts,
     machine,
     readme,
     report,
@@ -414,6 +415,25 @@ def test_readme_tables_follow_their_files(
     page.write_text("<!-- bench r.json colour=red -->\n<!-- end bench -->\n")
     with pytest.raises(Problem, match="colour=red"):
         readme.main([str(page)])
+
+
+def test_models_beside_torch_compile_are_told_with_losses(tmp_path: Path) -> None:
+    fast = {"name": "a", "batch": 1, "eager_us": 3000.0, "compile_us": 800.0, "ours_us": 1000.0}
+    fast |= {"over_peer": [1.25, 1.2, 1.3], "ready_s": 2.0, "compile_s": 9.0}
+    fast["later"] = {"compile_us": 800.0, "ours_us": 400.0, "over_peer": [0.5, 0.4, 0.6]}
+    same = {"name": "b", "batch": 8, "eager_us": 1000.0, "compile_us": 500.0}
+    same |= {"over_peer": [2.0, 1.9, 2.1], "ready_s": 1.0, "compile_s": 5.0}
+    models = [fast, same, {"name": "c", "batch": 1, "ok": None}]
+    about = {"device": "D", "dtype": "torch.float16", "versions": {"torch": "2"}, "date": "today"}
+    path = tmp_path / "zoo.json"
+    path.write_text(json.dumps({**about, "models": models}))
+    text = facts.fact("zoo", path)
+    assert "D; float16; torch 2; today; 2 models, 1 of them within 1.03" in text
+    assert "1.00 times ahead" in text  # 2 and 1/2
+    assert "| a, batch 1 | 3.00 | 0.80 | 1.00 | 3.00 | **0.80** | 2.0 | 9.0 |" in text
+    assert "| a, batch 1, after Inductor | 3.00 | 0.80 | 0.40 | 7.50 | 2.00 |  |  |" in text
+    assert "| b, batch 8 | 1.00 | 0.50 | 1.00 | 1.00 | **0.50** | 1.0 | 5.0 |" in text
+    assert "| c" not in text
 
 
 def test_facts_stand_in_sentences_and_tables(tmp_path: Path) -> None:

@@ -89,10 +89,37 @@ def models(result: Document) -> str:
     return table(head, list(rows.values()))
 
 
+def zoo(result: Document) -> str:
+    """Models of timm and transformers, untouched, beside PyTorch and torch.compile (`benchmarks/zoo_more.py --compile`). A loss is bold."""
+    rows, over = [], []
+    for r in result["models"]:
+        if "compile_us" not in r:
+            continue
+        now = {"": r} | ({", after Inductor": {**r, **r["later"]}} if "later" in r else {})
+        for when, m in now.items():
+            ours = m.get("ours_us", m["eager_us"])
+            gains = [m[f"{n}_us"] / ours for n in ("eager", "compile")]
+            times = [f"{m[f'{n}_us'] / 1000:.2f}" for n in ("eager", "compile")]
+            told = [f"{g:.2f}" if g >= 1 else f"**{g:.2f}**" for g in gains]
+            name = f"{r['name']}, batch {r['batch']}{when}"
+            seconds = ("", "") if when else (f"{r['ready_s']:.1f}", f"{r['compile_s']:.1f}")
+            rows.append((name, *times, f"{ours / 1000:.2f}", *told, *seconds))
+        over.append([m["over_peer"][0] for m in now.values()][-1])
+    mean = statistics.geometric_mean(1 / o for o in over)
+    about = (
+        f"{result['device']}; {result['dtype'].removeprefix('torch.')}; "
+        f"{', '.join(f'{n} {v}' for n, v in result['versions'].items())}; {result['date']}; {len(over)} models, "
+        f"{sum(o <= 1.03 for o in over)} of them within 1.03 of the better of the two, {mean:.2f} times ahead of it on the geometric mean"
+    )
+    head = ("", "PyTorch, ms", "torch.compile, ms", "optimize, ms", "x PyTorch", "x torch.compile", "ready, s", "torch.compile, s")  # fmt: skip
+    return f"{about}\n\n{table(head, rows)}"
+
+
 FACTS: dict[str, Callable[[Document], str]] = {
     "enabled": enabled,
     "guards": guards,
     "agreeing": agreeing,
     "imported": imported,
     "models": models,
+    "zoo": zoo,
 }

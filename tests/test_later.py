@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,21 @@ def test_what_it_takes_is_counted(
     assert fast._program is waiting
     earned = (waiting.look_at - 5) * waiting.each_s
     assert earned == pytest.approx(20.0, rel=0.01)
+
+
+def test_threads_change_sooner_while_the_compiler_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, seen = sys.getswitchinterval(), list[float]()
+
+    def imported(name: str) -> Any:
+        seen.append(sys.getswitchinterval())
+        raise ImportError(name)
+
+    monkeypatch.setattr("importlib.import_module", imported)
+    later._imported()
+    assert seen == [pytest.approx(later.SWITCH_S)]
+    assert sys.getswitchinterval() == before
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **given: Any) -> torch.device:

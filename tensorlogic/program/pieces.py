@@ -8,6 +8,7 @@ import io
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -46,6 +47,7 @@ class Piece:
         self.traced: fx.GraphModule | None = None
         self.fixed: list[int] | None = None  # which inputs are parameters and buffers
         self.given: list[int] = []
+        self.weights = self.inputs = _picking(())
         self.programs: dict[
             tuple[int, ...], Program | Later | None
         ] = {}  # by the identities of those
@@ -57,7 +59,8 @@ class Piece:
             known = self.owner.known()
             self.fixed = [i for i, v in enumerate(flat) if id(v) in known]
             self.given = [i for i, v in enumerate(flat) if id(v) not in known]
-        ids = tuple([id(flat[i]) for i in self.fixed])
+            self.weights, self.inputs = _picking(self.fixed), _picking(self.given)
+        ids = tuple(map(id, self.weights(flat)))
         if ids not in self.programs and self.owner.making:
             calls = self.calls[ids] = self.calls.get(ids, 0) + 1
             if calls <= LOOKS:
@@ -65,7 +68,7 @@ class Piece:
             self.programs[ids] = self._program(ids, flat)
         program = self.programs.get(ids)
         if program is not None:
-            out = program(tuple(flat[i] for i in self.given), {})
+            out = program(self.inputs(flat), {})
             if out is not MISS:
                 return out
         return self.plain(*flat)
@@ -140,6 +143,13 @@ class Piece:
             example,
             counted,
         )
+
+
+def _picking(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What takes the elements at these places, in C where there are several."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda flat: tuple(flat[i] for i in places)
 
 
 class Pieces:

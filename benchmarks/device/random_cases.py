@@ -35,6 +35,7 @@ from torch import Tensor
 from tensorlogic import dispatch, policies, registry
 from tensorlogic.checking import Checker
 from tensorlogic.compiling import CompileFailure
+from tensorlogic.memory import heap
 from tensorlogic.op import EAGER, OPS, Candidate, Config, Op
 from tensorlogic.plans import Key
 
@@ -45,6 +46,7 @@ GRACE_S = 15.0  # to finish a family when the time is over
 SPOKEN_S = 10.0  # between two lines of progress
 ATTEMPTS = 50  # at arguments that fit together and into memory
 SEARCHED = 5000  # at arguments that a candidate asked for serves
+LARGER = 4  # than any of the inputs may be: the output, of which several are kept in float64
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Trial:
     config: Config
 
 
-def met(op: Op, args: list[Any]) -> list[tuple[Op, Key]] | None:
-    """The keys that a call and its backward pass meet; None where the arguments do not fit together."""
+def met(op: Op, args: list[Any], elements: int) -> list[tuple[Op, Key]] | None:
+    """The keys that a call and its backward pass meet; None where the arguments do not fit together, or make too much."""
     found: dict[str, tuple[Op, Key]] = {}
 
     def observe(op: Op, key: Key, device: torch.device) -> None:
@@ -74,6 +76,8 @@ def met(op: Op, args: list[Any]) -> list[tuple[Op, Key]] | None:
         except RuntimeError as problem:
             if "must match" not in str(problem):  # shapes that do not broadcast
                 raise
+            return None
+        if isinstance(out, Tensor) and out.numel() > LARGER * elements:
             return None
         if isinstance(out, Tensor) and out.requires_grad:
             leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
@@ -100,7 +104,7 @@ def cases(number: int, seed: int, ops: Sequence[Op], elements: int, candidates: 
     for case in range(number * FAMILY, (number + 1) * FAMILY):
         for _ in range(attempts):
             args = shared.arguments(rng)
-            keys = met(shared.op, args) if args is not None else None
+            keys = met(shared.op, args, elements) if args is not None else None
             if keys is not None and served(keys, candidates):
                 break
             shared = family(rng, ops, elements, widest)
@@ -207,6 +211,7 @@ def run_family(number: int, seed: int, ops: Sequence[Op], elements: int, candida
                 if "illegal" in found or "misaligned" in found:  # nothing runs after it
                     return {"family": number, "tally": tally, "wrong": wrong, "compiled": 0, "stop": True}  # fmt: skip
         compiled = max(compiled, len(shared.compiled))
+    heap.give_back()
     return {"family": number, "tally": tally, "wrong": wrong, "compiled": compiled, "refused": refused}  # fmt: skip
 
 
@@ -303,7 +308,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--ops", default="")
     parser.add_argument("--candidates", default="")
-    parser.add_argument("--elements", type=int, default=2**21, help="of one tensor, at most")
+    parser.add_argument(
+        "--elements",
+        type=int,
+        default=2**21,
+        help="of one input, at most; outputs may have 4 times as many",
+    )
     parser.add_argument("--workers", type=int, default=(os.cpu_count() or 1) if DEVICE.type == "cuda" else 0)  # fmt: skip
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -219,6 +219,7 @@ struct GemmCall {  // a · b, a [M, K], b [K, N], handed over in runs of rows wh
 };
 
 constexpr int64_t SHORT_ROW = 32;
+constexpr int64_t DOTS = 12;  // rows of a weight that dot_rows takes together divide it, so runs of that many have the same bits in any order
 // Elements: walks along memory ask for what lies a page or two ahead, whose addresses take longest to find.
 constexpr int64_t AHEAD = 2048;
 

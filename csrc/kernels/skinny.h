@@ -4,6 +4,7 @@
 
 namespace tensorlogic::TENSORLOGIC_ISA {
 
+// Nothing is asked for ahead: in four rows at a time the processor sees what comes, and requests of ours take a fifth of the second-level cache's rate.
 template <int R, int M, class T>
 INLINE void dot_block(const T* w, const float* x, float* y, int64_t K, int64_t N, int64_t step) {
   // Few sums are had in several parts: shorter chains round less and do not wait for each other.
@@ -18,7 +19,6 @@ INLINE void dot_block(const T* w, const float* x, float* y, int64_t K, int64_t N
     for (int m = 0; m < M; ++m) xs[m] = load(x + m * K + i, lanes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      if (u == 0 || sizeof(T) == 4) __builtin_prefetch(w + (r + R) * step + i, 0, 2);
       vf v = load(w + r * step + i, lanes);
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) acc[u][r][m] = fma(v, xs[m], acc[u][r][m]);
@@ -50,29 +50,36 @@ INLINE void dot_block(const T* w, const float* x, float* y, int64_t K, int64_t N
   for (int n = 0; n < SUMS; ++n) y[n / R * N + n % R] = together ? to[n] : sum(all[n]);
 }
 
+// The first n columns of y, whose rows are N apart.
 template <int M, class T>
-static void dot_some(const T* w, const float* x, float* y, int64_t K, int64_t N, int64_t step) {
-  constexpr int R = W < 16 && M > 2 ? 2 : 4;  // whose sums fit into the registers
+static void dot_some(const T* w, const float* x, float* y, int64_t K, int64_t n, int64_t N, int64_t step) {
+  constexpr int R = W < 16 && M > 3 ? 3 : 4;  // as many sums as registers hold: 12 of 16, 16 of 32
   int64_t r = 0;
-  for (; r + R <= N; r += R) dot_block<R, M>(w + r * step, x, y + r, K, N, step);
-  for (; r < N; ++r) dot_block<1, M>(w + r * step, x, y + r, K, N, step);
+  for (; r + R <= n; r += R) dot_block<R, M>(w + r * step, x, y + r, K, N, step);
+  for (; r < n; ++r) dot_block<1, M>(w + r * step, x, y + r, K, N, step);
 }
+
+template <class T>
+INLINE void dots(int64_t rows, const T* w, const float* x, float* y, int64_t K, int64_t n, int64_t N, int64_t step) {
+  switch (rows) {
+    case 1: return dot_some<1>(w, x, y, K, n, N, step);
+    case 2: return dot_some<2>(w, x, y, K, n, N, step);
+    case 3: return dot_some<3>(w, x, y, K, n, N, step);
+    default: return dot_some<4>(w, x, y, K, n, N, step);
+  }
+}
+
+constexpr int64_t WEIGHTS_KEPT = 256 << 10;  // bytes, about, that all rows of x meet while they lie in the second-level cache
 
 // y[m, r] = sum_k w[r, k] x[m, k] for w [N, K], its rows `step` elements apart
 static void dot_rows(DType dtype, const void* w, const float* x, float* y, int64_t K, int64_t M,
                      int64_t N, int64_t step) {
   DISPATCH(dtype, T, {
-    const T* p = static_cast<const T*>(w);
-    for (int64_t m = 0; m < M; m += 4) {
-      const float* xm = x + m * K;
-      float* ym = y + m * N;
-      switch (M - m) {
-        case 1: dot_some<1>(p, xm, ym, K, N, step); break;
-        case 2: dot_some<2>(p, xm, ym, K, N, step); break;
-        case 3: dot_some<3>(p, xm, ym, K, N, step); break;
-        default: dot_some<4>(p, xm, ym, K, N, step); break;
-      }
-    }
+    const int64_t some = (WEIGHTS_KEPT / static_cast<int64_t>(K * sizeof(T) + 1) / DOTS + 1) * DOTS;
+    for (int64_t n = 0; n < N; n += some)
+      for (int64_t m = 0; m < M; m += 4)
+        dots(least(M - m, 4), static_cast<const T*>(w) + n * step, x + m * K, y + m * N + n, K,
+             least(N - n, some), N, step);
   })
 }
 

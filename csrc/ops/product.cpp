@@ -214,7 +214,7 @@ int64_t few_rows(const Kernels& k, const Product& p, bool turned = false) {
   if (p.a.dtype == DType::f64 || p.b.dtype == DType::f64) return 0;
   const bool pairs = k.gemm_pairs && p.a.dtype == DType::bf16 && p.b.dtype == DType::bf16;
   if (p.b.row == 1) {  // along K: dot products, whose ends cost as much as a block's packing where they are short
-    const int64_t most = k.gemm_pays || p.b.dtype == DType::f32 ? 12 : 16;
+    const int64_t most = k.gemm_pays ? 12 : 16;
     return pairs ? 5 : turned ? most : std::min(most, std::max<int64_t>(p.K / k.width, 4));
   }
   if (p.b.col != 1) return 0;
@@ -259,7 +259,7 @@ void by_few_rows(const Kernels& k, const Product& p, bool turned) {
     output.bias = nullptr;
   }
   const bool dots = p.b.row == 1;
-  const int64_t unit = dots ? 4 : 64, columns = over(p.N, unit) * unit;  // so that no unit spans two items
+  const int64_t unit = dots ? DOTS : 64, columns = over(p.N, unit) * unit;  // so that no unit spans two items
   const bool plain = p.dtype == DType::f32 && !turned && !p.bias && !p.residual && !p.pre &&
                      p.activation == Activation::none;  // sums are the output
   const int64_t most = turned || !dots ? FEW_SUMS / p.M / unit * unit : p.N;  // columns at a time

@@ -1,4 +1,4 @@
-"""Reductions whose last program spins for the others, and products of one row by lanes: right at odd sizes, compiled without spills."""
+"""Reductions whose last program spins for the others: right at odd sizes, compiled without spills."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ import torch
 
 from .test_triton_rows import DEVICE, REDUCE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
 
-from .test_triton_gemm import check  # isort: skip
-
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import registry  # isort: skip
 from tensorlogic.op import OPS  # isort: skip
-from tensorlogic.ops.common import gemm, gemm_lanes, triton_launch, triton_spins  # isort: skip
-from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
+from tensorlogic.ops.common import triton_launch, triton_spins  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 
@@ -66,49 +62,6 @@ def test_configurations_fit_the_size() -> None:
                 assert parts * config["BLOCK"] >= count
 
 
-@pytest.mark.parametrize("k", [300, 1024])
-@pytest.mark.parametrize("dtype", ["f16", "f32"])
-def test_one_row(k: int, dtype: str) -> None:
-    for n in (37, 5000):
-        for config in gemm_lanes.lanes_configs(n, k, TORCH[dtype].itemsize, 132):
-            check({**config, "FETCH": 0}, dtype, m=1, n=min(n, 37), k=k, bias=dtype, activation="gelu", outer="residual", z=dtype)  # fmt: skip
-    check({**config, "FETCH": 0}, dtype, m=1, n=9, k=k, prologue="activation", kind="gelu_tanh")
-
-
-def test_which_products_are_of_one_row() -> None:
-    registry.ready(DEVICE.type)
-    op = OPS["linear"]
-
-    def asked(x: Any, w: Any) -> str | None:
-        key = op.key([x, w, None, None, "none", False], "inference")
-        return op.candidates["triton.lanes"].supports(key)
-
-    w = rand(64, 512, dtype="f16")
-    assert asked(rand(1, 512, dtype="f16"), w) is None
-    assert "one row" in str(asked(rand(2, 512, dtype="f16"), w))
-    assert "along K" in str(asked(rand(1, 64, dtype="f16"), w.t()))
-    assert "along K" in str(asked(rand(1, 100, dtype="f16"), rand(64, 100, dtype="f16")))
-
-
-@pytest.mark.parametrize(
-    ("name", "id"),
-    [
-        ("linear", "triton.lanes"), ("matmul", "triton.lanes"), ("gelu_linear", "triton.lanes"),
-    ],
-)  # fmt: skip
-def test_ops_of_one_row(name: str, id: str) -> None:
-    x, w, b = rand(1, 704, dtype="f16"), rand(50, 704, dtype="f16", scale=0.04), rand(50, dtype="f16")  # fmt: skip
-    with tensorlogic.policy(force=id):
-        if name == "linear":
-            y, want = tensorlogic.linear(x, w, b), x.double() @ w.double().t() + b.double()
-        elif name == "matmul":
-            y, want = tensorlogic.matmul(x, w.t()), x.double() @ w.double().t()
-        else:
-            y = tensorlogic.gelu_linear(x, w, b)
-            want = torch.nn.functional.gelu(x.double(), approximate="tanh") @ w.double().t() + b.double()  # fmt: skip
-    close(y, want, "f16", 1.0)
-
-
 def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
     cuda, jobs = torch.device("cuda", 0), []
@@ -119,11 +72,7 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
                 return triton_spins.spun_launcher("sum", dtype, dtype, count, config, cuda)
 
             jobs += triton_launch.collect(spun, cuda)
-    for n, k in ((768, 3072), (5120, 5120)):
-        row = Operand("f16", k, 1)
-        spec = GemmSpec(1, n, k, row, Operand("f16", 1, k), row, bias="f16", activation="relu", outer="residual", residual=row)  # fmt: skip
-        jobs += [j for c in gemm_lanes.lanes_configs(n, k, 2, 132) for j in gemm.gemm_jobs(spec, c, 90)]  # fmt: skip
-    assert len(jobs) == 9 + 4
+    assert len(jobs) == 9
     for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)

@@ -1,10 +1,13 @@
-"""Registers products of one row with the ops whose forward is one product: linear, matmul, GELU or batch norm around it."""
+"""Registers products of one row with the ops whose forward is one product."""
 
 from __future__ import annotations
 
-from .common import gemm_lanes, gemm_wiring
+from ..registry import triton_missing
+from .common import gemm_one_row, gemm_wiring
 from .gelu_linear import GELU_LINEAR
 from .gelu_linear import triton_tiled as gelu_linear
+from .layer_norm_linear import LAYER_NORM_LINEAR
+from .layer_norm_linear import triton_tiled as layer_norm_linear
 from .linear import LINEAR
 from .linear import triton_tiled as linear
 from .linear_batch_norm_relu import LINEAR_BATCH_NORM_RELU
@@ -12,12 +15,19 @@ from .linear_batch_norm_relu import triton_tiled as linear_batch_norm_relu
 from .matmul import MATMUL
 from .matmul import triton_tiled as matmul
 
-for _op, _module in (
-    (LINEAR, linear),
-    (MATMUL, matmul),
-    (GELU_LINEAR, gelu_linear),
-    (LINEAR_BATCH_NORM_RELU, linear_batch_norm_relu),
-):
-    gemm_wiring.candidate(
-        _op, "triton.lanes", gemm_lanes.one_row(_module.describe), (gemm_lanes, _module)
-    )
+if triton_missing() is None:
+    from .common import triton_one_row
+
+    for _op, _module in (
+        (LINEAR, linear),
+        (MATMUL, matmul),
+        (GELU_LINEAR, gelu_linear),
+        (LAYER_NORM_LINEAR, layer_norm_linear),
+        (LINEAR_BATCH_NORM_RELU, linear_batch_norm_relu),
+    ):
+        gemm_wiring.candidate(
+            _op,
+            "triton.one_row",
+            gemm_one_row.one_row(_module.describe),
+            (gemm_one_row, triton_one_row, _module),
+        )

@@ -59,21 +59,25 @@ SCORES = {  # configuration, sizes
     "held": ({"BLOCK_N": 64, "STAGES": 4, "KEPT": 2}, (1, 3, 192, 256, 64)),
     "held wide": ({"BLOCK_N": 128, "STAGES": 4, "KEPT": 1}, (1, 2, 128, 256, 32)),
     "direct": ({"num_warps": 4, "STAGES": 3}, (1, 2, 203, 640, 64)),
-    "kept": ({"CUBIC": True}, (1, 4, 203, 512, 64)),
-    "kept, three steps": ({"CUBIC": False}, (1, 2, 128, 384, 32)),
+    "kept": ({"CUBIC": True, "HELD": 1}, (1, 6, 203, 512, 64)),
+    "kept, none held": ({"CUBIC": True, "HELD": 0}, (1, 2, 128, 512, 32)),
+    "kept, three steps": ({"CUBIC": False, "HELD": 1}, (1, 2, 128, 384, 32)),
     "direct stays": ({"num_warps": 4, "STAGES": 2}, (1, 2, 64, 256, 32)),
 }  # fmt: skip
 
 
 def scores(name: str, dtype: str = "f16") -> None:
-    """Scores with a late maximum, far above the first tile's, in half of the heads, in the fourth one's last column for its first row,
-    and a row of NaN."""
+    """Scores with a late maximum, far above the first tile's, in half of the heads, in two others for one row, beyond float32 and
+    beyond float16, and a row of NaN."""
     config, (b, h, s, t, d) = SCORES[name]
     q, k = rand(b, s, h, d, dtype=dtype).transpose(1, 2), rand(b, h, t, d, dtype=dtype, seed=1)
     k[:, ::2, t // 2] *= 60
-    k[:, 3::4, -1] = (
-        7 * q[:, 3::4, 0]
-    )  # 2**190 of the others in row 0: too large for its sum, and no other row's
+    for head, column, octaves in ((3, -1, 180), (5, -t // 4 - 1, 30)):
+        if head < h:  # of one row alone: no other row's sum betrays it
+            q[:, head, 0] *= 8
+            row = q[0, head, 0].float()
+            peak = (k[0, head, :64].float() @ row).max() + octaves / 0.3 / 1.44
+            k[0, head, column] = (row * peak / row.square().sum()).to(k.dtype)
     lies = q.stride()[:3], k.stride()[:3]
     if name.startswith("kept"):
         assert config in scores_kept.kept_configs(t, d)
@@ -235,9 +239,11 @@ PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its 
     "loss: the next row's target early": ("cross_entropy_held", "t = gl.load(t_ptr + after, mask=more", "t = gl.load(t_ptr + row, mask=begun", partial(losses, "held")),
     "loss: a target of C": ("cross_entropy_held", "(t >= 0) & (t < C)", "(t >= 0) & (t <= C)", partial(losses, "late")),
     "kept: the last step's columns": ("scores_kept", "y_ptr + LAST * (2 * N), at", "y_ptr + LAST * (2 * N) + 1, at", partial(scores, "kept")),
-    "kept: one step not written": ("scores_kept", "for step in range(LAST):\n        left", "for step in range(LAST - 1):\n        left", partial(scores, "kept")),
-    "kept: the last step is not waited for": ("scores_kept", "    if HALF == LAST:\n        async_copy.wait_group(0)\n", "    if HALF == LAST:\n", partial(scores, "kept, three steps")),
-    "kept: powers beyond float32": ("scores_kept", "tl.clamp(x, -127.0, 127.0", "tl.clamp(x, -127.0, 1e6", partial(scores, "kept")),
+    "kept: one step not written": ("scores_kept", "for step in range(laps):\n        left", "for step in range(laps - 1):\n        left", partial(scores, "kept")),
+    "kept: the last step is not waited for": ("scores_kept", "    if HALF >= AGAIN:\n        async_copy.wait_group(0)\n", "    if HALF >= AGAIN:\n", partial(scores, "kept, three steps")),
+    "kept: another step is held": ("scores_kept", "y_ptr + (AGAIN + i) * (2 * N)", "y_ptr + (AGAIN + i) * (2 * N) + N", partial(scores, "kept")),
+    "kept: sums beyond what is held": ("scores_kept", "6e4 if HELD", "1e38 if HELD", partial(scores, "kept")),
+    "kept: powers beyond float32": ("scores_kept", "tl.clamp(x, -127.0, 127.0", "tl.clamp(x, -127.0, 1e6", partial(scores, "kept", "bf16")),
     "direct: what stays is not waited for": ("scores_direct", "                async_copy.wait_group(0)\n", "                pass\n", partial(scores, "direct stays")),
 }  # fmt: skip
 

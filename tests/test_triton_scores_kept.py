@@ -14,23 +14,28 @@ from .test_triton_specialised import HOPPER
 from tensorlogic.ops.common import scores_kept, triton_launch  # isort: skip  (after the interpreter is asked for)
 
 
-def launcher(q: torch.Tensor, k: torch.Tensor, dtype: str, cubic: bool, device: Any = DEVICE) -> Any:  # fmt: skip
+CONFIGS = [{"CUBIC": cubic, "HELD": held} for cubic, held in ((True, 0), (True, 1), (False, 1))]
+
+
+def launcher(
+    q: torch.Tensor, k: torch.Tensor, dtype: str, config: dict[str, Any], device: Any = DEVICE
+) -> Any:
     (b, h, s, d), t = q.shape, k.shape[2]
     strides = q.stride()[:3], k.stride()[:3]
-    return scores_kept.kept_launcher((b, h, s, t, d), dtype, *strides, {"CUBIC": cubic}, device)
+    return scores_kept.kept_launcher((b, h, s, t, d), dtype, *strides, config, device)
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("cubic", [True, False])
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
     "shape", [(2, 3, 320, 512, 64), (1, 2, 203, 384, 32), (1, 2, 128, 512, 128)]
 )
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
-def test_scores(shape: tuple[int, ...], cubic: bool, dtype: str) -> None:
+def test_scores(shape: tuple[int, ...], config: dict[str, Any], dtype: str) -> None:
     b, h, s, t, _ = shape
     q, k = inputs(shape, dtype)
     shared = k[:, :1]  # the memory behind every head's
-    run = launcher(q, k, dtype, cubic)
+    run = launcher(q, k, dtype, config)
     for column, late in ((0, 1), (t // 2 + 7, 60), (t - 1, 60)):  # far above the first tile's
         shared[:, :, column] *= late
         y = poisoned(b, h, s, t, dtype=dtype)
@@ -57,10 +62,10 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         for config in scores_kept.kept_configs(t, d):
 
             def build(q: Any = q, k: Any = k, config: Any = config) -> object:
-                return launcher(q, k, "f16", config["CUBIC"], cuda)
+                return launcher(q, k, "f16", config, cuda)
 
             jobs += triton_launch.collect(build, cuda)
-    assert len(jobs) == 6
+    assert len(jobs) == 9
     for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)

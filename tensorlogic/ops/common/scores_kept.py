@@ -25,9 +25,15 @@ def kept_refusal(
 
 
 def kept_configs(t: int, d: int) -> list[dict[str, Any]]:
-    """Configurations, best guess first: whether a quarter of the exponentials is left to multiply-adds."""
-    fits = 2 * d * (t + 16 * WARPS) * (2 if d <= 64 else 1) <= SHARED
-    return [{"CUBIC": True}, {"CUBIC": False}] if fits else []
+    """Configurations, best guess first: whether a quarter of the exponentials is left to multiply-adds, steps whose exponentials are held
+    in shared memory."""
+    rows = 16 * WARPS
+    room = SHARED // (2 if d <= 64 else 1) - 2 * d * (t + rows)
+    if room < 0:
+        return []
+    most = min(1, room // (2 * rows * _STEP))
+    pairs = dict.fromkeys([(True, most), (True, 0), (False, most)])
+    return [{"CUBIC": cubic, "HELD": held} for cubic, held in pairs]
 
 
 def kept_launcher(
@@ -39,11 +45,13 @@ def kept_launcher(
     device: torch.device,
 ) -> Callable[..., bool]:
     """A callable (q, k, y, scale) -> bool for scale > 0; shape is (B, H, S, T, D), y contiguous [B, H, S, T]; strides are
-    those of batch, head and row."""
+    those of batch, head and row. A neighbour's configuration gives way where it does not fit."""
     from .triton_scores_kept import attention_scores_kept
 
     t, d = shape[3:]
-    constexprs = {"N": BLOCK_N, "STEPS": t // _STEP, "CUBIC": config["CUBIC"]}
+    fitting = kept_configs(t, d)
+    config = config if dict(config) in fitting else fitting[0]
+    constexprs = {"N": BLOCK_N, "STEPS": t // _STEP, **config}
     return by_rows(
         attention_scores_kept, shape, dtype, strides_q, strides_k, constexprs, WARPS, registers(d), device
     )  # fmt: skip

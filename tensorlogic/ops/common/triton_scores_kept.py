@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from tensorlogic.ops.common.triton_scores_direct import (
     based,
@@ -20,6 +20,7 @@ from tensorlogic.ops.common.triton_scores_direct import (
     put,
     scores,
     spots,
+    wide,
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -64,28 +65,59 @@ def ordered(y, dtype: gl.constexpr, N: gl.constexpr):
     return y.reshape([M, N // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N])
 
 
+@gluon.constexpr_function
+def own(warps: int, columns: int) -> gl.SharedLinearLayout:
+    """[16 warps, columns] in shared memory as `wide` has it in registers: each thread's eight neighbours together, a warp's rows together."""
+    offsets = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 0], [2, 0], [4, 0], [8, 0]]
+    offsets += [[0, 32 << i] for i in range((columns // 32).bit_length() - 1)]
+    offsets += [[16 << i, 0] for i in range(warps.bit_length() - 1)]
+    return gl.SharedLinearLayout(offsets)
+
+
+@gluon.jit
+def hold(home, e, N: gl.constexpr):
+    """Exponentials [16 warps, N], rounded, into shared memory, where the same threads find them."""
+    e = ordered(e, home.dtype, N)
+    home.store(gl.convert_layout(e, wide(gl.num_warps(), N)))
+
+
+@gluon.jit
+def held(home, share, N: gl.constexpr):
+    """Scores of what `hold` left."""
+    NARROW: gl.constexpr = wide(gl.num_warps(), N)
+    share = gl.convert_layout(share, gl.SliceLayout(1, NARROW))[:, None]
+    return (home.load(NARROW).to(gl.float32) * share).to(home.dtype)
+
+
 @gluon.jit
 def attention_scores_kept(
     q_ptr, k_ptr, y_ptr, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, H, S, T, groups, scale,
-    D: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, CUBIC: gl.constexpr, PDL: gl.constexpr,
+    D: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, CUBIC: gl.constexpr, HELD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y[b, h, s, :] = softmax over t of scale * q[b, h, s] . k[b, h, t], scale > 0; products and sums in float32.
 
     As `attention_scores_direct` where all STEPS > 2 steps of k stay in shared memory; but the exponentials of the last step wait in
-    their registers for the sums and are written first, and only the other steps' are made again. With CUBIC a quarter of all
-    exponentials is made by multiply-adds. H200, 4 x 16 heads, D 64, S 512: 15.8 us, where `attention_scores_direct` takes 17.0.
+    their registers for the sums and are written first, those of HELD steps before it wait in shared memory, rounded, and only the
+    other steps' are made again. With CUBIC a quarter of all exponentials is made by multiply-adds. H200, 4 x 16 heads, D 64, S 512:
+    15.4 us with none held, where `attention_scores_direct` takes 16.2.
     """
     gdc_launch_dependents()
-    gdc_wait()
     M: gl.constexpr = 16 * gl.num_warps()
     SUMS: gl.constexpr = product_layout(gl.num_warps(), N)
     SIDE: gl.constexpr = gl.SliceLayout(1, SUMS)
     LAST: gl.constexpr = STEPS - 1
-    HALF: gl.constexpr = STEPS - STEPS // 2  # steps that are waited for at first
+    AGAIN: gl.constexpr = LAST - HELD  # steps that are made twice
+    HALF: gl.constexpr = AGAIN if HELD else STEPS - STEPS // 2  # steps that are waited for at first
     dtype: gl.constexpr = q_ptr.dtype.element_ty
+    MOST: gl.constexpr = 6e4 if HELD and dtype == gl.float16 else 1e38  # what sums may be
+    LIFT: gl.constexpr = 4.0 if HELD else 0.0  # so that later maxima may be larger, of what is held
     K_LAY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * N, D], dtype)
     ks = gl.allocate_shared_memory(dtype, [STEPS, 2 * N, D], K_LAY)
     qs = gl.allocate_shared_memory(dtype, [M, D], gl.NVMMASharedLayout.get_default_for([M, D], dtype))  # fmt: skip
+    homes = ()
+    for _ in gl.static_range(2 * HELD):
+        home = gl.allocate_shared_memory(dtype, [M, N], own(gl.num_warps(), N))
+        homes = homes + (home,)  # type: ignore[assignment]  # noqa: RUF005  (Triton has no stars)
     q_ptr, k_ptr, y_ptr = placed(
         q_ptr, k_ptr, y_ptr, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, H, S, T, groups
     )
@@ -99,24 +131,40 @@ def attention_scores_kept(
     q = qs.load(gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
     base = gl.zeros([M], gl.float32, SIDE)
     sums = by_thread(gl.zeros([M, N], gl.float32, SUMS), N)
-    for step in range(LAST):
+    # what the compiler does not know to be 1 or 2 it leaves a loop, and steps stay apart, for else registers run out
+    once = gl.minimum(groups, 1)
+    laps = AGAIN if AGAIN > 2 else T // (2 * N) - 1 - HELD
+    for step in range(laps):
         if step == 0:
             async_copy.wait_group(STEPS - HALF)
             fence_async_shared()
-        if step == HALF:
-            async_copy.wait_group(0)
-            fence_async_shared()
+        if HALF < AGAIN:  # noqa: SIM102  (settled by the compiler; the inner one at run time)
+            if step == HALF:
+                async_copy.wait_group(0)
+                fence_async_shared()
         left = begin(q, ks.index(step).slice(0, N), N)
         right = begin(q, ks.index(step).slice(N, N), N)
         s = warpgroup_mma_wait(1, deps=(left,))
         if step == 0:
-            base = based(gl.max(s, 1), factor)
+            base = based(gl.max(s, 1), factor) + LIFT
         sums += by_thread(gl.exp2(s * factor - base[:, None]), N)
         s = warpgroup_mma_wait(0, deps=(right,))
         sums += by_thread(powers(s * factor - base[:, None], N, CUBIC), N)
-    if HALF == LAST:
+    if HALF >= AGAIN:
         async_copy.wait_group(0)
         fence_async_shared()
+    for i in gl.static_range(HELD):
+        for _ in range(once):
+            left = begin(q, ks.index(AGAIN + i).slice(0, N), N)
+            right = begin(q, ks.index(AGAIN + i).slice(N, N), N)
+            s = warpgroup_mma_wait(1, deps=(left,))
+            e = gl.exp2(s * factor - base[:, None])
+            sums += by_thread(e, N)
+            hold(homes[2 * i], e, N)
+            s = warpgroup_mma_wait(0, deps=(right,))
+            e = powers(s * factor - base[:, None], N, CUBIC)
+            sums += by_thread(e, N)
+            hold(homes[2 * i + 1], e, N)
     left = begin(q, ks.index(LAST).slice(0, N), N)
     right = begin(q, ks.index(LAST).slice(N, N), N)
     s = warpgroup_mma_wait(1, deps=(left,))
@@ -126,16 +174,15 @@ def attention_scores_kept(
     far = powers(s * factor - base[:, None], N, CUBIC)
     sums += by_thread(far, N)
     norm = gl.convert_layout(gl.sum(sums, 1), SIDE)
-    share = (1.0 / norm)[:, None]
-    put(
-        y_ptr + LAST * (2 * N),
-        at,
-        ordered(near * share, dtype, N),
-        ordered(far * share, dtype, N),
-        N,
-    )
+    share = 1.0 / norm
+    near, far = near * share[:, None], far * share[:, None]
+    put(y_ptr + LAST * (2 * N), at, ordered(near, dtype, N), ordered(far, dtype, N), N)
+    for i in gl.static_range(HELD):
+        for _ in range(once):
+            y = held(homes[2 * i], share, N)
+            put(y_ptr + (AGAIN + i) * (2 * N), at, y, held(homes[2 * i + 1], share, N), N)
     shift = base + gl.log2(norm)
-    for step in range(LAST):
+    for step in range(laps):
         left = begin(q, ks.index(step).slice(0, N), N)
         right = begin(q, ks.index(step).slice(N, N), N)
         s = warpgroup_mma_wait(1, deps=(left,))
@@ -143,5 +190,5 @@ def attention_scores_kept(
         s = warpgroup_mma_wait(0, deps=(right,))
         x = powers(s * factor - shift[:, None], N, CUBIC)
         put(y_ptr + step * (2 * N), at, y, ordered(x, dtype, N), N)
-    if gl.min(((norm > 1e-30) & (norm < 1e38)).to(gl.int32), 0) == 0:
+    if gl.min(((norm > 1e-30) & (norm < MOST)).to(gl.int32), 0) == 0:
         once_more(q, ks.index(0), k_ptr, y_ptr, at, stride_ks, factor, STEPS, D, N)

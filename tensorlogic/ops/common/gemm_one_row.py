@@ -18,7 +18,7 @@ from .gemm_wiring import Plan, Product
 LEAST = 256  # of K: below it a step is mostly padding
 MOST_LOADS = 32  # of 16 bytes, that a thread has under way
 NORMS = ("layer_norm", "rms_norm")
-SHAPES = ((4, 4), (2, 4), (8, 4), (4, 8), (8, 2), (8, 1))  # rows of w a program, warps
+SHAPES = ((4, 4), (8, 8), (2, 4), (1, 4), (2, 2), (4, 2))  # rows of w a program, warps: each the best somewhere
 AHEAD = 1024  # columns of K that are asked for before the kernels before have ended
 
 
@@ -49,7 +49,7 @@ def one_row_config(rows: int, warps: int, k: int, size: int) -> dict[str, Any]:
     return {
         "BLOCK_M": 1, "BLOCK_N": rows, "BLOCK_K": step, "GROUP_M": 1, "SPLIT": 1,
         "UNROLL": max(1, min(math.ceil(k / step), MOST_LOADS // rows)),
-        "FIRST": True, "FETCH": min(AHEAD, 1 << (k - 1).bit_length()), "num_warps": warps, "num_stages": 1,
+        "FETCH": min(AHEAD, 1 << (k - 1).bit_length()), "num_warps": warps, "num_stages": 1,
     }  # fmt: skip
 
 

@@ -17,24 +17,19 @@ from tensorlogic.ops.common.triton_gemm import (
 
 
 @triton.jit
-def load_row(ptr, at, left, EVEN: tl.constexpr, FIRST: tl.constexpr):
+def load_row(ptr, at, left, EVEN: tl.constexpr):
     """ptr[at]; 0 from `left` on."""
     if EVEN:
-        return tl.load(ptr + at, volatile=FIRST)
+        return tl.load(ptr + at)
     else:
-        return tl.load(ptr + at, mask=at < left, other=0.0, volatile=FIRST)
+        return tl.load(ptr + at, mask=at < left, other=0.0)
 
 
 @triton.jit
-def load_weights(ptrs, live, EVEN: tl.constexpr, FIRST: tl.constexpr):
-    """Weights, 0 where they are not `live`. FIRST: in the order of the program, which the compiler keeps for volatile loads:
-    it would add up some of them before it asks for the rest."""
-    if EVEN and FIRST:
-        return tl.load(ptrs, volatile=True)
-    elif EVEN:
+def load_weights(ptrs, live, EVEN: tl.constexpr):
+    """Weights, which nobody reads again soon; 0 where they are not `live`."""
+    if EVEN:
         return tl.load(ptrs, eviction_policy="evict_first")
-    elif FIRST:
-        return tl.load(ptrs, mask=live, other=0.0, volatile=True)
     else:
         return tl.load(ptrs, mask=live, other=0.0, eviction_policy="evict_first")
 
@@ -46,7 +41,7 @@ def gemm_one_row(
     M, N, K, stride_wn, stride_rn, stride_yn, eps,
     PROLOGUE: tl.constexpr, KIND: tl.constexpr, STATISTICS: tl.constexpr,
     ACTIVATION: tl.constexpr, OUTER: tl.constexpr, EARLY: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FETCH: tl.constexpr, UNROLL: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FETCH: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[1, N] = epilogue(prologue(x[1, K]) @ w[K, N]), K of x and of w together in memory, summed in float32.
 
@@ -88,10 +83,10 @@ def gemm_one_row(
         for step in tl.static_range(UNROLL):
             at = begin + step * BLOCK_K
             live = (rn < N)[:, None] & (rk < K - at)[None, :]
-            ws += (load_weights(w_ptr + at + w_at, live, EVEN_N and EVEN_K, FIRST),)
+            ws += (load_weights(w_ptr + at + w_at, live, EVEN_N and EVEN_K),)
         for step in tl.static_range(UNROLL):
             at = begin + step * BLOCK_K
-            xs += (load_row(x_ptr + at, rk, K - at, EVEN_K, FIRST),)
+            xs += (load_row(x_ptr + at, rk, K - at, EVEN_K),)
         for step in tl.static_range(UNROLL):
             at = begin + step * BLOCK_K
             x = xs[step].to(tl.float32)

@@ -60,7 +60,7 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.attention_scores.triton_held",
     "tensorlogic.ops.attention_scores.triton_direct",
     "tensorlogic.ops.attention_scores.triton_kept",
-    "tensorlogic.ops.one_row",
+    "tensorlogic.ops.few_rows",
     "tensorlogic.ops.precise_cuda",
 )
 METAL = (  # modules that register candidates for Apple GPUs

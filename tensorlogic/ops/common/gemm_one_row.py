@@ -18,7 +18,14 @@ from .gemm_wiring import Plan, Product
 LEAST = 256  # of K: below it a step is mostly padding
 MOST_LOADS = 32  # of 16 bytes, that a thread has under way
 NORMS = ("layer_norm", "rms_norm")
-SHAPES = ((4, 4), (8, 8), (2, 4), (1, 4), (2, 2), (4, 2))  # rows of w a program, warps: each the best somewhere
+SHAPES = (
+    (4, 4),
+    (8, 8),
+    (2, 4),
+    (1, 4),
+    (2, 2),
+    (4, 2),
+)  # rows of w a program, warps: each the best somewhere
 AHEAD = 1024  # columns of K that are asked for before the kernels before have ended
 
 
@@ -100,8 +107,10 @@ class OneRow(Product):
         return one_row_launcher(self.spec, config, device)
 
 
-def one_row(describe: Callable[[Key], Plan | str]) -> Callable[[Key], Plan | str]:
-    """What `describe` says of a key, with its product as one of one row."""
+def instead(
+    describe: Callable[[Key], Plan | str], kind: type[Product]
+) -> Callable[[Key], Plan | str]:
+    """What `describe` says of a key, with its product as one of `kind`."""
 
     def found(key: Key) -> Plan | str:
         plan = describe(key)
@@ -110,6 +119,6 @@ def one_row(describe: Callable[[Key], Plan | str]) -> Callable[[Key], Plan | str
         if len(plan.products) != 1 or not isinstance(plan.products[0], Product):
             return "more than one launch"
         about = {f.name: getattr(plan.products[0], f.name) for f in fields(Product)}
-        return replace(plan, products=(OneRow(**about),))
+        return replace(plan, products=(kind(**about),))
 
     return found

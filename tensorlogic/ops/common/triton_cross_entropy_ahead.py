@@ -138,8 +138,8 @@ def cross_entropy_total(
 
 
 SIZE = {"f16": 2, "bf16": 2, "f32": 4}
-LEAST_BYTES = 8 * 1024  # of a row
 MOST_TILES = 32  # of a row: its steps are written out
+LEAST_BYTES, MOST_BYTES = 8 * 1024, 16 * 1024 * MOST_TILES  # of a row
 
 
 def ahead_refusal(
@@ -148,8 +148,9 @@ def ahead_refusal(
     """None, or why programs that ask ahead cannot serve such a loss."""
     if reduction == "none" or smoothing:
         return "a reduced loss without smoothing is required"
-    if align < 16 or columns * SIZE[dtype] % 16 or columns * SIZE[dtype] < LEAST_BYTES:
-        return f"rows of whole groups of 16 bytes at 16-byte addresses, {LEAST_BYTES} bytes or more, are required"
+    length = columns * SIZE[dtype]
+    if align < 16 or length % 16 or not LEAST_BYTES <= length <= MOST_BYTES:
+        return f"rows of whole groups of 16 bytes at 16-byte addresses, {LEAST_BYTES} to {MOST_BYTES} bytes, are required"
     return None
 
 
@@ -164,9 +165,10 @@ def tiles(columns: int, dtype: str, config: Mapping[str, Any]) -> tuple[int, int
 def ahead_configs(columns: int, dtype: str) -> list[dict[str, Any]]:
     """Configurations, best guess first: groups of 16 bytes in a tile, warps, tiles on their way."""
     groups = columns * SIZE[dtype] // 16
+    wide = ((512, 8, 2), (1024, 8, 1), (256, 8, 4))
     return [
-        {"LANES": lanes, "num_warps": 8, "DEPTH": depth}
-        for lanes, depth in ((256, 4), (512, 2), (1024, 1))
+        {"LANES": lanes, "num_warps": warps, "DEPTH": depth}
+        for lanes, warps, depth in (wide if groups >= 2048 else ((256, 4, 2), (128, 4, 4)))
         if groups <= lanes * MOST_TILES
     ]
 
@@ -205,7 +207,7 @@ def ahead_launcher(
         integers={"R": rows},
         floats=(),
         constexprs={"MEAN": reduction == "mean", "SAVE": save, "BLOCK": 4096},
-        num_warps=8,
+        num_warps=32,
         num_stages=1,
         device=device,
     )

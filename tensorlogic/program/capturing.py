@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import capture_watch, derived
+from ..arguments import describe, flag, index
 from ..tuning import leaves_of
 from . import lanes
+from .buffers import filled, plain, rows_of
 from .graphs import FAILURES, CallTape, GradientReplay, Replay, cause, heal
 from .lanes import warm
 from .short import MISS, Way, short
@@ -108,7 +110,7 @@ class Captured:
             self.way = entry.way
         if rows is not None:
             assert self.batch is not None
-            out = [_rows(v, self.batch, *rows) for v in out]
+            out = [rows_of(v, self.batch, *rows) for v in out]
         return pytree.tree_unflatten(list(out), entry.spec)
 
     def __reduce__(self) -> Any:
@@ -160,6 +162,8 @@ class Captured:
             return said + (kept if kinds == {"cpu"} else ""), None
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return None, None
+        if not all(map(plain, tensors)):
+            return None, None
         if self.tape is CallTape and torch.cuda.is_current_stream_capturing():
             return None, None
         if self.watch is not None and not (self.watch.holds() and self.kept.holds()):
@@ -187,7 +191,7 @@ class Captured:
         if bucket == size:
             return None, flat
         return (size, bucket), [
-            _filled(v, self.batch, bucket) if isinstance(v, Tensor) else v for v in flat
+            filled(v, self.batch, bucket) if isinstance(v, Tensor) else v for v in flat
         ]
 
     def _new(self, key: Any) -> Entry:
@@ -314,24 +318,6 @@ def _modes(device: torch.device) -> Any:
     return torch.is_grad_enabled(), torch.get_autocast_dtype(device.type) if on else None
 
 
-def _filled(x: Tensor, dim: int, size: int) -> Tensor:
-    """x with zeros appended along `dim`."""
-    if x.dim() <= dim:
-        return x
-    shape = list(x.shape)
-    shape[dim] = size
-    made = x.new_zeros(shape)
-    made.narrow(dim, 0, x.shape[dim]).copy_(x)
-    return made
-
-
-def _rows(value: Any, dim: int, rows: int, bucket: int) -> Any:
-    """The rows that the caller gave."""
-    if isinstance(value, Tensor) and value.dim() > dim and value.shape[dim] == bucket:
-        return value.narrow(dim, 0, rows)
-    return value
-
-
 def capture(
     fn: Callable[..., Any],
     *,
@@ -360,7 +346,8 @@ def capture(
         memory that the graphs and packed weights hold.
 
     Raises:
-        TypeError: fn is not callable. ValueError: max_graphs or buckets below 1, or buckets without batch.
+        TypeError: fn is not callable, or an argument is of another type. ValueError: max_graphs or buckets below 1, a negative batch,
+        or buckets without batch.
 
     Example:
         >>> import torch, tensorlogic
@@ -370,10 +357,27 @@ def capture(
     """
     if not callable(fn):
         raise TypeError(f"capture: fn is {type(fn).__name__}; a function or a module is required")
-    if max_graphs < 1:
-        raise ValueError(f"capture: max_graphs is {max_graphs}; at least 1 is required")
-    if buckets is not None and (batch is None or not buckets or min(buckets) < 1):
-        raise ValueError(
-            f"capture: buckets is {list(buckets)} and batch is {batch}; sizes of at least 1 and the batch dimension are required"
-        )
-    return Captured(fn, max_graphs, batch, buckets, unsafe_views)
+    most = _number("max_graphs", max_graphs)
+    if most < 1:
+        raise ValueError(f"capture: max_graphs is {most}; at least 1 is required")
+    dim = None if batch is None else _number("batch", batch)
+    if dim is not None and dim < 0:
+        raise ValueError(f"capture: batch is {dim}; a dimension from 0 is required")
+    flag("capture", "unsafe_views", unsafe_views)
+    sizes = None
+    if buckets is not None:
+        if isinstance(buckets, (str, Mapping)) or not isinstance(buckets, (Sequence, range)):
+            raise TypeError(f"capture: buckets is {describe(buckets)}; a list of sizes is required")
+        sizes = [_number("buckets", size) for size in buckets]
+        if dim is None or not sizes or min(sizes) < 1:
+            raise ValueError(
+                f"capture: buckets is {sizes} and batch is {dim}; sizes of at least 1 and the batch dimension are required"
+            )
+    return Captured(fn, most, dim, sizes, unsafe_views)
+
+
+def _number(name: str, value: Any) -> int:
+    number = index(value)
+    if number is None:
+        raise TypeError(f"capture: {name} is {describe(value)}; a whole number is required")
+    return number

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import capture_watch
 from . import lanes
+from .buffers import expanded, once, static_like
 from .check import flat_values
 from .trace import first_line
 
@@ -125,14 +126,6 @@ def heal(device: torch.device) -> None:
         LOG.warning("tensorlogic: a failed capture could not be cleaned up: %s", problem)
 
 
-def static_like(tensor: Tensor) -> Tensor:
-    """A buffer of the same shape, strides and dtype, with the same values."""
-    made = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return made.copy_(tensor.detach())
-
-
 class Line:
     """Static inputs belong to one caller at a time: threads take turns, streams wait for each other."""
 
@@ -180,6 +173,7 @@ class Replay:
     ) -> None:
         self.places = [i for i, v in enumerate(flat) if isinstance(v, Tensor)]
         self.static = [static_like(flat[i]) for i in self.places]
+        self.expanded = any(map(expanded, self.static))
         self.unsafe_views, self.device = unsafe_views, device
         given = list(flat)
         for i, s in zip(self.places, self.static, strict=True):
@@ -201,13 +195,16 @@ class Replay:
         for leaf in self.leaves:
             if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in handed:
                 raise RuntimeError("an output is an input or a view of one")
-        self.single = self.static[0] if len(self.static) == 1 else None
+        self.single = self.static[0] if len(self.static) == 1 and not self.expanded else None
         self.place = self.places[0] if self.places else 0
 
     def launch(self, flat: Sequence[Any]) -> None:
         """Copy the inputs in and start."""
         if self.single is not None:
             self.single.copy_(flat[self.place])
+        elif self.expanded:
+            for i, s in zip(self.places, self.static, strict=True):
+                once(s).copy_(once(flat[i]))
         else:
             for i, s in zip(self.places, self.static, strict=True):
                 s.copy_(flat[i])
@@ -346,7 +343,7 @@ class _Replayed(torch.autograd.Function):
         token = _Token()
         replay.pending, replay.serial = weakref.ref(token), replay.serial + 1
         for s, x in zip(replay.static, given, strict=False):
-            s.detach().copy_(x)
+            once(s.detach()).copy_(once(x))
         replay.forward.replay()
         ctx.replay, ctx.token, ctx.serial = replay, token, replay.serial
         tensors = [v for v in replay.leaves if isinstance(v, Tensor)]

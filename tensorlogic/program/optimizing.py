@@ -18,6 +18,7 @@ from ..precision import Precision, policy_of
 from ..precision import precision as Policy
 from . import gradients, recall
 from .advising import advise, watched
+from .check import tensors_in
 from .choosing import best
 from .copies import fresh, sharing, undisturbed, unwritten
 from .later import Later, worthwhile
@@ -260,6 +261,8 @@ def _program(
 ) -> Program | Pieces | Kept | None:
     """What serves the model from now on: one program, or one for each graph that Dynamo cuts; None for itself."""
     reason = _unfit(model)
+    if any(t.is_nested for t in tensors_in((args, kwargs))):
+        reason = reason or "an input is a nested tensor, whose sizes no graph can be made for"
     if reason:
         raise Unfit(reason)
     if torch.cuda.is_initialized():

@@ -129,9 +129,9 @@ def _recalled(
     kwargs: Mapping[str, Any],
 ) -> Trace | None:
     """The kept graph if it makes the calls of the model; None where there is none, or it does not."""
-    if not path.is_file():
-        return None
     try:
+        if not path.is_file():
+            return None
         record = json.loads(path.read_text())
         graph = unpacked(record["calls"])
         nodes = [n for n in graph.nodes if n.op == "placeholder"]

@@ -46,7 +46,7 @@ def short(
     fits = _fits(args, replay.device, before)
     if isinstance(replay, GradientReplay):
         return _recording(replay, fits, spec)
-    if replay.written:
+    if replay.written or replay.expanded:
         return None
     return _compiled(replay, args, spec, before, after, _launching(replay, fits, spec, after))
 
@@ -104,6 +104,7 @@ def _fits(
         return (
             len(given) == count
             and is_grad() is grad
+            and not any(getattr(v, "is_nested", False) for v in given)  # whose sizes end the guard
             and check(*given)
             and not dispatching()
             and not intercepted()

@@ -260,19 +260,23 @@ class Guard:
         self.tensors = [i for i, v in enumerate(example) if isinstance(v, Tensor)]
         self.rest = [(i, v) for i, v in enumerate(example) if not isinstance(v, Tensor)]
         self.specs = [
-            (v.dtype, v.shape, v.stride(), v.device) for v in example if isinstance(v, Tensor)
+            (v.dtype, v.layout, v.shape, _strides(v), v.device)
+            for v in example
+            if isinstance(v, Tensor)
         ]
         self.gradients = gradients
 
     def holds(self, given: Sequence[Any]) -> bool:
         """True where a program made for the example may serve `given`."""
-        for i, (dtype, shape, stride, device) in zip(self.tensors, self.specs, strict=True):
+        for i, (dtype, layout, shape, stride, device) in zip(self.tensors, self.specs, strict=True):
             x = given[i]
             if (
                 (type(x) is not Tensor and type(x) is not nn.Parameter)
                 or x.dtype is not dtype
+                or x.layout is not layout
+                or x.is_nested
                 or x.shape != shape
-                or x.stride() != stride
+                or _strides(x) != stride
                 or x.device != device
             ):
                 return False
@@ -282,3 +286,8 @@ class Guard:
             if type(given[i]) is not type(value) or given[i] != value:
                 return False
         return True
+
+
+def _strides(tensor: Tensor) -> Any:
+    """None where a layout has none."""
+    return tensor.stride() if tensor.layout is torch.strided else None

@@ -1,0 +1,115 @@
+"""capture: inputs that no buffer can stand for are left to the function, expanded ones are captured, arguments are checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tensorlogic
+from tensorlogic.program.buffers import once, static_like
+
+from .test_capture import DEVICE, captured, gradients
+from .test_optimize import pays as pays  # the fixture
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+
+
+class Named(Tensor):
+    """A subclass, as image libraries have them."""
+
+
+def odd() -> dict[str, Tensor]:
+    x = torch.randn(4, 8, device=DEVICE)
+    return {
+        "subclass": x.as_subclass(Named),
+        "sparse": x.to_sparse(),
+        "csr": x.to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([x, x[:2]]),
+        "jagged": torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
+        "meta": x.to("meta"),
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["subclass", "sparse", "csr", "nested", "jagged", "meta"])
+def test_inputs_that_no_buffer_is_like_are_left_to_the_function(kind: str) -> None:
+    fast, x = captured(lambda v: v * 2), torch.randn(4, 8, device=DEVICE)
+    value: Any = odd()[kind]
+    for _ in range(4):
+        out = fast(value)
+        assert type(out) is type(value * 2)
+        assert out.layout == (value * 2).layout
+        plain = fast(x)
+        assert type(plain) is Tensor
+        assert torch.equal(plain, x * 2)
+    assert (fast.graphs, fast.reason) == (1, None)
+
+
+@torch.no_grad()
+def test_expanded_inputs_are_captured() -> None:
+    """Masks are expanded over a batch everywhere."""
+    fast = captured(lambda v, mask: v.masked_fill(mask, 0.0) + mask)
+    for _ in range(6):
+        x = torch.randn(4, 8, device=DEVICE)
+        mask = (torch.randn(1, 8, device=DEVICE) > 0).expand(4, 8)
+        torch.testing.assert_close(fast(x, mask), x.masked_fill(mask, 0.0) + mask)
+    assert (fast.graphs, fast.reason) == (1, None)
+    alone = captured(lambda v: v.sum(0))
+    for n in range(6):
+        x = torch.full((), float(n), device=DEVICE).expand(3, 2)
+        assert torch.equal(alone(x), x.sum(0))
+    assert alone.graphs == 1
+
+
+@gradients
+def test_gradients_of_expanded_inputs() -> None:
+    fast = captured(lambda v, w: v * w)
+    for _ in range(5):
+        x = torch.randn(1, 8, device=DEVICE).expand(4, 8)
+        w = torch.randn(4, 8, device=DEVICE, requires_grad=True)
+        (dw,) = torch.autograd.grad(fast(x, w).sum(), w)
+        assert torch.equal(dw, x)
+
+
+def test_a_buffer_lies_as_its_tensor() -> None:
+    for x in (torch.randn(3, 1, 5).expand(3, 4, 5), torch.randn(6, 4).t(), torch.randn(0, 3)):
+        made = static_like(x)
+        assert torch.equal(made, x)
+        assert made.stride() == x.stride()
+        assert made.untyped_storage().nbytes() == 4 * once(x).numel()
+
+
+@torch.no_grad()
+def test_an_optimised_model_leaves_them_to_its_own_code(pays: None) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval().to(DEVICE), odd()
+    dense = torch.randn(4, 8, device=DEVICE)
+    fast = tensorlogic.optimize(model, dense)
+    assert fast.report.outcome != "original"
+    for kind in ("nested", "csr", "sparse", "jagged"):
+        for _ in range(2):
+            assert type(fast(x[kind])) is type(model(x[kind]))
+            torch.testing.assert_close(fast(dense), model(dense))
+    for kind in ("nested", "csr"):
+        assert tensorlogic.optimize(model, x[kind]).report.outcome == "original"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"max_graphs": None}, TypeError, "max_graphs is NoneType; a whole number"),
+        ({"max_graphs": torch.ones(2)}, TypeError, "max_graphs is f32"),
+        ({"max_graphs": 1.5}, TypeError, "max_graphs is float 1.5"),
+        ({"batch": "x", "buckets": [4]}, TypeError, "batch is str 'x'; a whole number"),
+        ({"batch": -1, "buckets": [4]}, ValueError, "batch is -1; a dimension from 0"),
+        ({"batch": 0, "buckets": 8}, TypeError, "buckets is int 8; a list of sizes"),
+        ({"batch": 0, "buckets": torch.ones(2)}, TypeError, "buckets is f32"),
+        ({"batch": 0, "buckets": [4, None]}, TypeError, "buckets is NoneType; a whole number"),
+        ({"unsafe_views": "yes"}, TypeError, "unsafe_views is str 'yes'; True or False"),
+    ],
+)
+def test_arguments_are_named(given: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        tensorlogic.capture(torch.relu, **given)

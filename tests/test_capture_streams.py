@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,16 +12,15 @@ from torch import Tensor, nn
 
 from tensorlogic import capture_watch
 from tensorlogic.program import capturing, lanes
-from tensorlogic.program.graphs import Tape
+from tensorlogic.program.graphs import Tape, heal
 
 from .test_capture import CUDA, DEVICE, captured, gradients
 
 HERE = torch.device(DEVICE, 0) if CUDA else torch.device("cpu")
 
 
-def loss_of(fast: capturing.Captured, x: Tensor) -> Tensor:
-    found: Tensor = fast(x).square().sum()
-    return found
+def loss_of(fast: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return fast(x).square().sum()
 
 
 def test_nothing_is_recorded_while_another_threads_backward_pass_is_to_come() -> None:
@@ -79,25 +79,34 @@ def test_a_backward_pass_beside_another_threads_recording() -> None:
 
     def record() -> Tensor:
         with torch.no_grad():
+            other(x)  # cuBLAS cannot begin in a thread that records
+            torch.cuda.current_stream().synchronize()
             lately = captured(slow) if calls else slow
             if calls:
                 for _ in range(capturing.EAGER_CALLS):
                     lately(x)
                 return lately(x)  # type: ignore[no-any-return]
             tape = Tape(HERE, None)
-            kept: Tensor = tape.record(lambda: slow(x))
+            try:
+                kept: Tensor = tape.record(lambda: slow(x))
+            except RuntimeError:
+                heal(HERE)
+                raise
             tape.replay()
             return kept.clone()
 
+    loss_of(model, x).backward()  # nor beside one
     for calls in (False, True):
         model.zero_grad()
         loss = loss_of(captured(model), x)
         with ThreadPoolExecutor(1) as pool:
             made = pool.submit(record)
             assert recording.wait(1 if calls else 20) is not calls
-            loss.backward()
-            torch.cuda.current_stream().synchronize()
-            over.set()
+            try:
+                loss.backward()
+                torch.cuda.current_stream().synchronize()
+            finally:
+                over.set()
             torch.testing.assert_close(made.result(), other(x))
         grads = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
         for p, g in zip(model.parameters(), grads, strict=True):

@@ -64,6 +64,7 @@ def measured(name: str, seconds: float) -> dict[str, Any]:
     if not waiting(fast):
         return {"ready_s": ready, "outcome": fast.report.outcome, "reason": "nothing competes"}
     cores, calls = room.idle_cores(), served(fast, x, seconds)
+    print(f"{name}: ready in {ready:.1f} s, {cores:.0f} cores idle; {by_second(calls)}", flush=True)
     begin = time.perf_counter()
     peer = torch.compile(model, mode=PEER, dynamic=False)
     for _ in range(3):

@@ -26,16 +26,20 @@ from tensorlogic import measure
 from tensorlogic.program import room
 
 AFTER_S = 2.0  # of calls once all is decided
+TOLD_S = 5.0
 AS_FAST = 1.03  # times torch.compile's
 
 
 def served(fast: nn.Module, x: Tensor, seconds: float) -> list[tuple[float, float]]:
     """When each call began and how long it took, until what competes in the background has been compared, and a little longer."""
-    calls, begin, end = list[tuple[float, float]](), time.perf_counter(), seconds
+    calls, begin, end, told = list[tuple[float, float]](), time.perf_counter(), seconds, 0.0
     while (now := time.perf_counter() - begin) < end:
         fast(x)
         measure.synchronize(DEVICE)
         calls.append((now, time.perf_counter() - begin - now))
+        if now >= told + TOLD_S:  # a run that is cut shows how far it came
+            print(json.dumps(by_second([c for c in calls if c[0] >= told])), flush=True)
+            told = now
         if end == seconds and not waiting(fast):
             end = min(seconds, now + AFTER_S)
     return calls
@@ -63,8 +67,9 @@ def measured(name: str, seconds: float) -> dict[str, Any]:
     ready = time.perf_counter() - begin
     if not waiting(fast):
         return {"ready_s": ready, "outcome": fast.report.outcome, "reason": "nothing competes"}
-    cores, calls = room.idle_cores(), served(fast, x, seconds)
-    print(f"{name}: ready in {ready:.1f} s, {cores:.0f} cores idle; {by_second(calls)}", flush=True)
+    cores = room.idle_cores()
+    print(f"{name}: ready in {ready:.1f} s, {cores:.0f} cores idle", flush=True)
+    calls = served(fast, x, seconds)
     begin = time.perf_counter()
     peer = torch.compile(model, mode=PEER, dynamic=False)
     for _ in range(3):

@@ -10,11 +10,13 @@ compared, at most N seconds later. Processes compile side by side and use the de
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import fcntl
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -248,6 +250,15 @@ def work(given: argparse.Namespace) -> None:
             print(f"{'ok' if record['ok'] else 'FAIL':<5}{shown}", flush=True)
 
 
+class Cut(Exception):
+    """The time that somebody else gave is over."""
+
+
+def cut(*_: Any) -> None:
+    """What `timeout` ends tells what it has found."""
+    raise Cut
+
+
 def main() -> int:
     """Share the models out, print a line for each, write the records."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -263,6 +274,7 @@ def main() -> int:
     if given.worker:
         work(given)
         return 0
+    signal.signal(signal.SIGTERM, cut)
     asked = pairs(given.names)
     command = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
     command += ["--seconds", str(given.seconds), "--wait", str(given.wait)]
@@ -272,11 +284,12 @@ def main() -> int:
         folder = Path(shared)
         (folder / "queue").write_text("\n".join(f"{n}@{b}" for n, b in asked))
         workers = [subprocess.Popen([*command, "--worker", shared]) for _ in range(given.processes)]
-        for process in workers:
-            try:
-                process.wait(max(0.0, end - time.perf_counter()) + given.grace)
-            except subprocess.TimeoutExpired:  # what it has found so far counts
-                process.kill()
+        with contextlib.suppress(Cut):
+            for process in workers:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, end - time.perf_counter()) + given.grace)
+        for process in workers:  # what they have found so far counts
+            process.kill()
         for path in folder.glob("*.json"):
             records += [json.loads(line) for line in path.read_text().splitlines()]
         left = set((folder / "queue").read_text().split())

@@ -59,9 +59,9 @@ SCORES = {  # configuration, sizes
     "held": ({"BLOCK_N": 64, "STAGES": 4, "KEPT": 2}, (1, 3, 192, 256, 64)),
     "held wide": ({"BLOCK_N": 128, "STAGES": 4, "KEPT": 1}, (1, 2, 128, 256, 32)),
     "direct": ({"num_warps": 4, "STAGES": 3}, (1, 2, 203, 640, 64)),
-    "kept": ({"CUBIC": True, "HELD": 1}, (1, 6, 203, 512, 64)),
-    "kept, none held": ({"CUBIC": True, "HELD": 0}, (1, 2, 128, 512, 32)),
-    "kept, three steps": ({"CUBIC": False, "HELD": 1}, (1, 2, 128, 384, 32)),
+    "kept": ({"CUBIC": 1, "HELD": 1}, (1, 6, 203, 512, 64)),
+    "kept, none held": ({"CUBIC": 2, "HELD": 0}, (1, 2, 128, 512, 32)),
+    "kept, three steps": ({"CUBIC": 2, "HELD": 1}, (1, 2, 128, 384, 32)),
     "direct stays": ({"num_warps": 4, "STAGES": 2}, (1, 2, 64, 256, 32)),
 }  # fmt: skip
 
@@ -240,7 +240,7 @@ PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its 
     "loss: a target of C": ("cross_entropy_held", "(t >= 0) & (t < C)", "(t >= 0) & (t <= C)", partial(losses, "late")),
     "kept: the last step's columns": ("scores_kept", "y_ptr + LAST * (2 * N), at", "y_ptr + LAST * (2 * N) + 1, at", partial(scores, "kept")),
     "kept: one step not written": ("scores_kept", "for step in range(laps):\n        left", "for step in range(laps - 1):\n        left", partial(scores, "kept")),
-    "kept: the last step is not waited for": ("scores_kept", "    if HALF >= AGAIN:\n        async_copy.wait_group(0)\n", "    if HALF >= AGAIN:\n", partial(scores, "kept, three steps")),
+    "kept: the last step is not waited for": ("scores_kept", "    if AGAIN == 1:\n        async_copy.wait_group(0)\n", "    if AGAIN == 1:\n", partial(scores, "kept, three steps")),
     "kept: another step is held": ("scores_kept", "y_ptr + (AGAIN + i) * (2 * N)", "y_ptr + (AGAIN + i) * (2 * N) + N", partial(scores, "kept")),
     "kept: sums beyond what is held": ("scores_kept", "6e4 if HELD", "1e38 if HELD", partial(scores, "kept")),
     "kept: powers beyond float32": ("scores_kept", "tl.clamp(x, -127.0, 127.0", "tl.clamp(x, -127.0, 1e6", partial(scores, "kept", "bf16")),

@@ -25,14 +25,14 @@ def kept_refusal(
 
 
 def kept_configs(t: int, d: int) -> list[dict[str, Any]]:
-    """Configurations, best guess first: whether a quarter of the exponentials is left to multiply-adds, steps whose exponentials are held
-    in shared memory."""
+    """Configurations, best guess first: how many of four exponentials of every second tile are left to multiply-adds, and steps whose
+    exponentials are held in shared memory."""
     rows = 16 * WARPS
     room = SHARED // (2 if d <= 64 else 1) - 2 * d * (t + rows)
     if room < 0:
         return []
-    most = min(1, room // (2 * rows * _STEP))
-    pairs = dict.fromkeys([(True, most), (True, 0), (False, most)])
+    most = min(2 if d > 64 else 1, room // (2 * rows * _STEP), t // _STEP - 2)
+    pairs = dict.fromkeys([(1, most), (2, most), (2, 0)])
     return [{"CUBIC": cubic, "HELD": held} for cubic, held in pairs]
 
 

@@ -14,9 +14,13 @@ from .shapes import Shape
 
 
 def launcher(
-    s: Shape, start: Callable[..., bool], device: torch.device, *scalars: float
+    s: Shape,
+    start: Callable[..., bool],
+    device: torch.device,
+    *scalars: float,
+    counted: bool = True,
 ) -> Launcher:
-    """(loss,) or (loss, log-sum-exp, share) by `start(x, t, losses, lse, y, share, counter, *scalars)`."""
+    """(loss,) or (loss, log-sum-exp, share) by `start(x, t, losses, lse, y, share, counter, *scalars)`; not `counted`: without a counter."""
     empty, counters, dtype, f32 = wiring.empty(device), wiring.counters, DTYPES[s.dtype], torch.float32  # fmt: skip
     each, rows, save = s.reduction == "none", s.rows, s.save
     shape = s.shape[:-1]
@@ -31,8 +35,8 @@ def launcher(
             if save
             else loss
         )
-        counter = loss if each else counters(device, 1, torch.int64)
-        if not start(x, t, loss, lse, y, share, counter, *scalars):
+        counter = (loss if each else counters(device, 1, torch.int64),) if counted else ()
+        if not start(x, t, loss, lse, y, share, *counter, *scalars):
             return None
         return (y, lse, share) if save else (y,)
 

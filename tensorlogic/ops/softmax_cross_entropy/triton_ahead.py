@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ...plans import Key
 from ..common import (
@@ -16,7 +14,7 @@ from ..common import (
     triton_cross_entropy_together,
     wiring,
 )
-from . import SOFTMAX_CROSS_ENTROPY, shapes
+from . import SOFTMAX_CROSS_ENTROPY, reduced, shapes
 from .shapes import Shape
 
 
@@ -36,23 +34,7 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     start = triton_cross_entropy_ahead.ahead_launcher(
         s.rows, s.columns, s.dtype, s.reduction, s.ignore_index, dict(config), device, save=s.save
     )
-    empty, dtype, f32, rows, save = (
-        wiring.empty(device),
-        DTYPES[s.dtype],
-        torch.float32,
-        s.rows,
-        s.save,
-    )
-
-    def launch(x: torch.Tensor, t: torch.Tensor) -> Any:
-        loss, y = empty((rows,), (1,), f32), empty((), (), dtype)
-        lse = empty((rows,), (1,), f32) if save else loss
-        share = empty((1,), (1,), f32) if save else loss
-        if not start(x, t, loss, lse, y, share):
-            return None
-        return (y, lse, share) if save else (y,)
-
-    return launch
+    return reduced.launcher(s, start, device, counted=False)
 
 
 wiring.described(
@@ -61,5 +43,5 @@ wiring.described(
     describe,
     lambda s: triton_cross_entropy_ahead.ahead_configs(s.columns, s.dtype),
     build,
-    (triton_cross_entropy_ahead, triton_cross_entropy_together, triton_cross_entropy, shapes, sys.modules[__name__]),
+    (triton_cross_entropy_ahead, triton_cross_entropy_together, triton_cross_entropy, reduced, shapes, sys.modules[__name__]),
 )  # fmt: skip

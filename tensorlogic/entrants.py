@@ -48,15 +48,25 @@ def nearest(rest: Sequence[Entrant], key: Key) -> list[Entrant]:
 
 def pick(final: Sequence[Entrant], times: Mapping[str, float], key: Key, kind: str) -> Entrant:
     """Eager unless beaten by the tolerance; of equals that beat it ours, the last registered (the most special) first."""
-    best = min(times.values())
     eager = next(e for e in final if e.candidate.id == EAGER)
-    limit = min(best * (1 + measure.KINSHIP[kind]), times[EAGER])
+    barred = len(final) > 1 and copying(key)
+    best = min(us for id, us in times.items() if id != EAGER or not barred)
+    limit = best * (1 + measure.KINSHIP[kind])
+    limit = limit if barred else min(limit, times[EAGER])
     equals = [e for e in reversed(final) if e is not eager and times[e.candidate.id] <= limit]
     chosen = min(equals, key=lambda e: not e.candidate.trusted, default=eager)
     # on a GPU eager, recorded, brings PyTorch's own backward, not the fastest one: there it wins no ties
-    tied = times[EAGER] <= best * (1 + measure.TOLERANCE[kind])
+    tied = not barred and times[EAGER] <= best * (1 + measure.TOLERANCE[kind])
     recorded = key.direction == "forward" and kind == "cuda"
     return eager if tied and not recorded else chosen
+
+
+def copying(key: Key) -> bool:
+    """Whether eager keeps copies of operands in float64, which "f32" does not where anything else serves."""
+    wide = ("f64", "c128")
+    return key.precision == "f32" and any(
+        t is not None and t.dtype not in wide for t in key.tensors
+    )
 
 
 def measured(e: Entrant, device_us: float, host_us: float, spread: float, reason: str) -> Evidence:

@@ -12,7 +12,7 @@ import torch
 
 import tensorlogic
 from tensorlogic import PrecisionWarning, accuracy, adapting, ranking
-from tensorlogic.entrants import nearest
+from tensorlogic.entrants import nearest, pick
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import ways_cpu
 
@@ -201,6 +201,26 @@ def test_every_accuracy_is_measured_whole() -> None:
     ):
         asked: Any = SimpleNamespace(precision=precision)
         assert [e.candidate.id for e in nearest(entrants, asked)] == wanted
+
+
+def test_float32_keeps_no_copies_where_anything_else_serves() -> None:
+    final: list[Any] = [
+        SimpleNamespace(candidate=SimpleNamespace(id=id, trusted=True)) for id in (EAGER, "a", "b")
+    ]
+    times = {EAGER: 10.0, "a": 13.0, "b": 12.0}
+    op = OPS["matmul"].precise
+    assert op is not None
+
+    def won(mode: str, *dtypes: torch.dtype, among: int = 3) -> str:
+        operands = [torch.ones(4, 4, dtype=d) for d in dtypes]
+        key = op.key((*operands, "none", False), "inference", mode)
+        chosen: str = pick(final[:among], times, key, "cuda").candidate.id
+        return chosen
+
+    half, single, double = torch.float16, torch.float32, torch.float64
+    assert won("f32", half, single) == won("f32", double, half) == "b"
+    assert won("f32", double, double) == won("adaptive", half, single) == EAGER
+    assert won("f32", half, single, among=1) == EAGER
 
 
 def test_where_hosts_take_as_long_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,8 @@ from .triton_math import follow
 
 #: Lines and elements along them of a tile, by whether neighbours along a line lie together.
 TILES = {True: (8, 1024), False: (128, 64)}
-RUNS = {
-    False: 4,
-    True: 1,
-}  # tiles that a program reads along its lines, by whether it writes them, too
+RUNS = 4  # tiles that a program reads along its lines
+WRITTEN = {True: 1, False: 4}  # where it writes them, too, by the same
 TYPES = {"f32": torch.float32, "f64": torch.float64}
 
 
@@ -75,7 +73,7 @@ def _peaks(
     lines, along = shape
     rows, columns = TILES[together(strides)]
     rows = rows // 2 if real == "f64" else rows  # what the registers hold
-    runs = RUNS[len(strides) > 2]
+    runs = WRITTEN[together(strides)] if len(strides) > 2 else RUNS
     parts = ceil(along / (runs * columns))
     found = {"peak_ptr": real, "square_ptr": real} if squares else {"peak_ptr": real}
     if len(strides) > 2:

@@ -118,6 +118,38 @@ def test_what_it_takes_is_counted(
     assert earned == pytest.approx(20.0, rel=0.01)
 
 
+@torch.no_grad()
+def test_nothing_is_compared_where_memory_is_the_callers(
+    fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(room, "spare", lambda device: True)
+    monkeypatch.setattr(room, "fits", lambda device, nbytes: asked.append(nbytes))
+    given = x()
+    fast = optimized(given)
+    for _ in range(30):
+        fast(given)
+    assert fake.started == 0
+    assert set(asked) == {2 * 8 * (48 * 32 + 48 + 48 + given.numel())}  # in float64, and again
+    monkeypatch.setattr(room, "fits", lambda device, nbytes: True)
+    for _ in range(20):
+        fast(given)
+    assert fake.started == 1
+    assert not isinstance(fast._program, later.Later)
+
+
+def test_a_gpu_counts_what_pytorch_holds_and_does_not_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (2 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda d: 10 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda d: 7 * GIB)
+    assert room.fits(device, 5 * GIB)
+    assert not room.fits(device, 5 * GIB + 1)
+    assert room.fits(torch.device("cpu"), 1 << 60)
+
+
 def test_threads_change_sooner_while_the_compiler_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

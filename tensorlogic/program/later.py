@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import capture_watch, derived, policies, settings, stores
 from . import inductor, room
@@ -31,6 +32,7 @@ LOOK_S = 1.0  # of work between two looks whether the process has ended
 CALLS = 60  # of the original's time that one comparison takes, beside `FIXED_S`, where there was none yet
 FIXED_S = 0.4
 TIMED_S = 0.15
+WIDE = 8  # bytes of a number in higher precision
 NICENESS = 10
 SWITCH_S = 1e-4  # between two looks whether another thread wants to run
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError)
@@ -95,7 +97,9 @@ class Later:
 
     def _step(self) -> None:
         """Start the processes; look whether the next has ended; compare once that is earned."""
-        if not self.begun:
+        if not room.fits(self.program.device, self._needed()):
+            self._next(LOOK_S)  # what the caller has taken meanwhile is the caller's
+        elif not self.begun:
             if self._may_begin():
                 self._begin()
             self._next(LOOK_S)
@@ -109,6 +113,12 @@ class Later:
                 self._next(missing)
             else:
                 self._compare(self.jobs.pop(0))
+
+    def _needed(self) -> int:
+        """Bytes that comparing takes: the weights and inputs in higher precision, and about as much for what is computed."""
+        trace = self.contest.trace
+        tensors = [*(t for _, t in trace.state.values()), *trace.example]
+        return 2 * WIDE * sum(t.numel() for t in tensors if isinstance(t, Tensor))
 
     def _work_s(self) -> float:
         return self.calls * self.each_s

@@ -30,6 +30,14 @@ def spare(device: torch.device) -> bool:
         return False
 
 
+def fits(device: torch.device, nbytes: int) -> bool:
+    """Whether a GPU has so many bytes that nobody uses; elsewhere the machine's memory is not asked."""
+    if device.type != "cuda":
+        return True
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held >= nbytes
+
+
 def idle_cores() -> float:
     """Cores that this process might use and nobody does, by the load of the last minute."""
     try:

@@ -23,7 +23,7 @@ from .test_placement import Engine
 pytestmark = pytest.mark.skipif(calls.available() is not None, reason="needs the compiled calls")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMALLEST = 4096
-RULES = (3, 1, 2, 0, 1, 2)
+RULES = (1, 0, 2, 1, 3, 2)
 
 
 class Fake:
@@ -141,7 +141,7 @@ def test_where_there_is_no_memory_nothing_is_moved(fake: Fake) -> None:
     tensorlogic.pool.clear()
     resource.setrlimit(resource.RLIMIT_AS, (used + 16 * MIB, whole[1]))
     try:
-        for _ in range(2):
+        for _ in range(400):  # some find threads that have copied by then
             with pytest.raises(RuntimeError, match="memory"):
                 fake.move(given)
     finally:

@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,21 @@ def test_chunks_wait_for_each_other(
     stage(number, *addresses, 1024, 4096, *rest)  # finds the ring empty
     broken.finish()
     assert torch.equal(source, target)
+
+
+@pytest.mark.skipif(native.available() is not None, reason="needs the native library")
+def test_units_of_another_size_wait_until_the_ring_is_empty() -> None:
+    engine, pinned = Engine(), torch.empty(4 * 4096, dtype=torch.uint8)
+    number = native.op("staging_open")(pinned, [1, 2, 3, 4, 5], engine.calls, 0)
+    drawn = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in (9000, 16000, 12000, 30000)]
+    for _ in range(3):
+        targets = [torch.zeros_like(source) for source in drawn]
+        for i, (source, target) in enumerate(zip(drawn, targets, strict=True)):
+            addresses = (source.data_ptr(), target.data_ptr(), len(source))
+            unit = (700, 1024, 4096)[i % 3]
+            native.op("staged_copy")(number, *addresses, 1024, 4096, unit, 1 + i % 3, 0, True, 0, 8)
+        engine.finish()
+        assert all(map(torch.equal, drawn, targets))
 
 
 @pytest.mark.skipif(native.available() is not None, reason="needs the native library")
@@ -313,11 +329,12 @@ def test_speeds_and_links_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> Non
     """A link by memory that was written to, each time another part of it: the page of zeros that fresh memory reads as lies in a cache."""
     placement, cpu = importlib.import_module("tensorlogic.placement"), torch.device("cpu")
     moved: list[tuple[int, int]] = []
+    clock = [0.0]
 
     def to(t: torch.Tensor, device: Any) -> torch.Tensor:
         moved.append((t.nbytes, t.data_ptr()))
         assert t.view(torch.uint8)[:: stager.PAGE].eq(1).all()
-        time.sleep(0.001 if t.nbytes < 9999 else 0.003)
+        clock[0] += 0.001 if t.nbytes < 9999 else 0.003
         return t
 
     monkeypatch.setattr(staging, "to", to)
@@ -325,11 +342,13 @@ def test_speeds_and_links_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(placement.SIDES, "cpu", 32)
     placement.forget()
     try:
-        link = placement._link(cpu)
-        assert link.timed
-        assert placement._link(cpu) is link
-        assert 0.0009 < link.latency < 0.01
-        assert link.bandwidth < (1 << 20) / 0.001
+        with monkeypatch.context() as timed:
+            timed.setattr(placement, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+            link = placement._link(cpu)
+            assert link.timed
+            assert placement._link(cpu) is link
+        assert link.latency == pytest.approx(0.001)
+        assert link.bandwidth == pytest.approx(((1 << 20) - (1 << 12)) / 0.002)
         assert len({at for _, at in moved}) == 5
         assert sum(nbytes == 1 << 20 for nbytes, _ in moved) == 10
         fast = placement._speed(cpu)

@@ -118,9 +118,36 @@ def test_what_was_found_is_noted_and_read_again(
         stores.forget()
 
 
+def test_rules_are_timed_after_a_few_large_transfers_and_in_calm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mover = object.__new__(stager.Stager)
+    mover.device, mover.up, mover.rules = CPU, True, staging_rules.usual(True)
+    mover.copy, mover.left = (lambda *_: 0), stager.MET
+    settled: list[int] = []
+    calm = [True]
+    monkeypatch.setattr(stager.Stager, "_by", lambda *_: None)
+    monkeypatch.setattr(stager.Stager, "_settle", lambda self: settled.append(self.left))
+    monkeypatch.setattr(stager.capture_watch, "calm", lambda _: calm[0])
+    large, small = (torch.empty(n, dtype=torch.uint8) for n in (stager.LARGE, stager.LARGE - 1))
+    for t in (small, large, small, large, large):
+        mover.here(t, t, True)
+    assert (mover.left, settled) == (1, [])
+    calm[0] = False  # while another thread captures, say
+    mover.here(large, large, True)
+    assert (mover.left, settled) == (1, [])
+    calm[0] = True
+    for _ in range(3):
+        mover.here(large, large, True)
+    assert (mover.left, settled) == (0, [0])
+    mover.left = -1  # as two threads at a time might leave it
+    mover.here(large, large, True)
+    assert (mover.left, settled) == (-1, [0])
+
+
 @pytest.mark.skipif(native.available() is not None, reason="needs the native library")
 @pytest.mark.parametrize("up", [True, False])
-def test_rules_are_timed_on_the_way_that_transfers_take(
+def test_rules_are_timed_on_on_the_way_that_transfers_take(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, up: bool
 ) -> None:
     engine = Engine()

@@ -31,8 +31,8 @@ stores.ON_FORGET.append(_NOTES.forget)
 
 
 class Stores(enum.IntEnum):
-    """How copies are stored: an engine reads fastest from the cache that all processors share, slower from memory, slowest from the
-    caches of single processors. BOTH: past the caches and given up to the shared one, in turns."""
+    """How copies are stored: an engine reads slowest what lies in the caches of single processors, and everything more slowly while
+    threads store past the caches faster than it reads. BOTH: past the caches and given up to the shared one, in turns."""
 
     USUAL, PAST_CACHES, GIVEN_UP, BOTH = range(4)
 
@@ -63,16 +63,16 @@ def size_class(nbytes: int) -> int:
 
 
 def usual(up: bool) -> Rules:
-    """What an H200's host with 16 processors is served well by; threads: not all that there are, for others have work, too."""
-    past, large = _rule(10, Stores.PAST_CACHES), _rule(10, Stores.USUAL)
-    return past, past, large if up else past
+    """What an H200's host with 16 processors is served well by."""
+    rule = _rule(15, Stores.GIVEN_UP) if up else _rule(14, Stores.PAST_CACHES)
+    return rule, rule, rule
 
 
 def others(up: bool) -> list[Rule]:
     """What may be better on another host."""
-    found = [_rule(workers, Stores.PAST_CACHES) for workers in (7, 14)]
+    found = [_rule(workers, Stores.PAST_CACHES) for workers in (7, 10)]
     if up:
-        found += [_rule(10, Stores.USUAL), _rule(15, Stores.BOTH), _rule(15, Stores.GIVEN_UP)]
+        found += [_rule(14, Stores.PAST_CACHES), _rule(10, Stores.USUAL), _rule(15, Stores.BOTH)]
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic.program.buffers import once, static_like
+from tensorlogic.program.short import MISS
+from tensorlogic.program.watch import Guard
+from tensorlogic.program.words import Words
 
 from .test_capture import DEVICE, captured, gradients
 from .test_optimize import pays as pays  # the fixture
@@ -94,6 +99,57 @@ def test_an_optimised_model_leaves_them_to_its_own_code(pays: None) -> None:
             torch.testing.assert_close(fast(dense), model(dense))
     for kind in ("nested", "csr"):
         assert tensorlogic.optimize(model, x[kind]).report.outcome == "original"
+
+
+class Letter(int, Enum):
+    """Equal to a number, and something else."""
+
+    A = 1
+
+
+@torch.no_grad()
+def test_values_that_are_equal_are_not_the_same() -> None:
+    def fn(v: Tensor, by: Any) -> Tensor:
+        return v + 10 if by is True else v - 1 if isinstance(by, Letter) else v / (v * 0 + by)
+
+    fast, x = captured(fn), torch.arange(1, 4, device=DEVICE)
+    for by in (1, 1.0, True, Letter.A, 0.0, -0.0, [1], [1.0]):
+        given = by[0] if isinstance(by, list) else by
+        for _ in range(4):
+            out, want = fast(x, given), fn(x, given)
+            assert out.dtype == want.dtype
+            assert torch.equal(out, want)
+    assert fast.graphs == 6
+
+
+def test_the_sign_of_zero_tells_calls_apart() -> None:
+    x = torch.randn(3)
+    words = Words(lambda v: v, (x,), {"by": 0.0})
+    assert Guard((x, 0.0), False).holds((x, 0.0))
+    assert not Guard((x, 0.0), False).holds((x, -0.0))
+    assert words((x,), {"by": 0.0}) is x
+    assert words((x,), {"by": -0.0}) is MISS
+
+
+@dataclass
+class Batch:
+    x: Tensor
+
+
+@torch.no_grad()
+def test_objects_that_hold_tensors_are_left_to_the_function() -> None:
+    """The next one lies where the last one was, and a graph would read what that held."""
+    fast = captured(lambda batch, scale: batch.x * scale)
+    for n in range(6):
+        x = torch.full((2,), float(n), device=DEVICE)
+        assert torch.equal(fast(Batch(x), 2), x * 2)
+        assert fast.graphs == 0
+    plain = captured(lambda v, how: how(v))
+    x = torch.randn(3, device=DEVICE)
+    for _ in range(5):
+        assert torch.equal(plain(x, torch.relu), x.relu())
+    assert plain.graphs == 1
+    assert "an argument is a Batch" in str(fast.reason)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -24,6 +26,10 @@ from .short import MISS, Way, short
 from .watch import Kept, Watch, still
 
 EAGER_CALLS = 2  # calls of one kind that run as they are before one is captured
+TOLD = (
+    type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format,
+    nn.Module, torch.optim.Optimizer, FunctionType, BuiltinFunctionType, MethodType, type,
+)  # fmt: skip
 PAUSE = 16  # calls that run as they are after a recording that failed, before there is one more
 
 
@@ -147,6 +153,13 @@ class Captured:
     def _suits(self, flat: Sequence[Any]) -> tuple[str | None, torch.device | None]:
         """Why no graph may serve such calls (None: not this one), and the device of those that one may."""
         tensors = [v for v in flat if isinstance(v, Tensor)]
+        for value in flat:
+            if not isinstance(value, Tensor) and not _told(value):
+                kind = type(value).__name__
+                return (
+                    f"an argument is a {kind}, whose changes nothing tells; pass the tensors in it",
+                    None,
+                )
         if self.module is not None:
             tensors += list(self.module.parameters())[:1]
         kinds = {t.device.type for t in tensors} or (
@@ -300,17 +313,17 @@ def _recorded(
 
 
 def _kind(value: Any) -> Any:
+    """What a graph was recorded for; 1, 1.0 and True are not the same, nor are 0.0 and -0.0."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
-    return value if _hashable(value) else id(value)
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)
+    return type(value), value, value.training if isinstance(value, nn.Module) else None
 
 
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
+def _told(value: Any) -> bool:
+    """Whether a key tells what a call reads of a value that is no tensor: not of objects that hold others."""
+    return isinstance(value, TOLD)
 
 
 def _modes(device: torch.device) -> Any:
@@ -332,7 +345,7 @@ def capture(
     are replayed. Every call does its work exactly once, so a whole training step can be captured, too.
 
     Args:
-        fn: a function or torch.nn.Module of tensors on one GPU. With gradients recorded, forward and backward of a module
+        fn: a function or torch.nn.Module of tensors on one GPU, in containers that PyTorch's pytrees know, and of plain values. With gradients recorded, forward and backward of a module
             are each a graph. What a function reads besides its arguments must stay where it is in memory.
         max_graphs: kinds of input that are kept; the least recently used goes first.
         batch, buckets: the dimension of every input that is a batch of independent rows, and the sizes to which it is

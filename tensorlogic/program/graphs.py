@@ -282,6 +282,7 @@ class GradientReplay:
         self.static = [
             static_like(flat[i]).requires_grad_(flat[i].requires_grad) for i in self.places
         ]
+        self.expanded = any(map(expanded, self.static))
         given = list(flat)
         for i, s in zip(self.places, self.static, strict=True):
             given[i] = s
@@ -343,7 +344,10 @@ class _Replayed(torch.autograd.Function):
         token = _Token()
         replay.pending, replay.serial = weakref.ref(token), replay.serial + 1
         for s, x in zip(replay.static, given, strict=False):
-            once(s.detach()).copy_(once(x))
+            to = s.detach()
+            if replay.expanded:
+                to, x = once(to), once(x)
+            to.copy_(x)
         replay.forward.replay()
         ctx.replay, ctx.token, ctx.serial = replay, token, replay.serial
         tensors = [v for v in replay.leaves if isinstance(v, Tensor)]

@@ -43,11 +43,11 @@ def short(
     """
     if not args or any(type(v) is not Tensor for v in args):
         return None
+    if isinstance(replay, Replay) and (replay.written or replay.expanded):
+        return None
     fits = _fits(args, replay.device, before)
     if isinstance(replay, GradientReplay):
         return _recording(replay, fits, spec)
-    if replay.written or replay.expanded:
-        return None
     return _compiled(replay, args, spec, before, after, _launching(replay, fits, spec, after))
 
 

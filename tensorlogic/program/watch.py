@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from math import copysign
 from operator import attrgetter, call, itemgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -285,6 +286,8 @@ class Guard:
         for i, value in self.rest:
             if type(given[i]) is not type(value) or given[i] != value:
                 return False
+            if type(value) is float and copysign(1.0, given[i]) != copysign(1.0, value):
+                return False  # 0.0 is no -0.0
         return True
 
 

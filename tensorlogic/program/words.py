@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import copysign
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +33,8 @@ class Words:
             value = values[i]
             if value is not known and (type(value) is not kind or value != known):
                 return MISS
+            if kind is float and copysign(1.0, value) != copysign(1.0, known):
+                return MISS  # 0.0 is no -0.0
         return self.way(*[values[i] for i in self.tensors])
 
 

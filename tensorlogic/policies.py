@@ -43,9 +43,13 @@ class Policy:
     @property
     def identity(self) -> tuple[Any, ...]:
         """What makes two policies interchangeable."""
+        return (self.tune, self.observer, *self.meaning)
+
+    @property
+    def meaning(self) -> tuple[Any, ...]:
+        """What of it decides how a call is computed."""
         force = tuple(sorted(self.force.items())) if isinstance(self.force, Mapping) else self.force
-        rest = (self.observer, self.precision, self.placement)
-        return (self.tune, force, self.deterministic, self.lockfile, *rest)
+        return (force, self.deterministic, self.lockfile, self.precision, self.placement)
 
     @property
     def reproducible(self) -> bool:

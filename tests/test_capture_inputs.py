@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic import policies
 from tensorlogic.program.buffers import once, static_like
 from tensorlogic.program.short import MISS
 from tensorlogic.program.watch import Guard
 from tensorlogic.program.words import Words
 
-from .test_capture import DEVICE, captured, gradients
+from .test_capture import DEVICE, PythonTape, captured, gradients
 from .test_optimize import pays as pays  # the fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
@@ -129,6 +130,29 @@ def test_the_sign_of_zero_tells_calls_apart() -> None:
     assert not Guard((x, 0.0), False).holds((x, -0.0))
     assert words((x,), {"by": 0.0}) is x
     assert words((x,), {"by": -0.0}) is MISS
+
+
+class Still(PythonTape):
+    """Gives what was recorded, as a graph does that was recorded under another policy."""
+
+    def replay(self) -> None:
+        pass
+
+
+@torch.no_grad()
+def test_a_policy_has_a_graph_of_its_own() -> None:
+    def fn(v: Tensor) -> Tensor:
+        return v * (2 if policies.current().precision is None else 3)
+
+    x, fast = torch.randn(3), tensorlogic.capture(fn)
+    fast.tape = Still
+    for _ in range(8):
+        assert torch.equal(fast(x), x * 2)
+        with tensorlogic.precision("adaptive", rtol=1e-3):
+            assert torch.equal(fast(x), x * 3)
+        with tensorlogic.policy(tune="off"):
+            assert torch.equal(fast(x), x * 2)
+    assert fast.graphs == 2
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import capture_watch, derived
+from .. import capture_watch, derived, policies
 from ..arguments import describe, flag, index
 from ..tuning import leaves_of
 from . import lanes
@@ -71,13 +71,14 @@ class Captured:
         self._look()
         self.pool: Any = None
         self.way: Way | None = None  # to the kind that was replayed last
+        self.under = policies.current()  # whose calls it may serve
         self.tape: Callable[[torch.device, Any], Any] = CallTape
         self.recording = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """fn(*args, **kwargs), replayed where a graph of such a call exists."""
         way = self.way
-        if way is not None and not kwargs:
+        if way is not None and not kwargs and policies.current() is self.under:
             out = way(*args)
             if out is not MISS:
                 return out
@@ -113,7 +114,7 @@ class Captured:
         if rows is None and not kwargs:
             if entry.way is None:
                 entry.way = short(replay, args, entry.spec, self._steady(entry))
-            self.way = entry.way
+            self.way, self.under = entry.way, policies.current()
         if rows is not None:
             assert self.batch is not None
             out = [rows_of(v, self.batch, *rows) for v in out]
@@ -328,7 +329,8 @@ def _told(value: Any) -> bool:
 
 def _modes(device: torch.device) -> Any:
     on = torch.is_autocast_enabled(device.type)
-    return torch.is_grad_enabled(), torch.get_autocast_dtype(device.type) if on else None
+    dtype = torch.get_autocast_dtype(device.type) if on else None
+    return torch.is_grad_enabled(), dtype, policies.current().meaning
 
 
 def capture(

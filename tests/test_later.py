@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch
 
 import tensorlogic
 from tensorlogic import settings
-from tensorlogic.program import contest, later, room
+from tensorlogic.program import contest, inductor, later, room
 from tests.inductor_fakes import DEVICE, Fake
 
 from .test_contest import Chain, same, x
@@ -148,6 +149,26 @@ def test_a_gpu_counts_what_pytorch_holds_and_does_not_use(
     assert room.fits(device, 5 * GIB)
     assert not room.fits(device, 5 * GIB + 1)
     assert room.fits(torch.device("cpu"), 1 << 60)
+
+
+@pytest.mark.skipif(not inductor.GROUP.exists(), reason="no groups of sessions to weigh")
+def test_compilers_give_way_as_a_session() -> None:
+    """Linux weighs whole sessions against each other: niceness alone counts within one."""
+    code = "from tensorlogic.program.inductor import GROUP, give_way; give_way(7); print(GROUP.read_text())"
+    said = subprocess.run(
+        [sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True
+    )
+    assert said.stdout.split()[-1] == "7", said
+
+
+def test_where_sessions_are_not_weighed_niceness_is_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(os, "nice", given.append)
+    monkeypatch.setattr(inductor, "GROUP", tmp_path / "missing" / "autogroup")
+    inductor.give_way(7)
+    assert given == [7]
 
 
 def test_threads_change_sooner_while_the_compiler_is_imported(

@@ -84,9 +84,12 @@ Blocks split(const Kernels& k, const Product& p) {
   torch_get_num_threads(&threads);
   if (p.batch * p.M * p.N * p.K <= grain(k, p)) threads = 1;
   const bool runs = p.b.col == 1 && !p.tiles;
-  const int64_t most_rows = k.gemm_block_rows * roomy(k), most_cols = k.gemm_block_cols * roomy(k);
+  // steps take half of a panel's room and of the time to multiply it, so that packing it again costs twice as much
+  const bool steps = p.coarse && roomy(k) > 1;
+  const int64_t room = roomy(k) * (steps ? 2 : 1);
+  const int64_t most_rows = k.gemm_block_rows * room, most_cols = k.gemm_block_cols * room;
   const int64_t widest =
-      runs ? std::clamp(most_rows * most_cols / std::min(p.M, most_rows), most_cols, WIDEST) : most_cols;
+      runs && !steps ? std::clamp(most_rows * most_cols / std::min(p.M, most_rows), most_cols, WIDEST) : most_cols;
   const int64_t right = p.tiles ? 0 : k.gemm_packing * (runs ? ALONG : TURNED),
                 left = k.gemm_packing * (p.a.col == 1 ? ALONG : TURNED);
   const int64_t depth = k.gemm_depth * most_cols / widest;

@@ -322,6 +322,8 @@ def main() -> int:
     candidates = asked.candidates.split(",") if asked.candidates else []
     if candidates and not asked.ops:
         wanted = [n for n in wanted if not OPS[n].candidates.keys().isdisjoint(candidates)]
+    if unknown := [name for name in wanted if name not in OPS]:
+        parser.error(f"--ops: no op is called {', '.join(unknown)}; there are {', '.join(OPS)}")
     ops = [OPS[name] for name in wanted]
     if asked.serve:
         serve(asked.seed, ops, asked.elements, candidates)

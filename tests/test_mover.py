@@ -57,15 +57,23 @@ def test_every_byte_arrives(fake: Fake, n: int, dtype: torch.dtype) -> None:
         assert (moved.dtype, moved.shape, moved.is_contiguous()) == (dtype, given.shape, True)
 
 
-def test_memory_that_is_no_more_anybodys_else_is_kept_meanwhile(fake: Fake) -> None:
-    """Another thread lets go of the tensor while it is moved."""
-    held = [torch.full((60_000,), 7, dtype=torch.uint8)]
-    found: list[torch.Tensor] = []
-    running = threading.Thread(target=lambda: found.append(fake.move(held.pop())))
-    running.start()
-    running.join()
+@pytest.mark.parametrize("up", [True, False])
+def test_memory_is_kept_while_it_is_moved(monkeypatch: pytest.MonkeyPatch, up: bool) -> None:
+    """The tensor gets other memory in the midst, as another thread may give it."""
+    given = torch.full((40 * MIB,), 7, dtype=torch.uint8)
+
+    class Taking(Engine):
+        def use(self, device: int) -> int:
+            given.set_()
+            return super().use(device)
+
+    monkeypatch.setitem(globals(), "Engine", Taking)
+    fake = Fake(up)
+    moved = fake.move(given)
     fake.engine.finish()
-    assert torch.equal(found[0], torch.full((60_000,), 7, dtype=torch.uint8))
+    assert given.numel() == 0
+    assert moved.nbytes == 40 * MIB
+    assert moved.eq(7).all()
 
 
 def test_what_is_left_to_others(fake: Fake) -> None:

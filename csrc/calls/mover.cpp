@@ -28,17 +28,18 @@ struct Mover {
 // The result, made while the transfer is under way.
 struct Result {
   const Mover& by;
-  const at::Tensor& like;
+  const c10::DimVector sizes, strides;
+  const at::ScalarType dtype;
   at::Tensor tensor{};
   std::exception_ptr problem{};
 
   void make() {
     if (by.up) {
-      tensor = by.driver->made(like.sizes(), like.strides(), like.scalar_type(), by.index);
+      tensor = by.driver->made(sizes, strides, dtype, by.index);
       return;
     }
     at::Tensor* pooled = torch::aot_inductor::tensor_handle_to_tensor_pointer(
-        transfer::memory(static_cast<int32_t>(like.scalar_type()), like.sizes().data(), like.dim()));
+        transfer::memory(static_cast<int32_t>(dtype), sizes.data(), static_cast<int64_t>(sizes.size())));
     tensor = std::move(*pooled);
     delete pooled;
   }
@@ -85,8 +86,9 @@ PyObject* called(PyObject* object, PyObject* const* given, size_t flags, PyObjec
   try {
     if (!takes(self, given[0], bytes) || self.driver->stream(self.index, &stream) || self.driver->capturing(stream, &capturing) || capturing)
       Py_RETURN_NONE;
-    const at::Tensor from = THPVariable_Unpack(given[0]);  // whoever shares it may let go of it meanwhile
-    Result to{self, from};
+    const at::Tensor from = THPVariable_Unpack(given[0]);
+    const c10::Storage kept = from.storage();  // another thread may give the tensor other memory meanwhile
+    Result to{self, c10::DimVector(from.sizes()), c10::DimVector(from.strides()), from.scalar_type()};
     auto* const data = static_cast<char*>(const_cast<void*>(from.const_data_ptr()));
     const transfer::How& how = self.how[(bytes > self.below[0]) + (bytes > self.below[1])];
     int64_t wrong = 0;

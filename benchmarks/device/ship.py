@@ -29,7 +29,7 @@ os.environ["TENSORLOGIC_CACHE_DIR"] = tempfile.mkdtemp(prefix="tensorlogic-ship-
 import torch
 
 import tensorlogic
-from tensorlogic import compiling, plans, policies, stores, tuning, turns
+from tensorlogic import compiling, plans, policies, registry, stores, tuning, turns
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.plans import Plan, environment
 
@@ -177,6 +177,7 @@ def main() -> int:
         fn, args = waiting.popleft()
         tuning.whole(fn, *args)
         done += 1
+    registry.ready(device.type)  # who was chosen is known where nothing was called, too
     found = [p for p in stores.current(device).plans(shipped=True) if current(p)]
     for path in given.merge:
         found += [p for p in plans.load_lockfile(path).plans() if current(p)]

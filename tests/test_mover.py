@@ -144,9 +144,9 @@ def test_where_there_is_no_memory_nothing_is_moved(fake: Fake) -> None:
     given = torch.full((64 * MIB,), 3, dtype=torch.uint8)
     small = given[:SMALLEST].clone()
     whole = resource.getrlimit(resource.RLIMIT_AS)
+    tensorlogic.pool.clear()  # what it held is none of what is used
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     used = pages * resource.getpagesize()
-    tensorlogic.pool.clear()
     resource.setrlimit(resource.RLIMIT_AS, (used + 16 * MIB, whole[1]))
     try:
         for _ in range(400):  # some find threads that have copied by then

@@ -142,6 +142,25 @@ def test_until_a_process_has_started_threads_do_what_is_needed_soon(
     assert int(Path(later.path).read_text()) != os.getpid()
 
 
+def test_threads_leave_the_rest_to_processes_that_have_started(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)  # one thread
+    first, rest = job("wait", "first"), job("fine", "rest")
+    compiling.begin((first, rest))
+    begun(first)
+    compiling._workers.started = 1  # type: ignore[union-attr]
+    Path(first.path + ".go").touch()
+    compiling.settle(first)
+    time.sleep(0.2)
+    assert not Path(rest.path).exists()
+    assert not compiling.begun((rest,))
+
+
 def test_what_nobody_waits_for_is_compiled_only_when_asked_for_again(job: Any) -> None:
     slow, waiting = job("wait", "slow"), job("fine", "waiting")
     compiling.submit((slow, waiting))

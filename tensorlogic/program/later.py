@@ -87,9 +87,8 @@ class Later:
             return
         try:
             self._step()
-        except (
-            Exception
-        ) as problem:  # a compiler's code may raise anything; what serves now goes on serving
+        # a compiler's code may raise anything; what serves now goes on serving
+        except Exception as problem:
             LOG.info("tensorlogic: Inductor in the background: %s", first_line(problem))
             self._close(self.program)
         finally:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,6 +55,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Slower], list[s
         usual = cpu_rates._measured
         monkeypatch.setattr(cpu_rates, "_measured", measured)
         monkeypatch.setattr(measure, "once", once)
+        monkeypatch.setattr(cpu_rates, "_preempted", lambda: 0)  # whatever runs beside the tests
         return timed
 
     levels = forced("avx512" if "avx512" in cpu_costs.features() else "portable")
@@ -115,7 +119,7 @@ def test_what_was_timed_is_kept_in_the_process_and_on_disk(clock: Any) -> None:
     assert len(timed) == count
     file = stores.current(CPU).path.with_suffix(".rates")
     name = file.read_text().partition(" = ")[0]
-    for edited in ("x", "0", "2", "1e9 1", "-1 1"):  # not as it was written
+    for edited in ("x", "0", "2", "1e9 1", "-1 1", "861 430.5"):  # not as it was written
         file.write_text(f"{name} = {edited}\n")
         stores.forget()
         assert cpu_costs.torch_factor("f32") == 1.0
@@ -136,6 +140,50 @@ def test_a_busy_machine_is_not_believed(clock: Any, monkeypatch: pytest.MonkeyPa
     assert cpu_costs.torch_factor("f32") == 2.0
 
 
+def test_calls_that_lost_their_core_are_not_believed(
+    clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each as long as the other: a time slice of the system, met at every call."""
+    clock({"torch": 2.0})
+    usual, count = measure.once, itertools.count(1)
+    lost = [0]
+
+    def beside_another(call: Callable[[], Any], device: torch.device) -> float:
+        lost[0] += 1
+        return 8000.0 + 0 * usual(call, device)
+
+    def now_and_then(call: Callable[[], Any], device: torch.device) -> float:
+        return beside_another(call, device) if next(count) % 3 == 0 else usual(call, device)
+
+    monkeypatch.setattr(cpu_rates, "_preempted", lambda: lost[0])
+    for once, expected in ((beside_another, 1.0), (now_and_then, 2.0)):
+        monkeypatch.setattr(measure, "once", once)
+        assert cpu_costs.torch_factor("f32") == expected
+
+
+def test_a_thread_that_loses_its_core_is_noticed() -> None:
+    """Two processes on one core: the one that counts is interrupted."""
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("the system pins no process")
+    code = """
+import os, subprocess, sys, time
+from tensorlogic.ops.common import cpu_rates
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+begin, before = time.monotonic(), cpu_rates._preempted()
+while cpu_rates._preempted() < before + 5 and time.monotonic() < begin + 60: pass
+other.kill()
+sys.exit(cpu_rates._preempted() < before + 5)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_rates_that_no_processor_has_are_not_kept(clock: Any) -> None:
+    clock({"torch": 900.0, "ours": 450.0})
+    assert cpu_costs.torch_factor("f32") == cpu_costs.native_factor(False) == 1.0
+    assert not stores.current(CPU).path.with_suffix(".rates").exists()
+
+
 def test_nothing_is_timed_under_a_mode(clock: Any) -> None:
     timed = clock({"torch": 2.0})
     with LoggingTensorMode():
@@ -144,8 +192,9 @@ def test_nothing_is_timed_under_a_mode(clock: Any) -> None:
     assert cpu_costs.torch_factor("f32") == 2.0
 
 
-def test_products_are_timed_as_they_are() -> None:
+def test_products_are_timed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """On this machine, whatever it is: a factor within what any processor could have."""
+    monkeypatch.setattr(cpu_rates, "_preempted", lambda: 0)
     next(levels := forced("portable"))
     slow = cpu_costs.native_factor(False)
     next(levels, None)

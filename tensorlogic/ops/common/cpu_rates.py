@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from torch import Tensor
 from ... import capture_watch, measure, stores
 from ...notes import Notes
 
+if sys.platform != "win32":
+    import resource
+
 SIDES = (128, 448)  # of the products that are timed; both have room for two threads
 CLEAR, LONG_US = (
     8.0,
@@ -20,6 +24,7 @@ CLEAR, LONG_US = (
 )  # so many times longer at the first side, and so long, needs no second look
 ROUNDS = (6, 18)  # at least and at most, of which the two fastest must agree within
 AGREE = 1.1
+SLOWEST = 300.0  # times longer than what was fitted, that our blocks take on no processor
 TRIES = 3  # of a process, where they do not
 CLOSE = 1.3  # within it of what was expected, the machine is one that was fitted
 STEPS = 4  # a measured factor is rounded to a power of 2^(1/4): a noisy clock changes no choice
@@ -71,7 +76,8 @@ def _numbers(text: str, count: int) -> tuple[float, ...]:
         found = tuple(float(part) for part in text.split())
     except ValueError:
         found = ()
-    return found if len(found) == count and all(1e-3 < f < 1e6 for f in found) else (1.0,) * count
+    sound = len(found) == count and all(1e-3 < f < 1e6 for f in found) and found[-1] < SLOWEST
+    return found if sound else (1.0,) * count
 
 
 def _measured(dtype: torch.dtype, products: Sequence[Product]) -> list[float] | None:
@@ -92,22 +98,41 @@ def _measured(dtype: torch.dtype, products: Sequence[Product]) -> list[float] | 
                 rest, work = p.parts(side)
                 ratios[p] = max(took[p] - rest, work / CLEAR) / work
             left = [p for p in left if ratios[p] < CLEAR or took[p] < LONG_US]
+            if not left:
+                break
     last = ratios[products[-1]]
+    if last >= SLOWEST:
+        return None
     return [_rounded(ratios[p] / last) * _rounded(last) for p in products]
 
 
 def _fastest(calls: Mapping[Product, measure.Call]) -> dict[Product, float] | None:
-    """Microseconds of each call, once its two fastest rounds agree."""
+    """Microseconds of each call, once its two fastest rounds agree.
+
+    Not of calls during which a thread lost its core to another process: beside a third busy thread two
+    that wait for each other by spinning take a time slice of the system a call, again and again the same time.
+    """
     times: dict[Product, list[float]] = {p: [] for p in calls}
-    for done in range(1, ROUNDS[1] + 1):
+    for _ in range(ROUNDS[1]):
         for p, call in calls.items():
-            times[p] = sorted([*times[p], measure.once(call, CPU)])
+            before = _preempted()
+            took = measure.once(call, CPU)
+            if _preempted() == before:
+                times[p] = sorted([*times[p], took])
+        done = min(map(len, times.values()))
         settled = done > 1 and all(t[1] < AGREE * t[0] for t in times.values())
         if settled and (
             done >= ROUNDS[0] or sum(t[0] for t in times.values()) > LONG_US * ROUNDS[1]
         ):
             return {p: t[0] for p, t in times.items()}
     return None
+
+
+def _preempted() -> int:
+    """How often a thread of this process has lost its core to another; 0 where the system does not say."""
+    if sys.platform == "win32":
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def _rounded(ratio: float) -> float:

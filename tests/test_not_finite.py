@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 import tensorlogic
 from tensorlogic.op import OPS
+from tensorlogic.ops.attention_scores import backward_call, masked
 from tensorlogic.ops.convolution import CONVOLUTION
 from tensorlogic.ops.linear import linear
 from tensorlogic.program.patterns import WAYS
@@ -126,3 +127,33 @@ def test_gradients_behind_a_norm_with_nan_are_not_hidden() -> None:
     for got, want in zip(*found, strict=True):
         assert torch.equal(got.isfinite(), want.isfinite())
         assert not got.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16", "f16"])
+@pytest.mark.parametrize("place", ["q", "k", "dy"])
+@pytest.mark.parametrize("hides", ["mask", "causal", "both"])
+def test_no_gradient_through_hidden_scores(dtype: torch.dtype, place: str, hides: str) -> None:
+    """One NaN makes its row of scores NaN, and yet nothing of it reaches the keys that the row does not see."""
+    backward = OPS["attention_scores_backward"]
+    q, k, dy = torch.randn(2, 6, 8), torch.randn(2, 6, 8), torch.randn(2, 6, 6)
+    {"q": q, "k": k, "dy": dy}[place][1, 3, 2] = float("nan")
+    q, k, dy = (t.to(dtype) for t in (q, k, dy))
+    mask = torch.rand(6, 6) > 0.5 if hides != "causal" else None
+    if mask is not None:
+        mask[0], mask[3, :4] = False, torch.tensor([True, False, True, False])
+    leaves = [t.clone().requires_grad_() for t in (q, k)]
+    causal = hides != "mask"
+    scores = masked(leaves[0] @ leaves[1].mT, 0.5, mask, causal)
+    y = torch.softmax(scores, -1)
+    wanted = torch.autograd.grad(y, leaves, dy)
+    ours = tensorlogic.attention_scores(*leaves, 0.5, mask, causal)
+    found = {"public": torch.autograd.grad(ours, leaves, dy)}
+    for id in backward.candidates:
+        with tensorlogic.policy(force=id):
+            found[id] = backward_call(dy, q, k, y.detach(), 0.5, mask, causal, "110")[:2]
+    assert any(w.isnan().any() for w in wanted)
+    assert not all(w.isnan().all() for w in wanted)
+    for id, grads in found.items():
+        for got, want in zip(grads, wanted, strict=True):
+            assert torch.equal(got.isnan(), want.isnan()), id
+            torch.testing.assert_close(got, want, equal_nan=True, rtol=3e-2, atol=3e-2)

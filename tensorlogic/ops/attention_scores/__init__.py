@@ -45,23 +45,33 @@ def _attention_scores(
 _attention_scores.__name__ = "attention_scores"
 
 
+def unseen_zeroed(ds: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """ds with 0, in place, where a score is hidden: as in PyTorch no gradient comes of what is filled in, be the row NaN."""
+    if is_causal:
+        ds.tril_()
+    if mask is not None and mask.dtype == torch.bool:
+        torch.where(mask, ds, ds.new_zeros(()), out=ds)  # masked_fill_ takes four times as long
+    return ds
+
+
 def attention_scores_backward(
-    dy: Tensor, q: Tensor, k: Tensor, y: Tensor, scale: float, mask: Tensor | None, needs: str
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    y: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    is_causal: bool,
+    needs: str,
 ) -> tuple[Tensor | None, ...]:
     """dy [..., S, T] -> dq, dk and the gradient of an additive mask, each summed to its operand's shape."""
     ds = torch.ops.aten._softmax_backward_data(dy, y, -1, y.dtype)
+    ds = unseen_zeroed(ds, mask, is_causal)
     return (
         (ds @ k * scale).sum_to_size(q.shape) if needs[0] == "1" else None,
         (ds.transpose(-1, -2) @ q * scale).sum_to_size(k.shape) if needs[1] == "1" else None,
         ds.sum_to_size(mask.shape) if needs[2] == "1" and mask is not None else None,
     )
-
-
-def _sighted(y: Tensor, mask: Tensor, is_causal: bool) -> Tensor:
-    """y with 0 in place of NaN in the rows that see nothing: as in PyTorch, no gradient comes of what is filled in."""
-    if is_causal:
-        mask = mask & torch.ones(y.shape[-2:], dtype=torch.bool, device=y.device).tril()
-    return y.masked_fill(~mask.any(-1, keepdim=True), 0)
 
 
 def _kept(
@@ -81,9 +91,7 @@ def _backward(
     dy: Tensor,
 ) -> tuple[Any, ...]:
     q, k, y, mask = kept.stood_in(saved, dy)
-    if y is not None and mask is not None and mask.dtype == torch.bool:
-        y, mask = _sighted(y, mask, flags.is_causal), None
-    grads = backward_call(dy, q, k, y, scalars[0], mask, bits(needs))
+    grads = backward_call(dy, q, k, y, scalars[0], mask, flags.is_causal, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 

@@ -12,7 +12,7 @@ from ...numerics import DTYPES
 from ...op import Launcher
 from ...plans import Key
 from ..common import cpu_costs, native_wiring, wiring
-from . import ATTENTION_SCORES, ATTENTION_SCORES_BACKWARD
+from . import ATTENTION_SCORES, ATTENTION_SCORES_BACKWARD, unseen_zeroed
 
 CALL = 2.0  # microseconds that the second native call takes
 
@@ -83,10 +83,11 @@ def guess_backward(key: Key) -> float:
 
 def build_backward(key: Key) -> Launcher:
     """The launcher over (dy, q, k, y, scale, mask)."""
-    gradient, product, needs = native.op("softmax_backward"), native.op("matmul"), key.flag("needs")
+    gradient, product = native.op("softmax_backward"), native.op("matmul")
+    causal, needs = key.flag("is_causal"), key.flag("needs")
 
     def launch(dy: Any, q: Any, k: Any, y: Any, scale: float, mask: Any) -> Any:
-        ds = gradient(dy, y)
+        ds = unseen_zeroed(gradient(dy, y), mask, causal)
         dq = product(ds, k).mul_(scale) if needs[0] == "1" else None
         dk = product(ds.mT, q).mul_(scale) if needs[1] == "1" else None
         return dq, dk, None

@@ -16,6 +16,8 @@ from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
 from ..common import checks, costs
 
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
 
 def _masked_scores(
     q: Tensor, k: Tensor, scale: float, mask: Tensor | None, is_causal: bool
@@ -50,7 +52,8 @@ def unseen_zeroed(ds: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     if is_causal:
         ds.tril_()
     if mask is not None and mask.dtype == torch.bool:
-        torch.where(mask, ds, ds.new_zeros(()), out=ds)  # masked_fill_ takes four times as long
+        words = WORDS[ds.itemsize]  # on a CPU masked_fill_ and where take 4 to 20 times as long
+        ds.view(words).bitwise_and_(mask.to(words).neg_())
     return ds
 
 

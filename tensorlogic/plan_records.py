@@ -56,6 +56,16 @@ class TensorSpec:
         ranks = sorted(range(len(self.shape)), key=lambda d: (self.stride[d], d))
         return ("other", *ranks, *(self.stride[d] == 1 for d in ranks), *map(_divisor, self.stride))
 
+    @property
+    def divided(self) -> tuple[int, ...]:
+        """How far the dimension divides that is read along, of the others only whether they are 0, 1 or more."""
+        inner = {"contiguous": 1, "transposed": 2}.get(self.layout[0])
+        along = None if inner is None else len(self.shape) - inner
+        return tuple(
+            _divisor(n) if along is None or d == along else _divisor(n) if n < 2 else 2
+            for d, n in enumerate(self.shape)
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Only what the text shows."""
         record: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
@@ -117,23 +127,22 @@ class Key:
 
     @cached_property
     def kin(self) -> tuple[Any, ...]:
-        """What keys share that learn from each other: all but alignment and sizes."""
+        """What keys share that learn from each other: all but alignment and sizes, and how far those divide that memory is read along."""
         tensors = tuple(
-            spec and (spec.dtype, spec.constant, spec.layout, tuple(map(_divisor, spec.shape)))
-            for spec in self.tensors
+            spec and (spec.dtype, spec.constant, spec.layout, spec.divided) for spec in self.tensors
         )
         flags = tuple(f"{name}={_flag_text(name, value)}" for name, value in self.flags)
         return (self.op, tensors, flags, self.device, self.direction, self.precision)
 
     def distance(self, other: Key) -> float:
-        """Euclid over log2 of the sizes; a size that several tensors share counts once."""
-        pairs = {
-            (n, m)
-            for mine, theirs in zip(self.tensors, other.tensors, strict=True)
-            if mine is not None and theirs is not None
-            for n, m in zip(mine.shape, theirs.shape, strict=True)
-        }
-        return math.sqrt(sum(math.log2(max(n, 1) / max(m, 1)) ** 2 for n, m in pairs))
+        """Euclid over log2 of the sizes, and of how far those of rows and columns divide, a quarter of it; a size that several
+        tensors share counts once."""
+        both = [(a, b) for a, b in zip(self.tensors, other.tensors, strict=True) if a and b]
+        sizes = {pair for a, b in both for pair in zip(a.shape, b.shape, strict=True)}
+        ends = {pair for a, b in both for pair in zip(a.shape[-2:], b.shape[-2:], strict=True)}
+        apart = sum(math.log2(max(n, 1) / max(m, 1)) ** 2 for n, m in sizes)
+        uneven = sum(math.log2(abs(_divisor(n) or 1) / abs(_divisor(m) or 1)) ** 2 for n, m in ends)
+        return math.sqrt(apart + uneven / 16)
 
     def as_aligned(self, other: Key) -> bool:
         """True when no tensor is less aligned than the same one of `other`."""

@@ -72,8 +72,10 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     plan = store.get(key, valid)
     if plan is not None:
         return _planned(plan, "plan")
-    near = store.nearest(key, lambda id: id in op.candidates and op.candidates[id].trusted, valid)
-    if near is not None and _serves(op, key, near, store):
+    near = store.nearest(
+        key, op.candidates.__contains__, lambda plan: valid(plan) and _serves(op, key, plan, store)
+    )
+    if near is not None:
         where = " on a GPU of the same chip" if near.key == key else ""
         return _planned(near, f"neighbour {near.key.text}{where}")
     return _guessed(op, key)

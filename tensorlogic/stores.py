@@ -61,6 +61,11 @@ def complete(op: Op, plan: Plan | None, key: Key) -> bool:
     return all((c.id, c.source) in known for c in op.candidates.values() if c.unfit(key) is None)
 
 
+def neighbour(op: Op, key: Key, device: torch.device) -> Plan | None:
+    """The closest plan by candidates that are here: what won there is likely to win, and compiled first."""
+    return current(device).nearest(key, lambda id: id in op.candidates)
+
+
 def measured(
     op: Op, key: Key, device: torch.device, budget_s: float = 0.3, prompt_s: float = PROMPT_S
 ) -> Plan | None:
@@ -69,7 +74,7 @@ def measured(
     plan = store.get(key)
     if complete(op, plan, key):
         return plan
-    near = store.nearest(key, lambda id: id in op.candidates)
+    near = neighbour(op, key, device)
     study = Study(
         op, key, device, environment(device), plan, budget_s, prompt_s=prompt_s, near=near
     )

@@ -108,7 +108,8 @@ def _learn(
     ]
     for op, key, device in keys:
         if not stores.complete(op, stores.current(device).get(key), key):
-            compiling.submit(turns.kernels(op, key, device))
+            near = stores.neighbour(op, key, device) if device.type == "cuda" else None
+            compiling.submit(turns.kernels(op, key, device, near))
     for op, key, device in keys:
         _measure(op, key, device, learned, prompt_s)
     for device in {device for _, _, device in met.values()}:

@@ -42,14 +42,17 @@ def listed(candidate: Candidate, key: Key, device: torch.device) -> list[Turn]:
 
 
 def likely(lists: Sequence[Sequence[Turn]], near: Plan) -> list[list[Turn]]:
-    """The same with what won a key nearby before all best guesses."""
+    """The same with what won a key nearby before all best guesses; of a winner without that configuration here, its own first one."""
     winners = {(near.eager, _text(near.eager_config)), (near.captured, _text(near.captured_config))}
 
-    def ranked(turn: Turn) -> Turn:
-        won = (turn.candidate.id, _text(turn.config)) in winners
-        return replace(turn, rank=-1) if won else turn
+    def ranked(own: Sequence[Turn]) -> list[Turn]:
+        won = [(turn.candidate.id, _text(turn.config)) in winners for turn in own]
+        if not any(won) and own[0].candidate.id in (near.eager, near.captured):
+            won[0] = True
+        pairs = zip(own, won, strict=True)
+        return sorted((replace(t, rank=-1) if w else t for t, w in pairs), key=lambda t: t.rank)
 
-    found = [sorted(map(ranked, own), key=lambda turn: turn.rank) for own in lists]
+    found = [ranked(own) for own in lists]
     return sorted(found, key=lambda own: own[0].rank)
 
 
@@ -63,8 +66,8 @@ def jobs(lists: Sequence[Sequence[Turn]]) -> list[Any]:
     return [job for rank in ranks for turn in rank if turn is not None for job in turn.jobs]
 
 
-def kernels(op: Op, key: Key, device: torch.device) -> list[Any]:
-    """Compile jobs of every candidate that may serve the key, for workers to begin with before its turn comes."""
+def kernels(op: Op, key: Key, device: torch.device, near: Plan | None = None) -> list[Any]:
+    """Compile jobs of every candidate that may serve the key, for workers to begin with before its turn comes; what won `near` first."""
     lists: list[list[Turn]] = []
     for candidate in op.candidates.values():
         if candidate.id == EAGER or candidate.unfit(key) is not None:
@@ -73,7 +76,8 @@ def kernels(op: Op, key: Key, device: torch.device) -> list[Any]:
             lists.append(listed(candidate, key, device))
         except BIND_ERRORS as problem:  # the study refuses it by name
             LOG.debug("tensorlogic: %s lists no kernels: %s", candidate.id, problem)
-    return jobs(lists)
+    lists = [own for own in lists if own]
+    return jobs(lists if near is None else likely(lists, near))
 
 
 def arriving(late: list[Turn], until: float) -> Iterator[Turn]:

@@ -252,3 +252,20 @@ def test_memory_given_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
         measure.give_back(torch.device("cuda", 0))
     assert slept == [pytest.approx(0.018, rel=0.05), 0.0]
     measure.give_back(CPU)
+
+
+@pytest.mark.parametrize("name", [
+    "softmax_cross_entropy", "softmax_cross_entropy_backward", "softmax_cross_entropy_together"
+])  # fmt: skip
+def test_losses_are_timed_with_every_row_and_checked_with_ignored_ones(name: str) -> None:
+    """A kernel that skips rows which count for nothing must not win by rows that few callers have."""
+    op, logits, target = OPS[name], torch.randn(64, 16), torch.zeros(64, dtype=torch.int64)
+    given = {
+        "softmax_cross_entropy": (logits, target, -100, 0.0, "mean", True),
+        "softmax_cross_entropy_backward": (torch.ones(()), logits, target, torch.zeros(64), torch.ones(1), -100, 0.0, "mean"),
+        "softmax_cross_entropy_together": (torch.ones(()), logits, target, -100, 0.0, "mean"),
+    }[name]  # fmt: skip
+    checker = Checker(op, op.key(given, "backward"), CPU)
+    hidden = [(s.tensors(op)["target"] == -100).sum().item() for s in checker.probes]
+    assert hidden == [0, 0, 9]
+    assert all((s.tensors(op)["target"] >= 0).all() for s in checker.cold())

@@ -213,7 +213,9 @@ def test_forgotten_plans_stay_forgotten(store: PlanStore) -> None:
     assert store.forget(lambda p: p.key != linear(8, 4, 3)) == 2
     assert store.flush()
     assert [p.key for p in PlanStore(store.path.parent, CPU).plans()] == [linear(8, 4, 3)]
-    assert store.nearest(linear(8, 4, 2), lambda id: True) is None
+    near = store.nearest(linear(8, 4, 2), lambda id: True)
+    assert near is not None
+    assert near.key == linear(8, 4, 3)
     assert store.forget() == 1
     assert not list(store.plans())
 
@@ -233,8 +235,8 @@ def test_the_nearest_plan_is_found(store: PlanStore) -> None:
 
 
 STRANGERS = {
-    "odd size": linear(127, 128, 128),
-    "less divisible": linear(136, 128, 128),
+    "odd size": linear(128, 127, 128),
+    "less divisible": linear(128, 136, 128),
     "single row": linear(1, 128, 128),
     "empty": linear(0, 128, 128),
     "flag": linear(128, 128, 128, flags=(("activation", "gelu"),)),
@@ -275,6 +277,23 @@ def test_a_dimension_of_one_learns_from_no_other_odd_size(store: PlanStore) -> N
     store.put(plan(linear(3, 128, 128)))
     assert store.nearest(linear(5, 128, 128), anything) is not None
     assert store.nearest(linear(1, 128, 128), anything) is None
+
+
+def test_rows_of_any_number_are_neighbours_and_those_that_divide_alike_are_nearer(
+    store: PlanStore,
+) -> None:
+    """Only the dimension that memory is read along decides how wide it may be read."""
+    store.put(plan(linear(132, 128, 128)))
+    near = store.nearest(linear(128, 128, 128), anything)
+    assert near is not None
+    store.put(plan(linear(144, 128, 128)))
+    near = store.nearest(linear(128, 128, 128), anything)
+    assert near is not None
+    assert near.key == linear(144, 128, 128)
+    many = [(spec(n, 12, 128, 64), spec(n, 12, 128, 64, constant=True), None) for n in (2, 3, 4)]
+    keys = [linear(1, 1, 1, tensors=tensors) for tensors in many]
+    assert keys[0].kin == keys[1].kin
+    assert keys[0].distance(keys[1]) < keys[0].distance(keys[2]) == 1.0
 
 
 def test_layouts() -> None:

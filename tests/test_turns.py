@@ -136,8 +136,9 @@ def test_what_won_nearby_comes_before_all_best_guesses() -> None:
     lists = [turns.listed(op.candidates[id], key, CPU) for id in ("planted.a", "planted.b")]
     near = Plan(key, "planted.b", {"n": 2}, "planted.a", {"n": 7})
     found = turns.likely(lists, near)
-    assert turns.jobs(found) == ["b2", "a0", "b0", "a1", "b1"]
-    assert [turn.rank for own in found for turn in own] == [-1, 0, 1, 0, 1]
+    assert turns.jobs(found) == ["a0", "b2", "a1", "b0", "b1"]
+    assert [turn.rank for own in found for turn in own] == [-1, 1, -1, 0, 1]
+    assert turns.kernels(op, key, CPU, near) == turns.jobs(found)
 
 
 def test_what_a_process_needs_to_load_kernels_is_begun_with_the_first_jobs(

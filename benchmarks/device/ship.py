@@ -1,6 +1,6 @@
 """Measures a grid of sizes on this GPU and writes the plans that are shipped for its model.
 
-python benchmarks/device/ship.py tensorlogic/shipped/nvidia-h200.json [--seconds 150] [--fresh] [--part 1/4] [--merge FILE ...]
+python benchmarks/device/ship.py tensorlogic/shipped/nvidia-h200.json [--seconds 150] [--fresh] [--part 1/4] [--only OP ...] [--merge FILE ...]
 
 The grid is none of the benchmark's or of a model's: sizes between are served by the nearest plan. Squares, few rows and many,
 recorded (training) calls, rows of scores and losses, elements: in float16 and bfloat16, all in turn, so that whatever
@@ -154,6 +154,7 @@ def main() -> int:
     parser.add_argument(
         "--part", default="1/1", help="K/N: every N-th call of the grid, from the K-th"
     )
+    parser.add_argument("--only", nargs="*", default=[], help="calls of these public functions")
     parser.add_argument(
         "--merge",
         type=Path,
@@ -167,7 +168,8 @@ def main() -> int:
     begin, done, device = time.perf_counter(), 0, torch.device("cuda", torch.cuda.current_device())
     waiting: collections.deque[Call] = collections.deque()
     part, parts = map(int, given.part.split("/"))
-    coming = itertools.islice(calls(), part - 1, None, parts)
+    asked = (c for c in calls() if not given.only or c[0].__name__ in given.only)
+    coming = itertools.islice(asked, part - 1, None, parts)
     while time.perf_counter() - begin < given.seconds:
         for fn, args in itertools.islice(coming, AHEAD - len(waiting)):
             ahead(fn, args)

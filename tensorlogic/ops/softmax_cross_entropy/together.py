@@ -15,6 +15,7 @@ from ...plans import Key, TensorSpec
 from ..common import costs
 from . import SOFTMAX_CROSS_ENTROPY as FORWARD
 from . import SOFTMAX_CROSS_ENTROPY_BACKWARD as BACKWARD
+from . import some_ignored
 
 
 def softmax_cross_entropy_together(
@@ -60,8 +61,9 @@ def _prepare(key: Key, values: dict[str, Any]) -> None:
 
 
 def _stress(key: Key, values: dict[str, Any]) -> None:
-    """Wide logits, and another gradient than before."""
+    """Wide logits, rows that are ignored, and another gradient than before."""
     values["logits"].mul_(40)
+    some_ignored(key, values)
     values["dloss"].fill_(3.0)
 
 

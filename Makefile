@@ -53,7 +53,7 @@ site: setup
 TOOLS ?= memcheck racecheck initcheck
 PART ?= not compiles
 PROCESSES ?= 16
-SANITIZED ?= $(wildcard tests/test_triton_gemm.py tests/test_triton_specialised.py tests/test_triton_columns.py tests/test_triton_rows.py tests/test_triton_scores*.py tests/test_triton_spins.py tests/test_triton_stays.py tests/test_triton_together.py tests/test_triton_precision.py tests/test_triton_mixed.py)
+SANITIZED ?= $(filter-out %_compile.py tests/test_triton_launch.py,$(wildcard tests/test_triton_*.py))
 sanitize: setup
 	$(PYTHON) -m pytest -q -n $(PROCESSES) --dist worksteal $(SANITIZED) -k "$(PART)"
 	for tool in $(TOOLS); do \

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from .bench.problems import Problem
 
 DONE, FOUND, REFUSED, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
+AGAIN_S = 0.01  # after which a dropped Ctrl-C is raised once more
 
 
 def ended(run: Callable[[], object]) -> int:
@@ -21,7 +25,8 @@ def ended(run: Callable[[], object]) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a terminal without a sign shows another one
             stream.reconfigure(errors="replace")
     try:
-        code = run()
+        with _heard():
+            code = run()
         sys.stdout.flush()
     except Problem as problem:
         return _refused(str(problem))
@@ -37,6 +42,28 @@ def ended(run: Callable[[], object]) -> int:
             _discard()
         return _refused(str(problem) if why is None else f"the output cannot be written: {why}")
     return code if isinstance(code, int) else DONE
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[None]:
+    """A Ctrl-C that falls into a finalizer or a weak reference's callback, where Python drops it, is raised again."""
+    usual, timers = sys.unraisablehook, list[threading.Timer]()
+
+    def hook(dropped: Any) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            usual(dropped)
+            return
+        timers.append(threading.Timer(AGAIN_S, _thread.interrupt_main))  # here it would be dropped
+        timers[-1].daemon = True
+        timers[-1].start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual
+        for timer in timers:
+            timer.cancel()
 
 
 def _refused(text: str) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import files
-from .plan_records import SCHEMA, Environment, digest
+from .environments import SCHEMA, Environment, digest
 
 FORMAT = "tensorlogic plans"
 LOG = logging.getLogger("tensorlogic")

@@ -12,16 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from . import plan_files
+from .environments import Environment, environment
 from .plan_files import PlanStoreWarning, Records
 from .plan_records import (
     DISTURBED,
     UNFINISHED,
-    Environment,
     Evidence,
     Key,
     Plan,
     TensorSpec,
-    environment,
     merged,
 )
 

@@ -27,6 +27,7 @@ NATIVE = (  # modules that register native CPU candidates
     "tensorlogic.ops.layer_norm_linear.cpu_fused",
     "tensorlogic.ops.linear.cpu_fused",
     "tensorlogic.ops.linear_batch_norm_relu.cpu_fused",
+    "tensorlogic.ops.linear_batch_norm_relu.cpu_product",
     "tensorlogic.ops.matmul.cpu_fused",
     "tensorlogic.ops.pointwise.cpu_fused",
     "tensorlogic.ops.reduce.cpu_fused",

@@ -40,6 +40,9 @@ NEAR = {
 }  # to a bound, so that one look does not decide: PyTorch's own calls vary by this much with where malloc put things
 
 
+ASKED = frozenset((12, 24, 48, 96))  # rounds after which samples may tell enough
+
+
 @dataclass
 class Samples:
     """Microseconds per call of several implementations, one entry a round; the rounds are shared, so ratios pair up."""
@@ -224,16 +227,18 @@ def wall_samples(
     budget_s: float,
     rounds: int = 200,
     again: bool = False,
+    told: Callable[[Samples], bool] | None = None,
 ) -> Samples:
     """Wall time of one synchronised call in microseconds, each round in another order: what one who waits for the result sees.
 
     `again`: of the second of two, so that what another call has left behind, threads that still spin say, does not count.
+    `told`: whether samples tell what they are wanted for; asked now and then, and where they do no more are taken.
     """
     sample = _second if again else once
     samplers = {name: functools.partial(sample, call, device) for name, call in calls.items()}
     for sample in samplers.values():
         sample()
-    return _interleave(samplers, rounds, budget_s / 2)
+    return _interleave(samplers, rounds, budget_s / 2, told)
 
 
 Sampler = Callable[[Mapping[str, Sequence[Call]], torch.device, float, int], Samples]
@@ -276,7 +281,10 @@ def settled(
 
 
 def _interleave(
-    samplers: Mapping[str, Callable[[], float]], rounds: int, budget_s: float
+    samplers: Mapping[str, Callable[[], float]],
+    rounds: int,
+    budget_s: float,
+    told: Callable[[Samples], bool] | None = None,
 ) -> Samples:
     order, samples = random.Random(0), Samples({name: [] for name in samplers})
     begin = time.perf_counter()
@@ -284,6 +292,8 @@ def _interleave(
         for name, sample in order.sample(list(samplers.items()), len(samplers)):
             samples.values[name].append(sample())
         if done >= 4 and time.perf_counter() - begin > 2 * budget_s:
+            break
+        if told is not None and done + 1 in ASKED and told(samples):
             break
     return samples
 

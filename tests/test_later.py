@@ -296,7 +296,7 @@ def test_a_graph_of_dynamos_waits_too(
 
 
 @torch.no_grad()
-def test_layers_that_share_a_graph_do_not(
+def test_layers_that_share_a_graph_take_turns(
     fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "spare", lambda device: True)
@@ -304,8 +304,17 @@ def test_layers_that_share_a_graph_do_not(
     fast: Any = tensorlogic.optimize(Layers().to(DEVICE).eval(), given)
     shared = [p for p in fast._program.pieces if len(p.programs) > 1]
     assert shared, fast.report
-    assert not any(isinstance(p, later.Later) for s in shared for p in s.programs.values())
-    same(fast(given), Layers.forward(fast, given))
+    layers = len(waiting(fast))
+    assert layers == sum(len(p.programs) for p in fast._program.pieces)
+    fake.ended = False
+    for _ in range(30):
+        same(fast(given), Layers.forward(fast, given))
+    assert fake.started == 1  # one at a time
+    fake.ended = True
+    for _ in range(30 * layers):
+        same(fast(given), Layers.forward(fast, given))
+    assert fake.started == layers
+    assert not waiting(fast)
 
 
 @torch.no_grad()

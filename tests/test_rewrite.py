@@ -29,7 +29,7 @@ class Says(nn.Module):
         self.norm, self.plain = nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False)
         self.bn, self.bn2 = nn.BatchNorm1d(8), nn.BatchNorm2d(4)
         self.conv, self.drop = nn.Conv2d(3, 4, 3, padding=1), nn.Dropout(0.5)
-        self.says = forward
+        self.rgb, self.says = nn.Parameter(torch.ones(3)), forward
         self.train(training)
 
     def forward(self, *args: Any) -> Any:
@@ -103,6 +103,23 @@ MATCHES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
         (IMAGE,),
         ["convolution"],
     ),
+    "convolution, gelu": (lambda m, x: F.gelu(m.conv(x)), (IMAGE,), ["convolution"]),
+    "convolution, residual, silu": (
+        lambda m, x: F.silu(m.conv(x) + x[:, :1].expand(2, 4, 6, 6)),
+        (IMAGE,),
+        ["convolution"],
+    ),
+    "convolution, layer scale, residual": (
+        lambda m, x: m.conv(x) * m.bn2.weight.view(4, 1, 1) + x[:, :1].expand(2, 4, 6, 6),
+        (IMAGE,),
+        ["convolution"],
+    ),
+    "linear, layer scale, residual": (
+        lambda m, x: x + m.norm.weight * m.lin(x),
+        (X,),
+        ["linear"],
+    ),
+    "group norm": (lambda m, x: F.group_norm(x, 1, m.rgb, m.rgb), (IMAGE,), ["group_norm"]),
     "cross-entropy": (
         lambda m, x, t: F.cross_entropy(x, t),
         (X, TARGET),
@@ -216,6 +233,22 @@ MISSES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
         (IMAGE,),
         ["convolution", "convolution"],
     ),
+    "convolution scaled along its rows": (
+        lambda m, x: m.conv(x) * m.out.bias,
+        (IMAGE,),
+        ["convolution"],
+    ),
+    "convolution scaled by what is no constant": (
+        lambda m, x: m.conv(x) * x.sum((0, 2, 3))[:1].expand(4).reshape(4, 1, 1),
+        (IMAGE,),
+        ["convolution"],
+    ),
+    "convolution, activation and its input": (
+        lambda m, x: F.gelu(y := m.conv(x)) * y,
+        (IMAGE,),
+        ["convolution"],
+    ),
+    "instance norm": (lambda m, x: F.instance_norm(x, weight=m.rgb, bias=m.rgb), (IMAGE,), []),
     "transposed convolution": (
         lambda m, x: F.conv_transpose2d(x, m.conv.weight.transpose(0, 1)),
         (IMAGE,),

@@ -113,8 +113,68 @@ def test_other_words_and_values_do_not(pays: None, monkeypatch: pytest.MonkeyPat
         {**form, "y": None},
         {"x": 0, "y": 1, "twice": True},
         {"x": 1, "twice": True, "y": 0, "scale": 1.0},
-        (0, 1, True, 1.0),
     ]
     for other in others:
         assert not short(fast, filled(other, tensors()), monkeypatch)
     assert short(fast, filled(form, tensors()), monkeypatch)
+
+
+def served(fast: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether the program serves a call; what it gives is right."""
+    expected = Named.forward(fast, *args, **kwargs)
+    torch.testing.assert_close(fast(*args, **kwargs), expected)
+    out = fast._program(args, kwargs)
+    if out is MISS:
+        return False
+    torch.testing.assert_close(out, expected)
+    return True
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", [{"x": 0, "y": 1}, (0, 1)])
+def test_the_same_call_in_another_form_is_served(pays: None, form: Any) -> None:
+    x, y = tensors()
+    fast = optimized(filled(form, [x, y]))
+    assert served(fast, x, y)
+    assert served(fast, x=x, y=y)
+    assert served(fast, y=y, x=x)
+    assert served(fast, x, y=y)
+    assert served(fast, x, y, False, 1.0)
+    assert not served(fast, x, y, True)
+    assert not served(fast, x, y, scale=1)  # equal to the default, of another type
+    assert not served(fast, x)
+    with pytest.raises(TypeError, match="multiple values"):
+        fast(x, x=x)
+    with pytest.raises(TypeError, match="unexpected"):
+        fast(x, y, z=x)
+
+
+@torch.no_grad()
+def test_another_form_goes_the_short_way_the_second_time(
+    pays: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, given = optimized(filled({"x": 0, "y": 1}, tensors())), tensors()
+    assert short(fast, tuple(given), monkeypatch)
+    assert short(fast, {"x": given[0], "y": given[1]}, monkeypatch)
+    fast(given[0], given[1], True)  # another call in between
+    assert short(fast, tuple(given), monkeypatch)
+
+
+class Open(nn.Module):
+    """Takes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, *tensors: Tensor, **named: Tensor) -> Tensor:
+        return torch.relu(self.lin(tensors[0] if tensors else named["x"]))
+
+
+@torch.no_grad()
+def test_arguments_without_names_have_one_form(pays: None) -> None:
+    x = tensors()[0]
+    fast: Any = tensorlogic.optimize(Open().to(DEVICE).eval(), {"x": x}, budget_s=0.2)
+    assert fast._program((), {"x": x}) is not MISS
+    assert fast._program((x,), {}) is MISS
+    torch.testing.assert_close(fast(x), Open.forward(fast, x))

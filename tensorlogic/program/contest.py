@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from .whole import Whole, apart
 OP, NAME, EVERYTHING = "inductor", "torch.inductor", "whole model"
 GAIN = 0.98  # of the time of what it would replace that it may take
 CLEAR = 0.95  # of it that, where the interval says less, is worth a longer look
+WIDE = 0.1  # around a bound, within which more samples are taken
 LEAST_S = 5.0  # below which no compilation is begun
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -238,10 +240,17 @@ def settled(
     share: float,
     gain: float = GAIN,
 ) -> measure.Samples:
-    """Samples, more of them where the machine is too busy to tell whether `name` is faster than `other`."""
+    """Samples, as many as tell whether `name` is faster than `other`: few where that is plain, more on a busy machine."""
     for patience in (1, 2, 4):
-        samples = measure.wall_samples(calls, device, patience * share)
+        told = functools.partial(clearly, name=name, other=other, gain=gain)
+        samples = measure.wall_samples(calls, device, patience * share, told=told)
         ratio, low, high = samples.ratio(name, other)
         if not (low < gain < high and ratio < CLEAR):
             break
     return samples
+
+
+def clearly(samples: measure.Samples, name: str, other: str, gain: float) -> bool:
+    """Whether the interval of the ratio lies so far from `gain`, on either side, that more samples would decide nothing."""
+    _, low, high = samples.ratio(name, other)
+    return high < (1 - WIDE) * gain or low > (1 + WIDE) * gain

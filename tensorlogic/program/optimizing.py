@@ -49,6 +49,8 @@ class Optimized(nn.Module):
         out = MISS if program is None else program(args, kwargs)
         return super().forward(*args, **kwargs) if out is MISS else out
 
+    forward.stands_in = True  # type: ignore[attr-defined]  # for the model's own, whose signature counts
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What is copied or saved is the model; a program belongs to one process and one set of parameters."""
         cls, state = self._plain()
@@ -296,6 +298,8 @@ def _program(
                 raise Untraceable("sizes vary")
             if habits.prints:
                 raise Untraceable("the model prints when it is called")
+            if habits.opaque:  # which torch.export would say in the end
+                raise Untraceable(f"torch.export cannot take a {habits.opaque} apart")
             traced = recall.traced(clone, model, args, kwargs)
             if training:
                 gradients.same(traced, model, args, kwargs)

@@ -11,6 +11,7 @@ from ..ops.dropout_linear.rewrite import EVALUATION
 from ..ops.dropout_linear.rewrite import RULES as DROPOUT
 from ..ops.gelu_linear import gelu_linear
 from ..ops.gelu_linear.rewrite import RULES as GELU_LINEAR
+from ..ops.group_norm.rewrite import RULES as GROUP_NORM
 from ..ops.layer_norm_linear import layer_norm_linear
 from ..ops.layer_norm_linear.rewrite import RULES as LAYER_NORM_LINEAR
 from ..ops.linear import linear, packed
@@ -44,6 +45,7 @@ RULES: tuple[Rule, ...] = (
     *ATTENTION_SCORES,
     *CROSS_ENTROPY,
     *RMS_NORM,
+    *GROUP_NORM,
     *LINEAR[:4],
     *DROPOUT,
     *CONVOLUTION,
@@ -55,4 +57,4 @@ RULES: tuple[Rule, ...] = (
     *POINTWISE,
 )
 #: Ops that hold no product: Inductor may fuse what they stand for with the calls around them.
-LIGHT = frozenset(rule.op for rule in (*ACTIVATIONS, *RMS_NORM, *POINTWISE))
+LIGHT = frozenset(rule.op for rule in (*ACTIVATIONS, *RMS_NORM, *GROUP_NORM, *POINTWISE))

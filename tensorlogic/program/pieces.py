@@ -21,11 +21,13 @@ from .. import measure
 from ..numerics import Verdict
 from . import check
 from .backend import rewritten
-from .choosing import best, pays_off
+from .choosing import MUST_GAIN, best, pays_off
+from .contest import settled
 from .copies import fresh, sharing, unwritten
 from .gradients import opaque
 from .graphs import FAILURES
 from .later import Later, worthwhile
+from .outcomes import outcome, random_state, widely
 from .report import Report
 from .serve import Program
 from .short import MISS, plain_modes
@@ -208,7 +210,7 @@ class Pieces:
         return [p.program if isinstance(p, Later) else p for p in found]
 
     def compete_later(self, report: Report) -> None:
-        """Inductor may compete in the background with each program whose graph serves one layer only; `report` is told."""
+        """Inductor may compete in the background with each program; `report` is told."""
         known, reports = weakref.ref(self), self.reports
 
         def decided(later: Later, program: Program) -> None:
@@ -222,7 +224,7 @@ class Pieces:
             report.notes.extend(notes)
 
         for piece in self.pieces:
-            for ids, program in [*piece.programs.items()][: len(piece.programs) == 1]:
+            for ids, program in [*piece.programs.items()]:
                 if isinstance(program, Program) and worthwhile(program.contest):
                     piece.programs[ids] = Later(program, program.contest, decided)
 
@@ -291,19 +293,19 @@ def pieces(
     made = Pieces(clone, training, budget_s, dynamic, until)
     with witness(), unwritten(clone):
         twin = sharing(model, buffers=False)
-        before = _random_state()
+        before = random_state()
         try:
-            plain = _outcome(twin, twin, training, args, kwargs)
+            plain = outcome(twin, twin, training, args, kwargs)
         except FAILURES as problem:  # gradients that the model's own code does not allow
             raise Untraceable(f"the model's gradients: {first_line(problem)}") from problem
-        drawn = _random_state() != before
+        drawn = random_state() != before
         try:
             for _ in range(LOOKS + 1):
-                ours = _outcome(made.first, clone, training, args, kwargs)
+                ours = outcome(made.first, clone, training, args, kwargs)
         except Exception as problem:  # Dynamo runs the user's own code, which may raise anything
             raise Untraceable(f"Dynamo: {first_line(problem)}") from problem
         made.making = False
-        wide = "" if drawn else _wide(model, training, args, kwargs)
+        wide = "" if drawn else widely(model, training, args, kwargs)
     report.rows = [row for r in made.reports for row in r.rows]
     report.notes.append(f"{made.graphs} graphs, cut by Dynamo")
     if not 0 < made.graphs <= LIMIT:
@@ -320,46 +322,6 @@ def pieces(
             report.reason = f"the model in pieces is not right: {why}"
             return None
     return made if _faster(made, twin, args, kwargs, budget_s, report) else None
-
-
-def _random_state() -> list[Any]:
-    """Where PyTorch's default generators stand."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state())
-    return [s.tolist() for s in states]
-
-
-def _outcome(
-    call: Callable[..., Any],
-    holder: nn.Module,
-    training: bool,
-    args: Any,
-    kwargs: Any,
-    dtype: Any = None,
-) -> list[list[Tensor]]:
-    """Everything that a call gives or changes: outputs, its inputs afterwards, gradients of parameters in training."""
-    given = fresh(args, kwargs, dtype)
-    outs = check.tensors_in(call(*given[0], **given[1]))
-    after = check.tensors_in(given)
-    wrt = [p for p in holder.parameters() if p.requires_grad]
-    graded = [o for o in outs if o.requires_grad]
-    grads = check.gradients(graded, wrt) if training and wrt and graded else []
-    return [outs, after, grads]
-
-
-def _wide(model: nn.Module, training: bool, args: Any, kwargs: Any) -> list[list[Tensor]] | str:
-    """The same in higher precision, float32 where halves cannot be float64; where the model's own code insists on its
-    dtype, what it says."""
-    tensors = [*model.parameters(), *model.buffers(), *check.tensors_in((args, kwargs))]
-    half = all(t.element_size() <= 2 for t in tensors if t.is_floating_point())
-    for dtype in dict.fromkeys((check.wide_dtype(tensors), *(torch.float32,) * half)):
-        twin = copy.deepcopy(model).to(dtype)
-        try:
-            return _outcome(twin, twin, training, args, kwargs, dtype)
-        except FAILURES as problem:
-            why = f"in {dtype}: {first_line(problem)}"
-    return why
 
 
 def _faster(
@@ -391,9 +353,9 @@ def _faster(
     with unwritten(made.model), contextlib.redirect_stdout(io.StringIO()):
         changing = changes()
         given = fresh(args, kwargs) if changing else given
-        samples = measure.wall_samples(
-            {"before": call(twin), "after": call(made.serving)}, device, max(0.3, budget_s / 8)
-        )
+        pair = {"before": call(twin), "after": call(made.serving)}
+        share = max(0.3, budget_s / 8)
+        samples = settled(pair, device, "after", "before", share, MUST_GAIN)
     if not pays_off(report, samples, "after"):
         return False
     report.outcome = "captured" if made.captured else "rewritten"

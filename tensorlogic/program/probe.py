@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from .check import tensors_in
 from .copies import fresh, sharing, unwritten
 from .reach import Reach
 from .trace import Unfit, plain_value, witness
@@ -19,6 +21,7 @@ class Habits:
 
     prints: bool = False
     sets_up: bool = False  # the first call sets something up that later ones find
+    opaque: str = ""  # a kind of object that holds tensors and that PyTorch cannot take apart, of inputs or outputs
 
 
 def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Habits:
@@ -33,7 +36,7 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         states = [_state(twin)]
         for _ in range(2):
             given = fresh(args, kwargs)
-            twin(*given[0], **given[1])
+            outs = twin(*given[0], **given[1])
             states.append(_state(twin))
     changed = _difference(states[1], states[2])
     first = _difference(states[0], states[1])
@@ -42,7 +45,13 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         raise Unfit(f"the model changes {changed} when it is called")
     if seen.drew:
         raise Unfit(f"the model draws from {seen.drew}")
-    return Habits(bool(seen.text), first is not None)
+    return Habits(bool(seen.text), first is not None, _opaque((args, kwargs, outs)))
+
+
+def _opaque(values: Any) -> str:
+    """The kind of the first leaf of nested values that holds tensors, and is none."""
+    leaves = (v for v in pytree.tree_leaves(values) if not isinstance(v, Tensor))
+    return next((type(v).__name__ for v in leaves if tensors_in(v)), "")
 
 
 def _state(model: nn.Module) -> dict[str, Any]:

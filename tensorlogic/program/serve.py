@@ -15,6 +15,7 @@ from .. import derived, policies
 from .branches import Section, streams
 from .check import step
 from .code import Function, ahead
+from .forms import Form
 from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal
 from .lanes import warm
 from .samples import Samples
@@ -67,6 +68,7 @@ class Program:
         self.guard = Guard(trace.example, training)
         self.watch = Watch(model)
         self.autocast, self.force = autocast_state(self.device), policies.current().force
+        self.form = Form(model, *pytree.tree_unflatten(trace.example, trace.in_spec))
         self.leaves = trace.in_spec == pytree.tree_flatten((tuple(trace.example), {}))[1]
         self.single = trace.out_spec.is_leaf()
         self.ways: Mapping[str, str | None] = {}  # of its regions, each by its last call
@@ -100,14 +102,22 @@ class Program:
         if kwargs or not self.leaves:
             flat, spec = pytree.tree_flatten((args, dict(kwargs)))
             if spec != self.trace.in_spec:
-                return MISS
+                same = self.form.of(args, kwargs)
+                if same is None:
+                    return MISS
+                flat, spec = pytree.tree_flatten(same)
+                if spec != self.trace.in_spec:
+                    return MISS
         if len(flat) != len(self.trace.inputs) or not self._context() or not self.guard.holds(flat):
             return MISS
         out = self._checked(flat)
         if out is MISS:
             return MISS
-        if self.way is None and leaves((*args, *kwargs.values()), flat):
-            self._shorten(args, kwargs)
+        if leaves((*args, *kwargs.values()), flat):
+            if self.way is None:
+                self._shorten(args, kwargs)
+            elif kwargs or self.words is not None:  # in another form than before
+                self.words = Words(self.way, args, kwargs)
         return out[0] if self.single else pytree.tree_unflatten(list(out), self.trace.out_spec)
 
     def _shorten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ HALVES = ("float16", "bfloat16")
 
 PASSES, LAUNCHES = "extra passes over memory", "launch cost"  # what `optimize` is the remedy for
 WORK = 10  # launches that a product takes at least as long as, to be about arithmetic
+LARGE = 1 << 22  # bytes of an output whose fresh memory counts
 NAMED = 60  # characters of the shapes
 
 
@@ -156,7 +157,7 @@ def _launches(look: dict[str, Any], seconds: float) -> Iterator[Opportunity]:
 def _fresh(spent: list[dict[str, Any]], look: dict[str, Any]) -> Iterator[Opportunity]:
     if look["environment"]["kind"] != "cpu":
         return
-    large = [s for s in spent if s["bytes"] >= 1 << 22]
+    large = [s for s in spent if s["bytes"] >= LARGE]
     us = sum(s["calls"] * s["bytes"] for s in large) / (1 << 20) * look["fresh"]
     took = 1e6 * sum(s["seconds"] for s in large)
     if large and us:

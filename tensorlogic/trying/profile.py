@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import measure
 from ..plans import environment
+from .advice import LARGE
 
 MOST = 200  # entries that are kept
 
@@ -107,7 +108,7 @@ def summed(profile: Profile) -> dict[str, Any]:
         "operations": sum(s.calls for s in spent),
         "spent": [asdict(s) for s in spent[:MOST]],
         "launch_us": launch(where),
-        "fresh": fresh(),
+        "fresh": fresh() if where.type == "cpu" and any(s.bytes >= LARGE for s in spent) else 0.0,
         "quick_halves": where.type == "cuda" or _bfloat16(),
         "environment": environment(where).to_json(),
     }

@@ -75,6 +75,23 @@ def fold_bias(
     return (shift if beta is None else shift + beta.to(wide)).to(w.dtype)
 
 
+def _like_bias(b: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(b)
+
+
+@looking(_like_weight)
+def scale_weight(w: Tensor, s: Tensor) -> Tensor:
+    """w [N, ...] with each output's factor s (N numbers) in it, computed in at least float32."""
+    wide = torch.promote_types(w.dtype, torch.float32)
+    return (w.to(wide) * s.to(wide).reshape(-1, *[1] * (w.dim() - 1))).to(w.dtype)
+
+
+@looking(_like_bias)
+def scale_bias(b: Tensor, s: Tensor) -> Tensor:
+    """The bias [N] that belongs to `scale_weight`."""
+    return scale_weight(b, s)
+
+
 def channels_last(t: Tensor) -> Tensor:
     """t [B, C, H, W] with its channels adjacent in memory; itself where they are already."""
     return t.contiguous(memory_format=torch.channels_last)
@@ -164,7 +181,7 @@ def _onednn_fits(args: tuple[Any, ...]) -> str | None:
         return "float32 on a CPU only"
     if not torch.backends.mkldnn.is_available():
         return "PyTorch was built without oneDNN"
-    return _two_dimensional(args) or (None if args[4] in ("none", "relu") else "ReLU only")
+    return _two_dimensional(args)
 
 
 def _onednn(emit: Emit, args: tuple[Any, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""Batch norm folded into what precedes it; convolution with bias, residual and activation as one step."""
+"""Batch norm and layer scale folded into what precedes them; convolution with bias, residual and activation as one step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 from ...rules import Call, Emit, Match, Rule, Var, aten, example, floating, parameters_like
 from ..linear import linear
-from . import CONVOLUTION, fold_bias, fold_weight
+from ..linear.rewrite import activation_of
+from . import CONVOLUTION, fold_bias, fold_weight, scale_bias, scale_weight
 
 X, W, B, R = Var("x"), Var("w"), Var("b"), Var("r")
 HOW = (Var("stride"), Var("padding"), Var("dilation"), Var("groups"))
@@ -63,6 +64,30 @@ def _fold_linear(m: Match, emit: Emit) -> Any:
     return emit(linear, m["x"], *_folded(m, emit))
 
 
+def _channels(m: Match) -> bool:
+    """A constant factor for each output: [N], followed by as many ones as an image has dimensions; nothing else is broadcast."""
+    s, w, y = m.tensor("s"), m.tensor("w"), m.tensor("y")
+    if s is None or w is None or y is None or not floating(s, y) or m.out.shape != y.shape:
+        return False
+    tail = (w.shape[0], *[1] * (w.dim() - 2))
+    shape = tuple(s.shape)
+    plain = shape[-len(tail) :] == tail and s.numel() == w.shape[0]
+    return plain and parameters_like(m, "w", "b", "s")
+
+
+def _scaled(m: Match, emit: Emit) -> tuple[Any, Any]:
+    b = None if m["b"] is None else emit(scale_bias, m["b"], m["s"])
+    return emit(scale_weight, m["w"], m["s"]), b
+
+
+def _scale(m: Match, emit: Emit) -> Any:
+    return emit(CONVOLUTION, m["x"], *_scaled(m, emit), None, "none", *_how(m))
+
+
+def _scale_linear(m: Match, emit: Emit) -> Any:
+    return emit(linear, m["x"], *_scaled(m, emit))
+
+
 def _same_shape(m: Match) -> bool:
     r, y = m.tensor("r"), m.tensor("y")
     return r is not None and y is not None and r.shape == y.shape and floating(r, y)
@@ -82,6 +107,20 @@ RULES = (
     Rule("linear", _norm(Call((linear,), (X, W, B))), _fold_linear, _matrix, training=False),
     Rule(
         "convolution",
+        Call((aten.mul.Tensor,), (CONV, Var("s")), swap=True),
+        _scale,
+        _channels,
+        training=False,
+    ),
+    Rule(
+        "linear",
+        Call((aten.mul.Tensor,), (Call((linear,), (X, W, B), name="y"), Var("s")), swap=True),
+        _scale_linear,
+        _channels,
+        training=False,
+    ),
+    Rule(
+        "convolution",
         Call((aten.add.Tensor,), (CONV, R), swap=True),
         lambda m, emit: emit(CONVOLUTION, m["x"], m["w"], m["b"], m["r"], "none", *_how(m)),
         _same_shape,
@@ -91,5 +130,14 @@ RULES = (
         Call(RELU, (ADDED,)),
         lambda m, emit: emit(CONVOLUTION, m["x"], m["w"], m["b"], m["r"], "relu", *_how(m)),
         lambda m: example(m.root) is not None,
+    ),
+    Rule(
+        "convolution",
+        Call((aten.silu.default, aten.gelu.default), (ADDED, Var("..."))),
+        lambda m, emit: emit(
+            CONVOLUTION, m["x"], m["w"], m["b"], m["r"], activation_of(m.root), *_how(m)
+        ),
+        lambda m: example(m.root) is not None,
+        training=False,
     ),
 )

@@ -43,7 +43,8 @@ def _residual(m: Match) -> bool:
     return r is not None and y is not None and floating(r, y) and m.out.shape == y.shape
 
 
-def _activation(node: Any) -> str:
+def activation_of(node: Any) -> str:
+    """The name of an activation that a graph calls."""
     if node.target is aten.gelu.default:
         tanh = "tanh" in (*node.args[1:], *node.kwargs.values())
         return "gelu_tanh" if tanh else "gelu"
@@ -93,7 +94,7 @@ RULES = (
             (aten.relu.default, aten.silu.default, aten.gelu.default),
             (Call((linear,), (X, W, B, R)), Var("...")),
         ),
-        lambda m, emit: emit(linear, m["x"], m["w"], m["b"], m["r"], _activation(m.root)),
+        lambda m, emit: emit(linear, m["x"], m["w"], m["b"], m["r"], activation_of(m.root)),
         lambda m: example(m.root) is not None,
     ),
 )

@@ -144,6 +144,28 @@ def test_counters_of_classes_are_seen() -> None:
     model = Counts(4, 4)
     assert tensorlogic.optimize(model, torch.ones(2, 4)) is model
     assert "changes global Counts.calls" in model.report.reason
+    assert Counts.calls == 0
+
+
+CALLS = 0
+
+
+def test_what_counts_calls_has_counted_none_of_ours() -> None:
+    told = "not"
+
+    class Counts(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            global CALLS
+            nonlocal told
+            CALLS += 1
+            told += "e"
+            return super().forward(x) * CALLS
+
+    model = Counts(4, 4)
+    assert tensorlogic.optimize(model, torch.ones(2, 4)) is model
+    assert "changes global CALLS" in model.report.reason
+    assert CALLS == 0
+    assert told == "not"
 
 
 def test_installed_code_and_plain_models_cost_nothing() -> None:

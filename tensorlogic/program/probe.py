@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from .check import tensors_in
 from .copies import fresh, sharing, unwritten
 from .reach import Reach
 from .trace import Unfit, plain_value, witness
+
+COUNTS = (bool, int, float, str)
 
 
 @dataclass
@@ -32,7 +35,7 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
             fails on the inputs.
     """
     twin = sharing(model, buffers=False)
-    with witness() as seen, unwritten(twin) as written:
+    with witness() as seen, unwritten(twin) as written, _uncounted(twin):
         states = [_state(twin)]
         for _ in range(2):
             given = fresh(args, kwargs)
@@ -46,6 +49,30 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     if seen.drew:
         raise Unfit(f"the model draws from {seen.drew}")
     return Habits(bool(seen.text), first is not None, _opaque((args, kwargs, outs)))
+
+
+@contextlib.contextmanager
+def _uncounted(model: nn.Module) -> Iterator[None]:
+    """Numbers and texts that are global, a class's or an enclosing function's are what they were before: who counts calls has
+    not called."""
+    reach = Reach(model)
+    scopes: list[tuple[Any, str, Any]] = [
+        (s, n, s.get(n)) for s, names in reach.scopes for n in names
+    ]
+    classes = [(k, n, vars(k).get(n)) for k, names in reach.classes for n in names]
+    cells = [(c, c.cell_contents) for c in reach.cells]
+    try:
+        yield
+    finally:
+        for scope, name, value in scopes:
+            if type(value) in COUNTS and scope.get(name) is not value:
+                scope[name] = value
+        for kind, name, value in classes:
+            if type(value) in COUNTS and vars(kind).get(name) is not value:
+                setattr(kind, name, value)
+        for cell, value in cells:
+            if type(value) in COUNTS and cell.cell_contents is not value:
+                cell.cell_contents = value
 
 
 def _opaque(values: Any) -> str:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...numerics import NAMES
-from ...rules import Composite, Emit, Way
+from ...rules import Composite, Emit, Way, looking
 
 MOST_ROWS = 65535  # of a grid's second dimension
 
@@ -23,6 +23,7 @@ def group_norm(
     return F.group_norm(x, groups, gamma, beta, eps)
 
 
+@looking(group_norm)
 def split(x: Tensor, groups: int, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
     """The same by two kernels, in the layout of x: what each part of a group holds, then the norm."""
     last = not x.is_contiguous()

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
+import functools
 import gc
 import json
 import platform
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from tensorlogic import hardware, measure
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.float16 if CUDA else torch.float32
+Call = Callable[[], Any]
+TURNS = 10
 MARKS = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
 
 
@@ -51,17 +54,25 @@ def processor() -> str:
     )
 
 
-def latencies(call: Callable[[], Any], count: int) -> dict[str, float]:
-    """Microseconds of `count` calls, each waited for, with Python's garbage collection as in a program that cares: off."""
-    for _ in range(50):
-        call()
-    gc.collect()
-    gc.disable()
-    try:
-        times = sorted(measure.once(call, DEVICE) for _ in range(count))
-    finally:
-        gc.enable()
-    found = {name: times[min(int(q * count), count - 1)] for name, q in MARKS.items()}
+def latencies(ways: Mapping[str, Call], count: int) -> dict[str, dict[str, float]]:
+    """Microseconds of `count` calls of each way, each waited for, in turns, so that what drifts on the machine is nobody's; with
+    Python's garbage collection as in a program that cares: off."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(TURNS):
+        for name, call in ways.items():
+            for _ in range(50):
+                call()
+            gc.collect()
+            gc.disable()
+            try:
+                times[name] += [measure.once(call, DEVICE) for _ in range(count // TURNS)]
+            finally:
+                gc.enable()
+    return {name: _marks(sorted(found)) for name, found in times.items()}
+
+
+def _marks(times: list[float]) -> dict[str, float]:
+    found = {name: times[int(q * len(times))] for name, q in MARKS.items()}
     return {**found, "worst": times[-1]}
 
 
@@ -95,7 +106,8 @@ def main() -> None:
         "capture, views": tensorlogic.capture(model, unsafe_views=True),
         "optimize": tensorlogic.optimize(model, x),
     }
-    table = {name: latencies(lambda way=way: way(x), chosen.calls) for name, way in ways.items()}  # type: ignore[misc]
+    calls: dict[str, Call] = {name: functools.partial(way, x) for name, way in ways.items()}
+    table = latencies(calls, chosen.calls)
     for name, row in table.items():
         print(f"{name:15s} " + "  ".join(f"{k} {v:8.1f}" for k, v in row.items()) + "  us")
     steps = tensorlogic.capture(chain, unsafe_views=True)

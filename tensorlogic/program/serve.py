@@ -99,7 +99,7 @@ class Program:
             if out is not MISS:
                 return out
         flat: Sequence[Any] = args
-        if kwargs or not self.leaves:
+        if kwargs or not self.leaves or len(args) != len(self.trace.inputs):
             flat, spec = pytree.tree_flatten((args, dict(kwargs)))
             if spec != self.trace.in_spec:
                 same = self.form.of(args, kwargs)

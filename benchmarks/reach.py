@@ -10,6 +10,7 @@ goal. A vector by a matrix is compared with the rate of a copy measured in the s
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
 import math
@@ -224,6 +225,7 @@ def main() -> None:
                     "machine": about.device,
                     "threads": about.threads,
                     "torch": about.torch,
+                    "date": datetime.date.today().isoformat(),
                     "limited to": limits(),
                     "missed": len(missed),
                     "rows": [{**row._asdict(), "missed": row.missed} for row in rows],

@@ -115,7 +115,7 @@ def test_errors_of_data_are_kept_in_the_plan() -> None:
 
 
 @pytest.mark.skipif(ways_cpu.native.available() is not None, reason="needs the native library")
-@pytest.mark.parametrize("shape", [(40, 50, 60), (129, 300, 265), (1, 1, 1)])
+@pytest.mark.parametrize("shape", [(40, 50, 60), (129, 300, 265), (1, 1, 1), (600, 530, 777)])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_native_guard_sees_what_pytorch_sees(
     shape: tuple[int, int, int], dtype: torch.dtype

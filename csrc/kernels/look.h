@@ -48,9 +48,19 @@ struct Seen {
     const double mine = peaks[lane / HALF][lane % HALF];
     peak = mine > peak ? mine : peak;
   }
-  INLINE_MEMBER void fold() {  // both halves into the first
-    squares[0] += squares[1];
-    peaks[0] = peaks[1] > peaks[0] ? peaks[1] : peaks[0];
+  INLINE_MEMBER void all(double& square, double& peak) const {  // lanes by halves: a chain of additions takes as long as the memory
+    double sums[W], most[W];
+    memcpy(sums, squares, sizeof sums);
+    memcpy(most, peaks, sizeof most);
+#pragma GCC unroll 4
+    for (int half = HALF; half > 0; half /= 2)
+#pragma GCC unroll 8
+      for (int m = 0; m < half; ++m) {
+        sums[m] += sums[m + half];
+        most[m] = most[m + half] > most[m] ? most[m + half] : most[m];
+      }
+    square += sums[0];
+    peak = most[0] > peak ? most[0] : peak;
   }
 };
 
@@ -84,8 +94,7 @@ static void look_of(const LookCall& c, int64_t begin, int64_t end) {
       for (; k + W <= n; k += W) seen.see(p + k, All{});
       if (k < n) seen.see(p + k, Some{n - k});
     }
-    seen.fold();
-    for (int64_t m = 0; m < HALF; ++m) seen.add(m, c.squares[i], c.peaks[i]);
+    seen.all(c.squares[i], c.peaks[i]);
   }
 }
 

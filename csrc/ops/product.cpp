@@ -62,7 +62,7 @@ float* scratch(int64_t floats) {
 // How much larger blocks are, both ways, where a large second-level cache holds their right panels: AVX-512's have 384 KiB.
 int64_t roomy(const Kernels& k) {
 #ifdef _SC_LEVEL2_CACHE_SIZE
-  static const bool large = sysconf(_SC_LEVEL2_CACHE_SIZE) >= 3 << 19;
+  static const bool large = sysconf(_SC_LEVEL2_CACHE_SIZE) >= 1 << 20;
 #else
   constexpr bool large = false;
 #endif

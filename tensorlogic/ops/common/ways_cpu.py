@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from functools import lru_cache, partial
 
@@ -34,9 +35,11 @@ def half_hardware(device: str) -> str | None:
 
 @lru_cache
 def tiles() -> bool:
-    """True where the processor multiplies tiles of halves and bytes (AMX)."""
+    """True where PyTorch multiplies tiles of halves and bytes: the processor has them (AMX), and oneDNN is not held to less."""
     known = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return bool(known is not None and known())
+    limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    held = limit not in ("", "ALL", "DEFAULT") and "AMX" not in limit
+    return bool(known is not None and known()) and not held
 
 
 @lru_cache
@@ -102,9 +105,14 @@ def torch_bf16(a: Tensor, b: Tensor) -> Tensor:
 
 
 def native_bf16(a: Tensor, b: Tensor) -> Tensor:
-    """Pairs of bfloat16 products, added and kept in float32; with tiles, operands are rounded while they are packed."""
+    """bfloat16 products, added and kept in float32, of operands that are rounded while they are packed; without hardware for them
+    they are rounded before."""
     if own_tiles():
         return in_parts(1, a, b)
+    if cpu_costs.pairs(
+        "bf16"
+    ):  # a guard sees what has left the range of float32's exponents: whole rows or columns
+        return kept(partial(in_parts, 1), a, b)
     c: Tensor = native.op("matmul_f32")(a.to(torch.bfloat16), b.to(torch.bfloat16))
     return _kept(c, a, b)
 
@@ -250,8 +258,6 @@ def _speed(form: str) -> float:
     """Multiply-adds a microsecond and thread."""
     if tiles():
         return {"bf16": 250e3, "int8": 500e3}[form]
-    if form == "bf16":
-        return 60e3 if cpu_costs.pairs("bf16") else 10e3
     return 120e3 if "vnni" in cpu_costs.features() else 25e3
 
 
@@ -278,9 +284,22 @@ def _torch_f32_us(m: int, n: int, k: int, dtype: str) -> float:
     return cpu_costs.torch_us(m, n, k, "f32", False) + converted
 
 
+def _narrowing_us(m: int, n: int, k: int) -> float:
+    """Both operands rounded by a pass each."""
+    return 6 + (m * k + k * n) * cpu_costs.PASS / cpu_costs.threads(m * n * k)
+
+
+def _torch_bf16_us(m: int, n: int, k: int, dtype: str) -> float:
+    if tiles():
+        return _rate("bf16", 2, 12)(m, n, k, dtype)
+    return cpu_costs.torch_us(m, n, k, "bf16", False) + _narrowing_us(m, n, k)
+
+
 def _native_bf16_us(m: int, n: int, k: int, dtype: str) -> float:
-    speed, passes = (380e3, 0.3) if own_tiles() else (60e3, 2)
-    return _rate(speed, passes, 8)(m, n, k, dtype)
+    if own_tiles():
+        return _rate(380e3, 0.3, 8)(m, n, k, dtype)
+    rounded = 0.0 if cpu_costs.pairs("bf16") else _narrowing_us(m, n, k)
+    return cpu_costs.native_us(m, n, k, "bf16", False) + rounded
 
 
 def _i16_us(m: int, n: int, k: int, dtype: str) -> float:
@@ -295,7 +314,7 @@ def found() -> list[Way]:
         Way("cpu.f32", "f32", native_f32, _f32_us, native_wiring.cpu_only, unwatched=partial(kept, native_f32), sources=library),
         Way("torch.f16", "f16", torch_f16, _rate(60e3, 6, 60), half_hardware),
         Way("cpu.f16", "f16", native_f16, _rate(50e3, 6, 60), native_wiring.cpu_only, sources=library),
-        Way("torch.bf16", "bf16", torch_bf16, _rate("bf16", 2, 12), cpu),
+        Way("torch.bf16", "bf16", torch_bf16, _torch_bf16_us, cpu),
         Way("cpu.bf16", "bf16", native_bf16, _native_bf16_us, native_wiring.cpu_only, sources=library),
         Way("cpu.bf16x3", "bf16x3", partial(in_parts, 2), _rate(220e3, 0.3, 8), _tiled, sources=library),
         Way("cpu.i16", "i16", native_i16, _i16_us, _steps, sources=library),

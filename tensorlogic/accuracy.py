@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import native
+from . import native, numerics
 
 ROWS = 32  # whose error is measured: rows of the left operand, columns of the right one
 SKETCH, RUN = 64, 16  # elements of every row that the statistics see, in runs of so many
@@ -267,7 +267,10 @@ def _summed(rows: list[float], columns: list[float], part: Part, out: Tensor) ->
     cancels = math.sqrt(max(across, down))
     least = min(rows[3] * math.sqrt(columns[0] * share), columns[3] * math.sqrt(rows[0] * share))
     faint = FAINT.get(out.dtype, 0.0) * max(cancels, 1.0)
-    if high > FARTHEST or low < 1 / FARTHEST or least < faint:
+    largest = (
+        4 * k * rows[4] * columns[4]
+    )  # that an element may be, if those looked at are like the others
+    if high > FARTHEST or low < 1 / FARTHEST or least < faint or numerics.beyond(out, largest):
         return [math.inf] * 5
     return [
         cancels,
@@ -341,23 +344,21 @@ def _turned(part: Part, out: Tensor) -> tuple[Part, Tensor]:
 
 def _error(part: Part, out: Tensor, seed: int) -> tuple[float, float]:
     bound = _norms(part.left, 1) * _norms(_norms(part.right, 1), 0)
-    result = _norms(out, 1)
+    result = _norms(out, 1).nan_to_num(0.0, 0.0)  # rows that are not finite come first
     share = bound / result.clamp_min(torch.finfo(torch.float64).tiny)
     share = torch.where(bound > 0, share, 0)
     index = _sample(share, seed)
-    left, right = _wide(part.left[index]), _wide(part.right)
+    left, right = numerics.wide(part.left[index]), numerics.wide(part.right)
     dtype = torch.promote_types(left.dtype, right.dtype)
     z = left.to(dtype) @ right.to(dtype)
     if part.bias is not None:
-        z = z + _wide(part.bias)
+        z = z + numerics.wide(part.bias)
     if part.residual is not None:
-        z = z + _wide(part.residual[index])
+        z = z + numerics.wide(part.residual[index])
     y, got = _activated(z, part.activation), out[index]
-    close = torch.where(torch.isfinite(y) & torch.isfinite(got), (_wide(got) - y).abs(), 0)
-    spoilt = (torch.isfinite(y) & ~torch.isfinite(got) & ~_same_kind(got, y.to(got.dtype))) | (
-        ~torch.isfinite(y) & ~torch.isfinite(got) & ~_same_kind(got, y)
-    )
-    spoilt |= ~torch.isfinite(y) & torch.isfinite(got)
+    close = torch.where(torch.isfinite(y) & torch.isfinite(got), (numerics.wide(got) - y).abs(), 0)
+    spoilt = torch.isfinite(y) != torch.isfinite(got)  # what leaves the result's range is no result
+    spoilt |= ~torch.isfinite(y) & ~_same_kind(got, y)
     norm = _norms(torch.where(torch.isfinite(z), z, 0), 1)
     floor = (FLOOR * bound[index]).nan_to_num(0, 0, 0)
     size = torch.maximum(norm, floor).clamp_min(torch.finfo(torch.float64).tiny)
@@ -367,13 +368,9 @@ def _error(part: Part, out: Tensor, seed: int) -> tuple[float, float]:
     return worst, float(seen.amax()) if seen.numel() else 0.0
 
 
-def _wide(t: Tensor) -> Tensor:
-    return t.to(torch.complex128 if t.is_complex() else torch.float64)
-
-
 def _same_kind(a: Tensor, b: Tensor) -> Tensor:
     """Both NaN, or both the same infinity, or both finite."""
-    a, b = _wide(a), _wide(b)
+    a, b = numerics.wide(a), numerics.wide(b)
     if a.is_complex():
         return torch.isfinite(a) == torch.isfinite(b)
     return (torch.isnan(a) & torch.isnan(b)) | (a == b) | (torch.isfinite(a) & torch.isfinite(b))

@@ -61,6 +61,13 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
     return value if value == value else float("inf")
 
 
+def beyond(out: Tensor, largest: float) -> bool:
+    """Whether an element has left the dtype's range, which samples of rows need not meet: all are looked at where one may be as
+    large as `largest`, beyond that range."""
+    near = out.dtype.is_floating_point and largest > torch.finfo(out.dtype).max
+    return near and not math.isfinite(float(out.sum(dtype=torch.float64)))
+
+
 def chance(count: int) -> float:
     """How many times another one an error over `count` elements may be by chance: 20 for a single element (more in 3 cases of
     100), 2.9 for eight (4 of 1,000). Errors that many roundings leave are nearly normal; the logarithm of the ratio of two

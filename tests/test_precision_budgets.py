@@ -172,6 +172,24 @@ def test_results_below_a_dtype_s_range_are_told(
     assert told == [False, True]
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_results_beyond_a_dtype_s_range_are_told(before: bool) -> None:
+    """A single element of float16, where no sample of rows and columns need be, whatever was served well before."""
+    a, b = torch.randn(200, 64).half(), torch.randn(64, 300).half()
+    a[77], b[:, 150] = 12.0, 12.0  # their element is 9,216
+    told = []
+    for scale in (1.0, 10.0, 10.0)[not before :]:
+        with (
+            tensorlogic.precision("adaptive", rtol=1e-2),
+            warnings.catch_warnings(record=True) as said,
+        ):
+            warnings.simplefilter("always")
+            y = tensorlogic.matmul(a * scale, b)
+        assert int((~y.isfinite()).sum()) == (scale > 1)
+        told.append(any(w.category is PrecisionWarning for w in said))
+    assert told == [False, True, True][not before :]
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_halves_that_become_smaller_lose_digits_only_with_a_word(order: int) -> None:
     """Float16 results pass into its subnormal numbers without a change of their error before."""

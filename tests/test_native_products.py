@@ -226,5 +226,5 @@ def test_float64_is_narrowed_while_it_is_packed(ops: Any, shape: tuple[int, int,
             other = y.dtype == torch.float16 or m < 13  # summed by another kernel
             want = ops.matmul_f32(x.float(), y.float(), False, 3 if other else parts)
             got = ops.matmul_f32(x, y, False, parts)
-            near = 1e-3 if other else 0.0
+            near = (2e-2 if parts == 1 else 1e-3) if other else 0.0  # one part is a bfloat16
             torch.testing.assert_close(got, want, rtol=near, atol=10 * near, equal_nan=True)

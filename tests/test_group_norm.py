@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from tensorlogic.ops.common import triton_group_norm as kernels
+from tensorlogic.ops.common import triton_launch
 from tensorlogic.ops.group_norm import GROUP_NORM, _fits, split
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,3 +88,20 @@ def test_what_it_cannot_take_is_said() -> None:
     x = torch.empty(1, 4, 2, 2, device="meta")
     assert _fits((x, 2, None, None, 1e-5)) == "a GPU only"
     assert [w.id for w in GROUP_NORM.ways] == ["triton.split"]
+
+
+def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, jobs = torch.device("cuda", 0), []
+    for sm, last in ((90, False), (90, True), (80, True)):
+        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
+
+        def build(last: bool = last) -> object:
+            return kernels.group_norm_launcher(
+                1, 64, 56 * 56, 1, "f16", (True, True), last, cuda, 16
+            )
+
+        jobs += triton_launch.collect(build, cuda)
+    assert [job.kernel for job in jobs] == 3 * ["group_norm_parts", "group_norm_apply"]
+    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+        assert isinstance(answer, triton_launch.Resources), answer
+        assert answer.stack == 0, (job, answer)

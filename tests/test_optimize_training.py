@@ -105,10 +105,10 @@ def test_steps_are_timed_as_if_weights_changed(monkeypatch: pytest.MonkeyPatch) 
     weight, kept = nn.Parameter(torch.ones(4, 4)), list[bool]()
     plain = measure.wall_samples
 
-    def watched(calls: Any, *args: Any) -> Any:
+    def watched(calls: Any, *args: Any, **named: Any) -> Any:
         next(iter(calls.values()))()
         kept.append(CACHE.holds(weight, "a copy"))
-        return plain(calls, *args)
+        return plain(calls, *args, **named)
 
     monkeypatch.setattr(measure, "wall_samples", watched)
     CACHE.get(weight, "a copy", Tensor.double, lambda t: t.nbytes)

@@ -76,6 +76,14 @@ def begun(job: Any) -> None:
         time.sleep(0.01)
 
 
+def never_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are started by a program that sleeps."""
+    slow = folder / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+
+
 def test_workers_compile_and_report(job: Any) -> None:
     """Work happens in another process; what fails or dies is a CompileFailure, and the next job is served again."""
     done, fails, odd, dies, after = (
@@ -145,10 +153,7 @@ def test_until_a_process_has_started_threads_do_what_is_needed_soon(
 def test_threads_leave_the_rest_to_processes_that_have_started(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = tmp_path / "python"
-    slow.write_text("#!/bin/sh\nexec sleep 60\n")
-    slow.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(slow))
+    never_starts(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)  # one thread
     first, rest = job("wait", "first"), job("fine", "rest")
     compiling.begin((first, rest))
@@ -180,10 +185,7 @@ def test_while_a_worker_starts_the_caller_gets_on(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process takes seconds to import PyTorch: the job it was started for does not wait for it."""
-    slow = tmp_path / "python"
-    slow.write_text("#!/bin/sh\nexec sleep 60\n")
-    slow.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(slow))
+    never_starts(tmp_path, monkeypatch)
     compiling.submit((job("fine"),))
     begin = time.monotonic()
     compiling.settle(job("fine"))

@@ -31,22 +31,27 @@ class Made(TorchDispatchMode):
 
 
 @pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+@pytest.mark.parametrize("mode", ["f32", "f16"])
 @pytest.mark.parametrize("dtypes", [(torch.float16, torch.float16), (torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64), (torch.float64, torch.float32)])  # fmt: skip
-def test_float32_of_any_operands_makes_no_converted_copy(
-    dtypes: tuple[torch.dtype, torch.dtype],
+def test_products_of_any_operands_make_no_converted_copy(
+    dtypes: tuple[torch.dtype, torch.dtype], mode: str
 ) -> None:
     m, k, n = 70, 130, 90
     op = OPS["matmul"].precise
     assert op is not None
     a, b = torch.randn(m, k).to(dtypes[0]), torch.randn(k, n).to(dtypes[1])
-    key = op.key((a, b, "none", False), "inference", "adaptive")
-    launch = op.candidates["cpu.f32"].bind(key, {}, torch.device("cpu"))
+    guarded = mode == "f32"  # where a policy has no guard, float64 is looked at for float32's range
+    key = op.key((a, b, "none", False), "inference", "adaptive" if guarded else mode)
+    launch = op.candidates[f"cpu.{mode}"].bind(key, {}, torch.device("cpu"))
     with Made() as made:
         outs = launch(a, b)
     assert outs is not None
     shapes = [shape for _, shape, _ in made.found]
-    assert shapes.count((m, n)) == 1 + (torch.promote_types(*dtypes) != torch.float32)
-    assert len(shapes) == shapes.count((m, n))  # no operand again
+    results = 1 + (torch.promote_types(*dtypes) != torch.float32)
+    assert shapes.count((m, n)) == results
+    assert not {(m, k), (k, n)} & set(shapes)
+    if guarded or torch.float64 not in dtypes:
+        assert len(shapes) == results  # nothing was read but to multiply it
 
 
 def test_a_gpu_that_is_full_leaves_the_call_to_the_cpu(

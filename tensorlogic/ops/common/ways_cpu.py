@@ -168,8 +168,9 @@ def torch_f16(a: Tensor, b: Tensor) -> Tensor:
 
 
 def native_f16(a: Tensor, b: Tensor) -> Tensor:
-    """Our product of scaled float16 operands, widened as they are packed, added in float32."""
-    return _f16(lambda x, y: native.op("matmul_f32")(x, y), a, b)
+    """Halves as tiles or float32's units hold them, wider operands as two bfloat16 parts or as they are, made while they are packed:
+    float16's digits or more, and float32's range, so that nothing is read to be scaled."""
+    return kept(partial(in_parts, 2), a, b)
 
 
 def slices(t: Tensor, dim: int, count: int) -> tuple[list[Tensor], Tensor]:
@@ -251,7 +252,7 @@ def _steps(device: str) -> str | None:
 
 
 def _f16_only(key: Key) -> str | None:
-    return None if key.precision == "f16" else "cpu.bf16x3 is the same"
+    return None if key.precision == "f16" else "cpu.bf16x3, or without tiles cpu.f32, is the same"
 
 
 def _speed(form: str) -> float:
@@ -302,6 +303,10 @@ def _native_bf16_us(m: int, n: int, k: int, dtype: str) -> float:
     return cpu_costs.native_us(m, n, k, "bf16", False) + rounded
 
 
+def _native_f16_us(m: int, n: int, k: int, dtype: str) -> float:
+    return (_rate(220e3, 0.3, 8) if own_tiles() else _f32_us)(m, n, k, dtype)
+
+
 def _i16_us(m: int, n: int, k: int, dtype: str) -> float:
     return 0.65 * cpu_costs.native_us(m, n, k, "f32", False)
 
@@ -313,12 +318,11 @@ def found() -> list[Way]:
         Way("torch.f32", "f32", torch_f32, _torch_f32_us, cpu),
         Way("cpu.f32", "f32", native_f32, _f32_us, native_wiring.cpu_only, unwatched=partial(kept, native_f32), sources=library),
         Way("torch.f16", "f16", torch_f16, _rate(60e3, 6, 60), half_hardware),
-        Way("cpu.f16", "f16", native_f16, _rate(50e3, 6, 60), native_wiring.cpu_only, sources=library),
+        Way("cpu.f16", "f16", native_f16, _native_f16_us, native_wiring.cpu_only, _f16_only, sources=library),
         Way("torch.bf16", "bf16", torch_bf16, _torch_bf16_us, cpu),
         Way("cpu.bf16", "bf16", native_bf16, _native_bf16_us, native_wiring.cpu_only, sources=library),
         Way("cpu.bf16x3", "bf16x3", partial(in_parts, 2), _rate(220e3, 0.3, 8), _tiled, sources=library),
         Way("cpu.i16", "i16", native_i16, _i16_us, _steps, sources=library),
-        Way("cpu.f16_split", "f16", partial(kept, partial(in_parts, 2)), _rate(220e3, 0.3, 8), _tiled, _f16_only, sources=library),
         *(
             Way(
                 name, name.split(".")[1], partial(int8, count),

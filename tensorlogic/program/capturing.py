@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ TOLD = (
     type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format,
     nn.Module, torch.optim.Optimizer, FunctionType, BuiltinFunctionType, MethodType, type,
 )  # fmt: skip
-PAUSE = 16  # calls that run as they are after a recording that failed, before there is one more
+PAUSE = 16  # calls that run as they are after a recording that failed, and the most after calls that no graph may serve
 
 
 @dataclass
@@ -41,9 +42,7 @@ class Entry:
     replay: Replay | GradientReplay | None = None
     spec: Any = None
     state: Sequence[Any] = ()  # of the module's tensors when it was captured
-    leaves: Sequence[Tensor] | None = (
-        None  # that gradients of the outputs would reach; None where no output has a gradient
-    )
+    leaves: Sequence[Tensor] | None = None  # that gradients of the outputs reach; None: nobody's
     way: Way | None = None  # to the replay, for calls that look like the last one
 
 
@@ -63,7 +62,10 @@ class Captured:
         self.batch, self.buckets = batch, sorted(buckets) if buckets else None
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
         self.reason: str | None = None
-        self.pause = 0  # calls until there is one more recording; 0 where there is none
+        self.pause = 0  # calls until one is looked at again; 0 where none will be
+        self.wait = (
+            1  # the next pause after a call that no graph may serve; each in a row doubles it
+        )
         self.failed = False  # once; the second time is the last
         self.module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
         if not isinstance(self.module, nn.Module):
@@ -82,15 +84,17 @@ class Captured:
             out = way(*args)
             if out is not MISS:
                 return out
-        if self.reason is not None and not self._again():
+        if self.reason is not None and not (self.pause and self._again()):
             return self.fn(*args, **kwargs)
         self.way = None
         flat, spec = pytree.tree_flatten((args, kwargs))
         reason, device = self._suits(flat)
         if device is None:
             if reason is not None:
-                self.reason, self.pause = reason, int(torch.cuda.is_available())
+                self.reason, self.pause = reason, self.wait if torch.cuda.is_available() else 0
+                self.wait = min(2 * self.wait, PAUSE)
             return self.fn(*args, **kwargs)
+        self.wait = 1
         rows, padded = self._padded(flat)
         key = (spec, tuple(map(_kind, padded)), _modes(device))
         entry = self.entries.get(key)
@@ -125,13 +129,11 @@ class Captured:
         return Captured, (self.fn, self.max_graphs, self.batch, self.buckets, self.unsafe_views)
 
     def _again(self) -> bool:
-        """Whether to record once more: what broke a recording may have been somebody else's, and be over."""
-        if self.pause:
-            self.pause -= 1
-            if not self.pause:
-                self.reason = None
-                return True
-        return False
+        """Whether the pause ends: what broke a recording may be over, and a graph may serve this call."""
+        left = self.pause = max(self.pause - 1, 0)
+        if not left:
+            self.reason = None
+        return not left
 
     def _look(self) -> None:
         """Watch the module as it is from now on."""
@@ -157,12 +159,12 @@ class Captured:
         for value in flat:
             if not isinstance(value, Tensor) and not _told(value):
                 kind = type(value).__name__
-                return (
-                    f"an argument is a {kind}, whose changes nothing tells; pass the tensors in it",
-                    None,
+                said = (
+                    f"an argument is a {kind}, whose changes nothing tells; pass the tensors in it"
                 )
+                return said, None
         if self.module is not None:
-            tensors += list(self.module.parameters())[:1]
+            tensors += itertools.islice(self.module.parameters(), 1)
         kinds = {t.device.type for t in tensors} or (
             {"cuda"} if torch.cuda.is_available() else {"cpu"}
         )
@@ -357,8 +359,8 @@ def capture(
     Returns:
         A callable. Its `reason` is None, or why calls are not replayed (no CUDA device, a value that Python needs from the
         GPU, an output that is an input): then the function itself runs. After a recording that failed there is one more,
-        16 calls later. `graphs` counts what is replayed, `nbytes` the
-        memory that the graphs and packed weights hold.
+        16 calls later; calls in a row that no graph may serve are looked at ever less often, every 16th in the end. `graphs` counts what is replayed,
+        `nbytes` the memory that the graphs and packed weights hold.
 
     Raises:
         TypeError: fn is not callable, or an argument is of another type. ValueError: max_graphs or buckets below 1, a negative batch,

@@ -1,4 +1,4 @@
-"""The benchmark: what it selects, that nothing wrong is timed, the result file, comparison, tables."""
+"""The benchmark: what it selects, that nothing wrong is timed, the result file, its limits."""
 
 from __future__ import annotations
 
@@ -14,23 +14,17 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import cli
 from tensorlogic.bench import (
     calls,
     cases,
     ceilings,
-    compare,
-    facts,
     machine,
-    readme,
     report,
     results,
     rows,
     session,
     suites,
     summary,
-    tables,
-    verifying,
 )
 from tensorlogic.bench.problems import Problem
 from tensorlogic.bench.results import OURS, Ceilings, Results, Row
@@ -277,68 +271,6 @@ def test_unusable_files_are_named(tmp_path: Path) -> None:
         held().write(path / "inside" / "a-file.json")
 
 
-def test_compare_tells_better_worse_and_unchanged() -> None:
-    before = held(
-        made(10, 20, size=1),
-        made(10, 20, size=2),
-        made(10, 20, size=3),
-        made(10, 20, size=4),
-        made(10, 20, size=5),
-    )
-    after = held(
-        made(13, 20, size=1),
-        made(8, 20, size=2),
-        made(10.1, 20, size=3),
-        made(0, 0, size=4, status="refused"),
-        made(10, 20, size=6),
-    )
-    found = compare.compare(before, after)
-    assert {c.label[1]: c.verdict for c in found.changes} == {
-        "1": "worse",
-        "2": "better",
-        "3": "unchanged",
-        "4": "broken",
-        "5": "gone",
-        "6": "new",
-    }
-    assert [c.label[1] for c in found.regressions] == ["1", "4"]
-    assert not compare.compare(before, before).regressions
-    assert not compare.compare(held(made(10, 20)), held(made(13, 20)), margin=0.4).regressions
-    assert "1 worse" in str(found)
-
-
-def test_compare_cancels_drift_unless_told_not_to() -> None:
-    before, after = held(made(10, 20)), held(made(15, 30))
-    assert compare.compare(before, after).changes[0].verdict == "unchanged"
-    assert compare.compare(before, after, absolute=True).changes[0].verdict == "worse"
-
-
-def test_compare_looks_at_host_times_of_gpus() -> None:
-    before, after = (
-        held(made(10, 20, host=True), kind="cuda"),
-        held(made(10, 20, host=True), kind="cuda"),
-    )
-    after.rows[0].host_us = made(14, 20).device_us
-    assert [(c.label[3], c.verdict) for c in compare.compare(before, after).changes] == [
-        ("device", "unchanged"),
-        ("host", "worse"),
-    ]
-
-
-def test_compare_refuses_mixed_machines() -> None:
-    before, after = held(made(10, 20)), held(made(10, 20), device="B")
-    with pytest.raises(Problem, match="device: A before, B after"):
-        compare.compare(before, after)
-    assert "device: A before, B after" in compare.compare(before, after, mixed=True).differences
-    assert compare.compare(before, held(made(10, 20), torch_version="2.14.0")).differences == [
-        "torch: 2.13.0 before, 2.14.0 after"
-    ]
-    with pytest.raises(Problem, match="no row in common"):
-        compare.compare(before, held(made(10, 20, size=7)))
-    with pytest.raises(Problem, match="margin is -1"):
-        compare.compare(before, before, margin=-1)
-
-
 def test_share_of_the_limit() -> None:
     limits = Ceilings([(1000, 1.0), (100_000, 10.0)], {"f16": 1.0})
     assert ceilings.copy_us(limits.copy, 10) == 1.0
@@ -364,103 +296,6 @@ def test_a_row_faster_than_the_copy_raises_the_limit() -> None:
     assert floors.share(quick) == pytest.approx(1.0)
     assert floors.us(slow) == pytest.approx(5 ** (math.log(50) / math.log(100)))
     assert all(s <= 1.0001 for r in run.rows if (s := floors.share(r)) is not None)
-
-
-def test_summary_and_tables_show_losses() -> None:
-    found = held(
-        made(10, 20, size=128), made(30, 20, size=256), made(0, 0, size=512, status="failed")
-    )
-    found.rows[2].reason = "out of memory"
-    text = "\n".join(summary.lines(found))
-    assert "wins 1, even 0, loses 1 of 2" in text
-    assert "loses: linear f16 (256 0.67x)" in text
-    assert "not timed: fusion linear 512 f16: out of memory" in text
-    lines = tables.markdown(tables.columns(found), found.timed).splitlines()
-    assert "**0.67" in lines[3]
-    assert "**" not in lines[2]
-    assert tables.plain(tables.columns(found), found.timed).splitlines()[0].startswith("operation")
-
-
-def test_gpu_runs_show_host_time() -> None:
-    found = held(made(10, 20, host=True), kind="cuda")
-    head, row = tables.plain(tables.columns(found), found.timed).splitlines()
-    assert head.count("host") == 2
-    assert row.count("2.00 [") == 3
-    assert any(line.startswith("fusion, host time: 2.00x") for line in summary.lines(found))
-
-
-def test_unsteady_runs_are_said() -> None:
-    rows_ = [made(10, 20, size=n) for n in range(1, 6)]
-    for row in rows_:
-        row.device_us[OURS] = [1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0]
-    assert "5 of 5 rows vary" in summary.lines(held(*rows_))[-1]
-
-
-def test_readme_tables_follow_their_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    held(made(10, 20, size=128), made(30, 20, size=256)).write(tmp_path / "r.json")
-    page = tmp_path / "README.md"
-    page.write_text(
-        "# A\n<!-- bench r.json category=fusion size=256 -->\nold\n<!-- end bench -->\nrest\n"
-    )
-    assert readme.main(["--check", str(page)]) == 1
-    assert "make tables" in capsys.readouterr().err
-    assert readme.main([str(page)]) == 0
-    assert readme.main(["--check", str(page)]) == 0
-    text = page.read_text()
-    assert "| linear | 256 |" in text
-    assert "| linear | 128 |" not in text
-    assert text.endswith("rest\n")
-    page.write_text("<!-- bench r.json colour=red -->\n<!-- end bench -->\n")
-    with pytest.raises(Problem, match="colour=red"):
-        readme.main([str(page)])
-
-
-def test_models_beside_torch_compile_are_told_with_losses(tmp_path: Path) -> None:
-    fast = {"name": "a", "batch": 1, "eager_us": 3000.0, "compile_us": 800.0, "ours_us": 1000.0}
-    fast |= {"over_peer": [1.25, 1.2, 1.3], "ready_s": 2.0, "compile_s": 9.0}
-    fast["later"] = {"compile_us": 800.0, "ours_us": 400.0, "over_peer": [0.5, 0.4, 0.6]}
-    same = {"name": "b", "batch": 8, "eager_us": 1000.0, "compile_us": 500.0}
-    same |= {"over_peer": [2.0, 1.9, 2.1], "ready_s": 1.0, "compile_s": 5.0}
-    models = [fast, same, {"name": "c", "batch": 1, "ok": None}]
-    about = {"device": "D", "dtype": "torch.float16", "versions": {"torch": "2"}, "date": "today"}
-    path = tmp_path / "zoo.json"
-    path.write_text(json.dumps({**about, "models": models}))
-    text = facts.fact("zoo", path)
-    assert "D; float16; torch 2; today; 2 models, 1 of them within 1.03" in text
-    assert "1.00 times ahead" in text  # 2 and 1/2
-    assert "| a, batch 1 | 3.00 | 0.80 | 1.00 | 3.00 | **0.80** | 2.0 | 9.0 |" in text
-    assert "| a, batch 1, after Inductor | 3.00 | 0.80 | 0.40 | 7.50 | 2.00 |  |  |" in text
-    assert "| b, batch 8 | 1.00 | 0.50 | 1.00 | 1.00 | **0.50** | 1.0 | 5.0 |" in text
-    assert "| c" not in text
-
-
-def test_facts_stand_in_sentences_and_tables(tmp_path: Path) -> None:
-    environment = {"device": "C", "threads": 2, "torch": "2"}
-    (tmp_path / "s.json").write_text(
-        json.dumps({"keys": 9, "differing": {"a": {}}, "environment": environment})
-    )
-    pair = {"with": {"mm": [1.0, 1.25]}, "without": {"mm": [1.5, 4.0]}}
-    (tmp_path / "g.json").write_text(
-        json.dumps({"us": pair, "environment": environment, "date": "d"})
-    )
-    page = tmp_path / "page.md"
-    page.write_text(
-        "They agree on <!-- fact agreeing s.json -->all<!-- end fact -->, by far.\n<!-- fact guards g.json -->\n<!-- end fact -->\n"
-    )
-    assert readme.main(["--check", str(page)]) == 1
-    assert readme.main([str(page)]) == readme.main(["--check", str(page)]) == 0
-    text = page.read_text()
-    assert "-->8 of the benchmark's 9 keys (C, 2 threads)<!-- end fact -->, by far." in text
-    assert "| mm | 1.0 | +0.25 | +2.50 |" in text
-    for wrong, said in (
-        ("nothing s.json", "fact is 'nothing'"),
-        ("guards absent.json", "cannot be read"),
-    ):
-        page.write_text(f"<!-- fact {wrong} --><!-- end fact -->")
-        with pytest.raises(Problem, match=said):
-            readme.main([str(page)])
 
 
 def test_calls_from_shapes() -> None:
@@ -499,45 +334,6 @@ def test_results_are_plain_json(tmp_path: Path) -> None:
     held(made(1, 2)).write(tmp_path / "r.json")
     document = json.loads((tmp_path / "r.json").read_text())
     assert list(document) == ["format", "schema", "complete", "machine", "run", "ceilings", "rows"]
-
-
-def test_a_file_is_verified_by_measuring_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "r.json"
-    known = run(path, ops=["add", "relu", "add_relu"], sizes=[64], dtypes=["f32"])
-    for row in known.rows:
-        row.device_us = made(10, 20).device_us | {b: [20.0] * 7 for b in row.baselines}
-    known.write(path)
-    again: list[str] = []
-
-    def now(case: cases.Case, device: torch.device, effort: rows.Effort) -> Row:
-        again.append(case.id)
-        row = next(r for r in known.rows if r.id == case.id)
-        ours = [v * (2 if "relu" in case.op else 1) for v in row.device_us[OURS]]
-        return replace(row, device_us={**row.device_us, OURS: ours})
-
-    monkeypatch.setattr(rows, "measured", now)
-    found = verifying.verify(path)
-    assert {c.id for c in found.held} == {"elementwise add 64 f32"}
-    assert {c.verdict for c in found.failed} == {"worse"}
-    assert again.count("elementwise add 64 f32") == 1
-    assert again.count("activation relu 64 f32") == verifying.ATTEMPTS
-    assert "1 of 3 rows hold" in str(found)
-    assert cli.main(["bench", "--verify", str(path)]) == 1
-    assert "relu" in capsys.readouterr().out
-    known.machine["environment"]["device"] = "another"
-    known.write(path)
-    assert cli.main(["bench", "--verify", str(path)]) == 2
-    assert "of another machine" in capsys.readouterr().err
-
-
-def test_a_sample_has_every_category() -> None:
-    many = held(*[replace(made(1, 1, size=n), id=str((c, n)), category=c) for n in range(9) for c in cases.CATEGORIES])  # fmt: skip
-    chosen = verifying.sample(many)
-    assert len(chosen) == verifying.SAMPLE
-    assert {r.category for r in chosen} == set(cases.CATEGORIES)
-    assert [r.id for r in verifying.sample(many)] == [r.id for r in chosen]
 
 
 def test_a_disturbed_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

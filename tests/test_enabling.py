@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import os
-import re
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +13,6 @@ from torch import Tensor, nn
 import tensorlogic
 from tensorlogic import enabling, hooks, policies, repairs
 
-ROOT = Path(__file__).resolve().parent.parent
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -174,106 +166,6 @@ def test_empty_and_tiny_products_are_pytorchs(
     assert served == []
 
 
-def modules() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
-    torch.manual_seed(0)
-    return {
-        "linear": (nn.Linear(64, 48), (32, 64)),
-        "linear without bias": (nn.Linear(64, 48, bias=False), (2, 16, 64)),
-        "batched": (nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), (4, 9, 64)),
-        "encoder": (
-            nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True),
-            (2, 24, 64),
-        ),
-        "lstm": (Last(nn.LSTM(48, 32)), (6, 5, 48)),
-        "convolution": (nn.Conv2d(8, 16, 3, stride=2, padding=1), (2, 8, 12, 12)),
-        "grouped": (nn.Conv2d(8, 8, 3, groups=8, dilation=2), (2, 8, 12, 12)),
-        "transposed": (nn.ConvTranspose1d(8, 4, 3), (2, 8, 20)),
-        "attention": (Attention(), (2, 4, 32, 16)),
-        "causal attention": (Attention(is_causal=True), (2, 4, 32, 16)),
-        "masked attention": (Attention(mask=torch.randn(32, 32)), (2, 4, 32, 16)),
-    }
-
-
-class Last(nn.Module):
-    """A recurrent layer's outputs without its state."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
-
-
-class Attention(nn.Module):
-    """Self-attention of heads that are given."""
-
-    def __init__(self, mask: Tensor | None = None, is_causal: bool = False) -> None:
-        super().__init__()
-        self.register_buffer("mask", mask)
-        self.is_causal = is_causal
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
-            x, x * 0.5, x - 1, attn_mask=self.mask, is_causal=self.is_causal
-        )
-
-
-def gradients(m: nn.Module, x: Tensor) -> list[Tensor]:
-    """The output, and the gradients of x and of every parameter."""
-    x = x.clone().requires_grad_()
-    m.zero_grad()
-    y = m(x)
-    (y * torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)).sum().backward()
-    assert x.grad is not None
-    return [y.detach(), x.grad, *[p.grad.clone() for p in m.parameters() if p.grad is not None]]
-
-
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", modules())
-def test_layers_and_their_gradients(name: str, dtype: torch.dtype, enabled: None) -> None:
-    module, shape = modules()[name]
-    module = module.to(dtype)
-    x = r(*shape, dtype=dtype)
-    with hooks.suspended():
-        own = gradients(module, x)
-    ours = gradients(module, x)
-    refs = gradients(copy.deepcopy(module).double(), x.double())
-    for ref, theirs, mine in zip(refs, own, ours, strict=True):
-        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-        assert error(mine, ref) <= max(1.5 * error(theirs, ref), torch.finfo(dtype).eps)
-
-
-def test_a_parameters_copy_is_never_stale(enabled: None) -> None:
-    layer, x = nn.Linear(64, 64).half(), r(16, 64)
-    with torch.no_grad(), tensorlogic.policy(force="torch.widened"):
-        for _ in range(3):
-            layer.weight.mul_(-0.5)
-            ref = F.linear(x.double(), layer.weight.double(), layer.bias.double())
-            assert error(layer(x), ref) < 1e-3
-        layer.weight.data.mul_(2)
-        tensorlogic.invalidate(layer.weight)
-        ref = F.linear(x.double(), layer.weight.double(), layer.bias.double())
-        assert error(layer(x), ref) < 1e-3
-
-
-def test_the_weight_behind_a_transpose_is_found(enabled: None, served: list[str]) -> None:
-    weight = nn.Parameter(r(48, 64))
-    shape = torch.Size((48, 64))
-    assert repairs._weight(weight.t(), shape) is weight
-    with torch.inference_mode():
-        assert repairs._weight(weight.t(), shape) is weight
-    for part in (weight[:32], weight[:, :32], weight[4:]):
-        found = repairs._weight(part.t(), part.shape)
-        assert (found.data_ptr(), found.shape, found.stride()) == (
-            part.data_ptr(),
-            part.shape,
-            part.stride(),
-        )
-    F.linear(r(32, 64), weight)
-    assert served == ["linear"]
-
-
 def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) -> None:
     if hooks.available() is not None:
         pytest.skip(str(hooks.available()))
@@ -302,26 +194,6 @@ def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) 
         repairs._launcher = chosen
         policies.forget_entries()
         tensorlogic.disable()
-
-
-def test_policies_in_force_before_the_hooks_are_loaded_are_counted() -> None:
-    if hooks.available() is not None:
-        pytest.skip(str(hooks.available()))
-    program = (
-        "import tensorlogic\nfrom tensorlogic import hooks, native\n"
-        "with tensorlogic.policy(tune='off'):\n    native.available()\n"
-        "print(hooks.available(), hooks.op('apart')(0), hooks._apart)\n"
-        "with tensorlogic.policy(tune='off'): print(hooks.op('apart')(0))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["None", "0", "0", "1"], "")
 
 
 def test_other_dtypes_keep_their_bits_and_their_kernels(served: list[str], enabled: None) -> None:
@@ -368,40 +240,6 @@ def test_modes_and_transforms(enabled: None) -> None:
         assert error(layer(x), ref) < 1e-3
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_under_torch_compile(backend: str, enabled: None) -> None:
-    torch._dynamo.reset()
-    module, shape = modules()["batched"]
-    module, x = module.half(), r(*shape)
-    ref = gradients(copy.deepcopy(module).double(), x.double())
-    compiled = torch.compile(module, backend=backend)
-    got = gradients(compiled, x)
-    assert all(error(g, f) < 3e-3 for g, f in zip(got, ref, strict=True))
-    torch._dynamo.reset()
-
-
-def test_threads_forward_and_backward(enabled: None) -> None:
-    module, shape = modules()["batched"]
-    module = module.half()
-    ref = gradients(copy.deepcopy(module).double(), r(*shape).double())[:2]
-    problems: list[str] = []
-
-    def work() -> None:
-        mine = copy.deepcopy(module)
-        for _ in range(10):
-            got = gradients(mine, r(*shape))[:2]
-            problems.extend(
-                str(error(g, f)) for g, f in zip(got, ref, strict=True) if error(g, f) > 3e-3
-            )
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert problems == []
-
-
 def test_measuring_sees_pytorch_without_repairs(enabled: None, served: list[str]) -> None:
     from tensorlogic import stores
 
@@ -423,102 +261,3 @@ def test_pool_without_hooks_is_refused_before_anything_changes() -> None:
         with pytest.raises(RuntimeError, match=r"pool=True.*tcmalloc"):
             tensorlogic.enable(pool=True)
     assert not enabling.enabled()
-
-
-# Runs a script as an interpreter does into whose site-packages a wheel has put the files of tools/startup.
-LAUNCH = "import runpy, site, sys; site.addsitedir(sys.argv[1]); sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-
-
-def launch(script: Path, *arguments: str, enable: str | None) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "TENSORLOGIC_ENABLE"}
-    environment["PYTHONPATH"] = str(ROOT)
-    if enable is not None:
-        environment["TENSORLOGIC_ENABLE"] = enable
-    return subprocess.run(
-        [sys.executable, "-c", LAUNCH, str(ROOT / "tools" / "startup"), str(script), *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=200,
-        check=False,
-    )
-
-
-def test_an_unmodified_script_gives_the_same_answers() -> None:
-    small = ("--width", "64", "--layers", "1", "--length", "16", "--batches", "4", "--seconds", "0")
-    script = ROOT / "examples" / "half_transformer.py"
-    assert "tensorlogic" not in "".join(
-        line for line in script.read_text().splitlines() if "import" in line
-    )
-    answers = []
-    for enable in ("0", "1"):
-        done = launch(script, *small, enable=enable)
-        assert (done.returncode, done.stderr) == (0, "")
-        answers.append([line for line in done.stdout.splitlines() if " ms" not in line])
-    numbers = [[float(w) for w in " ".join(a).split() if w[0].isdigit()] for a in answers]
-    assert numbers[0] == pytest.approx(numbers[1], rel=5e-3)
-    assert len(numbers[0]) == 8
-
-
-STARTS = {  # variable -> what a script sees after importing torch, and that nothing was imported before
-    None: "False False",
-    "0": "False False",
-    "1": "False True",
-}
-
-
-@pytest.mark.parametrize("value", STARTS)
-def test_the_variable_reaches_programs_that_do_not_import_us(
-    value: str | None, tmp_path: Path
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\nbefore = 'torch' in sys.modules or 'tensorlogic' in sys.modules\n"
-        "import torch\nours = sys.modules.get('tensorlogic')\n"
-        "print(before, ours is not None and ours.enabling.enabled())\n"
-    )
-    done = launch(script, enable=value)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, STARTS[value], "")
-
-
-def test_importing_us_first_enables_too_and_nonsense_is_said(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import tensorlogic\nprint(tensorlogic.enabling.enabled())\n")
-    done = launch(script, enable="1")
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "True", "")
-    script.write_text("import torch\nprint('on')\n")
-    done = launch(script, enable="please")
-    assert (done.returncode, done.stdout.strip()) == (0, "on")
-    assert "TENSORLOGIC_ENABLE is 'please'; it must be 0, 1 or pool" in done.stderr
-
-
-def test_a_failed_import_of_torch_may_be_tried_again(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text(
-        "import os\nif not os.environ.pop('FAILED', None):\n"
-        "    os.environ['FAILED'] = '1'\n    raise ImportError('first')\n"
-    )
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\nsys.path.insert(0, sys.path[0])\n"
-        f"sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import warnings\nwarnings.simplefilter('error')\n"
-        "try:\n    import torch\nexcept ImportError as e:\n    print(e)\n"
-        "try:\n    import torch\nexcept Warning as e:\n    print('told')\n"
-    )
-    done = launch(script, enable="1")
-    assert done.stdout.split() == ["first", "told"], done.stderr
-
-
-def test_the_benchmark_compares_answers() -> None:
-    small = ["--width", "64", "--layers", "1", "--length", "8", "--batches", "1", "--seconds", "0"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "enable.py"), *small],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "answers the same" in done.stdout
-    assert re.search(r"\| training step, batch 1 \| [\d.]+ \| [\d.]+ \| [\d.]+ \|", done.stdout)

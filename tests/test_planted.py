@@ -8,7 +8,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,18 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import (
-    background,
-    checking,
-    dispatch,
-    entrants,
-    policies,
-    registry,
-    selector,
-    stores,
-    study,
-)
-from tensorlogic.op import EAGER, OPS
+from tensorlogic import background, policies, registry, selector, stores, study
+from tensorlogic.op import OPS
 from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
 
 CPU = torch.device("cpu")
@@ -346,67 +335,6 @@ def test_a_locked_one_is_checked_here_too(
     assert any("off_by_one_row" in r.message for r in caplog.records)
 
 
-def test_one_whose_first_calls_are_slow_is_timed_all_the_same(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(study, "CUT", 3.0)
-    install(
-        extra="""
-        def cold(*a):
-            COUNT[0] += 1
-            if COUNT[0] <= 2:
-                time.sleep(0.004)
-            return (right(*a),)
-        plant('cold', cold)
-        """
-    )
-    (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
-    (evidence,) = [e for e in plan.evidence if e.candidate == "planted.cold"]
-    assert 0 < evidence.host_us < 1000
-
-
-def test_one_that_was_disturbed_for_some_calls_is_timed_all_the_same(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compilers that have the cores delay several calls in a row by a quarter of a millisecond."""
-    monkeypatch.setattr(study, "CUT", 3.0)
-    install(
-        extra="""
-        def disturbed(*a):
-            COUNT[0] += 1
-            if 4 <= COUNT[0] <= 9:
-                time.sleep(0.00025)
-            return (right(*a),)
-        plant('disturbed', disturbed)
-        """
-    )
-    (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
-    (evidence,) = [e for e in plan.evidence if e.candidate == "planted.disturbed"]
-    assert evidence.status == "measured"
-    assert evidence.device_us < 150
-
-
-def test_a_slow_one_is_cut_after_few_calls(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(study, "CUT", 3.0)
-    install(
-        extra="""
-        def slow(*a):
-            COUNT[0] += 1
-            time.sleep(0.02)
-            return (right(*a),)
-        plant('slow', slow)
-        """
-    )
-    x, w, b = inputs()
-    (plan,) = tensorlogic.tune(tensorlogic.linear, x, w, b).plans
-    (evidence,) = [e for e in plan.evidence if e.candidate == "planted.slow"]
-    assert evidence.reason.startswith("cut after one call")
-    assert sys.modules["planted_candidates"].COUNT[0] <= 2
-    assert plan.eager != "planted.slow"
-
-
 def test_one_whose_questions_fail_is_refused_by_name(install: Install) -> None:
     install(
         extra="""
@@ -437,112 +365,3 @@ def test_a_plug_in_that_fails_to_load_is_named_and_harmless(
         install(extra="raise ImportError('half installed')")
     assert any("half installed" in r.message and "planted" in r.message for r in caplog.records)
     assert_right(tensorlogic.linear(*(given := inputs())), *given)
-
-
-def test_running_statistics_are_judged_as_well(install: Install) -> None:
-    install(
-        extra="""
-        norm = ops["linear_batch_norm_relu"]
-        def forgets(x, weight, bias, running_mean, running_var, gamma, beta, eps, training, momentum, save):
-            return norm.reference(x, weight, bias, None, None, gamma, beta, eps, training, momentum, save)
-        norm.candidate("planted.forgets", supports=lambda key: None if key.flag("training") else "training only")(forgets)
-        """
-    )
-    args = (torch.randn(16, 8), torch.randn(4, 8), None, torch.zeros(4), torch.ones(4), None, None)
-
-    def run(*given: Any) -> Tensor:
-        return tensorlogic.linear_batch_norm_relu(*given, training=True)
-
-    (plan,) = tensorlogic.tune(run, *args).plans
-    (evidence,) = [e for e in plan.evidence if e.candidate == "planted.forgets"]
-    assert evidence.status == "refused"
-    assert evidence.reason.startswith("wrong: output")
-
-
-def test_an_output_that_is_an_input_is_refused(install: Install) -> None:
-    install(
-        extra="""
-        op = ops["relu"]
-        op.candidate("planted.alias")(lambda x, save: (x if bool((x >= 0).all()) else torch.relu(x),))
-        """
-    )
-    op = OPS["relu"]
-    x = torch.rand(32)
-    with tensorlogic.policy(force="planted.alias"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "sample", lambda key, name, spec, device, g: torch.rand(32, generator=g))
-        with pytest.raises(selector.Refused, match="shares memory with its input x"):
-            tensorlogic.relu(x)
-
-
-def test_a_refusal_is_remembered_for_the_source(install: Install) -> None:
-    install(
-        extra="""
-        def counted(*a):
-            COUNT[0] += 1
-            return (right(*a) + 1,)
-        plant("counted", counted)
-        """
-    )
-    x, w, b = inputs()
-    tensorlogic.tune(tensorlogic.linear, x, w, b)
-    calls = sys.modules["planted_candidates"].COUNT
-    seen = calls[0]
-    stores.forget()
-    again = tensorlogic.tune(tensorlogic.linear, x, w, b)
-    assert (again.known, calls[0]) == (1, seen)
-
-
-def test_a_candidate_id_is_checked(install: Install) -> None:
-    op = OPS["relu"]
-    with pytest.raises(TypeError, match=r"has parameters \['x'\]; the schema is \['x', 'save'\]"):
-        op.candidate("planted.schema")(lambda x: (x,))
-    with pytest.raises(ValueError, match="already has a candidate"):
-        op.candidate(EAGER)(lambda x, save: (x,))
-    with pytest.raises(ValueError, match=r"must read 'provider\.strategy'"):
-        op.candidate("planted")(lambda x, save: (x,))
-    assert dispatch.call(op, (torch.ones(2),)).tolist() == [1, 1]
-
-
-def test_one_that_fails_in_the_final_leaves_the_others_in_it(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(
-        extra="""
-        def faints(*a):
-            if KEPT.get("final"):
-                raise Peculiar("worn out")
-            return (right(*a),)
-        plant("faints", faints)
-        """
-    )
-    decide = study.Study._decide
-
-    def final(self: study.Study, present: Any) -> None:
-        sys.modules["planted_candidates"].KEPT["final"] = True
-        decide(self, present)
-
-    monkeypatch.setattr(study.Study, "_decide", final)
-    monkeypatch.setattr(entrants, "FINALISTS", 99)
-    (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
-    assert reasons(plan)["faints"] == "failed: Peculiar: worn out"
-    assert len([e for e in plan.evidence if e.status == "measured"]) > 1
-
-
-def test_gradients_that_pass_through_unchanged_are_no_misuse() -> None:
-    """dy itself is the bias's gradient, as eager returns it: on the probe with another one's values, too."""
-    a, b = torch.randn(8), torch.randn(8)
-    op = OPS["pointwise_backward"]
-    key = op.key([a, a, b, None, None, "affine", "011"], "backward")
-    found = checking.Checker(op, key, CPU).check(op.plain(key, CPU))
-    assert found, found.reason
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_sum_of_sample_inputs_cancels_by_luck(dtype: torch.dtype) -> None:
-    registry.ready("cpu")
-    for name, shape, dim in (("sum", (59,), (0,)), ("mean", (64, 33), (1,))):
-        key = OPS[name].key((torch.empty(shape, dtype=dtype), dim, False, False), "inference")
-        for seed in range(64):
-            (x,) = checking.InputSet(OPS[name], key, CPU, seed).dynamic
-            sums, norms = x.double().sum(dim), x.double().square().sum(dim).sqrt()
-            assert bool((sums.abs() > 0.9 * norms).all())

@@ -1,10 +1,8 @@
-"""Who serves a call: the order of the choice, policies in threads and backward passes, reproducible modes, when nothing is measured."""
+"""Who serves a call: the order of the choice, reproducible modes, training steps."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import tensorlogic
-from tensorlogic import capture_watch, dispatch, measure, plans, policies, selector, stores, study
+from tensorlogic import measure, plans, policies, selector, stores, study
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.op import EAGER, OPS, Candidate, Config
 from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
@@ -173,100 +170,6 @@ def test_a_neighbours_configuration_that_does_not_exist_here_gives_way_to_one_th
         assert "none of rank 2" in caplog.text
 
 
-def test_policies_nest_and_end(served: Served) -> None:
-    x = torch.randn(4)
-    with tensorlogic.policy(force="toy.a", tune="off"):
-        tensorlogic.relu(x)
-        with tensorlogic.policy(force="toy.b"):
-            tensorlogic.relu(x)
-            with tensorlogic.policy(tune="full"):
-                tensorlogic.relu(x)
-        with pytest.raises(KeyError), tensorlogic.policy(force=EAGER):
-            raise KeyError
-        tensorlogic.relu(x)
-    tensorlogic.relu(x)
-    assert served[:4] == ["toy.a", "toy.b", "toy.b", "toy.a"]
-    for wrong, error in (({"tune": "always"}, ValueError), ({"force": 3}, TypeError)):
-        with pytest.raises(error), tensorlogic.policy(**wrong):  # type: ignore[arg-type]
-            pass
-    with pytest.raises(FileNotFoundError, match="plans export"), tensorlogic.policy(lockfile="no"):
-        pass
-
-
-def test_policies_belong_to_their_thread_and_task(served: Served) -> None:
-    x = torch.randn(4)
-    seen: dict[str, str] = {}
-    barrier = threading.Barrier(2)
-
-    def work(force: str) -> None:
-        with tensorlogic.policy(force=force, tune="off"):
-            barrier.wait()
-            for _ in range(50):
-                tensorlogic.relu(x)
-            seen[force] = policies.current().forced("relu") or ""
-            barrier.wait()
-
-    threads = [threading.Thread(target=work, args=(f,)) for f in ("toy.a", "toy.b")]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert seen == {"toy.a": "toy.a", "toy.b": "toy.b"}
-    assert (served.count("toy.a"), served.count("toy.b")) == (50, 50)
-
-    async def task(force: str) -> str | None:
-        with tensorlogic.policy(force=force):
-            await asyncio.sleep(0.001)
-            return policies.current().forced("relu")
-
-    async def both() -> list[str | None]:
-        return await asyncio.gather(task("toy.a"), task("toy.b"))
-
-    assert asyncio.run(both()) == ["toy.a", "toy.b"]
-
-
-@pytest.fixture
-def backward_calls(monkeypatch: pytest.MonkeyPatch) -> Served:
-    """toy.back of pointwise_backward, which writes down its calls."""
-    calls: Served = []
-    op = OPS["pointwise_backward"]
-
-    def launch(*dynamic: Any, eager: Any) -> Any:
-        calls.append("toy.back")
-        return eager(*dynamic)
-
-    def bind(key: Key, config: Any, device: torch.device) -> Any:
-        eager = op.candidates[EAGER].bind(key, {}, device)
-        return lambda *dynamic: launch(*dynamic, eager=eager)
-
-    monkeypatch.setitem(op.candidates, "toy.back", Candidate("toy.back", bind, trusted=True))
-    policies.forget_entries()
-    return calls
-
-
-def test_backward_runs_under_the_policy_of_its_forward(
-    served: Served, backward_calls: Served
-) -> None:
-    x = torch.randn(6, requires_grad=True)
-    chosen = {"relu": "toy.a", "pointwise_backward": "toy.back"}
-    with tensorlogic.policy(force=chosen):
-        out = tensorlogic.relu(x).sum()
-        thread_out = tensorlogic.relu(x).sum()
-    out.backward()
-    worker = threading.Thread(target=thread_out.backward)
-    worker.start()
-    worker.join()
-    assert backward_calls == ["toy.back", "toy.back"]
-    with policies.use(policies.ROOT):
-        put(plan(key_of(x, True), "toy.a"))
-        out = tensorlogic.relu(x).sum()
-        with tensorlogic.policy(force=chosen):
-            out.backward()
-    assert backward_calls == ["toy.back", "toy.back"]
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad, 3.0 * (x > 0))
-
-
 def every_way(x: Tensor) -> None:
     """One call of each kind: eager, recorded, inference, unaligned, registered."""
     tensorlogic.relu(x)
@@ -365,104 +268,6 @@ def test_eager_serves_every_way_where_the_candidate_cannot(served: Served, why: 
     assert served == ["toy.a"]
 
 
-def test_tune_says_no_where_nothing_is_measured() -> None:
-    with (
-        tensorlogic.policy(deterministic=True),
-        pytest.raises(RuntimeError, match="call tune outside"),
-    ):
-        tensorlogic.tune(tensorlogic.relu, torch.randn(3))
-
-
-@pytest.mark.usefixtures("nothing_measured")
-def test_off_measures_nothing(served: Served) -> None:
-    with tensorlogic.policy(tune="off"):
-        for _ in range(200):
-            tensorlogic.relu(torch.ones(5))
-
-
-def test_full_measures_on_first_sight_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    init = study.Study.__init__
-
-    def noted(self: study.Study, op: Any, key: Key, *rest: Any, **named: Any) -> None:
-        made.append(key.text)
-        init(self, op, key, *rest, **named)
-
-    monkeypatch.setattr(study.Study, "__init__", noted)
-    x = torch.randn(8, 8)
-    with tensorlogic.policy(tune="full"):
-        for _ in range(3):
-            tensorlogic.relu(x)
-        stores.forget()  # the file remains
-        tensorlogic.relu(x)
-    assert len(made) == 1
-    assert decided(x)[0] == "plan"
-
-
-def _traced(x: Tensor) -> None:
-    make_fx(tensorlogic.relu)(x)
-
-
-def _captured(x: Tensor) -> None:
-    capture_watch._open.add(1)
-    try:
-        tensorlogic.relu(x)
-    finally:
-        capture_watch._open.discard(1)
-
-
-def _jit(x: Tensor) -> None:
-    torch.jit.trace(tensorlogic.relu, (x,), check_trace=False)
-
-
-def _transformed(x: Tensor) -> None:
-    torch.func.vmap(tensorlogic.relu)(x)
-
-
-def _the_same_bits(x: Tensor) -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        tensorlogic.relu(x)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("nothing_measured")
-@pytest.mark.parametrize("way", [_traced, _captured, _jit, _transformed, _the_same_bits])
-def test_full_measures_nothing_meanwhile(way: Callable[[Tensor], None]) -> None:
-    with tensorlogic.policy(tune="full"):
-        way(torch.randn(4, 4))
-
-
-def test_measuring_leaves_the_callers_state_alone() -> None:
-    def plain(x: Tensor, save: bool) -> tuple[Tensor, ...]:
-        return (torch.relu(x),)
-
-    kept = dict(RELU.candidates)
-    RELU.candidate("toy.plain")(plain)
-    try:
-        for inference in (False, True):
-            torch.manual_seed(5)
-            before = torch.get_rng_state()
-            with (
-                torch.inference_mode(inference),
-                torch.autocast("cpu", dtype=torch.float16),
-                tensorlogic.policy(tune="full"),
-            ):
-                x = torch.ones(4, 4 + inference)
-                out = tensorlogic.relu(x)
-                assert torch.is_autocast_enabled("cpu")
-                assert torch.is_grad_enabled() != inference
-                assert torch.is_inference_mode_enabled() == inference
-                assert torch.get_autocast_dtype("cpu") is torch.float16
-            assert torch.equal(torch.get_rng_state(), before)
-            assert out.sum() == x.numel()
-            assert decided(x)[0] == "plan"
-    finally:
-        RELU.candidates.clear()
-        RELU.candidates.update(kept)
-
-
 def test_fresh_stores_choose_alike(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     """A lead within the noise does not count: eager keeps its place, and of equals the last registered serves."""
     speed = {EAGER: 10.0, "toy.a": 9.8, "toy.b": 9.7}
@@ -508,42 +313,3 @@ def test_tune_meets_the_backward_keys_of_a_training_step() -> None:
     assert (x.grad == 7).all()
     assert torch.equal(torch.get_rng_state(), before)
     assert tensorlogic.tune(step, x, w).known == 2
-
-
-def test_forcing_an_unknown_candidate_falls_back_to_eager(served: Served) -> None:
-    x = torch.tensor([-1.0, 2.0])
-    with tensorlogic.policy(force="nobody.nothing"):
-        assert tensorlogic.relu(x).tolist() == [0, 2]
-    assert dispatch.call(RELU, (x,)).tolist() == [0, 2]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"force": 3}, "force is 3; it must be a candidate id"),
-        ({"force": {"relu": 3}}, "force is {'relu': 3}; it must be a candidate id"),
-        ({"deterministic": "no"}, "deterministic is 'no'; it must be True or False"),
-        ({"lockfile": 3}, "lockfile is int; it must be the path"),
-    ],
-)
-def test_a_policy_names_the_argument_that_is_of_another_type(
-    changes: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(TypeError, match=f"policy: {said}"), tensorlogic.policy(**changes):
-        pass
-
-
-def test_forcing_what_does_not_exist_is_said(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with (
-        pytest.raises(ValueError, match=r"force names rleu; the ops are .*relu"),
-        tensorlogic.policy(force={"rleu": EAGER}),
-    ):
-        pass
-    monkeypatch.setattr(selector, "_SAID", set())
-    x = torch.randn(8)
-    with tensorlogic.policy(force="torch.eagre"):
-        assert torch.equal(tensorlogic.relu(x), torch.relu(x))
-    assert "torch.eagre was forced, but no op has it here" in caplog.text
-    assert "torch.eager" in caplog.text

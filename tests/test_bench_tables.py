@@ -1,0 +1,112 @@
+"""Summaries and tables of the benchmark: losses show, and documents follow the result files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tensorlogic.bench import facts, readme, summary, tables
+from tensorlogic.bench.problems import Problem
+from tensorlogic.bench.results import OURS
+
+from .test_bench import held, made
+from .test_bench import tiny as tiny  # the fixture
+
+
+def test_summary_and_tables_show_losses() -> None:
+    found = held(
+        made(10, 20, size=128), made(30, 20, size=256), made(0, 0, size=512, status="failed")
+    )
+    found.rows[2].reason = "out of memory"
+    text = "\n".join(summary.lines(found))
+    assert "wins 1, even 0, loses 1 of 2" in text
+    assert "loses: linear f16 (256 0.67x)" in text
+    assert "not timed: fusion linear 512 f16: out of memory" in text
+    lines = tables.markdown(tables.columns(found), found.timed).splitlines()
+    assert "**0.67" in lines[3]
+    assert "**" not in lines[2]
+    assert tables.plain(tables.columns(found), found.timed).splitlines()[0].startswith("operation")
+
+
+def test_gpu_runs_show_host_time() -> None:
+    found = held(made(10, 20, host=True), kind="cuda")
+    head, row = tables.plain(tables.columns(found), found.timed).splitlines()
+    assert head.count("host") == 2
+    assert row.count("2.00 [") == 3
+    assert any(line.startswith("fusion, host time: 2.00x") for line in summary.lines(found))
+
+
+def test_unsteady_runs_are_said() -> None:
+    rows_ = [made(10, 20, size=n) for n in range(1, 6)]
+    for row in rows_:
+        row.device_us[OURS] = [1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0]
+    assert "5 of 5 rows vary" in summary.lines(held(*rows_))[-1]
+
+
+def test_readme_tables_follow_their_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held(made(10, 20, size=128), made(30, 20, size=256)).write(tmp_path / "r.json")
+    page = tmp_path / "README.md"
+    page.write_text(
+        "# A\n<!-- bench r.json category=fusion size=256 -->\nold\n<!-- end bench -->\nrest\n"
+    )
+    assert readme.main(["--check", str(page)]) == 1
+    assert "make tables" in capsys.readouterr().err
+    assert readme.main([str(page)]) == 0
+    assert readme.main(["--check", str(page)]) == 0
+    text = page.read_text()
+    assert "| linear | 256 |" in text
+    assert "| linear | 128 |" not in text
+    assert text.endswith("rest\n")
+    page.write_text("<!-- bench r.json colour=red -->\n<!-- end bench -->\n")
+    with pytest.raises(Problem, match="colour=red"):
+        readme.main([str(page)])
+
+
+def test_models_beside_torch_compile_are_told_with_losses(tmp_path: Path) -> None:
+    fast = {"name": "a", "batch": 1, "eager_us": 3000.0, "compile_us": 800.0, "ours_us": 1000.0}
+    fast |= {"over_peer": [1.25, 1.2, 1.3], "ready_s": 2.0, "compile_s": 9.0}
+    fast["later"] = {"compile_us": 800.0, "ours_us": 400.0, "over_peer": [0.5, 0.4, 0.6]}
+    same = {"name": "b", "batch": 8, "eager_us": 1000.0, "compile_us": 500.0}
+    same |= {"over_peer": [2.0, 1.9, 2.1], "ready_s": 1.0, "compile_s": 5.0}
+    models = [fast, same, {"name": "c", "batch": 1, "ok": None}]
+    about = {"device": "D", "dtype": "torch.float16", "versions": {"torch": "2"}, "date": "today"}
+    path = tmp_path / "zoo.json"
+    path.write_text(json.dumps({**about, "models": models}))
+    text = facts.fact("zoo", path)
+    assert "D; float16; torch 2; today; 2 models, 1 of them within 1.03" in text
+    assert "1.00 times ahead" in text  # 2 and 1/2
+    assert "| a, batch 1 | 3.00 | 0.80 | 1.00 | 3.00 | **0.80** | 2.0 | 9.0 |" in text
+    assert "| a, batch 1, after Inductor | 3.00 | 0.80 | 0.40 | 7.50 | 2.00 |  |  |" in text
+    assert "| b, batch 8 | 1.00 | 0.50 | 1.00 | 1.00 | **0.50** | 1.0 | 5.0 |" in text
+    assert "| c" not in text
+
+
+def test_facts_stand_in_sentences_and_tables(tmp_path: Path) -> None:
+    environment = {"device": "C", "threads": 2, "torch": "2"}
+    (tmp_path / "s.json").write_text(
+        json.dumps({"keys": 9, "differing": {"a": {}}, "environment": environment})
+    )
+    pair = {"with": {"mm": [1.0, 1.25]}, "without": {"mm": [1.5, 4.0]}}
+    (tmp_path / "g.json").write_text(
+        json.dumps({"us": pair, "environment": environment, "date": "d"})
+    )
+    page = tmp_path / "page.md"
+    page.write_text(
+        "They agree on <!-- fact agreeing s.json -->all<!-- end fact -->, by far.\n<!-- fact guards g.json -->\n<!-- end fact -->\n"
+    )
+    assert readme.main(["--check", str(page)]) == 1
+    assert readme.main([str(page)]) == readme.main(["--check", str(page)]) == 0
+    text = page.read_text()
+    assert "-->8 of the benchmark's 9 keys (C, 2 threads)<!-- end fact -->, by far." in text
+    assert "| mm | 1.0 | +0.25 | +2.50 |" in text
+    for wrong, said in (
+        ("nothing s.json", "fact is 'nothing'"),
+        ("guards absent.json", "cannot be read"),
+    ):
+        page.write_text(f"<!-- fact {wrong} --><!-- end fact -->")
+        with pytest.raises(Problem, match=said):
+            readme.main([str(page)])

@@ -1,0 +1,100 @@
+"""Planted candidates that are slow, disturbed or fail late: each is timed for what it is, and the others with it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+import tensorlogic
+from tensorlogic import entrants, study
+
+from .test_planted import Install, inputs, reasons
+from .test_planted import install as install  # the fixture
+
+
+def test_one_whose_first_calls_are_slow_is_timed_all_the_same(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "CUT", 3.0)
+    install(
+        extra="""
+        def cold(*a):
+            COUNT[0] += 1
+            if COUNT[0] <= 2:
+                time.sleep(0.004)
+            return (right(*a),)
+        plant('cold', cold)
+        """
+    )
+    (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
+    (evidence,) = [e for e in plan.evidence if e.candidate == "planted.cold"]
+    assert 0 < evidence.host_us < 1000
+
+
+def test_one_that_was_disturbed_for_some_calls_is_timed_all_the_same(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers that have the cores delay several calls in a row by a quarter of a millisecond."""
+    monkeypatch.setattr(study, "CUT", 3.0)
+    install(
+        extra="""
+        def disturbed(*a):
+            COUNT[0] += 1
+            if 4 <= COUNT[0] <= 9:
+                time.sleep(0.00025)
+            return (right(*a),)
+        plant('disturbed', disturbed)
+        """
+    )
+    (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
+    (evidence,) = [e for e in plan.evidence if e.candidate == "planted.disturbed"]
+    assert evidence.status == "measured"
+    assert evidence.device_us < 150
+
+
+def test_a_slow_one_is_cut_after_few_calls(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "CUT", 3.0)
+    install(
+        extra="""
+        def slow(*a):
+            COUNT[0] += 1
+            time.sleep(0.02)
+            return (right(*a),)
+        plant('slow', slow)
+        """
+    )
+    x, w, b = inputs()
+    (plan,) = tensorlogic.tune(tensorlogic.linear, x, w, b).plans
+    (evidence,) = [e for e in plan.evidence if e.candidate == "planted.slow"]
+    assert evidence.reason.startswith("cut after one call")
+    assert sys.modules["planted_candidates"].COUNT[0] <= 2
+    assert plan.eager != "planted.slow"
+
+
+def test_one_that_fails_in_the_final_leaves_the_others_in_it(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(
+        extra="""
+        def faints(*a):
+            if KEPT.get("final"):
+                raise Peculiar("worn out")
+            return (right(*a),)
+        plant("faints", faints)
+        """
+    )
+    decide = study.Study._decide
+
+    def final(self: study.Study, present: Any) -> None:
+        sys.modules["planted_candidates"].KEPT["final"] = True
+        decide(self, present)
+
+    monkeypatch.setattr(study.Study, "_decide", final)
+    monkeypatch.setattr(entrants, "FINALISTS", 99)
+    (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
+    assert reasons(plan)["faints"] == "failed: Peculiar: worn out"
+    assert len([e for e in plan.evidence if e.status == "measured"]) > 1

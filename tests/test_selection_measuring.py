@@ -1,0 +1,117 @@
+"""When calls measure and when nothing may be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import tensorlogic
+from tensorlogic import capture_watch, stores, study
+from tensorlogic.plans import Key
+
+from .test_selection import RELU, Served, decided
+from .test_selection import nothing_measured as nothing_measured  # the fixture
+from .test_selection import served as served  # the fixture
+
+
+def test_tune_says_no_where_nothing_is_measured() -> None:
+    with (
+        tensorlogic.policy(deterministic=True),
+        pytest.raises(RuntimeError, match="call tune outside"),
+    ):
+        tensorlogic.tune(tensorlogic.relu, torch.randn(3))
+
+
+@pytest.mark.usefixtures("nothing_measured")
+def test_off_measures_nothing(served: Served) -> None:
+    with tensorlogic.policy(tune="off"):
+        for _ in range(200):
+            tensorlogic.relu(torch.ones(5))
+
+
+def test_full_measures_on_first_sight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    init = study.Study.__init__
+
+    def noted(self: study.Study, op: Any, key: Key, *rest: Any, **named: Any) -> None:
+        made.append(key.text)
+        init(self, op, key, *rest, **named)
+
+    monkeypatch.setattr(study.Study, "__init__", noted)
+    x = torch.randn(8, 8)
+    with tensorlogic.policy(tune="full"):
+        for _ in range(3):
+            tensorlogic.relu(x)
+        stores.forget()  # the file remains
+        tensorlogic.relu(x)
+    assert len(made) == 1
+    assert decided(x)[0] == "plan"
+
+
+def _traced(x: Tensor) -> None:
+    make_fx(tensorlogic.relu)(x)
+
+
+def _captured(x: Tensor) -> None:
+    capture_watch._open.add(1)
+    try:
+        tensorlogic.relu(x)
+    finally:
+        capture_watch._open.discard(1)
+
+
+def _jit(x: Tensor) -> None:
+    torch.jit.trace(tensorlogic.relu, (x,), check_trace=False)
+
+
+def _transformed(x: Tensor) -> None:
+    torch.func.vmap(tensorlogic.relu)(x)
+
+
+def _the_same_bits(x: Tensor) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        tensorlogic.relu(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nothing_measured")
+@pytest.mark.parametrize("way", [_traced, _captured, _jit, _transformed, _the_same_bits])
+def test_full_measures_nothing_meanwhile(way: Callable[[Tensor], None]) -> None:
+    with tensorlogic.policy(tune="full"):
+        way(torch.randn(4, 4))
+
+
+def test_measuring_leaves_the_callers_state_alone() -> None:
+    def plain(x: Tensor, save: bool) -> tuple[Tensor, ...]:
+        return (torch.relu(x),)
+
+    kept = dict(RELU.candidates)
+    RELU.candidate("toy.plain")(plain)
+    try:
+        for inference in (False, True):
+            torch.manual_seed(5)
+            before = torch.get_rng_state()
+            with (
+                torch.inference_mode(inference),
+                torch.autocast("cpu", dtype=torch.float16),
+                tensorlogic.policy(tune="full"),
+            ):
+                x = torch.ones(4, 4 + inference)
+                out = tensorlogic.relu(x)
+                assert torch.is_autocast_enabled("cpu")
+                assert torch.is_grad_enabled() != inference
+                assert torch.is_inference_mode_enabled() == inference
+                assert torch.get_autocast_dtype("cpu") is torch.float16
+            assert torch.equal(torch.get_rng_state(), before)
+            assert out.sum() == x.numel()
+            assert decided(x)[0] == "plan"
+    finally:
+        RELU.candidates.clear()
+        RELU.candidates.update(kept)

@@ -13,8 +13,6 @@ from . import ops as _ops
 from . import settings as _settings
 from .derived import constant, invalidate
 from .enabling import disable, enable
-from .explaining import candidates, explain
-from .memory import pool
 from .memory.staging import to
 from .memory.unified import unified
 from .ops.attention_scores import attention_scores
@@ -33,11 +31,13 @@ from .policies import policy
 from .precision import PrecisionWarning, precision
 from .registry import activate as _activate
 from .registry import warn_of_namesakes as _warn
-from .tuning import tune
 
 if TYPE_CHECKING:
+    from .explaining import candidates, explain
+    from .memory import pool
     from .program.capturing import capture
     from .program.optimizing import optimize
+    from .tuning import tune
 
 _wanted = _settings.enable()  # what is no such setting fails before anything is registered
 _activate()
@@ -47,16 +47,21 @@ if _wanted != "0":
 _starting.done()
 del _activate, _ops, _settings, _starting, _wanted, _warn
 
-_LATER = {  # what takes most of the import's time, and not every program needs
+_LATER = {  # what not every program needs
+    "candidates": "explaining",
     "capture": "program.capturing",
+    "explain": "explaining",
     "optimize": "program.optimizing",
+    "pool": "memory.pool",
+    "tune": "tuning",
 }
 
 
 def __getattr__(name: str) -> _Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_import(f".{_LATER[name]}", __name__), name)
+    module = _import(f".{_LATER[name]}", __name__)
+    value = getattr(module, name, module)  # a name that the module does not have is its own
     globals()[name] = value
     return value
 

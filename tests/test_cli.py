@@ -110,12 +110,15 @@ import gc, sys, torch
 before = set(sys.modules)
 import tensorlogic
 late = {"filelock", "platformdirs", "html", "statistics", "tensorlogic.program", "tensorlogic.bench", "rich", "matplotlib", "torch._dynamo"}
+late |= {"tensorlogic.explaining", "tensorlogic.tuning", "tensorlogic.memory.pool"}
 assert not late & (set(sys.modules) - before), late & set(sys.modules)
 for key in ("CPU", "CUDA", "AutogradCPU"):  # what C++ finds without asking Python: AOTInductor's packages, scripted modules
     assert torch._C._dispatch_has_computed_kernel_for_dispatch_key("tensorlogic::linear", key), key
 assert gc.isenabled()
-assert callable(tensorlogic.optimize) and callable(tensorlogic.capture)
-assert {"optimize", "capture"} <= set(dir(tensorlogic))
+later = ("optimize", "capture", "explain", "candidates", "tune")
+assert all(callable(getattr(tensorlogic, name)) for name in later)
+assert {*later, "pool"} <= set(dir(tensorlogic))
+assert tensorlogic.pool.stats().bytes_held >= 0
 from tensorlogic import *
 assert optimize is tensorlogic.optimize
 try:

@@ -323,16 +323,38 @@ def attention_backward(
     return _in_f32(fn, (dy, q, k, v, y, lse), dropout_p, is_causal, **named)
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor | None:
-    """A convolution of any kind and dimension."""
-    if not _slow(x, weight, bias) or 0 in x.shape:
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor | None:
+    """A convolution of any kind and dimension; what is empty, or would be, PyTorch's float32 kernels take otherwise than its others."""
+    if not _slow(x, weight, bias) or 0 in x.shape or 0 in weight.shape:
+        return None
+    rest = (stride, padding, dilation, transposed, output_padding, groups)
+    if transposed and _shortest(x.shape[2:], weight.shape[2:], *rest[:3], output_padding) < 1:
         return None
     return _in_f32(torch.ops.aten.convolution, (x, weight, bias), *rest)
 
 
+def _shortest(sizes: Sequence[int], kernel: Sequence[int], *about: Sequence[int]) -> int:
+    """The least length of a transposed convolution's output, by stride, padding, dilation and output padding of each dimension."""
+    each = (tuple(v) * len(kernel) if len(v) == 1 else v for v in about)
+    return min(
+        ((n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, d, more in zip(sizes, kernel, *each, strict=False)),
+        default=1,
+    )  # fmt: skip
+
+
 def convolution_backward(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> Any:
     """Its gradients of x, weight and bias, as far as they are asked for."""
-    if not _slow(dy, x, weight) or 0 in x.shape:
+    if not _slow(dy, x, weight) or any(0 in t.shape for t in (dy, x, weight)):
         return None
     return _in_f32(torch.ops.aten.convolution_backward, (dy, x, weight), *rest)
 

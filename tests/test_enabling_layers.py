@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,48 @@ def test_layers_and_their_gradients(name: str, dtype: torch.dtype, enabled: None
     for ref, theirs, mine in zip(refs, own, ours, strict=True):
         assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
         assert error(mine, ref) <= max(1.5 * error(theirs, ref), torch.finfo(dtype).eps)
+
+
+EMPTY = {  # transposed, input, weight and arguments of a convolution of this many dimensions
+    "an output shorter than nothing": (True, (2, 4, 1), (4, 4, 3), {"padding": 2}),
+    "an output of length 0": (True, (2, 4, 1, 3), (4, 4, 2, 2), {"padding": 1}),
+    "a stride that is one number": (True, (2, 4, 1, 1), (4, 4, 2, 2), {"stride": 3, "padding": [1]}),
+    "just long enough": (True, (2, 4, 1), (4, 4, 2), {"stride": 2, "padding": 1, "output_padding": 1}),
+    "long by dilation": (True, (2, 4, 1, 1), (4, 4, 3, 3), {"dilation": 2, "padding": 2}),
+    "an empty kernel": (False, (2, 4, 5), (6, 4, 0), {}),
+    "an empty kernel, transposed": (True, (2, 4, 5, 5), (4, 6, 0, 0), {}),
+    "no channels out": (False, (2, 4, 5), (0, 4, 3), {}),
+    "no channels out, transposed": (True, (2, 4, 5), (4, 0, 3), {}),
+    "no batch": (True, (0, 4, 5), (4, 6, 3), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize("dtype", HALF)
+def test_what_is_empty_is_pytorchs_own(name: str, dtype: torch.dtype, enabled: None) -> None:
+    """The same numbers or the same error: PyTorch's float32 convolutions, which stand for float16's, raise elsewhere than those."""
+    transposed, sizes, kernel, about = EMPTY[name]
+    dims = len(sizes) - 2
+    fn = getattr(F, f"conv_transpose{dims}d" if transposed else f"conv{dims}d")
+
+    def result() -> Any:
+        torch.manual_seed(0)
+        x, weight = (torch.randn(s).to(dtype).requires_grad_() for s in (sizes, kernel))
+        try:
+            y = fn(x, weight, **about)
+            y.sum().backward()
+        except RuntimeError as problem:
+            return str(problem)
+        return y.detach(), x.grad, weight.grad
+
+    with hooks.suspended():
+        own = result()
+    got = result()
+    assert isinstance(got, str) == isinstance(own, str), (got, own)
+    if isinstance(own, str):
+        assert got == own
+    else:
+        torch.testing.assert_close(got, own, rtol=2e-2, atol=2e-2)
 
 
 def test_a_parameters_copy_is_never_stale(enabled: None) -> None:

@@ -100,13 +100,21 @@ def test_a_guard_sees_on_a_gpu_what_it_sees_on_a_cpu(shape: tuple[int, int, int]
 SHAPES = ((40, 50, 60), (70, 130, 65))
 
 
-@pytest.mark.parametrize("whole", [0, 8192])
+#: Bytes of lines that a program holds, and programs from which on each takes whole lines: parts of lines, strips, held lines.
+WAYS = [(0, 64), (0, 1), (8192, 64)]
+
+
+@pytest.fixture(params=WAYS, ids=["parts", "strips", "held"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way that lines are rounded by."""
+    monkeypatch.setattr(triton_halves, "WHOLE", request.param[0])
+    monkeypatch.setattr(triton_halves, "STRIPS", request.param[1])
+
+
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_halves_of_any_range_and_back(
-    shape: tuple[int, int, int], turned: bool, whole: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_halves, "WHOLE", whole)  # bytes of lines that one program sees
+@pytest.mark.usefixtures("way")
+def test_halves_of_any_range_and_back(shape: tuple[int, int, int], turned: bool) -> None:
     m, n, k = shape
     a, b = torch.randn(m, k, device=DEVICE), torch.randn(k, n, device=DEVICE)
     a[::3] *= 1e-18
@@ -129,12 +137,9 @@ def test_halves_of_any_range_and_back(
         assert ((c.double() - want).norm(dim=dim) / size).max() < 1e-3
 
 
-@pytest.mark.parametrize("whole", [0, 8192])
 @pytest.mark.parametrize("turned", [False, True])
-def test_halves_of_all_of_float64_and_back(
-    turned: bool, whole: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_halves, "WHOLE", whole)
+@pytest.mark.usefixtures("way")
+def test_halves_of_all_of_float64_and_back(turned: bool) -> None:
     a = torch.randn(40, 60, dtype=torch.float64, device=DEVICE)
     b = torch.randn(60, 50, dtype=torch.float64, device=DEVICE)
     a[::3] *= 1e250
@@ -158,9 +163,8 @@ def test_halves_of_all_of_float64_and_back(
         assert off < 1e-3
 
 
-@pytest.mark.parametrize("whole", [0, 8192])
-def test_what_is_not_finite_stays_so(whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_halves, "WHOLE", whole)
+@pytest.mark.usefixtures("way")
+def test_what_is_not_finite_stays_so() -> None:
     x = torch.tensor([[1.0, float("inf"), 1e30], [float("nan"), 2.0, 3.0]], device=DEVICE)
     y, exponents = triton_halves.halves(x)
     assert y.tolist()[0] == [1.0, float("inf"), 65504.0]
@@ -193,6 +197,7 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         triton_lines._peaks.__wrapped__(kind, real, False, (n, n), laid, 16, place)
         triton_halves._halve.__wrapped__(kind, (n, n), laid, 2, 16, place)
         triton_halves._whole.__wrapped__(kind, (n, 1024), laid, 16, place)
+        triton_halves._strips.__wrapped__(kind, (n, n), laid, 16, place)
     both = (((n, n), (n, 1), (1, 0, 0), False), ((n, n), (1, n), (0, 1, 0), True))
     triton_split._split.__wrapped__(("f32", "f32", "f16"), both, 0, 4, place)
     single = tuple((*laid[:2], (0,), laid[3]) for laid in both)

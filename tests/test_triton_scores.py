@@ -78,3 +78,19 @@ def test_attention_scores_beyond_the_range_of_exponentials(config: Config, offse
     assert run(q, k, q, y, 1.0)
     want = torch.softmax(q.double() @ k.double().mT, -1)
     assert (y.double() - want).norm() <= 1e-3 * want.norm()
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="the interpreter sums in another order")
+@pytest.mark.parametrize("size", [64, 248])
+def test_a_mask_costs_float32_no_accuracy(size: int) -> None:
+    q, k, mask = (rand(1, 1, size, size, dtype="f32", seed=i) for i in range(3))
+    scale = size**-0.5
+    want = torch.softmax(q.double() @ k.double().mT * scale + mask.double(), -1)
+    for config in scores.attention_scores_configs(size, size, size, "f32", "float", False):
+        y, strides = poisoned(1, 1, size, size, dtype="f32"), mask.stride()
+        run = scores.attention_scores_launcher(
+            (1, 1, size, size, size), "f32", "f32", q.stride()[:3], k.stride()[:3], "float", "f32", strides, False, config, DEVICE
+        )  # fmt: skip
+        assert run(q, k, mask, y, scale)
+        error = float((y.double() - want).norm() / want.norm())
+        assert error < 8 * torch.finfo(torch.float32).eps, (config, error)

@@ -100,6 +100,7 @@ OFF_BY_ONE = {
     "group_norm_apply": Off("live = at < end", "live = at < end - 1"),
     "halve_lines": Off("(along < C)", "(along < C - 1)"),
     "halve_whole_lines": Off("(along < C)", "(along < C - 1)"),
+    "halve_strips": Off("(k < C)", "(k < C - 1)"),
     "scale_back": Off("mask=j < N", "mask=j < N - 1"),
     "layer_norm_fwd_registers": Off("(col < N)", "(col < N - 1)"),
     "layer_norm_fwd_looped": Off("start + col < N", "start + col < N - 1"),

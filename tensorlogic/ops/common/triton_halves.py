@@ -25,6 +25,10 @@ TILE, ENOUGH = (
     128,
 )  # elements of whole lines that a program holds at most; programs that occupy a GPU
 BLOCK_M, BLOCK_N = {False: 32, True: 16}, 128  # the former by whether it is in float64
+STRIPS = 64  # programs from which on each takes whole lines, whatever their length
+#: Then: lines of a program at least, programs wanted, elements held, warps; by whether neighbours along a line lie together
+STRIP = {True: (1, 256, 8192, 8), False: (16, 128, 16384, 16)}
+MOST = 64  # lines of a program
 
 
 @triton.jit
@@ -115,6 +119,41 @@ def halve_whole_lines(
 
 
 @triton.jit
+def halve_strips(
+    x_ptr, y_ptr, scale_ptr, R, C, x_line, x_along, y_line, y_along,
+    WIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same for lines of any length, enough of them to occupy a GPU by whole ones: one launch, x read again only where a line needs a scale."""
+    follow(PDL)
+    real: tl.constexpr = tl.float64 if WIDE else tl.float32
+    lines = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    i = lines.to(tl.int64)[:, None]
+    peak = tl.zeros((BLOCK_R, BLOCK_C), real)
+    for first in range(0, C, BLOCK_C):  # x is not read again, mostly, and y is soon
+        k = (first + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
+        inside = (i < R) & (k < C)
+        x = tl.load(
+            x_ptr + i * x_line + k * x_along, mask=inside, other=0.0, eviction_policy="evict_first"
+        ).to(real)
+        tl.store(
+            y_ptr + i * y_line + k * y_along,
+            x.to(tl.float16),
+            mask=inside,
+            eviction_policy="evict_last",
+        )
+        peak = tl.maximum(peak, tl.abs(x))
+    largest = tl.max(peak, 1)
+    e = exponent(largest, WIDE)
+    tl.store(scale_ptr + lines, e, mask=lines < R)
+    if tl.max(tl.where(fits(largest), 0, 1)) > 0:
+        for first in range(0, C, BLOCK_C):
+            k = (first + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
+            inside = (i < R) & (k < C)
+            x = tl.load(x_ptr + i * x_line + k * x_along, mask=inside, other=0.0).to(real)
+            tl.store(y_ptr + i * y_line + k * y_along, halved(x, e[:, None], WIDE), mask=inside)
+
+
+@triton.jit
 def moved(e_ptr, COUNT, BLOCK: tl.constexpr):
     """Above 0 where any of so many exponents is another than 0."""
     found = tl.zeros((BLOCK,), tl.int32)
@@ -191,6 +230,8 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     align = triton_split.aligned(x)
     if columns <= WHOLE // x.element_size() and triton_lines.together(strides[:2]):
         good = _whole(kind, (rows, columns), strides, align, x.device)(x, y, exponents)
+    elif rows >= STRIPS * STRIP[triton_lines.together(strides[:2])][0]:
+        good = _strips(kind, (rows, columns), strides, align, x.device)(x, y, exponents)
     else:
         real = "f64" if x.dtype == torch.float64 else "f32"
         peak, _, parts = triton_lines.peaks(x, real, rounded=y)
@@ -216,6 +257,24 @@ def _whole(
         integers={"R": lines, "C": along, **dict(zip(("x_line", "x_along", "y_line", "y_along"), strides, strict=True))},
         floats=(), constexprs={"WIDE": wide, "BLOCK_R": rows, "BLOCK_C": columns},
         num_warps=8, num_stages=1, device=device, align=align,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _strips(
+    kind: str, shape: tuple[int, int], strides: tuple[int, ...], align: int, device: torch.device
+) -> Start:
+    lines, along = shape
+    least, programs, held, warps = STRIP[triton_lines.together(strides[:2])]
+    wide = kind == "f64"
+    rows = min(MOST, max(least, triton.next_power_of_2(triton.cdiv(lines, programs))))
+    columns = min(held // (1 + wide) // rows, max(16, triton.next_power_of_2(along)))
+    return prepare(
+        halve_strips, grid=(triton.cdiv(lines, rows), 1, 1),
+        pointers={"x_ptr": kind, "y_ptr": "f16", "scale_ptr": "i32"},
+        integers={"R": lines, "C": along, **dict(zip(("x_line", "x_along", "y_line", "y_along"), strides, strict=True))},
+        floats=(), constexprs={"WIDE": wide, "BLOCK_R": rows, "BLOCK_C": columns},
+        num_warps=warps, num_stages=1, device=device, align=align,
     )  # fmt: skip
 
 

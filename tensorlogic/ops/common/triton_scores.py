@@ -32,7 +32,7 @@ def score_tile(
 ):  # fmt: skip
     """Scores [BLOCK_M, BLOCK_N] from column `start`, still to be scaled; what is hidden is infinite, -inf once scaled.
 
-    A float mask, divided by the scale, is what the product is added to: so it comes to the tensor cores' layout, not the
+    A float mask, divided by the scale, is what a product of tensor cores is added to: so it comes to their layout, not the
     scores to the mask's, which took twice the instructions. EDGE tiles reach over the end of k or over the causal diagonal; others
     are not masked for it.
     """
@@ -58,7 +58,10 @@ def score_tile(
             seen = seen.to(tl.float32)
             if mask_ptr.dtype.element_ty != tl.float16:
                 seen = tl.where(seen == float("-inf"), seen, bounded(seen))
-            s = tl.dot(q, k, seen * (1.0 / scale), input_precision=PRECISION)
+            if q.dtype == tl.float32:  # no tensor cores; sums that begin at a mask lose more
+                s = tl.dot(q, k, input_precision=PRECISION) + seen * (1.0 / scale)
+            else:
+                s = tl.dot(q, k, seen * (1.0 / scale), input_precision=PRECISION)
     if EDGE:
         keep = (col < T)[None, :]
         if CAUSAL:

@@ -114,6 +114,7 @@ Install = Callable[..., None]
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """install(names, extra source): a distribution with a `tensorlogic.candidates` entry point, found as pip's would be."""
+    registry.ready("cpu")  # else those of the package go with the planted ones
     before = {name: dict(op.candidates) for name, op in OPS.items()}
     monkeypatch.setattr(study, "CUT", 1e9)  # a busy machine must not cut what is to be refused
 

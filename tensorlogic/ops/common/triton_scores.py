@@ -58,8 +58,11 @@ def score_tile(
             seen = seen.to(tl.float32)
             if mask_ptr.dtype.element_ty != tl.float16:
                 seen = tl.where(seen == float("-inf"), seen, bounded(seen))
-            if q.dtype == tl.float32:  # no tensor cores; sums that begin at a mask lose more
-                s = tl.dot(q, k, input_precision=PRECISION) + seen * (1.0 / scale)
+            if (
+                q.dtype == tl.float32
+            ):  # no tensor cores, and sums that begin at a mask lose more; a plain + is made one of those
+                s = tl.dot(q, k, input_precision=PRECISION)
+                s = tl.fma(seen, 1.0 / scale, s)
             else:
                 s = tl.dot(q, k, seen * (1.0 / scale), input_precision=PRECISION)
     if EDGE:

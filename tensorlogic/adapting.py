@@ -60,10 +60,30 @@ class Held:
         return form_of(self.candidate) == "f64" and self.error * self.margin * UNLIKELY < self.rtol
 
     @property
+    def steady(self) -> bool:
+        """Whether bounds tell of the data for which its error holds."""
+        then = self.statistics
+        return not self.missed and then.usable and then.cancels > 0 and not then.blank
+
+    @property
     def room(self) -> float:
         """How many times more the data may cancel: in proportion to the error where it is little, less where it is more."""
         room = self.rtol / (self.margin * self.error) if self.error > 0 else math.inf
         return min(room, max(NEARBY, room / BEYOND))
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """The same as numbers, for `matmul_watched`: cancellation from and to, peaks from and to, and the least norm of a result."""
+        then, room = self.statistics, self.room
+        highest = math.inf if then.high > 1000 else 2.0 ** (then.high + accuracy.DRIFT)
+        lowest = 2.0 ** (then.low - self.drift)
+        return (
+            then.cancels / 64,
+            then.cancels * room,
+            lowest,
+            highest,
+            accuracy.FAINT[torch.float32],
+        )
 
     def covers(self, now: Statistics) -> bool:
         """Whether the measured error still tells of data with these statistics."""
@@ -91,6 +111,7 @@ class Adaptive:
         self.watch: Any = None  # where the device judges, and mends what it must
         self.places: list[Place] = []  # of the products that it judges
         self.quick: Launcher | None = None  # what is held and its judge in one
+        self.fused: Any = None  # the same on a CPU, which may leave the judging to `covers`
         self.rest = 0  # calls that float64 serves before it is looked at again
         self.wide = any(
             t is not None and t.dtype in ("f64", "c128") for t in key.tensors
@@ -120,9 +141,13 @@ class Adaptive:
                 _note(held)
                 return outs
         elif held is not None:
-            outs = held.launch(*dynamic)
-            certain = self.certain and form_of(held.candidate) == "f64"
-            if outs is not None and (certain or held.covers(self._look(dynamic, outs))):
+            fused, known = self.fused, False
+            if fused is None:
+                outs = held.launch(*dynamic)
+            else:
+                outs, known = fused(*dynamic)
+            known = known or (self.certain and form_of(held.candidate) == "f64")
+            if outs is not None and (known or held.covers(self._look(dynamic, outs))):
                 if held.missed:
                     self._warn(held)
                 _note(held)
@@ -180,6 +205,7 @@ class Adaptive:
         assert best is not None  # torch.eager is always tried last, and its failure is the caller's
         self.held, self.quick = best[0], None
         self.watch = self._watch(best[0], dynamic, best[1])
+        self.fused = self._fuse(best[0], dynamic, best[1])
         self.rest = REST if self.wide and best[0].unbroken else 0
         if best[0].missed:
             self._warn(best[0])
@@ -187,16 +213,8 @@ class Adaptive:
 
     def _watch(self, held: Held, dynamic: Sequence[Any], outs: Outputs) -> Any:
         """What has the device judge the next calls; None where the host must."""
-        then = held.statistics
         certain = self.certain and form_of(held.candidate) == "f64"
-        if (
-            not watchable(self.key)
-            or certain
-            or held.missed
-            or not then.usable
-            or then.cancels == 0
-            or then.blank
-        ):
+        if not watchable(self.key) or certain or not held.steady:
             return None
         self.places = places(self.op, self.key, outs)
         products = plain(self._parts(dynamic), outs)
@@ -208,12 +226,23 @@ class Adaptive:
         if not works(self.device):
             return None
         seen = [Seen.of(*product) for product in products]
-        watch = Watch(then, held.room, seen, self.device, self.rtol, held.drift)
+        watch = Watch(held.statistics, held.room, seen, self.device, self.rtol, held.drift)
         way = (held.candidate.id, held.config)
         self.quick = watched.launcher(
             self.op, self.key, self.device, way, products, self.places, outs, watch
         )
         return watch
+
+    def _fuse(self, held: Held, dynamic: Sequence[Any], outs: Outputs) -> Any:
+        """What computes and looks at the next calls in one; None where that is two things."""
+        if self.device.type != "cpu" or not held.steady:
+            return None
+        products, found = plain(self._parts(dynamic), outs), places(self.op, self.key, outs)
+        if products is None or len(found) != len(products):
+            return None
+        from .ops.common import watched_cpu
+
+        return watched_cpu.launcher(held.candidate.id, dynamic, products, found, outs, held.limits)
 
     def _warn(self, held: Held) -> None:
         times = held.error / self.rtol

@@ -62,9 +62,10 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
 
 
 def beyond(out: Tensor, largest: float) -> bool:
-    """Whether an element has left the dtype's range, which samples of rows need not meet: all are looked at where one may be as
-    large as `largest`, beyond that range."""
-    near = out.dtype.is_floating_point and largest > torch.finfo(out.dtype).max
+    """Whether an element has left the dtype's range, or for float64, which may have been computed in it, float32's; samples of rows need
+    not meet it: all are looked at where one may be as large as `largest`, beyond that range."""
+    computed = torch.float32 if out.dtype == torch.float64 else out.dtype
+    near = out.dtype.is_floating_point and largest > torch.finfo(computed).max
     return near and not math.isfinite(float(out.sum(dtype=torch.float64)))
 
 

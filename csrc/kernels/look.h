@@ -6,9 +6,6 @@
 
 namespace tensorlogic::TENSORLOGIC_ISA {
 
-typedef double vd __attribute__((vector_size(sizeof(vf))));
-typedef int64_t vl __attribute__((vector_size(sizeof(vf))));
-typedef float vf_half __attribute__((vector_size(sizeof(vf) / 2)));
 constexpr int HALF = W / 2;
 constexpr int64_t LOOKED_RUN = 16;  // places of a sketch that lie side by side
 constexpr int64_t LOOKED_AHEAD = 12;       // rows that are fetched before they are looked at
@@ -18,16 +15,26 @@ INLINE int64_t lanes_of(Some lanes) { return lanes.n; }
 
 template <class T, class Lanes>
 INLINE void as_doubles(const T* p, Lanes lanes, vd (&to)[2]) {
-  const vf v = keep(load(p, lanes), set1(0.0f), lanes);
-  vf_half halves[2];
-  memcpy(halves, &v, sizeof v);
-  to[0] = __builtin_convertvector(halves[0], vd);
-  to[1] = __builtin_convertvector(halves[1], vd);
+  doubles(keep(load(p, lanes), set1(0.0f), lanes), to);
 }
 template <class Lanes>
 INLINE void as_doubles(const double* p, Lanes lanes, vd (&to)[2]) {
   to[0] = to[1] = vd{};
   memcpy(to, p, static_cast<size_t>(lanes_of(lanes)) * sizeof(double));
+}
+
+// One value of all lanes, halves with halves: a chain of additions takes as long as the memory.
+template <class V, class F>
+INLINE double over_lanes(V v, const F& both) {
+  constexpr size_t BYTES = sizeof(V) / 2;
+  if constexpr (BYTES == sizeof(double)) {
+    return both(v[0], v[1]);
+  } else {
+    typedef double Half __attribute__((vector_size(BYTES)));
+    Half halves[2];
+    memcpy(halves, &v, sizeof v);
+    return over_lanes(both(halves[0], halves[1]), both);
+  }
 }
 
 // Norms and peaks of W rows, or of one row by W columns.
@@ -38,37 +45,45 @@ struct Seen {
     vd v[2];
     as_doubles(p, lanes, v);
     for (int h = 0; h < 2; ++h) {
-      squares[h] += v[h] * v[h];
-      const vd size = reinterpret_cast<vd>(reinterpret_cast<vl>(v[h]) & 0x7fffffffffffffff);
-      peaks[h] = size > peaks[h] ? size : peaks[h];  // a NaN shows in the squares
+      squares[h] = fma(v[h], v[h], squares[h]);
+      peaks[h] = vmax(vabs(v[h]), peaks[h]);  // a NaN shows in the squares
     }
   }
-  INLINE_MEMBER void add(int64_t lane, double& square, double& peak) const {
-    square += squares[lane / HALF][lane % HALF];
-    const double mine = peaks[lane / HALF][lane % HALF];
-    peak = mine > peak ? mine : peak;
+  INLINE_MEMBER void add(const Seen& other) {
+    for (int h = 0; h < 2; ++h) {
+      squares[h] += other.squares[h];
+      peaks[h] = vmax(other.peaks[h], peaks[h]);
+    }
   }
-  INLINE_MEMBER void all(double& square, double& peak) const {  // lanes by halves: a chain of additions takes as long as the memory
-    double sums[W], most[W];
-    memcpy(sums, squares, sizeof sums);
-    memcpy(most, peaks, sizeof most);
-#pragma GCC unroll 4
-    for (int half = HALF; half > 0; half /= 2)
-#pragma GCC unroll 8
-      for (int m = 0; m < half; ++m) {
-        sums[m] += sums[m + half];
-        most[m] = most[m + half] > most[m] ? most[m + half] : most[m];
-      }
-    square += sums[0];
-    peak = most[0] > peak ? most[0] : peak;
+  template <class Lanes>
+  INLINE_MEMBER void add(Lanes lanes, double* square, double* peak) const {
+    const size_t bytes = static_cast<size_t>(lanes_of(lanes)) * sizeof(double);
+    Seen all{};
+    memcpy(all.squares, square, bytes);
+    memcpy(all.peaks, peak, bytes);
+    all.add(*this);
+    memcpy(square, all.squares, bytes);
+    memcpy(peak, all.peaks, bytes);
+  }
+  INLINE_MEMBER void all(double& square, double& peak) const {
+    square += over_lanes(squares[0] + squares[1], [](auto a, auto b) { return a + b; });
+    const auto larger = [](auto a, auto b) { return a > b ? a : b; };
+    const double mine = over_lanes(vmax(peaks[0], peaks[1]), larger);
+    peak = mine > peak ? mine : peak;
   }
 };
 
 template <class T, class Lanes>
 INLINE void look_beside(const LookCall& c, const T* x, int64_t i, Lanes lanes) {
-  Seen seen;
-  for (int64_t k = 0; k < c.count; ++k) seen.see(x + i + c.at[k] * c.col, lanes);
-  for (int64_t m = 0; m < lanes_of(lanes); ++m) seen.add(m, c.squares[i + m], c.peaks[i + m]);
+  Seen seen, other;  // in turns: a sum waits for the one before
+  int64_t k = 0;
+  for (; k + 2 <= c.count; k += 2) {
+    seen.see(x + i + c.at[k] * c.col, lanes);
+    other.see(x + i + c.at[k + 1] * c.col, lanes);
+  }
+  if (k < c.count) seen.see(x + i + c.at[k] * c.col, lanes);
+  seen.add(other);
+  seen.add(lanes, c.squares + i, c.peaks + i);
 }
 
 template <class T>

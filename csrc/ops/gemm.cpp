@@ -125,15 +125,8 @@ std::tuple<Output, Output> matmul_pre(const Input& a, const Input& b, int64_t ac
   Product p = product_of("matmul", a, b, false, activation, b.dtype("matmul", "b"), shape);
   return results(p, shape);
 }
-// Operands may be float64, narrowed while they are packed. `parts`: bfloat16 parts of float32 operands that are enough; 3 for float32's own accuracy;
-// 0: whole numbers of 2364 steps a row of a panel, where no element is so large that the others would have too few.
 Output matmul_f32(const Input& a, const Input& b, bool transposed, int64_t parts) {
-  Result shape;
-  Product p = product_of("matmul_f32", a, b, transposed, 0, DType::f32, shape, true);
-  if (parts < 0 || parts > 3) fail("matmul_f32: parts must be 0, 1, 2 or 3");
-  p.steps = parts == 0;
-  if (parts) p.parts = static_cast<int>(parts);
-  return result(p, shape);
+  return product_f32("matmul_f32", a, b, transposed, parts);
 }
 Output linear(const Input& x, const Input& weight, const Maybe& bias, const Maybe& residual,
               int64_t activation) {
@@ -191,6 +184,18 @@ std::tuple<Output, Output> linear_pre(const Input& x, const Input& weight, const
 }
 
 }  // namespace
+
+// Operands may be float64, narrowed while they are packed. `parts`: bfloat16 parts of float32 operands that are enough; 3 for float32's own accuracy;
+// 0: whole numbers of 2364 steps a row of a panel, where no element is so large that the others would have too few.
+Output product_f32(const char* op, const Input& a, const Input& b, bool transposed, int64_t parts) {
+  Result shape;
+  Product p = product_of(op, a, b, transposed, 0, DType::f32, shape, true);
+  if (parts < 0 || parts > 3) fail(std::string(op) + ": parts must be 0, 1, 2 or 3");
+  p.steps = parts == 0;
+  if (parts) p.parts = static_cast<int>(parts);
+  return result(p, shape);
+}
+
 }  // namespace tensorlogic::ops
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {

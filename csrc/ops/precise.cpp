@@ -1,4 +1,4 @@
-// What a guard looks at under an error budget: norms and peaks of every row of left and every column
+// Products under an error budget, and what a guard looks at: norms and peaks of every row of left and every column
 // of right, and the norms of their rows and columns of the product, by a sketch of 64 elements each.
 #include <algorithm>
 #include <cmath>
@@ -6,13 +6,15 @@
 #include <vector>
 
 #include "isa.h"
-#include "op.h"
+#include "product.h"
 
 namespace tensorlogic::ops {
 namespace {
 
 constexpr int64_t SKETCH = 64, RUN = 16, LONG = 8 * SKETCH;  // as in accuracy.py
 constexpr int64_t ROWS_A_THREAD = 128;
+constexpr double FARTHEST = 0x1p460;  // as there
+constexpr int64_t FOUND = 6;          // of rows, and of columns
 
 std::vector<int64_t> sketch_of(int64_t n) {
   std::vector<int64_t> at;
@@ -22,15 +24,14 @@ std::vector<int64_t> sketch_of(int64_t n) {
   return at;
 }
 
-void sketch(const Input& x, bool columns, int64_t begin, int64_t end, const std::vector<int64_t>& at,
+void sketch(const Matrix& x, bool columns, int64_t begin, int64_t end, const std::vector<int64_t>& at,
             double* squares, double* peaks) {
-  const bool wide = x.code == aoti_torch_dtype_float64();
   LookCall call{};
   call.x = x.data;
-  call.wide = wide;
-  if (!wide) call.dtype = x.dtype("product_look", "an operand");
-  call.row = x.strides[columns ? 1 : 0];
-  call.col = x.strides[columns ? 0 : 1];
+  call.wide = x.dtype == DType::f64;
+  call.dtype = x.dtype;
+  call.row = columns ? x.col : x.row;
+  call.col = columns ? x.row : x.col;
   call.at = at.data();
   call.count = static_cast<int64_t>(at.size());
   call.squares = squares;
@@ -38,25 +39,33 @@ void sketch(const Input& x, bool columns, int64_t begin, int64_t end, const std:
   kernels().look(call, begin, end);
 }
 
-void check(const Input& x, const char* name) {
-  if (x.shape.dim != 2) fail(std::string("product_look: ") + name + " must be a matrix");
+Matrix matrix(const Input& x, const char* op, const char* name) {
+  if (x.shape.dim != 2) fail(std::string(op) + ": " + name + " must be a matrix");
+  const bool wide = x.code == code_of(DType::f64);
+  return {x.data, wide ? DType::f64 : x.dtype(op, name), x.strides[0], x.strides[1]};
 }
+
+// The three matrices of left [M, K] · right [K, N] = out [M, N].
+struct Operation {
+  Matrix left, right, out;
+  int64_t M, N, K;
+};
 
 // Rows of left and of the result, or columns of right and of the result.
 struct Side {
-  const Input &operand, &out;
+  Matrix operand, out;
   bool columns;
   int64_t rows;
   std::vector<int64_t> inner, outer;
   std::vector<double> squares, peaks, results, unused;
 
-  Side(const Input& operand, const Input& out, bool columns)
-      : operand(operand),
-        out(out),
+  Side(const Operation& p, bool columns)
+      : operand(columns ? p.right : p.left),
+        out(p.out),
         columns(columns),
-        rows(out.shape.sizes[columns ? 1 : 0]),
-        inner(sketch_of(operand.shape.sizes[columns ? 0 : 1])),
-        outer(sketch_of(out.shape.sizes[columns ? 0 : 1])),
+        rows(columns ? p.N : p.M),
+        inner(sketch_of(p.K)),
+        outer(sketch_of(columns ? p.M : p.N)),
         squares(rows),
         peaks(rows),
         results(rows),
@@ -72,37 +81,83 @@ struct Side {
   void sum(double* table) const {
     double total = 0, share = 0, crest = 0, low = std::numeric_limits<double>::infinity(), high = 0, blank = 0;
     for (int64_t i = 0; i < rows; ++i) {
+      const double most = peaks[i] * peaks[i];
       total += squares[i] + (std::isfinite(results[i]) ? 0.0 : results[i]);
-      if (results[i] > 0) share = std::max(share, squares[i] / results[i]);
+      if (results[i] > 0 && squares[i] > share * results[i]) share = squares[i] / results[i];
       if (squares[i] > 0 && results[i] == 0) ++blank;
-      if (squares[i] > 0) crest = std::max(crest, peaks[i] * peaks[i] / squares[i]);
+      if (most > crest * squares[i]) crest = most / squares[i];
       if (peaks[i] > 0) low = std::min(low, peaks[i]);
       high = std::max(high, peaks[i]);
     }
-    const double found[6] = {total, share, crest, low, high, blank};
-    std::copy(found, found + 6, table);
+    const double found[FOUND] = {total, share, crest, low, high, blank};
+    std::copy(found, found + FOUND, table);
   }
 };
 
-Output product_look(const Input& left, const Input& right, const Input& out) {
-  check(left, "left");
-  check(right, "right");
-  check(out, "out");
-  if (left.shape.sizes[0] != out.shape.sizes[0] || right.shape.sizes[1] != out.shape.sizes[1] ||
-      left.shape.sizes[1] != right.shape.sizes[0])
-    fail("product_look: left " + left.shape.text() + ", right " + right.shape.text() + " and out " +
-         out.shape.text() + " are not a product");
-  const int64_t sizes[2] = {2, 6};
-  Output table = make(aoti_torch_dtype_float64(), {sizes, 2});
-  auto* to = static_cast<double*>(table.data);
-  Side rows(left, out, false), columns(right, out, true);
+// Sums of rows, then of columns.
+void look(const Operation& p, double* table) {
+  Side rows(p, false), columns(p, true);
   const int64_t all = rows.rows + columns.rows;  // a share of rows and of columns each: columns, side by side, are quicker
   parallel(all, ROWS_A_THREAD, 1, [&](int64_t begin, int64_t end) {
     for (Side* side : {&rows, &columns}) side->look(side->rows * begin / all, side->rows * end / all);
   });
-  rows.sum(to);
-  columns.sum(to + 6);
+  rows.sum(table);
+  columns.sum(table + FOUND);
+}
+
+Output product_look(const Input& left, const Input& right, const Input& out) {
+  const char* op = "product_look";
+  const Operation p{matrix(left, op, "left"),  matrix(right, op, "right"), matrix(out, op, "out"),
+                    out.shape.sizes[0], out.shape.sizes[1], left.shape.sizes[1]};
+  if (left.shape.sizes[0] != out.shape.sizes[0] || right.shape.sizes[1] != out.shape.sizes[1] ||
+      left.shape.sizes[1] != right.shape.sizes[0])
+    fail("product_look: left " + left.shape.text() + ", right " + right.shape.text() + " and out " +
+         out.shape.text() + " are not a product");
+  const int64_t sizes[2] = {2, FOUND};
+  Output table = make(aoti_torch_dtype_float64(), {sizes, 2});
+  look(p, static_cast<double*>(table.data));
   return table;
+}
+
+// What an error measured before holds for: bounds of cancellation, of the peaks of lines, and what is too small for a result.
+struct Limits {
+  double cancels_least, cancels_most, low, high, faint;
+};
+constexpr int64_t LIMITS = sizeof(Limits) / sizeof(double);
+
+double all_over_seen(int64_t n) { return static_cast<double>(n) / static_cast<double>(std::min(n, SKETCH)); }
+
+// Whether what was seen of a product in float32 is within limits for certain: `_summed` in accuracy.py and `covers` in adapting.py.
+bool within(const Operation& p, const double* found, const Limits& limits) {
+  const double *rows = found, *columns = found + FOUND;
+  for (const double* side : {rows, columns})
+    for (int n : {0, 1, 2, 4})
+      if (!std::isfinite(side[n])) return false;
+  const double share = all_over_seen(p.K);
+  const double across = rows[1] * share * columns[0] * share / all_over_seen(p.N);
+  const double down = columns[1] * share * rows[0] * share / all_over_seen(p.M);
+  const double cancels = std::sqrt(std::max(across, down));
+  const double low = std::min(rows[3], columns[3]), high = std::max(rows[4], columns[4]);
+  const double least = std::min(rows[3] * std::sqrt(columns[0] * share), columns[3] * std::sqrt(rows[0] * share));
+  const double largest = 4 * static_cast<double>(p.K) * rows[4] * columns[4];
+  if (high > FARTHEST || low < 1 / FARTHEST || least < limits.faint * std::max(cancels, 1.0)) return false;
+  if (largest > std::numeric_limits<float>::max()) return false;  // then all elements are to be looked at
+  return cancels >= limits.cancels_least && cancels <= limits.cancels_most && low >= limits.low && high > 0 &&
+         high <= limits.high && rows[5] + columns[5] == 0;
+}
+
+// matmul_f32 of matrices, and 1 where it is within these limits for certain, else 0.
+std::tuple<Output, Output> matmul_watched(const Input& a, const Input& b, int64_t parts, const Input& limits) {
+  const char* op = "matmul_watched";
+  Operation p{matrix(a, op, "a"), matrix(b, op, "b"), {}, a.shape.sizes[0], b.shape.sizes[1], a.shape.sizes[1]};
+  limits.check(op, "limits", aoti_torch_dtype_float64());
+  if (limits.numel != LIMITS) fail("matmul_watched: limits must be 5 numbers, got " + limits.shape.text());
+  Output y = product_f32(op, a, b, false, parts), told = make(aoti_torch_dtype_float64(), {nullptr, 0});
+  p.out = {y.data, DType::f32, p.N, 1};
+  double found[2 * FOUND];
+  look(p, found);
+  *static_cast<double*>(told.data) = within(p, found, *static_cast<const Limits*>(limits.data));
+  return {std::move(y), std::move(told)};
 }
 
 }  // namespace
@@ -110,9 +165,11 @@ Output product_look(const Input& left, const Input& right, const Input& out) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
   m.def("product_look(Tensor left, Tensor right, Tensor out) -> Tensor");
+  m.def("matmul_watched(Tensor a, Tensor b, int parts, Tensor limits) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {
   using namespace tensorlogic;
   IMPLEMENT(product_look)
+  IMPLEMENT(matmul_watched)
 }

@@ -24,4 +24,7 @@ struct Product {
 // Writes p.y, and p.pre where it is given.
 void run(Product& p);
 
+// The product in float32 of operands of which `parts` tell enough, see matmul_f32.
+Output product_f32(const char* op, const Input& a, const Input& b, bool transposed, int64_t parts);
+
 }  // namespace tensorlogic::ops

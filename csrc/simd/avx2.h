@@ -72,6 +72,14 @@ INLINE vf strided(const float* p, int64_t step) {
   const vi at = lane_numbers() * static_cast<int32_t>(step);
   return _mm256_i32gather_ps(p, reinterpret_cast<__m256i>(at), 4);
 }
+using vd = __m256d;
+INLINE vd fma(vd a, vd b, vd c) { return _mm256_fmadd_pd(a, b, c); }
+INLINE vd vmax(vd a, vd b) { return _mm256_max_pd(a, b); }
+INLINE vd vabs(vd x) { return _mm256_andnot_pd(_mm256_set1_pd(-0.0), x); }
+INLINE void doubles(vf v, vd (&to)[2]) {
+  to[0] = _mm256_cvtps_pd(_mm256_castps256_ps128(v));
+  to[1] = _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
+}
 INLINE float sum(vf x) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));

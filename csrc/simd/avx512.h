@@ -73,6 +73,14 @@ INLINE vf strided(const float* p, int64_t step) {
   return _mm512_i32gather_ps(reinterpret_cast<__m512i>(at), p, 4);
 }
 INLINE float sum(vf x) { return _mm512_reduce_add_ps(x); }
+using vd = __m512d;
+INLINE vd fma(vd a, vd b, vd c) { return _mm512_fmadd_pd(a, b, c); }
+INLINE vd vmax(vd a, vd b) { return _mm512_max_pd(a, b); }  // b where either is NaN
+INLINE vd vabs(vd x) { return _mm512_abs_pd(x); }
+INLINE void doubles(vf v, vd (&to)[2]) {
+  to[0] = _mm512_cvtps_pd(_mm512_castps512_ps256(v));
+  to[1] = _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
+}
 // Lane i is the sum of v[i], in half of the shuffles of one sum after the other.
 INLINE vf sums(const vf (&v)[W]) {
   vf two[8], four[4], eight[2];

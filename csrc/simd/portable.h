@@ -90,6 +90,14 @@ INLINE vf turned(vf v, int by) {
 INLINE vf strided(const float* p, int64_t step) {
   return vf{p[0], p[step], p[2 * step], p[3 * step]};
 }
+typedef double vd __attribute__((vector_size(16)));
+INLINE vd fma(vd a, vd b, vd c) { return a * b + c; }
+INLINE vd vmax(vd a, vd b) { return a > b ? a : b; }
+INLINE vd vabs(vd x) { return x < 0 ? -x : x; }
+INLINE void doubles(vf v, vd (&to)[2]) {
+  to[0] = vd{v[0], v[1]};
+  to[1] = vd{v[2], v[3]};
+}
 INLINE float sum(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 INLINE vf sums(const vf (&v)[W]) { return vf{sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])}; }  // of each
 // a0 b0 a1 b1 of the lower halves, and of the upper ones

@@ -167,6 +167,13 @@ def torch_f16(a: Tensor, b: Tensor) -> Tensor:
     return _f16(torch.matmul, a, b)
 
 
+def parts_of(id: str) -> int | None:
+    """The bfloat16 parts that a way asks our kernels for where a guard looks at the data; None where it does anything besides."""
+    if id == "cpu.bf16" and not (own_tiles() or cpu_costs.pairs("bf16")):
+        return None
+    return {"cpu.f32": 3, "cpu.bf16x3": 2, "cpu.bf16": 1, "cpu.i16": 0}.get(id)
+
+
 def native_f16(a: Tensor, b: Tensor) -> Tensor:
     """Halves as tiles or float32's units hold them, wider operands as two bfloat16 parts or as they are, made while they are packed:
     float16's digits or more, and float32's range, so that nothing is read to be scaled."""

@@ -1,0 +1,169 @@
+"""A product and its guard in one native call: within limits exactly where the guard in Python says so, and used wherever it can be."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tensorlogic
+from tensorlogic import PrecisionWarning, accuracy, adapting, native
+from tensorlogic.op import OPS
+
+from .test_native import LEVELS, forced
+from .test_precision import off
+
+pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=LEVELS)
+def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Each instruction set in turn."""
+    yield from forced(request.param)
+
+
+def held(a: Tensor, b: Tensor, error: float = 2e-3, rtol: float = 1e-2) -> adapting.Held:
+    """What an error measured on a · b holds for."""
+    now = accuracy.statistics([accuracy.Part(a, b)], [a @ b])
+    candidate: Any = OPS["matmul"].precise.candidates["cpu.f32"]  # type: ignore[union-attr]
+    return adapting.Held(candidate, {}, lambda *_: None, error, now, rtol, 1.2)
+
+
+def cancelling(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """One row of the result far smaller than its operands."""
+    half = a.shape[1] // 2
+    x, y = a.clone(), b.clone()
+    y[half : 2 * half] = y[:half]
+    x[3, half : 2 * half] = -x[3, :half] * (1 + 1e-3)
+    return x, y
+
+
+def changed(t: Tensor, at: Any, value: float) -> Tensor:
+    t = t.clone()
+    t[at] = value
+    return t
+
+
+CHANGES: tuple[tuple[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], bool], ...] = (
+    ("the same", lambda a, b: (a, b), True),
+    ("a little larger", lambda a, b: (a * 12, b), True),
+    ("much larger", lambda a, b: (a * 60, b), False),
+    ("much smaller", lambda a, b: (a, b / 300), False),
+    ("one small row", lambda a, b: (changed(a, 5, 1e-4), b), False),
+    ("rows cancel", cancelling, False),
+    ("a row of zeros", lambda a, b: (changed(a, 5, 0.0), b), True),
+    ("zeros", lambda a, b: (a * 0, b), False),
+    ("not finite", lambda a, b: (changed(a, (5, 0), float("inf")), b), False),
+    ("not a number", lambda a, b: (a, changed(b, (0, 5), float("nan"))), False),
+)
+
+
+@pytest.mark.parametrize("shape", [(64, 48, 40), (130, 97, 600), (300, 530, 70), (3, 200, 100)])
+@pytest.mark.parametrize(("name", "change", "good"), CHANGES, ids=[c[0] for c in CHANGES])
+def test_it_tells_what_the_guard_in_python_does(
+    ops: Any, shape: tuple[int, int, int], name: str, change: Any, good: bool
+) -> None:
+    m, n, k = shape
+    a, b = torch.randn(m, k), torch.randn(k, n)
+    if m < 6 and name not in ("the same", "much larger", "much smaller"):
+        pytest.skip("has no such row")
+    then = held(a, b)
+    limits = torch.tensor(then.limits, dtype=torch.float64)
+    for x, y in (change(a, b), change(a.t().contiguous().t(), b.t().contiguous().t())):
+        c, told = ops.matmul_watched(x, y, 3, limits)
+        torch.testing.assert_close(c, ops.matmul_f32(x, y), rtol=0, atol=0, equal_nan=True)
+        covered = then.covers(accuracy.statistics([accuracy.Part(x, y)], [c]))
+        assert bool(told.item()) == covered == good
+
+
+def test_what_may_have_left_the_range_is_not_vouched_for(ops: Any) -> None:
+    a, b = torch.randn(40, 64) * 1e18, torch.randn(64, 40) * 1e18
+    limits = torch.tensor(held(a, b).limits, dtype=torch.float64)
+    assert ops.matmul_watched(a, b, 3, limits)[1].item() == 0  # all elements are to be looked at
+    assert ops.matmul_watched(a * 0.1, b * 0.1, 3, limits)[1].item() == 1
+
+
+def test_its_arguments_are_checked() -> None:
+    run, a = native.op("matmul_watched"), torch.randn(4, 4)
+    five = torch.zeros(5, dtype=torch.float64)
+    for given, words in (
+        ((a[0], a, 3, five), "a must be a matrix"),
+        ((a, a[0], 3, five), "b must be a matrix"),
+        ((a, torch.randn(3, 4), 3, five), "does not fit"),
+        ((a, a, 4, five), "parts must be"),
+        ((a, a, 3, five[:4]), "5 numbers"),
+        ((a, a, 3, five.float()), "element type"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            run(*given)
+
+
+CALLS: tuple[tuple[str, Callable[[Tensor, Tensor], Tensor]], ...] = (
+    ("matmul", lambda a, b: tensorlogic.matmul(a, b)),
+    ("linear", lambda a, b: tensorlogic.linear(a, b.t().contiguous())),
+    ("float64", lambda a, b: tensorlogic.matmul(a.double(), b.double())),
+)
+
+
+@pytest.mark.parametrize(("name", "call"), CALLS, ids=[c[0] for c in CALLS])
+def test_it_serves_and_is_asked_again_when_data_change(
+    name: str, call: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    natively = accuracy.natively
+    monkeypatch.setattr(accuracy, "natively", lambda *g: looked.append(1) or natively(*g))
+    usual = adapting.order
+    monkeypatch.setattr(
+        adapting, "order", lambda op, *g: [(op.candidates["cpu.f32"], {}), *usual(op, *g)]
+    )
+    a, b = torch.randn(70, 96), torch.randn(96, 50)
+    with tensorlogic.policy(tune="off"), tensorlogic.precision("adaptive", rtol=1e-5):
+        call(a, b)
+        before = len(looked)
+        for scale in (1.0, 3.0, 0.5):
+            assert off(call(a * scale, b), (a * scale).double() @ b.double()) < 1e-5
+        assert len(looked) == before  # nothing but the one call
+        x, y = cancelling(a, b)
+        assert off(call(x, y), x.double() @ y.double()) < 1e-5
+        assert len(looked) > before
+
+
+def test_other_results_are_looked_at_in_python() -> None:
+    """Elements of float16 leave the range, and an activation makes zeros by itself."""
+    a, b = torch.randn(70, 96), torch.randn(96, 50)
+    op = OPS["matmul"].precise
+    assert op is not None
+    for x, y, activation in ((a.half(), b.half(), "none"), (a, b, "relu")):
+        key = op.key((x, y, activation, False), "inference", "adaptive")
+        adaptive = adapting.Adaptive(op, key, CPU, 1e-2)
+        adaptive.order = [(op.candidates["cpu.f32"], {}), *adaptive.order]
+        adaptive(x, y)
+        assert adaptive.held is not None
+        assert adaptive.fused is None
+
+
+def test_float64_that_left_float32_on_the_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One element, where no sketch of rows and columns need be."""
+    monkeypatch.setattr(
+        adapting, "order",
+        lambda op, *_: [(op.candidates["cpu.f32"], {}), (op.candidates["torch.eager"], {})],
+    )  # fmt: skip
+    a, b = torch.randn(200, 64).double() * 1e17, torch.randn(64, 300).double() * 1e17
+    for scale in (1.0, 1.3):
+        x, y = a.clone(), b.clone()
+        x[77], y[:, 150] = 2e18 * scale, 2e18 * scale  # their element is 2.6e38
+        with (
+            tensorlogic.precision("adaptive", rtol=1e-5),
+            warnings.catch_warnings(record=True) as said,
+        ):
+            warnings.simplefilter("always")
+            c = tensorlogic.matmul(x, y)
+        told = any(w.category is PrecisionWarning for w in said)
+        assert told or off(c, x @ y) < 1e-5
+        assert bool(c.isfinite().all())

@@ -260,10 +260,13 @@ def test_a_gpu_that_does_not_answer_has_no_room(
 
 
 class Boxed:
-    """Holds an output; nothing that torch.export knows."""
+    """Holds an output; nothing that torch.export knows, or that attributes make another of."""
 
     def __init__(self, y: Any) -> None:
         self.y = y
+
+    def __getstate__(self) -> Any:
+        return self.y
 
 
 class Boxing(Chain):

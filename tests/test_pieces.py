@@ -29,10 +29,15 @@ def pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Cache:
-    """What a decoder keeps between its steps, as an object of the user's own."""
+    """What a decoder keeps between its steps, as an object of the user's own, which copies itself."""
 
     def __init__(self) -> None:
         self.rows: list[Tensor] = []
+
+    def __deepcopy__(self, memo: Any) -> Cache:
+        copied = Cache()
+        copied.rows = copy.deepcopy(self.rows, memo)
+        return copied
 
     def update(self, x: Tensor) -> Tensor:
         self.rows = [torch.cat([*self.rows, x], 1)]

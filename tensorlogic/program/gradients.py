@@ -92,11 +92,11 @@ def same(traced: Trace, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping
         made = _recorded(_run(traced, values))
         wrt = [*(values[n] for n in names), *(v for v in asking if v.requires_grad)]
         ours = _gradients(made, wrt)
-    if not _close(made, outs):
+    if not close(made, outs):
         if _draws(traced.graph):  # in another order, so that nothing can be compared
             return
         raise Untraceable("the graph's outputs are not the model's")
-    if not _close(ours, theirs):
+    if not close(ours, theirs):
         raise Untraceable("the graph's gradients are not the model's")
 
 
@@ -123,7 +123,7 @@ def _draws(graph: fx.Graph) -> bool:
     return any(check.draws(n) or check.dropping(n.target) is not None for n in graph.nodes)
 
 
-def _close(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+def close(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     """Each within rounding, of its own size or a small part of the largest: some gradients are zero but for rounding."""
     if len(ours) != len(theirs):
         return False

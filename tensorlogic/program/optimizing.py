@@ -6,7 +6,7 @@ import copy
 import functools
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from .. import compiling, derived, policies, settings
 from ..memory.heap import give_back
 from ..precision import Precision, policy_of
 from ..precision import precision as Policy
-from . import gradients, recall
+from . import apart, gradients, recall
 from .advising import advise, watched
+from .apart import Apart
 from .check import tensors_in
 from .choosing import best
 from .copies import fresh, sharing, undisturbed, unwritten
@@ -40,7 +41,7 @@ LOOKS = 2  # at an unchanged weight until a copy of it is kept
 class Optimized(nn.Module):
     """Mixed into the model's own class: forward by the program where it may serve, by the model's own code elsewhere."""
 
-    _program: Program | Pieces | Kept | Later | None
+    _program: Program | Pieces | Kept | Apart | Later | None
     report: Report
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,21 +177,24 @@ def optimize(
     fast.__dict__["_program"], fast.__dict__["report"] = served, report
     if budget_s is None and isinstance(served, Pieces):
         served.compete_later(report)
-    elif budget_s is None and isinstance(served, Program) and worthwhile(served.contest):
-        fast.__dict__["_program"] = Later(served, served.contest, _serving(fast))
+    elif budget_s is None and isinstance(served, Apart):
+        _compete_later(served, "program")
+    elif budget_s is None:
+        _compete_later(fast, "_program")
     return fast
 
 
-def _serving(fast: nn.Module) -> Callable[[Later, Program], None]:
-    """What puts a program in the place of one that waited."""
-    known = weakref.ref(fast)
+def _compete_later(holder: Any, name: str) -> None:
+    """Inductor may compete in the background with the program that an object holds by this name."""
+    program, known = holder.__dict__.get(name), weakref.ref(holder)
 
     def decided(later: Later, program: Program) -> None:
-        model = known()
-        if model is not None and model.__dict__.get("_program") is later:
-            model.__dict__["_program"] = program
+        held = known()
+        if held is not None and held.__dict__.get(name) is later:
+            held.__dict__[name] = program
 
-    return decided
+    if isinstance(program, Program) and worthwhile(program.contest):
+        holder.__dict__[name] = Later(program, program.contest, decided)
 
 
 def _arguments(model: Any, given: Any, training: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -216,8 +220,10 @@ def _arguments(model: Any, given: Any, training: bool) -> tuple[tuple[Any, ...],
     )
 
 
-def _copies(served: Program | Pieces | Kept, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _copies(served: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes of what calls derive from the parameters and keep, such as packed weights; made now where a call does no more."""
+    if isinstance(served, Apart) and (found := served.objects.taken(args, kwargs)) is not None:
+        return _copies(served.program, tuple(found[0]), {})
     if isinstance(served, Program) and served.pure and not served.training:
         with torch.inference_mode(False), torch.no_grad():
             for _ in range(LOOKS if served.device.type == "cpu" else 0):
@@ -260,7 +266,7 @@ def _program(
     report: Report,
     asked: Precision | None = None,
     until: float = 0.0,
-) -> Program | Pieces | Kept | None:
+) -> Program | Pieces | Kept | Apart | None:
     """What serves the model from now on: one program, or one for each graph that Dynamo cuts; None for itself."""
     reason = _unfit(model)
     if any(t.is_nested for t in tensors_in((args, kwargs))):
@@ -298,9 +304,12 @@ def _program(
                 raise Untraceable("sizes vary")
             if habits.prints:
                 raise Untraceable("the model prints when it is called")
-            if habits.opaque:  # which torch.export would say in the end
-                raise Untraceable(f"torch.export cannot take a {habits.opaque} apart")
-            traced = recall.traced(clone, model, args, kwargs)
+            if not habits.unlike:
+                traced = recall.traced(clone, model, args, kwargs)
+            elif training or asked is not None or habits.objects is None:
+                raise Untraceable(habits.unlike)
+            else:
+                traced = apart.traced(clone, model, habits.objects, args, kwargs)
             if training:
                 gradients.same(traced, model, args, kwargs)
         except Untraceable as problem:
@@ -318,7 +327,11 @@ def _program(
             if asked is not None:
                 report.look()
                 return precisely(traced, clone, before, asked, training, report, (args, kwargs))
-            return best(traced, clone, before, training, budget_s, report, (args, kwargs), until)
+            if traced.objects is None:
+                return best(
+                    traced, clone, before, training, budget_s, report, (args, kwargs), until
+                )
+            return Apart.best(traced, clone, before, budget_s, report, (args, kwargs), until)
         except FAILURES as problem:  # what PyTorch raises where a graph cannot run
             raise Untraceable(f"the graph does not run: {first_line(problem)}") from problem
 

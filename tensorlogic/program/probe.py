@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .check import tensors_in
 from .copies import fresh, sharing, unwritten
+from .objects import Objects, Opaque, plain_object
 from .reach import Reach
 from .trace import Unfit, plain_value, witness
 
@@ -24,7 +25,12 @@ class Habits:
 
     prints: bool = False
     sets_up: bool = False  # the first call sets something up that later ones find
-    opaque: str = ""  # a kind of object that holds tensors and that PyTorch cannot take apart, of inputs or outputs
+    unlike: str = (
+        ""  # why a graph of the arguments, as pytrees know them, would not do what the call does
+    )
+    objects: Objects | None = (
+        None  # around the tensors of a call, if all of them can be taken apart
+    )
 
 
 def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Habits:
@@ -35,12 +41,13 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
             fails on the inputs.
     """
     twin = sharing(model, buffers=False)
-    with witness() as seen, unwritten(twin) as written, _uncounted(twin):
-        states = [_state(twin)]
+    objects = _objects(args, kwargs)
+    kinds = () if objects is None else objects.kinds
+    with witness() as seen, unwritten(twin) as written, _uncounted(twin, kinds):
+        states = [_state(twin, kinds)]
         for _ in range(2):
-            given = fresh(args, kwargs)
-            outs = twin(*given[0], **given[1])
-            states.append(_state(twin))
+            call = _Call(twin, objects, args, kwargs)
+            states.append(_state(twin, kinds))
     changed = _difference(states[1], states[2])
     first = _difference(states[0], states[1])
     changed = changed or (first if written or (first or "").startswith("global ") else None)
@@ -48,14 +55,53 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         raise Unfit(f"the model changes {changed} when it is called")
     if seen.drew:
         raise Unfit(f"the model draws from {seen.drew}")
-    return Habits(bool(seen.text), first is not None, _opaque((args, kwargs, outs)))
+    return Habits(bool(seen.text), first is not None, call.unlike(args, kwargs), call.objects)
+
+
+def _objects(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Objects | None:
+    try:
+        return Objects(args, kwargs)
+    except Opaque:
+        return None
+
+
+class _Call:
+    """One call of a model on inputs of its own: what it gives, and what it leaves."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objects: Objects | None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        given: Sequence[Any] = fresh(args, kwargs)
+        found = None if objects is None else objects.taken(*given)
+        if objects is not None and found is not None:
+            given = objects.around(found[0])
+        before, spec = pytree.tree_flatten(given)
+        self.out = model(*given[0], **given[1])
+        after, now = pytree.tree_flatten(given)
+        self.changes = now != spec or any(a is not b for a, b in zip(after, before, strict=True))
+        self.objects = None
+        if objects is not None and found is not None:
+            with contextlib.suppress(Opaque):
+                left, made = objects.left(found[0], given, self.out)
+                objects.told(left, [*found[0], *made])
+                self.objects = objects
+
+    def unlike(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """Why a graph of the arguments as pytrees know them would not do what the call does."""
+        if kind := _opaque((args, kwargs, self.out)):
+            return f"torch.export cannot take a {kind} apart"
+        return "a call changes the lists or dicts that it is given" if self.changes else ""
 
 
 @contextlib.contextmanager
-def _uncounted(model: nn.Module) -> Iterator[None]:
+def _uncounted(model: nn.Module, kinds: Iterable[type]) -> Iterator[None]:
     """Numbers and texts that are global, a class's or an enclosing function's are what they were before: who counts calls has
     not called."""
-    reach = Reach(model)
+    reach = Reach(model, kinds)
     scopes: list[tuple[Any, str, Any]] = [
         (s, n, s.get(n)) for s, names in reach.scopes for n in names
     ]
@@ -76,19 +122,19 @@ def _uncounted(model: nn.Module) -> Iterator[None]:
 
 
 def _opaque(values: Any) -> str:
-    """The kind of the first leaf of nested values that holds tensors, and is none."""
-    leaves = (v for v in pytree.tree_leaves(values) if not isinstance(v, Tensor))
-    return next((type(v).__name__ for v in leaves if tensors_in(v)), "")
+    """The kind of the first leaf of nested values that is an object, or holds tensors and is none."""
+    kinds = (v for v in pytree.tree_leaves(values) if not isinstance(v, Tensor))
+    return next((type(v).__name__ for v in kinds if plain_object(type(v)) or tensors_in(v)), "")
 
 
-def _state(model: nn.Module) -> dict[str, Any]:
+def _state(model: nn.Module, kinds: Iterable[type]) -> dict[str, Any]:
     """Attributes and globals that a call might change: numbers and texts by value, others by their type and length."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _MACHINERY:
                 found[f"its own attribute {path}.{name}".replace(" .", " ")] = plain_value(value)
-    reach = Reach(model)
+    reach = Reach(model, kinds)
     for scope, names in reach.scopes:
         found |= {f"global {name}": plain_value(scope.get(name)) for name in names}
     for kind, names in reach.classes:

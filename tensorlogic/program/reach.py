@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -25,19 +25,21 @@ class Reach:
     """`scopes`: namespaces with the names read there; `classes`: by the names that they or their bases have; `cells`: variables
     of enclosing functions."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kinds: Iterable[type] = ()) -> None:
+        """`kinds`: classes of objects that calls are given, whose every method may run."""
         self._names: dict[int, tuple[Mapping[str, Any], dict[str, None]]] = {}
         self._classes: dict[type, dict[str, None]] = {}
         self._cells: dict[int, CellType] = {}
         self._seen: set[tuple[CodeType, tuple[type, ...]]] = set()
-        for kind in dict.fromkeys(map(type, model.modules())):
+        modules = dict.fromkeys(map(type, model.modules()))
+        for kind in (*modules, *kinds):
             own = tuple(filter(_own, kind.__mro__))
             for cls in own:
                 for value in vars(cls).values():
                     function = _function(value)
                     if function is not None:
                         self._globals(function, PLAIN)
-            self._attributes(own, STARTS, own)
+            self._attributes(own, STARTS if kind in modules else _every_name(own), own)
         for module in model.modules():
             for value in vars(module).values():
                 if not isinstance(value, (*PLAIN, Tensor, nn.Module)):
@@ -143,6 +145,12 @@ def _own(cls: type) -> bool:
     ours = any(base.__module__ == "tensorlogic.program.optimizing" for base in cls.__bases__)
     name = cls.__module__
     return not (ours or name.startswith(("torch.", "tensorlogic.")) or name in _PYTHON)
+
+
+def _every_name(classes: tuple[type, ...]) -> tuple[str, ...]:
+    """Of methods, and of what else is no business of Python's."""
+    named = ((n, v) for cls in classes for n, v in vars(cls).items())
+    return tuple(dict.fromkeys(n for n, v in named if not n.startswith("__") or _function(v)))
 
 
 _PYTHON = ("builtins", "typing", "abc", "enum", "collections", "torch", "types", "functools")

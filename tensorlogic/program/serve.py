@@ -66,7 +66,7 @@ class Program:
             forced,
         )
         self.guard = Guard(trace.example, training)
-        self.watch = Watch(model)
+        self.watch = Watch(model, () if trace.objects is None else trace.objects.kinds)
         self.autocast, self.force = autocast_state(self.device), policies.current().force
         self.form = Form(model, *pytree.tree_unflatten(trace.example, trace.in_spec))
         self.leaves = trace.in_spec == pytree.tree_flatten((tuple(trace.example), {}))[1]
@@ -184,6 +184,8 @@ class Program:
             return "graphs are captured on CUDA devices"
         if self.hands_out_state:
             return "an output is a parameter, a buffer, an input or a view of one"
+        if self.trace.objects is not None and shared_outputs(self.graph):
+            return "outputs that objects keep share memory"
         flat = self.trace.example
         if any(isinstance(v, Tensor) and v.device.type != "cuda" for v in flat):
             return "an input is not on the GPU"
@@ -244,8 +246,12 @@ class Program:
         return [*where, *map(WANTS, self.held)] if self.training else where
 
     def serving(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for inputs that fit."""
-        return self(args, kwargs)
+        """The model's output for inputs that fit; with all that calls with objects around them take."""
+        objects = self.trace.objects
+        if objects is None:
+            return self(args, kwargs)
+        given = objects.taken(*objects.around(args)[:2])
+        return MISS if given is None else objects.served(self, *given)
 
     def replace_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Read other tensors in the place of some parameters or buffers."""
@@ -325,6 +331,13 @@ def _hands_out_state(graph: fx.Graph) -> bool:
     return any(
         n.op == "placeholder" or storage(n) in places for n in graph.output_node().all_input_nodes
     )
+
+
+def shared_outputs(graph: fx.Graph) -> bool:
+    """True where two outputs share memory, which copies of both would not: who keeps them may write to one."""
+    places = [storage(n) for n in graph.output_node().all_input_nodes]
+    known = [p for p in places if p is not None]
+    return len({*known}) < len(known)
 
 
 def autocast_state(device: torch.device) -> Any:

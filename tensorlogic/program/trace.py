@@ -11,7 +11,7 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -20,6 +20,9 @@ from torch.utils import _pytree as pytree
 
 from ..rules import example
 from .watch import HOOKS
+
+if TYPE_CHECKING:
+    from .objects import Objects
 
 
 class Untraceable(Exception):
@@ -43,6 +46,7 @@ class Trace:
     example: list[Any] = field(default_factory=list)  # flattened example arguments
     counters: Mapping[str, Tensor] = field(default_factory=dict)  # of batches, by `counters`
     exported: Any = None  # what torch.export gave
+    objects: Objects | None = None  # that calls have around the inputs
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:

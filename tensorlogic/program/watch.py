@@ -51,7 +51,8 @@ class Watch:
     Equality of lists and tuples looks at identity first, so comparing thousands of unchanged values takes microseconds.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kinds: Iterable[type] = ()) -> None:
+        """`kinds`: the classes of objects that calls are given, too."""
         self.spaces: list[dict[str, Any]] = []  # attributes of objects: none may come or go
         self.getters: list[Callable[[Any], Any]] = []
         self.known: list[Any] = []  # what the getters are asked of
@@ -70,7 +71,7 @@ class Watch:
                     self._container({k: _exact(v) for k, v in table.items()}, table)
                 else:
                     self.empty.append({} if table is None else table)
-        reach = Reach(model)
+        reach = Reach(model, kinds)
         for scope, names in reach.scopes:
             self._attributes(scope, names, 0)
         for kind, names in reach.classes:

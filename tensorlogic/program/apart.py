@@ -1,0 +1,114 @@
+"""Models whose arguments or results hold tensors in objects, such as a cache: served by a program of the tensors alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from . import check, recall
+from .choosing import best
+from .forms import Form
+from .gradients import close
+from .later import Later
+from .objects import Flat, Objects
+from .report import Report
+from .serve import Program
+from .short import MISS, plain_modes
+from .trace import Trace, Untraceable, random_call
+from .whole import expected_inputs
+
+
+def traced(
+    clone: nn.Module,
+    model: nn.Module,
+    objects: Objects,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Trace:
+    """The graph of the tensors, if it gives those that a call of the model itself has left.
+
+    Raises:
+        Untraceable: PyTorch cannot trace it, or the traced code does something else.
+    """
+    found = objects.taken(args, kwargs)
+    if found is None:
+        raise Untraceable("the arguments are not what a copy of them is")
+    tensors = tuple(found[0])
+    trace = recall.traced(Flat(clone, objects), Flat(model, objects), tensors, {})
+    if any(after != objects.after for after in objects.seen):
+        raise Untraceable("while it is traced, the model leaves other objects")
+    nodes = [n for n in trace.graph.nodes if n.op in ("call_function", "get_attr")]
+    if not any(map(random_call, nodes)) and not _same(_run(trace, nodes), objects.tensors):
+        raise Untraceable("the graph's outputs are not the model's")
+    objects.tensors, trace.objects = [], objects
+    return trace
+
+
+def _run(trace: Trace, nodes: list[fx.Node]) -> list[Tensor]:
+    """The inputs after a run of the graph, and its outputs."""
+    values = expected_inputs(trace)
+    with torch.no_grad():
+        check.evaluate(nodes, values, trace.owner)
+    made: Any = fx.map_arg(trace.graph.output_node().args[0], lambda n: values[n.name])
+    return [*(values[n] for n in trace.inputs), *made]
+
+
+def _same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    """Whether tensors are alike but for rounding."""
+    looks = [[(t.shape, t.dtype, t.device) for t in each] for each in (ours, theirs)]
+    if looks[0] != looks[1]:
+        return False
+    pairs = [*zip(ours, theirs, strict=True)]
+    rounded = [(a, b) for a, b in pairs if a.is_floating_point()]
+    exact = all(torch.equal(a, b) for a, b in pairs if not a.is_floating_point())
+    return exact and close([a for a, _ in rounded], [b for _, b in rounded])
+
+
+class Apart:
+    """Takes a call apart, has its tensors served, and does to its objects what the model does."""
+
+    def __init__(self, program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        assert program.trace.objects is not None
+        self.program: Program | Later = program
+        self.objects, self.model = program.trace.objects, program.model
+        self.form = Form(self.model, args, kwargs)
+
+    @classmethod
+    def best(
+        cls,
+        traced: Trace,
+        model: nn.Module,
+        before: Callable[..., Any],
+        budget_s: float,
+        report: Report,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        until: float,
+    ) -> Apart | None:
+        """As `choosing.best`, of a graph that `traced` has made."""
+        objects = traced.objects
+        assert objects is not None
+
+        def called(*tensors: Tensor) -> Any:
+            args, kwargs = objects.around(tensors)[:2]
+            return before(*args, **kwargs)
+
+        example: tuple[tuple[Any, ...], dict[str, Any]] = tuple(traced.example), {}
+        found = best(traced, model, called, False, budget_s, report, example, until)
+        return None if found is None else cls(found, *given)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The model's output, or `MISS`."""
+        if not plain_modes():
+            return MISS
+        found = self.objects.taken(args, kwargs)
+        if found is None and (same := self.form.of(args, kwargs)) is not None:
+            found = self.objects.taken(*same)
+        return MISS if found is None else self.objects.served(self.program, *found)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held besides the model."""
+        return self.program.nbytes

@@ -61,9 +61,25 @@ def test_readme_tables_follow_their_files(
     assert "| linear | 256 |" in text
     assert "| linear | 128 |" not in text
     assert text.endswith("rest\n")
-    page.write_text("<!-- bench r.json colour=red -->\n<!-- end bench -->\n")
-    with pytest.raises(Problem, match="colour=red"):
-        readme.main([str(page)])
+    for strange in ("colour=red", "show=wins"):
+        page.write_text(f"<!-- bench r.json {strange} -->\n<!-- end bench -->\n")
+        with pytest.raises(Problem, match=f"'{strange}'.*show=losses are known"):
+            readme.main([str(page)])
+
+
+def test_losses_stand_in_a_page_alone(tmp_path: Path) -> None:
+    slow = made(30, 20, size=1024)
+    slow.category, slow.op = "elementwise", "add"
+    held(made(10, 20, size=128), made(30, 20, size=256), slow).write(tmp_path / "r.json")
+    page = tmp_path / "README.md"
+    page.write_text("<!-- bench r.json show=losses -->\n<!-- end bench -->\n")
+    assert readme.main([str(page)]) == 0
+    lines = page.read_text().splitlines()[3:-2]
+    assert lines == [
+        "fusion, time: 1.15x the separate operations, 1.15x PyTorch's best; wins 1, even 0, loses 1 of 2",
+        "  loses: linear f16 (256 0.67x)",
+        "other losses against PyTorch, time: add f16 (1024 0.67x)",
+    ]
 
 
 def test_models_beside_torch_compile_are_told_with_losses(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ or a table or a figure of another result file, the latter within a sentence (`fa
     <!-- fact enabled benchmarks/results/enable.json -->
     <!-- end fact -->
 
-`category`, `op`, `dtype` and `size` select rows (several values separated by commas), `show=summary` gives the summary.
+`category`, `op`, `dtype` and `size` select rows (several values separated by commas), `show=summary` gives the summary, `show=losses` what loses.
 """
 
 from __future__ import annotations
@@ -77,14 +77,16 @@ def _block(spec: str, folder: Path) -> str:
     name, *options = spec.split()
     results = load(folder / name)
     given = dict(o.split("=", 1) for o in options if "=" in o)
-    strange = [o for o in options if o.partition("=")[0] not in (*FIELDS, "show")]
+    shown = {"show=summary": summary.lines, "show=losses": summary.losses}
+    strange = [o for o in options if o.partition("=")[0] not in FIELDS and o not in shown]
     if strange:
         raise Problem(
-            f"marker {spec!r} has {strange[0]!r}; {', '.join(FIELDS)} and show=summary are known"
+            f"marker {spec!r} has {strange[0]!r}; {', '.join((*FIELDS, *shown))} are known"
         )
     about = _about(results)
-    if given.get("show") == "summary":
-        return "\n".join(["```text", about, *summary.lines(results), "```"])
+    for option in options:
+        if option in shown:
+            return "\n".join(["```text", about, *shown[option](results), "```"])
     rows = [r for r in results.timed if _wanted(r, given)]
     known = [c for c in tables.columns(results) if c.head in HEADS]
     chosen = [c for c in known if c.essential or any(c.cell(r) for r in rows)]

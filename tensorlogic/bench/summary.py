@@ -58,6 +58,12 @@ def lines(results: Results) -> list[str]:
     ]
 
 
+def losses(results: Results) -> list[str]:
+    """What loses against PyTorch, and out of how many."""
+    found = [*fusion(results, results.timed), *_losses(results, results.timed)]
+    return [line for line in found if not line.startswith("  wins")]
+
+
 def limits(results: Results) -> list[str]:
     """What the run found this machine to reach, one limit a line."""
     found, rows = [], results.timed

@@ -94,6 +94,19 @@ def test_activation_is_within_two_ulps_everywhere(ops: Any, name: str, dtype: to
     assert_ulps(y, EXACT[name](x.double()), ulps_of(ops))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("name", sorted(EXACT))
+def test_activation_in_any_company(ops: Any, name: str, dtype: torch.dtype) -> None:
+    """Vectors are taken together: what lies beside an element, or how many follow, changes neither it nor a zero's sign."""
+    values = every_value(dtype)
+    for n in (2**16, 2**15 + 129, 200, 65):
+        x = values[torch.randperm(2**16, generator=torch.Generator().manual_seed(n))][:n]
+        y = ops.silu(x) if name == "silu" else ops.gelu(x, name == "gelu_tanh")
+        assert_ulps(y, EXACT[name](x.double()), ulps_of(ops))
+        finite = torch.isfinite(x)
+        assert torch.equal(torch.signbit(y)[finite], torch.signbit(x)[finite])
+
+
 PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,

@@ -13,6 +13,7 @@ Values = NDArray[np.float64]
 Function = Callable[[Values], Values]
 SEGMENTS = 32
 PRECISE_LIMIT = {"GELU": 4.25, "GELU_TANH": 4.0, "SILU": 16.0}
+STEP = {"GELU": 0.25, "GELU_TANH": 0.25, "SILU": 1.0}  # powers of two: an addition makes the index
 
 
 def minimax(
@@ -97,24 +98,22 @@ def spacing(values: Values, bits: int, smallest: int) -> Values:
 
 
 def gates(
-    gate: Function, degree: int, limit: float, last: float, bits: int, smallest: int
-) -> tuple[float, float, Values]:
-    """(scale, error in ulps of a * gate, table): the share of x that passes at x = -a, by powers of a itself.
+    gate: Function, degree: int, scale: float, count: int, bits: int, smallest: int
+) -> tuple[float, Values]:
+    """(error in ulps of a * gate, table): the share of x that passes at x = -a, by powers of a itself.
 
-    Segment k lies about k / scale, of which there are `last` below the limit. Halves have so few digits that float32
-    stands what powers of a cancel.
+    Segment k, of so many, lies about k / scale. Halves have so few digits that float32 stands what powers of a cancel.
     """
-    scale = last / limit
     table, worst = np.zeros((degree + 1, SEGMENTS)), 0.0
 
     def weight(a: Values) -> Values:
         return np.asarray(np.maximum(a, 0) / spacing(a * gate(a), bits, smallest) + 1e-9)
 
-    for k in range(math.ceil(last)):
+    for k in range(count):
         error, c = minimax(gate, weight, max(0.0, (k - 0.5) / scale), (k + 0.5) / scale, degree)
         worst = max(worst, error)
         table[:, k] = c
-    return scale, worst, table
+    return worst, table
 
 
 def powers() -> Values:
@@ -157,17 +156,18 @@ def main() -> None:
     for name, gate in kinds.items():
         a = np.linspace(2, 40, 400_001)
         end = float(a[a * gate(a) < 2.0**-25][0])  # beyond, all float16 products round to zero
-        scale, error, table = gates(gate, 3, end, SEGMENTS - 1.5, 11, -14)
+        step = STEP[name]
+        count = math.ceil(end / step + 0.5)
+        error, table = gates(gate, 3, 1 / step, count, 11, -14)
         print(
-            f"// The share of x that {name.lower()} passes at x = -a, segments of width 1 / {name}_SCALE, none left at {name}_END;"
+            f"// The share of x that {name.lower()} passes at x = -a, segments of width {name}_STEP, none left at {name}_END;"
             f" {error:.2f} ulp of float16."
         )
-        print(
-            f"static constexpr float {name}_SCALE = {scale:.9g}f, {name}_END = {(SEGMENTS - 1) / scale:.9g}f;"
-        )
+        print(f"static constexpr float {name}_STEP = {step}f, {name}_END = {count * step}f;")
         print(text(f"{name}_GATE", table))
         limit = float(a[a * gate(a) < 2.0**-17][0])
-        scale, error, table = gates(gate, 2, limit, SEGMENTS - 0.6, 8, -126)
+        scale = (SEGMENTS - 0.6) / limit
+        error, table = gates(gate, 2, scale, SEGMENTS, 8, -126)
         print(f"// The same below {name}_LIMIT; {error:.2f} ulp of bfloat16.")
         print(
             f"static constexpr float {name}_COARSE_SCALE = {scale:.9g}f, {name}_LIMIT = {limit:.9g}f;"

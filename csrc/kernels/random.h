@@ -32,6 +32,7 @@ template <class T>
 struct Dropout {
   static constexpr int outputs = 1;
   static constexpr bool ties_even = true, apart = false;
+  static constexpr Activation last = Activation::none;
   Source<T> x;
   uint64_t seed, offset, begin;
   float p, scale;

@@ -286,6 +286,7 @@ template <class T>
 struct CrossEntropyGrad {
   static constexpr int outputs = 1;
   static constexpr bool ties_even = true, apart = false;
+  static constexpr Activation last = Activation::none;
   const T* x;
   vf lse, share, scale, floor;
   template <class Lanes>

@@ -35,6 +35,7 @@ INLINE vf nearest(vf x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 INLINE vf vabs(vf x) { return _mm256_andnot_ps(set1(-0.0f), x); }
+INLINE vf size_up_to(float most, vf x) { return vmin(vabs(x), set1(most)); }
 INLINE vf pow2(__m256i n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }

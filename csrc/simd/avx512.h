@@ -35,6 +35,9 @@ INLINE vf nearest(vf x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 INLINE vf vabs(vf x) { return _mm512_abs_ps(x); }
+INLINE vf size_up_to(float most, vf x) {  // the lesser of |x| and a positive limit, which NaN becomes
+  return _mm512_range_ps(x, set1(most), 0b1010);
+}
 INLINE vf scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // x * 2^n, n integral
 INLINE vf reciprocal_coarse(vf x) {
   return _mm512_rcp14_ps(x);
@@ -53,6 +56,13 @@ INLINE vf complement_where_positive(vf v, vf x) {
 }
 INLINE bool any_beyond(vf x, float limit) {
   return _mm512_cmp_ps_mask(vabs(x), set1(limit), _CMP_GT_OQ);
+}
+template <int N>
+INLINE bool any_beyond(const vf (&x)[N], float limit) {  // as whole numbers, among which NaN is beyond
+  __m512i most = _mm512_castps_si512(vabs(x[0]));
+#pragma GCC unroll 4
+  for (int k = 1; k < N; ++k) most = _mm512_max_epi32(most, _mm512_castps_si512(vabs(x[k])));
+  return _mm512_cmpgt_epi32_mask(most, _mm512_castps_si512(set1(limit)));
 }
 typedef uint32_t vu __attribute__((vector_size(64)));
 // High and low words of m * a

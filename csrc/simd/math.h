@@ -124,29 +124,68 @@ constexpr bool Is = Same<A, B>::value;
 
 // Half types have so few digits that one polynomial in |x| a segment gives the share of x that passes: for
 // float16's short range everywhere a cubic, for bfloat16 a quadratic up to a limit that ordinary numbers rarely pass.
-template <class T>
-INLINE bool by_gate([[maybe_unused]] vf x, [[maybe_unused]] float limit) {
-  if constexpr (!cheap_lookup || precise<T>) return false;
-  if constexpr (Is<T, f16>) return true;
-  return !any_beyond(x, limit);
+template <Activation A>
+struct GateTable;
+#define GATE(A, NAME)                                                                                 \
+  template <>                                                                                         \
+  struct GateTable<Activation::A> {                                                                   \
+    static constexpr float step = NAME##_STEP, end = NAME##_END, scale = NAME##_COARSE_SCALE,         \
+                           limit = NAME##_LIMIT;                                                      \
+    static constexpr const float (&fine)[4][32] = NAME##_GATE, (&coarse)[3][32] = NAME##_COARSE_GATE; \
+  };
+GATE(gelu, GELU)
+GATE(gelu_tanh, GELU_TANH)
+GATE(silu, SILU)
+#undef GATE
+
+template <class T, Activation A>
+constexpr bool gates = cheap_lookup && !precise<T> && A >= Activation::gelu;
+template <class T, Activation A, int N>
+INLINE bool by_gate([[maybe_unused]] const vf (&x)[N]) {
+  if constexpr (!gates<T, A> || Is<T, f16>)
+    return gates<T, A>;
+  else
+    return !any_beyond(x, GateTable<A>::limit);
 }
 
-template <int N>
-INLINE vf share_at(vf a, float scale, const float (&table)[N][32]) {
-  // the addition rounds, and leaves the segment's number in the low bits
-  const vi index = reinterpret_cast<vi>(fma(a, set1(scale), set1(12582912.0f)));
-  vf share = lookup(table[N - 1], index);
+// N vectors step by step: a Zen 5 has some hundred vector instructions in flight, and one vector's chain is 50 cycles long.
+// The addition that makes an index rounds, and leaves the segment's number in the low bits.
+constexpr float ROUND = 12582912.0f;
+template <int N, int D>
+INLINE void shares(const vf (&a)[N], const vf (&index)[N], const float (&table)[D][32], vf (&share)[N]) {
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) share[k] = lookup(table[D - 1], reinterpret_cast<vi>(index[k]));
 #pragma GCC unroll 3
-  for (int i = N - 2; i >= 0; --i) share = fma(share, a, lookup(table[i], index));
-  return share;
+  for (int i = D - 2; i >= 0; --i)
+#pragma GCC unroll 4
+    for (int k = 0; k < N; ++k)
+      share[k] = fma(share[k], a[k], lookup(table[i], reinterpret_cast<vi>(index[k])));
 }
-template <class T>
-INLINE vf gated(vf x, [[maybe_unused]] float scale, [[maybe_unused]] float end,
-                [[maybe_unused]] const float (&table)[4][32], [[maybe_unused]] float coarse_scale,
-                [[maybe_unused]] const float (&coarse)[3][32]) {
-  const vf a = vabs(x);
-  if constexpr (Is<T, bf16>) return fnma(a, share_at(a, coarse_scale, coarse), vmax(set1(0.0f), x));
-  return x * complement_where_positive(share_at(vmin(set1(end), a), scale, table), x);
+template <class T, Activation A, int N>
+INLINE void gate_all(vf (&x)[N]) {
+  using G = GateTable<A>;
+  vf a[N], index[N], share[N];
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) a[k] = Is<T, f16> ? size_up_to(G::end, x[k]) : vabs(x[k]);
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k)
+    index[k] = Is<T, f16> ? a[k] + set1(ROUND * G::step) : fma(a[k], set1(G::scale), set1(ROUND));
+  if constexpr (Is<T, f16>)
+    shares(a, index, G::fine, share);
+  else
+    shares(a, index, G::coarse, share);
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) {  // a share of 0 makes NaN of minus infinity, but not of infinity; -0 stays
+    const vi size = reinterpret_cast<vi>(a[k]), whole = reinterpret_cast<vi>(x[k]);
+    const vf of = Is<T, f16> ? vabs(reinterpret_cast<vf>(whole < size ? whole : size)) : a[k];
+    x[k] = fnma(of, share[k], vmax(set1(-0.0f), x[k]));
+  }
+}
+template <class T, Activation A>
+INLINE vf gated(vf x) {
+  vf one[1] = {x};
+  gate_all<T, A>(one);
+  return one[0];
 }
 
 // float32: powers of the distance from a point of the segment, whose share has hardly a rounding error
@@ -168,8 +207,7 @@ INLINE bool is_near([[maybe_unused]] vf x, [[maybe_unused]] float limit) {
 
 template <class T>
 INLINE vf silu(vf x) {
-  if (by_gate<T>(x, SILU_LIMIT)) 
-    return gated<T>(x, SILU_SCALE, SILU_END, SILU_GATE, SILU_COARSE_SCALE, SILU_COARSE_GATE);
+  if (by_gate<T, Activation::silu>({x})) return gated<T, Activation::silu>(x);
   if (is_near<T>(x, SILU_NEAR))
     return gated_near(x, SILU_NEAR_SCALE, SILU_NEAR_POINT, SILU_NEAR_GATE);
   return times_sigmoid<T>(x, x, set1(0.0f));
@@ -183,8 +221,7 @@ constexpr float TANH_3 = 0.07135481627159976f,
 
 template <class T>
 INLINE vf gelu_tanh(vf x) {
-  if (by_gate<T>(x, GELU_TANH_LIMIT)) 
-    return gated<T>(x, GELU_TANH_SCALE, GELU_TANH_END, GELU_TANH_GATE, GELU_TANH_COARSE_SCALE, GELU_TANH_COARSE_GATE);
+  if (by_gate<T, Activation::gelu_tanh>({x})) return gated<T, Activation::gelu_tanh>(x);
   if (is_near<T>(x, GELU_TANH_NEAR))
     return gated_near(x, GELU_TANH_NEAR_SCALE, GELU_TANH_NEAR_POINT, GELU_TANH_NEAR_GATE);
   vf x2 = x * x;
@@ -217,8 +254,7 @@ INLINE vf mills_coarse(vf a) {
 
 template <class T>
 INLINE vf gelu(vf x) {
-  if (by_gate<T>(x, GELU_LIMIT)) 
-    return gated<T>(x, GELU_SCALE, GELU_END, GELU_GATE, GELU_COARSE_SCALE, GELU_COARSE_GATE);
+  if (by_gate<T, Activation::gelu>({x})) return gated<T, Activation::gelu>(x);
   if (is_near<T>(x, GELU_NEAR))
     return gated_near(x, GELU_NEAR_SCALE, GELU_NEAR_POINT, GELU_NEAR_GATE);
   vf a = vmin(set1(18.0f), vabs(x)), h = a * a;

@@ -36,6 +36,7 @@ INLINE vf set1(float x) { return vf{x, x, x, x}; }
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }  // b where either is NaN
 INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 INLINE vf vabs(vf x) { return reinterpret_cast<vf>(reinterpret_cast<vi>(x) & 0x7fffffff); }
+INLINE vf size_up_to(float most, vf x) { return vmin(vabs(x), set1(most)); }
 #if defined(__aarch64__)
 INLINE vf fma(vf a, vf b, vf c) { return reinterpret_cast<vf>(vfmaq_f32(c, a, b)); }
 INLINE vf fnma(vf a, vf b, vf c) { return reinterpret_cast<vf>(vfmsq_f32(c, a, b)); }  // c - a * b

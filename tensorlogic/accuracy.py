@@ -17,7 +17,10 @@ SKETCH, RUN = 64, 16  # elements of every row that the statistics see, in runs o
 BATCHES = 4  # matrices of a batch that are looked at
 FLOOR = 2.0**-50  # of the operands' norms: what cancels below float64 does not resolve either
 #: Norms of rows of a result that a few steps more may take below its dtype's range, where no error measured before holds.
-FAINT = dict.fromkeys((torch.float32, torch.bfloat16, torch.complex64), 2.0**-118)
+FAINT = {
+    torch.float16: 2.0**-10,
+    **dict.fromkeys((torch.float32, torch.bfloat16, torch.complex64), 2.0**-118),
+}
 DRIFT = 4.0  # binary exponents by which data may move, their errors as measured
 FARTHEST = 2.0**460  # from 1, beyond which sums of squares leave float64's range
 SUMS = {"f64": 0.0, "f32": 3e-7}  # the error of sums, of those in float32 over hundreds of elements
@@ -347,7 +350,8 @@ def _error(part: Part, out: Tensor, seed: int) -> tuple[float, float]:
     result = _norms(out, 1).nan_to_num(0.0, 0.0)  # rows that are not finite come first
     share = bound / result.clamp_min(torch.finfo(torch.float64).tiny)
     share = torch.where(bound > 0, share, 0)
-    index = _sample(share, seed)
+    faint = torch.where(result > 0, -result, -math.inf) if out.dtype == torch.float16 else None
+    index = _sample(share, seed, faint)
     left, right = numerics.wide(part.left[index]), numerics.wide(part.right)
     dtype = torch.promote_types(left.dtype, right.dtype)
     z = left.to(dtype) @ right.to(dtype)
@@ -376,12 +380,15 @@ def _same_kind(a: Tensor, b: Tensor) -> Tensor:
     return (torch.isnan(a) & torch.isnan(b)) | (a == b) | (torch.isfinite(a) & torch.isfinite(b))
 
 
-def _sample(cancels: Tensor, seed: int) -> Tensor:
-    """Indices of at most ROWS rows: the most cancelling ones, and some at random (drawn apart from the user's generators)."""
+def _sample(cancels: Tensor, seed: int, faint: Tensor | None = None) -> Tensor:
+    """Indices of at most ROWS rows: the most cancelling ones, and some at random (drawn apart from the user's generators); the
+    faintest, too, where they have few digits for that alone."""
     count = cancels.numel()
     if count <= ROWS:
         return torch.arange(count, device=cancels.device)
     worst = cancels.nan_to_num(nan=math.inf).topk(ROWS // 2).indices
+    if faint is not None:
+        worst = torch.cat((worst[: ROWS // 4], faint.topk(ROWS // 4).indices))
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(count, generator=generator)[: ROWS // 2].to(cancels.device)
     return torch.cat((worst, drawn))

@@ -58,7 +58,8 @@ def test_every_layout_and_dtype_is_as_accurate_as_its_steps(
             a.double() @ b.double()
         ).norm()
     spread = torch.randn(m, 2 * k)[:, ::2]
-    assert off(product(spread, b.float()), spread, b.float()) < 2e-3
+    most = 2e-3 if n > 3 else 6e-3  # rows of three elements may all be small
+    assert off(product(spread, b.float()), spread, b.float()) < most
 
 
 def test_rows_and_columns_have_steps_of_their_own(level: str) -> None:
@@ -92,7 +93,32 @@ def test_what_does_not_go_into_steps_is_multiplied_in_float32(
     assert not math.isfinite(value) or off(want.double(), a, b) < 1e-5
 
 
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("depth", [33, 130, 400, 512])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_others_keep_their_digits_beside_large_elements(
+    count: int, depth: int, side: int, level: str
+) -> None:
+    """Which the result does not tell of; also where few elements are left for a last panel, whatever the root of its mean square is."""
+    a, b = torch.randn(96, depth), torch.randn(64, depth).t()
+    large, other = ((a, b), (b.t(), a.t()))[side]
+    large[17, -count:] *= 1e3
+    other[-count:] *= 1e-3
+    assert off(product(a, b), a, b) < 5e-3
+    assert off(product(b.t(), a.t()), b.t(), a.t()) < 5e-3
+
+
+def test_a_row_of_zeros_hides_nothing(level: str) -> None:
+    a, b = torch.randn(96, 100), torch.randn(100, 64)
+    a[17] = 0
+    assert off(product(a, b)[torch.arange(96) != 17], a[torch.arange(96) != 17], b) < 2e-3
+    assert not product(a, b)[17].any()
+    a[17, 3] = math.nan
+    assert bool(product(a, b)[17].isnan().all())
+
+
 def test_what_it_is_said_to_bring_covers_the_largest_crest_that_it_takes() -> None:
-    crest = 16.0  # as csrc/kernels/steps.h
+    crest, depth = 14.0, 8 * 14.0  # as csrc/kernels/steps.h
+    crest /= 1 - crest / depth  # over the mean size of the others
     worst = math.sqrt(2) * crest / (STEPS * math.sqrt(12))
     assert worst <= 1.01 * accuracy.TYPICAL["i16"] < 4e-3

@@ -190,6 +190,24 @@ def test_results_beyond_a_dtype_s_range_are_told(before: bool) -> None:
     assert told == [False, True, True][not before :]
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_a_faint_column_of_halves_is_told(before: bool) -> None:
+    """It cancels no more than the others and has few digits all the same, and no sample of columns need meet it."""
+    a, b = torch.randn(64, 512).half() * 1e-3, torch.randn(512, 300).half()
+    small = b.clone()
+    small[:, 195] = torch.randn(512).half() * 5e-5
+    for right in (b, small)[not before :]:
+        with (
+            tensorlogic.precision("adaptive", rtol=1e-2),
+            warnings.catch_warnings(record=True) as said,
+        ):
+            warnings.simplefilter("always")
+            y = tensorlogic.matmul(a, right)
+        told = any(w.category is PrecisionWarning for w in said)
+        assert told or off(y, a.double() @ right.double()) <= 1e-2
+        assert told == (right is small)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_halves_that_become_smaller_lose_digits_only_with_a_word(order: int) -> None:
     """Float16 results pass into its subnormal numbers without a change of their error before."""

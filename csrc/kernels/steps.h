@@ -8,17 +8,20 @@ namespace tensorlogic::TENSORLOGIC_ISA {
 
 constexpr float STEPS = 2364;  // to either side: KC of their squares stay below 2^31
 static_assert(STEPS * STEPS * KC < 2147483648.0, "sums of a panel fit into 32 bits");
-constexpr float CREST2 = 256;  // square of a row's largest element over its mean square: beside more, others have too few steps
-constexpr float FARTHEST = 0x1p50f;  // of a largest element from 1: products of scales, and sums of squares, stay in range
+// A row's largest element over its mean size: beside more, the others have too few steps. Not over the root of the mean square, of
+// which a large element is itself the most; nor over a mean of few, for the same reason.
+constexpr float CREST = 14, CREST_DEPTH = 8 * CREST;
+constexpr float FARTHEST = 0x1p50f;  // of a largest element from 1: products of scales stay in range
 constexpr int64_t ENDS = 2;  // rows behind a right panel: its scales, and room
 
 // The factor that brings lanes with these largest elements to steps; false where steps do not do.
-INLINE bool steps_of(vf most, vf squares, int64_t depth, vf& factor, vf& scale) {
+INLINE bool steps_of(vf most, vf sizes, int64_t depth, vf& factor, vf& scale) {
   const vf none = set1(0.0f), one = set1(1.0f);
-  const auto empty = most == none;
+  const float n = static_cast<float>(depth), crest = n < CREST_DEPTH ? n * (CREST / CREST_DEPTH) : CREST;
+  const auto empty = sizes == none;
   const vf safe = empty ? one : most;
   const auto good = empty | ((most <= set1(FARTHEST)) & (most >= set1(1 / FARTHEST)) &
-                             (most * most * set1(static_cast<float>(depth)) <= set1(CREST2) * squares));
+                             (most * set1(n) <= set1(crest) * sizes));
   factor = empty ? none : set1(STEPS) / safe;
   scale = safe * set1(1 / STEPS);
   bool all = true;
@@ -31,13 +34,13 @@ template <class Pairs>
 static bool steps_down(float* panel, int64_t depth, int64_t cols, int64_t units) {
   bool good = true;
   for (int64_t v = 0; v < cols; v += W) {
-    vf most = set1(0.0f), squares = set1(0.0f), factor, scale;
+    vf most = set1(0.0f), sizes = set1(0.0f), factor, scale;
     for (int64_t k = 0; k < depth; ++k) {
       const vf x = load(panel + k * NR + v, All{});
       most = vmax(vabs(x), most);
-      squares = fma(x, x, squares);
+      sizes = sizes + vabs(x);
     }
-    good &= steps_of(most, squares, depth, factor, scale);
+    good &= steps_of(most, sizes, depth, factor, scale);
     for (int64_t k = 0; k < depth; k += 2) {
       const vf low = load(panel + k * NR + v, All{}) * factor;
       const vf high = k + 1 < depth ? load(panel + (k + 1) * NR + v, All{}) * factor : set1(0.0f);
@@ -51,29 +54,29 @@ static bool steps_down(float* panel, int64_t depth, int64_t cols, int64_t units)
 // The same of left panels of `each` <= MR rows, neighbours along a row in one; a row's scale is behind its KC elements.
 template <class Pairs>
 static bool steps_across(float* panels, int64_t rows, int64_t each, int64_t depth) {
-  float most[W], squares[W], factors[W];
+  float most[W], sizes[W], factors[W];
   const int64_t even = (depth + 2 * W - 1) / (2 * W) * (2 * W);
   bool good = true;
   auto row = [&](int64_t r) { return panels + (r / each * MR + r % each) * PITCH; };
   for (int64_t r = 0; r < rows; r += W) {
     const int64_t some = least(rows - r, W);
     for (int64_t n = 0; n < W; ++n) {
-      vf peak = set1(0.0f), square = set1(0.0f);
+      vf peak = set1(0.0f), size = set1(0.0f);
       if (n < some) {
         float* x = row(r + n);
         for (int64_t k = depth; k < even; ++k) x[k] = 0.0f;
         for (int64_t k = 0; k < even; k += W) {
           const vf v = load(x + k, All{});
           peak = vmax(vabs(v), peak);
-          square = fma(v, v, square);
+          size = size + vabs(v);
         }
       }
       most[n] = 0.0f;
       for (int lane = 0; lane < W; ++lane) most[n] = peak[lane] > most[n] || peak[lane] != peak[lane] ? peak[lane] : most[n];
-      squares[n] = sum(square);
+      sizes[n] = sum(size);
     }
     vf factor, scale;
-    good &= steps_of(load(most, All{}), load(squares, All{}), depth, factor, scale);
+    good &= steps_of(load(most, All{}), load(sizes, All{}), depth, factor, scale);
     store(factors, factor, All{});
     for (int64_t n = 0; n < some; ++n) {
       float* x = row(r + n);
@@ -139,8 +142,10 @@ static void gemm_by_steps(const GemmCall& g) {
   const bool lines = g.a.row == 1 || g.a.col == 1;
   const int64_t group = g.a.row == 1 && g.a.col != 1 ? GROUP : 1, tiles = (g.N + NR - 1) / NR;
   bool good = true;
-  for (int64_t k = 0; k == 0 || k < g.K; k += g.depth) {
-    const int64_t depth = least(g.K - k, g.depth), units = (depth + 1) / 2, panel = depth + ENDS;
+  const int64_t times = g.K > g.depth ? (g.K + g.depth - 1) / g.depth : 1;
+  const int64_t most = (g.K + 2 * times - 1) / (2 * times) * 2;  // evenly: few elements tell little of their mean size
+  for (int64_t k = 0; k == 0 || k < g.K; k += most) {
+    const int64_t depth = least(g.K - k, most), units = (depth + 1) / 2, panel = depth + ENDS;
     const int64_t step = g.b.col == 1 ? 16 : depth > 0 ? depth : 1;
     for (int64_t n = 0; n < depth; n += step)
       for (int64_t j = 0; j < g.N; j += NR)

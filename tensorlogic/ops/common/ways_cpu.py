@@ -125,7 +125,7 @@ def in_parts(parts: int, a: Tensor, b: Tensor) -> Tensor:
 
 def native_i16(a: Tensor, b: Tensor) -> Tensor:
     """Runs of rows and columns scaled to 2364 steps to either side, multiplied as pairs of 16 bits; float32 where a largest element is
-    beyond 16 times its run's root mean square."""
+    beyond 14 times its run's mean size."""
     return in_parts(0, a, b)
 
 

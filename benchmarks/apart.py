@@ -1,6 +1,6 @@
 """Seconds until a model is ready, by `tensorlogic.optimize` and by torch.compile, each in a process of its own with empty caches.
 
-python benchmarks/apart.py name[@batch] ... [--seconds 110] [--out FILE.json]   names as zoo_more.py's and zoo.py's
+python benchmarks/apart.py name[@batch] ... [--seconds 110] [--times 2] [--out FILE.json]   names as zoo_more.py's and zoo.py's
 
 What one leaves behind in a process, imports and compiled kernels, shortens the other's time by up to a third. A second count is
 of a process that finds the caches of the first. Imports of PyTorch and of the model's library are not counted.
@@ -76,6 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="+")
     parser.add_argument("--seconds", type=float, default=110.0, help="begin no further one after")
+    parser.add_argument("--times", type=int, default=2, help="processes that share caches")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -91,12 +92,12 @@ def main() -> int:
         record: dict[str, Any] = {"name": word}
         for way in WAYS:
             with tempfile.TemporaryDirectory() as caches:
-                record[way] = [seconds(way, word, Path(caches)) for _ in range(2)]
+                record[way] = [seconds(way, word, Path(caches)) for _ in range(given.times)]
         records.append(record)
         both = [[r.get("seconds", float("nan")) for r in record[way]] for way in WAYS]
         print(
             f"{word:<20} optimize {both[0][0]:6.2f} s  torch.compile {both[1][0]:6.2f} s  "
-            f"{both[0][0] / both[1][0]:.2f}   again {both[0][1]:.2f} and {both[1][1]:.2f} s  "
+            f"{both[0][0] / both[1][0]:.2f}   again {' '.join(f'{a:.2f} of {b:.2f} s' for a, b in list(zip(*both, strict=True))[1:])}  "
             f"{[r['failed'] for way in WAYS for r in record[way] if 'failed' in r] or ''}",
             flush=True,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,6 +38,19 @@ def fresh(
         like = t.detach().clone() if dtype is None else widen(t, dtype)
         memo[id(t)] = like.requires_grad_(t.requires_grad)
     return copy.deepcopy(args, memo), copy.deepcopy(dict(kwargs), memo)
+
+
+@contextlib.contextmanager
+def unsearched() -> Iterator[None]:
+    """What exists already is not searched for garbage meanwhile, as far as nobody else has a say in that."""
+    own = gc.get_freeze_count() == 0
+    if own:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if own:
+            gc.unfreeze()
 
 
 @contextlib.contextmanager

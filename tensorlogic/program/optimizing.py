@@ -21,7 +21,7 @@ from .advising import advise, watched
 from .apart import Apart
 from .check import tensors_in
 from .choosing import best
-from .copies import fresh, sharing, undisturbed, unwritten
+from .copies import fresh, sharing, undisturbed, unsearched, unwritten
 from .later import Later, worthwhile
 from .pieces import Pieces, pieces
 from .precisely import Kept, precisely
@@ -152,7 +152,8 @@ def optimize(
     until = begin + budget if budget_s is not None and settings.inductor() else 0.0
     copies = derived.CACHE.names()
     try:
-        served = _program(model, args, kwargs, training, budget, dynamic, report, asked, until)
+        with unsearched():
+            served = _program(model, args, kwargs, training, budget, dynamic, report, asked, until)
     except Untraceable as problem:
         if asked is not None:
             raise ValueError(

@@ -38,7 +38,8 @@ _KNOWN: dict[tuple[str, str], list[Known]] = {}
 
 @dataclass
 class Held:
-    """The candidate in service, and what holds for its data: the error and the statistics it was measured under."""
+    """The candidate in service, what holds for its data (the error and the statistics it was measured under), and what judges the
+    next: in one object, so that a call beside another thread's choice meets all of one."""
 
     candidate: Candidate
     config: Config
@@ -48,6 +49,11 @@ class Held:
     rtol: float
     margin: float
     drift: float = accuracy.DRIFT  # binary exponents by which data may become smaller
+    watch: Any = None  # where the device judges, and mends what it must
+    places: Sequence[Place] = ()  # of the products that it judges
+    quick: Launcher | None = None  # the candidate and its judge in one
+    fused: Any = None  # the same on a CPU, which may leave the judging to `covers`
+    rest: int = 0  # calls that float64 serves before it is looked at again
 
     @property
     def missed(self) -> bool:
@@ -108,40 +114,35 @@ class Adaptive:
         self.order = order(op, key, device, rtol)
         self.certain = unguarded(key, rtol)
         self.held: Held | None = None
-        self.watch: Any = None  # where the device judges, and mends what it must
-        self.places: list[Place] = []  # of the products that it judges
-        self.quick: Launcher | None = None  # what is held and its judge in one
-        self.fused: Any = None  # the same on a CPU, which may leave the judging to `covers`
-        self.rest = 0  # calls that float64 serves before it is looked at again
         self.wide = any(
             t is not None and t.dtype in ("f64", "c128") for t in key.tensors
         )  # results
 
     def __call__(self, *dynamic: Any) -> Outputs | None:
-        held, watch = self.held, self.watch
-        if self.rest > 0:
-            self.rest -= 1
-            assert held is not None
+        held = self.held
+        watch = None if held is None else held.watch
+        if held is not None and held.rest > 0:
+            held.rest -= 1
             if (outs := held.launch(*dynamic)) is not None:
                 _note(held)
                 return outs
         elif held is not None and self.wide and held.unbroken:
-            self.rest = REST
+            held.rest = REST
         if held is not None and watch is not None:
             passed = watch.passed()
-            if not passed and self.quick is not None and (outs := self.quick(*dynamic)) is not None:
+            if not passed and held.quick is not None and (outs := held.quick(*dynamic)) is not None:
                 watch.begun()
                 _OPEN.adaptives.add(self)
                 _note(held)
                 return outs
             outs = None if passed else held.launch(*dynamic)
-            if outs is not None and (products := self._watched(dynamic, outs)) is not None:
+            if outs is not None and (products := _watched(held, dynamic, outs)) is not None:
                 watch.over(products)
                 _OPEN.adaptives.add(self)
                 _note(held)
                 return outs
         elif held is not None:
-            fused, known = self.fused, False
+            fused, known = held.fused, False
             if fused is None:
                 outs = held.launch(*dynamic)
             else:
@@ -168,16 +169,6 @@ class Adaptive:
                 stacklevel=4,
             )
 
-    def _watched(self, dynamic: Sequence[Any], outs: Outputs) -> list[Any] | None:
-        """(left, right, out) of every product that the device judges, as arguments and outputs lie."""
-        found = []
-        for place in self.places:
-            out = outs[place.out]
-            if out is None or not out.is_contiguous():
-                return None
-            found.append((dynamic[place.left], dynamic[place.right], out))
-        return found
-
     def _parts(self, dynamic: Sequence[Any]) -> Any:
         assert self.op.measure is not None
         return self.op.measure(*self.op.full(self.key, dynamic))
@@ -203,22 +194,22 @@ class Adaptive:
             if not tried[0].missed:
                 break
         assert best is not None  # torch.eager is always tried last, and its failure is the caller's
-        self.held, self.quick = best[0], None
-        self.watch = self._watch(best[0], dynamic, best[1])
-        self.fused = self._fuse(best[0], dynamic, best[1])
-        self.rest = REST if self.wide and best[0].unbroken else 0
-        if best[0].missed:
-            self._warn(best[0])
-        return best[1]
+        held, outs = best
+        held.watch = self._watch(held, dynamic, outs)
+        held.fused = self._fuse(held, dynamic, outs)
+        held.rest = REST if self.wide and held.unbroken else 0
+        self.held = held
+        if held.missed:
+            self._warn(held)
+        return outs
 
     def _watch(self, held: Held, dynamic: Sequence[Any], outs: Outputs) -> Any:
         """What has the device judge the next calls; None where the host must."""
         certain = self.certain and form_of(held.candidate) == "f64"
         if not watchable(self.key) or certain or not held.steady:
             return None
-        self.places = places(self.op, self.key, outs)
-        products = plain(self._parts(dynamic), outs)
-        if products is None or len(self.places) != len(products):
+        products, held.places = plain(self._parts(dynamic), outs), places(self.op, self.key, outs)
+        if products is None or len(held.places) != len(products):
             return None
         from .ops.common import watched  # needs Triton, as looking does
         from .ops.common.triton_mend import Seen, Watch, works
@@ -228,8 +219,8 @@ class Adaptive:
         seen = [Seen.of(*product) for product in products]
         watch = Watch(held.statistics, held.room, seen, self.device, self.rtol, held.drift)
         way = (held.candidate.id, held.config)
-        self.quick = watched.launcher(
-            self.op, self.key, self.device, way, products, self.places, outs, watch
+        held.quick = watched.launcher(
+            self.op, self.key, self.device, way, products, held.places, outs, watch
         )
         return watch
 
@@ -311,12 +302,23 @@ def settle() -> None:
     """Wait until GPUs have judged what this thread had computed within budgets, and warn of what is beyond them."""
     while _OPEN.adaptives:
         adaptive = _OPEN.adaptives.pop()
-        if adaptive.watch is not None:
-            adaptive.watch.wait()
-            adaptive.hear(adaptive.watch)
+        if adaptive.held is not None and (watch := adaptive.held.watch) is not None:
+            watch.wait()
+            adaptive.hear(watch)
 
 
 ON_LEAVE.append(settle)
+
+
+def _watched(held: Held, dynamic: Sequence[Any], outs: Outputs) -> list[Any] | None:
+    """(left, right, out) of every product that the device judges, as arguments and outputs lie."""
+    found = []
+    for place in held.places:
+        out = outs[place.out]
+        if out is None or not out.is_contiguous():
+            return None
+        found.append((dynamic[place.left], dynamic[place.right], out))
+    return found
 
 
 def _note(held: Held) -> None:

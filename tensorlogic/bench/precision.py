@@ -266,7 +266,7 @@ def _watched(op: Op, key: Key, o: Operands, rtol: float) -> adapting.Adaptive | 
     """What serves such calls where the device itself looks at the data, so that it can be timed with the product."""
     made = adapting.Adaptive(op, key, o.a.device, rtol)
     made(o.a, o.b)
-    return made if made.watch is not None else None
+    return made if made.held is not None and made.held.watch is not None else None
 
 
 def mixed(n: int, device: torch.device) -> dict[str, Any]:

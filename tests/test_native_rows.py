@@ -66,6 +66,24 @@ def test_layer_norm_and_its_gradient(ops: Any, dtype: torch.dtype) -> None:
             close(got / scale, exact / scale, dtype, 64 if dtype == torch.float32 else 8)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mean", [0.0, 8.0, 60.0, 1e3, -4e4, 3e18])
+def test_layer_norm_of_any_mean(ops: Any, mean: float, dtype: torch.dtype) -> None:
+    """Sums of squares lose digits, or overflow, where the mean is large beside the spread: then they are not what serves."""
+    if mean > torch.finfo(dtype).max:
+        pytest.skip(f"{dtype} has no {mean:g}")
+    spread = max(1.0, abs(mean) * 8 * torch.finfo(dtype).eps)
+    for n in (5, 64, 2049):
+        x = (mean + spread * torch.randn(3, n).double()).to(dtype)
+        wanted = F.layer_norm(x.double(), (n,))
+        # what is lost of the mean itself in float32 is lost once: an eps of it, beside the spread
+        lost = 8 * torch.finfo(torch.float32).eps * (1 + abs(mean) / spread)
+        for out in (dtype, torch.float32):
+            y = ops.layer_norm(x, None, None, 1e-5, out)[0].double()
+            bound = 3 * torch.finfo(out).eps + lost
+            torch.testing.assert_close(y, wanted, rtol=bound, atol=bound)
+
+
 @pytest.mark.parametrize("size", [3e2, 6e4, 1e9, 1e30])
 def test_large_numbers_do_not_cost_softmax_its_digits(ops: Any, size: float) -> None:
     """The largest is subtracted before anything is rounded: numbers of any size, close to it and far below."""

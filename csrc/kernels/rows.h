@@ -4,45 +4,70 @@
 
 namespace tensorlogic::TENSORLOGIC_ISA {
 
-// Half types are widened once: what later passes read waits in a buffer where it fits.
+// Halves have sums and sums of squares in one reading: float32 has the digits to spare. Where it has not, since the mean is large
+// beside the spread or squares overflow, and for float32, a second reading squares deviations.
+struct Moments {
+  float mean, rstd;
+};
+template <class S, class T>
+INLINE Moments moments(const S* x, int64_t n, float eps, bool far) {
+  const float inverse = 1.0f / static_cast<float>(n);
+  constexpr float times = precise<T> ? 1.0f : 64.0f;
+  vf s[4] = {set1(0), set1(0), set1(0), set1(0)}, q[4] = {set1(0), set1(0), set1(0), set1(0)};
+  FOR_ROW(n, {
+    ask_ahead(x + j, k, far);
+    const vf v = load(x + j, lanes);
+    s[k] = s[k] + v;
+    if (!precise<S>) q[k] = fma(v, v, q[k]);
+  })
+  const float mean = sum(total(s)) * inverse, squares = sum(total(q)) * inverse;
+  float spread = squares - mean * mean;
+  if (precise<S> || !(mean * mean <= times * spread && squares < 1e38f)) {
+    const vf m = set1(mean);
+    q[0] = q[1] = q[2] = q[3] = set1(0);
+    FOR_ROW(n, {
+      const vf d = keep(load(x + j, lanes) - m, set1(0), lanes);
+      q[k] = fma(d, d, q[k]);
+    })
+    spread = sum(total(q)) * inverse;
+  }
+  return {mean, 1.0f / __builtin_sqrtf(spread + eps)};
+}
+
+// x with a row's moments taken out, by a weight and a shift where there are such
+template <class S, bool AFFINE>
+struct Normed {
+  const S* x;
+  const float *gamma, *beta;
+  vf mean, scale;
+  template <class Lanes>
+  INLINE_MEMBER vf at(int64_t j, Lanes lanes) const {
+    const vf v = (load(x + j, lanes) - mean) * scale;
+    if (AFFINE) return fma(v, load(gamma + j, lanes), load(beta + j, lanes));
+    const vf weighted = gamma ? v * load(gamma + j, lanes) : v;
+    return beta ? weighted + load(beta + j, lanes) : weighted;
+  }
+};
+
+// The next row's moments are had before a row is written, so that nothing waits for their last sums.
 template <class S, class T, bool AFFINE>
 static void layer_norm_rows(const LayerNormCall& call, int64_t begin, int64_t end) {
   const int64_t n = call.cols;
-  const float inverse = 1.0f / static_cast<float>(n);
-  const float *gamma = call.gamma, *beta = call.beta;
-  float held[precise<S> ? 1 : BLOCK];
-  const bool kept = !precise<S> && n <= BLOCK, far = (end - begin) * n >= FAR_FROM;
-  for (int64_t r = begin; r < end; ++r) {
-    const S* x = static_cast<const S*>(call.x) + r * n;
-    T* y = static_cast<T*>(call.y) + r * n;
-    vf s[4] = {set1(0), set1(0), set1(0), set1(0)}, q[4] = {set1(0), set1(0), set1(0), set1(0)};
-    FOR_ROW(n, {
-      ask_ahead(x + j, k, far);
-      const vf v = load(x + j, lanes);
-      if (kept) store(held + j, v, lanes);
-      s[k] = s[k] + v;
-    })
-    const float mean = sum(total(s)) * inverse;
-    const vf m = set1(mean);
-    FOR_ROW(n, {
-      const vf d = keep((kept ? load(held + j, lanes) : load(x + j, lanes)) - m, set1(0), lanes);
-      if (kept) store(held + j, d, lanes);
-      q[k] = fma(d, d, q[k]);
-    })
-    const float rstd = 1.0f / __builtin_sqrtf(sum(total(q)) * inverse + call.eps);
-    const vf scale = set1(rstd);
-    FOR_ROW(n, {
-      vf v = (kept ? load(held + j, lanes) : load(x + j, lanes) - m) * scale;
-      if (AFFINE) {
-        v = fma(v, load(gamma + j, lanes), load(beta + j, lanes));
-      } else {
-        if (gamma) v = v * load(gamma + j, lanes);
-        if (beta) v = v + load(beta + j, lanes);
-      }
-      store(y + j, v, lanes);
-    })
-    call.mean[r] = mean;
-    call.rstd[r] = rstd;
+  const bool far = (end - begin) * n >= FAR_FROM;
+  const S* x = static_cast<const S*>(call.x) + begin * n;
+  T* y = static_cast<T*>(call.y) + begin * n;
+  Moments next = begin < end ? moments<S, T>(x, n, call.eps, far) : Moments{};
+  for (int64_t r = begin; r < end; ++r, x += n, y += n) {
+    const Moments row = next;
+    if (r + 1 < end) next = moments<S, T>(x + n, n, call.eps, far);
+    const Normed<S, AFFINE> normed{x, call.gamma, call.beta, set1(row.mean), set1(row.rstd)};
+    int64_t done = 0;
+    if constexpr (bf16_in_pairs && Is<T, bf16>)
+      for (; done + 2 * W <= n; done += 2 * W)
+        store_pair(y + done, pack(normed.at(done, All{}), normed.at(done + W, All{}), true));
+    FOR_ROW(n - done, { store(y + done + j, normed.at(done + j, lanes), lanes); })
+    call.mean[r] = row.mean;
+    call.rstd[r] = row.rstd;
   }
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,6 +204,32 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **given: Any) -> to
         (tmp_path / name).write_text(text)
         monkeypatch.setattr(room, name, tmp_path / name)
     return torch.device("cuda:0")
+
+
+def test_two_threads_that_import_leave_the_programs_own_interval() -> None:
+    """The second found the first one's, and put that back last."""
+    before, inside, over = sys.getswitchinterval(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with later._yielding():
+            inside.set()
+            over.wait(0.3)
+
+    def second() -> None:
+        with later._yielding():
+            over.set()
+            one.join(10)
+
+    one, two = threading.Thread(target=first), threading.Thread(target=second)
+    try:
+        one.start()
+        assert inside.wait(10)
+        two.start()
+        one.join(10)
+        two.join(10)
+        assert sys.getswitchinterval() == before
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_a_gpu_with_idle_cores_and_memory_has_room(

@@ -152,3 +152,16 @@ def test_untraceable_models_come_back_with_the_reason(kind: type[nn.Module]) -> 
         assert getattr(model, "n", 0) == 0
         expected = copy.deepcopy(model)(x)
         close(fast(x), expected)
+
+
+def test_a_forward_of_the_object_itself_is_left_as_it_is(pays: None) -> None:
+    """It hid the program: the report told of a gain, and every call ran the model's own code."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    usual = type(model).forward
+    model.forward = lambda x: usual(model, x) + 1  # type: ignore[method-assign]
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        fast = tensorlogic.optimize(model, x)
+        close(fast(x), usual(model, x) + 1)
+    assert fast is model
+    assert "forward was replaced" in str(fast.report.reason)

@@ -245,6 +245,8 @@ def _unfit(model: nn.Module) -> str | None:
         return "hooks of all modules would not run in a graph"
     if type(model).__call__ is not nn.Module.__call__:
         return "its __call__ is its own: a graph of it would be called inside it once more"
+    if "forward" in vars(model):
+        return "its forward was replaced on the object, where no program is reached: put it into a class"
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             return f"{name} is on the meta device and has no values: materialise it before"

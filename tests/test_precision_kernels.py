@@ -186,6 +186,7 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_mend._mend.__wrapped__(
         ("f64", "f64", "f64"), (n, n, n), strides, (128, 256, 0), 4, place
     )
+    triton_mend._note.__wrapped__("f16", n * n, 768, 2, place)
     triton_split._look.__wrapped__(("f32",) * 3, (n, n, n), strides, 4, place)
     for kind, laid in (
         ("f32", (n, 1, n, 1)),

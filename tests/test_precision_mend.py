@@ -70,6 +70,32 @@ def test_the_gpu_mends_what_has_left_its_limits(
         assert not good.passed()
 
 
+@pytest.mark.parametrize("place", [(77, 150), (199, 299)])
+def test_a_single_element_beyond_the_range_is_noticed(place: tuple[int, int]) -> None:
+    """Where no sketch of its row and its column need meet it: what float64 makes of it is infinite there, too, and that is said."""
+    i, j = place
+    a, b = torch.randn(200, 64, device=DEVICE).half(), torch.randn(64, 300, device=DEVICE).half()
+    a[i], b[:, j] = 12.0, 12.0  # their element is 9,216
+    fine = (a.float() @ b.float()).half()
+    made, c = watch(a, b, fine)
+    assert torch.equal(c, fine)
+    assert not made.passed()
+    assert not made.beyond()
+    wrong = (a.float() * 10 @ b.float()).half()
+    assert int((~wrong.isfinite()).sum()) == 1
+    made.over([(a * 10, b, wrong)])
+    made.wait()
+    assert made.passed()
+    assert made.beyond()
+
+
+def test_no_element_is_looked_at_where_none_can_leave_the_range() -> None:
+    a, b = torch.randn(40, 60, device=DEVICE), torch.randn(60, 50, device=DEVICE)
+    noting = [watch(a.to(t), b.to(t), (a @ b).to(t))[0]._notes for t in (torch.float32, torch.float16)]  # fmt: skip
+    assert noting[0] == [None]
+    assert noting[1] != [None]
+
+
 def test_a_value_that_did_not_fit_is_mended_in_every_product_of_the_call() -> None:
     a, b = torch.randn(40, 60, device=DEVICE), torch.randn(60, 50, device=DEVICE)
     made, _ = watch(a, b, a @ b, products=2)

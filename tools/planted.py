@@ -108,6 +108,7 @@ OFF_BY_ONE = {
     "layer_norm_bwd_dx_looped": Off("start + col < N", "start + col < N - 1"),
     "layer_norm_bwd_params_tiled": Off("(row < R)", "(row < R - 1)"),
     "line_peaks": Off("(along < C)", "(along < C - 1)"),
+    "note_infinite": Off("at < TOTAL", "at < TOTAL - 1"),
     "mend_product": Off("mask=i < M", "mask=i < M - 1"),
     "gemm_mixed": Off("rm = at_m +", "rm = 1 + at_m +", "put"),
     "gemm_widened": Off("rm = tile_m *", "rm = 1 + tile_m *", "multiply_widened"),

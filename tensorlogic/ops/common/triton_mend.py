@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ... import numerics
 from ...accuracy import DRIFT, FLOOR, SKETCH, Statistics
 from ...compiling import CompileFailure
 from . import compiled_launch, triton_split, wiring
@@ -32,6 +33,7 @@ SIZES = {
     "f64": 8,
 }  # bytes of an element, to which its memory is aligned
 WARPS = 1  # of a program: what it nearly always does is to sum up a table, for which several would wait for each other
+NOTED = 4096  # elements that a program looks at together
 PROGRAMS = 528  # four for every multiprocessor of a large GPU; each reads the whole table
 
 
@@ -93,6 +95,19 @@ def mend_product(
                 tl.store(said_ptr + 1, 1)
 
 
+@triton.jit
+def note_infinite(out_ptr, spoilt_ptr, TOTAL, SPOILT, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """spoilt[SPOILT] = 1 where one of the TOTAL elements of out is not finite: sketches of its rows need not meet the only one."""
+    follow(PDL)
+    bad = tl.zeros((BLOCK,), tl.int32)
+    for n in range(tl.cdiv(TOTAL, tl.num_programs(0) * BLOCK)):
+        at = (tl.program_id(0) + n * tl.num_programs(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(out_ptr + at, mask=at < TOTAL, other=0.0).to(tl.float32)
+        bad |= (x - x != 0.0).to(tl.int32)
+    if tl.max(bad, 0) != 0:
+        tl.store(spoilt_ptr + SPOILT, 1.0)
+
+
 @dataclass(frozen=True)
 class Seen:
     """How the tensors of one product lie in every call: M, N, K, strides of left, right and out, and element types."""
@@ -134,6 +149,7 @@ class Watch:
             look = triton_split._look(*about, align, device)
             table = (rows, blocks, 6 * self._tables[0][1])
             self._starts.append((look, _mend(*about, table, align, device)))
+        self._notes = [_noting(s, ends[3], 6 * self._tables[0][1], device) for s in seen]
         self._streams: set[int] = set()  # that nobody has waited for since
 
     def passed(self) -> bool:
@@ -183,6 +199,8 @@ class Watch:
             products, self._starts, tables, strict=True
         ):
             good &= look(left, right, out, found, flag)
+        for (_, _, out), note in zip(products, self._notes, strict=True):
+            good &= note is None or note(out, tables[0])
         for i, ((left, right, out), (_, mend), found) in enumerate(
             zip(products, self._starts, tables, strict=True)
         ):
@@ -206,6 +224,15 @@ def _limits(then: Statistics, room: float, rtol: float, drift: float) -> tuple[f
     hopeless = rtol / FLOOR
     ends = (2.0 ** (then.low - drift), highest, rtol * rtol, hopeless * hopeless)
     return beyond * beyond, easier * easier, *ends
+
+
+def _noting(seen: Seen, highest: float, spoilt: int, device: torch.device) -> Start | None:
+    """What notes elements that have left the result's range; None where none can, the largest of the operands being within limits."""
+    (m, n, k), name = seen.sizes, seen.names[2]
+    largest = torch.finfo(numerics.DTYPES["f32" if name == "f64" else name]).max
+    if 4 * k * highest * highest <= largest:  # as in accuracy.py
+        return None
+    return _note(name, m * n, spoilt, SIZES[name], device)
 
 
 @lru_cache
@@ -257,4 +284,15 @@ def _mend(
         },
         floats=(), constexprs={"TABLE": triton.next_power_of_2(table[1]), "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N},
         num_warps=WARPS, num_stages=1, device=device, align=align,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _note(name: str, total: int, spoilt: int, align: int, device: torch.device) -> Start:
+    return prepare(
+        note_infinite,
+        grid=(min(PROGRAMS, math.ceil(total / NOTED)), 1, 1),
+        pointers={"out_ptr": name, "spoilt_ptr": "f64"},
+        integers={"TOTAL": total, "SPOILT": spoilt},
+        floats=(), constexprs={"BLOCK": NOTED}, num_warps=4, num_stages=1, device=device, align=align,
     )  # fmt: skip

@@ -303,6 +303,33 @@ class Boxing(Chain):
         return Boxed(super().forward(x))
 
 
+class Holding(Chain):
+    """Gives an object of a class that attributes make another of."""
+
+    class Held:
+        y: Any
+
+    def forward(self, x: torch.Tensor) -> Any:
+        held = self.Held()
+        held.y = super().forward(x)
+        return held
+
+
+@torch.no_grad()
+def test_a_program_inside_objects_waits_too(
+    fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "spare", lambda device: True)
+    model, given = Holding().to(DEVICE).eval(), x()
+    fast: Any = tensorlogic.optimize(model, given)
+    assert isinstance(fast._program.program, later.Later), fast.report
+    for _ in range(40):
+        same(fast(given).y, model(given).y)
+    assert fake.started == 1
+    assert type(fast._program.program).__name__ == "Program"
+    assert any(r.op == contest.OP and not r.refused for r in fast.report.rows)
+
+
 def waiting(fast: Any) -> list[Any]:
     found = [p for piece in fast._program.pieces for p in piece.programs.values()]
     return [p for p in found if isinstance(p, later.Later)]

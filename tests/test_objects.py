@@ -349,6 +349,35 @@ class _Calling(nn.Module):
         return self.fn(x)
 
 
+class Static(nn.Module):
+    """Writes into the memory that an object keeps, and counts steps in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, at: Tensor, cache: Layer) -> Tensor:
+        cache.rows.index_copy_(1, at, F.relu(self.lin(x)))
+        cache.view = cache.rows[:, :2]  # type: ignore[attr-defined]
+        return cache.rows.sum(1)
+
+
+def test_memory_that_a_call_writes_to() -> None:
+    model, at = Static(), torch.tensor([1])
+    cache = Layer(torch.zeros(2, 4, 8))
+    fast = optimized(model, token(), at, cache)
+    assert not cache.rows.any()
+    assert not hasattr(cache, "view")
+    mine, theirs = Layer(torch.zeros(2, 4, 8)), Layer(torch.zeros(2, 4, 8))
+    rows = mine.rows
+    assert served(fast, token(), at, mine)
+    for step in (1, 3):  # in the second the object has one attribute more
+        x, at = token(), torch.tensor([step])
+        same((fast(x, at, mine), mine), (model(x, at, theirs), theirs))
+        assert mine.rows is rows
+        assert mine.view.data_ptr() == rows.data_ptr()  # type: ignore[attr-defined]
+
+
 def test_a_later_process_takes_the_graph_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorlogic.program import recall
 

@@ -17,7 +17,6 @@ from tensorlogic import measure
 from tensorlogic.program import choosing
 from tensorlogic.program.apart import Apart
 from tensorlogic.program.objects import Objects, Opaque
-from tensorlogic.program.serve import shared_outputs
 
 
 @pytest.fixture(autouse=True)
@@ -330,23 +329,30 @@ def test_a_graph_that_does_something_else_serves_nobody(what: str) -> None:
     same((fast(x, mine), mine), (model(x, theirs), theirs))
 
 
-def test_outputs_that_share_memory_are_noticed() -> None:
-    """A copy of each would not do where somebody keeps both and writes to one."""
+class Counting(nn.Module):
+    """Writes where a tensor of the object says, one further at each call: more calls on one object than it has room would fail."""
 
-    def traced(fn: Any) -> Any:
-        return torch.export.export(_Calling(fn), (torch.randn(4, 4),)).graph
-
-    assert shared_outputs(traced(lambda x: [(y := x + 1), y[0]]))
-    assert not shared_outputs(traced(lambda x: [x + 1, x + 2]))
-
-
-class _Calling(nn.Module):
-    def __init__(self, fn: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.fn = fn
+        self.lin = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Any:
-        return self.fn(x)
+    def forward(self, x: Tensor, cache: Layer) -> Tensor:
+        cache.rows.index_copy_(1, cache.gain, F.relu(self.lin(x)))
+        cache.gain.add_(1)
+        return cache.rows.sum(1)
+
+
+def test_calls_on_trial_leave_room() -> None:
+    def full() -> Layer:
+        return Layer(torch.ones(2, 4, 8), torch.tensor([3]))
+
+    model, mine, theirs = Counting(), full(), full()
+    fast = optimized(model, token(), full())
+    x = token()
+    assert served(fast, x, mine)
+    same((fast(x, mine), mine), (model(x, theirs), theirs))
+    with pytest.raises(IndexError):
+        fast(x, mine)
 
 
 class Static(nn.Module):

@@ -15,7 +15,7 @@ import tensorlogic
 from tensorlogic import measure
 from tensorlogic.derived import CACHE
 from tensorlogic.program import check, choosing, inductor, optimizing
-from tensorlogic.program.serve import Program
+from tensorlogic.program.serve import Program, shared_outputs
 from tensorlogic.program.trace import Trace, trace
 from tensorlogic.program.whole import Whole
 
@@ -206,3 +206,22 @@ def test_garbage_is_searched_for_among_what_is_new(
         assert (gc.get_freeze_count() > 0) == frozen
     finally:
         gc.unfreeze()
+
+
+def test_outputs_that_share_memory_are_noticed() -> None:
+    """A copy of each would not do where somebody keeps both and writes to one."""
+
+    def traced(fn: Any) -> Any:
+        return torch.export.export(_Calling(fn), (torch.randn(4, 4),)).graph
+
+    assert shared_outputs(traced(lambda x: [(y := x + 1), y[0]]))
+    assert not shared_outputs(traced(lambda x: [x + 1, x + 2]))
+
+
+class _Calling(nn.Module):
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fn(x)

@@ -18,7 +18,7 @@ from ..numerics import Verdict
 from . import check, inductor, leftovers
 from . import spread as spreading
 from .contest import OP as CONTEST
-from .contest import Contest, isolated, settled
+from .contest import Contest, called, isolated, settled
 from .contest import program as compiled
 from .decisions import Decision
 from .fragments import emit_way, full, ways_of
@@ -324,17 +324,17 @@ def _timed(
 ) -> Program | None:
     """The fastest program, timed beside the original's own call with what guards it included; the report says whether it pays."""
     wrt = [t for t in programs[0].state.values() if t.requires_grad]
-    with isolated(programs, given) as (args, kwargs):
+    with isolated(programs, given) as again:
 
         def call(model: Any) -> Callable[[], Any]:
-            return lambda: check.step(model(*args, **kwargs), training, wrt)
+            return lambda: check.step(called(model, again()), training, wrt)
 
         calls = {f"after {i}": call(p.serving) for i, p in enumerate(programs)}
         for program in programs:
             reason = program.capture()
             if reason is not None and program.device.type == "cuda":
                 report.notes.append(f"not captured: {reason}")
-        if any(p(args, kwargs) is MISS for p in programs):
+        if any(p(*again()) is MISS for p in programs):
             report.reason = "the program does not fit its own example inputs"
             return None
         share, device = max(0.15, budget_s / 16), programs[0].device

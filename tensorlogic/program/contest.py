@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -21,7 +22,7 @@ from .inductor import Compiled, Unable
 from .report import Report, Row
 from .serve import Program, mutates
 from .short import MISS
-from .trace import Trace
+from .trace import Trace, storage, written
 from .whole import Whole, apart
 
 OP, NAME, EVERYTHING = "inductor", "torch.inductor", "whole model"
@@ -56,17 +57,39 @@ def _leaves(value: Any) -> list[Any]:
     return pytree.tree_leaves(value, is_leaf=lambda v: v is None)
 
 
+def written_inputs(trace: Trace) -> list[int]:
+    """Which of the inputs a run of the graph writes to."""
+    calls = [n for n in trace.graph.nodes if n.op == "call_function"]
+    dirty = {storage(a) for n in calls for a in written(n)} - {None}
+    places = {n.name: storage(n) for n in trace.graph.nodes if n.op == "placeholder"}
+    return [i for i, name in enumerate(trace.inputs) if places[name] in dirty]
+
+
 @contextlib.contextmanager
-def isolated(programs: Sequence[Program], given: Given) -> Iterator[Given]:
-    """Inside, what the programs write are copies of buffers and inputs; they are captured inside, and again afterwards."""
-    if not mutates(programs[0].trace.graph):
-        yield given
+def isolated(programs: Sequence[Program], given: Given) -> Iterator[Callable[[], Given]]:
+    """Inside, what the programs write are copies of buffers and inputs; they are captured inside, and again afterwards.
+
+    Yields what gives the inputs for one call: those that calls write to hold what they held before.
+    """
+    trace = programs[0].trace
+    if not mutates(trace.graph):
+        yield lambda: given
         return
     live = dict(programs[0].state)
     for each in programs:
         each.replace_state(apart(live))
     try:
-        yield pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), given)
+        own = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), given)
+        pairs = [*zip(pytree.tree_leaves(own), pytree.tree_leaves(given), strict=True)]
+        changing = [pairs[i] for i in written_inputs(trace)]
+
+        def again() -> Given:
+            with torch.no_grad():
+                for mine, theirs in changing:
+                    mine.copy_(theirs)
+            return own
+
+        yield again
     finally:
         for each in programs:
             each.replace_state(live)
@@ -211,15 +234,15 @@ class Contest:
         """Times beside the original's own call and beside what it would replace, and which of them that is."""
         programs = [rival] if self.ours is None else [rival, self.ours]
         wrt = [t for t in rival.state.values() if t.requires_grad]
-        with isolated(programs, self.given) as (args, kwargs):
+        with isolated(programs, self.given) as again:
             for each in programs:
                 if each.replay is None or mutates(each.graph):
                     each.capture()
 
             def call(model: Callable[..., Any]) -> Callable[[], Any]:
-                return lambda: check.step(model(*args, **kwargs), self.training, wrt)
+                return lambda: check.step(called(model, again()), self.training, wrt)
 
-            if rival(args, kwargs) is MISS:
+            if rival(*again()) is MISS:
                 raise Unable("the program does not fit its own example inputs")
             steps = {"before": call(self.before), "inductor": call(rival.serving)}
             other = "before"
@@ -230,6 +253,11 @@ class Contest:
             for each in programs:
                 each.capture()
         return samples, other
+
+
+def called(model: Callable[..., Any], given: Given) -> Any:
+    """Its output."""
+    return model(*given[0], **given[1])
 
 
 def settled(

@@ -23,6 +23,7 @@ from .fragments import CHOSEN, PLAIN, Fragment, full, value_of, ways_of
 from .rewrite import Region
 from .stored import Plans, Stored, planned
 from .trace import Trace, first_line
+from .whole import apart
 
 HEATS = 3  # rounds in which all ways run
 CLOSE = 1.2  # of the fastest way's time that a way may take there to run in twice as many more
@@ -98,6 +99,8 @@ class Judge:
     ) -> Iterator[tuple[Region, Mapping[str, Any]]]:
         """The regions of `at` in the order of the original graph, each with the values that its calls read."""
         env: dict[str, Any] = dict(values)
+        if self.writes:  # each walk its own
+            env |= apart({n: v for n, v in values.items() if isinstance(v, Tensor)})
         nodes = [n for n in self.trace.graph.nodes if n.op in ("call_function", "get_attr")]
         last = self._lifetimes(nodes, regions)
         left = len(at)

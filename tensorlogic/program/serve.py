@@ -186,11 +186,10 @@ class Program:
             return "an output is a parameter, a buffer, an input or a view of one"
         if self.trace.objects is not None and shared_outputs(self.graph):
             return "outputs that objects keep share memory"
-        flat = self.trace.example
+        flat: Sequence[Any] = self.trace.example
         if any(isinstance(v, Tensor) and v.device.type != "cuda" for v in flat):
             return "an input is not on the GPU"
-        if mutates(self.graph):  # warming up writes, too
-            flat = [_copy(v) if isinstance(v, Tensor) else v for v in flat]
+        flat = self._own(flat)
         with torch.set_grad_enabled(self.training), self._unwritten():
             for last in (False, True):  # what breaks a recording may be somebody else's, and over
                 try:
@@ -209,11 +208,11 @@ class Program:
         """The graph, after what it does for the first time, backward included, has been done."""
         leaves = {n: t for n, t in self.state.items() if t.requires_grad}
         if not self.training:
-            warm(lambda: self.function.run(*flat), self.device)
             run = self.function.run
+            warm(lambda: run(*self._own(flat)), self.device)
             if self.sections:
                 forked = run = self.function.forked(self.sections, streams(self.device))
-                warm(lambda: forked(*flat), self.device)
+                warm(lambda: forked(*self._own(flat)), self.device)
             return Replay(run, flat, self.device)
         own = {n: t.detach().requires_grad_() for n, t in leaves.items()}
         given = [_copy(v) if isinstance(v, Tensor) else v for v in flat]
@@ -227,6 +226,12 @@ class Program:
             )
         finally:
             self.replace_state(leaves)
+
+    def _own(self, flat: Sequence[Any]) -> Sequence[Any]:
+        """Inputs for one run, copies where it may write to them."""
+        if not mutates(self.graph):
+            return flat
+        return [_copy(v) if isinstance(v, Tensor) else v for v in flat]
 
     @contextlib.contextmanager
     def _unwritten(self) -> Iterator[None]:

@@ -5,27 +5,18 @@ What a call does to the objects that it is given, and the objects that it makes,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from operator import itemgetter
-from types import GetSetDescriptorType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .plain import ROUNDED, plain, plain_object
 from .short import MISS
 
-PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, range,
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-)  # fmt: skip
-ROUNDED = (float, complex)  # whose equality knows no sign of zero
 MOST = 4096  # objects of one call
-HEAP = 1 << 9  # the flag of classes that Python code has made
-STATE = ("__reduce__", "__reduce_ex__", "__getstate__", "__deepcopy__", "__copy__", "__new__")
 ARGS, KWARGS = ("object", 0, None), ("object", 1, None)
 Ref = tuple[
     str, Any, Any
@@ -140,9 +131,10 @@ class Objects:
 
     @property
     def kinds(self) -> list[type]:
-        """The classes of the objects, of those that a call makes, too."""
+        """The classes of the objects, of those that a call makes, too, and those that they hold."""
         contents = [*self.before, *(self.after.contents if self.after is not None else ())]
-        return [*dict.fromkeys(c.kind for c in contents if plain_object(c.kind))]
+        held = [v for c in contents for k, v, _ in c.refs if k == "plain" and isinstance(v, type)]
+        return [*dict.fromkeys([*(c.kind for c in contents if plain_object(c.kind)), *held])]
 
 
 class Flat(nn.Module):
@@ -177,6 +169,8 @@ class _Seen:
                 raise Opaque(f"more than {MOST} objects")
             each = self.objects[len(contents)]
             names, values = _opened(each)
+            if isinstance(names, pytree.TreeSpec) and not _remakes(each, names, values):
+                raise Opaque(f"a {type(each).__qualname__}, which holds more than pytrees know of")
             contents.append(Content(type(each), names, tuple(map(self.ref, values))))
         return contents
 
@@ -185,7 +179,7 @@ class _Seen:
         if isinstance(value, Tensor):
             return "tensor", _number(value, self.tensors, self._tensors), None
         kind = type(value)
-        if _plain(kind):
+        if plain(kind):
             return "plain", value, repr(value) if kind in ROUNDED else kind
         return "object", _number(value, self.objects, self._objects), None
 
@@ -203,7 +197,7 @@ def _opened(value: Any) -> tuple[Any, Sequence[Any]]:
     kind = type(value)
     if kind is tuple or kind is list:
         return None, value
-    if kind is dict and all(map(_plain, map(type, value))):
+    if kind is dict and all(map(plain, map(type, value))):
         return [*value], [*value.values()]
     if plain_object(kind):
         return [*vars(value)], [*vars(value).values()]
@@ -213,26 +207,17 @@ def _opened(value: Any) -> tuple[Any, Sequence[Any]]:
     return spec, children
 
 
-def _plain(kind: type) -> bool:
-    return kind in PLAIN or issubclass(kind, (Enum, type))
+def _remakes(value: Any, spec: pytree.TreeSpec, children: Sequence[Any]) -> bool:
+    """Whether what pytrees make of the parts of an object is one like it, with the same parts."""
+    twin = pytree.tree_unflatten(children, spec)
+    if type(twin) is not type(value) or [*_attributes(twin)] != [*_attributes(value)]:
+        return False
+    again, parts = _opened(twin)
+    return again == spec and all(a is b for a, b in zip(parts, children, strict=True))
 
 
-def plain_object(kind: type) -> bool:
-    """Whether all that an object of a class holds is in its attributes, so that another one can be made of those."""
-    bases = kind.__mro__[:-1]
-    return (
-        all(b.__flags__ & HEAP and not vars(b).get("__slots__") for b in bases)
-        and not any(name in vars(b) for b in bases for name in STATE)
-        and not any(map(_hides, (v for b in bases for v in vars(b).values())))
-        and kind.__dictoffset__ != 0
-        and kind not in pytree.SUPPORTED_NODES
-        and not issubclass(kind, nn.Module)
-    )
-
-
-def _hides(value: Any) -> bool:
-    """Whether what stands in a class may keep an attribute's value elsewhere."""
-    return hasattr(type(value), "__set__") and not isinstance(value, (property, GetSetDescriptorType))  # fmt: skip
+def _attributes(value: Any) -> Iterable[str]:
+    return vars(value) if hasattr(value, "__dict__") else ()
 
 
 class _Step:
@@ -267,7 +252,7 @@ class _Step:
         """Append what it holds; False where it is another."""
         kind, held = self.kind, value
         if kind is dict:
-            if [*value] != self.names or [*map(type, value)] != self.keys:
+            if [*map(type, value)] != self.keys or [*value] != self.names:
                 return False
             held = [*value.values()]
         elif self.plain_object:
@@ -370,7 +355,7 @@ def _filling(kind: type, names: Any) -> Callable[[Any, Any], None]:
 def _changing(before: Content, after: Content) -> tuple[Callable[[Any, Any], None], Sequence[Ref]]:
     """What gives an object its new content, and which of that it takes."""
     kind, names, refs = after.kind, after.names, after.refs
-    if after.made:
+    if after.made or kind is not before.kind:
         raise Opaque(f"a {kind.__qualname__} that a call changes")
     fill = _filling(kind, names)
     if kind is list:

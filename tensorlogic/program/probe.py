@@ -12,9 +12,12 @@ from torch.utils import _pytree as pytree
 
 from .check import tensors_in
 from .copies import fresh, sharing, unwritten
-from .objects import Objects, Opaque, plain_object
+from .handing import holders, inside, odd
+from .objects import Objects, Opaque
+from .plain import plain_object
 from .reach import Reach
-from .trace import Unfit, plain_value, witness
+from .state import difference, state
+from .trace import Unfit, witness
 
 COUNTS = (bool, int, float, str)
 
@@ -44,12 +47,15 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     objects = _objects(args, kwargs)
     kinds = () if objects is None else objects.kinds
     with witness() as seen, unwritten(twin) as written, _uncounted(twin, kinds):
-        states = [_state(twin, kinds)]
+        states = [state(twin, kinds)]
+        calls = []
         for _ in range(2):
-            call = _Call(twin, objects, args, kwargs)
-            states.append(_state(twin, kinds))
-    changed = _difference(states[1], states[2])
-    first = _difference(states[0], states[1])
+            calls.append(_Call(twin, objects, args, kwargs))
+            states.append(state(twin, kinds))
+    call = calls[1]
+    call.compare(calls[0])
+    changed = difference(states[1], states[2])
+    first = difference(states[0], states[1])
     changed = changed or (first if written or (first or "").startswith("global ") else None)
     if changed:
         raise Unfit(f"the model changes {changed} when it is called")
@@ -80,9 +86,14 @@ class _Call:
         if objects is not None and found is not None:
             given = objects.around(found[0])
         before, spec = pytree.tree_flatten(given)
+        known = [*inside(given), *model.buffers()]
+        theirs = {*map(id, known)}
         self.out = model(*given[0], **given[1])
         after, now = pytree.tree_flatten(given)
         self.changes = now != spec or any(a is not b for a, b in zip(after, before, strict=True))
+        self.holders = [v for v in holders((given, self.out)) if id(v) not in theirs]
+        self.hands_back = any(id(v) in theirs for v in holders(self.out))
+        self.odd = odd((given, self.out), theirs)
         self.objects = None
         if objects is not None and found is not None:
             with contextlib.suppress(Opaque):
@@ -90,10 +101,22 @@ class _Call:
                 objects.told(left, [*found[0], *made])
                 self.objects = objects
 
+    def compare(self, earlier: _Call) -> None:
+        """Notice objects that outlive a call: a later one would have to find them again."""
+        lasting = {*map(id, earlier.holders)}
+        for value in self.holders:
+            if id(value) in lasting:
+                self.odd = self.odd or f"a {type(value).__name__} of the model's own is handed out"
+
     def unlike(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Why a graph of the arguments as pytrees know them would not do what the call does."""
+        if self.odd:
+            self.objects = None
+            return self.odd
         if kind := _opaque((args, kwargs, self.out)):
             return f"torch.export cannot take a {kind} apart"
+        if self.hands_back:
+            return "a call hands back a list or dict that it is given"
         return "a call changes the lists or dicts that it is given" if self.changes else ""
 
 
@@ -125,25 +148,3 @@ def _opaque(values: Any) -> str:
     """The kind of the first leaf of nested values that is an object, or holds tensors and is none."""
     kinds = (v for v in pytree.tree_leaves(values) if not isinstance(v, Tensor))
     return next((type(v).__name__ for v in kinds if plain_object(type(v)) or tensors_in(v)), "")
-
-
-def _state(model: nn.Module, kinds: Iterable[type]) -> dict[str, Any]:
-    """Attributes and globals that a call might change: numbers and texts by value, others by their type and length."""
-    found: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in _MACHINERY:
-                found[f"its own attribute {path}.{name}".replace(" .", " ")] = plain_value(value)
-    reach = Reach(model, kinds)
-    for scope, names in reach.scopes:
-        found |= {f"global {name}": plain_value(scope.get(name)) for name in names}
-    for kind, names in reach.classes:
-        found |= {f"global {kind.__name__}.{n}": plain_value(getattr(kind, n)) for n in names}
-    return found
-
-
-def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    return next((name for name, value in after.items() if before.get(name) != value), None)
-
-
-_MACHINERY = frozenset(vars(nn.Module())) - {"training"}

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from operator import attrgetter
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-PLAIN = (int, float, bool, str, list, dict, set, tuple)
+PLAIN = (int, float, bool, str, list, dict, set, tuple, deque)
+MADE = ("__new__", "__init__", "__post_init__", "__setattr__")  # what runs where one is made
 STARTS = ("forward", "__call__")
 INSTALLED = tuple({sysconfig.get_path(p) for p in ("stdlib", "platstdlib", "purelib", "platlib")})
 CONTENT = attrgetter("cell_contents")
@@ -36,14 +39,12 @@ class Reach:
             own = tuple(filter(_own, kind.__mro__))
             for cls in own:
                 for value in vars(cls).values():
-                    function = _function(value)
-                    if function is not None:
+                    for function in _functions(value):
                         self._globals(function, PLAIN)
             self._attributes(own, STARTS if kind in modules else _every_name(own), own)
         for module in model.modules():
             for value in vars(module).values():
-                if not isinstance(value, (*PLAIN, Tensor, nn.Module)):
-                    self._defaults(type(value))
+                self._held(value)
 
     @property
     def scopes(self) -> list[tuple[Mapping[str, Any], list[str]]]:
@@ -80,13 +81,13 @@ class Reach:
             having = [cls for cls in classes if name in vars(cls)]
             for cls in having:
                 value = vars(cls)[name]
-                function = _function(value)
-                if isinstance(value, (*PLAIN, Tensor)) or not _installed(function):
+                functions = _functions(value)
+                if isinstance(value, (*PLAIN, Tensor)) or not all(map(_installed, functions)):
                     if cls is having[0]:  # a class between may come to have one
                         self._classes.setdefault(classes[0], {})[name] = None
                     else:
                         self._watch(vars(cls), name)
-                if function is not None:
+                for function in functions:
                     self._follow(function, own)
 
     def _follow(self, function: FunctionType, own: tuple[type, ...] = ()) -> None:
@@ -111,6 +112,18 @@ class Reach:
             elif not isinstance(value, (*PLAIN, Tensor, nn.Module)):
                 self._object(value, names)
 
+    def _held(self, value: Any) -> None:
+        """What an attribute of a module brings with it: functions, classes, objects with methods."""
+        while isinstance(value, (partial, MethodType)):
+            value = value.func if isinstance(value, partial) else value.__func__
+        if isinstance(value, FunctionType):
+            self._follow(_bare(value))
+        elif not isinstance(value, (*PLAIN, Tensor, nn.Module)):
+            kind = value if isinstance(value, type) else type(value)
+            own = tuple(filter(_own, kind.__mro__))
+            self._attributes(own, _every_name(own), own)
+            self._defaults(kind)
+
     def _defaults(self, kind: type) -> None:
         """Watch what a class of the user's holds for objects that do not, as configurations have it."""
         for cls in filter(_own, kind.__mro__):
@@ -132,6 +145,7 @@ class Reach:
         """A class of the user's, or an object of one: what it holds by names that the function has."""
         classes = value.__mro__ if isinstance(value, type) else type(value).__mro__
         mine = tuple(filter(_own, classes))
+        names = _reached(mine, (*names, *MADE) if isinstance(value, type) else names)
         if mine and not isinstance(value, type):
             held = getattr(value, "__dict__", {})
             for name in names:
@@ -147,20 +161,36 @@ def _own(cls: type) -> bool:
     return not (ours or name.startswith(("torch.", "tensorlogic.")) or name in _PYTHON)
 
 
+def _reached(classes: tuple[type, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names, and those that the user's methods of these names have, and so on."""
+    found: dict[str, None] = {}
+    waiting = [*names]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found[name] = None
+            functions = [f for c in classes for f in _functions(vars(c).get(name))]
+            waiting += [n for f in functions if not _installed(f) for n in _named(f.__code__)]
+    return tuple(found)
+
+
 def _every_name(classes: tuple[type, ...]) -> tuple[str, ...]:
     """Of methods, and of what else is no business of Python's."""
     named = ((n, v) for cls in classes for n, v in vars(cls).items())
-    return tuple(dict.fromkeys(n for n, v in named if not n.startswith("__") or _function(v)))
+    return tuple(dict.fromkeys(n for n, v in named if not n.startswith("__") or _functions(v)))
 
 
 _PYTHON = ("builtins", "typing", "abc", "enum", "collections", "torch", "types", "functools")
 
 
-def _function(value: Any) -> FunctionType | None:
-    """The function behind a method, a property, a static method, or what wraps it."""
+def _functions(value: Any) -> list[FunctionType]:
+    """The functions behind a method, a property, a static method, or what wraps it."""
     if isinstance(value, property):
-        value = value.fget
-    return _bare(value) if callable(value) or isinstance(value, (staticmethod, classmethod)) else None  # fmt: skip
+        found = [_bare(f) for f in (value.fget, value.fset, value.fdel)]
+    else:
+        method = callable(value) or isinstance(value, (staticmethod, classmethod))
+        found = [_bare(value) if method else None]
+    return [f for f in found if f is not None]
 
 
 def _bare(value: Any) -> Any:

@@ -41,8 +41,10 @@ class Program:
         self.trace, self.graph, self.training, self.model = trace, graph, training, model
         self.device = device_of(trace)
         self.state = {name: tensor for name, (_, tensor) in trace.state.items()}
-        for node in graph.output_node().all_input_nodes:  # what a caller is given is the caller's
-            if node.op == "call_function":
+        given = {*graph.output_node().all_input_nodes}  # what a caller is given is the caller's
+        places = {storage(n) for n in given} - {None}
+        for node in graph.nodes:
+            if node.op == "call_function" and (node in given or storage(node) in places):
                 node.meta["constant"] = False
         self.constants, sources = ahead(graph, self.state)
         names = sorted({s for read in sources.values() for s in read})

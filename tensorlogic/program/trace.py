@@ -219,34 +219,6 @@ def _same_numpy(a: Any, b: Any) -> bool:
     return a[2:] == b[2:] and bool((a[1] == b[1]).all())
 
 
-class _Held:
-    """A tensor as it is now: equal to the same one while nothing writes to it."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.version = 0 if tensor.is_inference() else tensor._version
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Held):
-            return False
-        return self.tensor is other.tensor and self.version == other.version
-
-
-def plain_value(value: Any) -> Any:
-    """What can be compared: numbers, texts, tensors and containers of such; of anything else the type and length."""
-    if isinstance(value, (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)):
-        return value
-    if isinstance(value, Tensor):
-        return _Held(value)
-    if isinstance(value, (tuple, list)):
-        return type(value).__name__, tuple(plain_value(v) for v in value)
-    if isinstance(value, dict):
-        return "dict", tuple((str(k), plain_value(v)) for k, v in value.items())
-    return type(value).__name__
-
-
 # Views and in-place calls -------------------------------------------------------------------------
 
 

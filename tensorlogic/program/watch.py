@@ -137,7 +137,7 @@ class Watch:
             self._container(set(value) if isinstance(value, set) else exact, value)
             for v in inner if depth < DEPTH else ():
                 self._inside(v, depth + 1)
-        elif depth < DEPTH and _plain_object(value):
+        elif depth < DEPTH and plain_object(value):
             self._space(vars(value), frozenset(), depth + 1)
 
     def _container(self, content: Any, container: Any) -> None:
@@ -186,7 +186,7 @@ def _exact(value: Any) -> Any:
     return value if several else _Same(value)
 
 
-def _plain_object(value: Any) -> bool:
+def plain_object(value: Any) -> bool:
     """True for configurations and the like: objects that carry attributes and are neither code nor PyTorch's."""
     kind = type(value)
     return (

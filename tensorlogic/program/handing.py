@@ -1,0 +1,50 @@
+"""What calls hand out and no graph would: objects that outlive a call, tensors with attributes, or that ask for gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .plain import plain, plain_object
+
+
+def holders(values: Any) -> list[Any]:
+    """The lists, dicts and other objects in nested values that can be changed."""
+    return [v for v in inside(values) if not isinstance(v, (tuple, Tensor))]
+
+
+def inside(values: Any) -> list[Any]:
+    """Tensors and objects, each once."""
+    found: dict[int, Any] = {}
+    waiting = [values]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in found or plain(type(value)):
+            continue
+        found[id(value)] = value
+        if isinstance(value, Tensor):
+            continue
+        if plain_object(type(value)):
+            waiting += vars(value).values()
+        else:
+            waiting += _parts(value)
+    return [*found.values()]
+
+
+def _parts(value: Any) -> list[Any]:
+    return pytree.tree_flatten(value, is_leaf=lambda v: v is not value)[0]
+
+
+def odd(values: Any, known: set[int]) -> str:
+    """Why no graph would give the tensors in what a call leaves, except those of these identities."""
+    found = [v for v in inside(values) if isinstance(v, Tensor) and type(v) is not nn.Parameter]
+    names = {n for t in found if type(t) is Tensor for n in vars(t)}
+    if not all(n.startswith("_dynamo") for n in names):  # which are advice to a compiler
+        return "a tensor is given attributes"
+    leaf = any(t.is_leaf and t.requires_grad and id(t) not in known for t in found)
+    if leaf and not torch.is_grad_enabled():
+        return "a call makes a tensor that asks for gradients"
+    return ""

@@ -33,7 +33,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.one, self.scale = nn.Parameter(torch.ones(1)), 2.0
+        self.one, self.scale, self.zero = nn.Parameter(torch.ones(1)), 2.0, 0.0
         self.config = SimpleNamespace(depth=3, inner=SimpleNamespace(wide=False))
         self.items: list[Any] = [1, "two", [3.0]]
         self.table = {"a": 1, "b": (2, 3)}
@@ -48,6 +48,12 @@ class Model(nn.Module):
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a number": lambda m: setattr(m, "scale", 3.0),
     "an equal number": lambda m: setattr(m, "scale", float("2")),
+    "an equal number of another type": lambda m: setattr(m, "scale", 2),
+    "the sign of zero": lambda m: setattr(m, "zero", -0.0),
+    "an equal item of another type": lambda m: m.items.__setitem__(0, True),
+    "an equal entry of another type": lambda m: m.table.update(a=1.0),
+    "within an entry": lambda m: m.table.update(b=(2.0, 3)),
+    "an entry like it": lambda m: m.table.update(b=(2, int("3"))),
     "an attribute more": lambda m: setattr(m, "more", 1),
     "an attribute less": lambda m: delattr(m, "scale"),
     "deep in a configuration": lambda m: setattr(m.config.inner, "wide", True),
@@ -90,7 +96,7 @@ def test_changes_of_attributes_are_seen_in_c_as_in_python(change: str) -> None:
     assert type(check) is calls.module().Unchanged
     assert (check(), watch.holds()) == (True, True)
     CHANGES[change](model)
-    expected = change in ("an equal number", "written to", "nothing")
+    expected = change in ("an equal number", "an entry like it", "written to", "nothing")
     assert (check(), watch.holds()) == (expected, expected)
 
 

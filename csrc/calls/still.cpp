@@ -1,6 +1,8 @@
 // Whether what a graph was recorded for is still as it was: tensors where they lay, attributes what they were.
 #include <c10/core/DefaultDtype.h>
 
+#include <cmath>
+
 #include "device.h"
 #include "seen.h"
 
@@ -139,10 +141,50 @@ PyObject* item(const Unchanged& self, List list, Py_ssize_t i) {
 }
 Py_ssize_t count(const Unchanged& self, List list) { return PyList_GET_SIZE(PyTuple_GET_ITEM(self.lists, list)); }
 
+int equal(PyObject* kept, PyObject* now);
+
+// Of two lists or tuples, or two dicts, of which `kept` is nobody else's to change; as `equal`.
+int equal_items(PyObject* kept, PyObject* now) {
+  const Py_ssize_t n = PySequence_Fast_GET_SIZE(kept);
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    if (PySequence_Fast_GET_SIZE(now) != n) return 0;  // comparing may run anybody's code
+    if (const int same = equal(PySequence_Fast_GET_ITEM(kept, i), PySequence_Fast_GET_ITEM(now, i)); same <= 0) return same;
+  }
+  return PySequence_Fast_GET_SIZE(now) == n;
+}
+
+int equal_dicts(PyObject* kept, PyObject* now) {
+  if (PyDict_GET_SIZE(kept) != PyDict_GET_SIZE(now)) return 0;
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(kept, &at, &key, &value);) {
+    PyObject* found = PyDict_GetItemWithError(now, key);
+    if (!found) return PyErr_Occurred() ? -1 : 0;
+    if (const int same = equal(value, found); same <= 0) return same;
+  }
+  return 1;
+}
+
+// Whether equal numbers are one number: 2 and 2.0 are not, nor 0.0 and -0.0.
+bool one_number(PyObject* kept, PyObject* now) {
+  const bool real = PyFloat_Check(kept), complex = PyComplex_Check(kept);
+  if (!real && !complex && !PyLong_Check(kept)) return true;
+  if (Py_TYPE(kept) != Py_TYPE(now)) return false;
+  const auto signs = [](double a, double b) { return std::signbit(a) == std::signbit(b); };
+  if (real) return signs(PyFloat_AS_DOUBLE(kept), PyFloat_AS_DOUBLE(now));
+  return !complex || (signs(PyComplex_RealAsDouble(kept), PyComplex_RealAsDouble(now)) &&
+                      signs(PyComplex_ImagAsDouble(kept), PyComplex_ImagAsDouble(now)));
+}
+
 // 1: equal, by identity or as `kept` says, 0: not, -1: an error is set.
 int equal(PyObject* kept, PyObject* now) {
+  if (kept == now) return 1;
   const Ref held = Ref::of(now);  // comparing may run anybody's code
-  return PyObject_RichCompareBool(kept, held.get(), Py_EQ);
+  if (Py_TYPE(kept) == Py_TYPE(now)) {
+    if (PyTuple_CheckExact(kept) || PyList_CheckExact(kept)) return equal_items(kept, now);
+    if (PyDict_CheckExact(kept)) return equal_dicts(kept, now);
+  }
+  const int same = PyObject_RichCompareBool(kept, now, Py_EQ);
+  return same > 0 ? one_number(kept, now) : same;
 }
 
 // The values under these names, of which `kept` has the first once more; as `equal`.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import chain, compress
 from math import copysign
-from operator import attrgetter, call, itemgetter
+from operator import attrgetter, call, is_, itemgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ TABLES = ("_parameters", "_buffers", "_modules")
 OURS = ("report", "_program")
 SKIPPED = (frozenset(vars(nn.Module())) | {*OURS}) - {"training"}
 LARGE = 64  # items of a container beyond which only their number is watched
+NUMBERS = (int, float, complex)
 DEPTH = 3  # how far objects such as configurations are followed
 
 
@@ -85,6 +87,12 @@ class Watch:
         self.sizes = list(map(len, self.spaces))
         self.modules = [*model.modules()]
         self.kinds = [*map(type, self.modules)]
+        self.several = [type(v) is tuple for v in self.values]
+        self.flat = [*chain.from_iterable(compress(self.values, self.several))]
+        pairs = zip(self.contents, self.containers, strict=True)
+        self.counting = [
+            (c, now) for c, now in pairs if any(isinstance(v, NUMBERS) for v in _held(c))
+        ]
 
     def check(self) -> Callable[[], bool]:
         """`holds`, in C where calls are compiled."""
@@ -144,6 +152,12 @@ class Watch:
         self.contents.append(content)
         self.containers.append(container)
 
+    def _same_numbers(self, now: list[Any]) -> bool:
+        """Whether what is equal is also of the same types and signs: what is identical is."""
+        if not all(map(is_, self.flat, chain.from_iterable(compress(now, self.several)))):
+            return _one_number(self.values, now)
+        return all(_one_number(*pair) for pair in self.counting)
+
     def holds(self) -> bool:
         """True while nothing has changed but the tensors' contents."""
         try:
@@ -153,8 +167,9 @@ class Watch:
                 and self.dtype is torch.get_default_dtype()
                 and self.kinds == [*map(type, self.modules)]
                 and self.sizes == [*map(len, self.spaces)]
-                and self.values == [*map(call, self.getters, self.known)]
+                and self.values == (now := [*map(call, self.getters, self.known)])
                 and self.contents == self.containers
+                and self._same_numbers(now)
             )
         except (
             KeyError,
@@ -163,6 +178,20 @@ class Watch:
             ValueError,
         ):  # deleted, or equality of arrays
             return False
+
+
+def _held(container: Any) -> Any:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _one_number(kept: Any, now: Any) -> bool:
+    """Whether equal numbers are one number: 2 and 2.0 are not, nor 0.0 and -0.0; of what two equal containers hold."""
+    if kept is now:
+        return True
+    if type(kept) is type(now) and type(kept) in (tuple, list, dict):
+        other = map(now.__getitem__, kept) if type(kept) is dict else now
+        return all(map(_one_number, _held(kept), other))
+    return not isinstance(kept, NUMBERS) or (type(kept) is type(now) and repr(kept) == repr(now))
 
 
 class _Same:

@@ -316,6 +316,47 @@ def test_advice_to_a_compiler_is_no_attribute() -> None:
     assert isinstance(fast._program, Apart)
 
 
+def hands_weights(model: Any, y: Tensor, box: Any) -> Tensor:
+    box.w = model.lin.weight.t()
+    return y
+
+
+def test_views_of_parameters_are_handed_out() -> None:
+    fast: Any = tensorlogic.optimize(Doing(hands_weights).eval(), (torch.randn(2, 8), Box()))
+    assert isinstance(fast._program, Apart)
+    box = Box()
+    fast(torch.randn(2, 8), box)
+    assert box.w.data_ptr() == fast.lin.weight.data_ptr()
+
+
+def looks_up(model: Any, y: Tensor, box: Any) -> Tensor:
+    box.before = y
+    return F.embedding(box.at, y)
+
+
+def test_a_call_that_fails_gets_as_far_as_the_model_does() -> None:
+    x, mine = torch.randn(2, 8), Box(at=torch.tensor([5]))
+    fast: Any = tensorlogic.optimize(Doing(looks_up).eval(), (x, Box(at=torch.tensor([1]))))
+    assert isinstance(fast._program, Apart)
+    with pytest.raises(IndexError):
+        fast(x, mine)
+    assert mine.before.shape == (2, 8)
+
+
+class Rekeying(Making):
+    def forward(self, x: Tensor, known: dict[Any, Any]) -> Any:
+        y, known[False] = F.relu(self.lin(x)), known.pop(0)
+        return y
+
+
+@pytest.mark.parametrize("value", [1, torch.ones(2)])
+def test_keys_that_are_equal_are_not_the_same(value: Any) -> None:
+    fast: Any = tensorlogic.optimize(Rekeying().eval(), (torch.randn(2, 8), {0: value}))
+    known = {0: value}
+    fast(torch.randn(2, 8), known)
+    assert next(iter(known)) is False
+
+
 class Kind:
     by = 2.0
 

@@ -12,6 +12,7 @@ from . import check, recall
 from .choosing import best
 from .forms import Form
 from .gradients import close
+from .graphs import FAILURES
 from .later import Later
 from .objects import Flat, Objects
 from .report import Report
@@ -74,7 +75,7 @@ class Apart:
         assert program.trace.objects is not None
         self.program: Program | Later = program
         self.objects, self.model = program.trace.objects, program.model
-        self.form = Form(self.model, args, kwargs)
+        self.form, self.pure = Form(self.model, args, kwargs), program.pure
 
     @classmethod
     def best(
@@ -106,7 +107,14 @@ class Apart:
         found = self.objects.taken(args, kwargs)
         if found is None and (same := self.form.of(args, kwargs)) is not None:
             found = self.objects.taken(*same)
-        return MISS if found is None else self.objects.served(self.program, *found)
+        if found is None:
+            return MISS
+        try:
+            return self.objects.served(self.program, *found)
+        except (*FAILURES, IndexError):
+            if not self.pure:
+                raise
+            return MISS  # the model's own code gets as far as it does and says what is wrong
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,13 +39,21 @@ def _parts(value: Any) -> list[Any]:
     return pytree.tree_flatten(value, is_leaf=lambda v: v is not value)[0]
 
 
-def odd(values: Any, known: set[int]) -> str:
-    """Why no graph would give the tensors in what a call leaves, except those of these identities."""
+def odd(values: Any, known: Iterable[Any]) -> str:
+    """Why no graph would give the tensors in what a call leaves, where those of a model and its arguments are `known`."""
     found = [v for v in inside(values) if isinstance(v, Tensor) and type(v) is not nn.Parameter]
     names = {n for t in found if type(t) is Tensor for n in vars(t)}
     if not all(n.startswith("_dynamo") for n in names):  # which are advice to a compiler
         return "a tensor is given attributes"
-    leaf = any(t.is_leaf and t.requires_grad and id(t) not in known for t in found)
+    wanting = [t for t in known if isinstance(t, Tensor) and t.requires_grad]
+    places = {*map(_memory, wanting)}  # views of these are leaves, too, where nothing is recorded
+    leaf = any(t.is_leaf and t.requires_grad and _memory(t) not in places for t in found)
     if leaf and not torch.is_grad_enabled():
         return "a call makes a tensor that asks for gradients"
     return ""
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where a tensor's memory is, itself where it has none of that kind."""
+    strided = tensor.layout == torch.strided
+    return tensor.untyped_storage()._cdata if strided else id(tensor)

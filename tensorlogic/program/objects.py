@@ -34,6 +34,7 @@ class Content:
     kind: type
     names: Any
     refs: tuple[Ref, ...]
+    keys: tuple[type, ...] = ()  # of a dict: 0 is equal to False
 
     @property
     def made(self) -> bool:
@@ -171,7 +172,8 @@ class _Seen:
             names, values = _opened(each)
             if isinstance(names, pytree.TreeSpec) and not _remakes(each, names, values):
                 raise Opaque(f"a {type(each).__qualname__}, which holds more than pytrees know of")
-            contents.append(Content(type(each), names, tuple(map(self.ref, values))))
+            keys = tuple(map(type, names)) if type(each) is dict else ()
+            contents.append(Content(type(each), names, tuple(map(self.ref, values)), keys))
         return contents
 
     def ref(self, value: Any) -> Ref:
@@ -360,7 +362,7 @@ def _changing(before: Content, after: Content) -> tuple[Callable[[Any, Any], Non
     fill = _filling(kind, names)
     if kind is list:
         return fill, refs
-    if names == before.names:
+    if names == before.names and after.keys == before.keys:
         new = [i for i, (a, b) in enumerate(zip(refs, before.refs, strict=True)) if a != b]
         return _filling(kind, [names[i] for i in new]), [refs[i] for i in new]
 

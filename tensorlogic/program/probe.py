@@ -86,14 +86,18 @@ class _Call:
         if objects is not None and found is not None:
             given = objects.around(found[0])
         before, spec = pytree.tree_flatten(given)
-        known = [*inside(given), *model.buffers()]
+        known = [*inside(given), *model.parameters(), *model.buffers()]
         theirs = {*map(id, known)}
         self.out = model(*given[0], **given[1])
         after, now = pytree.tree_flatten(given)
-        self.changes = now != spec or any(a is not b for a, b in zip(after, before, strict=True))
+        self.changes = (
+            now != spec
+            or repr(now) != repr(spec)  # 0 is equal to False
+            or any(a is not b for a, b in zip(after, before, strict=True))
+        )
         self.holders = [v for v in holders((given, self.out)) if id(v) not in theirs]
         self.hands_back = any(id(v) in theirs for v in holders(self.out))
-        self.odd = odd((given, self.out), theirs)
+        self.odd = odd((given, self.out), known)
         self.objects = None
         if objects is not None and found is not None:
             with contextlib.suppress(Opaque):

@@ -167,7 +167,8 @@ class Program:
             self.refresh()
         if self.replay is not None and self._where() != self.pointers:
             self.replay, self.way, self.alive = None, None, []  # parameters lie elsewhere now
-        if self.replay is not None and not _capturing(self.device):
+        apart = self.pure or not _share_memory(flat)  # a graph's own copies of two would not
+        if self.replay is not None and apart and not _capturing(self.device):
             out = self.replay(flat)
             if out is not None:
                 return out
@@ -307,6 +308,12 @@ def _memory(value: Any) -> int | None:
     """Where a tensor's memory begins; None where it has none of that kind."""
     strided = isinstance(value, Tensor) and value.layout == torch.strided
     return value.untyped_storage().data_ptr() if strided else None
+
+
+def _share_memory(values: Sequence[Any]) -> bool:
+    """True where two tensors lie in one block of memory."""
+    places = [p for p in map(_memory, values) if p]
+    return len({*places}) < len(places)
 
 
 def _written(old: Tensor, value: Any) -> bool:

@@ -256,7 +256,7 @@ def test_opportunities_name_the_largest_gaps_beside_other_peers(name: str) -> No
         for number, (op, value, sign, goal) in enumerate(MISSED.findall(text))
     }
     largest = sorted(gaps, key=gaps.__getitem__, reverse=True)[:3]
-    assert largest
+    assert bool(largest) == ("\nMISS " in text)
     found = opportunities.found(results.load(FILES / f"{name}.json"))
     for op, number in largest:
         small = gaps[op, number] < 1.05  # of the time: named, but nothing to begin with
@@ -290,6 +290,6 @@ def test_goals_that_are_missed_are_among_the_opportunities(measured: str, peers:
     lines = (FILES / peers).read_text().splitlines()
     missed = {line.split()[1] for line in lines if line.startswith("MISS")}
     named = [o.what for o in opportunities.found(results.load(FILES / measured))]
-    assert missed
+    assert missed or "0 missed" in lines
     for op in missed:
         assert any(op in what.replace(",", " ").split() for what in named), op

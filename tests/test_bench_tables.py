@@ -126,3 +126,13 @@ def test_facts_stand_in_sentences_and_tables(tmp_path: Path) -> None:
         page.write_text(f"<!-- fact {wrong} --><!-- end fact -->")
         with pytest.raises(Problem, match=said):
             readme.main([str(page)])
+
+
+def test_latencies_are_told_to_the_worst(tmp_path: Path) -> None:
+    us = {way: {"p50": 1.6, "p99": 20.0, "worst": 3000.4} for way in ("eager", "optimize")}
+    about = {"device": "C", "driver": "", "torch": "2", "date": "d", "calls": 10_000}
+    (tmp_path / "l.json").write_text(json.dumps({**about, "us": us}))
+    text = facts.fact("latency", tmp_path / "l.json")
+    assert "C; PyTorch 2; d; microseconds, 10,000 calls" in text
+    assert "|  | p50 | p99 | worst |" in text
+    assert "| optimize | 2 | 20 | 3000 |" in text

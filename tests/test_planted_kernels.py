@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -28,6 +29,14 @@ def test_every_kernel_has_its_plants_and_tests(planted: ModuleType) -> None:
         for name in " ".join(pair).split():
             file, _, test = name.partition("::")
             assert f"def {test}" in (ROOT / "tests" / file).read_text()
+
+
+def test_the_record_says_of_every_kernel_who_noticed(planted: ModuleType) -> None:
+    record = (ROOT / "benchmarks" / "results" / "planted.txt").read_text()
+    assert "**nobody**" not in record
+    assert set(
+        re.findall(r"^\| `(\w+)` \| `test_\w+` .*\| `test_\w+`", record, re.MULTILINE)
+    ) == set(planted.kernels())
 
 
 def test_plants_are_in_the_sources_of_today(planted: ModuleType) -> None:

@@ -89,7 +89,11 @@ Output::~Output() {
   if (handle) aoti_torch_delete_tensor_object(handle);
 }
 
-bool past_caches(int64_t bytes) { return bytes >= (int64_t{32} << 20); }
+bool past_caches(int64_t bytes, int64_t stores) {
+  if (stores < BY_SIZE || stores > PAST_CACHES)
+    fail("stores must be 0 (by size), 1 (usual) or 2 (past the caches), got " + std::to_string(stores));
+  return stores == BY_SIZE ? bytes >= (int64_t{32} << 20) : stores == PAST_CACHES;
+}
 
 namespace {
 std::atomic<Adopt> adopt{[](void* data, void* ticket, int64_t, int64_t dim, const int64_t* sizes,

@@ -76,9 +76,10 @@ class Output {
 Output make(int32_t code, Shape shape, bool zero = false);
 inline Output make(DType dtype, Shape shape) { return make(code_of(dtype), shape); }
 
-// Outputs as large as this go past the caches: they would not stay there anyway, and reading what
-// is overwritten is saved.
-bool past_caches(int64_t bytes);
+// How an output is stored. Past the caches, what it overwrites is not read, but who reads it next gets it from memory. By size: past
+// them where it would not stay there anyway.
+enum : int64_t { BY_SIZE, USUAL, PAST_CACHES };
+bool past_caches(int64_t bytes, int64_t stores = BY_SIZE);  // fails where `stores` is none of them
 
 // f(begin, end) over [0, n) on PyTorch's threads, in pieces of at least `grain`, their borders
 // multiples of `unit`.

@@ -22,6 +22,13 @@ class Entrant:
     launch: Launcher
     error: float
     rough_us: float
+    then_us: float = 0.0  # with what a caller does next, where that tells its configurations apart
+
+    @property
+    def worth_us(self) -> float:
+        """What its configurations are compared by: a caller who goes on with the outputs at once, and one who does so long after, are as
+        likely, and the latter's reading takes the same whatever the configuration."""
+        return self.rough_us + self.then_us
 
 
 class Failed(failing.Failed):

@@ -84,6 +84,9 @@ class Candidate:
     vouched: bool = (
         False  # but not before it was right on this machine, on small tensors of that kind
     )
+    then: Callable[[Outputs], object] | None = (
+        None  # what a caller does next with outputs, timed with calls where configurations differ in where they leave them
+    )
     parts: Callable[[Key, Config, torch.device], tuple[Launcher, Callable[..., Tensor]]] | None = (
         None  # of a joined op: forward, which may prepare a gradient, and what settles it once the incoming one is known
     )

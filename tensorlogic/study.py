@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from . import clocks, compiling, failing, measure, turns
 from .checking import Checker as Checker
 from .entrants import Entrant, Failed, clocks_of, measured, nearest, pick, refused
 from .failing import BIND_ERRORS as BIND_ERRORS
-from .op import EAGER, Candidate, Op
+from .op import EAGER, Candidate, Op, Outputs
 from .plans import DISTURBED, UNFINISHED, Environment, Evidence, Key, Plan
 from .turns import Turn
 
@@ -101,13 +101,14 @@ class Study:
             looking = together
             while entered and looking:
                 yield from self.patience.wait(clocks_of(entered), self.budget_s)
-                yield len(entered) * (self.budget_s / 10 + 10e-6 * first.rough_us)
+                looks = len(entered) * (2 if entered[0].candidate.then else 1)
+                yield looks * (self.budget_s / 10 + 10e-6 * first.rough_us)
                 begin = time.perf_counter()
                 self._side_by_side(entered)
                 looking = self._again(entered, begin)
             entered = [e for e in entered if not self._cut(e, incumbent_us)]
             if entered:
-                self._join(entrants, min(entered, key=lambda e: e.rough_us))
+                self._join(entrants, min(entered, key=lambda e: e.worth_us))
         for turn in turns.arriving(late, until):
             yield 4 * cost + 20 * first.rough_us * 1e-6
             self._come_late(turn, entrants)
@@ -180,7 +181,10 @@ class Study:
         """The first look at a candidate's configurations, in rounds: what disturbs them for a moment disturbs none alone."""
         while entered:
             calls = {str(i): self._calls(e) for i, e in enumerate(entered)}
-            budget_s = len(entered) * self.budget_s / 20
+            for i, e in enumerate(entered):
+                if e.candidate.then is not None:
+                    calls[f"{i} and then"] = self._calls(e, e.candidate.then)
+            budget_s = len(calls) * self.budget_s / 20
             try:
                 times = measure.device_samples(calls, self.device, budget_s, rounds=5)
             except Failed as failure:
@@ -189,6 +193,8 @@ class Study:
                 continue
             for i, e in enumerate(entered):
                 e.rough_us = times.quiet(str(i))
+                if e.candidate.then is not None:
+                    e.then_us = times.quiet(f"{i} and then")
             return
 
     def _runnable(self) -> list[Candidate]:
@@ -261,8 +267,10 @@ class Study:
         self.evidence.setdefault(entrant.candidate.id, measured(entrant, us, us, 1.0, reason))
         return True
 
-    def _calls(self, entrant: Entrant) -> list[measure.Call]:
-        """The entrant's calls as they are timed; a failure or a refusal to serve names the entrant."""
+    def _calls(
+        self, entrant: Entrant, then: Callable[[Outputs], object] | None = None
+    ) -> list[measure.Call]:
+        """The entrant's calls as they are timed, maybe with what comes `then`; a failure or a refusal to serve names the entrant."""
 
         def call(args: list[Any]) -> None:
             try:
@@ -271,6 +279,8 @@ class Study:
                 raise Failed(entrant, problem) from problem
             if outs is None:
                 raise Failed(entrant, "declined the key it was bound for")
+            if then is not None:
+                then(outs)
 
         return [functools.partial(call, s.fresh(self.op)) for s in self.timed]
 

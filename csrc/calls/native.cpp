@@ -230,20 +230,25 @@ void forget_launcher(PyObject* object) {
   Py_TYPE(object)->tp_free(object);
 }
 
-// Launcher(native, fixed): of all arguments after the first ones, which are tensors.
+// Launcher(native, fixed): of the arguments after the first ones, which are tensors; what follows takes its default.
 PyObject* make_launcher(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *native = nullptr, *fixed = nullptr;
   if (!PyArg_ParseTuple(args, "O!O!", &NativeType, &native, &PyTuple_Type, &fixed)) return nullptr;
   const Native& of = *reinterpret_cast<Native*>(native);
   const int given = static_cast<int>(PyTuple_GET_SIZE(fixed));
+  const int leading = static_cast<int>(strspn(of.direct->kinds, "to"));
+  const int left = std::max(0, of.arguments - leading - given);
   if (of.direct->outputs != 1 || given > of.arguments)
     return PyErr_Format(PyExc_TypeError, "one output and at most %d arguments", of.arguments);
+  for (int at = of.arguments - left; at < of.arguments; ++at)
+    if (!of.has_default[at]) return PyErr_Format(PyExc_TypeError, "argument %d must be fixed", at);
   auto* self = reinterpret_cast<Launcher*>(type->tp_alloc(type, 0));
   if (!self) return nullptr;
   self->vectorcall = &launched;
   self->native = Py_NewRef(native);
   self->fixed = Py_NewRef(fixed);
-  self->dynamic = of.arguments - given;
+  self->dynamic = of.arguments - left - given;
+  std::copy(of.defaults, of.defaults + MOST, self->values);
   for (int i = 0; i < given; ++i) {
     const int at = self->dynamic + i;
     if (plain(of.direct->kinds[at], PyTuple_GET_ITEM(fixed, i), self->values[at])) continue;

@@ -93,12 +93,12 @@ ElementwiseCall prepare(const char* name, Elementwise op, const Input* const (&i
 }
 
 template <size_t N>
-Output run(const char* name, Elementwise op, const Input* const (&in)[N]) {
+Output run(const char* name, Elementwise op, const Input* const (&in)[N], int64_t stores) {
   Layout layout;
   ElementwiseCall call = prepare(name, op, in, layout);
   Output y = make(call.dtype, layout.dim < 0 ? in[0]->shape : Shape{layout.sizes, layout.dim});
   call.out[0] = y.data;
-  call.stream = past_caches(layout.numel * item_size(call.dtype));
+  call.stream = past_caches(layout.numel * item_size(call.dtype), stores);
   const Kernels& k = kernels();
   parallel(layout.numel, grain_of(op, call.dtype), UNIT,
            [&](int64_t begin, int64_t end) { k.elementwise(call, begin, end); });
@@ -120,11 +120,15 @@ std::tuple<Output, Output> run_two(const char* name, Elementwise op, const Input
 }
 
 #define UNARY(name) \
-  Output name(const Input& x) { return run<1>(#name, Elementwise::name, {&x}); }
-#define BINARY(name) \
-  Output name(const Input& a, const Input& b) { return run<2>(#name, Elementwise::name, {&a, &b}); }
-#define GRADIENT(name, op) \
-  Output name(const Input& dy, const Input& x) { return run<2>(#name, Elementwise::op, {&dy, &x}); }
+  Output name(const Input& x, int64_t stores) { return run<1>(#name, Elementwise::name, {&x}, stores); }
+#define BINARY(name)                                                  \
+  Output name(const Input& a, const Input& b, int64_t stores) {       \
+    return run<2>(#name, Elementwise::name, {&a, &b}, stores);        \
+  }
+#define GRADIENT(name, op)                                            \
+  Output name(const Input& dy, const Input& x, int64_t stores) {      \
+    return run<2>(#name, Elementwise::op, {&dy, &x}, stores);         \
+  }
 #define GRADIENTS(name, op)                                                          \
   std::tuple<Output, Output> name(const Input& dy, const Input& a, const Input& b) { \
     return run_two<3>(#name, Elementwise::op, {&dy, &a, &b});                        \
@@ -144,15 +148,15 @@ GRADIENTS(mul_backward, mul_bwd)
 GRADIENTS(mul_relu_backward, mul_relu_bwd)
 GRADIENTS(div_backward, div_bwd)
 
-Output affine(const Input& x, const Input& scale, const Input& bias) {
-  return run<3>("affine", Elementwise::affine, {&x, &scale, &bias});
+Output affine(const Input& x, const Input& scale, const Input& bias, int64_t stores) {
+  return run<3>("affine", Elementwise::affine, {&x, &scale, &bias}, stores);
 }
-Output gelu(const Input& x, bool tanh) {
-  return run<1>("gelu", tanh ? Elementwise::gelu_tanh : Elementwise::gelu, {&x});
+Output gelu(const Input& x, bool tanh, int64_t stores) {
+  return run<1>("gelu", tanh ? Elementwise::gelu_tanh : Elementwise::gelu, {&x}, stores);
 }
-Output gelu_backward(const Input& dy, const Input& x, bool tanh) {
+Output gelu_backward(const Input& dy, const Input& x, bool tanh, int64_t stores) {
   return run<2>("gelu_backward", tanh ? Elementwise::gelu_tanh_bwd : Elementwise::gelu_bwd,
-                {&dy, &x});
+                {&dy, &x}, stores);
 }
 
 Output convert(const Input& x, int32_t code) {
@@ -254,16 +258,16 @@ Output dropout(const Input& x, double p, int64_t seed, int64_t offset) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
   for (const char* op : {"add", "sub", "mul", "div", "add_relu", "mul_relu"})
-    m.def((std::string(op) + "(Tensor a, Tensor b) -> Tensor").c_str());
+    m.def((std::string(op) + "(Tensor a, Tensor b, int stores=0) -> Tensor").c_str());
   for (const char* op : {"neg", "relu", "silu"})
-    m.def((std::string(op) + "(Tensor x) -> Tensor").c_str());
+    m.def((std::string(op) + "(Tensor x, int stores=0) -> Tensor").c_str());
   for (const char* op : {"mul_backward", "mul_relu_backward", "div_backward"})
     m.def((std::string(op) + "(Tensor dy, Tensor a, Tensor b) -> (Tensor, Tensor)").c_str());
-  m.def("affine(Tensor x, Tensor scale, Tensor bias) -> Tensor");
-  m.def("gelu(Tensor x, bool tanh=False) -> Tensor");
-  m.def("relu_backward(Tensor dy, Tensor y) -> Tensor");
-  m.def("silu_backward(Tensor dy, Tensor x) -> Tensor");
-  m.def("gelu_backward(Tensor dy, Tensor x, bool tanh=False) -> Tensor");
+  m.def("affine(Tensor x, Tensor scale, Tensor bias, int stores=0) -> Tensor");
+  m.def("gelu(Tensor x, bool tanh=False, int stores=0) -> Tensor");
+  m.def("relu_backward(Tensor dy, Tensor y, int stores=0) -> Tensor");
+  m.def("silu_backward(Tensor dy, Tensor x, int stores=0) -> Tensor");
+  m.def("gelu_backward(Tensor dy, Tensor x, bool tanh=False, int stores=0) -> Tensor");
   m.def("convert(Tensor x, ScalarType dtype) -> Tensor");
   m.def(
       "epilogue(Tensor acc, Tensor? bias, Tensor? residual, int activation, ScalarType dtype) -> "

@@ -248,7 +248,7 @@ std::tuple<Output, Output> softmax_cross_entropy(const Input& logits, const Inpu
 
 Output softmax_cross_entropy_backward(const Input& dloss, const Input& logits, const Input& target,
                                       const Input& lse, int64_t ignore_index, double smoothing,
-                                      int64_t reduction) {
+                                      int64_t reduction, int64_t stores) {
   const char* op = "softmax_cross_entropy_backward";
   const DType dtype = logits.dtype(op, "logits"), given = dloss.dtype(op, "dloss");
   const Targets t = check_targets(op, logits, target, ignore_index);
@@ -273,7 +273,7 @@ Output softmax_cross_entropy_backward(const Input& dloss, const Input& logits, c
                                 t.cols,
                                 ignore_index,
                                 static_cast<float>(smoothing),
-                                past_caches(logits.numel * item_size(dtype))};
+                                past_caches(logits.numel * item_size(dtype), stores)};
   over_rows(t.rows, t.cols,
             [&](int64_t begin, int64_t end) { k.cross_entropy_backward(call, begin, end); });
   return dx;
@@ -326,7 +326,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
   m.def(
       "softmax_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, int "
       "ignore_index, float "
-      "smoothing, int reduction) -> Tensor");
+      "smoothing, int reduction, int stores=0) -> Tensor");
   m.def(
       "batch_norm_relu(Tensor acc, Tensor? bias, Tensor? mean, Tensor? var, Tensor? gamma, Tensor? "
       "beta, float eps, ScalarType dtype) -> Tensor");

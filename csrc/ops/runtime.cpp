@@ -19,6 +19,7 @@ Output zeros(Numbers size, int32_t code) {
 std::string isa() { return isa_name(); }
 std::string features() { return isa_features(); }
 std::string choose_isa(std::string level) { return set_isa(level); }
+bool goes_past_caches(int64_t bytes) { return past_caches(bytes); }
 
 }  // namespace
 }  // namespace tensorlogic::ops
@@ -29,6 +30,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
   m.def("isa() -> str");
   m.def("features() -> str");
   m.def("set_isa(str level) -> str");
+  m.def("past_caches(int bytes) -> bool");
   m.def("pool_stats() -> int[]");
   m.def("pool_classes() -> int[]");
   m.def("pool_configure(int max_bytes, int max_buffers_per_size) -> ()");
@@ -45,6 +47,7 @@ STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CompositeExplicitAutograd, m) {
   m.impl("isa", BOXED(isa));
   m.impl("features", BOXED(features));
   m.impl("set_isa", BOXED(choose_isa));
+  m.impl("past_caches", BOXED(goes_past_caches));
   m.impl("pool_stats", BOXED(pool::stats));
   m.impl("pool_classes", BOXED(pool::classes));
   m.impl("pool_configure", BOXED(pool::configure));

@@ -13,9 +13,9 @@ import torch
 from ... import calls, clocks, measure, native
 from ...notes import Notes
 from ...numerics import DTYPES
-from ...op import Candidate, Launcher, Op
+from ...op import Candidate, Config, Launcher, Op
 from ...plans import Key
-from . import wiring
+from . import storing, wiring
 
 CACHE_BYTES = 2 << 20  # beyond it, a pass over memory costs what memory gives
 FRESH_BYTES = (
@@ -60,10 +60,49 @@ def add(
     clock: clocks.Clock | None = None,
 ) -> None:
     """Register a candidate that calls the native library; the library's own hash is part of its source."""
+    _add(op, id, lambda key, config, device: build(key), supports, guess, module, clock)
+
+
+def add_stored(
+    op: Op,
+    id: str,
+    build: Callable[[Key, int], Launcher],
+    supports: Callable[[Key], str | None],
+    guess: Callable[[Key], float],
+    module: str,
+    output: Callable[[Key], int],
+) -> None:
+    """As `add`, of a kernel that can store its `output`, of so many bytes, in more than one way; `build` takes the number of one."""
+
+    def bind(key: Key, config: Config, device: torch.device) -> Launcher:
+        return build(key, storing.code(config, output(key)))
+
+    _add(
+        op,
+        id,
+        bind,
+        supports,
+        guess,
+        module,
+        configs=lambda key: storing.configs(output(key)),
+        then=storing.read,
+    )
+
+
+def _add(
+    op: Op,
+    id: str,
+    bind: Callable[[Key, Config, torch.device], Launcher],
+    supports: Callable[[Key], str | None],
+    guess: Callable[[Key], float],
+    module: str,
+    clock: clocks.Clock | None = None,
+    **about: Any,
+) -> None:
     op.add(
         Candidate(
             id,
-            bind=lambda key, config, device: build(key),
+            bind=bind,
             supports=supports,
             available=cpu_only,
             sources=(sys.modules[module], LIBRARY),
@@ -71,6 +110,7 @@ def add(
             trusted=True,
             vouched=True,
             clock=clock,
+            **about,
         )
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ... import native
+from ...numerics import DTYPES
 from ...op import Launcher
 from ...plans import Key
 from ..common import native_wiring, wiring
@@ -69,11 +70,18 @@ def guess(key: Key) -> float:
     return own / (call + theirs * 1e-3 * count)
 
 
-def build(key: Key) -> Launcher:
+def output(key: Key) -> int:
+    """Bytes of the output."""
+    shape = forward_shape(key)
+    assert isinstance(shape, Shape)
+    return shape.rows * shape.columns * DTYPES[shape.dtype].itemsize
+
+
+def build(key: Key, stores: int) -> Launcher:
     """The launcher of one output."""
     if key.op == "gelu":
-        return native.launcher("gelu", key.flag("approximate") == "tanh")
-    return native.launcher(key.op)
+        return native.launcher("gelu", key.flag("approximate") == "tanh", stores)
+    return native.launcher(key.op, stores)
 
 
 def supports_backward(key: Key) -> str | None:
@@ -100,12 +108,23 @@ def guess_backward(key: Key) -> float:
     )
 
 
-def build_backward(key: Key) -> Launcher:
+def output_backward(key: Key) -> int:
+    """Bytes of the gradient, where it is one tensor; two are always stored as usual."""
+    return native_wiring.bytes_of(key, "dy") if _one(key.flag("kind")) else 0
+
+
+def _one(kind: str) -> bool:
+    return 1 not in BACKWARD[kind][2]
+
+
+def build_backward(key: Key, stores: int) -> Launcher:
     """The launcher over (dy, a, b, c, y)."""
     kind = key.flag("kind")
     kernel, reads, gives = BACKWARD[kind]
     name = kernel.removesuffix("_bwd").removesuffix("_tanh") + "_backward"
-    run, extra = native.op(name), (kind == "gelu_tanh",) if kind.startswith("gelu") else ()
+    run: Any = native.op(name)
+    extra: tuple[Any, ...] = (kind == "gelu_tanh",) if kind.startswith("gelu") else ()
+    extra += (stores,) if _one(kind) else ()
     places = [("dy", "a", "b", "c", "y").index(n) for n in reads]
 
     def launch(*dynamic: Any) -> Any:
@@ -118,7 +137,13 @@ def build_backward(key: Key) -> Launcher:
 
 
 for _op in FAMILY:
-    native_wiring.add(_op, "cpu.fused", build, supports, guess, __name__)
-native_wiring.add(
-    POINTWISE_BACKWARD, "cpu.fused", build_backward, supports_backward, guess_backward, __name__
+    native_wiring.add_stored(_op, "cpu.fused", build, supports, guess, __name__, output)
+native_wiring.add_stored(
+    POINTWISE_BACKWARD,
+    "cpu.fused",
+    build_backward,
+    supports_backward,
+    guess_backward,
+    __name__,
+    output_backward,
 )

@@ -71,7 +71,12 @@ def build(key: Key) -> Launcher:
     return launch
 
 
-def build_backward(key: Key) -> Launcher:
+def output_backward(key: Key) -> int:
+    """Bytes of the gradient of the logits."""
+    return native_wiring.bytes_of(key, "logits")
+
+
+def build_backward(key: Key, stores: int) -> Launcher:
     """The backward launcher; the kernel counts the rows that matter again."""
     run, number = (
         native.op("softmax_cross_entropy_backward"),
@@ -79,11 +84,17 @@ def build_backward(key: Key) -> Launcher:
     )
     ignore, smoothing = key.flag("ignore_index"), key.flag("label_smoothing")
     return lambda dloss, logits, target, lse, share: (
-        run(dloss, logits, target, lse, ignore, smoothing, number),
+        run(dloss, logits, target, lse, ignore, smoothing, number, stores),
     )
 
 
 native_wiring.add(SOFTMAX_CROSS_ENTROPY, "cpu.fused", build, supports, guess, __name__)
-native_wiring.add(
-    SOFTMAX_CROSS_ENTROPY_BACKWARD, "cpu.fused", build_backward, supports, guess, __name__
+native_wiring.add_stored(
+    SOFTMAX_CROSS_ENTROPY_BACKWARD,
+    "cpu.fused",
+    build_backward,
+    supports,
+    guess,
+    __name__,
+    output_backward,
 )

@@ -1,0 +1,184 @@
+"""Outputs stored in the caches or past them: the same values, offered where they are large, chosen with who reads them next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tensorlogic
+from tensorlogic import native, registry, selector, stores, study
+from tensorlogic.op import EAGER, OPS, Candidate, Op
+from tensorlogic.ops.common import storing
+from tensorlogic.plans import environment
+
+from .test_native import forced
+
+pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+CPU = torch.device("cpu")
+LEVELS = ("portable", "avx2", "avx512")
+LARGE = storing.LEAST // 2  # halves
+
+
+@pytest.fixture(params=LEVELS)
+def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Each instruction set in turn."""
+    yield from forced(request.param)
+
+
+def op_of(name: str) -> Op:
+    registry.ready("cpu")
+    return OPS[name]
+
+
+def half(*shape: int) -> Tensor:
+    return torch.randn(*shape).half()
+
+
+def test_both_ways_give_the_same_values(ops: Any) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for rows, cols in ((1, 70_001), (37, 64), (129, 1031)):
+            x, y = torch.randn(rows, cols).to(dtype), torch.randn(rows, cols).to(dtype)
+            v = torch.randn(cols).to(dtype)
+            calls: dict[str, tuple[Any, ...]] = {
+                "add": (x, v), "sub": (x, y), "mul": (x, y), "div": (x, y), "add_relu": (x, y),
+                "mul_relu": (x, v), "affine": (x, v, v), "relu": (x,), "silu": (x,), "gelu": (x, True),
+                "relu_backward": (x, y), "silu_backward": (x, y), "gelu_backward": (x, y, False),
+            }  # fmt: skip
+            for name, args in calls.items():
+                run = native.op(name)
+                usual, past = run(*args, 1), run(*args, 2)
+                assert torch.equal(usual.view(torch.uint8), past.view(torch.uint8)), name
+            target, lse = torch.randint(cols, (rows,)), x.float().logsumexp(1)
+            loss = (torch.ones((), dtype=dtype), x, target, lse, -100, 0.1, 1)
+            usual, past = (native.op("softmax_cross_entropy_backward")(*loss, s) for s in (1, 2))
+            assert torch.equal(usual.view(torch.uint8), past.view(torch.uint8))
+
+
+def test_the_kernels_take_no_other_number() -> None:
+    x = torch.randn(8)
+    for number in (-1, 3):
+        with pytest.raises(RuntimeError, match=f"stores must be 0 .* got {number}"):
+            native.op("relu")(x, number)
+        with pytest.raises(RuntimeError, match=f"stores must be 0 .* got {number}"):
+            native.launcher("gelu", False, number)(x)
+
+
+def test_what_is_offered_and_what_serves_unmeasured() -> None:
+    past = native.op("past_caches")
+    assert (past((32 << 20) - 1), past(32 << 20)) == (False, True)
+    assert storing.configs(storing.LEAST - 1) == [{}]
+    names = [c["stores"] for c in storing.configs(storing.LEAST)]
+    assert names == ["usual", "past_caches"]
+    assert [c["stores"] for c in storing.configs(32 << 20)] == names[::-1]
+    for op, args, nbytes in (
+        ("relu", (half(LARGE),), 2 * LARGE),
+        ("affine", (half(8, LARGE), half(LARGE), half(LARGE)), 16 * LARGE),
+        ("add", (torch.randn(64), torch.randn(64)), 256),
+    ):
+        key = op_of(op).key((*args, False), "inference")
+        assert list(op_of(op).candidates["cpu.fused"].configs(key)) == storing.configs(nbytes)
+
+
+def test_nothing_is_offered_where_both_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "isa", lambda: "portable")
+    assert storing.configs(1 << 30) == [{}]
+
+
+class Launched:
+    """What launchers of native operators were made with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fixed: list[tuple[Any, ...]] = []
+        real = native.launcher
+
+        def launcher(name: str, *fixed: Any) -> Callable[..., Any]:
+            self.fixed.append((name, *fixed))
+            return real(name, *fixed)
+
+        monkeypatch.setattr(native, "launcher", launcher)
+
+
+def stored(op: str, args: tuple[Any, ...], way: str) -> None:
+    """A plan for a call, as measuring would leave it."""
+    key = op_of(op).key(args, "inference")
+    known = stores.measured(op_of(op), key, CPU)
+    assert known is not None
+    won = {"eager": "cpu.fused", "captured": "cpu.fused"}
+    config = {"eager_config": {"stores": way}, "captured_config": {"stores": way}}
+    stores.current(CPU).put(replace(known, **won, **config))
+    tensorlogic.policies.forget_entries()
+
+
+@pytest.mark.parametrize("way", ["usual", "past_caches"])
+def test_a_plan_decides_however_it_is_called(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = half(LARGE), half(LARGE)
+    stored("add_relu", (x, y, False), way)
+    made, code = Launched(monkeypatch), storing.CODES[way]
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(tensorlogic.add_relu(x, y), torch.relu(x + y))
+        assert made.fixed == [("add_relu", code)]
+        compiled = torch.compile(lambda x, y: tensorlogic.add_relu(x, y), backend="aot_eager")
+        compiled(x, y)
+    assert len(made.fixed) > 1
+    assert set(made.fixed) == {("add_relu", code)}
+
+
+def test_a_small_neighbour_of_a_large_one_is_stored_by_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, y = half(LARGE), half(LARGE)
+    stored("add_relu", (x, y, False), "past_caches")
+    made = Launched(monkeypatch)
+    small = LARGE - 64
+    with torch.no_grad():
+        key = op_of("add_relu").key((x[:small], y[:small], False), "inference")
+        found = selector.decide(op_of("add_relu"), key, CPU, tensorlogic.policies.current())
+        assert found.source.startswith("neighbour")
+        tensorlogic.add_relu(x[:small], y[:small])
+    assert made.fixed[-1] == ("add_relu", 0)
+
+
+def toy(then_ms: dict[str, float], takes_ms: dict[str, float]) -> Op:
+    """An op whose one candidate has two configurations, told apart by what comes after them."""
+
+    def wrong(x: Tensor) -> Tensor:
+        return x + 1
+
+    op = Op(wrong, flops=lambda key: 1.0, traffic=lambda key: 1.0, listed=False)
+    op.add(Candidate(EAGER, bind=lambda key, config, device: lambda x: (time.sleep(8e-3), (x + 1,))[1]))  # fmt: skip
+    ways: dict[int, str] = {}
+
+    def bind(key: Any, config: Any, device: Any) -> Any:
+        def launch(x: Tensor) -> tuple[Tensor]:
+            time.sleep(takes_ms[config["way"]] * 1e-3)
+            out = x + 1
+            ways[id(out)] = config["way"]
+            return (out,)
+
+        return launch
+
+    def then(outs: Any) -> None:
+        time.sleep(then_ms[ways[id(outs[0])]] * 1e-3)
+
+    configs = [{"way": "kept"}, {"way": "sent"}]
+    op.add(Candidate("toy.ways", bind=bind, configs=lambda key: configs, then=then))
+    return op
+
+
+@pytest.mark.parametrize(("after_sent_ms", "best"), [(0.0, "sent"), (3.0, "kept")])
+def test_who_goes_on_with_the_output_has_a_say(after_sent_ms: float, best: str) -> None:
+    """The way that is faster by 1 ms alone is chosen unless that costs who comes next more than twice as much."""
+    op = toy({"kept": 0.0, "sent": after_sent_ms}, {"kept": 2.0, "sent": 1.0})
+    key = op.key((torch.randn(64),), "inference")
+    plan = study.Study(op, key, CPU, environment(CPU)).run()
+    assert plan is not None
+    assert (plan.eager, plan.eager_config) == ("toy.ways", {"way": best})
+    evidence = next(e for e in plan.evidence if e.candidate == "toy.ways")
+    assert evidence.device_us < 3000  # of the call alone: what comes after is nobody's merit

@@ -3,76 +3,71 @@
 from __future__ import annotations
 
 import sys
+import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import tensorlogic
 from tensorlogic import entrants, study
+from tensorlogic.plan_records import Evidence, Plan
 
 from .test_planted import Install, inputs, reasons
 from .test_planted import install as install  # the fixture
 
 
-def test_one_whose_first_calls_are_slow_is_timed_all_the_same(
+@pytest.fixture
+def timed(
     install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Callable[[str], tuple[Plan, Evidence]]:
+    """Plants a candidate that does this before it is right; the plan and what it says of it."""
     monkeypatch.setattr(study, "CUT", 3.0)
-    install(
-        extra="""
-        def cold(*a):
-            COUNT[0] += 1
-            if COUNT[0] <= 2:
-                time.sleep(0.004)
-            return (right(*a),)
-        plant('cold', cold)
+
+    def tuned(first: str) -> tuple[Plan, Evidence]:
+        body = textwrap.indent(textwrap.dedent(first), "    ")
+        install(extra=f"def odd(*a):\n{body}\n    return (right(*a),)\nplant('odd', odd)\n")
+        (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
+        (evidence,) = [e for e in plan.evidence if e.candidate == "planted.odd"]
+        return plan, evidence
+
+    return tuned
+
+
+def test_one_whose_first_calls_are_slow_is_timed_all_the_same(timed: Any) -> None:
+    _, evidence = timed(
+        """
+        COUNT[0] += 1
+        if COUNT[0] <= 2:
+            time.sleep(0.004)
         """
     )
-    (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
-    (evidence,) = [e for e in plan.evidence if e.candidate == "planted.cold"]
     assert 0 < evidence.host_us < 1000
 
 
-def test_one_that_was_disturbed_for_some_calls_is_timed_all_the_same(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_was_disturbed_for_some_calls_is_timed_all_the_same(timed: Any) -> None:
     """Compilers that have the cores delay several calls in a row by a quarter of a millisecond."""
-    monkeypatch.setattr(study, "CUT", 3.0)
-    install(
-        extra="""
-        def disturbed(*a):
-            COUNT[0] += 1
-            if 4 <= COUNT[0] <= 9:
-                time.sleep(0.00025)
-            return (right(*a),)
-        plant('disturbed', disturbed)
+    _, evidence = timed(
+        """
+        COUNT[0] += 1
+        if 4 <= COUNT[0] <= 9:
+            time.sleep(0.00025)
         """
     )
-    (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
-    (evidence,) = [e for e in plan.evidence if e.candidate == "planted.disturbed"]
     assert evidence.status == "measured"
     assert evidence.device_us < 150
 
 
-def test_a_slow_one_is_cut_after_few_calls(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(study, "CUT", 3.0)
-    install(
-        extra="""
-        def slow(*a):
-            COUNT[0] += 1
-            time.sleep(0.02)
-            return (right(*a),)
-        plant('slow', slow)
+def test_a_slow_one_is_cut_after_few_calls(timed: Any) -> None:
+    plan, evidence = timed(
+        """
+        COUNT[0] += 1
+        time.sleep(0.02)
         """
     )
-    x, w, b = inputs()
-    (plan,) = tensorlogic.tune(tensorlogic.linear, x, w, b).plans
-    (evidence,) = [e for e in plan.evidence if e.candidate == "planted.slow"]
     assert evidence.reason.startswith("cut after one call")
     assert sys.modules["planted_candidates"].COUNT[0] <= 2
-    assert plan.eager != "planted.slow"
+    assert plan.eager != "planted.odd"
 
 
 def test_one_that_fails_in_the_final_leaves_the_others_in_it(

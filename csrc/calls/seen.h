@@ -1,6 +1,8 @@
 // What tells one call from another: the tensors as PyTorch's own compiled guard compares them, and who else watches.
 #pragma once
 
+#include <ATen/Context.h>
+#include <c10/core/DefaultDtype.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
@@ -51,6 +53,31 @@ inline bool same(const Seen& seen, PyObject* given, const c10::impl::LocalDispat
          applied(t, local).raw_repr() == seen.keys && t.requires_grad() == seen.requires_grad &&
          t.sizes() == at::IntArrayRef(seen.sizes) &&
          t.strides() == at::IntArrayRef(seen.strides);
+}
+
+// What a recorded graph holds of PyTorch's process-wide switches.
+struct Switches {
+  at::ScalarType dtype;  // the default one
+  bool deterministic;
+  at::Float32Precision products, convolutions;
+
+  bool operator==(const Switches&) const = default;
+  static Switches now() {
+    const at::Context& context = at::globalContext();
+    const auto precision = [&](at::Float32Op op) {
+      const auto found = context.float32Precision(at::Float32Backend::CUDA, op);
+      return found == at::Float32Precision::NONE ? at::Float32Precision::IEEE : found;
+    };
+    return {c10::get_default_dtype_as_scalartype(), context.deterministicAlgorithms(), precision(at::Float32Op::MATMUL),
+            precision(at::Float32Op::CONV)};
+  }
+};
+
+// Attributes of Python's on a tensor, which no graph reads.
+inline bool carries(PyObject* tensor) {
+  const Ref held(PyObject_GenericGetDict(tensor, nullptr));
+  if (!held.get()) PyErr_Clear();
+  return !held.get() || PyDict_GET_SIZE(held.get()) > 0;
 }
 
 // Default devices are the only function modes: they fill in device arguments that were left out, and launchers leave out none.

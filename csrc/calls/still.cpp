@@ -1,6 +1,4 @@
 // Whether what a graph was recorded for is still as it was: tensors where they lay, attributes what they were.
-#include <c10/core/DefaultDtype.h>
-
 #include <cmath>
 
 #include "device.h"
@@ -133,6 +131,7 @@ struct Unchanged {
   vectorcallfunc vectorcall;
   PyObject* lists;  // a tuple of these
   at::ScalarType dtype;
+  bool deterministic;
 };
 enum List { EMPTY, SPACES, SIZES, MODULES, KINDS, KNOWN, NAMES, GETTERS, VALUES, CONTAINERS, CONTENTS, LISTS };
 
@@ -201,6 +200,7 @@ int holds(const Unchanged& self) {
   for (Py_ssize_t i = 0; i < count(self, EMPTY); ++i)
     if (PyDict_GET_SIZE(item(self, EMPTY, i))) return 0;
   if (c10::get_default_dtype_as_scalartype() != self.dtype) return 0;
+  if (at::globalContext().deterministicAlgorithms() != self.deterministic) return 0;
   for (Py_ssize_t i = 0; i < count(self, MODULES); ++i)
     if (reinterpret_cast<PyObject*>(Py_TYPE(item(self, MODULES, i))) != item(self, KINDS, i)) return 0;
   for (Py_ssize_t i = 0; i < count(self, SPACES); ++i)
@@ -273,6 +273,7 @@ PyObject* make_unchanged(PyTypeObject* type, PyObject* args, PyObject*) {
   const Ref owner(reinterpret_cast<PyObject*>(self));
   self->vectorcall = &asked_unchanged;
   self->dtype = c10::get_default_dtype_as_scalartype();
+  self->deterministic = at::globalContext().deterministicAlgorithms();
   self->lists = PyTuple_New(LISTS);
   for (Py_ssize_t i = 0; self->lists && i < LISTS; ++i) {
     PyObject* copy = PyList_GetSlice(lists[i], 0, PyList_GET_SIZE(lists[i]));  // nobody else's to change
@@ -315,7 +316,7 @@ PyTypeObject UnchangedType = [] {
            &forget_unchanged,
            "Unchanged(empty, spaces, sizes, modules, kinds, known, names, getters, values, containers, contents): () -> "
            "whether all these dicts are empty, these have their sizes, the modules are of their kinds, values are found as "
-           "they were, containers equal their contents, and PyTorch's default dtype is today's");
+           "they were, containers equal their contents, and PyTorch's default dtype and whether it is deterministic are today's");
   made.tp_flags |= Py_TPFLAGS_HAVE_GC;
   made.tp_traverse = &visit_unchanged;
   made.tp_clear = &clear_unchanged;

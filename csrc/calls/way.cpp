@@ -83,9 +83,9 @@ bool fits(const Road& road, PyObject* const* given) {
   if (c10::GradMode::is_enabled() != road.grad || !unobserved()) return false;
   const auto local = c10::impl::tls_local_dispatch_key_set();
   for (size_t i = 0; i < road.inputs.size(); ++i)
-    if (!same(road.inputs[i].seen, given[i], local) || road.inputs[i].seen.first != first_of(given, i))
+    if (!same(road.inputs[i].seen, given[i], local) || road.inputs[i].seen.first != first_of(given, i) || carries(given[i]))
       return false;
-  return executed(road) && same_force(road);
+  return road.switches == Switches::now() && executed(road) && same_force(road);
 }
 
 // On the stream of the call, after what the last one still does with the buffers.

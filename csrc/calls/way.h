@@ -37,6 +37,7 @@ struct Road {
   int index = 0;
   bool several = false;  // devices: the current one may be another
   bool grad = false;
+  Switches switches = Switches::now();
   void* graph = nullptr;  // null: the tape is asked to replay
   bool leaf = false;      // the one output is all that is handed out
   std::vector<Input> inputs;

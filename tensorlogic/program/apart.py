@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 from . import check, recall
 from .choosing import best
 from .forms import Form
-from .gradients import close
 from .graphs import FAILURES
 from .later import Later
 from .objects import Flat, Objects
@@ -42,7 +41,7 @@ def traced(
     if any(after != objects.after for after in objects.seen):
         raise Untraceable("while it is traced, the model leaves other objects")
     nodes = [n for n in trace.graph.nodes if n.op in ("call_function", "get_attr")]
-    if not any(map(random_call, nodes)) and not _same(_run(trace, nodes), objects.tensors):
+    if not any(map(random_call, nodes)) and not check.alike(_run(trace, nodes), objects.tensors):
         raise Untraceable("the graph's outputs are not the model's")
     objects.tensors, trace.objects = [], objects
     return trace
@@ -55,17 +54,6 @@ def _run(trace: Trace, nodes: list[fx.Node]) -> list[Tensor]:
         check.evaluate(nodes, values, trace.owner)
     made: Any = fx.map_arg(trace.graph.output_node().args[0], lambda n: values[n.name])
     return [*(values[n] for n in trace.inputs), *made]
-
-
-def _same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    """Whether tensors are alike but for rounding."""
-    looks = [[(t.shape, t.dtype, t.device) for t in each] for each in (ours, theirs)]
-    if looks[0] != looks[1]:
-        return False
-    pairs = [*zip(ours, theirs, strict=True)]
-    rounded = [(a, b) for a, b in pairs if a.is_floating_point()]
-    exact = all(torch.equal(a, b) for a, b in pairs if not a.is_floating_point())
-    return exact and close([a for a, _ in rounded], [b for _, b in rounded])
 
 
 class Apart:

@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -20,11 +20,12 @@ from .. import capture_watch, derived, policies
 from ..arguments import describe, flag, index
 from ..tuning import leaves_of
 from . import lanes
+from .asked import Asked, modes, noting
 from .buffers import filled, plain, rows_of
 from .graphs import FAILURES, CallTape, GradientReplay, Replay, cause, heal
 from .lanes import warm
 from .short import MISS, Way, short
-from .watch import Kept, Watch, still
+from .watch import Kept, Watch, attributes, still
 
 EAGER_CALLS = 2  # calls of one kind that run as they are before one is captured
 TOLD = (
@@ -43,6 +44,8 @@ class Entry:
     spec: Any = None
     state: Sequence[Any] = ()  # of the module's tensors when it was captured
     leaves: Sequence[Tensor] | None = None  # that gradients of the outputs reach; None: nobody's
+    names: set[str] = field(default_factory=set)  # of what its code asks about the state around it
+    asked: Asked = field(default_factory=Asked)
     way: Way | None = None  # to the replay, for calls that look like the last one
 
 
@@ -96,13 +99,13 @@ class Captured:
             return self.fn(*args, **kwargs)
         self.wait = 1
         rows, padded = self._padded(flat)
-        key = (spec, tuple(map(_kind, padded)), _modes(device))
+        key = (spec, tuple(map(_kind, padded)), modes(), policies.current().meaning)
         entry = self.entries.get(key)
         if entry is None:
             entry = self._new(key)
         else:
             self.entries.move_to_end(key)
-        if entry.replay is not None and entry.state != self._state():
+        if entry.replay is not None and (entry.state != self._state() or not entry.asked.steady()):
             entry.replay, entry.way, entry.calls = None, None, 0  # parameters lie elsewhere now
         if entry.replay is None:
             entry.calls += 1
@@ -112,11 +115,11 @@ class Captured:
                 return self.fn(*args, **kwargs)
         replay = entry.replay
         assert replay is not None
-        out = replay(padded)
+        out = replay(padded) if entry.asked.alike(padded) else None
         if out is None:
             return self.fn(*args, **kwargs)
         if rows is None and not kwargs:
-            if entry.way is None:
+            if entry.way is None and not entry.asked.looks:
                 entry.way = short(replay, args, entry.spec, self._steady(entry))
             self.way, self.under = entry.way, policies.current()
         if rows is not None:
@@ -145,17 +148,18 @@ class Captured:
 
     def _steady(self, entry: Entry) -> Callable[[], bool] | None:
         """What holds while the module is as it was when `entry` was captured."""
+        asks = entry.asked.holds
         if self.watch is None:
-            return None
+            return asks
         holds, kept, state, now = self.watch.check(), self.kept.holds, entry.state, self._state
         same = still(self.held, state)
-        if same is not None:
-            return lambda: same() and holds()
-        return lambda: holds() and kept() and now() == state
+        lasts = same if same is not None else lambda: kept() and now() == state
+        return lambda: lasts() and holds() and (asks is None or asks())
 
     def _suits(self, flat: Sequence[Any]) -> tuple[str | None, torch.device | None]:
         """Why no graph may serve such calls (None: not this one), and the device of those that one may."""
         tensors = [v for v in flat if isinstance(v, Tensor)]
+        odd = any(map(attributes, tensors))
         for value in flat:
             if not isinstance(value, Tensor) and not _told(value):
                 kind = type(value).__name__
@@ -176,9 +180,8 @@ class Captured:
             )
             said = f"inputs lie on {where}; graphs are captured on CUDA devices"
             return said + (kept if kinds == {"cpu"} else ""), None
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-            return None, None
-        if not all(map(plain, tensors)):
+        seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+        if odd or seen or not all(map(plain, tensors)):
             return None, None
         if self.tape is CallTape and torch.cuda.is_current_stream_capturing():
             return None, None
@@ -230,7 +233,9 @@ class Captured:
         """
         with capture_watch.turn(0) as free:
             if free:
-                out = warm(lambda: self.fn(*args, **kwargs), device, 1, lanes.CALLS)
+                with noting() as names:
+                    out = warm(lambda: self.fn(*args, **kwargs), device, 1, lanes.CALLS)
+                entry.names |= names
                 outs, entry.leaves = pytree.tree_leaves(out), _leaves(out, flat)
                 if device.type == "cuda":
                     both = lanes.stream(device, lanes.CALLS), torch.cuda.current_stream(device)
@@ -279,7 +284,7 @@ class Captured:
             self.pause, self.failed = 0 if self.failed else PAUSE, True
             self.entries.clear()
             return False
-        entry.state = self._state()
+        entry.state, entry.asked = self._state(), Asked(entry.names, self.held, entry.replay.static)
         return True
 
     @property
@@ -327,12 +332,6 @@ def _kind(value: Any) -> Any:
 def _told(value: Any) -> bool:
     """Whether a key tells what a call reads of a value that is no tensor: not of objects that hold others."""
     return isinstance(value, TOLD)
-
-
-def _modes(device: torch.device) -> Any:
-    on = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if on else None
-    return torch.is_grad_enabled(), dtype, policies.current().meaning
 
 
 def capture(

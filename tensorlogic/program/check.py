@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from .. import derived
 from ..numerics import Errors, Verdict, chance, judge, spacing
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FAR = {torch.float16: 0.05, torch.bfloat16: 0.05}  # relative; 1e-3 for other dtypes
 GROWTH = 1.4  # times the original's own error that a whole model may have
 
 
@@ -211,3 +212,38 @@ def step(out: Any, training: bool, wrt: Sequence[Tensor]) -> Any:
     found = torch.autograd.grad(flat, wrt, seeds, allow_unused=True)
     derived.pretend_step()
     return found
+
+
+def close(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Each within rounding, of its own size or a small part of the largest: some gradients are zero but for rounding."""
+    if len(ours) != len(theirs):
+        return False
+    pairs = list(_wide(ours, theirs))
+    most = max((float(b.square().mean()) ** 0.5 for _, b, _ in pairs if b.numel()), default=0.0)
+    for a, b, far in pairs:
+        if a.shape != b.shape:
+            return False
+        room = float(b.norm()) + 0.1 * most * b.numel() ** 0.5
+        if float((a - b).norm()) > far * room:
+            return False
+    return True
+
+
+def _wide(
+    ours: Sequence[Tensor], theirs: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor, float]]:
+    for a, b in zip(ours, theirs, strict=True):
+        dtype = wide_dtype([a])
+        pair = [torch.nan_to_num(t.detach().to(dtype), 0.0, 1.0, -1.0) for t in (a, b)]
+        yield pair[0], pair[1], FAR.get(a.dtype, 1e-3)
+
+
+def alike(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether tensors are the same but for rounding."""
+    looks = [[(t.shape, t.dtype, t.device) for t in each] for each in (ours, theirs)]
+    if looks[0] != looks[1]:
+        return False
+    pairs = [*zip(ours, theirs, strict=True)]
+    rounded = [(a, b) for a, b in pairs if a.is_floating_point()]
+    exact = all(torch.equal(a, b) for a, b in pairs if not a.is_floating_point())
+    return exact and close([a for a, _ in rounded], [b for _, b in rounded])

@@ -31,7 +31,7 @@ from .serve import Program, device_of, mutates
 from .short import MISS
 from .stored import Choice, Stored, merged
 from .trace import Trace, Untraceable, counts, writes
-from .whole import Whole, expected_inputs
+from .whole import Whole, confirmed, expected_inputs
 from .widen import pays, widened
 
 ATTEMPTS = 8  # at a program whose error as a whole does not grow
@@ -64,7 +64,7 @@ def best(
     if choice is not None and choice.outcome == "original":
         _told(report, choice)
         return None
-    expected = Whole(traced, training)
+    expected = confirmed(traced, training)
     source = widened(traced) if not training and pays(traced, device) else traced
     path = inductor.place(stored.artifact)
     if choice is not None:

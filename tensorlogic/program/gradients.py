@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ OWN = (
     "torch.utils.checkpoint",
 )  # whose functions have the gradients of what they compute
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
-FAR = {torch.float16: 0.05, torch.bfloat16: 0.05}  # relative; 1e-3 for other dtypes
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError)
 SEED = 20
 
@@ -92,11 +91,11 @@ def same(traced: Trace, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping
         made = _recorded(_run(traced, values))
         wrt = [*(values[n] for n in names), *(v for v in asking if v.requires_grad)]
         ours = _gradients(made, wrt)
-    if not close(made, outs):
+    if not check.close(made, outs):
         if _draws(traced.graph):  # in another order, so that nothing can be compared
             return
         raise Untraceable("the graph's outputs are not the model's")
-    if not close(ours, theirs):
+    if not check.close(ours, theirs):
         raise Untraceable("the graph's gradients are not the model's")
 
 
@@ -121,27 +120,3 @@ def _gradients(outs: Sequence[Tensor], wrt: Sequence[Tensor]) -> list[Tensor]:
 
 def _draws(graph: fx.Graph) -> bool:
     return any(check.draws(n) or check.dropping(n.target) is not None for n in graph.nodes)
-
-
-def close(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Each within rounding, of its own size or a small part of the largest: some gradients are zero but for rounding."""
-    if len(ours) != len(theirs):
-        return False
-    pairs = list(_wide(ours, theirs))
-    most = max((float(b.square().mean()) ** 0.5 for _, b, _ in pairs if b.numel()), default=0.0)
-    for a, b, far in pairs:
-        if a.shape != b.shape:
-            return False
-        room = float(b.norm()) + 0.1 * most * b.numel() ** 0.5
-        if float((a - b).norm()) > far * room:
-            return False
-    return True
-
-
-def _wide(
-    ours: Sequence[Tensor], theirs: Sequence[Tensor]
-) -> Iterator[tuple[Tensor, Tensor, float]]:
-    for a, b in zip(ours, theirs, strict=True):
-        dtype = check.wide_dtype([a])
-        pair = [torch.nan_to_num(t.detach().to(dtype), 0.0, 1.0, -1.0) for t in (a, b)]
-        yield pair[0], pair[1], FAR.get(a.dtype, 1e-3)

@@ -19,6 +19,7 @@ from ..precision import precision as Policy
 from . import apart, gradients, recall
 from .advising import advise, watched
 from .apart import Apart
+from .asked import answered
 from .check import tensors_in
 from .choosing import best
 from .copies import fresh, sharing, undisturbed, unsearched, unwritten
@@ -31,6 +32,7 @@ from .report import Report
 from .serve import Program
 from .short import MISS
 from .trace import Unfit, Untraceable, constants, first_line, witness
+from .watch import HOOKS
 
 BUDGET_S = 2.0  # seconds for measuring where the caller gives no other budget
 TRAINING_BUDGET_S = 5.0  # likewise, with a backward pass behind each region
@@ -308,13 +310,16 @@ def _program(
             if habits.prints:
                 raise Untraceable("the model prints when it is called")
             if not habits.unlike:
-                traced = recall.traced(clone, model, args, kwargs)
+                hooked = any(vars(model).get(name) for name in HOOKS)  # which run around a graph
+                theirs = None if training or hooked else habits.outs
+                traced = recall.traced(clone, model, args, kwargs, theirs)
             elif training or asked is not None or habits.objects is None:
                 raise Untraceable(habits.unlike)
             else:
                 traced = apart.traced(clone, model, habits.objects, args, kwargs)
             if training:
                 gradients.same(traced, model, args, kwargs)
+            traced.asked = answered(habits.asked, clone, traced.example)
         except Untraceable as problem:
             if asked is not None:
                 raise

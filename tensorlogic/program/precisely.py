@@ -19,6 +19,7 @@ from .report import Report, Row
 from .serve import Program
 from .short import MISS
 from .trace import Trace, Untraceable
+from .whole import confirmed
 
 aten: Any = torch.ops.aten
 
@@ -153,6 +154,8 @@ def precisely(
     given: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> Kept:
     """The traced model with its products replaced; `before` is the original, for the report's times."""
+    if traced.theirs is not None:
+        confirmed(traced, training)
     graph = copy.deepcopy(traced.graph)
     found: Counter[tuple[str, str]] = Counter()
     for node in graph.nodes:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .asked import noting
 from .check import tensors_in
 from .copies import fresh, sharing, unwritten
 from .handing import holders, inside, odd
@@ -34,6 +35,8 @@ class Habits:
     objects: Objects | None = (
         None  # around the tensors of a call, if all of them can be taken apart
     )
+    asked: frozenset[str] = frozenset()  # what its code asks PyTorch about the state around it
+    outs: Sequence[Tensor] = ()  # of a first call
 
 
 def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Habits:
@@ -48,9 +51,12 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     kinds = () if objects is None else objects.kinds
     with witness() as seen, unwritten(twin) as written, _uncounted(twin, kinds):
         states = [state(twin, kinds)]
-        calls = []
+        calls, asked, outs = [], set[str](), list[Tensor]()
         for _ in range(2):
-            calls.append(_Call(twin, objects, args, kwargs))
+            with noting() as names:
+                calls.append(_Call(twin, objects, args, kwargs))
+            asked |= names
+            outs = outs or _copies(calls[0].out)
             states.append(state(twin, kinds))
     call = calls[1]
     call.compare(calls[0])
@@ -61,7 +67,12 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         raise Unfit(f"the model changes {changed} when it is called")
     if seen.drew:
         raise Unfit(f"the model draws from {seen.drew}")
-    return Habits(bool(seen.text), first is not None, call.unlike(args, kwargs), call.objects)
+    unlike = call.unlike(args, kwargs)
+    return Habits(bool(seen.text), first is not None, unlike, call.objects, frozenset(asked), outs)
+
+
+def _copies(out: Any) -> list[Tensor]:
+    return [t.detach().clone() for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
 
 
 def _objects(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Objects | None:

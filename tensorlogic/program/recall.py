@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -37,20 +38,25 @@ TELLING = frozenset(("numpy", "tolist", "item", "__array__", "__bool__", "__int_
 
 
 def traced(
-    clone: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    clone: nn.Module,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    theirs: Sequence[Tensor] | None = None,
 ) -> Trace:
-    """The graph of a model by an earlier process, else by `trace`, and then kept.
+    """The graph of a model by an earlier process, else by `trace`, and then kept. `theirs`: what a call of the model gave.
 
     Raises:
         Untraceable: PyTorch cannot trace it.
     """
     policy = policies.current()
     if policy.reproducible or policy.tune == "full":
-        return trace(clone, args, kwargs)
+        return replace(trace(clone, args, kwargs), theirs=theirs)
     path = place(model, args, kwargs)
     found = _recalled(path, clone, model, args, kwargs)
     if found is None:
         found = trace(clone, args, kwargs)
+        found.theirs = theirs
         _keep(path, found)
     found.exported = None
     return found

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .. import derived, policies
+from .asked import autocast, precisions
 from .branches import Section, streams
 from .check import step
 from .code import Function, ahead
@@ -69,7 +70,10 @@ class Program:
         )
         self.guard = Guard(trace.example, training)
         self.watch = Watch(model, () if trace.objects is None else trace.objects.kinds)
-        self.autocast, self.force = autocast_state(self.device), policies.current().force
+        self.autocast, self.force = autocast(), policies.current().force
+        self.asked = trace.asked
+        self.asks = None if trace.asked is None else trace.asked.holds
+        self.precisions = precisions() if self.device.type == "cuda" else None
         self.form = Form(model, *pytree.tree_unflatten(trace.example, trace.in_spec))
         self.leaves = trace.in_spec == pytree.tree_flatten((tuple(trace.example), {}))[1]
         self.single = trace.out_spec.is_leaf()
@@ -112,6 +116,8 @@ class Program:
                     return MISS
         if len(flat) != len(self.trace.inputs) or not self._context() or not self.guard.holds(flat):
             return MISS
+        if self.asked is not None and not self.asked.alike(flat):
+            return MISS
         out = self._checked(flat)
         if out is MISS:
             return MISS
@@ -129,6 +135,8 @@ class Program:
         recording = torch.is_grad_enabled() and not self.training
         if self.replay is None or recording or self.autocast is not None:
             return
+        if self.asked is not None and self.asked.looks:
+            return
         if self.training and not every:  # a replay with gradients takes all that is given
             return
         steady = self._steady(self.replay)
@@ -144,8 +152,11 @@ class Program:
         now, where = self._where, self.pointers
         versions = [*map(VERSION, watched)]
         same = still(self.held, where, watched, versions)
+        asks = self.asks
         if same is not None:
-            return lambda: self.replay is replay and same() and holds()
+            if asks is None:
+                return lambda: self.replay is replay and same() and holds()
+            return lambda: self.replay is replay and same() and holds() and asks()
 
         def steady() -> bool:
             return (
@@ -154,6 +165,7 @@ class Program:
                 and now() == where
                 and kept()
                 and holds()
+                and (asks is None or asks())
             )
 
         return steady
@@ -273,7 +285,9 @@ class Program:
             return False
         if policies.current().force != self.force:  # the model's own calls obey it
             return False
-        return autocast_state(self.device) == self.autocast and plain_modes()
+        if self.precisions is not None and precisions() != self.precisions:
+            return False
+        return autocast() == self.autocast and plain_modes() and (self.asks is None or self.asks())
 
     def _stamp(self) -> list[int]:
         return [*map(VERSION, self.watched), *map(Tensor.data_ptr, self.watched)]
@@ -352,12 +366,6 @@ def shared_outputs(graph: fx.Graph) -> bool:
     places = [storage(n) for n in graph.output_node().all_input_nodes]
     known = [p for p in places if p is not None]
     return len({*known}) < len(known)
-
-
-def autocast_state(device: torch.device) -> Any:
-    """Whether autocast is on for a type of device, and to which dtype."""
-    on = torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if on else None
 
 
 def device_of(trace: Trace) -> torch.device:

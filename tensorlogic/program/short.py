@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import calls, front, modes, policies
 from ..ops.common import compiled_launch
+from .asked import switches
 from .graphs import GradientReplay, Replay, owned
 
 MISS = object()  # what a program or a short way gives where it may not serve a call
@@ -99,12 +100,15 @@ def _fits(
     intercepted, compiling = modes.intercepted, torch.compiler.is_compiling
     level, tracing = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
     policy, force = policies.current, policies.current().force
+    known = switches()
 
     def fits(*given: Any) -> bool:
         return (
             len(given) == count
             and is_grad() is grad
-            and not any(getattr(v, "is_nested", False) for v in given)  # whose sizes end the guard
+            and not any(
+                getattr(v, "is_nested", False) or vars(v) for v in given if type(v) is Tensor
+            )
             and check(*given)
             and not dispatching()
             and not intercepted()
@@ -112,6 +116,7 @@ def _fits(
             and level() is None
             and tracing() is None
             and policy().force == force
+            and switches() == known
             and (capturing is None or not capturing())
             and (before is None or before())
         )

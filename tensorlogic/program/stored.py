@@ -21,6 +21,7 @@ from .. import enabling, native, plan_files, policies, registry, settings, store
 from ..op import OPS
 from ..plan_files import Records
 from ..plans import environment
+from .asked import precisions
 from .decisions import Decision
 from .report import Report, Row
 from .trace import Trace
@@ -198,8 +199,7 @@ def switches(device: torch.device) -> tuple[Any, ...]:
     cudnn = backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic
     return (
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        backends.cudnn.allow_tf32,
+        precisions(),
         backends.mkldnn.enabled,
         enabling.enabled(),
         settings.NATIVE_ISA.read(),

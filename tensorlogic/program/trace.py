@@ -9,7 +9,7 @@ import logging
 import operator
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from ..rules import example
 from .watch import HOOKS
 
 if TYPE_CHECKING:
+    from .asked import Asked
     from .objects import Objects
 
 
@@ -47,6 +48,10 @@ class Trace:
     counters: Mapping[str, Tensor] = field(default_factory=dict)  # of batches, by `counters`
     exported: Any = None  # what torch.export gave
     objects: Objects | None = None  # that calls have around the inputs
+    asked: Asked | None = None  # what the model's code asks PyTorch about the state around it
+    theirs: Sequence[Tensor] | None = (
+        None  # what the model itself gave, where nothing was compared yet
+    )
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:

@@ -26,6 +26,7 @@ GLOBAL_HOOKS = (
 TABLES = ("_parameters", "_buffers", "_modules")
 OURS = ("report", "_program")
 SKIPPED = (frozenset(vars(nn.Module())) | {*OURS}) - {"training"}
+DETERMINED: Callable[[], bool] = torch._C._get_deterministic_algorithms
 LARGE = 64  # items of a container beyond which only their number is watched
 NUMBERS = (int, float, complex)
 DEPTH = 3  # how far objects such as configurations are followed
@@ -71,6 +72,7 @@ class Watch:
             for table in map(known.get, TABLES):
                 if table:
                     self._container({k: _exact(v) for k, v in table.items()}, table)
+                    self._carried(table)
                 else:
                     self.empty.append({} if table is None else table)
         reach = Reach(model, kinds)
@@ -83,7 +85,7 @@ class Watch:
         for cell in reach.cells:
             self._value(CONTENT, cell)
             self._inside(cell.cell_contents, 0)
-        self.dtype = torch.get_default_dtype()
+        self.dtype, self.determined = torch.get_default_dtype(), DETERMINED()
         self.sizes = list(map(len, self.spaces))
         self.modules = [*model.modules()]
         self.kinds = [*map(type, self.modules)]
@@ -115,6 +117,12 @@ class Watch:
             self._entered.add(id(known))
             self.spaces.append(known)
             self._attributes(known, [n for n in known if n not in skipped], depth)
+
+    def _carried(self, table: dict[str, Any]) -> None:
+        """Watch what parameters and buffers carry by public names, such as the scale of a quantised weight."""
+        for tensor in table.values():
+            if isinstance(tensor, Tensor) and (held := vars(tensor)):
+                self._attributes(held, [n for n in held if not n.startswith("_")], 0)
 
     def _attributes(self, known: Mapping[str, Any], names: list[str], depth: int) -> None:
         if not names:
@@ -165,6 +173,7 @@ class Watch:
                 self.hooks.holds()
                 and not any(self.empty)
                 and self.dtype is torch.get_default_dtype()
+                and self.determined is DETERMINED()
                 and self.kinds == [*map(type, self.modules)]
                 and self.sizes == [*map(len, self.spaces)]
                 and self.values == (now := [*map(call, self.getters, self.known)])
@@ -303,6 +312,7 @@ class Guard:
             x = given[i]
             if (
                 (type(x) is not Tensor and type(x) is not nn.Parameter)
+                or (x.__dict__ and attributes(x))
                 or x.dtype is not dtype
                 or x.layout is not layout
                 or x.is_nested
@@ -319,6 +329,11 @@ class Guard:
             if type(value) is float and copysign(1.0, given[i]) != copysign(1.0, value):
                 return False  # 0.0 is no -0.0
         return True
+
+
+def attributes(tensor: Tensor) -> bool:
+    """Whether a tensor carries attributes, which a graph would not read, other than advice to a compiler."""
+    return not all(name.startswith("_dynamo") for name in vars(tensor))
 
 
 def _strides(tensor: Tensor) -> Any:

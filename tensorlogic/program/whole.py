@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ..numerics import Verdict
 from . import check
 from .code import last_uses
 from .serve import Program, mutates
-from .trace import Trace, first_line
+from .trace import Trace, Untraceable, first_line, random_call
 
 
 def expected_inputs(traced: Trace) -> dict[str, Any]:
@@ -53,6 +53,11 @@ class Whole:
         self.drawn: dict[str, Tensor] = {}  # random numbers of the first run, for all others
         self.plain = self._run(values, None)
         self.wide = self._run(wide, dtype)
+
+    def gives(self, theirs: Sequence[Tensor]) -> bool:
+        """Whether the graph, as it was traced, gives what the model itself has given; what draws numbers cannot be compared."""
+        ours = [o for o in check.flat_values(self.plain[0]) if isinstance(o, Tensor)]
+        return any(map(random_call, self.nodes)) or check.alike(ours, theirs)
 
     def _run(self, values: dict[str, Any], dtype: torch.dtype | None) -> Any:
         env = dict(values)
@@ -97,6 +102,19 @@ class Whole:
             function.rebind()
             for name, tensor in program.state.items():
                 function.set(name, tensor)
+
+
+def confirmed(traced: Trace, training: bool) -> Whole:
+    """What programs are judged by, if the graph gives what the model itself gave where nobody traced it.
+
+    Raises:
+        Untraceable: it does not, as of code that asks whether it is traced.
+    """
+    expected, theirs = Whole(traced, training), traced.theirs
+    if theirs is not None and not expected.gives(theirs):
+        raise Untraceable("the graph's outputs are not the model's")
+    traced.theirs = None
+    return expected
 
 
 def _given(value: Tensor) -> Callable[..., Tensor]:

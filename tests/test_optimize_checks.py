@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -12,21 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure
 from tensorlogic.derived import CACHE
-from tensorlogic.program import check, choosing, inductor, optimizing
+from tensorlogic.program import check, inductor, optimizing
 from tensorlogic.program.serve import Program, shared_outputs
 from tensorlogic.program.trace import Trace, trace
 from tensorlogic.program.whole import Whole
-
-
-@pytest.fixture
-def pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is right counts as faster."""
-    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
-    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
-    monkeypatch.setattr("tensorlogic.program.regions.USUAL_SHARE_S", 0.001)
-    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
 
 
 class Sampling(nn.Module):
@@ -196,6 +187,7 @@ def test_garbage_is_searched_for_among_what_is_new(
         raise ZeroDivisionError
 
     monkeypatch.setattr(optimizing, "probe", failing)
+    monkeypatch.setattr(optimizing, "takes_itself", lambda *_: False)
     gc.unfreeze()
     if frozen:
         gc.freeze()
@@ -225,3 +217,44 @@ class _Calling(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.fn(x)
+
+
+class Known(nn.Module):
+    """Keeps what it knows of its arguments by their identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.weakly = nn.Linear(4, 4), weakref.WeakKeyDictionary[Any, float]()
+
+    def forward(self, x: Tensor, about: Any) -> Tensor:
+        about.calls.append(len(about.calls))
+        about.rows.add_(1)
+        factor = self.weakly[about] if about in self.weakly else KNOWN[id(about)]
+        return F.relu(self.lin(x)) * factor
+
+
+KNOWN: dict[int, float] = {}
+
+
+class About:
+    """What a model knows something of."""
+
+    def __init__(self) -> None:
+        self.calls, self.rows = [0], torch.ones(3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("weakly", [True, False])
+def test_who_knows_its_arguments_by_identity_comes_back_as_it_was(weakly: bool) -> None:
+    model, x, about = Known().eval(), torch.randn(2, 4), About()
+    with pytest.raises(ValueError, match="fails on the example inputs"):
+        tensorlogic.optimize(model, (x, about))
+    if weakly:
+        model.weakly[about] = 3.0
+    else:
+        KNOWN[id(about)] = 3.0
+    fast = tensorlogic.optimize(model, (x, about))
+    assert fast is model
+    assert "takes its inputs, but no copies of them (KeyError" in fast.report.reason
+    assert (about.calls, about.rows.tolist()) == ([0], [1.0, 1.0, 1.0])
+    torch.testing.assert_close(fast(x, about), F.relu(model.lin(x)) * 3)

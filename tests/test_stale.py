@@ -11,21 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure
-from tensorlogic.program import choosing, samples
+from tensorlogic.program import samples
 
 SCALE = 1.0
 TABLE = {"shift": 0.5}
 LOG: list[int] = []
-
-
-@pytest.fixture
-def pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is right counts as faster."""
-    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
-    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
-    monkeypatch.setattr("tensorlogic.program.regions.USUAL_SHARE_S", 0.001)
-    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
 
 
 class Reader(nn.Module):

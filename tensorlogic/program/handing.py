@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +35,28 @@ def inside(values: Any) -> list[Any]:
         else:
             waiting += _parts(value)
     return [*found.values()]
+
+
+@contextlib.contextmanager
+def untouched(values: Any) -> Iterator[None]:
+    """Tensors, lists, dicts and attributes of objects in nested values hold afterwards what they held before."""
+    found = inside(values)
+    tensors = [(t, t.detach().clone()) for t in found if isinstance(t, Tensor)]
+    held = [v if isinstance(v, (list, dict)) else getattr(v, "__dict__", None) for v in found]
+    holding = [(v, copy.copy(v)) for v in held if isinstance(v, (list, dict))]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in tensors:
+                if not torch.equal(tensor, before):
+                    tensor.detach().copy_(before)
+        for value, content in holding:
+            if isinstance(value, list):
+                value[:] = content
+            else:
+                value.clear()
+                value.update(content)
 
 
 def _parts(value: Any) -> list[Any]:

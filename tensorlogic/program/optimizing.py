@@ -26,7 +26,7 @@ from .copies import fresh, sharing, undisturbed, unsearched, unwritten
 from .later import Later, worthwhile
 from .pieces import Pieces, pieces
 from .precisely import Kept, precisely
-from .probe import probe
+from .probe import probe, takes_itself
 from .regions import FAILURES
 from .report import Report
 from .serve import Program
@@ -287,6 +287,10 @@ def _program(
         except Unfit:
             raise
         except Exception as problem:  # the model's own code may raise anything
+            if takes_itself(model, args, kwargs):
+                raise Unfit(
+                    f"the model takes its inputs, but no copies of them ({first_line(problem)})"
+                ) from problem
             raise ValueError(
                 f"optimize: the model fails on the example inputs ({first_line(problem)}); give inputs of the shapes, "
                 f"dtypes and device that it takes"

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from .asked import noting
 from .check import tensors_in
 from .copies import fresh, sharing, unwritten
-from .handing import holders, inside, odd
+from .handing import holders, inside, odd, untouched
 from .objects import Objects, Opaque
 from .plain import plain_object
 from .reach import Reach
@@ -69,6 +69,17 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         raise Unfit(f"the model draws from {seen.drew}")
     unlike = call.unlike(args, kwargs)
     return Habits(bool(seen.text), first is not None, unlike, call.objects, frozenset(asked), outs)
+
+
+def takes_itself(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a model that fails on copies of its inputs takes the inputs themselves, as who knows them by identity does."""
+    twin = sharing(model, buffers=False)
+    try:
+        with witness(), unwritten(twin), untouched((args, kwargs)):
+            twin(*args, **kwargs)
+    except Exception:  # the model's own code may raise anything
+        return False
+    return True
 
 
 def _copies(out: Any) -> list[Tensor]:

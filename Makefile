@@ -53,7 +53,7 @@ site: setup
 TOOLS ?= memcheck racecheck initcheck
 PART ?= not compiles
 PROCESSES ?= 16
-SANITIZED ?= $(filter-out %_compile.py tests/test_triton_launch.py,$(wildcard tests/test_triton_*.py))
+SANITIZED ?= $(filter-out %_compile.py tests/test_triton_launch.py,$(wildcard tests/test_triton_*.py)) tests/test_precision_kernels.py tests/test_precision_bytes.py tests/test_precision_mend.py tests/test_group_norm.py
 sanitize: setup
 	$(PYTHON) -m pytest -q -n $(PROCESSES) --dist worksteal $(SANITIZED) -k "$(PART)"
 	for tool in $(TOOLS); do \

@@ -20,7 +20,7 @@ from .judging import Place, places, plain, watchable
 from .op import EAGER, Candidate, Config, Launcher, Op, Outputs
 from .plans import Key
 from .precision import ON_LEAVE, PrecisionWarning
-from .ranking import GUARD_US, form_of, order, unguarded
+from .ranking import GUARD_US, REST, UNLIKELY, form_of, order, unguarded, wide
 from .study import BIND_ERRORS
 
 LOG = logging.getLogger("tensorlogic")
@@ -29,8 +29,6 @@ NEARBY, BEYOND = (
     2.0,
     3.0,
 )  # errors follow cancellation: as measured up to the former, and farther within the latter
-UNLIKELY = 1e4  # times the cancellation that was measured, for which float64 is not looked at in every call
-REST = 15  # but in one of so many and one
 MOST_KNOWN = 64  # errors kept for one key
 LAST: list[str] = []  # the candidates that served last, for those who watch
 _KNOWN: dict[tuple[str, str], list[Known]] = {}
@@ -114,9 +112,7 @@ class Adaptive:
         self.order = order(op, key, device, rtol)
         self.certain = unguarded(key, rtol)
         self.held: Held | None = None
-        self.wide = any(
-            t is not None and t.dtype in ("f64", "c128") for t in key.tensors
-        )  # results
+        self.wide = wide(key)
 
     def __call__(self, *dynamic: Any) -> Outputs | None:
         held = self.held

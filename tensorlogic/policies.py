@@ -184,8 +184,9 @@ def policy(
     if lockfile is not None:
         path = Path(lockfile).expanduser().resolve()
         if not path.is_file():
+            what = "is no file" if path.exists() else "does not exist"
             raise FileNotFoundError(
-                f"policy: lockfile {str(lockfile)!r} does not exist; write one with `tensorlogic plans export {lockfile}`"
+                f"policy: lockfile {str(lockfile)!r} {what}; write one with `tensorlogic plans export {lockfile}`"
             )
         changes["lockfile"] = path
     with use(interned(replace(current(), **changes))) as chosen:

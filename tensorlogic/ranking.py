@@ -21,13 +21,15 @@ WATCH_US = 10.0  # what looking takes where the device itself judges, and nobody
 EAGER_RATE = {"cpu": 5e4, "cuda": 5e7}  # operations a microsecond in float64, until some were timed
 EAGER_HOST_US = {False: 14.0, True: 40.0}  # of a caller's thread, by whether operands are widened
 RESOLVED = 1e-5  # budgets that float64 keeps for any float32 data but exact opposites
+UNLIKELY = 1e4  # times the cancellation that was measured, for which float64 is not looked at in every call
+REST = 15  # but in one of so many and one
 HOPELESS = 16.0  # a form that brings so many times the budget on normal inputs is not tried
 
 
 def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Candidate, Config]]:
     """What may serve an adaptive key, least time first, as measured or else expected; torch.eager, in float64, at the latest.
 
-    All but float64 from narrower inputs are looked at while they serve, which has its price.
+    Those that are looked at while they serve pay for it: float64 seldom, or not at all.
     """
     plan = stores.current(device).get(key)
     eager = op.candidates[EAGER]
@@ -39,11 +41,26 @@ def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Can
         if UNITS[form_of(candidate)] > HOPELESS * rtol:
             continue
         us, alone, config = _expected(op, candidate, key, plan)
-        certain = form_of(candidate) == "f64" and unguarded(key, rtol)
-        ranked.append((us + guard * (not certain), alone, candidate, config))
-    limit = _expected(op, eager, key, plan)[0] + (0.0 if unguarded(key, rtol) else guard)
+        looks = guard * _looks(candidate, key, rtol)
+        ranked.append((us + looks, alone + looks, candidate, config))
+    limit = _expected(op, eager, key, plan)[0] + guard * _looks(eager, key, rtol)
     quick = sorted((r for r in ranked if r[0] <= limit), key=lambda r: r[:2])
     return [(candidate, config) for *_, candidate, config in quick] + [(eager, {})]
+
+
+def _looks(candidate: Candidate, key: Key, rtol: float) -> float:
+    """The share of calls whose data are looked at while a way serves ordinary ones: of float64 where results are as wide, and the
+    budget leaves it room, few."""
+    if form_of(candidate) != "f64":
+        return 1.0
+    if unguarded(key, rtol):
+        return 0.0
+    return 1 / (REST + 1) if wide(key) and UNITS["f64"] * UNLIKELY < rtol else 1.0
+
+
+def wide(key: Key) -> bool:
+    """Whether results have float64's digits."""
+    return any(t is not None and t.dtype in ("f64", "c128") for t in key.tensors)
 
 
 def unguarded(key: Key, rtol: float) -> bool:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from tensorlogic.bench import precision, precision_page
+from tensorlogic.memory import heap
 from tensorlogic.op import EAGER
+
+CPU = torch.device("cpu")
 
 
 def test_every_part_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +37,16 @@ def test_every_part_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     text = precision.table(again)
     assert "x PyTorch" in text
     assert "torch.bf16" in precision_page.tables(again)
+
+
+@pytest.mark.skipif(heap._trim() is None, reason="needs glibc")
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
+def test_memory_that_the_heap_had_kept_is_counted() -> None:
+    """Freed blocks of this size stay in glibc's heap, where the next call finds them without growing the process."""
+    mib = 1 << 20
+    found = [precision._peak(lambda: torch.ones(8 * mib, dtype=torch.uint8), CPU) for _ in range(6)]
+    assert 7 * mib < min(found)
+    assert max(found) < 12 * mib
 
 
 def test_the_page_says_what_the_results_say() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tensorlogic.bench import facts, readme, summary, tables
+from tensorlogic.bench import facts, figures, readme, summary, tables
 from tensorlogic.bench.problems import Problem
-from tensorlogic.bench.results import OURS
+from tensorlogic.bench.results import OURS, Results
 
 from .test_bench import held, made
 from .test_bench import tiny as tiny  # the fixture
@@ -126,3 +126,22 @@ def test_facts_stand_in_sentences_and_tables(tmp_path: Path) -> None:
         page.write_text(f"<!-- fact {wrong} --><!-- end fact -->")
         with pytest.raises(Problem, match=said):
             readme.main([str(page)])
+
+
+def test_what_a_gpus_allocator_is_worth_stands_with_the_figures(tmp_path: Path) -> None:
+    run = Results({"environment": {"kind": "cuda"}}, {}, complete=True)
+    run.path = tmp_path / "g.json"
+    assert figures._pool(run, tmp_path) == "PyTorch's own allocator"
+    rows = [{"mib": 1, "lower": 0.1}, {"mib": 256, "lower": 0.75}]
+    (tmp_path / "pooling-g.json").write_text(json.dumps({"rows": rows}))
+    assert figures._pool(run, tmp_path).endswith("75% lower, add_relu into 256 MiB")
+
+
+def test_latencies_are_told_to_the_worst(tmp_path: Path) -> None:
+    us = {way: {"p50": 1.6, "p99": 20.0, "worst": 3000.4} for way in ("eager", "optimize")}
+    about = {"device": "C", "driver": "", "torch": "2", "date": "d", "calls": 10_000}
+    (tmp_path / "l.json").write_text(json.dumps({**about, "us": us}))
+    text = facts.fact("latency", tmp_path / "l.json")
+    assert "C; PyTorch 2; d; microseconds, 10,000 calls" in text
+    assert "|  | p50 | p99 | worst |" in text
+    assert "| optimize | 2 | 20 | 3000 |" in text

@@ -262,7 +262,15 @@ def test_tune_then_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (
         cli.main(["tune", "--op", "add", "--size", "64", "--dtype", "f32", "--device", "cpu"]) == 0
     )
-    assert "1 keys measured" in capsys.readouterr().out
+    head, line, _, said = capsys.readouterr().out.splitlines()
+    assert said.startswith("1 keys measured")
+    assert head.split() == ["candidate", "captured", "us", "PyTorch", "us", "x", "measured", "refused", "key"]  # fmt: skip
+    told = re.fullmatch(
+        r"(\S+)(?: +[a-z]\S+)? +([\d.]+) +([\d.]+) +([\d.]+) +\d+ +\d+  (add inference a=.*)", line
+    )
+    assert told
+    ours, theirs, times = (float(told[i]) for i in (2, 3, 4))
+    assert times == pytest.approx(theirs / ours, abs=0.2)
     assert cli.main(["plans", "list", "--device", "cpu"]) == 0
     assert "add inference a=f32[64]" in capsys.readouterr().out
     lock = tmp_path / "lock.json"

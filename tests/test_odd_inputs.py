@@ -232,6 +232,46 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
         TypeError,
         ("to: asynchronous is str 'no'", "True or False"),
     ),
+    "array of words": (
+        lambda: t.to(np.array(["a"]), "cpu"),
+        TypeError,
+        ("to: tensor is ndarray of <U1", "shape [1]", "astype"),
+    ),
+    "array of objects": (
+        lambda: t.unified(np.array([object()])),
+        TypeError,
+        ("unified: tensor is ndarray of object", "array of numbers", "astype"),
+    ),
+    "array backwards": (
+        lambda: t.to(np.arange(3.0)[::-1], "cpu"),
+        ValueError,
+        ("to: tensor is ndarray of float64", "strides [-8]", "ascontiguousarray"),
+    ),
+    "unified sparse": (
+        lambda: t.unified(X.to_sparse()),
+        TypeError,
+        ("unified: tensor is torch.sparse_coo", "dense", "to_dense"),
+    ),
+    "training by a word": (
+        lambda: t.optimize(torch.nn.Linear(4, 5), X, training="yes"),
+        TypeError,
+        ("optimize: training is str 'yes'", "True or False"),
+    ),
+    "dynamic by a word": (
+        lambda: t.optimize(torch.nn.Linear(4, 5), X, dynamic="batch"),
+        TypeError,
+        ("optimize: dynamic is str 'batch'", "True or False"),
+    ),
+    "budget by a word": (
+        lambda: t.optimize(torch.nn.Linear(4, 5), X, budget_s="1"),
+        ValueError,
+        ("optimize: budget_s is '1'", "seconds from 0"),
+    ),
+    "folder for a lockfile": (
+        lambda: t.policy(lockfile="/").__enter__(),
+        FileNotFoundError,
+        ("policy: lockfile '/' is no file", "plans export"),
+    ),
     "figures of no device": (
         lambda: t.pool.stats(None),
         TypeError,

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -28,6 +31,25 @@ def test_every_kernel_has_its_plants_and_tests(planted: ModuleType) -> None:
         for name in " ".join(pair).split():
             file, _, test = name.partition("::")
             assert f"def {test}" in (ROOT / "tests" / file).read_text()
+
+
+def test_the_record_says_of_every_kernel_who_noticed(planted: ModuleType) -> None:
+    record = (ROOT / "benchmarks" / "results" / "planted.txt").read_text()
+    assert "**nobody**" not in record
+    assert set(
+        re.findall(r"^\| `(\w+)` \| `test_\w+` .*\| `test_\w+`", record, re.MULTILINE)
+    ) == set(planted.kernels())
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_every_kernel_is_sanitized(planted: ModuleType) -> None:
+    """`make sanitize` takes the tests that run it on a GPU."""
+    show = ["make", "-s", "--eval", "shown: ; @echo $(SANITIZED)", "shown"]
+    said = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True)
+    taken = {Path(name).name for name in said.stdout.split()}
+    for module, pair in planted.TESTS.items():
+        files = {name.partition("::")[0] for name in " ".join(pair).split()}
+        assert files & taken, f"triton_{module}"
 
 
 def test_plants_are_in_the_sources_of_today(planted: ModuleType) -> None:

@@ -272,6 +272,23 @@ def test_where_hosts_take_as_long_the_device_decides(monkeypatch: pytest.MonkeyP
     assert [id for id in found if id in taken] == ["torch.bf16", "cpu.f32", "torch.f32", EAGER]
 
 
+def test_who_is_looked_at_seldom_pays_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = OPS["matmul"].precise
+    assert op is not None
+    taken = {"cpu.f32": 34.0, EAGER: 40.0}
+    monkeypatch.setattr(
+        ranking, "_expected", lambda _, c, *__: (taken.get(c.id, math.inf),) * 2 + ({},)
+    )
+    monkeypatch.setitem(ranking.GUARD_US, "cpu", 8.0)
+    for dtype, first in ((torch.float64, EAGER), (torch.float32, "cpu.f32")):
+        a = torch.randn(64, 64, dtype=dtype)
+        key = op.key((a, a, "none", False), "inference", "adaptive")
+        assert ranking.order(op, key, a.device, 1e-6)[0][0].id == first
+    taken["cpu.f32"] = 31.0  # ahead with what looking takes
+    key = op.key((a.double(), a.double(), "none", False), "inference", "adaptive")
+    assert ranking.order(op, key, a.device, 1e-6)[0][0].id == "cpu.f32"
+
+
 def test_float64_with_room_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapting, "order", lambda op, *_: [(op.candidates[EAGER], {})])
     looked: list[int] = []

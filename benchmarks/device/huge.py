@@ -1,4 +1,5 @@
-"""Inputs or outputs of more than 2**31 elements through every family of GPU kernels, each candidate forced; exits 1 if one is wrong.
+"""Inputs or outputs of more than 2**31 elements through every family of GPU kernels, forward and backward, each candidate forced;
+exits 1 if one is wrong.
 
 python benchmarks/device/huge.py [--only TEXT]
 
@@ -22,8 +23,10 @@ from torch import Tensor
 import tensorlogic
 from tensorlogic import policies, selector
 from tensorlogic.bench import rows
+from tensorlogic.op import OPS
 
 MANY = 2**31
+ROWS, COLUMNS = 65600, 32800  # more than that
 DEVICE = torch.device("cuda")
 OURS = ("triton.", "cublaslt.")
 NEAR = 8e-2  # what an element of the size of 1 may be off by, beside its own rounding
@@ -155,7 +158,81 @@ def cases() -> Iterator[Callable[[], Case]]:
     yield lambda: scores(1024, 384, 5520)
 
 
-def wrong(case: Case, out: Tensor) -> str | None:
+@dataclass(frozen=True)
+class Gradient:
+    """A backward op, all its arguments, and which of its outputs is a gradient whose rows are those of the arguments with rows."""
+
+    name: str
+    op: str
+    args: tuple[Any, ...]
+    output: int
+    rows: int
+    near: float
+
+    def want(self, at: slice) -> Tensor:
+        """The reference's, of these rows in float64."""
+        op, part = OPS[self.op], []
+        for a in self.args:
+            whole = isinstance(a, Tensor) and a.dim() > 0 and len(a) == self.rows
+            part.append(a[at] if whole else a)
+        part = [p.double() if isinstance(p, Tensor) and p.is_floating_point() else p for p in part]
+        found = op.reference(*part)[self.output]
+        assert found is not None
+        return found
+
+
+def gradients() -> Iterator[Callable[[], Gradient]]:
+    """Makers of backward cases; gradients are scaled so that float16 holds them."""
+
+    def flat() -> Gradient:
+        dy, a = normal(MANY + 4104), normal(MANY + 4104)
+        args = (dy, a, None, None, None, "gelu", "100")
+        return Gradient("gelu backward", "pointwise_backward", args, 0, len(a), NEAR)
+
+    def softmax() -> Gradient:
+        dy, y = normal(ROWS, COLUMNS, scale=1e3), normal(ROWS, COLUMNS)
+        for part in y.split(4096):
+            part.copy_(part.softmax(-1))
+        return Gradient("softmax backward", "softmax_backward", (dy, y, 1), 0, ROWS, 1e-3)
+
+    def logits() -> tuple[Tensor, Tensor, Tensor]:
+        up = torch.full((), 1024.0, dtype=torch.float16, device=DEVICE)
+        return up, normal(ROWS, COLUMNS), torch.randint(COLUMNS, (ROWS,), device=DEVICE)
+
+    def loss() -> Gradient:
+        up, a, target = logits()
+        lse = torch.cat([p.float().logsumexp(-1) for p in a.split(4096)])
+        kept = (lse, torch.ones(1, device=DEVICE))
+        args = (up, a, target, *kept, -100, 0.0, "sum")
+        name = "cross-entropy backward"
+        return Gradient(name, "softmax_cross_entropy_backward", args, 0, ROWS, 1e-3)
+
+    def together() -> Gradient:
+        args = (*logits(), -100, 0.0, "sum")
+        name = "cross-entropy with gradient"
+        return Gradient(name, "softmax_cross_entropy_together", args, 1, ROWS, 1e-3)
+
+    yield from (flat, softmax, loss, together)
+
+
+def backward(case: Gradient) -> Iterator[tuple[str, Any, str | None]]:
+    """Every candidate of ours that serves it, its configuration, and what is wrong."""
+    op = OPS[case.op]
+    key = op.key(case.args, "backward")
+    given = [a for p, a in zip(op.params, case.args, strict=True) if p.is_dynamic]
+    for id, candidate in op.candidates.items():
+        if not id.startswith(OURS) or candidate.unfit(key) is not None:
+            continue
+        config = candidate.configs(key)[0]
+        launch = candidate.bind(key, config, DEVICE)
+        like = case.args[1]
+        torch.full(like.shape, float("nan"), dtype=torch.float16, device=DEVICE)
+        made = launch(*given)[case.output]
+        assert made is not None
+        yield id, config, wrong(case, made)
+
+
+def wrong(case: Case | Gradient, out: Tensor) -> str | None:
     """Why an output is, or None."""
     if not case.rows:
         want, got = case.want(slice(0, 1)), out.double()
@@ -206,6 +283,17 @@ def main() -> int:
                 flush=True,
             )
         del case
+        torch.cuda.empty_cache()
+    for build in gradients():
+        gradient = build()
+        if only in gradient.name:
+            for id, config, reason in backward(gradient):
+                done, bad = done + 1, bad + (reason is not None)
+                print(
+                    f"{'WRONG' if reason else 'right'} {gradient.name} {id} {dict(config)} {reason or ''}",
+                    flush=True,
+                )
+        del gradient
         torch.cuda.empty_cache()
     print(
         f"{done} checks, {bad} wrong, {time.monotonic() - begin:.0f} s, {torch.cuda.get_device_name()}"

@@ -115,6 +115,15 @@ def zoo(result: Document) -> str:
     return f"{about}\n\n{table(head, rows)}"
 
 
+def latency(result: Document) -> str:
+    """How late a call of a small network may be, to the worst (`benchmarks/realtime.py`)."""
+    driver = f", driver {result['driver']}" if result["driver"] else ""
+    about = f"{result['device']}{driver}; PyTorch {result['torch']}; {result['date']}; microseconds, {result['calls']:,} calls"
+    marks = list(next(iter(result["us"].values())))
+    rows = [(way, *(f"{us[m]:.0f}" for m in marks)) for way, us in result["us"].items()]
+    return f"{about}\n\n{table(('', *marks), rows)}"
+
+
 FACTS: dict[str, Callable[[Document], str]] = {
     "enabled": enabled,
     "guards": guards,
@@ -122,4 +131,5 @@ FACTS: dict[str, Callable[[Document], str]] = {
     "imported": imported,
     "models": models,
     "zoo": zoo,
+    "latency": latency,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -170,9 +171,14 @@ def _conversion(results: Results) -> str:
 
 
 def _pool(results: Results, folder: Path) -> str:
+    stem = results.path.stem if results.path else ""
     if results.kind != "cpu":
-        return "PyTorch's own allocator"
-    path = folder / f"{results.path.stem if results.path else ''}_peers.txt"
+        measured = folder / f"pooling-{stem}.json"
+        if not measured.exists():
+            return "PyTorch's own allocator"
+        row = json.loads(measured.read_text(encoding="utf-8"))["rows"][-1]
+        return f"PyTorch's own allocator: {row['lower']:.0%} lower, add_relu into {row['mib']} MiB"
+    path = folder / f"{stem}_peers.txt"
     found = PEER.search(path.read_text(encoding="utf-8")) if path.exists() else None
     if found is None:
         return ""

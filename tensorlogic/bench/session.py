@@ -5,20 +5,22 @@ from __future__ import annotations
 import datetime
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from .. import compiling, policies, settings, stores
-from ..plans import PlanStore
+from ..op import EAGER
+from ..plans import Plan, PlanStore
 from ..tuning import Learned
 from . import ceilings, machine, rows, suites
 from .cases import Case
 from .problems import Problem
 from .progress import Tick
 from .results import Results, Row, load
+from .tables import aligned
 
 SAVE_EVERY_S = 5.0
 METHOD = {
@@ -197,7 +199,7 @@ def tune(
     device: str | None = None,
     tick: Tick = lambda done, total, text: None,
 ) -> str:
-    """Measure the keys of the selected cases and remember the choices; returns one line about them."""
+    """Measure the keys of the selected cases and remember the choices; returns what was learned, a line a key, and their sum."""
     where = pick_device(device)
     chosen = suites.cases(
         suites.Selection(where.type, quick, tuple(ops), tuple(sizes), tuple(dtypes))
@@ -219,7 +221,27 @@ def tune(
         total.unmeasured += learned.unmeasured
         total.seconds += learned.seconds
     tick(len(cases), len(cases), "done")
-    return str(total)
+    return "\n\n".join([*([choices(total.plans)] if total.plans else []), str(total)])
+
+
+def choices(plans: Sequence[Plan]) -> str:
+    """A line a plan: who serves eager and captured calls, device time beside PyTorch's, how many candidates were measured and refused."""
+    lines = [["candidate", "captured", "us", "PyTorch us", "x", "measured", "refused", "key"]]
+    for plan in plans:
+        us = {e.candidate: e.device_us for e in plan.evidence if e.status == "measured"}
+        ours, theirs = us.get(plan.captured), us.get(EAGER)
+        lines.append(
+            [
+                plan.eager,
+                "" if plan.captured == plan.eager else plan.captured,
+                *("" if t is None else f"{t:.2f}" for t in (ours, theirs)),
+                f"{theirs / ours:.2f}" if ours and theirs else "",
+                str(len(us)),
+                str(sum(e.status == "refused" for e in plan.evidence)),
+                plan.key.text,
+            ]
+        )
+    return aligned(lines, [True, True, *[False] * 5, True])
 
 
 def store(device: str | None) -> tuple[PlanStore, torch.device]:

@@ -63,11 +63,18 @@ def as_tensor(value: Any, name: str = "tensor") -> Tensor:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value if value.flags.writeable else value.copy())
+        try:
+            return torch.from_numpy(value if value.flags.writeable else value.copy())
+        except (TypeError, ValueError) as problem:
+            raise type(problem)(
+                f"{name} is ndarray of {value.dtype} with shape {list(value.shape)} and strides {list(value.strides)}, of "
+                f"which PyTorch makes no tensor ({problem}); an array of numbers in this machine's byte order, none of "
+                f"whose strides is negative, is required: array.astype(numpy.float32), numpy.ascontiguousarray(array)"
+            ) from problem
     if hasattr(value, "__dlpack__"):
         return torch.utils.dlpack.from_dlpack(value)
     if hasattr(value, "__array__"):
-        return as_tensor(np.asarray(value))
+        return as_tensor(np.asarray(value), name)
     raise TypeError(
         f"{name} is {type(value).__name__}; a torch.Tensor, a NumPy array, or an object with __dlpack__ or __array__ "
         f"is required: wrap data with torch.as_tensor"

@@ -28,6 +28,11 @@ class Unified:
     def __init__(self, value: Any, made: bool = False) -> None:
         """`made`: the value is a result of ours, whose memory may look like a NumPy array's."""
         tensor = staging.as_tensor(value, "unified: tensor")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise TypeError(
+                f"unified: tensor is {'nested' if tensor.is_nested else tensor.layout}; a dense tensor is required: "
+                f"tensor.to_dense() or tensor.to_padded_tensor(0)"
+            )
         self._home = tensor.device
         self._copies: dict[torch.device, tuple[Tensor, int]] = {}
         #: Memory that others can write unseen: a NumPy array given or handed out, while it lives.
@@ -152,13 +157,14 @@ def unified(tensor: Any) -> Unified:
 
     Args:
         tensor: any tensor, NumPy array, or object with `__dlpack__` or `__array__`. It is not copied: writes to a tensor by
-            PyTorch's in-place operations are seen; a NumPy array that can be written to is moved anew at every use.
+            PyTorch's in-place operations are seen; a NumPy array that can be written to is moved anew at every use. One
+            that cannot be written to is copied once: what its base becomes later is not seen.
 
     Returns:
         An object with `on(device)`, `has(device)`, `invalidate(device)`, `numpy()`, `devices`, `stats`.
 
     Raises:
-        TypeError: no tensor and nothing that offers one.
+        TypeError: no tensor and nothing that offers one, or one that is sparse or nested.
 
     Example:
         >>> import torch, tensorlogic

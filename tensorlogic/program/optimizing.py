@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import compiling, derived, policies, settings
+from .. import arguments, compiling, derived, policies, settings
 from ..memory.heap import give_back
 from ..precision import Precision, policy_of
 from ..precision import precision as Policy
@@ -131,7 +131,7 @@ def optimize(
         its `report`.
 
     Raises:
-        TypeError: model is no module. RuntimeError: training under torch.inference_mode, or during a CUDA graph capture.
+        TypeError: model is no module, or a flag neither True nor False. RuntimeError: training under torch.inference_mode, or during a CUDA graph capture.
         ValueError: budget_s is negative; or the model itself fails on the example inputs, the cause is its own error. Under a precision policy also:
             the model is not one graph.
 
@@ -142,10 +142,12 @@ def optimize(
         >>> fast.report.outcome in ("original", "rewritten", "captured", "compiled")
         True
     """
+    arguments.flag("optimize", "training", training)
+    arguments.flag("optimize", "dynamic", dynamic)
     args, kwargs = _arguments(model, example_inputs, training)
     if budget_s is not None and not (isinstance(budget_s, (int, float)) and budget_s >= 0):
         raise ValueError(
-            f"optimize: budget_s is {budget_s}; a number of seconds from 0 is required"
+            f"optimize: budget_s is {budget_s!r}; a number of seconds from 0 is required"
         )
     asked = policies.current().precision if precision is None else policy_of(precision)
     begin = time.perf_counter()

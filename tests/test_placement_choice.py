@@ -1,0 +1,113 @@
+"""Where `placement("auto")` runs a call: by what transfers and runs are expected to take, then by what they took. No GPU is needed:
+arguments stay where they are, and a clock says what either side would have taken."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tensorlogic
+
+GPU = torch.device("cuda", 0)
+SIDE = 128  # of a product that is worth a look: 4 million operations
+placement = importlib.import_module("tensorlogic.placement")
+
+
+class Machine:
+    """A CPU of 1 GFLOP/s and a GPU behind a link; what calls really take there may be set to something else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock, self.ran = 0.0, []
+        self.takes = {"cpu": 4e-3, "cuda": 1e-4}
+        self.speeds = {"cpu": 1e9, "cuda": 1e12}
+        link = placement.Link(1e-5, 1e10, True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        monkeypatch.setattr(placement, "_link", lambda device: link)
+        monkeypatch.setattr(placement, "_speed", lambda place: self.speeds[place.type])
+        monkeypatch.setattr(placement, "_moved", self.moved)
+        monkeypatch.setattr(placement, "_home", lambda out: out)
+        clock = SimpleNamespace(perf_counter=lambda: self.clock)
+        monkeypatch.setattr(placement, "time", clock)
+
+    def moved(self, given: Any, place: torch.device) -> Any:
+        if isinstance(given, Tensor) and not given.requires_grad:  # the first operand
+            self.ran.append(place.type)
+            self.clock += self.takes[place.type]
+        return given
+
+    def run(self, times: int, side: int = SIDE) -> list[str]:
+        """Where these calls ran."""
+        a, b = torch.randn(side, side), torch.randn(side, side, requires_grad=True)
+        self.ran.clear()
+        with torch.no_grad(), tensorlogic.placement("auto"):
+            for _ in range(times):
+                y = tensorlogic.matmul(a, b)
+        torch.testing.assert_close(y, a @ b)
+        return list(self.ran)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    placement.forget()
+    with monkeypatch.context() as patched:
+        yield Machine(patched)
+    placement.forget()
+
+
+def test_small_work_never_leaves_the_cpu(machine: Machine) -> None:
+    machine.speeds["cpu"] = 1.0
+    assert set(machine.run(5, 64)) == {"cpu"}
+
+
+def test_what_is_hopeless_is_not_tried(machine: Machine) -> None:
+    assert machine.run(8) == ["cuda"] * 8
+    placement.forget()
+    machine.speeds["cpu"], machine.takes["cpu"] = 1e12, 1e-5
+    assert set(machine.run(8)) == {"cpu"}  # a call that stays for good comes by here no more
+
+
+def test_near_sides_are_timed_and_the_faster_stays_whatever_was_expected(machine: Machine) -> None:
+    machine.speeds["cpu"] = 6e10  # 70 us beside 2 * 10 + 20 of the link and 4 of the run
+    machine.takes = {"cpu": 3e-5, "cuda": 1e-4}
+    first = machine.run(6)
+    assert first == ["cuda"] * 3 + ["cpu"] * 3
+    assert set(machine.run(4)) == {"cpu"}
+
+
+def test_a_side_that_disappoints_lets_the_other_try(machine: Machine) -> None:
+    machine.takes = {"cpu": 1e-3, "cuda": 5e-2}  # 4 ms of the CPU were expected, 50 us of the GPU
+    assert machine.run(7) == ["cuda"] * 3 + ["cpu"] * 4
+
+
+def test_explain_shows_the_sum(machine: Machine) -> None:
+    a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+    with torch.no_grad(), tensorlogic.placement("auto"):
+        said = str(tensorlogic.explain(tensorlogic.matmul, a, b))
+    bytes_in, bytes_out = 2 * 4 * SIDE**2, 4 * SIDE**2
+    cpu, run = (round(2 * SIDE**3 / machine.speeds[s] * 1e6) for s in ("cpu", "cuda"))
+    there, back = (round(10 + n / 1e4) for n in (bytes_in, bytes_out))
+    assert f"matmul: CPU {cpu} us; cuda:0 in {there} + run {run} + out {back} us -> cuda" in said
+
+
+def test_a_chain_pays_for_its_operands_once(machine: Machine) -> None:
+    x, w = torch.randn(SIDE, SIDE), torch.nn.Parameter(torch.randn(SIDE, SIDE))
+    y = tensorlogic.unified(x)
+    assert placement._bytes_to_move(y, GPU) == placement._bytes_to_move(x, GPU) == x.nbytes
+    y._copies[GPU] = (x.clone(), 0)
+    assert placement._bytes_to_move(y, GPU) == 0
+    x.add_(1)  # the device's copy is stale
+    assert placement._bytes_to_move(y, GPU) == x.nbytes
+    assert placement._bytes_to_move(w, GPU) == w.nbytes
+    placement.derived.CACHE.get(w, f"on {GPU}", lambda t: t.clone(), lambda t: t.nbytes)
+    assert placement._bytes_to_move(w, GPU) == 0
+    with torch.no_grad():
+        w.add_(1)
+    assert placement._bytes_to_move(w, GPU) == w.nbytes

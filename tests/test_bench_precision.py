@@ -36,7 +36,14 @@ def test_every_part_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert kept == sorted(kept)
     text = precision.table(again)
     assert "x PyTorch" in text
-    assert "torch.bf16" in precision_page.tables(again)
+    monkeypatch.setattr(precision_page, "ASKED", 48)
+    page = precision_page.tables(again)
+    assert "torch.bf16" in page
+    asked = page.partition("48×48, from ordinary memory")[2].partition("\n\n**")[0]
+    lines = [line.split(" | ") for line in asked.splitlines() if line.startswith("| CPU")]
+    totals = [float(line[5]) for line in lines]
+    assert len(lines) == sum(r["dtype"] == "f64" for r in again["strategies"])
+    assert totals == sorted(totals)
 
 
 @pytest.mark.skipif(heap._trim() is None, reason="needs glibc")

@@ -39,6 +39,7 @@ FORMS = {
 }  # fmt: skip
 LARGEST = 8192  # of which float32 and few budgets are measured, for the time it takes
 FEW_BUDGETS = (1e-1, 1e-3, 1e-5, 1e-6)
+PEAKS = "a GPU's allocations; a CPU's resident memory, the heap given back before"
 SAMPLE = 64  # rows of the float64 reference
 
 
@@ -77,6 +78,7 @@ def run(
         "schema": 1,
         "machine": machine.describe(devices[-1]),
         "before": machine.state(devices[-1]),
+        "peaks": PEAKS,
         "strategies": [],
         "adaptive": [],
         "mixed": [],

@@ -127,7 +127,8 @@ def optimize(
 
     Returns:
         A module of the model's own class with the same parameters, buffers and `state_dict`, and a `report` of what was
-        replaced, timed, refused and why. Where nothing pays, or where the model cannot be traced, `model` itself, with
+        replaced, timed, refused and why. What is written or loaded into a parameter of one shows in the other; a parameter that
+        is replaced by another tensor is replaced where it was assigned alone. Where nothing pays, or where the model cannot be traced, `model` itself, with
         its `report`.
 
     Raises:

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
 from tensorlogic.program import asked
-from tensorlogic.program.graphs import Replay
+from tensorlogic.program.graphs import CallTape, Replay
 
-from .test_capture import PythonTape
+from .test_capture import CUDA, DEVICE, PythonTape
 
 
 class Kernels(TorchDispatchMode):
@@ -58,8 +58,11 @@ class KernelTape:
                     old.copy_(value)
 
 
+ELSEWHERE = "cpu" if CUDA else "cuda"
+
+
 def some() -> Tensor:
-    return torch.randn(4, 8)
+    return torch.randn(4, 8, device=DEVICE)
 
 
 def flagged() -> Tensor:
@@ -93,6 +96,10 @@ def switched(change: Callable[[Any], Any], value: Any, before: Any) -> Iterator[
         change(before)
 
 
+def determined(on: bool) -> None:
+    torch.use_deterministic_algorithms(on, warn_only=True)
+
+
 def autocast_dtype(dtype: torch.dtype) -> None:
     torch.set_autocast_dtype("cpu", dtype)
 
@@ -102,8 +109,8 @@ QUESTIONS: dict[str, tuple[Callable[[Tensor], bool], Callable[[], Any], Callable
     "gradients are recorded": (lambda x: torch.is_grad_enabled(), torch.enable_grad, some),
     "inference mode": (lambda x: torch.is_inference_mode_enabled(), torch.inference_mode, some),
     "autocast elsewhere": (
-        lambda x: torch.is_autocast_enabled("cuda"),
-        lambda: switched(lambda on: torch.set_autocast_enabled("cuda", on), True, False),
+        lambda x: torch.is_autocast_enabled(ELSEWHERE),
+        lambda: switched(lambda on: torch.set_autocast_enabled(ELSEWHERE, on), True, False),
         some,
     ),
     "autocast's dtype": (
@@ -118,7 +125,7 @@ QUESTIONS: dict[str, tuple[Callable[[Tensor], bool], Callable[[], Any], Callable
     ),
     "deterministic": (
         lambda x: torch.are_deterministic_algorithms_enabled(),
-        lambda: switched(torch.use_deterministic_algorithms, True, False),
+        lambda: switched(determined, True, False),
         some,
     ),
     "cuDNN's switch": (
@@ -163,7 +170,7 @@ QUESTIONS: dict[str, tuple[Callable[[Tensor], bool], Callable[[], Any], Callable
     "offset": (
         lambda x: x.storage_offset() == 8,
         contextlib.nullcontext,
-        lambda: torch.randn(5, 8)[1:],
+        lambda: torch.randn(5, 8, device=DEVICE)[1:],
     ),
     "an attribute": (lambda x: getattr(x, "flag", False), contextlib.nullcontext, flagged),
 }
@@ -195,7 +202,7 @@ class Asking(nn.Module):
 
 def captured(model: nn.Module) -> Any:
     fast = tensorlogic.capture(model)
-    fast.tape = KernelTape
+    fast.tape = CallTape if CUDA else KernelTape
     with torch.no_grad():
         for _ in range(4):
             fast(some())
@@ -214,8 +221,10 @@ def replayed(model: nn.Module) -> Any:
     """A program as it would be on a GPU: what is recorded is replayed, and calls find the short way there."""
     fast, x = optimized(model, some()), some()
     program = fast._program
-    program.replay = Replay(program.function.run, [x], x.device, tape=PythonTape)  # type: ignore[arg-type]
-    program.pointers = program._where()
+    if not CUDA:
+        program.replay = Replay(program.function.run, [x], x.device, tape=PythonTape)  # type: ignore[arg-type]
+        program.pointers = program._where()
+    assert program.replay is not None
     with torch.no_grad():
         fast(x)
     return fast
@@ -223,7 +232,7 @@ def replayed(model: nn.Module) -> Any:
 
 PATHS: dict[str, Callable[[nn.Module], Any]] = {
     "traced": lambda m: optimized(m, some()),
-    "objects": lambda m: optimized(m, some(), Box(torch.ones(4, 8))),
+    "objects": lambda m: optimized(m, some(), Box(torch.ones(4, 8, device=DEVICE))),
     "training": lambda m: optimized(m.requires_grad_(True), some(), training=True),
     "replayed": replayed,
     "captured": captured,
@@ -234,12 +243,12 @@ PATHS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("question", list(QUESTIONS))
 def test_the_answer_is_todays(question: str, path: str, pays: None) -> None:
     _, around, make = QUESTIONS[question]
-    model = Asking(question).eval()
+    model = Asking(question).to(DEVICE).eval()
     plain = copy.deepcopy(model)
     fast = PATHS[path](model)
 
     def same(x: Tensor) -> None:
-        ones = [torch.ones(4, 8, device="cpu") for _ in range(2)]
+        ones = [torch.ones(4, 8, device=DEVICE) for _ in range(2)]
         boxes = [(Box(rows),) if path == "objects" else () for rows in ones]
         ours, theirs = fast(x, *boxes[0]), plain(x, *boxes[1])
         if theirs.is_meta:
@@ -277,7 +286,7 @@ class Traced(nn.Module):
 def test_who_asks_whether_it_is_traced_comes_back_as_it_was(
     precision: str | None, pays: None
 ) -> None:
-    model, x = Traced().eval(), some()
+    model, x = Traced().to(DEVICE).eval(), some()
     expected = model(x)
     if precision is not None:
         with pytest.raises(ValueError, match="not the model's"):
@@ -289,10 +298,10 @@ def test_who_asks_whether_it_is_traced_comes_back_as_it_was(
 
 
 def test_what_pytorch_and_we_ask_for_others_is_not_noted() -> None:
-    model = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    model = nn.TransformerEncoderLayer(8, 2, batch_first=True).to(DEVICE).eval()
     with asked.noting() as names, torch.no_grad():
-        model(torch.randn(1, 3, 8))
-        tensorlogic.linear(some(), torch.randn(8, 8))
+        model(torch.randn(1, 3, 8, device=DEVICE))
+        tensorlogic.linear(some(), torch.randn(8, 8, device=DEVICE))
         with torch.autocast("cpu", enabled=False):
             some().detach()
     assert names == {"default device"}  # of `some`
@@ -302,14 +311,16 @@ def test_what_pytorch_and_we_ask_for_others_is_not_noted() -> None:
 
 
 def test_nothing_is_asked_of_models_that_ask_nothing(pays: None) -> None:
-    fast = optimized(nn.Sequential(nn.Linear(8, 8), nn.ReLU()).requires_grad_(False).eval(), some())
+    fast = optimized(
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(DEVICE).requires_grad_(False).eval(), some()
+    )
     assert fast._program.asks is None
     assert not fast._program.asked.looks
     assert fast._program((some(),), {}) is not tensorlogic.program.short.MISS  # recorded or not
 
 
 def test_where_somebody_profiles_everything_counts_as_asked(pays: None) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).requires_grad_(False).eval()
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(DEVICE).requires_grad_(False).eval()
     profile = lambda *_: None  # noqa: E731
     sys.setprofile(profile)
     try:
@@ -325,7 +336,7 @@ def test_where_somebody_profiles_everything_counts_as_asked(pays: None) -> None:
 
 @torch.no_grad()
 def test_a_model_that_reads_a_gradient_comes_back_as_it_was_or_in_pieces(pays: None) -> None:
-    model, x = Asking("has a gradient").eval(), with_gradient()
+    model, x = Asking("has a gradient").to(DEVICE).eval(), with_gradient()
     fast = tensorlogic.optimize(model, x)
     for given in (x, some(), with_gradient()):
         torch.testing.assert_close(fast(given), Asking.forward(model, given))
@@ -346,7 +357,7 @@ class Scaled(nn.Module):
 
 @torch.no_grad()
 def test_attributes_of_weights_are_followed(pays: None) -> None:
-    model, x = Scaled().eval(), some()
+    model, x = Scaled().to(DEVICE).eval(), some()
     for fast in (tensorlogic.optimize(model, x), captured(model)):
         for scale in (2.0, 3.0, 3):
             model.lin.weight.scale = scale  # type: ignore[assignment]
@@ -355,7 +366,7 @@ def test_attributes_of_weights_are_followed(pays: None) -> None:
 
 @torch.no_grad()
 def test_advice_to_compilers_is_no_attribute(pays: None) -> None:
-    fast, x = optimized(nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), some()), some()
+    fast, x = optimized(nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(DEVICE).eval(), some()), some()
     x._dynamo_static_input_type = "guarded"  # type: ignore[attr-defined]
     assert fast._program((x,), {}) is not tensorlogic.program.short.MISS
     assert fast._program((flagged(),), {}) is tensorlogic.program.short.MISS
@@ -369,6 +380,6 @@ def test_precision_set_in_pytorchs_two_ways(pays: None) -> None:
     try:
         with pytest.raises(RuntimeError, match="mix of the legacy and new"):
             torch.get_float32_matmul_precision()
-        optimized(nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), some())
+        optimized(nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(DEVICE).eval(), some())
     finally:
         torch.backends.cuda.matmul.fp32_precision = before

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import native, numerics
+from .arguments import broadcast
 
 ROWS = 32  # whose error is measured: rows of the left operand, columns of the right one
 SKETCH, RUN = 64, 16  # elements of every row that the statistics see, in runs of so many
@@ -144,16 +145,12 @@ def _pairs(
         if part.left.dim() == 2 and part.right.dim() == 2:
             yield part, out.reshape(m, n)
             continue
-        lead = torch.broadcast_shapes(part.left.shape[:-2], part.right.shape[:-2])
+        lead = broadcast(part.left.shape[:-2], part.right.shape[:-2])
         left = part.left.expand(*lead, *part.left.shape[-2:])
         right = part.right.expand(*lead, *part.right.shape[-2:])
         count = math.prod(lead)
         for i in range(0, count, max(1, -(-count // BATCHES))):
-            at = (
-                tuple(int(x) for x in torch.unravel_index(torch.tensor(i, device="cpu"), lead))
-                if lead
-                else ()
-            )
+            at = tuple(i // math.prod(lead[d + 1 :]) % lead[d] for d in range(len(lead)))
             yield (
                 Part(left[at], right[at], None, None, part.activation),
                 out.reshape(*lead, m, n)[at],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,6 +40,22 @@ def index(value: Any) -> int | None:
     if isinstance(value, int):
         return None if isinstance(value, bool) else value
     return int(value) if hasattr(value, "__index__") and not isinstance(value, Tensor) else None
+
+
+def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that these broadcast to; raises RuntimeError where they do not.
+
+    `torch.broadcast_shapes` imports all of sympy at its first call (0.5 to 2 s): it is asked for symbolic sizes alone, where sympy is there.
+    """
+    if torch.compiler.is_compiling() or not all(type(n) is int for n in itertools.chain(*shapes)):
+        return tuple(torch.broadcast_shapes(*shapes))
+    out = []
+    for sizes in itertools.zip_longest(*map(reversed, shapes), fillvalue=1):
+        wide = set(sizes) - {1}
+        if len(wide) > 1:
+            raise RuntimeError(f"sizes {sorted(wide)} do not broadcast")
+        out.append(wide.pop() if wide else 1)
+    return tuple(reversed(out))
 
 
 def device(fn: str, value: Any) -> torch.device:

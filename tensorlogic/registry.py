@@ -110,6 +110,13 @@ def triton_missing() -> str | None:
     return None if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
+def _begin() -> None:
+    """What the first kernel of a process needs of Triton, half a second, begun in a thread while modules are imported here."""
+    from .ops.common.triton_launch import CompileJob
+
+    CompileJob.ahead()
+
+
 def ready(device: str) -> None:
     """Everything that could serve this device type is registered; cheap after the first time."""
     if device in _READY:
@@ -124,6 +131,7 @@ def ready(device: str) -> None:
             capture_watch.install()
             if device == "cuda":
                 calls.load()
+                _begin()
             for name in TRITON:
                 importlib.import_module(name)
         if device == "mps":

@@ -202,7 +202,7 @@ def attention_scores(
             f"{fn}: q is {checks.describe(q)} and k is {checks.describe(k)}; [..., S, D] and [..., T, D] with one D are required"
         )
     try:
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        batch = checks.broadcast(q.shape[:-2], k.shape[:-2])
     except RuntimeError:
         raise ValueError(
             f"{fn}: q is {checks.describe(q)} and k is {checks.describe(k)}; their leading dimensions do not broadcast"

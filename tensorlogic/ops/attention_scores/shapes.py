@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
+from ...arguments import broadcast
 from ...plans import Key, TensorSpec
 from ..common import wiring
 
@@ -51,7 +50,7 @@ def describe(key: Key) -> Shape | str:
         return "empty, or more than two leading dimensions"
     if q.stride[-1] != 1 or k.stride[-1] != 1 or q.shape[-1] > 256:
         return "rows of q and k must be contiguous and at most 256 long"
-    lead = tuple(torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]))
+    lead = broadcast(q.shape[:-2], k.shape[:-2])
     b, h = (1, 1, *lead)[-2:]
     s, t, d = q.shape[-2], k.shape[-2], q.shape[-1]
     left, right = _four(q, (b, h), 2), _four(k, (b, h), 2)

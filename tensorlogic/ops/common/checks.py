@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ... import policies
-from ...arguments import describe, flag, index, one_of
+from ...arguments import broadcast, describe, flag, index, one_of
 
-__all__ = ["describe", "flag", "index", "one_of"]  # and what is defined here
+__all__ = ["broadcast", "describe", "flag", "index", "one_of"]  # and what is defined here
 
 
 def tensors(fn: str, required: dict[str, Any], optional: dict[str, Any] | None = None) -> None:

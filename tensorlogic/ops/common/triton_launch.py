@@ -56,6 +56,7 @@ _collecting: ContextVar[tuple[int, list[CompileJob]] | None] = ContextVar(
     "collecting", default=None
 )
 _loading = threading.Lock()
+_warming, _driving = threading.Lock(), threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,7 @@ def run_compile_job(job: CompileJob) -> Any:
         {(names.index(name),): value for name, value in job.constexprs},
         {(names.index(name),): [["tt.divisibility", factor]] for name, factor in job.hinted},
     )
+    warm()
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
     if dict(job.constexprs).get(DEPENDENT):
         options["launch_pdl"] = True
@@ -272,23 +274,28 @@ def run_compile_job(job: CompileJob) -> Any:
 
 
 def warm() -> None:
-    """What the first compilation of a process begins with, 0.3 s: Triton hashes its own files, and remembers."""
+    """What the first compilation of a process begins with, 0.3 s: Triton hashes its own files, and remembers. Who comes meanwhile waits."""
     cache = importlib.import_module("triton.runtime.cache")
-    getattr(cache, "triton_key", int)()  # some versions keep it elsewhere
+    with _warming:
+        getattr(cache, "triton_key", int)()  # some versions keep it elsewhere
 
 
 @functools.cache
 def _ahead() -> None:
     if torch.cuda.is_available():
-        threading.Thread(target=_driver, name="tensorlogic-driver", daemon=True).start()
+        threading.Thread(target=_begun, name="tensorlogic-driver", daemon=True).start()
+
+
+def _begun() -> None:
+    with contextlib.suppress(RuntimeError, OSError, subprocess.SubprocessError):  # said when needed
+        warm()
+        _driver()
 
 
 def _driver() -> None:
     """Triton's driver, whose C it builds where its cache has none: 1 s, which a kernel's compilation need not wait for."""
-    with contextlib.suppress(RuntimeError, OSError, subprocess.SubprocessError):  # said when needed
-        warm()
-        with _loading, own:
-            triton.runtime.driver.active.utils  # noqa: B018  (made when it is asked for)
+    with _driving, own:
+        triton.runtime.driver.active.utils  # noqa: B018  (made when it is asked for)
 
 
 def resources(job: CompileJob) -> Resources:
@@ -367,6 +374,7 @@ def _loaded(job: CompileJob, index: int) -> Binary:
     compiled.metadata = compiled.metadata._replace(tensordesc_meta=None)
     compiled.src = _Signature(types, {})
     try:
+        _driver()
         with torch.cuda.device(index), own:
             loaded = launcher(compiled, index)
     except (OutOfResources, RuntimeError) as error:

@@ -170,7 +170,7 @@ def matmul(
             f"matmul: a is {checks.describe(a)} and b is {checks.describe(b)}; a's last dimension ({a.shape[-1]}) must equal b's second to last ({inner}): transpose one with .mT"
         )
     try:
-        torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        checks.broadcast(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
         raise ValueError(
             f"matmul: a is {checks.describe(a)} and b is {checks.describe(b)}; their batch dimensions do not broadcast"

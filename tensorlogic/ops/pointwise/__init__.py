@@ -34,7 +34,7 @@ def _broadcast(fn: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
     if all(shape == wide[0] for shape in wide):  # symbolic sizes have no hash
         return tuple(values.values())
     try:
-        torch.broadcast_shapes(*(v.shape for v in values.values()))
+        checks.broadcast(*(v.shape for v in values.values()))
     except RuntimeError:
         shapes = ", ".join(f"{n} is {checks.describe(v)}" for n, v in values.items())
         raise ValueError(f"{fn}: {shapes}; shapes that broadcast together are required") from None

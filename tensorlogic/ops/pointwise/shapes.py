@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-import torch
-
+from ...arguments import broadcast
 from ...plans import Key, TensorSpec
 from ..common import wiring
 
@@ -58,7 +57,7 @@ def shape_of(kind: str, key: Key, operands: tuple[TensorSpec, ...]) -> Shape | s
     reason = wiring.one_dtype(key)
     if reason is not None:
         return reason
-    out = tuple(torch.broadcast_shapes(*(t.shape for t in operands)))
+    out = broadcast(*(t.shape for t in operands))
     if 0 in out:
         return "empty"
     first, align = operands[0], wiring.weakest(key)

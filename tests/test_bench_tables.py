@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,3 +146,20 @@ def test_latencies_are_told_to_the_worst(tmp_path: Path) -> None:
     assert "C; PyTorch 2; d; microseconds, 10,000 calls" in text
     assert "|  | p50 | p99 | worst |" in text
     assert "| optimize | 2 | 20 | 3000 |" in text
+
+
+def test_budgets_are_told_with_losses(tmp_path: Path) -> None:
+    def row(rtol: float, dtype: str, size: int, speed: float, **more: Any) -> dict[str, Any]:
+        about = {"rtol": rtol, "dtype": dtype, "size": size, "device": "cpu", "way": "cpu.f32"}
+        return {**about, "speed": [9.0], "wall_speed": [speed], **more}
+
+    rows = [row(1e-2, "f32", 512, 2.0), row(1e-6, "f32", 512, 0.5, watched_speed=[0.75])]
+    rows += [row(1e-2, "f64", 512, 3.0), row(1e-2, "f32", 1000, 7.0), row(1e-2, "f32", 2048, 1.5)]
+    machine = {"gpu": None, "processor": "C", "environment": {"torch": "2"}}
+    whole = {"machine": machine, "before": {"time": "2026-11-23T03:00"}, "adaptive": rows}
+    (tmp_path / "p.json").write_text(json.dumps(whole))
+    text = facts.fact("budgets", tmp_path / "p.json")
+    assert "C; PyTorch 2; 2026-11-23; times as fast" in text
+    assert "| error at most | f32 inputs, 512 | f32 inputs, 2048 | f64 inputs, 512 |" in text
+    assert "| 1e-02 | 2.00 cpu.f32 | 1.50 cpu.f32 | 3.00 cpu.f32 |" in text
+    assert "| 1e-06 | **0.75** cpu.f32 |  |  |" in text

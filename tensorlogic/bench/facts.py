@@ -124,6 +124,31 @@ def latency(result: Document) -> str:
     return f"{about}\n\n{table(('', *marks), rows)}"
 
 
+def budgets(result: Document) -> str:
+    """Products within error budgets beside PyTorch's own of the same inputs, guard included (`bench --suite precision`). A loss is bold."""
+    gpu = result["machine"]["gpu"]
+    device, sizes = ("cuda", (1024, 4096)) if gpu else ("cpu", (512, 2048))
+    found = {
+        (r["rtol"], r["dtype"], r["size"]): r
+        for r in result["adaptive"]
+        if r["device"] == device and r["size"] in sizes
+    }
+    kinds = sorted({key[1:] for key in found})
+    rows = []
+    for rtol in sorted({key[0] for key in found}, reverse=True):
+        cells = [f"{rtol:.0e}"]
+        for kind in kinds:
+            row = found.get((rtol, *kind))
+            speed = 0.0 if row is None else row.get("watched_speed", row["wall_speed"])[0]
+            told = f"{speed:.2f}" if speed >= 1 else f"**{speed:.2f}**"
+            cells.append("" if row is None else f"{told} {row['way']}")
+        rows.append(cells)
+    name = gpu["name"] if gpu else result["machine"]["processor"]
+    about = f"{name}; PyTorch {result['machine']['environment']['torch']}; {result['before']['time'][:10]}; times as fast as PyTorch, and by which way"
+    head = ("error at most", *(f"{dtype} inputs, {size}" for dtype, size in kinds))
+    return f"{about}\n\n{table(head, rows)}"
+
+
 FACTS: dict[str, Callable[[Document], str]] = {
     "enabled": enabled,
     "guards": guards,
@@ -132,4 +157,5 @@ FACTS: dict[str, Callable[[Document], str]] = {
     "models": models,
     "zoo": zoo,
     "latency": latency,
+    "budgets": budgets,
 }

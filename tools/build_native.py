@@ -1,4 +1,4 @@
-"""Build the native library: `python tools/build_native.py` (g++ or clang++, about half a minute on two idle cores).
+"""Build the native library: `python tools/build_native.py` (g++ or clang++, about a minute on two idle cores).
 
     python tools/build_native.py              build what changed into tensorlogic/_native/
     python tools/build_native.py --force      build everything
@@ -12,6 +12,7 @@ The compiler is $CXX, else g++, clang++ or c++. A wheel built afterwards takes t
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import os
 import platform
@@ -20,11 +21,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+
+Library = Future[Path]  # of the native library that is being built
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "csrc"
@@ -165,20 +168,33 @@ def torch_version() -> str:
     return metadata.version("torch").partition("+")[0]
 
 
-def build_hooks(output: Path = OUTPUT, force: bool = False, extra: Sequence[str] = ()) -> Path:
-    """Compile and link the hooks for the installed PyTorch beside the library they need; raises BuildError."""
+def build_hooks(
+    output: Path = OUTPUT,
+    force: bool = False,
+    extra: Sequence[str] = (),
+    library: Library | None = None,
+) -> Path:
+    """Compile and link the hooks for the installed PyTorch beside the library they need; raises BuildError.
+
+    `library` is that of the library while it is being built, too: it is waited for before the hooks are linked to it.
+    """
     target = output / HOOKS.format(version=torch_version())
-    return _build_beside("hooks", target, force, extra)
+    return _build_beside("hooks", target, force, extra, library)
 
 
-def build_calls(output: Path = OUTPUT, force: bool = False, extra: Sequence[str] = ()) -> Path:
-    """Compile and link the compiled calls for the installed PyTorch and the Python that runs this; raises BuildError."""
+def build_calls(
+    output: Path = OUTPUT,
+    force: bool = False,
+    extra: Sequence[str] = (),
+    library: Library | None = None,
+) -> Path:
+    """As `build_hooks`, the compiled calls for the installed PyTorch and the Python that runs this."""
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").exists():
         raise BuildError(f"{include} has no Python.h: install Python's headers (python3-dev)")
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     target = output / CALLS.format(version=torch_version(), suffix=suffix)
-    return _build_beside("calls", target, force, extra, include, ("-ltorch_python",))
+    return _build_beside("calls", target, force, extra, library, include, ("-ltorch_python",))
 
 
 def _build_beside(
@@ -186,6 +202,7 @@ def _build_beside(
     target: Path,
     force: bool,
     extra: Sequence[str],
+    library: Library | None,
     include: Path | None = None,
     libraries: Sequence[str] = (),
 ) -> Path:
@@ -201,8 +218,9 @@ def _build_beside(
     with tempfile.TemporaryDirectory() as scratch:
         sources = sorted((SOURCES / part).glob("*.cpp"))
         objects = {s: str(Path(scratch) / f"{s.stem}.o") for s in sources}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(run, [[cxx, *flags, "-c", str(s), "-o", o] for s, o in objects.items()]))
+        run_all([[cxx, *flags, "-c", str(s), "-o", o] for s, o in objects.items()])
+        if library is not None:
+            library.result()
         staged = target.with_name(f".{target.name}.{os.getpid()}")
         beside = [f"-L{target.parent}", "-ltensorlogic_native", f"-L{folder / 'lib'}"]
         run(
@@ -225,6 +243,24 @@ def _build_beside(
     return target
 
 
+@functools.cache
+def compilers() -> ThreadPoolExecutor:
+    """Those that compile, for all that is built at the same time."""
+    return ThreadPoolExecutor(os.cpu_count())
+
+
+def run_all(commands: Iterable[Sequence[str]]) -> None:
+    """Run compiler commands, as many at once as there are cores; the first that fails raises BuildError, and none is begun after it."""
+    waiting = [compilers().submit(run, command) for command in commands]
+    try:
+        for one in waiting:
+            one.result()
+    finally:
+        for one in waiting:
+            one.cancel()
+        wait(waiting)
+
+
 def run(command: Sequence[str]) -> None:
     """Run one compiler command; its messages go into the error."""
     done = subprocess.run(command, capture_output=True, text=True)
@@ -245,8 +281,7 @@ def build(output: Path = OUTPUT, force: bool = False, extra: Sequence[str] = ())
     with tempfile.TemporaryDirectory() as folder:
         objects = Path(folder)
         jobs = commands(cxx, objects, extra)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(run, jobs.values()))
+        run_all(jobs.values())
         linked = objects / LIBRARY
         libraries = torch_folder() / "lib"
         run(
@@ -270,12 +305,33 @@ def build(output: Path = OUTPUT, force: bool = False, extra: Sequence[str] = ())
     return target
 
 
+def build_all(
+    output: Path = OUTPUT, force: bool = False, extra: Sequence[str] = (), optional: bool = False
+) -> Path:
+    """The library and what lies beside it, at once; raises BuildError, `optional`: of the library alone, and says what else failed."""
+    with ThreadPoolExecutor(3) as builds:
+        library = builds.submit(build, output, force, extra)
+        rest = {
+            what: builds.submit(make, output, force, extra, library)
+            for what, make in (("hooks", build_hooks), ("compiled calls", build_calls))
+        }
+    target = library.result()
+    for what, made in rest.items():
+        try:
+            path = made.result()
+            if optional:
+                print(path)
+        except BuildError as error:
+            if not optional:
+                raise
+            print(f"the {what} were not built: {error}", file=sys.stderr)
+    return target
+
+
 def sanitized_tests() -> int:
     """Build with the sanitizers and run the native tests on that build; returns their exit status."""
     output = ROOT / "build" / "sanitized"
-    library = build(output, extra=SANITIZE)
-    build_hooks(output, extra=SANITIZE)
-    build_calls(output, extra=SANITIZE)
+    library = build_all(output, extra=SANITIZE)
     names = ("libasan.so", "libubsan.so")
     preload = [
         subprocess.check_output([compiler(), f"-print-file-name={name}"], text=True).strip()
@@ -327,15 +383,10 @@ def main() -> int:
             return 0
         if options.sanitize:
             return sanitized_tests()
-        print(build(force=options.force))
+        print(build_all(force=options.force, optional=True))
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1
-    for what, make in (("hooks", build_hooks), ("compiled calls", build_calls)):
-        try:
-            print(make(force=options.force))
-        except BuildError as error:  # they are optional
-            print(f"the {what} were not built: {error}", file=sys.stderr)
     return 0
 
 

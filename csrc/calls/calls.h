@@ -2,10 +2,7 @@
 // of Python and of PyTorch's dispatcher.
 #pragma once
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/python_variable.h>
+#include "python.h"
 
 #include <utility>
 #include <vector>

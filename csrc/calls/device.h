@@ -93,9 +93,6 @@ bool captured(PyObject* plan);
 // Whether the error that is set says so.
 bool out_of_memory();
 
-// Sets the error that PyTorch would for the exception in flight.
-void translated();
-
 extern PyTypeObject DriverType, EmptyType, StartType, StepType, SeriesType, SlotType, PlanType,
     RecordingType, CountedType, WayType, StillType, UnchangedType, MoverType;
 

@@ -3,7 +3,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/PyInterpreter.h>
 
 #include <cmath>
 #include <string>
@@ -15,20 +14,6 @@
 namespace tensorlogic::calls {
 
 using FunctionModes = at::impl::PythonTorchFunctionTLS;
-
-bool default_devices() {
-  static PyObject* const type = [] {
-    const Ref module(PyImport_ImportModule("torch.utils._device"));
-    PyObject* found = module.get() ? PyObject_GetAttrString(module.get(), "DeviceContext") : nullptr;
-    PyErr_Clear();
-    return found;
-  }();
-  for (int64_t i = 0; i < FunctionModes::stack_len(); ++i) {
-    PyObject* mode = FunctionModes::get_stack_at(i)->ptr(getPyInterpreter());
-    if (reinterpret_cast<PyObject*>(Py_TYPE(mode)) != type) return false;
-  }
-  return true;
-}
 
 bool unobserved() {
   return !(at::impl::torch_function_mode_enabled() && !default_devices()) &&
@@ -93,7 +78,7 @@ bool hashed(const Front& self, PyObject* const* given, uint64_t& hash) {
     if (kind == 'o' && given[i] == Py_None) continue;
     if (tensor(kind)) {
       if (!plain(given[i])) return false;
-      const at::Tensor& t = THPVariable_Unpack(given[i]);
+      const at::Tensor& t = tensor_of(given[i]);
       hash = mixed(hash, static_cast<uint64_t>(t.scalar_type()));
       for (int64_t size : t.sizes()) hash = mixed(hash, static_cast<uint64_t>(size));
     } else if (kind == 's' && !finite(given[i])) {

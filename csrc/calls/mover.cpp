@@ -1,7 +1,6 @@
 // Transfers of ordinary memory to and from a device in one call of C: threads copy while memory is still made for what they copy.
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/inductor/aoti_torch/utils.h>
 
 #include <exception>
 
@@ -38,10 +37,8 @@ struct Result {
       tensor = by.driver->made(sizes, strides, dtype, by.index);
       return;
     }
-    at::Tensor* pooled = torch::aot_inductor::tensor_handle_to_tensor_pointer(
+    tensor = taken(
         transfer::memory(static_cast<int32_t>(dtype), sizes.data(), static_cast<int64_t>(sizes.size())));
-    tensor = std::move(*pooled);
-    delete pooled;
   }
   static char* made(void* self) {
     auto& result = *static_cast<Result*>(self);
@@ -67,7 +64,7 @@ bool bytes_alone(const at::Tensor& t, at::DeviceType type) {
 // Whether the transfer is one for this mover, whose device is the current one.
 bool takes(const Mover& self, PyObject* given, int64_t& bytes) {
   if (!plain(given) || !unobserved()) return false;
-  const at::Tensor& t = THPVariable_Unpack(given);
+  const at::Tensor& t = tensor_of(given);
   const at::Device device = self.driver->device(self.index);
   const at::DeviceType from = self.up ? at::kCPU : device.type();
   bytes = static_cast<int64_t>(t.nbytes());
@@ -86,21 +83,21 @@ PyObject* called(PyObject* object, PyObject* const* given, size_t flags, PyObjec
   try {
     if (!takes(self, given[0], bytes) || self.driver->stream(self.index, &stream) || self.driver->capturing(stream, &capturing) || capturing)
       Py_RETURN_NONE;
-    const at::Tensor from = THPVariable_Unpack(given[0]);
+    const at::Tensor from = tensor_of(given[0]);
     const c10::Storage kept = from.storage();  // another thread may give the tensor other memory meanwhile
     Result to{self, c10::DimVector(from.sizes()), c10::DimVector(from.strides()), from.scalar_type()};
     auto* const data = static_cast<char*>(const_cast<void*>(from.const_data_ptr()));
     const transfer::How& how = self.how[(bytes > self.below[0]) + (bytes > self.below[1])];
     int64_t wrong = 0;
     {
-      pybind11::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       wrong = transfer::move(self.stager, self.up ? data : nullptr, self.up ? nullptr : data, bytes, self.up, how, stream, {&Result::made, &to});
     }
     if (to.problem) std::rethrow_exception(to.problem);
     if (wrong)
       return PyErr_Format(PyExc_RuntimeError, "to: CUDA reports error %lld for a transfer of %lld bytes", static_cast<long long>(wrong),
                           static_cast<long long>(bytes));
-    return THPVariable_Wrap(std::move(to.tensor));
+    return wrapped(std::move(to.tensor));
   } catch (...) {
     translated();
     return nullptr;

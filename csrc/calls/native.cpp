@@ -2,9 +2,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/inductor/aoti_torch/utils.h>
+#include <torch/csrc/Dtype.h>
 
 #include <structmember.h>
 
@@ -12,8 +10,6 @@
 
 namespace tensorlogic::calls {
 namespace {
-
-using torch::aot_inductor::tensor_handle_to_tensor_pointer;
 
 // What the dispatcher would look at before the CPU kernel, were there a reason to.
 class Dispatcher {
@@ -42,7 +38,7 @@ class Dispatcher {
 
 AtenTensorHandle borrowed(PyObject* tensor) {
   return reinterpret_cast<AtenTensorHandle>(
-      const_cast<at::Tensor*>(&THPVariable_Unpack(tensor)));
+      const_cast<at::Tensor*>(&tensor_of(tensor)));
 }
 
 // One argument that is no tensor; false where the usual way must look at it.
@@ -77,8 +73,8 @@ bool plain(char kind, PyObject* given, Argument& out) {
 }
 
 bool argument(char kind, PyObject* given, const Dispatcher& dispatcher, Argument& out) {
-  if (!THPVariable_CheckExact(given)) return plain(kind, given, out);
-  if ((kind != 't' && kind != 'o') || !dispatcher.passes(THPVariable_Unpack(given))) return false;
+  if (!exactly_tensor(given)) return plain(kind, given, out);
+  if ((kind != 't' && kind != 'o') || !dispatcher.passes(tensor_of(given))) return false;
   out.tensor = borrowed(given);
   return true;
 }
@@ -88,14 +84,10 @@ bool run(const Direct& direct, const Argument* in, at::Tensor* out) {
   AtenTensorHandle handles[MOST] = {};
   try {
     {
-      pybind11::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       direct.call(in, handles);
     }
-    for (int i = 0; i < direct.outputs; ++i) {
-      at::Tensor* made = tensor_handle_to_tensor_pointer(handles[i]);
-      out[i] = std::move(*made);
-      delete made;
-    }
+    for (int i = 0; i < direct.outputs; ++i) out[i] = taken(handles[i]);
     return true;
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
@@ -122,10 +114,10 @@ PyObject* called(PyObject* object, PyObject* const* given, size_t flags, PyObjec
   at::Tensor out[MOST];
   if (!run(direct, in, out)) return nullptr;
   if (direct.outputs == 0) Py_RETURN_NONE;
-  if (direct.outputs == 1) return THPVariable_Wrap(std::move(out[0]));
+  if (direct.outputs == 1) return wrapped(std::move(out[0]));
   PyObject* all = PyTuple_New(direct.outputs);
   for (int i = 0; all && i < direct.outputs; ++i)
-    PyTuple_SET_ITEM(all, i, THPVariable_Wrap(std::move(out[i])));
+    PyTuple_SET_ITEM(all, i, wrapped(std::move(out[i])));
   return all;
 }
 
@@ -278,7 +270,7 @@ PyObject* launch(Launcher& self, PyObject* const* tensors) {
   for (int i = 0; i < self.dynamic; ++i)
     if (!argument(direct.kinds[i], tensors[i], dispatcher, in[i])) return nullptr;
   at::Tensor out;
-  return run(direct, in, &out) ? THPVariable_Wrap(std::move(out)) : nullptr;
+  return run(direct, in, &out) ? wrapped(std::move(out)) : nullptr;
 }
 
 PyTypeObject NativeType =

@@ -1,8 +1,7 @@
 // A launcher that was noted, replayed: tensors made, kernels started, outputs handed back, in one call.
 #include "device.h"
 
-#include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Dtype.h>
 
 #include <structmember.h>
 
@@ -93,7 +92,7 @@ class Run {
   static PyObject* made(const Action& action) {
     const auto& empty = *reinterpret_cast<Empty*>(action.what.get());
     try {
-      return THPVariable_Wrap(
+      return wrapped(
           empty.driver->made(action.size, action.stride, action.dtype, empty.index));
     } catch (...) {
       translated();
@@ -197,7 +196,7 @@ class Builder {
                                                     : Action::TRY;
       for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
         PyObject* argument = PyTuple_GET_ITEM(args, i);
-        if (THPVariable_Check(argument)) return refused("uses a tensor of its own:", argument);
+        if (any_tensor(argument)) return refused("uses a tensor of its own:", argument);
         if (Py_TYPE(argument) == &SlotType && !known_.count(argument))
           return refused("uses what was not given:", argument);
         made.args.push_back(slot(argument));

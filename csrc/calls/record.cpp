@@ -51,11 +51,11 @@ PyObject* picked(const std::vector<int>& places, PyObject* const* given, Py_ssiz
 // The same outputs, the first of which is no view: PyTorch lets nobody write to one that a Function returns.
 Ref viewless(Ref outputs) {
   PyObject* const first = PyTuple_GET_ITEM(outputs.get(), 0);
-  if (!THPVariable_Check(first) || !THPVariable_Unpack(first).is_view()) return outputs;
+  if (!any_tensor(first) || !tensor_of(first).is_view()) return outputs;
   const Py_ssize_t n = PyTuple_GET_SIZE(outputs.get());
   Ref made(PyTuple_New(n));
   if (!made.get()) return made;
-  PyTuple_SET_ITEM(made.get(), 0, THPVariable_Wrap(THPVariable_Unpack(first).variable_data()));
+  PyTuple_SET_ITEM(made.get(), 0, wrapped(tensor_of(first).variable_data()));
   for (Py_ssize_t i = 1; i < n; ++i)
     PyTuple_SET_ITEM(made.get(), i, Py_NewRef(PyTuple_GET_ITEM(outputs.get(), i)));
   return made;

@@ -27,8 +27,8 @@ inline c10::DispatchKeySet applied(const at::Tensor& t, const c10::impl::LocalDi
 
 // Outside of strided tensors on CPUs and CUDA devices nothing is kept, so sizes and strides may be read as they lie there.
 inline bool plain(PyObject* given) {
-  if (!THPVariable_CheckExact(given)) return false;
-  const at::Tensor& t = THPVariable_Unpack(given);
+  if (!exactly_tensor(given)) return false;
+  const at::Tensor& t = tensor_of(given);
   const auto device = t.device().type();
   return (device == at::kCPU || device == at::kCUDA) && t.layout() == at::kStrided &&
          !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !t.is_nested();
@@ -40,7 +40,7 @@ inline size_t first_of(PyObject* const* given, size_t i) {
 
 // Of a plain tensor.
 inline Seen looked(PyObject* const* given, size_t i, const c10::impl::LocalDispatchKeySet& local) {
-  const at::Tensor& t = THPVariable_Unpack(given[i]);
+  const at::Tensor& t = tensor_of(given[i]);
   return {Py_TYPE(given[i]),  t.device().index(), applied(t, local).raw_repr(), t.scalar_type(),
           t.requires_grad(),  first_of(given, i), t.sizes().vec(),              t.strides().vec()};
 }
@@ -48,7 +48,7 @@ inline Seen looked(PyObject* const* given, size_t i, const c10::impl::LocalDispa
 inline bool same(const Seen& seen, PyObject* given, const c10::impl::LocalDispatchKeySet& local) {
   if (given == Py_None || !seen.type) return given == Py_None && !seen.type;
   if (Py_TYPE(given) != seen.type) return false;
-  const at::Tensor& t = THPVariable_Unpack(given);
+  const at::Tensor& t = tensor_of(given);
   return t.scalar_type() == seen.dtype && t.device().index() == seen.index &&
          applied(t, local).raw_repr() == seen.keys && t.requires_grad() == seen.requires_grad &&
          t.sizes() == at::IntArrayRef(seen.sizes) &&
@@ -79,9 +79,6 @@ inline bool carries(PyObject* tensor) {
   if (!held.get()) PyErr_Clear();
   return !held.get() || PyDict_GET_SIZE(held.get()) > 0;
 }
-
-// Default devices are the only function modes: they fill in device arguments that were left out, and launchers leave out none.
-bool default_devices();
 
 // No mode wants to see a call.
 bool unobserved();

@@ -41,11 +41,11 @@ struct Series {
 
 // The first status that is not 0.
 int multiplied(const Series& self, PyObject* const* given, size_t n) {
-  const auto x = static_cast<char*>(THPVariable_Unpack(given[0]).data_ptr());
-  const auto w = static_cast<char*>(THPVariable_Unpack(given[1]).data_ptr());
-  void* y = THPVariable_Unpack(given[2]).data_ptr();
-  void* space = n > 3 ? THPVariable_Unpack(given[3]).data_ptr() : nullptr;
-  const size_t size = n > 3 ? THPVariable_Unpack(given[3]).nbytes() : 0;
+  const auto x = static_cast<char*>(tensor_of(given[0]).data_ptr());
+  const auto w = static_cast<char*>(tensor_of(given[1]).data_ptr());
+  void* y = tensor_of(given[2]).data_ptr();
+  void* space = n > 3 ? tensor_of(given[3]).data_ptr() : nullptr;
+  const size_t size = n > 3 ? tensor_of(given[3]).nbytes() : 0;
   void* stream = nullptr;
   if (const int status = self.driver->stream(self.index, &stream)) return status;
   for (const Part& p : *self.parts)
@@ -62,7 +62,7 @@ PyObject* called(PyObject* object, PyObject* const* given, size_t flags, PyObjec
     return PyErr_Format(PyExc_TypeError, "a series takes x, w, y and a workspace, not %zd tensors", n);
   if (tape) return note(object, given, static_cast<size_t>(n), Py_True);
   for (Py_ssize_t i = 0; i < n; ++i)
-    if (!THPVariable_Check(given[i]))
+    if (!any_tensor(given[i]))
       return PyErr_Format(PyExc_TypeError, "a series takes tensors, not %R", given[i]);
   try {
     std::optional<c10::DeviceGuard> there;

@@ -3,8 +3,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Dtype.h>
 
 #include <structmember.h>
 
@@ -14,8 +13,6 @@
 namespace tensorlogic::calls {
 
 thread_local PyObject* tape = nullptr;
-
-void translated() { torch::translate_exception_to_python(std::current_exception()); }
 
 at::Tensor Driver::made(at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype,
                         int index) const {
@@ -94,7 +91,7 @@ PyObject* emptied(PyObject* object, PyObject* const* given, size_t flags, PyObje
   for (int i = 0; i < 2; ++i)
     if (!numbers(given[i], both[i])) return nullptr;
   try {
-    return THPVariable_Wrap(self.driver->made(
+    return wrapped(self.driver->made(
         both[0], both[1], reinterpret_cast<THPDtype*>(given[2])->scalar_type, self.index));
   } catch (...) {
     translated();
@@ -143,7 +140,7 @@ int filled(const Start& self, PyObject* const* given, uint64_t* words, unsigned 
   for (size_t i = 0; i < self.layout->size(); ++i) {
     const char kind = (*self.layout)[i];
     if (kind == 'm' || kind == 'p') {
-      words[i] = reinterpret_cast<uint64_t>(THPVariable_Unpack(given[at++]).data_ptr());
+      words[i] = reinterpret_cast<uint64_t>(tensor_of(given[at++]).data_ptr());
       bits |= words[i];
     } else if (kind == 'f') {
       const auto value = static_cast<float>(PyFloat_AsDouble(given[at++]));
@@ -187,7 +184,7 @@ int launched(const Start& self, uint64_t* words, unsigned char (*maps)[MAP_BYTES
   Attribute attributes[2] = {self.attributes[0], self.attributes[1]};
   config.attributes = attributes;
   if (const int status = self.driver->stream(self.index, &config.stream)) return status;
-  pybind11::gil_scoped_release unlocked;  // the driver waits where a stream's queue is full
+  const Unlocked unlocked;  // the driver waits where a stream's queue is full
   return self.driver->launch(&config, self.function, arguments, nullptr);
 }
 
@@ -322,7 +319,7 @@ void forget_step(PyObject* object) {
 int start(const Start& self, PyObject* const* given) {
   int at = 0;
   for (const char kind : *self.layout) {
-    if ((kind == 'm' || kind == 'p') && !THPVariable_CheckExact(given[at])) return usually(self, given);
+    if ((kind == 'm' || kind == 'p') && !exactly_tensor(given[at])) return usually(self, given);
     at += kind != 'i' && kind != 'L';
   }
   uint64_t words[WORDS];

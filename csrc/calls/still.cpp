@@ -25,7 +25,7 @@ struct Still {
 };
 
 const at::Tensor& at_(PyObject* tuple, size_t i) {
-  return THPVariable_Unpack(PyTuple_GET_ITEM(tuple, static_cast<Py_ssize_t>(i)));
+  return tensor_of(PyTuple_GET_ITEM(tuple, static_cast<Py_ssize_t>(i)));
 }
 
 bool placed(const Place& place, const at::Tensor& t) {
@@ -67,9 +67,9 @@ bool own(PyObject* tensor) {
     PyErr_Clear();
     return found;
   }();
-  const bool exact = THPVariable_CheckExact(tensor) || reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == parameter;
-  if (!exact || !THPVariable_Check(tensor)) return false;
-  const at::Tensor& t = THPVariable_Unpack(tensor);
+  const bool exact = exactly_tensor(tensor) || reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == parameter;
+  if (!exact || !any_tensor(tensor)) return false;
+  const at::Tensor& t = tensor_of(tensor);
   return t.layout() == at::kStrided && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !t.is_nested();
 }
 

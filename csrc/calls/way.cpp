@@ -3,8 +3,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/csrc/Dtype.h>
 
 #include <array>
 
@@ -66,7 +65,7 @@ class Unlocked {
 // Nothing traces or transforms calls; false also where that cannot be told.
 bool executed(const Road& road) {
   static PyObject* const name = PyUnicode_InternFromString("_is_compiling_flag");
-  if (PyDict_GetItemWithError(road.compiler.get(), name) != Py_False || torch::jit::tracer::isTracing()) return false;
+  if (PyDict_GetItemWithError(road.compiler.get(), name) != Py_False || traced()) return false;
   return Ref(PyObject_CallNoArgs(road.level.get())).get() == Py_None;
 }
 
@@ -112,7 +111,7 @@ Came launched(const Road& road, PyObject* const* given, void* stream) {
     if (!input.buffer.whole()) {
       if (!called(input.copy, given + i, 1)) return Came::FAILED;
     } else if (input.buffer.bytes) {
-      const at::Tensor& t = THPVariable_Unpack(given[i]);
+      const at::Tensor& t = tensor_of(given[i]);
       if (!held(t, input.buffer)) return Came::USUAL;
       from[i] = reinterpret_cast<uint64_t>(t.const_data_ptr());
     }
@@ -146,7 +145,7 @@ PyObject* owned(const Road& road, const Output& output, void* stream, Came& came
     const Unlocked unlocked;
     status = driver.copy(to, output.memory.place(), output.memory.bytes, stream);
   }
-  if (!status) return THPVariable_Wrap(std::move(made));
+  if (!status) return wrapped(std::move(made));
   came = Came::USUAL;
   return nullptr;
 }

@@ -28,8 +28,8 @@ bool entered(Road& road, PyObject* example, PyObject* buffers) {
   for (Py_ssize_t i = 0; i < n; ++i) {
     PyObject* buffer = PyTuple_GET_ITEM(buffers, i);
     if (!plain(given[i]) || !plain(buffer)) return refused("plain tensors are required");
-    const at::Tensor& from = THPVariable_Unpack(given[i]);
-    const at::Tensor& to = THPVariable_Unpack(buffer);
+    const at::Tensor& from = tensor_of(given[i]);
+    const at::Tensor& to = tensor_of(buffer);
     Input input;
     input.seen = looked(given, static_cast<size_t>(i), local);
     const bool alike = to.sizes() == from.sizes() && to.strides() == from.strides() && to.dtype() == from.dtype();
@@ -50,10 +50,10 @@ bool left(Road& road, PyObject* leaves, bool own) {
     Output output;
     output.leaf = Ref::of(leaf);
     output.first = first_of(&PyTuple_GET_ITEM(leaves, 0), static_cast<size_t>(i));
-    if (own && THPVariable_Check(leaf)) {
+    if (own && any_tensor(leaf)) {
       output.clone = Ref(PyObject_GetAttrString(leaf, "clone"));
       if (!output.clone.get()) return false;
-      const at::Tensor& t = THPVariable_Unpack(leaf);
+      const at::Tensor& t = tensor_of(leaf);
       if (plain(leaf) && !t.requires_grad()) output.memory = memory(t, road.on().device(road.index));
       if (output.memory.whole()) output.size = t.sizes().vec(), output.stride = t.strides().vec();
     }

@@ -163,3 +163,24 @@ def test_budgets_are_told_with_losses(tmp_path: Path) -> None:
     assert "| error at most | f32 inputs, 512 | f32 inputs, 2048 | f64 inputs, 512 |" in text
     assert "| 1e-02 | 2.00 cpu.f32 | 1.50 cpu.f32 | 3.00 cpu.f32 |" in text
     assert "| 1e-06 | **0.75** cpu.f32 |  |  |" in text
+
+
+def test_goals_are_told_with_misses(tmp_path: Path) -> None:
+    (tmp_path / "g.txt").write_text(
+        "Some words, ok.\n\n"
+        "ok   add 128 error of the timed output over eager's            0.74      target ≤ 2\n"
+        "ok   add 128x1 over best peer (1.7 us, cuBLAS 2.7)              0.412      target ≤ 1.03\n"
+        "MISS add 256x1 over best peer (1.7 us, cuBLAS 2.7)              1.05      target ≤ 1.03\n"
+        "ok   add 1 forward+backward over best peer                      0.9      target ≤ 1.03\n"
+        "MISS sum 1048576                                               2.71 us   target ≤ 2.6\n"
+        "ok   scores 512 speed over torch.compile                          2 x    target ≥ 2\n"
+        "2 missed: add, sum\n\nok   another run      3 x    target ≥ 2\n0 missed\n"
+    )
+    lines = facts.fact("goals", tmp_path / "g.txt").splitlines()
+    assert lines[0] == "|  | reached | asked |"
+    assert lines[2:] == [
+        "| sum 1048576 | **2.71 us** | ≤ 2.6 |",
+        "| scores 512 speed over torch.compile | 2 x | ≥ 2 |",
+        "| forward, over the better of eager and torch.compile: the worst of 2 rows | **1.05, 1 above** | ≤ 1.03 |",
+        "| forward and backward, over the better of eager and torch.compile: the worst of 1 rows | 0.9 | ≤ 1.03 |",
+    ]

@@ -12,6 +12,13 @@ from typing import Any
 from .problems import Problem
 
 Document = dict[str, Any]
+GOAL = re.compile(r"(ok|MISS)\s+(.+?)\s{2,}(\S+) ?(\S*)\s+target ([≤≥]) (\S+)")
+CHECKS = (
+    "error",
+    "keeps its share",
+    "leaves the parameters",
+    "still gives",
+)  # of being right: not shown
 MODEL = re.compile(r"\s*(.+): ours (\d+) us\s+eager (\d+) us\s+compile (\d+) us")
 
 
@@ -149,6 +156,33 @@ def budgets(result: Document) -> str:
     return f"{about}\n\n{table(head, rows)}"
 
 
+def goals(result: Document) -> str:
+    """What the first run of a file asked and reached; rows beside the best peer as their number and the worst. A miss is bold."""
+    rows: list[tuple[str, str, str]] = []
+    beside: dict[str, list[tuple[float, str, bool]]] = {}
+    for line in result["lines"]:
+        if re.match(r"\d+ missed", line):
+            break
+        found = GOAL.match(line)
+        if found is None or any(word in found[2] for word in CHECKS):
+            continue
+        missed, what, value, unit, sign, asked = found[1] == "MISS", *found.groups()[1:]
+        if " over best peer" in what:
+            kind = "forward and backward" if "backward" in what else "forward"
+            beside.setdefault(kind, []).append((float(value), asked, missed))
+            continue
+        told = f"{value} {unit}".strip()
+        rows.append((what, f"**{told}**" if missed else told, f"{sign} {asked}"))
+    for kind, all_of in beside.items():
+        told = f"{max(v for v, *_ in all_of):.3g}"
+        missed = sum(m for *_, m in all_of)
+        what = (
+            f"{kind}, over the better of eager and torch.compile: the worst of {len(all_of)} rows"
+        )
+        rows.append((what, f"**{told}, {missed} above**" if missed else told, f"≤ {all_of[0][1]}"))
+    return table(("", "reached", "asked"), rows)
+
+
 FACTS: dict[str, Callable[[Document], str]] = {
     "enabled": enabled,
     "guards": guards,
@@ -158,4 +192,5 @@ FACTS: dict[str, Callable[[Document], str]] = {
     "zoo": zoo,
     "latency": latency,
     "budgets": budgets,
+    "goals": goals,
 }

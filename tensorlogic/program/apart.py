@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -10,14 +11,16 @@ from torch import Tensor, fx, nn
 
 from . import check, recall
 from .choosing import best
+from .copies import fresh, sharing, unwritten
+from .foretold import Foretold
 from .forms import Form
 from .graphs import FAILURES
 from .later import Later
 from .objects import Flat, Objects
 from .report import Report
-from .serve import Program
+from .serve import Program, mutates
 from .short import MISS, plain_modes
-from .trace import Trace, Untraceable, random_call
+from .trace import Trace, Untraceable, random_call, witness
 from .whole import expected_inputs
 
 
@@ -27,6 +30,7 @@ def traced(
     objects: Objects,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    asked: AbstractSet[str] = frozenset(),
 ) -> Trace:
     """The graph of the tensors, if it gives those that a call of the model itself has left.
 
@@ -37,14 +41,32 @@ def traced(
     if found is None:
         raise Untraceable("the arguments are not what a copy of them is")
     tensors = tuple(found[0])
+    if "finite" in asked:
+        objects.answers = _answers(model, args, kwargs)
     trace = recall.traced(Flat(clone, objects), Flat(model, objects), tensors, {})
     if any(after != objects.after for after in objects.seen):
         raise Untraceable("while it is traced, the model leaves other objects")
     nodes = [n for n in trace.graph.nodes if n.op in ("call_function", "get_attr")]
-    if not any(map(random_call, nodes)) and not check.alike(_run(trace, nodes), objects.tensors):
-        raise Untraceable("the graph's outputs are not the model's")
+    draws = any(map(random_call, nodes))
+    if objects.answers and (draws or mutates(trace.graph)):
+        raise Untraceable(
+            "it asks whether numbers are finite, and no call of the graph could be taken back"
+        )
+    if not draws:
+        ours = _run(trace, nodes)
+        held = not objects.answers or bool(ours.pop())
+        if not held or not check.alike(ours, objects.tensors):
+            raise Untraceable("the graph's outputs are not the model's")
     objects.tensors, trace.objects = [], objects
     return trace
+
+
+def _answers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[bool]:
+    """What the model's code is told of whether numbers are finite, by a call of a copy."""
+    twin, given = sharing(model, buffers=False), fresh(args, kwargs)
+    with witness(), unwritten(twin), Foretold() as told:
+        twin.forward(*given[0], **given[1])
+    return told.answers
 
 
 def _run(trace: Trace, nodes: list[fx.Node]) -> list[Tensor]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._device import DeviceContext
 
+from .foretold import FINITE
 from .trace import Untraceable
 
 _C: Any = torch._C
@@ -175,6 +176,8 @@ class _Noting:
             name = BUILTINS.get(arg)
             if name is None:
                 name = getattr(arg, "__name__", "")
+                if name in FINITE:
+                    self.names.add("finite")
                 if name not in LOOKS or not isinstance(getattr(arg, "__self__", None), Tensor):
                     return
             if name not in self.names and not (

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .foretold import Foretold
 from .plain import ROUNDED, plain, plain_object
 from .short import MISS
 
@@ -70,6 +71,9 @@ class Objects:
         self.after: After | None = None  # a call of the model itself
         self.tensors: list[Tensor] = []  # that it was given and has made
         self._result: _Built | None = None
+        self.answers: list[
+            bool
+        ] = []  # to whether numbers are finite; a graph gives one tensor more then, whether they hold
 
     def taken(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -118,6 +122,9 @@ class Objects:
     ) -> Any:
         """The result of a call by what gives the tensors that it makes, or `MISS`."""
         made = program(tensors, {})
+        if made is not MISS and self.answers:
+            *made, held = made
+            made = made if held else MISS
         return MISS if made is MISS else self.put(tensors, objects, made)
 
     def put(self, tensors: Sequence[Tensor], objects: Sequence[Any], made: Sequence[Tensor]) -> Any:
@@ -148,10 +155,15 @@ class Flat(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors that a call makes."""
         objects = self.objects.around(tensors)
-        out = self.model.forward(*objects[0], **objects[1])
+        if not self.objects.answers:
+            out, verdict = self.model.forward(*objects[0], **objects[1]), []
+        else:
+            with Foretold(self.objects.answers) as told:
+                out = self.model.forward(*objects[0], **objects[1])
+            verdict = told.verdict()
         after, made = self.objects.left(tensors, objects, out)
         self.objects.seen.append(after)
-        return made
+        return [*made, *verdict]
 
 
 class _Seen:

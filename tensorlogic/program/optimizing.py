@@ -323,7 +323,8 @@ def _program(
             elif training or asked is not None or habits.objects is None:
                 raise Untraceable(habits.unlike)
             else:
-                traced = apart.traced(clone, model, habits.objects, args, kwargs)
+                known = habits.objects, args, kwargs, habits.asked
+                traced = apart.traced(clone, model, *known)
             if training:
                 gradients.same(traced, model, args, kwargs)
             traced.asked = answered(habits.asked, clone, traced.example)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -60,3 +61,39 @@ def test_the_page_says_what_the_results_say() -> None:
     text = precision_page.PAGE.read_text()
     assert precision_page.filled(text) == text
     assert "NVIDIA H200" in text
+
+
+def test_goals_are_read_out_of_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(precision_page.ROOT / "benchmarks")
+    reach = importlib.import_module("precision_reach")
+    gpu = {"device": "cuda", "dtype": "f64", "rtol": 1e-6, "wall_speed": [0.5]}
+    found = {
+        "machine": {"gpu": {"name": "G"}},
+        "adaptive": [
+            {**gpu, "size": 1024, "way": "torch.eager", "speed": [0.99]},  # itself, and said
+            {**gpu, "size": 2048, "way": "b", "speed": [1.7], "watched_speed": [1.6]},
+            {**gpu, "size": 4096, "way": "b", "speed": [1.9], "watched_speed": [1.85]},
+            {**gpu, "size": 4096, "way": "b", "speed": [0.1], "device": "cpu"},
+            {**gpu, "size": 4096, "way": "b", "speed": [0.1], "rtol": 1e-2},
+        ],
+        "mixed": [{"device": "cuda", "size": 64, "f32": [1.0], "f16": [1.06]}],
+        "transfers": [
+            {"bytes": 1 << 24, "up": 39.0, "down": 41.0, "up PyTorch": 9.0, "down PyTorch": 9.0}
+        ],
+        "placement": [{"size": 32, "over_best": 1.04}, {"size": 64, "over_best": 1.06}],
+    }
+    rows = list(reach.rows(found))
+    assert [(r.value, r.missed) for r in rows] == [
+        (0.99, False), (1.7, True), (1.9, False), (1.0, False), (1.06, True), (39.0, True), (41.0, False),
+        (1.04, False), (1.06, True),
+    ]  # fmt: skip
+    assert "MISS" in str(rows[1])
+    assert "(1.60)" in str(rows[1])
+    cpu = {"device": "cpu", "dtype": "f32", "size": 512}
+    ways = {"PyTorch f32": 300.0, "cpu.f32": 190.0, "cpu.bf16": 90.0}
+    found |= {"machine": {"gpu": None}, "transfers": [], "placement": [], "mixed": []}
+    found["strategies"] = [{**cpu, "way": way, "us": us} for way, us in ways.items()]
+    served = {"rtol": 1e-2, "way": "cpu.bf16", "us": 100.0, "wall_us": 110.0}
+    found["adaptive"] = [{**cpu, **served, "speed": [3.0], "wall_speed": [2.7]}]
+    (row,) = reach.rows(found)
+    assert (row.value, row.missed) == (1.9, False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic.program import asked
 from tensorlogic.program.graphs import CallTape, Replay
 
 from .test_capture import CUDA, DEVICE, PythonTape
@@ -297,19 +295,6 @@ def test_who_asks_whether_it_is_traced_comes_back_as_it_was(
     assert torch.equal(fast(x), expected)
 
 
-def test_what_pytorch_and_we_ask_for_others_is_not_noted() -> None:
-    model = nn.TransformerEncoderLayer(8, 2, batch_first=True).to(DEVICE).eval()
-    with asked.noting() as names, torch.no_grad():
-        model(torch.randn(1, 3, 8, device=DEVICE))
-        tensorlogic.linear(some(), torch.randn(8, 8, device=DEVICE))
-        with torch.autocast("cpu", enabled=False):
-            some().detach()
-    assert names == {"default device"}  # of `some`
-    with asked.noting() as names:
-        QUESTIONS["wants a gradient"][0](some())
-    assert "requires_grad" in names
-
-
 def test_nothing_is_asked_of_models_that_ask_nothing(pays: None) -> None:
     fast = optimized(
         nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(DEVICE).requires_grad_(False).eval(), some()
@@ -317,21 +302,6 @@ def test_nothing_is_asked_of_models_that_ask_nothing(pays: None) -> None:
     assert fast._program.asks is None
     assert not fast._program.asked.looks
     assert fast._program((some(),), {}) is not tensorlogic.program.short.MISS  # recorded or not
-
-
-def test_where_somebody_profiles_everything_counts_as_asked(pays: None) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(DEVICE).requires_grad_(False).eval()
-    profile = lambda *_: None  # noqa: E731
-    sys.setprofile(profile)
-    try:
-        fast = optimized(model, some())
-        assert sys.getprofile() is profile
-    finally:
-        sys.setprofile(None)
-    x, miss = some(), tensorlogic.program.short.MISS
-    assert fast._program((x,), {}) is miss
-    with torch.no_grad():
-        assert fast._program((x,), {}) is not miss
 
 
 @torch.no_grad()

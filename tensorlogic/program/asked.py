@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import call
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -152,26 +152,34 @@ class Asked:
 
 @contextlib.contextmanager
 def noting() -> Iterator[set[str]]:
-    """The questions that Python code of this thread puts meanwhile; every one where somebody else's profiler is at work."""
+    """The questions that Python code of this thread puts meanwhile; every one where a profiler is at work that cannot be shared."""
     names: set[str] = set()
-    if sys.getprofile() is not None:
+    other: Any = sys.getprofile()
+    pausing = hasattr(other, "enable") and hasattr(other, "disable")  # cProfile's
+    if not (other is None or pausing or isinstance(other, (FunctionType, MethodType))):
         names |= EVERY
         yield names
         return
-    sys.setprofile(_Noting(names))
+    if pausing:
+        other.disable()
+    sys.setprofile(_Noting(names, None if pausing else other))
     try:
         yield names
     finally:
-        sys.setprofile(None)
+        sys.setprofile(None if pausing else other)
+        if pausing:
+            other.enable()
 
 
 class _Noting:
     """What Python calls at every call and return."""
 
-    def __init__(self, names: set[str]) -> None:
-        self.names, self.known = names, set[CodeType]()
+    def __init__(self, names: set[str], other: Callable[..., Any] | None) -> None:
+        self.names, self.known, self.other = names, set[CodeType](), other
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        if self.other is not None:
+            self.other(frame, event, arg)
         if event == "c_call":
             name = BUILTINS.get(arg)
             if name is None:

@@ -73,7 +73,7 @@ def chance(count: int) -> float:
     """How many times another one an error over `count` elements may be by chance: 20 for a single element (more in 3 cases of
     100), 2.9 for eight (4 of 1,000). Errors that many roundings leave are nearly normal; the logarithm of the ratio of two
     such norms has about the standard deviation 1 / √count, of which this is three."""
-    return math.exp(3 / math.sqrt(count)) if count < FEW else 1.0
+    return math.exp(3 / math.sqrt(count)) if 0 < count < FEW else 1.0
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Clamping(nn.Module):
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
         self.register_buffer("calls", torch.zeros(1))
 
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         for layer in (self.first, self.last):
             if self.extra == "draws":
                 x = x + torch.rand_like(x)
@@ -62,7 +62,8 @@ class Clamping(nn.Module):
                     x = x * 2
             elif QUESTIONS[self.question](x):
                 x = torch.nan_to_num(x, 1.0).clamp(-9, 9)
-        cache.rows = cache.rows + x
+        if cache is not None:
+            cache.rows = cache.rows + x
         return x
 
 
@@ -98,6 +99,15 @@ def test_branches_on_finiteness_are_one_graph(question: str, example: float) -> 
     for number in (example, 3.0 if example != 1.0 else float("nan")):
         both(fast, model, given(number))
     assert served == [True, False]  # the second is another branch, which the model's own code takes
+
+
+def test_models_without_objects_are_one_graph_too() -> None:
+    model = Clamping().to(DEVICE).eval()
+    fast = tensorlogic.optimize(model, given(1.0))
+    assert isinstance(fast._program, Apart), fast.report
+    for number in (1.0, float("inf"), 2.0):
+        x = given(number)
+        torch.testing.assert_close(fast(x), Clamping.forward(model, x), equal_nan=True)
 
 
 @pytest.mark.parametrize("extra", ["other", "draws", "writes"])

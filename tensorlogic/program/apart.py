@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from .forms import Form
 from .graphs import FAILURES
 from .later import Later
 from .objects import Flat, Objects
+from .probe import Habits
 from .report import Report
 from .serve import Program, mutates
 from .short import MISS, plain_modes
@@ -30,7 +30,6 @@ def traced(
     objects: Objects,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    asked: AbstractSet[str] = frozenset(),
 ) -> Trace:
     """The graph of the tensors, if it gives those that a call of the model itself has left.
 
@@ -41,8 +40,6 @@ def traced(
     if found is None:
         raise Untraceable("the arguments are not what a copy of them is")
     tensors = tuple(found[0])
-    if "finite" in asked:
-        objects.answers = _answers(model, args, kwargs)
     trace = recall.traced(Flat(clone, objects), Flat(model, objects), tensors, {})
     if any(after != objects.after for after in objects.seen):
         raise Untraceable("while it is traced, the model leaves other objects")
@@ -61,12 +58,17 @@ def traced(
     return trace
 
 
-def _answers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[bool]:
-    """What the model's code is told of whether numbers are finite, by a call of a copy."""
+def foretell(
+    model: nn.Module, habits: Habits, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Note in `habits.objects` what the model's code is told where it branches on whether numbers are finite, if it does."""
+    if "finite" not in habits.asked or habits.objects is None:
+        return False
     twin, given = sharing(model, buffers=False), fresh(args, kwargs)
     with witness(), unwritten(twin), Foretold() as told:
         twin.forward(*given[0], **given[1])
-    return told.answers
+    habits.objects.answers = told.answers
+    return bool(told.answers)
 
 
 def _run(trace: Trace, nodes: list[fx.Node]) -> list[Tensor]:

@@ -316,15 +316,16 @@ def _program(
                 raise Untraceable("sizes vary")
             if habits.prints:
                 raise Untraceable("the model prints when it is called")
-            if not habits.unlike:
+            fits = not training and asked is None
+            foretold = fits and apart.foretell(model, habits, args, kwargs)
+            if not (habits.unlike or foretold):
                 hooked = any(vars(model).get(name) for name in HOOKS)  # which run around a graph
                 theirs = None if training or hooked else habits.outs
                 traced = recall.traced(clone, model, args, kwargs, theirs)
-            elif training or asked is not None or habits.objects is None:
+            elif not fits or habits.objects is None:
                 raise Untraceable(habits.unlike)
             else:
-                known = habits.objects, args, kwargs, habits.asked
-                traced = apart.traced(clone, model, *known)
+                traced = apart.traced(clone, model, habits.objects, args, kwargs)
             if training:
                 gradients.same(traced, model, args, kwargs)
             traced.asked = answered(habits.asked, clone, traced.example)

@@ -20,7 +20,6 @@ from tensorlogic.program.watch import Guard
 from tensorlogic.program.words import Words
 
 from .test_capture import DEVICE, PythonTape, captured, gradients
-from .test_optimize import pays as pays  # the fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
 

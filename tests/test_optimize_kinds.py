@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import tensorlogic
 
 from .test_optimize import close, served
-from .test_optimize import pays as pays  # the fixture
 
 
 class Outputs(nn.Module):

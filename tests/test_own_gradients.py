@@ -16,7 +16,6 @@ from tensorlogic.program import gradients
 from tensorlogic.program.trace import trace
 
 from .test_optimize import close
-from .test_optimize import pays as pays  # the fixture
 
 
 class Through(torch.autograd.Function):

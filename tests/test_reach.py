@@ -16,9 +16,6 @@ import tensorlogic
 from tensorlogic.program.reach import Reach
 from tensorlogic.program.watch import Watch
 
-from . import test_stale
-
-pays = test_stale.pays
 FACTOR = 1.0
 SHIFT = torch.zeros(4)
 

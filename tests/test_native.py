@@ -346,3 +346,32 @@ for _ in range(2):
         check=True,
     )
     assert ran.stdout.count("enable: pool=True needs the hooks") == 2, ran.stdout + ran.stderr
+
+
+def test_outputs_past_the_caches_hold_the_same_values(ops: Any) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for rows, cols in ((1, 70_001), (37, 64), (129, 1031)):
+            x, y = torch.randn(rows, cols).to(dtype), torch.randn(rows, cols).to(dtype)
+            v = torch.randn(cols).to(dtype)
+            calls: dict[str, tuple[Any, ...]] = {
+                "add": (x, v), "sub": (x, y), "mul": (x, y), "div": (x, y), "add_relu": (x, y),
+                "mul_relu": (x, v), "affine": (x, v, v), "relu": (x,), "silu": (x,), "gelu": (x, True),
+                "relu_backward": (x, y), "silu_backward": (x, y), "gelu_backward": (x, y, False),
+            }  # fmt: skip
+            for name, args in calls.items():
+                run = native.op(name)
+                usual, past = run(*args, 1), run(*args, 2)
+                assert torch.equal(usual.view(torch.uint8), past.view(torch.uint8)), name
+            target, lse = torch.randint(cols, (rows,)), x.float().logsumexp(1)
+            loss = (torch.ones((), dtype=dtype), x, target, lse, -100, 0.1, 1)
+            usual, past = (native.op("softmax_cross_entropy_backward")(*loss, s) for s in (1, 2))
+            assert torch.equal(usual.view(torch.uint8), past.view(torch.uint8))
+
+
+def test_outputs_are_stored_in_no_third_way() -> None:
+    x = torch.randn(8)
+    for number in (-1, 3):
+        with pytest.raises(RuntimeError, match=f"stores must be 0 .* got {number}"):
+            native.op("relu")(x, number)
+        with pytest.raises(RuntimeError, match=f"stores must be 0 .* got {number}"):
+            native.launcher("gelu", False, number)(x)

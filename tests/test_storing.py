@@ -1,9 +1,9 @@
-"""Outputs stored in the caches or past them: the same values, offered where they are large, chosen with who reads them next."""
+"""Outputs stored in the caches or past them (test_native: the same values): offered where they are large, chosen with who reads them next."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +17,9 @@ from tensorlogic.op import EAGER, OPS, Candidate, Op
 from tensorlogic.ops.common import storing
 from tensorlogic.plans import environment
 
-from .test_native import forced
-
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 CPU = torch.device("cpu")
-LEVELS = ("portable", "avx2", "avx512")
 LARGE = storing.LEAST // 2  # halves
-
-
-@pytest.fixture(params=LEVELS)
-def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Each instruction set in turn."""
-    yield from forced(request.param)
 
 
 def op_of(name: str) -> Op:
@@ -38,35 +29,6 @@ def op_of(name: str) -> Op:
 
 def half(*shape: int) -> Tensor:
     return torch.randn(*shape).half()
-
-
-def test_both_ways_give_the_same_values(ops: Any) -> None:
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for rows, cols in ((1, 70_001), (37, 64), (129, 1031)):
-            x, y = torch.randn(rows, cols).to(dtype), torch.randn(rows, cols).to(dtype)
-            v = torch.randn(cols).to(dtype)
-            calls: dict[str, tuple[Any, ...]] = {
-                "add": (x, v), "sub": (x, y), "mul": (x, y), "div": (x, y), "add_relu": (x, y),
-                "mul_relu": (x, v), "affine": (x, v, v), "relu": (x,), "silu": (x,), "gelu": (x, True),
-                "relu_backward": (x, y), "silu_backward": (x, y), "gelu_backward": (x, y, False),
-            }  # fmt: skip
-            for name, args in calls.items():
-                run = native.op(name)
-                usual, past = run(*args, 1), run(*args, 2)
-                assert torch.equal(usual.view(torch.uint8), past.view(torch.uint8)), name
-            target, lse = torch.randint(cols, (rows,)), x.float().logsumexp(1)
-            loss = (torch.ones((), dtype=dtype), x, target, lse, -100, 0.1, 1)
-            usual, past = (native.op("softmax_cross_entropy_backward")(*loss, s) for s in (1, 2))
-            assert torch.equal(usual.view(torch.uint8), past.view(torch.uint8))
-
-
-def test_the_kernels_take_no_other_number() -> None:
-    x = torch.randn(8)
-    for number in (-1, 3):
-        with pytest.raises(RuntimeError, match=f"stores must be 0 .* got {number}"):
-            native.op("relu")(x, number)
-        with pytest.raises(RuntimeError, match=f"stores must be 0 .* got {number}"):
-            native.launcher("gelu", False, number)(x)
 
 
 def test_what_is_offered_and_what_serves_unmeasured() -> None:

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 import tensorlogic
 from tensorlogic import measure
 from tensorlogic.program import choosing
-from tensorlogic.program.graphs import Replay
-from tensorlogic.program.short import MISS
+from tensorlogic.program.graphs import GradientReplay, Replay
+from tensorlogic.program.short import MISS, short
 from tensorlogic.program.watch import Kept, Watch
 
 from .test_capture import CUDA, DEVICE, PythonTape, captured
@@ -186,3 +187,26 @@ def test_equal_parameters_of_one_element_are_told_apart() -> None:
     assert watch.holds()
     model.scale = nn.Parameter(model.scale.detach().clone())
     assert not watch.holds()
+
+
+class Recorded(GradientReplay):
+    """Stands for the graphs of a forward and a backward pass."""
+
+    def __init__(self) -> None:
+        self.device, self.calls = torch.device("cpu"), 0
+
+    def __call__(self, flat: Any) -> Any:
+        self.calls += 1
+        return [flat[0] * 2]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_replay_that_records_is_asked_for_first(when: str) -> None:
+    """A backward pass waits for what it gives: it cannot be thrown away where the model is no longer as it was."""
+    steady, replay, x = [True], Recorded(), torch.ones(3)
+    way = short(replay, [x], pytree.tree_structure(x), **{when: lambda: steady[0]})
+    assert way is not None
+    assert torch.equal(way(x), x * 2)
+    steady[0] = False
+    assert way(x) is MISS
+    assert replay.calls == 1

@@ -39,16 +39,16 @@ def short(
 ) -> Way | None:
     """run(*args), giving the output or `MISS`, for tensors of the kind of `args` under today's modes; None where there is none.
 
-    `before` must hold before anything is launched; where `after` does not hold, which is asked while the device works,
-    the result is thrown away. `spec` is the structure of the output.
+    `before` must hold before anything is launched; where `after` does not hold, which is asked while the device works
+    (before, where gradients are recorded), the result is thrown away. `spec` is the structure of the output.
     """
     if not args or any(type(v) is not Tensor for v in args):
         return None
     if isinstance(replay, Replay) and (replay.written or replay.expanded):
         return None
+    if isinstance(replay, GradientReplay):  # a backward pass waits for what it gives
+        return _recording(replay, _fits(args, replay.device, before or after), spec)
     fits = _fits(args, replay.device, before)
-    if isinstance(replay, GradientReplay):
-        return _recording(replay, fits, spec)
     return _compiled(replay, args, spec, before, after, _launching(replay, fits, spec, after))
 
 

@@ -289,7 +289,7 @@ def test_halves_are_checked_in_float32_where_float64_is_unknown(
 
 
 class Looking(nn.Module):
-    """Looks at its own values, as encoders in halves do."""
+    """Looks at its own values, and asks what no graph foretells."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,8 +297,8 @@ class Looking(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.b(F.gelu(self.a(x)))
-        if not torch.isfinite(x).all():
-            x = torch.nan_to_num(x, 0.0, 1.0, -1.0)
+        if x.abs().max() > 1e4:
+            x = x.clamp(-1.0, 1.0)
         return x
 
 
@@ -335,7 +335,7 @@ def test_layers_of_one_form_have_a_program_each(pays: None) -> None:
     twin = copy.deepcopy(model)
     twin.layers[0].a = fast.layers[0].a
     close(fast(x), twin(x))
-    x[0, 0] = torch.inf  # the other side of the branch
+    x[0, 0] = 1e6  # the other side of the branch
     close(fast(x), twin(x))
 
 
@@ -366,7 +366,7 @@ def test_graphs_behind_a_slow_one_are_served_too(
     class Step(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             x = super().forward(x).relu()
-            if not torch.isfinite(x).all():
+            if x.max() > 1e4:
                 x = x * 2
             return x
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
+from tensorlogic.memory import staging
 
 GPU = torch.device("cuda", 0)
 SIDE = 128  # of a product that is worth a look: 4 million operations
@@ -28,6 +29,7 @@ class Machine:
         self.speeds = {"cpu": 1e9, "cuda": 1e12}
         link = placement.Link(1e-5, 1e10, True)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(staging, "available", lambda kind="cuda": True)  # which remembers
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
         monkeypatch.setattr(placement, "_link", lambda device: link)

@@ -146,3 +146,13 @@ def test_other_questions_are_answered_by_the_tensors() -> None:
     assert told.answers == [False, True]
     assert len(told.verdict()) == 1
     assert Foretold().verdict() == []
+
+
+def test_a_question_joined_with_another_is_answered_by_the_tensors() -> None:
+    """A branch on sizes of numbers, too, may lead to an index that is out of range."""
+    x = torch.tensor([9.0])
+    with Foretold([False]) as told:
+        assert bool((torch.isinf(x) | (x > 5)).any())
+        assert bool(torch.isinf(x).logical_or(x > 5).any())
+        assert not bool((torch.isinf(x) | torch.isnan(x)).any())
+    assert told.answers == [False]

@@ -38,7 +38,8 @@ class Foretold(TorchFunctionMode):
             self.answers.append(self.told[len(self.answers)] if known else fn(*args))  # type: ignore[index]
             return self.answers[-1]
         out = fn(*args, **(kwargs or {}))
-        joined = name in JOINED and any(id(a) in self._about for a in args)
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        joined = name in JOINED and bool(tensors) and all(id(a) in self._about for a in tensors)
         if (name in FINITE or joined) and isinstance(out, Tensor):
             self._about[id(out)] = out
         return out

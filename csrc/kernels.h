@@ -220,6 +220,7 @@ struct GemmCall {  // a · b, a [M, K], b [K, N], handed over in runs of rows wh
 
 constexpr int64_t SHORT_ROW = 32;
 constexpr int64_t DOTS = 12;  // rows of a weight that dot_rows takes together divide it, so runs of that many have the same bits in any order
+constexpr int64_t AXPY_ROWS = 6;  // of x, whose sums axpy_rows keeps in memory: those of more stay in registers, and w is met in strips
 // Elements: walks along memory ask for what lies a page or two ahead, whose addresses take longest to find.
 constexpr int64_t AHEAD = 2048;
 
@@ -247,12 +248,12 @@ struct Kernels {
                          int64_t stride);
   // y[r] = rows [rows, n] each to one value, n <= SHORT_ROW
   void (*reduce_short)(Reduction, DType, const void* x, float* y, int64_t rows, int64_t n);
-  // y[m, n] = sum_k x[m, k] w[n * step + k]; x [M, K], y [M, N]
+  // y[m, n] = sum_k x[m, k] w[n * step + k]; x [M, K], y [M, N]; `large` where w may lie beyond the second-level cache
   void (*dot_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
-                   int64_t step);
-  // y[m, n] += sum_k x[m, k] w[k * step + n]
-  void (*axpy_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
-                    int64_t step);
+                   int64_t step, bool large);
+  // y[m, n] += sum_k x[m * pitch + k] w[k * step + n]
+  void (*axpy_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t pitch, int64_t M,
+                    int64_t N, int64_t step, bool large);
   // What a guard looks at, see look.h: of n rows of count elements each.
   void (*look)(const LookCall&, int64_t begin, int64_t end);
   void (*gemm)(const GemmCall&);

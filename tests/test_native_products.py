@@ -68,6 +68,32 @@ def test_any_layout_and_batch(ops: Any, shape: tuple[int, int, int], dtype: torc
             assert_product(ops.linear(a, b.mT.contiguous()), a, b)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 9])
+@pytest.mark.parametrize("inner", [700, 7001])
+def test_weights_beyond_the_caches(ops: Any, inner: int, rows: int, dtype: torch.dtype) -> None:
+    """Large weights are asked for ahead where that is faster at the moment, which changes no bit, nor does the number of threads."""
+    columns = (1 << 20) // inner + 8
+    x, w = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
+    padded = torch.cat((w, w.new_full((columns, 3), NAN)), 1)[:, :inner]
+    across = w.reshape(inner, columns)
+    y, z = ops.linear(x, w), ops.matmul(x, across)
+    assert_product(y, x, w.t())
+    assert_product(z, x, across)
+    for _ in range(5):
+        assert torch.equal(ops.linear(x, w), y)
+        assert torch.equal(ops.matmul(x, across), z)
+    assert torch.equal(ops.linear(x, padded), y)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = ops.linear(x, w), ops.matmul(x, across)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(alone[0], y)
+    assert torch.equal(alone[1], z)
+
+
 def test_vectors_are_as_in_torch(ops: Any) -> None:
     a, b, v, w = torch.randn(9, 33), torch.randn(33, 21), torch.randn(33), torch.randn(21, 33)
     for left, right in ((v, b), (a, v), (v, v), (a.expand(4, 9, 33), v), (v, b.expand(3, 33, 21))):

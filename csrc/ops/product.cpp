@@ -17,6 +17,7 @@ constexpr int64_t BLOCK = 16 << 10;       // multiply-adds that take as long as 
 constexpr int64_t LANES_GRAIN = 320 << 10;  // multiply-adds, without tiles, from which a thread that spins pays
 constexpr int64_t FEW_GRAIN = 160 << 10;  // of one row a thread; where all rows pass the grain above, any number
 constexpr int64_t STEPS_ROWS = 64;  // of left, below which turning right into steps takes what they bring
+constexpr int64_t LARGE = 1 << 20;  // bytes of b that the second-level caches hardly kept from an earlier call
 constexpr int64_t FEW_SUMS = 12 << 10;  // of theirs at a time: more would not stay in the first cache
 
 // Waking a thread costs 1 us where threads spin while they wait, and 9 where they were told to sleep.
@@ -241,6 +242,38 @@ void gather(const Kernels& k, DType dtype, const char* data, int64_t step, int64
   }
 }
 
+// Bytes of all matrices of b.
+int64_t right_bytes(const Product& p) {
+  int64_t matrices = 1;
+  for (int64_t d = 0; d < p.dims; ++d)
+    if (p.b_steps[d]) matrices *= p.sizes[d];
+  return matrices * p.N * p.K * item_size(p.b.dtype);
+}
+
+constexpr int64_t WIDEST_ROW = 4096;  // whose sums stay in the first cache
+constexpr int64_t MOST_PARTS = 16, PART_ROWS = 128;  // rows of a part, at least
+
+// One row by a large b [K, N] of halves: threads take rows of b rather than columns, so that memory comes as streams, and the parts' sums are
+// added in their order, which is one for any number of threads.
+void by_parts(const Kernels& k, const Product& p, int64_t item, const float* x) {
+  const char* b = at(p.b.data, p.b.dtype, offset_of(p, p.b_steps, item));
+  const int64_t rows = over(over(p.K, std::min(p.K / PART_ROWS, MOST_PARTS)), 4) * 4, parts = over(p.K, rows);
+  float* sums = scratch(parts * p.N);
+  parallel(parts, 1, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      const int64_t from = part * rows;
+      float* to = sums + part * p.N;
+      std::fill(to, to + p.N, 0.0f);
+      k.axpy_rows(p.b.dtype, at(b, p.b.dtype, from * p.b.row), x + from, to, std::min(rows, p.K - from), 0, 1, p.N, p.b.row, true);
+    }
+  });
+  static constexpr float ones[MOST_PARTS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  parallel(p.N, 1024, 64, [&](int64_t begin, int64_t end) {
+    k.axpy_rows(DType::f32, sums + p.N + begin, ones, sums + begin, parts - 1, 0, 1, end - begin, p.N, false);
+    finish(k, p, sums + begin, item, begin, end - begin);
+  });
+}
+
 // As many rows as few_rows says. Where `turned`, p is the transposed product, and p.bias has an element a row.
 void by_few_rows(const Kernels& k, const Product& p, bool turned) {
   const bool dense = p.a.col == 1 && (p.M == 1 || p.a.row == p.K), lies = dense && p.a.dtype == DType::f32;
@@ -261,11 +294,19 @@ void by_few_rows(const Kernels& k, const Product& p, bool turned) {
     output.N = p.M;
     output.bias = nullptr;
   }
+  auto left = [&](int64_t item) {
+    return lies ? reinterpret_cast<const float*>(at(p.a.data, p.a.dtype, offset_of(p, p.a_steps, item))) : x.get() + item * size;
+  };
   const bool dots = p.b.row == 1;
   const int64_t unit = dots ? DOTS : 64, columns = over(p.N, unit) * unit;  // so that no unit spans two items
   const bool plain = p.dtype == DType::f32 && !turned && !p.bias && !p.residual && !p.pre &&
                      p.activation == Activation::none;  // sums are the output
   const int64_t most = turned || !dots ? FEW_SUMS / p.M / unit * unit : p.N;  // columns at a time
+  const bool large = right_bytes(p) > LARGE;
+  const bool in_parts = large && !dots && !turned && p.M == 1 && item_size(p.b.dtype) == 2 && p.N <= WIDEST_ROW &&
+                        p.K >= 2 * PART_ROWS && p.N * p.K * 2 > LARGE;
+  for (int64_t item = 0; in_parts && item < p.batch; ++item) by_parts(k, p, item, left(item));
+  if (in_parts) return;
   const bool many = p.batch * p.M * p.N * p.K > patience() * LANES_GRAIN;
   const int64_t each = many ? unit : std::max(unit, FEW_GRAIN / (p.K + 1));
   parallel(p.batch * columns, each, unit, [&](int64_t begin, int64_t end) {
@@ -275,13 +316,12 @@ void by_few_rows(const Kernels& k, const Product& p, bool turned) {
       const void* w = at(p.b.data, p.b.dtype, offset_of(p, p.b_steps, item) + j * p.b.col);
       const bool stay = plain && n == p.N;  // elsewhere the rows of y, far from each other, would leave the first cache
       float* acc = stay ? reinterpret_cast<float*>(p.y) + item * p.M * n : scratch((turned ? 2 : 1) * p.M * n);
-      const float* xs = lies ? reinterpret_cast<const float*>(at(p.a.data, p.a.dtype, offset_of(p, p.a_steps, item)))
-                             : x.get() + item * size;
+      const float* xs = left(item);
       if (dots) {
-        k.dot_rows(p.b.dtype, w, xs, acc, p.K, p.M, n, p.b.col);
+        k.dot_rows(p.b.dtype, w, xs, acc, p.K, p.M, n, p.b.col, large);
       } else {
         std::fill(acc, acc + p.M * n, 0.0f);
-        k.axpy_rows(p.b.dtype, w, xs, acc, p.K, p.M, n, p.b.row);
+        k.axpy_rows(p.b.dtype, w, xs, acc, p.K, p.K, p.M, n, p.b.row, false);
       }
       if (turned) {
         float* rows = acc + p.M * n;

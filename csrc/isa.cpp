@@ -77,7 +77,8 @@ const Kernels& amx_table() {
     t.gemm_depth = amx::DEPTH;
     t.gemm_block_rows = amx::BLOCK_ROWS;
     t.gemm_block_cols = amx::BLOCK_COLUMNS;
-    t.gemm_packing = amx::PACKING;
+    t.gemm_along = amx::ALONG;
+    t.gemm_turned = amx::TURNED;
     t.gemm_scratch = amx::scratch;
     t.gemm_pays = amx::pays;
     t.gemm_packed = amx::packed;

@@ -260,9 +260,9 @@ struct Kernels {
   int gemm_rows, gemm_columns;  // of a tile
   bool gemm_whole_rows;         // c is written in whole tiles down, too
   int64_t gemm_depth;
-  // Of a block, whose sums and right panels stay in the second-level cache; and what packing costs, in
-  // multiply-adds of this kernel where BLAS's kind of kernel takes one.
-  int64_t gemm_block_rows, gemm_block_cols, gemm_packing;
+  // Of a block, whose sums and right panels stay in the second-level cache.
+  int64_t gemm_block_rows, gemm_block_cols;
+  int64_t gemm_along, gemm_turned;  // multiply-adds that packing an element costs, in runs of memory and across them
   int64_t (*gemm_scratch)(int64_t N, int64_t depth);
   bool gemm_pairs;  // two bfloat16 products cost one of float32
   // Null, or whether this gemm serves a product of these types and sizes; if not, the other level's does.

@@ -186,6 +186,15 @@ static void ask(const Matrix& m, int64_t i, int64_t k, int64_t rows, int64_t dep
   }
 }
 
+// Asks for elements j to j + cols of rows i to i + rows, which are runs of memory.
+INLINE void ask_runs(const Matrix& m, int64_t i, int64_t j, int64_t rows, int64_t cols) {
+  constexpr int64_t LINE = 64;
+  const int64_t size = item_size(m.dtype);
+  const char* at = static_cast<const char*>(m.data) + (i * m.row + j) * size;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t n = 0; n < cols * size; n += LINE) __builtin_prefetch(at + r * m.row * size + n, 0, 2);
+}
+
 template <class Units>
 static void gemm_by(const GemmCall& g) {
   constexpr int64_t E = Units::elements;
@@ -201,9 +210,11 @@ static void gemm_by(const GemmCall& g) {
     // Where rows are contiguous, a few of them for all panels: each page of memory is visited once.
     const int64_t step = g.b.col == 1 ? 16 : depth > 0 ? depth : 1;
     for (int64_t n = 0; n < depth; n += step)
-      for (int64_t j = 0; j < g.N; j += NR)
-        Units::pack_right(g.b, k + n, j, least(depth - n, step), least(g.N - j, NR),
-                          right + j * units + n / E * NR);
+      for (int64_t j = 0; j < g.N; j += NR) {
+        const int64_t cols = least(g.N - j, NR), after = n + 2 * step;
+        if (g.b.col == 1) ask_runs(g.b, k + after, j, least(depth - after, step), cols);
+        Units::pack_right(g.b, k + n, j, least(depth - n, step), cols, right + j * units + n / E * NR);
+      }
     for (int64_t i = 0; i < g.M; i += rows) {
       const int64_t some = least(g.M - i, rows), place = i / rows % group;
       float *c = g.c + i * next, *panel = left + place * MR * PITCH;

@@ -76,8 +76,6 @@ struct Blocks {
   int64_t count() const { return down * across; }
 };
 
-constexpr int64_t ALONG = 2, TURNED = 9;  // to pack a vector of elements, in multiply-adds of BLAS's kind
-
 // The depth of the panels, and so the order of the sums, does not depend on the number of threads.
 Blocks split(const Kernels& k, const Product& p) {
   const int64_t unit = k.gemm_columns;
@@ -89,12 +87,21 @@ Blocks split(const Kernels& k, const Product& p) {
   const bool steps = p.coarse && roomy(k) > 1;
   const int64_t room = roomy(k) * (steps ? 2 : 1);
   const int64_t most_rows = k.gemm_block_rows * room, most_cols = k.gemm_block_cols * room;
-  const int64_t widest =
+  int64_t widest =
       runs && !steps ? std::clamp(most_rows * most_cols / std::min(p.M, most_rows), most_cols, WIDEST) : most_cols;
-  const int64_t right = p.tiles ? 0 : k.gemm_packing * (runs ? ALONG : TURNED),
-                left = k.gemm_packing * (p.a.col == 1 ? ALONG : TURNED);
-  const int64_t depth = k.gemm_depth * most_cols / widest;
-  const int64_t narrowest = over(p.N, widest), tallest = over(p.M, most_rows);
+  int64_t depth = k.gemm_depth * most_cols / widest, tallest = over(p.M, most_rows);
+  const bool pairs = k.gemm_pairs && (p.parts == 1 || (p.a.dtype == DType::bf16 && p.b.dtype == DType::bf16));
+  if (!steps && !k.gemm_pays) {  // panels of equal depth, and as wide as that leaves room
+    const int64_t units = over(p.K, pairs ? 2 : 1), panels = over(units, depth);
+    if (panels > 1) depth = std::min(depth, over(over(units, panels), k.width) * k.width);
+    const int64_t room = k.gemm_depth * most_cols * 9 / 8 / std::max<int64_t>(std::min(depth, units), 1);
+    widest = std::max(widest, room / unit * unit);
+    tallest = over(p.M, 2 * most_rows);
+  }
+  const int64_t times = pairs ? 2 : 1;  // as fast
+  const int64_t right = p.tiles ? 0 : times * (runs ? k.gemm_along : k.gemm_turned),
+                left = times * (p.a.col == 1 ? k.gemm_along : k.gemm_turned);
+  const int64_t narrowest = over(p.N, widest);
   Blocks best{};
   int64_t least = 0;
   auto consider = [&](int64_t down, int64_t across) {

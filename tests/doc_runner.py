@@ -62,8 +62,11 @@ def _shell(code: str, scope: dict[str, Any], where: str) -> str | None:
     from tensorlogic.cli import main
 
     for words in (shlex.split(line, comments=True) for line in code.splitlines()):
-        if words and (words[0] != "tensorlogic" or main(words[1:]) != 0):
-            return f"{where}: {shlex.join(words)} does not end with 0"
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            good = not words or (words[0] == "tensorlogic" and main(words[1:]) == 0)
+        if not good:
+            return f"{where}: {shlex.join(words)} does not end with 0:\n{said.getvalue()[-2000:]}"
     return None
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,12 @@ LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)]+)\)")
 DOCS = ("index", "tutorial", "how-to", "best-practices", "method", "architecture", "figures")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What running everything in one fresh process gave, by name."""
-    folder = tmp_path_factory.mktemp("docs")
+def run(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """What running them in one fresh process gave, by name."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"TENSORLOGIC_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.doc_runner", str(folder / "run"), *DOCUMENTS, *NAMES],
+        [sys.executable, "-m", "tests.doc_runner", str(folder / "run"), *names],
         cwd=ROOT,
         env=env,
         capture_output=True,
@@ -46,6 +45,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return {r["name"]: r for r in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Of everything; documents compare times, which a busy machine may spoil once, so what went wrong has a second chance."""
+    found = run(tmp_path_factory.mktemp("docs"), [*DOCUMENTS, *NAMES])
+    first = {name: r["wrong"] for name, r in found.items() if r["wrong"]}
+    if first:
+        found |= run(tmp_path_factory.mktemp("again"), list(first))
+    for name, wrong in first.items():
+        if found[name]["wrong"]:
+            found[name]["wrong"] += ["before:", *wrong]
+        else:
+            warnings.warn(f"{name} went wrong once: {wrong}", stacklevel=1)
+    return found
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

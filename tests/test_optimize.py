@@ -98,7 +98,7 @@ def test_original_comes_back_where_nothing_pays(monkeypatch: pytest.MonkeyPatch)
 
 
 @torch.no_grad()
-def test_report_names_opportunities_and_what_came_of_those_taken(pays: None) -> None:
+def test_report_names_opportunities_and_what_came_of_those_taken(pays: None, allowed: None) -> None:
     class Casting(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -174,8 +174,10 @@ class Adaptive:
         begin = time.perf_counter()
         found = accuracy.statistics(self._parts(dynamic), outs)
         if self.device.type == "cpu":  # elsewhere it waits for the product, too
-            taken = (time.perf_counter() - begin) * 1e6
-            GUARD_US["cpu"] += 0.05 * (min(taken, 1e4) - GUARD_US["cpu"])
+            taken, usual = (time.perf_counter() - begin) * 1e6, GUARD_US["cpu"]
+            GUARD_US["cpu"] += 0.05 * (
+                min(taken, 4 * usual) - usual
+            )  # one interruption teaches little
         return found
 
     def _choose(self, dynamic: Sequence[Any]) -> Outputs:

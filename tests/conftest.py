@@ -17,7 +17,7 @@ if (
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tensorlogic
-from tensorlogic import clocks, measure, stores
+from tensorlogic import clocks, measure, ranking, stores
 from tensorlogic.op import Candidate
 from tensorlogic.program import choosing
 
@@ -28,6 +28,9 @@ def fresh_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "0")  # seconds a model, where a test does not ask
     monkeypatch.setattr(clocks, "DRIFT", math.inf)  # whoever else runs here is waited for by nobody
+    monkeypatch.setitem(
+        ranking.GUARD_US, "cpu", ranking.GUARD_US["cpu"]
+    )  # what is learned is forgotten
     stores.forget()
     torch.manual_seed(0)
     with tensorlogic.policy(tune="off"):

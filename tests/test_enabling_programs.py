@@ -29,7 +29,7 @@ def test_policies_in_force_before_the_hooks_are_loaded_are_counted() -> None:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["None", "0", "0", "1"], "")

@@ -350,4 +350,4 @@ def test_the_warm_way_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
         bare = min(round_us(lambda: F.linear(x, w, b)) for _ in range(25))
     with capsys.disabled():
         print(f" [warm way: {ours - bare:.2f} us over F.linear's {bare:.2f}] ", end="")
-    assert ours - bare < 8.0
+    assert ours - bare < 15.0

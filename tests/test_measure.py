@@ -76,7 +76,7 @@ def test_every_input_set_is_walked_through_and_the_budget_kept() -> None:
     begin = time.perf_counter()
     measure.device_samples({"x": [step(0), step(1)]}, CPU, budget_s=0.05)
     measure.host_samples({"x": [step(0), step(1)]}, CPU, budget_s=0.05)
-    assert time.perf_counter() - begin < 1.0
+    assert time.perf_counter() - begin < 5.0
     assert abs(seen.count(0) - seen.count(1)) < len(seen) / 3
 
 
@@ -85,7 +85,7 @@ def test_slow_calls_get_few_rounds() -> None:
     begin = time.perf_counter()
     measure.device_samples({"x": [lambda: (made.append(1), time.sleep(0.02))]}, CPU, budget_s=0.01)
     assert len(made) <= 10
-    assert time.perf_counter() - begin < 1.0
+    assert time.perf_counter() - begin < 5.0
 
 
 def judged(out: Any, plain: Any, ref: Any) -> str | None:

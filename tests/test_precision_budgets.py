@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from types import SimpleNamespace
@@ -318,3 +319,16 @@ def test_float64_with_room_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyP
     )
     with pytest.warns(PrecisionWarning, match="rtol=1e-06"):
         looks(hard, both, 1e-6)
+
+
+def test_one_interruption_of_looking_teaches_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = torch.randn(3, 64, 64), torch.randn(3, 64, 64)  # looked at by themselves, not by kernels
+    seconds = itertools.count()  # between two looks at the clock, one
+    monkeypatch.setattr(adapting, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    before = ranking.GUARD_US["cpu"]
+    with tensorlogic.precision("adaptive", rtol=1e-4):
+        for _ in range(3):
+            tensorlogic.matmul(a, b)
+    looks = next(seconds) // 2
+    assert looks > 0
+    assert ranking.GUARD_US["cpu"] == pytest.approx(before * 1.15**looks)

@@ -78,6 +78,6 @@ def test_the_cost_is_measured() -> None:
     recording._measured.cache_clear()
     with torch.no_grad():
         extra = recording.extra_us()
-    assert 0 < extra < 200
+    assert 0 < extra < 1000
     x = torch.ones(1, requires_grad=True)
     assert tensorlogic.relu(x).requires_grad

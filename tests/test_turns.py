@@ -62,7 +62,7 @@ def test_what_is_not_compiled_in_time_is_left_for_the_next_time(job: Any) -> Non
     op, key = planted(("planted.quick", [quick]), ("planted.slow", [slow]))
     begin = time.perf_counter()
     plan = look(op, key)
-    assert PROMPT_S < time.perf_counter() - begin < PROMPT_S + 2
+    assert PROMPT_S < time.perf_counter() - begin < PROMPT_S + 20
     assert plan.eager == "planted.quick"
     assert reasons(plan)["planted.slow"] == f"not measured{UNFINISHED}"
     assert not reasons(plan)["planted.quick"].endswith(UNFINISHED)
@@ -114,13 +114,13 @@ def test_the_caller_begins_nothing_in_the_second_half_of_its_time(
     late = turns.listed(op.candidates["planted.many"], key, CPU)
     compiling.submit(turns.jobs([late]))
     begin, came = time.perf_counter(), []
-    for turn in turns.arriving(late, begin + 0.5):
+    for turn in turns.arriving(late, begin + 2):
         compiling.settle(turn.jobs[0])  # nobody has begun it: the caller compiles
         came.append(time.perf_counter() - begin)
-        time.sleep(0.1)
-    assert 0.45 < time.perf_counter() - begin < 1.5
+        time.sleep(0.4)
+    assert 1.8 < time.perf_counter() - begin < 10
     assert 0 < len(came) < 5
-    assert max(came) < 0.3
+    assert max(came) < 1.6
     assert len(late) == 20 - len(came)
     assert all(compiling.there(turn.jobs) is False for turn in late)
     Path(busy.path + ".go").touch()

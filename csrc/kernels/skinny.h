@@ -44,11 +44,13 @@ struct Ahead {  // a walk along rows, line by line
   }
 };
 
+constexpr int ALONE = W < 16 ? 2 : 4;  // parts of a sum for one row of x, however many rows of w it meets: registers hold four times as many
+
 // Where it is `far`, the rows that come next are asked for.
 template <int R, int M, bool far, class T>
 INLINE void dot_block(const T* w, const float* x, float* y, int64_t K, int64_t N, int64_t step) {
   // Few sums are had in several parts: shorter chains round less and do not wait for each other.
-  constexpr int U = M == 1 ? 4 : R * M >= 8 ? 1 : R * M >= 4 ? 2 : 4;  // for one row of x whatever R is
+  constexpr int U = M == 1 ? ALONE : R * M >= 8 ? 1 : R * M >= 4 ? 2 : 4;
   constexpr int V = far && U * W * sizeof(T) < LINE ? LINE / (W * sizeof(T)) : U;  // vectors at a time
   vf acc[U][R][M];
   for (int u = 0; u < U; ++u)
@@ -111,11 +113,11 @@ static void dot_some(const T* w, const float* x, float* y, int64_t K, int64_t n,
 
 template <bool far, class T>
 INLINE void dots(int64_t rows, const T* w, const float* x, float* y, int64_t K, int64_t n, int64_t N, int64_t step) {
-  constexpr int ONE = W < 16 ? 2 : 4, FOUR = W < 16 ? 3 : 4;  // as many sums as registers hold: 12 of 16, 16 of 32
+  constexpr int FOUR = W < 16 ? 3 : 4;  // as many sums as registers hold: 12 of 16, 16 of 32
   switch (rows) {
     case 1:  // memory is fastest as one stream
       if (far && K <= NEAR_X) return dot_some<1, 1, far>(w, x, y, K, n, N, step);
-      return dot_some<ONE, 1, far>(w, x, y, K, n, N, step);
+      return dot_some<4, 1, far>(w, x, y, K, n, N, step);
     case 2: return dot_some<4, 2, far>(w, x, y, K, n, N, step);
     case 3: return dot_some<4, 3, far>(w, x, y, K, n, N, step);
     default: return dot_some<FOUR, 4, far>(w, x, y, K, n, N, step);

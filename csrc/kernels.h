@@ -199,6 +199,49 @@ struct Matrix {
   int64_t row, col;
 };
 
+struct GemmCall;
+
+// A block of a product whose rows are taken group by group: by the thread that packs its right panels, and by those that have
+// nothing left of their own. Who begins a block ends it.
+class alignas(64) Share {
+ public:
+  // Whether the block is this thread's: nobody had begun it.
+  bool begin() { return !begun.exchange(true); }
+  void end() { over.store(true, std::memory_order_relaxed); }
+  // For its owner: right panels number `panel` are ready, and its groups of rows may be taken.
+  void open(const GemmCall* block, int64_t panel, int64_t groups, bool is_last) {
+    call = block;
+    count.store(groups, std::memory_order_relaxed);
+    last.store(is_last, std::memory_order_relaxed);
+    left.store(groups, std::memory_order_relaxed);
+    at.store(static_cast<uint64_t>(panel + 1) << 32, std::memory_order_release);
+  }
+  // A group that nobody else has, where so many are left; none is 0. Each is to be done and said to be.
+  uint64_t take(int64_t fewest = 1) {
+    uint64_t now = at.load(std::memory_order_acquire);
+    while (now != 0 && group(now) + fewest <= count.load(std::memory_order_relaxed))
+      if (at.compare_exchange_weak(now, now + 1, std::memory_order_acquire)) return now;
+    return 0;
+  }
+  // Whether so many groups at a time may yet be there to take.
+  bool promises(int64_t fewest) const {
+    if (over.load(std::memory_order_relaxed)) return false;
+    const uint64_t now = at.load(std::memory_order_acquire);
+    return now == 0 || !last.load(std::memory_order_relaxed) || group(now) + fewest <= count.load(std::memory_order_relaxed);
+  }
+  void done() { left.fetch_sub(1, std::memory_order_release); }
+  bool all_done() const { return left.load(std::memory_order_acquire) == 0; }
+  static int64_t group(uint64_t taken) { return static_cast<int64_t>(taken & 0xffffffff); }
+  static int64_t panel(uint64_t taken) { return static_cast<int64_t>(taken >> 32) - 1; }
+
+  const GemmCall* call = nullptr;  // while a group of it is taken, and not done
+
+ private:
+  std::atomic<bool> begun{false}, over{false}, last{false};
+  std::atomic<uint64_t> at{0};
+  std::atomic<int64_t> left{0}, count{0};
+};
+
 struct GemmCall {  // a · b, a [M, K], b [K, N], handed over in runs of rows while they lie in the first cache
   Matrix a, b;
   int64_t M, N, K;
@@ -216,6 +259,10 @@ struct GemmCall {  // a · b, a [M, K], b [K, N], handed over in runs of rows wh
   void (*done)(void* context, const float* c, int64_t row, int64_t rows);
   void* context;
   float* scratch;  // gemm_scratch(N, depth) floats; it and c aligned to 64
+  Share* share;    // or null: nobody helps
+  // Of who helps: what was taken of the share, and gemm_scratch(0, depth) floats, behind which c is where it has one tile's rows.
+  uint64_t taken;
+  float* own;
 };
 
 constexpr int64_t SHORT_ROW = 32;

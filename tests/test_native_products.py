@@ -183,6 +183,36 @@ def test_threads_change_no_bit(ops: Any, rows: int) -> None:
         assert torch.equal(z, found[0][1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("inner", [120, 1000])
+def test_threads_that_are_done_help_the_others(ops: Any, dtype: torch.dtype, inner: int) -> None:
+    """More threads than processors: some are late, and find their rows taken. A left operand by rows and by columns, sums that
+    are the output, that pass through an epilogue, and that do so tile by tile."""
+    a, b, w = (torch.randn(*s).to(dtype) for s in ((400, inner), (inner, 384), (384, inner)))
+    bias, residual = torch.randn(384).to(dtype), torch.randn(400, 384).to(dtype)
+    before = torch.get_num_threads()
+
+    def products() -> list[Tensor]:
+        turned = a.mT.contiguous().mT
+        return [
+            ops.matmul_f32(a, b, False, 3),
+            ops.matmul_f32(turned, b, False, 3),
+            ops.linear(a, w, bias, residual, native.ACTIVATIONS["gelu"]),
+            ops.linear(turned, w, bias, None, native.ACTIVATIONS["none"]),
+        ]
+
+    try:
+        torch.set_num_threads(1)
+        wanted = products()
+        assert_product(wanted[0], a, b)
+        for threads in (2, 3, 7) * 3:
+            torch.set_num_threads(threads)
+            for y, want in zip(products(), wanted, strict=True):
+                assert torch.equal(y, want)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_overlapping_and_empty_operands(ops: Any) -> None:
     line = torch.randn(200)
     windows = line.as_strided((40, 60), (3, 1))  # rows share memory

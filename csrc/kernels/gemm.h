@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "crew.h"
+
 namespace tensorlogic::TENSORLOGIC_ISA {
 
 constexpr int NR = 2 * W;           // columns of a tile
@@ -195,38 +197,71 @@ INLINE void ask_runs(const Matrix& m, int64_t i, int64_t j, int64_t rows, int64_
     for (int64_t n = 0; n < cols * size; n += LINE) __builtin_prefetch(at + r * m.row * size + n, 0, 2);
 }
 
+// Rows of a block in groups of left panels, that meet the right panels of one depth after the other.
 template <class Units>
-static void gemm_by(const GemmCall& g) {
-  constexpr int64_t E = Units::elements;
-  constexpr auto all = std::make_integer_sequence<int, MR>{};
-  float *left = g.scratch, *right = left + LEFT;
+struct Groups {
+  static constexpr int64_t E = Units::elements;
+  const GemmCall& g;
   const int64_t panels = (g.M + MR - 1) / MR, rows = (g.M + panels - 1) / panels;
-  const int64_t most = g.depth * E, next = g.all_rows ? g.pitch : 0;
-  const int64_t tiles = (g.N + NR - 1) / NR;
-  const bool lines = g.a.row == 1 || g.a.col == 1;
-  const int64_t group = g.a.row == 1 && g.a.col != 1 ? GROUP : 1;
-  for (int64_t k = 0; k == 0 || k < g.K; k += most) {
-    const int64_t depth = least(g.K - k, most), units = (depth + E - 1) / E;
+  const int64_t each = (g.a.row == 1 && g.a.col != 1 ? GROUP : 1) * rows, count = (g.M + each - 1) / each;
+  const int64_t most = g.depth * E, tiles = (g.N + NR - 1) / NR;
+  const bool asks = g.a.row == 1 || g.a.col == 1;
+  float *const left = g.own ? g.own : g.scratch, *const right = g.scratch + LEFT;
+  float* const c = g.own && !g.all_rows ? left + LEFT : g.c;
+
+  INLINE_MEMBER int64_t depth(int64_t k) const { return least(g.K - k, most); }
+  static INLINE_MEMBER int64_t units(int64_t depth) { return (depth + E - 1) / E; }
+  void pack_right(int64_t k) const {
+    const int64_t deep = depth(k), of = units(deep);
     // Where rows are contiguous, a few of them for all panels: each page of memory is visited once.
-    const int64_t step = g.b.col == 1 ? 16 : depth > 0 ? depth : 1;
-    for (int64_t n = 0; n < depth; n += step)
+    const int64_t step = g.b.col == 1 ? 16 : deep > 0 ? deep : 1;
+    for (int64_t n = 0; n < deep; n += step)
       for (int64_t j = 0; j < g.N; j += NR) {
         const int64_t cols = least(g.N - j, NR), after = n + 2 * step;
-        if (g.b.col == 1) ask_runs(g.b, k + after, j, least(depth - after, step), cols);
-        Units::pack_right(g.b, k + n, j, least(depth - n, step), cols, right + j * units + n / E * NR);
+        if (g.b.col == 1) ask_runs(g.b, k + after, j, least(deep - after, step), cols);
+        Units::pack_right(g.b, k + n, j, least(deep - n, step), cols, right + j * of + n / E * NR);
       }
-    for (int64_t i = 0; i < g.M; i += rows) {
-      const int64_t some = least(g.M - i, rows), place = i / rows % group;
-      float *c = g.c + i * next, *panel = left + place * MR * PITCH;
-      if (place == 0) Units::pack_left(g.a, i, k, least(g.M - i, group * rows), depth, rows, left);
+  }
+  void run(int64_t group, int64_t k) const {
+    constexpr auto all = std::make_integer_sequence<int, MR>{};
+    const int64_t deep = depth(k), of = units(deep), first = group * each, end = least(first + each, g.M);
+    Units::pack_left(g.a, first, k, end - first, deep, rows, left);
+    const int64_t soon = asks ? least(g.M - end, each) : 0, shares = (end - first + rows - 1) / rows * tiles;
+    int64_t share = 0;
+    for (int64_t i = first; i < end; i += rows) {
+      const int64_t some = least(end - i, rows);
+      const float* panel = left + (i - first) / rows * MR * PITCH;
+      float* to = c + (g.all_rows ? i * g.pitch : 0);
       const Tile wide = tile_of<Units, 2>(some, all), narrow = tile_of<Units, 1>(some, all);
-      const int64_t after = i + (group - place) * rows, soon = lines ? least(g.M - after, group * rows) : 0;
-      for (int64_t j = 0; j < g.N; j += NR) {
-        if (soon > 0) ask(g.a, after, k, soon, depth, place * tiles + j / NR, group * tiles);
+      for (int64_t j = 0; j < g.N; j += NR, ++share) {
+        if (soon > 0) ask(g.a, end, k, soon, deep, share, shares);
         const Tile run = g.N - j > W ? wide : narrow;
-        run(panel, right + j * units, units, c + j, g.pitch, k > 0);
+        run(panel, right + j * of, of, to + j, g.pitch, k > 0);
       }
-      if (k + depth >= g.K) g.done(g.context, c, i, some);
+      if (k + deep >= g.K) g.done(g.context, to, i, some);
+    }
+  }
+  // Those that nobody else takes, from `taken` on.
+  void take(uint64_t taken) const {
+    for (; taken; taken = g.share->take()) {
+      run(Share::group(taken), Share::panel(taken) * most);
+      g.share->done();
+    }
+  }
+};
+
+template <class Units>
+static void gemm_by(const GemmCall& g) {
+  const Groups<Units> groups{g};
+  if (g.own) return groups.take(g.taken);
+  for (int64_t k = 0; k == 0 || k < g.K; k += groups.most) {
+    groups.pack_right(k);
+    if (g.share) {
+      g.share->open(&g, k / groups.most, groups.count, k + groups.most >= g.K);
+      groups.take(g.share->take());
+      for (int64_t turn = 0; !g.share->all_done(); ++turn) crew::pause(turn);
+    } else {
+      for (int64_t n = 0; n < groups.count; ++n) groups.run(n, k);
     }
   }
 }

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <memory>
 
+#include "crew.h"
 #include "isa.h"
 #include "product.h"
 
@@ -165,7 +166,7 @@ bool sums_stay(const Kernels& k, const Product& p, int64_t rows, int64_t cols) {
 
 // One block of one matrix of the batch: rows from i, columns from j.
 void block(const Kernels& k, const Product& p, const Blocks& blocks, int64_t item, int64_t i,
-           int64_t j) {
+           int64_t j, Share* share) {
   GemmCall call{};
   call.a = {at(p.a.data, p.a.dtype, offset_of(p, p.a_steps, item) + i * p.a.row), p.a.dtype,
             p.a.row, p.a.col};
@@ -200,6 +201,7 @@ void block(const Kernels& k, const Product& p, const Blocks& blocks, int64_t ite
     if (whole) return finish(k, p, c, first, j, call.N, rows);
     for (int64_t r = 0; r < rows; ++r) finish(k, p, c + r * call.pitch, first + r, j, call.N);
   };
+  call.share = share;
   call.context = &done;
   call.done = [](void* context, const float* c, int64_t row, int64_t rows) {
     (*static_cast<decltype(done)*>(context))(c, row, rows);
@@ -207,16 +209,56 @@ void block(const Kernels& k, const Product& p, const Blocks& blocks, int64_t ite
   (p.coarse ? k.gemm_steps : k.gemm)(call);
 }
 
+constexpr int64_t FEWEST = 10;  // groups of rows from which help pays: right panels lie in the cache of who packed them
+constexpr int64_t UNTROUBLED = 32;  // pauses between two looks, which take the block's state out of its owner's cache
+// Groups of rows of blocks that others have begun, as they come, until there will be none.
+void help(const Kernels& k, const Blocks& blocks, Share* shares, int64_t count) {
+  const int64_t size = k.gemm_scratch(0, blocks.depth);
+  float* own = scratch(size + k.gemm_rows * over(blocks.cols, k.gemm_columns) * k.gemm_columns);
+  bool waits = true;
+  for (int64_t turn = 0; waits;) {
+    waits = false;
+    for (int64_t n = 0; n < count; ++n) {
+      waits |= shares[n].promises(FEWEST);
+      if (const uint64_t taken = shares[n].take(FEWEST)) {
+        GemmCall call = *shares[n].call;
+        call.own = own;
+        call.taken = taken;
+        k.gemm(call);
+      }
+    }
+    for (int64_t n = 0; waits && n < UNTROUBLED; ++n) crew::pause(turn++);
+  }
+}
+
+struct Ending {  // of a block, also without memory for it
+  Share& share;
+  ~Ending() { share.end(); }
+};
+
+constexpr int64_t MOST_SHARED = 64;  // blocks: of more, those that one thread has are a fair share
+
 void in_blocks(const Kernels& k, const Product& p) {
   const Blocks blocks = split(k, p);
   const int64_t count = p.batch * blocks.count();
   const bool alone = p.batch * p.M * p.N * p.K + count * BLOCK <= grain(k, p);
+  const bool shared = !alone && count <= MOST_SHARED && !k.gemm_pays && !p.coarse;
+  const std::unique_ptr<Share[]> shares(shared ? new Share[static_cast<size_t>(count)] : nullptr);
+  auto run = [&](int64_t n, Share* share) {
+    const int64_t item = n / blocks.count(), inside = n % blocks.count();
+    block(k, p, blocks, item, inside % blocks.down * blocks.rows, inside / blocks.down * blocks.cols, share);
+  };
+  // A thread waits for what another has begun, and is at: also where one thread runs all pieces, one after the other.
   parallel(count, alone ? count : 1, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; ++n) {
-      const int64_t item = n / blocks.count(), inside = n % blocks.count();
-      block(k, p, blocks, item, inside % blocks.down * blocks.rows,
-            inside / blocks.down * blocks.cols);
+    for (int64_t n = begin; n < (shared ? begin + count : end); ++n) {
+      if (!shared) {
+        run(n, nullptr);
+      } else if (Share& share = shares[static_cast<size_t>(n % count)]; share.begin()) {
+        const Ending ending{share};
+        run(n % count, &share);
+      }
     }
+    if (shared) help(k, blocks, shares.get(), count);
   });
 }
 

@@ -8,6 +8,7 @@ namespace tensorlogic::TENSORLOGIC_ISA {
 
 constexpr int HALF = W / 2;
 constexpr int64_t LOOKED_RUN = 16;  // places of a sketch that lie side by side
+constexpr int64_t LOOKED_BESIDE = 2 * W;  // columns that are fetched before they are looked at
 constexpr int64_t LOOKED_AHEAD = 12;       // rows that are fetched before they are looked at
 
 INLINE int64_t lanes_of(All) { return W; }
@@ -74,7 +75,8 @@ struct Seen {
 };
 
 template <class T, class Lanes>
-INLINE void look_beside(const LookCall& c, const T* x, int64_t i, Lanes lanes) {
+INLINE void look_beside(const LookCall& c, const T* x, int64_t i, Lanes lanes, int64_t end) {
+  for (int64_t k = 0; i + LOOKED_BESIDE < end && k < c.count; ++k) __builtin_prefetch(x + i + LOOKED_BESIDE + c.at[k] * c.col);
   Seen seen, other;  // in turns: a sum waits for the one before
   int64_t k = 0;
   for (; k + 2 <= c.count; k += 2) {
@@ -91,8 +93,8 @@ static void look_of(const LookCall& c, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(c.x);
   if (c.row == 1) {  // rows side by side in memory: W of them at once
     int64_t i = begin;
-    for (; i + W <= end; i += W) look_beside(c, x, i, All{});
-    if (i < end) look_beside(c, x, i, Some{end - i});
+    for (; i + W <= end; i += W) look_beside(c, x, i, All{}, end);
+    if (i < end) look_beside(c, x, i, Some{end - i}, end);
     return;
   }
   const int64_t run = c.col == 1 ? LOOKED_RUN : 1;

@@ -227,7 +227,8 @@ class alignas(64) Share {
   bool promises(int64_t fewest) const {
     if (over.load(std::memory_order_relaxed)) return false;
     const uint64_t now = at.load(std::memory_order_acquire);
-    return now == 0 || !last.load(std::memory_order_relaxed) || group(now) + fewest <= count.load(std::memory_order_relaxed);
+    const int64_t groups = count.load(std::memory_order_relaxed);
+    return now == 0 || (fewest <= groups && (!last.load(std::memory_order_relaxed) || group(now) + fewest <= groups));
   }
   void done() { left.fetch_sub(1, std::memory_order_release); }
   bool all_done() const { return left.load(std::memory_order_acquire) == 0; }

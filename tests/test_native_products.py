@@ -184,12 +184,14 @@ def test_threads_change_no_bit(ops: Any, rows: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("inner", [120, 1000])
-def test_threads_that_are_done_help_the_others(ops: Any, dtype: torch.dtype, inner: int) -> None:
-    """More threads than processors: some are late, and find their rows taken. A left operand by rows and by columns, sums that
-    are the output, that pass through an epilogue, and that do so tile by tile."""
-    a, b, w = (torch.randn(*s).to(dtype) for s in ((400, inner), (inner, 384), (384, inner)))
-    bias, residual = torch.randn(384).to(dtype), torch.randn(400, 384).to(dtype)
+@pytest.mark.parametrize(("rows", "inner"), [(1200, 120), (400, 1000)])
+def test_threads_that_are_done_help_the_others(
+    ops: Any, dtype: torch.dtype, rows: int, inner: int
+) -> None:
+    """More threads than processors: some are late, and find their rows taken. A left operand by rows and, where there are many, by
+    columns, sums that are the output, that pass through an epilogue, and that do so tile by tile."""
+    a, b, w = (torch.randn(*s).to(dtype) for s in ((rows, inner), (inner, 384), (384, inner)))
+    bias, residual = torch.randn(384).to(dtype), torch.randn(rows, 384).to(dtype)
     before = torch.get_num_threads()
 
     def products() -> list[Tensor]:

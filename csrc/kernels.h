@@ -9,6 +9,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 namespace tensorlogic {
 
@@ -182,7 +183,7 @@ struct DropoutCall {  // y[i] = uniform(seed, offset, i) >= p ? x[i] * scale : 0
   float p, scale;
 };
 
-struct LookCall {  // squares[i] = sum over k of x[i, k]², peaks[i] = the largest |x[i, k]|, both added to
+struct LookCall {  // squares[i] = sum over k of x[i, k]², peaks[i] = the largest |x[i, k]|; peaks may be null
   const void* x;       // element (i, k) at x[i * row + at[k] * col]
   bool wide;           // float64; else dtype
   DType dtype;

@@ -89,6 +89,25 @@ def test_what_may_have_left_the_range_is_not_vouched_for(ops: Any) -> None:
     assert ops.matmul_watched(a * 0.1, b * 0.1, 3, limits)[1].item() == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1e-37, 1e-20, 1.0, 1e17, 1e30])
+def test_squares_that_float32_does_not_hold_are_seen(
+    ops: Any, scale: float, dtype: torch.dtype
+) -> None:
+    a, b = torch.randn(70, 80, dtype=dtype), torch.randn(80, 45, dtype=dtype)
+    c = a @ b
+    a[::5] *= scale  # rows of either kind are looked at together
+    b[:, 3::7] *= scale
+    a[7] = 0
+    for left, right in (
+        (a, b),
+        (a.t().contiguous().t(), b.t().contiguous().t()),
+        (a[1:35], b[:, 2:9]),
+    ):
+        part, out = accuracy.Part(left, right), c[: left.shape[0], : right.shape[1]]
+        assert accuracy.natively(part, out) == pytest.approx(accuracy.sketched(part, out), rel=1e-6)
+
+
 def test_its_arguments_are_checked() -> None:
     run, a = native.op("matmul_watched"), torch.randn(4, 4)
     five = torch.zeros(5, dtype=torch.float64)

@@ -1,5 +1,5 @@
 // What a guard of precision looks at: norms and peaks of rows, by a sketch of their elements, summed in
-// float64 so that no range of float32 spoils them.
+// float32 where its range holds them, else in float64.
 #pragma once
 
 #include <string.h>
@@ -50,68 +50,123 @@ struct Seen {
       peaks[h] = vmax(vabs(v[h]), peaks[h]);  // a NaN shows in the squares
     }
   }
-  INLINE_MEMBER void add(const Seen& other) {
-    for (int h = 0; h < 2; ++h) {
-      squares[h] += other.squares[h];
-      peaks[h] = vmax(other.peaks[h], peaks[h]);
-    }
+  INLINE_MEMBER void write(All, double* square, double* peak) const {
+    memcpy(square, squares, sizeof squares);
+    if (peak) memcpy(peak, peaks, sizeof peaks);
   }
-  template <class Lanes>
-  INLINE_MEMBER void add(Lanes lanes, double* square, double* peak) const {
-    const size_t bytes = static_cast<size_t>(lanes_of(lanes)) * sizeof(double);
-    Seen all{};
-    memcpy(all.squares, square, bytes);
-    memcpy(all.peaks, peak, bytes);
-    all.add(*this);
-    memcpy(square, all.squares, bytes);
-    memcpy(peak, all.peaks, bytes);
+  INLINE_MEMBER void write(Some lanes, double* square, double* peak) const {
+    for (int64_t l = 0; l < lanes.n; ++l) square[l] = squares[l / HALF][l % HALF];
+    for (int64_t l = 0; peak && l < lanes.n; ++l) peak[l] = peaks[l / HALF][l % HALF];
   }
-  INLINE_MEMBER void all(double& square, double& peak) const {
-    square += over_lanes(squares[0] + squares[1], [](auto a, auto b) { return a + b; });
-    const auto larger = [](auto a, auto b) { return a > b ? a : b; };
-    const double mine = over_lanes(vmax(peaks[0], peaks[1]), larger);
-    peak = mine > peak ? mine : peak;
+  INLINE_MEMBER void write_all(double* square, double* peak) const {  // of one row
+    *square = over_lanes(squares[0] + squares[1], [](auto a, auto b) { return a + b; });
+    if (peak) *peak = over_lanes(vmax(peaks[0], peaks[1]), [](auto a, auto b) { return a > b ? a : b; });
   }
 };
 
+constexpr float LEAST_SQUARES = 0x1p-100f, MOST_SQUARES = 0x1p120f;  // whose sums float32 holds, and none that matters was lost
+
+// The same in float32: of W rows, or of one row by W columns.
+struct SeenSingly {
+  vf squares = set1(0.0f), peaks = set1(0.0f);
+  template <class T, class Lanes>
+  INLINE_MEMBER void see(const T* p, Lanes lanes) {
+    const vf v = load(p, lanes);
+    squares = fma(v, v, squares);
+    peaks = vmax(vabs(v), peaks);
+  }
+};
+
+// Writes those of W lines or fewer; false, and nothing written, where float32 does not hold some of them.
+template <class Lanes>
+INLINE bool write_singles(vf squares, vf peaks, Lanes lanes, double* square, double* peak) {
+  const vf given = keep(squares, set1(1.0f), lanes);
+  const auto held = (given >= set1(LEAST_SQUARES)) & (given <= set1(MOST_SQUARES));
+  if (sum(held ? set1(1.0f) : set1(0.0f)) != static_cast<float>(W)) return false;
+  Seen seen;
+  doubles(squares, seen.squares);
+  doubles(peaks, seen.peaks);
+  seen.write(lanes, square, peak);
+  return true;
+}
+
+// Lane i is one value of all lanes of v[i].
+template <class F>
+INLINE vf over_lines(vf (&v)[W], const F& both) {
+#pragma GCC unroll 4
+  for (int half = W / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+    for (int m = 0; m < half; ++m) v[m] = both(interleave_low(v[m], v[m + half]), interleave_high(v[m], v[m + half]));
+  return v[0];
+}
+
+// W rows that lie side by side in memory, from row i; or fewer.
 template <class T, class Lanes>
 INLINE void look_beside(const LookCall& c, const T* x, int64_t i, Lanes lanes, int64_t end) {
   for (int64_t k = 0; i + LOOKED_BESIDE < end && k < c.count; ++k) __builtin_prefetch(x + i + LOOKED_BESIDE + c.at[k] * c.col);
-  Seen seen, other;  // in turns: a sum waits for the one before
+  double *const square = c.squares + i, *const peak = c.peaks ? c.peaks + i : nullptr;
+  SeenSingly single, other;  // in turns: a sum waits for the one before
   int64_t k = 0;
   for (; k + 2 <= c.count; k += 2) {
-    seen.see(x + i + c.at[k] * c.col, lanes);
+    single.see(x + i + c.at[k] * c.col, lanes);
     other.see(x + i + c.at[k + 1] * c.col, lanes);
   }
-  if (k < c.count) seen.see(x + i + c.at[k] * c.col, lanes);
-  seen.add(other);
-  seen.add(lanes, c.squares + i, c.peaks + i);
+  if (k < c.count) single.see(x + i + c.at[k] * c.col, lanes);
+  if (write_singles(single.squares + other.squares, vmax(single.peaks, other.peaks), lanes, square, peak)) return;
+  Seen seen;
+  for (k = 0; k < c.count; ++k) seen.see(x + i + c.at[k] * c.col, lanes);
+  seen.write(lanes, square, peak);
+}
+
+// Row i, which is a run of memory; `see` is given parts of it.
+template <class T, class F>
+INLINE void along(const LookCall& c, const T* x, int64_t i, int64_t end, const F& see) {
+  const T* row = x + i * c.row;
+  const int64_t ahead = i + LOOKED_AHEAD < end ? LOOKED_AHEAD * c.row : 0;
+  int64_t r = 0;
+  for (; r + LOOKED_RUN <= c.count; r += LOOKED_RUN) {
+    const T* p = row + c.at[r];
+    __builtin_prefetch(p + ahead);  // a line of memory or two, that no pattern foretells
+    __builtin_prefetch(p + ahead + LOOKED_RUN - 1);
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < LOOKED_RUN; k += W) see(p + k, All{});
+  }
+  for (; r < c.count; r += W) see(row + c.at[r], Some{c.count - r < W ? c.count - r : W});
+}
+
+// W rows that are runs of memory, from row i; or fewer.
+template <class T, class Lanes>
+INLINE bool look_along(const LookCall& c, const T* x, int64_t i, Lanes lanes, int64_t end) {
+  vf squares[W], peaks[W];
+  for (int64_t n = 0; n < W; ++n) {
+    SeenSingly seen;
+    if (n < lanes_of(lanes)) along(c, x, i + n, end, [&](const T* p, auto lanes) INLINE_LAMBDA { seen.see(p, lanes); });
+    squares[n] = seen.squares;
+    peaks[n] = seen.peaks;
+  }
+  const vf all = over_lines(squares, [](vf a, vf b) INLINE_LAMBDA { return a + b; });
+  const vf most = c.peaks ? over_lines(peaks, [](vf a, vf b) INLINE_LAMBDA { return vmax(a, b); }) : set1(0.0f);
+  return write_singles(all, most, lanes, c.squares + i, c.peaks ? c.peaks + i : nullptr);
 }
 
 template <class T>
 static void look_of(const LookCall& c, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(c.x);
-  if (c.row == 1) {  // rows side by side in memory: W of them at once
-    int64_t i = begin;
-    for (; i + W <= end; i += W) look_beside(c, x, i, All{}, end);
-    if (i < end) look_beside(c, x, i, Some{end - i}, end);
-    return;
-  }
-  const int64_t run = c.col == 1 ? LOOKED_RUN : 1;
-  for (int64_t i = begin; i < end; ++i) {
-    Seen seen;
-    for (int64_t r = 0; r < c.count; r += run) {
-      const T* p = x + i * c.row + c.at[r] * c.col;
-      const int64_t n = c.count - r < run ? c.count - r : run;
-      if (c.col == 1 && i + LOOKED_AHEAD < end) {  // a run is a line of memory or two, that no pattern foretells
-        __builtin_prefetch(p + LOOKED_AHEAD * c.row);
-        __builtin_prefetch(p + LOOKED_AHEAD * c.row + n - 1);
-      }
-      int64_t k = 0;
-      for (; k + W <= n; k += W) seen.see(p + k, All{});
-      if (k < n) seen.see(p + k, Some{n - k});
+  for (int64_t i = begin; i < end; i += W) {
+    const int64_t last = end - i < W ? end : i + W;
+    if (c.row == 1) {
+      last - i == W ? look_beside(c, x, i, All{}, end) : look_beside(c, x, i, Some{last - i}, end);
+      continue;
     }
-    seen.all(c.squares[i], c.peaks[i]);
+    if (c.col == 1 && (last - i == W ? look_along(c, x, i, All{}, end) : look_along(c, x, i, Some{last - i}, end))) continue;
+    for (int64_t n = i; n < last; ++n) {
+      Seen seen;
+      if (c.col == 1)
+        along(c, x, n, end, [&](const T* p, auto lanes) INLINE_LAMBDA { seen.see(p, lanes); });
+      else
+        for (int64_t k = 0; k < c.count; ++k) seen.see(x + n * c.row + c.at[k] * c.col, Some{1});
+      seen.write_all(c.squares + n, c.peaks ? c.peaks + n : nullptr);
+    }
   }
 }
 

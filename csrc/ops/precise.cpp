@@ -1,6 +1,7 @@
 // Products under an error budget, and what a guard looks at: norms and peaks of every row of left and every column
 // of right, and the norms of their rows and columns of the product, by a sketch of 64 elements each.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -12,7 +13,7 @@ namespace tensorlogic::ops {
 namespace {
 
 constexpr int64_t SKETCH = 64, RUN = 16, LONG = 8 * SKETCH;  // as in accuracy.py
-constexpr int64_t ROWS_A_THREAD = 128;
+constexpr int64_t SHARE = 128;  // of rows, and of columns, that a thread looks at together
 constexpr double FARTHEST = 0x1p460;  // as there
 constexpr int64_t FOUND = 6;          // of rows, and of columns
 
@@ -24,19 +25,20 @@ std::vector<int64_t> sketch_of(int64_t n) {
   return at;
 }
 
-void sketch(const Matrix& x, bool columns, int64_t begin, int64_t end, const std::vector<int64_t>& at,
-            double* squares, double* peaks) {
+// Norms and peaks, or norms alone, of rows `begin` to `end` of x, or of columns.
+void sketch(const Matrix& x, bool columns, int64_t begin, int64_t end, const std::vector<int64_t>& at, double* squares,
+            double* peaks = nullptr) {
   LookCall call{};
-  call.x = x.data;
   call.wide = x.dtype == DType::f64;
   call.dtype = x.dtype;
   call.row = columns ? x.col : x.row;
   call.col = columns ? x.row : x.col;
+  call.x = static_cast<const char*>(x.data) + begin * call.row * item_size(x.dtype);
   call.at = at.data();
   call.count = static_cast<int64_t>(at.size());
   call.squares = squares;
   call.peaks = peaks;
-  kernels().look(call, begin, end);
+  kernels().look(call, 0, end - begin);
 }
 
 Matrix matrix(const Input& x, const char* op, const char* name) {
@@ -51,58 +53,73 @@ struct Operation {
   int64_t M, N, K;
 };
 
+// Of several rows or columns: the sum of their norms², the largest norm² over that of the result, and peak² over norm², the least
+// and the largest peak, how many have a result of 0.
+struct Seen {
+  double total = 0, share = 0, crest = 0, low = std::numeric_limits<double>::infinity(), high = 0, blank = 0;
+
+  void add(double square, double peak, double result) {
+    const double most = peak * peak;
+    total += square + (std::isfinite(result) ? 0.0 : result);
+    if (result > 0 && square > share * result) share = square / result;
+    if (square > 0 && result == 0) ++blank;
+    if (most > crest * square) crest = most / square;
+    if (peak > 0) low = std::min(low, peak);
+    high = std::max(high, peak);
+  }
+  void add(const Seen& other) {
+    total += other.total;
+    share = std::max(share, other.share);
+    crest = std::max(crest, other.crest);
+    low = std::min(low, other.low);
+    high = std::max(high, other.high);
+    blank += other.blank;
+  }
+};
+
 // Rows of left and of the result, or columns of right and of the result.
 struct Side {
   Matrix operand, out;
   bool columns;
-  int64_t rows;
+  int64_t lines;
   std::vector<int64_t> inner, outer;
-  std::vector<double> squares, peaks, results, unused;
 
   Side(const Operation& p, bool columns)
       : operand(columns ? p.right : p.left),
         out(p.out),
         columns(columns),
-        rows(columns ? p.N : p.M),
+        lines(columns ? p.N : p.M),
         inner(sketch_of(p.K)),
-        outer(sketch_of(columns ? p.M : p.N)),
-        squares(rows),
-        peaks(rows),
-        results(rows),
-        unused(rows) {}
+        outer(sketch_of(columns ? p.M : p.N)) {}
 
-  void look(int64_t begin, int64_t end) {
-    sketch(operand, columns, begin, end, inner, squares.data(), peaks.data());
-    sketch(out, columns, begin, end, outer, results.data(), unused.data());
-  }
-
-  // (sum of norms², largest norm² over the result's, largest peak² over norm², least and largest peak,
-  // how many have a result of 0)
-  void sum(double* table) const {
-    double total = 0, share = 0, crest = 0, low = std::numeric_limits<double>::infinity(), high = 0, blank = 0;
-    for (int64_t i = 0; i < rows; ++i) {
-      const double most = peaks[i] * peaks[i];
-      total += squares[i] + (std::isfinite(results[i]) ? 0.0 : results[i]);
-      if (results[i] > 0 && squares[i] > share * results[i]) share = squares[i] / results[i];
-      if (squares[i] > 0 && results[i] == 0) ++blank;
-      if (most > crest * squares[i]) crest = most / squares[i];
-      if (peaks[i] > 0) low = std::min(low, peaks[i]);
-      high = std::max(high, peaks[i]);
-    }
-    const double found[FOUND] = {total, share, crest, low, high, blank};
-    std::copy(found, found + FOUND, table);
+  Seen look(int64_t begin, int64_t end) const {
+    double squares[SHARE], peaks[SHARE], results[SHARE];
+    sketch(operand, columns, begin, end, inner, squares, peaks);
+    sketch(out, columns, begin, end, outer, results);
+    Seen seen;
+    for (int64_t i = 0; i < end - begin; ++i) seen.add(squares[i], peaks[i], results[i]);
+    return seen;
   }
 };
 
-// Sums of rows, then of columns.
+// Rows, then columns.
 void look(const Operation& p, double* table) {
-  Side rows(p, false), columns(p, true);
-  const int64_t all = rows.rows + columns.rows;  // a share of rows and of columns each: columns, side by side, are quicker
-  parallel(all, ROWS_A_THREAD, 1, [&](int64_t begin, int64_t end) {
-    for (Side* side : {&rows, &columns}) side->look(side->rows * begin / all, side->rows * end / all);
+  const Side sides[2] = {Side(p, false), Side(p, true)};
+  const int64_t count = std::max<int64_t>((std::max(p.M, p.N) + SHARE - 1) / SHARE, 1);
+  std::vector<std::array<Seen, 2>> shares(static_cast<size_t>(count));  // summed in their order, whoever looked
+  parallel(count, 1, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n)
+      for (size_t s = 0; s < 2; ++s) {
+        const int64_t lines = sides[s].lines;
+        shares[static_cast<size_t>(n)][s] = sides[s].look(lines * n / count, lines * (n + 1) / count);
+      }
   });
-  rows.sum(table);
-  columns.sum(table + FOUND);
+  for (size_t s = 0; s < 2; ++s) {
+    Seen all;
+    for (const auto& share : shares) all.add(share[s]);
+    const double found[FOUND] = {all.total, all.share, all.crest, all.low, all.high, all.blank};
+    std::copy(found, found + FOUND, table + s * FOUND);
+  }
 }
 
 Output product_look(const Input& left, const Input& right, const Input& out) {

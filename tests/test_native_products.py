@@ -215,6 +215,30 @@ def test_threads_that_are_done_help_the_others(
         torch.set_num_threads(before)
 
 
+def test_blocks_as_wide_as_the_caches_allow_change_no_bit(ops: Any) -> None:
+    """One thread may count on more of the third-level cache than seven: blocks are wider then, and where no cache holds their sums
+    these lie in the output, which the epilogue then goes over."""
+    a, b, w = torch.randn(1056, 420), torch.randn(420, 2080), torch.randn(2080, 420)
+    bias, residual = torch.randn(2080), torch.randn(1056, 2080)
+    before, found = torch.get_num_threads(), []
+    gelu, silu = native.ACTIVATIONS["gelu"], native.ACTIVATIONS["silu"]
+    try:
+        for threads in (1, 2, 7):
+            torch.set_num_threads(threads)
+            y, z = ops.matmul_f32(a, b, False, 3), ops.linear(a, w, bias, residual, gelu)
+            found.append((y, z, *ops.linear_pre(a, w, bias, None, silu)))
+    finally:
+        torch.set_num_threads(before)
+    for others in found[1:]:
+        for y, other in zip(found[0], others, strict=True):
+            assert torch.equal(y, other)
+    y, z, after, pre = found[0]
+    assert_product(y, a, b)
+    assert_product(pre - bias, a, w.t())
+    torch.testing.assert_close(after, torch.nn.functional.silu(pre))
+    torch.testing.assert_close(z, torch.nn.functional.gelu(pre + residual), rtol=1e-4, atol=1e-4)
+
+
 def test_overlapping_and_empty_operands(ops: Any) -> None:
     line = torch.randn(200)
     windows = line.as_strided((40, 60), (3, 1))  # rows share memory

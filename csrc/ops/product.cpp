@@ -3,6 +3,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cinttypes>
+#include <cstdio>
 #include <cstdlib>
 #include <memory>
 
@@ -71,6 +73,21 @@ int64_t roomy(const Kernels& k) {
   return large && k.width >= 16 && !k.gemm_pays ? 2 : 1;
 }
 
+// Bytes of the third-level cache that a thread may count on, a quarter of its share: others use it, too. 0 where none is known.
+int64_t third_level() {
+  static const int64_t bytes = [] {
+    int64_t kib = 0;
+    if (FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
+      if (std::fscanf(file, "%" SCNd64 "K", &kib) != 1) kib = 0;
+      std::fclose(file);
+    }
+    return kib << 10;
+  }();
+  uint32_t threads = 1;
+  torch_get_num_threads(&threads);
+  return bytes / 4 / threads;
+}
+
 // How many rows and columns a block has, so that the blocks occupy the threads evenly and little is packed twice.
 struct Blocks {
   int64_t rows, cols, down, across, depth;
@@ -98,6 +115,8 @@ Blocks split(const Kernels& k, const Product& p) {
     const int64_t room = k.gemm_depth * most_cols * 9 / 8 / std::max<int64_t>(std::min(depth, units), 1);
     widest = std::max(widest, room / unit * unit);
     tallest = over(p.M, 2 * most_rows);
+    // Many rows meet wide panels as fast in the third-level cache, and are fetched and packed less often.
+    if (p.dtype == DType::f32 && p.M >= most_rows) widest = std::max(widest, third_level() / (4 * depth) / unit * unit);
   }
   const int64_t times = pairs ? 2 : 1;  // as fast
   const int64_t right = p.tiles ? 0 : times * (runs ? k.gemm_along : k.gemm_turned),
@@ -157,11 +176,16 @@ void finish(const Kernels& k, const Product& p, const float* acc, int64_t row, i
   k.epilogue(call, 0, rows * n);
 }
 
-// True where the sums are the output, and whole tiles fill it.
+// Whether the sums are the output.
+bool plain(const Product& p) {
+  return p.dtype == DType::f32 && !p.bias && !p.residual && !p.pre && p.activation == Activation::none;
+}
+
+// Whether the sums of a block are taken in the output's memory, which whole tiles fill: where nothing is left to do, or they
+// would not stay in a cache elsewhere.
 bool sums_stay(const Kernels& k, const Product& p, int64_t rows, int64_t cols) {
-  const bool plain = p.dtype == DType::f32 && !p.bias && !p.residual && !p.pre;
-  return plain && p.activation == Activation::none && cols % k.gemm_columns == 0 &&
-         (!k.gemm_whole_rows || rows % k.gemm_rows == 0);
+  if (p.dtype != DType::f32 || cols % k.gemm_columns || (k.gemm_whole_rows && rows % k.gemm_rows)) return false;
+  return plain(p) || (third_level() > 0 && 2 * rows * cols * item_size(DType::f32) > third_level());
 }
 
 // One block of one matrix of the batch: rows from i, columns from j.
@@ -196,7 +220,7 @@ void block(const Kernels& k, const Product& p, const Blocks& blocks, int64_t ite
   }
   const bool whole = call.N == p.N && call.pitch == p.N;
   auto done = [&](const float* c, int64_t row, int64_t rows) {
-    if (stay) return;
+    if (stay && plain(p)) return;
     const int64_t first = item * p.M + i + row;
     if (whole) return finish(k, p, c, first, j, call.N, rows);
     for (int64_t r = 0; r < rows; ++r) finish(k, p, c + r * call.pitch, first + r, j, call.N);
@@ -348,8 +372,7 @@ void by_few_rows(const Kernels& k, const Product& p, bool turned) {
   };
   const bool dots = p.b.row == 1;
   const int64_t unit = dots ? DOTS : 64, columns = over(p.N, unit) * unit;  // so that no unit spans two items
-  const bool plain = p.dtype == DType::f32 && !turned && !p.bias && !p.residual && !p.pre &&
-                     p.activation == Activation::none;  // sums are the output
+  const bool as_they_are = plain(p) && !turned;
   const int64_t most = turned || !dots ? FEW_SUMS / p.M / unit * unit : p.N;  // columns at a time
   const bool large = right_bytes(p) > LARGE;
   const bool in_parts = large && !dots && !turned && p.M == 1 && item_size(p.b.dtype) == 2 && p.N <= WIDEST_ROW &&
@@ -363,7 +386,7 @@ void by_few_rows(const Kernels& k, const Product& p, bool turned) {
       const int64_t item = begin / columns, j = begin % columns;
       const int64_t n = std::min(std::min(end - begin, columns - j), std::min(p.N - j, most));
       const void* w = at(p.b.data, p.b.dtype, offset_of(p, p.b_steps, item) + j * p.b.col);
-      const bool stay = plain && n == p.N;  // elsewhere the rows of y, far from each other, would leave the first cache
+      const bool stay = as_they_are && n == p.N;  // elsewhere the rows of y, far from each other, would leave the first cache
       float* acc = stay ? reinterpret_cast<float*>(p.y) + item * p.M * n : scratch((turned ? 2 : 1) * p.M * n);
       const float* xs = left(item);
       if (dots) {

@@ -13,8 +13,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from . import accuracy, stores
+from . import accuracy, calls, stores
 from .accuracy import Known, Statistics
 from .judging import Place, places, plain, watchable
 from .op import EAGER, Candidate, Config, Launcher, Op, Outputs
@@ -113,6 +114,7 @@ class Adaptive:
         self.certain = unguarded(key, rtol)
         self.held: Held | None = None
         self.wide = wide(key)
+        self.guarded: Any = None  # the same in C where that can be, and asks here where it cannot
 
     def __call__(self, *dynamic: Any) -> Outputs | None:
         held = self.held
@@ -144,16 +146,41 @@ class Adaptive:
             else:
                 outs, known = fused(*dynamic)
             known = known or (self.certain and form_of(held.candidate) == "f64")
-            if outs is not None and (known or held.covers(self._look(dynamic, outs))):
-                if held.missed:
-                    self._warn(held)
-                _note(held)
+            if self._kept(held, dynamic, outs, known):
                 return outs
         outs = self._choose(dynamic)
         assert self.held is not None
         _note(self.held)
         self.hear(watch)
         return outs
+
+    def _kept(self, held: Held, dynamic: Sequence[Any], outs: Outputs | None, known: bool) -> bool:
+        """Whether what was held when these outputs were computed serves them."""
+        if outs is None or not (known or held.covers(self._look(dynamic, outs))):
+            return False
+        if held.missed:
+            self._warn(held)
+        _note(held)
+        return True
+
+    def direct(self) -> Any:
+        """The same past Python's layers, (*dynamic) -> the output; None where calls are not compiled or another device judges them."""
+        if self.device.type != "cpu" or self.op.internal or (module := calls.module()) is None:
+            return None
+        if self.guarded is None:
+            self.guarded = module.Guarded(self._asked)
+        return self.guarded
+
+    def _asked(self, held: Held | None, out: Tensor | None, *dynamic: Any) -> Any:
+        """One output, of what C has computed with what was held then, and is not certain of; or of what it leaves to us."""
+        if held is not None and out is not None and self._kept(held, dynamic, (out,), False):
+            return out
+        outs = self(*dynamic) if out is None else self._choose(dynamic)
+        if out is not None:
+            assert self.held is not None
+            _note(self.held)
+        assert outs is not None
+        return outs[0]
 
     def hear(self, watch: Any) -> None:
         """Say what a GPU has noted of products since, now that it has come to them."""
@@ -197,6 +224,9 @@ class Adaptive:
         held.fused = self._fuse(held, dynamic, outs)
         held.rest = REST if self.wide and held.unbroken else 0
         self.held = held
+        if self.guarded is not None:
+            way = held.fused.way if held.fused is not None else None
+            self.guarded.way = None if way is None else (held, *way, LAST, held.candidate.id)
         if held.missed:
             self._warn(held)
         return outs

@@ -2,7 +2,7 @@
 
 What it has: `Native`, an operator of the native library past PyTorch's dispatcher where that would do nothing; `Launcher`, one
 with its last arguments fixed; `Front`, the warm way of a public function in one call of C; `Start`, a GPU kernel, and `Plan`, a launcher
-of several (tensorlogic/ops/common/compiled_launch.py); `Way`, a call that replays a CUDA graph (tensorlogic/program/short.py).
+of several (tensorlogic/ops/common/compiled_launch.py); `Guarded`, a product and its guard (tensorlogic/adapting.py); `Way`, a call that replays a CUDA graph (tensorlogic/program/short.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WHOLE, OUTSIDE = (
     2,
 )  # how a front serves a call by a plan: all outputs; not while its stream is captured
 REVISION = (
-    7  # of what this package and the module expect of each other: csrc/calls/calls.h has the same
+    8  # of what this package and the module expect of each other: csrc/calls/calls.h has the same
 )
 ON_LOAD: list[Callable[[ModuleType], None]] = []  # called once with the module, when it is there
 ON_FORGET: list[Callable[[], None]] = []  # called when plans have changed

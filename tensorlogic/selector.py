@@ -247,12 +247,15 @@ def _adaptive(key: Key, policy: Policy) -> bool:
 def _adapting(op: Op, key: Key, device: torch.device, policy: Policy, compiled: bool) -> Choice:
     """Among the candidates in the order of their times, the first that keeps the error budget, whatever data come."""
     assert policy.precision is not None and policy.precision.rtol is not None
-    launch: Launcher = adapting.Adaptive(op, key, device, policy.precision.rtol)
+    adaptive = adapting.Adaptive(op, key, device, policy.precision.rtol)
+    launch: Launcher = adaptive
+    direct = adaptive.direct()
     watched = policy.tune == "auto" and policy.observer is None and not compiled
     if watched and stores.current(device).get(key, lambda plan: _current(op, plan)) is None:
         watch = background.watch(op, key, device)
-        launch = launch if watch is None else watch.wrap(launch)
-    return Choice(BY_DATA, {}, launch, "errors on the caller's data")
+        if watch is not None:
+            launch, direct = watch.wrap(launch), direct and watch.direct(direct)
+    return Choice(BY_DATA, {}, launch, "errors on the caller's data", direct=direct)
 
 
 def _forced(op: Op, key: Key, id: str) -> Decision:

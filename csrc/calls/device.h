@@ -94,6 +94,6 @@ bool captured(PyObject* plan);
 bool out_of_memory();
 
 extern PyTypeObject DriverType, EmptyType, StartType, StepType, SeriesType, SlotType, PlanType,
-    RecordingType, CountedType, WayType, StillType, UnchangedType, MoverType;
+    RecordingType, CountedType, GuardedType, WayType, StillType, UnchangedType, MoverType;
 
 }  // namespace tensorlogic::calls

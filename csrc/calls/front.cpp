@@ -288,7 +288,7 @@ PyMODINIT_FUNC PyInit_tensorlogic_calls() {
   if (!made) return nullptr;
   for (PyTypeObject* type : {&NativeType, &LauncherType, &FrontType, &DriverType,
                              &EmptyType, &StartType, &StepType, &SeriesType, &SlotType, &PlanType,
-                             &RecordingType, &CountedType, &WayType, &StillType,
+                             &RecordingType, &CountedType, &GuardedType, &WayType, &StillType,
                              &UnchangedType, &MoverType})
     if (PyModule_AddType(made, type) < 0) {
       Py_DECREF(made);

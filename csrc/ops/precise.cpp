@@ -164,12 +164,13 @@ bool within(const Operation& p, const double* found, const Limits& limits) {
 }
 
 // matmul_f32 of matrices, and 1 where it is within these limits for certain, else 0.
-std::tuple<Output, Output> matmul_watched(const Input& a, const Input& b, int64_t parts, const Input& limits) {
+std::tuple<Output, Output> matmul_watched(const Input& a, const Input& b, int64_t parts, const Input& limits, bool transposed) {
   const char* op = "matmul_watched";
-  Operation p{matrix(a, op, "a"), matrix(b, op, "b"), {}, a.shape.sizes[0], b.shape.sizes[1], a.shape.sizes[1]};
+  Operation p{matrix(a, op, "a"), matrix(b, op, "b"), {}, a.shape.sizes[0], b.shape.sizes[transposed ? 0 : 1], a.shape.sizes[1]};
+  if (transposed) std::swap(p.right.row, p.right.col);
   limits.check(op, "limits", aoti_torch_dtype_float64());
   if (limits.numel != LIMITS) fail("matmul_watched: limits must be 5 numbers, got " + limits.shape.text());
-  Output y = product_f32(op, a, b, false, parts), told = make(aoti_torch_dtype_float64(), {nullptr, 0});
+  Output y = product_f32(op, a, b, transposed, parts), told = make(aoti_torch_dtype_float64(), {nullptr, 0});
   p.out = {y.data, DType::f32, p.N, 1};
   double found[2 * FOUND];
   look(p, found);
@@ -182,7 +183,7 @@ std::tuple<Output, Output> matmul_watched(const Input& a, const Input& b, int64_
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tensorlogic_native, m) {
   m.def("product_look(Tensor left, Tensor right, Tensor out) -> Tensor");
-  m.def("matmul_watched(Tensor a, Tensor b, int parts, Tensor limits) -> (Tensor, Tensor)");
+  m.def("matmul_watched(Tensor a, Tensor b, int parts, Tensor limits, bool transposed=False) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tensorlogic_native, CPU, m) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +15,32 @@ from ...op import Outputs
 from . import ways_cpu
 
 RESULTS = (torch.float32, torch.float64)  # of others elements may leave the range, or lose digits
-Fused = Callable[
-    ..., tuple[Outputs, bool]
-]  # outputs, and whether they are within limits for certain
+Way = tuple[
+    Callable[..., tuple[Tensor, Tensor]], int, int, tuple[Any, ...]
+]  # a native operator, which two arguments it takes, and what else
+
+
+@dataclass(frozen=True)
+class Fused:
+    """(*dynamic) -> outputs, and whether they are within limits for certain."""
+
+    run: Callable[..., tuple[Tensor, Tensor]]
+    left: int
+    right: int
+    rest: tuple[Any, ...]  # that `run` takes besides
+    turned: bool  # whether the left operand is its argument's transpose
+    dtype: torch.dtype
+
+    def __call__(self, *given: Any) -> tuple[Outputs, bool]:
+        left, right = given[self.left], given[self.right]
+        y, told = self.run(left.t() if self.turned else left, right, *self.rest)
+        return (y.to(self.dtype),), told.item() == 1
+
+    @property
+    def way(self) -> Way | None:
+        """What compiled calls need for the same; None where the operator's output is not all there is."""
+        alone = not self.turned and self.dtype == torch.float32
+        return (self.run, self.left, self.right, self.rest) if alone else None
 
 
 def launcher(
@@ -32,16 +56,10 @@ def launcher(
     views = [_view(dynamic[i], t) for i, t in ((place.left, left), (place.right, right))]
     if None in views or out.shape != outs[0].shape or out.dtype not in RESULTS:  # type: ignore[union-attr]
         return None
-    run, kept = native.op("matmul_watched"), torch.tensor(limits, dtype=torch.float64, device="cpu")
+    kept = torch.tensor(limits, dtype=torch.float64, device="cpu")
     turned_left, turned_right = views
-    first, second, dtype = place.left, place.right, out.dtype
-
-    def launch(*given: Any) -> tuple[Outputs, bool]:
-        a, b = given[first], given[second]
-        y, told = run(a.t() if turned_left else a, b.t() if turned_right else b, parts, kept)
-        return (y.to(dtype),), told.item() == 1
-
-    return launch
+    rest, run = (parts, kept, turned_right), native.op("matmul_watched")
+    return Fused(run, place.left, place.right, rest, bool(turned_left), out.dtype)
 
 
 def _view(given: Tensor, operand: Tensor) -> bool | None:

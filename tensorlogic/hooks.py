@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 from . import native
 
 _lock = threading.Lock()
-_apart = 0  # policies in force, counted before the hooks are loaded, too
+_apart = ctypes.c_int64(0)  # policies in force; where the guards look, once the hooks are loaded
 _state: list[str | None] = []  # empty until tried, then what is missing
 
 
@@ -49,7 +50,7 @@ def load() -> None:
         if not _state:
             _state.append(_load())
             if loaded():
-                op("apart")(_apart)
+                _apart_at(op("policies_at")())
 
 
 def available() -> str | None:
@@ -113,15 +114,12 @@ def forget() -> None:
 
 def apart(change: int) -> None:
     """While more +1 than -1 were given the guards always ask: a policy is in force somewhere."""
-    global _apart
     with _lock:
-        _apart += change
-        if loaded():
-            tracing = (
-                torch._C._get_tracing_state()
-            )  # by torch.jit: this is no part of what it traces
-            torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-            try:
-                op("apart")(change)
-            finally:
-                torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+        _apart.value += change
+
+
+def _apart_at(address: int) -> None:
+    """Count where the guards look, from what was counted before on."""
+    global _apart
+    theirs = ctypes.c_int64.from_address(address)
+    theirs.value, _apart = _apart.value, theirs

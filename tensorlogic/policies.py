@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,6 +65,9 @@ ROOT = _root()
 VARIABLE: ContextVar[Policy] = ContextVar("tensorlogic_policy", default=ROOT)
 MOST = 256  # policies whose warm keys are kept
 _INTERNED: dict[tuple[Any, ...], Policy] = {ROOT.identity: ROOT}
+_WITH: dict[
+    tuple[Policy, Precision], Policy
+] = {}  # what `with_precision` made, of policies that are interned
 
 current = VARIABLE.get
 
@@ -77,6 +80,18 @@ def interned(policy: Policy) -> Policy:
         oldest = next(others)
         _INTERNED.pop(oldest.identity, None)
         oldest.entries.clear()
+        _WITH.clear()
+    return known
+
+
+def with_precision(asked: Precision) -> Policy:
+    """The current policy with this precision."""
+    policy = current()
+    known = _WITH.get((policy, asked))
+    if known is None:
+        known = interned(replace(policy, precision=asked, entries={}))
+        if _INTERNED.get(known.identity) is known:
+            _WITH[policy, asked] = known
     return known
 
 
@@ -88,17 +103,23 @@ def forget_entries() -> None:
     hooks.forget()
 
 
-@contextmanager
-def use(chosen: Policy) -> Iterator[Policy]:
-    """Make `chosen` the policy of this context (thread or task)."""
-    hooks.apart(1)
-    token = VARIABLE.set(chosen)
-    try:
-        yield chosen
-    finally:
+class use(AbstractContextManager[Policy]):
+    """Make `chosen` the policy of this context (thread or task) inside a `with` block."""
+
+    __slots__ = ("chosen", "token")
+
+    def __init__(self, chosen: Policy) -> None:
+        self.chosen = chosen
+
+    def __enter__(self) -> Policy:
+        hooks.apart(1)
+        self.token = VARIABLE.set(self.chosen)
+        return self.chosen
+
+    def __exit__(self, *problem: object) -> None:
         # first: an abandoned generator may be closed in another context, where the reset raises
         hooks.apart(-1)
-        VARIABLE.reset(token)
+        VARIABLE.reset(self.token)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -168,7 +168,7 @@ _ENTERED: ContextVar[tuple[AbstractContextManager[Any], ...]] = ContextVar(
 @policies.outside_of_graphs
 def under(asked: Precision) -> AbstractContextManager[policies.Policy]:
     """The current policy with this precision, as a context manager."""
-    return policies.use(policies.interned(replace(policies.current(), precision=asked, entries={})))
+    return policies.use(policies.with_precision(asked))
 
 
 def policy_of(asked: Any, where: str = "optimize") -> Precision:

@@ -99,3 +99,20 @@ def test_a_block_that_fails_says_nothing_more(recwarn: pytest.WarningsRecorder) 
         raise KeyError
     assert mode() is None
     assert not [w for w in recwarn if w.category is PrecisionWarning]
+
+
+def test_a_policy_within_a_budget_is_made_once_and_forgotten_with_the_others() -> None:
+    half, a = tensorlogic.precision("f16"), torch.randn(8, 8)
+    with half:
+        first = policies.current()
+    with half:
+        assert policies.current() is first
+    for i in range(policies.MOST + 20):
+        tensorlogic.matmul(a, a, precision=tensorlogic.precision("adaptive", rtol=0.5 / (i + 1)))
+    assert len(policies._WITH) <= policies.MOST
+    with half:  # one of those whose warm keys are forgotten when plans change
+        again = policies.current()
+    assert policies._INTERNED[again.identity] is again
+    with tensorlogic.policy(deterministic=True), half:
+        assert policies.current() is not again
+        assert policies.current().deterministic

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import PrecisionWarning, accuracy, adapting, native
+from tensorlogic import PrecisionWarning, accuracy, adapting, calls, native
+from tensorlogic.adapting import Adaptive
 from tensorlogic.op import OPS
 
 from .test_native import LEVELS, forced
@@ -219,3 +222,72 @@ def test_a_call_beside_a_choice_meets_all_of_one(monkeypatch: pytest.MonkeyPatch
     adaptive(x, y)
     assert adaptive.held.candidate is exact
     assert off(meanwhile[0], x.double() @ y.double()) < 1e-2
+
+
+@pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
+@pytest.mark.parametrize(("name", "call"), CALLS[:2], ids=[c[0] for c in CALLS[:2]])
+def test_a_warm_call_stays_in_c_while_the_guard_is_certain(
+    name: str, call: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Adaptive] = []
+    choose, python = Adaptive._choose, Adaptive.__call__
+    monkeypatch.setattr(Adaptive, "_choose", lambda s, *d: asked.append(s) or choose(s, *d))
+    monkeypatch.setattr(Adaptive, "__call__", lambda s, *d: asked.append(s) or python(s, *d))
+    a, b = torch.randn(97, 520), torch.randn(520, 83)
+    with torch.inference_mode(), tensorlogic.precision("adaptive", rtol=1e-2):
+        for _ in range(3):
+            call(a, b)
+        before, adapting.LAST[:] = len(asked), ["another", "and one more"]
+        for _ in range(5):
+            y = call(a, b)
+        assert len(asked) == before > 0
+        assert len(adapting.LAST) == 1
+        assert off(y, a.double() @ b.double()) < 1e-2
+        x, z = cancelling(a, b)
+        for _ in range(2):  # chosen anew, and served by what was chosen
+            assert off(call(x, z), x.double() @ z.double()) < 1e-2
+        assert len(asked) > before
+        assert off(call(a, b), a.double() @ b.double()) < 1e-2
+
+
+@pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
+def test_what_c_computed_is_judged_by_what_was_held_then() -> None:
+    """Another thread has chosen again meanwhile, or nothing was held."""
+    op = OPS["matmul"].precise
+    assert op is not None
+    a, b = torch.randn(96, 256), torch.randn(256, 80)
+    adaptive = Adaptive(op, op.key((a, b, "none", False), "inference", "adaptive"), CPU, 1e-2)
+    guarded = adaptive.direct()
+    assert guarded is adaptive.direct()
+    assert guarded.way is None
+    wanted = guarded(a, b)  # asks, and is told how from then on
+    held, *_ = guarded.way
+    assert held is adaptive.held
+    assert torch.equal(guarded(a, b), wanted)
+    x, y = cancelling(a, b)
+    wrong = torch.zeros_like(wanted)
+    assert off(adaptive._asked(held, wrong, x, y), x.double() @ y.double()) < 1e-2
+    assert adaptive.held is not held  # which did not cover these data
+    for bad in ((a,), (a, b, *[None] * 20)):
+        with pytest.raises(TypeError, match="argument"):
+            guarded(*bad)
+    with pytest.raises(TypeError, match="way must be"):
+        guarded.way = 3
+    guarded.way = (held,)
+    with pytest.raises(TypeError):
+        guarded(a, b)
+    guarded.way = None
+    assert off(guarded(a, b), a.double() @ b.double()) < 1e-2
+
+
+@pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
+def test_a_guarded_product_is_freed_with_its_adaptive() -> None:
+    op = OPS["matmul"].precise
+    assert op is not None
+    a, b = torch.randn(96, 256), torch.randn(256, 80)
+    adaptive = Adaptive(op, op.key((a, b, "none", False), "inference", "adaptive"), CPU, 1e-2)
+    adaptive.direct()(a, b)
+    gone = weakref.ref(adaptive)
+    del adaptive
+    gc.collect()
+    assert gone() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import capture_watch, derived, measure, policies, stores
+from . import binding, capture_watch, derived, measure, policies, stores
 from .memory import stager, staging
 from .memory.unified import Unified
 from .op import Op
 
 LOG = logging.getLogger("tensorlogic")
 SMALL = 1 << 21  # operations below which no transfer pays
-AGAIN = 3  # runs of either side that are timed before the faster one stays
+AGAIN = 3  # runs of either side that are timed before the faster one stays for a while
+SHARE = 0.05  # of a key's time that timing the slower side again may take
 HOPELESS = 3.0  # a side that is expected to take so many times the other's time is not tried
+MOST = 8192  # keys whose times are kept
 LINK = (20e-6, 12e9)  # seconds and bytes a second of a transfer, until some were timed
 PROBED = (1 << 12, 1 << 25)  # bytes of the transfers that a link is timed by
 SIDES = {"cpu": 768, "cuda": 2048}  # of the products that tell how fast either side computes
-_SEEN: dict[tuple[Any, ...], dict[str, list[float]]] = {}
-_SETTLED: dict[tuple[Any, ...], torch.device] = {}
 _SPEED: dict[torch.device, float] = {}
 _SAID: set[str] = set()
 LAST: list[str] = []  # what `explain` shows: how the last calls were placed
@@ -47,13 +48,60 @@ class Link:
 _LINKS: dict[torch.device, Link] = {}
 
 
+@dataclass
+class Trial:
+    """What either side has taken for one key, and what that has settled for so many calls."""
+
+    place: torch.device | None = None  # of the faster side; None while both are being timed
+    left: float = 0.0  # calls that go there before both are timed again
+    rest: float = 0.0  # how many those were at first
+    taken: dict[str, list[float]] = field(default_factory=dict)  # seconds, by side
+    both: bool = False  # whether each side is timed, whatever is expected of it
+
+    def settle(self, place: torch.device, lasting: bool) -> None:
+        """Go there: for good where that was asked for or the other side has not run, else for longer every time."""
+        self.place, best = place, min(self.taken.get(place.type, ()), default=0.0)
+        other = next((min(t) for side, t in self.taken.items() if side != place.type), math.inf)
+        ratio = other / best if best and not lasting else math.inf
+        self.rest = max(2 * self.rest, AGAIN * ratio / SHARE)
+        self.left = self.rest - 1  # this call is the first
+
+    def due(self) -> bool:
+        """Count a call that goes where it was settled; once those are through, both sides are timed anew."""
+        self.left -= 1
+        if self.left >= 0:
+            return False
+        self.place, self.taken, self.both = None, {}, True
+        return True
+
+    def timed(self, side: str, run: Callable[[], Any]) -> Any:
+        """Run, and note how long it took unless all is settled."""
+        if self.place is not None:
+            return run()
+        begin = time.perf_counter()
+        out = run()
+        if side == "cuda":
+            torch.cuda.synchronize()
+        self.note(side, time.perf_counter() - begin)
+        return out
+
+    def note(self, side: str, seconds: float) -> None:
+        """Keep how long a call has taken there; infinitely long where it failed."""
+        if self.place is None:
+            self.taken.setdefault(side, []).append(seconds)
+
+
+_TRIALS: dict[tuple[Any, ...], Trial] = {}
+
+
 @policies.outside_of_graphs
 @contextmanager
 def placement(device: str | torch.device | None = "auto") -> Iterator[policies.Policy]:
     """Run our functions on the GPU or the CPU, whichever takes less time for tensors on the CPU, transfers included.
 
     "auto" expects times from this machine's transfers and plans, and then goes by what either side has taken for the same
-    shapes, after three calls of each that has a chance. Results come back to the CPU; `unified` tensors, parameters and
+    shapes, in three calls of each that has a chance. Both are timed again later on, within 5 % of the time spent there, and
+    ever less often; never where a policy asks for reproducible results. Results come back to the CPU; `unified` tensors, parameters and
     declared constants stay on the device, so that a chain pays for them once (but those whose memory a NumPy array shares). Tensors on a GPU are computed there. Where no
     GPU is, or it runs out of memory, the CPU serves.
 
@@ -106,11 +154,11 @@ def call(op: Op, public: Callable[..., Any], given: Sequence[Any], where: Any = 
     if any(t.device.type != "cpu" for t in plain):
         device = next(t.device for t in plain if t.device.type != "cpu")
         return Unified(run(device), made=True) if together else run(device)
-    place, settled = _choose(op, policy.placement or "auto", given)
+    place, trial = _choose(op, policy.placement or "auto", given)
     if place.type == "cpu":
-        out = run(place) if settled else _timed(op, given, "cpu", lambda: run(place))
-        if settled and not together and where in inside.entries:
-            policy.entries[where] = inside.entries[where]
+        out = trial.timed("cpu", lambda: run(place))
+        if not together and trial.place is not None:
+            _stay(policy, inside, where, plain, trial)
         return Unified(out, made=True) if together else out
 
     def there() -> Any:
@@ -118,13 +166,42 @@ def call(op: Op, public: Callable[..., Any], given: Sequence[Any], where: Any = 
         return out if together else _home(out)
 
     try:
-        out = there() if settled else _timed(op, given, "cuda", there)
+        out = trial.timed("cuda", there)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as problem:
+        trial.note("cuda", math.inf)
         _say(
             f"tensorlogic: {op.name} could not run on {place} ({type(problem).__name__}); the CPU serves it"
         )
         out = run(torch.device("cpu"))
     return Unified(out, made=True) if together else out
+
+
+def _stay(
+    policy: policies.Policy,
+    inside: policies.Policy,
+    where: Any,
+    tensors: Sequence[Tensor],
+    trial: Trial,
+) -> None:
+    """Let calls like this one come by here no more, until both sides are due to be timed again."""
+    known = [check for check, _ in policy.entries.get(where, ())]
+    for check, run in inside.entries.get(where, ()):
+        if not any(check is k for k in known) and check(*tensors):
+            counted = run if trial.left == math.inf else _counted(run, policy, where, trial)
+            binding.keep(policy, where, check, counted)
+            return
+
+
+def _counted(
+    run: Callable[..., Any], policy: policies.Policy, where: Any, trial: Trial
+) -> Callable[..., Any]:
+    def serve(*dynamic: Any) -> Any:
+        trial.left -= 1
+        if trial.left < 1:
+            policy.entries.pop(where, None)
+        return run(*dynamic)
+
+    return serve
 
 
 def _home(out: Any) -> Any:
@@ -153,52 +230,58 @@ def _kept(g: Tensor) -> bool:
     return derived.is_constant(g) and not staging.shared(g)
 
 
-def _choose(op: Op, asked: str, given: Sequence[Any]) -> tuple[torch.device, bool]:
-    """Where a call runs, and whether that is settled."""
+def _choose(op: Op, asked: str, given: Sequence[Any]) -> tuple[torch.device, Trial]:
+    """Where a call runs, and what that is to tell of the time it takes."""
     if asked != "auto":
-        return torch.device(asked), True
+        place = torch.device(asked)
+        return place, Trial(place, math.inf)
+    if capture_watch.any_thread():
+        return torch.device("cpu"), Trial()  # and nothing is learned of it
     key = _key(op, given)
-    settled = _SETTLED.get(key)
-    explained = policies.current().observer is not None
-    if settled is not None and not explained and not capture_watch.any_thread():
-        return settled, True
-    place, final = _weighed(op, given, key)
-    if final:
-        _SETTLED[key] = place
-    return place, final
+    policy = policies.current()
+    trial = _TRIALS.get(key)
+    if trial is None:
+        if len(_TRIALS) >= MOST:  # shapes without end: start again rather than grow
+            _TRIALS.clear()
+        trial = _TRIALS[key] = Trial()
+    if trial.place is not None and policy.observer is None and not trial.due():
+        return trial.place, trial
+    place, final = _weighed(op, given, trial)
+    if final and trial.place is None:
+        trial.settle(place, policy.reproducible)
+    return place, trial
 
 
-def _weighed(op: Op, given: Sequence[Any], key: tuple[Any, ...]) -> tuple[torch.device, bool]:
+def _weighed(op: Op, given: Sequence[Any], trial: Trial) -> tuple[torch.device, bool]:
+    """Where a call runs, and whether enough were timed to stay there."""
     cpu = torch.device("cpu")
     if not torch.cuda.is_available() or op.mutates or op.baseline is not None:
         return cpu, True
-    if capture_watch.any_thread():
-        return cpu, False
     device = torch.device("cuda", torch.cuda.current_device())
     args = [g._copies[g._home][0] if isinstance(g, Unified) else g for g in given]
     work = _work(op, args)
     if work < SMALL and not any(isinstance(g, Unified) and g.has(device) for g in given):
         return cpu, True
     here, there, text = _expected(op, given, work, device)
-    seen = _SEEN.setdefault(key, {"cpu": [], "cuda": []})
+    taken = trial.taken
     order = ("cuda", "cpu") if there < here else ("cpu", "cuda")
-    near = max(here, there) < HOPELESS * min(here, there)
+    near = trial.both or max(here, there) < HOPELESS * min(here, there)
     for side in order:
-        if len(seen[side]) < AGAIN and (
-            side == order[0] or near or _disappointing(seen, here, there)
+        if len(taken.get(side, ())) < AGAIN and (
+            side == order[0] or near or _disappointing(taken, here, there)
         ):
             _show(text, side, "expected" if side == order[0] else "to be timed")
             return (device if side == "cuda" else cpu), False
-    best = min((s for s in order if seen[s]), key=lambda s: min(seen[s]))
-    times = ", ".join(f"{s} {min(t) * 1e6:.0f} us" for s, t in seen.items() if t)
+    best = min(taken, key=lambda side: min(taken[side]))
+    times = ", ".join(f"{side} {min(t) * 1e6:.0f} us" for side, t in taken.items())
     _show(text, best, f"timed {times}")
     return (device if best == "cuda" else cpu), True
 
 
-def _disappointing(seen: dict[str, list[float]], here: float, there: float) -> bool:
+def _disappointing(taken: dict[str, list[float]], here: float, there: float) -> bool:
     """Whether the side that was tried took so long that the other one has a chance after all."""
-    tried = {"cpu": there, "cuda": here}
-    return any(seen[side] and min(seen[side]) > tried[side] / HOPELESS for side in tried)
+    others = {"cpu": there, "cuda": here}
+    return any(min(t) > others[side] / HOPELESS for side, t in taken.items())
 
 
 def _work(op: Op, args: Sequence[Any]) -> float:
@@ -281,13 +364,13 @@ def _speed(place: torch.device) -> float:
         plain = torch.autocast(place.type, enabled=False)
         with stores.preserved(place), torch.no_grad(), plain:
             x = torch.ones(side, side, dtype=torch.float32, device=place)
-            for _ in range(4):
+            for _ in range(6):
                 measure.synchronize(place)
                 begin = time.perf_counter()
                 torch.mm(x, x)
                 measure.synchronize(place)
                 seconds.append(time.perf_counter() - begin)
-        found = _SPEED[place] = 2.0 * side**3 / _middle(seconds[1:])
+        found = _SPEED[place] = 2.0 * side**3 / min(seconds)  # others may have a core at times
     return found
 
 
@@ -305,20 +388,6 @@ def _key(op: Op, given: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def _timed(op: Op, given: Sequence[Any], side: str, run: Callable[[], Any]) -> Any:
-    """Run, and note how long it took while that is still of interest."""
-    seen = _SEEN.get(_key(op, given))
-    if seen is None or len(seen[side]) >= AGAIN:
-        return run()
-    begin = time.perf_counter()
-    out = run()
-    if side == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - begin
-    seen[side].append(seconds)
-    return out
-
-
 def _show(text: str, side: str, why: str) -> None:
     LAST.append(f"{text} -> {side} ({why})")
     del LAST[:-16]
@@ -332,8 +401,7 @@ def _say(text: str) -> None:
 
 def forget() -> None:
     """Forget every time, as a fresh process would."""
-    _SEEN.clear()
-    _SETTLED.clear()
+    _TRIALS.clear()
     _LINKS.clear()
     _SPEED.clear()
 

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from io import BufferedRWPair
+from pathlib import Path
 from typing import Any
 
 from . import settings
@@ -22,6 +23,8 @@ PRELOADED = (
     "tensorlogic.ops.common.triton_gemm",
     "tensorlogic.ops.common.triton_launch",
 )  # imported before workers are forked; what is called `warm` there is called
+NICENESS = 10  # of processes that work ahead: a tenth of a core where the caller's threads take all
+GROUP = Path("/proc/self/autogroup")
 SUPPORTED = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
 
@@ -99,6 +102,7 @@ def environment() -> dict[str, str]:
 
 def nurse(fd: int) -> None:
     """The nursery: forks a worker for every socket that comes; ends with its parent."""
+    give_way(NICENESS)
     line = socket.socket(fileno=fd)
     for name in PRELOADED:
         with contextlib.suppress(ImportError):  # no Triton: a job that needs it will say so
@@ -114,6 +118,15 @@ def nurse(fd: int) -> None:
             serve(socket.socket(fileno=fds[0]))
             os._exit(0)
         os.close(fds[0])
+
+
+def give_way(niceness: int) -> None:
+    """Run after others by this much. A session of its own is, where Linux groups sessions, weighed against others as a whole:
+    without a word to that group niceness would count among its own processes only."""
+    os.nice(niceness)
+    if niceness:
+        with contextlib.suppress(OSError):
+            GROUP.write_text(str(niceness))
 
 
 def serve(end: socket.socket) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tensorlogic import compiling
+from tensorlogic import compiling, workers
 
 JOBS = """
 import os, sys, time
@@ -228,7 +228,7 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     (tmp_path / "compile_jobs.py").write_text(textwrap.dedent(JOBS))
     code = f"""
 import time
-from tensorlogic import compiling
+from tensorlogic import compiling, workers
 from compile_jobs import Job
 compiling.submit([Job("sleep", {str(tmp_path / "out")!r})])
 pool = compiling._workers
@@ -274,6 +274,22 @@ def test_preparing_starts_no_worker(job: Any) -> None:
     compiling.submit((job("fine"),))
     finish(job("fine"))
     assert pool.started == 1
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="no /proc on this system")
+def test_workers_run_after_the_caller_s_threads(job: Any) -> None:
+    """Threads that wait for each other lose a whole slice of time, all of them, to one worker on one of their cores."""
+    compiling.submit((job("fine"),))
+    finish(job("fine"))
+    assert compiling._workers is not None
+    nursery = compiling._workers.nursery.process
+    assert nursery is not None
+    for pid in members(nursery.pid):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        assert int(fields[16]) == workers.NICENESS
+    if workers.GROUP.exists():
+        group = Path(f"/proc/{nursery.pid}/autogroup").read_text()
+        assert group.split()[-1] == str(workers.NICENESS)
 
 
 def test_no_workers_means_nothing_is_submitted(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:

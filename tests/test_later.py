@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import settings
-from tensorlogic.program import contest, inductor, later, room
+from tensorlogic import settings, workers
+from tensorlogic.program import contest, later, room
 from tests.inductor_fakes import DEVICE, Fake
 
 from .test_contest import Chain, same, x
@@ -152,10 +152,10 @@ def test_a_gpu_counts_what_pytorch_holds_and_does_not_use(
     assert room.fits(torch.device("cpu"), 1 << 60)
 
 
-@pytest.mark.skipif(not inductor.GROUP.exists(), reason="no groups of sessions to weigh")
+@pytest.mark.skipif(not workers.GROUP.exists(), reason="no groups of sessions to weigh")
 def test_compilers_give_way_as_a_session() -> None:
     """Linux weighs whole sessions against each other: niceness alone counts within one."""
-    code = "from tensorlogic.program.inductor import GROUP, give_way; give_way(7); print(GROUP.read_text())"
+    code = "from tensorlogic.workers import GROUP, give_way; give_way(7); print(GROUP.read_text())"
     said = subprocess.run(
         [sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True
     )
@@ -167,8 +167,8 @@ def test_where_sessions_are_not_weighed_niceness_is_all(
 ) -> None:
     given: list[int] = []
     monkeypatch.setattr(os, "nice", given.append)
-    monkeypatch.setattr(inductor, "GROUP", tmp_path / "missing" / "autogroup")
-    inductor.give_way(7)
+    monkeypatch.setattr(workers, "GROUP", tmp_path / "missing" / "autogroup")
+    workers.give_way(7)
     assert given == [7]
 
 

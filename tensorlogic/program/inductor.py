@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import settings
+from ..workers import give_way
 from .trace import Trace, first_line, random_call
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 EAGERLY = "force_non_lazy_backward_lowering"  # which PyTorch before 2.13 does not set by itself
-GROUP = Path("/proc/self/autogroup")
 MOST = 256  # artifacts that are kept; the oldest go
 
 
@@ -92,15 +92,6 @@ class Job:
                 made = standalone_compile(module, inputs, dynamic_shapes="from_tracing_context")
         made.save(path=f"{artifact}.part")
         os.replace(f"{artifact}.part", artifact)
-
-
-def give_way(niceness: int) -> None:
-    """Run after others by this much. A session of its own is, where Linux groups sessions, weighed against others as a whole:
-    without a word to that group niceness would count among its own processes only."""
-    os.nice(niceness)
-    if niceness:
-        with contextlib.suppress(OSError):
-            GROUP.write_text(str(niceness))
 
 
 @dataclass(frozen=True)

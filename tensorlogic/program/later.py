@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import capture_watch, derived, policies, settings, stores
+from ..workers import NICENESS
 from . import inductor, room
 from .contest import Contest
 from .copies import undisturbed
@@ -33,7 +34,6 @@ CALLS = 60  # of the original's time that one comparison takes, beside `FIXED_S`
 FIXED_S = 0.4
 TIMED_S = 0.15
 WIDE = 8  # bytes of a number in higher precision
-NICENESS = 10
 SWITCH_S = 1e-4  # between two looks whether another thread wants to run
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError)
 

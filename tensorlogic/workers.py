@@ -24,7 +24,7 @@ PRELOADED = (
     "tensorlogic.ops.common.triton_launch",
 )  # imported before workers are forked; what is called `warm` there is called
 NICENESS = 10  # of processes that work ahead: a tenth of a core where the caller's threads take all
-GROUP = Path("/proc/self/autogroup")
+GROUP = "/proc/{}/autogroup"
 SUPPORTED = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
 
@@ -71,6 +71,7 @@ class Nursery:
                     env=environment(),
                     start_new_session=True,  # Ctrl-C is this process's to handle
                 )
+            give_way(self.process.pid, NICENESS)
             self.line = ours
 
     def worker(self) -> Worker:
@@ -102,7 +103,7 @@ def environment() -> dict[str, str]:
 
 def nurse(fd: int) -> None:
     """The nursery: forks a worker for every socket that comes; ends with its parent."""
-    give_way(NICENESS)
+    give_way(os.getpid(), NICENESS)
     line = socket.socket(fileno=fd)
     for name in PRELOADED:
         with contextlib.suppress(ImportError):  # no Triton: a job that needs it will say so
@@ -120,13 +121,20 @@ def nurse(fd: int) -> None:
         os.close(fds[0])
 
 
-def give_way(niceness: int) -> None:
-    """Run after others by this much. A session of its own is, where Linux groups sessions, weighed against others as a whole:
-    without a word to that group niceness would count among its own processes only."""
-    os.nice(niceness)
-    if niceness:
-        with contextlib.suppress(OSError):
-            GROUP.write_text(str(niceness))
+def give_way(pid: int, niceness: int) -> None:
+    """Let a process run after others by this much, at least. A session of its own is, where Linux groups sessions, weighed
+    against others as a whole: without a word to that group niceness would count among its own processes only.
+
+    Whoever starts the process says so at once, before it has imported anything, and it says so itself later: Linux listens
+    to one such word in a tenth of a second.
+    """
+    if not niceness:
+        return
+    with contextlib.suppress(OSError):
+        now = os.getpriority(os.PRIO_PROCESS, pid)
+        os.setpriority(os.PRIO_PROCESS, pid, max(now, niceness))
+    with contextlib.suppress(OSError):
+        Path(GROUP.format(pid)).write_text(str(niceness))
 
 
 def serve(end: socket.socket) -> None:

@@ -59,7 +59,7 @@ class Job:
 
     def run(self) -> dict[str, str]:
         """Compile and save all; returns why some could not be."""
-        give_way(self.niceness)
+        give_way(os.getpid(), self.niceness)
         torch.set_num_threads(self.threads)
         torch.set_float32_matmul_precision(self.precision)
         failed = {}
@@ -192,6 +192,7 @@ class Compiling:
                 env=_environment(folder),
                 start_new_session=True,  # Ctrl-C is this process's to handle
             )
+        give_way(self.process.pid, niceness)
 
     def wait(self, seconds: float) -> None:
         """Until it is done, or time is over; what has been compiled by then stays."""

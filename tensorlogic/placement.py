@@ -28,6 +28,7 @@ LINK = (20e-6, 12e9)  # seconds and bytes a second of a transfer, until some wer
 PROBED = (1 << 12, 1 << 25)  # bytes of the transfers that a link is timed by
 SIDES = {"cpu": 768, "cuda": 2048}  # of the products that tell how fast either side computes
 _SPEED: dict[torch.device, float] = {}
+_NEXT: dict[torch.device, float] = {}  # when a speed may be timed again
 _SAID: set[str] = set()
 LAST: list[str] = []  # what `explain` shows: how the last calls were placed
 
@@ -56,22 +57,27 @@ class Trial:
     left: float = 0.0  # calls that go there before both are timed again
     rest: float = 0.0  # how many those were at first
     taken: dict[str, list[float]] = field(default_factory=dict)  # seconds, by side
+    here: float = math.inf  # seconds that the CPU is expected to take
     both: bool = False  # whether each side is timed, whatever is expected of it
 
     def settle(self, place: torch.device, lasting: bool) -> None:
-        """Go there: for good where that was asked for or the other side has not run, else for longer every time."""
+        """Go there: for good where that was asked for or the GPU is out of the question, else for longer every time."""
         self.place, best = place, min(self.taken.get(place.type, ()), default=0.0)
-        other = next((min(t) for side, t in self.taken.items() if side != place.type), math.inf)
+        unknown = self.here if place.type != "cpu" else math.inf
+        other = next((min(t) for side, t in self.taken.items() if side != place.type), unknown)
         ratio = other / best if best and not lasting else math.inf
         self.rest = max(2 * self.rest, AGAIN * ratio / SHARE)
         self.left = self.rest - 1  # this call is the first
 
     def due(self) -> bool:
-        """Count a call that goes where it was settled; once those are through, both sides are timed anew."""
+        """Count a call that goes where it was settled. Once those are through, both sides are timed anew, and one that never
+        ran is if it is found to have a chance."""
         self.left -= 1
         if self.left >= 0:
             return False
-        self.place, self.taken, self.both = None, {}, True
+        self.place, self.taken, self.both = None, {}, len(self.taken) > 1
+        if not self.both:
+            _try_speed_again(torch.device("cpu"))
         return True
 
     def timed(self, side: str, run: Callable[[], Any]) -> Any:
@@ -263,7 +269,7 @@ def _weighed(op: Op, given: Sequence[Any], trial: Trial) -> tuple[torch.device, 
     if work < SMALL and not any(isinstance(g, Unified) and g.has(device) for g in given):
         return cpu, True
     here, there, text = _expected(op, given, work, device)
-    taken = trial.taken
+    taken, trial.here = trial.taken, here
     order = ("cuda", "cpu") if there < here else ("cpu", "cuda")
     near = trial.both or max(here, there) < HOPELESS * min(here, there)
     for side in order:
@@ -358,20 +364,30 @@ def _middle(values: Sequence[float]) -> float:
 
 def _speed(place: torch.device) -> float:
     """Operations a second of a product of float32 matrices there, timed once."""
-    found = _SPEED.get(place)
-    if found is None:
-        side, seconds = SIDES[place.type], []
-        plain = torch.autocast(place.type, enabled=False)
-        with stores.preserved(place), torch.no_grad(), plain:
-            x = torch.ones(side, side, dtype=torch.float32, device=place)
-            for _ in range(6):
-                measure.synchronize(place)
-                begin = time.perf_counter()
-                torch.mm(x, x)
-                measure.synchronize(place)
-                seconds.append(time.perf_counter() - begin)
-        found = _SPEED[place] = 2.0 * side**3 / min(seconds)  # others may have a core at times
-    return found
+    if place not in _SPEED:
+        _try_speed_again(place)
+    return _SPEED[place]
+
+
+def _try_speed_again(place: torch.device) -> None:
+    """Time such a product; others may have had a core meanwhile or before, so the least of all times counts. Takes 5 % of
+    the time at most."""
+    begin = time.perf_counter()
+    if begin < _NEXT.get(place, -math.inf):
+        return
+    side, seconds = SIDES[place.type], []
+    plain = torch.autocast(place.type, enabled=False)
+    with stores.preserved(place), torch.no_grad(), plain:
+        x = torch.ones(side, side, dtype=torch.float32, device=place)
+        for _ in range(6):
+            measure.synchronize(place)
+            start = time.perf_counter()
+            torch.mm(x, x)
+            measure.synchronize(place)
+            seconds.append(time.perf_counter() - start)
+    _SPEED[place] = max(_SPEED.get(place, 0.0), 2.0 * side**3 / min(seconds))
+    end = time.perf_counter()
+    _NEXT[place] = end + (end - begin) / SHARE
 
 
 def _key(op: Op, given: Sequence[Any]) -> tuple[Any, ...]:
@@ -404,6 +420,7 @@ def forget() -> None:
     _TRIALS.clear()
     _LINKS.clear()
     _SPEED.clear()
+    _NEXT.clear()
 
 
 stores.ON_FORGET.append(forget)

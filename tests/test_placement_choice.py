@@ -25,7 +25,7 @@ class Machine:
     """A CPU of 1 GFLOP/s and a GPU behind a link; what calls really take there may be set to something else."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.clock, self.ran = 0.0, []
+        self.clock, self.ran, self.patch = 0.0, [], monkeypatch
         self.takes = {"cpu": 4e-3, "cuda": 1e-4}
         self.speeds = {"cpu": 1e9, "cuda": 1e12}
         link = placement.Link(1e-5, 1e10, True)
@@ -35,6 +35,7 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
         monkeypatch.setattr(placement, "_link", lambda device: link)
         monkeypatch.setattr(placement, "_speed", lambda place: self.speeds[place.type])
+        monkeypatch.setattr(placement, "_try_speed_again", lambda place: None)
         monkeypatch.setattr(placement, "_moved", self.moved)
         monkeypatch.setattr(placement, "_home", lambda out: out)
         clock = SimpleNamespace(perf_counter=lambda: self.clock)
@@ -122,10 +123,59 @@ def test_calls_that_stay_are_counted_until_both_are_timed_again(machine: Machine
     assert machine.run(8) == ["cuda"] * 3 + ["cpu"] * 3 + ["cuda"] * 2
 
 
-def test_a_side_that_never_ran_is_not_timed_later(machine: Machine) -> None:
-    assert machine.run(500) == ["cuda"] * 500
+def test_a_cpu_that_never_ran_is_tried_once_its_speed_is_known_better(machine: Machine) -> None:
+    """Somebody had its cores when its speed was timed: it is timed again, and a product runs there if that makes it likely."""
+    asked: list[torch.device] = []
+    machine.patch.setattr(placement, "_try_speed_again", asked.append)
+    machine.speeds["cpu"], machine.takes["cuda"] = 3e10, 2**-15
+    machine.takes["cpu"] = 2**-16
+    assert machine.run(200) == ["cuda"] * 200
+    (trial,) = placement._TRIALS.values()
+    assert trial.rest == pytest.approx(
+        placement.AGAIN * (2 * SIDE**3 / 3e10) / 2**-15 / placement.SHARE
+    )
+    assert machine.run(200) == ["cuda"] * 200  # as hopeless as before
+    assert asked == [torch.device("cpu")]
+    machine.speeds["cpu"] = 6e10
+    seen = machine.run(800)
+    assert len(asked) == 2
+    assert seen.count("cpu") < 6 < len(seen)  # the rest went straight there
+    assert seen[-1] == "cpu"
+
+
+def test_a_gpu_that_never_ran_is_not_tried_later(machine: Machine) -> None:
+    """What it takes to begin there may be seconds."""
+    machine.speeds["cpu"], machine.takes["cpu"] = 1e12, 1e-5
+    machine.run(5)
     (trial,) = placement._TRIALS.values()
     assert trial.left == math.inf
+
+
+def test_a_speed_is_the_best_of_all_times_and_seldom_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu, clock, step = torch.device("cpu"), [0.0], [1.0]
+
+    def ticks() -> float:
+        clock[0] += step[0]
+        return clock[0]
+
+    placement.forget()
+    monkeypatch.setitem(placement.SIDES, "cpu", 8)
+    monkeypatch.setattr(placement, "time", SimpleNamespace(perf_counter=ticks))
+    try:
+        assert placement._speed(cpu) == 2 * 8**3
+        taken = placement._NEXT[cpu]
+        placement._try_speed_again(cpu)  # too early
+        assert placement._NEXT[cpu] == taken
+        clock[0], step[0] = taken, 4.0
+        placement._try_speed_again(cpu)
+        assert placement._speed(cpu) == 2 * 8**3
+        clock[0], step[0] = placement._NEXT[cpu], 0.5
+        placement._try_speed_again(cpu)
+        assert placement._speed(cpu) == 4 * 8**3
+    finally:
+        placement.forget()
 
 
 def test_dtypes_of_one_shape_go_where_each_is_fast(machine: Machine) -> None:
@@ -140,9 +190,7 @@ def test_dtypes_of_one_shape_go_where_each_is_fast(machine: Machine) -> None:
     assert machine.run(8, dtype=torch.float64) == ["cuda"] * 8
 
 
-def test_a_gpu_that_fails_is_not_asked_again(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_fails_is_not_asked_again(machine: Machine) -> None:
     moved = machine.moved
 
     def full(given: Any, place: torch.device) -> Any:
@@ -151,7 +199,7 @@ def test_a_gpu_that_fails_is_not_asked_again(
             raise torch.OutOfMemoryError("none left")
         return moved(given, place)
 
-    monkeypatch.setattr(placement, "_moved", full)
+    machine.patch.setattr(placement, "_moved", full)
     machine.speeds["cpu"] = 6e10
     assert machine.run(8).count("cuda") == 3
     assert "cuda" not in machine.run(8)

@@ -57,6 +57,7 @@ class Trial:
     left: float = 0.0  # calls that go there before both are timed again
     rest: float = 0.0  # how many those were at first
     taken: dict[str, list[float]] = field(default_factory=dict)  # seconds, by side
+    work: float = 0.0  # operations of such a call
     here: float = math.inf  # seconds that the CPU is expected to take
     both: bool = False  # whether each side is timed, whatever is expected of it
 
@@ -92,9 +93,13 @@ class Trial:
         return out
 
     def note(self, side: str, seconds: float) -> None:
-        """Keep how long a call has taken there; infinitely long where it failed."""
-        if self.place is None:
-            self.taken.setdefault(side, []).append(seconds)
+        """Keep how long a call has taken there; infinitely long where it failed. It also tells how fast a CPU is at least."""
+        if self.place is not None:
+            return
+        self.taken.setdefault(side, []).append(seconds)
+        if side == "cpu" and self.work:
+            cpu = torch.device("cpu")
+            _SPEED[cpu] = max(_SPEED.get(cpu, 0.0), self.work / max(seconds, 1e-9))
 
 
 _TRIALS: dict[tuple[Any, ...], Trial] = {}
@@ -269,7 +274,7 @@ def _weighed(op: Op, given: Sequence[Any], trial: Trial) -> tuple[torch.device, 
     if work < SMALL and not any(isinstance(g, Unified) and g.has(device) for g in given):
         return cpu, True
     here, there, text = _expected(op, given, work, device)
-    taken, trial.here = trial.taken, here
+    taken, trial.here, trial.work = trial.taken, here, work
     order = ("cuda", "cpu") if there < here else ("cpu", "cuda")
     near = trial.both or max(here, there) < HOPELESS * min(here, there)
     for side in order:
@@ -291,13 +296,24 @@ def _disappointing(taken: dict[str, list[float]], here: float, there: float) -> 
 
 
 def _work(op: Op, args: Sequence[Any]) -> float:
-    """Operations of a call, roughly: twice the product of the first operand's elements and the second's last side."""
+    """Operations of a call, roughly: twice the product of the first operand's elements and the columns of the result."""
     tensors = [a for a in args if isinstance(a, Tensor)]
-    if "matmul" in op.name or "linear" in op.name or op.name == "attention_scores":
-        first, second = tensors[0], tensors[1]
-        side = second.shape[0] if "linear" in op.name else second.shape[-1]
-        return 2.0 * first.numel() * (side if second.dim() > 1 else 1)
+    columns = _columns(op, tensors)
+    if columns is not None:
+        return 2.0 * tensors[0].numel() * columns
     return float(sum(t.numel() for t in tensors))
+
+
+def _columns(op: Op, tensors: Sequence[Any]) -> int | None:
+    """Of a product's result: rows of a weight or of keys, columns of a second operand; None of anything else."""
+    if len(tensors) < 2 or not (
+        "matmul" in op.name or "linear" in op.name or op.name == "attention_scores"
+    ):
+        return None
+    shape = tensors[1].shape
+    if len(shape) < 2:
+        return 1
+    return int(shape[-1] if "matmul" in op.name else shape[-2])
 
 
 def _expected(
@@ -327,12 +343,9 @@ def _bytes_to_move(g: Any, device: torch.device) -> int:
 
 def _out_bytes(op: Op, given: Sequence[Any]) -> int:
     tensors = [g for g in given if isinstance(g, (Tensor, Unified))]
-    shape, other = tensors[0].shape, tensors[1].shape if len(tensors) > 1 else None
-    size = tensors[0].dtype.itemsize
-    if other is not None and ("matmul" in op.name or "linear" in op.name):
-        side = other[0] if "linear" in op.name else other[-1]
-        return shape[:-1].numel() * side * size
-    return shape.numel() * size
+    shape, size = tensors[0].shape, tensors[0].dtype.itemsize
+    columns = _columns(op, tensors)
+    return (shape.numel() if columns is None else shape[:-1].numel() * columns) * size
 
 
 def _link(device: torch.device) -> Link:
@@ -363,7 +376,7 @@ def _middle(values: Sequence[float]) -> float:
 
 
 def _speed(place: torch.device) -> float:
-    """Operations a second of a product of float32 matrices there, timed once."""
+    """Operations a second of a product of float32 matrices there, timed once, or what calls have shown to be more."""
     if place not in _SPEED:
         _try_speed_again(place)
     return _SPEED[place]

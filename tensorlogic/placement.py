@@ -406,7 +406,7 @@ def _try_speed_again(place: torch.device) -> None:
 def _key(op: Op, given: Sequence[Any]) -> tuple[Any, ...]:
     """What the time depends on: operands, what is there already, and how products are to be computed."""
     policy = policies.current()
-    parts: list[Any] = [op.name, policy.precision, torch.get_num_threads()]
+    parts: list[Any] = [op.name, policy.precision, policy.reproducible, torch.get_num_threads()]
     for g in given:
         if isinstance(g, Unified):
             parts.append((tuple(g.shape), g.dtype, tuple(d.type for d in g.devices)))

@@ -125,7 +125,10 @@ RECORDS = {
 }  # dated, with device, of the state they were found in
 GIVEN = {  # figures outside marks that are not results of ours
     "README.md": {"95 %", "5 %"},  # intervals, and the share that background tuning may take
-    "docs/choosing-precision.md": {"10,000 times"},  # a constant of the code, `adapting.UNLIKELY`
+    "docs/choosing-precision.md": {
+        "10,000 times",
+        "5 %",
+    },  # constants of the code, `adapting.UNLIKELY` and `placement.SHARE`
     "docs/figures.md": {"93 GB/s", "121 %", "1.4 times"},  # the notes'
     "docs/how-to.md": {"95 %"},
     "docs/method.md": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -66,7 +67,8 @@ def test_a_gpu_that_is_full_leaves_the_call_to_the_cpu(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return given
 
-    monkeypatch.setattr(module, "_choose", lambda *_: (torch.device("cuda"), True))
+    trial = module.Trial()
+    monkeypatch.setattr(module, "_choose", lambda *_: (torch.device("cuda"), trial))
     monkeypatch.setattr(module, "_moved", moved)
     monkeypatch.setattr(module, "_SAID", set())
     a, b = torch.randn(5, 6), torch.randn(6, 7)
@@ -75,4 +77,5 @@ def test_a_gpu_that_is_full_leaves_the_call_to_the_cpu(
     torch.testing.assert_close(y, a @ b)
     assert tried[0] == "cuda"
     assert tried[-1] == "cpu"
+    assert trial.taken["cuda"] == [math.inf]  # it is not asked again soon
     assert "could not run on cuda (OutOfMemoryError); the CPU serves it" in caplog.text

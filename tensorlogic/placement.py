@@ -20,7 +20,13 @@ from .op import Op
 
 LOG = logging.getLogger("tensorlogic")
 SMALL = 1 << 21  # operations below which no transfer pays
-AGAIN = 3  # runs of either side that are timed before the faster one stays for a while
+AGAIN = 3  # runs of either side that are timed, at least, before the faster one stays for a while
+MORE = 12  # at most, while they still get faster or take far longer than expected
+MOMENT_S = 0.05  # a side that has taken so long is not timed more often for that
+NEW = 0.9  # of the least time before: a run that took less may be followed by a still faster one
+CALL_S = (
+    50e-6  # what calling takes at most, beyond the transfers and the arithmetic that are expected
+)
 SHARE = 0.05  # of a key's time that timing the slower side again may take
 HOPELESS = 3.0  # a side that is expected to take so many times the other's time is not tried
 MOST = 8192  # keys whose times are kept
@@ -67,7 +73,8 @@ class Trial:
         unknown = self.here if place.type != "cpu" else math.inf
         other = next((min(t) for side, t in self.taken.items() if side != place.type), unknown)
         ratio = other / best if best and not lasting else math.inf
-        self.rest = max(2 * self.rest, AGAIN * ratio / SHARE)
+        runs = max((len(t) for side, t in self.taken.items() if side != place.type), default=AGAIN)
+        self.rest = max(2 * self.rest, runs * ratio / SHARE)
         self.left = self.rest - 1  # this call is the first
 
     def due(self) -> bool:
@@ -278,7 +285,8 @@ def _weighed(op: Op, given: Sequence[Any], trial: Trial) -> tuple[torch.device, 
     order = ("cuda", "cpu") if there < here else ("cpu", "cuda")
     near = trial.both or max(here, there) < HOPELESS * min(here, there)
     for side in order:
-        if len(taken.get(side, ())) < AGAIN and (
+        expected = there if side == "cuda" else here
+        if not _enough(taken.get(side, ()), expected) and (
             side == order[0] or near or _disappointing(taken, here, there)
         ):
             _show(text, side, "expected" if side == order[0] else "to be timed")
@@ -287,6 +295,17 @@ def _weighed(op: Op, given: Sequence[Any], trial: Trial) -> tuple[torch.device, 
     times = ", ".join(f"{side} {min(t) * 1e6:.0f} us" for side, t in taken.items())
     _show(text, best, f"timed {times}")
     return (device if best == "cuda" else cpu), True
+
+
+def _enough(taken: Sequence[float], expected: float) -> bool:
+    """Whether these runs tell what a call takes: not while they get faster (it was called for the first time), nor while all
+    took far longer than expected (others had the cores), unless that has cost enough."""
+    if len(taken) < AGAIN:
+        return False
+    if len(taken) >= MORE or sum(taken) >= MOMENT_S:
+        return True
+    steady = taken[-1] >= NEW * min(taken[:-1])
+    return steady and min(taken) < HOPELESS * expected + CALL_S
 
 
 def _disappointing(taken: dict[str, list[float]], here: float, there: float) -> bool:

@@ -95,6 +95,35 @@ def test_a_side_that_disappoints_lets_the_other_try(machine: Machine) -> None:
     assert machine.run(7) == ["cuda"] * 3 + ["cpu"] * 4
 
 
+@pytest.mark.parametrize(
+    ("first", "runs"),
+    [
+        ([1e-3, 3e-5], 3),  # the first call binds, the others do not
+        ([9e-4, 5e-4, 4e-4, 3e-5], 5),  # several do, and each might be the last
+        ([2e-2, 2e-2, 2e-2], 3),  # somebody has the cores: that has cost enough
+        ([1e-3] * 8 + [3e-5], 10),  # and here it has not
+        ([1e-3] * 20, 12),  # but who takes so long again and again is believed
+    ],
+)
+def test_a_side_is_timed_until_its_times_tell_what_it_takes(
+    machine: Machine, first: list[float], runs: int
+) -> None:
+    """30 us of the CPU, once nothing is done for the first time and nobody is in its way, beside 100 of the GPU."""
+    machine.speeds["cpu"] = 6e10
+    machine.takes = {"cpu": 3e-5, "cuda": 1e-4}
+    left = iter(first)
+
+    def moved(given: Any, place: torch.device) -> Any:
+        if place.type == "cpu" and isinstance(given, Tensor) and not given.requires_grad:
+            machine.takes["cpu"] = next(left, 3e-5)
+        return Machine.moved(machine, given, place)
+
+    machine.patch.setattr(placement, "_moved", moved)
+    seen = machine.run(3 + runs + 2)
+    assert seen[: 3 + runs] == ["cuda"] * 3 + ["cpu"] * runs
+    assert set(seen[3 + runs :]) == {"cpu" if min(first) < 1e-4 else "cuda"}
+
+
 def test_what_was_disturbed_is_timed_again_and_mended(machine: Machine) -> None:
     """Another program had the cores while the CPU was timed: twice the GPU's time, where it would take a tenth."""
     machine.speeds["cpu"] = 6e10
@@ -208,8 +237,8 @@ def test_dtypes_of_one_shape_go_where_each_is_fast(machine: Machine) -> None:
     machine.speeds["cpu"] = 6e10
     machine.takes = {"cpu": 2e-4, "cuda": 1e-4}
     machine.run(
-        6, dtype=torch.float64
-    )  # has run on the CPU, too, and is served on the GPU from now on
+        7, dtype=torch.float64
+    )  # three on the CPU among them; served on the GPU from now on
     machine.takes = {"cpu": 5e-5, "cuda": 1e-4}
     machine.run(12)
     assert machine.run(8, dtype=torch.float64) == ["cuda"] * 8

@@ -332,8 +332,8 @@ def placed(n: int) -> dict[str, Any]:
     for call in calls.values():
         for _ in range(8 if n <= 2048 else 4):
             call()
-    rounds = 45 if n <= 2048 else 9  # a median of few wanders by more than what is asked
-    times = measure.wall_samples(calls, torch.device("cuda"), 2.0, rounds=rounds, again=True)
+    rounds = 180 if n <= 2048 else 9  # a median of few wanders by more than what is asked
+    times = measure.wall_samples(calls, torch.device("cuda"), 4.0, rounds=rounds, again=True)
     best = min(times.median("cpu"), times.median("cuda"))
     return {
         "size": n,

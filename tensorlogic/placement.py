@@ -4,109 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import binding, capture_watch, derived, measure, policies, stores
-from .memory import stager, staging
+from . import binding, capture_watch, derived, policies, speeds, stores
+from .memory import staging
 from .memory.unified import Unified
 from .op import Op
+from .trials import Trial
 
 LOG = logging.getLogger("tensorlogic")
 SMALL = 1 << 21  # operations below which no transfer pays
-AGAIN = 3  # runs of either side that are timed, at least, before the faster one stays for a while
-MORE = 12  # at most, while they still get faster or take far longer than expected
-MOMENT_S = 0.05  # a side that has taken so long is not timed more often for that
-NEW = 0.9  # of the least time before: a run that took less may be followed by a still faster one
-CALL_S = (
-    50e-6  # what calling takes at most, beyond the transfers and the arithmetic that are expected
-)
-SHARE = 0.05  # of a key's time that timing the slower side again may take
 HOPELESS = 3.0  # a side that is expected to take so many times the other's time is not tried
 MOST = 8192  # keys whose times are kept
-LINK = (20e-6, 12e9)  # seconds and bytes a second of a transfer, until some were timed
-PROBED = (1 << 12, 1 << 25)  # bytes of the transfers that a link is timed by
-SIDES = {"cpu": 768, "cuda": 2048}  # of the products that tell how fast either side computes
-_SPEED: dict[torch.device, float] = {}
-_NEXT: dict[torch.device, float] = {}  # when a speed may be timed again
 _SAID: set[str] = set()
 LAST: list[str] = []  # what `explain` shows: how the last calls were placed
-
-
-@dataclass
-class Link:
-    """Transfers of this process to and from one device: seconds and bytes."""
-
-    latency: float = LINK[0]
-    bandwidth: float = LINK[1]
-    timed: bool = field(default=False)
-
-    def seconds(self, nbytes: int) -> float:
-        """Expected time to move so many bytes."""
-        return 0.0 if nbytes == 0 else self.latency + nbytes / self.bandwidth
-
-
-_LINKS: dict[torch.device, Link] = {}
-
-
-@dataclass
-class Trial:
-    """What either side has taken for one key, and what that has settled for so many calls."""
-
-    place: torch.device | None = None  # of the faster side; None while both are being timed
-    left: float = 0.0  # calls that go there before both are timed again
-    rest: float = 0.0  # how many those were at first
-    taken: dict[str, list[float]] = field(default_factory=dict)  # seconds, by side
-    work: float = 0.0  # operations of such a call
-    here: float = math.inf  # seconds that the CPU is expected to take
-    both: bool = False  # whether each side is timed, whatever is expected of it
-
-    def settle(self, place: torch.device, lasting: bool) -> None:
-        """Go there: for good where that was asked for or the GPU is out of the question, else for longer every time."""
-        self.place, best = place, min(self.taken.get(place.type, ()), default=0.0)
-        unknown = self.here if place.type != "cpu" else math.inf
-        other = next((min(t) for side, t in self.taken.items() if side != place.type), unknown)
-        ratio = other / best if best and not lasting else math.inf
-        runs = max((len(t) for side, t in self.taken.items() if side != place.type), default=AGAIN)
-        self.rest = max(2 * self.rest, runs * ratio / SHARE)
-        self.left = self.rest - 1  # this call is the first
-
-    def due(self) -> bool:
-        """Count a call that goes where it was settled. Once those are through, both sides are timed anew, and one that never
-        ran is if it is found to have a chance."""
-        self.left -= 1
-        if self.left >= 0:
-            return False
-        self.place, self.taken, self.both = None, {}, len(self.taken) > 1
-        if not self.both:
-            _try_speed_again(torch.device("cpu"))
-        return True
-
-    def timed(self, side: str, run: Callable[[], Any]) -> Any:
-        """Run, and note how long it took unless all is settled."""
-        if self.place is not None:
-            return run()
-        begin = time.perf_counter()
-        out = run()
-        if side == "cuda":
-            torch.cuda.synchronize()
-        self.note(side, time.perf_counter() - begin)
-        return out
-
-    def note(self, side: str, seconds: float) -> None:
-        """Keep how long a call has taken there; infinitely long where it failed. It also tells how fast a CPU is at least."""
-        if self.place is not None:
-            return
-        self.taken.setdefault(side, []).append(seconds)
-        if side == "cpu" and self.work:
-            cpu = torch.device("cpu")
-            _SPEED[cpu] = max(_SPEED.get(cpu, 0.0), self.work / max(seconds, 1e-9))
 
 
 _TRIALS: dict[tuple[Any, ...], Trial] = {}
@@ -282,11 +199,13 @@ def _weighed(op: Op, given: Sequence[Any], trial: Trial) -> tuple[torch.device, 
         return cpu, True
     here, there, text = _expected(op, given, work, device)
     taken, trial.here, trial.work = trial.taken, here, work
+    trial.likely = (
+        math.inf if _columns(op, [a for a in args if isinstance(a, Tensor)]) is None else here
+    )
     order = ("cuda", "cpu") if there < here else ("cpu", "cuda")
     near = trial.both or max(here, there) < HOPELESS * min(here, there)
     for side in order:
-        expected = there if side == "cuda" else here
-        if not _enough(taken.get(side, ()), expected) and (
+        if not trial.enough(side) and (
             side == order[0] or near or _disappointing(taken, here, there)
         ):
             _show(text, side, "expected" if side == order[0] else "to be timed")
@@ -295,17 +214,6 @@ def _weighed(op: Op, given: Sequence[Any], trial: Trial) -> tuple[torch.device, 
     times = ", ".join(f"{side} {min(t) * 1e6:.0f} us" for side, t in taken.items())
     _show(text, best, f"timed {times}")
     return (device if best == "cuda" else cpu), True
-
-
-def _enough(taken: Sequence[float], expected: float) -> bool:
-    """Whether these runs tell what a call takes: not while they get faster (it was called for the first time), nor while all
-    took far longer than expected (others had the cores), unless that has cost enough."""
-    if len(taken) < AGAIN:
-        return False
-    if len(taken) >= MORE or sum(taken) >= MOMENT_S:
-        return True
-    steady = taken[-1] >= NEW * min(taken[:-1])
-    return steady and min(taken) < HOPELESS * expected + CALL_S
 
 
 def _disappointing(taken: dict[str, list[float]], here: float, there: float) -> bool:
@@ -339,10 +247,10 @@ def _expected(
     op: Op, given: Sequence[Any], work: float, device: torch.device
 ) -> tuple[float, float, str]:
     """Seconds on the CPU, seconds on the device with what must move, and the sum in words."""
-    link = _link(device)
+    link = speeds.link(device)
     moving = sum(_bytes_to_move(g, device) for g in given)
     out = 0 if any(isinstance(g, Unified) for g in given) else _out_bytes(op, given)
-    here, run = work / _speed(torch.device("cpu")), work / _speed(device)
+    here, run = work / speeds.speed(torch.device("cpu")), work / speeds.speed(device)
     there = link.seconds(moving) + run + link.seconds(out)
     text = (
         f"{op.name}: CPU {here * 1e6:.0f} us; {device} in {link.seconds(moving) * 1e6:.0f} + "
@@ -365,61 +273,6 @@ def _out_bytes(op: Op, given: Sequence[Any]) -> int:
     shape, size = tensors[0].shape, tensors[0].dtype.itemsize
     columns = _columns(op, tensors)
     return (shape.numel() if columns is None else shape[:-1].numel() * columns) * size
-
-
-def _link(device: torch.device) -> Link:
-    """The link to a device, timed once: small and large transfers to and fro, of memory that was written to and lies in no cache."""
-    link = _LINKS.setdefault(device, Link())
-    if not link.timed:
-        taken = []
-        with stores.preserved(torch.device("cpu")):
-            memory = torch.empty(5 * PROBED[1], dtype=torch.uint8, device="cpu")
-            # By this thread: PyTorch's would go on spinning beside those that copy.
-            memory.numpy()[:: stager.PAGE] = 1
-            for nbytes in PROBED:
-                seconds = []
-                for part in memory.split(PROBED[1]):
-                    measure.synchronize(device)
-                    begin = time.perf_counter()
-                    staging.to(staging.to(part[:nbytes], device), "cpu")
-                    seconds.append((time.perf_counter() - begin) / 2)
-                taken.append(_middle(seconds[1:]))
-        link.latency = taken[0]
-        link.bandwidth = (PROBED[1] - PROBED[0]) / max(taken[1] - taken[0], 1e-6)
-        link.timed = True
-    return link
-
-
-def _middle(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def _speed(place: torch.device) -> float:
-    """Operations a second of a product of float32 matrices there, timed once, or what calls have shown to be more."""
-    if place not in _SPEED:
-        _try_speed_again(place)
-    return _SPEED[place]
-
-
-def _try_speed_again(place: torch.device) -> None:
-    """Time such a product; others may have had a core meanwhile or before, so the least of all times counts. Takes 5 % of
-    the time at most."""
-    begin = time.perf_counter()
-    if begin < _NEXT.get(place, -math.inf):
-        return
-    side, seconds = SIDES[place.type], []
-    plain = torch.autocast(place.type, enabled=False)
-    with stores.preserved(place), torch.no_grad(), plain:
-        x = torch.ones(side, side, dtype=torch.float32, device=place)
-        for _ in range(6):
-            measure.synchronize(place)
-            start = time.perf_counter()
-            torch.mm(x, x)
-            measure.synchronize(place)
-            seconds.append(time.perf_counter() - start)
-    _SPEED[place] = max(_SPEED.get(place, 0.0), 2.0 * side**3 / min(seconds))
-    end = time.perf_counter()
-    _NEXT[place] = end + (end - begin) / SHARE
 
 
 def _key(op: Op, given: Sequence[Any]) -> tuple[Any, ...]:
@@ -448,11 +301,8 @@ def _say(text: str) -> None:
 
 
 def forget() -> None:
-    """Forget every time, as a fresh process would."""
+    """Forget what calls have taken, as a fresh process would."""
     _TRIALS.clear()
-    _LINKS.clear()
-    _SPEED.clear()
-    _NEXT.clear()
 
 
 stores.ON_FORGET.append(forget)

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable
 from io import BufferedRWPair
-from pathlib import Path
 from typing import Any
 
 from . import settings
@@ -23,8 +22,7 @@ PRELOADED = (
     "tensorlogic.ops.common.triton_gemm",
     "tensorlogic.ops.common.triton_launch",
 )  # imported before workers are forked; what is called `warm` there is called
-NICENESS = 10  # of processes that work ahead: a tenth of a core where the caller's threads take all
-GROUP = "/proc/{}/autogroup"
+NICENESS = 10  # of compilers that work ahead: a tenth of a core where the caller's threads take all
 SUPPORTED = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
 
@@ -69,9 +67,9 @@ class Nursery:
                     stdout=2,  # a compiler's prints are no output of this program
                     pass_fds=(its.fileno(),),
                     env=environment(),
-                    start_new_session=True,  # Ctrl-C is this process's to handle
+                    process_group=0,  # Ctrl-C is this process's to handle
                 )
-            give_way(self.process.pid, NICENESS)
+            stand_back(self.process.pid)
             self.line = ours
 
     def worker(self) -> Worker:
@@ -103,7 +101,7 @@ def environment() -> dict[str, str]:
 
 def nurse(fd: int) -> None:
     """The nursery: forks a worker for every socket that comes; ends with its parent."""
-    give_way(os.getpid(), NICENESS)
+    stand_back(os.getpid())
     line = socket.socket(fileno=fd)
     for name in PRELOADED:
         with contextlib.suppress(ImportError):  # no Triton: a job that needs it will say so
@@ -121,20 +119,31 @@ def nurse(fd: int) -> None:
         os.close(fds[0])
 
 
-def give_way(pid: int, niceness: int) -> None:
-    """Let a process run after others by this much, at least. A session of its own is, where Linux groups sessions, weighed
-    against others as a whole: without a word to that group niceness would count among its own processes only.
+def stand_back(pid: int) -> None:
+    """Let a process, and those it starts, run where nobody else of this session wants to, and stop the moment somebody does.
 
-    Whoever starts the process says so at once, before it has imported anything, and it says so itself later: Linux listens
-    to one such word in a tenth of a second.
+    Threads that wait for each other, as PyTorch's do on a CPU, all wait where one of them shares its core: for slices of
+    milliseconds, however nice the other one is.
+    """
+    if not hasattr(os, "SCHED_IDLE"):
+        give_way(pid, 19)
+        return
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+
+
+def give_way(pid: int, niceness: int) -> None:
+    """Let a process run after others by this much, at least.
+
+    That counts within a session. Two sessions Linux weighs as wholes, and on each core apart: a program whose threads run on all
+    cores weighs little on any one, and a process of another session takes most of the core that it is on. So it has to
+    be started in this session, with a process group of its own (Ctrl-C reaches the group in front alone).
     """
     if not niceness:
         return
     with contextlib.suppress(OSError):
         now = os.getpriority(os.PRIO_PROCESS, pid)
         os.setpriority(os.PRIO_PROCESS, pid, max(now, niceness))
-    with contextlib.suppress(OSError):
-        Path(GROUP.format(pid)).write_text(str(niceness))
 
 
 def serve(end: socket.socket) -> None:

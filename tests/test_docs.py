@@ -128,7 +128,7 @@ GIVEN = {  # figures outside marks that are not results of ours
     "docs/choosing-precision.md": {
         "10,000 times",
         "5 %",
-    },  # constants of the code, `adapting.UNLIKELY` and `placement.SHARE`
+    },  # constants of the code, `adapting.UNLIKELY` and `trials.SHARE`
     "docs/figures.md": {"93 GB/s", "121 %", "1.4 times"},  # the notes'
     "docs/how-to.md": {"95 %"},
     "docs/method.md": {

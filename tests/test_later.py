@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,31 +151,23 @@ def test_a_gpu_counts_what_pytorch_holds_and_does_not_use(
     assert room.fits(torch.device("cpu"), 1 << 60)
 
 
-@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="no groups of sessions")
-def test_compilers_give_way_as_a_session() -> None:
-    """Linux weighs whole sessions against each other: niceness alone counts within one."""
-    sleeps = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    group = Path(workers.GROUP.format(sleeps.pid))
-    try:
-        begin = time.monotonic()
-        while group.read_text().split()[-1] != "7":  # one word of anybody's in a tenth of a second
-            assert time.monotonic() - begin < 20
-            workers.give_way(sleeps.pid, 7)
-            time.sleep(0.02)
-        assert os.getpriority(os.PRIO_PROCESS, sleeps.pid) >= 7
-        workers.give_way(sleeps.pid, 3)
-        assert os.getpriority(os.PRIO_PROCESS, sleeps.pid) >= 7
-    finally:
-        sleeps.kill()
-        sleeps.wait()
+def test_compilers_give_way_and_take_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, ...]] = []
+    now = os.getpriority(os.PRIO_PROCESS, 0)
+    monkeypatch.setattr(os, "setpriority", lambda *asked: given.append(asked))
+    workers.give_way(os.getpid(), 0)
+    workers.give_way(os.getpid(), now + 7)
+    workers.give_way(os.getpid(), now - 3)
+    assert given == [(os.PRIO_PROCESS, os.getpid(), now + more) for more in (7, 0)]
 
 
-def test_where_sessions_are_not_weighed_niceness_is_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_process_can_stand_back_it_is_as_nice_as_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given: list[tuple[int, ...]] = []
     monkeypatch.setattr(os, "setpriority", lambda *asked: given.append(asked))
-    monkeypatch.setattr(workers, "GROUP", "/missing/{}/autogroup")
-    workers.give_way(os.getpid(), 0)
-    workers.give_way(os.getpid(), 19)
+    monkeypatch.delattr(os, "SCHED_IDLE", raising=False)
+    workers.stand_back(os.getpid())
     assert given == [(os.PRIO_PROCESS, os.getpid(), 19)]
 
 

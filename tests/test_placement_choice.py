@@ -4,6 +4,7 @@ arguments stay where they are, and a clock says what either side would have take
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,11 +15,17 @@ import torch
 from torch import Tensor
 
 import tensorlogic
+from tensorlogic import speeds, trials
 from tensorlogic.memory import staging
 
 GPU = torch.device("cuda", 0)
 SIDE = 128  # of a product that is worth a look: 4 million operations
 placement = importlib.import_module("tensorlogic.placement")
+
+
+def forget() -> None:
+    placement.forget()
+    speeds.forget()
 
 
 class Machine:
@@ -28,21 +35,21 @@ class Machine:
         self.clock, self.ran, self.patch = 0.0, [], monkeypatch
         self.takes = {"cpu": 4e-3, "cuda": 1e-4}
         self.speeds = {"cpu": 1e9, "cuda": 1e12}
-        link = placement.Link(1e-5, 1e10, True)
+        link = speeds.Link(1e-5, 1e10, True)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(staging, "available", lambda kind="cuda": True)  # which remembers
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-        monkeypatch.setattr(placement, "_link", lambda device: link)
-        monkeypatch.setattr(placement, "_speed", self.speed)
-        monkeypatch.setattr(placement, "_try_speed_again", lambda place: None)
+        monkeypatch.setattr(speeds, "link", lambda device: link)
+        monkeypatch.setattr(speeds, "speed", self.speed)
+        monkeypatch.setattr(speeds, "time_again", lambda place: None)
         monkeypatch.setattr(placement, "_moved", self.moved)
         monkeypatch.setattr(placement, "_home", lambda out: out)
         clock = SimpleNamespace(perf_counter=lambda: self.clock)
-        monkeypatch.setattr(placement, "time", clock)
+        monkeypatch.setattr(trials, "time", clock)
 
     def speed(self, place: torch.device) -> float:
-        return max(self.speeds[place.type], placement._SPEED.get(place, 0.0))
+        return max(self.speeds[place.type], speeds._SPEED.get(place, 0.0))
 
     def moved(self, given: Any, place: torch.device) -> Any:
         if isinstance(given, Tensor) and not given.requires_grad:  # the first operand
@@ -64,10 +71,10 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    placement.forget()
+    forget()
     with monkeypatch.context() as patched:
         yield Machine(patched)
-    placement.forget()
+    forget()
 
 
 def test_small_work_never_leaves_the_cpu(machine: Machine) -> None:
@@ -77,7 +84,7 @@ def test_small_work_never_leaves_the_cpu(machine: Machine) -> None:
 
 def test_what_is_hopeless_is_not_tried(machine: Machine) -> None:
     assert machine.run(8) == ["cuda"] * 8
-    placement.forget()
+    forget()
     machine.speeds["cpu"], machine.takes["cpu"] = 1e12, 1e-5
     assert set(machine.run(8)) == {"cpu"}  # a call that stays for good comes by here no more
 
@@ -130,19 +137,48 @@ def test_what_was_disturbed_is_timed_again_and_mended(machine: Machine) -> None:
     machine.takes = {"cpu": 2**-12, "cuda": 2**-13}  # whose sums are exact
     assert machine.run(6) == ["cuda"] * 3 + ["cpu"] * 3
     machine.takes["cpu"] = 1e-5
-    rest = round(
-        placement.AGAIN * 2 / placement.SHARE
-    )  # 3 calls of twice the time are 5 % of these
+    rest = round(trials.AGAIN * 2 / trials.SHARE)  # 3 calls of twice the time are 5 % of these
     assert machine.run(rest) == ["cuda"] * rest
     assert machine.run(6) == ["cuda"] * 3 + ["cpu"] * 3
     assert set(machine.run(10)) == {"cpu"}
+
+
+def test_a_cpu_that_took_strangely_long_has_another_chance_soon(machine: Machine) -> None:
+    """Somebody's process has one of its cores for a while: every product waits for it. One run each time tells whether it still does."""
+    machine.speeds["cpu"] = 6e10
+    machine.takes = {"cpu": 8e-3, "cuda": 1e-4}
+    seen = machine.run(100)
+    assert seen[:10] == ["cuda"] * 3 + ["cpu"] * 7
+    again = [i for i, side in enumerate(seen) if side == "cpu"][7:]
+    assert len(again) == 4
+    assert [b - a for a, b in itertools.pairwise(again)] == [
+        10,
+        16,
+        28,
+    ]  # 3 and a few runs, 6, 12, 24
+    machine.takes["cpu"] = 3e-5
+    assert machine.run(60)[-1] == "cpu"
+
+
+def test_a_gpu_that_takes_longer_than_the_cpu_did_is_timed_again(machine: Machine) -> None:
+    """Transfers beside threads that spin take several times as long as those that were timed."""
+    machine.speeds["cpu"] = 6e10
+    machine.takes = {"cpu": 2e-4, "cuda": 1e-4}
+    machine.run(10)
+    machine.takes["cuda"] = 4e-4
+    assert machine.run(7) == ["cuda"] * 7
+    machine.takes["cuda"] = 1e-4
+    assert machine.run(20) == ["cuda"] * 20  # it was for a moment
+    machine.takes["cuda"] = 4e-4
+    seen = machine.run(20)
+    assert seen == ["cuda"] * 11 + ["cpu"] * len(seen[11:])
 
 
 def test_calls_that_stay_are_counted_until_both_are_timed_again(machine: Machine) -> None:
     machine.speeds["cpu"] = 6e10
     machine.takes = {"cpu": 2**-14, "cuda": 2**-13}
     machine.run(6)
-    rest = round(placement.AGAIN * 2 / placement.SHARE)
+    rest = round(trials.AGAIN * 2 / trials.SHARE)
     seen = machine.run(rest)
     assert set(seen) == {"cpu"}
     assert len(seen) < 3  # the others did not come by
@@ -158,14 +194,12 @@ def test_calls_that_stay_are_counted_until_both_are_timed_again(machine: Machine
 def test_a_cpu_that_never_ran_is_tried_once_its_speed_is_known_better(machine: Machine) -> None:
     """Somebody had its cores when its speed was timed: it is timed again, and a product runs there if that makes it likely."""
     asked: list[torch.device] = []
-    machine.patch.setattr(placement, "_try_speed_again", asked.append)
+    machine.patch.setattr(speeds, "time_again", asked.append)
     machine.speeds["cpu"], machine.takes["cuda"] = 3e10, 2**-15
     machine.takes["cpu"] = 2**-16
     assert machine.run(200) == ["cuda"] * 200
     (trial,) = placement._TRIALS.values()
-    assert trial.rest == pytest.approx(
-        placement.AGAIN * (2 * SIDE**3 / 3e10) / 2**-15 / placement.SHARE
-    )
+    assert trial.rest == pytest.approx(trials.AGAIN * (2 * SIDE**3 / 3e10) / 2**-15 / trials.SHARE)
     assert machine.run(200) == ["cuda"] * 200  # as hopeless as before
     assert asked == [torch.device("cpu")]
     machine.speeds["cpu"] = 6e10
@@ -205,31 +239,32 @@ def test_a_gpu_that_never_ran_is_not_tried_later(machine: Machine) -> None:
     assert trial.left == math.inf
 
 
-def test_a_speed_is_the_best_of_all_times_and_seldom_taken(
+def test_a_speed_is_the_best_of_all_times_and_ever_less_often_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cpu, clock, step = torch.device("cpu"), [0.0], [1.0]
+    cpu, clock, step, size = torch.device("cpu"), [0.0], [1.0], 2 * 8**3
 
     def ticks() -> float:
         clock[0] += step[0]
         return clock[0]
 
-    placement.forget()
-    monkeypatch.setitem(placement.SIDES, "cpu", 8)
-    monkeypatch.setattr(placement, "time", SimpleNamespace(perf_counter=ticks))
+    forget()
+    monkeypatch.setitem(speeds.SIDES, "cpu", 8)
+    monkeypatch.setattr(speeds, "time", SimpleNamespace(perf_counter=ticks))
     try:
-        assert placement._speed(cpu) == 2 * 8**3
-        taken = placement._NEXT[cpu]
-        placement._try_speed_again(cpu)  # too early
-        assert placement._NEXT[cpu] == taken
-        clock[0], step[0] = taken, 4.0
-        placement._try_speed_again(cpu)
-        assert placement._speed(cpu) == 2 * 8**3
-        clock[0], step[0] = placement._NEXT[cpu], 0.5
-        placement._try_speed_again(cpu)
-        assert placement._speed(cpu) == 4 * 8**3
+        assert speeds.speed(cpu) == size
+        begin, (again, _) = clock[0], speeds._NEXT[cpu]
+        assert again == begin + 13 / speeds.SHARE  # it has looked at its clock 14 times
+        speeds.time_again(cpu)  # too early
+        assert speeds._NEXT[cpu][0] == again
+        clock[0], step[0] = again, 4.0
+        assert speeds.speed(cpu) == size
+        begin, (later, _) = clock[0], speeds._NEXT[cpu]
+        assert later == begin + 2 * 4 * 13 / speeds.SHARE
+        clock[0], step[0] = later, 0.5
+        assert speeds.speed(cpu) == 2 * size
     finally:
-        placement.forget()
+        forget()
 
 
 def test_dtypes_of_one_shape_go_where_each_is_fast(machine: Machine) -> None:

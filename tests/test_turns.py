@@ -79,6 +79,26 @@ def test_what_is_not_compiled_in_time_is_left_for_the_next_time(job: Any) -> Non
     assert {e.status for e in plan.evidence} == {"measured"}
 
 
+def test_what_was_late_is_measured_again_in_the_time_that_others_left(job: Any) -> None:
+    slow, quick = job("wait", "slow"), job("fine", "quick")
+    compiling.submit((quick,))
+    finish(quick)
+    compiling.submit((slow,))
+    begun(slow)
+    op, key = planted(("planted.quick", [quick]), ("planted.slow", [slow]))
+    plan = look(op, key)
+    learned, now = tuning.Learned([plan]), time.perf_counter()
+    Path(slow.path + ".go").touch()
+    finish(slow)
+    used_up = now - tuning.KEY_S + study.PROMPT_S / 4
+    tuning._once_more({key.text: (op, key, CPU)}, learned, used_up)
+    assert learned.plans == [plan]
+    tuning._once_more({key.text: (op, key, CPU)}, learned, now)
+    assert learned.unfinished == []
+    assert set(reasons(learned.plans[0])) == {EAGER, "planted.quick", "planted.slow"}
+    assert stores.complete(op, stores.current(CPU).get(key), key)
+
+
 def test_a_configuration_too_few_is_said_as_well(job: Any) -> None:
     slow, quick = job("wait", "slow"), job("fine", "quick")
     compiling.submit((quick,))

@@ -190,7 +190,7 @@ class Compiling:
                 stdout=self.said,
                 stderr=subprocess.DEVNULL,
                 env=_environment(folder),
-                start_new_session=True,  # Ctrl-C is this process's to handle
+                process_group=0,  # Ctrl-C is this process's to handle
             )
         give_way(self.process.pid, niceness)
 

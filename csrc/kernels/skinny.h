@@ -147,7 +147,8 @@ static void dot_rows(DType dtype, const void* w, const float* x, float* y, int64
   })
 }
 
-template <int R, class T, class Lanes>
+// R rows of w, one element after the other or, in two sums, even and odd ones.
+template <int R, bool two, class T, class Lanes>
 INLINE void axpy_column(const T* w, const float* x, float* y, int64_t pitch, int64_t M, int64_t N,
                         int64_t step, Lanes lanes) {
   vf v[R];
@@ -156,15 +157,15 @@ INLINE void axpy_column(const T* w, const float* x, float* y, int64_t pitch, int
   for (int64_t m = 0; m < M; ++m) {
     vf a = load(y + m * N, lanes), b = set1(0);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r += 2) {
-      a = fma(v[r], set1(x[m * pitch + r]), a);
-      if (r + 1 < R) b = fma(v[r + 1], set1(x[m * pitch + r + 1]), b);
+    for (int r = 0; r < R; ++r) {
+      vf& sum = two && r % 2 ? b : a;
+      sum = fma(v[r], set1(x[m * pitch + r]), sum);
     }
-    store(y + m * N, a + b, lanes);
+    store(y + m * N, two && R > 1 ? a + b : a, lanes);
   }
 }
 
-template <int R, bool far, class T>
+template <int R, bool far, bool two, class T>
 static void axpy_some(const T* w, const float* x, float* y, int64_t pitch, int64_t M, int64_t N,
                       int64_t step) {
   constexpr int V = far && W * sizeof(T) < LINE ? LINE / (W * sizeof(T)) : 1;  // vectors of a line
@@ -174,10 +175,10 @@ static void axpy_some(const T* w, const float* x, float* y, int64_t pitch, int64
 #pragma GCC unroll 8
     for (int r = 0; far && r < R; ++r) next.ask();
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) axpy_column<R>(w + j + v * W, x, y + j + v * W, pitch, M, N, step, All{});
+    for (int v = 0; v < V; ++v) axpy_column<R, two>(w + j + v * W, x, y + j + v * W, pitch, M, N, step, All{});
   }
-  for (; j + W <= N; j += W) axpy_column<R>(w + j, x, y + j, pitch, M, N, step, All{});
-  if (j < N) axpy_column<R>(w + j, x, y + j, pitch, M, N, step, Some{N - j});
+  for (; j + W <= N; j += W) axpy_column<R, two>(w + j, x, y + j, pitch, M, N, step, All{});
+  if (j < N) axpy_column<R, two>(w + j, x, y + j, pitch, M, N, step, Some{N - j});
 }
 
 constexpr int64_t MOST_ROWS = 16, ROWS_DEPTH = 64;  // each of a block's rows may lie in a page of its own
@@ -263,18 +264,17 @@ static void axpy_rows(DType dtype, const void* w, const float* x, float* y, int6
   DISPATCH(dtype, T, {
     const T* p = static_cast<const T*>(w);
     if (M > AXPY_ROWS && M <= MOST_ROWS) return rows_in_registers(p, x, y, K, pitch, M, N, step);
-    constexpr int R = 4;  // far rows at a time, whose successors the first cache holds
-    const int64_t each = paced_rows(N * sizeof(T), R);
+    constexpr int NEAR = 8, FAR = 2;  // rows at a time; far ones' successors leave room for y in the first cache
+    const int64_t each = paced_rows(N * sizeof(T), NEAR);
     int64_t k = 0;
-    if (sizeof(T) == 2 && large && K >= FEWEST * each) {
-      paced(K, each, [&](int64_t begin, int64_t end, bool far) {
-        for (k = begin; k + R <= end; k += R)
-          far ? axpy_some<R, true>(p + k * step, x + k, y, pitch, M, N, step)
-              : axpy_some<R, false>(p + k * step, x + k, y, pitch, M, N, step);
+    if (sizeof(T) == 2 && large && K >= FEWEST * each) {  // in one order, however many at a time
+      paced(K / NEAR * NEAR, each, [&](int64_t begin, int64_t end, bool far) {
+        for (k = begin; far && k < end; k += FAR) axpy_some<FAR, true, false>(p + k * step, x + k, y, pitch, M, N, step);
+        for (; k < end; k += NEAR) axpy_some<NEAR, false, false>(p + k * step, x + k, y, pitch, M, N, step);
       });
     }
-    for (; k + 8 <= K; k += 8) axpy_some<8, false>(p + k * step, x + k, y, pitch, M, N, step);
-    for (; k < K; ++k) axpy_some<1, false>(p + k * step, x + k, y, pitch, M, N, step);
+    for (; k + 8 <= K; k += 8) axpy_some<8, false, true>(p + k * step, x + k, y, pitch, M, N, step);
+    for (; k < K; ++k) axpy_some<1, false, true>(p + k * step, x + k, y, pitch, M, N, step);
   })
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..numerics import DTYPES
 from ..op import Config, Launcher, Op
 from ..ops.common import wiring
+from ..ops.layer_norm_linear import saves
 from ..plans import Key
 from . import packages
 from .packages import Package, adapted, matrix, on_device, warm
@@ -121,6 +122,8 @@ def norm_rows(key: Key) -> Norm | str:
     found = wiring.one_dtype(key) or matrix(x, vector_bytes=1)
     if isinstance(found, str):
         return found
+    if saves(key):
+        return "normalised rows and their statistics are kept for backward"
     gamma, beta = key.spec("gamma"), key.spec("beta")
     if gamma is None or beta is None:
         return "Liger's layer norm needs gamma and beta"

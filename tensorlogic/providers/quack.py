@@ -14,6 +14,7 @@ from ..numerics import DTYPES
 from ..op import Config, Launcher, Op
 from ..ops.common import wiring
 from ..ops.common.activations import SMOOTH
+from ..ops.layer_norm_linear import saves
 from ..plans import Key, TensorSpec
 from . import packages
 from .packages import Package, adapted, aligned, matrix, warm
@@ -184,6 +185,8 @@ def norm_rows(key: Key) -> Norm | str:
     found = wiring.one_dtype(key) or matrix(x)
     if isinstance(found, str):
         return found
+    if saves(key):
+        return "normalised rows and their statistics are kept for backward"
     if key.spec("gamma") is None:
         return "QuACK's layer norm needs gamma"
     return Norm(Rows(*found, x.dtype, x.shape), key.flag("eps"), key.spec("beta") is not None)

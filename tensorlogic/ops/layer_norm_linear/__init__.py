@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +26,20 @@ def _layer_norm_linear(
     eps: float,
     save: bool,
 ) -> tuple[Tensor, ...]:
-    """layer_norm(x [..., K]) · weight [N, K]ᵀ + bias [N]."""
-    return (F.linear(F.layer_norm(x, x.shape[-1:], gamma, beta, eps), weight, bias),)
+    """layer_norm(x [..., K]) · weight [N, K]ᵀ + bias [N]; with save on a CUDA device also the normalised rows [..., K], and
+    their mean and 1/std [rows], which a pass of its own would make again there; CPUs and Macs make them again for less."""
+    if not (save and x.is_cuda):
+        return (F.linear(F.layer_norm(x, x.shape[-1:], gamma, beta, eps), weight, bias),)
+    normal, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], gamma, beta, eps)
+    return F.linear(normal, weight, bias), normal, mean.flatten(), rstd.flatten()
 
 
 _layer_norm_linear.__name__ = "layer_norm_linear"
+
+
+def saves(key: Key) -> bool:
+    """Whether the normalised rows and their statistics are among the outputs of a key."""
+    return bool(key.flag("save")) and key.device == "cuda"
 
 
 def layer_norm_linear_backward(
@@ -38,17 +48,26 @@ def layer_norm_linear_backward(
     gamma: Tensor | None,
     beta: Tensor | None,
     weight: Tensor,
+    normal: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
     eps: float,
     needs: str,
 ) -> tuple[Tensor | None, ...]:
-    """dy [..., N] -> dx, dgamma, dbeta, dweight, dbias; row statistics are taken again from x."""
+    """dy [..., N] -> dx, dgamma, dbeta, dweight, dbias; what forward kept of the norm is taken from x again where it is None."""
     flat = rows(dy)
-    normal, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], gamma, beta, eps)
-    dnormal = dy @ weight
     wanted = [n == "1" for n in needs[:3]]
-    dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
-        dnormal, x, x.shape[-1:], mean, rstd, gamma, beta, wanted
-    )
+    if again(normal, mean, needs):
+        normal, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], gamma, beta, eps)
+    elif (
+        mean is not None and rstd is not None and not x.is_cuda
+    ):  # PyTorch's norm takes them in x's dtype there
+        mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)
+    dx = dgamma = dbeta = None
+    if any(wanted):
+        dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
+            dy @ weight, x, x.shape[-1:], mean, rstd, gamma, beta, wanted
+        )
     return (
         dx if wanted[0] else None,
         dgamma if wanted[1] else None,
@@ -58,17 +77,35 @@ def layer_norm_linear_backward(
     )
 
 
+def again(normal: Any, mean: Any, needs: str) -> bool:
+    """Whether backward has to normalise x again: something it reads was not kept."""
+    return (needs[3] == "1" and normal is None) or ("1" in needs[:3] and mean is None)
+
+
 def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
 ) -> tuple[kept.Kept, ...]:
     x, gamma, beta, weight, _ = dynamic
-    inner = any(needs[:3])
+    inner, weighted = any(needs[:3]), needs[3]
+    normal, mean, rstd = _made(x, outs)
+    anew = normal is None
     return (
-        kept.read(x, inner or needs[3]),
-        kept.read(gamma, needs[0] or needs[3]),
-        kept.read(beta, needs[3]),
+        kept.read(x, inner or (weighted and anew)),
+        kept.read(gamma, needs[0] or (weighted and anew)),
+        kept.read(beta, weighted and anew),
         kept.read(weight, inner),
+        normal if weighted else None,
+        mean if inner else None,
+        rstd if inner else None,
     )
+
+
+def _made(x: Tensor, outs: Outputs) -> Sequence[Tensor | None]:
+    """What forward made of the norm; a registered op gives empty tensors in its place."""
+    made = outs[1:]
+    if len(made) == 3 and made[0] is not None and made[0].numel() == x.numel():
+        return made
+    return None, None, None
 
 
 def _backward(
@@ -103,6 +140,17 @@ def _cases() -> Any:
     )
 
 
+def _agreeing(key: Key, values: dict[str, Any]) -> None:
+    """What forward kept is what it made of x."""
+    if values["mean"] is None and values["normal"] is None:
+        return
+    x, gamma, beta = values["x"], values["gamma"], values["beta"]
+    made = torch.native_layer_norm(x, x.shape[-1:], gamma, beta, key.flag("eps"))
+    for name, value in zip(("normal", "mean", "rstd"), made, strict=True):
+        if values[name] is not None:
+            values[name].copy_(value.reshape(values[name].shape))
+
+
 def _offset_rows(key: Key, values: dict[str, Any]) -> None:
     """Rows far from zero: a variance taken as E[x²] - E[x]² cancels."""
     x = values["x"]
@@ -123,12 +171,14 @@ LAYER_NORM_LINEAR = Op(
     keyed=("eps",),
     autocast="lower",
     uncast=("x",),
+    outputs=4,
 )
 LAYER_NORM_LINEAR_BACKWARD = Op(
     reference=layer_norm_linear_backward,
     flops=lambda key: 2 * costs.linear_flops(key),
     traffic=lambda key: 2 * costs.inputs(key),
     sample=samples.scaled({"weight": 1}),
+    prepare=_agreeing,
     keyed=("eps",),
     outputs=5,
     internal=True,
@@ -179,13 +229,16 @@ def widened_backward(
     gamma: Tensor | None,
     beta: Tensor | None,
     weight: Tensor,
+    normal: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
     eps: float,
     needs: str,
 ) -> tuple[Tensor | None, ...]:
     """The same in float32, rounded at the end."""
-    wide = [None if t is None else t.float() for t in (gamma, beta)]
+    wide = [None if t is None else t.float() for t in (gamma, beta, normal)]
     grads = layer_norm_linear_backward(
-        dy.float(), x.float(), wide[0], wide[1], weight.float(), eps, needs
+        dy.float(), x.float(), wide[0], wide[1], weight.float(), wide[2], mean, rstd, eps, needs
     )
     return tuple(g if g is None else g.to(dy.dtype) for g in grads)
 

@@ -11,7 +11,7 @@ from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ...plans import Key
 from ..common import cpu_products, native_wiring
-from . import LAYER_NORM_LINEAR, LAYER_NORM_LINEAR_BACKWARD
+from . import LAYER_NORM_LINEAR, LAYER_NORM_LINEAR_BACKWARD, again
 
 
 def supports(key: Key) -> str | None:
@@ -33,14 +33,17 @@ def build(key: Key, config: Config) -> Launcher:
 
 
 def build_backward(key: Key) -> Launcher:
-    """The launcher over (dy, x, gamma, beta, weight); rows are normalised again."""
+    """The launcher over (dy, x, gamma, beta, weight, normal, mean, rstd); rows are normalised again unless they were kept."""
     needs, eps = key.flag("needs"), key.flag("eps")
     dtype = DTYPES[native_wiring.dtype_of(key, "x")]
     norm, gradient = native.op("layer_norm"), native.op("layer_norm_backward")
     products = cpu_products.gradients(("1" if "1" in needs[:3] else "0") + needs[3:])
 
-    def launch(dy: Any, x: Any, gamma: Any, beta: Any, weight: Any) -> Any:
-        normal, mean, rstd = norm(x, gamma, beta, eps, dtype)
+    def launch(
+        dy: Any, x: Any, gamma: Any, beta: Any, weight: Any, normal: Any, mean: Any, rstd: Any
+    ) -> Any:
+        if again(normal, mean, needs):
+            normal, mean, rstd = norm(x, gamma, beta, eps, dtype)
         dnormal, dw, db = products(dy, normal, weight)
         grads = (None,) * 3 if dnormal is None else gradient(dnormal, x, gamma, mean, rstd)
         kept = (g if n == "1" else None for g, n in zip(grads, needs, strict=False))

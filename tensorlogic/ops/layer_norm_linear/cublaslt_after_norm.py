@@ -13,13 +13,18 @@ from ...plans import Key, TensorSpec
 from ..common import gemm_steps, gemm_wiring, triton_layer_norm, triton_reduce, wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product, Start
-from . import LAYER_NORM_LINEAR, LAYER_NORM_LINEAR_BACKWARD
+from . import LAYER_NORM_LINEAR, LAYER_NORM_LINEAR_BACKWARD, again, saves
 
 
 def _normalised(
-    x: TensorSpec, gamma: TensorSpec | None, beta: TensorSpec | None, eps: float, save: bool
+    x: TensorSpec,
+    gamma: TensorSpec | None,
+    beta: TensorSpec | None,
+    eps: float,
+    save: bool,
+    names: tuple[str, str, str] = ("normal", "mean", "rstd"),
 ) -> Kernel:
-    """`normal` = layer_norm(x), and with `save` `mean` and `rstd` of its rows."""
+    """layer_norm(x), and with `save` mean and 1/std of its rows, under `names`."""
     dtype, columns = x.dtype, x.shape[-1]
     rows = prod(x.shape[:-1])
 
@@ -29,12 +34,13 @@ def _normalised(
             has_gamma=gamma is not None, has_beta=beta is not None, save=save, align=align,
         )  # fmt: skip
 
-    made = {"normal": ("normal", x.shape, dtype)}
+    normal, mean, rstd = names
+    made = {normal: (normal, x.shape, dtype)}
     if save:
-        made |= {"mean": ("mean", (rows,), "f32"), "rstd": ("rstd", (rows,), "f32")}
+        made |= {mean: (mean, (rows,), "f32"), rstd: (rstd, (rows,), "f32")}
     given = (
-        "x", "gamma" if gamma else "x", "beta" if beta else "x", "normal",
-        "mean" if save else "x", "rstd" if save else "x", repr(eps),
+        "x", "gamma" if gamma else "x", "beta" if beta else "x", normal,
+        mean if save else "x", rstd if save else "x", repr(eps),
     )  # fmt: skip
     return Kernel(
         given,
@@ -64,11 +70,13 @@ def describe(key: Key, engine: str = "cublaslt") -> Plan | str:
     spec = GemmSpec(m, n, k, rows, w, Operand(dtype, n, 1), bias=bias.dtype if bias else None)
     made = {"y": ("y", (*x.shape[:-1], n), dtype)}
     product = Product(spec, {"x": "normal", "w": "weight", "bias": "bias"}, made, engine)
-    return Plan((_normalised(x, gamma, beta, key.flag("eps"), False), product), ("y",))
+    save = saves(key)
+    returns = ("y", "normal", "mean", "rstd") if save else ("y",)
+    return Plan((_normalised(x, gamma, beta, key.flag("eps"), save), product), returns)
 
 
 def _norm_backward(
-    x: TensorSpec, gamma: TensorSpec | None, need_dx: bool, need_params: bool
+    x: TensorSpec, gamma: TensorSpec | None, mean: str, rstd: str, need_dx: bool, need_params: bool
 ) -> Kernel:
     """dx [..., K] and dparams [2, K] (dgamma, dbeta) of the layer norm, from the gradient of its output."""
     dtype, columns = x.dtype, x.shape[-1]
@@ -90,29 +98,38 @@ def _norm_backward(
     )
     configs = triton_layer_norm.layer_norm_backward_configs(rows, columns, dtype, wiring.cores())
     return Kernel(
-        ("x", "dnormal", "gamma" if gamma else "x", "mean", "rstd", *outs), made, tuple(configs[: gemm_steps.PASSES]), build,
+        ("x", "dnormal", "gamma" if gamma else "x", mean, rstd, *outs), made, tuple(configs[: gemm_steps.PASSES]), build,
         space=lambda config: (2 * config["parts"] * columns if need_params else 0, 0),
     )  # fmt: skip
 
 
 def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
-    """The norm again with its statistics, dnormal = dy · weight, dweight = dyᵀ · normal with dbias, then the norm's backward."""
-    dy, x, gamma, beta, weight = key.tensors
+    """The norm again with its statistics unless forward kept them, dnormal = dy · weight, dweight = dyᵀ · normal with dbias,
+    then the norm's backward."""
+    dy, x, gamma, beta, weight, normal, mean, rstd = key.tensors
     assert dy is not None and x is not None and weight is not None
     needs = key.flag("needs")
     found = gemm_steps.matrices(("dy", dy), ("weight", weight))
     inner = gemm_steps.flat(x, "x")
-    reason = wiring.one_dtype(key) or _parameters(gamma, beta)
+    kept = [t for t in (normal, mean, rstd) if t is not None]
+    reason = wiring.one_dtype(key, "dy", "x", "gamma", "beta", "weight", "normal")
+    reason = reason or _parameters(gamma, beta)
+    if any(t is not None and t.dtype != "f32" for t in (mean, rstd)):
+        return "the kernels take statistics in f32"
+    if not all(map(wiring.is_contiguous, kept)):
+        return "what forward kept is not contiguous"
     if reason is not None or isinstance(found, str) or isinstance(inner, str):
         return reason or (found if isinstance(found, str) else str(inner))
     (rows, _), (n, k) = found, weight.shape
     m, through = prod(dy.shape[:-1]), "1" in needs[:3]
     steps: list[Kernel | Product] = []
     returns = ["None"] * 5
-    if through or needs[3] == "1":
-        steps.append(_normalised(x, gamma, beta, key.flag("eps"), True))
+    names = ("normal", "mean", "rstd")
+    if again(normal, mean, needs):
+        names = ("normal_again", "mean_again", "rstd_again")
+        steps.append(_normalised(x, gamma, beta, key.flag("eps"), True, names))
     if needs[3] == "1":
-        steps.append(gemm_steps.weight_gradient(engine, "dy", rows, "normal", inner, m, n, k))
+        steps.append(gemm_steps.weight_gradient(engine, "dy", rows, names[0], inner, m, n, k))
         returns[3] = "dw"
     if needs[4] == "1":
         if not wiring.is_contiguous(dy):
@@ -122,7 +139,7 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
     if through:
         params = "1" in needs[1:3]
         steps.append(gemm_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, "dnormal"))
-        steps.append(_norm_backward(x, gamma, needs[0] == "1", params))
+        steps.append(_norm_backward(x, gamma, *names[1:], needs[0] == "1", params))
         wanted = zip(("dx", "dparams[0]", "dparams[1]"), needs[:3], strict=True)
         returns[:3] = [name if need == "1" else "None" for name, need in wanted]
     return Plan(tuple(steps), tuple(returns)) if steps else "nothing to compute"

@@ -13,9 +13,9 @@ from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ...plans import Key
 from ..common import triton_layer_norm, wiring
-from . import LAYER_NORM_LINEAR
+from . import LAYER_NORM_LINEAR, saves
 
-Shape = tuple[int, int, str, str, tuple[int, ...], bool, bool, float, int]
+Shape = tuple[int, int, str, str, tuple[int, ...], bool, bool, float, int, bool]
 
 
 def describe(key: Key) -> Shape | str:
@@ -39,12 +39,13 @@ def describe(key: Key) -> Shape | str:
         beta is not None,
         key.flag("eps"),
         wiring.weakest(key),
+        saves(key),
     )
 
 
 def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     """The launcher over (x, gamma, beta, weight, bias)."""
-    rows, columns, dtype, param, out, has_gamma, has_beta, eps, align = shape
+    rows, columns, dtype, param, out, has_gamma, has_beta, eps, align, save = shape
     start = triton_layer_norm.layer_norm_launcher(
         rows,
         columns,
@@ -53,18 +54,21 @@ def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
         device,
         has_gamma=has_gamma,
         has_beta=has_beta,
-        save=False,
+        save=save,
         align=align,
     )
     empty, stride, made = wiring.empty(device), wiring.contiguous(out), DTYPES[dtype]
 
     def launch(x: torch.Tensor, gamma: Any, beta: Any, weight: torch.Tensor, bias: Any) -> Any:
         normal = empty(out, stride, made)
+        mean = empty((rows,), (1,), torch.float32) if save else x
+        rstd = empty((rows,), (1,), torch.float32) if save else x
         if not start(
-            x, x if gamma is None else gamma, x if beta is None else beta, normal, x, x, eps
+            x, x if gamma is None else gamma, x if beta is None else beta, normal, mean, rstd, eps
         ):
             return None
-        return (F.linear(normal, weight, bias),)
+        y = F.linear(normal, weight, bias)
+        return (y, normal, mean, rstd) if save else (y,)
 
     return launch
 

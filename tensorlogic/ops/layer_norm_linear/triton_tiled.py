@@ -8,7 +8,7 @@ from ...plans import Key
 from ..common import gemm_wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product
-from . import LAYER_NORM_LINEAR
+from . import LAYER_NORM_LINEAR, saves
 
 FUSED = 2**24  # multiply-adds up to which every tile may take its rows' statistics itself
 FEW_ROWS = 8  # up to which there are few enough tiles at any size
@@ -18,6 +18,8 @@ def describe(key: Key) -> Plan | str:
     """One product whose tiles read their rows twice: once for mean and variance, once for the product."""
     x, gamma, beta, weight, bias = key.tensors
     assert x is not None and weight is not None
+    if saves(key):
+        return "normalised rows are kept for backward, and its tiles make them in registers"
     found = gemm_wiring.product_of(x, weight)
     if isinstance(found, str):
         return found

@@ -72,7 +72,7 @@ def layer_norm_linear_backward(
         dx if wanted[0] else None,
         dgamma if wanted[1] else None,
         dbeta if wanted[2] else None,
-        flat.t() @ rows(normal) if needs[3] == "1" else None,
+        flat.t() @ rows(normal) if needs[3] == "1" and normal is not None else None,
         flat.sum(0) if needs[4] == "1" else None,
     )
 

@@ -132,8 +132,7 @@ INLINE void read_group(const E& e, int64_t i, vf (&v)[AT_ONCE]) {
       v[k] = e.before(i + k * W, Even{});
   }
 }
-// Groups from i on while their activation has a gate, and another group follows; where it stopped. float16 is read a group
-// ahead: widening is 14 of a chain's 50 cycles.
+// Groups from i on while another group follows; where it stopped. float16 is read a group ahead: widening is 14 of a chain's 50 cycles.
 template <class T, class E>
 INLINE int64_t emit_groups(const E& e, T* y, int64_t i, int64_t n, bool past_caches, int64_t run) {
   constexpr int64_t STEP = AT_ONCE * W;
@@ -150,7 +149,6 @@ INLINE int64_t emit_groups(const E& e, T* y, int64_t i, int64_t n, bool past_cac
     } else {
       read_group<T>(e, i, v);
     }
-    if (!by_gate<T, E::last>(v)) return i;
     gate_all<T, E::last>(v);
 #pragma GCC unroll 4
     for (int k = 0; k < AT_ONCE; ++k) {
@@ -166,17 +164,6 @@ INLINE int64_t emit_groups(const E& e, T* y, int64_t i, int64_t n, bool past_cac
   return i;
 }
 
-template <class T, class E>
-INLINE int64_t emit_gated(const E& e, T* y, int64_t n, bool past_caches, int64_t run) {
-  constexpr int64_t STEP = AT_ONCE * W;
-  for (int64_t i = 0;;) {
-    i = emit_groups(e, y, i, n, past_caches, run);
-    if (i + 2 * STEP > n) return i;
-    if constexpr (Is<T, bf16>)
-      for (const int64_t stop = i + STEP; i < stop; i += 2 * W) emit_pair(e, y, i, past_caches);
-  }
-}
-
 // y[i] = e.at(i), i < n; y and z may be inputs. Iterations are independent: the processor overlaps
 // them by itself. `run` elements lie in memory as the n do, and this thread comes to them in turn.
 template <class T, class E>
@@ -184,7 +171,7 @@ INLINE void emit(const E& e, T* y, T* z, int64_t n, bool past_caches, int64_t ru
   int64_t i = 0;
   past_caches &= reinterpret_cast<uintptr_t>(y) % 64 == 0;
   constexpr int64_t LINE = 64 / sizeof(T);
-  if constexpr (gates<T, E::last> && E::outputs == 1) i = emit_gated(e, y, n, past_caches, run);
+  if constexpr (gates<T, E::last> && E::outputs == 1) i = emit_groups(e, y, i, n, past_caches, run);
   for (const int64_t stop = n < run - AHEAD ? n : run - AHEAD; i + LINE <= stop; i += LINE) {
     e.template ahead<LINE>(i);
     if constexpr (bf16_in_pairs && Is<T, bf16> && E::outputs == 1) {

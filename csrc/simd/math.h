@@ -122,8 +122,15 @@ struct Same<A, A> {
 template <class A, class B>
 constexpr bool Is = Same<A, B>::value;
 
+// gelu_tanh(x) = x * sigmoid(z), z = 2 sqrt(2 / pi) (x + 0.044715 x^3)
+constexpr float TANH_1 = 1.5957691216057308f,
+                TANH_1_LOW = static_cast<float>(1.5957691216057308 - TANH_1);
+constexpr float TANH_3 = 0.07135481627159976f,
+                TANH_3_LOW = static_cast<float>(0.07135481627159976 - TANH_3);
+
 // Half types have so few digits that one polynomial in |x| a segment gives the share of x that passes: for
-// float16's short range everywhere a cubic, for bfloat16 a quadratic up to a limit that ordinary numbers rarely pass.
+// float16's short range everywhere a cubic, for bfloat16 a quadratic up to a limit. Above it all of x passes, below
+// its negative an exponential is left.
 template <Activation A>
 struct GateTable;
 #define GATE(A, NAME)                                                                                 \
@@ -140,14 +147,6 @@ GATE(silu, SILU)
 
 template <class T, Activation A>
 constexpr bool gates = cheap_lookup && !precise<T> && A >= Activation::gelu;
-template <class T, Activation A, int N>
-INLINE bool by_gate([[maybe_unused]] const vf (&x)[N]) {
-  if constexpr (!gates<T, A> || Is<T, f16>)
-    return gates<T, A>;
-  else
-    return !any_beyond(x, GateTable<A>::limit);
-}
-
 // N vectors step by step: a Zen 5 has some hundred vector instructions in flight, and one vector's chain is 50 cycles long.
 // The addition that makes an index rounds, and leaves the segment's number in the low bits.
 constexpr float ROUND = 12582912.0f;
@@ -161,12 +160,50 @@ INLINE void shares(const vf (&a)[N], const vf (&index)[N], const float (&table)[
     for (int k = 0; k < N; ++k)
       share[k] = fma(share[k], a[k], lookup(table[i], reinterpret_cast<vi>(index[k])));
 }
+// The base-2 exponent of the share of x that passes far below zero, where its remainder is near 1
+template <Activation A>
+INLINE vf far_exponent(vf x) {
+  vf z;
+  if constexpr (A == Activation::gelu) z = x * x * set1(-0.5f * LOG2E);
+  if constexpr (A == Activation::gelu_tanh)
+    z = x * fma(x * x, set1(TANH_3 * LOG2E), set1(TANH_1 * LOG2E));
+  if constexpr (A == Activation::silu) z = x * set1(LOG2E);
+  return vmax(set1(-250.0f), z);
+}
+// bfloat16's, where x is below the limit: minus infinity gives NaN
+template <Activation A, int N>
+INLINE void far_all(const vf (&x)[N], vf (&y)[N]) {
+  vf z[N], n[N], power[N];
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) z[k] = far_exponent<A>(x[k]);
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) n[k] = nearest(z[k]);
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) {
+    const float c[] = {0.99992811f, 0.69326099f, 0.24261054f, 0.05517132f};
+    power[k] = polynomial(z[k] - n[k], c);
+  }
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) {
+    vf far;
+    if constexpr (A == Activation::gelu) {  // the normal tail over its exponential, by powers of 1 / x
+      const float c[] = {-0.3989184f, 0.39309514f, -0.87188911f};
+      const vf r = reciprocal_coarse(x[k]);
+      far = scale2(x[k] * r * polynomial(r * r, c) * power[k], n[k]);
+    } else {
+      far = x[k] * scale2(power[k], n[k]);
+    }
+    y[k] = where_below(x[k], -GateTable<A>::limit, far, y[k]);
+  }
+}
+
 template <class T, Activation A, int N>
 INLINE void gate_all(vf (&x)[N]) {
   using G = GateTable<A>;
-  vf a[N], index[N], share[N];
+  constexpr float end = Is<T, f16> ? G::end : G::limit;
+  vf a[N], index[N], share[N], y[N];
 #pragma GCC unroll 4
-  for (int k = 0; k < N; ++k) a[k] = Is<T, f16> ? size_up_to(G::end, x[k]) : vabs(x[k]);
+  for (int k = 0; k < N; ++k) a[k] = size_up_to(end, x[k]);
 #pragma GCC unroll 4
   for (int k = 0; k < N; ++k)
     index[k] = Is<T, f16> ? a[k] + set1(ROUND * G::step) : fma(a[k], set1(G::scale), set1(ROUND));
@@ -178,8 +215,12 @@ INLINE void gate_all(vf (&x)[N]) {
   for (int k = 0; k < N; ++k) {  // a share of 0 makes NaN of minus infinity, but not of infinity; -0 stays
     const vi size = reinterpret_cast<vi>(a[k]), whole = reinterpret_cast<vi>(x[k]);
     const vf of = Is<T, f16> ? vabs(reinterpret_cast<vf>(whole < size ? whole : size)) : a[k];
-    x[k] = fnma(of, share[k], vmax(set1(-0.0f), x[k]));
+    y[k] = fnma(of, share[k], vmax(set1(-0.0f), x[k]));
   }
+  if constexpr (!Is<T, f16>)
+    if (any_below(x, -G::limit)) far_all<A>(x, y);
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) x[k] = y[k];
 }
 template <class T, Activation A>
 INLINE vf gated(vf x) {
@@ -207,21 +248,15 @@ INLINE bool is_near([[maybe_unused]] vf x, [[maybe_unused]] float limit) {
 
 template <class T>
 INLINE vf silu(vf x) {
-  if (by_gate<T, Activation::silu>({x})) return gated<T, Activation::silu>(x);
+  if constexpr (gates<T, Activation::silu>) return gated<T, Activation::silu>(x);
   if (is_near<T>(x, SILU_NEAR))
     return gated_near(x, SILU_NEAR_SCALE, SILU_NEAR_POINT, SILU_NEAR_GATE);
   return times_sigmoid<T>(x, x, set1(0.0f));
 }
 
-// gelu_tanh(x) = x * sigmoid(z), z = 2 sqrt(2 / pi) (x + 0.044715 x^3)
-constexpr float TANH_1 = 1.5957691216057308f,
-                TANH_1_LOW = static_cast<float>(1.5957691216057308 - TANH_1);
-constexpr float TANH_3 = 0.07135481627159976f,
-                TANH_3_LOW = static_cast<float>(0.07135481627159976 - TANH_3);
-
 template <class T>
 INLINE vf gelu_tanh(vf x) {
-  if (by_gate<T, Activation::gelu_tanh>({x})) return gated<T, Activation::gelu_tanh>(x);
+  if constexpr (gates<T, Activation::gelu_tanh>) return gated<T, Activation::gelu_tanh>(x);
   if (is_near<T>(x, GELU_TANH_NEAR))
     return gated_near(x, GELU_TANH_NEAR_SCALE, GELU_TANH_NEAR_POINT, GELU_TANH_NEAR_GATE);
   vf x2 = x * x;
@@ -254,7 +289,7 @@ INLINE vf mills_coarse(vf a) {
 
 template <class T>
 INLINE vf gelu(vf x) {
-  if (by_gate<T, Activation::gelu>({x})) return gated<T, Activation::gelu>(x);
+  if constexpr (gates<T, Activation::gelu>) return gated<T, Activation::gelu>(x);
   if (is_near<T>(x, GELU_NEAR))
     return gated_near(x, GELU_NEAR_SCALE, GELU_NEAR_POINT, GELU_NEAR_GATE);
   vf a = vmin(set1(18.0f), vabs(x)), h = a * a;

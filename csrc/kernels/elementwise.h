@@ -132,7 +132,8 @@ INLINE void read_group(const E& e, int64_t i, vf (&v)[AT_ONCE]) {
       v[k] = e.before(i + k * W, Even{});
   }
 }
-// Groups from i on while another group follows; where it stopped. float16 is read a group ahead: widening is 14 of a chain's 50 cycles.
+// Groups from i on while another group follows; where it stopped. float16 is read a group ahead: widening is 14 of a
+// chain's 50 cycles.
 template <class T, class E>
 INLINE int64_t emit_groups(const E& e, T* y, int64_t i, int64_t n, bool past_caches, int64_t run) {
   constexpr int64_t STEP = AT_ONCE * W;
@@ -149,7 +150,7 @@ INLINE int64_t emit_groups(const E& e, T* y, int64_t i, int64_t n, bool past_cac
     } else {
       read_group<T>(e, i, v);
     }
-    gate_all<T, E::last>(v);
+    activate_all<T, E::last>(v);
 #pragma GCC unroll 4
     for (int k = 0; k < AT_ONCE; ++k) {
       if constexpr (bf16_in_pairs && Is<T, bf16>) {
@@ -171,7 +172,7 @@ INLINE void emit(const E& e, T* y, T* z, int64_t n, bool past_caches, int64_t ru
   int64_t i = 0;
   past_caches &= reinterpret_cast<uintptr_t>(y) % 64 == 0;
   constexpr int64_t LINE = 64 / sizeof(T);
-  if constexpr (gates<T, E::last> && E::outputs == 1) i = emit_groups(e, y, i, n, past_caches, run);
+  if constexpr (grouped<T, E::last> && E::outputs == 1) i = emit_groups(e, y, i, n, past_caches, run);
   for (const int64_t stop = n < run - AHEAD ? n : run - AHEAD; i + LINE <= stop; i += LINE) {
     e.template ahead<LINE>(i);
     if constexpr (bf16_in_pairs && Is<T, bf16> && E::outputs == 1) {

@@ -58,6 +58,13 @@ INLINE bool any_beyond(vf x, float limit) {
   return _mm512_cmp_ps_mask(vabs(x), set1(limit), _CMP_GT_OQ);
 }
 template <int N>
+INLINE bool any_beyond(const vf* x, float limit) {  // by bits, among which NaN is beyond
+  __m512i most = _mm512_castps_si512(vabs(x[0]));
+#pragma GCC unroll 4
+  for (int k = 1; k < N; ++k) most = _mm512_max_epi32(most, _mm512_castps_si512(vabs(x[k])));
+  return _mm512_cmpgt_epi32_mask(most, _mm512_castps_si512(set1(limit)));
+}
+template <int N>
 INLINE bool any_below(const vf (&x)[N], float limit) {  // a negative one; by bits, among which a negative NaN is below
   __m512i most = _mm512_castps_si512(x[0]);
 #pragma GCC unroll 4
@@ -66,6 +73,9 @@ INLINE bool any_below(const vf (&x)[N], float limit) {  // a negative one; by bi
 }
 INLINE vf where_below(vf x, float limit, vf v, vf otherwise) {
   return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(x, set1(limit), _CMP_LT_OQ), v);
+}
+INLINE vf where_beyond(vf x, float limit, vf v, vf otherwise) {
+  return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(vabs(x), set1(limit), _CMP_GT_OQ), v);
 }
 typedef uint32_t vu __attribute__((vector_size(64)));
 // High and low words of m * a

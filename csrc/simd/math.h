@@ -231,14 +231,29 @@ INLINE vf gated(vf x) {
 
 // float32: powers of the distance from a point of the segment, whose share has hardly a rounding error
 // of its own; |x| below the table's end.
-INLINE vf gated_near(vf x, float scale, const float (&point)[1][32], const float (&table)[6][32]) {
-  const vf a = vabs(x);
-  const vi index = reinterpret_cast<vi>(fma(a, set1(scale), set1(12582912.0f)));
-  const vf d = a - lookup(point[0], index);
-  vf share = lookup(table[5], index);
+template <int N>
+INLINE void gated_near(const vf (&x)[N], float scale, const float (&point)[1][32], const float (&table)[6][32],
+                       vf (&y)[N]) {
+  vi index[N];
+  vf d[N];
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) index[k] = reinterpret_cast<vi>(fma(vabs(x[k]), set1(scale), set1(ROUND)));
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) d[k] = vabs(x[k]) - lookup(point[0], index[k]);
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) y[k] = lookup(table[5], index[k]);
 #pragma GCC unroll 5
-  for (int i = 4; i >= 0; --i) share = fma(share, d, lookup(table[i], index));
-  return x * complement_where_positive(share, x);
+  for (int i = 4; i >= 0; --i)
+#pragma GCC unroll 4
+    for (int k = 0; k < N; ++k) y[k] = fma(y[k], d[k], lookup(table[i], index[k]));
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) y[k] = x[k] * complement_where_positive(y[k], x[k]);
+}
+INLINE vf gated_near(vf x, float scale, const float (&point)[1][32], const float (&table)[6][32]) {
+  const vf one[1] = {x};
+  vf y[1];
+  gated_near(one, scale, point, table, y);
+  return y[0];
 }
 template <class T>
 INLINE bool is_near([[maybe_unused]] vf x, [[maybe_unused]] float limit) {
@@ -287,11 +302,55 @@ INLINE vf mills_coarse(vf a) {
   return polynomial(a, p) * reciprocal_coarse(polynomial(a, q));
 }
 
+// float32, |x| at least GELU_NEAR: the lower tail times |x| is the exponential by a slow function of 1 / x^2. Multiplications are
+// what it takes its time for: r is minus twice what is left of the exponent, which saves halving twice.
+template <int N>
+INLINE void gelu_far(const vf* x, vf* y) {
+  const float c[] = {0.398942262f,  -0.398936033f, 1.19560778f, -5.87092066f,
+                     36.1124077f, -200.381317f,  618.781433f};
+  const float e[] = {0.49999993f / 4, -0.1666652f / 8, 0.041668394f / 16, -0.00836878f / 32, 0.0013814467f / 64};
+  vf q[N], n[N], t[N], g[N];
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) {
+    const vf a = vmin(set1(18.0f), vabs(x[k])), h = a * a;
+    q[k] = reciprocal(h);
+    n[k] = nearest(h * set1(-0.5f * LOG2E));
+    const vf left = fma(n[k], set1(-4.24388880e-4f), fma(n[k], set1(0x1.63p0f), h));
+    const vf r = left + product_error(a, a, h);
+    t[k] = fma(r * r, polynomial(r, e), r * set1(-0.5f));
+    g[k] = set1(c[6]);
+  }
+#pragma GCC unroll 6
+  for (int i = 5; i >= 0; --i)
+#pragma GCC unroll 4
+    for (int k = 0; k < N; ++k) g[k] = fma(g[k], q[k], set1(c[i]));
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) {
+    const vf far = vmax(set1(-0.0f), x[k]) - scale2(fma(g[k], t[k], g[k]), n[k]);
+    y[k] = where_beyond(x[k], GELU_NEAR, far, y[k]);
+    y[k] = where_below(x[k], -3.40282347e38f, set1(__builtin_nanf("")), y[k]);
+  }
+}
+template <int N>
+INLINE void gelu_all(vf (&x)[N]) {
+  constexpr int PART = N > 2 ? 2 : N;
+  vf y[N];
+  gated_near(x, GELU_NEAR_SCALE, GELU_NEAR_POINT, GELU_NEAR_GATE, y);
+#pragma GCC unroll 2
+  for (int k = 0; k < N; k += PART)
+    if (any_beyond<PART>(x + k, GELU_NEAR)) gelu_far<PART>(x + k, y + k);
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) x[k] = y[k];
+}
+
 template <class T>
 INLINE vf gelu(vf x) {
   if constexpr (gates<T, Activation::gelu>) return gated<T, Activation::gelu>(x);
-  if (is_near<T>(x, GELU_NEAR))
-    return gated_near(x, GELU_NEAR_SCALE, GELU_NEAR_POINT, GELU_NEAR_GATE);
+  if constexpr (cheap_lookup && precise<T>) {
+    vf one[1] = {x};
+    gelu_all(one);
+    return one[0];
+  }
   vf a = vmin(set1(18.0f), vabs(x)), h = a * a;
   if constexpr (!precise<T>) {
     Scaled e = exp2_coarse(h * set1(-0.5f * LOG2E));
@@ -350,6 +409,17 @@ INLINE vf activate(vf x) {
   if constexpr (A == Activation::gelu_tanh) return gelu_tanh<T>(x);
   if constexpr (A == Activation::silu) return silu<T>(x);
   return x;
+}
+
+// Whether an activation takes N vectors at once, and does: their chains overlap.
+template <class T, Activation A>
+constexpr bool grouped = gates<T, A> || (cheap_lookup && precise<T> && A == Activation::gelu);
+template <class T, Activation A, int N>
+INLINE void activate_all(vf (&x)[N]) {
+  if constexpr (gates<T, A>)
+    gate_all<T, A>(x);
+  else
+    gelu_all(x);
 }
 
 }  // namespace tensorlogic::TENSORLOGIC_ISA

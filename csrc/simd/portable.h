@@ -76,9 +76,14 @@ INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
 INLINE vf complement_where_positive(vf v, vf x) { return x < set1(0.0f) ? v : set1(1.0f) - v; }
 INLINE bool any_beyond(vf, float) { return true; }  // for levels with cheap look-ups
 template <int N>
+INLINE bool any_beyond(const vf*, float) {
+  return true;
+}
+template <int N>
 INLINE bool any_below(const vf (&)[N], float) {
   return true;
 }
+INLINE vf where_beyond(vf x, float limit, vf v, vf otherwise) { return vabs(x) > set1(limit) ? v : otherwise; }
 INLINE vf where_below(vf x, float limit, vf v, vf otherwise) { return x < set1(limit) ? v : otherwise; }
 // High and low words of m * a
 INLINE void multiply(uint32_t m, vu a, vu& high, vu& low) {

@@ -54,8 +54,7 @@ INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
 }
 // 1 - v where x is above zero, v where below
 INLINE vf complement_where_positive(vf v, vf x) { return x < set1(0.0f) ? v : set1(1.0f) - v; }
-INLINE bool any_beyond(vf, float) { return true; }  // for levels with cheap look-ups
-template <int N>
+template <int N>  // for levels with cheap look-ups, as what follows
 INLINE bool any_beyond(const vf*, float) {
   return true;
 }

@@ -54,9 +54,6 @@ INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
 INLINE vf complement_where_positive(vf v, vf x) {
   return _mm512_mask_sub_ps(v, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ), set1(1.0f), v);
 }
-INLINE bool any_beyond(vf x, float limit) {
-  return _mm512_cmp_ps_mask(vabs(x), set1(limit), _CMP_GT_OQ);
-}
 template <int N>
 INLINE bool any_beyond(const vf* x, float limit) {  // by bits, among which NaN is beyond
   __m512i most = _mm512_castps_si512(vabs(x[0]));

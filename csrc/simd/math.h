@@ -231,49 +231,106 @@ INLINE vf gated(vf x) {
 
 // float32: powers of the distance from a point of the segment, whose share has hardly a rounding error
 // of its own; |x| below the table's end.
-template <int N>
-INLINE void gated_near(const vf (&x)[N], float scale, const float (&point)[1][32], const float (&table)[6][32],
-                       vf (&y)[N]) {
+template <Activation A>
+struct NearTable;
+#define NEAR(A, NAME)                                                                    \
+  template <>                                                                            \
+  struct NearTable<Activation::A> {                                                      \
+    static constexpr float scale = NAME##_NEAR_SCALE, end = NAME##_NEAR;                 \
+    static constexpr const float (&point)[1][32] = NAME##_NEAR_POINT, (&gate)[6][32] = NAME##_NEAR_GATE; \
+  };
+NEAR(gelu, GELU)
+NEAR(gelu_tanh, GELU_TANH)
+NEAR(silu, SILU)
+#undef NEAR
+template <Activation A, int N>
+INLINE void gated_near(const vf (&x)[N], vf (&y)[N]) {
+  using G = NearTable<A>;
   vi index[N];
   vf d[N];
 #pragma GCC unroll 4
-  for (int k = 0; k < N; ++k) index[k] = reinterpret_cast<vi>(fma(vabs(x[k]), set1(scale), set1(ROUND)));
+  for (int k = 0; k < N; ++k) index[k] = reinterpret_cast<vi>(fma(vabs(x[k]), set1(G::scale), set1(ROUND)));
 #pragma GCC unroll 4
-  for (int k = 0; k < N; ++k) d[k] = vabs(x[k]) - lookup(point[0], index[k]);
+  for (int k = 0; k < N; ++k) d[k] = vabs(x[k]) - lookup(G::point[0], index[k]);
 #pragma GCC unroll 4
-  for (int k = 0; k < N; ++k) y[k] = lookup(table[5], index[k]);
+  for (int k = 0; k < N; ++k) y[k] = lookup(G::gate[5], index[k]);
 #pragma GCC unroll 5
   for (int i = 4; i >= 0; --i)
 #pragma GCC unroll 4
-    for (int k = 0; k < N; ++k) y[k] = fma(y[k], d[k], lookup(table[i], index[k]));
+    for (int k = 0; k < N; ++k) y[k] = fma(y[k], d[k], lookup(G::gate[i], index[k]));
 #pragma GCC unroll 4
   for (int k = 0; k < N; ++k) y[k] = x[k] * complement_where_positive(y[k], x[k]);
 }
-INLINE vf gated_near(vf x, float scale, const float (&point)[1][32], const float (&table)[6][32]) {
-  const vf one[1] = {x};
-  vf y[1];
-  gated_near(one, scale, point, table, y);
-  return y[0];
+// What is left of |x| below zero, at |x| from the table's end on
+INLINE Scaled silu_left(vf x) {
+  const vf a = vmin(set1(130.0f), vabs(x)), n = steps(-a);
+  const vf t = grown(n, remainder(-a, n)).t, left = fma(a, t, a);
+  return {fnma(left, scale2(t + set1(1.0f), n), left), n};
 }
-template <class T>
-INLINE bool is_near([[maybe_unused]] vf x, [[maybe_unused]] float limit) {
-  if constexpr (!cheap_lookup || !precise<T>) return false;
-  return !any_beyond(x, limit);
+INLINE Scaled gelu_tanh_left(vf x) {
+  const vf a = vmin(set1(14.0f), vabs(x)), a2 = a * a, p = a2 * set1(TANH_3);
+  const vf a2_low = product_error(a, a, a2), p_low = product_error(a2, set1(TANH_3), p);
+  const vf c = p + set1(TANH_1), c_low = set1(TANH_1) - (c - p) + p_low;
+  const vf more = c_low + fma(a2, set1(TANH_3_LOW), fma(a2_low, set1(TANH_3), set1(TANH_1_LOW)));
+  const vf z = a * c, z_low = fma(a, more, product_error(a, c, z)), n = steps(-z);
+  const vf t = grown(n, remainder(-z, n) - z_low).t, left = fma(a, t, a);
+  return {fnma(left, scale2(t + set1(1.0f), n), left), n};
+}
+// The lower tail times |x| is the exponential by a slow function of 1 / x^2. Multiplications are what it takes its time for:
+// r is minus twice what is left of the exponent, which saves halving twice.
+INLINE Scaled gelu_left(vf x) {
+  const float c[] = {0.398942262f, -0.398936033f, 1.19560778f, -5.87092066f,
+                     36.1124077f,  -200.381317f,  618.781433f};
+  const float e[] = {0.49999993f / 4, -0.1666652f / 8, 0.041668394f / 16, -0.00836878f / 32, 0.0013814467f / 64};
+  const vf a = vmin(set1(18.0f), vabs(x)), h = a * a, n = nearest(h * set1(-0.5f * LOG2E));
+  const vf left = fma(n, set1(-4.24388880e-4f), fma(n, set1(0x1.63p0f), h));
+  const vf r = left + product_error(a, a, h);
+  const vf t = fma(r * r, polynomial(r, e), r * set1(-0.5f)), g = polynomial(reciprocal(h), c);
+  return {fma(g, t, g), n};
+}
+template <Activation A>
+INLINE Scaled left_far(vf x) {
+  if constexpr (A == Activation::silu) return silu_left(x);
+  if constexpr (A == Activation::gelu_tanh) return gelu_tanh_left(x);
+  return gelu_left(x);
+}
+// float32, two vectors at a time where one has such an element; minus infinity gives NaN, as its share is 0
+template <Activation A, int N>
+INLINE void near_all(vf (&x)[N]) {
+  constexpr int PART = N > 2 ? 2 : N;
+  constexpr float end = NearTable<A>::end;
+  vf y[N];
+  gated_near<A>(x, y);
+#pragma GCC unroll 2
+  for (int i = 0; i < N; i += PART)
+    if (any_beyond<PART>(x + i, end))
+#pragma GCC unroll 2
+      for (int k = i; k < i + PART; ++k) {
+        const Scaled left = left_far<A>(x[k]);
+        y[k] = where_beyond(x[k], end, vmax(set1(-0.0f), x[k]) - scale2(left.p, left.n), y[k]);
+        y[k] = where_below(x[k], -3.40282347e38f, set1(__builtin_nanf("")), y[k]);
+      }
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) x[k] = y[k];
+}
+template <Activation A>
+INLINE vf near_one(vf x) {
+  vf one[1] = {x};
+  near_all<A>(one);
+  return one[0];
 }
 
 template <class T>
 INLINE vf silu(vf x) {
   if constexpr (gates<T, Activation::silu>) return gated<T, Activation::silu>(x);
-  if (is_near<T>(x, SILU_NEAR))
-    return gated_near(x, SILU_NEAR_SCALE, SILU_NEAR_POINT, SILU_NEAR_GATE);
+  if constexpr (cheap_lookup && precise<T>) return near_one<Activation::silu>(x);
   return times_sigmoid<T>(x, x, set1(0.0f));
 }
 
 template <class T>
 INLINE vf gelu_tanh(vf x) {
   if constexpr (gates<T, Activation::gelu_tanh>) return gated<T, Activation::gelu_tanh>(x);
-  if (is_near<T>(x, GELU_TANH_NEAR))
-    return gated_near(x, GELU_TANH_NEAR_SCALE, GELU_TANH_NEAR_POINT, GELU_TANH_NEAR_GATE);
+  if constexpr (cheap_lookup && precise<T>) return near_one<Activation::gelu_tanh>(x);
   vf x2 = x * x;
   if constexpr (!precise<T>) return times_sigmoid<T>(x, x * fma(x2, set1(TANH_3), set1(TANH_1)), x);
   vf x2_low = product_error(x, x, x2);
@@ -302,55 +359,10 @@ INLINE vf mills_coarse(vf a) {
   return polynomial(a, p) * reciprocal_coarse(polynomial(a, q));
 }
 
-// float32, |x| at least GELU_NEAR: the lower tail times |x| is the exponential by a slow function of 1 / x^2. Multiplications are
-// what it takes its time for: r is minus twice what is left of the exponent, which saves halving twice.
-template <int N>
-INLINE void gelu_far(const vf* x, vf* y) {
-  const float c[] = {0.398942262f,  -0.398936033f, 1.19560778f, -5.87092066f,
-                     36.1124077f, -200.381317f,  618.781433f};
-  const float e[] = {0.49999993f / 4, -0.1666652f / 8, 0.041668394f / 16, -0.00836878f / 32, 0.0013814467f / 64};
-  vf q[N], n[N], t[N], g[N];
-#pragma GCC unroll 4
-  for (int k = 0; k < N; ++k) {
-    const vf a = vmin(set1(18.0f), vabs(x[k])), h = a * a;
-    q[k] = reciprocal(h);
-    n[k] = nearest(h * set1(-0.5f * LOG2E));
-    const vf left = fma(n[k], set1(-4.24388880e-4f), fma(n[k], set1(0x1.63p0f), h));
-    const vf r = left + product_error(a, a, h);
-    t[k] = fma(r * r, polynomial(r, e), r * set1(-0.5f));
-    g[k] = set1(c[6]);
-  }
-#pragma GCC unroll 6
-  for (int i = 5; i >= 0; --i)
-#pragma GCC unroll 4
-    for (int k = 0; k < N; ++k) g[k] = fma(g[k], q[k], set1(c[i]));
-#pragma GCC unroll 4
-  for (int k = 0; k < N; ++k) {
-    const vf far = vmax(set1(-0.0f), x[k]) - scale2(fma(g[k], t[k], g[k]), n[k]);
-    y[k] = where_beyond(x[k], GELU_NEAR, far, y[k]);
-    y[k] = where_below(x[k], -3.40282347e38f, set1(__builtin_nanf("")), y[k]);
-  }
-}
-template <int N>
-INLINE void gelu_all(vf (&x)[N]) {
-  constexpr int PART = N > 2 ? 2 : N;
-  vf y[N];
-  gated_near(x, GELU_NEAR_SCALE, GELU_NEAR_POINT, GELU_NEAR_GATE, y);
-#pragma GCC unroll 2
-  for (int k = 0; k < N; k += PART)
-    if (any_beyond<PART>(x + k, GELU_NEAR)) gelu_far<PART>(x + k, y + k);
-#pragma GCC unroll 4
-  for (int k = 0; k < N; ++k) x[k] = y[k];
-}
-
 template <class T>
 INLINE vf gelu(vf x) {
   if constexpr (gates<T, Activation::gelu>) return gated<T, Activation::gelu>(x);
-  if constexpr (cheap_lookup && precise<T>) {
-    vf one[1] = {x};
-    gelu_all(one);
-    return one[0];
-  }
+  if constexpr (cheap_lookup && precise<T>) return near_one<Activation::gelu>(x);
   vf a = vmin(set1(18.0f), vabs(x)), h = a * a;
   if constexpr (!precise<T>) {
     Scaled e = exp2_coarse(h * set1(-0.5f * LOG2E));
@@ -413,13 +425,13 @@ INLINE vf activate(vf x) {
 
 // Whether an activation takes N vectors at once, and does: their chains overlap.
 template <class T, Activation A>
-constexpr bool grouped = gates<T, A> || (cheap_lookup && precise<T> && A == Activation::gelu);
+constexpr bool grouped = cheap_lookup && A >= Activation::gelu;
 template <class T, Activation A, int N>
 INLINE void activate_all(vf (&x)[N]) {
-  if constexpr (gates<T, A>)
-    gate_all<T, A>(x);
+  if constexpr (precise<T>)
+    near_all<A>(x);
   else
-    gelu_all(x);
+    gate_all<T, A>(x);
 }
 
 }  // namespace tensorlogic::TENSORLOGIC_ISA

@@ -84,14 +84,14 @@ def put(ptr, at, near, far, N: gl.constexpr):
 
 
 @gluon.jit
-def recount(q, k, k_ptr, stride_ks, steps, factor, D: gl.constexpr, N: gl.constexpr):
-    """Log-sums of rows counted with the maximum so far, where the first tile's is too far from a later one: k once more."""
+def recount(q, ks, k_ptr, stride_ks, steps, factor, STAYS: gl.constexpr, D: gl.constexpr, N: gl.constexpr):
+    """Log-sums of rows counted with the maximum so far, where the first tile's is too far from a later one."""
     M: gl.constexpr = 16 * gl.num_warps()
     SIDE: gl.constexpr = gl.SliceLayout(1, product_layout(gl.num_warps(), N))
     peak = gl.full([M], float("-inf"), gl.float32, SIDE)
     norm = gl.zeros([M], gl.float32, SIDE)
     for step in range(steps):
-        arrive(k, k_ptr, stride_ks, step, D, N)
+        k = arrived(ks, k_ptr, stride_ks, step, STAYS, D, N)
         for half in gl.static_range(2):
             s = warpgroup_mma_wait(0, deps=(begin(q, k.slice(half * N, N), N),))
             higher = larger(peak, gl.reduce(s, 1, larger))
@@ -103,12 +103,15 @@ def recount(q, k, k_ptr, stride_ks, steps, factor, D: gl.constexpr, N: gl.conste
 
 
 @gluon.jit
-def arrive(k, k_ptr, stride_ks, step, D: gl.constexpr, N: gl.constexpr):
-    """The step's 2 N rows of k, waited for."""
-    fetch(k, k_ptr + step.to(gl.int64) * (2 * N) * stride_ks, stride_ks, 2 * N, D, True)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    fence_async_shared()
+def arrived(ks, k_ptr, stride_ks, step, STAYS: gl.constexpr, D: gl.constexpr, N: gl.constexpr):
+    """The step's 2 N rows of k, waited for where they do not stay in shared memory."""
+    k = ks.index(step if STAYS else 0)
+    if not STAYS:
+        fetch(k, k_ptr + step.to(gl.int64) * (2 * N) * stride_ks, stride_ks, 2 * N, D, True)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()
+    return k
 
 
 @gluon.jit
@@ -136,12 +139,12 @@ def spots(T, N: gl.constexpr):
 
 
 @gluon.jit
-def once_more(q, k, k_ptr, y_ptr, at, stride_ks, factor, steps, D: gl.constexpr, N: gl.constexpr):
-    """All of a program's rows from their own maxima, k coming by twice."""
+def once_more(q, ks, k_ptr, y_ptr, at, stride_ks, factor, steps, STAYS: gl.constexpr, D: gl.constexpr, N: gl.constexpr):
+    """All of a program's rows from their own maxima, k going by twice."""
     dtype: gl.constexpr = y_ptr.dtype.element_ty
-    shift = recount(q, k, k_ptr, stride_ks, steps, factor, D, N)
+    shift = recount(q, ks, k_ptr, stride_ks, steps, factor, STAYS, D, N)
     for step in range(steps):
-        arrive(k, k_ptr, stride_ks, step, D, N)
+        k = arrived(ks, k_ptr, stride_ks, step, STAYS, D, N)
         s = warpgroup_mma_wait(0, deps=(begin(q, k.slice(0, N), N),))
         near = scores(s, factor, shift, dtype, N)
         s = warpgroup_mma_wait(0, deps=(begin(q, k.slice(N, N), N),))
@@ -228,4 +231,4 @@ def attention_scores_direct(
                 fetch(ks.index(ahead % STAGES), k_ptr + (ahead % STEPS).to(gl.int64) * (2 * N) * stride_ks, stride_ks, 2 * N, D, True)  # fmt: skip
             async_copy.commit_group()
     if gl.min(((norm > 1e-30) & (norm < 1e38)).to(gl.int32), 0) == 0:
-        once_more(q, ks.index(0), k_ptr, y_ptr, at, stride_ks, factor, laps, D, N)
+        once_more(q, ks, k_ptr, y_ptr, at, stride_ks, factor, laps, STAYS, D, N)

@@ -92,14 +92,17 @@ def hold(
                 if piece == KEPT:
                     tma.store_wait(0)
                 staged.index(me * TILES + piece).store(e.to(y_desc.dtype))
-        if gl.min(((norm > LEAST) & (norm < MOST)).to(gl.int32), 0) == 0:
+        bears = (norm > LEAST) & (norm < MOST)
+        well = gl.min(gl.where((norm > 1e-30) & (norm < 1e38), gl.where(bears, 2, 1), 0), 0)
+        if well < 2:  # what is held has left its type, and is made again
             tma.store_wait(0)
             row = head // H * kb_row + head % H * kh_row
             column = head // H * kb_column + head % H * kh_column
             there = asked.index(me)
-            base, norm, turn = recount(
-                q, spare, there, k_desc, row, column, TILES, turn, factor, SUMS, SIDE, BLOCK_N
-            )
+            if well == 0:
+                base, norm, turn = recount(
+                    q, spare, there, k_desc, row, column, TILES, turn, factor, SUMS, SIDE, BLOCK_N
+                )
             shift = base + gl.log2(norm)
             for step in range(TILES):
                 mbarrier.expect(there, KBYTES)
@@ -141,7 +144,7 @@ def attention_scores_held(
     """y[b, h, s, :] = softmax over t of scale * q[b, h, s] . k[b, h, t], scale > 0, for T = TILES BLOCK_N; sums in float32.
 
     One product and one exponential a score, where two sweeps take two. Rows whose sums leave what the output's type
-    holds are made again from their maximum. H200, 4x16 heads, D 64: S and T 256 8.2 us (two sweeps 10.6); from 512 up it loses (22.6,
+    holds are made again, from their maximum where they leave float32. H200, 4x16 heads, D 64: S and T 256 8.2 us (two sweeps 10.6); from 512 up it loses (22.6,
     18.7): the outputs of one unit fill the shared memory, so that two warpgroups are all that a multiprocessor holds.
     """
     gdc_launch_dependents()

@@ -112,7 +112,7 @@ def attention_scores_kept(
     LAST: gl.constexpr = STEPS - 1
     AGAIN: gl.constexpr = LAST - HELD  # steps that are made twice
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    MOST: gl.constexpr = 6e4 if HELD and dtype == gl.float16 else 1e38  # what sums may be
+    HALF: gl.constexpr = 6e4 if dtype == gl.float16 else 1e38  # what sums may be for their parts to be held
     LIFT: gl.constexpr = 4.0 if HELD else 0.0  # so that later maxima may be larger, of what is held
     K_LAY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * N, D], dtype)
     ks = gl.allocate_shared_memory(dtype, [STEPS, 2 * N, D], K_LAY)
@@ -178,12 +178,19 @@ def attention_scores_kept(
     share = 1.0 / norm
     near, far = near * share[:, None], far * share[:, None]
     put(y_ptr + LAST * (2 * N), at, ordered(near, dtype, N), ordered(far, dtype, N), N)
-    for i in gl.static_range(HELD):
-        for _ in range(once):
-            y = held(homes[2 * i], share, N)
-            put(y_ptr + (AGAIN + i) * (2 * N), at, y, held(homes[2 * i + 1], share, N), N)
+    well = gl.where((norm > 1e-30) & (norm < 1e38), gl.where(norm < HALF, 2, 1), 0)
+    well = gl.min(well, 0)  # of all rows: what is held is right; sums are
+    more = 0
+    if HELD:
+        if well == 2:
+            for i in gl.static_range(HELD):
+                for _ in range(once):
+                    y = held(homes[2 * i], share, N)
+                    put(y_ptr + (AGAIN + i) * (2 * N), at, y, held(homes[2 * i + 1], share, N), N)
+        else:  # what is held has left float16, so it is made again, too
+            more = HELD
     shift = base + gl.log2(norm)
-    for step in range(laps):
+    for step in range(laps + more):
         left = begin(q, ks.index(step).slice(0, N), N)
         right = begin(q, ks.index(step).slice(N, N), N)
         s = warpgroup_mma_wait(1, deps=(left,))
@@ -191,5 +198,5 @@ def attention_scores_kept(
         s = warpgroup_mma_wait(0, deps=(right,))
         x = powers(s * factor - shift[:, None], N, CUBIC)
         put(y_ptr + step * (2 * N), at, y, ordered(x, dtype, N), N)
-    if gl.min(((norm > 1e-30) & (norm < MOST)).to(gl.int32), 0) == 0:
-        once_more(q, ks.index(0), k_ptr, y_ptr, at, stride_ks, factor, STEPS, D, N)
+    if well == 0:
+        once_more(q, ks, k_ptr, y_ptr, at, stride_ks, factor, STEPS, True, D, N)

@@ -84,7 +84,9 @@ def put(ptr, at, near, far, N: gl.constexpr):
 
 
 @gluon.jit
-def recount(q, ks, k_ptr, stride_ks, steps, factor, STAYS: gl.constexpr, D: gl.constexpr, N: gl.constexpr):
+def recount(
+    q, ks, k_ptr, stride_ks, steps, factor, STAYS: gl.constexpr, D: gl.constexpr, N: gl.constexpr
+):
     """Log-sums of rows counted with the maximum so far, where the first tile's is too far from a later one."""
     M: gl.constexpr = 16 * gl.num_warps()
     SIDE: gl.constexpr = gl.SliceLayout(1, product_layout(gl.num_warps(), N))
@@ -139,7 +141,19 @@ def spots(T, N: gl.constexpr):
 
 
 @gluon.jit
-def once_more(q, ks, k_ptr, y_ptr, at, stride_ks, factor, steps, STAYS: gl.constexpr, D: gl.constexpr, N: gl.constexpr):
+def once_more(
+    q,
+    ks,
+    k_ptr,
+    y_ptr,
+    at,
+    stride_ks,
+    factor,
+    steps,
+    STAYS: gl.constexpr,
+    D: gl.constexpr,
+    N: gl.constexpr,
+):
     """All of a program's rows from their own maxima, k going by twice."""
     dtype: gl.constexpr = y_ptr.dtype.element_ty
     shift = recount(q, ks, k_ptr, stride_ks, steps, factor, STAYS, D, N)

@@ -112,7 +112,7 @@ def attention_scores_kept(
     LAST: gl.constexpr = STEPS - 1
     AGAIN: gl.constexpr = LAST - HELD  # steps that are made twice
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    HALF: gl.constexpr = 6e4 if dtype == gl.float16 else 1e38  # what sums may be for their parts to be held
+    HALF: gl.constexpr = 6e4 if dtype == gl.float16 else 1e38  # sums up to which parts are held
     LIFT: gl.constexpr = 4.0 if HELD else 0.0  # so that later maxima may be larger, of what is held
     K_LAY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * N, D], dtype)
     ks = gl.allocate_shared_memory(dtype, [STEPS, 2 * N, D], K_LAY)

@@ -57,20 +57,23 @@ def describe(key: Key) -> Shape | str:
     if left is None or right is None:
         return "leading dimensions do not line up"
     left, right = (*left[:2], q.stride[-2]), (*right[:2], k.stride[-2])
-    kind: str = "none"
-    strides: Strides = (0, 0, 0, 0)
-    if mask is not None:
-        kind = "bool" if mask.dtype == "bool" else "float"
-        padded = TensorSpec(
-            mask.dtype,
-            (1,) * (2 - len(mask.shape)) + mask.shape,
-            (0,) * (2 - len(mask.shape)) + mask.stride,
-        )
-        found = _four(padded, (b, h), 2)
-        if found is None:
-            return "the mask's leading dimensions do not line up"
-        strides = found
+    found = mask_of(mask, (b, h), q.dtype)
+    if isinstance(found, str):
+        return found
     return Shape(
-        (b, h, s, t, d), (*lead, s, t), q.dtype, left, right, kind, mask.dtype if mask else q.dtype, strides,
-        key.flag("is_causal"), wiring.weakest(key),
+        (b, h, s, t, d), (*lead, s, t), q.dtype, left, right, *found, key.flag("is_causal"), wiring.weakest(key),
     )  # fmt: skip
+
+
+def mask_of(
+    mask: TensorSpec | None, lead: tuple[int, int], dtype: str
+) -> tuple[str, str, Strides] | str:
+    """Its kind ("none", "bool" or "float"), its dtype (`dtype` without one) and its strides over (B, H, S, T), 0 where it broadcasts."""
+    if mask is None:
+        return "none", dtype, (0, 0, 0, 0)
+    missing = 2 - len(mask.shape)
+    padded = TensorSpec(mask.dtype, (1,) * missing + mask.shape, (0,) * missing + mask.stride)
+    strides = _four(padded, lead, 2)
+    if strides is None:
+        return "the mask's leading dimensions do not line up"
+    return "bool" if mask.dtype == "bool" else "float", mask.dtype, strides

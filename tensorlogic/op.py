@@ -198,6 +198,9 @@ class Op:
     stress: Callable[[Key, dict[str, Any]], None] | None = (
         None  # turns normal inputs into ones that overflow careless arithmetic
     )
+    normal: Callable[[Key], Key] = (
+        lambda key: key
+    )  # the key of the same work in the fewest dimensions, by which measured neighbours are looked up
     elementwise: bool = False
     landmarks: Callable[[Key, dict[str, Any]], None] | None = (
         None  # turns them into round numbers, where the tables of native kernels begin and end

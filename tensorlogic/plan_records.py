@@ -10,6 +10,9 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any
 
+HALVES = {"f16": "half", "bf16": "half"}
+OTHER_DTYPE = 0.25  # what a kin of the other dtype is further away, squared
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -116,9 +119,12 @@ class Key:
 
     @cached_property
     def kin(self) -> tuple[Any, ...]:
-        """What keys share that learn from each other: all but alignment and sizes, and how far those divide that memory is read along."""
+        """What keys share that learn from each other: all but alignment and sizes, and how far those divide that memory is read along;
+        on a GPU the two 16-bit dtypes are kin, whose kernels differ in an instruction."""
+        alike = HALVES if self.device == "cuda" else {}
         tensors = tuple(
-            spec and (spec.dtype, spec.constant, spec.layout, spec.divided) for spec in self.tensors
+            spec and (alike.get(spec.dtype, spec.dtype), spec.constant, spec.layout, spec.divided)
+            for spec in self.tensors
         )
         flags = tuple(f"{name}={_flag_text(name, value)}" for name, value in self.flags)
         return (self.op, tensors, flags, self.device, self.direction, self.precision)
@@ -131,7 +137,8 @@ class Key:
         ends = {pair for a, b in both for pair in zip(a.shape[-2:], b.shape[-2:], strict=True)}
         apart = sum(math.log2(max(n, 1) / max(m, 1)) ** 2 for n, m in sizes)
         uneven = sum(math.log2(abs(_divisor(n) or 1) / abs(_divisor(m) or 1)) ** 2 for n, m in ends)
-        return math.sqrt(apart + uneven / 16)
+        other_dtype = any(a.dtype != b.dtype for a, b in both)
+        return math.sqrt(apart + uneven / 16 + OTHER_DTYPE * other_dtype)
 
     def as_aligned(self, other: Key) -> bool:
         """True when no tensor is less aligned than the same one of `other`."""

@@ -50,6 +50,7 @@ RETRY_S = 30.0  # after a save that failed
 LOCK_TIMEOUT_S = 10.0  # for a file that another process is saving
 
 Valid = Callable[[Plan], bool]
+Normal = Callable[[Key], Key]
 
 
 class _Shelf:
@@ -59,8 +60,9 @@ class _Shelf:
         self.records = records
         self.parsed: dict[str, Plan | None] = {}
         self.kin: dict[
-            str, dict[object, dict[str, Plan]]
-        ] = {}  # "op direction " -> kin -> text -> plan
+            str, dict[object, dict[str, tuple[Key, Plan]]]
+        ] = {}  # "op direction " -> kin -> text -> normal key and plan
+        self.normal: dict[str, Key] = {}  # by the key's text
 
     def get(self, text: str) -> Plan | None:
         if text not in self.parsed and text in self.records:
@@ -90,14 +92,18 @@ class _Shelf:
         self.parsed.pop(text, None)
         self.kin.clear()
 
-    def relatives(self, key: Key) -> list[Plan]:
+    def relatives(self, key: Key, normal: Normal) -> list[tuple[Key, Plan]]:
+        """Plans of the kin of a normal key, each with its own; `normal` is the same for all keys of an op."""
         group = _group(key)
         if group not in self.kin:
             kin = self.kin[group] = {}
             for text in self.texts():
                 plan = self.get(text) if text.startswith(group) else None
                 if plan is not None:
-                    kin.setdefault(plan.key.kin, {})[text] = plan
+                    if text not in self.normal:
+                        self.normal[text] = normal(plan.key)
+                    own = self.normal[text]
+                    kin.setdefault(own.kin, {})[text] = (own, plan)
         return list(self.kin[group].get(key.kin, {}).values())
 
 
@@ -136,18 +142,22 @@ class PlanView:
         allowed: Callable[[str], bool],
         valid: Valid | None = None,
         reach: float = REACH,
+        normal: Normal = lambda key: key,
     ) -> Plan | None:
-        """The plan of the closest kin of `key` whose winners are `allowed` to serve unchecked.
+        """The plan of the closest kin of `key` whose winners are `allowed` to serve unchecked, both seen as `normal` keys.
 
         Plans measured at a stronger alignment than the key's do not count. At equal distance a stored plan
         comes before a shipped one, that before one for the same chip, whose own plan of `key` is a neighbour too, then the
         smaller text.
         """
         with self._lock:
+            here = normal(key)
             relatives = [
-                (i, plan) for i, shelf in enumerate(self._loaded()) for plan in shelf.relatives(key)
+                (i, own, plan)
+                for i, shelf in enumerate(self._loaded())
+                for own, plan in shelf.relatives(here, normal)
             ]
-        ranked = ((key.distance(plan.key), i, plan.key.text, plan) for i, plan in relatives)
+        ranked = ((here.distance(own), i, plan.key.text, plan) for i, own, plan in relatives)
         for distance, shelf, _, plan in sorted(ranked, key=lambda rank: rank[:3]):
             if distance > reach:
                 return None

@@ -73,7 +73,10 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     if plan is not None:
         return _planned(plan, "plan")
     near = store.nearest(
-        key, op.candidates.__contains__, lambda plan: valid(plan) and _serves(op, key, plan, store)
+        key,
+        op.candidates.__contains__,
+        lambda plan: valid(plan) and _serves(op, key, plan, store),
+        normal=op.normal,
     )
     if near is not None:
         where = " on a GPU of the same chip" if near.key == key else ""

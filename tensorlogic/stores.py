@@ -63,7 +63,7 @@ def complete(op: Op, plan: Plan | None, key: Key) -> bool:
 
 def neighbour(op: Op, key: Key, device: torch.device) -> Plan | None:
     """The closest plan by candidates that are here: what won there is likely to win, and compiled first."""
-    return current(device).nearest(key, lambda id: id in op.candidates)
+    return current(device).nearest(key, lambda id: id in op.candidates, normal=op.normal)
 
 
 def measured(

@@ -3,8 +3,8 @@
 python benchmarks/device/ship.py tensorlogic/shipped/nvidia-h200.json [--seconds 150] [--fresh] [--part 1/4] [--only OP ...] [--merge FILE ...]
 
 The grid is none of the benchmark's or of a model's: sizes between are served by the nearest plan. Squares, few rows and many,
-recorded (training) calls, rows of scores and losses, elements: in float16 and bfloat16, all in turn, so that whatever
-time there is covers each of them. Stops after `--seconds`, keeping what was measured. Plans that are shipped already and cover
+recorded (training) calls, rows of losses, scores, elements, reductions: in float16, whose plans serve bfloat16 too, and what is
+not bound by products in float32; all in turn, so that whatever time there is covers each of them. Stops after `--seconds`, keeping what was measured. Plans that are shipped already and cover
 today's candidates are kept as they are, unless `--fresh` is given; those of changed kernels go.
 Several GPUs of one model may measure a part each, side by side; `--seconds 0 --merge` puts their files together.
 """
@@ -34,17 +34,9 @@ from tensorlogic.op import EAGER, OPS
 from tensorlogic.plans import Plan, environment
 
 SQUARES = (384, 1536, 96, 768, 3072, 6144)
-ROWS = (
-    (4, 1024),
-    (128, 5120),
-    (32, 1024),
-    (512, 1024),
-    (4, 5120),
-    (128, 1024),
-    (2048, 1024),
-    (32, 5120),
-    (512, 5120),
-)
+WIDTHS = (384, 1536, 6144)  # of x and of outputs, all by all
+ROWS = (384, 6, 48, 3072, 1)
+WORK = 1.5e11  # multiply-adds of a product at most
 AHEAD = 24  # calls whose kernels compile while one is measured
 RECORDED = (
     tensorlogic.softmax_cross_entropy,
@@ -77,50 +69,98 @@ def products(m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Call]:
     yield tensorlogic.dropout_linear, (x, w, b, 0.1, True)
 
 
-def others(dtype: torch.dtype) -> Iterator[Call]:
-    """Rows, scores, element-wise ops and reductions."""
-    for rows, columns in ((256, 384), (3000, 1000), (3000, 30000), (1500, 50000), (6000, 100000)):
-        target = torch.randint(columns, (rows,), device="cuda")
-        yield tensorlogic.softmax_cross_entropy, (normal(dtype, rows, columns), target)
-        yield tensorlogic.softmax, (normal(dtype, rows, columns), -1)
-    for heads, s, d in ((8, 192, 64), (12, 768, 64), (12, 768, 128), (8, 3072, 64)):
+def rows(dtype: torch.dtype) -> Iterator[Call]:
+    """Losses and softmax, by how far a row's length divides."""
+    for columns in (384, 30000, 120000, 1000, 50001, 333, 12):
+        for count in (3000, 200, 12):
+            if count * columns > 4e8:
+                continue
+            target = torch.randint(columns, (count,), device="cuda")
+            yield tensorlogic.softmax_cross_entropy, (normal(dtype, count, columns), target)
+            yield tensorlogic.softmax, (normal(dtype, count, columns), -1)
+
+
+def scores(dtype: torch.dtype) -> Iterator[Call]:
+    """Scores alone, causal and masked."""
+    sizes = ((8, 192, 64), (12, 768, 64), (12, 768, 128), (8, 3072, 64), (4, 768, 32), (4, 384, 256), (8, 203, 64), (6, 700, 96))  # fmt: skip
+    for heads, s, d in sizes:
         q, k = normal(dtype, 2, heads, s, d), normal(dtype, 2, heads, s, d)
-        for causal in (False, True):
-            yield tensorlogic.attention_scores, (q, k, d**-0.5, None, causal)
+        seen = torch.rand(2, 1, 1, s, device="cuda") > 0.1
+        for mask, causal in (
+            (None, False),
+            (None, True),
+            (seen, False),
+            (normal(dtype, s, s), False),
+        ):
+            yield tensorlogic.attention_scores, (q, k, d**-0.5, mask, causal)
+
+
+def elements(dtype: torch.dtype) -> Iterator[Call]:
+    """Element-wise ops on one line and beside a row."""
     for count in (1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 25):
-        a, b = normal(dtype, count), normal(dtype, count)
-        for fn in (tensorlogic.add, tensorlogic.mul, tensorlogic.add_relu, tensorlogic.mul_relu):
+        a, b, row = normal(dtype, count), normal(dtype, count), normal(dtype, 256)
+        for fn in (tensorlogic.add, tensorlogic.mul, tensorlogic.add_relu, tensorlogic.mul_relu, tensorlogic.sub, tensorlogic.div):  # fmt: skip
             yield fn, (a, b)
-        for fn in (tensorlogic.relu, tensorlogic.gelu, tensorlogic.silu, tensorlogic.sum):
+        for fn in (tensorlogic.relu, tensorlogic.gelu, tensorlogic.silu):
             yield fn, (a,)
+        yield tensorlogic.affine, (a, b, a)
+        yield tensorlogic.affine, (a.view(-1, 256), row, row)
+        yield tensorlogic.mul, (a.view(-1, 256), row)
 
 
-def groups(dtype: torch.dtype) -> Iterator[Iterator[Call]]:
-    """What is shipped in one dtype, by kind, the likeliest first in each."""
-    yield (call for n in SQUARES for call in products(n, n, n, dtype))
-    yield (call for m, k in ROWS for n in (3 * k, k // 4) for call in products(m, k, n, dtype))
-    yield (
-        (fn, (args[0].requires_grad_(), *args[1:]))
-        for n in SQUARES[:-1]
-        for fn, args in products(n, n, n, dtype)
+def reductions(dtype: torch.dtype) -> Iterator[Call]:
+    """Sums, means and extremes over everything, rows, columns and what lies between."""
+    shapes: tuple[tuple[tuple[int, ...], int | None], ...] = (
+        ((1 << 12,), None), ((1 << 19,), None), ((1 << 24,), None), ((3000, 768), 1), ((24, 3072), 1), ((20000, 48), 1), ((400, 30000), 1),
+        ((3000, 333), 1), ((3000, 768), 0), ((24, 3072), 0), ((24, 200, 768), 1), ((12, 4, 30000), 1),
+    )  # fmt: skip
+    for shape, dim in shapes:
+        x = normal(dtype, *shape)
+        for fn in (tensorlogic.sum, tensorlogic.mean, tensorlogic.max, tensorlogic.min):
+            yield fn, (x, dim)
+
+
+def recorded(calls: Iterator[Call]) -> Iterator[Call]:
+    """The calls with gradients of their first argument."""
+    for fn, args in calls:
+        args[0].requires_grad_()
+        yield fn, args
+
+
+def groups() -> Iterator[Iterator[Call]]:
+    """What is shipped, by kind, the likeliest first in each; bfloat16 is kin of float16, and measured where float32 is not."""
+    f16, f32 = torch.float16, torch.float32
+    yield (call for n in SQUARES for call in products(n, n, n, f16))
+    grid = [(m, k, n) for m in ROWS for k in WIDTHS for n in WIDTHS if m * k * n <= WORK and (m, n) != (k, k)]  # fmt: skip
+    yield (call for m, k, n in grid for call in products(m, k, n, f16))
+    yield recorded(call for n in SQUARES[:-1] for call in products(n, n, n, f16))
+    yield recorded(
+        call
+        for m, k, n in ((3072, 384, 1536), (48, 1536, 384), (3072, 1536, 384), (48, 384, 1536))
+        for call in products(m, k, n, f16)
     )
-    yield others(dtype)
-    yield (
-        (fn, (args[0].requires_grad_(), *args[1:])) for fn, args in others(dtype) if fn in RECORDED
-    )
+    yield (call for n in SQUARES[:4] for call in products(n, n, n, torch.bfloat16))
+    yield scores(f16)
+    for dtype in (f16, f32):
+        for some in (rows, elements, reductions):
+            yield some(dtype)
+        yield recorded(call for call in itertools.chain(rows(dtype), elements(dtype)) if call[0] in RECORDED)  # fmt: skip
+    yield scores(f32)
+    yield recorded(scores(f16))
 
 
 def calls() -> Iterator[Call]:
-    """Everything that is shipped, one of each kind in turn; float16 twice as often as bfloat16."""
-    f16, bf16 = (list(groups(dtype)) for dtype in (torch.float16, torch.bfloat16))
-    waiting = [group for pair in zip(f16, f16, bf16, strict=True) for group in pair]
+    """Everything that is shipped, one of each kind in turn, of the products' grid three."""
+    waiting = list(groups())
+    grid = waiting[1]
     while waiting:
         for group in list(waiting):
-            call = next(group, None)
-            if call is None:
-                waiting.remove(group)
-            else:
-                yield call
+            for _ in range(3 if group is grid else 1):
+                call = next(group, None)
+                if call is not None:
+                    yield call
+                elif group in waiting:
+                    waiting.remove(group)
 
 
 def ahead(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

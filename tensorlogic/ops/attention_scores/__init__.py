@@ -14,7 +14,7 @@ from ... import dispatch, kept
 from ...numerics import DTYPES
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
-from ..common import checks, costs
+from ..common import checks, costs, folded
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -125,6 +125,7 @@ def _traffic(key: Key) -> float:
 
 
 ATTENTION_SCORES = Op(
+    normal=folded.heads("q", "k"),
     reference=_attention_scores,
     flops=lambda key: 2.0 * prod(_shape(key)),
     traffic=_traffic,
@@ -134,6 +135,7 @@ ATTENTION_SCORES = Op(
     autocast="composition",
 )
 ATTENTION_SCORES_BACKWARD = Op(
+    normal=folded.heads("dy", "q", "k", "y"),
     reference=attention_scores_backward,
     flops=lambda key: 4.0 * prod(_shape(key)),
     traffic=lambda key: 2 * costs.inputs(key),

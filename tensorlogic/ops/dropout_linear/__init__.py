@@ -15,7 +15,7 @@ from ... import dispatch, kept
 from ...capture_watch import capturing
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key, TensorSpec
-from ..common import checks, costs, samples
+from ..common import checks, costs, folded, samples
 from ..common.random import draw, keep_mask, seeded
 from ..common.rows import rows
 from ..linear import LINEAR, LINEAR_BACKWARD, linear
@@ -156,6 +156,7 @@ def _as(op: Op, key: Key, tensors: tuple[TensorSpec | None, ...], flag: tuple[st
 
 _SCALARS = {"p": 0.25, "seed": 20260917, "offset": 12}
 DROPOUT_LINEAR = Op(
+    normal=folded.flat_rows("x"),
     reference=_dropout_linear,
     flops=costs.linear_flops,
     traffic=costs.linear_traffic,
@@ -172,6 +173,7 @@ DROPOUT_LINEAR = Op(
     outputs=2,
 )
 DROPOUT_LINEAR_BACKWARD = Op(
+    normal=folded.flat_rows("dy", "x"),
     reference=dropout_linear_backward,
     flops=lambda key: 2 * costs.linear_flops(key),
     traffic=lambda key: 2 * costs.inputs(key),

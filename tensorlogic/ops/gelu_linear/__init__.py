@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
-from ..common import checks, costs, products, samples
+from ..common import checks, costs, folded, products, samples
 from ..common.rows import rows
 
 
@@ -73,6 +73,7 @@ def _direct(key: Key) -> Callable[..., Tensor]:
 
 
 GELU_LINEAR = Op(
+    normal=folded.flat_rows("x"),
     reference=_gelu_linear,
     flops=costs.linear_flops,
     traffic=costs.linear_traffic,
@@ -84,6 +85,7 @@ GELU_LINEAR = Op(
     autocast="lower",
 )
 GELU_LINEAR_BACKWARD = Op(
+    normal=folded.flat_rows("dy", "x"),
     reference=gelu_linear_backward,
     flops=lambda key: 2 * costs.linear_flops(key),
     traffic=lambda key: 2 * costs.inputs(key),

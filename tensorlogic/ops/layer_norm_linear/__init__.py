@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
-from ..common import checks, costs, products, samples
+from ..common import checks, costs, folded, products, samples
 from ..common.rows import rows
 
 
@@ -161,6 +161,7 @@ def _offset_rows(key: Key, values: dict[str, Any]) -> None:
 
 
 LAYER_NORM_LINEAR = Op(
+    normal=folded.flat_rows("x"),
     reference=_layer_norm_linear,
     flops=costs.linear_flops,
     traffic=costs.linear_traffic,
@@ -174,6 +175,7 @@ LAYER_NORM_LINEAR = Op(
     outputs=4,
 )
 LAYER_NORM_LINEAR_BACKWARD = Op(
+    normal=folded.flat_rows("dy", "x", "normal"),
     reference=layer_norm_linear_backward,
     flops=lambda key: 2 * costs.linear_flops(key),
     traffic=lambda key: 2 * costs.inputs(key),

@@ -14,7 +14,7 @@ from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
 from ...precision import precision as Precision
-from ..common import checks, costs, samples
+from ..common import checks, costs, folded, samples
 from ..common.activations import ACTIVATIONS, remembered
 from . import reference
 
@@ -63,6 +63,7 @@ def _direct(key: Key) -> Callable[..., Tensor] | None:
 
 
 LINEAR = Op(
+    normal=folded.flat_rows("x", "residual"),
     reference=reference.linear,
     flops=costs.linear_flops,
     traffic=costs.linear_traffic,
@@ -77,6 +78,7 @@ LINEAR = Op(
     outputs=2,
 )
 LINEAR_BACKWARD = Op(
+    normal=folded.flat_rows("dy", "x", "kept", "residual"),
     reference=reference.linear_backward,
     flops=lambda key: 2 * costs.linear_flops(key),
     traffic=lambda key: 2 * costs.inputs(key),

@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key, TensorSpec
-from ..common import checks, costs, products, samples
+from ..common import checks, costs, folded, products, samples
 from ..common.rows import rows
 
 
@@ -198,6 +198,7 @@ def _update(args: tuple[Any, ...], outs: Outputs) -> None:
 
 
 LINEAR_BATCH_NORM_RELU = Op(
+    normal=folded.flat_rows("x"),
     reference=_linear_batch_norm_relu,
     flops=costs.linear_flops,
     traffic=costs.linear_traffic,
@@ -212,6 +213,7 @@ LINEAR_BATCH_NORM_RELU = Op(
     outputs=4,
 )
 LINEAR_BATCH_NORM_RELU_BACKWARD = Op(
+    normal=folded.flat_rows("dy", "x", "y", "z"),
     reference=linear_batch_norm_relu_backward,
     flops=lambda key: 2 * costs.linear_flops(key),
     traffic=lambda key: 2 * costs.inputs(key),

@@ -14,7 +14,7 @@ from ...numerics import DTYPES
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
 from ...precision import precision as Precision
-from ..common import checks, costs, products, samples
+from ..common import checks, costs, folded, products, samples
 from ..common.activations import ACTIVATIONS, SMOOTH, activate, activate_, remembered
 from ..common.activations import gradient as activation_gradient
 
@@ -109,6 +109,7 @@ def _cases() -> Any:
 
 
 MATMUL = Op(
+    normal=folded.flat_left("a"),
     reference=matmul_reference,
     flops=lambda key: 2.0 * prod(_mnk(key)),
     traffic=_traffic,
@@ -122,6 +123,7 @@ MATMUL = Op(
     outputs=2,
 )
 MATMUL_BACKWARD = Op(
+    normal=folded.flat_left("dy", "a", "kept"),
     reference=matmul_backward_reference,
     flops=lambda key: 4.0 * prod(_mnk(key)),
     traffic=lambda key: 2 * costs.inputs(key),

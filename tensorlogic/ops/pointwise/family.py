@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
-from ..common import costs, samples
+from ..common import costs, folded, samples
 from . import reference
 
 
@@ -65,6 +65,7 @@ def _op(
         flops=lambda key: flops * max(costs.size(t) for t in key.tensors),
         traffic=costs.pointwise_traffic,
         elementwise=True,
+        normal=folded.one_line,
         landmarks=samples.round_numbers,
         cases=lambda: _cases(len(op.dynamic), op.name),
         gradient=Gradient(save, backward),
@@ -134,6 +135,7 @@ def _consistent(key: Key, values: dict[str, Any]) -> None:
 
 
 POINTWISE_BACKWARD = Op(
+    normal=folded.one_line,
     reference=pointwise_backward,
     elementwise=True,
     landmarks=samples.round_numbers,

@@ -14,7 +14,7 @@ from ... import dispatch, kept
 from ...numerics import DTYPES
 from ...op import Gradient, Op, Outputs
 from ...plans import Key
-from ..common import checks, costs
+from ..common import checks, costs, folded
 
 Dims = tuple[int, ...]
 
@@ -105,6 +105,7 @@ def _op(
         return (dy.expand(shape),)
 
     op = Op(
+        normal=folded.reduced,
         reference=meaning,
         flops=lambda key: float(costs.size(key.tensors[0])),
         traffic=_traffic,

@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs
 from ...plans import Key
-from ..common import checks, costs
+from ..common import checks, costs, folded
 
 
 def _softmax(x: Tensor, dim: int, save: bool) -> tuple[Tensor, ...]:
@@ -69,6 +69,7 @@ def _direct(key: Key) -> Callable[..., Tensor]:
 
 
 SOFTMAX = Op(
+    normal=folded.last_dimension,
     reference=_softmax,
     flops=lambda key: 5.0 * costs.size(key.tensors[0]),
     traffic=costs.pointwise_traffic,
@@ -79,6 +80,7 @@ SOFTMAX = Op(
     autocast="composition",
 )
 SOFTMAX_BACKWARD = Op(
+    normal=folded.last_dimension,
     reference=softmax_backward,
     flops=lambda key: 4.0 * costs.size(key.tensors[0]),
     traffic=costs.pointwise_traffic,

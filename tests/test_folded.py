@@ -1,0 +1,98 @@
+"""Keys in the fewest dimensions: what a GPU has measured on one shape is found from every shape of the same work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorlogic
+from tensorlogic import policies, registry
+from tensorlogic.op import OPS
+from tensorlogic.plan_records import Key
+from tensorlogic.plans import Plan, PlanStore, environment
+
+from dataclasses import replace  # isort: skip
+
+H, B = torch.float16, torch.bfloat16
+
+
+def key(fn: Any, *args: Any, **more: Any) -> Key:
+    """The key that a call meets, as if its tensors lay on a GPU."""
+    met: list[Key] = []
+    watching = replace(
+        policies.current(), tune="off", force="torch.eager", observer=lambda op, k, d: met.append(k), entries={}
+    )  # fmt: skip
+    with policies.use(watching), torch.no_grad():
+        fn(*args, **more)
+    tensors = tuple(t and replace(t, constant=False) for t in met[0].tensors)
+    return replace(met[0], device="cuda", tensors=tensors)
+
+
+def x(*shape: int, dtype: torch.dtype = H) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+PAIRS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
+    "element-wise": (tensorlogic.add, (x(64, 32), x(64, 32)), (x(2048), x(2048))),
+    "beside a row": (tensorlogic.mul, (x(4, 8, 32), x(32)), (x(32, 32), x(32))),
+    "linear": (tensorlogic.linear, (x(4, 8, 32), x(16, 32), x(16)), (x(32, 32), x(16, 32), x(16))),
+    "activations": (tensorlogic.linear, (x(32, 32), x(16, 32), x(16), None, "silu"), (x(32, 32), x(16, 32), x(16), None, "gelu_tanh")),
+    "matmul": (tensorlogic.matmul, (x(4, 8, 32), x(32, 16)), (x(32, 32), x(32, 16))),
+    "softmax": (tensorlogic.softmax, (x(4, 8, 32), -1), (x(32, 32), 1)),
+    "reductions": (tensorlogic.sum, (x(4, 8, 32), (0, 1), True), (x(1, 32, 32), 1)),
+    "rows of reductions": (tensorlogic.max, (x(4, 8, 32), -1), (x(32, 32), 1)),
+    "heads": (tensorlogic.attention_scores, (x(2, 4, 32, 16), x(2, 4, 48, 16), 0.25), (x(8, 32, 16), x(8, 48, 16), 0.25)),
+    "halves": (tensorlogic.gelu, (x(2048),), (x(2048, dtype=B),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_same_work_is_near(name: str, tmp_path: Path) -> None:
+    fn, first, second = PAIRS[name]
+    asked, known = key(fn, *first), key(fn, *second)
+    op = OPS[asked.op]
+    store = PlanStore(tmp_path, environment(torch.device("cpu")))
+    store.put(Plan(known, "torch.eager", {}, "torch.eager", {}))
+    found = store.nearest(asked, lambda id: True, normal=op.normal)
+    assert found is not None
+    assert found.key == known
+    assert op.normal(asked).distance(op.normal(known)) <= 0.5
+    elsewhere = [replace(k, device="cpu") for k in (asked, known)]
+    assert [
+        op.normal(k) for k in elsewhere
+    ] == elsewhere  # on CPUs plans are measured for what they are
+
+
+OTHERS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
+    "batches are no rows": (tensorlogic.matmul, (x(4, 8, 32), x(4, 32, 16)), (x(32, 32), x(32, 16))),
+    "another dimension": (tensorlogic.softmax, (x(4, 8, 32), 1), (x(32, 32), 1)),
+    "strided": (tensorlogic.add, (x(32, 64).t(), x(64, 32)), (x(2048), x(2048))),
+    "float32": (tensorlogic.gelu, (x(2048),), (x(2048, dtype=torch.float32),)),
+    "an activation or none": (tensorlogic.linear, (x(32, 32), x(16, 32), x(16)), (x(32, 32), x(16, 32), x(16), None, "relu")),
+    "dimensions apart": (tensorlogic.sum, (x(4, 8, 32), (0, 2)), (x(32, 32), 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_work_is_not(name: str, tmp_path: Path) -> None:
+    fn, first, second = OTHERS[name]
+    asked, known = key(fn, *first), key(fn, *second)
+    op = OPS[asked.op]
+    store = PlanStore(tmp_path, environment(torch.device("cpu")))
+    store.put(Plan(known, "torch.eager", {}, "torch.eager", {}))
+    assert store.nearest(asked, lambda id: True, normal=op.normal) is None
+
+
+def test_normal_keys_are_keys_of_their_ops() -> None:
+    registry.ready("cpu")
+    for op in OPS.values():
+        for case in op.cases() if not op.internal else ():
+            args = [*case, False] if op.gradient is not None else [*case]
+            asked = replace(op.key(args, "inference"), device="cuda")
+            normal = op.normal(asked)
+            assert (normal.op, normal.names) == (asked.op, asked.names)
+            assert [t is None for t in normal.tensors] == [t is None for t in asked.tensors]
+            assert op.normal(normal) == normal

@@ -93,6 +93,13 @@ def held(home, share, N: gl.constexpr):
 
 
 @gluon.jit
+def judged(norm, HALF: gl.constexpr):
+    """Of all of a program's rows: 2 where what is held is right, 1 where the sums are, 0."""
+    well = gl.where((norm > 1e-30) & (norm < 1e38), gl.where(norm < HALF, 2, 1), 0)
+    return gl.min(well, 0)
+
+
+@gluon.jit
 def attention_scores_kept(
     q_ptr, k_ptr, y_ptr, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, H, S, T, groups, scale,
     D: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, CUBIC: gl.constexpr, HELD: gl.constexpr, PDL: gl.constexpr,
@@ -178,10 +185,9 @@ def attention_scores_kept(
     share = 1.0 / norm
     near, far = near * share[:, None], far * share[:, None]
     put(y_ptr + LAST * (2 * N), at, ordered(near, dtype, N), ordered(far, dtype, N), N)
-    well = gl.where((norm > 1e-30) & (norm < 1e38), gl.where(norm < HALF, 2, 1), 0)
-    well = gl.min(well, 0)  # of all rows: what is held is right; sums are
     more = 0
     if HELD:
+        well = judged(norm, HALF)
         if well == 2:
             for i in gl.static_range(HELD):
                 for _ in range(once):
@@ -198,5 +204,7 @@ def attention_scores_kept(
         s = warpgroup_mma_wait(0, deps=(right,))
         x = powers(s * factor - shift[:, None], N, CUBIC)
         put(y_ptr + step * (2 * N), at, y, ordered(x, dtype, N), N)
+    if not HELD:  # nothing hangs on it before, and the warps need not meet between the sweeps
+        well = judged(norm, HALF)
     if well == 0:
         once_more(q, ks, k_ptr, y_ptr, at, stride_ks, factor, STEPS, True, D, N)

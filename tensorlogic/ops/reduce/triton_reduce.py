@@ -1,33 +1,94 @@
-"""Reductions by Triton: [outer, reduce, inner] in one launch (the last block finishes in fixed order) or in two."""
+"""Reductions by Triton: [outer, reduce, inner], or any strides, in one launch (the last block finishes in fixed order) or in two."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ...compiling import CompileFailure
 from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ..common import triton_reduce, wiring
+from ..common import triton_reduce_strided as strided
 from . import FAMILY, shapes
-from .shapes import Shape, describe
+from .shapes import Shape, describe_any
+
+Started = tuple[Callable[..., bool], tuple[int, int]]
+WHOLE = 16384  # halves of a row that one program reads at once
+MOST_POLLED = 2**30  # elements that polling programs count
 
 
 def configs(s: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return triton_reduce.reduce_configs(s.outer, s.reduce, s.inner, s.dtype, wiring.cores())
+    if s.view is not None:
+        return strided.strided_configs(_lay(s), s.dtype, wiring.cores())
+    known = triton_reduce.reduce_configs(s.outer, s.reduce, s.inner, s.dtype, wiring.cores())
+    if s.inner == 1:
+        own = _rows(s, wiring.cores()) if s.outer > 1 else []
+        return (own + [c for c in known if c not in own])[:9]
+    tiles = strided.column_tiles(s.outer, s.reduce, s.inner, s.dtype, wiring.cores())
+    own = [{"strategy": "columns", "last": tile["parts"] > 1, **tile} for tile in tiles[:7]]
+    twice = [{**c, "last": False} for c in own[:1] if c["last"]]  # combined by a second launch
+    return own + twice + [c for c in known[:1] if c not in own]
+
+
+def _rows(s: Shape, cores: int) -> list[dict[str, Any]]:
+    """Rows that occupy the whole device: few ones read at once, short ones by small programs, long ones by large programs."""
+    wide, block = (2 if s.dtype == "f32" else 1), 1 << (s.reduce - 1).bit_length()
+    if s.outer < cores:
+        whole = 1024 < block <= WHOLE // wide
+        shapes = [(1, block, block // each) for each in (1024, 512)] if whole else []
+    elif s.reduce > 4096 // wide:
+        shapes = [(1, 8192 // wide, 8)]
+    else:
+        each = 1 << (s.outer // cores).bit_length() - 1
+        small = each * block
+        shapes = [(each, block, max(1, small // 256))] if small < 2048 // wide else []
+    rows = {"strategy": "rows", "parts": 1, "last": False}
+    return [
+        {**rows, "BLOCK_R": r, "BLOCK_C": c, "num_warps": warps}
+        for r, c, warps in shapes
+        if warps <= 16
+    ]
+
+
+def _lay(s: Shape) -> strided.Lay:
+    assert s.view is not None
+    return strided.lay(s.view.kept, s.view.reduced, s.view.along, s.dtype, s.align)
+
+
+def _contiguous(s: Shape, config: dict[str, Any], device: torch.device) -> Started:
+    """Start and workspace of contiguous [outer, reduce, inner]."""
+    strategy, few = config["strategy"], s.reduce <= MOST_POLLED
+    if strategy in ("along", "across"):
+        raise CompileFailure(f"a configuration {strategy!r} of strided data; this is contiguous")
+    if strategy != "columns" and s.inner > 1:
+        raise CompileFailure(f"{strategy!r} reduces the last dimension; here columns are kept")
+    if strategy == "polled" and not (s.outer == 1 and few):
+        raise CompileFailure(f"'polled' leaves one value of up to {MOST_POLLED} elements")
+    start = triton_reduce.reduce_launcher(
+        s.kind, s.dtype, s.dtype, s.outer, s.reduce, s.inner, config, device, s.align
+    )
+    return start, triton_reduce.reduce_workspace(s.outer, s.reduce, s.inner, config)
+
+
+def _strided(s: Shape, config: dict[str, Any], device: torch.device) -> Started:
+    """Start and workspace of what lies apart."""
+    form = _lay(s)
+    start = strided.strided_launcher(s.kind, s.dtype, s.dtype, form, config, device, s.align)
+    return start, strided.strided_workspace(form, config)
 
 
 def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher with its workspace."""
-    start = triton_reduce.reduce_launcher(
-        s.kind, s.dtype, s.dtype, s.outer, s.reduce, s.inner, dict(config), device, s.align
-    )
-    partials, count = triton_reduce.reduce_workspace(s.outer, s.reduce, s.inner, dict(config))
-    kind, use = (
-        (torch.int64, "launches") if config["strategy"] == "polled" else (torch.int32, "zero")
-    )
+    chosen = dict(config)
+    started = _contiguous if s.view is None else _strided
+    start, (partials, count) = started(s, chosen, device)
+    polled = chosen["strategy"] == "polled"
+    kind, use = (torch.int64, "launches") if polled else (torch.int32, "zero")
     empty, counters, stride, dtype = (
         wiring.empty(device),
         wiring.counters,
@@ -48,8 +109,8 @@ for _op in FAMILY:
     wiring.described(
         _op,
         "triton.blocks",
-        describe,
+        describe_any,
         configs,
         build,
-        (triton_reduce, shapes, sys.modules[__name__]),
+        (triton_reduce, strided, shapes, sys.modules[__name__]),
     )

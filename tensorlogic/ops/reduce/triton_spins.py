@@ -16,12 +16,14 @@ from .shapes import Shape
 
 
 def describe(key: Key) -> Shape | str:
-    """A contiguous tensor that is reduced to one value, neither tiny nor far beyond the cache."""
-    found = shapes.describe(key)
+    """A dense tensor that is reduced to one value, neither tiny nor far beyond the cache."""
+    found = shapes.describe_any(key)
     if isinstance(found, str):
         return found
     if found.outer * found.inner != 1:
         return "more than one value is left"
+    if found.view is not None:
+        return "not dense"
     if not triton_spins.spun_configs(found.reduce, found.dtype):
         return f"from {triton_spins.LEAST} elements to 32 MB are required"
     return found

@@ -446,7 +446,22 @@ def _refused(
     return None
 
 
-def _integers(
+def _counted(
+    rows: int, columns: int, modes: Sequence[str], block: int
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Sizes of `elementwise_flat` and what it knows of them: one kernel for all where nothing is repeated along rows."""
+    count = rows * columns
+    if not {"row", "column"} & set(modes):
+        return {"N": count, "C": 1}, {"WRAP": False, "SHORT": False, "EVEN": 1}
+    known = {
+        "WRAP": block <= columns,
+        "SHORT": count + block < 2**31,
+        "EVEN": gcd(columns, block, 8),
+    }
+    return {"N": count, "C": columns}, known
+
+
+def _stepped(
     rows: int,
     columns: int,
     modes: Sequence[str],
@@ -489,18 +504,13 @@ def elementwise_launcher(
     if reason is not None:
         raise CompileFailure(f"{op}: {reason}")
     flat = config["strategy"] == "flat"
-    count = rows * columns
     if flat:
-        tiles = triton.cdiv(count, config["BLOCK"])
-        known = {
-            "WRAP": config["BLOCK"] <= columns,
-            "SHORT": count + config["BLOCK"] < 2**31,
-            "EVEN": gcd(columns, config["BLOCK"], 8),
-        }
+        tiles = triton.cdiv(rows * columns, config["BLOCK"])
+        integers, known = _counted(rows, columns, modes, config["BLOCK"])
     else:
         tiles = triton.cdiv(rows, config["BLOCK_R"]) * triton.cdiv(columns, config["BLOCK_C"])
         tiles *= outer[0] * outer[1]
-        known = {"OUTER": outer != (1, 1)}
+        integers, known = _stepped(rows, columns, modes, outer, steps), {"OUTER": outer != (1, 1)}
     into, out = [*dtypes[:inputs]], [*dtypes[inputs:]]
     names = into + [into[0]] * (3 - inputs) + out + [out[0]] * (2 - outputs)
     kinds = [*modes] + ["full"] * (3 - inputs)
@@ -509,9 +519,7 @@ def elementwise_launcher(
         elementwise_flat if flat else elementwise_rows,
         grid=(tiles, 1, 1),
         pointers=dict(zip(("a_ptr", "b_ptr", "c_ptr", "y_ptr", "z_ptr"), names, strict=True)),
-        integers={"N": count, "C": columns}
-        if flat
-        else _integers(rows, columns, modes, outer, steps),
+        integers=integers,
         floats=(),
         constexprs={
             "OP": op,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from .test_triton_rows import DEVICE, default_device, rand  # noqa: F401  (a fixture)
+from .test_triton_rows import DEVICE, TOLERANCE, TORCH, default_device, rand  # noqa: F401  (a fixture)
 
 from tensorlogic.op import OPS  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import checking, registry  # isort: skip
@@ -44,6 +44,27 @@ def test_float32_slopes_of_tanh_gelu_keep_their_digits() -> None:
     u = leaf * torch.sigmoid((8 / torch.pi) ** 0.5 * (leaf + 0.044715 * leaf**3))
     (want,) = torch.autograd.grad(u.sum(), leaf)
     assert ((dx.double() - want).abs() <= 1e-4 * want.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_quotients_of_halves_over_their_whole_range(dtype: str) -> None:
+    """Divided in float32 to 2 ulp: large divisors, subnormal numbers, infinities and zeros included."""
+    kind = TORCH[dtype]
+    every = torch.arange(-(1 << 15), 1 << 15, 37, device="cpu").to(torch.int16).view(kind)
+    if DEVICE.type == "cpu":  # the interpreter misreads subnormal bfloat16
+        every = every[(every == 0) | ~(every.abs() < torch.finfo(kind).tiny)]
+    a = every.repeat(9)[: 8 * len(every)].to(DEVICE)
+    b = every.flip(0).repeat_interleave(8).roll(5).to(DEVICE)
+    (y,) = applied("div", dtype, a, b)
+    want = (a.float() / b.float()).to(kind)
+    least = torch.finfo(kind).tiny
+    assert torch.equal(y.isnan(), want.isnan())
+    assert torch.equal(y.isinf(), want.isinf())
+    kept = want.isfinite() & (want.abs() >= least)
+    got, wide = y[kept].double(), want[kept].double()
+    assert ((got - wide).abs() <= TOLERANCE[dtype] * wide.abs()).all()
+    small = want.isfinite() & ~kept
+    assert (y[small].double() - want[small].double()).abs().max() <= least
 
 
 def test_gradient_of_a_product_that_rounds_to_zero_is_zero() -> None:

@@ -95,7 +95,7 @@ OFF_BY_ONE = {
     "cross_entropy_settle": Off("(R + zero)", "(R - 1 + zero)"),
     "dropout_flat": Off("element_ty), at < N", "element_ty), at < N - 1"),
     "elementwise_flat": Off("lane < N - base", "lane < N - base + 1", "flat_tile"),
-    "elementwise_rows": Off("row < R - first", "row < R - first - 1"),
+    "elementwise_rows": Off("row < R - r", "row < R - r - 1"),
     "gemm_tiled": Off("rm, M, rk, K, EVEN_M", "rm, M, rk, K - 1, EVEN_M"),
     "gemm_one_row": Off("(rk < K - at)", "(rk < K - at - 1)"),
     "group_norm_parts": Off("tl.where(at < end,", "tl.where(at < end - 1,"),

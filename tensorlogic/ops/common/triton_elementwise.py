@@ -1,14 +1,16 @@
-"""Element-wise kernels over contiguous data: one flat family, one for operands broadcast over rows or columns."""
+"""Element-wise kernels: one flat over contiguous data, one of tiles for operands that are strided or broadcast."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import (
     follow,
@@ -48,6 +50,8 @@ ELEMENTWISE: dict[str, tuple[int, int]] = {
 
 #: How an operand meets the [R, C] output: whole, a [C] vector, an [R, 1] column, or a single element.
 MODES = ("full", "row", "column", "one")
+WIDEST = 1 << 30  # rows or columns that tiles count in 32 bits
+Steps = tuple[int, int, int, int]  # strides along [outer, middle, rows, columns]
 
 
 @triton.jit
@@ -133,7 +137,10 @@ def silu_half(x):
 
 @triton.jit
 def combine(OP: tl.constexpr, INTO: tl.constexpr, a, b, c):
-    """The outputs (first, second) of `OP` in float32, which are rounded to the type INTO next: 16 bits need fewer instructions."""
+    """The outputs (first, second) of `OP` in float32, which are rounded to the type INTO next: 16 bits need fewer instructions.
+
+    Of a division, too: 2 ulp of float32 over its whole range without a branch an element.
+    """
     HALF: tl.constexpr = INTO.primitive_bitwidth == 16
     if OP == "add":
         y, z = a + b, a
@@ -142,7 +149,7 @@ def combine(OP: tl.constexpr, INTO: tl.constexpr, a, b, c):
     elif OP == "mul":
         y, z = a * b, a
     elif OP == "div":
-        y, z = tl.div_rn(a, b), a
+        y, z = a / b if HALF else tl.div_rn(a, b), a
     elif OP == "neg":
         y, z = -a, a
     elif OP == "relu":
@@ -184,22 +191,29 @@ def combine(OP: tl.constexpr, INTO: tl.constexpr, a, b, c):
         y, z = d * c, d * b
     else:
         tl.static_assert(OP == "div_bwd")
-        y = tl.div_rn(a, c)
-        z = -y * tl.div_rn(b, c)
+        y = a / c if HALF else tl.div_rn(a, c)
+        z = -y * (b / c if HALF else tl.div_rn(b, c))
     return y, z
 
 
 @triton.jit
 def operand_flat(
-    ptr, base, lane, C, mask, MODE: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr
-):
-    """One operand of a flat tile in float32; a tile starts at element `base`, rows are C long."""
+    ptr, base, lane, C, mask, MODE: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr,
+    WRAP: tl.constexpr, SHORT: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """One operand of a flat tile in float32; a tile starts at element `base`, rows are C long, which EVEN divides.
+
+    WRAP: a tile meets at most one end of a row, which takes a comparison an element instead of a division.
+    """
     if MODE == "full":
         at = base + lane
-    elif MODE == "row":
-        at = ((base % C).to(tl.int32) + lane) % C
-    elif MODE == "column":
-        at = base // C + ((base % C).to(tl.int32) + lane) // C
+    elif MODE == "row" or MODE == "column":
+        begin = base.to(tl.int32) if SHORT else base
+        col = tl.multiple_of((begin % C).to(tl.int32), EVEN) + lane
+        if MODE == "row":
+            at = col - tl.where(col >= C, C, 0) if WRAP else col % C
+        else:
+            at = begin // C + ((col >= C).to(tl.int32) if WRAP else col // C)
     if MODE == "one":
         v = tl.load(ptr)
     elif MASKED:
@@ -215,17 +229,18 @@ def flat_tile(
     OP: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
     A_MODE: tl.constexpr, B_MODE: tl.constexpr, C_MODE: tl.constexpr,
     EVICT: tl.constexpr, STORE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    WRAP: tl.constexpr, SHORT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of `elementwise_flat`."""
     lane = tl.arange(0, BLOCK)
     mask = lane < N - base
-    a = operand_flat(a_ptr, base, lane, C, mask, A_MODE, MASKED, EVICT)
+    a = operand_flat(a_ptr, base, lane, C, mask, A_MODE, MASKED, EVICT, WRAP, SHORT, EVEN)
     b = a
     c = a
     if INPUTS > 1:
-        b = operand_flat(b_ptr, base, lane, C, mask, B_MODE, MASKED, EVICT)
+        b = operand_flat(b_ptr, base, lane, C, mask, B_MODE, MASKED, EVICT, WRAP, SHORT, EVEN)
     if INPUTS > 2:
-        c = operand_flat(c_ptr, base, lane, C, mask, C_MODE, MASKED, EVICT)
+        c = operand_flat(c_ptr, base, lane, C, mask, C_MODE, MASKED, EVICT, WRAP, SHORT, EVEN)
     y, z = combine(OP, y_ptr.dtype.element_ty, a, b, c)
     if MASKED:
         tl.store(y_ptr + base + lane, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=STORE)
@@ -244,7 +259,8 @@ def elementwise_flat(
     a_ptr, b_ptr, c_ptr, y_ptr, z_ptr, N, C,
     OP: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
     A_MODE: tl.constexpr, B_MODE: tl.constexpr, C_MODE: tl.constexpr,
-    EVICT: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    EVICT: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr, WRAP: tl.constexpr, SHORT: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y (and z) = OP(a, b, c) over N contiguous elements, computed in float32, rounded once.
 
@@ -256,74 +272,107 @@ def elementwise_flat(
     if base + BLOCK <= N:
         flat_tile(
             a_ptr, b_ptr, c_ptr, y_ptr, z_ptr, N, C, base,
-            OP, INPUTS, OUTPUTS, A_MODE, B_MODE, C_MODE, EVICT, STORE, False, BLOCK,
+            OP, INPUTS, OUTPUTS, A_MODE, B_MODE, C_MODE, EVICT, STORE, False, BLOCK, WRAP, SHORT, EVEN,
         )  # fmt: skip
     else:
         flat_tile(
             a_ptr, b_ptr, c_ptr, y_ptr, z_ptr, N, C, base,
-            OP, INPUTS, OUTPUTS, A_MODE, B_MODE, C_MODE, EVICT, STORE, True, BLOCK,
+            OP, INPUTS, OUTPUTS, A_MODE, B_MODE, C_MODE, EVICT, STORE, True, BLOCK, WRAP, SHORT, EVEN,
         )  # fmt: skip
 
 
 @triton.jit
-def operand_rows(
-    ptr, start, row, col, C, mask, rows, cols, MODE: tl.constexpr, EVICT: tl.constexpr
-):
-    """One operand of a [BLOCK_R, BLOCK_C] tile in float32; `start` is the tile's first element."""
+def operand_rows(ptr, at_r, at_c, mask, rows, cols, MODE: tl.constexpr, EVICT: tl.constexpr):
+    """One operand of a [BLOCK_R, BLOCK_C] tile in float32; `ptr` points to the tile's first element."""
     if MODE == "full":
-        at = start + (row.to(tl.int64) * C)[:, None] + col[None, :]
-        v = tl.load(ptr + at, mask, 1.0, eviction_policy=EVICT)
+        v = tl.load(ptr + (at_r[:, None] + at_c[None, :]), mask, 1.0, eviction_policy=EVICT)
     elif MODE == "row":
-        v = tl.load(ptr + col, cols, 1.0)[None, :]
+        v = tl.load(ptr + at_c, cols, 1.0)[None, :]
     elif MODE == "column":
-        v = tl.load(ptr + start // C + row, rows, 1.0)[:, None]
+        v = tl.load(ptr + at_r, rows, 1.0)[:, None]
     else:
         v = tl.load(ptr)
     return v.to(tl.float32)
 
 
 @triton.jit
+def tile_of(ptr, o, p, r, c, step_o, step_p, step_r, step_c, MODE: tl.constexpr):
+    """Where the tile that begins at [o, p, r, c] begins in an operand."""
+    at = o * step_o + p * step_p
+    if MODE == "full" or MODE == "column":
+        at += r * step_r
+    if MODE == "full" or MODE == "row":
+        at += c * step_c
+    return ptr + at
+
+
+@triton.jit
 def elementwise_rows(
-    a_ptr, b_ptr, c_ptr, y_ptr, z_ptr, R, C,
+    a_ptr, b_ptr, c_ptr, y_ptr, z_ptr, P, R, C,
+    a_o, a_p, a_r, a_c, b_o, b_p, b_r, b_c, c_o, c_p, c_r, c_c, y_o, y_p, y_r,
     OP: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
     A_MODE: tl.constexpr, B_MODE: tl.constexpr, C_MODE: tl.constexpr,
-    EVICT: tl.constexpr, STORE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    EVICT: tl.constexpr, STORE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, OUTER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """y (and z) = OP(a, b, c) over [R, C]; operands are [R, C], [C], [R, 1] or one element; float32, rounded once.
+    """y (and z) = OP(a, b, c) over [O, P, R, C], each operand by strides of its own; float32, rounded once.
 
-    A 2-D tile reads a broadcast vector once per tile and needs no division per element.
+    A 2-D tile reads a vector that is repeated once and needs no division per element. An operand that lies the other way
+    than y is read along its own memory: the compiler turns the tile in shared memory, in its own type.
     """
     follow(PDL)
     tiles_c = tl.cdiv(C, BLOCK_C)
     tile_r = tl.program_id(0) // tiles_c
-    col = (tl.program_id(0) % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    c = (tl.program_id(0) % tiles_c).to(tl.int64) * BLOCK_C
+    o = 0
+    p = 0
+    if OUTER:
+        tiles_r = tl.cdiv(R, BLOCK_R)
+        o = (tile_r // tiles_r // P).to(tl.int64)
+        p = (tile_r // tiles_r % P).to(tl.int64)
+        tile_r = tile_r % tiles_r
+    r = tile_r.to(tl.int64) * BLOCK_R
     row = tl.arange(0, BLOCK_R)
-    first = tile_r.to(tl.int64) * BLOCK_R
-    start = first * C
-    rows = row < R - first
-    cols = col < C
+    col = tl.arange(0, BLOCK_C)
+    rows = row < R - r
+    cols = col < C - c
     mask = rows[:, None] & cols[None, :]
-    a = operand_rows(a_ptr, start, row, col, C, mask, rows, cols, A_MODE, EVICT)
+    down = row.to(tl.int64)
+    along = col.to(tl.int64)
+    a_tile = tile_of(a_ptr, o, p, r, c, a_o, a_p, a_r, a_c, A_MODE)
+    a = operand_rows(a_tile, down * a_r, along * a_c, mask, rows, cols, A_MODE, EVICT)
     b = a
-    c = a
+    d = a
     if INPUTS > 1:
-        b = operand_rows(b_ptr, start, row, col, C, mask, rows, cols, B_MODE, EVICT)
+        b_tile = tile_of(b_ptr, o, p, r, c, b_o, b_p, b_r, b_c, B_MODE)
+        b = operand_rows(b_tile, down * b_r, along * b_c, mask, rows, cols, B_MODE, EVICT)
     if INPUTS > 2:
-        c = operand_rows(c_ptr, start, row, col, C, mask, rows, cols, C_MODE, EVICT)
-    y, z = combine(OP, y_ptr.dtype.element_ty, a, b, c)
-    at = start + (row.to(tl.int64) * C)[:, None] + col[None, :]
-    y = tl.broadcast_to(y, [BLOCK_R, BLOCK_C])
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=STORE)
+        c_tile = tile_of(c_ptr, o, p, r, c, c_o, c_p, c_r, c_c, C_MODE)
+        d = operand_rows(c_tile, down * c_r, along * c_c, mask, rows, cols, C_MODE, EVICT)
+    y, z = combine(OP, y_ptr.dtype.element_ty, a, b, d)
+    at = (down * y_r)[:, None] + col[None, :]
+    y = tl.broadcast_to(y, [BLOCK_R, BLOCK_C]).to(y_ptr.dtype.element_ty)
+    y_tile = tile_of(y_ptr, o, p, r, c, y_o, y_p, y_r, 1, "full")
+    tl.store(y_tile + at, y, mask=mask, cache_modifier=STORE)
     if OUTPUTS > 1:
-        z = tl.broadcast_to(z, [BLOCK_R, BLOCK_C])
-        tl.store(z_ptr + at, z.to(z_ptr.dtype.element_ty), mask=mask, cache_modifier=STORE)
+        z = tl.broadcast_to(z, [BLOCK_R, BLOCK_C]).to(z_ptr.dtype.element_ty)
+        z_tile = tile_of(z_ptr, o, p, r, c, y_o, y_p, y_r, 1, "full")
+        tl.store(z_tile + at, z, mask=mask, cache_modifier=STORE)
 
 
 def elementwise_configs(
-    dtypes: Sequence[str], rows: int, columns: int, modes: Sequence[str]
+    dtypes: Sequence[str],
+    rows: int,
+    columns: int,
+    modes: Sequence[str],
+    steps: Sequence[Steps] = (),
 ) -> list[dict[str, Any]]:
-    """Configurations, best guess first; `strategy` is "flat" or "rows"."""
+    """Configurations, best guess first; `strategy` is "flat" or "rows", which alone takes `steps`."""
     wide = 2 if "f32" in dtypes else 1
+    if any(r == 1 and c > 1 for _, _, r, c in steps) and rows > 1 and columns > 1:
+        return _turned(wide, rows, columns)
+    if steps:
+        return _strided(wide, rows, columns)
     flat = [
         {"strategy": "flat", "BLOCK": block // wide, "stream": stream, "num_warps": warps}
         for block, warps, stream in (
@@ -342,13 +391,93 @@ def elementwise_configs(
         return flat
     block_c = min(1024 // wide, triton.next_power_of_2(columns))
     tiled = [
-        {"strategy": "rows", "BLOCK_R": max(1, size // wide // block_c), "BLOCK_C": block_c,
-         "stream": False, "num_warps": warps}
+        _tile(max(1, size // wide // block_c), block_c, warps)
         for size, warps in ((4096, 4), (2048, 4), (8192, 8), (1024, 4))
-    ]  # fmt: skip
-    if columns > 2**30:
+    ]
+    if columns > WIDEST:
         return tiled
     return tiled + flat[:3] if columns % 8 == 0 else flat[:3] + tiled
+
+
+def _tile(block_r: int, block_c: int, warps: int) -> dict[str, Any]:
+    return {"strategy": "rows", "BLOCK_R": block_r, "BLOCK_C": block_c, "stream": False, "num_warps": warps}  # fmt: skip
+
+
+def _strided(wide: int, rows: int, columns: int) -> list[dict[str, Any]]:
+    """Tiles along columns, as flat's in size: as long as they go, and of the length that the last one of a row fills."""
+    longest = min(1024 // wide, triton.next_power_of_2(columns))
+    lengths = [n for n in (1024, 512, 256, 128) if n < longest]
+    filling = min((longest, *lengths), key=lambda n: (-(-columns // n) * n > 1.1 * columns, -n))
+    high = triton.next_power_of_2(rows)
+    tiles = [
+        _tile(min(high, max(1, size // wide // length)), length, warps)
+        for length in dict.fromkeys((filling, longest))
+        for size, warps in ((2048, 8), (1024, 4), (2048, 4), (4096, 8), (4096, 4))
+    ]
+    return [t for i, t in enumerate(tiles) if t not in tiles[:i]]
+
+
+def _turned(wide: int, rows: int, columns: int) -> list[dict[str, Any]]:
+    """Tiles that are read along rows and written along columns: 64 to 128 bytes each way."""
+    high, long = triton.next_power_of_2(rows), triton.next_power_of_2(columns)
+    sizes = ((64, 64, 8), (32, 64, 4), (64, 32, 4), (32, 32, 4), (128, 64, 16))
+    tiles = []
+    for r, c, warps in sizes if wide == 1 else (*sizes[2:4], *sizes[:2]):
+        block_r, block_c = min(r, high), min(c, long)
+        if block_c < c:
+            block_r = min(high, r * c // block_c)
+        elif block_r < r:
+            block_c = min(long, r * c // block_r)
+        tiles.append(_tile(block_r, block_c, warps))
+    return [t for i, t in enumerate(tiles) if t not in tiles[:i]]
+
+
+def _refused(
+    rows: int, columns: int, modes: Sequence[str], config: dict[str, Any], steps: Sequence[Steps]
+) -> str | None:
+    """Why a configuration, as of a neighbour's plan, cannot serve these sizes."""
+    if config["strategy"] == "flat":
+        if steps:
+            return "flat tiles take no strides"
+        if {"row", "column"} & set(modes) and columns > WIDEST:
+            return f"flat tiles count columns in 32 bits, {columns} are too many"
+    elif any(n < 2**31 <= n + config[b] for n, b in ((rows, "BLOCK_R"), (columns, "BLOCK_C"))):
+        return f"tiles of {rows} by {columns} are counted in 32 bits"
+    return None
+
+
+def _counted(
+    rows: int, columns: int, modes: Sequence[str], block: int
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Sizes of `elementwise_flat` and what it knows of them: one kernel for all where nothing is repeated along rows."""
+    count = rows * columns
+    if not {"row", "column"} & set(modes):
+        return {"N": count, "C": 1}, {"WRAP": False, "SHORT": False, "EVEN": 1}
+    known = {
+        "WRAP": block <= columns,
+        "SHORT": count + block < 2**31,
+        "EVEN": gcd(columns, block, 8),
+    }
+    return {"N": count, "C": columns}, known
+
+
+def _stepped(
+    rows: int,
+    columns: int,
+    modes: Sequence[str],
+    outer: tuple[int, int],
+    steps: Sequence[Steps],
+) -> dict[str, int]:
+    """Sizes and strides of `elementwise_rows`; 1, which the compiler knows, where nothing is read of them."""
+    contiguous = (rows * columns * outer[1], rows * columns, columns, 1)
+    found = {"P": outer[1], "R": rows, "C": columns}
+    given = [*steps] or [contiguous] * (len(modes) + 1)
+    for name, mode, step in zip("abcy"[: len(modes)] + "y", (*modes, "full"), given, strict=True):
+        read = (outer[0] > 1, outer[1] > 1, mode in ("full", "column"), mode in ("full", "row"))
+        for along, s, r in zip("oprc", step, read, strict=True):
+            found[f"{name}_{along}"] = s if r and (steps or mode == "full" or s == 1) else 1
+    del found["y_c"]  # which is always 1
+    return found
 
 
 def elementwise_launcher(
@@ -360,19 +489,28 @@ def elementwise_launcher(
     config: dict[str, Any],
     device: torch.device,
     align: int = 16,
+    outer: tuple[int, int] = (1, 1),
+    steps: Sequence[Steps] = (),
 ) -> Callable[..., bool]:
-    """A callable (*inputs, *outputs) -> bool for `op` over contiguous [rows, columns].
+    """A callable (*inputs, *outputs) -> bool for `op` over [rows, columns], or [*outer, rows, columns] by `steps`.
 
-    `dtypes` names the dtype of every input, then of every output; `modes` has one of MODES per input.
+    `dtypes` names the dtype of every input, then of every output; `modes` has one of MODES per input. `steps`: strides of every
+    input, then those of the outputs, whose columns lie together; without them all is contiguous.
     Where nothing is broadcast along rows, any split of the element count into rows and columns is the same.
+    Raises CompileFailure for a configuration that cannot serve this, whatever its own was.
     """
     inputs, outputs = ELEMENTWISE[op]
+    reason = _refused(rows, columns, modes, config, steps)
+    if reason is not None:
+        raise CompileFailure(f"{op}: {reason}")
     flat = config["strategy"] == "flat"
-    count = rows * columns
     if flat:
-        tiles = triton.cdiv(count, config["BLOCK"])
+        tiles = triton.cdiv(rows * columns, config["BLOCK"])
+        integers, known = _counted(rows, columns, modes, config["BLOCK"])
     else:
         tiles = triton.cdiv(rows, config["BLOCK_R"]) * triton.cdiv(columns, config["BLOCK_C"])
+        tiles *= outer[0] * outer[1]
+        integers, known = _stepped(rows, columns, modes, outer, steps), {"OUTER": outer != (1, 1)}
     into, out = [*dtypes[:inputs]], [*dtypes[inputs:]]
     names = into + [into[0]] * (3 - inputs) + out + [out[0]] * (2 - outputs)
     kinds = [*modes] + ["full"] * (3 - inputs)
@@ -381,7 +519,7 @@ def elementwise_launcher(
         elementwise_flat if flat else elementwise_rows,
         grid=(tiles, 1, 1),
         pointers=dict(zip(("a_ptr", "b_ptr", "c_ptr", "y_ptr", "z_ptr"), names, strict=True)),
-        integers={"N": count, "C": columns} if flat else {"R": rows, "C": columns},
+        integers=integers,
         floats=(),
         constexprs={
             "OP": op,
@@ -391,6 +529,7 @@ def elementwise_launcher(
             "EVICT": "evict_first" if config["stream"] else "",
             "STORE": ".cs" if config["stream"] else "",
             **blocks,
+            **known,
         },
         num_warps=config["num_warps"],
         num_stages=1,

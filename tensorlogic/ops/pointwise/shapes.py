@@ -1,18 +1,27 @@
-"""How element-wise kernels see their operands: one [rows, columns] view and a mode for each operand."""
+"""How element-wise kernels see their operands: one [rows, columns] view and a mode for each operand, strides where they need them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 
-from ...arguments import broadcast
 from ...plans import Key, TensorSpec
 from ..common import wiring
+from . import layouts
+from .layouts import Dim, Laid, iterated
+
+MOST = 4  # dimensions that kernels take apart
+Steps = tuple[int, int, int, int]  # strides along [outer, middle, rows, columns]
+MODES = {(True, True): "full", (False, True): "row", (True, False): "column"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One launch: the kernel's op, dtype, the [rows, columns] it sees, how each operand meets them, and the output."""
+    """One launch: the kernel's op, dtype, the [rows, columns] it sees, how each operand meets them, and the output.
+
+    Where `steps` is not empty it has the strides of every operand and of the output along [*outer, rows, columns];
+    elsewhere operands are contiguous where they are not repeated.
+    """
 
     kind: str
     dtype: str
@@ -22,65 +31,66 @@ class Shape:
     out: tuple[int, ...]
     stride: tuple[int, ...]
     align: int
+    outer: tuple[int, int] = (1, 1)
+    steps: tuple[Steps, ...] = ()
 
 
-def _dense(t: TensorSpec) -> bool:
-    """True where the elements fill their memory without gaps, in whatever order of dimensions."""
-    step = 1
-    for s, n in sorted((s, n) for n, s in zip(t.shape, t.stride, strict=True) if n != 1):
-        if s != step:
-            return False
-        step *= n
-    return True
+def laid(t: TensorSpec) -> Laid:
+    """Shape and strides."""
+    return t.shape, t.stride
 
 
-def _mode(t: TensorSpec, out: tuple[int, ...]) -> tuple[str, int] | None:
-    """("full" | "row" | "column" | "one", columns it wants; 0: any) of an operand, or None."""
-    if prod(t.shape) == 1:
-        return "one", 0
-    if not wiring.is_contiguous(t):
+def _plain(dims: list[Dim]) -> tuple[int, int, tuple[str, ...]] | None:
+    """Rows, columns and modes where every operand is contiguous or repeated, or None."""
+    if len(dims) > 2:
         return None
-    shape = t.shape
-    while shape and shape[0] == 1:
-        shape = shape[1:]
-    if prod(t.shape) == prod(out):
-        return "full", 0
-    if shape == out[len(out) - len(shape) :]:
-        return "row", prod(shape)
-    if len(t.shape) == len(out) and t.shape[-1] == 1 and t.shape[:-1] == out[:-1]:
-        return "column", out[-1]
-    return None
+    rows, down = dims[0] if len(dims) == 2 else (1, None)
+    columns, along = dims[-1]
+    if down is None:
+        down = tuple(columns * c for c in along)
+    known = {(columns, 1): "full", (0, 1): "row", (1, 0): "column", (0, 0): "one"}
+    modes = [known.get(pair, "") for pair in zip(down, along, strict=True)]
+    return (rows, columns, tuple(modes)) if all(modes) else None
 
 
-def shape_of(kind: str, key: Key, operands: tuple[TensorSpec, ...]) -> Shape | str:
-    """How the kernel sees these operands, or why it cannot."""
+def _tiled(dims: list[Dim]) -> tuple[tuple[int, ...], tuple[Steps, ...], tuple[str, ...]]:
+    """Sizes [outer, middle, rows, columns], the strides along them, and modes: rows are what an operand is read along that
+    does not go along columns, else what the output goes along next."""
+    sizes = [n for n, _ in dims]
+    y = wiring.contiguous(sizes)
+    moved = [*zip(*(s for _, s in dims), strict=True), y]
+    places = [*range(len(dims))]
+    turned = [d for d in places[:-1] if any(s[d] == 1 and s[-1] > 1 for s in moved)]
+    if turned:
+        places.remove(turned[-1])
+        places.insert(-1, turned[-1])
+    missing = MOST - len(dims)
+    found = tuple((*[0] * missing, *(s[d] for d in places)) for s in moved)
+    sizes = [1] * missing + [sizes[d] for d in places]
+    modes = (MODES.get((sizes[2] > 1 and s[2] != 0, s[3] != 0), "one") for s in found[:-1])
+    return tuple(sizes), found, tuple(modes)
+
+
+def shape_of(
+    kind: str, key: Key, operands: tuple[TensorSpec, ...], output: Laid | None = None
+) -> Shape | str:
+    """How the kernel sees these operands, or why it cannot; `output` where it does not lie as PyTorch's iterator would lay it."""
     reason = wiring.one_dtype(key)
     if reason is not None:
         return reason
-    out = broadcast(*(t.shape for t in operands))
+    given = [laid(t) for t in operands]
+    out, stride = output or iterated(*given)
     if 0 in out:
         return "empty"
-    first, align = operands[0], wiring.weakest(key)
-    if all(t.shape == out and t.stride == first.stride for t in operands) and _dense(first):
-        return Shape(
-            kind, first.dtype, 1, prod(out), ("full",) * len(operands), out, first.stride, align
-        )
-    found = [_mode(t, out) for t in operands]
-    modes = [m for m in found if m is not None]
-    wanted = {c for _, c in modes if c}
-    if len(modes) < len(found) or len(wanted) > 1:
-        return "operands are strided or broadcast in several ways"
-    columns = wanted.pop() if wanted else out[-1] if out else 1
-    return Shape(
-        kind,
-        first.dtype,
-        prod(out) // columns,
-        columns,
-        tuple(m for m, _ in modes),
-        out,
-        wiring.contiguous(out),
-        align,
-    )
+    dims = layouts.collapsed((out, stride), [layouts.steps(o, out) for o in given])
+    if len(dims) > MOST:
+        return f"operands are strided in more than {MOST} ways"
+    dtype, align = operands[0].dtype, wiring.weakest(key)
+    plain = _plain(dims)
+    if plain is not None:
+        return Shape(kind, dtype, *plain, out, stride, align)
+    (o, p, rows, columns), moved, modes = _tiled(dims)
+    return Shape(kind, dtype, rows, columns, modes, out, stride, align, (o, p), moved)
 
 
 def kind_of(key: Key) -> str:
@@ -90,7 +100,17 @@ def kind_of(key: Key) -> str:
 
 def forward_shape(key: Key) -> Shape | str:
     """The launch behind a forward key."""
-    return shape_of(kind_of(key), key, tuple(t for t in key.tensors if t is not None))
+    operands = tuple(t for t in key.tensors if t is not None)
+    output = None
+    if key.op == "affine":
+        x, scale, bias = map(laid, operands)
+        output = iterated(iterated(x, scale), bias)
+    return shape_of(kind_of(key), key, operands, output)
+
+
+def unstrided(found: Shape | str) -> Shape | str:
+    """The same for kernels that take no strides."""
+    return "operands are strided or broadcast in several ways" if isinstance(found, Shape) and found.steps else found  # fmt: skip
 
 
 # kind of op -> (kernel, operands it reads, which gradients its outputs are; "dy": the incoming one is the gradient)
@@ -107,6 +127,28 @@ BACKWARD: dict[str, tuple[str, tuple[str, ...], tuple[str | int, ...]]] = {
 }
 
 
+def _through_relu(dy: Laid, y: Laid | None) -> Laid:
+    return dy if y is None else iterated(y, dy)
+
+
+# kernel -> where PyTorch's gradients lie: of dy, a, b, y
+LIES: dict[str, Callable[..., tuple[Laid, ...]]] = {
+    "relu_bwd": lambda dy, a, b, y: (_through_relu(dy, y),),
+    **dict.fromkeys(
+        ("gelu_bwd", "gelu_tanh_bwd", "silu_bwd"), lambda dy, a, b, y: (iterated(dy, a),)
+    ),
+    "mul_bwd": lambda dy, a, b, y: (iterated(dy, b), iterated(dy, a)),
+    "div_bwd": lambda dy, a, b, y: (
+        iterated(dy, b),
+        iterated(iterated(dy), iterated(iterated(a, b), b)),
+    ),
+    "mul_relu_bwd": lambda dy, a, b, y: (
+        iterated(_through_relu(dy, y), b),
+        iterated(_through_relu(dy, y), a),
+    ),
+}
+
+
 def backward_shape(key: Key) -> tuple[str, Shape] | str:
     """(kind of op, launch) behind a backward key: all operands of one shape."""
     if key.flag("kind") not in BACKWARD:
@@ -119,5 +161,9 @@ def backward_shape(key: Key) -> tuple[str, Shape] | str:
         t is not None and t.shape != dy.shape for t in key.tensors
     ):
         return "an operand is broadcast"
-    found = shape_of(kernel, key, tuple(t for t in operands if t is not None))
+    named = [t and laid(t) for t in map(key.spec, ("dy", "a", "b", "y"))]
+    lies = LIES[kernel](*named)
+    if any(a != b for o in lies for n, a, b in zip(*lies[0], o[1], strict=True) if n > 1):
+        return "its gradients do not lie alike in PyTorch"
+    found = shape_of(kernel, key, tuple(t for t in operands if t is not None), lies[0])
     return found if isinstance(found, str) else (key.flag("kind"), found)

@@ -1,4 +1,4 @@
-"""Element-wise ops by the flat and the row-wise Triton kernels: one pass over memory, computed in float32."""
+"""Element-wise ops by the flat and the tiled Triton kernels: one pass over memory, computed in float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ..common import triton_elementwise, triton_math, wiring
-from . import FAMILY, POINTWISE_BACKWARD, shapes
+from . import FAMILY, POINTWISE_BACKWARD, layouts, shapes
 from .shapes import BACKWARD, Shape, backward_shape, forward_shape
 
 ERF = ("gelu", "gelu_bwd")  # kinds with some 20 instructions an element
@@ -23,7 +23,11 @@ def configs(shape: Shape) -> list[dict[str, Any]]:
     """
     _, outputs = triton_elementwise.ELEMENTWISE[shape.kind]
     found = triton_elementwise.elementwise_configs(
-        [shape.dtype] * (len(shape.modes) + outputs), shape.rows, shape.columns, shape.modes
+        [shape.dtype] * (len(shape.modes) + outputs),
+        shape.rows,
+        shape.columns,
+        shape.modes,
+        shape.steps,
     )
     if shape.kind not in ERF:
         return found
@@ -43,6 +47,8 @@ def _start(shape: Shape, config: Config, device: torch.device) -> Any:
         dict(config),
         device,
         shape.align,
+        shape.outer,
+        shape.steps,
     )
 
 
@@ -92,7 +98,7 @@ def _build_backward() -> Any:
     return build
 
 
-_SOURCES = (triton_elementwise, triton_math, shapes, sys.modules[__name__])
+_SOURCES = (triton_elementwise, triton_math, layouts, shapes, sys.modules[__name__])
 for _op in FAMILY:
     wiring.described(_op, "triton.flat", forward_shape, configs, build, _SOURCES)
 wiring.described(

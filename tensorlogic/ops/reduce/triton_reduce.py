@@ -10,6 +10,7 @@ import torch
 from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ..common import triton_reduce, wiring
+from ..common.triton_fitting import fitting
 from . import FAMILY, shapes
 from .shapes import Shape, describe
 
@@ -21,11 +22,14 @@ def configs(s: Shape) -> list[dict[str, Any]]:
 
 def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher with its workspace."""
+    kind = config["strategy"]
+    lies = kind == "columns" or (s.inner == 1 and (kind != "polled" or s.outer == 1))
+    fitting(lies, s.kind, config, f"[{s.outer}, {s.reduce}, {s.inner}]")
     start = triton_reduce.reduce_launcher(
         s.kind, s.dtype, s.dtype, s.outer, s.reduce, s.inner, dict(config), device, s.align
     )
     partials, count = triton_reduce.reduce_workspace(s.outer, s.reduce, s.inner, dict(config))
-    kind, use = (
+    counted, use = (
         (torch.int64, "launches") if config["strategy"] == "polled" else (torch.int32, "zero")
     )
     empty, counters, stride, dtype = (
@@ -38,7 +42,7 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     def launch(x: torch.Tensor) -> Any:
         y = empty(s.out, stride, dtype)
         partial = empty((partials,), (1,), torch.float32) if partials else y
-        counter = counters(device, count, kind, use) if count else y
+        counter = counters(device, count, counted, use) if count else y
         return (y,) if start(x, y, partial, counter) else None
 
     return launch

@@ -31,6 +31,7 @@ from .gemm_specialised import specialised_configs, specialised_refusal
 
 Start = Callable[..., bool]
 FEW_COLUMNS = 4  # of a float32 product, that are summed by lanes
+CHAINED = 16  # rows of a tile from which they are not
 
 
 @dataclass(frozen=True)
@@ -58,19 +59,24 @@ class Product:
         specialised = specialised_configs(self.spec, wiring.cores()) if wiring.bulk_copies() else []
         return [*specialised, *self._tiled()[: MOST_CONFIGS - len(specialised) // 2]]
 
+    def _few_columns(self) -> bool:
+        spec = self.spec
+        return spec.x.dtype == "f32" and spec.n <= FEW_COLUMNS and spec.precision == "ieee"
+
     def _tiled(self) -> list[dict[str, Any]]:
         spec, size = self.spec, DTYPES[self.spec.x.dtype].itemsize
-        if spec.x.dtype == "f32" and spec.n <= FEW_COLUMNS and spec.precision == "ieee":
+        if self._few_columns():
             return few_columns(spec.m * spec.batch, spec.n, spec.k, wiring.cores())
         return gemm_configs(spec.m * spec.batch, spec.n, spec.k, size, wiring.cores())
 
     def _fitting(self, config: Config) -> Config:
-        """`config`, which may come from a neighbour; the best plain tiles where it needs bulk copies that cannot be had here."""
-        if "CONSUMERS" in config and not (
+        """`config`, which may come from a neighbour; the best plain tiles where it needs bulk copies that cannot be had here, or adds
+        K in one chain for few columns of float32."""
+        chained = self._few_columns() and config["BLOCK_M"] >= CHAINED
+        unable = "CONSUMERS" in config and not (
             wiring.bulk_copies() and specialised_refusal(self.spec) is None
-        ):
-            return self._tiled()[0]
-        return config
+        )
+        return self._tiled()[0] if chained or unable else config
 
     def arguments(self, config: Config) -> tuple[str, ...]:
         """Expressions of what the launcher takes, in order."""
@@ -103,7 +109,8 @@ class Product:
 @dataclass(frozen=True)
 class Kernel:
     """Another launch among an op's products: the expressions it takes, what it allocates (by name), its configurations,
-    and how it is built for one of them, a device and an alignment."""
+    and how it is built for one of them, a device and an alignment. A configuration that is none of these, as a neighbour's may
+    be, gives way to the first."""
 
     given: tuple[str, ...]
     made: Mapping[str, tuple[str, tuple[int, ...], str]]
@@ -124,17 +131,21 @@ class Kernel:
         """Configurations, best guess first."""
         return list(self.choices)
 
+    def _fitting(self, config: Config) -> dict[str, Any]:
+        """`config`, if it is among the choices; else the first of them."""
+        return dict(config if dict(config) in self.choices else self.choices[0])
+
     def arguments(self, config: Config) -> tuple[str, ...]:
         """Expressions of what the launcher takes, in order."""
         return self.given
 
     def workspace(self, config: Config) -> tuple[int, int]:
         """Elements of float32 scratch and of counters that are zero between launches."""
-        return self.space(dict(config))
+        return self.space(self._fitting(config))
 
     def start(self, config: Config, device: torch.device) -> Start:
         """The launcher over `arguments`."""
-        return self.build(dict(config), device, self.align)
+        return self.build(self._fitting(config), device, self.align)
 
 
 @dataclass(frozen=True)

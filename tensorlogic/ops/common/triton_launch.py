@@ -29,6 +29,7 @@ from triton.runtime.errors import OutOfResources, TritonError
 
 from tensorlogic import compiling
 from tensorlogic.compiling import CompileFailure
+from tensorlogic.ops.common import triton_fitting
 from tensorlogic.ops.common.triton_descriptors import Descriptors, Tiled
 from tensorlogic.ops.common.triton_start import Binary, integer_type, launcher, started
 from tensorlogic.ops.common.triton_tools import own
@@ -119,7 +120,7 @@ def prepare(
     `align`: bytes (a power of two) every pointer is aligned to; the kernel relies on it, and where
     it does not hold `start` returns False, launching nothing. `start` uses the current stream of
     `device`. Under Triton's interpreter the kernel runs on CPU tensors. Raises CompileFailure, also
-    for a grid that cannot be launched.
+    for a grid that cannot be launched and for constants that do not cover the problem (triton_fitting.py).
 
         start = prepare(
             scale, grid=(8, 1, 1), pointers={"x_ptr": "f16", "y_ptr": "f16"}, integers={"N": 1000},
@@ -128,6 +129,7 @@ def prepare(
         start(x, y, 0.5)
     """
     _check_grid(kernel, grid)
+    triton_fitting.check(kernel.__name__, integers, constexprs)
     wanted = _collecting.get()
     sm = (
         wanted[0]

@@ -88,7 +88,7 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     started = _contiguous if s.view is None else _strided
     start, (partials, count) = started(s, chosen, device)
     polled = chosen["strategy"] == "polled"
-    kind, use = (torch.int64, "launches") if polled else (torch.int32, "zero")
+    counted, use = (torch.int64, "launches") if polled else (torch.int32, "zero")
     empty, counters, stride, dtype = (
         wiring.empty(device),
         wiring.counters,
@@ -99,7 +99,7 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     def launch(x: torch.Tensor) -> Any:
         y = empty(s.out, stride, dtype)
         partial = empty((partials,), (1,), torch.float32) if partials else y
-        counter = counters(device, count, kind, use) if count else y
+        counter = counters(device, count, counted, use) if count else y
         return (y,) if start(x, y, partial, counter) else None
 
     return launch

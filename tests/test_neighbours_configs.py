@@ -1,0 +1,182 @@
+"""A configuration that a neighbour brings is refused or gives the right result: every Triton candidate, on smaller and larger keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tensorlogic import dispatch, policies, study
+from tensorlogic.compiling import CompileFailure
+from tensorlogic.op import OPS, Op
+from tensorlogic.ops.common import gemm_wiring, triton_fitting, triton_launch
+from tensorlogic.ops.softmax_cross_entropy import together
+from tensorlogic.plans import Key
+
+from .helpers import DEVICE, cast, full
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
+HERE = torch.device(DEVICE)
+MOST = 3  # keys of a candidate, from the smallest to the largest
+PROGRAMS = 16  # of a launch: of more, the interpreter's take seconds and say no more
+
+
+def _more(name: str) -> Iterator[tuple[Any, ...]]:
+    """Calls beside an op's cases whose configurations differ: long and short lines, one value and two, one column and two."""
+    if name == "sum":
+        for shape, dim in (((16384,), (0,)), ((2, 16384), (1,)), ((700, 1), (0,)), ((700, 2), (0,))):  # fmt: skip
+            yield torch.randn(shape), dim, False
+    if name == "softmax_cross_entropy":
+        for columns in (2048, 8192, 20000):
+            yield torch.randn(3, columns), torch.tensor([0, -100, 5]), -100, 0.0, "mean"
+    if name == "linear":
+        for k in (300, 1100):
+            yield torch.randn(1, k), torch.randn(24, k), torch.randn(24), None, None
+    if name == "layer_norm_linear":
+        yield torch.randn(3, 1500), None, None, torch.randn(24, 1500), None, 1e-5
+
+
+@cache
+def met() -> dict[str, list[Key]]:
+    """Keys of every op: of its cases, recorded and not, of `_more`, and of the backward passes behind them."""
+    found: dict[str, dict[str, Key]] = {name: {} for name in OPS}
+
+    def observe(op: Op, key: Key, device: torch.device) -> None:
+        found[op.name][key.text] = key
+
+    watching = replace(policies.current(), tune="off", observer=observe, entries={})
+    for name, op in OPS.items():
+        for case in () if op.internal else [*op.cases(), *_more(name)]:
+            args = cast(case, torch.float32)
+            for key in (op.key(full(op, args, save), ("inference", "forward")[save]) for save in (False, True)):  # fmt: skip
+                found[name][key.text] = key
+            if op.gradient is not None:
+                leaves = [a.requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in args]  # fmt: skip
+                with policies.use(watching):
+                    dispatch.call(op, tuple(leaves)).sum().backward()
+    for key in list(found["softmax_cross_entropy"].values()):
+        if (joined := together.of_forward(key)) is not None:
+            found[joined[0].name][joined[1].text] = joined[1]
+    return {name: list(keys.values()) for name, keys in found.items()}
+
+
+def served(op: Op, id: str) -> list[Key]:
+    """Of the keys that a candidate serves, one for each list of configurations: the smallest, the largest, what lies between, evenly."""
+    candidate, found = op.candidates[id], dict[str, Key]()
+    keys = [key for key in met()[op.name] if candidate.unfit(key) is None]
+    keys.sort(key=lambda key: sum(math.prod(t.shape) for t in key.tensors if t is not None))
+    for key in keys:
+        found.setdefault(str(candidate.configs(key)), key)
+    keys = list(found.values())
+    if op.name == "sum":
+        return [key for key in keys if key.spec("x").shape[0] not in (3, 33, 3000)]  # type: ignore[union-attr]
+    steps = min(MOST, len(keys))
+    return [keys[i * (len(keys) - 1) // max(steps - 1, 1)] for i in range(steps)]
+
+
+def every() -> list[tuple[str, str]]:
+    """Each Triton candidate that this machine runs."""
+    return [
+        (name, id)
+        for name, op in OPS.items()
+        for id, candidate in op.candidates.items()
+        if id.startswith("triton.") and candidate.available(DEVICE) is None
+    ]
+
+
+@cache
+def checker(op: str, key: Key) -> study.Checker:
+    return study.Checker(OPS[op], key, HERE)
+
+
+class Long(Exception):
+    """A launch of too many programs for a test."""
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of many programs are not made."""
+
+    def check(kernel: Any, grid: tuple[int, int, int]) -> None:
+        if math.prod(grid) > PROGRAMS:
+            raise Long
+
+    monkeypatch.setattr(triton_launch, "_check_grid", check)
+
+
+def said(op: Op, id: str, key: Key, config: Any) -> str | None:
+    """What is wrong with a configuration that was not refused as one that does not fit, in one call into memory full of NaN."""
+    try:
+        launch = op.candidates[id].bind(key, config, HERE)
+    except (CompileFailure, Long):
+        return None
+    return checker(op.name, key)._probe(launch, 0, 0)[1].reason
+
+
+@pytest.mark.parametrize(("name", "id"), every())
+@pytest.mark.usefixtures("short")
+def test_a_configuration_of_another_key_is_refused_or_right(name: str, id: str) -> None:
+    op, tried = OPS[name], set[str]()
+    keys = served(op, id)
+    for brings in keys:
+        for config in op.candidates[id].configs(brings):
+            for key in keys:
+                if key is brings or f"{key.text} {config}" in tried:
+                    continue
+                tried.add(f"{key.text} {config}")
+                reason = said(op, id, key, config)
+                assert reason is None, (key.text, config, reason)
+
+
+def test_a_norm_before_a_product_takes_its_own_configuration_beside_a_neighbour_s_product() -> None:
+    op = OPS["layer_norm_linear"]
+    x, gamma, weight = torch.randn(48, 2048), torch.randn(2048), torch.randn(32, 2048)
+    args = cast([x, gamma, gamma, weight / 45, None, 1e-5], torch.float16)
+    key, candidate = op.key(full(op, args), "inference"), op.candidates["triton.after_norm"]
+    norm = {"strategy": "registers", "BLOCK_R": 2, "BLOCK_C": 1024, "num_warps": 4}
+    own = candidate.configs(key)[0]["products"]
+    assert norm not in [config["products"][0] for config in candidate.configs(key)]
+    product = {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 128, "GROUP_M": 8, "SPLIT": 1, "num_warps": 4, "num_stages": 3}  # fmt: skip
+    launch = candidate.bind(key, {"products": [norm, product]}, HERE)
+    assert (verdict := checker(op.name, key)._probe(launch, 0, 0)[1]), verdict.reason
+    plan: list[Any] = []
+    step = gemm_wiring.Kernel(
+        ("x",), {}, (own[0],), lambda c, d, a: plan.append(c) or (lambda: True), lambda c: (c["BLOCK_C"], 1)  # type: ignore[func-returns-value]
+    )  # fmt: skip
+    step.start(norm, HERE)
+    assert plan == [own[0]]
+    assert step.workspace(norm) == (own[0]["BLOCK_C"], 1)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "integers", "constants"),
+    [
+        ("cross_entropy_stays", {"C": 2040}, {"LANES": 256, "WIDTH": 8}),
+        ("elementwise_rows", {"C": 2**31 - 512}, {"BLOCK_C": 512}),
+        ("reduce_polled", {"N": 2**31 - 4096, "PARTS": 128}, {"BLOCK": 8192}),
+        ("elementwise_flat", {"C": 2**30 + 1}, {"A_MODE": "full", "B_MODE": "row", "C_MODE": "full"}),
+        ("attention_scores_fwd", {"T": 129}, {"HELD": True, "BLOCK_N": 128}),
+    ],
+)  # fmt: skip
+def test_what_a_launch_would_leave_out_is_refused(
+    kernel: str, integers: dict[str, int], constants: dict[str, Any]
+) -> None:
+    with pytest.raises(CompileFailure, match=rf"{kernel}: a configuration of .* does not fit"):
+        triton_fitting.check(kernel, integers, constants)
+    block = next(reversed(integers.values()))
+    triton_fitting.check(kernel, {**integers, next(iter(integers)): 2**20 if block > 4096 else 64 if "T" in integers else 4096}, constants)  # fmt: skip
+
+
+def test_every_kernel_that_is_checked_exists() -> None:
+    text = "".join(p.read_text() for p in Path(triton_fitting.__file__).parent.glob("triton_*.py"))
+    for kernel in (*triton_fitting.WHOLE, *triton_fitting.COUNTED):
+        assert f"def {kernel}(" in text

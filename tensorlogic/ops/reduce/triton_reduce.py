@@ -28,6 +28,11 @@ def configs(s: Shape) -> list[dict[str, Any]]:
     known = triton_reduce.reduce_configs(s.outer, s.reduce, s.inner, s.dtype, wiring.cores())
     if s.inner == 1:
         own = _rows(s, wiring.cores()) if s.outer > 1 else []
+        most = (
+            4 * s.outer // wiring.cores()
+        )  # rows a program, beyond which most of the device idles
+        if own:
+            known = [c for c in known if c.get("BLOCK_R", 1) <= max(1, most)]
         return (own + [c for c in known if c not in own])[:9]
     tiles = strided.column_tiles(s.outer, s.reduce, s.inner, s.dtype, wiring.cores())
     own = [{"strategy": "columns", "last": tile["parts"] > 1, **tile} for tile in tiles[:7]]
@@ -36,17 +41,17 @@ def configs(s: Shape) -> list[dict[str, Any]]:
 
 
 def _rows(s: Shape, cores: int) -> list[dict[str, Any]]:
-    """Rows that occupy the whole device: few ones read at once, short ones by small programs, long ones by large programs."""
+    """Rows that occupy the whole device: few are read at once, short ones by small programs, not many long ones by large."""
     wide, block = (2 if s.dtype == "f32" else 1), 1 << (s.reduce - 1).bit_length()
     if s.outer < cores:
         whole = 1024 < block <= WHOLE // wide
         shapes = [(1, block, block // each) for each in (1024, 512)] if whole else []
     elif s.reduce > 4096 // wide:
-        shapes = [(1, 8192 // wide, 8)]
+        shapes = [(1, 8192 // wide, 8)] if s.outer < 4 * cores else []
     else:
         each = 1 << (s.outer // cores).bit_length() - 1
-        small = each * block
-        shapes = [(each, block, max(1, small // 256))] if small < 2048 // wide else []
+        few = [r for r in (each, 4 * each) if r * block < 2048 // wide]
+        shapes = [(r, block, max(1, r * block // 256)) for r in few]
     rows = {"strategy": "rows", "parts": 1, "last": False}
     return [
         {**rows, "BLOCK_R": r, "BLOCK_C": c, "num_warps": warps}

@@ -480,6 +480,19 @@ def _stepped(
     return found
 
 
+def _taking(start: Callable[..., bool], inputs: int, outputs: int) -> Callable[..., bool]:
+    """`start` of five pointers as (*inputs, *outputs)."""
+    if (inputs, outputs) == (1, 1):
+        return lambda a, y: start(a, a, a, y, y)
+    if (inputs, outputs) == (2, 1):
+        return lambda a, b, y: start(a, b, a, y, y)
+    if (inputs, outputs) == (3, 1):
+        return lambda a, b, c, y: start(a, b, c, y, y)
+    if (inputs, outputs) == (2, 2):
+        return lambda a, b, y, z: start(a, b, a, y, z)
+    return start
+
+
 def elementwise_launcher(
     op: str,
     dtypes: Sequence[str],
@@ -536,12 +549,4 @@ def elementwise_launcher(
         device=device,
         align=align,
     )
-    if (inputs, outputs) == (1, 1):
-        return lambda a, y: start(a, a, a, y, y)
-    if (inputs, outputs) == (2, 1):
-        return lambda a, b, y: start(a, b, a, y, y)
-    if (inputs, outputs) == (3, 1):
-        return lambda a, b, c, y: start(a, b, c, y, y)
-    if (inputs, outputs) == (2, 2):
-        return lambda a, b, y, z: start(a, b, a, y, z)
-    return start
+    return _taking(start, inputs, outputs)

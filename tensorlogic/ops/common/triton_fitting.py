@@ -19,6 +19,10 @@ COUNTED = {  # kernels that count elements in 32 bits: the length, and what they
     "reduce_polled": ("N", "BLOCK"),
     "reduce_spun": ("N", "BLOCK"),
 }
+LANES, CHAIN = (
+    512,
+    256,
+)  # of fewer lanes that sum a row each adds at most so many: a chain of thousands loses digits
 
 
 def fitting(fits: bool, what: str, config: Mapping[str, Any], problem: str) -> None:
@@ -29,7 +33,8 @@ def fitting(fits: bool, what: str, config: Mapping[str, Any], problem: str) -> N
 
 
 def check(kernel: str, integers: Mapping[str, int], constants: Mapping[str, Any]) -> None:
-    """Raise CompileFailure where a kernel of these constants would leave out a part of its problem, or count beyond 32 bits."""
+    """Raise CompileFailure where a kernel of these constants would leave out a part of its problem, count beyond 32 bits or sum by
+    too few lanes."""
     block, length = WHOLE.get(kernel, ("", ""))
     if kernel == "attention_scores_fwd" and constants["HELD"]:
         block, length = "BLOCK_N", "T"
@@ -39,6 +44,9 @@ def check(kernel: str, integers: Mapping[str, int], constants: Mapping[str, Any]
     if kernel == "cross_entropy_stays":
         tile = {name: constants[name] for name in ("LANES", "WIDTH")}
         fitting(tile["LANES"] * tile["WIDTH"] <= integers["C"], kernel, tile, f"C of {integers['C']}")  # fmt: skip
+    if kernel == "reduce_rows":
+        lanes, row = constants["BLOCK_C"], integers["N"]
+        fitting(lanes >= min(LANES, row / CHAIN), kernel, {"BLOCK_C": lanes}, f"N of {row}")
     if kernel in COUNTED:
         length, block = COUNTED[kernel]
         end = integers[length] + constants[block] * integers.get("PARTS", 1)

@@ -228,7 +228,8 @@ def lines_configs(lines: Lines, dtype: str, cores: int = 132) -> list[dict[str, 
         ]
     found: list[dict[str, Any]] = []
     for config in (*held, *swept):
-        if config not in found:
+        once = config in swept and config["BLOCK_C"] >= lines.length  # nothing to sweep: it is held
+        if config not in found and not (once and held):
             found.append(config)
     return found[:MOST_CONFIGS]
 

@@ -135,6 +135,39 @@ def test_a_neighbour_is_not_followed_to_a_candidate_refused_here(served: Served)
     assert decided(x)[1] != "toy.a"
 
 
+@pytest.mark.parametrize(
+    ("took", "config", "rows", "who"),
+    [
+        (0.7, {"products": ()}, 256, "toy.a"),  # a doubling away: 0.7 * 1.25
+        (0.9, {"products": ()}, 256, EAGER),
+        (0.9, {"products": ()}, 128, "toy.a"),  # as near as kin can be
+        (0.9, {}, 256, "toy.a"),
+        (0.97, {}, 256, EAGER),
+    ],
+)
+def test_a_neighbour_is_followed_where_its_gain_outweighs_its_distance(
+    served: Served, took: float, config: Config, rows: int, who: str
+) -> None:
+    known = key_of(torch.randn(128, 64))
+    times = {EAGER: 10.0, "toy.a": 10.0 * took}
+    store = stores.current(CPU)
+    store.put(
+        replace(
+            plan(known, "toy.a"),
+            eager_config=config,
+            captured_config=config,
+            evidence=[
+                Evidence(id, {}, "measured", us, us / 2, source=RELU.candidates[id].source)
+                for id, us in times.items()
+            ],
+        )
+    )
+    asked = key_of(torch.randn(rows, 64) if rows != 128 else torch.randn(136, 64))
+    found = selector.decide(RELU, asked, CPU, policies.current())
+    assert found.source.startswith("neighbour")
+    assert (found.eager[0], found.captured[0]) == (who, who)
+
+
 def test_a_neighbours_configuration_that_does_not_exist_here_gives_way_to_one_that_does(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:

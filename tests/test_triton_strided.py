@@ -16,7 +16,7 @@ from tensorlogic import registry  # isort: skip  (after the interpreter is asked
 from tensorlogic.compiling import CompileFailure  # isort: skip
 from tensorlogic.op import OPS, spec  # isort: skip
 from tensorlogic.ops.common import triton_elementwise as elementwise  # isort: skip
-from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
+from tensorlogic.ops.common import compiled_launch, triton_launch, wiring  # isort: skip
 from tensorlogic.ops.pointwise import layouts, reference, shapes  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
@@ -40,6 +40,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     registry.ready(DEVICE.type)
     monkeypatch.setattr(wiring, "empty", lambda device: empty)
+    monkeypatch.setattr(compiled_launch, "plan", lambda op, key, device, launch: launch)
     with torch.device(DEVICE):
         yield
     for whole, count in made:

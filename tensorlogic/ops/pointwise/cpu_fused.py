@@ -13,7 +13,8 @@ from ...plans import Key
 from ..common import native_wiring, wiring
 from ..common.native_wiring import FRESH_BYTES
 from . import FAMILY, POINTWISE_BACKWARD
-from .shapes import BACKWARD, Shape, backward_shape, forward_shape
+from .plain import backward_shape, forward_shape
+from .shapes import BACKWARD, Shape
 
 COSTLY = (
     "gelu",

@@ -10,11 +10,11 @@ import torch
 
 from ...numerics import DTYPES
 from ...op import Config, Launcher
-from ...plans import Key
 from ..common import metal_wiring, wiring
 from ..common.metal_launch import Start, launcher, written
 from ..common.metal_math import TYPES
-from . import FAMILY, POINTWISE_BACKWARD, layouts, shapes
+from . import FAMILY, POINTWISE_BACKWARD, layouts, plain, shapes
+from .plain import backward_shape, forward_shape
 from .shapes import BACKWARD, Shape
 
 THREADS = 256
@@ -169,21 +169,7 @@ def build_backward(described: tuple[str, Shape], config: Config, device: torch.d
     return launch
 
 
-def forward_shape(key: Key) -> Shape | str:
-    """The launch behind a forward key."""
-    return shapes.unstrided(shapes.forward_shape(key))
-
-
-def backward_shape(key: Key) -> tuple[str, Shape] | str:
-    """(kind of op, launch) behind a backward key."""
-    found = shapes.backward_shape(key)
-    if isinstance(found, str):
-        return found
-    kind, shape = found[0], shapes.unstrided(found[1])
-    return shape if isinstance(shape, str) else (kind, shape)
-
-
-_SOURCES = (layouts, shapes, sys.modules[__name__])
+_SOURCES = (layouts, plain, shapes, sys.modules[__name__])
 for _op in FAMILY:
     metal_wiring.described(_op, "metal.vectors", forward_shape, configs, build, _SOURCES)
 metal_wiring.described(

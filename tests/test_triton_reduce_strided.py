@@ -164,6 +164,7 @@ def test_dense_memory_is_seen_as_contiguous_in_whatever_order() -> None:
 
 
 SMALL, LARGE = ((3, 40), (2, 9, 12)), ((70, 300), (3, 70, 100))
+PAIRS = 30  # of layouts and borrowed configurations that are tried
 
 
 def layouts(shape: tuple[int, ...]) -> dict[str, Tensor]:
@@ -184,7 +185,8 @@ def test_a_configuration_of_another_size_is_right_or_refused(which: int, dim: in
             key = OPS["max"].key([x, (d,), False, False], "inference")
             for config in (blocks.configs(key)[0], blocks.configs(key)[-1]):
                 lent[repr(sorted(config.items()))] = dict(config)
-    for x, config in itertools.product(here.values(), lent.values()):
+    pairs = list(itertools.product(here.values(), lent.values()))
+    for x, config in random.Random(dim).sample(pairs, PAIRS):
         key = OPS["max"].key([x, (dim,), False, False], "inference")
         try:
             launch = blocks.bind(key, config, DEVICE)
@@ -198,7 +200,7 @@ def test_a_configuration_of_another_size_is_right_or_refused(which: int, dim: in
 
 
 def test_a_configuration_of_polled_or_spun_reductions_of_another_size() -> None:
-    for count, other in ((16384, 70000), (20001, 16400), (16384, 100000)):
+    for count, other in ((20001, 16400), (16384, 70000)):
         x = rand(count, dtype="f16")
         for id in ("triton.blocks", "triton.spins"):
             candidate = OPS["min"].candidates[id]
@@ -206,7 +208,7 @@ def test_a_configuration_of_polled_or_spun_reductions_of_another_size() -> None:
                 OPS["min"].key([t, (0,), False, False], "inference")
                 for t in (x, torch.empty(other, dtype=torch.float16))
             )
-            for config in candidate.configs(lender)[:2]:
+            for config in candidate.configs(lender)[:1]:
                 if config.get("parts", 0) > 160:  # seconds in the interpreter
                     continue
                 got = candidate.bind(key, config, DEVICE)(x)

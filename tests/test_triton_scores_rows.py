@@ -42,9 +42,9 @@ def causal_mask(s: int, t: int) -> torch.Tensor:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c['strategy']}-{c.get('BLOCK_R', c.get('TILE'))}")  # fmt: skip
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
+@pytest.mark.parametrize("scale", [0.3, -0.3])
 def test_rows(config: dict[str, Any], mask: str, causal: bool, scale: float) -> None:
-    for b, h, s, t in ((2, 3, 17, 45), (1, 2, 21, 16)):
+    for b, h, s, t in ((2, 2, 9, 45),) if scale > 0 else ((1, 2, 11, 16),):
         products = rand(b, h, s, t, dtype="f16") * 4
         extra, added, kind = given(mask, b, h, s, t)
         logits = products.double() * scale + added
@@ -60,7 +60,7 @@ def test_rows(config: dict[str, Any], mask: str, causal: bool, scale: float) -> 
 @pytest.mark.parametrize("mask", ["none", "bool"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_of_rows(config: dict[str, Any], mask: str, causal: bool) -> None:
-    b, h, s, t = 2, 3, 17, 45
+    b, h, s, t = 2, 2, 11, 45
     extra, added, kind = given(mask, b, h, s, t)
     hidden = (added != 0).expand(b, h, s, t)
     if causal:
@@ -77,6 +77,7 @@ def test_gradients_of_rows(config: dict[str, Any], mask: str, causal: bool) -> N
 
 
 def test_special_rows() -> None:
+    """NaN and infinities, and a scale of 0."""
     for config in CONFIGS:
         y = rand(1, 1, 6, 40)
         y[0, 0, 0, 3], y[0, 0, 1, 7], y[0, 0, 2, 39], y[0, 0, 3] = (
@@ -86,6 +87,9 @@ def test_special_rows() -> None:
         run = scores.scores_rows_launcher((1, 1, 6, 40), "f32", "none", "f32", (0,) * 4, False, config, DEVICE)  # fmt: skip
         assert run(y, y, 1.0)
         torch.testing.assert_close(y, want, equal_nan=True)
+        y = rand(1, 1, 6, 40)
+        assert run(y, y, 0.0)
+        torch.testing.assert_close(y, torch.full_like(y, 1 / 40))
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:

@@ -107,7 +107,7 @@ def check(op: str, args: list[Tensor], *flags: Any) -> None:
     (usual,) = OPS[op].reference(*args, *flags, False)
     (want,) = OPS[op].reference(*(a.double() for a in args), *flags, False)
     dtype = key.tensors[0].dtype  # type: ignore[union-attr]
-    for config in (*apart(candidate.configs(key))[:2], *TILES):
+    for config in (candidate.configs(key)[0], *TILES):
         (y,) = candidate.bind(key, config, DEVICE)(*args)  # type: ignore[misc]
         pairs = zip(y.shape, y.stride(), usual.stride(), strict=True)
         assert all(n == 1 or a == b for n, a, b in pairs), (y.stride(), usual.stride())
@@ -168,7 +168,7 @@ def test_strided_backward(kind: str, name: str) -> None:
         key = op.key([values[0], *saved, kind, "110"], "backward")
         usual = reference.backward(values[0], *saved[:2], saved[3], kind)
         assert candidate.supports(key) is None
-        for config in (candidate.configs(key)[0], *TILES):
+        for config in (candidate.configs(key)[0], TILES[0]):
             try:
                 grads = candidate.bind(key, config, DEVICE)(values[0], *saved)
             except CompileFailure:
@@ -204,8 +204,8 @@ def test_configurations_of_other_sizes_are_right_or_refused() -> None:
     every = apart(c for k in keys for c in candidate.configs(k))
     assert len(every) > 12
     refused = 0
-    for key, args in zip(keys, cases, strict=True):
-        for config in every:
+    for i, (key, args) in enumerate(zip(keys, cases, strict=True)):
+        for config in every[i % 2 :: 2]:
             try:
                 (y,) = candidate.bind(key, config, DEVICE)(*args)  # type: ignore[misc]
             except CompileFailure:

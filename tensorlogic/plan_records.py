@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import Any
 
 HALVES = {"f16": "half", "bf16": "half"}
-OTHER_DTYPE = 0.25  # what a kin of the other dtype is further away, squared
+OTHER_DTYPE = 0.25  # what a kin of the other 16-bit dtype is further away, squared
+UNLIKE = 1.0  # for each tensor laid out otherwise, of another dtype or absent, and each flag of another value, squared
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,26 +120,56 @@ class Key:
 
     @cached_property
     def kin(self) -> tuple[Any, ...]:
-        """What keys share that learn from each other: all but alignment and sizes, and how far those divide that memory is read along;
-        on a GPU the two 16-bit dtypes are kin, whose kernels differ in an instruction."""
-        alike = HALVES if self.device == "cuda" else {}
+        """What keys share that learn from each other: on a GPU, where the distance says how much, the op, its direction, and whether
+        it computes in 16 bits; elsewhere all but alignment and sizes, and how far those divide that memory is read along."""
+        if self.device == "cuda":
+            dtype = next((t.dtype for t in self.tensors if t is not None), "")
+            return (self.op, HALVES.get(dtype, dtype), self.device, self.direction, self.precision)
         tensors = tuple(
-            spec and (alike.get(spec.dtype, spec.dtype), spec.constant, spec.layout, spec.divided)
-            for spec in self.tensors
+            spec and (spec.dtype, spec.constant, spec.layout, spec.divided) for spec in self.tensors
         )
-        flags = tuple(f"{name}={_flag_text(name, value)}" for name, value in self.flags)
-        return (self.op, tensors, flags, self.device, self.direction, self.precision)
+        return (self.op, tensors, self._flags, self.device, self.direction, self.precision)
+
+    @cached_property
+    def _flags(self) -> tuple[str, ...]:
+        return tuple(f"{name}={_flag_text(name, value)}" for name, value in self.flags)
+
+    @cached_property
+    def _forms(self) -> tuple[tuple[str, Any] | None, ...]:
+        return tuple(None if t is None else (t.dtype, t.layout) for t in self.tensors)
 
     def distance(self, other: Key) -> float:
-        """Euclid over log2 of the sizes, and of how far those of rows and columns divide, a quarter of it; a size that several
-        tensors share counts once."""
-        both = [(a, b) for a, b in zip(self.tensors, other.tensors, strict=True) if a and b]
-        sizes = {pair for a, b in both for pair in zip(a.shape, b.shape, strict=True)}
-        ends = {pair for a, b in both for pair in zip(a.shape[-2:], b.shape[-2:], strict=True)}
-        apart = sum(math.log2(max(n, 1) / max(m, 1)) ** 2 for n, m in sizes)
-        uneven = sum(math.log2(abs(_divisor(n) or 1) / abs(_divisor(m) or 1)) ** 2 for n, m in ends)
-        other_dtype = any(a.dtype != b.dtype for a, b in both)
-        return math.sqrt(apart + uneven / 16 + OTHER_DTYPE * other_dtype)
+        """Euclid over log2 of the sizes, over how far those of rows and columns divide, a quarter of it, and over what differs in
+        kind; a size that several tensors share counts once."""
+        both = [(a.shape, b.shape) for a, b in zip(self.tensors, other.tensors, strict=True) if a and b]  # fmt: skip
+        sizes: set[tuple[int, int]] = set()
+        ends: set[tuple[int, int]] = set()
+        for shape, their in both:
+            most = max(len(shape), len(their))
+            pairs = list(zip(_padded(shape, most), _padded(their, most), strict=True))
+            sizes.update(pairs)
+            ends.update(pairs[-2:])
+        apart = sum(math.log2(max(n, 1) / max(m, 1)) ** 2 for n, m in sizes if n != m)
+        uneven = sum(
+            math.log2(abs(_divisor(n) or 1) / abs(_divisor(m) or 1)) ** 2 for n, m in ends if n != m
+        )
+        return math.sqrt(apart + uneven / 16 + self._unlike(other))
+
+    def _unlike(self, other: Key) -> float:
+        """What differs in kind: dtypes, layouts, which tensors are there, and flags."""
+        found = 0.0
+        for mine, theirs in zip(self._forms, other._forms, strict=True):
+            if mine == theirs:
+                continue
+            if mine is None or theirs is None:
+                found += UNLIKE
+                continue
+            akin = HALVES.get(mine[0], mine[0]) == HALVES.get(theirs[0], theirs[0])
+            if mine[1] != theirs[1] or not akin:
+                found += UNLIKE
+        halves = any(a and b and a[0] != b[0] for a, b in zip(self._forms, other._forms, strict=True))  # fmt: skip
+        flags = sum(a != b for a, b in zip(self._flags, other._flags, strict=True))
+        return found + OTHER_DTYPE * halves + UNLIKE * flags
 
     def as_aligned(self, other: Key) -> bool:
         """True when no tensor is less aligned than the same one of `other`."""
@@ -277,6 +308,10 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def _padded(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
+    return (1,) * (most - len(shape)) + shape
 
 
 def _divisor(n: int) -> int:

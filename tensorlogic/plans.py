@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import threading
 import time
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 EAGER = "torch.eager"  # right for every key, so it may always be a neighbour's choice
-REACH = 2.0  # how far a neighbour may be: Euclid over log2 of the sizes
+REACH = 2.0  # how far a neighbour may be, as `Key.distance` tells; on a GPU gains are weighed against distances
 SHIPPED = Path(__file__).parent / "shipped"
 INTERVAL_S = 2.0  # between saves of one store
 SHARE = 0.02  # of the time at most goes into saving
@@ -141,15 +142,17 @@ class PlanView:
         key: Key,
         allowed: Callable[[str], bool],
         valid: Valid | None = None,
-        reach: float = REACH,
+        reach: float | None = None,
         normal: Normal = lambda key: key,
     ) -> Plan | None:
         """The plan of the closest kin of `key` whose winners are `allowed` to serve unchecked, both seen as `normal` keys.
 
         Plans measured at a stronger alignment than the key's do not count. At equal distance a stored plan
         comes before a shipped one, that before one for the same chip, whose own plan of `key` is a neighbour too, then the
-        smaller text.
+        smaller text. `reach` is REACH, on a GPU endless, unless given.
         """
+        if reach is None:
+            reach = math.inf if key.device == "cuda" else REACH
         with self._lock:
             here = normal(key)
             relatives = [

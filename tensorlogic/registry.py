@@ -37,8 +37,10 @@ NATIVE = (  # modules that register native CPU candidates
 TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.linear.triton_tiled",
     "tensorlogic.ops.linear.cublaslt_epilogue",
+    "tensorlogic.ops.linear.cublaslt_columns",
     "tensorlogic.ops.matmul.triton_tiled",
     "tensorlogic.ops.matmul.cublaslt_epilogue",
+    "tensorlogic.ops.matmul.products_backward",
     "tensorlogic.ops.gelu_linear.triton_tiled",
     "tensorlogic.ops.gelu_linear.cublaslt_after_gelu",
     "tensorlogic.ops.layer_norm_linear.triton_tiled",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from .policies import Policy
 LOG = logging.getLogger("tensorlogic")
 CHECKED = ("plan", "lockfile", "fixed plan", "forced")  # on this very key, or not to be asked
 CLEAR_WIN = 0.95  # a guess must promise this much before it replaces eager unmeasured
+UNLIKE = 16.0  # between configurations for each word that differs
 SLACK = 0.25  # of its time, that a neighbour's tiles may lose for each doubling between the sizes
 _SAID: set[tuple[str, str]] = set()
 
@@ -373,10 +375,33 @@ def _bind(
 
 
 def _tries(candidate: Candidate, key: Key, config: Config, source: str) -> Iterator[Config]:
-    """The planned configuration, and, where another key's measurement chose it, this key's own first one."""
-    yield config
-    if source.startswith("neighbour"):
-        yield from (own for own in candidate.configs(key)[:1] if own != config)
+    """The planned configuration; where another key's measurement chose it, the one that is closest to it among this key's own, and
+    this key's best guess."""
+    if not source.startswith("neighbour"):
+        yield config
+        return
+    own = list(candidate.configs(key))
+    if own:
+        nearest = min(own, key=lambda c: _apart(c, config))
+        yield nearest
+        yield from own[:1] if own[0] != nearest else ()
+
+
+def _apart(config: Any, other: Any) -> float:
+    """How far two configurations are apart: in log2 of the numbers, and more than any of these where words differ."""
+    if isinstance(config, dict) and isinstance(other, dict):
+        # a rank is an order of the key's own, whose first is its best guess wherever another key's is
+        known = [(config.get(n), 0 if n == "rank" else other.get(n)) for n in {*config, *other}]
+        return sum(_apart(a, b) for a, b in known)
+    if isinstance(config, (list, tuple)) and isinstance(other, (list, tuple)):
+        rest = abs(len(config) - len(other)) * UNLIKE
+        return rest + sum(_apart(a, b) for a, b in zip(config, other, strict=False))
+    if config == other:
+        return 0.0
+    numbers = [n for n in (config, other) if isinstance(n, (int, float)) and n is not True and n is not False]  # fmt: skip
+    if len(numbers) < 2 or min(numbers) < 0:
+        return UNLIKE
+    return abs(math.log2((numbers[0] + 1) / (numbers[1] + 1)))
 
 
 class Refused(RuntimeError):

@@ -70,6 +70,8 @@ OTHERS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
     "batches are no rows": (tensorlogic.matmul, (x(4, 8, 32), x(4, 32, 16)), (x(32, 32), x(32, 16))),
     "another dimension": (tensorlogic.softmax, (x(4, 8, 32), 1), (x(32, 32), 1)),
     "strided": (tensorlogic.add, (x(32, 64).t(), x(64, 32)), (x(2048), x(2048))),
+    "a mask": (tensorlogic.attention_scores, (x(4, 32, 16), x(4, 32, 16), 0.25, x(32, 32)), (x(4, 32, 16), x(4, 32, 16), 0.25)),
+    "causal": (tensorlogic.attention_scores, (x(4, 32, 16), x(4, 32, 16), 0.25, None, True), (x(4, 32, 16), x(4, 32, 16), 0.25)),
     "float32": (tensorlogic.gelu, (x(2048),), (x(2048, dtype=torch.float32),)),
     "an activation or none": (tensorlogic.linear, (x(32, 32), x(16, 32), x(16)), (x(32, 32), x(16, 32), x(16), None, "relu")),
     "dimensions apart": (tensorlogic.sum, (x(4, 8, 32), (0, 2)), (x(32, 32), 1)),
@@ -77,13 +79,32 @@ OTHERS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_work_is_not(name: str, tmp_path: Path) -> None:
+def test_other_work_is_further_than_its_sizes(name: str, tmp_path: Path) -> None:
     fn, first, second = OTHERS[name]
     asked, known = key(fn, *first), key(fn, *second)
     op = OPS[asked.op]
     store = PlanStore(tmp_path, environment(torch.device("cpu")))
     store.put(Plan(known, "torch.eager", {}, "torch.eager", {}))
-    assert store.nearest(asked, lambda id: True, normal=op.normal) is None
+    found = store.nearest(asked, lambda id: True, normal=op.normal)
+    assert (found is None) == (name == "float32")  # which takes other tiles of other candidates
+    assert op.normal(asked).distance(op.normal(known)) >= 1.0
+    elsewhere = [replace(k, device="cpu") for k in (asked, known)]
+    store.put(Plan(elsewhere[1], "torch.eager", {}, "torch.eager", {}))
+    assert store.nearest(elsewhere[0], lambda id: True, normal=op.normal) is None
+
+
+def test_the_nearest_of_other_work_is_found_however_far(tmp_path: Path) -> None:
+    store = PlanStore(tmp_path, environment(torch.device("cpu")))
+    asked = key(tensorlogic.softmax_cross_entropy, x(64, 1001), torch.zeros(64, dtype=torch.long), reduction="sum")  # fmt: skip
+    known = [
+        key(tensorlogic.softmax_cross_entropy, x(n, n), torch.zeros(n, dtype=torch.long))
+        for n in (4, 700, 2048)
+    ]
+    for one in known:
+        store.put(Plan(one, "torch.eager", {}, "torch.eager", {}))
+    near = store.nearest(asked, lambda id: True, normal=OPS[asked.op].normal)
+    assert near is not None
+    assert near.key == known[1]
 
 
 def test_normal_keys_are_keys_of_their_ops() -> None:

@@ -175,32 +175,69 @@ def test_a_neighbours_configuration_that_does_not_exist_here_gives_way_to_one_th
 
     def bind(key: Key, config: Config, device: torch.device) -> Any:
         tried.append(config)
-        if config["rank"] >= key.tensors[0].shape[0] // 64:  # type: ignore[union-attr]
-            raise CompileFailure(f"none of rank {config['rank']}")
+        if config["tile"] > key.tensors[0].shape[0]:  # type: ignore[union-attr]
+            raise CompileFailure(f"no {config['tile']} rows")
         return lambda x: (torch.relu(x),)
 
     RELU.add(
         Candidate(
-            "toy.ranked",
+            "toy.tiled",
             bind=bind,
             trusted=True,
             sources=(len,),
-            configs=lambda key: [{"rank": i} for i in range(3)],
+            configs=lambda key: [{"tile": n} for n in (32, 64, 128)],
         )
     )
     x, other = torch.randn(64, 64), torch.randn(128, 64)
-    put(replace(plan(key_of(other), "toy.ranked"), eager_config={"rank": 1}))
+    put(replace(plan(key_of(other), "toy.tiled"), eager_config={"tile": 128}))
     with tensorlogic.policy(tune="off"):
         assert torch.equal(tensorlogic.relu(x), torch.relu(x))
-        assert tried == [{"rank": 1}, {"rank": 0}]
+        assert tried == [{"tile": 128}, {"tile": 32}]
         assert "failed on" not in caplog.text
-        RELU.candidates["toy.ranked"] = replace(
-            RELU.candidates["toy.ranked"], configs=lambda key: [{"rank": 2}]
+        RELU.candidates["toy.tiled"] = replace(
+            RELU.candidates["toy.tiled"], configs=lambda key: [{"tile": 256}]
         )
         policies.forget_entries()
         assert torch.equal(tensorlogic.relu(x), torch.relu(x))
-        assert "toy.ranked failed on" in caplog.text
-        assert "none of rank 2" in caplog.text
+        assert "toy.tiled failed on" in caplog.text
+        assert "no 256 rows" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("planned", "own", "served_by"),
+    [
+        ({"tile": 512}, [{"tile": 32}, {"tile": 64}, {"tile": 128}], {"tile": 128}),
+        ({"tile": 70}, [{"tile": 32}, {"tile": 64}, {"tile": 128}], {"tile": 64}),
+        ({"rank": 2}, [{"rank": i} for i in range(3)], {"rank": 0}),  # ranks are the key's own
+        (
+            {"way": "held", "tile": 64},
+            [{"way": "swept", "tile": 64}, {"way": "held", "tile": 4096}],
+            {"way": "held", "tile": 4096},
+        ),
+        (
+            {"products": [{"tile": 64, "split": True}, {"rank": 5}]},
+            [{"products": [{"tile": n, "split": n > 64}, {"rank": 0}]} for n in (32, 128)],
+            {"products": [{"tile": 128, "split": True}, {"rank": 0}]},
+        ),
+    ],
+)
+def test_a_neighbour_is_followed_to_the_closest_configuration_of_this_key(
+    served: Served, planned: Config, own: list[Config], served_by: Config
+) -> None:
+    x, other = torch.randn(64, 64), torch.randn(128, 64)
+    RELU.add(
+        Candidate(
+            "toy.tiled",
+            bind=lambda key, config, device: lambda x: (torch.relu(x),),
+            trusted=True,
+            sources=(len,),
+            configs=lambda key: own,
+        )
+    )
+    put(replace(plan(key_of(other), "toy.tiled"), eager_config=planned))
+    with tensorlogic.policy(tune="off"):
+        found = selector.choose(RELU, key_of(x), (x,), policies.current())
+    assert (found.candidate.id, found.config) == ("toy.tiled", served_by)
 
 
 def every_way(x: Tensor) -> None:

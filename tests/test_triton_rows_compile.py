@@ -17,6 +17,7 @@ from tensorlogic.ops.common import triton_columns as columns_
 from tensorlogic.ops.common import triton_cross_entropy as cross_entropy
 from tensorlogic.ops.common import triton_dropout as dropout
 from tensorlogic.ops.common import triton_elementwise as elementwise
+from tensorlogic.ops.common import triton_finish as finish
 from tensorlogic.ops.common import triton_launch
 from tensorlogic.ops.common import triton_layer_norm as layer_norm
 from tensorlogic.ops.common import triton_reduce as reduction
@@ -48,6 +49,11 @@ def prepare_all() -> None:
         given = dict.fromkeys(("z", "mean", "var", "gamma", "beta", "y"), "f16")
         for config in columns_.apply_configs(4096, columns)[:1]:
             columns_.apply_launcher(4096, columns, given, config, ANY, 16)
+        for config in finish.finish_configs(columns)[:1]:
+            for kept in (False, True):
+                finish.finish_launcher(
+                    4096, columns, "f32", "gelu_tanh", config, ANY, bias=True, residual=(columns, 1), kept=kept
+                )  # fmt: skip
         sums = ("dy", "y", "z", "mean", "var", "gamma", "dz", "db", "dgamma", "dbeta")
         for config in columns_.backward_configs(4096, columns)[:1]:
             columns_.activation_backward_launcher("gelu_bwd", 4096, columns, "f16", config, ANY, 16)

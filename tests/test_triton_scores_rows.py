@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import tensorlogic
+from tensorlogic.checking import Checker
 from tensorlogic.compiling import CompileFailure
+from tensorlogic.op import OPS
 
 from .test_triton_rows import DEVICE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
@@ -137,6 +139,25 @@ def test_as_candidates(form: str, hides: bool, turned: bool) -> None:
     torch.testing.assert_close(y, want.float())
     for ours, ref in zip(found, torch.autograd.grad(want, (q, k), dy), strict=True):
         torch.testing.assert_close(ours, ref, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mask", ["none", "bool"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_are_checked_on_scores_as_forward_makes_them(mask: str, causal: bool) -> None:
+    """Of hidden scores, which are 0, nothing is read: inputs drawn at random would refuse what is right."""
+    op = OPS["attention_scores_backward"]
+    q, k = rand(2, 9, 8, dtype="f16"), rand(2, 21, 8, dtype="f16")
+    seen = rand(9, 21) > -1 if mask == "bool" else None
+    y = dy = rand(2, 9, 21, dtype="f16")
+    key = op.key((dy, q, k, y, 0.3, seen, causal, "110"), "backward")
+    checker, candidate = Checker(op, key, DEVICE), op.candidates["triton.products"]
+    for config in candidate.configs(key)[::2]:
+        assert checker.check(candidate.bind(key, config, DEVICE))
+    made = checker.sets[0].tensors(op)["y"]
+    hidden = causal_mask(9, 21).to(DEVICE) if causal else torch.zeros(9, 21, dtype=torch.bool, device=DEVICE)  # fmt: skip
+    hidden = hidden if seen is None else hidden | ~checker.sets[0].tensors(op)["mask"]
+    assert bool((made.masked_select(hidden) == 0).all())
+    assert bool((made.masked_select(~hidden) > 0).all())
 
 
 def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:

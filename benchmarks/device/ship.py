@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import inspect
 import itertools
 import os
 import sys
@@ -44,6 +45,7 @@ RECORDED = (
     tensorlogic.gelu,
     tensorlogic.mul_relu,
 )
+CONSTANT = ("running_mean", "running_var", "mask")
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -78,6 +80,8 @@ def rows(dtype: torch.dtype) -> Iterator[Call]:
             target = torch.randint(columns, (count,), device="cuda")
             yield tensorlogic.softmax_cross_entropy, (normal(dtype, count, columns), target)
             yield tensorlogic.softmax, (normal(dtype, count, columns), -1)
+    for shape, dim in (((384, 768), 0), ((3000, 333), 0), ((12, 200, 768), 1), ((48, 30000), 0)):
+        yield tensorlogic.softmax, (normal(dtype, *shape), dim)
 
 
 def scores(dtype: torch.dtype) -> Iterator[Call]:
@@ -105,7 +109,19 @@ def elements(dtype: torch.dtype) -> Iterator[Call]:
             yield fn, (a,)
         yield tensorlogic.affine, (a, b, a)
         yield tensorlogic.affine, (a.view(-1, 256), row, row)
-        yield tensorlogic.mul, (a.view(-1, 256), row)
+        for fn in (tensorlogic.add, tensorlogic.mul, tensorlogic.mul_relu):
+            yield fn, (a.view(-1, 256), row)
+    for rows, columns in ((48, 333), (1536, 384), (12, 30000), (6000, 3000)):
+        a = normal(dtype, rows, columns)
+        padded, turned = (
+            normal(dtype, rows, columns + 8)[:, :columns],
+            normal(dtype, columns, rows).t(),
+        )
+        for fn in (tensorlogic.add, tensorlogic.add_relu):
+            yield fn, (padded, a)
+            yield fn, (turned, a)
+        yield tensorlogic.gelu, (padded,)
+        yield tensorlogic.affine, (turned, a, a)
 
 
 def reductions(dtype: torch.dtype) -> Iterator[Call]:
@@ -118,12 +134,16 @@ def reductions(dtype: torch.dtype) -> Iterator[Call]:
         x = normal(dtype, *shape)
         for fn in (tensorlogic.sum, tensorlogic.mean, tensorlogic.max, tensorlogic.min):
             yield fn, (x, dim)
+            if len(shape) == 2 and x.numel() > 1 << 20:
+                yield fn, (normal(dtype, *shape[::-1]).t(), dim)
 
 
 def recorded(calls: Iterator[Call]) -> Iterator[Call]:
-    """The calls with gradients of their first argument."""
+    """The calls with gradients of all that is learned or handed on: not of statistics and masks."""
     for fn, args in calls:
-        args[0].requires_grad_()
+        for name, a in zip(inspect.signature(fn).parameters, args, strict=False):
+            if isinstance(a, torch.Tensor) and name not in CONSTANT and a.is_floating_point():
+                a.requires_grad_()
         yield fn, args
 
 
@@ -140,6 +160,11 @@ def groups() -> Iterator[Iterator[Call]]:
         for call in products(m, k, n, f16)
     )
     yield (call for n in SQUARES[:4] for call in products(n, n, n, torch.bfloat16))
+    yield (
+        call
+        for m, k, n in ((384, 384, 384), (48, 1536, 384), (3072, 384, 1536), (1, 1536, 1536))
+        for call in products(m, k, n, f32)
+    )
     yield scores(f16)
     for dtype in (f16, f32):
         for some in (rows, elements, reductions):
@@ -172,7 +197,8 @@ def ahead(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     with policies.use(watching):
         out = fn(*args)
         if out.requires_grad:
-            torch.autograd.grad(out, args[0], torch.ones_like(out))
+            leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
     for op, key, device in met:
         if not stores.complete(op, stores.current(device).get(key), key):
             compiling.submit(turns.kernels(op, key, device))

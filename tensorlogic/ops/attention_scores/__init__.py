@@ -124,6 +124,13 @@ def _traffic(key: Key) -> float:
     return costs.inputs(key) + batch * s * t * DTYPES[q.dtype].itemsize
 
 
+def _made(key: Key, values: dict[str, Any]) -> None:
+    """y as forward makes it: rows of a softmax, 0 where a score is hidden."""
+    y = values["y"]
+    y.copy_(torch.softmax(y, -1))
+    unseen_zeroed(y, values["mask"], key.flag("is_causal"))
+
+
 ATTENTION_SCORES = Op(
     normal=folded.heads("q", "k"),
     reference=_attention_scores,
@@ -142,6 +149,7 @@ ATTENTION_SCORES_BACKWARD = Op(
     scalars=lambda key: {"scale": _shape(key)[3] ** -0.5},
     outputs=3,
     internal=True,
+    prepare=_made,
 )
 backward_call = dispatch.internal(ATTENTION_SCORES_BACKWARD)
 ATTENTION_SCORES.candidate("torch.eager", trusted=True)(_attention_scores)

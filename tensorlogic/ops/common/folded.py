@@ -33,51 +33,51 @@ def flat_rows(*names: str) -> Normal:
 
 
 def one_line(key: Key) -> Key:
-    """Operands of one shape that are contiguous as one dimension; beside a vector that is broadcast, as rows."""
+    """Operands of one shape as one dimension, beside numbers and vectors that are broadcast."""
     if key.device != "cuda":
         return key
     most = max((len(t.shape) for t in key.tensors if t is not None), default=0)
     whole = [t for t in key.tensors if t is not None and len(t.shape) == most]
-    if not whole or any(t.shape != whole[0].shape or not wiring.is_contiguous(t) for t in whole):
+    others = [t for t in key.tensors if t is not None and len(t.shape) != most]
+    if not whole or any(t.shape != whole[0].shape for t in whole):
         return key
-    others = {
-        len(t.shape)
-        for t in key.tensors
-        if t is not None and len(t.shape) != most and t.shape != ()
-    }
-    if others - {1}:
+    if any(len(t.shape) > 1 for t in others):
         return key
-    shape = (prod(whole[0].shape[:-1]), *whole[0].shape[-1:]) if others else (prod(whole[0].shape),)
+    line = (prod(whole[0].shape),)
     tensors = tuple(
-        _shaped(t, shape) if t is not None and len(t.shape) == most else t for t in key.tensors
+        _shaped(t, line) if t is not None and len(t.shape) == most else t for t in key.tensors
     )
     return replace(key, tensors=tensors)
 
 
-def last_dimension(key: Key) -> Key:
-    """Contiguous tensors whose `dim` is the last one as [rows, columns]."""
-    first = key.tensors[0]
-    if key.device != "cuda" or first is None or key.flag("dim") != len(first.shape) - 1:
+def one_dimension(key: Key) -> Key:
+    """Tensors of one shape as [outer, dim, inner]."""
+    first, dim = key.tensors[0], key.flag("dim")
+    if key.device != "cuda" or first is None or not first.shape:
         return key
-    if len(first.shape) == 2 or any(t and not wiring.is_contiguous(t) for t in key.tensors):
+    if any(t and t.shape != first.shape for t in key.tensors):
         return key
+    shape = _around(first.shape, dim, dim + 1)
     flags = tuple((n, 1 if n == "dim" else v) for n, v in key.flags)
-    return replace(key, tensors=tuple(t and _rows(t) for t in key.tensors), flags=flags)
+    return replace(key, tensors=tuple(t and _shaped(t, shape) for t in key.tensors), flags=flags)
 
 
 def heads(*names: str) -> Normal:
-    """The named tensors [..., rows, columns] as [heads, rows, columns] where there is no mask and they are contiguous."""
+    """The named tensors [..., rows, columns] as [heads, rows, columns] where all have the same leading dimensions, and a mask as if
+    it were as large as the scores."""
 
     def normal(key: Key) -> Key:
         known = [t for n, t in zip(key.names, key.tensors, strict=True) if n in names and t]
-        if key.device != "cuda" or key.spec("mask") is not None:
-            return key
-        if any(len(t.shape) < 2 or not wiring.is_contiguous(t) for t in known):
+        if key.device != "cuda" or any(len(t.shape) < 2 for t in known):
             return key
         if len({t.shape[:-2] for t in known}) != 1:
             return key
+        q, k, mask = (key.spec(name) for name in ("q", "k", "mask"))
+        assert q is not None and k is not None
+        lead = prod(q.shape[:-2])
+        whole = mask and _flat(mask, (lead, q.shape[-2], k.shape[-2]))
         tensors = tuple(
-            _shaped(t, (prod(t.shape[:-2]), *t.shape[-2:])) if n in names and t is not None else t
+            whole if n == "mask" else _shaped(t, (lead, *t.shape[-2:])) if n in names and t else t
             for n, t in zip(key.names, key.tensors, strict=True)
         )
         return replace(key, tensors=tensors)
@@ -85,30 +85,39 @@ def heads(*names: str) -> Normal:
     return normal
 
 
+def reduced(key: Key) -> Key:
+    """A tensor of which neighbouring dimensions are reduced as [outer, reduced, inner]."""
+    x, dims = key.tensors[0], key.flag("dim")
+    if key.device != "cuda" or x is None or not dims or dims != tuple(range(dims[0], dims[-1] + 1)):
+        return key
+    now = {"dim": (1,), "keepdim": False}
+    return replace(
+        key,
+        tensors=(_shaped(x, _around(x.shape, dims[0], dims[-1] + 1)),),
+        flags=tuple((n, now.get(n, v)) for n, v in key.flags),
+    )
+
+
 def _rows(t: TensorSpec) -> TensorSpec:
     if len(t.shape) < 3 or not wiring.is_contiguous(t):
         return t
-    return _shaped(t, (prod(t.shape[:-1]), t.shape[-1]))
+    return _flat(t, (prod(t.shape[:-1]), t.shape[-1]))
+
+
+def _around(shape: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:
+    return prod(shape[:first]), prod(shape[first:last]), prod(shape[last:])
 
 
 def _shaped(t: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
+    """The tensor in another shape: contiguous if it is, else some other layout."""
+    if wiring.is_contiguous(t):
+        return _flat(t, shape)
+    strides = t.stride if t.shape == shape else tuple(2 * n for n in wiring.contiguous(shape))
+    return replace(t, shape=shape, stride=strides)
+
+
+def _flat(t: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
     return replace(t, shape=shape, stride=wiring.contiguous(shape))
-
-
-def reduced(key: Key) -> Key:
-    """A contiguous tensor of which neighbouring dimensions are reduced as [outer, reduced, inner], or without inner where that is 1."""
-    x, dims = key.tensors[0], key.flag("dim")
-    if key.device != "cuda" or x is None or not dims or not wiring.is_contiguous(x):
-        return key
-    first, last = dims[0], dims[-1] + 1
-    if dims != tuple(range(first, last)):
-        return key
-    shape = tuple(prod(x.shape[a:b]) for a, b in ((0, first), (first, last), (last, None)))
-    shape = shape if shape[2] != 1 else shape[:2]
-    now = {"dim": (1,), "keepdim": False}
-    return replace(
-        key, tensors=(_shaped(x, shape),), flags=tuple((n, now.get(n, v)) for n, v in key.flags)
-    )
 
 
 def flat_left(*names: str) -> Normal:

@@ -14,7 +14,7 @@ from ..common.gemm_wiring import Plan, Product
 from . import MATMUL
 
 
-def _batched(t: TensorSpec, batch: tuple[int, ...]) -> int | None:
+def batch_stride(t: TensorSpec, batch: tuple[int, ...]) -> int | None:
     """The stride of a batch dimension that stands for all leading ones; None when they are not evenly spaced."""
     lead = (1,) * (len(batch) - len(t.shape) + 2) + t.shape[:-2]
     strides = (0,) * (len(batch) - len(t.shape) + 2) + t.stride[:-2]
@@ -49,7 +49,7 @@ def describe(key: Key) -> Plan | str:
             return "rows of a are not evenly spaced"
         left, m, batch = rows, prod(a.shape[:-1]), 1
     elif batch > 1:
-        strides = _batched(a, lead), _batched(b, lead)
+        strides = batch_stride(a, lead), batch_stride(b, lead)
         if strides[0] is None or strides[1] is None:
             return "batch dimensions are not evenly spaced"
         left, right = _operand(a, strides[0]), _operand(b, strides[1])

@@ -69,7 +69,7 @@ def _direct(key: Key) -> Callable[..., Tensor]:
 
 
 SOFTMAX = Op(
-    normal=folded.last_dimension,
+    normal=folded.one_dimension,
     reference=_softmax,
     flops=lambda key: 5.0 * costs.size(key.tensors[0]),
     traffic=costs.pointwise_traffic,
@@ -80,7 +80,7 @@ SOFTMAX = Op(
     autocast="composition",
 )
 SOFTMAX_BACKWARD = Op(
-    normal=folded.last_dimension,
+    normal=folded.one_dimension,
     reference=softmax_backward,
     flops=lambda key: 4.0 * costs.size(key.tensors[0]),
     traffic=costs.pointwise_traffic,

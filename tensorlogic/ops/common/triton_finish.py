@@ -1,0 +1,81 @@
+"""What follows a product as a pass of its own, in the product's memory: bias, residual and activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tensorlogic.ops.common.triton_launch import prepare
+from tensorlogic.ops.common.triton_math import activate, follow
+
+
+@triton.jit
+def finish_tiled(
+    z_ptr, bias_ptr, residual_ptr, y_ptr, M, N, stride_rm, stride_rn,
+    KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """z [M, N] becomes activate(z + bias [N] + residual [M, N]); with y, that goes there and z becomes what was activated."""
+    follow(PDL)
+    tiles_c = tl.cdiv(N, BLOCK_C)
+    row = (tl.program_id(0) // tiles_c).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    col = (tl.program_id(0) % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    at = (row * N)[:, None] + col[None, :]
+    z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    if residual_ptr is not None:
+        there = (row * stride_rm)[:, None] + (col.to(tl.int64) * stride_rn)[None, :]
+        z += tl.load(residual_ptr + there, mask=mask, other=0.0).to(tl.float32)
+    if y_ptr is not None:
+        z = z.to(z_ptr.dtype.element_ty)
+        tl.store(z_ptr + at, z, mask=mask)
+        tl.store(y_ptr + at, activate(z.to(tl.float32), KIND).to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(z_ptr + at, activate(z, KIND).to(z_ptr.dtype.element_ty), mask=mask)
+
+
+def finish_configs(columns: int) -> tuple[dict[str, Any], ...]:
+    """Configurations for rows of so many columns, best guess first."""
+    block_c = min(512, triton.next_power_of_2(columns))
+    return tuple(
+        {"BLOCK_R": max(1, size // block_c), "BLOCK_C": block_c, "num_warps": warps}
+        for size, warps in ((1024, 4), (2048, 4), (512, 2), (4096, 8))
+    )
+
+
+def finish_launcher(
+    rows: int,
+    columns: int,
+    dtype: str,
+    kind: str,
+    config: dict[str, Any],
+    device: torch.device,
+    *,
+    bias: bool,
+    residual: tuple[int, int] | None,
+    kept: bool,
+    align: int = 16,
+) -> Callable[..., bool]:
+    """A callable (z[, bias][, residual][, y]) -> bool over contiguous z and y [rows, columns] of one dtype.
+
+    `residual`: its strides of rows and columns, None: absent; `kept`: z is wanted before the activation `kind`, which goes to y.
+    """
+    there = {"z": True, "bias": bias, "residual": residual is not None, "y": kept}
+    along = residual or (0, 0)
+    return prepare(
+        finish_tiled,
+        grid=(triton.cdiv(rows, config["BLOCK_R"]) * triton.cdiv(columns, config["BLOCK_C"]), 1, 1),
+        pointers={f"{name}_ptr": dtype for name, given in there.items() if given},
+        integers={"M": rows, "N": columns, "stride_rm": along[0], "stride_rn": along[1]},
+        floats=(),
+        constexprs={"KIND": kind, "BLOCK_R": config["BLOCK_R"], "BLOCK_C": config["BLOCK_C"]},
+        num_warps=config["num_warps"],
+        num_stages=1,
+        device=device,
+        align=align,
+    )

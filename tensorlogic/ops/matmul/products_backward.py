@@ -1,0 +1,82 @@
+"""matmul's gradients as two products, by tiles or by cuBLASLt; an activation's gradient is a pass of its own before them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from math import prod
+
+from ...plans import Key, TensorSpec
+from ..common import gemm_steps, gemm_wiring, triton_elementwise, wiring
+from ..common.gemm import GemmSpec, Operand
+from ..common.gemm_wiring import Kernel, Plan, Product
+from . import MATMUL_BACKWARD, triton_tiled
+
+
+def _folded(dz: TensorSpec, a: TensorSpec, b: TensorSpec) -> tuple[int, int, list[Operand]] | str:
+    """(batches, rows of each, dz, a and b as matrices), or why they are none."""
+    right = Operand(b.dtype, b.stride[-2], b.stride[-1])
+    if len(b.shape) == 2:
+        found = gemm_steps.matrices(("dy", dz), ("a", a))
+        return found if isinstance(found, str) else (1, prod(a.shape[:-1]), [*found, right])
+    lead = b.shape[:-2]
+    if a.shape[:-2] != lead:
+        return "a gradient is summed over broadcast batch dimensions"
+    strides = [triton_tiled.batch_stride(t, lead) for t in (dz, a, b)]
+    operands = [
+        Operand(t.dtype, t.stride[-2], t.stride[-1], stride)
+        for t, stride in zip((dz, a, b), strides, strict=True)
+        if stride is not None
+    ]
+    if len(operands) < 3:
+        return "batch dimensions are not evenly spaced"
+    return prod(lead), a.shape[-2], operands
+
+
+def describe(key: Key, engine: str = "triton") -> Plan | str:
+    """da = dz · bᵀ and db = aᵀ · dz, with dz = dy · act'(kept)."""
+    dy, a, b, kept = key.tensors
+    assert dy is not None and a is not None and b is not None
+    needs, activation, dtype = key.flag("needs"), key.flag("activation"), dy.dtype
+    reason = wiring.one_dtype(key)
+    if reason is not None:
+        return reason
+    if len(a.shape) < 2 or len(b.shape) < 2:
+        return "a vector"
+    if 0 in (*a.shape, *b.shape):
+        return "empty"
+    steps, dz, spec = list[Kernel | Product](), "dy", dy
+    if activation != "none":
+        if kept is None or not (wiring.is_contiguous(dy) and wiring.is_contiguous(kept)):
+            return "dy or the kept tensor is not contiguous"
+        dz, spec = "dz", replace(dy, stride=wiring.contiguous(dy.shape))
+        steps.append(
+            gemm_steps.pointwise(f"{activation}_bwd", dtype, ("dy", "kept"), ("dz",), dy.shape)
+        )
+    found = _folded(spec, a, b)
+    if isinstance(found, str):
+        return found
+    (batch, m, (rows, left, right)), (k, n) = found, b.shape[-2:]
+
+    def whole(count: int, columns: int) -> Operand:
+        return Operand(dtype, columns, 1, count * columns if batch > 1 else 0)
+
+    def turned(operand: Operand) -> Operand:
+        return replace(operand, rows=operand.columns, columns=operand.rows)
+
+    if needs[0] == "1":
+        product = GemmSpec(m, k, n, rows, turned(right), whole(m, k), batch=batch)
+        steps.append(Product(product, {"x": dz, "w": "b"}, {"y": ("da", a.shape, dtype)}, engine))
+    if needs[1] == "1":
+        product = GemmSpec(k, n, m, turned(left), rows, whole(k, n), batch=batch)
+        steps.append(Product(product, {"x": "a", "w": dz}, {"y": ("db", b.shape, dtype)}, engine))
+    named = zip(("da", "db"), needs, strict=True)
+    return Plan(tuple(steps), tuple(name if need == "1" else "None" for name, need in named))
+
+
+_SOURCES = (triton_elementwise, gemm_steps, triton_tiled, sys.modules[__name__])
+gemm_wiring.candidate(
+    MATMUL_BACKWARD, "cublaslt.products", partial(describe, engine="cublaslt"), _SOURCES
+)
+gemm_wiring.candidate(MATMUL_BACKWARD, "triton.products", describe, _SOURCES)

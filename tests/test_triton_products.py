@@ -1,0 +1,166 @@
+"""matmul's gradients as two products, and what follows a bare product, against float64: on a GPU, else in the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tensorlogic
+
+from .test_triton_columns import DEVICE, close, poisoned, rand
+
+from dataclasses import replace  # isort: skip
+
+from tensorlogic import registry  # isort: skip
+from tensorlogic.op import OPS, Launcher  # isort: skip
+from tensorlogic.ops.common import gemm_wiring, triton_finish  # isort: skip
+from tensorlogic.ops.common.activations import activate  # isort: skip
+from tensorlogic.ops.linear import cublaslt_columns  # isort: skip
+from tensorlogic.plans import Key  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
+registry.ready(DEVICE.type)
+
+FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "matrices": ((9, 20), (20, 33)),
+    "rows of a batch": ((2, 3, 9, 20), (20, 33)),
+    "a batch": ((3, 9, 20), (3, 20, 17)),
+    "two batch dimensions": ((2, 2, 9, 20), (2, 2, 20, 17)),
+    "a batch of one": ((1, 9, 20), (1, 20, 17)),
+    "one column": ((9, 20), (20, 1)),
+}
+
+
+def laid(x: torch.Tensor, turned: bool) -> torch.Tensor:
+    return x.mT.contiguous().mT if turned else x
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("turned", ["neither", "a", "b", "dy"])
+@pytest.mark.parametrize("needs", ["ab", "a", "b"])
+def test_gradients_of_matmul(form: str, turned: str, needs: str) -> None:
+    first, second = FORMS[form]
+    a, b = (laid(rand(*s, dtype="f32"), turned == n) for s, n in ((first, "a"), (second, "b")))
+    wide = [t.double().requires_grad_(n in needs) for t, n in ((a, "a"), (b, "b"))]
+    a.requires_grad_("a" in needs)
+    b.requires_grad_("b" in needs)
+    y = wide[0] @ wide[1]
+    dy = laid(torch.randn_like(y), turned == "dy")
+    with tensorlogic.policy(tune="off", force={"matmul_backward": "triton.products"}):
+        apart = form == "rows of a batch" and turned in ("a", "dy")  # not evenly: PyTorch's own
+        assert served(a, b, dy.float()) != apart
+        out = tensorlogic.matmul(a, b)
+        found = torch.autograd.grad(out, [t for t in (a, b) if t.requires_grad], dy.float())
+    want = torch.autograd.grad(y, [t for t in wide if t.requires_grad], dy)
+    for ours, exact in zip(found, want, strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=1e-4, rtol=1e-4)
+
+
+def served(a: torch.Tensor, b: torch.Tensor, dy: torch.Tensor) -> bool:
+    """The candidate takes the key that backward will meet."""
+    op = OPS["matmul_backward"]
+    key = op.key((dy, a.detach(), b.detach(), None, "none", "11"), "backward")
+    return op.candidates["triton.products"].unfit(key) is None
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_gradients_of_matmul_behind_an_activation(activation: str) -> None:
+    a, b = rand(2, 9, 20, dtype="f32").requires_grad_(), rand(20, 33, dtype="f32").requires_grad_()
+    wide = [t.detach().double().requires_grad_() for t in (a, b)]
+    y = activate(wide[0] @ wide[1], activation)
+    dy = torch.randn_like(y)
+    with tensorlogic.policy(tune="off", force={"matmul_backward": "triton.products"}):
+        found = torch.autograd.grad(tensorlogic.matmul(a, b, activation), (a, b), dy.float())
+    for ours, exact in zip(found, torch.autograd.grad(y, wide, dy), strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=1e-4, rtol=1e-4)
+
+
+def test_which_gradients_are_left_to_pytorch() -> None:
+    op = OPS["matmul_backward"]
+
+    def said(dy: Any, a: Any, b: Any, kept: Any = None, activation: str = "none") -> str:
+        key = op.key((dy, a, b, kept, activation, "11"), "backward")
+        return str(op.candidates["triton.products"].unfit(key))
+
+    one = rand(3, 4, 5)
+    assert "broadcast" in said(rand(3, 4, 6), rand(1, 4, 5), rand(3, 5, 6))
+    assert "vector" in said(rand(6), rand(5), rand(5, 6))
+    assert "empty" in said(rand(0, 6), rand(0, 5), rand(5, 6))
+    assert "mixed" in said(rand(4, 6, dtype="f32"), rand(4, 5), rand(5, 6))
+    assert "not contiguous" in said(rand(6, 4).t(), rand(4, 5), rand(5, 6), rand(4, 6), "relu")
+    uneven = rand(3, 2, 8, 5)[:, :, :4][:, :, ::2]
+    assert "evenly" in said(rand(3, 2, 2, 6), uneven.transpose(0, 1)[:2, :3].transpose(0, 1), one.new_ones(5, 6))  # fmt: skip
+
+
+FINISH = {"BLOCK_R": 4, "BLOCK_C": 32, "num_warps": 4}
+
+
+@pytest.mark.parametrize("kind", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("given", ["bias", "residual", "bias residual", ""])
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_follows_a_product(kind: str, given: str, kept: bool) -> None:
+    for m, n in ((1, 5), (7, 16), (33, 37)):
+        z = poisoned(m + 1, n, dtype="f32")
+        z[:m] = rand(m, n, dtype="f32")
+        bias = rand(n, dtype="f32") if "bias" in given else None
+        residual = rand(n, m, dtype="f32").t() if "residual" in given else None
+        before = z[:m].double()
+        for more in (bias, residual):
+            before = before if more is None else before + more.double()
+        y = poisoned(m + 1, n, dtype="f32") if kept else None
+        run = triton_finish.finish_launcher(
+            m, n, "f32", kind, FINISH, DEVICE,
+            bias=bias is not None, residual=None if residual is None else residual.stride(), kept=kept, align=4,
+        )  # fmt: skip
+        assert run(*(t for t in (z[:m], bias, residual, None if y is None else y[:m]) if t is not None))  # fmt: skip
+        close((z if y is None else y)[:m], activate(before, kind), "f32")
+        if y is not None:
+            close(z[:m], before, "f32")
+        assert z[m].isnan().all()
+        assert y is None or y[m].isnan().all()
+
+
+def bare(key: Key) -> Launcher:
+    """cublaslt.columns with the other engine's product."""
+    plan = cublaslt_columns.describe(key)
+    assert not isinstance(plan, str)
+    steps = tuple(
+        (replace(p, engine="triton") if isinstance(p, gemm_wiring.Product) else p).aligned(4)
+        for p in plan.products
+    )
+    configs = [step.configs()[0] for step in steps]
+    return gemm_wiring.launcher(OPS["linear"], replace(plan, products=steps), configs, DEVICE)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "silu"])
+@pytest.mark.parametrize("given", ["bias", "residual", "bias residual"])
+@pytest.mark.parametrize("save", [False, True])
+def test_linear_by_a_bare_product(activation: str, given: str, save: bool) -> None:
+    x, weight = rand(2, 9, 20, dtype="f32"), rand(33, 20, dtype="f32")
+    bias = rand(33, dtype="f32") if "bias" in given else None
+    residual = rand(18, 35, dtype="f32")[:, 1:34].view(2, 9, 33) if "residual" in given else None
+    args = (x, weight, bias, residual, activation, save)
+    op = OPS["linear"]
+    outs = bare(op.key(args, "forward" if save else "inference"))(x, weight, bias, residual)
+    z = x.double() @ weight.double().t()
+    for more in (bias, residual):
+        z = z if more is None else z + more.double()
+    close(outs[0], activate(z, activation), "f32")
+    assert (len(outs) == 2) == (save and activation in ("gelu", "silu"))
+    if len(outs) == 2:
+        close(outs[1], z, "f32")
+
+
+def test_what_a_bare_product_is_not_for() -> None:
+    op = OPS["linear"]
+
+    def said(dtype: str, bias: Any, activation: str) -> str:
+        args = (rand(9, 20, dtype=dtype), rand(33, 20, dtype=dtype), bias, None, activation, False)
+        return str(cublaslt_columns.describe(op.key(args, "inference")))
+
+    assert "16-bit" in said("f16", rand(33), "silu")
+    assert "nothing follows" in said("f32", None, "none")
+    assert "strided" in said("f32", rand(66, dtype="f32")[::2], "none")
+    assert "mixed" in said("f32", rand(33), "none")

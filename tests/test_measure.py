@@ -93,12 +93,21 @@ def judged(out: Any, plain: Any, ref: Any) -> str | None:
 
 
 def test_where_all_has_cancelled_noise_is_compared_with_noise() -> None:
-    """Gradients of scores whose keys are all the same sum to 0: of rows of four, some are off by chance more than eager's."""
+    """Gradients of scores whose keys are all the same sum to 0: what rounding left of a row is one number, by chance a small one."""
     generator = torch.Generator().manual_seed(0)
-    ref = torch.randn(100_000, 4, generator=generator, dtype=torch.float64) * 1e-4
-    first, second = (torch.randn(2, 100_000, 4, generator=generator) * 2e-4).half()
-    assert judged(second, first, ref) is None
-    assert "times eager's" in str(judged(second * 3, first, ref))
+
+    def noise() -> torch.Tensor:
+        return size * torch.randn(100_000, 1, generator=generator) * key
+
+    key = torch.randn(4, generator=generator)
+    size = torch.randn(100_000, 1, generator=generator).exp() * 1e-4
+    ref = torch.randn(100_000, 4, generator=generator, dtype=torch.float64) * 1e-6
+    eager, ours = noise(), noise()
+    assert judged(ours, eager, ref) is None
+    assert "times eager's" in str(judged(ours * 3, eager, ref))
+    large = torch.randn(100_000, 4, generator=generator, dtype=torch.float64)
+    made = [(large + t).float() for t in (ours, eager)]
+    assert "further from the reference" in str(judged(*made, large))
 
 
 def test_chance_is_three_deviations_of_the_ratio_of_two_errors() -> None:

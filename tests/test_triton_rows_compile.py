@@ -24,7 +24,17 @@ from tensorlogic.ops.common import triton_reduce as reduction
 from tensorlogic.ops.common import triton_rows as rows
 from tensorlogic.ops.common import triton_scores as scores
 
-MODULES = (columns_, cross_entropy, dropout, elementwise, layer_norm, reduction, rows, scores)
+MODULES = (
+    columns_,
+    finish,
+    cross_entropy,
+    dropout,
+    elementwise,
+    layer_norm,
+    reduction,
+    rows,
+    scores,
+)
 ANY = torch.device("cuda", 0)
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,12 +76,15 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     plan = store.get(key, valid)
     if plan is not None:
         return _planned(plan, "plan")
-    near = store.nearest(
-        key,
-        op.candidates.__contains__,
-        lambda plan: valid(plan) and _serves(op, key, plan, store),
-        normal=op.normal,
-    )
+
+    @cache  # most plans of an op have one of few winners
+    def serves(id: str) -> bool:
+        return _serves(op, key, id, store)
+
+    def lends(plan: Plan) -> bool:
+        return valid(plan) and serves(plan.eager) and serves(plan.captured)
+
+    near = store.nearest(key, op.candidates.__contains__, lends, normal=op.normal)
     if near is not None:
         where = " on a GPU of the same chip" if near.key == key else ""
         return _borrowed(op, key, near, f"neighbour {near.key.text}{where}")
@@ -323,17 +327,14 @@ def _current(op: Op, plan: Plan) -> bool:
     return plan.valid({id: c.source for id, c in op.candidates.items()})
 
 
-def _serves(op: Op, key: Key, near: Plan, store: PlanView) -> bool:
-    """A neighbour's winners may serve this key: trusted here, able, and never refused on it."""
-    for id in {near.eager, near.captured}:
-        candidate = op.candidates[id]
-        if id != EAGER and (
-            not candidate.trusted
-            or candidate.unfit(key)
-            or store.refused(key, id, candidate.source) is not None
-        ):
-            return False
-    return True
+def _serves(op: Op, key: Key, id: str, store: PlanView) -> bool:
+    """A neighbour's winner may serve this key: trusted here, able, and never refused on it."""
+    candidate = op.candidates[id]
+    return id == EAGER or (
+        candidate.trusted
+        and not candidate.unfit(key)
+        and store.refused(key, id, candidate.source) is None
+    )
 
 
 def _bind(

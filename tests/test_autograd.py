@@ -147,6 +147,23 @@ def close(got: Any, want: Any) -> None:
     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", [n for n in TABLE if n not in ("sum", "mean", "max", "min")])
+def test_the_gradient_of_a_sum_has_memory_of_its_own_where_it_is_read_more_than_once(
+    name: str,
+) -> None:
+    met: list[Key] = []
+
+    def seen(op: Op, key: Key, device: torch.device) -> None:
+        met.append(key)
+
+    given, force = leaves(name), {op_of(name).name: others(name)[0]} if others(name) else {}
+    with policies.use(replace(policies.current(), force=force, observer=seen, entries={})):
+        TABLE[name][0](*given).sum().backward()
+    found = [k.tensors[k.names.index("dy")] for k in met if "dy" in k.names]
+    shared = [t for t in found if t is not None and 0 in t.stride]
+    assert bool(shared) == (op_of(name).elementwise and bool(found)), met
+
+
 @pytest.mark.parametrize(("name", "id"), FORCED)
 def test_gradients_equal_pytorchs(name: str, id: str) -> None:
     """All of them, each alone (the others untouched), with expanded, transposed and contiguous incoming gradients."""

@@ -89,6 +89,10 @@ def _backward(
     dy: Tensor,
 ) -> tuple[Any, ...]:
     x, weight, mask, state = kept.stood_in(saved, dy)
+    if (
+        mask is None
+    ):  # made again, which PyTorch's operations take ten times as long for as kernels that want whole rows
+        dy = dy.contiguous()
     grads = backward_call(dy, x, weight, mask, *scalars, state, bits(needs[:3]))
     return (*(g if n else None for g, n in zip(grads, needs[:3], strict=True)), None)
 

@@ -378,14 +378,15 @@ def _bind(
 def _tries(candidate: Candidate, key: Key, config: Config, source: str) -> Iterator[Config]:
     """The planned configuration; where another key's measurement chose it, the one that is closest to it among this key's own, and
     this key's best guess."""
-    if not source.startswith("neighbour"):
-        yield config
-        return
-    own = list(candidate.configs(key))
-    if own:
-        nearest = min(own, key=lambda c: _apart(c, config))
-        yield nearest
-        yield from own[:1] if own[0] != nearest else ()
+    own: list[Config] = []
+    if source.startswith("neighbour"):
+        try:
+            own = list(candidate.configs(key))
+        except study.BIND_ERRORS as problem:
+            LOG.debug("tensorlogic: %s lists nothing for %s: %s", candidate.id, key.text, problem)
+    nearest = min(own, key=lambda c: _apart(c, config), default=config)
+    yield nearest
+    yield from own[:1] if own and own[0] != nearest else ()
 
 
 def _apart(config: Any, other: Any) -> float:

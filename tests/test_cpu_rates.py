@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -198,7 +199,8 @@ def test_products_are_timed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None
     """On this machine, whatever it is: a factor within what any processor could have."""
     monkeypatch.setattr(cpu_rates, "_preempted", lambda: 0)
     next(levels := forced("portable"))
-    tried = (cpu_costs.native_factor(False) for _ in range(20))
-    slow = next((f for f in tried if f != 1.0), 1.0)  # which is said where others kept the cores
+    slow, until = 1.0, time.monotonic() + 20.0
+    while slow == 1.0 and time.monotonic() < until:  # which is said where others kept the cores
+        slow = cpu_costs.native_factor(False)
     next(levels, None)
     assert 1.0 < slow < 300  # four lanes or one, on a line of sixteen

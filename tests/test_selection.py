@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import measure, plans, policies, selector, stores, study
+from tensorlogic import measure, plans, policies, registry, selector, stores, study
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.op import EAGER, OPS, Candidate, Config
 from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
@@ -26,6 +26,7 @@ Served = list[str]
 def served() -> Iterator[Served]:
     """Candidates toy.a and toy.b of relu, right and trusted, that write down whom the call went to."""
     calls: Served = []
+    registry.ready("cpu")  # or those that come later would be gone afterwards
     kept = dict(RELU.candidates)
     for name in ("toy.a", "toy.b"):
         RELU.add(toy(name, calls))
@@ -238,6 +239,20 @@ def test_a_neighbour_is_followed_to_the_closest_configuration_of_this_key(
     with tensorlogic.policy(tune="off"):
         found = selector.choose(RELU, key_of(x), (x,), policies.current())
     assert (found.candidate.id, found.config) == ("toy.tiled", served_by)
+
+
+def test_a_neighbours_configuration_serves_where_none_is_listed(served: Served) -> None:
+    def listed(key: Key) -> Any:
+        if key == key_of(x):
+            raise CompileFailure("nothing fits")
+        return [{"tile": 32}]
+
+    x, other = torch.randn(64, 64), torch.randn(128, 64)
+    RELU.add(replace(toy("toy.unlisted", []), sources=(len,), configs=listed))
+    put(replace(plan(key_of(other), "toy.unlisted"), eager_config={"tile": 512}))
+    with tensorlogic.policy(tune="off"):
+        found = selector.choose(RELU, key_of(x), (x,), policies.current())
+    assert (found.candidate.id, found.config) == ("toy.unlisted", {"tile": 512})
 
 
 def every_way(x: Tensor) -> None:

@@ -92,7 +92,7 @@ def test_any_strides(name: str, dtype: str) -> None:
     made, shape, dim = VIEWS[name]
     x = rand(*shape, dtype=dtype)
     x = made(x) if "expanded" in name or "overlap" in name else among(x, made)
-    kinds = {"f16": KINDS, "bf16": ("sum", "max"), "f32": ("min", "mean")}[dtype]
+    kinds = {"f16": KINDS, "bf16": ("max",), "f32": ("sum",)}[dtype]
     small = {"strategy": "across", "parts": 3, "BLOCK_R": 2, "BLOCK_C": 8, "num_warps": 4}
     along = {"strategy": "along", "parts": 3, "BLOCK_K": 2, "BLOCK_R": 8, "num_warps": 4}
     for kind, known in zip(kinds, itertools.cycle((True, False))):

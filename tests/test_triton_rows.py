@@ -156,11 +156,12 @@ REDUCE = {
 }
 
 
-@pytest.mark.parametrize("kind", REDUCE)
+@pytest.mark.parametrize(
+    ("kind", "last"), [("sum", True), ("sum", False), ("mean", True), ("max", False), ("min", True)]
+)
 @pytest.mark.parametrize(
     "shape", [(1, 1000, 1), (3, 257, 1), (5, 7, 1), (1, 100, 19), (3, 33, 8), (1, 1, 1)]
 )
-@pytest.mark.parametrize("last", [True, False])
 def test_reduce(kind: str, shape: tuple[int, int, int], last: bool) -> None:
     outer, reduce, inner = shape
     x = rand(*shape, dtype="f16")
@@ -178,7 +179,7 @@ def test_reduce(kind: str, shape: tuple[int, int, int], last: bool) -> None:
     if inner == 1:
         configs = [
             {"strategy": "split", "parts": p, "last": last, "BLOCK": 32, "num_warps": 4}
-            for p in (1, 3, 5)
+            for p in (1, 5)
         ]
         configs.append(
             {

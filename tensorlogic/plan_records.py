@@ -124,7 +124,15 @@ class Key:
         it computes in 16 bits; elsewhere all but alignment and sizes, and how far those divide that memory is read along."""
         if self.device == "cuda":
             dtype = next((t.dtype for t in self.tensors if t is not None), "")
-            return (self.op, HALVES.get(dtype, dtype), self.device, self.direction, self.precision)
+            form = (self.names, tuple(name for name, _ in self.flags))
+            return (
+                self.op,
+                form,
+                HALVES.get(dtype, dtype),
+                self.device,
+                self.direction,
+                self.precision,
+            )
         tensors = tuple(
             spec and (spec.dtype, spec.constant, spec.layout, spec.divided) for spec in self.tensors
         )

@@ -102,7 +102,7 @@ class _Shelf:
                 plan = self.get(text) if text.startswith(group) else None
                 if plan is not None:
                     if text not in self.normal:
-                        self.normal[text] = normal(plan.key)
+                        self.normal[text] = _normal(plan.key, normal)
                     own = self.normal[text]
                     kin.setdefault(own.kin, {})[text] = (own, plan)
         return list(self.kin[group].get(key.kin, {}).values())
@@ -380,6 +380,14 @@ def export_lockfile(path: Path, plans: Iterable[Plan], environments: Iterable[En
         Path(path), {kind: e.to_json() for kind, e in about.items()}, records, lock=True
     )
     return len(records)
+
+
+def _normal(key: Key, normal: Normal) -> Key:
+    """The normal key; one whose op has other tensors or flags today is kin to none of today's."""
+    try:
+        return normal(key)
+    except (KeyError, ValueError, IndexError, TypeError, AssertionError):
+        return key
 
 
 def _group(key: Key) -> str:

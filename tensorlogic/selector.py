@@ -15,7 +15,7 @@ from torch import Tensor
 from . import adapting, background, capture_watch, registry, stores, study, vouching
 from .numerics import DTYPES
 from .op import EAGER, OPS, Candidate, Config, Launcher, Op, Outputs
-from .plans import Evidence, Key, Plan, PlanView
+from .plans import REACH, Evidence, Key, Plan, PlanView
 from .policies import Policy
 
 LOG = logging.getLogger("tensorlogic")
@@ -103,15 +103,34 @@ def _borrowed(op: Op, key: Key, near: Plan, source: str) -> Decision:
 
     def sure(id: str, config: Config, took: Callable[[Evidence], float]) -> tuple[str, Config]:
         found = times.get(id)
-        if id == EAGER or usual is None or found is None or not took(usual):
+        if id == EAGER:
             return id, config
+        own = closest(op.candidates[id], key, config, same=apart == 0.0)
+        if usual is None or found is None or not took(usual):
+            return id, own
         slack = SLACK if "products" in config else SLACK / 5
         likely = took(found) / took(usual) * (1.0 + slack * apart)
-        return (id, config) if likely < 1.0 else (EAGER, {})
+        return (id, own) if likely < 1.0 else (EAGER, {})
 
     eager = sure(near.eager, near.eager_config, lambda e: max(e.device_us, e.host_us))
     captured = sure(near.captured, near.captured_config, lambda e: e.device_us)
+    if apart > REACH and eager[0] == captured[0] == EAGER:
+        return _guessed(op, key)  # from so far a loss says little
     return Decision(eager, captured, source)
+
+
+def closest(candidate: Candidate, key: Key, config: Config, same: bool = False) -> Config:
+    """Of the configurations that the key would try itself the closest to one that another key's measurement chose, its best guess
+    where none is like it; `same`: the sizes are, so that a library's ranks are, too."""
+    try:
+        own = list(candidate.configs(key))
+    except study.BIND_ERRORS as problem:
+        LOG.debug("tensorlogic: %s lists nothing for %s: %s", candidate.id, key.text, problem)
+        own = []
+    if not own or (same and dict(config) in [dict(c) for c in own]):
+        return config
+    nearest = min(own, key=lambda c: _apart(c, config))
+    return nearest if _apart(nearest, config) < UNLIKE else own[0]
 
 
 def _within(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
@@ -376,17 +395,10 @@ def _bind(
 
 
 def _tries(candidate: Candidate, key: Key, config: Config, source: str) -> Iterator[Config]:
-    """The planned configuration; where another key's measurement chose it, the one that is closest to it among this key's own, and
-    this key's best guess."""
-    own: list[Config] = []
+    """The planned configuration, and, where another key's measurement chose it, this key's own first one."""
+    yield config
     if source.startswith("neighbour"):
-        try:
-            own = list(candidate.configs(key))
-        except study.BIND_ERRORS as problem:
-            LOG.debug("tensorlogic: %s lists nothing for %s: %s", candidate.id, key.text, problem)
-    nearest = min(own, key=lambda c: _apart(c, config), default=config)
-    yield nearest
-    yield from own[:1] if own and own[0] != nearest else ()
+        yield from (own for own in candidate.configs(key)[:1] if own != config)
 
 
 def _apart(config: Any, other: Any) -> float:

@@ -70,6 +70,9 @@ OTHERS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
     "batches are no rows": (tensorlogic.matmul, (x(4, 8, 32), x(4, 32, 16)), (x(32, 32), x(32, 16))),
     "another dimension": (tensorlogic.softmax, (x(4, 8, 32), 1), (x(32, 32), 1)),
     "strided": (tensorlogic.add, (x(32, 64).t(), x(64, 32)), (x(2048), x(2048))),
+    "transposed or padded": (tensorlogic.sum, (x(32, 40)[:, :32], 1), (x(32, 32).t(), 1)),
+    "expanded or padded": (tensorlogic.add, (x(32, 40)[:, :32], x(32, 32)), (x(32, 1).expand(32, 32), x(32, 32))),
+    "transposed or expanded": (tensorlogic.gelu, (x(32, 32).t(),), (x(32, 1).expand(32, 32),)),
     "a mask": (tensorlogic.attention_scores, (x(4, 32, 16), x(4, 32, 16), 0.25, x(32, 32)), (x(4, 32, 16), x(4, 32, 16), 0.25)),
     "causal": (tensorlogic.attention_scores, (x(4, 32, 16), x(4, 32, 16), 0.25, None, True), (x(4, 32, 16), x(4, 32, 16), 0.25)),
     "float32": (tensorlogic.gelu, (x(2048),), (x(2048, dtype=torch.float32),)),
@@ -105,6 +108,19 @@ def test_the_nearest_of_other_work_is_found_however_far(tmp_path: Path) -> None:
     near = store.nearest(asked, lambda id: True, normal=OPS[asked.op].normal)
     assert near is not None
     assert near.key == known[1]
+
+
+def test_layouts_of_one_kind_are_alike() -> None:
+    for fn, first, second in (
+        (tensorlogic.sum, x(4, 8, 40)[..., :32], x(32, 48)[:, :32]),
+        (tensorlogic.sum, x(32, 4, 8).permute(1, 2, 0), x(32, 32).t()),
+        (tensorlogic.mean, x(4, 1, 32).expand(4, 8, 32), x(1, 32).expand(32, 32)),
+    ):
+        one, other = (key(fn, t, -1) for t in (first, second))
+        normal = OPS[one.op].normal
+        assert normal(one).distance(normal(other)) == 0.0, (one.text, other.text)
+    single = key(tensorlogic.affine, x(1, 1), x(1, 1), x(2)[:1].as_strided((1,), (0,)))
+    assert OPS["affine"].normal(OPS["affine"].normal(single)) == OPS["affine"].normal(single)
 
 
 def test_normal_keys_are_keys_of_their_ops() -> None:

@@ -241,6 +241,59 @@ def test_a_neighbour_is_followed_to_the_closest_configuration_of_this_key(
     assert (found.candidate.id, found.config) == ("toy.tiled", served_by)
 
 
+def test_a_configuration_of_the_same_sizes_is_taken_as_it_is_and_one_unlike_all_is_not(
+    served: Served,
+) -> None:
+    key = key_of(torch.randn(64, 64))
+
+    def chosen(own: list[Config], planned: Config, same: bool) -> Config:
+        ranked = replace(toy("toy.ranked", []), configs=lambda key: own)
+        return selector.closest(ranked, key, planned, same)
+
+    ranks = [{"rank": i} for i in range(3)]
+    assert chosen(ranks, {"rank": 2}, same=True) == {"rank": 2}
+    assert chosen(ranks, {"rank": 2}, same=False) == {"rank": 0}
+    assert chosen(ranks[:2], {"rank": 2}, same=True) == {"rank": 0}
+    ways = [{"way": "swept", "tile": 64}, {"way": "swept", "tile": 8}]
+    assert chosen(ways, {"way": "held", "tile": 8}, same=False) == ways[0]
+    assert chosen([], {"way": "held"}, same=False) == {"way": "held"}
+
+
+def test_from_afar_a_gain_is_followed_and_a_loss_left_to_the_cost_models(served: Served) -> None:
+    def known(rows: int, took: float) -> Plan:
+        other = on_gpu(torch.randn(rows, 64))
+        times = {EAGER: 10.0, "toy.a": 10.0 * took}
+        found = [
+            Evidence(id, {}, "measured", us, us, source=RELU.candidates[id].source)
+            for id, us in times.items()
+        ]
+        return replace(plan(other, min(times, key=times.__getitem__)), evidence=found)
+
+    def on_gpu(x: Tensor) -> Key:
+        return replace(key_of(x), device="cuda")
+
+    RELU.add(replace(toy("toy.model", []), guess=lambda key: 0.5, sources=(len,)))
+    asked = on_gpu(torch.randn(4096, 64))
+    store = stores.current(CPU)
+    for rows, took, who in ((64, 0.5, "toy.a"), (64, 1.5, "toy.model"), (2048, 1.5, EAGER)):
+        store.forget(lambda _: True)
+        store.put(known(rows, took))
+        found = selector.decide(RELU, asked, CPU, policies.current())
+        assert found.eager[0] == who, (rows, took)
+
+
+def test_a_plan_of_other_tensors_or_flags_is_nobodys_neighbour(served: Served) -> None:
+    key = replace(key_of(torch.randn(64, 64)), device="cuda")
+    for other in (
+        replace(key, flags=()),
+        replace(key, flags=(*key.flags, ("more", 1))),
+        replace(key, names=("x", "y"), tensors=key.tensors * 2),
+        replace(key, names=(), tensors=()),
+    ):
+        put(plan(other, "toy.a"))
+    assert selector.decide(RELU, key, CPU, policies.current()).source == "eager"
+
+
 def test_a_neighbours_configuration_serves_where_none_is_listed(served: Served) -> None:
     def listed(key: Key) -> Any:
         if key == key_of(x):

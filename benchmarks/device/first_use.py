@@ -74,10 +74,12 @@ def against_shipped(op: Op, key: Key, device: torch.device) -> str:
     ours = selector.decide(op, key, device, policies.current())
     plans.SHIPPED = SHIPPED
     view = plans.PlanStore(FOLDER / "none", stores.environment(device))
-    theirs = view.get(key) or view.nearest(key, lambda id: id in op.candidates)
+    serves = [id for id, candidate in op.candidates.items() if candidate.unfit(key) is None]
+    theirs = view.get(key) or view.nearest(key, serves.__contains__, normal=op.normal)
     if theirs is None:
         return "no plan is shipped"
-    picks = {"ours": ours.captured, "theirs": (theirs.captured, theirs.captured_config)}
+    config = selector.closest(op.candidates[theirs.captured], key, theirs.captured_config)
+    picks = {"ours": ours.captured, "theirs": (theirs.captured, config)}
     said = f"{picks['theirs'][0]} {dict(picks['theirs'][1])}"
     if picks["ours"] == picks["theirs"]:
         return f"as shipped ({said})"

@@ -138,7 +138,7 @@ ATTENTION_SCORES = Op(
     traffic=_traffic,
     scalars=lambda key: {"scale": max(1, _shape(key)[3]) ** -0.5},
     cases=_cases,
-    gradient=Gradient(_kept, _backward),
+    gradient=Gradient(_kept, _backward, again=True),
     autocast="composition",
 )
 ATTENTION_SCORES_BACKWARD = Op(

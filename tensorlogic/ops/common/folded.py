@@ -10,6 +10,10 @@ from ...plans import Key, TensorSpec
 from . import wiring
 
 Normal = Callable[[Key], Key]
+APART, TURNED = (
+    16,
+    8,
+)  # strides that stand for memory with gaps, and for memory that lies the other way
 ALIKE = {"gelu": "gelu_tanh", "silu": "gelu_tanh"}  # activations that cost alike behind a product
 
 
@@ -45,7 +49,7 @@ def one_line(key: Key) -> Key:
         return key
     line = (prod(whole[0].shape),)
     tensors = tuple(
-        _shaped(t, line) if t is not None and len(t.shape) == most else t for t in key.tensors
+        t and _shaped(t, line if len(t.shape) == most else t.shape) for t in key.tensors
     )
     return replace(key, tensors=tensors)
 
@@ -109,10 +113,19 @@ def _around(shape: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:
 
 
 def _shaped(t: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
-    """The tensor in another shape: contiguous if it is, else some other layout."""
+    """The tensor in another shape: contiguous if it is, else in a layout that stands for its kind: elements that share memory, a
+    last dimension that is not the one read along, or gaps."""
     if wiring.is_contiguous(t):
         return _flat(t, shape)
-    strides = t.stride if t.shape == shape else tuple(2 * n for n in wiring.contiguous(shape))
+    dims = [(s, n) for s, n in zip(t.stride, t.shape, strict=True) if n != 1]
+    turned = dims[-1][0] != min(s for s, _ in dims) or (len(dims) == 1 and dims[0][0] == TURNED)
+    if any(s == 0 for s, _ in dims):
+        strides: tuple[int, ...] = (0,) * len(shape)
+    elif len(shape) == 1:
+        strides = (TURNED if turned else APART,)
+    else:
+        order = wiring.contiguous(shape[::-1])[::-1] if turned else wiring.contiguous(shape)
+        strides = tuple(APART * s for s in order)
     return replace(t, shape=shape, stride=strides)
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from ...compiling import CompileFailure
 from ...numerics import DTYPES
 from ...op import Config, Launcher, Op
 from ...plans import Key, TensorSpec
@@ -70,8 +71,12 @@ class Product:
         return gemm_configs(spec.m * spec.batch, spec.n, spec.k, size, wiring.cores())
 
     def _fitting(self, config: Config) -> Config:
-        """`config`, which may come from a neighbour; the best plain tiles where it needs bulk copies that cannot be had here, or adds
-        K in one chain for few columns of float32."""
+        """`config`, which may come from a neighbour; the engine's best guess where it is one of another launch, the best plain tiles
+        where it needs bulk copies that cannot be had here, or adds K in one chain for few columns of float32."""
+        if self.engine == "cublaslt":
+            return config if "rank" in config else self.configs()[0]
+        if not {"BLOCK_M", "SPLIT"} <= config.keys():
+            return self._tiled()[0]
         chained = self._few_columns() and config["BLOCK_M"] >= CHAINED
         unable = "CONSUMERS" in config and not (
             wiring.bulk_copies() and specialised_refusal(self.spec) is None
@@ -102,7 +107,7 @@ class Product:
     def start(self, config: Config, device: torch.device) -> Start:
         """The launcher over `arguments`."""
         if self.engine == "cublaslt":
-            return compiled_launch.step(lt_launcher(self.spec, config, device))
+            return compiled_launch.step(lt_launcher(self.spec, self._fitting(config), device))
         return gemm_launcher(self.spec, self._fitting(config), device)
 
 
@@ -203,6 +208,8 @@ def matrix(spec: TensorSpec) -> Operand | None:
 
 def launcher(op: Op, plan: Plan, configs: Sequence[Config], device: torch.device) -> Launcher:
     """Allocate the outputs and workspaces, start the kernels, return the outputs: one generated frame."""
+    if len(configs) != len(plan.products):
+        raise CompileFailure(f"{len(configs)} configurations for {len(plan.products)} launches")
     scope: dict[str, Any] = {
         "empty": wiring.empty(device),
         "counters": wiring.counters,

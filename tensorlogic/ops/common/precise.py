@@ -34,6 +34,7 @@ def precise(
         traffic=op.traffic,
         sample=op.sample,
         scalars=op.scalars,
+        normal=op.normal,
         gradient=op.gradient,
         outputs=op.outputs,
         internal=op.internal,

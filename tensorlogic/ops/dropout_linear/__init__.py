@@ -89,10 +89,8 @@ def _backward(
     dy: Tensor,
 ) -> tuple[Any, ...]:
     x, weight, mask, state = kept.stood_in(saved, dy)
-    if (
-        mask is None
-    ):  # made again, which PyTorch's operations take ten times as long for as kernels that want whole rows
-        dy = dy.contiguous()
+    if mask is None and dy.layout is torch.strided:
+        dy = dy.contiguous()  # kernels that make the mask again want whole rows; PyTorch's operations take ten times as long
     grads = backward_call(dy, x, weight, mask, *scalars, state, bits(needs[:3]))
     return (*(g if n else None for g, n in zip(grads, needs[:3], strict=True)), None)
 
@@ -168,7 +166,7 @@ DROPOUT_LINEAR = Op(
     scalars=lambda key: _SCALARS,
     stress=samples.cancelling("x", "weight"),
     cases=_cases,
-    gradient=Gradient(_kept, _backward),
+    gradient=Gradient(_kept, _backward, again=True),
     runtime=("seed", "offset"),
     twins=_captured,
     baseline=_dropout_linear,

@@ -81,7 +81,7 @@ GELU_LINEAR = Op(
     stress=samples.cancelling("x", "weight"),
     direct=_direct,
     cases=_cases,
-    gradient=Gradient(_kept, _backward),
+    gradient=Gradient(_kept, _backward, again=True),
     autocast="lower",
 )
 GELU_LINEAR_BACKWARD = Op(

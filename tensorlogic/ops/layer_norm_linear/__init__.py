@@ -168,7 +168,7 @@ LAYER_NORM_LINEAR = Op(
     sample=samples.scaled({"weight": 1}),
     stress=_offset_rows,
     cases=_cases,
-    gradient=Gradient(_kept, _backward),
+    gradient=Gradient(_kept, _backward, again=True),
     keyed=("eps",),
     autocast="lower",
     uncast=("x",),

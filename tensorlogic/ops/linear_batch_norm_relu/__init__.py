@@ -204,7 +204,7 @@ LINEAR_BATCH_NORM_RELU = Op(
     traffic=costs.linear_traffic,
     sample=_sample,
     cases=_cases,
-    gradient=Gradient(_kept, _backward),
+    gradient=Gradient(_kept, _backward, again=True),
     keyed=("eps", "momentum"),
     autocast="composition",
     mutates=("running_mean", "running_var"),

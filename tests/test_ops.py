@@ -80,7 +80,8 @@ def test_gradients_match_float64(name: str, id: str, dtype: torch.dtype) -> None
     op = OPS[name]
     if INTERPRETED and id.startswith("triton.") and dtype is torch.bfloat16:
         pytest.skip("Triton's interpreter rounds bfloat16 toward zero and multiplies it wrongly")
-    for case in gradient_case(name, dtype):
+    slow = INTERPRETED and id.startswith("triton.") and dtype is torch.float16
+    for case in gradient_case(name, dtype)[:: 2 if slow else 1]:  # float32 has met all of them
         if not runnable(op, case, id, save=True) or (op.baseline and id == EAGER):
             continue
         mine = leaves(op, case)

@@ -81,16 +81,16 @@ def test_few_rows_get_small_tiles() -> None:
     assert widened.configs(1, 4096, 132)[0][:2] == (16, 32)
 
 
-@pytest.mark.parametrize("shape", widened.SHAPES)
-@pytest.mark.parametrize("across", [True, False])
-def test_a_thread_keeps_its_registers(shape: widened.Shape, across: bool) -> None:
-    lies = [Operand(d, *((4096, 1) if across else (1, 4096))) for d in ("f16", "f32")]
-    found = widened.described((4096, 4096, 4096), *lies, Operand("f32", 4096, 1), shape, 132)
-    assert found is not None
-    job = triton_launch.compile_job(triton_widened.gemm_widened, sm=90, **found)
-    (used,) = triton_launch.resources_apart([job])
-    assert isinstance(used, triton_launch.Resources)
-    assert used.stack == 0
+def test_a_thread_keeps_its_registers() -> None:
+    jobs = []
+    for shape, across in itertools.product(widened.SHAPES, (True, False)):
+        lies = [Operand(d, *((4096, 1) if across else (1, 4096))) for d in ("f16", "f32")]
+        found = widened.described((4096, 4096, 4096), *lies, Operand("f32", 4096, 1), shape, 132)
+        assert found is not None
+        jobs.append(triton_launch.compile_job(triton_widened.gemm_widened, sm=90, **found))
+    for job, used in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+        assert isinstance(used, triton_launch.Resources), used
+        assert used.stack == 0, job
 
 
 def test_a_policy_that_keeps_no_copy_refuses_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:

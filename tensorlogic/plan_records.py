@@ -119,20 +119,18 @@ class Key:
         return dict(self.flags)[name]
 
     @cached_property
+    def form(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the tensors and of the flags: another one is of another version of the op."""
+        return self.names, tuple(name for name, _ in self.flags)
+
+    @cached_property
     def kin(self) -> tuple[Any, ...]:
         """What keys share that learn from each other: on a GPU, where the distance says how much, the op, its direction, and whether
         it computes in 16 bits; elsewhere all but alignment and sizes, and how far those divide that memory is read along."""
         if self.device == "cuda":
             dtype = next((t.dtype for t in self.tensors if t is not None), "")
-            form = (self.names, tuple(name for name, _ in self.flags))
-            return (
-                self.op,
-                form,
-                HALVES.get(dtype, dtype),
-                self.device,
-                self.direction,
-                self.precision,
-            )
+            computes = HALVES.get(dtype, dtype)
+            return (self.op, self.form, computes, self.device, self.direction, self.precision)
         tensors = tuple(
             spec and (spec.dtype, spec.constant, spec.layout, spec.divided) for spec in self.tensors
         )

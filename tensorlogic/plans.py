@@ -100,9 +100,9 @@ class _Shelf:
             kin = self.kin[group] = {}
             for text in self.texts():
                 plan = self.get(text) if text.startswith(group) else None
-                if plan is not None:
+                if plan is not None and plan.key.form == key.form:
                     if text not in self.normal:
-                        self.normal[text] = _normal(plan.key, normal)
+                        self.normal[text] = normal(plan.key)
                     own = self.normal[text]
                     kin.setdefault(own.kin, {})[text] = (own, plan)
         return list(self.kin[group].get(key.kin, {}).values())
@@ -380,14 +380,6 @@ def export_lockfile(path: Path, plans: Iterable[Plan], environments: Iterable[En
         Path(path), {kind: e.to_json() for kind, e in about.items()}, records, lock=True
     )
     return len(records)
-
-
-def _normal(key: Key, normal: Normal) -> Key:
-    """The normal key; one whose op has other tensors or flags today is kin to none of today's."""
-    try:
-        return normal(key)
-    except (KeyError, ValueError, IndexError, TypeError, AssertionError):
-        return key
 
 
 def _group(key: Key) -> str:

@@ -21,7 +21,9 @@ from .policies import Policy
 LOG = logging.getLogger("tensorlogic")
 CHECKED = ("plan", "lockfile", "fixed plan", "forced")  # on this very key, or not to be asked
 CLEAR_WIN = 0.95  # a guess must promise this much before it replaces eager unmeasured
-UNLIKE = 16.0  # between configurations for each word that differs
+ANOTHER_WAY = (
+    16.0  # between configurations for each word that differs, more than numbers and switches do
+)
 SLACK = 0.25  # of its time, that a neighbour's tiles may lose for each doubling between the sizes
 _SAID: set[tuple[str, str]] = set()
 
@@ -130,7 +132,7 @@ def closest(candidate: Candidate, key: Key, config: Config, same: bool = False) 
     if not own or (same and dict(config) in [dict(c) for c in own]):
         return config
     nearest = min(own, key=lambda c: _apart(c, config))
-    return nearest if _apart(nearest, config) < UNLIKE else own[0]
+    return nearest if _apart(nearest, config) < ANOTHER_WAY else own[0]
 
 
 def _within(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
@@ -402,20 +404,23 @@ def _tries(candidate: Candidate, key: Key, config: Config, source: str) -> Itera
 
 
 def _apart(config: Any, other: Any) -> float:
-    """How far two configurations are apart: in log2 of the numbers, and more than any of these where words differ."""
+    """How far two configurations are apart: in log2 of the numbers, 1 for a switch or what one of them leaves out, and more than any
+    of these where words differ."""
     if isinstance(config, dict) and isinstance(other, dict):
         # a rank is an order of the key's own, whose first is its best guess wherever another key's is
         known = [(config.get(n), 0 if n == "rank" else other.get(n)) for n in {*config, *other}]
         return sum(_apart(a, b) for a, b in known)
     if isinstance(config, (list, tuple)) and isinstance(other, (list, tuple)):
-        rest = abs(len(config) - len(other)) * UNLIKE
+        rest = abs(len(config) - len(other)) * ANOTHER_WAY
         return rest + sum(_apart(a, b) for a, b in zip(config, other, strict=False))
     if config == other:
         return 0.0
-    numbers = [n for n in (config, other) if isinstance(n, (int, float)) and n is not True and n is not False]  # fmt: skip
-    if len(numbers) < 2 or min(numbers) < 0:
-        return UNLIKE
-    return abs(math.log2((numbers[0] + 1) / (numbers[1] + 1)))
+    kinds = {type(config), type(other)}
+    if not kinds <= {int, float, bool, type(None)}:
+        return ANOTHER_WAY
+    if bool in kinds or type(None) in kinds or min(config, other) < 0:
+        return 1.0
+    return abs(math.log2((config + 1) / (other + 1)))
 
 
 class Refused(RuntimeError):

@@ -211,6 +211,11 @@ def test_a_neighbours_configuration_that_does_not_exist_here_gives_way_to_one_th
         ({"tile": 70}, [{"tile": 32}, {"tile": 64}, {"tile": 128}], {"tile": 64}),
         ({"rank": 2}, [{"rank": i} for i in range(3)], {"rank": 0}),  # ranks are the key's own
         (
+            {"tile": 64, "fetch": 2, "stream": True},
+            [{"tile": 8, "fetch": 2, "stream": True}, {"tile": 64, "stream": False}],
+            {"tile": 64, "stream": False},
+        ),
+        (
             {"way": "held", "tile": 64},
             [{"way": "swept", "tile": 64}, {"way": "held", "tile": 4096}],
             {"way": "held", "tile": 4096},

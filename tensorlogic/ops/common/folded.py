@@ -10,10 +10,8 @@ from ...plans import Key, TensorSpec
 from . import wiring
 
 Normal = Callable[[Key], Key]
-APART, TURNED = (
-    16,
-    8,
-)  # strides that stand for memory with gaps, and for memory that lies the other way
+APART = 16  # a stride that stands for memory with gaps
+TURNED = 8  # and one for memory that lies the other way
 ALIKE = {"gelu": "gelu_tanh", "silu": "gelu_tanh"}  # activations that cost alike behind a product
 
 

@@ -48,6 +48,7 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.layer_norm_linear.cublaslt_after_norm",
     "tensorlogic.ops.linear_batch_norm_relu.triton_tiled",
     "tensorlogic.ops.linear_batch_norm_relu.cublaslt_columns",
+    "tensorlogic.ops.linear_batch_norm_relu.training",
     "tensorlogic.ops.dropout_linear.triton_tiled",
     "tensorlogic.ops.dropout_linear.cublaslt_after_dropout",
     "tensorlogic.ops.pointwise.triton_elementwise",

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +56,7 @@ class Study:
         self.prompt_s, self.near = prompt_s, near
         self.plan: Plan | None = None
         self.pending: list[Any] = []  # compile jobs in worker processes
+        self.between: measure.Call | None = None
 
     def run(self) -> Plan | None:
         """All steps at once; None when the key cannot be measured (no memory for its inputs, say)."""
@@ -77,6 +78,8 @@ class Study:
             with torch.no_grad():
                 self.checker = Checker(self.op, self.key, self.device)
                 self.timed = self.checker.cold()
+                if self.key.direction == "backward":  # a training step has other kernels around it
+                    self.between = measure.foreign(self.device)
             first = Entrant(eager, {}, self.op.plain(self.key, self.device), 1.0, 0.0)
             first.rough_us = self._rough(first)
         except BIND_ERRORS as problem:
@@ -186,7 +189,7 @@ class Study:
                     calls[f"{i} and then"] = self._calls(e, e.candidate.then)
             budget_s = len(calls) * self.budget_s / 20
             try:
-                times = measure.device_samples(calls, self.device, budget_s, rounds=5)
+                times = self._device_samples(calls, self.device, budget_s, 5)
             except Failed as failure:
                 entered.remove(failure.entrant)
                 self._refuse(failure.entrant.candidate, failure.reason)
@@ -294,9 +297,18 @@ class Study:
         over = incumbent_us is not None and single > CUT * max(incumbent_us, TOO_SHORT_US)
         if briefly or over:
             return single
-        return measure.device_samples(
-            {"one": calls}, self.device, self.budget_s / 20, rounds=5
-        ).median("one")
+        return self._device_samples({"one": calls}, self.device, self.budget_s / 20, 5).median(
+            "one"
+        )
+
+    def _device_samples(
+        self,
+        calls: Mapping[str, Sequence[measure.Call]],
+        device: torch.device,
+        budget_s: float,
+        rounds: int,
+    ) -> measure.Samples:
+        return measure.device_samples(calls, device, budget_s, rounds, self.between)
 
     @torch.no_grad()
     def _decide(self, entrants: list[Entrant]) -> None:
@@ -312,7 +324,7 @@ class Study:
         kind = self.device.type
         bounds = dict.fromkeys(calls, measure.KINSHIP[kind]) | {EAGER: measure.TOLERANCE[kind]}
         device_times = measure.settled(
-            measure.device_samples, calls, self.device, self.budget_s, bounds
+            self._device_samples, calls, self.device, self.budget_s, bounds
         )
         host_times = device_times
         if kind == "cuda":

@@ -164,3 +164,24 @@ def test_what_a_bare_product_is_not_for() -> None:
     assert "nothing follows" in said("f32", None, "none")
     assert "strided" in said("f32", rand(66, dtype="f32")[::2], "none")
     assert "mixed" in said("f32", rand(33), "none")
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [((1,), (8,)), ((1, 1), (8,)), ((8,), (1,)), ((2, 3), ()), ((), (3,)), ((1, 2), (2, 1)), ((2, 1), (1, 3))],
+)  # fmt: skip
+def test_batch_dimensions_broadcast(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    """What stands for several matrices is served as PyTorch would, or left to it."""
+    op = OPS["matmul"]
+    a, b = rand(*left, 9, 20, dtype="f32"), rand(*right, 20, 17, dtype="f32")
+    want = a.double() @ b.double()
+    key = op.key((a, b, "none", False), "inference")
+    candidate = op.candidates["triton.tiled"]
+    reason = candidate.unfit(key)
+    if {1, 2} <= {*left, *right}:
+        assert reason is not None
+        assert "evenly" in reason
+        return
+    assert reason is None
+    (y,) = candidate.bind(key, candidate.configs(key)[0], DEVICE)(a, b)
+    torch.testing.assert_close(y.double(), want, atol=1e-4, rtol=1e-4)

@@ -68,7 +68,23 @@ def products(m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Call]:
     yield tensorlogic.gelu_linear, (x, w, b)
     yield tensorlogic.layer_norm_linear, (x, gamma, beta, w, b, 1e-5)
     yield tensorlogic.linear_batch_norm_relu, (x, w, b, mean, var, b, b, 1e-5)
+    if m > 1:
+        yield tensorlogic.linear_batch_norm_relu, (x, w, b, mean, var, b, b, 1e-5, True)
     yield tensorlogic.dropout_linear, (x, w, b, 0.1, True)
+
+
+def odd(dtype: torch.dtype) -> Iterator[Call]:
+    """Products whose lines begin at odd places."""
+    for m, k, n in (
+        (384, 365, 768),
+        (384, 768, 1003),
+        (3000, 1501, 2999),
+        (24, 301, 1536),
+        (768, 768, 30001),
+    ):
+        for fn, args in products(m, k, n, dtype):
+            if fn is not tensorlogic.linear or args[3:] in ((None, None), (None, "relu")):
+                yield fn, args
 
 
 def rows(dtype: torch.dtype) -> Iterator[Call]:
@@ -165,6 +181,8 @@ def groups() -> Iterator[Iterator[Call]]:
         for m, k, n in ((384, 384, 384), (48, 1536, 384), (3072, 384, 1536), (1, 1536, 1536))
         for call in products(m, k, n, f32)
     )
+    yield odd(f16)
+    yield recorded(odd(f16))
     yield scores(f16)
     for dtype in (f16, f32):
         for some in (rows, elements, reductions):

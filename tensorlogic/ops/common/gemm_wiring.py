@@ -44,10 +44,13 @@ class Product:
     given: Mapping[str, str]
     made: Mapping[str, tuple[str, tuple[int, ...], str]]
     engine: str = "triton"
+    own: bool = (
+        False  # all it takes is made by its plan, and so aligned whatever the caller's tensors are
+    )
 
     def aligned(self, align: int) -> Product:
-        """The same for pointers that share this alignment in bytes."""
-        return replace(self, spec=replace(self.spec, align=align))
+        """The same for tensors of the caller's that share this alignment in bytes."""
+        return self if self.own else replace(self, spec=replace(self.spec, align=align))
 
     def refusal(self) -> str | None:
         """None, or why the engine cannot serve it."""

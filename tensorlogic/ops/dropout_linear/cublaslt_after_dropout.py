@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...plans import Key
-from ..common import gemm_steps, gemm_wiring, triton_dropout, triton_reduce, wiring
+from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_dropout, triton_reduce, wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product, Start
 from . import DROPOUT_LINEAR, DROPOUT_LINEAR_BACKWARD
@@ -89,3 +89,10 @@ for _engine in ("triton", "cublaslt"):
         partial(describe_backward, engine=_engine),
         _SOURCES,
     )
+    for _op, _describe in (
+        (DROPOUT_LINEAR, describe),
+        (DROPOUT_LINEAR_BACKWARD, describe_backward),
+    ):
+        gemm_padded.candidate(
+            _op, f"{_engine}.padded", partial(_describe, engine=_engine), _SOURCES
+        )

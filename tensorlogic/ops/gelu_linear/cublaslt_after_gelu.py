@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from ...plans import Key
-from ..common import gemm_steps, gemm_wiring, triton_elementwise, triton_reduce, wiring
+from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_elementwise, triton_reduce, wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product
 from . import GELU_LINEAR, GELU_LINEAR_BACKWARD
@@ -85,3 +85,8 @@ gemm_wiring.candidate(GELU_LINEAR_BACKWARD, "cublaslt.products", describe_backwa
 gemm_wiring.candidate(
     GELU_LINEAR_BACKWARD, "triton.products", partial(describe_backward, engine="triton"), _SOURCES
 )
+for _engine in ("cublaslt", "triton"):
+    for _op, _describe in ((GELU_LINEAR, describe), (GELU_LINEAR_BACKWARD, describe_backward)):
+        gemm_padded.candidate(
+            _op, f"{_engine}.padded", partial(_describe, engine=_engine), _SOURCES
+        )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...plans import Key, TensorSpec
-from ..common import gemm_steps, gemm_wiring, triton_layer_norm, triton_reduce, wiring
+from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_layer_norm, triton_reduce, wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product, Start
 from . import LAYER_NORM_LINEAR, LAYER_NORM_LINEAR_BACKWARD, again, saves
@@ -157,3 +157,11 @@ gemm_wiring.candidate(
     partial(describe_backward, engine="triton"),
     _SOURCES,
 )
+for _engine in ("cublaslt", "triton"):
+    for _op, _describe in (
+        (LAYER_NORM_LINEAR, describe),
+        (LAYER_NORM_LINEAR_BACKWARD, describe_backward),
+    ):
+        gemm_padded.candidate(
+            _op, f"{_engine}.padded", partial(_describe, engine=_engine), _SOURCES
+        )

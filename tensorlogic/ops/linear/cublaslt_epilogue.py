@@ -9,6 +9,7 @@ from math import prod
 
 from ...plans import Key
 from ..common import (
+    gemm_padded,
     gemm_steps,
     gemm_wiring,
     triton_columns,
@@ -84,3 +85,8 @@ gemm_wiring.candidate(LINEAR_BACKWARD, "cublaslt.products", describe_backward, _
 gemm_wiring.candidate(
     LINEAR_BACKWARD, "triton.products", partial(describe_backward, engine="triton"), _SOURCES
 )
+gemm_padded.candidate(LINEAR, "cublaslt.padded", describe, _SOURCES)
+gemm_padded.candidate(LINEAR, "triton.padded", triton_tiled.describe, _SOURCES)
+for _engine in ("cublaslt", "triton"):
+    _described = partial(describe_backward, engine=_engine)
+    gemm_padded.candidate(LINEAR_BACKWARD, f"{_engine}.padded", _described, _SOURCES)

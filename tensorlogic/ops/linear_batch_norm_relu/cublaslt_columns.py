@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from ...plans import Key, TensorSpec
-from ..common import gemm_steps, gemm_wiring, triton_columns, wiring
+from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_columns, wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product, Start
 from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD
 
 
-def _refusal(vectors: tuple[TensorSpec | None, ...]) -> str | None:
+def vectors_refusal(vectors: tuple[TensorSpec | None, ...]) -> str | None:
+    """Why some of these vectors cannot be read as ones that lie together, or None."""
     for t in vectors:
         if t is not None and (
             t.dtype not in wiring.KERNEL_DTYPES or (prod(t.shape) != 1 and t.stride[0] != 1)
@@ -25,7 +26,8 @@ def _refusal(vectors: tuple[TensorSpec | None, ...]) -> str | None:
     return None
 
 
-def _dtypes(**given: TensorSpec | str | None) -> dict[str, str | None]:
+def dtypes_of(**given: TensorSpec | str | None) -> dict[str, str | None]:
+    """dtype by name; None: absent."""
     return {name: t.dtype if isinstance(t, TensorSpec) else t for name, t in given.items()}
 
 
@@ -36,7 +38,9 @@ def describe(key: Key) -> Plan | str:
     if key.flag("training") or mean is None or var is None:
         return "the batch's statistics are needed before the pass"
     found = gemm_wiring.product_of(x, weight)
-    reason = wiring.one_dtype(key, "x", "weight", "bias") or _refusal((mean, var, gamma, beta))
+    reason = wiring.one_dtype(key, "x", "weight", "bias") or vectors_refusal(
+        (mean, var, gamma, beta)
+    )
     if reason is not None or isinstance(found, str):
         return reason or str(found)
     m, n, k, rows, w = found
@@ -45,7 +49,7 @@ def describe(key: Key) -> Plan | str:
     product = Product(
         spec, {"x": "x", "w": "weight", "bias": "bias"}, {"y": ("z", shape, dtype)}, "cublaslt"
     )
-    dtypes = _dtypes(z=dtype, mean=mean, var=var, gamma=gamma, beta=beta, y=dtype)
+    dtypes = dtypes_of(z=dtype, mean=mean, var=var, gamma=gamma, beta=beta, y=dtype)
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
         return triton_columns.apply_launcher(m, n, dtypes, config, device, align)
@@ -73,14 +77,16 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
         return "dz needs the column sums first"
     needs = key.flag("needs")
     found = gemm_steps.matrices(("x", x), ("weight", weight), ("dy", dy))
-    reason = wiring.one_dtype(key, "dy", "x", "weight", "y", "z") or _refusal((mean, var, gamma))
+    reason = wiring.one_dtype(key, "dy", "x", "weight", "y", "z") or vectors_refusal(
+        (mean, var, gamma)
+    )
     if reason is not None or isinstance(found, str):
         return reason or str(found)
     if not all(wiring.is_contiguous(t) for t in (dy, y, z)):
         return "dy, y or z is not contiguous"
     other, m, (n, k), dtype = found[0], prod(dy.shape[:-1]), weight.shape, dy.dtype
     outer = gamma.dtype if gamma else dtype
-    dtypes = _dtypes(
+    dtypes = dtypes_of(
         dy=dtype, y=dtype, z=dtype, mean=mean, var=var, gamma=gamma, dz=dtype, db=dtype, dgamma=outer, dbeta=outer
     )  # fmt: skip
 
@@ -133,4 +139,8 @@ gemm_wiring.candidate(
     "triton.columns",
     partial(describe_backward, engine="triton"),
     _SOURCES,
+)
+gemm_padded.candidate(LINEAR_BATCH_NORM_RELU, "cublaslt.padded", describe, _SOURCES)
+gemm_padded.candidate(
+    LINEAR_BATCH_NORM_RELU_BACKWARD, "cublaslt.padded", describe_backward, _SOURCES
 )

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 from ...plans import Key
-from ..common import gemm_wiring
+from ..common import gemm_padded, gemm_wiring
 from ..common.gemm_wiring import Plan, Product
 from . import MATMUL, triton_tiled
 
@@ -24,4 +24,6 @@ def describe(key: Key) -> Plan | str:
     )
 
 
-gemm_wiring.candidate(MATMUL, "cublaslt.epilogue", describe, (triton_tiled, sys.modules[__name__]))
+_SOURCES = (triton_tiled, sys.modules[__name__])
+gemm_wiring.candidate(MATMUL, "cublaslt.epilogue", describe, _SOURCES)
+gemm_padded.candidate(MATMUL, "cublaslt.padded", describe, _SOURCES)

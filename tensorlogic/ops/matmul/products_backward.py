@@ -8,7 +8,7 @@ from functools import partial
 from math import prod
 
 from ...plans import Key, TensorSpec
-from ..common import gemm_steps, gemm_wiring, triton_elementwise, wiring
+from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_elementwise, wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product
 from . import MATMUL_BACKWARD, triton_tiled
@@ -80,3 +80,6 @@ gemm_wiring.candidate(
     MATMUL_BACKWARD, "cublaslt.products", partial(describe, engine="cublaslt"), _SOURCES
 )
 gemm_wiring.candidate(MATMUL_BACKWARD, "triton.products", describe, _SOURCES)
+for _engine in ("cublaslt", "triton"):
+    _described = partial(describe, engine=_engine)
+    gemm_padded.candidate(MATMUL_BACKWARD, f"{_engine}.padded", _described, _SOURCES)

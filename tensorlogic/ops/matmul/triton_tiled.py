@@ -7,11 +7,17 @@ import sys
 from math import prod
 
 from ...plans import Key, TensorSpec
-from ..common import gemm_wiring
+from ..common import gemm_padded, gemm_wiring
 from ..common.activations import SMOOTH
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product
 from . import MATMUL
+
+
+def broadcast(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    """The batch dimensions that both stand for; of a shape with fewer, those before are 1."""
+    pairs = itertools.zip_longest(reversed(left), reversed(right), fillvalue=1)
+    return tuple(n if m == 1 else m for m, n in pairs)[::-1]
 
 
 def batch_stride(t: TensorSpec, batch: tuple[int, ...]) -> int | None:
@@ -40,7 +46,7 @@ def describe(key: Key) -> Plan | str:
     (m, k), n = a.shape[-2:], b.shape[-1]
     if 0 in (*a.shape, *b.shape):
         return "empty"
-    lead = max(a.shape[:-2], b.shape[:-2], key=len)
+    lead = broadcast(a.shape[:-2], b.shape[:-2])
     left, right = _operand(a), _operand(b)
     batch = prod(lead)
     if len(b.shape) == 2:
@@ -64,3 +70,4 @@ def describe(key: Key) -> Plan | str:
 
 
 gemm_wiring.candidate(MATMUL, "triton.tiled", describe, (sys.modules[__name__],))
+gemm_padded.candidate(MATMUL, "triton.padded", describe, (sys.modules[__name__],))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs
 from ...plans import Key
-from ..common import checks, costs, folded
+from ..common import checks, costs, folded, samples
 
 
 def _softmax(x: Tensor, dim: int, save: bool) -> tuple[Tensor, ...]:
@@ -46,7 +46,7 @@ def _backward(
 
 def _wide_logits(key: Key, values: dict[str, Any]) -> None:
     """Values up to hundreds: careless exponentials overflow."""
-    values["x"].mul_(100)
+    samples.multiply(values["x"], 100)
 
 
 def _cases() -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs
 from ...plans import Key, TensorSpec
-from ..common import checks, costs
+from ..common import checks, costs, samples
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -126,7 +126,7 @@ def some_ignored(key: Key, values: dict[str, Any]) -> None:
 
 def _row_statistics(key: Key, values: dict[str, Any]) -> None:
     """Wide logits, careless exponentials overflow, and rows that are ignored."""
-    values["logits"].mul_(40)
+    samples.multiply(values["logits"], 40)
     some_ignored(key, values)
 
 

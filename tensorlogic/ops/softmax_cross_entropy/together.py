@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import capture_watch, policies, registry, selector, stores
 from ...op import EAGER, Candidate, Config, Launcher, Op, key_flags
 from ...plans import Key, TensorSpec
-from ..common import costs
+from ..common import costs, samples
 from . import SOFTMAX_CROSS_ENTROPY as FORWARD
 from . import SOFTMAX_CROSS_ENTROPY_BACKWARD as BACKWARD
 from . import some_ignored
@@ -62,7 +62,7 @@ def _prepare(key: Key, values: dict[str, Any]) -> None:
 
 def _stress(key: Key, values: dict[str, Any]) -> None:
     """Wide logits, rows that are ignored, and another gradient than before."""
-    values["logits"].mul_(40)
+    samples.multiply(values["logits"], 40)
     some_ignored(key, values)
     values["dloss"].fill_(3.0)
 

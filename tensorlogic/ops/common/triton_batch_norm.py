@@ -1,0 +1,345 @@
+"""Batch normalisation with ReLU by the batch's own statistics over [M, N], and its gradient: whole columns held, or passes that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tensorlogic.ops.common.triton_columns import (
+    arrive,
+    backward_configs,
+    column,
+    gathered,
+    leave,
+)
+from tensorlogic.ops.common.triton_launch import prepare
+from tensorlogic.ops.common.triton_math import follow, relu
+
+
+@triton.jit
+def remember(
+    running_mean_ptr, running_var_ptr, mean_ptr, var_ptr, rstd_ptr, col, live, mean, square, M, eps, momentum,
+):  # fmt: skip
+    """Store the statistics of columns whose distances from the mean have squares that sum to `square`; move the running ones there,
+    the variance unbiased."""
+    var = square / M
+    tl.store(mean_ptr + col, mean, mask=live)
+    tl.store(rstd_ptr + col, tl.rsqrt(var + eps), mask=live)
+    if var_ptr is not None:
+        tl.store(var_ptr + col, var, mask=live)
+    if running_mean_ptr is not None:
+        before = column(running_mean_ptr, col, live, 0.0)
+        after = before + momentum * (mean - before)
+        tl.store(running_mean_ptr + col, after.to(running_mean_ptr.dtype.element_ty), mask=live)
+    if running_var_ptr is not None:
+        before = column(running_var_ptr, col, live, 0.0)
+        after = before + momentum * (square / (M - 1) - before)
+        tl.store(running_var_ptr + col, after.to(running_var_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def batch_norm_relu_fwd_held(
+    z_ptr, running_mean_ptr, running_var_ptr, gamma_ptr, beta_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, eps, momentum,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y = relu((z - mean) rstd gamma + beta), mean and rstd those of z's columns, which each program holds whole: z is read once."""
+    follow(PDL)
+    row = tl.arange(0, BLOCK_M)
+    col = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    live = col < N
+    mask = (row < M)[:, None] & live[None, :]
+    at = (row * N)[:, None] + col[None, :]
+    z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(z, 0) / M
+    away = tl.where(mask, z - mean[None, :], 0.0)
+    square = tl.sum(away * away, 0)
+    remember(
+        running_mean_ptr, running_var_ptr, mean_ptr, None, rstd_ptr, col, live, mean, square, M, eps, momentum
+    )  # fmt: skip
+    scale = tl.rsqrt(square / M + eps)
+    if gamma_ptr is not None:
+        scale *= column(gamma_ptr, col, live, 0.0)
+    y = away * scale[None, :]
+    if beta_ptr is not None:
+        y += column(beta_ptr, col, live, 0.0)[None, :]
+    tl.store(y_ptr + at, relu(y).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def batch_statistics_columns(
+    z_ptr, running_mean_ptr, running_var_ptr, mean_ptr, var_ptr, rstd_ptr, space_ptr, counter_ptr, M, N, PARTS, eps, momentum,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Mean, variance and 1 / sqrt(variance + eps) of the columns of z [M, N] in float32.
+
+    PARTS programs share a column tile, each taking every PARTS-th block of rows; distances are from the mean of a part's first
+    block, and the last to arrive joins their means and squares in fixed order (Chan et al., 1979).
+    """
+    follow(PDL)
+    tile = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    col = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+    live = col < N
+    lane = tl.arange(0, BLOCK_R)
+    row = part * BLOCK_R + lane
+    mask = (row < M)[:, None] & live[None, :]
+    at = (row.to(tl.int64) * N)[:, None] + col[None, :]
+    first = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    count = tl.minimum(M - part * BLOCK_R, BLOCK_R)
+    near = tl.sum(first, 0) / count
+    level = tl.where(mask, first - near[None, :], 0.0)
+    square = level * level
+    for start in range((part + PARTS) * BLOCK_R, M, PARTS * BLOCK_R):
+        row = start + lane
+        mask = (row < M)[:, None] & live[None, :]
+        at = (row.to(tl.int64) * N)[:, None] + col[None, :]
+        z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        away = tl.where(mask, z - near[None, :], 0.0)
+        level += away
+        square += away * away
+        count += tl.minimum(M - start, BLOCK_R)
+    shift = tl.sum(level, 0) / count
+    leave(space_ptr, tile, part, PARTS, near + shift, 0, 2, BLOCK_C)
+    leave(space_ptr, tile, part, PARTS, tl.sum(square, 0) - shift * shift * count, 1, 2, BLOCK_C)
+    last = arrive(counter_ptr, tile, PARTS)
+    p = tl.arange(0, BLOCK_P)
+    blocks = (tl.cdiv(M, BLOCK_R) - p + PARTS - 1) // PARTS  # of each part
+    over = tl.where(p == (tl.cdiv(M, BLOCK_R) - 1) % PARTS, tl.cdiv(M, BLOCK_R) * BLOCK_R - M, 0)
+    counts = tl.where(p < PARTS, blocks * BLOCK_R - over, 0).to(tl.float32)[:, None]
+    there = ((p < PARTS) & last)[:, None]
+    ptrs = space_ptr + ((tile * PARTS + p) * 2).to(tl.int64)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]  # fmt: skip
+    means = tl.load(ptrs, mask=there, other=0.0, cache_modifier=".cg")
+    squares = tl.load(ptrs + BLOCK_C, mask=there, other=0.0, cache_modifier=".cg")
+    mean = tl.sum(counts * means, 0) / M
+    apart = means - mean[None, :]
+    total = tl.maximum(tl.sum(squares + counts * apart * apart, 0), 0.0)
+    remember(
+        running_mean_ptr, running_var_ptr, mean_ptr, var_ptr, rstd_ptr, col, live & last, mean, total, M, eps, momentum
+    )  # fmt: skip
+
+
+@triton.jit
+def left_over(sums, total, moment, M):
+    """What the columns of g - (total + n moment) / M sum to, where g's sum to `total` and n's to `sums`; not finite where `total` is not."""
+    return total * 0.0 - moment * (sums / M)
+
+
+@triton.jit
+def batch_norm_relu_bwd_held(
+    dy_ptr, y_ptr, z_ptr, mean_ptr, rstd_ptr, gamma_ptr, dz_ptr, db_ptr, dgamma_ptr, dbeta_ptr, M, N,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """With g = dy but 0 where y <= 0 (NaN passes) and n = (z - mean) rstd: dgamma = sum g n, dbeta = sum g over M, and
+    dz = gamma rstd (g - (dbeta + n dgamma) / M), whose own sum is db: 0 but for rounding where n sums to 0. Each program holds whole
+    columns."""
+    follow(PDL)
+    row = tl.arange(0, BLOCK_M)
+    col = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    live = col < N
+    mask = (row < M)[:, None] & live[None, :]
+    at = (row * N)[:, None] + col[None, :]
+    dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    rstd = column(rstd_ptr, col, live, 1.0)
+    n = (z - column(mean_ptr, col, live, 0.0)[None, :]) * rstd[None, :]
+    g = tl.where(y <= 0, 0.0, dy)
+    total = tl.sum(g, 0)
+    moment = tl.sum(tl.where(y <= 0, 0.0, dy * n), 0)
+    scale = rstd
+    if gamma_ptr is not None:
+        scale = rstd * column(gamma_ptr, col, live, 0.0)
+    dz = (g - (total[None, :] + n * moment[None, :]) / M) * scale[None, :]
+    tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+    db = left_over(tl.sum(tl.where(mask, n, 0.0), 0), total, moment, M) * scale
+    tl.store(db_ptr + col, db.to(db_ptr.dtype.element_ty), mask=live)
+    tl.store(dbeta_ptr + col, total.to(dbeta_ptr.dtype.element_ty), mask=live)
+    tl.store(dgamma_ptr + col, moment.to(dgamma_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def batch_norm_relu_bwd_sums(
+    dy_ptr, y_ptr, z_ptr, mean_ptr, rstd_ptr, gamma_ptr, total_ptr, moment_ptr, db_ptr, dgamma_ptr, dbeta_ptr, space_ptr, counter_ptr,
+    M, N, PARTS, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The sums of `batch_norm_relu_bwd_held`, dbeta and dgamma in float32 as `total` and `moment`, too; shared as in
+    `batch_statistics_columns`."""
+    follow(PDL)
+    tile = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    col = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+    live = col < N
+    lane = tl.arange(0, BLOCK_R)
+    mean = column(mean_ptr, col, live, 0.0)
+    plain = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    along = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    level = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for start in range(part * BLOCK_R, M, PARTS * BLOCK_R):
+        row = start + lane
+        mask = (row < M)[:, None] & live[None, :]
+        at = (row.to(tl.int64) * N)[:, None] + col[None, :]
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        away = z - mean[None, :]
+        plain += tl.where(y <= 0, 0.0, dy)
+        along += tl.where(y <= 0, 0.0, dy * away)
+        level += tl.where(mask, away, 0.0)
+    leave(space_ptr, tile, part, PARTS, tl.sum(plain, 0), 0, 3, BLOCK_C)
+    leave(space_ptr, tile, part, PARTS, tl.sum(along, 0), 1, 3, BLOCK_C)
+    leave(space_ptr, tile, part, PARTS, tl.sum(level, 0), 2, 3, BLOCK_C)
+    last = arrive(counter_ptr, tile, PARTS)
+    rstd = column(rstd_ptr, col, live, 1.0)
+    total = gathered(space_ptr, tile, PARTS, last, 0, 3, BLOCK_C, BLOCK_P)
+    moment = gathered(space_ptr, tile, PARTS, last, 1, 3, BLOCK_C, BLOCK_P) * rstd
+    sums = gathered(space_ptr, tile, PARTS, last, 2, 3, BLOCK_C, BLOCK_P) * rstd
+    db = left_over(sums, total, moment, M) * rstd
+    if gamma_ptr is not None:
+        db *= column(gamma_ptr, col, live, 0.0)
+    tl.store(total_ptr + col, total, mask=live & last)
+    tl.store(moment_ptr + col, moment, mask=live & last)
+    tl.store(db_ptr + col, db.to(db_ptr.dtype.element_ty), mask=live & last)
+    tl.store(dbeta_ptr + col, total.to(dbeta_ptr.dtype.element_ty), mask=live & last)
+    tl.store(dgamma_ptr + col, moment.to(dgamma_ptr.dtype.element_ty), mask=live & last)
+
+
+@triton.jit
+def batch_norm_relu_bwd_tiled(
+    dy_ptr, y_ptr, z_ptr, mean_ptr, rstd_ptr, gamma_ptr, total_ptr, moment_ptr, dz_ptr, M, N,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """dz of `batch_norm_relu_bwd_held` from the sums of `batch_norm_relu_bwd_sums`."""
+    follow(PDL)
+    tiles_c = tl.cdiv(N, BLOCK_C)
+    row = (tl.program_id(0) // tiles_c).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    col = (tl.program_id(0) % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    live = col < N
+    mask = (row < M)[:, None] & live[None, :]
+    at = (row * N)[:, None] + col[None, :]
+    dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    rstd = column(rstd_ptr, col, live, 1.0)
+    n = (z - column(mean_ptr, col, live, 0.0)[None, :]) * rstd[None, :]
+    g = tl.where(y <= 0, 0.0, dy)
+    scale = rstd
+    if gamma_ptr is not None:
+        scale = rstd * column(gamma_ptr, col, live, 0.0)
+    total, moment = column(total_ptr, col, live, 0.0), column(moment_ptr, col, live, 0.0)
+    dz = (g - (total[None, :] + n * moment[None, :]) / M) * scale[None, :]
+    tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+
+
+HELD = {"fwd": 64, "bwd": 32}  # elements that a thread has of each matrix, at most
+_HELD = ((32, 8), (16, 8), (64, 8), (32, 4), (16, 4), (16, 16))  # BLOCK_C, num_warps
+
+
+def held_configs(rows: int, columns: int, way: str) -> tuple[dict[str, Any], ...]:
+    """Configurations of the kernels that hold whole columns, `way` "fwd" or "bwd", best guess first; none where they are too long."""
+    block_m, widest = max(16, triton.next_power_of_2(rows)), triton.next_power_of_2(columns)
+    if rows * columns >= 2**31:  # places are counted in 32 bits
+        return ()
+    return tuple(
+        {"BLOCK_M": block_m, "BLOCK_C": block_c, "num_warps": warps}
+        for block_c, warps in _HELD
+        if block_c <= max(16, widest) and block_m * block_c <= min(8, warps) * 32 * HELD[way]
+    )
+
+
+def sums_configs(rows: int, columns: int, multiprocessors: int = 132) -> tuple[dict[str, Any], ...]:
+    """Configurations of the kernel with three sums a column, best guess first: half as many rows at a time as two would leave room for."""
+    return tuple(
+        c | {"BLOCK_R": c["BLOCK_R"] // 2} for c in backward_configs(rows, columns, multiprocessors)
+    )
+
+
+def _launcher(
+    kernel: Any, rows: int, columns: int, dtypes: dict[str, str | None], floats: tuple[str, ...], config: dict[str, Any],
+    device: torch.device, align: int,
+) -> Callable[..., bool]:  # fmt: skip
+    """Any of these kernels: over tiles, whole columns where BLOCK_M says so, or column tiles that `parts` programs share."""
+    integers = {"M": rows, "N": columns}
+    pointers = {f"{name}_ptr": dtype for name, dtype in dtypes.items() if dtype is not None}
+    constexprs = {name: value for name, value in config.items() if name.startswith("BLOCK")}
+    tiles = triton.cdiv(columns, config["BLOCK_C"])
+    if "parts" in config:
+        pointers |= {"space_ptr": "f32", "counter_ptr": "i32"}
+        integers["PARTS"] = config["parts"]
+        constexprs["BLOCK_P"] = triton.next_power_of_2(config["parts"])
+        tiles *= config["parts"]
+    elif "BLOCK_R" in config:
+        tiles *= triton.cdiv(rows, config["BLOCK_R"])
+    return prepare(
+        kernel, grid=(tiles, 1, 1), pointers=pointers, integers=integers, floats=floats, constexprs=constexprs,
+        num_warps=config["num_warps"], num_stages=1, device=device, align=align,
+    )  # fmt: skip
+
+
+def held_launcher(
+    rows: int,
+    columns: int,
+    dtypes: dict[str, str | None],
+    config: dict[str, Any],
+    device: torch.device,
+    align: int,
+) -> Callable[..., bool]:
+    """A callable (z[, running_mean][, running_var][, gamma][, beta], y, mean, rstd, eps, momentum) -> bool, all contiguous; `dtypes`: of
+    all up to rstd, None: absent. mean and rstd are float32."""
+    return _launcher(
+        batch_norm_relu_fwd_held, rows, columns, dtypes, ("eps", "momentum"), config, device, align
+    )
+
+
+def statistics_launcher(
+    rows: int,
+    columns: int,
+    dtypes: dict[str, str | None],
+    config: dict[str, Any],
+    device: torch.device,
+    align: int,
+) -> Callable[..., bool]:
+    """A callable (z[, running_mean][, running_var], mean, var, rstd, space, counter, eps, momentum) -> bool likewise; space and counter as
+    `triton_columns.backward_space` says for two sums."""
+    return _launcher(
+        batch_statistics_columns, rows, columns, dtypes, ("eps", "momentum"), config, device, align
+    )
+
+
+def held_backward_launcher(
+    rows: int,
+    columns: int,
+    dtypes: dict[str, str | None],
+    config: dict[str, Any],
+    device: torch.device,
+    align: int,
+) -> Callable[..., bool]:
+    """A callable (dy, y, z, mean, rstd[, gamma], dz, db, dgamma, dbeta) -> bool likewise."""
+    return _launcher(batch_norm_relu_bwd_held, rows, columns, dtypes, (), config, device, align)
+
+
+def sums_launcher(
+    rows: int,
+    columns: int,
+    dtypes: dict[str, str | None],
+    config: dict[str, Any],
+    device: torch.device,
+    align: int,
+) -> Callable[..., bool]:
+    """A callable (dy, y, z, mean, rstd[, gamma], total, moment, db, dgamma, dbeta, space, counter) -> bool likewise, for three sums; total and moment are float32."""
+    return _launcher(batch_norm_relu_bwd_sums, rows, columns, dtypes, (), config, device, align)
+
+
+def gradient_launcher(
+    rows: int,
+    columns: int,
+    dtypes: dict[str, str | None],
+    config: dict[str, Any],
+    device: torch.device,
+    align: int,
+) -> Callable[..., bool]:
+    """A callable (dy, y, z, mean, rstd[, gamma], total, moment, dz) -> bool likewise."""
+    return _launcher(batch_norm_relu_bwd_tiled, rows, columns, dtypes, (), config, device, align)

@@ -1,0 +1,41 @@
+"""Sample inputs for measuring, where elements share memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tensorlogic.checking import Checker
+from tensorlogic.op import OPS
+from tensorlogic.ops.common import samples
+
+CPU = torch.device("cpu")
+ROWS = torch.randn(1, 12).expand(5, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("softmax", (ROWS, -1, False)),
+        ("softmax_cross_entropy", (ROWS, torch.arange(5), -100, 0.0, "mean", False)),
+        ("sum", (ROWS, (1,), False, False)),
+        ("linear", (ROWS, torch.randn(3, 12), None, None, None, False)),
+        ("matmul", (ROWS, torch.randn(12, 3), "none", False)),
+    ],
+)
+def test_expanded_tensors_are_checked_like_any(name: str, args: tuple[Any, ...]) -> None:
+    op = OPS[name]
+    key = op.key(args, "inference")
+    checker = Checker(op, key, CPU)
+    assert checker.check(op.candidates["torch.eager"].bind(key, {}, CPU))
+
+
+def test_shared_numbers_are_multiplied_once() -> None:
+    t = torch.ones(1, 3, 1).expand(4, 3, 2)
+    samples.multiply(t, 5.0)
+    assert torch.equal(t, torch.full((4, 3, 2), 5.0))
+    number = torch.tensor(2.0)
+    samples.multiply(number, 3.0)
+    assert number == 6

@@ -1,0 +1,192 @@
+"""linear_batch_norm_relu in training: its kernels' statistics, outputs and gradients against float64: on a GPU, else in the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .test_triton_columns import DEVICE, close, rand
+
+from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.op import OPS  # isort: skip
+from tensorlogic.ops.common import triton_batch_norm as kernels  # isort: skip
+from tensorlogic.ops.common import triton_columns, triton_launch  # isort: skip
+from tensorlogic.plans import Key  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
+registry.ready(DEVICE.type)
+OP, BACKWARD = OPS["linear_batch_norm_relu"], OPS["linear_batch_norm_relu_backward"]
+IDS = ("triton.held", "triton.statistics")
+SIZES = ((2, 8, 5), (33, 17, 37), (67, 16, 16))
+VECTORS = ("bias", "running_mean", "running_var", "gamma", "beta")
+
+
+def inputs(m: int, k: int, n: int, dtype: str, given: str) -> list[Tensor | None]:
+    """x, weight and the vectors; those not `given` are absent."""
+    found: dict[str, Tensor] = {
+        "bias": rand(n, dtype=dtype) + 3, "running_mean": rand(n, dtype="f32"),
+        "running_var": torch.rand(n, device=DEVICE) + 0.5, "gamma": rand(n, dtype=dtype), "beta": rand(n, dtype=dtype),
+    }  # fmt: skip
+    x, weight = rand(m, k, dtype=dtype), (rand(n, k, dtype=dtype) * k**-0.5)
+    return [x, weight, *(found[name] if name in given.split() else None for name in VECTORS)]
+
+
+def wide(values: list[Any]) -> list[Any]:
+    return [v.double() if isinstance(v, Tensor) else v for v in values]
+
+
+def copied(values: list[Any]) -> list[Any]:
+    return [v.clone() if isinstance(v, Tensor) else v for v in values]
+
+
+def bound(op: Any, id: str, key: Key) -> list[Any]:
+    """Launchers of every configuration whose program is small enough for the interpreter."""
+    candidate = op.candidates[id]
+    assert candidate.unfit(key) is None
+    return [candidate.bind(key, config, DEVICE) for config in candidate.configs(key)[:3]]
+
+
+@pytest.mark.parametrize("id", IDS)
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@pytest.mark.parametrize("given", [" ".join(VECTORS), "running_mean running_var beta", "gamma", ""])
+def test_a_training_pass(id: str, dtype: str, given: str) -> None:
+    for m, k, n in SIZES[dtype == "f16" :]:  # two halves tell little of what spreads
+        args = inputs(m, k, n, dtype, given)
+        flags = (1e-3, True, 0.3, True)
+        exact = wide(args)
+        want = OP.reference(*exact, *flags)
+        for launch in bound(OP, id, OP.key((*args, *flags), "forward")):
+            mine = copied(args)
+            got = launch(*mine)
+            for ours, exactly in zip((*got, *mine[3:5]), (*want, *exact[3:5]), strict=True):
+                if exactly is not None:
+                    assert ours.shape == exactly.shape
+                    close(ours, exactly, dtype)
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_what_is_not_recorded_is_not_kept(id: str) -> None:
+    args = inputs(9, 8, 5, "f16", "")
+    key = OP.key((*args, 1e-5, True, 0.1, False), "inference")
+    y, z, mean, rstd = bound(OP, id, key)[0](*args)
+    assert y.shape == (9, 5)
+    assert z.shape == (0,)
+    assert z.dtype == torch.float16
+    assert mean.shape == rstd.shape == (5,)
+
+
+@pytest.mark.parametrize("id", IDS)
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@pytest.mark.parametrize("gamma", [True, False])
+@pytest.mark.parametrize("off", [True, False])
+def test_a_training_step_backward(id: str, dtype: str, gamma: bool, off: bool) -> None:
+    for m, k, n in SIZES[1:]:
+        args = inputs(m, k, n, dtype, "gamma bias" if gamma else "bias")
+        y, z, mean, rstd = OP.reference(*args, 1e-3, True, 0.1, True)
+        dy = rand(m, n, dtype=dtype)
+        if off:  # statistics of another batch
+            mean, rstd = mean + 0.3, rstd * 1.5
+        saved = [dy, args[0], args[1], y, z, mean.float(), rstd.float(), args[5]]
+        key = BACKWARD.key((*saved, True, 1e-3, "11111"), "backward")
+        want = BACKWARD.reference(*wide(saved), True, 1e-3, "11111")
+        for launch in bound(BACKWARD, id, key):
+            for name, ours, exactly in zip("xwbge", launch(*saved), want, strict=True):
+                scale = (
+                    exactly.abs().max() + (name == "b") * m**0.5
+                )  # db is hardly more than rounding
+                bound_by = 4e-3 if dtype == "f16" else 2e-5
+                assert (ours.double() - exactly).abs().max() <= bound_by * scale, name
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_nothing_that_is_not_finite_is_hidden(id: str) -> None:
+    args = inputs(9, 8, 5, "f32", "gamma")
+    y, z, mean, rstd = OP.reference(*args, 1e-3, True, 0.1, True)
+    dy = rand(9, 5, dtype="f32")
+    y[3, 2], dy[3, 2] = 1.0, float("inf")
+    saved = [dy, args[0], args[1], y, z, mean, rstd, args[5]]
+    for launch in bound(BACKWARD, id, BACKWARD.key((*saved, True, 1e-3, "11111"), "backward")):
+        *_, db, dgamma, dbeta = launch(*saved)
+        for sums in (db, dgamma, dbeta):
+            assert not sums[2].isfinite()
+            assert sums[[0, 1, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("parts", [1, 3, 5])
+def test_columns_far_from_zero_keep_their_digits(parts: int) -> None:
+    """Means a thousand deviations away, and a first row that is far off, cost no digits of the variance."""
+    m, n = 83, 20
+    z = rand(m, n, dtype="f32") + 1000
+    z[0] -= 900
+    exact = z.double()
+    config = {"BLOCK_R": 8, "BLOCK_C": 32, "parts": parts, "num_warps": 4}
+    dtypes = dict.fromkeys(("z", "mean", "var", "rstd"), "f32")
+    space, counters = triton_columns.backward_space(n, 2, config)
+    room = torch.full((space,), float("nan"), device=DEVICE)
+    counter = torch.zeros(counters, device=DEVICE, dtype=torch.int32)
+    run = kernels.statistics_launcher(m, n, dtypes, config, DEVICE, 4)
+    for _ in range(2):  # the second run finds the counters as the first one left them
+        mean, var, rstd = (torch.full((n,), float("nan"), device=DEVICE) for _ in range(3))
+        assert run(z, mean, var, rstd, room, counter, 1e-3, 0.1)
+        torch.testing.assert_close(mean.double(), exact.mean(0), rtol=1e-6, atol=0)
+        torch.testing.assert_close(var.double(), exact.var(0, correction=0), rtol=1e-5, atol=0)
+        assert not counter.any()
+
+
+def test_which_keys_are_left_to_others() -> None:
+    x, w = rand(4, 8), rand(6, 8)
+    stats = (rand(6), rand(6).abs() + 1)
+
+    def said(id: str, *args: Any) -> str:
+        return str(OP.candidates[id].unfit(OP.key(args, "forward")))
+
+    evaluation = (x, w, None, *stats, None, None, 1e-5, False, 0.1, True)
+    assert "given" in said("triton.held", *evaluation)
+    strided = rand(12)[::2]
+    assert "strided" in said("triton.held", x, w, None, *stats, strided, None, 1e-5, True, 0.1, True)  # fmt: skip
+    long = rand(5000, 8)
+    assert "too long" in said("triton.held", long, w, None, *stats, None, None, 1e-5, True, 0.1, True)  # fmt: skip
+    assert "too long" not in said("triton.statistics", long, w, None, *stats, None, None, 1e-5, True, 0.1, True)  # fmt: skip
+
+
+def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, jobs = torch.device("cuda", 0), []
+    forward = ("z", "running_mean", "running_var", "gamma", "beta", "y", "mean", "rstd")
+    kept = ("dy", "y", "z", "mean", "rstd")
+    vectors = ("db", "dgamma", "dbeta")
+    for sm in (90, 80, 100):
+        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
+        for m, n in ((500, 1024), (1024, 77)):
+            for dtype in ("f16", "f32"):
+
+                def named(*names: str, dtype: str = dtype) -> dict[str, str | None]:
+                    single = ("mean", "var", "rstd", "total", "moment")
+                    return {name: "f32" if name in single else dtype for name in names}
+
+                ways: list[tuple[Any, dict[str, str | None], Any]] = [
+                    (kernels.held_launcher, named(*forward), kernels.held_configs(m, n, "fwd")),
+                    (kernels.held_backward_launcher, named(*kept, "gamma", "dz", *vectors), kernels.held_configs(m, n, "bwd")),
+                    (kernels.statistics_launcher, named(*forward[:3], "mean", "var", "rstd"), triton_columns.backward_configs(m, n)),
+                    (kernels.sums_launcher, named(*kept, "gamma", "total", "moment", *vectors), kernels.sums_configs(m, n)),
+                    (kernels.gradient_launcher, named(*kept, "gamma", "total", "moment", "dz"), triton_columns.apply_configs(m, n)),
+                ]  # fmt: skip
+                for launcher, dtypes, configs in ways:
+                    for config in configs[: 6 if sm == 90 else 1]:
+
+                        def build(launcher: Any = launcher, dtypes: Any = dtypes, config: Any = config, m: int = m, n: int = n) -> object:  # fmt: skip
+                            return launcher(m, n, dtypes, config, cuda, 16)
+
+                        jobs += triton_launch.collect(build, cuda)
+    jobs = list(dict.fromkeys(jobs))
+    assert {job.kernel for job in jobs} == {
+        "batch_norm_relu_fwd_held", "batch_norm_relu_bwd_held", "batch_statistics_columns", "batch_norm_relu_bwd_sums",
+        "batch_norm_relu_bwd_tiled",
+    }  # fmt: skip
+    bad = {}
+    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+        if not isinstance(answer, triton_launch.Resources) or answer.stack:
+            bad[f"{job.kernel} sm_{job.sm} {job.num_warps} {dict(job.constexprs)}"] = answer
+    assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())

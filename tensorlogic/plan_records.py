@@ -177,6 +177,11 @@ class Key:
         flags = sum(a != b for a, b in zip(self._flags, other._flags, strict=True))
         return found + OTHER_DTYPE * halves + UNLIKE * flags
 
+    def laid_otherwise(self, other: Key) -> int:
+        """How many tensors are there in both and laid out otherwise."""
+        pairs = zip(self._forms, other._forms, strict=True)
+        return sum(1 for a, b in pairs if a and b and a[1] != b[1])
+
     def as_aligned(self, other: Key) -> bool:
         """True when no tensor is less aligned than the same one of `other`."""
         pairs = zip(self.tensors, other.tensors, strict=True)

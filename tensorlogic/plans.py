@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 EAGER = "torch.eager"  # right for every key, so it may always be a neighbour's choice
+LAYOUT = 3.0  # doublings of every size that a tensor may be further away if it is laid out alike: layouts choose kernels
 REACH = 2.0  # how far a neighbour may be, as `Key.distance` tells; on a GPU gains are weighed against distances
 SHIPPED = Path(__file__).parent / "shipped"
 INTERVAL_S = 2.0  # between saves of one store
@@ -145,7 +146,8 @@ class PlanView:
         reach: float | None = None,
         normal: Normal = lambda key: key,
     ) -> Plan | None:
-        """The plan of the closest kin of `key` whose winners are `allowed` to serve unchecked, both seen as `normal` keys.
+        """The plan of the closest kin of `key`, those laid out alike first, whose winners are `allowed` to serve unchecked, both seen as
+        `normal` keys.
 
         Plans measured at a stronger alignment than the key's do not count. At equal distance a stored plan
         comes before a shipped one, that before one for the same chip, whose own plan of `key` is a neighbour too, then the
@@ -160,7 +162,10 @@ class PlanView:
                 for i, shelf in enumerate(self._loaded())
                 for own, plan in shelf.relatives(here, normal)
             ]
-        ranked = ((here.distance(own), i, plan.key.text, plan) for i, own, plan in relatives)
+        ranked = (
+            (here.distance(own) + LAYOUT * here.laid_otherwise(own), i, plan.key.text, plan)
+            for i, own, plan in relatives
+        )
         for distance, shelf, _, plan in sorted(ranked, key=lambda rank: rank[:3]):
             if distance > reach:
                 return None

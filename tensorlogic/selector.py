@@ -24,7 +24,7 @@ CLEAR_WIN = 0.95  # a guess must promise this much before it replaces eager unme
 ANOTHER_WAY = (
     16.0  # between configurations for each word that differs, more than numbers and switches do
 )
-SLACK = 0.25  # of its time, that a neighbour's tiles may lose for each doubling between the sizes
+SLACK = 0.1  # of its time, that a neighbour's tiles may lose for each doubling between the sizes
 _SAID: set[tuple[str, str]] = set()
 
 

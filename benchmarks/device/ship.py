@@ -127,15 +127,19 @@ def elements(dtype: torch.dtype) -> Iterator[Call]:
         yield tensorlogic.affine, (a.view(-1, 256), row, row)
         for fn in (tensorlogic.add, tensorlogic.mul, tensorlogic.mul_relu):
             yield fn, (a.view(-1, 256), row)
-    for rows, columns in ((48, 333), (1536, 384), (12, 30000), (6000, 3000)):
+
+
+def strided(dtype: torch.dtype) -> Iterator[Call]:
+    """Element-wise ops on rows with gaps between them and on operands that lie across."""
+    for rows, columns in ((6000, 3000), (1536, 384), (48, 333), (50, 200001), (12, 30000)):
         a = normal(dtype, rows, columns)
         padded, turned = (
             normal(dtype, rows, columns + 8)[:, :columns],
             normal(dtype, columns, rows).t(),
         )
-        for fn in (tensorlogic.add, tensorlogic.add_relu):
-            yield fn, (padded, a)
+        for fn in (tensorlogic.add, tensorlogic.mul, tensorlogic.add_relu):
             yield fn, (turned, a)
+            yield fn, (padded, a)
         yield tensorlogic.gelu, (padded,)
         yield tensorlogic.affine, (turned, a, a)
 
@@ -185,7 +189,7 @@ def groups() -> Iterator[Iterator[Call]]:
     yield recorded(odd(f16))
     yield scores(f16)
     for dtype in (f16, f32):
-        for some in (rows, elements, reductions):
+        for some in (rows, elements, strided, reductions):
             yield some(dtype)
         yield recorded(call for call in itertools.chain(rows(dtype), elements(dtype)) if call[0] in RECORDED)  # fmt: skip
     yield scores(f32)

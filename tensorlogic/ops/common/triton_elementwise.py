@@ -313,9 +313,10 @@ def elementwise_rows(
     OP: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
     A_MODE: tl.constexpr, B_MODE: tl.constexpr, C_MODE: tl.constexpr,
     EVICT: tl.constexpr, STORE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, OUTER: tl.constexpr,
-    PDL: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y (and z) = OP(a, b, c) over [O, P, R, C], each operand by strides of its own; float32, rounded once.
+    """y (and z) = OP(a, b, c) over [O, P, R, C], each operand by strides of its own; float32, rounded once. WIDE: offsets within a tile
+    may not fit 32 bits.
 
     A 2-D tile reads a vector that is repeated once and needs no division per element. An operand that lies the other way
     than y is read along its own memory: the compiler turns the tile in shared memory, in its own type.
@@ -337,8 +338,11 @@ def elementwise_rows(
     rows = row < R - r
     cols = col < C - c
     mask = rows[:, None] & cols[None, :]
-    down = row.to(tl.int64)
-    along = col.to(tl.int64)
+    down = row
+    along = col
+    if WIDE:
+        down = row.to(tl.int64)
+        along = col.to(tl.int64)
     a_tile = tile_of(a_ptr, o, p, r, c, a_o, a_p, a_r, a_c, A_MODE)
     a = operand_rows(a_tile, down * a_r, along * a_c, mask, rows, cols, A_MODE, EVICT)
     b = a
@@ -480,6 +484,17 @@ def _stepped(
     return found
 
 
+def _far(steps: dict[str, int], config: dict[str, Any]) -> bool:
+    """Whether the offset of some operand's last element in a tile may not fit 32 bits."""
+    block_r, block_c = config["BLOCK_R"], config["BLOCK_C"]
+    ends = (
+        block_r * steps[f"{n}_r"] + block_c * steps.get(f"{n}_c", 1)
+        for n in "abcy"
+        if f"{n}_r" in steps
+    )
+    return any(end >= 2**31 for end in ends)
+
+
 def _taking(start: Callable[..., bool], inputs: int, outputs: int) -> Callable[..., bool]:
     """`start` of five pointers as (*inputs, *outputs)."""
     if (inputs, outputs) == (1, 1):
@@ -523,7 +538,8 @@ def elementwise_launcher(
     else:
         tiles = triton.cdiv(rows, config["BLOCK_R"]) * triton.cdiv(columns, config["BLOCK_C"])
         tiles *= outer[0] * outer[1]
-        integers, known = _stepped(rows, columns, modes, outer, steps), {"OUTER": outer != (1, 1)}
+        integers = _stepped(rows, columns, modes, outer, steps)
+        known = {"OUTER": outer != (1, 1), "WIDE": _far(integers, config)}
     into, out = [*dtypes[:inputs]], [*dtypes[inputs:]]
     names = into + [into[0]] * (3 - inputs) + out + [out[0]] * (2 - outputs)
     kinds = [*modes] + ["full"] * (3 - inputs)

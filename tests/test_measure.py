@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
@@ -78,6 +79,47 @@ def test_every_input_set_is_walked_through_and_the_budget_kept() -> None:
     measure.host_samples({"x": [step(0), step(1)]}, CPU, budget_s=0.05)
     assert time.perf_counter() - begin < 5.0
     assert abs(seen.count(0) - seen.count(1)) < len(seen) / 3
+
+
+def test_what_runs_between_calls_does_not_count() -> None:
+    ran: list[str] = []
+
+    def call(name: str, us: float) -> Any:
+        return lambda: (ran.append(name), spin(us))
+
+    calls = {"short": [call("short", 200.0)], "long": [call("long", 800.0)]}
+    samples = measure.device_samples(calls, CPU, 0.2, 9, call("between", 400.0))
+    assert set(samples.values) == {"short", "long"}
+    assert 100 < samples.median("short") < 400 < 700 < samples.median("long") < 1000
+    pairs = list(itertools.pairwise(ran))
+    assert ("short", "between") in pairs
+    assert ("short", "short") not in pairs
+    assert measure.foreign(CPU) is None
+    nothing = measure.device_samples({"a": [lambda: None]}, CPU, 0.02, 5, call("between", 300.0))
+    assert min(nothing.values["a"]) >= measure.LEAST_US
+
+
+@pytest.mark.parametrize("direction", ["backward", "inference"])
+def test_gradients_are_timed_between_other_kernels(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    between: list[Any] = []
+
+    def timed(calls: Any, device: torch.device, budget_s: float, rounds: int, beside: Any) -> Any:
+        between.append(beside)
+        return measure.Samples({name: [10.0] * 8 for name in calls})
+
+    def foreign(device: torch.device) -> Any:
+        return "a foreign kernel"
+
+    monkeypatch.setattr(measure, "device_samples", timed)
+    monkeypatch.setattr(measure, "foreign", foreign)
+    name, args = ("relu", (torch.ones(3, 4), False))
+    if direction == "backward":
+        name, args = "softmax_backward", (torch.ones(3, 4), torch.ones(3, 4), -1)
+    key = OPS[name].key(args, direction)
+    assert study.Study(OPS[name], key, CPU, environment(CPU)).run() is not None
+    assert set(between) == {"a foreign kernel" if direction == "backward" else None}
 
 
 def test_slow_calls_get_few_rounds() -> None:

@@ -296,6 +296,32 @@ def test_rows_of_any_number_are_neighbours_and_those_that_divide_alike_are_neare
     assert keys[0].distance(keys[1]) < keys[0].distance(keys[2]) == 1.0
 
 
+def test_a_plan_of_the_same_layout_comes_before_a_nearer_one(store: PlanStore) -> None:
+    """On a GPU, where layouts are a matter of distance, they choose kernels before sizes do."""
+
+    def padded(m: int, k: int, n: int, gap: int) -> Key:
+        tensors = (spec(m, k, stride=(k + gap, 1)), spec(n, k, constant=True), None)
+        return linear(m, k, n, device="cuda", tensors=tensors)
+
+    store.put(plan(linear(128, 128, 128, device="cuda")))
+    store.put(plan(padded(512, 256, 256, 64)))
+    asked = padded(128, 128, 128, 64)
+    near = store.nearest(asked, anything)
+    assert near is not None
+    assert near.key == padded(512, 256, 256, 64)
+    assert asked.laid_otherwise(near.key) == 0
+    assert asked.laid_otherwise(linear(128, 128, 128, device="cuda")) == 1
+    far = store.nearest(padded(128, 128, 32768, 64), anything)
+    assert far is not None
+    assert far.key == padded(512, 256, 256, 64)
+    store.put(plan(linear(128, 128, 32768, device="cuda")))
+    far = store.nearest(padded(128, 128, 32768, 64), anything)
+    assert far is not None
+    assert far.key == linear(
+        128, 128, 32768, device="cuda"
+    )  # eight doublings are more than a layout
+
+
 def test_layouts() -> None:
     assert spec(4, 8).layout == spec(6, 16).layout == spec(1, 8, stride=(99, 1)).layout
     transposed = spec(2, 4, 8, stride=(32, 1, 4))

@@ -244,6 +244,18 @@ def test_sizes_that_kernels_cannot_count_are_refused(
             made()
 
 
+def test_offsets_take_64_bits_only_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = {"a_r": 1, "a_c": 2**25, "y_r": 64}
+    assert elementwise._far(steps, {"BLOCK_R": 32, "BLOCK_C": 64})
+    assert not elementwise._far(steps, {"BLOCK_R": 32, "BLOCK_C": 32})
+    assert elementwise._far({"a_r": 2**30, "a_c": 1, "y_r": 64}, {"BLOCK_R": 2, "BLOCK_C": 32})
+    assert elementwise._far({"a_r": 1, "a_c": 1, "y_r": 2**28}, {"BLOCK_R": 8, "BLOCK_C": 1})
+    a, b = rand(17, 9, seed=1).t(), rand(9, 17, seed=2)
+    check("add", [a, b])
+    monkeypatch.setattr(elementwise, "_far", lambda steps, config: True)
+    check("add", [a, b])
+
+
 @pytest.mark.parametrize("columns", [5, 64, 65, 127, 1000])
 @pytest.mark.parametrize("mode", ["row", "column"])
 def test_flat_tiles_meet_ends_of_rows(columns: int, mode: str) -> None:

@@ -33,6 +33,7 @@ COLUMNS, LOSS = "test_triton_columns.py", "test_triton_together.py"
 PLANES, BYTES, MEND = "test_precision_kernels.py", "test_precision_bytes.py", "test_precision_mend.py"  # fmt: skip
 GLUON = "test_gluon.py::test"
 TESTS: dict[str, tuple[str, str]] = {  # what a module's kernels run in, and what compiles them
+    "batch_norm": ("test_triton_batch_norm.py", "test_triton_batch_norm.py"),
     "bytes": (BYTES, BYTES),
     "columns": (COLUMNS, ROWS_COMPILE),
     "cross_entropy": (f"{ROWS}_cross_entropy {ROWS}_cross_entropy_of_special_rows", ROWS_COMPILE),
@@ -51,6 +52,7 @@ TESTS: dict[str, tuple[str, str]] = {  # what a module's kernels run in, and wha
     "mend": (MEND, PLANES),
     "mixed": (f"{GLUON}_rounded", "test_triton_mixed.py"),
     "one_row": ("test_triton_one_row.py", "test_triton_one_row.py"),
+    "padding": ("test_triton_padding.py", "test_triton_padding.py"),
     "reduce": (f"{ROWS}_reduce {ROWS}_reduce_product_of_columns {COLUMNS}", ROWS_COMPILE),
     "reduce_strided": ("test_triton_reduce_strided.py", "test_triton_reduce_strided.py"),
     "rows": (f"{ROWS}_softmax", ROWS_COMPILE),
@@ -120,6 +122,12 @@ OFF_BY_ONE = {
     "reduce_polled": Off("mask=at < N", "mask=at < N - 1"),
     "reduce_rows": Off("whole + col < N", "whole + col < N - 1"),
     "reduce_columns": Off("(row < R)", "(row < R - 1)"),
+    "batch_norm_relu_fwd_held": Off("live = col < N", "live = col < N - 1"),
+    "batch_statistics_columns": Off("(row < M)", "(row < M - 1)"),
+    "batch_norm_relu_bwd_held": Off("(row < M)", "(row < M - 1)"),
+    "batch_norm_relu_bwd_sums": Off("(row < M)", "(row < M - 1)"),
+    "batch_norm_relu_bwd_tiled": Off("live = col < N", "live = col < N - 1"),
+    "copy_padded": Off("(col < N)", "(col < N - 1)"),
     "finish_tiled": Off("(col < N)", "(col < N - 1)"),
     "reduce_along": Off("(j < whole)", "(j < whole - 1)"),
     "reduce_across": Off("(row < R)", "(row < R - 1)", "tile_across"),

@@ -21,7 +21,7 @@ BATCHES = 4  # of samples where a choice is close
 LONG_US = 1e3  # a call on a CPU of which one tells how often it can be repeated
 FOREIGN = 256  # rows of the product between calls
 LEAST_US = 0.05  # that a call takes
-_BETWEEN = "between"
+_BETWEEN = "what runs between calls"
 CLEARLY = 0.9  # of another's time, that every sample keeps
 TURN_S = 5.0  # to wait for another thread's recording
 PLACES = 1 << 26  # bytes of input sets on a CPU
@@ -140,7 +140,7 @@ def device_samples(
     if between is not None:
         apart = {name: [_both(step, between) for step in steps] for name, steps in calls.items()}
         samples = device_samples({**apart, _BETWEEN: [between]}, device, budget_s, rounds)
-        own = samples.median(_BETWEEN)
+        own = samples.quiet(_BETWEEN)
         return Samples({n: [max(us - own, LEAST_US) for us in samples.values[n]] for n in calls})
     loops = {
         name: _loop(list(steps), device, budget_s / max(len(calls), 1) / rounds)

@@ -158,7 +158,7 @@ def _judge_one(
             return reason, bad
         error, eager_error = relative_error(out, ref), relative_error(plain, ref)
     errors.append(Errors(error, eager_error, out.dtype, out.numel()))
-    base = max(eager_error, _floor(out.dtype), coarse)
+    base = max(eager_error, floor(out.dtype), coarse)
     ratio = error / base
     most = max(RELATIVE_TO_EAGER, chance(out.numel()) if few else 0.0)
     if ratio > most * slack:
@@ -195,7 +195,7 @@ def _not_finite(out: Tensor, plain: Tensor, ref: Tensor) -> str | None:
     return None
 
 
-def _floor(dtype: torch.dtype) -> float:
+def floor(dtype: torch.dtype) -> float:
     """Half a spacing, root-mean-square over a binade, is what rounding alone costs; f32 sums in another order differ more."""
     return spacing(dtype) * (0.25 if dtype in (torch.float16, torch.bfloat16) else 4.0)
 

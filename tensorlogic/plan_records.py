@@ -46,8 +46,13 @@ class TensorSpec:
             swapped = _contiguous(tuple(self.shape[d] for d in order))
             if all(self.stride[d] == swapped[i] for i, d in enumerate(order) if d in wide):
                 return ("transposed",)
+        return (*self.order, *map(_divisor, self.stride))
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """In which order the dimensions of another layout lie, and which of them without gaps."""
         ranks = sorted(range(len(self.shape)), key=lambda d: (self.stride[d], d))
-        return ("other", *ranks, *(self.stride[d] == 1 for d in ranks), *map(_divisor, self.stride))
+        return ("other", *ranks, *(self.stride[d] == 1 for d in ranks))
 
     @property
     def divided(self) -> tuple[int, ...]:
@@ -141,6 +146,12 @@ class Key:
         return tuple(f"{name}={_flag_text(name, value)}" for name, value in self.flags)
 
     @cached_property
+    def _orders(self) -> tuple[tuple[Any, ...] | None, ...]:
+        found = ((t, t.layout) for t in self.tensors if t is not None)
+        orders = iter(t.order if layout[0] == "other" else layout for t, layout in found)
+        return tuple(None if t is None else next(orders) for t in self.tensors)
+
+    @cached_property
     def _forms(self) -> tuple[tuple[str, Any] | None, ...]:
         return tuple(None if t is None else (t.dtype, t.layout) for t in self.tensors)
 
@@ -178,9 +189,9 @@ class Key:
         return found + OTHER_DTYPE * halves + UNLIKE * flags
 
     def laid_otherwise(self, other: Key) -> int:
-        """How many tensors are there in both and laid out otherwise."""
-        pairs = zip(self._forms, other._forms, strict=True)
-        return sum(1 for a, b in pairs if a and b and a[1] != b[1])
+        """How many tensors are there in both and laid out otherwise, however wide their gaps."""
+        pairs = zip(self._orders, other._orders, strict=True)
+        return sum(1 for a, b in pairs if a and b and a != b)
 
     def as_aligned(self, other: Key) -> bool:
         """True when no tensor is less aligned than the same one of `other`."""

@@ -446,7 +446,8 @@ def _must_be_right(
             f"while a graph is captured or traced: call it once before"
         )
     with stores.preserved(device, op), torch.no_grad():
-        verdict = study.Checker(op, key, device).check(launch)
+        checker = study.Checker(op, key, device)
+        verdict = checker.check(launch, coarse=candidate.coarse(key))
     if not verdict:
         raise Refused(
             f"{op.name}: candidate {candidate.id} was asked for, but is refused on {key.text}: {verdict.reason}"

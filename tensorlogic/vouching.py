@@ -69,9 +69,12 @@ def _check(
             with stores.preserved(device, op), torch.no_grad():
                 launch = candidate.bind(kind, config, device)
                 checker = study.Checker(op, kind, device, draw)
-                verdict = checker.check(launch, coarse=candidate.coarse(kind))
+                coarse = candidate.coarse(kind)
+                verdict = checker.check(launch, coarse=coarse)
                 if verdict and any(t is not None and t.constant for t in kind.tensors):
-                    verdict = checker.check(launch)  # by what was derived from the constants
+                    verdict = checker.check(
+                        launch, coarse=coarse
+                    )  # by what was derived from the constants
         except study.BIND_ERRORS as problem:
             reason = f"failed: {type(problem).__name__}: {problem}"
             continue

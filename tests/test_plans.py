@@ -309,7 +309,7 @@ def test_a_plan_of_the_same_layout_comes_before_a_nearer_one(store: PlanStore) -
     near = store.nearest(asked, anything)
     assert near is not None
     assert near.key == padded(512, 256, 256, 64)
-    assert asked.laid_otherwise(near.key) == 0
+    assert asked.laid_otherwise(near.key) == asked.laid_otherwise(padded(128, 128, 128, 8)) == 0
     assert asked.laid_otherwise(linear(128, 128, 128, device="cuda")) == 1
     far = store.nearest(padded(128, 128, 32768, 64), anything)
     assert far is not None

@@ -139,11 +139,11 @@ def test_a_neighbour_is_not_followed_to_a_candidate_refused_here(served: Served)
 @pytest.mark.parametrize(
     ("took", "config", "rows", "who"),
     [
-        (0.7, {"products": ()}, 256, "toy.a"),  # a doubling away: 0.7 * 1.25
-        (0.9, {"products": ()}, 256, EAGER),
+        (0.85, {"products": ()}, 256, "toy.a"),  # a doubling away: 0.85 * 1.1
+        (0.95, {"products": ()}, 256, EAGER),
         (0.9, {"products": ()}, 128, "toy.a"),  # as near as kin can be
-        (0.9, {}, 256, "toy.a"),
-        (0.97, {}, 256, EAGER),
+        (0.97, {}, 256, "toy.a"),
+        (0.99, {}, 256, EAGER),
     ],
 )
 def test_a_neighbour_is_followed_where_its_gain_outweighs_its_distance(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .test_triton_columns import DEVICE, close, rand
 
-from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
+from tensorlogic import numerics, registry  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_batch_norm as kernels  # isort: skip
 from tensorlogic.ops.common import triton_columns, triton_launch  # isort: skip
@@ -115,6 +115,66 @@ def test_nothing_that_is_not_finite_is_hidden(id: str) -> None:
             assert sums[[0, 1, 3, 4]].isfinite().all()
 
 
+def launched(id: str, args: list[Any], eps: float, momentum: float) -> tuple[Any, ...]:
+    """What the first configuration gives, and the running statistics after it."""
+    key = OP.key((*args, eps, True, momentum, True), "forward")
+    mine = copied(args)
+    return (*bound(OP, id, key)[0](*mine), *mine[3:5])
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_nothing_that_is_not_finite_is_hidden_forward(id: str) -> None:
+    """On a GPU a maximum of NaN and 0 would be 0."""
+    for bad in (float("nan"), float("inf")):
+        args = inputs(40, 8, 5, "f32", "running_mean running_var gamma beta")
+        args[0][3] = bad  # type: ignore[index]
+        want = OP.reference(*copied(args), 1e-3, True, 0.1, True)
+        *got, mean, var = launched(id, args, 1e-3, 0.1)
+        for ours, exactly in zip(got[:2], want[:2], strict=True):
+            assert torch.equal(ours.isfinite(), exactly.isfinite())
+        for statistic in (*got[2:], mean, var):
+            assert not statistic.isfinite().any()
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_a_feature_that_is_dead_has_no_spread(id: str) -> None:
+    """PyTorch's 1 / sqrt(0) is 0 where eps is 0: such a column is relu(beta)."""
+    args = inputs(40, 8, 5, "f32", "running_mean running_var gamma beta")
+    args[1][2] = 0.0  # type: ignore[index]
+    y, _, _, rstd, _, running_var = launched(id, args, 0.0, 0.5)
+    assert rstd[2] == 0
+    torch.testing.assert_close(y[:, 2], args[6][2].relu().expand(40))  # type: ignore[index]
+    torch.testing.assert_close(running_var[2], 0.5 * args[4][2])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_a_momentum_of_one_forgets_everything(id: str) -> None:
+    args = inputs(40, 8, 5, "f32", "running_mean running_var")
+    args[3].fill_(1e8)  # type: ignore[union-attr]
+    args[4].fill_(1e8)  # type: ignore[union-attr]
+    exact = copied(args)
+    OP.reference(*exact, 1e-3, True, 1.0, True)
+    *_, mean, var = launched(id, args, 1e-3, 1.0)
+    torch.testing.assert_close(mean, exact[3], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(var, exact[4], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("id", IDS)
+@pytest.mark.parametrize("which", [3, 4, 5, 6])
+def test_a_call_that_is_declined_has_changed_nothing(id: str, which: int) -> None:
+    """A tensor less aligned than the key's: another candidate serves, and moves the running statistics once."""
+    args = inputs(40, 8, 16, "f32", "running_mean running_var gamma beta")
+    key = OP.key((*args, 1e-3, True, 0.3, True), "forward")
+    launch = bound(OP, id, key)[0]
+    mine = copied(args)
+    apart = torch.empty(17, device=DEVICE)[1:]
+    mine[which] = apart.copy_(mine[which])
+    before = copied(mine)
+    assert launch(*mine) is None
+    for now, then in zip(mine, before, strict=True):
+        assert now is None or torch.equal(now, then)
+
+
 @pytest.mark.parametrize("parts", [1, 3, 5])
 def test_columns_far_from_zero_keep_their_digits(parts: int) -> None:
     """Means a thousand deviations away, and a first row that is far off, cost no digits of the variance."""
@@ -130,10 +190,27 @@ def test_columns_far_from_zero_keep_their_digits(parts: int) -> None:
     run = kernels.statistics_launcher(m, n, dtypes, config, DEVICE, 4)
     for _ in range(2):  # the second run finds the counters as the first one left them
         mean, var, rstd = (torch.full((n,), float("nan"), device=DEVICE) for _ in range(3))
-        assert run(z, mean, var, rstd, room, counter, 1e-3, 0.1)
+        assert run(z, mean, var, rstd, room, counter, 1e-3)
         torch.testing.assert_close(mean.double(), exact.mean(0), rtol=1e-6, atol=0)
         torch.testing.assert_close(var.double(), exact.var(0, correction=0), rtol=1e-5, atol=0)
         assert not counter.any()
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_statistics_are_judged_like_the_product_they_are_of(dtype: str) -> None:
+    """A mean, in float32, of halves that were rounded to one side is as good as they are; of float32 it is not."""
+    key = OP.key((*inputs(7, 8, 5, dtype, ""), 1e-3, True, 0.1, True), "forward")
+    coarse = OP.candidates["cublaslt.statistics"].coarse(key)
+    assert OP.candidates["triton.statistics"].coarse(key) == 0
+    exact = torch.rand(200).double() + 1
+    eager = (exact * (1 + 2e-5)).float()
+
+    def right(off: float) -> bool:
+        return bool(numerics.judge([(exact * (1 + off)).float()], [eager], [exact], 1.0, coarse))
+
+    assert right(2e-5)
+    assert right(1e-4) == (dtype == "f16")
+    assert not right(2e-3)
 
 
 def test_which_keys_are_left_to_others() -> None:
@@ -169,7 +246,8 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
                 ways: list[tuple[Any, dict[str, str | None], Any]] = [
                     (kernels.held_launcher, named(*forward), kernels.held_configs(m, n, "fwd")),
                     (kernels.held_backward_launcher, named(*kept, "gamma", "dz", *vectors), kernels.held_configs(m, n, "bwd")),
-                    (kernels.statistics_launcher, named(*forward[:3], "mean", "var", "rstd"), triton_columns.backward_configs(m, n)),
+                    (kernels.statistics_launcher, named("z", "mean", "var", "rstd"), triton_columns.backward_configs(m, n)),
+                    (kernels.trained_launcher, named("z", "mean", "var", "rstd", *forward[1:6]), triton_columns.apply_configs(m, n)),
                     (kernels.sums_launcher, named(*kept, "gamma", "total", "moment", *vectors), kernels.sums_configs(m, n)),
                     (kernels.gradient_launcher, named(*kept, "gamma", "total", "moment", "dz"), triton_columns.apply_configs(m, n)),
                 ]  # fmt: skip
@@ -183,7 +261,7 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = list(dict.fromkeys(jobs))
     assert {job.kernel for job in jobs} == {
         "batch_norm_relu_fwd_held", "batch_norm_relu_bwd_held", "batch_statistics_columns", "batch_norm_relu_bwd_sums",
-        "batch_norm_relu_bwd_tiled",
+        "batch_norm_relu_bwd_tiled", "batch_norm_relu_fwd_trained",
     }  # fmt: skip
     bad = {}
     for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):

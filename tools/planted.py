@@ -123,6 +123,7 @@ OFF_BY_ONE = {
     "reduce_rows": Off("whole + col < N", "whole + col < N - 1"),
     "reduce_columns": Off("(row < R)", "(row < R - 1)"),
     "batch_norm_relu_fwd_held": Off("live = col < N", "live = col < N - 1"),
+    "batch_norm_relu_fwd_trained": Off("live = col < N", "live = col < N - 1"),
     "batch_statistics_columns": Off("(row < M)", "(row < M - 1)"),
     "batch_norm_relu_bwd_held": Off("(row < M)", "(row < M - 1)"),
     "batch_norm_relu_bwd_sums": Off("(row < M)", "(row < M - 1)"),

@@ -136,7 +136,7 @@ def verdict(trial: Trial, checker: Checker) -> str:
     try:
         with torch.no_grad():
             launch = trial.candidate.bind(trial.key, trial.config, DEVICE)
-            found = checker.check(launch)
+            found = checker.check(launch, coarse=trial.candidate.coarse(trial.key))
             if found and trial.candidate.deterministic:
                 return "right" if repeats(trial, checker, launch) else "wrong: other bits each time"
     except (CompileFailure, torch.OutOfMemoryError) as problem:
@@ -153,10 +153,11 @@ def again(trial: Trial, checker: Checker, launch: Any, reason: str) -> str:
 
     Where sums cancel or a few elements make the output, eager's own error is a matter of luck, and so is twice of it.
     """
+    coarse = trial.candidate.coarse(trial.key)
     with torch.no_grad():
-        same = sum(not checker.check(launch) for _ in range(MORE))
+        same = sum(not checker.check(launch, coarse=coarse) for _ in range(MORE))
         draws = (Checker(trial.op, trial.key, DEVICE, draw) for draw in range(1, MORE + 1))
-        others = sum(not other.check(launch) for other in draws)
+        others = sum(not other.check(launch, coarse=coarse) for other in draws)
     rounding = "times" in reason and same == MORE and not others
     text = f"{reason}; again in {same} of {MORE} checks of the same inputs, in {others} of {MORE} of others"
     return f"{'unlucky' if rounding else 'wrong'}: {text}"

@@ -78,8 +78,11 @@ def _standing(op: Op, plan: Plan, device: torch.device, margin: float) -> tuple[
     except (torch.OutOfMemoryError, *study.BIND_ERRORS) as problem:
         return "wrong", f"the key cannot be measured here: {type(problem).__name__}: {problem}"
     try:
-        launch = op.candidates[plan.eager].bind(plan.key, plan.eager_config, device)
-        verdict = checker.check(launch) if plan.eager != EAGER else numerics.Verdict(None, 0.0)
+        candidate = op.candidates[plan.eager]
+        launch = candidate.bind(plan.key, plan.eager_config, device)
+        verdict = numerics.Verdict(None, 0.0)
+        if plan.eager != EAGER:
+            verdict = checker.check(launch, coarse=candidate.coarse(plan.key))
     except (torch.OutOfMemoryError, *study.BIND_ERRORS) as problem:
         return "wrong", f"failed: {type(problem).__name__}: {problem}"
     if not verdict:

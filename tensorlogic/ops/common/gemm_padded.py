@@ -18,7 +18,7 @@ from ...numerics import DTYPES
 from ...op import Op
 from ...plans import Key
 from ...registry import triton_missing
-from . import gemm_wiring, wiring
+from . import gemm_wiring
 from .gemm import Operand
 from .gemm_wiring import Kernel, Plan, Product, Start
 
@@ -42,7 +42,10 @@ def padded(describe: Callable[[Key], Plan | str]) -> Callable[[Key], Plan | str]
 
     def described(key: Key) -> Plan | str:
         found = describe(key)
-        return found if isinstance(found, str) else _Copies(wiring.weakest(key)).plan(found)
+        if isinstance(found, str):
+            return found
+        named = zip(key.names, key.tensors, strict=True)
+        return _Copies({name: t.align for name, t in named if t is not None}).plan(found)
 
     return described
 
@@ -50,10 +53,11 @@ def padded(describe: Callable[[Key], Plan | str]) -> Callable[[Key], Plan | str]
 class _Copies:
     """One plan's copies, each made once."""
 
-    def __init__(self, align: int) -> None:
-        self.align = align  # of the caller's tensors, in bytes
+    def __init__(self, aligns: dict[str, int]) -> None:
+        self.aligns = (
+            aligns  # of the caller's tensors, in bytes; what the plan makes itself begins at ACCESS
+        )
         self.steps: list[Kernel | Product] = []
-        self.own: set[str] = set()  # what the plan makes itself
         self.names: dict[Any, str] = {}
 
     def plan(self, found: Plan) -> Plan | str:
@@ -64,7 +68,6 @@ class _Copies:
                 work += step.spec.m * step.spec.n * step.spec.k * step.spec.batch
                 step = self._product(step)
             self.steps.append(step)
-            self.own |= {name for name, _, _ in step.made.values()}
         if not self.names:
             return "every line begins and ends at a multiple of 16 bytes"
         if work < LEAST_WORK:
@@ -74,7 +77,13 @@ class _Copies:
     def _product(self, p: Product) -> Product:
         """The product of copies, or as it is."""
         spec, given = p.spec, dict(p.given)
-        if spec.batch != 1 or spec.prologue != "none" or spec.x_out or spec.row_sum:
+        if (
+            spec.x.dtype not in DTYPES
+            or spec.batch != 1
+            or spec.prologue != "none"
+            or spec.x_out
+            or spec.row_sum
+        ):
             return p
         w = Operand(spec.w.dtype, spec.w.columns, spec.w.rows)  # [N, K]
         odd_x = self._odd(spec.x, given["x"], spec.m, spec.k)
@@ -87,10 +96,10 @@ class _Copies:
             given["x"], x = self._copy(given["x"], x, spec.m, spec.k, k)
         if odd_w or k != spec.k:
             given["w"], w = self._copy(given["w"], w, spec.n, spec.k, k)
-        read = (spec.bias, spec.mean, spec.var, spec.scale, spec.shift, spec.residual)
-        own = {given["x"], given["w"]} <= self.own and not any(read)
         wide = replace(spec, k=k, x=x, w=replace(w, rows=w.columns, columns=w.rows))
-        return replace(p, spec=wide, given=given, own=own)
+        read = [name for role, name in given.items() if getattr(spec, role)]
+        least = min(self.aligns.get(name, ACCESS) for name in read)
+        return replace(p, spec=wide, given=given, least=least)
 
     def _odd(self, o: Operand, name: str, rows: int, columns: int) -> bool:
         """Whether some line of the matrix begins or ends between accesses."""
@@ -100,7 +109,7 @@ class _Copies:
             lines, length, step, inner = columns, rows, o.columns, o.rows
         size = DTYPES[o.dtype].itemsize
         apart = lines > 1 and step * size % ACCESS != 0
-        unaligned = self.align < ACCESS and name not in self.own
+        unaligned = self.aligns.get(name, ACCESS) < ACCESS
         return apart or unaligned or inner != 1 or length * size % ACCESS != 0
 
     def _copy(
@@ -110,7 +119,6 @@ class _Copies:
         what = (name, o, rows, columns, wide)
         if what not in self.names:
             copy = self.names[what] = f"padded_{len(self.names)}"
-            self.own.add(copy)
 
             def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
                 return triton_padding.copy_launcher(

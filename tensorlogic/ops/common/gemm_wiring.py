@@ -44,13 +44,11 @@ class Product:
     given: Mapping[str, str]
     made: Mapping[str, tuple[str, tuple[int, ...], str]]
     engine: str = "triton"
-    own: bool = (
-        False  # all it takes is made by its plan, and so aligned whatever the caller's tensors are
-    )
+    least: int = 0  # bytes that all it takes is aligned to, where known, whatever the key's other tensors are
 
     def aligned(self, align: int) -> Product:
         """The same for tensors of the caller's that share this alignment in bytes."""
-        return self if self.own else replace(self, spec=replace(self.spec, align=align))
+        return replace(self, spec=replace(self.spec, align=max(align, self.least)))
 
     def refusal(self) -> str | None:
         """None, or why the engine cannot serve it."""
@@ -253,9 +251,14 @@ def configurations(plan: Plan) -> list[dict[str, Any]]:
 
 
 def candidate(
-    op: Op, id: str, describe: Callable[[Key], Plan | str], sources: tuple[Any, ...]
+    op: Op,
+    id: str,
+    describe: Callable[[Key], Plan | str],
+    sources: tuple[Any, ...],
+    coarse: Callable[[Key], float] = lambda key: 0.0,
 ) -> None:
-    """Register a candidate of the family for `op`; `describe(key)` says which launches the key is, or why it is none.
+    """Register a candidate of the family for `op`; `describe(key)` says which launches the key is, or why it is none. `coarse`: as
+    `Candidate`'s.
 
     Nothing is registered where there is no Triton: what describes the products serves others there.
     """
@@ -291,6 +294,7 @@ def candidate(
         build,
         (gemm, *modules, *sources),
         lt_available if vendor else None,
+        coarse=coarse,
     )
 
 

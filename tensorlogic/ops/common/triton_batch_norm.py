@@ -21,23 +21,22 @@ from tensorlogic.ops.common.triton_math import follow, relu
 
 
 @triton.jit
-def remember(
-    running_mean_ptr, running_var_ptr, mean_ptr, var_ptr, rstd_ptr, col, live, mean, square, M, eps, momentum,
-):  # fmt: skip
-    """Store the statistics of columns whose distances from the mean have squares that sum to `square`; move the running ones there,
-    the variance unbiased."""
-    var = square / M
-    tl.store(mean_ptr + col, mean, mask=live)
-    tl.store(rstd_ptr + col, tl.rsqrt(var + eps), mask=live)
-    if var_ptr is not None:
-        tl.store(var_ptr + col, var, mask=live)
+def inverted(spread):
+    """1 / sqrt(spread), and 0 of 0, as PyTorch has it."""
+    return tl.where(spread == 0, 0.0, tl.rsqrt(spread))
+
+
+@triton.jit
+def remember(running_mean_ptr, running_var_ptr, col, live, mean, var, M, momentum):
+    """Move the running statistics by `momentum` towards the batch's, the variance unbiased. In a plan's last launch only: before that,
+    another candidate may still have to serve the call."""
     if running_mean_ptr is not None:
         before = column(running_mean_ptr, col, live, 0.0)
-        after = before + momentum * (mean - before)
+        after = (1 - momentum) * before + momentum * mean
         tl.store(running_mean_ptr + col, after.to(running_mean_ptr.dtype.element_ty), mask=live)
     if running_var_ptr is not None:
         before = column(running_var_ptr, col, live, 0.0)
-        after = before + momentum * (square / (M - 1) - before)
+        after = (1 - momentum) * before + momentum * (var * (M / (M - 1)))
         tl.store(running_var_ptr + col, after.to(running_var_ptr.dtype.element_ty), mask=live)
 
 
@@ -56,11 +55,11 @@ def batch_norm_relu_fwd_held(
     z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(z, 0) / M
     away = tl.where(mask, z - mean[None, :], 0.0)
-    square = tl.sum(away * away, 0)
-    remember(
-        running_mean_ptr, running_var_ptr, mean_ptr, None, rstd_ptr, col, live, mean, square, M, eps, momentum
-    )  # fmt: skip
-    scale = tl.rsqrt(square / M + eps)
+    var = tl.sum(away * away, 0) / M
+    scale = inverted(var + eps)
+    tl.store(mean_ptr + col, mean, mask=live)
+    tl.store(rstd_ptr + col, scale, mask=live)
+    remember(running_mean_ptr, running_var_ptr, col, live, mean, var, M, momentum)
     if gamma_ptr is not None:
         scale *= column(gamma_ptr, col, live, 0.0)
     y = away * scale[None, :]
@@ -71,7 +70,7 @@ def batch_norm_relu_fwd_held(
 
 @triton.jit
 def batch_statistics_columns(
-    z_ptr, running_mean_ptr, running_var_ptr, mean_ptr, var_ptr, rstd_ptr, space_ptr, counter_ptr, M, N, PARTS, eps, momentum,
+    z_ptr, mean_ptr, var_ptr, rstd_ptr, space_ptr, counter_ptr, M, N, PARTS, eps,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Mean, variance and 1 / sqrt(variance + eps) of the columns of z [M, N] in float32.
@@ -116,10 +115,39 @@ def batch_statistics_columns(
     squares = tl.load(ptrs + BLOCK_C, mask=there, other=0.0, cache_modifier=".cg")
     mean = tl.sum(counts * means, 0) / M
     apart = means - mean[None, :]
-    total = tl.maximum(tl.sum(squares + counts * apart * apart, 0), 0.0)
-    remember(
-        running_mean_ptr, running_var_ptr, mean_ptr, var_ptr, rstd_ptr, col, live & last, mean, total, M, eps, momentum
-    )  # fmt: skip
+    total = tl.sum(squares + counts * apart * apart, 0)
+    var = tl.where(total < 0, 0.0, total) / M  # NaN stays
+    tl.store(mean_ptr + col, mean, mask=live & last)
+    tl.store(var_ptr + col, var, mask=live & last)
+    tl.store(rstd_ptr + col, inverted(var + eps), mask=live & last)
+
+
+@triton.jit
+def batch_norm_relu_fwd_trained(
+    z_ptr, mean_ptr, var_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, gamma_ptr, beta_ptr, y_ptr, M, N, momentum,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y = relu((z - mean) rstd gamma + beta); the programs of the first rows see to the running statistics."""
+    follow(PDL)
+    tiles_c = tl.cdiv(N, BLOCK_C)
+    tile_r = tl.program_id(0) // tiles_c
+    row = tile_r.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    col = (tl.program_id(0) % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    live = col < N
+    mask = (row < M)[:, None] & live[None, :]
+    at = (row * N)[:, None] + col[None, :]
+    z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    mean = column(mean_ptr, col, live, 0.0)
+    scale = column(rstd_ptr, col, live, 0.0)
+    if gamma_ptr is not None:
+        scale *= column(gamma_ptr, col, live, 0.0)
+    y = (z - mean[None, :]) * scale[None, :]
+    if beta_ptr is not None:
+        y += column(beta_ptr, col, live, 0.0)[None, :]
+    tl.store(y_ptr + at, relu(y).to(y_ptr.dtype.element_ty), mask=mask)
+    var = column(var_ptr, col, live, 0.0)
+    first = live & (tile_r == 0)
+    remember(running_mean_ptr, running_var_ptr, col, first, mean, var, M, momentum)
 
 
 @triton.jit
@@ -235,7 +263,7 @@ def batch_norm_relu_bwd_tiled(
 
 
 HELD = {"fwd": 64, "bwd": 32}  # elements that a thread has of each matrix, at most
-_HELD = ((32, 8), (16, 8), (64, 8), (32, 4), (16, 4), (16, 16))  # BLOCK_C, num_warps
+_HELD = ((32, 8), (16, 8), (64, 8), (32, 4), (16, 4))  # BLOCK_C, num_warps
 
 
 def held_configs(rows: int, columns: int, way: str) -> tuple[dict[str, Any], ...]:
@@ -246,7 +274,7 @@ def held_configs(rows: int, columns: int, way: str) -> tuple[dict[str, Any], ...
     return tuple(
         {"BLOCK_M": block_m, "BLOCK_C": block_c, "num_warps": warps}
         for block_c, warps in _HELD
-        if block_c <= max(16, widest) and block_m * block_c <= min(8, warps) * 32 * HELD[way]
+        if block_c <= max(16, widest) and block_m * block_c <= warps * 32 * HELD[way]
     )
 
 
@@ -302,10 +330,24 @@ def statistics_launcher(
     device: torch.device,
     align: int,
 ) -> Callable[..., bool]:
-    """A callable (z[, running_mean][, running_var], mean, var, rstd, space, counter, eps, momentum) -> bool likewise; space and counter as
-    `triton_columns.backward_space` says for two sums."""
+    """A callable (z, mean, var, rstd, space, counter, eps) -> bool likewise; space and counter as `triton_columns.backward_space` says for
+    two sums."""
     return _launcher(
-        batch_statistics_columns, rows, columns, dtypes, ("eps", "momentum"), config, device, align
+        batch_statistics_columns, rows, columns, dtypes, ("eps",), config, device, align
+    )
+
+
+def trained_launcher(
+    rows: int,
+    columns: int,
+    dtypes: dict[str, str | None],
+    config: dict[str, Any],
+    device: torch.device,
+    align: int,
+) -> Callable[..., bool]:
+    """A callable (z, mean, var, rstd[, running_mean][, running_var][, gamma][, beta], y, momentum) -> bool likewise."""
+    return _launcher(
+        batch_norm_relu_fwd_trained, rows, columns, dtypes, ("momentum",), config, device, align
     )
 
 

@@ -32,10 +32,11 @@ def described(
     trusted: bool = True,
     parts: Callable[[Key, Config, torch.device], tuple[Launcher, Callable[..., Tensor]]]
     | None = None,
+    coarse: Callable[[Key], float] = lambda key: 0.0,
 ) -> None:
     """Register a GPU candidate, whose launchers are replayed in C where they only allocate and start kernels. `describe(key)` returns what `configs` and `build` need, or why the key is not served;
     `needs(device type)` is what it requires of the machine, Triton's kernels unless said; one that is not `trusted`
-    serves only keys that it was checked on, on this machine."""
+    serves only keys that it was checked on, on this machine. `parts` and `coarse`: as `Candidate`'s."""
 
     def known(key: Key) -> T:
         found = describe(key)
@@ -71,6 +72,7 @@ def described(
             jobs=jobs,
             trusted=trusted,
             parts=parts,
+            coarse=coarse,
         )
     )
 

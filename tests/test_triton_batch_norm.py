@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on in
 registry.ready(DEVICE.type)
 OP, BACKWARD = OPS["linear_batch_norm_relu"], OPS["linear_batch_norm_relu_backward"]
 IDS = ("triton.held", "triton.statistics")
-SIZES = ((2, 8, 5), (33, 17, 37), (67, 16, 16))
+SIZES = ((2, 8, 5), (67, 17, 37))
 VECTORS = ("bias", "running_mean", "running_var", "gamma", "beta")
 
 
@@ -46,7 +46,7 @@ def bound(op: Any, id: str, key: Key) -> list[Any]:
     """Launchers of every configuration whose program is small enough for the interpreter."""
     candidate = op.candidates[id]
     assert candidate.unfit(key) is None
-    return [candidate.bind(key, config, DEVICE) for config in candidate.configs(key)[:3]]
+    return [candidate.bind(key, config, DEVICE) for config in candidate.configs(key)[:2]]
 
 
 @pytest.mark.parametrize("id", IDS)
@@ -79,9 +79,9 @@ def test_what_is_not_recorded_is_not_kept(id: str) -> None:
 
 
 @pytest.mark.parametrize("id", IDS)
-@pytest.mark.parametrize("dtype", ["f16", "f32"])
-@pytest.mark.parametrize("gamma", [True, False])
-@pytest.mark.parametrize("off", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "gamma", "off"), [("f16", True, False), ("f32", True, True), ("f32", False, False)]
+)
 def test_a_training_step_backward(id: str, dtype: str, gamma: bool, off: bool) -> None:
     for m, k, n in SIZES[1:]:
         args = inputs(m, k, n, dtype, "gamma bias" if gamma else "bias")
@@ -234,30 +234,30 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = ("z", "running_mean", "running_var", "gamma", "beta", "y", "mean", "rstd")
     kept = ("dy", "y", "z", "mean", "rstd")
     vectors = ("db", "dgamma", "dbeta")
-    for sm in (90, 80, 100):
+    for sm, m, n, dtype, most in (
+        (90, 500, 1024, "f16", 6), (90, 1024, 77, "f32", 2), (80, 500, 1024, "f32", 1), (100, 500, 1024, "f16", 1),
+    ):  # fmt: skip
         monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
-        for m, n in ((500, 1024), (1024, 77)):
-            for dtype in ("f16", "f32"):
 
-                def named(*names: str, dtype: str = dtype) -> dict[str, str | None]:
-                    single = ("mean", "var", "rstd", "total", "moment")
-                    return {name: "f32" if name in single else dtype for name in names}
+        def named(*names: str, dtype: str = dtype) -> dict[str, str | None]:
+            single = ("mean", "var", "rstd", "total", "moment")
+            return {name: "f32" if name in single else dtype for name in names}
 
-                ways: list[tuple[Any, dict[str, str | None], Any]] = [
-                    (kernels.held_launcher, named(*forward), kernels.held_configs(m, n, "fwd")),
-                    (kernels.held_backward_launcher, named(*kept, "gamma", "dz", *vectors), kernels.held_configs(m, n, "bwd")),
-                    (kernels.statistics_launcher, named("z", "mean", "var", "rstd"), triton_columns.backward_configs(m, n)),
-                    (kernels.trained_launcher, named("z", "mean", "var", "rstd", *forward[1:6]), triton_columns.apply_configs(m, n)),
-                    (kernels.sums_launcher, named(*kept, "gamma", "total", "moment", *vectors), kernels.sums_configs(m, n)),
-                    (kernels.gradient_launcher, named(*kept, "gamma", "total", "moment", "dz"), triton_columns.apply_configs(m, n)),
-                ]  # fmt: skip
-                for launcher, dtypes, configs in ways:
-                    for config in configs[: 6 if sm == 90 else 1]:
+        ways: list[tuple[Any, dict[str, str | None], Any]] = [
+            (kernels.held_launcher, named(*forward), kernels.held_configs(m, n, "fwd")),
+            (kernels.held_backward_launcher, named(*kept, "gamma", "dz", *vectors), kernels.held_configs(m, n, "bwd")),
+            (kernels.statistics_launcher, named("z", "mean", "var", "rstd"), triton_columns.backward_configs(m, n)),
+            (kernels.trained_launcher, named("z", "mean", "var", "rstd", *forward[1:6]), triton_columns.apply_configs(m, n)),
+            (kernels.sums_launcher, named(*kept, "gamma", "total", "moment", *vectors), kernels.sums_configs(m, n)),
+            (kernels.gradient_launcher, named(*kept, "gamma", "total", "moment", "dz"), triton_columns.apply_configs(m, n)),
+        ]  # fmt: skip
+        for launcher, dtypes, configs in ways:
+            for config in configs[:most]:
 
-                        def build(launcher: Any = launcher, dtypes: Any = dtypes, config: Any = config, m: int = m, n: int = n) -> object:  # fmt: skip
-                            return launcher(m, n, dtypes, config, cuda, 16)
+                def build(launcher: Any = launcher, dtypes: Any = dtypes, config: Any = config, m: int = m, n: int = n) -> object:  # fmt: skip
+                    return launcher(m, n, dtypes, config, cuda, 16)
 
-                        jobs += triton_launch.collect(build, cuda)
+                jobs += triton_launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
     assert {job.kernel for job in jobs} == {
         "batch_norm_relu_fwd_held", "batch_norm_relu_bwd_held", "batch_statistics_columns", "batch_norm_relu_bwd_sums",

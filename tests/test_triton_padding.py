@@ -59,7 +59,7 @@ def odd(layout: str, rows: int, columns: int) -> Tensor:
 @pytest.mark.parametrize("left", ["plain", "turned", "gaps"])
 @pytest.mark.parametrize("right", ["plain", "turned", "gaps"])
 def test_matmul_and_its_gradients(left: str, right: str) -> None:
-    for m, k, n in ((9, 21, 33), (8, 32, 33), (9, 32, 16), (16, 21, 16)):
+    for m, k, n in ((9, 21, 33), (8, 32, 33), (16, 21, 16)):
         a, b = odd(left, m, k).requires_grad_(), odd(right, k, n).requires_grad_()
         wide = [t.detach().double().requires_grad_() for t in (a, b)]
         dy = rand(m, n, dtype="f32")
@@ -150,8 +150,8 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, jobs = torch.device("cuda", 0), []
     for sm in (90, 80, 100):
         monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
-        for strides in ((1001, 1), (1, 1001), (2002, 2)):
-            for dtype in ("f16", "f32"):
+        for strides in ((1001, 1), (1, 1001), (2002, 2))[: 3 if sm == 90 else 1]:
+            for dtype in ("f16", "f32")[: 2 if strides[1] == 1 else 1]:
                 for config in triton_padding.copy_configs(1008, strides[1] == 1):
 
                     def build(strides: Any = strides, dtype: str = dtype, config: Any = config) -> object:  # fmt: skip

@@ -195,7 +195,7 @@ SIZES = (((3, 5), plain, plain), ((4, 70), plain, plain), ((40, 3), turned, plai
 
 
 def test_configurations_of_other_sizes_are_right_or_refused() -> None:
-    """What a neighbour's plan brings: every configuration of every size at every other."""
+    """What a neighbour's plan brings: every configuration, a third of them at each size."""
     op, cases = OPS["sub"], []
     for shape, first, other in SIZES:
         cases.append([first("f32", *shape), other("f32", *shape)])
@@ -206,7 +206,7 @@ def test_configurations_of_other_sizes_are_right_or_refused() -> None:
     assert len(every) > 12
     refused = 0
     for i, (key, args) in enumerate(zip(keys, cases, strict=True)):
-        for config in every[i % 2 :: 2]:
+        for config in every[i % 3 :: 3]:
             try:
                 (y,) = candidate.bind(key, config, DEVICE)(*args)  # type: ignore[misc]
             except CompileFailure:

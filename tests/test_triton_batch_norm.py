@@ -189,7 +189,9 @@ def test_columns_far_from_zero_keep_their_digits(parts: int) -> None:
     space, counters = triton_columns.backward_space(n, 2, config)
     room = torch.full((space,), float("nan"), device=DEVICE)
     counter = torch.zeros(counters, device=DEVICE, dtype=torch.int32)
-    run = kernels.statistics_launcher(m, n, dtypes, config, DEVICE, 4)
+    run = kernels.launcher(
+        kernels.batch_statistics_columns, m, n, dtypes, config, DEVICE, 4, ("eps",)
+    )
     for _ in range(2):  # the second run finds the counters as the first one left them
         mean, var, rstd = (torch.full((n,), float("nan"), device=DEVICE) for _ in range(3))
         assert run(z, mean, var, rstd, room, counter, 1e-3)
@@ -231,6 +233,11 @@ def test_which_keys_are_left_to_others() -> None:
     assert "too long" not in said("triton.statistics", long, w, None, *stats, None, None, 1e-5, True, 0.1, True)  # fmt: skip
 
 
+def numbers(kernel: Any) -> tuple[str, ...]:
+    """Those that it takes."""
+    return tuple(name for name in ("eps", "momentum") if name in kernel.arg_names)
+
+
 def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, jobs = torch.device("cuda", 0), []
     forward = ("z", "running_mean", "running_var", "gamma", "beta", "y", "mean", "rstd")
@@ -246,18 +253,18 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
             return {name: "f32" if name in single else dtype for name in names}
 
         ways: list[tuple[Any, dict[str, str | None], Any]] = [
-            (kernels.held_launcher, named(*forward), kernels.held_configs(m, n, "fwd")),
-            (kernels.held_backward_launcher, named(*kept, "gamma", "dz", *vectors), kernels.held_configs(m, n, "bwd")),
-            (kernels.statistics_launcher, named("z", "mean", "var", "rstd"), triton_columns.backward_configs(m, n)),
-            (kernels.trained_launcher, named("z", "mean", "var", "rstd", *forward[1:6]), triton_columns.apply_configs(m, n)),
-            (kernels.sums_launcher, named(*kept, "gamma", "total", "moment", *vectors), kernels.sums_configs(m, n)),
-            (kernels.gradient_launcher, named(*kept, "gamma", "total", "moment", "dz"), triton_columns.apply_configs(m, n)),
+            (kernels.batch_norm_relu_fwd_held, named(*forward), kernels.held_configs(m, n, "fwd")),
+            (kernels.batch_norm_relu_bwd_held, named(*kept, "gamma", "dz", *vectors), kernels.held_configs(m, n, "bwd")),
+            (kernels.batch_statistics_columns, named("z", "mean", "var", "rstd"), triton_columns.backward_configs(m, n)),
+            (kernels.batch_norm_relu_fwd_trained, named("z", "mean", "var", "rstd", *forward[1:6]), triton_columns.apply_configs(m, n)),
+            (kernels.batch_norm_relu_bwd_sums, named(*kept, "gamma", "total", "moment", *vectors), kernels.sums_configs(m, n)),
+            (kernels.batch_norm_relu_bwd_tiled, named(*kept, "gamma", "total", "moment", "dz"), triton_columns.apply_configs(m, n)),
         ]  # fmt: skip
-        for launcher, dtypes, configs in ways:
+        for kernel, dtypes, configs in ways:
             for config in configs[:most]:
 
-                def build(launcher: Any = launcher, dtypes: Any = dtypes, config: Any = config, m: int = m, n: int = n) -> object:  # fmt: skip
-                    return launcher(m, n, dtypes, config, cuda, 16)
+                def build(kernel: Any = kernel, dtypes: Any = dtypes, config: Any = config, m: int = m, n: int = n) -> object:  # fmt: skip
+                    return kernels.launcher(kernel, m, n, dtypes, config, cuda, 16, numbers(kernel))
 
                 jobs += triton_launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))

@@ -285,11 +285,16 @@ def sums_configs(rows: int, columns: int, multiprocessors: int = 132) -> tuple[d
     )
 
 
-def _launcher(
-    kernel: Any, rows: int, columns: int, dtypes: dict[str, str | None], floats: tuple[str, ...], config: dict[str, Any],
-    device: torch.device, align: int,
+def launcher(
+    kernel: Any, rows: int, columns: int, dtypes: dict[str, str | None], config: dict[str, Any], device: torch.device, align: int,
+    numbers: tuple[str, ...] = (),
 ) -> Callable[..., bool]:  # fmt: skip
-    """Any of these kernels: over tiles, whole columns where BLOCK_M says so, or column tiles that `parts` programs share."""
+    """A callable over what `kernel`, one of these, takes in its order: contiguous tensors, the matrices [rows, columns], of which `dtypes`
+    has those that are there (None: absent) and statistics and sums are float32, then space and counter where `parts` programs share
+    columns (as `triton_columns.backward_space` says for so many sums), then `numbers` by name.
+
+    False where a pointer is less aligned than `align` bytes; raises CompileFailure.
+    """
     integers = {"M": rows, "N": columns}
     pointers = {f"{name}_ptr": dtype for name, dtype in dtypes.items() if dtype is not None}
     constexprs = {name: value for name, value in config.items() if name.startswith("BLOCK")}
@@ -302,86 +307,6 @@ def _launcher(
     elif "BLOCK_R" in config:
         tiles *= triton.cdiv(rows, config["BLOCK_R"])
     return prepare(
-        kernel, grid=(tiles, 1, 1), pointers=pointers, integers=integers, floats=floats, constexprs=constexprs,
+        kernel, grid=(tiles, 1, 1), pointers=pointers, integers=integers, floats=numbers, constexprs=constexprs,
         num_warps=config["num_warps"], num_stages=1, device=device, align=align,
     )  # fmt: skip
-
-
-def held_launcher(
-    rows: int,
-    columns: int,
-    dtypes: dict[str, str | None],
-    config: dict[str, Any],
-    device: torch.device,
-    align: int,
-) -> Callable[..., bool]:
-    """A callable (z[, running_mean][, running_var][, gamma][, beta], y, mean, rstd, eps, momentum) -> bool, all contiguous; `dtypes`: of
-    all up to rstd, None: absent. mean and rstd are float32."""
-    return _launcher(
-        batch_norm_relu_fwd_held, rows, columns, dtypes, ("eps", "momentum"), config, device, align
-    )
-
-
-def statistics_launcher(
-    rows: int,
-    columns: int,
-    dtypes: dict[str, str | None],
-    config: dict[str, Any],
-    device: torch.device,
-    align: int,
-) -> Callable[..., bool]:
-    """A callable (z, mean, var, rstd, space, counter, eps) -> bool likewise; space and counter as `triton_columns.backward_space` says for
-    two sums."""
-    return _launcher(
-        batch_statistics_columns, rows, columns, dtypes, ("eps",), config, device, align
-    )
-
-
-def trained_launcher(
-    rows: int,
-    columns: int,
-    dtypes: dict[str, str | None],
-    config: dict[str, Any],
-    device: torch.device,
-    align: int,
-) -> Callable[..., bool]:
-    """A callable (z, mean, var, rstd[, running_mean][, running_var][, gamma][, beta], y, momentum) -> bool likewise."""
-    return _launcher(
-        batch_norm_relu_fwd_trained, rows, columns, dtypes, ("momentum",), config, device, align
-    )
-
-
-def held_backward_launcher(
-    rows: int,
-    columns: int,
-    dtypes: dict[str, str | None],
-    config: dict[str, Any],
-    device: torch.device,
-    align: int,
-) -> Callable[..., bool]:
-    """A callable (dy, y, z, mean, rstd[, gamma], dz, db, dgamma, dbeta) -> bool likewise."""
-    return _launcher(batch_norm_relu_bwd_held, rows, columns, dtypes, (), config, device, align)
-
-
-def sums_launcher(
-    rows: int,
-    columns: int,
-    dtypes: dict[str, str | None],
-    config: dict[str, Any],
-    device: torch.device,
-    align: int,
-) -> Callable[..., bool]:
-    """A callable (dy, y, z, mean, rstd[, gamma], total, moment, db, dgamma, dbeta, space, counter) -> bool likewise, for three sums; total and moment are float32."""
-    return _launcher(batch_norm_relu_bwd_sums, rows, columns, dtypes, (), config, device, align)
-
-
-def gradient_launcher(
-    rows: int,
-    columns: int,
-    dtypes: dict[str, str | None],
-    config: dict[str, Any],
-    device: torch.device,
-    align: int,
-) -> Callable[..., bool]:
-    """A callable (dy, y, z, mean, rstd[, gamma], total, moment, dz) -> bool likewise."""
-    return _launcher(batch_norm_relu_bwd_tiled, rows, columns, dtypes, (), config, device, align)

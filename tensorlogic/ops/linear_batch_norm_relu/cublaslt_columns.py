@@ -75,7 +75,6 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
     )
     if key.flag("training"):
         return "dz needs the column sums first"
-    needs = key.flag("needs")
     found = gemm_steps.matrices(("x", x), ("weight", weight), ("dy", dy))
     reason = wiring.one_dtype(key, "dy", "x", "weight", "y", "z") or vectors_refusal(
         (mean, var, gamma)
@@ -84,7 +83,7 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
         return reason or str(found)
     if not all(wiring.is_contiguous(t) for t in (dy, y, z)):
         return "dy, y or z is not contiguous"
-    other, m, (n, k), dtype = found[0], prod(dy.shape[:-1]), weight.shape, dy.dtype
+    m, n, dtype = prod(dy.shape[:-1]), weight.shape[0], dy.dtype
     outer = gamma.dtype if gamma else dtype
     dtypes = dtypes_of(
         dy=dtype, y=dtype, z=dtype, mean=mean, var=var, gamma=gamma, dz=dtype, db=dtype, dgamma=outer, dbeta=outer
@@ -119,8 +118,22 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
         build,
         partial(triton_columns.backward_space, n, 2),
     )
-    steps: list[Kernel | Product] = [first]
-    rows = Operand(dtype, n, 1)
+    return with_products([first], engine, key.flag("needs"), m, x, weight, found[0])
+
+
+def with_products(
+    passes: list[Kernel],
+    engine: str,
+    needs: str,
+    m: int,
+    x: TensorSpec,
+    weight: TensorSpec,
+    other: Operand,
+) -> Plan:
+    """The passes that make contiguous dz [m, N], db, dgamma and dbeta, then dx = dz · weight and dweight = dzᵀ · x as far as needed; `other`:
+    x as a matrix."""
+    n, k = weight.shape
+    steps, rows = list[Kernel | Product](passes), Operand(weight.dtype, n, 1)
     if needs[0] == "1":
         steps.append(gemm_steps.input_gradient(engine, "dz", rows, weight, m, x.shape))
     if needs[1] == "1":

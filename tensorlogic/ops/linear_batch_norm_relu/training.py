@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -14,32 +13,34 @@ import torch
 
 from ... import numerics
 from ...plans import Key, TensorSpec
-from ..common import gemm_steps, gemm_wiring, triton_batch_norm, triton_columns, wiring
+from ..common import gemm_steps, gemm_wiring, triton_columns, wiring
+from ..common import triton_batch_norm as kernels
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product, Start
 from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD
-from .cublaslt_columns import dtypes_of, vectors_refusal
+from .cublaslt_columns import dtypes_of, vectors_refusal, with_products
 
 GIVEN = "the statistics are given"
 LONG = "columns are too long to be held"
-Launcher = Callable[..., Start]
+SPREAD = {"spread": "rstd"}  # what the op calls 1/std in backward
 
 
 def _kernel(
-    launcher: Launcher, m: int, n: int, named: dict[str, str | None], made: dict[str, Any],
-    choices: tuple[dict[str, Any], ...], numbers: tuple[str, ...] = (), slots: int = 0,
+    kernel: Any, m: int, n: int, named: dict[str, str | None], made: dict[str, Any],
+    choices: tuple[dict[str, Any], ...], numbers: dict[str, str], slots: int = 0,
 ) -> Kernel:  # fmt: skip
     """A pass over [m, n] that takes what is `named`, by dtype, then scratch for `slots` sums a column, then `numbers`."""
+    dtypes = {SPREAD.get(name, name): dtype for name, dtype in named.items()}
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return launcher(m, n, named, config, device, align)
+        return kernels.launcher(kernel, m, n, dtypes, config, device, align, tuple(numbers))
 
     given = tuple(name for name, dtype in named.items() if dtype is not None)
     outs = {name: (name, shape, named[name] or "") for name, shape in made.items()}
     if not slots:
-        return Kernel((*given, *numbers), outs, choices, build)
+        return Kernel((*given, *numbers.values()), outs, choices, build)
     space = partial(triton_columns.backward_space, n, slots)
-    return Kernel((*given, "space", "counter", *numbers), outs, choices, build, space)
+    return Kernel((*given, "space", "counter", *numbers.values()), outs, choices, build, space)
 
 
 def describe(key: Key, engine: str, held: bool) -> Plan | str:
@@ -61,25 +62,25 @@ def describe(key: Key, engine: str, held: bool) -> Plan | str:
     given = {"x": "x", "w": "weight", "bias": "bias"}
     steps: list[Kernel | Product] = [Product(spec, given, {"y": ("z", shape, dtype)}, engine)]
     running = {"running_mean": running_mean, "running_var": running_var}
-    numbers = (repr(key.flag("eps")), repr(key.flag("momentum")))
+    eps, momentum = ({name: repr(key.flag(name))} for name in ("eps", "momentum"))
     affine = {"gamma": gamma, "beta": beta}
     if held:
-        choices = triton_batch_norm.held_configs(m, n, "fwd")
+        choices = kernels.held_configs(m, n, "fwd")
         if not choices:
             return LONG
         named = dtypes_of(z=dtype, **running, **affine, y=dtype, mean="f32", rstd="f32")
         made = {"y": shape, "mean": (n,), "rstd": (n,)}
-        launcher = triton_batch_norm.held_launcher
-        steps.append(_kernel(launcher, m, n, named, made, choices, numbers))
+        kernel = kernels.batch_norm_relu_fwd_held
+        steps.append(_kernel(kernel, m, n, named, made, choices, eps | momentum))
     else:
         named = dtypes_of(z=dtype, mean="f32", var="f32", rstd="f32")
         choices = triton_columns.backward_configs(m, n, wiring.cores())
         vectors = {"mean": (n,), "var": (n,), "rstd": (n,)}
-        launcher = triton_batch_norm.statistics_launcher
-        steps.append(_kernel(launcher, m, n, named, vectors, choices, numbers[:1], slots=2))
+        kernel = kernels.batch_statistics_columns
+        steps.append(_kernel(kernel, m, n, named, vectors, choices, eps, slots=2))
         named = dtypes_of(**named, **running, **affine, y=dtype)
-        choices, launcher = triton_columns.apply_configs(m, n), triton_batch_norm.trained_launcher
-        steps.append(_kernel(launcher, m, n, named, {"y": shape}, choices, numbers[1:]))
+        choices, kernel = triton_columns.apply_configs(m, n), kernels.batch_norm_relu_fwd_trained
+        steps.append(_kernel(kernel, m, n, named, {"y": shape}, choices, momentum))
     z = "z" if key.flag("save") else "empty((0,), (1,), z_dtype)"
     return Plan(tuple(steps), ("y", z, "mean", "rstd"))
 
@@ -92,7 +93,6 @@ def describe_backward(key: Key, engine: str, held: bool) -> Plan | str:
     )
     if not key.flag("training"):
         return GIVEN
-    needs = key.flag("needs")
     found = gemm_steps.matrices(("x", x), ("weight", weight), ("dy", dy))
     reason = wiring.one_dtype(key, "dy", "x", "weight", "y", "z")
     reason = reason or vectors_refusal((mean, rstd, gamma))
@@ -100,45 +100,30 @@ def describe_backward(key: Key, engine: str, held: bool) -> Plan | str:
         return reason or str(found)
     if not all(wiring.is_contiguous(t) for t in (dy, y, z)):
         return "dy, y or z is not contiguous"
-    other, m, (n, k), dtype = found[0], prod(dy.shape[:-1]), weight.shape, weight.dtype
+    m, n, dtype = prod(dy.shape[:-1]), weight.shape[0], weight.dtype
     outer = gamma.dtype if gamma else dtype
     kept: dict[str, TensorSpec | str | None] = {"dy": dtype, "y": dtype, "z": dtype, "mean": mean, "spread": rstd}  # fmt: skip
     sums = {"db": dtype, "dgamma": outer, "dbeta": outer}
     vectors = dict.fromkeys(sums, (n,))
     if held:
-        choices = triton_batch_norm.held_configs(m, n, "bwd")
+        choices = kernels.held_configs(m, n, "bwd")
         if not choices:
             return LONG
         named = dtypes_of(**kept, gamma=gamma, dz=dtype, **sums)
         made = {"dz": dy.shape, **vectors}
-        launcher = _renamed(triton_batch_norm.held_backward_launcher)
-        steps: list[Kernel | Product] = [_kernel(launcher, m, n, named, made, choices)]
+        kernel = kernels.batch_norm_relu_bwd_held
+        steps = [_kernel(kernel, m, n, named, made, choices, {})]
     else:
         named = dtypes_of(**kept, gamma=gamma, total="f32", moment="f32", **sums)
         made = {"total": (n,), "moment": (n,), **vectors}
-        choices = triton_batch_norm.sums_configs(m, n, wiring.cores())
-        launcher = _renamed(triton_batch_norm.sums_launcher)
-        steps = [_kernel(launcher, m, n, named, made, choices, slots=3)]
+        choices = kernels.sums_configs(m, n, wiring.cores())
+        kernel = kernels.batch_norm_relu_bwd_sums
+        steps = [_kernel(kernel, m, n, named, made, choices, {}, slots=3)]
         named = dtypes_of(**kept, gamma=gamma, total="f32", moment="f32", dz=dtype)
         choices = triton_columns.apply_configs(m, n)
-        launcher = _renamed(triton_batch_norm.gradient_launcher)
-        steps.append(_kernel(launcher, m, n, named, {"dz": dy.shape}, choices))
-    rows = Operand(dtype, n, 1)
-    if needs[0] == "1":
-        steps.append(gemm_steps.input_gradient(engine, "dz", rows, weight, m, x.shape))
-    if needs[1] == "1":
-        steps.append(gemm_steps.weight_gradient(engine, "dz", rows, "x", other, m, n, k))
-    names = zip(("dx", "dw", "db", "dgamma", "dbeta"), needs, strict=True)
-    return Plan(tuple(steps), tuple(name if need == "1" else "None" for name, need in names))
-
-
-def _renamed(launcher: Launcher) -> Launcher:
-    """The launcher for dtypes in which 1/std goes by the op's name for what spreads."""
-
-    def start(m: int, n: int, named: dict[str, str | None], *rest: Any) -> Start:
-        return launcher(m, n, {"rstd" if a == "spread" else a: d for a, d in named.items()}, *rest)
-
-    return start
+        kernel = kernels.batch_norm_relu_bwd_tiled
+        steps.append(_kernel(kernel, m, n, named, {"dz": dy.shape}, choices, {}))
+    return with_products(steps, engine, key.flag("needs"), m, x, weight, found[0])
 
 
 def _rounding(key: Key) -> float:
@@ -153,7 +138,7 @@ def _exact(key: Key) -> float:
     return 0.0
 
 
-_SOURCES = (triton_batch_norm, triton_columns, gemm_steps, sys.modules[__name__])
+_SOURCES = (kernels, triton_columns, gemm_steps, sys.modules[__name__])
 for _engine, _held in itertools.product(("cublaslt", "triton"), (True, False)):
     for _op, _describe, _coarse in (
         (LINEAR_BATCH_NORM_RELU, describe, _rounding if _engine == "cublaslt" else _exact),

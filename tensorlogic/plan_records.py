@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any
 
+SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}  # bytes of what lines are made of
 HALVES = {"f16": "half", "bf16": "half"}
 OTHER_DTYPE = 0.25  # what a kin of the other 16-bit dtype is further away, squared
 UNLIKE = 1.0  # for each tensor laid out otherwise, of another dtype or absent, and each flag of another value, squared
@@ -53,6 +54,13 @@ class TensorSpec:
         """In which order the dimensions of another layout lie, and which of them without gaps."""
         ranks = sorted(range(len(self.shape)), key=lambda d: (self.stride[d], d))
         return ("other", *ranks, *(self.stride[d] == 1 for d in ranks))
+
+    @property
+    def even(self) -> bool:
+        """Whether lines begin at multiples of 16 bytes from each other, as wide and bulk accesses want them."""
+        least = 16 // SIZES.get(self.dtype, 16)
+        steps = [s for n, s in zip(self.shape, self.stride, strict=True) if n > 1 and s != 1]
+        return all(s % least == 0 for s in steps)
 
     @property
     def divided(self) -> tuple[int, ...]:
@@ -188,10 +196,16 @@ class Key:
         flags = sum(a != b for a, b in zip(self._flags, other._flags, strict=True))
         return found + OTHER_DTYPE * halves + UNLIKE * flags
 
+    @cached_property
+    def _even(self) -> tuple[bool, ...]:
+        return tuple(t is None or t.even for t in self.tensors)
+
     def laid_otherwise(self, other: Key) -> int:
-        """How many tensors are there in both and laid out otherwise, however wide their gaps."""
+        """How many tensors are there in both and laid out otherwise, however wide their gaps; one more where wide accesses meet the lines of
+        all tensors in only one of the two."""
         pairs = zip(self._orders, other._orders, strict=True)
-        return sum(1 for a, b in pairs if a and b and a != b)
+        orders = sum(1 for a, b in pairs if a and b and a != b)
+        return orders + (all(self._even) != all(other._even))
 
     def as_aligned(self, other: Key) -> bool:
         """True when no tensor is less aligned than the same one of `other`."""

@@ -50,6 +50,9 @@ def test_products(ring: str) -> None:
     products(ring, layouts="column row row", outer="gradient", kind="gelu_tanh")
     products(ring, layouts="padded padded padded", **dict.fromkeys(COLUMNWISE, "f32"))
     products(ring, m=5, n=8, k=8, activation="silu", z="f16", early_z=True, bias="f16")
+    products(ring, n=201, bias="f16", outer="residual", activation="relu", z="f16")
+    products(ring, n=67, layouts="row column padded", activation="silu", z="f16", early_z=True)
+    products(ring, n=131, layouts="column column row", outer="gradient", kind="gelu_tanh")
 
 
 SCORES = {  # configuration, sizes
@@ -205,6 +208,9 @@ PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its 
     "product: bytes of one tile too few": ("specialised", "(BLOCK_M + BLOCK_N) * BLOCK_K", "(BLOCK_M + BLOCK_N - 1) * BLOCK_K", products),
     "product: a store not waited for": ("specialised", "    tma.store_wait(0)\n\n\n@gluon.jit\ndef gemm", "\n\n@gluon.jit\ndef gemm", products),
     "product: outputs overwritten early": ("specialised", "            tma.store_wait(0)\n        mine.store(shaped", "            pass\n        mine.store(shaped", partial(products, **OTHERS)),
+    "product: a row by threads too few": ("specialised", "(m + row < M)", "(m + row < M - 1)", partial(products, n=201)),
+    "product: rows by threads one off": ("specialised", "mine.slice(i * FEW, FEW).load", "mine.slice((i ^ 1) * FEW, FEW).load", partial(products, n=201)),
+    "product: the residual's rows one off": ("specialised", "mine.slice(i * FEW, FEW).store", "mine.slice((i ^ 1) * FEW, FEW).store", partial(products, n=201, outer="residual")),
     "product: the residual's tile early": ("specialised", "mbarrier.wait(ready, turn & 1)", "pass", partial(products, **OTHERS)),
     "rounded: one step of K too few": ("mixed", "steps = gl.cdiv(K, BLOCK_K)", "steps = gl.cdiv(K - 8, BLOCK_K)", rounded),
     "rounded: rows one off": ("mixed", "rm = at_m + gl.arange(0, acc", "rm = 1 + at_m + gl.arange(0, acc", rounded),

@@ -100,24 +100,33 @@ def test_batch_norm_relu_backward(has_gamma: bool, config: dict[str, Any]) -> No
             assert not counter.any()
 
 
-@pytest.mark.parametrize("given", ["gamma beta", "gamma", "beta", ""])
-def test_batch_norm_relu_forward(given: str) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("given", ["bias gamma beta", "gamma", "bias beta", ""])
+def test_batch_norm_relu_forward(given: str, kept: bool) -> None:
     config = {"BLOCK_R": 4, "BLOCK_C": 32, "num_warps": 4}
     for m, n in SHAPES:
         z, mean, var = rand(m, n), rand(n), rand(n, dtype="f32").abs() + 0.2
-        gamma, beta = (rand(n) if name in given.split() else None for name in ("gamma", "beta"))
-        want = (z.double() - mean.double()) * (var.double() + EPS).rsqrt()
+        bias, gamma, beta = (rand(n) if name in given.split() else None for name in ("bias", "gamma", "beta"))  # fmt: skip
+        before = z.clone()
+        whole = z.double() + (0.0 if bias is None else bias.double())
+        want = (whole - mean.double()) * (var.double() + EPS).rsqrt()
         want = want * (1.0 if gamma is None else gamma.double()) + (
             0.0 if beta is None else beta.double()
         )
         dtypes = {
-            "z": "f16", "mean": "f16", "var": "f32", "gamma": None if gamma is None else "f16",
-            "beta": None if beta is None else "f16", "y": "f16",
+            "z": "f16", "bias": None if bias is None else "f16", "mean": "f16", "var": "f32",
+            "gamma": None if gamma is None else "f16", "beta": None if beta is None else "f16", "y": "f16",
+            "kept": "f16" if kept else None,
         }  # fmt: skip
         y = poisoned(m, n)
         run = columns.apply_launcher(m, n, dtypes, config, DEVICE, 4)
-        assert run(*(t for t in (z, mean, var, gamma, beta) if t is not None), y, EPS)
+        given_ = (z, bias, mean, var, gamma, beta, y, z if kept else None)
+        assert run(*(t for t in given_ if t is not None), EPS)
         close(y, torch.relu(want), "f16")
+        if kept:
+            close(z, whole, "f16")
+        else:
+            assert torch.equal(z, before)
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])

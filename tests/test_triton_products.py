@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import tensorlogic
 
 from .test_triton_columns import DEVICE, close, poisoned, rand
 
-from dataclasses import replace  # isort: skip
-
 from tensorlogic import registry  # isort: skip
-from tensorlogic.op import OPS, Launcher  # isort: skip
+from tensorlogic.op import OPS  # isort: skip
 from tensorlogic.ops.common import gemm_wiring, triton_finish  # isort: skip
 from tensorlogic.ops.common.activations import activate  # isort: skip
 from tensorlogic.ops.linear import cublaslt_columns  # isort: skip
+from tensorlogic.ops.linear_batch_norm_relu import cublaslt_columns as norm_columns  # isort: skip
 from tensorlogic.plans import Key  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
@@ -109,48 +110,87 @@ def test_what_follows_a_product(kind: str, given: str, kept: bool) -> None:
         before = z[:m].double()
         for more in (bias, residual):
             before = before if more is None else before + more.double()
-        y = poisoned(m + 1, n, dtype="f32") if kept else None
-        run = triton_finish.finish_launcher(
-            m, n, "f32", kind, FINISH, DEVICE,
-            bias=bias is not None, residual=None if residual is None else residual.stride(), kept=kept, align=4,
-        )  # fmt: skip
-        assert run(*(t for t in (z[:m], bias, residual, None if y is None else y[:m]) if t is not None))  # fmt: skip
-        close((z if y is None else y)[:m], activate(before, kind), "f32")
-        if y is not None:
-            close(z[:m], before, "f32")
-        assert z[m].isnan().all()
-        assert y is None or y[m].isnan().all()
+        for dtype, apart in (("f32", False), ("f32", True), ("f16", True)):
+            y, held, source = (poisoned(m + 1, n, dtype=d) for d in (dtype, dtype, "f32"))
+            source[:m] = z[:m]
+            y, held = (y, held) if apart else (source, source) if not kept else (y, source)
+            dtypes = {"z": "f32", "bias": bias is not None and "f32", "residual": residual is not None and "f32", "y": dtype, "kept": kept and dtype}  # fmt: skip
+            strides = (0, 0) if residual is None else residual.stride()
+            run = triton_finish.finish_launcher(
+                m, n, {name: kind or None for name, kind in dtypes.items()}, strides, kind, FINISH, DEVICE, 4
+            )  # fmt: skip
+            given_ = (source[:m], bias, residual, y[:m], held[:m] if kept else None)
+            assert run(*(t for t in given_ if t is not None))
+            close(y[:m], activate(before, kind), dtype)
+            assert y[m].isnan().all()
+            if kept:
+                close(held[:m], before, dtype)
+                assert held[m].isnan().all()
 
 
-def bare(key: Key) -> Launcher:
-    """cublaslt.columns with the other engine's product."""
-    plan = cublaslt_columns.describe(key)
-    assert not isinstance(plan, str)
-    steps = tuple(
-        (replace(p, engine="triton") if isinstance(p, gemm_wiring.Product) else p).aligned(4)
+def launched(op: str, id: str, key: Key, *args: Any) -> tuple[Tensor, ...]:
+    """What a candidate's plan gives, cuBLASLt's product by tiles of ours, whatever the size."""
+    engine, _, sums = id.partition(".")
+    describe = {"linear": cublaslt_columns, "linear_batch_norm_relu": norm_columns}[op].describe
+    plan = describe(key, engine, "f32" if sums == "sums" else "")
+    assert not isinstance(plan, str), plan
+    ours = [
+        replace(p, engine="triton")
+        if isinstance(p, gemm_wiring.Product) and engine == "cublaslt"
+        else p
         for p in plan.products
-    )
+    ]
+    steps = tuple(step.aligned(2) for step in ours)
     configs = [step.configs()[0] for step in steps]
-    return gemm_wiring.launcher(OPS["linear"], replace(plan, products=steps), configs, DEVICE)
+    return gemm_wiring.launcher(OPS[op], replace(plan, products=steps), configs, DEVICE)(*args)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "silu"])
+LIBRARIES = [
+    ("cublaslt.columns", "f32"), ("cublaslt.sums", "f16"), ("torch.columns", "f16"), ("torch.columns", "f32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
 @pytest.mark.parametrize("given", ["bias", "residual", "bias residual"])
 @pytest.mark.parametrize("save", [False, True])
-def test_linear_by_a_bare_product(activation: str, given: str, save: bool) -> None:
-    x, weight = rand(2, 9, 20, dtype="f32"), rand(33, 20, dtype="f32")
-    bias = rand(33, dtype="f32") if "bias" in given else None
-    residual = rand(18, 35, dtype="f32")[:, 1:34].view(2, 9, 33) if "residual" in given else None
-    args = (x, weight, bias, residual, activation, save)
-    op = OPS["linear"]
-    outs = bare(op.key(args, "forward" if save else "inference"))(x, weight, bias, residual)
+@pytest.mark.parametrize(("id", "dtype"), LIBRARIES)
+def test_linear_by_a_bare_product(
+    id: str, dtype: str, activation: str, given: str, save: bool
+) -> None:
+    if id == "torch.columns" and (given, activation) == ("bias", "none"):
+        return  # nothing follows
+    x, weight = rand(2, 9, 20, dtype=dtype), rand(33, 40, dtype=dtype)[:, ::2]
+    bias = rand(33, dtype=dtype) if "bias" in given else None
+    residual = rand(18, 35, dtype=dtype)[:, 1:34].view(2, 9, 33) if "residual" in given else None
+    key = OPS["linear"].key((x, weight, bias, residual, activation, save), "forward" if save else "inference")  # fmt: skip
+    outs = launched("linear", id, key, x, weight, bias, residual)
     z = x.double() @ weight.double().t()
     for more in (bias, residual):
         z = z if more is None else z + more.double()
-    close(outs[0], activate(z, activation), "f32")
-    assert (len(outs) == 2) == (save and activation in ("gelu", "silu"))
+    close(outs[0], activate(z, activation), dtype)
+    assert (len(outs) == 2) == (save and activation == "gelu")
     if len(outs) == 2:
-        close(outs[1], z, "f32")
+        close(outs[1], z, dtype)
+
+
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(("id", "dtype"), [*LIBRARIES, ("cublaslt.columns", "f16")])
+def test_batch_norm_by_a_bare_product(id: str, dtype: str, given: bool, save: bool) -> None:
+    x, weight, mean = rand(2, 9, 20, dtype=dtype), rand(33, 20, dtype=dtype), rand(33)
+    var = rand(33, dtype="f32").abs() + 0.2
+    bias, gamma, beta = (rand(33, dtype=d) if given else None for d in (dtype, "f16", "f16"))
+    op = OPS["linear_batch_norm_relu"]
+    args = (x, weight, bias, mean, var, gamma, beta)
+    key = op.key((*args, 1e-5, False, 0.1, save), "forward" if save else "inference")
+    outs = launched(op.name, id, key, *args)
+    z = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
+    y = (z - mean.double()) * (var.double() + 1e-5).rsqrt()
+    y = y * (1.0 if gamma is None else gamma.double()) + (0.0 if beta is None else beta.double())
+    close(outs[0], torch.relu(y), dtype)
+    assert len(outs) == 1 + save
+    if save:
+        close(outs[1], z, dtype)
 
 
 def test_what_a_bare_product_is_not_for() -> None:
@@ -158,9 +198,12 @@ def test_what_a_bare_product_is_not_for() -> None:
 
     def said(dtype: str, bias: Any, activation: str) -> str:
         args = (rand(9, 20, dtype=dtype), rand(33, 20, dtype=dtype), bias, None, activation, False)
-        return str(cublaslt_columns.describe(op.key(args, "inference")))
+        return str(cublaslt_columns.describe(op.key(args, "inference"), "cublaslt"))
 
     assert "16-bit" in said("f16", rand(33), "silu")
+    wide = [torch.empty(*shape, dtype=torch.float16) for shape in ((4096, 64), (4096, 64), (4096,))]
+    key = op.key((*wide, None, "silu", False), "inference")
+    assert "tiles enough" in str(cublaslt_columns.describe(key, "cublaslt", "f32"))
     assert "nothing follows" in said("f32", None, "none")
     assert "strided" in said("f32", rand(66, dtype="f32")[::2], "none")
     assert "mixed" in said("f32", rand(33), "none")

@@ -56,14 +56,13 @@ def prepare_all() -> None:
     for config in polled[:1]:
         reduction.reduce_launcher("sum", "f16", "f16", 1, 1 << 20, 1, config, ANY)
     for columns in (77, 4096):
-        given = dict.fromkeys(("z", "mean", "var", "gamma", "beta", "y"), "f16")
+        given = dict.fromkeys(("z", "bias", "mean", "var", "gamma", "beta", "y", "kept"), "f16")
         for config in columns_.apply_configs(4096, columns)[:1]:
             columns_.apply_launcher(4096, columns, given, config, ANY, 16)
         for config in finish.finish_configs(columns)[:1]:
-            for kept in (False, True):
-                finish.finish_launcher(
-                    4096, columns, "f32", "gelu_tanh", config, ANY, bias=True, residual=(columns, 1), kept=kept
-                )  # fmt: skip
+            for kept in (None, "f16"):
+                follows = dict.fromkeys(("z", "bias", "residual", "y"), "f32") | {"kept": kept}
+                finish.finish_launcher(4096, columns, follows, (columns, 1), "gelu_tanh", config, ANY)  # fmt: skip
         sums = ("dy", "y", "z", "mean", "var", "gamma", "dz", "db", "dgamma", "dbeta")
         for config in columns_.backward_configs(4096, columns)[:1]:
             columns_.activation_backward_launcher("gelu_bwd", 4096, columns, "f16", config, ANY, 16)

@@ -42,6 +42,8 @@ def test_specialised(ring: str, programs: int, layouts: str) -> None:
     vectors = dict.fromkeys(COLUMNWISE, "f32") | {"bias": "f16", "shift": "f16"}
     check(config, layouts=layouts, activation="silu", z="f16", **vectors, **size)
     check(config, layouts=layouts, activation="silu", z="f16", early_z=True, bias="f16", **size)
+    size["n"] = 203 if layouts == "row column row" else 200  # rows that begin at odd places
+    check(config, layouts=layouts, bias="f16", outer="residual", activation="relu", z="f16", **size)
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -58,7 +60,12 @@ def test_specialised_refuses_what_bulk_copies_cannot_reach() -> None:
     f16 = {"x": Operand("f16", 64, 1), "w": Operand("f16", 1, 64), "y": Operand("f16", 64, 1)}
     plain = GemmSpec(64, 64, 64, **f16)
     assert gemm_specialised.specialised_refusal(plain) is None
-    assert gemm_specialised.specialised_refusal(replace(plain, w=Operand("f16", 64, 1))) is None
+    for served in (
+        {"w": Operand("f16", 64, 1)},
+        {"y": Operand("f16", 65, 1)},  # rows that begin at odd places are stored by threads
+        {"outer": "residual", "residual": Operand("f16", 0, 1)},  # one row for all
+    ):
+        assert gemm_specialised.specialised_refusal(replace(plain, **served)) is None, served
     for change in (
         {"align": 8},
         {"x": Operand("f16", 65, 1)},  # rows begin at odd places
@@ -66,6 +73,7 @@ def test_specialised_refuses_what_bulk_copies_cannot_reach() -> None:
         {"x": Operand("f16", 32, 1)},  # rows overlap
         {"x": Operand("f16", 128, 2)},
         {"y": Operand("f16", 1, 64)},
+        {"y": Operand("f16", 2**25, 1)},
         {"y": Operand("f32", 64, 1)},
         {"batch": 2},
         {"prologue": "activation", "kind": "gelu"},
@@ -107,10 +115,12 @@ def test_specialised_compiles_without_spilling() -> None:
         return GemmSpec(n, n, n, Operand("f16", n, 1), w, Operand("f16", n, 1), **more)
 
     residual = {"outer": "residual", "residual": Operand("f16", 2048, 1)}
+    odd = residual | {"residual": Operand("f16", 2049, 1), "z": "f16", "activation": "gelu"}
     wanted = [
         spec(2048, Operand("f16", 1, 2048), bias="f16", activation="relu", **residual),
         spec(1024, Operand("f16", 1024, 1), activation="gelu_tanh"),
         spec(1024, Operand("f16", 1, 1024), **dict.fromkeys(COLUMNWISE, "f32")),
+        replace(spec(2048, Operand("f16", 1, 2048), **odd), y=Operand("f16", 2049, 1)),
     ]
     jobs = [
         gemm.gemm_jobs(s, config, 90)[0]
@@ -118,7 +128,7 @@ def test_specialised_compiles_without_spilling() -> None:
         for config in gemm_specialised.specialised_configs(s, 132)
     ]
     answers = triton_launch.resources_apart(jobs)
-    assert len(answers) == 3 * gemm_specialised.MOST
+    assert len(answers) == len(wanted) * gemm_specialised.MOST
     for a in answers:
         assert isinstance(a, triton_launch.Resources), a
         assert a.stack == 0 < a.registers <= 240, a

@@ -1,7 +1,7 @@
 """Products that read lines from odd places in memory, by copies whose lines begin at multiples of 16 bytes.
 
-Neither bulk copies nor wide accesses can begin anywhere else. A copy lies along K, which ends in zeros at a multiple of 16 bytes, too;
-so what follows the product meets the rows and columns that it would have met.
+Neither bulk copies nor wide accesses can begin anywhere else. A copy lies as its matrix does, so that two products share it, and along K
+ends in zeros at a multiple of 16 bytes, too; what follows the product meets the rows and columns that it would have met.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def candidate(
 ) -> None:
     """Register what `gemm_wiring.candidate` would, with copies, for keys that have such lines."""
     if triton_missing() is None:
-        from . import triton_padding
+        from . import gemm_specialised, triton_gemm, triton_padding, triton_specialised
 
-        modules = (*sources, triton_padding, sys.modules[__name__])
+        ours = (triton_gemm, gemm_specialised, triton_specialised, triton_padding)
+        modules = (*sources, *ours, sys.modules[__name__])
         gemm_wiring.candidate(op, id, padded(describe), modules)
 
 
@@ -91,7 +92,9 @@ class _Copies:
         if not (odd_x or odd_w):
             return p
         side = ACCESS // DTYPES[spec.x.dtype].itemsize
-        k, x = math.ceil(spec.k / side) * side, spec.x
+        k, x = spec.k, spec.x
+        if _along(x) or _along(w):  # lines that K ends
+            k = math.ceil(spec.k / side) * side
         if odd_x or k != spec.k:
             given["x"], x = self._copy(given["x"], x, spec.m, spec.k, k)
         if odd_w or k != spec.k:
@@ -99,11 +102,13 @@ class _Copies:
         wide = replace(spec, k=k, x=x, w=replace(w, rows=w.columns, columns=w.rows))
         read = [name for role, name in given.items() if getattr(spec, role)]
         least = min(self.aligns.get(name, ACCESS) for name in read)
-        return replace(p, spec=wide, given=given, least=least)
+        stored_odd = spec.m > 1 and spec.y.rows % side != 0  # by ours several times as fast
+        engine = "triton" if stored_odd else p.engine
+        return replace(p, spec=wide, given=given, least=least, engine=engine)
 
     def _odd(self, o: Operand, name: str, rows: int, columns: int) -> bool:
         """Whether some line of the matrix begins or ends between accesses."""
-        if o.columns == 1 or o.rows != 1:
+        if _along(o):
             lines, length, step, inner = rows, columns, o.rows, o.columns
         else:
             lines, length, step, inner = columns, rows, o.columns, o.rows
@@ -112,22 +117,32 @@ class _Copies:
         unaligned = self.aligns.get(name, ACCESS) < ACCESS
         return apart or unaligned or inner != 1 or length * size % ACCESS != 0
 
-    def _copy(
-        self, name: str, o: Operand, rows: int, columns: int, wide: int
-    ) -> tuple[str, Operand]:
-        """The name of a copy [rows, wide] of the matrix `name` [rows, columns], and how it lies."""
-        what = (name, o, rows, columns, wide)
+    def _copy(self, name: str, o: Operand, rows: int, columns: int, k: int) -> tuple[str, Operand]:
+        """The name of a copy of the matrix `name` [rows, columns], its second dimension k long, and how it lies."""
+        side = ACCESS // DTYPES[o.dtype].itemsize
+        if _along(o):
+            shape, into, strides = (rows, columns), (rows, k), (o.rows, o.columns)
+        else:
+            length = math.ceil(rows / side) * side
+            shape, into, strides = (columns, rows), (k, length), (o.columns, o.rows)
+        what = (name, shape, into, strides)
         if what not in self.names:
             copy = self.names[what] = f"padded_{len(self.names)}"
 
             def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
                 return triton_padding.copy_launcher(
-                    rows, columns, wide, (o.rows, o.columns), o.dtype, config, device, align
+                    shape, into, strides, o.dtype, config, device, align
                 )
 
             from . import triton_padding
 
-            made = {copy: (copy, (rows, wide), o.dtype)}
-            configs = triton_padding.copy_configs(wide, o.columns == 1)
+            made = {copy: (copy, into, o.dtype)}
+            configs = triton_padding.copy_configs(into[1], strides[1] == 1)
             self.steps.append(Kernel((name, copy), made, configs, build))
-        return self.names[what], Operand(o.dtype, wide, 1)
+        lies = Operand(o.dtype, into[1], 1) if _along(o) else Operand(o.dtype, 1, into[1])
+        return self.names[what], lies
+
+
+def _along(o: Operand) -> bool:
+    """Whether the second dimension lies together, or neither does, and a copy's is to."""
+    return o.columns == 1 or o.rows != 1

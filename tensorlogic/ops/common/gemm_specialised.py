@@ -9,6 +9,7 @@ from .gemm import Config, GemmSpec, Operand
 
 ROWS = 64  # of x that a warpgroup multiplies
 MOST = 4  # configurations worth measuring
+MOST_STEP = 2**24  # elements from row to row that offsets inside a tile can have
 LEAST_WORK = 2**28  # multiply-adds below which plain tiles start sooner
 # CONSUMERS, BLOCK_N, BLOCK_K, STAGES
 _SHAPES = (
@@ -34,11 +35,11 @@ def specialised_refusal(spec: GemmSpec) -> str | None:
         return "matrices of one 16-bit dtype are required"
     if spec.y.columns != 1 or (spec.residual is not None and spec.residual.columns != 1):
         return "rows of the output or the residual do not lie together"
-    sides = ((spec.m, spec.k), (spec.k, spec.n), (spec.m, spec.n), (spec.m, spec.n))
-    if spec.align < 16 or any(
-        _line(o, *side) is None for o, side in zip(matrices, sides, strict=False)
-    ):
-        return "a matrix whose lines do not lie apart and begin at multiples of 16 bytes"
+    read = ((spec.x, spec.m, spec.k), (spec.w, spec.k, spec.n))
+    if spec.align < 16 or any(_line(*matrix) is None for matrix in read):
+        return "an operand whose lines do not lie apart and begin at multiples of 16 bytes"
+    if any(not 0 <= o.rows <= MOST_STEP for o in matrices[2:]):
+        return "rows of the output or the residual lie too far apart"
     return None
 
 
@@ -47,9 +48,11 @@ def specialised_configs(spec: GemmSpec, sm_count: int, most: int = MOST) -> list
     if specialised_refusal(spec) is not None or spec.m * spec.n * spec.k < LEAST_WORK:
         return []
     vectors = any(v is not None for v in (spec.mean, spec.var, spec.scale, spec.shift))
+    moved = [spec.residual, spec.y if spec.z else None]
+    threads = any(o is not None and _line(o, spec.m, spec.n) is None for o in moved)
     scored: list[tuple[float, int, dict[str, Any]]] = []
     for consumers, block_n, block_k, stages in _SHAPES:
-        if vectors and consumers * block_n > 256:
+        if (vectors and consumers * block_n > 256) or (threads and block_n > 128):
             continue  # more than the registers hold beside the sums
         if spec.m <= ROWS * (consumers - 1) or spec.n <= block_n // 2:
             continue
@@ -72,24 +75,32 @@ def described(spec: GemmSpec, config: Config) -> dict[str, Any]:
         "x_desc": _tiled(spec.x, spec.m, spec.k, (ROWS, block_k)),
         "w_desc": _tiled(_turned(spec.w), spec.n, spec.k, (block_n, block_k)),
     }
-    if spec.residual is not None:
-        tiled["residual_desc"] = _tiled(spec.residual, spec.m, spec.n, out)
-    tiled["y_desc"] = _tiled(spec.y, spec.m, spec.n, out)
-    if spec.z is not None:
-        tiled["z_desc"] = tiled["y_desc"]
-    vectors = {
+    pointers = {
         "bias": spec.bias, "mean": spec.mean, "var": spec.var, "scale": spec.scale, "shift": spec.shift,
     }  # fmt: skip
+    integers = {"M": spec.m, "N": spec.n, "K": spec.k}
+    for name, matrix in (
+        ("residual", spec.residual),
+        ("y", spec.y),
+        ("z", spec.y if spec.z else None),
+    ):
+        if matrix is None:
+            continue
+        if _line(matrix, spec.m, spec.n) is not None:
+            tiled[f"{name}_desc"] = _tiled(matrix, spec.m, spec.n, out)
+        else:  # rows that begin at odd places, or the same one again and again
+            pointers[name] = matrix.dtype
+            integers["stride_r" if name == "residual" else "stride_y"] = matrix.rows
     return {
         "grid": (config["programs"], 1, 1),
         "tiled": tiled,
-        "pointers": {f"{name}_ptr": kind for name, kind in vectors.items() if kind is not None},
-        "integers": {"M": spec.m, "N": spec.n, "K": spec.k},
+        "pointers": {f"{name}_ptr": kind for name, kind in pointers.items() if kind is not None},
+        "integers": integers,
         "floats": ("eps",) if spec.var is not None else (),
         "longs": (),
         "constexprs": {
-            "ACTIVATION": spec.activation, "OUTER": spec.outer, "KIND": spec.kind, "EARLY": spec.early_z,
-            "X_ACROSS": spec.x.columns == 1, "W_DOWN": spec.w.columns != 1, "REGISTERS": _REGISTERS[consumers],
+            "ACTIVATION": spec.activation, "OUTER": spec.outer, "KIND": spec.kind, "KEPT": spec.z is not None,
+            "EARLY": spec.early_z, "X_ACROSS": spec.x.columns == 1, "W_DOWN": spec.w.columns != 1, "REGISTERS": _REGISTERS[consumers],
             **{name: value for name, value in config.items() if name.isupper() and name != "SPLIT"},
         },
         "num_warps": 4,

@@ -29,6 +29,13 @@ from .gemm import (
     gemm_workspace,
 )
 from .gemm_specialised import specialised_configs, specialised_refusal
+from .gemm_torch import (
+    torch_arguments,
+    torch_available,
+    torch_configs,
+    torch_launcher,
+    torch_refusal,
+)
 
 Start = Callable[..., bool]
 FEW_COLUMNS = 4  # of a float32 product, that are summed by lanes
@@ -36,9 +43,26 @@ CHAINED = 16  # rows of a tile from which they are not
 
 
 @dataclass(frozen=True)
+class Library:
+    """An engine that is not ours: why it cannot be a product (None: it can), its configurations, best guess first, what a launcher
+    takes, and that."""
+
+    refusal: Callable[[GemmSpec], str | None]
+    configs: Callable[[GemmSpec], list[dict[str, Any]]]
+    arguments: Callable[[GemmSpec], tuple[str, ...]]
+    launcher: Callable[[GemmSpec, Config, torch.device], Start]
+
+
+LIBRARIES = {
+    "cublaslt": Library(lt_refusal, lt_configs, lt_arguments, lt_launcher),
+    "torch": Library(torch_refusal, torch_configs, torch_arguments, torch_launcher),
+}
+
+
+@dataclass(frozen=True)
 class Product:
     """One launch of the family: which product, what is passed (kernel argument -> expression over the op's parameters and
-    earlier outputs), what it allocates (kernel argument -> name, shape and dtype), and whose kernel: "triton" or "cublaslt"."""
+    earlier outputs), what it allocates (kernel argument -> name, shape and dtype), and whose kernel: "triton" or a library's."""
 
     spec: GemmSpec
     given: Mapping[str, str]
@@ -50,14 +74,19 @@ class Product:
         """The same for tensors of the caller's that share this alignment in bytes."""
         return replace(self, spec=replace(self.spec, align=max(align, self.least)))
 
+    @property
+    def library(self) -> Library | None:
+        """The engine, where the kernels are not ours."""
+        return LIBRARIES.get(self.engine)
+
     def refusal(self) -> str | None:
         """None, or why the engine cannot serve it."""
-        return lt_refusal(self.spec) if self.engine == "cublaslt" else gemm_refusal(self.spec)
+        return (self.library.refusal if self.library else gemm_refusal)(self.spec)
 
     def configs(self) -> list[dict[str, Any]]:
         """Configurations, best guess first."""
-        if self.engine == "cublaslt":
-            return lt_configs(self.spec)
+        if self.library:
+            return self.library.configs(self.spec)
         specialised = specialised_configs(self.spec, wiring.cores()) if wiring.bulk_copies() else []
         return [*specialised, *self._tiled()[: MOST_CONFIGS - len(specialised) // 2]]
 
@@ -74,8 +103,9 @@ class Product:
     def _fitting(self, config: Config) -> Config:
         """`config`, which may come from a neighbour; the engine's best guess where it is one of another launch, the best plain tiles
         where it needs bulk copies that cannot be had here, or adds K in one chain for few columns of float32."""
-        if self.engine == "cublaslt":
-            return config if "rank" in config else self.configs()[0]
+        if self.library:
+            known = self.configs()
+            return config if dict(config) in known else known[0]
         if not {"BLOCK_M", "SPLIT"} <= config.keys():
             return self._tiled()[0]
         chained = self._few_columns() and config["BLOCK_M"] >= CHAINED
@@ -87,8 +117,8 @@ class Product:
     def arguments(self, config: Config) -> tuple[str, ...]:
         """Expressions of what the launcher takes, in order."""
         wanted = (
-            lt_arguments(self.spec)
-            if self.engine == "cublaslt"
+            self.library.arguments(self.spec)
+            if self.library
             else gemm_arguments(self.spec, self._fitting(config))
         )
         names = {
@@ -101,14 +131,15 @@ class Product:
 
     def workspace(self, config: Config) -> tuple[int, int]:
         """Elements of float32 scratch and of counters that are zero between launches."""
-        if self.engine == "cublaslt":
+        if self.library:
             return 0, 0
         return gemm_workspace(self.spec, self._fitting(config))
 
     def start(self, config: Config, device: torch.device) -> Start:
         """The launcher over `arguments`."""
-        if self.engine == "cublaslt":
-            return compiled_launch.step(lt_launcher(self.spec, self._fitting(config), device))
+        if self.library:
+            made = self.library.launcher(self.spec, self._fitting(config), device)
+            return compiled_launch.step(made)
         return gemm_launcher(self.spec, self._fitting(config), device)
 
 
@@ -264,9 +295,17 @@ def candidate(
     """
     if triton_missing() is not None:
         return
-    from . import cublaslt, gemm, gemm_specialised, triton_gemm, triton_math, triton_specialised
+    from . import (  # fmt: skip
+        cublaslt,
+        gemm,
+        gemm_specialised,
+        gemm_torch,
+        triton_gemm,
+        triton_math,
+        triton_specialised,
+    )
 
-    vendor = id.startswith("cublaslt.")
+    provider = id.partition(".")[0]
 
     def checked(key: Key) -> Plan | str:
         found = describe(key)
@@ -285,7 +324,7 @@ def candidate(
         return launcher(op, plan, config["products"], device)
 
     kernels = (triton_gemm, triton_math, gemm_specialised, triton_specialised)
-    modules = (cublaslt,) if vendor else kernels
+    modules = {"cublaslt": (cublaslt,), "torch": (gemm_torch,)}.get(provider, kernels)
     wiring.described(
         op,
         id,
@@ -293,7 +332,7 @@ def candidate(
         configurations,
         build,
         (gemm, *modules, *sources),
-        lt_available if vendor else None,
+        {"cublaslt": lt_available, "torch": torch_available}.get(provider),
         coarse=coarse,
     )
 

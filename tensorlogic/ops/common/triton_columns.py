@@ -22,9 +22,11 @@ def column(ptr, col, live, other):
 
 @triton.jit
 def batch_norm_relu_fwd_tiled(
-    z_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, y_ptr, M, N, eps, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    z_ptr, bias_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, y_ptr, kept_ptr, M, N, eps,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y = relu((z - mean) / sqrt(var + eps) * gamma + beta), [M, N] with [N] vectors; float32, rounded once."""
+    """y = relu((z + bias - mean) / sqrt(var + eps) * gamma + beta), [M, N] with [N] vectors; float32, rounded once. `kept` takes z + bias and
+    may be z itself."""
     follow(PDL)
     tiles_c = tl.cdiv(N, BLOCK_C)
     row = (tl.program_id(0) // tiles_c).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -33,6 +35,10 @@ def batch_norm_relu_fwd_tiled(
     mask = (row < M)[:, None] & live[None, :]
     at = (row * N)[:, None] + col[None, :]
     z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        z += column(bias_ptr, col, live, 0.0)[None, :]
+    if kept_ptr is not None:
+        tl.store(kept_ptr + at, z.to(kept_ptr.dtype.element_ty), mask=mask)
     scale = tl.rsqrt(column(var_ptr, col, live, 1.0) + eps)
     if gamma_ptr is not None:
         scale *= column(gamma_ptr, col, live, 0.0)
@@ -173,9 +179,9 @@ def apply_launcher(
     device: torch.device,
     align: int,
 ) -> Callable[..., bool]:
-    """A callable (z, mean, var[, gamma][, beta], y, eps) -> bool over contiguous [rows, columns].
+    """A callable (z[, bias], mean, var[, gamma][, beta], y[, kept], eps) -> bool over contiguous [rows, columns].
 
-    `dtypes`: names of z, mean, var, gamma, beta and y; None: absent.
+    `dtypes`: names of z, bias, mean, var, gamma, beta, y and kept, in this order; None: absent.
     """
     return prepare(
         batch_norm_relu_fwd_tiled,

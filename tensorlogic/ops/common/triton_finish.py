@@ -1,4 +1,4 @@
-"""What follows a product as a pass of its own, in the product's memory: bias, residual and activation."""
+"""What follows a product as a pass of its own: bias, residual and activation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tensorlogic.ops.common.triton_math import activate, follow
 
 @triton.jit
 def finish_tiled(
-    z_ptr, bias_ptr, residual_ptr, y_ptr, M, N, stride_rm, stride_rn,
+    z_ptr, bias_ptr, residual_ptr, y_ptr, kept_ptr, M, N, stride_rm, stride_rn,
     KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """z [M, N] becomes activate(z + bias [N] + residual [M, N]); with y, that goes there and z becomes what was activated."""
+    """y = activate(z + bias [N] + residual), [M, N]; `kept` takes what is activated; each of them may be z itself."""
     follow(PDL)
     tiles_c = tl.cdiv(N, BLOCK_C)
     row = (tl.program_id(0) // tiles_c).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -31,12 +31,11 @@ def finish_tiled(
     if residual_ptr is not None:
         there = (row * stride_rm)[:, None] + (col.to(tl.int64) * stride_rn)[None, :]
         z += tl.load(residual_ptr + there, mask=mask, other=0.0).to(tl.float32)
-    if y_ptr is not None:
-        z = z.to(z_ptr.dtype.element_ty)
-        tl.store(z_ptr + at, z, mask=mask)
-        tl.store(y_ptr + at, activate(z.to(tl.float32), KIND).to(y_ptr.dtype.element_ty), mask=mask)
-    else:
-        tl.store(z_ptr + at, activate(z, KIND).to(z_ptr.dtype.element_ty), mask=mask)
+    if kept_ptr is not None:
+        kept = z.to(kept_ptr.dtype.element_ty)
+        tl.store(kept_ptr + at, kept, mask=mask)
+        z = kept.to(tl.float32)
+    tl.store(y_ptr + at, activate(z, KIND).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def finish_configs(columns: int) -> tuple[dict[str, Any], ...]:
@@ -51,27 +50,22 @@ def finish_configs(columns: int) -> tuple[dict[str, Any], ...]:
 def finish_launcher(
     rows: int,
     columns: int,
-    dtype: str,
+    dtypes: dict[str, str | None],
+    residual: tuple[int, int],
     kind: str,
     config: dict[str, Any],
     device: torch.device,
-    *,
-    bias: bool,
-    residual: tuple[int, int] | None,
-    kept: bool,
     align: int = 16,
 ) -> Callable[..., bool]:
-    """A callable (z[, bias][, residual][, y]) -> bool over contiguous z and y [rows, columns] of one dtype.
+    """A callable (z[, bias][, residual], y[, kept]) -> bool over contiguous z, y and kept [rows, columns]; y is z after `kind`.
 
-    `residual`: its strides of rows and columns, None: absent; `kept`: z is wanted before the activation `kind`, which goes to y.
+    `dtypes`: names of these, in this order; None: absent. `residual`: its strides of rows and columns.
     """
-    there = {"z": True, "bias": bias, "residual": residual is not None, "y": kept}
-    along = residual or (0, 0)
     return prepare(
         finish_tiled,
         grid=(triton.cdiv(rows, config["BLOCK_R"]) * triton.cdiv(columns, config["BLOCK_C"]), 1, 1),
-        pointers={f"{name}_ptr": dtype for name, given in there.items() if given},
-        integers={"M": rows, "N": columns, "stride_rm": along[0], "stride_rn": along[1]},
+        pointers={f"{name}_ptr": dtype for name, dtype in dtypes.items() if dtype is not None},
+        integers={"M": rows, "N": columns, "stride_rm": residual[0], "stride_rn": residual[1]},
         floats=(),
         constexprs={"KIND": kind, "BLOCK_R": config["BLOCK_R"], "BLOCK_C": config["BLOCK_C"]},
         num_warps=config["num_warps"],

@@ -1,4 +1,4 @@
-"""A matrix of any strides copied into rows that lie together, with zeros where they end."""
+"""A matrix of any strides copied into rows that lie together, with zeros where they and it end."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tensorlogic.ops.common.triton_math import follow
 
 @triton.jit
 def copy_padded(
-    x_ptr, y_ptr, M, N, WIDE, stride_m, stride_n,
+    x_ptr, y_ptr, M, N, TALL, WIDE, stride_m, stride_n,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [M, WIDE] = x [M, N], and 0 from there on."""
+    """y [TALL, WIDE] = x [M, N], and 0 beyond it."""
     follow(PDL)
     tiles_c = tl.cdiv(WIDE, BLOCK_C)
     row = (tl.program_id(0) // tiles_c).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = (tl.program_id(0) % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
     at = (row * stride_m)[:, None] + (col.to(tl.int64) * stride_n)[None, :]
     x = tl.load(x_ptr + at, mask=(row < M)[:, None] & (col < N)[None, :], other=0.0)
-    mask = (row < M)[:, None] & (col < WIDE)[None, :]
+    mask = (row < TALL)[:, None] & (col < WIDE)[None, :]
     tl.store(y_ptr + (row * WIDE)[:, None] + col[None, :], x, mask=mask)
 
 
@@ -44,23 +44,23 @@ def copy_configs(columns: int, along: bool) -> tuple[dict[str, Any], ...]:
 
 
 def copy_launcher(
-    rows: int,
-    columns: int,
-    wide: int,
+    shape: tuple[int, int],
+    into: tuple[int, int],
     strides: tuple[int, int],
     dtype: str,
     config: dict[str, Any],
     device: torch.device,
     align: int = 16,
 ) -> Callable[..., bool]:
-    """A callable (x, y) -> bool: contiguous y [rows, wide] becomes x [rows, columns] of these strides, and zeros beyond."""
+    """A callable (x, y) -> bool: contiguous y of shape `into` becomes x of `shape` and these strides, and zeros beyond."""
+    (rows, columns), (tall, wide) = shape, into
     block_r, block_c = config["BLOCK_R"], config["BLOCK_C"]
     return prepare(
         copy_padded,
-        grid=(triton.cdiv(rows, block_r) * triton.cdiv(wide, block_c), 1, 1),
+        grid=(triton.cdiv(tall, block_r) * triton.cdiv(wide, block_c), 1, 1),
         pointers={"x_ptr": dtype, "y_ptr": dtype},
         integers={
-            "M": rows, "N": columns, "WIDE": wide, "stride_m": strides[0], "stride_n": strides[1],
+            "M": rows, "N": columns, "TALL": tall, "WIDE": wide, "stride_m": strides[0], "stride_n": strides[1],
         },
         floats=(),
         constexprs={"BLOCK_R": block_r, "BLOCK_C": block_c},

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tensorlogic.ops.common.triton_gemm import columnwise, shaped, slope
 
 ROWS = gl.constexpr(64)  # of x that one warpgroup multiplies: those of one wgmma
+FEW = gl.constexpr(8)  # rows that threads move at a time
 
 
 @gluon.jit
@@ -26,6 +27,42 @@ def place(tile, M, N, GROUP_M: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.
     height = gl.minimum(tiles_m - group * GROUP_M, GROUP_M)
     within = tile % (GROUP_M * tiles_n)
     return group * GROUP_M + within % height, within // height
+
+
+@gluon.jit
+def lines(m, at_n, M, N, stride, BLOCK_N: gl.constexpr):
+    """(offsets from row m, mask) of FEW rows [BLOCK_N] of a matrix whose rows begin anywhere, `stride` apart: a warp along each."""
+    ALONG: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    row = gl.arange(0, FEW, gl.SliceLayout(1, ALONG))
+    column = at_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, ALONG))
+    at = (row * stride)[:, None] + column[None, :]
+    return at, (m + row < M)[:, None] & (column < N)[None, :]
+
+
+@gluon.jit
+def fetch(mine, ptr, at_m, at_n, M, N, stride, BLOCK_N: gl.constexpr):
+    """A tile from `ptr` on into shared memory `mine`, by threads, zeros beyond the edges."""
+    for i in gl.static_range(ROWS // FEW):
+        m = at_m + i * FEW
+        at, mask = lines(m, at_n, M, N, stride, BLOCK_N)
+        tile = gl.load(ptr + m.to(gl.int64) * stride + at, mask=mask, other=0.0)
+        mine.slice(i * FEW, FEW).store(tile)
+
+
+@gluon.jit
+def put(mine, tile, desc, ptr, at_m, at_n, M, N, stride, BLOCK_N: gl.constexpr):
+    """Store a tile through shared memory `mine`: by a bulk copy, which is still to be waited for, or from `ptr` on by threads."""
+    mine.store(tile)
+    if ptr is None:
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [at_m, at_n], mine)
+    else:
+        ALONG: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+        for i in gl.static_range(ROWS // FEW):
+            m = at_m + i * FEW
+            at, mask = lines(m, at_n, M, N, stride, BLOCK_N)
+            tile = mine.slice(i * FEW, FEW).load(ALONG)
+            gl.store(ptr + m.to(gl.int64) * stride + at, tile, mask=mask)
 
 
 @gluon.jit
@@ -80,9 +117,9 @@ def load(
 
 @gluon.jit
 def multiply(
-    me, xs, ws, staged, full, empty, ready, free, y_desc, z_desc,
-    bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, M, N, K, eps,
-    ACTIVATION: gl.constexpr, OUTER: gl.constexpr, KIND: gl.constexpr, EARLY: gl.constexpr,
+    me, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
+    residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps,
+    ACTIVATION: gl.constexpr, OUTER: gl.constexpr, KIND: gl.constexpr, KEPT: gl.constexpr, EARLY: gl.constexpr,
     X_ACROSS: gl.constexpr, W_DOWN: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
@@ -120,18 +157,20 @@ def multiply(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1)
         mine = staged.index(me)
-        INTO: gl.constexpr = y_desc.dtype
+        INTO: gl.constexpr = xs.dtype
         if bias_ptr is not None:
             acc += bias[None, :]
         if OUTER == "none":
             tma.store_wait(0)
-        else:
+        elif residual_ptr is None:
             mbarrier.wait(ready, turn & 1)
             other = mine.load(SUMS).to(gl.float32)
-        if z_desc is not None and EARLY:
-            mine.store(acc.to(z_desc.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(z_desc, [at_m, at_n], mine)
+        else:
+            tma.store_wait(0)
+            fetch(mine, residual_ptr, at_m, at_n, M, N, stride_r, BLOCK_N)
+            other = mine.load(SUMS).to(gl.float32)
+        if KEPT and EARLY:
+            put(mine, acc.to(INTO), z_desc, z_ptr, at_m, at_n, M, N, stride_y, BLOCK_N)
             tma.store_wait(0)
         if var_ptr is not None or scale_ptr is not None:
             acc *= factor[None, :]
@@ -141,15 +180,22 @@ def multiply(
             acc += other
         elif OUTER == "gradient":
             acc = slope(acc, other, KIND, INTO)
-        if z_desc is not None and not EARLY:
-            mine.store(acc.to(z_desc.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(z_desc, [at_m, at_n], mine)
+        if KEPT and not EARLY:
+            put(mine, acc.to(INTO), z_desc, z_ptr, at_m, at_n, M, N, stride_y, BLOCK_N)
             tma.store_wait(0)
-        mine.store(shaped(acc, ACTIVATION, INTO).to(y_desc.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(y_desc, [at_m, at_n], mine)
-        if OUTER != "none":
+        put(
+            mine,
+            shaped(acc, ACTIVATION, INTO).to(INTO),
+            y_desc,
+            y_ptr,
+            at_m,
+            at_n,
+            M,
+            N,
+            stride_y,
+            BLOCK_N,
+        )
+        if OUTER != "none" and residual_ptr is None:
             tma.store_wait(0)
             mbarrier.arrive(free, count=1)
         turn += 1  # noqa: SIM113  (Triton has no enumerate)
@@ -159,8 +205,8 @@ def multiply(
 @gluon.jit
 def gemm_specialised(
     x_desc, w_desc, residual_desc, y_desc, z_desc,
-    bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, M, N, K, eps,
-    ACTIVATION: gl.constexpr, OUTER: gl.constexpr, KIND: gl.constexpr, EARLY: gl.constexpr,
+    bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps,
+    ACTIVATION: gl.constexpr, OUTER: gl.constexpr, KIND: gl.constexpr, KEPT: gl.constexpr, EARLY: gl.constexpr,
     X_ACROSS: gl.constexpr, W_DOWN: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     PDL: gl.constexpr,
@@ -168,7 +214,8 @@ def gemm_specialised(
     """y[M, N] = epilogue(x[M, K] @ w[K, N]) as `gemm_tiled` without a prologue, 16-bit operands, float32 sums.
 
     One warp fills a ring of STAGES tiles by bulk copies, CONSUMERS warpgroups empty it with one product always under
-    way, and neither waits for the other's barriers; programs stay for all their tiles. H200, f16, with bias, residual
+    way, and neither waits for the other's barriers; programs stay for all their tiles. A residual and outputs whose rows begin at
+    odd places come and go by threads (`residual_ptr`, `y_ptr`, `z_ptr` in place of descriptors). H200, f16, with bias, residual
     and ReLU, over cuBLAS's plain product: 1024 1.08 (plain tiles 1.18, cuBLASLt's epilogue 1.20), 2048 1.09 (1.14,
     1.11), 4096 1.04 (1.09, 1.05).
     """
@@ -177,7 +224,8 @@ def gemm_specialised(
     WS: gl.constexpr = [STAGES, w_desc.block_type.shape[0], w_desc.block_type.shape[1]]
     xs = gl.allocate_shared_memory(x_desc.dtype, XS, x_desc.layout)
     ws = gl.allocate_shared_memory(w_desc.dtype, WS, w_desc.layout)
-    staged = gl.allocate_shared_memory(y_desc.dtype, [CONSUMERS, ROWS, BLOCK_N], y_desc.layout)
+    STAGED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_N], x_desc.dtype)
+    staged = gl.allocate_shared_memory(x_desc.dtype, [CONSUMERS, ROWS, BLOCK_N], STAGED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -192,9 +240,9 @@ def gemm_specialised(
         gl.warp_specialize(
             [
                 (multiply, (0, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
-            M, N, K, eps, ACTIVATION, OUTER, KIND, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
                 (load, (xs, ws, staged, full, empty, ready, free, x_desc, w_desc, residual_desc, M, N, K,
-            X_ACROSS, W_DOWN, OUTER != "none", CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            X_ACROSS, W_DOWN, residual_desc is not None, CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
             ],
             [1], [24],
         )  # fmt: skip
@@ -202,11 +250,11 @@ def gemm_specialised(
         gl.warp_specialize(
             [
                 (multiply, (0, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
-            M, N, K, eps, ACTIVATION, OUTER, KIND, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
                 (multiply, (1, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
-            M, N, K, eps, ACTIVATION, OUTER, KIND, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
                 (load, (xs, ws, staged, full, empty, ready, free, x_desc, w_desc, residual_desc, M, N, K,
-            X_ACROSS, W_DOWN, OUTER != "none", CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            X_ACROSS, W_DOWN, residual_desc is not None, CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
             ],
             [4, 1], [REGISTERS, 24],
         )  # fmt: skip
@@ -214,13 +262,13 @@ def gemm_specialised(
         gl.warp_specialize(
             [
                 (multiply, (0, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
-            M, N, K, eps, ACTIVATION, OUTER, KIND, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
                 (multiply, (1, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
-            M, N, K, eps, ACTIVATION, OUTER, KIND, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
                 (multiply, (2, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
-            M, N, K, eps, ACTIVATION, OUTER, KIND, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
                 (load, (xs, ws, staged, full, empty, ready, free, x_desc, w_desc, residual_desc, M, N, K,
-            X_ACROSS, W_DOWN, OUTER != "none", CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            X_ACROSS, W_DOWN, residual_desc is not None, CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 24],
         )  # fmt: skip

@@ -13,6 +13,7 @@ from ...plans import Key, TensorSpec
 from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_columns, wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product, Start
+from ..linear.cublaslt_columns import fills
 from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD
 
 
@@ -31,40 +32,48 @@ def dtypes_of(**given: TensorSpec | str | None) -> dict[str, str | None]:
     return {name: t.dtype if isinstance(t, TensorSpec) else t for name, t in given.items()}
 
 
-def describe(key: Key) -> Plan | str:
-    """z = x · weightᵀ + bias, then y = relu(batch_norm(z)) in one pass."""
+def describe(key: Key, engine: str = "cublaslt", sums: str = "") -> Plan | str:
+    """z = x · weightᵀ + bias in x's dtype, or the bare product in `sums`, then y = relu(batch_norm(z)) in one pass, which keeps z, too."""
     x, weight, bias, mean, var, gamma, beta = key.tensors
     assert x is not None and weight is not None
     if key.flag("training") or mean is None or var is None:
         return "the batch's statistics are needed before the pass"
     found = gemm_wiring.product_of(x, weight)
     reason = wiring.one_dtype(key, "x", "weight", "bias") or vectors_refusal(
-        (mean, var, gamma, beta)
+        (bias, mean, var, gamma, beta)
     )
     if reason is not None or isinstance(found, str):
         return reason or str(found)
     m, n, k, rows, w = found
-    shape, dtype = (*x.shape[:-1], n), x.dtype
-    spec = GemmSpec(m, n, k, rows, w, Operand(dtype, n, 1), bias=bias.dtype if bias else None)
-    product = Product(
-        spec, {"x": "x", "w": "weight", "bias": "bias"}, {"y": ("z", shape, dtype)}, "cublaslt"
+    shape, dtype, kept = (*x.shape[:-1], n), x.dtype, bool(key.flag("save"))
+    if sums and (dtype == sums or fills(m, n)):
+        return "a float32 product, or tiles enough: nothing to split"
+    made, after = sums or dtype, bool(sums) or (dtype == "f32" and engine == "cublaslt")
+    spec = GemmSpec(
+        m, n, k, rows, w, Operand(made, n, 1), bias=bias.dtype if bias and not after else None
     )
-    dtypes = dtypes_of(z=dtype, mean=mean, var=var, gamma=gamma, beta=beta, y=dtype)
+    given = {"x": "x", "w": "weight", "bias": "bias"}
+    product = Product(spec, given, {"y": ("product", shape, made)}, engine)
+    z = "z" if sums else "product"
+    named = {
+        "z": "product", "bias": "bias" if bias and after else None, "mean": "running_mean", "var": "running_var",
+        "gamma": gamma and "gamma", "beta": beta and "beta", "y": "y", "kept": z if kept and (sums or (bias and after)) else None,
+    }  # fmt: skip
+    specs = {"bias": bias, "mean": mean, "var": var, "gamma": gamma, "beta": beta}
+    kinds = {
+        role: dtypes_of(t=specs.get(role, made if role == "z" else dtype))["t"] for role in named
+    }
+    dtypes = {role: kinds[role] if name else None for role, name in named.items()}
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
         return triton_columns.apply_launcher(m, n, dtypes, config, device, align)
 
-    named = (
-        "z",
-        "running_mean",
-        "running_var",
-        *("gamma",) * bool(gamma),
-        *("beta",) * bool(beta),
-        "y",
-        repr(key.flag("eps")),
+    outs = {"y": ("y", shape, dtype)} | ({"z": ("z", shape, dtype)} if kept and sums else {})
+    arguments = tuple(name for name in named.values() if name)
+    kernel = Kernel(
+        (*arguments, repr(key.flag("eps"))), outs, triton_columns.apply_configs(m, n), build
     )
-    kernel = Kernel(named, {"y": ("y", shape, dtype)}, triton_columns.apply_configs(m, n), build)
-    return Plan((product, kernel), ("y", "z") if key.flag("save") else ("y",))
+    return Plan((product, kernel), ("y", z) if kept else ("y",))
 
 
 def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
@@ -143,7 +152,13 @@ def with_products(
 
 
 _SOURCES = (triton_columns, gemm_steps, sys.modules[__name__])
-gemm_wiring.candidate(LINEAR_BATCH_NORM_RELU, "cublaslt.columns", describe, _SOURCES)
+for _id, _engine, _sums in (
+    ("cublaslt.columns", "cublaslt", ""),
+    ("cublaslt.sums", "cublaslt", "f32"),
+    ("torch.columns", "torch", ""),
+):
+    _described = partial(describe, engine=_engine, sums=_sums)
+    gemm_wiring.candidate(LINEAR_BATCH_NORM_RELU, _id, _described, _SOURCES)
 gemm_wiring.candidate(
     LINEAR_BATCH_NORM_RELU_BACKWARD, "cublaslt.columns", describe_backward, _SOURCES
 )

@@ -156,7 +156,7 @@ class Key:
     @cached_property
     def _orders(self) -> tuple[tuple[Any, ...] | None, ...]:
         found = ((t, t.layout) for t in self.tensors if t is not None)
-        orders = iter(t.order if layout[0] == "other" else layout for t, layout in found)
+        orders = iter((t.even, *(t.order if lies[0] == "other" else lies)) for t, lies in found)
         return tuple(None if t is None else next(orders) for t in self.tensors)
 
     @cached_property
@@ -196,16 +196,10 @@ class Key:
         flags = sum(a != b for a, b in zip(self._flags, other._flags, strict=True))
         return found + OTHER_DTYPE * halves + UNLIKE * flags
 
-    @cached_property
-    def _even(self) -> tuple[bool, ...]:
-        return tuple(t is None or t.even for t in self.tensors)
-
     def laid_otherwise(self, other: Key) -> int:
-        """How many tensors are there in both and laid out otherwise, however wide their gaps; one more where wide accesses meet the lines of
-        all tensors in only one of the two."""
+        """How many tensors are there in both and laid out otherwise, however wide their gaps, or `even` in one alone."""
         pairs = zip(self._orders, other._orders, strict=True)
-        orders = sum(1 for a, b in pairs if a and b and a != b)
-        return orders + (all(self._even) != all(other._even))
+        return sum(1 for a, b in pairs if a and b and a != b)
 
     def as_aligned(self, other: Key) -> bool:
         """True when no tensor is less aligned than the same one of `other`."""

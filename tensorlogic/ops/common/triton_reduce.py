@@ -207,6 +207,16 @@ def reduce_columns(
         )
 
 
+# BLOCK_C, 16-bit elements of a tile, programs a multiprocessor, warps: what a sweep over eight shapes found best somewhere
+_COLUMNS = (
+    (32, 4096, 8, 4),
+    (32, 2048, 4, 4),
+    (64, 2048, 4, 4),
+    (32, 4096, 2, 8),
+    (32, 1024, 8, 4),
+    (128, 4096, 4, 4),
+)
+PARTIALS = 8192  # elements of all parts of a column tile, which one program adds up
 POLLED = 2**23  # elements up to which one wave of programs that wait for each other is worth it
 EMPTY = {"sum": 0.0, "mean": 0.0, "max": float("-inf"), "min": float("inf")}
 
@@ -269,20 +279,15 @@ def reduce_configs(
             ]
             configs = polled + configs[:5]
         return configs[:9]
-    for block_c, block_r, per in (
-        (64, 32, 4),
-        (128, 32, 4),
-        (64, 64, 2),
-        (32, 32, 8),
-        (256, 16, 2),
-    ):
-        block_c = min(block_c // wide, triton.next_power_of_2(inner))
-        block_r = min(block_r, triton.next_power_of_2(reduce))
+    for block_c, elements, per, warps in _COLUMNS:
+        block_c = min(block_c, triton.next_power_of_2(inner))
+        block_r = min(elements // wide // block_c, triton.next_power_of_2(reduce))
         tiles = outer * -(-inner // block_c)
-        parts = max(1, min(-(-reduce // block_r), multiprocessors * per // tiles, 128))
+        most = PARTIALS // block_c
+        parts = max(1, min(-(-reduce // block_r), multiprocessors * per // tiles, most))
         for last in (True, False):
-            add("columns", parts, last, 4, BLOCK_R=block_r, BLOCK_C=block_c)
-    return configs[:8]
+            add("columns", parts, last, warps, BLOCK_R=block_r, BLOCK_C=block_c)
+    return configs[:10]
 
 
 def reduce_workspace(

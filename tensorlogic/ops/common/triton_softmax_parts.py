@@ -167,7 +167,7 @@ MOST_PARTS = 256  # of a line: every program reads all of its lines' parts
 COMBINED = 4096  # parts times neighbouring lines at most
 CHAIN = 4096  # tiles of a part at most: a chain of sums loses digits
 SECTOR = 32  # bytes that memory is read by
-TOGETHER = ((32, 64, 4, 2), (32, 64, 8, 1), (32, 32, 4, 4), (64, 64, 8, 1), (32, 32, 8, 2), (64, 32, 4, 2))  # fmt: skip
+TOGETHER = ((32, 64, 4, 2), (32, 64, 8, 1), (128, 32, 8, 4), (64, 64, 8, 1), (32, 32, 8, 2), (64, 32, 4, 2))  # fmt: skip
 ALONE = ((1, 32, 8, 2), (1, 32, 4, 4), (1, 64, 8, 1), (1, 64, 4, 4), (1, 64, 8, 2), (1, 32, 8, 4))
 
 
@@ -203,7 +203,7 @@ def parts_configs(lines: Lines, dtype: str, cores: int = 132) -> list[dict[str, 
         most = max(2, min(cores * programs // groups, MOST_PARTS, COMBINED // block_i))
         parts = triton.cdiv(tiles, triton.cdiv(tiles, most))
         config = {"BLOCK_C": block_c, "BLOCK_I": block_i, "parts": parts, "num_warps": warps}
-        if config not in found:
+        if config not in found and (not found or 2 * groups * parts >= cores):
             found.append(config)
     return found
 

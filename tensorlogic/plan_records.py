@@ -156,7 +156,7 @@ class Key:
     @cached_property
     def _orders(self) -> tuple[tuple[Any, ...] | None, ...]:
         found = ((t, t.layout) for t in self.tensors if t is not None)
-        orders = iter((t.even, *(t.order if lies[0] == "other" else lies)) for t, lies in found)
+        orders = iter(t.order if layout[0] == "other" else layout for t, layout in found)
         return tuple(None if t is None else next(orders) for t in self.tensors)
 
     @cached_property
@@ -197,9 +197,18 @@ class Key:
         return found + OTHER_DTYPE * halves + UNLIKE * flags
 
     def laid_otherwise(self, other: Key) -> int:
-        """How many tensors are there in both and laid out otherwise, however wide their gaps, or `even` in one alone."""
+        """How many tensors are there in both and laid out otherwise, however wide their gaps."""
         pairs = zip(self._orders, other._orders, strict=True)
         return sum(1 for a, b in pairs if a and b and a != b)
+
+    @cached_property
+    def _even(self) -> tuple[bool | None, ...]:
+        return tuple(None if t is None else t.even for t in self.tensors)
+
+    def uneven(self, other: Key) -> int:
+        """How many tensors are there in both and `even` in one alone."""
+        pairs = zip(self._even, other._even, strict=True)
+        return sum(1 for a, b in pairs if a is not None and b is not None and a != b)
 
     def as_aligned(self, other: Key) -> bool:
         """True when no tensor is less aligned than the same one of `other`."""

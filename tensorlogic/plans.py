@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from . import plan_files
 from .environments import Environment, environment
@@ -44,6 +45,7 @@ __all__ = [
 
 EAGER = "torch.eager"  # right for every key, so it may always be a neighbour's choice
 LAYOUT = 3.0  # doublings of every size that a tensor may be further away if it is laid out alike: layouts choose kernels
+UNEVEN = 1.0  # likewise, if its lines begin at multiples of 16 bytes, or do not, as the key's
 REACH = 2.0  # how far a neighbour may be, as `Key.distance` tells; on a GPU gains are weighed against distances
 SHIPPED = Path(__file__).parent / "shipped"
 INTERVAL_S = 2.0  # between saves of one store
@@ -138,16 +140,20 @@ class PlanView:
             found = [shelf.get(text) for shelf in self._loaded()[:2]]
         return next((p for p in found if p is not None), None)
 
-    def nearest(
+    def nearest(self, key: Key, allowed: Callable[[str], bool], **more: Any) -> Plan | None:
+        """The first of `neighbours`, or None."""
+        return next(self.neighbours(key, allowed, **more), None)
+
+    def neighbours(
         self,
         key: Key,
         allowed: Callable[[str], bool],
         valid: Valid | None = None,
         reach: float | None = None,
         normal: Normal = lambda key: key,
-    ) -> Plan | None:
-        """The plan of the closest kin of `key`, those laid out alike first, whose winners are `allowed` to serve unchecked, both seen as
-        `normal` keys.
+    ) -> Iterator[Plan]:
+        """Plans of the kin of `key`, the closest first and those laid out alike before others, whose winners are `allowed` to serve
+        unchecked, both seen as `normal` keys.
 
         Plans measured at a stronger alignment than the key's do not count. At equal distance a stored plan
         comes before a shipped one, that before one for the same chip, whose own plan of `key` is a neighbour too, then the
@@ -163,12 +169,17 @@ class PlanView:
                 for own, plan in shelf.relatives(here, normal)
             ]
         ranked = (
-            (here.distance(own) + LAYOUT * here.laid_otherwise(own), i, plan.key.text, plan)
+            (
+                here.distance(own) + LAYOUT * here.laid_otherwise(own) + UNEVEN * here.uneven(own),
+                i,
+                plan.key.text,
+                plan,
+            )
             for i, own, plan in relatives
         )
         for distance, shelf, _, plan in sorted(ranked, key=lambda rank: rank[:3]):
             if distance > reach:
-                return None
+                return
             trusted = all(id == EAGER or allowed(id) for id in (plan.eager, plan.captured))
             if (
                 trusted
@@ -176,8 +187,7 @@ class PlanView:
                 and key.as_aligned(plan.key)
                 and (valid is None or valid(plan))
             ):
-                return plan
-        return None
+                yield plan
 
     def refused(self, key: Key, candidate: str, source: str) -> str | None:
         """Why this candidate with this source was refused on `key` here; None if it was not."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ CLEAR_WIN = 0.95  # a guess must promise this much before it replaces eager unme
 ANOTHER_WAY = (
     16.0  # between configurations for each word that differs, more than numbers and switches do
 )
+ASKED = 8  # neighbours at most
 SLACK = 0.1  # of its time, that a neighbour's tiles may lose for each doubling between the sizes
 _SAID: set[tuple[str, str]] = set()
 
@@ -86,15 +88,18 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     def lends(plan: Plan) -> bool:
         return valid(plan) and serves(plan.eager) and serves(plan.captured)
 
-    near = store.nearest(key, op.candidates.__contains__, lends, normal=op.normal)
-    if near is not None:
-        where = " on a GPU of the same chip" if near.key == key else ""
-        return _borrowed(op, key, near, f"neighbour {near.key.text}{where}")
+    near = store.neighbours(key, op.candidates.__contains__, lends, normal=op.normal)
+    for plan in islice(near, ASKED):
+        where = " on a GPU of the same chip" if plan.key == key else ""
+        borrowed = _borrowed(op, key, plan, f"neighbour {plan.key.text}{where}")
+        if borrowed is not None:
+            return borrowed
     return _guessed(op, key)
 
 
-def _borrowed(op: Op, key: Key, near: Plan, source: str) -> Decision:
-    """What won on a neighbour, where its gain there outweighs what its configuration may cost at these sizes; else torch.eager.
+def _borrowed(op: Op, key: Key, near: Plan, source: str) -> Decision | None:
+    """What won on a neighbour, where its gain there outweighs what its configuration may cost at these sizes; else torch.eager, or None
+    where it is too far away for that to say anything.
 
     Tiles of products are the choosiest: on an H200 those of 384 x 384 x 1536, a tenth faster than PyTorch's product there, take 1.5
     times its time at 640 x 512 x 2048; behind an epilogue that PyTorch runs apart they win all the same.
@@ -117,7 +122,7 @@ def _borrowed(op: Op, key: Key, near: Plan, source: str) -> Decision:
     eager = sure(near.eager, near.eager_config, lambda e: max(e.device_us, e.host_us))
     captured = sure(near.captured, near.captured_config, lambda e: e.device_us)
     if apart > REACH and eager[0] == captured[0] == EAGER:
-        return _guessed(op, key)  # from so far a loss says little
+        return None
     return Decision(eager, captured, source)
 
 
@@ -404,12 +409,13 @@ def _tries(candidate: Candidate, key: Key, config: Config, source: str) -> Itera
 
 
 def _apart(config: Any, other: Any) -> float:
-    """How far two configurations are apart: in log2 of the numbers, 1 for a switch or what one of them leaves out, and more than any
-    of these where words differ."""
+    """How far two configurations are apart: in log2 of the numbers and of what tiles hold, 1 for a switch or what one of them leaves out,
+    and more than any of these where words differ."""
     if isinstance(config, dict) and isinstance(other, dict):
         # a rank is an order of the key's own, whose first is its best guess wherever another key's is
         known = [(config.get(n), 0 if n == "rank" else other.get(n)) for n in {*config, *other}]
-        return sum(_apart(a, b) for a, b in known)
+        tiles = abs(_held(config) - _held(other))
+        return tiles + sum(_apart(a, b) for a, b in known)
     if isinstance(config, (list, tuple)) and isinstance(other, (list, tuple)):
         rest = abs(len(config) - len(other)) * ANOTHER_WAY
         return rest + sum(_apart(a, b) for a, b in zip(config, other, strict=False))
@@ -421,6 +427,12 @@ def _apart(config: Any, other: Any) -> float:
     if bool in kinds or type(None) in kinds or min(config, other) < 0:
         return 1.0
     return abs(math.log2((config + 1) / (other + 1)))
+
+
+def _held(config: dict[str, Any]) -> float:
+    """log2 of the elements of a tile; sides that sizes cut are made up for by others."""
+    sides = (n for name, n in config.items() if name.startswith("BLOCK") and isinstance(n, int))
+    return sum(math.log2(max(n, 1)) for n in sides)
 
 
 class Refused(RuntimeError):

@@ -322,6 +322,25 @@ def test_a_plan_of_the_same_layout_comes_before_a_nearer_one(store: PlanStore) -
     )  # eight doublings are more than a layout
 
 
+def test_a_plan_whose_lines_are_as_even_comes_before_one_a_little_nearer(store: PlanStore) -> None:
+    even, odd = spec(128, 336), spec(128, 333)
+    assert even.even
+    assert not odd.even
+    assert spec(333).even
+    assert spec(1, 333).even
+    assert not spec(128, 128, stride=(256, 2)).even
+    near, far = (linear(m, k, 128, device="cuda") for m, k in ((128, 336), (48, 333)))
+    store.put(plan(near))
+    store.put(plan(far))
+    asked = linear(128, 333, 128, device="cuda")
+    assert asked.uneven(near) == 2
+    assert asked.uneven(far) == 0
+    assert asked.distance(near) < asked.distance(far)
+    found = store.nearest(asked, anything)
+    assert found is not None
+    assert found.key == far
+
+
 def test_layouts() -> None:
     assert spec(4, 8).layout == spec(6, 16).layout == spec(1, 8, stride=(99, 1)).layout
     transposed = spec(2, 4, 8, stride=(32, 1, 4))

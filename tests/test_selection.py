@@ -209,6 +209,11 @@ def test_a_neighbours_configuration_that_does_not_exist_here_gives_way_to_one_th
     [
         ({"tile": 512}, [{"tile": 32}, {"tile": 64}, {"tile": 128}], {"tile": 128}),
         ({"tile": 70}, [{"tile": 32}, {"tile": 64}, {"tile": 128}], {"tile": 64}),
+        (  # a tile of as many elements, where one side is cut short
+            {"BLOCK_R": 4, "BLOCK_C": 512},
+            [{"BLOCK_R": n, "BLOCK_C": 64} for n in (64, 32, 1)],
+            {"BLOCK_R": 32, "BLOCK_C": 64},
+        ),
         ({"rank": 2}, [{"rank": i} for i in range(3)], {"rank": 0}),  # ranks are the key's own
         (
             {"tile": 64, "fetch": 2, "stream": True},
@@ -285,6 +290,12 @@ def test_from_afar_a_gain_is_followed_and_a_loss_left_to_the_cost_models(served:
         store.put(known(rows, took))
         found = selector.decide(RELU, asked, CPU, policies.current())
         assert found.eager[0] == who, (rows, took)
+    store.put(known(64, 0.5))  # a loss nearby is heeded, whoever gains further away
+    assert selector.decide(RELU, asked, CPU, policies.current()).eager[0] == EAGER
+    store.forget(lambda _: True)
+    store.put(known(128, 1.5))  # from afar it is not: the next neighbour is asked
+    store.put(known(64, 0.5))
+    assert selector.decide(RELU, asked, CPU, policies.current()).eager[0] == "toy.a"
 
 
 def test_a_plan_of_other_tensors_or_flags_is_nobodys_neighbour(served: Served) -> None:

@@ -215,13 +215,15 @@ def test_what_is_left_to_others_is_named() -> None:
         (torch.empty(1024, 528 * 8), 0, "528 programs need no parts"),
         (torch.empty(0, 8192), 1, "empty"),
         (torch.empty(()), 0, "zero-dimensional"),
-        (torch.empty(8192).double(), 0, "f64"),
+        (torch.empty(8192, dtype=torch.float64), 0, "f64"),
         (torch.empty(2, 3, 4, 9000).permute(2, 1, 0, 3), 3, "more than two steps"),
     ):
         assert reason in str(said(OPS["softmax"].key([x, dim, False], "inference")))
     for x, dim in ((torch.empty(527, 8192), 1), (torch.empty(1024, 8), 0)):
         assert said(OPS["softmax"].key([x, dim, False], "inference")) is None
-    key = OPS["softmax_backward"].key([torch.empty(9000), torch.empty(9000).half(), 0], "backward")
+    key = OPS["softmax_backward"].key(
+        [torch.empty(9000), torch.empty(9000, dtype=torch.float16), 0], "backward"
+    )
     assert "mixed" in str(candidate("softmax_backward").supports(key))
 
 

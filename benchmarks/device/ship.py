@@ -96,13 +96,20 @@ def rows(dtype: torch.dtype) -> Iterator[Call]:
             target = torch.randint(columns, (count,), device="cuda")
             yield tensorlogic.softmax_cross_entropy, (normal(dtype, count, columns), target)
             yield tensorlogic.softmax, (normal(dtype, count, columns), -1)
-    for shape, dim in (((384, 768), 0), ((3000, 333), 0), ((12, 200, 768), 1), ((48, 30000), 0)):
+    for shape, dim in (
+        ((384, 768), 0),
+        ((3000, 333), 0),
+        ((12, 200, 768), 1),
+        ((48, 30000), 0),
+        ((30000, 48), 0),
+        ((3, 600000), 1),
+    ):
         yield tensorlogic.softmax, (normal(dtype, *shape), dim)
 
 
 def scores(dtype: torch.dtype) -> Iterator[Call]:
     """Scores alone, causal and masked."""
-    sizes = ((8, 192, 64), (12, 768, 64), (12, 768, 128), (8, 3072, 64), (4, 768, 32), (4, 384, 256), (8, 203, 64), (6, 700, 96))  # fmt: skip
+    sizes = ((8, 192, 64), (12, 768, 64), (12, 768, 128), (8, 3072, 64), (4, 768, 32), (4, 384, 256), (8, 203, 64), (6, 700, 96), (6, 600, 192))  # fmt: skip
     for heads, s, d in sizes:
         q, k = normal(dtype, 2, heads, s, d), normal(dtype, 2, heads, s, d)
         seen = torch.rand(2, 1, 1, s, device="cuda") > 0.1
@@ -148,7 +155,7 @@ def reductions(dtype: torch.dtype) -> Iterator[Call]:
     """Sums, means and extremes over everything, rows, columns and what lies between."""
     shapes: tuple[tuple[tuple[int, ...], int | None], ...] = (
         ((1 << 12,), None), ((1 << 19,), None), ((1 << 24,), None), ((3000, 768), 1), ((24, 3072), 1), ((20000, 48), 1), ((400, 30000), 1),
-        ((3000, 333), 1), ((3000, 768), 0), ((24, 3072), 0), ((24, 200, 768), 1), ((12, 4, 30000), 1),
+        ((3000, 333), 1), ((3000, 768), 0), ((24, 3072), 0), ((24, 200, 768), 1), ((12, 4, 30000), 1), ((200000, 48), 0),
     )  # fmt: skip
     for shape, dim in shapes:
         x = normal(dtype, *shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from collections.abc import Iterator
@@ -20,6 +21,11 @@ import tensorlogic
 from tensorlogic import clocks, measure, ranking, stores
 from tensorlogic.op import Candidate
 from tensorlogic.program import choosing
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    from .interpreting import quicken
+
+    quicken()
 
 
 @pytest.fixture(autouse=True)

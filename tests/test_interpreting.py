@@ -1,0 +1,77 @@
+"""Triton's interpreter, quickened for tests (`interpreting.py`), computes what it computes as it comes, and leaves the language as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from .test_triton_rows import REDUCE, close, rand
+
+from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.ops.common import triton_reduce  # isort: skip
+
+if not registry.interpreting():
+    pytest.skip("needs Triton's interpreter, and no GPU", allow_module_level=True)
+
+from triton import language as tl
+from triton.runtime import interpreter
+
+CPU = torch.device("cpu")
+COLUMNS = {"strategy": "columns", "parts": 3, "last": True, "BLOCK_R": 4, "BLOCK_C": 8, "num_warps": 4}  # fmt: skip
+
+
+def reduced(dtype: str) -> torch.Tensor:
+    """A sum whose kernel calls functions of ours, of Triton's, and those others."""
+    x = rand(2, 50, 9, dtype=dtype)
+    run = triton_reduce.reduce_launcher("sum", dtype, "f32", 2, 50, 9, COLUMNS, CPU)
+    partials, counters = triton_reduce.reduce_workspace(2, 50, 9, COLUMNS)
+    y = torch.full((2, 9), torch.nan)
+    assert run(x, y, torch.empty(partials), torch.zeros(counters, dtype=torch.int32))
+    close(y, REDUCE["sum"](x.double()), "f32")
+    return y
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What the interpreter has looked through for functions to replace."""
+    seen: list[Any] = []
+    plain = interpreter._patch_builtin
+    monkeypatch.setattr(
+        interpreter, "_patch_builtin", lambda pkg, *rest: (seen.append(pkg), plain(pkg, *rest))
+    )
+    yield seen
+    assert tl.core.is_builtin(tl.load)
+    assert tl.core.is_builtin(tl.tensor.__add__)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_results_are_those_of_the_plain_interpreter(
+    dtype: str, looks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick, few = reduced(dtype), len(looks)
+    assert few < 20  # the launch's language, and once that of Triton's own functions
+    for name in ("_patch_lang", "_get_np_dtype"):
+        monkeypatch.setattr(interpreter, name, getattr(interpreter, name).__wrapped__)
+    options = replace(interpreter.interpreter_builder.options, sanitize_overflow=True)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    assert torch.equal(reduced(dtype), quick)
+    assert len(looks) > 10 * few
+
+
+def test_a_launch_that_fails_leaves_the_language_as_it_was(
+    looks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("no such memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_masked_load", fails)
+        with pytest.raises(interpreter.InterpreterError, match="no such memory"):
+            reduced("f32")
+    assert tl.core.is_builtin(tl.load)
+    assert looks
+    reduced("f32")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from triton import language as tl
 from triton.runtime import interpreter
 
@@ -40,10 +41,28 @@ def looked_up(plain: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+def folded(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Reductions by a function of ours as a tree of whole halves, as GPUs do them; the interpreter combines number by number."""
+
+    @functools.wraps(plain)
+    def fold(self: Any, input: tuple[Any, ...]) -> Any:
+        if len(input) != 1 or self.axis is None or self.keep_dims:
+            return plain(self, input)
+        data, dtype = input[0].handle.data, input[0].dtype
+        while data.shape[self.axis] > 1:
+            halves = np.split(data, 2, self.axis)  # lengths are powers of two
+            made = self.combine_fn.fn(*(self.to_tensor(h, dtype) for h in halves))
+            data = made.handle.data
+        return [self.to_tensor(data.squeeze(self.axis), dtype)]
+
+    return fold
+
+
 def quicken() -> None:
     """Of this process, once."""
     interpreter._patch_lang = patched_once(interpreter._patch_lang)
     interpreter._get_np_dtype = looked_up(interpreter._get_np_dtype)
+    interpreter.ReduceOps.generic_reduce = folded(interpreter.ReduceOps.generic_reduce)
     options = interpreter.interpreter_builder.options
     if not options.debug:  # sums and products of integers are computed twice to see an overflow, which is not said then
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure, stores
+from tensorlogic import stores
 from tensorlogic.program import contest, inductor, later
 from tensorlogic.program.report import Report, Row
 from tests.inductor_fakes import DEVICE, Fake
@@ -309,30 +309,3 @@ def test_without_a_compiler_the_reason_is_said(
     job.wait(120)
     with pytest.raises(inductor.Unable, match=r"(?i)compiler"):
         job.made(order.artifact)
-
-
-@pytest.mark.skipif(
-    DEVICE == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))),
-    reason="no C++ compiler",
-)
-def test_the_real_one(allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contest, "GAIN", 1e9)
-    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
-    model = nn.Sequential(Normed(), nn.Linear(48, 32), nn.GELU()).to(DEVICE).train()
-    fast = tensorlogic.optimize(model, x(), training=True, budget_s=200)
-    assert fast.report.outcome == "compiled", fast.report
-    for _ in range(2):  # the second time it is loaded, as by a process that comes later
-        given = x()
-        twin = nn.Sequential(Normed(), nn.Linear(48, 32), nn.GELU()).to(DEVICE).train()
-        twin.load_state_dict(fast.state_dict())
-        out, plain = fast(given), twin(given)
-        same(out, plain)
-        same(
-            torch.autograd.grad(out.square().sum(), [*fast.parameters()]),
-            torch.autograd.grad(plain.square().sum(), [*twin.parameters()]),
-        )
-        same([*fast.buffers()], [*twin.buffers()])
-        stores.forget()
-        monkeypatch.setattr(inductor, "Compiling", None)
-        fast = tensorlogic.optimize(model, x(), training=True)
-        assert fast.report.outcome == "compiled", fast.report

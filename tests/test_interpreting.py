@@ -24,14 +24,15 @@ CPU = torch.device("cpu")
 COLUMNS = {"strategy": "columns", "parts": 3, "last": True, "BLOCK_R": 4, "BLOCK_C": 8, "num_warps": 4}  # fmt: skip
 
 
-def reduced(dtype: str) -> torch.Tensor:
-    """A sum whose kernel calls functions of ours, of Triton's, and those others."""
+def reduced(dtype: str, kind: str = "sum") -> torch.Tensor:
+    """A reduction whose kernel calls functions of ours, of Triton's, and those others."""
     x = rand(2, 50, 9, dtype=dtype)
-    run = triton_reduce.reduce_launcher("sum", dtype, "f32", 2, 50, 9, COLUMNS, CPU)
+    x[0, 7, 2] = float("nan")
+    run = triton_reduce.reduce_launcher(kind, dtype, "f32", 2, 50, 9, COLUMNS, CPU)
     partials, counters = triton_reduce.reduce_workspace(2, 50, 9, COLUMNS)
     y = torch.full((2, 9), torch.nan)
     assert run(x, y, torch.empty(partials), torch.zeros(counters, dtype=torch.int32))
-    close(y, REDUCE["sum"](x.double()), "f32")
+    close(y, REDUCE[kind](x.double()), "f32")
     return y
 
 
@@ -48,17 +49,25 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     assert tl.core.is_builtin(tl.tensor.__add__)
 
 
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The same bits."""
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", ["sum", "max", "min"])
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
 def test_results_are_those_of_the_plain_interpreter(
-    dtype: str, looks: list[Any], monkeypatch: pytest.MonkeyPatch
+    dtype: str, kind: str, looks: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick, few = reduced(dtype), len(looks)
+    quick, few = reduced(dtype, kind), len(looks)
     assert few < 20  # the launch's language, and once that of Triton's own functions
     for name in ("_patch_lang", "_get_np_dtype"):
         monkeypatch.setattr(interpreter, name, getattr(interpreter, name).__wrapped__)
+    ops = interpreter.ReduceOps
+    monkeypatch.setattr(ops, "generic_reduce", ops.generic_reduce.__wrapped__)
     options = replace(interpreter.interpreter_builder.options, sanitize_overflow=True)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
-    assert torch.equal(reduced(dtype), quick)
+    assert same(reduced(dtype, kind), quick)
     assert len(looks) > 10 * few
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure, stores
+from tensorlogic import stores
 from tensorlogic.numerics import Verdict
 from tensorlogic.program import choosing, contest, inductor, later, leftovers
 from tensorlogic.program.report import Report, Row
@@ -263,33 +263,3 @@ def test_what_was_not_compiled_in_time_is_named(fake: Fake) -> None:
     fast = tensorlogic.optimize(made(), x(), budget_s=30)
     assert {r.refused for r in left(fast.report)} == {fake.failure}
     assert fast._program.left_over == []
-
-
-# Finding runs and putting them back --------------------------------------------------------------
-
-
-def nothing() -> fx.Graph:
-    """What takes no time to compile."""
-    graph = fx.Graph()
-    graph.output([])
-    return graph
-
-
-@pytest.mark.skipif(
-    DEVICE == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))),
-    reason="no C++ compiler",
-)
-def test_the_real_one(allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    ratio = measure.Samples.ratio
-    monkeypatch.setattr(
-        measure.Samples,
-        "ratio",
-        lambda self, a, b: (0.5, 0.4, 0.6) if a == "inductor" else ratio(self, a, b),
-    )
-    monkeypatch.setattr(contest.Contest, "_whole", lambda self, job, expected: None)
-    monkeypatch.setattr(inductor, "whole", lambda trace, path: inductor.Order(nothing(), [], path))
-    model, given = Tails().to(DEVICE), x()
-    fast = tensorlogic.optimize(model, given, training=True, budget_s=200)
-    assert [r.refused for r in left(fast.report)] == ["", ""], fast.report
-    assert fast._program((given,), {}) is not contest.MISS
-    same(graded(fast, given), graded(model, given))

@@ -44,16 +44,20 @@ def stepped(t: Tensor) -> Tensor:
 LAYOUTS = (lambda t: t, lambda t: t.mT.contiguous().mT, stepped)
 
 
-def bound(dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
-    """What one rounding of the result and float32 sums may cost, element by element."""
+def expected(dtype: torch.dtype, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The product, and what one rounding of the result and float32 sums may cost, element by element."""
     ref, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-    return torch.finfo(dtype).eps * ref.abs() + 3e-7 * a.shape[-1] ** 0.5 * size + 1e-7
+    return ref, torch.finfo(dtype).eps * ref.abs() + 3e-7 * a.shape[-1] ** 0.5 * size + 1e-7
+
+
+def assert_near(y: Tensor, ref: Tensor, bound: Tensor) -> None:
+    error = (y.double() - ref).abs()
+    assert y.shape == ref.shape
+    assert bool((error <= bound).all()), f"{(error / bound).max()}"
 
 
 def assert_product(y: Tensor, a: Tensor, b: Tensor) -> None:
-    error = (y.double() - a.double() @ b.double()).abs()
-    assert y.shape == error.shape
-    assert bool((error <= bound(y.dtype, a, b)).all()), f"{(error / bound(y.dtype, a, b)).max()}"
+    assert_near(y, *expected(y.dtype, a, b))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,10 +66,15 @@ def test_any_layout_and_batch(ops: Any, shape: tuple[int, int, int], dtype: torc
     m, n, k = shape
     for left, right in BATCHES:
         a, b = torch.randn(*left, m, k).to(dtype), torch.randn(*right, k, n).to(dtype)
-        for lay_a, lay_b in itertools.product(LAYOUTS, LAYOUTS):
-            assert_product(ops.matmul(lay_a(a), lay_b(b)), a, b)
+        found = [
+            ops.matmul(lay_a(a), lay_b(b)) for lay_a, lay_b in itertools.product(LAYOUTS, LAYOUTS)
+        ]
         if not right:
-            assert_product(ops.linear(a, b.mT.contiguous()), a, b)
+            found.append(ops.linear(a, b.mT.contiguous()))
+        known = expected(dtype, a, b)
+        for y in found:
+            assert y.dtype == dtype
+            assert_near(y, *known)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -167,7 +176,7 @@ def test_instruction_sets_agree(dtype: torch.dtype) -> None:
         found.append(native.op("matmul")(a, b).double())
     native.op("set_isa")("auto")
     for y in found[1:]:
-        assert bool(((y - found[0]).abs() <= 2 * bound(dtype, a, b)).all())
+        assert bool(((y - found[0]).abs() <= 2 * expected(dtype, a, b)[1]).all())
 
 
 @pytest.mark.parametrize("rows", [1, 4, 15, 33, 600])

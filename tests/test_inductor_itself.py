@@ -1,0 +1,89 @@
+"""Inductor itself, where other tests let something stand for it: of a whole model, and of what rewriting left over."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx, nn
+
+import tensorlogic
+from tensorlogic import measure, settings, stores
+from tensorlogic.program import contest, inductor, leftovers
+
+from . import test_contest, test_left_over
+from .inductor_fakes import DEVICE
+
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))),
+    reason="no C++ compiler",
+)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inductor")
+
+
+@pytest.fixture(autouse=True)
+def shared(allowed: None, asked: Path, fresh_store: None) -> None:
+    """One folder of Inductor's for all tests: in a new one it asks the C++ compiler for all that this CPU can, which takes 8 s."""
+    settings.cache_folder().mkdir()
+    (settings.cache_folder() / "inductor").symlink_to(asked)
+
+
+def test_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def agrees(fast: nn.Module) -> None:
+        given, twin = test_contest.x(), model()
+        twin.load_state_dict(fast.state_dict())
+        out, plain = fast(given), twin(given)
+        test_contest.same(out, plain)
+        test_contest.same(
+            torch.autograd.grad(out.square().sum(), [*fast.parameters()]),
+            torch.autograd.grad(plain.square().sum(), [*twin.parameters()]),
+        )
+        test_contest.same([*fast.buffers()], [*twin.buffers()])
+
+    def model() -> nn.Module:
+        made = nn.Sequential(test_contest.Normed(), nn.Linear(48, 32), nn.GELU())
+        return made.to(DEVICE).train()
+
+    monkeypatch.setattr(contest, "GAIN", 1e9)
+    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
+    original = model()
+    fast = tensorlogic.optimize(original, test_contest.x(), training=True, budget_s=200)
+    assert fast.report.outcome == "compiled", fast.report
+    agrees(fast)
+    stores.forget()
+    monkeypatch.setattr(inductor, "Compiling", None)  # loaded, as by a process that comes later
+    fast = tensorlogic.optimize(original, test_contest.x(), training=True)
+    assert fast.report.outcome == "compiled", fast.report
+    agrees(fast)
+
+
+def nothing() -> fx.Graph:
+    """What takes no time to compile."""
+    graph = fx.Graph()
+    graph.output([])
+    return graph
+
+
+def test_what_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)  # all of ours pays
+    monkeypatch.setattr(leftovers, "SHARE", 0.0)  # and every run is worth it
+    ratio = measure.Samples.ratio
+    monkeypatch.setattr(
+        measure.Samples,
+        "ratio",
+        lambda self, a, b: (0.5, 0.4, 0.6) if a == "inductor" else ratio(self, a, b),
+    )
+    monkeypatch.setattr(contest.Contest, "_whole", lambda self, job, expected: None)
+    monkeypatch.setattr(inductor, "whole", lambda trace, path: inductor.Order(nothing(), [], path))
+    model, given = test_left_over.Tails().to(DEVICE), test_left_over.x()
+    fast = tensorlogic.optimize(model, given, training=True, budget_s=200)
+    assert [r.refused for r in test_left_over.left(fast.report)] == ["", ""], fast.report
+    assert fast._program((given,), {}) is not contest.MISS
+    graded = test_left_over.graded
+    test_left_over.same(graded(fast, given), graded(model, given))

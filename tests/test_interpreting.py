@@ -20,6 +20,10 @@ if not registry.interpreting():
 from triton import language as tl
 from triton.runtime import interpreter
 
+from .interpreting import known
+
+pytestmark = pytest.mark.skipif(not known(), reason="an interpreter that is left as it comes")
+
 CPU = torch.device("cpu")
 COLUMNS = {"strategy": "columns", "parts": 3, "last": True, "BLOCK_R": 4, "BLOCK_C": 8, "num_warps": 4}  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tensorlogic import compiling
+from tensorlogic import compiling, workers
 
 JOBS = """
 import os, sys, time
@@ -47,11 +47,18 @@ class Odd(Exception):
 """
 
 
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a module that only sys.path knows."""
+    folder = tmp_path_factory.mktemp("jobs")
+    (folder / "compile_jobs.py").write_text(textwrap.dedent(JOBS))
+    return folder
+
+
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """job(what) -> a picklable job from a module that only sys.path knows; workers of this test's own."""
-    (tmp_path / "compile_jobs.py").write_text(textwrap.dedent(JOBS))
-    monkeypatch.syspath_prepend(str(tmp_path))
+def job(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """job(what) -> a picklable job from that module; workers of this test's own."""
+    monkeypatch.syspath_prepend(str(source))
     monkeypatch.setattr(compiling, "_workers", None)
     monkeypatch.setenv("TENSORLOGIC_COMPILE_WORKERS", "1")
     import compile_jobs  # type: ignore[import-not-found]
@@ -60,6 +67,26 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     if compiling._workers is not None:
         compiling._workers.close()
     sys.modules.pop("compile_jobs", None)
+
+
+class Kept(workers.Nursery):
+    """Forks workers for one test after the other."""
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[Kept]:
+    nursery = Kept()
+    yield nursery
+    workers.Nursery.close(nursery)
+
+
+@pytest.fixture
+def nursed(job: Any, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This test's worker is forked from a process that others use, too, since importing PyTorch takes it 2 s."""
+    monkeypatch.setattr(compiling, "Nursery", lambda: kept)
 
 
 def finish(*jobs: Any) -> None:
@@ -84,7 +111,7 @@ def never_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(slow))
 
 
-def test_workers_compile_and_report(job: Any) -> None:
+def test_workers_compile_and_report(job: Any, nursed: None) -> None:
     """Work happens in another process; what fails or dies is a CompileFailure, and the next job is served again."""
     done, fails, odd, dies, after = (
         job("fine"), job("fail"), job("odd"), job("die"), job("fine", "after")
@@ -106,7 +133,7 @@ def test_workers_compile_and_report(job: Any) -> None:
     assert compiling._workers.started == 2  # type: ignore[union-attr]
 
 
-def test_a_job_that_nobody_began_is_the_callers(job: Any) -> None:
+def test_a_job_that_nobody_began_is_the_callers(job: Any, nursed: None) -> None:
     slow, waiting = job("wait", "slow"), job("fine", "waiting")
     compiling.submit((slow, waiting))
     begun(slow)
@@ -166,7 +193,9 @@ def test_threads_leave_the_rest_to_processes_that_have_started(
     assert not compiling.begun((rest,))
 
 
-def test_what_nobody_waits_for_is_compiled_only_when_asked_for_again(job: Any) -> None:
+def test_what_nobody_waits_for_is_compiled_only_when_asked_for_again(
+    job: Any, nursed: None
+) -> None:
     slow, waiting = job("wait", "slow"), job("fine", "waiting")
     compiling.submit((slow, waiting))
     begun(slow)
@@ -205,7 +234,9 @@ def test_where_no_worker_starts_the_caller_compiles(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*fork.*")
-def test_a_forked_process_does_not_wait_for_threads_it_does_not_have(job: Any) -> None:
+def test_a_forked_process_does_not_wait_for_threads_it_does_not_have(
+    job: Any, nursed: None
+) -> None:
     slow = job("wait")
     compiling.submit((slow,))
     begun(slow)
@@ -228,7 +259,7 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     (tmp_path / "compile_jobs.py").write_text(textwrap.dedent(JOBS))
     code = f"""
 import time
-from tensorlogic import compiling
+from tensorlogic import compiling, workers
 from compile_jobs import Job
 compiling.submit([Job("sleep", {str(tmp_path / "out")!r})])
 pool = compiling._workers

@@ -15,8 +15,12 @@ from tensorlogic.op import EAGER, Candidate, Op
 from tensorlogic.plans import UNFINISHED, Key, Plan, environment
 
 from .test_compiling import begun, finish
-from .test_compiling import job as job  # the fixture
+from .test_compiling import job as job  # fixtures
+from .test_compiling import kept as kept
+from .test_compiling import nursed as nursed
+from .test_compiling import source as source
 
+pytestmark = pytest.mark.usefixtures("nursed")
 CPU = torch.device("cpu")
 PROMPT_S = 0.4
 

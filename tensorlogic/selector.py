@@ -136,7 +136,7 @@ def closest(candidate: Candidate, key: Key, config: Config, same: bool = False) 
         own = []
     if not own or (same and dict(config) in [dict(c) for c in own]):
         return config
-    nearest = min(own, key=lambda c: _apart(c, config))
+    nearest = min(own, key=lambda c: _apart(c, config) + _fuller(c, config))
     return nearest if _apart(nearest, config) < ANOTHER_WAY else own[0]
 
 
@@ -409,13 +409,12 @@ def _tries(candidate: Candidate, key: Key, config: Config, source: str) -> Itera
 
 
 def _apart(config: Any, other: Any) -> float:
-    """How far two configurations are apart: in log2 of the numbers and of what tiles hold, 1 for a switch or what one of them leaves out,
-    and more than any of these where words differ."""
+    """How far two configurations are apart: in log2 of the numbers, 1 for a switch or what one of them leaves out, and more than any
+    of these where words differ."""
     if isinstance(config, dict) and isinstance(other, dict):
         # a rank is an order of the key's own, whose first is its best guess wherever another key's is
         known = [(config.get(n), 0 if n == "rank" else other.get(n)) for n in {*config, *other}]
-        tiles = abs(_held(config) - _held(other))
-        return tiles + sum(_apart(a, b) for a, b in known)
+        return sum(_apart(a, b) for a, b in known)
     if isinstance(config, (list, tuple)) and isinstance(other, (list, tuple)):
         rest = abs(len(config) - len(other)) * ANOTHER_WAY
         return rest + sum(_apart(a, b) for a, b in zip(config, other, strict=False))
@@ -429,10 +428,18 @@ def _apart(config: Any, other: Any) -> float:
     return abs(math.log2((config + 1) / (other + 1)))
 
 
-def _held(config: dict[str, Any]) -> float:
-    """log2 of the elements of a tile; sides that sizes cut are made up for by others."""
-    sides = (n for name, n in config.items() if name.startswith("BLOCK") and isinstance(n, int))
-    return sum(math.log2(max(n, 1)) for n in sides)
+def _fuller(config: Any, other: Any) -> float:
+    """How far apart what the tiles of two configurations hold is, in log2 of elements: where sizes cut one side, another makes up for it."""
+    if isinstance(config, (list, tuple)) and isinstance(other, (list, tuple)):
+        return sum(_fuller(a, b) for a, b in zip(config, other, strict=False))
+    if not (isinstance(config, dict) and isinstance(other, dict)):
+        return 0.0
+    within = sum(_fuller(config[n], other[n]) for n in config.keys() & other.keys())
+    held = [
+        sum(math.log2(max(n, 1)) for name, n in c.items() if name.startswith("BLOCK"))
+        for c in (config, other)
+    ]
+    return within + abs(held[0] - held[1])
 
 
 class Refused(RuntimeError):

@@ -28,7 +28,7 @@ from tensorlogic.op import OPS
 MANY = 2**31
 ROWS, COLUMNS = 65600, 32800  # more than that
 DEVICE = torch.device("cuda")
-OURS = ("triton.", "cublaslt.")
+OURS = ("triton.", "cublaslt.", "torch.columns")
 NEAR = 8e-2  # what an element of the size of 1 may be off by, beside its own rounding
 ROUNDING = 2**-10
 

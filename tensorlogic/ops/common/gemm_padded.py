@@ -31,9 +31,9 @@ def candidate(
 ) -> None:
     """Register what `gemm_wiring.candidate` would, with copies, for keys that have such lines."""
     if triton_missing() is None:
-        from . import gemm_specialised, triton_gemm, triton_padding, triton_specialised
+        from . import gemm_specialised, triton_gemm, triton_math, triton_padding, triton_specialised
 
-        ours = (triton_gemm, gemm_specialised, triton_specialised, triton_padding)
+        ours = (triton_gemm, triton_math, gemm_specialised, triton_specialised, triton_padding)
         modules = (*sources, *ours, sys.modules[__name__])
         gemm_wiring.candidate(op, id, padded(describe), modules)
 
@@ -73,6 +73,10 @@ class _Copies:
             return "every line begins and ends at a multiple of 16 bytes"
         if work < LEAST_WORK:
             return "too small for copies"
+        left = {step.engine for step in self.steps if isinstance(step, Product)}
+        asked = {step.engine for step in found.products if isinstance(step, Product)}
+        if not left & asked:
+            return "its rows are stored by another engine"
         return Plan(tuple(self.steps), found.returns)
 
     def _product(self, p: Product) -> Product:
@@ -102,8 +106,11 @@ class _Copies:
         wide = replace(spec, k=k, x=x, w=replace(w, rows=w.columns, columns=w.rows))
         read = [name for role, name in given.items() if getattr(spec, role)]
         least = min(self.aligns.get(name, ACCESS) for name in read)
-        stored_odd = spec.m > 1 and spec.y.rows % side != 0  # by ours several times as fast
-        engine = "triton" if stored_odd else p.engine
+        odd_y = spec.m > 1 and spec.y.rows % side != 0
+        ours = (
+            odd_y and spec.x.dtype != "f32"
+        )  # by which such rows are stored several times as fast
+        engine = "triton" if ours else p.engine
         return replace(p, spec=wide, given=given, least=least, engine=engine)
 
     def _odd(self, o: Operand, name: str, rows: int, columns: int) -> bool:

@@ -38,7 +38,7 @@ def specialised_refusal(spec: GemmSpec) -> str | None:
     read = ((spec.x, spec.m, spec.k), (spec.w, spec.k, spec.n))
     if spec.align < 16 or any(_line(*matrix) is None for matrix in read):
         return "an operand whose lines do not lie apart and begin at multiples of 16 bytes"
-    if any(not 0 <= o.rows <= MOST_STEP for o in matrices[2:]):
+    if any(_line(o, spec.m, spec.n) is None and not 0 <= o.rows <= MOST_STEP for o in matrices[2:]):
         return "rows of the output or the residual lie too far apart"
     return None
 
@@ -48,7 +48,7 @@ def specialised_configs(spec: GemmSpec, sm_count: int, most: int = MOST) -> list
     if specialised_refusal(spec) is not None or spec.m * spec.n * spec.k < LEAST_WORK:
         return []
     vectors = any(v is not None for v in (spec.mean, spec.var, spec.scale, spec.shift))
-    moved = [spec.residual, spec.y if spec.z else None]
+    moved = [spec.residual, spec.y if spec.z or spec.residual else None]
     threads = any(o is not None and _line(o, spec.m, spec.n) is None for o in moved)
     scored: list[tuple[float, int, dict[str, Any]]] = []
     for consumers, block_n, block_k, stages in _SHAPES:

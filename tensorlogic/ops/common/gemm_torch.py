@@ -21,7 +21,7 @@ def torch_refusal(spec: GemmSpec) -> str | None:
     """None, or why torch.mm cannot be `spec`."""
     plain = GemmSpec(spec.m, spec.n, spec.k, spec.x, spec.w, spec.y, bias=spec.bias)
     if replace(spec, align=plain.align, batch=1) != plain:
-        return "nothing but a product, a bias and float32's own precision is torch.addmm"
+        return "nothing but a product and a bias is torch.addmm"
     if spec.batch != 1:
         return "a batch"
     if spec.y.columns != 1 or spec.y.rows != spec.n:

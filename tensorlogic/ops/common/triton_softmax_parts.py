@@ -183,7 +183,11 @@ def refusal(lines: Lines, dtype: str, cores: int) -> str | None:
     if lines.length < SHORTEST or lines.length * width < FEWEST:
         return f"lines of {lines.length} are too short to be cut"
     programs = lines.outer * triton.cdiv(lines.inner, width)
-    return f"{programs} programs need no parts" if programs >= 4 * cores else None
+    if programs >= 4 * cores:
+        return f"{programs} programs need no parts"
+    return (
+        None if parts_configs(lines, dtype, cores) else "parts would be longer than sums are exact"
+    )
 
 
 def parts_configs(lines: Lines, dtype: str, cores: int = 132) -> list[dict[str, Any]]:
@@ -203,7 +207,8 @@ def parts_configs(lines: Lines, dtype: str, cores: int = 132) -> list[dict[str, 
         most = max(2, min(cores * programs // groups, MOST_PARTS, COMBINED // block_i))
         parts = triton.cdiv(tiles, triton.cdiv(tiles, most))
         config = {"BLOCK_C": block_c, "BLOCK_I": block_i, "parts": parts, "num_warps": warps}
-        if config not in found and (not found or 2 * groups * parts >= cores):
+        fits = span_of(lines.length, parts) <= CHAIN * block_c
+        if fits and config not in found and (not found or 2 * groups * parts >= cores):
             found.append(config)
     return found
 

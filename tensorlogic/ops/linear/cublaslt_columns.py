@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...plans import Key
-from ..common import gemm_wiring, triton_finish, wiring
+from ..common import gemm_wiring, triton_finish, triton_math, wiring
 from ..common.gemm_wiring import Kernel, Plan, Product, Start
 from . import LINEAR, triton_tiled
 
@@ -79,7 +79,7 @@ def describe(key: Key, engine: str, sums: str = "") -> Plan | str:
     return Plan((product, kernel), outs)
 
 
-_SOURCES = (triton_finish, triton_tiled, sys.modules[__name__])
+_SOURCES = (triton_finish, triton_math, triton_tiled, sys.modules[__name__])
 for _id, _engine, _sums in (
     ("cublaslt.columns", "cublaslt", ""),
     ("cublaslt.sums", "cublaslt", "f32"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...plans import Key, TensorSpec
-from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_columns, wiring
+from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_columns, triton_math, wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product, Start
 from ..linear.cublaslt_columns import fills
@@ -151,7 +151,7 @@ def with_products(
     return Plan(tuple(steps), tuple(name if need == "1" else "None" for name, need in names))
 
 
-_SOURCES = (triton_columns, gemm_steps, sys.modules[__name__])
+_SOURCES = (triton_columns, triton_math, gemm_steps, sys.modules[__name__])
 for _id, _engine, _sums in (
     ("cublaslt.columns", "cublaslt", ""),
     ("cublaslt.sums", "cublaslt", "f32"),

@@ -436,7 +436,11 @@ def _fuller(config: Any, other: Any) -> float:
         return 0.0
     within = sum(_fuller(config[n], other[n]) for n in config.keys() & other.keys())
     held = [
-        sum(math.log2(max(n, 1)) for name, n in c.items() if name.startswith("BLOCK"))
+        sum(
+            math.log2(max(n, 1))
+            for name, n in c.items()
+            if name.startswith("BLOCK") and isinstance(n, int)
+        )
         for c in (config, other)
     ]
     return within + abs(held[0] - held[1])

@@ -53,6 +53,13 @@ def test_products(ring: str) -> None:
     products(ring, n=201, bias="f16", outer="residual", activation="relu", z="f16")
     products(ring, n=67, layouts="row column padded", activation="silu", z="f16", early_z=True)
     products(ring, n=131, layouts="column column row", outer="gradient", kind="gelu_tanh")
+    half_odd(ring, 201, 7)
+    half_odd(ring, 200, 3)
+
+
+def half_odd(ring: str, n: int, pad: int) -> None:
+    """An output and a residual of which one alone has rows that bulk copies reach, one program for all tiles."""
+    check(specialised(RING[ring], 1), m=136, n=n, k=200, align=16, residual_pad=pad, outer="residual", z="f16", activation="silu")  # fmt: skip
 
 
 SCORES = {  # configuration, sizes
@@ -211,6 +218,7 @@ PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its 
     "product: a row by threads too few": ("specialised", "(m + row < M)", "(m + row < M - 1)", partial(products, n=201)),
     "product: rows by threads one off": ("specialised", "mine.slice(i * FEW, FEW).load", "mine.slice((i ^ 1) * FEW, FEW).load", partial(products, n=201)),
     "product: the residual's rows one off": ("specialised", "mine.slice(i * FEW, FEW).store", "mine.slice((i ^ 1) * FEW, FEW).store", partial(products, n=201, outer="residual")),
+    "product: what is stored is overwritten by the residual": ("specialised", "            tma.store_wait(0)\n            fetch(", "            fetch(", partial(half_odd, "two", 200, 3)),
     "product: the residual's tile early": ("specialised", "mbarrier.wait(ready, turn & 1)", "pass", partial(products, **OTHERS)),
     "rounded: one step of K too few": ("mixed", "steps = gl.cdiv(K, BLOCK_K)", "steps = gl.cdiv(K - 8, BLOCK_K)", rounded),
     "rounded: rows one off": ("mixed", "rm = at_m + gl.arange(0, acc", "rm = 1 + at_m + gl.arange(0, acc", rounded),

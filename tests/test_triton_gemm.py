@@ -135,7 +135,7 @@ def expected(spec: GemmSpec, t: dict[str, Tensor], keep: Tensor | None) -> dict[
 def check(
     config: dict[str, Any] = SMALL, dtype: str = "f16", layouts: str = "row column row",
     m: int = M, n: int = N, k: int = K, batch: int = 0, shared_weight: bool = False,
-    keep: Tensor | None = None, align: int = 2, **options: Any,
+    keep: Tensor | None = None, align: int = 2, residual_pad: int | None = None, **options: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Run one product with its outputs poisoned, compare each with float64; returns all tensors."""
     x_layout, w_layout, y_layout = layouts.split()
@@ -148,7 +148,9 @@ def check(
         ),
         "y": matrix(m, n, dtype, y_layout, batch, pad=pad).fill_(torch.nan),
         "saved": matrix(m, k, dtype, x_layout, batch, pad=pad),
-        "residual": matrix(m, n, dtype, "padded", batch, pad=pad),
+        "residual": matrix(
+            m, n, dtype, "padded", batch, pad=pad if residual_pad is None else residual_pad
+        ),
         "seed": torch.tensor([SEED, OFFSET], device=DEVICE),
         "gamma": torch.randn(features, device=DEVICE),
         "beta": torch.randn(features, device=DEVICE),

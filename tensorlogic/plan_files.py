@@ -21,6 +21,7 @@ from . import files
 from .environments import SCHEMA, Environment, digest
 
 FORMAT = "tensorlogic plans"
+HEAD = 4096  # bytes of a plan file that tell what it is about
 LOG = logging.getLogger("tensorlogic")
 _SAID: set[tuple[str, str]] = set()
 
@@ -186,22 +187,40 @@ def warn_once(path: Path, what: str, problem: object) -> None:
 
 
 @lru_cache
-def shipped(folder: Path, environment: Environment, akin: bool = False) -> Records:
-    """Records of the package's plan files that were measured on this device model, or on others `akin` to it."""
-    records: Records = {}
-    fits = environment.akin if akin else environment.resembles
+def shipped(folder: Path, environment: Environment) -> tuple[Records, Records]:
+    """Records of the package's plan files that were measured on this device model, and of those on others akin to it."""
+    own: Records = {}
+    akin: Records = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            found = read(path)
+            found = read(path) if _concerns(path, environment) else Contents({}, {})
         except OSError as problem:
             warn_once(path, "was ignored", problem)
             continue
-        about = found.environments.get(environment.kind)
         if found.damage is not None:
             warn_once(path, "was ignored", found.damage)
-        elif about is not None and fits(Environment.from_json(about)):
-            records.update(found.records)
-    return records
+        elif (record := found.environments.get(environment.kind)) is not None:
+            measured = Environment.from_json(record)
+            if environment.resembles(measured):
+                own.update(found.records)
+            elif environment.akin(measured):
+                akin.update(found.records)
+    return own, akin
+
+
+def _concerns(path: Path, environment: Environment) -> bool:
+    """False where a plan file's head, read without its plans, is all about other devices."""
+    with path.open("rb") as file:
+        head = file.read(HEAD).decode("utf-8", errors="replace")
+    begin = re.search(r'"environments":\s*', head)
+    try:
+        found, _ = json.JSONDecoder().raw_decode(head, begin.end() if begin else 0)
+        measured = Environment.from_json(found[environment.kind])
+    except KeyError:
+        return False
+    except (ValueError, TypeError, RecursionError):
+        return True  # reading all of it says what is wrong
+    return environment.resembles(measured) or environment.akin(measured)
 
 
 def read_lockfile(path: Path) -> Contents:

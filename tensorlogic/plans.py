@@ -226,9 +226,7 @@ class PlanStore(PlanView):
         _STORES.add(self)
 
     def _read(self) -> tuple[Records, Records, Records]:
-        shipped, akin = (
-            dict(plan_files.shipped(SHIPPED, self.environment, akin)) for akin in (False, True)
-        )
+        shipped, akin = map(dict, plan_files.shipped(SHIPPED, self.environment))
         try:
             found = plan_files.read_own(self.path, self.environment)
         except OSError as problem:

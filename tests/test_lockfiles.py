@@ -105,6 +105,25 @@ def test_a_broken_shipped_file_is_skipped(shipped: Path, tmp_path: Path) -> None
         assert PlanStore(tmp_path, GPU).get(linear(128, 128, 128, device="cuda")) is not None
 
 
+def test_of_a_file_about_other_devices_the_head_alone_is_read(
+    shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, read = linear(128, 128, 128, device="cuda"), plan_files.read
+    paths: list[Path] = []
+
+    def watched(path: Path) -> plan_files.Contents:
+        paths.append(path)
+        return read(path)
+
+    monkeypatch.setattr(plan_files, "read", watched)
+    for device in ("NVIDIA B200", "NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        paths.clear()
+        PlanStore(tmp_path, replace(GPU, device=device)).get(key)
+        assert (shipped / "h200.json" in paths) == (device != "NVIDIA B200"), device
+    PlanStore(tmp_path, CPU).get(key)
+    assert paths.count(shipped / "h200.json") == 1  # of the H200 alone
+
+
 def test_a_lockfile_holds_the_plans_of_several_kinds(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "tensorlogic.lock"
     mine = [plan(linear(8, 4, 2)), plan(linear(8, 4, 2, device="cuda"), "cublaslt.epilogue")]

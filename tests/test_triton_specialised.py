@@ -56,6 +56,25 @@ def test_specialised(ring: str, programs: int, layouts: str) -> None:
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(("ring", "part"), [("two", 64), ("two", 32), ("three", 32), ("one", 16)])
+@pytest.mark.parametrize("programs", [1, 3, 100])
+def test_tiles_that_leave_in_parts(ring: str, part: int, programs: int) -> None:
+    config = specialised(RING[ring], programs) | {"PART": part}
+    size = {"m": 264, "n": 200, "k": 328, "align": 16}
+    check(config, bias="f16", outer="residual", activation="relu", **size)
+    check(config, bias="f16", outer="residual", activation="gelu", z="f16", **size)
+    check(config, "bf16", activation="silu", z="bf16", **size)
+    check(config, outer="gradient", kind="gelu_tanh", **size)
+    vectors = dict.fromkeys(COLUMNWISE, "f32") | {"bias": "f16", "shift": "f16"}
+    check(config, activation="silu", z="f16", **vectors, **size)
+    check(config, activation="relu", z="f16", early_z=True, bias="f16", **size)
+    check(config, **size)
+    size["n"] = 203  # by threads: whole, whatever the configuration says
+    check(config, outer="residual", activation="relu", z="f16", **size)
+    check(config, activation="gelu", **size)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
     "size", [(8, 8, 8), (1, 64, 64), (64, 8, 1000), (5, 4096, 8), (1000, 16, 24)]
 )
@@ -87,6 +106,7 @@ def test_specialised_refuses_what_bulk_copies_cannot_reach() -> None:
         {"batch": 2},
         {"prologue": "activation", "kind": "gelu"},
         {"outer": "dropout"},
+        {"outer": "residual", "residual": Operand("f16", 64, 1), "early_z": True},
     ):
         assert gemm_specialised.specialised_refusal(replace(plain, **change)), change
 
@@ -114,6 +134,11 @@ def test_specialised_configurations_fit(side: int) -> None:
     for c in offered:
         tiles = -(-side // c["BLOCK_M"]) * -(-side // c["BLOCK_N"])
         assert 0 < c["programs"] <= tiles
+        assert ("PART" in c) == (tiles == c["programs"] and c["BLOCK_N"] > 32), c
+    finished = gemm_specialised.specialised_configs(replace(spec, activation="gelu"), 132)
+    assert all(c.get("PART", 0) == min(64, c["BLOCK_N"] // 2) for c in finished)
+    odd = replace(spec, y=Operand("f16", side + 1, 1), activation="gelu")  # stored by threads
+    assert not any("PART" in c for c in gemm_specialised.specialised_configs(odd, 132))
     assert not gemm_specialised.specialised_configs(replace(spec, m=64, n=64, k=64), 132)
 
 
@@ -129,6 +154,13 @@ def test_specialised_compiles_without_spilling() -> None:
         spec(2048, Operand("f16", 1, 2048), bias="f16", activation="relu", **residual),
         spec(1024, Operand("f16", 1024, 1), activation="gelu_tanh"),
         spec(1024, Operand("f16", 1, 1024), **dict.fromkeys(COLUMNWISE, "f32")),
+        spec(2048, Operand("f16", 1, 2048), bias="f16", activation="gelu", z="f16", **residual),
+        spec(
+            2048, Operand("f16", 2048, 1), **residual | {"outer": "gradient", "kind": "gelu_tanh"}
+        ),
+        spec(
+            1024, Operand("f16", 1, 1024), **dict.fromkeys(COLUMNWISE, "f32"), z="f16", early_z=True
+        ),
         replace(spec(2048, Operand("f16", 1, 2048), **odd), y=Operand("f16", 2049, 1)),
         replace(
             spec(2048, Operand("f16", 1, 2048), activation="gelu", **residual),

@@ -4,7 +4,7 @@ exits 1 if one is wrong.
 python benchmarks/device/huge.py [--only TEXT]
 
 Memory for the output is poisoned with NaN before; afterwards none may be left in it, and rows at both ends and around element 2**31
-are compared with PyTorch's own on those rows in float64. Needs about 30 GB.
+are compared with PyTorch's own on those rows in float64. Needs about 50 GB.
 """
 
 from __future__ import annotations
@@ -123,9 +123,24 @@ def cases() -> Iterator[Callable[[], Case]]:
         x, w, b = normal(270000, 8000), normal(64, 8000, scale=8000**-0.5), normal(64)
         return Case("linear, long x", lambda *a: t.linear(*a, activation="relu"), (x, w, b), lambda at: F.linear(wide(x, at), w.double(), b.double()).relu(), len(x))  # fmt: skip
 
-    def wide_y() -> Case:
-        x, w, b = normal(70000, 64), normal(32000, 64, scale=0.125), normal(32000)
-        return Case("linear, wide y", lambda *a: t.linear(*a, activation="gelu"), (x, w, b), lambda at: F.gelu(F.linear(wide(x, at), w.double(), b.double())), len(x))  # fmt: skip
+    def few_lines() -> Case:
+        a = normal(3, 800_000_000, scale=16.0)  # so that some of what comes out is not 0
+        return Case(
+            "softmax of few lines",
+            lambda a: t.softmax(a, -1),
+            (a,),
+            lambda at: wide(a, at).softmax(-1),
+            len(a),
+            1e-6,
+        )
+
+    def wide_y(n: int) -> Case:
+        x, w, b = normal(70000, 64), normal(n, 64, scale=0.125), normal(n)
+        return Case(f"linear, wide y of {n}", lambda *a: t.linear(*a, activation="gelu"), (x, w, b), lambda at: F.gelu(F.linear(wide(x, at), w.double(), b.double())), len(x))  # fmt: skip
+
+    def residual(n: int) -> Case:
+        x, w, b, r = normal(70000, 64), normal(n, 64, scale=0.125), normal(n), normal(70000, n)
+        return Case(f"linear_residual_relu of {n}", t.linear_residual_relu, (x, w, b, r), lambda at: (F.linear(wide(x, at), w.double(), b.double()) + wide(r, at)).relu(), len(x))  # fmt: skip
 
     def product() -> Case:
         a, b = normal(70016, 128), normal(128, 32768, scale=128**-0.5)
@@ -153,7 +168,10 @@ def cases() -> Iterator[Callable[[], Case]]:
 
         return Case(f"attention scores {s} x {columns}", call, (q, k), want, heads * s, 1e-4)
 
-    yield from (flat, odd, by_row, total, largest, of_rows, of_columns, softmax, loss, long_x, wide_y, product, normed, gelu_first)  # fmt: skip
+    yield from (flat, odd, by_row, total, largest, of_rows, of_columns, softmax, few_lines, loss, long_x, product, normed, gelu_first)  # fmt: skip
+    for n in (32000, 32001):
+        yield lambda n=n: wide_y(n)
+        yield lambda n=n: residual(n)
     yield lambda: scores(2048, 2048, 520)
     yield lambda: scores(1024, 384, 5520)
 
@@ -195,6 +213,12 @@ def gradients() -> Iterator[Callable[[], Gradient]]:
             part.copy_(part.softmax(-1))
         return Gradient("softmax backward", "softmax_backward", (dy, y, 1), 0, ROWS, 1e-3)
 
+    def few_lines() -> Gradient:
+        dy, y = normal(3, 800_000_000, scale=1e3), normal(3, 800_000_000, scale=16.0)
+        for line in y:
+            line.copy_(line.softmax(-1))
+        return Gradient("softmax of few lines backward", "softmax_backward", (dy, y, 1), 0, 3, 1e-2)
+
     def logits() -> tuple[Tensor, Tensor, Tensor]:
         up = torch.full((), 1024.0, dtype=torch.float16, device=DEVICE)
         return up, normal(ROWS, COLUMNS), torch.randint(COLUMNS, (ROWS,), device=DEVICE)
@@ -212,7 +236,7 @@ def gradients() -> Iterator[Callable[[], Gradient]]:
         name = "cross-entropy with gradient"
         return Gradient(name, "softmax_cross_entropy_together", args, 1, ROWS, 1e-3)
 
-    yield from (flat, softmax, loss, together)
+    yield from (flat, softmax, few_lines, loss, together)
 
 
 def backward(case: Gradient) -> Iterator[tuple[str, Any, str | None]]:

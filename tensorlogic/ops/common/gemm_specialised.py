@@ -8,6 +8,7 @@ from typing import Any
 from .gemm import Config, GemmSpec, Operand
 
 ROWS = 64  # of x that a warpgroup multiplies
+PART = 64  # columns at most that are finished and leave together, where a tile leaves in parts
 MOST = 4  # configurations worth measuring
 MOST_STEP = 2**24  # elements from row to row that offsets inside a tile can have
 LEAST_WORK = 2**28  # multiply-adds below which plain tiles start sooner
@@ -28,7 +29,9 @@ def specialised_refusal(spec: GemmSpec) -> str | None:
     """None, or why bulk copies and warpgroups cannot be `spec`."""
     if spec.prologue != "none" or spec.x_out or spec.row_sum or spec.batch != 1:
         return "a prologue, an output of it, or a batch"
-    if spec.outer not in ("none", "residual", "gradient"):
+    if spec.outer not in ("none", "residual", "gradient") or (
+        spec.early_z and spec.outer != "none"
+    ):
         return f"outer {spec.outer!r}"
     matrices = [spec.x, spec.w, spec.y, *([spec.residual] if spec.residual else [])]
     if {o.dtype for o in matrices} | {spec.z or spec.x.dtype} not in ({"f16"}, {"bf16"}):
@@ -50,6 +53,7 @@ def specialised_configs(spec: GemmSpec, sm_count: int, most: int = MOST) -> list
     vectors = any(v is not None for v in (spec.mean, spec.var, spec.scale, spec.shift))
     moved = [spec.residual, spec.y if spec.z or spec.residual else None]
     threads = any(o is not None and _line(o, spec.m, spec.n) is None for o in moved)
+    bare = spec.outer == "none" and spec.activation == "none" and spec.z is None
     scored: list[tuple[float, int, dict[str, Any]]] = []
     for consumers, block_n, block_k, stages in _SHAPES:
         if (vectors and consumers * block_n > 256) or (threads and block_n > 128):
@@ -63,6 +67,10 @@ def specialised_configs(spec: GemmSpec, sm_count: int, most: int = MOST) -> list
             "CONSUMERS": consumers, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages,
             "GROUP_M": 8, "SPLIT": 1, "programs": min(tiles, sm_count * resident), "num_warps": 4, "num_stages": 1,
         }  # fmt: skip
+        if block_n >= PART and _parts(spec) and not (bare and tiles > config["programs"]):
+            config["PART"] = min(
+                PART, block_n // 2
+            )  # bare tiles leave beside the next one's products
         scored.append((_estimate(spec, config, tiles, resident, sm_count), len(scored), config))
     return [config for _, _, config in sorted(scored, key=lambda entry: entry[:2])][:most]
 
@@ -70,7 +78,7 @@ def specialised_configs(spec: GemmSpec, sm_count: int, most: int = MOST) -> list
 def described(spec: GemmSpec, config: Config) -> dict[str, Any]:
     """What `prepare` and `compile_job` want to know."""
     consumers, block_n, block_k = config["CONSUMERS"], config["BLOCK_N"], config["BLOCK_K"]
-    out = (ROWS, block_n)
+    out = (ROWS, config.get("PART", block_n) if _parts(spec) else block_n)
     tiled = {
         "x_desc": _tiled(spec.x, spec.m, spec.k, (ROWS, block_k)),
         "w_desc": _tiled(_turned(spec.w), spec.n, spec.k, (block_n, block_k)),
@@ -101,13 +109,19 @@ def described(spec: GemmSpec, config: Config) -> dict[str, Any]:
         "constexprs": {
             "ACTIVATION": spec.activation, "OUTER": spec.outer, "KIND": spec.kind, "KEPT": spec.z is not None,
             "EARLY": spec.early_z, "X_ACROSS": spec.x.columns == 1, "W_DOWN": spec.w.columns != 1, "REGISTERS": _REGISTERS[consumers],
-            **{name: value for name, value in config.items() if name.isupper() and name != "SPLIT"},
+            **{name: value for name, value in config.items() if name.isupper() and name != "SPLIT"}, "PART": out[1],
         },
         "num_warps": 4,
         "num_stages": 1,
         "align": spec.align,
         "registers": _registers(consumers, block_n),
     }  # fmt: skip
+
+
+def _parts(spec: GemmSpec) -> bool:
+    """Whether a tile's columns can leave a part at a time: where bulk copies fetch and store them."""
+    moved = [o for o in (spec.y, spec.residual) if o is not None]
+    return all(_line(o, spec.m, spec.n) is not None for o in moved)
 
 
 def _tiled(o: Operand, rows: int, columns: int, tile: tuple[int, int]) -> Any:

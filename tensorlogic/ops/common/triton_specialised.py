@@ -66,10 +66,22 @@ def put(mine, tile, desc, ptr, at_m, at_n, M, N, stride, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def parts(tile, PARTS: gl.constexpr):
+    """The columns of a tile as a tuple of PARTS tiles; PARTS is a power of two."""
+    if PARTS == 1:
+        return (tile,)
+    else:
+        halved = tile.reshape([tile.shape[0], 2, tile.shape[1] // 2]).permute((0, 2, 1))
+        first, second = halved.split()
+        return parts(first, PARTS // 2) + parts(second, PARTS // 2)
+
+
+@gluon.jit
 def load(
     xs, ws, staged, full, empty, ready, free, x_desc, w_desc, residual_desc, M, N, K,
     X_ACROSS: gl.constexpr, W_DOWN: gl.constexpr, OTHER: gl.constexpr, CONSUMERS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    PART: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: tiles of x and w into the ring as its stages come free; the residual's tile halfway through."""
     gdc_wait()
@@ -108,10 +120,13 @@ def load(
                     mbarrier.expect(
                         ready, BLOCK_M * BLOCK_N * (residual_desc.dtype.primitive_bitwidth // 8)
                     )
+                    PARTS: gl.constexpr = BLOCK_N // PART
                     for i in gl.static_range(CONSUMERS):
-                        tma.async_copy_global_to_shared(
-                            residual_desc, [tile_m * BLOCK_M + i * ROWS, tile_n * BLOCK_N], ready, staged.index(i)
-                        )  # fmt: skip
+                        for j in gl.static_range(PARTS):
+                            tma.async_copy_global_to_shared(
+                                residual_desc, [tile_m * BLOCK_M + i * ROWS, tile_n * BLOCK_N + j * PART], ready,
+                                staged.index(i * PARTS + j),
+                            )  # fmt: skip
         turn += 1  # noqa: SIM113  (Triton has no enumerate)
 
 
@@ -122,12 +137,17 @@ def multiply(
     ACTIVATION: gl.constexpr, OUTER: gl.constexpr, KIND: gl.constexpr, KEPT: gl.constexpr, EARLY: gl.constexpr,
     X_ACROSS: gl.constexpr, W_DOWN: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    PART: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup: its ROWS rows of each tile, summed in float32, finished and stored from shared memory."""
     gdc_wait()
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
+    PIECE: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16]
+    )
+    PARTS: gl.constexpr = BLOCK_N // PART
     steps = gl.cdiv(K, BLOCK_K)
     consumers: gl.constexpr = BLOCK_M // ROWS
     done = 0
@@ -156,45 +176,50 @@ def multiply(
             done += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1)
-        mine = staged.index(me)
         INTO: gl.constexpr = xs.dtype
+        first = staged.index(me * PARTS)
         if bias_ptr is not None:
             acc += bias[None, :]
         if OUTER == "none":
             tma.store_wait(0)
         elif residual_ptr is None:
             mbarrier.wait(ready, turn & 1)
-            other = mine.load(SUMS).to(gl.float32)
         else:
             tma.store_wait(0)
-            fetch(mine, residual_ptr, at_m, at_n, M, N, stride_r, BLOCK_N)
-            other = mine.load(SUMS).to(gl.float32)
+            fetch(first, residual_ptr, at_m, at_n, M, N, stride_r, BLOCK_N)
         if KEPT and EARLY:
-            put(mine, acc.to(INTO), z_desc, z_ptr, at_m, at_n, M, N, stride_y, BLOCK_N)
-            tma.store_wait(0)
+            early = parts(acc, PARTS)
+            for i in gl.static_range(PARTS):
+                z = gl.convert_layout(early[i], PIECE, assert_trivial=True).to(INTO)
+                put(staged.index(me * PARTS + i), z, z_desc, z_ptr, at_m, at_n + i * PART, M, N, stride_y, PART)  # fmt: skip
         if var_ptr is not None or scale_ptr is not None:
             acc *= factor[None, :]
         if mean_ptr is not None or shift_ptr is not None:
             acc += summand[None, :]
-        if OUTER == "residual":
-            acc += other
-        elif OUTER == "gradient":
-            acc = slope(acc, other, KIND, INTO)
-        if KEPT and not EARLY:
-            put(mine, acc.to(INTO), z_desc, z_ptr, at_m, at_n, M, N, stride_y, BLOCK_N)
-            tma.store_wait(0)
-        put(
-            mine,
-            shaped(acc, ACTIVATION, INTO).to(INTO),
-            y_desc,
-            y_ptr,
-            at_m,
-            at_n,
-            M,
-            N,
-            stride_y,
-            BLOCK_N,
-        )
+        pieces = parts(acc, PARTS)
+        late = ()
+        for i in gl.static_range(PARTS):  # one leaves while the next is finished
+            mine = staged.index(me * PARTS + i)
+            y = gl.convert_layout(pieces[i], PIECE, assert_trivial=True)
+            if OUTER == "residual":
+                y += mine.load(PIECE).to(gl.float32)
+            elif OUTER == "gradient":
+                y = slope(y, mine.load(PIECE).to(gl.float32), KIND, INTO)
+            if KEPT:
+                late = late + (y,)  # noqa: RUF005  (Triton has no starred tuples)
+            if KEPT and not EARLY:
+                put(mine, y.to(INTO), z_desc, z_ptr, at_m, at_n + i * PART, M, N, stride_y, PART)
+            elif not KEPT:
+                y = shaped(y, ACTIVATION, INTO).to(INTO)
+                put(mine, y, y_desc, y_ptr, at_m, at_n + i * PART, M, N, stride_y, PART)
+        if KEPT:
+            for i in gl.static_range(PARTS):
+                mine = staged.index(me * PARTS + i)
+                tma.store_wait(
+                    PARTS - 1
+                )  # z's part has left: as many are under way as came after it
+                y = shaped(late[i], ACTIVATION, INTO).to(INTO)
+                put(mine, y, y_desc, y_ptr, at_m, at_n + i * PART, M, N, stride_y, PART)
         if OUTER != "none" and residual_ptr is None:
             tma.store_wait(0)
             mbarrier.arrive(free, count=1)
@@ -209,23 +234,26 @@ def gemm_specialised(
     ACTIVATION: gl.constexpr, OUTER: gl.constexpr, KIND: gl.constexpr, KEPT: gl.constexpr, EARLY: gl.constexpr,
     X_ACROSS: gl.constexpr, W_DOWN: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    PDL: gl.constexpr,
+    PART: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y[M, N] = epilogue(x[M, K] @ w[K, N]) as `gemm_tiled` without a prologue, 16-bit operands, float32 sums.
 
     One warp fills a ring of STAGES tiles by bulk copies, CONSUMERS warpgroups empty it with one product always under
-    way, and neither waits for the other's barriers; programs stay for all their tiles. A residual and outputs whose rows begin at
-    odd places come and go by threads (`residual_ptr`, `y_ptr`, `z_ptr` in place of descriptors). H200, f16, with bias, residual
-    and ReLU, over cuBLAS's plain product: 1024 1.08 (plain tiles 1.18, cuBLASLt's epilogue 1.20), 2048 1.09 (1.14,
-    1.11), 4096 1.04 (1.09, 1.05).
+    way, and neither waits for the other's barriers; programs stay for all their tiles. A tile is finished PART columns at a time:
+    one part leaves while the next is finished. A residual and outputs whose rows begin at odd places come and go by threads
+    (`residual_ptr`, `y_ptr`, `z_ptr` in place of descriptors), and then PART is BLOCK_N. H100, f16, with bias, residual and ReLU,
+    over cuBLAS's plain product, whole and in parts: 1024 1.17, 1.16 (cuBLASLt's epilogue 1.26), 2048 1.09, 1.07 (1.18), 4096 1.05,
+    1.04 (1.08).
     """
     gdc_launch_dependents()
     XS: gl.constexpr = [STAGES * CONSUMERS, x_desc.block_type.shape[0], x_desc.block_type.shape[1]]
     WS: gl.constexpr = [STAGES, w_desc.block_type.shape[0], w_desc.block_type.shape[1]]
     xs = gl.allocate_shared_memory(x_desc.dtype, XS, x_desc.layout)
     ws = gl.allocate_shared_memory(w_desc.dtype, WS, w_desc.layout)
-    STAGED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_N], x_desc.dtype)
-    staged = gl.allocate_shared_memory(x_desc.dtype, [CONSUMERS, ROWS, BLOCK_N], STAGED)
+    STAGED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, PART], x_desc.dtype)
+    staged = gl.allocate_shared_memory(
+        x_desc.dtype, [CONSUMERS * (BLOCK_N // PART), ROWS, PART], STAGED
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -240,9 +268,9 @@ def gemm_specialised(
         gl.warp_specialize(
             [
                 (multiply, (0, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
-            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, PART)),
                 (load, (xs, ws, staged, full, empty, ready, free, x_desc, w_desc, residual_desc, M, N, K,
-            X_ACROSS, W_DOWN, residual_desc is not None, CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            X_ACROSS, W_DOWN, residual_desc is not None, CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, PART)),
             ],
             [1], [24],
         )  # fmt: skip
@@ -250,11 +278,11 @@ def gemm_specialised(
         gl.warp_specialize(
             [
                 (multiply, (0, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
-            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, PART)),
                 (multiply, (1, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
-            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, PART)),
                 (load, (xs, ws, staged, full, empty, ready, free, x_desc, w_desc, residual_desc, M, N, K,
-            X_ACROSS, W_DOWN, residual_desc is not None, CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            X_ACROSS, W_DOWN, residual_desc is not None, CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, PART)),
             ],
             [4, 1], [REGISTERS, 24],
         )  # fmt: skip
@@ -262,13 +290,13 @@ def gemm_specialised(
         gl.warp_specialize(
             [
                 (multiply, (0, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
-            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, PART)),
                 (multiply, (1, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
-            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, PART)),
                 (multiply, (2, xs, ws, staged, full, empty, ready, free, y_desc, z_desc, bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr,
-            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            residual_ptr, y_ptr, z_ptr, M, N, K, stride_r, stride_y, eps, ACTIVATION, OUTER, KIND, KEPT, EARLY, X_ACROSS, W_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, PART)),
                 (load, (xs, ws, staged, full, empty, ready, free, x_desc, w_desc, residual_desc, M, N, K,
-            X_ACROSS, W_DOWN, residual_desc is not None, CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M)),
+            X_ACROSS, W_DOWN, residual_desc is not None, CONSUMERS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, PART)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 24],
         )  # fmt: skip

@@ -38,10 +38,11 @@ def instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launch, "prepare", standin.prepare)
 
 
-def products(ring: str = "two", **options: Any) -> None:
-    """A product at uneven sizes, of several tiles for each of three programs."""
+def products(ring: str = "two", part: int = 0, **options: Any) -> None:
+    """A product at uneven sizes, of several tiles for each of three programs; they leave whole, or `part` columns at a time."""
     size = {"m": 136, "n": 200, "k": 200, "align": 16}
-    check(specialised(RING[ring], 3), layouts=options.pop("layouts", "row column row"), **size | options)  # fmt: skip
+    config = specialised(RING[ring], 3) | ({"PART": part} if part else {})
+    check(config, layouts=options.pop("layouts", "row column row"), **size | options)
 
 
 @pytest.mark.parametrize("ring", RING)
@@ -55,6 +56,20 @@ def test_products(ring: str) -> None:
     products(ring, n=131, layouts="column column row", outer="gradient", kind="gelu_tanh")
     half_odd(ring, 201, 7)
     half_odd(ring, 200, 3)
+
+
+@pytest.mark.parametrize(("ring", "part"), [("two", 64), ("two", 32), ("three", 32), ("one", 16)])
+def test_products_in_parts(ring: str, part: int) -> None:
+    in_parts(ring, part)
+
+
+def in_parts(ring: str = "two", part: int = 32) -> None:
+    products(ring, part, bias="f16", outer="residual", activation="relu", z="f16")
+    products(ring, part, bias="f16", outer="residual", activation="silu")
+    products(ring, part, layouts="column row row", outer="gradient", kind="gelu_tanh")
+    products(ring, part, **dict.fromkeys(COLUMNWISE, "f32"), z="f16", activation="gelu")
+    products(ring, part, m=5, n=8, k=8, activation="silu", z="f16", early_z=True, bias="f16")
+    products(ring, part, n=201, outer="residual", z="f16")  # by threads: whole all the same
 
 
 def half_odd(ring: str, n: int, pad: int) -> None:
@@ -214,7 +229,12 @@ PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its 
     "product: the wrong phase": ("specialised", "(done // STAGES & 1) ^ 1", "done // STAGES & 1", products),
     "product: bytes of one tile too few": ("specialised", "(BLOCK_M + BLOCK_N) * BLOCK_K", "(BLOCK_M + BLOCK_N - 1) * BLOCK_K", products),
     "product: a store not waited for": ("specialised", "    tma.store_wait(0)\n\n\n@gluon.jit\ndef gemm", "\n\n@gluon.jit\ndef gemm", products),
-    "product: outputs overwritten early": ("specialised", "            tma.store_wait(0)\n        put(", "            pass\n        put(", partial(products, **OTHERS)),
+    "product: outputs overwritten early": ("specialised", "tma.store_wait(PARTS - 1)", "pass", partial(products, **OTHERS)),
+    "product: a part overwritten one early": ("specialised", "tma.store_wait(PARTS - 1)", "tma.store_wait(PARTS)", in_parts),
+    "product: parts share memory": ("specialised", "mine = staged.index(me * PARTS + i)", "mine = staged.index(me * PARTS)", in_parts),
+    "product: another part's residual": ("specialised", "tile_n * BLOCK_N + j * PART", "tile_n * BLOCK_N + (j ^ 1) * PART", in_parts),
+    "product: a part's columns one off": ("specialised", "y_ptr, at_m, at_n + i * PART", "y_ptr, at_m, at_n + i * PART + 1", in_parts),
+    "product: parts in another order": ("specialised", "parts(first, PARTS // 2) + parts(second, PARTS // 2)", "parts(second, PARTS // 2) + parts(first, PARTS // 2)", in_parts),
     "product: a row by threads too few": ("specialised", "(m + row < M)", "(m + row < M - 1)", partial(products, n=201)),
     "product: rows by threads one off": ("specialised", "mine.slice(i * FEW, FEW).load", "mine.slice((i ^ 1) * FEW, FEW).load", partial(products, n=201)),
     "product: the residual's rows one off": ("specialised", "mine.slice(i * FEW, FEW).store", "mine.slice((i ^ 1) * FEW, FEW).store", partial(products, n=201, outer="residual")),

@@ -72,7 +72,7 @@ def parts(tile, PARTS: gl.constexpr):
         return (tile,)
     else:
         halved = tile.reshape([tile.shape[0], 2, tile.shape[1] // 2]).permute((0, 2, 1))
-        first, second = halved.split()
+        first, second = gl.split(halved)
         return parts(first, PARTS // 2) + parts(second, PARTS // 2)
 
 
@@ -206,7 +206,7 @@ def multiply(
             elif OUTER == "gradient":
                 y = slope(y, mine.load(PIECE).to(gl.float32), KIND, INTO)
             if KEPT:
-                late = late + (y,)  # noqa: RUF005  (Triton has no starred tuples)
+                late = late + (y,)  # type: ignore[assignment]  # noqa: RUF005  (Triton has no starred tuples)
             if KEPT and not EARLY:
                 put(mine, y.to(INTO), z_desc, z_ptr, at_m, at_n + i * PART, M, N, stride_y, PART)
             elif not KEPT:
@@ -215,9 +215,8 @@ def multiply(
         if KEPT:
             for i in gl.static_range(PARTS):
                 mine = staged.index(me * PARTS + i)
-                tma.store_wait(
-                    PARTS - 1
-                )  # z's part has left: as many are under way as came after it
+                # z's part has left: as many are under way as came after it
+                tma.store_wait(PARTS - 1)
                 y = shaped(late[i], ACTIVATION, INTO).to(INTO)
                 put(mine, y, y_desc, y_ptr, at_m, at_n + i * PART, M, N, stride_y, PART)
         if OUTER != "none" and residual_ptr is None:

@@ -187,40 +187,45 @@ def warn_once(path: Path, what: str, problem: object) -> None:
 
 
 @lru_cache
-def shipped(folder: Path, environment: Environment) -> tuple[Records, Records]:
-    """Records of the package's plan files that were measured on this device model, and of those on others akin to it."""
+def shipped(folder: Path, environment: Environment) -> tuple[Records, ...]:
+    """Records of the package's plan files that were measured on this device model, then of each file from another one akin to it."""
     own: Records = {}
-    akin: Records = {}
+    akin: list[Records] = []
     for path in sorted(folder.glob("*.json")):
         try:
             found = read(path) if _concerns(path, environment) else Contents({}, {})
+            if found.damage is not None:
+                warn_once(path, "was ignored", found.damage)
+            elif environment.kind in found.environments:
+                measured = Environment.from_json(found.environments[environment.kind])
+                if environment.resembles(measured):
+                    own.update(found.records)
+                elif environment.akin(measured):
+                    akin.append(found.records)
         except OSError as problem:
             warn_once(path, "was ignored", problem)
-            continue
-        if found.damage is not None:
-            warn_once(path, "was ignored", found.damage)
-        elif (record := found.environments.get(environment.kind)) is not None:
-            measured = Environment.from_json(record)
-            if environment.resembles(measured):
-                own.update(found.records)
-            elif environment.akin(measured):
-                akin.update(found.records)
-    return own, akin
+        except (TypeError, AttributeError, KeyError) as problem:
+            warn_once(
+                path, "was ignored", f"its {environment.kind} environment is none: {problem!r}"
+            )
+    return own, *akin
 
 
 def _concerns(path: Path, environment: Environment) -> bool:
-    """False where a plan file's head, read without its plans, is all about other devices."""
+    """False where a plan file's head, read without its plans, is all about other devices; what is wrong with it, reading all of it says."""
     with path.open("rb") as file:
         head = file.read(HEAD).decode("utf-8", errors="replace")
-    begin = re.search(r'"environments":\s*', head)
+    begin = re.search(r'"environments"\s*:\s*', head)
+    if begin is None:
+        return True
     try:
-        found, _ = json.JSONDecoder().raw_decode(head, begin.end() if begin else 0)
+        found, _ = json.JSONDecoder().raw_decode(head, begin.end())
+        if isinstance(found, dict) and environment.kind not in found:
+            return False
         measured = Environment.from_json(found[environment.kind])
-    except KeyError:
-        return False
-    except (ValueError, TypeError, RecursionError):
-        return True  # reading all of it says what is wrong
-    return environment.resembles(measured) or environment.akin(measured)
+        return environment.resembles(measured) or environment.akin(measured)
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        return True
 
 
 def read_lockfile(path: Path) -> Contents:

@@ -116,16 +116,15 @@ class PlanView:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # what is in memory
-        self._shelves: tuple[_Shelf, _Shelf, _Shelf] | None = None
+        self._shelves: tuple[_Shelf, ...] = ()
 
-    def _read(self) -> tuple[Records, Records, Records]:
-        """Records of stored and of shipped plans, and of those shipped for the same chip; called once, at the first access."""
+    def _read(self) -> tuple[Records, ...]:
+        """Records of stored and of shipped plans, then of each GPU's of the same chip; called once, at the first access."""
         raise NotImplementedError
 
-    def _loaded(self) -> tuple[_Shelf, _Shelf, _Shelf]:
-        if self._shelves is None:
-            stored, shipped, akin = self._read()
-            self._shelves = (_Shelf(stored), _Shelf(shipped), _Shelf(akin))
+    def _loaded(self) -> tuple[_Shelf, ...]:
+        if not self._shelves:
+            self._shelves = tuple(map(_Shelf, self._read()))
         return self._shelves
 
     def get(self, key: Key, valid: Valid | None = None) -> Plan | None:
@@ -183,7 +182,7 @@ class PlanView:
             trusted = all(id == EAGER or allowed(id) for id in (plan.eager, plan.captured))
             if (
                 trusted
-                and (plan.key != key or shelf == 2)
+                and (plan.key != key or shelf >= 2)
                 and key.as_aligned(plan.key)
                 and (valid is None or valid(plan))
             ):
@@ -201,7 +200,7 @@ class PlanView:
     def plans(self, shipped: bool = False) -> Iterator[Plan]:
         """Every stored plan, by text; with `shipped`, then shipped ones that none of them hides."""
         with self._lock:
-            mine, theirs, _ = self._loaded()
+            mine, theirs = self._loaded()[:2]
             stored = [plan for text in mine.texts() if (plan := mine.get(text))]
             known = {plan.key for plan in stored}
             behind = [plan for text in theirs.texts() if shipped and (plan := theirs.get(text))]
@@ -225,18 +224,18 @@ class PlanStore(PlanView):
         self._next_save = 0.0
         _STORES.add(self)
 
-    def _read(self) -> tuple[Records, Records, Records]:
-        shipped, akin = map(dict, plan_files.shipped(SHIPPED, self.environment))
+    def _read(self) -> tuple[Records, ...]:
+        shipped = tuple(map(dict, plan_files.shipped(SHIPPED, self.environment)))
         try:
             found = plan_files.read_own(self.path, self.environment)
         except OSError as problem:
             self._say_unusable(problem)
-            return {}, shipped, akin
+            return {}, *shipped
         if found.damage is not None:
             readable = f"{len(found.records)} plans could be read"
             kept = f"{found.damage}; {readable}, the next save keeps a copy of the file"
             plan_files.warn_once(self.path, "is not as it was saved", kept)
-        return found.records, shipped, akin
+        return found.records, *shipped
 
     def put(self, plan: Plan) -> None:
         """Keep `plan`, or the known one if measured later; save it soon, in the background."""
@@ -355,8 +354,8 @@ class Lockfile(PlanView):
         }
         self._records = found.records
 
-    def _read(self) -> tuple[Records, Records, Records]:
-        return self._records, {}, {}
+    def _read(self) -> tuple[Records, ...]:
+        return self._records, {}
 
 
 def load_lockfile(path: Path) -> Lockfile:

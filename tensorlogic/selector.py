@@ -25,6 +25,7 @@ CLEAR_WIN = 0.95  # a guess must promise this much before it replaces eager unme
 ANOTHER_WAY = (
     16.0  # between configurations for each word that differs, more than numbers and switches do
 )
+DERIVED = {"PART"}  # numbers that follow from what else a configuration and its key say
 ASKED = 8  # neighbours at most
 SLACK = 0.1  # of its time, that a neighbour's tiles may lose for each doubling between the sizes
 _SAID: set[tuple[str, str]] = set()
@@ -413,7 +414,8 @@ def _apart(config: Any, other: Any) -> float:
     of these where words differ."""
     if isinstance(config, dict) and isinstance(other, dict):
         # a rank is an order of the key's own, whose first is its best guess wherever another key's is
-        known = [(config.get(n), 0 if n == "rank" else other.get(n)) for n in {*config, *other}]
+        names = {*config, *other} - DERIVED
+        known = [(config.get(n), 0 if n == "rank" else other.get(n)) for n in names]
         return sum(_apart(a, b) for a, b in known)
     if isinstance(config, (list, tuple)) and isinstance(other, (list, tuple)):
         rest = abs(len(config) - len(other)) * ANOTHER_WAY

@@ -124,6 +124,40 @@ def test_of_a_file_about_other_devices_the_head_alone_is_read(
     assert paths.count(shipped / "h200.json") == 1  # of the H200 alone
 
 
+def test_each_file_about_the_same_chip_is_asked(shipped: Path, tmp_path: Path) -> None:
+    """Two GPUs' plans of one key, of which a changed kernel made the later file's useless."""
+    key, device = linear(128, 128, 128, device="cuda"), "NVIDIA H100 80GB HBM3"
+    export_lockfile(shipped / "h100.json", [plan(key, "cublaslt.epilogue")], [replace(GPU, device=device)])  # fmt: skip
+    store = PlanStore(tmp_path, replace(GPU, device="NVIDIA GH200 480GB"))
+    winners = [p.eager for p in store.neighbours(key, anything) if p.key == key]
+    assert winners == ["cublaslt.epilogue", "triton.tiled"]
+    near = store.nearest(key, anything, valid=lambda p: p.eager == "cublaslt.epilogue")
+    assert near is not None
+    assert (near.key, near.eager) == (key, "cublaslt.epilogue")
+
+
+@pytest.mark.parametrize(
+    "about",
+    ['{"cuda": {"device": "NVIDIA H200", "kind": "cuda"}}', '{"cuda": 1}', '{"cuda": null}', "[]"],
+)
+def test_a_shipped_file_about_no_environment_is_skipped(
+    about: str, shipped: Path, tmp_path: Path
+) -> None:
+    text = (shipped / "h200.json").read_text()
+    head = text.index('"environments"')
+    plans_at = text.index('"plans"')
+    (shipped / "a.json").write_text(f'{text[:head]}"environments" : {about}, {text[plans_at:]}')
+    with pytest.warns(plans.PlanStoreWarning, match=r"a\.json was ignored"):
+        assert PlanStore(tmp_path, GPU).get(linear(128, 128, 128, device="cuda")) is not None
+
+
+@pytest.mark.parametrize("padding", ["", "x" * 2 * plan_files.HEAD])
+def test_heads_of_any_length_and_layout(padding: str, shipped: Path, tmp_path: Path) -> None:
+    path = shipped / "h200.json"
+    path.write_text(path.read_text().replace("{", f'{{"more": "{padding}", ', 1).replace('ments":', 'ments" : '))  # fmt: skip
+    assert PlanStore(tmp_path, GPU).get(linear(128, 128, 128, device="cuda")) is not None
+
+
 def test_a_lockfile_holds_the_plans_of_several_kinds(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "tensorlogic.lock"
     mine = [plan(linear(8, 4, 2)), plan(linear(8, 4, 2, device="cuda"), "cublaslt.epilogue")]

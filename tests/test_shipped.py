@@ -39,6 +39,17 @@ def test_packaged_plans_are_whole_and_of_the_device_they_name(path: Path) -> Non
         assert plan.eager in names or plan.eager.split(".")[0] in ("triton", "cublaslt")
 
 
+@pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
+def test_packaged_plans_serve(path: Path) -> None:
+    """What was measured is what runs: kernels that changed are measured anew (benchmarks/device/ship.py), or their plans taken out."""
+    pytest.importorskip("triton")
+    registry.ready("cuda")
+    found = packaged(path)
+    sources = {name: {c.id: c.source for c in op.candidates.values()} for name, op in OPS.items()}
+    serve = [plan for plan in found if plan.valid(sources[plan.key.op])]
+    assert len(serve) >= 0.9 * len(found), f"{len(found) - len(serve)} of {len(found)} are stale"
+
+
 def test_the_first_call_on_the_device_takes_the_shipped_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

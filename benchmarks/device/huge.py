@@ -27,6 +27,7 @@ from tensorlogic.op import OPS
 
 MANY = 2**31
 ROWS, COLUMNS = 65600, 32800  # more than that
+LINES, LONG = 3, 800_000_000  # likewise, of few lines
 DEVICE = torch.device("cuda")
 OURS = ("triton.", "cublaslt.", "torch.columns")
 NEAR = 8e-2  # what an element of the size of 1 may be off by, beside its own rounding
@@ -124,7 +125,7 @@ def cases() -> Iterator[Callable[[], Case]]:
         return Case("linear, long x", lambda *a: t.linear(*a, activation="relu"), (x, w, b), lambda at: F.linear(wide(x, at), w.double(), b.double()).relu(), len(x))  # fmt: skip
 
     def few_lines() -> Case:
-        a = normal(3, 800_000_000, scale=16.0)  # so that some of what comes out is not 0
+        a = normal(LINES, LONG, scale=16.0)  # so that some of what comes out is not 0
         return Case(
             "softmax of few lines",
             lambda a: t.softmax(a, -1),
@@ -214,10 +215,12 @@ def gradients() -> Iterator[Callable[[], Gradient]]:
         return Gradient("softmax backward", "softmax_backward", (dy, y, 1), 0, ROWS, 1e-3)
 
     def few_lines() -> Gradient:
-        dy, y = normal(3, 800_000_000, scale=1e3), normal(3, 800_000_000, scale=16.0)
+        dy, y = normal(LINES, LONG, scale=1e3), normal(LINES, LONG, scale=16.0)
         for line in y:
             line.copy_(line.softmax(-1))
-        return Gradient("softmax of few lines backward", "softmax_backward", (dy, y, 1), 0, 3, 1e-2)
+        return Gradient(
+            "softmax of few lines backward", "softmax_backward", (dy, y, 1), 0, LINES, 1e-2
+        )
 
     def logits() -> tuple[Tensor, Tensor, Tensor]:
         up = torch.full((), 1024.0, dtype=torch.float16, device=DEVICE)

@@ -29,10 +29,10 @@ def specialised_refusal(spec: GemmSpec) -> str | None:
     """None, or why bulk copies and warpgroups cannot be `spec`."""
     if spec.prologue != "none" or spec.x_out or spec.row_sum or spec.batch != 1:
         return "a prologue, an output of it, or a batch"
-    if spec.outer not in ("none", "residual", "gradient") or (
-        spec.early_z and spec.outer != "none"
-    ):
+    if spec.outer not in ("none", "residual", "gradient"):
         return f"outer {spec.outer!r}"
+    if spec.z and spec.early_z and spec.outer != "none":
+        return "what is kept before the vectors would lie where the residual does"
     matrices = [spec.x, spec.w, spec.y, *([spec.residual] if spec.residual else [])]
     if {o.dtype for o in matrices} | {spec.z or spec.x.dtype} not in ({"f16"}, {"bf16"}):
         return "matrices of one 16-bit dtype are required"

@@ -244,6 +244,7 @@ def gemm_specialised(
     over cuBLAS's plain product, whole and in parts: 1024 1.17, 1.16 (cuBLASLt's epilogue 1.26), 2048 1.09, 1.07 (1.18), 4096 1.05,
     1.04 (1.08).
     """
+    gl.static_assert(BLOCK_N % PART == 0)
     gdc_launch_dependents()
     XS: gl.constexpr = [STAGES * CONSUMERS, x_desc.block_type.shape[0], x_desc.block_type.shape[1]]
     WS: gl.constexpr = [STAGES, w_desc.block_type.shape[0], w_desc.block_type.shape[1]]

@@ -88,7 +88,7 @@ class _Workers:
                 if self.taken(future := self.jobs[job]):
                     future.set_result(attempt(job.run))
 
-        for i in range(min(len(jobs), max(1, (os.cpu_count() or 1) // 4))):
+        for i in range(min(len(jobs), max(1, settings.usable_cores() // 4))):
             threading.Thread(target=work, name=f"tensorlogic-own-{i}", daemon=True).start()
 
     def _start(self) -> Worker | None:

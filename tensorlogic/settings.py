@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 TUNE_MODES = ("off", "auto", "full")
 MOST_WORKERS = 16
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
 TRITON_CACHE, TRITON_PTXAS = "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"
 TRITON = {
     name: os.environ.get(name) for name in (TRITON_CACHE, TRITON_PTXAS)
@@ -136,7 +138,17 @@ def native_library() -> Path | None:
 
 
 def usable_cores() -> int:
-    """Cores on which this process may run."""
+    """Cores on which this process may run, no more than its container has the time of."""
+    own = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        own = len(os.sched_getaffinity(0))
+    return max(1, math.ceil(min(own, cpu_share())))
+
+
+def cpu_share() -> float:
+    """How many cores' time the container of this process has; infinite without a limit, or where none is told."""
+    try:
+        quota, period = QUOTA.read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):  # "max": no limit
+        return math.inf

@@ -194,7 +194,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **given: Any) -> to
     monkeypatch.setattr(settings, "usable_cores", lambda: now["usable"])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (now["device"] * GIB, 80 * GIB))
     files = {
-        "QUOTA": f"{now['quota']}\n",
         "LIMIT": f"{now.get('limit', 'max')}\n",
         "USED": f"{now.get('used', 0)}\n",
         "FREE": f"MemTotal:  1 kB\nMemAvailable:   {now['free'] * 2**20} kB\n",
@@ -202,6 +201,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **given: Any) -> to
     for name, text in files.items():
         (tmp_path / name).write_text(text)
         monkeypatch.setattr(room, name, tmp_path / name)
+    (tmp_path / "QUOTA").write_text(f"{now['quota']}\n")
+    monkeypatch.setattr(settings, "QUOTA", tmp_path / "QUOTA")
     return torch.device("cuda:0")
 
 
@@ -260,8 +261,9 @@ def test_what_cannot_be_told_counts_as_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     device = machine(monkeypatch, tmp_path)
-    for name in ("QUOTA", "LIMIT", "USED"):  # not in a container: the machine's own numbers
+    for name in ("LIMIT", "USED"):  # not in a container: the machine's own numbers
         monkeypatch.setattr(room, name, tmp_path / "missing")
+    monkeypatch.setattr(settings, "QUOTA", tmp_path / "missing")
     assert room.spare(device)
     monkeypatch.setattr(room, "FREE", tmp_path / "missing")
     assert not room.spare(device)

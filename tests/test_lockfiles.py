@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,22 @@ def test_a_shipped_file_about_no_environment_is_skipped(
     (shipped / "a.json").write_text(f'{text[:head]}"environments" : {about}, {text[plans_at:]}')
     with pytest.warns(plans.PlanStoreWarning, match=r"a\.json was ignored"):
         assert PlanStore(tmp_path, GPU).get(linear(128, 128, 128, device="cuda")) is not None
+
+
+@pytest.mark.parametrize(
+    ("told", "cores"), [("max 100000", 64), ("150000 100000", 2), ("20000 100000", 1), ("?", 64)]
+)
+def test_a_container_s_share_counts(
+    told: str, cores: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A container with the time of two cores sees all of the machine's."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64), raising=False)
+    monkeypatch.setattr(settings, "QUOTA", tmp_path / "cpu.max")
+    assert settings.usable_cores() == 64
+    (tmp_path / "cpu.max").write_text(told + "\n")
+    assert settings.usable_cores() == cores
+    monkeypatch.delenv("TENSORLOGIC_COMPILE_WORKERS", raising=False)
+    assert settings.compile_workers() == min(settings.MOST_WORKERS, max(1, cores - 1))
 
 
 @pytest.mark.parametrize("padding", ["", "x" * 2 * plan_files.HEAD])

@@ -51,9 +51,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "system": platform.platform(),
         "processor": environment(torch.device("cpu")).device,
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "usable_cores": settings.usable_cores(),
         "threads": torch.get_num_threads(),
         "memory_gib": _memory(),
         "gpu": _gpu(device),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from .. import stores
+from .. import settings, stores
 from ..notes import Notes
 
 LOG = logging.getLogger("tensorlogic")
@@ -52,9 +51,7 @@ Timer = Callable[[Rule, int], float]  # seconds of one transfer of so many bytes
 @lru_cache
 def processors() -> int:
     """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return settings.usable_cores()
 
 
 def size_class(nbytes: int) -> int:

@@ -13,9 +13,7 @@ from .. import settings
 CORES = 8.0  # for two processes that compile, each with helpers of its own
 MEMORY = 16 << 30  # bytes of the machine
 DEVICE_MEMORY = 2 << 30  # bytes of the GPU, on which each process opens a context
-QUOTA, LIMIT, USED = (
-    Path("/sys/fs/cgroup") / name for name in ("cpu.max", "memory.max", "memory.current")
-)
+LIMIT, USED = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
 FREE = Path("/proc/meminfo")
 
 
@@ -44,10 +42,7 @@ def idle_cores() -> float:
         load = os.getloadavg()[0]
     except (OSError, AttributeError):  # Windows has none
         return 0.0
-    usable = float(settings.usable_cores())
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = QUOTA.read_text().split()
-        usable = min(usable, int(quota) / int(period))  # "max": no quota
+    usable = min(settings.usable_cores(), settings.cpu_share())
     return min((os.cpu_count() or 1) - load, usable - 1)
 
 

@@ -16,6 +16,7 @@ from tensorlogic.ops.common import (
     mixed,
     scores_direct,
     scores_kept,
+    softmax_held,
     triton_launch,
     widened,
 )
@@ -216,6 +217,44 @@ def test_losses(name: str) -> None:
     losses(name, missed=1)
 
 
+def softmax_rows(name: str) -> None:
+    """Softmax of rows shared by two programs: one with a NaN, one of -inf alone, one with inf, one whose largest comes late."""
+    dtype, columns, kept, ahead, _, _ = LOSSES[name]
+    config, rows = {"LANES": 32, "num_warps": 1, "per": 1, "KEPT": kept, "AHEAD": ahead}, 7
+    run = softmax_held.softmax_held_launcher(rows, columns, dtype, config, CPU, 2)
+    x, y = rand(rows, columns, dtype=dtype, scale=3.0), poisoned(rows, columns, dtype=dtype)
+    x[1, 3], x[2], x[4, -1], x[5, -1] = float("nan"), float("-inf"), float("inf"), 60.0
+    assert run(x, y)
+    bad = torch.tensor([False, True, True, False, True, False, False])
+    assert torch.equal(y.isnan().all(1), bad)
+    close(y[~bad], torch.softmax(x[~bad].double(), -1), dtype, 0.1)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_softmax_of_rows_that_are_held(name: str) -> None:
+    softmax_rows(name)
+
+
+def softmax_gradients(name: str) -> None:
+    """Its gradient, of rows shared by two programs, one with a NaN."""
+    dtype, columns, kept, ahead, _, _ = LOSSES[name]
+    config, rows = {"LANES": 32, "num_warps": 1, "per": 1, "KEPT": kept, "AHEAD": ahead}, 7
+    run = softmax_held.softmax_held_launcher(rows, columns, dtype, config, CPU, 2, backward=True)
+    y = torch.softmax(rand(rows, columns, dtype="f32", scale=3.0), -1).to(DTYPES[dtype])
+    dy, dx = rand(rows, columns, dtype=dtype, seed=1), poisoned(rows, columns, dtype=dtype)
+    dy[2, 5] = float("nan")
+    assert run(y, dy, dx)
+    wide = y.double()
+    want = wide * (dy.double() - (wide * dy.double()).sum(1, keepdim=True))
+    assert torch.equal(dx.isnan().all(1), torch.arange(rows) == 2)
+    close(dx[dx.isfinite()], want[dx.isfinite()], dtype, 0.1)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_softmax_gradients_of_rows_that_are_held(name: str) -> None:
+    softmax_gradients(name)
+
+
 COMMON = "tensorlogic.ops.common.triton_"
 OTHERS = {"bias": "f16", "outer": "residual", "activation": "relu", "z": "f16"}
 PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its text, a wrong one, what must notice
@@ -276,9 +315,20 @@ PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its 
     "loss: waits for a tile less": ("cross_entropy_held", "min(k, SHARED - 1) - (k - AHEAD)", "min(k, SHARED - 1) - (k - AHEAD) + 1", partial(losses, "late")),
     "loss: written past a row": ("cross_entropy_held", "left = C - k", "left = C + 8 - k", partial(losses, "held")),
     "loss: summed past a row": ("cross_entropy_held", "piece < W - (k - AHEAD) * TILE", "piece < W + 1 - (k - AHEAD) * TILE", partial(losses, "wide")),
-    "loss: another tile's gradient": ("cross_entropy_held", "v = xs.index(k).load(IN)\n                    put", "v = xs.index((k + 1) % SHARED).load(IN)\n                    put", partial(losses, "held")),
+    "loss: another tile's gradient": ("cross_entropy_held", "v = xs.index(k).load(IN)\n                put", "v = xs.index((k + 1) % SHARED).load(IN)\n                put", partial(losses, "held")),
     "loss: the next row's target early": ("cross_entropy_held", "t = gl.load(t_ptr + after, mask=more", "t = gl.load(t_ptr + row, mask=begun", partial(losses, "held")),
     "loss: a target of C": ("cross_entropy_held", "(t >= 0) & (t < C)", "(t >= 0) & (t <= C)", partial(losses, "late")),
+    "softmax: a row too few": ("softmax_held", "range(pid - programs, R, programs)", "range(pid - programs, R - 1, programs)", partial(softmax_rows, "held")),
+    "softmax: a row that is not there": ("softmax_held", "after < R", "after <= R", partial(softmax_rows, "held")),
+    "softmax: sums of one row are the next one's": ("softmax_held", "        norm = gl.zeros([LANES], gl.float32, SIDE)\n        here", "        here", partial(softmax_rows, "late")),
+    "softmax: rows one element on": ("softmax_held", "row.to(gl.int64) * C", "row.to(gl.int64) * C + 1", partial(softmax_rows, "wide")),
+    "softmax's gradient: a row too few": ("softmax_held", "range(pid - programs, R, programs)", "range(pid - programs, R - 1, programs)", partial(softmax_gradients, "held")),
+    "softmax's gradient: a tile not waited for": ("softmax_held", "async_copy.wait_group(min(k, SHARED - 1) - (k - AHEAD))", "pass", partial(softmax_gradients, "held")),
+    "softmax's gradient: waits for a tile less": ("softmax_held", "min(k, SHARED - 1) - (k - AHEAD)", "min(k, SHARED - 1) - (k - AHEAD) + 1", partial(softmax_gradients, "late")),
+    "softmax's gradient: sums of one row are the next one's": ("softmax_held", "        along = gl.zeros([LANES], gl.float32, SIDE)\n        y_here", "        y_here", partial(softmax_gradients, "held")),
+    "softmax's gradient: written past a row": ("softmax_held", "left = C - k", "left = C + 8 - k", partial(softmax_gradients, "held")),
+    "softmax's gradient: another tile's dy": ("softmax_held", "y, dy = ys.index(k).load(IN), ds.index(k).load(IN)", "y, dy = ys.index(k).load(IN), ds.index((k + 1) % SHARED).load(IN)", partial(softmax_gradients, "held")),
+    "softmax: a tile not waited for": ("cross_entropy_held", "async_copy.wait_group(min(k, SHARED - 1) - (k - AHEAD))", "pass", partial(softmax_rows, "held")),
     "kept: the last step's columns": ("scores_kept", "y_ptr + LAST * (2 * N), at", "y_ptr + LAST * (2 * N) + 1, at", partial(scores, "kept")),
     "kept: one step not written": ("scores_kept", "for step in range(laps + more):", "for step in range(laps + more - 1):", partial(scores, "kept")),
     "kept: the last step is not waited for": ("scores_kept", "    if AGAIN == 1:\n        async_copy.wait_group(0)\n", "    if AGAIN == 1:\n", partial(scores, "kept, three steps")),

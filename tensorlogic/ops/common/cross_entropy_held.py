@@ -16,17 +16,20 @@ SHARED_BYTES = 225 * 1024  # of a multiprocessor's 227 KiB, beside what sums pas
 REGISTERS = 65536  # of a multiprocessor
 LEAST_BYTES = (
     64 * 1024
-)  # of a row: shorter ones are held by two programs' registers, which takes 3 % less
+)  # of rows: shorter ones are held by two programs' registers, which takes 3 % less
 SIZE = triton_cross_entropy_together.SIZE
 
 
-def tiles(columns: int, dtype: str, config: Mapping[str, Any]) -> tuple[int, int]:
-    """(tiles of a row, those of them in shared memory); none there where a program does not hold a row."""
+def tiles(columns: int, dtype: str, config: Mapping[str, Any], tensors: int = 1) -> tuple[int, int]:
+    """(tiles of a row, those of them in shared memory) where a program holds a row of each of `tensors`; none there where it does not."""
     lanes, warps, per = config["LANES"], config["num_warps"], config["per"]
     count = -(-columns * SIZE[dtype] // (16 * lanes))
     shared = max(count - config["KEPT"], count // 2)
     words = (count - shared) * 4 * lanes // (32 * warps)
-    fits = 2 * words <= registers(config) and shared * 16 * lanes * per <= SHARED_BYTES
+    fits = (
+        2 * words * tensors <= registers(config)
+        and shared * 16 * lanes * per * tensors <= SHARED_BYTES
+    )
     return count, shared if fits and config["AHEAD"] <= count else 0
 
 
@@ -35,16 +38,20 @@ def registers(config: Mapping[str, Any]) -> int:
     return min(255, REGISTERS // (32 * config["num_warps"] * config["per"]) // 8 * 8)
 
 
-def held_configs(columns: int, dtype: str) -> list[dict[str, Any]]:
+def held_configs(columns: int, dtype: str, tensors: int = 1) -> list[dict[str, Any]]:
     """Configurations, best guess first: lanes of a tile, warps, programs of a multiprocessor, tiles in registers, and how many
     tiles later one that has been asked for is summed."""
-    if columns * SIZE[dtype] <= LEAST_BYTES:
+    if columns * SIZE[dtype] * tensors <= LEAST_BYTES:
         return []
+    shapes = {
+        1: ((512, 2, 5, 4), (1024, 1, 8, 4), (1024, 1, 8, 3)),
+        2: ((512, 2, 2, 2), (512, 1, 6, 4), (1024, 1, 3, 2), (512, 2, 2, 3)),
+    }[tensors]
     found = [
         {"LANES": lanes, "num_warps": 16, "per": per, "KEPT": kept, "AHEAD": ahead}
-        for lanes, per, kept, ahead in ((512, 2, 5, 4), (1024, 1, 8, 4), (1024, 1, 8, 3))
+        for lanes, per, kept, ahead in shapes
     ]
-    return [c for c in found if tiles(columns, dtype, c)[1]]
+    return [c for c in found if tiles(columns, dtype, c, tensors)[1]]
 
 
 def held_launcher(

@@ -39,6 +39,48 @@ def put_tile(
 
 
 @gluon.jit
+def exchange(
+    xs, held, here, to, m, norm, c, scale, live, writes, more, none, C, W, piece, place,
+    TILES: gl.constexpr, SHARED: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, LANES: gl.constexpr, WIDTH: gl.constexpr,
+    WORDS: gl.constexpr, IN: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """Write scale exp(x - c) of the row that is held to `to`, and hold the one that comes from `here`, each if there is one; (m, norm) of
+    that, and its tiles in registers.
+
+    As soon as a tile is written, the next row's comes in its place, and AHEAD tiles later it is summed.
+    """
+    kind: gl.constexpr = to.dtype.element_ty
+    TILE: gl.constexpr = LANES * WORDS  # in words
+    new = ()
+    for k in gl.static_range(TILES + AHEAD):
+        if k < SHARED:
+            if writes:
+                v = xs.index(k).load(IN)
+                put_tile(to + k * (LANES * WIDTH), place, C, v, c, scale, live, True, LANES, WIDTH, OUT)  # fmt: skip
+            if more:
+                async_copy.async_copy_global_to_shared(
+                    xs.index(k), here + (k * TILE + piece), eviction_policy="evict_first"
+                )
+            async_copy.commit_group()
+        elif k < TILES:
+            if writes:
+                v = held[k - SHARED] ^ none
+                left = C - k * (LANES * WIDTH)
+                put_tile(to + k * (LANES * WIDTH), place, left, v, c, scale, live, EVEN or k < TILES - 1, LANES, WIDTH, OUT)  # fmt: skip
+            at = k * TILE + piece
+            coming = gl.load(here + at, mask=(at < W) & more, other=0, eviction_policy="evict_first")  # fmt: skip
+            new = new + (coming,)  # type: ignore[assignment]  # noqa: RUF005
+        if k >= AHEAD:
+            if k - AHEAD < SHARED:
+                async_copy.wait_group(min(k, SHARED - 1) - (k - AHEAD))
+                m, norm = step(m, norm, xs.index(k - AHEAD).load(IN), piece < W, True, kind)
+            else:
+                v = new[k - AHEAD - SHARED] ^ none
+                m, norm = step(m, norm, v, piece < W - (k - AHEAD) * TILE, EVEN or k - AHEAD < TILES - 1, kind)  # fmt: skip
+    return m, norm, new
+
+
+@gluon.jit
 def cross_entropy_held(
     x_ptr, t_ptr, loss_ptr, lse_ptr, share_ptr, cell_ptr, used_ptr, dx_ptr, R, C, IGNORE,
     TILES: gl.constexpr, SHARED: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, LANES: gl.constexpr, WIDTH: gl.constexpr,
@@ -46,10 +88,9 @@ def cross_entropy_held(
 ):  # fmt: skip
     """The losses of x [R, C], and dx as `cross_entropy_together` makes it, with its bits; float32.
 
-    A program stays and holds a row: SHARED tiles in shared memory, the others in registers. As soon as a tile's gradient is
-    made, the next row's tile comes in its place, and AHEAD tiles later it is summed, so that memory is read and written at
-    the same time and rests only between the last tile's arrival and the row's sum. C is a multiple of WIDTH, EVEN: of a
-    tile; only the last of TILES may be ragged.
+    A program stays and holds a row: SHARED tiles in shared memory, the others in registers, exchanged for the next row's tile by tile,
+    so that memory is read and written at the same time and rests only between the last tile's arrival and the row's sum. C is a
+    multiple of WIDTH, EVEN: of a tile; only the last of TILES may be ragged.
     """
     if PDL:
         gdc_launch_dependents()
@@ -57,7 +98,6 @@ def cross_entropy_held(
     pid, programs = gl.program_id(0), gl.num_programs(0)
     kind: gl.constexpr = x_ptr.dtype.element_ty
     WORDS: gl.constexpr = WIDTH if kind == gl.float32 else WIDTH // 2
-    TILE: gl.constexpr = LANES * WORDS  # in words
     IN: gl.constexpr = gl.BlockedLayout([1, WORDS], [32, 1], [gl.num_warps(), 1], [1, 0])
     OUT: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32, 1], [gl.num_warps(), 1], [1, 0])
     SIDE: gl.constexpr = gl.SliceLayout(1, IN)
@@ -110,33 +150,10 @@ def cross_entropy_held(
         norm = gl.zeros([LANES], gl.float32, SIDE)
         here = w_ptr + after.to(gl.int64) * W
         to = dx_ptr + first
-        new = ()
-        for k in gl.static_range(TILES + AHEAD):
-            if k < SHARED:
-                if writes:
-                    v = xs.index(k).load(IN)
-                    put_tile(to + k * (LANES * WIDTH), place, C, v, c, scale, live, True, LANES, WIDTH, OUT)  # fmt: skip
-                if more:
-                    async_copy.async_copy_global_to_shared(
-                        xs.index(k), here + (k * TILE + piece), eviction_policy="evict_first"
-                    )
-                async_copy.commit_group()
-            elif k < TILES:
-                if writes:
-                    v = held[k - SHARED] ^ none
-                    left = C - k * (LANES * WIDTH)
-                    put_tile(to + k * (LANES * WIDTH), place, left, v, c, scale, live, EVEN or k < TILES - 1, LANES, WIDTH, OUT)  # fmt: skip
-                at = k * TILE + piece
-                coming = gl.load(here + at, mask=(at < W) & more, other=0, eviction_policy="evict_first")  # fmt: skip
-                new = new + (coming,)  # type: ignore[assignment]  # noqa: RUF005
-            if k >= AHEAD:
-                if k - AHEAD < SHARED:
-                    async_copy.wait_group(min(k, SHARED - 1) - (k - AHEAD))
-                    m, norm = step(m, norm, xs.index(k - AHEAD).load(IN), piece < W, True, kind)
-                else:
-                    v = new[k - AHEAD - SHARED] ^ none
-                    m, norm = step(m, norm, v, piece < W - (k - AHEAD) * TILE, EVEN or k - AHEAD < TILES - 1, kind)  # fmt: skip
-        held = new
+        m, norm, held = exchange(
+            xs, held, here, to, m, norm, c, scale, live, writes, more, none, C, W, piece, place,
+            TILES, SHARED, AHEAD, EVEN, LANES, WIDTH, WORDS, IN, OUT,
+        )  # fmt: skip
         if writes:
             tl.debug_barrier()
             d = (gradient(x_t, c, raised(-rest, kind), kind) - 1.0) * own

@@ -1,0 +1,49 @@
+"""Host side of softmax and its gradient over rows held in shared memory and registers: their launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tensorlogic.compiling import CompileFailure
+from tensorlogic.ops.common import triton_launch
+from tensorlogic.ops.common.cross_entropy_held import SIZE, registers, tiles
+
+
+def softmax_held_launcher(
+    rows: int,
+    columns: int,
+    dtype: str,
+    config: Mapping[str, Any],
+    device: torch.device,
+    cores: int,
+    backward: bool = False,
+) -> Callable[..., bool]:
+    """A callable (x, y) -> bool: softmax of contiguous rows [rows, columns] at 16-byte addresses, whole groups of 16 bytes; or
+    (y, dy, dx) -> bool, its gradient; on a Hopper GPU of `cores` multiprocessors. Configurations: `cross_entropy_held.held_configs`."""
+    from .triton_softmax_held import softmax_backward_held, softmax_held
+
+    lanes, width = config["LANES"], 16 // SIZE[dtype]
+    names = ("y_ptr", "dy_ptr", "dx_ptr") if backward else ("x_ptr", "y_ptr")
+    count, shared = tiles(columns, dtype, config, len(names) - 1)
+    if not shared:
+        raise CompileFailure(
+            f"a program of {dict(config)} does not hold a row of {columns} {dtype}"
+        )
+    return triton_launch.prepare(
+        softmax_backward_held if backward else softmax_held,
+        grid=(min(rows, cores * config["per"]), 1, 1),
+        pointers=dict.fromkeys(names, dtype),
+        integers={"R": rows, "C": columns},
+        floats=(),
+        constexprs={
+            "TILES": count, "SHARED": shared, "AHEAD": config["AHEAD"], "EVEN": columns % (lanes * width) == 0, "LANES": lanes,
+            "WIDTH": width,
+        },
+        num_warps=config["num_warps"],
+        registers=registers(config),
+        num_stages=1,
+        device=device,
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+"""softmax and its gradient over long rows by Triton on Hopper GPUs: read once, held in shared memory and registers."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...numerics import DTYPES
+from ...op import Config, Launcher
+from ...plans import Key
+from ..common import (
+    cross_entropy_held,
+    softmax_held,
+    triton_cross_entropy_held,
+    triton_cross_entropy_together,
+    triton_rows,
+    triton_softmax_held,
+    wiring,
+)
+from . import SOFTMAX, SOFTMAX_BACKWARD
+from . import triton_rows as rows_of
+from .triton_rows import Shape
+
+
+def describe(key: Key) -> Shape | str:
+    """Long rows, as many as there are programs for, that begin and end at 16-byte addresses."""
+    found = rows_of.describe(key)
+    if isinstance(found, str):
+        return found
+    rows, columns, dtype, _, align = found
+    if align < 16 or columns * cross_entropy_held.SIZE[dtype] % 16:
+        return "rows of whole groups of 16 bytes at 16-byte addresses are required"
+    if rows < wiring.cores():
+        return "fewer rows than multiprocessors"
+    if not configs(found, len(key.tensors)):
+        return f"no program holds rows of {columns}, or two do"
+    return found
+
+
+def configs(shape: Shape, tensors: int) -> list[dict[str, Any]]:
+    """Configurations, best guess first, for rows of so many tensors; none on other than Hopper GPUs."""
+    if not wiring.bulk_copies():
+        return []
+    return cross_entropy_held.held_configs(shape[1], shape[2], tensors)
+
+
+def build(shape: Shape, config: Config, device: torch.device, backward: bool) -> Launcher:
+    """The launcher of forward, or of backward over (dy, y)."""
+    rows, columns, dtype, out, _ = shape
+    what = (rows, columns, dtype, config, device, wiring.cores())
+    start = softmax_held.softmax_held_launcher(*what, backward=backward)
+    empty, stride, made = wiring.empty(device), wiring.contiguous(out), DTYPES[dtype]
+
+    def forward(x: torch.Tensor) -> Any:
+        y = empty(out, stride, made)
+        return (y,) if start(x, y) else None
+
+    def gradient(dy: torch.Tensor, y: torch.Tensor) -> Any:
+        dx = empty(out, stride, made)
+        return (dx,) if start(y, dy, dx) else None
+
+    return gradient if backward else forward
+
+
+_SOURCES = (
+    triton_softmax_held, softmax_held, cross_entropy_held, triton_cross_entropy_held, triton_cross_entropy_together, triton_rows, rows_of,
+    sys.modules[__name__],
+)  # fmt: skip
+for _op, _backward in ((SOFTMAX, False), (SOFTMAX_BACKWARD, True)):
+    wiring.described(
+        _op,
+        "triton.held",
+        describe,
+        partial(configs, tensors=1 + _backward),
+        partial(build, backward=_backward),
+        _SOURCES,
+    )

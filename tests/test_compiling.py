@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tensorlogic import compiling, workers
+from tensorlogic import compiling, settings, workers
 
 JOBS = """
 import os, sys, time
@@ -155,7 +155,7 @@ def test_until_a_process_has_started_threads_do_what_is_needed_soon(
     slow = tmp_path / "python"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(settings, "usable_cores", lambda: 8)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(slow))
         first, second, fails = job("sleep", "first"), job("sleep", "second"), job("fail")
@@ -181,7 +181,7 @@ def test_threads_leave_the_rest_to_processes_that_have_started(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never_starts(tmp_path, monkeypatch)
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)  # one thread
+    monkeypatch.setattr(settings, "usable_cores", lambda: 4)  # one thread
     first, rest = job("wait", "first"), job("fine", "rest")
     compiling.begin((first, rest))
     begun(first)

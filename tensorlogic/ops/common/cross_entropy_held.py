@@ -45,7 +45,7 @@ def held_configs(columns: int, dtype: str, tensors: int = 1) -> list[dict[str, A
         return []
     shapes = {
         1: ((512, 2, 5, 4), (1024, 1, 8, 4), (1024, 1, 8, 3)),
-        2: ((512, 2, 2, 2), (512, 1, 6, 4), (1024, 1, 3, 2), (512, 2, 2, 3)),
+        2: ((512, 2, 2, 3), (512, 1, 6, 4), (1024, 1, 3, 2)),
     }[tensors]
     found = [
         {"LANES": lanes, "num_warps": 16, "per": per, "KEPT": kept, "AHEAD": ahead}

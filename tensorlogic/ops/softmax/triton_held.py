@@ -24,6 +24,8 @@ from . import SOFTMAX, SOFTMAX_BACKWARD
 from . import triton_rows as rows_of
 from .triton_rows import Shape
 
+TILES = 19  # of a row at most: kernels of more have no registers left
+
 
 def describe(key: Key) -> Shape | str:
     """Long rows, as many as there are programs for, that begin and end at 16-byte addresses."""
@@ -33,6 +35,8 @@ def describe(key: Key) -> Shape | str:
     rows, columns, dtype, _, align = found
     if align < 16 or columns * cross_entropy_held.SIZE[dtype] % 16:
         return "rows of whole groups of 16 bytes at 16-byte addresses are required"
+    if dtype == "bf16" and len(key.tensors) == 1:
+        return "the powers' base, a row's largest times log2(e), may leave float32"
     if rows < wiring.cores():
         return "fewer rows than multiprocessors"
     if not configs(found, len(key.tensors)):
@@ -42,9 +46,9 @@ def describe(key: Key) -> Shape | str:
 
 def configs(shape: Shape, tensors: int) -> list[dict[str, Any]]:
     """Configurations, best guess first, for rows of so many tensors; none on other than Hopper GPUs."""
-    if not wiring.bulk_copies():
-        return []
-    return cross_entropy_held.held_configs(shape[1], shape[2], tensors)
+    columns, dtype = shape[1], shape[2]
+    found = cross_entropy_held.held_configs(columns, dtype, tensors) if wiring.bulk_copies() else []
+    return [c for c in found if cross_entropy_held.tiles(columns, dtype, c, tensors)[0] <= TILES]
 
 
 def build(shape: Shape, config: Config, device: torch.device, backward: bool) -> Launcher:

@@ -74,6 +74,18 @@ def test_rows_unlike_their_first_tile(dtype: str, tile: int) -> None:
     assert y.isnan().all()
 
 
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_values_at_the_ends_of_the_range(dtype: str) -> None:
+    """As a mask makes them: the most negative number alone; with others; and a row of the largest."""
+    x, t = rand(4, 504, dtype=dtype), torch.arange(4) * 7
+    x[1], x[2, :300], x[3] = (
+        torch.finfo(x.dtype).min, torch.finfo(x.dtype).min, torch.finfo(x.dtype).max,
+    )  # fmt: skip
+    t[2] = 400
+    loss, *_ = run(x, t, dtype, "sum", -100)
+    close(loss, F.cross_entropy(x.double(), t, reduction="none"), "f32", 1.0)
+
+
 def test_targets_beyond_the_classes_and_rows_that_do_not_count() -> None:
     x = rand(4, 512, dtype="f16")
     t = torch.tensor([0, 512, -1, 511])

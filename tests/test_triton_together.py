@@ -79,6 +79,18 @@ def test_against_float64_with_the_same_bits_whatever_was_guessed(
     check_bits(Rows(4, columns, dtype, reduction, **config))
 
 
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_gradients_at_the_ends_of_the_range(dtype: str) -> None:
+    """As a mask makes them: the most negative number alone, and with others; and a row of the largest."""
+    made = Rows(4, 504, dtype, "sum", LANES=32)
+    x, least = made.x, torch.finfo(made.x.dtype).min
+    x[0, :300], x[1], x[3] = least, least, -least
+    made.t[0], made.t[2] = 400, 5
+    dx = made.forward(cell(1.0))
+    want = torch.softmax(x.double(), 1) - torch.nn.functional.one_hot(made.t, 504)
+    close(dx, want, dtype, 0.1)
+
+
 HELD = {"LANES": 32, "num_warps": 1, "per": 1, "KEPT": 2, "AHEAD": 2}
 
 

@@ -119,7 +119,7 @@ def cross_entropy_ahead(
     if live & (steady == 0):
         peak, total = swept(here, W, LANES, WORDS, kind)
     log = tl.log(total)
-    if kind != tl.float32:  # its base was rounded
+    if kind == tl.float16:  # its base was rounded
         safe = finite_or_zero(peak)
         log -= tl.fma(safe, LOG2E, -based(safe, kind)) * LN2
     loss = (peak - x_t) + log  # peak + log first would round a large peak

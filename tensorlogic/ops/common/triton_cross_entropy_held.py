@@ -135,11 +135,11 @@ def cross_entropy_held(
         part = norm * raised(m - finite_or_zero(peak), kind)
         part = (part.to(gl.int32, bitcast=True) ^ none).to(gl.float32, bitcast=True)  # rounded
         total = gl.sum(part, 0)
-        log = gl.log(total) if kind == gl.float32 else gl.log2(total)
+        log = gl.log2(total) if kind == gl.float16 else gl.log(total)
         c = peak + log
         rest = (peak - c) + log  # what rounding took from c
         loss = (peak - based(x_t, kind)) + log
-        if kind != gl.float32:
+        if kind == gl.float16:
             loss *= LN2
         gl.store(loss_ptr + row, gl.where(live, loss, 0.0), mask=begun)
         gl.store(lse_ptr + row, c, mask=begun)

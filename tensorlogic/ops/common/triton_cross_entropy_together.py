@@ -53,9 +53,9 @@ def high(v, kind: tl.constexpr):
 
 @triton.jit
 def exponential(x, base, kind: tl.constexpr):
-    """exp(x - base), `base` as `based` returns it: one instruction less for halves, whose base is in units of log 2 and whose
-    product a fused multiply-add leaves exact; large float32 values are subtracted first."""
-    if kind == tl.float32:
+    """exp(x - base), `base` as `based` returns it: one instruction less for float16, whose base is in units of log 2 and whose
+    product a fused multiply-add leaves exact; values as large as the others' are subtracted first."""
+    if kind != tl.float16:
         return tl.exp2((x - base) * LOG2E)
     else:
         return tl.exp2(x * LOG2E - base)
@@ -64,7 +64,7 @@ def exponential(x, base, kind: tl.constexpr):
 @triton.jit
 def based(x, kind: tl.constexpr):
     """x as a base of `exponential`."""
-    if kind == tl.float32:
+    if kind != tl.float16:
         return x
     else:
         return x * LOG2E
@@ -73,7 +73,7 @@ def based(x, kind: tl.constexpr):
 @triton.jit
 def raised(base, kind: tl.constexpr):
     """exp of a difference of bases."""
-    if kind == tl.float32:
+    if kind != tl.float16:
         return tl.exp2(base * LOG2E)
     else:
         return tl.exp2(base)
@@ -186,11 +186,11 @@ def cross_entropy_together(
         part = (part.to(tl.int32, bitcast=True) ^ none).to(tl.float32, bitcast=True)  # rounded: an
         # exchange fused with the product adds what one thread has not rounded, and threads then differ in their sums' last bit
         total = tl.sum(part, 0)
-        log = tl.log(total) if kind == tl.float32 else tl.log2(total)
+        log = tl.log2(total) if kind == tl.float16 else tl.log(total)
         c = peak + log
         rest = (peak - c) + log  # what rounding took from c
         loss = (peak - based(x_t, kind)) + log
-        if kind != tl.float32:
+        if kind == tl.float16:
             loss *= LN2
         tl.store(loss_ptr + row, tl.where(live, loss, 0.0))
         tl.store(lse_ptr + row, c)

@@ -35,8 +35,6 @@ def describe(key: Key) -> Shape | str:
     rows, columns, dtype, _, align = found
     if align < 16 or columns * cross_entropy_held.SIZE[dtype] % 16:
         return "rows of whole groups of 16 bytes at 16-byte addresses are required"
-    if dtype == "bf16" and len(key.tensors) == 1:
-        return "the powers' base, a row's largest times log2(e), may leave float32"
     if rows < wiring.cores():
         return "fewer rows than multiprocessors"
     if not configs(found, len(key.tensors)):

@@ -267,6 +267,9 @@ def test_a_configuration_of_the_same_sizes_is_taken_as_it_is_and_one_unlike_all_
     ways = [{"way": "swept", "tile": 64}, {"way": "swept", "tile": 8}]
     assert chosen(ways, {"way": "held", "tile": 8}, same=False) == ways[0]
     assert chosen([], {"way": "held"}, same=False) == {"way": "held"}
+    parted = [{"tile": 128, "stages": 5}, {"tile": 128, "stages": 4, "PART": 64}]
+    for part in ({}, {"PART": 32}):  # what follows from the rest makes no configuration another one
+        assert chosen(parted, {"tile": 128, "stages": 4, **part}, same=False) == parted[1]
 
 
 def test_from_afar_a_gain_is_followed_and_a_loss_left_to_the_cost_models(served: Served) -> None:

@@ -8,7 +8,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -52,13 +52,12 @@ class Environment:
         return model(self) == model(other)
 
     def akin(self, other: Environment) -> bool:
-        """True for another GPU model of the same chip, torch x.y alike: its plans serve until this one's are measured."""
-        chip = hardware.CHIPS.get(self.device)
-        return (
-            chip is not None
-            and self.device != other.device
-            and chip == hardware.CHIPS.get(other.device)
-            and replace(other, device=self.device).resembles(self)
+        """True for another GPU model of the same chip, or a GPU under another torch x.y: its plans serve until this one's are measured."""
+        if self.kind != other.kind or self.kind != "cuda" or self.resembles(other):
+            return False
+        chips = hardware.CHIPS
+        return self.device == other.device or (
+            self.device in chips and chips[self.device] == chips.get(other.device)
         )
 
     def versions(self) -> dict[str, str]:

@@ -188,9 +188,10 @@ def warn_once(path: Path, what: str, problem: object) -> None:
 
 @lru_cache
 def shipped(folder: Path, environment: Environment) -> tuple[Records, ...]:
-    """Records of the package's plan files that were measured on this device model, then of each file from another one akin to it."""
+    """Records of the package's plan files that were measured on this device model, then of each file from an environment akin to it,
+    this model's under another torch first."""
     own: Records = {}
-    akin: list[Records] = []
+    akin: list[tuple[bool, Records]] = []
     for path in sorted(folder.glob("*.json")):
         try:
             found = read(path) if _concerns(path, environment) else Contents({}, {})
@@ -201,14 +202,14 @@ def shipped(folder: Path, environment: Environment) -> tuple[Records, ...]:
                 if environment.resembles(measured):
                     own.update(found.records)
                 elif environment.akin(measured):
-                    akin.append(found.records)
+                    akin.append((measured.device != environment.device, found.records))
         except OSError as problem:
             warn_once(path, "was ignored", problem)
         except (TypeError, AttributeError, KeyError) as problem:
             warn_once(
                 path, "was ignored", f"its {environment.kind} environment is none: {problem!r}"
             )
-    return own, *akin
+    return own, *(records for _, records in sorted(akin, key=lambda one: one[0]))
 
 
 def _concerns(path: Path, environment: Environment) -> bool:

@@ -112,14 +112,15 @@ class _Shelf:
 
 
 class PlanView:
-    """Plans to read: stored ones, behind them shipped ones, and, as neighbours alone, those shipped for GPUs of the same chip."""
+    """Plans to read: stored ones, behind them shipped ones, and, as neighbours alone, those shipped for GPUs of the same chip
+    or measured under another PyTorch."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # what is in memory
         self._shelves: tuple[_Shelf, ...] = ()
 
     def _read(self) -> tuple[Records, ...]:
-        """Records of stored and of shipped plans, then of each GPU's of the same chip; called once, at the first access."""
+        """Records of stored and of shipped plans, then of each environment akin; called once, at the first access."""
         raise NotImplementedError
 
     def _loaded(self) -> tuple[_Shelf, ...]:
@@ -155,7 +156,7 @@ class PlanView:
         unchecked, both seen as `normal` keys.
 
         Plans measured at a stronger alignment than the key's do not count. At equal distance a stored plan
-        comes before a shipped one, that before one for the same chip, whose own plan of `key` is a neighbour too, then the
+        comes before a shipped one, that before one of an environment akin, whose own plan of `key` is a neighbour too, then the
         smaller text. `reach` is REACH, on a GPU endless, unless given.
         """
         if reach is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -16,7 +16,7 @@ from torch import Tensor
 from . import adapting, background, capture_watch, registry, stores, study, vouching
 from .numerics import DTYPES
 from .op import EAGER, OPS, Candidate, Config, Launcher, Op, Outputs
-from .plans import REACH, Evidence, Key, Plan, PlanView
+from .plans import REACH, Evidence, Key, Plan, PlanView, environment
 from .policies import Policy
 
 LOG = logging.getLogger("tensorlogic")
@@ -90,15 +90,29 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
         return valid(plan) and serves(plan.eager) and serves(plan.captured)
 
     near = store.neighbours(key, op.candidates.__contains__, lends, normal=op.normal)
+    here = environment(device).versions()
     for plan in islice(near, ASKED):
-        where = " on a GPU of the same chip" if plan.key == key else ""
-        borrowed = _borrowed(op, key, plan, f"neighbour {plan.key.text}{where}")
+        where = _elsewhere(plan, here) if plan.key == key else ""
+        borrowed = _borrowed(op, key, plan, here, f"neighbour {plan.key.text}{where}")
         if borrowed is not None:
             return borrowed
     return _guessed(op, key)
 
 
-def _borrowed(op: Op, key: Key, near: Plan, source: str) -> Decision | None:
+def _elsewhere(plan: Plan, here: Mapping[str, str]) -> str:
+    """Where a plan of the very key was measured that is not this machine's."""
+    version = plan.versions.get("torch", here["torch"])
+    return " on a GPU of the same chip" if version == here["torch"] else f" under PyTorch {version}"
+
+
+def _alike(plan: Plan, here: Mapping[str, str]) -> bool:
+    """Whether the software beneath a plan is today's, whatever the driver: libraries number their algorithms as they like."""
+    return {**plan.versions, "driver": ""} == {**here, "driver": ""}
+
+
+def _borrowed(
+    op: Op, key: Key, near: Plan, here: Mapping[str, str], source: str
+) -> Decision | None:
     """What won on a neighbour, where its gain there outweighs what its configuration may cost at these sizes; else torch.eager, or None
     where it is too far away for that to say anything.
 
@@ -113,7 +127,7 @@ def _borrowed(op: Op, key: Key, near: Plan, source: str) -> Decision | None:
         found = times.get(id)
         if id == EAGER:
             return id, config
-        own = closest(op.candidates[id], key, config, same=apart == 0.0)
+        own = closest(op.candidates[id], key, config, same=apart == 0.0 and _alike(near, here))
         if usual is None or found is None or not took(usual):
             return id, own
         slack = SLACK if "products" in config else SLACK / 5
@@ -129,7 +143,7 @@ def _borrowed(op: Op, key: Key, near: Plan, source: str) -> Decision | None:
 
 def closest(candidate: Candidate, key: Key, config: Config, same: bool = False) -> Config:
     """Of the configurations that the key would try itself the closest to one that another key's measurement chose, its best guess
-    where none is like it; `same`: the sizes are, so that a library's ranks are, too."""
+    where none is like it; `same`: sizes and versions are, so that a library's ranks are, too."""
     try:
         own = list(candidate.configs(key))
     except study.BIND_ERRORS as problem:

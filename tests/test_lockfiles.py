@@ -65,7 +65,7 @@ def test_shipped_plans_stand_behind_stored_ones(shipped: Path, tmp_path: Path) -
     assert len(plan_files.read(store.path).records) == 1
 
 
-@pytest.mark.parametrize("change", [{"device": "NVIDIA B200"}, {"torch": "2.12.0"}])
+@pytest.mark.parametrize("change", [{"device": "NVIDIA B200"}, {"device": "NVIDIA B200", "torch": "2.12.0"}])  # fmt: skip
 def test_shipped_plans_of_another_machine_are_not_used(
     change: dict[str, Any], shipped: Path, tmp_path: Path
 ) -> None:
@@ -77,11 +77,13 @@ def test_shipped_plans_of_another_machine_are_not_used(
     ("change", "serves"),
     [
         ({"device": "NVIDIA H100 80GB HBM3"}, True),
-        ({"device": "NVIDIA H100 80GB HBM3", "torch": "2.12.0"}, False),
+        ({"device": "NVIDIA H100 80GB HBM3", "torch": "2.12.0"}, True),
+        ({"torch": "2.12.0"}, True),
         ({"device": "NVIDIA B200"}, False),
+        ({"kind": "mps", "torch": "2.12.0"}, False),
     ],
 )
-def test_shipped_plans_of_the_same_chip_are_neighbours_until_their_key_is_measured(
+def test_shipped_plans_of_the_same_chip_or_another_torch_are_neighbours_until_their_key_is_measured(
     change: dict[str, Any], serves: bool, shipped: Path, tmp_path: Path
 ) -> None:
     store, key = PlanStore(tmp_path, replace(GPU, **change)), linear(128, 128, 128, device="cuda")
@@ -135,6 +137,17 @@ def test_each_file_about_the_same_chip_is_asked(shipped: Path, tmp_path: Path) -
     near = store.nearest(key, anything, valid=lambda p: p.eager == "cublaslt.epilogue")
     assert near is not None
     assert (near.key, near.eager) == (key, "cublaslt.epilogue")
+
+
+def test_this_gpus_plans_under_another_torch_come_before_those_of_another_gpu(
+    shipped: Path, tmp_path: Path
+) -> None:
+    key, h100 = linear(128, 128, 128, device="cuda"), "NVIDIA H100 80GB HBM3"
+    export_lockfile(shipped / "h100.json", [plan(key, "cublaslt.epilogue")], [replace(GPU, device=h100)])  # fmt: skip
+    for device, first in ((h100, "cublaslt.epilogue"), (GPU.device, "triton.tiled")):
+        near = PlanStore(tmp_path, replace(GPU, device=device, torch="2.12.0")).nearest(key, anything)  # fmt: skip
+        assert near is not None
+        assert near.eager == first
 
 
 @pytest.mark.parametrize(

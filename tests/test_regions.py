@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,10 +134,15 @@ def test_a_rewritten_graph_is_copied_with_its_regions() -> None:
         assert mine.node.target is CONVOLUTION
 
 
-def test_losers_leave_the_race_early() -> None:
+def test_losers_leave_the_race_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)  # only these calls move it
+    monkeypatch.setattr(measure, "time", clock)
+
+    def taking(seconds: float) -> list[Callable[[], Any]]:
+        return [lambda: setattr(clock, "now", clock.now + seconds)]
+
     def timed(**seconds: float) -> dict[str, measure.Samples]:
-        calls = {n: [lambda s=s: time.sleep(s)] for n, s in seconds.items()}
-        return raced(calls, torch.device("cpu"))
+        return raced({n: taking(s) for n, s in seconds.items()}, torch.device("cpu"))
 
     found = timed(before=0.004, fast=0.0038, other=0.005, slow=0.012)
     assert len(found["slow"].values["slow"]) == 1

@@ -272,6 +272,37 @@ def test_a_configuration_of_the_same_sizes_is_taken_as_it_is_and_one_unlike_all_
         assert chosen(parted, {"tile": 128, "stages": 4, **part}, same=False) == parted[1]
 
 
+@pytest.mark.parametrize(
+    ("versions", "rank", "where"),
+    [
+        ({}, 2, " on a GPU of the same chip"),
+        ({"driver": "another"}, 2, " on a GPU of the same chip"),
+        ({"torch": "2.0.0"}, 0, " under PyTorch 2.0.0"),
+        ({"nvidia-cublas": "1"}, 0, " on a GPU of the same chip"),
+    ],
+)
+def test_ranks_are_borrowed_where_the_software_is_the_same(
+    versions: dict[str, str],
+    rank: int,
+    where: str,
+    served: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A library's algorithms are numbered anew in each of its versions; where a plan of the very key is from, explain tells."""
+    key, here = key_of(torch.randn(64, 64)), environment(CPU)
+    ranks = [{"rank": i} for i in range(3)]
+    RELU.add(replace(toy("toy.ranked", []), sources=(len,), configs=lambda key: ranks))
+    lent = replace(plan(key, "toy.ranked"), eager_config=ranks[2])
+    lent.versions = {**here.versions(), **versions}
+    store = plans.PlanStore(tmp_path, here)
+    monkeypatch.setattr(store, "_read", lambda: ({}, {}, {key.text: lent.to_json()}))
+    monkeypatch.setattr(stores, "current", lambda device: store)
+    found = selector.decide(RELU, key, CPU, policies.current())
+    assert found.eager == ("toy.ranked", {"rank": rank})
+    assert found.source == f"neighbour {key.text}{where}"
+
+
 def test_from_afar_a_gain_is_followed_and_a_loss_left_to_the_cost_models(served: Served) -> None:
     def known(rows: int, took: float) -> Plan:
         other = on_gpu(torch.randn(rows, 64))

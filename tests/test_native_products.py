@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import native, registry
+from tensorlogic import native, numerics, registry
+from tensorlogic.checking import Checker
 from tensorlogic.op import OPS
+from tensorlogic.ops.common import cpu_costs, cpu_products
 
 from .test_native import DTYPES, EXACT, INF, LEVELS, NAN, assert_ulps, forced, ulps_of
 
@@ -294,6 +296,40 @@ def test_strided_vectors_of_layer_norm_are_served_whoever_would_be_chosen() -> N
             y = tensorlogic.layer_norm_linear(x, gamma, gamma, w, b)
         want = torch.nn.functional.layer_norm(x, (8,), gamma, gamma)
         torch.testing.assert_close(y, torch.nn.functional.linear(want, w, b))
+
+
+@pytest.mark.skipif(native.available("cpu") is not None, reason="no native library")
+@pytest.mark.parametrize("name", ["dropout_linear", "gelu_linear", "layer_norm_linear"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("sooner", [True, False])
+def test_pytorchs_product_of_halves_behind_a_pass_of_ours(
+    name: str, dtype: str, sooner: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offered where PyTorch multiplies halves as such, first where that is expected to be faster, and right in the op's own dtype."""
+    registry.ready("cpu")
+    monkeypatch.setattr(cpu_costs, "half_is_slow", lambda dtype: dtype == "f16")
+    monkeypatch.setattr(cpu_costs, "torch_us", lambda *_: 10.0)
+    monkeypatch.setattr(cpu_costs, "native_us", lambda *_, wide=False: 20.0 if sooner else 5.0)
+    x, w, b = (torch.randn(s).to(numerics.DTYPES[dtype]) for s in ((33, 64), (48, 64), (48,)))
+    more = {
+        "dropout_linear": (w, b, 0.25, 7, 8, None),
+        "gelu_linear": (w, b, "none"),
+        "layer_norm_linear": (x[0].clone(), x[1].clone(), w, b, 1e-5),
+    }[name]
+    op = OPS[name]
+    key = op.key((x, *more, False), "inference")
+    candidate = op.candidates["cpu.fused"]
+    plain = [c["product"] == "plain" for c in candidate.configs(key)]
+    assert any(plain) == (dtype == "bf16")
+    if any(plain):
+        assert plain.index(True) == (0 if sooner else len(plain) - 1)
+    checker = Checker(op, key, torch.device("cpu"))
+    for config in candidate.configs(key):
+        verdict = checker.check(candidate.bind(key, config, torch.device("cpu")))
+        assert verdict, (config, verdict.reason)
+    theirs, own = cpu_costs.before_us(str(cpu_products._before(key)), 33, 64, dtype)
+    product = 5.0 if not sooner else 10.0 if dtype == "bf16" else 20.0
+    assert candidate.guess(key) == pytest.approx((product + own) / (10.0 + theirs))
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 7), (33, 70, 65), (100, 96, 530)])

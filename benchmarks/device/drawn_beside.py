@@ -1,6 +1,7 @@
-"""Random problems of every public op on a GPU, device time beside eager PyTorch and torch.compile: where do we lose?
+"""Random problems of every public op, device time beside eager PyTorch and torch.compile: where do we lose?
 
     python benchmarks/device/drawn_beside.py [--seed 1] [--count 120] [--first 0] [--seconds 400] [--json PATH] [--ops linear ...]
+        [--dtypes float32 ...] [--size medium] [--compile]
     python benchmarks/device/drawn_beside.py --list   only what is drawn
 
 First, worker processes fill torch.compile's cache on disk, in at most 0.4 of the time; which configurations it found best meanwhile
@@ -8,8 +9,8 @@ is forgotten. Then each problem is timed alone, by graph replay in interleaved r
 (`dynamic=False, fullgraph=True`), ours as a first call is served with an empty store (`first`: shipped plans or cost
 models), and ours after `tensorlogic.tune`. The outputs that were timed are compared with float64. A problem LOSES where ours
 takes 3 % and 0.15 us more than the best peer, twice, and is marked FIRST where the first choice takes 10 % more. Families take turns, so
-that whatever time there is covers each. Exit code 1 where an output was wrong or a call of ours failed. Without a GPU (for tests of
-this script): small problems, wall time, torch.compile only with --compile.
+that whatever time there is covers each. Exit code 1 where an output was wrong or a call of ours failed. Without a GPU: wall time in a loop of
+calls on one set, torch.compile only with --compile, and small problems, to try this script, unless --size says otherwise.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import torch
-from drawn_problems import CUDA, DEVICE, OPS, Problem, drawn
+from drawn_problems import CUDA, DEVICE, DTYPES, OPS, SIZES, Problem, Wanted, drawn
 from drawn_timing import (
     Given,
     Row,
@@ -297,6 +298,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ops", nargs="*", default=list(OPS), choices=list(OPS), metavar="OP")
+    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=sorted(set(DTYPES)), metavar="DTYPE")  # fmt: skip
+    parser.add_argument("--size", choices=list(SIZES), default="large" if CUDA else "small", help="of the largest problems")  # fmt: skip
     parser.add_argument("--processes", type=int, default=12, help="that compile ahead; 0: none")
     parser.add_argument("--list", action="store_true", help="only what is drawn")
     parser.add_argument("--compile", action="store_true", default=CUDA, help="without a GPU, too")
@@ -304,10 +307,15 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def asked_for(asked: argparse.Namespace) -> Iterator[Problem]:
+    wanted = Wanted(asked.ops, asked.dtypes, SIZES[asked.size])
+    return drawn(asked.seed, asked.first, asked.count, wanted)
+
+
 def timed_all(asked: argparse.Namespace, begin: float) -> list[Row]:
     """Every problem in turn until the time is over, printed and kept as they come."""
     rows: list[Row] = []
-    problems = list(drawn(asked.seed, asked.first, asked.count, asked.ops))
+    problems = list(asked_for(asked))
     coming = iter(enumerate(problems if CUDA else []))
     compile_ahead(coming, EARLY, asked.seed)
     try:
@@ -340,7 +348,10 @@ def kept(asked: argparse.Namespace, rows: Sequence[Row], found: Row) -> None:
         "tensorlogic": tensorlogic.__version__,
         "python": sys.version.split()[0],
         "date": datetime.date.today().isoformat(),
-        **{name: getattr(asked, name) for name in ("seed", "first", "count", "seconds", "ops")},
+        **{
+            name: getattr(asked, name)
+            for name in ("seed", "first", "count", "seconds", "ops", "dtypes", "size")
+        },
         **found,
         "cases": list(rows),
     }
@@ -353,12 +364,12 @@ def main() -> int:
     begin, asked = time.monotonic(), options()
     if asked.warm:
         share, count = map(int, asked.warm.split("/"))
-        problems = list(drawn(asked.seed, asked.first, asked.count, asked.ops))
+        problems = list(asked_for(asked))
         warm(iter(problems[share::count]), asked.seed)
         return 0
     try:
         if asked.list:
-            for problem in drawn(asked.seed, asked.first, asked.count, asked.ops):
+            for problem in asked_for(asked):
                 print(f"{problem.index:4d} {problem.family:10s} {problem.text}")
             return 0
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as `timeout` sends it

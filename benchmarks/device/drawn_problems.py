@@ -39,7 +39,11 @@ class Limits:
     logits: float
 
 
-LIMITS = Limits(2e11, 1e8, 3e8, 2.2e9) if CUDA else Limits(1e7, 1e5, 4e5, 4e5)
+SIZES = {
+    "large": Limits(2e11, 1e8, 3e8, 2.2e9),  # for a GPU
+    "medium": Limits(1e9, 4e6, 3e7, 1.3e8),  # for a CPU
+    "small": Limits(1e7, 1e5, 4e5, 4e5),  # to try the script
+}
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,10 @@ class Form:
 class Draw:
     """Random choices and lengths of one problem."""
 
-    def __init__(self, rng: random.Random, dtype: torch.dtype, training: bool) -> None:
-        self.rng, self.dtype, self.training = rng, dtype, training
+    def __init__(
+        self, rng: random.Random, dtype: torch.dtype, training: bool, limits: Limits
+    ) -> None:
+        self.rng, self.dtype, self.training, self.limits = rng, dtype, training, limits
 
     def sometimes(self, share: float) -> bool:
         return self.rng.random() < share
@@ -108,7 +114,7 @@ class Draw:
                 k, n = self.pick((self.pick(*ODD), n), (k, self.pick(*ODD)), (k, VOCABULARY))
             return m, k, n
 
-        m, k, n = self.until(draw, lambda s: s[0] >= least and math.prod(s) <= LIMITS.work)
+        m, k, n = self.until(draw, lambda s: s[0] >= least and math.prod(s) <= self.limits.work)
         if not flat and m >= 8 and self.sometimes(0.3):
             batch = self.pick(2, 4, 8)
             return (batch, m // batch), k, n
@@ -116,7 +122,7 @@ class Draw:
 
     def size(self) -> int:
         """A number of elements."""
-        return int(10 ** self.rng.uniform(3, math.log10(LIMITS.elements)))
+        return int(10 ** self.rng.uniform(3, math.log10(self.limits.elements)))
 
     def matrix(self) -> tuple[int, int]:
         """Rows and columns of about that many elements."""
@@ -268,7 +274,7 @@ def matmul(d: Draw) -> Form:
     if kind.startswith("batched") and len(lead) == 1:  # a batch of the same work
         batch = d.pick(*(b for b in (1, 2, 4, 8, 12, 16) if b <= lead[0]))
         lead = (batch, lead[0] // batch)
-    if kind.startswith("batched") and lead[0] * n * k > 2 * LIMITS.elements:
+    if kind.startswith("batched") and lead[0] * n * k > 2 * d.limits.elements:
         kind = "b"
     turned = kind in ("b.t()", "batched b.mT")
     before = lead[:1] if kind.startswith("batched") else ()
@@ -283,7 +289,7 @@ def attention_scores(d: Draw) -> Form:
         t = d.pick(*LENGTHS) if d.sometimes(0.2) else s
         return d.rng.randint(1, 4), d.pick(*HEADS), s, t, d.pick(*DEPTHS)
 
-    most = LIMITS.scores / d.dtype.itemsize
+    most = d.limits.scores / d.dtype.itemsize
     b, h, s, t, depth = d.until(draw, lambda x: math.prod(x[:4]) <= most)
     causal = s == t and d.sometimes(0.4)
     mask = d.pick("bool", "float") if d.sometimes(0.2 if causal else 0.4) else None
@@ -326,7 +332,7 @@ def attention_scores(d: Draw) -> Form:
 def softmax_cross_entropy(d: Draw) -> Form:
     rows, classes = d.until(
         lambda: (d.pick(*TOKENS), d.pick(*CLASSES)),
-        lambda x: math.prod(x) * d.dtype.itemsize <= LIMITS.logits / (2 if d.training else 1),
+        lambda x: math.prod(x) * d.dtype.itemsize <= d.limits.logits / (2 if d.training else 1),
     )
     smoothing, ignored = d.pick(0.0, 0.0, 0.1), d.sometimes(0.3)
     reduction = d.pick("mean", "mean", "mean", "sum", "none")
@@ -452,22 +458,31 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "reductions": ("sum", "mean", "max", "min"),
 }
 ROUND = ("linear", "scores", "loss", "linear", "elements", "training", "reductions")
-DTYPES = (*[torch.float16] * 3, *[torch.bfloat16] * 2, torch.float32)
+DTYPES = (*["float16"] * 3, *["bfloat16"] * 2, "float32")
 
 
-def problem(seed: int, index: int, wanted: Sequence[str]) -> Problem:
+@dataclass(frozen=True)
+class Wanted:
+    """Of which ops, dtypes and sizes problems are."""
+
+    ops: Sequence[str] = tuple(OPS)
+    dtypes: Sequence[str] = DTYPES  # each as likely as it is often here
+    limits: Limits = SIZES["large" if CUDA else "small"]
+
+
+def problem(seed: int, index: int, wanted: Wanted) -> Problem:
     """Problem `index` of a seed: of the families that have a wanted op, each in its turn."""
-    turns = [f for f in ROUND if not set(wanted).isdisjoint(FAMILIES[f])]
+    turns = [f for f in ROUND if not set(wanted.ops).isdisjoint(FAMILIES[f])]
     rng, family = random.Random(f"{seed}:{index}"), turns[index % len(turns)]
-    op = rng.choice([name for name in FAMILIES[family] if name in wanted])
+    op = rng.choice([name for name in FAMILIES[family] if name in wanted.ops])
     training = family == "training" or (family == "loss" and rng.random() < 0.5)
-    dtype = rng.choice(DTYPES)
-    form = OPS[op](Draw(rng, dtype, training))
+    dtype = getattr(torch, rng.choice(wanted.dtypes))
+    form = OPS[op](Draw(rng, dtype, training, wanted.limits))
     leaves = form.leaves if training else ()
     return Problem(index, family, op, form.form, dtype, form.make, form.ours, form.eager, leaves, form.checked)  # fmt: skip
 
 
-def drawn(seed: int, first: int, count: int, wanted: Sequence[str]) -> Iterator[Problem]:
+def drawn(seed: int, first: int, count: int, wanted: Wanted) -> Iterator[Problem]:
     """Problems of a seed; always the same ones."""
     for index in range(first, first + count):
         yield problem(seed, index, wanted)

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ... import derived, native
@@ -48,7 +49,8 @@ def _given(key: Key, *names: str) -> list[str]:
 
 
 def configs(key: Key, x: str = "x") -> list[Config]:
-    """By our own product, in the operands' own types, constant weights as tiles; or in float32 by PyTorch's, or oneDNN's."""
+    """By our own product, in the operands' own types, constant weights as tiles; or in float32 by PyTorch's, or oneDNN's; or, of halves
+    behind a pass over x, by PyTorch's linear layer as it is."""
     found: list[Config] = [{"product": "native"}]
     if _packs(key):
         found.insert(0 if _packing_wins(key, x) else 1, {"product": "packed"})
@@ -56,7 +58,34 @@ def configs(key: Key, x: str = "x") -> list[Config]:
         found.append({"product": "torch"})
         if products.onednn_available("cpu") is None:
             found.append({"product": "onednn"})
+    if _plain(key, x):
+        m, n, k = _mnk(key, x, "weight", True)
+        sooner = _plain_us(key, m, n, k) < _own_us(key, m, n, k)
+        found.insert(0 if sooner else len(found), {"product": "plain"})
     return found
+
+
+def _plain(key: Key, x: str) -> bool:
+    """Whether a pass over x precedes the product of halves that PyTorch's linear layer multiplies as such."""
+    if _before(key) is None:
+        return False
+    dtype = native_wiring.dtype_of(key, x)
+    return dtype != "f32" and not cpu_costs.half_is_slow(dtype)
+
+
+def _plain_us(key: Key, m: int, n: int, k: int) -> float:
+    return cpu_costs.torch_us(m, n, k, _weight_of(key).dtype, _along_k(key, "weight", True))
+
+
+def _own_us(key: Key, m: int, n: int, k: int) -> float:
+    """Our product behind a pass that leaves float32."""
+    linear = _along_k(key, "weight", True)
+    return cpu_costs.native_us(m, n, k, _weight_of(key).dtype, linear, wide=True)
+
+
+def prepared(config: Config, x: Tensor) -> Tensor:
+    """x as the pass before the product takes it: in float32 where that need not round."""
+    return x if config["product"] == "plain" else widened(x)
 
 
 def _weight_of(key: Key) -> TensorSpec:
@@ -130,6 +159,8 @@ def finished(
     dtype = DTYPES[native_wiring.dtype_of(key, x)]
     code = native.ACTIVATIONS[dict(key.flags).get("activation")]
     residual = key.spec("residual") if "residual" in key.names else None
+    if config["product"] == "plain":
+        return lambda x, w, bias, residual: F.linear(x, w, bias)
     if config["product"] == "packed":
         return _finished_packed(code)
     if config["product"] == "native":
@@ -189,6 +220,8 @@ def guess(key: Key, x: str = "x", weight: str = "weight", linear: bool = True) -
     eager = cpu_costs.torch_us(m, n, k, dtype, linear)
     passes = len(_given(key, "residual")) + (dict(key.flags).get("activation", "none") != "none")
     ours = cpu_costs.native_us(m, n, k, dtype, linear, wide=before is not None)
+    if _plain(key, x):
+        ours = min(ours, eager)
     if key.direction == "forward":
         ours += native_wiring.RECORDED_US
         eager += passes * native_wiring.RECORDED_US

@@ -1,4 +1,4 @@
-"""dropout_linear on CPUs: the mask is drawn while x is widened, and drawn again in backward; none is stored."""
+"""dropout_linear on CPUs: the mask is drawn in one pass over x, and drawn again in backward; none is stored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build(key: Key, config: Config) -> Launcher:
     run = cpu_products.finished(key, config, cpu_products.linear_shape(key))
 
     def launch(x: Any, weight: Any, bias: Any, p: float, seed: int, offset: int, state: Any) -> Any:
-        dropped = drop(cpu_products.widened(x), p, seed, offset)
+        dropped = drop(cpu_products.prepared(config, x), p, seed, offset)
         y = run(dropped, weight, bias, None)
         return (y, None) if save else (y,)
 

@@ -1,4 +1,4 @@
-"""gelu_linear on CPUs: a native GELU into float32, the product, the bias and rounding in one pass."""
+"""gelu_linear on CPUs: a native GELU into float32, the product, the bias and rounding in one pass; or PyTorch's product behind a native GELU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def build(key: Key, config: Config) -> Launcher:
     run = cpu_products.finished(key, config, cpu_products.linear_shape(key))
 
     def launch(x: Any, weight: Any, bias: Any) -> Any:
-        return (run(gelu(cpu_products.widened(x), tanh), weight, bias, None),)
+        return (run(gelu(cpu_products.prepared(config, x), tanh), weight, bias, None),)
 
     return launch
 

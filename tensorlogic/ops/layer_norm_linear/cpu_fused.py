@@ -1,4 +1,5 @@
-"""layer_norm_linear on CPUs: a native layer norm into float32, the product, the bias and rounding in one pass."""
+"""layer_norm_linear on CPUs: a native layer norm into float32, the product, the bias and rounding in one pass; or
+PyTorch's product behind a native layer norm."""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ def supports(key: Key) -> str | None:
 def build(key: Key, config: Config) -> Launcher:
     """The launcher over (x, gamma, beta, weight, bias)."""
     norm, eps = native.op("layer_norm"), key.flag("eps")
+    plain = config["product"] == "plain"
+    normed = DTYPES[native_wiring.dtype_of(key, "x")] if plain else torch.float32
     run = cpu_products.finished(key, config, cpu_products.linear_shape(key))
 
     def launch(x: Any, gamma: Any, beta: Any, weight: Any, bias: Any) -> Any:
-        normal = norm(x, gamma, beta, eps, torch.float32)[0]
+        normal = norm(x, gamma, beta, eps, normed)[0]
         return (run(normal, weight, bias, None),)
 
     return launch

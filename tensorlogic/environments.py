@@ -53,7 +53,7 @@ class Environment:
 
     def akin(self, other: Environment) -> bool:
         """True for another GPU model of the same chip, or a GPU under another torch x.y: its plans serve until this one's are measured."""
-        if self.kind != other.kind or self.kind != "cuda" or self.resembles(other):
+        if not self.kind == other.kind == "cuda" or self.resembles(other):
             return False
         chips = hardware.CHIPS
         return self.device == other.device or (

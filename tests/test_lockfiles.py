@@ -139,6 +139,14 @@ def test_each_file_about_the_same_chip_is_asked(shipped: Path, tmp_path: Path) -
     assert (near.key, near.eager) == (key, "cublaslt.epilogue")
 
 
+def test_environments_of_one_chip_or_another_torch_are_akin_on_gpus_alone() -> None:
+    assert not GPU.akin(GPU)
+    assert GPU.akin(replace(GPU, torch="2.12.0"))
+    assert not GPU.akin(replace(GPU, kind="mps", torch="2.12.0"))
+    assert not CPU.akin(replace(CPU, torch="2.12.0"))  # whose plans hold for its threads, too
+    assert not CPU.akin(replace(CPU, threads=CPU.threads + 1))
+
+
 def test_this_gpus_plans_under_another_torch_come_before_those_of_another_gpu(
     shipped: Path, tmp_path: Path
 ) -> None:

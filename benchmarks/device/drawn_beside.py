@@ -298,7 +298,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ops", nargs="*", default=list(OPS), choices=list(OPS), metavar="OP")
-    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=sorted(set(DTYPES)), metavar="DTYPE")  # fmt: skip
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=sorted(set(DTYPES)), metavar="DTYPE")  # fmt: skip
     parser.add_argument("--size", choices=list(SIZES), default="large" if CUDA else "small", help="of the largest problems")  # fmt: skip
     parser.add_argument("--processes", type=int, default=12, help="that compile ahead; 0: none")
     parser.add_argument("--list", action="store_true", help="only what is drawn")
@@ -308,6 +308,7 @@ def options() -> argparse.Namespace:
 
 
 def asked_for(asked: argparse.Namespace) -> Iterator[Problem]:
+    """The problems of the options."""
     wanted = Wanted(asked.ops, asked.dtypes, SIZES[asked.size])
     return drawn(asked.seed, asked.first, asked.count, wanted)
 

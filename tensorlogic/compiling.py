@@ -8,8 +8,9 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -108,6 +109,7 @@ class _Workers:
         self.nursery.close()
 
 
+_hurried: ContextVar[bool] = ContextVar("tensorlogic_hurried", default=False)
 _workers: _Workers | None = None
 _own: set[Any] = set()  # jobs that were this process's to compile
 
@@ -174,6 +176,19 @@ def there(jobs: Iterable[Any]) -> bool:
 def begun(jobs: Iterable[Any]) -> bool:
     """True while a worker is busy with one of `jobs`."""
     return any((future := _future(job)) is not None and future.running() for job in jobs)
+
+
+@contextlib.contextmanager
+def hurried(wanted: bool = True) -> Iterator[None]:
+    """Inside, what nobody has measured on a key serves it only where nothing has to be compiled for that first."""
+    token = _hurried.set(wanted)
+    try:
+        yield
+    finally:
+        _hurried.reset(token)
+
+
+in_a_hurry = _hurried.get
 
 
 def elsewhere() -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapting, background, capture_watch, registry, stores, study, vouching
+from . import adapting, background, capture_watch, compiling, registry, stores, study, vouching
 from .numerics import DTYPES
 from .op import EAGER, OPS, Candidate, Config, Launcher, Op, Outputs
 from .plans import REACH, Evidence, Key, Plan, PlanView, environment
@@ -21,6 +21,7 @@ from .policies import Policy
 
 LOG = logging.getLogger("tensorlogic")
 CHECKED = ("plan", "lockfile", "fixed plan", "forced")  # on this very key, or not to be asked
+AT_HAND = "cost model, without what must be compiled first"
 CLEAR_WIN = 0.95  # a guess must promise this much before it replaces eager unmeasured
 ANOTHER_WAY = (
     16.0  # between configurations for each word that differs, more than numbers and switches do
@@ -94,9 +95,24 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     for plan in islice(near, ASKED):
         where = _elsewhere(plan, here) if plan.key == key else ""
         borrowed = _borrowed(op, key, plan, here, f"neighbour {plan.key.text}{where}")
-        if borrowed is not None:
+        if borrowed is None:
+            continue
+        picks = (borrowed.eager, borrowed.captured)
+        if all(_at_hand(op.candidates[id], key, config, device) for id, config in picks):
             return borrowed
-    return _guessed(op, key)
+        break
+    found = _guessed(op, key, device)
+    return replace(found, source=AT_HAND) if compiling.in_a_hurry() else found
+
+
+def _at_hand(candidate: Candidate, key: Key, config: Config, device: torch.device) -> bool:
+    """Whether a candidate that nobody has measured on this key may serve it: in a hurry only what need not be compiled first."""
+    if candidate.id == EAGER or not compiling.in_a_hurry():
+        return True
+    try:
+        return compiling.there(candidate.jobs(key, config, device))
+    except study.BIND_ERRORS:  # it will fail by name where it is bound
+        return True
 
 
 def _elsewhere(plan: Plan, here: Mapping[str, str]) -> str:
@@ -229,20 +245,20 @@ def _aligned(key: Key, least: int) -> Key:
     return replace(key, tensors=tuple(specs))
 
 
-def _guessed(op: Op, key: Key) -> Decision:
+def _guessed(op: Op, key: Key, device: torch.device) -> Decision:
     """The cost models' choice: a trusted candidate that expects to win clearly, else eager."""
     expected = [
         (c.guess(key), c)
         for c in op.candidates.values()
         if c.trusted and c.id != EAGER and c.unfit(key) is None
     ]
-    if not expected:
-        return PLAIN
-    best, candidate = min(expected, key=lambda pair: pair[0])
-    if best > CLEAR_WIN:
-        return PLAIN
-    pick = (candidate.id, candidate.configs(key)[0])
-    return Decision(pick, pick, "cost model")
+    for best, candidate in sorted(expected, key=lambda pair: pair[0]):
+        if best > CLEAR_WIN:
+            break
+        pick = (candidate.id, candidate.configs(key)[0])
+        if _at_hand(candidate, key, pick[1], device):
+            return Decision(pick, pick, "cost model")
+    return PLAIN
 
 
 def choose(
@@ -275,6 +291,7 @@ def choose(
         choice.cacheable = False
         return choice
     choice = _bind(op, key, device, decision.eager, decision.source, whole)
+    choice.cacheable = choice.cacheable and not compiling.in_a_hurry()
     if device.type == "cuda" and decision.captured != decision.eager:
         choice.captured = _bind(op, key, device, decision.captured, decision.source, whole)
     if (

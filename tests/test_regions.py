@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 import tensorlogic
-from tensorlogic import binding, compiling, measure, policies, registry, selector
+from tensorlogic import binding, compiling, measure, policies, registry, selector, stores
 from tensorlogic.numerics import Verdict
 from tensorlogic.op import OPS, Candidate
 from tensorlogic.ops.convolution import CONVOLUTION
@@ -217,6 +217,49 @@ def test_a_forced_forward_leaves_its_backward_to_the_plans(
         assert asked[0].forced("linear") == id
         assert {p.forced("linear_backward") for p in asked} == {None}
         asked.clear()
+
+
+@torch.no_grad()
+def test_a_call_that_waited_for_no_compiler_does_not_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurried: list[bool] = []
+
+    def decide(*_: Any) -> selector.Decision:
+        hurried.append(compiling.in_a_hurry())
+        source = selector.AT_HAND if hurried[-1] else "neighbour"
+        return selector.Decision(("torch.eager", {}), ("torch.eager", {}), source)
+
+    monkeypatch.setattr(selector, "decide", decide)
+    sites, args = Sites(), (torch.randn(16, 32), torch.randn(8, 32), None, None, "relu")
+    with compiling.hurried():
+        sites.bind("call", tensorlogic.linear, args)
+    for name in ("call", "other"):
+        sites.bind(name, tensorlogic.linear, args)
+    assert hurried == [True, True, False]
+    assert sites.hurried == {"call"}
+
+
+@torch.no_grad()
+def test_what_composites_call_waits_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops that stand in the model themselves do, until the time for it is over."""
+    net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(), nn.Flatten(), nn.Linear(32, 8), nn.ReLU())
+    seen: dict[tuple[str, bool], set[bool]] = {}
+    measured = regions.Judge._measure
+
+    def watched(self: regions.Judge, region: Region, *rest: Any) -> Decision:
+        late = regions.time.perf_counter() > self.deadline
+        seen.setdefault((region.op, late), set()).add(compiling.in_a_hurry())
+        found = measured(self, region, *rest)
+        self.deadline = 0.0
+        return found
+
+    monkeypatch.setattr(regions.Judge, "_measure", watched)
+    for first in (net, net[2:]):  # the one that is decided first has time left
+        stores.forget()
+        x = torch.randn(4, 4, 2, 2) if first is net else torch.randn(6, 8, 2, 2)
+        tensorlogic.optimize(first.eval(), x, budget_s=4.0)
+    assert seen["convolution", False] == {True}
+    assert seen["linear", True] == {True}
+    assert seen["linear", False] == {False}
 
 
 def test_small_images_are_turned_rather_than_large_weights() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import measure, plans, policies, registry, selector, stores, study
+from tensorlogic import compiling, measure, plans, policies, registry, selector, stores, study
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.op import EAGER, OPS, Candidate, Config
 from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
@@ -94,6 +94,34 @@ def test_order_forced_stored_neighbour_guess_eager(served: Served) -> None:
     with tensorlogic.policy(force={"relu": EAGER}):
         assert decided(x) == ("forced", EAGER)
     with tensorlogic.policy(force={"gelu": "toy.b"}):
+        assert decided(x) == ("plan", "toy.a")
+
+
+def test_in_a_hurry_nothing_is_compiled_for_what_nobody_has_measured(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, other = torch.randn(64, 64), torch.randn(128, 64)
+    for c in list(RELU.candidates.values()):
+        RELU.candidates[c.id] = replace(c, guess=lambda key: 1.0)
+    compiles: dict[str, Any] = {"jobs": lambda *_: ["kernel"], "guess": lambda key: 0.1}
+    RELU.candidates["toy.a"] = replace(RELU.candidates["toy.a"], **compiles)
+    RELU.candidates["toy.b"] = replace(RELU.candidates["toy.b"], guess=lambda key: 0.2)
+    with compiling.hurried():
+        assert decided(x) == (selector.AT_HAND, "toy.b")
+    assert decided(x) == ("cost model", "toy.a")
+    put(plan(key_of(other), "toy.a"))
+    with compiling.hurried():
+        assert decided(x) == (selector.AT_HAND, "toy.b")
+        tensorlogic.relu(x)
+    tensorlogic.relu(x)
+    assert served == ["toy.b", "toy.a"]  # nothing of the hurry is kept
+    with compiling.hurried():
+        RELU.candidates["toy.b"] = replace(RELU.candidates["toy.b"], **compiles)
+        assert decided(x) == (selector.AT_HAND, EAGER)
+        with monkeypatch.context() as patch:
+            patch.setattr(compiling, "_own", {"kernel"})  # as if it had been compiled
+            assert decided(x)[0].startswith("neighbour relu inference x=f32[128,64]")
+        put(plan(key_of(x), "toy.a"))
         assert decided(x) == ("plan", "toy.a")
 
 

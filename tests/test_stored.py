@@ -15,6 +15,7 @@ from tensorlogic import measure, settings, stores
 from tensorlogic.numerics import Verdict
 from tensorlogic.op import Candidate
 from tensorlogic.program import choosing, regions, stored
+from tensorlogic.program.code import Sites
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NOTE = "by an earlier process"
@@ -88,6 +89,25 @@ def test_the_next_process_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.no_grad():  # and is no staler than a measured one
         other[0].weight.mul_(2.0)
     torch.testing.assert_close(second(given), other(given), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_next_process_waits_for_no_compiler_where_the_first_did_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bind = Sites.bind
+
+    def hurried(self: Sites, name: str, *rest: Any) -> Any:
+        self.hurried.add(name)
+        return bind(self, name, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sites, "bind", hurried)
+        first = optimized(model(), x())
+    second = optimized(model(), x())
+    assert earlier(second)
+    assert first._program.function.sites.hurried
+    assert second._program.function.sites.hurried == first._program.function.sites.hurried
 
 
 @torch.no_grad()

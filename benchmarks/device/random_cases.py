@@ -97,7 +97,9 @@ def served(keys: list[tuple[Op, Key]], candidates: Sequence[str]) -> bool:
 
 def cases(number: int, seed: int, ops: Sequence[Op], elements: int, candidates: Sequence[str]) -> Iterator[tuple[int, Family, random.Random, list[tuple[Op, Key]]]]:  # fmt: skip
     """(case, family, its random numbers, keys) of each case of family `number`."""
-    attempts, widest = (SEARCHED, 15) if candidates else (ATTEMPTS, 10)
+    attempts, widest = (
+        (SEARCHED, max(15, elements.bit_length() - 8)) if candidates else (ATTEMPTS, 10)
+    )
     rng = random.Random(f"{seed}:{number}")
     torch.manual_seed(rng.randrange(2**31))
     shared = family(rng, ops, elements, widest)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from .. import measure, settings
+from .. import compiling, measure, settings
 from ..numerics import Verdict
 from . import check, inductor, leftovers
 from . import spread as spreading
@@ -127,6 +127,7 @@ def _again(
     forced = _expand(graph, regions, found)
     program = Program(source, graph, forced, expected.training, model)
     program.ways = choice.ways
+    program.function.sites.hurried |= set(choice.hurried)
     if choice.left_over:
         try:
             program = leftovers.again(program, choice.left_over, path)
@@ -214,7 +215,8 @@ def _right(
     graph, forced = plan.graph(variant)
     program = Program(plan.traced, graph, forced, plan.training, model)
     program.ways = {root: d.way for root, d in variant.items()}
-    verdict = expected.judge(program)
+    with compiling.hurried():  # what was measured is there
+        verdict = expected.judge(program)
     return (program if verdict and verdict.error <= check.GROWTH else None), verdict
 
 

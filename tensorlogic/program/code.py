@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from .. import binding, dispatch, policies
+from .. import binding, compiling, dispatch, policies, selector
 from ..rules import Composite
 from .branches import Section, Step, ordered
 
@@ -58,6 +58,7 @@ class Sites:
     def __init__(self, forced: Mapping[str, str] | None = None) -> None:
         self.forced = dict(forced or {})  # call -> the candidate that was found best there
         self.chosen: dict[str, str] = {}  # call -> the candidate that serves it
+        self.hurried: set[str] = set()  # calls that did not wait for a compiler, and will not
 
     def bind(
         self, name: str, fn: Callable[..., Any], args: tuple[Any, ...]
@@ -89,8 +90,11 @@ class Sites:
         fits = found is not None and found.unfit(key) is None  # another memory layout may have come
         if fits and not policy.reproducible and policy.forced(op.name) is None:
             policy = replace(policy, tune="off", force={op.name: self.forced[name]}, entries={})
-        bound = binding.Bound(op, ready, policy, recording)
+        with compiling.hurried(name in self.hurried or compiling.in_a_hurry()):
+            bound = binding.Bound(op, ready, policy, recording)
         self.chosen[name] = bound.choice.candidate.id
+        if bound.choice.source == selector.AT_HAND:
+            self.hurried.add(name)
         return _call(bound, [p for p in places if p is not None], dynamic)
 
 

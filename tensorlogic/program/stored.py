@@ -50,6 +50,7 @@ class Choice:
     sections: list[Any] = field(default_factory=list)  # lanes of calls on streams of their own
     left_over: list[str] = field(default_factory=list)  # kinds of runs by Inductor
     watched: dict[str, Any] | None = None  # where the time of a call of the original went
+    hurried: list[str] = field(default_factory=list)  # calls that did not wait for a compiler
     when: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
 
     @classmethod
@@ -70,6 +71,7 @@ class Choice:
             [] if program is None else [s.lanes for s in program.sections],
             [] if program is None else program.left_over,
             report.watched,
+            [] if program is None else sorted(program.function.sites.hurried),
         )
 
     @property

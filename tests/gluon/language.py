@@ -95,6 +95,10 @@ class Language:
         a, b = torch.as_tensor(a), torch.as_tensor(b)
         return torch.maximum(a, b) if propagate_nan is not None else torch.fmax(a, b)
 
+    def fma(self, x: Tensor, y: float, z: Tensor) -> Tensor:
+        """Rounded once, y to float32 first."""
+        return (x.double() * torch.tensor(y, dtype=torch.float32) + z).float()
+
     def clamp(self, x: Tensor, least: float, most: float, propagate_nan: Any) -> Tensor:
         return x.clamp(least, most)
 

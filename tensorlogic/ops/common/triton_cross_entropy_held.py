@@ -11,12 +11,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tensorlogic.ops.common.triton_cross_entropy_together import (
     LN2,
     ONE,
-    based,
     gradient,
     high,
     low,
     raised,
     step,
+    under,
 )
 from tensorlogic.ops.common.triton_rows import finite_or_zero
 
@@ -138,7 +138,7 @@ def cross_entropy_held(
         log = gl.log2(total) if kind == gl.float16 else gl.log(total)
         c = peak + log
         rest = (peak - c) + log  # what rounding took from c
-        loss = (peak - based(x_t, kind)) + log
+        loss = under(x_t, peak, kind) + log
         if kind == gl.float16:
             loss *= LN2
         gl.store(loss_ptr + row, gl.where(live, loss, 0.0), mask=begun)

@@ -54,11 +54,14 @@ def high(v, kind: tl.constexpr):
 @triton.jit
 def exponential(x, base, kind: tl.constexpr):
     """exp(x - base), `base` as `based` returns it: one instruction less for float16, whose base is in units of log 2 and whose
-    product a fused multiply-add leaves exact; values as large as the others' are subtracted first."""
+    product a fused multiply-add leaves exact; values as large as the others' are subtracted first.
+
+    The multiply-add is asked for: of a value chosen beside a constant, as at a row's ragged end, the compiler multiplies both first.
+    """
     if kind != tl.float16:
         return tl.exp2((x - base) * LOG2E)
     else:
-        return tl.exp2(x * LOG2E - base)
+        return tl.exp2(tl.fma(x, LOG2E, -base))
 
 
 @triton.jit
@@ -68,6 +71,15 @@ def based(x, kind: tl.constexpr):
         return x
     else:
         return x * LOG2E
+
+
+@triton.jit
+def under(x, base, kind: tl.constexpr):
+    """How far x lies under a base, in its units; exact for float16, as in `exponential`."""
+    if kind != tl.float16:
+        return base - x
+    else:
+        return tl.fma(-x, LOG2E, base)
 
 
 @triton.jit
@@ -189,7 +201,7 @@ def cross_entropy_together(
         log = tl.log2(total) if kind == tl.float16 else tl.log(total)
         c = peak + log
         rest = (peak - c) + log  # what rounding took from c
-        loss = (peak - based(x_t, kind)) + log
+        loss = under(x_t, peak, kind) + log
         if kind == tl.float16:
             loss *= LN2
         tl.store(loss_ptr + row, tl.where(live, loss, 0.0))

@@ -1,0 +1,155 @@
+"""Softmax of long rows and its gradient: every candidate that reads them once or twice, beside PyTorch and the bytes' own time.
+
+python benchmarks/device/held_rows.py [--seconds 120]
+
+The outputs of candidates are compared with float64 on some rows first. Captured graphs, medians of nine rounds in turn. Kernels
+compile in worker processes first. Needs a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from drawn_timing import Replayed
+
+import tensorlogic
+from tensorlogic import compiling, registry
+from tensorlogic.op import OPS, Op
+from tensorlogic.plans import Key
+
+ROWS = {
+    2: (33000, 50304, 80000, 120000, 155648),
+    4: (17000, 30000, 50304, 77824),
+}  # bytes an element -> columns
+PAIRS = {2: (17000, 30000, 50304, 81920), 4: (8400, 17000, 30000, 40960)}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LINES = 3000
+OURS = ("triton.held", "triton.rows", "triton.lines", "triton.parts")
+ROUNDS = 9
+DEVICE = torch.device("cuda")
+Met = tuple[Op, Key, tuple[Tensor, ...]]
+
+
+def problem(columns: int, dtype: torch.dtype, backward: bool) -> Met:
+    """The op, its key and the tensors of one call."""
+    x = torch.randn(LINES, columns, device=DEVICE).to(dtype)
+    if not backward:
+        op = OPS["softmax"]
+        return op, op.key([x, 1, False], "inference"), (x,)
+    op = OPS["softmax_backward"]
+    y = torch.softmax(x, 1)
+    return op, op.key([torch.randn_like(x), y, 1], "backward"), (torch.randn_like(x), y)
+
+
+def error(op: Op, tensors: tuple[Tensor, ...], found: Tensor) -> float:
+    """The largest relative distance from float64 on a few rows, elements below their mean taken as the mean."""
+    at = torch.tensor([0, 1, 131, 132, LINES - 1], device=DEVICE)
+    wide = [t[at].double() for t in tensors]
+    if len(wide) == 1:
+        want = wide[0].softmax(1)
+    else:
+        want = wide[1] * (wide[0] - (wide[0] * wide[1]).sum(1, keepdim=True))
+    return float(
+        ((found[at].double() - want).abs() / want.abs().clamp_min(want.abs().mean())).max()
+    )
+
+
+def timed(columns: int, dtype: torch.dtype, backward: bool, gbs: float) -> None:
+    """One line of each candidate's best and each configuration of the held."""
+    op, key, tensors = problem(columns, dtype, backward)
+    steps: dict[str, list[Callable[[], Any]]] = {
+        "PyTorch": [
+            (lambda: torch.ops.aten._softmax_backward_data(*tensors, 1, dtype))
+            if backward
+            else (lambda: torch.softmax(tensors[0], 1))
+        ]
+    }
+    wrong = []
+    for name in OURS:
+        if name not in op.candidates or op.candidates[name].supports(key):
+            continue
+        for i, config in enumerate(op.candidates[name].configs(key)):
+            try:
+                launch = op.candidates[name].bind(key, config, DEVICE)
+                (out,) = launch(*tensors) or (None,)
+            except Exception as failure:  # what cannot be built is said, not timed
+                wrong.append(f"{name}.{i} {type(failure).__name__}")
+                continue
+            off = float("inf") if out is None else error(op, tensors, out)
+            if not off < {2: 2e-2, 4: 1e-4}[dtype.itemsize]:
+                wrong.append(f"{name}.{i} {config} off by {off:.2g}")
+            steps[f"{name}.{i}"] = [lambda f=launch: f(*tensors)]  # type: ignore[misc]
+            del out
+    loops = {name: Replayed(own, 4) for name, own in steps.items()}
+    samples: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(ROUNDS):
+        for name, loop in loops.items():
+            samples[name].append(loop.sample())
+    for loop in loops.values():
+        loop.close()
+    took = {name: statistics.median(s) for name, s in samples.items()}
+    least = (2 + backward) * LINES * columns * dtype.itemsize / gbs / 1e3
+    best: dict[str, tuple[float, str]] = {}
+    for name, us in took.items():
+        kind = name.rpartition(".")[0] or name
+        best[kind] = min(best.get(kind, (us, name)), (us, name))
+    held = " ".join(f"{us:.0f}" for name, us in took.items() if name.startswith("triton.held"))
+    said = ", ".join(f"{kind} {us:.0f} ({least / us:.2f})" for kind, (us, _) in best.items())
+    kind = "gradient" if backward else "forward"
+    print(f"{kind} [{LINES}, {columns}] {str(dtype)[6:]}: {said}; held by configuration: {held}", *wrong, flush=True)  # fmt: skip
+
+
+def reachable() -> float:
+    """Gigabytes a second that a copy of a gigabyte reads and writes."""
+    a = torch.empty(1 << 29, dtype=torch.int8, device=DEVICE)
+    b = torch.empty_like(a)
+    loop = Replayed([lambda: b.copy_(a)], 4)
+    us = statistics.median(loop.sample() for _ in range(ROUNDS))
+    loop.close()
+    return 2 * a.numel() / us / 1e3
+
+
+@torch.no_grad()
+def main() -> int:
+    """All of them, as far as the time goes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=120.0)
+    end = time.monotonic() + parser.parse_args().seconds
+    registry.ready("cuda")
+    gbs = reachable()
+    print(
+        f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, a copy {gbs:.0f} GB/s; us, and of it the share of that copy's speed"
+    )
+    with tensorlogic.policy(tune="off"):
+        asked = [
+            (columns, dtype, backward)
+            for backward, lengths in ((False, ROWS), (True, PAIRS))
+            for dtype in DTYPES
+            for columns in lengths[dtype.itemsize]
+        ]
+        for each in asked:
+            op, key, _ = problem(*each)
+            for name in OURS:
+                if name in op.candidates and not op.candidates[name].supports(key):
+                    for config in op.candidates[name].configs(key):
+                        compiling.submit(op.candidates[name].jobs(key, config, DEVICE))
+        for each in asked:
+            if time.monotonic() < end:
+                timed(*each, gbs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -98,6 +98,7 @@ struct ElementwiseCall {
   void* out[2];
   int64_t cols;
   bool stream;  // write past the caches
+  bool near;    // a cache has the inputs: nothing is asked for ahead
 };
 
 struct EpilogueCall {  // y = activation(acc + bias + residual), acc [rows, cols]

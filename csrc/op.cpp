@@ -90,9 +90,14 @@ Output::~Output() {
 }
 
 bool past_caches(int64_t bytes, int64_t stores) {
-  if (stores < BY_SIZE || stores > PAST_CACHES)
-    fail("stores must be 0 (by size), 1 (usual) or 2 (past the caches), got " + std::to_string(stores));
+  if (stores < BY_SIZE || stores > NEAR)
+    fail("stores must be 0 (by size), 1 (usual), 2 (past the caches) or 3 (usual, nothing asked for ahead), got " +
+         std::to_string(stores));
   return stores == BY_SIZE ? bytes >= (int64_t{32} << 20) : stores == PAST_CACHES;
+}
+
+bool near_by(int64_t bytes, int64_t stores) {
+  return stores == BY_SIZE ? bytes < (int64_t{8} << 20) : stores == NEAR;
 }
 
 namespace {

@@ -78,8 +78,9 @@ inline Output make(DType dtype, Shape shape) { return make(code_of(dtype), shape
 
 // How an output is stored. Past the caches, what it overwrites is not read, but who reads it next gets it from memory. By size: past
 // them where it would not stay there anyway.
-enum : int64_t { BY_SIZE, USUAL, PAST_CACHES };
+enum : int64_t { BY_SIZE, USUAL, PAST_CACHES, NEAR };  // NEAR: as usual, and inputs are not asked for ahead
 bool past_caches(int64_t bytes, int64_t stores = BY_SIZE);  // fails where `stores` is none of them
+bool near_by(int64_t bytes, int64_t stores);  // whether a cache has so many that are read and written, as a rule
 
 // f(begin, end) over [0, n) on PyTorch's threads, in pieces of at least `grain`, their borders
 // multiples of `unit`.

@@ -35,16 +35,23 @@ def test_what_is_offered_and_what_serves_unmeasured() -> None:
     past = native.op("past_caches")
     assert (past((32 << 20) - 1), past(32 << 20)) == (False, True)
     assert storing.configs(storing.LEAST - 1) == [{}]
-    names = [c["stores"] for c in storing.configs(storing.LEAST)]
-    assert names == ["usual", "past_caches"]
-    assert [c["stores"] for c in storing.configs(32 << 20)] == names[::-1]
+    assert storing.configs(storing.ASKED - 1, True) == [{}]
+
+    def names(nbytes: int, asks: bool = True) -> list[str]:
+        return [c["stores"] for c in storing.configs(nbytes, asks)]
+
+    assert names(storing.LEAST, asks=False) == ["usual", "past_caches"]
+    assert names(storing.ASKED) == ["near", "usual"]
+    assert names(storing.LEAST) == ["near", "usual", "past_caches"]
+    assert names(storing.NEAR) == ["usual", "near", "past_caches"]
+    assert names(32 << 20) == ["past_caches", "usual"]
     for op, args, nbytes in (
         ("relu", (half(LARGE),), 2 * LARGE),
         ("affine", (half(8, LARGE), half(LARGE), half(LARGE)), 16 * LARGE),
         ("add", (torch.randn(64), torch.randn(64)), 256),
     ):
         key = op_of(op).key((*args, False), "inference")
-        assert list(op_of(op).candidates["cpu.fused"].configs(key)) == storing.configs(nbytes)
+        assert list(op_of(op).candidates["cpu.fused"].configs(key)) == storing.configs(nbytes, True)
 
 
 def test_nothing_is_offered_where_both_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +84,7 @@ def stored(op: str, args: tuple[Any, ...], way: str) -> None:
     tensorlogic.policies.forget_entries()
 
 
-@pytest.mark.parametrize("way", ["usual", "past_caches"])
+@pytest.mark.parametrize("way", list(storing.CODES))
 def test_a_plan_decides_however_it_is_called(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = half(LARGE), half(LARGE)
     stored("add_relu", (x, y, False), way)

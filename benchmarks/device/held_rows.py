@@ -110,7 +110,7 @@ def timed(columns: int, dtype: torch.dtype, backward: bool, gbs: float) -> None:
 
 
 def reachable() -> float:
-    """Gigabytes a second that a copy of a gigabyte reads and writes."""
+    """Gigabytes a second that a copy of half a gigabyte reads and writes."""
     a = torch.empty(1 << 29, dtype=torch.int8, device=DEVICE)
     b = torch.empty_like(a)
     loop = Replayed([lambda: b.copy_(a)], 4)

@@ -166,21 +166,21 @@ INLINE int64_t emit_groups(const E& e, T* y, int64_t i, int64_t n, bool past_cac
 }
 
 // y[i] = e.at(i), i < n; y and z may be inputs. Iterations are independent: the processor overlaps
-// them by itself. `run` elements lie in memory as the n do, and this thread comes to them in turn.
+// them by itself. `run` elements lie in memory as the n do, and this thread comes to them in turn;
+// with 0 none is asked for ahead.
 template <class T, class E>
 INLINE void emit(const E& e, T* y, T* z, int64_t n, bool past_caches, int64_t run) {
   int64_t i = 0;
   past_caches &= reinterpret_cast<uintptr_t>(y) % 64 == 0;
   constexpr int64_t LINE = 64 / sizeof(T);
   if constexpr (grouped<T, E::last> && E::outputs == 1) i = emit_groups(e, y, i, n, past_caches, run);
-  for (const int64_t stop = n < run - AHEAD ? n : run - AHEAD; i + LINE <= stop; i += LINE) {
-    e.template ahead<LINE>(i);
+  auto line = [&](int64_t from) __attribute__((always_inline)) {
     if constexpr (bf16_in_pairs && Is<T, bf16> && E::outputs == 1) {
-      emit_pair(e, y, i, past_caches);
-      continue;
+      emit_pair(e, y, from, past_caches);
+      return;
     }
 #pragma GCC unroll 4
-    for (int64_t j = i; j < i + LINE; j += W) {
+    for (int64_t j = from; j < from + LINE; j += W) {
       Pair v = e.at(j, All{});
       if (past_caches)
         stream(y + j, v.first);
@@ -188,7 +188,12 @@ INLINE void emit(const E& e, T* y, T* z, int64_t n, bool past_caches, int64_t ru
         store(y + j, v.first, All{});
       if constexpr (E::outputs > 1) store(z + j, v.second, All{});
     }
+  };
+  for (const int64_t stop = n < run - AHEAD ? n : run - AHEAD; i + LINE <= stop; i += LINE) {
+    e.template ahead<LINE>(i);
+    line(i);
   }
+  for (; i + LINE <= n; i += LINE) line(i);
   if constexpr (bf16_in_pairs && Is<T, bf16> && E::outputs == 1) {
     for (; i + 2 * W <= n; i += 2 * W) {
       emit_pair(e, y, i, past_caches);
@@ -234,7 +239,8 @@ static void elementwise_run(const ElementwiseCall& call, int64_t begin, int64_t 
     by_rows |= call.in[k].mode == Mode::row || call.in[k].mode == Mode::column;
   }
   if (!by_rows) {
-    emit(formula, y + begin, z + begin, end - begin, call.stream && formula.outputs == 1, end - begin);
+    const int64_t run = call.near ? 0 : end - begin;
+    emit(formula, y + begin, z + begin, end - begin, call.stream && formula.outputs == 1, run);
     return;
   }
   for (int64_t at = begin; at < end;) {
@@ -246,7 +252,7 @@ static void elementwise_run(const ElementwiseCall& call, int64_t begin, int64_t 
       if (call.in[k].mode == Mode::row) formula.in[k] = {p + col, -1, 0};
       if (call.in[k].mode == Mode::column) formula.in[k] = one[k].of(p + row);
     }
-    emit(formula, y + at, z + at, n, call.stream && formula.outputs == 1, end - at);
+    emit(formula, y + at, z + at, n, call.stream && formula.outputs == 1, call.near ? 0 : end - at);
     at += n;
   }
 }

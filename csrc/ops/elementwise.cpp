@@ -98,7 +98,9 @@ Output run(const char* name, Elementwise op, const Input* const (&in)[N], int64_
   ElementwiseCall call = prepare(name, op, in, layout);
   Output y = make(call.dtype, layout.dim < 0 ? in[0]->shape : Shape{layout.sizes, layout.dim});
   call.out[0] = y.data;
-  call.stream = past_caches(layout.numel * item_size(call.dtype), stores);
+  const int64_t bytes = layout.numel * item_size(call.dtype);
+  call.stream = past_caches(bytes, stores);
+  call.near = near_by(bytes * int64_t{N + 1}, stores);
   const Kernels& k = kernels();
   parallel(layout.numel, grain_of(op, call.dtype), UNIT,
            [&](int64_t begin, int64_t end) { k.elementwise(call, begin, end); });
@@ -113,6 +115,7 @@ std::tuple<Output, Output> run_two(const char* name, Elementwise op, const Input
   Output y = make(call.dtype, shape), z = make(call.dtype, shape);
   call.out[0] = y.data;
   call.out[1] = z.data;
+  call.near = near_by(layout.numel * item_size(call.dtype) * int64_t{N + 2}, BY_SIZE);
   const Kernels& k = kernels();
   parallel(layout.numel, grain_of(op, call.dtype), UNIT,
            [&](int64_t begin, int64_t end) { k.elementwise(call, begin, end); });

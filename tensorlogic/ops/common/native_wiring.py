@@ -71,8 +71,10 @@ def add_stored(
     guess: Callable[[Key], float],
     module: str,
     output: Callable[[Key], int],
+    asks: bool = False,
 ) -> None:
-    """As `add`, of a kernel that can store its `output`, of so many bytes, in more than one way; `build` takes the number of one."""
+    """As `add`, of a kernel that can store its `output`, of so many bytes, in more than one way, and ask for inputs ahead or not
+    (`asks`); `build` takes the number of one."""
 
     def bind(key: Key, config: Config, device: torch.device) -> Launcher:
         return build(key, storing.code(config, output(key)))
@@ -84,7 +86,7 @@ def add_stored(
         supports,
         guess,
         module,
-        configs=lambda key: storing.configs(output(key)),
+        configs=lambda key: storing.configs(output(key), asks),
         then=storing.read,
     )
 

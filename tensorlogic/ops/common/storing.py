@@ -1,4 +1,5 @@
-"""Where CPU kernels leave a large output: in the caches or past them. Measured a size, with somebody who reads it next."""
+"""Where CPU kernels leave a large output, in the caches or past them, and whether they ask for inputs ahead. Measured a size, with
+somebody who reads the output next."""
 
 from __future__ import annotations
 
@@ -8,20 +9,30 @@ from ... import native
 from ...op import Config, Outputs
 
 LEAST = 1 << 20  # bytes of an output that may be worth a look
-CODES = {"usual": 1, "past_caches": 2}  # the kernels' numbers; 0: by size
+ASKED = 1 << 18  # of one whose inputs may be worth asking for ahead
+NEAR, FAR = 4 << 20, 32 << 20  # of one whose inputs a cache has as a rule, or hardly ever
+CODES = {"usual": 1, "past_caches": 2, "near": 3}  # the kernels' numbers; 0: by size
 
 
-def configs(nbytes: int) -> list[Config]:
-    """Both ways of an output of so many bytes, first what the kernels do by size; one nameless way where it is small."""
-    if nbytes < LEAST or native.isa() == "portable":
+def configs(nbytes: int, asks: bool = False) -> list[Config]:
+    """The ways of an output of so many bytes, first what the kernels do by size, as a rule; one nameless way where it is small.
+
+    `asks`: the kernel usually asks for inputs a page or two ahead, which pays from memory and costs where a cache has them; "near" does not.
+    """
+    if nbytes < (ASKED if asks else LEAST) or native.isa() == "portable":
         return [{}]
-    past = native.op("past_caches")(nbytes)
-    return [{"stores": name} for name in sorted(CODES, reverse=not past)]
+    names = ["usual", "past_caches"] if nbytes >= LEAST else ["usual"]
+    if native.op("past_caches")(nbytes):
+        names.reverse()
+    if asks and nbytes < FAR:
+        names.insert(nbytes >= NEAR, "near")
+    return [{"stores": name} for name in names]
 
 
 def code(config: Config, nbytes: int) -> int:
     """The number for the kernel; a small output, as of a neighbour's plan, is stored as its size says."""
-    return CODES.get(config.get("stores", ""), 0) if nbytes >= LEAST else 0
+    name = config.get("stores", "")
+    return CODES.get(name, 0) if nbytes >= (ASKED if name == "near" else LEAST) else 0
 
 
 def read(outs: Outputs) -> None:

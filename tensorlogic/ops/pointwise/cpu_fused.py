@@ -138,7 +138,7 @@ def build_backward(key: Key, stores: int) -> Launcher:
 
 
 for _op in FAMILY:
-    native_wiring.add_stored(_op, "cpu.fused", build, supports, guess, __name__, output)
+    native_wiring.add_stored(_op, "cpu.fused", build, supports, guess, __name__, output, asks=True)
 native_wiring.add_stored(
     POINTWISE_BACKWARD,
     "cpu.fused",
@@ -147,4 +147,5 @@ native_wiring.add_stored(
     guess_backward,
     __name__,
     output_backward,
+    asks=True,
 )

@@ -109,6 +109,27 @@ def test_softmax_and_its_gradient(ops: Any, dtype: torch.dtype) -> None:
         close(ops.softmax_backward(dy, y, 0.5), exact, dtype, 8)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_of_short_rows(ops: Any, dtype: torch.dtype) -> None:
+    """Several side by side: each has its own sum, whatever else is in it, and a last group may be ragged."""
+    for n in (1, 2, 3, 5, 8, 12, 15, 16, 24, 31, 32):
+        for rows in (1, 7, 53):
+            x, dy = (4 * torch.randn(rows, n)).to(dtype), torch.randn(rows, n).to(dtype)
+            if rows > 7:
+                x[3, n - 1], x[4], x[9, 0], x[11], x[12] = NAN, -INF, INF, 1e4, -1e4
+            want = torch.softmax(0.5 * x.double(), -1)
+            y = ops.softmax(x, None, 0.5, False, dtype)
+            assert torch.equal(y.isnan(), want.isnan())
+            close(y.nan_to_num(), want.nan_to_num(), dtype)
+            alias = x.clone()
+            ops.softmax_(alias, None, 0.5, False)
+            assert torch.equal(alias.nan_to_num(), y.nan_to_num())
+            y = want.nan_to_num().to(dtype)
+            wide = y.double()
+            dx = 0.5 * wide * (dy.double() - (wide * dy.double()).sum(-1, keepdim=True))
+            close(ops.softmax_backward(dy, y, 0.5), dx, dtype, 6)
+
+
 def test_long_rows_of_softmax_gradients_do_not_drift(ops: Any) -> None:
     """One chain of float32 sums a lane would be off by ten times as much and more where vectors are short."""
     y = torch.softmax(torch.randn(1, 1 << 18), -1)

@@ -194,8 +194,55 @@ static void softmax_rows(const SoftmaxCall& call, int64_t begin, int64_t end) {
   }
 }
 
+// W short rows at a time, a lane each, as reductions have them: `some` rows of n from and to memory.
+template <class T>
+INLINE void widen_rows(const T* x, float* wide, int64_t n, int64_t some) {
+  for (int64_t j = 0; j < some * n; j += W) {
+    if (j + W <= some * n)
+      store(wide + j, load(x + j, All{}), All{});
+    else
+      store(wide + j, load(x + j, Some{some * n - j}), All{});
+  }
+}
+template <class T>
+INLINE void narrow_rows(const vf* columns, float* wide, T* y, int64_t n, int64_t some) {
+  for (int64_t j = 0; j < n; ++j)
+    for (int64_t l = 0; l < W; ++l) wide[l * n + j] = columns[j][l];
+  for (int64_t j = 0; j < some * n; j += W) {
+    if (j + W <= some * n)
+      store(y + j, load(wide + j, All{}), All{});
+    else
+      store(y + j, load(wide + j, All{}), Some{some * n - j});
+  }
+}
+
+// Without a mask.
+template <class S, class T>
+static void softmax_short(const SoftmaxCall& call, int64_t begin, int64_t end) {
+  const int64_t n = call.cols;
+  alignas(64) float wide[W * SHORT_ROW] = {};
+  for (int64_t r = begin; r < end; r += W) {
+    const int64_t some = least(end - r, W);
+    widen_rows(static_cast<const S*>(call.x) + r * n, wide, n, some);
+    vf v[SHORT_ROW], peak = set1(LOWEST), norm = set1(0);
+    for (int64_t j = 0; j < n; ++j) {
+      v[j] = strided(wide + j, n) * set1(call.scale);
+      peak = vmax(peak, v[j]);  // a NaN may leave it again, but not the sum
+    }
+    for (int64_t j = 0; j < n; ++j) {
+      v[j] = exp_minus<T>(v[j], peak);
+      norm = norm + v[j];
+    }
+    const vf scale = set1(1.0f) / norm;
+    for (int64_t j = 0; j < n; ++j) v[j] = v[j] * scale;
+    narrow_rows(v, wide, static_cast<T*>(call.y) + r * n, n, some);
+  }
+}
+
 template <class S, class T>
 static void softmax_masked(const SoftmaxCall& call, int64_t begin, int64_t end) {
+  if (call.cols < SHORT_ROW && !call.mask && !call.keep && !call.causal_rows)
+    return softmax_short<S, T>(call, begin, end);
   if (call.mask_dtype == DType::f32)
     softmax_rows<S, T, float>(call, begin, end);
   else
@@ -213,11 +260,29 @@ static void softmax(const SoftmaxCall& call, int64_t begin, int64_t end) {
 
 constexpr int64_t CHAINS = 64 * W;  // elements that four vectors sum: their terms may cancel, and a chain of 16 rounds little
 
+template <class T>
+static void softmax_backward_short(const void* dy, const void* y, void* dx, int64_t n, float scale,
+                                   int64_t begin, int64_t end) {
+  alignas(64) float left[W * SHORT_ROW] = {}, right[W * SHORT_ROW] = {};
+  for (int64_t r = begin; r < end; r += W) {
+    const int64_t some = least(end - r, W);
+    widen_rows(static_cast<const T*>(y) + r * n, left, n, some);
+    widen_rows(static_cast<const T*>(dy) + r * n, right, n, some);
+    vf v[SHORT_ROW], mean = set1(0);
+    for (int64_t j = 0; j < n; ++j) mean = fma(strided(left + j, n), strided(right + j, n), mean);
+    for (int64_t j = 0; j < n; ++j)
+      v[j] = strided(left + j, n) * (strided(right + j, n) - mean) * set1(scale);
+    narrow_rows(v, left, static_cast<T*>(dx) + r * n, n, some);
+  }
+}
+
 // dx = scale y (dy - sum(dy y))
 static void softmax_backward(DType dtype, const void* dy_all, const void* y_all, void* dx_all,
                              int64_t n, float scale, int64_t begin, int64_t end) {
   DISPATCH(dtype, T, {
-    for (int64_t r = begin; r < end; ++r) {
+    const bool brief = n < 2 * W && n % W;  // of whole vectors sums along a row cost less
+    if (brief) softmax_backward_short<T>(dy_all, y_all, dx_all, n, scale, begin, end);
+    for (int64_t r = brief ? end : begin; r < end; ++r) {
       const T* y = static_cast<const T*>(y_all) + r * n;
       const T* dy = static_cast<const T*>(dy_all) + r * n;
       T* dx = static_cast<T*>(dx_all) + r * n;

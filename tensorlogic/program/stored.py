@@ -278,7 +278,14 @@ def _choice(record: dict[str, Any]) -> Choice:
     ratio = record["ratio"]
     read: dict[str, Any] = {"rows": [_row(r) for r in record["rows"]], "ways": dict(record["ways"])}
     read["ratio"] = None if ratio is None else tuple(map(float, ratio))
-    return Choice(**{**record, **read, "banned": list(record["banned"])})
+    return Choice(
+        **{
+            **record,
+            **read,
+            "banned": list(record["banned"]),
+            "hurried": list(record.get("hurried", ())),
+        }
+    )
 
 
 def _digest(*texts: str) -> str:

@@ -27,8 +27,9 @@ def guess(key: Key) -> float:
         return 0.5
     columns = key.tensors[0].shape[-1] if key.tensors[0] and key.tensors[0].shape else 1
     rows = size // max(columns, 1)
-    brief = columns < 32 if name == "x" else columns < 16 and columns % 8
-    if brief:  # side by side, one a lane
+    lanes = 8 if native_wiring.narrow() else 16
+    brief = columns < 32 if name == "x" else columns < 2 * lanes and columns % lanes
+    if brief:  # rows side by side, one a lane
         ours = 2e-3 * rows + 1.3e-3 * size
     else:
         ours = (0.075 if native_wiring.narrow() else 0.022) * rows + 0.25e-3 * size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import tensorlogic
 from tensorlogic import native, registry, selector, stores, study
 from tensorlogic.op import EAGER, OPS, Candidate, Op
 from tensorlogic.ops.common import storing
+from tensorlogic.plan_records import Evidence, Plan
 from tensorlogic.plans import environment
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
@@ -74,13 +74,16 @@ class Launched:
 
 
 def stored(op: str, args: tuple[Any, ...], way: str) -> None:
-    """A plan for a call, as measuring would leave it."""
+    """A plan for a call, as measuring would leave it where ours takes half of PyTorch's time."""
+    candidates, config = op_of(op).candidates, {"stores": way}
+    evidence = [
+        Evidence(EAGER, {}, "measured", 200.0, 200.0, source=candidates[EAGER].source),
+        Evidence(
+            "cpu.fused", config, "measured", 100.0, 100.0, source=candidates["cpu.fused"].source
+        ),
+    ]
     key = op_of(op).key(args, "inference")
-    known = stores.measured(op_of(op), key, CPU)
-    assert known is not None
-    won = {"eager": "cpu.fused", "captured": "cpu.fused"}
-    config = {"eager_config": {"stores": way}, "captured_config": {"stores": way}}
-    stores.current(CPU).put(replace(known, **won, **config))
+    stores.current(CPU).put(Plan(key, "cpu.fused", config, "cpu.fused", config, evidence))
     tensorlogic.policies.forget_entries()
 
 
@@ -99,19 +102,22 @@ def test_a_plan_decides_however_it_is_called(way: str, monkeypatch: pytest.Monke
     assert set(made.fixed) == {("add_relu", code)}
 
 
-def test_a_small_neighbour_of_a_large_one_is_stored_by_size(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("nbytes", "way", "code"), [(storing.LEAST, "past_caches", 3), (storing.ASKED, "near", 0)]
+)
+def test_a_smaller_neighbour_is_stored_by_size_where_the_way_is_not_offered(
+    nbytes: int, way: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, y = half(LARGE), half(LARGE)
-    stored("add_relu", (x, y, False), "past_caches")
-    made = Launched(monkeypatch)
-    small = LARGE - 64
+    x, y = half(nbytes // 2), half(nbytes // 2)
+    stored("add_relu", (x, y, False), way)
+    made, small = Launched(monkeypatch), nbytes // 2 - 64
     with torch.no_grad():
         key = op_of("add_relu").key((x[:small], y[:small], False), "inference")
         found = selector.decide(op_of("add_relu"), key, CPU, tensorlogic.policies.current())
         assert found.source.startswith("neighbour")
+        assert found.eager == ("cpu.fused", storing.configs(2 * small, asks=True)[0])
         tensorlogic.add_relu(x[:small], y[:small])
-    assert made.fixed[-1] == ("add_relu", 0)
+    assert made.fixed[0] == ("add_relu", code)  # what comes after it are small samples, to vouch
 
 
 def toy(then_ms: dict[str, float], takes_ms: dict[str, float]) -> Op:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,11 +22,12 @@ HEADERS = "".join(p.read_text() for p in sorted(HEADER.parent.glob("*.h")))
 FOLDER = Path(__file__).parents[2] / "build" / "metal"
 SANITIZE = ("-O0", "-fsanitize=address,alignment", "-fno-sanitize-recover=all")
 SANITIZED = os.environ.get("TENSORLOGIC_METAL_SANITIZED") == "1"
-FLAGS = ("-std=c++17", "-g0", "-fPIC", "-shared", "-w", *(SANITIZE if SANITIZED else ("-O1",)))
+FLAGS = ("-std=c++17", "-g0", "-fPIC", "-w", *(SANITIZE if SANITIZED else ("-O1",)))
 TOGETHER = 48  # sources in one translation unit
 order = 0  # of threads and groups: 0 upwards, 1 downwards, others shuffled by that seed
 launches = 0  # of kernels, for tests to count
 _LOADED: dict[str, ctypes.CDLL] = {}
+_ONE = threading.Lock()
 
 
 class ShaderError(RuntimeError):
@@ -51,12 +53,30 @@ def prepare(sources: Iterable[str]) -> None:
 
 def _built(names: Sequence[str], sources: Mapping[str, str]) -> ctypes.CDLL:
     """The library of these sources, compiled unless it lies there from before."""
-    code = f'#include "{HEADER}"\n' + "".join(_guarded(translate(sources[n], n)) for n in names)
-    stamp = hashlib.sha256((code + HEADERS + repr(FLAGS)).encode()).hexdigest()[:16]
-    target = FOLDER / f"{stamp}.so"
+    code = "".join(_guarded(translate(sources[n], n)) for n in names)
+    target = FOLDER / f"{_stamp(code)}.so"
     if not target.exists():
         _compile(code, target)
     return ctypes.CDLL(str(target))
+
+
+def _stamp(code: str) -> str:
+    return hashlib.sha256((code + HEADERS + repr(FLAGS)).encode()).hexdigest()[:16]
+
+
+def _header() -> Path:
+    """The stand-in's headers, which take most of a small shader's time, compiled beforehand under the name that `-include` looks for."""
+    header = FOLDER / f"{_stamp('')}.h"
+    compiled = header.with_suffix(".h.gch")
+    with _ONE:
+        if not compiled.exists():
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            file, staged = (header.with_suffix(f".{os.getpid()}.{kind}") for kind in ("h", "gch"))
+            file.write_text(f'#include "{HEADER}"\n')
+            _gxx("-x", "c++-header", str(file), "-o", str(staged))
+            file.replace(header)
+            staged.replace(compiled)
+    return header
 
 
 def _guarded(code: str) -> str:
@@ -64,16 +84,20 @@ def _guarded(code: str) -> str:
 
 
 def _compile(code: str, target: Path) -> None:
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    header = _header()
     file, staged = (target.with_suffix(f".{os.getpid()}.{kind}") for kind in ("cpp", "so"))
     file.write_text(code)
-    done = subprocess.run(
-        ["g++", *FLAGS, str(file), "-o", str(staged)], capture_output=True, text=True, check=False
-    )
-    file.unlink()
+    try:
+        _gxx("-shared", "-include", str(header), str(file), "-o", str(staged))
+    finally:
+        file.unlink()
+    staged.replace(target)
+
+
+def _gxx(*arguments: str) -> None:
+    done = subprocess.run(["g++", *FLAGS, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SyntaxError(f"Failed to create metal library, error: {done.stderr[:2000]}")
-    staged.replace(target)
 
 
 def _suffix(source: str) -> str:

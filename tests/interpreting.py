@@ -73,16 +73,106 @@ def rounded_once(plain: Callable[..., Any]) -> Callable[..., Any]:
     return fused
 
 
+def shaped_once(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """tensor.__init__, which wraps every size anew, with one shape for all tensors of the same."""
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    @functools.wraps(plain)
+    def init(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape) if type.is_block() else ()
+        found = shapes.get(sizes)
+        if found is None:
+            plain(self, handle, type)
+            shapes[sizes] = self.shape, self.numel
+            return
+        self.shape, self.numel = found
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    return init
+
+
+def typed_once(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """block_type.__init__, which checks and prints every shape anew, with what it found for that shape before."""
+    known: dict[tuple[str, tuple[int, ...]], tuple[Any, ...]] = {}
+
+    @functools.wraps(plain)
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(getattr(n, "value", n) for n in shape)
+        found = known.get((element_ty.name, sizes))
+        if found is None:
+            plain(self, element_ty, shape)
+            known[element_ty.name, sizes] = self.shape, self.numel, self.name
+            return
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = found
+
+    return init
+
+
+def as_they_are(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Two blocks of one shape need no broadcasting, which the interpreter finds out size by size."""
+
+    @functools.wraps(plain)
+    def broadcast(lhs: Any, rhs: Any) -> Any:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        return plain(lhs, rhs)
+
+    return broadcast
+
+
+def alike(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Two tensors of one type are promoted to none, which the interpreter finds out from Triton's rules for all types."""
+
+    @functools.wraps(plain)
+    def checked(lhs: Any, rhs: Any, *rules: Any, **named: Any) -> Any:
+        both = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and lhs.dtype is rhs.dtype
+        usual = (
+            len(rules) < 4 and not named
+        )  # the fourth is about quotients, whose halves are promoted
+        if both and usual and not lhs.dtype.is_ptr():
+            return interpreter.interpreter_semantic.broadcast_impl_value(lhs, rhs)
+        return plain(lhs, rhs, *rules, **named)
+
+    return checked
+
+
+def called_at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the language as it is called in a kernel, without the two that wrap it."""
+
+    @functools.wraps(plain)
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        inner = getattr(member, "__wrapped__", None)
+        if inner is None:
+            plain(obj, name, member, builder, scope)
+            return
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(obj, name, called)
+
+    return patch
+
+
 def known() -> bool:
     """Whether this Triton has what is replaced here, which is nobody's interface."""
     names = (
+        "_patch_attr",
         "_patch_lang",
         "_get_np_dtype",
         "_LangPatchScope",
         "interpreter_builder",
         "TensorHandle",
+        "interpreter_semantic",
     )
-    inner = (("ReduceOps", "generic_reduce"), ("InterpreterBuilder", "create_fma"))
+    inner = (
+        ("ReduceOps", "generic_reduce"),
+        ("InterpreterBuilder", "create_fma"),
+        ("interpreter_semantic", "binary_op_type_checking_impl"),
+        ("interpreter_semantic", "broadcast_impl_value"),
+    )
     return all(hasattr(interpreter, name) for name in names) and all(
         hasattr(getattr(interpreter, owner, None), name) for owner, name in inner
     )
@@ -97,6 +187,13 @@ def quicken() -> None:
     builder = interpreter.InterpreterBuilder
     builder.create_fma = rounded_once(builder.create_fma)
     interpreter.ReduceOps.generic_reduce = folded(interpreter.ReduceOps.generic_reduce)
+    semantic: Any = interpreter.interpreter_semantic
+    interpreter._patch_attr = called_at_once(interpreter._patch_attr)
+    semantic.binary_op_type_checking_impl = alike(semantic.binary_op_type_checking_impl)
+    semantic.broadcast_impl_value = as_they_are(semantic.broadcast_impl_value)
+    tensor, block_type = (vars(tl.core)[name] for name in ("tensor", "block_type"))
+    tensor.__init__ = shaped_once(tensor.__init__)
+    block_type.__init__ = typed_once(block_type.__init__)
     options = interpreter.interpreter_builder.options
     if not options.debug:  # sums and products of integers are computed twice to see an overflow, which is not said then
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)

@@ -58,6 +58,7 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.softmax.triton_lines",
     "tensorlogic.ops.softmax.triton_parts",
     "tensorlogic.ops.softmax.triton_held",
+    "tensorlogic.ops.softmax.triton_groups",
     "tensorlogic.ops.softmax_cross_entropy.triton_rows",
     "tensorlogic.ops.softmax_cross_entropy.triton_ahead",
     "tensorlogic.ops.softmax_cross_entropy.triton_stays",

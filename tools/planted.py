@@ -63,6 +63,7 @@ TESTS: dict[str, tuple[str, str]] = {  # what a module's kernels run in, and wha
     "scores_rows": ("test_triton_scores_rows.py", "test_triton_scores_rows.py"),
     "scores_specialised": (f"{GLUON}_scores", "test_triton_scores_specialised.py"),
     "softmax": ("test_triton_softmax.py", "test_triton_softmax.py"),
+    "softmax_groups": ("test_triton_softmax_groups.py", "test_triton_softmax_groups.py"),
     "softmax_held": (
         f"{GLUON}_softmax_of_rows_that_are_held {GLUON}_softmax_gradients_of_rows_that_are_held",
         "test_triton_softmax_held.py",
@@ -149,6 +150,10 @@ OFF_BY_ONE = {
     "softmax_fwd_swept": Off("(start + c < C)", "(start + c < C + 1)"),
     "softmax_bwd_held": Off("BLOCK_I) < N", "BLOCK_I) < N + 1"),
     "softmax_bwd_swept": Off("(start + c < C)", "(start + c < C - 1)"),
+    "softmax_fwd_groups": Off("lane < length - k", "lane < length - 1 - k"),
+    "softmax_fwd_groups_swept": Off("start + lane < length", "start + lane < length - 1"),
+    "softmax_bwd_groups": Off("lane < length - k", "lane < length - 1 - k"),
+    "softmax_bwd_groups_swept": Off("WIDTH) < length", "WIDTH) < length - 1"),
     "softmax_held": Off("after < R", "after < R - 1"),
     "softmax_backward_held": Off("after < R", "after < R - 1"),
     "softmax_fwd_parts": Off("part_of(C, SPAN)", "part_of(C - 1, SPAN)"),

@@ -1,6 +1,6 @@
 """Softmax of long rows and its gradient: every candidate that reads them once or twice, beside PyTorch and the bytes' own time.
 
-python benchmarks/device/held_rows.py [--seconds 120]
+python benchmarks/device/held_rows.py [--seconds 120] [--columns 333 1001 50257]
 
 The outputs of candidates are compared with float64 on some rows first. Captured graphs, medians of nine rounds in turn. Kernels
 compile in worker processes first. Needs a Hopper GPU.
@@ -33,16 +33,21 @@ ROWS = {
 }  # bytes an element -> columns
 PAIRS = {2: (17000, 30000, 50304, 81920), 4: (8400, 17000, 30000, 40960)}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LINES = 3000
-OURS = ("triton.held", "triton.rows", "triton.lines", "triton.parts")
+LINES, ELEMENTS = 3000, 1 << 26  # rows at least, and elements of short ones
+OURS = ("triton.held", "triton.groups", "triton.rows", "triton.lines", "triton.parts")
 ROUNDS = 9
 DEVICE = torch.device("cuda")
 Met = tuple[Op, Key, tuple[Tensor, ...]]
 
 
+def lines(columns: int) -> int:
+    """How many rows, so that they fill more than the second-level cache."""
+    return max(LINES, ELEMENTS // columns)
+
+
 def problem(columns: int, dtype: torch.dtype, backward: bool) -> Met:
     """The op, its key and the tensors of one call."""
-    x = torch.randn(LINES, columns, device=DEVICE).to(dtype)
+    x = torch.randn(lines(columns), columns, device=DEVICE).to(dtype)
     if not backward:
         op = OPS["softmax"]
         return op, op.key([x, 1, False], "inference"), (x,)
@@ -53,7 +58,7 @@ def problem(columns: int, dtype: torch.dtype, backward: bool) -> Met:
 
 def error(op: Op, tensors: tuple[Tensor, ...], found: Tensor) -> float:
     """The largest relative distance from float64 on a few rows, elements below their mean taken as the mean."""
-    at = torch.tensor([0, 1, 131, 132, LINES - 1], device=DEVICE)
+    at = torch.tensor([0, 1, 131, 132, tensors[0].shape[0] - 1], device=DEVICE)
     wide = [t[at].double() for t in tensors]
     if len(wide) == 1:
         want = wide[0].softmax(1)
@@ -98,15 +103,19 @@ def timed(columns: int, dtype: torch.dtype, backward: bool, gbs: float) -> None:
     for loop in loops.values():
         loop.close()
     took = {name: statistics.median(s) for name, s in samples.items()}
-    least = (2 + backward) * LINES * columns * dtype.itemsize / gbs / 1e3
+    least = (2 + backward) * lines(columns) * columns * dtype.itemsize / gbs / 1e3
     best: dict[str, tuple[float, str]] = {}
     for name, us in took.items():
         kind = name.rpartition(".")[0] or name
         best[kind] = min(best.get(kind, (us, name)), (us, name))
-    held = " ".join(f"{us:.0f}" for name, us in took.items() if name.startswith("triton.held"))
+    each = " ".join(
+        f"{us:.0f}"
+        for name, us in took.items()
+        if name.startswith(("triton.held", "triton.groups"))
+    )
     said = ", ".join(f"{kind} {us:.0f} ({least / us:.2f})" for kind, (us, _) in best.items())
     kind = "gradient" if backward else "forward"
-    print(f"{kind} [{LINES}, {columns}] {str(dtype)[6:]}: {said}; held by configuration: {held}", *wrong, flush=True)  # fmt: skip
+    print(f"{kind} [{lines(columns)}, {columns}] {str(dtype)[6:]}: {said}; held or in groups by configuration: {each}", *wrong, flush=True)  # fmt: skip
 
 
 def reachable() -> float:
@@ -126,7 +135,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=120.0)
-    end = time.monotonic() + parser.parse_args().seconds
+    parser.add_argument("--columns", type=int, nargs="+", help="these, of every dtype and tensor")
+    args = parser.parse_args()
+    end = time.monotonic() + args.seconds
     registry.ready("cuda")
     gbs = reachable()
     print(
@@ -137,7 +148,7 @@ def main() -> int:
             (columns, dtype, backward)
             for backward, lengths in ((False, ROWS), (True, PAIRS))
             for dtype in DTYPES
-            for columns in lengths[dtype.itemsize]
+            for columns in args.columns or lengths[dtype.itemsize]
         ]
         for each in asked:
             op, key, _ = problem(*each)

@@ -1,0 +1,62 @@
+"""softmax and its gradient by Triton over rows that begin at odd places: in whole aligned groups of 16 bytes, and the ends apart."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...numerics import DTYPES
+from ...op import Config, Launcher
+from ...plans import Key
+from ..common import triton_rows, triton_softmax_groups, wiring
+from . import SOFTMAX, SOFTMAX_BACKWARD
+from . import triton_rows as rows_of
+from .triton_rows import Shape
+
+
+def describe(key: Key) -> Shape | str:
+    """Contiguous rows of one dtype that are no multiple of 16 bytes, of tensors that begin at one."""
+    found = rows_of.describe(key)
+    if isinstance(found, str):
+        return found
+    _, columns, dtype, _, align = found
+    return triton_softmax_groups.refusal(columns, dtype, align) or found
+
+
+def configs(shape: Shape, backward: bool) -> list[dict[str, Any]]:
+    """Configurations, best guess first."""
+    return triton_softmax_groups.groups_configs(shape[1], shape[2], backward)
+
+
+def build(shape: Shape, config: Config, device: torch.device, backward: bool) -> Launcher:
+    """The launcher of forward, or of backward over (dy, y)."""
+    rows, columns, dtype, out, _ = shape
+    start = triton_softmax_groups.groups_launcher(
+        rows, columns, dtype, dict(config), device, backward
+    )
+    empty, stride, made = wiring.empty(device), wiring.contiguous(out), DTYPES[dtype]
+
+    def forward(x: torch.Tensor) -> Any:
+        y = empty(out, stride, made)
+        return (y,) if start(x, y) else None
+
+    def gradient(dy: torch.Tensor, y: torch.Tensor) -> Any:
+        dx = empty(out, stride, made)
+        return (dx,) if start(y, dy, dx) else None
+
+    return gradient if backward else forward
+
+
+_SOURCES = (triton_softmax_groups, triton_rows, rows_of, sys.modules[__name__])
+for _op, _backward in ((SOFTMAX, False), (SOFTMAX_BACKWARD, True)):
+    wiring.described(
+        _op,
+        "triton.groups",
+        describe,
+        partial(configs, backward=_backward),
+        partial(build, backward=_backward),
+        _SOURCES,
+    )

@@ -1,0 +1,220 @@
+"""Softmax of rows that begin at odd places, in aligned groups: kernels against float64, the candidate, what the compiler makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+
+import tensorlogic  # isort: skip  (after the interpreter is asked for)
+from tensorlogic import registry, study  # isort: skip
+from tensorlogic.compiling import CompileFailure  # isort: skip
+from tensorlogic.op import OPS, Candidate  # isort: skip
+from tensorlogic.ops.common import triton_launch  # isort: skip
+from tensorlogic.ops.common import triton_softmax_groups as kernels  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
+SHAPES = (
+    (1, 33),
+    (9, 47),
+    (5, 250),
+    (3, 263),
+    (10, 333),
+    (4, 1001),
+    (2, 1029),
+)  # every remainder, and rows that end with their tile or a group behind it
+
+
+def configs(columns: int, dtype: str, backward: bool) -> list[dict[str, Any]]:
+    """What is offered, and a swept one where none is."""
+    swept = {"strategy": "swept", "LANES": 32, "num_warps": 1}
+    return [*kernels.groups_configs(columns, dtype, backward), swept]
+
+
+def softmax(x: Tensor, dtype: str, config: dict[str, Any]) -> Tensor:
+    """y of x [R, C], from a poisoned output, beside which nothing is written."""
+    y = poisoned(*x.shape, dtype=dtype)
+    assert kernels.groups_launcher(*x.shape, dtype, config, DEVICE)(x, y)
+    return y
+
+
+def softmax_backward(dy: Tensor, y: Tensor, dtype: str, config: dict[str, Any]) -> Tensor:
+    """dx, likewise."""
+    dx = poisoned(*y.shape, dtype=dtype)
+    assert kernels.groups_launcher(*y.shape, dtype, config, DEVICE, backward=True)(y, dy, dx)
+    return dx
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_softmax_in_groups(dtype: str, shape: tuple[int, int]) -> None:
+    x = rand(*shape, dtype=dtype, scale=4.0)
+    want = torch.softmax(x.double(), 1).to(TORCH[dtype])
+    for config in configs(shape[1], dtype, False):
+        close(softmax(x, dtype, config), want, dtype, 0.01)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_gradients_in_groups(dtype: str, shape: tuple[int, int]) -> None:
+    y = torch.softmax(rand(*shape, scale=4.0), 1).to(TORCH[dtype])
+    dy = rand(*shape, dtype=dtype, seed=1)
+    dy[0, -1] = float("nan")  # its row is NaN, no other
+    p, g = y.double(), dy.double()
+    want = (p * (g - (p * g).sum(1, keepdim=True))).to(TORCH[dtype])
+    for config in configs(shape[1], dtype, True):
+        close(softmax_backward(dy, y, dtype, config), want, dtype, 0.5)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_special_rows(dtype: str) -> None:
+    """Nothing finite but at an end or in the groups, infinities and NaN in either, a row of -inf alone, and the ends of the range."""
+    x, low, most = rand(14, 77, dtype=dtype), float("-inf"), torch.finfo(TORCH[dtype]).max
+    x[0, :-1] = x[1, 1:] = x[2, :20] = x[2, 21:] = low
+    x[3, 0], x[4, 30], x[5, -1] = float("inf"), float("inf"), float("inf")
+    x[6, 0], x[7, 30], x[8, -1] = float("nan"), float("nan"), float("nan")
+    x[9] = low
+    x[10, 0] = x[11, -1] = x[12, 30] = most
+    x[13] = -most
+    want = torch.softmax(x.double(), 1)
+    assert want.isnan().any(1).tolist() == [False] * 3 + [True] * 7 + [False] * 4
+    for config in configs(77, dtype, False):
+        close(softmax(x, dtype, config), want.to(TORCH[dtype]), dtype, 0.01)
+
+
+def candidate(name: str) -> Candidate:
+    registry.ready(DEVICE.type)
+    return OPS[name].candidates["triton.groups"]
+
+
+@pytest.mark.parametrize("shape", [(7, 333), (2, 3, 101), (4101,), (2, 4099)])
+def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape).half()
+    y = torch.softmax(x, -1)
+    for name, args in (
+        ("softmax", [x, x.dim() - 1, False]),
+        ("softmax_backward", [x, y, x.dim() - 1]),
+    ):
+        op, served = OPS[name], candidate(name)
+        key = op.key(args, "inference" if name == "softmax" else "backward")
+        assert served.unfit(key) is None
+        checker, offered = study.Checker(op, key, DEVICE), served.configs(key)
+        assert 2 <= len(offered) <= 9
+        for config in (offered[0], offered[-1]):
+            verdict = checker._probe(served.bind(key, config, DEVICE), 0, 0)[1]
+            assert verdict, (key.text, config, verdict.reason)
+
+
+def test_a_public_call_is_served() -> None:
+    candidate("softmax")
+    x, dy = rand(6, 333, dtype="f16").requires_grad_(), rand(6, 333, dtype="f16", seed=1)
+    wide = x.detach().double().requires_grad_()
+    torch.softmax(wide, 1).backward(dy.double())
+    with tensorlogic.policy(tune="off", force={"softmax": "triton.groups", "softmax_backward": "triton.groups"}):  # fmt: skip
+        y = tensorlogic.softmax(x, 1)
+        y.backward(dy)
+    close(y.detach(), torch.softmax(wide.detach(), 1), "f16", 0.1)
+    assert x.grad is not None
+    assert wide.grad is not None
+    close(x.grad, wide.grad, "f16", 0.1)
+
+
+def test_what_is_left_to_others_is_named() -> None:
+    said = candidate("softmax").supports
+    half = torch.empty(9, 333).half()
+    for x, reason in (
+        (torch.empty(9, 336).half(), "begin at 16-byte addresses"),
+        (torch.empty(9, 4), "begin at 16-byte addresses"),
+        (torch.empty(9, 31).half(), "too short"),
+        (torch.empty(9, 15), "too short"),
+        (torch.empty(9, 333, dtype=torch.float64), "f64"),
+        (torch.empty(0, 333), "empty"),
+        (half[:, 1:], "not contiguous"),
+        (half.flatten()[1:].view(4, -1), "tensors at 16-byte addresses"),
+    ):
+        key = OPS["softmax"].key([x, 1, False], "inference")
+        assert reason in str(said(key)), (reason, said(key))
+    assert said(OPS["softmax"].key([half, 1, False], "inference")) is None
+    assert said(OPS["softmax"].key([torch.empty(9, 17), 1, False], "inference")) is None
+
+
+def test_a_configuration_that_holds_too_little_is_refused() -> None:
+    config = {"strategy": "held", "ROWS": 2, "num_warps": 4}
+    with pytest.raises(CompileFailure, match="does not fit rows of 5003"):
+        kernels.groups_launcher(4, 5003, "f32", config, DEVICE)
+
+
+LENGTHS = (
+    333,
+    1001,
+    8189,
+    12285,
+    16381,
+    28661,
+    40957,
+)  # the last the longest that 16 and 32 warps hold, of one tensor or two
+
+
+def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest rows of each configuration among them."""
+    cuda, jobs = torch.device("cuda", 0), []
+    for sm, columns, dtype, backward in (
+        *itertools.product((90,), LENGTHS, ("f16",), (False, True)),
+        *itertools.product((90,), (333, 8189), ("f32",), (False, True)),
+        *itertools.product((80, 100), (20001,), ("bf16",), (False, True)),
+    ):
+        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
+        for config in kernels.groups_configs(columns, dtype, backward):
+
+            def build(c: int = columns, d: str = dtype, g: Any = config, b: bool = backward) -> Any:
+                return kernels.groups_launcher(4096, c, d, g, cuda, b)
+
+            jobs += triton_launch.collect(build, cuda)
+    jobs = list(dict.fromkeys(jobs))
+    assert {job.kernel for job in jobs} == {kernel.__name__ for kernel in kernels.KERNELS.values()}
+    bad = {}
+    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+        if not isinstance(answer, triton_launch.Resources) or answer.stack:
+            bad[f"{job.kernel} sm_{job.sm} {job.num_warps} {dict(job.constexprs)}"] = answer
+    assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())
+
+
+ACCESSES = """
+import pickle, sys
+from tensorlogic.ops.common import triton_launch
+texts = [triton_launch.run_compile_job(job).asm["ptx"] for job in pickle.load(sys.stdin.buffer)]
+sys.stdout.buffer.write(pickle.dumps(texts))
+"""
+
+
+def test_groups_are_accessed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread has one access of 16 bytes a group and tensor, and one of an element for the ends of a row."""
+    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    cuda, config = torch.device("cuda", 0), {"strategy": "held", "ROWS": 2, "num_warps": 2}
+    jobs = [
+        triton_launch.collect(
+            lambda b=backward: kernels.groups_launcher(4096, 333, "f16", config, cuda, b), cuda
+        )[0]
+        for backward in (False, True)
+    ]
+    path = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-c", ACCESSES],
+        input=pickle.dumps(jobs), stdout=subprocess.PIPE, check=True,
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path},
+    )  # fmt: skip
+    for text, tensors in zip(pickle.loads(done.stdout), (1, 2), strict=True):
+        found = re.findall(r"(ld|st)\.global\S*\.(v4\.b32|b16)", text)
+        for access, count in (("ld", 2 * tensors), ("st", 2)):
+            assert found.count((access, "v4.b32")) == count, text
+            assert found.count((access, "b16")) == count, text

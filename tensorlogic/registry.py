@@ -54,6 +54,7 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.pointwise.triton_elementwise",
     "tensorlogic.ops.reduce.triton_reduce",
     "tensorlogic.ops.reduce.triton_spins",
+    "tensorlogic.ops.reduce.triton_groups",
     "tensorlogic.ops.softmax.triton_rows",
     "tensorlogic.ops.softmax.triton_lines",
     "tensorlogic.ops.softmax.triton_parts",

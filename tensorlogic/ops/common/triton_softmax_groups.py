@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tensorlogic.ops.common.triton_fitting import fitting
+from tensorlogic.ops.common.triton_groups import SIZE, held, holds, parts_of, tiles
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import follow
 from tensorlogic.ops.common.triton_rows import (
@@ -19,17 +20,6 @@ from tensorlogic.ops.common.triton_rows import (
     row_statistics,
     with_ends,
 )
-
-
-@triton.jit
-def parts_of(row, R, C, WIDTH: tl.constexpr):
-    """Of one row: where its groups begin and how many elements they have; where those at its ends lie, and which there are, [2 * WIDTH]."""
-    first, length = row_body(row, C, WIDTH)
-    length = tl.where(row < R, length, 0)
-    lane = tl.arange(0, 2 * WIDTH)
-    at = tl.where(lane < WIDTH, lane, first + length + lane - WIDTH)
-    inside = (at < tl.where(lane < WIDTH, tl.minimum(first, C), C)) & (row < R)
-    return tl.multiple_of(row * C + first, WIDTH), length, row * C + at, inside
 
 
 @triton.jit
@@ -161,49 +151,20 @@ def softmax_bwd_groups_swept(
     tl.store(dx_ptr + end, (y_end * (dy_end - dot)).to(dx_ptr.dtype.element_ty), mask=some)
 
 
-SIZE = {"f16": 2, "bf16": 2, "f32": 4}
-SHORTEST = 4  # groups of a row: of fewer the ends are most
-MOST = {1: 8, 2: 8, 4: 8, 8: 8, 16: 7, 32: 5}  # by warps: groups of a row that a thread holds
-TOGETHER = 4  # groups of several rows at most
 SWEPT = ((8, 2), (8, 1), (16, 2))  # warps, groups of a thread
 
 
-def refusal(columns: int, dtype: str, align: int) -> str | None:
-    """Why rows are left to kernels that need not look for groups in them, or None."""
-    width = 16 // SIZE[dtype]
-    if align < 16:
-        return "rows of tensors at 16-byte addresses are required"
-    if columns % width == 0:
-        return "rows begin at 16-byte addresses"
-    return None if columns >= SHORTEST * width else f"rows of {columns} are too short"
-
-
-def _tiles(columns: int, dtype: str, warps: int) -> int:
-    """Tiles of a row, of a group a thread each."""
-    return int(triton.cdiv(columns * SIZE[dtype], 32 * 16 * warps))
-
-
-def _holds(columns: int, dtype: str, config: dict[str, Any], tensors: int) -> bool:
-    """Whether the registers of a program hold its rows."""
-    warps, rows = config["num_warps"], config["ROWS"]
-    most = MOST[warps] if rows == 1 else TOGETHER
-    return _tiles(columns, dtype, warps) * rows * tensors <= most
-
-
 def groups_configs(columns: int, dtype: str, backward: bool) -> list[dict[str, Any]]:
-    """Configurations, best guess first: rows that a program holds, as few warps as can, and "swept" ones."""
-    found: list[dict[str, Any]] = []
-    for rows in (1, 2, 4):
-        for warps in MOST:
-            config = {"strategy": "held", "ROWS": rows, "num_warps": warps}
-            idle = warps > 1 and _tiles(columns, dtype, warps // 2) == 1
-            if not idle and _holds(columns, dtype, config, 1 + backward):
-                found.append(config)
+    """Configurations, best guess first: rows that a program holds, and "swept" ones."""
+    found = [
+        {"strategy": "held", "ROWS": rows, "num_warps": warps}
+        for rows, warps in held(columns, dtype, 1 + backward)
+    ]
     swept = [
         {"strategy": "swept", "LANES": 32 * warps * loads, "num_warps": warps}
         for warps, loads in SWEPT
     ]
-    return found[:6] + (swept if _tiles(columns, dtype, 16) > 1 else [])
+    return found[:6] + (swept if tiles(columns, dtype, 16) > 1 else [])
 
 
 KERNELS = {
@@ -223,21 +184,22 @@ def groups_launcher(
     backward: bool = False,
 ) -> Callable[..., bool]:
     """A callable (x, y) -> bool over contiguous [rows, columns] at 16-byte addresses, or (y, dy, dx) -> bool, its gradient."""
-    held, names = config["strategy"] == "held", ("y", "dy", "dx") if backward else ("x", "y")
-    if held:
-        fits = _holds(columns, dtype, config, 1 + backward)
+    once, warps = config["strategy"] == "held", config["num_warps"]
+    names = ("y", "dy", "dx") if backward else ("x", "y")
+    parts: dict[str, int] = {}
+    if once:
+        fits = holds(columns, dtype, config["ROWS"], warps, 1 + backward)
         fitting(fits, "softmax", config, f"rows of {columns}")
-    warps = config["num_warps"]
-    parts = {"ROWS": config["ROWS"], "TILES": _tiles(columns, dtype, warps)} if held else {}
+        parts = {"ROWS": config["ROWS"], "TILES": tiles(columns, dtype, warps)}
     return prepare(
         KERNELS[config["strategy"], backward],
         grid=(triton.cdiv(rows, config.get("ROWS", 1)), 1, 1),
         pointers={f"{name}_ptr": dtype for name in names},
-        integers={"R": rows, "C": columns} if held else {"C": columns},
+        integers={"R": rows, "C": columns} if once else {"C": columns},
         floats=(),
         constexprs={
             **parts,
-            "LANES": 32 * warps if held else config["LANES"],
+            "LANES": 32 * warps if once else config["LANES"],
             "WIDTH": 16 // SIZE[dtype],
         },
         num_warps=warps,

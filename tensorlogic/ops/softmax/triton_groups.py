@@ -11,7 +11,7 @@ import torch
 from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ...plans import Key
-from ..common import triton_rows, triton_softmax_groups, wiring
+from ..common import triton_groups, triton_rows, triton_softmax_groups, wiring
 from . import SOFTMAX, SOFTMAX_BACKWARD
 from . import triton_rows as rows_of
 from .triton_rows import Shape
@@ -23,7 +23,7 @@ def describe(key: Key) -> Shape | str:
     if isinstance(found, str):
         return found
     _, columns, dtype, _, align = found
-    return triton_softmax_groups.refusal(columns, dtype, align) or found
+    return triton_groups.refusal(columns, dtype, align) or found
 
 
 def configs(shape: Shape, backward: bool) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def build(shape: Shape, config: Config, device: torch.device, backward: bool) ->
     return gradient if backward else forward
 
 
-_SOURCES = (triton_softmax_groups, triton_rows, rows_of, sys.modules[__name__])
+_SOURCES = (triton_softmax_groups, triton_groups, triton_rows, rows_of, sys.modules[__name__])
 for _op, _backward in ((SOFTMAX, False), (SOFTMAX_BACKWARD, True)):
     wiring.described(
         _op,

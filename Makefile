@@ -30,14 +30,15 @@ endif
 bench: setup
 	$(PYTHON) -m tensorlogic.cli bench $(BENCH) --json $(RESULT) --report
 
-# Several test processes share the cores: threads that wait by spinning would take them from each other.
+# Several test processes share the cores: threads that wait by spinning would take them from each other. Some 200 tests start a
+# process of their own: bytecode is kept for them, whatever the environment says of it.
 test: setup
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m tensorlogic.bench.readme --check $(GENERATED)
 	$(PYTHON) -m tensorlogic.bench.precision_page --check
-	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -n $(JOBS) --dist loadfile
+	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -n $(JOBS) --dist loadfile
 
 tables: setup
 	$(PYTHON) -m tensorlogic.bench.readme $(GENERATED)

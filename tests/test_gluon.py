@@ -345,6 +345,18 @@ PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its 
 }  # fmt: skip
 
 
+PASSED: set[str] = set()  # what notices plants, and has passed without one
+
+
+def passes(notices: Callable[[], None]) -> None:
+    """Without a plant, once a process."""
+    called = notices if isinstance(notices, partial) else partial(notices)
+    name = f"{called.func.__name__} {called.args} {called.keywords}"
+    if name not in PASSED:
+        notices()
+        PASSED.add(name)
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, right, wrong, notices = PLANTED[name]
@@ -356,7 +368,7 @@ def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
             raise ValueError(f"nothing to plant in {module}: {right}")
         return text.replace(right, wrong)
 
-    notices()
+    passes(notices)
     monkeypatch.setattr(triton_launch, "prepare", partial(standin.prepare, edit=edit))
     monkeypatch.setattr(standin, "prepare", triton_launch.prepare)
     with pytest.raises(AssertionError):

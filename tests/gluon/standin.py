@@ -51,11 +51,13 @@ class Plain(ast.NodeTransformer):
 
 
 @functools.cache
-def source(
-    module: str, edit: Callable[[str, str], str]
-) -> tuple[list[tuple[bool, Any]], dict[str, list[str]]]:
-    """The functions and constants of a module of kernels, `edit`ed (module, text) before, and what it takes from others."""
-    text = edit(module, inspect.getsource(importlib.import_module(module)))
+def text_of(module: str) -> str:
+    return inspect.getsource(importlib.import_module(module))
+
+
+@functools.cache
+def source(module: str, text: str) -> tuple[list[tuple[bool, Any]], dict[str, list[str]]]:
+    """The functions and constants of a module of kernels with this text, and what it takes from others."""
     tree = ast.parse(text)
     tree.body = [n for n in tree.body if not isinstance(n, ast.FunctionDef) or n.decorator_list]
     tree = Plain().visit(tree)
@@ -96,7 +98,7 @@ def namespace(module: str, program: Program, edit: Callable[[str, str], str]) ->
         "fence_async_shared": lambda: None, "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
         "warpgroup_mma": under_way, "warpgroup_mma_wait": waited, "mma_v2": lambda x, w, acc: acc + x @ w, "range": counted, "_converted": converted,
     }  # fmt: skip
-    own, taken = source(module, edit)
+    own, taken = source(module, edit(module, text_of(module)))
     for theirs, names in taken.items():
         found = namespace(theirs, program, edit)
         scope |= {name: found[name] for name in names if name in found}

@@ -72,6 +72,8 @@ class Rows:
 @pytest.mark.parametrize(("columns", "config", "dtype", "reduction"), [
     (256, {"LANES": 32}, "f16", "mean"), (200, {"LANES": 8}, "f16", "sum"),
     (504, {"LANES": 32}, "f32", "mean"), (504, {"num_warps": 4}, "bf16", "sum"),
+    (77, {"LANES": 4}, "f16", "mean"), (333, {"LANES": 8}, "bf16", "sum"), (263, {"LANES": 16}, "f16", "sum"),  # from odd places
+    (201, {"LANES": 8}, "f32", "mean"), (522, {"LANES": 32}, "f16", "mean"), (47, {"LANES": 8}, "f32", "sum"),
 ])  # fmt: skip
 def test_against_float64_with_the_same_bits_whatever_was_guessed(
     columns: int, config: dict[str, int], dtype: str, reduction: str
@@ -79,15 +81,16 @@ def test_against_float64_with_the_same_bits_whatever_was_guessed(
     check_bits(Rows(4, columns, dtype, reduction, **config))
 
 
+@pytest.mark.parametrize("columns", [504, 501])
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
-def test_gradients_at_the_ends_of_the_range(dtype: str) -> None:
+def test_gradients_at_the_ends_of_the_range(dtype: str, columns: int) -> None:
     """As a mask makes them: the most negative number alone, and with others; and a row of the largest."""
-    made = Rows(4, 504, dtype, "sum", LANES=32)
+    made = Rows(4, columns, dtype, "sum", LANES=32)
     x, least = made.x, torch.finfo(made.x.dtype).min
     x[0, :300], x[1], x[3] = least, least, -least
     made.t[0], made.t[2] = 400, 5
     dx = made.forward(cell(1.0))
-    want = torch.softmax(x.double(), 1) - F.one_hot(made.t, 504)
+    want = torch.softmax(x.double(), 1) - F.one_hot(made.t, columns)
     close(dx, want, dtype, 0.1)
     close(made.y, F.cross_entropy(x.double(), made.t, reduction="sum")[None], dtype)
 
@@ -146,18 +149,31 @@ def test_gradients_that_are_no_usual_numbers(dy: float) -> None:
         assert torch.equal(got.signbit() & ~want.isnan(), want.signbit() & ~want.isnan())
 
 
-def test_special_rows() -> None:
-    rows = Rows(7, 256, "f16", "sum")
-    rows.x[0, 3], rows.x[1, :], rows.x[3, 200] = float("nan"), float("-inf"), float("inf")
-    rows.x[2, 5] = float("nan")  # the row that is ignored
-    rows.t[4], rows.t[5] = 256, -1
+@pytest.mark.parametrize("columns", [256, 261])
+def test_special_rows(columns: int) -> None:
+    """In the groups of a row, and with odd columns at its ends."""
+    rows = Rows(7, columns, "f16", "sum")
+    rows.x[0, 3], rows.x[1, :], rows.x[3, columns - 1] = float("nan"), float("-inf"), float("inf")
+    rows.x[2, 5] = rows.x[2, 0] = float("nan")  # the row that is ignored
+    rows.t[4], rows.t[5] = columns, -1
     for guess in (1.0, 2.0):
         dx = rows.settle(rows.forward(known := cell(guess)), 1.0, known)
         assert rows.y.isnan().all()
         assert dx[[0, 1, 3, 4, 5]].isnan().all()
         assert torch.equal(dx[2], torch.zeros_like(dx[2]))
-        want = torch.softmax(rows.x[6].double(), 0) - F.one_hot(rows.t[6], 256)
+        want = torch.softmax(rows.x[6].double(), 0) - F.one_hot(rows.t[6], columns)
         close(dx[6], want, "f16", 0.1)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_targets_at_every_place_of_a_row_from_odd_places(dtype: str) -> None:
+    """Before, in and behind its groups: the gradient there is that of the target."""
+    for first in (0, 40, 69):
+        rows = Rows(8, 77, dtype, "sum", LANES=8)
+        rows.t = torch.arange(8) + first
+        want = torch.softmax(rows.x.double(), 1) - F.one_hot(rows.t, 77)
+        for guess in (1.0, 2.0):
+            close(rows.settle(rows.forward(known := cell(guess)), 1.0, known), want, dtype, 0.1)
 
 
 def test_large_logits_cost_no_accuracy() -> None:
@@ -305,7 +321,8 @@ def test_configurations_hold_a_row_and_compile_without_spilling(
 ) -> None:
     monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
     cuda, jobs = torch.device("cuda", 0), []
-    for columns, dtype in ((32000, "f16"), (50000, "bf16"), (1024, "f16"), (16384, "f32")):
+    even = ((32000, "f16"), (50000, "bf16"), (1024, "f16"), (16384, "f32"))
+    for columns, dtype in (*even, (30522, "f16"), (50257, "bf16"), (1001, "f16"), (16001, "f32")):
         for config in together.together_configs(columns, dtype)[:1]:
 
             def build(c: int = columns, d: str = dtype, config: Any = config) -> object:
@@ -323,9 +340,10 @@ def test_configurations_hold_a_row_and_compile_without_spilling(
     jobs += triton_launch.collect(  # a row, and an index, that the compiler takes for constants
         lambda: cross_entropy_held.held_launcher(1, 50000, "f16", "sum", 1, one, cuda, 132), cuda
     )
-    jobs += triton_launch.collect(
-        lambda: together.settle_launcher(4096, 32000, "f16", "f16", -100, cuda, 132), cuda
-    )
+    for columns in (32000, 30522):
+        jobs += triton_launch.collect(
+            lambda c=columns: together.settle_launcher(4096, c, "f16", "f16", -100, cuda, 132), cuda
+        )
     jobs = list(dict.fromkeys(jobs))
     for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
@@ -339,7 +357,8 @@ def test_configurations_hold_a_row_and_compile_without_spilling(
 def test_refusals() -> None:
     assert "smoothing" in str(together.together_refusal(4096, "f16", "mean", 0.1, 16))
     assert "reduced" in str(together.together_refusal(4096, "f16", "none", 0.0, 16))
-    assert "whole groups" in str(together.together_refusal(4097, "f16", "mean", 0.0, 16))
+    assert "too short to be cut" in str(together.together_refusal(31, "f16", "mean", 0.0, 16))
+    assert together.together_refusal(4097, "f16", "mean", 0.0, 16) is None
     assert "16-byte" in str(together.together_refusal(4096, "f16", "mean", 0.0, 2))
     assert together.together_refusal(32000, "f16", "mean", 0.0, 16) is None
     config = {"LANES": 256, "num_warps": 8}

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common.triton_cross_entropy import sum_losses, write_loss
+from tensorlogic.ops.common.triton_groups import SHORTEST, parts_of
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import follow
 from tensorlogic.ops.common.triton_rows import finite_or_zero
@@ -136,6 +137,13 @@ def put(
 
 
 @triton.jit
+def put_ends(ptr, x, inside, c, scale, live):
+    """The same of the elements at a row's ends, where they lie."""
+    d = tl.where(live, gradient(x, c, scale, ptr.dtype.element_ty), 0.0)
+    tl.store(ptr, d, mask=inside, cache_modifier=".cs")
+
+
+@triton.jit
 def count_valid(t_ptr, R, IGNORE, BLOCK: tl.constexpr):
     """How many of t[:R] are not IGNORE."""
     lane = tl.arange(0, BLOCK)
@@ -149,13 +157,13 @@ def count_valid(t_ptr, R, IGNORE, BLOCK: tl.constexpr):
 @triton.jit
 def cross_entropy_together(
     x_ptr, t_ptr, loss_ptr, lse_ptr, y_ptr, share_ptr, counter_ptr, cell_ptr, used_ptr, dx_ptr, R, C, IGNORE,
-    MEAN: tl.constexpr, HELD: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
+    MEAN: tl.constexpr, HELD: tl.constexpr, EVEN: tl.constexpr, ODD: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum or mean of the losses of x [R, C], and dx = g share (softmax(x) - one-hot) for the g guessed in cell; float32.
 
     A program holds HELD tiles, a row, in registers, so that x is read once: 4 bytes an element in float16 where forward and backward
-    move 6. C is a multiple of WIDTH, EVEN: of a tile. The loop is left after a row where there is a program for each;
+    move 6. C is a multiple of WIDTH, EVEN: of a tile; or ODD: the tiles are a row's aligned groups, and its ends are held apart. The loop is left after a row where there is a program for each;
     without it the compiler asks for half of the row only when it has used the other half. An H200, 4096 x 32000 in float16: 142 us,
     0.85 of the reachable bandwidth, two kernels 202; what reads again from L2 what it did not hold: 173 to 297."""
     follow(PDL)
@@ -170,10 +178,16 @@ def cross_entropy_together(
     )  # 0, which the compiler does not know: what was unpacked before is unpacked again
     w_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     t = tl.load(t_ptr + pid)
+    if ODD:
+        begin, length, at_e, some = parts_of(pid + zero, R, C, WIDTH)
+        ends = tl.load(x_ptr + at_e, mask=some, other=float("-inf")).to(tl.float32)
+        at_w, W = begin // (WIDTH // WORDS), length // (WIDTH // WORDS)
     held = ()
     for k in tl.static_range(HELD):
+        if not ODD:
+            at_w = (pid + zero) * W
         held = held + (  # type: ignore[assignment]  # noqa: RUF005  (Triton has no stars)
-            words(w_ptr + (pid + zero) * W, k * TILE, W, EVEN or k < HELD - 1, LANES, WORDS),
+            words(w_ptr + at_w, k * TILE, W, EVEN or k < HELD - 1 - ODD, LANES, WORDS),
         )
     guess = tl.load(cell_ptr) ^ ONE
     sure = tl.load(cell_ptr + 1) == 0
@@ -192,12 +206,16 @@ def cross_entropy_together(
         m = tl.full([LANES], float("-inf"), tl.float32)
         norm = tl.zeros([LANES], tl.float32)
         for k in tl.static_range(HELD):
-            m, norm = step(m, norm, held[k], piece < W - k * TILE, EVEN or k < HELD - 1, kind)
+            m, norm = step(m, norm, held[k], piece < W - k * TILE, EVEN or k < HELD - 1 - ODD, kind)
         peak = tl.max(m, 0)
+        if ODD:
+            peak = tl.maximum(peak, based(tl.max(ends, 0), kind))
         part = norm * raised(m - finite_or_zero(peak), kind)
         part = (part.to(tl.int32, bitcast=True) ^ none).to(tl.float32, bitcast=True)  # rounded: an
         # exchange fused with the product adds what one thread has not rounded, and threads then differ in their sums' last bit
         total = tl.sum(part, 0)
+        if ODD:
+            total += tl.sum(exponential(ends, finite_or_zero(peak), kind), 0)
         log = tl.log2(total) if kind == tl.float16 else tl.log(total)
         c = peak + log
         rest = (peak - c) + log  # what rounding took from c
@@ -211,16 +229,41 @@ def cross_entropy_together(
         own = tl.where(known, (guess.to(tl.float32, bitcast=True) * share), float("nan"))
         scale = raised(-rest, kind) * own
         new = ()
+        here, size, next_w = first, C, W
+        if ODD:
+            here, size = begin, length
+            if sure:
+                put_ends(dx_ptr + at_e, ends, some, c, scale, live)
+            begin, length, at_e, some = parts_of(after + zero, R, C, WIDTH)
+            ends = tl.load(x_ptr + at_e, mask=some, other=float("-inf")).to(tl.float32)
+            at_w, next_w = begin // (WIDTH // WORDS), length // (WIDTH // WORDS)
         for k in tl.static_range(HELD):
             start = k * LANES * WIDTH
             if sure:
                 v = held[k] ^ none
-                put(dx_ptr + first, start, C, v, c, scale, live, EVEN or k < HELD - 1, LANES, WIDTH)
+                put(
+                    dx_ptr + here,
+                    start,
+                    size,
+                    v,
+                    c,
+                    scale,
+                    live,
+                    EVEN or k < HELD - 1 - ODD,
+                    LANES,
+                    WIDTH,
+                )
             at = k * TILE + piece
-            there = w_ptr + (after + zero) * W + at
-            following = tl.load(there, mask=(at < W) & more, other=0, eviction_policy="evict_first")
+            if not ODD:
+                at_w = (after + zero) * W
+            there = w_ptr + at_w + at
+            following = tl.load(
+                there, mask=(at < next_w) & more, other=0, eviction_policy="evict_first"
+            )
             new = new + (following,)  # type: ignore[assignment]  # noqa: RUF005
         held = new
+        if ODD:
+            W = next_w
         if sure:
             tl.debug_barrier()
             d = (gradient(x_t, c, raised(-rest, kind), kind) - 1.0) * own
@@ -251,7 +294,7 @@ def cross_entropy_share(
 @triton.jit
 def cross_entropy_settle(
     x_ptr, t_ptr, lse_ptr, dy_ptr, share_ptr, used_ptr, cell_ptr, dx_ptr, R, C, IGNORE,
-    LANES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    ODD: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dx as `cross_entropy_together` would have made it had it known dy: nothing to do where it guessed right.
 
@@ -279,7 +322,11 @@ def cross_entropy_settle(
     for unit in range(pid + zero, todo, programs):
         row = (unit + zero) // tiles
         tile = (unit + zero) % tiles
-        v = words(w_ptr + row * W, tile * LANES * WORDS, W, False, LANES, WORDS)
+        at_w = row * W
+        if ODD:
+            here, length, at_e, some = parts_of(row, R, C, WIDTH)
+            at_w, W = here // (WIDTH // WORDS), length // (WIDTH // WORDS)
+        v = words(w_ptr + at_w, tile * LANES * WORDS, W, False, LANES, WORDS)
         t = tl.load(t_ptr + row)
         c = tl.load(lse_ptr + row)
         rest = tl.load(lse_ptr + R + row)
@@ -287,16 +334,24 @@ def cross_entropy_settle(
         known = (t >= 0) & (t < C)
         own = tl.where(known, factor, float("nan"))
         scale = raised(-rest, kind) * own
-        to = dx_ptr + row * C
-        put(to, tile * TILE, C, v, c, scale, live, False, LANES, WIDTH)
+        if not ODD:
+            here, length = row * C, C
+        put(dx_ptr + here, tile * TILE, length, v, c, scale, live, False, LANES, WIDTH)
         target = tl.where(known, t, 0)
-        if target // TILE == tile:
+        owner = target // TILE
+        if ODD:
+            if tile == 0:  # this tile's program has the ends, too
+                ends = tl.load(x_ptr + at_e, mask=some, other=0.0).to(tl.float32)
+                put_ends(dx_ptr + at_e, ends, some, c, scale, live)
+            spot = target - (here - row * C)
+            owner = tl.where((spot >= 0) & (spot < length), spot // TILE, 0)
+        if owner == tile:
             x_t = tl.load(x_ptr + row * C + target, mask=known & live, other=float("nan")).to(
                 tl.float32
             )
             tl.debug_barrier()
             d = (gradient(x_t, c, raised(-rest, kind), kind) - 1.0) * own
-            tl.store(to + target, d.to(dx_ptr.dtype.element_ty), mask=live)
+            tl.store(dx_ptr + row * C + target, d.to(dx_ptr.dtype.element_ty), mask=live)
 
 
 SIZE = {"f16": 2, "bf16": 2, "f32": 4}
@@ -310,8 +365,10 @@ def together_refusal(
     width = 16 // SIZE[dtype]
     if reduction == "none" or smoothing:
         return "a reduced loss without smoothing is required"
-    if align < 16 or columns % width:
-        return f"rows of whole groups of {width} at 16-byte addresses are required"
+    if align < 16:
+        return "tensors at 16-byte addresses are required"
+    if columns % width and columns < SHORTEST * width:
+        return f"rows of {columns} are too short to be cut into groups of {width}"
     return None
 
 
@@ -371,8 +428,8 @@ def together_launcher(
         integers={"R": rows, "C": columns, "IGNORE": ignore_index},
         floats=(),
         constexprs={
-            "MEAN": reduction == "mean", "HELD": held, "EVEN": columns % (lanes * width) == 0, "BLOCK": 128 * config["num_warps"],
-            "LANES": lanes, "WIDTH": width,
+            "MEAN": reduction == "mean", "HELD": held, "EVEN": columns % (lanes * width) == 0, "ODD": columns % width > 0,
+            "BLOCK": 128 * config["num_warps"], "LANES": lanes, "WIDTH": width,
         },
         num_warps=config["num_warps"],
         num_stages=1,
@@ -405,7 +462,7 @@ def settle_launcher(
         },
         integers={"R": rows, "C": columns, "IGNORE": ignore_index},
         floats=(),
-        constexprs={"LANES": 256, "WIDTH": 16 // SIZE[dtype]},
+        constexprs={"ODD": columns * SIZE[dtype] % 16 > 0, "LANES": 256, "WIDTH": 16 // SIZE[dtype]},
         num_warps=8,
         num_stages=1,
         device=device,

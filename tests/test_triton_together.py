@@ -105,6 +105,8 @@ HELD = {"LANES": 32, "num_warps": 1, "per": 1, "KEPT": 2, "AHEAD": 2}
     (1000, HELD, "f16", "mean"), (1280, HELD, "bf16", "sum"), (504, HELD, "f32", "mean"),
     *((128256, config, "f16", "sum") for config in cross_entropy_held.held_configs(128256, "f16")),
     *((50000, config, "bf16", "mean") for config in cross_entropy_held.held_configs(32000, "bf16")),
+    (1001, HELD, "f16", "mean"), (1285, HELD, "bf16", "sum"), (1281, {**HELD, "KEPT": 3}, "f32", "mean"),
+    *((50257, config, "f16", "sum") for config in cross_entropy_held.held_configs(50257, "f16")),
 ])  # fmt: skip
 def test_rows_held_in_shared_memory(
     columns: int, config: dict[str, int], dtype: str, reduction: str
@@ -329,7 +331,13 @@ def test_configurations_hold_a_row_and_compile_without_spilling(
                 return together.together_launcher(4096, c, d, "mean", -100, config, cuda)
 
             jobs += triton_launch.collect(build, cuda)
-    for columns, dtype in ((128256, "f16"), (50000, "bf16"), (50000, "f32")):
+    for columns, dtype in (
+        (128256, "f16"),
+        (50000, "bf16"),
+        (50000, "f32"),
+        (50257, "f16"),
+        (128257, "bf16"),
+    ):
         for config in cross_entropy_held.held_configs(columns, dtype):
 
             def holding(c: int = columns, d: str = dtype, config: Any = config) -> object:

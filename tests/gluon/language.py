@@ -124,6 +124,10 @@ class Language:
     def convert_layout(self, t: Tensor, layout: Any, assert_trivial: bool = False) -> Tensor:
         return t
 
+    def multiple_of(self, value: Any, by: int) -> Any:
+        assert bool((torch.as_tensor(value) % by == 0).all())
+        return value
+
     def static_assert(self, condition: bool) -> None:
         assert condition
 

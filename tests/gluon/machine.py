@@ -53,9 +53,10 @@ class Pointer:
         return Pointer(self.memory, self.at + step)
 
     def seen_as(self, kind: torch.dtype) -> Pointer:
-        """The same address, of elements of another kind."""
-        at = self.at * self.memory.element_size() // kind.itemsize
-        return Pointer(self.memory.view(kind), at)
+        """The same address, of elements of another kind; the last of memory may be no whole one."""
+        size = self.memory.element_size()
+        whole = len(self.memory) * size // kind.itemsize * kind.itemsize // size
+        return Pointer(self.memory[:whole].view(kind), self.at * size // kind.itemsize)
 
     def live(self, mask: Any) -> tuple[Tensor, Tensor]:
         """(addresses, mask) of one shape; those that are live lie inside."""

@@ -17,11 +17,17 @@ REGISTERS = 65536  # of a multiprocessor
 LEAST_BYTES = (
     64 * 1024
 )  # of rows: shorter ones are held by two programs' registers, which takes 3 % less
+MOST_ODD = (
+    15  # tiles of a row from odd places: beside its ends and more tiles, registers do not suffice
+)
 SIZE = triton_cross_entropy_together.SIZE
 
 
 def tiles(columns: int, dtype: str, config: Mapping[str, Any], tensors: int = 1) -> tuple[int, int]:
-    """(tiles of a row, those of them in shared memory) where a program holds a row of each of `tensors`; none there where it does not."""
+    """(tiles of a row, those of them in shared memory) where a program holds a row of each of `tensors`; none there where it does not.
+
+    Tiles in shared memory are whole: of rows that begin at odd places the last two may not be.
+    """
     lanes, warps, per = config["LANES"], config["num_warps"], config["per"]
     count = -(-columns * SIZE[dtype] // (16 * lanes))
     shared = max(count - config["KEPT"], count // 2)
@@ -30,7 +36,13 @@ def tiles(columns: int, dtype: str, config: Mapping[str, Any], tensors: int = 1)
         2 * words * tensors <= registers(config)
         and shared * 16 * lanes * per * tensors <= SHARED_BYTES
     )
-    return count, shared if fits and config["AHEAD"] <= count else 0
+    whole = shared <= count - 1 - odd(columns, dtype)
+    return count, shared if fits and whole and config["AHEAD"] <= count else 0
+
+
+def odd(columns: int, dtype: str) -> bool:
+    """Whether rows begin at odd places: no multiple of 16 bytes."""
+    return columns * SIZE[dtype] % 16 > 0
 
 
 def registers(config: Mapping[str, Any]) -> int:
@@ -85,8 +97,8 @@ def held_launcher(
         integers={"R": rows, "C": columns, "IGNORE": ignore_index},
         floats=(),
         constexprs={
-            "TILES": count, "SHARED": shared, "AHEAD": config["AHEAD"], "EVEN": columns % (lanes * width) == 0, "LANES": lanes,
-            "WIDTH": width,
+            "TILES": count, "SHARED": shared, "AHEAD": config["AHEAD"], "EVEN": columns % (lanes * width) == 0,
+            "ODD": odd(columns, dtype), "LANES": lanes, "WIDTH": width,
         },
         num_warps=warps,
         registers=registers(config),

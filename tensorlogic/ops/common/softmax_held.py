@@ -9,7 +9,7 @@ import torch
 
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common import triton_launch
-from tensorlogic.ops.common.cross_entropy_held import SIZE, registers, tiles
+from tensorlogic.ops.common.cross_entropy_held import SIZE, odd, registers, tiles
 
 
 def softmax_held_launcher(
@@ -21,7 +21,7 @@ def softmax_held_launcher(
     cores: int,
     backward: bool = False,
 ) -> Callable[..., bool]:
-    """A callable (x, y) -> bool: softmax of contiguous rows [rows, columns] at 16-byte addresses, whole groups of 16 bytes; or
+    """A callable (x, y) -> bool: softmax of contiguous rows [rows, columns], of tensors at 16-byte addresses; or
     (y, dy, dx) -> bool, its gradient; on a Hopper GPU of `cores` multiprocessors. Configurations: `cross_entropy_held.held_configs`."""
     from .triton_softmax_held import softmax_backward_held, softmax_held
 
@@ -39,8 +39,8 @@ def softmax_held_launcher(
         integers={"R": rows, "C": columns},
         floats=(),
         constexprs={
-            "TILES": count, "SHARED": shared, "AHEAD": config["AHEAD"], "EVEN": columns % (lanes * width) == 0, "LANES": lanes,
-            "WIDTH": width,
+            "TILES": count, "SHARED": shared, "AHEAD": config["AHEAD"], "EVEN": columns % (lanes * width) == 0,
+            "ODD": odd(columns, dtype), "LANES": lanes, "WIDTH": width,
         },
         num_warps=config["num_warps"],
         registers=registers(config),

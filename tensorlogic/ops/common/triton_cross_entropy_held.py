@@ -11,6 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tensorlogic.ops.common.triton_cross_entropy_together import (
     LN2,
     ONE,
+    based,
+    exponential,
     gradient,
     high,
     low,
@@ -18,7 +20,18 @@ from tensorlogic.ops.common.triton_cross_entropy_together import (
     step,
     under,
 )
-from tensorlogic.ops.common.triton_rows import finite_or_zero
+from tensorlogic.ops.common.triton_rows import finite_or_zero, row_body
+
+
+@gluon.jit
+def parts_held(row, R, C, WIDTH: gl.constexpr, LIES: gl.constexpr):
+    """`parts_of` in Gluon: where a row's groups begin and how many elements they have; where its ends lie, and which there are."""
+    first, length = row_body(row, C, WIDTH)
+    length = gl.where(row < R, length, 0)
+    lane = gl.arange(0, 2 * WIDTH, LIES)
+    at = gl.where(lane < WIDTH, lane, first + length + lane - WIDTH)
+    inside = (at < gl.where(lane < WIDTH, gl.minimum(first, C), C)) & (row < R)
+    return gl.multiple_of(row * C + first, WIDTH), length, row * C + at, inside
 
 
 @gluon.jit
@@ -41,11 +54,11 @@ def put_tile(
 @gluon.jit
 def exchange(
     xs, held, here, to, m, norm, c, scale, live, writes, more, none, C, W, piece, place,
-    TILES: gl.constexpr, SHARED: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, LANES: gl.constexpr, WIDTH: gl.constexpr,
-    WORDS: gl.constexpr, IN: gl.constexpr, OUT: gl.constexpr,
+    TILES: gl.constexpr, SHARED: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, ODD: gl.constexpr, LANES: gl.constexpr,
+    WIDTH: gl.constexpr, WORDS: gl.constexpr, IN: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """Write scale exp(x - c) of the row that is held to `to`, and hold the one that comes from `here`, each if there is one; (m, norm) of
-    that, and its tiles in registers.
+    """Write scale exp(x - c) of the C elements that are held to `to`, and hold the W words that come from `here`, each if there are any;
+    (m, norm) of these, and their tiles in registers. The last tile is ragged unless EVEN, the last two may be with ODD.
 
     As soon as a tile is written, the next row's comes in its place, and AHEAD tiles later it is summed.
     """
@@ -66,7 +79,7 @@ def exchange(
             if writes:
                 v = held[k - SHARED] ^ none
                 left = C - k * (LANES * WIDTH)
-                put_tile(to + k * (LANES * WIDTH), place, left, v, c, scale, live, EVEN or k < TILES - 1, LANES, WIDTH, OUT)  # fmt: skip
+                put_tile(to + k * (LANES * WIDTH), place, left, v, c, scale, live, EVEN or k < TILES - 1 - ODD, LANES, WIDTH, OUT)  # fmt: skip
             at = k * TILE + piece
             coming = gl.load(here + at, mask=(at < W) & more, other=0, eviction_policy="evict_first")  # fmt: skip
             new = new + (coming,)  # type: ignore[assignment]  # noqa: RUF005
@@ -76,21 +89,22 @@ def exchange(
                 m, norm = step(m, norm, xs.index(k - AHEAD).load(IN), piece < W, True, kind)
             else:
                 v = new[k - AHEAD - SHARED] ^ none
-                m, norm = step(m, norm, v, piece < W - (k - AHEAD) * TILE, EVEN or k - AHEAD < TILES - 1, kind)  # fmt: skip
+                m, norm = step(m, norm, v, piece < W - (k - AHEAD) * TILE, EVEN or k - AHEAD < TILES - 1 - ODD, kind)  # fmt: skip
     return m, norm, new
 
 
 @gluon.jit
 def cross_entropy_held(
     x_ptr, t_ptr, loss_ptr, lse_ptr, share_ptr, cell_ptr, used_ptr, dx_ptr, R, C, IGNORE,
-    TILES: gl.constexpr, SHARED: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, LANES: gl.constexpr, WIDTH: gl.constexpr,
-    PDL: gl.constexpr,
+    TILES: gl.constexpr, SHARED: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, ODD: gl.constexpr, LANES: gl.constexpr,
+    WIDTH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The losses of x [R, C], and dx as `cross_entropy_together` makes it, with its bits; float32.
 
     A program stays and holds a row: SHARED tiles in shared memory, the others in registers, exchanged for the next row's tile by tile,
     so that memory is read and written at the same time and rests only between the last tile's arrival and the row's sum. C is a
-    multiple of WIDTH, EVEN: of a tile; only the last of TILES may be ragged.
+    multiple of WIDTH, EVEN: of a tile; only the last of TILES may be ragged. With ODD it is none: tiles are a row's aligned groups, of
+    which the last two may be ragged, and its ends are held apart.
     """
     if PDL:
         gdc_launch_dependents()
@@ -120,6 +134,9 @@ def cross_entropy_held(
         held = held + (empty,)  # type: ignore[assignment]  # noqa: RUF005  (Triton has no stars)
     m = gl.full([LANES], float("-inf"), gl.float32, SIDE)
     norm = gl.zeros([LANES], gl.float32, SIDE)
+    if ODD:
+        ENDS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        ends = gl.full([2 * WIDTH], float("-inf"), gl.float32, ENDS)
     for row in range(pid - programs, R, programs):
         begun = row >= 0  # before, the first row comes
         writes = sure & begun
@@ -132,9 +149,13 @@ def cross_entropy_held(
         more = after < R
         t = gl.load(t_ptr + after, mask=more, other=IGNORE)
         peak = gl.max(m, 0)
+        if ODD:
+            peak = gl.maximum(peak, based(gl.max(ends, 0), kind))
         part = norm * raised(m - finite_or_zero(peak), kind)
         part = (part.to(gl.int32, bitcast=True) ^ none).to(gl.float32, bitcast=True)  # rounded
         total = gl.sum(part, 0)
+        if ODD:
+            total += gl.sum(exponential(ends, finite_or_zero(peak), kind), 0)
         log = gl.log2(total) if kind == gl.float16 else gl.log(total)
         c = peak + log
         rest = (peak - c) + log  # what rounding took from c
@@ -148,16 +169,25 @@ def cross_entropy_held(
         scale = raised(-rest, kind) * own
         m = gl.full([LANES], float("-inf"), gl.float32, SIDE)
         norm = gl.zeros([LANES], gl.float32, SIDE)
-        here = w_ptr + after.to(gl.int64) * W
-        to = dx_ptr + first
+        if ODD:
+            begin, size, at_e, some = parts_held(row.to(gl.int64), R, C, WIDTH, ENDS)  # type: ignore[attr-defined]
+            apart = gl.where(live, gradient(ends, c, scale, kind), 0.0)
+            gl.store(dx_ptr + at_e, apart.to(kind), mask=some & writes, cache_modifier=".cs")
+            to = dx_ptr + begin
+            begin, length, at_e, some = parts_held(after.to(gl.int64), R, C, WIDTH, ENDS)
+            ends = gl.load(x_ptr + at_e, mask=some, other=float("-inf")).to(gl.float32)
+            here, W = w_ptr + begin // (WIDTH // WORDS), length // (WIDTH // WORDS)
+        else:
+            here = w_ptr + after.to(gl.int64) * W
+            to, size = dx_ptr + first, C
         m, norm, held = exchange(
-            xs, held, here, to, m, norm, c, scale, live, writes, more, none, C, W, piece, place,
-            TILES, SHARED, AHEAD, EVEN, LANES, WIDTH, WORDS, IN, OUT,
+            xs, held, here, to, m, norm, c, scale, live, writes, more, none, size, W, piece, place,
+            TILES, SHARED, AHEAD, EVEN, ODD, LANES, WIDTH, WORDS, IN, OUT,
         )  # fmt: skip
         if writes:
             tl.debug_barrier()
             d = (gradient(x_t, c, raised(-rest, kind), kind) - 1.0) * own
-            gl.store(to + target, d.to(dx_ptr.dtype.element_ty), mask=live)
+            gl.store(dx_ptr + first + target, d.to(dx_ptr.dtype.element_ty), mask=live)
     if pid == 0:
         gl.store(used_ptr, guess)
         gl.store(used_ptr + 1, sure.to(gl.int32))

@@ -9,20 +9,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tensorlogic.ops.common.triton_cross_entropy_held import exchange
-from tensorlogic.ops.common.triton_cross_entropy_together import high, low, raised
+from tensorlogic.ops.common.triton_cross_entropy_held import exchange, parts_held
+from tensorlogic.ops.common.triton_cross_entropy_together import (
+    based,
+    exponential,
+    gradient,
+    high,
+    low,
+    raised,
+)
 from tensorlogic.ops.common.triton_rows import finite_or_zero
 
 
 @gluon.jit
 def softmax_held(
     x_ptr, y_ptr, R, C,
-    TILES: gl.constexpr, SHARED: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, LANES: gl.constexpr, WIDTH: gl.constexpr,
-    PDL: gl.constexpr,
+    TILES: gl.constexpr, SHARED: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, ODD: gl.constexpr, LANES: gl.constexpr,
+    WIDTH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y[r, :] = exp(x - max) / sum of x [R, C], rows held and exchanged as those of `cross_entropy_held`; float32.
 
-    Each number is read and written once. C is a multiple of WIDTH, EVEN: of a tile; only the last of TILES may be ragged.
+    Each number is read and written once. C is a multiple of WIDTH, EVEN: of a tile; only the last of TILES may be ragged. With ODD it is
+    none: tiles are a row's aligned groups, of which the last two may be ragged, and its ends are held apart.
     """
     if PDL:
         gdc_launch_dependents()
@@ -48,23 +56,38 @@ def softmax_held(
         held = held + (empty,)  # type: ignore[assignment]  # noqa: RUF005  (Triton has no stars)
     m = gl.full([LANES], float("-inf"), gl.float32, SIDE)
     norm = gl.zeros([LANES], gl.float32, SIDE)
+    if ODD:
+        ENDS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        ends = gl.full([2 * WIDTH], float("-inf"), gl.float32, ENDS)
     for row in range(pid - programs, R, programs):
         begun = row >= 0  # before, the first row comes
         after = row + programs
         peak = gl.max(m, 0)
+        if ODD:
+            peak = gl.maximum(peak, based(gl.max(ends, 0), kind))
         base = finite_or_zero(peak)
         part = norm * raised(m - base, kind)
         part = (part.to(gl.int32, bitcast=True) ^ none).to(gl.float32, bitcast=True)  # rounded
-        scale = 1.0 / gl.sum(
-            part, 0
-        )  # NaN of inf, as inf - inf is; inf of -inf alone, whose powers are 0
+        total = gl.sum(part, 0)
+        if ODD:
+            total += gl.sum(exponential(ends, base, kind), 0)
+        scale = 1.0 / total  # NaN of inf, as inf - inf is; inf of -inf alone, whose powers are 0
         m = gl.full([LANES], float("-inf"), gl.float32, SIDE)
         norm = gl.zeros([LANES], gl.float32, SIDE)
-        here = w_ptr + after.to(gl.int64) * W
-        to = y_ptr + row.to(gl.int64) * C  # type: ignore[attr-defined]
+        if ODD:
+            begin, size, at_e, some = parts_held(row.to(gl.int64), R, C, WIDTH, ENDS)  # type: ignore[attr-defined]
+            y = gradient(ends, base, scale, kind)
+            gl.store(y_ptr + at_e, y.to(kind), mask=some & begun, cache_modifier=".cs")
+            to = y_ptr + begin
+            begin, length, at_e, some = parts_held(after.to(gl.int64), R, C, WIDTH, ENDS)
+            ends = gl.load(x_ptr + at_e, mask=some, other=float("-inf")).to(gl.float32)
+            here, W = w_ptr + begin // (WIDTH // WORDS), length // (WIDTH // WORDS)
+        else:
+            here = w_ptr + after.to(gl.int64) * W
+            to, size = y_ptr + row.to(gl.int64) * C, C  # type: ignore[attr-defined]
         m, norm, held = exchange(
-            xs, held, here, to, m, norm, base, scale, begun, begun, after < R, none, C, W, piece, place,
-            TILES, SHARED, AHEAD, EVEN, LANES, WIDTH, WORDS, IN, OUT,
+            xs, held, here, to, m, norm, base, scale, begun, begun, after < R, none, size, W, piece, place,
+            TILES, SHARED, AHEAD, EVEN, ODD, LANES, WIDTH, WORDS, IN, OUT,
         )  # fmt: skip
 
 
@@ -96,8 +119,8 @@ def put_gradient(
 @gluon.jit
 def softmax_backward_held(
     y_ptr, dy_ptr, dx_ptr, R, C,
-    TILES: gl.constexpr, SHARED: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, LANES: gl.constexpr, WIDTH: gl.constexpr,
-    PDL: gl.constexpr,
+    TILES: gl.constexpr, SHARED: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, ODD: gl.constexpr, LANES: gl.constexpr,
+    WIDTH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """dx[r, :] = y (dy - sum(dy y)) of [R, C], rows of y and dy held, a tile of each exchanged at a time, as `exchange` does; float32."""
     if PDL:
@@ -127,20 +150,36 @@ def softmax_backward_held(
         held = held + (empty,)  # type: ignore[assignment]  # noqa: RUF005  (Triton has no stars)
         other = other + (empty,)  # type: ignore[assignment]  # noqa: RUF005
     along = gl.zeros([LANES], gl.float32, SIDE)
+    if ODD:
+        ENDS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        y_e = gl.zeros([2 * WIDTH], gl.float32, ENDS)
+        d_e = gl.zeros([2 * WIDTH], gl.float32, ENDS)
     for row in range(pid - programs, R, programs):
         begun = row >= 0  # before, the first row comes
         after = row + programs
         more = after < R
         dot = gl.sum(along, 0)
         along = gl.zeros([LANES], gl.float32, SIDE)
-        y_here, d_here = yw_ptr + after.to(gl.int64) * W, dw_ptr + after.to(gl.int64) * W
-        to = dx_ptr + row.to(gl.int64) * C  # type: ignore[attr-defined]
+        if ODD:
+            dot += gl.sum(y_e * d_e, 0)
+            begin, size, at_e, some = parts_held(row.to(gl.int64), R, C, WIDTH, ENDS)  # type: ignore[attr-defined]
+            apart = (y_e * (d_e - dot)).to(kind)
+            gl.store(dx_ptr + at_e, apart, mask=some & begun, cache_modifier=".cs")
+            to = dx_ptr + begin
+            begin, length, at_e, some = parts_held(after.to(gl.int64), R, C, WIDTH, ENDS)
+            y_e = gl.load(y_ptr + at_e, mask=some, other=0.0).to(gl.float32)
+            d_e = gl.load(dy_ptr + at_e, mask=some, other=0.0).to(gl.float32)
+            begin, W = begin // (WIDTH // WORDS), length // (WIDTH // WORDS)
+            y_here, d_here = yw_ptr + begin, dw_ptr + begin
+        else:
+            y_here, d_here = yw_ptr + after.to(gl.int64) * W, dw_ptr + after.to(gl.int64) * W
+            to, size = dx_ptr + row.to(gl.int64) * C, C  # type: ignore[attr-defined]
         new, next_ = (), ()
         for k in gl.static_range(TILES + AHEAD):
             if k < SHARED:
                 if begun:
                     y, dy = ys.index(k).load(IN), ds.index(k).load(IN)
-                    put_gradient(to + k * (LANES * WIDTH), place, C, y, dy, dot, True, LANES, WIDTH, OUT)  # fmt: skip
+                    put_gradient(to + k * (LANES * WIDTH), place, size, y, dy, dot, True, LANES, WIDTH, OUT)  # fmt: skip
                 if more:
                     async_copy.async_copy_global_to_shared(
                         ys.index(k), y_here + (k * TILE + piece), eviction_policy="evict_first"
@@ -152,8 +191,8 @@ def softmax_backward_held(
             elif k < TILES:
                 if begun:
                     y, dy = held[k - SHARED] ^ none, other[k - SHARED] ^ none
-                    left = C - k * (LANES * WIDTH)
-                    put_gradient(to + k * (LANES * WIDTH), place, left, y, dy, dot, EVEN or k < TILES - 1, LANES, WIDTH, OUT)  # fmt: skip
+                    left = size - k * (LANES * WIDTH)
+                    put_gradient(to + k * (LANES * WIDTH), place, left, y, dy, dot, EVEN or k < TILES - 1 - ODD, LANES, WIDTH, OUT)  # fmt: skip
                 at = k * TILE + piece
                 y = gl.load(y_here + at, mask=(at < W) & more, other=0, eviction_policy="evict_first")  # fmt: skip
                 dy = gl.load(d_here + at, mask=(at < W) & more, other=0, eviction_policy="evict_first")  # fmt: skip

@@ -28,13 +28,13 @@ TILES = 19  # of a row at most: kernels of more have no registers left
 
 
 def describe(key: Key) -> Shape | str:
-    """Long rows, as many as there are programs for, that begin and end at 16-byte addresses."""
+    """Long rows of tensors at 16-byte addresses, as many as there are programs for."""
     found = rows_of.describe(key)
     if isinstance(found, str):
         return found
-    rows, columns, dtype, _, align = found
-    if align < 16 or columns * cross_entropy_held.SIZE[dtype] % 16:
-        return "rows of whole groups of 16 bytes at 16-byte addresses are required"
+    rows, columns, _, _, align = found
+    if align < 16:
+        return "tensors at 16-byte addresses are required"
     if rows < wiring.cores():
         return "fewer rows than multiprocessors"
     if not configs(found, len(key.tensors)):

@@ -43,7 +43,7 @@ def describe(key: Key) -> Shape | str:
 def configs(s: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first: long rows in shared memory and registers, on a Hopper GPU; others in registers."""
     found = triton_cross_entropy_together.together_configs(s.columns, s.dtype)
-    if wiring.bulk_copies() and s.columns * cross_entropy_held.SIZE[s.dtype] % 16 == 0:
+    if wiring.bulk_copies():
         found = [*cross_entropy_held.held_configs(s.columns, s.dtype), *found]
     return found
 

@@ -163,9 +163,10 @@ def cross_entropy_together(
     """Sum or mean of the losses of x [R, C], and dx = g share (softmax(x) - one-hot) for the g guessed in cell; float32.
 
     A program holds HELD tiles, a row, in registers, so that x is read once: 4 bytes an element in float16 where forward and backward
-    move 6. C is a multiple of WIDTH, EVEN: of a tile; or ODD: the tiles are a row's aligned groups, and its ends are held apart. The loop is left after a row where there is a program for each;
-    without it the compiler asks for half of the row only when it has used the other half. An H200, 4096 x 32000 in float16: 142 us,
-    0.85 of the reachable bandwidth, two kernels 202; what reads again from L2 what it did not hold: 173 to 297."""
+    move 6. C is a multiple of WIDTH, EVEN: of a tile; with ODD it is none: tiles are a row's aligned groups, its ends are held apart. The
+    loop is left after a row where there is a program for each; without it the compiler asks for half of the row only when it has used
+    the other half. An H200, 4096 x 32000 in float16: 142 us, 0.85 of the reachable bandwidth, two kernels 202; what reads again from
+    L2 what it did not hold: 173 to 297."""
     follow(PDL)
     pid, programs = tl.program_id(0), tl.num_programs(0)
     kind: tl.constexpr = x_ptr.dtype.element_ty
@@ -241,18 +242,8 @@ def cross_entropy_together(
             start = k * LANES * WIDTH
             if sure:
                 v = held[k] ^ none
-                put(
-                    dx_ptr + here,
-                    start,
-                    size,
-                    v,
-                    c,
-                    scale,
-                    live,
-                    EVEN or k < HELD - 1 - ODD,
-                    LANES,
-                    WIDTH,
-                )
+                whole: tl.constexpr = EVEN or k < HELD - 1 - ODD
+                put(dx_ptr + here, start, size, v, c, scale, live, whole, LANES, WIDTH)
             at = k * TILE + piece
             if not ODD:
                 at_w = (after + zero) * W

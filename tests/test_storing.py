@@ -45,6 +45,10 @@ def test_what_is_offered_and_what_serves_unmeasured() -> None:
     assert names(storing.LEAST) == ["near", "usual", "past_caches"]
     assert names(storing.NEAR) == ["usual", "near", "past_caches"]
     assert names(32 << 20) == ["past_caches", "usual"]
+    for name, least in (("past_caches", storing.LEAST), ("near", storing.ASKED)):
+        config = {"stores": name}  # another key's, too: by size where it is not offered
+        assert storing.code(config, least) == storing.CODES[name]
+        assert storing.code(config, least - 1) == 0
     for op, args, nbytes in (
         ("relu", (half(LARGE),), 2 * LARGE),
         ("affine", (half(8, LARGE), half(LARGE), half(LARGE)), 16 * LARGE),

@@ -134,6 +134,15 @@ def test_what_softmax_held_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unfit(4096, 20000, torch.bfloat16, "softmax_backward") is None
     monkeypatch.setattr(wiring, "bulk_copies", lambda: False)
     assert "no program holds" in str(unfit(4096, 128256))
+    few = {
+        "LANES": 32,
+        "num_warps": 1,
+        "per": 1,
+        "KEPT": 1,
+        "AHEAD": 1,
+    }  # all but one in shared memory
+    assert cross_entropy_held.tiles(1000, "f16", few) == (4, 3)
+    assert cross_entropy_held.tiles(1001, "f16", few) == (4, 0)  # the last two may be ragged
     short = {"LANES": 256, "num_warps": 8, "per": 1, "KEPT": 8, "AHEAD": 2}
     with pytest.raises(triton_launch.CompileFailure, match="does not hold"):
         softmax_held.softmax_held_launcher(4, 300000, "f16", short, DEVICE, 1)

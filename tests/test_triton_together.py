@@ -73,6 +73,7 @@ class Rows:
     (256, {"LANES": 32}, "f16", "mean"), (200, {"LANES": 8}, "f16", "sum"),
     (504, {"LANES": 32}, "f32", "mean"), (504, {"num_warps": 4}, "bf16", "sum"),
     (77, {"LANES": 4}, "f16", "mean"), (333, {"LANES": 8}, "bf16", "sum"), (263, {"LANES": 16}, "f16", "sum"),  # from odd places
+    (65, {"LANES": 4}, "f16", "mean"), (33, {"LANES": 4}, "f32", "sum"),  # whose last tile but one is ragged
     (201, {"LANES": 8}, "f32", "mean"), (522, {"LANES": 32}, "f16", "mean"), (47, {"LANES": 8}, "f32", "sum"),
 ])  # fmt: skip
 def test_against_float64_with_the_same_bits_whatever_was_guessed(
@@ -165,6 +166,14 @@ def test_special_rows(columns: int) -> None:
         assert torch.equal(dx[2], torch.zeros_like(dx[2]))
         want = torch.softmax(rows.x[6].double(), 0) - F.one_hot(rows.t[6], columns)
         close(dx[6], want, "f16", 0.1)
+
+
+def test_the_program_of_a_rows_ends_settles_a_target_there() -> None:
+    """Here the program of the last tile runs before that of the first, which has the ends: it must leave the target to it."""
+    rows = Rows(4, 4109, "f16", "sum", LANES=256, num_warps=8)
+    rows.t = torch.full((4,), 4108)
+    want = torch.softmax(rows.x.double(), 1) - F.one_hot(rows.t, 4109)
+    close(rows.settle(rows.forward(known := cell(2.0)), 1.0, known), want, "f16", 0.1)
 
 
 @pytest.mark.parametrize("dtype", ["f16", "f32"])

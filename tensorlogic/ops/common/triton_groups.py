@@ -9,6 +9,7 @@ from tensorlogic.ops.common.triton_rows import row_body
 
 SIZE = {"f16": 2, "bf16": 2, "f32": 4}
 SHORTEST = 4  # groups of a row: of fewer the ends are most
+LONGEST = 2**30  # elements of a row, which kernels count in 32 bits, and a tile beyond
 MOST = {1: 8, 2: 8, 4: 8, 8: 8, 16: 7, 32: 5}  # by warps: groups of a row that a thread holds
 TOGETHER = 4  # groups of several rows at most
 
@@ -31,6 +32,8 @@ def refusal(columns: int, dtype: str, align: int) -> str | None:
         return "rows of tensors at 16-byte addresses are required"
     if columns % width == 0:
         return "rows begin at 16-byte addresses"
+    if columns > LONGEST:
+        return f"rows of {columns} are longer than 32 bits count"
     return None if columns >= SHORTEST * width else f"rows of {columns} are too short"
 
 

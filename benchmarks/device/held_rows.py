@@ -1,6 +1,6 @@
 """Softmax of long rows and its gradient: every candidate that reads them once or twice, beside PyTorch and the bytes' own time.
 
-python benchmarks/device/held_rows.py [--seconds 120] [--columns 333 1001 50257]
+python benchmarks/device/held_rows.py [--seconds 120] [--columns 333 1001 50257] [--rows 8] [--compile]
 
 The outputs of candidates are compared with float64 on some rows first. Captured graphs, medians of nine rounds in turn. Kernels
 compile in worker processes first. Needs a Hopper GPU.
@@ -34,7 +34,15 @@ ROWS = {
 PAIRS = {2: (17000, 30000, 50304, 81920), 4: (8400, 17000, 30000, 40960)}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LINES, ELEMENTS = 3000, 1 << 26  # rows at least, and elements of short ones
-OURS = ("triton.held", "triton.groups", "triton.rows", "triton.lines", "triton.parts")
+OURS = (
+    "triton.held",
+    "triton.groups",
+    "triton.shares",
+    "triton.rows",
+    "triton.lines",
+    "triton.parts",
+)
+FEW = 1 << 24  # bytes of an input, below which a graph has more calls
 ROUNDS = 9
 DEVICE = torch.device("cuda")
 Met = tuple[Op, Key, tuple[Tensor, ...]]
@@ -45,9 +53,9 @@ def lines(columns: int) -> int:
     return max(LINES, ELEMENTS // columns)
 
 
-def problem(columns: int, dtype: torch.dtype, backward: bool) -> Met:
+def problem(rows: int, columns: int, dtype: torch.dtype, backward: bool) -> Met:
     """The op, its key and the tensors of one call."""
-    x = torch.randn(lines(columns), columns, device=DEVICE).to(dtype)
+    x = torch.randn(rows, columns, device=DEVICE).to(dtype)
     if not backward:
         op = OPS["softmax"]
         return op, op.key([x, 1, False], "inference"), (x,)
@@ -58,27 +66,35 @@ def problem(columns: int, dtype: torch.dtype, backward: bool) -> Met:
 
 def error(op: Op, tensors: tuple[Tensor, ...], found: Tensor) -> float:
     """The largest relative distance from float64 on a few rows, elements below their mean taken as the mean."""
-    at = torch.tensor([0, 1, 131, 132, tensors[0].shape[0] - 1], device=DEVICE)
+    at = torch.tensor([0, 1, 131, 132, -1], device=DEVICE).clamp(max=len(tensors[0]) - 1)
     wide = [t[at].double() for t in tensors]
     if len(wide) == 1:
         want = wide[0].softmax(1)
     else:
         want = wide[1] * (wide[0] - (wide[0] * wide[1]).sum(1, keepdim=True))
-    return float(
-        ((found[at].double() - want).abs() / want.abs().clamp_min(want.abs().mean())).max()
-    )
+    least = torch.finfo(tensors[0].dtype).tiny  # below which float16 has fewer digits
+    least = want.abs().mean().clamp_min(16 * least)
+    return float(((found[at].double() - want).abs() / want.abs().clamp_min(least)).max())
 
 
-def timed(columns: int, dtype: torch.dtype, backward: bool, gbs: float) -> None:
+def composed(backward: bool, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """PyTorch's."""
+    if backward:
+        return lambda dy, y: torch.ops.aten._softmax_backward_data(dy, y, 1, dtype)
+    return lambda x: torch.softmax(x, 1)
+
+
+def timed(
+    rows: int, columns: int, dtype: torch.dtype, backward: bool, gbs: float, compiled: bool
+) -> None:
     """One line of each candidate's best and each configuration of the held."""
-    op, key, tensors = problem(columns, dtype, backward)
-    steps: dict[str, list[Callable[[], Any]]] = {
-        "PyTorch": [
-            (lambda: torch.ops.aten._softmax_backward_data(*tensors, 1, dtype))
-            if backward
-            else (lambda: torch.softmax(tensors[0], 1))
-        ]
-    }
+    op, key, tensors = problem(rows, columns, dtype, backward)
+    plain = composed(backward, dtype)
+    steps: dict[str, list[Callable[[], Any]]] = {"PyTorch": [lambda: plain(*tensors)]}
+    if compiled:
+        torch._dynamo.reset()
+        fused = torch.compile(plain, dynamic=False, fullgraph=True)
+        steps["torch.compile"] = [lambda: fused(*tensors)]
     wrong = []
     for name in OURS:
         if name not in op.candidates or op.candidates[name].supports(key):
@@ -95,7 +111,8 @@ def timed(columns: int, dtype: torch.dtype, backward: bool, gbs: float) -> None:
                 wrong.append(f"{name}.{i} {config} off by {off:.2g}")
             steps[f"{name}.{i}"] = [lambda f=launch: f(*tensors)]  # type: ignore[misc]
             del out
-    loops = {name: Replayed(own, 4) for name, own in steps.items()}
+    calls = 4 if tensors[0].nbytes > FEW else 32
+    loops = {name: Replayed(own, calls) for name, own in steps.items()}
     samples: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(ROUNDS):
         for name, loop in loops.items():
@@ -103,7 +120,7 @@ def timed(columns: int, dtype: torch.dtype, backward: bool, gbs: float) -> None:
     for loop in loops.values():
         loop.close()
     took = {name: statistics.median(s) for name, s in samples.items()}
-    least = (2 + backward) * lines(columns) * columns * dtype.itemsize / gbs / 1e3
+    least = (2 + backward) * tensors[0].nbytes / gbs / 1e3
     best: dict[str, tuple[float, str]] = {}
     for name, us in took.items():
         kind = name.rpartition(".")[0] or name
@@ -111,11 +128,11 @@ def timed(columns: int, dtype: torch.dtype, backward: bool, gbs: float) -> None:
     each = " ".join(
         f"{us:.0f}"
         for name, us in took.items()
-        if name.startswith(("triton.held", "triton.groups"))
+        if name.startswith(("triton.held", "triton.groups", "triton.shares"))
     )
     said = ", ".join(f"{kind} {us:.0f} ({least / us:.2f})" for kind, (us, _) in best.items())
     kind = "gradient" if backward else "forward"
-    print(f"{kind} [{lines(columns)}, {columns}] {str(dtype)[6:]}: {said}; held or in groups by configuration: {each}", *wrong, flush=True)  # fmt: skip
+    print(f"{kind} [{rows}, {columns}] {str(dtype)[6:]}: {said}; held or in groups by configuration: {each}", *wrong, flush=True)  # fmt: skip
 
 
 def reachable() -> float:
@@ -136,6 +153,8 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--columns", type=int, nargs="+", help="these, of every dtype and tensor")
+    parser.add_argument("--rows", type=int, nargs="+", help="so many; else enough for any cache")
+    parser.add_argument("--compile", action="store_true", help="beside torch.compile, too")
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     registry.ready("cuda")
@@ -145,10 +164,11 @@ def main() -> int:
     )
     with tensorlogic.policy(tune="off"):
         asked = [
-            (columns, dtype, backward)
+            (rows, columns, dtype, backward)
             for backward, lengths in ((False, ROWS), (True, PAIRS))
             for dtype in DTYPES
             for columns in args.columns or lengths[dtype.itemsize]
+            for rows in args.rows or [lines(columns)]
         ]
         for each in asked:
             op, key, _ = problem(*each)
@@ -158,7 +178,7 @@ def main() -> int:
                         compiling.submit(op.candidates[name].jobs(key, config, DEVICE))
         for each in asked:
             if time.monotonic() < end:
-                timed(*each, gbs)
+                timed(*each, gbs, args.compile)
     return 0
 
 

@@ -89,7 +89,7 @@ def odd(dtype: torch.dtype) -> Iterator[Call]:
 
 def rows(dtype: torch.dtype) -> Iterator[Call]:
     """Losses and softmax, by how far a row's length divides."""
-    for columns in (384, 30000, 120000, 1000, 50001, 333, 12):
+    for columns in (384, 30000, 120000, 1000, 50001, 333, 12, 3003, 12001, 100):
         for count in (3000, 200, 12):
             if count * columns > 4e8:
                 continue
@@ -154,8 +154,8 @@ def strided(dtype: torch.dtype) -> Iterator[Call]:
 def reductions(dtype: torch.dtype) -> Iterator[Call]:
     """Sums, means and extremes over everything, rows, columns and what lies between."""
     shapes: tuple[tuple[tuple[int, ...], int | None], ...] = (
-        ((1 << 12,), None), ((1 << 19,), None), ((1 << 24,), None), ((3000, 768), 1), ((24, 3072), 1), ((20000, 48), 1), ((400, 30000), 1),
-        ((3000, 333), 1), ((3000, 768), 0), ((24, 3072), 0), ((24, 200, 768), 1), ((12, 4, 30000), 1), ((200000, 48), 0),
+        ((1 << 12,), None), ((1 << 19,), None), ((1 << 24,), None), (((1 << 24) + 1,), None), ((3000, 768), 1), ((24, 3072), 1), ((20000, 48), 1), ((400, 30000), 1),
+        ((3000, 333), 1), ((3000, 5001), 1), ((200, 50001), 1), ((12, 50001), 1), ((3000, 768), 0), ((24, 3072), 0), ((24, 200, 768), 1), ((12, 4, 30000), 1), ((200000, 48), 0),
     )  # fmt: skip
     for shape, dim in shapes:
         x = normal(dtype, *shape)

@@ -243,7 +243,7 @@ def column_tiles(
     elif tiles(256) >= 8 * multiprocessors:
         shapes = [(256, 8192, 4), (512, 8192, 4), (128, 8192, 4), (256, 4096, 4), (64, 8192, 4)]
     else:
-        shapes = [(64, 8192, 4), (128, 16384, 8), (64, 2048, 4), (32, 4096, 4), (256, 4096, 4), (128, 4096, 4)]  # fmt: skip
+        shapes = [(64, 8192, 4), (128, 16384, 8), (64, 2048, 4), (256, 2048, 2), (32, 4096, 4), (256, 4096, 4), (128, 4096, 4)]  # fmt: skip
         if 128 < reduce <= 256:
             shapes.insert(1, (64, 16384, 8))  # all rows at once
     found: list[dict[str, Any]] = []
@@ -286,7 +286,7 @@ def strided_configs(form: Lay, dtype: str, multiprocessors: int = 132) -> list[d
         tiles = line_tiles(form.kept, form.outer, form.length, dtype, multiprocessors)
         return [{"strategy": "along", **tile} for tile in tiles]
     tiles = column_tiles(form.outer, form.reduce, form.length, dtype, multiprocessors)
-    return [{"strategy": "across", **tile} for tile in tiles[:6]]
+    return [{"strategy": "across", **tile} for tile in tiles[:7]]
 
 
 def strided_workspace(form: Lay, config: dict[str, Any]) -> tuple[int, int]:

@@ -36,8 +36,17 @@ def configs(s: Shape) -> list[dict[str, Any]]:
         return (own + [c for c in known if c not in own])[:9]
     tiles = strided.column_tiles(s.outer, s.reduce, s.inner, s.dtype, wiring.cores())
     own = [{"strategy": "columns", "last": tile["parts"] > 1, **tile} for tile in tiles[:7]]
-    twice = [{**c, "last": False} for c in own[:1] if c["last"]]  # combined by a second launch
-    return own + twice + [c for c in known[:1] if c not in own]
+    twice = [{**c, "last": False} for c in own[:1] if c["last"]] + _twice(s, wiring.cores())
+    return own + [c for c in (*twice, *known[:1]) if c not in own]
+
+
+def _twice(s: Shape, cores: int) -> list[dict[str, Any]]:
+    """Columns in so few parts, two programs a multiprocessor, that a second launch combines them soonest."""
+    block_c = min(32, 1 << (s.inner - 1).bit_length())
+    tiles = s.outer * -(-s.inner // block_c)
+    parts = min(-(-s.reduce // 64), 2 * cores // tiles, 128)
+    few = {"parts": parts, "last": False, "BLOCK_R": 64, "BLOCK_C": block_c, "num_warps": 4}
+    return [{"strategy": "columns", **few}] if parts > 1 else []
 
 
 def _rows(s: Shape, cores: int) -> list[dict[str, Any]]:

@@ -1,0 +1,57 @@
+"""softmax and its gradient by Triton over few, long rows: several programs share a row, in two launches; rows may begin at odd places."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...numerics import DTYPES
+from ...op import Config, Launcher
+from ...plans import Key
+from ..common import triton_groups, triton_rows, triton_shares, triton_softmax_shares, wiring
+from . import SOFTMAX, SOFTMAX_BACKWARD
+from . import triton_rows as rows_of
+from .triton_rows import Shape
+
+
+def describe(key: Key) -> Shape | str:
+    """Few, long, contiguous rows of one dtype, of tensors that begin at a multiple of 16 bytes."""
+    found = rows_of.describe(key)
+    if isinstance(found, str):
+        return found
+    rows, columns, _, _, align = found
+    refused = triton_shares.refusal(rows, columns, align, wiring.cores())
+    if refused or configs(found):
+        return refused or found
+    return "shares would be longer than sums are exact"
+
+
+def configs(shape: Shape) -> list[dict[str, Any]]:
+    """Configurations, best guess first."""
+    return triton_softmax_shares.shares_configs(*shape[:3], wiring.cores())
+
+
+def build(shape: Shape, config: Config, device: torch.device, backward: bool) -> Launcher:
+    """The launcher of forward, or of backward over (dy, y)."""
+    rows, columns, dtype, out, _ = shape
+    start = triton_softmax_shares.shares_launcher(
+        rows, columns, dtype, dict(config), device, backward
+    )
+    space = (triton_softmax_shares.shares_space(rows, columns, dict(config), backward),)
+    empty, stride, made = wiring.empty(device), wiring.contiguous(out), DTYPES[dtype]
+
+    def launch(*tensors: torch.Tensor) -> Any:
+        y, part = empty(out, stride, made), empty(space, (1,), torch.float32)
+        return (y,) if start(*tensors, part, y) else None
+
+    return launch
+
+
+_SOURCES = (triton_softmax_shares, triton_shares, triton_groups, triton_rows, rows_of, sys.modules[__name__])  # fmt: skip
+for _op, _backward in ((SOFTMAX, False), (SOFTMAX_BACKWARD, True)):
+    wiring.described(
+        _op, "triton.shares", describe, configs, partial(build, backward=_backward), _SOURCES
+    )

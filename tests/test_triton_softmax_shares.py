@@ -1,0 +1,227 @@
+"""Softmax of few, long rows, shared by programs, wherever they begin: kernels against float64, the candidate, what the compiler makes of it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+
+import tensorlogic  # isort: skip  (after the interpreter is asked for)
+from tensorlogic import registry, study  # isort: skip
+from tensorlogic.compiling import CompileFailure  # isort: skip
+from tensorlogic.op import OPS, Candidate  # isort: skip
+from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
+from tensorlogic.ops.common import triton_shares as shares  # isort: skip
+from tensorlogic.ops.common import triton_softmax_shares as kernels  # isort: skip
+
+from .test_triton_softmax_groups import ACCESSES  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
+CONFIGS = (
+    {"parts": 3, "LANES": 4, "num_warps": 4},  # shares of several tiles
+    {"parts": 2, "LANES": 32, "num_warps": 1},  # of one, with room
+    {"parts": 5, "LANES": 2, "num_warps": 4},  # the last one's share is nothing, or next to it
+)
+NAMED = [f"{config['parts']} parts" for config in CONFIGS]
+SHAPES = ((1, 65), (9, 71), (3, 131), (2, 250), (2, 80))  # every remainder, and none
+
+
+def softmax(x: Tensor, dtype: str, config: dict[str, Any]) -> Tensor:
+    """y of x [R, C], from a poisoned output and poisoned partial results, beside which nothing is written."""
+    y, part = poisoned(*x.shape, dtype=dtype), poisoned(kernels.shares_space(*x.shape, config, False))  # fmt: skip
+    assert kernels.shares_launcher(*x.shape, dtype, config, DEVICE)(x, part, y)
+    return y
+
+
+def softmax_backward(dy: Tensor, y: Tensor, dtype: str, config: dict[str, Any]) -> Tensor:
+    """dx, likewise."""
+    dx, part = poisoned(*y.shape, dtype=dtype), poisoned(kernels.shares_space(*y.shape, config, True))  # fmt: skip
+    assert kernels.shares_launcher(*y.shape, dtype, config, DEVICE, True)(dy, y, part, dx)
+    return dx
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_softmax_by_shares(dtype: str, shape: tuple[int, int], config: dict[str, Any]) -> None:
+    x = rand(*shape, dtype=dtype, scale=4.0)
+    got = softmax(x, dtype, config)
+    close(got, torch.softmax(x.double(), 1).to(TORCH[dtype]), dtype, 0.01)
+    assert torch.equal(softmax(x, dtype, config), got)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_gradients_by_shares(dtype: str, shape: tuple[int, int], config: dict[str, Any]) -> None:
+    y = torch.softmax(rand(*shape, scale=4.0), 1).to(TORCH[dtype])
+    dy = rand(*shape, dtype=dtype, seed=1)
+    p, g = y.double(), dy.double()
+    want = (p * (g - (p * g).sum(1, keepdim=True))).to(TORCH[dtype])
+    got = softmax_backward(dy, y, dtype, config)
+    close(got, want, dtype, 0.5)
+    assert torch.equal(softmax_backward(dy, y, dtype, config), got)
+    dy[0, -1] = float("nan")  # its row is NaN, no other
+    nan = softmax_backward(dy, y, dtype, config).isnan()
+    assert nan[0].all()
+    assert not nan[1:].any()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_special_rows(dtype: str, config: dict[str, Any]) -> None:
+    """Nothing finite but at an end or in one share, infinities and NaN in either, a row of -inf alone, and the ends of the range."""
+    x, low, most = rand(14, 77, dtype=dtype), float("-inf"), torch.finfo(TORCH[dtype]).max
+    x[0, :-1] = x[1, 1:] = x[2, :20] = x[2, 21:] = low
+    x[3, 0], x[4, 30], x[5, -1] = float("inf"), float("inf"), float("inf")
+    x[6, 0], x[7, 30], x[8, -1] = float("nan"), float("nan"), float("nan")
+    x[9] = low
+    x[10, 0] = x[11, -1] = x[12, 30] = most
+    x[13] = -most
+    want = torch.softmax(x.double(), 1)
+    assert want.isnan().any(1).tolist() == [False] * 3 + [True] * 7 + [False] * 4
+    close(softmax(x, dtype, config), want.to(TORCH[dtype]), dtype, 0.01)
+
+
+@pytest.mark.parametrize("column", [0, 7, 8, 15, 16, 31, 32, 69, 76])
+def test_no_element_is_left_out(column: int) -> None:
+    """A single 1 in the sum of a row's gradient; a single element that is not -inf."""
+    x, y = torch.full((8, 77), float("-inf")).half(), torch.zeros(8, 77).half()
+    x[:, column], y[:, column] = 1.0, 1.0
+    for config in CONFIGS:
+        assert torch.equal(softmax(x, "f16", config), y)
+        dx = softmax_backward(torch.ones(8, 77).half(), y, "f16", config)
+        assert torch.equal(dx, torch.zeros_like(dx))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of so few multiprocessors that the interpreter runs as many programs as fill it."""
+    monkeypatch.setattr(wiring, "cores", lambda: 3)
+
+
+def candidate(name: str) -> Candidate:
+    registry.ready(DEVICE.type)
+    return OPS[name].candidates["triton.shares"]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("shape", [(8203,), (2, 9001), (2, 1, 8212), (2, 8192)])
+def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape).half()
+    y = torch.softmax(x, -1)
+    for name, args in (
+        ("softmax", [x, x.dim() - 1, False]),
+        ("softmax_backward", [x, y, x.dim() - 1]),
+    ):
+        op, served = OPS[name], candidate(name)
+        key = op.key(args, "inference" if name == "softmax" else "backward")
+        assert served.unfit(key) is None
+        checker, offered = study.Checker(op, key, DEVICE), served.configs(key)
+        assert 1 <= len(offered) <= 6
+        for config in (offered[0], offered[-1]):
+            verdict = checker._probe(served.bind(key, config, DEVICE), 0, 0)[1]
+            assert verdict, (key.text, config, verdict.reason)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_public_call_is_served() -> None:
+    candidate("softmax")
+    x, dy = rand(2, 8203, dtype="f16").requires_grad_(), rand(2, 8203, dtype="f16", seed=1)
+    wide = x.detach().double().requires_grad_()
+    torch.softmax(wide, 1).backward(dy.double())
+    with tensorlogic.policy(tune="off", force={"softmax": "triton.shares", "softmax_backward": "triton.shares"}):  # fmt: skip
+        y = tensorlogic.softmax(x, 1)
+        y.backward(dy)
+    close(y.detach(), torch.softmax(wide.detach(), 1), "f16", 0.1)
+    assert x.grad is not None
+    assert wide.grad is not None
+    close(x.grad, wide.grad, "f16", 0.1)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_left_to_others_is_named() -> None:
+    said = candidate("softmax").supports
+    for shape, reason in (
+        ((2, 8191), "too short to be shared"),
+        ((12, 8203), "12 programs need no others"),
+        ((11, 2**30 - 1), "longer than sums are exact"),
+        ((1, 2**31 + 1), "longer than 32 bits count"),
+    ):
+        x = torch.empty(shape, dtype=torch.float16, device="meta")
+        key = replace(OPS["softmax"].key([x, 1, False], "inference"), device=DEVICE.type)
+        assert reason in str(said(key)), (reason, said(key))
+
+
+def test_a_configuration_of_other_rows_is_refused() -> None:
+    config = {"parts": 300, "LANES": 128, "num_warps": 4}
+    with pytest.raises(CompileFailure, match="does not fit rows of 99999"):
+        kernels.shares_launcher(4, 99999, "f16", config, DEVICE)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 500])
+@pytest.mark.parametrize("columns", [8203, 50257, 13349437, 2**30 - 1])
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_rows_are_cut_so_that_programs_fill_a_gpu(dtype: str, columns: int, rows: int) -> None:
+    """And so that the parts of a row are few enough, not empty, and their sums exact enough."""
+    offered = kernels.shares_configs(rows, columns, dtype)
+    assert (not offered) == (columns >= 2**30 - 1 and rows >= 64)
+    for config in offered:
+        span = shares.span_of(columns, config["parts"])
+        assert 2 <= config["parts"] <= kernels.MOST_PARTS
+        assert span % 16 == 0
+        assert (config["parts"] - 1) * span < columns <= config["parts"] * span
+        assert span <= shares.CHAIN * shares.tile_of(config["LANES"], dtype)
+    if offered:  # as many programs as multiprocessors, or of a tile each
+        first = offered[0]
+        one = shares.tile_of(first["LANES"], dtype)
+        assert rows * first["parts"] >= 132 or shares.span_of(columns, first["parts"]) <= one
+
+
+def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a thread has one access of 16 bytes a group and tensor where it reads or writes one."""
+    cuda, jobs = torch.device("cuda", 0), []
+    for sm, rows, columns, dtype in (
+        (90, 1, 13349437, "f16"),
+        (90, 8, 50257, "f16"),
+        (90, 3, 600001, "f32"),
+        (80, 8, 50257, "bf16"),
+        (100, 8, 50257, "bf16"),
+    ):
+        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
+        for config in kernels.shares_configs(rows, columns, dtype):
+            for backward in (False, True):
+
+                def build(s: Any = (rows, columns, dtype, config, cuda, backward)) -> Any:
+                    return kernels.shares_launcher(*s)
+
+                jobs += triton_launch.collect(build, cuda)
+    jobs = list(dict.fromkeys(jobs))
+    bad = {}
+    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+        if not isinstance(answer, triton_launch.Resources) or answer.stack:
+            bad[f"{job.kernel} sm_{job.sm} {job.num_warps} {dict(job.constexprs)}"] = answer
+    assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())
+    path = os.pathsep.join(path for path in sys.path if path)
+    first = {job.kernel: job for job in reversed(jobs) if job.sm == 90}
+    assert len(first) == 4
+    done = subprocess.run(
+        [sys.executable, "-c", ACCESSES],
+        input=pickle.dumps(list(first.values())), stdout=subprocess.PIPE, check=True,
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path},
+    )  # fmt: skip
+    for name, text in zip(first, pickle.loads(done.stdout), strict=True):
+        wide = re.findall(r"(ld|st)\.global\S*\.v4\.b32", text)
+        narrow = re.findall(r"(ld|st)\.global\S*\.b16", text)
+        assert len(wide) >= 2, (name, text)
+        assert len(narrow) <= 3, (name, text)  # the ends of a row

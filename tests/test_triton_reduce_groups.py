@@ -16,6 +16,8 @@ from tensorlogic.op import OPS, Candidate  # isort: skip
 from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
 from tensorlogic.ops.common import triton_reduce_groups as kernels  # isort: skip
 
+from .test_triton_softmax_groups import launches  # isort: skip
+
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 WANT: dict[str, Any] = {
     "sum": lambda x: x.sum(1),
@@ -81,12 +83,14 @@ def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_public_call_is_served() -> None:
+def test_a_public_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate("sum")
+    served = launches(monkeypatch, kernels, "groups_launcher")
     x = rand(6, 333, dtype="f16")
     with tensorlogic.policy(tune="off", force={"sum": "triton.groups", "max": "triton.groups"}):
         close(tensorlogic.sum(x, -1), x.double().sum(1), "f16", 20.0)
         assert torch.equal(tensorlogic.max(x, -1, keepdim=True), x.amax(1, keepdim=True))
+    assert served == [True, True]
 
 
 @pytest.mark.usefixtures("small")

@@ -18,6 +18,7 @@ from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
 from tensorlogic.ops.common import triton_reduce_shares as kernels  # isort: skip
 
 from .test_triton_reduce_groups import WANT  # isort: skip
+from .test_triton_softmax_groups import launches  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 CONFIGS = (
@@ -49,6 +50,12 @@ def test_reduce_by_shares(kind: str, dtype: str, shape: tuple[int, int]) -> None
     want = WANT[kind](x.double()).to(TORCH[dtype])
     for config in CONFIGS:
         close(reduced(kind, x, dtype, config), want, dtype, shape[1] ** 0.5)
+
+
+def test_the_same_bits_every_time() -> None:
+    x = rand(3, 131)
+    for config in CONFIGS:
+        assert torch.equal(reduced("sum", x, "f32", config), reduced("sum", x, "f32", config))
 
 
 @pytest.mark.parametrize("column", [0, 7, 8, 15, 16, 31, 32, 47, 48, 69, 76])
@@ -87,14 +94,16 @@ def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_public_call_is_served() -> None:
+def test_a_public_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate("sum")
+    served = launches(monkeypatch, kernels, "shares_launcher")
     x = rand(2, 8203, dtype="f16")
     with tensorlogic.policy(tune="off", force={"sum": "triton.shares", "max": "triton.shares"}):
         close(tensorlogic.sum(x, -1), x.double().sum(1), "f16", 100.0)
         assert torch.equal(tensorlogic.max(x, -1, keepdim=True), x.amax(1, keepdim=True))
         odd = x.flatten()[:-1]
         close(tensorlogic.sum(odd), odd.double().sum(), "f16", 100.0)
+    assert served == [True] * 3
 
 
 @pytest.mark.usefixtures("small")

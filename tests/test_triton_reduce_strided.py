@@ -285,3 +285,18 @@ def test_accesses_are_as_wide_as_lines_allow() -> None:
     assert width(66, 32, 2) == (1, 1)  # a word holds one that counts
     assert width(64, 20, 3) == (1, 1)
     assert width(64, 60, align=4) == (2, 1)
+
+
+def test_sums_over_columns_are_no_longer_chains_than_stay_exact() -> None:
+    """Of what is offered beside the first: tiles that a program adds up, one after the other. Two launches where these are few."""
+    for rows, columns, dtype in itertools.product(
+        (24, 5183, 2**20, 2**27), (2, 48, 320, 9779), ("f16", "f32")
+    ):
+        tiles = strided.column_tiles(1, rows, columns, dtype)
+        twice = triton_reduce._twice(
+            shapes.Shape("sum", dtype, 1, rows, columns, (columns,), 16), 132
+        )
+        chains = [rows / (c["parts"] * c["BLOCK_R"]) for c in (*tiles[1:], *twice)]
+        assert max(chains, default=0) <= strided.CHAIN, (rows, columns, dtype, tiles, twice)
+    s = shapes.Shape("sum", "f16", 1, 5183, 320, (320,), 16)
+    assert {c["parts"] for c in triton_reduce.configs(s) if not c["last"]} == {41, 26}

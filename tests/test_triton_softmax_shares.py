@@ -24,7 +24,7 @@ from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
 from tensorlogic.ops.common import triton_shares as shares  # isort: skip
 from tensorlogic.ops.common import triton_softmax_shares as kernels  # isort: skip
 
-from .test_triton_softmax_groups import ACCESSES  # isort: skip
+from .test_triton_softmax_groups import ACCESSES, launches  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 CONFIGS = (
@@ -135,18 +135,20 @@ def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_public_call_is_served() -> None:
+def test_a_public_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate("softmax")
+    served = launches(monkeypatch, kernels, "shares_launcher")
     x, dy = rand(2, 8203, dtype="f16").requires_grad_(), rand(2, 8203, dtype="f16", seed=1)
     wide = x.detach().double().requires_grad_()
     torch.softmax(wide, 1).backward(dy.double())
     with tensorlogic.policy(tune="off", force={"softmax": "triton.shares", "softmax_backward": "triton.shares"}):  # fmt: skip
         y = tensorlogic.softmax(x, 1)
         y.backward(dy)
-    close(y.detach(), torch.softmax(wide.detach(), 1), "f16", 0.1)
+    assert served == [True, True]
+    close(y.detach(), torch.softmax(wide.detach(), 1), "f16", 0.001)
     assert x.grad is not None
     assert wide.grad is not None
-    close(x.grad, wide.grad, "f16", 0.1)
+    close(x.grad, wide.grad, "f16", 0.001)
 
 
 @pytest.mark.usefixtures("small")

@@ -33,6 +33,7 @@ ROWS = {
 }  # bytes an element -> columns
 PAIRS = {2: (17000, 30000, 50304, 81920), 4: (8400, 17000, 30000, 40960)}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+PEERS = ("PyTorch", "torch.compile")
 LINES, ELEMENTS = 3000, 1 << 26  # rows at least, and elements of short ones
 OURS = (
     "triton.held",
@@ -65,16 +66,17 @@ def problem(rows: int, columns: int, dtype: torch.dtype, backward: bool) -> Met:
 
 
 def error(op: Op, tensors: tuple[Tensor, ...], found: Tensor) -> float:
-    """The largest relative distance from float64 on a few rows, elements below their mean taken as the mean."""
+    """The largest relative distance from float64 on a few rows, elements below their mean taken as the mean; two steps between
+    the dtype's smallest numbers, which are all that float16 has for shares of 1e-6, are forgiven."""
     at = torch.tensor([0, 1, 131, 132, -1], device=DEVICE).clamp(max=len(tensors[0]) - 1)
     wide = [t[at].double() for t in tensors]
     if len(wide) == 1:
         want = wide[0].softmax(1)
     else:
         want = wide[1] * (wide[0] - (wide[0] * wide[1]).sum(1, keepdim=True))
-    least = torch.finfo(tensors[0].dtype).tiny  # below which float16 has fewer digits
-    least = want.abs().mean().clamp_min(16 * least)
-    return float(((found[at].double() - want).abs() / want.abs().clamp_min(least)).max())
+    of = torch.finfo(tensors[0].dtype)
+    off = (found[at].double() - want).abs() - 2 * of.tiny * of.eps
+    return float((off / want.abs().clamp_min(want.abs().mean())).max())
 
 
 def composed(backward: bool, dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -123,7 +125,7 @@ def timed(
     least = (2 + backward) * tensors[0].nbytes / gbs / 1e3
     best: dict[str, tuple[float, str]] = {}
     for name, us in took.items():
-        kind = name.rpartition(".")[0] or name
+        kind = name if name in PEERS else name.rpartition(".")[0]
         best[kind] = min(best.get(kind, (us, name)), (us, name))
     each = " ".join(
         f"{us:.0f}"
@@ -132,7 +134,7 @@ def timed(
     )
     said = ", ".join(f"{kind} {us:.0f} ({least / us:.2f})" for kind, (us, _) in best.items())
     kind = "gradient" if backward else "forward"
-    print(f"{kind} [{rows}, {columns}] {str(dtype)[6:]}: {said}; held or in groups by configuration: {each}", *wrong, flush=True)  # fmt: skip
+    print(f"{kind} [{rows}, {columns}] {str(dtype)[6:]}: {said}; held, in groups or shared by configuration: {each}", *wrong, flush=True)  # fmt: skip
 
 
 def reachable() -> float:

@@ -19,6 +19,7 @@ from tensorlogic.ops.common.triton_reduce import EMPTY, finish, fold, merge
 Dims = tuple[tuple[int, int], ...]  # (size, stride) of each
 FEW = 16  # rows that one tile reads
 GATHERED = 4096  # partial results that a program takes at once
+CHAIN = 4096  # tiles that a program adds up at most, where there is a choice: a chain of sums loses digits
 
 
 @triton.jit
@@ -254,7 +255,8 @@ def column_tiles(
         per = multiprocessors * 16 // warps // tiles(block)
         parts = max(1, min(-(-reduce // block_r), per, GATHERED // block_c, 128))
         tile = {"parts": parts, "BLOCK_R": block_r, "BLOCK_C": block_c, "num_warps": warps}
-        if tile not in found:
+        short = reduce <= CHAIN * block_r * parts
+        if tile not in found and (short or not found):
             found.append(tile)
     return found
 

@@ -37,7 +37,7 @@ def softmax_fwd_shared(
     x_ptr, part_ptr, y_ptr, R, C, SPAN, PARTS,
     LANES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y = exp(x - max) / sum of the same share, from what `softmax_fwd_shares` left of the row's; x comes from L2."""
+    """y = exp(x - max) / sum of the same share, from what `softmax_fwd_shares` left of the row's; x mostly comes from L2."""
     follow(PDL)
     begin, length, at, some = share_of(R, C, SPAN, WIDTH)
     p, lane = tl.arange(0, PADDED), tl.arange(0, LANES * WIDTH)
@@ -91,7 +91,7 @@ def softmax_bwd_shared(
     dy_ptr, y_ptr, part_ptr, dx_ptr, R, C, SPAN, PARTS,
     LANES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """dx = y (dy - dot) of the same share, dot from what `softmax_bwd_shares` left of the row's; y and dy come from L2."""
+    """dx = y (dy - dot) of the same share, dot from what `softmax_bwd_shares` left of the row's; y and dy mostly come from L2."""
     follow(PDL)
     begin, length, at, some = share_of(R, C, SPAN, WIDTH)
     p, lane = tl.arange(0, PADDED), tl.arange(0, LANES * WIDTH)

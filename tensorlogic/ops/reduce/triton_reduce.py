@@ -46,7 +46,8 @@ def _twice(s: Shape, cores: int) -> list[dict[str, Any]]:
     tiles = s.outer * -(-s.inner // block_c)
     parts = min(-(-s.reduce // 64), 2 * cores // tiles, 128)
     few = {"parts": parts, "last": False, "BLOCK_R": 64, "BLOCK_C": block_c, "num_warps": 4}
-    return [{"strategy": "columns", **few}] if parts > 1 else []
+    short = s.reduce <= strided.CHAIN * 64 * parts
+    return [{"strategy": "columns", **few}] if parts > 1 and short else []
 
 
 def _rows(s: Shape, cores: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What is registered where: PyTorch ops at import, GPU candidates on first use of a GPU, third-party ones on first choice."""
+"""What is registered where: PyTorch ops at import, an op's GPU candidates on its first use on a GPU, third-party ones on first choice."""
 
 from __future__ import annotations
 
@@ -75,6 +75,18 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.few_rows",
     "tensorlogic.ops.precise_cuda",
 )
+PRODUCTS = frozenset(  # packages and modules that register candidates with one another's ops
+    (
+        "linear",
+        "matmul",
+        "gelu_linear",
+        "layer_norm_linear",
+        "linear_batch_norm_relu",
+        "dropout_linear",
+        "few_rows",
+        "precise_cuda",
+    )
+)
 METAL = (  # modules that register candidates for Apple GPUs
     "tensorlogic.ops.linear.metal_tiled",
     "tensorlogic.ops.matmul.metal_tiled",
@@ -128,13 +140,19 @@ def _begin() -> None:
     CompileJob.ahead()
 
 
-def ready(device: str) -> None:
-    """Everything that could serve this device type is registered; cheap after the first time."""
-    if device in _READY:
+def ready(device: str, op: Op | None = None) -> None:
+    """Everything that could serve this device type, or one op on it at least, is registered; cheap after the first time.
+
+    Half of what all of it takes is Triton reading its kernels' sources, and a process that multiplies needs no softmax.
+    """
+    kin = _kin(op.reference.__module__) if op is not None and device == "cuda" else ""
+    if device in _READY or (kin and f"{device} {kin}" in _READY):
         return
     with _LOCK:
-        if device in _READY:
+        if device in _READY or (kin and f"{device} {kin}" in _READY):
             return
+        if any(map(_adds, _foreign())):
+            kin = ""  # whoever registers candidates finds all of ours
         if device == "cpu":
             for name in NATIVE:
                 importlib.import_module(name)
@@ -144,20 +162,42 @@ def ready(device: str) -> None:
                 calls.load()
                 _begin()
             for name in TRITON:
-                importlib.import_module(name)
+                if kin in ("", _kin(name)):
+                    importlib.import_module(name)
         if device == "mps":
             for name in METAL:
                 importlib.import_module(name)
         _plugins()
-        _READY.add(device)
+        _READY.add(f"{device} {kin}" if kin else device)
+
+
+def _kin(module: str) -> str:
+    """Which ops a module of an op's belongs to: its package, or all products, which share modules; "" for no module of ours."""
+    ours, _, own = module.partition("tensorlogic.ops.")
+    package = own.partition(".")[0]
+    if ours or not package:
+        return ""
+    return "products" if package in PRODUCTS else package
+
+
+def _foreign() -> list[importlib.metadata.EntryPoint]:
+    """Third-party candidates' entry points: each is a function that takes the registry of ops."""
+    return list(importlib.metadata.entry_points(group=GROUP))
+
+
+def _adds(point: importlib.metadata.EntryPoint) -> bool:
+    """Whether an entry point may register candidates here: our own adapters do where what they adapt is installed."""
+    if not point.value.startswith(f"{__package__}.providers."):
+        return True
+    return importlib.import_module(point.value.partition(":")[0]).PACKAGE.missing() is None
 
 
 def _plugins() -> None:
-    """Load third-party candidates once: each entry point is a function that takes the registry of ops."""
+    """Load third-party candidates once."""
     if "plugins" in _READY:
         return
     _READY.add("plugins")
-    for point in importlib.metadata.entry_points(group=GROUP):
+    for point in _foreign():
         known = {name: set(op.candidates) for name, op in OPS.items()}
         try:
             register: Callable[[dict[str, Op]], None] = point.load()

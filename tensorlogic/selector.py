@@ -275,7 +275,7 @@ def choose(
     Without `whole`, torch.eager is bound as users write it: what backward needs is left to PyTorch's autograd.
     """
     device = next(a.device for a in args if isinstance(a, Tensor))
-    registry.ready(device.type)
+    registry.ready(device.type, op)
     capturing = capture_watch.capturing(device)
     if policy.observer is not None:
         policy.observer(op, key, device)
@@ -352,6 +352,7 @@ def _adapting(op: Op, key: Key, device: torch.device, policy: Policy, compiled: 
 def _forced(op: Op, key: Key, id: str) -> Decision:
     candidate = op.candidates.get(id)
     if candidate is None:
+        registry.ready(key.device)  # other ops' candidates, too
         if not any(id in other.candidates for other in OPS.values()):
             say_once(
                 op,

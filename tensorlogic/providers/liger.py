@@ -17,7 +17,9 @@ from ..plans import Key
 from . import packages
 from .packages import Package, adapted, matrix, on_device, warm
 
-LIGER = Package("liger-kernel", "liger_kernel", extra="liger", capability=8, needs=("triton",))
+PACKAGE = LIGER = Package(
+    "liger-kernel", "liger_kernel", extra="liger", capability=8, needs=("triton",)
+)
 LONGEST_ROW = 65536  # of Liger's layer norm, which holds a row in one block
 LONGEST_BLOCK = 32768  # of Liger's cross-entropy
 WARPS: tuple[Config, ...] = ({"num_warps": 32}, {"num_warps": 8})  # Liger's own: Hopper, Blackwell

@@ -19,7 +19,7 @@ from ..plans import Key, TensorSpec
 from . import packages
 from .packages import Package, adapted, aligned, matrix, warm
 
-QUACK = Package(
+PACKAGE = QUACK = Package(
     "quack-kernels", "quack", extra="hopper", capability=9, needs=("nvidia-cutlass-dsl",)
 )
 ACTIVATIONS = {  # ours -> QuACK's

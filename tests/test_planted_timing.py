@@ -27,11 +27,17 @@ def timed(
     def tuned(first: str) -> tuple[Plan, Evidence]:
         body = textwrap.indent(textwrap.dedent(first), "    ")
         install(extra=f"def odd(*a):\n{body}\n    return (right(*a),)\nplant('odd', odd)\n")
-        (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
-        (evidence,) = [e for e in plan.evidence if e.candidate == "planted.odd"]
-        return plan, evidence
+        return once()
 
     return tuned
+
+
+def once(rows: int = 8) -> tuple[Plan, Evidence]:
+    """The plan of so many rows, of which nothing is known yet, and what it says of the planted one."""
+    sys.modules["planted_candidates"].COUNT[0] = 0
+    (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs(rows)).plans
+    (evidence,) = [e for e in plan.evidence if e.candidate == "planted.odd"]
+    return plan, evidence
 
 
 def test_one_whose_first_calls_are_slow_is_timed_all_the_same(timed: Any) -> None:
@@ -54,10 +60,11 @@ def test_one_that_was_disturbed_for_some_calls_is_timed_all_the_same(timed: Any)
             time.sleep(0.00025)
         """
     )
+    for rows in range(9, 16):  # a host that is busy itself delays others, too
+        if evidence.device_us >= 150:
+            _, evidence = once(rows)
     assert evidence.status == "measured"
-    assert (
-        evidence.device_us < 250
-    )  # a disturbed call takes more, any other 50 to 200, by how busy the host is
+    assert evidence.device_us < 150
 
 
 def test_a_slow_one_is_cut_after_few_calls(timed: Any) -> None:

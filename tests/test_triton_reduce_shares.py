@@ -11,14 +11,15 @@ from torch import Tensor
 from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import registry, study  # isort: skip
+from tensorlogic import registry  # isort: skip
 from tensorlogic.compiling import CompileFailure  # isort: skip
 from tensorlogic.op import OPS, Candidate  # isort: skip
-from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
+from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_reduce_shares as kernels  # isort: skip
 
 from .test_triton_reduce_groups import WANT  # isort: skip
-from .test_triton_softmax_groups import launches  # isort: skip
+from .test_triton_reduce_groups import small as small  # isort: skip  (a fixture)
+from .test_triton_softmax_groups import launches, offered_are_right  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 CONFIGS = (
@@ -67,12 +68,6 @@ def test_no_element_is_left_out(kind: str, column: int) -> None:
         assert torch.equal(reduced(kind, x, "f16", config), x[:, column])
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of so few multiprocessors that the interpreter runs as many programs as fill it."""
-    monkeypatch.setattr(wiring, "cores", lambda: 3)
-
-
 def candidate(name: str) -> Candidate:
     registry.ready(DEVICE.type)
     return OPS[name].candidates["triton.shares"]
@@ -85,12 +80,7 @@ def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
     for name in WANT:
         op, served = OPS[name], candidate(name)
         key = op.key([x, (x.dim() - 1,), False, False], "inference")
-        assert served.unfit(key) is None
-        checker, offered = study.Checker(op, key, DEVICE), served.configs(key)
-        assert 2 <= len(offered) <= 6
-        for config in (offered[0], offered[-1]):
-            verdict = checker._probe(served.bind(key, config, DEVICE), 0, 0)[1]
-            assert verdict, (key.text, config, verdict.reason)
+        assert 2 <= offered_are_right(op, served, key) <= 6
 
 
 @pytest.mark.usefixtures("small")

@@ -20,9 +20,10 @@ from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, ra
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry, study  # isort: skip
 from tensorlogic.compiling import CompileFailure  # isort: skip
-from tensorlogic.op import OPS, Candidate  # isort: skip
+from tensorlogic.op import OPS, Candidate, Op  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_softmax_groups as kernels  # isort: skip
+from tensorlogic.plans import Key  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 SHAPES = (
@@ -98,6 +99,16 @@ def candidate(name: str) -> Candidate:
     return OPS[name].candidates["triton.groups"]
 
 
+def offered_are_right(op: Op, served: Candidate, key: Key) -> int:
+    """The first and the last configuration that the candidate offers for a key; how many there are."""
+    assert served.unfit(key) is None
+    checker, offered = study.Checker(op, key, DEVICE), served.configs(key)
+    for config in (offered[0], offered[-1]):
+        verdict = checker._probe(served.bind(key, config, DEVICE), 0, 0)[1]
+        assert verdict, (key.text, config, verdict.reason)
+    return len(offered)
+
+
 @pytest.mark.parametrize("shape", [(7, 333), (2, 3, 101), (4101,), (2, 4099)])
 def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape).half()
@@ -108,12 +119,7 @@ def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
     ):
         op, served = OPS[name], candidate(name)
         key = op.key(args, "inference" if name == "softmax" else "backward")
-        assert served.unfit(key) is None
-        checker, offered = study.Checker(op, key, DEVICE), served.configs(key)
-        assert 2 <= len(offered) <= 9
-        for config in (offered[0], offered[-1]):
-            verdict = checker._probe(served.bind(key, config, DEVICE), 0, 0)[1]
-            assert verdict, (key.text, config, verdict.reason)
+        assert 2 <= offered_are_right(op, served, key) <= 9
 
 
 def launches(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[bool]:

@@ -14,7 +14,7 @@ from tensorlogic.ops.common.triton_groups import SIZE
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import follow
 from tensorlogic.ops.common.triton_reduce import EMPTY, finish, fold, merge
-from tensorlogic.ops.common.triton_shares import fits, parts_for, share_of, span_of, tile_of
+from tensorlogic.ops.common.triton_shares import configs_of, fits, share_of, span_of, tile_of
 
 
 @triton.jit
@@ -52,14 +52,7 @@ SHAPES = ((4, 4, 8), (8, 4, 4), (4, 2, 8), (4, 1, 8), (8, 2, 2), (16, 2, 2))  # 
 
 def shares_configs(rows: int, columns: int, dtype: str, cores: int = 132) -> list[dict[str, Any]]:
     """Configurations, best guess first: programs of a row, and groups that one of them reads at once."""
-    found: list[dict[str, Any]] = []
-    for warps, loads, programs in SHAPES:
-        lanes = 32 * warps * loads
-        parts = parts_for(rows, columns, tile_of(lanes, dtype), cores * programs, MOST_PARTS)
-        config = {"parts": parts, "LANES": lanes, "num_warps": warps}
-        if parts > 1 and config not in found:
-            found.append(config)
-    return sorted(found, key=lambda config: -min(rows * config["parts"], cores))
+    return configs_of(SHAPES, MOST_PARTS, rows, columns, dtype, cores)
 
 
 def shares_workspace(rows: int, columns: int, config: dict[str, Any]) -> tuple[int, int]:

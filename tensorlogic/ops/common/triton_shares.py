@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -42,6 +45,26 @@ def parts_for(rows: int, columns: int, tile: int, programs: int, most: int) -> i
     tiles = triton.cdiv(columns, tile)
     parts = triton.cdiv(tiles, triton.cdiv(tiles, max(2, min(programs // rows, most))))
     return int(parts) if fits(columns, int(parts), tile) else 1
+
+
+def configs_of(
+    shapes: Sequence[tuple[int, int, int]],
+    most: int,
+    rows: int,
+    columns: int,
+    dtype: str,
+    cores: int,
+) -> list[dict[str, Any]]:
+    """Configurations of `shapes` (warps, groups that a thread reads at once, programs a multiprocessor), at most `most` programs a row;
+    those that fill the device first."""
+    found: list[dict[str, Any]] = []
+    for warps, loads, programs in shapes:
+        lanes = 32 * warps * loads
+        parts = parts_for(rows, columns, tile_of(lanes, dtype), cores * programs, most)
+        config = {"parts": parts, "LANES": lanes, "num_warps": warps}
+        if parts > 1 and config not in found:
+            found.append(config)
+    return sorted(found, key=lambda config: -min(rows * config["parts"], cores))
 
 
 def fits(columns: int, parts: int, tile: int) -> bool:

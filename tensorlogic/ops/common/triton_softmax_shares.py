@@ -14,7 +14,7 @@ from tensorlogic.ops.common.triton_groups import SIZE
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import follow
 from tensorlogic.ops.common.triton_rows import powers, row_statistics, with_ends
-from tensorlogic.ops.common.triton_shares import fits, parts_for, share_of, span_of, tile_of
+from tensorlogic.ops.common.triton_shares import configs_of, fits, share_of, span_of, tile_of
 
 
 @triton.jit
@@ -118,14 +118,7 @@ SHAPES = ((8, 2, 2), (8, 1, 4), (4, 1, 4), (4, 2, 4), (8, 2, 4), (16, 1, 2))  # 
 
 def shares_configs(rows: int, columns: int, dtype: str, cores: int = 132) -> list[dict[str, Any]]:
     """Configurations, best guess first: programs of a row, and groups that one of them reads at once."""
-    found: list[dict[str, Any]] = []
-    for warps, loads, programs in SHAPES:
-        lanes = 32 * warps * loads
-        parts = parts_for(rows, columns, tile_of(lanes, dtype), cores * programs, MOST_PARTS)
-        config = {"parts": parts, "LANES": lanes, "num_warps": warps}
-        if parts > 1 and config not in found:
-            found.append(config)
-    return sorted(found, key=lambda config: -min(rows * config["parts"], cores))
+    return configs_of(SHAPES, MOST_PARTS, rows, columns, dtype, cores)
 
 
 def shares_space(rows: int, columns: int, config: dict[str, Any], backward: bool) -> int:

@@ -17,18 +17,10 @@ from tensorlogic import background, capture_watch, compiling, policies, stores, 
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.plans import Key
 
+from .clockwork import Clock
+
 CPU = torch.device("cpu")
 RELU = OPS["relu"]
-
-
-class Clock:
-    """A clock that only the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 class Planned:

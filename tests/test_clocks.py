@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import clocks, measure, native, stores, study
+from tensorlogic import checking, clocks, measure, native, stores, study
 from tensorlogic.notes import Notes
 from tensorlogic.op import EAGER, Candidate, Op, Outputs
 from tensorlogic.ops.common import native_wiring
 from tensorlogic.plans import DISTURBED, Key, Plan, environment
+
+from .clockwork import Clock
 
 CPU = torch.device("cpu")
 OWN_US = (650.0, 800.0, 950.0)  # of the planted candidate's configurations
 EAGER_US = 1000.0
 
 
-class Machine:
+class Machine(Clock):
     """A clock that moves only when somebody works or sleeps; during `spells` what is shaky takes twice as long."""
 
     def __init__(self) -> None:
-        self.now, self.slept = 100.0, 0.0
+        super().__init__(now=100.0)
         self.spells: list[tuple[float, float]] = []
 
     def work(self, us: float, shaky: bool) -> None:
@@ -38,22 +37,11 @@ class Machine:
             self.now += step * (2 if slow else 1)
             left -= step
 
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.slept += seconds
-
-    def perf_counter(self) -> float:
-        return self.now
-
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    clock: Any = SimpleNamespace(
-        perf_counter=made.perf_counter, sleep=made.sleep, time_ns=time.time_ns
-    )
-    for module in (measure, study, clocks):
-        monkeypatch.setattr(module, "time", clock)
+    made.stands_in(monkeypatch, measure, study, checking, clocks)
     monkeypatch.setattr(clocks, "DRIFT", 1.25)
     monkeypatch.setattr(clocks.Patience, "spent_s", 0.0)
     monkeypatch.setattr(clocks.Patience, "since", 0.0)

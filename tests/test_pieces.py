@@ -16,6 +16,8 @@ import tensorlogic
 from tensorlogic.program import check, pieces
 from tensorlogic.program.pieces import Pieces
 
+from .clockwork import Clock
+
 
 class Cache:
     """What a decoder keeps between its steps, as an object of the user's own, which copies itself."""
@@ -348,15 +350,6 @@ def test_a_graph_is_given_its_share_of_the_budget() -> None:
     assert made.share("never timed") == 0.0
 
 
-class Clock:
-    """Time that passes only when it is told to."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
 @torch.no_grad()
 def test_graphs_behind_a_slow_one_are_served_too(
     pays: None, monkeypatch: pytest.MonkeyPatch
@@ -377,7 +370,7 @@ def test_graphs_behind_a_slow_one_are_served_too(
         clock.now += 2.0
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(pieces, "time", clock)
+    clock.stands_in(monkeypatch, pieces)
     monkeypatch.setattr(pieces, "best", slow)
     monkeypatch.setattr(pieces.Pieces, "share", lambda self, key: max(0.0, self.left))
     model, x = nn.Sequential(*(Step(8 + i, 9 + i) for i in range(4))).eval(), torch.randn(4, 8)

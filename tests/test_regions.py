@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +26,8 @@ from tensorlogic.program.regions import HEATS, raced
 from tensorlogic.program.report import Row
 from tensorlogic.program.rewrite import Region, again, rewrite
 from tensorlogic.program.trace import trace
+
+from .clockwork import Clock
 
 
 def row(way: str, ratio: float, error: float) -> Row:
@@ -136,11 +137,11 @@ def test_a_rewritten_graph_is_copied_with_its_regions() -> None:
 
 
 def test_losers_leave_the_race_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)  # only these calls move it
-    monkeypatch.setattr(measure, "time", clock)
+    clock = Clock()
+    clock.stands_in(monkeypatch, measure)
 
     def taking(seconds: float) -> list[Callable[[], Any]]:
-        return [lambda: setattr(clock, "now", clock.now + seconds)]
+        return [lambda: clock.sleep(seconds)]
 
     def timed(**seconds: float) -> dict[str, measure.Samples]:
         return raced({n: taking(s) for n, s in seconds.items()}, torch.device("cpu"))

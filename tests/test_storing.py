@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,13 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import native, registry, selector, stores, study
+from tensorlogic import checking, measure, native, registry, selector, stores, study
 from tensorlogic.op import EAGER, OPS, Candidate, Op
 from tensorlogic.ops.common import storing
 from tensorlogic.plan_records import Evidence, Plan
 from tensorlogic.plans import environment
+
+from .clockwork import Clock
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 CPU = torch.device("cpu")
@@ -124,19 +125,19 @@ def test_a_smaller_neighbour_is_stored_by_size_where_the_way_is_not_offered(
     assert made.fixed[0] == ("add_relu", code)  # what comes after it are small samples, to vouch
 
 
-def toy(then_ms: dict[str, float], takes_ms: dict[str, float]) -> Op:
+def toy(clock: Clock, then_ms: dict[str, float], takes_ms: dict[str, float]) -> Op:
     """An op whose one candidate has two configurations, told apart by what comes after them."""
 
     def wrong(x: Tensor) -> Tensor:
         return x + 1
 
     op = Op(wrong, flops=lambda key: 1.0, traffic=lambda key: 1.0, listed=False)
-    op.add(Candidate(EAGER, bind=lambda key, config, device: lambda x: (time.sleep(8e-3), (x + 1,))[1]))  # fmt: skip
+    op.add(Candidate(EAGER, bind=lambda key, config, device: lambda x: (clock.sleep(8e-3), (x + 1,))[1]))  # fmt: skip
     ways: dict[int, str] = {}
 
     def bind(key: Any, config: Any, device: Any) -> Any:
         def launch(x: Tensor) -> tuple[Tensor]:
-            time.sleep(takes_ms[config["way"]] * 1e-3)
+            clock.sleep(takes_ms[config["way"]] * 1e-3)
             out = x + 1
             ways[id(out)] = config["way"]
             return (out,)
@@ -144,7 +145,7 @@ def toy(then_ms: dict[str, float], takes_ms: dict[str, float]) -> Op:
         return launch
 
     def then(outs: Any) -> None:
-        time.sleep(then_ms[ways[id(outs[0])]] * 1e-3)
+        clock.sleep(then_ms[ways[id(outs[0])]] * 1e-3)
 
     configs = [{"way": "kept"}, {"way": "sent"}]
     op.add(Candidate("toy.ways", bind=bind, configs=lambda key: configs, then=then))
@@ -152,12 +153,17 @@ def toy(then_ms: dict[str, float], takes_ms: dict[str, float]) -> Op:
 
 
 @pytest.mark.parametrize(("after_sent_ms", "best"), [(0.0, "sent"), (3.0, "kept")])
-def test_who_goes_on_with_the_output_has_a_say(after_sent_ms: float, best: str) -> None:
+def test_who_goes_on_with_the_output_has_a_say(
+    after_sent_ms: float, best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The way that is faster by 1 ms alone is chosen unless that costs who comes next more than twice as much."""
-    op = toy({"kept": 0.0, "sent": after_sent_ms}, {"kept": 2.0, "sent": 1.0})
+    (clock := Clock(tick=1e-6)).stands_in(monkeypatch, measure, study, checking)
+    op = toy(clock, {"kept": 0.0, "sent": after_sent_ms}, {"kept": 2.0, "sent": 1.0})
     key = op.key((torch.randn(64),), "inference")
     plan = study.Study(op, key, CPU, environment(CPU)).run()
     assert plan is not None
     assert (plan.eager, plan.eager_config) == ("toy.ways", {"way": best})
     evidence = next(e for e in plan.evidence if e.candidate == "toy.ways")
-    assert evidence.device_us < 3000  # of the call alone: what comes after is nobody's merit
+    assert evidence.device_us == pytest.approx(
+        {"kept": 2000.0, "sent": 1000.0}[best], rel=0.01
+    )  # of the call alone: what comes after is nobody's merit

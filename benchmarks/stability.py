@@ -33,8 +33,9 @@ def one(device: str, quick: bool) -> None:
     cases = [case for case in chosen if case.category != "transfer"]
     if device == "cuda":
         compiling.submit(rows.kernels(cases, torch.device(device)))
-    for case in cases:
-        rows.tuned(case, torch.device(device))
+    with compiling.awaited():
+        for case in cases:
+            rows.tuned(case, torch.device(device))
     plans = stores.current(torch.device(device)).plans()
     print(json.dumps({p.key.text: [p.eager, p.captured] for p in plans}))
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
+import heapq
+import itertools
 import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
-from queue import SimpleQueue
 from typing import Any, cast
 
 from . import settings
 from .workers import SUPPORTED, Nursery, Worker, attempt
+
+CALM = 4  # one of so many workers goes on while nobody waits
 
 
 class CompileFailure(RuntimeError):
@@ -23,9 +26,10 @@ class CompileFailure(RuntimeError):
 
 
 class _Workers:
-    """Threads that each own one worker process and hand it one job at a time.
+    """Threads that each own one worker process and hand it one job at a time, who came to wait last before the others.
 
-    A job is begun when a process that has started takes it: until then the caller may still compile it itself.
+    A job is begun when a process that has started takes it: until then the caller may still compile it itself. While nobody
+    waits, few processes go on: idle as they run, they slow what shares the cores with them.
     """
 
     def __init__(self, count: int) -> None:
@@ -33,23 +37,33 @@ class _Workers:
         self.missing = False  # no process can be started here
         self.lock = threading.Lock()
         self.nursery = Nursery()
-        self.queue: SimpleQueue[tuple[Any, Future[str | None]]] = SimpleQueue()
+        self.turn = threading.Condition()  # of the queue and who is busy with it
+        self.queue: list[tuple[int, int, Any, Future[str | None]]] = []  # a heap
+        self.entries, self.busy = 0, 0
         self.jobs: dict[Any, Future[str | None]] = {}
         atexit.register(self.close)
 
-    def submit(self, job: Any) -> None:
-        if job in self.jobs:
-            return
-        future = self.jobs[job] = Future()
+    def submit(self, jobs: Iterable[Any]) -> None:
+        """Queue what nobody has begun; what is queued already moves to the front where somebody waits for it now."""
+        with self.turn:
+            for job in jobs:
+                future = self.jobs.get(job) or self._new(job)
+                if not future.running() and not future.done():
+                    self.entries += 1
+                    heapq.heappush(self.queue, (-_scope.get(), self.entries, job, future))
+            self.turn.notify_all()
+
+    def _new(self, job: Any) -> Future[str | None]:
+        future = self.jobs[job] = Future[str | None]()
         with self.lock:
             self.open += 1
             grow = self.threads < min(self.count, self.open)
             self.threads += grow
         future.add_done_callback(self._done)
-        self.queue.put((job, future))
         if grow:
             name = f"tensorlogic-compile-{self.threads}"
             threading.Thread(target=self._serve, name=name, daemon=True).start()
+        return future
 
     def _done(self, _: Future[str | None]) -> None:
         with self.lock:
@@ -58,19 +72,34 @@ class _Workers:
     def _serve(self) -> None:
         worker = self._start()
         while True:
-            job, future = self.queue.get()
-            if worker is None and not future.cancelled():
-                worker = self._start()
-            if worker is None:
-                future.cancel()  # no process can be started here: the caller compiles
-            if worker is None or not self.taken(future):
-                continue
-            try:
-                future.set_result(worker.ask(job))
-            except (OSError, EOFError) as problem:
-                worker.close()
-                worker = None
-                future.set_result(f"the compile worker stopped: {problem}")
+            with self.turn:
+                self.turn.wait_for(self._wanted)
+                self.busy += 1
+                *_, job, future = heapq.heappop(self.queue)
+            worker = self._served(worker, job, future)
+            with self.turn:
+                self.busy -= 1
+                self.turn.notify()
+
+    def _wanted(self) -> bool:
+        """Whether one more process goes on."""
+        return bool(self.queue) and (bool(_scopes) or self.busy < max(1, self.count // CALM))
+
+    def _served(self, worker: Worker | None, job: Any, future: Future[str | None]) -> Worker | None:
+        """Have a job done, by a new process where there is none; the worker that is left."""
+        if worker is None and not future.cancelled():
+            worker = self._start()
+        if worker is None:
+            future.cancel()  # no process can be started here: the caller compiles
+        if worker is None or not self.taken(future):
+            return worker
+        try:
+            future.set_result(worker.ask(job))
+        except (OSError, EOFError) as problem:
+            worker.close()
+            future.set_result(f"the compile worker stopped: {problem}")
+            return None
+        return worker
 
     def taken(self, future: Future[str | None]) -> bool:
         """Whether who asks shall do this job: nobody has begun it, and somebody still wants it."""
@@ -109,6 +138,9 @@ class _Workers:
         self.nursery.close()
 
 
+_scopes: set[int] = set()  # in which somebody waits for kernels, numbered as they begin ...
+_numbers = itertools.count(1)
+_scope: ContextVar[int] = ContextVar("tensorlogic_scope", default=0)  # ... the caller's own
 _hurried: ContextVar[bool] = ContextVar("tensorlogic_hurried", default=False)
 _workers: _Workers | None = None
 _own: set[Any] = set()  # jobs that were this process's to compile
@@ -150,8 +182,8 @@ def submit(jobs: Iterable[Any]) -> None:
     pool, jobs = _pool(), list(jobs)
     for kind in {type(job) for job in jobs}:
         getattr(kind, "ahead", int)()
-    for job in jobs if pool is not None else ():
-        cast(_Workers, pool).submit(job)
+    if pool is not None:
+        pool.submit(jobs)
 
 
 def begin(jobs: Iterable[Any]) -> None:
@@ -179,6 +211,22 @@ def begun(jobs: Iterable[Any]) -> bool:
 
 
 @contextlib.contextmanager
+def awaited() -> Iterator[None]:
+    """Inside, somebody waits for kernels: all processes compile, first what is submitted from here on."""
+    number = next(_numbers)
+    token = _scope.set(number)
+    _scopes.add(number)
+    if (pool := _workers) is not None:
+        with pool.turn:
+            pool.turn.notify_all()
+    try:
+        yield
+    finally:
+        _scopes.discard(number)
+        _scope.reset(token)
+
+
+@contextlib.contextmanager
 def hurried(wanted: bool = True) -> Iterator[None]:
     """Inside, what nobody has measured on a key serves it only where nothing has to be compiled for that first."""
     token = _hurried.set(wanted)
@@ -201,7 +249,8 @@ def wait(jobs: Iterable[Any], timeout_s: float) -> None:
     futures = [f for job in jobs if (f := _future(job)) is not None and not f.done()]
     if not futures:
         time.sleep(timeout_s)
-    concurrent.futures.wait(futures, timeout_s, concurrent.futures.FIRST_COMPLETED)
+    with awaited():
+        concurrent.futures.wait(futures, timeout_s, concurrent.futures.FIRST_COMPLETED)
 
 
 def settle(job: Any) -> None:

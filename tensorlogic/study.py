@@ -60,8 +60,9 @@ class Study:
 
     def run(self) -> Plan | None:
         """All steps at once; None when the key cannot be measured (no memory for its inputs, say)."""
-        for _ in self.steps():
-            pass
+        with compiling.awaited():
+            for _ in self.steps():
+                pass
         return self.plan
 
     def steps(self) -> Iterator[float]:

@@ -73,6 +73,7 @@ def whole(fn: Callable[..., Any], *example_inputs: Any, **keywords: Any) -> Lear
     return _learn(fn, example_inputs, keywords, math.inf)
 
 
+@compiling.awaited()
 def _learn(
     fn: Callable[..., Any], inputs: tuple[Any, ...], keywords: dict[str, Any], prompt_s: float
 ) -> Learned:

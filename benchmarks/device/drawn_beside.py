@@ -360,6 +360,7 @@ def kept(asked: argparse.Namespace, rows: Sequence[Row], found: Row) -> None:
     asked.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
 
 
+@compiling.awaited()  # kernels of what comes next are compiled meanwhile
 def main() -> int:
     """Draw, compile ahead, time, tell."""
     begin, asked = time.monotonic(), options()

@@ -148,6 +148,7 @@ def reachable() -> float:
 
 
 @torch.no_grad()
+@compiling.awaited()  # kernels of what comes next are compiled meanwhile
 def main() -> int:
     """All of them, as far as the time goes."""
     parser = argparse.ArgumentParser(

@@ -238,6 +238,7 @@ def current(plan: Plan) -> bool:
     return plan.valid({c.id: c.source for c in OPS[plan.key.op].candidates.values()})
 
 
+@compiling.awaited()  # kernels of what comes next are compiled meanwhile
 def main() -> int:
     """Measure until the time is over and write."""
     parser = argparse.ArgumentParser(

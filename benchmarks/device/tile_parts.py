@@ -107,6 +107,7 @@ def timed(shape: tuple[int, int, int], name: str) -> None:
 
 
 @torch.no_grad()
+@compiling.awaited()  # kernels of what comes next are compiled meanwhile
 def main() -> int:
     """All of them, as far as the time goes."""
     parser = argparse.ArgumentParser(

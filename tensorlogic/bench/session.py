@@ -148,6 +148,7 @@ def _measure(
     tick(len(todo), len(todo), "done")
 
 
+@compiling.awaited()
 def _prepare(cases: list[Case], device: torch.device, tick: Tick) -> None:
     """Compile in all workers and measure every key before the first row is timed, so that no compiler disturbs a row."""
     with torch.no_grad():
@@ -190,6 +191,7 @@ def newest() -> Path:
     return found[-1]
 
 
+@compiling.awaited()
 def tune(
     *,
     quick: bool = False,

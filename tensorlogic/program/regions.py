@@ -55,6 +55,7 @@ class Judge:
         self.writes = False
         self.late = False  # a region was not measured for want of time
 
+    @compiling.awaited()
     def decide(self, regions: Sequence[Region], values: Mapping[str, Any]) -> dict[str, Decision]:
         """root -> decision for every region, in one walk over the original graph; `values` are its inputs and state."""
         found = {

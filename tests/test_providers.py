@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import tensorlogic
+from tensorlogic import registry
 from tensorlogic.checking import Checker
 from tensorlogic.op import OPS
 from tensorlogic.ops.common import activations
@@ -33,6 +34,7 @@ PROVIDERS = {"quack": quack, "liger": liger}
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
     """Candidates and modules of a test's packages are gone after it, and known ones are put aside meanwhile."""
+    registry.ready("cpu")  # what is registered meanwhile stays for those who come later
     aside = {(op, id): c for op in OPS.values() for id, c in op.candidates.items() if _theirs(id)}
     kept = {op.name: dict(op.candidates) for op in OPS.values()}
     for op, id in aside:

@@ -82,3 +82,16 @@ __all__ = [
     "reference",
     "runnable",
 ]
+
+
+def far_rows(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows of logits far from 0, all alike or in part, and targets, whose smoothed losses are small or finite all the same."""
+    largest = torch.finfo(dtype).max
+    x, t = torch.randn(7, columns).to(dtype), torch.arange(7) % columns
+    x[0], x[1] = -largest, largest
+    x[2, columns // 2 :] = -largest
+    t[3], x[3, columns // 2 :] = columns - 1, -largest
+    x[4] += 1e4
+    x[5], x[5, 0], t[5] = -largest, largest, 1  # more than the type holds
+    x[6, 1:], t[6] = float("-inf"), 0
+    return x, t

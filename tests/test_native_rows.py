@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tensorlogic import native
 
+from .helpers import far_rows
 from .test_native import DTYPES, INF, LEVELS, NAN, forced
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
@@ -195,6 +196,17 @@ def test_softmax_cross_entropy(
             dloss, logits, target, lse, -100, smoothing, number
         )
         close(got, exact, dtype, 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [5, 65, 5003])
+def test_smoothed_cross_entropy_of_logits_far_from_zero(
+    ops: Any, dtype: torch.dtype, columns: int
+) -> None:
+    x, t = far_rows(columns, dtype)
+    want = F.cross_entropy(x.double(), t, reduction="none", label_smoothing=0.1)
+    loss, _ = ops.softmax_cross_entropy(x, t, -100, 0.1, native.REDUCTIONS["none"])
+    torch.testing.assert_close(loss.float(), want.to(dtype).float(), rtol=2e-5 + torch.finfo(dtype).eps, atol=1e-5)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -22,6 +22,8 @@ from tensorlogic.ops.common import triton_layer_norm as layer_norm
 from tensorlogic.ops.common import triton_reduce as reduction
 from tensorlogic.ops.common import triton_rows as rows_
 
+from .helpers import far_rows
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 TOLERANCE = {"f16": 1.5e-3, "bf16": 1.2e-2, "f32": 2e-6}
@@ -292,6 +294,20 @@ def test_cross_entropy(
         )  # fmt: skip
         assert back(x, t, lse, dy, share, dx, smoothing)
         close(dx, grad, "f32", 0.1)
+
+
+@pytest.mark.parametrize("config", ROWS, ids=lambda c: c["strategy"])
+@pytest.mark.parametrize("columns", [7, 64, 101])
+def test_smoothed_cross_entropy_of_logits_far_from_zero(config: Config, columns: int) -> None:
+    x, t = far_rows(columns, torch.float32)
+    want = F.cross_entropy(x.double(), t, reduction="none", label_smoothing=0.1)
+    loss, lse, y, share = poisoned(7), poisoned(7), poisoned(1), poisoned(1)
+    run = cross_entropy.cross_entropy_launcher(
+        7, columns, "f32", "f32", "none", -100, {**config, "last": False}, DEVICE,
+        smooth=True, save=True,
+    )  # fmt: skip
+    assert run(x, t, loss, lse, y, share, torch.zeros(1, dtype=torch.int64), 0.1)
+    torch.testing.assert_close(loss, want.float(), rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", ROWS, ids=lambda c: c["strategy"])

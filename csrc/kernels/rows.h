@@ -304,10 +304,11 @@ struct RowStatistics {
   float peak, exponentials, sum;
 };
 
-// Maximum, sum of e^(x - maximum) and (where asked for) sum of one row, each element read once. Until
-// the end the sum is of e^(x - peak), `peak` less than RISE below the maximum: a block whose elements rise further is done again.
+// Maximum, sum of e^(x - maximum) and (where asked for) of scale x - off of one row, each element read once. Until
+// the end the first sum is of e^(x - peak), `peak` less than RISE below the maximum: a block whose elements rise further is done again.
 template <class T>
-INLINE RowStatistics row_statistics(const T* x, int64_t n, bool with_sum, bool far) {
+INLINE RowStatistics row_statistics(const T* x, int64_t n, bool with_sum, bool far, float scale,
+                                    float off) {
   constexpr float RISE = 60.0f;
   RowStatistics all{LOWEST, 0.0f, 0.0f};
   float most = LOWEST;
@@ -341,7 +342,12 @@ INLINE RowStatistics row_statistics(const T* x, int64_t n, bool with_sum, bool f
       break;
     }
     all.peak = peak;
-    if (with_sum) all.sum += reduce_of(Reduction::sum, block, size);
+    if (with_sum) {
+      const vf a = set1(scale), b = set1(-off);
+      vf s[4] = {set1(0), set1(0), set1(0), set1(0)};
+      FOR_ROW(size, s[k] = s[k] + keep(fma(load(block + j, lanes), a, b), set1(0), lanes);)
+      all.sum += sum(total(s));
+    }
   }
   if (most > all.peak) {  // so that no large logarithm is added to what it cancels
     all.exponentials *= __builtin_expf(all.peak - most);
@@ -353,18 +359,24 @@ INLINE RowStatistics row_statistics(const T* x, int64_t n, bool with_sum, bool f
 // loss = (1 - s) (lse - x[t]) + s (lse - mean(x)); ignored rows give 0 and are not read
 static void cross_entropy(const CrossEntropyCall& call, int64_t begin, int64_t end) {
   const bool far = (end - begin) * call.cols >= FAR_FROM;
+  const float cols = static_cast<float>(call.cols);
+  const float scale = __builtin_ldexpf(1.0f, -3 - __builtin_ilogbf(cols));
   DISPATCH(call.dtype, T, {
     for (int64_t r = begin; r < end; ++r) {
       const T* x = static_cast<const T*>(call.logits) + r * call.cols;
       call.loss[r] = call.lse[r] = 0.0f;
       if (call.target[r] == call.ignore_index) continue;
-      RowStatistics row = row_statistics(x, call.cols, call.smoothing > 0.0f, far);
+      // The mean is taken from the target's logit where that is a number, in powers of two that leave
+      // so many room: no large logits cancel, rows of the largest overflow nowhere.
+      const float hit = load(x + call.target[r], Some{1})[0];
+      const float off = __builtin_isfinite(hit) ? hit * scale : 0.0f;
+      RowStatistics row = row_statistics(x, call.cols, call.smoothing > 0.0f, far, scale, off);
       // The peak is subtracted before the logarithm is added: large logits would swallow it.
       const float rest = __builtin_logf(row.exponentials);
-      float loss = row.peak - load(x + call.target[r], Some{1})[0] + rest;
+      float loss = row.peak - hit + rest;
       if (call.smoothing > 0.0f) {
-        const float mean = row.sum / static_cast<float>(call.cols);
-        loss = (1.0f - call.smoothing) * loss + call.smoothing * (row.peak - mean + rest);
+        const float above = (row.peak * scale - off - row.sum / cols) / scale;
+        loss = (1.0f - call.smoothing) * loss + call.smoothing * (above + rest);
       }
       call.loss[r] = loss;
       call.lse[r] = row.peak + rest;

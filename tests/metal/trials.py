@@ -220,7 +220,10 @@ def _cross_entropy(m: int, n: int, k: int) -> list[list[Any]]:
     target = torch.randint(0, n, (m,))
     target[::3] = -100
     target[-1] = 0
-    return [[3 * torch.randn(m, n), target, -100, 0.1, "mean"]]
+    return [
+        [3 * torch.randn(m, n), target, -100, 0.1, "mean"],
+        [1000 + torch.randn(m, n), target, -100, 0.2, "none"],
+    ]
 
 
 def _cross_entropy_backward(m: int, n: int, k: int) -> list[list[Any]]:

@@ -34,6 +34,13 @@ struct bfloat {  // rounds to nearest even; explicit, as in Metal
   }
 };
 
+template <class To, class From> To as_type(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To bits;
+  std::memcpy(&bits, &value, sizeof(To));
+  return bits;
+}
+
 template <class T, int N> struct lanes_of;
 template <class T> struct lanes_of<T, 2> { T x, y; };
 template <class T> struct lanes_of<T, 3> { T x, y, z; };

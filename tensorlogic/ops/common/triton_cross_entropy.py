@@ -71,6 +71,25 @@ def logit_gradient(x, lse, rest, hit, live, scale, smoothing, C, SMOOTH: tl.cons
 
 
 @triton.jit
+def mean_frame(x_t, C, SMOOTH: tl.constexpr):
+    """(scale, off) in which the mean of x * scale - off is taken: from the target's logit where that is a number, in
+    powers of two that leave C of them room, so that no large logits cancel and rows of the largest overflow nowhere."""
+    scale, off = 1.0, x_t
+    if SMOOTH:
+        exponent = tl.full([], C * 1.0, tl.float32).to(tl.int32, bitcast=True) >> 23
+        scale = ((251 - exponent) << 23).to(tl.float32, bitcast=True)  # an eighth of 1 / C at most
+        off = tl.where(tl.abs(x_t) < float("inf"), x_t, 0.0) * scale
+    return scale, off
+
+
+@triton.jit
+def smoothed(loss, smoothing, peak, log, total, scale, off, C):
+    """(1 - s) loss + s (lse - mean x) from the sum of x * scale - off."""
+    above = ((peak * scale - off) - total / (C * 1.0)) / scale
+    return (1.0 - smoothing) * loss + smoothing * (above + log)
+
+
+@triton.jit
 def cross_entropy_fwd_online(
     x_ptr, t_ptr, loss_ptr, lse_ptr, y_ptr, share_ptr, counter_ptr,
     R, C, IGNORE, smoothing,
@@ -93,21 +112,22 @@ def cross_entropy_fwd_online(
     lse = tl.full([], 0.0, tl.float32)
     if live:
         x_t = tl.load(here + t, mask=known, other=float("nan")).to(tl.float32)
+        scale, off = mean_frame(x_t, C, SMOOTH)
         if EVEN:
-            peak, norm, total = row_statistics(here, C, SMOOTH, LANES, WIDTH)
+            peak, norm, total = row_statistics(here, C, SMOOTH, LANES, WIDTH, scale, off)
         else:
             front, length = row_body(row, C, WIDTH)
             ends, _, inside = row_ends(here, C, front, length, WIDTH)
             body = x_ptr + tl.multiple_of(row * C + front, WIDTH)
-            peak, norm, total = row_statistics(body, length, SMOOTH, LANES, WIDTH)
-            peak, norm, total = with_ends(peak, norm, total, ends, inside)
+            peak, norm, total = row_statistics(body, length, SMOOTH, LANES, WIDTH, scale, off)
+            peak, norm, total = with_ends(peak, norm, total, ends, inside, scale, off)
         log = tl.log(norm)
         lse = peak + log
         loss = (
             peak - x_t
         ) + log  # of large logits, lse is rounded by more than the loss may be off
         if SMOOTH:
-            loss = (1.0 - smoothing) * loss + smoothing * ((peak - total / (C * 1.0)) + log)
+            loss = smoothed(loss, smoothing, peak, log, total, scale, off, C)
     tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty))
     if SAVE:
         tl.store(lse_ptr + row, lse)
@@ -141,8 +161,9 @@ def cross_entropy_fwd_registers(
         tl.store(lse_ptr + row, tl.where(live, peak + log, 0.0), mask=row < R)
     loss = (peak - x_t) + log
     if SMOOTH:
-        mean = tl.sum(tl.where(mask, x, 0.0), 1) / (C * 1.0)
-        loss = (1.0 - smoothing) * loss + smoothing * ((peak - mean) + log)
+        scale, off = mean_frame(x_t, C, SMOOTH)
+        total = tl.sum(tl.where(mask, x * scale - off[:, None], 0.0), 1)
+        loss = smoothed(loss, smoothing, peak, log, total, scale, off, C)
     loss = tl.where(live, loss, 0.0)
     tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty), mask=row < R)
     if LAST:

@@ -35,8 +35,10 @@ def online_step(m, norm, x):
 
 
 @triton.jit
-def row_statistics(x_ptr, C, SUM: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """max, sum of exp(x - max) and (with SUM) sum of one row, in one read.
+def row_statistics(
+    x_ptr, C, SUM: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, scale=1.0, off=0.0
+):
+    """max, sum of exp(x - max) and (with SUM) sum of x * scale - off of one row, in one read.
 
     WIDTH elements, one 16-byte load, stay within a thread, so a tile costs no shuffle and one extra exponential
     per WIDTH. The next tile is loaded before this one is used; the ragged tile goes first, all others are
@@ -52,16 +54,16 @@ def row_statistics(x_ptr, C, SUM: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.c
     m = tl.full([LANES], float("-inf"), tl.float32)
     m, norm = online_step(m, tl.zeros([LANES], tl.float32), first.to(tl.float32))
     if SUM:
-        total += tl.sum(tl.where(ragged, first.to(tl.float32), 0.0), 1)
+        total += tl.sum(tl.where(ragged, first.to(tl.float32) * scale - off, 0.0), 1)
     for start in range(TILE, whole, TILE):
         ahead = tl.load(x_ptr + start + at)
         m, norm = online_step(m, norm, x.to(tl.float32))
         if SUM:
-            total += tl.sum(x.to(tl.float32), 1)
+            total += tl.sum(x.to(tl.float32) * scale - off, 1)
         x = ahead
     m, norm = online_step(m, norm, x.to(tl.float32))
     if SUM:
-        total += tl.sum(tl.where(whole > 0, x.to(tl.float32), 0.0), 1)
+        total += tl.sum(tl.where(whole > 0, x.to(tl.float32) * scale - off, 0.0), 1)
     peak = tl.max(m, 0)
     return peak, tl.sum(norm * powers(m - finite_or_zero(peak)), 0), tl.sum(total, 0)
 
@@ -83,12 +85,12 @@ def row_ends(x_ptr, C, first, length, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def with_ends(peak, norm, total, ends, inside):
+def with_ends(peak, norm, total, ends, inside, scale=1.0, off=0.0):
     """The same statistics with a row's ends, as `row_ends` returns them, taken in."""
     higher = tl.maximum(peak, tl.max(ends, 0))
     safe = finite_or_zero(higher)
     norm = norm * powers(peak - safe) + tl.sum(powers(ends - safe), 0)
-    return higher, norm, total + tl.sum(tl.where(inside, ends, 0.0), 0)
+    return higher, norm, total + tl.sum(tl.where(inside, ends * scale - off, 0.0), 0)
 
 
 @triton.jit

@@ -38,10 +38,16 @@ inline float rescaled(float s, float m, float most) { return m == -INFINITY ? s 
   long row = WIDE ? long(group.x) : long(group.x) * (THREADS / 32) + simd;
   bool live = row < rows;
   device const T* values = x + (live ? row : 0) * classes;
+  // the mean is taken from the target's logit where that is a number, in powers of two that leave so many room
+  long label = live ? target[row] : -1;
+  bool known = label >= 0 && label < classes;
+  float hit = known ? float(values[label]) : NAN;
+  float scale = as_type<float>((251u - (as_type<uint>(float(classes)) >> 23)) << 23);
+  float off = known && fabs(hit) < INFINITY ? hit * scale : 0.0f;
   float m = -INFINITY, s = 0.0f, total = 0.0f;
   for (long i = WIDE ? index : lane; live && i < classes; i += WIDE ? THREADS : 32) {
     float v = float(values[i]);
-    total += v;
+    total += v * scale - off;
     if (v > m) {
       s = rescaled(s, m, v) + 1.0f;
       m = v;
@@ -67,11 +73,10 @@ inline float rescaled(float s, float m, float most) { return m == -INFINITY ? s 
   total = simd_sum(has ? float(totals[lane]) : 0.0f);
 #endif
   if (!live || lane > 0) return;
-  long label = target[row];
   float ratio = log(s), lse = most + ratio, v = NAN;  // of large logits, lse is rounded by more than v may be off
-  if (label >= 0 && label < classes && most != INFINITY)
-    v = (1.0f - smoothing) * (most - float(values[label]) + ratio)
-        + (smoothing == 0.0f ? 0.0f : smoothing * (most - total / float(classes) + ratio));
+  if (known && most != INFINITY)
+    v = (1.0f - smoothing) * (most - hit + ratio)
+        + (smoothing == 0.0f ? 0.0f : smoothing * ((most * scale - off - total / float(classes)) / scale + ratio));
   loss[row] = LOSS_T(label == ignored ? 0.0f : v);
   if (SAVE) kept[row] = label == ignored ? 0.0f : lse;
 }

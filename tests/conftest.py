@@ -45,6 +45,15 @@ def fresh_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch computes in the calling thread alone: what another one takes for its share is no work of this one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor may compete; Triton's interpreter is no candidate."""
     monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "1")

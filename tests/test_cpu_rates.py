@@ -196,19 +196,14 @@ def test_nothing_is_timed_under_a_mode(clock: Any) -> None:
     assert cpu_costs.torch_factor("f32") == 2.0
 
 
-def test_products_are_timed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_timed_as_they_are(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On this machine, whatever it is: a factor within what any processor could have. By the work of one thread."""
     monkeypatch.setattr(cpu_rates, "_preempted", lambda: 0)
     Work().stands_in(monkeypatch, measure)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     next(levels := forced("portable"))
-    try:
-        slow, until = 1.0, time.monotonic() + 20.0
-        while slow == 1.0 and time.monotonic() < until:  # where others took the caches, say
-            cpu_rates._TRIED.clear()
-            slow = cpu_costs.native_factor(False)
-    finally:
-        next(levels, None)
-        torch.set_num_threads(threads)
+    slow, until = 1.0, time.monotonic() + 20.0
+    while slow == 1.0 and time.monotonic() < until:  # where others took the caches, say
+        cpu_rates._TRIED.clear()
+        slow = cpu_costs.native_factor(False)
+    next(levels, None)
     assert 1.0 < slow < 300  # four lanes or one, on a line of sixteen

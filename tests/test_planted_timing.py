@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 import tensorlogic
 from tensorlogic import checking, entrants, measure, study
@@ -24,8 +23,8 @@ from .test_planted import install as install  # the fixture
 
 @pytest.fixture
 def timed(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str], tuple[Plan, Evidence]]]:
+    install: Install, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], tuple[Plan, Evidence]]:
     """Plants a candidate that does this before it is right; the plan and what it says of it."""
     monkeypatch.setattr(study, "CUT", 3.0)  # which the plug-in is installed without
     clock = Work()
@@ -39,10 +38,7 @@ def timed(
         (evidence,) = [e for e in plan.evidence if e.candidate == "planted.odd"]
         return plan, evidence
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # to wait for another one's share is work, too
-    yield tuned
-    torch.set_num_threads(threads)
+    return tuned
 
 
 def test_one_whose_first_calls_are_slow_is_timed_all_the_same(timed: Any) -> None:

@@ -57,12 +57,11 @@ def test_one_that_was_disturbed_for_some_calls_is_timed_all_the_same(timed: Any)
     _, evidence = timed(
         """
         COUNT[0] += 1
-        if 4 <= COUNT[0] <= 9:
+        if COUNT[0] <= 12:
             time.sleep(0.00025)
         """
     )
     assert evidence.status == "measured"
-    assert not evidence.reason.startswith("cut")
     assert evidence.device_us < 150
 
 

@@ -296,8 +296,8 @@ struct Kernels {
   // acc[j] (op)= x[i * stride + j] for i < n, j < cols; acc holds sums, or running extremes.
   void (*reduce_columns)(Reduction, DType, const void* x, float* acc, int64_t n, int64_t cols,
                          int64_t stride);
-  // y[r] = rows [rows, n] each to one value, n <= SHORT_ROW
-  void (*reduce_short)(Reduction, DType, const void* x, float* y, int64_t rows, int64_t n);
+  // y[r] = rows [rows, n] each to one value
+  void (*reduce_rows)(Reduction, DType, const void* x, float* y, int64_t rows, int64_t n);
   // y[m, n] = sum_k x[m, k] w[n * step + k]; x [M, K], y [M, N]; `large` where w may lie beyond the second-level cache
   void (*dot_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t M, int64_t N,
                    int64_t step, bool large);

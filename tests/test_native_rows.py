@@ -282,6 +282,23 @@ def test_long_sum_of_half_precision_neither_overflows_nor_drifts(ops: Any) -> No
     assert ops.sum(ones, 0, 1).item() == pytest.approx(ones.double().sum().item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_remainder_of_a_row_is_summed_and_nothing_else(ops: Any, dtype: torch.dtype) -> None:
+    """Also the last row, behind which memory holds something else; on any number of threads the same bits."""
+    for n in range(33, 33 + 34):
+        held = torch.full((5 * n + 16,), NAN, dtype=dtype)
+        x = held[8 : 8 + 5 * n].view(5, n).copy_(torch.randn(5, n))
+        got = ops.sum(x, 1, 2, False)
+        close(got / 8, x.double().sum(1) / 8, dtype)
+        assert torch.equal(got, torch.stack([ops.sum(row, 0, 1, False) for row in x]))
+        assert torch.equal(ops.max(x, 1, 2, False), x.amax(1))
+        assert torch.equal(ops.min(x, 1, 2, False), x.amin(1))
+    for n in range(1, 18):
+        held = torch.full((n + 16,), NAN, dtype=dtype)
+        x = held[8 : 8 + n].copy_(torch.randn(n))
+        assert torch.equal(ops.relu(x), torch.relu(x))
+
+
 def test_reduction_does_not_depend_on_threads(ops: Any) -> None:
     x, before = torch.randn(7, 333_333), torch.get_num_threads()
     many = [ops.sum(x, 0, 2), ops.sum(x, 1, 2), ops.sum(x, 0, 1)]

@@ -64,9 +64,15 @@ static void reduce_short_of(Reduction kind, const T* x, float* y, int64_t rows, 
   }
 }
 
-static void reduce_short(Reduction kind, DType dtype, const void* x, float* y, int64_t rows,
-                         int64_t n) {
-  DISPATCH(dtype, T, reduce_short_of<T>(kind, static_cast<const T*>(x), y, rows, n);)
+static void reduce_rows(Reduction kind, DType dtype, const void* x, float* y, int64_t rows,
+                        int64_t n) {
+  DISPATCH(dtype, T, {
+    const T* p = static_cast<const T*>(x);
+    if (n <= SHORT_ROW)
+      reduce_short_of<T>(kind, p, y, rows, n);
+    else
+      for (int64_t r = 0; r < rows; ++r) y[r] = reduce_of<T>(kind, p + r * n, n);
+  })
 }
 
 static float reduce(Reduction kind, DType dtype, const void* x, int64_t n) {

@@ -32,7 +32,7 @@ const Kernels table = {
     scaled_relu,
     reduce,
     reduce_columns,
-    reduce_short,
+    reduce_rows,
     dot_rows,
     axpy_rows,
     look,

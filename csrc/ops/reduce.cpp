@@ -12,6 +12,7 @@ namespace {
 constexpr int64_t PIECE = 32 << 10;  // elements of a long row that one thread takes at a time
 constexpr int64_t GRAIN =
     128 << 10;  // elements below which a second thread costs more than it brings
+constexpr int64_t RUN = 1024;  // vectors that are added up in float32
 constexpr int64_t SHORT_GRAIN = 32 << 10;  // the same of short rows
 
 double start_of(Reduction kind) {
@@ -29,7 +30,7 @@ double fold(Reduction kind, double acc, double x) {
 // One contiguous run, added up in float32 by pieces, those in float64; borders do not depend on the
 // threads.
 double reduce_run(const Kernels& k, Reduction kind, DType dtype, const char* x, int64_t n) {
-  const int64_t step = 1024 * k.width;
+  const int64_t step = RUN * k.width;
   double acc = start_of(kind);
   for (int64_t i = 0; i < n; i += step)
     acc = fold(kind, acc,
@@ -39,9 +40,11 @@ double reduce_run(const Kernels& k, Reduction kind, DType dtype, const char* x, 
 
 void reduce_rows(const Kernels& k, Reduction kind, DType dtype, const char* x, float* y,
                  int64_t outer, int64_t n, double scale) {
-  if (n <= SHORT_ROW && outer >= k.width) {
-    parallel(outer, SHORT_GRAIN / n, k.width, [&](int64_t begin, int64_t end) {
-      k.reduce_short(kind, dtype, x + begin * n * item_size(dtype), y + begin, end - begin, n);
+  const bool brief = n <= SHORT_ROW && outer >= k.width;
+  if (brief || (n > SHORT_ROW && n <= RUN * k.width)) {
+    const int64_t grain = (brief ? SHORT_GRAIN : GRAIN) / n;
+    parallel(outer, grain, brief ? k.width : 1, [&](int64_t begin, int64_t end) {
+      k.reduce_rows(kind, dtype, x + begin * n * item_size(dtype), y + begin, end - begin, n);
       if (scale != 1.0)
         for (int64_t r = begin; r < end; ++r) y[r] = static_cast<float>(y[r] * scale);
     });

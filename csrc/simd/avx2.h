@@ -147,11 +147,36 @@ template <class H>
 INLINE void stream(H* p, vf v) {
   _mm_stream_si128(reinterpret_cast<__m128i*>(p), pack(v, H{}));
 }
-template <class T>
-INLINE vf load(const T* p, Some s) {
-  T buffer[W] = {};
-  memcpy(buffer, p, static_cast<size_t>(s.n) * sizeof(T));
+// What is left of a row, by loads of fixed size: a copy of so many bytes is a call, and its loads wait for its stores.
+INLINE vf load(const float* p, Some s) {
+  return _mm256_maskload_ps(p, reinterpret_cast<__m256i>(lane_numbers() < static_cast<int32_t>(s.n)));
+}
+INLINE vf load(const double* p, Some s) {
+  double buffer[W] = {};
+  memcpy(buffer, p, static_cast<size_t>(s.n) * sizeof(double));
   return load(buffer, All{});
+}
+template <class H>
+INLINE vf load(const H* p, Some s) {
+  const char* bytes = reinterpret_cast<const char*>(p);
+  uint64_t low = 0, high = 0;
+  if (s.n >= 4) {
+    memcpy(&low, bytes, 8);
+    if (s.n > 4) {  // the last four, those that are known shifted out
+      memcpy(&high, bytes + 2 * s.n - 8, 8);
+      high >>= 16 * (8 - s.n);
+    }
+  } else {
+    uint16_t last;
+    memcpy(&last, p + s.n - 1, 2);
+    low = static_cast<uint64_t>(last) << (16 * (s.n - 1));
+    if (s.n > 1) {
+      uint32_t first;
+      memcpy(&first, p, 4);
+      low |= first;
+    }
+  }
+  return widen(_mm_set_epi64x(static_cast<int64_t>(high), static_cast<int64_t>(low)), H{});
 }
 template <class T>
 INLINE void store(T* p, vf v, Some s) {

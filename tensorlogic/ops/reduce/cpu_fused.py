@@ -12,6 +12,7 @@ from . import FAMILY
 
 SMALL = 4096  # elements below which a call costs more than its arithmetic
 SHORT = 8  # elements side by side that vectors without masks take one by one
+BRIEF, SUMMED = 32, 1 << 14  # rows of as few float32 elements, so many in all, PyTorch sums as fast
 LARGE = 1 << 20  # float32 elements beyond the caches
 
 
@@ -33,8 +34,9 @@ def guess(key: Key) -> float:
     if size <= SMALL:
         return 0.5 if native_wiring.call_us(key) < 1.0 else 1.0
     if native_wiring.narrow():
-        inner = prod(x.shape[dims[-1] + 1 :])
-        if 1 < inner < SHORT or (inner == 1 and key.op in ("sum", "mean")):
+        inner, length = prod(x.shape[dims[-1] + 1 :]), prod(x.shape[d] for d in dims)
+        sums = key.op in ("sum", "mean") and x.dtype == "f32"
+        if 1 < inner < SHORT or (inner == 1 and sums and length <= BRIEF and size > SUMMED):
             return 1.0
     return 0.5 if size < LARGE or x.dtype != "f32" else 1.0
 

@@ -91,7 +91,7 @@ def far_rows(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x[0], x[1] = -largest, largest
     x[2, columns // 2 :] = -largest
     t[3], x[3, columns // 2 :] = columns - 1, -largest
-    x[4] += 1e4
+    x[4] += largest / 8 if dtype == torch.float16 else 1e6
     x[5], x[5, 0], t[5] = -largest, largest, 1  # more than the type holds
     x[6, 1:], t[6] = float("-inf"), 0
     return x, t

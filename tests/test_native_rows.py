@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -297,6 +300,29 @@ def test_every_remainder_of_a_row_is_summed_and_nothing_else(ops: Any, dtype: to
         held = torch.full((n + 16,), NAN, dtype=dtype)
         x = held[8 : 8 + n].copy_(torch.randn(n))
         assert torch.equal(ops.relu(x), torch.relu(x))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are protected by Linux's constants")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_load_leaves_its_row(ops: Any, dtype: torch.dtype) -> None:
+    """Rows that end where a page does, or begin there; the pages before and behind fault."""
+    libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
+    libc.mmap.restype = ctypes.c_void_p
+    size = ctypes.c_size_t
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    first = libc.mmap(None, size(3 * page), 3, private, -1, ctypes.c_long(0))
+    for other in (first, first + 2 * page):
+        assert libc.mprotect(ctypes.c_void_p(other), size(page), 0) == 0
+    for n in (*range(1, 18), 33, 39, 65, 100):
+        for at in (first + page, first + 2 * page - n * dtype.itemsize):
+            memory = (ctypes.c_char * (n * dtype.itemsize)).from_address(at)
+            x = torch.frombuffer(memory, dtype=dtype).copy_(torch.randn(n))
+            assert torch.equal(ops.relu(x), torch.relu(x))
+            close(ops.sum(x, 0, 1, False) / n, x.double().sum() / n, dtype)
+            close(ops.softmax(x[None], None, 1.0, False, dtype), x[None].double().softmax(1), dtype)
+            loss, _ = ops.softmax_cross_entropy(x[None], torch.tensor([n - 1]), -100, 0.1, 0)
+            assert loss.isfinite().all()
+    assert libc.munmap(ctypes.c_void_p(first), size(3 * page)) == 0
 
 
 def test_reduction_does_not_depend_on_threads(ops: Any) -> None:

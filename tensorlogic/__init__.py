@@ -44,7 +44,7 @@ _activate()
 _warn()
 if _wanted != "0":
     enable(pool=_wanted == "pool")
-_starting.done()
+_starting.resume()
 del _activate, _ops, _settings, _starting, _wanted, _warn
 
 _LATER = {  # what not every program needs

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import plan_files
+from . import plan_files, starting
 from .environments import Environment, environment
-from .plan_files import PlanStoreWarning, Records
+from .plan_files import PlanStoreWarning, Records, Unread
 from .plan_records import (
     DISTURBED,
     UNFINISHED,
@@ -60,8 +60,8 @@ Normal = Callable[[Key], Key]
 class _Shelf:
     """Records of plans by key text, each parsed when it is first asked for, and their kinships."""
 
-    def __init__(self, records: Records) -> None:
-        self.records = records
+    def __init__(self, records: Unread) -> None:
+        self.records = dict(records)
         self.parsed: dict[str, Plan | None] = {}
         self.kin: dict[
             str, dict[object, dict[str, tuple[Key, Plan]]]
@@ -119,13 +119,14 @@ class PlanView:
         self._lock = threading.RLock()  # what is in memory
         self._shelves: tuple[_Shelf, ...] = ()
 
-    def _read(self) -> tuple[Records, ...]:
+    def _read(self) -> tuple[Unread, ...]:
         """Records of stored and of shipped plans, then of each environment akin; called once, at the first access."""
         raise NotImplementedError
 
     def _loaded(self) -> tuple[_Shelf, ...]:
         if not self._shelves:
-            self._shelves = tuple(map(_Shelf, self._read()))
+            with starting.paused():
+                self._shelves = tuple(map(_Shelf, self._read()))
         return self._shelves
 
     def get(self, key: Key, valid: Valid | None = None) -> Plan | None:
@@ -225,8 +226,8 @@ class PlanStore(PlanView):
         self._next_save = 0.0
         _STORES.add(self)
 
-    def _read(self) -> tuple[Records, ...]:
-        shipped = tuple(map(dict, plan_files.shipped(SHIPPED, self.environment)))
+    def _read(self) -> tuple[Unread, ...]:
+        shipped = plan_files.shipped(SHIPPED, self.environment)
         try:
             found = plan_files.read_own(self.path, self.environment)
         except OSError as problem:
@@ -355,7 +356,7 @@ class Lockfile(PlanView):
         }
         self._records = found.records
 
-    def _read(self) -> tuple[Records, ...]:
+    def _read(self) -> tuple[Unread, ...]:
         return self._records, {}
 
 
@@ -399,12 +400,12 @@ def _group(key: Key) -> str:
     return f"{key.op} {key.direction} "
 
 
-def _parse(text: str, record: plan_files.Record) -> Plan | None:
+def _parse(text: str, record: plan_files.Record | str) -> Plan | None:
     """The plan of a record; None when it is not one, or not of the key it stands under."""
     try:
-        plan = Plan.from_json(record)
+        plan = Plan.from_json(json.loads(record) if isinstance(record, str) else record)
         return plan if plan.key.text == text else None
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         return None
 
 

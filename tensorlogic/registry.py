@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from . import calls, capture_watch, library
+from . import calls, capture_watch, library, starting
 from .op import OPS, Op
 
 LOG = logging.getLogger("tensorlogic")
@@ -134,7 +134,10 @@ def triton_missing() -> str | None:
 
 
 def _begin() -> None:
-    """What the first kernel of a process needs of Triton, half a second, begun in a thread while modules are imported here."""
+    """What the first kernel of a process needs of Triton, half a second, begun in threads while modules are imported here."""
+    from .ops.common import triton_tools
+
+    triton_tools.begin()
     from .ops.common.triton_launch import CompileJob
 
     CompileJob.ahead()
@@ -148,10 +151,11 @@ def ready(device: str, op: Op | None = None) -> None:
     kin = _kin(op.reference.__module__) if op is not None and device == "cuda" else ""
     if device in _READY or (kin and f"{device} {kin}" in _READY):
         return
-    with _LOCK:
+    with _LOCK, starting.paused():
         if device in _READY or (kin and f"{device} {kin}" in _READY):
             return
-        if any(map(_adds, _foreign())):
+        points = _foreign()
+        if any(map(_adds, points)):
             kin = ""  # whoever registers candidates finds all of ours
         if device == "cpu":
             for name in NATIVE:
@@ -167,7 +171,7 @@ def ready(device: str, op: Op | None = None) -> None:
         if device == "mps":
             for name in METAL:
                 importlib.import_module(name)
-        _plugins()
+        _plugins(points)
         _READY.add(f"{device} {kin}" if kin else device)
 
 
@@ -192,12 +196,12 @@ def _adds(point: importlib.metadata.EntryPoint) -> bool:
     return importlib.import_module(point.value.partition(":")[0]).PACKAGE.missing() is None
 
 
-def _plugins() -> None:
+def _plugins(points: list[importlib.metadata.EntryPoint]) -> None:
     """Load third-party candidates once."""
     if "plugins" in _READY:
         return
     _READY.add("plugins")
-    for point in _foreign():
+    for point in points:
         known = {name: set(op.candidates) for name, op in OPS.items()}
         try:
             register: Callable[[dict[str, Op]], None] = point.load()

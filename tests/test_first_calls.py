@@ -1,16 +1,21 @@
 """What the first call of a process waits for, and what it does not."""
 
+import gc
+import hashlib
+import importlib
 import os
 import random
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
+from tensorlogic import registry, starting
 from tensorlogic.arguments import broadcast
-from tensorlogic.ops.common import triton_launch
+from tensorlogic.ops.common import triton_launch, triton_tools
 
 
 def test_calls_import_no_symbolic_algebra() -> None:
@@ -90,8 +95,8 @@ def test_whoever_compiles_waits_for_what_is_hashed(monkeypatch: pytest.MonkeyPat
 
     cache = pytest.importorskip("triton.runtime.cache")
     monkeypatch.setattr(cache, "triton_key", key)
-    first = threading.Thread(target=triton_launch.warm, name="first")
-    second = threading.Thread(target=triton_launch.warm, name="second")
+    first = threading.Thread(target=triton_tools.warm, name="first")
+    second = threading.Thread(target=triton_tools.warm, name="second")
     first.start()
     assert begun.wait(20)
     second.start()
@@ -101,3 +106,101 @@ def test_whoever_compiles_waits_for_what_is_hashed(monkeypatch: pytest.MonkeyPat
     first.join()
     second.join()
     assert times == ["first", "second"]
+
+
+def test_what_is_hashed_is_handed_the_interpreter_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each of several hundred megabytes; by default another thread keeps it 5 ms every time, and the hash is ready last."""
+    cache = pytest.importorskip("triton.runtime.cache")
+    before, seen = sys.getswitchinterval(), list[float]()
+
+    def key() -> None:
+        seen.append(sys.getswitchinterval())
+        raise OSError("a file that cannot be read")
+
+    monkeypatch.setattr(cache, "triton_key", key)
+    triton_tools._warmed()
+    assert seen
+    assert seen[0] <= triton_tools.HANDING_S * 1.01 < before
+    assert sys.getswitchinterval() == before
+
+
+def test_large_files_are_hashed_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same bytes, so the same name in Triton's cache."""
+    cache = pytest.importorskip("triton.runtime.cache")
+    text = random.Random(1).randbytes(5_000_000)
+    (tmp_path / "large").write_bytes(text)
+    (tmp_path / "small").write_bytes(text[:1000])
+    with triton_tools._opened(tmp_path / "small", encoding="latin-1", newline="") as file:
+        assert file.read() == text[:1000].decode("latin-1")
+    monkeypatch.setattr(triton_tools, "LARGE", 1 << 20)
+    pieces: dict[str, list[int]] = {}
+    whole: dict[str, bytes] = {}
+
+    def key() -> None:
+        for name in ("large", "small"):
+            digest = hashlib.sha256()
+            with cache.open(tmp_path / name, "rb") as file:
+                while piece := file.read(1 << 18):
+                    pieces.setdefault(name, []).append(len(piece))
+                    digest.update(piece)
+            whole[name] = digest.digest()
+
+    monkeypatch.setattr(cache, "triton_key", key)
+    triton_tools._warmed()
+    assert pieces == {"large": [len(text)], "small": [1000]}
+    assert whole == {n: hashlib.sha256(t).digest() for n, t in (("large", text), ("small", text[:1000]))}  # fmt: skip
+    assert not hasattr(cache, "open")
+
+
+def test_triton_s_own_files_have_the_name_they_had() -> None:
+    cache = pytest.importorskip("triton.runtime.cache")
+    plain = cache.triton_key.__wrapped__()
+    cache.triton_key.cache_clear()
+    triton_tools._warmed()
+    assert cache.triton_key.cache_info().currsize == 1
+    assert cache.triton_key() == plain
+
+
+def test_nothing_is_collected_while_candidates_are_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A collection walks all of PyTorch's objects, 50 ms and more, and finds nothing."""
+    seen: list[bool] = []
+
+    def found(group: str) -> list[importlib.metadata.EntryPoint]:
+        seen.append(gc.isenabled())
+        return []
+
+    monkeypatch.setattr(registry, "_READY", set())
+    monkeypatch.setattr(importlib.metadata, "entry_points", found)
+    assert gc.isenabled()
+    registry.ready("cpu")
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_garbage_is_collected_again_once_everybody_is_through() -> None:
+    inside, out = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with starting.paused():
+            inside.set()
+            assert out.wait(20)
+
+    thread = threading.Thread(target=other)
+    with starting.paused():
+        thread.start()
+        assert inside.wait(20)
+    assert not gc.isenabled()
+    out.set()
+    thread.join()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with starting.paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -111,14 +111,14 @@ def test_a_broken_shipped_file_is_skipped(shipped: Path, tmp_path: Path) -> None
 def test_of_a_file_about_other_devices_the_head_alone_is_read(
     shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, read = linear(128, 128, 128, device="cuda"), plan_files.read
+    key, skim = linear(128, 128, 128, device="cuda"), plan_files.skim
     paths: list[Path] = []
 
-    def watched(path: Path) -> plan_files.Contents:
+    def watched(path: Path) -> tuple[plan_files.Contents, plan_files.Unread]:
         paths.append(path)
-        return read(path)
+        return skim(path)
 
-    monkeypatch.setattr(plan_files, "read", watched)
+    monkeypatch.setattr(plan_files, "skim", watched)
     for device in ("NVIDIA B200", "NVIDIA H100 80GB HBM3", "NVIDIA H200"):
         paths.clear()
         PlanStore(tmp_path, replace(GPU, device=device)).get(key)
@@ -187,6 +187,48 @@ def test_a_container_s_share_counts(
     assert settings.usable_cores() == cores
     monkeypatch.delenv("TENSORLOGIC_COMPILE_WORKERS", raising=False)
     assert settings.compile_workers() == min(settings.MOST_WORKERS, max(1, cores - 1))
+
+
+@pytest.mark.parametrize("path", sorted(plans.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_records_are_read_when_they_are_asked_for(path: Path) -> None:
+    found, (skimmed, records) = plan_files.read(path), plan_files.skim(path)
+    assert {type(record) for record in records.values()} == {str}
+    assert {name: json.loads(str(record)) for name, record in records.items()} == found.records
+    assert skimmed == replace(found, records={})
+
+
+def skimmed(path: Path, text: str) -> dict[str, plan_files.Record | str]:
+    path.write_bytes(text.encode())
+    found, records = plan_files.skim(path)
+    assert replace(plan_files.read(path), records={}) == replace(found, records={})
+    return dict(records)
+
+
+def test_what_is_laid_out_otherwise_or_is_not_whole_is_read_at_once(tmp_path: Path) -> None:
+    path, names = tmp_path / "a.json", ['a "b": {c', "d\\n  e", "f"]
+    plan_files.write(path, {"cuda": GPU.to_json()}, {name: {"key": {name: [1]}} for name in names})
+    text = path.read_text()
+    records = skimmed(path, text)
+    assert [json.loads(str(record)) for record in records.values()] == [{"key": {n: [1]}} for n in names]  # fmt: skip
+    assert list(records) == names
+    same = plan_files.read(path).records
+    assert skimmed(path, text.replace("\n", "\r\n")) == same
+    assert skimmed(path, json.dumps(json.loads(text))) == same
+    assert skimmed(path, text + " ") == same
+    assert skimmed(path, text[:-9]) == {name: same[name] for name in names[:2]}
+    assert skimmed(path, text.replace('"schema": 1', '"schema": 0')) == {}
+    assert skimmed(path, text.replace('"plans": {', '"plan": {')) == {}
+    plan_files.write(path, {}, {})
+    assert skimmed(path, path.read_text()) == {}
+
+
+def test_of_a_damaged_shipped_record_the_others_serve(shipped: Path, tmp_path: Path) -> None:
+    path, key = shipped / "h200.json", linear(128, 128, 128, device="cuda")
+    more = [linear(128, 128, n, device="cuda") for n in (256, 512)]
+    export_lockfile(path, [plan(k, "cublaslt.epilogue") for k in (key, *more)], [GPU])
+    path.write_text(path.read_text().replace('"eager":', '"eager"', 1))
+    store = PlanStore(tmp_path, GPU)
+    assert [store.get(k) is not None for k in (key, *more)] == [False, True, True]
 
 
 @pytest.mark.parametrize("padding", ["", "x" * 2 * plan_files.HEAD])

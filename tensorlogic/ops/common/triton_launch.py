@@ -32,7 +32,7 @@ from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common import triton_fitting
 from tensorlogic.ops.common.triton_descriptors import Descriptors, Tiled
 from tensorlogic.ops.common.triton_start import Binary, integer_type, launcher, started
-from tensorlogic.ops.common.triton_tools import own
+from tensorlogic.ops.common.triton_tools import begin, own, warm
 
 Start = Callable[..., bool]
 
@@ -57,7 +57,7 @@ _collecting: ContextVar[tuple[int, list[CompileJob]] | None] = ContextVar(
     "collecting", default=None
 )
 _loading = threading.Lock()
-_warming, _driving = threading.Lock(), threading.Lock()
+_driving = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class CompileJob:
 
     @staticmethod
     def ahead() -> None:
-        """Begin with what loading the first of them in this process takes, in a thread; returns at once."""
+        """Begin with what loading the first of them in this process takes, in threads; returns at once."""
         _ahead()
 
 
@@ -275,22 +275,15 @@ def run_compile_job(job: CompileJob) -> Any:
     return compiled
 
 
-def warm() -> None:
-    """What the first compilation of a process begins with, 0.3 s: Triton hashes its own files, and remembers. Who comes meanwhile waits."""
-    cache = importlib.import_module("triton.runtime.cache")
-    with _warming:
-        getattr(cache, "triton_key", int)()  # some versions keep it elsewhere
-
-
 @functools.cache
 def _ahead() -> None:
+    begin()
     if torch.cuda.is_available():
         threading.Thread(target=_begun, name="tensorlogic-driver", daemon=True).start()
 
 
 def _begun() -> None:
     with contextlib.suppress(RuntimeError, OSError, subprocess.SubprocessError):  # said when needed
-        warm()
         _driver()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -28,6 +28,7 @@ ANOTHER_WAY = (
 )
 DERIVED = {"PART"}  # numbers that follow from what else a configuration and its key say
 ASKED = 8  # neighbours at most
+NOT_MUCH = 1.0  # farther than the nearest, in doublings
 SLACK = 0.1  # of its time, that a neighbour's tiles may lose for each doubling between the sizes
 _SAID: set[tuple[str, str]] = set()
 
@@ -91,18 +92,48 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
         return valid(plan) and serves(plan.eager) and serves(plan.captured)
 
     near = store.neighbours(key, op.candidates.__contains__, lends, normal=op.normal)
-    here = environment(device).versions()
-    for plan in islice(near, ASKED):
-        where = _elsewhere(plan, here) if plan.key == key else ""
-        borrowed = _borrowed(op, key, plan, here, f"neighbour {plan.key.text}{where}")
-        if borrowed is None:
-            continue
-        picks = (borrowed.eager, borrowed.captured)
+    found = _lent(op, key, islice(near, ASKED), environment(device).versions())
+    if found is not None:
+        picks = (found.eager, found.captured)
         if all(_at_hand(op.candidates[id], key, config, device) for id, config in picks):
-            return borrowed
-        break
+            return found
     found = _guessed(op, key, device)
     return replace(found, source=AT_HAND) if compiling.in_a_hurry() else found
+
+
+def _lent(op: Op, key: Key, near: Iterable[Plan], here: Mapping[str, str]) -> Decision | None:
+    """What the nearest plan that says anything lends this key. Where its kernel goes another way at these sizes, as rows do that no
+    longer fit into registers, a plan not much farther, laid out and as even as the nearest, comes first, if what it lends goes its way.
+    """
+    nearest: Decision | None = None
+    own, kind, within = op.normal(key), math.inf, math.inf
+    for plan in near:
+        where = _elsewhere(plan, here) if plan.key == key else ""
+        found = _borrowed(op, key, plan, here, f"neighbour {plan.key.text}{where}")
+        theirs = op.normal(plan.key)
+        unlike, apart = own.laid_otherwise(theirs) + own.uneven(theirs), own.distance(theirs)
+        if found is None or unlike > kind or apart > within:
+            continue
+        if nearest and found.captured[0] == EAGER:
+            continue
+        if not _another_way(plan, found):
+            return found
+        if nearest is None:
+            nearest, kind, within = found, unlike, apart + NOT_MUCH
+    return nearest
+
+
+def _another_way(plan: Plan, found: Decision) -> bool:
+    """Whether a candidate that a plan lends goes another way than the one it was measured on."""
+    pairs = (
+        ((plan.eager, plan.eager_config), found.eager),
+        ((plan.captured, plan.captured_config), found.captured),
+    )
+    return any(
+        id == other != EAGER
+        and any(isinstance(word, str) and own.get(name) != word for name, word in config.items())
+        for (id, config), (other, own) in pairs
+    )
 
 
 def _at_hand(candidate: Candidate, key: Key, config: Config, device: torch.device) -> bool:

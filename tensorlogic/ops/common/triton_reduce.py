@@ -216,6 +216,10 @@ _COLUMNS = (
     (32, 1024, 8, 4),
     (128, 4096, 4, 4),
 )
+# 16-bit elements of a tile, warps: likewise, over eight shapes of rows (H100)
+_ROWS = ((4096, 4), (2048, 2), (4096, 2), (2048, 4))
+_LONG_ROWS = ((4096, 4), (2048, 8), (4096, 8), (8192, 8))
+ROW = 2048  # 16-bit elements from which on a row is long
 PARTIALS = 8192  # elements of all parts of a column tile, which one program adds up
 POLLED = 2**23  # elements up to which one wave of programs that wait for each other is worth it
 EMPTY = {"sum": 0.0, "mean": 0.0, "max": float("-inf"), "min": float("inf")}
@@ -248,18 +252,11 @@ def reduce_configs(
                 if parts > 1 or outer == 1:
                     add("split", parts, last, warps, BLOCK=block)
         if outer > 1:
-            block_c = min(4096 // wide, triton.next_power_of_2(reduce))
-            rows = [
-                (max(1, 4096 // wide // block_c), 4),
-                (max(1, 2048 // wide // block_c), 4),
-                (1, 4),
-            ]
-            tiled = [
-                ("rows", 1, False, warps, {"BLOCK_R": r, "BLOCK_C": block_c}) for r, warps in rows
-            ]
             split, configs = configs, []
-            for name, parts, last, warps, blocks in tiled:
-                add(name, parts, last, warps, **blocks)
+            row = triton.next_power_of_2(reduce)
+            for elements, warps in _ROWS if row * wide < ROW else _LONG_ROWS:
+                block_c = min(elements // wide, row)
+                add("rows", 1, False, warps, BLOCK_R=elements // wide // block_c, BLOCK_C=block_c)
             configs = configs + split if outer >= multiprocessors else split + configs
         if outer == 1 and 2**14 <= reduce <= POLLED:
             polled = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import modes
+from . import modes, starting
 
 _LOCK = threading.Lock()
 _TURN = threading.RLock()
@@ -22,7 +21,6 @@ _open: set[int] = set()
 _began: dict[int, tuple[weakref.ref[Any], int]] = {}  # the same graphs, and on which stream
 BEFORE: list[Callable[[], None]] = []  # called before a capture begins, while there is no other
 _turns = 0  # that are being taken; more than one by a thread that has it already, or where patience ended
-_collecting = False  # whether Python's collector of cycles was on before the first of them
 _installed = False
 _HUSHED = threading.local()  # depth: how many blocks of this thread measure nothing
 
@@ -85,11 +83,9 @@ def turn(patience_s: float = -1.0) -> Iterator[bool]:
 
 
 def _begin() -> None:
-    global _turns, _collecting
+    global _turns
+    starting.pause()
     with _LOCK:
-        if not _turns:
-            _collecting = gc.isenabled()
-            gc.disable()
         _turns += 1
 
 
@@ -97,8 +93,7 @@ def _end() -> None:
     global _turns
     with _LOCK:
         _turns -= 1
-        if not _turns and _collecting:
-            gc.enable()
+    starting.resume()
 
 
 def _cleared() -> None:

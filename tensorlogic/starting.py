@@ -1,4 +1,4 @@
-"""No garbage collection while modules are imported and plans are read: imported first, `resume`d last.
+"""No garbage collection while modules are imported, plans are read or a graph is recorded: imported first, `resume`d last.
 
 Nothing an import makes is garbage, and a full collection walks all that torch has made: 65 of 140 ms (AMD EPYC, 2026-11-21).
 """

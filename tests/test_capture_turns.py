@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensorlogic import capture_watch
+from tensorlogic import capture_watch, starting
 from tensorlogic.program import capturing, graphs, lanes
 from tensorlogic.program.graphs import Tape
 
@@ -53,6 +53,19 @@ def test_nothing_is_collected_while_a_graph_is_recorded() -> None:
         assert not gc.isenabled()  # as its owner wants it
     finally:
         gc.enable()
+
+
+def test_nothing_is_collected_while_a_graph_is_recorded_beside_a_thread_that_imports() -> None:
+    """Whoever ends first leaves the collector off for the other."""
+    with starting.paused():
+        with capture_watch.turn():
+            pass
+        assert not gc.isenabled()
+    starting.pause()
+    with capture_watch.turn():
+        starting.resume()
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 def test_a_graph_is_destroyed_while_nobody_records() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
-import heapq
 import itertools
 import os
 import threading
@@ -13,12 +12,11 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
+from queue import PriorityQueue
 from typing import Any, cast
 
 from . import settings
 from .workers import SUPPORTED, Nursery, Worker, attempt
-
-CALM = 4  # one of so many workers goes on while nobody waits
 
 
 class CompileFailure(RuntimeError):
@@ -28,8 +26,7 @@ class CompileFailure(RuntimeError):
 class _Workers:
     """Threads that each own one worker process and hand it one job at a time, who came to wait last before the others.
 
-    A job is begun when a process that has started takes it: until then the caller may still compile it itself. While nobody
-    waits, few processes go on: idle as they run, they slow what shares the cores with them.
+    A job is begun when a process that has started takes it: until then the caller may still compile it itself.
     """
 
     def __init__(self, count: int) -> None:
@@ -37,21 +34,20 @@ class _Workers:
         self.missing = False  # no process can be started here
         self.lock = threading.Lock()
         self.nursery = Nursery()
-        self.turn = threading.Condition()  # of the queue and who is busy with it
-        self.queue: list[tuple[int, int, Any, Future[str | None]]] = []  # a heap
-        self.entries, self.busy = 0, 0
+        self.entering = threading.Lock()  # one submits at a time
+        self.queue: PriorityQueue[tuple[int, int, Any, Future[str | None]]] = PriorityQueue()
+        self.entries = 0
         self.jobs: dict[Any, Future[str | None]] = {}
         atexit.register(self.close)
 
     def submit(self, jobs: Iterable[Any]) -> None:
         """Queue what nobody has begun; what is queued already moves to the front where somebody waits for it now."""
-        with self.turn:
+        with self.entering:
             for job in jobs:
                 future = self.jobs.get(job) or self._new(job)
                 if not future.running() and not future.done():
                     self.entries += 1
-                    heapq.heappush(self.queue, (-_scope.get(), self.entries, job, future))
-            self.turn.notify_all()
+                    self.queue.put((-_scope.get(), self.entries, job, future))
 
     def _new(self, job: Any) -> Future[str | None]:
         future = self.jobs[job] = Future[str | None]()
@@ -72,18 +68,8 @@ class _Workers:
     def _serve(self) -> None:
         worker = self._start()
         while True:
-            with self.turn:
-                self.turn.wait_for(self._wanted)
-                self.busy += 1
-                *_, job, future = heapq.heappop(self.queue)
+            *_, job, future = self.queue.get()
             worker = self._served(worker, job, future)
-            with self.turn:
-                self.busy -= 1
-                self.turn.notify()
-
-    def _wanted(self) -> bool:
-        """Whether one more process goes on."""
-        return bool(self.queue) and (bool(_scopes) or self.busy < max(1, self.count // CALM))
 
     def _served(self, worker: Worker | None, job: Any, future: Future[str | None]) -> Worker | None:
         """Have a job done, by a new process where there is none; the worker that is left."""
@@ -138,8 +124,7 @@ class _Workers:
         self.nursery.close()
 
 
-_scopes: set[int] = set()  # in which somebody waits for kernels, numbered as they begin ...
-_numbers = itertools.count(1)
+_numbers = itertools.count(1)  # of the scopes in which somebody waits for kernels, as they begin ...
 _scope: ContextVar[int] = ContextVar("tensorlogic_scope", default=0)  # ... the caller's own
 _hurried: ContextVar[bool] = ContextVar("tensorlogic_hurried", default=False)
 _workers: _Workers | None = None
@@ -212,17 +197,11 @@ def begun(jobs: Iterable[Any]) -> bool:
 
 @contextlib.contextmanager
 def awaited() -> Iterator[None]:
-    """Inside, somebody waits for kernels: all processes compile, first what is submitted from here on."""
-    number = next(_numbers)
-    token = _scope.set(number)
-    _scopes.add(number)
-    if (pool := _workers) is not None:
-        with pool.turn:
-            pool.turn.notify_all()
+    """Inside, somebody waits for kernels: what is submitted from here on is compiled first."""
+    token = _scope.set(next(_numbers))
     try:
         yield
     finally:
-        _scopes.discard(number)
         _scope.reset(token)
 
 
@@ -249,8 +228,7 @@ def wait(jobs: Iterable[Any], timeout_s: float) -> None:
     futures = [f for job in jobs if (f := _future(job)) is not None and not f.done()]
     if not futures:
         time.sleep(timeout_s)
-    with awaited():
-        concurrent.futures.wait(futures, timeout_s, concurrent.futures.FIRST_COMPLETED)
+    concurrent.futures.wait(futures, timeout_s, concurrent.futures.FIRST_COMPLETED)
 
 
 def settle(job: Any) -> None:

@@ -210,28 +210,6 @@ def test_what_nobody_waits_for_is_compiled_only_when_asked_for_again(
     assert Path(waiting.path).exists()
 
 
-def test_few_workers_go_on_while_nobody_waits(
-    job: Any, nursed: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TENSORLOGIC_COMPILE_WORKERS", "8")
-    jobs = [job("wait", f"{n}") for n in range(8)]
-    compiling.submit(jobs)
-    pool = compiling._workers
-    assert pool is not None
-    until = time.monotonic() + 240
-    while pool.started < 8 or pool.busy < 2:  # whoever may begin one has begun
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    time.sleep(0.1)
-    assert [pool.jobs[j].running() for j in jobs] == [True] * 2 + [False] * 6
-    with compiling.awaited():
-        begun(jobs[-1])
-        assert all(pool.jobs[j].running() for j in jobs)
-    for each in jobs:
-        Path(each.path + ".go").touch()
-    finish(*jobs)
-
-
 def test_what_somebody_waits_for_now_is_compiled_first(job: Any, nursed: None) -> None:
     slow = job("wait", "slow")
     a, b, c, d, e = (job("fine", name) for name in "abcde")

@@ -124,7 +124,7 @@ class _Workers:
         self.nursery.close()
 
 
-_numbers = itertools.count(1)  # of the scopes in which somebody waits for kernels, as they begin ...
+_numbers = itertools.count(1)  # of scopes in which somebody waits, as they begin ...
 _scope: ContextVar[int] = ContextVar("tensorlogic_scope", default=0)  # ... the caller's own
 _hurried: ContextVar[bool] = ContextVar("tensorlogic_hurried", default=False)
 _workers: _Workers | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ def test_packaged_plans_serve(path: Path) -> None:
     sources = {name: {c.id: c.source for c in op.candidates.values()} for name, op in OPS.items()}
     serve = [plan for plan in found if plan.valid(sources[plan.key.op])]
     assert len(serve) >= 0.9 * len(found), f"{len(found) - len(serve)} of {len(found)} are stale"
+    won = Counter((plan.key.op, plan.eager) for plan in found)
+    current = Counter((plan.key.op, plan.eager) for plan in serve)
+    stale = {winner: n for winner, n in won.items() if current[winner] < 0.5 * n}
+    assert not stale, f"most plans that these win are stale: {stale}"
 
 
 def test_the_first_call_on_the_device_takes_the_shipped_plan(

@@ -41,13 +41,17 @@ def configs(s: Shape) -> list[dict[str, Any]]:
 
 
 def _twice(s: Shape, cores: int) -> list[dict[str, Any]]:
-    """Columns in so few parts, two programs a multiprocessor, that a second launch combines them soonest."""
-    block_c = min(32, 1 << (s.inner - 1).bit_length())
-    tiles = s.outer * -(-s.inner // block_c)
-    parts = min(-(-s.reduce // 64), 2 * cores // tiles, 128)
-    few = {"parts": parts, "last": False, "BLOCK_R": 64, "BLOCK_C": block_c, "num_warps": 4}
-    short = s.reduce <= strided.CHAIN * 64 * parts
-    return [{"strategy": "columns", **few}] if parts > 1 and short else []
+    """Narrow columns in few parts, which a second launch combines soonest: two programs a multiprocessor, and as many as few rows fill."""
+    found = []
+    for narrow, rows, few in ((32, 64, 2 * cores), (16, min(64, 1 << (s.reduce - 1).bit_length()), 4 * cores)):  # fmt: skip
+        block_c = min(narrow, 1 << (s.inner - 1).bit_length())
+        tiles = s.outer * -(-s.inner // block_c)
+        parts = min(-(-s.reduce // rows), few // tiles, 128)
+        config = {"parts": parts, "last": False, "BLOCK_R": rows, "BLOCK_C": block_c}
+        small = parts == 1 and strided.FEW < s.reduce <= rows and narrow < 32
+        if (parts > 1 and s.reduce <= strided.CHAIN * rows * parts) or small:
+            found.append({"strategy": "columns", **config, "num_warps": 4})
+    return found
 
 
 def _rows(s: Shape, cores: int) -> list[dict[str, Any]]:

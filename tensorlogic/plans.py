@@ -44,8 +44,7 @@ __all__ = [
 ]
 
 EAGER = "torch.eager"  # right for every key, so it may always be a neighbour's choice
-LAYOUT = 3.0  # doublings of every size that a tensor may be further away if it is laid out alike: layouts choose kernels
-UNEVEN = 1.0  # likewise, if its lines begin at multiples of 16 bytes, or do not, as the key's
+LAYOUT = 3.0  # doublings that a tensor may be further away if it is laid out alike, and as even: that chooses kernels
 REACH = 2.0  # how far a neighbour may be, as `Key.distance` tells; on a GPU gains are weighed against distances
 SHIPPED = Path(__file__).parent / "shipped"
 INTERVAL_S = 2.0  # between saves of one store
@@ -169,18 +168,12 @@ class PlanView:
                 for i, shelf in enumerate(self._loaded())
                 for own, plan in shelf.relatives(here, normal)
             ]
-        ranked = (
-            (
-                here.distance(own) + LAYOUT * here.laid_otherwise(own) + UNEVEN * here.uneven(own),
-                i,
-                plan.key.text,
-                plan,
-            )
-            for i, own, plan in relatives
-        )
-        for distance, shelf, _, plan in sorted(ranked, key=lambda rank: rank[:3]):
-            if distance > reach:
-                return
+        ranked = []
+        for i, own, plan in relatives:
+            apart = here.distance(own) + LAYOUT * here.laid_otherwise(own)
+            if apart <= reach:
+                ranked.append((apart + LAYOUT * here.uneven(own), i, plan.key.text, plan))
+        for _, shelf, _, plan in sorted(ranked, key=lambda rank: rank[:3]):
             trusted = all(id == EAGER or allowed(id) for id in (plan.eager, plan.captured))
             if (
                 trusted

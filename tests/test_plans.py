@@ -333,8 +333,10 @@ def test_a_plan_whose_lines_are_as_even_comes_before_one_a_little_nearer(store: 
     store.put(plan(near))
     store.put(plan(far))
     asked = linear(128, 333, 128, device="cuda")
-    assert asked.uneven(near) == 2
+    assert asked.uneven(near) == 3  # two tensors, and no other of its is uneven
     assert asked.uneven(far) == 0
+    half = linear(128, 333, 64, device="cuda")
+    assert asked.uneven(half) == 0
     assert asked.distance(near) < asked.distance(far)
     found = store.nearest(asked, anything)
     assert found is not None

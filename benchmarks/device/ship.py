@@ -120,6 +120,10 @@ def scores(dtype: torch.dtype) -> Iterator[Call]:
             (normal(dtype, s, s), False),
         ):
             yield tensorlogic.attention_scores, (q, k, d**-0.5, mask, causal)
+    for heads, s, t, d in ((16, 1, 3000, 128), (16, 16, 1536, 96), (8, 1500, 600, 128), (12, 300, 1200, 64)):  # fmt: skip
+        q, k = normal(dtype, 2, heads, s, d), normal(dtype, 2, heads, t, d)
+        for mask in (None, torch.rand(2, 1, 1, t, device="cuda") > 0.1):
+            yield tensorlogic.attention_scores, (q, k, d**-0.5, mask)
 
 
 def elements(dtype: torch.dtype) -> Iterator[Call]:
@@ -156,6 +160,7 @@ def reductions(dtype: torch.dtype) -> Iterator[Call]:
     shapes: tuple[tuple[tuple[int, ...], int | None], ...] = (
         ((1 << 12,), None), ((1 << 19,), None), ((1 << 24,), None), (((1 << 24) + 1,), None), ((3000, 768), 1), ((24, 3072), 1), ((20000, 48), 1), ((400, 30000), 1),
         ((3000, 333), 1), ((3000, 5001), 1), ((200, 50001), 1), ((12, 50001), 1), ((3000, 768), 0), ((24, 3072), 0), ((24, 200, 768), 1), ((12, 4, 30000), 1), ((200000, 48), 0),
+        ((100000, 17), 0), ((300000, 5), 0), ((60000, 777), 0), ((36, 6309), 0), ((32, 2600, 10), 1),
     )  # fmt: skip
     for shape, dim in shapes:
         x = normal(dtype, *shape)

@@ -133,3 +133,25 @@ def test_normal_keys_are_keys_of_their_ops() -> None:
             assert (normal.op, normal.names) == (asked.op, asked.names)
             assert [t is None for t in normal.tensors] == [t is None for t in asked.tensors]
             assert op.normal(normal) == normal
+
+
+def test_lines_that_a_product_makes_count_as_those_it_reads(tmp_path: Path) -> None:
+    """A weight of 1,003 rows is read by whole lines; what is made of it is not written so."""
+    for fn, odd, near, far in (
+        (tensorlogic.linear, (x(64, 64), x(1003, 64)), (x(64, 64), x(1000, 64)), (x(64, 64), x(301, 64))),
+        (tensorlogic.matmul, (x(64, 64), x(1003, 64).t()), (x(64, 64), x(1000, 64).t()), (x(64, 64), x(301, 64).t())),
+    ):  # fmt: skip
+        asked, even, other = (key(fn, *args) for args in (odd, near, far))
+        normal = OPS[asked.op].normal
+        assert normal(asked).distance(normal(even)) < normal(asked).distance(normal(other))
+        assert (normal(asked).uneven(normal(even)), normal(asked).uneven(normal(other))) == (2, 0)
+        assert normal(normal(asked)).made == normal(asked).made
+        store = PlanStore(tmp_path, environment(torch.device("cpu")))
+        for one in (even, other):
+            store.put(Plan(one, "torch.eager", {}, "torch.eager", {}))
+        found = store.nearest(asked, lambda id: True, normal=normal)
+        assert found is not None
+        assert found.key == other
+    gradient = OPS["linear_backward"]
+    dy = replace(key(tensorlogic.linear, x(8, 8), x(9, 8)), names=("dy", "x", "weight", "kept"))
+    assert gradient.normal(dy).made is None  # which has it among its tensors

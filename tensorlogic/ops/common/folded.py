@@ -16,7 +16,8 @@ ALIKE = {"gelu": "gelu_tanh", "silu": "gelu_tanh"}  # activations that cost alik
 
 
 def flat_rows(*names: str) -> Normal:
-    """The named tensors [..., columns] as [rows, columns] where they are contiguous, and activations that cost alike as one."""
+    """The named tensors [..., columns] as [rows, columns] where they are contiguous, activations that cost alike as one, and what a
+    product makes."""
 
     def normal(key: Key) -> Key:
         if key.device != "cuda":
@@ -29,9 +30,19 @@ def flat_rows(*names: str) -> Normal:
             (n, ALIKE.get(v, v) if n == "activation" and isinstance(v, str) else v)
             for n, v in key.flags
         )
-        return replace(key, tensors=tensors, flags=flags)
+        return replace(key, tensors=tensors, flags=flags, made=_made(key.names, tensors))
 
     return normal
+
+
+def _made(names: tuple[str, ...], tensors: tuple[TensorSpec | None, ...]) -> TensorSpec | None:
+    """The output of a product; None of a gradient's, which has it among its tensors."""
+    known = dict(zip(names, tensors, strict=True))
+    left, right = known.get("x") or known.get("a"), known.get("weight") or known.get("b")
+    if "dy" in names or left is None or right is None or min(len(left.shape), len(right.shape)) < 2:
+        return None
+    columns = right.shape[0] if "weight" in names else right.shape[-1]
+    return _flat(left, (*left.shape[:-1], columns))
 
 
 def one_line(key: Key) -> Key:

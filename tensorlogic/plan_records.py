@@ -104,9 +104,7 @@ class Key:
     device: str  # "cuda", "cpu", "mps"
     direction: str  # "inference" | "forward" | "backward"
     precision: str = "default"
-    made: TensorSpec | None = (
-        None  # what it makes, where `uneven` is to count that, too; no part of the text
-    )
+    made: TensorSpec | None = None  # what it makes, for `uneven`; no part of the text
 
     @cached_property
     def text(self) -> str:
@@ -209,8 +207,8 @@ class Key:
         return tuple(None if t is None else t.even for t in (*self.tensors, self.made))
 
     def uneven(self, other: Key) -> int:
-        """How many tensors, outputs that are known too, are there in both and `even` in one alone, and one more where one key alone has any that is not: whole
-        lines of 16 bytes are what the fastest kernels ask for."""
+        """How many tensors, with what is `made`, are there in both and `even` in one alone, and one more where one key alone has any
+        that is not: whole lines of 16 bytes are what the fastest kernels ask for."""
         pairs = zip(self._even, other._even, strict=True)
         unlike = sum(1 for a, b in pairs if a is not None and b is not None and a != b)
         return unlike + ((False in self._even) != (False in other._even))

@@ -129,10 +129,14 @@ def test_what_is_left_to_others_is_named() -> None:
 
 def test_a_configuration_of_other_rows_is_refused() -> None:
     config = {"ABREAST": 24, "BLOCK_W": 512, **TRIED[0]}
-    with pytest.raises(CompileFailure, match="does not fit rows of 54"):
+    with pytest.raises(CompileFailure, match="does not fit 400 rows of 54"):
         kernels.abreast_launcher("sum", "f16", 400, 54, config, DEVICE)
-    with pytest.raises(CompileFailure, match="does not fit rows of 17"):
+    with pytest.raises(CompileFailure, match="does not fit 400 rows of 17"):
         kernels.abreast_launcher("sum", "f16", 400, 17, {**config, "ABREAST": 27}, DEVICE)
+    long = 24 * kernels.CHAIN * 2 * 3
+    kernels.abreast_launcher("sum", "f16", long, 17, config, DEVICE)
+    with pytest.raises(CompileFailure, match=f"does not fit {long + 24} rows of 17"):
+        kernels.abreast_launcher("sum", "f16", long + 24, 17, config, DEVICE)
 
 
 def test_it_compiles_without_spilling_and_in_wide_accesses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,10 @@ def cases() -> Iterator[Callable[[], Case]]:
         a = normal(65600, 32800)
         return Case("mean of columns", lambda a: t.mean(a, 0), (a,), lambda at: sum(p[:, at].double().sum(0) for p in a.split(8192)) / 65600, 32800, 4e-5)  # fmt: skip
 
+    def of_narrow_columns() -> Case:
+        a = normal(MANY // 17 + 300, 17)
+        return Case("mean of narrow columns", lambda a: t.mean(a, 0), (a,), lambda at: sum(p[:, at].double().sum(0) for p in a.split(1 << 24)) / len(a), 17, 2e-6)  # fmt: skip
+
     def softmax() -> Case:
         a = normal(65600, 32800)
         return Case(
@@ -169,7 +173,7 @@ def cases() -> Iterator[Callable[[], Case]]:
 
         return Case(f"attention scores {s} x {columns}", call, (q, k), want, heads * s, 1e-4)
 
-    yield from (flat, odd, by_row, total, largest, of_rows, of_columns, softmax, few_lines, loss, long_x, product, normed, gelu_first)  # fmt: skip
+    yield from (flat, odd, by_row, total, largest, of_rows, of_columns, of_narrow_columns, softmax, few_lines, loss, long_x, product, normed, gelu_first)  # fmt: skip
     for n in (32000, 32001):
         yield lambda n=n: wide_y(n)
         yield lambda n=n: residual(n)

@@ -130,7 +130,8 @@ def abreast_launcher(
         config[name] for name in ("ABREAST", "parts", "last", "num_warps")
     )
     fits = abreast * columns <= config["BLOCK_W"] and abreast % (16 // SIZE[dtype]) == 0
-    fitting(fits, kind, config, f"rows of {columns}")
+    exact = rows // abreast <= CHAIN * config["BLOCK_R"] * parts
+    fitting(fits and exact, kind, config, f"{rows} rows of {columns}")
     block_c = triton.next_power_of_2(columns)
     block_p = max(1, min(triton.next_power_of_2(parts), GATHERED // block_c)) if parts > 1 else 1
     known: dict[str, Any] = {"floats": (), "num_stages": 1, "device": device}

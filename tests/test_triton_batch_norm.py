@@ -16,6 +16,8 @@ from tensorlogic.ops.common import triton_batch_norm as kernels  # isort: skip
 from tensorlogic.ops.common import triton_columns, triton_launch  # isort: skip
 from tensorlogic.plans import Key  # isort: skip
 
+from .compiled import nothing_spills  # isort: skip
+
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 registry.ready(DEVICE.type)
 OP, BACKWARD = OPS["linear_batch_norm_relu"], OPS["linear_batch_norm_relu_backward"]
@@ -272,8 +274,4 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         "batch_norm_relu_fwd_held", "batch_norm_relu_bwd_held", "batch_statistics_columns", "batch_norm_relu_bwd_sums",
         "batch_norm_relu_bwd_tiled", "batch_norm_relu_fwd_trained",
     }  # fmt: skip
-    bad = {}
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
-        if not isinstance(answer, triton_launch.Resources) or answer.stack:
-            bad[f"{job.kernel} sm_{job.sm} {job.num_warps} {dict(job.constexprs)}"] = answer
-    assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())
+    nothing_spills(jobs)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -23,7 +19,9 @@ from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_reduce_abreast as kernels  # isort: skip
 
 from .test_triton_reduce_groups import small as small  # isort: skip  (a fixture)
-from .test_triton_softmax_groups import ACCESSES, launches, offered_are_right  # isort: skip
+from .test_triton_softmax_groups import launches, offered_are_right  # isort: skip
+
+from .compiled import nothing_spills, ptx  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 WANT: dict[str, Any] = {
@@ -156,19 +154,9 @@ def test_it_compiles_without_spilling_and_in_wide_accesses(monkeypatch: pytest.M
 
             jobs += triton_launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
-    bad = {}
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
-        if not isinstance(answer, triton_launch.Resources) or answer.stack:
-            bad[f"{job.kernel} sm_{job.sm} {job.num_warps} {dict(job.constexprs)}"] = answer
-    assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())
-    path = os.pathsep.join(path for path in sys.path if path)
+    nothing_spills(jobs)
     first = [job for job in jobs if job.sm == 90 and job.kernel == "reduce_abreast"][::6]
-    done = subprocess.run(
-        [sys.executable, "-c", ACCESSES],
-        input=pickle.dumps(first), stdout=subprocess.PIPE, check=True,
-        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path},
-    )  # fmt: skip
-    for job, text in zip(first, pickle.loads(done.stdout), strict=True):
+    for job, text in zip(first, ptx(first), strict=True):
         block, size = dict(job.constexprs), 4 if dict(job.signature)["x_ptr"] == "*fp32" else 2
         wide = block["BLOCK_R"] * block["BLOCK_W"] * size // (16 * 32 * job.num_warps)
         assert len(re.findall(r"ld\.global\S*\.v4\.b32", text)) == wide, (block, text)

@@ -18,6 +18,8 @@ from tensorlogic.ops.common import triton_reduce_groups as kernels  # isort: ski
 
 from .test_triton_softmax_groups import launches, offered_are_right  # isort: skip
 
+from .compiled import nothing_spills  # isort: skip
+
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 WANT: dict[str, Any] = {
     "sum": lambda x: x.sum(1),
@@ -129,8 +131,4 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
             jobs += triton_launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
     assert {job.kernel for job in jobs} == {"reduce_groups", "reduce_groups_swept"}
-    bad = {}
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
-        if not isinstance(answer, triton_launch.Resources) or answer.stack:
-            bad[f"{job.kernel} sm_{job.sm} {job.num_warps} {dict(job.constexprs)}"] = answer
-    assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())
+    nothing_spills(jobs)

@@ -17,6 +17,8 @@ from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_softmax as kernels  # isort: skip
 from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip
 
+from .compiled import nothing_spills  # isort: skip
+
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 CONFIGS = (
     {"strategy": "held", "BLOCK_C": 16, "BLOCK_I": 8, "num_warps": 4},
@@ -171,8 +173,4 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
 
                         jobs += triton_launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
-    bad = {}
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
-        if not isinstance(answer, triton_launch.Resources) or answer.stack:
-            bad[f"{job.kernel} sm_{job.sm} {job.num_warps} {dict(job.constexprs)}"] = answer
-    assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())
+    nothing_spills(jobs)

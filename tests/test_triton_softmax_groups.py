@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
-import pickle
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +20,8 @@ from tensorlogic.op import OPS, Candidate, Op  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_softmax_groups as kernels  # isort: skip
 from tensorlogic.plans import Key  # isort: skip
+
+from .compiled import nothing_spills, ptx  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 SHAPES = (
@@ -213,19 +211,7 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
             jobs += triton_launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
     assert {job.kernel for job in jobs} == {kernel.__name__ for kernel in kernels.KERNELS.values()}
-    bad = {}
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
-        if not isinstance(answer, triton_launch.Resources) or answer.stack:
-            bad[f"{job.kernel} sm_{job.sm} {job.num_warps} {dict(job.constexprs)}"] = answer
-    assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())
-
-
-ACCESSES = """
-import pickle, sys
-from tensorlogic.ops.common import triton_launch
-texts = [triton_launch.run_compile_job(job).asm["ptx"] for job in pickle.load(sys.stdin.buffer)]
-sys.stdout.buffer.write(pickle.dumps(texts))
-"""
+    nothing_spills(jobs)
 
 
 def test_groups_are_accessed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,13 +224,7 @@ def test_groups_are_accessed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         )[0]
         for backward in (False, True)
     ]
-    path = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        [sys.executable, "-c", ACCESSES],
-        input=pickle.dumps(jobs), stdout=subprocess.PIPE, check=True,
-        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path},
-    )  # fmt: skip
-    for text, tensors in zip(pickle.loads(done.stdout), (1, 2), strict=True):
+    for text, tensors in zip(ptx(jobs), (1, 2), strict=True):
         found = re.findall(r"(ld|st)\.global\S*\.(v4\.b32|b16)", text)
         for access, count in (("ld", 2 * tensors), ("st", 2)):
             assert found.count((access, "v4.b32")) == count, text

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +21,9 @@ from tensorlogic.ops.common import triton_shares as shares  # isort: skip
 from tensorlogic.ops.common import triton_softmax_shares as kernels  # isort: skip
 
 from .test_triton_reduce_groups import small as small  # isort: skip  (a fixture)
-from .test_triton_softmax_groups import ACCESSES, launches, offered_are_right  # isort: skip
+from .test_triton_softmax_groups import launches, offered_are_right  # isort: skip
+
+from .compiled import nothing_spills, ptx  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 CONFIGS = (
@@ -201,20 +199,10 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
 
                 jobs += triton_launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
-    bad = {}
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
-        if not isinstance(answer, triton_launch.Resources) or answer.stack:
-            bad[f"{job.kernel} sm_{job.sm} {job.num_warps} {dict(job.constexprs)}"] = answer
-    assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())
-    path = os.pathsep.join(path for path in sys.path if path)
+    nothing_spills(jobs)
     first = {job.kernel: job for job in reversed(jobs) if job.sm == 90}
     assert len(first) == 4
-    done = subprocess.run(
-        [sys.executable, "-c", ACCESSES],
-        input=pickle.dumps(list(first.values())), stdout=subprocess.PIPE, check=True,
-        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path},
-    )  # fmt: skip
-    for name, text in zip(first, pickle.loads(done.stdout), strict=True):
+    for name, text in zip(first, ptx(list(first.values())), strict=True):
         wide = re.findall(r"(ld|st)\.global\S*\.v4\.b32", text)
         narrow = re.findall(r"(ld|st)\.global\S*\.b16", text)
         assert len(wide) >= 2, (name, text)

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ...plans import Key
 from ..common import triton_groups, triton_reduce, triton_reduce_abreast, wiring
-from . import FAMILY, shapes
+from . import FAMILY, launching, shapes
 from .shapes import Shape
 
 
@@ -38,16 +37,8 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     start = triton_reduce_abreast.abreast_launcher(
         s.kind, s.dtype, s.reduce, s.inner, dict(config), device
     )
-    partials, count = triton_reduce_abreast.abreast_workspace(s.inner, dict(config))
-    empty, counters, stride = wiring.empty(device), wiring.counters, wiring.contiguous(s.out)
-    dtype = DTYPES[s.dtype]
-
-    def launch(x: torch.Tensor) -> Any:
-        y, partial = empty(s.out, stride, dtype), empty((partials,), (1,), torch.float32)
-        counter = counters(device, count, torch.int32, "zero") if count else y
-        return (y,) if start(x, y, partial, counter) else None
-
-    return launch
+    space = triton_reduce_abreast.abreast_workspace(s.inner, dict(config))
+    return launching.with_space(s, start, space, device)
 
 
 _SOURCES = (triton_reduce_abreast, triton_groups, triton_reduce, shapes, sys.modules[__name__])

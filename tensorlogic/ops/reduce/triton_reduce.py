@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from ...compiling import CompileFailure
-from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ..common import triton_reduce, wiring
 from ..common import triton_reduce_strided as strided
-from . import FAMILY, shapes
+from . import FAMILY, launching, shapes
 from .shapes import Shape, describe_any
 
 Started = tuple[Callable[..., bool], tuple[int, int]]
@@ -105,23 +104,10 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher with its workspace."""
     chosen = dict(config)
     started = _contiguous if s.view is None else _strided
-    start, (partials, count) = started(s, chosen, device)
+    start, space = started(s, chosen, device)
     polled = chosen["strategy"] == "polled"
     counted, use = (torch.int64, "launches") if polled else (torch.int32, "zero")
-    empty, counters, stride, dtype = (
-        wiring.empty(device),
-        wiring.counters,
-        wiring.contiguous(s.out),
-        DTYPES[s.dtype],
-    )
-
-    def launch(x: torch.Tensor) -> Any:
-        y = empty(s.out, stride, dtype)
-        partial = empty((partials,), (1,), torch.float32) if partials else y
-        counter = counters(device, count, counted, use) if count else y
-        return (y,) if start(x, y, partial, counter) else None
-
-    return launch
+    return launching.with_space(s, start, space, device, counted, use)
 
 
 for _op in FAMILY:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ...plans import Key
 from ..common import (  # fmt: skip
@@ -18,7 +17,7 @@ from ..common import (  # fmt: skip
     triton_shares,
     wiring,
 )
-from . import FAMILY, shapes
+from . import FAMILY, launching, shapes
 from .shapes import Shape
 
 
@@ -48,15 +47,8 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     start = triton_reduce_shares.shares_launcher(
         s.kind, s.dtype, s.outer, s.reduce, dict(config), device
     )
-    partials, count = triton_reduce_shares.shares_workspace(s.outer, s.reduce, dict(config))
-    empty, counters, stride = wiring.empty(device), wiring.counters, wiring.contiguous(s.out)
-    dtype = DTYPES[s.dtype]
-
-    def launch(x: torch.Tensor) -> Any:
-        y, partial = empty(s.out, stride, dtype), empty((partials,), (1,), torch.float32)
-        return (y,) if start(x, y, partial, counters(device, count, torch.int32, "zero")) else None
-
-    return launch
+    space = triton_reduce_shares.shares_workspace(s.outer, s.reduce, dict(config))
+    return launching.with_space(s, start, space, device)
 
 
 _SOURCES = (triton_reduce_shares, triton_shares, triton_groups, triton_reduce, triton_rows, shapes, sys.modules[__name__])  # fmt: skip

@@ -140,6 +140,7 @@ def test_lines_that_a_product_makes_count_as_those_it_reads(tmp_path: Path) -> N
     for fn, odd, near, far in (
         (tensorlogic.linear, (x(64, 64), x(1003, 64)), (x(64, 64), x(1000, 64)), (x(64, 64), x(301, 64))),
         (tensorlogic.matmul, (x(64, 64), x(1003, 64).t()), (x(64, 64), x(1000, 64).t()), (x(64, 64), x(301, 64).t())),
+        (tensorlogic.matmul, (x(3, 64, 64), x(3, 1003, 64).mT), (x(3, 64, 64), x(3, 1000, 64).mT), (x(3, 64, 64), x(3, 301, 64).mT)),
     ):  # fmt: skip
         asked, even, other = (key(fn, *args) for args in (odd, near, far))
         normal = OPS[asked.op].normal

@@ -148,6 +148,8 @@ def flat_left(*names: str) -> Normal:
 
     def normal(key: Key) -> Key:
         b = key.spec("b")
-        return rows(key) if b is not None and len(b.shape) == 2 else key
+        if key.device != "cuda" or (b is not None and len(b.shape) == 2):
+            return rows(key)
+        return replace(key, made=_made(key.names, key.tensors))
 
     return normal

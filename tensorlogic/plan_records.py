@@ -13,6 +13,7 @@ from typing import Any
 SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}  # bytes of what lines are made of
 HALVES = {"f16": "half", "bf16": "half"}
 OTHER_DTYPE = 0.25  # what a kin of the other 16-bit dtype is further away, squared
+LAYOUT = 3.0  # doublings that a tensor may be further away if it is laid out alike, and as even: that chooses kernels
 UNLIKE = 1.0  # for each tensor laid out otherwise, of another dtype or absent, and each flag of another value, squared
 
 
@@ -206,6 +207,10 @@ class Key:
     def _even(self) -> tuple[bool | None, ...]:
         return tuple(None if t is None else t.even for t in (*self.tensors, self.made))
 
+    def remoteness(self, other: Key) -> float:
+        """How late its plan is asked among neighbours: their distance, and LAYOUT for each tensor laid out or parted otherwise."""
+        return self.distance(other) + LAYOUT * (self.laid_otherwise(other) + self.uneven(other))
+
     def uneven(self, other: Key) -> int:
         """How many tensors, with what is `made`, are there in both and `even` in one alone, and one more where one key alone has any
         that is not: whole lines of 16 bytes are what the fastest kernels ask for."""
@@ -282,6 +287,33 @@ class Plan:
         """True when both winners exist today (id -> source hash) with the source as measured."""
         known = {(e.candidate, e.source) for e in self.evidence if e.status == "measured"}
         return all((id, sources.get(id)) in known for id in (self.eager, self.captured))
+
+    def times_us(self, captured: bool, sources: Mapping[str, str]) -> dict[str, float]:
+        """Microseconds of the candidates that exist today with the source as measured: of the device, or, of eager calls, what a caller
+        waits. A plan without times says only who won.
+        """
+        found = [e for e in self.evidence if e.status == "measured" and sources.get(e.candidate) == e.source]  # fmt: skip
+        known = {e.candidate: e.device_us if captured else self.waited_us(e) for e in found}
+        if all(us > 0 for us in known.values()):
+            return known
+        return {self.captured if captured else self.eager: 1.0}
+
+    def waited_us(self, e: Evidence) -> float:
+        """What a caller waits. Of those that were out of the running the host's time was not measured: then the most that any took."""
+        host = e.host_us
+        if host == e.device_us:
+            others = (o.host_us for o in self.evidence if o.host_us != o.device_us)
+            host = max(others, default=host)
+        return max(e.device_us, host)
+
+    def config_of(self, id: str, captured: bool) -> dict[str, Any]:
+        """The configuration in which a candidate was measured."""
+        winner = (
+            (self.captured, self.captured_config) if captured else (self.eager, self.eager_config)
+        )
+        if id == winner[0]:
+            return winner[1]
+        return next(e.config for e in self.evidence if e.candidate == id)
 
     @property
     def doubtful(self) -> bool:

@@ -18,6 +18,7 @@ from .environments import Environment, environment
 from .plan_files import PlanStoreWarning, Records, Unread
 from .plan_records import (
     DISTURBED,
+    LAYOUT,
     UNFINISHED,
     Evidence,
     Key,
@@ -44,7 +45,6 @@ __all__ = [
 ]
 
 EAGER = "torch.eager"  # right for every key, so it may always be a neighbour's choice
-LAYOUT = 3.0  # doublings that a tensor may be further away if it is laid out alike, and as even: that chooses kernels
 REACH = 2.0  # how far a neighbour may be, as `Key.distance` tells; on a GPU gains are weighed against distances
 SHIPPED = Path(__file__).parent / "shipped"
 INTERVAL_S = 2.0  # between saves of one store
@@ -170,9 +170,8 @@ class PlanView:
             ]
         ranked = []
         for i, own, plan in relatives:
-            apart = here.distance(own) + LAYOUT * here.laid_otherwise(own)
-            if apart <= reach:
-                ranked.append((apart + LAYOUT * here.uneven(own), i, plan.key.text, plan))
+            if here.distance(own) + LAYOUT * here.laid_otherwise(own) <= reach:
+                ranked.append((here.remoteness(own), i, plan.key.text, plan))
         for _, shelf, _, plan in sorted(ranked, key=lambda rank: rank[:3]):
             trusted = all(id == EAGER or allowed(id) for id in (plan.eager, plan.captured))
             if (

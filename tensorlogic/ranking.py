@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -11,7 +10,7 @@ from . import stores
 from .accuracy import UNITS
 from .judging import watchable
 from .op import EAGER, Candidate, Config, Op
-from .plans import Evidence, Key, Plan
+from .plans import Key, Plan
 
 GUARD_US = {
     "cpu": 100.0,
@@ -85,12 +84,12 @@ def _expected(
 ) -> tuple[float, float, Config]:
     """Microseconds of a call, those of the device alone, and configuration, by the plan's evidence where it has any; infinite where
     it was refused."""
-    evidence = plan.evidence if plan is not None else ()
-    for e in evidence:
+    for e in plan.evidence if plan is not None else ():
         if (e.candidate, e.source) == (candidate.id, candidate.source):
             if e.status == "refused":
                 return math.inf, math.inf, {}
-            return max(e.device_us, _host_us(e, evidence)), e.device_us, e.config
+            assert plan is not None
+            return plan.waited_us(e), e.device_us, e.config
     share = 1.0 if candidate.id == EAGER else candidate.guess(key)
     us = share * eager_us(key, op.flops(key))
     return us, us, candidate.configs(key)[0]
@@ -103,10 +102,3 @@ def eager_us(key: Key, flops: float) -> float:
         return us
     narrow = any(t is not None and t.dtype not in ("f64", "c128") for t in key.tensors)
     return max(us, EAGER_HOST_US[narrow])
-
-
-def _host_us(e: Evidence, evidence: Sequence[Evidence]) -> float:
-    """What a caller's thread takes. Of those that were out of the running it was not measured: then the most that any took."""
-    if e.host_us != e.device_us:
-        return e.host_us
-    return max((o.host_us for o in evidence if o.host_us != o.device_us), default=e.host_us)

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import adapting, background, capture_watch, compiling, registry, stores, study, vouching
+from . import (
+    adapting,
+    background,
+    capture_watch,
+    compiling,
+    neighbours,
+    registry,
+    stores,
+    study,
+    vouching,
+)
 from .numerics import DTYPES
 from .op import EAGER, OPS, Candidate, Config, Launcher, Op, Outputs
-from .plans import REACH, Evidence, Key, Plan, PlanView, environment
+from .plans import Key, Plan, PlanView, environment
 from .policies import Policy
 
 LOG = logging.getLogger("tensorlogic")
 CHECKED = ("plan", "lockfile", "fixed plan", "forced")  # on this very key, or not to be asked
 AT_HAND = "cost model, without what must be compiled first"
 CLEAR_WIN = 0.95  # a guess must promise this much before it replaces eager unmeasured
-ANOTHER_WAY = (
-    16.0  # between configurations for each word that differs, more than numbers and switches do
-)
-DERIVED = {"PART"}  # numbers that follow from what else a configuration and its key say
-ASKED = 8  # neighbours at most
-NOT_MUCH = 1.0  # farther than the nearest, in doublings
-SLACK = 0.1  # of its time, that a neighbour's tiles may lose for each doubling between the sizes
 _SAID: set[tuple[str, str]] = set()
 
 
@@ -92,48 +93,14 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
         return valid(plan) and serves(plan.eager) and serves(plan.captured)
 
     near = store.neighbours(key, op.candidates.__contains__, lends, normal=op.normal)
-    found = _lent(op, key, islice(near, ASKED), environment(device).versions())
-    if found is not None:
+    lent = neighbours.lent(op, key, near, environment(device).versions())
+    if lent is not None:
+        found = Decision(*lent)
         picks = (found.eager, found.captured)
         if all(_at_hand(op.candidates[id], key, config, device) for id, config in picks):
             return found
     found = _guessed(op, key, device)
     return replace(found, source=AT_HAND) if compiling.in_a_hurry() else found
-
-
-def _lent(op: Op, key: Key, near: Iterable[Plan], here: Mapping[str, str]) -> Decision | None:
-    """What the nearest plan that says anything lends this key. Where its kernel goes another way at these sizes, as rows do that no
-    longer fit into registers, a plan not much farther, laid out and as even as the nearest, comes first, if what it lends goes its way.
-    """
-    nearest: Decision | None = None
-    own, kind, within = op.normal(key), math.inf, math.inf
-    for plan in near:
-        where = _elsewhere(plan, here) if plan.key == key else ""
-        found = _borrowed(op, key, plan, here, f"neighbour {plan.key.text}{where}")
-        theirs = op.normal(plan.key)
-        unlike, apart = own.laid_otherwise(theirs) + own.uneven(theirs), own.distance(theirs)
-        if found is None or unlike > kind or apart > within:
-            continue
-        if nearest and found.captured[0] == EAGER:
-            continue
-        if not _another_way(plan, found):
-            return found
-        if nearest is None:
-            nearest, kind, within = found, unlike, apart + NOT_MUCH
-    return nearest
-
-
-def _another_way(plan: Plan, found: Decision) -> bool:
-    """Whether a candidate that a plan lends goes another way than the one it was measured on."""
-    pairs = (
-        ((plan.eager, plan.eager_config), found.eager),
-        ((plan.captured, plan.captured_config), found.captured),
-    )
-    return any(
-        id == other != EAGER
-        and any(isinstance(word, str) and own.get(name) != word for name, word in config.items())
-        for (id, config), (other, own) in pairs
-    )
 
 
 def _at_hand(candidate: Candidate, key: Key, config: Config, device: torch.device) -> bool:
@@ -144,62 +111,6 @@ def _at_hand(candidate: Candidate, key: Key, config: Config, device: torch.devic
         return compiling.there(candidate.jobs(key, config, device))
     except study.BIND_ERRORS:  # it will fail by name where it is bound
         return True
-
-
-def _elsewhere(plan: Plan, here: Mapping[str, str]) -> str:
-    """Where a plan of the very key was measured that is not this machine's."""
-    version = plan.versions.get("torch", here["torch"])
-    return " on a GPU of the same chip" if version == here["torch"] else f" under PyTorch {version}"
-
-
-def _alike(plan: Plan, here: Mapping[str, str]) -> bool:
-    """Whether the software beneath a plan is today's, whatever the driver: libraries number their algorithms as they like."""
-    return {**plan.versions, "driver": ""} == {**here, "driver": ""}
-
-
-def _borrowed(
-    op: Op, key: Key, near: Plan, here: Mapping[str, str], source: str
-) -> Decision | None:
-    """What won on a neighbour, where its gain there outweighs what its configuration may cost at these sizes; else torch.eager, or None
-    where it is too far away for that to say anything.
-
-    Tiles of products are the choosiest: on an H200 those of 384 x 384 x 1536, a tenth faster than PyTorch's product there, take 1.5
-    times its time at 640 x 512 x 2048; behind an epilogue that PyTorch runs apart they win all the same.
-    """
-    apart = op.normal(key).distance(op.normal(near.key))
-    times = {e.candidate: e for e in near.evidence if e.status == "measured"}
-    usual = times.get(EAGER)
-
-    def sure(id: str, config: Config, took: Callable[[Evidence], float]) -> tuple[str, Config]:
-        found = times.get(id)
-        if id == EAGER:
-            return id, config
-        own = closest(op.candidates[id], key, config, same=apart == 0.0 and _alike(near, here))
-        if usual is None or found is None or not took(usual):
-            return id, own
-        slack = SLACK if "products" in config else SLACK / 5
-        likely = took(found) / took(usual) * (1.0 + slack * apart)
-        return (id, own) if likely < 1.0 else (EAGER, {})
-
-    eager = sure(near.eager, near.eager_config, lambda e: max(e.device_us, e.host_us))
-    captured = sure(near.captured, near.captured_config, lambda e: e.device_us)
-    if apart > REACH and eager[0] == captured[0] == EAGER:
-        return None
-    return Decision(eager, captured, source)
-
-
-def closest(candidate: Candidate, key: Key, config: Config, same: bool = False) -> Config:
-    """Of the configurations that the key would try itself the closest to one that another key's measurement chose, its best guess
-    where none is like it; `same`: sizes and versions are, so that a library's ranks are, too."""
-    try:
-        own = list(candidate.configs(key))
-    except study.BIND_ERRORS as problem:
-        LOG.debug("tensorlogic: %s lists nothing for %s: %s", candidate.id, key.text, problem)
-        own = []
-    if not own or (same and dict(config) in [dict(c) for c in own]):
-        return config
-    nearest = min(own, key=lambda c: _apart(c, config) + _fuller(c, config))
-    return nearest if _apart(nearest, config) < ANOTHER_WAY else own[0]
 
 
 def _within(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
@@ -470,45 +381,6 @@ def _tries(candidate: Candidate, key: Key, config: Config, source: str) -> Itera
     yield config
     if source.startswith("neighbour"):
         yield from (own for own in candidate.configs(key)[:1] if own != config)
-
-
-def _apart(config: Any, other: Any) -> float:
-    """How far two configurations are apart: in log2 of the numbers, 1 for a switch or what one of them leaves out, and more than any
-    of these where words differ."""
-    if isinstance(config, dict) and isinstance(other, dict):
-        # a rank is an order of the key's own, whose first is its best guess wherever another key's is
-        names = {*config, *other} - DERIVED
-        known = [(config.get(n), 0 if n == "rank" else other.get(n)) for n in names]
-        return sum(_apart(a, b) for a, b in known)
-    if isinstance(config, (list, tuple)) and isinstance(other, (list, tuple)):
-        rest = abs(len(config) - len(other)) * ANOTHER_WAY
-        return rest + sum(_apart(a, b) for a, b in zip(config, other, strict=False))
-    if config == other:
-        return 0.0
-    kinds = {type(config), type(other)}
-    if not kinds <= {int, float, bool, type(None)}:
-        return ANOTHER_WAY
-    if bool in kinds or type(None) in kinds or min(config, other) < 0:
-        return 1.0
-    return abs(math.log2((config + 1) / (other + 1)))
-
-
-def _fuller(config: Any, other: Any) -> float:
-    """How far apart what the tiles of two configurations hold is, in log2 of elements: where sizes cut one side, another makes up for it."""
-    if isinstance(config, (list, tuple)) and isinstance(other, (list, tuple)):
-        return sum(_fuller(a, b) for a, b in zip(config, other, strict=False))
-    if not (isinstance(config, dict) and isinstance(other, dict)):
-        return 0.0
-    within = sum(_fuller(config[n], other[n]) for n in config.keys() & other.keys())
-    held = [
-        sum(
-            math.log2(max(n, 1))
-            for name, n in c.items()
-            if name.startswith("BLOCK") and isinstance(n, int)
-        )
-        for c in (config, other)
-    ]
-    return within + abs(held[0] - held[1])
 
 
 class Refused(RuntimeError):

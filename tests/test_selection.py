@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import compiling, measure, plans, policies, registry, selector, stores, study
+from tensorlogic import (
+    compiling,
+    measure,
+    neighbours,
+    plans,
+    policies,
+    registry,
+    selector,
+    stores,
+    study,
+)
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.op import EAGER, OPS, Candidate, Config
 from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
@@ -167,11 +177,11 @@ def test_a_neighbour_is_not_followed_to_a_candidate_refused_here(served: Served)
 @pytest.mark.parametrize(
     ("took", "config", "rows", "who"),
     [
-        (0.85, {"products": ()}, 256, "toy.a"),  # a doubling away: 0.85 * 1.1
-        (0.95, {"products": ()}, 256, EAGER),
+        (0.85, {"products": ()}, 256, "toy.a"),  # a doubling away: 0.85 * 1.05
+        (0.97, {"products": ()}, 256, EAGER),
         (0.9, {"products": ()}, 128, "toy.a"),  # as near as kin can be
         (0.97, {}, 256, "toy.a"),
-        (0.99, {}, 256, EAGER),
+        (0.995, {}, 256, EAGER),
     ],
 )
 def test_a_neighbour_is_followed_where_its_gain_outweighs_its_distance(
@@ -286,7 +296,7 @@ def test_a_configuration_of_the_same_sizes_is_taken_as_it_is_and_one_unlike_all_
 
     def chosen(own: list[Config], planned: Config, same: bool) -> Config:
         ranked = replace(toy("toy.ranked", []), configs=lambda key: own)
-        return selector.closest(ranked, key, planned, same)
+        return neighbours.closest(ranked, key, planned, same)
 
     ranks = [{"rank": i} for i in range(3)]
     assert chosen(ranks, {"rank": 2}, same=True) == {"rank": 2}

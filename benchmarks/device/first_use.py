@@ -28,7 +28,7 @@ os.environ["TRITON_CACHE_DIR"] = os.environ["TENSORLOGIC_CACHE_DIR"] + "/triton"
 import torch
 
 import tensorlogic
-from tensorlogic import measure, plans, policies, selector, stores
+from tensorlogic import measure, neighbours, plans, policies, selector, stores
 from tensorlogic.bench import rows
 from tensorlogic.checking import InputSet
 from tensorlogic.op import EAGER, Op
@@ -78,7 +78,7 @@ def against_shipped(op: Op, key: Key, device: torch.device) -> str:
     theirs = view.get(key) or view.nearest(key, serves.__contains__, normal=op.normal)
     if theirs is None:
         return "no plan is shipped"
-    config = selector.closest(op.candidates[theirs.captured], key, theirs.captured_config)
+    config = neighbours.closest(op.candidates[theirs.captured], key, theirs.captured_config)
     picks = {"ours": ours.captured, "theirs": (theirs.captured, config)}
     said = f"{picks['theirs'][0]} {dict(picks['theirs'][1])}"
     if picks["ours"] == picks["theirs"]:

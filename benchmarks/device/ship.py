@@ -81,6 +81,7 @@ def odd(dtype: torch.dtype) -> Iterator[Call]:
         (3000, 1501, 2999),
         (24, 301, 1536),
         (768, 768, 30001),
+        (40, 1003, 997),
     ):
         for fn, args in products(m, k, n, dtype):
             if fn is not tensorlogic.linear or args[3:] in ((None, None), (None, "relu")):
@@ -90,12 +91,15 @@ def odd(dtype: torch.dtype) -> Iterator[Call]:
 def rows(dtype: torch.dtype) -> Iterator[Call]:
     """Losses and softmax, by how far a row's length divides."""
     for columns in (384, 30000, 120000, 1000, 50001, 333, 12, 3003, 12001, 100):
-        for count in (3000, 200, 12):
+        for count in (3000, 200, 12, 60000):
             if count * columns > 4e8:
                 continue
             target = torch.randint(columns, (count,), device="cuda")
             yield tensorlogic.softmax_cross_entropy, (normal(dtype, count, columns), target)
             yield tensorlogic.softmax, (normal(dtype, count, columns), -1)
+            if columns in (30000, 120000, 1000, 50001):  # and with smoothed labels
+                x = normal(dtype, count, columns)
+                yield tensorlogic.softmax_cross_entropy, (x, target, -100, 0.1)
     for shape, dim in (
         ((384, 768), 0),
         ((3000, 333), 0),
@@ -109,7 +113,11 @@ def rows(dtype: torch.dtype) -> Iterator[Call]:
 
 def scores(dtype: torch.dtype) -> Iterator[Call]:
     """Scores alone, causal and masked."""
-    sizes = ((8, 192, 64), (12, 768, 64), (12, 768, 128), (8, 3072, 64), (4, 768, 32), (4, 384, 256), (8, 203, 64), (6, 700, 96), (6, 600, 192))  # fmt: skip
+    for heads, s, t, d in ((6, 800, 480, 96), (16, 72, 240, 96), (4, 700, 4096, 80), (16, 1, 3000, 128), (16, 16, 1536, 96), (8, 1500, 600, 128), (12, 300, 1200, 64)):  # fmt: skip
+        q, k = normal(dtype, 2, heads, s, d), normal(dtype, 2, heads, t, d)
+        for mask in (None, torch.rand(2, 1, 1, t, device="cuda") > 0.1):
+            yield tensorlogic.attention_scores, (q, k, d**-0.5, mask)
+    sizes = ((2, 1200, 80), (12, 400, 80), (10, 232, 96), (4, 1600, 96), (8, 192, 64), (12, 768, 64), (12, 768, 128), (8, 3072, 64), (4, 768, 32), (4, 384, 256), (8, 203, 64), (6, 700, 96), (6, 600, 192))  # fmt: skip
     for heads, s, d in sizes:
         q, k = normal(dtype, 2, heads, s, d), normal(dtype, 2, heads, s, d)
         seen = torch.rand(2, 1, 1, s, device="cuda") > 0.1
@@ -120,10 +128,6 @@ def scores(dtype: torch.dtype) -> Iterator[Call]:
             (normal(dtype, s, s), False),
         ):
             yield tensorlogic.attention_scores, (q, k, d**-0.5, mask, causal)
-    for heads, s, t, d in ((16, 1, 3000, 128), (16, 16, 1536, 96), (8, 1500, 600, 128), (12, 300, 1200, 64)):  # fmt: skip
-        q, k = normal(dtype, 2, heads, s, d), normal(dtype, 2, heads, t, d)
-        for mask in (None, torch.rand(2, 1, 1, t, device="cuda") > 0.1):
-            yield tensorlogic.attention_scores, (q, k, d**-0.5, mask)
 
 
 def elements(dtype: torch.dtype) -> Iterator[Call]:
@@ -158,7 +162,7 @@ def strided(dtype: torch.dtype) -> Iterator[Call]:
 def reductions(dtype: torch.dtype) -> Iterator[Call]:
     """Sums, means and extremes over everything, rows, columns and what lies between."""
     shapes: tuple[tuple[tuple[int, ...], int | None], ...] = (
-        ((1 << 12,), None), ((1 << 19,), None), ((1 << 24,), None), (((1 << 24) + 1,), None), ((3000, 768), 1), ((24, 3072), 1), ((20000, 48), 1), ((400, 30000), 1),
+        ((30000, 107), 1), ((100000, 384), 1), ((1 << 12,), None), ((1 << 19,), None), ((1 << 24,), None), (((1 << 24) + 1,), None), ((3000, 768), 1), ((24, 3072), 1), ((20000, 48), 1), ((400, 30000), 1),
         ((3000, 333), 1), ((3000, 5001), 1), ((200, 50001), 1), ((12, 50001), 1), ((3000, 768), 0), ((24, 3072), 0), ((24, 200, 768), 1), ((12, 4, 30000), 1), ((200000, 48), 0),
         ((100000, 17), 0), ((300000, 5), 0), ((60000, 777), 0), ((36, 6309), 0), ((32, 2600, 10), 1),
     )  # fmt: skip
@@ -194,8 +198,20 @@ def groups() -> Iterator[Iterator[Call]]:
     yield (call for n in SQUARES[:4] for call in products(n, n, n, torch.bfloat16))
     yield (
         call
-        for m, k, n in ((384, 384, 384), (48, 1536, 384), (3072, 384, 1536), (1, 1536, 1536))
+        for m, k, n in (
+            (384, 384, 384),
+            (48, 1536, 384),
+            (3072, 384, 1536),
+            (1, 1536, 1536),
+            (6, 1536, 30000),
+            (80, 360, 6144),
+        )
         for call in products(m, k, n, f32)
+    )
+    yield (call for m, n in ((1500, 4000), (6144, 384)) for call in products(m, 96, n, f16))
+    yield recorded(products(1500, 96, 4000, f16))
+    yield recorded(
+        call for m, k, n in ((384, 384, 384), (48, 1536, 1003)) for call in products(m, k, n, f32)
     )
     yield odd(f16)
     yield recorded(odd(f16))

@@ -74,6 +74,8 @@ def lent(
         return None
     eager, captured = _fastest(op, key, around, False), _fastest(op, key, around, True)
     lender = eager[1].plan
+    if eager[0] == captured[0] == EAGER and own.distance(op.normal(lender.key)) > REACH:
+        return None
     where = _elsewhere(lender, here) if lender.key == key else ""
     picks = _borrowed(op, key, *eager, here), _borrowed(op, key, *captured, here)
     return *picks, f"neighbour {lender.key.text}{where}"

@@ -357,7 +357,13 @@ def test_from_afar_a_gain_is_followed_and_a_loss_left_to_the_cost_models(served:
     RELU.add(replace(toy("toy.model", []), guess=lambda key: 0.5, sources=(len,)))
     asked = on_gpu(torch.randn(4096, 64))
     store = stores.current(CPU)
-    for rows, took, who in ((64, 0.5, "toy.a"), (64, 1.5, "toy.model"), (2048, 1.5, EAGER)):
+    for rows, took, who in (
+        (64, 0.5, "toy.a"),
+        (64, 1.5, "toy.model"),
+        (64, 0.99, "toy.model"),  # a gain that the distance outweighs
+        (2048, 1.5, EAGER),
+        (2048, 0.995, EAGER),
+    ):
         store.forget(lambda _: True)
         store.put(known(rows, took))
         found = selector.decide(RELU, asked, CPU, policies.current())

@@ -170,8 +170,9 @@ class PlanView:
             ]
         ranked = []
         for i, own, plan in relatives:
-            if here.distance(own) + LAYOUT * here.laid_otherwise(own) <= reach:
-                ranked.append((here.remoteness(own), i, plan.key.text, plan))
+            apart = here.remoteness(own)
+            if apart - LAYOUT * here.uneven(own) <= reach:
+                ranked.append((apart, i, plan.key.text, plan))
         for _, shelf, _, plan in sorted(ranked, key=lambda rank: rank[:3]):
             trusted = all(id == EAGER or allowed(id) for id in (plan.eager, plan.captured))
             if (

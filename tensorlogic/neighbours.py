@@ -19,7 +19,7 @@ ASKED = 8  # plans at most
 FADES = 4.0  # halvings of what a plan counts for each doubling that it is farther
 DETOUR = 1.0  # doublings that a plan is farther for a candidate whose kernel goes another way there
 MOST = 3.0  # times the best, beyond which longer times say no more
-SLACK = 0.05  # of its time, that a neighbour's tiles may lose for each doubling between the sizes
+SLACK = 0.1  # of its time, that a neighbour's tiles may lose for each doubling between the sizes; what is no tile a fifth
 ANOTHER_WAY = (
     16.0  # between configurations for each word that differs, more than numbers and switches do
 )
@@ -47,7 +47,8 @@ class _Heard:
 
     def expected(self, id: str) -> float:
         """Log of its time over the best's here; a configuration of other sizes may cost some of it."""
-        slack = 0.0 if id == EAGER else SLACK if "products" in self.config else SLACK / 5
+        tiles = any("BLOCK_M" in part for part in self.config.get("products", ()))
+        slack = 0.0 if id == EAGER else SLACK if tiles else SLACK / 5
         return self.lost / self.counts + math.log1p(slack * self.apart)
 
 
@@ -60,7 +61,8 @@ def lent(
 
     The nearest alone says little: PyTorch may have won it by the noise of a measurement, or a candidate that is a tenth slower
     everywhere else. Tiles of products are the choosiest: on an H200 those of 384 x 384 x 1536, a tenth faster than PyTorch's product
-    there, take 1.5 times its time at 640 x 512 x 2048; behind an epilogue that PyTorch runs apart they win all the same.
+    there, take 1.5 times its time at 640 x 512 x 2048; behind an epilogue that PyTorch runs apart they win all the same. A library's
+    algorithm is its own first guess at these sizes, whichever won at others.
     """
     own = op.normal(key)
     around = []

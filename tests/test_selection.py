@@ -29,6 +29,7 @@ from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
 
 CPU = torch.device("cpu")
 RELU = OPS["relu"]
+TILES = {"products": ({"BLOCK_M": 64},)}
 Served = list[str]
 
 
@@ -177,11 +178,12 @@ def test_a_neighbour_is_not_followed_to_a_candidate_refused_here(served: Served)
 @pytest.mark.parametrize(
     ("took", "config", "rows", "who"),
     [
-        (0.85, {"products": ()}, 256, "toy.a"),  # a doubling away: 0.85 * 1.05
-        (0.97, {"products": ()}, 256, EAGER),
-        (0.9, {"products": ()}, 128, "toy.a"),  # as near as kin can be
+        (0.85, TILES, 256, "toy.a"),  # a doubling away: 0.85 * 1.1
+        (0.95, TILES, 256, EAGER),
+        (0.9, TILES, 128, "toy.a"),  # as near as kin can be
+        (0.97, {"products": ({"rank": 1},)}, 256, "toy.a"),  # a library's own guess
         (0.97, {}, 256, "toy.a"),
-        (0.995, {}, 256, EAGER),
+        (0.99, {}, 256, EAGER),
     ],
 )
 def test_a_neighbour_is_followed_where_its_gain_outweighs_its_distance(

@@ -92,14 +92,13 @@ def _fastest(
     sources = {id: op.candidates[id].source for id in winners}
     listed = cache(lambda id: _listed(op.candidates[id], key))
     for plan, apart in around:
-        times = plan.times_us(captured, sources)
-        least = min(times.values())
-        for id, took in times.items():
-            config = plan.config_of(id, captured)
+        runs = plan.measured_us(captured, sources)
+        least = min(us for us, _ in runs.values())
+        for id, (us, config) in runs.items():
             words = {name: word for name, word in config.items() if isinstance(word, str)}
             alike = not words or any(words.items() <= c.items() for c in listed(id) or [config])
             said = heard.setdefault(id, _Heard(plan, config))
-            said.hear(plan, config, apart + (0.0 if alike else DETOUR), took / least)
+            said.hear(plan, config, apart + (0.0 if alike else DETOUR), us / least)
     best = min(heard, key=lambda id: (heard[id].expected(id), id))
     return best, heard[best]
 

@@ -288,15 +288,23 @@ class Plan:
         known = {(e.candidate, e.source) for e in self.evidence if e.status == "measured"}
         return all((id, sources.get(id)) in known for id in (self.eager, self.captured))
 
-    def times_us(self, captured: bool, sources: Mapping[str, str]) -> dict[str, float]:
-        """Microseconds of the candidates that exist today with the source as measured: of the device, or, of eager calls, what a caller
-        waits. A plan without times says only who won.
+    def measured_us(
+        self, captured: bool, sources: Mapping[str, str]
+    ) -> dict[str, tuple[float, dict[str, Any]]]:
+        """Microseconds and configuration of each candidate in `sources` (id -> today's source hash) that was measured with this source:
+        of the device, or, of eager calls, what a caller waits. A plan without times says only who won.
         """
-        found = [e for e in self.evidence if e.status == "measured" and sources.get(e.candidate) == e.source]  # fmt: skip
-        known = {e.candidate: e.device_us if captured else self.waited_us(e) for e in found}
-        if all(us > 0 for us in known.values()):
-            return known
-        return {self.captured if captured else self.eager: 1.0}
+        winner = (
+            (self.captured, self.captured_config) if captured else (self.eager, self.eager_config)
+        )
+        found = {
+            e.candidate: (e.device_us if captured else self.waited_us(e), e.config)
+            for e in self.evidence
+            if e.status == "measured" and sources.get(e.candidate) == e.source
+        }
+        if any(us <= 0 for us, _ in found.values()):
+            found = {winner[0]: (1.0, winner[1])}
+        return {id: (us, winner[1] if id == winner[0] else own) for id, (us, own) in found.items()}
 
     def waited_us(self, e: Evidence) -> float:
         """What a caller waits. Of those that were out of the running the host's time was not measured: then the most that any took."""
@@ -305,15 +313,6 @@ class Plan:
             others = (o.host_us for o in self.evidence if o.host_us != o.device_us)
             host = max(others, default=host)
         return max(e.device_us, host)
-
-    def config_of(self, id: str, captured: bool) -> dict[str, Any]:
-        """The configuration in which a candidate was measured."""
-        winner = (
-            (self.captured, self.captured_config) if captured else (self.eager, self.eager_config)
-        )
-        if id == winner[0]:
-            return winner[1]
-        return next(e.config for e in self.evidence if e.candidate == id)
 
     @property
     def doubtful(self) -> bool:

@@ -84,12 +84,12 @@ def _expected(
 ) -> tuple[float, float, Config]:
     """Microseconds of a call, those of the device alone, and configuration, by the plan's evidence where it has any; infinite where
     it was refused."""
-    for e in plan.evidence if plan is not None else ():
-        if (e.candidate, e.source) == (candidate.id, candidate.source):
-            if e.status == "refused":
-                return math.inf, math.inf, {}
-            assert plan is not None
-            return plan.waited_us(e), e.device_us, e.config
+    if plan is not None:
+        for e in plan.evidence:
+            if (e.candidate, e.source) == (candidate.id, candidate.source):
+                if e.status == "refused":
+                    return math.inf, math.inf, {}
+                return plan.waited_us(e), e.device_us, e.config
     share = 1.0 if candidate.id == EAGER else candidate.guess(key)
     us = share * eager_us(key, op.flops(key))
     return us, us, candidate.configs(key)[0]

@@ -110,7 +110,8 @@ def test_callers_wait_for_the_host_as_well_even_where_it_was_not_measured() -> N
     for e in plan.evidence:
         if e.candidate != "triton.after_product":
             e.device_us, e.host_us = 2.0 * e.device_us / 5, e.device_us
-    assert plan.times_us(False, {e.candidate: e.source for e in plan.evidence}) == {
+    runs = plan.measured_us(False, {e.candidate: e.source for e in plan.evidence})
+    assert {id: us for id, (us, _) in runs.items()} == {
         "triton.scores": 10.0, EAGER: 20.0, "triton.after_product": 20.0,
     }  # fmt: skip
     found = neighbours.lent(SCORES, scores(500, 500), [plan], {"torch": "2", "driver": ""})

@@ -118,6 +118,33 @@ def test_what_runs_between_calls_does_not_count(work: Spin) -> None:
     assert min(nothing.values["a"]) >= measure.LEAST_US
 
 
+@pytest.mark.parametrize("sets", [2, 3, 8])
+def test_between_others_a_set_that_fits_the_cache_comes_cold_and_warm(
+    sets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walked: dict[str, list[int | str]] = {}
+    ran: list[int | str] = []
+
+    class Walk:
+        def __init__(self, steps: list[Any]) -> None:
+            ran.clear()
+            for step in steps:
+                step()
+            walked["a" if 0 in ran else "between"] = [*ran]
+
+        def sample(self) -> float:
+            return 1.0
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(measure, "_loop", lambda steps, device, share_s: Walk(steps))
+    steps = [lambda i=i: ran.append(i) for i in range(sets)]
+    measure.device_samples({"a": steps}, CPU, 0.02, 5, lambda: ran.append("-"))
+    twice = [(i, "-") for i in range(sets) for _ in range(1 if sets == 2 else 2)]
+    assert walked == {"a": [*itertools.chain(*twice)], "between": ["-"]}
+
+
 @pytest.mark.parametrize("direction", ["backward", "inference"])
 def test_gradients_are_timed_between_other_kernels(
     direction: str, monkeypatch: pytest.MonkeyPatch

@@ -238,8 +238,8 @@ def calls() -> Iterator[Call]:
                     waiting.remove(group)
 
 
-def ahead(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Start to compile what measuring this call and its backward pass will need."""
+def ahead(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Start to compile what measuring this call and its backward pass will need; whether there is anything to measure."""
     met: list[tuple[Any, ...]] = []
     watching = replace(
         policies.current(), tune="off", force=EAGER, observer=lambda *seen: met.append(seen), entries={}
@@ -249,9 +249,15 @@ def ahead(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if out.requires_grad:
             leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
             torch.autograd.grad(out, leaves, torch.ones_like(out))
-    for op, key, device in met:
-        if not stores.complete(op, stores.current(device).get(key), key):
-            compiling.submit(turns.kernels(op, key, device))
+    left = [
+        (its, k, device)
+        for op, key, device in met
+        for its, k in ((op, key), *op.twins(key))
+        if not stores.complete(its, stores.current(device).get(k), k)
+    ]
+    for op, key, device in left:
+        compiling.submit(turns.kernels(op, key, device))
+    return bool(left)
 
 
 def current(plan: Plan) -> bool:
@@ -283,19 +289,25 @@ def main() -> int:
     if given.fresh:
         plans.SHIPPED = Path(os.environ["TENSORLOGIC_CACHE_DIR"])  # where nothing is
     begin, done, device = time.perf_counter(), 0, torch.device("cuda", torch.cuda.current_device())
+    known, unmeasured = 0, list[str]()
     waiting: collections.deque[Call] = collections.deque()
     part, parts = map(int, given.part.split("/"))
     asked = (c for c in calls() if not given.only or c[0].__name__ in given.only)
     coming = itertools.islice(asked, part - 1, None, parts)
     while time.perf_counter() - begin < given.seconds:
-        for fn, args in itertools.islice(coming, AHEAD - len(waiting)):
-            ahead(fn, args)
-            waiting.append((fn, args))
+        for fn, args in coming:
+            if ahead(fn, args):
+                waiting.append((fn, args))
+            else:
+                known += 1
+            if len(waiting) >= AHEAD or time.perf_counter() - begin > given.seconds:
+                break
         if not waiting:
             break
         fn, args = waiting.popleft()
-        tuning.whole(fn, *args)
+        learned = tuning.whole(fn, *args)
         done += 1
+        unmeasured += learned.unmeasured
     registry.ready(device.type)  # who was chosen is known where nothing was called, too
     found = [p for p in stores.current(device).plans(shipped=True) if current(p)]
     for path in given.merge:
@@ -307,8 +319,10 @@ def main() -> int:
     for (direction, dtype), count in sorted(kinds.items()):
         print(f"{count:5d} {direction} {dtype}")
     print(
-        f"{done} calls, {len(found)} plans in {time.perf_counter() - begin:.0f} s -> {given.path}"
+        f"{done} calls measured, {known} known before, {len(found)} plans in {time.perf_counter() - begin:.0f} s -> {given.path}"
     )
+    for text in dict.fromkeys(unmeasured):
+        print(f"not measured: {text}")
     return 0
 
 

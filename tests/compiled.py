@@ -7,23 +7,68 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import cast
+from functools import cache
+from typing import Any, cast
 
 from tensorlogic.ops.common import triton_launch
 from tensorlogic.ops.common.triton_launch import CompileJob
 
-TEXTS = """
-import pickle, sys
+SERVER = """
+import os, pickle, sys
 from tensorlogic.ops.common import triton_launch
-texts = [triton_launch.run_compile_job(job).asm["ptx"] for job in pickle.load(sys.stdin.buffer)]
-sys.stdout.buffer.write(pickle.dumps(texts))
+answers = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)  # a compiler that fails prints what it was given
+while True:
+    try:
+        what, sys.path[:] = pickle.load(sys.stdin.buffer)
+        jobs = pickle.load(sys.stdin.buffer)
+    except EOFError:
+        break
+    made = []
+    for job in jobs:
+        try:
+            made.append(triton_launch.resources(job) if what == "resources" else triton_launch.run_compile_job(job).asm["ptx"])
+        except triton_launch.CompileFailure as failure:
+            made.append(str(failure))
+    pickle.dump(made, answers)
+    answers.flush()
 """
+
+
+@cache
+def server() -> subprocess.Popen[bytes]:
+    """A process with the interpreter off that compiles for all tests of this one and ends with it."""
+    path = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path},
+    )  # fmt: skip
+
+
+def made(what: str, jobs: Sequence[CompileJob]) -> list[Any]:
+    """The `what` ("resources" or "ptx") of each job, or why it does not compile."""
+    process = server()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        pickle.dump((what, [path for path in sys.path if path]), process.stdin)
+        pickle.dump(list(jobs), process.stdin)
+        process.stdin.flush()
+        return cast("list[Any]", pickle.load(process.stdout))
+    except (EOFError, BrokenPipeError):  # it has died of these jobs, and others get a new one
+        server.cache_clear()
+        raise
+
+
+def resources(jobs: Sequence[CompileJob]) -> list[triton_launch.Resources | str]:
+    """What each needs of a multiprocessor, or why it does not compile."""
+    return made("resources", jobs)
 
 
 def nothing_spills(jobs: Sequence[CompileJob]) -> None:
     """Fail where one of `jobs` does not compile or needs a stack, and say which."""
     bad = {}
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+    for job, answer in zip(jobs, resources(jobs), strict=True):
         if not isinstance(answer, triton_launch.Resources) or answer.stack:
             bad[f"{job.kernel} sm_{job.sm} {job.num_warps} {dict(job.constexprs)}"] = answer
     assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())
@@ -31,10 +76,4 @@ def nothing_spills(jobs: Sequence[CompileJob]) -> None:
 
 def ptx(jobs: Sequence[CompileJob]) -> list[str]:
     """The PTX of each."""
-    path = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        [sys.executable, "-c", TEXTS],
-        input=pickle.dumps(list(jobs)), stdout=subprocess.PIPE, check=True,
-        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path},
-    )  # fmt: skip
-    return cast("list[str]", pickle.loads(done.stdout))
+    return cast("list[str]", made("ptx", jobs))

@@ -13,6 +13,7 @@ from tensorlogic import registry  # isort: skip  (after the interpreter is asked
 from tensorlogic.op import OPS  # isort: skip
 from tensorlogic.ops.common import gemm, gemm_wiring, triton_launch  # isort: skip
 from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
+from .compiled import resources  # isort: skip
 
 
 def product(n: int, dtype: str = "f32", m: int = 300, k: int = 1000) -> gemm_wiring.Product:
@@ -82,6 +83,6 @@ def test_few_columns_compile_without_spilling() -> None:
         spec = GemmSpec(4096, n, k, row, Operand("f32", 1, k), Operand("f32", n, 1), **more)
         configs = gemm_wiring.Product(spec, {}, {}).configs()
         jobs += [gemm.gemm_jobs(spec, config, 90)[0] for config in configs[:: 2 if n > 1 else 1]]
-    for answer in triton_launch.resources_apart(jobs):
+    for answer in resources(jobs):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, answer

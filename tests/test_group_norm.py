@@ -18,6 +18,8 @@ from tensorlogic.ops.common import triton_group_norm as kernels
 from tensorlogic.ops.common import triton_launch
 from tensorlogic.ops.group_norm import GROUP_NORM, _fits, split
 
+from .compiled import resources  # isort: skip
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [
     ((1, 6, 40, 41), 1),  # several parts, the last one short
@@ -102,6 +104,6 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
 
         jobs += triton_launch.collect(build, cuda)
     assert [job.kernel for job in jobs] == 3 * ["group_norm_parts", "group_norm_apply"]
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+    for job, answer in zip(jobs, resources(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)

@@ -23,6 +23,8 @@ from tensorlogic.ops.common import (
     ways_bytes,
 )
 
+from .compiled import resources  # isort: skip
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORMS = ("int8", "fp8")
 
@@ -168,7 +170,7 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         for tile in triton_bytes.TILES:
             triton_bytes._multiply.__wrapped__(form, (n, n, n), tile, place)
     triton_bytes._scale.__wrapped__(n, n, place)
-    answers = triton_launch.resources_apart(jobs)
+    answers = resources(jobs)
     bad = {
         f"{job.kernel} {dict(job.constexprs)}": answer
         for job, answer in zip(jobs, answers, strict=True)

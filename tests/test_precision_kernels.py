@@ -23,6 +23,8 @@ from tensorlogic.ops.common import (
     ways_cuda,
 )
 
+from .compiled import resources  # isort: skip
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -205,7 +207,7 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_split._split.__wrapped__(("f16", "f32", "f64"), single, 0, 4, place)
     for wide in (False, True):
         triton_halves._back.__wrapped__((n, n), ("left_ptr", "right_ptr"), wide, place)
-    answers = triton_launch.resources_apart(jobs)
+    answers = resources(jobs)
     bad = {
         f"{job.kernel} sm_{job.sm}": answer
         for job, answer in zip(jobs, answers, strict=True)

@@ -12,6 +12,7 @@ import torch
 from .test_triton_rows import default_device  # noqa: F401  (a fixture, and the interpreter)
 
 from tensorlogic.ops.common import triton_launch  # isort: skip  (after the interpreter is asked for)
+from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 
@@ -65,7 +66,7 @@ def test_they_compile_without_spilling(shapes: Any, monkeypatch: pytest.MonkeyPa
         for job in triton_launch.collect(s.trials[name], shapes.DEVICE)
     ]
     assert len(jobs) == len(some)
-    for answer in triton_launch.resources_apart(jobs):
+    for answer in resources(jobs):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, answer
         assert answer.shared <= triton_launch.SHARED_BYTES[90]

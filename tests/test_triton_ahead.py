@@ -14,6 +14,7 @@ import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_cross_entropy_ahead as ahead  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
+from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 
@@ -139,7 +140,7 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
 
             jobs += triton_launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+    for job, answer in zip(jobs, resources(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)
         assert answer.registers <= 80, (job, answer)  # three programs of 8 warps a multiprocessor

@@ -8,6 +8,7 @@ from .test_triton_gemm import COLUMNWISE
 
 from tensorlogic.ops.common import gemm  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
+from .compiled import resources  # isort: skip
 
 
 def compiled_specs() -> dict[str, tuple[GemmSpec, dict[str, Any]]]:
@@ -60,7 +61,7 @@ def test_compiles_for_every_architecture_without_spilling() -> None:
         for name, (spec, config) in compiled_specs().items()
         for sm in (80, 90, 100)
     }
-    answers = dict(zip(jobs, triton_launch.resources_apart(list(jobs.values())), strict=True))
+    answers = dict(zip(jobs, resources(list(jobs.values())), strict=True))
     bad = {
         at: a for at, a in answers.items() if not isinstance(a, triton_launch.Resources) or a.stack
     }

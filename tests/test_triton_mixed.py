@@ -13,6 +13,8 @@ from tensorlogic.ops.common.gemm import Operand
 pytest.importorskip("triton.experimental.gluon")
 from tensorlogic.ops.common import mixed, triton_mixed
 
+from .compiled import resources  # isort: skip
+
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
@@ -88,6 +90,6 @@ def test_a_thread_keeps_its_registers() -> None:
     found = mixed.described((4096, 4096, 4096), x, w, (4096, 1), large, 132)
     assert found is not None
     job = triton_launch.compile_job(triton_mixed.gemm_mixed, sm=90, **found)
-    (used,) = triton_launch.resources_apart([job])
+    (used,) = resources([job])
     assert isinstance(used, triton_launch.Resources)
     assert used.stack == 0

@@ -14,6 +14,7 @@ from tensorlogic import registry  # isort: skip
 from tensorlogic.op import OPS  # isort: skip
 from tensorlogic.ops.common import gemm, gemm_few_rows, gemm_one_row, triton_launch  # isort: skip
 from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
+from .compiled import resources  # isort: skip
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 LAYOUT = "row column row"  # weights as torch keeps them
@@ -152,6 +153,6 @@ def test_they_compile_without_spilling() -> None:
         spec = GemmSpec(m, 4096, 4096, row, Operand("f16", 1, 4096), row, bias="f16", activation="gelu", outer="residual", residual=row)  # fmt: skip
         jobs += [j for c in gemm_few_rows.few_rows_configs(m) for j in gemm.gemm_jobs(spec, c, 90)]
     assert len(jobs) >= 8 + 5
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+    for job, answer in zip(jobs, resources(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)

@@ -20,6 +20,7 @@ from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_reduce_strided as strided  # isort: skip
 from tensorlogic.ops.reduce import shapes, triton_reduce, triton_spins  # isort: skip
 from tensorlogic.plans import Key, TensorSpec  # isort: skip
+from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 registry.ready(DEVICE.type)
@@ -268,7 +269,7 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
                 jobs |= dict.fromkeys(made, (key.text, config))
     kernels = {job.kernel for job in jobs}
     assert kernels >= {"reduce_along", "reduce_across", "reduce_columns", "reduce_rows"}
-    for job, answer in zip(jobs, triton_launch.resources_apart(list(jobs)), strict=True):
+    for job, answer in zip(jobs, resources(list(jobs)), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (jobs[job], job.sm, answer)
 

@@ -24,6 +24,8 @@ from tensorlogic.ops.common import triton_reduce as reduction
 from tensorlogic.ops.common import triton_rows as rows
 from tensorlogic.ops.common import triton_scores as scores
 
+from .compiled import resources  # isort: skip
+
 MODULES = (
     columns_,
     finish,
@@ -114,7 +116,7 @@ def test_first_configurations_compile_without_spilling(monkeypatch: pytest.Monke
         monkeypatch.setattr(module, "prepare", record)
     prepare_all()
     bad = {}
-    for job, answer in zip(jobs, triton_launch.resources_apart(list(jobs)), strict=True):
+    for job, answer in zip(jobs, resources(list(jobs)), strict=True):
         if isinstance(answer, str) or answer.stack:
             bad[f"{job.kernel} sm_{job.sm} {job.num_warps} warps {dict(job.constexprs)}"] = answer
     assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())

@@ -11,6 +11,7 @@ from .test_triton_rows import DEVICE, close, default_device, poisoned, rand  # n
 from .test_triton_specialised import HOPPER
 
 from tensorlogic.ops.common import scores_direct, triton_launch  # isort: skip  (after the interpreter is asked for)
+from .compiled import resources  # isort: skip
 
 SHAPES = (
     (2, 3, 320, 512, 64),
@@ -93,7 +94,7 @@ def test_what_is_offered_fits_and_compiles_without_spilling(monkeypatch: pytest.
         q, k = (torch.empty(4, 16, n, d, device="meta") for n in (s, t))
         for which in range(len(scores_direct.direct_configs(s, t, d))):
             jobs += triton_launch.collect(lambda: launcher(q, k, "f16", which, cuda), cuda)  # noqa: B023  (called at once)
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+    for job, answer in zip(jobs, resources(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)
         assert answer.shared <= triton_launch.SHARED_BYTES[90]

@@ -12,6 +12,7 @@ from .test_triton_scores_direct import inputs
 from .test_triton_specialised import HOPPER
 
 from tensorlogic.ops.common import scores_kept, triton_launch  # isort: skip  (after the interpreter is asked for)
+from .compiled import resources  # isort: skip
 
 
 CONFIGS = [{"CUBIC": cubic, "HELD": held} for cubic, held in ((1, 1), (2, 1), (2, 0))]
@@ -73,7 +74,7 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
 
             jobs += triton_launch.collect(build, cuda)
     assert len(jobs) == 5
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+    for job, answer in zip(jobs, resources(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)
         assert answer.shared <= triton_launch.SHARED_BYTES[90]

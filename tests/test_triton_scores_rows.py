@@ -15,6 +15,7 @@ from tensorlogic.op import OPS
 from .test_triton_rows import DEVICE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
 from tensorlogic.ops.common import triton_launch, triton_scores_rows as scores  # isort: skip  (after the interpreter is asked for)
+from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 
@@ -176,6 +177,6 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
                     return None
 
                 jobs += triton_launch.collect(build, cuda)
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+    for job, answer in zip(jobs, resources(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)

@@ -15,6 +15,7 @@ from tensorlogic import registry  # isort: skip
 from tensorlogic.ops.common import scores_held, scores_launch  # isort: skip
 from tensorlogic.ops.common import scores_specialised as scores  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
+from .compiled import resources  # isort: skip
 
 CONFIGS = [
     {"CONSUMERS": 2, "BLOCK_N": 64, "STAGES": 8, "BUFFERS": 2, "ROUNDS": 1, "APART": 0},
@@ -143,7 +144,7 @@ def test_what_is_offered_fits_and_compiles_without_spilling(
             )
     jobs = list(dict.fromkeys(jobs))
     assert len(jobs) > 6
-    for answer in triton_launch.resources_apart(jobs):
+    for answer in resources(jobs):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, answer
         assert answer.shared <= triton_launch.SHARED_BYTES[90]

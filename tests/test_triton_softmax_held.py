@@ -15,6 +15,7 @@ from tensorlogic.op import OPS, Key  # isort: skip
 from tensorlogic.numerics import DTYPES  # isort: skip
 from tensorlogic.ops.common import cross_entropy_held, softmax_held, triton_launch, wiring  # isort: skip
 from tensorlogic.ops.softmax import triton_held  # isort: skip
+from .compiled import resources  # isort: skip
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -104,7 +105,7 @@ def test_softmax_held_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch)
 
                 jobs += [(job, config) for job in triton_launch.collect(build, cuda)]
     assert {job.kernel for job, _ in jobs} == {"softmax_held", "softmax_backward_held"}
-    answers = triton_launch.resources_apart([job for job, _ in jobs])
+    answers = resources([job for job, _ in jobs])
     for (job, config), answer in zip(jobs, answers, strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)

@@ -12,6 +12,7 @@ from .test_triton_gemm import COLUMNWISE, DEVICE, check, matrix, operand
 
 from tensorlogic.ops.common import gemm, gemm_specialised  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
+from .compiled import resources  # isort: skip
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 RING = {  # CONSUMERS, BLOCK_N, BLOCK_K, STAGES
@@ -178,7 +179,7 @@ def test_specialised_compiles_without_spilling() -> None:
         for s in wanted
         for config in gemm_specialised.specialised_configs(s, 132)
     ]
-    answers = triton_launch.resources_apart(jobs)
+    answers = resources(jobs)
     assert len(answers) == len(wanted) * gemm_specialised.MOST
     for a in answers:
         assert isinstance(a, triton_launch.Resources), a
@@ -187,11 +188,10 @@ def test_specialised_compiles_without_spilling() -> None:
 
 def test_too_few_registers_are_said() -> None:
     """By the compiler's own words, whatever it prints beside them: these kernels do not spill, they do not compile."""
-    from tensorlogic.ops.common import triton_launch
 
     n = 2048
     spec = GemmSpec(n, n, n, Operand("f16", n, 1), Operand("f16", 1, n), Operand("f16", n, 1))
     job = gemm.gemm_jobs(spec, gemm_specialised.specialised_configs(spec, 132)[0], 90)[0]
-    (answer,) = triton_launch.resources_apart([replace(job, registers=96)])
+    (answer,) = resources([replace(job, registers=96)])
     assert isinstance(answer, str)
     assert "registers (96)" in answer

@@ -12,6 +12,7 @@ from .test_triton_rows import DEVICE, REDUCE, TORCH, close, default_device, pois
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_launch, triton_spins  # isort: skip
+from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 
@@ -73,6 +74,6 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
 
             jobs += triton_launch.collect(spun, cuda)
     assert len(jobs) == 9
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+    for job, answer in zip(jobs, resources(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)

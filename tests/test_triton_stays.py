@@ -15,6 +15,7 @@ from tensorlogic.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_cross_entropy_stays as stays  # isort: skip
 from tensorlogic.ops.common import triton_cross_entropy as cross_entropy  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
+from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 
@@ -96,7 +97,7 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
                 return stays.stays_launcher(4096, c, d, "mean", -100, config, cuda, 132, save=s)
 
             jobs += triton_launch.collect(build, cuda)
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+    for job, answer in zip(jobs, resources(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)
     assert set(TORCH) == set(stays.SIZE)

@@ -18,6 +18,7 @@ from tensorlogic.op import OPS, spec  # isort: skip
 from tensorlogic.ops.common import triton_elementwise as elementwise  # isort: skip
 from tensorlogic.ops.common import compiled_launch, triton_launch, wiring  # isort: skip
 from tensorlogic.ops.pointwise import layouts, reference, shapes  # isort: skip
+from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 TILES = (
@@ -339,7 +340,7 @@ def test_every_strided_tile_compiles_without_spilling(monkeypatch: pytest.Monkey
                     op, names, 1000, 1000, modes, config, any_, 16, outer, steps
                 )
     bad = {}
-    for job, answer in zip(jobs, triton_launch.resources_apart(list(jobs)), strict=True):
+    for job, answer in zip(jobs, resources(list(jobs)), strict=True):
         if isinstance(answer, str) or answer.stack:
             bad[f"{job.kernel} sm_{job.sm} {job.num_warps} warps {dict(job.constexprs)}"] = answer
     assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())

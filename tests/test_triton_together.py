@@ -18,6 +18,7 @@ from tensorlogic.op import OPS  # isort: skip
 from tensorlogic.ops.common import cross_entropy_held  # isort: skip
 from tensorlogic.ops.common import triton_cross_entropy_together as together  # isort: skip
 from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
+from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 GPU = DEVICE.type == "cuda"
@@ -362,7 +363,7 @@ def test_configurations_hold_a_row_and_compile_without_spilling(
             lambda c=columns: together.settle_launcher(4096, c, "f16", "f16", -100, cuda, 132), cuda
         )
     jobs = list(dict.fromkeys(jobs))
-    for job, answer in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+    for job, answer in zip(jobs, resources(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)
         assert answer.registers <= 128, (

@@ -14,6 +14,8 @@ from tensorlogic.ops.common.gemm import Operand
 pytest.importorskip("triton.experimental.gluon")
 from tensorlogic.ops.common import triton_widened, ways_cuda, widened
 
+from .compiled import resources  # isort: skip
+
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -88,7 +90,7 @@ def test_a_thread_keeps_its_registers() -> None:
         found = widened.described((4096, 4096, 4096), *lies, Operand("f32", 4096, 1), shape, 132)
         assert found is not None
         jobs.append(triton_launch.compile_job(triton_widened.gemm_widened, sm=90, **found))
-    for job, used in zip(jobs, triton_launch.resources_apart(jobs), strict=True):
+    for job, used in zip(jobs, resources(jobs), strict=True):
         assert isinstance(used, triton_launch.Resources), used
         assert used.stack == 0, job
 

@@ -25,7 +25,7 @@ from torch import Tensor
 import tensorlogic
 
 WIDTH, BLOCKS, CLASSES = 256, 2, 10
-EPOCHS, BATCH, RATE, DROP, SMOOTHING = 60, 96, 2e-3, 0.1, 0.1
+EPOCHS, BATCH, RATE, DROP, SMOOTHING = 30, 96, 2e-3, 0.1, 0.1
 SCALE = 1024.0
 Weights = dict[str, Tensor]
 Network = Callable[[Weights, Tensor, bool], Tensor]

@@ -163,7 +163,7 @@ def _judge_one(
     most = max(RELATIVE_TO_EAGER, chance(out.numel()) if few else 0.0)
     if ratio > most * slack:
         return (
-            f"has relative error {ratio * base:.2e}, {ratio:.1f} times eager's {base:.2e} (at most {most:.3g})",
+            f"has relative error {ratio * base:.2e}, {ratio:.3g} times eager's {base:.2e} (at most {most:.3g})",
             ratio,
         )
     if steady and eager_error > NOISE:
@@ -172,7 +172,7 @@ def _judge_one(
     excess = _largest_excess(miss, eager_miss, exact, eps, steady, slack)
     if excess > slack:
         return (
-            f"has an element {excess:.1f} times further from the reference than its row allows",
+            f"has an element {excess:.3g} times further from the reference than its row allows",
             ratio,
         )
     return None, ratio

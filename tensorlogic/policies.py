@@ -203,7 +203,7 @@ def policy(
     if deterministic is not None:
         changes["deterministic"] = deterministic
     if lockfile is not None:
-        path = Path(lockfile).expanduser().resolve()
+        path = settings.expanded("policy: lockfile", lockfile).resolve()
         if not path.is_file():
             what = "is no file" if path.exists() else "does not exist"
             raise FileNotFoundError(

@@ -259,7 +259,13 @@ def _in_f32(fn: Callable[..., Any], tensors: Sequence[Any], *rest: Any, **named:
 
 
 def _wide(t: Any) -> Any:
-    return t.float() if isinstance(t, Tensor) and t.dtype in HALVES else t
+    """Halves in float32, laid out likewise: rows whose elements are neighbours stay so where windows overlap, too, of which PyTorch
+    makes columns. Its attention's kernel asks nobody whether they are."""
+    if not (isinstance(t, Tensor) and t.dtype in HALVES):
+        return t
+    wide = t.float()
+    rows = t.dim() and t.stride(-1) == 1 and wide.stride(-1) != 1
+    return wide.contiguous() if rows else wide
 
 
 @lru_cache
@@ -291,7 +297,7 @@ def attention(
             hooks.leave()
         return None
     y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(t.float() for t in (q, k, v)),
+        *(_wide(t) for t in (q, k, v)),
         dropout_p,
         is_causal,
         attn_mask=_wide(attn_mask),

@@ -85,10 +85,20 @@ def cache_folder() -> Path:
     """The folder of the plan store; it need not exist yet."""
     given = CACHE_DIR.read()
     if given is not None:
-        return Path(given).expanduser().absolute()
+        return expanded(CACHE_DIR.name, given).absolute()
     import platformdirs  # likewise only where nothing is given
 
     return Path(platformdirs.user_cache_dir("tensorlogic", appauthor=False))
+
+
+def expanded(what: str, given: str | os.PathLike[str]) -> Path:
+    """The path with the home directory in place of ~; ValueError where that is nobody's."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:
+        raise ValueError(
+            f"{what} is {os.fspath(given)!r}; ~ must stand for a home directory that exists: give the whole path"
+        ) from None
 
 
 def tune_mode() -> str:
@@ -102,7 +112,7 @@ def tune_mode() -> str:
 def lockfile() -> Path | None:
     """The lockfile that holds outside any policy; whether it exists shows when it is first read."""
     given = LOCKFILE.read()
-    return None if given is None else Path(given).expanduser().resolve()
+    return None if given is None else expanded(LOCKFILE.name, given).resolve()
 
 
 def enable() -> str:

@@ -220,6 +220,35 @@ def test_disable_restores_pytorch_bit_for_bit(enabled: None) -> None:
     assert torch.equal(a @ b, first)
 
 
+@pytest.mark.skipif(not repairs.no_float16(), reason="float16 has hardware here")
+@pytest.mark.parametrize("which", ["q", "kv", "all"])
+def test_attention_over_overlapping_windows(which: str, enabled: None) -> None:
+    windows, plain = r(1, 1, 96).unfold(-1, 64, 1), r(1, 1, 33, 64)
+    assert windows.stride()[-2:] == (1, 1)
+    q = windows if which != "kv" else plain
+    k = windows if which != "q" else plain
+    leaves = [t.detach().requires_grad_() for t in (q, k, k)]
+    wide = [t.detach().double().contiguous().requires_grad_() for t in (q, k, k)]
+    y, ref = (F.scaled_dot_product_attention(*ts, is_causal=True) for ts in (leaves, wide))
+    assert error(y, ref) < 2e-3
+    dy = r(*y.shape)
+    grads, wanted = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(ref, wide, dy.double())
+    for got, want in zip(grads, wanted, strict=True):
+        assert error(got, want) < 1e-2
+
+
+@pytest.mark.skipif(not repairs.no_float16(), reason="float16 has hardware here")
+def test_a_convolution_with_an_overlapping_weight_is_laid_out_as_pytorch_has_it(
+    enabled: None,
+) -> None:
+    x, w = r(3, 2, 9, 8), r(100).as_strided((4, 2, 3, 3), (1, 1, 1, 1))
+    with hooks.suspended():
+        own = F.conv2d(x, w, padding=1)
+    y = F.conv2d(x, w, padding=1)
+    assert y.stride() == own.stride()
+    assert error(y, F.conv2d(x.double(), w.double().contiguous(), padding=1)) < 1e-3
+
+
 def test_modes_and_transforms(enabled: None) -> None:
     layer, x = nn.Linear(64, 48).half(), r(32, 64)
     ref = F.linear(x.double(), layer.weight.double(), layer.bias.double())

@@ -202,6 +202,20 @@ def test_softmax_cross_entropy(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 5, 40, 1003])
+def test_no_loss_is_below_zero(ops: Any, dtype: torch.dtype, columns: int) -> None:
+    """The largest logit's own share is 1, however powers are approximated."""
+    x, target = torch.full((8, columns), -40.0), torch.arange(8) % columns
+    x[torch.arange(8), target] = torch.randn(8)
+    loss, _ = ops.softmax_cross_entropy(x.to(dtype), target, -100, 0.0, native.REDUCTIONS["none"])
+    assert (loss >= 0).all()
+    assert loss.max() < 1e-6
+    x[3] = NAN
+    loss, _ = ops.softmax_cross_entropy(x.to(dtype), target, -100, 0.0, native.REDUCTIONS["none"])
+    assert loss.isnan().tolist() == [i == 3 for i in range(8)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [5, 65, 5003])
 def test_smoothed_cross_entropy_of_logits_far_from_zero(
     ops: Any, dtype: torch.dtype, columns: int

@@ -157,3 +157,20 @@ def test_no_gradient_through_hidden_scores(dtype: torch.dtype, place: str, hides
         for got, want in zip(grads, wanted, strict=True):
             assert torch.equal(got.isnan(), want.isnan()), id
             torch.testing.assert_close(got, want, equal_nan=True, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_a_mask_adds_to_hidden_scores_shows_nowhere(value: float) -> None:
+    """The causal end is set after the mask is added, by every candidate."""
+    op = OPS["attention_scores"]
+    q, k, mask = torch.randn(2, 5, 8), torch.randn(2, 7, 8), torch.zeros(5, 7)
+    mask[1, 3] = mask[0, 6] = value
+    seen = torch.ones(5, 7, dtype=torch.bool).tril()
+    wanted = torch.softmax((0.5 * q @ k.mT).masked_fill(~seen, -float("inf")), -1)
+    served = 0
+    for id, candidate in [*op.candidates.items()]:
+        if candidate.unfit(op.key((q, k, 0.5, mask, True, False), "inference")) is None:
+            with tensorlogic.policy(force=id):
+                torch.testing.assert_close(tensorlogic.attention_scores(q, k, 0.5, mask, True), wanted, msg=id)  # fmt: skip
+            served += 1
+    assert served >= 3

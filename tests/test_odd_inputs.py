@@ -120,8 +120,23 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
     "gelu of integers": (lambda: t.gelu(X.int()), TypeError, ("gelu: x is i32[3, 4]", ".float()")),
     "silu of complex": (lambda: t.silu(X + 0j), TypeError, ("silu: x is c64[3, 4]", "real")),
     "softmax of integers": (lambda: t.softmax(X.int()), TypeError, ("x is i32", "dtype=")),
+    "softmax into integers": (
+        lambda: t.softmax(X, 0, torch.int32),
+        TypeError,
+        ("dtype is torch.int32", "floating"),
+    ),
     "softmax dim": (lambda: t.softmax(X, 2), ValueError, ("dim is 2", "from -2 to 1")),
     "softmax dim None": (lambda: t.softmax(X, None), ValueError, ("dim is None", "x is f32[3, 4]")),
+    "statistics of another dtype": (
+        lambda: bn(mean=MEAN.double()),
+        TypeError,
+        ("running_mean is f64[5]", "x is f32[3, 4]", "float32 beside halves"),
+    ),
+    "maxima of nothing over all": (
+        lambda: t.max(X[:0], ()),
+        ValueError,
+        ("x is f32[0, 4]", "at least one element"),
+    ),
     "sum dim": (lambda: t.sum(X, -3), ValueError, ("dim is -3", "from -2 to 1")),
     "sum dim twice": (lambda: t.sum(X, (0, -2)), ValueError, ("dim is (0, -2)", "twice")),
     "sum dim float": (lambda: t.sum(X, 1.5), TypeError, ("dim is 1.5", "int")),
@@ -309,3 +324,24 @@ def test_errors_say_which_what_and_how(name: str) -> None:
         t.linear(X, W, B)
         t.sum(X, 1)
         scores()
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("dim", [(), []])
+def test_no_dimensions_are_all_of_them_as_in_pytorch(dim: Any, keepdim: bool) -> None:
+    for ours, theirs in ((t.sum, torch.sum), (t.mean, torch.mean), (t.max, torch.amax), (t.min, torch.amin)):  # fmt: skip
+        x = torch.randn(3, 4).requires_grad_()
+        torch.testing.assert_close(ours(x, dim, keepdim), theirs(x, dim, keepdim))
+        (got,) = torch.autograd.grad(ours(x, dim, keepdim).sum(), x)
+        (want,) = torch.autograd.grad(theirs(x, dim, keepdim).sum(), x)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(ours(X[0, 0], dim), X[0, 0])
+
+
+def test_statistics_of_halves_are_theirs_or_float32() -> None:
+    x, w = X.half(), W.half()
+    for dtype in (torch.float16, torch.float32):
+        y = t.linear_batch_norm_relu(x, w, None, MEAN.to(dtype), VAR.to(dtype), None, None)
+        assert y.dtype == torch.float16
+    with pytest.raises(TypeError, match="running_mean is bf16"):
+        t.linear_batch_norm_relu(x, w, None, MEAN.bfloat16(), VAR.bfloat16(), None, None)

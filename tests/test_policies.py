@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import dispatch, policies, selector
+from tensorlogic import dispatch, policies, selector, settings
 from tensorlogic.op import EAGER, OPS, Candidate
 from tensorlogic.plans import Key
 
@@ -133,6 +133,15 @@ def test_a_policy_names_the_argument_that_is_of_another_type(
 ) -> None:
     with pytest.raises(TypeError, match=f"policy: {said}"), tensorlogic.policy(**changes):
         pass
+
+
+def test_a_home_that_nobody_has_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "~nobody-of-that-name/x'; ~ must stand"
+    with pytest.raises(ValueError, match=f"policy: lockfile is '{said}"):
+        tensorlogic.policy(lockfile="~nobody-of-that-name/x").__enter__()
+    monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", "~nobody-of-that-name/x")
+    with pytest.raises(ValueError, match=f"TENSORLOGIC_CACHE_DIR is '{said}"):
+        settings.cache_folder()
 
 
 def test_forcing_what_does_not_exist_is_said(

@@ -124,6 +124,8 @@ def test_limits_that_make_no_sense_are_named() -> None:
     for name in ("max_bytes", "max_buffers_per_size", "max_derived_bytes"):
         with pytest.raises(ValueError, match=rf"{name} must not be negative, got -1"):
             pool.configure(**{name: -1})
+        with pytest.raises(ValueError, match=rf"{name} must be below 2\*\*63"):
+            pool.configure(**{name: 2**70})
         with pytest.raises(TypeError, match=rf"{name} must be a whole number, got '1'"):
             pool.configure(**{name: "1"})
     with pytest.raises(ValueError, match="max_bytes"):

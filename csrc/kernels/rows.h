@@ -371,6 +371,8 @@ static void cross_entropy(const CrossEntropyCall& call, int64_t begin, int64_t e
       const float hit = load(x + call.target[r], Some{1})[0];
       const float off = __builtin_isfinite(hit) ? hit * scale : 0.0f;
       RowStatistics row = row_statistics(x, call.cols, call.smoothing > 0.0f, far, scale, off);
+      // The peak's own share is 1, which approximate powers may miss; NaN stays.
+      if (row.exponentials < 1.0f) row.exponentials = 1.0f;
       // The peak is subtracted before the logarithm is added: large logits would swallow it.
       const float rest = __builtin_logf(row.exponentials);
       float loss = row.peak - hit + rest;

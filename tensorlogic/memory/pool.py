@@ -177,6 +177,8 @@ def _check(function: str, name: str, value: object) -> None:
         raise TypeError(f"pool.{function}: {name} must be a whole number, got {value!r}")
     if value < 0:
         raise ValueError(f"pool.{function}: {name} must not be negative, got {value}")
+    if value >= 1 << 63:
+        raise ValueError(f"pool.{function}: {name} must be below 2**63, got {value}")
 
 
 def limits() -> tuple[int, int]:

@@ -165,7 +165,8 @@ def attempt(asked: Asked, tick: Tick = lambda done, total, text: None) -> Trial:
         Problem: it does not exist, fails on its own, or changes things outside and `again` was not said.
     """
     if asked.script and not Path(asked.script).is_file():
-        raise Problem(f"{asked.script} does not exist; a Python file, or --entry module:function, is required")  # fmt: skip
+        what = "is no file" if Path(asked.script).exists() else "does not exist"
+        raise Problem(f"{asked.script} {what}; a Python file, or --entry module:function, is required")  # fmt: skip
     if bool(asked.script) == bool(asked.entry):
         raise Problem("a Python file or --entry module:function is required, one of them")
     if asked.entry and not asked.entry.partition(":")[2].isidentifier():

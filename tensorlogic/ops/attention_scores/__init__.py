@@ -29,12 +29,14 @@ def masked(scores: Tensor, scale: float, mask: Tensor | None, is_causal: bool) -
     """scale · scores + mask."""
     if scale != 1.0:
         scores = scores * scale
-    if is_causal:
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    elif mask is not None:
+        scores = scores + mask
+    if is_causal:  # last: what is hidden is, whatever a mask adds there
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~allowed, float("-inf"))
-    if mask is None:
-        return scores
-    return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores
 
 
 def _attention_scores(
@@ -162,13 +164,13 @@ def in_place(
 ) -> tuple[Tensor, ...]:
     """Scale and masks in the scores' own memory."""
     scores = (q @ k.transpose(-1, -2)).mul_(scale)
-    if is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
-        scores.masked_fill_(hidden, float("-inf"))
     if mask is not None and mask.dtype == torch.bool:
         scores.masked_fill_(~mask, float("-inf"))
     elif mask is not None:
         scores.add_(mask)
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(hidden, float("-inf"))
     return (torch.softmax(scores, -1),)
 
 

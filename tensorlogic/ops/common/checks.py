@@ -47,7 +47,7 @@ def autocasting(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def _precise() -> bool:
+def precise() -> bool:
     """True under a precision policy, which takes operands of any floating dtype."""
     return policies.current().precision is not None
 
@@ -62,7 +62,7 @@ def floating(fn: str, given: dict[str, Tensor | None], autocast: bool = False) -
             raise TypeError(
                 f"{fn}: {name} is {describe(t)}; a floating dtype is required: convert it with {name}.to(torch.float16) or .float()"
             )
-        if t.dtype != first.dtype and not lenient and not (autocast and _precise()):
+        if t.dtype != first.dtype and not lenient and not (autocast and precise()):
             raise TypeError(
                 f"{fn}: {name} is {describe(t)}, but {first_name} is {describe(first)}; the dtypes must be equal: convert one with .to(dtype)"
             )

@@ -15,6 +15,8 @@ from ...plans import Key, TensorSpec
 from ..common import checks, costs, folded, products, samples
 from ..common.rows import rows
 
+HALVES = (torch.float16, torch.bfloat16)
+
 
 def _linear_batch_norm_relu(
     x: Tensor,
@@ -331,6 +333,11 @@ def linear_batch_norm_relu(
         )
         if t is not None:
             checks.floating(fn, {name: t})
+            fits = t.dtype == x.dtype or (t.dtype == torch.float32 and x.dtype in HALVES)
+            if not fits and not checks.autocasting(x.device) and not checks.precise():
+                raise TypeError(
+                    f"{fn}: {name} is {checks.describe(t)}, but x is {checks.describe(x)}; x's dtype is required, or float32 beside halves"
+                )
         if t is not None and name in stats and t.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{fn}: {name} requires gradients, and statistics have none: pass {name}.detach()"

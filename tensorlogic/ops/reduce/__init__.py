@@ -154,7 +154,7 @@ def _checked(
     checks.tensors(fn, {"x": x})
     given = (
         tuple(range(x.dim()))
-        if dim is None
+        if dim is None or dim in ((), [])  # as PyTorch's
         else tuple(dim)
         if isinstance(dim, (tuple, list, range))
         else (dim,)
@@ -190,7 +190,7 @@ def sum(
     """Sum over dimensions, accumulated in float32 or wider.
 
     Args:
-        x: any shape and dtype. dim: dimension, tuple of dimensions, or None for all. keepdim: keep them with size 1.
+        x: any shape and dtype. dim: dimension, tuple of dimensions, or None or () for all. keepdim: keep them with size 1.
 
     Returns:
         x's shape without dim (or with size 1 there), x's dtype (int64 for integers, as torch.sum).
@@ -215,7 +215,7 @@ def mean(
     """Mean over dimensions, accumulated in float32 or wider.
 
     Args:
-        x: any shape, floating dtype. dim: dimension, tuple of dimensions, or None for all. keepdim: keep them with size 1.
+        x: any shape, floating dtype. dim: dimension, tuple of dimensions, or None or () for all. keepdim: keep them with size 1.
 
     Returns:
         x's shape without dim (or with size 1 there), x's dtype; NaN where there is nothing to average.
@@ -240,7 +240,7 @@ def max(
     """Largest value over dimensions (no indices); NaN wins, as in torch.amax.
 
     Args:
-        x: any shape with elements along dim, real dtype. dim: dimension, tuple, or None for all. keepdim: keep them with size 1.
+        x: any shape with elements along dim, real dtype. dim: dimension, tuple, or None or () for all. keepdim: keep them with size 1.
 
     Returns:
         x's shape without dim (or with size 1 there), x's dtype.
@@ -265,7 +265,7 @@ def min(
     """Smallest value over dimensions (no indices); NaN wins, as in torch.amin.
 
     Args:
-        x: any shape with elements along dim, real dtype. dim: dimension, tuple, or None for all. keepdim: keep them with size 1.
+        x: any shape with elements along dim, real dtype. dim: dimension, tuple, or None or () for all. keepdim: keep them with size 1.
 
     Returns:
         x's shape without dim (or with size 1 there), x's dtype.

@@ -127,6 +127,8 @@ def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tenso
             raise TypeError(
                 f"softmax: dtype is {checks.describe(dtype)}; a torch.dtype such as torch.float32, or None, is required"
             )
+        if not dtype.is_floating_point:
+            raise TypeError(f"softmax: dtype is {dtype}; a floating dtype is required")
         x = x.to(dtype)
     if not x.is_floating_point():
         raise TypeError(

@@ -63,7 +63,7 @@ RIGHT: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
     "sum of booleans": (lambda: t.sum(X > 0, 0), lambda: torch.sum(X > 0, 0)),
     "sum of nothing": (lambda: t.sum(X[:0], 0), lambda: torch.sum(X[:0], 0)),
     "mean of nothing": (lambda: t.mean(X[:0]), lambda: torch.mean(X[:0])),
-    "sum over no dims": (lambda: t.sum(X, ()), lambda: X),
+    "sum over no dims": (lambda: t.sum(X, ()), lambda: torch.sum(X, ())),
     "sum of a number": (lambda: t.sum(X[0, 0], 0), lambda: torch.sum(X[0, 0], 0)),
     "negative dim": (lambda: t.sum(X, -1, True), lambda: torch.sum(X, -1, True)),
     "dims of NumPy's": (

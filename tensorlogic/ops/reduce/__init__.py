@@ -152,13 +152,8 @@ def _checked(
     fn: str, x: Tensor, dim: int | tuple[int, ...] | None, keepdim: bool
 ) -> tuple[Any, ...]:
     checks.tensors(fn, {"x": x})
-    given = (
-        tuple(range(x.dim()))
-        if dim is None or dim in ((), [])  # as PyTorch's
-        else tuple(dim)
-        if isinstance(dim, (tuple, list, range))
-        else (dim,)
-    )
+    given = tuple(dim) if isinstance(dim, (tuple, list, range)) else () if dim is None else (dim,)
+    given = given or tuple(range(x.dim()))  # as PyTorch's
     dims = []
     for d in map(checks.index, given):
         if d is None:

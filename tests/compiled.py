@@ -55,8 +55,12 @@ def made(what: str, jobs: Sequence[CompileJob]) -> list[Any]:
         pickle.dump(list(jobs), process.stdin)
         process.stdin.flush()
         return cast("list[Any]", pickle.load(process.stdout))
-    except (EOFError, BrokenPipeError):  # it has died of these jobs, and others get a new one
+    except (
+        BaseException
+    ):  # it has died of these jobs, or nobody waits for its answer: others get a new one
         server.cache_clear()
+        process.kill()
+        process.wait()
         raise
 
 

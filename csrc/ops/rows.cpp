@@ -205,8 +205,9 @@ Targets check_targets(const char* op, const Input& logits, const Input& target,
   for (int64_t r = 0; r < t.rows; ++r) {
     if (classes[r] == ignore_index) continue;
     if (classes[r] < 0 || classes[r] >= t.cols)
-      fail(std::string(op) + ": Target " + std::to_string(classes[r]) + " is out of bounds: target must hold classes from 0 to " +
-           std::to_string(t.cols - 1) + ", or ignore_index " + std::to_string(ignore_index));
+      fail(std::string(op) + ": Target " + std::to_string(classes[r]) +
+           " is out of bounds: target must hold classes from 0 to " + std::to_string(t.cols - 1) +
+           ", or ignore_index " + std::to_string(ignore_index));
     ++t.valid;
   }
   return t;

@@ -284,8 +284,7 @@ def test_cross_entropy(
         assert counter.item() == 0
         close(loss if reduction_ == "none" else y[0], want.detach(), "f32")
     keep = t != ignore
-    if reduction_ == "mean":
-        close(share[0], 1 / keep.sum(), "f32", 0.1)
+    close(share[0], 1 / keep.sum() if reduction_ == "mean" else torch.ones(()), "f32", 0.1)
     close(lse[keep], torch.logsumexp(x.double(), 1)[keep], "f32")
     for block in ({"BLOCK_R": 2, "BLOCK_C": 32}, {"BLOCK_R": 1, "BLOCK_C": 128}):
         dx = poisoned(rows, columns)
@@ -294,6 +293,44 @@ def test_cross_entropy(
         )  # fmt: skip
         assert back(x, t, lse, dy, share, dx, smoothing)
         close(dx, grad, "f32", 0.1)
+
+
+@pytest.mark.parametrize("spared", [0, 1 << 40], ids=["passed by", "read"])
+@pytest.mark.parametrize("rows_held", [2, 16], ids=["many programs", "one program"])
+@pytest.mark.parametrize("reduction_", ["none", "sum", "mean"])
+def test_ignored_rows_count_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, spared: int, rows_held: int, reduction_: str
+) -> None:
+    monkeypatch.setattr(cross_entropy, "SPARED", spared)
+    rows, columns = 9, 40
+    x, t = rand(rows, columns, scale=3.0), torch.arange(rows)
+    t[2] = t[5] = -100
+    x[2] = float("nan")  # a row that is read must not be heard either
+    x[5, 3] = float("inf")
+    counted = t != -100
+    leaf = x[counted].double().requires_grad_()
+    want = F.cross_entropy(leaf, t[counted], reduction=reduction_, label_smoothing=0.1)
+    dy = rand(rows) if reduction_ == "none" else torch.tensor([1.7])
+    dwant = dy[counted] if reduction_ == "none" else dy.reshape(())
+    (grad,) = torch.autograd.grad(want, leaf, dwant.double())
+    loss, lse, y, share = poisoned(rows), poisoned(rows), poisoned(1), poisoned(1)
+    counter = torch.zeros(1, dtype=torch.int64)
+    held = {"strategy": "registers", "BLOCK_R": rows_held, "BLOCK_C": 64, "num_warps": 4}
+    run = cross_entropy.cross_entropy_launcher(
+        rows, columns, "f32", "f32", reduction_, -100, {**held, "last": True}, DEVICE, smooth=True, save=True
+    )  # fmt: skip
+    assert run(x, t, loss, lse, y, share, counter, 0.1)
+    close(loss[counted] if reduction_ == "none" else y[0], want.detach(), "f32")
+    if reduction_ == "none":
+        assert loss[~counted].eq(0).all()
+    close(share[0], 1 / counted.sum() if reduction_ == "mean" else torch.ones(()), "f32", 0.1)
+    dx = poisoned(rows, columns)
+    back = cross_entropy.cross_entropy_backward_launcher(
+        rows, columns, "f32", "f32", reduction_, -100, {"BLOCK_R": rows_held, "BLOCK_C": 64, "num_warps": 4}, DEVICE, smooth=True
+    )  # fmt: skip
+    assert back(x, t, lse, dy, share, dx, 0.1)
+    close(dx[counted], grad, "f32", 0.1)
+    assert dx[~counted].eq(0).all()
 
 
 @pytest.mark.parametrize("config", ROWS, ids=lambda c: c["strategy"])

@@ -1,7 +1,7 @@
 """Random problems of every public op, device time beside eager PyTorch and torch.compile: where do we lose?
 
     python benchmarks/device/drawn_beside.py [--seed 1] [--count 120] [--first 0] [--seconds 400] [--json PATH] [--ops linear ...]
-        [--dtypes float32 ...] [--size medium] [--compile]
+        [--families gradients ...] [--dtypes float32 ...] [--size medium] [--compile]
     python benchmarks/device/drawn_beside.py --list   only what is drawn
 
 First, worker processes fill torch.compile's cache on disk, in at most 0.4 of the time; which configurations it found best meanwhile
@@ -42,7 +42,18 @@ os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import torch
-from drawn_problems import CUDA, DEVICE, DTYPES, OPS, SIZES, Problem, Wanted, drawn
+from drawn_problems import (
+    CUDA,
+    DEVICE,
+    DTYPES,
+    FAMILIES,
+    OPS,
+    ROUND,
+    SIZES,
+    Problem,
+    Wanted,
+    drawn,
+)
 from drawn_timing import (
     Given,
     Row,
@@ -297,6 +308,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--families", nargs="*", default=list(ROUND), choices=list(FAMILIES), metavar="FAMILY"
+    )
     parser.add_argument("--ops", nargs="*", default=list(OPS), choices=list(OPS), metavar="OP")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=sorted(set(DTYPES)), metavar="DTYPE")  # fmt: skip
     parser.add_argument("--size", choices=list(SIZES), default="large" if CUDA else "small", help="of the largest problems")  # fmt: skip
@@ -309,7 +323,7 @@ def options() -> argparse.Namespace:
 
 def asked_for(asked: argparse.Namespace) -> Iterator[Problem]:
     """The problems of the options."""
-    wanted = Wanted(asked.ops, asked.dtypes, SIZES[asked.size])
+    wanted = Wanted(asked.ops, asked.dtypes, SIZES[asked.size], asked.families)
     return drawn(asked.seed, asked.first, asked.count, wanted)
 
 

@@ -409,12 +409,13 @@ def reduction(ours: Any, eager: Any, whole: Any) -> Callable[[Draw], Form]:
         kind = d.pick("all", "last", "first", "middle")
         if kind == "all":
             shape = d.pick((rows, columns), (rows * columns,))
-            return Form("all", together(d.laid(*shape)), lambda x: ours(x), lambda x: whole(x))
+            make = together(d.laid(*shape))
+            return Form("all", make, lambda x: ours(x), lambda x: whole(x), (0,))
         parts = (d.pick(2, 8, 32),) if kind == "middle" else ()
         shape = (*parts, max(1, rows // math.prod(parts)), columns)
         dim = {"last": -1, "first": 0, "middle": 1}[kind]
         make = together(d.laid(*shape))
-        return Form(kind, make, lambda x: ours(x, dim), lambda x: eager(x, dim))
+        return Form(kind, make, lambda x: ours(x, dim), lambda x: eager(x, dim), (0,))
 
     return form
 
@@ -456,8 +457,10 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "elements": ("softmax", *list(OPS)[9:20]),
     "training": (*PRODUCTS, "dropout_linear", "attention_scores", "softmax", "gelu"),
     "reductions": ("sum", "mean", "max", "min"),
+    "gradients": (*list(OPS)[9:20], *list(OPS)[10:20], "sum", "mean", "max", "min"),
 }
-ROUND = ("linear", "scores", "loss", "linear", "elements", "training", "reductions")
+RECORDED = ("training", "gradients")  # with gradients; of losses every other one, too
+ROUND = ("linear", "scores", "loss", "linear", "elements", "training", "reductions", "gradients")
 DTYPES = (*["float16"] * 3, *["bfloat16"] * 2, "float32")
 
 
@@ -468,14 +471,17 @@ class Wanted:
     ops: Sequence[str] = tuple(OPS)
     dtypes: Sequence[str] = DTYPES  # each as likely as it is often here
     limits: Limits = SIZES["large" if CUDA else "small"]
+    families: Sequence[str] = ROUND
 
 
 def problem(seed: int, index: int, wanted: Wanted) -> Problem:
     """Problem `index` of a seed: of the families that have a wanted op, each in its turn."""
-    turns = [f for f in ROUND if not set(wanted.ops).isdisjoint(FAMILIES[f])]
+    turns = [
+        f for f in ROUND if f in wanted.families and not set(wanted.ops).isdisjoint(FAMILIES[f])
+    ]
     rng, family = random.Random(f"{seed}:{index}"), turns[index % len(turns)]
     op = rng.choice([name for name in FAMILIES[family] if name in wanted.ops])
-    training = family == "training" or (family == "loss" and rng.random() < 0.5)
+    training = family in RECORDED or (family == "loss" and rng.random() < 0.5)
     dtype = getattr(torch, rng.choice(wanted.dtypes))
     form = OPS[op](Draw(rng, dtype, training, wanted.limits))
     leaves = form.leaves if training else ()

@@ -79,6 +79,13 @@ def column_sums(dy: str, dtype: str, m: int, n: int) -> Kernel:
     )
 
 
+def bias_gradient(dy: TensorSpec, n: int) -> tuple[list[Kernel], str]:
+    """db [N] of dy [..., N], as a launch where that is possible, and the expression for it."""
+    if not wiring.is_contiguous(dy):
+        return [], f"dy.reshape(-1, {n}).sum(0)"
+    return [column_sums("dy", dy.dtype, prod(dy.shape[:-1]), n)], "db"
+
+
 def input_gradient(
     engine: str,
     dy: str,

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tensorlogic.ops.common.triton_groups import SIZE
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import follow
 from tensorlogic.ops.common.triton_rows import (
@@ -43,6 +44,13 @@ def write_loss(y_ptr, share_ptr, total, valid, MEAN: tl.constexpr, SAVE: tl.cons
     tl.store(y_ptr, total.to(y_ptr.dtype.element_ty))
     if SAVE:
         tl.store(share_ptr, share)
+
+
+@triton.jit
+def whole_share(share_ptr):
+    """share = 1: each row's gradient is its own, unless a second launch says otherwise."""
+    if tl.program_id(0) == 0:
+        tl.store(share_ptr, 1.0)
 
 
 @triton.jit
@@ -131,6 +139,8 @@ def cross_entropy_fwd_online(
     tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty))
     if SAVE:
         tl.store(lse_ptr + row, lse)
+        if not LAST:
+            whole_share(share_ptr)
     if LAST:
         valid = live.to(tl.int32)
         arrive_and_reduce(loss_ptr, y_ptr, share_ptr, counter_ptr, valid, R, MEAN, SAVE, BLOCK)
@@ -141,16 +151,20 @@ def cross_entropy_fwd_registers(
     x_ptr, t_ptr, loss_ptr, lse_ptr, y_ptr, share_ptr, counter_ptr,
     R, C, IGNORE, smoothing,
     SMOOTH: tl.constexpr, SAVE: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    SKIP: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `cross_entropy_fwd_online` with BLOCK_R rows held in registers."""
+    """As `cross_entropy_fwd_online` with BLOCK_R rows held in registers; ONE program, of all rows, needs no other to arrive.
+
+    Without SKIP ignored rows are read, too, so that all is asked for at once: see `SPARED`.
+    """
     follow(PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = tl.arange(0, BLOCK_C)
     t = tl.load(t_ptr + row, mask=row < R, other=IGNORE)
     live = (t != IGNORE) & (row < R)
     known = (t >= 0) & (t < C)
-    mask = live[:, None] & (col < C)[None, :]
+    wanted = live if SKIP else row < R
+    mask = wanted[:, None] & (col < C)[None, :]
     at = (row * C)[:, None] + col[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
     x_t = tl.load(x_ptr + row * C + t, mask=live & known, other=float("nan")).to(tl.float32)
@@ -159,6 +173,8 @@ def cross_entropy_fwd_registers(
     log = tl.log(norm)
     if SAVE:
         tl.store(lse_ptr + row, tl.where(live, peak + log, 0.0), mask=row < R)
+        if not LAST:
+            whole_share(share_ptr)
     loss = (peak - x_t) + log
     if SMOOTH:
         scale, off = mean_frame(x_t, C, SMOOTH)
@@ -168,7 +184,10 @@ def cross_entropy_fwd_registers(
     tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty), mask=row < R)
     if LAST:
         valid = tl.sum(live.to(tl.int32), 0)
-        arrive_and_reduce(loss_ptr, y_ptr, share_ptr, counter_ptr, valid, R, MEAN, SAVE, BLOCK)
+        if ONE:
+            write_loss(y_ptr, share_ptr, tl.sum(loss, 0), valid, MEAN, SAVE)
+        else:
+            arrive_and_reduce(loss_ptr, y_ptr, share_ptr, counter_ptr, valid, R, MEAN, SAVE, BLOCK)
 
 
 @triton.jit
@@ -191,27 +210,32 @@ def cross_entropy_reduce(
 
 
 @triton.jit
-def rounded_off(x_ptr, row, lse, live, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """log2 of sum(exp(x[row] - lse)): 0 but for the rounding of lse, which is as large as lse is."""
-    total = tl.zeros([BLOCK_R], tl.float32)
-    for start in range(0, C, BLOCK_C):
-        col = start + tl.arange(0, BLOCK_C)
-        inside = (live & (row < R))[:, None] & (col < C)[None, :]
-        x = tl.load(x_ptr + (row * C)[:, None] + col[None, :], mask=inside, other=float("-inf"))
-        total += tl.sum(powers(x.to(tl.float32) - lse[:, None]), 1)
-    return tl.where(live, tl.log2(total), 0.0)
+def rounded_off(
+    x_ptr, row, lse, live, R, C, LARGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """log2 of sum(exp(x[row] - lse)): 0 but for the rounding of lse, which is as large as lse is; 0 unless one is larger than LARGE."""
+    rest = tl.zeros([BLOCK_R], tl.float32)
+    if tl.max(tl.abs(lse), 0) > LARGE:
+        total = tl.zeros([BLOCK_R], tl.float32)
+        for start in range(0, C, BLOCK_C):
+            col = start + tl.arange(0, BLOCK_C)
+            inside = (live & (row < R))[:, None] & (col < C)[None, :]
+            x = tl.load(x_ptr + (row * C)[:, None] + col[None, :], mask=inside, other=float("-inf"))
+            total += tl.sum(powers(x.to(tl.float32) - lse[:, None]), 1)
+        rest = tl.where(live, tl.log2(total), 0.0)
+    return rest
 
 
 @triton.jit
 def cross_entropy_bwd_tiled(
     x_ptr, t_ptr, lse_ptr, dy_ptr, share_ptr, dx_ptr, R, C, IGNORE, smoothing,
-    PER_ROW: tl.constexpr, SMOOTH: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr, LARGE: tl.constexpr,
+    PER_ROW: tl.constexpr, SMOOTH: tl.constexpr, EVEN: tl.constexpr, SKIP: tl.constexpr, WIDTH: tl.constexpr, LARGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dx[r, c] = dy * share * (exp(x - lse[r]) - target distribution), one read and one write; float32.
 
     Without EVEN, tiles are one row high and cover its body in whole aligned groups; the first one takes the ends, too.
-    Where lse is larger than LARGE, so that its rounding shows in exp(x - lse), a row is summed once more.
+    Where lse is larger than LARGE, so that its rounding shows in exp(x - lse), a row is summed once more. SKIP as in forward.
     """
     follow(PDL)
     tiles_c = tl.cdiv(C, BLOCK_C)
@@ -227,9 +251,8 @@ def cross_entropy_bwd_tiled(
         scale = tl.full([BLOCK_R], 1.0, tl.float32)
         scale *= tl.load(dy_ptr).to(tl.float32) * tl.load(share_ptr)
     scale = tl.where((t >= 0) & (t < C), scale, float("nan"))
-    rest = tl.zeros([BLOCK_R], tl.float32)
-    if tl.max(tl.abs(lse), 0) > LARGE:
-        rest = rounded_off(x_ptr, row, lse, live, R, C, BLOCK_R, BLOCK_C)
+    if SKIP:
+        rest = rounded_off(x_ptr, row, lse, live, R, C, LARGE, BLOCK_R, BLOCK_C)
     lane = tile * BLOCK_C + tl.arange(0, BLOCK_C)
     if EVEN:
         col = lane
@@ -240,7 +263,10 @@ def cross_entropy_bwd_tiled(
         col = start + lane
         inside = (lane < length)[None, :]
         at = tl.multiple_of(first * C + start, WIDTH) + lane[None, :]
-    x = tl.load(x_ptr + at, mask=inside & live[:, None], other=0.0, eviction_policy="evict_first")
+    wanted = inside & live[:, None] if SKIP else inside
+    x = tl.load(x_ptr + at, mask=wanted, other=0.0, eviction_policy="evict_first")
+    if not SKIP:
+        rest = rounded_off(x_ptr, row, lse, live, R, C, LARGE, BLOCK_R, BLOCK_C)
     hit = col[None, :] == t[:, None]
     d = logit_gradient(
         x, lse[:, None], rest[:, None], hit, live[:, None], scale[:, None], smoothing, C, SMOOTH
@@ -265,6 +291,7 @@ def cross_entropy_bwd_tiled(
             tl.store(to, g.to(dx_ptr.dtype.element_ty), mask=some[None, :])
 
 
+SPARED = 1 << 22  # bytes of logits from which ignored rows are not read, so that whether they are has to be known before they are asked for
 LARGE = {
     "f32": 64.0,
     "f16": 4096.0,
@@ -324,7 +351,14 @@ def cross_entropy_launcher(
             "SAVE": save,
             "LAST": last,
             "MEAN": mean,
-            **({} if held else {"EVEN": columns % config["WIDTH"] == 0}),
+            **(
+                {
+                    "SKIP": rows * columns * SIZE[dtype] >= SPARED,
+                    "ONE": rows <= config["BLOCK_R"],
+                }
+                if held
+                else {"EVEN": columns % config["WIDTH"] == 0}
+            ),
             "BLOCK": 32 * min(32, config["num_warps"] * 8),
             **blocks,
         },
@@ -358,7 +392,9 @@ def cross_entropy_backward_configs(columns: int, dtype: str) -> list[dict[str, A
     block_c = triton.next_power_of_2(columns)
     return [
         {"BLOCK_C": (c := min(block_c, most // wide)), "BLOCK_R": max(1, size // wide // c), "num_warps": warps}
-        for most, size, warps in ((2048, 2048, 4), (4096, 4096, 4), (8192, 8192, 8), (2048, 2048, 8))
+        for most, size, warps in (
+            (2048, 2048, 4), (1024, 1024, 4), (4096, 4096, 4), (8192, 8192, 8), (2048, 2048, 8), (1024, 1024, 1)
+        )
     ]  # fmt: skip
 
 
@@ -395,6 +431,7 @@ def cross_entropy_backward_launcher(
             "PER_ROW": reduction == "none",
             "SMOOTH": smooth,
             "EVEN": columns % width == 0 or config["BLOCK_R"] > 1,
+            "SKIP": rows * columns * SIZE[dtype] >= SPARED,
             "WIDTH": width,
             "LARGE": LARGE[dtype],
             "BLOCK_R": config["BLOCK_R"],

@@ -6,9 +6,9 @@ import sys
 from math import prod
 
 from ...plans import Key
-from ..common import gemm_wiring
+from ..common import gemm_steps, gemm_wiring, triton_reduce
 from ..common.gemm import GemmSpec, Operand
-from ..common.gemm_wiring import Plan, Product
+from ..common.gemm_wiring import Kernel, Plan, Product
 from . import DROPOUT_LINEAR, DROPOUT_LINEAR_BACKWARD
 
 
@@ -58,7 +58,7 @@ def describe_backward(key: Key) -> Plan | str:
         return "rows of dy or x are not evenly spaced"
     m, (n, k), dtype = prod(dy.shape[:-1]), weight.shape, dy.dtype
     numbers = {"seed": "state", "p": "p", "seed_value": "seed", "offset_value": "offset"}
-    products, returns = [], ["None"] * 3
+    products, returns = list[Product | Kernel](), ["None"] * 3
     if needs[0] == "1":
         spec = GemmSpec(
             m,
@@ -92,11 +92,15 @@ def describe_backward(key: Key) -> Plan | str:
         )
         returns[1] = "dw"
     if needs[2] == "1":
-        returns[2] = f"dy.reshape(-1, {n}).sum(0)"
+        step, returns[2] = gemm_steps.bias_gradient(dy, n)
+        products += step
     return Plan(tuple(products), tuple(returns)) if products else "no product is needed"
 
 
 gemm_wiring.candidate(DROPOUT_LINEAR, "triton.tiled", describe, (sys.modules[__name__],))
 gemm_wiring.candidate(
-    DROPOUT_LINEAR_BACKWARD, "triton.tiled", describe_backward, (sys.modules[__name__],)
+    DROPOUT_LINEAR_BACKWARD,
+    "triton.tiled",
+    describe_backward,
+    (gemm_steps, triton_reduce, sys.modules[__name__]),
 )

@@ -33,8 +33,15 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    grads = backward_call(dy, *kept.stood_in(saved, dy), flags.activation, bits(needs))
-    return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
+    handed_on = needs[3] and flags.activation == "none"  # the residual's gradient is dy itself
+    asked = (*needs[:3], needs[3] and not handed_on)
+    grads = (
+        backward_call(dy, *kept.stood_in(saved, dy), flags.activation, bits(asked))
+        if any(asked)
+        else (None,) * 4
+    )
+    found = tuple([g if n else None for g, n in zip(grads, asked, strict=True)])
+    return (*found[:3], dy) if handed_on else found
 
 
 def _cases() -> Any:

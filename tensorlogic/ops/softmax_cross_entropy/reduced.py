@@ -30,11 +30,7 @@ def launcher(
         loss = empty(shape, stride, dtype) if each else empty((rows,), (1,), f32)
         y = loss if each else empty((), (), dtype)
         lse = empty((rows,), (1,), f32) if save else loss
-        share = (
-            (torch.ones(1, dtype=f32, device=device) if each else empty((1,), (1,), f32))
-            if save
-            else loss
-        )
+        share = empty((1,), (1,), f32) if save else loss
         counter = (loss if each else counters(device, 1, torch.int64),) if counted else ()
         if not start(x, t, loss, lse, y, share, *counter, *scalars):
             return None

@@ -15,6 +15,11 @@ from .plans import Key
 
 Run = Callable[..., Any]
 MOST_ENTRIES = 8192  # warm keys of one policy
+FOLLOWED = ("cuda",)  # devices whose kernels, not the host, set the time of PyTorch's gradients
+HEAVY_BYTES, HEAVY_FLOPS = (
+    32e6,
+    1e10,
+)  # of a forward pass whose kernels take longer than the host does for our node
 
 
 class Bound:
@@ -33,6 +38,7 @@ class Bound:
         "record",
         "run",
         "scalars",
+        "two_ways",
     )
 
     def __init__(
@@ -62,15 +68,25 @@ class Bound:
         self.cacheable = self.choice.cacheable
         self.record: Run = _record if all(map(_alive, args)) else Recorded.apply
         self.scalars = tuple(i for i, p in enumerate(op.dynamic) if not p.is_tensor)
-        self.run: Run = self._runner(self.choice, recording)
+        behind = recording and self._followed()
+        heavy = behind and (op.traffic(self.key) > HEAVY_BYTES or op.flops(self.key) > HEAVY_FLOPS)
+        captured = self.choice.captured or (self.choice if behind and not heavy else None)
+        self.run: Run = self._runner(self.choice, recording, heavy)
         self.outside: Run = self.run  # of captures
-        if self.choice.captured is not None:
-            self.run = _two_ways(self.run, self._runner(self.choice.captured, recording))
+        self.two_ways = captured is not None
+        if captured is not None:
+            self.run = _two_ways(self.run, self._runner(captured, recording, behind))
+
+    def _followed(self) -> bool:
+        """Whether our backward pass may stand behind PyTorch's forward, where that was chosen: forward's time alone decides who
+        makes it, and often by little, while of gradients PyTorch's own may be the slowest."""
+        light = self.op.gradient is not None and self.op.gradient.light
+        return light and self.device.type in FOLLOWED and self.policy.forced(self.op.name) != EAGER
 
     @property
     def shortest(self) -> tuple[Run, int]:
         """What a compiled front calls, and how, once the key has been served: the launcher itself where its outputs are all there is to do."""
-        two = self.choice.captured is not None
+        two = self.two_ways
         if isinstance(self.outside, Recording):
             return self.outside.compiled(two) or self.run, 0
         if calls.is_plan(self.launch):
@@ -80,11 +96,13 @@ class Bound:
             return self.choice.direct, 0
         return (self.launch if alone and calls.is_launcher(self.launch) else self.run), 0
 
-    def _runner(self, choice: selector.Choice, recording: bool) -> Run:
-        """From dynamic arguments to what the caller gets; None where the launcher declines."""
-        launch = choice.launch
-        recorded = recording and (choice.candidate.id != EAGER or self.policy.observer is not None)
-        if recorded:
+    def _runner(self, choice: selector.Choice, recording: bool, behind: bool) -> Run:
+        """From dynamic arguments to what the caller gets; None where the launcher declines. `behind`: eager's forward is recorded by
+        our node, too."""
+        launch, eager = choice.launch, choice.candidate.id == EAGER
+        if recording and eager and behind:
+            launch = choice.candidate.bind(self.key, {}, self.device)
+        if recording and (not eager or behind or self.policy.observer is not None):
             return Recording(self, launch, self.record)
 
         def run(*dynamic: Any) -> Any:

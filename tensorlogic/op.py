@@ -133,6 +133,7 @@ class Gradient:
         None  # which of what is kept serves one backward pass only; later ones find None there
     )
     again: bool = False  # dy is read more than once, or by whole rows: it gets memory of its own where elements share it
+    light: bool = False  # eager's forward keeps, and its backward computes, what PyTorch's own do: ours costs nothing behind it
 
 
 _BITS = {

@@ -395,3 +395,33 @@ def test_complex_gradients_are_pytorchs() -> None:
 
 def test_every_public_op_is_in_the_table() -> None:
     assert set(PUBLIC) - {"dropout_linear"} == {op_of(n).name for n in TABLE}
+
+
+@pytest.mark.parametrize("force", [None, "torch.eager"])
+def test_our_gradient_stands_behind_pytorchs_forward(
+    monkeypatch: pytest.MonkeyPatch, force: str | None
+) -> None:
+    from tensorlogic import binding, selector
+
+    monkeypatch.setattr(binding, "FOLLOWED", ("cpu",))
+    monkeypatch.setattr(binding, "HEAVY_BYTES", -1.0)
+    decide = selector.decide
+    monkeypatch.setattr(
+        selector,
+        "decide",
+        lambda op, *more: selector.PLAIN if op.name == "div" else decide(op, *more),
+    )
+    served, asked = binding.gradients, list[str]()
+
+    def gradients(op: Any, *more: Any) -> Any:
+        asked.append(op.name)
+        return served(op, *more)
+
+    monkeypatch.setattr(binding, "gradients", gradients)
+    x, scale = torch.randn(40, 30, requires_grad=True), torch.randn(30, requires_grad=True)
+    dy = torch.randn(40, 30)
+    with tensorlogic.policy(tune="off", force=force):
+        got = torch.autograd.grad(tensorlogic.div(x, scale), (x, scale), dy)
+    for a, b in zip(got, torch.autograd.grad(x / scale, (x, scale), dy), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+    assert asked == ([] if force else ["div"])

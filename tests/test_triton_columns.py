@@ -29,7 +29,7 @@ EPS = 1e-3
 
 
 def rand(*shape: int, dtype: str = "f16") -> torch.Tensor:
-    return torch.randn(*shape, device=DEVICE).to(TORCH[dtype])
+    return torch.randn(shape, device=DEVICE).to(TORCH[dtype])
 
 
 def poisoned(*shape: int, dtype: str = "f16") -> torch.Tensor:

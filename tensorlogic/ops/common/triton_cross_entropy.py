@@ -291,7 +291,9 @@ def cross_entropy_bwd_tiled(
             tl.store(to, g.to(dx_ptr.dtype.element_ty), mask=some[None, :])
 
 
-SPARED = 1 << 22  # bytes of logits from which ignored rows are not read, so that whether they are has to be known before they are asked for
+SPARED = (
+    1 << 22
+)  # bytes of logits from which ignored rows are not read, so that whether they are has to be known before they are asked for
 LARGE = {
     "f32": 64.0,
     "f16": 4096.0,

@@ -34,5 +34,5 @@ def linear_backward(
         dz @ weight if needs[0] == "1" else None,
         flat.t() @ rows(x) if needs[1] == "1" else None,
         flat.sum(0) if needs[2] == "1" else None,
-        dz.clone() if needs[3] == "1" else None,
+        None if needs[3] == "0" else dz.clone() if dz is dy else dz,
     )

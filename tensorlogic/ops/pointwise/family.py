@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,11 +52,11 @@ def _op(
         dy: Tensor,
     ) -> tuple[Any, ...]:
         wanted = (*needs, False, False)[:3]
-        tensors = [None if type(k) is kept.Look else k for k in saved]
-        grads = backward_call(dy, *tensors, kind(flags), bits(wanted))
+        operands = [_met(k, dy) for k in saved[:3]]
+        grads = backward_call(dy, *operands, saved[3], kind(flags), bits(wanted))
         return tuple(
             [
-                None if not n else g.sum_to_size(k.shape) if type(k) is kept.Look else g
+                None if not n else g if k is None or g.shape == k.shape else g.reshape(k.shape)
                 for g, n, k in zip(grads, needs, saved, strict=False)
             ]
         )
@@ -68,7 +69,7 @@ def _op(
         normal=folded.one_line,
         landmarks=samples.round_numbers,
         cases=lambda: _cases(len(op.dynamic), op.name),
-        gradient=Gradient(save, backward),
+        gradient=Gradient(save, backward, light=True),
         numbers=numbers,
         direct=lambda key: direct,
     )
@@ -108,6 +109,17 @@ def _cases(operands: int, name: str) -> Any:
         yield torch.randn(9, 6).t(), torch.randn(6, 18)[:, ::2]
 
 
+def _met(k: kept.Kept, dy: Tensor) -> Tensor | None:
+    """A kept operand as backward takes it: with dy's shape where dimensions of size 1 are all that it lacks, a stand-in where nobody reads
+    its values."""
+    if k is None or k.shape == dy.shape:
+        return None if isinstance(k, kept.Look) else k
+    alike = prod(k.shape) == dy.numel()
+    if isinstance(k, kept.Look):
+        return None if alike else k.beside(dy)
+    return k.expand(dy.shape) if alike else k
+
+
 def _sum_to(g: Tensor | None, operand: Tensor | None) -> Tensor | None:
     return g if g is None or operand is None else g.sum_to_size(operand.shape)
 
@@ -122,7 +134,14 @@ def pointwise_backward(
     needs: str,
 ) -> tuple[Tensor | None, ...]:
     """dy -> da, db, dc, each summed to its operand's shape (an absent operand has dy's); y is the output where a ReLU ends the op."""
-    grads = reference.backward(dy, a, b, y, kind)
+    if kind == "sub":  # a sum is changed in sign, not what is summed
+        db = _sum_to(dy, b) if needs[1] == "1" else None
+        return _sum_to(dy, a) if needs[0] == "1" else None, None if db is None else -db, None
+    if kind in ("mul", "affine"):  # what no gradient that is asked for reads may be a stand-in
+        read = a if needs[1] == "1" else None, b if needs[0] == "1" else None
+    else:
+        read = a, b
+    grads = reference.backward(dy, *read, y, kind)
     return tuple(
         _sum_to(g, t) if n == "1" else None for g, t, n in zip(grads, (a, b, c), needs, strict=True)
     )

@@ -115,6 +115,7 @@ def unstrided(found: Shape | str) -> Shape | str:
 
 # kind of op -> (kernel, operands it reads, which gradients its outputs are; "dy": the incoming one is the gradient)
 BACKWARD: dict[str, tuple[str, tuple[str, ...], tuple[str | int, ...]]] = {
+    "sub": ("neg", ("dy",), ("dy", 0)),
     "relu": ("relu_bwd", ("dy", "y"), (0,)),
     "add_relu": ("relu_bwd", ("dy", "y"), (0, 0)),
     "gelu": ("gelu_bwd", ("dy", "a"), (0,)),
@@ -133,6 +134,7 @@ def _through_relu(dy: Laid, y: Laid | None) -> Laid:
 
 # kernel -> where PyTorch's gradients lie: of dy, a, b, y
 LIES: dict[str, Callable[..., tuple[Laid, ...]]] = {
+    "neg": lambda dy, a, b, y: (iterated(dy),),
     "relu_bwd": lambda dy, a, b, y: (_through_relu(dy, y),),
     **dict.fromkeys(
         ("gelu_bwd", "gelu_tanh_bwd", "silu_bwd"), lambda dy, a, b, y: (iterated(dy, a),)
@@ -151,7 +153,9 @@ LIES: dict[str, Callable[..., tuple[Laid, ...]]] = {
 
 def backward_shape(key: Key) -> tuple[str, Shape] | str:
     """(kind of op, launch) behind a backward key: all operands of one shape."""
-    if key.flag("kind") not in BACKWARD:
+    if key.flag("kind") not in BACKWARD or (
+        key.flag("kind") == "sub" and key.flag("needs")[1] == "0"
+    ):
         return "its gradient is the incoming one"
     kernel, reads, _ = BACKWARD[key.flag("kind")]
     operands = [key.spec(name) for name in reads]

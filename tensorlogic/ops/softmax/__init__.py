@@ -76,7 +76,7 @@ SOFTMAX = Op(
     cases=_cases,
     stress=_wide_logits,
     direct=_direct,
-    gradient=Gradient(_kept, _backward, again=True),
+    gradient=Gradient(_kept, _backward, again=True, light=True),
     autocast="composition",
 )
 SOFTMAX_BACKWARD = Op(

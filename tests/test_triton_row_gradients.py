@@ -1,0 +1,175 @@
+"""Gradients of element-wise ops with operands of one row against float64: on a GPU, else in the interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+pytest.importorskip("triton")
+
+import tensorlogic as tl
+from tensorlogic import registry
+from tensorlogic.op import bits
+from tensorlogic.ops.common import triton_launch
+from tensorlogic.ops.common import triton_row_gradients as kernels
+from tensorlogic.ops.pointwise import POINTWISE_BACKWARD
+
+from .compiled import made
+from .test_triton_columns import CONFIGS, DEVICE, close, rand
+
+ID = "triton.columns"
+MEANINGS: dict[str, Callable[..., Tensor]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "affine": lambda a, b, c: a * b + c,
+    "add_relu": lambda a, b: torch.relu(a + b),
+    "mul_relu": lambda a, b: torch.relu(a * b),
+}
+FULL, ROW = (7, 37), (37,)
+CASES = [
+    *((kind, (FULL, ROW)) for kind in MEANINGS if kind != "affine"),
+    *((kind, (ROW, FULL)) for kind in ("sub", "div", "mul_relu")),
+    ("affine", (FULL, ROW, ROW)),
+    ("affine", (ROW, FULL, ROW)),
+    ("affine", (FULL, FULL, ROW)),
+    ("mul", ((3, 4, 5), (1, 4, 5))),
+    ("add", ((50, 129), (1, 129))),
+]
+
+
+def operands(kind: str, shapes: tuple[tuple[int, ...], ...], dtype: str) -> list[Tensor]:
+    """Values of `shapes`, divisors and factors away from 0, so that rounding decides no ReLU."""
+    found = [rand(*shape, dtype=dtype) for shape in shapes]
+    if kind in ("div", "mul_relu"):
+        found[1] = found[1].sign() * (found[1].abs() + 0.5)
+    return found
+
+
+def wanted(kind: str, args: list[Tensor], dy: Tensor, needs: tuple[bool, ...]) -> list[Tensor | None]:  # fmt: skip
+    leaves = [a.double().requires_grad_() for a in args]
+    grads = torch.autograd.grad(MEANINGS[kind](*leaves), leaves, dy.double())
+    return [g if n else None for g, n in zip(grads, needs, strict=False)]
+
+
+def bound(config: dict[str, Any], *args: Any) -> Callable[..., Any]:
+    """The candidate's launcher for these arguments of the backward op."""
+    registry.ready("cuda" if DEVICE.type == "cuda" else "cpu")
+    key, candidate = POINTWISE_BACKWARD.key(args, "backward"), POINTWISE_BACKWARD.candidates[ID]
+    assert candidate.unfit(key) is None, candidate.unfit(key)
+    return candidate.bind(key, config, DEVICE)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["alone", "shared"])
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@pytest.mark.parametrize(("kind", "shapes"), CASES, ids=lambda v: str(v).replace(" ", ""))
+def test_gradients(
+    kind: str, shapes: tuple[tuple[int, ...], ...], dtype: str, config: dict[str, Any]
+) -> None:
+    args = operands(kind, shapes, dtype)
+    y = MEANINGS[kind](*args)
+    dy = rand(*y.shape, dtype=dtype)
+    for needs in ((True, True, len(args) > 2), *([(False, True, False)] if args[1].shape != y.shape else [])):  # fmt: skip
+        given = (dy, *args, *[None] * (3 - len(args)), y if "relu" in kind else None)
+        launch = bound(config, *given, kind, bits(needs))
+        for _ in range(2):  # the second run finds the counters as the first one left them
+            grads = launch(*given)
+            for got, want in zip(grads, wanted(kind, args, dy, needs), strict=False):
+                assert (got is None) == (want is None)
+                if got is not None and want is not None:
+                    assert got.shape == want.shape
+                    close(got, want, dtype)
+
+
+def test_rows_with_gaps_and_a_gradient_that_is_one_number() -> None:
+    a, b = rand(9, 48)[:, :37], rand(37)
+    dy = torch.full((), 0.75, device=DEVICE).half().expand(9, 37)
+    given = (dy, a, b, None, None)
+    launch = bound(CONFIGS[1], *given, "mul", "110")
+    for got, want in zip(launch(*given), wanted("mul", [a, b], dy, (True, True)), strict=False):
+        assert got is not None
+        assert want is not None
+        assert got.is_contiguous()
+        close(got, want, "f16")
+
+
+def test_what_a_row_holds_that_is_not_finite_stays_in_its_column() -> None:
+    a, b = rand(5, 16), rand(16)
+    a[2, 3], b[7] = float("inf"), float("nan")
+    dy = rand(5, 16)
+    given = (dy, a, b, None, None)
+    da, db, _ = bound(CONFIGS[0], *given, "mul", "110")(*given)
+    assert db[3].isinf()
+    assert db[torch.arange(16, device=DEVICE) != 3].isfinite().all()
+    assert da[:, 7].isnan().all()
+    assert da[:, torch.arange(16, device=DEVICE) != 7].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        (((7, 37), (7, 1)), "is one row"),
+        (((7, 37), ()), "is one row"),
+        (((7, 37), (7, 37)), "is one row"),
+        (((2, 7, 37), (2, 1, 37)), "is one row"),
+    ],
+)
+def test_what_is_left_to_others(shapes: tuple[tuple[int, ...], ...], reason: str) -> None:
+    a, b = (rand(*s) for s in shapes)
+    dy = rand(*torch.broadcast_shapes(a.shape, b.shape))
+    registry.ready("cpu")
+    key = POINTWISE_BACKWARD.key((dy, a, b, None, None, "mul", "110"), "backward")
+    assert reason in str(POINTWISE_BACKWARD.candidates[ID].unfit(key))
+
+
+@pytest.mark.parametrize("kind", list(MEANINGS))
+@pytest.mark.parametrize(
+    "shapes", [((7, 37), (37,)), ((7, 37), (7, 1)), ((1, 37), (37,)), ((4, 1, 5), (3, 1)), ((6,), ())]
+)  # fmt: skip
+@pytest.mark.parametrize("which", [(0, 1), (1,), (0,)], ids=str)
+def test_public_gradients_are_pytorchs(
+    kind: str, shapes: tuple[tuple[int, ...], ...], which: tuple[int, ...]
+) -> None:
+    more = (shapes[1],) if kind == "affine" else ()
+    args = operands(kind, (*shapes, *more), "f32")
+    leaves = [args[i].requires_grad_() for i in which]
+    ours, theirs = getattr(tl, kind)(*args), MEANINGS[kind](*args)
+    dy = torch.randn_like(theirs)
+    for got, want in zip(
+        torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(theirs, leaves, dy), strict=True
+    ):
+        assert got.shape == want.shape
+        assert got.stride() == want.stride()
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_configurations_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: dict[triton_launch.CompileJob, None] = {}
+
+    def record(kernel: Any, *, device: torch.device, **options: Any) -> Any:
+        for sm in (80, 90, 100):
+            jobs[triton_launch.compile_job(kernel, sm=sm, **options)] = None
+        return lambda *args: True
+
+    monkeypatch.setattr(kernels, "prepare", record)
+    whole = {"dy": "full", "y": "none", "da": "full", "db": "row", "dc": "none"}
+    for op, modes in (
+        ("affine", {"a": "full", "b": "row", "dc": "row"}),
+        ("div", {"a": "full", "b": "row"}),
+        ("mul_relu", {"a": "full", "b": "row"}),
+        ("add_relu", {"a": "none", "b": "none", "y": "full"}),
+    ):
+        for config in kernels.row_gradient_configs(4096, 1280)[: 5 if op == "affine" else 1]:
+            kernels.row_gradient_launcher(op, "f16", 4096, 1280, {**whole, **modes}, (1280, 1280), config, torch.device("cuda", 0), 16)  # fmt: skip
+    for job, answer in zip(jobs, made("resources", list(jobs)), strict=True):
+        assert not isinstance(answer, str), answer
+        assert not answer.stack, f"{job.constexprs} sm_{job.sm} spills"

@@ -39,13 +39,13 @@ def operand(ptr, row, col, step, mask, live, MODE: tl.constexpr, other):
 def row_gradients(
     dy_ptr, a_ptr, b_ptr, y_ptr, da_ptr, db_ptr, dc_ptr, space_ptr, counter_ptr, M, N, PARTS, a_step, b_step,
     OP: tl.constexpr, DY: tl.constexpr, A: tl.constexpr, B: tl.constexpr, Y: tl.constexpr,
-    DA: tl.constexpr, DB: tl.constexpr, DC: tl.constexpr, SLOTS: tl.constexpr,
+    DA: tl.constexpr, DB: tl.constexpr, DC: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `OP` over [M, N] from dy: DA, DB and DC say which are written ("full"), summed over rows ("row") or nobody's
     ("none"); float32, sums too, rounded once.
 
-    What is read is read once. PARTS programs share a column tile; the last to arrive adds their sums in fixed order.
+    What is read is read once. PARTS programs share a column tile (SHARED: more than one); the last to arrive adds their sums in fixed order.
     """
     follow(PDL)
     tile = tl.program_id(0) // PARTS
@@ -90,22 +90,30 @@ def row_gradients(
             of_c += dy
     B_SLOT: tl.constexpr = 1 if DA == "row" else 0
     C_SLOT: tl.constexpr = B_SLOT + (1 if DB == "row" else 0)
-    if DA == "row":
-        leave(space_ptr, tile, part, PARTS, tl.sum(of_a, 0), 0, SLOTS, BLOCK_C)
-    if DB == "row":
-        leave(space_ptr, tile, part, PARTS, tl.sum(of_b, 0), B_SLOT, SLOTS, BLOCK_C)
-    if DC == "row":
-        leave(space_ptr, tile, part, PARTS, tl.sum(of_c, 0), C_SLOT, SLOTS, BLOCK_C)
-    last = arrive(counter_ptr, tile, PARTS)
-    if DA == "row":
-        total = gathered(space_ptr, tile, PARTS, last, 0, SLOTS, BLOCK_C, BLOCK_P)
-        tl.store(da_ptr + col, total.to(kind), mask=live & last)
-    if DB == "row":
-        total = gathered(space_ptr, tile, PARTS, last, B_SLOT, SLOTS, BLOCK_C, BLOCK_P)
-        tl.store(db_ptr + col, total.to(kind), mask=live & last)
-    if DC == "row":
-        total = gathered(space_ptr, tile, PARTS, last, C_SLOT, SLOTS, BLOCK_C, BLOCK_P)
-        tl.store(dc_ptr + col, total.to(kind), mask=live & last)
+    if SHARED:
+        if DA == "row":
+            leave(space_ptr, tile, part, PARTS, tl.sum(of_a, 0), 0, SLOTS, BLOCK_C)
+        if DB == "row":
+            leave(space_ptr, tile, part, PARTS, tl.sum(of_b, 0), B_SLOT, SLOTS, BLOCK_C)
+        if DC == "row":
+            leave(space_ptr, tile, part, PARTS, tl.sum(of_c, 0), C_SLOT, SLOTS, BLOCK_C)
+        last = arrive(counter_ptr, tile, PARTS)
+        if DA == "row":
+            total = gathered(space_ptr, tile, PARTS, last, 0, SLOTS, BLOCK_C, BLOCK_P)
+            tl.store(da_ptr + col, total.to(kind), mask=live & last)
+        if DB == "row":
+            total = gathered(space_ptr, tile, PARTS, last, B_SLOT, SLOTS, BLOCK_C, BLOCK_P)
+            tl.store(db_ptr + col, total.to(kind), mask=live & last)
+        if DC == "row":
+            total = gathered(space_ptr, tile, PARTS, last, C_SLOT, SLOTS, BLOCK_C, BLOCK_P)
+            tl.store(dc_ptr + col, total.to(kind), mask=live & last)
+    else:
+        if DA == "row":
+            tl.store(da_ptr + col, tl.sum(of_a, 0).to(kind), mask=live)
+        if DB == "row":
+            tl.store(db_ptr + col, tl.sum(of_b, 0).to(kind), mask=live)
+        if DC == "row":
+            tl.store(dc_ptr + col, tl.sum(of_c, 0).to(kind), mask=live)
 
 
 row_gradient_configs = backward_configs  # (rows, columns, multiprocessors): best guess first
@@ -153,6 +161,7 @@ def row_gradient_launcher(
             "OP": op,
             **{n.upper(): modes[n] for n in names},
             "SLOTS": sum(modes[n] == "row" for n in ("da", "db", "dc")),
+            "SHARED": config["parts"] > 1,
             "BLOCK_R": config["BLOCK_R"],
             "BLOCK_C": config["BLOCK_C"],
             "BLOCK_P": triton.next_power_of_2(config["parts"]),

@@ -132,15 +132,16 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     )
     slots = sum(modes[f"d{n}"] == "row" for n in "abc")
     space, count = triton_row_gradients.row_gradient_space(s.columns, slots, chosen)
-    empty, dtype = wiring.empty(device), DTYPES[s.dtype]
+    empty, dtype, shared = wiring.empty(device), DTYPES[s.dtype], chosen["parts"] > 1
     places = [i for i, n in enumerate(("dy", "a", "b", "c", "y")) if modes.get(n, "none") != "none"]
     outputs = [(name, shape, wiring.contiguous(shape)) for name, shape in s.made]
 
     def launch(*dynamic: Any) -> Any:
         made = {name: empty(shape, stride, dtype) for name, shape, stride in outputs}
-        partial = empty((space,), (1,), torch.float32)
-        counter = wiring.counters(device, count)
-        if not start(*[dynamic[i] for i in places], *made.values(), partial, counter):
+        tensors = tuple(made.values())
+        partial = empty((space,), (1,), torch.float32) if shared else tensors[0]
+        counter = wiring.counters(device, count) if shared else tensors[0]
+        if not start(*[dynamic[i] for i in places], *tensors, partial, counter):
             return None
         return tuple([dynamic[0] if g == "dy" else made.get(g) for g in s.gives])
 

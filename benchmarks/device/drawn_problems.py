@@ -375,18 +375,21 @@ def apart(make: Callable[[torch.device], Tensor], away: float) -> Callable[[torc
 
 
 def pointwise(ours: Any, eager: Any, operands: int, away: float = 0.0) -> Callable[[Draw], Form]:
-    """An element-wise op; further operands of the same shape or one row, as far `away` from 0 as a divisor has to be."""
+    """An element-wise op; further operands of the same shape, one row, one column or one number, as far `away` from 0 as a divisor has to be."""
 
     def form(d: Draw) -> Form:
         rows, columns = d.matrix()
-        row = operands > 1 and d.sometimes(0.3)
+        shared = (
+            d.pick("row", "row", "column", "number") if operands > 1 and d.sometimes(0.4) else ""
+        )
         first = d.laid(rows, columns) if d.sometimes(0.8) else d.normal(rows * columns + 1)
         flat = first(torch.device("meta")).shape
-        rest = [d.normal(*(flat[-1:] if row else flat)) for _ in range(operands - 1)]
+        shape = {"": flat, "row": flat[-1:], "column": (*flat[:-1], 1), "number": ()}[shared]
+        rest = [d.normal(*shape) for _ in range(operands - 1)]
         if away:
             rest = [apart(make, away) for make in rest]
         leaves = tuple(range(operands))
-        return Form("row" if row else "", together(first, *rest), ours, eager, leaves)
+        return Form(shared, together(first, *rest), ours, eager, leaves)
 
     return form
 

@@ -1,4 +1,5 @@
-"""Gradients of element-wise ops with operands of one row (a bias, a scale): one pass that writes and sums."""
+"""Gradients of element-wise ops with operands that rows or columns share (a bias, a scale, a gate, one number): one pass that writes
+and sums."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import torch
 from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ...plans import Key, TensorSpec
-from ..common import triton_columns, triton_elementwise, triton_math, triton_row_gradients, wiring
+from ..common import (
+    triton_columns,
+    triton_elementwise,
+    triton_math,
+    triton_shared_gradients,
+    wiring,
+)
 from ..reduce.shapes import joined
 from . import POINTWISE_BACKWARD
 
@@ -31,12 +38,14 @@ HANDED_ON = {"add": "ab", "sub": "a", "affine": "c"}
 
 @dataclass(frozen=True)
 class Shape:
-    """One launch: [rows, columns], how each tensor meets them, steps between the rows of a and b, shapes of what is made."""
+    """One launch: [rows, columns], whether sums are along rows, how each tensor meets them, steps between the rows of a and b, shapes of
+    what is made."""
 
     kind: str
     dtype: str
     rows: int
     columns: int
+    along: bool
     modes: tuple[tuple[str, str], ...]
     steps: tuple[int, int]
     made: tuple[tuple[str, tuple[int, ...]], ...]
@@ -44,18 +53,19 @@ class Shape:
     align: int
 
 
-def _row(t: TensorSpec, whole: tuple[int, ...]) -> int | None:
-    """How long an operand is that is one contiguous row of `whole`, or None."""
-    length = prod(t.shape)
-    count, columns = 0, 1
-    while columns < length and count < len(whole):
-        count += 1
-        columns *= whole[-count]
-    tail = whole[len(whole) - count :]
+def _shared(t: TensorSpec, whole: tuple[int, ...]) -> tuple[int, int, bool] | None:
+    """[rows, columns] of `whole`, of which contiguous `t` is one row, or, as the third says, one column; else None."""
     missing = len(whole) - len(t.shape)
-    padded = (1,) * missing + t.shape
-    fits = columns == length and padded[len(whole) - count :] == tail and wiring.is_contiguous(t)
-    return length if fits and length > 1 else None
+    shape, count = (1,) * missing + t.shape, prod(t.shape)
+    if not wiring.is_contiguous(t):
+        return None
+    for first in range(len(whole)):
+        lead, rest = prod(whole[:first]), prod(whole[first:])
+        if count > 1 and rest == count and shape[first:] == whole[first:]:
+            return lead, rest, False
+        if lead == count and shape[:first] == whole[:first]:
+            return lead, rest, True
+    return None
 
 
 def _step(t: TensorSpec, rows: int, columns: int) -> int | None:
@@ -68,7 +78,7 @@ def _step(t: TensorSpec, rows: int, columns: int) -> int | None:
 
 
 def describe(key: Key) -> Shape | str:
-    """The launch behind a backward key in which an operand whose gradient is asked for is one row."""
+    """The launch behind a backward key in which an operand whose gradient is asked for is shared by all rows, or by all columns."""
     kind, needs, dy = key.flag("kind"), key.flag("needs"), key.spec("dy")
     assert dy is not None
     reason = wiring.one_dtype(key)
@@ -78,11 +88,11 @@ def describe(key: Key) -> Shape | str:
         return "empty"
     given = {n: key.spec(n) for n in "abcy"}
     short = {n: t for n, t in given.items() if t is not None and t.shape != dy.shape}
-    lengths = {_row(t, dy.shape) for t in short.values()}
-    if len(lengths) != 1 or None in lengths or not any(needs["abc".index(n)] == "1" for n in short):
-        return "no operand whose gradient is asked for is one row"
-    columns = lengths.pop() or 1
-    rows = prod(dy.shape) // columns
+    views = {_shared(t, dy.shape) for t in short.values()}
+    view = views.pop() if len(views) == 1 else None
+    if view is None or not any(needs["abc".index(n)] == "1" for n in short):
+        return "no operand whose gradient is asked for is shared by all rows, or by all columns"
+    rows, columns, along = view
     modes, steps, made, gives = dict.fromkeys(("a", "b", "y", "da", "db", "dc"), "none"), {}, [], []
     one = not any(dy.stride)
     if not one and not wiring.is_contiguous(dy):
@@ -95,9 +105,9 @@ def describe(key: Key) -> Shape | str:
             t = given[other]
             if t is None:
                 return f"{other} was not kept"
-            modes[other] = "row" if other in short else "full"
+            modes[other] = "full" if other not in short else "column" if along else "row"
         if name in short:
-            modes[f"d{name}"] = "row"
+            modes[f"d{name}"] = "sum"
         elif name in HANDED_ON.get(kind, ""):
             gives.append("dy")
             continue
@@ -115,32 +125,34 @@ def describe(key: Key) -> Shape | str:
     if max(rows, columns, *places) > triton_elementwise.WIDEST:
         return "more rows or columns than the kernel counts"
     return Shape(
-        kind, dy.dtype, rows, columns, tuple(modes.items()), places, tuple(made), tuple(gives), wiring.weakest(key)
+        kind, dy.dtype, rows, columns, along, tuple(modes.items()), places, tuple(made), tuple(gives), wiring.weakest(key)
     )  # fmt: skip
 
 
 def configs(s: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return list(triton_row_gradients.row_gradient_configs(s.rows, s.columns, wiring.cores()))
+    return triton_shared_gradients.shared_gradient_configs(
+        s.rows, s.columns, s.along, wiring.cores()
+    )
 
 
 def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """The launcher over (dy, a, b, c, y)."""
     modes, chosen = dict(s.modes), dict(config)
-    start = triton_row_gradients.row_gradient_launcher(
-        s.kind, s.dtype, s.rows, s.columns, modes, s.steps, chosen, device, s.align
+    start = triton_shared_gradients.shared_gradient_launcher(
+        s.kind, s.dtype, s.rows, s.columns, s.along, modes, s.steps, chosen, device, s.align
     )
-    slots = sum(modes[f"d{n}"] == "row" for n in "abc")
-    space, count = triton_row_gradients.row_gradient_space(s.columns, slots, chosen)
-    empty, dtype, shared = wiring.empty(device), DTYPES[s.dtype], chosen["parts"] > 1
+    slots, kept = sum(modes[f"d{n}"] == "sum" for n in "abc"), s.rows if s.along else s.columns
+    space, count = triton_shared_gradients.shared_gradient_space(kept, s.along, slots, chosen)
+    empty, dtype = wiring.empty(device), DTYPES[s.dtype]
     places = [i for i, n in enumerate(("dy", "a", "b", "c", "y")) if modes.get(n, "none") != "none"]
     outputs = [(name, shape, wiring.contiguous(shape)) for name, shape in s.made]
 
     def launch(*dynamic: Any) -> Any:
         made = {name: empty(shape, stride, dtype) for name, shape, stride in outputs}
         tensors = tuple(made.values())
-        partial = empty((space,), (1,), torch.float32) if shared else tensors[0]
-        counter = wiring.counters(device, count) if shared else tensors[0]
+        partial = empty((space,), (1,), torch.float32) if space else tensors[0]
+        counter = wiring.counters(device, count) if count else tensors[0]
         if not start(*[dynamic[i] for i in places], *tensors, partial, counter):
             return None
         return tuple([dynamic[0] if g == "dy" else made.get(g) for g in s.gives])
@@ -150,9 +162,15 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
 
 wiring.described(
     POINTWISE_BACKWARD,
-    "triton.columns",
+    "triton.shared",
     describe,
     configs,
     build,
-    (triton_row_gradients, triton_columns, triton_elementwise, triton_math, sys.modules[__name__]),
+    (
+        triton_shared_gradients,
+        triton_columns,
+        triton_elementwise,
+        triton_math,
+        sys.modules[__name__],
+    ),
 )

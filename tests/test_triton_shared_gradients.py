@@ -1,4 +1,4 @@
-"""Gradients of element-wise ops with operands of one row against float64: on a GPU, else in the interpreter."""
+"""Gradients of element-wise ops with operands that rows or columns share against float64: on a GPU, else in the interpreter."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import tensorlogic as tl
 from tensorlogic import registry
 from tensorlogic.op import bits
 from tensorlogic.ops.common import triton_launch
-from tensorlogic.ops.common import triton_row_gradients as kernels
+from tensorlogic.ops.common import triton_shared_gradients as kernels
 from tensorlogic.ops.pointwise import POINTWISE_BACKWARD
 
 from .compiled import made
-from .test_triton_columns import CONFIGS, DEVICE, close, rand
+from .test_triton_columns import DEVICE, close, rand
 
-ID = "triton.columns"
+ID = "triton.shared"
 MEANINGS: dict[str, Callable[..., Tensor]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -35,7 +35,8 @@ MEANINGS: dict[str, Callable[..., Tensor]] = {
     "add_relu": lambda a, b: torch.relu(a + b),
     "mul_relu": lambda a, b: torch.relu(a * b),
 }
-FULL, ROW = (7, 37), (37,)
+SMALL = [{"BLOCK_R": 8, "BLOCK_C": 16, "parts": parts, "num_warps": 4} for parts in (1, 3)]
+FULL, ROW, COLUMN = (7, 37), (37,), (7, 1)
 CASES = [
     *((kind, (FULL, ROW)) for kind in MEANINGS if kind != "affine"),
     *((kind, (ROW, FULL)) for kind in ("sub", "div", "mul_relu")),
@@ -44,6 +45,14 @@ CASES = [
     ("affine", (FULL, FULL, ROW)),
     ("mul", ((3, 4, 5), (1, 4, 5))),
     ("add", ((50, 129), (1, 129))),
+    *((kind, (FULL, COLUMN)) for kind in MEANINGS if kind != "affine"),
+    *((kind, (FULL, ())) for kind in ("sub", "div", "mul_relu")),
+    *((kind, (COLUMN, FULL)) for kind in ("div", "add_relu")),
+    ("affine", (FULL, COLUMN, COLUMN)),
+    ("affine", ((3, 50), (), ())),
+    ("mul", ((3, 4, 5), (3, 4, 1))),
+    ("mul", ((3, 4, 5), (3, 1, 1))),
+    ("add", ((50, 129), (50, 1))),
 ]
 
 
@@ -69,7 +78,7 @@ def bound(config: dict[str, Any], *args: Any) -> Callable[..., Any]:
     return candidate.bind(key, config, DEVICE)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["alone", "shared"])
+@pytest.mark.parametrize("config", SMALL, ids=["alone", "shared"])
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 @pytest.mark.parametrize(("kind", "shapes"), CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_gradients(
@@ -94,7 +103,7 @@ def test_rows_with_gaps_and_a_gradient_that_is_one_number() -> None:
     a, b = rand(9, 48)[:, :37], rand(37)
     dy = torch.full((), 0.75, device=DEVICE).half().expand(9, 37)
     given = (dy, a, b, None, None)
-    launch = bound(CONFIGS[1], *given, "mul", "110")
+    launch = bound(SMALL[1], *given, "mul", "110")
     for got, want in zip(launch(*given), wanted("mul", [a, b], dy, (True, True)), strict=False):
         assert got is not None
         assert want is not None
@@ -107,7 +116,7 @@ def test_what_a_row_holds_that_is_not_finite_stays_in_its_column() -> None:
     a[2, 3], b[7] = float("inf"), float("nan")
     dy = rand(5, 16)
     given = (dy, a, b, None, None)
-    da, db, _ = bound(CONFIGS[0], *given, "mul", "110")(*given)
+    da, db, _ = bound(SMALL[0], *given, "mul", "110")(*given)
     assert db[3].isinf()
     assert db[torch.arange(16, device=DEVICE) != 3].isfinite().all()
     assert da[:, 7].isnan().all()
@@ -117,10 +126,9 @@ def test_what_a_row_holds_that_is_not_finite_stays_in_its_column() -> None:
 @pytest.mark.parametrize(
     ("shapes", "reason"),
     [
-        (((7, 37), (7, 1)), "is one row"),
-        (((7, 37), ()), "is one row"),
-        (((7, 37), (7, 37)), "is one row"),
-        (((2, 7, 37), (2, 1, 37)), "is one row"),
+        (((7, 37), (7, 37)), "is shared"),
+        (((2, 7, 37), (2, 1, 37)), "is shared"),
+        (((2, 7, 37), (7, 1)), "is shared"),
     ],
 )
 def test_what_is_left_to_others(shapes: tuple[tuple[int, ...], ...], reason: str) -> None:
@@ -161,15 +169,16 @@ def test_configurations_compile_without_spilling(monkeypatch: pytest.MonkeyPatch
         return lambda *args: True
 
     monkeypatch.setattr(kernels, "prepare", record)
-    whole = {"dy": "full", "y": "none", "da": "full", "db": "row", "dc": "none"}
-    for op, modes in (
-        ("affine", {"a": "full", "b": "row", "dc": "row"}),
-        ("div", {"a": "full", "b": "row"}),
-        ("mul_relu", {"a": "full", "b": "row"}),
-        ("add_relu", {"a": "none", "b": "none", "y": "full"}),
-    ):
-        for config in kernels.row_gradient_configs(4096, 1280)[: 5 if op == "affine" else 1]:
-            kernels.row_gradient_launcher(op, "f16", 4096, 1280, {**whole, **modes}, (1280, 1280), config, torch.device("cuda", 0), 16)  # fmt: skip
+    whole = {"dy": "full", "y": "none", "da": "full", "db": "sum", "dc": "none"}
+    for along, shared in ((False, "row"), (True, "column")):
+        for op, modes in (
+            ("affine", {"a": "full", "b": shared, "dc": "sum"}),
+            ("div", {"a": "full", "b": shared}),
+            ("mul_relu", {"a": "full", "b": shared}),
+            ("add_relu", {"a": "none", "b": "none", "y": "full"}),
+        ):
+            for config in kernels.shared_gradient_configs(4096, 1280, along, 132)[: 5 if op == "affine" else 1]:  # fmt: skip
+                kernels.shared_gradient_launcher(op, "f16", 4096, 1280, along, {**whole, **modes}, (1280, 1280), config, torch.device("cuda", 0), 16)  # fmt: skip
     for job, answer in zip(jobs, made("resources", list(jobs)), strict=True):
         assert not isinstance(answer, str), answer
         assert not answer.stack, f"{job.constexprs} sm_{job.sm} spills"

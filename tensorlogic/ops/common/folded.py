@@ -99,14 +99,16 @@ def heads(*names: str) -> Normal:
 
 
 def reduced(key: Key) -> Key:
-    """A tensor of which neighbouring dimensions are reduced as [outer, reduced, inner]."""
-    x, dims = key.tensors[0], key.flag("dim")
+    """A tensor of which neighbouring dimensions are reduced as [outer, reduced, inner], beside others of what is left."""
+    x, dims = key.spec("x"), key.flag("dim")
     if key.device != "cuda" or x is None or not dims or dims != tuple(range(dims[0], dims[-1] + 1)):
         return key
     now = {"dim": (1,), "keepdim": False}
+    outer, length, inner = _around(x.shape, dims[0], dims[-1] + 1)
+    shapes = ((outer, length, inner) if name == "x" else (outer, inner) for name in key.names)
     return replace(
         key,
-        tensors=(_shaped(x, _around(x.shape, dims[0], dims[-1] + 1)),),
+        tensors=tuple(t and _shaped(t, s) for t, s in zip(key.tensors, shapes, strict=True)),
         flags=tuple((n, now.get(n, v)) for n, v in key.flags),
     )
 

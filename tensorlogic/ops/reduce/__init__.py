@@ -46,18 +46,20 @@ for _meaning in (_sum, _mean, _max, _min):
     _meaning.__name__ = _meaning.__name__.removeprefix("_")  # the op's name is its reference's
 
 
-def _restored(dy: Tensor, flags: SimpleNamespace, dims: int) -> Tensor:
+def _restored(dy: Tensor, dim: Dims, keepdim: bool, dims: int) -> Tensor:
     """dy with size 1 where it was reduced."""
-    if not flags.keepdim and len(flags.dim) < dims:
-        for d in flags.dim:
+    if not keepdim and len(dim) < dims:
+        for d in dim:
             dy = dy.unsqueeze(d)
     return dy  # of a whole tensor: a scalar, which meets any shape
 
 
-def _spread(dy: Tensor, flags: SimpleNamespace, x: Tensor, y: Tensor) -> Tensor:
-    """The gradient of an extreme, shared equally between ties as PyTorch's amax does."""
-    hit, share = x == _restored(y, flags, x.dim()), _restored(dy, flags, x.dim())
-    return hit * (share / hit.sum(flags.dim, keepdim=True) if flags.dim else share)
+def extreme_backward(
+    dy: Tensor, x: Tensor, y: Tensor, dim: Dims, keepdim: bool
+) -> tuple[Tensor, ...]:
+    """dx = dy / ties where x is y, the extreme over dim, else 0: ties share equally, as of PyTorch's amax."""
+    hit, share = x == _restored(y, dim, keepdim, x.dim()), _restored(dy, dim, keepdim, x.dim())
+    return (hit * (share / hit.sum(dim, keepdim=True) if dim else share),)
 
 
 def _uncancelled(key: Key, values: dict[str, Any]) -> None:
@@ -71,6 +73,34 @@ def _uncancelled(key: Key, values: dict[str, Any]) -> None:
     norm = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
     count = prod(x.shape[d] for d in dim)
     x.add_(torch.where(total.abs() < norm, (norm - total) / count, 0).to(x.dtype))
+
+
+def _consistent(key: Key, values: dict[str, Any]) -> None:
+    """The extreme that forward would have kept; of a largest or of a smallest one the work is the same."""
+    x, y, dim = values["x"], values["y"], key.flag("dim")
+    if x.numel() and all(y.stride()):
+        y.copy_(torch.amax(x, dim, key.flag("keepdim")) if dim else x)
+
+
+def _tied(key: Key, values: dict[str, Any]) -> None:
+    """Halves and whole numbers, many of them alike, and their extremes."""
+    x = values["x"]
+    if all(x.stride()):
+        x.copy_((2 * x).round() / 2)
+    _consistent(key, values)
+
+
+EXTREME_BACKWARD = Op(
+    normal=folded.reduced,
+    reference=extreme_backward,
+    flops=lambda key: 3.0 * costs.size(key.spec("x")),
+    traffic=costs.pointwise_traffic,
+    prepare=_consistent,
+    stress=_tied,
+    internal=True,
+)
+EXTREME_BACKWARD.candidate("torch.eager", trusted=True)(extreme_backward)
+backward_call = dispatch.internal(EXTREME_BACKWARD)
 
 
 def _op(
@@ -98,10 +128,10 @@ def _op(
         dy: Tensor,
     ) -> tuple[Any, ...]:
         if extreme:
-            return (_spread(dy, flags, *saved),)
+            return backward_call(dy.contiguous(), *saved, flags.dim, flags.keepdim)
         shape = saved[0].shape
         count = prod(shape[d] for d in flags.dim) if op.name == "mean" else 1
-        dy = _restored(dy / count if count != 1 else dy, flags, len(shape))
+        dy = _restored(dy / count if count != 1 else dy, flags.dim, flags.keepdim, len(shape))
         return (dy.expand(shape),)
 
     op = Op(
@@ -110,7 +140,7 @@ def _op(
         flops=lambda key: float(costs.size(key.tensors[0])),
         traffic=_traffic,
         cases=lambda: _cases(extreme),
-        gradient=Gradient(save, backward),
+        gradient=Gradient(save, backward, again=extreme),
         autocast="composition",
         direct=direct,
         prepare=None if extreme else _uncancelled,

@@ -1,0 +1,309 @@
+"""Gradients of max and min: kernels against PyTorch's formula, special values, the candidate, what the compiler makes of it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+
+import tensorlogic  # isort: skip  (after the interpreter is asked for)
+from tensorlogic import registry, study  # isort: skip
+from tensorlogic.compiling import CompileFailure  # isort: skip
+from tensorlogic.op import OPS, Candidate  # isort: skip
+from tensorlogic.ops.common import triton_extreme as kernels  # isort: skip
+from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
+from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip
+from tensorlogic.ops.reduce import extreme_backward  # isort: skip
+
+from .compiled import nothing_spills  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
+NAN, INF = float("nan"), float("inf")
+CONFIGS = (
+    {"strategy": "held", "BLOCK_C": 128, "BLOCK_I": 2, "parts": 1, "num_warps": 1},
+    {"strategy": "held", "BLOCK_C": 128, "BLOCK_I": 8, "parts": 1, "num_warps": 4},
+    {"strategy": "twice", "BLOCK_C": 16, "BLOCK_I": 4, "parts": 1, "num_warps": 1},
+    {"strategy": "twice", "BLOCK_C": 128, "BLOCK_I": 1, "parts": 1, "num_warps": 4},
+    {"strategy": "parts", "BLOCK_C": 8, "BLOCK_I": 4, "parts": 3, "num_warps": 1},
+    {"strategy": "parts", "BLOCK_C": 16, "BLOCK_I": 1, "parts": 5, "num_warps": 1},
+    {"strategy": "parts", "BLOCK_C": 32, "BLOCK_I": 8, "parts": 40, "num_warps": 4},
+)
+NAMED = [f"{c['strategy']} {c['BLOCK_C']} x {c['BLOCK_I']} in {c['parts']}" for c in CONFIGS]
+SHAPES = {  # outer, C, inner, strides of x and dx
+    "columns": (2, 75, 5, ((375, 5, 1), (375, 5, 1))),
+    "wide gaps": (2, 75, 5, ((700, 7, 1), (375, 5, 1))),
+    "rows": (1, 75, 6, ((0, 1, 75), (0, 1, 75))),
+    "rows with gaps": (1, 75, 6, ((0, 1, 80), (0, 1, 75))),
+    "one value": (1, 101, 1, ((0, 1, 101), (0, 1, 101))),
+    "one element a line": (2, 1, 5, ((5, 5, 1), (5, 5, 1))),
+}
+
+
+def laid(lies: Lines, dtype: str) -> Tensor:
+    """x [outer, C, inner] in its strides: ties in every line, and NaN, infinities and zeros of both signs where there is room."""
+    shape = (lies.outer, lies.length, lies.inner)
+    places = 1 + sum((n - 1) * s for n, s in zip(shape, lies.strides[0], strict=True))
+    x = rand(places, dtype=dtype).as_strided(shape, lies.strides[0])
+    x.copy_((2 * x).round() / 2)
+    if lies.length > 1 and lies.inner > 4:
+        x[0, 3, 0] = NAN
+        x[0, 5, 1] = x[0, -1, 1] = INF
+        x[0, :, 2] = -INF
+        x[0, :, 3] = -1
+        x[0, 2:5, 3], x[0, -1, 3] = 0.0, -0.0
+        x[0, :, 4] = 7
+    return x
+
+
+def gradient(dy: Tensor, x: Tensor, y: Tensor, dtype: str, lies: Lines, config: Any) -> Tensor:
+    """dx, from a poisoned output and poisoned counts, beside which nothing is written."""
+    shape = (lies.outer, lies.length, lies.inner)
+    dx = poisoned(*shape, dtype=dtype).as_strided(shape, lies.strides[1])
+    whole = torch.full((kernels.extreme_space(lies, config) + 64,), 12345, dtype=torch.int32)
+    start = kernels.extreme_launcher(lies, dtype, config, DEVICE)
+    assert start(dy, x, y, whole if len(whole) > 64 else dx, dx)
+    assert (whole[-64:] == 12345).all(), "written beside the counts"
+    return dx
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
+@pytest.mark.parametrize(
+    ("dtype", "name"), [*itertools.product(("f16", "f32"), SHAPES), ("bf16", "columns")]
+)
+def test_ties_share_what_comes_in(dtype: str, name: str, config: dict[str, Any]) -> None:
+    lies = Lines(*SHAPES[name])
+    x = laid(lies, dtype)
+    dy = rand(lies.outer, lies.inner, dtype=dtype, seed=1)
+    dy[-1, -1] = 0
+    for y in (x.amax(1), x.amin(1)):
+        want = extreme_backward(dy.double(), x.double(), y.double(), (1,), False)[0]
+        got = gradient(dy, x, y, dtype, lies, config)
+        close(got, want.to(TORCH[dtype]), dtype, 0.01)
+        plain = extreme_backward(dy, x, y, (1,), False)[0]
+        assert torch.equal(got.isnan(), plain.isnan())
+        assert torch.equal(got.signbit() & (got == 0), plain.signbit() & (plain == 0))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
+def test_what_comes_in_is_not_finite_or_nothing_is_the_extreme(config: dict[str, Any]) -> None:
+    lies = Lines(1, 75, 6, ((0, 6, 1), (0, 6, 1)))
+    x, dy = rand(1, 75, 6), torch.tensor([[INF, NAN, -INF, 0.0, 1.0, -2.0]])
+    y = x.amax(1)
+    y[0, 3:5] = NAN
+    want = extreme_backward(dy, x, y, (1,), False)[0]
+    assert want.isnan().sum(1).tolist() == [[74, 75, 74, 75, 75, 0]]
+    close(gradient(dy, x, y, "f32", lies, config), want, "f32")
+
+
+def test_the_same_bits_every_time_from_whatever_was_in_the_workspace() -> None:
+    lies, config = Lines(*SHAPES["columns"]), CONFIGS[4]
+    x, dy = laid(lies, "f32"), rand(2, 5)
+    first, second = (gradient(dy, x, x.amax(1), "f32", lies, config) for _ in range(2))
+    assert torch.equal(first.nan_to_num(9.0), second.nan_to_num(9.0))
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """A tensor that reaches there is too large for a test: a step that nothing takes asks for them, and changes nothing."""
+    x, dy = rand(75), rand(1)
+    for config in CONFIGS[1::2]:
+        lies = Lines(1, 75, 1, ((0, 1, 2**31), (0, 1, 2**31)))
+        got = gradient(dy.view(1, 1), x.view(1, 75, 1), x.amax(0).view(1, 1), "f32", lies, config)
+        assert torch.equal(got.view(-1), dy * (x == x.max()))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of so few multiprocessors that the interpreter runs as many programs as fill it."""
+    monkeypatch.setattr(wiring, "cores", lambda: 3)
+
+
+def candidate() -> Candidate:
+    registry.ready(DEVICE.type)
+    return OPS["extreme_backward"].candidates["triton.spread"]
+
+
+def key(x: Tensor, dim: tuple[int, ...], keepdim: bool = False) -> Any:
+    y = torch.amax(x, dim, keepdim)
+    return OPS["extreme_backward"].key([torch.empty_like(y), x, y, dim, keepdim], "backward")
+
+
+def tensors() -> dict[str, tuple[Tensor, tuple[int, ...], bool]]:
+    """Tensors, what is reduced, and whether its dimensions stay."""
+    return {
+        "rows": (torch.randn(33, 65), (1,), False),
+        "few rows": (torch.randn(3, 2048), (1,), True),
+        "long rows": (torch.randn(2, 20001), (1,), False),
+        "columns": (torch.randn(33, 65), (0,), True),
+        "long columns": (torch.randn(3000, 17), (0,), False),
+        "in the middle": (torch.randn(2, 3, 6, 5), (1, 2), False),
+        "one value": (torch.randn(33, 65), (0, 1), False),
+        "one value of many": (torch.randn(25001), (0,), True),
+        "rows with gaps": (torch.randn(9, 80)[:, :65], (1,), False),
+        "columns with gaps": (torch.randn(40, 80)[:, :33], (0,), False),
+        "two dimensions with gaps": (torch.randn(2, 3, 4, 8)[..., :6], (3,), True),
+        "transposed rows": (torch.randn(65, 33).t(), (0,), False),
+        "transposed columns": (torch.randn(65, 33).t(), (1,), False),
+        "permuted": (torch.randn(2, 5, 4, 3).permute(0, 3, 1, 2), (2, 3), False),
+        "one element a line": (torch.randn(5, 1, 4), (1,), False),
+    }
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", tensors())
+def test_every_layout_is_served(name: str) -> None:
+    x, dim, keepdim = tensors()[name]
+    if name in ("rows", "few rows", "permuted"):
+        x = torch.empty_strided(x.shape, x.stride(), dtype=torch.float16).copy_(x)
+    op, served, asked = OPS["extreme_backward"], candidate(), key(x, dim, keepdim)
+    assert served.unfit(asked) is None
+    checker = study.Checker(op, asked, DEVICE)
+    configs = served.configs(asked)
+    assert 1 <= len(configs) <= 6
+    for config in {c["strategy"]: c for c in configs}.values():
+        launch = served.bind(asked, config, DEVICE)
+        for probe in (0, 2):  # with strides like PyTorch's, and with ties
+            verdict = checker._probe(launch, probe, probe)[1]
+            assert verdict, (asked.text, config, verdict.reason)
+
+
+def test_the_same_work_in_other_dimensions_is_the_same_key() -> None:
+    op, x = OPS["extreme_backward"], torch.randn(4, 8, 32)
+    for first, second in (
+        (key(x, (0, 1), True), key(x.view(1, 32, 32), (1,))),
+        (key(x, (2,)), key(x.view(32, 32), (1,), True)),
+    ):
+        found = [op.normal(replace(asked, device="cuda")) for asked in (first, second)]
+        assert found[0] == found[1] == op.normal(found[0])
+        assert op.normal(first) == first  # on CPUs plans are measured for what they are
+
+
+def test_samples_agree_and_some_have_ties() -> None:
+    for asked in (key(torch.randn(40, 30), (1,), True), key(torch.randn(40, 30).t(), (0, 1))):
+        plain, _, tied = study.Checker(OPS["extreme_backward"], asked, DEVICE).probes
+        for inputs, ties in ((plain, False), (tied, True)):
+            _, x, y = inputs.dynamic
+            dim, keepdim = asked.flag("dim"), asked.flag("keepdim")
+            assert torch.equal(torch.amax(x, dim, keepdim), y)
+            assert bool(((x == torch.amax(x, dim, True)).sum(dim) > 1).any()) == ties
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", ["max", "min"])
+@pytest.mark.parametrize(
+    ("shape", "dim", "keepdim"), [((40, 65), 1, True), ((70, 20), 0, False), ((3, 40, 5), (1, 2), False), ((31, 33), None, False)]
+)  # fmt: skip
+def test_a_public_call_is_served(kind: str, shape: Any, dim: Any, keepdim: bool) -> None:
+    """Incoming gradients of their own, expanded, and turned."""
+    candidate()
+    theirs = {"max": torch.amax, "min": torch.amin}[kind]
+    x = (4 * rand(*shape)).round().requires_grad_()
+    every = tuple(range(x.dim())) if dim is None else dim
+    plain = x.detach().clone().requires_grad_()
+    want = theirs(plain, every, keepdim)
+    with tensorlogic.policy(tune="off", force={"extreme_backward": "triton.spread"}):
+        y = getattr(tensorlogic, kind)(x, dim, keepdim)
+        for dy in (torch.randn(y.shape), torch.ones(()).expand(y.shape), torch.randn(y.shape[::-1]).permute([*range(y.dim() - 1, -1, -1)])):  # fmt: skip
+            (got,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+            close(got, torch.autograd.grad(want, plain, dy, retain_graph=True)[0], "f32", 0.1)
+
+
+def test_a_gradient_s_own_gradient_is_pytorch_s() -> None:
+    candidate()
+    found = []
+    for fn in (tensorlogic.max, torch.amax):
+        x = (2 * rand(6, 9)).round().requires_grad_()
+        with tensorlogic.policy(tune="off", force={"extreme_backward": "triton.spread", "max": "torch.eager"}):  # fmt: skip
+            first = torch.func.grad(lambda t, fn=fn: fn(t, 1).pow(3).sum())
+            found.append(torch.func.grad(lambda t, first=first: first(t).square().sum())(x))
+    close(found[0].detach(), found[1].detach(), "f32", 0.1)
+
+
+def test_what_is_left_to_others_is_named() -> None:
+    said = candidate().supports
+    for x, dim, reason in (
+        (torch.empty(2, 3, 5), (0, 2), "more than [outer"),
+        (torch.empty(2, 3, 8)[..., ::2], (2,), "does not lie between"),
+        (torch.empty(5, 1).expand(5, 6), (1,), "does not lie between"),
+        (torch.empty(1, 6).expand(5, 6), (1,), "does not lie between"),
+        (torch.empty(6, 5, 4).transpose(0, 1), (2,), "more than [outer"),
+        (torch.empty(5, 6, dtype=torch.float64), (1,), "f64"),
+        (torch.empty(0, 6), (1,), "nothing to reduce"),
+    ):
+        assert reason in str(said(key(x, dim))), (reason, said(key(x, dim)))
+    asked = key(torch.empty(5, 6), (1,))
+    assert "nothing to reduce" in str(said(replace(asked, flags=(("dim", ()), ("keepdim", False)))))
+    turned = replace(asked, tensors=(replace(asked.tensors[0], stride=(2,)), *asked.tensors[1:]))
+    assert "not contiguous" in str(said(turned))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"strategy": "held", "BLOCK_C": 64, "BLOCK_I": 1, "parts": 1, "num_warps": 4},
+        {"strategy": "parts", "BLOCK_C": 64, "BLOCK_I": 1, "parts": 600, "num_warps": 4},
+        {"strategy": "parts", "BLOCK_C": 64, "BLOCK_I": 64, "parts": 150, "num_warps": 4},
+    ],
+)
+def test_what_no_program_holds_or_adds_up_is_refused(config: dict[str, Any]) -> None:
+    lies = Lines(1, 10**6, 64, ((0, 64, 1), (0, 64, 1)))
+    with pytest.raises(CompileFailure, match="does not fit lines of 1000000"):
+        kernels.extreme_launcher(lies, "f32", config, DEVICE)
+
+
+LARGE = {  # outer, C, inner, x's strides
+    "many rows": (1, 1000, 8192, (0, 1, 1000)),
+    "long rows": (1, 30000, 4096, (0, 1, 30000)),
+    "short rows": (1, 24, 100000, (0, 1, 24)),
+    "few rows": (1, 2048, 3, (0, 1, 2048)),
+    "rows with gaps": (1, 4096, 512, (0, 1, 5000)),
+    "one value": (1, 334000, 1, (0, 1, 334000)),
+    "few columns": (1, 100000, 17, (0, 17, 1)),
+    "columns": (1, 4096, 4096, (0, 4096, 1)),
+    "short columns": (64, 49, 768, (37632, 768, 1)),
+    "long columns of images": (32, 3136, 64, (200704, 64, 1)),
+}
+
+
+def lines_of(name: str) -> Lines:
+    outer, c, inner, x = LARGE[name]
+    rows = x[1] == 1
+    return Lines(outer, c, inner, (x, (0, 1, c) if rows else (c * inner, inner, 1)))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_configurations_fill_the_gpu(name: str) -> None:
+    for dtype in ("f16", "f32"):
+        lies = lines_of(name)
+        configs = kernels.extreme_configs(lies, dtype)
+        assert 2 <= len(configs) <= 6
+        assert len({str(c) for c in configs}) == len(configs)
+        programs = [kernels._groups(lies, c["BLOCK_I"]) * c["parts"] for c in configs]
+        assert programs[0] >= 96 or name == "few rows"
+        for config, count in zip(configs, programs, strict=True):
+            assert config["strategy"] != "held" or config["BLOCK_C"] >= lies.length
+            if config["strategy"] == "parts":
+                assert 2 <= config["parts"] <= kernels.MOST_PARTS
+                assert count <= 4 * 132 or config["parts"] == 2
+
+
+def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, jobs = torch.device("cuda", 0), []
+    for sm, name, dtype in (
+        *itertools.product((90,), LARGE, ("f16", "f32")),
+        *itertools.product((80, 100), ("many rows", "one value", "columns"), ("f16",)),
+    ):
+        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
+        lies = lines_of(name)
+        for config in kernels.extreme_configs(lies, dtype)[: 6 if sm == 90 else 2]:
+
+            def build(lies: Lines = lies, dtype: str = dtype, config: Any = config) -> object:
+                return kernels.extreme_launcher(lies, dtype, config, cuda)
+
+            jobs += triton_launch.collect(build, cuda)
+    nothing_spills(list(dict.fromkeys(jobs)))

@@ -140,7 +140,7 @@ def _op(
         flops=lambda key: float(costs.size(key.tensors[0])),
         traffic=_traffic,
         cases=lambda: _cases(extreme),
-        gradient=Gradient(save, backward, again=extreme),
+        gradient=Gradient(save, backward, again=extreme, light=extreme),
         autocast="composition",
         direct=direct,
         prepare=None if extreme else _uncancelled,

@@ -99,16 +99,30 @@ def test_gradients(
                     close(got, want, dtype)
 
 
-def test_rows_with_gaps_and_a_gradient_that_is_one_number() -> None:
-    a, b = rand(9, 48)[:, :37], rand(37)
-    dy = torch.full((), 0.75, device=DEVICE).half().expand(9, 37)
-    given = (dy, a, b, None, None)
-    launch = bound(SMALL[1], *given, "mul", "110")
-    for got, want in zip(launch(*given), wanted("mul", [a, b], dy, (True, True)), strict=False):
-        assert got is not None
-        assert want is not None
-        assert got.is_contiguous()
-        close(got, want, "f16")
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@pytest.mark.parametrize("shared", [(37,), (9, 1), ()], ids=str)
+def test_any_even_layout(shared: tuple[int, ...], dtype: str) -> None:
+    """Rows with gaps beside a gradient that is one number, every other column, and turned ones."""
+    b = rand(*shared, dtype=dtype)
+    one = torch.full((), 0.75, device=DEVICE).to(b.dtype).expand(9, 37)
+    for a, dy in (
+        (rand(9, 48, dtype=dtype)[:, :37], one),
+        (rand(9, 74, dtype=dtype)[:, ::2], rand(9, 37, dtype=dtype)),
+        (rand(9, 37, dtype=dtype), rand(37, 9, dtype=dtype).t()),
+        (rand(37, 9, dtype=dtype).t(), rand(37, 9, dtype=dtype).t()),
+        (rand(37, 18, dtype=dtype)[:, ::2].t(), rand(37, 9, dtype=dtype).t()),
+    ):
+        if not shared and a.stride() != dy.stride():
+            continue  # one number is met by even elements only
+        given = (dy, a, b, None, None)
+        grads = bound(SMALL[1], *given, "mul", "110")(*given)
+        for got, want in zip(grads, wanted("mul", [a, b], dy, (True, True)), strict=False):
+            assert got is not None
+            assert want is not None
+            assert got.shape == want.shape
+            close(got, want, dtype)
+        if any(dy.stride()):
+            assert grads[0].stride() == (dy * b).stride()
 
 
 def test_what_a_row_holds_that_is_not_finite_stays_in_its_column() -> None:
@@ -178,7 +192,7 @@ def test_configurations_compile_without_spilling(monkeypatch: pytest.MonkeyPatch
             ("add_relu", {"a": "none", "b": "none", "y": "full"}),
         ):
             for config in kernels.shared_gradient_configs(4096, 1280, along, 132)[: 5 if op == "affine" else 1]:  # fmt: skip
-                kernels.shared_gradient_launcher(op, "f16", 4096, 1280, along, {**whole, **modes}, (1280, 1280), config, torch.device("cuda", 0), 16)  # fmt: skip
+                kernels.shared_gradient_launcher(op, "f16", 4096, 1280, along, {**whole, **modes}, ((1280, 1), (1280, 1)), config, torch.device("cuda", 0), 16)  # fmt: skip
     for job, answer in zip(jobs, made("resources", list(jobs)), strict=True):
         assert not isinstance(answer, str), answer
         assert not answer.stack, f"{job.constexprs} sm_{job.sm} spills"

@@ -134,8 +134,12 @@ def elements(dtype: torch.dtype) -> Iterator[Call]:
             yield fn, (a,)
         yield tensorlogic.affine, (a, b, a)
         yield tensorlogic.affine, (a.view(-1, 256), row, row)
-        for fn in (tensorlogic.add, tensorlogic.mul, tensorlogic.add_relu, tensorlogic.mul_relu):
+        for fn in (tensorlogic.add, tensorlogic.mul, tensorlogic.add_relu, tensorlogic.mul_relu, tensorlogic.sub, tensorlogic.div):  # fmt: skip
             yield fn, (a.view(-1, 256), row)
+        column, number = normal(dtype, count // 256, 1), normal(dtype)
+        for fn in (tensorlogic.mul, tensorlogic.add_relu, tensorlogic.div):
+            yield fn, (a.view(-1, 256), column)
+            yield fn, (a.view(-1, 256), number)
 
 
 def strided(dtype: torch.dtype) -> Iterator[Call]:

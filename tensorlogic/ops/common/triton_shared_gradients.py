@@ -17,10 +17,12 @@ from tensorlogic.ops.common.triton_math import follow
 
 
 @triton.jit
-def operand(ptr, row, col, step, mask, rows, cols, MODE: tl.constexpr, other):
-    """Elements of an operand in float32: of a matrix, of what all rows or all columns share, or `other` of one that is not read."""
+def operand(ptr, row, col, step, mask, rows, cols, MODE: tl.constexpr, UNIT: tl.constexpr, other):
+    """Elements of an operand in float32: of a matrix, `step` from one row to the next and UNIT from one column to the next; of what
+    all rows or all columns share; or `other` of one that is not read."""
     if MODE == "full":
-        v = tl.load(ptr + ((row.to(tl.int64) * step)[:, None] + col[None, :]), mask, other)
+        along = col if UNIT == 1 else col.to(tl.int64) * UNIT
+        v = tl.load(ptr + ((row.to(tl.int64) * step)[:, None] + along[None, :]), mask, other)
     elif MODE == "row":
         v = tl.load(ptr + col, cols, other)[None, :]
     elif MODE == "column":
@@ -37,6 +39,7 @@ def shared_gradients(
     dy_ptr, a_ptr, b_ptr, y_ptr, da_ptr, db_ptr, dc_ptr, space_ptr, counter_ptr, M, N, PARTS, a_step, b_step,
     OP: tl.constexpr, DY: tl.constexpr, A: tl.constexpr, B: tl.constexpr, Y: tl.constexpr,
     DA: tl.constexpr, DB: tl.constexpr, DC: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr, ALONG: tl.constexpr,
+    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `OP` over [M, N] from dy: DA, DB and DC say which are written ("full"), summed ("sum") or nobody's ("none");
@@ -68,11 +71,11 @@ def shared_gradients(
         cols = inside if ALONG else live
         mask = rows[:, None] & cols[None, :]
         at = (row.to(tl.int64) * N)[:, None] + col[None, :]
-        dy = tl.where(mask, operand(dy_ptr, row, col, N, mask, rows, cols, DY, 0.0), 0.0)
-        a = operand(a_ptr, row, col, a_step, mask, rows, cols, A, 1.0)
-        b = operand(b_ptr, row, col, b_step, mask, rows, cols, B, 1.0)
+        dy = tl.where(mask, operand(dy_ptr, row, col, N, mask, rows, cols, DY, 1, 0.0), 0.0)
+        a = operand(a_ptr, row, col, a_step, mask, rows, cols, A, A_UNIT, 1.0)
+        b = operand(b_ptr, row, col, b_step, mask, rows, cols, B, B_UNIT, 1.0)
         if OP == "add_relu":
-            y = operand(y_ptr, row, col, N, mask, rows, cols, Y, 0.0)
+            y = operand(y_ptr, row, col, N, mask, rows, cols, Y, 1, 0.0)
             g, _ = combine("relu_bwd", kind, dy, y, y)
             h = g
         elif OP == "add":
@@ -165,7 +168,7 @@ def shared_gradient_launcher(
     columns: int,
     along: bool,
     modes: Mapping[str, str],
-    steps: tuple[int, int],
+    steps: tuple[tuple[int, int], tuple[int, int]],
     config: dict[str, Any],
     device: torch.device,
     align: int,
@@ -173,8 +176,8 @@ def shared_gradient_launcher(
     """A callable (dy[, a][, b][, y][, da][, db][, dc], space, counter) -> bool over [rows, columns]; all of one dtype.
 
     `modes` says of dy, a, b and y whether each is "full", a "row", a "column", "one" element (dy alone) or "none" where it is not
-    read, and of da, db and dc whether each is "full", a "sum" (over rows; with `along` of each row) or "none". `steps`: from one
-    row of a and b to the next; all else is contiguous. What `shared_gradient_space` has as 0 may be any tensor.
+    read, and of da, db and dc whether each is "full", a "sum" (over rows; with `along` of each row) or "none". `steps`: of a and
+    of b from one row and from one column to the next; all else is contiguous. What `shared_gradient_space` has as 0 may be any tensor.
     """
     names = ("dy", "a", "b", "y", "da", "db", "dc")
     tiles = triton.cdiv(rows, config["BLOCK_R"]) if along else triton.cdiv(columns, config["BLOCK_C"])  # fmt: skip
@@ -190,8 +193,8 @@ def shared_gradient_launcher(
             "M": rows,
             "N": columns,
             "PARTS": config["parts"],
-            "a_step": steps[0],
-            "b_step": steps[1],
+            "a_step": steps[0][0],
+            "b_step": steps[1][0],
         },
         floats=(),
         constexprs={
@@ -200,6 +203,8 @@ def shared_gradient_launcher(
             "SLOTS": sum(modes[n] == "sum" for n in ("da", "db", "dc")),
             "SHARED": config["parts"] > 1,
             "ALONG": along,
+            "A_UNIT": steps[0][1],
+            "B_UNIT": steps[1][1],
             "BLOCK_R": config["BLOCK_R"],
             "BLOCK_C": config["BLOCK_C"],
             "BLOCK_P": triton.next_power_of_2(config["parts"]),

@@ -4,7 +4,7 @@ and sums."""
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -38,8 +38,8 @@ HANDED_ON = {"add": "ab", "sub": "a", "affine": "c"}
 
 @dataclass(frozen=True)
 class Shape:
-    """One launch: [rows, columns], whether sums are along rows, how each tensor meets them, steps between the rows of a and b, shapes of
-    what is made."""
+    """One launch: [rows, columns], whether sums are along rows, how each tensor meets them, the steps of a and b from row to row and
+    from column to column, shapes and strides of what is made."""
 
     kind: str
     dtype: str
@@ -47,34 +47,42 @@ class Shape:
     columns: int
     along: bool
     modes: tuple[tuple[str, str], ...]
-    steps: tuple[int, int]
-    made: tuple[tuple[str, tuple[int, ...]], ...]
+    steps: tuple[tuple[int, int], tuple[int, int]]
+    made: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     gives: tuple[str, ...]
     align: int
 
 
+def _turned(t: TensorSpec, order: list[int]) -> TensorSpec:
+    """The tensor with as many dimensions as `order` has, and in that order."""
+    missing = len(order) - len(t.shape)
+    shape, stride = (1,) * missing + t.shape, (0,) * missing + t.stride
+    return replace(t, shape=tuple(shape[d] for d in order), stride=tuple(stride[d] for d in order))
+
+
 def _shared(t: TensorSpec, whole: tuple[int, ...]) -> tuple[int, int, bool] | None:
     """[rows, columns] of `whole`, of which contiguous `t` is one row, or, as the third says, one column; else None."""
-    missing = len(whole) - len(t.shape)
-    shape, count = (1,) * missing + t.shape, prod(t.shape)
+    count = prod(t.shape)
     if not wiring.is_contiguous(t):
         return None
     for first in range(len(whole)):
         lead, rest = prod(whole[:first]), prod(whole[first:])
-        if count > 1 and rest == count and shape[first:] == whole[first:]:
+        if count > 1 and rest == count and t.shape[first:] == whole[first:]:
             return lead, rest, False
-        if lead == count and shape[:first] == whole[:first]:
+        if lead == count and t.shape[:first] == whole[:first]:
             return lead, rest, True
     return None
 
 
-def _step(t: TensorSpec, rows: int, columns: int) -> int | None:
-    """From one row of [rows, columns] to the next, elements of a row being neighbours; None where they are not."""
+def _steps(t: TensorSpec, rows: int, columns: int) -> tuple[int, int] | None:
+    """From one row of [rows, columns] to the next and from one column to the next; None where they are not even."""
     dims = joined(list(zip(t.shape, t.stride, strict=True)))
-    if dims in (((rows * columns, 1),), ()):
-        return columns
-    lines = dims == ((rows, dims[0][1]), (columns, 1)) if len(dims) == 2 else False
-    return dims[0][1] if lines else None
+    if len(dims) < 2:
+        step = dims[0][1] if dims else 1
+        return columns * step, step
+    if len(dims) == 2 and (dims[0][0], dims[1][0]) == (rows, columns):
+        return dims[0][1], dims[1][1]
+    return None
 
 
 def describe(key: Key) -> Shape | str:
@@ -86,17 +94,22 @@ def describe(key: Key) -> Shape | str:
         return reason or "it has one operand"
     if 0 in dy.shape:
         return "empty"
-    given = {n: key.spec(n) for n in "abcy"}
-    short = {n: t for n, t in given.items() if t is not None and t.shape != dy.shape}
-    views = {_shared(t, dy.shape) for t in short.values()}
+    order = sorted(range(len(dy.shape)), key=lambda d: (dy.shape[d] != 1, -dy.stride[d]))
+    one = not any(dy.stride)
+    if not one and not wiring.is_contiguous(_turned(dy, order)):
+        return "dy has gaps"
+    whole = _turned(dy, order).shape
+    named = {n: key.spec(n) for n in "abcy"}
+    given = {n: t and _turned(t, order) for n, t in named.items()}
+    short = {n: t for n, t in named.items() if t is not None and t.shape != dy.shape}
+    views = {_shared(_turned(t, order), whole) for t in short.values()}
     view = views.pop() if len(views) == 1 else None
+    if order != sorted(order) and any(sum(n > 1 for n in t.shape) > 1 for t in short.values()):
+        return "an operand of several dimensions, which lie in another order in what comes in"
     if view is None or not any(needs["abc".index(n)] == "1" for n in short):
         return "no operand whose gradient is asked for is shared by all rows, or by all columns"
     rows, columns, along = view
     modes, steps, made, gives = dict.fromkeys(("a", "b", "y", "da", "db", "dc"), "none"), {}, [], []
-    one = not any(dy.stride)
-    if not one and not wiring.is_contiguous(dy):
-        return "dy is not contiguous"
     for name, wanted, reads in zip("abc", needs, READS[kind], strict=True):
         if wanted == "0":
             gives.append("None")
@@ -113,16 +126,19 @@ def describe(key: Key) -> Shape | str:
             continue
         else:
             modes[f"d{name}"] = "full"
-        made.append((f"d{name}", (short.get(name) or dy).shape))
+        shape = (short.get(name) or dy).shape
+        own = name in short or one  # what is whole lies as what comes in
+        made.append((f"d{name}", shape, wiring.contiguous(shape) if own else dy.stride))
         gives.append(f"d{name}")
     for name in "aby":
-        t = given[name]
-        steps[name] = columns if t is None or modes[name] != "full" else _step(t, rows, columns)
-        if steps[name] is None or (name == "y" and steps[name] != columns):
-            return f"rows of {name} are not evenly spaced"
+        t, even = given[name], (columns, 1)
+        found = _steps(t, rows, columns) if t is not None and modes[name] == "full" else even
+        if found is None or (name == "y" and found != even):
+            return f"{name} does not lie in even rows"
+        steps[name] = found
     modes["dy"] = "one" if one else "full"
-    places = steps["a"] or 0, steps["b"] or 0
-    if max(rows, columns, *places) > triton_elementwise.WIDEST:
+    places = steps["a"], steps["b"]
+    if max(rows, columns, *places[0], *places[1]) > triton_elementwise.WIDEST:
         return "more rows or columns than the kernel counts"
     return Shape(
         kind, dy.dtype, rows, columns, along, tuple(modes.items()), places, tuple(made), tuple(gives), wiring.weakest(key)
@@ -146,10 +162,9 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     space, count = triton_shared_gradients.shared_gradient_space(kept, s.along, slots, chosen)
     empty, dtype = wiring.empty(device), DTYPES[s.dtype]
     places = [i for i, n in enumerate(("dy", "a", "b", "c", "y")) if modes.get(n, "none") != "none"]
-    outputs = [(name, shape, wiring.contiguous(shape)) for name, shape in s.made]
 
     def launch(*dynamic: Any) -> Any:
-        made = {name: empty(shape, stride, dtype) for name, shape, stride in outputs}
+        made = {name: empty(shape, stride, dtype) for name, shape, stride in s.made}
         tensors = tuple(made.values())
         partial = empty((space,), (1,), torch.float32) if space else tensors[0]
         counter = wiring.counters(device, count) if count else tensors[0]

@@ -68,9 +68,10 @@ class Bound:
         self.cacheable = self.choice.cacheable
         self.record: Run = _record if all(map(_alive, args)) else Recorded.apply
         self.scalars = tuple(i for i, p in enumerate(op.dynamic) if not p.is_tensor)
-        behind = recording and self._followed()
+        behind = recording and self._followed()  # where eager serves it
         heavy = behind and (op.traffic(self.key) > HEAVY_BYTES or op.flops(self.key) > HEAVY_FLOPS)
-        captured = self.choice.captured or (self.choice if behind and not heavy else None)
+        alike = self.choice if behind and not heavy and self.choice.candidate.id == EAGER else None
+        captured = self.choice.captured or alike
         self.run: Run = self._runner(self.choice, recording, heavy)
         self.outside: Run = self.run  # of captures
         self.two_ways = captured is not None
@@ -81,7 +82,9 @@ class Bound:
         """Whether our backward pass may stand behind PyTorch's forward, where that was chosen: forward's time alone decides who
         makes it, and often by little, while of gradients PyTorch's own may be the slowest."""
         light = self.op.gradient is not None and self.op.gradient.light
-        return light and self.device.type in FOLLOWED and self.policy.forced(self.op.name) != EAGER
+        served = EAGER in (c.candidate.id for c in (self.choice, self.choice.captured) if c)
+        forced = self.policy.forced(self.op.name) == EAGER
+        return light and served and self.device.type in FOLLOWED and not forced
 
     @property
     def shortest(self) -> tuple[Run, int]:

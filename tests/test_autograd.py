@@ -425,3 +425,17 @@ def test_our_gradient_stands_behind_pytorchs_forward(
     for a, b in zip(got, torch.autograd.grad(x / scale, (x, scale), dy), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
     assert asked == ([] if force else ["div"])
+
+
+def test_a_forward_of_ours_takes_no_other_road_under_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tensorlogic import binding
+
+    monkeypatch.setattr(binding, "FOLLOWED", ("cpu",))
+    op, args = OPS["div"], (torch.randn(40, 30, requires_grad=True), torch.randn(40, 30), True)
+    for force in ("cpu.fused", EAGER):
+        with tensorlogic.policy(tune="off", force=force), torch.enable_grad():
+            bound = binding.Bound(op, args, policies.current(), recording=True)
+        assert bound.choice.candidate.id == force
+        assert not bound.two_ways

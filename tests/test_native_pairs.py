@@ -22,8 +22,10 @@ def pairs() -> Iterator[None]:
     if "avx512_bf16" not in cpu_costs.features():
         pytest.skip("no pairs of bfloat16 here")
     before = native.op("set_isa")("avx512_bf16")
+    ways_cpu.own_tiles.cache_clear()
     yield
     native.op("set_isa")(before)
+    ways_cpu.own_tiles.cache_clear()
 
 
 def product(a: Tensor, b: Tensor, parts: int = 3) -> Tensor:
@@ -92,6 +94,7 @@ def test_bfloat16_without_hardware_is_not_expected_to_be_fast(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     monkeypatch.setattr(ways_cpu, "own_tiles", lambda: False)
+    monkeypatch.setattr(native, "isa", lambda: "avx512")
     monkeypatch.setattr(cpu_costs, "pairs", lambda dtype: False)
     monkeypatch.setattr(
         cpu_costs, "_factors", lambda dtype: (90.0 if dtype == "bf16" else 1.0, 1.0)
@@ -113,6 +116,7 @@ def test_pairs_are_expected_to_be_fastest_where_they_keep_the_budget(
     dtype: torch.dtype, pairs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ways_cpu, "tiles", lambda: False)
+    monkeypatch.setattr(cpu_costs, "_is_amd", lambda: True)  # whose pairs were timed without tiles
     monkeypatch.setattr(cpu_costs, "_factors", lambda dtype: (1.0, 1.0))
     for n in (512, 1000, 2048):
         assert first(n, dtype, 1e-2) == "cpu.bf16"

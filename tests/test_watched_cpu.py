@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import PrecisionWarning, accuracy, adapting, calls, native
+from tensorlogic import PrecisionWarning, accuracy, adapting, calls, native, ranking
 from tensorlogic.adapting import Adaptive
 from tensorlogic.op import OPS
 
@@ -251,8 +251,12 @@ def test_a_warm_call_stays_in_c_while_the_guard_is_certain(
 
 
 @pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
-def test_what_c_computed_is_judged_by_what_was_held_then() -> None:
+def test_what_c_computed_is_judged_by_what_was_held_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread has chosen again meanwhile, or nothing was held."""
+    order = ranking.order  # products of ours first, whichever is fastest here: C guards no others
+    monkeypatch.setattr(
+        adapting, "order", lambda *about: sorted(order(*about), key=lambda c: c[0].id != "cpu.f32")
+    )
     op = OPS["matmul"].precise
     assert op is not None
     a, b = torch.randn(96, 256), torch.randn(256, 80)

@@ -66,6 +66,10 @@ TESTS: dict[str, tuple[str, str]] = {  # what a module's kernels run in, and wha
     "scores_kept": (f"{GLUON}_scores", "test_triton_scores_kept.py"),
     "scores_rows": ("test_triton_scores_rows.py", "test_triton_scores_rows.py"),
     "scores_specialised": (f"{GLUON}_scores", "test_triton_scores_specialised.py"),
+    "shared_gradients": (
+        "test_triton_shared_gradients.py::test_gradients",
+        "test_triton_shared_gradients.py",
+    ),
     "softmax": ("test_triton_softmax.py", "test_triton_softmax.py"),
     "softmax_groups": ("test_triton_softmax_groups.py", "test_triton_softmax_groups.py"),
     "softmax_held": (
@@ -151,6 +155,7 @@ OFF_BY_ONE = {
     "reduce_groups_swept": Off("lane < length - start", "lane < length - 1 - start"),
     "reduce_along": Off("(j < whole)", "(j < whole - 1)"),
     "reduce_across": Off("(row < R)", "(row < R - 1)", "tile_across"),
+    "shared_gradients": Off("inside = moved < most", "inside = moved < most - 1"),
     "softmax_fwd_registers": Off("(col < C)", "(col < C + 1)"),
     "softmax_fwd_online": Off("start + lane < C", "start + lane < C + 1"),
     "softmax_bwd_registers": Off("(col < C)", "(col < C - 1)"),

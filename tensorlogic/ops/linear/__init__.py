@@ -79,7 +79,7 @@ LINEAR = Op(
     direct=_direct,
     landmarks=samples.picked("x", "weight"),
     cases=_cases,
-    gradient=Gradient(_kept, _backward, again=True, light=True),
+    gradient=Gradient(_kept, _backward, again=True),
     autocast="lower",
     uncast=("residual",),
     outputs=2,

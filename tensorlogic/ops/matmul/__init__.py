@@ -118,7 +118,7 @@ MATMUL = Op(
     direct=lambda key: torch.matmul if key.flag("activation") == "none" else None,
     landmarks=samples.picked("a", "b", transposed=False),
     cases=_cases,
-    gradient=Gradient(_kept, _backward, again=True, light=True),
+    gradient=Gradient(_kept, _backward, again=True),
     autocast="lower",
     outputs=2,
 )

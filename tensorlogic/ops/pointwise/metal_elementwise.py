@@ -32,6 +32,7 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "add_relu": (2, ("activate(a + b, 1)",)),
     "mul_relu": (2, ("activate(a * b, 1)",)),
     "affine": (3, ("a * b + c",)),
+    "neg": (1, ("-a",)),
     "relu_bwd": (2, ("activation_gradient(a, b, 1)",)),
     "gelu_bwd": (2, ("activation_gradient(a, b, 2)",)),
     "gelu_tanh_bwd": (2, ("activation_gradient(a, b, 3)",)),

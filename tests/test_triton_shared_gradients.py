@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 import tensorlogic as tl
 from tensorlogic import registry
-from tensorlogic.op import bits
+from tensorlogic.op import OPS, bits
 from tensorlogic.ops.common import triton_launch
 from tensorlogic.ops.common import triton_shared_gradients as kernels
 from tensorlogic.ops.pointwise import POINTWISE_BACKWARD
@@ -196,3 +196,13 @@ def test_configurations_compile_without_spilling(monkeypatch: pytest.MonkeyPatch
     for job, answer in zip(jobs, made("resources", list(jobs)), strict=True):
         assert not isinstance(answer, str), answer
         assert not answer.stack, f"{job.constexprs} sm_{job.sm} spills"
+
+
+def test_what_backward_reads_again_is_not_asked_to_leave_the_cache() -> None:
+    registry.ready("cpu")
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    for name in ("mul", "affine", "silu"):
+        op, args = OPS[name], (a, b, a)[: {"mul": 2, "affine": 3, "silu": 1}[name]]
+        asked = op.candidates["triton.flat"].configs
+        assert any(c["stream"] for c in asked(op.key((*args, False), "inference")))
+        assert not any(c["stream"] for c in asked(op.key((*args, True), "forward")))

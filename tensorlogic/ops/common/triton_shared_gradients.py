@@ -126,13 +126,22 @@ def shared_gradients(
             tl.store(dc_ptr + kept, tl.sum(of_c, AXIS).to(kind), mask=live)
 
 
+FEW = 128  # rows that one program may hold
+
+
 def shared_gradient_configs(
     rows: int, columns: int, along: bool, multiprocessors: int
 ) -> list[dict[str, Any]]:
     """Configurations, best guess first: sums over rows, or `along` them."""
     if not along:
-        return list(backward_configs(rows, columns, multiprocessors))
-    found: list[dict[str, Any]] = []
+        found = list(backward_configs(rows, columns, multiprocessors))
+        if rows <= FEW:  # all of them in one program, which needs no other to arrive
+            block_r = triton.next_power_of_2(rows)
+            block_c = min(max(16, 2048 // block_r), max(16, triton.next_power_of_2(columns)))
+            own = {"BLOCK_R": block_r, "BLOCK_C": block_c, "parts": 1, "num_warps": 4}
+            found = [own, *(c for c in found if c != own)]
+        return found
+    found = []
     for widest, size, per, warps in (
         (1024, 2048, 4, 4),
         (2048, 2048, 4, 8),

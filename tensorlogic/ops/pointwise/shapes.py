@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...plans import Key, TensorSpec
 from ..common import wiring
@@ -20,7 +20,7 @@ class Shape:
     """One launch: the kernel's op, dtype, the [rows, columns] it sees, how each operand meets them, and the output.
 
     Where `steps` is not empty it has the strides of every operand and of the output along [*outer, rows, columns];
-    elsewhere operands are contiguous where they are not repeated.
+    elsewhere operands are contiguous where they are not repeated. `kept`: a backward pass reads some of it again.
     """
 
     kind: str
@@ -33,6 +33,7 @@ class Shape:
     align: int
     outer: tuple[int, int] = (1, 1)
     steps: tuple[Steps, ...] = ()
+    kept: bool = False
 
 
 def laid(t: TensorSpec) -> Laid:
@@ -105,7 +106,8 @@ def forward_shape(key: Key) -> Shape | str:
     if key.op == "affine":
         x, scale, bias = map(laid, operands)
         output = iterated(iterated(x, scale), bias)
-    return shape_of(kind_of(key), key, operands, output)
+    found = shape_of(kind_of(key), key, operands, output)
+    return found if isinstance(found, str) else replace(found, kept=bool(key.flag("save")))
 
 
 def unstrided(found: Shape | str) -> Shape | str:

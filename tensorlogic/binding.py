@@ -198,7 +198,9 @@ class Recording:
 
     def backward(self, ctx: Any, dy: Tensor) -> list[Any]:
         bound = self.bound
-        if torch.is_grad_enabled():
+        assert bound.op.gradient is not None
+        inputs_alone = bound.op.gradient.light and bound.choice.candidate.id == EAGER
+        if torch.is_grad_enabled() and not inputs_alone:  # what else is kept has no gradient
             raise RuntimeError(
                 f"{bound.op.name}: double backward is not available through candidate {bound.choice.candidate.id}; "
                 f"compute it under tensorlogic.policy(force='torch.eager')"

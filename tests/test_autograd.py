@@ -439,3 +439,31 @@ def test_a_forward_of_ours_takes_no_other_road_under_capture(
             bound = binding.Bound(op, args, policies.current(), recording=True)
         assert bound.choice.candidate.id == force
         assert not bound.two_ways
+
+
+@pytest.mark.parametrize("name", ["mul", "div", "silu", "gelu", "softmax", "max", "affine"])
+def test_a_gradients_own_gradient_behind_pytorchs_forward(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorlogic import binding, selector
+
+    monkeypatch.setattr(binding, "FOLLOWED", ("cpu",))
+    monkeypatch.setattr(binding, "HEAVY_BYTES", -1.0)
+    monkeypatch.setattr(selector, "decide", lambda *about: selector.PLAIN)
+    plain: dict[str, Callable[..., Tensor]] = {
+        "mul": torch.mul, "div": torch.div, "silu": F.silu, "gelu": F.gelu, "softmax": lambda x: torch.softmax(x, -1),
+        "max": lambda x: torch.amax(x, 1), "affine": lambda x, s, b: x * s + b,
+    }  # fmt: skip
+    rest = {"softmax": (-1,), "max": (1,)}.get(name, ())
+    found = []
+    args = [torch.randn(6, 5, dtype=torch.float64) for _ in range({"mul": 2, "div": 2, "affine": 3}.get(name, 1))]  # fmt: skip
+    with tensorlogic.policy(tune="off"):
+        for fn in (lambda *a: getattr(tensorlogic, name)(*a, *rest), plain[name]):
+            leaves = [a.clone().requires_grad_() for a in args]
+            y = fn(*leaves)
+            (first,) = torch.autograd.grad(y.square().sum(), leaves[:1], create_graph=True)
+            found.append(torch.autograd.grad(first.pow(3).sum(), leaves, allow_unused=True))
+    for got, want in zip(*found, strict=True):
+        assert (got is None) == (want is None)
+        if got is not None:
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)

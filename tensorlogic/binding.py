@@ -208,7 +208,7 @@ class Recording:
         needs, saved = ctx.needs_input_grad[1:], ctx.saved_tensors
         if self.looks is not None:
             saved = kept.joined(saved, self.looks)
-        once = bound.op.gradient.once if bound.op.gradient is not None else None
+        once = bound.op.gradient.once
         if once is not None and len(saved) > once:
             if getattr(ctx, "spent", False):
                 saved = (*saved[:once], None, *saved[once + 1 :])

@@ -70,8 +70,7 @@ class Bound:
         self.scalars = tuple(i for i, p in enumerate(op.dynamic) if not p.is_tensor)
         behind = recording and self._followed()  # where eager serves it
         heavy = behind and (op.traffic(self.key) > HEAVY_BYTES or op.flops(self.key) > HEAVY_FLOPS)
-        alike = self.choice if behind and not heavy and self.choice.candidate.id == EAGER else None
-        captured = self.choice.captured or alike
+        captured = self.choice.captured or (self.choice if behind and not heavy else None)
         self.run: Run = self._runner(self.choice, recording, heavy)
         self.outside: Run = self.run  # of captures
         self.two_ways = captured is not None

@@ -418,13 +418,16 @@ def test_our_gradient_stands_behind_pytorchs_forward(
         return served(op, *more)
 
     monkeypatch.setattr(binding, "gradients", gradients)
-    x, scale = torch.randn(40, 30, requires_grad=True), torch.randn(30, requires_grad=True)
-    dy = torch.randn(40, 30)
-    with tensorlogic.policy(tune="off", force=force):
-        got = torch.autograd.grad(tensorlogic.div(x, scale), (x, scale), dy)
-    for a, b in zip(got, torch.autograd.grad(x / scale, (x, scale), dy), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
-    assert asked == ([] if force else ["div"])
+    for dtype in (torch.float32, torch.float64):  # of x, the row's, too, and wider than it
+        x, row = torch.randn(40, 30, dtype=dtype), torch.rand(30).add(0.5)
+        x.requires_grad_()
+        row.requires_grad_()
+        dy = torch.randn(40, 30, dtype=dtype)
+        with tensorlogic.policy(tune="off", force=force):
+            got = torch.autograd.grad(tensorlogic.div(x, row), (x, row), dy)
+        for a, b in zip(got, torch.autograd.grad(x / row, (x, row), dy), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+    assert asked == ([] if force else ["div", "div"])
 
 
 def test_a_forward_of_ours_takes_no_other_road_under_capture(
@@ -467,3 +470,13 @@ def test_a_gradients_own_gradient_behind_pytorchs_forward(
         assert (got is None) == (want is None)
         if got is not None:
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("needs", [(True, True), (False, True)])
+def test_a_residuals_gradient_is_what_comes_in(needs: tuple[bool, bool]) -> None:
+    x, w, r, dy = torch.randn(6, 8), torch.randn(5, 8), torch.randn(6, 5), torch.randn(6, 5)
+    leaves = [t.requires_grad_() for t, n in zip((x, r), needs, strict=True) if n]
+    *rest, dr = torch.autograd.grad(tensorlogic.linear(x, w, None, r), leaves, dy)
+    assert dr.data_ptr() == dy.data_ptr()
+    for got in rest:
+        torch.testing.assert_close(got, dy @ w)

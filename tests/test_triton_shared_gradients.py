@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +17,13 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import tensorlogic as tl
-from tensorlogic import registry
+from tensorlogic import binding, registry
 from tensorlogic.op import OPS, bits
 from tensorlogic.ops.common import triton_launch
 from tensorlogic.ops.common import triton_shared_gradients as kernels
-from tensorlogic.ops.pointwise import POINTWISE_BACKWARD
+from tensorlogic.ops.pointwise import POINTWISE_BACKWARD, family
+from tensorlogic.ops.pointwise.family import pointwise_backward
+from tensorlogic.ops.pointwise.triton_shared_gradients import READS
 
 from .compiled import made
 from .test_triton_columns import DEVICE, close, rand
@@ -196,6 +199,42 @@ def test_configurations_compile_without_spilling(monkeypatch: pytest.MonkeyPatch
     for job, answer in zip(jobs, made("resources", list(jobs)), strict=True):
         assert not isinstance(answer, str), answer
         assert not answer.stack, f"{job.constexprs} sm_{job.sm} spills"
+
+
+@pytest.mark.parametrize(("kind", "shapes"), CASES, ids=lambda v: str(v).replace(" ", ""))
+def test_the_reference_reads_what_was_kept(kind: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """What no asked gradient reads may be a stand-in: nobody wrote it."""
+    args = operands(kind, shapes, "f32")
+    y = MEANINGS[kind](*args)
+    dy, count = rand(*y.shape, dtype="f32"), len(args)
+    for needs in itertools.product((False, True), repeat=count):
+        if not any(needs):
+            continue
+        reads = "".join(r for r, n in zip(READS[kind], needs, strict=False) if n)
+        given = [a if n in reads else torch.full_like(a, float("nan")) for n, a in zip("abc", args, strict=False)]  # fmt: skip
+        asked = bits((*needs, False)[:3])
+        grads = pointwise_backward(dy, *given, *[None] * (3 - count), y if "relu" in kind else None, kind, asked)  # fmt: skip
+        for got, want in zip(grads, wanted(kind, args, dy, needs), strict=False):
+            assert (got is None) == (want is None)
+            if got is not None and want is not None:
+                assert got.shape == want.shape
+                close(got, want, "f32")
+
+
+def test_sizes_of_one_are_no_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operand that lacks dimensions of size 1 alone comes to the backward op with what comes in's shape, and leaves with its own."""
+    met: list[Tensor] = []
+    served = family.backward_call
+    monkeypatch.setattr(family, "backward_call", lambda *a: met.extend(a[:3]) or served(*a))
+    monkeypatch.setattr(binding, "FOLLOWED", (DEVICE.type,))
+    monkeypatch.setattr(binding, "HEAVY_BYTES", -1.0)
+    a, b = rand(1, 37, dtype="f32").requires_grad_(), rand(37, dtype="f32").requires_grad_()
+    dy = rand(1, 37, dtype="f32")
+    got = torch.autograd.grad(tl.mul(a, b), (a, b), dy)
+    assert [t.shape for t in met] == [dy.shape] * 3
+    for g, want in zip(got, torch.autograd.grad(a * b, (a, b), dy), strict=True):
+        assert g.shape == want.shape
+        torch.testing.assert_close(g, want)
 
 
 def test_what_backward_reads_again_is_not_asked_to_leave_the_cache() -> None:

@@ -53,6 +53,7 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.dropout_linear.cublaslt_after_dropout",
     "tensorlogic.ops.pointwise.triton_elementwise",
     "tensorlogic.ops.pointwise.triton_shared_gradients",
+    "tensorlogic.ops.pointwise.triton_marked",
     "tensorlogic.ops.reduce.triton_reduce",
     "tensorlogic.ops.reduce.triton_spins",
     "tensorlogic.ops.reduce.triton_groups",

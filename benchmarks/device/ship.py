@@ -127,33 +127,47 @@ def scores(dtype: torch.dtype) -> Iterator[Call]:
 def elements(dtype: torch.dtype) -> Iterator[Call]:
     """Element-wise ops on one line and beside a row."""
     for count in (1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 25):
-        a, b, row = normal(dtype, count), normal(dtype, count), normal(dtype, 256)
+        a, b = normal(dtype, count), normal(dtype, count)
         for fn in (tensorlogic.add, tensorlogic.mul, tensorlogic.add_relu, tensorlogic.mul_relu, tensorlogic.sub, tensorlogic.div):  # fmt: skip
             yield fn, (a, b)
         for fn in (tensorlogic.relu, tensorlogic.gelu, tensorlogic.silu):
             yield fn, (a,)
         yield tensorlogic.affine, (a, b, a)
-        yield tensorlogic.affine, (a.view(-1, 256), row, row)
-        for fn in (tensorlogic.add, tensorlogic.mul, tensorlogic.add_relu, tensorlogic.mul_relu, tensorlogic.sub, tensorlogic.div):  # fmt: skip
-            yield fn, (a.view(-1, 256), row)
-        column, number = normal(dtype, count // 256, 1), normal(dtype)
-        for fn in (tensorlogic.mul, tensorlogic.add_relu, tensorlogic.div):
-            yield fn, (a.view(-1, 256), column)
-            yield fn, (a.view(-1, 256), number)
+        yield from beside(a.view(-1, 256))
+
+
+def beside(a: torch.Tensor) -> Iterator[Call]:
+    """Element-wise ops beside a row, a column and a number."""
+    row, column = normal(a.dtype, a.shape[1]), normal(a.dtype, a.shape[0], 1)
+    yield tensorlogic.affine, (a, row, row)
+    for fn in (tensorlogic.add, tensorlogic.mul, tensorlogic.add_relu, tensorlogic.mul_relu, tensorlogic.sub, tensorlogic.div):  # fmt: skip
+        yield fn, (a, row)
+    for fn in (tensorlogic.mul, tensorlogic.add_relu, tensorlogic.div):
+        yield fn, (a, column)
+        yield fn, (a, normal(a.dtype))
+
+
+def wide(dtype: torch.dtype) -> Iterator[Call]:
+    """Likewise beside rows of a few columns, of many, and of odd numbers of them."""
+    for rows, columns in ((600, 12000), (24000, 24), (12, 6000), (2500, 3000), (200, 333), (24, 1501), (30000, 19)):  # fmt: skip
+        yield from beside(normal(dtype, rows, columns))
 
 
 def strided(dtype: torch.dtype) -> Iterator[Call]:
     """Element-wise ops on rows with gaps between them and on operands that lie across."""
-    for rows, columns in ((6000, 3000), (1536, 384), (48, 333), (50, 200001), (12, 30000)):
+    for rows, columns in ((6000, 3000), (1536, 384), (48, 333), (50, 200001), (12, 30000), (24, 384)):  # fmt: skip
         a = normal(dtype, rows, columns)
-        padded, turned = (
-            normal(dtype, rows, columns + 8)[:, :columns],
-            normal(dtype, columns, rows).t(),
-        )
-        for fn in (tensorlogic.add, tensorlogic.mul, tensorlogic.add_relu):
+        padded, other = (normal(dtype, rows, columns + 8)[:, :columns] for _ in range(2))
+        turned = normal(dtype, columns, rows).t()
+        steps = normal(dtype, rows, 2 * columns)[:, ::2]
+        for fn in (tensorlogic.add, tensorlogic.mul, tensorlogic.add_relu, tensorlogic.div):
             yield fn, (turned, a)
             yield fn, (padded, a)
-        yield tensorlogic.gelu, (padded,)
+            yield fn, (steps, a)
+        for fn in (tensorlogic.gelu, tensorlogic.relu):
+            yield fn, (padded,)
+            yield fn, (steps,)
+        yield tensorlogic.mul_relu, (padded, other)
         yield tensorlogic.affine, (turned, a, a)
 
 
@@ -215,11 +229,9 @@ def groups() -> Iterator[Iterator[Call]]:
     yield recorded(odd(f16))
     yield scores(f16)
     for dtype in (f16, f32):
-        for some in (rows, elements, strided, reductions):
+        for some in (rows, elements, wide, strided, reductions):
             yield some(dtype)
-        yield recorded(rows(dtype))
-        yield recorded(elements(dtype))
-        yield recorded(reductions(dtype))
+            yield recorded(some(dtype))
     yield scores(f32)
     yield recorded(scores(f16))
 

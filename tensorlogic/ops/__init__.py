@@ -16,5 +16,6 @@ from . import (  # noqa: F401
     softmax_cross_entropy,
 )
 
-from .softmax_cross_entropy import together  # noqa: F401  isort: skip
+from .pointwise import together  # noqa: F401  isort: skip
+from .softmax_cross_entropy import together as _together  # noqa: F401  isort: skip
 from . import composed  # noqa: F401  isort: skip  of the ops above

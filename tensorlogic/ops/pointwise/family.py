@@ -42,7 +42,8 @@ def _op(
             t if name in reads else kept.Look(t) if n and t.shape != y.shape else None
             for name, t, n in zip("abc", dynamic, needs, strict=False)
         ]
-        return (*operands, *[None] * (3 - len(operands)), y if "y" in reads else None)
+        kept_of = (y if "y" in reads else None,) if len(outs) == 1 else (None, *outs[1:])
+        return (*operands, *[None] * (3 - len(operands)), *kept_of)
 
     def backward(
         flags: SimpleNamespace,
@@ -51,6 +52,9 @@ def _op(
         scalars: tuple[Any, ...],
         dy: Tensor,
     ) -> tuple[Any, ...]:
+        if len(saved) > 4:  # forward has marked where its output is above 0: see together.py
+            dz = flags.settle(dy, saved[4])
+            return tuple([dz if n else None for n in needs])
         wanted = (*needs, False, False)[:3]
         operands = [_met(k, dy) for k in saved[:3]]
         grads = backward_call(dy, *operands, saved[3], kind(flags), bits(wanted))

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import capture_watch, policies, registry, selector, stores
+from ... import registry, selector
 from ...op import EAGER, Candidate, Config, Launcher, Op, key_flags
 from ...plans import Key, TensorSpec
-from ..common import costs, samples
+from ..common import apart, costs, samples
 from . import SOFTMAX_CROSS_ENTROPY as FORWARD
 from . import SOFTMAX_CROSS_ENTROPY_BACKWARD as BACKWARD
 from . import some_ignored
@@ -127,15 +127,6 @@ def of_backward(key: Key) -> Iterable[tuple[Op, Key]]:
 
 def _bind_apart(key: Key, config: Config, device: torch.device) -> Launcher:
     """Forward and backward as each of them is chosen."""
-    args, both = (
-        (torch.empty(0, device=device),),
-        (*zip((FORWARD, BACKWARD), _parts(key), strict=True),),
-    )
-    if policies.current().tune == "full" and capture_watch.measurable(device):
-        for op, k in both:
-            stores.measured(op, k, device)
-    with policies.measuring() as chosen:
-        found = [selector.choose(op, k, args, chosen) for op, k in both]
     plain = TOGETHER.closer(_eager, *key_flags(key))
 
     def way(ahead: selector.Choice, back: selector.Choice) -> Launcher:
@@ -151,12 +142,8 @@ def _bind_apart(key: Key, config: Config, device: torch.device) -> Launcher:
 
         return launch
 
-    eager = way(*found)
-    if not any(c.captured for c in found):
-        return eager
-    captured = way(*(c.captured or c for c in found))
-    capturing = torch.cuda.is_current_stream_capturing
-    return lambda *args: captured(*args) if capturing() else eager(*args)
+    both = zip((FORWARD, BACKWARD), _parts(key), strict=True)
+    return apart.launcher(tuple(both), device, way)
 
 
 def _cases() -> Any:

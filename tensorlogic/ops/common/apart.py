@@ -1,0 +1,29 @@
+"""Forward and backward of an op as each of them is chosen, beside which candidates that make both are timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ... import capture_watch, policies, selector, stores
+from ...op import Launcher, Op
+from ...plans import Key
+
+Way = Callable[[selector.Choice, selector.Choice], Launcher]
+
+
+def launcher(both: Sequence[tuple[Op, Key]], device: torch.device, way: Way) -> Launcher:
+    """What `way` makes of the two choices, for eager and for captured calls; measured first where the policy measures."""
+    args = (torch.empty(0, device=device),)
+    if policies.current().tune == "full" and capture_watch.measurable(device):
+        for op, k in both:
+            stores.measured(op, k, device)
+    with policies.measuring() as chosen:
+        ahead, back = (selector.choose(op, k, args, chosen) for op, k in both)
+    eager = way(ahead, back)
+    if not (ahead.captured or back.captured):
+        return eager
+    captured = way(ahead.captured or ahead, back.captured or back)
+    capturing = torch.cuda.is_current_stream_capturing
+    return lambda *args: captured(*args) if capturing() else eager(*args)

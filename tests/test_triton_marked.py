@@ -1,0 +1,230 @@
+"""ReLU that marks where its output is above 0: kernels against PyTorch, the recorded call, what the compiler makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+
+import tensorlogic  # isort: skip  (after the interpreter is asked for)
+from tensorlogic import policies, registry  # isort: skip
+from tensorlogic.op import EAGER, OPS  # isort: skip
+from tensorlogic.ops.common import triton_launch  # isort: skip
+from tensorlogic.ops.common import triton_marked as kernels  # isort: skip
+from tensorlogic.ops.pointwise import family, together  # isort: skip
+from tensorlogic.plans import TensorSpec  # isort: skip
+
+from .compiled import nothing_spills  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
+NAN, INF = float("nan"), float("inf")
+CONFIGS = ({"BLOCK": 64, "num_warps": 1}, {"BLOCK": 256, "num_warps": 1})
+SPECIAL = (NAN, INF, -INF, 0.0, -0.0, 1e-7, -1e-7, 6e-8, 65504.0)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of any size are marked: the interpreter is slow."""
+    monkeypatch.setattr(together, "LEAST", 0)
+
+
+def values(count: int, dtype: str, seed: int = 0) -> Tensor:
+    """Normal numbers, special ones at the beginning and at the end."""
+    x = rand(count, dtype=dtype, seed=seed)
+    some = torch.tensor(SPECIAL)[: min(count, len(SPECIAL))].to(TORCH[dtype])
+    x[: len(some)] = some
+    x[-len(some) :] = some.roll(seed)
+    return x
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["64", "256"])
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("count", [1, 7, 8, 63, 64, 257, 1021])
+@pytest.mark.parametrize("adds", [False, True])
+def test_marks_stand_for_the_output(
+    count: int, dtype: str, adds: bool, config: dict[str, Any]
+) -> None:
+    a, b, dy = (values(count, dtype, seed) for seed in range(3))
+    given = (a, b) if adds else (a,)
+    y, dx = poisoned(count, dtype=dtype), poisoned(count, dtype=dtype)
+    whole = torch.full((kernels.marks(count) + 64,), 77, dtype=torch.uint8)
+    mark = whole[: kernels.marks(count)]
+    assert kernels.marked_launcher(dtype, count, adds, config, DEVICE)(*given, y, mark)
+    assert (whole[kernels.marks(count) :] == 77).all(), "written beside the marks"
+    want = torch.relu(a + b) if adds else torch.relu(a)
+    close(y, want, dtype, 0.1)
+    live = (mark[:, None] >> torch.arange(8)) & 1
+    assert torch.equal(live.flatten()[:count].bool(), ~(y <= 0))
+    assert kernels.unmarked_launcher(dtype, count, False, config, DEVICE)(dy, mark, dx)
+    gradient = torch.ops.aten.threshold_backward(dy, y, 0)
+    assert torch.equal(dx.nan_to_num(3.0), gradient.nan_to_num(3.0))
+    assert torch.equal(dx.isnan(), gradient.isnan())
+    one = dy[:1].clone()
+    assert kernels.unmarked_launcher(dtype, count, True, config, DEVICE)(one, mark, dx)
+    gradient = torch.ops.aten.threshold_backward(one.expand(count), y, 0)
+    assert torch.equal(dx.nan_to_num(3.0), gradient.nan_to_num(3.0))
+
+
+def recorded(fn: Any, *args: Tensor) -> Tensor:
+    with tensorlogic.policy(force="triton.marked"):
+        y: Tensor = fn(*args)
+    return y
+
+
+def marked(y: Tensor) -> bool:
+    """Whether backward of `y` reads marks."""
+    kept = getattr(y.grad_fn, "saved_tensors", ())
+    return [t.dtype for t in kept if t is not None] == [torch.uint8]
+
+
+LAYOUTS = {
+    "rows": lambda t: t,
+    "across": lambda t: t.mT,
+    "channels last": lambda t: t.to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_the_public_call(dtype: str, layout: str) -> None:
+    lay = LAYOUTS[layout]
+    a, b = (lay(rand(2, 3, 5, 4, dtype=dtype, seed=s)).detach().requires_grad_() for s in range(2))
+    for fn, plain, args in (
+        (tensorlogic.relu, torch.relu, (a,)),
+        (tensorlogic.add_relu, lambda a, b: torch.relu(a + b), (a, b)),
+    ):
+        y, want = recorded(fn, *args), plain(*args)
+        assert marked(y)
+        assert torch.equal(y, want)
+        assert y.stride() == want.stride()
+        for dy in (
+            torch.randn_like(y),
+            torch.randn(y.shape).to(y.dtype),
+            torch.tensor(2.0, dtype=y.dtype).expand(y.shape),
+            torch.randn(y.shape[-1]).to(y.dtype).expand(y.shape),
+        ):
+            got = torch.autograd.grad(y, args, dy, retain_graph=True)
+            due = torch.autograd.grad(want, args, dy, retain_graph=True)
+            for g, d in zip(got, due, strict=True):
+                assert torch.equal(g, d)
+                assert g.stride() == d.stride() or dy.stride() != y.stride()
+
+
+def test_one_of_two_gradients_and_what_must_raise() -> None:
+    a, b = rand(6, 8).requires_grad_(), rand(6, 8, seed=1)
+    y = recorded(tensorlogic.add_relu, b, a)
+    assert marked(y)
+    (got,) = torch.autograd.grad(y, a, torch.ones_like(y), retain_graph=True)
+    assert torch.equal(got, (y > 0).float())
+    (again,) = torch.autograd.grad(y, a, torch.ones_like(y), retain_graph=True)
+    assert torch.equal(got, again)
+    assert got.data_ptr() != again.data_ptr()
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(y, a, torch.ones_like(y), create_graph=True)
+    y = recorded(tensorlogic.relu, a)
+    with torch.no_grad():
+        y.mul_(-1)  # backward does not read it
+    y.sum().backward()
+    assert torch.equal(a.grad, (a > 0).float())
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (rand(6, 8), rand(8)),
+        (rand(6, 8), rand(6, 8).half()),
+        (rand(6, 16)[:, ::2], rand(6, 8)),
+        (rand(49)[1:], rand(48)),
+        (rand(6, 8), rand(8, 6).t()),
+        (rand(0, 8), rand(0, 8)),
+    ],
+    ids=["broadcast", "mixed", "steps", "unaligned", "turned", "empty"],
+)
+def test_what_it_does_not_serve_is_served_as_before(args: tuple[Tensor, ...]) -> None:
+    args = tuple(a.detach().requires_grad_() for a in args)
+    y, want = recorded(tensorlogic.add_relu, *args), torch.relu(args[0] + args[1])
+    assert not marked(y)
+    got, due = (torch.autograd.grad(v.sum(), args) for v in (y, want))
+    for g, d in zip(got, due, strict=True):
+        assert torch.allclose(g, d, atol=1e-3)
+
+
+def test_small_outputs_are_kept_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "LEAST", 6 * 11 * 4)
+    assert not marked(recorded(tensorlogic.relu, rand(6, 10).requires_grad_()))
+    assert marked(recorded(tensorlogic.relu, rand(6, 11).requires_grad_()))
+
+
+def test_a_key_and_its_parts() -> None:
+    """Forward's key, and backward's, name one pair, whose parts are these keys."""
+    a = rand(6, 8)
+    forward = replace(family.ADD_RELU.key((a, a, True), "forward"), device="cuda")
+    op, whole = together.of_forward(forward) or pytest.fail("not paired")
+    assert op.name == whole.op == "pointwise_together"
+    backward = family.POINTWISE_BACKWARD.key((a, None, None, None, a, "add_relu", "10"), "backward")
+    for needs in ("100", "110"):
+        flags = (("kind", "add_relu"), ("needs", needs))
+        found = [*together.of_backward(replace(backward, flags=flags, device="cuda"))]
+        assert found == [(op, whole)]
+    (_, ahead), (_, back) = together.both(whole)
+    assert ahead == forward
+    assert back == replace(backward, flags=(("kind", "add_relu"), ("needs", "110")), device="cuda")
+    gelu = replace(backward, flags=(("kind", "gelu"), ("needs", "100")), device="cuda")
+    assert not [*together.of_backward(gelu)]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1, 3), (0, 2)])
+def test_dense(shape: tuple[int, ...]) -> None:
+    t = torch.empty(shape)
+    assert together.dense(TensorSpec("f32", tuple(t.shape), t.stride())) == (0 not in shape)
+    gaps = torch.empty((*shape, 2))[..., 0] if shape else torch.empty(2)[0]
+    assert not together.dense(TensorSpec("f32", (*shape, 2), (*gaps.stride(), 3)))
+
+
+@pytest.mark.parametrize("id", [EAGER, "chosen.apart", "triton.marked"])
+@pytest.mark.parametrize("kind", ["relu", "add_relu"])
+def test_candidates_of_the_pair_agree(id: str, kind: str) -> None:
+    registry.ready(DEVICE.type)
+    op = OPS["pointwise_together"]
+    a, b = rand(6, 40), rand(6, 40, seed=1) if kind == "add_relu" else None
+    args = [rand(6, 40, seed=2), a, b, kind]
+    key = op.key(args, "backward")
+    candidate = op.candidates[id]
+    assert candidate.unfit(key) is None
+    got = candidate.bind(key, candidate.configs(key)[0], a.device)(*args[:3])
+    want = op.reference(*args)
+    assert got is not None
+    for g, w in zip(got, want, strict=True):
+        assert g is not None
+        close(g, w, "f32")
+
+
+def test_it_is_chosen_by_the_time_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where all calls must take one candidate, and not by its name among those of forward."""
+    assert "triton.marked" not in OPS["relu"].candidates
+    a = rand(6, 8).requires_grad_()
+    with policies.policy(deterministic=True, force={"pointwise_together": "triton.marked"}):
+        assert not marked(tensorlogic.relu(a))
+    with policies.policy(force={"pointwise_together": "triton.marked"}):
+        assert marked(tensorlogic.relu(a))
+    assert not marked(tensorlogic.relu(a))
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_nothing_spills(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    cuda, jobs = torch.device("cuda", 0), list[Any]()
+    for config in kernels.marked_configs(dtype):
+        for on in (False, True):
+            for make in (kernels.marked_launcher, kernels.unmarked_launcher):
+
+                def build(make: Any = make, on: bool = on, config: Any = config) -> object:
+                    return make(dtype, 100_000, on, config, cuda)
+
+                jobs += triton_launch.collect(build, cuda)
+    nothing_spills(list(dict.fromkeys(jobs)))

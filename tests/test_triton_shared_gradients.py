@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 import tensorlogic as tl
 from tensorlogic import binding, registry
 from tensorlogic.op import OPS, bits
+from tensorlogic.ops.common import triton_columns as columns_
 from tensorlogic.ops.common import triton_launch
 from tensorlogic.ops.common import triton_shared_gradients as kernels
 from tensorlogic.ops.pointwise import POINTWISE_BACKWARD, family
@@ -177,6 +178,114 @@ def test_public_gradients_are_pytorchs(
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
+def listed(rows: int, columns: int, along: bool) -> list[dict[str, Any]]:
+    return kernels.shared_gradient_configs(rows, columns, along, 132)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "along"),
+    [
+        *((r, c, False) for r in (1, 5, 16, 25, 33, 110, 128) for c in (8, 256, 869, 8192, 50257)),
+        *((r, c, True) for r in (1, 16, 174, 500) for c in (5, 400, 2061, 4096, 8192)),
+    ],
+)
+def test_what_one_program_can_hold_is_not_left_in_parts(
+    rows: int, columns: int, along: bool
+) -> None:
+    configs = listed(rows, columns, along)
+    assert 1 < len(configs) <= 8
+    assert [c for i, c in enumerate(configs) if c in configs[:i]] == []
+    assert {c["parts"] for c in configs} == {1}
+    for config in configs:
+        assert kernels.shared_gradient_space(columns, along, 2, config) == (0, 0)
+        elements = config["BLOCK_R"] * config["BLOCK_C"]
+        assert elements <= 32 * config["num_warps"] * kernels.ACCESSES
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "programs"),
+    [(33, 2189, 132), (25, 869, 50), (110, 1000, 60), (16, 256, 8), (5, 20000, 132)],
+)
+def test_few_rows_are_asked_for_at_once_by_many_programs(
+    rows: int, columns: int, programs: int
+) -> None:
+    first, *others = listed(rows, columns, False)
+    assert first["BLOCK_R"] >= rows
+    assert programs <= -(-columns // first["BLOCK_C"]) <= 264
+    assert first["BLOCK_R"] * first["BLOCK_C"] <= 8 * 32 * first["num_warps"]
+    assert others
+
+
+def test_few_wide_rows_are_taken_in_steps_that_waste_little() -> None:
+    for rows, columns in ((72, 50257), (40, 100000)):
+        first = listed(rows, columns, False)[0]
+        steps = -(-rows // first["BLOCK_R"]) * first["BLOCK_R"]
+        assert steps <= 1.25 * rows
+        assert first["BLOCK_C"] >= 128
+        assert -(-columns // first["BLOCK_C"]) >= 264
+
+
+def test_rows_are_held_whole() -> None:
+    """One access to what is summed, and the first guess where parts would be waited for."""
+    for rows, columns in ((174, 2061), (16, 400), (1, 4096)):
+        first = listed(rows, columns, True)[0]
+        assert first["BLOCK_C"] >= columns
+    assert listed(4096, 1280, True)[0] == {"BLOCK_R": 2, "BLOCK_C": 1024, "parts": 1, "num_warps": 4}  # fmt: skip
+    assert listed(1, 1 << 20, True)[0]["parts"] > 1
+
+
+def test_some_hundred_rows_may_be_one_programs() -> None:
+    assert [c["parts"] for c in listed(256, 256, False)[:2]] == [1, 1]
+    for rows, columns in ((256, 50257), (4096, 256)):
+        assert listed(rows, columns, False) == [*columns_.backward_configs(rows, columns, 132)]
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [
+        ("div", ((33, 219), (219,))),
+        ("mul_relu", ((25, 139), (139,))),
+        ("affine", ((110, 40), (40,), (40,))),
+        ("div", ((7, 2061), (7, 1))),
+        ("mul", ((3, 700), ())),
+    ],
+    ids=str,
+)
+def test_gradients_by_each_configuration(
+    kind: str, shapes: tuple[tuple[int, ...], ...], dtype: str
+) -> None:
+    args = operands(kind, shapes, dtype)
+    y = MEANINGS[kind](*args)
+    dy = rand(*y.shape, dtype=dtype)
+    given = (dy, *args, *[None] * (3 - len(args)), y if "relu" in kind else None)
+    needs = (True, True, len(args) > 2)
+    want = wanted(kind, args, dy, needs)
+    registry.ready("cuda" if DEVICE.type == "cuda" else "cpu")
+    key = POINTWISE_BACKWARD.key((*given, kind, bits(needs)), "backward")
+    for config in POINTWISE_BACKWARD.candidates[ID].configs(key):
+        assert config["parts"] == 1
+        grads = bound(dict(config), *given, kind, bits(needs))(*given)
+        for got, expected in zip(grads, want, strict=False):
+            assert (got is None) == (expected is None)
+            if got is not None and expected is not None:
+                close(got, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_wide_rows_of_every_other_element(dtype: str) -> None:
+    """Steps of rows that do not divide them, beside columns that tiles do not divide."""
+    a, b, dy = rand(40, 600, dtype=dtype)[:, ::2], rand(300, dtype=dtype), rand(40, 300, dtype=dtype)  # fmt: skip
+    given = (dy, a, b, None, None)
+    for config in listed(40, 100000, False):
+        assert config["BLOCK_R"] < 40
+        grads = bound(config, *given, "mul", "110")(*given)
+        for got, want in zip(grads, wanted("mul", [a, b], dy, (True, True)), strict=False):
+            assert got is not None
+            assert want is not None
+            close(got, want, dtype)
+
+
 def test_configurations_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: dict[triton_launch.CompileJob, None] = {}
 
@@ -196,6 +305,10 @@ def test_configurations_compile_without_spilling(monkeypatch: pytest.MonkeyPatch
         ):
             for config in kernels.shared_gradient_configs(4096, 1280, along, 132)[: 5 if op == "affine" else 1]:  # fmt: skip
                 kernels.shared_gradient_launcher(op, "f16", 4096, 1280, along, {**whole, **modes}, ((1280, 1), (1280, 1)), config, torch.device("cuda", 0), 16)  # fmt: skip
+    for rows, columns, along in ((33, 2189, False), (110, 1001, False), (72, 50257, False), (256, 333, False), (174, 2061, True)):  # fmt: skip
+        met = {**whole, "a": "full", "b": "column" if along else "row"}
+        for config in listed(rows, columns, along)[:2]:
+            kernels.shared_gradient_launcher("div", "f16", rows, columns, along, met, ((2 * columns, 2), (columns, 1)), config, torch.device("cuda", 0), 16)  # fmt: skip
     for job, answer in zip(jobs, made("resources", list(jobs)), strict=True):
         assert not isinstance(answer, str), answer
         assert not answer.stack, f"{job.constexprs} sm_{job.sm} spills"

@@ -127,20 +127,84 @@ def shared_gradients(
 
 
 FEW = 128  # rows that one program may hold
+LINE = 8192  # elements of a row that one program may hold
+ACCESSES = (
+    16  # elements a thread at most: each has an address of its own where rows are of odd length
+)
 
 
 def shared_gradient_configs(
     rows: int, columns: int, along: bool, multiprocessors: int
 ) -> list[dict[str, Any]]:
-    """Configurations, best guess first: sums over rows, or `along` them."""
-    if not along:
-        found = list(backward_configs(rows, columns, multiprocessors))
-        if rows <= FEW:  # all of them in one program, which needs no other to arrive
-            block_r = triton.next_power_of_2(rows)
-            block_c = min(max(16, 2048 // block_r), max(16, triton.next_power_of_2(columns)))
-            own = {"BLOCK_R": block_r, "BLOCK_C": block_c, "parts": 1, "num_warps": 4}
-            found = [own, *(c for c in found if c != own)]
-        return found
+    """Configurations, best guess first, at most 8: sums over rows, or `along` them. Where one program can hold what is summed, none
+    leaves parts for another to add, which takes as long as all else of a small pass."""
+    if along:
+        found = _columns(rows, columns, multiprocessors)
+    elif rows <= FEW:
+        wide = columns >= 2 * multiprocessors * 2048 // min(16, triton.next_power_of_2(rows))
+        found = _wide(rows, columns) if wide else _few(rows, columns, multiprocessors)
+    else:
+        found = [*backward_configs(rows, columns, multiprocessors)]
+        if rows <= 4 * FEW and columns <= 16 * multiprocessors:
+            found = [_alone(256, 16, 8), _alone(128, 16, 8), *found]
+    return [c for i, c in enumerate(found) if c not in found[:i]][:8]
+
+
+def _alone(block_r: int, block_c: int, warps: int) -> dict[str, Any]:
+    """A configuration whose programs wait for no other."""
+    return {"BLOCK_R": block_r, "BLOCK_C": block_c, "parts": 1, "num_warps": warps}
+
+
+def _warps(elements: int, each: int, least: int, most: int) -> int:
+    """Warps, `least` to `most`, of which a thread has `each` of so many elements."""
+    return max(least, min(most, elements // (32 * each)))
+
+
+def _few(rows: int, columns: int, multiprocessors: int) -> list[dict[str, Any]]:
+    """All rows at once, as many columns as leave every multiprocessor a program, but 16 at least."""
+    block_r, line = triton.next_power_of_2(rows), max(16, triton.next_power_of_2(columns))
+    block_c = max(16, 512 // block_r)
+    while 2 * block_c * block_r <= 4096 and columns > 2 * block_c * (multiprocessors - 1):
+        block_c *= 2
+    c, found = block_c, []
+    for wanted, each, least in (
+        (c, 8, 4),
+        (c, 4, 4),
+        (2 * c, 8, 4),
+        (c, 16, 1),
+        (2 * c, 16, 1),
+        (4 * c, 16, 1),
+        (c // 2, 8, 4),
+    ):
+        width = min(max(16, wanted), line)
+        warps = _warps(block_r * width, each, least, 8)
+        if block_r * width <= 32 * warps * ACCESSES:
+            found.append(_alone(block_r, width, warps))
+    return found
+
+
+def _wide(rows: int, columns: int) -> list[dict[str, Any]]:
+    """Steps of few rows over whole cache lines: little is asked for beyond the last row, and rows are added within a thread."""
+    held = triton.next_power_of_2(rows)
+    step = min(16, held)
+    found = []
+    for block_r, size, warps in (
+        (step, 2048, 4),
+        (step, 2048, 8),
+        (step // 2, 2048, 4),
+        (2 * step, 4096, 8),
+        (2 * step, 2048, 4),
+        (step, 1024, 4),
+    ):
+        block_r = max(1, min(block_r, held))
+        block_c = min(size // block_r, triton.next_power_of_2(columns))
+        found.append(_alone(block_r, block_c, warps))
+    return found
+
+
+def _columns(rows: int, columns: int, multiprocessors: int) -> list[dict[str, Any]]:
+    """Sums along rows: a program has whole rows where it can hold one, else PARTS of them share it."""
+    line, held = max(16, triton.next_power_of_2(columns)), triton.next_power_of_2(rows)
     found = []
     for widest, size, per, warps in (
         (1024, 2048, 4, 4),
@@ -149,14 +213,23 @@ def shared_gradient_configs(
         (2048, 4096, 2, 8),
         (256, 2048, 4, 4),
     ):
-        block_c = min(widest, max(16, triton.next_power_of_2(columns)))
-        block_r = min(size // block_c, triton.next_power_of_2(rows))
+        block_c = min(widest, line)
+        block_r = min(size // block_c, held)
         tiles = triton.cdiv(rows, block_r)
         parts = max(1, min(triton.cdiv(columns, block_c), multiprocessors * per // tiles, 512))
-        config = {"BLOCK_R": block_r, "BLOCK_C": block_c, "parts": parts, "num_warps": warps}
-        if config not in found:
-            found.append(config)
-    return found
+        found.append({"BLOCK_R": block_r, "BLOCK_C": block_c, "parts": parts, "num_warps": warps})
+    if line > LINE:
+        return found
+    block_r = min(max(1, 512 // line), held)
+    own = [
+        _alone(block_r, line, _warps(block_r * line, each, least, 16))
+        for each, least in ((8, 4), (16, 1))
+    ]
+    if line > 2048:
+        own.append(_alone(1, line // 2, _warps(line // 2, 8, 4, 16)))
+        own.append(_alone(1, 2048, 8))
+    kept = [c for c in found if c["parts"] == 1]
+    return own + kept if found[0]["parts"] > 1 else kept + own
 
 
 def shared_gradient_space(

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -212,6 +213,11 @@ def gradients() -> Iterator[Callable[[], Gradient]]:
         args = (dy, a, None, None, None, "gelu", "100")
         return Gradient("gelu backward", "pointwise_backward", args, 0, len(a), NEAR)
 
+    def marked(output: int) -> Gradient:
+        dy, a = normal(MANY + 4104), normal(MANY + 4104)
+        name = f"relu and its gradient, {('output', 'gradient')[output]}"
+        return Gradient(name, "pointwise_together", (dy, a, None, "relu"), output, len(a), NEAR)
+
     def softmax() -> Gradient:
         dy, y = normal(ROWS, COLUMNS, scale=1e3), normal(ROWS, COLUMNS)
         for part in y.split(4096):
@@ -243,7 +249,7 @@ def gradients() -> Iterator[Callable[[], Gradient]]:
         name = "cross-entropy with gradient"
         return Gradient(name, "softmax_cross_entropy_together", args, 1, ROWS, 1e-3)
 
-    yield from (flat, softmax, few_lines, loss, together)
+    yield from (flat, partial(marked, 0), partial(marked, 1), softmax, few_lines, loss, together)
 
 
 def backward(case: Gradient) -> Iterator[tuple[str, Any, str | None]]:

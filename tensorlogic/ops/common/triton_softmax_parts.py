@@ -164,10 +164,11 @@ def softmax_bwd_joined(
 SHORTEST = 1024  # of lines that are cut
 FEWEST = 8192  # elements of the lines that one program would read alone
 MOST_PARTS = 256  # of a line: every program reads all of its lines' parts
-COMBINED = 4096  # parts times neighbouring lines at most
+COMBINED = 4096  # parts times neighbouring lines at most, by 8 warps
 CHAIN = 4096  # tiles of a part at most: a chain of sums loses digits
 SECTOR = 32  # bytes that memory is read by
-TOGETHER = ((32, 64, 4, 2), (32, 64, 8, 1), (128, 32, 8, 4), (64, 64, 8, 1), (32, 32, 8, 2), (64, 32, 4, 2))  # fmt: skip
+EACH = 32  # elements that a thread has at once
+TOGETHER = ((32, 64, 4, 2), (64, 64, 4, 4), (128, 128, 4, 8), (32, 64, 8, 1), (128, 32, 8, 4), (64, 64, 8, 1), (32, 32, 8, 2))  # fmt: skip
 ALONE = ((1, 32, 8, 2), (1, 32, 4, 4), (1, 64, 8, 1), (1, 64, 4, 4), (1, 64, 8, 2), (1, 32, 8, 4))
 
 
@@ -198,13 +199,16 @@ def parts_configs(lines: Lines, dtype: str, cores: int = 132) -> list[dict[str, 
         block_i = _width(lines, bytes_, size)
         groups = lines.outer * triton.cdiv(lines.inner, block_i)
         access = block_i if together else 16 if lines.strides[0][1] == 1 else 1
-        each = min(held // size // tensors, 4 * access)  # narrow ones take as many registers
+        each = min(
+            held // size // tensors, 4 * access, EACH // tensors
+        )  # narrow ones take as many registers
         block_c = 32 * warps * each // block_i
         least = 128 * warps // block_i  # four elements a thread
         while block_c > least and groups * triton.cdiv(lines.length, block_c) < cores:
             block_c //= 2
         tiles = triton.cdiv(lines.length, block_c)
-        most = max(2, min(cores * programs // groups, MOST_PARTS, COMBINED // block_i))
+        combined = COMBINED * warps // 8 // block_i
+        most = max(2, min(cores * programs // groups, MOST_PARTS, combined))
         parts = triton.cdiv(tiles, triton.cdiv(tiles, most))
         config = {"BLOCK_C": block_c, "BLOCK_I": block_i, "parts": parts, "num_warps": warps}
         fits = span_of(lines.length, parts) <= CHAIN * block_c

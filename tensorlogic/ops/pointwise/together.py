@@ -16,7 +16,7 @@ from ..common import apart, costs, folded, wiring
 from .family import ADD_RELU, RELU
 from .family import POINTWISE_BACKWARD as BACKWARD
 
-LEAST = 1 << 20  # bytes of an output, below which what is kept is still in the cache
+LEAST = 4 << 20  # bytes of an output, below which reading it again costs next to nothing
 KINDS = {"relu": RELU, "add_relu": ADD_RELU}
 
 

@@ -42,6 +42,9 @@ SHAPES = {  # outer, C, inner, strides of x and dx
     "rows with gaps": (1, 75, 6, ((0, 1, 80), (0, 1, 75))),
     "one value": (1, 101, 1, ((0, 1, 101), (0, 1, 101))),
     "one element a line": (2, 1, 5, ((5, 5, 1), (5, 5, 1))),
+    "stepped rows": (1, 75, 6, ((0, 2, 160), (0, 1, 75))),
+    "stepped columns": (2, 75, 5, ((1600, 20, 3), (375, 5, 1))),
+    "rows in two steps": (2, 75, 5, ((600, 1, 80), (375, 1, 75))),
 }
 
 
@@ -151,6 +154,17 @@ def tensors() -> dict[str, tuple[Tensor, tuple[int, ...], bool]]:
         "transposed columns": (torch.randn(65, 33).t(), (1,), False),
         "permuted": (torch.randn(2, 5, 4, 3).permute(0, 3, 1, 2), (2, 3), False),
         "one element a line": (torch.randn(5, 1, 4), (1,), False),
+        "stepped rows": (torch.randn(33, 130)[:, ::2], (1,), False),
+        "long stepped rows": (torch.randn(2, 15000)[:, ::3], (1,), True),
+        "stepped columns": (torch.randn(40, 66)[:, ::2], (0,), False),
+        "one value of steps": (torch.randn(3000)[::3], (0,), False),
+        "rows of slices": (torch.randn(3, 8, 65)[:, :5], (2,), False),
+        "columns of slices": (torch.randn(40, 3, 9)[..., :7], (0,), True),
+        "rows in another order": (torch.randn(6, 5, 40).transpose(0, 1), (2,), False),
+        "one element a repeated line": (torch.randn(33, 1).expand(33, 40), (1,), False),
+        "one line repeated": (torch.randn(40).expand(33, 40), (1,), False),
+        "repeated lines across": (torch.randn(40).expand(33, 40), (0,), True),
+        "repeated in the middle": (torch.randn(3, 1, 40).expand(3, 6, 40), (2,), False),
     }
 
 
@@ -164,7 +178,7 @@ def test_every_layout_is_served(name: str) -> None:
     assert served.unfit(asked) is None
     checker = study.Checker(op, asked, DEVICE)
     configs = served.configs(asked)
-    assert 1 <= len(configs) <= 6
+    assert 1 <= len(configs) <= kernels.MOST_CONFIGS
     for config in {c["strategy"]: c for c in configs}.values():
         launch = served.bind(asked, config, DEVICE)
         for probe in (0, 2):  # with strides like PyTorch's, and with ties
@@ -214,6 +228,43 @@ def test_a_public_call_is_served(kind: str, shape: Any, dim: Any, keepdim: bool)
             close(got, torch.autograd.grad(want, plain, dy, retain_graph=True)[0], "f32", 0.1)
 
 
+@pytest.mark.usefixtures("small")
+def test_windows_that_share_elements() -> None:
+    """What no sample can be drawn for, and is only read; the gradient of all windows is dense, as PyTorch's."""
+    x, served = (2 * torch.randn(50)).round().unfold(0, 31, 1), candidate()
+    asked = key(x, (1,))
+    dy, y = torch.randn(20), x.amax(1)
+    want = extreme_backward(dy, x, y, (1,), False)[0]
+    for config in served.configs(asked):
+        made = served.bind(asked, config, DEVICE)(dy, x, y)
+        assert made is not None
+        assert isinstance(made[0], Tensor)
+        close(made[0], want, "f32")
+        assert made[0].stride() == want.stride()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_gradient_lies_as_pytorch_s_own() -> None:
+    """Dense, in x's order, whatever gaps or steps x has."""
+    for x, dim in (
+        (torch.randn(9, 130)[:, ::2], 1),
+        (torch.randn(9, 130)[:, ::2].t(), 0),
+        (torch.randn(9, 130)[:, ::2], 0),
+        (torch.randn(3, 8, 65)[:, :5], 2),
+        (torch.randn(7).expand(9, 7), 0),
+        (torch.randn(9, 1).expand(9, 7), 1),
+    ):
+        served, asked, leaf = candidate(), key(x, (dim,)), x.detach().requires_grad_()
+        y = torch.amax(leaf, dim)
+        (want,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+        launch = served.bind(asked, served.configs(asked)[0], DEVICE)
+        made = launch(torch.ones_like(y), x, y.detach())
+        assert made is not None
+        assert isinstance(made[0], Tensor)
+        assert made[0].stride() == want.stride(), asked.text
+        close(made[0], want, "f32")
+
+
 def test_a_gradient_s_own_gradient_is_pytorch_s() -> None:
     candidate()
     found = []
@@ -229,10 +280,9 @@ def test_what_is_left_to_others_is_named() -> None:
     said = candidate().supports
     for x, dim, reason in (
         (torch.empty(2, 3, 5), (0, 2), "more than [outer"),
-        (torch.empty(2, 3, 8)[..., ::2], (2,), "does not lie between"),
-        (torch.empty(5, 1).expand(5, 6), (1,), "does not lie between"),
-        (torch.empty(1, 6).expand(5, 6), (1,), "does not lie between"),
-        (torch.empty(6, 5, 4).transpose(0, 1), (2,), "more than [outer"),
+        (torch.empty(5, 6, 8)[..., :7], (1, 2), "more than [outer"),
+        (torch.empty(2, 6, 5, 4).transpose(1, 2), (3,), "more than [outer"),
+        (torch.empty(5, 6, 4).permute(2, 1, 0), (1,), "no program takes together"),
         (torch.empty(5, 6, dtype=torch.float64), (1,), "f64"),
         (torch.empty(0, 6), (1,), "nothing to reduce"),
     ):
@@ -268,12 +318,15 @@ LARGE = {  # outer, C, inner, x's strides
     "columns": (1, 4096, 4096, (0, 4096, 1)),
     "short columns": (64, 49, 768, (37632, 768, 1)),
     "long columns of images": (32, 3136, 64, (200704, 64, 1)),
+    "columns at odd places": (8, 108, 50257, (108 * 50257, 50257, 1)),
+    "columns of hundreds": (1, 384, 100000, (0, 100000, 1)),
+    "stepped rows": (1, 64, 1466381, (0, 2, 128)),
 }
 
 
 def lines_of(name: str) -> Lines:
     outer, c, inner, x = LARGE[name]
-    rows = x[1] == 1
+    rows = x[1] < x[2]
     return Lines(outer, c, inner, (x, (0, 1, c) if rows else (c * inner, inner, 1)))
 
 
@@ -282,7 +335,7 @@ def test_configurations_fill_the_gpu(name: str) -> None:
     for dtype in ("f16", "f32"):
         lies = lines_of(name)
         configs = kernels.extreme_configs(lies, dtype)
-        assert 2 <= len(configs) <= 6
+        assert 2 <= len(configs) <= kernels.MOST_CONFIGS
         assert len({str(c) for c in configs}) == len(configs)
         programs = [kernels._groups(lies, c["BLOCK_I"]) * c["parts"] for c in configs]
         assert programs[0] >= 96 or name == "few rows"
@@ -293,6 +346,43 @@ def test_configurations_fill_the_gpu(name: str) -> None:
                 assert count <= 4 * 132 or config["parts"] == 2
 
 
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@pytest.mark.parametrize("length", [33, 108, 200, 384, 512])
+def test_columns_of_hundreds_are_held_by_programs_that_take_turns(length: int, dtype: str) -> None:
+    """Before they are swept; at least 64 bytes of neighbours wide, at most 32 elements a thread, so many registers that two programs fit."""
+    n, size = 50257, kernels.SIZE[dtype]
+    configs = kernels.extreme_configs(Lines(8, length, n, ((length * n, n, 1),) * 2), dtype)
+    held = list(itertools.takewhile(lambda c: c["strategy"] == "held", configs))
+    assert len(held) >= 2
+    assert held[0]["BLOCK_I"] * size >= 64
+    assert max(c["BLOCK_I"] * size for c in held) >= (64 if length > 256 else 128)
+    for config in held:
+        threads = 32 * config["num_warps"]
+        assert config["BLOCK_I"] * size >= kernels.SECTOR
+        assert config["BLOCK_C"] * config["BLOCK_I"] <= 32 * threads
+        assert 2 * threads * config["registers"] <= 65536
+
+
+def test_registers_and_the_order_of_threads_reach_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    cuda = torch.device("cuda", 0)
+
+    def job(name: str, config: Any) -> Any:
+        lies = lines_of(name)
+        return triton_launch.collect(lambda: kernels.extreme_launcher(lies, "f32", config, cuda), cuda)[0]  # fmt: skip
+
+    for name, stepped in (("columns at odd places", False), ("stepped rows", True), ("short rows", False)):  # fmt: skip
+        for config in kernels.extreme_configs(lines_of(name), "f32"):
+            if config["strategy"] == "held":
+                made = job(name, config)
+                assert made.registers == config.get("registers", 0)
+                assert dict(made.constexprs)["STEPPED"] == stepped
+    one = {"strategy": "held", "BLOCK_C": 64, "BLOCK_I": 1, "parts": 1, "num_warps": 1}
+    assert not dict(job("stepped rows", one).constexprs)["STEPPED"]  # threads follow it anyway
+
+
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, jobs = torch.device("cuda", 0), []
     for sm, name, dtype in (
@@ -301,7 +391,7 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
         lies = lines_of(name)
-        for config in kernels.extreme_configs(lies, dtype)[: 6 if sm == 90 else 2]:
+        for config in kernels.extreme_configs(lies, dtype)[: None if sm == 90 else 2]:
 
             def build(lies: Lines = lies, dtype: str = dtype, config: Any = config) -> object:
                 return kernels.extreme_launcher(lies, dtype, config, cuda)

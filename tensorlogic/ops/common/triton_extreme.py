@@ -34,16 +34,28 @@ def spread(x, y, dy, ties):
 
 
 @triton.jit
+def stepped(ptr, at, C, live, BLOCK_C: tl.constexpr):
+    """Lines whose elements lie steps apart, [BLOCK_C, BLOCK_I] of `at` [BLOCK_I, BLOCK_C], the order in which threads follow a line: in the
+    other one, where no step is known to be 1, they go from line to line, a sector of memory each."""
+    mask = live[:, None] & (tl.arange(0, BLOCK_C) < C)[None, :]
+    return tl.trans(tl.load(ptr + at, mask=mask, other=NEVER))
+
+
+@triton.jit
 def extreme_bwd_held(
     dy_ptr, x_ptr, y_ptr, dx_ptr, C, N, x_o, x_c, x_i, dx_o, dx_c, dx_i,
-    WIDE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
+    STEPPED: tl.constexpr, WIDE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dx[o, :, i] = dy / ties where x == y, else 0, of BLOCK_I neighbouring lines that are read once; ties counted in int32."""
     follow(PDL)
     outer, first, x_at = placed(N, x_c, x_i, WIDE, BLOCK_C, BLOCK_I)
     dx_at = within(dx_c, dx_i, WIDE, BLOCK_C, BLOCK_I)
     live = first + tl.arange(0, BLOCK_I) < N
-    x = tile(begun(x_ptr, outer, first, x_o, x_i), x_at, 0, x_c, C, live, NEVER, "", BLOCK_C)
+    x_ptr = begun(x_ptr, outer, first, x_o, x_i)
+    if STEPPED:
+        x = stepped(x_ptr, within(x_i, x_c, WIDE, BLOCK_I, BLOCK_C), C, live, BLOCK_C)
+    else:
+        x = tile(x_ptr, x_at, 0, x_c, C, live, NEVER, "", BLOCK_C)
     y = of_lines(y_ptr, outer, first, N, live, BLOCK_I)
     dy = of_lines(dy_ptr, outer, first, N, live, BLOCK_I)
     ties = tl.sum((x.to(tl.float32) == y).to(tl.int32), 0)
@@ -136,16 +148,23 @@ WHOLE = 65536  # bytes of the lines that a program holds
 SECTOR = 32  # bytes that memory is read by
 MOST_PARTS = 512  # of a line: every program adds up all of its lines' parts
 COMBINED = 4096  # parts times neighbouring lines at most
+MOST_CONFIGS = 7
+HELD = ((8192, 4), (4096, 4), (16384, 8), (2048, 1))  # bytes of a tile of whole rows, warps
+# of columns: bytes of a tile at least, warps at least; bytes of neighbours at least, of a thread at most while warps suffice
+HELD_COLUMNS = ((8192, 4, 128, 64), (16384, 8, 256, 128), (8192, 4, 128, 128), (4096, 4, 64, 128), (2048, 1, 32, 64))  # fmt: skip
+MOST_WARPS = 16
+MOST_HELD = 32  # elements of columns a thread, for which the registers below do: left alone, the compiler keeps all offsets, too
+REGISTERS = {True: 64, False: 72}  # of a thread where a program has 8 warps or more, and fewer
 # bytes of a tile and warps; then programs a multiprocessor; bytes of neighbouring lines before them
-HELD = ((8192, 4), (4096, 4), (16384, 8), (2048, 1))
 ROWS = ((8192, 4, 4), (16384, 8, 2), (4096, 4, 4))
 COLUMNS = ((128, 8192, 8, 2), (64, 4096, 4, 4), (128, 8192, 4, 4), (256, 16384, 8, 1))
 Config = dict[str, Any]
 
 
 def _rows(lines: Lines) -> bool:
-    """Whether neighbours in memory are of one line."""
-    return lines.inner == 1 or lines.strides[0][2] != 1
+    """Whether neighbours in dx's memory are of one line; x lies so, too, unless it repeats itself."""
+    _, along, across = lines.strides[1]
+    return lines.inner == 1 or along <= across
 
 
 def _groups(lines: Lines, block_i: int) -> int:
@@ -161,15 +180,35 @@ def _tile(strategy: str, block_c: int, block_i: int, warps: int, parts: int = 1)
 def _held(lines: Lines, size: int, cores: int) -> list[Config]:
     """Whole lines, so many at once that programs are many and large."""
     block_c, most = triton.next_power_of_2(lines.length), triton.next_power_of_2(lines.inner)
-    least = 1 if _rows(lines) else min(SECTOR // size, most)
+    if not _rows(lines):
+        return _held_columns(lines, size, cores)
     found = []
     for nbytes, warps in HELD:
-        block_i = max(least, min(nbytes // size // block_c, most))
-        while block_i > least and _groups(lines, block_i) < 2 * cores:
+        block_i = max(1, min(nbytes // size // block_c, most))
+        while block_i > 1 and _groups(lines, block_i) < 2 * cores:
             block_i //= 2
         held = block_c * block_i * size
         if held <= WHOLE:
-            found.append(_tile("held", block_c, block_i, min(16, max(warps, held // 2048))))
+            found.append(_tile("held", block_c, block_i, min(MOST_WARPS, max(warps, held // 2048))))
+    return found
+
+
+def _held_columns(lines: Lines, size: int, cores: int) -> list[Config]:
+    """Whole columns, so many neighbours at once that accesses are wide, in few registers, so that programs wait for memory in turns."""
+    block_c, most = triton.next_power_of_2(lines.length), triton.next_power_of_2(lines.inner)
+    least, room = min(SECTOR // size, most), 32 * MOST_WARPS * MOST_HELD
+    found = []
+    for nbytes, few, wide, each in HELD_COLUMNS:
+        block_i = min(max(nbytes // block_c, wide) // size, most)
+        while block_i > least and (block_c * block_i > room or _groups(lines, block_i) < 2 * cores):
+            block_i //= 2
+        count = block_c * block_i
+        if count * size <= WHOLE:
+            fit = max(few, count * size // (32 * each), count // (32 * MOST_HELD))
+            config = _tile("held", block_c, block_i, min(MOST_WARPS, fit))
+            if count <= room:
+                config["registers"] = REGISTERS[config["num_warps"] >= 8]
+            found.append(config)
     return found
 
 
@@ -206,7 +245,7 @@ def extreme_configs(lines: Lines, dtype: str, cores: int = 132) -> list[Config]:
         order = parts + held[:2] + twice[:1]
     elif many and not held:
         order = twice[:3] + parts
-    return [config for i, config in enumerate(order) if config not in order[:i]][:6]
+    return [config for i, config in enumerate(order) if config not in order[:i]][:MOST_CONFIGS]
 
 
 def span_of(lines: Lines, config: Config) -> int:
@@ -253,13 +292,19 @@ def extreme_launcher(
             constexprs={"WIDE": reach >= 2**31, "BLOCK_C": block_c, "BLOCK_I": block_i, **more},
             num_warps=config["num_warps"],
             num_stages=1,
+            registers=config.get("registers", 0),
             device=device,
             align=align,
         )
 
     if strategy != "parts":
-        kernel = extreme_bwd_held if strategy == "held" else extreme_bwd_twice
-        alone = launch(kernel, ["dy", "x", "y", "dx"])
+        names = ["dy", "x", "y", "dx"]
+        apart = block_i > 1 and _rows(lines) and lines.strides[0][1] != 1
+        alone = (
+            launch(extreme_bwd_held, names, STEPPED=apart)
+            if strategy == "held"
+            else launch(extreme_bwd_twice, names)
+        )
         return lambda dy, x, y, count, dx: alone(dy, x, y, dx)
     leave = launch(extreme_bwd_counted, ["x", "y", "count"])
     padded = triton.next_power_of_2(parts)

@@ -1,4 +1,4 @@
-"""Gradients of max and min by Triton: lines of dense memory in any order of its dimensions, or with gaps between them."""
+"""Gradients of max and min by Triton: lines in any strides, what is kept in at most two of them, what is reduced in one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ...op import Config, Launcher
 from ...plans import Key, TensorSpec
 from ..common import triton_extreme, triton_softmax, triton_softmax_parts, wiring
 from ..common.triton_softmax import Lines
-from . import EXTREME_BACKWARD, shapes
+from ..pointwise import layouts
+from . import EXTREME_BACKWARD
 
 Shape = tuple[
     Lines, str, tuple[int, ...], tuple[int, ...], int
@@ -20,7 +21,7 @@ Shape = tuple[
 
 
 def describe(key: Key) -> Shape | str:
-    """One dtype; x is [outer, reduced, inner] in memory, gaps before the next of each but the last."""
+    """One dtype; x and dx are [outer, reduced, inner] in strides of their own, incoming gradients and extremes in that order."""
     x, dims = key.spec("x"), key.flag("dim")
     assert x is not None
     reason = wiring.one_dtype(key)
@@ -28,35 +29,42 @@ def describe(key: Key) -> Shape | str:
         return reason or "nothing to reduce"
     if not all(t is x or t is None or wiring.is_contiguous(t) for t in key.tensors):
         return "what comes in or the extremes are not contiguous"
-    every = list(zip(x.shape, x.stride, strict=True))
-    kept = shapes.joined([pair for d, pair in enumerate(every) if d not in dims])
-    reduced = shapes.joined(sorted((every[d] for d in dims), key=lambda pair: -pair[1]))
-    found = lines(kept, reduced)
+    made = _made(x, dims)
+    found = lines(x, made, dims)
     if isinstance(found, str):
         return found
-    return found, x.dtype, x.shape, _closed(x), wiring.weakest(key)
+    return found, x.dtype, x.shape, made, wiring.weakest(key)
 
 
-def lines(kept: shapes.Dims, reduced: shapes.Dims) -> Lines | str:
-    """Lines of x and of dx, whose dimensions lie in x's order without gaps; or why these are none."""
-    inner = kept[-1][0] if kept and kept[-1][1] == 1 else 1
-    far = kept[:-1] if inner > 1 else kept
-    if len(far) > 1 or len(reduced) > 1:
+def _made(x: TensorSpec, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of dx as PyTorch's comparison with the extremes lays it: dense, in x's order where x says."""
+    left = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
+    return layouts.iterated((x.shape, x.stride), (left, wiring.contiguous(left)))[1]
+
+
+def lines(x: TensorSpec, made: tuple[int, ...], dims: tuple[int, ...]) -> Lines | str:
+    """Lines of x and of dx, whose strides are `made`; or why these are none."""
+    kept = _steps(x, made, [d for d in range(len(x.shape)) if d not in dims], False)
+    reduced = _steps(x, made, list(dims), True)
+    if len(kept) > 2 or len(reduced) > 1:
         return "the dimensions lie in more than [outer, reduced, inner]"
-    outer, apart = far[0] if far else (1, 0)
-    length, step = reduced[0] if reduced else (1, inner)
-    if step < inner or (inner == 1 and step != 1) or (far and apart < length * step):
-        return "what is reduced does not lie between outer and inner dimensions"
-    if inner == 1:
-        return Lines(1, length, outer, ((0, 1, apart), (0, 1, length)))
-    return Lines(outer, length, inner, ((apart, step, 1), (length * inner, inner, 1)))
+    none: layouts.Dim = (1, (0, 0))
+    (outer, far), (inner, near) = [*[none] * (2 - len(kept)), *kept]
+    beyond = (max(1, inner * near[0]), max(1, inner * near[1]))
+    length, along = reduced[0] if reduced else (1, beyond)
+    if outer > 1 and far[1] < min(along[1], near[1]):
+        return "neighbours in memory are of lines that no program takes together"
+    return Lines(outer, length, inner, tuple(zip(far, along, near, strict=True)))
 
 
-def _closed(x: TensorSpec) -> tuple[int, ...]:
-    """Strides of a tensor whose dimensions lie in x's order, without gaps: what PyTorch's element-wise functions make."""
-    order = sorted(range(len(x.shape)), key=lambda d: -x.stride[d])
-    strides = wiring.contiguous([x.shape[d] for d in order])
-    return tuple(strides[order.index(d)] for d in range(len(order)))
+def _steps(
+    x: TensorSpec, made: tuple[int, ...], dims: list[int], any_order: bool
+) -> list[layouts.Dim]:
+    """(size, steps of x and dx) of these dimensions, those that go on evenly in both taken together, in their order or in dx's."""
+    shape = tuple(x.shape[d] for d in dims)
+    strides = [tuple(of[d] for d in dims) for of in (x.stride, made)]
+    order = strides[1] if any_order else wiring.contiguous(shape)
+    return [found for found in layouts.collapsed((shape, order), strides) if found[0] > 1]
 
 
 def configs(shape: Shape) -> list[dict[str, Any]]:
@@ -79,5 +87,5 @@ def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-_SOURCES = (triton_extreme, triton_softmax, triton_softmax_parts, shapes, sys.modules[__name__])
+_SOURCES = (triton_extreme, triton_softmax, triton_softmax_parts, layouts, sys.modules[__name__])
 wiring.described(EXTREME_BACKWARD, "triton.spread", describe, configs, build, _SOURCES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tensorlogic
-from tensorlogic import capture_watch, stores, study
+from tensorlogic import capture_watch, entrants, stores, study
+from tensorlogic.op import EAGER
 from tensorlogic.plans import Key
 
 from .test_selection import RELU, Served, decided
@@ -115,3 +117,25 @@ def test_measuring_leaves_the_callers_state_alone() -> None:
     finally:
         RELU.candidates.clear()
         RELU.candidates.update(kept)
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "eager_us", "winner"),
+    [
+        ("pointwise_backward", "cuda", 1.0, "triton.flat"),
+        ("pointwise_backward", "cuda", 0.985, "triton.flat"),
+        ("pointwise_backward", "cuda", 0.97, EAGER),
+        ("pointwise_backward", "cpu", 1.0, EAGER),
+        ("linear_backward", "cuda", 1.0, EAGER),
+        ("linear_backward", "cuda", 1.03, "triton.flat"),
+    ],
+)
+def test_a_gradient_of_elements_wins_ties(op: str, kind: str, eager_us: float, winner: str) -> None:
+    """On a GPU it is timed between kernels of PyTorch's, which it cannot overlap."""
+    final: list[Any] = [
+        SimpleNamespace(candidate=SimpleNamespace(id=id, trusted=True))
+        for id in (EAGER, "triton.flat")
+    ]
+    key: Any = SimpleNamespace(op=op, direction="backward", precision="default", tensors=())
+    times = {EAGER: eager_us, "triton.flat": 1.0}
+    assert entrants.pick(final, times, key, kind).candidate.id == winner

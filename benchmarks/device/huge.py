@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import policies, selector
+from tensorlogic import policies, registry, selector
 from tensorlogic.bench import rows
 from tensorlogic.op import OPS
 
@@ -298,6 +298,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="")
     only, begin, bad, done = parser.parse_args().only, time.monotonic(), 0, 0
+    registry.ready(DEVICE.type)
     for make in cases():
         case = make()
         if only not in case.name:

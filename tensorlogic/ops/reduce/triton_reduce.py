@@ -40,11 +40,14 @@ def configs(s: Shape) -> list[dict[str, Any]]:
 
 
 def _twice(s: Shape, cores: int) -> list[dict[str, Any]]:
-    """Narrow columns in few parts, which a second launch combines soonest: two programs a multiprocessor, and as many as few rows fill."""
-    found = []
-    for narrow, rows, few in ((32, 64, 2 * cores), (16, min(64, 1 << (s.reduce - 1).bit_length()), 4 * cores)):  # fmt: skip
+    """Columns in few parts, which a second launch combines soonest: narrow ones, two programs a multiprocessor, and as many as few rows
+    fill; and lines of 256 bytes where one part of them has a program for every multiprocessor."""
+    found, line = [], 64 if s.dtype == "f32" else 128
+    for narrow, rows, few in ((32, 64, 2 * cores), (16, min(64, 1 << (s.reduce - 1).bit_length()), 4 * cores), (line, 64, 4 * cores)):  # fmt: skip
         block_c = min(narrow, 1 << (s.inner - 1).bit_length())
         tiles = s.outer * -(-s.inner // block_c)
+        if narrow == line and tiles < cores:
+            continue
         parts = min(-(-s.reduce // rows), few // tiles, 128)
         config = {"parts": parts, "last": False, "BLOCK_R": rows, "BLOCK_C": block_c}
         small = parts == 1 and strided.FEW < s.reduce <= rows and narrow < 32

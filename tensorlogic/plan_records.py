@@ -106,6 +106,7 @@ class Key:
     direction: str  # "inference" | "forward" | "backward"
     precision: str = "default"
     made: TensorSpec | None = None  # what it makes, for `uneven`; no part of the text
+    work: tuple[Any, ...] = ()  # what is done, where one op does this and that; no part of the text
 
     @cached_property
     def text(self) -> str:
@@ -208,8 +209,14 @@ class Key:
         return tuple(None if t is None else t.even for t in (*self.tensors, self.made))
 
     def remoteness(self, other: Key) -> float:
-        """How late its plan is asked among neighbours: their distance, and LAYOUT for each tensor laid out or parted otherwise."""
-        return self.distance(other) + LAYOUT * (self.laid_otherwise(other) + self.uneven(other))
+        """How late its plan is asked among neighbours: their distance, LAYOUT for each tensor laid out or parted otherwise, and a doubling
+        for each part of the work that is another."""
+        another = sum(a != b for a, b in zip(self.work, other.work, strict=True))
+        return (
+            self.distance(other)
+            + LAYOUT * (self.laid_otherwise(other) + self.uneven(other))
+            + another
+        )
 
     def uneven(self, other: Key) -> int:
         """How many tensors, with what is `made`, are there in both and `even` in one alone, and one more where one key alone has any

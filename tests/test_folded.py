@@ -156,3 +156,24 @@ def test_lines_that_a_product_makes_count_as_those_it_reads(tmp_path: Path) -> N
     gradient = OPS["linear_backward"]
     dy = replace(key(tensorlogic.linear, x(8, 8), x(9, 8)), names=("dy", "x", "weight", "kept"))
     assert gradient.normal(dy).made is None  # which has it among its tensors
+
+
+def test_a_gradient_is_nearer_to_one_that_does_the_same() -> None:
+    """Of another size, beside one of its size that PyTorch hands on for nothing."""
+
+    def gradient(kind: str, count: int, *kept: str) -> Key:
+        t = torch.empty(count)
+        args = [t, *[t if name in kept else None for name in "abcy"], kind, "110"]
+        return replace(OPS["pointwise_backward"].key(args, "backward"), device="cuda")
+
+    def apart(key: Key, other: Key) -> float:
+        normal = OPS["pointwise_backward"].normal
+        return normal(key).remoteness(normal(other))
+
+    key, alike = gradient("div", 1024, "a", "b"), gradient("div", 4096, "a", "b")
+    handed_on = gradient("add", 1024)
+    assert key.distance(handed_on) < key.distance(alike)
+    assert apart(key, alike) == key.distance(alike) == 2.0
+    assert apart(key, handed_on) == key.distance(handed_on) + 3  # the kind, and two tensors
+    here = replace(key, device="cpu")
+    assert OPS["pointwise_backward"].normal(here) is here

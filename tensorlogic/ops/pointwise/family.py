@@ -158,7 +158,7 @@ def _consistent(key: Key, values: dict[str, Any]) -> None:
 
 
 POINTWISE_BACKWARD = Op(
-    normal=folded.one_line,
+    normal=folded.one_line_of_work,
     reference=pointwise_backward,
     elementwise=True,
     landmarks=samples.round_numbers,

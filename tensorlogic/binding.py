@@ -39,6 +39,7 @@ class Bound:
         "run",
         "scalars",
         "two_ways",
+        "unpaired",
     )
 
     def __init__(
@@ -48,6 +49,7 @@ class Bound:
         chosen: policies.Policy,
         recording: bool,
         compiled: bool = False,
+        paired: bool = True,
     ) -> None:
         self.op, self.policy, self.device = op, chosen, device_of(args)
         saving = recording or (op.gradient is not None and bool(args[-1]))
@@ -61,7 +63,9 @@ class Bound:
         self.choice = selector.choose(
             op, self.key, args, chosen, compiled=compiled, whole=watched or not recording
         )
-        joint = selector.joint(op, self.key, args, chosen) if recording else None
+        joint = selector.joint(op, self.key, args, chosen) if recording and paired else None
+        light = op.gradient is not None and op.gradient.light
+        self.unpaired = Bound(op, args, chosen, True, compiled, False) if joint and light else None
         if joint is not None:
             self.choice, self.flags.settle = joint
         self.launch: Launcher = self.choice.launch
@@ -76,6 +80,8 @@ class Bound:
         self.two_ways = captured is not None
         if captured is not None:
             self.run = _two_ways(self.run, self._runner(captured, recording, behind))
+        if self.unpaired is not None:
+            self.run = _unhooked(self.run, self.unpaired.run)
 
     def _followed(self) -> bool:
         """Whether our backward pass may stand behind PyTorch's forward, where that was chosen: forward's time alone decides who
@@ -89,6 +95,8 @@ class Bound:
     def shortest(self) -> tuple[Run, int]:
         """What a compiled front calls, and how, once the key has been served: the launcher itself where its outputs are all there is to do."""
         two = self.two_ways
+        if self.unpaired is not None:
+            return self.run, 0
         if isinstance(self.outside, Recording):
             return self.outside.compiled(two) or self.run, 0
         if calls.is_plan(self.launch):
@@ -146,6 +154,13 @@ def _two_ways(eager: Run, captured: Run) -> Run:
     """Eager calls take one road, calls under graph capture the other."""
     capturing = torch.cuda.is_current_stream_capturing
     return lambda *dynamic: captured(*dynamic) if capturing() else eager(*dynamic)
+
+
+def _unhooked(paired: Run, apart: Run) -> Run:
+    """Calls under hooks on what is saved keep what PyTorch's own would: checkpoints compare it with what another choice keeps, and a hook
+    may store floats in fewer bits."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    return lambda *dynamic: paired(*dynamic) if hooks(True) is None else apart(*dynamic)
 
 
 class Recording:

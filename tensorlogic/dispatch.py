@@ -57,14 +57,14 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
             return composition(op, args)
         with torch.autocast(device.type, enabled=False):
             out = front.FRONTS[prepare](*lowered)
-        if where is not None and not transforming() and _special(op, args) is None:
+        if where is not None and not transforming() and _special(args) is None:
             _warm_lowered(op, prepare, where, given, args, lowered)
         return out
     if transforming() or any(isinstance(a, Tensor) and a.is_complex() for a in args):
         return composition(op, args)  # PyTorch's own ops transform in every way; ours do not
     if torch.compiler.is_dynamo_compiling():
         return library.traced(op, args)
-    road = _special(op, args)
+    road = _special(args)
     if road is not None:
         return road(op, args)
     return call(op, args, where, (prepare, given))
@@ -137,7 +137,7 @@ def _precisely(
     if transforming():
         return composition(op, args)
     args = tuple(a.resolve_conj().resolve_neg() if isinstance(a, Tensor) else a for a in args)
-    if _special(op, args) is not None:
+    if _special(args) is not None:
         return composition(op, args)
     kind = binding.device_of(args).type
     if torch.is_autocast_enabled(kind):
@@ -227,7 +227,7 @@ def composition(op: Op, args: Sequence[Any]) -> Any:
     return outs if op.internal else outs[0]
 
 
-def _special(op: Op, args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] | None:
+def _special(args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] | None:
     """The road for tensors or modes that plain launchers cannot serve, or None."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     if forward_ad._current_level >= 0 and any(
@@ -246,6 +246,11 @@ def _special(op: Op, args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] 
     if any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
         return composition  # gradients of many vectors at once: autograd.grad(..., is_grads_batched=True)
     return None
+
+
+def ordinary(*tensors: Tensor) -> bool:
+    """Whether a launcher may take these as they are: no transform, mode, subclass or lazy sign stands between."""
+    return not transforming() and _special(tensors) is None
 
 
 def transforming() -> bool:

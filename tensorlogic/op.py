@@ -233,6 +233,9 @@ class Op:
     joined: Callable[[Key], tuple[Op, Key] | None] = lambda key: (
         None
     )  # forward and backward as one op, by whose measured times recorded calls may be served as one
+    stands_for: tuple[
+        str, ...
+    ] = ()  # ops in whose places a joined one serves: where one of them is forced, it does not
     precise: Op | None = (
         None  # the same operation under a precision policy, with candidates of its own
     )

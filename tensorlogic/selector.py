@@ -258,6 +258,9 @@ def joint(
     found = None if policy.reproducible or policy.observer is not None else op.joined(key)
     if found is None:
         return None
+    asked = policy.forced(found[0].name) is not None
+    if not asked and any(policy.forced(name) is not None for name in found[0].stands_for):
+        return None
     choice = choose(*found, args, policy)
     if choice.candidate.parts is None:
         return None

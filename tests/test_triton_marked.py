@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
@@ -17,7 +18,6 @@ from tensorlogic.op import EAGER, OPS  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_marked as kernels  # isort: skip
 from tensorlogic.ops.pointwise import family, together  # isort: skip
-from tensorlogic.plans import TensorSpec  # isort: skip
 
 from .compiled import nothing_spills  # isort: skip
 
@@ -178,14 +178,6 @@ def test_a_key_and_its_parts() -> None:
     assert not [*together.of_backward(gelu)]
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 1, 3), (0, 2)])
-def test_dense(shape: tuple[int, ...]) -> None:
-    t = torch.empty(shape)
-    assert together.dense(TensorSpec("f32", tuple(t.shape), t.stride())) == (0 not in shape)
-    gaps = torch.empty((*shape, 2))[..., 0] if shape else torch.empty(2)[0]
-    assert not together.dense(TensorSpec("f32", (*shape, 2), (*gaps.stride(), 3)))
-
-
 @pytest.mark.parametrize("id", [EAGER, "chosen.apart", "triton.marked"])
 @pytest.mark.parametrize("kind", ["relu", "add_relu"])
 def test_candidates_of_the_pair_agree(id: str, kind: str) -> None:
@@ -213,6 +205,65 @@ def test_it_is_chosen_by_the_time_of_both(monkeypatch: pytest.MonkeyPatch) -> No
     with policies.policy(force={"pointwise_together": "triton.marked"}):
         assert marked(tensorlogic.relu(a))
     assert not marked(tensorlogic.relu(a))
+
+
+def test_gradients_that_kernels_cannot_take_are_made_of_the_output() -> None:
+    x = rand(4, 16).requires_grad_()
+    y, want = recorded(tensorlogic.relu, x), torch.relu(x)
+    many = torch.randn(3, 4, 16)
+    assert marked(y)
+    for fn in (
+        lambda y: torch.autograd.grad(y, x, many, is_grads_batched=True, retain_graph=True)[0],
+        lambda y: torch.func.vmap(lambda d: torch.autograd.grad(y, x, d, retain_graph=True)[0])(
+            many
+        ),  # fmt: skip
+        lambda y: torch.autograd.grad(y, x, torch._neg_view(many[0]), retain_graph=True)[0],
+    ):
+        assert torch.equal(fn(y), fn(want))
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [((4, 1, 5, 5), (25, 1, 5, 1)), ((1, 1, 64), (384, 64, 1)), ((1, 8), (1, 1)), ((8, 1), (1, 8))],
+)
+def test_it_lies_as_in_pytorch(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    x = rand(1000).as_strided(shape, stride).detach().requires_grad_()
+    y, want = recorded(tensorlogic.relu, x), torch.relu(x)
+    assert marked(y)
+    got, due = (torch.autograd.grad(v, x, torch.ones_like(want))[0] for v in (y, want))
+    assert (y.stride(), got.stride()) == (want.stride(), due.stride())
+
+
+def test_under_hooks_the_output_is_kept() -> None:
+    """One that stores floats in fewer bits would lose marks; a checkpoint compares what is kept with what another choice keeps."""
+    x = rand(1, 200).requires_grad_()
+    assert marked(recorded(tensorlogic.relu, x))  # a warm key, too
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
+        y = recorded(tensorlogic.relu, x)
+    (got,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(got, (x > 0).float())
+
+    def part(x: Tensor) -> Tensor:
+        return tensorlogic.relu(x).square()
+
+    with tensorlogic.policy(force="triton.marked"):
+        y = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)
+    with tensorlogic.policy(force="torch.eager"):
+        (got,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(got, 2 * torch.relu(x.detach()))
+
+
+@pytest.mark.parametrize("name", ["relu", "pointwise_backward"])
+def test_a_forced_part_is_not_paired(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.ready(DEVICE.type)
+    pair = OPS["pointwise_together"]
+    likely = replace(pair.candidates["triton.marked"], guess=lambda key: 0.1)
+    monkeypatch.setitem(pair.candidates, "triton.marked", likely)
+    x = rand(3, 77).requires_grad_()
+    with tensorlogic.policy(tune="off", force={"mul": EAGER}):
+        assert marked(tensorlogic.relu(x))
+    with tensorlogic.policy(tune="off", force={name: EAGER}):
+        assert not marked(tensorlogic.relu(x))
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])

@@ -265,6 +265,20 @@ def test_an_incoming_gradient_at_any_address() -> None:
     assert torch.equal(bits(got), bits(want))
 
 
+def test_gradients_of_many_vectors_at_once() -> None:
+    x, t = rand(6, 256).requires_grad_(), torch.arange(6)
+    t[2] = -100
+    loss, want = loss_of(x, t), F.cross_entropy(x, t)
+    many = torch.tensor([1.0, -2.0, 8.0])
+    assert by(loss) == "triton.together"
+    got, due = (
+        torch.autograd.grad(v, x, many, is_grads_batched=True, retain_graph=True)[0]
+        for v in (loss, want)
+    )
+    close(got, due, "f32", 0.1)
+    close(torch.autograd.grad(loss, x)[0], torch.autograd.grad(want, x)[0], "f32", 0.1)
+
+
 def test_what_it_does_not_serve_is_served_as_before() -> None:
     t = torch.arange(6)
     x = rand(6, 256, dtype="f16").requires_grad_()

@@ -73,7 +73,7 @@ class Sites:
         if policies.current().precision is not None:  # whose choice follows the data
             return None
         ready = fn.__wrapped__(*args)  # type: ignore[attr-defined]
-        if dispatch._special(op, ready) is not None:
+        if dispatch._special(ready) is not None:
             return None
         dynamic = [a for p, a in zip(op.params, ready, strict=False) if p.is_dynamic]
         places = [_place(a, args) for a in dynamic]

@@ -53,8 +53,10 @@ def _op(
         dy: Tensor,
     ) -> tuple[Any, ...]:
         if len(saved) > 4:  # forward has marked where its output is above 0: see together.py
-            dz = flags.settle(dy, saved[4])
-            return tuple([dz if n else None for n in needs])
+            if dispatch.ordinary(dy):
+                dz = flags.settle(dy, saved[4])
+                return tuple([dz if n else None for n in needs])
+            saved = (*saved[:3], flags.settle.output(saved[4]))
         wanted = (*needs, False, False)[:3]
         operands = [_met(k, dy) for k in saved[:3]]
         grads = backward_call(dy, *operands, saved[3], kind(flags), bits(wanted))

@@ -13,6 +13,7 @@ from ... import registry
 from ...op import EAGER, Candidate, Config, Launcher, Op
 from ...plans import Key, TensorSpec
 from ..common import apart, costs, folded, wiring
+from . import layouts
 from .family import ADD_RELU, RELU
 from .family import POINTWISE_BACKWARD as BACKWARD
 
@@ -68,17 +69,7 @@ def _alike(key: Key, *names: str) -> TensorSpec | None:
     one = TensorSpec(*looks.pop())
     if looks or one.align < 16 or costs.nbytes(one) < LEAST or wiring.one_dtype(key, *names):
         return None
-    return one if dense(one) else None
-
-
-def dense(one: TensorSpec) -> bool:
-    """Whether it lies without gaps, its dimensions in any order."""
-    step = 1
-    for stride, n in sorted(zip(one.stride, one.shape, strict=True)):
-        if n > 1 and stride != step:
-            return False
-        step *= n
-    return step > 0
+    return one if layouts.dense((one.shape, one.stride)) else None
 
 
 def of_forward(key: Key) -> tuple[Op, Key] | None:
@@ -131,6 +122,7 @@ TOGETHER = Op(
     cases=_cases,
     outputs=2,
     internal=True,
+    stands_for=("relu", "add_relu", "pointwise_backward"),
 )
 TOGETHER.candidate(EAGER, trusted=True)(pointwise_together)
 TOGETHER.add(Candidate("chosen.apart", bind=_bind_apart, sources=(_bind_apart,), trusted=True))

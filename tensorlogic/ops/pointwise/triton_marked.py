@@ -14,7 +14,8 @@ from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ...plans import Key, TensorSpec
 from ..common import compiled_launch, triton_marked, triton_math, wiring
-from .together import TOGETHER, both, dense
+from . import layouts
+from .together import TOGETHER, both
 
 
 def describe(key: Key) -> TensorSpec | str:
@@ -23,7 +24,7 @@ def describe(key: Key) -> TensorSpec | str:
     assert dy is not None
     if any(t is not None and (t.shape, t.stride) != (dy.shape, dy.stride) for t in (a, b)):
         return "an operand lies otherwise"
-    if not dense(dy):
+    if 0 in dy.shape or not layouts.dense((dy.shape, dy.stride)):
         return "empty, or with gaps"
     reason = wiring.one_dtype(key)
     return reason or ("an operand is not aligned to 16 bytes" if wiring.weakest(key) < 16 else dy)
@@ -38,7 +39,7 @@ def forward(one: TensorSpec, adds: bool, config: Config, device: torch.device) -
     """(a) or (a, b) -> (y, marks)."""
     count, dtype = prod(one.shape), DTYPES[one.dtype]
     start = triton_marked.marked_launcher(one.dtype, count, adds, dict(config), device)
-    empty, shape, stride = wiring.empty(device), one.shape, one.stride
+    empty, (shape, stride) = wiring.empty(device), layouts.iterated((one.shape, one.stride))
     space = (triton_marked.marks(count),)
 
     def two(a: Tensor, b: Tensor) -> Any:
@@ -52,41 +53,55 @@ def forward(one: TensorSpec, adds: bool, config: Config, device: torch.device) -
     return two if adds else alone
 
 
-def settling(one: TensorSpec, config: Config, device: torch.device) -> Callable[..., Tensor]:
+class Settling:
     """(incoming gradient, marks) -> the gradient."""
-    count, dtype = prod(one.shape), DTYPES[one.dtype]
-    many, single = (
-        triton_marked.unmarked_launcher(one.dtype, count, n, dict(config), device)
-        for n in (False, True)
-    )
-    empty, shape, stride = wiring.empty(device), one.shape, one.stride
 
-    def settle(dy: Tensor, mark: Tensor) -> Tensor:
-        dx = empty(shape, stride, dtype)
-        start = many
-        if dy.stride() != stride:
-            if any(dy.stride()):
-                dy = empty(shape, stride, dtype).copy_(dy)
-            else:  # the gradient of a sum
-                start = single
-        if start(dy, mark, dx) or start(dy.clone(), mark, dx):  # at an aligned address
-            return dx
-        raise RuntimeError(
-            f"relu: what was kept of outputs {list(shape)} for backward has been moved to unaligned memory; leave it where it was, or "
-            f"compute under tensorlogic.policy(force='triton.flat')"
+    def __init__(self, one: TensorSpec, config: Config, device: torch.device) -> None:
+        self.shape, self.stride = layouts.iterated((one.shape, one.stride))
+        self.dtype, self.count, self.empty = (
+            DTYPES[one.dtype],
+            prod(one.shape),
+            wiring.empty(device),
+        )
+        self.many, self.single = (
+            triton_marked.unmarked_launcher(one.dtype, self.count, n, dict(config), device)
+            for n in (False, True)
         )
 
-    return settle
+    def __call__(self, dy: Tensor, mark: Tensor) -> Tensor:
+        dx, start = self.empty(self.shape, self.stride, self.dtype), self.many
+        if not any(dy.stride()) and self.count > 1:  # the gradient of a sum
+            start = self.single
+        elif not self._alike(dy):
+            dy = self.empty(self.shape, self.stride, self.dtype).copy_(dy)
+        if not (start(dy, mark, dx) or start(dy.clone(), mark.clone(), dx)):  # at aligned addresses
+            raise RuntimeError(f"relu: a gradient of {list(self.shape)} could not be started")
+        return dx
+
+    def _alike(self, dy: Tensor) -> bool:
+        """Whether it lies as the output does, dimensions of size 1 aside."""
+        pairs = zip(self.shape, dy.stride(), self.stride, strict=True)
+        return all(n == 1 or s == own for n, s, own in pairs)
+
+    def output(self, mark: Tensor) -> Tensor:
+        """1 where the output is above 0, else 0, laid out as it is."""
+        above = (mark[:, None] >> torch.arange(8, device=mark.device)) & 1
+        flat = above.view(-1)[: self.count].to(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
 
 
 def build(one: TensorSpec, config: Config, device: torch.device) -> Launcher:
     """Output and gradient, one after the other."""
     ahead = {adds: forward(one, adds, config, device) for adds in (False, True)}
-    settle = settling(one, config, device)
+    settle = Settling(one, config, device)
 
     def launch(dy: Tensor, a: Tensor, b: Tensor | None) -> Any:
         outs = ahead[False](a) if b is None else ahead[True](a, b)
-        return None if outs is None else (outs[0], settle(dy, outs[1]))
+        if outs is None:
+            return None
+        y, mark = outs
+        assert mark is not None
+        return y, settle(dy, mark)
 
     return launch
 
@@ -98,7 +113,7 @@ def parts(key: Key, config: Config, device: torch.device) -> tuple[Launcher, Cal
         raise ValueError(f"{key.text} is not served in one: {one}")
     (op, ahead), _ = both(key)
     start = forward(one, key.spec("b") is not None, config, device)
-    return compiled_launch.plan(op, ahead, device, start), settling(one, config, device)
+    return compiled_launch.plan(op, ahead, device, start), Settling(one, config, device)
 
 
 wiring.described(
@@ -107,6 +122,6 @@ wiring.described(
     describe,
     configs,
     build,
-    (triton_marked, triton_math, sys.modules[__name__]),
+    (triton_marked, triton_math, layouts, sys.modules[__name__]),
     parts=parts,
 )

@@ -36,7 +36,8 @@ def configs(s: Shape) -> list[dict[str, Any]]:
     tiles = strided.column_tiles(s.outer, s.reduce, s.inner, s.dtype, wiring.cores())
     own = [{"strategy": "columns", "last": tile["parts"] > 1, **tile} for tile in tiles[:7]]
     twice = [{**c, "last": False} for c in own[:1] if c["last"]] + _twice(s, wiring.cores())
-    return own + [c for c in (*twice, *known[:1]) if c not in own]
+    found = [*own, *twice, *known[:1]]
+    return [c for i, c in enumerate(found) if c not in found[:i]]
 
 
 def _twice(s: Shape, cores: int) -> list[dict[str, Any]]:

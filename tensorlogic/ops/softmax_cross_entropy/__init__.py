@@ -89,7 +89,10 @@ def _backward(
     dy: Tensor,
 ) -> tuple[Any, ...]:
     if len(saved) > 4:  # the gradient was prepared by forward: see together.py
-        return (flags.settle(dy, *saved), None)
+        if dispatch.ordinary(dy):
+            return (flags.settle(dy, *saved), None)
+        logits, target, lse, share = saved[:4]
+        saved = (logits, target, lse[: target.numel()], share)
     grads = backward_call(dy, *saved, flags.ignore_index, flags.label_smoothing, flags.reduction)
     return (grads[0], None)
 

@@ -166,6 +166,7 @@ TOGETHER = Op(
     keyed=("label_smoothing",),
     outputs=2,
     internal=True,
+    stands_for=(FORWARD.name, BACKWARD.name),
 )
 TOGETHER.candidate(EAGER, trusted=True)(_eager)
 TOGETHER.add(Candidate("chosen.apart", bind=_bind_apart, sources=(_bind_apart,), trusted=True))

@@ -216,7 +216,7 @@ def test_gradients_that_kernels_cannot_take_are_made_of_the_output() -> None:
         lambda y: torch.autograd.grad(y, x, many, is_grads_batched=True, retain_graph=True)[0],
         lambda y: torch.func.vmap(lambda d: torch.autograd.grad(y, x, d, retain_graph=True)[0])(
             many
-        ),  # fmt: skip
+        ),
         lambda y: torch.autograd.grad(y, x, torch._neg_view(many[0]), retain_graph=True)[0],
     ):
         assert torch.equal(fn(y), fn(want))

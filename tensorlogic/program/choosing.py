@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +39,7 @@ ATTEMPTS = 8  # at a program whose error as a whole does not grow
 ROUNDS = 4  # times that regions are formed again after some were undone
 OURS = 0.5  # of the budget where Inductor competes for the rest
 CLOSE = 1.05  # times what the fastest way of each region takes that a program with one way for all may take
+TURNS = 1.1  # likewise where it spares two kinds of threads waiting for each other, which regions alone do not show
 MUST_GAIN = 0.98  # of the original's time that the whole may take
 
 
@@ -254,27 +256,45 @@ class Plan:
         return graph, rewrite(graph, self.rules, frozenset(self.banned))
 
     def _uniform(self) -> list[dict[str, Decision]]:
-        """The same with one way wherever it can be: ways with a memory layout of their own pay most together.
+        """The same with one way wherever it can be: ways with a memory layout of their own pay most together, and on a CPU such as run on
+        threads of ours do, which wait for work while PyTorch's have it.
 
         Not those that would take clearly more by the times of their regions.
         """
         counts = Counter(d.way for d in self.found.values() if len(d.ready) > 1)
         mixed = [w for w, _ in counts.most_common(2) if w is not None]
         laid = {w.id for r in self.regions if r.node for w in ways_of(r.node.target) if w.layout}
-        if len(counts) < 2 or not laid & counts.keys():
+        turns = _by_turns(counts)
+        if len(counts) < 2 or not (turns or laid & counts.keys()):
             return []
         found = [
             {root: replace(d, way=way) if way in d.ready else d for root, d in self.found.items()}
             for way in mixed
         ]
+        if turns:
+            found.append({root: replace(d, way=_native(d)) for root, d in self.found.items()})
         kinds = {tuple(d.way for d in v.values()): v for v in (*reversed(found), self.found)}
-        limit = CLOSE * _spent(self.found)
+        limit = (TURNS if turns else CLOSE) * _spent(self.found)
         return [v for v in kinds.values() if v is not self.found and _spent(v) <= limit]
 
     def graph(self, variant: Mapping[str, Decision]) -> tuple[fx.Graph, dict[str, str]]:
         """The graph with the chosen ways written out, and which candidate each op's call is to have."""
         graph, regions = again(self.rewritten)
         return graph, _expand(graph, regions, variant)
+
+
+def _by_turns(ways: Iterable[str | None]) -> bool:
+    """Whether on a CPU some ways run on the native kernels' threads, as what an op chooses mostly does, and others on PyTorch's."""
+    names = {w.partition(".")[0] for w in ways if w is not None}
+    return bool(names & {"cpu", "chosen"}) and "onednn" in names
+
+
+def _native(decision: Decision) -> str | None:
+    """The fastest way of a region by kernels of ours, or its own where there is none."""
+    paying = decision.paying
+    times = {w: paying[w].after_us if w in paying else None for w in decision.ready}
+    ours = {w: math.inf if us is None else us for w, us in times.items() if w.startswith("cpu.")}
+    return min(ours, key=lambda way: ours[way], default=decision.way)
 
 
 def _spent(variant: Mapping[str, Decision]) -> float:

@@ -174,6 +174,9 @@ def test_a_key_and_its_parts() -> None:
     (_, ahead), (_, back) = together.both(whole)
     assert ahead == forward
     assert back == replace(backward, flags=(("kind", "add_relu"), ("needs", "110")), device="cuda")
+    for away in (8, 2):  # kernels take whole groups of 16 bytes
+        odd = tuple(replace(t, align=away) for t in forward.tensors if t is not None)
+        assert together.of_forward(replace(forward, tensors=odd)) is None
     gelu = replace(backward, flags=(("kind", "gelu"), ("needs", "100")), device="cuda")
     assert not [*together.of_backward(gelu)]
 

@@ -301,6 +301,9 @@ def test_sums_over_columns_are_no_longer_chains_than_stay_exact() -> None:
         assert max(chains, default=0) <= strided.CHAIN, (rows, columns, dtype, tiles, twice)
     s = shapes.Shape("sum", "f16", 1, 5183, 320, (320,), 16)
     assert {c["parts"] for c in triton_reduce.configs(s) if not c["last"]} == {41, 26}
+    for small in ((31, 2), (24, 3), (200, 17)):
+        known = triton_reduce.configs(shapes.Shape("sum", "f16", 1, *small, small[1:], 16))
+        assert all(c not in known[:i] for i, c in enumerate(known))
     for dtype, line in (("f16", 128), ("f32", 64)):  # of many columns also by lines of 256 bytes
         s = shapes.Shape("sum", dtype, 8, 2045, 24 * line, (24 * line,), 16)
         wide = {"strategy": "columns", "parts": 2, "last": False, "BLOCK_R": 64, "BLOCK_C": line}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -291,6 +292,20 @@ def test_what_it_does_not_serve_is_served_as_before() -> None:
         assert by(tensorlogic.softmax_cross_entropy(x, t)) == "triton.rows"
     with tensorlogic.policy(force="triton.together", deterministic=True):
         assert getattr(tensorlogic.softmax_cross_entropy(x, t).grad_fn, "record", None) is None
+
+
+@pytest.mark.parametrize("name", ["softmax_cross_entropy", "softmax_cross_entropy_backward"])
+def test_a_forced_part_is_not_paired(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.ready(DEVICE.type)
+    pair = OPS["softmax_cross_entropy_together"]
+    likely = replace(pair.candidates["triton.together"], guess=lambda key: 0.1)
+    monkeypatch.setitem(pair.candidates, "triton.together", likely)
+    x, t = rand(6, 264, dtype="f16").requires_grad_(), torch.arange(6)
+    with tensorlogic.policy(tune="off", force={"mul": "torch.eager"}):
+        assert by(tensorlogic.softmax_cross_entropy(x, t)) == "triton.together"
+    with tensorlogic.policy(tune="off", force={name: "torch.eager"}):
+        loss = tensorlogic.softmax_cross_entropy(x, t)
+    assert getattr(loss.grad_fn, "record", None) is None or by(loss) != "triton.together"
 
 
 @pytest.mark.parametrize("id", ["torch.eager", "chosen.apart", "triton.together"])

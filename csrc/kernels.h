@@ -273,6 +273,9 @@ constexpr int64_t DOTS = 12;  // rows of a weight that dot_rows takes together d
 constexpr int64_t AXPY_ROWS = 6;  // of x, whose sums axpy_rows keeps in memory: those of more stay in registers, and w is met in strips
 // Elements: walks along memory ask for what lies a page or two ahead, whose addresses take longest to find.
 constexpr int64_t AHEAD = 2048;
+// Of powers of two: numbers below are 0 where exponentials are scaled, as many processors take hundreds of cycles for a vector in which
+// one is denormal, or would be.
+constexpr float LEAST_EXPONENT = -125.0f;
 
 struct Kernels {
   const char* name;

@@ -48,6 +48,28 @@ def test_float32_keeps_its_range(ops: Any, scale: float) -> None:
         torch.testing.assert_close(ops.matmul(x, y), x @ y, rtol=3e-6, atol=0)
 
 
+@pytest.mark.parametrize("lay", LAYOUTS)
+def test_small_numbers_beside_others_are_lost_as_a_sum_loses_them(ops: Any, lay: Any) -> None:
+    """What is tiny in rows whose largest numbers are not, as exponentials leave it, is no reason to do without tiles; whole rows and columns are."""
+    a, b = torch.randn(300, 450), torch.randn(450, 200)
+    a[:, ::3] *= torch.logspace(-45, 0, 150)
+    b[1::3] *= torch.logspace(0, -42, 150)[:, None]
+    a[17], b[:, 9] = 0.0, 0.0
+
+    def error(x: Tensor, y: Tensor) -> Tensor:  # of each row and column, by their norms
+        x, y, exact = x.double(), y.double(), x.double() @ y.double()
+        sizes = x.norm(dim=1)[:, None] * y.norm(dim=0)
+        return ((ops.matmul(lay(x.float()), lay(y.float())) - exact).abs() / sizes).nan_to_num()
+
+    for rows, columns in itertools.product((1, 1e-15, 1e-25, 1e-30), repeat=2):
+        if rows * columns < 1e-35:
+            continue
+        x, y = a.clone(), b.clone()
+        x[5:9] *= rows
+        y[:, 30:40] *= columns
+        assert error(x, y).max() < 3e-7, (rows, columns)
+
+
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_infinity_stays_infinity(ops: Any, dtype: torch.dtype, value: float) -> None:

@@ -6,7 +6,7 @@
 namespace tensorlogic::amx {
 
 constexpr int64_t ROWS = 32, COLUMNS = 32, DEPTH = 512;
-constexpr int64_t BLOCK_ROWS = 512, BLOCK_COLUMNS = 512, ALONG = 32, TURNED = 144;
+constexpr int64_t BLOCK_ROWS = 512, BLOCK_COLUMNS = 512, ALONG = 40, TURNED = 60;
 // False where splitting and packing cost more than the tiles bring.
 bool pays(DType a, DType b, int parts, int64_t M, int64_t N, int64_t K);
 void gemm(const GemmCall& g);

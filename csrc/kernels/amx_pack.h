@@ -26,13 +26,16 @@ struct Range {
     small = _mm512_min_epu32(small, _mm512_set1_epi32(static_cast<int>(least_less_one)));
     large = _mm512_max_epu32(large, _mm512_set1_epi32(static_cast<int>(most)));
   }
-  int highest() const { return static_cast<int>(_mm512_reduce_max_epu32(large) >> 23) - 127; }
-  int lowest() const { return static_cast<int>(_mm512_reduce_min_epu32(small) >> 23) - 127; }
+  uint32_t most() const { return _mm512_reduce_max_epu32(large); }
+  uint32_t least_less_one() const { return _mm512_reduce_min_epu32(small); }
+  int highest() const { return static_cast<int>(most() >> 23) - 127; }
+  int lowest() const { return static_cast<int>(least_less_one() >> 23) - 127; }
 };
-INLINE bool fits(const Range& a, const Range& b) {
-  const int low_a = a.lowest(), low_b = b.lowest(), high_a = a.highest(), high_b = b.highest();
-  return high_a < 120 && high_b < 120 && high_a + high_b < 110 && low_a > -100 && low_b > -100 &&
-         low_a + low_b > -100;
+// Where the lowest are the largest numbers of their rows, `above` says how far these must be above what is lost.
+INLINE bool fits(const Range& a, const Range& b, int above = 0) {
+  const int low_a = a.lowest(), low_b = b.lowest(), high_a = a.highest(), high_b = b.highest(), least = above - 100;
+  return high_a < 120 && high_b < 120 && high_a + high_b < 110 && low_a > least && low_b > least &&
+         low_a + low_b > least;
 }
 
 // 16 pairs of bfloat16, neighbours of the inner dimension: both from one vector pair that continues, or
@@ -47,7 +50,7 @@ INLINE __m512i across(__m512i first, __m512i second) {
   return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(first, 16), second);
 }
 INLINE __m512i upper_half(vf v, bool nearest) {
-  const __m512i bits = nearest ? rounded(v) : _mm512_castps_si512(v);
+  const __m512i bits = nearest ? nearly_rounded(v) : _mm512_castps_si512(v);
   return _mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
 }
 
@@ -67,62 +70,34 @@ INLINE vf read(const T* p, int64_t n) {
   return n >= W ? load(p, All{}) : n > 0 ? load(p, Some{n}) : set1(0.0f);
 }
 
-// A tile's worth of an operand: number (i, k) at p[i * si + k * sk]. Vector n of part q, `to[q][n]`, is row
-// i = n of 16 pairs where neighbours along k lie side by side, else pair n of 16 rows.
-template <class T, int P, bool RAW>
-INLINE void pairs_along_k(const T* p, int64_t si, int64_t rows, int64_t depth, __m512i (&to)[P][SIDE],
-                          Range& range) {
-  for (int64_t i = 0; i < SIDE; ++i) {
-    if (i >= rows) {
-      for (int q = 0; q < P; ++q) to[q][i] = _mm512_setzero_si512();
-      continue;
+// What parts of small numbers lose is less than a float32 sum rounds off, where the largest number of their row is as many powers of two
+// above it.
+constexpr int ABOVE = 22;
+
+// Takes the least over rows of the largest number in each for the least number of all: rows of zeros aside.
+template <class T>
+static void see_rows(const T* p, int64_t si, int64_t sk, int64_t rows, int64_t depth, Range& range) {
+  const bool down = si == 1 && sk != 1;  // lanes are rows
+  uint32_t least = ~0u;
+  for (int64_t i = 0; i < rows; i += down ? W : 1) {
+    __m512i large = _mm512_setzero_si512();
+    const int64_t some = tensorlogic::amx::least(rows - i, W);
+    for (int64_t k = 0; k < depth; k += down || sk != 1 ? 1 : W) {
+      const T* at = p + i * si + k * sk;
+      const vf v = down ? read(at, some) : read(at, sk == 1 ? depth - k : 1);
+      large = _mm512_max_epu32(large, _mm512_castps_si512(vabs(v)));
     }
-    const T* at = p + i * si;
-    if constexpr (RAW) {
-      const __mmask32 mask = depth >= STEP ? ~0u : (1u << depth) - 1;
-      to[0][i] = _mm512_maskz_loadu_epi16(mask, at);
-    } else {
-      const vf low = read(at, depth), high = read(at + W, depth - W);
-      range.see(low);
-      range.see(high);
-      __m512i a[P], b[P];
-      split<P, P == 2 && sizeof(T) == 2>(low, a);
-      split<P, P == 2 && sizeof(T) == 2>(high, b);
-#pragma GCC unroll 3
-      for (int q = 0; q < P; ++q) to[q][i] = along(a[q], b[q]);
-    }
+    if (!down) large = _mm512_set1_epi32(static_cast<int>(_mm512_reduce_max_epu32(large)));
+    const __mmask16 there = _mm512_test_epi32_mask(large, large);
+    const uint32_t of = _mm512_mask_reduce_min_epu32(there, large);
+    least = of < least ? of : least;
   }
+  range.small = _mm512_set1_epi32(static_cast<int>(least - 1));
 }
 
-template <class T, int P, bool RAW>
-INLINE void pairs_across(const T* p, int64_t sk, int64_t rows, int64_t depth, __m512i (&to)[P][SIDE],
-                         Range& range) {
-  for (int64_t n = 0; n < SIDE; ++n) {
-    const T* at = p + 2 * n * sk;
-    const int64_t one = 2 * n < depth ? rows : 0, two = 2 * n + 1 < depth ? rows : 0;
-    if constexpr (RAW) {
-      auto halves = [](const T* from, int64_t some) {
-        const __mmask16 mask = static_cast<__mmask16>((1u << some) - 1);
-        return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
-      };
-      to[0][n] = _mm512_or_si512(halves(at, one), _mm512_slli_epi32(halves(at + sk, two), 16));
-    } else {
-      const vf first = read(at, one), second = read(at + sk, two);
-      range.see(first);
-      range.see(second);
-      __m512i a[P], b[P];
-      split<P, P == 2 && sizeof(T) == 2>(first, a);
-      split<P, P == 2 && sizeof(T) == 2>(second, b);
-#pragma GCC unroll 3
-      for (int q = 0; q < P; ++q) to[q][n] = across(a[q], b[q]);
-    }
-  }
-}
-
-INLINE void turn(__m512i (&v)[SIDE]) {
-  vf r[SIDE], t[SIDE];
-#pragma GCC unroll 16
-  for (int i = 0; i < SIDE; ++i) r[i] = _mm512_castsi512_ps(v[i]);
+// A square of 32-bit lanes: rows become columns.
+INLINE void turn(vf (&r)[SIDE]) {
+  vf t[SIDE];
 #pragma GCC unroll 4
   for (int round = 0; round < 4; ++round) {
 #pragma GCC unroll 8
@@ -133,15 +108,81 @@ INLINE void turn(__m512i (&v)[SIDE]) {
 #pragma GCC unroll 16
     for (int i = 0; i < SIDE; ++i) r[i] = t[i];
   }
-#pragma GCC unroll 16
-  for (int i = 0; i < SIDE; ++i) v[i] = _mm512_castps_si512(r[i]);
 }
 
-// One tile of each part: a left tile has a vector of pairs per row, a right one a vector of columns per pair.
+// The parts of numbers on their way into vector n of a tile of each part: a left tile's is row n of 16 pairs of neighbours along k, a
+// right one's is pair n of 16 columns.
+template <class T, int P>
+struct Into {
+  uint16_t* dst;
+  Range& range;
+  template <class Pairs>
+  INLINE_MEMBER void put(int64_t n, vf one, vf other, Pairs pairs) {
+    range.see(one);
+    range.see(other);
+    __m512i a[P], b[P];
+    split<P, P == 2 && sizeof(T) == 2>(one, a);
+    split<P, P == 2 && sizeof(T) == 2>(other, b);
+#pragma GCC unroll 3
+    for (int q = 0; q < P; ++q) _mm512_store_si512(dst + q * TILE + n * STEP, pairs(a[q], b[q]));
+  }
+  INLINE_MEMBER void row(int64_t n, vf low, vf high) { put(n, low, high, along); }
+  INLINE_MEMBER void pair(int64_t n, vf first, vf second) { put(n, first, second, across); }
+};
+
+// One tile of each part of numbers (i, k) at p[i * si + k * sk], si or sk 1.
+template <class T, int P>
+INLINE void in_parts(const T* p, int64_t si, int64_t sk, int64_t rows, int64_t depth, bool right, Into<T, P> into) {
+  const vf none = set1(0.0f);
+  auto row = [&](int64_t i, int64_t k) { return i < rows ? read(p + i * si + k, depth - k) : none; };
+  auto column = [&](int64_t k) { return k < depth ? read(p + k * sk, rows) : none; };
+  if (sk == 1 && !right) {
+    for (int64_t i = 0; i < SIDE; ++i) into.row(i, row(i, 0), row(i, W));
+  } else if (sk == 1) {
+    for (int64_t k = 0; k < STEP; k += W) {
+      vf v[SIDE];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < SIDE; ++i) v[i] = row(i, k);
+      turn(v);
+#pragma GCC unroll 8
+      for (int64_t n = 0; n < W; n += 2) into.pair((k + n) / 2, v[n], v[n + 1]);
+    }
+  } else if (right) {
+    for (int64_t k = 0; k < STEP; k += 2) into.pair(k / 2, column(k), column(k + 1));
+  } else {
+    vf v[2][SIDE];
+#pragma GCC unroll 2
+    for (int64_t half = 0; half < 2; ++half) {
+#pragma GCC unroll 16
+      for (int64_t k = 0; k < SIDE; ++k) v[half][k] = column(half * W + k);
+      turn(v[half]);
+    }
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < SIDE; ++i) into.row(i, v[0][i], v[1][i]);
+  }
+}
+
+// Likewise of bfloat16 numbers as they are.
+INLINE void as_they_are(const bf16* p, int64_t si, int64_t sk, int64_t rows, int64_t depth, bool right, uint16_t* dst) {
+  const bool by_row = sk == 1;
+  auto some = [](int64_t n) { return n >= STEP ? ~0u : (1u << n) - 1; };
+  auto halves = [&](int64_t k) {
+    const auto mask = static_cast<__mmask16>(k < depth ? some(rows) : 0);
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p + k * sk));
+  };
+  vf v[SIDE];
+  for (int64_t n = 0; n < SIDE; ++n)
+    v[n] = _mm512_castsi512_ps(
+        by_row ? _mm512_maskz_loadu_epi16(n < rows ? some(depth) : 0u, p + n * si)
+               : _mm512_or_si512(halves(2 * n), _mm512_slli_epi32(halves(2 * n + 1), 16)));
+  if (by_row == right) turn(v);
+#pragma GCC unroll 16
+  for (int n = 0; n < SIDE; ++n) _mm512_store_si512(dst + n * STEP, _mm512_castps_si512(v[n]));
+}
+
 template <class T, int P, bool RAW>
-static void pack_tile(const T* p, int64_t si, int64_t sk, int64_t rows, int64_t depth, bool right,
-                      uint16_t* dst, Range& range) {
-  __m512i v[P][SIDE];
+static void pack_tile(const T* p, int64_t si, int64_t sk, int64_t rows, int64_t depth, bool right, uint16_t* dst,
+                      Range& range) {
   T gathered[SIDE * STEP];
   if (sk != 1 && si != 1) {
     for (int64_t i = 0; i < rows; ++i)
@@ -150,16 +191,12 @@ static void pack_tile(const T* p, int64_t si, int64_t sk, int64_t rows, int64_t 
     si = STEP;
     sk = 1;
   }
-  const bool by_row = sk == 1;
-  if (by_row)
-    pairs_along_k<T, P, RAW>(p, si, rows, depth, v, range);
-  else
-    pairs_across<T, P, RAW>(p, sk, rows, depth, v, range);
-#pragma GCC unroll 3
-  for (int q = 0; q < P; ++q) {
-    if (by_row == right) turn(v[q]);
-#pragma GCC unroll 16
-    for (int n = 0; n < SIDE; ++n) _mm512_store_si512(dst + q * TILE + n * STEP, v[q][n]);
+  if constexpr (RAW) {
+    as_they_are(p, si, sk, rows, depth, right, dst);
+  } else {
+    Range own = range;  // in registers
+    in_parts<T, P>(p, si, sk, rows, depth, right, {dst, own});
+    range = own;
   }
 }
 
@@ -267,9 +304,13 @@ static bool pack_of(const Matrix& b, int64_t first, int64_t last, int64_t N, int
         range.see(_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000)))));
       }
     }
-    if (!RAW) good &= fits(range, one);
-    reinterpret_cast<Bounds*>(all)[j / SIDE] = {_mm512_reduce_min_epu32(range.small),
-                                                _mm512_reduce_max_epu32(range.large)};
+    if (!RAW && !fits(range, one)) {
+      see_rows(static_cast<const B*>(b.data) + j * b.col, b.col, b.row, least(N - j, SIDE), K, range);
+      const __m512i by = _mm512_set1_epi32(ABOVE << 23);
+      range.small = _mm512_sub_epi32(_mm512_max_epu32(range.small, by), by);
+      good &= fits(range, one);
+    }
+    reinterpret_cast<Bounds*>(all)[j / SIDE] = {range.least_less_one(), range.most()};
   }
   return good;
 }

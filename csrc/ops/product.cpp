@@ -32,11 +32,9 @@ int64_t patience() {
   return sleeps ? 4 : 1;
 }
 
-// How many products of tiles one by tiles is: of the operands' parts by each other, but for the least of float32's.
-int64_t products(const Product& p) {
-  auto parts = [&](DType t) -> int64_t { return t == DType::bf16 ? 1 : t == DType::f16 ? 2 : p.parts; };
-  return std::min<int64_t>(parts(p.a.dtype) * parts(p.b.dtype), 6);
-}
+// How many parts tiles have of an operand, and how many products of them one is: all of them, but for the least of float32's.
+int64_t parts(const Product& p, DType t) { return t == DType::bf16 ? 1 : t == DType::f16 ? 2 : p.parts; }
+int64_t products(const Product& p) { return std::min<int64_t>(parts(p, p.a.dtype) * parts(p, p.b.dtype), 6); }
 
 // Multiply-adds up to which a second thread costs more than it brings; a product of tiles does them four times as fast;
 // where threads sleep, waking one costs as much as 2.4 Mi of any that has parts.
@@ -104,7 +102,9 @@ Blocks split(const Kernels& k, const Product& p) {
   // steps take half of a panel's room and of the time to multiply it, so that packing it again costs twice as much
   const bool steps = p.coarse && roomy(k) > 1;
   const int64_t room = roomy(k) * (steps ? 2 : 1);
-  const int64_t most_rows = k.gemm_block_rows * room, most_cols = k.gemm_block_cols * room;
+  // three parts of it would leave the second-level cache little room for what else passes through it
+  const int64_t share = k.gemm_pays && parts(p, p.b.dtype) > 2 ? 2 : 1;
+  const int64_t most_rows = k.gemm_block_rows * room, most_cols = k.gemm_block_cols * room / share;
   int64_t widest =
       runs && !steps ? std::clamp(most_rows * most_cols / std::min(p.M, most_rows), most_cols, WIDEST) : most_cols;
   int64_t depth = k.gemm_depth * most_cols / widest, tallest = over(p.M, most_rows);
@@ -138,8 +138,8 @@ Blocks split(const Kernels& k, const Product& p) {
   consider(tallest, narrowest);
   if (threads == 1) return best;
   for (int64_t across = narrowest; across < narrowest + 8; ++across) {
-    const int64_t share = over(threads, p.batch * across);  // blocks down that occupy all threads
-    for (int64_t down : {tallest, tallest + 1, tallest + 2, share, 2 * share})
+    const int64_t each = over(threads, p.batch * across);  // blocks down that occupy all threads
+    for (int64_t down : {tallest, tallest + 1, tallest + 2, each, 2 * each})
       if (down >= tallest) consider(down, across);
   }
   return best;

@@ -93,8 +93,9 @@ INLINE Scaled decay_of(vf z, vf low) {
 
 // Exponentials that go into products are kept 2^64 times too large: tails stay normal numbers until
 // the last rounding, and what is zero nevertheless makes NaN out of infinity, as PyTorch has it.
-constexpr float UP = 0x1p64f, DOWN = 0x1p-64f;
-INLINE vf enlarged(Scaled e) { return scale2(e.p, e.n + set1(64.0f)); }
+constexpr float DOWN = 0x1p-64f;
+INLINE vf enlarging(vf n) { return n < set1(LEAST_EXPONENT) ? n : n + set1(64.0f); }
+INLINE vf enlarged(Scaled e) { return scale2(e.p, enlarging(e.n)); }
 
 // x / (1 + e^-(z + low)); for float32 the quotient is carried in two parts up to the last rounding
 template <class T>
@@ -372,7 +373,7 @@ INLINE vf gelu(vf x) {
   // Both sides carry what their last product but one lost. DOWN and its inverse: as for `enlarged`.
   Grown e = exp_grown(h * set1(-0.5f), product_error(a, a, h) * set1(-0.5f));
   vf mills = mills_precise(a), tail = fma(mills, e.t, mills), low = fma(mills, e.t, mills - tail),
-     n = e.n + set1(64.0f);
+     n = enlarging(e.n);
   tail = scale2(tail, n);
   vf lower = fma(x, tail, x * scale2(low, n)) * set1(DOWN);
   vf rest = fnma(tail, set1(DOWN), set1(1.0f)), lost = fnma(tail, set1(DOWN), set1(1.0f) - rest);

@@ -61,11 +61,12 @@ nearest(vf x) {  // adding and taking away 1.5 * 2^23 rounds; larger numbers are
 }
 #endif
 INLINE vf pow2(vi n) { return reinterpret_cast<vf>((n + 127) << 23); }
-INLINE vf scale2(
-    vf x, vf n) {  // x * 2^n, n integral, |n| < 250; in two steps, so that denormals come out right
+// x * 2^n, n integral, below 250; x * 0 where n < LEAST_EXPONENT. In two steps, for what is too large for one
+INLINE vf scale2(vf x, vf n) {
   n = n == n ? n : set1(0.0f);
-  vi i = __builtin_convertvector(n, vi), half = i >> 1;
-  return x * pow2(half) * pow2(i - half);
+  const vi normal = n >= set1(LEAST_EXPONENT);
+  const vi i = __builtin_convertvector(vmax(set1(LEAST_EXPONENT), n), vi), half = i >> 1;
+  return x * reinterpret_cast<vf>(reinterpret_cast<vi>(pow2(half)) & normal) * pow2(i - half);
 }
 INLINE vf reciprocal(vf x) { return set1(1.0f) / x; }
 INLINE vf reciprocal_coarse(vf x) { return set1(1.0f) / x; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import policies, registry  # isort: skip
+from tensorlogic import plans, policies, registry  # isort: skip
 from tensorlogic.op import EAGER, OPS  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_marked as kernels  # isort: skip
@@ -257,8 +258,11 @@ def test_under_hooks_the_output_is_kept() -> None:
 
 
 @pytest.mark.parametrize("name", ["relu", "pointwise_backward"])
-def test_a_forced_part_is_not_paired(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forced_part_is_not_paired(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     registry.ready(DEVICE.type)
+    monkeypatch.setattr(plans, "SHIPPED", tmp_path / "none")  # a GPU's would be heard first
     pair = OPS["pointwise_together"]
     likely = replace(pair.candidates["triton.marked"], guess=lambda key: 0.1)
     monkeypatch.setitem(pair.candidates, "triton.marked", likely)

@@ -242,7 +242,8 @@ def extreme_configs(lines: Lines, dtype: str, cores: int = 132) -> list[Config]:
     small = lines.outer * lines.length * lines.inner * size <= WHOLE
     order = held + twice[:2] + parts[:2]
     if not many and not (small and held):
-        order = parts + held[:2] + twice[:1]
+        idle = parts and twice and 8 * _groups(lines, twice[0]["BLOCK_I"]) < cores
+        order = parts + held[:2] + ([] if idle else twice[:1])
     elif many and not held:
         order = twice[:3] + parts
     return [config for i, config in enumerate(order) if config not in order[:i]][:MOST_CONFIGS]

@@ -386,6 +386,9 @@ static void cross_entropy(const CrossEntropyCall& call, int64_t begin, int64_t e
   })
 }
 
+// Of a power of two: probabilities below have no gradient, so that what a loss's weight leaves of others is a normal number, too.
+constexpr float FAINT = -96.0f;
+
 template <class T>
 struct CrossEntropyGrad {
   static constexpr int outputs = 1;
@@ -395,7 +398,7 @@ struct CrossEntropyGrad {
   vf lse, share, scale, floor;
   template <class Lanes>
   INLINE_MEMBER Pair at(int64_t i, Lanes lanes) const {
-    vf v = (exp_minus<T>(load(x + i, lanes), lse) * share - floor) * scale;
+    vf v = (exp_minus<T>(load(x + i, lanes), lse, FAINT) * share - floor) * scale;
     return {v, v};
   }
   template <int64_t N>

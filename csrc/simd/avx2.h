@@ -39,10 +39,10 @@ INLINE vf size_up_to(float most, vf x) { return vmin(vabs(x), set1(most)); }
 INLINE vf pow2(__m256i n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }
-// x * 2^n, n integral, below 250; x * 0 where n < LEAST_EXPONENT. In two steps, for what is too large for one
-INLINE vf scale2(vf x, vf n) {
-  const vf least = set1(LEAST_EXPONENT), normal = _mm256_cmp_ps(n, least, _CMP_NLT_UQ);  // NaN stays
-  const __m256i i = _mm256_cvtps_epi32(vmax(least, n)), half = _mm256_srai_epi32(i, 1);
+// x * 2^n, n integral, below 250; x * 0 where n < least. In two steps, for what is too large for one
+INLINE vf scale2(vf x, vf n, float least = LEAST_EXPONENT) {
+  const vf normal = _mm256_cmp_ps(n, set1(least), _CMP_NLT_UQ);  // NaN stays
+  const __m256i i = _mm256_cvtps_epi32(vmax(set1(least), n)), half = _mm256_srai_epi32(i, 1);
   return x * _mm256_and_ps(normal, pow2(half)) * pow2(_mm256_sub_epi32(i, half));
 }
 INLINE vf reciprocal(vf x) { return set1(1.0f) / x; }

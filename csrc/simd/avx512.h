@@ -38,8 +38,8 @@ INLINE vf vabs(vf x) { return _mm512_abs_ps(x); }
 INLINE vf size_up_to(float most, vf x) {  // the lesser of |x| and a positive limit, which NaN becomes
   return _mm512_range_ps(x, set1(most), 0b1010);
 }
-INLINE vf scale2(vf x, vf n) {  // x * 2^n, n integral; x * 0 where n < LEAST_EXPONENT
-  const __mmask16 normal = _mm512_cmp_ps_mask(n, set1(LEAST_EXPONENT), _CMP_NLT_UQ);  // NaN stays
+INLINE vf scale2(vf x, vf n, float least = LEAST_EXPONENT) {  // x * 2^n, n integral; x * 0 where n < least
+  const __mmask16 normal = _mm512_cmp_ps_mask(n, set1(least), _CMP_NLT_UQ);  // NaN stays
   return _mm512_mask_scalef_ps(x * set1(0.0f), normal, x, n);
 }
 INLINE vf reciprocal_coarse(vf x) {

@@ -52,16 +52,16 @@ INLINE Scaled exp2_coarse(vf z) {
 
 constexpr float LOG2E = 1.44269504f;
 
-// e^(x - m) for x - m <= 88; minus infinity gives 0, NaN stays
+// e^(x - m) for x - m <= 88; minus infinity, and what is below 2^least, gives 0, NaN stays
 template <class T>
-INLINE vf exp_minus(vf x, vf m) {
+INLINE vf exp_minus(vf x, vf m, float least = LEAST_EXPONENT) {
   if constexpr (precise<T>) {
     x = vmax(set1(-110.0f), x - m);
     vf n = steps(x);
-    return scale2(grown(n, remainder(x, n)).t + set1(1.0f), n);
+    return scale2(grown(n, remainder(x, n)).t + set1(1.0f), n, least);
   }
   Scaled e = exp2_coarse(vmax(set1(-160.0f), (x - m) * set1(LOG2E)));
-  return scale2(e.p, e.n);
+  return scale2(e.p, e.n, least);
 }
 template <class T>
 INLINE vf exp(vf x) {

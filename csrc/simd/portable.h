@@ -61,11 +61,11 @@ nearest(vf x) {  // adding and taking away 1.5 * 2^23 rounds; larger numbers are
 }
 #endif
 INLINE vf pow2(vi n) { return reinterpret_cast<vf>((n + 127) << 23); }
-// x * 2^n, n integral, below 250; x * 0 where n < LEAST_EXPONENT. In two steps, for what is too large for one
-INLINE vf scale2(vf x, vf n) {
+// x * 2^n, n integral, below 250; x * 0 where n < least. In two steps, for what is too large for one
+INLINE vf scale2(vf x, vf n, float least = LEAST_EXPONENT) {
   n = n == n ? n : set1(0.0f);
-  const vi normal = n >= set1(LEAST_EXPONENT);
-  const vi i = __builtin_convertvector(vmax(set1(LEAST_EXPONENT), n), vi), half = i >> 1;
+  const vi normal = n >= set1(least);
+  const vi i = __builtin_convertvector(vmax(set1(least), n), vi), half = i >> 1;
   return x * reinterpret_cast<vf>(reinterpret_cast<vi>(pow2(half)) & normal) * pow2(i - half);
 }
 INLINE vf reciprocal(vf x) { return set1(1.0f) / x; }

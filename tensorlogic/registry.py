@@ -60,6 +60,7 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.reduce.triton_shares",
     "tensorlogic.ops.reduce.triton_abreast",
     "tensorlogic.ops.reduce.triton_extreme",
+    "tensorlogic.ops.reduce.triton_placed",
     "tensorlogic.ops.softmax.triton_rows",
     "tensorlogic.ops.softmax.triton_lines",
     "tensorlogic.ops.softmax.triton_parts",

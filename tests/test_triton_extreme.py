@@ -337,7 +337,7 @@ def test_configurations_fill_the_gpu(name: str) -> None:
         configs = kernels.extreme_configs(lies, dtype)
         assert 2 <= len(configs) <= kernels.MOST_CONFIGS
         assert len({str(c) for c in configs}) == len(configs)
-        programs = [kernels._groups(lies, c["BLOCK_I"]) * c["parts"] for c in configs]
+        programs = [kernels.groups_of(lies, c["BLOCK_I"]) * c["parts"] for c in configs]
         assert programs[0] >= 96 or name == "few rows"
         assert min(programs) >= 16 or name == "few rows"  # none that a neighbour's plan should not name
         for config, count in zip(configs, programs, strict=True):

@@ -17,5 +17,6 @@ from . import (  # noqa: F401
 )
 
 from .pointwise import together  # noqa: F401  isort: skip
+from .reduce import together as _extremes  # noqa: F401  isort: skip
 from .softmax_cross_entropy import together as _together  # noqa: F401  isort: skip
 from . import composed  # noqa: F401  isort: skip  of the ops above

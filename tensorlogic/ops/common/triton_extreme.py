@@ -161,13 +161,13 @@ COLUMNS = ((128, 8192, 8, 2), (64, 4096, 4, 4), (128, 8192, 4, 4), (256, 16384, 
 Config = dict[str, Any]
 
 
-def _rows(lines: Lines) -> bool:
+def by_rows(lines: Lines) -> bool:
     """Whether neighbours in dx's memory are of one line; x lies so, too, unless it repeats itself."""
     _, along, across = lines.strides[1]
     return lines.inner == 1 or along <= across
 
 
-def _groups(lines: Lines, block_i: int) -> int:
+def groups_of(lines: Lines, block_i: int) -> int:
     return lines.outer * triton.cdiv(lines.inner, block_i)
 
 
@@ -180,12 +180,12 @@ def _tile(strategy: str, block_c: int, block_i: int, warps: int, parts: int = 1)
 def _held(lines: Lines, size: int, cores: int) -> list[Config]:
     """Whole lines, so many at once that programs are many and large."""
     block_c, most = triton.next_power_of_2(lines.length), triton.next_power_of_2(lines.inner)
-    if not _rows(lines):
+    if not by_rows(lines):
         return _held_columns(lines, size, cores)
     found = []
     for nbytes, warps in HELD:
         block_i = max(1, min(nbytes // size // block_c, most))
-        while block_i > 1 and _groups(lines, block_i) < 2 * cores:
+        while block_i > 1 and groups_of(lines, block_i) < 2 * cores:
             block_i //= 2
         held = block_c * block_i * size
         if held <= WHOLE:
@@ -200,7 +200,7 @@ def _held_columns(lines: Lines, size: int, cores: int) -> list[Config]:
     found = []
     for nbytes, few, wide, each in HELD_COLUMNS:
         block_i = min(max(nbytes // block_c, wide) // size, most)
-        while block_i > least and (block_c * block_i > room or _groups(lines, block_i) < 2 * cores):
+        while block_i > least and (block_c * block_i > room or groups_of(lines, block_i) < 2 * cores):
             block_i //= 2
         count = block_c * block_i
         if count * size <= WHOLE:
@@ -214,14 +214,14 @@ def _held_columns(lines: Lines, size: int, cores: int) -> list[Config]:
 
 def _swept(lines: Lines, size: int, cores: int) -> tuple[list[Config], list[Config]]:
     """Tiles that go over lines twice: one program a line, or several."""
-    rows, most = _rows(lines), triton.next_power_of_2(lines.inner)
+    rows, most = by_rows(lines), triton.next_power_of_2(lines.inner)
     twice, parts = [], []
     for wide, nbytes, warps, programs in [(0, *row) for row in ROWS] if rows else COLUMNS:
         block_i = 1 if rows else min(wide // size, most)
         block_c = min(nbytes // size // block_i, triton.next_power_of_2(lines.length))
         if block_c < lines.length:
             twice.append(_tile("twice", block_c, block_i, nbytes // 1024))
-        groups = _groups(lines, block_i)
+        groups = groups_of(lines, block_i)
         least = max(1, 128 * warps // block_i)
         while block_c > least and groups * triton.cdiv(lines.length, block_c) < 2 * cores:
             block_c //= 2
@@ -238,11 +238,11 @@ def extreme_configs(lines: Lines, dtype: str, cores: int = 132) -> list[Config]:
     size = SIZE[dtype]
     held = _held(lines, size, cores)
     twice, parts = _swept(lines, size, cores)
-    many = _groups(lines, 1 if _rows(lines) else COLUMNS[0][0] // size) >= cores
+    many = groups_of(lines, 1 if by_rows(lines) else COLUMNS[0][0] // size) >= cores
     small = lines.outer * lines.length * lines.inner * size <= WHOLE
     order = held + twice[:2] + parts[:2]
     if not many and not (small and held):
-        idle = parts and twice and 8 * _groups(lines, twice[0]["BLOCK_I"]) < cores
+        idle = parts and twice and 8 * groups_of(lines, twice[0]["BLOCK_I"]) < cores
         order = parts + held[:2] + ([] if idle else twice[:1])
     elif many and not held:
         order = twice[:3] + parts
@@ -260,7 +260,7 @@ def extreme_space(lines: Lines, config: Config) -> int:
     if config["strategy"] != "parts":
         return 0
     block_i = int(config["BLOCK_I"])
-    return _groups(lines, block_i) * triton.cdiv(lines.length, span_of(lines, config)) * block_i
+    return groups_of(lines, block_i) * triton.cdiv(lines.length, span_of(lines, config)) * block_i
 
 
 def extreme_launcher(
@@ -286,7 +286,7 @@ def extreme_launcher(
         sizes = {"C": lines.length, "N": lines.inner, "SPAN": span, "PARTS": parts, **strides}
         return prepare(
             kernel,
-            grid=(_groups(lines, block_i), parts if strategy == "parts" else 1, 1),
+            grid=(groups_of(lines, block_i), parts if strategy == "parts" else 1, 1),
             pointers={f"{name}_ptr": "i32" if name == "count" else dtype for name in names},
             integers={name: n for name, n in sizes.items() if name in kernel.arg_names},
             floats=(),
@@ -300,7 +300,7 @@ def extreme_launcher(
 
     if strategy != "parts":
         names = ["dy", "x", "y", "dx"]
-        apart = block_i > 1 and _rows(lines) and lines.strides[0][1] != 1
+        apart = block_i > 1 and by_rows(lines) and lines.strides[0][1] != 1
         alone = (
             launch(extreme_bwd_held, names, STEPPED=apart)
             if strategy == "held"

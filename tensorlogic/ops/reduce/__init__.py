@@ -118,7 +118,8 @@ def _op(
     def save(
         flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
     ) -> tuple[kept.Kept, ...]:
-        return (dynamic[0], outs[0]) if extreme else (kept.Look(dynamic[0]),)
+        # where forward has kept the places of the extremes, these: see together.py
+        return (dynamic[0], *outs) if extreme else (kept.Look(dynamic[0]),)
 
     def backward(
         flags: SimpleNamespace,
@@ -127,8 +128,10 @@ def _op(
         scalars: tuple[Any, ...],
         dy: Tensor,
     ) -> tuple[Any, ...]:
+        if extreme and len(saved) > 2 and dispatch.ordinary(dy):
+            return (flags.settle(dy.contiguous(), *saved),)
         if extreme:
-            return backward_call(dy.contiguous(), *saved, flags.dim, flags.keepdim)
+            return backward_call(dy.contiguous(), *saved[:2], flags.dim, flags.keepdim)
         shape = saved[0].shape
         count = prod(shape[d] for d in flags.dim) if op.name == "mean" else 1
         dy = _restored(dy / count if count != 1 else dy, flags.dim, flags.keepdim, len(shape))

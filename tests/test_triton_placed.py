@@ -1,0 +1,256 @@
+"""Extremes that keep where they are for the gradient: kernels against PyTorch, the recorded call, what the compiler makes of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+
+import tensorlogic  # isort: skip  (after the interpreter is asked for)
+from tensorlogic import plans, policies, registry  # isort: skip
+from tensorlogic.op import EAGER, OPS  # isort: skip
+from tensorlogic.ops.common import triton_launch  # isort: skip
+from tensorlogic.ops.common import triton_placed as kernels  # isort: skip
+from tensorlogic.ops.common.triton_fitting import CompileFailure  # isort: skip
+from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip
+from tensorlogic.ops.reduce import EXTREME_BACKWARD, MAX, extreme_backward, together  # isort: skip
+
+from .compiled import nothing_spills  # isort: skip
+from .test_triton_extreme import CONFIGS, LARGE, NAMED, SHAPES, laid, lines_of  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
+PAIR = "extreme_together"
+EXTREMES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "max": (tensorlogic.max, torch.amax),
+    "min": (tensorlogic.min, torch.amin),
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any size: the interpreter is slow."""
+    monkeypatch.setattr(together, "LEAST", 0)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
+@pytest.mark.parametrize(
+    ("dtype", "name"), [*itertools.product(("f16", "f32"), SHAPES), ("bf16", "columns")]
+)
+@pytest.mark.parametrize("kind", EXTREMES)
+def test_places_stand_for_the_search(
+    kind: str, dtype: str, name: str, config: dict[str, Any]
+) -> None:
+    lies = Lines(*SHAPES[name])
+    x, dy = laid(lies, dtype), rand(lies.outer, lies.inner, dtype=dtype, seed=1)
+    dy[-1, -1] = 0
+    if lies.length > 70:
+        x[-1, 70, -1] = 50 if kind == "max" else -50  # beside ties, one alone
+    want = EXTREMES[kind][1](x, 1)
+    made, space = kernels.Placed(lies, dtype, config, DEVICE), kernels.placed_space(lies, config)
+    best = torch.full((space + 64,), 1e9)
+    part = torch.full((space + 64,), 12345, dtype=torch.int32)
+    y, place = poisoned(lies.outer, lies.inner, dtype=dtype), torch.empty(lies.outer, lies.inner)
+    place = place.int()
+    assert made.forward(kind == "max")(x, best, part, y, place)
+    assert (best[space:] == 1e9).all() and (part[space:] == 12345).all(), "written beside"
+    assert torch.equal(y.nan_to_num(99.0), want.nan_to_num(99.0))
+    assert torch.equal(y.isnan(), want.isnan())
+    hit = x == want[:, None]
+    ties = hit.sum(1)
+    assert torch.equal(place.long(), torch.where(ties == 1, hit.int().argmax(1), -1 - ties))
+    dx = poisoned(lies.outer, lies.length, lies.inner, dtype=dtype)
+    dx = dx.as_strided(x.shape, lies.strides[1])
+    assert made.backward()(dy, x, y, place, dx)
+    exact = extreme_backward(dy.double(), x.double(), want.double(), (1,), False)[0]
+    close(dx, exact.to(TORCH[dtype]), dtype, 0.01)
+    plain = extreme_backward(dy, x, want, (1,), False)[0]
+    assert torch.equal(dx.isnan(), plain.isnan())
+    assert torch.equal(dx.signbit() & (dx == 0), plain.signbit() & (plain == 0))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
+def test_what_comes_in_is_not_finite(config: dict[str, Any]) -> None:
+    lies = Lines(1, 75, 6, ((0, 6, 1), (0, 6, 1)))
+    x, dy = rand(1, 75, 6), torch.tensor([[float("inf"), float("nan"), -float("inf"), 0.0, 1.0, 2.0]])  # fmt: skip
+    made, space = kernels.Placed(lies, "f32", config, DEVICE), kernels.placed_space(lies, config)
+    best, part = torch.empty(max(1, space)), torch.empty(max(1, space), dtype=torch.int32)
+    y, place, dx = torch.empty(1, 6), torch.empty(1, 6, dtype=torch.int32), torch.empty(1, 75, 6)
+    assert made.forward(True)(x, best, part, y, place)
+    assert made.backward()(dy, x, y, place, dx)
+    close(dx, extreme_backward(dy, x, y, (1,), False)[0], "f32")
+
+
+def recorded(fn: Any, *args: Any) -> Tensor:
+    with tensorlogic.policy(force="triton.placed"):
+        y: Tensor = fn(*args)
+    return y
+
+
+def has_places(y: Tensor) -> bool:
+    """Whether backward of `y` reads places."""
+    kept = getattr(y.grad_fn, "saved_tensors", ())
+    return torch.int32 in [t.dtype for t in kept if t is not None]
+
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "rows": (lambda t: t, (2,)),
+    "columns": (lambda t: t, (0,)),
+    "between": (lambda t: t, (1,)),
+    "turned": (lambda t: t.permute(2, 0, 1), (1, 2)),
+    "with gaps": (lambda t: t[:, :, :7], (2,)),
+    "with steps": (lambda t: t[:, :, ::2], (2,)),
+    "all of it": (lambda t: t, (0, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", EXTREMES)
+def test_the_public_call(kind: str, layout: str, keepdim: bool) -> None:
+    lay, dim = LAYOUTS[layout]
+    fn, plain = EXTREMES[kind]
+    x = lay((2 * rand(4, 5, 9)).round() / 2).detach().requires_grad_()
+    y, want = recorded(fn, x, dim, keepdim), plain(x, dim, keepdim)
+    assert has_places(y)
+    assert torch.equal(y, want)
+    assert y.stride() == want.stride()
+    for dy in (torch.randn_like(y), torch.tensor(2.0).expand(y.shape)):
+        (got,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+        (due,) = torch.autograd.grad(want, x, dy, retain_graph=True)
+        close(got, due, "f32")
+        assert got.stride() == due.stride() or not dy.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("x", "dim"),
+    [
+        (rand(4, 6, 5).permute(1, 0, 2), (2,)),
+        (rand(6, 5).double(), (0,)),
+        (rand(6, 1).expand(6, 5), (0,)),
+        (rand(4, 5, 6), (0, 2)),
+    ],
+    ids=["output in another order", "float64", "one column repeated", "dimensions apart"],
+)
+def test_what_it_does_not_serve_is_served_as_before(x: Tensor, dim: tuple[int, ...]) -> None:
+    x = x.detach().requires_grad_()
+    y, want = recorded(tensorlogic.max, x, dim), torch.amax(x, dim)
+    assert not has_places(y)
+    got, due = (torch.autograd.grad(v.sum(), x)[0] for v in (y, want))
+    assert torch.allclose(got, due)
+
+
+def test_small_tensors_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "LEAST", 6 * 11 * 4)
+    assert not has_places(recorded(tensorlogic.max, rand(6, 10).requires_grad_(), 1))
+    assert has_places(recorded(tensorlogic.max, rand(6, 11).requires_grad_(), 1))
+
+
+def test_a_key_and_its_parts() -> None:
+    """Forward's key, and backward's, name one pair, whose parts are these keys; a minimum's is a maximum's to neighbours."""
+    x, y = rand(6, 8), rand(6)
+    forward = replace(MAX.key((x, (1,), False, True), "forward"), device="cuda")
+    op, whole = together.of_forward(forward) or pytest.fail("not paired")
+    assert op.name == whole.op == PAIR
+    backward = replace(EXTREME_BACKWARD.key((y, x, y, (1,), False), "backward"), device="cuda")
+    assert [*together.of_backward(backward)] == [(op, whole)]
+    (_, ahead), (_, back) = together.both(whole)
+    assert (ahead, back) == (forward, backward)
+    least = replace(forward, op="min")
+    _, other = together.of_forward(least) or pytest.fail("not paired")
+    assert other != whole
+    assert op.normal(other).distance(op.normal(whole)) == 0.0
+
+
+@pytest.mark.parametrize("id", [EAGER, "chosen.apart", "triton.placed"])
+@pytest.mark.parametrize("kind", EXTREMES)
+def test_candidates_of_the_pair_agree(id: str, kind: str) -> None:
+    registry.ready(DEVICE.type)
+    op = OPS[PAIR]
+    args = [rand(6, seed=2), (2 * rand(6, 40)).round() / 2, (1,), False, kind]
+    key = op.key(args, "backward")
+    candidate = op.candidates[id]
+    assert candidate.unfit(key) is None
+    got = candidate.bind(key, candidate.configs(key)[0], DEVICE)(*args[:2])
+    assert got is not None
+    for g, w in zip(got, op.reference(*args), strict=True):
+        assert g is not None
+        close(g, w, "f32")
+
+
+def test_it_is_chosen_by_the_time_of_both() -> None:
+    """Not where all calls must take one candidate, nor under hooks on what is saved."""
+    x = rand(6, 8).requires_grad_()
+    with policies.policy(deterministic=True, force={PAIR: "triton.placed"}):
+        assert not has_places(tensorlogic.max(x, 1))
+    with policies.policy(force={PAIR: "triton.placed"}):
+        assert has_places(tensorlogic.max(x, 1))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            assert not has_places(tensorlogic.max(x, 1))
+    assert not has_places(tensorlogic.max(x, 1))
+
+
+@pytest.mark.parametrize("name", ["max", "extreme_backward"])
+def test_a_forced_part_is_not_paired(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    registry.ready(DEVICE.type)
+    monkeypatch.setattr(plans, "SHIPPED", tmp_path / "none")  # a GPU's would be heard first
+    pair = OPS[PAIR]
+    likely = replace(pair.candidates["triton.placed"], guess=lambda key: 0.1)
+    monkeypatch.setitem(pair.candidates, "triton.placed", likely)
+    x = rand(3, 77).requires_grad_()
+    with tensorlogic.policy(tune="off", force={"mul": EAGER}):
+        assert has_places(tensorlogic.max(x, 1))
+    with tensorlogic.policy(tune="off", force={name: EAGER}):
+        assert not has_places(tensorlogic.max(x, 1))
+
+
+def test_gradients_that_kernels_cannot_take_and_what_must_raise() -> None:
+    x = rand(4, 16).requires_grad_()
+    y, want = recorded(tensorlogic.max, x, 1), torch.amax(x, 1)
+    many = torch.randn(3, 4)
+    assert has_places(y)
+    for fn in (
+        lambda y: torch.autograd.grad(y, x, many, is_grads_batched=True, retain_graph=True)[0],
+        lambda y: torch.autograd.grad(y, x, torch._neg_view(many[0]), retain_graph=True)[0],
+    ):
+        assert torch.equal(fn(y), fn(want))
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+    y = recorded(tensorlogic.max, x, 1)
+    with torch.no_grad():
+        x.mul_(-1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_what_no_program_adds_up_is_refused() -> None:
+    lies = Lines(1, 10**6, 64, ((0, 64, 1), (0, 64, 1)))
+    for config in (CONFIGS[0], CONFIGS[6] | {"parts": 600}):
+        with pytest.raises(CompileFailure, match="does not fit lines of 1000000"):
+            kernels.Placed(lies, "f32", config, DEVICE)
+
+
+def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, jobs = torch.device("cuda", 0), list[Any]()
+    for sm, name, dtype in (
+        *itertools.product((90,), LARGE, ("f16", "f32")),
+        *itertools.product((80, 100), ("many rows", "one value", "columns"), ("f16",)),
+    ):
+        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
+        for config in kernels.placed_configs(lines_of(name), dtype)[: None if sm == 90 else 2]:
+
+            def build(name: str = name, dtype: str = dtype, config: Any = config) -> object:
+                made = kernels.Placed(lines_of(name), dtype, config, cuda)
+                return made.forward(True), made.backward()
+
+            jobs += triton_launch.collect(build, cuda)
+    nothing_spills(list(dict.fromkeys(jobs)))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -57,8 +60,8 @@ def test_places_stand_for_the_search(
     made, space = kernels.Placed(lies, dtype, config, DEVICE), kernels.placed_space(lies, config)
     best = torch.full((space + 64,), 1e9)
     part = torch.full((space + 64,), 12345, dtype=torch.int32)
-    y, place = poisoned(lies.outer, lies.inner, dtype=dtype), torch.empty(lies.outer, lies.inner)
-    place = place.int()
+    y = poisoned(lies.outer, lies.inner, dtype=dtype)
+    place = torch.full((lies.outer, lies.inner), 12345, dtype=torch.int32)
     assert made.forward(kind == "max")(x, best, part, y, place)
     assert (best[space:] == 1e9).all() and (part[space:] == 12345).all(), "written beside"
     assert torch.equal(y.nan_to_num(99.0), want.nan_to_num(99.0))
@@ -237,6 +240,15 @@ def test_what_no_program_adds_up_is_refused() -> None:
     for config in (CONFIGS[0], CONFIGS[6] | {"parts": 600}):
         with pytest.raises(CompileFailure, match="does not fit lines of 1000000"):
             kernels.Placed(lies, "f32", config, DEVICE)
+
+
+def test_kernels_are_hashed_in_any_order() -> None:
+    """Triton compares globals that two kernels share with a third, and takes a NaN for another one."""
+    code = "import sys; from tensorlogic.ops.common import triton_placed as k\nfor n in sys.argv[1:]: getattr(k, n).cache_key"
+    names = ("extreme_fwd_placed", "extreme_fwd_joined", "extreme_bwd_placed")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    for order in (names, names[::-1]):
+        subprocess.run([sys.executable, "-c", code, *order], check=True, env=env, timeout=120)
 
 
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:

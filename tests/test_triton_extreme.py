@@ -339,7 +339,8 @@ def test_configurations_fill_the_gpu(name: str) -> None:
         assert len({str(c) for c in configs}) == len(configs)
         programs = [kernels.groups_of(lies, c["BLOCK_I"]) * c["parts"] for c in configs]
         assert programs[0] >= 96 or name == "few rows"
-        assert min(programs) >= 16 or name == "few rows"  # none that a neighbour's plan should not name
+        # none that a neighbour's plan should not name
+        assert min(programs) >= 16 or name == "few rows"
         for config, count in zip(configs, programs, strict=True):
             assert config["strategy"] != "held" or config["BLOCK_C"] >= lies.length
             if config["strategy"] == "parts":

@@ -200,7 +200,9 @@ def _held_columns(lines: Lines, size: int, cores: int) -> list[Config]:
     found = []
     for nbytes, few, wide, each in HELD_COLUMNS:
         block_i = min(max(nbytes // block_c, wide) // size, most)
-        while block_i > least and (block_c * block_i > room or groups_of(lines, block_i) < 2 * cores):
+        while block_i > least and (
+            block_c * block_i > room or groups_of(lines, block_i) < 2 * cores
+        ):
             block_i //= 2
         count = block_c * block_i
         if count * size <= WHOLE:

@@ -43,7 +43,9 @@ def joined(best, ties, at, LARGEST: tl.constexpr):
         whole = tl.max(tl.where(best != best, -float("inf"), best), 0)
     else:
         whole = tl.min(tl.where(best != best, float("inf"), best), 0)
-    whole = tl.where(lost != 0, float("nan"), whole)  # no global: Triton finds one that is NaN changed
+    whole = tl.where(
+        lost != 0, float("nan"), whole
+    )  # no global: Triton finds one that is NaN changed
     hit = best == whole[None, :]
     return whole, tl.sum(tl.where(hit, ties, 0), 0), tl.sum(tl.where(hit & (ties == 1), at, 0), 0)
 
@@ -77,7 +79,9 @@ def extreme_fwd_placed(
         at = tl.zeros([BLOCK_C, BLOCK_I], tl.int32)
         x = tile(x_ptr, x_at, 0, x_c, length, live, NEVER, "evict_first", BLOCK_C)
         for start in range(0, length, BLOCK_C):
-            after = tile(x_ptr, x_at, start + BLOCK_C, x_c, length, live, NEVER, "evict_first", BLOCK_C)
+            after = tile(
+                x_ptr, x_at, start + BLOCK_C, x_c, length, live, NEVER, "evict_first", BLOCK_C
+            )
             there, v = c < length - start, x.to(tl.float32)
             # a NaN stays: nothing compares with it, and what came before does not matter any more
             first_seen = (v > best) if LARGEST else (v < best)
@@ -208,7 +212,7 @@ class Placed:
 
     def backward(self) -> Callable[..., bool]:
         """A callable (dy, x, y, place, dx) -> bool; dy, y and place contiguous [outer, inner]."""
-        pointers = {name: self.dtype for name in ("dy", "x", "y", "dx")}
+        pointers = dict.fromkeys(("dy", "x", "y", "dx"), self.dtype)
         return self._prepared(extreme_bwd_placed, {**pointers, "place": "i32"}, self.shape, self.parts)  # fmt: skip
 
     def _prepared(
@@ -233,4 +237,3 @@ class Placed:
             device=self.device,
             align=self.align,
         )
-

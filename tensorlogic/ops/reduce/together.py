@@ -140,7 +140,9 @@ def _tied(key: Key, values: dict[str, Any]) -> None:
 TOGETHER = Op(
     reference=extreme_together,
     flops=lambda key: 4.0 * costs.size(key.spec("x")),
-    traffic=lambda key: 2 * costs.inputs(key) + costs.size(key.spec("x")) * DTYPES[_dtype(key)].itemsize,
+    traffic=lambda key: (
+        2 * costs.inputs(key) + costs.size(key.spec("x")) * DTYPES[_dtype(key)].itemsize
+    ),
     normal=_alike,
     cases=_cases,
     stress=_tied,

@@ -24,7 +24,8 @@ from ..pointwise import layouts
 from . import triton_extreme as gradients
 from .together import TOGETHER, both, rest
 
-Shape = tuple[gradients.Shape, tuple[int, ...], bool]  # of the gradient; the output's shape, and whether it is the largest
+# of the gradient; the output's shape, and whether it is the largest
+Shape = tuple[gradients.Shape, tuple[int, ...], bool]
 
 
 def describe(key: Key) -> Shape | str:
@@ -78,7 +79,7 @@ def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     ahead, settle = forward(shape, config, device), Settling(shape, config, device)
 
     def launch(dy: Tensor, x: Tensor) -> Any:
-        outs = ahead(x)
+        outs: Any = ahead(x)
         return None if outs is None else (outs[0], settle(dy, x, *outs))
 
     return launch

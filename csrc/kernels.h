@@ -275,7 +275,7 @@ constexpr int64_t AXPY_ROWS = 6;  // of x, whose sums axpy_rows keeps in memory:
 constexpr int64_t AHEAD = 2048;
 // Of powers of two: numbers below are 0 where exponentials are scaled, as many processors take hundreds of cycles for a vector in which
 // one is denormal, or would be.
-constexpr float LEAST_EXPONENT = -125.0f;
+constexpr float LEAST_EXPONENT = -120.0f;
 
 struct Kernels {
   const char* name;

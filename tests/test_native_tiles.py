@@ -62,8 +62,8 @@ def test_small_numbers_beside_others_are_lost_as_a_sum_loses_them(ops: Any, lay:
         sizes = x.norm(dim=1)[:, None] * y.norm(dim=0)
         return ((ops.matmul(lay(x.float()), lay(y.float())) - exact).abs() / sizes).nan_to_num()
 
-    for rows, columns in itertools.product((1, 1e-15, 1e-25, 1e-30), repeat=2):
-        if rows * columns < 1e-35:
+    for rows, columns in itertools.product((1, 1e-15, 1e-25, 1e-30, 1e-36), repeat=2):
+        if rows * columns < 1e-37:
             continue
         x, y = a.clone(), b.clone()
         x[5:9] *= rows

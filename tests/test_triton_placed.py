@@ -126,7 +126,8 @@ def test_the_public_call(kind: str, layout: str, keepdim: bool) -> None:
     assert has_places(y)
     assert torch.equal(y, want)
     assert y.stride() == want.stride()
-    for dy in (torch.randn_like(y), torch.tensor(2.0).expand(y.shape)):
+    turned = torch.randn(y.shape[::-1]).permute(tuple(reversed(range(y.dim()))))
+    for dy in (torch.randn_like(y), torch.tensor(2.0).expand(y.shape), turned):
         (got,) = torch.autograd.grad(y, x, dy, retain_graph=True)
         (due,) = torch.autograd.grad(want, x, dy, retain_graph=True)
         close(got, due, "f32")
@@ -165,6 +166,12 @@ def test_a_key_and_its_parts() -> None:
     assert op.name == whole.op == PAIR
     backward = replace(EXTREME_BACKWARD.key((y, x, y, (1,), False), "backward"), device="cuda")
     assert [*together.of_backward(backward)] == [(op, whole)]
+    x3, dy = (
+        rand(6, 8, 4),
+        rand(4, 6).t(),
+    )  # kernels of the gradient take what comes in as it lies nowhere else
+    odd = EXTREME_BACKWARD.key((dy, x3, dy, (1,), False), "backward")
+    assert not [*together.of_backward(replace(odd, device="cuda"))]
     (_, ahead), (_, back) = together.both(whole)
     assert (ahead, back) == (forward, backward)
     least = replace(forward, op="min")

@@ -21,6 +21,7 @@ from tensorlogic.ops.common import triton_marked as kernels  # isort: skip
 from tensorlogic.ops.pointwise import family, together  # isort: skip
 
 from .compiled import nothing_spills  # isort: skip
+from .helpers import guessed_best  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 NAN, INF = float("nan"), float("inf")
@@ -261,11 +262,8 @@ def test_under_hooks_the_output_is_kept() -> None:
 def test_a_forced_part_is_not_paired(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    registry.ready(DEVICE.type)
     monkeypatch.setattr(plans, "SHIPPED", tmp_path / "none")  # a GPU's would be heard first
-    pair = OPS["pointwise_together"]
-    likely = replace(pair.candidates["triton.marked"], guess=lambda key: 0.1)
-    monkeypatch.setitem(pair.candidates, "triton.marked", likely)
+    guessed_best(monkeypatch, OPS["pointwise_together"], "triton.marked", DEVICE)
     x = rand(3, 77).requires_grad_()
     with tensorlogic.policy(tune="off", force={"mul": EAGER}):
         assert marked(tensorlogic.relu(x))

@@ -27,6 +27,7 @@ from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip
 from tensorlogic.ops.reduce import EXTREME_BACKWARD, MAX, extreme_backward, together  # isort: skip
 
 from .compiled import nothing_spills  # isort: skip
+from .helpers import guessed_best  # isort: skip
 from .test_triton_extreme import CONFIGS, LARGE, NAMED, SHAPES, laid, lines_of  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
@@ -212,11 +213,8 @@ def test_it_is_chosen_by_the_time_of_both() -> None:
 def test_a_forced_part_is_not_paired(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    registry.ready(DEVICE.type)
     monkeypatch.setattr(plans, "SHIPPED", tmp_path / "none")  # a GPU's would be heard first
-    pair = OPS[PAIR]
-    likely = replace(pair.candidates["triton.placed"], guess=lambda key: 0.1)
-    monkeypatch.setitem(pair.candidates, "triton.placed", likely)
+    guessed_best(monkeypatch, OPS[PAIR], "triton.placed", DEVICE)
     x = rand(3, 77).requires_grad_()
     with tensorlogic.policy(tune="off", force={"mul": EAGER}):
         assert has_places(tensorlogic.max(x, 1))

@@ -23,6 +23,8 @@ from tensorlogic.program import check
 from .clockwork import Clock
 from .helpers import PUBLIC, cases, full
 
+INF = float("inf")
+
 CPU = torch.device("cpu")
 Spin = Callable[[float], None]
 
@@ -219,6 +221,27 @@ def test_outputs_of_few_elements_may_differ_as_chance_makes_them(
     assert bool(judged(nearly, plain, ref)) == (count < 64)
     alike = check.compare(nearly, plain, ref).error
     assert alike == pytest.approx(1.0 if count < 64 else near, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("made", "eager", "exact", "right"),
+    [
+        (-65504.0, -INF, -65531.0, True),  # one rounding apart, on either side of the range
+        (INF, 65504.0, 65519.9, True),
+        (65504.0, INF, 65504.0 * 1.1, False),  # beyond it by more than an element may be off
+        (INF, 64000.0, 64000.0, False),
+        (-INF, 65504.0, 65519.9, False),
+        (0.0, INF, 65531.0, False),
+    ],
+)
+def test_judging_leaves_the_end_of_the_range_to_rounding(
+    made: float, eager: float, exact: float, right: bool
+) -> None:
+    ref = torch.randn(64, 64, dtype=torch.float64)
+    ref[0, 0], out, plain = INF, ref.half(), ref.half()
+    ref[3, 5], out[3, 5], plain[3, 5] = exact, made, eager
+    reason = judged(out, plain, ref)
+    assert reason is None if right else "infinities" in str(reason)
 
 
 def test_judging_sees_each_way_of_being_wrong() -> None:

@@ -232,6 +232,7 @@ def test_outputs_of_few_elements_may_differ_as_chance_makes_them(
         (INF, 64000.0, 64000.0, False),
         (-INF, 65504.0, 65519.9, False),
         (0.0, INF, 65531.0, False),
+        (100.0, INF, 65531.0, False),
     ],
 )
 def test_judging_leaves_the_end_of_the_range_to_rounding(

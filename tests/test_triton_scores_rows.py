@@ -159,6 +159,8 @@ def test_gradients_are_checked_on_scores_as_forward_makes_them(mask: str, causal
     hidden = hidden if seen is None else hidden | ~checker.sets[0].tensors(op)["mask"]
     assert bool((made.masked_select(hidden) == 0).all())
     assert bool((made.masked_select(~hidden) > 0).all())
+    seeing = (~hidden).any(-1).expand(2, 9)
+    torch.testing.assert_close(made.float().sum(-1), seeing.float(), atol=4e-3, rtol=0)
 
 
 def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:

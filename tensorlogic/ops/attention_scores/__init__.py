@@ -127,10 +127,10 @@ def _traffic(key: Key) -> float:
 
 
 def _made(key: Key, values: dict[str, Any]) -> None:
-    """y as forward makes it: rows of a softmax, 0 where a score is hidden."""
+    """y as forward makes it: each row a softmax of what it sees, 0 where a score is hidden and in rows that see nothing."""
     y = values["y"]
-    y.copy_(torch.softmax(y, -1))
-    unseen_zeroed(y, values["mask"], key.flag("is_causal"))
+    scores = masked(y, 1.0, values["mask"], key.flag("is_causal"))
+    y.copy_(torch.softmax(scores, -1).nan_to_num_(0.0))
 
 
 ATTENTION_SCORES = Op(

@@ -29,7 +29,7 @@ from triton.runtime.errors import OutOfResources, TritonError
 
 from tensorlogic import compiling
 from tensorlogic.compiling import CompileFailure
-from tensorlogic.ops.common import triton_fitting
+from tensorlogic.ops.common import triton_fitting, triton_room
 from tensorlogic.ops.common.triton_descriptors import Descriptors, Tiled
 from tensorlogic.ops.common.triton_start import Binary, integer_type, launcher, started
 from tensorlogic.ops.common.triton_tools import begin, own, warm
@@ -156,7 +156,7 @@ def prepare(
             f"{job.kernel}: device {device} needs TRITON_INTERPRET=1, set before Triton is imported"
         )
     index = torch.cuda.current_device() if device.index is None else device.index
-    binary = _load(job, index)
+    binary = triton_room.spread(_load(job, index), math.prod(grid), torch.device("cuda", index))
     specialised = dict(job.constexprs)
     passed = {name: value for name, value in integers.items() if name not in specialised}
     matrices = [

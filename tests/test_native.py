@@ -132,6 +132,34 @@ def test_activation_in_any_company(ops: Any, name: str, dtype: torch.dtype) -> N
         assert torch.equal(torch.signbit(y)[finite], torch.signbit(x)[finite])
 
 
+@pytest.mark.parametrize("name", sorted(EXACT))
+def test_float32_activation_is_the_same_in_any_company(ops: Any, name: str) -> None:
+    """Elements beyond the tables are taken out of their vectors, and together: few, as many as a vector holds, and all there are."""
+    g = torch.Generator().manual_seed(3)
+    values = torch.cat([
+        torch.randn(1600, generator=g) * 3, torch.rand(480, generator=g) * -100, torch.rand(400, generator=g) * -20,
+        torch.tensor([-INF, INF, NAN, -NAN, 0.0, -0.0, -1e30, 1e30] * 3),
+    ])  # fmt: skip
+
+    def of(x: Tensor) -> Tensor:
+        return ops.silu(x) if name == "silu" else ops.gelu(x, name == "gelu_tanh")
+
+    alone = torch.cat([of(one) for one in values.split(1)])
+    far = (values < -4).nonzero()[:, 0]
+    near = (values > -4).nonzero()[:, 0]
+    for share in (0.0, 0.01, 0.03, 0.1, 0.2, 0.25, 0.3, 0.5, 0.8, 1.0):
+        for n in (64 * 40, 64 * 3 + 21):
+            take = torch.rand(n, generator=g) < share
+            some = torch.randint(len(far), (n,), generator=g)
+            others = torch.randint(len(near), (n,), generator=g)
+            at = torch.where(take, far[some], near[others])
+            found = of(values[at]).view(torch.int32)
+            wanted = alone[at].view(torch.int32)
+            number = ~torch.isnan(alone[at])
+            assert torch.equal(found[number], wanted[number]), (share, n)
+            assert bool(torch.isnan(of(values[at]))[~number].all())
+
+
 PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,

@@ -12,7 +12,8 @@ from scipy.special import erfcx, expit, ndtr
 Values = NDArray[np.float64]
 Function = Callable[[Values], Values]
 SEGMENTS = 32
-PRECISE_LIMIT = {"GELU": 4.25, "GELU_TANH": 4.0, "SILU": 16.0}
+UNSEEN = 2.0**-25  # a share that float32 does not tell from 0 in 1 - share
+BEND = {"GELU": 0.36, "GELU_TANH": 0.55, "SILU": 0.0}  # by which segments narrow: a + bend * a^2 counts them
 STEP = {"GELU": 0.25, "GELU_TANH": 0.25, "SILU": 1.0}  # powers of two: an addition makes the index
 
 
@@ -76,17 +77,18 @@ def around_point(f: Function, low: float, high: float) -> tuple[float, float, Va
     return error, point, np.array([first, *c])
 
 
-def precise_gates(gate: Function, limit: float) -> tuple[float, float, Values, Values]:
+def precise_gates(gate: Function, limit: float, bend: float) -> tuple[float, float, Values, Values]:  # fmt: skip
     """(scale, error, points, table): the share of x that passes at x = -a < limit, to float32's relative accuracy.
 
-    Segment k lies about k / scale.
+    Segment k lies about the a of which scale * (a + bend * a^2) is k.
     """
-    scale = (SEGMENTS - 0.5) / limit
+    scale = (SEGMENTS - 0.5) / (limit + bend * limit**2)
     points, table, worst = np.zeros((1, SEGMENTS)), np.zeros((6, SEGMENTS)), 0.0
+    edges = np.maximum(0.0, np.arange(-0.5, SEGMENTS)) / scale
+    if bend:
+        edges = (np.sqrt(1 + 4 * bend * edges) - 1) / (2 * bend)
     for k in range(SEGMENTS):
-        error, points[0, k], table[:, k] = around_point(
-            gate, max(0.0, (k - 0.5) / scale), (k + 0.5) / scale
-        )
+        error, points[0, k], table[:, k] = around_point(gate, edges[k], edges[k + 1])
         worst = max(worst, error)
     return scale, worst, points, table
 
@@ -173,15 +175,15 @@ def main() -> None:
             f"static constexpr float {name}_COARSE_SCALE = {scale:.9g}f, {name}_LIMIT = {limit:.9g}f;"
         )
         print(text(f"{name}_COARSE_GATE", table))
-        scale, error, points, table = precise_gates(gate, PRECISE_LIMIT[name])
-        below = np.float32(
-            PRECISE_LIMIT[name] * (1 - 2.0**-20)
-        )  # the end itself rounds to no segment
+        limit = float(a[gate(a) < UNSEEN][0])
+        scale, error, points, table = precise_gates(gate, limit, BEND[name])
+        below = np.float32(limit * (1 - 2.0**-20))  # the end itself rounds to no segment
         print(
             f"// The same below {name}_NEAR, relative error 2^{np.log2(error):.1f}; powers of the distance from a point."
         )
         print(
-            f"static constexpr float {name}_NEAR_SCALE = {scale:.9g}f, {name}_NEAR = {below:.9g}f;"
+            f"static constexpr float {name}_NEAR_SCALE = {scale:.9g}f, {name}_NEAR_BEND = {BEND[name] * scale:#.9g}f,"
+            f" {name}_NEAR = {below:.9g}f;"
         )
         print(text(f"{name}_NEAR_POINT", points))
         print(text(f"{name}_NEAR_GATE", table))

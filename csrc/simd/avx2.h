@@ -53,18 +53,13 @@ INLINE vf reciprocal_coarse(vf x) {
 INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
   return _mm256_i32gather_ps(table, reinterpret_cast<__m256i>(index & 31), 4);
 }
-// 1 - v where x is above zero, v where below
-INLINE vf complement_where_positive(vf v, vf x) { return x < set1(0.0f) ? v : set1(1.0f) - v; }
 template <int N>  // for levels with cheap look-ups, as what follows
-INLINE bool any_beyond(const vf*, float) {
+INLINE bool any_below(const vf*, float) {
   return true;
 }
-template <int N>
-INLINE bool any_below(const vf (&)[N], float) {
-  return true;
-}
-INLINE vf where_beyond(vf x, float limit, vf v, vf otherwise) { return vabs(x) > set1(limit) ? v : otherwise; }
 INLINE vf where_below(vf x, float limit, vf v, vf otherwise) { return x < set1(limit) ? v : otherwise; }
+template <int N, class Value>
+INLINE void where_far(const vf (&)[N], vf (&)[N], float, float, Value) {}
 typedef uint32_t vu __attribute__((vector_size(32)));
 // High and low words of m * a
 INLINE void multiply(uint32_t m, vu a, vu& high, vu& low) {

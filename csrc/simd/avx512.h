@@ -53,19 +53,8 @@ INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
   return _mm512_permutex2var_ps(_mm512_loadu_ps(table), reinterpret_cast<__m512i>(index),
                                 _mm512_loadu_ps(table + 16));
 }
-// 1 - v where x is above zero, v where below
-INLINE vf complement_where_positive(vf v, vf x) {
-  return _mm512_mask_sub_ps(v, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ), set1(1.0f), v);
-}
 template <int N>
-INLINE bool any_beyond(const vf* x, float limit) {  // by bits, among which NaN is beyond
-  __m512i most = _mm512_castps_si512(vabs(x[0]));
-#pragma GCC unroll 4
-  for (int k = 1; k < N; ++k) most = _mm512_max_epi32(most, _mm512_castps_si512(vabs(x[k])));
-  return _mm512_cmpgt_epi32_mask(most, _mm512_castps_si512(set1(limit)));
-}
-template <int N>
-INLINE bool any_below(const vf (&x)[N], float limit) {  // a negative one; by bits, among which a negative NaN is below
+INLINE bool any_below(const vf* x, float limit) {  // a negative one; by bits, among which a negative NaN is below
   __m512i most = _mm512_castps_si512(x[0]);
 #pragma GCC unroll 4
   for (int k = 1; k < N; ++k) most = _mm512_max_epu32(most, _mm512_castps_si512(x[k]));
@@ -74,8 +63,65 @@ INLINE bool any_below(const vf (&x)[N], float limit) {  // a negative one; by bi
 INLINE vf where_below(vf x, float limit, vf v, vf otherwise) {
   return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(x, set1(limit), _CMP_LT_OQ), v);
 }
-INLINE vf where_beyond(vf x, float limit, vf v, vf otherwise) {
-  return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(vabs(x), set1(limit), _CMP_GT_OQ), v);
+template <int N>
+INLINE int lanes_of(const __mmask16 (&chosen)[N]) {
+  int count = 0;
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) count += __builtin_popcount(chosen[k]);
+  return count;
+}
+// y = value(x) in the chosen lanes of N vectors, W of them at most, which are taken together
+template <int N, class Value>
+INLINE void together(const vf (&x)[N], vf (&y)[N], const __mmask16 (&chosen)[N], Value value) {
+  int before[N] = {0};
+  vf some = _mm512_maskz_compress_ps(chosen[0], x[0]);
+#pragma GCC unroll 4
+  for (int k = 1; k < N; ++k) {
+    before[k] = before[k - 1] + __builtin_popcount(chosen[k - 1]);
+    some = _mm512_mask_permutexvar_ps(some, static_cast<__mmask16>(0xffffu << before[k]),
+                                      reinterpret_cast<__m512i>(lane_numbers() - before[k]),
+                                      _mm512_maskz_compress_ps(chosen[k], x[k]));
+  }
+  some = value(some);
+  y[0] = _mm512_mask_expand_ps(y[0], chosen[0], some);
+#pragma GCC unroll 4
+  for (int k = 1; k < N; ++k) {
+    const vf mine = _mm512_permutexvar_ps(reinterpret_cast<__m512i>(lane_numbers() + before[k]), some);
+    y[k] = _mm512_mask_expand_ps(y[k], chosen[k], mine);
+  }
+}
+// Where x is below `end`, y = value(x), which is -0 below `least`
+template <int N, class Value>
+INLINE void where_far(const vf (&x)[N], vf (&y)[N], float end, float least, Value value) {
+  __mmask16 far[N];
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) far[k] = _mm512_cmp_ps_mask(x[k], set1(end), _CMP_LT_OQ);
+  if constexpr (N > 1) {
+    unsigned any = far[0], twice = 0;
+#pragma GCC unroll 4
+    for (int k = 1; k < N; ++k) {
+      twice |= any & far[k];
+      any |= far[k];
+    }
+    if (twice == 0) {
+      vf some = x[0];
+#pragma GCC unroll 4
+      for (int k = 1; k < N; ++k) some = _mm512_mask_mov_ps(some, far[k], x[k]);
+      some = value(some);
+#pragma GCC unroll 4
+      for (int k = 0; k < N; ++k) y[k] = _mm512_mask_mov_ps(y[k], far[k], some);
+      return;
+    }
+    if (lanes_of(far) > W)
+#pragma GCC unroll 4
+      for (int k = 0; k < N; ++k) {
+        y[k] = _mm512_mask_mov_ps(y[k], far[k], set1(-0.0f));
+        far[k] = _mm512_mask_cmp_ps_mask(far[k], x[k], set1(least), _CMP_GE_OQ);
+      }
+    if (lanes_of(far) <= W) return together(x, y, far, value);
+  }
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) y[k] = _mm512_mask_mov_ps(y[k], far[k], value(x[k]));
 }
 typedef uint32_t vu __attribute__((vector_size(64)));
 // High and low words of m * a

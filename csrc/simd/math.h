@@ -219,7 +219,7 @@ INLINE void gate_all(vf (&x)[N]) {
     y[k] = fnma(of, share[k], vmax(set1(-0.0f), x[k]));
   }
   if constexpr (!Is<T, f16>)
-    if (any_below(x, -G::limit)) far_all<A>(x, y);
+    if (any_below<N>(x, -G::limit)) far_all<A>(x, y);
 #pragma GCC unroll 4
   for (int k = 0; k < N; ++k) x[k] = y[k];
 }
@@ -231,28 +231,33 @@ INLINE vf gated(vf x) {
 }
 
 // float32: powers of the distance from a point of the segment, whose share has hardly a rounding error
-// of its own; |x| below the table's end.
+// of its own. Segments narrow as the share falls faster; at the table's end too little is left of x for float32 to tell, so that above it all passes.
 template <Activation A>
 struct NearTable;
-#define NEAR(A, NAME)                                                                    \
-  template <>                                                                            \
-  struct NearTable<Activation::A> {                                                      \
-    static constexpr float scale = NAME##_NEAR_SCALE, end = NAME##_NEAR;                 \
-    static constexpr const float (&point)[1][32] = NAME##_NEAR_POINT, (&gate)[6][32] = NAME##_NEAR_GATE; \
+#define NEAR(A, NAME, LEAST)  /* below which nothing is left that counts: 2^LEAST_EXPONENT */                  \
+  template <>                                                                                                 \
+  struct NearTable<Activation::A> {                                                                           \
+    static constexpr float scale = NAME##_NEAR_SCALE, bend = NAME##_NEAR_BEND, end = NAME##_NEAR, least = LEAST; \
+    static constexpr const float (&point)[1][32] = NAME##_NEAR_POINT, (&gate)[6][32] = NAME##_NEAR_GATE;      \
   };
-NEAR(gelu, GELU)
-NEAR(gelu_tanh, GELU_TANH)
-NEAR(silu, SILU)
+NEAR(gelu, GELU, -13.2f)
+NEAR(gelu_tanh, GELU_TANH, -10.0f)
+NEAR(silu, SILU, -85.0f)
 #undef NEAR
 template <Activation A, int N>
 INLINE void gated_near(const vf (&x)[N], vf (&y)[N]) {
   using G = NearTable<A>;
   vi index[N];
-  vf d[N];
+  vf a[N], d[N];
 #pragma GCC unroll 4
-  for (int k = 0; k < N; ++k) index[k] = reinterpret_cast<vi>(fma(vabs(x[k]), set1(G::scale), set1(ROUND)));
+  for (int k = 0; k < N; ++k) a[k] = size_up_to(G::end, x[k]);
 #pragma GCC unroll 4
-  for (int k = 0; k < N; ++k) d[k] = vabs(x[k]) - lookup(G::point[0], index[k]);
+  for (int k = 0; k < N; ++k) {
+    const vf rise = G::bend != 0.0f ? fma(a[k], set1(G::bend), set1(G::scale)) : set1(G::scale);
+    index[k] = reinterpret_cast<vi>(fma(a[k], rise, set1(ROUND)));
+  }
+#pragma GCC unroll 4
+  for (int k = 0; k < N; ++k) d[k] = a[k] - lookup(G::point[0], index[k]);
 #pragma GCC unroll 4
   for (int k = 0; k < N; ++k) y[k] = lookup(G::gate[5], index[k]);
 #pragma GCC unroll 5
@@ -260,9 +265,9 @@ INLINE void gated_near(const vf (&x)[N], vf (&y)[N]) {
 #pragma GCC unroll 4
     for (int k = 0; k < N; ++k) y[k] = fma(y[k], d[k], lookup(G::gate[i], index[k]));
 #pragma GCC unroll 4
-  for (int k = 0; k < N; ++k) y[k] = x[k] * complement_where_positive(y[k], x[k]);
+  for (int k = 0; k < N; ++k) y[k] = fnma(a[k], y[k], vmax(set1(-0.0f), x[k]));  // NaN and -0 stay
 }
-// What is left of |x| below zero, at |x| from the table's end on
+// What is left of |x| below zero, from the table's end on
 INLINE Scaled silu_left(vf x) {
   const vf a = vmin(set1(130.0f), vabs(x)), n = steps(-a);
   const vf t = grown(n, remainder(-a, n)).t, left = fma(a, t, a);
@@ -295,22 +300,21 @@ INLINE Scaled left_far(vf x) {
   if constexpr (A == Activation::gelu_tanh) return gelu_tanh_left(x);
   return gelu_left(x);
 }
-// float32, two vectors at a time where one has such an element; minus infinity gives NaN, as its share is 0
+// float32; minus infinity gives NaN, as its share is 0
 template <Activation A, int N>
 INLINE void near_all(vf (&x)[N]) {
-  constexpr int PART = N > 2 ? 2 : N;
-  constexpr float end = NearTable<A>::end;
+  constexpr float end = -NearTable<A>::end;
   vf y[N];
   gated_near<A>(x, y);
-#pragma GCC unroll 2
-  for (int i = 0; i < N; i += PART)
-    if (any_beyond<PART>(x + i, end))
-#pragma GCC unroll 2
-      for (int k = i; k < i + PART; ++k) {
-        const Scaled left = left_far<A>(x[k]);
-        y[k] = where_beyond(x[k], end, vmax(set1(-0.0f), x[k]) - scale2(left.p, left.n), y[k]);
-        y[k] = where_below(x[k], -3.40282347e38f, set1(__builtin_nanf("")), y[k]);
-      }
+  if (__builtin_expect(any_below<N>(x, end), 0)) {
+    where_far(x, y, end, NearTable<A>::least, [](vf some) INLINE_LAMBDA {
+      const Scaled left = left_far<A>(some);
+      return set1(-0.0f) - scale2(left.p, left.n);
+    });
+    if (any_below<N>(x, -3.40282347e38f))
+#pragma GCC unroll 4
+      for (int k = 0; k < N; ++k) y[k] = where_below(x[k], -3.40282347e38f, set1(__builtin_nanf("")), y[k]);
+  }
 #pragma GCC unroll 4
   for (int k = 0; k < N; ++k) x[k] = y[k];
 }

@@ -73,18 +73,13 @@ INLINE vf reciprocal_coarse(vf x) { return set1(1.0f) / x; }
 INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
   return vf{table[index[0] & 31], table[index[1] & 31], table[index[2] & 31], table[index[3] & 31]};
 }
-// 1 - v where x is above zero, v where below
-INLINE vf complement_where_positive(vf v, vf x) { return x < set1(0.0f) ? v : set1(1.0f) - v; }
 template <int N>  // for levels with cheap look-ups, as what follows
-INLINE bool any_beyond(const vf*, float) {
+INLINE bool any_below(const vf*, float) {
   return true;
 }
-template <int N>
-INLINE bool any_below(const vf (&)[N], float) {
-  return true;
-}
-INLINE vf where_beyond(vf x, float limit, vf v, vf otherwise) { return vabs(x) > set1(limit) ? v : otherwise; }
 INLINE vf where_below(vf x, float limit, vf v, vf otherwise) { return x < set1(limit) ? v : otherwise; }
+template <int N, class Value>
+INLINE void where_far(const vf (&)[N], vf (&)[N], float, float, Value) {}
 // High and low words of m * a
 INLINE void multiply(uint32_t m, vu a, vu& high, vu& low) {
   typedef uint64_t wide __attribute__((vector_size(16)));

@@ -13,7 +13,11 @@ Values = NDArray[np.float64]
 Function = Callable[[Values], Values]
 SEGMENTS = 32
 UNSEEN = 2.0**-25  # a share that float32 does not tell from 0 in 1 - share
-BEND = {"GELU": 0.36, "GELU_TANH": 0.55, "SILU": 0.0}  # by which segments narrow: a + bend * a^2 counts them
+BEND = {
+    "GELU": 0.36,
+    "GELU_TANH": 0.55,
+    "SILU": 0.0,
+}  # by which segments narrow: a + bend * a^2 counts them
 STEP = {"GELU": 0.25, "GELU_TANH": 0.25, "SILU": 1.0}  # powers of two: an addition makes the index
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -136,6 +136,7 @@ class Checker:
         self.expected = [self._expect(s) for s in self.probes]
         self.call_us = 0.0  # of the last call
         self.coarse = 0.0  # error that the launcher in hand is allowed
+        self.luck: Callable[[Tensor], float] | None = None  # beyond that, by chance
         self.cut_us = 0.0  # of the last checked launcher's calls, where it was cut for them
 
     def cold(self) -> list[InputSet]:
@@ -168,15 +169,19 @@ class Checker:
         return [a for p, a in pairs if p.name in self.op.mutates and a is not None]
 
     def check(
-        self, launch: Launcher, limit_us: float = float("inf"), coarse: float = 0.0
+        self,
+        launch: Launcher,
+        limit_us: float = float("inf"),
+        coarse: float = 0.0,
+        luck: Callable[[Tensor], float] | None = None,
     ) -> numerics.Verdict:
-        """Run on every probe with poisoned memory; judge what came out, and that nothing else was touched.
+        """Run on every probe with poisoned memory; judge what came out (`numerics.judge`), and that nothing else was touched.
 
         A launcher whose second call takes longer than `limit_us` is cut there: `cut_us` says how long that was.
         """
         worst, previous, fastest_us = 0.0, None, float("inf")
         self.cut_us = 0.0
-        self.coarse = coarse
+        self.coarse, self.luck = coarse, luck
         for i in range(len(self.probes)):
             outs, verdict = self._probe(launch, i, i)
             fastest_us = min(fastest_us, self.call_us)
@@ -222,7 +227,7 @@ class Checker:
             outs = outs[:-1]
         judged = (*outs, *[None] * (outputs - len(outs)), *self._updated(given))
         verdict = numerics.judge(
-            judged, plain, ref, STRESS_SLACK if expected > 1 else 1.0, self.coarse
+            judged, plain, ref, STRESS_SLACK if expected > 1 else 1.0, self.coarse, luck=self.luck
         )
         if verdict and (reason := self._misuse(s, outs, plain, expected)):
             verdict = _wrong(reason)

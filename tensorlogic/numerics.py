@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,11 +70,24 @@ def beyond(out: Tensor, largest: float) -> bool:
     return near and not math.isfinite(float(out.sum(dtype=torch.float64)))
 
 
-def chance(count: int) -> float:
+def chance(count: float) -> float:
     """How many times another one an error over `count` elements may be by chance: 20 for a single element (more in 3 cases of
     100), 2.9 for eight (4 of 1,000). Errors that many roundings leave are nearly normal; the logarithm of the ratio of two
     such norms has about the standard deviation 1 / √count, of which this is three."""
     return math.exp(3 / math.sqrt(count)) if 0 < count < FEW else 1.0
+
+
+def of_all(miss: Tensor) -> float:
+    """`chance` over all elements of eager's errors: how far luck goes where they are alike."""
+    return chance(miss.numel())
+
+
+def of_those_that_miss(miss: Tensor) -> float:
+    """`chance` over as many elements of eager's errors as make up their norm, (Σ e²)² / Σ e⁴: one of a thousand may be all of it, as the
+    1 / std of three numbers that are nearly equal is."""
+    square = miss.abs().square()
+    total, fourth = square.sum().item(), square.square().sum().item()
+    return chance(total**2 / fourth if fourth else miss.numel())
 
 
 @dataclass(frozen=True)
@@ -105,13 +118,13 @@ def judge(
     slack: float = 1.0,
     coarse: float = 0.0,
     errors: list[Errors] | None = None,
-    few: bool = False,
+    luck: Callable[[Tensor], float] | None = None,
 ) -> Verdict:
     """Compare a candidate's outputs with same-dtype eager PyTorch and the float64 reference, every element.
 
     `slack` widens the budget where the order of summation alone makes eager's error a matter of luck, `coarse`
     is the relative error that a candidate's form of numbers brings. `errors` is given those of each floating output.
-    `few`: outputs of few elements may be as much worse than eager's as chance makes them (`chance`).
+    `luck` says of eager's errors how many times as large others may be by chance (`of_all`, `of_those_that_miss`).
     """
     worst = 0.0
     errors = [] if errors is None else errors
@@ -120,7 +133,7 @@ def judge(
     for index, (out, plain, ref) in enumerate(zip(outs, eager, refs, strict=True)):
         if plain is None or ref is None:
             continue
-        reason, error = _judge_one(out, plain, ref, slack, coarse, errors, few)
+        reason, error = _judge_one(out, plain, ref, slack, coarse, errors, luck)
         if reason:
             return Verdict(f"wrong: output {index} {reason}", error)
         worst = max(worst, error)
@@ -134,7 +147,7 @@ def _judge_one(
     slack: float,
     coarse: float,
     errors: list[Errors],
-    few: bool,
+    luck: Callable[[Tensor], float] | None,
 ) -> tuple[str | None, float]:
     bad = float("inf")
     if not isinstance(out, Tensor):
@@ -160,7 +173,7 @@ def _judge_one(
     errors.append(Errors(error, eager_error, out.dtype, out.numel()))
     base = max(eager_error, floor(out.dtype), coarse)
     ratio = error / base
-    most = max(RELATIVE_TO_EAGER, chance(out.numel()) if few else 0.0)
+    most = max(RELATIVE_TO_EAGER, luck(eager_miss) if luck is not None else 0.0)
     if ratio > most * slack:
         return (
             f"has relative error {ratio * base:.2e}, {ratio:.3g} times eager's {base:.2e} (at most {most:.3g})",
@@ -221,7 +234,8 @@ def _infinities(t: Tensor) -> Tensor:
 def _largest_excess(
     miss: Tensor, eager_miss: Tensor, ref: Tensor, eps: float, steady: bool, slack: float
 ) -> float:
-    """Largest |out − ref| over what is allowed there: some spacings of the row's scale, or four times eager's worst in that row.
+    """Largest |out − ref| over what is allowed there: some spacings of the row's scale, or four times eager's worst in that row and its
+    usual worst.
 
     `steady` says that all elements are finite; others are left out. Where each row's worst keeps the budget of an element
     that is 0, `slack` times, that bound is the answer: no element has to be looked at alone.
@@ -235,7 +249,13 @@ def _largest_excess(
     row = torch.linalg.vector_norm(size, 2, -1, keepdim=True) * last**-0.5
     whole = row.square().mean().sqrt()
     least = torch.finfo(torch.float64).tiny
-    rest = ELEMENT_SLACK * eps * (row + 0.1 * whole) + 4 * (eager_worst + eager_worst.mean())
+    usual = eager_worst.mean()
+    if (
+        last < FEW
+    ):  # a row's worst is hardly a worst: as far off as the worst of all normal errors is
+        rms = eager_miss.square().mean().sqrt()
+        usual = torch.maximum(usual, rms * (2 * math.log(eager_miss.numel())) ** 0.5)
+    rest = ELEMENT_SLACK * eps * (row + 0.1 * whole) + 4 * (eager_worst + usual)
     miss = miss.abs()
     largest: float = (miss.amax(-1, keepdim=True) / rest.clamp_min(least)).amax().item()
     if largest > slack:

@@ -113,3 +113,23 @@ def test_a_wrong_candidate_is_named(
 
     assert command.main() == 1
     assert "planted.off_by_one {}: wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("size", "found"), [(2, "unlucky"), (4096, "wrong")])
+def test_an_error_that_chance_makes_of_few_elements_is_not_called_wrong(
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch, size: int, found: str
+) -> None:
+    op = OPS["add_relu"]
+    monkeypatch.setattr(op, "candidates", dict(op.candidates))
+
+    @op.candidate("planted.upwards")
+    def upwards(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:
+        return (torch.relu(a + b) * (1 + torch.finfo(a.dtype).eps),)
+
+    key = op.key((torch.ones(size).half(), torch.ones(size).half(), False), "inference")
+    trial = command.Trial(0, op, key, op.candidates["planted.upwards"], {})
+    for draw in range(8):  # one of two elements may be 0 in all of them
+        checker = command.Checker(op, key, command.DEVICE, 100 + draw)
+        if (said := command.verdict(trial, checker)) != "right":
+            break
+    assert said.split(":")[0] == found, said

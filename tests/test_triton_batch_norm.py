@@ -179,6 +179,26 @@ def test_a_call_that_is_declined_has_changed_nothing(id: str, which: int) -> Non
         assert now is None or torch.equal(now, then)
 
 
+def statistics(z: Tensor, config: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Mean and variance of z's columns by `batch_statistics_columns`, the same twice."""
+    m, n = z.shape
+    dtypes = dict.fromkeys(("z", "mean", "var", "rstd"), "f32")
+    space, counters = triton_columns.backward_space(n, 2, config)
+    room = torch.full((space,), float("nan"), device=DEVICE)
+    counter = torch.zeros(counters, device=DEVICE, dtype=torch.int32)
+    run = kernels.launcher(
+        kernels.batch_statistics_columns, m, n, dtypes, config, DEVICE, 4, ("eps",)
+    )
+    made = []
+    for _ in range(2):  # the second run finds the counters as the first one left them
+        mean, var, rstd = (torch.full((n,), float("nan"), device=DEVICE) for _ in range(3))
+        assert run(z, mean, var, rstd, room, counter, 1e-3)
+        assert not counter.any()
+        made.append((mean, var))
+    assert torch.equal(made[0][0], made[1][0])
+    return made[1]
+
+
 @pytest.mark.parametrize("parts", [1, 3, 5])
 def test_columns_far_from_zero_keep_their_digits(parts: int) -> None:
     """Means a thousand deviations away, and a first row that is far off, cost no digits of the variance."""
@@ -187,19 +207,37 @@ def test_columns_far_from_zero_keep_their_digits(parts: int) -> None:
     z[0] -= 900
     exact = z.double()
     config = {"BLOCK_R": 8, "BLOCK_C": 32, "parts": parts, "num_warps": 4}
-    dtypes = dict.fromkeys(("z", "mean", "var", "rstd"), "f32")
-    space, counters = triton_columns.backward_space(n, 2, config)
-    room = torch.full((space,), float("nan"), device=DEVICE)
-    counter = torch.zeros(counters, device=DEVICE, dtype=torch.int32)
-    run = kernels.launcher(
-        kernels.batch_statistics_columns, m, n, dtypes, config, DEVICE, 4, ("eps",)
-    )
-    for _ in range(2):  # the second run finds the counters as the first one left them
-        mean, var, rstd = (torch.full((n,), float("nan"), device=DEVICE) for _ in range(3))
-        assert run(z, mean, var, rstd, room, counter, 1e-3)
-        torch.testing.assert_close(mean.double(), exact.mean(0), rtol=1e-6, atol=0)
-        torch.testing.assert_close(var.double(), exact.var(0, correction=0), rtol=1e-5, atol=0)
-        assert not counter.any()
+    mean, var = statistics(z, config)
+    torch.testing.assert_close(mean.double(), exact.mean(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(var.double(), exact.var(0, correction=0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("parts", [1, 5, 32])
+def test_the_mean_of_numbers_around_zero_is_as_good_as_their_sum(parts: int) -> None:
+    """A part's first rows are far from its mean, as that is from 0: distances from there would add up to more than the numbers do."""
+    m, n = 8000, 16
+    z = rand(m, n, dtype="f32")
+    config = {"BLOCK_R": 8, "BLOCK_C": 16, "parts": parts, "num_warps": 4}
+    mean, _ = statistics(z, config)
+    exact = z.double().mean(0)
+    assert numerics.relative_error(mean, exact) < 4e-7 * (1 + 2 * (parts == 1))
+
+
+@pytest.mark.parametrize("value", [0.1, 1000.1])
+def test_equal_numbers_are_their_mean(value: float) -> None:
+    """What is left of a column that is one number is multiplied by 1 / sqrt(eps)."""
+    for m, parts in ((83, 1), (83, 3), (700, 5)):
+        z = torch.full((m, 20), value, device=DEVICE)
+        mean, var = statistics(z, {"BLOCK_R": 8, "BLOCK_C": 32, "parts": parts, "num_warps": 4})
+        assert torch.equal(mean, z[0])
+        assert not var.any()
+    for m in (37, 51, 83):
+        x, weight = torch.full((m, 1), value, device=DEVICE), torch.ones(5, 1, device=DEVICE)
+        beta = rand(5, dtype="f32").abs()
+        args = [x, weight, None, None, None, None, beta]
+        y, _, mean, _, *_ = launched("triton.held", args, 1e-5, 0.1)
+        assert torch.equal(mean, x[0].expand(5))
+        assert torch.equal(y, beta.expand(m, 5))
 
 
 @pytest.mark.parametrize("dtype", ["f16", "f32"])

@@ -32,7 +32,7 @@ import torch
 from drawn_cases import DEVICE, Family, family
 from torch import Tensor
 
-from tensorlogic import dispatch, policies, registry
+from tensorlogic import dispatch, numerics, policies, registry
 from tensorlogic.checking import Checker
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.memory import heap
@@ -151,18 +151,22 @@ def verdict(trial: Trial, checker: Checker) -> str:
 
 
 def again(trial: Trial, checker: Checker, launch: Any, reason: str) -> str:
-    """ "wrong", or "unlucky": deterministic, off by rounding alone, and right on all of MORE other draws of the inputs.
+    """ "wrong", or "unlucky": deterministic, off by rounding alone, and on MORE other draws of the inputs right, or on all as close as
+    chance makes the errors of so few elements.
 
     Where sums cancel or a few elements make the output, eager's own error is a matter of luck, and so is twice of it.
     """
     coarse = trial.candidate.coarse(trial.key)
     with torch.no_grad():
         same = sum(not checker.check(launch, coarse=coarse) for _ in range(MORE))
-        draws = (Checker(trial.op, trial.key, DEVICE, draw) for draw in range(1, MORE + 1))
+        draws = [Checker(trial.op, trial.key, DEVICE, draw) for draw in range(1, MORE + 1)]
         others = sum(not other.check(launch, coarse=coarse) for other in draws)
-    rounding = "times" in reason and same == MORE and not others
+        rounding = "times" in reason and same == MORE
+        luck = numerics.of_those_that_miss
+        chance = all(c.check(launch, coarse=coarse, luck=luck) for c in (checker, *draws))
     text = f"{reason}; again in {same} of {MORE} checks of the same inputs, in {others} of {MORE} of others"
-    return f"{'unlucky' if rounding else 'wrong'}: {text}"
+    text += ", each by chance" if chance else ""
+    return f"{'unlucky' if rounding and (chance or not others) else 'wrong'}: {text}"
 
 
 def repeats(trial: Trial, checker: Checker, launch: Any) -> bool:

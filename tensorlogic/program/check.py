@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import derived
-from ..numerics import Errors, Verdict, chance, judge, spacing
+from ..numerics import Errors, Verdict, chance, judge, of_all, spacing
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FAR = {torch.float16: 0.05, torch.bfloat16: 0.05}  # relative; 1e-3 for other dtypes
@@ -142,7 +142,7 @@ def compare(outs: Any, plain: Any, wide: Any) -> Verdict:
     if not found[1]:
         return Verdict(None, 0.0)
     errors: list[Errors] = []
-    verdict = judge(found[0], found[1], found[2], errors=errors, few=True)
+    verdict = judge(found[0], found[1], found[2], errors=errors, luck=of_all)
     return Verdict(verdict.reason, growth(errors)) if verdict else verdict
 
 

@@ -53,7 +53,10 @@ def batch_norm_relu_fwd_held(
     mask = (row < M)[:, None] & live[None, :]
     at = (row * N)[:, None] + col[None, :]
     z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(z, 0) / M
+    near = tl.sum(z, 0) / M
+    mean = (
+        near + tl.sum(tl.where(mask, z - near[None, :], 0.0), 0) / M
+    )  # equal numbers are their mean
     away = tl.where(mask, z - mean[None, :], 0.0)
     var = tl.sum(away * away, 0) / M
     scale = inverted(var + eps)
@@ -91,6 +94,10 @@ def batch_statistics_columns(
     count = tl.minimum(M - part * BLOCK_R, BLOCK_R)
     near = tl.sum(first, 0) / count
     level = tl.where(mask, first - near[None, :], 0.0)
+    near = tl.where(
+        near * near * count < tl.sum(level * level, 0), 0.0, near
+    )  # of numbers around 0, sums need no shift
+    level = tl.where(mask, first - near[None, :], 0.0)
     square = level * level
     for start in range((part + PARTS) * BLOCK_R, M, PARTS * BLOCK_R):
         row = start + lane
@@ -113,7 +120,8 @@ def batch_statistics_columns(
     ptrs = space_ptr + ((tile * PARTS + p) * 2).to(tl.int64)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]  # fmt: skip
     means = tl.load(ptrs, mask=there, other=0.0, cache_modifier=".cg")
     squares = tl.load(ptrs + BLOCK_C, mask=there, other=0.0, cache_modifier=".cg")
-    mean = tl.sum(counts * means, 0) / M
+    near = tl.sum(counts * means, 0) / M
+    mean = near + tl.sum(counts * (means - near[None, :]), 0) / M  # equal means are their mean
     apart = means - mean[None, :]
     total = tl.sum(squares + counts * apart * apart, 0)
     var = tl.where(total < 0, 0.0, total) / M  # NaN stays

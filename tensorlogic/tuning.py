@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import capture_watch, compiling, measure, policies, selector, stores, study, turns
+from . import capture_watch, compiling, measure, pairing, policies, selector, stores, study, turns
 from .op import Op
 from .plans import Key, Plan
 
@@ -120,6 +120,7 @@ def _learn(
         _measure(op, key, device, learned, prompt_s)
     if not stores.distributed():  # whose ranks' clocks differ
         _once_more({key.text: (op, key, device) for op, key, device in keys}, learned, measuring)
+        _together(keys, learned)
     for device in {device for _, _, device in met.values()}:
         stores.current(device).flush()
         measure.give_back(device)
@@ -185,3 +186,14 @@ def _once_more(
             op, key, device = keys[plan.key.text]
             again = stores.measured(op, key, device, prompt_s=min(prompt_s, study.PROMPT_S))
             learned.plans[i] = again or plan
+
+
+def _together(keys: list[tuple[Op, Key, torch.device]], learned: Learned) -> None:
+    """Time forward and backward behind one another, where one of them was measured now and graphs take what is chosen for them."""
+    fresh = {plan.key.text: i for i, plan in enumerate(learned.plans)}
+    on_gpus = [met for met in keys if met[2].type == "cuda"]
+    for forward, backward in pairing.pairs(on_gpus):
+        if fresh.keys() & {forward[1].text, backward[1].text}:
+            for plan in pairing.settle(forward, backward):
+                if plan.key.text in fresh:
+                    learned.plans[fresh[plan.key.text]] = plan

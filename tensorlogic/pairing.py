@@ -1,0 +1,147 @@
+"""Forward and backward of one op behind one another: whether the two that are fastest alone are the fastest pair.
+
+Kernels of ours begin while those of ours before them end; behind and before PyTorch's they wait. So two that tie with PyTorch's one by
+one may win together, and one of ours beside one of PyTorch's may lose (`measure.foreign`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from . import measure, stores
+from .checking import InputSet
+from .failing import BIND_ERRORS, Failed
+from .op import EAGER, Launcher, Op
+from .plans import Evidence, Key, Plan
+
+LOG = logging.getLogger("tensorlogic")
+NEAR = 1.1  # of the time of the one chosen alone: who may win in company
+MOST = 3  # of each direction
+BACKWARD = "_backward"
+Met = tuple[Op, Key, torch.device]
+Pair = tuple[Evidence, Evidence]
+
+
+def pairs(keys: Iterable[Met]) -> list[tuple[Met, Met]]:
+    """Forward and backward keys of the same call, among those met: one op's, and all that both name is the same."""
+    forwards: dict[tuple[str, str], list[Met]] = defaultdict(list)
+    backwards: list[Met] = []
+    for met in keys:
+        op, key, device = met
+        if key.direction == "forward":
+            forwards[str(device), op.name].append(met)
+        elif op.name.endswith(BACKWARD):
+            backwards.append(met)
+    found = []
+    for met in backwards:
+        of = forwards[str(met[2]), met[0].name.removesuffix(BACKWARD)]
+        found += [(f, met) for f in of if alike(f[1], met[1])][:1]
+    return found
+
+
+def alike(forward: Key, backward: Key) -> bool:
+    """Whether all tensors and flags that both keys have are the same, a tensor among them."""
+    common = [name for name in forward.names if name in backward.names]
+    flags, others = dict(forward.flags), dict(backward.flags)
+    return (
+        bool(common)
+        and all(forward.spec(name) == backward.spec(name) for name in common)
+        and all(flags[name] == others[name] for name in flags.keys() & others.keys())
+    )
+
+
+def settle(forward: Met, backward: Met, budget_s: float = 0.3) -> list[Plan]:
+    """Time the pairs of those that came near in each direction, and have CUDA graphs take the fastest, if it wins by the tolerance.
+
+    Returns the plans that it changed, which are in the store.
+    """
+    op, key, device = forward
+    store = stores.current(device)
+    plans = [store.get(met[1]) for met in (forward, backward)]
+    if plans[0] is None or plans[1] is None:
+        return []
+    candidates = _pairs_of(_near(op, plans[0]), _near(backward[0], plans[1]))
+    if len(candidates) < 2:
+        return []
+    try:
+        with stores.preserved(device, op), torch.no_grad():
+            best = _fastest(candidates, forward, backward, budget_s)
+    except BIND_ERRORS as problem:
+        LOG.info("tensorlogic: %s and its gradient were not timed together: %s", key.text, problem)
+        return []
+    changed = []
+    for plan, e in zip(plans, best, strict=True):
+        assert plan is not None
+        if best is not candidates[0] and e.candidate != plan.captured:
+            changed.append(replace(plan, captured=e.candidate, captured_config=dict(e.config)))
+            store.put(changed[-1])
+    return changed
+
+
+def _near(op: Op, plan: Plan) -> list[Evidence]:
+    """Who came near the one chosen, it first; PyTorch's own in any case."""
+    measured = {e.candidate: e for e in plan.evidence if e.status == "measured"}
+    chosen = measured.pop(plan.captured, None)
+    if chosen is None:
+        return []
+    rest = sorted(measured.values(), key=lambda e: e.device_us)
+    near = [e for e in rest if e.device_us <= NEAR * chosen.device_us and _present(op, e)]
+    found = [chosen, *near][:MOST]
+    return found + [e for e in rest if e.candidate == EAGER and e not in found]
+
+
+def _present(op: Op, e: Evidence) -> bool:
+    candidate = op.candidates.get(e.candidate)
+    return candidate is not None and candidate.source == e.source
+
+
+def _pairs_of(firsts: Sequence[Evidence], seconds: Sequence[Evidence]) -> list[Pair]:
+    """The pairs that there can be, those chosen alone first: PyTorch's forward is recorded by PyTorch, whose backward it brings."""
+    every = [(f, s) for f in firsts for s in seconds]
+    if firsts and firsts[0].candidate == EAGER:
+        every.sort(key=lambda pair: pair[1].candidate != EAGER)
+    return [p for p in every if p[0].candidate != EAGER or p[1].candidate == EAGER]
+
+
+def _fastest(pairs: Sequence[Pair], forward: Met, backward: Met, budget_s: float) -> Pair:
+    """The first, unless another one beats it by the tolerance."""
+    device = forward[2]
+    launchers: dict[tuple[bool, str], Launcher] = {}
+    for pair in pairs:
+        for met, e in zip((forward, backward), pair, strict=True):
+            place = met is forward, e.candidate
+            launchers[place] = launchers.get(place) or _bound(met, e)
+    # two sets: a step finds in the cache what the one before it has left there
+    sets = [
+        [InputSet(*met, seed).fresh(met[0]) for seed in (0, 1)] for met in (forward, backward)
+    ]
+    calls: dict[str, list[Callable[[], object]]] = {}
+    for i, (f, s) in enumerate(pairs):
+        steps = (launchers[True, f.candidate], launchers[False, s.candidate])
+        calls[str(i)] = [
+            functools.partial(_both, steps, given) for given in zip(*sets, strict=True)
+        ]
+    times = measure.device_samples(calls, device, budget_s)
+    best = min(calls, key=times.quiet)
+    wins = times.quiet(best) * (1 + measure.TOLERANCE[device.type]) <= times.quiet("0")
+    return pairs[int(best)] if wins else pairs[0]
+
+
+def _bound(met: Met, e: Evidence) -> Launcher:
+    op, key, device = met
+    if e.candidate == EAGER:
+        return op.plain(key, device)
+    return op.candidates[e.candidate].bind(key, e.config, device)
+
+
+def _both(steps: tuple[Launcher, Launcher], given: tuple[list[Any], list[Any]]) -> None:
+    for launch, args in zip(steps, given, strict=True):
+        if launch(*args) is None:
+            raise Failed("one declined the key it was bound for")

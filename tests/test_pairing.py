@@ -1,0 +1,201 @@
+"""Forward and backward behind one another: the pair that is fastest together is taken, and only where it wins."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tensorlogic
+from tensorlogic import pairing, stores, tuning
+from tensorlogic.environments import environment
+from tensorlogic.op import EAGER, OPS
+from tensorlogic.plans import Evidence, Key, Plan
+
+CPU = torch.device("cpu")
+FORWARD, BACKWARD = OPS["matmul"], OPS["matmul_backward"]
+
+
+class Machine:
+    """Launchers that take as long as is said of them, by what ran before; one in `declines` declines."""
+
+    def __init__(self, **us: float) -> None:
+        self.us, self.last, self.declines = us, "", ""
+
+    def take(self, name: str) -> bool:
+        until = time.perf_counter() + 1e-6 * self.us.get(f"{self.last}_{name}", self.us[name])
+        while time.perf_counter() < until:
+            pass
+        self.last = name
+        return name != self.declines
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    for op, names in ((FORWARD, ("eager", "quick")), (BACKWARD, ("plain", "ours", "other"))):
+        monkeypatch.setattr(op, "candidates", {})
+        for name in names:
+            id = EAGER if name in ("eager", "plain") else f"planted.{name}"
+
+            @op.candidate(id)
+            def launch(*args: Any, name: str = name) -> Any:
+                return (torch.empty(0),) if machine.take(name) else None
+
+
+def schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    for op in (FORWARD, BACKWARD):
+        monkeypatch.setattr(op, "_check_schema", lambda id, fn: None)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(eager=300, quick=300, plain=300, ours=300, other=300)
+    schema(monkeypatch)
+    planted(monkeypatch, made)
+    return made
+
+
+def keys(n: int = 8) -> tuple[Key, Key]:
+    a, b = torch.ones(n, n), torch.ones(n, n)
+    first = FORWARD.key((a, b, "none", True), "forward")
+    return first, BACKWARD.key((a, a, b, None, "none", "11"), "backward")
+
+
+def plan(key: Key, captured: str, **us: float) -> Plan:
+    op = OPS[key.op]
+    ids = {name: EAGER if name in ("eager", "plain") else f"planted.{name}" for name in us}
+    evidence = [
+        Evidence(ids[name], {}, "measured", t, t, 0.0, 0.0, "", op.candidates[ids[name]].source)
+        for name, t in us.items()
+    ]
+    versions = environment(CPU).versions()
+    return Plan(key, captured, {}, captured, {}, evidence, versions, "2026-01-01T00:00:00+00:00")
+
+
+def settled(first: Plan, second: Plan) -> list[str]:
+    """Who is captured forward and backward, after both came to be known."""
+    store = stores.current(CPU)
+    mets = []
+    for p in (first, second):
+        store.put(p)
+        mets.append((OPS[p.key.op], p.key, CPU))
+    changed = pairing.settle(mets[0], mets[1], 0.1)
+    found = [store.get(p.key) for p in (first, second)]
+    assert [p.eager for p in found if p] == [first.eager, second.eager]
+    assert {p.key.text for p in changed} == {
+        p.key.text
+        for p, q in zip(found, (first, second), strict=True)
+        if p and p.captured != q.captured
+    }
+    return [p.captured for p in found if p]
+
+
+def test_two_that_tie_alone_and_win_together_are_taken(machine: Machine) -> None:
+    machine.us["quick_ours"] = 100
+    first, second = keys()
+    assert settled(
+        plan(first, EAGER, eager=300, quick=301), plan(second, EAGER, plain=300, ours=302)
+    ) == ["planted.quick", "planted.ours"]
+
+
+def test_one_that_loses_in_company_makes_way(machine: Machine) -> None:
+    """Ours forward, PyTorch's backward: each chosen for its own time, together slower than PyTorch's both."""
+    machine.us["quick_plain"] = 600
+    first, second = keys()
+    assert settled(
+        plan(first, "planted.quick", eager=300, quick=299), plan(second, EAGER, plain=300)
+    ) == [EAGER, EAGER]
+
+
+def test_what_is_chosen_stays_where_nothing_wins_by_the_tolerance(machine: Machine) -> None:
+    machine.us["eager_plain"] = 297
+    first, second = keys()
+    assert settled(
+        plan(first, "planted.quick", eager=300, quick=300),
+        plan(second, "planted.ours", plain=300, ours=300, other=300),
+    ) == ["planted.quick", "planted.ours"]
+
+
+def test_ours_never_comes_behind_pytorchs_own_record(machine: Machine) -> None:
+    """What PyTorch records it differentiates itself: a pair that cannot be is not timed."""
+    machine.us["eager_ours"] = 10
+    first, second = keys()
+    plans = plan(first, EAGER, eager=300), plan(second, "planted.ours", plain=300, ours=290)
+    assert settled(*plans) == [EAGER, "planted.ours"]
+    assert machine.last == ""
+
+
+def test_one_that_was_far_off_alone_is_not_timed(machine: Machine) -> None:
+    machine.us["quick_other"] = 1
+    first, second = keys()
+    assert settled(
+        plan(first, "planted.quick", quick=300),
+        plan(second, "planted.ours", ours=300, other=400),
+    ) == ["planted.quick", "planted.ours"]
+    assert machine.last == ""
+
+
+def test_one_that_fails_changes_nothing(machine: Machine) -> None:
+    machine.us["quick_ours"], machine.declines = 1, "ours"
+    first, second = keys()
+    assert settled(
+        plan(first, EAGER, eager=300, quick=301), plan(second, EAGER, plain=300, ours=302)
+    ) == [EAGER, EAGER]
+
+
+def test_which_keys_belong_together() -> None:
+    x, w = torch.ones(4, 8), torch.ones(6, 8)
+    first = OPS["linear"].key((x, w, None, None, "relu", True), "forward")
+    other = OPS["linear"].key((x, w, None, None, "none", True), "forward")
+    alone = OPS["linear"].key((x, w, None, None, "relu", False), "inference")
+    y = torch.ones(4, 6)
+    back = OPS["linear_backward"].key((y, x, w, y, "relu", "1100"), "backward")
+    wider = OPS["linear_backward"].key(
+        (y, torch.ones(4, 8).double(), w, y, "relu", "1100"), "backward"
+    )
+    met = [(OPS[k.op], k, CPU) for k in (alone, other, first, back, wider)]
+    assert pairing.pairs(met) == [(met[2], met[3])]
+    apart = (met[3][0], back, torch.device("cuda", 1))
+    assert pairing.pairs([met[2], apart]) == []
+
+
+def test_tune_settles_pairs_of_gpus_that_it_has_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def settle(forward: pairing.Met, backward: pairing.Met) -> list[Plan]:
+        asked.append((forward[1].text, backward[1].text))
+        plan = stores.current(CPU).get(forward[1])
+        assert plan is not None
+        plan.captured = "torch.linear"
+        return [plan]
+
+    monkeypatch.setattr(pairing, "settle", settle)
+    a = torch.ones(8, 8, requires_grad=True)
+    b = torch.ones(8, 8, requires_grad=True)
+    learned = tensorlogic.tune(tensorlogic.matmul, a, b)
+    assert not asked  # a CPU has no graphs
+    gpu = torch.device("cuda")
+    keys = [(OPS[p.key.op], p.key, gpu) for p in learned.plans]
+    tuning._together(keys, learned)
+    assert [(f.split()[0], s.split()[0]) for f, s in asked] == [("matmul", "matmul_backward")]
+    assert {p.key.op: p.captured for p in learned.plans}["matmul"] == "torch.linear"
+    tuning._together(keys, tuning.Learned(known=2))
+    assert len(asked) == 1
+
+
+def test_the_tensors_of_a_pair_are_those_of_its_keys() -> None:
+    """Real candidates, forward and backward, run behind one another on inputs of their own."""
+    x, w = torch.randn(16, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    learned = tensorlogic.tune(tensorlogic.linear, x, w, None, None, "relu")
+    ((forward, backward),) = pairing.pairs([(OPS[p.key.op], p.key, CPU) for p in learned.plans])
+    seen: list[Tensor] = []
+    for met in (forward, backward):
+        near = pairing._near(met[0], next(p for p in learned.plans if p.key == met[1]))
+        assert near
+        outs = pairing._bound(met, near[0])(*pairing.InputSet(*met, 0).fresh(met[0]))
+        assert outs is not None
+        seen += [o for o in outs if o is not None]
+    assert (16, 6) in [tuple(o.shape) for o in seen]
+    assert (16, 8) in [tuple(o.shape) for o in seen]

@@ -119,9 +119,7 @@ def _fastest(pairs: Sequence[Pair], forward: Met, backward: Met, budget_s: float
             place = met is forward, e.candidate
             launchers[place] = launchers.get(place) or _bound(met, e)
     # two sets: a step finds in the cache what the one before it has left there
-    sets = [
-        [InputSet(*met, seed).fresh(met[0]) for seed in (0, 1)] for met in (forward, backward)
-    ]
+    sets = [[InputSet(*met, seed).fresh(met[0]) for seed in (0, 1)] for met in (forward, backward)]
     calls: dict[str, list[Callable[[], object]]] = {}
     for i, (f, s) in enumerate(pairs):
         steps = (launchers[True, f.candidate], launchers[False, s.candidate])

@@ -104,9 +104,7 @@ def _present(op: Op, e: Evidence) -> bool:
 
 def _pairs_of(firsts: Sequence[Evidence], seconds: Sequence[Evidence]) -> list[Pair]:
     """The pairs that there can be, those chosen alone first: PyTorch's forward is recorded by PyTorch, whose backward it brings."""
-    every = [(f, s) for f in firsts for s in seconds]
-    if firsts and firsts[0].candidate == EAGER:
-        every.sort(key=lambda pair: pair[1].candidate != EAGER)
+    every = ((f, s) for f in firsts for s in seconds)
     return [p for p in every if p[0].candidate != EAGER or p[1].candidate == EAGER]
 
 

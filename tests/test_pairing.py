@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,18 @@ def test_one_that_was_far_off_alone_is_not_timed(machine: Machine) -> None:
         plan(first, "planted.quick", quick=300),
         plan(second, "planted.ours", ours=300, other=400),
     ) == ["planted.quick", "planted.ours"]
+    assert machine.last == ""
+
+
+def test_one_that_has_changed_since_is_not_timed(machine: Machine) -> None:
+    machine.us["quick_other"] = 1
+    first, second = keys()
+    stale = plan(second, "planted.ours", ours=300, other=300)
+    stale.evidence[1] = replace(stale.evidence[1], source="of another day")
+    assert settled(plan(first, "planted.quick", quick=300), stale) == [
+        "planted.quick",
+        "planted.ours",
+    ]
     assert machine.last == ""
 
 

@@ -250,9 +250,8 @@ def _largest_excess(
     whole = row.square().mean().sqrt()
     least = torch.finfo(torch.float64).tiny
     usual = eager_worst.mean()
-    if (
-        last < FEW
-    ):  # a row's worst is hardly a worst: as far off as the worst of all normal errors is
+    # the worst of a few is hardly a worst: as far off as the worst of so many normal errors is
+    if last < FEW:
         rms = eager_miss.square().mean().sqrt()
         usual = torch.maximum(usual, rms * (2 * math.log(eager_miss.numel())) ** 0.5)
     rest = ELEMENT_SLACK * eps * (row + 0.1 * whole) + 4 * (eager_worst + usual)

@@ -24,6 +24,7 @@ from .plans import Evidence, Key, Plan
 LOG = logging.getLogger("tensorlogic")
 NEAR = 1.1  # of the time of the one chosen alone: who may win in company
 MOST = 3  # of each direction
+LONG_US = 1000.0  # of both: what overlaps is microseconds
 BACKWARD = "_backward"
 Met = tuple[Op, Key, torch.device]
 Pair = tuple[Evidence, Evidence]
@@ -68,7 +69,7 @@ def settle(forward: Met, backward: Met, budget_s: float = 0.3) -> list[Plan]:
     if plans[0] is None or plans[1] is None:
         return []
     candidates = _pairs_of(_near(op, plans[0]), _near(backward[0], plans[1]))
-    if len(candidates) < 2:
+    if len(candidates) < 2 or sum(e.device_us for e in candidates[0]) > LONG_US:
         return []
     try:
         with stores.preserved(device, op), torch.no_grad():

@@ -138,6 +138,16 @@ def test_one_that_was_far_off_alone_is_not_timed(machine: Machine) -> None:
     assert machine.last == ""
 
 
+def test_long_ones_are_not_timed(machine: Machine) -> None:
+    first, second = keys()
+    long = {"plain": 700, "ours": 700}
+    assert settled(plan(first, EAGER, eager=310, quick=300), plan(second, EAGER, **long)) == [
+        EAGER,
+        EAGER,
+    ]
+    assert machine.last == ""
+
+
 def test_one_that_has_changed_since_is_not_timed(machine: Machine) -> None:
     machine.us["quick_other"] = 1
     first, second = keys()

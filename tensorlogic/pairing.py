@@ -78,12 +78,18 @@ def settle(forward: Met, backward: Met, budget_s: float = 0.3) -> list[Plan]:
         LOG.info("tensorlogic: %s and its gradient were not timed together: %s", key.text, problem)
         return []
     changed = []
-    for plan, e in zip(plans, best, strict=True):
+    for plan, e, other in zip(plans, best, ("gradient", "forward pass"), strict=True):
         assert plan is not None
         if best is not candidates[0] and e.candidate != plan.captured:
-            changed.append(replace(plan, captured=e.candidate, captured_config=dict(e.config)))
+            changed.append(_captured(plan, e, f"captured with its {other}, the fastest pair; "))
             store.put(changed[-1])
     return changed
+
+
+def _captured(plan: Plan, e: Evidence, note: str) -> Plan:
+    """The plan with another candidate for CUDA graphs, whose evidence says why: how a reason ends is what plans are known by."""
+    evidence = [replace(o, reason=note + o.reason) if o is e else o for o in plan.evidence]
+    return replace(plan, captured=e.candidate, captured_config=dict(e.config), evidence=evidence)
 
 
 def _near(op: Op, plan: Plan) -> list[Evidence]:

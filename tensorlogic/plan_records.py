@@ -283,7 +283,9 @@ class Plan:
     key: Key
     eager: str  # candidate of eager calls
     eager_config: dict[str, Any]
-    captured: str  # candidate of captured and compiled calls: smallest device time
+    captured: (
+        str  # candidate of captured and compiled calls: smallest device time, alone or in a pair
+    )
     captured_config: dict[str, Any]
     evidence: list[Evidence] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)

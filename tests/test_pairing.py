@@ -14,7 +14,7 @@ import tensorlogic
 from tensorlogic import pairing, stores, tuning
 from tensorlogic.environments import environment
 from tensorlogic.op import EAGER, OPS
-from tensorlogic.plans import Evidence, Key, Plan
+from tensorlogic.plans import UNFINISHED, Evidence, Key, Plan
 
 CPU = torch.device("cpu")
 FORWARD, BACKWARD = OPS["matmul"], OPS["matmul_backward"]
@@ -68,7 +68,9 @@ def plan(key: Key, captured: str, **us: float) -> Plan:
     op = OPS[key.op]
     ids = {name: EAGER if name in ("eager", "plain") else f"planted.{name}" for name in us}
     evidence = [
-        Evidence(ids[name], {}, "measured", t, t, 0.0, 0.0, "", op.candidates[ids[name]].source)
+        Evidence(
+            ids[name], {}, "measured", t, t, 0.0, 0.0, UNFINISHED, op.candidates[ids[name]].source
+        )
         for name, t in us.items()
     ]
     versions = environment(CPU).versions()
@@ -90,6 +92,11 @@ def settled(first: Plan, second: Plan) -> list[str]:
         for p, q in zip(found, (first, second), strict=True)
         if p and p.captured != q.captured
     }
+    for p in changed:
+        reasons = {e.candidate: e.reason for e in p.evidence}
+        other = "forward pass" if p.key.direction == "backward" else "gradient"
+        assert reasons[p.captured] == f"captured with its {other}, the fastest pair; {UNFINISHED}"
+        assert p.unfinished
     return [p.captured for p in found if p]
 
 

@@ -29,6 +29,7 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 RELATIVE_TO_EAGER = 2.0  # a candidate's error may be at most twice that of same-dtype eager PyTorch
 NOISE = 0.5  # relative error of eager's from which on no element of an output says anything: all of it has cancelled
 FEW = 64  # elements of an output from which on two errors can be compared without regard to chance
+MEDIAN = 0.6745  # of the sizes of normal numbers, over their deviation
 ELEMENT_SLACK = 16.0  # spacings of the dtype at the row's scale that one element may be off
 
 
@@ -85,7 +86,8 @@ def of_all(miss: Tensor) -> float:
 def of_those_that_miss(miss: Tensor) -> float:
     """`chance` over as many elements of eager's errors as make up their norm, (Σ e²)² / Σ e⁴: one of a thousand may be all of it, as the
     1 / std of three numbers that are nearly equal is."""
-    square = miss.abs().square()
+    size = miss.abs()
+    square = (size / size.amax().clamp_min(torch.finfo(torch.float64).tiny)).square()
     total, fourth = square.sum().item(), square.square().sum().item()
     return chance(total**2 / fourth if fourth else miss.numel())
 
@@ -173,7 +175,9 @@ def _judge_one(
     errors.append(Errors(error, eager_error, out.dtype, out.numel()))
     base = max(eager_error, floor(out.dtype), coarse)
     ratio = error / base
-    most = max(RELATIVE_TO_EAGER, luck(eager_miss) if luck is not None else 0.0)
+    most = RELATIVE_TO_EAGER
+    if luck is not None:  # what eager's errors say of luck says nothing of a floor
+        most = max(most, (luck if base == eager_error else of_all)(eager_miss))
     if ratio > most * slack:
         return (
             f"has relative error {ratio * base:.2e}, {ratio:.3g} times eager's {base:.2e} (at most {most:.3g})",
@@ -252,8 +256,8 @@ def _largest_excess(
     usual = eager_worst.mean()
     # the worst of a few is hardly a worst: as far off as the worst of so many normal errors is
     if last < FEW:
-        rms = eager_miss.square().mean().sqrt()
-        usual = torch.maximum(usual, rms * (2 * math.log(eager_miss.numel())) ** 0.5)
+        deviation = eager_miss.abs().median() / MEDIAN  # which a few that are far off leave alone
+        usual = torch.maximum(usual, deviation * (2 * math.log(eager_miss.numel())) ** 0.5)
     rest = ELEMENT_SLACK * eps * (row + 0.1 * whole) + 4 * (eager_worst + usual)
     miss = miss.abs()
     largest: float = (miss.amax(-1, keepdim=True) / rest.clamp_min(least)).amax().item()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from . import measure, stores
+from . import compiling, measure, stores
 from .checking import InputSet
 from .failing import BIND_ERRORS, Failed
 from .op import EAGER, Launcher, Op
@@ -40,10 +40,13 @@ def pairs(keys: Iterable[Met]) -> list[tuple[Met, Met]]:
             forwards[str(device), op.name].append(met)
         elif op.name.endswith(BACKWARD):
             backwards.append(met)
-    found = []
+    found: list[tuple[Met, Met]] = []
     for met in backwards:
         of = forwards[str(met[2]), met[0].name.removesuffix(BACKWARD)]
-        found += [(f, met) for f in of if alike(f[1], met[1])][:1]
+        times = Counter(f[1].text for f, _ in found)
+        mine = [f for f in of if alike(f[1], met[1])]
+        if mine:  # several may differ in what backward does not read, a bias say: each has its turn
+            found.append((min(mine, key=lambda f: times[f[1].text]), met))
     return found
 
 
@@ -58,17 +61,25 @@ def alike(forward: Key, backward: Key) -> bool:
     )
 
 
-def settle(forward: Met, backward: Met, budget_s: float = 0.3) -> list[Plan]:
+def settle(
+    forward: Met, backward: Met, free: Container[str] | None = None, budget_s: float = 0.3
+) -> list[Plan]:
     """Time the pairs of those that came near in each direction, and have CUDA graphs take the fastest, if it wins by the tolerance.
 
-    Returns the plans that it changed, which are in the store.
+    Keys whose texts are not in `free` (if that is given) keep what is chosen for them: another pair has been settled with it. Returns
+    the plans that it changed, which are in the store.
     """
     op, key, device = forward
     store = stores.current(device)
     plans = [store.get(met[1]) for met in (forward, backward)]
     if plans[0] is None or plans[1] is None:
         return []
-    candidates = _pairs_of(_near(op, plans[0]), _near(backward[0], plans[1]))
+    near = [
+        _near(met, plan, free is None or plan.key.text in free)
+        for met, plan in zip((forward, backward), plans, strict=True)
+        if plan is not None
+    ]
+    candidates = _pairs_of(near[0], near[1])
     if len(candidates) < 2 or sum(e.device_us for e in candidates[0]) > LONG_US:
         return []
     try:
@@ -92,21 +103,25 @@ def _captured(plan: Plan, e: Evidence, note: str) -> Plan:
     return replace(plan, captured=e.candidate, captured_config=dict(e.config), evidence=evidence)
 
 
-def _near(op: Op, plan: Plan) -> list[Evidence]:
-    """Who came near the one chosen, it first; PyTorch's own in any case."""
+def _near(met: Met, plan: Plan, free: bool) -> list[Evidence]:
+    """Who came near the one chosen, it first; PyTorch's own in any case. Nobody where its kernels have not been compiled."""
     measured = {e.candidate: e for e in plan.evidence if e.status == "measured"}
     chosen = measured.pop(plan.captured, None)
-    if chosen is None:
+    if chosen is None or not _ready(met, chosen):
         return []
-    rest = sorted(measured.values(), key=lambda e: e.device_us)
-    near = [e for e in rest if e.device_us <= NEAR * chosen.device_us and _present(op, e)]
+    rest = sorted(measured.values(), key=lambda e: e.device_us) if free else []
+    near = [e for e in rest if e.device_us <= NEAR * chosen.device_us and _ready(met, e)]
     found = [chosen, *near][:MOST]
     return found + [e for e in rest if e.candidate == EAGER and e not in found]
 
 
-def _present(op: Op, e: Evidence) -> bool:
+def _ready(met: Met, e: Evidence) -> bool:
+    """Whether the candidate is as it was measured, and nothing of it has to be compiled."""
+    op, key, device = met
     candidate = op.candidates.get(e.candidate)
-    return candidate is not None and candidate.source == e.source
+    if candidate is None or candidate.source != e.source:
+        return False
+    return compiling.there(candidate.jobs(key, e.config, device))
 
 
 def _pairs_of(firsts: Sequence[Evidence], seconds: Sequence[Evidence]) -> list[Pair]:
@@ -116,7 +131,7 @@ def _pairs_of(firsts: Sequence[Evidence], seconds: Sequence[Evidence]) -> list[P
 
 
 def _fastest(pairs: Sequence[Pair], forward: Met, backward: Met, budget_s: float) -> Pair:
-    """The first, unless another one beats it by the tolerance."""
+    """The first, unless another one beats it by the tolerance, and beside it alone once more."""
     device = forward[2]
     launchers: dict[tuple[bool, str], Launcher] = {}
     for pair in pairs:
@@ -131,10 +146,14 @@ def _fastest(pairs: Sequence[Pair], forward: Met, backward: Met, budget_s: float
         calls[str(i)] = [
             functools.partial(_both, steps, given) for given in zip(*sets, strict=True)
         ]
-    times = measure.device_samples(calls, device, budget_s)
-    best = min(calls, key=times.quiet)
-    wins = times.quiet(best) * (1 + measure.TOLERANCE[device.type]) <= times.quiet("0")
-    return pairs[int(best)] if wins else pairs[0]
+    best, names = "0", list(calls)
+    for share_s in (budget_s, budget_s / 2):
+        times = measure.device_samples({n: calls[n] for n in names}, device, share_s)
+        best = min(names, key=times.quiet)
+        if times.quiet(best) * (1 + measure.TOLERANCE[device.type]) > times.quiet("0"):
+            return pairs[0]
+        names = ["0", best]
+    return pairs[int(best)]
 
 
 def _bound(met: Met, e: Evidence) -> Launcher:

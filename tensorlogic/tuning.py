@@ -190,10 +190,11 @@ def _once_more(
 
 def _together(keys: list[tuple[Op, Key, torch.device]], learned: Learned) -> None:
     """Time forward and backward behind one another, where one of them was measured now and graphs take what is chosen for them."""
-    fresh = {plan.key.text: i for i, plan in enumerate(learned.plans)}
-    on_gpus = [met for met in keys if met[2].type == "cuda"]
-    for forward, backward in pairing.pairs(on_gpus):
-        if fresh.keys() & {forward[1].text, backward[1].text}:
-            for plan in pairing.settle(forward, backward):
-                if plan.key.text in fresh:
-                    learned.plans[fresh[plan.key.text]] = plan
+    place = {plan.key.text: i for i, plan in enumerate(learned.plans)}
+    free = set(place)
+    for forward, backward in pairing.pairs(met for met in keys if met[2].type == "cuda"):
+        mine = {forward[1].text, backward[1].text}
+        if mine & free:
+            for plan in pairing.settle(forward, backward, free):
+                learned.plans[place[plan.key.text]] = plan
+        free -= mine

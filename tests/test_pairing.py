@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import pairing, stores, tuning
+from tensorlogic import compiling, measure, pairing, stores, tuning
 from tensorlogic.environments import environment
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.plans import UNFINISHED, Evidence, Key, Plan
@@ -27,6 +27,7 @@ class Machine:
         self.us, self.last, self.declines = us, "", ""
 
     def take(self, name: str) -> bool:
+        assert not torch.is_grad_enabled()
         until = time.perf_counter() + 1e-6 * self.us.get(f"{self.last}_{name}", self.us[name])
         while time.perf_counter() < until:
             pass
@@ -35,7 +36,10 @@ class Machine:
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
-    for op, names in ((FORWARD, ("eager", "quick")), (BACKWARD, ("plain", "ours", "other"))):
+    for op, names in (
+        (FORWARD, ("eager", "quick")),
+        (BACKWARD, ("plain", "ours", "other", "third", "fourth")),
+    ):
         monkeypatch.setattr(op, "candidates", {})
         for name in names:
             id = EAGER if name in ("eager", "plain") else f"planted.{name}"
@@ -52,7 +56,7 @@ def schema(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine(eager=300, quick=300, plain=300, ours=300, other=300)
+    made = Machine(eager=300, quick=300, plain=300, ours=300, other=300, third=300, fourth=300)
     schema(monkeypatch)
     planted(monkeypatch, made)
     return made
@@ -69,22 +73,31 @@ def plan(key: Key, captured: str, **us: float) -> Plan:
     ids = {name: EAGER if name in ("eager", "plain") else f"planted.{name}" for name in us}
     evidence = [
         Evidence(
-            ids[name], {}, "measured", t, t, 0.0, 0.0, UNFINISHED, op.candidates[ids[name]].source
+            ids[name],
+            {"of": name},
+            "measured",
+            t,
+            t,
+            0.0,
+            0.0,
+            UNFINISHED,
+            op.candidates[ids[name]].source,
         )
         for name, t in us.items()
     ]
     versions = environment(CPU).versions()
-    return Plan(key, captured, {}, captured, {}, evidence, versions, "2026-01-01T00:00:00+00:00")
+    own = {"of": next(name for name in us if ids[name] == captured)}
+    return Plan(key, captured, own, captured, own, evidence, versions, "2026-01-01T00:00:00+00:00")
 
 
-def settled(first: Plan, second: Plan) -> list[str]:
+def settled(first: Plan, second: Plan, free: set[str] | None = None) -> list[str]:
     """Who is captured forward and backward, after both came to be known."""
     store = stores.current(CPU)
     mets = []
     for p in (first, second):
         store.put(p)
         mets.append((OPS[p.key.op], p.key, CPU))
-    changed = pairing.settle(mets[0], mets[1], 0.1)
+    changed = pairing.settle(mets[0], mets[1], free, 0.1)
     found = [store.get(p.key) for p in (first, second)]
     assert [p.eager for p in found if p] == [first.eager, second.eager]
     assert {p.key.text for p in changed} == {
@@ -92,6 +105,10 @@ def settled(first: Plan, second: Plan) -> list[str]:
         for p, q in zip(found, (first, second), strict=True)
         if p and p.captured != q.captured
     }
+    for p in found:
+        assert p is not None
+        own = next(e for e in p.evidence if e.candidate == p.captured)
+        assert p.captured_config == own.config
     for p in changed:
         reasons = {e.candidate: e.reason for e in p.evidence}
         other = "forward pass" if p.key.direction == "backward" else "gradient"
@@ -145,6 +162,70 @@ def test_one_that_was_far_off_alone_is_not_timed(machine: Machine) -> None:
     assert machine.last == ""
 
 
+def test_only_the_nearest_few_are_timed(machine: Machine) -> None:
+    machine.us.update(quick_fourth=1, quick_third=100)
+    first, second = keys()
+    many = {"fourth": 315, "other": 310, "third": 305, "ours": 300}
+    assert settled(
+        plan(first, "planted.quick", quick=300), plan(second, "planted.ours", **many)
+    ) == ["planted.quick", "planted.third"]
+
+
+def test_pytorchs_own_is_timed_however_slow_alone(machine: Machine) -> None:
+    machine.us.update(quick_ours=600, eager_plain=100)
+    first, second = keys()
+    assert settled(
+        plan(first, "planted.quick", eager=400, quick=300),
+        plan(second, "planted.ours", plain=400, ours=300),
+    ) == [EAGER, EAGER]
+
+
+def test_what_was_settled_with_another_keeps_its_choice(machine: Machine) -> None:
+    machine.us.update(quick_ours=100, eager_plain=10)
+    first, second = keys()
+    plans = (
+        plan(first, "planted.quick", eager=300, quick=300),
+        plan(second, "planted.other", plain=300, ours=300, other=300),
+    )
+    assert settled(*plans, free={second.text}) == ["planted.quick", "planted.ours"]
+    assert settled(*plans, free={first.text}) == ["planted.quick", "planted.other"]
+    assert settled(*plans) == [EAGER, EAGER]
+
+
+def test_what_has_to_be_compiled_is_left(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.us["quick_ours"] = 1
+    monkeypatch.setattr(compiling, "there", lambda jobs: "waits" not in jobs)
+    late = OPS["matmul_backward"].candidates["planted.ours"]
+    monkeypatch.setitem(
+        BACKWARD.candidates, late.id, replace(late, jobs=lambda key, config, device: ["waits"])
+    )
+    first, second = keys()
+    assert settled(
+        plan(first, "planted.quick", quick=300), plan(second, EAGER, plain=300, ours=300)
+    ) == ["planted.quick", EAGER]
+    assert machine.last == ""
+
+
+def test_one_that_won_by_chance_is_asked_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[list[str]] = []
+
+    def samples(calls: dict[str, Any], *rest: Any) -> measure.Samples:
+        looks.append(sorted(calls))
+        us = {n: 90.0 if n == "1" and len(looks) == 1 else 100.0 for n in calls}
+        return measure.Samples({n: [t] * 4 for n, t in us.items()})
+
+    monkeypatch.setattr(measure, "device_samples", samples)
+    first, second = keys()
+    plans = (
+        plan(first, "planted.quick", quick=300),
+        plan(second, EAGER, plain=300, ours=300, other=300),
+    )
+    assert settled(*plans) == ["planted.quick", EAGER]
+    assert looks == [["0", "1", "2"], ["0", "1"]]
+
+
 def test_long_ones_are_not_timed(machine: Machine) -> None:
     first, second = keys()
     long = {"plain": 700, "ours": 700}
@@ -189,12 +270,25 @@ def test_which_keys_belong_together() -> None:
     assert pairing.pairs(met) == [(met[2], met[3])]
     apart = (met[3][0], back, torch.device("cuda", 1))
     assert pairing.pairs([met[2], apart]) == []
+    softmax = OPS["softmax"].key((x, 1, True), "forward")
+    assert not pairing.alike(softmax, OPS["softmax_backward"].key((x, x, 1), "backward"))
+
+
+def test_forwards_that_backward_cannot_tell_apart_take_turns() -> None:
+    x, w, b, y = torch.ones(4, 8), torch.ones(6, 8), torch.ones(6), torch.ones(4, 6)
+    forward = [OPS["linear"].key((x, w, bias, None, "relu", True), "forward") for bias in (None, b)]
+    needs = ("1110", "0110", "1100")
+    backward = [OPS["linear_backward"].key((y, x, w, y, "relu", n), "backward") for n in needs]
+    met = [(OPS[k.op], k, CPU) for k in (*forward, *backward)]
+    found = [(f[1], s[1]) for f, s in pairing.pairs(met)]
+    assert found == list(zip((*forward, forward[0]), backward, strict=True))
 
 
 def test_tune_settles_pairs_of_gpus_that_it_has_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
 
-    def settle(forward: pairing.Met, backward: pairing.Met) -> list[Plan]:
+    def settle(forward: pairing.Met, backward: pairing.Met, free: set[str]) -> list[Plan]:
+        assert free >= {forward[1].text, backward[1].text}
         asked.append((forward[1].text, backward[1].text))
         plan = stores.current(CPU).get(forward[1])
         assert plan is not None
@@ -215,6 +309,21 @@ def test_tune_settles_pairs_of_gpus_that_it_has_measured(monkeypatch: pytest.Mon
     assert len(asked) == 1
 
 
+def test_tune_settles_what_it_has_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(tuning, "_together", lambda *args: given.append(args))
+    learned = tensorlogic.tune(
+        tensorlogic.matmul, torch.ones(8, 8, requires_grad=True), torch.ones(8, 8)
+    )
+    ((met, same),) = given
+    assert same is learned
+    assert [key.op for _, key, _ in met] == ["matmul", "matmul_backward"]
+    monkeypatch.setattr(stores, "distributed", lambda: True)
+    monkeypatch.setattr(stores, "agreed", lambda *args: None)
+    tensorlogic.tune(tensorlogic.matmul, torch.ones(9, 9, requires_grad=True), torch.ones(9, 9))
+    assert len(given) == 1  # whose ranks' clocks differ
+
+
 def test_the_tensors_of_a_pair_are_those_of_its_keys() -> None:
     """Real candidates, forward and backward, run behind one another on inputs of their own."""
     x, w = torch.randn(16, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
@@ -222,7 +331,7 @@ def test_the_tensors_of_a_pair_are_those_of_its_keys() -> None:
     ((forward, backward),) = pairing.pairs([(OPS[p.key.op], p.key, CPU) for p in learned.plans])
     seen: list[Tensor] = []
     for met in (forward, backward):
-        near = pairing._near(met[0], next(p for p in learned.plans if p.key == met[1]))
+        near = pairing._near(met, next(p for p in learned.plans if p.key == met[1]), True)
         assert near
         outs = pairing._bound(met, near[0])(*pairing.InputSet(*met, 0).fresh(met[0]))
         assert outs is not None

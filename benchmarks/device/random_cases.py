@@ -141,13 +141,11 @@ def verdict(trial: Trial, checker: Checker) -> str:
             found = checker.check(launch, coarse=trial.candidate.coarse(trial.key))
             if found and trial.candidate.deterministic:
                 return "right" if repeats(trial, checker, launch) else "wrong: other bits each time"
+        return "right" if found else again(trial, checker, launch, str(found.reason))
     except (CompileFailure, torch.OutOfMemoryError) as problem:
         return f"refused: {type(problem).__name__}: {problem}"
     except Exception as problem:
         return f"wrong: raised {type(problem).__name__}: {problem}"
-    if found:
-        return "right"
-    return again(trial, checker, launch, str(found.reason))
 
 
 def again(trial: Trial, checker: Checker, launch: Any, reason: str) -> str:
@@ -159,11 +157,12 @@ def again(trial: Trial, checker: Checker, launch: Any, reason: str) -> str:
     coarse = trial.candidate.coarse(trial.key)
     with torch.no_grad():
         same = sum(not checker.check(launch, coarse=coarse) for _ in range(MORE))
-        draws = [Checker(trial.op, trial.key, DEVICE, draw) for draw in range(1, MORE + 1)]
-        others = sum(not other.check(launch, coarse=coarse) for other in draws)
-        rounding = "times" in reason and same == MORE
-        luck = numerics.of_those_that_miss
-        chance = all(c.check(launch, coarse=coarse, luck=luck) for c in (checker, *draws))
+        rounding, luck = "times" in reason and same == MORE, numerics.of_those_that_miss
+        others, chance = 0, bool(checker.check(launch, coarse=coarse, luck=luck))
+        for draw in range(1, MORE + 1):
+            other = Checker(trial.op, trial.key, DEVICE, draw)
+            others += not other.check(launch, coarse=coarse)
+            chance = chance and bool(other.check(launch, coarse=coarse, luck=luck))
     text = f"{reason}; again in {same} of {MORE} checks of the same inputs, in {others} of {MORE} of others"
     text += ", each by chance" if chance else ""
     return f"{'unlucky' if rounding and (chance or not others) else 'wrong'}: {text}"

@@ -122,7 +122,8 @@ def build_backward(key: Key, stores: int) -> Launcher:
     """The launcher over (dy, a, b, c, y)."""
     kind = key.flag("kind")
     kernel, reads, gives = BACKWARD[kind]
-    name = kernel.removesuffix("_bwd").removesuffix("_tanh") + "_backward"
+    own = kernel.endswith("_bwd")  # not so that of a difference, which is a forward kernel
+    name = kernel.removesuffix("_bwd").removesuffix("_tanh") + "_backward" * own
     run: Any = native.op(name)
     extra: tuple[Any, ...] = (kind == "gelu_tanh",) if kind.startswith("gelu") else ()
     extra += (stores,) if _one(kind) else ()

@@ -283,9 +283,7 @@ class Plan:
     key: Key
     eager: str  # candidate of eager calls
     eager_config: dict[str, Any]
-    captured: (
-        str  # candidate of captured and compiled calls: smallest device time, alone or in a pair
-    )
+    captured: str  # of captured and compiled calls: smallest device time, alone or in a pair
     captured_config: dict[str, Any]
     evidence: list[Evidence] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
+from tensorlogic.ops.pointwise.family import pointwise_backward
 
 CALLS = {
     "sub": 2, "mul": 2, "div": 2, "relu": 1, "silu": 1, "gelu": 1, "add_relu": 2, "mul_relu": 2, "affine": 3,
@@ -40,3 +44,27 @@ def test_the_gradient_of_a_difference(dtype: torch.dtype) -> None:
         da, db = torch.autograd.grad(tensorlogic.sub(a, b), (a, b), dy)
     assert torch.equal(da, dy)
     assert torch.equal(db, -dy)
+
+
+class Computed(TorchDispatchMode):
+    """Names of the native ops that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "computed"),
+    [("mul", ["mul"]), ("div", ["div"]), ("mul_relu", ["threshold_backward", "mul"])],
+)
+def test_a_gradient_nobody_asked_for_is_not_computed(kind: str, computed: list[str]) -> None:
+    """Its operand may be a stand-in that nobody wrote to."""
+    dy, a, b, y = (torch.randn(4, 3) for _ in range(4))
+    with Computed() as met:
+        pointwise_backward(dy, a, b, None, y if "relu" in kind else None, kind, "100")
+    assert met.names == computed

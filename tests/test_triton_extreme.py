@@ -279,15 +279,15 @@ def test_a_gradient_s_own_gradient_is_pytorch_s() -> None:
 def test_what_is_left_to_others_is_named() -> None:
     said = candidate().supports
     for x, dim, reason in (
-        (torch.empty(2, 3, 5), (0, 2), "more than [outer"),
-        (torch.empty(5, 6, 8)[..., :7], (1, 2), "more than [outer"),
-        (torch.empty(2, 6, 5, 4).transpose(1, 2), (3,), "more than [outer"),
-        (torch.empty(5, 6, 4).permute(2, 1, 0), (1,), "no program takes together"),
-        (torch.empty(5, 6, dtype=torch.float64), (1,), "f64"),
-        (torch.empty(0, 6), (1,), "nothing to reduce"),
+        (torch.zeros(2, 3, 5), (0, 2), "more than [outer"),
+        (torch.zeros(5, 6, 8)[..., :7], (1, 2), "more than [outer"),
+        (torch.zeros(2, 6, 5, 4).transpose(1, 2), (3,), "more than [outer"),
+        (torch.zeros(5, 6, 4).permute(2, 1, 0), (1,), "no program takes together"),
+        (torch.zeros(5, 6, dtype=torch.float64), (1,), "f64"),
+        (torch.zeros(0, 6), (1,), "nothing to reduce"),
     ):
         assert reason in str(said(key(x, dim))), (reason, said(key(x, dim)))
-    asked = key(torch.empty(5, 6), (1,))
+    asked = key(torch.zeros(5, 6), (1,))
     assert "nothing to reduce" in str(said(replace(asked, flags=(("dim", ()), ("keepdim", False)))))
     turned = replace(asked, tensors=(replace(asked.tensors[0], stride=(2,)), *asked.tensors[1:]))
     assert "not contiguous" in str(said(turned))

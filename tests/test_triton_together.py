@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import registry  # isort: skip
+from tensorlogic import plans, registry  # isort: skip
 from tensorlogic.op import OPS  # isort: skip
 from tensorlogic.ops.common import cross_entropy_held  # isort: skip
 from tensorlogic.ops.common import triton_cross_entropy_together as together  # isort: skip
@@ -295,7 +296,10 @@ def test_what_it_does_not_serve_is_served_as_before() -> None:
 
 
 @pytest.mark.parametrize("name", ["softmax_cross_entropy", "softmax_cross_entropy_backward"])
-def test_a_forced_part_is_not_paired(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forced_part_is_not_paired(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "SHIPPED", tmp_path / "none")  # a GPU's would be heard first
     registry.ready(DEVICE.type)
     pair = OPS["softmax_cross_entropy_together"]
     likely = replace(pair.candidates["triton.together"], guess=lambda key: 0.1)

@@ -54,9 +54,8 @@ def batch_norm_relu_fwd_held(
     at = (row * N)[:, None] + col[None, :]
     z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
     near = tl.sum(z, 0) / M
-    mean = (
-        near + tl.sum(tl.where(mask, z - near[None, :], 0.0), 0) / M
-    )  # equal numbers are their mean
+    # equal numbers are their mean
+    mean = near + tl.sum(tl.where(mask, z - near[None, :], 0.0), 0) / M
     away = tl.where(mask, z - mean[None, :], 0.0)
     var = tl.sum(away * away, 0) / M
     scale = inverted(var + eps)
@@ -94,9 +93,8 @@ def batch_statistics_columns(
     count = tl.minimum(M - part * BLOCK_R, BLOCK_R)
     near = tl.sum(first, 0) / count
     level = tl.where(mask, first - near[None, :], 0.0)
-    near = tl.where(
-        near * near * count < tl.sum(level * level, 0), 0.0, near
-    )  # of numbers around 0, sums need no shift
+    # sums of numbers around 0 need no shift
+    near = tl.where(near * near * count < tl.sum(level * level, 0), 0.0, near)
     level = tl.where(mask, first - near[None, :], 0.0)
     square = level * level
     for start in range((part + PARTS) * BLOCK_R, M, PARTS * BLOCK_R):

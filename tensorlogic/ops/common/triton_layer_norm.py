@@ -31,8 +31,9 @@ def layer_norm_fwd_registers(
     at = (row * N)[:, None] + col[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, 1) / (N * 1.0)
-    centred = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1) / (N * 1.0) + eps)
+    centred = x - mean[:, None]
+    square = tl.where(mask, centred * centred, 0.0)  # rounded: lanes add the same numbers up
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(square, 1) / (N * 1.0) + eps)
     if SAVE:
         tl.store(mean_ptr + row, mean, mask=row < R)
         tl.store(rstd_ptr + row, rstd, mask=row < R)

@@ -143,10 +143,9 @@ def pointwise_backward(
     if kind == "sub":  # a sum is changed in sign, not what is summed
         db = _sum_to(dy, b) if needs[1] == "1" else None
         return _sum_to(dy, a) if needs[0] == "1" else None, None if db is None else -db, None
-    if kind in ("mul", "affine"):  # what no gradient that is asked for reads may be a stand-in
-        read = a if needs[1] == "1" else None, b if needs[0] == "1" else None
-    else:
-        read = a, b
+    read, inner = (a, b), reference.RELU.get(kind, kind)
+    if inner in ("mul", "div", "affine"):  # what no gradient asked for reads may be a stand-in
+        read = a if needs[1] == "1" else None, b if inner == "div" or needs[0] == "1" else None
     grads = reference.backward(dy, *read, y, kind)
     return tuple(
         _sum_to(g, t) if n == "1" else None for g, t, n in zip(grads, (a, b, c), needs, strict=True)

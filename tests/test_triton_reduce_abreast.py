@@ -32,7 +32,7 @@ WANT: dict[str, Any] = {
 }
 TRIED = (
     {"BLOCK_R": 2, "parts": 3, "last": True, "num_warps": 4},  # several tiles a part
-    {"BLOCK_R": 4, "parts": 2, "last": False, "num_warps": 1},
+    {"BLOCK_R": 4, "parts": 2, "last": False, "num_warps": 8},
     {"BLOCK_R": 1, "parts": 1, "last": False, "num_warps": 4},
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -51,6 +52,10 @@ def test_any_pair_and_any_layout(size: tuple[int, int, int], rank: int) -> None:
 
 
 @hopper
+@pytest.mark.skipif(
+    "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ,
+    reason="memory is counted, and graphs are captured, with PyTorch's own allocator",
+)
 @pytest.mark.parametrize("op", ["matmul", "linear"])
 @pytest.mark.parametrize("pair", list(itertools.permutations(DTYPES, 2)))
 def test_no_converted_copy_is_in_memory(op: str, pair: tuple[torch.dtype, torch.dtype]) -> None:

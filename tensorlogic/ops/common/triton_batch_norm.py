@@ -56,8 +56,8 @@ def batch_norm_relu_fwd_held(
     near = tl.sum(z, 0) / M
     # equal numbers are their mean
     mean = near + tl.sum(tl.where(mask, z - near[None, :], 0.0), 0) / M
-    away = tl.where(mask, z - mean[None, :], 0.0)
-    var = tl.sum(away * away, 0) / M
+    away = z - mean[None, :]
+    var = tl.sum(tl.where(mask, away * away, 0.0), 0) / M  # as in `batch_statistics_columns`
     scale = inverted(var + eps)
     tl.store(mean_ptr + col, mean, mask=live)
     tl.store(rstd_ptr + col, scale, mask=live)
@@ -92,9 +92,11 @@ def batch_statistics_columns(
     first = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
     count = tl.minimum(M - part * BLOCK_R, BLOCK_R)
     near = tl.sum(first, 0) / count
-    level = tl.where(mask, first - near[None, :], 0.0)
-    # sums of numbers around 0 need no shift
-    near = tl.where(near * near * count < tl.sum(level * level, 0), 0.0, near)
+    # Sums of numbers around 0 need no shift. What is chosen comes after a product, or some lanes would have it added to what others
+    # hold by one fused multiply-add, and decide otherwise than those.
+    level = first - near[None, :]
+    spread = tl.sum(tl.where(mask, level * level, 0.0), 0)
+    near = tl.where(near * near * count < spread, 0.0, near)
     level = tl.where(mask, first - near[None, :], 0.0)
     square = level * level
     for start in range((part + PARTS) * BLOCK_R, M, PARTS * BLOCK_R):
@@ -118,8 +120,10 @@ def batch_statistics_columns(
     ptrs = space_ptr + ((tile * PARTS + p) * 2).to(tl.int64)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]  # fmt: skip
     means = tl.load(ptrs, mask=there, other=0.0, cache_modifier=".cg")
     squares = tl.load(ptrs + BLOCK_C, mask=there, other=0.0, cache_modifier=".cg")
-    near = tl.sum(counts * means, 0) / M
-    mean = near + tl.sum(counts * (means - near[None, :]), 0) / M  # equal means are their mean
+    near = tl.sum(tl.where(there, counts * means, 0.0), 0) / M
+    mean = (
+        near + tl.sum(tl.where(there, counts * (means - near[None, :]), 0.0), 0) / M
+    )  # equal means are their mean
     apart = means - mean[None, :]
     total = tl.sum(squares + counts * apart * apart, 0)
     var = tl.where(total < 0, 0.0, total) / M  # NaN stays

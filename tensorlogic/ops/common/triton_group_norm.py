@@ -44,9 +44,10 @@ def group_norm_parts(
         x = tl.load(x_ptr + lies, at < end, 0.0).to(tl.float32)
         count = tl.minimum(end - start, BLOCK).to(tl.float32)
         middle = tl.sum(x, 0) / count
-        apart = tl.where(at < end, x - middle, 0.0)
+        apart = x - middle
         delta, total = middle - mean, done + count
-        square += tl.sum(apart * apart, 0) + delta * delta * (done * count / total)
+        spread = tl.sum(tl.where(at < end, apart * apart, 0.0), 0)  # the same in all lanes
+        square += spread + delta * delta * (done * count / total)
         mean += delta * (count / total)
         done = total
     to = part_ptr + (row.to(tl.int64) * PARTS + p) * 2
@@ -68,7 +69,7 @@ def group_norm_apply(
     from_ = part_ptr + (row.to(tl.int64) * PARTS + part) * 2
     middles, squares = tl.load(from_, known, 0.0), tl.load(from_ + 1, known, 0.0)
     counts = tl.where(known, tl.minimum(length - part * SPAN, SPAN), 0).to(tl.float32)
-    mean = tl.sum(counts * middles, 0) / length
+    mean = tl.sum(tl.where(known, counts * middles, 0.0), 0) / length  # the same in all lanes
     apart = middles - mean
     square = tl.sum(squares + counts * apart * apart, 0)
     scale = 1.0 / tl.sqrt(square / length + eps)

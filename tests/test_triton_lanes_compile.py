@@ -1,0 +1,72 @@
+"""Statistics are the same numbers in all lanes of a warp.
+
+The compiler makes one fused multiply-add of a product and what it is added to. Where that is another lane's share of a sum, each lane
+adds its own product, unrounded, to the other's, rounded: sums differ in the last bit between lanes. Then it is chance which of them is
+stored, and lanes that decide by their sums decide differently. A choice by a mask between the two keeps them apart.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+pytest.importorskip("triton")
+
+from tensorlogic.ops.common import triton_batch_norm as batch_norm
+from tensorlogic.ops.common import triton_columns, triton_launch
+from tensorlogic.ops.common import triton_group_norm as group_norm
+from tensorlogic.ops.common import triton_layer_norm as layer_norm
+
+from .compiled import ptx  # isort: skip
+
+ANY = torch.device("cuda", 0)
+STATISTICS = dict.fromkeys(("mean", "var", "rstd"), "f32")
+
+
+def layer_norms(dtype: str, align: int) -> None:
+    for columns in (21, 32, 100):
+        for config in layer_norm.layer_norm_configs(columns, dtype)[:3]:
+            layer_norm.layer_norm_launcher(9, columns, (dtype,) * 3, config, ANY, align=align)
+
+
+def batch_norms_held(dtype: str, align: int) -> None:
+    names = dict.fromkeys(("z", "running_mean", "running_var", "gamma", "beta", "y"), dtype)
+    takes = names | {"mean": "f32", "rstd": "f32"}
+    for rows, columns in ((300, 64), (64, 64), (32, 1000), (16, 99)):
+        for config in batch_norm.held_configs(rows, columns, "fwd")[:3]:
+            batch_norm.launcher(batch_norm.batch_norm_relu_fwd_held, rows, columns, takes, config, ANY, align, ("eps", "momentum"))  # fmt: skip
+
+
+def batch_statistics(dtype: str, align: int) -> None:
+    for rows, columns in ((300, 64), (32, 1000), (5000, 256)):
+        for config in triton_columns.backward_configs(rows, columns, 132)[:3]:
+            batch_norm.launcher(batch_norm.batch_statistics_columns, rows, columns, {"z": dtype, **STATISTICS}, config, ANY, align, ("eps",))  # fmt: skip
+
+
+def group_norms(dtype: str, align: int) -> None:
+    for pixels, last in ((49, False), (3136, True)):
+        group_norm.group_norm_launcher(2, 64, pixels, 8, dtype, (True, True), last, ANY, align)
+
+
+@pytest.mark.parametrize("align", [4, 16])
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@pytest.mark.parametrize("build", [layer_norms, batch_norms_held, batch_statistics, group_norms])
+def test_no_product_is_fused_with_what_another_lane_holds(
+    build: Callable[[str, int], None], dtype: str, align: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    jobs = list(dict.fromkeys(triton_launch.collect(lambda: build(dtype, align), ANY)))
+    sums = 0
+    for job, text in zip(jobs, ptx(jobs), strict=True):
+        shuffled = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", text))
+        fused = re.findall(r"fma\.rn\.f32\s+%r\d+, %r\d+, %r\d+, (%r\d+);", text)
+        assert not shuffled & set(fused), (job.kernel, job.num_warps, dict(job.constexprs))
+        sums += len(shuffled)
+    assert sums

@@ -31,22 +31,22 @@ STATISTICS = dict.fromkeys(("mean", "var", "rstd"), "f32")
 
 
 def layer_norms(dtype: str, align: int) -> None:
-    for columns in (21, 32, 100):
-        for config in layer_norm.layer_norm_configs(columns, dtype)[:3]:
+    for columns in (21, 100):
+        for config in layer_norm.layer_norm_configs(columns, dtype)[:2]:
             layer_norm.layer_norm_launcher(9, columns, (dtype,) * 3, config, ANY, align=align)
 
 
 def batch_norms_held(dtype: str, align: int) -> None:
     names = dict.fromkeys(("z", "running_mean", "running_var", "gamma", "beta", "y"), dtype)
     takes = names | {"mean": "f32", "rstd": "f32"}
-    for rows, columns in ((300, 64), (64, 64), (32, 1000), (16, 99)):
-        for config in batch_norm.held_configs(rows, columns, "fwd")[:3]:
+    for rows, columns in ((64, 64), (16, 99)):
+        for config in batch_norm.held_configs(rows, columns, "fwd")[:2]:
             batch_norm.launcher(batch_norm.batch_norm_relu_fwd_held, rows, columns, takes, config, ANY, align, ("eps", "momentum"))  # fmt: skip
 
 
 def batch_statistics(dtype: str, align: int) -> None:
-    for rows, columns in ((300, 64), (32, 1000), (5000, 256)):
-        for config in triton_columns.backward_configs(rows, columns, 132)[:3]:
+    for rows, columns in ((300, 64), (32, 1000)):
+        for config in triton_columns.backward_configs(rows, columns, 132)[:2]:
             batch_norm.launcher(batch_norm.batch_statistics_columns, rows, columns, {"z": dtype, **STATISTICS}, config, ANY, align, ("eps",))  # fmt: skip
 
 
@@ -55,8 +55,7 @@ def group_norms(dtype: str, align: int) -> None:
         group_norm.group_norm_launcher(2, 64, pixels, 8, dtype, (True, True), last, ANY, align)
 
 
-@pytest.mark.parametrize("align", [4, 16])
-@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@pytest.mark.parametrize(("dtype", "align"), [("f16", 16), ("f32", 4)])
 @pytest.mark.parametrize("build", [layer_norms, batch_norms_held, batch_statistics, group_norms])
 def test_no_product_is_fused_with_what_another_lane_holds(
     build: Callable[[str, int], None], dtype: str, align: int, monkeypatch: pytest.MonkeyPatch

@@ -55,19 +55,23 @@ def exact_point(f: Function, low: float, high: float) -> float:
     return float(points[np.argmin(np.abs(value.astype(np.float32) / value - 1))])
 
 
-def mills() -> tuple[float, Values, Values]:
-    """(error, points, table): the tail on segments of a + 1 given by exponent and three bits of mantissa, index as those bits."""
-    points, table, worst = np.zeros((1, SEGMENTS)), np.zeros((6, SEGMENTS)), 0.0
-    for k in range(SEGMENTS):
-        low, width = 2.0 ** (k // 8) * (1 + k % 8 / 8) - 1, 2.0 ** (k // 8) / 8
-        place = (k + 127 * 8) % SEGMENTS
-        error, points[0, place], table[:, place] = around_point(tail, low, low + width)
+def mills(bits: int, degree: int) -> tuple[float, Values, Values]:
+    """(error, points, table): the tail on segments of a + 1 given by exponent and so many bits of mantissa, index as those bits."""
+    each = 2**bits
+    segments = 4 * each  # a + 1 up to 16
+    points, table, worst = np.zeros((1, segments)), np.zeros((degree + 1, segments)), 0.0
+    for k in range(segments):
+        low, width = 2.0 ** (k // each) * (1 + k % each / each) - 1, 2.0 ** (k // each) / each
+        place = (k + 127 * each) % segments
+        error, points[0, place], table[:, place] = around_point(tail, low, low + width, degree)
         worst = max(worst, error)
     return worst, points, table
 
 
-def around_point(f: Function, low: float, high: float) -> tuple[float, float, Values]:
-    """(relative error, point, coefficients of degree 5) of f on [low, high] by powers of the distance from a point."""
+def around_point(
+    f: Function, low: float, high: float, degree: int = 5
+) -> tuple[float, float, Values]:
+    """(relative error, point, coefficients) of f on [low, high] by powers of the distance from a point."""
     point = exact_point(f, low, high)
     first = float(np.float32(f(np.array(point))))
 
@@ -76,7 +80,7 @@ def around_point(f: Function, low: float, high: float) -> tuple[float, float, Va
         return (f(point + safe) - first) / safe
 
     error, c = minimax(
-        slope, lambda d: np.abs(d) / f(point + d) + 1e-9, low - point, high - point, 4
+        slope, lambda d: np.abs(d) / f(point + d) + 1e-9, low - point, high - point, degree - 1
     )
     return error, point, np.array([first, *c])
 
@@ -137,7 +141,7 @@ def text(name: str, table: Values) -> str:
         numbers = [n if "." in n or "e" in n else n + ".0" for n in numbers]
         rows.append("    {" + ", ".join(n + "f" for n in numbers) + "}")
     return (
-        f"static constexpr float {name}[{len(table)}][{SEGMENTS}] = {{\n"
+        f"static constexpr float {name}[{len(table)}][{table.shape[1]}] = {{\n"
         + ",\n".join(rows)
         + "};\n"
     )
@@ -148,12 +152,13 @@ def main() -> None:
         "// Piecewise polynomials, one row a power, one column a segment. Made by tools/fit_tables.py; not edited by hand."
     )
     print("#pragma once\n\nnamespace tensorlogic {\n")
-    error, points, table = mills()
-    print(
-        f"// The normal tail over its exponential, relative error 2^{np.log2(error):.1f}; powers of the distance from a point."
-    )
-    print(text("MILLS_POINT", points))
-    print(text("MILLS", table))
+    for name, bits, degree in (("MILLS", 3, 5), ("MILLS_FEW", 1, 8)):
+        error, points, table = mills(bits, degree)
+        print(
+            f"// The normal tail over its exponential, relative error 2^{np.log2(error):.1f}; powers of the distance from a point."
+        )
+        print(text(f"{name}_POINT", points))
+        print(text(name, table))
     kinds: dict[str, Function] = {
         "GELU": lambda a: ndtr(-a),
         "GELU_TANH": lambda a: expit(-2 * np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)),

@@ -45,6 +45,12 @@ INLINE vf scale2(vf x, vf n, float least = LEAST_EXPONENT) {
   const __m256i i = _mm256_cvtps_epi32(vmax(set1(least), n)), half = _mm256_srai_epi32(i, 1);
   return x * _mm256_and_ps(normal, pow2(half)) * pow2(_mm256_sub_epi32(i, half));
 }
+// The same of x from 0.5 to 2 with n up to 126: the exponent's bits are added to
+INLINE vf scale2_near_one(vf x, vf n, float least = LEAST_EXPONENT) {
+  const vf normal = _mm256_cmp_ps(n, set1(least), _CMP_NLT_UQ);
+  const __m256i risen = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);  // of NaN nothing
+  return _mm256_and_ps(normal, _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), risen)));
+}
 INLINE vf reciprocal(vf x) { return set1(1.0f) / x; }
 INLINE vf reciprocal_coarse(vf x) {
   vf r = _mm256_rcp_ps(x);
@@ -52,6 +58,9 @@ INLINE vf reciprocal_coarse(vf x) {
 }
 INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
   return _mm256_i32gather_ps(table, reinterpret_cast<__m256i>(index & 31), 4);
+}
+INLINE vf lookup(const float (&table)[8], vi index) {  // table[index mod 8], which a register holds
+  return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), reinterpret_cast<__m256i>(index));
 }
 template <int N>  // for levels with cheap look-ups, as what follows
 INLINE bool any_below(const vf*, float) {

@@ -42,6 +42,7 @@ INLINE vf scale2(vf x, vf n, float least = LEAST_EXPONENT) {  // x * 2^n, n inte
   const __mmask16 normal = _mm512_cmp_ps_mask(n, set1(least), _CMP_NLT_UQ);  // NaN stays
   return _mm512_mask_scalef_ps(x * set1(0.0f), normal, x, n);
 }
+INLINE vf scale2_near_one(vf x, vf n, float least = LEAST_EXPONENT) { return scale2(x, n, least); }  // of x from 0.5 to 2
 INLINE vf reciprocal_coarse(vf x) {
   return _mm512_rcp14_ps(x);
 }  // about 14 bits, for half precision

@@ -58,10 +58,10 @@ INLINE vf exp_minus(vf x, vf m, float least = LEAST_EXPONENT) {
   if constexpr (precise<T>) {
     x = vmax(set1(-110.0f), x - m);
     vf n = steps(x);
-    return scale2(grown(n, remainder(x, n)).t + set1(1.0f), n, least);
+    return scale2_near_one(grown(n, remainder(x, n)).t + set1(1.0f), n, least);
   }
   Scaled e = exp2_coarse(vmax(set1(-160.0f), (x - m) * set1(LOG2E)));
-  return scale2(e.p, e.n, least);
+  return scale2_near_one(e.p, e.n, least);
 }
 template <class T>
 INLINE vf exp(vf x) {
@@ -95,14 +95,14 @@ INLINE Scaled decay_of(vf z, vf low) {
 // the last rounding, and what is zero nevertheless makes NaN out of infinity, as PyTorch has it.
 constexpr float DOWN = 0x1p-64f;
 INLINE vf enlarging(vf n) { return n < set1(LEAST_EXPONENT) ? n : n + set1(64.0f); }
-INLINE vf enlarged(Scaled e) { return scale2(e.p, enlarging(e.n)); }
+INLINE vf enlarged(Scaled e) { return scale2_near_one(e.p, enlarging(e.n)); }
 
 // x / (1 + e^-(z + low)); for float32 the quotient is carried in two parts up to the last rounding
 template <class T>
 INLINE vf times_sigmoid(vf x, vf z, vf low) {
   Scaled e = decay_of<T>(z, low);
   if constexpr (!precise<T>) {
-    vf decay = scale2(e.p, e.n);
+    vf decay = scale2_near_one(e.p, e.n);
     return (z < set1(0.0f) ? x * decay : x) * reciprocal_coarse(set1(1.0f) + decay);
   }
   vf large = enlarged(e), d = fma(large, set1(DOWN), set1(1.0f)),
@@ -348,15 +348,20 @@ INLINE vf gelu_tanh(vf x) {
 }
 
 // The normal distribution's lower tail is P(X < -a) = mills(a) * e^(-a^2 / 2).
-// float32: by segments of a + 1, whose exponent and three bits of mantissa are the index; mills to
-// 2^-28.
+// float32: by segments of a + 1, whose exponent and first bits of mantissa are the index; mills to 2^-28. Where
+// a look-up of 32 numbers is a gather, by eight segments and a higher degree.
+template <int DEGREE, int SEGMENTS>
+INLINE vf mills_by(vf a, vi index, const float (&point)[1][SEGMENTS], const float (&table)[DEGREE + 1][SEGMENTS]) {
+  vf d = a - lookup(point[0], index), mills = lookup(table[DEGREE], index);
+#pragma GCC unroll 8
+  for (int i = DEGREE - 1; i >= 0; --i) mills = fma(mills, d, lookup(table[i], index));
+  return mills;
+}
 INLINE vf mills_precise(vf a) {
   a = vmin(set1(14.99f), a);
-  vi index = reinterpret_cast<vi>(a + set1(1.0f)) >> 20;
-  vf d = a - lookup(MILLS_POINT[0], index), mills = lookup(MILLS[5], index);
-#pragma GCC unroll 5
-  for (int i = 4; i >= 0; --i) mills = fma(mills, d, lookup(MILLS[i], index));
-  return mills;
+  const vi bits = reinterpret_cast<vi>(a + set1(1.0f));
+  if constexpr (cheap_lookup) return mills_by<5>(a, bits >> 20, MILLS_POINT, MILLS);
+  else return mills_by<8>(a, bits >> 22, MILLS_FEW_POINT, MILLS_FEW);
 }
 INLINE vf mills_coarse(vf a) {
   const float p[] = {0.50001263f, 0.27927168f, 0.062949262f};
@@ -371,7 +376,7 @@ INLINE vf gelu(vf x) {
   vf a = vmin(set1(18.0f), vabs(x)), h = a * a;
   if constexpr (!precise<T>) {
     Scaled e = exp2_coarse(h * set1(-0.5f * LOG2E));
-    vf tail = mills_coarse(a) * scale2(e.p, e.n);
+    vf tail = mills_coarse(a) * scale2_near_one(e.p, e.n);
     return x * (x < set1(0.0f) ? tail : set1(1.0f) - tail);
   }
   // Both sides carry what their last product but one lost. DOWN and its inverse: as for `enlarged`.
@@ -401,7 +406,7 @@ struct Gate {
 template <class T>
 INLINE Gate gate(vf z) {
   Scaled e = decay_of<T>(z, set1(0.0f));
-  vf decay = scale2(e.p, e.n), d = set1(1.0f) + decay,
+  vf decay = scale2_near_one(e.p, e.n), d = set1(1.0f) + decay,
      r = precise<T> ? reciprocal(d) : reciprocal_coarse(d);
   return {z < set1(0.0f) ? decay * r : r, decay * r * r};
 }

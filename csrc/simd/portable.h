@@ -68,10 +68,14 @@ INLINE vf scale2(vf x, vf n, float least = LEAST_EXPONENT) {
   const vi i = __builtin_convertvector(vmax(set1(least), n), vi), half = i >> 1;
   return x * reinterpret_cast<vf>(reinterpret_cast<vi>(pow2(half)) & normal) * pow2(i - half);
 }
+INLINE vf scale2_near_one(vf x, vf n, float least = LEAST_EXPONENT) { return scale2(x, n, least); }  // of x from 0.5 to 2
 INLINE vf reciprocal(vf x) { return set1(1.0f) / x; }
 INLINE vf reciprocal_coarse(vf x) { return set1(1.0f) / x; }
 INLINE vf lookup(const float (&table)[32], vi index) {  // table[index mod 32]
   return vf{table[index[0] & 31], table[index[1] & 31], table[index[2] & 31], table[index[3] & 31]};
+}
+INLINE vf lookup(const float (&table)[8], vi index) {  // table[index mod 8]
+  return vf{table[index[0] & 7], table[index[1] & 7], table[index[2] & 7], table[index[3] & 7]};
 }
 template <int N>  // for levels with cheap look-ups, as what follows
 INLINE bool any_below(const vf*, float) {

@@ -97,7 +97,10 @@ def test_an_interrupt_ends_what_runs(tool: Path) -> None:
     slow = tool / "test_slow.py"
     slow.touch()
     command = [sys.executable, str(ROOT / "tools" / "sanitize.py"), str(slow), "--processes", "3"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which programs in the background ignore
+    )  # fmt: skip
     until = time.monotonic() + 30
     while len(begun := list(tool.glob("begun-*"))) < 3 and time.monotonic() < until:
         time.sleep(0.05)

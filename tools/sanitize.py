@@ -3,7 +3,7 @@
     python tools/sanitize.py                                          # memcheck, racecheck and initcheck of all kernel tests
     python tools/sanitize.py tests/test_triton_rows.py --tools racecheck -k layer_norm --seconds 300
 
-Each file under each tool is a process of its own, several at once, the slowest files first. Without the caching allocator every tensor is
+Each file under each tool is a process of its own, several at once, the largest files first. Without the caching allocator every tensor is
 an allocation of its own, whose edges memcheck sees. Kernels that Triton's cache does not hold are compiled under the tool, in turn: run the
 tests without it before, on all cores. Ends with 1 where anything was named, failed or not over in time; `--table FILE` keeps the table.
 """
@@ -53,12 +53,17 @@ def outcome(status: int, text: str) -> str:
     displayed, unprinted, errors = found.groups()
     reports = int(unprinted) + PRINTED if unprinted else int(displayed or errors)
     if reports:
-        kernels = sorted({one or other for one, other in NAMED.findall(text)})
-        return f"{reports} reports: {', '.join(kernels[:3]) or 'no kernel named'}"
+        return f"{reports} reports: {kernels(text)}"
     if status == 5 or status == 0:  # 5: the part has no test in this file
         return "clean"
     failed = len(re.findall(r"^FAILED ", text, re.M))
     return f"nothing named, {failed} tests failed"
+
+
+def kernels(text: str) -> str:
+    """The first three that reports name."""
+    names = sorted({one or other for one, other in NAMED.findall(text)})
+    return ", ".join(names[:3]) or "no kernel named"
 
 
 def run(tool: str, path: Path, part: str, until: float) -> str:
@@ -79,7 +84,10 @@ def run(tool: str, path: Path, part: str, until: float) -> str:
     try:
         text, _ = process.communicate(timeout=left)
     except subprocess.TimeoutExpired:
-        return f"not over after {left:.0f} s"
+        stop(process.pid)
+        text, _ = process.communicate()
+        named = f", with reports: {kernels(text)}" if NAMED.search(text) else ", nothing named"
+        return f"not over after {left:.0f} s{named}"
     finally:
         stop(process.pid)
     return outcome(process.returncode, text)

@@ -2,10 +2,13 @@
 
     python tools/sanitize.py                                          # memcheck, racecheck and initcheck of all kernel tests
     python tools/sanitize.py tests/test_triton_rows.py --tools racecheck -k layer_norm --seconds 300
+    python tools/sanitize.py @reports/rest-racecheck.txt --tools racecheck   # what an earlier run's time did not suffice for
 
-Each file under each tool is a process of its own, several at once, the largest files first. Without the caching allocator every tensor is
-an allocation of its own, whose edges memcheck sees. Kernels that Triton's cache does not hold are compiled under the tool, in turn: run the
-tests without it before, on all cores. Ends with 1 where anything was named, failed or not over in time; `--table FILE` keeps the table.
+A file's tests are shared out to processes of `--tests` each, several at once, on all GPUs there are; every process has tests from all of a
+file, and every file's first process is begun before the second of any. Without the caching allocator every tensor is an allocation of its
+own, whose edges memcheck sees. Kernels that Triton's cache does not hold are compiled under the tool, in turn: run the tests without it
+before, on all cores. Ends with 1 where anything was named, failed or not over in time; `--table FILE` keeps the table, `--reports FOLDER`
+what processes with anything to report printed, and the tests that were not over.
 """
 
 from __future__ import annotations
@@ -13,26 +16,71 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck", "initcheck")
+OPTIONS = {
+    "memcheck": ("--report-api-errors", "explicit")
+}  # not those that PyTorch and cuBLASLt handle
 APART = ("launch",)  # starts no kernel that is checked
 OTHERS = ("precision_kernels", "precision_bytes", "precision_mend", "group_norm")
 NAMED = re.compile(r"Race reported between \w+ access at (\w+)\+|^=+ +at (?:void )?([\w:]+)", re.M)
 SUMMARY = re.compile(
     r"SUMMARY: (?:(\d+) hazards? displayed|(\d+) errors? were not printed|(\d+) errors?)"
 )
+OVER = re.compile(
+    r"(?:^|\s)(PASSED|SKIPPED|XFAIL|FAILED|ERROR)\b.*\[ *\d+%\]$", re.M
+)  # pytest -v; the tool may write between name and outcome
+PYTEST = (
+    sys.executable,
+    "-u",
+    "-m",
+    "pytest",
+    "-p",
+    "no:cacheprovider",
+    "-o",
+    "addopts=",
+    "-o",
+    "timeout=0",
+)
 PRINTED = 100  # reports that a tool prints of a run
+UNATTACHED = "No attachable process found"
+ATTEMPTS = 3
+PORTS = 10  # that one tool may try, as is its own default
 running: set[int] = set()  # process groups, which do not hear of the terminal's Ctrl-C
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How some tests of a file ended under a tool."""
+
+    tests: int
+    over: int
+    reports: int = 0
+    named: frozenset[str] = frozenset()  # kernels
+    failed: int = 0
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a process has to itself."""
+
+    device: str | None  # CUDA_VISIBLE_DEVICES; None leaves it as it is
+    port: int  # the tool's first, by which it finds what it watches: the same for two, and one waits for it in vain
+    workers: int  # racecheck's threads; left to itself it takes all cores, in every process
 
 
 def kernel_tests() -> list[Path]:
@@ -45,52 +93,110 @@ def kernel_tests() -> list[Path]:
     return sorted(found, key=lambda path: -path.stat().st_size)
 
 
-def outcome(status: int, text: str) -> str:
-    """What a tool named, in how many reports, and which kernels, from what it printed; "clean" where nothing."""
+def collected(what: Sequence[str], part: str) -> dict[str, list[str]]:
+    """Tests of each file, by its name, as pytest finds them; in the order of what was asked for."""
+    command = [*PYTEST, "--collect-only", "-q", "-k", part, *what]
+    answer = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, errors="replace", check=False
+    )
+    if answer.returncode not in (0, 5):  # 5: there is no such test
+        raise SystemExit(f"pytest could not collect the tests:\n{answer.stdout}{answer.stderr}")
+    paths = {Path(name.split("::")[0]).stem: name.split("::")[0] for name in what}
+    found: dict[str, list[str]] = {name: [] for name in paths}
+    for line in answer.stdout.splitlines():
+        path, colons, test = line.partition("::")
+        if colons:
+            name = Path(path).stem
+            found[name].append(
+                f"{paths[name]}::{test}"
+            )  # its own is from whatever it takes for the root
+    return found
+
+
+def shares(tests: Sequence[str], most: int) -> list[Sequence[str]]:
+    """The tests in shares of that many at most, each from all of the file."""
+    many = -(-len(tests) // most)
+    return [tests[i::many] for i in range(many)]
+
+
+def ended(status: int | None, text: str, tests: int) -> Ended:
+    """How a process ended from what it printed; its status is None where the time was over."""
+    over = OVER.findall(text)
+    failed = sum(outcome in ("FAILED", "ERROR") for outcome in over)
+    named = frozenset(one or other for one, other in NAMED.findall(text))
     found = SUMMARY.search(text)
     if found is None:
-        return f"ended with {status} before its summary"
+        trouble = "" if status is None else f"ended with {status} before its summary"
+        return Ended(
+            tests, len(over), len(re.findall(r"^=+ Error", text, re.M)), named, failed, trouble
+        )
     displayed, unprinted, errors = found.groups()
     reports = int(unprinted) + PRINTED if unprinted else int(displayed or errors)
-    if reports:
-        return f"{reports} reports: {kernels(text)}"
-    if status == 5 or status == 0:  # 5: the part has no test in this file
-        return "clean"
-    failed = len(re.findall(r"^FAILED ", text, re.M))
-    return f"nothing named, {failed} tests failed"
+    trouble = "" if status in (0, 1) else f"ended with {status}"
+    return Ended(tests, len(over), reports, named, failed, trouble)
 
 
-def kernels(text: str) -> str:
-    """The first three that reports name."""
-    names = sorted({one or other for one, other in NAMED.findall(text)})
-    return ", ".join(names[:3]) or "no kernel named"
+def together(parts: Iterable[Ended]) -> str:
+    """What is said of a file: "clean" where all its tests were over and nothing was named."""
+    parts = list(parts)
+    tests, over = sum(p.tests for p in parts), sum(p.over for p in parts)
+    said = []
+    if reports := sum(p.reports for p in parts):
+        names = sorted({name for p in parts for name in p.named})
+        said.append(f"{reports} reports: {', '.join(names[:3]) or 'no kernel named'}")
+    if failed := sum(p.failed for p in parts):
+        said.append(f"{failed} tests failed")
+    said += sorted({p.trouble for p in parts if p.trouble})
+    if over < tests:
+        said.append(f"{over} of {tests} tests over")
+    return "; ".join(said) or "clean"
 
 
-def run(tool: str, path: Path, part: str, until: float) -> str:
-    """One file under one tool, until then at most."""
-    left = until - time.monotonic()
-    if left <= 0:
-        return "not begun"
+def run(tool: str, tests: Sequence[str], until: float, place: Place, kept: Path | None) -> Ended:
+    """Some tests under one tool, until then at most; what is printed is kept where there is anything to report."""
     command = [
         "compute-sanitizer", "--tool", tool, "--error-exitcode", "1", "--target-processes", "application-only",
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path), "-k", part,
+        "--kill", "--launch-timeout", "120", "--port", str(place.port), "--max-connections", str(PORTS),
+        *OPTIONS.get(tool, ()), *(("--racecheck-num-workers", str(place.workers)) if tool == "racecheck" else ()),
+        *PYTEST, "-v", *tests,
     ]  # fmt: skip
     about = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    if place.device is not None:
+        about["CUDA_VISIBLE_DEVICES"] = place.device
+    status: int | None = None
+    text = ""
+    for _ in range(ATTEMPTS):
+        if time.monotonic() >= until:
+            break
+        status, text = printed(command, about, until)
+        if UNATTACHED not in text:
+            break
+    result = ended(status, text, len(tests))
+    if kept is not None and together([result]) != "clean":
+        kept.write_text(text, encoding="utf-8")
+        with (kept.parent / f"rest-{tool}.txt").open("a", encoding="utf-8") as rest:
+            rest.writelines(f"{name}\n" for name in tests[result.over :])
+    return result
+
+
+def printed(
+    command: Sequence[str], about: Mapping[str, str], until: float
+) -> tuple[int | None, str]:
+    """A process's status, None where the time was over, and what it printed."""
     process = subprocess.Popen(
         command, cwd=ROOT, env=about, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         start_new_session=True,
     )  # fmt: skip
     running.add(process.pid)
     try:
-        text, _ = process.communicate(timeout=left)
+        text, _ = process.communicate(timeout=max(0.0, until - time.monotonic()))
+        return process.returncode, text
     except subprocess.TimeoutExpired:
         stop(process.pid)
         text, _ = process.communicate()
-        named = f", with reports: {kernels(text)}" if NAMED.search(text) else ", nothing named"
-        return f"not over after {left:.0f} s{named}"
+        return None, text
     finally:
         stop(process.pid)
-    return outcome(process.returncode, text)
 
 
 def stop(group: int) -> None:
@@ -98,6 +204,19 @@ def stop(group: int) -> None:
     running.discard(group)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
+
+
+def places(many: int, port: int) -> Iterator[Place]:
+    """Where that many processes run at once: on all GPUs in turns, with ports and a share of the cores of their own."""
+    import torch
+
+    visible = torch.cuda.device_count()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",")[:visible] if given else [str(i) for i in range(visible)]
+    workers = max(1, (os.cpu_count() or 1) // many)
+    for i in range(many):
+        device = names[i % visible] if visible > 1 else None
+        yield Place(device, port + PORTS * i, workers)
 
 
 def table(tools: Sequence[str], found: Mapping[tuple[str, str], str]) -> str:
@@ -114,45 +233,89 @@ def table(tools: Sequence[str], found: Mapping[tuple[str, str], str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; see above."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars="@"
+    )  # fmt: skip
+    parser.add_argument(
+        "tests_of", metavar="files", nargs="*", help="test files or tests; all kernel tests if none"
     )
-    parser.add_argument("files", type=Path, nargs="*", help="test files; all kernel tests if none")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--tests", type=int, default=24, help="of a process, at most")
+    parser.add_argument(
+        "--port", type=int, default=20000, help="first of ten a process, free of another run's"
+    )
     parser.add_argument("--seconds", type=float, default=7200.0, help="for all of it")
     parser.add_argument("--table", type=Path, help="where to write the table, too")
+    parser.add_argument("--reports", type=Path, help="folder for what was printed")
     parser.add_argument("-k", default="not compile and not spill", help="which tests, as pytest's")
     given = parser.parse_args(arguments)
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on the PATH: it comes with CUDA's toolkit")
-    missing = [str(path) for path in given.files if not path.is_file()]
+    if given.tests < 1 or given.processes < 1:
+        parser.error(f"--tests {given.tests} --processes {given.processes}: 1 or more are required")
+    missing = [name for name in given.tests_of if not Path(name.split("::")[0]).is_file()]
     if missing:
         parser.error(f"no such test files: {', '.join(missing)}")
-    files = [path.resolve() for path in given.files] or kernel_tests()
+    asked = [_absolute(name) for name in given.tests_of] or [str(path) for path in kernel_tests()]
+    if given.reports is not None:
+        given.reports.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + given.seconds
-    asked = [(tool, path) for tool in given.tools for path in files]
-    found: dict[tuple[str, str], str] = {}
+    tests = collected(asked, given.k)
+    begun = [
+        (tool, name, share, number)
+        for tool in given.tools
+        for number, name, share in _in_turns(tests, given.tests)
+    ]
+    found: dict[tuple[str, str], list[Ended]] = {(t, n): [] for t in given.tools for n in tests}
+    free: queue.SimpleQueue[Place] = queue.SimpleQueue()
+    for place in places(given.processes, given.port):
+        free.put(place)
 
-    def one(what: tuple[str, Path]) -> None:
-        tool, path = what
-        found[tool, path.stem] = run(tool, path, given.k, until)
-        print(f"{tool:10s} {path.stem:36s} {found[tool, path.stem]}", flush=True)
-
-    with ThreadPoolExecutor(max(1, given.processes)) as several:
+    def one(what: tuple[str, str, Sequence[str], int]) -> None:
+        tool, name, share, number = what
+        kept = given.reports and given.reports / f"{tool}-{name}-{number}.txt"
+        place = free.get()
         try:
-            list(several.map(one, asked))
+            result = run(tool, share, until, place, kept)
+        finally:
+            free.put(place)
+        found[tool, name].append(result)
+        print(
+            f"{tool:10s} {name:36s} {number:3d} {len(share):4d} tests  {together([result])}",
+            flush=True,
+        )
+
+    with ThreadPoolExecutor(given.processes) as several:
+        try:
+            list(several.map(one, begun))
         except KeyboardInterrupt:
             several.shutdown(wait=False, cancel_futures=True)
             for group in list(running):
                 stop(group)
             print("interrupted")
             return 130
-    text = table(given.tools, found)
+    said = {key: together(parts) for key, parts in found.items()}
+    text = table(given.tools, said)
     if given.table is not None:
         given.table.write_text(text + "\n", encoding="utf-8")
     else:
         print(f"\n{text}")
-    return int(any(what != "clean" for what in found.values()))
+    return int(any(what != "clean" for what in said.values()))
+
+
+def _absolute(name: str) -> str:
+    path, colons, test = name.partition("::")
+    return f"{Path(path).resolve()}{colons}{test}"
+
+
+def _in_turns(
+    tests: Mapping[str, Sequence[str]], most: int
+) -> Iterator[tuple[int, str, Sequence[str]]]:
+    """The first share of every file, then the second: what there is time for is spread over all of them."""
+    for number, row in enumerate(zip_longest(*(shares(of, most) for of in tests.values()))):
+        for name, share in zip(tests, row, strict=True):
+            if share is not None:
+                yield number, name, share
 
 
 if __name__ == "__main__":

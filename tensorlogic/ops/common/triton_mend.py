@@ -85,10 +85,12 @@ def mend_product(
                 a_at += left_c
                 b_at += right_r
             to = out_ptr + i[:, None] * out_r + j[None, :] * out_c
-            rounded = acc.to(out_ptr.dtype.element_ty)
-            tl.store(to, rounded, mask=(i < M)[:, None] & (j < N)[None, :])
+            rounded, there = acc.to(out_ptr.dtype.element_ty), (i < M)[:, None] & (j < N)[None, :]
+            tl.store(to, rounded, mask=there)
             off, budget = acc - rounded.to(tl.float64), tl.load(limits_ptr + 6)
-            off, size = off * off, acc * acc * budget
+            # chosen, although 0 elsewhere: sums of bare products differ between lanes, which add their own unrounded
+            off = tl.where(there, off * off, 0.0)
+            size = tl.where(there, acc * acc * budget, 0.0)
             beyond = tl.max((tl.sum(off, 1) > tl.sum(size, 1)).to(tl.int32), 0)
             beyond |= tl.max((tl.sum(off, 0) > tl.sum(size, 0)).to(tl.int32), 0)
             if (beyond != 0) | (cancels > tl.load(limits_ptr + 7)):

@@ -49,9 +49,9 @@ site: setup
 	$(PYTHON) -m sphinx -W --keep-going -q docs docs/_build
 	@echo "docs/_build/index.html"
 
-# Kernels are compiled by all cores first, so that the sanitized processes, one a file, only load them. Minutes for memcheck and initcheck,
-# half an hour and more for racecheck. What each names that is not ours, the byte by which Triton's warp groups are told their work and
-# what cuBLASLt has written: benchmarks/results/sanitizers-h200.txt. A part: make sanitize SANITIZE='tests/test_triton_rows.py --tools memcheck'
+# Kernels are compiled by all cores first, so that the sanitized processes only load them. Minutes for memcheck and initcheck, half an hour for
+# racecheck. compute-sanitizer before 2026.1 names the byte by which Triton's warp groups are told their work, and what cuBLASLt has written;
+# a newer one: pip install nvidia-cuda-sanitizer-api. A part: make sanitize SANITIZE='tests/test_triton_rows.py --tools memcheck'
 SANITIZE ?=
 PROCESSES ?= 16
 sanitize: setup

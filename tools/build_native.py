@@ -59,6 +59,7 @@ LEVELS = {
     "amx": (*AVX512, "-mamx-tile", "-mamx-bf16"),
 }
 SANITIZE = (
+    "-O1",  # half of the compiler's time, and accesses are where they are written
     "-fsanitize=address,undefined",
     "-fno-omit-frame-pointer",
     "-fno-sanitize-recover=undefined",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from . import capture_watch, compiling, measure, pairing, policies, selector, stores, study, turns
 from .op import Op
+from .pairing import Met
 from .plans import Key, Plan
 
 KEY_S = 2.0  # what a key is to take, kernels' compilers included
@@ -116,11 +117,10 @@ def _learn(
             near = stores.neighbour(op, key, device) if device.type == "cuda" else None
             compiling.submit(turns.kernels(op, key, device, near))
     measuring = time.perf_counter()
-    for op, key, device in keys:
-        _measure(op, key, device, learned, prompt_s)
+    measured = [met for met in keys if _measure(*met, learned, prompt_s)]
     if not stores.distributed():  # whose ranks' clocks differ
-        _once_more({key.text: (op, key, device) for op, key, device in keys}, learned, measuring)
-        _together(keys, learned)
+        _once_more(measured, learned, measuring)
+        _together(keys, measured, learned)
     for device in {device for _, _, device in met.values()}:
         stores.current(device).flush()
         measure.give_back(device)
@@ -160,41 +160,42 @@ def leaves_of(out: torch.Tensor) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _measure(op: Op, key: Key, device: torch.device, learned: Learned, prompt_s: float) -> None:
+def _measure(op: Op, key: Key, device: torch.device, learned: Learned, prompt_s: float) -> bool:
+    """Whether a plan was measured, which is the last of those learned then."""
     store = stores.current(device)
     if stores.complete(op, store.get(key), key):
         learned.known += 1
-        return
+        return False
     if stores.distributed():
         plan = stores.agreed(op, key, device, prompt_s)
     else:
         plan = stores.measured(op, key, device, prompt_s=prompt_s)
     if plan is None:
         learned.unmeasured.append(key.text)
-    else:
-        learned.plans.append(plan)
+        return False
+    learned.plans.append(plan)
+    return True
 
 
-def _once_more(
-    keys: Mapping[str, tuple[Op, Key, torch.device]], learned: Learned, begin: float
-) -> None:
+def _once_more(measured: Sequence[Met], learned: Learned, begin: float) -> None:
     """Measure those again whose kernels were still being compiled, in what the other keys have left of their time."""
     until = begin + KEY_S * len(learned.plans)
-    for i, plan in enumerate(learned.plans):
+    for i, ((op, key, device), plan) in enumerate(zip(measured, learned.plans, strict=True)):
         prompt_s = until - time.perf_counter() - (KEY_S - study.PROMPT_S)
         if plan.unfinished and prompt_s > 0:
-            op, key, device = keys[plan.key.text]
             again = stores.measured(op, key, device, prompt_s=min(prompt_s, study.PROMPT_S))
             learned.plans[i] = again or plan
 
 
-def _together(keys: list[tuple[Op, Key, torch.device]], learned: Learned) -> None:
+def _together(keys: Sequence[Met], measured: Sequence[Met], learned: Learned) -> None:
     """Time forward and backward behind one another, where one of them was measured now and graphs take what is chosen for them."""
-    place = {plan.key.text: i for i, plan in enumerate(learned.plans)}
+    place = {(device, key.text): i for i, (_, key, device) in enumerate(measured)}
     free = set(place)
     for forward, backward in pairing.pairs(met for met in keys if met[2].type == "cuda"):
-        mine = {forward[1].text, backward[1].text}
+        device = forward[2]
+        mine = {(device, forward[1].text), (device, backward[1].text)}
         if mine & free:
-            for plan in pairing.settle(forward, backward, free):
-                learned.plans[place[plan.key.text]] = plan
+            here = {text for of, text in free if of == device}
+            for plan in pairing.settle(forward, backward, here):
+                learned.plans[place[device, plan.key.text]] = plan
         free -= mine

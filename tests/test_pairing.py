@@ -302,11 +302,32 @@ def test_tune_settles_pairs_of_gpus_that_it_has_measured(monkeypatch: pytest.Mon
     assert not asked  # a CPU has no graphs
     gpu = torch.device("cuda")
     keys = [(OPS[p.key.op], p.key, gpu) for p in learned.plans]
-    tuning._together(keys, learned)
+    tuning._together(keys, keys, learned)
     assert [(f.split()[0], s.split()[0]) for f, s in asked] == [("matmul", "matmul_backward")]
     assert {p.key.op: p.captured for p in learned.plans}["matmul"] == "torch.linear"
-    tuning._together(keys, tuning.Learned(known=2))
+    tuning._together(keys, [], tuning.Learned(known=2))
     assert len(asked) == 1
+
+
+def test_pairs_of_two_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = tensorlogic.tune(
+        tensorlogic.matmul, torch.ones(8, 8, requires_grad=True), torch.ones(8, 8)
+    ).plans
+    forward = next(p for p in plans if p.key.op == "matmul")
+
+    def settle(first: pairing.Met, second: pairing.Met, free: set[str]) -> list[Plan]:
+        assert free == {p.key.text for p in plans}
+        return [replace(forward, captured=f"fastest on {first[2]}")]
+
+    monkeypatch.setattr(pairing, "settle", settle)
+    gpus = [torch.device("cuda", i) for i in range(2)]
+    keys = [(OPS[p.key.op], p.key, gpu) for gpu in gpus for p in plans]
+    learned = tuning.Learned([*plans, *plans])
+    tuning._together(keys, keys, learned)
+    assert [p.captured for p in learned.plans if p.key.op == "matmul"] == [
+        "fastest on cuda:0",
+        "fastest on cuda:1",
+    ]
 
 
 def test_tune_settles_what_it_has_met(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,8 +336,9 @@ def test_tune_settles_what_it_has_met(monkeypatch: pytest.MonkeyPatch) -> None:
     learned = tensorlogic.tune(
         tensorlogic.matmul, torch.ones(8, 8, requires_grad=True), torch.ones(8, 8)
     )
-    ((met, same),) = given
+    ((met, measured, same),) = given
     assert same is learned
+    assert measured == met
     assert [key.op for _, key, _ in met] == ["matmul", "matmul_backward"]
     monkeypatch.setattr(stores, "distributed", lambda: True)
     monkeypatch.setattr(stores, "agreed", lambda *args: None)

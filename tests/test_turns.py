@@ -95,9 +95,9 @@ def test_what_was_late_is_measured_again_in_the_time_that_others_left(job: Any) 
     Path(slow.path + ".go").touch()
     finish(slow)
     used_up = now - tuning.KEY_S + study.PROMPT_S / 4
-    tuning._once_more({key.text: (op, key, CPU)}, learned, used_up)
+    tuning._once_more([(op, key, CPU)], learned, used_up)
     assert learned.plans == [plan]
-    tuning._once_more({key.text: (op, key, CPU)}, learned, now)
+    tuning._once_more([(op, key, CPU)], learned, now)
     assert learned.unfinished == []
     assert set(reasons(learned.plans[0])) == {EAGER, "planted.quick", "planted.slow"}
     assert stores.complete(op, stores.current(CPU).get(key), key)

@@ -115,20 +115,9 @@ def test_a_table_of_what_each_tool_named(
     for path in files:
         path.write_text("def test_a(): ...\n\n\ndef test_b(): ...\n")
     kept, reports = tool / "table.txt", tool / "reports"
-    given = [
-        *map(str, files),
-        "--tools",
-        "memcheck",
-        "initcheck",
-        "--table",
-        str(kept),
-        "--tests",
-        "1",
-    ]
-    assert (
-        sanitize.main([*given, "--reports", str(reports), "--seconds", "6", "--processes", "12"])
-        == 1
-    )
+    given = [*map(str, files), "--tools", "memcheck", "initcheck", "--tests", "1", "--seconds", "6"]
+    given += ["--processes", "12", "--table", str(kept), "--reports", str(reports)]
+    assert sanitize.main(given) == 1
     rows = [line.split(None, 1) for line in kept.read_text().splitlines()[1:]]
     assert [name for name, _ in rows] == ["test_bad", "test_good", "test_slow"]
     assert rows[0][1].count("4 reports: kernel_of_ours") == 2  # two processes of a test each
@@ -199,17 +188,8 @@ def test_tests_that_cannot_be_collected_are_shown(sanitize: ModuleType, tool: Pa
 def test_an_interrupt_ends_what_runs(tool: Path) -> None:
     slow = tool / "test_slow.py"
     slow.write_text("".join(f"def test_{x}(): ...\n\n\n" for x in "abc"))
-    command = [
-        sys.executable,
-        str(ROOT / "tools" / "sanitize.py"),
-        str(slow),
-        "--tools",
-        "racecheck",
-        "--processes",
-        "3",
-        "--tests",
-        "1",
-    ]
+    command = [sys.executable, str(ROOT / "tools" / "sanitize.py"), str(slow)]
+    command += ["--tools", "racecheck", "--processes", "3", "--tests", "1"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which programs in the background ignore

@@ -66,12 +66,10 @@ def mended_products(dtype: str, align: int) -> None:
 def from_other_lanes(text: str) -> set[str]:
     """Registers of a kernel that hold another lane's number; one of 64 bits travels in two halves."""
     found = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", text))
-    halves = {
-        to for to, of in re.findall(r"cvt\.u64\.u32\s+(%rd\d+), (%r\d+);", text) if of in found
-    }
-    halves |= {
-        to for to, of in re.findall(r"shl\.b64\s+(%rd\d+), (%rd\d+), 32;", text) if of in halves
-    }
+    low = re.findall(r"cvt\.u64\.u32\s+(%rd\d+), (%r\d+);", text)
+    halves = {to for to, of in low if of in found}
+    high = re.findall(r"shl\.b64\s+(%rd\d+), (%rd\d+), 32;", text)
+    halves |= {to for to, of in high if of in halves}
     both = re.findall(r"or\.b64\s+(%rd\d+), (%rd\d+), (%rd\d+);", text)
     return found | {to for to, *of in both if halves.issuperset(of)}
 
@@ -79,9 +77,8 @@ def from_other_lanes(text: str) -> set[str]:
 def fused(text: str, lanes: set[str]) -> list[str]:
     """Products that are added to another lane's number in one instruction, or may be by the assembler."""
     done = re.findall(r"(fma\.rn\.f(?:32|64)\s+%\w+, %\w+, %\w+, (%\w+);)", text)
-    written = Counter(
-        re.findall(r"^\s*[\w.]+\s+(%\w+),", text, re.M)
-    )  # more than once, and it may be a sum
+    # What is written more than once may be a sum.
+    written = Counter(re.findall(r"^\s*[\w.]+\s+(%\w+),", text, re.M))
     products = {to for to in re.findall(r"mul\.f(?:32|64)\s+(%\w+),", text) if written[to] == 1}
     sums = re.findall(r"(add\.f(?:32|64)\s+%\w+, (%\w+), (%\w+);)", text)
     free = [line for line, *of in sums if lanes & set(of) and products & set(of)]

@@ -31,30 +31,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck", "initcheck")
-OPTIONS = {
-    "memcheck": ("--report-api-errors", "explicit")
-}  # not those that PyTorch and cuBLASLt handle
+# Errors of CUDA's API: not those that PyTorch and cuBLASLt meet and handle
+OPTIONS = {"memcheck": ("--report-api-errors", "explicit")}
 APART = ("launch",)  # starts no kernel that is checked
 OTHERS = ("precision_kernels", "precision_bytes", "precision_mend", "group_norm")
 NAMED = re.compile(r"Race reported between \w+ access at (\w+)\+|^=+ +at (?:void )?([\w:]+)", re.M)
 SUMMARY = re.compile(
     r"SUMMARY: (?:(\d+) hazards? displayed|(\d+) errors? were not printed|(\d+) errors?)"
 )
-OVER = re.compile(
-    r"(?:^|\s)(PASSED|SKIPPED|XFAIL|FAILED|ERROR)\b.*\[ *\d+%\]$", re.M
-)  # pytest -v; the tool may write between name and outcome
-PYTEST = (
-    sys.executable,
-    "-u",
-    "-m",
-    "pytest",
-    "-p",
-    "no:cacheprovider",
-    "-o",
-    "addopts=",
-    "-o",
-    "timeout=0",
-)
+# Of pytest -v; the tool may write between a test's name and its outcome
+OVER = re.compile(r"(?:^|\s)(PASSED|SKIPPED|XFAIL|FAILED|ERROR)\b.*\[ *\d+%\]$", re.M)
+BARE = ("-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=0")
+PYTEST = (sys.executable, "-u", "-m", "pytest", *BARE)
 PRINTED = 100  # reports that a tool prints of a run
 UNATTACHED = "No attachable process found"
 ATTEMPTS = 3
@@ -107,9 +95,8 @@ def collected(what: Sequence[str], part: str) -> dict[str, list[str]]:
         path, colons, test = line.partition("::")
         if colons:
             name = Path(path).stem
-            found[name].append(
-                f"{paths[name]}::{test}"
-            )  # its own is from whatever it takes for the root
+            # pytest's own name is from whatever it takes for the root
+            found[name].append(f"{paths[name]}::{test}")
     return found
 
 
@@ -250,7 +237,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-k", default="not compile and not spill", help="which tests, as pytest's")
     given = parser.parse_args(arguments)
     if shutil.which("compute-sanitizer") is None:
-        parser.error("compute-sanitizer is not on the PATH: it comes with CUDA's toolkit")
+        parser.error(
+            "compute-sanitizer is not on the PATH: it comes with CUDA's toolkit, and with pip install nvidia-cuda-sanitizer-api"
+        )
     if given.tests < 1 or given.processes < 1:
         parser.error(f"--tests {given.tests} --processes {given.processes}: 1 or more are required")
     missing = [name for name in given.tests_of if not Path(name.split("::")[0]).is_file()]

@@ -10,8 +10,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast
 
-from tensorlogic.ops.common import triton_launch
-from tensorlogic.ops.common.triton_launch import CompileJob
+import triton
+
+from tensorlogic.ops.common.triton_launch import CompileJob, Resources
+
+# Bytes of stack that CUDA 12.8's assembler (Triton 3.6) takes of its own accord for addresses, though registers are left. A tile takes more
+STACK = 24 if triton.__version__.split(".")[:2] == ["3", "6"] else 0
 
 SERVER = """
 import os, pickle, sys
@@ -64,16 +68,16 @@ def made(what: str, jobs: Sequence[CompileJob]) -> list[Any]:
         raise
 
 
-def resources(jobs: Sequence[CompileJob]) -> list[triton_launch.Resources | str]:
+def resources(jobs: Sequence[CompileJob]) -> list[Resources | str]:
     """What each needs of a multiprocessor, or why it does not compile."""
     return made("resources", jobs)
 
 
 def nothing_spills(jobs: Sequence[CompileJob]) -> None:
-    """Fail where one of `jobs` does not compile or needs a stack, and say which."""
+    """Fail where one of `jobs` does not compile or spills, and say which."""
     bad = {}
     for job, answer in zip(jobs, resources(jobs), strict=True):
-        if not isinstance(answer, triton_launch.Resources) or answer.stack:
+        if not isinstance(answer, Resources) or answer.stack > STACK:
             bad[f"{job.kernel} sm_{job.sm} {job.num_warps} {dict(job.constexprs)}"] = answer
     assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())
 

@@ -31,6 +31,12 @@ RACE = """========= Error: Race reported between Write access at layer_norm_fwd_
 =========     and Write access at layer_norm_fwd_registers+0x45f0 in triton_layer_norm.py:38 [1 hazards]
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
+TEMPLATE = """tests/a.py::b ========= Error: Race reported between Read access at void at::native::reduce_kernel<(int)512, (int)1>(T3)+0xe800
+=========     and Write access at void at::native::reduce_kernel<(int)512, (int)1>(T3)+0xe8e0 [480 hazards]
+PASSED [ 50%]
+tests/a.py::c PASSED [100%]
+========= RACECHECK SUMMARY: 6 hazards displayed (6 errors, 0 warnings)
+"""
 READ = """========= Uninitialized __global__ memory read of size 4 bytes
 =========     at look_at+0x15a0 in triton_split.py:121
 ========= ERROR SUMMARY: 120732 errors were not printed. Use --print-limit option to adjust the number of printed errors
@@ -47,6 +53,7 @@ TWO = "tests/a.py::b[1, 2] PASSED [ 50%]\ntests/a.py::c SKIPPED (no GPU) [100%]\
         (0, TWO + "========= ERROR SUMMARY: 0 errors\n", "clean"),
         (0, TWO + "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", "clean"),
         (1, TWO + RACE, "1 reports: layer_norm_fwd_registers"),
+        (1, TEMPLATE, "6 reports: at::native::reduce_kernel"),
         (1, TWO + READ, "120832 reports: look_at"),
         (1, BETWEEN + RACE, "1 reports: layer_norm_fwd_registers"),
         (1, "tests/a.py::b FAILED [ 50%]\ntests/a.py::c PASSED [100%]\n========= ERROR SUMMARY: 0 errors\n", "1 tests failed"),

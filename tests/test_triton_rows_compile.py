@@ -24,7 +24,7 @@ from tensorlogic.ops.common import triton_reduce as reduction
 from tensorlogic.ops.common import triton_rows as rows
 from tensorlogic.ops.common import triton_scores as scores
 
-from .compiled import resources  # isort: skip
+from .compiled import STACK, resources  # isort: skip
 
 MODULES = (
     columns_,
@@ -117,6 +117,6 @@ def test_first_configurations_compile_without_spilling(monkeypatch: pytest.Monke
     prepare_all()
     bad = {}
     for job, answer in zip(jobs, resources(list(jobs)), strict=True):
-        if isinstance(answer, str) or answer.stack:
+        if isinstance(answer, str) or answer.stack > STACK:
             bad[f"{job.kernel} sm_{job.sm} {job.num_warps} warps {dict(job.constexprs)}"] = answer
     assert not bad, "\n".join(f"{job}: {answer}" for job, answer in bad.items())

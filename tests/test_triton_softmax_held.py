@@ -15,7 +15,7 @@ from tensorlogic.op import OPS, Key  # isort: skip
 from tensorlogic.numerics import DTYPES  # isort: skip
 from tensorlogic.ops.common import cross_entropy_held, softmax_held, triton_launch, wiring  # isort: skip
 from tensorlogic.ops.softmax import triton_held  # isort: skip
-from .compiled import resources  # isort: skip
+from .compiled import STACK, resources  # isort: skip
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -29,6 +29,8 @@ ODD = [
     (69633, "f32"),
 ]  # from odd places; tiles cut
 PAIRS = [(81912, "f16"), (50304, "bf16"), (36864, "bf16"), (20000, "f16"), (40960, "f32"), (18432, "f32"), (9000, "f32")]  # fmt: skip
+# Rows and programs: some without a row, one each, several each, many (the fewest elements that go round: for slow tools)
+SHARED_OUT = [(1, 132), (131, 132), (700, 132), (5, 2)]
 ODD_PAIRS = [(50257, "f16"), (20003, "bf16"), (69633, "f16"), (30001, "f32"), (9001, "f32")]
 
 
@@ -52,8 +54,8 @@ def offered(columns: int, dtype: str, tensors: int) -> list[dict[str, Any]]:
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(("columns", "dtype"), ROWS + ODD)
-@pytest.mark.parametrize("rows", [1, 131, 700])
-def test_softmax_of_rows_that_are_held(rows: int, columns: int, dtype: str) -> None:
+@pytest.mark.parametrize(("rows", "programs"), SHARED_OUT)
+def test_softmax_of_rows_that_are_held(rows: int, programs: int, columns: int, dtype: str) -> None:
     x = rand(rows, columns, dtype=dtype)
     bad = torch.zeros(rows, dtype=torch.bool, device=DEVICE)
     if rows > 3:
@@ -63,7 +65,7 @@ def test_softmax_of_rows_that_are_held(rows: int, columns: int, dtype: str) -> N
     want = torch.softmax(x[~bad].double(), -1)
     for config in offered(columns, dtype, 1):
         y = poisoned(rows, columns, dtype=dtype)
-        run = softmax_held.softmax_held_launcher(rows, columns, dtype, config, DEVICE, 132)
+        run = softmax_held.softmax_held_launcher(rows, columns, dtype, config, DEVICE, programs)
         assert run(x, y)
         assert torch.equal(y.isnan().any(1), bad)
         assert torch.equal(y.isnan().all(1), bad)
@@ -73,8 +75,10 @@ def test_softmax_of_rows_that_are_held(rows: int, columns: int, dtype: str) -> N
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(("columns", "dtype"), PAIRS + ODD_PAIRS)
-@pytest.mark.parametrize("rows", [1, 131, 700])
-def test_gradients_of_rows_that_are_held(rows: int, columns: int, dtype: str) -> None:
+@pytest.mark.parametrize(("rows", "programs"), SHARED_OUT)
+def test_gradients_of_rows_that_are_held(
+    rows: int, programs: int, columns: int, dtype: str
+) -> None:
     y = (torch.softmax(rand(rows, columns, dtype="f32"), -1) * columns).to(DTYPES[dtype])
     dy = rand(rows, columns, dtype=dtype, seed=1)
     bad = torch.zeros(rows, dtype=torch.bool, device=DEVICE)
@@ -85,7 +89,7 @@ def test_gradients_of_rows_that_are_held(rows: int, columns: int, dtype: str) ->
     dot, spread = (wide * up).sum(1, keepdim=True), (wide * up).norm(dim=1, keepdim=True)
     want, scale = wide * (up - dot), wide * (up.abs() + dot.abs() + spread)
     for config in offered(columns, dtype, 2):
-        what = (rows, columns, dtype, config, DEVICE, 132)
+        what = (rows, columns, dtype, config, DEVICE, programs)
         dx = poisoned(rows, columns, dtype=dtype)
         assert softmax_held.softmax_held_launcher(*what, backward=True)(y, dy, dx)
         assert dx[bad].isnan().all()
@@ -108,7 +112,7 @@ def test_softmax_held_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch)
     answers = resources([job for job, _ in jobs])
     for (job, config), answer in zip(jobs, answers, strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
-        assert answer.stack == 0, (job, answer)
+        assert answer.stack <= STACK, (job, answer)
         assert answer.registers <= cross_entropy_held.registers(config), (job, answer)
         assert config["per"] * (answer.shared + 1024) <= 228 * 1024, (job, answer)
 

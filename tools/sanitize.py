@@ -35,7 +35,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 OPTIONS = {"memcheck": ("--report-api-errors", "explicit")}
 APART = ("launch",)  # starts no kernel that is checked
 OTHERS = ("precision_kernels", "precision_bytes", "precision_mend", "group_norm")
-NAMED = re.compile(r"Race reported between \w+ access at (\w+)\+|^=+ +at (?:void )?([\w:]+)", re.M)
+NAMED = re.compile(r"(?:Race reported between \w+ access|^=+ +) ?at (?:void )?([\w:]+)", re.M)
 SUMMARY = re.compile(
     r"SUMMARY: (?:(\d+) hazards? displayed|(\d+) errors? were not printed|(\d+) errors?)"
 )
@@ -110,7 +110,7 @@ def ended(status: int | None, text: str, tests: int) -> Ended:
     """How a process ended from what it printed; its status is None where the time was over."""
     over = OVER.findall(text)
     failed = sum(outcome in ("FAILED", "ERROR") for outcome in over)
-    named = frozenset(one or other for one, other in NAMED.findall(text))
+    named = frozenset(NAMED.findall(text))
     found = SUMMARY.search(text)
     if found is None:
         trouble = "" if status is None else f"ended with {status} before its summary"

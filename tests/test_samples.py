@@ -10,6 +10,7 @@ import torch
 from tensorlogic.checking import Checker
 from tensorlogic.op import OPS
 from tensorlogic.ops.common import samples
+from tensorlogic.ops.common.activations import activate
 
 CPU = torch.device("cpu")
 ROWS = torch.randn(1, 12).expand(5, 12)
@@ -39,3 +40,26 @@ def test_shared_numbers_are_multiplied_once() -> None:
     number = torch.tensor(2.0)
     samples.multiply(number, 3.0)
     assert number == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh"])
+def test_partial_sums_rounded_to_a_half_are_found_out(dtype: torch.dtype, activation: str) -> None:
+    """As PyTorch lets cuBLASLt round them on GPUs, by algorithms that eager need not get."""
+    op = OPS["linear"]
+    x, weight, bias = (torch.zeros(*size, dtype=dtype) for size in ((19, 48), (66, 48), (66,)))
+    key = op.key((x, weight, bias, None, activation, False), "inference")
+
+    def launch(parts: int) -> Any:
+        def run(x: Any, weight: Any, bias: Any, residual: Any) -> Any:
+            halves = [
+                (a.float() @ w.float().mT).to(dtype).float() if parts > 1 else a.float() @ w.float().mT
+                for a, w in zip(x.chunk(parts, 1), weight.chunk(parts, 1), strict=True)
+            ]  # fmt: skip
+            return (activate(sum(halves) + bias.float(), activation).to(dtype),)
+
+        return run
+
+    checker = Checker(op, key, CPU)
+    assert checker.check(launch(1))
+    assert not checker.check(launch(2))

@@ -1,15 +1,16 @@
-"""Candidates of linear that PyTorch ships: the plain composition, its in-place form, cuBLASLt's activation epilogue, oneDNN."""
+"""Candidates of linear that PyTorch ships: the plain composition, its in-place form, oneDNN.
+
+Not `torch._addmm_activation`: PyTorch lets cuBLASLt round partial sums to a half dtype there. `cublaslt.epilogue` adds them in float32.
+"""
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...plans import Key
 from ..common import products
 from ..common.activations import SMOOTH, activate, activate_
-from ..common.rows import rows
 from . import LINEAR, LINEAR_BACKWARD, reference
 
 
@@ -52,37 +53,6 @@ def in_place(
     if residual is not None:
         y.add_(residual)
     return (activate_(y, activation),)
-
-
-def _epilogue(key: Key) -> str | None:
-    if key.spec("bias") is None or key.spec("residual") is not None:
-        return "needs a bias and no residual"
-    if key.flag("activation") not in ("relu", "gelu_tanh"):
-        return "cuBLASLt's epilogue has relu and tanh gelu only"
-    if key.flag("save") and key.flag("activation") in SMOOTH:
-        return "the pre-activation must be kept"
-    x = key.spec("x")
-    return (
-        "needs a GPU and a half dtype"
-        if key.device != "cuda" or x is None or x.dtype not in ("f16", "bf16")
-        else None
-    )
-
-
-@LINEAR.candidate("torch.addmm_activation", supports=_epilogue, trusted=True)
-def addmm_activation(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    save: bool,
-) -> tuple[Tensor, ...]:
-    """cuBLASLt's bias and activation epilogue through torch._addmm_activation."""
-    assert bias is not None
-    flat = rows(x)
-    y = torch._addmm_activation(bias, flat, weight.t(), use_gelu=activation == "gelu_tanh")
-    return (y.view(*x.shape[:-1], weight.shape[0]),)
 
 
 def _onednn(key: Key) -> str | None:

@@ -56,7 +56,9 @@ def configs(key: Key, x: str = "x") -> list[Config]:
         found.insert(0 if _packing_wins(key, x) else 1, {"product": "packed"})
     if native_wiring.contiguous(key, *_given(key, x, "residual")) is None:
         found.append({"product": "torch"})
-        if products.onednn_available("cpu") is None:
+        weight = _weight_of(key)
+        gaps = weight.dtype == "f32" and products.onednn_weight(weight)  # of halves a copy is taken
+        if not gaps and products.onednn_available("cpu") is None:
             found.append({"product": "onednn"})
     if _plain(key, x):
         m, n, k = _mnk(key, x, "weight", True)

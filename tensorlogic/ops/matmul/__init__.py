@@ -213,11 +213,9 @@ def _onednn(key: Key) -> str | None:
         or 0 in (*a.shape, *b.shape)
     ):
         return "float32, non-empty, two-dimensional b only"
-    return (
-        "the pre-activation must be kept"
-        if key.flag("save") and key.flag("activation") in SMOOTH
-        else None
-    )
+    if key.flag("save") and key.flag("activation") in SMOOTH:
+        return "the pre-activation must be kept"
+    return products.onednn_weight(b)
 
 
 @MATMUL.candidate(

@@ -109,6 +109,28 @@ def test_batch_norm_with_a_strided_gamma_has_the_gradients_of_a_dense_one(traini
     alike(gradients(call(gamma), x, w), gradients(call(gamma.contiguous()), x, w))
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("gamma", [False, True])
+@pytest.mark.parametrize("which", ["mean", "var", "repeated"])
+def test_batch_norm_with_strided_statistics_has_the_gradients_of_dense_ones(which: str, gamma: bool, training: bool) -> None:  # fmt: skip
+    """PyTorch's backward on CPUs reads past strided running statistics (2.13): gradients of 1e26, others each time."""
+    x, w = torch.randn(6, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    scale = torch.randn(5, requires_grad=True) if gamma else None
+
+    def call(dense: bool) -> list[Any]:
+        mean, var = torch.linspace(-1, 1, 10).view(5, 2), torch.linspace(0.5, 2, 10).view(5, 2)
+        mean, var = mean[:, 0] if which == "mean" else mean[:, 0].clone(), var[:, 1] if which == "var" else var[:, 1].clone()  # fmt: skip
+        if which == "repeated" and not training:
+            mean, var = torch.full((1,), 0.5).expand(5), torch.full((1,), 2.0).expand(5)
+        mean, var = (mean.clone(), var.clone()) if dense else (mean, var)
+        y = t.linear_batch_norm_relu(x, w, None, mean, var, scale, None, training=training)
+        leaves = [leaf for leaf in (x, w, scale) if leaf is not None]
+        return [y, mean, var, *torch.autograd.grad(y.square().sum(), leaves)]
+
+    for got, want in zip(call(dense=False), call(dense=True), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def scores(q: Tensor, k: Tensor, mask: Tensor, causal: bool) -> Tensor:
     z = (q @ k.mT * 0.5).masked_fill(~mask, float("-inf"))
     if causal:

@@ -34,9 +34,12 @@ def _linear_batch_norm_relu(
     """relu(batch_norm(z)), z = x [..., K] · weight [N, K]ᵀ + bias; outputs y, then z (save), batch mean and 1/std (training)."""
     z = F.linear(x, weight, bias)
     flat = rows(z)
-    if gamma is not None:  # a strided one makes PyTorch's gradients on CPUs wrong (2.13)
+    if gamma is not None:  # strided, this and the statistics make PyTorch's gradients on CPUs wrong
         gamma = gamma.contiguous()
     if not training:
+        running_mean, running_var = (
+            None if t is None else t.contiguous() for t in (running_mean, running_var)
+        )
         bn = F.batch_norm(flat, running_mean, running_var, gamma, beta, False, momentum, eps)
         y = torch.relu_(bn) if z.dim() == 2 else torch.relu_(bn).view(z.shape)
         return (y, z) if save else (y,)

@@ -8,14 +8,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any, cast
-
-import triton
 
 from tensorlogic.ops.common.triton_launch import CompileJob, Resources
 
 # Bytes of stack that CUDA 12.8's assembler (Triton 3.6) takes of its own accord for addresses, though registers are left. A tile takes more
-STACK = 24 if triton.__version__.split(".")[:2] == ["3", "6"] else 0
+STACK = 24 if find_spec("triton") and version("triton").startswith("3.6.") else 0
 
 SERVER = """
 import os, pickle, sys

@@ -29,9 +29,9 @@ ODD = [
     (69633, "f32"),
 ]  # from odd places; tiles cut
 PAIRS = [(81912, "f16"), (50304, "bf16"), (36864, "bf16"), (20000, "f16"), (40960, "f32"), (18432, "f32"), (9000, "f32")]  # fmt: skip
+ODD_PAIRS = [(50257, "f16"), (20003, "bf16"), (69633, "f16"), (30001, "f32"), (9001, "f32")]
 # Rows and programs: some without a row, one each, several each, many (the fewest elements that go round: for slow tools)
 SHARED_OUT = [(1, 132), (131, 132), (700, 132), (5, 2)]
-ODD_PAIRS = [(50257, "f16"), (20003, "bf16"), (69633, "f16"), (30001, "f32"), (9001, "f32")]
 
 
 @pytest.fixture(autouse=True)

@@ -197,8 +197,8 @@ class Op:
     baseline: Callable[..., Any] | None = (
         None  # same-dtype arithmetic of the reference where torch.eager draws its own numbers
     )
-    stress: Callable[[Key, dict[str, Any]], None] | None = (
-        None  # turns normal inputs into ones that overflow careless arithmetic
+    stress: Callable[[Key, dict[str, Any]], float | None] | None = (
+        None  # turns normal inputs into ones that overflow careless arithmetic; says what float32 sums of them lose
     )
     normal: Callable[[Key], Key] = (
         lambda key: key

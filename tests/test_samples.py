@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic.checking import Checker
+from tensorlogic import numerics
+from tensorlogic.checking import STRESS_SLACK, Checker
 from tensorlogic.op import OPS
 from tensorlogic.ops.common import samples
 from tensorlogic.ops.common.activations import activate
@@ -63,3 +64,52 @@ def test_partial_sums_rounded_to_a_half_are_found_out(dtype: torch.dtype, activa
     checker = Checker(op, key, CPU)
     assert checker.check(launch(1))
     assert not checker.check(launch(2))
+
+
+def _cut(sums: torch.Tensor) -> torch.Tensor:
+    """Float64 sums as float32, what does not fit cut off, as tensor cores do."""
+    near = sums.float()
+    return torch.where(near.double().abs() > sums.abs(), near.nextafter(torch.zeros(())), near)
+
+
+@pytest.mark.parametrize("k", [1975, 2048, 6000])
+@pytest.mark.parametrize("activation", ["none", "gelu_tanh"])
+@pytest.mark.parametrize("overflown", [False, True])
+def test_sums_in_one_accumulator_are_no_error_where_eager_adds_parts(k: int, activation: str, overflown: bool) -> None:  # fmt: skip
+    """Where all but one in 3,000 cancels, the order of float32 sums is all that tells them apart. PyTorch lets cuBLAS add parts
+    as halves, and may have nothing but NaN."""
+    op, dtype = OPS["linear"], torch.float16
+    x, weight, bias = (torch.zeros(*size, dtype=dtype) for size in ((30, k), (40, k), (40,)))
+    checker = Checker(op, op.key((x, weight, bias, None, activation, False), "inference"), CPU)
+
+    def launch(way: Any) -> Any:
+        def run(x: Any, weight: Any, bias: Any, residual: Any) -> Any:
+            out = activate(way(x, weight) + bias.float(), activation).to(dtype)
+            return (out,)
+
+        return run
+
+    def accumulated(x: Any, weight: Any) -> Any:
+        sums = torch.zeros(len(x), len(weight))
+        for a, w in zip(x.double().split(16, 1), weight.double().split(16, 1), strict=True):
+            sums = _cut(sums + a @ w.mT)
+        return sums
+
+    def halved(parts: int) -> Any:
+        def run(x: Any, weight: Any) -> Any:
+            pairs = zip(x.float().chunk(parts, 1), weight.float().chunk(parts, 1), strict=True)
+            return sum((a @ w.mT).to(dtype).float() for a, w in pairs)
+
+        return run
+
+    (made,) = launch(accumulated)(*checker.probes[2].dynamic)
+    plain, ref = (outs[0] for outs in checker.expected[2])
+    assert plain is not None
+    assert ref is not None
+    apart = numerics.relative_error(made, ref) / numerics.relative_error(plain, ref)
+    assert apart > 2 * STRESS_SLACK  # only what the sums are known to lose explains it
+    if overflown:
+        plain.fill_(float("nan"))
+    assert checker.check(launch(accumulated))
+    for parts in (16, 64):
+        assert not checker.check(launch(halved(parts)))

@@ -7,6 +7,7 @@ call; nothing is asked of models that asked nothing.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 
 from .foretold import FINITE
@@ -89,7 +91,11 @@ for _name in ("is_autocast_cpu_enabled", "_is_any_autocast_enabled"):
     BUILTINS[getattr(_C, _name)] = "is_autocast_enabled"
 for _each in torch.utils._device._device_constructors():  # without a device they take the default
     BUILTINS[_each] = "default device"
-WRAPPERS = {torch.get_default_device.__code__: "default device"}
+CHECKPOINT, SEEDING = "checkpoint", "manual_seed"
+WRAPPERS = {
+    torch.get_default_device.__code__: "default device",
+    inspect.unwrap(checkpoint.checkpoint).__code__: CHECKPOINT,
+}
 #: What PyTorch's own code asks, too, to put it back, and ours.
 CALLERS = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled", "get_num_threads")  # fmt: skip
 
@@ -186,6 +192,8 @@ class _Noting:
                 name = getattr(arg, "__name__", "")
                 if name in FINITE:
                     self.names.add("finite")
+                if name in (SEEDING, "seed") and _global(arg):
+                    self.names.add(SEEDING)
                 if name not in LOOKS or not isinstance(getattr(arg, "__self__", None), Tensor):
                     return
             if name not in self.names and not (
@@ -199,6 +207,12 @@ class _Noting:
                 self.names.add(WRAPPERS[code])
             elif not _between(code):  # attributes of tensors are no calls
                 self.names.update(n for n in code.co_names if n in LOOKS)
+
+
+def _global(method: Any) -> bool:
+    """Whether a method is that of a generator which calls draw from unless they are given one of their own."""
+    generator = getattr(method, "__self__", None)
+    return generator is torch.default_generator or generator in torch.cuda.default_generators
 
 
 def _between(code: CodeType) -> bool:

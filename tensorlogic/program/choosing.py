@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from .. import compiling, measure, settings
 from ..numerics import Verdict
@@ -126,7 +127,7 @@ def _again(
     if {r.root for r in regions} != choice.ways.keys():
         return None
     found = {root: Decision(way) for root, way in choice.ways.items()}
-    forced = _expand(graph, regions, found)
+    forced = _expand(graph, regions, found, expected.strides)
     program = Program(source, graph, forced, expected.training, model)
     program.ways = choice.ways
     program.function.sites.hurried |= set(choice.hurried)
@@ -214,7 +215,7 @@ def _right(
     variant: dict[str, Decision], plan: Plan, model: nn.Module, expected: Whole
 ) -> tuple[Program | None, Verdict]:
     """The program of one variant, if the whole model's error did not grow."""
-    graph, forced = plan.graph(variant)
+    graph, forced = plan.graph(variant, expected.strides)
     program = Program(plan.traced, graph, forced, plan.training, model)
     program.ways = {root: d.way for root, d in variant.items()}
     with compiling.hurried():  # what was measured is there
@@ -277,10 +278,12 @@ class Plan:
         limit = (TURNS if turns else CLOSE) * _spent(self.found)
         return [v for v in kinds.values() if v is not self.found and _spent(v) <= limit]
 
-    def graph(self, variant: Mapping[str, Decision]) -> tuple[fx.Graph, dict[str, str]]:
+    def graph(
+        self, variant: Mapping[str, Decision], strides: Sequence[Any]
+    ) -> tuple[fx.Graph, dict[str, str]]:
         """The graph with the chosen ways written out, and which candidate each op's call is to have."""
         graph, regions = again(self.rewritten)
-        return graph, _expand(graph, regions, variant)
+        return graph, _expand(graph, regions, variant, strides)
 
 
 def _by_turns(ways: Iterable[str | None]) -> bool:
@@ -317,13 +320,17 @@ def _rows(decisions: Iterable[Decision]) -> list[Row]:
 
 
 def _expand(
-    graph: fx.Graph, regions: Sequence[Region], found: Mapping[str, Decision]
+    graph: fx.Graph,
+    regions: Sequence[Region],
+    found: Mapping[str, Decision],
+    strides: Sequence[Any],
 ) -> dict[str, str]:
-    """Write the chosen ways into the graph; returns which candidate each op's call is to have."""
-    forced = {}
+    """Write the chosen ways into the graph, whose outputs keep their `strides`; returns which candidate each op's call is to have."""
+    forced, laid = {}, False
     for region in regions:
         node, way = region.node, found[region.root].way
         assert node is not None
+        laid = laid or any(w.layout and w.id == way for w in ways_of(node.target))
         with graph.inserting_before(node):
             new = emit_way(graph, node.target, full(node), way)
         new.meta.update({"val": node.meta["val"], "constant": node.meta.get("constant", False)})
@@ -333,7 +340,29 @@ def _expand(
         op = getattr(new.target, "fused", None)
         if way is not None and op is not None and way in op.candidates:
             forced[new.name] = way
+    if laid:
+        _lay(graph, strides)
     return forced
+
+
+def _lay(graph: fx.Graph, strides: Sequence[Any]) -> None:
+    """Hand every output out as the original does: a caller may ask for a view."""
+    out = graph.output_node()
+    values = check.flat_values(out.args[0])
+    for value, stride in dict(zip(values, strides, strict=True)).items():
+        if isinstance(value, fx.Node) and stride is not None and value.op == "call_function":
+            with graph.inserting_before(out):
+                made = graph.call_function(lie, (value, stride))
+            made.meta["val"] = value.meta.get("val")
+            out.replace_input_with(value, made)
+
+
+def lie(value: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The tensor as it is where it has these strides, a copy that has them otherwise."""
+    if value.stride() == stride:
+        return value
+    made = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+    return made.copy_(value)
 
 
 def _timed(

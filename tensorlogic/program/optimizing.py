@@ -19,7 +19,7 @@ from ..precision import precision as Policy
 from . import apart, gradients, recall
 from .advising import advise, watched
 from .apart import Apart
-from .asked import answered
+from .asked import CHECKPOINT, answered
 from .check import tensors_in
 from .choosing import best
 from .copies import fresh, sharing, undisturbed, unsearched, unwritten
@@ -43,12 +43,15 @@ LOOKS = 2  # at an unchanged weight until a copy of it is kept
 class Optimized(nn.Module):
     """Mixed into the model's own class: forward by the program where it may serve, by the model's own code elsewhere."""
 
-    _program: Program | Pieces | Kept | Apart | Later | None
+    _program: Any  # Program | Pieces | Kept | Apart | Later | None
     report: Report
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Whoever keeps a list of the model's subclasses is not told of ours."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
-        program = self.__dict__["_program"]
+        program = self.__dict__.get("_program")  # none in another object of this class
         out = MISS if program is None else program(args, kwargs)
         return super().forward(*args, **kwargs) if out is MISS else out
 
@@ -69,6 +72,10 @@ class Optimized(nn.Module):
         memo[id(self)] = copied  # which what it holds may hold, too
         copied.__setstate__(copy.deepcopy(state, memo))
         return copied
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What torch.jit.script compiles: the model's own code."""
+        return _made(*self._plain())
 
     def _plain(self) -> tuple[type[nn.Module], dict[str, Any]]:
         """The model's own class, and what it holds without us."""
@@ -159,13 +166,14 @@ def optimize(
     try:
         with unsearched():
             served = _program(model, args, kwargs, training, budget, dynamic, report, asked, until)
-    except Untraceable as problem:
+    except (Untraceable, NotImplementedError) as problem:  # such as sparse tensors bring about
         if asked is not None:
             raise ValueError(
                 f"optimize: the model is not one graph ({problem}), so nothing could hold it to {asked}; call "
                 f"tensorlogic.linear and matmul in it under that policy, or optimise it without one"
             ) from problem
-        report.reason, served = str(problem), None
+        known = isinstance(problem, Untraceable)
+        report.reason, served = str(problem) if known else first_line(problem), None
     derived.end_pretending()
     derived.CACHE.only(copies)  # of what serves, its own are made again
     if training and (report.rows or served is not None):
@@ -177,7 +185,8 @@ def optimize(
     advise(report)
     report.seconds = time.perf_counter() - begin
     if served is None:
-        model.__dict__["report"] = report
+        if not isinstance(model, Optimized):  # whose report says what serves it
+            model.__dict__["report"] = report
         return model
     fast = served.model
     fast.__dict__["_program"], fast.__dict__["report"] = served, report
@@ -255,6 +264,11 @@ def _unfit(model: nn.Module) -> str | None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             return f"{name} is on the meta device and has no values: materialise it before"
+        if not torch.nn.parameter.is_lazy(tensor) and (
+            tensor.layout != torch.strided or tensor.is_nested
+        ):
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            return f"{name} is {kind}, which no graph is made for"
     for path, module in model.named_modules():
         hooked = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks]
         if path and any(hooked):
@@ -299,6 +313,10 @@ def _program(
                 f"dtypes and device that it takes"
             ) from problem
 
+        if training and CHECKPOINT in habits.asked:
+            raise Unfit(
+                "the model checkpoints activations: a graph would keep them, and with them the memory that is to be spared"
+            )
         if not (habits.prints or habits.sets_up or dynamic):
             report.watch = functools.partial(_watched, model, args, kwargs, report)
 
@@ -376,7 +394,7 @@ def _extended(clone: nn.Module) -> nn.Module:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     try:  # of the same name, by which libraries keep what they know of a class
         clone.__class__ = type(cls.__name__, (Optimized, cls), names)
-    except TypeError as problem:
-        raise Unfit(f"{cls.__name__} cannot be extended: {problem}") from problem
+    except Exception as problem:  # a metaclass of the user's may raise anything
+        raise Unfit(f"{cls.__name__} cannot be extended: {first_line(problem)}") from problem
     clone.__dict__.update({"_program": None, "report": None})
     return clone

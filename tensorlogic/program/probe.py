@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .asked import noting
+from .asked import SEEDING, noting
 from .check import tensors_in
 from .copies import fresh, sharing, unwritten
 from .handing import holders, inside, odd, untouched
@@ -43,8 +43,8 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """Call a copy of the model twice.
 
     Raises:
-        Unfit: it changes its own attributes or globals at every call, or draws numbers outside PyTorch. Anything: it
-            fails on the inputs.
+        Unfit: it changes its own attributes or globals at every call, writes to its parameters, draws numbers outside PyTorch,
+            or seeds PyTorch's generator. Anything: it fails on the inputs.
     """
     twin = sharing(model, buffers=False)
     objects = _objects(args, kwargs)
@@ -53,11 +53,16 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         states = [state(twin, kinds)]
         calls, asked, outs = [], set[str](), list[Tensor]()
         for _ in range(2):
-            with noting() as names:
+            with noting() as questions:
                 calls.append(_Call(twin, objects, args, kwargs))
-            asked |= names
+            asked |= questions
             outs = outs or _copies(calls[0].out)
             states.append(state(twin, kinds))
+    names = {id(p): name for name, p in model.named_parameters()}
+    if own := next((names[id(t)] for t in written if id(t) in names), None):
+        raise Unfit(f"the model writes to its parameter {own} when it is called")
+    if SEEDING in asked:
+        raise Unfit("the model seeds PyTorch's generator when it is called")
     call = calls[1]
     call.compare(calls[0])
     changed = difference(states[1], states[2])
@@ -73,8 +78,8 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 def takes_itself(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a model that fails on copies of its inputs takes the inputs themselves, as who knows them by identity does."""
-    twin = sharing(model, buffers=False)
     try:
+        twin = sharing(model, buffers=False)
         with witness(), unwritten(twin), untouched((args, kwargs)):
             twin(*args, **kwargs)
     except Exception:  # the model's own code may raise anything

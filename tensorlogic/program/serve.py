@@ -26,6 +26,10 @@ from .watch import Guard, Kept, Watch, still
 from .words import Words, leaves
 
 VERSION, WANTS = attrgetter("_version"), attrgetter("requires_grad")
+PATIENCE, REST = (
+    8,
+    64,
+)  # calls of a changed model in a row until looks grow rare, and between two looks at most
 
 
 class Program:
@@ -81,6 +85,9 @@ class Program:
         self.sections: list[Section] = []  # recorded on streams of their own
         self.left_over: list[str] = []  # kinds of runs that Inductor has compiled
         self.contest: Any = None  # in which Inductor may still beat it
+        self.refused = self.resting = (
+            0  # calls in a row that met another model, and that are not to look
+        )
         self.replay: Any = None
         self.way: Way | None = None  # to the replay, for calls that look like the last one
         self.words: Words | None = None  # to that way, for calls by keyword
@@ -104,6 +111,9 @@ class Program:
                 out = way(*args)
             if out is not MISS:
                 return out
+        if self.resting:
+            self.resting -= 1
+            return MISS
         flat: Sequence[Any] = args
         if kwargs or not self.leaves or len(args) != len(self.trace.inputs):
             flat, spec = pytree.tree_flatten((args, dict(kwargs)))
@@ -174,7 +184,10 @@ class Program:
         """Look first, then run."""
         if not self.watch.holds() or not self.kept.holds():
             self.way = None
+            self.refused += 1
+            self.resting = min(self.refused, REST) if self.refused > PATIENCE else 0
             return MISS
+        self.refused = 0
         if (self.watched and self._stamp() != self.stamp) or self._written_unseen():
             self.refresh()
         if self.replay is not None and self._where() != self.pointers:

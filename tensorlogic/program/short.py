@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from .. import calls, front, modes, policies
@@ -27,6 +28,7 @@ def plain_modes() -> bool:
         and not torch.compiler.is_compiling()
         and torch._C._functorch.maybe_current_level() is None
         and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
     )
 
 
@@ -115,6 +117,7 @@ def _fits(
             and not compiling()
             and level() is None
             and tracing() is None
+            and forward_ad._current_level < 0
             and policy().force == force
             and switches() == known
             and (capturing is None or not capturing())

@@ -8,6 +8,8 @@ import io
 import logging
 import operator
 import random
+import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -189,12 +191,45 @@ class Seen:
     drew: str = ""
 
 
+WITNESSES = (
+    threading.RLock()
+)  # what they set is the process's: one at a time, lest one restores what another has set
+
+
+class _Mine(io.TextIOBase):
+    """A stream that keeps what one thread writes, and hands on what others do."""
+
+    def __init__(self, kept: io.StringIO, other: Any) -> None:
+        self.kept, self.other, self.thread = kept, other, threading.get_ident()
+
+    def _stream(self) -> Any:
+        return self.kept if threading.get_ident() == self.thread else self.other
+
+    def write(self, text: str) -> int:
+        stream = self._stream()
+        return len(text) if stream is None else stream.write(text)
+
+    def flush(self) -> None:
+        stream = self._stream()
+        if stream is not None:
+            stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.other, name)
+
+
 @contextlib.contextmanager
 def witness() -> Iterator[Seen]:
     """Notice what a graph would not repeat: printing, and numbers drawn outside PyTorch; the state of both is restored.
 
-    Nothing is printed or logged meanwhile: PyTorch shows whole graphs where tracing fails.
+    Nothing is printed or logged meanwhile by this thread: PyTorch shows whole graphs where tracing fails.
     """
+    with WITNESSES, _witness() as seen:
+        yield seen
+
+
+@contextlib.contextmanager
+def _witness() -> Iterator[Seen]:
     seen, out, quiet = Seen(), io.StringIO(), logging.root.manager.disable
     python, numbers = random.getstate(), numpy.random.get_state(legacy=True)
     modes = torch.is_grad_enabled()
@@ -202,8 +237,8 @@ def witness() -> Iterator[Seen]:
         logging.disable(logging.CRITICAL)
         with (
             warnings.catch_warnings(),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(out),
+            contextlib.redirect_stdout(_Mine(out, sys.stdout)),
+            contextlib.redirect_stderr(_Mine(out, sys.stderr)),
         ):
             warnings.simplefilter("ignore")
             yield seen

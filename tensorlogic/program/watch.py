@@ -95,6 +95,9 @@ class Watch:
         self.counting = [
             (c, now) for c, now in pairs if any(isinstance(v, NUMBERS) for v in _held(c))
         ]
+        self.changed = (
+            False  # at the last look: weights that were replaced would be compared number by number
+        )
 
     def check(self) -> Callable[[], bool]:
         """`holds`, in C where calls are compiled."""
@@ -166,8 +169,23 @@ class Watch:
             return _one_number(self.values, now)
         return all(_one_number(*pair) for pair in self.counting)
 
+    def _same_tensors(self) -> bool:
+        """Whether tensors that equality would compare by their numbers are the ones that they were."""
+        try:
+            now = [*map(call, self.getters, self.known)]
+        except (KeyError, AttributeError, ValueError):  # deleted
+            return False
+        pairs = zip([*self.values, *self.contents], [*now, *self.containers], strict=True)
+        return all(_same(kept, value) for kept, value in pairs)
+
     def holds(self) -> bool:
         """True while nothing has changed but the tensors' contents."""
+        if self.changed and not self._same_tensors():
+            return False
+        self.changed = not self._holds()
+        return not self.changed
+
+    def _holds(self) -> bool:
         try:
             return (
                 self.hooks.holds()
@@ -187,6 +205,17 @@ class Watch:
             ValueError,
         ):  # deleted, or equality of arrays
             return False
+
+
+def _same(kept: Any, now: Any) -> bool:
+    """False where a tensor is another one than was kept, by itself or in a container; all else is left to equality."""
+    if isinstance(kept, Tensor):
+        return kept is now
+    if type(kept) in (tuple, list) and type(now) is type(kept):
+        return all(map(_same, kept, now))
+    if type(kept) is dict and isinstance(now, dict):
+        return all(_same(v, now.get(k, v)) for k, v in kept.items())
+    return True
 
 
 def _held(container: Any) -> Any:
@@ -300,7 +329,7 @@ class Guard:
         self.tensors = [i for i, v in enumerate(example) if isinstance(v, Tensor)]
         self.rest = [(i, v) for i, v in enumerate(example) if not isinstance(v, Tensor)]
         self.specs = [
-            (v.dtype, v.layout, v.shape, _strides(v), v.device)
+            (v.dtype, v.layout, v.shape, strides_of(v), v.device)
             for v in example
             if isinstance(v, Tensor)
         ]
@@ -317,7 +346,7 @@ class Guard:
                 or x.layout is not layout
                 or x.is_nested
                 or x.shape != shape
-                or _strides(x) != stride
+                or strides_of(x) != stride
                 or x.device != device
             ):
                 return False
@@ -336,6 +365,7 @@ def attributes(tensor: Tensor) -> bool:
     return not all(name.startswith("_dynamo") for name in vars(tensor))
 
 
-def _strides(tensor: Tensor) -> Any:
-    """None where a layout has none."""
-    return tensor.stride() if tensor.layout is torch.strided else None
+def strides_of(value: Any) -> Any:
+    """None where a layout has none, or where there is no tensor."""
+    strided = isinstance(value, Tensor) and value.layout is torch.strided
+    return value.stride() if strided else None

@@ -13,6 +13,7 @@ from . import check
 from .code import last_uses
 from .serve import Program, mutates
 from .trace import Trace, Untraceable, first_line, random_call
+from .watch import strides_of
 
 
 def expected_inputs(traced: Trace) -> dict[str, Any]:
@@ -51,6 +52,7 @@ class Whole:
         for n in self.wants:
             wide[n].requires_grad_()
         self.drawn: dict[str, Tensor] = {}  # random numbers of the first run, for all others
+        self.strides: list[Any] = []  # of the outputs, None of what has none
         self.plain = self._run(values, None)
         self.wide = self._run(wide, dtype)
 
@@ -66,6 +68,8 @@ class Whole:
             kept = None if self.training else last
             check.evaluate(self.nodes, env, self.traced.owner, dtype, kept, self.drawn)
             outs = fx.map_arg(self.outputs, lambda n: env[n.name])
+            if dtype is None:
+                self.strides = [*map(strides_of, check.flat_values(outs))]
             return self._seen(outs, values)
 
     def _seen(self, outs: Any, values: Mapping[str, Any]) -> Any:

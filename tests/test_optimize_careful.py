@@ -1,0 +1,273 @@
+"""What optimize must not do to a model, to its caller, or to what the model's own code would have done."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import tensorlogic
+from tensorlogic.program.optimizing import Optimized
+from tensorlogic.program.serve import PATIENCE, REST
+
+
+def layers(wide: int = 64) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, wide), nn.GELU(), nn.Linear(wide, 16))
+
+
+class Target(nn.Module):
+    """A target network that follows the other one with every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.nn.functional.gelu(self.online(x))
+        with torch.no_grad():
+            pairs = zip(self.target.parameters(), self.online.parameters(), strict=True)
+            for ours, theirs in pairs:
+                ours.mul_(0.5).add_(theirs, alpha=0.5)
+            y = self.target(x)
+        return z - y
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("make", [Target, lambda: nn.Embedding(9, 16, max_norm=1.0)])
+def test_parameters_that_forward_writes_to_are_as_they_were(
+    pays: None, make: Callable[[], nn.Module], training: bool
+) -> None:
+    model = make().train(training)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    x = torch.arange(9) if isinstance(model, nn.Embedding) else torch.randn(4, 16)
+    made = tensorlogic.optimize(model, x, training=training)
+    assert made is model
+    assert "writes to its parameter" in str(made.report.reason)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+class Seeding(nn.Module):
+    def __init__(self, seed: Callable[[], Any]) -> None:
+        super().__init__()
+        self.inner, self.seed = layers(), seed
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seed()
+        return self.inner(x) + torch.randn(16)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("seed", "served"),
+    [
+        (lambda: torch.manual_seed(3), False),
+        (lambda: torch.default_generator.manual_seed(3), False),
+        (lambda: torch.Generator().manual_seed(3), True),
+    ],
+)
+def test_a_seed_in_forward_counts_at_every_call(
+    pays: None, seed: Callable[[], Any], served: bool
+) -> None:
+    model, x = Seeding(seed).eval(), torch.randn(4, 16)
+    with torch.no_grad():
+        fast = tensorlogic.optimize(model, x)
+        if served:
+            assert "seeds" not in str(fast.report.reason)
+            return
+        assert torch.equal(fast(x), fast(x))
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_forward_mode_derivatives_are_the_models_own(pays: None) -> None:
+    model, x = layers().eval(), torch.randn(4, 16)
+    with torch.no_grad():
+        fast = tensorlogic.optimize(model, x)
+        assert isinstance(fast, Optimized)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            tangents = [forward_ad.unpack_dual(f(dual)).tangent for f in (model, fast)]
+    assert tangents[1] is not None
+    torch.testing.assert_close(tangents[0], tangents[1])
+
+
+def test_threads_that_optimize_leave_the_streams_and_the_log_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = sys.stdout, sys.stderr, logging.root.manager.disable
+    problems: list[BaseException] = []
+
+    def work(i: int) -> None:
+        try:
+            with torch.no_grad(), tensorlogic.policy(tune="off"):
+                tensorlogic.optimize(layers(16 + i).eval(), torch.randn(4, 16), budget_s=0.0)
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for t in threads:
+        t.start()
+    said = 0
+    while any(t.is_alive() for t in threads):
+        print("still here")
+        said += 1
+        threads[0].join(0.01)
+    for t in threads:
+        t.join()
+    assert not problems
+    assert (sys.stdout, sys.stderr, logging.root.manager.disable) == before
+    assert capsys.readouterr().out.count("still here") == said
+
+
+def test_registries_of_classes_do_not_hear_of_ours(pays: None) -> None:
+    known: dict[str, type] = {}
+
+    class Base(nn.Module):
+        def __init_subclass__(cls, **words: Any) -> None:
+            super().__init_subclass__(**words)
+            if cls.__name__ in known:
+                raise ValueError(f"{cls.__name__} is known already")
+            known[cls.__name__] = cls
+
+    class Net(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = layers()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        fast = tensorlogic.optimize(Net().eval(), x)
+        assert isinstance(fast, Optimized)
+        assert known == {"Base": Base, "Net": Net} or known == {"Net": Net}
+        assert type(fast)()(x).shape == (4, 16)  # as target networks are made
+
+
+def test_classes_that_cannot_be_extended_come_back(pays: None) -> None:
+    class Meta(type):
+        def __new__(cls, name: str, bases: tuple[type, ...], held: dict[str, Any]) -> Meta:
+            if any(isinstance(b, Meta) for b in bases):
+                raise RuntimeError(f"{name} is final")
+            return super().__new__(cls, name, bases, held)
+
+    class Net(nn.Module, metaclass=Meta):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = layers()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    model = Net().eval()
+    with torch.no_grad():
+        assert tensorlogic.optimize(model, torch.randn(4, 16)) is model
+    assert "is final" in str(model.report.reason)
+
+
+@pytest.mark.parametrize("last", [nn.ReLU(), nn.Identity(), nn.PixelShuffle(2)])
+def test_images_are_handed_out_as_the_model_lays_them(pays: None, last: nn.Module) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), last
+    ).eval()  # fmt: skip
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        fast = tensorlogic.optimize(model, x)
+        ours, theirs = fast(x), model(x)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert ours.stride() == theirs.stride()
+        near = x.contiguous(memory_format=torch.channels_last)
+        assert fast(near).stride() == model(near).stride()
+
+
+class Calls(TorchDispatchMode):
+    """What PyTorch is asked to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_that_were_replaced_are_not_compared_number_by_number(pays: None) -> None:
+    model, x = layers().eval(), torch.randn(4, 16)
+    with torch.no_grad():
+        fast = tensorlogic.optimize(model, x)
+        assert isinstance(fast, Optimized)
+        served: Any = fast.__dict__["_program"]
+        program = getattr(served, "program", served)
+        first = fast[0].weight
+        fast[0].weight = nn.Parameter(first * 2)
+        fast(x)  # the first look
+        with Calls() as calls:
+            assert not program.watch.holds()
+        assert not calls.names
+        for _ in range(PATIENCE + 3):
+            torch.testing.assert_close(fast(x), nn.Module.__call__(fast, x))
+        assert program.resting > 0
+        fast[0].weight = first
+        torch.testing.assert_close(fast(x), model(x))
+        for _ in range(REST + 1):
+            fast(x)
+        assert program.refused == program.resting == 0
+        torch.testing.assert_close(fast(x), model(x))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_checkpointed_activations_are_not_kept(pays: None) -> None:
+    model = Checkpointed()
+    assert tensorlogic.optimize(model, torch.randn(4, 16), training=True) is model
+    assert "checkpoints" in str(model.report.reason)
+
+
+class Graph(nn.Module):
+    def __init__(self, adjacency: Tensor) -> None:
+        super().__init__()
+        self.inner = layers()
+        self.register_buffer("adjacency", adjacency)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adjacency @ self.inner(x)  # type: ignore[no-any-return, operator]
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr"])
+def test_sparse_buffers_leave_the_model_as_it_is(kind: str) -> None:
+    dense = (torch.rand(4, 4) > 0.5).float()
+    model = Graph(dense.to_sparse() if kind == "coo" else dense.to_sparse_csr()).eval()
+    with torch.no_grad():
+        assert tensorlogic.optimize(model, torch.randn(4, 16)) is model
+    assert "adjacency is sparse" in str(model.report.reason)
+
+
+def test_sparse_gradients_leave_the_model_as_it_is() -> None:
+    model = nn.Sequential(nn.Embedding(9, 16, sparse=True), layers())
+    assert tensorlogic.optimize(model, torch.arange(9), training=True) is model
+
+
+def test_an_optimized_model_can_be_scripted_and_optimized_again(pays: None) -> None:
+    model, x = layers().eval(), torch.randn(4, 16)
+    with torch.no_grad():
+        fast = tensorlogic.optimize(model, x)
+        report = fast.report
+        assert tensorlogic.optimize(fast, x) is fast
+        assert fast.report is report
+        torch.testing.assert_close(torch.jit.script(fast)(x), model(x))

@@ -271,3 +271,26 @@ def test_an_optimized_model_can_be_scripted_and_optimized_again(pays: None) -> N
         assert tensorlogic.optimize(fast, x) is fast
         assert fast.report is report
         torch.testing.assert_close(torch.jit.script(fast)(x), model(x))
+
+
+def test_hooks_of_parameters_hear_of_real_steps_alone(pays: None) -> None:
+    model, x = layers(), torch.randn(4, 16)
+    heard: list[Tensor] = []
+    model[0].weight.register_hook(heard.append)  # type: ignore[union-attr, arg-type]
+    fast = tensorlogic.optimize(model, x, training=True)
+    assert isinstance(fast, Optimized)
+    assert not heard
+    fast(x).sum().backward()
+    assert len(heard) == 1
+
+
+def test_gradients_of_gradients_are_to_be_had_from_the_models_own_code(pays: None) -> None:
+    model, x = layers(), torch.randn(4, 16)
+    fast = tensorlogic.optimize(model, x, training=True)
+    found = []
+    for call in (model, fast):
+        z = x.clone().requires_grad_()
+        with tensorlogic.policy(force="torch.eager"):
+            (slope,) = torch.autograd.grad(call(z).sum(), z, create_graph=True)
+            found.append(torch.autograd.grad(slope.norm(), z)[0])
+    torch.testing.assert_close(*found)

@@ -54,6 +54,19 @@ def unsearched() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unhooked(model: nn.Module) -> Iterator[None]:
+    """Hooks of parameters, which count or log gradients of steps, hear nothing of those that are made meanwhile."""
+    hooked = [(p._backward_hooks, dict(p._backward_hooks)) for p in model.parameters() if p._backward_hooks]  # fmt: skip
+    for table, _ in hooked:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, held in hooked:
+            table.update(held)
+
+
+@contextlib.contextmanager
 def unwritten(model: nn.Module) -> Iterator[list[Tensor]]:
     """Parameters and buffers are and hold what they were and held before; yields those written to, once that is known."""
     kept = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]

@@ -22,7 +22,7 @@ from .apart import Apart
 from .asked import CHECKPOINT, answered
 from .check import tensors_in
 from .choosing import best
-from .copies import fresh, sharing, undisturbed, unsearched, unwritten
+from .copies import fresh, sharing, undisturbed, unhooked, unsearched, unwritten
 from .later import Later, worthwhile
 from .pieces import Pieces, pieces
 from .precisely import Kept, precisely
@@ -116,7 +116,9 @@ def optimize(
             called a few times.
         example_inputs: a tuple of its positional arguments, a mapping of keyword ones, or a single tensor; of the
             shapes, dtypes and devices that matter. Other inputs are served by the model's own code (see `dynamic`).
-        training: keep gradients. Without it, calls that record gradients are served by the model's own code.
+        training: keep gradients. Without it, calls that record gradients are served by the model's own code. Gradients of gradients
+            (`create_graph=True`) are the own code's, too: call the model under `tensorlogic.policy(force="torch.eager")`
+            for them. A model that checkpoints activations is given back as it is: a graph would keep them.
         budget_s: seconds that measuring may take beside tracing (2 by default, 5 for training). What was found is kept in
             the user's cache folder: a later process with the same model, inputs, machine and versions checks it and times
             nothing, unless it asks for a larger budget, or under policy(tune="full"). Of a budget that is given, half is
@@ -164,7 +166,7 @@ def optimize(
     until = begin + budget if budget_s is not None and settings.inductor() else 0.0
     copies = derived.CACHE.names()
     try:
-        with unsearched():
+        with unsearched(), unhooked(model):
             served = _program(model, args, kwargs, training, budget, dynamic, report, asked, until)
     except (Untraceable, NotImplementedError) as problem:  # such as sparse tensors bring about
         if asked is not None:
@@ -185,7 +187,9 @@ def optimize(
     advise(report)
     report.seconds = time.perf_counter() - begin
     if served is None:
-        if not isinstance(model, Optimized):  # whose report says what serves it
+        if isinstance(model, Optimized):  # whose report says what serves it
+            model.report.notes.append(report.reason)
+        else:
             model.__dict__["report"] = report
         return model
     fast = served.model

@@ -58,11 +58,6 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
             asked |= questions
             outs = outs or _copies(calls[0].out)
             states.append(state(twin, kinds))
-    names = {id(p): name for name, p in model.named_parameters()}
-    if own := next((names[id(t)] for t in written if id(t) in names), None):
-        raise Unfit(f"the model writes to its parameter {own} when it is called")
-    if SEEDING in asked:
-        raise Unfit("the model seeds PyTorch's generator when it is called")
     call = calls[1]
     call.compare(calls[0])
     changed = difference(states[1], states[2])
@@ -72,6 +67,11 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         raise Unfit(f"the model changes {changed} when it is called")
     if seen.drew:
         raise Unfit(f"the model draws from {seen.drew}")
+    names = {id(p): name for name, p in model.named_parameters()}
+    if own := next((names[id(t)] for t in written if id(t) in names), None):
+        raise Unfit(f"the model writes to its parameter {own} when it is called")
+    if SEEDING in asked:
+        raise Unfit("the model seeds PyTorch's generator when it is called")
     unlike = call.unlike(args, kwargs)
     return Habits(bool(seen.text), first is not None, unlike, call.objects, frozenset(asked), outs)
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import tensorlogic
 from tensorlogic.program.optimizing import Optimized
 from tensorlogic.program.serve import PATIENCE, REST
+from tensorlogic.program.trace import witness
 
 
 def layers(wide: int = 64) -> nn.Sequential:
@@ -124,6 +125,15 @@ def test_threads_that_optimize_leave_the_streams_and_the_log_alone(
     assert not problems
     assert (sys.stdout, sys.stderr, logging.root.manager.disable) == before
     assert capsys.readouterr().out.count("still here") == said
+
+
+def test_a_stream_that_a_model_keeps_writes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with witness() as seen:
+        kept = sys.stdout
+        print("within")
+    print("after", file=kept)
+    assert seen.text == "within\n"
+    assert capsys.readouterr().out == "after\n"
 
 
 def test_registries_of_classes_do_not_hear_of_ours(pays: None) -> None:

@@ -197,13 +197,15 @@ WITNESSES = (
 
 
 class _Mine(io.TextIOBase):
-    """A stream that keeps what one thread writes, and hands on what others do."""
+    """A stream that keeps what one thread writes until it is over, and hands on what others do."""
 
     def __init__(self, kept: io.StringIO, other: Any) -> None:
         self.kept, self.other, self.thread = kept, other, threading.get_ident()
+        self.over = False
 
     def _stream(self) -> Any:
-        return self.kept if threading.get_ident() == self.thread else self.other
+        mine = threading.get_ident() == self.thread and not self.over
+        return self.kept if mine else self.other
 
     def write(self, text: str) -> int:
         stream = self._stream()
@@ -233,16 +235,19 @@ def _witness() -> Iterator[Seen]:
     seen, out, quiet = Seen(), io.StringIO(), logging.root.manager.disable
     python, numbers = random.getstate(), numpy.random.get_state(legacy=True)
     modes = torch.is_grad_enabled()
+    streams = _Mine(out, sys.stdout), _Mine(out, sys.stderr)
     try:
         logging.disable(logging.CRITICAL)
         with (
             warnings.catch_warnings(),
-            contextlib.redirect_stdout(_Mine(out, sys.stdout)),
-            contextlib.redirect_stderr(_Mine(out, sys.stderr)),
+            contextlib.redirect_stdout(streams[0]),
+            contextlib.redirect_stderr(streams[1]),
         ):
             warnings.simplefilter("ignore")
             yield seen
     finally:
+        for stream in streams:  # which a handler of the model's may keep
+            stream.over = True
         logging.disable(quiet)
         torch.set_grad_enabled(modes)
         seen.text = out.getvalue()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +29,7 @@ _TRIALS: dict[tuple[Any, ...], Trial] = {}
 
 
 @policies.outside_of_graphs
-@contextmanager
-def placement(device: str | torch.device | None = "auto") -> Iterator[policies.Policy]:
+def placement(device: str | torch.device | None = "auto") -> policies.Block:
     """Run our functions on the GPU or the CPU, whichever takes less time for tensors on the CPU, transfers included.
 
     "auto" expects times from this machine's transfers and plans, and then goes by what either side has taken for the same
@@ -65,9 +63,7 @@ def placement(device: str | torch.device | None = "auto") -> Iterator[policies.P
             raise ValueError(
                 f"placement: device is {device!r}, which is not there; use 'auto', or 'cpu'"
             )
-    changes: dict[str, Any] = {"placement": chosen, "entries": {}}
-    with policies.use(policies.interned(replace(policies.current(), **changes))) as made:
-        yield made
+    return policies.Block({"placement": chosen})
 
 
 def call(op: Op, public: Callable[..., Any], given: Sequence[Any], where: Any = None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -122,6 +122,35 @@ class use(AbstractContextManager[Policy]):
         VARIABLE.reset(self.token)
 
 
+class Block(ContextDecorator, AbstractContextManager[Policy]):
+    """The current policy with changes, each time it is entered: one after another, inside itself, in any thread or task."""
+
+    def __init__(self, changes: Mapping[str, Any]) -> None:
+        self.changes = changes
+        self.open: list[use] = []
+
+    def __enter__(self) -> Policy:
+        entered = use(interned(replace(current(), entries={}, **self.changes)))
+        chosen = entered.__enter__()
+        self.open.append(entered)
+        _ENTERED.set((*_ENTERED.get(), entered))
+        return chosen
+
+    def __exit__(self, *problem: object) -> None:
+        if not self.open:
+            raise RuntimeError(
+                "policy: left without having been entered; use it in a with statement"
+            )
+        here = [e for e in _ENTERED.get() if e in self.open]
+        last = (here or self.open)[-1]  # the latter: an abandoned generator's, see `use`
+        self.open.remove(last)
+        _ENTERED.set(tuple(e for e in _ENTERED.get() if e is not last))
+        last.__exit__(*problem)
+
+
+_ENTERED: ContextVar[tuple[use, ...]] = ContextVar("tensorlogic_entered", default=())
+
+
 @contextmanager
 def measuring() -> Iterator[Policy]:
     """For who measures on purpose: nothing in the background, and no lockfile, which the environment may name for programs."""
@@ -157,14 +186,13 @@ def outside_of_graphs(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 @outside_of_graphs
-@contextmanager
 def policy(
     tune: str | None = None,
     force: str | Mapping[str, str] | None = None,
     deterministic: bool | None = None,
     lockfile: str | Path | None = None,
-) -> Iterator[Policy]:
-    """Set how candidates are chosen inside the `with` block; what is not given stays as it was.
+) -> Block:
+    """Set how candidates are chosen inside the `with` block; what is not given stays as it was. May be entered again.
 
     Args:
         tune: "off" measures nothing, "auto" (default) measures in the background of later calls within 5 % of the
@@ -195,7 +223,7 @@ def policy(
         raise TypeError(
             f"policy: lockfile is {type(lockfile).__name__}; it must be the path of an exported lockfile"
         )
-    changes: dict[str, Any] = {"entries": {}}
+    changes: dict[str, Any] = {}
     if tune is not None:
         changes["tune"] = tune
     if force is not None:
@@ -210,5 +238,4 @@ def policy(
                 f"policy: lockfile {str(lockfile)!r} {what}; write one with `tensorlogic plans export {lockfile}`"
             )
         changes["lockfile"] = path
-    with use(interned(replace(current(), **changes))) as chosen:
-        yield chosen
+    return Block(changes)

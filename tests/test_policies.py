@@ -70,6 +70,50 @@ def test_policies_belong_to_their_thread_and_task(served: Served) -> None:
     assert asyncio.run(both()) == ["toy.a", "toy.b"]
 
 
+@pytest.mark.parametrize("make", ["policy", "placement"])
+def test_a_policy_may_be_entered_again(make: str) -> None:
+    again = tensorlogic.policy(force="toy.a") if make == "policy" else tensorlogic.placement("cpu")
+    before = policies.current()
+    with again as first, tensorlogic.policy(tune="off"):
+        with again as inside, again:
+            assert (inside.meaning, inside.tune) == (first.meaning, "off")
+        assert policies.current().meaning == first.meaning
+
+    async def task(wait: int) -> bool:
+        with again as mine:
+            await asyncio.sleep(wait * 0.001)
+            return policies.current() is mine is first
+
+    async def crossing() -> list[bool]:
+        return await asyncio.gather(task(2), task(1), task(0), task(3))
+
+    assert asyncio.run(crossing()) == [True] * 4
+    assert again(policies.current)() is first
+    assert policies.current() is before
+    with pytest.raises(RuntimeError, match="without having been entered"):
+        again.__exit__()
+
+
+def test_a_policy_is_entered_by_threads_at_once() -> None:
+    again, barrier = tensorlogic.policy(force="toy.a"), threading.Barrier(4, timeout=10)
+    found: list[bool] = []
+
+    def work() -> None:
+        before = policies.current()
+        for _ in range(20):
+            with again as mine:
+                barrier.wait()
+                found.append(policies.current() is mine)
+            found.append(policies.current() is before)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert found == [True] * 160
+
+
 @pytest.fixture
 def backward_calls(monkeypatch: pytest.MonkeyPatch) -> Served:
     """toy.back of pointwise_backward, which writes down its calls."""

@@ -259,12 +259,17 @@ def _concerns(path: Path, environment: Environment) -> bool:
 
 
 def read_lockfile(path: Path) -> Contents:
-    """The contents of a lockfile; ValueError when it is damaged or was edited by hand."""
+    """The contents of a lockfile; ValueError when it is damaged or was edited by hand, Unusable when a newer version wrote it."""
     remedy = f"write it again with `tensorlogic plans export {path}`"
     if not path.is_file():
         what = "is no file" if path.exists() else "does not exist"
         raise FileNotFoundError(f"lockfile {path} {what}; {remedy}")
-    found = read(path)
+    try:
+        found = read(path)
+    except Unusable as problem:
+        raise Unusable(
+            f"lockfile {path} cannot be used: {problem}; upgrade tensorlogic, or {remedy}"
+        ) from None
     if found.damage is None and found.checksum is None:
         found.damage = "it has no checksum: it is a plan store, not a lockfile"
     elif found.damage is None and found.checksum != checksum(found.environments, found.records):

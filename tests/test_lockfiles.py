@@ -277,7 +277,7 @@ def test_a_lockfile_that_was_touched_is_not_used(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"{why}.*tensorlogic plans export"):
             load_lockfile(path)
     path.write_text(text.replace('"schema": 1', '"schema": 2'))
-    with pytest.raises(OSError, match="newer version"):
+    with pytest.raises(OSError, match=f"lockfile {path} .*newer version.*upgrade tensorlogic"):
         load_lockfile(path)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         load_lockfile(tmp_path / "missing")

@@ -23,6 +23,12 @@ pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(nativ
 MIB = 1 << 20
 
 
+def test_figures_of_a_device_that_is_not_here_are_refused() -> None:
+    for device in (f"cuda:{torch.cuda.device_count()}", "cuda:99", "meta"):
+        with pytest.raises(ValueError, match=f"that is here, got {device}"):
+            pool.stats(device)
+
+
 @pytest.fixture(autouse=True)
 def fresh_pool() -> Iterator[None]:
     """Nothing held, nothing counted, limits put back afterwards."""

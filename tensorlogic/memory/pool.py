@@ -123,7 +123,7 @@ def _mps_stats() -> PoolStats:
 def stats(device: torch.device | str = "cpu") -> PoolStats:
     """The pool's figures for a device: ours on "cpu", PyTorch's caching allocator on "cuda", its allocator on "mps".
 
-    Raises ValueError for a device whose allocator shows no figures.
+    Raises ValueError for a device that is not here, or whose allocator shows no figures.
 
     >>> stats("cpu").bytes_held >= 0
     True
@@ -131,7 +131,7 @@ def stats(device: torch.device | str = "cpu") -> PoolStats:
     device = arguments.device("pool.stats", device)
     if device.type == "cpu":
         return _cpu_stats()
-    if device.type == "cuda":
+    if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
         return _cuda_stats(device)
     if device.type == "mps" and torch.backends.mps.is_available():
         return _mps_stats()

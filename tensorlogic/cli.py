@@ -17,6 +17,7 @@ from .bench.problems import Problem, tolerated
 from .bench.progress import progress
 from .cli_options import (
     EPILOGUE,
+    LIGHT,
     PLAIN,
     Device,
     Dtypes,
@@ -32,6 +33,7 @@ from .cli_options import (
 )
 from .cli_plans import app as plans
 from .exits import DONE, FOUND, INTERRUPTED, REFUSED, ended
+from .settings import wrong
 
 app = App(
     name="tensorlogic",
@@ -89,7 +91,7 @@ def bench(
     """
     if suite == "precision":
         return _precision(quick, device, json)
-    from .bench import session, summary, tables
+    from .bench import report_forms, session, summary, tables
 
     if verify is not None:
         from .bench import verifying
@@ -99,6 +101,8 @@ def bench(
         say(verified)
         return FOUND if verified.failed else DONE
 
+    if report and json is not None:
+        report_forms.beside([json])  # a refusal comes before what takes minutes
     with progress() as tick:
         results = session.bench(
             quick=quick,
@@ -114,9 +118,8 @@ def bench(
     say(f"result file: {results.path}")
     if report and results.path is not None and results.timed:
         from .bench import report as reporting
-        from .bench import report_forms
 
-        page = report_forms.write(reporting.make(results), results.path.with_suffix(".html"))
+        page = report_forms.write(reporting.make(results), report_forms.beside([results.path]))
         say(f"report: {page}")
     return DONE if results.complete else INTERRUPTED
 
@@ -125,15 +128,15 @@ def _precision(quick: bool, device: str | None, path: Path | None) -> int:
     import torch
 
     from . import policies, settings
-    from .bench import precision
+    from .bench import precision, session
 
     devices = [torch.device("cpu")]
-    if device != "cpu" and torch.cuda.is_available():
+    if device is not None:
+        devices = [session.pick_device(device)]
+    elif torch.cuda.is_available():
         devices.append(torch.device("cuda"))
-    if device is not None and device.startswith("cuda"):
-        devices = devices[1:]
-    if not devices:
-        raise Problem(f"device is {device!r}, which is not there; `--device cpu` always is")
+    if devices[0].type not in precision.SIZES:
+        raise Problem(f"device is {device!r}; --suite precision measures cpu, cuda or cuda:N")
     to = path or settings.cache_folder() / "precision.json"
     with progress() as tick, policies.measuring():
         found = precision.run(
@@ -177,7 +180,7 @@ def report(
     if markdown:
         sys.stdout.write(report_forms.markdown(made))
         return DONE
-    page = report_forms.write(made, out or paths[-1].with_suffix(".html"))
+    page = report_forms.write(made, report_forms.beside(paths, out))
     report_forms.show(made)
     say(f"\nreport: {page}")
     return DONE
@@ -280,7 +283,7 @@ def explain(
     /,
     *,
     size: str | None = None,
-    shape: Annotated[Names, Parameter("--shape")] = (),
+    shape: Annotated[Names, Parameter("--shape", allow_leading_hyphen=True)] = (),
     flag: Annotated[Names, Parameter("--flag")] = (),
     dtype: str = "f16",
     device: Device = None,
@@ -348,6 +351,11 @@ def tune(
             tick=tick,
         )
     say(text)
+    store, _ = session.store(device)
+    if not store.flush():
+        raise Problem(
+            f"the choices were not remembered: {store.path} cannot be written; make room, or name another folder by TENSORLOGIC_CACHE_DIR"
+        )
     return DONE
 
 
@@ -364,6 +372,10 @@ def main(tokens: Sequence[str] | None = None) -> int:
     given = separated(sys.argv[1:] if tokens is None else tokens)
 
     def run() -> object:
+        words = given[: given.index("--")] if "--" in given else given
+        if words[:1] not in ([], ["doctor"]) and not LIGHT & set(words):
+            for problem in wrong().values():
+                raise problem
         try:
             return app(given, exit_on_error=False, result_action="return_value")
         except CycloptsError:  # said already

@@ -28,15 +28,15 @@ app = App(
 @app.command(name="list")
 def list_plans(*, op: Ops = (), device: Device = None) -> int:
     """List the choices stored for this machine."""
-    from .bench import session
+    from .bench import session, suites
     from .bench.tables import aligned
 
+    wanted = suites.named(split(op))
     store, _ = session.store(device)
-    wanted = split(op)
     rows = [
         [p.eager, "" if p.captured == p.eager else p.captured, p.measured, p.key.text]
         for p in store.plans()
-        if not wanted or p.key.op in wanted
+        if not op or p.key.op in wanted
     ]
     if rows:
         say(aligned([["candidate", "captured", "measured", "key"], *rows], [True] * 4))
@@ -53,12 +53,12 @@ def export_plans(path: Path, *, op: Ops = (), device: Device = None) -> int:
     path
         The lockfile to write.
     """
-    from .bench import lockfiles, session
+    from .bench import lockfiles, session, suites
     from .plans import export_lockfile
 
+    wanted = suites.named(split(op))
     store, _ = session.store(device)
-    wanted = split(op)
-    stored = [p for p in store.plans() if not wanted or p.key.op in wanted]
+    stored = [p for p in store.plans() if not op or p.key.op in wanted]
     chosen = lockfiles.lasting(stored)
     if len(chosen) < len(stored):
         say(

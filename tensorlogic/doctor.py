@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import doctor_cpu
+    from .settings import Variable
 
 DISTRIBUTION = "tensorlogic-engine"
 OLDEST_TORCH = (2, 11)
@@ -93,6 +94,8 @@ def _torch() -> Iterator[Finding]:
         )
         return
     yield Finding("ok", "PyTorch", version)
+    if _wrong():  # without which nothing of ours can be imported
+        return
     yield from _devices()
     yield from _triton()
     yield from _native()
@@ -292,12 +295,36 @@ def _settings() -> Iterator[Finding]:
         return
     from . import settings
 
+    wrong = _wrong()
+    whole = not wrong and _version("torch") is not None
     for variable in settings.VARIABLES:
         value = variable.read()
-        if variable is settings.LOCKFILE and value is not None and _version("torch") is not None:
+        if variable.name in wrong:
+            cost = f"no command runs, and devices were not looked at: unset {variable.name}"
+            yield Finding("broken", variable.name, wrong[variable.name], cost)
+        elif whole and value is not None and variable is settings.LOCKFILE:
             yield _lockfile(variable.name, value)
+        elif whole and value is not None and variable in settings.NATIVE:
+            yield _chosen(variable, value)
         elif value is not None:
             yield Finding("note", variable.name, value)
+
+
+def _chosen(variable: Variable, value: str) -> Finding:
+    """Of the variables that say which native library serves, and by which instructions."""
+    from . import native
+
+    if native.misled() is not variable:
+        return Finding("note", variable.name, value)
+    cost = f"no fused CPU kernels of ours: unset {variable.name}"
+    return Finding("broken", variable.name, str(native.available()), cost)
+
+
+def _wrong() -> dict[str, str]:
+    """Variables with values that they cannot have, and what is said of them."""
+    from . import settings
+
+    return {name: str(problem) for name, problem in settings.wrong().items()}
 
 
 def _lockfile(name: str, value: str) -> Finding:

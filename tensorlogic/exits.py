@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .bench.problems import Problem
+from .settings import Wrong
 
 DONE, FOUND, REFUSED, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 AGAIN_S = 0.01  # after which a dropped Ctrl-C is raised once more
@@ -28,12 +29,17 @@ def ended(run: Callable[[], object]) -> int:
         with _heard():
             code = run()
         sys.stdout.flush()
-    except Problem as problem:
+    except (Problem, Wrong) as problem:
         return _refused(str(problem))
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has gone: `| head`
+        _discard()
+        return UNREAD
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):  # what rich makes of one
+            raise
         _discard()
         return UNREAD
     except OSError as problem:

@@ -7,6 +7,7 @@ import itertools
 import runpy
 import struct
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,9 @@ def _load() -> str | None:
     path = library()
     if version < OLDEST_TORCH:
         return f"PyTorch {torch.__version__} is older than 2.11, which the native library needs: upgrade torch"
+    named = "" if settings.native_library() is None else f"{settings.NATIVE_LIBRARY.name}: "
+    if named and not path.exists():
+        return f"{named}{path} does not exist; name another library, or unset the variable"
     if not path.exists():
         remedy = rebuilding() if _BUILDER.exists() else "install a wheel that has it"
         return f"the native library {path.name} is not built: {remedy}"
@@ -80,15 +84,17 @@ def _load() -> str | None:
         return f"the native library {path.name} was built from other sources than these: {rebuilding()}"
     try:
         if cut_short(path):
-            return f"the native library {path} is cut short, as by an interrupted copy: build or install it again"
+            return f"{named}the native library {path} is cut short, as by an interrupted copy: build or install it again"
         torch.ops.load_library(str(path))
     except OSError as error:
-        return f"the native library {path} does not load: {error}"
+        return f"{named}the native library {path} does not load: {error}"
     if (wanted := settings.NATIVE_ISA.read()) is not None:
         try:
             torch.ops.tensorlogic_native.set_isa(wanted)
-        except RuntimeError as error:
-            return f"{settings.NATIVE_ISA.name}: {str(error).splitlines()[0]}"
+        except RuntimeError:
+            has = torch.ops.tensorlogic_native.features().split(",")
+            levels = ", ".join(level for level in settings.LEVELS if level in has)
+            return f"{settings.NATIVE_ISA.name} is {wanted!r}; one of {levels} is required, which this processor has"
     from . import calls, hooks
 
     hooks.load()
@@ -104,7 +110,18 @@ def available(device: str = "cpu") -> str | None:
         with _lock:
             if not _state:
                 _state.append(_load())
+                if misled() is not None:
+                    warnings.warn(
+                        f"{_state[0]}. PyTorch serves the CPU instead of native kernels",
+                        stacklevel=2,
+                    )
     return _state[0]
+
+
+def misled() -> settings.Variable | None:
+    """The environment variable that keeps the library from being used, if one does."""
+    reason = available() or ""
+    return next((v for v in settings.NATIVE if reason.startswith(v.name)), None)
 
 
 def op(name: str) -> Callable[..., Any]:

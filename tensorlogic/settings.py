@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 TUNE_MODES = ("off", "auto", "full")
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")  # of the native library
 MOST_WORKERS = 16
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 TRITON_CACHE, TRITON_PTXAS = "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"
@@ -27,6 +29,10 @@ class Variable:
     def read(self) -> str | None:
         """The value without surrounding blanks; None when unset or empty."""
         return os.environ.get(self.name, "").strip() or None
+
+
+class Wrong(ValueError):
+    """An environment variable has a value that it cannot have."""
 
 
 CACHE_DIR = Variable(
@@ -56,7 +62,7 @@ NATIVE_LIBRARY = Variable(
 )
 NATIVE_ISA = Variable(
     "TENSORLOGIC_NATIVE_ISA",
-    "instruction set of the native library: portable, avx2, avx512, avx512_bf16 or amx; with a cache folder of its own",
+    f"instruction set of the native library, one that the processor has: {', '.join(LEVELS)}; with a cache folder of its own",
     "the best that the processor has",
 )
 ENABLE = Variable(
@@ -69,6 +75,7 @@ INDUCTOR = Variable(
     "1 lets PyTorch's Inductor compete in optimize where there is time; 0 starts no compiler for it",
     "1",
 )
+NATIVE = (NATIVE_LIBRARY, NATIVE_ISA)
 VARIABLES = (
     CACHE_DIR,
     TUNE,
@@ -85,7 +92,7 @@ def cache_folder() -> Path:
     """The folder of the plan store; it need not exist yet."""
     given = CACHE_DIR.read()
     if given is not None:
-        return expanded(CACHE_DIR.name, given).absolute()
+        return _path(CACHE_DIR, given).absolute()
     import platformdirs  # likewise only where nothing is given
 
     return Path(platformdirs.user_cache_dir("tensorlogic", appauthor=False))
@@ -101,25 +108,32 @@ def expanded(what: str, given: str | os.PathLike[str]) -> Path:
         ) from None
 
 
+def _path(variable: Variable, given: str) -> Path:
+    try:
+        return expanded(variable.name, given)
+    except ValueError as problem:
+        raise Wrong(str(problem)) from None
+
+
 def tune_mode() -> str:
     """The tuning mode that holds outside any policy."""
     given = TUNE.read() or "auto"
     if given not in TUNE_MODES:
-        raise ValueError(f"{TUNE.name} is {given!r}; it must be one of {', '.join(TUNE_MODES)}")
+        raise Wrong(f"{TUNE.name} is {given!r}; it must be one of {', '.join(TUNE_MODES)}")
     return given
 
 
 def lockfile() -> Path | None:
     """The lockfile that holds outside any policy; whether it exists shows when it is first read."""
     given = LOCKFILE.read()
-    return None if given is None else expanded(LOCKFILE.name, given).resolve()
+    return None if given is None else _path(LOCKFILE, given).resolve()
 
 
 def enable() -> str:
     """ "0", "1" or "pool": what is enabled when tensorlogic is imported."""
     given = ENABLE.read() or "0"
     if given not in ("0", "1", "pool"):
-        raise ValueError(f"{ENABLE.name} is {given!r}; it must be 0, 1 or pool")
+        raise Wrong(f"{ENABLE.name} is {given!r}; it must be 0, 1 or pool")
     return given
 
 
@@ -127,7 +141,7 @@ def inductor() -> bool:
     """Whether Inductor may compete."""
     given = INDUCTOR.read() or "1"
     if given not in ("0", "1"):
-        raise ValueError(f"{INDUCTOR.name} is {given!r}; it must be 0 or 1")
+        raise Wrong(f"{INDUCTOR.name} is {given!r}; it must be 0 or 1")
     return given == "1"
 
 
@@ -137,7 +151,7 @@ def compile_workers() -> int:
     if given is None:
         return min(MOST_WORKERS, max(1, usable_cores() - 1))
     if not given.isdecimal():
-        raise ValueError(f"{COMPILE_WORKERS.name} is {given!r}; it must be a whole number from 0")
+        raise Wrong(f"{COMPILE_WORKERS.name} is {given!r}; it must be a whole number from 0")
     return int(given)
 
 
@@ -145,6 +159,28 @@ def native_library() -> Path | None:
     """The native library to load instead of the packaged one."""
     given = NATIVE_LIBRARY.read()
     return None if given is None else Path(given)
+
+
+READERS: dict[str, Callable[[], object]] = {
+    CACHE_DIR.name: cache_folder,
+    TUNE.name: tune_mode,
+    LOCKFILE.name: lockfile,
+    COMPILE_WORKERS.name: compile_workers,
+    ENABLE.name: enable,
+    INDUCTOR.name: inductor,
+}
+
+
+def wrong() -> dict[str, Wrong]:
+    """The variables with values that they cannot have, and what is said of each."""
+    found = {}
+    for name, read in READERS.items():
+        try:
+            if os.environ.get(name, "").strip():
+                read()
+        except Wrong as problem:
+            found[name] = problem
+    return found
 
 
 def usable_cores() -> int:

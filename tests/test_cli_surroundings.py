@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from tensorlogic import cli, doctor, doctor_cpu, exits, files, policies
+from tensorlogic import cli, doctor, doctor_cpu, exits, files, plan_files, policies
+from tensorlogic.bench import precision, session
 
 ONE = ["--size", "64", "--dtype", "f32", "--device", "cpu"]
 
@@ -135,6 +137,11 @@ def test_commands_run_without_streams() -> None:
         (["explain", "linear", "--size", "9" * 5000], "a whole number from 1"),
         (["explain", "linear", "--shape", "9" * 30, "--shape", "3x3"], "sizes such as 16x768"),
         (["plans", "verify", "."], "lockfile . is no file"),
+        (["plans", "list", "--op", "typo"], "op is 'typo'; one of these operations or categories"),
+        (["plans", "export", "a.json", "--op", "typo"], "op is 'typo'; one of these operations"),
+        (["bench", "--suite", "precision", "--device", "nosuch"], "device is 'nosuch'; cpu, cuda"),
+        (["bench", "--quick", "--json", "a.html", "--report"], "ends in .json"),
+        (["bench", "--json", ".", "--report"], "would replace the result file ."),
     ],
 )
 def test_requests_that_cannot_be_served(
@@ -206,3 +213,114 @@ print(exits.ended(finalizer), exits.ended(callback))
         f"{exits.INTERRUPTED} {exits.INTERRUPTED}\n",
         "tensorlogic: interrupted\n" * 2,
     )
+
+
+WRONG = [("TUNE", "bogus"), ("ENABLE", "yes"), ("CACHE_DIR", "~nosuch/x"), ("INDUCTOR", "no")]
+
+
+@pytest.mark.parametrize(("variable", "value"), WRONG)
+def test_a_variable_that_cannot_be_read_is_said(
+    variable: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(f"TENSORLOGIC_{variable}", value)
+    assert cli.main(["plans", "list"]) == exits.REFUSED
+    said = f"TENSORLOGIC_{variable} is {value!r}; "
+    assert capsys.readouterr().err.startswith(f"tensorlogic: {said}")
+    assert cli.main(["doctor"]) == exits.FOUND
+    assert f"broken  TENSORLOGIC_{variable}" in (out := capsys.readouterr().out)
+    assert said in out
+    assert cli.main(["bench", "--help"]) == exits.DONE
+
+
+STARTUP = Path(cli.__file__).parents[1] / "tools" / "startup"
+COMMAND = f"import sys; sys.path.insert(0, {str(STARTUP)!r}); import _tensorlogic_cli as c; sys.argv[1:] = ['doctor']; sys.exit(c.main())"
+
+
+@pytest.mark.parametrize(
+    ("start", "code", "out"),
+    [
+        (["-m", "tensorlogic", "plans", "list"], exits.REFUSED, ""),
+        (["-m", "tensorlogic", "doctor"], exits.FOUND, "broken  TENSORLOGIC_ENABLE"),
+        (["-c", COMMAND], exits.FOUND, "broken  TENSORLOGIC_ENABLE"),
+    ],
+)
+def test_a_variable_that_forbids_the_import_is_said(start: list[str], code: int, out: str) -> None:
+    if start[0] == "-c" and not STARTUP.exists():
+        pytest.skip("not a checkout")
+    env = os.environ | {"TENSORLOGIC_ENABLE": "yes"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *start], capture_output=True, text=True, env=env
+    )
+    assert (done.returncode, out in done.stdout) == (code, True), done.stderr
+    assert done.stderr.count("\n") == (code == exits.REFUSED)
+
+
+def test_the_suite_precision_measures_the_device_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[list[torch.device]] = []
+    monkeypatch.setattr(precision, "run", lambda devices, *_: asked.append(devices))
+    monkeypatch.setattr(precision, "write", lambda *_: None)
+    monkeypatch.setattr(precision, "table", lambda _: "")
+    monkeypatch.setattr(session, "pick_device", torch.device)
+    tokens = ["bench", "--suite", "precision", "--json", str(tmp_path / "a.json"), "--device"]
+    assert [cli.main([*tokens, d]) for d in ("cuda:1", "cpu", "mps")] == [0, 0, exits.REFUSED]
+    assert asked == [[torch.device("cuda", 1)], [torch.device("cpu")]]
+
+
+def test_an_optional_tensor_is_left_out_by_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = [part for shape in ("16x8", "4x8", "-", "16x4") for part in ("--shape", shape)]
+    tokens = ["explain", "linear", *shapes, "--dtype", "f32", "--device", "cpu", "--no-measure"]
+    assert cli.main(tokens) == 0
+    assert "residual=f32[16,4]" in capsys.readouterr().out
+
+
+def test_a_reader_that_goes_while_rich_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its consoles make of a broken pipe an exit with 1."""
+
+    def printing() -> None:
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            raise SystemExit(1)  # noqa: B904  # as rich does
+
+    stdout = os.dup(1)
+    try:
+        assert exits.ended(printing) == exits.UNREAD
+        with pytest.raises(SystemExit):
+            exits.ended(lambda: sys.exit(1))
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def test_choices_that_a_full_disk_does_not_take_are_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plan_files, "rewrite", full)
+    with pytest.warns(plan_files.PlanStoreWarning):
+        assert cli.main(["tune", "--op", "add_relu", *ONE]) == exits.REFUSED
+    out, err = capsys.readouterr()
+    assert "1 keys measured" in out
+    assert "the choices were not remembered" in err
+
+
+def test_plans_are_named_as_in_the_benchmark(
+    lockfile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["tune", "--op", "linear_residual_relu", *ONE]) == 0
+    capsys.readouterr()
+    for names, count in (
+        ("fusion", 2), ("linear_residual_relu", 1), ("add_relu", 1), ("matmul", 0), ("softmax", 0), ("linear_backward", 0),
+    ):  # fmt: skip
+        assert cli.main(["plans", "list", "--op", names, "--device", "cpu"]) == 0
+        assert f"{count} plans in" in capsys.readouterr().out
+    path = str(tmp_path / "b.json")
+    assert cli.main(["plans", "export", path, "--op", "fusion", "--device", "cpu"]) == 0
+    assert "2 plans written" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensorlogic import native, settings
+from tensorlogic import doctor, native, settings
 from tensorlogic.ops.common.random import keep_mask
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
@@ -302,16 +303,37 @@ def test_bad_arguments_are_named(call: Callable[[Any], Any], message: str) -> No
         call(torch.ops.tensorlogic_native)
 
 
-def test_absent_library_gives_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_library_gives_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "_state", [])
-    monkeypatch.setenv(settings.NATIVE_LIBRARY.name, "/nowhere/libtensorlogic_native.so")
+    monkeypatch.setattr(native, "library", lambda: tmp_path / "libtensorlogic_native.so")
     reason = native.available()
     assert reason is not None
     assert "not built" in reason
     with pytest.raises(RuntimeError, match="not built"):
         native.op("add")
     assert native.isa() is None
+    assert native.misled() is None
     assert native.available("cuda") is not None
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        (settings.NATIVE_LIBRARY, "/nowhere/a.so", r"LIBRARY: /nowhere/a\.so does not exist"),
+        (settings.NATIVE_LIBRARY, __file__, r"LIBRARY: the native library .* does not load"),
+        (settings.NATIVE_ISA, "sse", r"ISA is 'sse'; one of portable(, avx2)?.* is required"),
+    ],
+)
+def test_a_variable_that_keeps_the_library_away_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, variable: settings.Variable, value: str, said: str
+) -> None:
+    monkeypatch.setattr(native, "_state", [])
+    monkeypatch.setenv(variable.name, value)
+    with pytest.warns(UserWarning, match=said) as warned:
+        assert {bool(native.available()) for _ in range(3)} == {True}
+    assert len(warned) == 1
+    found = {f.about: f for f in doctor._settings()}[variable.name]
+    assert (found.state, bool(re.search(said, found.found))) == ("broken", True)
 
 
 # What the 64-bit ARM branch takes from its header, in the compiler's own vector types: enough to check the branch anywhere.

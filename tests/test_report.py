@@ -293,3 +293,18 @@ def test_goals_that_are_missed_are_among_the_opportunities(measured: str, peers:
     assert missed or "0 missed" in lines
     for op in missed:
         assert any(op in what.replace(",", " ").split() for what in named), op
+
+
+def test_a_page_never_replaces_what_it_is_made_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, link = tmp_path / "a.html", tmp_path / "b.html"
+    run(row("add_relu", 512, 10, 20)).write(path)
+    link.symlink_to(path)
+    text = path.read_text()
+    for tokens in ([path], [path, path, "--out", link], [link, "--out", path]):
+        assert cli.main(["report", *map(str, tokens)]) == 2
+        assert "would replace the result file" in capsys.readouterr().err
+        assert path.read_text() == text
+    assert cli.main(["report", str(path), "--out", str(tmp_path / "c.html")]) == 0
+    assert cli.main(["report", str(path), "--markdown"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -43,6 +44,22 @@ def html(report: Report) -> str:
         facts=report.facts,
         parts=report.parts,
     )
+
+
+def beside(results: Sequence[Path], out: Path | None = None) -> Path:
+    """Where the page of these result files goes; Problem where it would replace one of them."""
+    last = results[-1]
+    page = out or (last.with_suffix(".html") if last.name else last)
+    if os.path.realpath(page) in map(os.path.realpath, results):
+        raise Problem(
+            f"the report would replace the result file {page} that it is made from: "
+            + (
+                "name another file by --out"
+                if out
+                else "give the result file a name that ends in .json"
+            )
+        )
+    return page
 
 
 def write(report: Report, path: Path) -> Path:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..op import OPS
 from .cases import CATEGORIES, RECIPES, SQUARE, TRANSFERS, Case
 from .problems import Problem
 
@@ -27,6 +28,7 @@ QUICK: dict[str, dict[str, Sides]] = {
     },
 }
 DTYPES = ("f16", "bf16", "f32")
+SERVED = {"linear_residual_relu": "linear", "requests": "linear"}  # operation -> the op of its keys
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,31 @@ class Selection:
     dtypes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        names = (*CATEGORIES, *RECIPES)
-        for op in self.ops:
-            if op not in names:
-                raise Problem(
-                    f"op is {op!r}; one of these operations or categories is required: {', '.join(dict.fromkeys(names))}"
-                )
+        known(self.ops, (*CATEGORIES, *RECIPES))
         for dtype in self.dtypes:
             if dtype not in DTYPES:
                 raise Problem(f"dtype is {dtype!r}; one of {', '.join(DTYPES)} is required")
+
+
+def known(names: Iterable[str], allowed: Iterable[str]) -> None:
+    """Problem where a name is no operation or category."""
+    allowed = dict.fromkeys(allowed)
+    for name in names:
+        if name not in allowed:
+            raise Problem(
+                f"op is {name!r}; one of these operations or categories is required: {', '.join(allowed)}"
+            )
+
+
+def named(names: Sequence[str]) -> frozenset[str]:
+    """The ops whose keys operations and categories of the benchmark, functions and ops stand for."""
+    known(
+        names,
+        (*CATEGORIES, *RECIPES, *(n for n, op in OPS.items() if not op.internal or n in names)),
+    )
+    asked = {r.op for r in RECIPES.values() if not {r.op, r.category}.isdisjoint(names)}
+    served = {SERVED.get(op, op) for op in {*names, *asked}}
+    return frozenset(served)
 
 
 def cases(selection: Selection) -> list[Case]:

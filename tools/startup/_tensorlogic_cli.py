@@ -17,11 +17,7 @@ def main():
     """Run the command line; returns its exit code."""
     words = sys.argv[1:3] if sys.argv[1:2] == ["try"] else sys.argv[1:]  # the rest is the script's
     if not words or LIGHT & set(words) or find_spec("torch") is None:
-        spec = find_spec("tensorlogic")
-        if spec is not None and spec.origin is not None:
-            package = ModuleType("tensorlogic")
-            package.__path__ = [str(Path(spec.origin).parent)]
-            sys.modules["tensorlogic"] = package
+        _bare()
     # Ctrl-C while PyTorch is imported ends the process at once: nothing is being written, and some imports swallow exceptions
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if usual:
@@ -32,10 +28,24 @@ def main():
         if problem.name != "cyclopts":
             raise
         return _without_extra(words)
+    except ValueError as problem:  # a variable of the environment: the command says which
+        if type(problem).__name__ != "Wrong":
+            raise
+        _bare()
+        from tensorlogic.cli import main as run
     finally:
         if usual:
             signal.signal(signal.SIGINT, signal.default_int_handler)
     return run()
+
+
+def _bare():
+    """Let modules of the package be imported without its `__init__`, and so without PyTorch."""
+    spec = find_spec("tensorlogic")
+    if spec is not None and spec.origin is not None:
+        package = ModuleType("tensorlogic")
+        package.__path__ = [str(Path(spec.origin).parent)]
+        sys.modules["tensorlogic"] = package
 
 
 def _without_extra(words):

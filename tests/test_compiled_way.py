@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
 from torch.utils import _pytree as pytree
@@ -183,6 +184,8 @@ def test_calls_unlike_the_last_one_touch_nothing(
         for mode in modes:
             with mode:
                 assert way(x, y) is MISS
+        with forward_ad.dual_level():
+            assert way(forward_ad.make_dual(x, y), y) is MISS
         found: list[Any] = []
 
         def inside(v: Tensor) -> Tensor:

@@ -20,6 +20,12 @@ bool unobserved() {
          c10::impl::TorchDispatchModeTLS::stack_len() == 0;
 }
 
+bool underived(PyObject* forward) {
+  static PyObject* const name = PyUnicode_InternFromString("_current_level");
+  PyObject* level = PyDict_GetItemWithError(forward, name);
+  return level && PyLong_AsLong(level) < 0;
+}
+
 namespace {
 
 struct Entry {
@@ -123,10 +129,7 @@ class Aside {
 
 // No mode wants to see the call, and no forward derivative is being taken.
 bool alone(const Front& self) {
-  if (!unobserved()) return false;
-  static PyObject* const name = PyUnicode_InternFromString("_current_level");
-  PyObject* level = PyDict_GetItemWithError(self.forward, name);
-  return level && PyLong_AsLong(level) < 0;
+  return unobserved() && underived(self.forward);
 }
 
 Ref current(const Front& self) {

@@ -83,4 +83,7 @@ inline bool carries(PyObject* tensor) {
 // No mode wants to see a call.
 bool unobserved();
 
+// No forward derivative is being taken, by the dict of torch.autograd.forward_ad.
+bool underived(PyObject* forward);
+
 }  // namespace tensorlogic::calls

@@ -65,7 +65,8 @@ class Unlocked {
 // Nothing traces or transforms calls; false also where that cannot be told.
 bool executed(const Road& road) {
   static PyObject* const name = PyUnicode_InternFromString("_is_compiling_flag");
-  if (PyDict_GetItemWithError(road.compiler.get(), name) != Py_False || traced()) return false;
+  if (PyDict_GetItemWithError(road.compiler.get(), name) != Py_False || traced() || !underived(road.forward.get()))
+    return false;
   return Ref(PyObject_CallNoArgs(road.level.get())).get() == Py_None;
 }
 

@@ -33,7 +33,8 @@ struct Output {
 
 // Everything that a call needs; each Ref is visited below.
 struct Road {
-  Ref driver, tape, line, acquire, release, turn, variable, policy, force, compiler, level, shape, before, after, miss, usual;
+  Ref driver, tape, line, acquire, release, turn, variable, policy, force, compiler, level, forward, shape, before, after, miss,
+      usual;
   int index = 0;
   bool several = false;  // devices: the current one may be another
   bool grad = false;
@@ -46,8 +47,8 @@ struct Road {
   const Driver& on() const { return *reinterpret_cast<Driver*>(driver.get()); }
   template <typename Use>
   int each(Use use) {
-    for (Ref* ref : {&driver, &tape, &line, &acquire, &release, &turn, &variable, &policy, &force, &compiler, &level, &shape,
-                     &before, &after, &miss, &usual})
+    for (Ref* ref : {&driver, &tape, &line, &acquire, &release, &turn, &variable, &policy, &force, &compiler, &level, &forward,
+                     &shape, &before, &after, &miss, &usual})
       if (const int stop = use(*ref)) return stop;
     for (Input& input : inputs)
       if (const int stop = use(input.copy)) return stop;

@@ -67,16 +67,16 @@ bool method(PyObject* of, const char* name, Ref& to) {
   return to.get() != nullptr;
 }
 
-// Way(driver, (index, several), graph, tape, line, (variable, policy, compiler, level), examples, buffers, leaves, shape,
-//     own, before, after, miss, usual)
+// Way(driver, (index, several), graph, tape, line, (variable, policy, compiler, level, forward), examples, buffers, leaves,
+//     shape, own, before, after, miss, usual)
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *driver, *tape, *line, *variable, *policy, *compiler, *level, *examples, *buffers, *leaves, *shape, *before, *after,
-      *miss, *usual;
+  PyObject *driver, *tape, *line, *variable, *policy, *compiler, *level, *forward, *examples, *buffers, *leaves, *shape,
+      *before, *after, *miss, *usual;
   int index = 0, several = 0, own = 0;
   unsigned long long graph = 0;
-  if (!PyArg_ParseTuple(args, "O!(ip)KOO(OOO!O)O!O!O!OpOOOO", &DriverType, &driver, &index, &several, &graph, &tape,
-                        &line, &variable, &policy, &PyDict_Type, &compiler, &level, &PyTuple_Type, &examples, &PyTuple_Type,
-                        &buffers, &PyTuple_Type, &leaves, &shape, &own, &before, &after, &miss, &usual))
+  if (!PyArg_ParseTuple(args, "O!(ip)KOO(OOO!OO!)O!O!O!OpOOOO", &DriverType, &driver, &index, &several, &graph, &tape,
+                        &line, &variable, &policy, &PyDict_Type, &compiler, &level, &PyDict_Type, &forward, &PyTuple_Type,
+                        &examples, &PyTuple_Type, &buffers, &PyTuple_Type, &leaves, &shape, &own, &before, &after, &miss, &usual))
     return nullptr;
   auto* self = reinterpret_cast<Way*>(type->tp_alloc(type, 0));
   if (!self) return nullptr;
@@ -91,7 +91,8 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   const std::pair<Ref*, PyObject*> kept[] = {
       {&road.driver, driver}, {&road.tape, tape},     {&road.line, line},       {&road.variable, variable},
       {&road.policy, policy}, {&road.shape, shape},   {&road.compiler, compiler}, {&road.before, before},
-      {&road.after, after},   {&road.miss, miss},     {&road.usual, usual},   {&road.level, level}};
+      {&road.after, after},   {&road.miss, miss},     {&road.usual, usual},   {&road.level, level},
+      {&road.forward, forward}};
   for (const auto& [to, from] : kept) *to = Ref::of(from);
   if (!road.on().copy || !road.on().graph || !PyContextVar_CheckExact(variable)) {
     refused("a driver that copies and launches graphs and a context variable are required");
@@ -130,8 +131,8 @@ void forget(PyObject* object) {
 PyTypeObject WayType = [] {
   PyTypeObject made =
       type("tensorlogic_calls.Way", sizeof(Way), offsetof(Way, vectorcall), &make, &forget,
-           "Way(driver, (index, several), graph, tape, line, (variable, policy, compiler, level), examples, buffers, "
-           "leaves, shape, own, before, after, miss, usual): (*tensors) -> what the graph gives, or `miss` of a call unlike the "
+           "Way(driver, (index, several), graph, tape, line, (variable, policy, compiler, level, forward), examples, "
+           "buffers, leaves, shape, own, before, after, miss, usual): (*tensors) -> what the graph gives, or `miss` of a call unlike the "
            "examples. `shape`: None (one leaf), tuple, list, or what is called with a list of leaves; `usual` is the same "
            "in Python, for what is unusual and to say what the driver refuses");
   made.tp_flags |= Py_TPFLAGS_HAVE_GC;

@@ -68,7 +68,7 @@ def _compiled(
         return usual
     several = replay.device.type == "cuda" and torch.cuda.device_count() > 1
     level = torch._C._functorch.maybe_current_level
-    now = policies.VARIABLE, policies.current(), vars(torch.compiler), level
+    now = policies.VARIABLE, policies.current(), vars(torch.compiler), level, vars(forward_ad)
     try:
         made: Way = calls.module().Way(
             driver, (index, several), getattr(replay.tape, "handle", 0), replay.tape, replay.line, now, tuple(args),

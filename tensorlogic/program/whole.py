@@ -69,7 +69,10 @@ class Whole:
             check.evaluate(self.nodes, env, self.traced.owner, dtype, kept, self.drawn)
             outs = fx.map_arg(self.outputs, lambda n: env[n.name])
             if dtype is None:
-                self.strides = [*map(strides_of, check.flat_values(outs))]
+                named = check.flat_values(self.outputs)
+                self.strides = [
+                    strides_of(env[n.name] if isinstance(n, fx.Node) else n) for n in named
+                ]
             return self._seen(outs, values)
 
     def _seen(self, outs: Any, values: Mapping[str, Any]) -> Any:

@@ -304,3 +304,35 @@ def test_gradients_of_gradients_are_to_be_had_from_the_models_own_code(pays: Non
             (slope,) = torch.autograd.grad(call(z).sum(), z, create_graph=True)
             found.append(torch.autograd.grad(slope.norm(), z)[0])
     torch.testing.assert_close(*found)
+
+
+def test_a_model_held_to_a_precision_serves_as_soon_as_it_is_itself_again() -> None:
+    model, x = layers().eval(), torch.randn(4, 16)
+    with torch.no_grad():
+        fast = tensorlogic.optimize(model, x, precision="f32")
+        first = fast[0].weight  # type: ignore[index]
+        fast[0].weight = nn.Parameter(first * 2)  # type: ignore[index]
+        for _ in range(PATIENCE + 3):
+            with pytest.raises(RuntimeError, match="has changed since"):
+                fast(x)
+        fast[0].weight = first  # type: ignore[index]
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_what_a_model_gives_to_be_scripted_is_scripted(pays: None) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = layers()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+        def __prepare_scriptable__(self) -> nn.Module:
+            return self.inner
+
+    model, x = Net().eval(), torch.randn(4, 16)
+    with torch.no_grad():
+        fast = tensorlogic.optimize(model, x)
+        assert isinstance(fast, Optimized)
+        assert torch.jit.script(fast).original_name == torch.jit.script(model).original_name

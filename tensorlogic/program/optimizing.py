@@ -43,7 +43,7 @@ LOOKS = 2  # at an unchanged weight until a copy of it is kept
 class Optimized(nn.Module):
     """Mixed into the model's own class: forward by the program where it may serve, by the model's own code elsewhere."""
 
-    _program: Any  # Program | Pieces | Kept | Apart | Later | None
+    _program: Program | Pieces | Kept | Apart | Later | None
     report: Report
 
     def __init_subclass__(cls, **_: Any) -> None:
@@ -74,8 +74,10 @@ class Optimized(nn.Module):
         return copied
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What torch.jit.script compiles: the model's own code."""
-        return _made(*self._plain())
+        """What torch.jit.script compiles: the model's own code, or what that gives for it."""
+        plain = _made(*self._plain())
+        own: Any = getattr(plain, "__prepare_scriptable__", None)
+        return plain if own is None else own()
 
     def _plain(self) -> tuple[type[nn.Module], dict[str, Any]]:
         """The model's own class, and what it holds without us."""

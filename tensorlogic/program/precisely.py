@@ -30,6 +30,7 @@ class Kept:
     def __init__(self, program: Program, asked: Precision) -> None:
         self.program, self.asked = program, asked
         self.model, self.nbytes = program.model, program.nbytes
+        program.patient = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output; the model's own code would not keep the precision."""

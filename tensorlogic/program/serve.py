@@ -26,10 +26,8 @@ from .watch import Guard, Kept, Watch, still
 from .words import Words, leaves
 
 VERSION, WANTS = attrgetter("_version"), attrgetter("requires_grad")
-PATIENCE, REST = (
-    8,
-    64,
-)  # calls of a changed model in a row until looks grow rare, and between two looks at most
+PATIENCE = 8  # calls in a row that met a changed model until looks at it grow rare
+REST = 64  # calls between two looks, at most
 
 
 class Program:
@@ -85,9 +83,9 @@ class Program:
         self.sections: list[Section] = []  # recorded on streams of their own
         self.left_over: list[str] = []  # kinds of runs that Inductor has compiled
         self.contest: Any = None  # in which Inductor may still beat it
-        self.refused = self.resting = (
-            0  # calls in a row that met another model, and that are not to look
-        )
+        self.refused = 0  # calls in a row that met a changed model
+        self.resting = 0  # calls that are not to look
+        self.patient = True  # what it does not serve is served by others, so that it may rest
         self.replay: Any = None
         self.way: Way | None = None  # to the replay, for calls that look like the last one
         self.words: Words | None = None  # to that way, for calls by keyword
@@ -185,7 +183,8 @@ class Program:
         if not self.watch.holds() or not self.kept.holds():
             self.way = None
             self.refused += 1
-            self.resting = min(self.refused, REST) if self.refused > PATIENCE else 0
+            rests = self.patient and self.refused > PATIENCE
+            self.resting = min(self.refused, REST) if rests else 0
             return MISS
         self.refused = 0
         if (self.watched and self._stamp() != self.stamp) or self._written_unseen():

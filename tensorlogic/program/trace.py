@@ -191,9 +191,8 @@ class Seen:
     drew: str = ""
 
 
-WITNESSES = (
-    threading.RLock()
-)  # what they set is the process's: one at a time, lest one restores what another has set
+#: What witnesses set is the process's: one at a time, lest one restores what another has set.
+WITNESSES = threading.RLock()
 
 
 class _Mine(io.TextIOBase):
@@ -224,7 +223,7 @@ class _Mine(io.TextIOBase):
 def witness() -> Iterator[Seen]:
     """Notice what a graph would not repeat: printing, and numbers drawn outside PyTorch; the state of both is restored.
 
-    Nothing is printed or logged meanwhile by this thread: PyTorch shows whole graphs where tracing fails.
+    Nothing is printed by this thread, or logged by any, meanwhile: PyTorch shows whole graphs where tracing fails.
     """
     with WITNESSES, _witness() as seen:
         yield seen

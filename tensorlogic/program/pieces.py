@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +29,7 @@ from .outcomes import outcome, random_state, widely
 from .report import Report
 from .serve import Program
 from .short import MISS, plain_modes
+from .streams import aside
 from .trace import Trace, Untraceable, counters, first_line, prepare, witness
 from .watch import Hooks
 
@@ -350,7 +349,7 @@ def _faster(
 
     tensors = [*made.model.parameters(), *check.tensors_in(given)]
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-    with unwritten(made.model), contextlib.redirect_stdout(io.StringIO()):
+    with unwritten(made.model), aside("stdout"):
         changing = changes()
         given = fresh(args, kwargs) if changing else given
         pair = {"before": call(twin), "after": call(made.serving)}

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import logging
 import operator
 import random
-import sys
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..rules import example
+from .streams import aside
 from .watch import HOOKS
 
 if TYPE_CHECKING:
@@ -191,72 +189,32 @@ class Seen:
     drew: str = ""
 
 
-#: What witnesses set is the process's: one at a time, lest one restores what another has set.
-WITNESSES = threading.RLock()
-
-
-class _Mine(io.TextIOBase):
-    """A stream that keeps what one thread writes until it is over, and hands on what others do."""
-
-    def __init__(self, kept: io.StringIO, other: Any) -> None:
-        self.kept, self.other, self.thread = kept, other, threading.get_ident()
-        self.over = False
-
-    def _stream(self) -> Any:
-        mine = threading.get_ident() == self.thread and not self.over
-        return self.kept if mine else self.other
-
-    def write(self, text: str) -> int:
-        stream = self._stream()
-        return len(text) if stream is None else stream.write(text)
-
-    def flush(self) -> None:
-        stream = self._stream()
-        if stream is not None:
-            stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.other, name)
-
-
 @contextlib.contextmanager
 def witness() -> Iterator[Seen]:
     """Notice what a graph would not repeat: printing, and numbers drawn outside PyTorch; the state of both is restored.
 
     Nothing is printed by this thread, or logged by any, meanwhile: PyTorch shows whole graphs where tracing fails.
     """
-    with WITNESSES, _witness() as seen:
-        yield seen
-
-
-@contextlib.contextmanager
-def _witness() -> Iterator[Seen]:
-    seen, out, quiet = Seen(), io.StringIO(), logging.root.manager.disable
-    python, numbers = random.getstate(), numpy.random.get_state(legacy=True)
-    modes = torch.is_grad_enabled()
-    streams = _Mine(out, sys.stdout), _Mine(out, sys.stderr)
-    try:
-        logging.disable(logging.CRITICAL)
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(streams[0]),
-            contextlib.redirect_stderr(streams[1]),
-        ):
-            warnings.simplefilter("ignore")
-            yield seen
-    finally:
-        for stream in streams:  # which a handler of the model's may keep
-            stream.over = True
-        logging.disable(quiet)
-        torch.set_grad_enabled(modes)
-        seen.text = out.getvalue()
-        after = numpy.random.get_state(legacy=True)
-        if random.getstate() != python:
-            seen.drew = "Python's random"
-        elif not _same_numpy(numbers, after):
-            seen.drew = "numpy.random"
-        random.setstate(python)
-        numpy.random.set_state(numbers)
+    with aside("stdout", "stderr") as out:
+        seen, quiet = Seen(), logging.root.manager.disable
+        python, numbers = random.getstate(), numpy.random.get_state(legacy=True)
+        modes = torch.is_grad_enabled()
+        try:
+            logging.disable(logging.CRITICAL)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield seen
+        finally:
+            logging.disable(quiet)
+            torch.set_grad_enabled(modes)
+            seen.text = out.getvalue()
+            after = numpy.random.get_state(legacy=True)
+            if random.getstate() != python:
+                seen.drew = "Python's random"
+            elif not _same_numpy(numbers, after):
+                seen.drew = "numpy.random"
+            random.setstate(python)
+            numpy.random.set_state(numbers)
 
 
 def _same_numpy(a: Any, b: Any) -> bool:

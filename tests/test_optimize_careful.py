@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import tensorlogic
 from tensorlogic.program.optimizing import Optimized
 from tensorlogic.program.serve import PATIENCE, REST
-from tensorlogic.program.trace import witness
+from tensorlogic.program.trace import trace, witness
 
 
 def layers(wide: int = 64) -> nn.Sequential:
@@ -336,3 +337,52 @@ def test_what_a_model_gives_to_be_scripted_is_scripted(pays: None) -> None:
         fast = tensorlogic.optimize(model, x)
         assert isinstance(fast, Optimized)
         assert torch.jit.script(fast).original_name == torch.jit.script(model).original_name
+
+
+class Blocks(nn.Module):
+    """Blocks in which autocast is off, or on; some hold blocks."""
+
+    def __init__(self, on: bool, within: str) -> None:
+        super().__init__()
+        self.inner, self.on, self.within = nn.Linear(64, 64), on, within
+        self.register_buffer("angles", torch.randn(64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = y = self.inner(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.on):
+            x = torch.relu(x.float()) * 2
+            if self.within == "two outputs":
+                y = torch.tanh(x)
+            elif self.within == "another":
+                with torch.autocast("cpu", torch.bfloat16):
+                    y = self.inner(y)
+            elif self.within == "no_grad":
+                with torch.no_grad():
+                    y = (self.angles.float() * 2).cos()
+        return self.inner(x), y
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("within", ["nothing", "two outputs", "another", "no_grad"])
+@pytest.mark.parametrize("on", [False, True])
+def test_blocks_that_switch_autocast(on: bool, within: str, training: bool, pays: None) -> None:
+    """As models compute angles or a softmax with autocast off, whatever is around them."""
+    model, x = Blocks(on, within).train(training), torch.randn(32, 64)
+    tolerance = 2e-2 if on or within == "another" else 1e-5
+    with torch.set_grad_enabled(training):
+        fast = tensorlogic.optimize(model, x, training=training, budget_s=0.5)
+        assert isinstance(fast, Optimized)
+        wrapped = torch.ops.higher_order.wrap_with_autocast
+        held = any(n.target is wrapped for n in trace(model, (x,), {}).graph.nodes)
+        assert held == (on or within == "another")
+        for mode in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+            with mode:
+                for ours, plain in zip(fast(x), model(x), strict=True):
+                    torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+    if training:
+        ours, plain = (gradients(each(x), model) for each in (fast, model))
+        torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+
+
+def gradients(outs: tuple[Tensor, Tensor], model: nn.Module) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(outs[0].float().square().mean(), list(model.parameters()))

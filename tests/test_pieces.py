@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic.program import check, pieces
+from tensorlogic.program.outcomes import widely
 from tensorlogic.program.pieces import Pieces
 
 from .clockwork import Clock
@@ -288,6 +289,37 @@ def test_halves_are_checked_in_float32_where_float64_is_unknown(
     assert fast.report.error is not None
     fast = tensorlogic.optimize(model.float(), x.float())  # nothing wider is known
     assert "no way to check it (in torch.float64: " in fast.report.reason
+
+
+class Insisting(nn.Module):
+    """Asks for float32, which everything is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = torch.softmax(self.a(x), -1, dtype=torch.float32)
+        if shares.max() > 2.0:
+            shares = shares * 2
+        scale = torch.ones(8, dtype=torch.float32) * 2
+        return self.b(torch.cat((shares.float(), x.to(torch.float32) * scale), -1).to(dtype=torch.float32))  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_code_that_asks_for_float32_is_checked_in_float64(training: bool, pays: None) -> None:
+    model, x = Insisting().train(training), torch.randn(3, 8)
+    with torch.set_grad_enabled(training):
+        fast = tensorlogic.optimize(model, x, training=training)
+        assert isinstance(fast._program, Pieces), fast.report.reason
+        assert fast.report.error is not None
+        torch.testing.assert_close(fast(x), model(x))
+    wide = widely(model, training, (x,), {})
+    assert not isinstance(wide, str)
+    assert [t.dtype for t in wide[0]] == [torch.float64]
+    exact = copy.deepcopy(model).double()
+    shares = torch.softmax(exact.a(x.double()), -1)
+    torch.testing.assert_close(wide[0][0], exact.b(torch.cat((shares, x.double() * 2), -1)))
 
 
 class Looking(nn.Module):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from . import check
 from .copies import fresh
@@ -41,15 +44,37 @@ def outcome(
     return [outs, after, grads]
 
 
+class _Wide(TorchFunctionMode):
+    """float64 wherever code asks for float32."""
+
+    def __torch_function__(
+        self, fn: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if fn is Tensor.float:
+            fn, args = Tensor.to, (args[0], torch.float64, *args[1:])
+        args, kwargs = pytree.tree_map_only(
+            torch.dtype,
+            lambda dtype: torch.float64 if dtype is torch.float32 else dtype,
+            (tuple(args), dict(kwargs or {})),
+        )
+        return fn(*args, **kwargs)
+
+
 def widely(model: nn.Module, training: bool, args: Any, kwargs: Any) -> list[list[Tensor]] | str:
     """`outcome` in higher precision, float32 where halves cannot be float64; where the model's own code insists on its
     dtype, what it says."""
     tensors = [*model.parameters(), *model.buffers(), *check.tensors_in((args, kwargs))]
-    half = all(t.element_size() <= 2 for t in tensors if t.is_floating_point())
-    for dtype in dict.fromkeys((check.wide_dtype(tensors), *(torch.float32,) * half)):
+    floats = [t for t in tensors if t.is_floating_point()]
+    ways: list[tuple[torch.dtype, Any]] = [(check.wide_dtype(tensors), contextlib.nullcontext())]
+    if all(t.element_size() <= 2 for t in floats):
+        ways.append((torch.float32, contextlib.nullcontext()))
+    elif ways[0][0] is torch.float64 and all(t.dtype is torch.float32 for t in floats):
+        ways.append((torch.float64, _Wide()))  # of what is float32 already, code may ask it again
+    for dtype, mode in ways:
         twin = copy.deepcopy(model).to(dtype)
         try:
-            return outcome(twin, twin, training, args, kwargs, dtype)
+            with mode:
+                return outcome(twin, twin, training, args, kwargs, dtype)
         except FAILURES as problem:
             why = f"in {dtype}: {first_line(problem)}"
     return why

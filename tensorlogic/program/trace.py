@@ -10,7 +10,7 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy
 import torch
@@ -111,8 +111,9 @@ def _read(
     if len(flat) != len(inputs):
         raise Untraceable(f"{len(flat)} inputs were given, the graph takes {len(inputs)}")
     counted, out_spec = counters(state, live), program.call_spec.out_spec
-    prepare(graph, state, counted)
     owner = program.graph_module
+    opened(graph, owner)
+    prepare(graph, state, counted)
     return Trace(graph, owner, state, inputs, in_spec, out_spec, flat, counted, program)
 
 
@@ -149,6 +150,36 @@ def prepare(
                 node.target = torch.ops.aten.reshape.default
     known = {n for n, (_, t) in state.items() if not t.is_inference()}
     constants(graph, known - (statistics(graph) - counted.keys()))
+
+
+def opened(graph: fx.Graph, owner: nn.Module) -> None:
+    """Blocks that switch autocast off where it is off become what stands in them; in others, too, `identities` go."""
+    waiting = list(graph.nodes)
+    while waiting:
+        node = waiting.pop()
+        if node.target is not torch.ops.higher_order.wrap_with_autocast:
+            continue
+        device, _, on, _, block, *given = cast("tuple[Any, ...]", node.args)
+        plain = all(user.target is operator.getitem for user in node.users)
+        if on or torch.is_autocast_enabled(device) or not plain:
+            continue
+        inner = cast("fx.GraphModule", owner.get_submodule(block.target)).graph
+        known = dict(zip(inner.find_nodes(op="placeholder"), given, strict=True))
+        with graph.inserting_before(node):
+            outs = cast("tuple[Any, ...]", graph.graph_copy(inner, known))
+        for held in inner.find_nodes(op="get_attr"):
+            known[held].target = f"{block.target}.{held.target}"
+        waiting += [known[each] for each in inner.nodes if each.op == "call_function"]
+        for user in list(node.users):
+            user.replace_all_uses_with(outs[cast(int, user.args[1])])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        if not block.users:
+            graph.erase_node(block)
+    for each in owner.modules():
+        if isinstance(each, fx.GraphModule) and each is not owner:
+            identities(each.graph)
+            each.recompile()
 
 
 def identities(graph: fx.Graph) -> None:

@@ -384,5 +384,16 @@ def test_blocks_that_switch_autocast(on: bool, within: str, training: bool, pays
         torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("within", ["nothing", "two outputs", "another", "no_grad"])
+def test_blocks_without_autocast_within_it(within: str, training: bool, pays: None) -> None:
+    model, x = Blocks(False, within).train(training), torch.randn(32, 64)
+    with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16):
+        fast = tensorlogic.optimize(model, x, training=training, budget_s=0.5)
+        assert isinstance(fast, Optimized), fast.report.reason
+        for ours, plain in zip(fast(x), model(x), strict=True):
+            torch.testing.assert_close(ours, plain, rtol=2e-2, atol=2e-2)
+
+
 def gradients(outs: tuple[Tensor, Tensor], model: nn.Module) -> tuple[Tensor, ...]:
     return torch.autograd.grad(outs[0].float().square().mean(), list(model.parameters()))

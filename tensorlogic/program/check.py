@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 import warnings
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from .. import derived
 from ..numerics import Errors, Verdict, chance, judge, of_all, spacing
@@ -104,7 +106,10 @@ def _evaluate(
 ) -> None:
     for node in nodes:
         if node.op == "get_attr":
-            env[node.name] = operator.attrgetter(str(node.target))(owner)
+            held = operator.attrgetter(str(node.target))(owner)
+            if dtype is not None and isinstance(held, fx.GraphModule):
+                held = _block(held, dtype)
+            env[node.name] = held
             continue
         if drawn is not None and node.name in drawn:
             value = drawn[node.name]
@@ -121,6 +126,18 @@ def _evaluate(
             drawn[node.name] = env[node.name].detach().clone()
         for done in (last or {}).get(node.name, ()):
             env.pop(done, None)
+
+
+def _block(block: fx.GraphModule, dtype: torch.dtype) -> fx.GraphModule:
+    """A copy of a graph within another's, whose calls ask for `dtype` where they ask for another floating one."""
+    wide = copy.deepcopy(block)
+    for each in wide.modules():
+        if isinstance(each, fx.GraphModule):
+            for node in each.graph.nodes:
+                node.args = map_aggregate(node.args, lambda a: _dtypes(a, dtype))
+                node.kwargs = map_aggregate(node.kwargs, lambda a: _dtypes(a, dtype))
+            each.recompile()
+    return wide
 
 
 def _dtypes(value: Any, dtype: torch.dtype) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import sys
 import threading
@@ -397,3 +398,59 @@ def test_blocks_without_autocast_within_it(within: str, training: bool, pays: No
 
 def gradients(outs: tuple[Tensor, Tensor], model: nn.Module) -> tuple[Tensor, ...]:
     return torch.autograd.grad(outs[0].float().square().mean(), list(model.parameters()))
+
+
+class Angles(nn.Module):
+    """Computes angles from its buffer without gradients, as rotary embeddings do; `of` is what else the block is given."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.inner, self.of = nn.Linear(16, 16), of
+        self.register_buffer("rates", torch.rand(16))
+        self.register_buffer("seen", torch.zeros(16))
+        self.scale = nn.Parameter(torch.rand(16), requires_grad=False)
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        x = self.inner(x)
+        with torch.no_grad():
+            angles = (self.rates.float() * at.float()).cos()
+            if self.of == "a parameter":
+                angles = angles * self.inner.bias
+            elif self.of == "a frozen parameter":
+                angles = angles * self.scale
+            elif self.of == "activations":
+                angles = angles * x.mean(0)
+            elif self.of == "gradients again":
+                with torch.enable_grad():
+                    angles = angles * 2
+            elif self.of == "writes":
+                self.seen.add_(1)
+        return torch.relu(x) * angles + self.seen
+
+
+@pytest.mark.parametrize(
+    "of", ["", "a parameter", "a frozen parameter", "activations", "gradients again", "writes"]
+)
+def test_blocks_without_gradients(of: str, pays: None) -> None:
+    model, x, at = Angles(of).train(), torch.randn(4, 16), torch.arange(4)[:, None]
+    wrapped = torch.ops.higher_order.wrap_with_set_grad_enabled
+    held = any(n.target is wrapped for n in trace(model, (x, at), {}).graph.nodes)
+    assert held == (of in ("a parameter", "a frozen parameter", "activations"))
+    fast = tensorlogic.optimize(model, (x, at), training=True, budget_s=0.5)
+    assert isinstance(fast, Optimized), fast.report.reason
+    twin = copy.deepcopy(model)
+    for frozen in (True, False):  # what is frozen while optimizing may learn later
+        for each in (model, twin):
+            each.scale.requires_grad_(not frozen)
+        ours, plain = fast(x, at), twin(x, at)
+        torch.testing.assert_close(ours, plain)
+        torch.testing.assert_close(model.seen, twin.seen)
+        for out, holder in ((ours, model), (plain, twin)):
+            holder.zero_grad()
+            out.square().mean().backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+    learning = [x.clone().requires_grad_() for _ in range(2)]
+    for each, given in zip((fast, twin), learning, strict=True):
+        each(given, at).square().mean().backward()
+    torch.testing.assert_close(learning[0].grad, learning[1].grad)

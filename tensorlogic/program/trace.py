@@ -8,7 +8,7 @@ import logging
 import operator
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +24,10 @@ from .watch import HOOKS
 if TYPE_CHECKING:
     from .asked import Asked
     from .objects import Objects
+
+
+AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+GRADIENTS = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
 class Untraceable(Exception):
@@ -112,9 +116,16 @@ def _read(
         raise Untraceable(f"{len(flat)} inputs were given, the graph takes {len(inputs)}")
     counted, out_spec = counters(state, live), program.call_spec.out_spec
     owner = program.graph_module
-    opened(graph, owner)
+    learn = {n for n, (_, t) in state.items() if t.requires_grad or isinstance(t, nn.Parameter)}
+    learn |= {n for n, v in zip(inputs, flat, strict=True) if _may_learn(v)}
+    opened(graph, owner, learn)
     prepare(graph, state, counted)
     return Trace(graph, owner, state, inputs, in_spec, out_spec, flat, counted, program)
+
+
+def _may_learn(value: Any) -> bool:
+    """Whether a later call's input may record gradients, as a parameter that is frozen now may."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def counters(
@@ -152,24 +163,29 @@ def prepare(
     constants(graph, known - (statistics(graph) - counted.keys()))
 
 
-def opened(graph: fx.Graph, owner: nn.Module) -> None:
-    """Blocks that switch autocast off where it is off become what stands in them; in others, too, `identities` go."""
+def opened(graph: fx.Graph, owner: nn.Module, learn: Collection[str]) -> None:
+    """Blocks that set a mode which changes nothing become what stands in them; in others, too, `identities` go.
+
+    Such are those without autocast where there is none, and those without gradients on what no gradient reaches: `learn` are the
+    placeholders which one does.
+    """
+    live = {n for n in graph.nodes if n.name in learn}
+    _reach(graph.nodes, live)
     waiting = list(graph.nodes)
     while waiting:
         node = waiting.pop()
-        if node.target is not torch.ops.higher_order.wrap_with_autocast:
+        block, given = _block_of(node, live)
+        if block is None or any(user.target is not operator.getitem for user in node.users):
             continue
-        device, _, on, _, block, *given = cast("tuple[Any, ...]", node.args)
-        plain = all(user.target is operator.getitem for user in node.users)
-        if on or torch.is_autocast_enabled(device) or not plain:
-            continue
-        inner = cast("fx.GraphModule", owner.get_submodule(block.target)).graph
+        inner = cast("fx.GraphModule", owner.get_submodule(str(block.target))).graph
         known = dict(zip(inner.find_nodes(op="placeholder"), given, strict=True))
         with graph.inserting_before(node):
             outs = cast("tuple[Any, ...]", graph.graph_copy(inner, known))
         for held in inner.find_nodes(op="get_attr"):
             known[held].target = f"{block.target}.{held.target}"
-        waiting += [known[each] for each in inner.nodes if each.op == "call_function"]
+        copied = [known[each] for each in inner.nodes if each.op == "call_function"]
+        _reach(copied, live)
+        waiting += copied
         for user in list(node.users):
             user.replace_all_uses_with(outs[cast(int, user.args[1])])
             graph.erase_node(user)
@@ -180,6 +196,28 @@ def opened(graph: fx.Graph, owner: nn.Module) -> None:
         if isinstance(each, fx.GraphModule) and each is not owner:
             identities(each.graph)
             each.recompile()
+
+
+def _block_of(node: fx.Node, live: Container[fx.Node]) -> tuple[fx.Node | None, Sequence[Any]]:
+    """The block that a node calls in a mode that changes nothing, and its arguments; none for other nodes."""
+    values = cast("tuple[Any, ...]", node.args)
+    if node.target is AUTOCAST:
+        device, _, on, _, block, *given = values
+        idle = not on and not torch.is_autocast_enabled(device)
+    elif node.target is GRADIENTS:
+        on, block, *given = values
+        idle = on == torch.is_grad_enabled() or not (on or any(v in live for v in given))
+    else:
+        return None, ()
+    return block if idle else None, given
+
+
+def _reach(nodes: Iterable[fx.Node], live: set[fx.Node]) -> None:
+    """Add to `live` what gradients reach, but for blocks without."""
+    for node in nodes:
+        off = node.target is GRADIENTS and not node.args[0]
+        if not off and any(a in live for a in node.all_input_nodes):
+            live.add(node)
 
 
 def identities(graph: fx.Graph) -> None:

@@ -178,6 +178,10 @@ def opened(graph: fx.Graph, owner: nn.Module, learn: Collection[str]) -> None:
         if block is None or any(user.target is not operator.getitem for user in node.users):
             continue
         inner = cast("fx.GraphModule", owner.get_submodule(str(block.target))).graph
+        if not all(
+            isinstance(out, fx.Node) for out in cast("tuple[Any, ...]", inner.output_node().args[0])
+        ):
+            continue
         known = dict(zip(inner.find_nodes(op="placeholder"), given, strict=True))
         with graph.inserting_before(node):
             outs = cast("tuple[Any, ...]", graph.graph_copy(inner, known))

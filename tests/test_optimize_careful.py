@@ -353,7 +353,7 @@ class Blocks(nn.Module):
         with torch.autocast("cpu", torch.bfloat16, enabled=self.on):
             x = torch.relu(x.float()) * 2
             if self.within == "two outputs":
-                y = torch.tanh(x)
+                y = torch.tanh(x @ self.inner.weight.to(x.dtype))
             elif self.within == "another":
                 with torch.autocast("cpu", torch.bfloat16):
                     y = self.inner(y)
@@ -410,8 +410,8 @@ class Angles(nn.Module):
         self.register_buffer("seen", torch.zeros(16))
         self.scale = nn.Parameter(torch.rand(16), requires_grad=False)
 
-    def forward(self, x: Tensor, at: Tensor) -> Tensor:
-        x = self.inner(x)
+    def forward(self, given: Tensor, at: Tensor) -> Tensor:
+        x = self.inner(given)
         with torch.no_grad():
             angles = (self.rates.float() * at.float()).cos()
             if self.of == "a parameter":
@@ -420,6 +420,8 @@ class Angles(nn.Module):
                 angles = angles * self.scale
             elif self.of == "activations":
                 angles = angles * x.mean(0)
+            elif self.of == "an input":
+                angles = angles * given
             elif self.of == "gradients again":
                 with torch.enable_grad():
                     angles = angles * 2
@@ -429,13 +431,22 @@ class Angles(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "of", ["", "a parameter", "a frozen parameter", "activations", "gradients again", "writes"]
+    "of",
+    [
+        "",
+        "a parameter",
+        "a frozen parameter",
+        "activations",
+        "an input",
+        "gradients again",
+        "writes",
+    ],
 )
 def test_blocks_without_gradients(of: str, pays: None) -> None:
     model, x, at = Angles(of).train(), torch.randn(4, 16), torch.arange(4)[:, None]
     wrapped = torch.ops.higher_order.wrap_with_set_grad_enabled
     held = any(n.target is wrapped for n in trace(model, (x, at), {}).graph.nodes)
-    assert held == (of in ("a parameter", "a frozen parameter", "activations"))
+    assert held == (of in ("a parameter", "a frozen parameter", "activations", "an input"))
     fast = tensorlogic.optimize(model, (x, at), training=True, budget_s=0.5)
     assert isinstance(fast, Optimized), fast.report.reason
     twin = copy.deepcopy(model)

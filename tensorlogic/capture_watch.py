@@ -82,6 +82,23 @@ def turn(patience_s: float = -1.0) -> Iterator[bool]:
             _TURN.release()
 
 
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Autocast keeps none of the casts inside, nor uses those it kept: of weights, until its outermost block ends.
+
+    A graph that read such a cast would read memory that is given to others when that block ends, and what is cast while one is
+    recorded holds nothing that a call outside of the graph could read. Blocks inside that keep casts themselves find none.
+    """
+    kept = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
+        torch.clear_autocast_cache()
+
+
 def _begin() -> None:
     global _turns
     starting.pause()

@@ -393,13 +393,13 @@ class _Graph:
         self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), capture_watch.uncached():
             for step in steps:
                 step()
         torch.cuda.synchronize(device)
         give_back(device)  # a capture would return it, too, and not wait
         recording = torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local")
-        with capture_watch.turn(TURN_S), recording:
+        with capture_watch.turn(TURN_S), capture_watch.uncached(), recording:
             for i in range(self.count):
                 steps[i % len(steps)]()
         self.start, self.end = (

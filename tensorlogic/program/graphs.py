@@ -55,7 +55,7 @@ class Tape:
         What cuBLAS works in shall be the graph's own. PyTorch keeps one such workspace a stream, and whoever records next lets
         go of it (torch.compile does), while this graph would go on writing there.
         """
-        with capture_watch.turn():
+        with capture_watch.turn(), capture_watch.uncached():
             return self._record(fn)
 
     def _record(self, fn: Callable[[], Any]) -> Any:

@@ -52,7 +52,8 @@ def warm(fn: Callable[[], Any], device: torch.device, times: int = 2, use: str =
     if device.type != "cuda":
         return [fn() for _ in range(times)][-1]
     side = stream(device, use)
-    with capture_watch.turn():  # what another thread records there would be recorded with it
+    # What another thread records there meanwhile would hold this, too.
+    with capture_watch.turn(), capture_watch.uncached():
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(times):

@@ -17,9 +17,6 @@ REGISTERS = 65536  # of a multiprocessor
 LEAST_BYTES = (
     64 * 1024
 )  # of rows: shorter ones are held by two programs' registers, which takes 3 % less
-MOST_ODD = (
-    15  # tiles of a row from odd places: beside its ends and more tiles, registers do not suffice
-)
 SIZE = triton_cross_entropy_together.SIZE
 
 

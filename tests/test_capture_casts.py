@@ -1,4 +1,4 @@
-"""Casts of weights that autocast keeps until its outermost block ends: no recorded graph reads them, and none are left of it."""
+"""What is computed of weights and kept until a block ends, as autocast keeps casts: no recorded graph reads it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
@@ -152,3 +153,42 @@ def test_graphs_outlive_the_block_in_which_they_were_recorded(way: str, training
                     p.mul_(1.1)
             with torch.autocast(DEVICE, HALF):
                 torch.testing.assert_close(fast(x), model(x), rtol=3e-2, atol=3e-2)
+
+
+def parametrized() -> nn.Module:
+    torch.manual_seed(0)
+    layer = parametrizations.weight_norm(nn.Linear(32, 64))
+    return nn.Sequential(layer, nn.GELU(), nn.Linear(64, 32)).to(DEVICE).eval()
+
+
+@torch.no_grad()
+def test_weights_that_a_block_keeps_are_not_recorded() -> None:
+    model, x = parametrized(), torch.randn(8, 32, device=DEVICE)
+    fast = captured(model)
+    with parametrize.cached():
+        for _ in range(4):
+            torch.testing.assert_close(fast(x), model(x))
+        assert (fast.graphs, "until its block ends" in str(fast.reason)) == (0, True)
+    for _ in range(40):  # looked at again in a while
+        for p in model.parameters():
+            p.mul_(1.01)
+        torch.testing.assert_close(fast(x), model(x))
+    assert (fast.graphs, fast.reason) == (1, None)
+
+
+@torch.no_grad()
+def test_optimize_within_a_block_that_keeps_weights(pays: None) -> None:
+    """What is computed there is the model's own after it, too; others are optimised as ever."""
+    model, plain = parametrized(), nn.Sequential(nn.Linear(32, 64), nn.GELU()).to(DEVICE).eval()
+    x = torch.randn(8, 32, device=DEVICE)
+    with parametrize.cached():
+        fast = tensorlogic.optimize(model, x)
+        other = tensorlogic.optimize(plain, x)
+    assert "optimize it outside of that block" in fast.report.reason
+    assert other is not plain
+    for p in model.parameters():
+        p.mul_(1.5)
+    torch.testing.assert_close(fast(x), model(x))
+    later = tensorlogic.optimize(model, x)
+    assert later is not model
+    torch.testing.assert_close(later(x), model(x))

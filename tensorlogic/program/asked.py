@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 
@@ -25,6 +26,7 @@ from .foretold import FINITE
 from .trace import Untraceable
 
 _C: Any = torch._C
+KEPT = "kept by torch.nn.utils.parametrize.cached() until its block ends"
 KINDS = ("cpu", "cuda")  # of devices, for which autocast has a state each
 OUTSIDE = (
     str(Path(torch.__file__).parent),
@@ -38,6 +40,11 @@ def autocast() -> Any:
     if not _C._is_any_autocast_enabled():
         return None
     return tuple(torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None for k in KINDS)  # fmt: skip
+
+
+def keeps_parametrized() -> bool:
+    """Whether weights that are computed from others are computed once until a block ends: a graph would read what it frees."""
+    return bool(getattr(parametrize, "_cache_enabled", 0))
 
 
 def precisions() -> tuple[str, str]:

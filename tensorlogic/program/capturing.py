@@ -20,7 +20,7 @@ from .. import capture_watch, derived, policies
 from ..arguments import describe, flag, index
 from ..tuning import leaves_of
 from . import lanes
-from .asked import Asked, modes, noting
+from .asked import KEPT, Asked, keeps_parametrized, modes, noting
 from .buffers import filled, plain, rows_of
 from .graphs import FAILURES, CallTape, GradientReplay, Replay, cause, heal
 from .lanes import warm
@@ -272,6 +272,8 @@ class Captured:
             return leaves
 
         try:
+            if keeps_parametrized():
+                raise RuntimeError(f"parametrized weights are {KEPT}, and a graph would read them")
             if entry.leaves is not None:
                 entry.replay = GradientReplay(run, flat, entry.leaves, device, self.pool, self.tape)
             else:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from .. import arguments, compiling, derived, policies, settings
 from ..memory.heap import give_back
@@ -19,7 +20,7 @@ from ..precision import precision as Policy
 from . import apart, gradients, recall
 from .advising import advise, watched
 from .apart import Apart
-from .asked import CHECKPOINT, answered
+from .asked import CHECKPOINT, KEPT, answered, keeps_parametrized
 from .check import tensors_in
 from .choosing import best
 from .copies import fresh, sharing, undisturbed, unhooked, unsearched, unwritten
@@ -265,6 +266,8 @@ def _unfit(model: nn.Module) -> str | None:
         return "hooks of all modules would not run in a graph"
     if type(model).__call__ is not nn.Module.__call__:
         return "its __call__ is its own: a graph of it would be called inside it once more"
+    if keeps_parametrized() and any(map(parametrize.is_parametrized, model.modules())):
+        return f"its weights are {KEPT}: optimize it outside of that block"
     if "forward" in vars(model):
         return "its forward was replaced on the object, where no program is reached: put it into a class"
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

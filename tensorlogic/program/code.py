@@ -15,6 +15,7 @@ from ..rules import Composite
 from .branches import Section, Step, ordered
 
 aten = torch.ops.aten
+OTHERS = 8  # kinds of calls by what wants gradients, whose ops stay bound beside the first's
 QUICK: dict[
     Any, Callable[..., Any]
 ] = {  # the same calls without the boxed path of an operator overload
@@ -144,13 +145,32 @@ class Function:
         self.quick: dict[str, Callable[..., Any]] = {}
         self._values = dict(values)
         self.notice: Callable[[str, Any], None] | None = None  # told every value of a first run
+        self.wanted: Any = None  # what its ops are bound for, as `of` is told
+        self._others: dict[Any, Function] = {}  # bound for other things than that
         self.run: Callable[..., Any] = self._bind
+
+    def of(self, wanted: Any) -> Function:
+        """The same calls, their ops bound for gradients of what wants them now: `wanted` is equal where these are the same."""
+        if wanted == self.wanted:
+            return self
+        found = self._others.get(wanted)
+        if found is None:
+            found = Function(
+                self.nodes, self.inputs, self.outputs, self._values, self.owner, self.sites.forced
+            )
+            found.sites.hurried = self.sites.hurried
+            if len(self._others) >= OTHERS:
+                self._others.pop(next(iter(self._others)), None)
+            self._others[wanted] = found
+        return found
 
     def set(self, name: str, value: Any) -> None:
         """Another parameter, buffer or constant in the place of one that is read."""
         self._values[name] = value
         if _name(name) in self.scope:
             self.scope[_name(name)] = value
+        for other in [*self._others.values()]:
+            other.set(name, value)
 
     def value(self, name: str) -> Any:
         """The parameter, buffer or constant that is read under a name."""
@@ -159,6 +179,7 @@ class Function:
     def rebind(self) -> None:
         """Bind ops anew in the next run: its tensors have another layout, or gradients are recorded."""
         self.quick.clear()
+        self._others.clear()
         self.run = self._bind
 
     def _bind(self, *given: Any) -> Any:

@@ -18,10 +18,11 @@ from .check import step
 from .code import Function, ahead
 from .forms import Form
 from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal
+from .inductor import Compiled
 from .lanes import warm
 from .samples import Samples
 from .short import MISS, Way, plain_modes, short
-from .trace import Trace, random_call, storage, writes
+from .trace import Trace, norm, random_call, storage, writes
 from .watch import Guard, Kept, Watch, still
 from .words import Words, leaves
 
@@ -47,7 +48,11 @@ class Program:
         given = {*graph.output_node().all_input_nodes}  # what a caller is given is the caller's
         places = {storage(n) for n in given} - {None}
         for node in graph.nodes:
-            if node.op == "call_function" and (node in given or storage(node) in places):
+            if node.op == "call_function" and (
+                node in given
+                or storage(node) in places
+                or not all(n.meta.get("constant", False) for n in node.all_input_nodes)
+            ):
                 node.meta["constant"] = False
         self.constants, sources = ahead(graph, self.state)
         names = sorted({s for read in sources.values() for s in read})
@@ -70,6 +75,7 @@ class Program:
             trace.owner,
             forced,
         )
+        self.made = any(isinstance(n.target, Compiled) for n in graph.nodes)  # by Inductor, in part
         self.guard = Guard(trace.example, training)
         self.watch = Watch(model, () if trace.objects is None else trace.objects.kinds)
         self.autocast, self.force = autocast(), policies.current().force
@@ -90,6 +96,9 @@ class Program:
         self.way: Way | None = None  # to the replay, for calls that look like the last one
         self.words: Words | None = None  # to that way, for calls by keyword
         self.held = list({id(t): t for t in self.state.values()}.values())
+        self.function.wanted = self.wanted = self._wanted(trace.example, True)
+        fixed = self.held if self.made else self.watched  # no gradient reaches these
+        self.fixed = [t for t in fixed if not t.requires_grad] if training else []
         self.kept = Kept(self.held)
         self.pointers: list[int] = []
         self.alive: list[Tensor] = []  # memory that a graph reads, even where its owner moves on
@@ -147,6 +156,8 @@ class Program:
             return
         if self.training and not every:  # a replay with gradients takes all that is given
             return
+        if not self._reaches(tensors):
+            return
         steady = self._steady(self.replay)
         before, after = (None, steady) if self.pure else (steady, None)
         self.way = short(self.replay, tensors, self.trace.out_spec, before, after)
@@ -192,11 +203,30 @@ class Program:
         if self.replay is not None and self._where() != self.pointers:
             self.replay, self.way, self.alive = None, None, []  # parameters lie elsewhere now
         apart = self.pure or not _share_memory(flat)  # a graph's own copies of two would not
-        if self.replay is not None and apart and not _capturing(self.device):
+        if self.replay is not None and apart and self._reaches(flat) and not _capturing(self.device):  # fmt: skip
             out = self.replay(flat)
             if out is not None:
                 return out
-        return self.function.run(*flat)
+        if not self.training:
+            return self.function.run(*flat)
+        recording = torch.is_grad_enabled()
+        if recording and (any(map(WANTS, self.fixed)) or (self.made and not self._reaches(flat))):
+            return MISS
+        return self.function.of(self._wanted(flat, recording)).run(*flat)
+
+    def _wanted(self, flat: Sequence[Any], recording: bool) -> Any:
+        """Of which tensors gradients are recorded: ops are bound for these, and for others anew."""
+        if not self.training or not recording:
+            return ()
+        return *map(WANTS, self.held), *(WANTS(v) for v in flat if isinstance(v, Tensor))
+
+    def _reaches(self, flat: Sequence[Any]) -> bool:
+        """Whether what was recorded or compiled for the example gives gradients of all inputs that want them now."""
+        if not self.training or not torch.is_grad_enabled():
+            return True
+        wanted = self.wanted[len(self.held) :]
+        given = (v for v in flat if isinstance(v, Tensor))
+        return all(w or not v.requires_grad for w, v in zip(wanted, given, strict=True))
 
     def _written_unseen(self) -> bool:
         """Whether some weight was written to without a version more; what was derived from it is forgotten."""
@@ -246,8 +276,9 @@ class Program:
         self.replace_state(own)
         try:
             wrt = list(own.values())
-            warm(lambda: step(self.function.run(*given), True, wrt), self.device)
-            run = self.function.run
+            function = self.function.of(self._wanted(given, True))
+            warm(lambda: step(function.run(*given), True, wrt), self.device)
+            run = function.run
             return GradientReplay(
                 run, given, list(leaves.values()), self.device, None, Tape, standins=wrt
             )
@@ -310,9 +341,13 @@ class Program:
         fresh, _ = ahead(self.graph, self.state)
         theirs = {_memory(t) for t in self.state.values()} - {None}
         for name, value in fresh.items():
-            old = self.constants[name]
-            if isinstance(old, Tensor) and _memory(value) not in theirs and _written(old, value):
+            old, parts = pytree.tree_leaves(self.constants[name]), pytree.tree_leaves(value)
+            whose = [_memory(v) in theirs for v in parts if isinstance(v, Tensor)]
+            alone = len(whose) == len(old) == len(parts) and not any(whose)
+            if alone and all(map(_written, old, parts)):
                 continue  # in place: captured graphs read it there
+            if self.replay is not None and not all(whose):
+                self.replay, self.alive = None, []  # which reads the old one
             self.constants[name] = value
             self.function.set(name, value)
         self.samples.look()
@@ -395,7 +430,7 @@ def mutates(graph: fx.Graph) -> bool:
         and (
             writes(n)
             or getattr(n.target, "mutates", False)
-            or ("batch_norm" in str(n.target) and bool(n.args[5:6] == (True,)))
+            or (norm(n) and bool(n.args[5:6] == (True,)))
         )
         for n in graph.nodes
     )

@@ -139,9 +139,14 @@ def counters(
     return {n: live[name.lstrip(".")] for n, name in found.items() if name.lstrip(".") in live}
 
 
-def statistics(graph: fx.Graph) -> set[str]:
-    """Placeholders that batch norms read as running statistics."""
-    norms = [n for n in graph.nodes if n.op == "call_function" and "batch_norm" in str(n.target)]
+def norm(node: fx.Node, kind: str = "_norm") -> bool:
+    """Whether a call keeps running statistics, to which it writes in training without its schema saying so."""
+    return kind in (name := str(node.target)) and ("batch_norm" in name or "instance_norm" in name)
+
+
+def statistics(graph: fx.Graph, kind: str) -> set[str]:
+    """Placeholders that norms of a kind read as running statistics."""
+    norms = [n for n in graph.nodes if n.op == "call_function" and norm(n, kind)]
     return {a.name for n in norms for a in n.args[3:5] if isinstance(a, fx.Node)}
 
 
@@ -150,7 +155,8 @@ def prepare(
 ) -> None:
     """Make a traced graph fit for rewriting: in-place calls that nobody sees become plain ones, constants are marked.
 
-    Statistics whose module does not count its batches (`counted`) are none: nobody would notice that they changed.
+    Statistics whose module does not count its batches (`counted`; instance norms never do) are none: nobody would notice that
+    they changed.
     """
     own_outputs(graph)
     identities(graph)
@@ -160,7 +166,9 @@ def prepare(
             if node.target is torch.ops.aten.view.default:
                 node.target = torch.ops.aten.reshape.default
     known = {n for n, (_, t) in state.items() if not t.is_inference()}
-    constants(graph, known - (statistics(graph) - counted.keys()))
+    noticed = statistics(graph, "batch_norm") & counted.keys()
+    unnoticed = statistics(graph, "_norm") - (noticed - statistics(graph, "instance_norm"))
+    constants(graph, known - unnoticed)
 
 
 def opened(graph: fx.Graph, owner: nn.Module, learn: Collection[str]) -> None:
@@ -425,7 +433,7 @@ def constants(graph: fx.Graph, state: set[str]) -> None:
             pure = node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
             real = isinstance(node.meta.get("val"), (Tensor, tuple, list))
             fresh = storage(node) not in dirty
-            batch = "batch_norm" in str(node.target)
+            batch = norm(node)
             node.meta["constant"] = (
                 pure
                 and real

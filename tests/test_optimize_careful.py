@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import sys
 import threading
@@ -465,3 +466,43 @@ def test_blocks_without_gradients(of: str, pays: None) -> None:
     for each, given in zip((fast, twin), learning, strict=True):
         each(given, at).square().mean().backward()
     torch.testing.assert_close(learning[0].grad, learning[1].grad)
+
+
+class Named(nn.Module):
+    """Takes what it takes by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None, *, twice: bool = False) -> Tensor:
+        """Of x, and of a shift."""
+        out = self.layer(x).relu()
+        out = out if shift is None else out + shift
+        return out * 2 if twice else out
+
+
+@torch.no_grad()
+def test_forward_shows_the_models_signature(pays: None) -> None:
+    """Trainers choose columns by it, exporters name what varies."""
+    model, x = Named().eval(), torch.randn(4, 8)
+    fast = tensorlogic.optimize(model, {"x": x, "shift": x})
+    assert fast is not model
+    assert inspect.signature(fast.forward) == inspect.signature(model.forward)
+    assert fast.forward.__doc__ == model.forward.__doc__
+    batch = torch.export.Dim("batch", min=2)
+    exported = torch.export.export(fast, (x, x), dynamic_shapes={"x": {0: batch}, "shift": {0: batch}})  # fmt: skip
+    y = torch.randn(6, 8)
+    torch.testing.assert_close(exported.module()(y, y), model(y, y))
+    torch.testing.assert_close(fast(x=x, shift=x), model(x, x))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_optimized_model_can_be_compiled_as_one_graph(training: bool, pays: None) -> None:
+    model, x = Named().train(training), torch.randn(4, 8)
+    fast = tensorlogic.optimize(model, x, training=training)
+    assert fast is not model
+    with torch.set_grad_enabled(training):
+        whole = torch.compile(fast, fullgraph=True, backend="eager")
+        torch.testing.assert_close(whole(x), model(x))
+        assert whole(x).requires_grad == training

@@ -7,6 +7,7 @@ import functools
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -53,7 +54,9 @@ class Optimized(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
         program = self.__dict__.get("_program")  # none in another object of this class
-        out = MISS if program is None else program(args, kwargs)
+        if program is None or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        out = program(args, kwargs)
         return super().forward(*args, **kwargs) if out is MISS else out
 
     forward.stands_in = True  # type: ignore[attr-defined]  # for the model's own, whose signature counts
@@ -397,10 +400,23 @@ def _copied(model: nn.Module) -> nn.Module:
         raise Unfit(f"the module cannot be copied: {first_line(problem)}") from problem
 
 
+def _shown_as(theirs: Any) -> Any:
+    """Our forward with the signature and the words of the model's, which trainers and exporters read."""
+    own: Any = Optimized.forward
+    made: Any = FunctionType(own.__code__, own.__globals__, "forward", None, own.__closure__)
+    made.__wrapped__, made.__doc__ = theirs, theirs.__doc__
+    made.stands_in = True
+    return made
+
+
 def _extended(clone: nn.Module) -> nn.Module:
     """The copy with a class of its own: the model's, with our forward before it."""
     cls = type(clone)
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    names = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "forward": _shown_as(cls.forward),
+    }
     try:  # of the same name, by which libraries keep what they know of a class
         clone.__class__ = type(cls.__name__, (Optimized, cls), names)
     except Exception as problem:  # a metaclass of the user's may raise anything

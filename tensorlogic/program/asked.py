@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import call
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
@@ -99,6 +99,7 @@ for _name in ("is_autocast_cpu_enabled", "_is_any_autocast_enabled"):
 for _each in torch.utils._device._device_constructors():  # without a device they take the default
     BUILTINS[_each] = "default device"
 CHECKPOINT, SEEDING = "checkpoint", "manual_seed"
+ENGINE = "run_backward"  # what every backward pass calls
 WRAPPERS = {
     torch.get_default_device.__code__: "default device",
     inspect.unwrap(checkpoint.checkpoint).__code__: CHECKPOINT,
@@ -164,8 +165,11 @@ class Asked:
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[set[str]]:
-    """The questions that Python code of this thread puts meanwhile; every one where a profiler is at work that cannot be shared."""
+def noting(backward: Callable[[Mapping[str, Any]], None] | None = None) -> Iterator[set[str]]:
+    """The questions that Python code of this thread puts meanwhile; every one where a profiler is at work that cannot be shared.
+
+    `backward` is told what each backward pass that begins is given.
+    """
     names: set[str] = set()
     other: Any = sys.getprofile()
     pausing = hasattr(other, "enable") and hasattr(other, "disable")  # cProfile's
@@ -175,7 +179,7 @@ def noting() -> Iterator[set[str]]:
         return
     if pausing:
         other.disable()
-    sys.setprofile(_Noting(names, None if pausing else other))
+    sys.setprofile(_Noting(names, None if pausing else other, backward))
     try:
         yield names
     finally:
@@ -187,8 +191,14 @@ def noting() -> Iterator[set[str]]:
 class _Noting:
     """What Python calls at every call and return."""
 
-    def __init__(self, names: set[str], other: Callable[..., Any] | None) -> None:
+    def __init__(
+        self,
+        names: set[str],
+        other: Callable[..., Any] | None,
+        backward: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
         self.names, self.known, self.other = names, set[CodeType](), other
+        self.backward = backward
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         if self.other is not None:
@@ -197,6 +207,8 @@ class _Noting:
             name = BUILTINS.get(arg)
             if name is None:
                 name = getattr(arg, "__name__", "")
+                if name == ENGINE and self.backward is not None and _between(frame.f_code):
+                    self.backward(frame.f_locals)
                 if name in FINITE:
                     self.names.add("finite")
                 if name in (SEEDING, "seed") and _global(arg):

@@ -20,17 +20,18 @@ from .. import capture_watch, derived, policies
 from ..arguments import describe, flag, index
 from ..tuning import leaves_of
 from . import lanes
-from .asked import KEPT, Asked, keeps_parametrized, modes, noting
+from .asked import KEPT, Asked, keeps_parametrized, modes
 from .buffers import filled, plain, rows_of
-from .graphs import FAILURES, CallTape, GradientReplay, Replay, cause, heal
+from .graphs import FAILURES, CallTape, GradientReplay, Replay, cause, heal, pool_of
 from .lanes import warm
-from .short import MISS, Way, short
+from .leaving import LEAVES, Leaving, saved_elsewhere
+from .short import MISS, Way, plain_modes, short
 from .watch import Kept, Watch, attributes, still
 
 EAGER_CALLS = 2  # calls of one kind that run as they are before one is captured
 TOLD = (
     type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format,
-    nn.Module, torch.optim.Optimizer, FunctionType, BuiltinFunctionType, MethodType, type,
+    FunctionType, BuiltinFunctionType, type,
 )  # fmt: skip
 PAUSE = 16  # calls that run as they are after a recording that failed, and the most after calls that no graph may serve
 
@@ -46,6 +47,7 @@ class Entry:
     leaves: Sequence[Tensor] | None = None  # that gradients of the outputs reach; None: nobody's
     names: set[str] = field(default_factory=set)  # of what its code asks about the state around it
     asked: Asked = field(default_factory=Asked)
+    leaving: Leaving = field(default_factory=Leaving)
     way: Way | None = None  # to the replay, for calls that look like the last one
 
 
@@ -74,7 +76,6 @@ class Captured:
         if not isinstance(self.module, nn.Module):
             self.module = None
         self._look()
-        self.pool: Any = None
         self.way: Way | None = None  # to the kind that was replayed last
         self.under = policies.current()  # whose calls it may serve
         self.tape: Callable[[torch.device, Any], Any] = CallTape
@@ -107,6 +108,7 @@ class Captured:
             self.entries.move_to_end(key)
         if entry.replay is not None and (entry.state != self._state() or not entry.asked.steady()):
             entry.replay, entry.way, entry.calls = None, None, 0  # parameters lie elsewhere now
+            entry.leaving = Leaving()
         if entry.replay is None:
             entry.calls += 1
             if entry.calls <= EAGER_CALLS:
@@ -115,6 +117,9 @@ class Captured:
                 return self.fn(*args, **kwargs)
         replay = entry.replay
         assert replay is not None
+        if not entry.leaving.ready():
+            self._stop(LEAVES)
+            return self.fn(*args, **kwargs)
         out = replay(padded) if entry.asked.alike(padded) else None
         if out is None:
             return self.fn(*args, **kwargs)
@@ -140,7 +145,7 @@ class Captured:
 
     def _look(self) -> None:
         """Watch the module as it is from now on."""
-        self.watch = Watch(self.module) if self.module is not None else None
+        self.watch = Watch(self.module, root=True) if self.module is not None else None
         self.held = (
             [*self.module.parameters(), *self.module.buffers()] if self.module is not None else []
         )
@@ -148,7 +153,7 @@ class Captured:
 
     def _steady(self, entry: Entry) -> Callable[[], bool] | None:
         """What holds while the module is as it was when `entry` was captured."""
-        asks = entry.asked.holds
+        asks = entry.leaving.check(entry.asked.holds)
         if self.watch is None:
             return asks
         holds, kept, state, now = self.watch.check(), self.kept.holds, entry.state, self._state
@@ -163,10 +168,9 @@ class Captured:
         for value in flat:
             if not isinstance(value, Tensor) and not _told(value):
                 kind = type(value).__name__
-                said = (
-                    f"an argument is a {kind}, whose changes nothing tells; pass the tensors in it"
-                )
-                return said, None
+                owner = isinstance(value, (nn.Module, torch.optim.Optimizer, MethodType))
+                instead = "capture what calls it" if owner else "pass the tensors in it"
+                return f"an argument is a {kind}, whose changes nothing tells; {instead}", None
         if self.module is not None:
             tensors += itertools.islice(self.module.parameters(), 1)
         kinds = {t.device.type for t in tensors} or (
@@ -180,7 +184,7 @@ class Captured:
             )
             said = f"inputs lie on {where}; graphs are captured on CUDA devices"
             return said + (kept if kinds == {"cpu"} else ""), None
-        seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+        seen = not plain_modes() or saved_elsewhere()
         if odd or seen or not all(map(plain, tensors)):
             return None, None
         if self.tape is CallTape and torch.cuda.is_current_stream_capturing():
@@ -233,7 +237,7 @@ class Captured:
         """
         with capture_watch.turn(0) as free:
             if free:
-                with noting() as names:
+                with entry.leaving.running(flat) as names:
                     out = warm(lambda: self.fn(*args, **kwargs), device, 1, lanes.CALLS)
                 entry.names |= names
                 outs, entry.leaves = pytree.tree_leaves(out), _leaves(out, flat)
@@ -263,9 +267,6 @@ class Captured:
     def _captured(
         self, entry: Entry, flat: Sequence[Any], spec: Any, device: torch.device, padded: bool
     ) -> bool:
-        if self.pool is None and self.tape is CallTape:
-            self.pool = torch.cuda.graph_pool_handle()
-
         def run(*given: Any) -> Any:
             args, kwargs = pytree.tree_unflatten(list(given), spec)
             leaves, entry.spec = pytree.tree_flatten(self.fn(*args, **kwargs))
@@ -274,20 +275,25 @@ class Captured:
         try:
             if keeps_parametrized():
                 raise RuntimeError(f"parametrized weights are {KEPT}, and a graph would read them")
-            if entry.leaves is not None:
-                entry.replay = GradientReplay(run, flat, entry.leaves, device, self.pool, self.tape)
-            else:
-                entry.replay = _recorded(run, flat, device, self)
-                if padded and entry.replay.written:
-                    raise RuntimeError("an input that would be filled up to a bucket is written to")
+            with entry.leaving.recording(self.held):
+                if entry.leaves is not None:
+                    entry.replay = GradientReplay(run, flat, entry.leaves, device, self.tape)
+                else:
+                    entry.replay = _recorded(run, flat, device, self)
+            if padded and isinstance(entry.replay, Replay) and entry.replay.written:
+                raise RuntimeError("an input that would be filled up to a bucket is written to")
         except FAILURES as problem:
             heal(device)
-            self.reason = cause(problem)
-            self.pause, self.failed = 0 if self.failed else PAUSE, True
-            self.entries.clear()
+            self._stop(cause(problem))
             return False
         entry.state, entry.asked = self._state(), Asked(entry.names, self.held, entry.replay.static)
         return True
+
+    def _stop(self, reason: str) -> None:
+        """Nothing is replayed from here on, the first time for a while."""
+        self.reason = reason
+        self.pause, self.failed = 0 if self.failed else PAUSE, True
+        self.entries.clear()
 
     @property
     def graphs(self) -> int:
@@ -319,7 +325,11 @@ def _recorded(
         with torch.set_grad_enabled(grad):
             return [v.detach() if isinstance(v, Tensor) else v for v in run(*given)]
 
-    return Replay(inside, flat, device, owner.pool, owner.unsafe_views, owner.tape)
+    others = [e.replay for e in [*owner.entries.values()] if isinstance(e.replay, Replay)]
+    other = next((r for r in others if r.device == device), None)
+    # a pool whose graphs are gone takes no other while tensors, such as gradients, lie there
+    pool, line = (pool_of(device), None) if other is None else (other.pool, other.line)
+    return Replay(inside, flat, device, pool, owner.unsafe_views, owner.tape, line)
 
 
 def _kind(value: Any) -> Any:
@@ -328,7 +338,7 @@ def _kind(value: Any) -> Any:
         return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
     if isinstance(value, (float, complex)):
         return type(value), repr(value)
-    return type(value), value, value.training if isinstance(value, nn.Module) else None
+    return type(value), value
 
 
 def _told(value: Any) -> bool:
@@ -347,7 +357,8 @@ def capture(
     """The same function, its GPU work replayed as one CUDA graph for each kind of input, at the launch cost of one kernel.
 
     The first two calls of a kind (shapes, strides, dtypes, modes) run as they are; the third is captured, and later ones
-    are replayed. Every call does its work exactly once, so a whole training step can be captured, too.
+    are replayed. Every call does its work exactly once, so a whole training step can be captured, too,
+    that clears its gradients itself (or has them cleared by `zero_grad(set_to_none=False)`).
 
     Args:
         fn: a function or torch.nn.Module of tensors on one GPU, in containers that PyTorch's pytrees know, and of plain values. With gradients recorded, forward and backward of a module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -54,9 +54,9 @@ def unsearched() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unhooked(model: nn.Module) -> Iterator[None]:
-    """Hooks of parameters, which count or log gradients of steps, hear nothing of those that are made meanwhile."""
-    hooked = [(p._backward_hooks, dict(p._backward_hooks)) for p in model.parameters() if p._backward_hooks]  # fmt: skip
+def unhooked(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Hooks of tensors, which count or log gradients of steps, hear nothing of those that are made meanwhile."""
+    hooked = [(p._backward_hooks, dict(p._backward_hooks)) for p in tensors if p._backward_hooks]  # fmt: skip
     for table, _ in hooked:
         table.clear()
     try:

@@ -18,6 +18,7 @@ from .. import capture_watch
 from . import lanes
 from .buffers import expanded, once, static_like
 from .check import flat_values
+from .copies import unhooked
 from .trace import first_line
 
 LOG = logging.getLogger("tensorlogic")
@@ -156,10 +157,16 @@ class Line:
         self.lock.release()
 
 
+def pool_of(device: torch.device) -> Any:
+    """A new memory pool's handle."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else object()
+
+
 class Replay:
     """`fn` of flattened arguments as one graph: inputs are copied in, outputs copied out (or handed out as they are).
 
-    Inputs that `fn` writes into are copied back.
+    Inputs that `fn` writes into are copied back. Replays whose graphs share a pool share a `line`, too: what one leaves in
+    memory that it has given back, others overwrite.
     """
 
     def __init__(
@@ -170,6 +177,7 @@ class Replay:
         pool: Any = None,
         unsafe_views: bool = False,
         tape: Callable[[torch.device, Any], Any] = Tape,
+        line: Line | None = None,
     ) -> None:
         self.places = [i for i, v in enumerate(flat) if isinstance(v, Tensor)]
         self.static = [static_like(flat[i]) for i in self.places]
@@ -179,7 +187,7 @@ class Replay:
         for i, s in zip(self.places, self.static, strict=True):
             given[i] = s
         before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-        self.tape, self.line = tape(device, pool), Line(device)
+        self.pool, self.tape, self.line = pool, tape(device, pool), line or Line(device)
         versions = [s._version for s in self.static]
         with torch.no_grad():
             self.out = self.tape.record(lambda: fn(*given))
@@ -264,7 +272,8 @@ class GradientReplay:
     """Forward and backward as two graphs; the leaves are the inputs and parameters that need gradients.
 
     `standins` are what `fn` reads in the place of `parameters`: leaves of the same memory whose autograd nodes were never
-    on another stream, which a capture may not wait for.
+    on another stream, which a capture may not wait for. Each graph has a pool of its own: until backward has run, and run
+    again, what it needs lies there, whatever is replayed meanwhile.
     """
 
     def __init__(
@@ -273,7 +282,6 @@ class GradientReplay:
         flat: Sequence[Any],
         parameters: Sequence[Tensor],
         device: torch.device,
-        pool: Any = None,
         tape: Callable[[torch.device, Any], Any] = Tape,
         standins: Sequence[Tensor] | None = None,
     ) -> None:
@@ -287,7 +295,7 @@ class GradientReplay:
         for i, s in zip(self.places, self.static, strict=True):
             given[i] = s
         before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-        self.forward, self.backward = tape(device, pool), tape(device, pool)
+        self.forward, self.backward = tape(device, None), tape(device, None)
         versions = [s._version for s in self.static]
         with torch.enable_grad():
             self.out = self.forward.record(lambda: fn(*given))
@@ -304,12 +312,14 @@ class GradientReplay:
             raise RuntimeError("no output needs a gradient")
 
         def back() -> Any:
-            return torch.autograd.grad(
-                [self.leaves[i] for i in self.grads_of],
-                [self.wrt[i] for i in self.needs],
-                self.seeds,
-                allow_unused=True,
-            )
+            with unhooked(self.wrt):  # who asks for the gradients hears of them
+                return torch.autograd.grad(
+                    [self.leaves[i] for i in self.grads_of],
+                    [self.wrt[i] for i in self.needs],
+                    self.seeds,
+                    retain_graph=True,
+                    allow_unused=True,
+                )
 
         self.grads = self.backward.record(back)
         after = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
@@ -360,8 +370,17 @@ class _Replayed(torch.autograd.Function):
         return outs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # a graph's gradients are numbers
+            raise RuntimeError(
+                "captured backward: double backward (create_graph=True) is not available through a graph; call the function "
+                "itself, or an optimised model under tensorlogic.policy(force='torch.eager')"
+            )
+        return _Replayed._once(ctx, *grads)
+
+    @staticmethod
+    @once_differentiable
+    def _once(ctx: Any, *grads: Tensor | None) -> Any:
         replay: GradientReplay = ctx.replay
         if ctx.serial != replay.serial:
             raise RuntimeError(

@@ -124,7 +124,7 @@ def optimize(
             shapes, dtypes and devices that matter. Other inputs are served by the model's own code (see `dynamic`).
         training: keep gradients. Without it, calls that record gradients are served by the model's own code. Gradients of gradients
             (`create_graph=True`) are the own code's, too: call the model under `tensorlogic.policy(force="torch.eager")`
-            for them. A model that checkpoints activations is given back as it is: a graph would keep them.
+            for them, elsewhere they raise. A model that checkpoints activations is given back as it is: a graph would keep them.
         budget_s: seconds that measuring may take beside tracing (2 by default, 5 for training). What was found is kept in
             the user's cache folder: a later process with the same model, inputs, machine and versions checks it and times
             nothing, unless it asks for a larger budget, or under policy(tune="full"). Of a budget that is given, half is
@@ -172,7 +172,7 @@ def optimize(
     until = begin + budget if budget_s is not None and settings.inductor() else 0.0
     copies = derived.CACHE.names()
     try:
-        with unsearched(), unhooked(model):
+        with unsearched(), unhooked(model.parameters()):
             served = _program(model, args, kwargs, training, budget, dynamic, report, asked, until)
     except (Untraceable, NotImplementedError) as problem:  # such as sparse tensors bring about
         if asked is not None:

@@ -280,7 +280,7 @@ class Program:
             warm(lambda: step(function.run(*given), True, wrt), self.device)
             run = function.run
             return GradientReplay(
-                run, given, list(leaves.values()), self.device, None, Tape, standins=wrt
+                run, given, list(leaves.values()), self.device, Tape, standins=wrt
             )
         finally:
             self.replace_state(leaves)

@@ -33,10 +33,10 @@ DEPTH = 3  # how far objects such as configurations are followed
 
 
 class Hooks:
-    """The hooks of a module tree but for the root's, which run as ever, and those of all modules."""
+    """The hooks of a module tree and those of all modules; the root's only where asked for, as they run as ever elsewhere."""
 
-    def __init__(self, model: nn.Module) -> None:
-        below = [vars(m) for path, m in model.named_modules() if path]
+    def __init__(self, model: nn.Module, root: bool = False) -> None:
+        below = [vars(m) for path, m in model.named_modules() if path or root]
         tables = [known[h] for known in below for h in HOOKS if h in known]  # TorchScript has none
         tables += [vars(torch.nn.modules.module)[h] for h in GLOBAL_HOOKS]
         self.empty: list[dict[Any, Any]] = [t for t in tables if not t]
@@ -54,8 +54,8 @@ class Watch:
     Equality of lists and tuples looks at identity first, so comparing thousands of unchanged values takes microseconds.
     """
 
-    def __init__(self, model: nn.Module, kinds: Iterable[type] = ()) -> None:
-        """`kinds`: the classes of objects that calls are given, too."""
+    def __init__(self, model: nn.Module, kinds: Iterable[type] = (), root: bool = False) -> None:
+        """`kinds`: the classes of objects that calls are given, too; `root`: whether hooks of the model itself count."""
         self.spaces: list[dict[str, Any]] = []  # attributes of objects: none may come or go
         self.getters: list[Callable[[Any], Any]] = []
         self.known: list[Any] = []  # what the getters are asked of
@@ -64,7 +64,7 @@ class Watch:
         self.containers: list[Any] = []
         self.contents: list[Any] = []  # copies of what they held
         self.empty: list[dict[str, Any]] = []  # tables of parameters and the like that are empty
-        self.hooks = Hooks(model)
+        self.hooks = Hooks(model, root)
         self._entered: set[int] = set()
         for module in model.modules():
             known = vars(module)

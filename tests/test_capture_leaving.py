@@ -1,0 +1,204 @@
+"""Gradients that captured functions leave in tensors: a graph writes to memory and sets no attribute, so it serves where that suffices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import tensorlogic
+from tensorlogic.program import capturing
+from tensorlogic.program.graphs import CallTape
+from tensorlogic.program.leaving import INPUTS, LEAVES
+
+from .test_capture import CUDA, DEVICE, net
+
+
+class OpTape:
+    """Replays ATen's operations on the memory that they were recorded on, as a graph does: no Python runs again."""
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        self.ops: list[Any] = []
+        self.fresh = True  # recording has done the first replay's work
+
+    def record(self, fn: Callable[[], Any]) -> Any:
+        with _Recording(self.ops):
+            return fn()
+
+    def replay(self) -> None:
+        if self.fresh:
+            self.fresh = False
+            return
+        with torch.no_grad():
+            for op, args, kwargs, outs in self.ops:
+                for old, new in zip(outs, pytree.tree_leaves(op(*args, **kwargs)), strict=True):
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self, ops: list[Any]) -> None:
+        super().__init__()
+        self.ops = ops
+
+    def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = fn(*args, **(kwargs or {}))
+        with _disable_current_modes():  # the memory stays, whatever becomes of the tensors
+            kept = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs or {}, out))
+        self.ops.append((fn, *kept[:2], pytree.tree_leaves(kept[2])))
+        return out
+
+
+def recorded(fn: Callable[..., Any], **options: Any) -> capturing.Captured:
+    made = tensorlogic.capture(fn, **options)
+    made.tape = CallTape if CUDA else OpTape
+    return made
+
+
+def batches(count: int) -> Iterator[Tensor]:
+    for _ in range(count):
+        yield torch.randn(3, 4, device=DEVICE)
+
+
+def pair() -> tuple[nn.Module, nn.Module]:
+    model, twin = net(), net()
+    twin.load_state_dict(model.state_dict())
+    return model, twin
+
+
+def adding(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Forward and backward, the rest is the caller's."""
+
+    def run(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
+def same(model: nn.Module, twin: nn.Module) -> None:
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_gradients_cleared_outside_are_left_as_ever(every: int) -> None:
+    model, twin = pair()
+    fast, plain = recorded(adding(model)), adding(twin)
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    for i, x in enumerate(batches(60)):
+        torch.testing.assert_close(fast(x), plain(x))
+        same(model, twin)
+        if i % every == every - 1:
+            for opt in opts:
+                opt.step()
+                opt.zero_grad()
+    assert fast.graphs == 0
+    assert LEAVES in str(fast.reason)
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_gradients_that_stay_where_they_are(fill: bool) -> None:
+    model, twin = pair()
+    fast, plain = recorded(adding(model)), adding(twin)
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    for i, x in enumerate(batches(12)):
+        torch.testing.assert_close(fast(x), plain(x))
+        same(model, twin)
+        if i % 4 == 3 and fill:
+            for opt in opts:
+                opt.step()
+                opt.zero_grad(set_to_none=False)
+    assert (fast.graphs, fast.reason) == (1, None)
+
+
+@pytest.mark.parametrize("none", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_steps_that_clear_inside(none: bool, when: str) -> None:
+    """They are captured, also where somebody clears outside, too."""
+
+    def stepper(m: nn.Module, opt: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+        def step(x: Tensor) -> Tensor:
+            if when == "before":
+                opt.zero_grad(set_to_none=none)
+            loss = m(x).square().mean()
+            loss.backward()
+            opt.step()
+            if when == "after":
+                opt.zero_grad(set_to_none=none)
+            return loss.detach()
+
+        return step
+
+    models = pair()
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    plain, fast = stepper(models[1], opts[1]), recorded(stepper(models[0], opts[0]))
+    for i, x in enumerate(batches(10)):
+        torch.testing.assert_close(fast(x), plain(x))
+        same(*models)
+        if i > 4 and none:
+            for opt in opts:
+                opt.zero_grad()
+    assert (fast.graphs, fast.reason) == (1, None)
+
+
+def test_gradients_that_were_added_outside_are_seen() -> None:
+    """A step that clears after itself begins with none; gradients of an earlier batch are part of it once."""
+    models = pair()
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+
+    def stepper(m: nn.Module, opt: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+        def step(x: Tensor) -> None:
+            m(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+        return step
+
+    plain, fast = stepper(models[1], opts[1]), recorded(stepper(models[0], opts[0]))
+    for i, x in enumerate(batches(8)):
+        if i == 5:
+            for m in models:
+                m(x + 1).square().mean().backward()
+        fast(x)
+        plain(x)
+        same(*models)
+
+
+def test_gradients_of_inputs() -> None:
+    fast = recorded(lambda v: v.square().sum().backward())
+    for _ in range(6):
+        x = torch.randn(3, device=DEVICE, requires_grad=True)
+        fast(x)
+        torch.testing.assert_close(x.grad, 2 * x.detach())
+    assert INPUTS in str(fast.reason)
+
+
+def test_a_failed_recording_leaves_gradients_as_they_were() -> None:
+    model, twin = pair()
+    runs: list[int] = []
+
+    def run(x: Tensor) -> Tensor:
+        runs.append(1)
+        adding(model)(x)
+        if len(runs) == 3:
+            raise RuntimeError("recording")
+        return x.sum()
+
+    fast, plain = recorded(run), adding(twin)
+    for x in batches(3):
+        model.zero_grad(set_to_none=False)
+        twin.zero_grad(set_to_none=False)
+        kept = [p.grad for p in model.parameters()]
+        fast(x)
+        plain(x)
+        if len(runs) > 2:
+            assert all(p.grad is g for p, g in zip(model.parameters(), kept, strict=True))
+    assert "recording" in str(fast.reason)

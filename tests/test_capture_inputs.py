@@ -228,3 +228,31 @@ def test_calls_in_a_row_that_no_graph_may_serve_are_seldom_looked_at(
         assert "object" in str(fast.reason)
         assert torch.equal(fast(one), two)
         assert fast.reason is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.bool])
+@pytest.mark.parametrize("across", [False, True])
+def test_outputs_that_a_kernel_of_ones_own_writes(dtype: torch.dtype, across: bool) -> None:
+    """PyTorch counts no version of what it does not write; `.data` stands for such a kernel here."""
+
+    def double(x: Tensor, out: Tensor) -> Tensor:
+        out.data.copy_(x if dtype is torch.bool else x * 2)
+        return x.sum()
+
+    def given() -> Tensor:
+        made = torch.randint(2, (4, 6), device=DEVICE).to(dtype)
+        return made.t() if across else made
+
+    fast, out = captured(double), given() * 0
+    for turn in range(40):
+        x = given()
+        fast(x, out)
+        assert torch.equal(out, x if dtype is torch.bool else x * 2), turn
+    assert fast.graphs == 0
+    assert "written to" in str(fast.reason)
+    nans = torch.full((4,), float("nan"), device=DEVICE)
+    plainly = captured(lambda x: x + 1)
+    for _ in range(4):
+        plainly(nans)
+    assert (plainly.graphs, plainly.reason) == (1, None)  # no number equals itself less for it

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+MOST_LOOKED_AT = 1 << 30  # bytes of inputs: more are not copied to be compared
 
 
 def plain(tensor: Tensor) -> bool:
@@ -15,6 +18,32 @@ def plain(tensor: Tensor) -> bool:
         and tensor.layout == torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
     )
+
+
+class Unseen:
+    """Notices tensors that a call writes to without PyTorch counting a version of them, as kernels of one's own do."""
+
+    def __init__(self, flat: Iterable[Any]) -> None:
+        tensors = [v for v in flat if isinstance(v, Tensor) and v.numel() and not v.is_inference()]
+        small = sum(map(_nbytes, tensors)) <= MOST_LOOKED_AT
+        self.before = [(t, t._version, _bytes(t)) for t in tensors if small]
+
+    def written(self) -> bool:
+        """Whether one is not as it was, by no fault of its version's."""
+        return any(
+            t._version == version and not torch.equal(_bytes(t), held)
+            for t, version, held in self.before
+        )
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A copy of what a tensor holds, to the bit, in one row."""
+    own = once(tensor.detach()).resolve_conj().resolve_neg()
+    return own.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def static_like(tensor: Tensor) -> Tensor:

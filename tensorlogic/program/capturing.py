@@ -21,7 +21,7 @@ from ..arguments import describe, flag, index
 from ..tuning import leaves_of
 from . import lanes
 from .asked import KEPT, Asked, keeps_parametrized, modes
-from .buffers import filled, plain, rows_of
+from .buffers import Unseen, filled, plain, rows_of
 from .graphs import FAILURES, CallTape, GradientReplay, Replay, cause, heal, pool_of
 from .lanes import warm
 from .leaving import LEAVES, Leaving, saved_elsewhere
@@ -33,6 +33,7 @@ TOLD = (
     type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format,
     FunctionType, BuiltinFunctionType, type,
 )  # fmt: skip
+UNSEEN = "an input is written to by what PyTorch does not count, such as a kernel of one's own or `.data`"
 PAUSE = 16  # calls that run as they are after a recording that failed, and the most after calls that no graph may serve
 
 
@@ -76,6 +77,7 @@ class Captured:
         if not isinstance(self.module, nn.Module):
             self.module = None
         self._look()
+        self.unseen = False  # whether a call has written to an input without PyTorch knowing
         self.way: Way | None = None  # to the kind that was replayed last
         self.under = policies.current()  # whose calls it may serve
         self.tape: Callable[[torch.device, Any], Any] = CallTape
@@ -237,8 +239,10 @@ class Captured:
         """
         with capture_watch.turn(0) as free:
             if free:
+                unseen = Unseen(flat if entry.calls == 1 else ())
                 with entry.leaving.running(flat) as names:
                     out = warm(lambda: self.fn(*args, **kwargs), device, 1, lanes.CALLS)
+                self.unseen = self.unseen or unseen.written()
                 entry.names |= names
                 outs, entry.leaves = pytree.tree_leaves(out), _leaves(out, flat)
                 if device.type == "cuda":
@@ -273,6 +277,8 @@ class Captured:
             return leaves
 
         try:
+            if self.unseen:
+                raise RuntimeError(UNSEEN)
             if keeps_parametrized():
                 raise RuntimeError(f"parametrized weights are {KEPT}, and a graph would read them")
             with entry.leaving.recording(self.held):

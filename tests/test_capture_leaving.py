@@ -88,35 +88,24 @@ def same(model: nn.Module, twin: nn.Module) -> None:
         torch.testing.assert_close(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("every", [1, 4])
-def test_gradients_cleared_outside_are_left_as_ever(every: int) -> None:
+@pytest.mark.parametrize(
+    ("calls", "every", "none", "graphs"),
+    [(60, 1, True, 0), (60, 4, True, 0), (12, 4, False, 1), (12, 99, False, 1)],
+)
+def test_gradients_cleared_outside(calls: int, every: int, none: bool, graphs: int) -> None:
+    """Where they are taken away no graph serves; where they stay and are filled with zeros, or never cleared, one does."""
     model, twin = pair()
     fast, plain = recorded(adding(model)), adding(twin)
     opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
-    for i, x in enumerate(batches(60)):
+    for i, x in enumerate(batches(calls)):
         torch.testing.assert_close(fast(x), plain(x))
         same(model, twin)
         if i % every == every - 1:
             for opt in opts:
                 opt.step()
-                opt.zero_grad()
-    assert fast.graphs == 0
-    assert LEAVES in str(fast.reason)
-
-
-@pytest.mark.parametrize("fill", [False, True])
-def test_gradients_that_stay_where_they_are(fill: bool) -> None:
-    model, twin = pair()
-    fast, plain = recorded(adding(model)), adding(twin)
-    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
-    for i, x in enumerate(batches(12)):
-        torch.testing.assert_close(fast(x), plain(x))
-        same(model, twin)
-        if i % 4 == 3 and fill:
-            for opt in opts:
-                opt.step()
-                opt.zero_grad(set_to_none=False)
-    assert (fast.graphs, fast.reason) == (1, None)
+                opt.zero_grad(set_to_none=none)
+    assert fast.graphs == graphs
+    assert (LEAVES in str(fast.reason)) is none
 
 
 @pytest.mark.parametrize("none", [False, True])

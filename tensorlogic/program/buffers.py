@@ -25,7 +25,7 @@ class Unseen:
 
     def __init__(self, flat: Iterable[Any]) -> None:
         tensors = [v for v in flat if isinstance(v, Tensor) and v.numel() and not v.is_inference()]
-        small = sum(map(_nbytes, tensors)) <= MOST_LOOKED_AT
+        small = sum(t.nbytes for t in tensors) <= MOST_LOOKED_AT
         self.before = [(t, t._version, _bytes(t)) for t in tensors if small]
 
     def written(self) -> bool:
@@ -34,10 +34,6 @@ class Unseen:
             t._version == version and not torch.equal(_bytes(t), held)
             for t, version, held in self.before
         )
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

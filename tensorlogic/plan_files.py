@@ -28,6 +28,8 @@ _SAID: set[tuple[str, str]] = set()
 Record = dict[str, Any]
 Records = dict[str, Record]
 Unread = Mapping[str, Record | str]  # each record, or its JSON until somebody asks for it
+_KEY = re.compile(r'\{\s*"key":\s*')
+_DECODER = json.JSONDecoder()
 
 
 class PlanStoreWarning(UserWarning):
@@ -109,6 +111,16 @@ def skim(path: Path) -> tuple[Contents, Unread]:
             pass
     found = read(path)
     return found, found.records
+
+
+def key_of(record: Record | str) -> Record:
+    """What a record says of its key; of its JSON as `write` lays it out nothing else is read."""
+    begin = _KEY.match(record) if isinstance(record, str) else None
+    if begin is not None:
+        key: Record = _DECODER.raw_decode(begin.string, begin.end())[0]
+    else:
+        key = (json.loads(record) if isinstance(record, str) else record)["key"]
+    return key
 
 
 def _named(text: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}  # bytes of what lines are made of
@@ -15,6 +15,13 @@ HALVES = {"f16": "half", "bf16": "half"}
 OTHER_DTYPE = 0.25  # what a kin of the other 16-bit dtype is further away, squared
 LAYOUT = 3.0  # doublings that a tensor may be further away if it is laid out alike, and as even: that chooses kernels
 UNLIKE = 1.0  # for each tensor laid out otherwise, of another dtype or absent, and each flag of another value, squared
+
+Kind = tuple[
+    tuple[tuple[str, Any] | None, ...],  # dtype and layout of each tensor
+    tuple[str, ...],  # flags
+    tuple[tuple[Any, ...] | None, ...],  # orders
+    tuple[bool | None, ...],  # whether even
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,40 +176,24 @@ class Key:
     def distance(self, other: Key) -> float:
         """Euclid over log2 of the sizes, over how far those of rows and columns divide, a quarter of it, and over what differs in
         kind; a size that several tensors share counts once."""
-        both = [(a.shape, b.shape) for a, b in zip(self.tensors, other.tensors, strict=True) if a and b]  # fmt: skip
         sizes: set[tuple[int, int]] = set()
         ends: set[tuple[int, int]] = set()
-        for shape, their in both:
-            most = max(len(shape), len(their))
-            pairs = list(zip(_padded(shape, most), _padded(their, most), strict=True))
-            sizes.update(pairs)
-            ends.update(pairs[-2:])
-        apart = sum(math.log2(max(n, 1) / max(m, 1)) ** 2 for n, m in sizes if n != m)
-        uneven = sum(
-            math.log2(abs(_divisor(n) or 1) / abs(_divisor(m) or 1)) ** 2 for n, m in ends if n != m
-        )
-        return math.sqrt(apart + uneven / 16 + self._unlike(other))
-
-    def _unlike(self, other: Key) -> float:
-        """What differs in kind: dtypes, layouts, which tensors are there, and flags."""
-        found = 0.0
-        for mine, theirs in zip(self._forms, other._forms, strict=True):
-            if mine == theirs:
+        for a, b in zip(self.tensors, other.tensors, strict=True):
+            if a is None or b is None:
                 continue
-            if mine is None or theirs is None:
-                found += UNLIKE
-                continue
-            akin = HALVES.get(mine[0], mine[0]) == HALVES.get(theirs[0], theirs[0])
-            if mine[1] != theirs[1] or not akin:
-                found += UNLIKE
-        halves = any(a and b and a[0] != b[0] for a, b in zip(self._forms, other._forms, strict=True))  # fmt: skip
-        flags = sum(a != b for a, b in zip(self._flags, other._flags, strict=True))
-        return found + OTHER_DTYPE * halves + UNLIKE * flags
+            mine, theirs = a.shape, b.shape
+            if len(mine) != len(theirs):
+                most = max(len(mine), len(theirs))
+                mine, theirs = _padded(mine, most), _padded(theirs, most)
+            sizes.update(zip(mine, theirs, strict=True))
+            ends.update(zip(mine[-2:], theirs[-2:], strict=True))
+        apart = sum([_doublings(n, m) for n, m in sizes if n != m])
+        uneven = sum([_parted(n, m) for n, m in ends if n != m])
+        return math.sqrt(apart + uneven / 16 + _differing(self._kind, other._kind)[0])
 
     def laid_otherwise(self, other: Key) -> int:
         """How many tensors are there in both and laid out otherwise, however wide their gaps."""
-        pairs = zip(self._orders, other._orders, strict=True)
-        return sum(1 for a, b in pairs if a and b and a != b)
+        return _differing(self._kind, other._kind)[1]
 
     @cached_property
     def _even(self) -> tuple[bool | None, ...]:
@@ -221,9 +212,11 @@ class Key:
     def uneven(self, other: Key) -> int:
         """How many tensors, with what is `made`, are there in both and `even` in one alone, and one more where one key alone has any
         that is not: whole lines of 16 bytes are what the fastest kernels ask for."""
-        pairs = zip(self._even, other._even, strict=True)
-        unlike = sum(1 for a, b in pairs if a is not None and b is not None and a != b)
-        return unlike + ((False in self._even) != (False in other._even))
+        return _differing(self._kind, other._kind)[2]
+
+    @cached_property
+    def _kind(self) -> Kind:
+        return _kept((self._forms, self._flags, self._orders, self._even))
 
     def as_aligned(self, other: Key) -> bool:
         """True when no tensor is less aligned than the same one of `other`."""
@@ -397,6 +390,44 @@ def _padded(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
 def _divisor(n: int) -> int:
     """Largest power of two up to 16 that divides `n`; -1 for 1 (a broadcast dimension), 0 for 0."""
     return -1 if n == 1 else min(n & -n, 16)
+
+
+@lru_cache(4096)
+def _kept(kind: Kind) -> Kind:
+    """The first of those that are equal, which are soon compared."""
+    return kind
+
+
+@lru_cache(65_536)
+def _differing(mine: Kind, theirs: Kind) -> tuple[float, int, int]:
+    """What differs in kind (dtypes, layouts, which tensors are there, and flags), and how many tensors that are in both are laid out
+    otherwise, and parted otherwise."""
+    (forms, flags, orders, even), (its_forms, its_flags, its_orders, its_even) = mine, theirs
+    unlike, pairs = 0.0, [*zip(forms, its_forms, strict=True)]
+    for a, b in pairs:
+        if a is None or b is None:
+            unlike += UNLIKE * (a is not b)
+            continue
+        akin = HALVES.get(a[0], a[0]) == HALVES.get(b[0], b[0])
+        unlike += UNLIKE * (a[1] != b[1] or not akin)
+    unlike += OTHER_DTYPE * any(a and b and a[0] != b[0] for a, b in pairs)
+    unlike += UNLIKE * sum(a != b for a, b in zip(flags, its_flags, strict=True))
+    laid = sum(1 for a, b in zip(orders, its_orders, strict=True) if a and b and a != b)
+    parted = [*zip(even, its_even, strict=True)]
+    uneven = sum(a is not None and b is not None and a != b for a, b in parted)
+    return unlike, laid, uneven + ((False in even) != (False in its_even))
+
+
+@lru_cache(65_536)
+def _doublings(n: int, m: int) -> float:
+    """From one size to another, squared."""
+    return math.log2(max(n, 1) / max(m, 1)) ** 2
+
+
+@lru_cache(65_536)
+def _parted(n: int, m: int) -> float:
+    """The same of how far they divide, which is nothing of 0 and 1."""
+    return _doublings(abs(_divisor(n)), abs(_divisor(m)))
 
 
 def _flag_text(name: str, value: Any) -> str:

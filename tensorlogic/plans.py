@@ -51,29 +51,28 @@ INTERVAL_S = 2.0  # between saves of one store
 SHARE = 0.02  # of the time at most goes into saving
 RETRY_S = 30.0  # after a save that failed
 LOCK_TIMEOUT_S = 10.0  # for a file that another process is saving
+BROKEN = (KeyError, TypeError, ValueError, AttributeError, RecursionError)  # raised by records
 
 Valid = Callable[[Plan], bool]
 Normal = Callable[[Key], Key]
 
 
 class _Shelf:
-    """Records of plans by key text, each parsed when it is first asked for, and their kinships."""
+    """Records of plans by key text, each parsed when it is first asked for, and their kinships, for which keys alone are read."""
 
     def __init__(self, records: Unread) -> None:
         self.records = dict(records)
         self.parsed: dict[str, Plan | None] = {}
-        self.kin: dict[
-            str, dict[object, dict[str, tuple[Key, Plan]]]
-        ] = {}  # "op direction " -> kin -> text -> normal key and plan
-        self.normal: dict[str, Key] = {}  # by the key's text
+        self.keys: dict[str, tuple[Key, Key] | None] = {}  # by text: as it stands, and normal
+        self.kin: dict[str, dict[object, list[str]]] = {}  # "op direction " -> kin -> texts
 
     def get(self, text: str) -> Plan | None:
         if text not in self.parsed and text in self.records:
             self.parsed[text] = _parse(text, self.records[text])
         return self.parsed.get(text)
 
-    def texts(self) -> list[str]:
-        return sorted({*self.records, *self.parsed})
+    def texts(self, group: str = "") -> list[str]:
+        return sorted({t for t in (*self.records, *self.parsed) if t.startswith(group)})
 
     def put(self, plan: Plan) -> None:
         self.parsed[plan.key.text] = plan
@@ -93,21 +92,29 @@ class _Shelf:
     def remove(self, text: str) -> None:
         self.records.pop(text, None)
         self.parsed.pop(text, None)
+        self.keys.pop(text, None)
         self.kin.clear()
 
-    def relatives(self, key: Key, normal: Normal) -> list[tuple[Key, Plan]]:
-        """Plans of the kin of a normal key, each with its own; `normal` is the same for all keys of an op."""
+    def relatives(self, key: Key, normal: Normal) -> list[tuple[str, Key, Key]]:
+        """Texts, keys and normal keys of the kin of a normal key; `normal` is the same for all keys of an op."""
         group = _group(key)
         if group not in self.kin:
             kin = self.kin[group] = {}
-            for text in self.texts():
-                plan = self.get(text) if text.startswith(group) else None
-                if plan is not None and plan.key.form == key.form:
-                    if text not in self.normal:
-                        self.normal[text] = normal(plan.key)
-                    own = self.normal[text]
-                    kin.setdefault(own.kin, {})[text] = (own, plan)
-        return list(self.kin[group].get(key.kin, {}).values())
+            with starting.paused():
+                for text in self.texts(group):
+                    both = self._keys(text, normal)
+                    if both is not None and both[0].form == key.form:
+                        kin.setdefault(both[1].kin, []).append(text)
+        texts = self.kin[group].get(key.kin, ())
+        return [(text, *both) for text in texts if (both := self.keys[text]) is not None]
+
+    def _keys(self, text: str, normal: Normal) -> tuple[Key, Key] | None:
+        if text not in self.keys:
+            plan = self.parsed.get(text)
+            record = self.records.get(text, "")
+            key = plan.key if plan is not None else _key_of(text, record)
+            self.keys[text] = None if key is None else (key, normal(key))
+        return self.keys[text]
 
 
 class PlanView:
@@ -164,21 +171,23 @@ class PlanView:
         with self._lock:
             here = normal(key)
             relatives = [
-                (i, own, plan)
+                (shelf, i, *relative)
                 for i, shelf in enumerate(self._loaded())
-                for own, plan in shelf.relatives(here, normal)
+                for relative in shelf.relatives(here, normal)
+                if key.as_aligned(relative[1])
             ]
         ranked = []
-        for i, own, plan in relatives:
+        for shelf, i, text, _, own in relatives:
             apart = here.remoteness(own)
             if apart - LAYOUT * here.uneven(own) <= reach:
-                ranked.append((apart, i, plan.key.text, plan))
-        for _, shelf, _, plan in sorted(ranked, key=lambda rank: rank[:3]):
-            trusted = all(id == EAGER or allowed(id) for id in (plan.eager, plan.captured))
+                ranked.append((apart, i, text, shelf))
+        for _, i, text, shelf in sorted(ranked, key=lambda rank: rank[:3]):
+            with self._lock:
+                plan = shelf.get(text)
             if (
-                trusted
-                and (plan.key != key or shelf >= 2)
-                and key.as_aligned(plan.key)
+                plan is not None
+                and all(id == EAGER or allowed(id) for id in (plan.eager, plan.captured))
+                and (text != key.text or i >= 2)
                 and (valid is None or valid(plan))
             ):
                 yield plan
@@ -398,7 +407,16 @@ def _parse(text: str, record: plan_files.Record | str) -> Plan | None:
     try:
         plan = Plan.from_json(json.loads(record) if isinstance(record, str) else record)
         return plan if plan.key.text == text else None
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+    except BROKEN:
+        return None
+
+
+def _key_of(text: str, record: plan_files.Record | str) -> Key | None:
+    """The key of a record, which is read no further where its key comes first."""
+    try:
+        key = Key.from_json(plan_files.key_of(record))
+        return key if key.text == text else None
+    except BROKEN:
         return None
 
 

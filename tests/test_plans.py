@@ -377,3 +377,43 @@ def test_only_allowed_and_valid_neighbours_serve(store: PlanStore) -> None:
     near = store.nearest(linear(256, 128, 128), trusted, reach=3.0)  # its own plan is for get
     assert near is not None
     assert near.key == linear(64, 64, 64)
+
+
+def test_neighbours_are_ranked_by_their_keys_alone() -> None:
+    """What a record says of the measurements is read of those that are asked; broken ones are passed over, wherever they break."""
+    near, asked = linear(128, 128, 128), linear(112, 128, 128)
+    sizes = [linear(n, 128, 128) for n in (64, 256, 512)]
+    good = {key.text: json.dumps(plan(key).to_json()) for key in sizes}
+    text = json.dumps(plan(near).to_json())
+    other = json.dumps(dict(reversed(plan(near).to_json().items())), indent=1)
+    broken = {
+        "as it was written": (text, True),
+        "its key last": (other, True),
+        "read": (json.loads(text), True),
+        "without measurements": (text.replace('"evidence"', '"evidences"'), False),
+        "cut behind its key": (text[: text.index('"eager"')], False),
+        "cut within its key": (text[: text.index('"tensors"')], False),
+        "another key": (json.dumps(plan(linear(96, 128, 128)).to_json()), False),
+        "no record": ("[1]", False),
+    }
+    for kind, (record, first) in broken.items():
+        parsed: list[str] = []
+
+        class View(plans.PlanView):
+            def _read(self) -> tuple[plan_files.Unread, ...]:
+                return {near.text: record, **good}, {}  # noqa: B023
+
+        view = View()
+
+        def valid(found: Plan) -> bool:
+            parsed.append(found.key.text)  # noqa: B023
+            return True
+
+        found = view.nearest(asked, anything, valid=valid)
+        assert found is not None
+        assert (found.key == near) == first, kind
+        assert parsed == [found.key.text]
+        assert {*view._shelves[0].parsed} <= {near.text, found.key.text}
+        assert [p.key.text for p in view.neighbours(asked, anything, reach=9.0)][first:] == [
+            sizes[i].text for i in (0, 1, 2)
+        ]

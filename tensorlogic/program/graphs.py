@@ -273,7 +273,8 @@ class GradientReplay:
 
     `standins` are what `fn` reads in the place of `parameters`: leaves of the same memory whose autograd nodes were never
     on another stream, which a capture may not wait for. Each graph has a pool of its own: until backward has run, and run
-    again, what it needs lies there, whatever is replayed meanwhile.
+    again, what it needs lies there, whatever is replayed meanwhile. PyTorch's nodes are let go of: parameters whose nodes
+    lived on would have their gradients added on the stream of the recording.
     """
 
     def __init__(
@@ -298,23 +299,22 @@ class GradientReplay:
         self.forward, self.backward = tape(device, None), tape(device, None)
         versions = [s._version for s in self.static]
         with torch.enable_grad():
-            self.out = self.forward.record(lambda: fn(*given))
+            leaves = flat_values(self.forward.record(lambda: fn(*given)))
         if [s._version for s in self.static] != versions:
             raise RuntimeError("an input is written to")
-        self.leaves = flat_values(self.out)
-        self.grads_of = [
-            i for i, v in enumerate(self.leaves) if isinstance(v, Tensor) and v.requires_grad
-        ]
+        tensors = [v for v in leaves if isinstance(v, Tensor)]
+        self.wanted = [v.requires_grad for v in tensors]
+        roots = [v for v in tensors if v.requires_grad]
         self.wrt = [*self.static, *(parameters if standins is None else standins)]
         self.needs = [i for i, t in enumerate(self.wrt) if t.requires_grad]
-        self.seeds = [torch.zeros_like(self.leaves[i]) for i in self.grads_of]
+        self.seeds = [torch.zeros_like(v) for v in roots]
         if not self.seeds or not self.needs:
             raise RuntimeError("no output needs a gradient")
 
         def back() -> Any:
             with unhooked(self.wrt):  # who asks for the gradients hears of them
                 return torch.autograd.grad(
-                    [self.leaves[i] for i in self.grads_of],
+                    roots,
                     [self.wrt[i] for i in self.needs],
                     self.seeds,
                     retain_graph=True,
@@ -322,6 +322,7 @@ class GradientReplay:
                 )
 
         self.grads = self.backward.record(back)
+        self.leaves = [v.detach() if isinstance(v, Tensor) else v for v in leaves]
         after = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
         self.nbytes = max(0, after - before)
         self.pending: weakref.ref[_Token] | None = None
@@ -360,13 +361,11 @@ class _Replayed(torch.autograd.Function):
             to.copy_(x)
         replay.forward.replay()
         ctx.replay, ctx.token, ctx.serial = replay, token, replay.serial
-        tensors = [v for v in replay.leaves if isinstance(v, Tensor)]
-        outs = tuple(v.detach().clone() for v in tensors)
+        outs = tuple(v.clone() for v in replay.leaves if isinstance(v, Tensor))
         ctx.mark_non_differentiable(
-            *[o for o, v in zip(outs, tensors, strict=True) if not v.requires_grad]
+            *[o for o, wanted in zip(outs, replay.wanted, strict=True) if not wanted]
         )
         ctx.set_materialize_grads(False)
-        ctx.recorded = [v.requires_grad for v in tensors]
         return outs
 
     @staticmethod
@@ -387,7 +386,7 @@ class _Replayed(torch.autograd.Function):
                 "captured backward: the same capture has run forward again since, over the values that this backward "
                 "needs; run backward first, or call the function itself"
             )
-        used = [g for g, wanted in zip(grads, ctx.recorded, strict=True) if wanted]
+        used = [g for g, wanted in zip(grads, replay.wanted, strict=True) if wanted]
         for seed, grad in zip(replay.seeds, used, strict=True):
             seed.zero_() if grad is None else seed.copy_(grad)
         replay.backward.replay()

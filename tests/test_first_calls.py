@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tensorlogic
 from tensorlogic import registry, starting
 from tensorlogic.arguments import broadcast
 from tensorlogic.ops.common import triton_launch, triton_tools
@@ -204,3 +205,34 @@ def test_garbage_is_collected_again_once_everybody_is_through() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_model_is_optimised_without_full_collections() -> None:
+    """What was made lately is collected, and thresholds are the program's own before and after, in whatever order threads end."""
+    own, seen = gc.get_threshold(), []
+
+    class Looks(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((gc.isenabled(), gc.get_threshold()))
+            return x + 1
+
+    gc.set_threshold(500, 7, 8)
+    try:
+        tensorlogic.optimize(Looks(), torch.ones(2), budget_s=0)
+        assert set(seen) == {(True, (500, 7, starting.NEVER))}
+        assert gc.get_threshold() == (500, 7, 8)
+        one, two = starting.young(), starting.young()
+        one.__enter__()
+        two.__enter__()
+        one.__exit__(None, None, None)
+        assert gc.get_threshold() == (500, 7, starting.NEVER)
+        two.__exit__(None, None, None)
+        assert gc.get_threshold() == (500, 7, 8)
+        with pytest.raises(ValueError, match="inside"), starting.young():
+            raise ValueError("inside")
+        assert gc.get_threshold() == (500, 7, 8)
+        with starting.young():
+            gc.set_threshold(9, 9, 9)  # a program that sets its own meanwhile keeps it
+        assert gc.get_threshold() == (9, 9, 9)
+    finally:
+        gc.set_threshold(*own)

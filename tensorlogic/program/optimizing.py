@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .. import arguments, compiling, derived, policies, settings
+from .. import arguments, compiling, derived, policies, settings, starting
 from ..memory.heap import give_back
 from ..precision import Precision, policy_of
 from ..precision import precision as Policy
@@ -172,7 +172,7 @@ def optimize(
     until = begin + budget if budget_s is not None and settings.inductor() else 0.0
     copies = derived.CACHE.names()
     try:
-        with unsearched(), unhooked(model.parameters()):
+        with starting.young(), unsearched(), unhooked(model.parameters()):
             served = _program(model, args, kwargs, training, budget, dynamic, report, asked, until)
     except (Untraceable, NotImplementedError) as problem:  # such as sparse tensors bring about
         if asked is not None:

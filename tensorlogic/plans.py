@@ -50,6 +50,7 @@ SHIPPED = Path(__file__).parent / "shipped"
 INTERVAL_S = 2.0  # between saves of one store
 SHARE = 0.02  # of the time at most goes into saving
 RETRY_S = 30.0  # after a save that failed
+MEMO = 8192  # keys whose neighbours are remembered
 LOCK_TIMEOUT_S = 10.0  # for a file that another process is saving
 BROKEN = (KeyError, TypeError, ValueError, AttributeError, RecursionError)  # raised by records
 
@@ -65,6 +66,7 @@ class _Shelf:
         self.parsed: dict[str, Plan | None] = {}
         self.keys: dict[str, tuple[Key, Key] | None] = {}  # by text: as it stands, and normal
         self.kin: dict[str, dict[object, list[str]]] = {}  # "op direction " -> kin -> texts
+        self.changes = 0
 
     def get(self, text: str) -> Plan | None:
         if text not in self.parsed and text in self.records:
@@ -77,6 +79,7 @@ class _Shelf:
     def put(self, plan: Plan) -> None:
         self.parsed[plan.key.text] = plan
         self.kin.pop(_group(plan.key), None)
+        self.changes += 1
 
     def adopt(self, records: Records) -> None:
         """Take what other processes have saved for keys that are unknown here."""
@@ -88,12 +91,14 @@ class _Shelf:
         self.records.update(new)
         if new:
             self.kin.clear()
+            self.changes += 1
 
     def remove(self, text: str) -> None:
         self.records.pop(text, None)
         self.parsed.pop(text, None)
         self.keys.pop(text, None)
         self.kin.clear()
+        self.changes += 1
 
     def relatives(self, key: Key, normal: Normal) -> list[tuple[str, Key, Key]]:
         """Texts, keys and normal keys of the kin of a normal key; `normal` is the same for all keys of an op."""
@@ -124,6 +129,7 @@ class PlanView:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # what is in memory
         self._shelves: tuple[_Shelf, ...] = ()
+        self._memo: tuple[int, dict[str, Any]] = -1, {}
 
     def _read(self) -> tuple[Unread, ...]:
         """Records of stored and of shipped plans, then of each environment akin; called once, at the first access."""
@@ -134,6 +140,14 @@ class PlanView:
             with starting.paused():
                 self._shelves = tuple(map(_Shelf, self._read()))
         return self._shelves
+
+    def memo(self) -> dict[str, Any]:
+        """What others keep that follows from these plans; an empty one after every change of any."""
+        with self._lock:
+            changes = sum(shelf.changes for shelf in self._loaded())
+            if self._memo[0] != changes or len(self._memo[1]) >= MEMO:
+                self._memo = changes, {}
+            return self._memo[1]
 
     def get(self, key: Key, valid: Valid | None = None) -> Plan | None:
         """The stored plan of `key`, else the shipped one; with `valid`, the first that is."""

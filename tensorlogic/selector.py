@@ -85,6 +85,25 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     if plan is not None:
         return _planned(plan, "plan")
 
+    lent = _lent(op, key, device, store, valid)
+    if lent is not None:
+        found = Decision(*lent)
+        picks = (found.eager, found.captured)
+        if all(_at_hand(op.candidates[id], key, config, device) for id, config in picks):
+            return found
+    found = _guessed(op, key, device)
+    return replace(found, source=AT_HAND) if compiling.in_a_hurry() else found
+
+
+def _lent(
+    op: Op, key: Key, device: torch.device, store: PlanView, valid: Callable[[Plan], bool]
+) -> tuple[neighbours.Pick, neighbours.Pick, str] | None:
+    """What neighbours lend; a model's layers ask for the same again and again, so it is found once until plans or candidates change."""
+    memo, candidates = store.memo(), tuple(op.candidates.values())
+    known = memo.get(key.text)
+    if known is not None and known[0] == candidates:
+        return known[1]
+
     @cache  # most plans of an op have one of few winners
     def serves(id: str) -> bool:
         return _serves(op, key, id, store)
@@ -93,14 +112,9 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
         return valid(plan) and serves(plan.eager) and serves(plan.captured)
 
     near = store.neighbours(key, op.candidates.__contains__, lends, normal=op.normal)
-    lent = neighbours.lent(op, key, near, environment(device).versions())
-    if lent is not None:
-        found = Decision(*lent)
-        picks = (found.eager, found.captured)
-        if all(_at_hand(op.candidates[id], key, config, device) for id, config in picks):
-            return found
-    found = _guessed(op, key, device)
-    return replace(found, source=AT_HAND) if compiling.in_a_hurry() else found
+    found = neighbours.lent(op, key, near, environment(device).versions())
+    memo[key.text] = candidates, found
+    return found
 
 
 def _at_hand(candidate: Candidate, key: Key, config: Config, device: torch.device) -> bool:

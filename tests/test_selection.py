@@ -151,6 +151,42 @@ def test_a_shipped_plan_comes_after_a_stored_one_and_before_a_neighbour(
     assert decided(x) == ("plan", "toy.a")
 
 
+def test_neighbours_are_asked_once_until_plans_or_candidates_change(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's layers ask for one key again and again: a transformer's twelve did so 168 times for four."""
+    asked: list[str] = []
+    lent = neighbours.lent
+
+    def counted(op: Any, key: Key, *more: Any) -> Any:
+        asked.append(key.text)
+        return lent(op, key, *more)
+
+    monkeypatch.setattr(neighbours, "lent", counted)
+    x, own = torch.randn(96, 64), key_of(torch.randn(96, 64)).text
+    put(plan(key_of(torch.randn(128, 64)), "toy.a"))
+    for _ in range(3):
+        assert decided(x)[1] == "toy.a"
+    assert asked == [own]
+    put(plan(key_of(torch.randn(112, 64)), "toy.b"))  # nearer
+    for _ in range(3):
+        assert decided(x)[1] == "toy.b"
+    assert asked == [own] * 2
+    RELU.candidates["toy.b"] = replace(RELU.candidates["toy.b"], trusted=False)
+    for _ in range(3):
+        assert decided(x)[1] == "toy.a"
+    assert asked == [own] * 3
+    assert stores.current(CPU).forget() == 2
+    assert decided(x)[0] in ("eager", "cost model")
+    put(plan(key_of(x), "toy.a"))
+    assert decided(x) == ("plan", "toy.a")
+    assert asked == [own] * 4
+    monkeypatch.setattr(plans, "MEMO", 1)
+    for n in (40, 48, 40, 48):
+        decided(torch.randn(n, 64))
+    assert len(asked) == 8
+
+
 def decided(x: Tensor) -> tuple[str, str]:
     decision = selector.decide(RELU, key_of(x), CPU, policies.current())
     return decision.source, decision.eager[0]

@@ -19,7 +19,8 @@ from tensorlogic.program.short import MISS
 from tensorlogic.program.watch import Guard
 from tensorlogic.program.words import Words
 
-from .test_capture import DEVICE, PythonTape, captured, gradients
+from .test_capture import DEVICE, PythonTape, captured, gradients, net
+from .test_capture_backward import recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
 
@@ -256,3 +257,41 @@ def test_outputs_that_a_kernel_of_ones_own_writes(dtype: torch.dtype, across: bo
     for _ in range(4):
         plainly(nans)
     assert (plainly.graphs, plainly.reason) == (1, None)  # no number equals itself less for it
+
+
+def test_inference_mode() -> None:
+    """Models and inputs made in it, inputs that are written to, and outputs that are inference tensors as the function's own."""
+    with torch.inference_mode():
+        own = net()
+    for model in (net(), own):
+        fast = recorded(model)
+        outside = torch.randn(3, 4, device=DEVICE)
+        with torch.inference_mode():
+            for count in range(6):
+                x = outside if count % 2 else torch.randn(3, 4, device=DEVICE)
+                out = fast(x)
+                torch.testing.assert_close(out, model(x))
+                assert out.is_inference()
+            assert (fast.graphs, fast.reason) == (1, None)
+            next(model.parameters()).mul_(2)
+            torch.testing.assert_close(fast(outside), model(outside))
+        with torch.no_grad():
+            for _ in range(4):
+                out = fast(outside)
+                torch.testing.assert_close(out, model(outside))
+                assert not out.is_inference()
+        assert fast.graphs == 2
+
+    def add(x: Tensor, sums: Tensor) -> Tensor:
+        sums += x
+        return sums * 2
+
+    fast = recorded(add)
+    with torch.inference_mode():
+        mine = torch.zeros(4, device=DEVICE)
+        theirs = mine.clone()
+        for _ in range(6):
+            x = torch.randn(4, device=DEVICE)
+            torch.testing.assert_close(fast(x, mine), add(x, theirs))
+            torch.testing.assert_close(mine, theirs)
+    assert fast.graphs == 1

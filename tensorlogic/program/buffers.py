@@ -43,10 +43,11 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def static_like(tensor: Tensor) -> Tensor:
-    """A buffer of the same shape, strides and dtype, with the same values."""
-    made = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
+    """A buffer of the same shape, strides and dtype, with the same values; its version tells of writes in inference mode, too."""
+    with torch.inference_mode(False):
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
     once(made).copy_(once(tensor.detach()))
     return made
 

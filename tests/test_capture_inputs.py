@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,11 +17,12 @@ import tensorlogic
 from tensorlogic import policies
 from tensorlogic.program import capturing
 from tensorlogic.program.buffers import once, static_like
+from tensorlogic.program.drawing import drawn_once
 from tensorlogic.program.short import MISS
 from tensorlogic.program.watch import Guard
 from tensorlogic.program.words import Words
 
-from .test_capture import DEVICE, PythonTape, captured, gradients, net
+from .test_capture import CUDA, DEVICE, PythonTape, captured, gradients, net
 from .test_capture_backward import recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
@@ -295,3 +298,50 @@ def test_inference_mode() -> None:
             torch.testing.assert_close(fast(x, mine), add(x, theirs))
             torch.testing.assert_close(mine, theirs)
     assert fast.graphs == 1
+
+
+@pytest.mark.parametrize("name", ["random", "numpy", "torch", "none"])
+@torch.no_grad()
+def test_numbers_drawn_on_the_host(name: str) -> None:
+    """Layers that are dropped by chance: a graph would drop the same ones in every call."""
+    draws = {
+        "random": random.random,
+        "numpy": numpy.random.rand,
+        "torch": lambda: float(torch.rand(())),
+        "none": lambda: 0.9,
+    }[name]
+    model = net()
+
+    def dropping(x: Tensor) -> Tensor:
+        return model(x) if draws() < 0.5 else x + 1
+
+    def outs(call: Any) -> list[Tensor]:
+        random.seed(3)
+        numpy.random.seed(3)
+        torch.manual_seed(3)
+        return [call(x) for x in given]
+
+    given = [torch.randn(3, 4, device=DEVICE) for _ in range(12)]
+    fast = recorded(dropping)
+    if name == "torch" and not CUDA:  # whose generator is the graph's own there
+        with pytest.raises(RuntimeError, match="of the CPU"), drawn_once(torch.device("cuda")):
+            dropping(given[0])
+        return
+    found, wanted = outs(fast), outs(dropping)
+    torch.testing.assert_close(found, wanted)
+    assert (fast.graphs, "draws" in str(fast.reason)) == (
+        (1, False) if name == "none" else (0, True)
+    )
+
+
+def test_what_a_broken_recording_drew_is_drawn_again() -> None:
+    def broken() -> None:
+        random.random()
+        torch.rand(3)
+        raise ValueError("broken")
+
+    states = [random.getstate(), torch.get_rng_state()]
+    with pytest.raises(ValueError, match="broken"), drawn_once(torch.device("cuda")):
+        broken()
+    assert states[0] == random.getstate()
+    assert torch.equal(states[1], torch.get_rng_state())

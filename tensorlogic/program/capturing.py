@@ -22,6 +22,7 @@ from ..tuning import leaves_of
 from . import lanes
 from .asked import KEPT, Asked, keeps_parametrized, modes
 from .buffers import Unseen, filled, plain, rows_of
+from .drawing import drawn_once
 from .graphs import FAILURES, CallTape, GradientReplay, Replay, cause, heal, pool_of
 from .lanes import warm
 from .leaving import LEAVES, Leaving, saved_elsewhere
@@ -281,7 +282,7 @@ class Captured:
                 raise RuntimeError(UNSEEN)
             if keeps_parametrized():
                 raise RuntimeError(f"parametrized weights are {KEPT}, and a graph would read them")
-            with entry.leaving.recording(self.held):
+            with drawn_once(device), entry.leaving.recording(self.held):
                 if entry.leaves is not None:
                     entry.replay = GradientReplay(run, flat, entry.leaves, device, self.tape)
                 else:

@@ -6,18 +6,17 @@ import contextlib
 import copy
 import logging
 import operator
-import random
 import warnings
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..rules import example
+from .drawing import NUMPY, PYTHON, same
 from .streams import aside
 from .watch import HOOKS
 
@@ -278,7 +277,7 @@ def witness() -> Iterator[Seen]:
     """
     with aside("stdout", "stderr") as out:
         seen, quiet = Seen(), logging.root.manager.disable
-        python, numbers = random.getstate(), numpy.random.get_state(legacy=True)
+        generators = [(*generator, generator[1]()) for generator in (PYTHON, NUMPY)]
         modes = torch.is_grad_enabled()
         try:
             logging.disable(logging.CRITICAL)
@@ -289,17 +288,10 @@ def witness() -> Iterator[Seen]:
             logging.disable(quiet)
             torch.set_grad_enabled(modes)
             seen.text = out.getvalue()
-            after = numpy.random.get_state(legacy=True)
-            if random.getstate() != python:
-                seen.drew = "Python's random"
-            elif not _same_numpy(numbers, after):
-                seen.drew = "numpy.random"
-            random.setstate(python)
-            numpy.random.set_state(numbers)
-
-
-def _same_numpy(a: Any, b: Any) -> bool:
-    return a[2:] == b[2:] and bool((a[1] == b[1]).all())
+            for name, state, back, was in generators:
+                if not seen.drew and not same(was, state()):
+                    seen.drew = name
+                back(was)
 
 
 # Views and in-place calls -------------------------------------------------------------------------

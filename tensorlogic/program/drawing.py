@@ -1,0 +1,49 @@
+"""Random numbers that are drawn on the host, which a recorded graph would hold as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import torch
+
+Generator = tuple[str, Callable[[], Any], Callable[[Any], Any]]  # name, its state, and back to one
+PYTHON: Generator = ("Python's random", random.getstate, random.setstate)
+NUMPY: Generator = (
+    "numpy.random",
+    lambda: numpy.random.get_state(legacy=True),
+    numpy.random.set_state,
+)
+TORCH: Generator = ("PyTorch's generator of the CPU", torch.get_rng_state, torch.set_rng_state)
+
+
+@contextlib.contextmanager
+def drawn_once(device: torch.device) -> Iterator[None]:
+    """Around a recording on `device`, after which nothing has been drawn on the host where it fails.
+
+    Raises:
+        RuntimeError: numbers were drawn there.
+    """
+    generators = [PYTHON, NUMPY, *([TORCH] if device.type != "cpu" else [])]
+    before = [(name, state(), back) for name, state, back in generators]
+    try:
+        yield
+        for (name, was, _), (_, state, _) in zip(before, generators, strict=True):
+            if not same(was, state()):
+                raise RuntimeError(f"it draws from {name}, and a graph would repeat the numbers")
+    except BaseException:
+        for _, was, back in before:
+            back(was)
+        raise
+
+
+def same(state: Any, other: Any) -> bool:
+    """Whether a generator stands where it stood."""
+    if isinstance(state, torch.Tensor):
+        return torch.equal(state, other)
+    if isinstance(state[1], numpy.ndarray):
+        return bool(state[2:] == other[2:] and (state[1] == other[1]).all())
+    return bool(state == other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -72,6 +73,32 @@ def test_both_operands_in_one_launch(turned: tuple[bool, bool], dtype: torch.dty
     b[3, 4] = float("inf")
     triton_split.split_both(a, b, torch.float16, left, right)
     assert triton_split.noted(DEVICE)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="graphs are CUDA's")
+def test_graphs_note_for_themselves() -> None:
+    """They may be replayed side by side: none hears what another's kernels met, nor what an earlier replay did."""
+    given = [torch.full((20, 30), value, device=DEVICE) for value in (1.0, float("inf"))]
+    triton_split.split(given[0], torch.float16, (0,), False)  # loads the kernel
+    before = len(triton_split._GRAPHS)
+    graphs, flags = [torch.cuda.CUDAGraph() for _ in given], []
+    for graph, x in zip(graphs, given, strict=True):
+        with torch.cuda.graph(graph):
+            triton_split.split(x, torch.float16, (0,), False)
+            flags.append(triton_split.flag(DEVICE))
+            assert triton_split.flag(DEVICE) is flags[-1]
+    assert len({f.data_ptr() for f in (*flags, triton_split.flag(DEVICE))}) == 3
+    for first in (0, 1, 0):
+        for one in (first, 1 - first):
+            graphs[one].replay()
+        assert [bool(f.item()) for f in flags] == [False, True]
+    given[1].zero_()
+    graphs[1].replay()
+    assert not flags[1].item()
+    assert not triton_split.noted(DEVICE)
+    del graph, graphs
+    gc.collect()
+    assert len(triton_split._GRAPHS) == before
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e6])

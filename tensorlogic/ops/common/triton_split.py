@@ -7,6 +7,7 @@ in any order, so that one half product of [h h m] · [h; m; h] is all terms of t
 
 from __future__ import annotations
 
+import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ... import capture_watch
 from ...accuracy import RUN, SKETCH, step
 from ...numerics import NAMES
 from .triton_launch import Start, prepare
@@ -141,6 +143,7 @@ def look_at(
 
 
 _FLAGS: dict[tuple[int, int], Tensor] = {}
+_GRAPHS: weakref.WeakKeyDictionary[Any, dict[int, Tensor]] = weakref.WeakKeyDictionary()
 
 
 def stream(device: torch.device) -> int:
@@ -156,12 +159,21 @@ def stream(device: torch.device) -> int:
 def flag(device: torch.device) -> Tensor:
     """Where kernels of this stream note that a value did not fit, or was not finite; `look` and `noted` read and clear it.
 
-    Kernels that are captured share one, which no graph owns where any kernel ran before.
+    Kernels that are captured have their graph's, one for each of its streams, which every replay clears: graphs may run side by
+    side. Those of a graph that is not known share one, which no graph owns where any kernel ran before.
     """
     place = (-1, 0)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         place = (index, stream(device))
+        if place[1] < 0:
+            number = torch._C._cuda_getCurrentRawStream(index)
+            graph = capture_watch.graph_of(number)
+            if graph is not None:
+                flags = _GRAPHS.setdefault(graph, {})
+                if number not in flags:
+                    flags[number] = torch.zeros(1, dtype=torch.int32, device=device)
+                return flags[number]
     found = _FLAGS.get(place)
     if found is None and place[1] < 0:
         found = next((kept for (owner, _), kept in _FLAGS.items() if owner == place[0]), None)

@@ -84,6 +84,8 @@ class Program:
         self.precisions = precisions() if self.device.type == "cuda" else None
         self.form = Form(model, *pytree.tree_unflatten(trace.example, trace.in_spec))
         self.leaves = trace.in_spec == pytree.tree_flatten((tuple(trace.example), {}))[1]
+        first = trace.example[0] if self.leaves and trace.example else None
+        self.first = first.shape if isinstance(first, Tensor) else None
         self.single = trace.out_spec.is_leaf()
         self.ways: Mapping[str, str | None] = {}  # of its regions, each by its last call
         self.sections: list[Section] = []  # recorded on streams of their own
@@ -121,6 +123,10 @@ class Program:
         if self.resting:
             self.resting -= 1
             return MISS
+        if self.first is not None and args:  # another batch, say, is soon told
+            x = args[0]
+            if type(x) is Tensor and not x.is_nested and x.shape != self.first:
+                return MISS
         flat: Sequence[Any] = args
         if kwargs or not self.leaves or len(args) != len(self.trace.inputs):
             flat, spec = pytree.tree_flatten((args, dict(kwargs)))
@@ -131,7 +137,9 @@ class Program:
                 flat, spec = pytree.tree_flatten(same)
                 if spec != self.trace.in_spec:
                     return MISS
-        if len(flat) != len(self.trace.inputs) or not self._context() or not self.guard.holds(flat):
+        if len(flat) != len(self.trace.inputs) or self._recording():
+            return MISS
+        if not self.guard.holds(flat) or not self._context():
             return MISS
         if self.asked is not None and not self.asked.alike(flat):
             return MISS
@@ -321,10 +329,15 @@ class Program:
         for name, tensor in tensors.items():
             self.function.set(name, tensor)
 
+    def _recording(self) -> bool:
+        """True where gradients of parameters are recorded, which the program has none of."""
+        if self.training or not torch.is_grad_enabled():
+            return False
+        return any(map(WANTS, self.held))
+
     def _context(self) -> bool:
         """True where modes are as they were when the program was made."""
-        recording = torch.is_grad_enabled() and not self.training
-        if recording and any(t.requires_grad for t in self.state.values()):
+        if self._recording():
             return False
         if policies.current().force != self.force:  # the model's own calls obey it
             return False

@@ -341,11 +341,11 @@ class Guard:
             x = given[i]
             if (
                 (type(x) is not Tensor and type(x) is not nn.Parameter)
+                or x.is_nested
+                or x.shape != shape  # what differs most often first
                 or (x.__dict__ and attributes(x))
                 or x.dtype is not dtype
                 or x.layout is not layout
-                or x.is_nested
-                or x.shape != shape
                 or strides_of(x) != stride
                 or x.device != device
             ):

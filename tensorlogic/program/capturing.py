@@ -377,7 +377,7 @@ def capture(
 
     Returns:
         A callable. Its `reason` is None, or why calls are not replayed (no CUDA device, a value that Python needs from the
-        GPU, an output that is an input): then the function itself runs. After a recording that failed there is one more,
+        GPU, an output that is an input, random numbers of the host): then the function itself runs. After a recording that failed there is one more,
         16 calls later; calls in a row that no graph may serve are looked at ever less often, every 16th in the end. `graphs` counts what is replayed,
         `nbytes` the memory that the graphs and packed weights hold.
 

@@ -20,6 +20,7 @@ _DEAD: list[Any] = []  # graphs to destroy when nobody records
 _open: set[int] = set()
 _began: dict[int, tuple[weakref.ref[Any], int]] = {}  # the same graphs, and on which stream
 BEFORE: list[Callable[[], None]] = []  # called before a capture begins, while there is no other
+_OWN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 _turns = 0  # that are being taken; more than one by a thread that has it already, or where patience ended
 _installed = False
 _HUSHED = threading.local()  # depth: how many blocks of this thread measure nothing
@@ -49,6 +50,7 @@ def install() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             raise
         _began[id(self)] = weakref.ref(self), torch.cuda.current_stream().cuda_stream
+        _OWN[self] = {}  # one that was reset is recorded anew
         return done
 
     @functools.wraps(end)
@@ -141,6 +143,12 @@ def graph_of(stream: int) -> Any:
         if began == stream:
             return graph()
     return known[0][0]() if len(known) == 1 else None
+
+
+def own(stream: int) -> dict[Any, Any] | None:
+    """What kernels in the graph into which `stream` is captured share, kept as long as it is; None where it is not known."""
+    graph = graph_of(stream)
+    return None if graph is None else _OWN.setdefault(graph, {})
 
 
 def any_thread() -> bool:

@@ -25,6 +25,7 @@ ANOTHER_WAY = (
 )
 DERIVED = {"PART"}  # numbers that follow from what else a configuration and its key say
 Pick = tuple[str, Config]
+failures = 0  # of candidates to list their configurations, in this process
 
 
 @dataclass
@@ -125,10 +126,12 @@ def _alike(plan: Plan, here: Mapping[str, str]) -> bool:
 
 def _listed(candidate: Candidate, key: Key) -> list[Config]:
     """The configurations that a candidate would try on a key; none where it lists none."""
+    global failures
     try:
         return list(candidate.configs(key))
     except study.BIND_ERRORS as problem:
         LOG.debug("tensorlogic: %s lists nothing for %s: %s", candidate.id, key.text, problem)
+        failures += 1
         return []
 
 

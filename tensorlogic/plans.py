@@ -64,8 +64,11 @@ class _Shelf:
     def __init__(self, records: Unread) -> None:
         self.records = dict(records)
         self.parsed: dict[str, Plan | None] = {}
-        self.keys: dict[str, tuple[Key, Key] | None] = {}  # by text: as it stands, and normal
-        self.kin: dict[str, dict[object, list[str]]] = {}  # "op direction " -> kin -> texts
+        self.keys: dict[str, Key | None] = {}  # by text
+        self.normal: dict[str, Key] = {}
+        self.kin: dict[
+            str, dict[object, list[tuple[str, Key, Key]]]
+        ] = {}  # "op direction " -> kin -> texts, keys and normal keys
         self.changes = 0
 
     def get(self, text: str) -> Plan | None:
@@ -78,6 +81,7 @@ class _Shelf:
 
     def put(self, plan: Plan) -> None:
         self.parsed[plan.key.text] = plan
+        self.keys[plan.key.text] = plan.key
         self.kin.pop(_group(plan.key), None)
         self.changes += 1
 
@@ -104,21 +108,21 @@ class _Shelf:
         """Texts, keys and normal keys of the kin of a normal key; `normal` is the same for all keys of an op."""
         group = _group(key)
         if group not in self.kin:
-            kin = self.kin[group] = {}
+            kin: dict[object, list[tuple[str, Key, Key]]] = {}
             with starting.paused():
                 for text in self.texts(group):
-                    both = self._keys(text, normal)
-                    if both is not None and both[0].form == key.form:
-                        kin.setdefault(both[1].kin, []).append(text)
-        texts = self.kin[group].get(key.kin, ())
-        return [(text, *both) for text in texts if (both := self.keys[text]) is not None]
+                    own = self._key(text)
+                    if own is not None and own.form == key.form:  # of this version of the op
+                        if text not in self.normal:
+                            self.normal[text] = normal(own)
+                        relative = (text, own, self.normal[text])
+                        kin.setdefault(relative[2].kin, []).append(relative)
+            self.kin[group] = kin
+        return self.kin[group].get(key.kin, [])
 
-    def _keys(self, text: str, normal: Normal) -> tuple[Key, Key] | None:
+    def _key(self, text: str) -> Key | None:
         if text not in self.keys:
-            plan = self.parsed.get(text)
-            record = self.records.get(text, "")
-            key = plan.key if plan is not None else _key_of(text, record)
-            self.keys[text] = None if key is None else (key, normal(key))
+            self.keys[text] = _key_of(text, self.records.get(text, ""))
         return self.keys[text]
 
 

@@ -98,7 +98,10 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
 def _lent(
     op: Op, key: Key, device: torch.device, store: PlanView, valid: Callable[[Plan], bool]
 ) -> tuple[neighbours.Pick, neighbours.Pick, str] | None:
-    """What neighbours lend; a model's layers ask for the same again and again, so it is found once until plans or candidates change."""
+    """What neighbours lend; a model's layers ask for the same again and again, so it is found once until plans or candidates change.
+
+    What may be otherwise in a moment is not kept: candidates that failed, and rates that could not be timed meanwhile.
+    """
     memo, candidates = store.memo(), tuple(op.candidates.values())
     known = memo.get(key.text)
     if known is not None and known[0] == candidates:
@@ -111,9 +114,11 @@ def _lent(
     def lends(plan: Plan) -> bool:
         return valid(plan) and serves(plan.eager) and serves(plan.captured)
 
+    failures, calm = neighbours.failures, capture_watch.calm(device)
     near = store.neighbours(key, op.candidates.__contains__, lends, normal=op.normal)
     found = neighbours.lent(op, key, near, environment(device).versions())
-    memo[key.text] = candidates, found
+    if calm and neighbours.failures == failures:
+        memo[key.text] = candidates, found
     return found
 
 

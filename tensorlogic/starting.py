@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -30,7 +31,7 @@ def resume() -> None:
     """Collect again, if the program did before."""
     global _inside
     with _LOCK:
-        _inside -= 1
+        _inside = max(_inside - 1, 0)  # 0 in a child process that was forked inside
         if not _inside and _was:
             gc.enable()
 
@@ -53,7 +54,7 @@ _thresholds = (0, 0, 0)
 @contextlib.contextmanager
 def young() -> Iterator[None]:
     """No full collection inside, unless somebody asks for one: each takes 70 ms where torch has traced a model (AMD EPYC,
-    2026-11-28)."""
+    2026-11-28). Meanwhile `gc.get_threshold()` shows it to all threads."""
     global _young, _thresholds
     with _LOCK:
         if not _young:
@@ -64,9 +65,27 @@ def young() -> Iterator[None]:
         yield
     finally:
         with _LOCK:
-            _young -= 1
-            if not _young and gc.get_threshold() == (*_thresholds[:2], NEVER):
-                gc.set_threshold(*_thresholds)
+            _young = max(_young - 1, 0)
+            _collect_all()
+
+
+def _collect_all() -> None:
+    if not _young and gc.get_threshold() == (*_thresholds[:2], NEVER):
+        gc.set_threshold(*_thresholds)
+
+
+def _forked() -> None:
+    """A child process has none of the threads that were inside."""
+    global _LOCK, _inside, _young
+    _LOCK = threading.Lock()
+    if _inside and _was:
+        gc.enable()
+    _inside = _young = 0
+    _collect_all()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 pause()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -343,3 +344,67 @@ def test_what_a_broken_recording_drew_is_drawn_again() -> None:
         broken()
     assert states[0] == random.getstate()
     assert torch.equal(states[1], torch.get_rng_state())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_writes_without_a_version(mode: Any) -> None:
+    """By a kernel of one's own, as `.data` stands for here; tensors of inference mode have no versions at all."""
+
+    def fn(x: Tensor, sums: Tensor) -> Tensor:
+        sums.data.add_(x)
+        return x + 1
+
+    fast = recorded(fn)
+    with mode():
+        sums = torch.zeros(4, device=DEVICE)
+        for count in range(6):
+            x = torch.full((4,), float(count + 1), device=DEVICE)
+            sums.zero_()
+            torch.testing.assert_close(fast(x, sums), x + 1)
+            torch.testing.assert_close(sums, x)
+    assert (fast.graphs, "written to" in str(fast.reason)) == (0, True)
+
+
+@torch.no_grad()
+def test_numbers_that_another_thread_draws_are_given_out_once() -> None:
+    model, drawn, calls = net(), list[float](), list[int]()
+    go, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        assert go.wait(20)
+        drawn.extend(random.random() for _ in range(3))
+        done.set()
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 3:  # which is recorded
+            go.set()
+            assert done.wait(20)
+        return model(x)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    fast = recorded(fn)
+    for _ in range(4):
+        x = torch.randn(3, 4, device=DEVICE)
+        torch.testing.assert_close(fast(x), model(x))
+    thread.join()
+    assert "draws" in str(fast.reason)
+    assert [random.random() for _ in range(3)] != drawn
+
+
+@torch.no_grad()
+def test_another_generator_of_numpy() -> None:
+    own = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(3))
+    try:
+        fast = recorded(net())
+        for _ in range(4):
+            fast(torch.randn(3, 4, device=DEVICE))
+        assert fast.graphs == 1
+        fast = recorded(lambda x: x + numpy.random.rand())
+        for _ in range(4):
+            fast(torch.randn(3, 4, device=DEVICE))
+        assert "numpy" in str(fast.reason)
+    finally:
+        numpy.random.set_bit_generator(own)

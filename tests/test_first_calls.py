@@ -236,3 +236,31 @@ def test_a_model_is_optimised_without_full_collections() -> None:
         assert gc.get_threshold() == (9, 9, 9)
     finally:
         gc.set_threshold(*own)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_child_process_collects_as_its_parent_did() -> None:
+    """Where it was forked while another thread was inside, which the child does not have."""
+    script = """
+import gc, os, sys, threading, time
+from tensorlogic import starting
+inside, out = threading.Event(), threading.Event()
+def other():
+    with starting.paused(), starting.young():
+        inside.set(); out.wait(20)
+own = gc.get_threshold()
+thread = threading.Thread(target=other); thread.start(); inside.wait(20)
+assert not gc.isenabled() and gc.get_threshold()[2] == starting.NEVER
+pid = os.fork()
+if not pid:
+    ok = gc.isenabled() and gc.get_threshold() == own
+    with starting.paused(), starting.young():
+        ok = ok and not gc.isenabled() and gc.get_threshold()[2] == starting.NEVER
+    os._exit(0 if ok and gc.isenabled() and gc.get_threshold() == own else 1)
+code = os.waitpid(pid, 0)[1]
+out.set(); thread.join()
+assert gc.isenabled() and gc.get_threshold() == own
+sys.exit(code != 0)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

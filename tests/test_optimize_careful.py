@@ -15,13 +15,17 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tensorlogic
 from tensorlogic.program.optimizing import Optimized
 from tensorlogic.program.serve import PATIENCE, REST
+from tensorlogic.program.short import MISS
 from tensorlogic.program.trace import trace, witness
+
+from .test_left_over_graphs import program_of
 
 
 def layers(wide: int = 64) -> nn.Sequential:
@@ -506,3 +510,23 @@ def test_an_optimized_model_can_be_compiled_as_one_graph(training: bool, pays: N
         whole = torch.compile(fast, fullgraph=True, backend="eager")
         torch.testing.assert_close(whole(x), model(x))
         assert whole(x).requires_grad == training
+
+
+@torch.no_grad()
+def test_a_program_looks_at_nothing_while_others_watch() -> None:
+    """Its questions about inputs would be traced, or heard by the caller's modes, as the model's own."""
+    x, heard = torch.randn(3, 4), list[str]()
+    program = program_of(nn.Sequential(nn.Linear(4, 8), nn.ReLU()).eval(), x)
+
+    class Hears(TorchFunctionMode):
+        def __torch_function__(
+            self, fn: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            heard.append(str(fn))
+            return fn(*args, **(kwargs or {}))
+
+    for given in (x, torch.randn(5, 4)):
+        assert (program((given,), {}) is MISS) == (given is not x)
+        with Hears():
+            assert program((given,), {}) is MISS
+    assert heard == []

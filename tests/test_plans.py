@@ -417,3 +417,34 @@ def test_neighbours_are_ranked_by_their_keys_alone() -> None:
         assert [p.key.text for p in view.neighbours(asked, anything, reach=9.0)][first:] == [
             sizes[i].text for i in (0, 1, 2)
         ]
+
+
+def test_plans_of_another_version_of_an_op_are_passed_over(store: PlanStore) -> None:
+    """Whatever `normal` would make of them; the others are all there."""
+    key = linear(128, 128, 128)
+    flags = tuple(("axis", value) for _, value in key.flags)
+    store.put(plan(linear(128, 128, 144, flags=flags)))
+    store.put(plan(linear(128, 128, 256)))
+    store.put(plan(linear(64, 64, 64)))
+
+    def normal(key: Key) -> Key:
+        return replace(key, precision=str(key.flag("activation"))[:0] + "default")
+
+    for _ in range(2):
+        found = store.neighbours(key, anything, normal=normal)
+        assert [p.key for p in found] == [linear(128, 128, 256), linear(64, 64, 64)]
+
+
+def test_what_is_measured_anew_lends_where_its_record_was_broken(store: PlanStore) -> None:
+    near, asked = linear(128, 128, 128), linear(112, 128, 128)
+    store.put(plan(near))
+    store.flush()
+    document = json.loads(store.path.read_text())
+    document["plans"][near.text]["key"]["tensors"] = None
+    store.path.write_text(json.dumps(document))
+    store = PlanStore(store.path.parent, store.environment)
+    assert store.nearest(asked, anything) is None
+    store.put(plan(near))
+    found = store.nearest(asked, anything)
+    assert found is not None
+    assert found.key == near

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import accuracy, judging, registry
+from tensorlogic import accuracy, capture_watch, judging, registry
 from tensorlogic.op import OPS
 
 if registry.triton_missing() or not (torch.cuda.is_available() or registry.interpreting()):
@@ -80,7 +80,7 @@ def test_graphs_note_for_themselves() -> None:
     """They may be replayed side by side: none hears what another's kernels met, nor what an earlier replay did."""
     given = [torch.full((20, 30), value, device=DEVICE) for value in (1.0, float("inf"))]
     triton_split.split(given[0], torch.float16, (0,), False)  # loads the kernel
-    before = len(triton_split._GRAPHS)
+    before = len(capture_watch._OWN)
     graphs, flags = [torch.cuda.CUDAGraph() for _ in given], []
     for graph, x in zip(graphs, given, strict=True):
         with torch.cuda.graph(graph):
@@ -96,9 +96,17 @@ def test_graphs_note_for_themselves() -> None:
     graphs[1].replay()
     assert not flags[1].item()
     assert not triton_split.noted(DEVICE)
+    graphs[1].reset()  # and records anew, in memory of its own
+    with torch.cuda.graph(graphs[1]):
+        triton_split.split(given[1], torch.float16, (0,), False)
+        anew = triton_split.flag(DEVICE)
+    assert anew is not flags[1]
+    anew.fill_(1)
+    graphs[1].replay()
+    assert not anew.item()
     del graph, graphs
     gc.collect()
-    assert len(triton_split._GRAPHS) == before
+    assert len(capture_watch._OWN) == before
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e6])

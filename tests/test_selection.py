@@ -583,3 +583,28 @@ def test_tune_meets_the_backward_keys_of_a_training_step() -> None:
     assert (x.grad == 7).all()
     assert torch.equal(torch.get_rng_state(), before)
     assert tensorlogic.tune(step, x, w).known == 2
+
+
+def test_what_failed_for_a_moment_is_asked_again(served: Served) -> None:
+    """A candidate that could not list its configurations, or rates that could not be timed, are not remembered."""
+    broken = [True]
+
+    def configs(key: Key) -> Any:
+        if broken[0]:
+            raise RuntimeError("out of memory")
+        return ({"BLOCK": 1}, {"BLOCK": 2})
+
+    RELU.candidates["toy.a"] = replace(RELU.candidates["toy.a"], configs=configs)
+    there = plan(key_of(torch.randn(128, 64)), "toy.a")
+    there.eager_config = there.captured_config = {"BLOCK": 7}
+    put(there)
+    key = key_of(torch.randn(96, 64))
+
+    def block() -> Any:
+        return selector.decide(RELU, key, CPU, policies.current()).eager[1]["BLOCK"]
+
+    assert block() == 7
+    broken[0] = False
+    assert block() == 2
+    broken[0] = True
+    assert block() == 2  # remembered now

@@ -98,11 +98,16 @@ for _name in ("is_autocast_cpu_enabled", "_is_any_autocast_enabled"):
     BUILTINS[getattr(_C, _name)] = "is_autocast_enabled"
 for _each in torch.utils._device._device_constructors():  # without a device they take the default
     BUILTINS[_each] = "default device"
-CHECKPOINT, SEEDING = "checkpoint", "manual_seed"
+CHECKPOINT, SEEDING, STEP = "checkpoint", "manual_seed", "optimizer.step"
 ENGINE = "run_backward"  # what every backward pass calls
 WRAPPERS = {
     torch.get_default_device.__code__: "default device",
     inspect.unwrap(checkpoint.checkpoint).__code__: CHECKPOINT,
+    **{
+        code: STEP  # what PyTorch puts around every optimizer's
+        for code in torch.optim.Optimizer.profile_hook_step.__code__.co_consts
+        if isinstance(code, CodeType)
+    },
 }
 #: What PyTorch's own code asks, too, to put it back, and ours.
 CALLERS = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled", "get_num_threads")  # fmt: skip

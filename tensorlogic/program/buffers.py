@@ -24,16 +24,28 @@ class Unseen:
     """Notices tensors that a call writes to without PyTorch counting a version of them, as kernels of one's own do."""
 
     def __init__(self, flat: Iterable[Any]) -> None:
-        tensors = [v for v in flat if isinstance(v, Tensor) and v.numel() and not v.is_inference()]
-        small = sum(t.nbytes for t in tensors) <= MOST_LOOKED_AT
-        self.before = [(t, t._version, _bytes(t)) for t in tensors if small]
+        tensors = [(i, v) for i, v in enumerate(flat) if isinstance(v, Tensor) and v.numel()]
+        small = sum(t.nbytes for _, t in tensors) <= MOST_LOOKED_AT
+        self.before = [(i, t, _version(t), _bytes(t)) for i, t in tensors if small]
 
     def written(self) -> bool:
         """Whether one is not as it was, by no fault of its version's."""
-        return any(
-            t._version == version and not torch.equal(_bytes(t), held)
-            for t, version, held in self.before
-        )
+        return any(not t.is_inference() for _, t in self._written())
+
+    def untold(self) -> set[int]:
+        """Which are not as they were and have no versions: those of inference mode."""
+        return {i for i, t in self._written() if t.is_inference()}
+
+    def _written(self) -> list[tuple[int, Tensor]]:
+        return [
+            (i, t)
+            for i, t, version, held in self.before
+            if _version(t) == version and not torch.equal(_bytes(t), held)
+        ]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class Entry:
     names: set[str] = field(default_factory=set)  # of what its code asks about the state around it
     asked: Asked = field(default_factory=Asked)
     leaving: Leaving = field(default_factory=Leaving)
+    written: set[int] = field(default_factory=set)  # inputs without versions that a call wrote to
     way: Way | None = None  # to the replay, for calls that look like the last one
 
 
@@ -244,6 +245,7 @@ class Captured:
                 with entry.leaving.running(flat) as names:
                     out = warm(lambda: self.fn(*args, **kwargs), device, 1, lanes.CALLS)
                 self.unseen = self.unseen or unseen.written()
+                entry.written |= unseen.untold()
                 entry.names |= names
                 outs, entry.leaves = pytree.tree_leaves(out), _leaves(out, flat)
                 if device.type == "cuda":
@@ -282,11 +284,15 @@ class Captured:
                 raise RuntimeError(UNSEEN)
             if keeps_parametrized():
                 raise RuntimeError(f"parametrized weights are {KEPT}, and a graph would read them")
-            with drawn_once(device), entry.leaving.recording(self.held):
+            with entry.leaving.recording(self.held), drawn_once(device):
                 if entry.leaves is not None:
                     entry.replay = GradientReplay(run, flat, entry.leaves, device, self.tape)
                 else:
                     entry.replay = _recorded(run, flat, device, self)
+            if isinstance(entry.replay, Replay):
+                told = {i for i, _ in entry.replay.written}
+                if entry.written - told:
+                    raise RuntimeError(UNSEEN)
             if padded and isinstance(entry.replay, Replay) and entry.replay.written:
                 raise RuntimeError("an input that would be filled up to a bucket is written to")
         except FAILURES as problem:

@@ -22,6 +22,7 @@ from .contest import Contest
 from .copies import undisturbed
 from .report import Report
 from .serve import Program
+from .short import plain_modes
 from .trace import first_line
 from .whole import Whole
 
@@ -82,7 +83,8 @@ class Later:
 
     def _look(self) -> None:
         device = self.program.device
-        if not capture_watch.measurable(device) or not self.program._context():
+        quiet = capture_watch.measurable(device) and plain_modes()
+        if not quiet or not self.program._context():
             return
         if not self.lock.acquire(blocking=False):
             return

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from ..tuning import leaves_of
-from .asked import EVERY, noting
+from .asked import EVERY, STEP, noting
 
 LEAVES = (
     "it leaves gradients in parameters that are cleared or replaced outside of it: clear them inside, or with "
     "set_to_none=False"
+)
+EARLY = (
+    "its optimizer steps with the gradients that the call before left, and its backward pass leaves others: step after it, or "
+    "clear them with set_to_none=False"
 )
 INPUTS = "it leaves gradients in its inputs, where a graph leaves none"
 Look = tuple[Tensor | None, int]  # a gradient and its version
@@ -30,6 +34,8 @@ class Leaving:
         ] = []  # those in which the last call that ran as it is left gradients
         self.inside = False  # whether gradients are computed while it is recorded
         self.inputs = False  # whether one of them was an input
+        self.names: set[str] = set()  # what was asked or called so far
+        self.early = False  # whether an optimizer stepped before the first backward pass
         self.found: dict[int, Look] = {}  # before a call's first backward pass added to them
         self.expected: list[tuple[Tensor, Tensor | None]] = []  # which a replay adds to
         self.replaced: list[tuple[Tensor, Tensor]] = []  # whatever was there before
@@ -38,6 +44,7 @@ class Leaving:
         """A backward pass begins, whose engine is given this."""
         args, adds = given.get("args", ()), given.get("kwargs", {}).get("accumulate_grad")
         inputs = args[3] if len(args) > 3 else ()
+        self.early = self.early or (not self.reached and STEP in self.names)
         for leaf in inputs or [t for o in given.get("t_outputs", ()) for t in _leaves(o)]:
             if isinstance(leaf, Tensor) and leaf.is_leaf:
                 self.reached[id(leaf)] = leaf
@@ -69,8 +76,10 @@ class Leaving:
         known = self.reached | {id(t): t for t in held if t.is_leaf}
         before = {k: (t, _look(t)) for k, t in known.items()}
         self.found.clear()
+        self.reached.clear()
         try:
             with noting(self.note) as names:
+                self.names = names
                 yield
             self.inside = bool(self.reached) or names >= EVERY
             self._judge(before)
@@ -91,6 +100,8 @@ class Leaving:
                     self.expected.append((leaf, grad))
             elif grad is None or now is None or (found is not None and found[0] is not None):
                 raise RuntimeError(LEAVES)
+            elif self.early:
+                raise RuntimeError(EARLY)
             else:
                 self.replaced.append((leaf, now))
 

@@ -7,7 +7,6 @@ in any order, so that one half product of [h h m] · [h; m; h] is all terms of t
 
 from __future__ import annotations
 
-import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -143,7 +142,6 @@ def look_at(
 
 
 _FLAGS: dict[tuple[int, int], Tensor] = {}
-_GRAPHS: weakref.WeakKeyDictionary[Any, dict[int, Tensor]] = weakref.WeakKeyDictionary()
 
 
 def stream(device: torch.device) -> int:
@@ -168,12 +166,12 @@ def flag(device: torch.device) -> Tensor:
         place = (index, stream(device))
         if place[1] < 0:
             number = torch._C._cuda_getCurrentRawStream(index)
-            graph = capture_watch.graph_of(number)
-            if graph is not None:
-                flags = _GRAPHS.setdefault(graph, {})
-                if number not in flags:
-                    flags[number] = torch.zeros(1, dtype=torch.int32, device=device)
-                return flags[number]
+            own = capture_watch.own(number)
+            if own is not None:
+                if ("flag", number) not in own:
+                    own["flag", number] = torch.zeros(1, dtype=torch.int32, device=device)
+                noting: Tensor = own["flag", number]
+                return noting
     found = _FLAGS.get(place)
     if found is None and place[1] < 0:
         found = next((kept for (owner, _), kept in _FLAGS.items() if owner == place[0]), None)

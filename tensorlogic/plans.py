@@ -50,7 +50,7 @@ SHIPPED = Path(__file__).parent / "shipped"
 INTERVAL_S = 2.0  # between saves of one store
 SHARE = 0.02  # of the time at most goes into saving
 RETRY_S = 30.0  # after a save that failed
-MEMO = 8192  # keys whose neighbours are remembered
+MEMO = 256  # keys whose neighbours are remembered, and their ops
 LOCK_TIMEOUT_S = 10.0  # for a file that another process is saving
 BROKEN = (KeyError, TypeError, ValueError, AttributeError, RecursionError)  # raised by records
 
@@ -133,7 +133,7 @@ class PlanView:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # what is in memory
         self._shelves: tuple[_Shelf, ...] = ()
-        self._memo: tuple[int, dict[str, Any]] = -1, {}
+        self._memo: tuple[int, dict[Any, Any]] = -1, {}
 
     def _read(self) -> tuple[Unread, ...]:
         """Records of stored and of shipped plans, then of each environment akin; called once, at the first access."""
@@ -145,7 +145,7 @@ class PlanView:
                 self._shelves = tuple(map(_Shelf, self._read()))
         return self._shelves
 
-    def memo(self) -> dict[str, Any]:
+    def memo(self) -> dict[Any, Any]:
         """What others keep that follows from these plans; an empty one after every change of any."""
         with self._lock:
             changes = sum(shelf.changes for shelf in self._loaded())

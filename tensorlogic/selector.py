@@ -103,9 +103,12 @@ def _lent(
     What may be otherwise in a moment is not kept: candidates that failed, and rates that could not be timed meanwhile.
     """
     memo, candidates = store.memo(), tuple(op.candidates.values())
-    known = memo.get(key.text)
-    if known is not None and known[0] == candidates:
-        return known[1]
+    if memo.setdefault(id(op), candidates) != candidates:
+        memo.clear()
+        memo[id(op)] = candidates
+    if key.text in memo:
+        known: tuple[neighbours.Pick, neighbours.Pick, str] | None = memo[key.text]
+        return known
 
     @cache  # most plans of an op have one of few winners
     def serves(id: str) -> bool:
@@ -117,8 +120,8 @@ def _lent(
     failures, calm = neighbours.failures, capture_watch.calm(device)
     near = store.neighbours(key, op.candidates.__contains__, lends, normal=op.normal)
     found = neighbours.lent(op, key, near, environment(device).versions())
-    if calm and neighbours.failures == failures:
-        memo[key.text] = candidates, found
+    if calm and neighbours.failures == failures and memo.get(id(op)) == candidates:
+        memo[key.text] = found
     return found
 
 

@@ -151,42 +151,6 @@ def test_a_shipped_plan_comes_after_a_stored_one_and_before_a_neighbour(
     assert decided(x) == ("plan", "toy.a")
 
 
-def test_neighbours_are_asked_once_until_plans_or_candidates_change(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model's layers ask for one key again and again: a transformer's twelve did so 168 times for four."""
-    asked: list[str] = []
-    lent = neighbours.lent
-
-    def counted(op: Any, key: Key, *more: Any) -> Any:
-        asked.append(key.text)
-        return lent(op, key, *more)
-
-    monkeypatch.setattr(neighbours, "lent", counted)
-    x, own = torch.randn(96, 64), key_of(torch.randn(96, 64)).text
-    put(plan(key_of(torch.randn(128, 64)), "toy.a"))
-    for _ in range(3):
-        assert decided(x)[1] == "toy.a"
-    assert asked == [own]
-    put(plan(key_of(torch.randn(112, 64)), "toy.b"))  # nearer
-    for _ in range(3):
-        assert decided(x)[1] == "toy.b"
-    assert asked == [own] * 2
-    RELU.candidates["toy.b"] = replace(RELU.candidates["toy.b"], trusted=False)
-    for _ in range(3):
-        assert decided(x)[1] == "toy.a"
-    assert asked == [own] * 3
-    assert stores.current(CPU).forget() == 2
-    assert decided(x)[0] in ("eager", "cost model")
-    put(plan(key_of(x), "toy.a"))
-    assert decided(x) == ("plan", "toy.a")
-    assert asked == [own] * 4
-    monkeypatch.setattr(plans, "MEMO", 1)
-    for n in (40, 48, 40, 48):
-        decided(torch.randn(n, 64))
-    assert len(asked) == 8
-
-
 def decided(x: Tensor) -> tuple[str, str]:
     decision = selector.decide(RELU, key_of(x), CPU, policies.current())
     return decision.source, decision.eager[0]
@@ -583,28 +547,3 @@ def test_tune_meets_the_backward_keys_of_a_training_step() -> None:
     assert (x.grad == 7).all()
     assert torch.equal(torch.get_rng_state(), before)
     assert tensorlogic.tune(step, x, w).known == 2
-
-
-def test_what_failed_for_a_moment_is_asked_again(served: Served) -> None:
-    """A candidate that could not list its configurations, or rates that could not be timed, are not remembered."""
-    broken = [True]
-
-    def configs(key: Key) -> Any:
-        if broken[0]:
-            raise RuntimeError("out of memory")
-        return ({"BLOCK": 1}, {"BLOCK": 2})
-
-    RELU.candidates["toy.a"] = replace(RELU.candidates["toy.a"], configs=configs)
-    there = plan(key_of(torch.randn(128, 64)), "toy.a")
-    there.eager_config = there.captured_config = {"BLOCK": 7}
-    put(there)
-    key = key_of(torch.randn(96, 64))
-
-    def block() -> Any:
-        return selector.decide(RELU, key, CPU, policies.current()).eager[1]["BLOCK"]
-
-    assert block() == 7
-    broken[0] = False
-    assert block() == 2
-    broken[0] = True
-    assert block() == 2  # remembered now

@@ -79,9 +79,8 @@ def _marks(times: list[float]) -> dict[str, float]:
 def hosted(steps: Any, x: Tensor) -> tuple[float, float]:
     """Microseconds of host time of a replayed call, and of one that is given the graph's own buffer, where nothing is to be copied."""
     given = {"whole": x}
-    for entry in steps.entries.values():
-        if entry.replay is not None:
-            given["beyond"] = entry.replay.static[0]
+    for replay in steps.replays():
+        given["beyond"] = replay.static[0]
     calls = {name: [lambda v=v: steps(v)] for name, v in given.items()}
     found = measure.host_samples(calls, DEVICE, 0.4).values
     whole, beyond = (statistics.median(found[n]) for n in ("whole", next(reversed(given))))

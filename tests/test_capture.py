@@ -25,21 +25,22 @@ DEVICE = "cuda" if CUDA else "cpu"
 
 
 class PythonTape:
-    """Records a call, whose work counts as that of the first replay; later ones make it again, into the same outputs."""
+    """Records a call, whose work counts as that of the first replay, if the same thread makes it; later ones make it again, into
+    the same outputs."""
 
     def __init__(self, device: torch.device, pool: Any) -> None:
         self.fn: Callable[[], Any] = lambda: None
         self.out: Any = None
-        self.fresh = True
+        self.done: int | None = None  # the thread whose replay is yet to count what recording did
 
     def record(self, fn: Callable[[], Any]) -> Any:
-        self.fn, self.grad = fn, torch.is_grad_enabled()
+        self.fn, self.grad, self.done = fn, torch.is_grad_enabled(), threading.get_ident()
         self.out = fn()
         return self.out
 
     def replay(self) -> None:
-        if self.fresh:
-            self.fresh = False
+        done, self.done = self.done, None
+        if done == threading.get_ident():
             return
         with torch.set_grad_enabled(self.grad):
             again = self.fn()

@@ -195,7 +195,7 @@ def test_memory_that_a_backward_pass_waits_for_is_no_other_graphs() -> None:
                 fast(rows(count))
         assert pools[0] is not None
         assert pools[0] == pools[1]
-        one, two = [e.replay for e in [*fast.entries.values()][2:]]
+        one, two = fast.replays()[2:]
         assert isinstance(one, Replay)
         assert isinstance(two, Replay)
         assert one.line is two.line

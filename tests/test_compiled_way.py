@@ -166,7 +166,7 @@ def test_calls_unlike_the_last_one_touch_nothing(
     x, y = torch.randn(3, 4), torch.randn(3, 4)
     with torch.no_grad():
         fast = captured(driver, lambda a, b: a + b, x, y)
-        way: Any = fast.way
+        way: Any = fast.way[0]
         others: list[tuple[Any, ...]] = [
             (x, x), (x,), (), (x, y, y), (x[:2], y), (x.double(), y), (torch.empty(4, 3).t(), y), (None, y), (x, 3.0),
             (nn.Parameter(x), y), (x.as_subclass(Own), y), (x.clone().requires_grad_(), y), (x.to_sparse(), y),
@@ -214,7 +214,7 @@ def test_calls_unlike_the_last_one_touch_nothing(
 def test_one_tensor_given_twice_is_a_kind_of_its_own(driver: Driver) -> None:
     x, y = torch.randn(3), torch.randn(3)
     fast = captured(driver, lambda a, b: a - 2 * b, x, x)
-    way: Any = fast.way
+    way: Any = fast.way[0]
     assert way(x, y) is MISS
     assert torch.equal(way(y, y), y - 2 * y)
 
@@ -235,7 +235,7 @@ def test_streams_take_turns(driver: Driver) -> None:
 def test_another_thread_has_the_buffers(driver: Driver) -> None:
     x = torch.randn(3)
     fast = captured(driver, lambda v: v + 1, x)
-    way: Any = fast.way
+    way: Any = fast.way[0]
     lock = replay_of(fast).line.lock
     with lock:
         assert way(x) is MISS
@@ -295,7 +295,7 @@ def test_memory_that_is_away_is_left_to_pytorch(
     x, gone = torch.randn(3), torch.randn(3)
     gone.untyped_storage().resize_(0)
     monkeypatch.setattr(shortening, "_launching", lambda *_: lambda v: ("usual", v))
-    way: Any = captured(driver, lambda v: v + 1, x).way
+    way: Any = captured(driver, lambda v: v + 1, x).way[0]
     assert way(gone) == ("usual", gone)
     assert driver.kinds() == []
     assert torch.equal(way(x), x + 1)

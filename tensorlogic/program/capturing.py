@@ -35,23 +35,78 @@ TOLD = (
     FunctionType, BuiltinFunctionType, type,
 )  # fmt: skip
 UNSEEN = "an input is written to by what PyTorch does not count, such as a kernel of one's own or `.data`"
+FILLED = "an input that would be filled up to a bucket is written to"
 PAUSE = 16  # calls that run as they are after a recording that failed, and the most after calls that no graph may serve
+
+
+class Looked:
+    """A module as it was at one moment: its tensors, and what tells whether it is still that."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.watch = None if module is None else Watch(module, root=True)
+        self.held = [] if module is None else [*module.parameters(), *module.buffers()]
+        self.kept = Kept(self.held)
+
+    def holds(self) -> bool:
+        """Whether nothing has changed but where tensors lie, which gradients they want, and their numbers."""
+        return self.watch is None or (self.watch.holds() and self.kept.holds())
+
+    def state(self) -> list[Any]:
+        """Where the module's tensors lie and, where gradients are recorded, which of them want one."""
+        where: list[Any] = [*map(Tensor.data_ptr, self.held)]
+        return where + [t.requires_grad for t in self.held] if torch.is_grad_enabled() else where
+
+
+@dataclass
+class Recorded:
+    """A replay, and the state in which it may serve; it is made whole before any thread finds it."""
+
+    replay: Replay | GradientReplay
+    spec: Any  # of the output
+    looked: Looked
+    state: Sequence[Any]  # of the module's tensors
+    asked: Asked
+    leaving: Leaving
+    way: Way | None = None  # to the replay, for calls that look like the last one
+
+    def lasts(self) -> bool:
+        """Whether the module's tensors lie where they did, and what calls ask has the same answers."""
+        return self.state == self.looked.state() and self.asked.steady()
+
+    def unfit(self, padded: bool) -> str | None:
+        """Why it may serve no call of today's, or none whose inputs were filled up to a bucket."""
+        if padded and isinstance(self.replay, Replay) and self.replay.written:
+            return FILLED
+        return None if self.leaving.ready() else LEAVES
+
+    def shorten(self, args: Sequence[Any]) -> Way | None:
+        """The way for positional calls like this one, where there is one."""
+        if self.way is None and not self.asked.looks:
+            self.way = short(self.replay, args, self.spec, self._steady())
+        return self.way
+
+    def _steady(self) -> Callable[[], bool] | None:
+        """What holds while the module is as it was."""
+        asks, looked = self.leaving.check(self.asked.holds), self.looked
+        if looked.watch is None:
+            return asks
+        holds, kept, state, now = looked.watch.check(), looked.kept.holds, self.state, looked.state
+        same = still(looked.held, state)
+        lasts = same if same is not None else lambda: kept() and now() == state
+        return lambda: lasts() and holds() and (asks is None or asks())
 
 
 @dataclass
 class Entry:
-    """What is known of one kind of call."""
+    """What is known of one kind of call of a module as it was looked at."""
 
+    looked: Looked
     calls: int = 0
-    replay: Replay | GradientReplay | None = None
-    spec: Any = None
-    state: Sequence[Any] = ()  # of the module's tensors when it was captured
+    recorded: Recorded | None = None
     leaves: Sequence[Tensor] | None = None  # that gradients of the outputs reach; None: nobody's
     names: set[str] = field(default_factory=set)  # of what its code asks about the state around it
-    asked: Asked = field(default_factory=Asked)
-    leaving: Leaving = field(default_factory=Leaving)
+    leaving: Leaving = field(default_factory=Leaving)  # in the calls before the recording
     written: set[int] = field(default_factory=set)  # inputs without versions that a call wrote to
-    way: Way | None = None  # to the replay, for calls that look like the last one
 
 
 class Captured:
@@ -69,6 +124,7 @@ class Captured:
         self.fn, self.max_graphs, self.unsafe_views = fn, max_graphs, unsafe_views
         self.batch, self.buckets = batch, sorted(buckets) if buckets else None
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
+        self.finding = threading.RLock()  # held while these are looked up or cleared
         self.reason: str | None = None
         self.pause = 0  # calls until one is looked at again; 0 where none will be
         self.wait = (
@@ -78,18 +134,18 @@ class Captured:
         self.module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
         if not isinstance(self.module, nn.Module):
             self.module = None
-        self._look()
+        self.looked = Looked(self.module)
         self.unseen = False  # whether a call has written to an input without PyTorch knowing
-        self.way: Way | None = None  # to the kind that was replayed last
-        self.under = policies.current()  # whose calls it may serve
+        # to the kind that was replayed last, with the policy under which it may serve
+        self.way: tuple[Way, policies.Policy] | None = None
         self.tape: Callable[[torch.device, Any], Any] = CallTape
         self.recording = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """fn(*args, **kwargs), replayed where a graph of such a call exists."""
         way = self.way
-        if way is not None and not kwargs and policies.current() is self.under:
-            out = way(*args)
+        if way is not None and not kwargs and policies.current() is way[1]:
+            out = way[0](*args)
             if out is not MISS:
                 return out
         if self.reason is not None and not (self.pause and self._again()):
@@ -104,37 +160,33 @@ class Captured:
             return self.fn(*args, **kwargs)
         self.wait = 1
         rows, padded = self._padded(flat)
-        key = (spec, tuple(map(_kind, padded)), modes(), policies.current().meaning)
-        entry = self.entries.get(key)
-        if entry is None:
-            entry = self._new(key)
-        else:
-            self.entries.move_to_end(key)
-        if entry.replay is not None and (entry.state != self._state() or not entry.asked.steady()):
-            entry.replay, entry.way, entry.calls = None, None, 0  # parameters lie elsewhere now
-            entry.leaving = Leaving()
-        if entry.replay is None:
+        policy = policies.current()
+        entry = self._entry((spec, tuple(map(_kind, padded)), modes(), policy.meaning))
+        recorded = entry.recorded
+        if recorded is not None and not recorded.lasts():
+            recorded = entry.recorded = None  # parameters lie elsewhere now
+            entry.calls, entry.leaving = 0, Leaving()
+        if recorded is None:
             entry.calls += 1
             if entry.calls <= EAGER_CALLS:
                 return self._eager(entry, args, kwargs, flat, device)
-            if not self._capture(entry, padded, spec, device, rows is not None):
+            recorded = self._capture(entry, padded, spec, device)
+            if recorded is None:
                 return self.fn(*args, **kwargs)
-        replay = entry.replay
-        assert replay is not None
-        if not entry.leaving.ready():
-            self._stop(LEAVES)
+        unfit = recorded.unfit(rows is not None)
+        if unfit is not None:
+            self._stop(unfit)
             return self.fn(*args, **kwargs)
-        out = replay(padded) if entry.asked.alike(padded) else None
+        out = recorded.replay(padded) if recorded.asked.alike(padded) else None
         if out is None:
             return self.fn(*args, **kwargs)
         if rows is None and not kwargs:
-            if entry.way is None and not entry.asked.looks:
-                entry.way = short(replay, args, entry.spec, self._steady(entry))
-            self.way, self.under = entry.way, policies.current()
+            quick = recorded.shorten(args)
+            self.way = None if quick is None else (quick, policy)
         if rows is not None:
             assert self.batch is not None
             out = [rows_of(v, self.batch, *rows) for v in out]
-        return pytree.tree_unflatten(list(out), entry.spec)
+        return pytree.tree_unflatten(list(out), recorded.spec)
 
     def __reduce__(self) -> Any:
         """A copy captures for itself: graphs belong to one function in one process."""
@@ -146,24 +198,6 @@ class Captured:
         if not left:
             self.reason = None
         return not left
-
-    def _look(self) -> None:
-        """Watch the module as it is from now on."""
-        self.watch = Watch(self.module, root=True) if self.module is not None else None
-        self.held = (
-            [*self.module.parameters(), *self.module.buffers()] if self.module is not None else []
-        )
-        self.kept = Kept(self.held)
-
-    def _steady(self, entry: Entry) -> Callable[[], bool] | None:
-        """What holds while the module is as it was when `entry` was captured."""
-        asks = entry.leaving.check(entry.asked.holds)
-        if self.watch is None:
-            return asks
-        holds, kept, state, now = self.watch.check(), self.kept.holds, entry.state, self._state
-        same = still(self.held, state)
-        lasts = same if same is not None else lambda: kept() and now() == state
-        return lambda: lasts() and holds() and (asks is None or asks())
 
     def _suits(self, flat: Sequence[Any]) -> tuple[str | None, torch.device | None]:
         """Why no graph may serve such calls (None: not this one), and the device of those that one may."""
@@ -193,16 +227,12 @@ class Captured:
             return None, None
         if self.tape is CallTape and torch.cuda.is_current_stream_capturing():
             return None, None
-        if self.watch is not None and not (self.watch.holds() and self.kept.holds()):
-            self.entries.clear()  # the module is another one: its graphs are stale
-            self._look()
+        if not self.looked.holds():  # the module is another one: its graphs are stale
+            with self.finding:
+                self.looked = Looked(self.module)
+                self.entries.clear()
         device = tensors[0].device if tensors else torch.device("cuda", torch.cuda.current_device())
         return None, device
-
-    def _state(self) -> list[Any]:
-        """Where the module's tensors lie and, where gradients are recorded, which of them want one."""
-        where: list[Any] = [*map(Tensor.data_ptr, self.held)]
-        return where + [t.requires_grad for t in self.held] if torch.is_grad_enabled() else where
 
     def _padded(self, flat: Sequence[Any]) -> tuple[tuple[int, int] | None, Sequence[Any]]:
         """(rows, rows of the bucket) and the inputs filled up to it; None where nothing is padded."""
@@ -221,11 +251,16 @@ class Captured:
             filled(v, self.batch, bucket) if isinstance(v, Tensor) else v for v in flat
         ]
 
-    def _new(self, key: Any) -> Entry:
-        entry = self.entries[key] = Entry()
-        while len(self.entries) > self.max_graphs:
-            self.entries.popitem(last=False)
-        return entry
+    def _entry(self, key: Any) -> Entry:
+        """What is known of a kind, the latest from now on; the least recently used goes where there are too many."""
+        with self.finding:
+            entry = self.entries.get(key)
+            if entry is None:
+                entry = self.entries[key] = Entry(self.looked)
+            self.entries.move_to_end(key)
+            while len(self.entries) > self.max_graphs:
+                self.entries.popitem(last=False)
+            return entry
 
     def _eager(
         self,
@@ -257,26 +292,30 @@ class Captured:
         return self.fn(*args, **kwargs)
 
     def _capture(
-        self, entry: Entry, flat: Sequence[Any], spec: Any, device: torch.device, padded: bool
-    ) -> bool:
+        self, entry: Entry, flat: Sequence[Any], spec: Any, device: torch.device
+    ) -> Recorded | None:
         """Record this kind of call, unless another thread does or may yet run backward there; on failure keep the reason and
         stay eager."""
         if not self.recording.acquire(blocking=False):
-            return False
+            return None
         try:
             with capture_watch.turn():  # nobody begins a call there meanwhile
-                return not lanes.awaited(device) and self._captured(
-                    entry, flat, spec, device, padded
-                )
+                if entry.recorded is None and not lanes.awaited(device):
+                    entry.recorded = self._recorded(entry, flat, spec, device)
+                return entry.recorded
         finally:
             self.recording.release()
 
-    def _captured(
-        self, entry: Entry, flat: Sequence[Any], spec: Any, device: torch.device, padded: bool
-    ) -> bool:
-        def run(*given: Any) -> Any:
-            args, kwargs = pytree.tree_unflatten(list(given), spec)
-            leaves, entry.spec = pytree.tree_flatten(self.fn(*args, **kwargs))
+    def _recorded(
+        self, entry: Entry, flat: Sequence[Any], spec: Any, device: torch.device
+    ) -> Recorded | None:
+        given: list[Any] = []  # the structure of the output
+        looked, leaving, names = entry.looked, entry.leaving, entry.names
+
+        def run(*values: Any) -> Any:
+            args, kwargs = pytree.tree_unflatten(list(values), spec)
+            leaves, out = pytree.tree_flatten(self.fn(*args, **kwargs))
+            given[:] = [out]
             return leaves
 
         try:
@@ -284,40 +323,57 @@ class Captured:
                 raise RuntimeError(UNSEEN)
             if keeps_parametrized():
                 raise RuntimeError(f"parametrized weights are {KEPT}, and a graph would read them")
-            with entry.leaving.recording(self.held), drawn_once(device):
+            with leaving.recording(looked.held), drawn_once(device):
+                replay: Replay | GradientReplay
                 if entry.leaves is not None:
-                    entry.replay = GradientReplay(run, flat, entry.leaves, device, self.tape)
+                    replay = GradientReplay(run, flat, entry.leaves, device, self.tape)
                 else:
-                    entry.replay = _recorded(run, flat, device, self)
-            if isinstance(entry.replay, Replay):
-                told = {i for i, _ in entry.replay.written}
-                if entry.written - told:
-                    raise RuntimeError(UNSEEN)
-            if padded and isinstance(entry.replay, Replay) and entry.replay.written:
-                raise RuntimeError("an input that would be filled up to a bucket is written to")
+                    replay = self._replay(run, flat, device)
+            if isinstance(replay, Replay) and entry.written - {i for i, _ in replay.written}:
+                raise RuntimeError(UNSEEN)
         except FAILURES as problem:
             heal(device)
             self._stop(cause(problem))
-            return False
-        entry.state, entry.asked = self._state(), Asked(entry.names, self.held, entry.replay.static)
-        return True
+            return None
+        asked = Asked(names, looked.held, replay.static)
+        return Recorded(replay, given[0], looked, looked.state(), asked, leaving)
+
+    def _replay(self, run: Callable[..., Any], flat: Sequence[Any], device: torch.device) -> Replay:
+        """A graph of a call that hands out no gradients; it may compute some inside, as a training step does."""
+        grad = torch.is_grad_enabled()
+
+        def inside(*given: Any) -> Any:
+            with torch.set_grad_enabled(grad):
+                return [v.detach() if isinstance(v, Tensor) else v for v in run(*given)]
+
+        others = [r for r in self.replays() if isinstance(r, Replay)]
+        other = next((r for r in others if r.device == device), None)
+        # a pool whose graphs are gone takes no other while tensors, such as gradients, lie there
+        pool, line = (pool_of(device), None) if other is None else (other.pool, other.line)
+        return Replay(inside, flat, device, pool, self.unsafe_views, self.tape, line)
+
+    def replays(self) -> list[Replay | GradientReplay]:
+        """Of the kinds of call that are replayed now."""
+        with self.finding:
+            known = [e.recorded for e in self.entries.values()]
+        return [r.replay for r in known if r is not None]
 
     def _stop(self, reason: str) -> None:
         """Nothing is replayed from here on, the first time for a while."""
         self.reason = reason
         self.pause, self.failed = 0 if self.failed else PAUSE, True
-        self.entries.clear()
+        with self.finding:
+            self.entries.clear()
 
     @property
     def graphs(self) -> int:
         """How many kinds of call are replayed now."""
-        return sum(e.replay is not None for e in self.entries.values())
+        return len(self.replays())
 
     @property
     def nbytes(self) -> int:
         """Bytes that the graphs' pool grew by, and what calls derive from a module's weights and keep."""
-        graphs = sum(e.replay.nbytes for e in self.entries.values() if e.replay is not None)
-        return graphs + derived.CACHE.nbytes_of(self.held)
+        return sum(r.nbytes for r in self.replays()) + derived.CACHE.nbytes_of(self.looked.held)
 
 
 def _leaves(out: Any, given: Sequence[Any]) -> list[Tensor] | None:
@@ -326,23 +382,6 @@ def _leaves(out: Any, given: Sequence[Any]) -> list[Tensor] | None:
     inputs = {id(v) for v in given}
     found = {id(t): t for o in outs for t in leaves_of(o) if id(t) not in inputs}
     return list(found.values()) if outs else None
-
-
-def _recorded(
-    run: Callable[..., Any], flat: Sequence[Any], device: torch.device, owner: Captured
-) -> Replay:
-    """A graph of a call that hands out no gradients; it may compute some inside, as a training step does."""
-    grad = torch.is_grad_enabled()
-
-    def inside(*given: Any) -> Any:
-        with torch.set_grad_enabled(grad):
-            return [v.detach() if isinstance(v, Tensor) else v for v in run(*given)]
-
-    others = [e.replay for e in [*owner.entries.values()] if isinstance(e.replay, Replay)]
-    other = next((r for r in others if r.device == device), None)
-    # a pool whose graphs are gone takes no other while tensors, such as gradients, lie there
-    pool, line = (pool_of(device), None) if other is None else (other.pool, other.line)
-    return Replay(inside, flat, device, pool, owner.unsafe_views, owner.tape, line)
 
 
 def _kind(value: Any) -> Any:

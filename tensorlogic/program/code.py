@@ -159,8 +159,8 @@ class Function:
                 self.nodes, self.inputs, self.outputs, self._values, self.owner, self.sites.forced
             )
             found.sites.hurried = self.sites.hurried
-            if len(self._others) >= OTHERS:
-                self._others.pop(next(iter(self._others)), None)
+            for first in list(self._others)[: 1 if len(self._others) >= OTHERS else 0]:
+                self._others.pop(first, None)
             self._others[wanted] = found
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -94,6 +95,7 @@ class Program:
         self.refused = 0  # calls in a row that met a changed model
         self.resting = 0  # calls that are not to look
         self.patient = True  # what it does not serve is served by others, so that it may rest
+        self.refreshing = threading.Lock()
         self.replay: Any = None
         self.way: Way | None = None  # to the replay, for calls that look like the last one
         self.words: Words | None = None  # to that way, for calls by keyword
@@ -160,7 +162,8 @@ class Program:
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         every = len(tensors) == len(self.trace.inputs)
         recording = torch.is_grad_enabled() and not self.training
-        if self.replay is None or recording or self.autocast is not None:
+        replay = self.replay
+        if replay is None or recording or self.autocast is not None:
             return
         if self.asked is not None and self.asked.looks:
             return
@@ -168,9 +171,9 @@ class Program:
             return
         if not self._reaches(tensors):
             return
-        steady = self._steady(self.replay)
+        steady = self._steady(replay)
         before, after = (None, steady) if self.pure else (steady, None)
-        self.way = short(self.replay, tensors, self.trace.out_spec, before, after)
+        self.way = short(replay, tensors, self.trace.out_spec, before, after)
         self.words = None
         if self.way is not None and (kwargs or not every):
             self.words = Words(self.way, args, kwargs)
@@ -208,13 +211,17 @@ class Program:
             self.resting = min(self.refused, REST) if rests else 0
             return MISS
         self.refused = 0
-        if (self.watched and self._stamp() != self.stamp) or self._written_unseen():
-            self.refresh()
-        if self.replay is not None and self._where() != self.pointers:
-            self.replay, self.way, self.alive = None, None, []  # parameters lie elsewhere now
+        if self._stale():
+            with self.refreshing:  # others wait for the one that came first
+                if self._stale():
+                    self.refresh()
+        replay = self.replay
+        if replay is not None and self._where() != self.pointers:
+            replay = self.replay = self.way = None  # parameters lie elsewhere now
+            self.alive = []
         apart = self.pure or not _share_memory(flat)  # a graph's own copies of two would not
-        if self.replay is not None and apart and self._reaches(flat) and not _capturing(self.device):  # fmt: skip
-            out = self.replay(flat)
+        if replay is not None and apart and self._reaches(flat) and not _capturing(self.device):
+            out = replay(flat)
             if out is not None:
                 return out
         if not self.training:
@@ -238,12 +245,9 @@ class Program:
         given = (v for v in flat if isinstance(v, Tensor))
         return all(w or not v.requires_grad for w, v in zip(wanted, given, strict=True))
 
-    def _written_unseen(self) -> bool:
-        """Whether some weight was written to without a version more; what was derived from it is forgotten."""
-        written = self.samples.unseen()
-        for tensor in written:
-            derived.CACHE.invalidate(tensor)
-        return bool(written)
+    def _stale(self) -> bool:
+        """Whether some weight was written to since constants were computed, with a version more or without."""
+        return bool(self.watched and self._stamp() != self.stamp) or bool(self.samples.unseen())
 
     def capture(self) -> str | None:
         """Record what was bound as a CUDA graph; the reason where that cannot be."""
@@ -351,8 +355,11 @@ class Program:
         return [*map(VERSION, self.watched), *map(Tensor.data_ptr, self.watched)]
 
     def refresh(self) -> None:
-        """Compute the constants again from today's parameters and buffers."""
+        """Compute the constants again from today's parameters and buffers; what else was derived from those that were written to
+        unseen is forgotten."""
         stamp, self.way = self._stamp(), None
+        for tensor in self.samples.unseen():
+            derived.CACHE.invalidate(tensor)
         fresh, _ = ahead(self.graph, self.state)
         theirs = {_memory(t) for t in self.state.values()} - {None}
         for name, value in fresh.items():

@@ -182,8 +182,9 @@ class Watch:
         """True while nothing has changed but the tensors' contents."""
         if self.changed and not self._same_tensors():
             return False
-        self.changed = not self._holds()
-        return not self.changed
+        same = self._holds()
+        self.changed = not same
+        return same
 
     def _holds(self) -> bool:
         try:
@@ -280,10 +281,11 @@ class Kept:
         return [(t.dtype, t.shape, t.stride(), t.device) for t in self.tensors]
 
     def _compile(self) -> None:
-        self.checks = []
+        checks = []
         for inference in (False, True):
             with torch.inference_mode(inference):
-                self.checks.append(front.guard(self.tensors) if self.tensors else _always)
+                checks.append(front.guard(self.tensors) if self.tensors else _always)
+        self.checks = checks  # whole, as other threads ask meanwhile
 
     def holds(self) -> bool:
         """True while they are."""

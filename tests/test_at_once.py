@@ -1,0 +1,196 @@
+"""Threads that call one captured or optimised model at once, and change between any two steps of Python."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tensorlogic
+from tensorlogic.program import capturing
+
+from .test_asked import KernelTape
+from .test_capture import CUDA, DEVICE
+
+THREADS = 6
+
+
+@pytest.fixture(autouse=True)
+def hasty() -> Iterator[None]:
+    """Threads of Python change as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def net() -> Any:
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)
+    return nn.Sequential(*layers).eval().to(DEVICE)
+
+
+def captured(fn: Callable[..., Any], **options: Any) -> capturing.Captured:
+    fast = tensorlogic.capture(fn, **options)
+    if not CUDA:
+        fast.tape = KernelTape
+    return fast
+
+
+def inputs(*rows: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(rows[i % len(rows)], 4, generator=g).to(DEVICE) for i in range(THREADS)]
+
+
+def at_once(call: Callable[[int], bool], times: int) -> None:
+    """`call(thread)` in several threads that begin together; each must hold every time."""
+    begin, wrong, problems = threading.Barrier(THREADS), list[int](), list[BaseException]()
+
+    def go(i: int) -> None:
+        begin.wait()
+        try:
+            wrong.extend(i for _ in range(times) if not call(i))
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=go, args=(i,)) for i in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    assert wrong == []
+
+
+def change(model: Any, n: int) -> None:
+    """Something else of the model each time: where weights lie, their numbers, unseen by PyTorch or not, attributes."""
+    weight = model[n % 2 * 3].weight
+    with torch.no_grad():
+        if n % 4 == 0:
+            weight.data = torch.randn_like(weight)
+        elif n % 4 == 1:
+            weight.mul_(-1.5)
+        else:
+            weight.data.mul_(-0.7)
+        if n % 5 == 0:
+            model[1].running_mean.add_(0.5)
+        if n % 7 == 0:
+            model.extra = n
+    model[3].bias.requires_grad_(n % 3 > 0)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("make", [captured, tensorlogic.optimize])
+def test_models_that_change_between_calls(make: Callable[..., Any], grad: bool) -> None:
+    model, given = net(), inputs(3)
+    with torch.set_grad_enabled(grad):
+        fast = make(model) if make is captured else make(model, given[0])
+
+    def call(i: int) -> bool:
+        with torch.set_grad_enabled(grad):
+            return torch.allclose(fast(given[i]), model(given[i]), atol=1e-4, rtol=1e-4)
+
+    for n in range(30):
+        change(model, n)
+        at_once(call, 6)
+    if make is captured:
+        assert fast.reason is None
+        for _ in range(4):
+            call(0)
+        assert fast.graphs == 1
+
+
+@torch.no_grad()
+def test_more_kinds_than_are_kept() -> None:
+    model, given = net(), inputs(1, 2, 3, 4, 5)
+    fast = captured(model, max_graphs=2)
+    expected = [model(x) for x in given]
+
+    def call(i: int) -> bool:
+        with torch.no_grad():
+            right = torch.allclose(fast(given[i]), expected[i], atol=1e-5)
+            return right and fast.graphs <= 2 and fast.nbytes >= 0
+
+    at_once(call, 200)
+    assert fast.reason is None
+
+
+def test_a_recording_is_found_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread that calls while what was recorded is not yet complete finds none."""
+    model, x = net(), torch.ones(3, 4, device=DEVICE)
+    fast, found = captured(model), list[Tensor]()
+    asked = vars(capturing)["Asked"]
+
+    def meanwhile(*args: Any) -> Any:
+        other = threading.Thread(target=lambda: found.append(fast(x)))
+        other.start()
+        other.join()
+        return asked(*args)
+
+    monkeypatch.setattr(capturing, "Asked", meanwhile)
+    for _ in range(capturing.EAGER_CALLS + 1):
+        torch.testing.assert_close(fast(x), model(x))
+    assert len(found) == 1
+    torch.testing.assert_close(found[0], model(x))
+    assert (fast.graphs, fast.reason) == (1, None)
+
+
+@torch.no_grad()
+def test_one_recording_serves_those_that_waited_for_it() -> None:
+    model, x = net(), torch.ones(3, 4, device=DEVICE)
+    made = list[int]()
+
+    class Counted(KernelTape):
+        def __init__(self, device: torch.device, pool: Any) -> None:
+            super().__init__(device, pool)
+            made.append(1)
+
+    if CUDA:
+        pytest.skip("the stand-in counts")
+    for _ in range(20):
+        fast = captured(model)
+        fast.tape = Counted
+        for _ in range(capturing.EAGER_CALLS):
+            fast(x)
+        made.clear()
+        call = torch.no_grad()(fast)
+        at_once(lambda _, call=call: torch.equal(call(x), model(x)), 3)  # type: ignore[misc]
+        assert made == [1]
+
+
+@torch.no_grad()
+def test_policies_side_by_side() -> None:
+    """What was replayed last under one policy is not handed to a call under another."""
+    x = torch.ones(3, 4, device=DEVICE)
+    fast = captured(lambda v: v * (2 if tensorlogic.policies.current().force else 3))
+
+    def call(i: int) -> bool:
+        with torch.no_grad(), tensorlogic.policy(force="torch.eager" if i % 2 else None):
+            return torch.equal(fast(x), x * (2 if i % 2 else 3))
+
+    at_once(call, 300)
+    assert fast.graphs == 2
+
+
+@torch.no_grad()
+def test_inputs_that_are_written_to_are_not_filled_up() -> None:
+    """A graph of a whole bucket serves no call that is filled up to it: what it writes would be lost."""
+
+    def fn(x: Tensor) -> Tensor:
+        x.add_(1)
+        return x * 2
+
+    fast = captured(fn, batch=0, buckets=[4])
+    for _ in range(4):
+        fast(torch.ones(4, 2, device=DEVICE))
+    assert fast.graphs == 1
+    x = torch.ones(3, 2, device=DEVICE)
+    assert torch.equal(fast(x), torch.full((3, 2), 4.0, device=DEVICE))
+    assert torch.equal(x, torch.full((3, 2), 2.0, device=DEVICE))
+    assert "filled up" in str(fast.reason)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic.program import samples
+from tensorlogic.program import samples, serve
 
 SCALE = 1.0
 TABLE = {"shift": 0.5}
@@ -235,6 +235,33 @@ def test_invalidate_reaches_programs(pays: None) -> None:
     row.zero_()
     tensorlogic.invalidate(model[0].weight)
     torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_somebodys_graph_holds_no_constants(pays: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded into a caller's own CUDA graph reads the weights as they are at each replay."""
+    model, x = Folded().eval(), torch.randn(2, 3, 8, 8)
+    fast = tensorlogic.optimize(model, x)
+    program = fast._program
+    assert len(program.watched) > 0
+    runs, run = list[int](), program.function.run
+
+    def counted(*given: Any) -> Any:
+        runs.append(1)
+        return run(*given)
+
+    program.function.run = counted
+    fast(x)
+    assert runs == [1]
+    monkeypatch.setattr(serve, "_capturing", lambda _: True)
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-3)
+    model[0].weight.mul_(2)
+    stamp = program.stamp
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-3)
+    assert (runs, program.stamp) == ([1], stamp)  # nothing is renewed while it is recorded
+    monkeypatch.undo()
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-3)
+    assert (runs, program.stamp == stamp) == ([1, 1], False)
 
 
 class Cut(nn.Module):

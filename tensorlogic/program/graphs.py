@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import warnings
@@ -381,18 +382,21 @@ class _Replayed(torch.autograd.Function):
     @once_differentiable
     def _once(ctx: Any, *grads: Tensor | None) -> Any:
         replay: GradientReplay = ctx.replay
-        if ctx.serial != replay.serial:
-            raise RuntimeError(
-                "captured backward: the same capture has run forward again since, over the values that this backward "
-                "needs; run backward first, or call the function itself"
-            )
-        used = [g for g, wanted in zip(grads, replay.wanted, strict=True) if wanted]
-        for seed, grad in zip(replay.seeds, used, strict=True):
-            seed.zero_() if grad is None else seed.copy_(grad)
-        replay.backward.replay()
-        ctx.token.done = True
+        # no forward begins before the first backward is done; before another one it may
+        with replay.line.lock if ctx.token.done else contextlib.nullcontext():
+            if ctx.serial != replay.serial:
+                raise RuntimeError(
+                    "captured backward: the same capture has run forward again since, over the values that this backward "
+                    "needs; run backward first, or call the function itself"
+                )
+            used = [g for g, wanted in zip(grads, replay.wanted, strict=True) if wanted]
+            for seed, grad in zip(replay.seeds, used, strict=True):
+                seed.zero_() if grad is None else seed.copy_(grad)
+            replay.backward.replay()
+            fresh = copies(replay.grads)
+            ctx.token.done = True
         found: list[Tensor | None] = [None] * len(replay.wrt)
-        for i, g in zip(replay.needs, copies(replay.grads), strict=True):
+        for i, g in zip(replay.needs, fresh, strict=True):
             found[i] = g
         return (None, *found)
 

@@ -211,6 +211,9 @@ class Program:
             self.resting = min(self.refused, REST) if rests else 0
             return MISS
         self.refused = 0
+        capturing = _capturing(self.device)
+        if capturing and self.watched:  # somebody's graph would keep what was computed of weights
+            return MISS
         if self._stale():
             with self.refreshing:  # others wait for the one that came first
                 if self._stale():
@@ -220,7 +223,7 @@ class Program:
             replay = self.replay = self.way = None  # parameters lie elsewhere now
             self.alive = []
         apart = self.pure or not _share_memory(flat)  # a graph's own copies of two would not
-        if replay is not None and apart and self._reaches(flat) and not _capturing(self.device):
+        if replay is not None and apart and self._reaches(flat) and not capturing:
             out = replay(flat)
             if out is not None:
                 return out
@@ -372,6 +375,8 @@ class Program:
                 self.replay, self.alive = None, []  # which reads the old one
             self.constants[name] = value
             self.function.set(name, value)
+        if self.device.type == "cuda":  # calls on other streams read it, too
+            torch.cuda.current_stream(self.device).synchronize()
         self.samples.look()
         self.stamp = stamp
 

@@ -101,7 +101,8 @@ class _Workers:
             for job in left:
                 if self.started:
                     return
-                if self.taken(future := self.jobs[job]):
+                future = self.jobs.get(job)  # None: dropped meanwhile
+                if future is not None and self.taken(future):
                     future.set_result(attempt(job.run))
 
         for i in range(min(len(jobs), max(1, settings.usable_cores() // 4))):
@@ -119,7 +120,7 @@ class _Workers:
         return worker
 
     def close(self) -> None:
-        for future in self.jobs.values():
+        for future in list(self.jobs.values()):
             future.cancel()
         self.nursery.close()
 

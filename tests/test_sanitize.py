@@ -201,17 +201,25 @@ def test_an_interrupt_ends_what_runs(tool: Path) -> None:
         command, stdout=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which programs in the background ignore
     )  # fmt: skip
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while len(begun := list(tool.glob("begun-*"))) < 3 and time.monotonic() < until:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=20)
+    said, _ = process.communicate(timeout=50)
     assert "interrupted" in said
     assert process.returncode == 130
     assert len(begun) == 3
     for path in begun:
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.name.removeprefix("begun-")), 0)
+
+
+def test_what_begins_as_an_interrupt_comes_is_ended(sanitize: ModuleType) -> None:
+    sanitize.interrupted.set()
+    begin = time.monotonic()
+    status, _ = sanitize.printed(["sleep", "60"], os.environ, begin + 60)
+    assert (status, sanitize.running) == (-signal.SIGKILL, set())
+    assert time.monotonic() - begin < 50
 
 
 def test_what_is_missing_is_named(

@@ -22,6 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,7 @@ UNATTACHED = "No attachable process found"
 ATTEMPTS = 3
 PORTS = 10  # that one tool may try, as is its own default
 running: set[int] = set()  # process groups, which do not hear of the terminal's Ctrl-C
+interrupted = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,8 @@ def printed(
         start_new_session=True,
     )  # fmt: skip
     running.add(process.pid)
+    if interrupted.is_set():  # before it could be found among those
+        stop(process.pid)
     try:
         text, _ = process.communicate(timeout=max(0.0, until - time.monotonic()))
         return process.returncode, text
@@ -278,6 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             list(several.map(one, begun))
         except KeyboardInterrupt:
+            interrupted.set()
             several.shutdown(wait=False, cancel_futures=True)
             for group in list(running):
                 stop(group)

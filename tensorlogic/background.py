@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import calls, capture_watch, compiling, measure, policies, stores
+from . import calls, capture_watch, compiling, measure, policies, starting, stores
 from .op import Launcher, Op
 from .plans import Key, environment
 from .study import Study
@@ -27,6 +27,7 @@ FADES = 0.9  # a step as announced makes the doubt smaller by this
 _WATCHES: dict[tuple[str, str], Watch] = {}
 MOST = 8192  # keys under watch
 _BUSY = threading.Lock()  # one study step at a time in the whole process
+starting.new_in_children(globals(), _BUSY=threading.Lock)
 
 
 def watch(op: Op, key: Key, device: torch.device) -> Watch | None:

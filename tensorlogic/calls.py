@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import native
+from . import native, starting
 
 WHOLE, OUTSIDE = (
     1,
@@ -30,6 +30,7 @@ REVISION = (
 ON_LOAD: list[Callable[[ModuleType], None]] = []  # called once with the module, when it is there
 ON_FORGET: list[Callable[[], None]] = []  # called when plans have changed
 _lock = threading.Lock()
+starting.new_in_children(globals(), _lock=threading.Lock)
 _state: list[ModuleType | str] = []  # empty until tried, then the module or what is missing
 
 

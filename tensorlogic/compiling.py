@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from queue import PriorityQueue
 from typing import Any, cast
 
-from . import settings
+from . import settings, starting
 from .workers import SUPPORTED, Nursery, Worker, attempt
 
 
@@ -129,6 +129,8 @@ _numbers = itertools.count(1)  # of scopes in which somebody waits, as they begi
 _scope: ContextVar[int] = ContextVar("tensorlogic_scope", default=0)  # ... the caller's own
 _hurried: ContextVar[bool] = ContextVar("tensorlogic_hurried", default=False)
 _workers: _Workers | None = None
+_making = threading.Lock()
+starting.new_in_children(globals(), _making=threading.Lock)
 _own: set[Any] = set()  # jobs that were this process's to compile
 
 
@@ -147,8 +149,9 @@ if hasattr(os, "register_at_fork"):
 def _pool() -> _Workers | None:
     global _workers
     count = settings.compile_workers() if SUPPORTED else 0
-    if _workers is None and count > 0:
-        _workers = _Workers(count)
+    with _making:
+        if _workers is None and count > 0:
+            _workers = _Workers(count)
     return _workers if count > 0 else None
 
 

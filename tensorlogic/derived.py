@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import starting
+
 _LOCK = threading.RLock()
+starting.new_in_children(globals(), _LOCK=threading.RLock)
 _CONSTANTS: dict[int, weakref.ref[Tensor]] = {}
 _steps = 0  # of training that are pretended
 
@@ -147,7 +150,7 @@ class DerivedCache:
         """Forget what was derived from `tensor`, or everything."""
         with _LOCK:
             for key in [
-                k for k, e in self._entries.items() if tensor is None or e.owner() is tensor
+                k for k, e in list(self._entries.items()) if tensor is None or e.owner() is tensor
             ]:
                 self._drop(key)
 
@@ -165,14 +168,15 @@ class DerivedCache:
     def nbytes_on(self, device: str) -> int:
         """Bytes that belong to tensors on this type of device."""
         with _LOCK:
-            owners = [(e.owner(), e.nbytes) for e in self._entries.values()]
+            owners = [(e.owner(), e.nbytes) for e in list(self._entries.values())]
         return sum(n for t, n in owners if t is not None and t.device.type == device)
 
     def nbytes_of(self, tensors: Iterable[Tensor]) -> int:
         """Bytes that belong to these tensors."""
         owners = {id(t) for t in tensors}
         with _LOCK:
-            return sum(e.nbytes for (owner, _), e in self._entries.items() if owner in owners)
+            held = list(self._entries.items())
+        return sum(e.nbytes for (owner, _), e in held if owner in owners)
 
     def configure(self, max_bytes: int) -> None:
         """Bound the cache; 0 switches it off."""

@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
-from . import native
+from . import native, starting
 
-_lock = threading.Lock()
+_lock = (
+    threading.RLock()
+)  # a collection while the hooks are loaded may leave a policy, which counts here
+starting.new_in_children(globals(), _lock=threading.RLock)
 _apart = ctypes.c_int64(0)  # policies in force; where the guards look, once the hooks are loaded
 _state: list[str | None] = []  # empty until tried, then what is missing
 

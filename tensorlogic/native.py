@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import settings
+from . import settings, starting
 
 OLDEST_TORCH = (2, 11)  # the stable ABI that the library targets
 
@@ -33,6 +33,7 @@ REDUCTIONS: dict[str, int] = {"none": 0, "mean": 1, "sum": 2}
 _PACKAGE = Path(__file__).resolve().parent
 _BUILDER = _PACKAGE.parent / "tools" / "build_native.py"
 _lock = threading.Lock()
+starting.new_in_children(globals(), _lock=threading.Lock)
 _state: list[str | None] = []  # empty until tried, then what `available` answers
 
 

@@ -19,6 +19,7 @@ from .op import OPS, Op
 LOG = logging.getLogger("tensorlogic")
 GROUP = "tensorlogic.candidates"
 _LOCK = threading.RLock()
+starting.new_in_children(globals(), _LOCK=threading.RLock)
 _READY: set[str] = set()
 NATIVE = (  # modules that register native CPU candidates
     "tensorlogic.ops.attention_scores.cpu_fused",

@@ -149,9 +149,8 @@ def _within(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
 def _lasting(op: Op, key: Key, device: torch.device, store: PlanView) -> Decision:
     """The fixed plan that calls of these sizes first met: what other calls measure meanwhile changes no bits."""
     where = (str(device), _twins(op, unaligned(key))[0].text)
-    if where not in FIXED:
-        FIXED[where] = _fixed(op, key, store, "fixed plan")
-    return FIXED[where]
+    found = FIXED.get(where)  # of what other threads decide or forget meanwhile the first stays
+    return found or FIXED.setdefault(where, _fixed(op, key, store, "fixed plan"))
 
 
 def _twins(op: Op, key: Key) -> list[Key]:
@@ -213,7 +212,7 @@ def _guessed(op: Op, key: Key, device: torch.device) -> Decision:
     """The cost models' choice: a trusted candidate that expects to win clearly, else eager."""
     expected = [
         (c.guess(key), c)
-        for c in op.candidates.values()
+        for c in tuple(op.candidates.values())
         if c.trusted and c.id != EAGER and c.unfit(key) is None
     ]
     for best, candidate in sorted(expected, key=lambda pair: pair[0]):

@@ -10,7 +10,8 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 _LOCK = threading.Lock()
 _inside = 0
@@ -82,6 +83,14 @@ def _forked() -> None:
         gc.enable()
     _inside = _young = 0
     _collect_all()
+
+
+def new_in_children(scope: dict[str, Any], **locks: Callable[[], Any]) -> None:
+    """Locks of a module that a forked process makes anew: whichever thread held one there does not exist in it."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(
+            after_in_child=lambda: scope.update({name: make() for name, make in locks.items()})
+        )
 
 
 if hasattr(os, "register_at_fork"):

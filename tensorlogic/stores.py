@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from . import hooks, modes, policies, settings
+from . import hooks, modes, policies, settings, starting
 from .op import Op
 from .plans import Key, Lockfile, Plan, PlanStore, environment, load_lockfile
 from .study import PROMPT_S, Study
 
 _LOCK = threading.RLock()
+starting.new_in_children(globals(), _LOCK=threading.RLock)
 _STORES: dict[str, PlanStore] = {}
 _LOCKFILES: dict[Path, Lockfile] = {}
 ON_FORGET: list[Callable[[], None]] = []  # what else a fresh process would not know
@@ -58,7 +59,9 @@ def complete(op: Op, plan: Plan | None, key: Key) -> bool:
     if plan is None or plan.doubtful or plan.unfinished:
         return False
     known = {(e.candidate, e.source) for e in plan.evidence}
-    return all((c.id, c.source) in known for c in op.candidates.values() if c.unfit(key) is None)
+    return all(
+        (c.id, c.source) in known for c in tuple(op.candidates.values()) if c.unfit(key) is None
+    )
 
 
 def neighbour(op: Op, key: Key, device: torch.device) -> Plan | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic.program import capturing
-from tensorlogic.program.graphs import CallTape
+from tensorlogic.program.graphs import CallTape, Replay, Tape
+from tensorlogic.program.serve import MISS, Program
+from tensorlogic.program.trace import trace
 
 from .test_asked import KernelTape
 from .test_capture import CUDA, DEVICE
@@ -214,3 +217,34 @@ def test_gradients_of_calls_side_by_side() -> None:
     at_once(call, 150)
     assert all(map(call, range(4)))
     assert (fast.graphs, fast.reason) == (1, None)
+
+
+class Two(nn.Module):
+    """Tells its inputs apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.relu(self.lin(x)) - 2 * y
+
+
+@torch.no_grad()
+def test_calls_by_keyword_beside_others() -> None:
+    """What leads one form of call to a replay leads no other there, whose inputs come in another order."""
+    model, (x, y, *_) = Two().eval().to(DEVICE), inputs(3)
+    traced = trace(model, (), {"y": y, "x": x})
+    expected = model(x, y)
+
+    def call(i: int, program: Program) -> bool:
+        with torch.no_grad():
+            out = program((x, y), {}) if i % 2 else program((), {"y": y, "x": x})
+        return out is MISS or torch.equal(out, expected)
+
+    for _ in range(20):
+        program = Program(traced, traced.graph, {}, False, model)
+        tape = Tape if CUDA else KernelTape
+        program.replay = Replay(program.function.run, traced.example, program.device, tape=tape)
+        program.pointers = program._where()
+        at_once(partial(call, program=program), 5)

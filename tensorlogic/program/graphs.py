@@ -141,8 +141,12 @@ class Line:
         if not self.lock.acquire(blocking=False):
             return False
         index = self.device.index or 0
-        if self.device.type == "cuda" and torch._C._cuda_getCurrentRawStream(index) != self.raw:
-            self.turn()
+        try:
+            if self.device.type == "cuda" and torch._C._cuda_getCurrentRawStream(index) != self.raw:
+                self.turn()
+        except BaseException:
+            self.lock.release()
+            raise
         return True
 
     def turn(self) -> None:

@@ -97,8 +97,8 @@ class Program:
         self.patient = True  # what it does not serve is served by others, so that it may rest
         self.refreshing = threading.Lock()
         self.replay: Any = None
-        self.way: Way | None = None  # to the replay, for calls that look like the last one
-        self.words: Words | None = None  # to that way, for calls by keyword
+        # to the replay, for calls that look like the last one, and to that for calls by keyword
+        self.way: tuple[Way, Words | None] | None = None
         self.held = list({id(t): t for t in self.state.values()}.values())
         self.function.wanted = self.wanted = self._wanted(trace.example, True)
         fixed = self.held if self.made else self.watched  # no gradient reaches these
@@ -111,9 +111,9 @@ class Program:
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output, or `MISS`."""
-        way = self.way
-        if way is not None:
-            words = self.words
+        quick = self.way
+        if quick is not None:
+            way, words = quick
             if words is not None:
                 out = words(args, kwargs)
             elif kwargs:
@@ -151,10 +151,11 @@ class Program:
         if out is MISS:
             return MISS
         if leaves((*args, *kwargs.values()), flat):
-            if self.way is None:
+            quick = self.way
+            if quick is None:
                 self._shorten(args, kwargs)
-            elif kwargs or self.words is not None:  # in another form than before
-                self.words = Words(self.way, args, kwargs)
+            elif kwargs or quick[1] is not None:  # in another form than before
+                self.way = quick[0], Words(quick[0], args, kwargs)
         return out[0] if self.single else pytree.tree_unflatten(list(out), self.trace.out_spec)
 
     def _shorten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -173,10 +174,9 @@ class Program:
             return
         steady = self._steady(replay)
         before, after = (None, steady) if self.pure else (steady, None)
-        self.way = short(replay, tensors, self.trace.out_spec, before, after)
-        self.words = None
-        if self.way is not None and (kwargs or not every):
-            self.words = Words(self.way, args, kwargs)
+        way = short(replay, tensors, self.trace.out_spec, before, after)
+        if way is not None:
+            self.way = way, Words(way, args, kwargs) if kwargs or not every else None
 
     def _steady(self, replay: Any) -> Callable[[], bool]:
         """What holds while model, parameters and constants are as they were when `replay` was recorded."""

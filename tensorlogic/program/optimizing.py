@@ -119,7 +119,8 @@ def optimize(
 
     Args:
         model: a torch.nn.Module, in the mode (train or eval) in which it will be called. It is not changed; a copy of it is
-            called a few times.
+            called a few times. No other thread may train it meanwhile (its steps, drawn numbers and parameters' hooks would count
+            as the model's own, and be undone).
         example_inputs: a tuple of its positional arguments, a mapping of keyword ones, or a single tensor; of the
             shapes, dtypes and devices that matter. Other inputs are served by the model's own code (see `dynamic`).
         training: keep gradients. Without it, calls that record gradients are served by the model's own code. Gradients of gradients

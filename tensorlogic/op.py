@@ -282,6 +282,11 @@ class Op:
         exec(compile(source, f"<tensorlogic {self.name}>", "exec"), scope)
         return typing.cast(Callable[..., Launcher], scope["make"])
 
+    @property
+    def known(self) -> tuple[Candidate, ...]:
+        """The candidates of this moment, in the order of registration; other threads may register more meanwhile."""
+        return tuple(self.candidates.values())
+
     # registration -------------------------------------------------------------------------------------------------
 
     def add(self, candidate: Candidate) -> Candidate:

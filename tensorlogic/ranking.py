@@ -34,7 +34,7 @@ def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Can
     eager = op.candidates[EAGER]
     guard = WATCH_US if watchable(key) else GUARD_US.get(device.type, 100.0)
     ranked: list[tuple[float, float, Candidate, Config]] = []
-    for candidate in tuple(op.candidates.values()):
+    for candidate in op.known:
         if candidate is eager or candidate.unfit(key) is not None:
             continue
         if UNITS[form_of(candidate)] > HOPELESS * rtol:

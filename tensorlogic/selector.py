@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -102,13 +102,13 @@ def _lent(
 
     What may be otherwise in a moment is not kept: candidates that failed, and rates that could not be timed meanwhile.
     """
-    memo, candidates = store.memo(), tuple(op.candidates.values())
+    memo, candidates = store.memo(), op.known
     if memo.setdefault(id(op), candidates) != candidates:
         memo.clear()
         memo[id(op)] = candidates
-    if key.text in memo:
-        known: tuple[neighbours.Pick, neighbours.Pick, str] | None = memo[key.text]
-        return known
+    known: Any = memo.get(key.text, memo)  # other threads may empty it
+    if known is not memo:
+        return cast(tuple[neighbours.Pick, neighbours.Pick, str] | None, known)
 
     @cache  # most plans of an op have one of few winners
     def serves(id: str) -> bool:
@@ -211,9 +211,7 @@ def _aligned(key: Key, least: int) -> Key:
 def _guessed(op: Op, key: Key, device: torch.device) -> Decision:
     """The cost models' choice: a trusted candidate that expects to win clearly, else eager."""
     expected = [
-        (c.guess(key), c)
-        for c in tuple(op.candidates.values())
-        if c.trusted and c.id != EAGER and c.unfit(key) is None
+        (c.guess(key), c) for c in op.known if c.trusted and c.id != EAGER and c.unfit(key) is None
     ]
     for best, candidate in sorted(expected, key=lambda pair: pair[0]):
         if best > CLEAR_WIN:

@@ -59,9 +59,7 @@ def complete(op: Op, plan: Plan | None, key: Key) -> bool:
     if plan is None or plan.doubtful or plan.unfinished:
         return False
     known = {(e.candidate, e.source) for e in plan.evidence}
-    return all(
-        (c.id, c.source) in known for c in tuple(op.candidates.values()) if c.unfit(key) is None
-    )
+    return all((c.id, c.source) in known for c in op.known if c.unfit(key) is None)
 
 
 def neighbour(op: Op, key: Key, device: torch.device) -> Plan | None:

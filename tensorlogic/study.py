@@ -204,7 +204,7 @@ class Study:
     def _runnable(self) -> list[Candidate]:
         """Candidates other than eager that this machine and key admit; the others leave a reason."""
         chosen = []
-        for candidate in tuple(self.op.candidates.values()):
+        for candidate in self.op.known:
             if candidate.id == EAGER or (self.background and not candidate.background):
                 continue
             reason = candidate.unfit(self.key) or self._refused_before(candidate)

@@ -69,7 +69,7 @@ def jobs(lists: Sequence[Sequence[Turn]]) -> list[Any]:
 def kernels(op: Op, key: Key, device: torch.device, near: Plan | None = None) -> list[Any]:
     """Compile jobs of every candidate that may serve the key, for workers to begin with before its turn comes; what won `near` first."""
     lists: list[list[Turn]] = []
-    for candidate in tuple(op.candidates.values()):
+    for candidate in op.known:
         if candidate.id == EAGER or candidate.unfit(key) is not None:
             continue
         try:

@@ -371,3 +371,23 @@ def test_no_workers_means_nothing_is_submitted(job: Any, monkeypatch: pytest.Mon
     assert compiling.ready((one,))
     compiling.settle(one)
     assert not Path(one.path).exists()
+
+
+def test_one_pool_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+
+    class Slow:
+        def __init__(self, count: int) -> None:
+            made.append(count)
+            time.sleep(0.05)
+
+    monkeypatch.setattr(compiling, "_Workers", Slow)
+    monkeypatch.setattr(compiling, "_workers", None)
+    monkeypatch.setattr(compiling, "SUPPORTED", True)
+    monkeypatch.setenv("TENSORLOGIC_COMPILE_WORKERS", "1")
+    threads = [threading.Thread(target=compiling._pool) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [1]

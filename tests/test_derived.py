@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 import tensorlogic
@@ -230,3 +231,25 @@ def test_packed_layers_follow_their_weights(dtype: torch.dtype) -> None:
     tensorlogic.invalidate(layer.weight)
     assert not derived.CACHE.holds(layer.weight, "tiles")
     check()
+
+
+def test_weights_that_die_while_bytes_are_counted() -> None:
+    """A collection in the middle drops what was derived from them."""
+    cache = derived.CACHE
+
+    def filled(count: int) -> list[Parameter]:
+        made = [Parameter(torch.ones(2)) for _ in range(count)]
+        for p in made:
+            cache.get(p, "t", torch.clone, lambda t: t.nbytes)
+        return made
+
+    kept = filled(3000)
+    for _ in range(10):
+        dead: Any = nn.Module()
+        dead.me, dead.held = dead, nn.ParameterList(filled(3))
+        del dead
+        assert cache.nbytes_on("cpu") >= 3000 * 8
+        assert cache.nbytes_of(kept) == 3000 * 8
+        cache.invalidate(Parameter(torch.ones(1)))
+    gc.collect()
+    cache.invalidate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -547,3 +548,31 @@ def test_tune_meets_the_backward_keys_of_a_training_step() -> None:
     assert (x.grad == 7).all()
     assert torch.equal(torch.get_rng_state(), before)
     assert tensorlogic.tune(step, x, w).known == 2
+
+
+def test_the_first_fixed_decision_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads that meet a key at once under `deterministic=True`, both are served by one decision."""
+    fixed = selector._fixed
+    other = selector.Decision(("torch.eager", {}), ("torch.eager", {}), "of the other thread")
+    found = list[Any]()
+
+    def slow(op: Any, key: Any, store: Any, source: str) -> Any:
+        mine = fixed(op, key, store, source)
+        monkeypatch.setattr(selector, "_fixed", lambda *_: other)
+        device = torch.device("cpu")
+        thread = threading.Thread(
+            target=lambda: found.append(selector._lasting(op, key, device, store))
+        )
+        thread.start()
+        thread.join()
+        found.append(mine)
+        return mine
+
+    selector.FIXED.clear()
+    monkeypatch.setattr(selector, "_fixed", slow)
+    with tensorlogic.policy(deterministic=True):
+        tensorlogic.add(torch.ones(5, 3), torch.ones(5, 3))
+    (stays,) = selector.FIXED.values()
+    assert found[0] is stays
+    assert found[1] is not stays
+    selector.FIXED.clear()

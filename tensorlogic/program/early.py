@@ -29,7 +29,7 @@ def rivals(op: Op, key: Key, device: torch.device) -> Iterator[tuple[Candidate, 
     """Candidates worth a trial on a key whose plan does not tell of all, each with the jobs of its best guess."""
     if stores.complete(op, stores.current(device).get(key), key):
         return
-    for candidate in tuple(op.candidates.values()):
+    for candidate in op.known:
         if not candidate.trusted or candidate.id == EAGER or candidate.unfit(key) is not None:
             continue
         try:

@@ -16,14 +16,20 @@ from .. import capture_watch
 
 PROGRAMS, CALLS = "programs", "calls"  # what `optimize` records; what `capture` does
 NON_BLOCKING = 1
+_making = threading.Lock()
 
 
-@functools.cache
 def stream(device: torch.device, use: str = PROGRAMS) -> Any:
     """The stream of a device for one use: a backward pass runs where its forward ran, so callers' calls have one of their own.
 
     It is no stream of PyTorch's pool, which gives the same ones to others after 32: their work would be recorded with ours.
     """
+    with _making:  # one, of whichever thread asks first
+        return _stream(device, use)
+
+
+@functools.cache
+def _stream(device: torch.device, _: str) -> Any:
     made = _created(torch.cuda.current_device() if device.index is None else device.index)
     return torch.cuda.ExternalStream(made, device) if made else torch.cuda.Stream(device)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from .. import derived, policies
+from .. import derived, policies, starting
 from .asked import autocast, precisions
 from .branches import Section, streams
 from .check import step
@@ -30,6 +30,8 @@ from .words import Words, leaves
 VERSION, WANTS = attrgetter("_version"), attrgetter("requires_grad")
 PATIENCE = 8  # calls in a row that met a changed model until looks at it grow rare
 REST = 64  # calls between two looks, at most
+_REFRESHING = threading.RLock()
+starting.new_in_children(globals(), _REFRESHING=threading.RLock)
 
 
 class Program:
@@ -95,7 +97,6 @@ class Program:
         self.refused = 0  # calls in a row that met a changed model
         self.resting = 0  # calls that are not to look
         self.patient = True  # what it does not serve is served by others, so that it may rest
-        self.refreshing = threading.Lock()
         self.replay: Any = None
         # to the replay, for calls that look like the last one, and to that for calls by keyword
         self.way: tuple[Way, Words | None] | None = None
@@ -215,7 +216,7 @@ class Program:
         if capturing and self.watched:  # somebody's graph would keep what was computed of weights
             return MISS
         if self._stale():
-            with self.refreshing:  # others wait for the one that came first
+            with _REFRESHING:  # others wait for the one that came first
                 if self._stale():
                     self.refresh()
         replay = self.replay

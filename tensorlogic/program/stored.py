@@ -230,7 +230,7 @@ def _candidates() -> str:
         *(
             f"{name} {c.id} {'' if c.trusted else c.source}"
             for name, op in sorted(OPS.items())
-            for c in tuple(op.candidates.values())
+            for c in op.known
         )
     )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.derived import CACHE
 from tensorlogic.program import samples, serve
 
 SCALE = 1.0
@@ -224,6 +225,20 @@ def test_writes_that_pytorch_does_not_count(pays: None, dtype: torch.dtype) -> N
     versions = [p._version for p in model.parameters()]
     follows()
     assert [p._version for p in model.parameters()] == versions
+
+
+@torch.no_grad()
+def test_what_else_was_derived_goes_with_such_a_write(pays: None) -> None:
+    model, x = Folded().eval(), torch.randn(2, 3, 8, 8)
+    fast = tensorlogic.optimize(model, x)
+    fast(x)
+    written, other = model[4].weight, model[6].weight
+    for weight in (written, other):
+        CACHE.get(weight, "copy", torch.clone, lambda t: t.nbytes)
+    written.data.mul_(2)
+    fast(x)
+    assert not CACHE.holds(written, "copy")
+    assert CACHE.holds(other, "copy")
 
 
 @torch.no_grad()

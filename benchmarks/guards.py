@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import tensorlogic
-from tensorlogic import hooks, measure
+from tensorlogic import hook_ops, hooks, measure
 from tensorlogic.plans import environment
 
 CPU = torch.device("cpu")
@@ -51,8 +51,8 @@ def one(hooked: bool) -> None:
     """Print name -> [PyTorch's microseconds, enabled microseconds] as JSON."""
     if not hooked:
         hooks._state[:] = ["left out for this measurement"]
-    elif hooks.available():
-        sys.exit(f"guards: {hooks.available()}")
+    elif hook_ops.available():
+        sys.exit(f"guards: {hook_ops.available()}")
     found: dict[str, list[list[float]]] = {name: [[], []] for name in calls()}
     given = {name: [call] for name, call in calls().items()}
     for _ in range(TURNS):

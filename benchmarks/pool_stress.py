@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import hooks, native
+from tensorlogic import hook_ops, native
 from tensorlogic.memory import pool
 
 MIB = 1 << 20
@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("--forks", type=int, default=30)
     parser.add_argument("--everything", action="store_true")
     options = parser.parse_args()
-    if reason := native.available() or (options.everything and hooks.available()):
+    if reason := native.available() or (options.everything and hook_ops.available()):
         print(reason)
         return 1
     torch.set_num_threads(1)  # OpenMP's own threads do not survive a fork

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import native, starting
+from . import library_files, starting
 
 WHOLE, OUTSIDE = (
     1,
@@ -38,20 +38,20 @@ def library() -> Path:
     """Where the module for the running PyTorch and Python is expected: beside the native library."""
     version = torch.__version__.partition("+")[0]
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    return native.library().with_name(f"tensorlogic_calls-{version}{suffix}")
+    return library_files.library().with_name(f"tensorlogic_calls-{version}{suffix}")
 
 
 def _load() -> ModuleType | str:
     path = library()
     if not path.exists():
         return f"{path.name} is not built: it belongs to one version of PyTorch and of Python"
-    if path.name in native.stale():
-        return f"the compiled calls {path.name} were built from other sources than these: {native.rebuilding()}"
+    if path.name in library_files.stale():
+        return f"the compiled calls {path.name} were built from other sources than these: {library_files.rebuilding()}"
     loader = importlib.machinery.ExtensionFileLoader("tensorlogic_calls", str(path))
     spec = importlib.util.spec_from_loader("tensorlogic_calls", loader)
     assert spec is not None
     try:
-        if native.cut_short(path):
+        if library_files.cut_short(path):
             return f"the compiled calls {path} are cut short, as by an interrupted copy: build them again"
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
@@ -72,10 +72,9 @@ def load() -> None:
                     use(_state[0])
 
 
-def available() -> str | None:
-    """None where calls are compiled, else why not; loads the native library at first use, and them with it."""
-    reason = native.available()
-    return reason or next((s for s in _state if isinstance(s, str)), None)
+def missing() -> str | None:
+    """Why calls are not compiled, or None: they are, or were not tried yet."""
+    return next((s for s in _state if isinstance(s, str)), None)
 
 
 def module() -> Any:

@@ -221,10 +221,10 @@ def _native() -> Iterator[Finding]:
 
 def _slow() -> Iterator[Finding]:
     """What this CPU has, and what PyTorch alone does badly on it."""
-    from . import calls, doctor_cpu, enabling, hooks
+    from . import doctor_cpu, enabling, hook_ops, native
 
     yield Finding("ok", "CPU arithmetic", doctor_cpu.features())
-    reason = hooks.available()
+    reason = hook_ops.available()
     yield Finding(
         "note" if reason else "ok",
         "hooks",
@@ -233,7 +233,7 @@ def _slow() -> Iterator[Finding]:
         if reason
         else "",
     )
-    if missing := calls.available():
+    if missing := native.calls_available():
         yield Finding("note", "compiled calls", missing, "a call costs a microsecond more")
     on = enabling.enabled()
     for c in doctor_cpu.compared():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import enabling, hooks, measure, native
+from . import enabling, hook_ops, measure, native
 from .explaining import explain
 from .policies import measuring
 
@@ -99,7 +99,7 @@ def _fresh() -> Compared:
     big, add = torch.ones(16 << 20), native.op("add")
     remedy = (
         "tensorlogic's own functions take outputs from the pool; tensorlogic.enable(pool=True) for all"
-        if hooks.available() is None
+        if hook_ops.available() is None
         else "tensorlogic's own functions take outputs from the pool; or preload tcmalloc"
     )
     return _pair("a fresh output of 64 MiB", lambda: big + big, lambda: add(big, big), remedy)
@@ -112,7 +112,7 @@ def _chosen(call: Callable[[], object]) -> str:
 
 def _alone(call: Callable[[], object]) -> Callable[[], object]:
     def run() -> object:
-        with hooks.suspended():
+        with hook_ops.suspended():
             return call()
 
     return run

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, hooks, repairs
+from . import arguments, hook_ops, hooks, repairs
 from .repairs import Repair
 
 Kernel = Callable[..., Any]
@@ -88,7 +88,7 @@ def _install_compiled(libraries: list[torch.library.Library]) -> None:
     """The hooks' guards, which call the repairs as operators: other dtypes do not meet Python."""
     library = torch.library.Library("tensorlogic_repaired", "DEF")
     libraries.append(library)
-    guard = hooks.op("guard")
+    guard = hook_ops.op("guard")
     for override in _overrides():
         name, _, overload = override.name.partition(".")
         schema = getattr(getattr(torch.ops.aten, name), overload or "default")._schema
@@ -115,7 +115,7 @@ def _guarded(first: int, original: Kernel, repaired: Kernel) -> Kernel:
     def kernel(*args: Any, **rest: Any) -> Any:
         dtype = args[first].dtype
         if (dtype is f16 or dtype is bf16) and not hooks.is_suspended():
-            with hooks.suspended():
+            with hook_ops.suspended():
                 return repaired(*args, **rest)
         return original(CPU, *args, **rest) if rest else original(CPU, *args)
 
@@ -149,16 +149,16 @@ def enable(*, pool: bool = False) -> None:
         >>> y[0, 0].item()
         64.0
     """
-    if arguments.flag("enable", "pool", pool) and (reason := hooks.available()):
+    if arguments.flag("enable", "pool", pool) and (reason := hook_ops.available()):
         raise RuntimeError(
             f"enable: pool=True needs the hooks, and {reason}. Without them, preload tcmalloc: "
             f"LD_PRELOAD=libtcmalloc.so.4 python ..."
         )
     with _LOCK:
         if not _LIBRARIES:
-            (_install_python if hooks.available() else _install_compiled)(_LIBRARIES)
+            (_install_python if hook_ops.available() else _install_compiled)(_LIBRARIES)
         if pool:
-            hooks.op("pool_all")(True)
+            hook_ops.op("pool_all")(True)
 
 
 def disable() -> None:
@@ -172,8 +172,8 @@ def disable() -> None:
     """
     with _LOCK:
         if hooks.loaded():
-            hooks.op("pool_all")(False)
-            hooks.op("unguard")()
+            hook_ops.op("pool_all")(False)
+            hook_ops.op("unguard")()
         for library in _LIBRARIES:
             library._destroy()
         _LIBRARIES.clear()

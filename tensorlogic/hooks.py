@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import native, starting
+from . import library_files, starting
 
 #: Held again by its holder: a collection while the hooks are loaded may leave a policy, which counts here.
 _lock = threading.RLock()
@@ -23,7 +22,7 @@ _state: list[str | None] = []  # empty until tried, then what is missing
 def library() -> Path:
     """Where the hooks for the running PyTorch are expected: beside the native library."""
     version = torch.__version__.partition("+")[0]
-    return native.library().with_name(f"libtensorlogic_hooks-{version}.so")
+    return library_files.library().with_name(f"libtensorlogic_hooks-{version}.so")
 
 
 def _load() -> str | None:
@@ -31,14 +30,12 @@ def _load() -> str | None:
     if not path.exists():
         return (
             f"{path.name} is not built: it belongs to one version of PyTorch; "
-            f"`python tools/build_native.py` in a source checkout builds it for the installed one"
+            f"`python tools/build_library_files.py` in a source checkout builds it for the installed one"
         )
-    if path.name in native.stale():
-        return (
-            f"the hooks {path.name} were built from other sources than these: {native.rebuilding()}"
-        )
+    if path.name in library_files.stale():
+        return f"the hooks {path.name} were built from other sources than these: {library_files.rebuilding()}"
     try:
-        if native.cut_short(path):
+        if library_files.cut_short(path):
             return f"the hooks {path} are cut short, as by an interrupted copy: build them again"
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -52,12 +49,7 @@ def load() -> None:
         if not _state:
             _state.append(_load())
             if loaded():
-                _apart_at(op("policies_at")())
-
-
-def available() -> str | None:
-    """None where the hooks are loaded, else why not; loads the native library at first use, and them with it."""
-    return native.available() or _state[0]
+                _apart_at(direct("policies_at")())
 
 
 def loaded() -> bool:
@@ -65,10 +57,13 @@ def loaded() -> bool:
     return _state == [None]
 
 
-def op(name: str) -> Callable[..., Any]:
-    """The operator `tensorlogic_hooks::name`; raises RuntimeError where the hooks are absent."""
-    if not loaded() and (reason := available()):
-        raise RuntimeError(reason)
+def missing() -> str | None:
+    """What loading the hooks gave: None where they are there, else why not. They have been tried."""
+    return _state[0]
+
+
+def direct(name: str) -> Callable[..., Any]:
+    """The operator `tensorlogic_hooks::name` of hooks that are loaded."""
     return getattr(torch.ops.tensorlogic_hooks, name).default._op
 
 
@@ -76,27 +71,12 @@ class _Suspension(threading.local):
     now = False
 
 
-_suspension = _Suspension()
+SUSPENSION = _Suspension()
 
 
 def is_suspended() -> bool:
     """True where products of this thread are PyTorch's own although repairs are enabled."""
-    return _suspension.now
-
-
-@contextmanager
-def suspended() -> Iterator[None]:
-    """Inside, in this thread, PyTorch's own kernels serve: what is measured there is what `disable` would give."""
-    before, _suspension.now = _suspension.now, True
-    switch = op("suspend") if available() is None else None
-    try:
-        if switch is not None:
-            switch(1)
-        yield
-    finally:
-        _suspension.now = before
-        if switch is not None:
-            switch(-1)
+    return SUSPENSION.now
 
 
 # what the guards remember -------------------------------------------------------------------------------------------
@@ -105,13 +85,13 @@ def suspended() -> Iterator[None]:
 def leave() -> None:
     """Called inside a repair: later calls of these shapes go to PyTorch's kernel without asking, until `forget`."""
     if loaded():
-        op("leave")()
+        direct("leave")()
 
 
 def forget() -> None:
     """Let the guards ask again: plans have changed."""
     if loaded():
-        op("forget")()
+        direct("forget")()
 
 
 def apart(change: int) -> None:

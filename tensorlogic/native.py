@@ -1,22 +1,18 @@
-"""The native CPU library: where it is, loading it once, and why it is absent where it is."""
+"""The native CPU library: loading it once, its operators, and why it is absent where it is."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import runpy
-import struct
 import threading
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import settings, starting
-
-OLDEST_TORCH = (2, 11)  # the stable ABI that the library targets
+from . import calls, hooks, library_files, settings, starting
 
 #: The numbers by which native ops know an activation.
 ACTIVATIONS: dict[str | None, int] = {
@@ -30,61 +26,30 @@ ACTIVATIONS: dict[str | None, int] = {
 #: And the reduction of a loss.
 REDUCTIONS: dict[str, int] = {"none": 0, "mean": 1, "sum": 2}
 
-_PACKAGE = Path(__file__).resolve().parent
-_BUILDER = _PACKAGE.parent / "tools" / "build_native.py"
 _lock = threading.Lock()
 starting.new_in_children(globals(), _lock=threading.Lock)
 _state: list[str | None] = []  # empty until tried, then what `available` answers
 
 
-def library() -> Path:
-    """Where the library is expected."""
-    named = settings.native_library()
-    return named if named is not None else _PACKAGE / "_native" / "libtensorlogic_native.so"
-
-
-@functools.cache
-def stale() -> frozenset[str]:
-    """In a checkout: libraries in it that were built from other sources, and so may lack what is called here."""
-    if settings.native_library() is not None or not _BUILDER.exists():
-        return frozenset()
-    return frozenset(runpy.run_path(str(_BUILDER))["stale"]())
-
-
-def rebuilding() -> str:
-    return f"run `python {_BUILDER.relative_to(_PACKAGE.parent)}`"
-
-
-def cut_short(path: Path) -> bool:
-    """Whether an ELF file ends before its last part, the section headers, does: as an interrupted copy. Loading it would end the process."""
-    with path.open("rb") as file:
-        head = file.read(64)
-    if not head.startswith(b"\x7fELF"):
-        return not head
-    if len(head) < 64:
-        return True
-    (begin,), (size, count) = (
-        struct.unpack_from("<Q", head, 0x28),
-        struct.unpack_from("<HH", head, 0x3A),
-    )
-    return path.stat().st_size < begin + size * count
-
-
 def _load() -> str | None:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    path = library()
-    if version < OLDEST_TORCH:
+    path = library_files.library()
+    if version < library_files.OLDEST_TORCH:
         return f"PyTorch {torch.__version__} is older than 2.11, which the native library needs: upgrade torch"
     named = "" if settings.native_library() is None else f"{settings.NATIVE_LIBRARY.name}: "
     if named and not path.exists():
         return f"{named}{path} does not exist; name another library, or unset the variable"
     if not path.exists():
-        remedy = rebuilding() if _BUILDER.exists() else "install a wheel that has it"
+        remedy = (
+            library_files.rebuilding()
+            if library_files.BUILDER.exists()
+            else "install a wheel that has it"
+        )
         return f"the native library {path.name} is not built: {remedy}"
-    if path.name in stale():
-        return f"the native library {path.name} was built from other sources than these: {rebuilding()}"
+    if path.name in library_files.stale():
+        return f"the native library {path.name} was built from other sources than these: {library_files.rebuilding()}"
     try:
-        if cut_short(path):
+        if library_files.cut_short(path):
             return f"{named}the native library {path} is cut short, as by an interrupted copy: build or install it again"
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -96,8 +61,6 @@ def _load() -> str | None:
             has = torch.ops.tensorlogic_native.features().split(",")
             levels = ", ".join(level for level in settings.LEVELS if level in has)
             return f"{settings.NATIVE_ISA.name} is {wanted!r}; one of {levels} is required, which this processor has"
-    from . import calls, hooks
-
     hooks.load()
     calls.load()
     return None
@@ -119,6 +82,11 @@ def available(device: str = "cpu") -> str | None:
     return _state[0]
 
 
+def calls_available() -> str | None:
+    """None where calls are compiled, else why not; loads the native library at first use, and them with it."""
+    return available() or calls.missing()
+
+
 def misled() -> settings.Variable | None:
     """The environment variable that keeps the library from being used, if one does."""
     reason = available() or ""
@@ -134,8 +102,6 @@ def op(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _op(name: str) -> Callable[..., Any]:
-    from . import calls
-
     known = getattr(torch.ops.tensorlogic_native, name).default
     usual: Callable[..., Any] = known._op
     compiled = calls.module()
@@ -153,8 +119,6 @@ def _op(name: str) -> Callable[..., Any]:
 
 def launcher(name: str, *fixed: Any) -> Callable[..., tuple[Any]]:
     """launch(*tensors) -> (operator's one output,), its last arguments fixed."""
-    from . import calls
-
     run, compiled = op(name), calls.module()
     if compiled is not None and isinstance(run, compiled.Native):
         made: Callable[..., tuple[Any]] = compiled.Launcher(run, fixed)
@@ -169,14 +133,14 @@ def isa() -> str | None:
 
 def build() -> str | None:
     """Build the library from a source checkout and load it; returns what `available` then answers."""
-    if not _BUILDER.exists():
+    if not library_files.BUILDER.exists():
         return "the sources of the native library are not part of an installed package: build from a checkout"
-    builder = runpy.run_path(str(_BUILDER))
+    builder = runpy.run_path(str(library_files.BUILDER))
     try:
         builder["build"]()
     except builder["BuildError"] as error:
         return str(error)
-    stale.cache_clear()
+    library_files.stale.cache_clear()
     with _lock:
         if _state and _state[0] is not None:
             _state.clear()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import hooks, modes, policies, settings, starting
+from . import hook_ops, modes, policies, settings, starting
 from .op import Op
 from .plans import Key, Lockfile, Plan, PlanStore, environment, load_lockfile
 from .study import PROMPT_S, Study
@@ -125,7 +125,7 @@ class preserved:
         self.modes = contextlib.ExitStack()
         self.modes.enter_context(torch.inference_mode(mode=False))
         self.modes.enter_context(torch.autocast(self.device.type, enabled=False))
-        self.modes.enter_context(hooks.suspended())
+        self.modes.enter_context(hook_ops.suspended())
         self.modes.enter_context(modes.aside())
 
     def __exit__(self, *problem: object) -> None:

@@ -19,7 +19,9 @@ from tensorlogic import background, calls, dispatch, front, native, policies, st
 from tensorlogic.binding import Bound
 from tensorlogic.op import OPS
 
-pytestmark = pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
+pytestmark = pytest.mark.skipif(
+    native.calls_available() is not None, reason=str(native.calls_available())
+)
 
 X, Y, W, B = torch.randn(6, 5), torch.randn(6, 5), torch.randn(4, 5), torch.randn(4)
 H = torch.float16
@@ -303,7 +305,7 @@ def test_without_the_module_everything_is_the_same(
         monkeypatch.setitem(scope, "compiled", None)
     native._op.cache_clear()
     try:
-        assert calls.available() == "not built"
+        assert native.calls_available() == "not built"
         assert not calls.is_launcher(native.launcher("relu"))
         for _ in range(3):
             torch.testing.assert_close(tensorlogic.add_relu(X, Y), torch.relu(X + Y))

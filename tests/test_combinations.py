@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tensorlogic
-from tensorlogic import hooks, repairs, vouching
+from tensorlogic import hook_ops, hooks, repairs, vouching
 
 from .test_autograd import TABLE, close, leaves
 
@@ -84,8 +84,8 @@ def test_nothing_stands_in_front_of_what_is_fast(
     hardware: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Convolutions and attention of float16 where it has hardware; bfloat16 attention elsewhere, once it was seen."""
-    if hooks.available() is not None:
-        pytest.skip(str(hooks.available()))
+    if hook_ops.available() is not None:
+        pytest.skip(str(hook_ops.available()))
     asked: list[str] = []
 
     def spy(name: str, repair: repairs.Repair) -> repairs.Repair:

@@ -21,13 +21,13 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import tensorlogic
-from tensorlogic import binding, calls, dispatch, front, policies, selector
+from tensorlogic import binding, calls, dispatch, front, native, policies, selector
 from tensorlogic.op import OPS, Candidate
 from tensorlogic.ops.common import compiled_launch, wiring
 from tests.driver.standin import CPU, Device, add_relu, installed, launcher, noted
 
 pytestmark = [
-    pytest.mark.skipif(calls.available() is not None, reason=str(calls.available())),
+    pytest.mark.skipif(native.calls_available() is not None, reason=str(native.calls_available())),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is the real one here"),
 ]
 

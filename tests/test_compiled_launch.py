@@ -17,12 +17,12 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from tensorlogic import calls
+from tensorlogic import calls, native
 from tensorlogic.ops.common import compiled_launch, wiring
 from tests.driver.standin import CPU, Device, Launch, add_relu, installed, launcher, made, noted
 
 pytestmark = [
-    pytest.mark.skipif(calls.available() is not None, reason=str(calls.available())),
+    pytest.mark.skipif(native.calls_available() is not None, reason=str(native.calls_available())),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is the real one here"),
 ]
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import calls
+from tensorlogic import native
 from tensorlogic.ops.common import compiled_launch
 from tensorlogic.program import short as shortening
 from tensorlogic.program.graphs import Line, Replay
@@ -27,7 +27,9 @@ from tensorlogic.program.short import MISS, short
 
 from .driver.replaying import STREAM, Driver, captured, replay_of, tape
 
-pytestmark = pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
+pytestmark = pytest.mark.skipif(
+    native.calls_available() is not None, reason=str(native.calls_available())
+)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import enabling, hooks, policies, repairs
+from tensorlogic import enabling, hook_ops, hooks, policies, repairs
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -19,8 +19,8 @@ HALF = (torch.float16, torch.bfloat16)
 @pytest.fixture(params=["hooks", "python"])
 def enabled(request: pytest.FixtureRequest) -> Iterator[None]:
     """Enabled by compiled guards and by those in Python; disabled afterwards."""
-    if request.param == "hooks" and hooks.available() is not None:
-        pytest.skip(str(hooks.available()))
+    if request.param == "hooks" and hook_ops.available() is not None:
+        pytest.skip(str(hook_ops.available()))
     tensorlogic.disable()
     with (
         pytest.MonkeyPatch.context() as patch
@@ -96,7 +96,7 @@ def test_products_lie_within_rounding_in_every_form(
     fn = getattr(torch, name.split()[0])
     args, named = CALLS[name](dtype)
     ref = fn(*(a.double() for a in args), **named)
-    with hooks.suspended():
+    with hook_ops.suspended():
         own = fn(*args, **named)
     y = fn(*args, **named)
     assert (y.shape, y.dtype, y.stride()) == (own.shape, own.dtype, own.stride())
@@ -109,7 +109,7 @@ def test_products_lie_within_rounding_in_every_form(
     assert error(fn(*args, **named, out=grown), ref) <= budget
     if name.startswith("add") or name.startswith("badd"):
         c = args[0].expand(own.shape).clone()
-        with hooks.suspended():
+        with hook_ops.suspended():
             own = getattr(c.clone(), fn.__name__ + "_")(*args[1:], **named)
         budget = max(1.05 * error(own, ref), 1e-6)
         assert getattr(c, fn.__name__ + "_")(*args[1:], **named) is c
@@ -150,7 +150,7 @@ BAD: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_raises_pytorchs_own_error(name: str, enabled: None) -> None:
-    with hooks.suspended(), pytest.raises(RuntimeError) as own:
+    with hook_ops.suspended(), pytest.raises(RuntimeError) as own:
         BAD[name]()
     with pytest.raises(RuntimeError) as ours:
         BAD[name]()
@@ -167,8 +167,8 @@ def test_empty_and_tiny_products_are_pytorchs(
 
 
 def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) -> None:
-    if hooks.available() is not None:
-        pytest.skip(str(hooks.available()))
+    if hook_ops.available() is not None:
+        pytest.skip(str(hook_ops.available()))
     tensorlogic.enable()
     asked: list[str] = []
     a, b = r(40, 64), r(64, 40)
@@ -199,7 +199,7 @@ def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) 
 def test_other_dtypes_keep_their_bits_and_their_kernels(served: list[str], enabled: None) -> None:
     for dtype in (torch.float32, torch.float64, torch.complex64, torch.int32):
         a, b = (10 * r(33, 64)).to(dtype), (10 * r(64, 40)).to(dtype)
-        with hooks.suspended():
+        with hook_ops.suspended():
             own = a @ b
         assert torch.equal(a @ b, own)
     assert served == []
@@ -208,7 +208,7 @@ def test_other_dtypes_keep_their_bits_and_their_kernels(served: list[str], enabl
 @pytest.mark.skipif(not repairs.no_float16(), reason="float16 has hardware here")
 def test_disable_restores_pytorch_bit_for_bit(enabled: None) -> None:
     a, b = r(65, 300), r(300, 64)
-    with hooks.suspended():
+    with hook_ops.suspended():
         own = a @ b
     tensorlogic.enable()  # again: nothing changes
     first = a @ b
@@ -242,7 +242,7 @@ def test_a_convolution_with_an_overlapping_weight_is_laid_out_as_pytorch_has_it(
     enabled: None,
 ) -> None:
     x, w = r(3, 2, 9, 8), r(100).as_strided((4, 2, 3, 3), (1, 1, 1, 1))
-    with hooks.suspended():
+    with hook_ops.suspended():
         own = F.conv2d(x, w, padding=1)
     y = F.conv2d(x, w, padding=1)
     assert y.stride() == own.stride()
@@ -277,7 +277,7 @@ def test_measuring_sees_pytorch_without_repairs(enabled: None, served: list[str]
     assert served == []
     r(64, 64) @ r(64, 64)
     assert served == ["matmul"]
-    with tensorlogic.policy(force="torch.eager"), hooks.suspended():
+    with tensorlogic.policy(force="torch.eager"), hook_ops.suspended():
         own = r(64, 64) @ r(64, 64)
     with tensorlogic.policy(force="torch.eager"):
         assert torch.equal(r(64, 64) @ r(64, 64), own)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import hooks, repairs
+from tensorlogic import hook_ops, repairs
 
 from .test_enabling import HALF, error, r
 from .test_enabling import enabled as enabled  # the fixture
@@ -80,7 +80,7 @@ def test_layers_and_their_gradients(name: str, dtype: torch.dtype, enabled: None
     module, shape = modules()[name]
     module = module.to(dtype)
     x = r(*shape, dtype=dtype)
-    with hooks.suspended():
+    with hook_ops.suspended():
         own = gradients(module, x)
     ours = gradients(module, x)
     refs = gradients(copy.deepcopy(module).double(), x.double())
@@ -121,7 +121,7 @@ def test_what_is_empty_is_pytorchs_own(name: str, dtype: torch.dtype, enabled: N
             return str(problem)
         return y.detach(), x.grad, weight.grad
 
-    with hooks.suspended():
+    with hook_ops.suspended():
         own = result()
     got = result()
     assert isinstance(got, str) == isinstance(own, str), (got, own)

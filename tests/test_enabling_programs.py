@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tensorlogic import hooks
+from tensorlogic import hook_ops
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_policies_in_force_before_the_hooks_are_loaded_are_counted() -> None:
-    if hooks.available() is not None:
-        pytest.skip(str(hooks.available()))
+    if hook_ops.available() is not None:
+        pytest.skip(str(hook_ops.available()))
     program = (
-        "import ctypes, tensorlogic\nfrom tensorlogic import hooks, native\n"
-        "def seen(): return ctypes.c_int64.from_address(hooks.op('policies_at')()).value\n"
+        "import ctypes, tensorlogic\nfrom tensorlogic import hook_ops, native\n"
+        "def seen(): return ctypes.c_int64.from_address(hook_ops.op('policies_at')()).value\n"
         "with tensorlogic.policy(tune='off'):\n    native.available(); print(seen())\n"
-        "print(hooks.available(), seen())\n"
+        "print(hook_ops.available(), seen())\n"
         "with tensorlogic.policy(tune='off'): print(seen())"
     )
     done = subprocess.run(

@@ -20,7 +20,9 @@ from tensorlogic.memory.staging_rules import MIB
 from .driver.replaying import Driver
 from .test_placement import Engine
 
-pytestmark = pytest.mark.skipif(calls.available() is not None, reason="needs the compiled calls")
+pytestmark = pytest.mark.skipif(
+    native.calls_available() is not None, reason="needs the compiled calls"
+)
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMALLEST = 4096
 RULES = (1, 0, 2, 1, 3, 2)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensorlogic import doctor, native, settings
+from tensorlogic import doctor, library_files, native, settings
 from tensorlogic.ops.common.random import keep_mask
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
@@ -305,7 +305,7 @@ def test_bad_arguments_are_named(call: Callable[[Any], Any], message: str) -> No
 
 def test_absent_library_gives_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "_state", [])
-    monkeypatch.setattr(native, "library", lambda: tmp_path / "libtensorlogic_native.so")
+    monkeypatch.setattr(library_files, "library", lambda: tmp_path / "libtensorlogic_native.so")
     reason = native.available()
     assert reason is not None
     assert "not built" in reason
@@ -392,11 +392,11 @@ def test_a_library_that_is_cut_short_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Loading what an interrupted copy has left would end the process by a bus error."""
-    short = tmp_path / native.library().name
-    short.write_bytes(native.library().read_bytes()[:size])
-    assert native.cut_short(short)
-    assert not native.cut_short(native.library())
-    monkeypatch.setattr(native, "library", lambda: short)
+    short = tmp_path / library_files.library().name
+    short.write_bytes(library_files.library().read_bytes()[:size])
+    assert library_files.cut_short(short)
+    assert not library_files.cut_short(library_files.library())
+    monkeypatch.setattr(library_files, "library", lambda: short)
     assert "is cut short" in str(native._load())
 
 

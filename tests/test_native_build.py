@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tensorlogic import calls, hooks, native
+from tensorlogic import calls, hooks, library_files, native
 
 ROOT = Path(native.__file__).parent.parent
 BUILDER = runpy.run_path(str(ROOT / "tools" / "build_native.py"))
@@ -41,10 +41,10 @@ def test_sources_beside_the_library_are_not_its_own() -> None:
 
 @pytest.mark.parametrize("module", [native, hooks, calls])
 def test_what_is_stale_is_not_loaded(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = module.library()
+    path = (library_files if module is native else module).library()
     if not path.exists():
         pytest.skip(f"{path.name} is not built")
-    monkeypatch.setattr(native, "stale", lambda: frozenset([path.name]))
+    monkeypatch.setattr(library_files, "stale", lambda: frozenset([path.name]))
     said = module._load()
     assert isinstance(said, str)
     assert path.name in said
@@ -54,7 +54,7 @@ def test_what_is_stale_is_not_loaded(module: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_a_named_library_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     looked: list[Callable[..., Any]] = []
-    monkeypatch.setattr(native.runpy, "run_path", looked.append)
+    monkeypatch.setattr(library_files.runpy, "run_path", looked.append)
     monkeypatch.setenv("TENSORLOGIC_NATIVE_LIBRARY", str(tmp_path / "own.so"))
-    assert native.stale.__wrapped__() == frozenset()
+    assert library_files.stale.__wrapped__() == frozenset()
     assert looked == []

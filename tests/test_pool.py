@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import derived, hooks, native
+from tensorlogic import derived, hook_ops, native
 from tensorlogic.memory import pool
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
@@ -268,7 +268,7 @@ def test_resize_shrinks_and_grows_within_and_beyond_the_block() -> None:
     x = torch.ops.tensorlogic_native.zeros([1024, 64], torch.float32).fill_(1.0)
     x.resize_(10, 10)
     assert x.sum().item() == 100.0
-    if hooks.available() is not None:
+    if hook_ops.available() is not None:
         pytest.skip("without the hooks growing is refused, as on NumPy's memory")
     view = x.view(-1)
     x.resize_(4096, 512)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import hooks
+from tensorlogic import hook_ops
 from tensorlogic.memory import pool
 
-pytestmark = pytest.mark.skipif(hooks.available() is not None, reason=str(hooks.available()))
+pytestmark = pytest.mark.skipif(hook_ops.available() is not None, reason=str(hook_ops.available()))
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -205,8 +205,8 @@ def test_stress_in_short(which: list[str]) -> None:
 
 def test_the_variable_asks_for_the_pool() -> None:
     program = (
-        "import tensorlogic; from tensorlogic import hooks; print(hooks.op('pools_all')());"
-        "tensorlogic.disable(); print(hooks.op('pools_all')())"
+        "import tensorlogic; from tensorlogic import hook_ops; print(hook_ops.op('pools_all')());"
+        "tensorlogic.disable(); print(hook_ops.op('pools_all')())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import calls, measure, native, recording, registry, selector, stores, study
+from tensorlogic import measure, native, recording, registry, selector, stores, study
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import cpu_costs
 from tensorlogic.plans import environment
@@ -46,7 +46,7 @@ def test_unmeasured_short_calls_are_expected_to_pay_for_it() -> None:
         plain = OPS[op].key((*args, False), "inference")
         stores.forget()
         assert selector.decide(OPS[op], recorded, CPU, policy).eager[0] == EAGER
-        if calls.available() is None:
+        if native.calls_available() is None:
             assert selector.decide(OPS[op], plain, CPU, policy).eager[0] != EAGER
 
 
@@ -63,7 +63,7 @@ def test_unmeasured_products_are_expected_to_pay_for_it_less_what_they_fuse() ->
 
     assert serves("matmul", x, w, "none", direction="forward") == EAGER
     assert serves("linear", x, w, bias, x, "relu", direction="forward") != EAGER
-    if calls.available() is None:
+    if native.calls_available() is None:
         assert serves("matmul", x, w, "none", direction="inference") != EAGER
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import calls, native, stores
+from tensorlogic import native, stores
 from tensorlogic.memory import stager, staging, staging_rules
 from tensorlogic.memory.staging_rules import MIB, Rule, Stores
 
@@ -197,7 +197,7 @@ def test_a_machine_finds_its_rules_after_a_few_transfers(
             mover = stager.stager(0, up)
             assert mover.left == 0
             assert staging_rules.known(mover.device, up) == mover.rules
-        if calls.available() is None:
+        if native.calls_available() is None:
             assert set(staging._QUICK) == {"cuda", "cpu"}
     finally:
         monkeypatch.undo()

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tensorlogic import calls
+from tensorlogic import calls, native
 from tensorlogic.program.watch import Kept, Watch, still
 
-pytestmark = pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
+pytestmark = pytest.mark.skipif(
+    native.calls_available() is not None, reason=str(native.calls_available())
+)
 
 
 OFFSET = 1.0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import calls, registry
+from tensorlogic import calls, native, registry
 
 if registry.triton_missing() or torch.cuda.is_available() or not registry.interpreting():
     pytest.skip("needs Triton's interpreter, and no GPU", allow_module_level=True)
@@ -31,7 +31,9 @@ from tensorlogic.ops.common import (
 from tests.driver.standin import CPU, Device, installed
 from tests.test_ways_series import Library
 
-pytestmark = pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
+pytestmark = pytest.mark.skipif(
+    native.calls_available() is not None, reason=str(native.calls_available())
+)
 POINTER = ctypes.c_void_p
 MATMUL = ctypes.CFUNCTYPE(ctypes.c_int, *[POINTER] * 14, ctypes.c_size_t, POINTER)
 

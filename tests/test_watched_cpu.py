@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import PrecisionWarning, accuracy, adapting, calls, native, ranking
+from tensorlogic import PrecisionWarning, accuracy, adapting, native, ranking
 from tensorlogic.adapting import Adaptive
 from tensorlogic.op import OPS
 
@@ -224,7 +224,7 @@ def test_a_call_beside_a_choice_meets_all_of_one(monkeypatch: pytest.MonkeyPatch
     assert off(meanwhile[0], x.double() @ y.double()) < 1e-2
 
 
-@pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
+@pytest.mark.skipif(native.calls_available() is not None, reason=str(native.calls_available()))
 @pytest.mark.parametrize(("name", "call"), CALLS[:2], ids=[c[0] for c in CALLS[:2]])
 def test_a_warm_call_stays_in_c_while_the_guard_is_certain(
     name: str, call: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
@@ -250,7 +250,7 @@ def test_a_warm_call_stays_in_c_while_the_guard_is_certain(
         assert off(call(a, b), a.double() @ b.double()) < 1e-2
 
 
-@pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
+@pytest.mark.skipif(native.calls_available() is not None, reason=str(native.calls_available()))
 def test_what_c_computed_is_judged_by_what_was_held_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread has chosen again meanwhile, or nothing was held."""
     order = ranking.order  # products of ours first, whichever is fastest here: C guards no others
@@ -284,7 +284,7 @@ def test_what_c_computed_is_judged_by_what_was_held_then(monkeypatch: pytest.Mon
     assert off(guarded(a, b), a.double() @ b.double()) < 1e-2
 
 
-@pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
+@pytest.mark.skipif(native.calls_available() is not None, reason=str(native.calls_available()))
 def test_a_guarded_product_is_freed_with_its_adaptive() -> None:
     op = OPS["matmul"].precise
     assert op is not None

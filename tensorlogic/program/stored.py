@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import enabling, native, plan_files, policies, registry, settings, stores
+from .. import enabling, library_files, plan_files, policies, registry, settings, stores
 from ..op import OPS
 from ..plan_files import Records
 from ..plans import environment
@@ -218,7 +218,7 @@ def code_version() -> str:
     for path in sorted(PACKAGE.rglob("*.py")):
         found.update(path.relative_to(PACKAGE).as_posix().encode())
         found.update(path.read_bytes())
-    for path in sorted(native.library().parent.glob("*.so")):
+    for path in sorted(library_files.library().parent.glob("*.so")):
         about = path.stat()
         found.update(f"{path.name} {about.st_size} {about.st_mtime_ns}".encode())
     return found.hexdigest()[:16]

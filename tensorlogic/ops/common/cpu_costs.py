@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ... import calls, native
+from ... import native
 from ...numerics import DTYPES
 from . import cpu_rates, native_wiring
 
@@ -154,7 +154,7 @@ def before_us(kind: str, m: int, k: int, dtype: str) -> tuple[float, float]:
 def native_us(m: int, n: int, k: int, dtype: str, linear: bool, wide: bool = False) -> float:
     """Our product [m, k] · [k, n]; `wide` where the left operand comes in float32."""
     lines = ZEN if _is_amd() else INTEL
-    saved = COMPILED if calls.available() is None else 0.0
+    saved = COMPILED if native.calls_available() is None else 0.0
     paired = pairs(dtype) and not wide
     turned = _turned(m, n, k, dtype, wide, paired)
     if turned:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ... import calls, clocks, measure, native
+from ... import clocks, library_files, measure, native
 from ...notes import Notes
 from ...numerics import DTYPES
 from ...op import Candidate, Config, Launcher, Op
@@ -37,7 +37,7 @@ def call_us(key: Key | None = None) -> float:
 
 @lru_cache
 def _call_us() -> float:
-    return CALL_US[calls.available() is None]
+    return CALL_US[native.calls_available() is None]
 
 
 def narrow() -> bool:
@@ -132,7 +132,7 @@ class Library:
     """Stands for the built library among a candidate's sources: its representation is the builder's stamp."""
 
     def __repr__(self) -> str:
-        stamp = native.library().with_name("stamp")
+        stamp = library_files.library().with_name("stamp")
         return stamp.read_text().strip() if stamp.is_file() else "no library"
 
 

@@ -9,7 +9,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "kernels/amx.h"
+#include "isa/amx.h"
 #define HAS_TILES 1
 #endif
 

@@ -307,7 +307,7 @@ struct Kernels {
   // y[m, n] += sum_k x[m * pitch + k] w[k * step + n]
   void (*axpy_rows)(DType, const void* w, const float* x, float* y, int64_t K, int64_t pitch, int64_t M,
                     int64_t N, int64_t step, bool large);
-  // What a guard looks at, see look.h: of n rows of count elements each.
+  // What a guard looks at, see kernels/data_statistics.h: of n rows of count elements each.
   void (*look)(const LookCall&, int64_t begin, int64_t end);
   void (*gemm)(const GemmCall&);
   int gemm_rows, gemm_columns;  // of a tile

@@ -1,4 +1,4 @@
-#include "op.h"
+#include "stable_abi.h"
 
 #include <string.h>
 
@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <unordered_map>
 
-#include "adopt.h"
+#include "pooled_tensor.h"
 #include "pool.h"
 
 namespace tensorlogic {

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "direct.h"
+#include "undispatched.h"
 #include "kernels.h"
 
 namespace tensorlogic {
@@ -161,7 +161,7 @@ struct Boxed<F> {
 
 #define BOXED(f) (&tensorlogic::boxing::Boxed<&f>::call)
 
-// The same without boxes, for callers that are past the dispatcher (direct.h).
+// The same without boxes, for callers that are past the dispatcher (undispatched.h).
 namespace directly {
 
 template <class T>

@@ -1,4 +1,4 @@
-#include "crew.h"
+#include "thread_pool.h"
 
 #include <unistd.h>
 

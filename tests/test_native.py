@@ -357,7 +357,7 @@ def test_neon_branch_compiles(tmp_path: Path) -> None:
     (tmp_path / "arm_neon.h").write_text(NEON)
     sources = Path(__file__).resolve().parent.parent / "csrc"
     flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wno-psabi", f"-I{sources}"]
-    portable = str(sources / "kernels" / "portable.cpp")
+    portable = str(sources / "isa" / "portable.cpp")
     done = subprocess.run([*map(str, command), *flags, portable], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -118,7 +118,7 @@ def test_a_row_of_zeros_hides_nothing(level: str) -> None:
 
 
 def test_what_it_is_said_to_bring_covers_the_largest_crest_that_it_takes() -> None:
-    crest, depth = 14.0, 8 * 14.0  # as csrc/kernels/steps.h
+    crest, depth = 14.0, 8 * 14.0  # as csrc/kernels/fixed_point.h
     crest /= 1 - crest / depth  # over the mean size of the others
     worst = math.sqrt(2) * crest / (STEPS * math.sqrt(12))
     assert worst <= 1.01 * accuracy.TYPICAL["i16"] < 4e-3

@@ -36,7 +36,7 @@ LIBRARY = "libtensorlogic_native.so"
 # These need one build per version of PyTorch, the latter of Python, too; the package works without.
 HOOKS = "libtensorlogic_hooks-{version}.so"
 CALLS = "tensorlogic_calls-{version}{suffix}"
-BESIDE = ("hooks", "calls")  # their folders
+BESIDE = {"hooks": ("hooks",), "calls": ("calls", "launch")}  # their folders in csrc/
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # PyTorch 2.11
 COMMON = ("-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 # Kernels: error-free transformations must stay as written, so nothing is contracted behind their back.
@@ -52,7 +52,7 @@ AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfm
 LEVELS = {
     "portable": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx2_steps": ("-mavx2", "-mfma", "-mf16c"),
+    "avx2_fixed_point": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": AVX512,
     "avx512_vnni": (*AVX512, "-mavx512vnni"),
     "avx512_bf16": (*AVX512, "-mavx512bf16"),
@@ -101,8 +101,8 @@ def commands(cxx: str, objects: Path, extra: Sequence[str]) -> dict[Path, list[s
     include = torch_folder() / "include"
     found, built = {}, levels(cxx)
     for level in built:
-        target = objects / f"kernels_{level}.o"
-        source = SOURCES / "kernels" / f"{level}.cpp"
+        target = objects / f"isa_{level}.o"
+        source = SOURCES / "isa" / f"{level}.cpp"
         found[target] = [
             cxx,
             *COMMON,
@@ -143,9 +143,10 @@ def stamp(cxx: str, extra: Sequence[str], part: str | None = None) -> str:
 
 def sources(part: str | None = None) -> str:
     """Of the library, or of a part beside it and the library; the library does not depend on what lies beside it."""
+    others = {f for name, folders in BESIDE.items() if name != part for f in folders}
     digest = hashlib.sha256()
     for path in sorted([*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h")]):
-        if path.parent.name == part or path.parent.name not in BESIDE:
+        if path.parent.name not in others:
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -207,7 +208,7 @@ def _build_beside(
     include: Path | None = None,
     libraries: Sequence[str] = (),
 ) -> Path:
-    """A library of csrc/`part` for one version of PyTorch, linked to the native one that lies beside it."""
+    """A library of the folders of `part` for one version of PyTorch, linked to the native one that lies beside it."""
     cxx, folder = compiler(), torch_folder()
     note = target.with_suffix(".stamp")
     wanted = stamp(cxx, (*extra, target.name), part)
@@ -217,7 +218,7 @@ def _build_beside(
     found = [f for h in (*headers, include) if h is not None for f in ("-isystem", str(h))]
     flags = [*COMMON, "-std=c++20", *extra, *found]
     with tempfile.TemporaryDirectory() as scratch:
-        sources = sorted((SOURCES / part).glob("*.cpp"))
+        sources = sorted(s for f in BESIDE[part] for s in (SOURCES / f).glob("*.cpp"))
         objects = {s: str(Path(scratch) / f"{s.stem}.o") for s in sources}
         run_all([[cxx, *flags, "-c", str(s), "-o", o] for s, o in objects.items()])
         if library is not None:

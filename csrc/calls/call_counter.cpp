@@ -1,5 +1,5 @@
 // Any callable, counted: what serves a call until somebody wants to look.
-#include "device.h"
+#include "../launch/device.h"
 
 #include <structmember.h>
 

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "../direct.h"
+#include "../undispatched.h"
 
 namespace tensorlogic::calls {
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <unordered_map>
 
-#include "device.h"
-#include "seen.h"
+#include "../launch/device.h"
+#include "tensor_guard.h"
 
 namespace tensorlogic::calls {
 

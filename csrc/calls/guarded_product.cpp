@@ -1,5 +1,5 @@
 // A product and its guard in one call of the native library, and who is asked where the guard is not certain.
-#include "device.h"
+#include "../launch/device.h"
 
 #include <structmember.h>
 

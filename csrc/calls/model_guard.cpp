@@ -1,8 +1,8 @@
 // Whether what a graph was recorded for is still as it was: tensors where they lay, attributes what they were.
 #include <cmath>
 
-#include "device.h"
-#include "seen.h"
+#include "../launch/device.h"
+#include "tensor_guard.h"
 
 namespace tensorlogic::calls {
 namespace {

@@ -10,7 +10,7 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "../adopt.h"
+#include "../pooled_tensor.h"
 #include "../pool.h"
 #include "hooks.h"
 

@@ -12,8 +12,8 @@ using namespace avx512;
 }
 }  // namespace tensorlogic
 
-#include "kernels/amx.h"
-#include "kernels/amx_pack.h"
+#include "isa/amx.h"
+#include "isa/amx_pack.h"
 
 namespace tensorlogic::amx {
 

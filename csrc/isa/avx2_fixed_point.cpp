@@ -8,8 +8,8 @@ using namespace avx2;
 }
 }  // namespace tensorlogic
 
-#include "kernels/lanes.h"
-#include "kernels/steps.h"
+#include "kernels/row_walk.h"
+#include "kernels/fixed_point.h"
 
 namespace tensorlogic::avx2_steps {
 

@@ -11,7 +11,7 @@ using namespace avx512;
 }
 }  // namespace tensorlogic
 
-#include "kernels/lanes.h"
+#include "kernels/row_walk.h"
 #include "kernels/gemm.h"
 
 namespace tensorlogic::avx512_bf16 {

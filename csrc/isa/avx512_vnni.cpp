@@ -8,8 +8,8 @@ using namespace avx512;
 }
 }  // namespace tensorlogic
 
-#include "kernels/lanes.h"
-#include "kernels/steps.h"
+#include "kernels/row_walk.h"
+#include "kernels/fixed_point.h"
 
 namespace tensorlogic::avx512_vnni {
 

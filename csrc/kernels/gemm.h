@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "crew.h"
+#include "thread_pool.h"
 
 namespace tensorlogic::TENSORLOGIC_ISA {
 

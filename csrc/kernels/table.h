@@ -5,13 +5,13 @@
 #include "simd/math.h"
 
 #include "kernels/elementwise.h"
-#include "kernels/random.h"
-#include "kernels/lanes.h"
-#include "kernels/look.h"
+#include "kernels/dropout_rng.h"
+#include "kernels/row_walk.h"
+#include "kernels/data_statistics.h"
 #include "kernels/gemm.h"
 #include "kernels/reduce.h"
 #include "kernels/rows.h"
-#include "kernels/skinny.h"
+#include "kernels/gemv.h"
 
 namespace tensorlogic::TENSORLOGIC_ISA {
 

@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "calls.h"
+#include "../calls/calls.h"
 
 namespace tensorlogic::calls {
 

@@ -7,7 +7,7 @@
 
 #include <array>
 
-#include "way.h"
+#include "graph_replay.h"
 
 namespace tensorlogic::calls {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device.h"
-#include "seen.h"
+#include "../calls/tensor_guard.h"
 
 namespace tensorlogic::calls {
 

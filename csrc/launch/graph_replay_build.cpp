@@ -1,7 +1,7 @@
 // The short way to a CUDA graph: made of one call and what was recorded of it.
 #include <c10/core/GradMode.h>
 
-#include "way.h"
+#include "graph_replay.h"
 
 namespace tensorlogic::calls {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "../transfer.h"
 #include "device.h"
-#include "seen.h"
+#include "../calls/tensor_guard.h"
 
 namespace tensorlogic::calls {
 namespace {

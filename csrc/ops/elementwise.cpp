@@ -1,6 +1,6 @@
 // Element-wise operators: broadcast analysis, then one pass of the chosen kernel over the output.
 #include "isa.h"
-#include "op.h"
+#include "stable_abi.h"
 
 namespace tensorlogic::ops {
 namespace {

@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "crew.h"
+#include "thread_pool.h"
 #include "isa.h"
 #include "product.h"
 

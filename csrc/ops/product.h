@@ -1,7 +1,7 @@
 // One product as its operators describe it, and what carries it out.
 #pragma once
 
-#include "op.h"
+#include "stable_abi.h"
 
 namespace tensorlogic::ops {
 

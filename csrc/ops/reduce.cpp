@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "isa.h"
-#include "op.h"
+#include "stable_abi.h"
 
 namespace tensorlogic::ops {
 namespace {

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "isa.h"
-#include "op.h"
+#include "stable_abi.h"
 
 namespace tensorlogic::ops {
 namespace {

@@ -1,7 +1,7 @@
 // Operators without tensor arguments: the pool's controls, allocation from it, and the instruction
 // set in use.
 #include "isa.h"
-#include "op.h"
+#include "stable_abi.h"
 #include "pool.h"
 
 namespace tensorlogic::ops {

@@ -12,10 +12,10 @@
 #include <mutex>
 #include <thread>
 
-#include "../crew.h"
-#include "../transfer.h"
+#include "thread_pool.h"
+#include "transfer.h"
 #include "isa.h"
-#include "op.h"
+#include "stable_abi.h"
 
 namespace tensorlogic::ops {
 namespace {

@@ -3,7 +3,7 @@
 // exponents along, so that far tails keep their relative accuracy; half types do not need it.
 #pragma once
 
-#include "simd/tables.h"
+#include "tables.h"
 
 namespace tensorlogic::TENSORLOGIC_ISA {
 

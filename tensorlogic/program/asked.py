@@ -59,7 +59,7 @@ def modes() -> Any:
 
 
 def switches() -> Any:
-    """What a recorded graph holds of PyTorch's process-wide switches, as `Switches` in csrc/calls/seen.h."""
+    """What a recorded graph holds of PyTorch's process-wide switches, as `Switches` in csrc/calls/tensor_guard.h."""
     return torch.get_default_dtype(), _C._get_deterministic_algorithms(), precisions()
 
 

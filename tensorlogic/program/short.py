@@ -1,5 +1,5 @@
 """The short way to a replay: a call that looks like an earlier one reaches the graph through compiled checks alone, and where
-calls are compiled in one call of C (`Way` in csrc/calls/way.cpp)."""
+calls are compiled in one call of C (`Way` in csrc/launch/graph_replay.cpp)."""
 
 from __future__ import annotations
 

@@ -65,17 +65,20 @@ _LATER = {  # what not every program needs
 }
 
 
-def __getattr__(name: str) -> _Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _import(f".{_LATER[name]}", __name__)
-    value = getattr(module, name, module)  # a name that the module does not have is its own
-    globals()[name] = value
-    return value
+# Type checkers know all names, and call any other one a mistake.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> _Any:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = _import(f".{_LATER[name]}", __name__)
+        value = getattr(module, name, module)  # a name that the module does not have is its own
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 __version__ = "0.1.0"

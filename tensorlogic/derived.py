@@ -7,12 +7,14 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import starting
+
+T = TypeVar("T", bound=Tensor)
 
 _LOCK = threading.RLock()
 starting.new_in_children(globals(), _LOCK=threading.RLock)
@@ -20,7 +22,7 @@ _CONSTANTS: dict[int, weakref.ref[Tensor]] = {}
 _steps = 0  # of training that are pretended
 
 
-def constant(tensor: Tensor) -> Tensor:
+def constant(tensor: T) -> T:
     """Declare that `tensor` is used like a parameter: what is derived from it may be kept until it changes.
 
     Args:

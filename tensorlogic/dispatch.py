@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, ParamSpec, cast
 
 import torch
 from torch import Tensor
@@ -14,10 +14,11 @@ from .memory.unified import Unified
 from .op import EAGER, Flags, Op
 from .plans import Key
 
+P = ParamSpec("P")
 NUMBERS = (bool, int, float, complex)  # that PyTorch's operators take; NumPy's have their own
 
 
-def public(op: Op) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., Tensor]]:
+def public(op: Op) -> Callable[[Callable[P, tuple[Any, ...]]], Callable[P, Tensor]]:
     """Decorator for a public function of `op`: see `front.front`."""
     return front.front(op, _miss)
 

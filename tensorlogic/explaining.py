@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from .op import EAGER, OPS, Op
 from .placement import LAST as PLACED
 from .plans import Evidence, Key
 
+P = ParamSpec("P")
 Row = tuple[str, str, str, str, str, str]
 HEAD: Row = ("candidate", "device us", "host us", "error", "chosen", "why")
 
@@ -47,6 +48,14 @@ def _met(
     return met
 
 
+@overload
+def candidates(op: str, *args: object, **kwargs: object) -> dict[str, str | None]: ...
+@overload
+def candidates(op: Callable[..., Tensor]) -> dict[str, str | None]: ...
+@overload
+def candidates(
+    op: Callable[P, Tensor], *args: P.args, **kwargs: P.kwargs
+) -> dict[str, str | None]: ...
 def candidates(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> dict[str, str | None]:
     """What could run an op: candidate id -> None, or why it cannot.
 
@@ -134,11 +143,11 @@ class Explanations:
     def _repr_html_(self) -> str:
         return "".join(k._repr_html_() for k in self.keys)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Explanation]:
         return iter(self.keys)
 
 
-def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanations:
+def explain(fn: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Explanations:
     """Show, for every key that `fn(*args, **kwargs)` meets, all candidates with times, error, and chosen or why not.
 
     Args:

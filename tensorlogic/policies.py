@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from . import arguments, calls, hooks, settings
 from .settings import TUNE_MODES
@@ -187,10 +187,10 @@ def outside_of_graphs(fn: Callable[P, R]) -> Callable[P, R]:
 
 @outside_of_graphs
 def policy(
-    tune: str | None = None,
+    tune: Literal["off", "auto", "full"] | None = None,
     force: str | Mapping[str, str] | None = None,
     deterministic: bool | None = None,
-    lockfile: str | Path | None = None,
+    lockfile: str | os.PathLike[str] | None = None,
 ) -> Block:
     """Set how candidates are chosen inside the `with` block; what is not given stays as it was. May be entered again.
 

@@ -10,13 +10,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from numbers import Real
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 from . import arguments, policies
 
 P = ParamSpec("P")
 R = TypeVar("R")
-MODES = ("f32", "f16", "adaptive")
+Mode = Literal["f32", "f16", "adaptive"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 DEFAULT_RTOL = 1e-3
 
 
@@ -102,7 +103,7 @@ class precision:
         (torch.float32, torch.float32)
     """
 
-    def __init__(self, mode: str, rtol: float | None = None) -> None:
+    def __init__(self, mode: Mode, rtol: float | None = None) -> None:
         self.asked = checked(mode, rtol)
 
     def __repr__(self) -> str:
@@ -174,7 +175,7 @@ def under(asked: Precision) -> AbstractContextManager[policies.Policy]:
 def policy_of(asked: Any, where: str = "optimize") -> Precision:
     """What a caller gave as `precision`: a policy, or the name of a mode."""
     if isinstance(asked, str):
-        asked = precision(asked)
+        asked = precision(asked)  # type: ignore[arg-type]  # which it checks
     if not isinstance(asked, precision):
         raise TypeError(
             f"{where}: precision is {asked!r}; tensorlogic.precision(mode, rtol=...) or its mode is required"

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -15,6 +15,7 @@ from .op import Op
 from .pairing import Met
 from .plans import Key, Plan
 
+P = ParamSpec("P")
 KEY_S = 2.0  # what a key is to take, kernels' compilers included
 
 
@@ -42,7 +43,7 @@ class Learned:
         return text + (f"; kernels of {late} were still being compiled" if late else "")
 
 
-def tune(fn: Callable[..., Any], *example_inputs: Any, **keywords: Any) -> Learned:
+def tune(fn: Callable[P, object], *example_inputs: P.args, **keywords: P.kwargs) -> Learned:
     """Run `fn(*example_inputs, **keywords)` once, measure every key it meets, forward and backward, and remember the choices.
 
     A key takes about two seconds at most: kernels whose compilers need longer are left for the next call, and `unfinished` says of which keys.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic.program import choosing, optimizing
-from tensorlogic.program.optimizing import Optimized
+from tensorlogic.program.optimizing import OptimizedModule
 
 
 class Block(nn.Module):
@@ -147,7 +147,7 @@ def test_parameters_and_class_are_the_models_own(pays: None) -> None:
     model = Block().eval()
     fast = tensorlogic.optimize(model, (torch.randn(1, 3, 16),))
     assert isinstance(fast, Block)
-    assert isinstance(fast, Optimized)
+    assert isinstance(fast, OptimizedModule)
     assert list(fast.state_dict()) == list(model.state_dict())
     assert all(a is b for a, b in zip(fast.parameters(), model.parameters(), strict=True))
     for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):

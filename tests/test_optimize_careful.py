@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tensorlogic
-from tensorlogic.program.optimizing import Optimized
+from tensorlogic.program.optimizing import OptimizedModule
 from tensorlogic.program.serve import PATIENCE, REST
 from tensorlogic.program.short import MISS
 from tensorlogic.program.trace import trace, witness
@@ -98,7 +98,7 @@ def test_forward_mode_derivatives_are_the_models_own(pays: None) -> None:
     model, x = layers().eval(), torch.randn(4, 16)
     with torch.no_grad():
         fast = tensorlogic.optimize(model, x)
-        assert isinstance(fast, Optimized)
+        assert isinstance(fast, OptimizedModule)
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(x, torch.ones_like(x))
             tangents = [forward_ad.unpack_dual(f(dual)).tangent for f in (model, fast)]
@@ -164,7 +164,7 @@ def test_registries_of_classes_do_not_hear_of_ours(pays: None) -> None:
     x = torch.randn(4, 16)
     with torch.no_grad():
         fast = tensorlogic.optimize(Net().eval(), x)
-        assert isinstance(fast, Optimized)
+        assert isinstance(fast, OptimizedModule)
         assert known == {"Base": Base, "Net": Net} or known == {"Net": Net}
         assert type(fast)()(x).shape == (4, 16)  # as target networks are made
 
@@ -221,7 +221,7 @@ def test_weights_that_were_replaced_are_not_compared_number_by_number(pays: None
     model, x = layers().eval(), torch.randn(4, 16)
     with torch.no_grad():
         fast = tensorlogic.optimize(model, x)
-        assert isinstance(fast, Optimized)
+        assert isinstance(fast, OptimizedModule)
         served: Any = fast.__dict__["_program"]
         program = getattr(served, "program", served)
         first = fast[0].weight
@@ -295,7 +295,7 @@ def test_hooks_of_parameters_hear_of_real_steps_alone(pays: None) -> None:
     heard: list[Tensor] = []
     model[0].weight.register_hook(heard.append)  # type: ignore[union-attr, arg-type]
     fast = tensorlogic.optimize(model, x, training=True)
-    assert isinstance(fast, Optimized)
+    assert isinstance(fast, OptimizedModule)
     assert not heard
     fast(x).sum().backward()
     assert len(heard) == 1
@@ -341,7 +341,7 @@ def test_what_a_model_gives_to_be_scripted_is_scripted(pays: None) -> None:
     model, x = Net().eval(), torch.randn(4, 16)
     with torch.no_grad():
         fast = tensorlogic.optimize(model, x)
-        assert isinstance(fast, Optimized)
+        assert isinstance(fast, OptimizedModule)
         assert torch.jit.script(fast).original_name == torch.jit.script(model).original_name
 
 
@@ -377,7 +377,7 @@ def test_blocks_that_switch_autocast(on: bool, within: str, training: bool, pays
     tolerance = 2e-2 if on or within == "another" else 1e-5
     with torch.set_grad_enabled(training):
         fast = tensorlogic.optimize(model, x, training=training, budget_s=0.5)
-        assert isinstance(fast, Optimized)
+        assert isinstance(fast, OptimizedModule)
         wrapped = torch.ops.higher_order.wrap_with_autocast
         held = any(n.target is wrapped for n in trace(model, (x,), {}).graph.nodes)
         assert held == (on or within == "another")
@@ -396,7 +396,7 @@ def test_blocks_without_autocast_within_it(within: str, training: bool, pays: No
     model, x = Blocks(False, within).train(training), torch.randn(32, 64)
     with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16):
         fast = tensorlogic.optimize(model, x, training=training, budget_s=0.5)
-        assert isinstance(fast, Optimized), fast.report.reason
+        assert isinstance(fast, OptimizedModule), fast.report.reason
         for ours, plain in zip(fast(x), model(x), strict=True):
             torch.testing.assert_close(ours, plain, rtol=2e-2, atol=2e-2)
 
@@ -453,7 +453,7 @@ def test_blocks_without_gradients(of: str, pays: None) -> None:
     held = any(n.target is wrapped for n in trace(model, (x, at), {}).graph.nodes)
     assert held == (of in ("a parameter", "a frozen parameter", "activations", "an input"))
     fast = tensorlogic.optimize(model, (x, at), training=True, budget_s=0.5)
-    assert isinstance(fast, Optimized), fast.report.reason
+    assert isinstance(fast, OptimizedModule), fast.report.reason
     twin = copy.deepcopy(model)
     for frozen in (True, False):  # what is frozen while optimizing may learn later
         for each in (model, twin):

@@ -20,7 +20,7 @@ from .. import adapting, measure, numerics, ranking, tuning
 from ..memory import heap, staging
 from ..op import EAGER, OPS, Op
 from ..plans import Key
-from ..precision import PrecisionWarning
+from ..precision import Mode, PrecisionWarning
 from . import machine
 from .results import write_text
 from .tables import aligned
@@ -278,7 +278,11 @@ def mixed(n: int, device: torch.device) -> dict[str, Any]:
     half = o.a.half()
     wide = half.float()
     row: dict[str, Any] = {"size": n, "device": device.type}
-    for mode, ready in (("f32", (wide, o.b)), ("f16", (half, o.b.half()))):
+    operands_of: dict[Mode, tuple[Tensor, Tensor]] = {
+        "f32": (wide, o.b),
+        "f16": (half, o.b.half()),
+    }
+    for mode, ready in operands_of.items():
         with tensorlogic.precision(mode):
             tuning.whole(tensorlogic.matmul, half, o.b)
             tuning.whole(tensorlogic.matmul, *ready)

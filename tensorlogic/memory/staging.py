@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, Protocol, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -58,6 +58,21 @@ class Transfer:
         return self._result
 
 
+class OffersDLPack(Protocol):
+    """What shares its memory by DLPack, such as arrays of other libraries."""
+
+    def __dlpack__(self) -> Any: ...
+
+
+class OffersArray(Protocol):
+    """What makes a NumPy array of itself."""
+
+    def __array__(self) -> Any: ...
+
+
+TensorLike: TypeAlias = Tensor | OffersDLPack | OffersArray
+
+
 def as_tensor(value: Any, name: str = "tensor") -> Tensor:
     """A tensor of what offers DLPack, NumPy's interface or `__array__`, sharing memory where it allows."""
     if isinstance(value, Tensor):
@@ -86,13 +101,37 @@ def shared(t: Tensor) -> bool:
     return t.device.type == "cpu" and not t.untyped_storage().resizable()
 
 
+@overload
 def to(
-    tensor: Any,
+    tensor: TensorLike,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    *,
+    asynchronous: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def to(
+    tensor: TensorLike,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    *,
+    asynchronous: Literal[True],
+) -> Transfer: ...
+@overload
+def to(
+    tensor: TensorLike,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    *,
+    asynchronous: bool,
+) -> Tensor | Transfer: ...
+def to(
+    tensor: TensorLike,
     device: torch.device | str,
     dtype: torch.dtype | None = None,
     *,
     asynchronous: bool = False,
-) -> Any:
+) -> Tensor | Transfer:
     """Move a tensor to a device, ordinary memory to and from a GPU through pinned buffers with several chunks in flight.
 
     A conversion happens before the transfer where it makes fewer bytes, else after it. Pinned or small memory, other

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,14 @@ class UnifiedStats:
     bytes_saved: int
 
 
-class Unified:
+# To a type checker it is a tensor, as our functions take it for one.
+if TYPE_CHECKING:
+    _Taken = Tensor
+else:
+    _Taken = object
+
+
+class Unified(_Taken):
     """A tensor that is wherever it is needed. Our functions take it; their results are unified, and stay where they were made."""
 
     def __init__(self, value: Any, made: bool = False) -> None:
@@ -104,7 +111,7 @@ class Unified:
         """Declare that the copy on `device` was written to in a way that PyTorch cannot see: the others are forgotten."""
         self._newest(self.on(device))
 
-    def numpy(self) -> np.ndarray[Any, Any]:
+    def numpy(self) -> np.ndarray[Any, Any]:  # type: ignore[override]
         """The CPU's memory as an array, without a copy; while the array lives, copies elsewhere are made anew at every use."""
         tensor = self.on("cpu")
         self._telling &= staging.shared(tensor)
@@ -127,12 +134,12 @@ class Unified:
         return self.on(self._home).__dlpack_device__()
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]
         """As the tensor's."""
         return self._copies[self._home][0].shape
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         """As the tensor's."""
         return self._copies[self._home][0].dtype
 
@@ -147,12 +154,12 @@ class Unified:
         """Transfers so far."""
         return UnifiedStats(self._transfers, self._moved, self._saved)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         where = ", ".join(str(d) for d in self.devices)
         return f"unified({self.dtype}, {list(self.shape)}, on {where})"
 
 
-def unified(tensor: Any) -> Unified:
+def unified(tensor: staging.TensorLike) -> Unified:
     """A tensor with copies on CPU and devices, of which only stale ones are moved; our functions take it as an argument.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from .leaving import LEAVES, Leaving, saved_elsewhere
 from .short import MISS, Way, plain_modes, short
 from .watch import Kept, Watch, attributes, still
 
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 EAGER_CALLS = 2  # calls of one kind that run as they are before one is captured
 TOLD = (
     type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -109,12 +112,12 @@ class Entry:
     written: set[int] = field(default_factory=set)  # inputs without versions that a call wrote to
 
 
-class Captured:
+class Captured(Generic[P, R]):
     """A function that is replayed; `reason` says why not, where it is not."""
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[P, R],
         max_graphs: int,
         batch: int | None,
         buckets: Sequence[int] | None,
@@ -141,7 +144,7 @@ class Captured:
         self.tape: Callable[[torch.device, Any], Any] = CallTape
         self.recording = threading.Lock()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """fn(*args, **kwargs), replayed where a graph of such a call exists."""
         way = self.way
         if way is not None and not kwargs and policies.current() is way[1]:
@@ -398,6 +401,33 @@ def _told(value: Any) -> bool:
     return isinstance(value, TOLD)
 
 
+class ModuleOf(Protocol[P, R_co]):
+    """A torch.nn.Module, whose calls take and return what its forward does."""
+
+    training: bool
+
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@overload
+def capture(
+    fn: ModuleOf[P, R],
+    *,
+    max_graphs: int = 8,
+    batch: int | None = None,
+    buckets: Sequence[int] | None = None,
+    unsafe_views: bool = False,
+) -> Captured[P, R]: ...
+@overload
+def capture(
+    fn: Callable[P, R],
+    *,
+    max_graphs: int = 8,
+    batch: int | None = None,
+    buckets: Sequence[int] | None = None,
+    unsafe_views: bool = False,
+) -> Captured[P, R]: ...
 def capture(
     fn: Callable[..., Any],
     *,
@@ -405,7 +435,7 @@ def capture(
     batch: int | None = None,
     buckets: Sequence[int] | None = None,
     unsafe_views: bool = False,
-) -> Captured:
+) -> Captured[Any, Any]:
     """The same function, its GPU work replayed as one CUDA graph for each kind of input, at the launch cost of one kernel.
 
     The first two calls of a kind (shapes, strides, dtypes, modes) run as they are; the third is captured, and later ones

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from .. import arguments, compiling, derived, policies, settings, starting
 from ..memory.heap import give_back
-from ..precision import Precision, policy_of
+from ..precision import Mode, Precision, policy_of
 from ..precision import precision as Policy
 from . import apart, gradients, recall
 from .advising import advise, watched
@@ -42,11 +42,16 @@ STEPS = "training: weights change at every step, so calls were timed without pac
 LOOKS = 2  # at an unchanged weight until a copy of it is kept
 
 
-class Optimized(nn.Module):
+class OptimizedModule(nn.Module):
     """Mixed into the model's own class: forward by the program where it may serve, by the model's own code elsewhere."""
 
     _program: Program | Pieces | Kept | Apart | Later | None
     report: Report
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What the model's own class has."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         """Whoever keeps a list of the model's subclasses is not told of ours."""
@@ -108,13 +113,13 @@ def _same(model: nn.Module) -> nn.Module:
 
 def optimize(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any],
     *,
     training: bool = False,
     budget_s: float | None = None,
     dynamic: bool = False,
-    precision: Policy | str | None = None,
-) -> nn.Module:
+    precision: Policy | Mode | None = None,
+) -> OptimizedModule:
     """The same model, faster where that can be had: rewritten into fused calls, checked, timed and captured; never slower.
 
     Args:
@@ -194,11 +199,11 @@ def optimize(
     advise(report)
     report.seconds = time.perf_counter() - begin
     if served is None:
-        if isinstance(model, Optimized):  # whose report says what serves it
+        if isinstance(model, OptimizedModule):  # whose report says what serves it
             model.report.notes.append(report.reason)
         else:
             model.__dict__["report"] = report
-        return model
+        return cast(OptimizedModule, model)  # which has a report, too
     fast = served.model
     fast.__dict__["_program"], fast.__dict__["report"] = served, report
     if budget_s is None and isinstance(served, Pieces):
@@ -207,7 +212,7 @@ def optimize(
         _compete_later(served, "program")
     elif budget_s is None:
         _compete_later(fast, "_program")
-    return fast
+    return cast(OptimizedModule, fast)
 
 
 def _compete_later(holder: Any, name: str) -> None:
@@ -260,7 +265,7 @@ def _copies(served: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 def _unfit(model: nn.Module) -> str | None:
     """Why a model is not even traced."""
-    if isinstance(model, Optimized):
+    if isinstance(model, OptimizedModule):
         return "the model is optimised already"
     if isinstance(model, torch.jit.ScriptModule):
         return "TorchScript has an executor of its own"
@@ -403,7 +408,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 def _shown_as(theirs: Any) -> Any:
     """Our forward with the signature and the words of the model's, which trainers and exporters read."""
-    own: Any = Optimized.forward
+    own: Any = OptimizedModule.forward
     made: Any = FunctionType(own.__code__, own.__globals__, "forward", None, own.__closure__)
     made.__wrapped__, made.__doc__ = theirs, theirs.__doc__
     made.stands_in = True
@@ -419,7 +424,7 @@ def _extended(clone: nn.Module) -> nn.Module:
         "forward": _shown_as(cls.forward),
     }
     try:  # of the same name, by which libraries keep what they know of a class
-        clone.__class__ = type(cls.__name__, (Optimized, cls), names)
+        clone.__class__ = type(cls.__name__, (OptimizedModule, cls), names)
     except Exception as problem:  # a metaclass of the user's may raise anything
         raise Unfit(f"{cls.__name__} cannot be extended: {first_line(problem)}") from problem
     clone.__dict__.update({"_program": None, "report": None})

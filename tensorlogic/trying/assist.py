@@ -127,7 +127,7 @@ class Help:
         training = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
         try:
             given = args if not kwargs else _by_name(module, args, kwargs)
-            made = optimize(module, given, training=training)
+            made: nn.Module = optimize(module, given, training=training)
             report: Any = made.report
             rows = [list(r.cells) for r in report.regions]
             refused = [f"{r.op} {r.region}: {r.refused}" for r in report.refused]

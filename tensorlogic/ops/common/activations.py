@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]  # as callers write it
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 SMOOTH = (
     "gelu",

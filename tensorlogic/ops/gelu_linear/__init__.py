@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +134,10 @@ def widened_backward(
 
 @dispatch.public(GELU_LINEAR)
 def gelu_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str = "tanh"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    approximate: Literal["none", "tanh"] = "tanh",
 ) -> tuple[Any, ...]:
     """gelu(x) · weightᵀ + bias in one call.
 

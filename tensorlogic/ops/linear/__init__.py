@@ -13,9 +13,10 @@ from torch import Tensor
 from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
+from ...precision import Mode
 from ...precision import precision as Precision
 from ..common import checks, costs, folded, samples
-from ..common.activations import ACTIVATIONS, remembered
+from ..common.activations import ACTIVATIONS, Activation, remembered
 from . import reference
 
 
@@ -123,9 +124,9 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     *,
-    precision: Precision | None = None,
+    precision: Precision | Mode | None = None,
 ) -> tuple[Any, ...]:
     """activation(x · weightᵀ + bias + residual) in one call, accumulated in float32 and rounded once.
 

@@ -13,9 +13,10 @@ from ... import dispatch, kept
 from ...numerics import DTYPES
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
+from ...precision import Mode
 from ...precision import precision as Precision
 from ..common import checks, costs, folded, products, samples
-from ..common.activations import ACTIVATIONS, SMOOTH, activate, activate_, remembered
+from ..common.activations import ACTIVATIONS, SMOOTH, Activation, activate, activate_, remembered
 from ..common.activations import gradient as activation_gradient
 
 
@@ -136,7 +137,11 @@ backward_call = dispatch.internal(MATMUL_BACKWARD)
 
 @dispatch.public(MATMUL)
 def matmul(
-    a: Tensor, b: Tensor, activation: str | None = None, *, precision: Precision | None = None
+    a: Tensor,
+    b: Tensor,
+    activation: Activation | None = None,
+    *,
+    precision: Precision | Mode | None = None,
 ) -> tuple[Any, ...]:
     """activation(a · b), as torch.matmul: note that b is [K, N] here and linear's weight is [N, K].
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Number
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ def _real(fn: str, **given: Tensor) -> None:
 
 
 @dispatch.public(ADD)
-def add(a: Tensor, b: Tensor) -> tuple[Any, ...]:
+def add(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """a + b, broadcast and promoted as torch.add.
 
     Args:
@@ -83,7 +83,7 @@ def add(a: Tensor, b: Tensor) -> tuple[Any, ...]:
 
 
 @dispatch.public(SUB)
-def sub(a: Tensor, b: Tensor) -> tuple[Any, ...]:
+def sub(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """a - b, broadcast and promoted as torch.sub.
 
     Args:
@@ -106,7 +106,7 @@ def sub(a: Tensor, b: Tensor) -> tuple[Any, ...]:
 
 
 @dispatch.public(MUL)
-def mul(a: Tensor, b: Tensor) -> tuple[Any, ...]:
+def mul(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """a * b, broadcast and promoted as torch.mul.
 
     Args:
@@ -129,7 +129,7 @@ def mul(a: Tensor, b: Tensor) -> tuple[Any, ...]:
 
 
 @dispatch.public(DIV)
-def div(a: Tensor, b: Tensor) -> tuple[Any, ...]:
+def div(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """a / b, broadcast and promoted as torch.div.
 
     Args:
@@ -176,7 +176,7 @@ def relu(x: Tensor) -> tuple[Any, ...]:
 
 
 @dispatch.public(GELU)
-def gelu(x: Tensor, approximate: str = "none") -> tuple[Any, ...]:
+def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> tuple[Any, ...]:
     """x * Phi(x), the Gaussian error linear unit.
 
     Args:
@@ -227,7 +227,7 @@ def silu(x: Tensor) -> tuple[Any, ...]:
 
 
 @dispatch.public(ADD_RELU)
-def add_relu(a: Tensor, b: Tensor) -> tuple[Any, ...]:
+def add_relu(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """relu(a + b) in one pass over memory.
 
     Args:
@@ -250,7 +250,7 @@ def add_relu(a: Tensor, b: Tensor) -> tuple[Any, ...]:
 
 
 @dispatch.public(MUL_RELU)
-def mul_relu(a: Tensor, b: Tensor) -> tuple[Any, ...]:
+def mul_relu(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """relu(a * b) in one pass over memory.
 
     Args:
@@ -273,7 +273,7 @@ def mul_relu(a: Tensor, b: Tensor) -> tuple[Any, ...]:
 
 
 @dispatch.public(AFFINE)
-def affine(x: Tensor, scale: Tensor, bias: Tensor) -> tuple[Any, ...]:
+def affine(x: Tensor | complex, scale: Tensor | complex, bias: Tensor | complex) -> tuple[Any, ...]:
     """x * scale + bias in one pass over memory.
 
     Args:

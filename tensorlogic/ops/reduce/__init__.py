@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -181,9 +181,7 @@ MAX, MIN = _op(_max, torch.amax, True), _op(_min, torch.amin, True)
 FAMILY = (SUM, MEAN, MAX, MIN)
 
 
-def _checked(
-    fn: str, x: Tensor, dim: int | tuple[int, ...] | None, keepdim: bool
-) -> tuple[Any, ...]:
+def _checked(fn: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> tuple[Any, ...]:
     checks.tensors(fn, {"x": x})
     given = tuple(dim) if isinstance(dim, (tuple, list, range)) else () if dim is None else (dim,)
     given = given or tuple(range(x.dim()))  # as PyTorch's
@@ -213,7 +211,7 @@ def _checked(
 
 @dispatch.public(SUM)
 def sum(
-    x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False
+    x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 ) -> tuple[Any, ...]:
     """Sum over dimensions, accumulated in float32 or wider.
 
@@ -238,7 +236,7 @@ def sum(
 
 @dispatch.public(MEAN)
 def mean(
-    x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False
+    x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 ) -> tuple[Any, ...]:
     """Mean over dimensions, accumulated in float32 or wider.
 
@@ -263,7 +261,7 @@ def mean(
 
 @dispatch.public(MAX)
 def max(
-    x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False
+    x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 ) -> tuple[Any, ...]:
     """Largest value over dimensions (no indices); NaN wins, as in torch.amax.
 
@@ -288,7 +286,7 @@ def max(
 
 @dispatch.public(MIN)
 def min(
-    x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False
+    x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 ) -> tuple[Any, ...]:
     """Smallest value over dimensions (no indices); NaN wins, as in torch.amin.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -206,7 +206,7 @@ def softmax_cross_entropy(
     target: Tensor,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
     """Cross-entropy between softmax(logits) and class indices, as torch.nn.functional.cross_entropy.
 

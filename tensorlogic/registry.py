@@ -74,10 +74,7 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.softmax_cross_entropy.triton_together",
     "tensorlogic.ops.attention_scores.triton_scores",
     "tensorlogic.ops.attention_scores.triton_after_product",
-    "tensorlogic.ops.attention_scores.triton_specialised",
-    "tensorlogic.ops.attention_scores.triton_held",
     "tensorlogic.ops.attention_scores.triton_direct",
-    "tensorlogic.ops.attention_scores.triton_kept",
     "tensorlogic.ops.few_rows",
     "tensorlogic.ops.precise_cuda",
 )

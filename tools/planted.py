@@ -64,10 +64,7 @@ TESTS: dict[str, tuple[str, str]] = {  # what a module's kernels run in, and wha
     "rows": (f"{ROWS}_softmax", ROWS_COMPILE),
     "scores": ("test_triton_scores.py", ROWS_COMPILE),
     "scores_direct": (f"{GLUON}_scores", "test_triton_scores_direct.py"),
-    "scores_held": (f"{GLUON}_scores", "test_triton_scores_specialised.py"),
-    "scores_kept": (f"{GLUON}_scores", "test_triton_scores_kept.py"),
     "scores_rows": ("test_triton_scores_rows.py", "test_triton_scores_rows.py"),
-    "scores_specialised": (f"{GLUON}_scores", "test_triton_scores_specialised.py"),
     "shared_gradients": (
         "test_triton_shared_gradients.py::test_gradients",
         "test_triton_shared_gradients.py",
@@ -191,9 +188,6 @@ OFF_BY_ONE = {
     "softmax_bwd_joined": Off("part_of(C, SPAN)", "part_of(C + 1, SPAN)"),
     "attention_scores_fwd": Off("keep = (col < T)", "keep = (col < T - 1)", "score_tile"),
     "attention_scores_direct": Off("% groups * M, S - M)", "% groups * M, S - M + 1)", "placed"),
-    "attention_scores_kept": Off("y_ptr + LAST * (2 * N)", "y_ptr + LAST * (2 * N) + 1"),
-    "attention_scores_held": Off("* ROWS, S - ROWS)", "* ROWS, S - ROWS - 1)", "hold"),
-    "attention_scores_specialised": Off("head * S + first, step", "head * S + first + 1, step", "soften"),
     "gemm_specialised": Off("rn = at_n +", "rn = 1 + at_n +", "multiply"),
     "reduce_spun": Off("left < N", "left < N - 1"),
     "split_planes": Off("(cols < C)", "(cols < C - 1)", "write_planes"),
@@ -202,8 +196,6 @@ OFF_BY_ONE = {
 WORKERS = {  # where warp groups of a kernel do their work
     "gemm_mixed": "multiply_rounded",
     "gemm_widened": "multiply_widened",
-    "attention_scores_held": "hold",
-    "attention_scores_specialised": "soften",
     "gemm_specialised": "multiply",
 }
 

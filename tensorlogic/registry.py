@@ -70,7 +70,6 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.softmax.triton_shares",
     "tensorlogic.ops.softmax_cross_entropy.triton_rows",
     "tensorlogic.ops.softmax_cross_entropy.triton_ahead",
-    "tensorlogic.ops.softmax_cross_entropy.triton_stays",
     "tensorlogic.ops.softmax_cross_entropy.triton_together",
     "tensorlogic.ops.attention_scores.triton_scores",
     "tensorlogic.ops.attention_scores.triton_after_product",

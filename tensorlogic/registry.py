@@ -45,7 +45,6 @@ TRITON = (  # modules that register candidates for NVIDIA GPUs
     "tensorlogic.ops.gelu_linear.triton_tiled",
     "tensorlogic.ops.gelu_linear.cublaslt_after_gelu",
     "tensorlogic.ops.layer_norm_linear.triton_tiled",
-    "tensorlogic.ops.layer_norm_linear.triton_rows",
     "tensorlogic.ops.layer_norm_linear.cublaslt_after_norm",
     "tensorlogic.ops.linear_batch_norm_relu.triton_tiled",
     "tensorlogic.ops.linear_batch_norm_relu.cublaslt_columns",

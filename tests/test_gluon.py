@@ -14,10 +14,9 @@ from tensorlogic.numerics import DTYPES, NAMES
 from tensorlogic.ops.common import (
     cross_entropy_held,
     mixed,
-    scores_direct,
-    scores_kept,
     softmax_held,
     triton_launch,
+    triton_scores_direct,
     widened,
 )
 from tensorlogic.ops.common.gemm import Operand
@@ -25,7 +24,6 @@ from tensorlogic.ops.common.gemm import Operand
 from .gluon import standin
 from .test_triton_gemm import COLUMNWISE, check
 from .test_triton_rows import close, poisoned, rand
-from .test_triton_scores_specialised import start as scores_start
 from .test_triton_specialised import RING, specialised
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
@@ -79,16 +77,8 @@ def half_odd(ring: str, n: int, pad: int) -> None:
 
 
 SCORES = {  # configuration, sizes
-    "specialised": ({"CONSUMERS": 2, "BLOCK_N": 64, "STAGES": 8, "BUFFERS": 2, "ROUNDS": 1, "APART": 0}, (1, 3, 192, 256, 64)),
-    "apart": ({"CONSUMERS": 2, "BLOCK_N": 64, "STAGES": 2, "BUFFERS": 1, "ROUNDS": 2, "APART": 1}, (1, 2, 320, 256, 64)),
-    "four": ({"CONSUMERS": 4, "BLOCK_N": 64, "STAGES": 4, "BUFFERS": 2, "ROUNDS": 1, "APART": 1}, (1, 2, 320, 128, 128)),
-    "held": ({"BLOCK_N": 64, "STAGES": 4, "KEPT": 2}, (1, 6, 192, 256, 64)),
-    "held wide": ({"BLOCK_N": 128, "STAGES": 4, "KEPT": 1}, (1, 2, 128, 256, 32)),
     "direct": ({"num_warps": 4, "STAGES": 3}, (1, 2, 203, 640, 64)),
-    "kept": ({"CUBIC": 1, "HELD": 1}, (1, 6, 203, 512, 64)),
-    "kept, none held": ({"CUBIC": 2, "HELD": 0}, (1, 2, 128, 512, 32)),
-    "kept, three steps": ({"CUBIC": 2, "HELD": 1}, (1, 2, 128, 384, 32)),
-    "direct stays": ({"num_warps": 4, "STAGES": 2}, (1, 2, 64, 256, 32)),
+    "direct stays": ({"num_warps": 4, "STAGES": 2}, (1, 6, 64, 256, 32)),
 }  # fmt: skip
 
 
@@ -105,14 +95,8 @@ def scores(name: str, dtype: str = "f16") -> None:
             peak = (k[0, head, :64].float() @ row).max() + octaves / 0.3 / 1.44
             k[0, head, column] = (row * peak / row.square().sum()).to(k.dtype)
     lies = q.stride()[:3], k.stride()[:3]
-    if name.startswith("kept"):
-        assert config in scores_kept.kept_configs(t, d)
-        run = scores_kept.kept_launcher((b, h, s, t, d), dtype, *lies, config, CPU)
-    elif name.startswith("direct"):
-        assert config in scores_direct.direct_configs(s, t, d)
-        run = scores_direct.direct_launcher((b, h, s, t, d), dtype, *lies, config, CPU)
-    else:
-        run = scores_start(q, k, dtype, config)
+    assert config in triton_scores_direct.direct_configs(s, t, d)
+    run = triton_scores_direct.direct_launcher((b, h, s, t, d), dtype, *lies, config, CPU)
     y = poisoned(b, h, s, t, dtype=dtype)
     assert run(q, k, y, 0.3)
     close(y, torch.softmax(q.double() @ k.double().mT * 0.3, -1), dtype, 0.1)
@@ -302,16 +286,6 @@ PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its 
     "widened: a store beyond the edge": ("widened", "(rm < M)", "(rm < M + 1)", products_widened),
     "widened: a stage read early": ("widened", "            mbarrier.wait(full.index(at), done // STAGES & 1)\n", "", products_widened),
     "widened: bytes of one tile too few": ("widened", "BYTES * BLOCK_K", "BYTES * BLOCK_K - 1", products_widened),
-    "scores: a tile of k too few": ("scores_specialised", "tiles = T // BLOCK_N\n    D:", "tiles = T // BLOCK_N - 1\n    D:", partial(scores, "specialised")),
-    "scores: rows one off": ("scores_specialised", "[head * S + first, step * BLOCK_N], out", "[head * S + first + 1, step * BLOCK_N], out", partial(scores, "specialised")),
-    "scores: the ring one too long": ("scores_specialised", "at = done % STAGES\n            mbarrier.wait(empty", "at = (done + 1) % STAGES\n            mbarrier.wait(empty", partial(scores, "apart")),
-    "scores: a buffer reused early": ("scores_specialised", "tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)", partial(scores, "specialised")),
-    "scores: recounted from one tile later": ("scores_specialised", "[row + step * BLOCK_N, column], there, spare", "[row + step * BLOCK_N + 1, column], there, spare", partial(scores, "specialised")),
-    "held: rows one off": ("scores_held", "(unit % groups * CONSUMERS + me) * ROWS, S - ROWS", "(unit % groups * CONSUMERS + me) * ROWS, S - ROWS - 1", partial(scores, "held")),
-    "held: a tile too few": ("scores_held", "for piece in gl.static_range(1, TILES):", "for piece in gl.static_range(1, TILES - 1):", partial(scores, "held")),
-    "held: sums beyond float32 are not counted again": ("scores_held", "if well == 0:", "if well < 0:", partial(scores, "held")),
-    "held: what has left float16 is not made again": ("scores_held", "if well < 2:", "if well < 1:", partial(scores, "held")),
-    "held: columns one off": ("scores_held", "head * S + first, part * BLOCK_N, TILES", "head * S + first, part * BLOCK_N + 1, TILES", partial(scores, "held")),
     "direct: a step of k too few": ("scores_direct", "for step in range(laps):\n        if STAYS", "for step in range(laps - 1):\n        if STAYS", partial(scores, "direct")),
     "direct: columns in another order": ("scores_direct", "((row & 6) << 2) | ((row & 24) >> 2)", "((row & 6) << 1) | ((row & 24) >> 2)", partial(scores, "direct")),
     "direct: the last rows one off": ("scores_direct", "% groups * M, S - M)", "% groups * M, S - M + 1)", partial(scores, "direct")),
@@ -345,14 +319,7 @@ PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its 
     "softmax's gradient: ends are not summed": ("softmax_held", "dot += gl.sum(y_e * d_e, 0)", "pass", partial(softmax_gradients, "odd")),
     "softmax's gradient: the last but one tile is whole": ("softmax_held", "EVEN or k < TILES - 1 - ODD", "EVEN or k < TILES - 1", partial(softmax_gradients, "odd, wide")),
     "softmax: a tile not waited for": ("cross_entropy_held", "async_copy.wait_group(min(k, SHARED - 1) - (k - AHEAD))", "pass", partial(softmax_rows, "held")),
-    "kept: the last step's columns": ("scores_kept", "y_ptr + LAST * (2 * N), at", "y_ptr + LAST * (2 * N) + 1, at", partial(scores, "kept")),
-    "kept: one step not written": ("scores_kept", "for step in range(laps + more):", "for step in range(laps + more - 1):", partial(scores, "kept")),
-    "kept: the last step is not waited for": ("scores_kept", "    if AGAIN == 1:\n        async_copy.wait_group(0)\n", "    if AGAIN == 1:\n", partial(scores, "kept, three steps")),
-    "kept: another step is held": ("scores_kept", "y_ptr + (AGAIN + i) * (2 * N)", "y_ptr + (AGAIN + i) * (2 * N) + N", partial(scores, "kept")),
-    "kept: sums beyond what is held": ("scores_kept", "6e4 if dtype", "1e38 if dtype", partial(scores, "kept")),
-    "kept: what has left float16 is not made again": ("scores_kept", "more = HELD", "more = 0", partial(scores, "kept")),
     "direct stays: rows once more from one step": ("scores_direct", "step if STAYS else 0", "0", partial(scores, "direct stays")),
-    "kept: powers beyond float32": ("scores_kept", "tl.clamp(x, -127.0, 127.0", "tl.clamp(x, -127.0, 1e6", partial(scores, "kept", "bf16")),
     "direct: what stays is not waited for": ("scores_direct", "                async_copy.wait_group(0)\n", "                pass\n", partial(scores, "direct stays")),
 }  # fmt: skip
 

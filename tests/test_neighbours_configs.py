@@ -164,7 +164,6 @@ def test_a_norm_before_a_product_takes_its_own_configuration_beside_a_neighbour_
 @pytest.mark.parametrize(
     ("kernel", "fits", "integers", "constants"),
     [
-        ("cross_entropy_stays", 4096, {"C": 2040}, {"LANES": 256, "WIDTH": 8}),
         ("reduce_polled", 2**20, {"N": 2**31 - 4096, "PARTS": 128}, {"BLOCK": 8192}),
         ("reduce_rows", 2048, {"N": 2049}, {"BLOCK_C": 8}),
         ("attention_scores_fwd", 128, {"T": 129}, {"HELD": True, "BLOCK_N": 128}),

@@ -53,6 +53,20 @@ def compiled_specs() -> dict[str, tuple[GemmSpec, dict[str, Any]]]:
     }
 
 
+def test_deep_pipelines_compile_without_spilling() -> None:
+    from tensorlogic.ops.common import triton_launch
+
+    jobs = []
+    for m in (16, 64):
+        row = Operand("f16", 4096, 1)
+        spec = GemmSpec(m, 4096, 4096, row, Operand("f16", 1, 4096), row, bias="f16", activation="gelu", outer="residual", residual=row)  # fmt: skip
+        jobs += [j for c in gemm._deep(m, 4096, 4096, 2) for j in gemm.gemm_jobs(spec, c, 90)]
+    assert len(jobs) == 5
+    for job, answer in zip(jobs, resources(jobs), strict=True):
+        assert isinstance(answer, triton_launch.Resources), answer
+        assert answer.stack == 0, (job, answer)
+
+
 def test_compiles_for_every_architecture_without_spilling() -> None:
     from tensorlogic.ops.common import triton_launch
 

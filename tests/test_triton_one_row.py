@@ -1,4 +1,4 @@
-"""Products of one row and of a few: right at odd sizes and with everything that an op asks of them, compiled without spills."""
+"""Products of one row: right at odd sizes and with everything that an op asks of them, compiled without spills."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .test_triton_gemm import COLUMNWISE, DEVICE, check  # first: it asks for th
 import tensorlogic  # isort: skip
 from tensorlogic import registry  # isort: skip
 from tensorlogic.op import OPS  # isort: skip
-from tensorlogic.ops.common import gemm, gemm_few_rows, gemm_one_row, triton_launch  # isort: skip
+from tensorlogic.ops.common import gemm, gemm_one_row, triton_launch  # isort: skip
 from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
 from .compiled import resources  # isort: skip
 
@@ -111,32 +111,6 @@ def test_ops_of_one_row(name: str) -> None:
     assert ((y.double() - want).norm() / want.norm()).item() < 1e-3
 
 
-def test_which_products_are_of_few_rows() -> None:
-    def asked(m: int, n: int, k: int, dtype: str = "f16", down: bool = True) -> str | None:
-        w = Operand(dtype, 1, k) if down else Operand(dtype, n, 1)
-        spec = GemmSpec(m, n, k, Operand(dtype, k, 1), w, Operand(dtype, n, 1))
-        return gemm_few_rows.few_rows_refusal(spec)
-
-    assert asked(2, 4096, 4096) is None
-    assert asked(64, 2048, 4096, "bf16") is None
-    assert asked(1, 4096, 4096, down=False) is None
-    assert "one row" in str(asked(1, 4096, 4096))
-    assert "more than 64 rows" in str(asked(65, 4096, 4096))
-    assert "16-bit" in str(asked(16, 4096, 4096, "f32"))
-    assert "16-bit" in str(asked(16, 768, 3072))
-
-
-def test_an_op_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_few_rows, "LEAST", 1)
-    half: dict[str, Any] = {"dtype": torch.float16, "device": DEVICE}
-    for m in (5, 33):
-        x, w, b = torch.randn(m, 520, **half), torch.randn(72, 520, **half) * 0.04, torch.randn(72, **half)  # fmt: skip
-        with tensorlogic.policy(force="triton.few_rows"):
-            y = tensorlogic.linear(x, w, b, activation="relu")
-        want = torch.relu(torch.nn.functional.linear(x.double(), w.double(), b.double()))
-        assert ((y.double() - want).norm() / want.norm()).item() < 1e-3
-
-
 def test_they_compile_without_spilling() -> None:
     jobs = []
     for n, k in ((768, 3072), (5120, 5120)):
@@ -148,11 +122,7 @@ def test_they_compile_without_spilling() -> None:
                 for c in gemm_one_row.one_row_configs(k, 2)
                 for j in gemm_one_row.one_row_jobs(spec, c, 90)
             ]
-    for m in (16, 64):
-        row = Operand("f16", 4096, 1)
-        spec = GemmSpec(m, 4096, 4096, row, Operand("f16", 1, 4096), row, bias="f16", activation="gelu", outer="residual", residual=row)  # fmt: skip
-        jobs += [j for c in gemm_few_rows.few_rows_configs(m) for j in gemm.gemm_jobs(spec, c, 90)]
-    assert len(jobs) >= 8 + 5
+    assert len(jobs) >= 8
     for job, answer in zip(jobs, resources(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer
         assert answer.stack == 0, (job, answer)

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
+import tensorlogic
 from tensorlogic.ops.common import triton_cross_entropy as cross_entropy
 from tensorlogic.ops.common import triton_elementwise as elementwise
 from tensorlogic.ops.common import triton_layer_norm as layer_norm
@@ -377,6 +378,47 @@ def test_cross_entropy_of_special_rows(config: Config) -> None:
     )
     assert mean(x, nothing, lse, lse, y, other, counter, 0.0)
     assert y.isnan().all()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("columns", [50, 64])
+@pytest.mark.parametrize("config", [{"BLOCK_R": 1, "BLOCK_C": 32}, {"BLOCK_R": 2, "BLOCK_C": 64}])
+def test_large_logits_cost_no_accuracy(
+    smoothing: float, columns: int, config: dict[str, int]
+) -> None:
+    """Only their differences matter, and those are exact; PyTorch's gradients are off by 1e-7, those of a rounded lse by 5e-4."""
+    rows, s = 9, smoothing
+    x = rand(rows, columns, scale=3.0) + 1e4
+    t = torch.arange(rows) * 5 % columns
+    leaf = x.double().requires_grad_()
+    F.cross_entropy(leaf, t, reduction="sum", label_smoothing=s).backward()
+    assert leaf.grad is not None
+    for forward in cross_entropy.cross_entropy_configs(columns, "f32")[:1], cross_entropy.cross_entropy_configs(9000, "f32")[:1]:  # fmt: skip
+        loss, lse, other = poisoned(rows), poisoned(rows), torch.ones(1)
+        run = cross_entropy.cross_entropy_launcher(
+            rows, columns, "f32", "f32", "none", -100, forward[0], DEVICE, smooth=s > 0, save=True
+        )
+        assert run(x, t, loss, lse, loss, other, other, s)
+        want = F.cross_entropy(x.double(), t, reduction="none", label_smoothing=s)
+        assert (loss.double() - want).abs().max() < 3e-6 + 2e-3 * s
+        dx = poisoned(rows, columns)
+        back = cross_entropy.cross_entropy_backward_launcher(
+            rows, columns, "f32", "f32", "sum", -100, {**config, "num_warps": 4}, DEVICE, smooth=s > 0
+        )  # fmt: skip
+        assert back(x, t, lse, other, other, dx, s)
+        assert (dx.double() - leaf.grad).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_what_rows_keep_is_float32_whatever_the_default(reduction: str) -> None:
+    logits, target = rand(7, 13, dtype="f16"), torch.arange(7)
+    try:
+        torch.set_default_dtype(torch.float64)
+        with tensorlogic.policy(force="triton.rows"):
+            outs = torch.ops.tensorlogic.softmax_cross_entropy(logits, target, -100, 0.0, reduction, True)  # fmt: skip
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [o.dtype for o in outs] == [torch.float16, torch.float32, torch.float32]
 
 
 @pytest.mark.parametrize("columns", [1, 33, 64])

@@ -10,7 +10,10 @@ import torch
 from .test_triton_rows import DEVICE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 from .test_triton_specialised import HOPPER
 
-from tensorlogic.ops.common import scores_direct, triton_launch  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.op import OPS  # isort: skip  (after the interpreter is asked for)
+from tensorlogic import registry  # isort: skip
+from tensorlogic.ops.common import triton_launch  # isort: skip
+from tensorlogic.ops.common import triton_scores_direct as scores  # isort: skip
 from .compiled import resources  # isort: skip
 
 SHAPES = (
@@ -20,14 +23,14 @@ SHAPES = (
     (1, 2, 192, 1536, 64),
     (1, 1, 128, 128, 64),
 )
-OFFERED = [(shape, i) for shape in SHAPES for i in range(len(scores_direct.direct_configs(*shape[2:])))]  # fmt: skip
+OFFERED = [(shape, i) for shape in SHAPES for i in range(len(scores.direct_configs(*shape[2:])))]  # fmt: skip
 
 
 def launcher(q: torch.Tensor, k: torch.Tensor, dtype: str, which: int, device: Any = DEVICE) -> Any:
     (b, h, s, d), t = q.shape, k.shape[2]
-    config = scores_direct.direct_configs(s, t, d)[which]
+    config = scores.direct_configs(s, t, d)[which]
     strides = q.stride()[:3], k.stride()[:3]
-    return scores_direct.direct_launcher((b, h, s, t, d), dtype, *strides, config, device)
+    return scores.direct_launcher((b, h, s, t, d), dtype, *strides, config, device)
 
 
 def inputs(shape: tuple[int, ...], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +60,7 @@ def test_scores(shape: tuple[int, ...], which: int, dtype: str) -> None:
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("which", range(len(scores_direct.direct_configs(128, 512, 64))))
+@pytest.mark.parametrize("which", range(len(scores.direct_configs(128, 512, 64))))
 def test_what_is_not_finite_reaches_its_rows(which: int) -> None:
     for column in (0, 9, 27, 95, 511):
         q, k = (x.clone() for x in inputs((1, 2, 128, 512, 64), "f16"))
@@ -73,18 +76,28 @@ def test_what_is_not_finite_reaches_its_rows(which: int) -> None:
     assert (y[:, :1].double() - want).norm() <= 1e-2 * want.norm()  # float32 has 1/256 there
 
 
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_a_scale_that_is_not_positive_is_declined() -> None:
+    registry.ready("cuda")
+    q, k = rand(1, 2, 64, 64, dtype="f16"), rand(1, 2, 128, 64, dtype="f16")
+    candidate = OPS["attention_scores"].candidates["triton.direct"]
+    key = OPS["attention_scores"].key([q, k, 1.0, None, False, False], "inference")
+    launch = candidate.bind(key, candidate.configs(key)[0], DEVICE)
+    assert launch(q, k, 1.0, None) is not None
+    assert launch(q, k, -1.0, None) is None
+    assert launch(q, k, 0.0, None) is None
+
+
 def test_what_they_refuse_and_offer() -> None:
     fits: dict[str, Any] = {"s": 64, "t": 512, "d": 64, "dtype": "f16", "align": 16, "strides": (64,) * 6}  # fmt: skip
-    assert scores_direct.direct_refusal(**fits) is None
+    assert scores.direct_refusal(**fits) is None
     for wrong in ({"dtype": "f32"}, {"align": 8}, {"strides": (64, 0, 100, 64, 64, 64)}):
-        assert "16-bit" in str(scores_direct.direct_refusal(**fits | wrong))
-    assert "apart" in str(
-        scores_direct.direct_refusal(**fits | {"strides": (0, 0, 64, 0, 0, 2**24)})
-    )
+        assert "16-bit" in str(scores.direct_refusal(**fits | wrong))
+    assert "apart" in str(scores.direct_refusal(**fits | {"strides": (0, 0, 64, 0, 0, 2**24)}))
     for wrong in ({"s": 63}, {"t": 576}, {"t": 0}, {"d": 48}):
-        assert "multiples of 128" in str(scores_direct.direct_refusal(**fits | wrong))
+        assert "multiples of 128" in str(scores.direct_refusal(**fits | wrong))
     for s, t, d in ((64, 128, 32), (128, 256, 128), (64, 640, 64), (4096, 65536, 128)):
-        assert scores_direct.direct_configs(s, t, d)
+        assert scores.direct_configs(s, t, d)
 
 
 def test_what_is_offered_fits_and_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
@@ -92,7 +105,7 @@ def test_what_is_offered_fits_and_compiles_without_spilling(monkeypatch: pytest.
     cuda, jobs = torch.device("cuda", 0), []
     for s, t, d in ((512, 128, 64), (512, 256, 64), (512, 512, 64), (2048, 2048, 64), (1024, 1024, 128)):  # fmt: skip
         q, k = (torch.empty(4, 16, n, d, device="meta") for n in (s, t))
-        for which in range(len(scores_direct.direct_configs(s, t, d))):
+        for which in range(len(scores.direct_configs(s, t, d))):
             jobs += triton_launch.collect(lambda: launcher(q, k, "f16", which, cuda), cuda)  # noqa: B023  (called at once)
     for job, answer in zip(jobs, resources(jobs), strict=True):
         assert isinstance(answer, triton_launch.Resources), answer

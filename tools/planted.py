@@ -39,7 +39,6 @@ TESTS: dict[str, tuple[str, str]] = {  # what a module's kernels run in, and wha
     "cross_entropy": (f"{ROWS}_cross_entropy {ROWS}_cross_entropy_of_special_rows", ROWS_COMPILE),
     "cross_entropy_ahead": ("test_triton_ahead.py", "test_triton_ahead.py"),
     "cross_entropy_held": (f"{GLUON}_losses", LOSS),
-    "cross_entropy_stays": ("test_triton_stays.py", "test_triton_stays.py"),
     "cross_entropy_together": (LOSS, LOSS),
     "dropout": (f"{COLUMNS}::test_dropout_alone", ROWS_COMPILE),
     "elementwise": (f"{ROWS}_elementwise_forward {ROWS}_elementwise_backward", ROWS_COMPILE),
@@ -64,10 +63,7 @@ TESTS: dict[str, tuple[str, str]] = {  # what a module's kernels run in, and wha
     "rows": (f"{ROWS}_softmax", ROWS_COMPILE),
     "scores": ("test_triton_scores.py", ROWS_COMPILE),
     "scores_direct": (f"{GLUON}_scores", "test_triton_scores_direct.py"),
-    "scores_held": (f"{GLUON}_scores", "test_triton_scores_specialised.py"),
-    "scores_kept": (f"{GLUON}_scores", "test_triton_scores_kept.py"),
     "scores_rows": ("test_triton_scores_rows.py", "test_triton_scores_rows.py"),
-    "scores_specialised": (f"{GLUON}_scores", "test_triton_scores_specialised.py"),
     "shared_gradients": (
         "test_triton_shared_gradients.py::test_gradients",
         "test_triton_shared_gradients.py",
@@ -110,7 +106,6 @@ OFF_BY_ONE = {
     "cross_entropy_ahead": Off("piece < W - k * TILE", "piece < W + 1 - k * TILE"),
     "cross_entropy_total": Off("inside = start + lane < R", "inside = start + lane < R - 1"),
     "cross_entropy_held": Off("after < R", "after < R - 1"),
-    "cross_entropy_stays": Off("after < R", "after < R - 1"),
     "cross_entropy_together": Off("W - k * TILE", "W - k * TILE - 1"),
     "cross_entropy_share": Off("count_valid(t_ptr, R,", "count_valid(t_ptr, R - 1,"),
     "cross_entropy_settle": Off("(R + zero)", "(R - 1 + zero)"),
@@ -191,9 +186,6 @@ OFF_BY_ONE = {
     "softmax_bwd_joined": Off("part_of(C, SPAN)", "part_of(C + 1, SPAN)"),
     "attention_scores_fwd": Off("keep = (col < T)", "keep = (col < T - 1)", "score_tile"),
     "attention_scores_direct": Off("% groups * M, S - M)", "% groups * M, S - M + 1)", "placed"),
-    "attention_scores_kept": Off("y_ptr + LAST * (2 * N)", "y_ptr + LAST * (2 * N) + 1"),
-    "attention_scores_held": Off("* ROWS, S - ROWS)", "* ROWS, S - ROWS - 1)", "hold"),
-    "attention_scores_specialised": Off("head * S + first, step", "head * S + first + 1, step", "soften"),
     "gemm_specialised": Off("rn = at_n +", "rn = 1 + at_n +", "multiply"),
     "reduce_spun": Off("left < N", "left < N - 1"),
     "split_planes": Off("(cols < C)", "(cols < C - 1)", "write_planes"),
@@ -202,8 +194,6 @@ OFF_BY_ONE = {
 WORKERS = {  # where warp groups of a kernel do their work
     "gemm_mixed": "multiply_rounded",
     "gemm_widened": "multiply_widened",
-    "attention_scores_held": "hold",
-    "attention_scores_specialised": "soften",
     "gemm_specialised": "multiply",
 }
 

@@ -29,7 +29,7 @@ from tensorlogic.plans import Key
 DEVICE = torch.device("cuda")
 DELAY = 200_000_000  # cycles of a GPU: 100 ms
 REPEATS = 5
-OURS = ("triton.", "cublaslt.", "torch.columns")
+OURS = ("triton.", "cublaslt.")
 
 
 def same(first: Any, second: Any) -> bool:

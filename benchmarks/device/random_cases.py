@@ -1,7 +1,7 @@
 """Random cases of every op, each candidate that fits against float64 with poisoned outputs; exits 1 if any is wrong.
 
 python benchmarks/device/random_cases.py --seed 1 --count 10000 [--ops linear,matmul] [--first 0] [--seconds 600] [--workers 16]
-    [--candidates triton.direct,triton.stays]   only cases that one of them serves, and only these checked
+    [--candidates triton.direct,triton.ahead]   only cases that one of them serves, and only these checked
 
 A case is one public call with random shapes, strides, dtypes and alignments, and every key that it and its backward
 pass meet; each candidate is checked in one of its configurations, drawn at random, and must give the same bits twice.

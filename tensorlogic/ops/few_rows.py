@@ -1,9 +1,9 @@
-"""Registers products of one row and of a few with the ops whose forward is one product."""
+"""Registers products of one row with the ops whose forward is one product."""
 
 from __future__ import annotations
 
 from ..registry import triton_missing
-from .common import gemm_few_rows, gemm_one_row, gemm_wiring
+from .common import gemm_one_row, gemm_wiring
 from .gelu_linear import GELU_LINEAR
 from .gelu_linear import triton_tiled as gelu_linear
 from .layer_norm_linear import LAYER_NORM_LINEAR
@@ -28,12 +28,6 @@ if triton_missing() is None:
         gemm_wiring.candidate(
             _op,
             "triton.one_row",
-            gemm_one_row.instead(_module.describe, gemm_one_row.OneRow),
+            gemm_one_row.instead(_module.describe),
             (gemm_one_row, triton_one_row, _module),
-        )
-        gemm_wiring.candidate(
-            _op,
-            "triton.few_rows",
-            gemm_one_row.instead(_module.describe, gemm_few_rows.FewRows),
-            (gemm_few_rows, _module),
         )

@@ -3,40 +3,64 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ...op import Config
+from ...numerics import DTYPES
+from ...op import Config, Launcher
 from ...plans import Key
-from ..common import scores_direct, scores_launch, triton_scores_direct, triton_scores_specialised
-from . import hopper
+from ..common import triton_scores_direct, wiring
+from . import ATTENTION_SCORES, shapes
 from .shapes import Shape
+
+MOST_SCALE = 1e6  # beyond it, and from 0 down, the plain kernel is right
 
 
 def describe(key: Key) -> Shape | str:
     """Scores without a mask of tiles that divide T."""
-    x = hopper.unmasked(key)
+    x = shapes.describe(key)
     if isinstance(x, str):
         return x
-    return scores_direct.direct_refusal(*x.sizes[2:], x.dtype, x.align, (*x.q, *x.k)) or x
+    if x.mask != "none" or x.causal:
+        return "masks are left to the plain kernel"
+    return triton_scores_direct.direct_refusal(*x.sizes[2:], x.dtype, x.align, (*x.q, *x.k)) or x
+
+
+def available(device: str) -> str | None:
+    """None on a Hopper GPU."""
+    if device != "cuda":
+        return "wgmma needs a CUDA device"
+    return wiring.available(device) or (
+        None if wiring.bulk_copies() else "it is written for Hopper GPUs (sm_90)"
+    )
 
 
 def configs(x: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return scores_direct.direct_configs(*x.sizes[2:])
+    return triton_scores_direct.direct_configs(*x.sizes[2:])
 
 
-def prepared(x: Shape, config: Config, device: torch.device) -> Callable[..., bool]:
-    """The start (q, k, y, scale)."""
-    return scores_direct.direct_launcher(x.sizes, x.dtype, x.q, x.k, config, device)
+def build(x: Shape, config: Config, device: torch.device) -> Launcher:
+    """The launcher over (q, k, scale, mask)."""
+    start = triton_scores_direct.direct_launcher(x.sizes, x.dtype, x.q, x.k, config, device)
+    empty, stride, dtype = wiring.empty(device), wiring.contiguous(x.out), DTYPES[x.dtype]
+
+    def launch(q: torch.Tensor, k: torch.Tensor, scale: float, mask: torch.Tensor | None) -> Any:
+        if not 0.0 < scale < MOST_SCALE:
+            return None
+        y = empty(x.out, stride, dtype)
+        return (y,) if start(q, k, y, scale) else None
+
+    return launch
 
 
-hopper.candidate(
+wiring.described(
+    ATTENTION_SCORES,
     "triton.direct",
     describe,
     configs,
-    prepared,
-    (triton_scores_direct, triton_scores_specialised, scores_direct, scores_launch, sys.modules[__name__]),
-)  # fmt: skip
+    build,
+    (triton_scores_direct, shapes, sys.modules[__name__]),
+    available,
+)

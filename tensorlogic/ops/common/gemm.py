@@ -284,15 +284,22 @@ _SINGLE = (
 )  # fmt: skip
 _ROWS = ((8, 512, 4), (4, 1024, 4), (16, 512, 8))  # BLOCK_N, BLOCK_K, num_warps of BLOCK_M < 16
 _SHARED_PER_CORE = 227 * 1024
+# as _HALF, with SPLIT and columns of K asked ahead: the best of 200 for few rows by 4096 × 4096 and 4096 × 14336 weights on an H200
+_DEEP = (
+    (16, 32, 256, 4, 6, 1, 512), (16, 64, 256, 4, 5, 1, 0), (16, 32, 512, 4, 4, 1, 512),
+    (64, 64, 128, 4, 5, 2, 0), (64, 32, 128, 4, 8, 1, 0),
+)  # fmt: skip
 MOST_CONFIGS = 6
+MOST_ROWS = 64  # of products that _DEEP is for
+LEAST_WEIGHTS = 2**23  # below them programs end before a deep pipeline is full
 FETCHED = 2**27  # multiply-adds up to which all that a program reads first is asked for ahead
 MOST_STREAMED = 2**25  # weights of a few rows' product up to which they are asked for ahead
 
 
 def gemm_configs(
-    m: int, n: int, k: int, dtype_size: int, sm_count: int = 132
+    m: int, n: int, k: int, dtype_size: int, sm_count: int = 132, most: int = MOST_CONFIGS
 ) -> list[dict[str, Any]]:
-    """Configurations worth measuring on `sm_count` multiprocessors, best guess first."""
+    """Configurations worth measuring on `sm_count` multiprocessors, best guess first: at most `most`, then those of _DEEP."""
     table = _HALF if dtype_size == 2 else _SINGLE
     scored: list[tuple[float, int, dict[str, Any]]] = []
     for bm, bn, bk, warps, stages in table:
@@ -312,7 +319,8 @@ def gemm_configs(
             time = _estimate(m, n, k, config, dtype_size, sm_count)
             scored.append((time, len(scored), config))
     chosen = [config for _, _, config in sorted(scored, key=lambda entry: entry[:2])]
-    return [*chosen[:2], *_few_rows(m, n, k, sm_count), *chosen[2:]][:MOST_CONFIGS]
+    best = [*chosen[:2], *_few_rows(m, n, k, sm_count), *chosen[2:]][:most]
+    return best + [config for config in _deep(m, n, k, dtype_size) if config not in best]
 
 
 def _config(bm: int, bn: int, bk: int, warps: int, stages: int, split: int) -> dict[str, Any]:
@@ -347,6 +355,18 @@ def _few_rows(m: int, n: int, k: int, sm_count: int) -> list[dict[str, Any]]:
             _config(rows, bn, bk, warps, 1, split) | _ahead_of_time(m, n, k, bn, bk, split)
         )
     return found
+
+
+def _deep(m: int, n: int, k: int, dtype_size: int) -> list[dict[str, Any]]:
+    """Deeper pipelines, and little asked ahead, for a few rows by many 16-bit weights."""
+    if not 1 < m <= MOST_ROWS or n * k < LEAST_WEIGHTS or dtype_size != 2:
+        return []
+    return [
+        _config(bm, bn, bk, warps, stages, split)
+        | ({"FETCH": ahead // bk, "STREAM": False} if ahead else {})
+        for bm, bn, bk, warps, stages, split, ahead in _DEEP
+        if (bm == 16) == (m <= 16)
+    ]
 
 
 def _estimate(m: int, n: int, k: int, config: Config, size: int, sm_count: int) -> float:

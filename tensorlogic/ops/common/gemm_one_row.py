@@ -101,10 +101,8 @@ class OneRow(Product):
         return one_row_launcher(self.spec, config, device)
 
 
-def instead(
-    describe: Callable[[Key], Plan | str], kind: type[Product]
-) -> Callable[[Key], Plan | str]:
-    """What `describe` says of a key, with its product as one of `kind`."""
+def instead(describe: Callable[[Key], Plan | str]) -> Callable[[Key], Plan | str]:
+    """What `describe` says of a key, with its product as one of one row."""
 
     def found(key: Key) -> Plan | str:
         plan = describe(key)
@@ -113,6 +111,6 @@ def instead(
         if len(plan.products) != 1 or not isinstance(plan.products[0], Product):
             return "more than one launch"
         about = {f.name: getattr(plan.products[0], f.name) for f in fields(Product)}
-        return replace(plan, products=(kind(**about),))
+        return replace(plan, products=(OneRow(**about),))
 
     return found

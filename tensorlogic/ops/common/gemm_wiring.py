@@ -29,13 +29,6 @@ from .gemm import (
     gemm_workspace,
 )
 from .gemm_specialised import specialised_configs, specialised_refusal
-from .gemm_torch import (
-    torch_arguments,
-    torch_available,
-    torch_configs,
-    torch_launcher,
-    torch_refusal,
-)
 
 Start = Callable[..., bool]
 FEW_COLUMNS = 4  # of a float32 product, that are summed by lanes
@@ -43,26 +36,9 @@ CHAINED = 16  # rows of a tile from which they are not
 
 
 @dataclass(frozen=True)
-class Library:
-    """An engine that is not ours: why it cannot be a product (None: it can), its configurations, best guess first, what a launcher
-    takes, and that."""
-
-    refusal: Callable[[GemmSpec], str | None]
-    configs: Callable[[GemmSpec], list[dict[str, Any]]]
-    arguments: Callable[[GemmSpec], tuple[str, ...]]
-    launcher: Callable[[GemmSpec, Config, torch.device], Start]
-
-
-LIBRARIES = {
-    "cublaslt": Library(lt_refusal, lt_configs, lt_arguments, lt_launcher),
-    "torch": Library(torch_refusal, torch_configs, torch_arguments, torch_launcher),
-}
-
-
-@dataclass(frozen=True)
 class Product:
     """One launch of the family: which product, what is passed (kernel argument -> expression over the op's parameters and
-    earlier outputs), what it allocates (kernel argument -> name, shape and dtype), and whose kernel: "triton" or a library's."""
+    earlier outputs), what it allocates (kernel argument -> name, shape and dtype), and whose kernel: "triton" or "cublaslt"."""
 
     spec: GemmSpec
     given: Mapping[str, str]
@@ -75,30 +51,30 @@ class Product:
         return replace(self, spec=replace(self.spec, align=max(align, self.least)))
 
     @property
-    def library(self) -> Library | None:
-        """The engine, where the kernels are not ours."""
-        return LIBRARIES.get(self.engine)
+    def library(self) -> bool:
+        """Whether the kernel is cuBLASLt's."""
+        return self.engine == "cublaslt"
 
     def refusal(self) -> str | None:
         """None, or why the engine cannot serve it."""
-        return (self.library.refusal if self.library else gemm_refusal)(self.spec)
+        return (lt_refusal if self.library else gemm_refusal)(self.spec)
 
     def configs(self) -> list[dict[str, Any]]:
         """Configurations, best guess first."""
         if self.library:
-            return self.library.configs(self.spec)
+            return lt_configs(self.spec)
         specialised = specialised_configs(self.spec, wiring.cores()) if wiring.bulk_copies() else []
-        return [*specialised, *self._tiled()[: MOST_CONFIGS - len(specialised) // 2]]
+        return [*specialised, *self._tiled(MOST_CONFIGS - len(specialised) // 2)]
 
     def _few_columns(self) -> bool:
         spec = self.spec
         return spec.x.dtype == "f32" and spec.n <= FEW_COLUMNS and spec.precision == "ieee"
 
-    def _tiled(self) -> list[dict[str, Any]]:
+    def _tiled(self, most: int = MOST_CONFIGS) -> list[dict[str, Any]]:
         spec, size = self.spec, DTYPES[self.spec.x.dtype].itemsize
         if self._few_columns():
             return few_columns(spec.m * spec.batch, spec.n, spec.k, wiring.cores())
-        return gemm_configs(spec.m * spec.batch, spec.n, spec.k, size, wiring.cores())
+        return gemm_configs(spec.m * spec.batch, spec.n, spec.k, size, wiring.cores(), most)
 
     def _fitting(self, config: Config) -> Config:
         """`config`, which may come from a neighbour; the engine's best guess where it is one of another launch, the best plain tiles
@@ -117,7 +93,7 @@ class Product:
     def arguments(self, config: Config) -> tuple[str, ...]:
         """Expressions of what the launcher takes, in order."""
         wanted = (
-            self.library.arguments(self.spec)
+            lt_arguments(self.spec)
             if self.library
             else gemm_arguments(self.spec, self._fitting(config))
         )
@@ -138,7 +114,7 @@ class Product:
     def start(self, config: Config, device: torch.device) -> Start:
         """The launcher over `arguments`."""
         if self.library:
-            made = self.library.launcher(self.spec, self._fitting(config), device)
+            made = lt_launcher(self.spec, self._fitting(config), device)
             return compiled_launch.step(made)
         return gemm_launcher(self.spec, self._fitting(config), device)
 
@@ -299,7 +275,6 @@ def candidate(
         cublaslt,
         gemm,
         gemm_specialised,
-        gemm_torch,
         triton_gemm,
         triton_math,
         triton_specialised,
@@ -324,7 +299,7 @@ def candidate(
         return launcher(op, plan, config["products"], device)
 
     kernels = (triton_gemm, triton_math, gemm_specialised, triton_specialised)
-    modules = {"cublaslt": (cublaslt,), "torch": (gemm_torch,)}.get(provider, kernels)
+    modules = (cublaslt,) if provider == "cublaslt" else kernels
     wiring.described(
         op,
         id,
@@ -332,7 +307,7 @@ def candidate(
         configurations,
         build,
         (gemm, *modules, *sources),
-        {"cublaslt": lt_available, "torch": torch_available}.get(provider),
+        lt_available if provider == "cublaslt" else None,
         coarse=coarse,
     )
 

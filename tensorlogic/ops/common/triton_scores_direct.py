@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -12,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tensorlogic.ops.common.triton_scores_specialised import larger
+from tensorlogic.ops.common import triton_launch
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -81,6 +87,12 @@ def put(ptr, at, near, far, N: gl.constexpr):
     both = gl.join(near, far).permute((0, 2, 1)).reshape([16 * gl.num_warps(), 2 * N])
     both = gl.convert_layout(both, wide(gl.num_warps(), 2 * N))
     gl.store(ptr + at, both, cache_modifier=".cs")
+
+
+@gluon.jit
+def larger(a, b):
+    """The larger, or NaN: a row with one becomes NaN, as in torch.softmax."""
+    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit
@@ -175,7 +187,7 @@ def attention_scores_direct(
     A program takes 16 warps rows of one head in two sweeps over k, 2 N of its rows at a time: sums, below the first tile's
     maximum, then scores. q stays in registers; nothing passes through shared memory but k, which stays there where STAGES hold
     all STEPS, else goes by; warps meet when it comes and nowhere else. Rows whose sums have left float32 are made once more.
-    H200, 4 x 16 heads, D 64: S 512 17.3 us, 2048 212, where `attention_scores_specialised` takes 18.9 and 219.
+    H200, 4 x 16 heads, D 64: S 512 17.3 us, 2048 212; a kernel whose loading warp streams k took 18.9 and 219.
     """
     gdc_launch_dependents()
     gdc_wait()
@@ -246,3 +258,76 @@ def attention_scores_direct(
             async_copy.commit_group()
     if gl.min(((norm > 1e-30) & (norm < 1e38)).to(gl.int32), 0) == 0:
         once_more(q, ks, k_ptr, y_ptr, at, stride_ks, factor, laps, STAYS, D, N)
+
+
+BLOCK_N = 64  # columns of a product; two of them are a step
+DEPTHS = (32, 64, 128)
+WARPS = (4, 8)
+SHARED = 227 * 1024  # bytes that one multiprocessor's programs share
+_FAR = 2**23  # offsets within a step's rows have 32 bits
+
+
+def direct_refusal(
+    s: int, t: int, d: int, dtype: str, align: int, strides: Sequence[int]
+) -> str | None:
+    """None, or why these scores cannot be made; `strides` are those of q and k over batch, head and row."""
+    if dtype not in ("f16", "bf16") or align < 16 or any(n % 8 for n in strides):
+        return "16-bit floats in rows at 16-byte addresses are required"
+    if max(strides[2::3]) >= _FAR:
+        return f"rows less than {_FAR} elements apart are required"
+    if d not in DEPTHS or s < 16 * WARPS[0] or t % (2 * BLOCK_N) or not t:
+        return (
+            f"D in {DEPTHS}, S of {16 * WARPS[0]} and T in multiples of {2 * BLOCK_N} are required"
+        )
+    return None
+
+
+def direct_configs(s: int, t: int, d: int) -> list[dict[str, Any]]:
+    """Configurations, best guess first: warps, steps of k that shared memory holds (all of them: k stays there)."""
+    steps = t // (2 * BLOCK_N)
+    pairs = [(4, min(3, steps)), (8, steps), (8, min(3, steps)), (4, steps)]
+    found = [{"num_warps": w, "STAGES": stages} for w, stages in dict.fromkeys(pairs)]
+    return [
+        c
+        for c in found
+        if s >= 16 * c["num_warps"]
+        and _shared(c["STAGES"], d, c["num_warps"]) * (2 if d <= 64 else 1) <= SHARED
+    ]
+
+
+def _shared(stages: int, d: int, warps: int) -> int:
+    return 2 * d * (stages * 2 * BLOCK_N + 16 * warps)
+
+
+def direct_launcher(
+    shape: tuple[int, int, int, int, int],
+    dtype: str,
+    strides_q: Sequence[int],
+    strides_k: Sequence[int],
+    config: Mapping[str, Any],
+    device: torch.device,
+) -> Callable[..., bool]:
+    """A callable (q, k, y, scale) -> bool for scale > 0; shape is (B, H, S, T, D), y contiguous [B, H, S, T]; strides are
+    those of batch, head and row. A neighbour's configuration gives way where it does not fit."""
+    b, h, s, t, d = shape
+    fitting = direct_configs(s, t, d)
+    config = config if dict(config) in fitting else fitting[0]
+    warps = config["num_warps"]
+    groups = math.ceil(s / (16 * warps))
+    names = ("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks")
+    return triton_launch.prepare(
+        attention_scores_direct,
+        grid=(b * h * groups, 1, 1),
+        pointers=dict.fromkeys(("q_ptr", "k_ptr", "y_ptr"), dtype),
+        integers={
+            **dict(zip(names, (*strides_q, *strides_k), strict=True)),
+            "H": h, "S": s, "T": t, "groups": groups,
+        },
+        floats=("scale",),
+        constexprs={"D": d, "N": BLOCK_N, "STEPS": t // (2 * BLOCK_N), "STAGES": config["STAGES"]},
+        num_warps=warps,
+        num_stages=1,
+        device=device,
+        # four programs of 4 warps on a multiprocessor, or two of 8; at D 128 shared memory has room for eight warps
+        registers=224 if d > 64 else 128,
+    )  # fmt: skip

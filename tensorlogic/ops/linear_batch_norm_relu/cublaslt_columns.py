@@ -13,7 +13,6 @@ from ...plans import Key, TensorSpec
 from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_columns, triton_math, wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product, Start
-from ..linear.cublaslt_columns import fills
 from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD
 
 
@@ -32,8 +31,8 @@ def dtypes_of(**given: TensorSpec | str | None) -> dict[str, str | None]:
     return {name: t.dtype if isinstance(t, TensorSpec) else t for name, t in given.items()}
 
 
-def describe(key: Key, engine: str = "cublaslt", sums: str = "") -> Plan | str:
-    """z = x · weightᵀ + bias in x's dtype, or the bare product in `sums`, then y = relu(batch_norm(z)) in one pass, which keeps z, too."""
+def describe(key: Key) -> Plan | str:
+    """z = x · weightᵀ + bias, in float32 the bare product, then y = relu(batch_norm(z)) in one pass, which keeps z, too."""
     x, weight, bias, mean, var, gamma, beta = key.tensors
     assert x is not None and weight is not None
     if key.flag("training") or mean is None or var is None:
@@ -46,34 +45,31 @@ def describe(key: Key, engine: str = "cublaslt", sums: str = "") -> Plan | str:
         return reason or str(found)
     m, n, k, rows, w = found
     shape, dtype, kept = (*x.shape[:-1], n), x.dtype, bool(key.flag("save"))
-    if sums and (dtype == sums or fills(m, n)):
-        return "a float32 product, or tiles enough: nothing to split"
-    made, after = sums or dtype, bool(sums) or (dtype == "f32" and engine == "cublaslt")
+    after = dtype == "f32"  # bias
     spec = GemmSpec(
-        m, n, k, rows, w, Operand(made, n, 1), bias=bias.dtype if bias and not after else None
+        m, n, k, rows, w, Operand(dtype, n, 1), bias=bias.dtype if bias and not after else None
     )
     given = {"x": "x", "w": "weight", "bias": "bias"}
-    product = Product(spec, given, {"y": ("product", shape, made)}, engine)
-    z = "z" if sums else "product"
+    product = Product(spec, given, {"y": ("product", shape, dtype)}, "cublaslt")
     named = {
         "z": "product", "bias": "bias" if bias and after else None, "mean": "running_mean", "var": "running_var",
-        "gamma": gamma and "gamma", "beta": beta and "beta", "y": "y", "kept": z if kept and (sums or (bias and after)) else None,
+        "gamma": gamma and "gamma", "beta": beta and "beta", "y": "y", "kept": "product" if kept and bias and after else None,
     }  # fmt: skip
     specs = {"bias": bias, "mean": mean, "var": var, "gamma": gamma, "beta": beta}
-    kinds = {
-        role: dtypes_of(t=specs.get(role, made if role == "z" else dtype))["t"] for role in named
-    }
+    kinds = dtypes_of(**{role: specs.get(role, dtype) for role in named})
     dtypes = {role: kinds[role] if name else None for role, name in named.items()}
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
         return triton_columns.apply_launcher(m, n, dtypes, config, device, align)
 
-    outs = {"y": ("y", shape, dtype)} | ({"z": ("z", shape, dtype)} if kept and sums else {})
     arguments = tuple(name for name in named.values() if name)
     kernel = Kernel(
-        (*arguments, repr(key.flag("eps"))), outs, triton_columns.apply_configs(m, n), build
+        (*arguments, repr(key.flag("eps"))),
+        {"y": ("y", shape, dtype)},
+        triton_columns.apply_configs(m, n),
+        build,
     )
-    return Plan((product, kernel), ("y", z) if kept else ("y",))
+    return Plan((product, kernel), ("y", "product") if kept else ("y",))
 
 
 def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
@@ -152,13 +148,7 @@ def with_products(
 
 
 _SOURCES = (triton_columns, triton_math, gemm_steps, sys.modules[__name__])
-for _id, _engine, _sums in (
-    ("cublaslt.columns", "cublaslt", ""),
-    ("cublaslt.sums", "cublaslt", "f32"),
-    ("torch.columns", "torch", ""),
-):
-    _described = partial(describe, engine=_engine, sums=_sums)
-    gemm_wiring.candidate(LINEAR_BATCH_NORM_RELU, _id, _described, _SOURCES)
+gemm_wiring.candidate(LINEAR_BATCH_NORM_RELU, "cublaslt.columns", describe, _SOURCES)
 gemm_wiring.candidate(
     LINEAR_BATCH_NORM_RELU_BACKWARD, "cublaslt.columns", describe_backward, _SOURCES
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import itertools
 import typing
@@ -18,6 +17,7 @@ from torch import Tensor
 from . import clocks, derived, kept
 from .numerics import NAMES
 from .plans import Key, TensorSpec
+from .source_hash import source_hash
 
 Config = Mapping[str, Any]
 Outputs = tuple[Tensor | None, ...]
@@ -93,18 +93,8 @@ class Candidate:
 
     @cached_property
     def source(self) -> str:
-        """Hash of the text that decides what this candidate computes."""
-        digest = hashlib.sha256(self.id.encode())
-        for item in self.sources or (self.bind,):
-            try:
-                text = item if isinstance(item, str) else inspect.getsource(item)
-                digest.update(text.encode())
-            except (
-                OSError,
-                TypeError,
-            ):  # built in, or an object: its name, the same in every process
-                digest.update(getattr(item, "__qualname__", type(item).__qualname__).encode())
-        return digest.hexdigest()[:12]
+        """Hash of the code that decides what this candidate computes, the same wherever it lies."""
+        return source_hash(self.sources or (self.bind,))
 
     def unfit(self, key: Key) -> str | None:
         """Why this candidate cannot run a key on this machine, or None."""

@@ -10,6 +10,8 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property, lru_cache
 from typing import Any
 
+from . import legacy_hashes
+
 SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}  # bytes of what lines are made of
 HALVES = {"f16": "half", "bf16": "half"}
 OTHER_DTYPE = 0.25  # what a kin of the other 16-bit dtype is further away, squared
@@ -340,7 +342,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Plan:
-        """The inverse of `to_json`; lists in configurations come back as tuples."""
+        """The inverse of `to_json`; lists in configurations come back as tuples, former ids and hashes as those of today."""
+        record = legacy_hashes.updated(record)
         evidence = [Evidence(**{**e, "config": _config(e["config"])}) for e in record["evidence"]]
         return cls(
             key=Key.from_json(record["key"]),

@@ -347,7 +347,8 @@ def _planned(plan: Plan, source: str) -> Decision:
 
 
 def _current(op: Op, plan: Plan) -> bool:
-    return plan.valid({id: c.source for id, c in op.candidates.items()})
+    here = [op.candidates[id] for id in {plan.eager, plan.captured} if id in op.candidates]
+    return plan.valid({c.id: c.source for c in here})
 
 
 def _serves(op: Op, key: Key, id: str, store: PlanView) -> bool:

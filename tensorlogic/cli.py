@@ -33,7 +33,7 @@ from .cli_options import (
 from .cli_plans import app as plans
 from .exits import DONE, FOUND, INTERRUPTED, REFUSED, ended
 from .settings import wrong
-from .system.version import version
+from .system.package import version
 
 app = App(
     name="tensorlogic",

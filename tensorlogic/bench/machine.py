@@ -16,7 +16,7 @@ import torch
 
 from .. import hardware, native, settings
 from ..plans import environment
-from ..system.version import version
+from ..system.package import version
 
 PACKAGES = ("numpy", "triton", "quack-kernels", "liger-kernel", "nvmath-python")
 FOLDER = re.compile(r"(?<==)/[^\s,]*/")  # of the compiler PyTorch was built with

@@ -1,9 +1,12 @@
-"""The version of this library."""
+"""Where this library lies, and its version."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1]  # `tensorlogic/`
 
 
 def version() -> str:

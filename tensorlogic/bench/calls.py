@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import explaining, front, numerics, policies, tuning
-from ..op import OPS
+from ..op import OPS, Op
 from ..ops.linear import linear_residual_relu
 from . import sizes
 from .cases import RECIPES, Maker
@@ -28,7 +28,7 @@ def public() -> dict[str, Callable[..., Any]]:
     """Our functions that stand for an op, by name."""
     made: dict[str, Callable[..., Any]] = {"linear_residual_relu": linear_residual_relu}
     for prepare, fn in front.FRONTS.items():
-        op = fn.fused  # type: ignore[attr-defined]
+        op: Op = fn.fused  # type: ignore[attr-defined]
         # a public function may wrap what was prepared, under the op's name in the same module
         if OPS.get(op.name) is op and not op.internal:
             made[op.name] = getattr(sys.modules[prepare.__module__], op.name)

@@ -29,11 +29,11 @@ from .cli_options import (
     separated,
     sizes,
     split,
-    version,
 )
 from .cli_plans import app as plans
 from .exits import DONE, FOUND, INTERRUPTED, REFUSED, ended
 from .settings import wrong
+from .system.package import version
 
 app = App(
     name="tensorlogic",

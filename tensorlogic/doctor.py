@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .system.package import FOLDER
+
 if TYPE_CHECKING:
     from . import doctor_cpu
     from .settings import Variable
@@ -60,7 +62,7 @@ def report(findings: Iterable[Finding]) -> str:
 
 def _package() -> Iterator[Finding]:
     version = _version(DISTRIBUTION)
-    where = os.path.dirname(os.path.abspath(__file__))
+    where = os.path.abspath(FOLDER)
     found = f"{version} at {where}" if version else f"running from {where}, not installed"
     yield Finding(
         "ok" if version else "note",

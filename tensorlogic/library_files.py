@@ -8,9 +8,10 @@ import struct
 from pathlib import Path
 
 from . import settings
+from .system.package import FOLDER
 
 OLDEST_TORCH = (2, 11)  # the stable ABI that the library targets
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = FOLDER.resolve()
 BUILDER = PACKAGE.parent / "tools" / "build_native.py"
 
 

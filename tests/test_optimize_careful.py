@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tensorlogic
-from tensorlogic.program.optimizing import OptimizedModule
+from tensorlogic.program.optimizing import OptimizedModule, _extended
+from tensorlogic.program.reach import Reach
 from tensorlogic.program.serve import PATIENCE, REST
 from tensorlogic.program.short import MISS
 from tensorlogic.program.trace import trace, witness
@@ -288,6 +289,14 @@ def test_an_optimized_model_can_be_scripted_and_optimized_again(pays: None) -> N
         assert tensorlogic.optimize(fast, x) is fast
         assert fast.report is report
         torch.testing.assert_close(torch.jit.script(fast)(x), model(x))
+
+
+def test_the_class_that_optimize_makes_is_not_followed_as_the_users_code() -> None:
+    model, made = Target(), Target()
+    _extended(made)
+    assert isinstance(made, OptimizedModule)
+    assert [names for _, names in Reach(made).scopes] == [names for _, names in Reach(model).scopes]
+    assert Reach(made).classes == Reach(model).classes
 
 
 def test_hooks_of_parameters_hear_of_real_steps_alone(pays: None) -> None:

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-import tensorlogic
-
 from .. import hardware, native, settings
 from ..plans import environment
+from ..system.package import version
 
 PACKAGES = ("numpy", "triton", "quack-kernels", "liger-kernel", "nvmath-python")
 FOLDER = re.compile(r"(?<==)/[^\s,]*/")  # of the compiler PyTorch was built with
@@ -45,7 +44,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     return {
         "id": known.id,
         "environment": known.to_json(),
-        "tensorlogic": tensorlogic.__version__,
+        "tensorlogic": version(),
         "native": native.isa() or native.available(),
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -55,7 +54,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gib": _memory(),
         "gpu": _gpu(device),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "torch_build": FOLDER.sub("", torch.__config__.show()).splitlines(),
         "settings": {v.name: v.read() for v in settings.VARIABLES if v.read() and v not in PATHS},
         "tf32": torch.get_float32_matmul_precision(),

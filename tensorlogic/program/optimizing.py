@@ -29,6 +29,7 @@ from .later import Later, worthwhile
 from .pieces import Pieces, pieces
 from .precisely import Kept, precisely
 from .probe import probe, takes_itself
+from .reach import MIXINS
 from .regions import FAILURES
 from .report import Report
 from .serve import Program
@@ -93,6 +94,9 @@ class OptimizedModule(nn.Module):
         held: dict[str, Any] = nn.Module.__getstate__(self)
         state = {k: v for k, v in held.items() if k not in ("_program", "report")}
         return type(self).__mro__[2], state
+
+
+MIXINS.append(OptimizedModule)
 
 
 def _pickles_plainly(cls: type[nn.Module]) -> bool:

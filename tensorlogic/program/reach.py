@@ -22,6 +22,7 @@ MADE = ("__new__", "__init__", "__post_init__", "__setattr__")  # what runs wher
 STARTS = ("forward", "__call__")
 INSTALLED = tuple({sysconfig.get_path(p) for p in ("stdlib", "platstdlib", "purelib", "platlib")})
 CONTENT = attrgetter("cell_contents")
+MIXINS: list[type] = []  # put before the user's class by `optimize`
 
 
 class Reach:
@@ -156,7 +157,7 @@ class Reach:
 
 def _own(cls: type) -> bool:
     """Whether a class is neither Python's, nor PyTorch's, nor one that `optimize` has put before the user's."""
-    ours = any(base.__module__ == "tensorlogic.program.optimizing" for base in cls.__bases__)
+    ours = any(base is mixin for base in cls.__bases__ for mixin in MIXINS)
     name = cls.__module__
     return not (ours or name.startswith(("torch.", "tensorlogic.")) or name in _PYTHON)
 

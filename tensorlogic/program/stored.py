@@ -21,6 +21,7 @@ from .. import enabling, library_files, plan_files, policies, registry, settings
 from ..op import OPS
 from ..plan_files import Records
 from ..plans import environment
+from ..system.package import FOLDER
 from .asked import precisions
 from .decisions import Decision
 from .report import Report, Row
@@ -28,7 +29,6 @@ from .trace import Trace
 
 MOST = 4000  # records of one file; the oldest go
 LOCK_S = 2.0  # for a file that another process is saving
-PACKAGE = Path(__file__).parents[1]
 Plans = dict[str, str | None]  # key of an op -> when its plan was measured, None where nobody has
 
 
@@ -215,8 +215,8 @@ def switches(device: torch.device) -> tuple[Any, ...]:
 def code_version() -> str:
     """Of everything that decides and computes: this package's text, and which libraries were built beside it."""
     found = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        found.update(path.relative_to(PACKAGE).as_posix().encode())
+    for path in sorted(FOLDER.rglob("*.py")):
+        found.update(path.relative_to(FOLDER).as_posix().encode())
         found.update(path.read_bytes())
     for path in sorted(library_files.library().parent.glob("*.so")):
         about = path.stat()

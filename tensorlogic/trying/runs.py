@@ -17,6 +17,7 @@ from typing import Any
 from ..bench.opportunities import Opportunity
 from ..bench.problems import Problem
 from ..bench.progress import Tick
+from ..system.package import FOLDER
 
 SHARE = 0.05  # of the program's time that a module must take to be optimised
 PAIRS = (3, 9)  # runs of a script with and without help: least and most
@@ -154,7 +155,7 @@ class Failed(Exception):
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
     """Ours, without the switches that would help the plain run, too."""
     kept = {k: v for k, v in os.environ.items() if k not in ("TENSORLOGIC_ENABLE", "TENSORLOGIC_LOCKFILE")}  # fmt: skip
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), kept.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(FOLDER.parent), kept.get("PYTHONPATH"))))
     return {**kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **more}
 
 

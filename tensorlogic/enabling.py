@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, hooks, repairs
+from . import arguments, hooks, policies, repairs
 from .repairs import Repair
 
 Kernel = Callable[..., Any]
@@ -126,6 +126,8 @@ def _guarded(first: int, original: Kernel, repaired: Kernel) -> Kernel:
 
 _LOCK = threading.RLock()
 _LIBRARIES: list[torch.library.Library] = []
+policies.ON_CHANGE += (hooks.apart,)  # under a policy the guards ask in every call
+policies.ON_FORGET += (hooks.forget,)
 
 
 def enable(*, pool: bool = False) -> None:

@@ -170,6 +170,7 @@ def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) 
     if hooks.available() is not None:
         pytest.skip(str(hooks.available()))
     tensorlogic.enable()
+    hooks.apart(-1)  # the policy of all tests: under one the guards remember nothing
     asked: list[str] = []
     a, b = r(40, 64), r(64, 40)
     try:
@@ -192,6 +193,7 @@ def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) 
         assert asked == ["asked"] * 3
     finally:
         repairs._launcher = chosen
+        hooks.apart(1)
         policies.forget_entries()
         tensorlogic.disable()
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from . import accuracy, calls, stores
 from .accuracy import Known, Statistics
 from .judging import Place, places, plain, watchable
+from .numeric_mode import PrecisionWarning
 from .op import EAGER, Candidate, Config, Launcher, Op, Outputs
 from .plans import Key
-from .precision import ON_LEAVE, PrecisionWarning
+from .precision import ON_LEAVE
 from .ranking import GUARD_US, REST, UNLIKELY, form_of, order, unguarded, wide
 from .study import BIND_ERRORS
 

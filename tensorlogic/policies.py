@@ -9,17 +9,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from . import arguments, settings
+from .numeric_mode import Precision
 from .op import OPS
 from .settings import TUNE_MODES
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-if TYPE_CHECKING:
-    from .precision import Precision
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,9 +18,9 @@ import tensorlogic
 
 from .. import adapting, measure, numerics, ranking, tuning
 from ..memory import heap, staging
+from ..numeric_mode import PrecisionWarning
 from ..op import EAGER, OPS, Op
 from ..plans import Key
-from ..precision import PrecisionWarning
 from . import machine
 from .results import write_text
 from .tables import aligned

@@ -60,6 +60,7 @@ class Decision:
 
 FIXED: dict[tuple[str, str], Decision] = {}  # what deterministic calls of this process met
 stores.ON_FORGET.append(FIXED.clear)
+stores.ON_TUNE.append(FIXED.clear)
 
 BY_DATA = Candidate("adaptive.budget", bind=lambda key, config, device: lambda *_: None)
 PLAIN = Decision((EAGER, {}), (EAGER, {}), "eager")

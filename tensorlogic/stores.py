@@ -19,6 +19,7 @@ starting.new_in_children(globals(), _LOCK=threading.RLock)
 _STORES: dict[str, PlanStore] = {}
 _LOCKFILES: dict[Path, Lockfile] = {}
 ON_FORGET: list[Callable[[], None]] = []  # what else a fresh process would not know
+ON_TUNE: list[Callable[[], None]] = []  # what would keep new plans from being used
 
 
 def current(device: torch.device) -> PlanStore:

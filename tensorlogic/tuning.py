@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import capture_watch, compiling, measure, pairing, policies, selector, stores, study, turns
+from . import capture_watch, compiling, measure, pairing, policies, stores, study, turns
 from .op import Op
 from .pairing import Met
 from .plans import Key, Plan
@@ -124,7 +124,8 @@ def _learn(
     for device in {device for _, _, device in met.values()}:
         stores.current(device).flush()
         measure.give_back(device)
-    selector.FIXED.clear()  # who asks for plans wants them used
+    for drop in stores.ON_TUNE:  # who asks for plans wants them used
+        drop()
     policies.forget_entries()
     learned.seconds = time.perf_counter() - begin
     return learned

@@ -158,6 +158,7 @@ def enable(*, pool: bool = False) -> None:
         )
     with _LOCK:
         if not _LIBRARIES:
+            hooks.enabled = True
             (_install_python if hooks.available() else _install_compiled)(_LIBRARIES)
         if pool:
             hooks.op("pool_all")(True)
@@ -179,8 +180,9 @@ def disable() -> None:
         for library in _LIBRARIES:
             library._destroy()
         _LIBRARIES.clear()
+        hooks.enabled = False
 
 
 def enabled() -> bool:
     """True between `enable` and `disable`."""
-    return bool(_LIBRARIES)
+    return hooks.enabled

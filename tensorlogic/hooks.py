@@ -77,6 +77,7 @@ class _Suspension(threading.local):
 
 
 _suspension = _Suspension()
+enabled = False  # between `enable` and `disable`, which set it
 
 
 def is_suspended() -> bool:

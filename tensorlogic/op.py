@@ -375,7 +375,20 @@ class Flags:
         self.flags = flags
 
 
+@dataclass(frozen=True)
+class DataChooser:
+    """How a key whose error budget depends on the data is served; each is called with (op, key, device, rtol)."""
+
+    # the candidate that would serve data like the last ones, if that is known
+    expected: Callable[[Op, Key, torch.device, float], tuple[Candidate, Config] | None]
+    # what looks at the data of each call, and the same from arguments to the one output, if there is that
+    launcher: Callable[
+        [Op, Key, torch.device, float], tuple[Launcher, Callable[..., Tensor] | None]
+    ]
+
+
 OPS: dict[str, Op] = {}
+DATA_CHOOSERS: dict[str, DataChooser] = {}  # by precision mode
 
 
 def key_flags(key: Key) -> tuple[Any, ...]:

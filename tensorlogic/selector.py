@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from . import (
-    adapting,
     background,
     capture_watch,
     compiling,
@@ -23,7 +22,7 @@ from . import (
     vouching,
 )
 from .numerics import DTYPES
-from .op import EAGER, OPS, Candidate, Config, Launcher, Op, Outputs
+from .op import DATA_CHOOSERS, EAGER, OPS, Candidate, Config, Launcher, Op, Outputs
 from .plans import Key, Plan, PlanView, environment
 from .policies import Policy
 
@@ -71,7 +70,7 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     forced = policy.forced(op.name)
     if forced is not None:
         return _forced(op, key, forced)
-    if key.precision == "adaptive":
+    if key.precision in DATA_CHOOSERS:
         return _within(op, key, device, policy)
     if policy.lockfile is not None:
         return _fixed(op, key, stores.lockfile(policy.lockfile), "lockfile")
@@ -141,7 +140,7 @@ def _within(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     if policy.reproducible or policy.precision is None or policy.precision.rtol is None:
         return PLAIN
     rtol = policy.precision.rtol
-    pick = adapting.expected(op, key, device, rtol)
+    pick = DATA_CHOOSERS[key.precision].expected(op, key, device, rtol)
     if pick is None:
         return PLAIN
     return Decision((pick[0].id, pick[1]), PLAIN.captured, f"errors on data met before, {rtol:g}")
@@ -297,15 +296,14 @@ def _measure(op: Op, key: Key, device: torch.device) -> None:
 def _adaptive(key: Key, policy: Policy) -> bool:
     """Whether the caller's data decide; nothing that must repeat from run to run lets them."""
     forced = policy.forced(key.op) is not None
-    return key.precision == "adaptive" and not forced and not policy.reproducible
+    return key.precision in DATA_CHOOSERS and not forced and not policy.reproducible
 
 
 def _adapting(op: Op, key: Key, device: torch.device, policy: Policy, compiled: bool) -> Choice:
     """Among the candidates in the order of their times, the first that keeps the error budget, whatever data come."""
     assert policy.precision is not None and policy.precision.rtol is not None
-    adaptive = adapting.Adaptive(op, key, device, policy.precision.rtol)
-    launch: Launcher = adaptive
-    direct = adaptive.direct()
+    chooser, rtol = DATA_CHOOSERS[key.precision], policy.precision.rtol
+    launch, direct = chooser.launcher(op, key, device, rtol)
     watched = policy.tune == "auto" and policy.observer is None and not compiled
     if watched and stores.current(device).get(key, lambda plan: _current(op, plan)) is None:
         watch = background.watch(op, key, device)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import binding, capture_watch, policies, stores, study
+from . import binding, capture_watch, isolation, policies, study
 from .op import OPS
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def _measured() -> float:
         return time.perf_counter() - begin
 
     alone = policies.Policy("off", {relu.name: OURS, "pointwise_backward": OURS})
-    with stores.preserved(CPU, relu), policies.use(alone), torch.enable_grad():
+    with isolation.preserved(CPU, relu), policies.use(alone), torch.enable_grad():
         x.requires_grad_()
         run = binding.Bound(relu, (x, True), alone, recording=True).run
         both = [(took(run), took(torch.relu)) for _ in range(ROUNDS)]

@@ -15,12 +15,14 @@ from . import (
     background,
     capture_watch,
     compiling,
+    isolation,
     neighbours,
     registry,
     stores,
     study,
     vouching,
 )
+from .autotune import measure_key
 from .numerics import DTYPES
 from .op import DATA_CHOOSERS, EAGER, OPS, Candidate, Config, Launcher, Op, Outputs
 from .plans import Key, Plan, PlanView, environment
@@ -290,7 +292,7 @@ def joint(
 
 def _measure(op: Op, key: Key, device: torch.device) -> None:
     if capture_watch.measurable(device):
-        stores.measured(op, key, device)
+        measure_key.measured(op, key, device)
 
 
 def _adaptive(key: Key, policy: Policy) -> bool:
@@ -426,7 +428,7 @@ def _must_be_right(
             f"{op.name}: candidate {candidate.id} was asked for, but cannot be checked on {key.text} "
             f"while a graph is captured or traced: call it once before"
         )
-    with stores.preserved(device, op), torch.no_grad():
+    with isolation.preserved(device, op), torch.no_grad():
         checker = study.Checker(op, key, device)
         verdict = checker.check(launch, coarse=candidate.coarse(key))
     if not verdict:

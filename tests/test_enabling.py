@@ -272,9 +272,9 @@ def test_modes_and_transforms(enabled: None) -> None:
 
 
 def test_measuring_sees_pytorch_without_repairs(enabled: None, served: list[str]) -> None:
-    from tensorlogic import stores
+    from tensorlogic import isolation
 
-    with stores.preserved(torch.device("cpu")):
+    with isolation.preserved(torch.device("cpu")):
         r(64, 64) @ r(64, 64)
     assert served == []
     r(64, 64) @ r(64, 64)

@@ -23,6 +23,7 @@ from .derived import constant, invalidate
 from .enabling import disable, enable
 from .memory.staging import to
 from .memory.unified import unified
+from .numeric_mode import PrecisionWarning
 from .ops.attention_scores import attention_scores
 from .ops.dropout_linear import dropout_linear
 from .ops.gelu_linear import gelu_linear
@@ -36,7 +37,7 @@ from .ops.softmax import softmax
 from .ops.softmax_cross_entropy import softmax_cross_entropy
 from .placement import placement
 from .policies import policy
-from .precision import PrecisionWarning, precision
+from .precision import precision
 from .registry import activate as _activate
 from .registry import warn_of_namesakes as _warn
 

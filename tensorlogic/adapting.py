@@ -18,9 +18,10 @@ from torch import Tensor
 from . import accuracy, calls, stores
 from .accuracy import Known, Statistics
 from .judging import Place, places, plain, watchable
-from .op import EAGER, Candidate, Config, Launcher, Op, Outputs
+from .numeric_mode import PrecisionWarning
+from .op import DATA_CHOOSERS, EAGER, Candidate, Config, DataChooser, Launcher, Op, Outputs
 from .plans import Key
-from .precision import ON_LEAVE, PrecisionWarning
+from .precision import ON_LEAVE
 from .ranking import GUARD_US, REST, UNLIKELY, form_of, order, unguarded, wide
 from .study import BIND_ERRORS
 
@@ -374,6 +375,15 @@ def expected(
         if last.get(candidate.id, math.inf) * MARGIN <= rtol:
             return candidate, config
     return None
+
+
+def launcher(op: Op, key: Key, device: torch.device, rtol: float) -> tuple[Launcher, Any]:
+    """What chooses in every call, and the same past Python's layers."""
+    adaptive = Adaptive(op, key, device, rtol)
+    return adaptive, adaptive.direct()
+
+
+DATA_CHOOSERS["adaptive"] = DataChooser(expected, launcher)
 
 
 def recall(key: Key, device: torch.device) -> list[Known]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import calls, capture_watch, compiling, measure, policies, starting, stores
+from . import calls, capture_watch, compiling, isolation, measure, policies, starting, stores
 from .op import Launcher, Op
 from .plans import Key, environment
 from .study import Study
@@ -153,7 +153,7 @@ class Watch:
                 self.next_s = max(FIRST_STEP_S, 30 * self.call_s)
             elif compiling.ready(self.study.pending if self.study else ()):
                 announced = self.next_s
-                with stores.preserved(self.device, self.op), _side_stream(self.device):
+                with isolation.preserved(self.device, self.op), _side_stream(self.device):
                     self.next_s = next(self.steps, -1.0)
                 if announced > 0:
                     self._learn(announced, time.perf_counter() - begin)

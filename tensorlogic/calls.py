@@ -28,7 +28,6 @@ REVISION = (
     8  # of what this package and the module expect of each other: csrc/calls/calls.h has the same
 )
 ON_LOAD: list[Callable[[ModuleType], None]] = []  # called once with the module, when it is there
-ON_FORGET: list[Callable[[], None]] = []  # called when plans have changed
 _lock = threading.Lock()
 starting.new_in_children(globals(), _lock=threading.Lock)
 _state: list[ModuleType | str] = []  # empty until tried, then the module or what is missing
@@ -92,9 +91,3 @@ def is_plan(launch: Any) -> bool:
     """Whether a launcher is a compiled one that allocates and starts GPU kernels."""
     compiled = module()
     return compiled is not None and isinstance(launch, compiled.Plan)
-
-
-def forget() -> None:
-    """Drop every warm key that the compiled fronts keep."""
-    for drop in ON_FORGET:
-        drop()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import derived, measure, numerics
 from .op import EAGER, Launcher, Op, Outputs
-from .plans import Key, TensorSpec
+from .plan_records import Key, TensorSpec
 
 WHOLE_FLOPS = {
     "cuda": 4e12,

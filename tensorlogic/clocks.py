@@ -6,14 +6,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from . import measure
-
-if TYPE_CHECKING:
-    from .notes import Notes
+from .op import Probe
 
 DRIFT = (
     1.25  # of the least time known: undisturbed readings lie within 6 % (tiles of AMX, 256 x 256)
@@ -25,6 +24,20 @@ STRANGE_S = 60.0  # after which a noted time that this process has never met is 
 STUDY_S = 2.0  # what one study waits and spends on looking again
 POSTPONED = 16  # steps that one in the background puts off
 FIRST_S, SHARE = 2.0, 0.1  # what one process waits in all: this, and of the time since it first did
+
+
+class Notes(Protocol):
+    """A file of lines that outlives the process."""
+
+    @property
+    def known(self) -> Iterable[str]:
+        """The lines that are known."""
+
+    def look(self, device: torch.device) -> Path:
+        """Read the file of this device's machine into `known`; returns its path."""
+
+    def append(self, path: Path, line: str) -> None:
+        """Add a line to the file."""
 
 
 class Clock:
@@ -114,7 +127,7 @@ class Patience:
         self.left_s -= seconds
         return True
 
-    def wait(self, clocks: Iterable[Clock], step_s: float) -> Iterator[float]:
+    def wait(self, clocks: Iterable[Probe], step_s: float) -> Iterator[float]:
         """Steps until none of these runs slow or patience ends; in the background they take no time, but come with later calls."""
         clocks = set(clocks)
         while any_slow(clocks) and self.take(PAUSE_S):
@@ -123,6 +136,6 @@ class Patience:
             yield step_s
 
 
-def any_slow(clocks: Iterable[Clock]) -> bool:
+def any_slow(clocks: Iterable[Probe]) -> bool:
     """Whether one of these runs slow."""
     return any(clock.slow() for clock in clocks)

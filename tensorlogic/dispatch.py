@@ -14,6 +14,8 @@ from .memory.unified import Unified
 from .op import EAGER, Flags, Op
 from .plans import Key
 
+from . import recording as _autograd_overhead  # noqa: F401  isort: skip  of studies
+
 P = ParamSpec("P")
 NUMBERS = (bool, int, float, complex)  # that PyTorch's operators take; NumPy's have their own
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, hook_ops, hooks, repairs
+from . import arguments, hook_ops, hooks, policies, repairs
 from .repairs import Repair
 
 Kernel = Callable[..., Any]
@@ -126,6 +126,8 @@ def _guarded(first: int, original: Kernel, repaired: Kernel) -> Kernel:
 
 _LOCK = threading.RLock()
 _LIBRARIES: list[torch.library.Library] = []
+policies.ON_CHANGE += (hooks.apart,)  # under a policy the guards ask in every call
+policies.ON_FORGET += (hooks.forget,)
 
 
 def enable(*, pool: bool = False) -> None:
@@ -156,6 +158,7 @@ def enable(*, pool: bool = False) -> None:
         )
     with _LOCK:
         if not _LIBRARIES:
+            hooks.enabled = True
             (_install_python if hook_ops.available() else _install_compiled)(_LIBRARIES)
         if pool:
             hook_ops.op("pool_all")(True)
@@ -177,8 +180,9 @@ def disable() -> None:
         for library in _LIBRARIES:
             library._destroy()
         _LIBRARIES.clear()
+        hooks.enabled = False
 
 
 def enabled() -> bool:
     """True between `enable` and `disable`."""
-    return bool(_LIBRARIES)
+    return hooks.enabled

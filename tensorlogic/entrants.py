@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from . import clocks, failing, measure
-from .op import EAGER, OPS, Candidate, Config, Launcher
+from . import failing, measure
+from .op import EAGER, OPS, Candidate, Config, Launcher, Probe
 from .plans import Evidence, Key
 
 FINALISTS = 4
@@ -39,7 +39,7 @@ class Failed(failing.Failed):
         self.entrant = entrant
 
 
-def clocks_of(entrants: Sequence[Entrant]) -> set[clocks.Clock]:
+def clocks_of(entrants: Sequence[Entrant]) -> set[Probe]:
     """The clocks that say when some of them are disturbed."""
     return {e.candidate.clock for e in entrants if e.candidate.clock is not None}
 

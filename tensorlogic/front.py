@@ -110,7 +110,7 @@ def _forget() -> None:
 
 
 calls.ON_LOAD.append(_compile)
-calls.ON_FORGET.append(_forget)
+policies.ON_FORGET += (_forget,)
 
 
 def keep(

@@ -72,6 +72,7 @@ class _Suspension(threading.local):
 
 
 SUSPENSION = _Suspension()
+enabled = False  # between `enable` and `disable`, which set it
 
 
 def is_suspended() -> bool:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from . import clocks, derived, kept
+from . import derived, kept
 from .numerics import NAMES
-from .plans import Key, TensorSpec
+from .plan_records import Key, TensorSpec
 from .source_hash import source_hash
 
 Config = Mapping[str, Any]
@@ -46,6 +46,13 @@ class Param:
 
 def _no_reason(_: Any) -> None:
     return None
+
+
+class Probe(Protocol):
+    """A measurement that tells whether something else uses what a candidate runs on."""
+
+    def slow(self) -> bool:
+        """Whether the probe takes clearly longer now than it does undisturbed."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class Candidate:
     trusted: bool = (
         False  # shipped with this package: may serve a key whose neighbour it was measured on
     )
-    clock: clocks.Clock | None = (
+    clock: Probe | None = (
         None  # by which one sees that what it runs on is disturbed, and it will not be judged
     )
     vouched: bool = (
@@ -358,7 +365,20 @@ class Flags:
         self.flags = flags
 
 
+@dataclass(frozen=True)
+class DataChooser:
+    """How a key whose error budget depends on the data is served; each is called with (op, key, device, rtol)."""
+
+    # the candidate that would serve data like the last ones, if that is known
+    expected: Callable[[Op, Key, torch.device, float], tuple[Candidate, Config] | None]
+    # what looks at the data of each call, and the same from arguments to the one output, if there is that
+    launcher: Callable[
+        [Op, Key, torch.device, float], tuple[Launcher, Callable[..., Tensor] | None]
+    ]
+
+
 OPS: dict[str, Op] = {}
+DATA_CHOOSERS: dict[str, DataChooser] = {}  # by precision mode
 
 
 def key_flags(key: Key) -> tuple[Any, ...]:

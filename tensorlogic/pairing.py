@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import compiling, measure, stores
+from . import compiling, isolation, measure, stores
 from .checking import InputSet
 from .failing import BIND_ERRORS, Failed
 from .op import EAGER, Launcher, Op
@@ -83,7 +83,7 @@ def settle(
     if len(candidates) < 2 or sum(e.device_us for e in candidates[0]) > LONG_US:
         return []
     try:
-        with stores.preserved(device, op), torch.no_grad():
+        with isolation.preserved(device, op), torch.no_grad():
             best = _fastest(candidates, forward, backward, budget_s)
     except BIND_ERRORS as problem:
         LOG.info("tensorlogic: %s and its gradient were not timed together: %s", key.text, problem)

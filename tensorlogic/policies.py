@@ -9,16 +9,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
-from . import arguments, calls, hooks, settings
+from . import arguments, settings
+from .numeric_mode import Precision
+from .op import OPS
 from .settings import TUNE_MODES
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-if TYPE_CHECKING:
-    from .precision import Precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +67,8 @@ _INTERNED: dict[tuple[Any, ...], Policy] = {ROOT.identity: ROOT}
 _WITH: dict[
     tuple[Policy, Precision], Policy
 ] = {}  # what `with_precision` made, of policies that are interned
+ON_FORGET: tuple[Callable[[], None], ...] = ()  # drop what else was decided by plans
+ON_CHANGE: tuple[Callable[[int], None], ...] = ()  # +1: a policy is entered; -1: left
 
 current = VARIABLE.get
 
@@ -99,8 +100,8 @@ def forget_entries() -> None:
     """Drop every warm key: plans, sources or packages have changed."""
     for known in list(_INTERNED.values()):  # other threads may enter new ones meanwhile
         known.entries.clear()
-    calls.forget()
-    hooks.forget()
+    for drop in ON_FORGET:
+        drop()
 
 
 class use(AbstractContextManager[Policy]):
@@ -112,13 +113,15 @@ class use(AbstractContextManager[Policy]):
         self.chosen = chosen
 
     def __enter__(self) -> Policy:
-        hooks.apart(1)
+        for told in ON_CHANGE:
+            told(1)
         self.token = VARIABLE.set(self.chosen)
         return self.chosen
 
     def __exit__(self, *problem: object) -> None:
         # first: an abandoned generator may be closed in another context, where the reset raises
-        hooks.apart(-1)
+        for told in ON_CHANGE:
+            told(-1)
         VARIABLE.reset(self.token)
 
 
@@ -160,8 +163,6 @@ def measuring() -> Iterator[Policy]:
 
 def _check_force(force: str | Mapping[str, str]) -> None:
     """A candidate id, or one for each of some ops."""
-    from .op import OPS  # which needs the policies of this module
-
     ids = list(force.values()) if isinstance(force, Mapping) else [force]
     strange = next((id for id in ids if not isinstance(id, str)), None)
     if strange is not None:

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from . import calls, capture_watch, library, starting
 from .op import OPS, Op
+from .workers import PRELOADED
 
 LOG = logging.getLogger("tensorlogic")
 GROUP = "tensorlogic.candidates"
@@ -224,3 +225,6 @@ def _distrust(known: dict[str, set[str]]) -> None:
     for name, op in OPS.items():
         for id in op.candidates.keys() - known[name]:
             op.candidates[id] = replace(op.candidates[id], trusted=False)
+
+
+PRELOADED += ["tensorlogic.ops.common.triton_gemm", "tensorlogic.ops.common.triton_launch"]

@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 
 from . import (
-    adapting,
     background,
     capture_watch,
     compiling,
+    isolation,
     neighbours,
     registry,
     stores,
     study,
     vouching,
 )
+from .autotune import measure_key
 from .numerics import DTYPES
-from .op import EAGER, OPS, Candidate, Config, Launcher, Op, Outputs
+from .op import DATA_CHOOSERS, EAGER, OPS, Candidate, Config, Launcher, Op, Outputs
 from .plans import Key, Plan, PlanView, environment
 from .policies import Policy
 
@@ -60,6 +61,7 @@ class Decision:
 
 FIXED: dict[tuple[str, str], Decision] = {}  # what deterministic calls of this process met
 stores.ON_FORGET.append(FIXED.clear)
+stores.ON_TUNE.append(FIXED.clear)
 
 BY_DATA = Candidate("adaptive.budget", bind=lambda key, config, device: lambda *_: None)
 PLAIN = Decision((EAGER, {}), (EAGER, {}), "eager")
@@ -70,7 +72,7 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     forced = policy.forced(op.name)
     if forced is not None:
         return _forced(op, key, forced)
-    if key.precision == "adaptive":
+    if key.precision in DATA_CHOOSERS:
         return _within(op, key, device, policy)
     if policy.lockfile is not None:
         return _fixed(op, key, stores.lockfile(policy.lockfile), "lockfile")
@@ -140,7 +142,7 @@ def _within(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     if policy.reproducible or policy.precision is None or policy.precision.rtol is None:
         return PLAIN
     rtol = policy.precision.rtol
-    pick = adapting.expected(op, key, device, rtol)
+    pick = DATA_CHOOSERS[key.precision].expected(op, key, device, rtol)
     if pick is None:
         return PLAIN
     return Decision((pick[0].id, pick[1]), PLAIN.captured, f"errors on data met before, {rtol:g}")
@@ -290,21 +292,20 @@ def joint(
 
 def _measure(op: Op, key: Key, device: torch.device) -> None:
     if capture_watch.measurable(device):
-        stores.measured(op, key, device)
+        measure_key.measured(op, key, device)
 
 
 def _adaptive(key: Key, policy: Policy) -> bool:
     """Whether the caller's data decide; nothing that must repeat from run to run lets them."""
     forced = policy.forced(key.op) is not None
-    return key.precision == "adaptive" and not forced and not policy.reproducible
+    return key.precision in DATA_CHOOSERS and not forced and not policy.reproducible
 
 
 def _adapting(op: Op, key: Key, device: torch.device, policy: Policy, compiled: bool) -> Choice:
     """Among the candidates in the order of their times, the first that keeps the error budget, whatever data come."""
     assert policy.precision is not None and policy.precision.rtol is not None
-    adaptive = adapting.Adaptive(op, key, device, policy.precision.rtol)
-    launch: Launcher = adaptive
-    direct = adaptive.direct()
+    chooser, rtol = DATA_CHOOSERS[key.precision], policy.precision.rtol
+    launch, direct = chooser.launcher(op, key, device, rtol)
     watched = policy.tune == "auto" and policy.observer is None and not compiled
     if watched and stores.current(device).get(key, lambda plan: _current(op, plan)) is None:
         watch = background.watch(op, key, device)
@@ -428,7 +429,7 @@ def _must_be_right(
             f"{op.name}: candidate {candidate.id} was asked for, but cannot be checked on {key.text} "
             f"while a graph is captured or traced: call it once before"
         )
-    with stores.preserved(device, op), torch.no_grad():
+    with isolation.preserved(device, op), torch.no_grad():
         checker = study.Checker(op, key, device)
         verdict = checker.check(launch, coarse=candidate.coarse(key))
     if not verdict:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import measure, stores
+from . import isolation, measure, stores
 from .memory import stager, staging
 
 LINK = (20e-6, 12e9)  # seconds and bytes a second of a transfer, until some were timed
@@ -43,7 +43,7 @@ def link(device: torch.device) -> Link:
     its = _LINKS.setdefault(device, Link())
     if not its.timed:
         taken = []
-        with stores.preserved(torch.device("cpu")):
+        with isolation.preserved(torch.device("cpu")):
             memory = torch.empty(5 * PROBED[1], dtype=torch.uint8, device="cpu")
             # By this thread: PyTorch's would go on spinning beside those that copy.
             memory.numpy()[:: stager.PAGE] = 1
@@ -78,7 +78,7 @@ def time_again(place: torch.device) -> None:
         return
     side, seconds = SIDES[place.type], []
     plain = torch.autocast(place.type, enabled=False)
-    with stores.preserved(place), torch.no_grad(), plain:
+    with isolation.preserved(place), torch.no_grad(), plain:
         x = torch.ones(side, side, dtype=torch.float32, device=place)
         for _ in range(6):
             measure.synchronize(place)

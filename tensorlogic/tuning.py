@@ -10,7 +10,8 @@ from typing import Any, ParamSpec
 
 import torch
 
-from . import capture_watch, compiling, measure, pairing, policies, selector, stores, study, turns
+from . import capture_watch, compiling, measure, pairing, policies, stores, study, turns
+from .autotune import measure_key
 from .op import Op
 from .pairing import Met
 from .plans import Key, Plan
@@ -114,8 +115,8 @@ def _learn(
         for its, k in ((op, key), *op.twins(key))
     ]
     for op, key, device in keys:
-        if not stores.complete(op, stores.current(device).get(key), key):
-            near = stores.neighbour(op, key, device) if device.type == "cuda" else None
+        if not measure_key.complete(op, stores.current(device).get(key), key):
+            near = measure_key.neighbour(op, key, device) if device.type == "cuda" else None
             compiling.submit(turns.kernels(op, key, device, near))
     measuring = time.perf_counter()
     measured = [met for met in keys if _measure(*met, learned, prompt_s)]
@@ -125,7 +126,8 @@ def _learn(
     for device in {device for _, _, device in met.values()}:
         stores.current(device).flush()
         measure.give_back(device)
-    selector.FIXED.clear()  # who asks for plans wants them used
+    for drop in stores.ON_TUNE:  # who asks for plans wants them used
+        drop()
     policies.forget_entries()
     learned.seconds = time.perf_counter() - begin
     return learned
@@ -164,13 +166,13 @@ def leaves_of(out: torch.Tensor) -> list[torch.Tensor]:
 def _measure(op: Op, key: Key, device: torch.device, learned: Learned, prompt_s: float) -> bool:
     """Whether a plan was measured, which is the last of those learned then."""
     store = stores.current(device)
-    if stores.complete(op, store.get(key), key):
+    if measure_key.complete(op, store.get(key), key):
         learned.known += 1
         return False
     if stores.distributed():
-        plan = stores.agreed(op, key, device, prompt_s)
+        plan = measure_key.agreed(op, key, device, prompt_s)
     else:
-        plan = stores.measured(op, key, device, prompt_s=prompt_s)
+        plan = measure_key.measured(op, key, device, prompt_s=prompt_s)
     if plan is None:
         learned.unmeasured.append(key.text)
         return False
@@ -184,7 +186,7 @@ def _once_more(measured: Sequence[Met], learned: Learned, begin: float) -> None:
     for i, ((op, key, device), plan) in enumerate(zip(measured, learned.plans, strict=True)):
         prompt_s = until - time.perf_counter() - (KEY_S - study.PROMPT_S)
         if plan.unfinished and prompt_s > 0:
-            again = stores.measured(op, key, device, prompt_s=min(prompt_s, study.PROMPT_S))
+            again = measure_key.measured(op, key, device, prompt_s=min(prompt_s, study.PROMPT_S))
             learned.plans[i] = again or plan
 
 

@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from . import capture_watch, native, stores, study
+from . import capture_watch, isolation, native, study
 from .notes import Notes
 from .op import Candidate, Config, Op
 from .plans import Key, TensorSpec
@@ -66,7 +66,7 @@ def _check(
     reason = None
     for draw in range(DRAWS):
         try:
-            with stores.preserved(device, op), torch.no_grad():
+            with isolation.preserved(device, op), torch.no_grad():
                 launch = candidate.bind(kind, config, device)
                 checker = study.Checker(op, kind, device, draw)
                 coarse = candidate.coarse(kind)

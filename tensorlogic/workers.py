@@ -18,10 +18,7 @@ from typing import Any
 
 from . import settings
 
-PRELOADED = (
-    "tensorlogic.ops.common.triton_gemm",
-    "tensorlogic.ops.common.triton_launch",
-)  # imported before workers are forked; what is called `warm` there is called
+PRELOADED: list[str] = []  # modules that are imported before workers are forked
 NICENESS = 10  # of compilers that work ahead: a tenth of a core where the caller's threads take all
 SUPPORTED = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
@@ -103,7 +100,7 @@ def nurse(fd: int) -> None:
     """The nursery: forks a worker for every socket that comes; ends with its parent."""
     stand_back(os.getpid())
     line = socket.socket(fileno=fd)
-    for name in PRELOADED:
+    for name in PRELOADED:  # what is called `warm` there is called
         with contextlib.suppress(ImportError):  # no Triton: a job that needs it will say so
             getattr(importlib.import_module(name), "warm", int)()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how workers ended

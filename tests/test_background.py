@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, capture_watch, compiling, policies, stores, study
+from tensorlogic import background, capture_watch, compiling, isolation, policies, stores, study
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.plans import Key
 
@@ -172,7 +172,7 @@ def test_a_training_step_is_measured_as_well() -> None:
 
 
 def test_numbers_that_another_thread_draws_are_not_drawn_again() -> None:
-    with ThreadPoolExecutor(1) as pool, stores.preserved(CPU, OPS["dropout_linear"]):
+    with ThreadPoolExecutor(1) as pool, isolation.preserved(CPU, OPS["dropout_linear"]):
         drawn = pool.submit(torch.rand, 8).result()
     assert not torch.equal(torch.rand(8), drawn)
 
@@ -180,7 +180,7 @@ def test_numbers_that_another_thread_draws_are_not_drawn_again() -> None:
 @pytest.mark.usefixtures("generous")
 def test_steps_may_fall_into_different_modes() -> None:
     """A study that begins under inference mode may go on outside it, and under autocast or no_grad."""
-    with torch.inference_mode(), stores.preserved(CPU):
+    with torch.inference_mode(), isolation.preserved(CPU):
         assert not torch.ones(1).is_inference()
     x = torch.randn(48)
     key = OPS["add_relu"].key((x, x + 0, False), "inference")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import checking, clocks, measure, native, stores, study
+from tensorlogic import checking, clocks, measure, native, study
+from tensorlogic.autotune import measure_key
 from tensorlogic.notes import Notes
 from tensorlogic.op import EAGER, Candidate, Op, Outputs
 from tensorlogic.ops.common import native_wiring
@@ -123,18 +124,18 @@ def test_patience_ends_and_the_plan_says_so(machine: Machine) -> None:
     reasons = {e.candidate: e.reason for e in plan.evidence}
     assert reasons["planted.shaky"].endswith(DISTURBED)
     assert not reasons[EAGER].endswith(DISTURBED)
-    assert not stores.complete(op, plan, key)  # so that it is measured again, but not for ever
+    assert not measure_key.complete(op, plan, key)  # so that it is measured again, but not for ever
     second = study.Study(op, key, CPU, environment(CPU), known=plan).run()
     assert second is not None
     assert second.evidence[1].reason.endswith("both times")
-    assert stores.complete(op, second, key)
+    assert measure_key.complete(op, second, key)
     begin, before = machine.now, machine.slept
     for _ in range(20):
         look(op, key)
     waited = machine.slept - before
     assert waited <= clocks.FIRST_S + clocks.SHARE * (machine.now - begin) + 0.1
     machine.spells = []
-    assert stores.complete(op, look(op, key), key)
+    assert measure_key.complete(op, look(op, key), key)
 
 
 def test_in_the_background_nobody_waits(machine: Machine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -110,6 +111,11 @@ def never_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(slow))
+
+
+def test_what_workers_share_is_there() -> None:
+    assert workers.PRELOADED
+    assert all(map(importlib.util.find_spec, workers.PRELOADED))
 
 
 def test_workers_compile_and_report(job: Any, nursed: None) -> None:

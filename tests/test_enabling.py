@@ -170,6 +170,7 @@ def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) 
     if hook_ops.available() is not None:
         pytest.skip(str(hook_ops.available()))
     tensorlogic.enable()
+    hooks.apart(-1)  # the policy of all tests: under one the guards remember nothing
     asked: list[str] = []
     a, b = r(40, 64), r(64, 40)
     try:
@@ -192,6 +193,7 @@ def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) 
         assert asked == ["asked"] * 3
     finally:
         repairs._launcher = chosen
+        hooks.apart(1)
         policies.forget_entries()
         tensorlogic.disable()
 
@@ -270,9 +272,9 @@ def test_modes_and_transforms(enabled: None) -> None:
 
 
 def test_measuring_sees_pytorch_without_repairs(enabled: None, served: list[str]) -> None:
-    from tensorlogic import stores
+    from tensorlogic import isolation
 
-    with stores.preserved(torch.device("cpu")):
+    with isolation.preserved(torch.device("cpu")):
         r(64, 64) @ r(64, 64)
     assert served == []
     r(64, 64) @ r(64, 64)

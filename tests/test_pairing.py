@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic import compiling, measure, pairing, stores, tuning
+from tensorlogic.autotune import measure_key
 from tensorlogic.environments import environment
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.plans import UNFINISHED, Evidence, Key, Plan
@@ -341,7 +342,7 @@ def test_tune_settles_what_it_has_met(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured == met
     assert [key.op for _, key, _ in met] == ["matmul", "matmul_backward"]
     monkeypatch.setattr(stores, "distributed", lambda: True)
-    monkeypatch.setattr(stores, "agreed", lambda *args: None)
+    monkeypatch.setattr(measure_key, "agreed", lambda *args: None)
     tensorlogic.tune(tensorlogic.matmul, torch.ones(9, 9, requires_grad=True), torch.ones(9, 9))
     assert len(given) == 1  # whose ranks' clocks differ
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic import policies
-from tensorlogic.precision import PrecisionWarning
+from tensorlogic.numeric_mode import PrecisionWarning
 
 
 def mode() -> str | None:

@@ -28,7 +28,7 @@ def test_a_short_recorded_call_is_pytorchs_unless_much_is_gained(
     def timed(calls: Iterable[str], *_: object, **__: object) -> measure.Samples:
         return measure.Samples({n: [eager_us if n == EAGER else ours_us] * 8 for n in calls})
 
-    monkeypatch.setattr(recording, "extra_us", lambda: 8.0)
+    monkeypatch.setattr(study, "AUTOGRAD_OVERHEAD_US", lambda: 8.0)
     monkeypatch.setattr(measure, "device_samples", timed)
     key = RELU.key((torch.ones(3, 4), saves), direction)
     plan = study.Study(RELU, key, CPU, environment(CPU)).run()
@@ -79,5 +79,6 @@ def test_the_cost_is_measured() -> None:
     with torch.no_grad():
         extra = recording.extra_us()
     assert 0 < extra < 1000
+    assert study.AUTOGRAD_OVERHEAD_US() == extra  # by which studies count it
     x = torch.ones(1, requires_grad=True)
     assert tensorlogic.relu(x).requires_grad

@@ -359,7 +359,7 @@ def test_kernels_of_the_plan_and_of_its_rivals_are_known_before_they_are_bound(
     plan = selector.Decision(("b", {"n": 2}), ("broken", {}), "plan")
     monkeypatch.setattr(selector, "decide", lambda *_: plan)
     complete = False
-    monkeypatch.setattr(early.stores, "complete", lambda *_: complete)
+    monkeypatch.setattr(early.measure_key, "complete", lambda *_: complete)
     assert early.jobs(op, key, x.device) == ["b2"]
     assert [(c.id, jobs) for c, jobs in early.rivals(op, key, x.device)] == [
         ("a", ["a1"]),

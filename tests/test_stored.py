@@ -269,3 +269,13 @@ def test_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
     optimized(model(), x(34))
     assert len(json.loads(file().read_text())["plans"]) == 6
     assert earlier(optimized(model(), x(34)))
+
+
+def test_decisions_made_under_enable_hold_under_it_alone() -> None:
+    disabled = stored.switches(torch.device("cpu"))
+    tensorlogic.enable()
+    try:
+        assert stored.switches(torch.device("cpu")) != disabled
+    finally:
+        tensorlogic.disable()
+    assert stored.switches(torch.device("cpu")) == disabled

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorlogic import compiling, stores, study, tuning, turns
+from tensorlogic.autotune import measure_key
 from tensorlogic.op import EAGER, Candidate, Op
 from tensorlogic.plans import UNFINISHED, Key, Plan, environment
 
@@ -74,12 +75,12 @@ def test_what_is_not_compiled_in_time_is_left_for_the_next_time(job: Any) -> Non
     learned = tuning.Learned([plan])
     assert learned.unfinished == [key.text]
     assert str(learned).endswith("; kernels of 1 were still being compiled")
-    assert not stores.complete(op, plan, key)
+    assert not measure_key.complete(op, plan, key)
     Path(slow.path + ".go").touch()
     finish(slow)
     plan = look(op, key, plan)
     assert not plan.unfinished
-    assert stores.complete(op, plan, key)
+    assert measure_key.complete(op, plan, key)
     assert {e.status for e in plan.evidence} == {"measured"}
 
 
@@ -100,7 +101,7 @@ def test_what_was_late_is_measured_again_in_the_time_that_others_left(job: Any) 
     tuning._once_more([(op, key, CPU)], learned, now)
     assert learned.unfinished == []
     assert set(reasons(learned.plans[0])) == {EAGER, "planted.quick", "planted.slow"}
-    assert stores.complete(op, stores.current(CPU).get(key), key)
+    assert measure_key.complete(op, stores.current(CPU).get(key), key)
 
 
 def test_a_configuration_too_few_is_said_as_well(job: Any) -> None:

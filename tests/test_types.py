@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 import tensorlogic
+from tensorlogic.numeric_mode import MODES
 from tensorlogic.ops.common.activations import ACTIVATIONS
 from tensorlogic.ops.softmax_cross_entropy import REDUCTIONS
-from tensorlogic.precision import MODES
 from tensorlogic.settings import TUNE_MODES
 
 SETUP = """

@@ -31,6 +31,7 @@ import torch
 
 import tensorlogic
 from tensorlogic import compiling, plans, policies, registry, stores, tuning, turns
+from tensorlogic.autotune import measure_key
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.plans import Plan, environment
 
@@ -265,7 +266,7 @@ def ahead(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         (its, k, device)
         for op, key, device in met
         for its, k in ((op, key), *op.twins(key))
-        if not stores.complete(its, stores.current(device).get(k), k)
+        if not measure_key.complete(its, stores.current(device).get(k), k)
     ]
     for op, key, device in left:
         compiling.submit(turns.kernels(op, key, device))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import measure, numerics, plans, registry, stores, study
+from .. import isolation, measure, numerics, plans, registry, study
 from ..op import EAGER, OPS, Launcher, Op
 from ..plans import Plan, PlanStore
 from .progress import Tick
@@ -66,7 +66,7 @@ def _finding(plan: Plan, margin: float) -> Finding:
     reason = _absent(op, plan)
     if reason is not None:
         return said("missing", reason)
-    with stores.preserved(device, op):
+    with isolation.preserved(device, op):
         return said(*_standing(op, plan, device, margin))
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from .. import adapting, measure, numerics, ranking, tuning
 from ..memory import heap, pool, staging
+from ..numeric_mode import Mode, PrecisionWarning
 from ..op import EAGER, OPS, Op
 from ..ops.matmul import matmul
 from ..placement import placement
 from ..plans import Key
-from ..precision import Mode, PrecisionWarning, precision
+from ..precision import precision
 from . import machine
 from .results import write_text
 from .tables import aligned

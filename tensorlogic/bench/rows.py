@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import measure, numerics, policies, selector, stores, study, tuning, turns
+from ..autotune import measure_key
 from ..op import EAGER, Op
 from ..plans import Key
 from ..tuning import Learned
@@ -200,7 +201,7 @@ def kernels(cases: Sequence[Case], device: torch.device) -> list[Any]:
             recipe.ours,
             recipe.inputs(case.size, Maker(numerics.DTYPES[case.dtype], device, case.seed)),
         ):
-            if not stores.complete(op, stores.current(where).get(key), key):
+            if not measure_key.complete(op, stores.current(where).get(key), key):
                 jobs += turns.kernels(op, key, where)
     return jobs
 

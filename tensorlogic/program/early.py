@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import policies, selector, stores
+from ..autotune import measure_key
 from ..failing import BIND_ERRORS
 from ..op import EAGER, Candidate, Op
 from ..plans import Key
@@ -27,7 +28,7 @@ def jobs(op: Op, key: Key, device: torch.device) -> list[Any]:
 
 def rivals(op: Op, key: Key, device: torch.device) -> Iterator[tuple[Candidate, list[Any]]]:
     """Candidates worth a trial on a key whose plan does not tell of all, each with the jobs of its best guess."""
-    if stores.complete(op, stores.current(device).get(key), key):
+    if measure_key.complete(op, stores.current(device).get(key), key):
         return
     for candidate in op.known:
         if not candidate.trusted or candidate.id == EAGER or candidate.unfit(key) is not None:

@@ -16,7 +16,8 @@ from torch.nn.utils import parametrize
 
 from .. import arguments, compiling, derived, policies, settings, starting
 from ..memory.heap import give_back
-from ..precision import Mode, Precision, policy_of
+from ..numeric_mode import Mode, Precision
+from ..precision import policy_of
 from ..precision import precision as Policy
 from . import apart, gradients, recall
 from .advising import advise, watched

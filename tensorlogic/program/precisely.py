@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import measure
+from ..numeric_mode import Precision
 from ..ops.linear import linear
 from ..ops.matmul import matmul
-from ..precision import Precision, under
+from ..precision import under
 from .report import Report, Row
 from .serve import Program
 from .short import MISS

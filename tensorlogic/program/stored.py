@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import enabling, library_files, plan_files, policies, registry, settings, stores
+from .. import hooks, library_files, plan_files, policies, registry, settings, stores
 from ..op import OPS
 from ..plan_files import Records
 from ..plans import environment
@@ -203,7 +203,7 @@ def switches(device: torch.device) -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         precisions(),
         backends.mkldnn.enabled,
-        enabling.enabled(),
+        hooks.enabled,
         settings.NATIVE_ISA.read(),
         *autocast,
         *kinds,

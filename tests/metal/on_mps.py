@@ -29,6 +29,7 @@ from tensorlogic import (
     selector,
     stores,
 )
+from tensorlogic.autotune import measure_key
 from tensorlogic.bench import ceilings, session
 from tensorlogic.op import OPS
 from tensorlogic.ops.common import metal_launch
@@ -85,7 +86,7 @@ def evidence(*args: Tensor) -> dict[str, Any]:
     """What measuring a call leaves, by candidate."""
     op, key, device = _met(*args)
     registry.ready("mps")
-    plan = stores.measured(op, key, device, budget_s=0.01)
+    plan = measure_key.measured(op, key, device, budget_s=0.01)
     assert plan is not None
     return {e.candidate: e for e in plan.evidence}
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ... import capture_watch, policies, selector, stores
+from ... import capture_watch, policies, selector
+from ...autotune import measure_key
 from ...op import Launcher, Op
 from ...plans import Key
 
@@ -18,7 +19,7 @@ def launcher(both: Sequence[tuple[Op, Key]], device: torch.device, way: Way) -> 
     args = (torch.empty(0, device=device),)
     if policies.current().tune == "full" and capture_watch.measurable(device):
         for op, k in both:
-            stores.measured(op, k, device)
+            measure_key.measured(op, k, device)
     with policies.measuring() as chosen:
         ahead, back = (selector.choose(op, k, args, chosen) for op, k in both)
     eager = way(ahead, back)

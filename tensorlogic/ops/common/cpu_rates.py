@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import capture_watch, measure, stores
+from ... import capture_watch, isolation, measure, stores
 from ...notes import Notes
 
 if sys.platform != "win32":
@@ -88,7 +88,7 @@ def _measured(dtype: torch.dtype, products: Sequence[Product]) -> list[float] | 
     """
     ratios = dict.fromkeys(products, 1.0)
     left = list(products)
-    with stores.preserved(CPU), torch.no_grad():
+    with isolation.preserved(CPU), torch.no_grad():
         for side in SIDES:
             abc = [torch.full((side, side), 0.5, dtype=dtype, device=CPU) for _ in range(3)]
             took = _fastest({p: functools.partial(p.run, *abc) for p in left})

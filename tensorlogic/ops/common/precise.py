@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import adapting  # noqa: F401  it chooses among the candidates of these ops
 from ...op import EAGER, Candidate, Config, Launcher, Op, Outputs, key_flags
 from ...plans import Key
 from ...ranking import eager_us

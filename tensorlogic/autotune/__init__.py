@@ -1,0 +1,1 @@
+"""Measuring candidates, and choosing among them by their times."""

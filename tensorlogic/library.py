@@ -180,7 +180,7 @@ def _setup(op: Op, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(op: Op, ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Any, ...]:
-    from . import binding
+    from . import recorded_calls
 
     if dy is None or any(g is not None for g in others):
         raise RuntimeError(
@@ -190,5 +190,5 @@ def _backward(op: Op, ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Any, .
 
     needs = [n for p, n in zip(op.params, ctx.needs_input_grad, strict=True) if p.is_dynamic]
     saved = kept.joined(ctx.saved_tensors, ctx.looks)
-    grads = iter(binding.gradients(op, ctx.flags, needs, saved, ctx.scalars, dy))
+    grads = iter(recorded_calls.gradients(op, ctx.flags, needs, saved, ctx.scalars, dy))
     return tuple(next(grads) if p.is_dynamic else None for p in op.params)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import binding, capture_watch, derived, policies, speeds, stores
+from . import call_cache, capture_watch, derived, policies, speeds, stores
 from .memory import staging
 from .memory.unified import Unified
 from .op import Op
@@ -119,7 +119,7 @@ def _stay(
     for check, run in inside.entries.get(where, ()):
         if not any(check is k for k in known) and check(*tensors):
             counted = run if trial.left == math.inf else _counted(run, policy, where, trial)
-            binding.keep(policy, where, check, counted)
+            call_cache.keep(policy, where, check, counted)
             return
 
 

@@ -37,8 +37,8 @@ from .ops.softmax_cross_entropy import softmax_cross_entropy
 from .placement import placement
 from .policies import policy
 from .precision import PrecisionWarning, precision
-from .registry import activate as _activate
-from .registry import warn_of_namesakes as _warn
+from .startup import activate as _activate
+from .startup import warn_of_namesakes as _warn
 
 if TYPE_CHECKING:
     from .explaining import candidates, explain

@@ -1,19 +1,16 @@
-"""What is registered where: PyTorch ops at import, an op's GPU candidates on its first use on a GPU, third-party ones on first choice."""
+"""When candidates are registered: an op's GPU candidates on its first use on a GPU, third-party ones on first choice."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import logging
-import os
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 
-from . import calls, capture_watch, library, starting
+from . import calls, capture_watch, starting
+from .hardware import interpreting, triton_missing
 from .op import OPS, Op
 
 LOG = logging.getLogger("tensorlogic")
@@ -104,39 +101,6 @@ METAL = (  # modules that register candidates for Apple GPUs
     "tensorlogic.ops.softmax_cross_entropy.metal_rows",
     "tensorlogic.ops.attention_scores.metal_scores",
 )
-
-
-def activate() -> None:
-    """Register every op with PyTorch, once: an import that failed behind this, at `TENSORLOGIC_ENABLE` say, may be made again."""
-    if "torch" not in _READY:
-        _READY.add("torch")
-        for op in OPS.values():
-            library.register(op)
-
-
-def warn_of_namesakes() -> None:
-    """Say it when the other distribution that installs a module `tensorlogic` is there too: files of both may be mixed."""
-    try:
-        other = importlib.metadata.distribution("tensorlogic")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    warnings.warn(
-        f"the distribution 'tensorlogic' {other.version} also installs a module named tensorlogic, "
-        f"and so may have overwritten files of 'tensorlogic-engine': "
-        f"pip uninstall tensorlogic tensorlogic-engine, then pip install tensorlogic-engine",
-        stacklevel=3,
-    )
-
-
-def interpreting() -> bool:
-    """True when Triton's interpreter is asked for, so that GPU kernels may run on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-@lru_cache
-def triton_missing() -> str | None:
-    """None where Triton can be imported, else the reason."""
-    return None if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
 def _begin() -> None:

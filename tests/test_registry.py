@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tensorlogic import registry
+from tensorlogic import hardware, registry
 from tensorlogic.op import OPS
 
-pytestmark = pytest.mark.skipif(registry.triton_missing() is not None, reason="needs Triton")
+pytestmark = pytest.mark.skipif(hardware.triton_missing() is not None, reason="needs Triton")
 Candidates = dict[str, list[str]]
 
 # in processes forked from one that has imported PyTorch: what each registers stays its own

@@ -16,6 +16,9 @@ from ...plans import Key
 from ..common import checks, costs, folded, products, samples
 from ..common.rows import rows
 
+# files for a device, in the order in which ties are broken
+CANDIDATES = {"cuda": ("triton_tiled", "triton_rows", "cublaslt_after_norm")}
+
 
 def _layer_norm_linear(
     x: Tensor,

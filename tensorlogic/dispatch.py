@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import binding, call_cache, front, library, modes, policies, selector
-from .memory.unified import Unified
 from .op import EAGER, Flags, Op
 from .plans import Key
 
 NUMBERS = (bool, int, float, complex)  # that PyTorch's operators take; NumPy's have their own
+# Types of arguments that ask for a device to be chosen, as a policy may, and what serves such a call; `placement` enters itself.
+PLACERS: dict[type, Callable[[Op, Callable[..., Any], Sequence[Any], Any], Any]] = {}
+LAST_PLACEMENT: list[str] = []  # what `explain` shows: how the last calls were placed
 
 
 def public(op: Op) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., Tensor]]:
@@ -36,10 +38,8 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
     if not torch.compiler.is_dynamo_compiling() and _beside_default_device(given):
         with modes.aside():
             return front.FRONTS[prepare](*given)
-    if not torch.compiler.is_dynamo_compiling() and placing(given):
-        from .placement import call as placed
-
-        return placed(op, front.FRONTS[prepare], given, where)
+    if not torch.compiler.is_dynamo_compiling() and (placer := _placer(given)) is not None:
+        return placer(op, front.FRONTS[prepare], given, where)
     if where is None and op.numbers is not None and _with_number(given):
         return op.numbers(*given)
     args = prepare(*given)
@@ -77,7 +77,7 @@ def _stands_in(given: Any) -> bool:
 
 def _shown(op: Op, public: Callable[..., Any], stand_ins: Sequence[Any], given: Any) -> Any:
     """What stand-ins for tensors make of a call, as they would of one of PyTorch's: torch.fx notes it in its graph."""
-    if policies.current().precision is not None or placing(given):
+    if policies.current().precision is not None or _placer(given) is not None:
         raise TypeError(
             f"{op.name}: called with {type(stand_ins[0]).__name__} under a precision or placement policy, which a graph of calls "
             f"does not hold: trace outside of it, and run what was traced inside"
@@ -111,9 +111,13 @@ def _settled(op: Op, where: Any, given: Sequence[Any], args: Sequence[Any]) -> b
     return True
 
 
-def placing(given: Sequence[Any]) -> bool:
-    """Whether the policy or a unified argument asks for a device to be chosen."""
-    return policies.current().placement is not None or any(isinstance(g, Unified) for g in given)
+def _placer(given: Sequence[Any]) -> Callable[..., Any] | None:
+    """What serves the call if the policy or an argument asks for a device to be chosen."""
+    asked = policies.current().placement is not None
+    for kind, serve in PLACERS.items():
+        if asked or any(isinstance(g, kind) for g in given):
+            return serve
+    return None
 
 
 def _precisely(

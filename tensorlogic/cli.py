@@ -28,11 +28,10 @@ from .cli_options import (
     separated,
     sizes,
     split,
-    version,
 )
 from .cli_plans import app as plans
 from .exits import DONE, FOUND, INTERRUPTED, REFUSED, ended
-from .settings import LIGHT, wrong
+from .settings import LIGHT, version, wrong
 
 app = App(
     name="tensorlogic",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -56,16 +55,6 @@ def sizes(values: Sequence[str]) -> tuple[int, ...]:
 
 def say(text: object) -> None:
     sys.stdout.write(f"{text}\n")
-
-
-def version() -> str:
-    """Of the installed distribution, or of the checkout."""
-    try:
-        return importlib.metadata.version("tensorlogic-engine")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        import tensorlogic
-
-        return tensorlogic.__version__
 
 
 def separated(tokens: Sequence[str]) -> list[str]:

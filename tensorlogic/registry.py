@@ -96,7 +96,7 @@ def _foreign() -> list[importlib.metadata.EntryPoint]:
 
 def _adds(point: importlib.metadata.EntryPoint) -> bool:
     """Whether an entry point may register candidates here: our own adapters do where what they adapt is installed."""
-    if not point.value.startswith(f"{__package__}.providers."):
+    if not point.value.startswith("tensorlogic.providers."):
         return True
     return importlib.import_module(point.value.partition(":")[0]).PACKAGE.missing() is None
 

@@ -200,6 +200,17 @@ def exit_if_wrong() -> None:
     _IGNORED.update(found)  # the command line asks again, which knows its words
 
 
+def version() -> str:
+    """Of the installed distribution, or of the checkout, whose `__init__` says it."""
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version("tensorlogic-engine")
+    except importlib.metadata.PackageNotFoundError:
+        text = Path(sys.modules["tensorlogic"].__path__[0], "__init__.py").read_text()
+        return text.partition('__version__ = "')[2].partition('"')[0]
+
+
 def usable_cores() -> int:
     """Cores on which this process may run, no more than its container has the time of."""
     own = os.cpu_count() or 1

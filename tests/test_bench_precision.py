@@ -22,7 +22,6 @@ CPU = torch.device("cpu")
 def test_every_part_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "SIZES", {"cpu": (48,)})
     monkeypatch.setattr(precision, "BUDGETS", (1e-2, 1e-6))
-    monkeypatch.setattr(precision.tensorlogic, "tune", lambda *_: None)  # measured elsewhere
     kept: list[int] = []
     found = precision.run(
         [torch.device("cpu")], False, keep=lambda so_far: kept.append(len(so_far["strategies"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tensorlogic
-
 from .. import numerics, policies, tuning
+from ..explaining import explain
 from ..op import OPS
+from ..ops.linear import linear_residual_relu
 from . import sizes
 from .cases import RECIPES, Maker
 from .problems import Problem
@@ -26,8 +27,12 @@ FLOATS = ("f16", "bf16", "f32", "f64")
 
 def public() -> dict[str, Callable[..., Any]]:
     """Our functions that stand for an op, by name."""
-    names = {n for n, op in OPS.items() if not op.internal} | {"linear_residual_relu"}
-    return {n: getattr(tensorlogic, n) for n in sorted(names)}
+    found: dict[str, Callable[..., Any]] = {"linear_residual_relu": linear_residual_relu}
+    for name, op in OPS.items():
+        if not op.internal:
+            package = ".".join(op.reference.__module__.split(".")[:3])  # tensorlogic.ops.<package>
+            found[name] = getattr(sys.modules[package], name)
+    return dict(sorted(found.items()))
 
 
 def call(
@@ -140,10 +145,10 @@ def explained(
 ) -> object:
     """What `tensorlogic.explain` says of the call, its keys measured first if `measure`; Problem when arguments do not fit."""
     try:
-        with torch.no_grad(), tensorlogic.policy(tune="off"):
+        with torch.no_grad(), policies.policy(tune="off"):
             if measure:
                 with policies.measuring():
                     tuning.whole(lambda: fn(*args, **kwargs))
-            return tensorlogic.explain(fn, *args, **kwargs)
+            return explain(fn, *args, **kwargs)
     except (TypeError, ValueError, OSError) as problem:  # of arguments, or of a lockfile
         raise Problem(str(problem)) from problem

@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import tensorlogic
+from ..ops.attention_scores import attention_scores
+from ..ops.dropout_linear import dropout_linear
+from ..ops.gelu_linear import gelu_linear
+from ..ops.layer_norm_linear import layer_norm_linear
+from ..ops.linear import linear, linear_residual_relu
+from ..ops.linear_batch_norm_relu import linear_batch_norm_relu
+from ..ops.matmul import matmul
+from ..ops.pointwise import add, add_relu, affine, gelu, mul, mul_relu, relu
+from ..ops.reduce import sum as sum_
+from ..ops.softmax_cross_entropy import softmax_cross_entropy
 
 Fn = Callable[..., Any]
 SQUARE = (
@@ -136,20 +145,20 @@ PLAIN = (
         "matmul",
         "matmul",
         lambda n, m: (m.normal(n, n), m.normal(n, n, scale=n**-0.5)),
-        tensorlogic.matmul,
+        matmul,
         {"eager": torch.matmul},
     ),
-    Recipe("add", "elementwise", _two, tensorlogic.add, {"eager": torch.add}),
-    Recipe("mul", "elementwise", _two, tensorlogic.mul, {"eager": torch.mul}),
-    Recipe("sum", "reduction", _one, tensorlogic.sum, {"eager": torch.sum}),
-    Recipe("relu", "activation", _one, tensorlogic.relu, {"eager": torch.relu}),
-    Recipe("gelu", "activation", _one, tensorlogic.gelu, {"eager": F.gelu}),
+    Recipe("add", "elementwise", _two, add, {"eager": torch.add}),
+    Recipe("mul", "elementwise", _two, mul, {"eager": torch.mul}),
+    Recipe("sum", "reduction", _one, sum_, {"eager": torch.sum}),
+    Recipe("relu", "activation", _one, relu, {"eager": torch.relu}),
+    Recipe("gelu", "activation", _one, gelu, {"eager": F.gelu}),
 )
 
 FUSED = (
     Recipe(
         "linear", "fusion", _linear_inputs,
-        lambda x, w, b: tensorlogic.linear(x, w, b, activation="relu"),
+        lambda x, w, b: linear(x, w, b, activation="relu"),
         {
             "separate": lambda x, w, b: torch.relu(torch.add(torch.matmul(x, w.t()), b)),
             "linear, relu": lambda x, w, b: torch.relu(F.linear(x, w, b)),
@@ -158,7 +167,7 @@ FUSED = (
         {"_addmm_activation": _addmm_relu},
     ),
     Recipe(
-        "linear_residual_relu", "fusion", _residual_inputs, tensorlogic.linear_residual_relu,
+        "linear_residual_relu", "fusion", _residual_inputs, linear_residual_relu,
         {
             "separate": lambda x, w, b, r: torch.relu(torch.add(torch.add(torch.matmul(x, w.t()), b), r)),
             "linear, add, relu": lambda x, w, b, r: torch.relu(F.linear(x, w, b) + r),
@@ -166,14 +175,14 @@ FUSED = (
         },
     ),
     Recipe(
-        "gelu_linear", "fusion", _linear_inputs, tensorlogic.gelu_linear,
+        "gelu_linear", "fusion", _linear_inputs, gelu_linear,
         {
             "separate": lambda x, w, b: torch.add(torch.matmul(_tanh(x), w.t()), b),
             "gelu, linear": lambda x, w, b: F.linear(_tanh(x), w, b),
         },
     ),
     Recipe(
-        "linear_batch_norm_relu", "fusion", _batch_norm_inputs, tensorlogic.linear_batch_norm_relu,
+        "linear_batch_norm_relu", "fusion", _batch_norm_inputs, linear_batch_norm_relu,
         {
             "separate": lambda x, w, b, *s: torch.relu(_batch_norm(torch.add(torch.matmul(x, w.t()), b), *s)),
             "linear, batch_norm, relu_": lambda x, w, b, *s: _batch_norm(F.linear(x, w, b), *s).relu_(),
@@ -181,7 +190,7 @@ FUSED = (
     ),
     Recipe(
         "dropout_linear", "fusion", _linear_inputs,
-        lambda x, w, b: tensorlogic.dropout_linear(x, w, b, p=DROP),
+        lambda x, w, b: dropout_linear(x, w, b, p=DROP),
         {
             "separate": lambda x, w, b: torch.add(torch.matmul(F.dropout(x, DROP), w.t()), b),
             "dropout, linear": lambda x, w, b: F.linear(F.dropout(x, DROP), w, b),
@@ -189,18 +198,18 @@ FUSED = (
         random=True,
     ),
     Recipe(
-        "layer_norm_linear", "fusion", _norm_inputs, tensorlogic.layer_norm_linear,
+        "layer_norm_linear", "fusion", _norm_inputs, layer_norm_linear,
         {
             "separate": lambda x, g, s, w, b: torch.add(torch.matmul(F.layer_norm(x, x.shape[-1:], g, s), w.t()), b),
             "layer_norm, linear": lambda x, g, s, w, b: F.linear(F.layer_norm(x, x.shape[-1:], g, s), w, b),
         },
     ),
     Recipe(
-        "softmax_cross_entropy", "fusion", lambda n, m: (m.normal(n, n), m.labels(n, n)), tensorlogic.softmax_cross_entropy,
+        "softmax_cross_entropy", "fusion", lambda n, m: (m.normal(n, n), m.labels(n, n)), softmax_cross_entropy,
         {"separate": lambda x, t: F.nll_loss(torch.log_softmax(x, 1), t), "cross_entropy": F.cross_entropy},
     ),
     Recipe(
-        "attention_scores", "fusion", _attention_inputs, tensorlogic.attention_scores,
+        "attention_scores", "fusion", _attention_inputs, attention_scores,
         {
             "separate": lambda q, k, scale: torch.softmax(torch.mul(torch.matmul(q, k.mT), scale), -1),
             "matmul, mul_, softmax": lambda q, k, scale: torch.softmax(torch.matmul(q, k.mT).mul_(scale), -1),
@@ -208,15 +217,15 @@ FUSED = (
         },
     ),
     Recipe(
-        "add_relu", "fusion", _pair, tensorlogic.add_relu,
+        "add_relu", "fusion", _pair, add_relu,
         {"separate": lambda a, b: torch.relu(torch.add(a, b)), "add, relu_": lambda a, b: torch.add(a, b).relu_()},
     ),
     Recipe(
-        "mul_relu", "fusion", _pair, tensorlogic.mul_relu,
+        "mul_relu", "fusion", _pair, mul_relu,
         {"separate": lambda a, b: torch.relu(torch.mul(a, b)), "mul, relu_": lambda a, b: torch.mul(a, b).relu_()},
     ),
     Recipe(
-        "affine", "fusion", lambda n, m: (m.normal(n, n), m.normal(n), m.normal(n)), tensorlogic.affine,
+        "affine", "fusion", lambda n, m: (m.normal(n, n), m.normal(n), m.normal(n)), affine,
         {"separate": lambda x, s, b: torch.add(torch.mul(x, s), b), "addcmul": lambda x, s, b: torch.addcmul(b, x, s)},
     ),
 )  # fmt: skip
@@ -224,7 +233,7 @@ FUSED = (
 REQUESTS = Recipe(
     "requests", "batch",
     lambda n, m: (m.normal(n, FEATURES), m.weight(FEATURES, FEATURES), m.normal(FEATURES)),
-    lambda x, w, b: tensorlogic.linear(x, w, b, activation="relu"),
+    lambda x, w, b: linear(x, w, b, activation="relu"),
     {
         "separate": lambda x, w, b: torch.relu(torch.add(torch.matmul(x, w.t()), b)),
         "linear, relu": lambda x, w, b: torch.relu(F.linear(x, w, b)),

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-import tensorlogic
-
 from .. import hardware, native, settings
 from ..plans import environment
 
@@ -45,7 +43,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     return {
         "id": known.id,
         "environment": known.to_json(),
-        "tensorlogic": tensorlogic.__version__,
+        "tensorlogic": settings.version(),
         "native": native.isa() or native.available(),
         "python": platform.python_version(),
         "system": platform.platform(),

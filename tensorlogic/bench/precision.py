@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tensorlogic
-
 from .. import adapting, measure, numerics, ranking, tuning
-from ..memory import heap, staging
+from ..memory import heap, pool, staging
 from ..op import EAGER, OPS, Op
+from ..ops.matmul import matmul
+from ..placement import placement
 from ..plans import Key
-from ..precision import PrecisionWarning
+from ..precision import PrecisionWarning, precision
 from . import machine
 from .results import write_text
 from .tables import aligned
@@ -184,8 +184,8 @@ def _moved(o: Operands) -> float:
     a, b = o.a.cpu(), o.b.cpu()
 
     def there() -> None:
-        x, w = tensorlogic.to(a, o.a.device), tensorlogic.to(b, o.a.device)
-        tensorlogic.to(x, "cpu")
+        x, w = staging.to(a, o.a.device), staging.to(b, o.a.device)
+        staging.to(x, "cpu")
         del w
 
     there()
@@ -202,7 +202,7 @@ def _peak(call: Callable[[], Any], device: torch.device) -> int:
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    tensorlogic.pool.clear()
+    pool.clear()
     heap.give_back()  # what C's heap keeps of earlier results would be taken again unseen
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -226,16 +226,16 @@ def adaptive(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[str,
     op = OPS["matmul"].precise
     assert op is not None
     key = op.key((o.a, o.b, "none", False), "inference", "adaptive")
-    with tensorlogic.precision("adaptive", rtol=BUDGETS[0]):
-        tuning.whole(tensorlogic.matmul, o.a, o.b)
+    with precision("adaptive", rtol=BUDGETS[0]):
+        tuning.whole(matmul, o.a, o.b)
     name = f"PyTorch {numerics.NAMES[dtype]}"
     rows = []
     for rtol in BUDGETS if n < LARGEST else FEW_BUDGETS:
-        with tensorlogic.precision("adaptive", rtol=rtol):
-            c = tensorlogic.matmul(o.a, o.b)
+        with precision("adaptive", rtol=rtol):
+            c = matmul(o.a, o.b)
             candidate = op.candidates[adapting.LAST[-1]]
             waited = measure.wall_samples(
-                {name: lambda: torch.matmul(o.a, o.b), "ours": lambda: tensorlogic.matmul(o.a, o.b)},
+                {name: lambda: torch.matmul(o.a, o.b), "ours": lambda: matmul(o.a, o.b)},
                 device, 0.15, rounds=40,
             )  # fmt: skip
         chosen = dict(ranking.order(op, key, device, rtol))
@@ -279,13 +279,13 @@ def mixed(n: int, device: torch.device) -> dict[str, Any]:
     wide = half.float()
     row: dict[str, Any] = {"size": n, "device": device.type}
     for mode, ready in (("f32", (wide, o.b)), ("f16", (half, o.b.half()))):
-        with tensorlogic.precision(mode):
-            tuning.whole(tensorlogic.matmul, half, o.b)
-            tuning.whole(tensorlogic.matmul, *ready)
+        with precision(mode):
+            tuning.whole(matmul, half, o.b)
+            tuning.whole(matmul, *ready)
             times = measure.device_samples(
                 {
-                    "mixed": [lambda: tensorlogic.matmul(half, o.b)],
-                    "ready": [lambda: tensorlogic.matmul(*ready)],  # noqa: B023
+                    "mixed": [lambda: matmul(half, o.b)],
+                    "ready": [lambda: matmul(*ready)],  # noqa: B023
                 },
                 device, 0.2, rounds=9,
             )  # fmt: skip
@@ -323,8 +323,8 @@ def placed(n: int) -> dict[str, Any]:
 
     def by(place: str) -> Callable[[], Any]:
         def call() -> Any:
-            with tensorlogic.placement(place):
-                return tensorlogic.matmul(o.a, o.b)
+            with placement(place):
+                return matmul(o.a, o.b)
 
         return call
 

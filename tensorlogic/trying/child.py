@@ -22,9 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import tensorlogic
-
-from .. import measure, settings, stores, tuning
+from .. import measure, policies, settings, stores, tuning
 from ..op import EAGER
 from ..plans import export_lockfile
 from ..tuning import Learned
@@ -205,7 +203,7 @@ def _turns(
 @contextlib.contextmanager
 def _steady() -> Iterator[None]:
     """Choices do not change while times are taken."""
-    with tensorlogic.policy(tune="off"):
+    with policies.policy(tune="off"):
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys as _sys
 from importlib import import_module as _import
 from typing import TYPE_CHECKING
 from typing import Any as _Any
@@ -10,15 +9,12 @@ from typing import Any as _Any
 from . import starting as _starting
 
 # isort: split
-from .settings import wrong as _wrong
+from . import settings as _settings
 
-if _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)] == __name__ and _wrong():
-    from .cli import main as _main  # here, as no import comes further; it says what is wrong
-
-    _sys.exit(_main())
+if _settings.wrong():
+    _settings.exit_if_wrong()  # no import would come further
 
 from . import ops as _ops
-from . import settings as _settings
 from .derived import constant, invalidate
 from .enabling import disable, enable
 from .memory.staging import to
@@ -38,8 +34,8 @@ from .ops.softmax_cross_entropy import softmax_cross_entropy
 from .placement import placement
 from .policies import policy
 from .precision import precision
-from .registry import activate as _activate
-from .registry import warn_of_namesakes as _warn
+from .startup import activate as _activate
+from .startup import warn_of_namesakes as _warn
 
 if TYPE_CHECKING:
     from .explaining import candidates, explain
@@ -54,7 +50,7 @@ _warn()
 if _wanted != "0":
     enable(pool=_wanted == "pool")
 _starting.resume()
-del _activate, _ops, _settings, _starting, _sys, _wanted, _warn, _wrong
+del _activate, _ops, _settings, _starting, _wanted, _warn
 
 _LATER = {  # what not every program needs
     "candidates": "explaining",

@@ -1,20 +1,20 @@
-"""One key bound to the launcher that was chosen for it: run as it is or recorded for autograd, and kept as a warm key."""
+"""One key bound to the launcher that was chosen for it: run as it is, or recorded for autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from . import calls, capture_watch, front, kept, policies, selector
+from . import calls, capture_watch, front, policies, selector
+from .call_cache import Run, device_of, keep, present
 from .op import EAGER, Launcher, Op, Outputs
 from .plans import Key
+from .recorded_calls import Recording, applied
 
-Run = Callable[..., Any]
-MOST_ENTRIES = 8192  # warm keys of one policy
 FOLLOWED = ("cuda",)  # devices whose kernels, not the host, set the time of PyTorch's gradients
 HEAVY_BYTES, HEAVY_FLOPS = (
     32e6,
@@ -45,37 +45,27 @@ class Bound:
     def __init__(
         self,
         op: Op,
-        args: Sequence[Any],
-        chosen: policies.Policy,
+        key: Key,
+        choice: selector.Choice,
         recording: bool,
-        compiled: bool = False,
-        paired: bool = True,
+        args: Sequence[Any],
+        policy: policies.Policy,
     ) -> None:
-        self.op, self.policy, self.device = op, chosen, device_of(args)
-        saving = recording or (op.gradient is not None and bool(args[-1]))
-        self.key: Key = op.key(
-            args,
-            "forward" if saving else "backward" if op.internal else "inference",
-            "default" if op.listed or chosen.precision is None else chosen.precision.mode,
-        )
-        self.flags: SimpleNamespace = op.namespace(self.key)
-        watched = chosen.observer is not None  # who watches must meet the backward ops, too
-        self.choice = selector.choose(
-            op, self.key, args, chosen, compiled=compiled, whole=watched or not recording
-        )
-        joint = selector.joint(op, self.key, args, chosen) if recording and paired else None
-        light = op.gradient is not None and op.gradient.light
-        self.unpaired = Bound(op, args, chosen, True, compiled, False) if joint and light else None
-        if joint is not None:
-            self.choice, self.flags.settle = joint
-        self.launch: Launcher = self.choice.launch
-        self.cacheable = self.choice.cacheable
-        self.record: Run = _record if all(map(_alive, args)) else Recorded.apply
+        self.op, self.key, self.choice, self.policy = op, key, choice, policy
+        self.device = device_of(args)
+        self.flags: SimpleNamespace = op.namespace(key)
+        if choice.settle is not None:
+            self.flags.settle = choice.settle
+        apart = choice.apart
+        self.unpaired = None if apart is None else Bound(op, key, apart, True, args, policy)
+        self.launch: Launcher = choice.launch
+        self.cacheable = choice.cacheable
+        self.record: Run = applied(args)
         self.scalars = tuple(i for i, p in enumerate(op.dynamic) if not p.is_tensor)
         behind = recording and self._followed()  # where eager serves it
-        heavy = behind and (op.traffic(self.key) > HEAVY_BYTES or op.flops(self.key) > HEAVY_FLOPS)
-        captured = self.choice.captured or (self.choice if behind and not heavy else None)
-        self.run: Run = self._runner(self.choice, recording, heavy)
+        heavy = behind and (op.traffic(key) > HEAVY_BYTES or op.flops(key) > HEAVY_FLOPS)
+        captured = choice.captured or (choice if behind and not heavy else None)
+        self.run: Run = self._runner(choice, recording, heavy)
         self.outside: Run = self.run  # of captures
         self.two_ways = captured is not None
         if captured is not None:
@@ -149,6 +139,10 @@ class Bound:
         assert outs is not None
         return outs
 
+    def anew(self, dynamic: Sequence[Any]) -> Outputs:
+        """Tensors less aligned than those the launcher was built for: chosen for anew, in this call."""
+        return outputs(self.op, self.op.full(self.key, dynamic))
+
 
 def _two_ways(eager: Run, captured: Run) -> Run:
     """Eager calls take one road, calls under graph capture the other."""
@@ -163,141 +157,11 @@ def _unhooked(paired: Run, apart: Run) -> Run:
     return lambda *dynamic: paired(*dynamic) if hooks(True) is None else apart(*dynamic)
 
 
-class Recording:
-    """A launcher whose calls are recorded: `forward` and `backward` of the Function `Recorded`, for one key."""
-
-    __slots__ = ("apply", "bound", "launch", "looks", "places")
-
-    def __init__(self, bound: Bound, launch: Launcher, apply: Run) -> None:
-        self.bound, self.launch, self.apply = bound, launch, apply
-        # what is kept of arguments and outputs, None until a call has shown it; and of what the look only, if of any
-        self.places: tuple[int, ...] | None = None
-        self.looks: list[kept.Look | None] | None = None
-
-    def __call__(self, *dynamic: Any) -> Any:
-        return self.apply(self, *dynamic)
-
-    def compiled(self, two_ways: bool) -> Run | None:
-        """The same in C, or None."""
-        able = calls.is_plan if two_ways else calls.is_launcher
-        if self.places is None or not able(self.launch):
-            return None
-        scalars = self.bound.scalars
-        made: Run = calls.module().Recording(
-            self, self.apply, self.launch, self.places, scalars, two_ways
-        )
-        return made
-
-    def forward(self, ctx: Any, *dynamic: Any) -> Any:
-        bound, own = self.bound, True
-        try:
-            outs = self.launch(*dynamic)
-        except torch.OutOfMemoryError as problem:
-            own, outs = False, bound.rescue(bound.choice, dynamic, problem)
-        if outs is None:  # less aligned than the launcher was built for
-            own, outs = False, outputs(bound.op, bound.op.full(bound.key, dynamic))
-        assert bound.op.gradient is not None
-        assert outs[0] is not None
-        if outs[0]._is_view():  # which PyTorch lets nobody write to where a Function returns it
-            outs = (outs[0].data, *outs[1:])
-        ctx.record = self
-        ctx.scalars = tuple([dynamic[i] for i in bound.scalars])
-        needs = _of_tensors(bound.op, ctx.needs_input_grad[1:])
-        saved, looks = kept.split(bound.op.gradient.save(bound.flags, needs, dynamic, outs))
-        ctx.save_for_backward(*saved)
-        self.looks = looks if any(looks) else None  # the same in every call of a key
-        if own and self.places is None:
-            self.places = _places(saved, (*dynamic, *outs))
-        return outs[0]
-
-    def backward(self, ctx: Any, dy: Tensor) -> list[Any]:
-        bound = self.bound
-        assert bound.op.gradient is not None
-        inputs_alone = bound.op.gradient.light and bound.choice.candidate.id == EAGER
-        if torch.is_grad_enabled() and not inputs_alone:  # what else is kept has no gradient
-            raise RuntimeError(
-                f"{bound.op.name}: double backward is not available through candidate {bound.choice.candidate.id}; "
-                f"compute it under tensorlogic.policy(force='torch.eager')"
-            )
-        needs, saved = ctx.needs_input_grad[1:], ctx.saved_tensors
-        if self.looks is not None:
-            saved = kept.joined(saved, self.looks)
-        once = bound.op.gradient.once
-        if once is not None and len(saved) > once:
-            if getattr(ctx, "spent", False):
-                saved = (*saved[:once], None, *saved[once + 1 :])
-            ctx.spent = True
-        given = (bound.op, bound.flags, needs, saved, ctx.scalars, dy)
-        if bound.policy is policies.current():
-            return gradients(*given)
-        with policies.use(bound.policy):  # backward threads do not inherit the caller's context
-            return gradients(*given)
-
-
-def _places(saved: Sequence[Any], known: Sequence[Any]) -> tuple[int, ...] | None:
-    """Where among `known` each of `saved` is, -1 for None; None where one is something else."""
-    found = [
-        -1 if s is None else next((i for i, k in enumerate(known) if k is s), -2) for s in saved
-    ]
-    return None if -2 in found else tuple(found)
-
-
-class Recorded(torch.autograd.Function):
-    """An op whose gradients are recorded: forward by the chosen candidate, backward by the op's own backward ops."""
-
-    @staticmethod
-    def forward(ctx: Any, recording: Recording, *dynamic: Any) -> Any:
-        return recording.forward(ctx, *dynamic)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.record.backward(ctx, dy))
-
-
-def _backward(node: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return (None, *node.record.backward(node, dy))
-
-
-def _compiled(module: Any) -> None:
-    Recorded.forward = staticmethod(module.forward)  # type: ignore[method-assign]
-
-
-# what PyTorch's own does, which looks for a `vjp` first
-Recorded._backward_cls.apply = _backward  # type: ignore[attr-defined]
-calls.ON_LOAD.append(_compiled)
-
-# What torch.autograd.Function.apply comes to outside of torch.func's transforms, in which no key is bound: 1.5 µs less.
-_record: Run = super(torch.autograd.Function, Recorded).apply
-
-
-def _alive(arg: Any) -> bool:
-    """False for what a finished transform of torch.func has left around a tensor; Function.apply unwraps it."""
-    return not isinstance(arg, Tensor) or torch._C._functorch.unwrap_if_dead(arg) is arg
-
-
-def _of_tensors(op: Op, needs: Sequence[bool]) -> tuple[bool, ...]:
-    """Of one truth for each dynamic parameter those of the tensors."""
-    if len(op.tensors) == len(op.dynamic):
-        return tuple(needs)
-    return tuple([n for p, n in zip(op.dynamic, needs, strict=True) if p.is_tensor])
-
-
-def gradients(
-    op: Op,
-    flags: SimpleNamespace,
-    needs: Sequence[bool],
-    saved: tuple[kept.Kept, ...],
-    scalars: tuple[Any, ...],
-    dy: Tensor,
-) -> list[Any]:
-    """Gradients for every dynamic parameter (None for scalars and for what needs none)."""
-    assert op.gradient is not None
-    if op.gradient.again and dy.layout is torch.strided and 0 in dy.stride():
-        dy = dy.contiguous()  # the gradient of a sum
-    if len(op.tensors) == len(op.dynamic):
-        return [*op.gradient.backward(flags, tuple(needs), saved, scalars, dy)]
-    grads = iter(op.gradient.backward(flags, _of_tensors(op, needs), saved, scalars, dy))
-    return [next(grads) if p.is_tensor else None for p in op.dynamic]
+def bind(op: Op, args: Sequence[Any], policy: policies.Policy, recording: bool) -> Bound:
+    """What `dispatch.call` binds for op-level arguments (`save` included), for those who run it themselves."""
+    key = selector.key_of(op, args, policy, recording)
+    choose = selector.choose_recorded if recording else selector.choose
+    return Bound(op, key, choose(op, key, args, policy), recording, args, policy)
 
 
 def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
@@ -321,7 +185,9 @@ def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
     for check, launch in chosen.entries.get(where, ()):
         if check(*tensors) and (outs := launch(*dynamic)) is not None:
             return cast(Outputs, outs)
-    bound = Bound(op, args, chosen, False, compiled=compiled)
+    key = selector.key_of(op, args, chosen)
+    choice = selector.choose(op, key, args, chosen, compiled=compiled)
+    bound = Bound(op, key, choice, False, args, chosen)
 
     def launched(*dynamic: Any) -> Outputs | None:
         try:
@@ -335,19 +201,3 @@ def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
     if compiled and not capture_watch.any_thread():
         keep(chosen, where, front.guard(tensors), launched)
     return outs
-
-
-def keep(chosen: policies.Policy, where: Any, check: Callable[..., bool], run: Run) -> None:
-    """Make `run` serve the calls under `where` that pass `check`."""
-    entries = chosen.entries
-    if len(entries) >= MOST_ENTRIES:  # shapes without end: start again rather than grow
-        entries.clear()
-    entries.setdefault(where, []).append((check, run))
-
-
-def present(op: Op, args: Sequence[Any]) -> list[Tensor]:
-    return [a for p, a in zip(op.params, args, strict=False) if p.is_tensor and a is not None]
-
-
-def device_of(args: Sequence[Any]) -> torch.device:
-    return next(a.device for a in args if isinstance(a, Tensor))

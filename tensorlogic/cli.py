@@ -17,7 +17,6 @@ from .bench.problems import Problem, tolerated
 from .bench.progress import progress
 from .cli_options import (
     EPILOGUE,
-    LIGHT,
     PLAIN,
     Device,
     Dtypes,
@@ -32,7 +31,7 @@ from .cli_options import (
 )
 from .cli_plans import app as plans
 from .exits import DONE, FOUND, INTERRUPTED, REFUSED, ended
-from .settings import wrong
+from .settings import LIGHT, wrong
 from .system.package import version
 
 app = App(

@@ -13,7 +13,6 @@ from .bench.problems import Problem
 PLAIN = Parameter(negative=(), show_default=False)
 EPILOGUE = "Exit codes: 0 done; 1 a finding (regression, lockfile that does not hold, something broken); 2 a request or file that cannot be served; 130 interrupted."
 
-LIGHT = {"--help", "-h", "--version", "--install-completion"}  # without PyTorch
 
 Names = tuple[str, ...]
 Ops = Annotated[

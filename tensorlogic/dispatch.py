@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import binding, front, library, modes, policies
-from .memory.unified import Unified
+from . import binding, call_cache, front, library, modes, policies, selector
 from .op import EAGER, Flags, Op
 from .plans import Key
 
@@ -18,6 +17,9 @@ from . import recording as _autograd_overhead  # noqa: F401  isort: skip  of stu
 
 P = ParamSpec("P")
 NUMBERS = (bool, int, float, complex)  # that PyTorch's operators take; NumPy's have their own
+# Types of arguments that ask for a device to be chosen, as a policy may, and what serves such a call; `placement` enters itself.
+PLACERS: dict[type, Callable[[Op, Callable[..., Any], Sequence[Any], Any], Any]] = {}
+LAST_PLACEMENT: list[str] = []  # what `explain` shows: how the last calls were placed
 
 
 def public(op: Op) -> Callable[[Callable[P, tuple[Any, ...]]], Callable[P, Tensor]]:
@@ -39,16 +41,14 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
     if not torch.compiler.is_dynamo_compiling() and _beside_default_device(given):
         with modes.aside():
             return front.FRONTS[prepare](*given)
-    if not torch.compiler.is_dynamo_compiling() and placing(given):
-        from .placement import call as placed
-
-        return placed(op, front.FRONTS[prepare], given, where)
+    if not torch.compiler.is_dynamo_compiling() and (placer := _placer(given)) is not None:
+        return placer(op, front.FRONTS[prepare], given, where)
     if where is None and op.numbers is not None and _with_number(given):
         return op.numbers(*given)
     args = prepare(*given)
     if not torch.compiler.is_dynamo_compiling() and not _settled(op, where, given, args):
         return front.FRONTS[prepare](*args)
-    device = binding.device_of(args)
+    device = call_cache.device_of(args)
     if not torch.compiler.is_dynamo_compiling() and policies.current().precision is not None:
         if op.composed is not None:
             return op.composed(*args)
@@ -80,7 +80,7 @@ def _stands_in(given: Any) -> bool:
 
 def _shown(op: Op, public: Callable[..., Any], stand_ins: Sequence[Any], given: Any) -> Any:
     """What stand-ins for tensors make of a call, as they would of one of PyTorch's: torch.fx notes it in its graph."""
-    if policies.current().precision is not None or placing(given):
+    if policies.current().precision is not None or _placer(given) is not None:
         raise TypeError(
             f"{op.name}: called with {type(stand_ins[0]).__name__} under a precision or placement policy, which a graph of calls "
             f"does not hold: trace outside of it, and run what was traced inside"
@@ -114,9 +114,13 @@ def _settled(op: Op, where: Any, given: Sequence[Any], args: Sequence[Any]) -> b
     return True
 
 
-def placing(given: Sequence[Any]) -> bool:
-    """Whether the policy or a unified argument asks for a device to be chosen."""
-    return policies.current().placement is not None or any(isinstance(g, Unified) for g in given)
+def _placer(given: Sequence[Any]) -> Callable[..., Any] | None:
+    """What serves the call if the policy or an argument asks for a device to be chosen."""
+    asked = policies.current().placement is not None
+    for kind, serve in PLACERS.items():
+        if asked or any(isinstance(g, kind) for g in given):
+            return serve
+    return None
 
 
 def _precisely(
@@ -142,7 +146,7 @@ def _precisely(
     args = tuple(a.resolve_conj().resolve_neg() if isinstance(a, Tensor) else a for a in args)
     if _special(args) is not None:
         return composition(op, args)
-    kind = binding.device_of(args).type
+    kind = call_cache.device_of(args).type
     if torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
             return call(op, args)
@@ -168,16 +172,21 @@ def call(
     if op.gradient is not None:
         args = (*args, recording)
     dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
-    bound = binding.Bound(op, args, policies.current(), recording)
+    policy = policies.current()
+    key = selector.key_of(op, args, policy, recording)
+    choose = selector.choose_recorded if recording else selector.choose
+    choice = choose(op, key, args, policy)
+    bound = binding.Bound(op, key, choice, recording, args, policy)
     out = bound.run(*dynamic)
     if out is None:
         outs = bound.declined(dynamic)
         return outs if op.internal else outs[0]
     if where is not None and bound.cacheable:
-        binding.keep(bound.policy, where, front.guard(binding.present(op, args)), bound.run)
-        lasting = bound.policy.observer is None  # one who watches comes with a policy of its own
+        # warm from now on: `front` serves the key without coming here
+        call_cache.keep(policy, where, front.guard(call_cache.present(op, args)), bound.run)
+        lasting = policy.observer is None  # one who watches comes with a policy of its own
         if public is not None and bound.device.type in ("cpu", "cuda") and lasting:
-            front.keep(*public, bound.policy, *bound.shortest)
+            front.keep(*public, policy, *bound.shortest)
     return out
 
 
@@ -190,10 +199,10 @@ def _warm_lowered(
     lowered: Sequence[Any],
 ) -> None:
     """Later calls under autocast cast as this one did, then take the fast path of a call without autocast."""
-    public, kind = front.FRONTS[prepare], binding.device_of(args).type
+    public, kind = front.FRONTS[prepare], call_cache.device_of(args).type
     asked, enable = torch.get_autocast_dtype, torch.set_autocast_enabled
     dtype = asked(kind)
-    guard = front.guard(binding.present(op, args))
+    guard = front.guard(call_cache.present(op, args))
     dtypes = [
         low.dtype if isinstance(low, Tensor) and low.dtype != a.dtype else None
         for low, a in zip(lowered, args, strict=True)
@@ -215,7 +224,7 @@ def _warm_lowered(
     def check(*tensors: Tensor) -> bool:  # the guard sees that autocast is on, not to which dtype
         return asked(kind) == dtype and guard(*tensors)
 
-    binding.keep(policies.current(), where, check, run)
+    call_cache.keep(policies.current(), where, check, run)
 
 
 def composition(op: Op, args: Sequence[Any]) -> Any:
@@ -224,7 +233,7 @@ def composition(op: Op, args: Sequence[Any]) -> Any:
     key = Flags(
         tuple((p.name, a) for p, a in zip(op.params, full, strict=True) if not p.is_dynamic)
     )
-    launch = op.candidates[EAGER].bind(cast(Key, key), {}, binding.device_of(args))
+    launch = op.candidates[EAGER].bind(cast(Key, key), {}, call_cache.device_of(args))
     outs = launch(*[a for p, a in zip(op.params, full, strict=True) if p.is_dynamic])
     assert outs is not None
     return outs if op.internal else outs[0]
@@ -273,7 +282,7 @@ def _autocast(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     dtype = (
         torch.float32
         if op.autocast == "float32"
-        else torch.get_autocast_dtype(binding.device_of(args).type)
+        else torch.get_autocast_dtype(call_cache.device_of(args).type)
     )
 
     def eligible(a: Any) -> bool:

@@ -158,7 +158,7 @@ def _apple() -> Iterator[Finding]:
 def _triton() -> Iterator[Finding]:
     import torch
 
-    from .registry import triton_missing
+    from .hardware import triton_missing
 
     wanted = _wanted_triton()
     reason, version = triton_missing(), _version("triton")

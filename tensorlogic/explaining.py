@@ -10,9 +10,8 @@ from typing import Any, ParamSpec, overload
 import torch
 from torch import Tensor
 
-from . import arguments, policies, registry, selector, stores
+from . import arguments, dispatch, policies, registry, selector, stores
 from .op import EAGER, OPS, Op
-from .placement import LAST as PLACED
 from .plans import Evidence, Key
 
 P = ParamSpec("P")
@@ -169,9 +168,9 @@ def explain(fn: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Expla
             f"explain: fn is {type(fn).__name__}; a function or a torch.nn.Module is required, then its arguments"
         )
     seen: dict[str, Explanation] = {}
-    PLACED.clear()
+    dispatch.LAST_PLACEMENT.clear()
     met = _met(fn, args, kwargs)
-    placed = tuple(PLACED)
+    placed = tuple(dispatch.LAST_PLACEMENT)
     for op, key, device in met:
         if key.text not in seen:
             seen[key.text] = explain_key(op, key, device)

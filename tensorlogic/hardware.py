@@ -1,10 +1,13 @@
-"""What processors and GPUs call themselves, and their drivers' versions."""
+"""What processors and GPUs call themselves, their drivers' versions, and whether Triton can use them."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import platform
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +58,14 @@ def title(environment: Mapping[str, Any]) -> str:
         return str(environment["device"])
     count = environment["threads"]
     return f"{environment['device']}, {count} thread{'s' * (count != 1)}"
+
+
+def interpreting() -> bool:
+    """True when Triton's interpreter is asked for, so that GPU kernels may run on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@lru_cache
+def triton_missing() -> str | None:
+    """None where Triton can be imported, else the reason."""
+    return None if importlib.util.find_spec("triton") else "Triton is not installed"

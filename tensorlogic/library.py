@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 from torch._library import simple_registry
 from torch._library.autograd import Info, make_autograd_impl
 
-from . import capture_watch, kept
+from . import binding, capture_watch, kept, recorded_calls
 from .op import EAGER, Op, Outputs
 
 # `torch.library.custom_op` does the same in five times the time: 23 of 64 ms of the import (Intel Xeon, 2026-11-21).
@@ -46,7 +46,6 @@ def schema(op: Op) -> str:
 
 def register(op: Op) -> None:
     """Define `tensorlogic::<op>` with its kernel, fake kernel and autograd formula."""
-    from . import binding
 
     def kernel(*args: Any) -> Any:
         given = _flags(op, args)
@@ -180,8 +179,6 @@ def _setup(op: Op, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(op: Op, ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Any, ...]:
-    from . import binding
-
     if dy is None or any(g is not None for g in others):
         raise RuntimeError(
             f"{op.name}: double backward is not available through the registered op, whose other outputs have no gradient; "
@@ -190,5 +187,5 @@ def _backward(op: Op, ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Any, .
 
     needs = [n for p, n in zip(op.params, ctx.needs_input_grad, strict=True) if p.is_dynamic]
     saved = kept.joined(ctx.saved_tensors, ctx.looks)
-    grads = iter(binding.gradients(op, ctx.flags, needs, saved, ctx.scalars, dy))
+    grads = iter(recorded_calls.gradients(op, ctx.flags, needs, saved, ctx.scalars, dy))
     return tuple(next(grads) if p.is_dynamic else None for p in op.params)

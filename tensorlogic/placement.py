@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import binding, capture_watch, derived, policies, speeds, stores
+from . import call_cache, capture_watch, derived, dispatch, policies, speeds, stores
 from .memory import staging
 from .memory.unified import Unified
 from .op import Op
@@ -22,9 +22,6 @@ SMALL = 1 << 21  # operations below which no transfer pays
 HOPELESS = 3.0  # a side that is expected to take so many times the other's time is not tried
 MOST = 8192  # keys whose times are kept
 _SAID: set[str] = set()
-LAST: list[str] = []  # what `explain` shows: how the last calls were placed
-
-
 _TRIALS: dict[tuple[Any, ...], Trial] = {}
 
 
@@ -119,7 +116,7 @@ def _stay(
     for check, run in inside.entries.get(where, ()):
         if not any(check is k for k in known) and check(*tensors):
             counted = run if trial.left == math.inf else _counted(run, policy, where, trial)
-            binding.keep(policy, where, check, counted)
+            call_cache.keep(policy, where, check, counted)
             return
 
 
@@ -286,8 +283,8 @@ def _key(op: Op, given: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _show(text: str, side: str, why: str) -> None:
-    LAST.append(f"{text} -> {side} ({why})")
-    del LAST[:-16]
+    dispatch.LAST_PLACEMENT.append(f"{text} -> {side} ({why})")
+    del dispatch.LAST_PLACEMENT[:-16]
 
 
 def _say(text: str) -> None:
@@ -302,3 +299,4 @@ def forget() -> None:
 
 
 stores.ON_FORGET.append(forget)
+dispatch.PLACERS[Unified] = call

@@ -38,7 +38,7 @@ def _measured() -> float:
     alone = policies.Policy("off", {relu.name: OURS, "pointwise_backward": OURS})
     with isolation.preserved(CPU, relu), policies.use(alone), torch.enable_grad():
         x.requires_grad_()
-        run = binding.Bound(relu, (x, True), alone, recording=True).run
+        run = binding.bind(relu, (x, True), alone, recording=True).run
         both = [(took(run), took(torch.relu)) for _ in range(ROUNDS)]
     mine, plain = (min(times) for times in zip(*both, strict=True))
     return max(0.0, 1e6 * (mine - plain))

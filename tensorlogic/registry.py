@@ -1,19 +1,19 @@
-"""What is registered where: PyTorch ops at import, an op's GPU candidates on its first use on a GPU, third-party ones on first choice."""
+"""When candidates are registered: an op's GPU candidates on its first use on a GPU, third-party ones on first choice."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import logging
-import os
+import pkgutil
 import threading
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
+from types import ModuleType
 
-from . import calls, capture_watch, library, starting
+from . import calls, capture_watch, starting
+from .hardware import interpreting, triton_missing
 from .op import OPS, Op
 from .workers import PRELOADED
 
@@ -22,117 +22,27 @@ GROUP = "tensorlogic.candidates"
 _LOCK = threading.RLock()
 starting.new_in_children(globals(), _LOCK=threading.RLock)
 _READY: set[str] = set()
-NATIVE = (  # modules that register native CPU candidates
-    "tensorlogic.ops.attention_scores.cpu_fused",
-    "tensorlogic.ops.dropout_linear.cpu_fused",
-    "tensorlogic.ops.gelu_linear.cpu_fused",
-    "tensorlogic.ops.layer_norm_linear.cpu_fused",
-    "tensorlogic.ops.linear.cpu_fused",
-    "tensorlogic.ops.linear_batch_norm_relu.cpu_fused",
-    "tensorlogic.ops.linear_batch_norm_relu.cpu_product",
-    "tensorlogic.ops.matmul.cpu_fused",
-    "tensorlogic.ops.pointwise.cpu_fused",
-    "tensorlogic.ops.reduce.cpu_fused",
-    "tensorlogic.ops.softmax.cpu_fused",
-    "tensorlogic.ops.softmax_cross_entropy.cpu_fused",
-)
-TRITON = (  # modules that register candidates for NVIDIA GPUs
-    "tensorlogic.ops.linear.triton_tiled",
-    "tensorlogic.ops.linear.cublaslt_epilogue",
-    "tensorlogic.ops.linear.cublaslt_columns",
-    "tensorlogic.ops.matmul.triton_tiled",
-    "tensorlogic.ops.matmul.cublaslt_epilogue",
-    "tensorlogic.ops.matmul.products_backward",
-    "tensorlogic.ops.gelu_linear.triton_tiled",
-    "tensorlogic.ops.gelu_linear.cublaslt_after_gelu",
-    "tensorlogic.ops.layer_norm_linear.triton_tiled",
-    "tensorlogic.ops.layer_norm_linear.cublaslt_after_norm",
-    "tensorlogic.ops.linear_batch_norm_relu.triton_tiled",
-    "tensorlogic.ops.linear_batch_norm_relu.cublaslt_columns",
-    "tensorlogic.ops.linear_batch_norm_relu.training",
-    "tensorlogic.ops.dropout_linear.triton_tiled",
-    "tensorlogic.ops.dropout_linear.cublaslt_after_dropout",
-    "tensorlogic.ops.pointwise.triton_elementwise",
-    "tensorlogic.ops.pointwise.triton_shared_gradients",
-    "tensorlogic.ops.pointwise.triton_marked",
-    "tensorlogic.ops.reduce.triton_reduce",
-    "tensorlogic.ops.reduce.triton_spins",
-    "tensorlogic.ops.reduce.triton_groups",
-    "tensorlogic.ops.reduce.triton_shares",
-    "tensorlogic.ops.reduce.triton_abreast",
-    "tensorlogic.ops.reduce.triton_extreme",
-    "tensorlogic.ops.reduce.triton_placed",
-    "tensorlogic.ops.softmax.triton_rows",
-    "tensorlogic.ops.softmax.triton_lines",
-    "tensorlogic.ops.softmax.triton_parts",
-    "tensorlogic.ops.softmax.triton_held",
-    "tensorlogic.ops.softmax.triton_groups",
-    "tensorlogic.ops.softmax.triton_shares",
-    "tensorlogic.ops.softmax_cross_entropy.triton_rows",
-    "tensorlogic.ops.softmax_cross_entropy.triton_ahead",
-    "tensorlogic.ops.softmax_cross_entropy.triton_together",
-    "tensorlogic.ops.attention_scores.triton_scores",
-    "tensorlogic.ops.attention_scores.triton_after_product",
-    "tensorlogic.ops.attention_scores.triton_direct",
-    "tensorlogic.ops.few_rows",
-    "tensorlogic.ops.precise_cuda",
-)
-PRODUCTS = frozenset(  # packages and modules that register candidates with one another's ops
-    (
-        "linear",
-        "matmul",
-        "gelu_linear",
-        "layer_norm_linear",
-        "linear_batch_norm_relu",
-        "dropout_linear",
-        "few_rows",
-        "precise_cuda",
-    )
-)
-METAL = (  # modules that register candidates for Apple GPUs
-    "tensorlogic.ops.linear.metal_tiled",
-    "tensorlogic.ops.matmul.metal_tiled",
-    "tensorlogic.ops.gelu_linear.metal_tiled",
-    "tensorlogic.ops.layer_norm_linear.metal_tiled",
-    "tensorlogic.ops.linear_batch_norm_relu.metal_tiled",
-    "tensorlogic.ops.pointwise.metal_elementwise",
-    "tensorlogic.ops.reduce.metal_simdgroup",
-    "tensorlogic.ops.softmax_cross_entropy.metal_rows",
-    "tensorlogic.ops.attention_scores.metal_scores",
-)
+# Packages of ops, entered by `ops/__init__`. Those of one entry are ready together: they register candidates with one another's ops.
+FOLDERS: list[tuple[ModuleType, ...]] = []
+# How the files of a package that register candidates for a device begin, in the order in which ties are broken.
+FILES = {"cpu": ("cpu",), "cuda": ("triton", "cublaslt"), "mps": ("metal",)}
 
 
-def activate() -> None:
-    """Register every op with PyTorch, once: an import that failed behind this, at `TENSORLOGIC_ENABLE` say, may be made again."""
-    if "torch" not in _READY:
-        _READY.add("torch")
-        for op in OPS.values():
-            library.register(op)
+def files(folder: ModuleType, device: str) -> Sequence[str]:
+    """A package's files with candidates for a device: those that its `CANDIDATES` names, else those that begin so."""
+    named: Mapping[str, Sequence[str]] = getattr(folder, "CANDIDATES", {})
+    if device in named:
+        return named[device]
+    found = sorted(m.name for m in pkgutil.iter_modules(folder.__path__))
+    return [name for start in FILES[device] for name in found if name.startswith(start)]
 
 
-def warn_of_namesakes() -> None:
-    """Say it when the other distribution that installs a module `tensorlogic` is there too: files of both may be mixed."""
-    try:
-        other = importlib.metadata.distribution("tensorlogic")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    warnings.warn(
-        f"the distribution 'tensorlogic' {other.version} also installs a module named tensorlogic, "
-        f"and so may have overwritten files of 'tensorlogic-engine': "
-        f"pip uninstall tensorlogic tensorlogic-engine, then pip install tensorlogic-engine",
-        stacklevel=3,
-    )
-
-
-def interpreting() -> bool:
-    """True when Triton's interpreter is asked for, so that GPU kernels may run on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-@lru_cache
-def triton_missing() -> str | None:
-    """None where Triton can be imported, else the reason."""
-    return None if importlib.util.find_spec("triton") else "Triton is not installed"
+def load(device: str, kin: str = "") -> None:
+    """Register the candidates that packages have for a device: all packages, or those of one kin."""
+    for folders in FOLDERS:
+        for folder in folders if kin in ("", folders[0].__name__) else ():
+            for name in files(folder, device):
+                importlib.import_module(f".{name}", folder.__name__)
 
 
 def _begin() -> None:
@@ -160,30 +70,24 @@ def ready(device: str, op: Op | None = None) -> None:
         if any(map(_adds, points)):
             kin = ""  # whoever registers candidates finds all of ours
         if device == "cpu":
-            for name in NATIVE:
-                importlib.import_module(name)
+            load("cpu")
         if (device == "cuda" or (device == "cpu" and interpreting())) and triton_missing() is None:
             capture_watch.install()
             if device == "cuda":
                 calls.load()
                 _begin()
-            for name in TRITON:
-                if kin in ("", _kin(name)):
-                    importlib.import_module(name)
+            load("cuda", kin)
         if device == "mps":
-            for name in METAL:
-                importlib.import_module(name)
+            load("mps")
         _plugins(points)
         _READY.add(f"{device} {kin}" if kin else device)
 
 
+@cache
 def _kin(module: str) -> str:
-    """Which ops a module of an op's belongs to: its package, or all products, which share modules; "" for no module of ours."""
-    ours, _, own = module.partition("tensorlogic.ops.")
-    package = own.partition(".")[0]
-    if ours or not package:
-        return ""
-    return "products" if package in PRODUCTS else package
+    """Which packages the op of a module is ready with: the name of the first of them; "" for no module of ours."""
+    first = {folder.__name__: folders[0].__name__ for folders in FOLDERS for folder in folders}
+    return first.get(module) or first.get(module.rpartition(".")[0], "")
 
 
 def _foreign() -> list[importlib.metadata.EntryPoint]:
@@ -193,7 +97,7 @@ def _foreign() -> list[importlib.metadata.EntryPoint]:
 
 def _adds(point: importlib.metadata.EntryPoint) -> bool:
     """Whether an entry point may register candidates here: our own adapters do where what they adapt is installed."""
-    if not point.value.startswith(f"{__package__}.providers."):
+    if not point.value.startswith("tensorlogic.providers."):
         return True
     return importlib.import_module(point.value.partition(":")[0]).PACKAGE.missing() is None
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from . import derived, hooks, policies
-from .binding import MOST_ENTRIES, Bound
+from .binding import bind
+from .call_cache import MOST_ENTRIES
 from .op import EAGER, Op
 from .ops.linear import LINEAR
 from .ops.matmul import MATMUL
@@ -59,7 +60,7 @@ def _unfit(*_: Any) -> None:
 
 def _launcher(op: Op, *args: Any) -> tuple[Callable[..., Any] | None, bool]:
     """The chosen launcher, None where PyTorch's own kernel is settled to serve; and whether the choice is PyTorch's."""
-    bound = Bound(op, (*args, False), policies.current(), False)
+    bound = bind(op, (*args, False), policies.current(), False)
     eager = bound.choice.candidate.id == EAGER
     return None if eager and bound.choice.source in _SETTLED else bound.launch, eager
 

@@ -48,6 +48,8 @@ class Choice:
     direct: Callable[..., Tensor] | None = (
         None  # the launcher without its tuple, where PyTorch has it so
     )
+    settle: Callable[..., Tensor] | None = None  # gradient of a joint forward and backward
+    apart: Choice | None = None  # beside a joint one: forward alone, for calls that want it so
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,16 @@ def _guessed(op: Op, key: Key, device: torch.device) -> Decision:
     return PLAIN
 
 
+def key_of(op: Op, args: Sequence[Any], policy: Policy, recording: bool = False) -> Key:
+    """The key of op-level arguments (`save` included) under a policy."""
+    saving = recording or (op.gradient is not None and bool(args[-1]))
+    return op.key(
+        args,
+        "forward" if saving else "backward" if op.internal else "inference",
+        "default" if op.listed or policy.precision is None else policy.precision.mode,
+    )
+
+
 def choose(
     op: Op,
     key: Key,
@@ -271,11 +283,22 @@ def choose(
     return choice
 
 
-def joint(
-    op: Op, key: Key, args: Sequence[Any], policy: Policy
-) -> tuple[Choice, Callable[..., Tensor]] | None:
-    """How a recorded call is served where forward and backward as one are measured to be faster than the two chosen apart: the
-    choice, whose launcher is the forward part, and what settles its gradient. Never where all calls must take one candidate."""
+def choose_recorded(op: Op, key: Key, args: Sequence[Any], policy: Policy) -> Choice:
+    """The choice for a call whose gradients are recorded, forward and backward as one where that is measured to be faster.
+
+    Who watches must meet the backward ops, too; else what backward needs of torch.eager is left to PyTorch's autograd.
+    """
+    choice = choose(op, key, args, policy, whole=policy.observer is not None)
+    joint = _joint(op, key, args, policy)
+    if joint is None:
+        return choice
+    light = op.gradient is not None and op.gradient.light
+    return replace(joint, apart=choice if light else None)
+
+
+def _joint(op: Op, key: Key, args: Sequence[Any], policy: Policy) -> Choice | None:
+    """How a recorded call is served where forward and backward as one are measured to be faster than the two chosen apart: its
+    launcher is the forward part. Never where all calls must take one candidate."""
     found = None if policy.reproducible or policy.observer is not None else op.joined(key)
     if found is None:
         return None
@@ -287,7 +310,7 @@ def joint(
         return None
     device = next(a.device for a in args if isinstance(a, Tensor))
     launch, settle = choice.candidate.parts(found[1], choice.config, device)
-    return replace(choice, launch=launch, captured=None, direct=None), settle
+    return replace(choice, launch=launch, captured=None, direct=None, settle=settle)
 
 
 def _measure(op: Op, key: Key, device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 TUNE_MODES = ("off", "auto", "full")
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")  # of the native library
 MOST_WORKERS = 16
+LIGHT = {"--help", "-h", "--version", "--install-completion"}  # commands that read none of them
+REFUSED = 2  # the exit code of a request that cannot be served
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 TRITON_CACHE, TRITON_PTXAS = "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"
 TRITON = {
@@ -28,11 +31,14 @@ class Variable:
 
     def read(self) -> str | None:
         """The value without surrounding blanks; None when unset or empty."""
-        return os.environ.get(self.name, "").strip() or None
+        return None if self.name in _IGNORED else os.environ.get(self.name, "").strip() or None
 
 
 class Wrong(ValueError):
     """An environment variable has a value that it cannot have."""
+
+
+_IGNORED: dict[str, Wrong] = {}  # variables as if unset, and what is said of them
 
 
 CACHE_DIR = Variable(
@@ -173,7 +179,7 @@ READERS: dict[str, Callable[[], object]] = {
 
 def wrong() -> dict[str, Wrong]:
     """The variables with values that they cannot have, and what is said of each."""
-    found = {}
+    found = dict(_IGNORED)
     for name, read in READERS.items():
         try:
             if os.environ.get(name, "").strip():
@@ -181,6 +187,17 @@ def wrong() -> dict[str, Wrong]:
         except Wrong as problem:
             found[name] = problem
     return found
+
+
+def exit_if_wrong() -> None:
+    """`python -m tensorlogic` says what variable is wrong and ends, before the package fails by it; the doctor and help come."""
+    if sys.argv[:1] != ["-m"] or sys.orig_argv[-len(sys.argv)] != "tensorlogic":
+        return
+    found, words = wrong(), sys.argv[1:]
+    if found and words[:1] not in ([], ["doctor"]) and not LIGHT.intersection(words):
+        sys.stderr.write(f"tensorlogic: {next(iter(found.values()))}\n")
+        sys.exit(REFUSED)
+    _IGNORED.update(found)  # the command line asks again, which knows its words
 
 
 def usable_cores() -> int:

@@ -401,7 +401,7 @@ def test_every_public_op_is_in_the_table() -> None:
 def test_our_gradient_stands_behind_pytorchs_forward(
     monkeypatch: pytest.MonkeyPatch, force: str | None
 ) -> None:
-    from tensorlogic import binding, selector
+    from tensorlogic import binding, recorded_calls, selector
 
     monkeypatch.setattr(binding, "FOLLOWED", ("cpu",))
     monkeypatch.setattr(binding, "HEAVY_BYTES", -1.0)
@@ -411,13 +411,13 @@ def test_our_gradient_stands_behind_pytorchs_forward(
         "decide",
         lambda op, *more: selector.PLAIN if op.name == "div" else decide(op, *more),
     )
-    served, asked = binding.gradients, list[str]()
+    served, asked = recorded_calls.gradients, list[str]()
 
     def gradients(op: Any, *more: Any) -> Any:
         asked.append(op.name)
         return served(op, *more)
 
-    monkeypatch.setattr(binding, "gradients", gradients)
+    monkeypatch.setattr(recorded_calls, "gradients", gradients)
     for dtype in (torch.float32, torch.float64):  # of x, the row's, too, and wider than it
         x, row = torch.randn(40, 30, dtype=dtype), torch.rand(30).add(0.5)
         x.requires_grad_()
@@ -439,7 +439,7 @@ def test_a_forward_of_ours_takes_no_other_road_under_capture(
     op, args = OPS["div"], (torch.randn(40, 30, requires_grad=True), torch.randn(40, 30), True)
     for force in ("cpu.fused", EAGER):
         with tensorlogic.policy(tune="off", force=force), torch.enable_grad():
-            bound = binding.Bound(op, args, policies.current(), recording=True)
+            bound = binding.bind(op, args, policies.current(), recording=True)
         assert bound.choice.candidate.id == force
         assert not bound.two_ways
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
 from tensorlogic import background, calls, dispatch, front, native, policies, stores
-from tensorlogic.binding import Bound
+from tensorlogic.binding import bind
 from tensorlogic.op import OPS
 
 pytestmark = pytest.mark.skipif(
@@ -268,7 +268,7 @@ def test_a_call_without_a_launcher_of_ours_is_watched_as_cheaply(
     stores.forget()
     x = torch.randn(3, 4).double()
     with tensorlogic.policy(tune="auto"):
-        run = Bound(OPS["relu"], (x, False), policies.current(), False).shortest[0]
+        run = bind(OPS["relu"], (x, False), policies.current(), False).shortest[0]
         assert type(run) is calls.module().Counted
         for _ in range(30):
             assert torch.equal(run(x), torch.relu(x))
@@ -349,7 +349,7 @@ def test_what_pytorch_serves_is_called_without_our_frames(name: str) -> None:
     op, args = OPS[name], (*DIRECT[name], False)
     dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
     with tensorlogic.policy(force="torch.eager", tune="off"):
-        bound = Bound(op, args, policies.current(), False)
+        bound = bind(op, args, policies.current(), False)
         run = bound.shortest[0]
         assert run is bound.choice.direct
         assert torch.equal(run(*dynamic), bound.run(*dynamic))
@@ -358,9 +358,9 @@ def test_what_pytorch_serves_is_called_without_our_frames(name: str) -> None:
 def test_neither_watched_calls_nor_fused_ones_go_past_their_launcher() -> None:
     x = torch.randn(3, 4).double()
     with tensorlogic.policy(tune="auto"):
-        bound = Bound(OPS["relu"], (x, False), policies.current(), False)
+        bound = bind(OPS["relu"], (x, False), policies.current(), False)
     assert bound.choice.candidate.id == "torch.eager"
     assert bound.shortest[0] is not torch.relu
     with tensorlogic.policy(force="torch.eager", tune="off"):
         args = (x, x[:, :4], None, None, "silu", False)
-        assert Bound(OPS["linear"], args, policies.current(), False).choice.direct is None
+        assert bind(OPS["linear"], args, policies.current(), False).choice.direct is None

@@ -244,6 +244,7 @@ COMMAND = f"import sys; sys.path.insert(0, {str(STARTUP)!r}); import _tensorlogi
     [
         (["-m", "tensorlogic", "plans", "list"], exits.REFUSED, ""),
         (["-m", "tensorlogic", "doctor"], exits.FOUND, "broken  TENSORLOGIC_ENABLE"),
+        (["-m", "tensorlogic", "plans", "--help"], exits.DONE, "Usage"),
         (["-c", COMMAND], exits.FOUND, "broken  TENSORLOGIC_ENABLE"),
     ],
 )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, binding, calls, dispatch, front, policies
+from tensorlogic import background, binding, calls, dispatch, front, policies, recorded_calls
 from tensorlogic.ops.common import compiled_launch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -88,7 +88,7 @@ def test_bound_launchers_are_plans() -> None:
     op = tensorlogic.op.OPS["linear"]
     for id in ("triton.tiled", "cublaslt.epilogue"):
         with tensorlogic.policy(force=id) as chosen:
-            bound = binding.Bound(op, [x, w, b, res, "relu", False], chosen, False)
+            bound = binding.bind(op, [x, w, b, res, "relu", False], chosen, False)
         assert bound.choice.candidate.id == id
         assert calls.is_plan(bound.launch), id
 
@@ -208,7 +208,7 @@ def test_recorded_calls_are_c_and_backward_finds_its_plan(monkeypatch: pytest.Mo
     x.requires_grad_()
     with tensorlogic.policy(force="triton.tiled", tune="off"):
         first = tensorlogic.linear(x, w, b, res, "relu")
-        monkeypatch.setattr(binding.Recording, "forward", None)
+        monkeypatch.setattr(recorded_calls.Recording, "forward", None)
         again = quick(tensorlogic.linear)(x, w, b, res, "relu")
         assert again.grad_fn.name() == "RecordedBackward"
         torch.testing.assert_close(again, first, rtol=0, atol=0)

@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import tensorlogic
-from tensorlogic import binding, calls, dispatch, front, native, policies, selector
+from tensorlogic import binding, calls, dispatch, front, native, policies, recorded_calls, selector
 from tensorlogic.op import OPS, Candidate
 from tensorlogic.ops.common import compiled_launch, wiring
 from tests.driver.standin import CPU, Device, add_relu, installed, launcher, noted
@@ -166,7 +166,7 @@ def test_a_recorded_call_is_served_in_c_with_the_same_graph(
     a, b = torch.randn(6, 5, requires_grad=True), torch.randn(6, 5)
     first, monkey = tensorlogic.add_relu(a, b), monkeypatch
     assert recording(tensorlogic.add_relu, a, b)
-    monkey.setattr(binding.Recording, "forward", None)  # no Python from here on
+    monkey.setattr(recorded_calls.Recording, "forward", None)  # no Python from here on
     second = tensorlogic.add_relu(a, b)
     assert first.grad_fn is not None
     assert second.grad_fn is not None
@@ -221,8 +221,8 @@ def test_only_calls_that_a_launcher_served_show_what_is_kept(
     op, b = OPS["add_relu"], torch.randn(6, 5)
     moved = torch.randn(31)[1:].view(6, 5).requires_grad_()
     aligned = torch.randn(6, 5, requires_grad=True)
-    bound = binding.Bound(op, [aligned, b, True], policies.current(), True)
-    assert isinstance(bound.outside, binding.Recording)
+    bound = binding.bind(op, [aligned, b, True], policies.current(), True)
+    assert isinstance(bound.outside, recorded_calls.Recording)
     bound.run(moved, b)  # declined: less aligned
     assert bound.outside.places is None
     assert bound.shortest == (bound.run, 0)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import binding, dispatch, library, policies
+from tensorlogic import call_cache, dispatch, library, policies
 from tensorlogic.op import EAGER
 
 Roads = Counter[str]
@@ -272,7 +272,7 @@ def test_inputs_that_were_converted_are_not_mistaken_for_the_converted(roads: Ro
 
 
 def test_many_shapes_do_not_grow_without_end(roads: Roads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(binding, "MOST_ENTRIES", 32)
+    monkeypatch.setattr(call_cache, "MOST_ENTRIES", 32)
     entries = policies.current().entries
     for n in range(100):
         assert tensorlogic.relu(torch.ones(n)).shape == (n,)

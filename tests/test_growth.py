@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tensorlogic as t
-from tensorlogic import background, binding, policies
+from tensorlogic import background, binding, call_cache, policies
 
 X, W, ROW, MASK = torch.randn(8, 16), torch.randn(4, 16), torch.randn(4), torch.zeros(8, 8)
 
@@ -81,7 +81,7 @@ def test_what_is_no_tensor_yet_is_chosen_for_once(
 def test_shapes_without_end_leave_a_bounded_number_of_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(binding, "MOST_ENTRIES", 10)
+    monkeypatch.setattr(call_cache, "MOST_ENTRIES", 10)
     monkeypatch.setattr(background, "MOST", 10)
     for n in range(1, 40):
         t.relu(torch.ones(n))

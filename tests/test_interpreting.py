@@ -11,10 +11,10 @@ import torch
 
 from .test_triton_rows import REDUCE, close, rand
 
-from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
+from tensorlogic import hardware  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.ops.common import triton_reduce  # isort: skip
 
-if not registry.interpreting():
+if not hardware.interpreting():
     pytest.skip("needs Triton's interpreter, and no GPU", allow_module_level=True)
 
 from triton import language as tl

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import attention_scores, neighbours, policies, registry
+from tensorlogic import attention_scores, hardware, neighbours, policies, registry
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.plans import Evidence, Key, Plan
 
-pytestmark = pytest.mark.skipif(registry.triton_missing() is not None, reason="needs Triton")
+pytestmark = pytest.mark.skipif(hardware.triton_missing() is not None, reason="needs Triton")
 SCORES = OPS["attention_scores"]
 HELD = {"strategy": "held", "BLOCK_M": 16, "BLOCK_N": 256, "num_warps": 4, "num_stages": 1}
 SWEEPS = {"strategy": "sweeps", "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}

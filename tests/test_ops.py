@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import dispatch, numerics, registry
+from tensorlogic import dispatch, hardware, numerics
 from tensorlogic.op import EAGER, OPS
 
 from .helpers import FLOATS, PUBLIC, call, cases, cast, eager, full, reference, runnable
 
-INTERPRETED = registry.interpreting()
+INTERPRETED = hardware.interpreting()
 PAIRS = [(name, id) for name in PUBLIC for id in OPS[name].candidates]
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import accuracy, capture_watch, judging, registry
+from tensorlogic import accuracy, capture_watch, hardware, judging
 from tensorlogic.op import OPS
 
-if registry.triton_missing() or not (torch.cuda.is_available() or registry.interpreting()):
+if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)
 
 from tensorlogic.ops.common import (

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import PrecisionWarning, accuracy, adapting, registry
+from tensorlogic import PrecisionWarning, accuracy, adapting, hardware
 from tensorlogic.accuracy import Statistics
 
-if registry.triton_missing() or not (torch.cuda.is_available() or registry.interpreting()):
+if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)
 
 from tensorlogic.ops.common import triton_mend, triton_split

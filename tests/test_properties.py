@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import dispatch, numerics, registry
+from tensorlogic import dispatch, hardware, numerics
 from tensorlogic.op import EAGER, OPS, Op
 
 from .helpers import PUBLIC, reference, runnable
@@ -188,7 +188,7 @@ def candidates(op: Op, case: list[Any], dtype: torch.dtype) -> list[str]:
     ids = [EAGER]
     for id in op.candidates:
         kernel = id.startswith("triton.")
-        if id == EAGER or (kernel and registry.interpreting() and dtype is torch.bfloat16):
+        if id == EAGER or (kernel and hardware.interpreting() and dtype is torch.bfloat16):
             continue
         if runnable(op, case, id):
             ids.append(id)

@@ -187,9 +187,9 @@ def test_a_candidate_is_not_forced_on_what_it_cannot_run() -> None:
         asked: list[str | None] = []
         bound = binding.Bound.__init__
 
-        def seen(self: binding.Bound, op: Any, args: Any, chosen: Any, *rest: Any) -> None:
-            asked.append(chosen.force)
-            bound(self, op, args, chosen, *rest)
+        def seen(self: binding.Bound, *given: Any) -> None:
+            asked.append(given[-1].force)
+            bound(self, *given)
 
         patch.setattr(binding.Bound, "__init__", seen)
         sites.bind("call", tensorlogic.add_relu, (a, b))
@@ -207,9 +207,9 @@ def test_a_forced_forward_leaves_its_backward_to_the_plans(
     asked: list[policies.Policy] = []
     bound = binding.Bound.__init__
 
-    def seen(self: binding.Bound, op: Any, args: Any, chosen: Any, *rest: Any) -> None:
-        asked.append(chosen)
-        bound(self, op, args, chosen, *rest)
+    def seen(self: binding.Bound, *given: Any) -> None:
+        asked.append(given[-1])
+        bound(self, *given)
 
     monkeypatch.setattr(binding.Bound, "__init__", seen)
     for id in fits:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import pkgutil
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tensorlogic import registry
+from tensorlogic import hardware, registry
 from tensorlogic.op import OPS
 
-pytestmark = pytest.mark.skipif(registry.triton_missing() is not None, reason="needs Triton")
+pytestmark = pytest.mark.skipif(hardware.triton_missing() is not None, reason="needs Triton")
 Candidates = dict[str, list[str]]
 
 # in processes forked from one that has imported PyTorch: what each registers stays its own
@@ -120,3 +124,33 @@ def test_what_another_op_has_may_be_forced_for_it(found: dict[str, Any]) -> None
 def test_ops_of_others_load_everything() -> None:
     for module in ("", "somebody.ops", "tests.planted", "tensorlogic.op", "x.tensorlogic.ops.y"):
         assert registry._kin(module) == ""
+
+
+def test_packages_name_their_files_or_call_them_by_what_they_serve() -> None:
+    folders = [folder for folders in registry.FOLDERS for folder in folders]
+    for device, starts in registry.FILES.items():
+        for folder in folders:
+            named = registry.files(folder, device)
+            begin = {
+                m.name for m in pkgutil.iter_modules(folder.__path__) if m.name.startswith(starts)
+            }
+            assert begin <= set(named), (folder.__name__, begin)  # none is forgotten
+            for name in named:
+                assert importlib.util.find_spec(f"{folder.__name__}.{name}") is not None, name
+    packages = {
+        op.reference.__module__.removeprefix("tensorlogic.ops.").split(".")[0]
+        for op in OPS.values()
+    }
+    assert packages <= {folder.__name__.rpartition(".")[2] for folder in folders}
+
+
+def test_files_that_a_package_does_not_name_come_by_device(tmp_path: Path) -> None:
+    for name in ("metal", "cublaslt", "triton_b", "cpu", "triton", "triton_a", "shapes"):
+        (tmp_path / f"{name}.py").touch()
+    folder = ModuleType("folder")
+    folder.__path__ = [str(tmp_path)]
+    assert registry.files(folder, "cuda") == ["triton", "triton_a", "triton_b", "cublaslt"]
+    assert registry.files(folder, "cpu") == ["cpu"]
+    folder.CANDIDATES = {"cuda": ("cublaslt", "triton")}  # type: ignore[attr-defined]
+    assert registry.files(folder, "cuda") == ("cublaslt", "triton")
+    assert registry.files(folder, "mps") == ["metal"]

@@ -73,9 +73,9 @@ def nothing(dynamic: tuple[Any, ...], y: Tensor) -> None: ...
 
 def served(op: str, *args: Any) -> str:
     """The candidate that a call of these arguments is bound to."""
-    from tensorlogic.binding import Bound
+    from tensorlogic.binding import bind
 
-    return Bound(OPS[op], args, policies.current(), False).choice.candidate.id
+    return bind(OPS[op], args, policies.current(), False).choice.candidate.id
 
 
 @pytest.mark.parametrize("shape", [(64,), (2, 16)])

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import calls, native, registry
+from tensorlogic import calls, hardware, native
 
-if registry.triton_missing() or torch.cuda.is_available() or not registry.interpreting():
+if hardware.triton_missing() or torch.cuda.is_available() or not hardware.interpreting():
     pytest.skip("needs Triton's interpreter, and no GPU", allow_module_level=True)
 
 from tensorlogic import accuracy

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import ranking, registry
+from tensorlogic import hardware, ranking
 from tensorlogic.plan_records import TensorSpec
 from tensorlogic.plans import Key
 
-if registry.triton_missing() or not (torch.cuda.is_available() or registry.interpreting()):
+if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)
 
 from tensorlogic.compiling import CompileFailure

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from . import (  # noqa: F401
+import sys
+
+from .. import registry
+from . import (
     attention_scores,
     dropout_linear,
     gelu_linear,
@@ -16,7 +19,29 @@ from . import (  # noqa: F401
     softmax_cross_entropy,
 )
 
+# what is registered before any provider's candidates, PyTorch's own first
+from .linear import precise, torch_candidates  # noqa: F401  isort: skip
+from .matmul import precise as _precise  # noqa: F401  isort: skip
 from .pointwise import together  # noqa: F401  isort: skip
 from .reduce import together as _extremes  # noqa: F401  isort: skip
 from .softmax_cross_entropy import together as _together  # noqa: F401  isort: skip
 from . import composed  # noqa: F401  isort: skip  of the ops above
+
+# files beside the ops that register candidates with several of them
+CANDIDATES = {"cpu": (), "cuda": ("few_rows", "precise_cuda"), "mps": ()}
+registry.FOLDERS += [
+    (
+        linear,
+        matmul,
+        gelu_linear,
+        layer_norm_linear,
+        linear_batch_norm_relu,
+        dropout_linear,
+        sys.modules[__name__],
+    ),
+    (pointwise,),
+    (reduce,),
+    (softmax,),
+    (softmax_cross_entropy,),
+    (attention_scores,),
+]

@@ -92,7 +92,7 @@ class Sites:
         if fits and not policy.reproducible and policy.forced(op.name) is None:
             policy = replace(policy, tune="off", force={op.name: self.forced[name]}, entries={})
         with compiling.hurried(name in self.hurried or compiling.in_a_hurry()):
-            bound = binding.Bound(op, ready, policy, recording)
+            bound = binding.bind(op, ready, policy, recording)
         self.chosen[name] = bound.choice.candidate.id
         if bound.choice.source == selector.AT_HAND:
             self.hurried.add(name)

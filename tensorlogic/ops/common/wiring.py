@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import calls
 from ...compiling import CompileFailure
+from ...hardware import interpreting, triton_missing
 from ...op import Candidate, Config, Launcher, Op
 from ...plans import Key, TensorSpec
 from . import cells, compiled_launch
@@ -79,8 +80,6 @@ def described(
 
 def available(device: str) -> str | None:
     """None on a GPU, or where Triton's interpreter was asked for."""
-    from ...registry import interpreting, triton_missing
-
     if triton_missing():
         return triton_missing()
     if device == "cuda" or (device == "cpu" and interpreting()):

@@ -19,6 +19,9 @@ from ..common import checks, costs, folded, samples
 from ..common.activations import ACTIVATIONS, Activation, remembered
 from . import reference
 
+# files for a device, in the order in which ties are broken
+CANDIDATES = {"cuda": ("triton_tiled", "cublaslt_epilogue", "cublaslt_columns")}
+
 
 def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
@@ -180,6 +183,3 @@ def linear_residual_relu(
     except (TypeError, ValueError):  # said again under this function's name
         _checked("linear_residual_relu", x, weight, bias, residual, "relu")
         raise
-
-
-from . import precise, torch_candidates  # noqa: E402,F401  in the order in which ties are broken

@@ -15,6 +15,9 @@ from ...plans import Key, TensorSpec
 from ..common import checks, costs, folded, products, samples
 from ..common.rows import rows
 
+# files for a device, in the order in which ties are broken
+CANDIDATES = {"cuda": ("triton_tiled", "cublaslt_columns", "training")}
+
 HALVES = (torch.float16, torch.bfloat16)
 
 

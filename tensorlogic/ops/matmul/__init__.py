@@ -19,6 +19,9 @@ from ..common import checks, costs, folded, products, samples
 from ..common.activations import ACTIVATIONS, SMOOTH, Activation, activate, activate_, remembered
 from ..common.activations import gradient as activation_gradient
 
+# files for a device, in the order in which ties are broken
+CANDIDATES = {"cuda": ("triton_tiled", "cublaslt_epilogue", "products_backward")}
+
 
 def matmul_reference(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ...]:
     """a [..., M, K] @ b [..., K, N] -> y [..., M, N], and the pre-activation where backward needs it."""
@@ -260,6 +263,3 @@ def widened_backward(
         dy.float(), a.float(), b.float(), wide_kept, activation, needs
     )
     return tuple(g if g is None else g.to(dy.dtype) for g in grads)
-
-
-from . import precise  # noqa: E402,F401

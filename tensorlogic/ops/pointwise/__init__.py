@@ -15,6 +15,9 @@ from .family import FAMILY as FAMILY
 from .family import POINTWISE_BACKWARD as POINTWISE_BACKWARD
 from .family import backward_call as backward_call
 
+# files for a device, in the order in which ties are broken
+CANDIDATES = {"cuda": ("triton_elementwise", "triton_shared_gradients", "triton_marked")}
+
 
 def _broadcast(fn: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
     """Tensors that broadcast together; numbers become zero-dimensional tensors, as PyTorch promotes them."""

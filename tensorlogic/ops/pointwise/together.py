@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import registry
+from ... import hardware
 from ...op import EAGER, Candidate, Config, Launcher, Op
 from ...plans import Key, TensorSpec
 from ..common import apart, costs, folded, wiring
@@ -74,7 +74,7 @@ def _alike(key: Key, *names: str) -> TensorSpec | None:
 
 def of_forward(key: Key) -> tuple[Op, Key] | None:
     """A recorded key with its backward pass, on a device that has a candidate which makes both."""
-    able = key.device == "cuda" or registry.interpreting()
+    able = key.device == "cuda" or hardware.interpreting()
     one = _alike(key, *key.names) if able and key.flag("save") else None
     return None if one is None else _whole(key.op, one, key.device)
 

@@ -16,6 +16,19 @@ from ...op import Gradient, Op, Outputs
 from ...plans import Key
 from ..common import checks, costs, folded
 
+# files for a device, in the order in which ties are broken
+CANDIDATES = {
+    "cuda": (
+        "triton_reduce",
+        "triton_spins",
+        "triton_groups",
+        "triton_shares",
+        "triton_abreast",
+        "triton_extreme",
+        "triton_placed",
+    )
+}
+
 Dims = tuple[int, ...]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import registry
+from ... import hardware
 from ...numerics import DTYPES
 from ...op import EAGER, Candidate, Config, Launcher, Op
 from ...plans import Key, TensorSpec
@@ -85,7 +85,7 @@ def _whole(key: Key, kind: str) -> tuple[Op, Key] | None:
 
 def of_forward(key: Key) -> tuple[Op, Key] | None:
     """A recorded key with its backward pass, on a device that has a candidate which makes both."""
-    able = key.device == "cuda" or registry.interpreting()
+    able = key.device == "cuda" or hardware.interpreting()
     return _whole(key, key.op) if able and key.flag("save") else None
 
 

@@ -14,6 +14,18 @@ from ...op import Gradient, Op, Outputs
 from ...plans import Key
 from ..common import checks, costs, folded, samples
 
+# files for a device, in the order in which ties are broken
+CANDIDATES = {
+    "cuda": (
+        "triton_rows",
+        "triton_lines",
+        "triton_parts",
+        "triton_held",
+        "triton_groups",
+        "triton_shares",
+    )
+}
+
 
 def _softmax(x: Tensor, dim: int, save: bool) -> tuple[Tensor, ...]:
     """exp(x - max) / sum(exp(x - max)) over dim."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import registry, selector
+from ... import hardware, selector
 from ...op import EAGER, Candidate, Config, Launcher, Op, key_flags
 from ...plans import Key, TensorSpec
 from ..common import apart, costs, samples
@@ -113,7 +113,7 @@ def _whole(logits: TensorSpec | None, target: TensorSpec | None, key: Key) -> tu
 
 def of_forward(key: Key) -> tuple[Op, Key] | None:
     """A recorded key with its backward pass, on a device that has a candidate which makes both in one pass."""
-    able = key.device == "cuda" or registry.interpreting()
+    able = key.device == "cuda" or hardware.interpreting()
     if not able or key.flag("reduction") == "none" or not key.flag("save"):
         return None
     return _whole(key.spec("logits"), key.spec("target"), key)

@@ -18,7 +18,7 @@ if (
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tensorlogic
-from tensorlogic import clocks, measure, ranking, stores
+from tensorlogic import clocks, measure, native, ranking, repairs, stores
 from tensorlogic.op import Candidate
 from tensorlogic.program import choosing
 
@@ -51,6 +51,30 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def needs(there: bool, what: str) -> None:
+    if not there:
+        pytest.skip(f"needs {what}; the native library takes {native.isa()} here")
+
+
+@pytest.fixture
+def amx() -> None:
+    """Products by AMX tiles are what the native library takes."""
+    needs(native.isa() == "amx", "AMX tiles")
+
+
+@pytest.fixture
+def avx512_bf16() -> None:
+    """The processor multiplies pairs of bfloat16 by AVX-512."""
+    there = native.available() is None and "avx512_bf16" in native.op("features")().split(",")
+    needs(there, "AVX-512 with pairs of bfloat16")
+
+
+@pytest.fixture
+def no_f16() -> None:
+    """PyTorch multiplies float16 without hardware for it."""
+    needs(repairs.no_float16(), "a processor without float16 products")
 
 
 @pytest.fixture

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from queue import SimpleQueue
 from typing import Any
 
 import numpy
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic import policies
-from tensorlogic.program import capturing
+from tensorlogic.program import capturing, drawing, trace
 from tensorlogic.program.buffers import once, static_like
 from tensorlogic.program.drawing import drawn_once
 from tensorlogic.program.short import MISS
@@ -27,6 +30,75 @@ from .test_capture import CUDA, DEVICE, PythonTape, captured, gradients, net
 from .test_capture_backward import recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+LINUX = sys.platform == "linux"  # it tells whether a thread has run
+ALIVE = drawing._others
+OF_THE_PROCESS = {"random": drawing.PYTHON, "numpy": drawing.NUMPY, "torch": drawing.TORCH}
+
+
+@dataclass
+class Own:
+    """Generators from which no thread but a test's draws, in place of the process's own."""
+
+    python: random.Random
+    numpy: numpy.random.RandomState
+    torch: torch.Generator
+
+    def seed(self, number: int) -> None:
+        for seed in (self.python.seed, self.numpy.seed, self.torch.manual_seed):
+            seed(number)
+
+
+@pytest.fixture(autouse=True)
+def own(monkeypatch: pytest.MonkeyPatch) -> Own:
+    """Recordings look at generators of the test's own, and know of no other thread that lives."""
+    made = Own(random.Random(3), numpy.random.RandomState(3), torch.Generator().manual_seed(3))
+    states = {
+        "PYTHON": (made.python.getstate, made.python.setstate),
+        "NUMPY": (lambda: made.numpy.get_state(legacy=False), lambda s: made.numpy.set_state(s)),
+        "TORCH": (made.torch.get_state, made.torch.set_state),
+    }
+    for name, functions in states.items():
+        own = (getattr(drawing, name)[0], *functions)
+        monkeypatch.setattr(drawing, name, own)
+        monkeypatch.setattr(trace, name, own, raising=False)  # which optimize looks at
+    monkeypatch.setattr(drawing, "_others", lambda: [])
+    return made
+
+
+class Loader:
+    """A thread that sleeps, but where it is given something to do."""
+
+    def __init__(self) -> None:
+        self.given, self.done = SimpleQueue[Any](), SimpleQueue[Any]()
+        self.thread = threading.Thread(target=self._live, name="loader", daemon=True)
+        self.thread.start()
+
+    def _live(self) -> None:
+        while (fn := self.given.get()) is not None:
+            self.done.put(fn())
+
+    def do(self, fn: Callable[[], object]) -> None:
+        self.given.put(fn)
+        self.done.get(timeout=20)
+
+    def falls_asleep(self) -> None:
+        until, before = time.monotonic() + 20, None
+        while before is None or before != drawing._sleep(self.thread):
+            assert time.monotonic() < until
+            before = drawing._sleep(self.thread)
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def loader(own: Own, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loader]:
+    """The only other thread that recordings know of."""
+    made = Loader()
+    monkeypatch.setattr(drawing, "_others", lambda: [made.thread] * made.thread.is_alive())
+    if LINUX:
+        made.falls_asleep()
+    yield made
+    made.given.put(None)
+    made.thread.join(20)
 
 
 class Named(Tensor):
@@ -303,12 +375,12 @@ def test_inference_mode() -> None:
 
 @pytest.mark.parametrize("name", ["random", "numpy", "torch", "none"])
 @torch.no_grad()
-def test_numbers_drawn_on_the_host(name: str) -> None:
+def test_numbers_drawn_on_the_host(name: str, own: Own) -> None:
     """Layers that are dropped by chance: a graph would drop the same ones in every call."""
     draws = {
-        "random": random.random,
-        "numpy": numpy.random.rand,
-        "torch": lambda: float(torch.rand(())),
+        "random": own.python.random,
+        "numpy": own.numpy.rand,
+        "torch": lambda: float(torch.rand((), generator=own.torch)),
         "none": lambda: 0.9,
     }[name]
     model = net()
@@ -317,9 +389,7 @@ def test_numbers_drawn_on_the_host(name: str) -> None:
         return model(x) if draws() < 0.5 else x + 1
 
     def outs(call: Any) -> list[Tensor]:
-        random.seed(3)
-        numpy.random.seed(3)
-        torch.manual_seed(3)
+        own.seed(3)
         return [call(x) for x in given]
 
     given = [torch.randn(3, 4, device=DEVICE) for _ in range(12)]
@@ -333,17 +403,57 @@ def test_numbers_drawn_on_the_host(name: str) -> None:
     assert (fast.graphs, fast.reason is None) == ((1, True) if name == "none" else (0, False))
 
 
-def test_what_a_broken_recording_drew_is_drawn_again() -> None:
-    def broken() -> None:
-        random.random()
-        torch.rand(3)
+@pytest.mark.parametrize("name", OF_THE_PROCESS)
+def test_the_generators_are_those_of_the_process(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever else draws meanwhile: each generator that moved is named."""
+    attribute = {"random": "PYTHON", "numpy": "NUMPY", "torch": "TORCH"}[name]
+    monkeypatch.setattr(drawing, attribute, OF_THE_PROCESS[name])
+    draw = {"random": random.random, "numpy": numpy.random.rand, "torch": lambda: torch.rand(3)}
+    said = f"draws from .*{OF_THE_PROCESS[name][0]}"
+    with pytest.raises(RuntimeError, match=said), drawn_once(torch.device("cuda")):
+        draw[name]()
+
+
+def broken(own: Own, meanwhile: Callable[[], object] = lambda: None) -> tuple[bool, bool]:
+    """Which generators stand where they stood, after a recording that draws from them and breaks."""
+
+    def record() -> None:
+        own.python.random()
+        torch.rand(3, generator=own.torch)
+        meanwhile()
         raise ValueError("broken")
 
-    states = [random.getstate(), torch.get_rng_state()]
+    python, host = own.python.getstate(), own.torch.get_state()
     with pytest.raises(ValueError, match="broken"), drawn_once(torch.device("cuda")):
-        broken()
-    assert states[0] == random.getstate()
-    assert torch.equal(states[1], torch.get_rng_state())
+        record()
+    return python == own.python.getstate(), torch.equal(host, own.torch.get_state())
+
+
+def test_what_a_broken_recording_drew_is_drawn_again(own: Own) -> None:
+    assert broken(own) == (True, True)
+
+
+def test_threads_that_sleep_have_drawn_nothing(own: Own, loader: Loader) -> None:
+    """Notebooks and data loaders have some; what ran meanwhile may have drawn, and nothing is given out twice."""
+    assert broken(own) == (LINUX, LINUX)
+    assert broken(own, lambda: loader.do(int)) == (False, False)
+    assert broken(own, lambda: loader.given.put(None) or loader.thread.join(20)) == (False, False)
+    assert broken(own) == (True, True)
+
+
+def test_threads_that_began_meanwhile_may_have_drawn(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    began: list[Loader] = []
+    monkeypatch.setattr(drawing, "_others", lambda: [loader.thread for loader in began])
+    assert broken(own, lambda: began.append(Loader())) == (False, False)
+    began[0].given.put(None)
+
+
+def test_all_threads_but_this_one_are_known(loader: Loader) -> None:
+    known = ALIVE()
+    assert loader.thread in known
+    assert threading.current_thread() not in known
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -366,45 +476,45 @@ def test_writes_without_a_version(mode: Any) -> None:
 
 
 @torch.no_grad()
-def test_numbers_that_another_thread_draws_are_given_out_once() -> None:
+def test_numbers_that_another_thread_draws_are_given_out_once(own: Own, loader: Loader) -> None:
     model, drawn, calls = net(), list[float](), list[int]()
-    go, done = threading.Event(), threading.Event()
 
-    def other() -> None:
-        assert go.wait(20)
-        drawn.extend(random.random() for _ in range(3))
-        done.set()
+    def draw() -> None:
+        drawn.extend(own.python.random() for _ in range(3))
 
     def fn(x: Tensor) -> Tensor:
         calls.append(1)
         if len(calls) == 3:  # which is recorded
-            go.set()
-            assert done.wait(20)
+            loader.do(draw)
         return model(x)
 
-    thread = threading.Thread(target=other)
-    thread.start()
     fast = recorded(fn)
     for _ in range(4):
         x = torch.randn(3, 4, device=DEVICE)
         torch.testing.assert_close(fast(x), model(x))
-    thread.join()
-    assert "draws" in str(fast.reason)
-    assert [random.random() for _ in range(3)] != drawn
+    assert fast.reason is not None
+    assert "draws from Python's random, or the thread 'loader' does" in fast.reason
+    assert [own.python.random() for _ in range(3)] != drawn
 
 
 @torch.no_grad()
-def test_another_generator_of_numpy() -> None:
-    own = numpy.random.get_bit_generator()
-    numpy.random.set_bit_generator(numpy.random.PCG64(3))
-    try:
-        fast = recorded(net())
-        for _ in range(4):
-            fast(torch.randn(3, 4, device=DEVICE))
-        assert fast.graphs == 1
-        fast = recorded(lambda x: x + numpy.random.rand())
-        for _ in range(4):
-            fast(torch.randn(3, 4, device=DEVICE))
-        assert "numpy" in str(fast.reason)
-    finally:
-        numpy.random.set_bit_generator(own)
+@pytest.mark.skipif(not LINUX, reason="only Linux tells whether a thread has run")
+def test_a_thread_that_sleeps_is_not_accused(own: Own, loader: Loader) -> None:
+    fast = recorded(lambda x: x + own.python.random() + own.numpy.rand())
+    for _ in range(3):
+        fast(torch.randn(3, 4, device=DEVICE))
+    assert fast.reason is not None
+    assert "draws from Python's random and numpy.random, and a graph" in fast.reason
+
+
+@torch.no_grad()
+def test_another_generator_of_numpy(own: Own) -> None:
+    own.numpy = numpy.random.RandomState(numpy.random.PCG64(3))
+    fast = recorded(net())
+    for _ in range(4):
+        fast(torch.randn(3, 4, device=DEVICE))
+    assert fast.graphs == 1
+    fast = recorded(lambda x: x + own.numpy.rand())
+    for _ in range(4):
+        fast(torch.randn(3, 4, device=DEVICE))
+    assert "numpy" in str(fast.reason)

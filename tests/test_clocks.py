@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import checking, clocks, measure, native, study
+from tensorlogic import checking, clocks, measure, study
 from tensorlogic.autotune import measure_key
 from tensorlogic.notes import Notes
 from tensorlogic.op import EAGER, Candidate, Op, Outputs
@@ -199,7 +199,7 @@ def test_a_damaged_note_is_no_time(machine: Machine, line: str) -> None:
     assert _reading(machine, 180.0).slow()
 
 
-@pytest.mark.skipif(native.isa() != "amx", reason="tiles of this processor are what it looks at")
+@pytest.mark.usefixtures("amx")
 def test_products_by_tiles_have_a_clock() -> None:
     assert native_wiring.PRODUCTS.make() is not None
     assert native_wiring.PRODUCTS.slow() in (True, False)

@@ -165,12 +165,13 @@ def test_until_a_process_has_started_threads_do_what_is_needed_soon(
     monkeypatch.setattr(settings, "usable_cores", lambda: 8)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(slow))
-        first, second, fails = job("sleep", "first"), job("sleep", "second"), job("fail")
-        begin = time.monotonic()
+        first, second, fails = job("wait", "first"), job("wait", "second"), job("fail")
         compiling.begin((first, second, first, fails))
-        compiling.settle(first)
-        compiling.settle(second)
-        assert 2.0 <= time.monotonic() - begin < 3.9
+        begun(first)
+        begun(second)  # while the first one runs
+        for each in (first, second):
+            Path(each.path + ".go").touch()
+            compiling.settle(each)
         finish(fails)
         with pytest.raises(compiling.CompileFailure, match="ValueError: no such instruction"):
             compiling.settle(fails)

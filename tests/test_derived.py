@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import tensorlogic
-from tensorlogic import derived, native
+from tensorlogic import derived
 from tensorlogic.derived import DerivedCache
 
 
@@ -205,7 +205,7 @@ def test_settled_tensors_only() -> None:
     assert [look(p), look(p), cache.nbytes] == [None, None, 0]
 
 
-@pytest.mark.skipif(native.isa() != "amx", reason="weights are packed for AMX tiles")
+@pytest.mark.usefixtures("amx")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_packed_layers_follow_their_weights(dtype: torch.dtype) -> None:
     layer, x = torch.nn.Linear(640, 832).to(dtype), torch.randn(40, 640).to(dtype)

@@ -207,7 +207,7 @@ def test_other_dtypes_keep_their_bits_and_their_kernels(served: list[str], enabl
     assert served == []
 
 
-@pytest.mark.skipif(not repairs.no_float16(), reason="float16 has hardware here")
+@pytest.mark.usefixtures("no_f16")
 def test_disable_restores_pytorch_bit_for_bit(enabled: None) -> None:
     a, b = r(65, 300), r(300, 64)
     with hook_ops.suspended():
@@ -222,7 +222,7 @@ def test_disable_restores_pytorch_bit_for_bit(enabled: None) -> None:
     assert torch.equal(a @ b, first)
 
 
-@pytest.mark.skipif(not repairs.no_float16(), reason="float16 has hardware here")
+@pytest.mark.usefixtures("no_f16")
 @pytest.mark.parametrize("which", ["q", "kv", "all"])
 def test_attention_over_overlapping_windows(which: str, enabled: None) -> None:
     windows, plain = r(1, 1, 96).unfold(-1, 64, 1), r(1, 1, 33, 64)
@@ -239,7 +239,7 @@ def test_attention_over_overlapping_windows(which: str, enabled: None) -> None:
         assert error(got, want) < 1e-2
 
 
-@pytest.mark.skipif(not repairs.no_float16(), reason="float16 has hardware here")
+@pytest.mark.usefixtures("no_f16")
 def test_a_convolution_with_an_overlapping_weight_is_laid_out_as_pytorch_has_it(
     enabled: None,
 ) -> None:

@@ -18,9 +18,7 @@ needs_native = pytest.mark.skipif(native.available() is not None, reason=str(nat
 
 
 @pytest.fixture
-def pairs() -> Iterator[None]:
-    if "avx512_bf16" not in cpu_costs.features():
-        pytest.skip("no pairs of bfloat16 here")
+def pairs(avx512_bf16: None) -> Iterator[None]:
     before = native.op("set_isa")("avx512_bf16")
     ways_cpu.own_tiles.cache_clear()
     yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,8 @@ from tensorlogic.environments import environment
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.plans import UNFINISHED, Evidence, Key, Plan
 
+from .clockwork import Clock
+
 CPU = torch.device("cpu")
 FORWARD, BACKWARD = OPS["matmul"], OPS["matmul_backward"]
 
@@ -24,14 +25,12 @@ FORWARD, BACKWARD = OPS["matmul"], OPS["matmul_backward"]
 class Machine:
     """Launchers that take as long as is said of them, by what ran before; one in `declines` declines."""
 
-    def __init__(self, **us: float) -> None:
-        self.us, self.last, self.declines = us, "", ""
+    def __init__(self, clock: Clock, **us: float) -> None:
+        self.clock, self.us, self.last, self.declines = clock, us, "", ""
 
     def take(self, name: str) -> bool:
         assert not torch.is_grad_enabled()
-        until = time.perf_counter() + 1e-6 * self.us.get(f"{self.last}_{name}", self.us[name])
-        while time.perf_counter() < until:
-            pass
+        self.clock.sleep(1e-6 * self.us.get(f"{self.last}_{name}", self.us[name]))
         self.last = name
         return name != self.declines
 
@@ -57,7 +56,9 @@ def schema(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine(eager=300, quick=300, plain=300, ours=300, other=300, third=300, fourth=300)
+    names = ("eager", "quick", "plain", "ours", "other", "third", "fourth")
+    made = Machine(Clock(), **dict.fromkeys(names, 300))
+    made.clock.stands_in(monkeypatch, measure)
     schema(monkeypatch)
     planted(monkeypatch, made)
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -173,8 +174,8 @@ def test_saving_is_seldom_and_soon(store: PlanStore, monkeypatch: pytest.MonkeyP
         store.put(plan(linear(8, 4, n)))
     while (timer := store._timer) is not None:
         timer.join(10)
-    assert len(saves) == 2
-    assert saves[1] - saves[0] >= 2.0
+    assert len(saves) >= 2
+    assert all(later - sooner >= 2.0 for sooner, later in itertools.pairwise(saves))
     assert len(list(PlanStore(store.path.parent, CPU).plans())) == 200
 
 

@@ -15,6 +15,7 @@ from tensorlogic.autotune import measure_key
 from tensorlogic.op import EAGER, Candidate, Op
 from tensorlogic.plans import UNFINISHED, Key, Plan, environment
 
+from .clockwork import Clock
 from .test_compiling import begun, finish
 from .test_compiling import job as job  # fixtures
 from .test_compiling import kept as kept
@@ -138,14 +139,15 @@ def test_the_caller_begins_nothing_in_the_second_half_of_its_time(
     op, key = planted(("planted.many", [job("fine", f"{n}") for n in range(20)]))
     late = turns.listed(op.candidates["planted.many"], key, CPU)
     compiling.submit(turns.jobs([late]))
-    begin, came = time.perf_counter(), []
-    for turn in turns.arriving(late, begin + 2):
+    (clock := Clock(tick=0.01)).stands_in(monkeypatch, turns)
+    monkeypatch.setattr(turns, "LOOK_S", 1e-3)
+    came = []
+    for turn in turns.arriving(late, 2):
         compiling.settle(turn.jobs[0])  # nobody has begun it: the caller compiles
-        came.append(time.perf_counter() - begin)
-        time.sleep(0.4)
-    assert 1.8 < time.perf_counter() - begin < 10
-    assert 0 < len(came) < 5
-    assert max(came) < 1.6
+        came.append(clock.now)
+        clock.sleep(0.4)
+    assert clock.now >= 2
+    assert came == pytest.approx([0, 0.4, 0.8], abs=0.1)
     assert len(late) == 20 - len(came)
     assert all(compiling.there(turn.jobs) is False for turn in late)
     Path(busy.path + ".go").touch()

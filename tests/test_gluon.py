@@ -15,7 +15,10 @@ from tensorlogic.ops.common import (
     cross_entropy_held,
     mixed,
     scores_direct,
+    scores_held,
     scores_kept,
+    scores_launch,
+    scores_specialised,
     softmax_held,
     triton_launch,
     widened,
@@ -23,10 +26,8 @@ from tensorlogic.ops.common import (
 from tensorlogic.ops.common.gemm import Operand
 
 from .gluon import standin
-from .test_triton_gemm import COLUMNWISE, check
-from .test_triton_rows import close, poisoned, rand
-from .test_triton_scores_specialised import start as scores_start
-from .test_triton_specialised import RING, specialised
+from .support.gemm import COLUMNWISE, RING, check, specialised
+from .support.triton import close, poisoned, rand
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
 CPU = torch.device("cpu")
@@ -112,7 +113,9 @@ def scores(name: str, dtype: str = "f16") -> None:
         assert config in scores_direct.direct_configs(s, t, d)
         run = scores_direct.direct_launcher((b, h, s, t, d), dtype, *lies, config, CPU)
     else:
-        run = scores_start(q, k, dtype, config)
+        heads = [scores_launch.heads(b, h, n, d, x.stride()[:3]) for n, x in ((s, q), (t, k))]
+        held, plain = scores_held.held_launcher, scores_specialised.specialised_scores_launcher
+        run = (held if "KEPT" in config else plain)((b, h, s, t, d), dtype, *heads, config, CPU, 3)
     y = poisoned(b, h, s, t, dtype=dtype)
     assert run(q, k, y, 0.3)
     close(y, torch.softmax(q.double() @ k.double().mT * 0.3, -1), dtype, 0.1)

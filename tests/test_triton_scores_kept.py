@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from .test_triton_rows import DEVICE, close, default_device, poisoned  # noqa: F401  (a fixture)
-from .test_triton_scores_direct import inputs
-from .test_triton_specialised import HOPPER
+from .support.triton import DEVICE, HOPPER, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
 from tensorlogic.ops.common import scores_kept, triton_launch  # isort: skip  (after the interpreter is asked for)
 from .compiled import resources  # isort: skip
@@ -24,6 +22,13 @@ def launcher(
     (b, h, s, d), t = q.shape, k.shape[2]
     strides = q.stride()[:3], k.stride()[:3]
     return scores_kept.kept_launcher((b, h, s, t, d), dtype, *strides, config, device)
+
+
+def inputs(shape: tuple[int, ...], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """q with heads side by side in memory, k of one head for all."""
+    b, h, s, t, d = shape
+    q = rand(b, s, h, d, dtype=dtype).transpose(1, 2)
+    return q, rand(b, 1, t, d, dtype=dtype, seed=1).expand(b, h, t, d)
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")

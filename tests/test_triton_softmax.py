@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+    DEVICE,
+    LAYOUTS,
+    TORCH,
+    close,
+    default_device,
+    laid,
+    poisoned,
+    rand,
+    special,
+)
 
 from tensorlogic import registry, study  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.compiling import CompileFailure  # isort: skip
@@ -26,29 +36,6 @@ CONFIGS = (
     {"strategy": "swept", "BLOCK_C": 8, "BLOCK_I": 4, "num_warps": 4},
     {"strategy": "swept", "BLOCK_C": 16, "BLOCK_I": 1, "num_warps": 4},
 )
-LAYOUTS = ("plain", "transposed", "padded", "steps")
-
-
-def laid(x: Tensor, layout: str) -> Tensor:
-    """x [outer, C, inner] in other strides."""
-    outer, c, inner = x.shape
-    if layout == "transposed":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    wide = torch.full((outer, c, 2 * inner + 3), torch.nan, dtype=x.dtype)
-    view = wide[..., : 2 * inner : 2] if layout == "steps" else wide[..., :inner]
-    return view.copy_(x) if layout != "plain" else x
-
-
-def special(x: Tensor) -> Tensor:
-    """With lines of +inf and -inf, of -inf alone, with a NaN, with -inf in front and behind."""
-    half = x.shape[1] // 2
-    x[0, 0, 0] = float("inf")
-    x[0, -1, 0] = float("-inf")
-    x[0, :, 1] = float("-inf")
-    x[0, half, 2] = float("nan")
-    x[1, :half, 0] = float("-inf")
-    x[1, half + 1 :, 1] = float("-inf")
-    return x
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,15 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+    DEVICE,
+    TORCH,
+    close,
+    default_device,
+    launches,
+    offered_are_right,
+    poisoned,
+    rand,
+)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import registry, study  # isort: skip
+from tensorlogic import registry  # isort: skip
 from tensorlogic.compiling import CompileFailure  # isort: skip
-from tensorlogic.op import OPS, Candidate, Op  # isort: skip
+from tensorlogic.op import OPS, Candidate  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_softmax_groups as kernels  # isort: skip
-from tensorlogic.plans import Key  # isort: skip
 
 from .compiled import nothing_spills, ptx  # isort: skip
 
@@ -97,16 +105,6 @@ def candidate(name: str) -> Candidate:
     return OPS[name].candidates["triton.groups"]
 
 
-def offered_are_right(op: Op, served: Candidate, key: Key) -> int:
-    """The first and the last configuration that the candidate offers for a key; how many there are."""
-    assert served.unfit(key) is None
-    checker, offered = study.Checker(op, key, DEVICE), served.configs(key)
-    for config in (offered[0], offered[-1]):
-        verdict = checker._probe(served.bind(key, config, DEVICE), 0, 0)[1]
-        assert verdict, (key.text, config, verdict.reason)
-    return len(offered)
-
-
 @pytest.mark.parametrize("shape", [(7, 333), (2, 3, 101), (4101,), (2, 4099)])
 def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape).half()
@@ -118,23 +116,6 @@ def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
         op, served = OPS[name], candidate(name)
         key = op.key(args, "inference" if name == "softmax" else "backward")
         assert 2 <= offered_are_right(op, served, key) <= 9
-
-
-def launches(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[bool]:
-    """Whether each launch of what `module.name` makes from here on served; where none did, something else would answer."""
-    own, served = getattr(module, name), list[bool]()
-
-    def make(*given: Any) -> Any:
-        start = own(*given)
-
-        def launch(*tensors: Tensor) -> bool:
-            served.append(start(*tensors))
-            return served[-1]
-
-        return launch
-
-    monkeypatch.setattr(module, name, make)
-    return served
 
 
 def test_a_public_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,18 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+    DEVICE,
+    LAYOUTS,
+    TORCH,
+    close,
+    default_device,
+    laid,
+    poisoned,
+    rand,
+    special,
+)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry, study  # isort: skip
 from tensorlogic.compiling import CompileFailure  # isort: skip
 from tensorlogic.op import OPS, Candidate  # isort: skip
-from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
+from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_softmax_parts as kernels  # isort: skip
 from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip
 
-from .test_triton_softmax import LAYOUTS, laid, special  # isort: skip
 
+from .support.triton import small as small  # isort: skip  (a fixture)
 from .compiled import nothing_spills  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
@@ -114,12 +124,6 @@ def test_offsets_beyond_32_bits() -> None:
     part = poisoned(kernels.parts_space(lies, CONFIGS[0]))
     assert kernels.parts_launcher(lies, "f32", CONFIGS[0], DEVICE)(x, part, y)
     close(y, torch.softmax(x.double(), 0), "f32", 0.01)
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of so few multiprocessors that the interpreter runs as many programs as fill it."""
-    monkeypatch.setattr(wiring, "cores", lambda: 3)
 
 
 def candidate(name: str) -> Candidate:

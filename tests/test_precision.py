@@ -17,21 +17,13 @@ from tensorlogic import PrecisionWarning, native, numerics, policies
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import ways, ways_cpu
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from .helpers import ALL_FLOATS, off
+
 WAYS = list(OPS["matmul"].precise.candidates)  # type: ignore[union-attr]
 
 
-def off(y: Tensor, want: Tensor) -> float:
-    """The largest relative 2-norm of the error of a row or a column."""
-    y, want = numerics.wide(y), numerics.wide(want)
-    tiny = torch.finfo(torch.float64).tiny
-    return max(
-        float(((y - want).norm(dim=d) / want.norm(dim=d).clamp_min(tiny)).max()) for d in (-1, -2)
-    )
-
-
 @pytest.mark.parametrize("id", WAYS)
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", [*ALL_FLOATS, torch.complex64], ids=str)
 def test_every_way_is_as_accurate_as_its_form(id: str, dtype: torch.dtype) -> None:
     op = OPS["matmul"].precise
     assert op is not None
@@ -83,7 +75,7 @@ def test_what_is_not_finite_stays_so_where_it_belongs(id: str, bad: float) -> No
 
 
 @pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", ALL_FLOATS, ids=str)
 def test_half_products_of_other_inputs_keep_their_range_and_more_digits(dtype: torch.dtype) -> None:
     """Two bfloat16 parts in tiles, elsewhere float32 itself, made while operands are packed: better than float16, in float32's range."""
     op = OPS["matmul"].precise
@@ -97,8 +89,8 @@ def test_half_products_of_other_inputs_keep_their_range_and_more_digits(dtype: t
 
 
 def test_results_keep_the_dtype_that_the_inputs_promote_to() -> None:
-    for left in FLOATS:
-        for right in FLOATS:
+    for left in ALL_FLOATS:
+        for right in ALL_FLOATS:
             a, b = torch.randn(8, 8).to(left), torch.randn(8, 8).to(right)
             for mode in ("f32", "f16", "adaptive"):
                 with tensorlogic.precision(mode), warnings.catch_warnings():

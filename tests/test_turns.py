@@ -14,11 +14,11 @@ from tensorlogic import compiling, stores, study, tuning, turns
 from tensorlogic.op import EAGER, Candidate, Op
 from tensorlogic.plans import UNFINISHED, Key, Plan, environment
 
-from .test_compiling import begun, finish
-from .test_compiling import job as job  # fixtures
-from .test_compiling import kept as kept
-from .test_compiling import nursed as nursed
-from .test_compiling import source as source
+from .support.plans import begun, finish
+from .support.plans import job as job  # fixtures
+from .support.plans import kept as kept
+from .support.plans import nursed as nursed
+from .support.plans import source as source
 
 pytestmark = pytest.mark.usefixtures("nursed")
 CPU = torch.device("cpu")

@@ -29,7 +29,8 @@ from tensorlogic.ops.common import (
     ways_cuda,
 )
 from tests.driver.standin import CPU, Device, installed
-from tests.test_ways_series import Library
+
+from .driver.cublaslt import Library
 
 pytestmark = pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
 POINTER = ctypes.c_void_p

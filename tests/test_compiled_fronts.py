@@ -24,17 +24,13 @@ import tensorlogic
 from tensorlogic import binding, calls, dispatch, front, policies, selector
 from tensorlogic.op import OPS, Candidate
 from tensorlogic.ops.common import compiled_launch, wiring
-from tests.driver.standin import CPU, Device, add_relu, installed, launcher, noted
+from tests.driver.standin import CPU, Device, add_relu, launcher, noted
+from tests.driver.standin import device as device  # the fixture
 
 pytestmark = [
     pytest.mark.skipif(calls.available() is not None, reason=str(calls.available())),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is the real one here"),
 ]
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    yield from installed(monkeypatch)
 
 
 # fronts ---------------------------------------------------------------------------------------------------------------

@@ -14,9 +14,11 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
     TORCH,
     close,
     default_device,
+    in_dtype,
     laid,
     poisoned,
     rand,
+    softmax_keys,
     special,
 )
 
@@ -78,13 +80,9 @@ def test_every_layout_is_served(case: int) -> None:
     dtype = (torch.float32, torch.float16)[case % 2]
     registry.ready(DEVICE.type)
     x, dim = tensors()[case]
-    if x.dtype != dtype:
-        x = torch.empty_strided(x.shape, x.stride(), dtype=dtype).copy_(x)
-    dim %= x.dim()
-    y = torch.softmax(x, dim)
-    for name, args in (("softmax", [x, dim, False]), ("softmax_backward", [x, y, dim])):
-        op = OPS[name]
-        key, candidate = op.key(args, "inference" if name == "softmax" else "backward"), op.candidates["triton.lines"]  # fmt: skip
+    x = in_dtype(x, dtype)
+    for op, key in softmax_keys(x, dim % x.dim()):
+        candidate = op.candidates["triton.lines"]
         assert candidate.unfit(key) is None
         checker = study.Checker(op, key, DEVICE)
         for config in candidate.configs(key)[:: 2 if x.numel() > 2000 else 1]:

@@ -20,6 +20,8 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
     offered_are_right,
     poisoned,
     rand,
+    softmax_keys,
+    special_rows,
 )
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
@@ -87,17 +89,9 @@ def test_gradients_in_groups(dtype: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 def test_special_rows(dtype: str) -> None:
     """Nothing finite but at an end or in the groups, infinities and NaN in either, a row of -inf alone, and the ends of the range."""
-    x, low, most = rand(14, 77, dtype=dtype), float("-inf"), torch.finfo(TORCH[dtype]).max
-    x[0, :-1] = x[1, 1:] = x[2, :20] = x[2, 21:] = low
-    x[3, 0], x[4, 30], x[5, -1] = float("inf"), float("inf"), float("inf")
-    x[6, 0], x[7, 30], x[8, -1] = float("nan"), float("nan"), float("nan")
-    x[9] = low
-    x[10, 0] = x[11, -1] = x[12, 30] = most
-    x[13] = -most
-    want = torch.softmax(x.double(), 1)
-    assert want.isnan().any(1).tolist() == [False] * 3 + [True] * 7 + [False] * 4
+    x, want = special_rows(dtype)
     for config in configs(77, dtype, False):
-        close(softmax(x, dtype, config), want.to(TORCH[dtype]), dtype, 0.01)
+        close(softmax(x, dtype, config), want, dtype, 0.01)
 
 
 def candidate(name: str) -> Candidate:
@@ -108,14 +102,8 @@ def candidate(name: str) -> Candidate:
 @pytest.mark.parametrize("shape", [(7, 333), (2, 3, 101), (4101,), (2, 4099)])
 def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape).half()
-    y = torch.softmax(x, -1)
-    for name, args in (
-        ("softmax", [x, x.dim() - 1, False]),
-        ("softmax_backward", [x, y, x.dim() - 1]),
-    ):
-        op, served = OPS[name], candidate(name)
-        key = op.key(args, "inference" if name == "softmax" else "backward")
-        assert 2 <= offered_are_right(op, served, key) <= 9
+    for op, key in softmax_keys(x, x.dim() - 1):
+        assert 2 <= offered_are_right(op, candidate(op.name), key) <= 9
 
 
 def test_a_public_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

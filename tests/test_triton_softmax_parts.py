@@ -15,9 +15,11 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
     TORCH,
     close,
     default_device,
+    in_dtype,
     laid,
     poisoned,
     rand,
+    softmax_keys,
     special,
 )
 
@@ -150,13 +152,9 @@ def tensors() -> list[tuple[Tensor, int]]:
 def test_every_layout_is_served(case: int) -> None:
     dtype = (torch.float32, torch.float16)[case % 2]
     x, dim = tensors()[case]
-    if x.dtype != dtype:
-        x = torch.empty_strided(x.shape, x.stride(), dtype=dtype).copy_(x)
-    dim %= x.dim()
-    y = torch.softmax(x, dim)
-    for name, args in (("softmax", [x, dim, False]), ("softmax_backward", [x, y, dim])):
-        op, served = OPS[name], candidate(name)
-        key = op.key(args, "inference" if name == "softmax" else "backward")
+    x = in_dtype(x, dtype)
+    for op, key in softmax_keys(x, dim % x.dim()):
+        served = candidate(op.name)
         assert served.unfit(key) is None
         checker = study.Checker(op, key, DEVICE)
         configs = served.configs(key)

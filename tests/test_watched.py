@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,18 +27,14 @@ from tensorlogic.ops.common import (
     watched,
     ways_cuda,
 )
-from tests.driver.standin import CPU, Device, installed
+from tests.driver.standin import CPU, Device
+from tests.driver.standin import device as device  # the fixture
 
 from .driver.cublaslt import Library
 
 pytestmark = pytest.mark.skipif(calls.available() is not None, reason=str(calls.available()))
 POINTER = ctypes.c_void_p
 MATMUL = ctypes.CFUNCTYPE(ctypes.c_int, *[POINTER] * 14, ctypes.c_size_t, POINTER)
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    yield from installed(monkeypatch)
 
 
 @pytest.fixture

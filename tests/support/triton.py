@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from tensorlogic import study
-from tensorlogic.op import Candidate, Op
+from tensorlogic.op import OPS, Candidate, Op
 from tensorlogic.ops.common import wiring
 from tensorlogic.ops.common.triton_softmax import Lines
 from tensorlogic.plans import Key
@@ -166,6 +166,34 @@ EXTREME_SHAPES = {  # outer, C, inner, strides of x and dx
     "stepped columns": (2, 75, 5, ((1600, 20, 3), (375, 5, 1))),
     "rows in two steps": (2, 75, 5, ((600, 1, 80), (375, 1, 75))),
 }
+
+
+def special_rows(dtype: str) -> tuple[Tensor, Tensor]:
+    """Rows of little that is finite, of infinities and NaN at ends and between, of -inf alone, of the range's ends; their softmax."""
+    x, low, most = rand(14, 77, dtype=dtype), float("-inf"), torch.finfo(TORCH[dtype]).max
+    x[0, :-1] = x[1, 1:] = x[2, :20] = x[2, 21:] = low
+    x[3, 0], x[4, 30], x[5, -1] = float("inf"), float("inf"), float("inf")
+    x[6, 0], x[7, 30], x[8, -1] = float("nan"), float("nan"), float("nan")
+    x[9] = low
+    x[10, 0] = x[11, -1] = x[12, 30] = most
+    x[13] = -most
+    want = torch.softmax(x.double(), 1)
+    assert want.isnan().any(1).tolist() == [False] * 3 + [True] * 7 + [False] * 4
+    return x, want.to(TORCH[dtype])
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x, its strides kept."""
+    if x.dtype == dtype:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=dtype).copy_(x)
+
+
+def softmax_keys(x: Tensor, dim: int) -> list[tuple[Op, Key]]:
+    """Of softmax, and of its gradient."""
+    ops, y = (OPS["softmax"], OPS["softmax_backward"]), torch.softmax(x, dim)
+    keys = ops[0].key([x, dim, False], "inference"), ops[1].key([x, y, dim], "backward")
+    return list(zip(ops, keys, strict=True))
 
 
 def extreme_input(lies: Lines, dtype: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Stands for Inductor and for the clock in tests of what it competes with: graphs run as they travelled, times are given."""
+"""Stands for Inductor and for the clock in tests of what it competes with: graphs run as they travelled, times are given; their models."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from torch import Tensor, fx, nn
 
 from tensorlogic import measure
 from tensorlogic.program import contest, inductor, leftovers
+from tensorlogic.program.patterns import RULES
+from tensorlogic.program.report import Report, Row
+from tensorlogic.program.rewrite import rewrite
+from tensorlogic.program.serve import Program
+from tensorlogic.program.trace import trace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -91,3 +96,84 @@ class Fake:
         ratio, low, high = self.run_ratio
         ratios = [low] * 10 + [ratio] * 3 + [high] * 10
         return measure.Samples({"before": [1.0] * 23, "inductor": ratios})
+
+
+class Chain(nn.Module):
+    """Many element-wise steps behind a product: what Inductor does well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.w = nn.Linear(32, 48), nn.Parameter(torch.randn(48))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.first(x)
+        for i in range(4):
+            y = torch.sin(y * self.w + i) * torch.sigmoid(y) + y
+        return {"y": y.softmax(-1), "mean": y.mean(-1)}
+
+
+class Normed(nn.Module):
+    """Changes its buffers at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bn = nn.Linear(32, 48, bias=False), nn.BatchNorm1d(48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.bn(self.a(x)))
+
+
+class Tails(nn.Module):
+    """Products, and behind each of the first two the same chain; another one behind the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 32)
+        self.w = nn.Parameter(torch.rand(64))
+
+    def chain(self, y: Tensor) -> Tensor:
+        return torch.sin(y * self.w) * torch.sigmoid(y) + torch.exp(-y * y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.chain(self.b(self.chain(self.a(x))))
+        return torch.softmax(torch.cos(self.c(y)) + x, -1)
+
+
+def x(rows: int = 64) -> Tensor:
+    return torch.randn(rows, 32, device=DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every linear layer is replaced, and every run is worth a compilation, whatever this machine is doing."""
+    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
+    monkeypatch.setattr(leftovers, "SHARE", 0.0)
+
+
+def tails() -> nn.Module:
+    return Tails().to(DEVICE).eval()
+
+
+def left(report: Report) -> list[Row]:
+    return [r for r in report.rows if r.op == leftovers.OP]
+
+
+def same(a: Any, b: Any) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def graded(model: nn.Module, given: Tensor) -> list[Tensor]:
+    out = model(given)
+    return [out, *torch.autograd.grad(out.square().sum(), [*model.parameters()])]
+
+
+def program_of(model: nn.Module, *given: Tensor) -> Program:
+    """The program with every linear layer replaced, nothing timed."""
+    traced = trace(model, given, {})
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(traced.graph, {}))
+    plain = {n.name: n.meta for n in traced.graph.nodes}
+    for node in graph.nodes:
+        node.meta = dict(plain.get(node.name, {}))
+    rewrite(graph, RULES)
+    return Program(traced, graph, {}, False, model)

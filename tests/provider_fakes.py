@@ -1,9 +1,21 @@
-"""Stand-ins for third-party packages: their functions' signatures and demands, computed by plain PyTorch."""
+"""Stand-ins for third-party packages: their functions' signatures and demands, computed by plain PyTorch; what tests of adapters share."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from tensorlogic import registry
+from tensorlogic.op import OPS
+from tensorlogic.plans import Key
+
+CPU = torch.device("cpu")
+LABELS = torch.zeros(4, dtype=torch.int64)
 CROSS_ENTROPY = """
 import torch
 
@@ -95,3 +107,36 @@ def quack(folder: Path, version: str = "0.6.5", fault: str = "") -> None:
         "gemm_interface": GEMM_INTERFACE,
     }
     install(folder, "quack-kernels", "quack", version, files)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Candidates and modules of a test's packages are gone after it, and known ones are put aside meanwhile."""
+    registry.ready("cpu")  # what is registered meanwhile stays for those who come later
+    aside = {
+        (op, id): c for op in OPS.values() for id, c in op.candidates.items() if of_an_adapter(id)
+    }
+    kept = {op.name: dict(op.candidates) for op in OPS.values()}
+    for op, id in aside:
+        del op.candidates[id]
+    yield
+    for op in OPS.values():
+        op.candidates.clear()
+        op.candidates.update(kept[op.name])
+    for name in [m for m in sys.modules if m == "quack" or m.startswith("quack.")]:
+        del sys.modules[name]
+
+
+def of_an_adapter(id: str) -> bool:
+    """Whether a candidate is one of an adapter's."""
+    return id.split(".")[0] in ("quack", "liger")
+
+
+def key(op: str, *args: Any) -> Key:
+    """The key of op-level arguments."""
+    save = ("save", True) in zip((p.name for p in OPS[op].params), args, strict=True)
+    return OPS[op].key(args, "backward" if OPS[op].internal else "forward" if save else "inference")
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float16)

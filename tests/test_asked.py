@@ -4,175 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
 from tensorlogic.program.graphs import CallTape, Replay
 
-from .test_capture import CUDA, DEVICE, PythonTape
-
-
-class Kernels(TorchDispatchMode):
-    """Keeps every call of a kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Any] = []
-
-    def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((fn, args, kwargs or {}, fn(*args, **(kwargs or {}))))
-        return self.calls[-1][-1]
-
-
-class KernelTape:
-    """Stands for a CUDA graph: the kernels of a call with the arguments that they had, whatever Python would do today."""
-
-    def __init__(self, device: torch.device, pool: Any) -> None:
-        self.calls: list[Any] = []
-        self.done: int | None = None  # the thread whose replay is yet to count what recording did
-
-    def record(self, fn: Callable[[], Any]) -> Any:
-        with Kernels() as kernels:
-            out = fn()
-        self.calls, self.done = kernels.calls, threading.get_ident()
-        return out
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        done, self.done = self.done, None
-        again = [] if done == threading.get_ident() else self.calls
-        for fn, args, kwargs, outs in again:
-            new = pytree.tree_leaves(fn(*args, **kwargs))
-            for old, value in zip(pytree.tree_leaves(outs), new, strict=True):
-                if isinstance(old, Tensor) and old.data_ptr() != value.data_ptr():
-                    old.copy_(value)
-
-
-ELSEWHERE = "cpu" if CUDA else "cuda"
-
-
-def some() -> Tensor:
-    return torch.randn(4, 8, device=DEVICE)
-
-
-def flagged() -> Tensor:
-    x = some()
-    x.flag = True  # type: ignore[attr-defined]
-    return x
-
-
-def with_gradient() -> Tensor:
-    x = some()
-    x.grad = torch.ones_like(x)
-    return x
-
-
-@torch.inference_mode()
-def lasting() -> Tensor:
-    return some()
-
-
-@torch.enable_grad()
-def inner() -> Tensor:
-    return some().requires_grad_() * 1
-
-
-@contextlib.contextmanager
-def switched(change: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
-    change(value)
-    try:
-        yield
-    finally:
-        change(before)
-
-
-def determined(on: bool) -> None:
-    torch.use_deterministic_algorithms(on, warn_only=True)
-
-
-def autocast_dtype(dtype: torch.dtype) -> None:
-    torch.set_autocast_dtype("cpu", dtype)
-
-
-#: what a model asks, and a call in which the answer is another
-QUESTIONS: dict[str, tuple[Callable[[Tensor], bool], Callable[[], Any], Callable[[], Tensor]]] = {
-    "gradients are recorded": (lambda x: torch.is_grad_enabled(), torch.enable_grad, some),
-    "inference mode": (lambda x: torch.is_inference_mode_enabled(), torch.inference_mode, some),
-    "autocast elsewhere": (
-        lambda x: torch.is_autocast_enabled(ELSEWHERE),
-        lambda: switched(lambda on: torch.set_autocast_enabled(ELSEWHERE, on), True, False),
-        some,
-    ),
-    "autocast's dtype": (
-        lambda x: torch.get_autocast_dtype("cpu") is torch.float16,
-        lambda: switched(autocast_dtype, torch.float16, torch.bfloat16),
-        some,
-    ),
-    "default dtype": (
-        lambda x: torch.get_default_dtype() is torch.float64,
-        lambda: switched(torch.set_default_dtype, torch.float64, torch.float32),
-        some,
-    ),
-    "deterministic": (
-        lambda x: torch.are_deterministic_algorithms_enabled(),
-        lambda: switched(determined, True, False),
-        some,
-    ),
-    "cuDNN's switch": (
-        lambda x: torch.backends.cudnn.deterministic,
-        lambda: torch.backends.cudnn.flags(deterministic=True),
-        some,
-    ),
-    "attention's switch": (
-        lambda x: torch.backends.cuda.flash_sdp_enabled(),
-        lambda: switched(torch.backends.cuda.enable_flash_sdp, False, True),
-        some,
-    ),
-    "precision": (
-        lambda x: torch.get_float32_matmul_precision() == "high",
-        lambda: switched(torch.set_float32_matmul_precision, "high", "highest"),
-        some,
-    ),
-    "default device": (
-        lambda x: torch.get_default_device().type == "meta",
-        lambda: torch.device("meta"),
-        some,
-    ),
-    "device of what is made": (
-        lambda x: torch.ones(1).device.type == "meta",
-        lambda: torch.device("meta"),
-        some,
-    ),
-    "threads": (
-        lambda x: torch.get_num_threads() == 1,
-        lambda: switched(torch.set_num_threads, 1, torch.get_num_threads()),
-        some,
-    ),
-    "wants a gradient": (
-        lambda x: x.requires_grad,
-        contextlib.nullcontext,
-        lambda: some().requires_grad_(),
-    ),
-    "has a gradient": (lambda x: x.grad is not None, contextlib.nullcontext, with_gradient),
-    "a leaf": (lambda x: x.is_leaf, contextlib.nullcontext, inner),
-    "of inference mode": (lambda x: x.is_inference(), torch.no_grad, lasting),
-    "negative bit": (lambda x: x.is_neg(), contextlib.nullcontext, lambda: torch._neg_view(some())),
-    "offset": (
-        lambda x: x.storage_offset() == 8,
-        contextlib.nullcontext,
-        lambda: torch.randn(5, 8, device=DEVICE)[1:],
-    ),
-    "an attribute": (lambda x: getattr(x, "flag", False), contextlib.nullcontext, flagged),
-}
+from .support.graphs import (
+    CUDA,
+    DEVICE,
+    QUESTIONS,
+    KernelTape,
+    PythonTape,
+    flagged,
+    optimized,
+    some,
+    with_gradient,
+)
 
 
 class Box:
@@ -206,13 +59,6 @@ def captured(model: nn.Module) -> Any:
         for _ in range(4):
             fast(some())
     assert fast.graphs == 1
-    return fast
-
-
-def optimized(model: nn.Module, *given: Any, training: bool = False) -> Any:
-    with contextlib.nullcontext() if training else torch.no_grad():
-        fast = tensorlogic.optimize(model, given, training=training)
-    assert fast is not model, fast.report
     return fast
 
 

@@ -21,9 +21,7 @@ from tensorlogic.program.serve import MISS, Program
 from tensorlogic.program.trace import trace
 from tensorlogic.program.watch import Kept
 
-from .test_asked import KernelTape
-from .test_capture import CUDA, DEVICE
-from .test_capture_backward import GradientTape
+from .support.graphs import CUDA, DEVICE, GradientTape, KernelTape
 
 THREADS = 6
 

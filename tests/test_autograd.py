@@ -17,93 +17,7 @@ from tensorlogic import policies
 from tensorlogic.op import EAGER, OPS, Candidate, Op
 from tensorlogic.plans import Key
 
-from .helpers import PUBLIC, runnable
-
-
-def bn(
-    x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor, g: Tensor, h: Tensor, t: bool
-) -> Tensor:
-    return torch.relu(F.batch_norm(F.linear(x, w, b), mean, var, g, h, t))
-
-
-def scores(q: Tensor, k: Tensor) -> Tensor:
-    return torch.softmax(q @ k.mT * 0.5, -1)
-
-
-Call = Callable[..., Tensor]
-# name -> (ours, PyTorch's composition, shapes of its tensors)
-TABLE: dict[str, tuple[Call, Call, tuple[tuple[int, ...], ...]]] = {
-    "add": (tensorlogic.add, torch.add, ((4, 6), (6,))),
-    "sub": (tensorlogic.sub, torch.sub, ((4, 6), (4, 1))),
-    "mul": (tensorlogic.mul, torch.mul, ((4, 6), (6,))),
-    "div": (tensorlogic.div, torch.div, ((4, 6), (4, 6))),
-    "relu": (tensorlogic.relu, torch.relu, ((4, 6),)),
-    "gelu": (tensorlogic.gelu, F.gelu, ((4, 6),)),
-    "silu": (tensorlogic.silu, F.silu, ((4, 6),)),
-    "add_relu": (tensorlogic.add_relu, lambda a, b: torch.relu(a + b), ((4, 6), (6,))),
-    "mul_relu": (tensorlogic.mul_relu, lambda a, b: torch.relu(a * b), ((4, 6), (6,))),
-    "affine": (tensorlogic.affine, lambda x, s, b: x * s + b, ((4, 6), (6,), (6,))),
-    "softmax": (tensorlogic.softmax, lambda x: torch.softmax(x, -1), ((4, 6),)),
-    "sum": (lambda x: tensorlogic.sum(x, 1), lambda x: torch.sum(x, 1), ((4, 6),)),
-    "mean": (lambda x: tensorlogic.mean(x, 0), lambda x: torch.mean(x, 0), ((4, 6),)),
-    "max": (lambda x: tensorlogic.max(x, 1), lambda x: torch.amax(x, 1), ((4, 6),)),
-    "min": (lambda x: tensorlogic.min(x, 0), lambda x: torch.amin(x, 0), ((4, 6),)),
-    "matmul": (tensorlogic.matmul, torch.matmul, ((4, 6), (6, 5))),
-    "matmul_gelu": (
-        lambda a, b: tensorlogic.matmul(a, b, "gelu"),
-        lambda a, b: F.gelu(a @ b),
-        ((4, 6), (6, 5)),
-    ),
-    "linear": (tensorlogic.linear, F.linear, ((4, 6), (5, 6), (5,))),
-    "linear_residual_relu": (
-        tensorlogic.linear_residual_relu,
-        lambda x, w, b, r: torch.relu(F.linear(x, w, b) + r),
-        ((4, 6), (5, 6), (5,), (4, 5)),
-    ),
-    "linear_silu": (
-        lambda x, w, b: tensorlogic.linear(x, w, b, activation="silu"),
-        lambda x, w, b: F.silu(F.linear(x, w, b)),
-        ((4, 6), (5, 6), (5,)),
-    ),
-    "gelu_linear": (
-        tensorlogic.gelu_linear,
-        lambda x, w, b: F.linear(F.gelu(x, approximate="tanh"), w, b),
-        ((4, 6), (5, 6), (5,)),
-    ),
-    "layer_norm_linear": (
-        tensorlogic.layer_norm_linear,
-        lambda x, g, h, w, b: F.linear(F.layer_norm(x, (6,), g, h), w, b),
-        ((4, 6), (6,), (6,), (5, 6), (5,)),
-    ),
-    "linear_batch_norm_relu": (
-        lambda x, w, b, g, h: tensorlogic.linear_batch_norm_relu(
-            x, w, b, torch.zeros(5), torch.ones(5), g, h, training=True
-        ),
-        lambda x, w, b, g, h: bn(x, w, b, torch.zeros(5), torch.ones(5), g, h, True),
-        ((4, 6), (5, 6), (5,), (5,), (5,)),
-    ),
-    "linear_batch_norm_relu_eval": (
-        lambda x, w, b, g, h: tensorlogic.linear_batch_norm_relu(
-            x, w, b, torch.zeros(5), torch.ones(5), g, h
-        ),
-        lambda x, w, b, g, h: bn(x, w, b, torch.zeros(5), torch.ones(5), g, h, False),
-        ((4, 6), (5, 6), (5,), (5,), (5,)),
-    ),
-    "softmax_cross_entropy": (
-        lambda x: tensorlogic.softmax_cross_entropy(
-            x, torch.tensor([1, 5, -100, 0]), label_smoothing=0.1
-        ),
-        lambda x: F.cross_entropy(x, torch.tensor([1, 5, -100, 0]), label_smoothing=0.1),
-        ((4, 6),),
-    ),
-    "attention_scores": (
-        lambda q, k: tensorlogic.attention_scores(q, k, 0.5),
-        scores,
-        ((2, 4, 6), (1, 5, 6)),
-    ),
-}
-TWICE = tuple(n for n in TABLE if n not in ("relu", "add", "sub", "sum", "mean", "max", "min"))
-
+from .helpers import PUBLIC, TABLE, TWICE, Call, close, leaves, runnable
 
 VARIANTS = {  # names of the table that are not an op's
     "matmul_gelu": "matmul",
@@ -115,13 +29,6 @@ VARIANTS = {  # names of the table that are not an op's
 
 def op_of(name: str) -> Op:
     return OPS[VARIANTS.get(name, name)]
-
-
-def leaves(name: str, dtype: torch.dtype = torch.float32, **about: Any) -> list[Tensor]:
-    torch.manual_seed(11)
-    return [
-        torch.randn(s).to(dtype).requires_grad_(about.get("grad", True)) for s in TABLE[name][2]
-    ]
 
 
 def others(name: str) -> list[str]:
@@ -141,10 +48,6 @@ def others(name: str) -> list[str]:
 
 RECORDED = [(n, id) for n in TABLE for id in others(n)]
 FORCED = [*((n, EAGER) for n in TABLE), *RECORDED]
-
-
-def close(got: Any, want: Any) -> None:
-    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", [n for n in TABLE if n not in ("sum", "mean")])

@@ -13,8 +13,8 @@ from tensorlogic.bench import cases, compare, rows, verifying
 from tensorlogic.bench.problems import Problem
 from tensorlogic.bench.results import OURS, Row
 
-from .test_bench import held, made, run
-from .test_bench import tiny as tiny  # the fixture
+from .support.bench import held, made, run
+from .support.bench import tiny as tiny  # the fixture
 
 
 def test_compare_tells_better_worse_and_unchanged() -> None:

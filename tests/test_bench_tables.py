@@ -12,8 +12,8 @@ from tensorlogic.bench import facts, figures, readme, summary, tables
 from tensorlogic.bench.problems import Problem
 from tensorlogic.bench.results import OURS, Results
 
-from .test_bench import held, made
-from .test_bench import tiny as tiny  # the fixture
+from .support.bench import held, made
+from .support.bench import tiny as tiny  # the fixture
 
 
 def test_summary_and_tables_show_losses() -> None:

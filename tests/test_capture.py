@@ -13,56 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import tensorlogic
 from tensorlogic.derived import CACHE
 from tensorlogic.program import capturing
-from tensorlogic.program.graphs import CallTape
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-
-
-class PythonTape:
-    """Records a call, whose work counts as that of the first replay, if the same thread makes it; later ones make it again, into
-    the same outputs."""
-
-    def __init__(self, device: torch.device, pool: Any) -> None:
-        self.fn: Callable[[], Any] = lambda: None
-        self.out: Any = None
-        self.done: int | None = None  # the thread whose replay is yet to count what recording did
-
-    def record(self, fn: Callable[[], Any]) -> Any:
-        self.fn, self.grad, self.done = fn, torch.is_grad_enabled(), threading.get_ident()
-        self.out = fn()
-        return self.out
-
-    def replay(self) -> None:
-        done, self.done = self.done, None
-        if done == threading.get_ident():
-            return
-        with torch.set_grad_enabled(self.grad):
-            again = self.fn()
-        with torch.no_grad():
-            for old, new in zip(
-                pytree.tree_leaves(self.out), pytree.tree_leaves(again), strict=True
-            ):
-                if isinstance(old, Tensor):
-                    old.detach().copy_(new.detach())
-
-
-gradients = pytest.mark.skipif(not CUDA, reason="the graph of a backward pass is CUDA's")
-
-
-def captured(fn: Callable[..., Any], **options: Any) -> capturing.Captured:
-    made = tensorlogic.capture(fn, **options)
-    made.tape = CallTape if CUDA else PythonTape
-    return made
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).to(DEVICE)
+from .support.graphs import CUDA, DEVICE, PythonTape, captured, gradients, net
 
 
 @torch.no_grad()

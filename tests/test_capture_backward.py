@@ -15,25 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import tensorlogic
-from tensorlogic.program import capturing
 from tensorlogic.program.graphs import CallTape, GradientReplay, Replay
 
-from .test_capture import CUDA, DEVICE, net
-from .test_capture_leaving import OpTape
-
-
-class GradientTape(OpTape):
-    """Replays all of what was recorded the first time, too, as what a backward pass is given was not known then."""
-
-    def replay(self) -> None:
-        self.fresh = False
-        super().replay()
-
-
-def recorded(fn: Callable[..., Any], **options: Any) -> capturing.Captured:
-    made = tensorlogic.capture(fn, **options)
-    made.tape = CallTape if CUDA else GradientTape
-    return made
+from .support.graphs import CUDA, DEVICE, GradientTape, net, recorded
 
 
 def rows(count: int = 3) -> Tensor:

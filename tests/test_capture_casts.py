@@ -17,7 +17,7 @@ import tensorlogic
 from tensorlogic import capture_watch, measure
 from tensorlogic.program import graphs, lanes
 
-from .test_capture import CUDA, DEVICE, captured, gradients
+from .support.graphs import CUDA, DEVICE, captured, gradients
 
 HALF = torch.bfloat16
 GPU = torch.device("cuda", 0)

@@ -26,8 +26,7 @@ from tensorlogic.program.short import MISS
 from tensorlogic.program.watch import Guard
 from tensorlogic.program.words import Words
 
-from .test_capture import CUDA, DEVICE, PythonTape, captured, gradients, net
-from .test_capture_backward import recorded
+from .support.graphs import CUDA, DEVICE, PythonTape, captured, gradients, net, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
 LINUX = sys.platform == "linux"  # it tells whether a thread has run

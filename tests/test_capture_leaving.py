@@ -9,50 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tensorlogic
 from tensorlogic.program import capturing
 from tensorlogic.program.graphs import CallTape
 from tensorlogic.program.leaving import INPUTS, LEAVES
 
-from .test_capture import CUDA, DEVICE, net
-
-
-class OpTape:
-    """Replays ATen's operations on the memory that they were recorded on, as a graph does: no Python runs again."""
-
-    def __init__(self, device: torch.device, pool: Any) -> None:
-        self.ops: list[Any] = []
-        self.fresh = True  # recording has done the first replay's work
-
-    def record(self, fn: Callable[[], Any]) -> Any:
-        with _Recording(self.ops):
-            return fn()
-
-    def replay(self) -> None:
-        if self.fresh:
-            self.fresh = False
-            return
-        with torch.no_grad():
-            for op, args, kwargs, outs in self.ops:
-                for old, new in zip(outs, pytree.tree_leaves(op(*args, **kwargs)), strict=True):
-                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                        old.copy_(new)
-
-
-class _Recording(TorchDispatchMode):
-    def __init__(self, ops: list[Any]) -> None:
-        super().__init__()
-        self.ops = ops
-
-    def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = fn(*args, **(kwargs or {}))
-        with _disable_current_modes():  # the memory stays, whatever becomes of the tensors
-            kept = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs or {}, out))
-        self.ops.append((fn, *kept[:2], pytree.tree_leaves(kept[2])))
-        return out
+from .support.graphs import CUDA, DEVICE, OpTape, net
 
 
 def recorded(fn: Callable[..., Any], **options: Any) -> capturing.Captured:

@@ -14,7 +14,7 @@ from tensorlogic import capture_watch
 from tensorlogic.program import capturing, lanes
 from tensorlogic.program.graphs import Tape, heal
 
-from .test_capture import CUDA, DEVICE, captured, gradients
+from .support.graphs import CUDA, DEVICE, captured, gradients
 
 HERE = torch.device(DEVICE, 0) if CUDA else torch.device("cpu")
 

@@ -19,7 +19,7 @@ from tensorlogic import capture_watch, starting
 from tensorlogic.program import capturing, graphs, lanes
 from tensorlogic.program.graphs import Tape
 
-from .test_capture import DEVICE, captured
+from .support.graphs import DEVICE, captured
 
 
 def test_turns_to_record_are_exclusive() -> None:

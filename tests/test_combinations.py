@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tensorlogic
 from tensorlogic import hook_ops, hooks, repairs, vouching
 
-from .test_autograd import TABLE, close, leaves
+from .helpers import TABLE, close, leaves
 
 
 @pytest.mark.parametrize("name", TABLE)

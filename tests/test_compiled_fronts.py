@@ -24,17 +24,13 @@ import tensorlogic
 from tensorlogic import binding, calls, dispatch, front, native, policies, recorded_calls, selector
 from tensorlogic.op import OPS, Candidate
 from tensorlogic.ops.common import compiled_launch, wiring
-from tests.driver.standin import CPU, Device, add_relu, installed, launcher, noted
+from tests.driver.standin import CPU, Device, add_relu, launcher, noted
+from tests.driver.standin import device as device  # the fixture
 
 pytestmark = [
     pytest.mark.skipif(native.calls_available() is not None, reason=str(native.calls_available())),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is the real one here"),
 ]
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    yield from installed(monkeypatch)
 
 
 # fronts ---------------------------------------------------------------------------------------------------------------

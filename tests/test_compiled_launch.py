@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,17 +19,13 @@ pytest.importorskip("triton")
 
 from tensorlogic import calls, native
 from tensorlogic.ops.common import compiled_launch, wiring
-from tests.driver.standin import CPU, Device, Launch, add_relu, installed, launcher, made, noted
+from tests.driver.standin import CPU, Device, Launch, add_relu, launcher, made, noted
+from tests.driver.standin import device as device  # the fixture
 
 pytestmark = [
     pytest.mark.skipif(native.calls_available() is not None, reason=str(native.calls_available())),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is the real one here"),
 ]
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    yield from installed(monkeypatch)
 
 
 @pytest.mark.parametrize("flags", [(False, False), (True, False), (False, True), (True, True)])

@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,90 +18,11 @@ import pytest
 
 from tensorlogic import compiling, settings, workers
 
-JOBS = """
-import os, sys, time
-from dataclasses import dataclass
-
-@dataclass(frozen=True)
-class Job:
-    what: str
-    path: str
-
-    def run(self):
-        print("noise on stdout")
-        if self.what == "fail":
-            raise ValueError("no such instruction")
-        if self.what == "odd":
-            raise Odd("beyond the usual")
-        if self.what == "die":
-            os._exit(3)
-        if self.what == "sleep":
-            time.sleep(2)
-        if self.what == "wait":
-            while not os.path.exists(self.path + ".go"):
-                time.sleep(0.01)
-        with open(self.path, "w") as f:
-            f.write(str(os.getpid()))
-
-class Odd(Exception):
-    pass
-"""
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a module that only sys.path knows."""
-    folder = tmp_path_factory.mktemp("jobs")
-    (folder / "compile_jobs.py").write_text(textwrap.dedent(JOBS))
-    return folder
-
-
-@pytest.fixture
-def job(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """job(what) -> a picklable job from that module; workers of this test's own."""
-    monkeypatch.syspath_prepend(str(source))
-    monkeypatch.setattr(compiling, "_workers", None)
-    monkeypatch.setenv("TENSORLOGIC_COMPILE_WORKERS", "1")
-    import compile_jobs  # type: ignore[import-not-found]
-
-    yield lambda what, name="out": compile_jobs.Job(what, str(tmp_path / name))
-    if compiling._workers is not None:
-        compiling._workers.close()
-    sys.modules.pop("compile_jobs", None)
-
-
-class Kept(workers.Nursery):
-    """Forks workers for one test after the other."""
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def kept() -> Iterator[Kept]:
-    nursery = Kept()
-    yield nursery
-    workers.Nursery.close(nursery)
-
-
-@pytest.fixture
-def nursed(job: Any, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This test's worker is forked from a process that others use, too, since importing PyTorch takes it 2 s."""
-    monkeypatch.setattr(compiling, "Nursery", lambda: kept)
-
-
-def finish(*jobs: Any) -> None:
-    begin = time.monotonic()
-    while not compiling.ready(jobs):
-        assert time.monotonic() - begin < 240  # idle processes wait for every other one
-        time.sleep(0.01)
-
-
-def begun(job: Any) -> None:
-    begin = time.monotonic()
-    while not compiling._workers.jobs[job].running():  # type: ignore[union-attr]
-        assert time.monotonic() - begin < 240  # idle processes wait for every other one
-        time.sleep(0.01)
+from .support.plans import JOBS, begun, finish
+from .support.plans import job as job  # the fixture
+from .support.plans import kept as kept  # the fixture
+from .support.plans import nursed as nursed  # the fixture
+from .support.plans import source as source  # the fixture
 
 
 def never_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,45 +17,12 @@ import tensorlogic
 from tensorlogic import stores
 from tensorlogic.program import contest, inductor, later
 from tensorlogic.program.report import Report, Row
-from tests.inductor_fakes import DEVICE, Fake
-
-
-class Chain(nn.Module):
-    """Many element-wise steps behind a product: what Inductor does well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.w = nn.Linear(32, 48), nn.Parameter(torch.randn(48))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        y = self.first(x)
-        for i in range(4):
-            y = torch.sin(y * self.w + i) * torch.sigmoid(y) + y
-        return {"y": y.softmax(-1), "mean": y.mean(-1)}
-
-
-class Normed(nn.Module):
-    """Changes its buffers at every call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.bn = nn.Linear(32, 48, bias=False), nn.BatchNorm1d(48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.bn(self.a(x)))
-
-
-def x() -> Tensor:
-    return torch.randn(64, 32, device=DEVICE)
+from tests.inductor_fakes import DEVICE, Chain, Fake, Normed, same, x
 
 
 def row(report: Report) -> Row:
     (found,) = (r for r in report.rows if r.op == contest.OP)
     return found
-
-
-def same(a: Any, b: Any) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import cpu_costs, cpu_rates
 
 from .clockwork import Work
-from .test_native import forced
+from .support.native import forced
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 CPU = torch.device("cpu")

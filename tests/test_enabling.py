@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,47 +13,9 @@ from torch import Tensor, nn
 import tensorlogic
 from tensorlogic import enabling, hook_ops, hooks, policies, repairs
 
-HALF = (torch.float16, torch.bfloat16)
-
-
-@pytest.fixture(params=["hooks", "python"])
-def enabled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Enabled by compiled guards and by those in Python; disabled afterwards."""
-    if request.param == "hooks" and hook_ops.available() is not None:
-        pytest.skip(str(hook_ops.available()))
-    tensorlogic.disable()
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # over before the policy of all tests is left, which the hooks count
-        if request.param == "python":
-            patch.setattr(hooks, "_state", ["absent"])
-        tensorlogic.enable()
-        yield
-        tensorlogic.disable()
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the ops that repairs hand to the choice, in order."""
-    names: list[str] = []
-    original = repairs._launcher
-
-    def spy(op: Any, *args: Any) -> Any:
-        names.append(op.name)
-        return original(op, *args)
-
-    monkeypatch.setattr(repairs, "_launcher", spy)
-    return names
-
-
-def r(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-def error(y: Tensor, ref: Tensor) -> float:
-    return float((y.double() - ref).norm() / ref.norm())
-
+from .helpers import HALF, error, r
+from .helpers import enabled as enabled  # the fixture
+from .helpers import served as served  # the fixture
 
 # name -> arguments and named arguments; the call is torch.<name>
 CALLS: dict[str, Callable[[torch.dtype], tuple[tuple[Tensor, ...], dict[str, Any]]]] = {

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import tensorlogic
 from tensorlogic import hook_ops, repairs
 
-from .test_enabling import HALF, error, r
-from .test_enabling import enabled as enabled  # the fixture
-from .test_enabling import served as served  # the fixture
+from .helpers import HALF, error, r
+from .helpers import enabled as enabled  # the fixture
+from .helpers import served as served  # the fixture
 
 
 def modules() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:

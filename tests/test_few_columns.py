@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from .test_triton_gemm import COLUMNWISE, DEVICE, check
+from .support.gemm import COLUMNWISE, check
+from .support.triton import DEVICE
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.op import OPS  # isort: skip

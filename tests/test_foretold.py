@@ -16,7 +16,7 @@ from tensorlogic.program.apart import Apart
 from tensorlogic.program.foretold import Foretold
 from tensorlogic.program.pieces import Pieces
 
-from .test_capture import DEVICE
+from .support.graphs import DEVICE
 
 
 @pytest.fixture(autouse=True)

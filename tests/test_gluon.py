@@ -22,9 +22,8 @@ from tensorlogic.ops.common import (
 from tensorlogic.ops.common.gemm import Operand
 
 from .gluon import standin
-from .test_triton_gemm import COLUMNWISE, check
-from .test_triton_rows import close, poisoned, rand
-from .test_triton_specialised import RING, specialised
+from .support.gemm import COLUMNWISE, RING, check, specialised
+from .support.triton import close, poisoned, rand
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
 CPU = torch.device("cpu")

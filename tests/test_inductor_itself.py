@@ -13,8 +13,7 @@ import tensorlogic
 from tensorlogic import measure, settings, stores
 from tensorlogic.program import contest, inductor, leftovers
 
-from . import test_contest, test_left_over
-from .inductor_fakes import DEVICE
+from .inductor_fakes import DEVICE, Normed, Tails, graded, left, same, x
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))),
@@ -36,29 +35,29 @@ def shared(allowed: None, asked: Path, fresh_store: None) -> None:
 
 def test_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def agrees(fast: nn.Module) -> None:
-        given, twin = test_contest.x(), model()
+        given, twin = x(), model()
         twin.load_state_dict(fast.state_dict())
         out, plain = fast(given), twin(given)
-        test_contest.same(out, plain)
-        test_contest.same(
+        same(out, plain)
+        same(
             torch.autograd.grad(out.square().sum(), [*fast.parameters()]),
             torch.autograd.grad(plain.square().sum(), [*twin.parameters()]),
         )
-        test_contest.same([*fast.buffers()], [*twin.buffers()])
+        same([*fast.buffers()], [*twin.buffers()])
 
     def model() -> nn.Module:
-        made = nn.Sequential(test_contest.Normed(), nn.Linear(48, 32), nn.GELU())
+        made = nn.Sequential(Normed(), nn.Linear(48, 32), nn.GELU())
         return made.to(DEVICE).train()
 
     monkeypatch.setattr(contest, "GAIN", 1e9)
     monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
     original = model()
-    fast = tensorlogic.optimize(original, test_contest.x(), training=True, budget_s=200)
+    fast = tensorlogic.optimize(original, x(), training=True, budget_s=200)
     assert fast.report.outcome == "compiled", fast.report
     agrees(fast)
     stores.forget()
     monkeypatch.setattr(inductor, "Compiling", None)  # loaded, as by a process that comes later
-    fast = tensorlogic.optimize(original, test_contest.x(), training=True)
+    fast = tensorlogic.optimize(original, x(), training=True)
     assert fast.report.outcome == "compiled", fast.report
     agrees(fast)
 
@@ -81,9 +80,8 @@ def test_what_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(contest.Contest, "_whole", lambda self, job, expected: None)
     monkeypatch.setattr(inductor, "whole", lambda trace, path: inductor.Order(nothing(), [], path))
-    model, given = test_left_over.Tails().to(DEVICE), test_left_over.x()
+    model, given = Tails().to(DEVICE), x()
     fast = tensorlogic.optimize(model, given, training=True, budget_s=200)
-    assert [r.refused for r in test_left_over.left(fast.report)] == ["", ""], fast.report
+    assert [r.refused for r in left(fast.report)] == ["", ""], fast.report
     assert fast._program((given,), {}) is not contest.MISS
-    graded = test_left_over.graded
-    test_left_over.same(graded(fast, given), graded(model, given))
+    same(graded(fast, given), graded(model, given))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from .test_triton_rows import REDUCE, close, rand
+from .support.triton import REDUCE, close, rand
 
 from tensorlogic import hardware  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.ops.common import triton_reduce  # isort: skip

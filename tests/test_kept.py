@@ -16,7 +16,7 @@ import tensorlogic
 from tensorlogic import policies
 from tensorlogic.ops.linear import LINEAR
 
-from .test_autograd import TABLE
+from .helpers import TABLE
 
 # These make again in backward what PyTorch keeps (normalised rows, probabilities, a product), from operands that
 # they keep instead: a write to one of those raises, where PyTorch has no more use of it.

@@ -27,7 +27,6 @@ from tensorlogic.ops.layer_norm_linear import (
     again,
     cublaslt_after_norm,
     layer_norm_linear_backward,
-    triton_rows,
     triton_tiled,
 )
 from tensorlogic.plans import Key
@@ -71,13 +70,7 @@ def test_the_norm_before_a_product_gives_what_it_made(dtype: torch.dtype, affine
     plan = cublaslt_after_norm.describe(_key(args), "triton")
     assert isinstance(plan, gemm_wiring.Plan)
     config = gemm_wiring.configurations(plan)[0]["products"]
-    shape = triton_rows.describe(_key(args))
-    assert not isinstance(shape, str)
-    rows = LAYER_NORM_LINEAR.candidates["triton.rows"].configs(_key(args))[0]
-    launchers = (
-        gemm_wiring.launcher(LAYER_NORM_LINEAR, plan, config, DEVICE),
-        triton_rows.build(shape, rows, DEVICE),
-    )
+    launch = gemm_wiring.launcher(LAYER_NORM_LINEAR, plan, config, DEVICE)
     x, gamma, beta, weight, bias = args
     assert x is not None
     assert weight is not None
@@ -85,13 +78,11 @@ def test_the_norm_before_a_product_gives_what_it_made(dtype: torch.dtype, affine
     normal, mean, rstd = _made(x, gamma, beta)
     y = normal.double() @ weight.double().t() + bias.double()
     tolerance = 1e-5 if dtype == torch.float32 else 3e-3
-    for launch in launchers:
-        outs = launch(*args)
-        assert outs is not None
-        for got, want, bound in zip(
-            outs, (y, normal, mean, rstd), (tolerance, tolerance, 1e-5, 1e-5), strict=True
-        ):
-            _close(got, want, bound)
+    outs = launch(*args)
+    assert outs is not None
+    bounds = (tolerance, tolerance, 1e-5, 1e-5)
+    for got, want, bound in zip(outs, (y, normal, mean, rstd), bounds, strict=True):
+        _close(got, want, bound)
 
 
 def test_only_cuda_keeps_them_and_only_for_backward() -> None:

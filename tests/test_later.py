@@ -18,8 +18,8 @@ from tensorlogic import settings, workers
 from tensorlogic.program import contest, later, room
 from tests.inductor_fakes import DEVICE, Fake
 
-from .test_contest import Chain, same, x
-from .test_pieces import Layers
+from .inductor_fakes import Chain, same, x
+from .support.graphs import Layers
 
 GIB = 1 << 30
 

@@ -9,51 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import tensorlogic
 from tensorlogic import stores
 from tensorlogic.numerics import Verdict
-from tensorlogic.program import choosing, contest, inductor, later, leftovers
+from tensorlogic.program import choosing, contest, inductor, later
 from tensorlogic.program.report import Report, Row
 from tensorlogic.program.serve import Program
 from tensorlogic.program.whole import Whole
-from tests.inductor_fakes import DEVICE, Fake
-
-
-class Tails(nn.Module):
-    """Products, and behind each of the first two the same chain; another one behind the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 32)
-        self.w = nn.Parameter(torch.rand(64))
-
-    def chain(self, y: Tensor) -> Tensor:
-        return torch.sin(y * self.w) * torch.sigmoid(y) + torch.exp(-y * y)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.chain(self.b(self.chain(self.a(x))))
-        return torch.softmax(torch.cos(self.c(y)) + x, -1)
-
-
-def x(rows: int = 64) -> Tensor:
-    return torch.randn(rows, 32, device=DEVICE)
-
-
-@pytest.fixture(autouse=True)
-def ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every linear layer is replaced, and every run is worth a compilation, whatever this machine is doing."""
-    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
-    monkeypatch.setattr(leftovers, "SHARE", 0.0)
-
-
-def made() -> nn.Module:
-    return Tails().to(DEVICE).eval()
-
-
-def left(report: Report) -> list[Row]:
-    return [r for r in report.rows if r.op == leftovers.OP]
+from tests.inductor_fakes import DEVICE, Fake, Tails, graded, left, same, tails, x
+from tests.inductor_fakes import ours as ours  # the fixture
 
 
 def whole(report: Report) -> Row:
@@ -61,14 +27,10 @@ def whole(report: Report) -> Row:
     return found
 
 
-def same(a: Any, b: Any) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
 @torch.no_grad()
 def test_what_is_left_over_is_compiled_between_our_products(fake: Fake) -> None:
     fake.left_us, fake.us = 4.0, 6.0
-    model = made()
+    model = tails()
     fast = tensorlogic.optimize(model, x(), budget_s=30)
     report = fast.report
     assert report.outcome in ("rewritten", "captured")
@@ -93,7 +55,7 @@ def test_what_is_left_over_is_compiled_between_our_products(fake: Fake) -> None:
 @torch.no_grad()
 def test_the_whole_model_by_inductor_may_be_faster_still(fake: Fake) -> None:
     fake.left_us, fake.us = 6.0, 4.0
-    fast = tensorlogic.optimize(made(), x(), budget_s=30)
+    fast = tensorlogic.optimize(tails(), x(), budget_s=30)
     assert fast.report.outcome == "compiled"
     assert whole(fast.report).before_us == 6.0  # beside the best so far
     assert {r.refused for r in left(fast.report)} == {"Inductor is faster"}
@@ -105,7 +67,7 @@ def test_runs_that_are_not_clearly_faster_stay(
     fake: Fake, ratio: tuple[float, float, float]
 ) -> None:
     fake.run_ratio, fake.left_us, fake.us = ratio, 1.0, 9.0
-    fast = tensorlogic.optimize(made(), x(), budget_s=30)
+    fast = tensorlogic.optimize(tails(), x(), budget_s=30)
     assert [r.refused for r in left(fast.report)] == ["does not pay"] * 2
     assert fast._program.left_over == []
 
@@ -113,7 +75,7 @@ def test_runs_that_are_not_clearly_faster_stay(
 @torch.no_grad()
 def test_runs_that_do_not_pay_together_stay(fake: Fake) -> None:
     fake.left_us, fake.us = 6.95, 9.0
-    fast = tensorlogic.optimize(made(), x(), budget_s=30)
+    fast = tensorlogic.optimize(tails(), x(), budget_s=30)
     assert {r.refused for r in left(fast.report)} == {"in the whole model: does not pay"}
     assert fast._program.left_over == []
     assert fast.report.after_us == 7.0
@@ -129,7 +91,7 @@ def test_a_wrong_run_is_undone_and_named(fake: Fake) -> None:
         return 1.01 if artifact in planted else 1.0
 
     fake.left_scale = scale
-    model, given = made(), x()
+    model, given = tails(), x()
     fast = tensorlogic.optimize(model, given, budget_s=30)
     (bad,) = (r for r in left(fast.report) if r.refused)
     assert "wrong" in bad.refused
@@ -150,7 +112,7 @@ def test_a_run_by_which_the_whole_error_grows_is_undone(
         return Verdict(None, 9.0) if len(program.left_over) == 2 else plain(self, program)
 
     monkeypatch.setattr(Whole, "judge", judge)
-    fast = tensorlogic.optimize(made(), x(), budget_s=30)
+    fast = tensorlogic.optimize(tails(), x(), budget_s=30)
     (bad,) = (r for r in left(fast.report) if r.refused)
     assert bad.refused == "the whole model's error grew: error 9.00 times the original's"
     assert len(fast._program.left_over) == 1
@@ -162,7 +124,7 @@ def test_runs_may_pay_where_our_rewrites_alone_do_not(
 ) -> None:
     monkeypatch.setattr(choosing, "MUST_GAIN", 0.0)
     fake.left_us, fake.us = 4.0, 9.0
-    fast = tensorlogic.optimize(made(), x(), budget_s=30)
+    fast = tensorlogic.optimize(tails(), x(), budget_s=30)
     assert fast.report.outcome in ("rewritten", "captured")
     assert len(fast._program.left_over) == 2
 
@@ -170,8 +132,8 @@ def test_runs_may_pay_where_our_rewrites_alone_do_not(
 @torch.no_grad()
 def test_a_later_process_loads_them(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.left_us, fake.us = 4.0, 9.0
-    first = tensorlogic.optimize(made(), x(), budget_s=30)
-    model, given = made(), x()
+    first = tensorlogic.optimize(tails(), x(), budget_s=30)
+    model, given = tails(), x()
     stores.forget()
     fast = tensorlogic.optimize(model, given)  # no budget is needed to load
     assert fast._program.left_over == first._program.left_over
@@ -201,7 +163,7 @@ def test_in_the_background(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(later, "_imported", lambda: None)
     monkeypatch.setattr(later, "_BEGUN", weakref.WeakSet())
     fake.left_us, fake.us = 4.0, 9.0
-    model, given = made(), x()
+    model, given = tails(), x()
     with tensorlogic.policy(tune="auto"):
         fast = tensorlogic.optimize(model, given)
         with torch.inference_mode():  # a call of any kind may begin and compare
@@ -222,17 +184,12 @@ def test_an_interrupt_ends_the_compilers_and_reaches_the_caller(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(inductor.Compiling, "wait", interrupted)
-    model, given = made(), x()
+    model, given = tails(), x()
     want = model(given)
     with pytest.raises(KeyboardInterrupt):
         tensorlogic.optimize(model, given, budget_s=30)
     assert fake.stopped == 2
     same(model(given), want)
-
-
-def graded(model: nn.Module, given: Tensor) -> list[Tensor]:
-    out = model(given)
-    return [out, *torch.autograd.grad(out.square().sum(), [*model.parameters()])]
 
 
 def test_gradients_go_through_runs(fake: Fake) -> None:
@@ -260,6 +217,6 @@ def test_nothing_is_cut_out_of_what_draws_or_writes(fake: Fake) -> None:
 @torch.no_grad()
 def test_what_was_not_compiled_in_time_is_named(fake: Fake) -> None:
     fake.failure = "not compiled in the 3 s that were left"
-    fast = tensorlogic.optimize(made(), x(), budget_s=30)
+    fast = tensorlogic.optimize(tails(), x(), budget_s=30)
     assert {r.refused for r in left(fast.report)} == {fake.failure}
     assert fast._program.left_over == []

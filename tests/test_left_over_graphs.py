@@ -14,26 +14,11 @@ from torch import Tensor, fx, nn
 import tensorlogic
 from tensorlogic.ops.linear import linear
 from tensorlogic.program import inductor, leftovers
-from tensorlogic.program.patterns import RULES
-from tensorlogic.program.rewrite import rewrite
 from tensorlogic.program.serve import Program
-from tensorlogic.program.trace import trace
-from tests.inductor_fakes import DEVICE, Fake
+from tests.inductor_fakes import DEVICE, Fake, program_of
 
-from .test_left_over import left, made, same, x
-from .test_left_over import ours as ours  # the fixture
-
-
-def program_of(model: nn.Module, *given: Tensor) -> Program:
-    """The program with every linear layer replaced, nothing timed."""
-    traced = trace(model, given, {})
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(traced.graph, {}))
-    plain = {n.name: n.meta for n in traced.graph.nodes}
-    for node in graph.nodes:
-        node.meta = dict(plain.get(node.name, {}))
-    rewrite(graph, RULES)
-    return Program(traced, graph, {}, False, model)
+from .inductor_fakes import left, same, tails, x
+from .inductor_fakes import ours as ours  # the fixture
 
 
 def by_itself(program: Program, tmp_path: Path) -> Program:
@@ -130,7 +115,7 @@ def test_results_that_lie_otherwise_are_refused(
         return [v.t().contiguous().t() if "-" in artifact.stem else v for v in outs]
 
     monkeypatch.setattr(Fake, "run", turned)
-    model, given = made(), x()
+    model, given = tails(), x()
     fast = tensorlogic.optimize(model, given, budget_s=30)
     assert left(fast.report)
     assert all(r.refused and "lie in memory" in r.refused for r in left(fast.report))

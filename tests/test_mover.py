@@ -17,8 +17,8 @@ from tensorlogic import calls, native
 from tensorlogic.memory import stager, staging
 from tensorlogic.memory.staging_rules import MIB
 
+from .driver.copies import Engine
 from .driver.replaying import Driver
-from .test_placement import Engine
 
 pytestmark = pytest.mark.skipif(
     native.calls_available() is not None, reason="needs the compiled calls"

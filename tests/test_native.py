@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +19,12 @@ from torch import Tensor
 from tensorlogic import doctor, library_files, native, settings
 from tensorlogic.ops.common.random import keep_mask
 
+from .support.native import DTYPES, EXACT, INF, NAN, assert_ulps, ulps_of
+from .support.native import ops as ops  # the fixture
+
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 
-LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SIZES = (1, 3, 17, 1023, 70_001)
-INF, NAN = float("inf"), float("nan")
-
-
-def forced(level: str) -> Iterator[Any]:
-    """The operators with one instruction set forced."""
-    if level not in native.op("features")().split(","):
-        pytest.skip(f"this machine has no {level}")
-    native.op("set_isa")(level)
-    yield torch.ops.tensorlogic_native
-    native.op("set_isa")("auto")
-
-
-@pytest.fixture(params=LEVELS)
-def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Each instruction set in turn."""
-    yield from forced(request.param)
-
-
-def ulps_of(ops: Any) -> int:
-    """The accuracy promised for activations; without a fused multiply-add one ulp more."""
-    return 3 if ops.isa() == "portable" else 2
-
-
-def spacing(reference: Tensor, dtype: torch.dtype) -> Tensor:
-    """One ulp of `dtype` at each reference value."""
-    info = torch.finfo(dtype)
-    return torch.exp2(torch.floor(torch.log2(reference.abs().clamp(min=info.tiny)))) * info.eps
-
-
-def assert_ulps(y: Tensor, reference: Tensor, ulps: float) -> None:
-    """y is within `ulps` of the float64 reference; where that is not finite in y's dtype, y equals it."""
-    rounded = reference.to(y.dtype)
-    finite = torch.isfinite(rounded)
-    torch.testing.assert_close(y[~finite], rounded[~finite], rtol=0, atol=0, equal_nan=True)
-    gone = (y == 0) & (
-        reference.abs() < 2**-112
-    )  # an exponential that is hardly a normal number is 0, whatever x it is multiplied by
-    finite = finite & ~gone
-    error = (y.double() - reference)[finite].abs() / spacing(reference[finite], y.dtype)
-    assert error.numel() == 0 or error.max() <= ulps, f"{error.max():.2f} ulp"
 
 
 def every_value(dtype: torch.dtype) -> Tensor:
@@ -80,15 +40,6 @@ def every_value(dtype: torch.dtype) -> Tensor:
         whole = torch.cat([round_, *ends]).repeat_interleave(16)
         return torch.cat([whole, *spread, torch.linspace(-110, 110, 100_001), special])
     return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
-
-
-EXACT: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": lambda x: x * torch.special.expit(x),
-    "gelu": lambda x: x * 0.5 * torch.special.erfc(-x * math.sqrt(0.5)),
-    "gelu_tanh": lambda x: (
-        x * torch.special.expit(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
-    ),
-}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,20 @@ from tensorlogic.checking import Checker
 from tensorlogic.op import OPS
 from tensorlogic.ops.common import cpu_costs, cpu_products
 
-from .test_native import DTYPES, EXACT, INF, LEVELS, NAN, assert_ulps, forced, ulps_of
+from .support.native import (
+    DTYPES,
+    EXACT,
+    INF,
+    LAYOUTS,
+    LEVELS,
+    NAN,
+    assert_near,
+    assert_product,
+    assert_ulps,
+    expected,
+    ulps_of,
+)
+from .support.native import ops as ops  # the fixture
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 
@@ -28,38 +40,6 @@ BATCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((2, 1), (4,)),
     ((), (2,)),
 )
-
-
-@pytest.fixture(params=LEVELS)
-def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Each instruction set in turn."""
-    yield from forced(request.param)
-
-
-def stepped(t: Tensor) -> Tensor:
-    """The same values, neighbours in neither dimension."""
-    wide = t.new_full((*t.shape[:-1], t.shape[-1] * 2 + 1), NAN)
-    wide[..., 1::2] = t
-    return wide[..., 1::2]
-
-
-LAYOUTS = (lambda t: t, lambda t: t.mT.contiguous().mT, stepped)
-
-
-def expected(dtype: torch.dtype, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The product, and what one rounding of the result and float32 sums may cost, element by element."""
-    ref, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-    return ref, torch.finfo(dtype).eps * ref.abs() + 3e-7 * a.shape[-1] ** 0.5 * size + 1e-7
-
-
-def assert_near(y: Tensor, ref: Tensor, bound: Tensor) -> None:
-    error = (y.double() - ref).abs()
-    assert y.shape == ref.shape
-    assert bool((error <= bound).all()), f"{(error / bound).max()}"
-
-
-def assert_product(y: Tensor, a: Tensor, b: Tensor) -> None:
-    assert_near(y, *expected(y.dtype, a, b))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,17 +15,12 @@ from torch import Tensor
 from tensorlogic import native
 
 from .helpers import far_rows
-from .test_native import DTYPES, INF, LEVELS, NAN, forced
+from .support.native import DTYPES, INF, NAN
+from .support.native import ops as ops  # the fixture
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 
 SHAPES = ((1, 1), (3, 5), (2, 3, 17), (5, 1023), (33, 64), (0, 4), (130, 260), (2, 4097))
-
-
-@pytest.fixture(params=LEVELS)
-def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Each instruction set in turn."""
-    yield from forced(request.param)
 
 
 def close(y: Tensor, reference: Tensor, dtype: torch.dtype, factor: float = 3) -> None:

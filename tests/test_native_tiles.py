@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tensorlogic import native
 
-from .test_native import DTYPES, INF, NAN, forced
-from .test_native_products import LAYOUTS, assert_product
+from .support.native import DTYPES, INF, LAYOUTS, NAN, assert_product, forced
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 

@@ -16,7 +16,7 @@ from tensorlogic.plans import Key, PlanStore
 from .plan_samples import CPU as HERE
 from .plan_samples import linear
 from .plan_samples import plan as sample
-from .test_selection import CPU, RELU, Served, decided, key_of, plan, put, served  # noqa: F401
+from .support.plans import CPU, RELU, Served, decided, key_of, plan, put, served  # noqa: F401
 
 
 def test_neighbours_are_asked_once_until_plans_or_candidates_change(

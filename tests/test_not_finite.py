@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 
 import tensorlogic
 from tensorlogic.op import OPS
@@ -15,7 +14,8 @@ from tensorlogic.ops.attention_scores import backward_call, masked
 from tensorlogic.ops.convolution import CONVOLUTION
 from tensorlogic.ops.linear import linear
 from tensorlogic.program.patterns import WAYS
-from tensorlogic.program.rewrite import emitter
+
+from .helpers import by_way
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,21 +67,6 @@ def test_every_candidate_of_products(dtype: torch.dtype) -> None:
         for candidate in OPS[known].candidates:
             with tensorlogic.policy(force=candidate):
                 assert_alike(call(), want, f"{name} by {candidate}")
-
-
-def by_way(emit_way: Any, args: tuple[Any, ...]) -> Tensor:
-    """The output of one way of a step."""
-    graph, given = fx.Graph(), [a for a in args if isinstance(a, Tensor)]
-    places = []
-    for i, a in enumerate(args):
-        if isinstance(a, Tensor):
-            places.append(graph.placeholder(f"p{i}"))
-            places[-1].meta["val"] = a
-        else:
-            places.append(a)
-    graph.output(emit_way(emitter(graph), tuple(places)))
-    out: Tensor = fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*given)
-    return out
 
 
 @torch.no_grad()

@@ -12,8 +12,7 @@ from torch import nn
 import tensorlogic
 from tensorlogic.program import asked
 
-from .test_asked import QUESTIONS, optimized, some
-from .test_capture import DEVICE
+from .support.graphs import DEVICE, QUESTIONS, optimized, some
 
 
 def test_what_pytorch_and_we_ask_for_others_is_not_noted() -> None:

@@ -13,26 +13,10 @@ from torch import Tensor
 
 import tensorlogic as t
 
-X, W, B = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
-LOGITS, TARGET = torch.randn(3, 6), torch.tensor([0, 5, 2])
-Q, K = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
-G, H = torch.randn(4), torch.randn(4)
-MEAN, VAR = torch.zeros(5), torch.ones(5)
+from .helpers import LOGITS, MEAN, TARGET, VAR, B, G, H, K, W, X, bn, ce, scores
 
 FREED = torch.randn(3, 4)
 FREED.untyped_storage().resize_(0)
-
-
-def bn(x: Any = X, w: Any = W, b: Any = B, mean: Any = MEAN, var: Any = VAR, **more: Any) -> Tensor:
-    return t.linear_batch_norm_relu(x, w, b, mean, var, None, None, **more)
-
-
-def ce(logits: Any = LOGITS, target: Any = TARGET, **more: Any) -> Tensor:
-    return t.softmax_cross_entropy(logits, target, **more)
-
-
-def scores(q: Any = Q, k: Any = K, scale: Any = 0.5, **more: Any) -> Tensor:
-    return t.attention_scores(q, k, scale, **more)
 
 
 def drop(p: Any, x: Any = X) -> Tensor:

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic.program import choosing, optimizing
+from tensorlogic.program import choosing
 from tensorlogic.program.optimizing import OptimizedModule
+
+from .support.graphs import close, served
 
 
 class Block(nn.Module):
@@ -54,15 +56,6 @@ def convolutional() -> nn.Module:
 
 
 IMAGE = (2, 3, 8, 8)
-
-
-def close(a: Any, b: Any) -> None:
-    torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
-
-
-def served(fast: nn.Module, *args: Any, **kwargs: Any) -> bool:
-    """Whether the program, and not the model's own code, serves a call."""
-    return fast._program(args, kwargs) is not optimizing.MISS
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from tensorlogic.program.serve import PATIENCE, REST
 from tensorlogic.program.short import MISS
 from tensorlogic.program.trace import trace, witness
 
-from .test_left_over_graphs import program_of
+from .inductor_fakes import program_of
 
 
 def layers(wide: int = 64) -> nn.Sequential:

@@ -19,7 +19,7 @@ from tensorlogic.program.graphs import Replay
 from tensorlogic.program.inductor import Compiled
 from tensorlogic.program.short import MISS
 
-from .test_capture import DEVICE, PythonTape
+from .support.graphs import DEVICE, PythonTape
 
 
 def net() -> nn.Module:

@@ -15,7 +15,7 @@ import tensorlogic
 from tensorlogic.program import gradients
 from tensorlogic.program.trace import trace
 
-from .test_optimize import close
+from .support.graphs import close
 
 
 class Through(torch.autograd.Function):

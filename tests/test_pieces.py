@@ -18,6 +18,7 @@ from tensorlogic.program.outcomes import widely
 from tensorlogic.program.pieces import Pieces
 
 from .clockwork import Clock
+from .support.graphs import Layers
 
 
 class Cache:
@@ -320,33 +321,6 @@ def test_code_that_asks_for_float32_is_checked_in_float64(training: bool, pays: 
     exact = copy.deepcopy(model).double()
     shares = torch.softmax(exact.a(x.double()), -1)
     torch.testing.assert_close(wide[0][0], exact.b(torch.cat((shares, x.double() * 2), -1)))
-
-
-class Looking(nn.Module):
-    """Looks at its own values, and asks what no graph foretells."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.b(F.gelu(self.a(x)))
-        if x.abs().max() > 1e4:
-            x = x.clamp(-1.0, 1.0)
-        return x
-
-
-class Layers(nn.Module):
-    """Several of one form: Dynamo makes one graph, and hands it each layer's parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Looking() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 @torch.no_grad()

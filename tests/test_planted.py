@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,156 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, policies, registry, selector, stores, study
+from tensorlogic import background, policies, selector, stores
 from tensorlogic.op import OPS
 from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
 
-CPU = torch.device("cpu")
-HEAD = """
-import time
-import torch
-import torch.nn.functional as F
-from tensorlogic.op import Candidate
+from .support.plans import CPU, WRONG, Install, inputs, reasons
+from .support.plans import install as install  # the fixture
 
-class Peculiar(Exception):
-    pass
-
-KEPT, COUNT = {}, [0]
-
-def right(x, weight, bias, residual, activation, save):
-    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
-
-def register(ops):
-    def plant(name, fn, **about):
-        op = ops["linear"]
-        op.add(Candidate(
-            "planted." + name,
-            bind=lambda key, config, device: op.closer(fn, *(v for _, v in key.flags)),
-            sources=(fn,), trusted=True, **about,
-        ))
-"""
-# name -> (body of the candidate, what its reason must contain)
-WRONG = {
-    "off_by_one_row": ("return (torch.roll(y, 1, 0),)", "wrong: output 0"),
-    "stale_output": ("return (KEPT.setdefault(y.shape, y),)", "wrong: output 0"),
-    "stale_by_address": (
-        "return (KEPT.setdefault((x.data_ptr(), y.shape), y),)",
-        "wrong: output 0",
-    ),
-    "reused_buffer": (
-        "return (KEPT.setdefault(y.shape, torch.empty_like(y)).copy_(y),)",
-        "a later call changed an earlier output",
-    ),
-    "f16_accumulation": (
-        """
-        z = torch.zeros_like(y)
-        for k in range(x.shape[1]):
-            z += x[:, k : k + 1] * weight[:, k]
-        return (z if bias is None else z + bias,)
-        """,
-        "wrong: output 0",
-    ),
-    "odd_sizes": (
-        "y[:, y.shape[1] & ~1 :] = 0 if bias is None else bias[-1]; return (y,)",
-        "wrong: output 0",
-    ),
-    "nan_in_one": ("y.view(-1)[y.numel() // 2] = float('nan'); return (y,)", "has 1 NaN"),
-    "one_element_off": ("y.view(-1)[-1] += 1; return (y,)", "wrong: output 0 has"),
-    "unwritten_tail": ("z = torch.empty_like(y); z[:-1] = y[:-1]; return (z,)", "wrong: output 0"),
-    "writes_input": ("x.mul_(2); return (y,)", "wrong: it changed its input x"),
-    "writes_weight_back_late": ("weight.view(-1)[0] = 1; return (y,)", "changed its input weight"),
-    "other_strides": (
-        "return (torch.empty_strided(y.shape, (1, y.shape[0]), dtype=y.dtype).copy_(y),)",
-        "wrong: output 0 has strides (1, 8)",
-    ),
-    "other_dtype": ("return (y.float(),)", "wrong: output 0 is f32"),
-    "other_shape": ("return (y.view(-1),)", "wrong: output 0 is f16"),
-    "nothing": ("return ()", "wrong: output 0 is NoneType"),
-    "too_many": ("return (y, y)", "wrong: 2 outputs"),
-    "not_a_tensor": ("return (1.0,)", "wrong: output 0 is float"),
-    "raises": ("raise Peculiar('no luck')", "failed: Peculiar: no luck"),
-    "asserts": ("assert False, 'broken'", "failed: AssertionError: broken"),
-    "declines": ("return None", "declined the key it was bound for"),
-    "allocates": ("torch.empty(1 << 52); return (y,)", "out of memory"),
-    "raises_later": (
-        "COUNT[0] += 1\nif COUNT[0] > 6:\n    raise Peculiar('worn out')\nreturn (y,)",
-        "failed: Peculiar: worn out",
-    ),
-    "declines_later": (
-        "COUNT[0] += 1\nreturn None if COUNT[0] > 6 else (y,)",
-        "declined the key it was bound for",
-    ),
-}
 FIVE = ("off_by_one_row", "stale_output", "f16_accumulation", "odd_sizes", "nan_in_one")
-
-
-def _module(names: list[str], extra: str = "") -> str:
-    text = HEAD
-    for name in names:
-        body = textwrap.indent(textwrap.dedent(WRONG[name][0]).strip(), " " * 8)
-        text += f"    def {name}(x, weight, bias, residual, activation, save):\n"
-        text += f"        y = right(x, weight, bias, residual, activation, save)\n{body}\n"
-        text += f"    plant({name!r}, {name}, supports=lambda key: None if key.spec('residual') is None and key.flag('activation') == 'none' else 'plain only')\n"
-    return text + textwrap.indent(textwrap.dedent(extra), " " * 4) + "\n"
-
-
-Install = Callable[..., None]
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """install(names, extra source): a distribution with a `tensorlogic.candidates` entry point, found as pip's would be."""
-    registry.ready("cpu")  # else those of the package go with the planted ones
-    before = {name: dict(op.candidates) for name, op in OPS.items()}
-    monkeypatch.setattr(study, "CUT", 1e9)  # a busy machine must not cut what is to be refused
-
-    def make(*names: str, extra: str = "") -> None:
-        site = tmp_path / "site"
-        info = site / "planted_candidates-1.0.dist-info"
-        info.mkdir(parents=True)
-        (site / "planted_candidates.py").write_text(_module(list(names), extra))
-        (info / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: planted-candidates\nVersion: 1.0\n"
-        )
-        (info / "entry_points.txt").write_text(
-            "[tensorlogic.candidates]\nplanted = planted_candidates:register\n"
-        )
-        monkeypatch.syspath_prepend(str(site))
-        importlib.invalidate_caches()
-        registry._READY.difference_update({"plugins", "cpu"})
-        registry.ready("cpu")
-
-    yield make
-    for name, op in OPS.items():
-        op.candidates.clear()
-        op.candidates.update(before[name])
-    sys.modules.pop("planted_candidates", None)
-    selector._SAID.clear()
-    policies.forget_entries()
-
-
-def inputs(
-    m: int = 8, k: int = 64, n: int = 15, dtype: torch.dtype = torch.float16
-) -> list[Tensor]:
-    return [
-        torch.randn(m, k).to(dtype),
-        (torch.randn(n, k) / 8).to(dtype),
-        torch.randn(n).to(dtype),
-    ]
 
 
 def assert_right(out: Tensor, x: Tensor, w: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(
         out.double(), F.linear(x.double(), w.double(), b.double()), rtol=4e-3, atol=4e-3
     )
-
-
-def reasons(plan: Plan) -> dict[str, str]:
-    return {
-        e.candidate.removeprefix("planted."): e.reason
-        for e in plan.evidence
-        if e.status == "refused"
-    }
 
 
 def test_the_plug_in_is_found_and_not_trusted(install: Install) -> None:

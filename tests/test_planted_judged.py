@@ -13,8 +13,8 @@ import tensorlogic
 from tensorlogic import checking, dispatch, registry, selector, stores
 from tensorlogic.op import EAGER, OPS
 
-from .test_planted import CPU, Install, inputs
-from .test_planted import install as install  # the fixture
+from .support.plans import CPU, Install, inputs
+from .support.plans import install as install  # the fixture
 
 
 def test_running_statistics_are_judged_as_well(install: Install) -> None:

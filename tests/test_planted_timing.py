@@ -17,8 +17,8 @@ from tensorlogic import checking, entrants, measure, study
 from tensorlogic.plan_records import Evidence, Plan
 
 from .clockwork import Work
-from .test_planted import Install, inputs, reasons
-from .test_planted import install as install  # the fixture
+from .support.plans import Install, inputs, reasons
+from .support.plans import install as install  # the fixture
 
 
 @pytest.fixture

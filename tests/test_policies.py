@@ -14,8 +14,8 @@ from tensorlogic import dispatch, policies, selector, settings
 from tensorlogic.op import EAGER, OPS, Candidate
 from tensorlogic.plans import Key
 
-from .test_selection import RELU, Served, key_of, plan, put
-from .test_selection import served as served  # the fixture
+from .support.plans import RELU, Served, key_of, plan, put
+from .support.plans import served as served  # the fixture
 
 
 def test_policies_nest_and_end(served: Served) -> None:

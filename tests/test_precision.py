@@ -17,73 +17,57 @@ from tensorlogic import PrecisionWarning, native, numerics, policies
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import ways, ways_cpu
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from .helpers import ALL_FLOATS, off
+
 WAYS = list(OPS["matmul"].precise.candidates)  # type: ignore[union-attr]
 
 
-def off(y: Tensor, want: Tensor) -> float:
-    """The largest relative 2-norm of the error of a row or a column."""
-    y, want = numerics.wide(y), numerics.wide(want)
-    tiny = torch.finfo(torch.float64).tiny
-    return max(
-        float(((y - want).norm(dim=d) / want.norm(dim=d).clamp_min(tiny)).max()) for d in (-1, -2)
-    )
-
-
-@pytest.mark.parametrize("id", WAYS)
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64], ids=str)
-def test_every_way_is_as_accurate_as_its_form(id: str, dtype: torch.dtype) -> None:
+def by_way(id: str, a: Tensor, b: Tensor) -> tuple[Tensor, float]:
+    """The product by one way under an adaptive policy, and how coarse it may be; skips where the way does not serve."""
     op = OPS["matmul"].precise
     assert op is not None
-    a, b = torch.randn(70, 96, dtype=dtype), torch.randn(96, 50, dtype=dtype)
     key = op.key((a, b, "none", False), "inference", "adaptive")
     candidate = op.candidates[id]
     if reason := candidate.unfit(key):
         pytest.skip(reason)
     (y,) = candidate.bind(key, {}, torch.device("cpu"))(a, b)  # type: ignore[misc]
     assert y is not None
+    return y, candidate.coarse(key)
+
+
+@pytest.mark.parametrize("id", WAYS)
+@pytest.mark.parametrize("dtype", [*ALL_FLOATS, torch.complex64], ids=str)
+def test_every_way_is_as_accurate_as_its_form(id: str, dtype: torch.dtype) -> None:
+    a, b = torch.randn(70, 96, dtype=dtype), torch.randn(96, 50, dtype=dtype)
+    y, coarse = by_way(id, a, b)
     assert y.dtype == dtype
     rounding = numerics.spacing(dtype)
-    assert off(y, numerics.wide(a) @ numerics.wide(b)) < 3 * candidate.coarse(key) + rounding
+    assert off(y, numerics.wide(a) @ numerics.wide(b)) < 3 * coarse + rounding
 
 
 @pytest.mark.parametrize("id", WAYS)
 @pytest.mark.parametrize("scale", [1e-30, 1e-8, 1e8, 1e15])
 def test_no_range_spoils_a_result(id: str, scale: float) -> None:
-    op = OPS["matmul"].precise
-    assert op is not None
     a, b = torch.randn(40, 64), torch.randn(64, 40)
     a[::2] *= scale
     b[:, ::3] *= 1e4
-    key = op.key((a, b, "none", False), "inference", "adaptive")
-    candidate = op.candidates[id]
-    if reason := candidate.unfit(key):
-        pytest.skip(reason)
-    (y,) = candidate.bind(key, {}, torch.device("cpu"))(a, b)  # type: ignore[misc]
-    assert y is not None
-    assert off(y, a.double() @ b.double()) < 4 * candidate.coarse(key) + 1e-7
+    y, coarse = by_way(id, a, b)
+    assert off(y, a.double() @ b.double()) < 4 * coarse + 1e-7
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("id", WAYS)
 def test_what_is_not_finite_stays_so_where_it_belongs(id: str, bad: float) -> None:
-    op = OPS["matmul"].precise
-    assert op is not None
     a, b = torch.randn(40, 64), torch.randn(64, 40)
     a[3, 5] = bad
-    key = op.key((a, b, "none", False), "inference", "adaptive")
-    candidate = op.candidates[id]
-    if reason := candidate.unfit(key):
-        pytest.skip(reason)
-    (y,) = candidate.bind(key, {}, torch.device("cpu"))(a, b)  # type: ignore[misc]
-    assert y is not None
+    y, _ = by_way(id, a, b)
     want = a @ b
     assert torch.equal(torch.isnan(y), torch.isnan(want))
     assert torch.equal(torch.isinf(y), torch.isinf(want))
 
 
 @pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", ALL_FLOATS, ids=str)
 def test_half_products_of_other_inputs_keep_their_range_and_more_digits(dtype: torch.dtype) -> None:
     """Two bfloat16 parts in tiles, elsewhere float32 itself, made while operands are packed: better than float16, in float32's range."""
     op = OPS["matmul"].precise
@@ -97,8 +81,8 @@ def test_half_products_of_other_inputs_keep_their_range_and_more_digits(dtype: t
 
 
 def test_results_keep_the_dtype_that_the_inputs_promote_to() -> None:
-    for left in FLOATS:
-        for right in FLOATS:
+    for left in ALL_FLOATS:
+        for right in ALL_FLOATS:
             a, b = torch.randn(8, 8).to(left), torch.randn(8, 8).to(right)
             for mode in ("f32", "f16", "adaptive"):
                 with tensorlogic.precision(mode), warnings.catch_warnings():

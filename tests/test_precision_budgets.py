@@ -17,7 +17,7 @@ from tensorlogic.entrants import nearest, pick
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import ways_cpu
 
-from .test_precision import FLOATS, off
+from .helpers import ALL_FLOATS, off
 
 
 @pytest.mark.parametrize("rtol", [1e-2, 1e-3, 1e-4, 1e-6])
@@ -117,7 +117,7 @@ def test_errors_of_data_are_kept_in_the_plan() -> None:
 
 @pytest.mark.skipif(ways_cpu.native.available() is not None, reason="needs the native library")
 @pytest.mark.parametrize("shape", [(40, 50, 60), (129, 300, 265), (1, 1, 1), (600, 530, 777)])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", ALL_FLOATS, ids=str)
 def test_the_native_guard_sees_what_pytorch_sees(
     shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +16,18 @@ import torch
 import torch.nn.functional as F
 
 import tensorlogic
-from tensorlogic import registry
 from tensorlogic.checking import Checker
 from tensorlogic.op import OPS
 from tensorlogic.ops.common import activations
-from tensorlogic.plans import Key
 from tensorlogic.providers import liger, quack
 from tensorlogic.providers.packages import Package
 from tests import provider_fakes
 
-CPU = torch.device("cpu")
+from .provider_fakes import CPU, LABELS, half, key, of_an_adapter
+from .provider_fakes import nothing_stays as nothing_stays  # the fixture
+
 ROOT = Path(__file__).parents[1]
 PROVIDERS = {"quack": quack, "liger": liger}
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
-    """Candidates and modules of a test's packages are gone after it, and known ones are put aside meanwhile."""
-    registry.ready("cpu")  # what is registered meanwhile stays for those who come later
-    aside = {(op, id): c for op in OPS.values() for id, c in op.candidates.items() if _theirs(id)}
-    kept = {op.name: dict(op.candidates) for op in OPS.values()}
-    for op, id in aside:
-        del op.candidates[id]
-    yield
-    for op in OPS.values():
-        op.candidates.clear()
-        op.candidates.update(kept[op.name])
-    for name in [m for m in sys.modules if m == "quack" or m.startswith("quack.")]:
-        del sys.modules[name]
-
-
-def _theirs(id: str) -> bool:
-    return id.split(".")[0] in PROVIDERS
 
 
 @pytest.fixture
@@ -60,12 +39,6 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quack.register(OPS)
 
 
-def key(op: str, *args: Any) -> Key:
-    """The key of op-level arguments."""
-    save = ("save", True) in zip((p.name for p in OPS[op].params), args, strict=True)
-    return OPS[op].key(args, "backward" if OPS[op].internal else "forward" if save else "inference")
-
-
 def verdict(op: str, id: str, *args: Any) -> str | None:
     """None when the candidate may serve the key of `args` and passes the check every candidate must pass, else why not."""
     asked, candidate = key(op, *args), OPS[op].candidates[id]
@@ -74,10 +47,6 @@ def verdict(op: str, id: str, *args: Any) -> str | None:
         return reason
     with torch.no_grad():
         return Checker(OPS[op], asked, CPU).check(candidate.bind(asked, {}, CPU)).reason
-
-
-def half(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
@@ -91,7 +60,7 @@ def test_without_the_package_nothing_appears_and_nothing_is_imported(
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
     PROVIDERS[name].register(OPS)
-    assert not [id for op in OPS.values() for id in op.candidates if _theirs(id)]
+    assert not [id for op in OPS.values() for id in op.candidates if of_an_adapter(id)]
     reason = package.available("cuda")
     assert reason is not None
     assert f"{package.distribution} is not installed" in reason
@@ -166,7 +135,7 @@ def test_another_version_is_another_source(tmp_path: Path, monkeypatch: pytest.M
             quack.register(OPS)
             sources.append(OPS["softmax"].candidates["quack.softmax"].source)
         for op in OPS.values():
-            for id in [i for i in op.candidates if _theirs(i)]:
+            for id in [i for i in op.candidates if of_an_adapter(i)]:
                 del op.candidates[id]
     assert sources[0] != sources[1]
 
@@ -292,7 +261,6 @@ def test_activations_go_by_the_package_s_names(installed: None) -> None:
         torch.testing.assert_close(fake.ACT[theirs](z), activations.activate(z, ours))
 
 
-LABELS = torch.zeros(4, dtype=torch.int64)
 REFUSED: list[tuple[str, str, tuple[Any, ...], str]] = [
     ("softmax_cross_entropy", "quack.cross_entropy", (half(4, 63), LABELS, -100, 0.0, "mean", False), "multiple of 16 bytes"),
     ("softmax_cross_entropy", "quack.cross_entropy", (half(4, 64), LABELS, -100, 0.1, "mean", False), "no label smoothing"),

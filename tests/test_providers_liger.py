@@ -13,8 +13,8 @@ from tensorlogic.op import OPS, Candidate
 from tensorlogic.providers import liger
 from tensorlogic.providers.packages import Package
 
-from .test_providers import CPU, LABELS, half, key
-from .test_providers import nothing_stays as nothing_stays  # the fixture
+from .provider_fakes import CPU, LABELS, half, key
+from .provider_fakes import nothing_stays as nothing_stays  # the fixture
 
 with_liger = pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is None or torch.cuda.is_available(),

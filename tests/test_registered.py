@@ -15,7 +15,7 @@ from tensorlogic.checking import Checker
 from tensorlogic.op import Op
 from tensorlogic.plans import Key
 
-from .test_autograd import TABLE, TWICE, Call, close, leaves
+from .helpers import TABLE, TWICE, Call, close, leaves
 
 CPU = torch.device("cpu")
 

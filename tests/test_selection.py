@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,67 +18,18 @@ from tensorlogic import (
     neighbours,
     plans,
     policies,
-    registry,
     selector,
     stores,
-    study,
 )
 from tensorlogic.compiling import CompileFailure
-from tensorlogic.op import EAGER, OPS, Candidate, Config
+from tensorlogic.op import EAGER, Candidate, Config
 from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
 
-CPU = torch.device("cpu")
-RELU = OPS["relu"]
+from .support.plans import CPU, RELU, Served, decided, key_of, plan, put, toy
+from .support.plans import nothing_measured as nothing_measured  # the fixture
+from .support.plans import served as served  # the fixture
+
 TILES = {"products": ({"BLOCK_M": 64},)}
-Served = list[str]
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    """Candidates toy.a and toy.b of relu, right and trusted, that write down whom the call went to."""
-    calls: Served = []
-    registry.ready("cpu")  # or those that come later would be gone afterwards
-    kept = dict(RELU.candidates)
-    for name in ("toy.a", "toy.b"):
-        RELU.add(toy(name, calls))
-    policies.forget_entries()
-    yield calls
-    RELU.candidates.clear()
-    RELU.candidates.update(kept)
-    policies.forget_entries()
-
-
-def toy(name: str, calls: Served, **about: Any) -> Candidate:
-    def launch(x: Tensor) -> tuple[Tensor, ...]:
-        calls.append(name)
-        return (torch.relu(x),)
-
-    about.setdefault("trusted", True)
-    return Candidate(name, bind=lambda key, config, device: launch, sources=(len,), **about)
-
-
-def key_of(x: Tensor, save: bool = False) -> Key:
-    return RELU.key((x, save), "forward" if save else "inference")
-
-
-def plan(key: Key, eager: str, captured: str | None = None) -> Plan:
-    """A plan whose evidence says that its winners were measured."""
-    winners = {eager, captured or eager}
-    return Plan(
-        key=key,
-        eager=eager,
-        eager_config={},
-        captured=captured or eager,
-        captured_config={},
-        evidence=[Evidence(w, {}, "measured", source=RELU.candidates[w].source) for w in winners],
-        measured="2026-01-01T00:00:00+00:00",
-    )
-
-
-def put(*made: Plan) -> None:
-    for one in made:
-        stores.current(CPU).put(one)
-    policies.forget_entries()
 
 
 def source(x: Tensor, **changes: Any) -> str:
@@ -150,11 +100,6 @@ def test_a_shipped_plan_comes_after_a_stored_one_and_before_a_neighbour(
     assert decided(x) == ("plan", "toy.b")
     put(plan(key_of(x), "toy.a"))
     assert decided(x) == ("plan", "toy.a")
-
-
-def decided(x: Tensor) -> tuple[str, str]:
-    decision = selector.decide(RELU, key_of(x), CPU, policies.current())
-    return decision.source, decision.eager[0]
 
 
 def test_a_plan_whose_winner_has_changed_does_not_count(served: Served) -> None:
@@ -417,15 +362,6 @@ def every_way(x: Tensor) -> None:
 
 
 WAYS = 6
-
-
-@pytest.fixture
-def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("something was measured")
-
-    monkeypatch.setattr(study.Study, "__init__", refuse)
-    monkeypatch.setattr(measure, "device_samples", refuse)
 
 
 @pytest.mark.usefixtures("nothing_measured")

@@ -16,9 +16,9 @@ from tensorlogic import capture_watch, entrants, stores, study
 from tensorlogic.op import EAGER
 from tensorlogic.plans import Key
 
-from .test_selection import RELU, Served, decided
-from .test_selection import nothing_measured as nothing_measured  # the fixture
-from .test_selection import served as served  # the fixture
+from .support.plans import RELU, Served, decided
+from .support.plans import nothing_measured as nothing_measured  # the fixture
+from .support.plans import served as served  # the fixture
 
 
 def test_tune_says_no_where_nothing_is_measured() -> None:

@@ -13,13 +13,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import tensorlogic
-from tensorlogic import measure
-from tensorlogic.program import choosing
 from tensorlogic.program.graphs import GradientReplay, Replay
 from tensorlogic.program.short import MISS, short
 from tensorlogic.program.watch import Kept, Watch
 
-from .test_capture import CUDA, DEVICE, PythonTape, captured
+from .support.graphs import CUDA, DEVICE, PythonTape, captured
 
 
 class Scaled(nn.Module):
@@ -52,13 +50,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "hook": lambda m: m.lin.register_forward_hook(lambda _, args, out: out + 1),
 }
 WRITTEN = ("in place", "folded away", "one element", "state_dict")  # a graph reads what is there
-
-
-@pytest.fixture
-def pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is right counts as faster."""
-    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
-    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
 
 
 def optimized(x: Tensor) -> nn.Module:

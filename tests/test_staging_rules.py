@@ -16,7 +16,7 @@ from tensorlogic import native, stores
 from tensorlogic.memory import stager, staging, staging_rules
 from tensorlogic.memory.staging_rules import MIB, Rule, Stores
 
-from .test_placement import Engine
+from .driver.copies import Engine
 
 CPU = torch.device("cpu")
 FOREVER = float("inf")

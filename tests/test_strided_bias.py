@@ -13,7 +13,7 @@ from tensorlogic.ops.gelu_linear import gelu_linear
 from tensorlogic.ops.linear import linear
 from tensorlogic.program.patterns import WAYS
 
-from .test_not_finite import by_way
+from .helpers import by_way
 
 BIASES = {"every other": torch.randn(96)[::2], "repeated": torch.randn(1).expand(48)}
 

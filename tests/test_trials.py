@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from .test_triton_rows import default_device  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import default_device  # noqa: F401  (a fixture, and the interpreter)
 
 from tensorlogic.ops.common import triton_launch  # isort: skip  (after the interpreter is asked for)
 from .compiled import resources  # isort: skip

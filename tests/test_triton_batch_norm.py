@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_triton_columns import DEVICE, close, rand
+from .support.triton import DEVICE
+from .support.triton import close_to_largest as close
+from .support.triton import randn as rand
 
 from tensorlogic import numerics, registry  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.op import OPS  # isort: skip

@@ -20,26 +20,15 @@ from tensorlogic.ops.common import triton_elementwise as elementwise
 from tensorlogic.ops.common import triton_reduce as reduction
 from tensorlogic.ops.common.random import keep_mask
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TORCH = {"f16": torch.float16, "f32": torch.float32}
-TOLERANCE = {"f16": 1.5e-3, "f32": 3e-6}
+from .support.triton import DEVICE
+from .support.triton import TOLERANCE_OF_LARGEST as TOLERANCE
+from .support.triton import close_to_largest as close
+from .support.triton import nan_filled as poisoned
+from .support.triton import randn as rand
+
 SHAPES = [(1, 5), (7, 16), (33, 37), (50, 129)]
 CONFIGS = [{"BLOCK_R": 8, "BLOCK_C": 32, "parts": parts, "num_warps": 4} for parts in (1, 3)]
 EPS = 1e-3
-
-
-def rand(*shape: int, dtype: str = "f16") -> torch.Tensor:
-    return torch.randn(shape, device=DEVICE).to(TORCH[dtype])
-
-
-def poisoned(*shape: int, dtype: str = "f16") -> torch.Tensor:
-    return torch.full(shape, float("nan"), device=DEVICE, dtype=TORCH[dtype])
-
-
-def close(got: torch.Tensor, want: torch.Tensor, dtype: str) -> None:
-    scale = want.abs().max().clamp_min(1.0)
-    error = ((got.double() - want).abs() / scale).max()
-    assert error <= TOLERANCE[dtype], f"off by {error:.2e} of the largest"
 
 
 def workspace(size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

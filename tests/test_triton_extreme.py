@@ -10,58 +10,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+    DEVICE,
+    EXTREME_CONFIGS,
+    EXTREME_LARGE,
+    EXTREME_NAMES,
+    EXTREME_SHAPES,
+    TORCH,
+    close,
+    default_device,
+    extreme_input,
+    extreme_lines,
+    poisoned,
+    rand,
+)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry, study  # isort: skip
 from tensorlogic.compiling import CompileFailure  # isort: skip
 from tensorlogic.op import OPS, Candidate  # isort: skip
 from tensorlogic.ops.common import triton_extreme as kernels  # isort: skip
-from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
+from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip
 from tensorlogic.ops.reduce import extreme_backward  # isort: skip
 
+from .support.triton import small as small  # isort: skip  (a fixture)
 from .compiled import nothing_spills  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
-NAN, INF = float("nan"), float("inf")
-CONFIGS = (
-    {"strategy": "held", "BLOCK_C": 128, "BLOCK_I": 2, "parts": 1, "num_warps": 1},
-    {"strategy": "held", "BLOCK_C": 128, "BLOCK_I": 8, "parts": 1, "num_warps": 4},
-    {"strategy": "twice", "BLOCK_C": 16, "BLOCK_I": 4, "parts": 1, "num_warps": 1},
-    {"strategy": "twice", "BLOCK_C": 128, "BLOCK_I": 1, "parts": 1, "num_warps": 4},
-    {"strategy": "parts", "BLOCK_C": 8, "BLOCK_I": 4, "parts": 3, "num_warps": 1},
-    {"strategy": "parts", "BLOCK_C": 16, "BLOCK_I": 1, "parts": 5, "num_warps": 1},
-    {"strategy": "parts", "BLOCK_C": 32, "BLOCK_I": 8, "parts": 40, "num_warps": 4},
-)
-NAMED = [f"{c['strategy']} {c['BLOCK_C']} x {c['BLOCK_I']} in {c['parts']}" for c in CONFIGS]
-SHAPES = {  # outer, C, inner, strides of x and dx
-    "columns": (2, 75, 5, ((375, 5, 1), (375, 5, 1))),
-    "wide gaps": (2, 75, 5, ((700, 7, 1), (375, 5, 1))),
-    "rows": (1, 75, 6, ((0, 1, 75), (0, 1, 75))),
-    "rows with gaps": (1, 75, 6, ((0, 1, 80), (0, 1, 75))),
-    "one value": (1, 101, 1, ((0, 1, 101), (0, 1, 101))),
-    "one element a line": (2, 1, 5, ((5, 5, 1), (5, 5, 1))),
-    "stepped rows": (1, 75, 6, ((0, 2, 160), (0, 1, 75))),
-    "stepped columns": (2, 75, 5, ((1600, 20, 3), (375, 5, 1))),
-    "rows in two steps": (2, 75, 5, ((600, 1, 80), (375, 1, 75))),
-}
-
-
-def laid(lies: Lines, dtype: str) -> Tensor:
-    """x [outer, C, inner] in its strides: ties in every line, and NaN, infinities and zeros of both signs where there is room."""
-    shape = (lies.outer, lies.length, lies.inner)
-    places = 1 + sum((n - 1) * s for n, s in zip(shape, lies.strides[0], strict=True))
-    x = rand(places, dtype=dtype).as_strided(shape, lies.strides[0])
-    x.copy_((2 * x).round() / 2)
-    if lies.length > 1 and lies.inner > 4:
-        x[0, 3, 0] = NAN
-        x[0, 5, 1] = x[0, -1, 1] = INF
-        x[0, :, 2] = -INF
-        x[0, :, 3] = -1
-        x[0, 2:5, 3], x[0, -1, 3] = 0.0, -0.0
-        x[0, :, 4] = 7
-    return x
 
 
 def gradient(dy: Tensor, x: Tensor, y: Tensor, dtype: str, lies: Lines, config: Any) -> Tensor:
@@ -75,13 +51,13 @@ def gradient(dy: Tensor, x: Tensor, y: Tensor, dtype: str, lies: Lines, config: 
     return dx
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
+@pytest.mark.parametrize("config", EXTREME_CONFIGS, ids=EXTREME_NAMES)
 @pytest.mark.parametrize(
-    ("dtype", "name"), [*itertools.product(("f16", "f32"), SHAPES), ("bf16", "columns")]
+    ("dtype", "name"), [*itertools.product(("f16", "f32"), EXTREME_SHAPES), ("bf16", "columns")]
 )
 def test_ties_share_what_comes_in(dtype: str, name: str, config: dict[str, Any]) -> None:
-    lies = Lines(*SHAPES[name])
-    x = laid(lies, dtype)
+    lies = Lines(*EXTREME_SHAPES[name])
+    x = extreme_input(lies, dtype)
     dy = rand(lies.outer, lies.inner, dtype=dtype, seed=1)
     dy[-1, -1] = 0
     for y in (x.amax(1), x.amin(1)):
@@ -93,20 +69,20 @@ def test_ties_share_what_comes_in(dtype: str, name: str, config: dict[str, Any])
         assert torch.equal(got.signbit() & (got == 0), plain.signbit() & (plain == 0))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
+@pytest.mark.parametrize("config", EXTREME_CONFIGS, ids=EXTREME_NAMES)
 def test_what_comes_in_is_not_finite_or_nothing_is_the_extreme(config: dict[str, Any]) -> None:
     lies = Lines(1, 75, 6, ((0, 6, 1), (0, 6, 1)))
-    x, dy = rand(1, 75, 6), torch.tensor([[INF, NAN, -INF, 0.0, 1.0, -2.0]])
+    x, dy = rand(1, 75, 6), torch.tensor([[torch.inf, torch.nan, -torch.inf, 0.0, 1.0, -2.0]])
     y = x.amax(1)
-    y[0, 3:5] = NAN
+    y[0, 3:5] = torch.nan
     want = extreme_backward(dy, x, y, (1,), False)[0]
     assert want.isnan().sum(1).tolist() == [[74, 75, 74, 75, 75, 0]]
     close(gradient(dy, x, y, "f32", lies, config), want, "f32")
 
 
 def test_the_same_bits_every_time_from_whatever_was_in_the_workspace() -> None:
-    lies, config = Lines(*SHAPES["columns"]), CONFIGS[4]
-    x, dy = laid(lies, "f32"), rand(2, 5)
+    lies, config = Lines(*EXTREME_SHAPES["columns"]), EXTREME_CONFIGS[4]
+    x, dy = extreme_input(lies, "f32"), rand(2, 5)
     first, second = (gradient(dy, x, x.amax(1), "f32", lies, config) for _ in range(2))
     assert torch.equal(first.nan_to_num(9.0), second.nan_to_num(9.0))
 
@@ -114,16 +90,10 @@ def test_the_same_bits_every_time_from_whatever_was_in_the_workspace() -> None:
 def test_offsets_beyond_32_bits() -> None:
     """A tensor that reaches there is too large for a test: a step that nothing takes asks for them, and changes nothing."""
     x, dy = rand(75), rand(1)
-    for config in CONFIGS[1::2]:
+    for config in EXTREME_CONFIGS[1::2]:
         lies = Lines(1, 75, 1, ((0, 1, 2**31), (0, 1, 2**31)))
         got = gradient(dy.view(1, 1), x.view(1, 75, 1), x.amax(0).view(1, 1), "f32", lies, config)
         assert torch.equal(got.view(-1), dy * (x == x.max()))
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of so few multiprocessors that the interpreter runs as many programs as fill it."""
-    monkeypatch.setattr(wiring, "cores", lambda: 3)
 
 
 def candidate() -> Candidate:
@@ -307,33 +277,10 @@ def test_what_no_program_holds_or_adds_up_is_refused(config: dict[str, Any]) -> 
         kernels.extreme_launcher(lies, "f32", config, DEVICE)
 
 
-LARGE = {  # outer, C, inner, x's strides
-    "many rows": (1, 1000, 8192, (0, 1, 1000)),
-    "long rows": (1, 30000, 4096, (0, 1, 30000)),
-    "short rows": (1, 24, 100000, (0, 1, 24)),
-    "few rows": (1, 2048, 3, (0, 1, 2048)),
-    "rows with gaps": (1, 4096, 512, (0, 1, 5000)),
-    "one value": (1, 334000, 1, (0, 1, 334000)),
-    "few columns": (1, 100000, 17, (0, 17, 1)),
-    "columns": (1, 4096, 4096, (0, 4096, 1)),
-    "short columns": (64, 49, 768, (37632, 768, 1)),
-    "long columns of images": (32, 3136, 64, (200704, 64, 1)),
-    "columns at odd places": (8, 108, 50257, (108 * 50257, 50257, 1)),
-    "columns of hundreds": (1, 384, 100000, (0, 100000, 1)),
-    "stepped rows": (1, 64, 1466381, (0, 2, 128)),
-}
-
-
-def lines_of(name: str) -> Lines:
-    outer, c, inner, x = LARGE[name]
-    rows = x[1] < x[2]
-    return Lines(outer, c, inner, (x, (0, 1, c) if rows else (c * inner, inner, 1)))
-
-
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", EXTREME_LARGE)
 def test_configurations_fill_the_gpu(name: str) -> None:
     for dtype in ("f16", "f32"):
-        lies = lines_of(name)
+        lies = extreme_lines(name)
         configs = kernels.extreme_configs(lies, dtype)
         assert 2 <= len(configs) <= kernels.MOST_CONFIGS
         assert len({str(c) for c in configs}) == len(configs)
@@ -372,11 +319,11 @@ def test_registers_and_the_order_of_threads_reach_the_compiler(
     cuda = torch.device("cuda", 0)
 
     def job(name: str, config: Any) -> Any:
-        lies = lines_of(name)
+        lies = extreme_lines(name)
         return triton_launch.collect(lambda: kernels.extreme_launcher(lies, "f32", config, cuda), cuda)[0]  # fmt: skip
 
     for name, stepped in (("columns at odd places", False), ("stepped rows", True), ("short rows", False)):  # fmt: skip
-        for config in kernels.extreme_configs(lines_of(name), "f32"):
+        for config in kernels.extreme_configs(extreme_lines(name), "f32"):
             if config["strategy"] == "held":
                 made = job(name, config)
                 assert made.registers == config.get("registers", 0)
@@ -388,11 +335,11 @@ def test_registers_and_the_order_of_threads_reach_the_compiler(
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, jobs = torch.device("cuda", 0), []
     for sm, name, dtype in (
-        *itertools.product((90,), LARGE, ("f16", "f32")),
+        *itertools.product((90,), EXTREME_LARGE, ("f16", "f32")),
         *itertools.product((80, 100), ("many rows", "one value", "columns"), ("f16",)),
     ):
         monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
-        lies = lines_of(name)
+        lies = extreme_lines(name)
         for config in kernels.extreme_configs(lies, dtype)[: None if sm == 90 else 2]:
 
             def build(lies: Lines = lies, dtype: str = dtype, config: Any = config) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .test_triton_gemm import COLUMNWISE
+from .support.gemm import COLUMNWISE
 
 from tensorlogic.ops.common import gemm  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip

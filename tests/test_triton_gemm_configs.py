@@ -12,7 +12,8 @@ from torch import Tensor
 from tensorlogic.ops.common import gemm
 from tensorlogic.ops.common.gemm import GemmSpec, Operand
 
-from .test_triton_gemm import DEVICE, K, M, N
+from .support.gemm import K, M, N
+from .support.triton import DEVICE
 
 
 def test_contradictions_and_limits_are_named() -> None:

@@ -145,10 +145,8 @@ class Recorder:
         self.calls.append(args)
 
 
-@pytest.mark.parametrize("flat", [True, False], ids=["3.6", "3.7"])
-def test_closure_passes_what_the_launcher_takes(
-    flat: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def noted_launch(flat: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Any]:
+    """What notes how Triton's launcher is called, and a kernel that is started by it."""
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False
     )
@@ -158,6 +156,14 @@ def test_closure_passes_what_the_launcher_takes(
         launch=launch, function=99, metadata=(4, 1, 1024), flags=(False, False), scratch=0, tiles=(),
         described=None if flat else ("annotations", b"types"),
     )  # fmt: skip
+    return launch, binary
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["3.6", "3.7"])
+def test_closure_passes_what_the_launcher_takes(
+    flat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, binary = noted_launch(flat, monkeypatch)
     make = triton_start.closure(0, 2, 1, 1, True, False, False, flat)
     start = make(binary, (3, 2, 1), 5, 15, 0, (1000,), ())
     x, y = torch.zeros(64), torch.zeros(64)
@@ -187,15 +193,7 @@ def test_closure_passes_what_the_launcher_takes(
 def test_closure_passes_descriptors_before_pointers(
     flat: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False
-    )
-    triton_start.closure.cache_clear()
-    launch = Recorder()
-    binary = triton_start.Binary(
-        launch=launch, function=99, metadata=(4, 1, 1024), flags=(False, False), scratch=0, tiles=(),
-        described=None if flat else ("annotations", b"types"),
-    )  # fmt: skip
+    launch, binary = noted_launch(flat, monkeypatch)
     x, w, b = torch.zeros(64), torch.zeros(64), torch.zeros(64)
     made = {x.data_ptr(): "x's", w.data_ptr(): "w's"}
     make = triton_start.closure(2, 1, 1, 0, True, False, False, flat)

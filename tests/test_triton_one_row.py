@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from .test_triton_gemm import COLUMNWISE, DEVICE, check  # first: it asks for the interpreter
+from .support.gemm import COLUMNWISE, check  # first: it asks for the interpreter
+from .support.triton import DEVICE
 
 import tensorlogic  # isort: skip
 from tensorlogic import registry  # isort: skip

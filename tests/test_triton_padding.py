@@ -11,7 +11,10 @@ from torch import Tensor
 
 import tensorlogic
 
-from .test_triton_columns import DEVICE, close, poisoned, rand
+from .support.triton import DEVICE
+from .support.triton import close_to_largest as close
+from .support.triton import nan_filled as poisoned
+from .support.triton import randn as rand
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.op import OPS  # isort: skip

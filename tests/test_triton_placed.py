@@ -15,7 +15,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+    DEVICE,
+    EXTREME_CONFIGS,
+    EXTREME_LARGE,
+    EXTREME_NAMES,
+    EXTREME_SHAPES,
+    TORCH,
+    close,
+    default_device,
+    extreme_input,
+    extreme_lines,
+    poisoned,
+    rand,
+)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import plans, policies, registry  # isort: skip
@@ -28,7 +41,6 @@ from tensorlogic.ops.reduce import EXTREME_BACKWARD, MAX, extreme_backward, toge
 
 from .compiled import nothing_spills  # isort: skip
 from .helpers import guessed_best  # isort: skip
-from .test_triton_extreme import CONFIGS, LARGE, NAMED, SHAPES, laid, lines_of  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 PAIR = "extreme_together"
@@ -44,16 +56,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "LEAST", 0)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
+@pytest.mark.parametrize("config", EXTREME_CONFIGS, ids=EXTREME_NAMES)
 @pytest.mark.parametrize(
-    ("dtype", "name"), [*itertools.product(("f16", "f32"), SHAPES), ("bf16", "columns")]
+    ("dtype", "name"), [*itertools.product(("f16", "f32"), EXTREME_SHAPES), ("bf16", "columns")]
 )
 @pytest.mark.parametrize("kind", EXTREMES)
 def test_places_stand_for_the_search(
     kind: str, dtype: str, name: str, config: dict[str, Any]
 ) -> None:
-    lies = Lines(*SHAPES[name])
-    x, dy = laid(lies, dtype), rand(lies.outer, lies.inner, dtype=dtype, seed=1)
+    lies = Lines(*EXTREME_SHAPES[name])
+    x, dy = extreme_input(lies, dtype), rand(lies.outer, lies.inner, dtype=dtype, seed=1)
     dy[-1, -1] = 0
     if lies.length > 70:
         x[-1, 70, -1] = 50 if kind == "max" else -50  # beside ties, one alone
@@ -81,7 +93,7 @@ def test_places_stand_for_the_search(
     assert torch.equal(dx.signbit() & (dx == 0), plain.signbit() & (plain == 0))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
+@pytest.mark.parametrize("config", EXTREME_CONFIGS, ids=EXTREME_NAMES)
 def test_what_comes_in_is_not_finite(config: dict[str, Any]) -> None:
     lies = Lines(1, 75, 6, ((0, 6, 1), (0, 6, 1)))
     x, dy = rand(1, 75, 6), torch.tensor([[float("inf"), float("nan"), -float("inf"), 0.0, 1.0, 2.0]])  # fmt: skip
@@ -243,7 +255,7 @@ def test_gradients_that_kernels_cannot_take_and_what_must_raise() -> None:
 
 def test_what_no_program_adds_up_is_refused() -> None:
     lies = Lines(1, 10**6, 64, ((0, 64, 1), (0, 64, 1)))
-    for config in (CONFIGS[0], CONFIGS[6] | {"parts": 600}):
+    for config in (EXTREME_CONFIGS[0], EXTREME_CONFIGS[6] | {"parts": 600}):
         with pytest.raises(CompileFailure, match="does not fit lines of 1000000"):
             kernels.Placed(lies, "f32", config, DEVICE)
 
@@ -260,14 +272,14 @@ def test_kernels_are_hashed_in_any_order() -> None:
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, jobs = torch.device("cuda", 0), list[Any]()
     for sm, name, dtype in (
-        *itertools.product((90,), LARGE, ("f16", "f32")),
+        *itertools.product((90,), EXTREME_LARGE, ("f16", "f32")),
         *itertools.product((80, 100), ("many rows", "one value", "columns"), ("f16",)),
     ):
         monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
-        for config in kernels.placed_configs(lines_of(name), dtype)[: None if sm == 90 else 2]:
+        for config in kernels.placed_configs(extreme_lines(name), dtype)[: None if sm == 90 else 2]:
 
             def build(name: str = name, dtype: str = dtype, config: Any = config) -> object:
-                made = kernels.Placed(lines_of(name), dtype, config, cuda)
+                made = kernels.Placed(extreme_lines(name), dtype, config, cuda)
                 return made.forward(True), made.backward()
 
             jobs += triton_launch.collect(build, cuda)

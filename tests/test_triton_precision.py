@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from .test_triton_rows import DEVICE, TOLERANCE, TORCH, default_device, rand  # noqa: F401  (a fixture)
+from .support.triton import DEVICE, TOLERANCE, TORCH, default_device, rand  # noqa: F401  (a fixture)
 
 from tensorlogic.op import OPS  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import checking, registry  # isort: skip

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+    DEVICE,
+    TORCH,
+    close,
+    default_device,
+    launches,
+    offered_are_right,
+    poisoned,
+    rand,
+)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry  # isort: skip
@@ -18,8 +27,7 @@ from tensorlogic.op import OPS, Candidate  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_reduce_abreast as kernels  # isort: skip
 
-from .test_triton_reduce_groups import small as small  # isort: skip  (a fixture)
-from .test_triton_softmax_groups import launches, offered_are_right  # isort: skip
+from .support.triton import small as small  # isort: skip  (a fixture)
 
 from .compiled import nothing_spills, ptx  # isort: skip
 

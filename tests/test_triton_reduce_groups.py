@@ -7,38 +7,42 @@ from typing import Any
 import pytest
 import torch
 
-from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+    DEVICE,
+    REDUCE,
+    TORCH,
+    close,
+    default_device,
+    launches,
+    offered_are_right,
+    poisoned,
+    rand,
+)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry  # isort: skip
 from tensorlogic.compiling import CompileFailure  # isort: skip
 from tensorlogic.op import OPS, Candidate  # isort: skip
-from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
+from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_reduce_groups as kernels  # isort: skip
 
-from .test_triton_softmax_groups import launches, offered_are_right  # isort: skip
 
+from .support.triton import small as small  # isort: skip  (a fixture)
 from .compiled import nothing_spills  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
-WANT: dict[str, Any] = {
-    "sum": lambda x: x.sum(1),
-    "mean": lambda x: x.mean(1),
-    "max": lambda x: x.amax(1),
-    "min": lambda x: x.amin(1),
-}
 SHAPES = ((1, 33), (9, 47), (5, 250), (10, 333), (2, 1029))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
-@pytest.mark.parametrize("kind", WANT)
+@pytest.mark.parametrize("kind", REDUCE)
 def test_reduce_in_groups(kind: str, dtype: str, shape: tuple[int, int]) -> None:
     x = rand(*shape, dtype=dtype)
     if shape[0] > 4:  # at an end, in the groups; a row of -inf alone
         x[0, 0], x[1, 30], x[2, -1] = float("nan"), float("inf"), float("-inf")
         x[3] = float("-inf")
-    want = WANT[kind](x.double()).to(TORCH[dtype])
+    want = REDUCE[kind](x.double()).to(TORCH[dtype])
     swept = {"strategy": "swept", "LANES": 32, "num_warps": 1}
     for config in [*kernels.groups_configs(shape[1], dtype), swept]:
         y = poisoned(shape[0], dtype=dtype)
@@ -57,12 +61,6 @@ def test_no_element_is_left_out(kind: str, column: int) -> None:
         assert torch.equal(y, x[:, column])
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of so few multiprocessors that a few rows fill it."""
-    monkeypatch.setattr(wiring, "cores", lambda: 3)
-
-
 def candidate(name: str) -> Candidate:
     registry.ready(DEVICE.type)
     return OPS[name].candidates["triton.groups"]
@@ -72,7 +70,7 @@ def candidate(name: str) -> Candidate:
 @pytest.mark.parametrize("shape", [(7, 333), (2, 3, 101), (3, 4099)])
 def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape).half()
-    for name in WANT:
+    for name in REDUCE:
         op, served = OPS[name], candidate(name)
         args = [x, (x.dim() - 1,), False, False]
         key = op.key(args, "inference")

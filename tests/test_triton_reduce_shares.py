@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+    DEVICE,
+    REDUCE,
+    TORCH,
+    close,
+    default_device,
+    launches,
+    offered_are_right,
+    poisoned,
+    rand,
+)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry  # isort: skip
@@ -17,9 +27,7 @@ from tensorlogic.op import OPS, Candidate  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_reduce_shares as kernels  # isort: skip
 
-from .test_triton_reduce_groups import WANT  # isort: skip
-from .test_triton_reduce_groups import small as small  # isort: skip  (a fixture)
-from .test_triton_softmax_groups import launches, offered_are_right  # isort: skip
+from .support.triton import small as small  # isort: skip  (a fixture)
 
 from .compiled import nothing_spills  # isort: skip
 
@@ -44,13 +52,13 @@ def reduced(kind: str, x: Tensor, dtype: str, config: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(1, 65), (9, 71), (5, 131), (2, 250)])
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
-@pytest.mark.parametrize("kind", WANT)
+@pytest.mark.parametrize("kind", REDUCE)
 def test_reduce_by_shares(kind: str, dtype: str, shape: tuple[int, int]) -> None:
     x = rand(*shape, dtype=dtype)
     if shape[0] > 4:  # at an end, in the groups; a row of -inf alone
         x[0, 0], x[1, 30], x[2, -1] = float("nan"), float("inf"), float("-inf")
         x[3] = float("-inf")
-    want = WANT[kind](x.double()).to(TORCH[dtype])
+    want = REDUCE[kind](x.double()).to(TORCH[dtype])
     for config in CONFIGS:
         close(reduced(kind, x, dtype, config), want, dtype, shape[1] ** 0.5)
 
@@ -79,7 +87,7 @@ def candidate(name: str) -> Candidate:
 @pytest.mark.parametrize("shape", [(8203,), (2, 9001), (2, 1, 8212)])
 def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape).half()
-    for name in WANT:
+    for name in REDUCE:
         op, served = OPS[name], candidate(name)
         key = op.key([x, (x.dim() - 1,), False, False], "inference")
         assert 2 <= offered_are_right(op, served, key) <= 6

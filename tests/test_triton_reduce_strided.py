@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.compiling import CompileFailure  # isort: skip

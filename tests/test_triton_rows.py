@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -24,49 +21,9 @@ from tensorlogic.ops.common import triton_reduce as reduction
 from tensorlogic.ops.common import triton_rows as rows_
 
 from .helpers import far_rows
+from .support.triton import DEVICE, REDUCE, TORCH, Config, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
-TOLERANCE = {"f16": 1.5e-3, "bf16": 1.2e-2, "f32": 2e-6}
-Config = dict[str, Any]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
-
-
-GUARD = 64  # elements before and behind an output that no kernel may write
-_guarded: list[tuple[torch.Tensor, int]] = []
-
-
-@pytest.fixture(autouse=True)
-def default_device() -> Iterator[None]:
-    """Tensors on the device, and at the end nothing written beside the outputs that `poisoned` made."""
-    _guarded.clear()
-    with torch.device(DEVICE):
-        yield
-    for whole, count in _guarded:
-        beside = torch.cat([whole[:GUARD], whole[GUARD + count :]])
-        assert torch.equal(beside, torch.full_like(beside, 777.0)), "written beside an output"
-
-
-def rand(*shape: int, dtype: str = "f32", seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator("cpu").manual_seed(seed + sum(shape))
-    values = torch.randn(*shape, generator=generator, device="cpu") * scale
-    return values.to(DEVICE, TORCH[dtype])
-
-
-def close(got: torch.Tensor, want: torch.Tensor, dtype: str, scale: float = 1.0) -> None:
-    got = got.double()
-    want = want.double()
-    assert torch.equal(got.isnan(), want.isnan()), (got, want)
-    same = (got == want) | want.isnan()
-    error = torch.where(same, 0.0, (got - want).abs() / want.abs().clamp(min=scale))
-    assert error.max() <= TOLERANCE[dtype], f"error {error.max():.2e} at {error.argmax().item()}"
-
-
-def poisoned(*shape: int, dtype: str = "f32") -> torch.Tensor:
-    count = math.prod(shape)
-    whole = torch.full((count + 2 * GUARD,), 777.0).to(TORCH[dtype])
-    _guarded.append((whole, count))
-    return whole[GUARD : GUARD + count].view(shape)
 
 
 FORWARD = {
@@ -149,14 +106,6 @@ def test_elementwise_relu_backward_keeps_nan_gradients() -> None:
         "relu_bwd", ["f32"] * 3, 1, 4, ["full"] * 2, config, DEVICE
     )(dy, y, dx)
     close(dx, torch.tensor([0.0, 2.0, 3.0, float("nan")]), "f32")
-
-
-REDUCE = {
-    "sum": lambda x: x.sum(1),
-    "mean": lambda x: x.mean(1),
-    "max": lambda x: x.amax(1),
-    "min": lambda x: x.amin(1),
-}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .test_triton_rows import DEVICE, Config, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
+from .support.triton import DEVICE, Config, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
 from tensorlogic.ops.common import triton_scores as scores  # isort: skip  (after the interpreter is asked for)
 

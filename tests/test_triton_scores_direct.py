@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from .test_triton_rows import DEVICE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
-from .test_triton_specialised import HOPPER
+from .support.triton import DEVICE, HOPPER, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
 from tensorlogic.op import OPS  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry  # isort: skip

@@ -12,7 +12,7 @@ from tensorlogic.checking import Checker
 from tensorlogic.compiling import CompileFailure
 from tensorlogic.op import OPS
 
-from .test_triton_rows import DEVICE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
+from .support.triton import DEVICE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
 from tensorlogic.ops.common import triton_launch, triton_scores_rows as scores  # isort: skip  (after the interpreter is asked for)
 from .compiled import resources  # isort: skip

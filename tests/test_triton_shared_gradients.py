@@ -27,7 +27,9 @@ from tensorlogic.ops.pointwise.family import pointwise_backward
 from tensorlogic.ops.pointwise.triton_shared_gradients import READS
 
 from .compiled import made
-from .test_triton_columns import DEVICE, close, rand
+from .support.triton import DEVICE
+from .support.triton import close_to_largest as close
+from .support.triton import randn as rand
 
 ID = "triton.shared"
 MEANINGS: dict[str, Callable[..., Tensor]] = {

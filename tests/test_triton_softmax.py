@@ -8,7 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+    DEVICE,
+    LAYOUTS,
+    TORCH,
+    close,
+    default_device,
+    in_dtype,
+    laid,
+    poisoned,
+    rand,
+    softmax_keys,
+    special,
+)
 
 from tensorlogic import registry, study  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.compiling import CompileFailure  # isort: skip
@@ -26,29 +38,6 @@ CONFIGS = (
     {"strategy": "swept", "BLOCK_C": 8, "BLOCK_I": 4, "num_warps": 4},
     {"strategy": "swept", "BLOCK_C": 16, "BLOCK_I": 1, "num_warps": 4},
 )
-LAYOUTS = ("plain", "transposed", "padded", "steps")
-
-
-def laid(x: Tensor, layout: str) -> Tensor:
-    """x [outer, C, inner] in other strides."""
-    outer, c, inner = x.shape
-    if layout == "transposed":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    wide = torch.full((outer, c, 2 * inner + 3), torch.nan, dtype=x.dtype)
-    view = wide[..., : 2 * inner : 2] if layout == "steps" else wide[..., :inner]
-    return view.copy_(x) if layout != "plain" else x
-
-
-def special(x: Tensor) -> Tensor:
-    """With lines of +inf and -inf, of -inf alone, with a NaN, with -inf in front and behind."""
-    half = x.shape[1] // 2
-    x[0, 0, 0] = float("inf")
-    x[0, -1, 0] = float("-inf")
-    x[0, :, 1] = float("-inf")
-    x[0, half, 2] = float("nan")
-    x[1, :half, 0] = float("-inf")
-    x[1, half + 1 :, 1] = float("-inf")
-    return x
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -91,13 +80,9 @@ def test_every_layout_is_served(case: int) -> None:
     dtype = (torch.float32, torch.float16)[case % 2]
     registry.ready(DEVICE.type)
     x, dim = tensors()[case]
-    if x.dtype != dtype:
-        x = torch.empty_strided(x.shape, x.stride(), dtype=dtype).copy_(x)
-    dim %= x.dim()
-    y = torch.softmax(x, dim)
-    for name, args in (("softmax", [x, dim, False]), ("softmax_backward", [x, y, dim])):
-        op = OPS[name]
-        key, candidate = op.key(args, "inference" if name == "softmax" else "backward"), op.candidates["triton.lines"]  # fmt: skip
+    x = in_dtype(x, dtype)
+    for op, key in softmax_keys(x, dim % x.dim()):
+        candidate = op.candidates["triton.lines"]
         assert candidate.unfit(key) is None
         checker = study.Checker(op, key, DEVICE)
         for config in candidate.configs(key)[:: 2 if x.numel() > 2000 else 1]:

@@ -11,15 +11,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+    DEVICE,
+    TORCH,
+    close,
+    default_device,
+    launches,
+    offered_are_right,
+    poisoned,
+    rand,
+    softmax_keys,
+    special_rows,
+)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import registry, study  # isort: skip
+from tensorlogic import registry  # isort: skip
 from tensorlogic.compiling import CompileFailure  # isort: skip
-from tensorlogic.op import OPS, Candidate, Op  # isort: skip
+from tensorlogic.op import OPS, Candidate  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_softmax_groups as kernels  # isort: skip
-from tensorlogic.plans import Key  # isort: skip
 
 from .compiled import nothing_spills, ptx  # isort: skip
 
@@ -79,17 +89,9 @@ def test_gradients_in_groups(dtype: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 def test_special_rows(dtype: str) -> None:
     """Nothing finite but at an end or in the groups, infinities and NaN in either, a row of -inf alone, and the ends of the range."""
-    x, low, most = rand(14, 77, dtype=dtype), float("-inf"), torch.finfo(TORCH[dtype]).max
-    x[0, :-1] = x[1, 1:] = x[2, :20] = x[2, 21:] = low
-    x[3, 0], x[4, 30], x[5, -1] = float("inf"), float("inf"), float("inf")
-    x[6, 0], x[7, 30], x[8, -1] = float("nan"), float("nan"), float("nan")
-    x[9] = low
-    x[10, 0] = x[11, -1] = x[12, 30] = most
-    x[13] = -most
-    want = torch.softmax(x.double(), 1)
-    assert want.isnan().any(1).tolist() == [False] * 3 + [True] * 7 + [False] * 4
+    x, want = special_rows(dtype)
     for config in configs(77, dtype, False):
-        close(softmax(x, dtype, config), want.to(TORCH[dtype]), dtype, 0.01)
+        close(softmax(x, dtype, config), want, dtype, 0.01)
 
 
 def candidate(name: str) -> Candidate:
@@ -97,44 +99,11 @@ def candidate(name: str) -> Candidate:
     return OPS[name].candidates["triton.groups"]
 
 
-def offered_are_right(op: Op, served: Candidate, key: Key) -> int:
-    """The first and the last configuration that the candidate offers for a key; how many there are."""
-    assert served.unfit(key) is None
-    checker, offered = study.Checker(op, key, DEVICE), served.configs(key)
-    for config in (offered[0], offered[-1]):
-        verdict = checker._probe(served.bind(key, config, DEVICE), 0, 0)[1]
-        assert verdict, (key.text, config, verdict.reason)
-    return len(offered)
-
-
 @pytest.mark.parametrize("shape", [(7, 333), (2, 3, 101), (4101,), (2, 4099)])
 def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape).half()
-    y = torch.softmax(x, -1)
-    for name, args in (
-        ("softmax", [x, x.dim() - 1, False]),
-        ("softmax_backward", [x, y, x.dim() - 1]),
-    ):
-        op, served = OPS[name], candidate(name)
-        key = op.key(args, "inference" if name == "softmax" else "backward")
-        assert 2 <= offered_are_right(op, served, key) <= 9
-
-
-def launches(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[bool]:
-    """Whether each launch of what `module.name` makes from here on served; where none did, something else would answer."""
-    own, served = getattr(module, name), list[bool]()
-
-    def make(*given: Any) -> Any:
-        start = own(*given)
-
-        def launch(*tensors: Tensor) -> bool:
-            served.append(start(*tensors))
-            return served[-1]
-
-        return launch
-
-    monkeypatch.setattr(module, name, make)
-    return served
+    for op, key in softmax_keys(x, x.dim() - 1):
+        assert 2 <= offered_are_right(op, candidate(op.name), key) <= 9
 
 
 def test_a_public_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

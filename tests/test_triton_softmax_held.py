@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from .test_triton_rows import TOLERANCE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
+from .support.triton import TOLERANCE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.op import OPS, Key  # isort: skip

@@ -9,18 +9,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+    DEVICE,
+    LAYOUTS,
+    TORCH,
+    close,
+    default_device,
+    in_dtype,
+    laid,
+    poisoned,
+    rand,
+    softmax_keys,
+    special,
+)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry, study  # isort: skip
 from tensorlogic.compiling import CompileFailure  # isort: skip
 from tensorlogic.op import OPS, Candidate  # isort: skip
-from tensorlogic.ops.common import triton_launch, wiring  # isort: skip
+from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_softmax_parts as kernels  # isort: skip
 from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip
 
-from .test_triton_softmax import LAYOUTS, laid, special  # isort: skip
 
+from .support.triton import small as small  # isort: skip  (a fixture)
 from .compiled import nothing_spills  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
@@ -116,12 +128,6 @@ def test_offsets_beyond_32_bits() -> None:
     close(y, torch.softmax(x.double(), 0), "f32", 0.01)
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of so few multiprocessors that the interpreter runs as many programs as fill it."""
-    monkeypatch.setattr(wiring, "cores", lambda: 3)
-
-
 def candidate(name: str) -> Candidate:
     registry.ready(DEVICE.type)
     return OPS[name].candidates["triton.parts"]
@@ -146,13 +152,9 @@ def tensors() -> list[tuple[Tensor, int]]:
 def test_every_layout_is_served(case: int) -> None:
     dtype = (torch.float32, torch.float16)[case % 2]
     x, dim = tensors()[case]
-    if x.dtype != dtype:
-        x = torch.empty_strided(x.shape, x.stride(), dtype=dtype).copy_(x)
-    dim %= x.dim()
-    y = torch.softmax(x, dim)
-    for name, args in (("softmax", [x, dim, False]), ("softmax_backward", [x, y, dim])):
-        op, served = OPS[name], candidate(name)
-        key = op.key(args, "inference" if name == "softmax" else "backward")
+    x = in_dtype(x, dtype)
+    for op, key in softmax_keys(x, dim % x.dim()):
+        served = candidate(op.name)
         assert served.unfit(key) is None
         checker = study.Checker(op, key, DEVICE)
         configs = served.configs(key)

@@ -10,7 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+    DEVICE,
+    TORCH,
+    close,
+    default_device,
+    launches,
+    offered_are_right,
+    poisoned,
+    rand,
+    softmax_keys,
+    special_rows,
+)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry  # isort: skip
@@ -20,8 +31,7 @@ from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_shares as shares  # isort: skip
 from tensorlogic.ops.common import triton_softmax_shares as kernels  # isort: skip
 
-from .test_triton_reduce_groups import small as small  # isort: skip  (a fixture)
-from .test_triton_softmax_groups import launches, offered_are_right  # isort: skip
+from .support.triton import small as small  # isort: skip  (a fixture)
 
 from .compiled import nothing_spills, ptx  # isort: skip
 
@@ -81,16 +91,8 @@ def test_the_same_bits_every_time() -> None:
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 def test_special_rows(dtype: str, config: dict[str, Any]) -> None:
     """Nothing finite but at an end or in one share, infinities and NaN in either, a row of -inf alone, and the ends of the range."""
-    x, low, most = rand(14, 77, dtype=dtype), float("-inf"), torch.finfo(TORCH[dtype]).max
-    x[0, :-1] = x[1, 1:] = x[2, :20] = x[2, 21:] = low
-    x[3, 0], x[4, 30], x[5, -1] = float("inf"), float("inf"), float("inf")
-    x[6, 0], x[7, 30], x[8, -1] = float("nan"), float("nan"), float("nan")
-    x[9] = low
-    x[10, 0] = x[11, -1] = x[12, 30] = most
-    x[13] = -most
-    want = torch.softmax(x.double(), 1)
-    assert want.isnan().any(1).tolist() == [False] * 3 + [True] * 7 + [False] * 4
-    close(softmax(x, dtype, config), want.to(TORCH[dtype]), dtype, 0.01)
+    x, want = special_rows(dtype)
+    close(softmax(x, dtype, config), want, dtype, 0.01)
 
 
 @pytest.mark.parametrize("column", [0, 7, 8, 15, 16, 31, 32, 69, 76])
@@ -113,14 +115,8 @@ def candidate(name: str) -> Candidate:
 @pytest.mark.parametrize("shape", [(8203,), (2, 9001), (2, 1, 8212), (2, 8192)])
 def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape).half()
-    y = torch.softmax(x, -1)
-    for name, args in (
-        ("softmax", [x, x.dim() - 1, False]),
-        ("softmax_backward", [x, y, x.dim() - 1]),
-    ):
-        op, served = OPS[name], candidate(name)
-        key = op.key(args, "inference" if name == "softmax" else "backward")
-        assert 1 <= offered_are_right(op, served, key) <= 6
+    for op, key in softmax_keys(x, x.dim() - 1):
+        assert 1 <= offered_are_right(op, candidate(op.name), key) <= 6
 
 
 @pytest.mark.usefixtures("small")

@@ -8,28 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from .test_triton_gemm import COLUMNWISE, DEVICE, check, matrix, operand
+from .support.gemm import COLUMNWISE, RING, check, matrix, operand, specialised
+from .support.triton import DEVICE, HOPPER
 
 from tensorlogic.ops.common import gemm, gemm_specialised  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
 from .compiled import resources  # isort: skip
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-RING = {  # CONSUMERS, BLOCK_N, BLOCK_K, STAGES
-    "one": (1, 32, 128, 4),
-    "two": (2, 128, 64, 3),
-    "three": (3, 64, 64, 3),
-}
 WIDE = RING | {"wide": (2, 256, 64, 3)}
-
-
-def specialised(shape: tuple[int, int, int, int], programs: int) -> dict[str, Any]:
-    """A configuration of the warp-specialised kernel."""
-    consumers, block_n, block_k, stages = shape
-    return {
-        "CONSUMERS": consumers, "BLOCK_M": 64 * consumers, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages,
-        "GROUP_M": 2, "SPLIT": 1, "programs": programs, "num_warps": 4, "num_stages": 1,
-    }  # fmt: skip
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from .test_triton_rows import DEVICE, REDUCE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import DEVICE, REDUCE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.op import OPS  # isort: skip

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_triton_rows import DEVICE, GUARD, TORCH, close, rand
+from .support.triton import DEVICE, GUARD, TORCH, close, rand
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.compiling import CompileFailure  # isort: skip

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from .test_triton_rows import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from .support.triton import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import plans, registry  # isort: skip

@@ -16,11 +16,11 @@ from tensorlogic.op import EAGER, Candidate, Op
 from tensorlogic.plans import UNFINISHED, Key, Plan, environment
 
 from .clockwork import Clock
-from .test_compiling import begun, finish
-from .test_compiling import job as job  # fixtures
-from .test_compiling import kept as kept
-from .test_compiling import nursed as nursed
-from .test_compiling import source as source
+from .support.plans import begun, finish
+from .support.plans import job as job  # fixtures
+from .support.plans import kept as kept
+from .support.plans import nursed as nursed
+from .support.plans import source as source
 
 pytestmark = pytest.mark.usefixtures("nursed")
 CPU = torch.device("cpu")
@@ -55,16 +55,22 @@ def look(op: Op, key: Key, known: Plan | None = None, prompt_s: float = PROMPT_S
     return plan
 
 
-def reasons(plan: Plan) -> dict[str, str]:
-    return {e.candidate: e.reason for e in plan.evidence}
-
-
-def test_what_is_not_compiled_in_time_is_left_for_the_next_time(job: Any) -> None:
+def slow_and_quick(job: Any) -> tuple[Any, Any]:
+    """A job that runs until a file beside its own says `.go`, and one that is finished."""
     slow, quick = job("wait", "slow"), job("fine", "quick")
     compiling.submit((quick,))
     finish(quick)
     compiling.submit((slow,))
     begun(slow)
+    return slow, quick
+
+
+def reasons(plan: Plan) -> dict[str, str]:
+    return {e.candidate: e.reason for e in plan.evidence}
+
+
+def test_what_is_not_compiled_in_time_is_left_for_the_next_time(job: Any) -> None:
+    slow, quick = slow_and_quick(job)
     op, key = planted(("planted.quick", [quick]), ("planted.slow", [slow]))
     begin = time.perf_counter()
     plan = look(op, key)
@@ -86,11 +92,7 @@ def test_what_is_not_compiled_in_time_is_left_for_the_next_time(job: Any) -> Non
 
 
 def test_what_was_late_is_measured_again_in_the_time_that_others_left(job: Any) -> None:
-    slow, quick = job("wait", "slow"), job("fine", "quick")
-    compiling.submit((quick,))
-    finish(quick)
-    compiling.submit((slow,))
-    begun(slow)
+    slow, quick = slow_and_quick(job)
     op, key = planted(("planted.quick", [quick]), ("planted.slow", [slow]))
     plan = look(op, key)
     learned, now = tuning.Learned([plan]), time.perf_counter()
@@ -106,11 +108,7 @@ def test_what_was_late_is_measured_again_in_the_time_that_others_left(job: Any) 
 
 
 def test_a_configuration_too_few_is_said_as_well(job: Any) -> None:
-    slow, quick = job("wait", "slow"), job("fine", "quick")
-    compiling.submit((quick,))
-    finish(quick)
-    compiling.submit((slow,))
-    begun(slow)
+    slow, quick = slow_and_quick(job)
     op, key = planted(("planted.both", [slow, quick]))
     plan = look(op, key)
     assert plan.eager == "planted.both"

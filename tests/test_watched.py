@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,19 +27,16 @@ from tensorlogic.ops.common import (
     watched,
     ways_cuda,
 )
-from tests.driver.standin import CPU, Device, installed
-from tests.test_ways_series import Library
+from tests.driver.standin import CPU, Device
+from tests.driver.standin import device as device  # the fixture
+
+from .driver.cublaslt import Library
 
 pytestmark = pytest.mark.skipif(
     native.calls_available() is not None, reason=str(native.calls_available())
 )
 POINTER = ctypes.c_void_p
 MATMUL = ctypes.CFUNCTYPE(ctypes.c_int, *[POINTER] * 14, ctypes.c_size_t, POINTER)
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    yield from installed(monkeypatch)
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from tensorlogic import PrecisionWarning, accuracy, adapting, native, ranking
 from tensorlogic.adapting import Adaptive
 from tensorlogic.op import OPS
 
-from .test_native import LEVELS, forced
-from .test_precision import off
+from .helpers import off
+from .support.native import LEVELS, forced
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 

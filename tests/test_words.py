@@ -13,8 +13,7 @@ from tensorlogic.program.graphs import Replay
 from tensorlogic.program.serve import Program
 from tensorlogic.program.short import MISS
 
-from .test_capture import CUDA, DEVICE, PythonTape
-from .test_short import pays as pays
+from .support.graphs import CUDA, DEVICE, PythonTape
 
 
 class Named(nn.Module):

@@ -11,8 +11,7 @@ import torch
 import tensorlogic
 from tensorlogic import calls
 from tensorlogic.program.capturing import Captured
-
-from ..test_capture import PythonTape
+from tests.support.graphs import PythonTape
 
 INT, PLACE, SIZE, WORD = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
 STREAM = 0x700

@@ -137,7 +137,8 @@ def stand_in() -> Device:
     return Device(lib, module, calls.module().Driver(*found, 0), [])
 
 
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Launchers for the CPU go to the stand-in, as those for a GPU would to its driver."""
     standin = stand_in()
     monkeypatch.setattr(compiled_launch, "driver", lambda device: standin.driver)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .bench.problems import Problem
-from .settings import REFUSED, Wrong
+from .settings import Wrong
 
-DONE, FOUND, INTERRUPTED, UNREAD = 0, 1, 130, 141
+DONE, FOUND, REFUSED, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 AGAIN_S = 0.01  # after which a dropped Ctrl-C is raised once more
 
 

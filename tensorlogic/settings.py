@@ -13,7 +13,6 @@ TUNE_MODES = ("off", "auto", "full")
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")  # of the native library
 MOST_WORKERS = 16
 LIGHT = {"--help", "-h", "--version", "--install-completion"}  # commands that read none of them
-REFUSED = 2  # the exit code of a request that cannot be served
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 TRITON_CACHE, TRITON_PTXAS = "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"
 TRITON = {
@@ -196,7 +195,7 @@ def exit_if_wrong() -> None:
     found, words = wrong(), sys.argv[1:]
     if found and words[:1] not in ([], ["doctor"]) and not LIGHT.intersection(words):
         sys.stderr.write(f"tensorlogic: {next(iter(found.values()))}\n")
-        sys.exit(REFUSED)
+        sys.exit(2)  # refused, as by the command line
     _IGNORED.update(found)  # the command line asks again, which knows its words
 
 

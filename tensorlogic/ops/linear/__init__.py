@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import dispatch, kept
+from ...numeric_mode import Mode
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
-from ...precision import Mode
 from ...precision import precision as Precision
 from ..common import checks, costs, folded, samples
 from ..common.activations import ACTIVATIONS, Activation, remembered

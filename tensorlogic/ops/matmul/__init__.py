@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ... import dispatch, kept
+from ...numeric_mode import Mode
 from ...numerics import DTYPES
 from ...op import Gradient, Op, Outputs, bits
 from ...plans import Key
-from ...precision import Mode
 from ...precision import precision as Precision
 from ..common import checks, costs, folded, products, samples
 from ..common.activations import ACTIVATIONS, SMOOTH, Activation, activate, activate_, remembered

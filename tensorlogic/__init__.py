@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from .program.optimizing import optimize
     from .tuning import tune
 
-_wanted = _settings.enable()  # what is no such setting fails before anything is registered
+# what is no such setting fails before anything is registered
+_wanted = _settings.enable()
 _activate()
 _warn()
 if _wanted != "0":

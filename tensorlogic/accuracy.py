@@ -13,18 +13,23 @@ from torch import Tensor
 from . import native, numerics
 from .arguments import broadcast
 
-ROWS = 32  # whose error is measured: rows of the left operand, columns of the right one
-SKETCH, RUN = 64, 16  # elements of every row that the statistics see, in runs of so many
+# whose error is measured: rows of the left operand, columns of the right one
+ROWS = 32
+# elements of every row that the statistics see, in runs of so many
+SKETCH, RUN = 64, 16
 BATCHES = 4  # matrices of a batch that are looked at
-FLOOR = 2.0**-50  # of the operands' norms: what cancels below float64 does not resolve either
+# of the operands' norms: what cancels below float64 does not resolve either
+FLOOR = 2.0**-50
 #: Norms of rows of a result that a few steps more may take below its dtype's range, where no error measured before holds.
 FAINT = {
     torch.float16: 2.0**-10,
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.complex64), 2.0**-118),
 }
-DRIFT = 4.0  # binary exponents by which data may move, their errors as measured
+# binary exponents by which data may move, their errors as measured
+DRIFT = 4.0
 FARTHEST = 2.0**460  # from 1, beyond which sums of squares leave float64's range
-SUMS = {"f64": 0.0, "f32": 3e-7}  # the error of sums, of those in float32 over hundreds of elements
+# the error of sums, of those in float32 over hundreds of elements
+SUMS = {"f64": 0.0, "f32": 3e-7}
 OTHER_SUMS = 1.5e-7  # of forms whose units add several products at once
 #: Largest element of a row over its root mean square that a form of fixed steps takes, seen by all elements when it scales the row: no
 #: sketch of a row finds its one outlier, beside which the others would lose their digits.
@@ -267,9 +272,8 @@ def _summed(rows: list[float], columns: list[float], part: Part, out: Tensor) ->
     cancels = math.sqrt(max(across, down))
     least = min(rows[3] * math.sqrt(columns[0] * share), columns[3] * math.sqrt(rows[0] * share))
     faint = FAINT.get(out.dtype, 0.0) * max(cancels, 1.0)
-    largest = (
-        4 * k * rows[4] * columns[4]
-    )  # that an element may be, if those looked at are like the others
+    # that an element may be, if those looked at are like the others
+    largest = 4 * k * rows[4] * columns[4]
     if high > FARTHEST or low < 1 / FARTHEST or least < faint or numerics.beyond(out, largest):
         return [math.inf] * 5
     return [

@@ -26,11 +26,10 @@ from .ranking import GUARD_US, REST, UNLIKELY, form_of, order, unguarded, wide
 from .study import BIND_ERRORS
 
 LOG = logging.getLogger("tensorlogic")
-MARGIN = 1.2  # how much worse rows that were not looked at may be than those that were
-NEARBY, BEYOND = (
-    2.0,
-    3.0,
-)  # errors follow cancellation: as measured up to the former, and farther within the latter
+# how much worse rows that were not looked at may be than those that were
+MARGIN = 1.2
+# errors follow cancellation: as measured up to the former, and farther within the latter
+NEARBY, BEYOND = (2.0, 3.0)
 MOST_KNOWN = 64  # errors kept for one key
 LAST: list[str] = []  # the candidates that served last, for those who watch
 _KNOWN: dict[tuple[str, str], list[Known]] = {}
@@ -100,7 +99,8 @@ class Held:
         if then.cancels == now.cancels == 0.0:
             grown = 1.0
         room = self.room
-        if room < 1:  # already beyond the budget: what gets better may be served better
+        # already beyond the budget: what gets better may be served better
+        if room < 1:
             return 0.8 <= grown <= 1.1
         near = now.low >= then.low - self.drift and now.high <= then.high + accuracy.DRIFT
         return 1 / 64 <= grown <= room and near and now.blank == 0
@@ -115,7 +115,8 @@ class Adaptive:
         self.certain = unguarded(key, rtol)
         self.held: Held | None = None
         self.wide = wide(key)
-        self.guarded: Any = None  # the same in C where that can be, and asks here where it cannot
+        # the same in C where that can be, and asks here where it cannot
+        self.guarded: Any = None
 
     def __call__(self, *dynamic: Any) -> Outputs | None:
         held = self.held
@@ -203,9 +204,8 @@ class Adaptive:
         found = accuracy.statistics(self._parts(dynamic), outs)
         if self.device.type == "cpu":  # elsewhere it waits for the product, too
             taken, usual = (time.perf_counter() - begin) * 1e6, GUARD_US["cpu"]
-            GUARD_US["cpu"] += 0.05 * (
-                min(taken, 4 * usual) - usual
-            )  # one interruption teaches little
+            # one interruption teaches little
+            GUARD_US["cpu"] += 0.05 * (min(taken, 4 * usual) - usual)
         return found
 
     def _choose(self, dynamic: Sequence[Any]) -> Outputs:
@@ -219,7 +219,8 @@ class Adaptive:
                 best = tried
             if not tried[0].missed:
                 break
-        assert best is not None  # torch.eager is always tried last, and its failure is the caller's
+        # torch.eager is always tried last, and its failure is the caller's
+        assert best is not None
         held, outs = best
         held.watch = self._watch(held, dynamic, outs)
         held.fused = self._fuse(held, dynamic, outs)
@@ -300,7 +301,9 @@ class Adaptive:
                 now = replace(now, cancels=min(now.cancels, found.statistics.cancels))
             else:
                 error, cancels = accuracy.error(parts, outs)
-                if now.usable:  # what float64, which it was measured against, may be off; and no luck with the digits
+                # what float64, which it was measured against, may be off; and no luck with the
+                # digits
+                if now.usable:
                     ordinary = accuracy.likely(form_of(candidate), parts, outs, cancels)
                     error = max(error, 2.0**-53 * max(1.0, cancels), ordinary)
                     now = replace(now, cancels=min(now.cancels, scatter(outs) * cancels))

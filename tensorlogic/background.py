@@ -18,11 +18,12 @@ from .study import Study
 
 LOG = logging.getLogger("tensorlogic")
 SHARE = 0.05
-FIRST_STEP_S = 0.02  # inputs, references and a first look at eager: at least, or 30 calls
-_DOUBT = {
-    "cpu": 2.0
-}  # how many times longer than announced a step may take, by device type: learned as steps are taken
-UNKNOWN_DOUBT = 5.0  # kernels are loaded, libraries initialised on the way (seen on an H200: up to 10 times, once)
+# inputs, references and a first look at eager: at least, or 30 calls
+FIRST_STEP_S = 0.02
+# how many times longer than announced a step may take, by device type: learned as steps are taken
+_DOUBT = {"cpu": 2.0}
+# kernels are loaded, libraries initialised on the way (seen on an H200: up to 10 times, once)
+UNKNOWN_DOUBT = 5.0
 FADES = 0.9  # a step as announced makes the doubt smaller by this
 _WATCHES: dict[tuple[str, str], Watch] = {}
 MOST = 8192  # keys under watch
@@ -160,7 +161,8 @@ class Watch:
             self.used_s += time.perf_counter() - begin
             if self.next_s < 0:
                 self._finish()
-        except Exception:  # nothing that measuring meets may reach a caller who did not ask for it
+        except Exception:
+            # nothing that measuring meets may reach a caller who did not ask for it
             LOG.exception("tensorlogic: %s cannot be measured", self.key.text)
             self.done = True
             self.study = self.steps = None

@@ -15,11 +15,10 @@ from .op import EAGER, Launcher, Op, Outputs
 from .plans import Key
 from .recorded_calls import Recording, applied
 
-FOLLOWED = ("cuda",)  # devices whose kernels, not the host, set the time of PyTorch's gradients
-HEAVY_BYTES, HEAVY_FLOPS = (
-    32e6,
-    1e10,
-)  # of a forward pass whose kernels take longer than the host does for our node
+# devices whose kernels, not the host, set the time of PyTorch's gradients
+FOLLOWED = ("cuda",)
+# of a forward pass whose kernels take longer than the host does for our node
+HEAVY_BYTES, HEAVY_FLOPS = (32e6, 1e10)
 
 
 class Bound:

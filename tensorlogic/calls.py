@@ -20,13 +20,10 @@ import torch
 
 from . import library_files, starting
 
-WHOLE, OUTSIDE = (
-    1,
-    2,
-)  # how a front serves a call by a plan: all outputs; not while its stream is captured
-REVISION = (
-    8  # of what this package and the module expect of each other: csrc/calls/calls.h has the same
-)
+# how a front serves a call by a plan: all outputs; not while its stream is captured
+WHOLE, OUTSIDE = (1, 2)
+# of what this package and the module expect of each other: csrc/calls/calls.h has the same
+REVISION = 8
 ON_LOAD: list[Callable[[ModuleType], None]] = []  # called once with the module, when it is there
 _lock = threading.Lock()
 starting.new_in_children(globals(), _lock=threading.Lock)

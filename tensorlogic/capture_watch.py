@@ -21,7 +21,8 @@ _open: set[int] = set()
 _began: dict[int, tuple[weakref.ref[Any], int]] = {}  # the same graphs, and on which stream
 BEFORE: list[Callable[[], None]] = []  # called before a capture begins, while there is no other
 _OWN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-_turns = 0  # that are being taken; more than one by a thread that has it already, or where patience ended
+# that are being taken; more than one by a thread that has it already, or where patience ended
+_turns = 0
 _installed = False
 _HUSHED = threading.local()  # depth: how many blocks of this thread measure nothing
 

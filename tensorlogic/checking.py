@@ -13,17 +13,14 @@ from . import derived, measure, numerics
 from .op import EAGER, Launcher, Op, Outputs
 from .plan_records import Key, TensorSpec
 
-WHOLE_FLOPS = {
-    "cuda": 4e12,
-    "cpu": 4e10,
-    "mps": 4e10,
-}  # above it, float64 on everything costs more than the timing
+# above it, float64 on everything costs more than the timing
+WHOLE_FLOPS = {"cuda": 4e12, "cpu": 4e10, "mps": 4e10}
 
-STRESS_SLACK = (
-    8.0  # sums that cancel: float32 in another order may be this much further off than eager
-)
+# sums that cancel: float32 in another order may be this much further off than eager
+STRESS_SLACK = 8.0
 
-PATIENCE_US = 20_000.0  # with a launcher that seems too slow, all its calls together
+# with a launcher that seems too slow, all its calls together
+PATIENCE_US = 20_000.0
 
 
 class InputSet:
@@ -139,7 +136,8 @@ class Checker:
         self.call_us = 0.0  # of the last call
         self.coarse = 0.0  # error that the launcher in hand is allowed
         self.luck: Callable[[Tensor], float] | None = None  # beyond that, by chance
-        self.cut_us = 0.0  # of the last checked launcher's calls, where it was cut for them
+        # of the last checked launcher's calls, where it was cut for them
+        self.cut_us = 0.0
 
     def cold(self) -> list[InputSet]:
         """Sets to time with: the two that were checked, and as many copies as it takes to outgrow a GPU's cache."""

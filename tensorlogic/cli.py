@@ -187,12 +187,7 @@ def report(
 
 @app.command
 def compare(
-    before: Path,
-    after: Path,
-    *,
-    margin: Margin = 0.05,
-    mixed: bool = False,
-    absolute: bool = False,
+    before: Path, after: Path, *, margin: Margin = 0.05, mixed: bool = False, absolute: bool = False
 ) -> int:
     """Tell what became better, worse or stayed, between two result files; exit code 1 on a regression beyond the margin.
 

@@ -77,12 +77,7 @@ def export_plans(path: Path, *, op: Ops = (), device: Device = None) -> int:
 
 
 @app.command(name="import")
-def import_plans(
-    path: Path,
-    *,
-    device: Device = None,
-    anywhere: bool = False,
-) -> int:
+def import_plans(path: Path, *, device: Device = None, anywhere: bool = False) -> int:
     """Take a lockfile's choices into the store of this machine.
 
     Parameters

@@ -14,16 +14,17 @@ import torch
 from . import measure
 from .op import Probe
 
-DRIFT = (
-    1.25  # of the least time known: undisturbed readings lie within 6 % (tiles of AMX, 256 x 256)
-)
+# of the least time known: undisturbed readings lie within 6 % (tiles of AMX, 256 x 256)
+DRIFT = 1.25
 READS, FIRST_READS = 3, 9
 PAUSE_S = 0.02  # between two looks at a slow clock
 CLEARLY = 0.95  # of the noted time: what is less is noted
-STRANGE_S = 60.0  # after which a noted time that this process has never met is another machine's
+# after which a noted time that this process has never met is another machine's
+STRANGE_S = 60.0
 STUDY_S = 2.0  # what one study waits and spends on looking again
 POSTPONED = 16  # steps that one in the background puts off
-FIRST_S, SHARE = 2.0, 0.1  # what one process waits in all: this, and of the time since it first did
+# what one process waits in all: this, and of the time since it first did
+FIRST_S, SHARE = 2.0, 0.1
 
 
 class Notes(Protocol):
@@ -107,7 +108,8 @@ class Clock:
 class Patience:
     """How long one study may wait for slow clocks and look again, within what this process may."""
 
-    spent_s, since = 0.0, 0.0  # of all studies in this process; when the first of them waited
+    # of all studies in this process; when the first of them waited
+    spent_s, since = 0.0, 0.0
     lock = threading.Lock()
 
     def __init__(self, background: bool) -> None:

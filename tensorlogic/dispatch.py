@@ -124,10 +124,7 @@ def _placer(given: Sequence[Any]) -> Callable[..., Any] | None:
 
 
 def _precisely(
-    op: Op,
-    args: tuple[Any, ...],
-    where: Any,
-    public: tuple[Callable[..., Any], Sequence[Any]],
+    op: Op, args: tuple[Any, ...], where: Any, public: tuple[Callable[..., Any], Sequence[Any]]
 ) -> Any:
     """A product under a precision policy, which autocast does not touch; what transforms are traced through is float64."""
     for p, a in zip(op.params, args, strict=False):
@@ -256,7 +253,8 @@ def _special(args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] | None:
     if any(t.is_conj() or t.is_neg() for t in tensors):
         return composition
     if any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
-        return composition  # gradients of many vectors at once: autograd.grad(..., is_grads_batched=True)
+        # gradients of many vectors at once: autograd.grad(..., is_grads_batched=True)
+        return composition
     return None
 
 

@@ -115,10 +115,7 @@ def _devices() -> Iterator[Finding]:
     yield Finding("ok", "CPU", f"{cpu.device}, {cpu.driver}, {cpu.threads} threads")
     if reason := products.onednn_available("cpu"):
         yield Finding(
-            "lacks",
-            "oneDNN",
-            reason,
-            "float32 linear layers on this CPU are about half as fast",
+            "lacks", "oneDNN", reason, "float32 linear layers on this CPU are about half as fast"
         )
     for index in range(torch.cuda.device_count()):
         gpu = environment(torch.device("cuda", index))

@@ -27,9 +27,8 @@ class Compared:
     pytorch_s: float
     enabled_s: float
     remedy: str
-    least: (
-        float  # times slower than PyTorch alone when enabled, at the low end of the 95 % interval
-    )
+    # times slower than PyTorch alone when enabled, at the low end of the 95 % interval
+    least: float
     chosen: str = ""  # who serves it when enabled, and by what evidence
 
     @property

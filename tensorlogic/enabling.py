@@ -24,7 +24,8 @@ class Override:
 
     name: str  # with its overload: "addmm.out"
     repair: Repair
-    first: int = 0  # the argument that shows the dtype; the next one is multiplied by it
+    # the argument that shows the dtype; the next one is multiplied by it
+    first: int = 0
     grain: int = 0  # products of fewer multiplications are left to PyTorch
 
     def kernel(self, original: Kernel) -> Kernel:
@@ -43,7 +44,8 @@ def _overrides() -> tuple[Override, ...]:
         found += [Override(name + s, getattr(repairs, name), 1, grain) for s in ("", ".out", "_")]
     for suffix in ("", ".out"):
         found.append(Override(f"_addmm_activation{suffix}", repairs.addmm_activation, 1, grain))
-    if repairs.no_float16():  # elsewhere PyTorch's are fast, and nothing stands in front of them
+    # elsewhere PyTorch's are fast, and nothing stands in front of them
+    if repairs.no_float16():
         found += [Override(name, repair) for name, repair in repairs.WIDENED.items()]
     return tuple(found)
 

@@ -22,7 +22,8 @@ class Entrant:
     launch: Launcher
     error: float
     rough_us: float
-    then_us: float = 0.0  # with what a caller does next, where that tells its configurations apart
+    # with what a caller does next, where that tells its configurations apart
+    then_us: float = 0.0
 
     @property
     def worth_us(self) -> float:

@@ -16,7 +16,8 @@ import torch
 
 from . import hardware
 
-SCHEMA = 1  # of plan files; part of their names, so that versions do not meet in one file
+# of plan files; part of their names, so that versions do not meet in one file
+SCHEMA = 1
 UNDERLYING = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 
 

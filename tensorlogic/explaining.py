@@ -129,9 +129,8 @@ class Explanations:
     """One explanation for each key that a call meets."""
 
     keys: list[Explanation]
-    placed: tuple[
-        str, ...
-    ] = ()  # under `placement`: what each side is expected to take, and why one was chosen
+    # under `placement`: what each side is expected to take, and why one was chosen
+    placed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         blocks = ["\n".join(self.placed)] if self.placed else []

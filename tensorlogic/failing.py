@@ -6,9 +6,8 @@ import torch
 
 from .compiling import CompileFailure
 
-BIND_ERRORS = (
-    Exception,
-)  # a third party's candidate may raise anything: kept by name as its reason, never the caller's
+# a third party's candidate may raise anything: kept by name as its reason, never the caller's
+BIND_ERRORS = (Exception,)
 
 
 class Failed(Exception):

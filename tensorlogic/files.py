@@ -7,7 +7,8 @@ import secrets
 import time
 from pathlib import Path
 
-LEFTOVER_S = 3600.0  # temporary files of killed processes are swept after this long
+# temporary files of killed processes are swept after this long
+LEFTOVER_S = 3600.0
 
 
 def replace(path: Path, text: str, sync: bool = True) -> None:

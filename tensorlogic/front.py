@@ -20,9 +20,8 @@ from .precision import one_call
 
 P = ParamSpec("P")
 _IDS = itertools.count()
-FRONTS: dict[
-    Callable[..., Any], Callable[..., Any]
-] = {}  # what checks the arguments -> the public function made of it
+# what checks the arguments -> the public function made of it
+FRONTS: dict[Callable[..., Any], Callable[..., Any]] = {}
 _SCOPES: dict[Callable[..., Any], tuple[str, dict[str, Any]]] = {}
 
 TEMPLATE = """
@@ -75,9 +74,8 @@ def front(
             "function_mode": torch._C._is_torch_function_mode_enabled,
             "dispatch_modes": torch._C._len_torch_dispatch_stack,
             "forward_ad": forward_ad,
-            "numbers": frozenset(
-                (int, float)
-            ),  # finite ones; anything else is looked at on the slow road
+            # finite ones; anything else is looked at on the slow road
+            "numbers": frozenset((int, float)),
             "one_call": one_call,
             "compiled": None,  # the same as what follows, in C, where it is built
             "miss": functools.partial(miss, op, prepare),

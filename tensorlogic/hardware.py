@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-CHIPS = {  # GPU models that differ in their memory alone: the chip, its multiprocessors
+# GPU models that differ in their memory alone: the chip, its multiprocessors
+CHIPS = {
     "NVIDIA H100 80GB HBM3": ("GH100", 132),
     "NVIDIA H200": ("GH100", 132),
     "NVIDIA GH200 480GB": ("GH100", 132),

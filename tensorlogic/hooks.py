@@ -15,7 +15,8 @@ from . import library_files, starting
 #: Held again by its holder: a collection while the hooks are loaded may leave a policy, which counts here.
 _lock = threading.RLock()
 starting.new_in_children(globals(), _lock=threading.RLock)
-_apart = ctypes.c_int64(0)  # policies in force; where the guards look, once the hooks are loaded
+# policies in force; where the guards look, once the hooks are loaded
+_apart = ctypes.c_int64(0)
 _state: list[str | None] = []  # empty until tried, then what is missing
 
 

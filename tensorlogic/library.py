@@ -167,7 +167,8 @@ def _setup(op: Op, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         }
     )
     outs = (output,) if op.outputs == 1 else tuple(output)
-    if not flags.save:  # called directly and yet recorded: run again what backward needs
+    # called directly and yet recorded: run again what backward needs
+    if not flags.save:
         outs = traced_all(op, (*inputs[:-1], True))
         flags.save = True
     ctx.set_materialize_grads(False)  # so that a gradient of what only backward uses shows

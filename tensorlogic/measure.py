@@ -16,31 +16,25 @@ import torch
 from . import capture_watch
 
 Call = Callable[[], object]
-CLEARED = 4.4e11  # bytes a second: how fast NVIDIA's driver clears memory given back to it (H200)
+# bytes a second: how fast NVIDIA's driver clears memory given back to it (H200)
+CLEARED = 4.4e11
 BATCHES = 4  # of samples where a choice is close
-LONG_US = 1e3  # a call on a CPU of which one tells how often it can be repeated
+# a call on a CPU of which one tells how often it can be repeated
+LONG_US = 1e3
 FOREIGN = 256  # rows of the product between calls
 LEAST_US = 0.05  # that a call takes
 _BETWEEN = "what runs between calls"
 CLEARLY = 0.9  # of another's time, that every sample keeps
 TURN_S = 5.0  # to wait for another thread's recording
 PLACES = 1 << 26  # bytes of input sets on a CPU
-TOLERANCE = {
-    "cuda": 0.02,
-    "mps": 0.08,
-    "cpu": 0.08,
-}  # what a challenger must win by: runs of one CPU differ by 5 %
-KINSHIP = {
-    "cuda": 0.02,
-    "mps": 0.1,
-    "cpu": 0.1,
-}  # challengers this close to the fastest are equals: runs of one machine differ by as much
+# what a challenger must win by: runs of one CPU differ by 5 %
+TOLERANCE = {"cuda": 0.02, "mps": 0.08, "cpu": 0.08}
+# challengers this close to the fastest are equals: runs of one machine differ by as much
+KINSHIP = {"cuda": 0.02, "mps": 0.1, "cpu": 0.1}
 
-NEAR = {
-    "cuda": 0.01,
-    "mps": 0.16,
-    "cpu": 0.16,
-}  # to a bound, so that one look does not decide: PyTorch's own calls vary by this much with where malloc put things
+# to a bound, so that one look does not decide: PyTorch's own calls vary by this much with where
+# malloc put things
+NEAR = {"cuda": 0.01, "mps": 0.16, "cpu": 0.16}
 
 
 ASKED = frozenset((12, 24, 48, 96))  # rounds after which samples may tell enough
@@ -354,7 +348,8 @@ class _Loop:
     def sample(self) -> float:
         step = self.steps[self.turn % len(self.steps)]
         self.turn += 1
-        if self.count > 1:  # what a single long call finds in the cache is little beside its time
+        # what a single long call finds in the cache is little beside its time
+        if self.count > 1:
             step()
         synchronize(self.device)
         start = time.perf_counter()
@@ -386,9 +381,8 @@ class _Graph:
 
     def __init__(self, steps: list[Call], device: torch.device, share_s: float) -> None:
         self.first = [once(steps[0], device) for _ in range(2)]
-        self.count = _repeats(
-            min(self.first), min(share_s, 2e-3), least=len(steps), most=40
-        )  # all sets, so that the next replay meets none of them in the cache
+        # all sets, so that the next replay meets none of them in the cache
+        self.count = _repeats(min(self.first), min(share_s, 2e-3), least=len(steps), most=40)
         self.device = device
         self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(device)
@@ -426,12 +420,10 @@ def _loop(steps: list[Call], device: torch.device, share_s: float) -> _Loop | _G
     if device.type == "cuda":
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", UserWarning
-                )  # what a failed capture leaves is said to be empty
+                # what a failed capture leaves is said to be empty
+                warnings.simplefilter("ignore", UserWarning)
                 return _Graph(steps, device, share_s)
-        except (
-            RuntimeError
-        ):  # not capturable: a synchronising or allocating implementation is timed as it runs
+        # not capturable: a synchronising or allocating implementation is timed as it runs
+        except RuntimeError:
             torch.cuda.synchronize(device)
     return (_Events if device.type == "mps" else _Loop)(steps, device, share_s)

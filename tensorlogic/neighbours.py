@@ -16,16 +16,21 @@ from .plans import REACH, Key, Plan
 
 LOG = logging.getLogger("tensorlogic")
 ASKED = 8  # plans at most
-FADES = 4.0  # halvings of what a plan counts for each doubling that it is farther
-DETOUR = 1.0  # doublings that a plan is farther for a candidate whose kernel goes another way there
+# halvings of what a plan counts for each doubling that it is farther
+FADES = 4.0
+# doublings that a plan is farther for a candidate whose kernel goes another way there
+DETOUR = 1.0
 MOST = 3.0  # times the best, beyond which longer times say no more
-SLACK = 0.1  # of its time, that a neighbour's tiles may lose for each doubling between the sizes; what is no tile a fifth
-ANOTHER_WAY = (
-    16.0  # between configurations for each word that differs, more than numbers and switches do
-)
-DERIVED = {"PART"}  # numbers that follow from what else a configuration and its key say
+# of its time, that a neighbour's tiles may lose for each doubling between the sizes; what is no
+# tile a fifth
+SLACK = 0.1
+# between configurations for each word that differs, more than numbers and switches do
+ANOTHER_WAY = 16.0
+# numbers that follow from what else a configuration and its key say
+DERIVED = {"PART"}
 Pick = tuple[str, Config]
-failures = 0  # of candidates to list their configurations, in this process
+# of candidates to list their configurations, in this process
+failures = 0
 
 
 @dataclass

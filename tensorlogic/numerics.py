@@ -26,14 +26,18 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
-RELATIVE_TO_EAGER = 2.0  # a candidate's error may be at most twice that of same-dtype eager PyTorch
-NOISE = 0.5  # relative error of eager's from which on no element of an output says anything: all of it has cancelled
-FEW = 64  # elements of an output from which on two errors can be compared without regard to chance
-SAMPLE = (
-    1 << 16
-)  # errors from which their deviation is taken: a median of millions takes a third of the judging
+# a candidate's error may be at most twice that of same-dtype eager PyTorch
+RELATIVE_TO_EAGER = 2.0
+# relative error of eager's from which on no element of an output says anything: all of it has
+# cancelled
+NOISE = 0.5
+# elements of an output from which on two errors can be compared without regard to chance
+FEW = 64
+# errors from which their deviation is taken: a median of millions takes a third of the judging
+SAMPLE = 1 << 16
 MEDIAN = 0.6745  # of the sizes of normal numbers, over their deviation
-ELEMENT_SLACK = 16.0  # spacings of the dtype at the row's scale that one element may be off
+# spacings of the dtype at the row's scale that one element may be off
+ELEMENT_SLACK = 16.0
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -56,9 +60,8 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
         return 0.0
     out, ref = wide(out.detach()), wide(ref.detach())
     value = ((out - ref).norm() / ref.norm().clamp_min(torch.finfo(torch.float64).tiny)).item()
-    if (
-        value - value == 0
-    ):  # everything is finite, as almost always; looking for what is not takes longer
+    # everything is finite, as almost always; looking for what is not takes longer
+    if value - value == 0:
         return value
     finite = torch.isfinite(ref) & torch.isfinite(out)
     diff, scale = torch.where(finite, out - ref, 0), torch.where(finite, ref, 0)

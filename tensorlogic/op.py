@@ -21,9 +21,8 @@ from .source_hash import source_hash
 
 Config = Mapping[str, Any]
 Outputs = tuple[Tensor | None, ...]
-Launcher = Callable[
-    ..., Outputs | None
-]  # (tensors and scalars in schema order) -> outputs, or None to decline
+# (tensors and scalars in schema order) -> outputs, or None to decline
+Launcher = Callable[..., Outputs | None]
 EAGER = "torch.eager"
 
 
@@ -63,39 +62,33 @@ class Candidate:
     bind: Callable[[Key, Config, torch.device], Launcher]
     supports: Callable[[Key], str | None] = _no_reason  # None, or why this key cannot run here
     configs: Callable[[Key], Sequence[Config]] = lambda key: ({},)  # best guess first
-    available: Callable[[str], str | None] = (
-        _no_reason  # device type -> None, or why this machine cannot run it
-    )
-    sources: tuple[
-        Any, ...
-    ] = ()  # modules (or texts: a package with its version) that decide the result; a change invalidates its evidence
-    jobs: Callable[[Key, Config, torch.device], Sequence[Any]] = (
-        lambda key, config, device: ()
-    )  # compile work for other processes
-    guess: Callable[[Key], float] = lambda key: (
-        1.0
-    )  # expected time over torch.eager's, for keys nobody has measured
-    coarse: Callable[[Key], float] = lambda key: (
-        0.0
-    )  # relative error that its form of numbers brings on normal inputs; it is checked against that
-    background: bool = (
-        True  # False: so slow to load or compile that only tune and the like may measure it
-    )
+    # device type -> None, or why this machine cannot run it
+    available: Callable[[str], str | None] = _no_reason
+    # modules (or texts: a package with its version) that decide the result; a change invalidates
+    # its evidence
+    sources: tuple[Any, ...] = ()
+    # compile work for other processes
+    jobs: Callable[[Key, Config, torch.device], Sequence[Any]] = lambda key, config, device: ()
+    # expected time over torch.eager's, for keys nobody has measured
+    guess: Callable[[Key], float] = lambda key: 1.0
+    # relative error that its form of numbers brings on normal inputs; it is checked against that
+    coarse: Callable[[Key], float] = lambda key: 0.0
+    # False: so slow to load or compile that only tune and the like may measure it
+    background: bool = True
     deterministic: bool = True
-    trusted: bool = (
-        False  # shipped with this package: may serve a key whose neighbour it was measured on
-    )
-    clock: Probe | None = (
-        None  # by which one sees that what it runs on is disturbed, and it will not be judged
-    )
-    vouched: bool = (
-        False  # but not before it was right on this machine, on small tensors of that kind
-    )
-    then: Callable[[Outputs], object] | None = (
-        None  # what a caller does next with outputs, timed with calls where configurations differ in where they leave them
-    )
+    # shipped with this package: may serve a key whose neighbour it was measured on
+    trusted: bool = False
+    # by which one sees that what it runs on is disturbed, and it will not be judged
+    clock: Probe | None = None
+    # but not before it was right on this machine, on small tensors of that kind
+    vouched: bool = False
+    # what a caller does next with outputs, timed with calls where configurations differ in where
+    # they leave them
+    then: Callable[[Outputs], object] | None = None
+    # of a joined op: forward, which may prepare a gradient, and what settles it once the incoming
+    # one is known
     parts: Callable[[Key, Config, torch.device], tuple[Launcher, Callable[..., Tensor]]] | None = (
-        None  # of a joined op: forward, which may prepare a gradient, and what settles it once the incoming one is known
+        None
     )
 
     @cached_property
@@ -107,7 +100,8 @@ class Candidate:
         """Why this candidate cannot run a key on this machine, or None."""
         try:
             return self.available(key.device) or self.supports(key)
-        except Exception as problem:  # a third party's code may raise anything; it is said by name
+        except Exception as problem:
+            # a third party's code may raise anything; it is said by name
             return f"unsupported: asking it raised {type(problem).__name__}: {problem}"
 
 
@@ -126,11 +120,13 @@ class Gradient:
         [SimpleNamespace, tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], Tensor],
         tuple[Tensor | None, ...],
     ]
-    once: int | None = (
-        None  # which of what is kept serves one backward pass only; later ones find None there
-    )
-    again: bool = False  # dy is read more than once, or by whole rows: it gets memory of its own where elements share it
-    light: bool = False  # eager's forward keeps, and its backward computes, what PyTorch's own do: ours costs nothing behind it
+    # which of what is kept serves one backward pass only; later ones find None there
+    once: int | None = None
+    # dy is read more than once, or by whole rows: it gets memory of its own where elements share it
+    again: bool = False
+    # eager's forward keeps, and its backward computes, what PyTorch's own do: ours costs nothing
+    # behind it
+    light: bool = False
 
 
 _BITS = {
@@ -182,69 +178,57 @@ class Op:
     sample: Callable[[Key, str, TensorSpec, torch.device, torch.Generator], Tensor | None] = (
         lambda *_: None
     )
-    scalars: Callable[[Key], Mapping[str, Any]] = (
-        lambda key: {}
-    )  # example values of the run-time scalars
+    # example values of the run-time scalars
+    scalars: Callable[[Key], Mapping[str, Any]] = lambda key: {}
     cases: Callable[[], Iterable[tuple[Any, ...]]] = lambda: ()
     gradient: Gradient | None = None
     keyed: tuple[str, ...] = ()
     runtime: tuple[str, ...] = ()
-    autocast: str = "promote"  # "lower" (products), "float32" (losses), "promote", or "composition"
-    uncast: tuple[str, ...] = ()  # tensors that autocast leaves alone where the others are lowered
-    baseline: Callable[..., Any] | None = (
-        None  # same-dtype arithmetic of the reference where torch.eager draws its own numbers
-    )
-    stress: Callable[[Key, dict[str, Any]], float | None] | None = (
-        None  # turns normal inputs into ones that overflow careless arithmetic; says what float32 sums of them lose
-    )
-    normal: Callable[[Key], Key] = (
-        lambda key: key
-    )  # the key of the same work in the fewest dimensions, by which measured neighbours are looked up
+    # "lower" (products), "float32" (losses), "promote", or "composition"
+    autocast: str = "promote"
+    # tensors that autocast leaves alone where the others are lowered
+    uncast: tuple[str, ...] = ()
+    # same-dtype arithmetic of the reference where torch.eager draws its own numbers
+    baseline: Callable[..., Any] | None = None
+    # turns normal inputs into ones that overflow careless arithmetic; says what float32 sums of
+    # them lose
+    stress: Callable[[Key, dict[str, Any]], float | None] | None = None
+    # the key of the same work in the fewest dimensions, by which measured neighbours are looked up
+    normal: Callable[[Key], Key] = lambda key: key
     elementwise: bool = False
-    landmarks: Callable[[Key, dict[str, Any]], None] | None = (
-        None  # turns them into round numbers, where the tables of native kernels begin and end
-    )
-    prepare: Callable[[Key, dict[str, Any]], None] | None = (
-        None  # makes sample inputs agree with each other
-    )
-    twins: Callable[[Key], Iterable[tuple[Op, Key]]] = (
-        lambda key: ()
-    )  # other keys, of this or another op, that calls of this one turn into; measured with it
+    # turns them into round numbers, where the tables of native kernels begin and end
+    landmarks: Callable[[Key, dict[str, Any]], None] | None = None
+    # makes sample inputs agree with each other
+    prepare: Callable[[Key, dict[str, Any]], None] | None = None
+    # other keys, of this or another op, that calls of this one turn into; measured with it
+    twins: Callable[[Key], Iterable[tuple[Op, Key]]] = lambda key: ()
     mutates: tuple[str, ...] = ()  # tensors a candidate may update in place
-    draws: bool = False  # candidates on a GPU may take numbers from its default generator
-    functional: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = (
-        None  # arguments that leave those tensors out ...
-    )
-    update: Callable[[tuple[Any, ...], Outputs], None] | None = (
-        None  # ... and the update from all outputs, for the registered op
-    )
-    numbers: Callable[..., Tensor] | None = (
-        None  # PyTorch's own, where a number stands for a tensor and nothing is to be fused
-    )
-    direct: Callable[[Key], Callable[..., Tensor] | None] = (
-        lambda key: None
-    )  # what torch.eager calls, from dynamic arguments to the output itself, where that is one function of PyTorch's
+    # candidates on a GPU may take numbers from its default generator
+    draws: bool = False
+    # arguments that leave those tensors out ...
+    functional: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
+    # ... and the update from all outputs, for the registered op
+    update: Callable[[tuple[Any, ...], Outputs], None] | None = None
+    # PyTorch's own, where a number stands for a tensor and nothing is to be fused
+    numbers: Callable[..., Tensor] | None = None
+    # what torch.eager calls, from dynamic arguments to the output itself, where that is one
+    # function of PyTorch's
+    direct: Callable[[Key], Callable[..., Tensor] | None] = lambda key: None
     outputs: int = 1
     internal: bool = False  # called by other ops only, which take all its outputs
     candidates: dict[str, Candidate] = field(default_factory=dict)
-    joined: Callable[[Key], tuple[Op, Key] | None] = lambda key: (
-        None
-    )  # forward and backward as one op, by whose measured times recorded calls may be served as one
-    stands_for: tuple[
-        str, ...
-    ] = ()  # ops in whose places a joined one serves: where one of them is forced, it does not
-    precise: Op | None = (
-        None  # the same operation under a precision policy, with candidates of its own
-    )
-    composed: Callable[..., Tensor] | None = (
-        None  # or what an op around a product calls instead, so that the product follows the policy
-    )
-    measure: Callable[..., Any] | None = (
-        None  # of a precise op: how far outputs are off on the caller's own data
-    )
-    listed: bool = (
-        True  # False for precise ops, which are reached through the op that they stand for
-    )
+    # forward and backward as one op, by whose measured times recorded calls may be served as one
+    joined: Callable[[Key], tuple[Op, Key] | None] = lambda key: None
+    # ops in whose places a joined one serves: where one of them is forced, it does not
+    stands_for: tuple[str, ...] = ()
+    # the same operation under a precision policy, with candidates of its own
+    precise: Op | None = None
+    # or what an op around a product calls instead, so that the product follows the policy
+    composed: Callable[..., Tensor] | None = None
+    # of a precise op: how far outputs are off on the caller's own data
+    measure: Callable[..., Any] | None = None
+    # False for precise ops, which are reached through the op that they stand for
+    listed: bool = True
 
     def __post_init__(self) -> None:
         self.name: str = self.reference.__name__

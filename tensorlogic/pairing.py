@@ -22,7 +22,8 @@ from .op import EAGER, Launcher, Op
 from .plans import Evidence, Key, Plan
 
 LOG = logging.getLogger("tensorlogic")
-NEAR = 1.1  # of the time of the one chosen alone: who may win in company
+# of the time of the one chosen alone: who may win in company
+NEAR = 1.1
 MOST = 3  # of each direction
 LONG_US = 1000.0  # of both: what overlaps is microseconds
 BACKWARD = "_backward"
@@ -45,7 +46,8 @@ def pairs(keys: Iterable[Met]) -> list[tuple[Met, Met]]:
         of = forwards[str(met[2]), met[0].name.removesuffix(BACKWARD)]
         times = Counter(f[1].text for f, _ in found)
         mine = [f for f in of if alike(f[1], met[1])]
-        if mine:  # several may differ in what backward does not read, a bias say: each has its turn
+        # several may differ in what backward does not read, a bias say: each has its turn
+        if mine:
             found.append((min(mine, key=lambda f: times[f[1].text]), met))
     return found
 

@@ -19,7 +19,8 @@ from .trials import Trial
 
 LOG = logging.getLogger("tensorlogic")
 SMALL = 1 << 21  # operations below which no transfer pays
-HOPELESS = 3.0  # a side that is expected to take so many times the other's time is not tried
+# a side that is expected to take so many times the other's time is not tried
+HOPELESS = 3.0
 MOST = 8192  # keys whose times are kept
 _SAID: set[str] = set()
 _TRIALS: dict[tuple[Any, ...], Trial] = {}

@@ -167,7 +167,8 @@ def rewrite(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     from filelock import (
-        FileLock,  # takes 7 ms to import, which programs that measure nothing need not wait for
+        # takes 7 ms to import, which programs that measure nothing need not wait for
+        FileLock,
     )
 
     with FileLock(f"{path}.lock", timeout=timeout_s):

@@ -14,9 +14,14 @@ from . import legacy_hashes
 
 SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}  # bytes of what lines are made of
 HALVES = {"f16": "half", "bf16": "half"}
-OTHER_DTYPE = 0.25  # what a kin of the other 16-bit dtype is further away, squared
-LAYOUT = 3.0  # doublings that a tensor may be further away if it is laid out alike, and as even: that chooses kernels
-UNLIKE = 1.0  # for each tensor laid out otherwise, of another dtype or absent, and each flag of another value, squared
+# what a kin of the other 16-bit dtype is further away, squared
+OTHER_DTYPE = 0.25
+# doublings that a tensor may be further away if it is laid out alike, and as even: that chooses
+# kernels
+LAYOUT = 3.0
+# for each tensor laid out otherwise, of another dtype or absent, and each flag of another value,
+# squared
+UNLIKE = 1.0
 
 Kind = tuple[
     tuple[tuple[str, Any] | None, ...],  # dtype and layout of each tensor
@@ -115,7 +120,8 @@ class Key:
     direction: str  # "inference" | "forward" | "backward"
     precision: str = "default"
     made: TensorSpec | None = None  # what it makes, for `uneven`; no part of the text
-    work: tuple[Any, ...] = ()  # what is done, where one op does this and that; no part of the text
+    # what is done, where one op does this and that; no part of the text
+    work: tuple[Any, ...] = ()
 
     @cached_property
     def text(self) -> str:
@@ -278,7 +284,8 @@ class Plan:
     key: Key
     eager: str  # candidate of eager calls
     eager_config: dict[str, Any]
-    captured: str  # of captured and compiled calls: smallest device time, alone or in a pair
+    # of captured and compiled calls: smallest device time, alone or in a pair
+    captured: str
     captured_config: dict[str, Any]
     evidence: list[Evidence] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)

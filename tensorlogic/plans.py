@@ -16,16 +16,7 @@ from typing import Any
 from . import plan_files, starting
 from .environments import Environment, environment
 from .plan_files import PlanStoreWarning, Records, Unread
-from .plan_records import (
-    DISTURBED,
-    LAYOUT,
-    UNFINISHED,
-    Evidence,
-    Key,
-    Plan,
-    TensorSpec,
-    merged,
-)
+from .plan_records import DISTURBED, LAYOUT, UNFINISHED, Evidence, Key, Plan, TensorSpec, merged
 
 __all__ = [
     "DISTURBED",
@@ -44,8 +35,10 @@ __all__ = [
     "load_lockfile",
 ]
 
-EAGER = "torch.eager"  # right for every key, so it may always be a neighbour's choice
-REACH = 2.0  # how far a neighbour may be, as `Key.distance` tells; on a GPU gains are weighed against distances
+# right for every key, so it may always be a neighbour's choice
+EAGER = "torch.eager"
+# how far a neighbour may be, as `Key.distance` tells; on a GPU gains are weighed against distances
+REACH = 2.0
 SHIPPED = Path(__file__).parent / "shipped"
 INTERVAL_S = 2.0  # between saves of one store
 SHARE = 0.02  # of the time at most goes into saving
@@ -66,9 +59,8 @@ class _Shelf:
         self.parsed: dict[str, Plan | None] = {}
         self.keys: dict[str, Key | None] = {}  # by text
         self.normal: dict[str, Key] = {}
-        self.kin: dict[
-            str, dict[object, list[tuple[str, Key, Key]]]
-        ] = {}  # "op direction " -> kin -> texts, keys and normal keys
+        # "op direction " -> kin -> texts, keys and normal keys
+        self.kin: dict[str, dict[object, list[tuple[str, Key, Key]]]] = {}
         self.changes = 0
 
     def get(self, text: str) -> Plan | None:
@@ -349,7 +341,8 @@ class PlanStore(PlanView):
         timer.daemon = True
         try:
             timer.start()
-        except RuntimeError:  # no more threads, or the interpreter is ending: saved at exit
+        except RuntimeError:
+            # no more threads, or the interpreter is ending: saved at exit
             return
         self._timer = timer
 

@@ -64,9 +64,8 @@ ROOT = _root()
 VARIABLE: ContextVar[Policy] = ContextVar("tensorlogic_policy", default=ROOT)
 MOST = 256  # policies whose warm keys are kept
 _INTERNED: dict[tuple[Any, ...], Policy] = {ROOT.identity: ROOT}
-_WITH: dict[
-    tuple[Policy, Precision], Policy
-] = {}  # what `with_precision` made, of policies that are interned
+# what `with_precision` made, of policies that are interned
+_WITH: dict[tuple[Policy, Precision], Policy] = {}
 ON_FORGET: tuple[Callable[[], None], ...] = ()  # drop what else was decided by plans
 ON_CHANGE: tuple[Callable[[int], None], ...] = ()  # +1: a policy is entered; -1: left
 

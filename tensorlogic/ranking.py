@@ -12,17 +12,19 @@ from .judging import watchable
 from .op import EAGER, Candidate, Config, Op
 from .plans import Key, Plan
 
-GUARD_US = {
-    "cpu": 100.0,
-    "cuda": 120.0,
-}  # what looking at a call's data takes: learned as it is done
-WATCH_US = 10.0  # what looking takes where the device itself judges, and nobody waits
+# what looking at a call's data takes: learned as it is done
+GUARD_US = {"cpu": 100.0, "cuda": 120.0}
+# what looking takes where the device itself judges, and nobody waits
+WATCH_US = 10.0
 EAGER_RATE = {"cpu": 5e4, "cuda": 5e7}  # operations a microsecond in float64, until some were timed
 EAGER_HOST_US = {False: 14.0, True: 40.0}  # of a caller's thread, by whether operands are widened
-RESOLVED = 1e-5  # budgets that float64 keeps for any float32 data but exact opposites
-UNLIKELY = 1e4  # times the cancellation that was measured, for which float64 is not looked at in every call
+# budgets that float64 keeps for any float32 data but exact opposites
+RESOLVED = 1e-5
+# times the cancellation that was measured, for which float64 is not looked at in every call
+UNLIKELY = 1e4
 REST = 15  # but in one of so many and one
-HOPELESS = 16.0  # a form that brings so many times the budget on normal inputs is not tried
+# a form that brings so many times the budget on normal inputs is not tried
+HOPELESS = 16.0
 
 
 def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Candidate, Config]]:
@@ -68,9 +70,8 @@ def unguarded(key: Key, rtol: float) -> bool:
     if key.device == "cpu" or watchable(key):
         return False
     dtypes = {t.dtype for t in key.tensors if t is not None}
-    narrow = dtypes <= {"f16", "bf16", "f32", "c64"} and dtypes != {
-        "f16"
-    }  # whose results may be too small for it
+    # whose results may be too small for it
+    narrow = dtypes <= {"f16", "bf16", "f32", "c64"} and dtypes != {"f16"}
     return narrow and rtol >= RESOLVED
 
 

@@ -67,7 +67,8 @@ class Recording:
             own, outs = False, bound.anew(dynamic)
         assert bound.op.gradient is not None
         assert outs[0] is not None
-        if outs[0]._is_view():  # which PyTorch lets nobody write to where a Function returns it
+        # which PyTorch lets nobody write to where a Function returns it
+        if outs[0]._is_view():
             outs = (outs[0].data, *outs[1:])
         ctx.record = self
         ctx.scalars = tuple([dynamic[i] for i in bound.scalars])

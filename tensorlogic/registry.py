@@ -112,7 +112,8 @@ def _plugins(points: list[importlib.metadata.EntryPoint]) -> None:
         try:
             register: Callable[[dict[str, Op]], None] = point.load()
             register(OPS)
-        except Exception as problem:  # whatever a third party's package raises must not take ours down; it is said by name
+        except Exception as problem:
+            # whatever a third party's package raises must not take ours down; it is said by name
             LOG.warning(
                 "tensorlogic: candidates of %s (%s) were not loaded: %s: %s",
                 point.name,

@@ -20,7 +20,8 @@ from .ops.linear import LINEAR
 from .ops.matmul import MATMUL
 
 HALVES = frozenset((torch.float16, torch.bfloat16))
-GRAIN = 1 << 15  # multiplications up to which PyTorch's own kernel ends before ours has begun
+# multiplications up to which PyTorch's own kernel ends before ours has begun
+GRAIN = 1 << 15
 Repair = Callable[..., Any]
 Route = Callable[..., Any]
 

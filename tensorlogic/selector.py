@@ -31,7 +31,8 @@ from .policies import Policy
 LOG = logging.getLogger("tensorlogic")
 CHECKED = ("plan", "lockfile", "fixed plan", "forced")  # on this very key, or not to be asked
 AT_HAND = "cost model, without what must be compiled first"
-CLEAR_WIN = 0.95  # a guess must promise this much before it replaces eager unmeasured
+# a guess must promise this much before it replaces eager unmeasured
+CLEAR_WIN = 0.95
 _SAID: set[tuple[str, str]] = set()
 
 
@@ -45,11 +46,11 @@ class Choice:
     source: str
     cacheable: bool = True
     captured: Choice | None = None  # what calls under graph capture take instead
-    direct: Callable[..., Tensor] | None = (
-        None  # the launcher without its tuple, where PyTorch has it so
-    )
+    # the launcher without its tuple, where PyTorch has it so
+    direct: Callable[..., Tensor] | None = None
     settle: Callable[..., Tensor] | None = None  # gradient of a joint forward and backward
-    apart: Choice | None = None  # beside a joint one: forward alone, for calls that want it so
+    # beside a joint one: forward alone, for calls that want it so
+    apart: Choice | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ def _within(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
 def _lasting(op: Op, key: Key, device: torch.device, store: PlanView) -> Decision:
     """The fixed plan that calls of these sizes first met: what other calls measure meanwhile changes no bits."""
     where = (str(device), _twins(op, unaligned(key))[0].text)
-    found = FIXED.get(where)  # of what other threads decide or forget meanwhile the first stays
+    # of what other threads decide or forget meanwhile the first stays
+    found = FIXED.get(where)
     return found or FIXED.setdefault(where, _fixed(op, key, store, "fixed plan"))
 
 
@@ -414,9 +416,7 @@ def _bind(
             failure = f"{type(problem).__name__}: {problem}"
     if id != EAGER:
         say_once(
-            op,
-            id,
-            f"tensorlogic: {id} failed on {key.text} ({failure}); torch.eager serves it",
+            op, id, f"tensorlogic: {id} failed on {key.text} ({failure}); torch.eager serves it"
         )
     eager = op.candidates[EAGER]
     launch = eager.bind(key, {}, device) if whole else op.plain(key, device)

@@ -15,9 +15,8 @@ MOST_WORKERS = 16
 LIGHT = {"--help", "-h", "--version", "--install-completion"}  # commands that read none of them
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 TRITON_CACHE, TRITON_PTXAS = "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"
-TRITON = {
-    name: os.environ.get(name) for name in (TRITON_CACHE, TRITON_PTXAS)
-}  # as the process began: torch.compile sets them to a folder and an assembler of its own later
+# as the process began: torch.compile sets them to a folder and an assembler of its own later
+TRITON = {name: os.environ.get(name) for name in (TRITON_CACHE, TRITON_PTXAS)}
 
 
 @dataclass(frozen=True)

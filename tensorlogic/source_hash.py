@@ -25,7 +25,8 @@ from . import settings, starting
 
 SCHEME = "1"  # another one where the same text hashes to something else
 DIGITS = 16  # hashes of whole texts, which this one replaces, had 12
-CACHE = "source-hashes"  # file in the cache folder: what was parsed once need not be parsed again
+# file in the cache folder: what was parsed once need not be parsed again
+CACHE = "source-hashes"
 MOST_BYTES = 1 << 20  # of that file, which then begins anew: some 30,000 hashes
 OURS = __name__.partition(".")[0]
 
@@ -130,10 +131,7 @@ def _named(tree: ast.Module, names: list[str]) -> list[ast.AST]:
 
 
 def _remembered(
-    scope: Mapping[str, Any],
-    text: str,
-    at: str,
-    find: Callable[[ast.Module], list[ast.AST]],
+    scope: Mapping[str, Any], text: str, at: str, find: Callable[[ast.Module], list[ast.AST]]
 ) -> str:
     """Hash of what `find` finds in a module's tree, computed once for each text, in all processes of this user."""
     key = _digest(SCHEME, str(scope.get("__name__")), at, text)

@@ -12,14 +12,14 @@ import torch
 from . import isolation, measure, stores
 from .memory import stager, staging
 
-LINK = (20e-6, 12e9)  # seconds and bytes a second of a transfer, until some were timed
+# seconds and bytes a second of a transfer, until some were timed
+LINK = (20e-6, 12e9)
 PROBED = (1 << 12, 1 << 25)  # bytes of the transfers that a link is timed by
 SIDES = {"cpu": 768, "cuda": 2048}  # of the products that tell how fast either side computes
 SHARE = 0.05  # of the time that timing a side again may take
 _SPEED: dict[torch.device, float] = {}
-_NEXT: dict[
-    torch.device, tuple[float, float]
-] = {}  # when one is timed again, in what share of the time
+# when one is timed again, in what share of the time
+_NEXT: dict[torch.device, tuple[float, float]] = {}
 
 
 @dataclass

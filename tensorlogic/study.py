@@ -22,9 +22,12 @@ from .plans import DISTURBED, UNFINISHED, Environment, Evidence, Key, Plan
 from .turns import Turn
 
 LOG = logging.getLogger("tensorlogic")
-CUT = 3.0  # a candidate this many times slower than the incumbent is dropped after one call
-TOO_SHORT_US = 300.0  # a single call below this says nothing: most of it may be waiting for a core
-PROMPT_S = 1.5  # of a key that is waited for: what is not compiled by then is left for another time
+# a candidate this many times slower than the incumbent is dropped after one call
+CUT = 3.0
+# a single call below this says nothing: most of it may be waiting for a core
+TOO_SHORT_US = 300.0
+# of a key that is waited for: what is not compiled by then is left for another time
+PROMPT_S = 1.5
 
 
 def _no_overhead() -> float:

@@ -12,13 +12,19 @@ import torch
 
 from . import speeds
 
-AGAIN = 3  # runs of either side that are timed, at least, before the faster one stays for a while
-MORE = 12  # at most, while they still get faster or take far longer than expected
-MOMENT_S = 0.05  # a side that has taken so long is not timed more often for that
-NEW = 0.9  # of the least time before: a run that took less may be followed by a still faster one
-STRANGE = 3.0  # times what is expected, and beyond what calling takes: others had the cores
+# runs of either side that are timed, at least, before the faster one stays for a while
+AGAIN = 3
+# at most, while they still get faster or take far longer than expected
+MORE = 12
+# a side that has taken so long is not timed more often for that
+MOMENT_S = 0.05
+# of the least time before: a run that took less may be followed by a still faster one
+NEW = 0.9
+# times what is expected, and beyond what calling takes: others had the cores
+STRANGE = 3.0
 CALL_S = 50e-6  # what calling takes at most
-LATE = 8  # runs one after another on a GPU that took longer than the CPU did: both are timed again
+# runs one after another on a GPU that took longer than the CPU did: both are timed again
+LATE = 8
 SHARE = 0.05  # of a key's time that timing the slower side again may take
 CPU = torch.device("cpu")
 

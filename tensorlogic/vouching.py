@@ -16,14 +16,14 @@ from .plans import Key, TensorSpec
 
 # Sizes up to the first number are represented by the second: few rows, one block, several; all with ragged ends.
 SIZES = ((6, 5), (13, 11), (48, 29), (160, 83), (1 << 62, 173))
-VECTOR = 16  # sizes that it divides are represented by ones that it divides
+# sizes that it divides are represented by ones that it divides
+VECTOR = 16
 LINE = 30_011  # elements of one-dimensional tensors
 FLOPS, TRAFFIC = 1.2e7, 1 << 20  # of a check, at most
 DRAWS = 2  # wrong once may be eager's luck with the numbers
 
-_NOTES = Notes(
-    ".checked"
-)  # of what was right; of what was wrong, in this process only, with the reason
+# of what was right; of what was wrong, in this process only, with the reason
+_NOTES = Notes(".checked")
 
 
 class Later(Exception):
@@ -72,9 +72,8 @@ def _check(
                 coarse = candidate.coarse(kind)
                 verdict = checker.check(launch, coarse=coarse)
                 if verdict and any(t is not None and t.constant for t in kind.tensors):
-                    verdict = checker.check(
-                        launch, coarse=coarse
-                    )  # by what was derived from the constants
+                    # by what was derived from the constants
+                    verdict = checker.check(launch, coarse=coarse)
         except study.BIND_ERRORS as problem:
             reason = f"failed: {type(problem).__name__}: {problem}"
             continue

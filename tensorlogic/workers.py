@@ -19,7 +19,8 @@ from typing import Any
 from . import settings
 
 PRELOADED: list[str] = []  # modules that are imported before workers are forked
-NICENESS = 10  # of compilers that work ahead: a tenth of a core where the caller's threads take all
+# of compilers that work ahead: a tenth of a core where the caller's threads take all
+NICENESS = 10
 SUPPORTED = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
 

@@ -23,10 +23,9 @@ from ..ops.pointwise import add, add_relu, affine, gelu, mul, mul_relu, relu
 from ..ops.softmax_cross_entropy import softmax_cross_entropy
 
 Fn = Callable[..., Any]
-SQUARE = (
-    "matmul",
-    "fusion",
-)  # categories whose size is the side of a matrix; of "batch" it is a number of requests, of the others one of elements
+# categories whose size is the side of a matrix; of "batch" it is a number of requests, of the
+# others one of elements
+SQUARE = ("matmul", "fusion")
 CATEGORIES = ("matmul", "elementwise", "reduction", "activation", "transfer", "fusion", "batch")
 DROP = 0.1  # of dropout_linear
 HEADS, WIDTH = 4, 64  # of attention_scores
@@ -73,9 +72,8 @@ class Recipe:
     inputs: Callable[[int, Maker], tuple[Any, ...]]
     ours: Fn
     eager: Mapping[str, Fn]
-    gpu: Mapping[str, Fn] = field(
-        default_factory=dict
-    )  # PyTorch calls that only GPUs have, half precision only
+    # PyTorch calls that only GPUs have, half precision only
+    gpu: Mapping[str, Fn] = field(default_factory=dict)
     random: bool = False  # draws its own mask, so outputs of two calls differ
 
     def baselines(self, device: str, dtype: torch.dtype) -> dict[str, Fn]:

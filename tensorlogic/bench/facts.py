@@ -13,12 +13,8 @@ from .problems import Problem
 
 Document = dict[str, Any]
 GOAL = re.compile(r"(ok|MISS)\s+(.+?)\s{2,}(\S+) ?(\S*)\s+target ([≤≥]) (\S+)")
-CHECKS = (
-    "error",
-    "keeps its share",
-    "leaves the parameters",
-    "still gives",
-)  # of being right: not shown
+# of being right: not shown
+CHECKS = ("error", "keeps its share", "leaves the parameters", "still gives")
 MODEL = re.compile(r"\s*(.+): ours (\d+) us\s+eager (\d+) us\s+compile (\d+) us")
 
 

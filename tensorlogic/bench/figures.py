@@ -12,11 +12,13 @@ from .problems import Problem
 from .results import Results, Row
 from .sizes import short
 
-FUSED = {  # the notes' speed over separate operations, by side of the matrices
+# the notes' speed over separate operations, by side of the matrices
+FUSED = {
     "linear_residual_relu": {128: 3.63, 256: 3.39, 512: 1.74, 1024: 0.63},
     "gelu_linear": {128: 2.82, 256: 1.80, 512: 0.42, 1024: 0.43},
 }
-RATES = (  # what, the notes' figure, operation, detail, size, whether in operations
+# what, the notes' figure, operation, detail, size, whether in operations
+RATES = (
     ("element-wise, 1M", "22 GB/s", "add", "", 1 << 20, False),
     ("sum, 1M", "6.5 to 7.7 GB/s", "sum", "", 1 << 20, False),
     ("GELU, 1M", "30 GFLOPS", "gelu", "", 1 << 20, True),

@@ -10,11 +10,8 @@ from .results import Results, Row
 from .sizes import short
 
 Interval = tuple[float, float, float]
-STEPS = (
-    1.15,
-    1.6,
-    2.5,
-)  # from which speed a win (or the inverse of a loss) takes a stronger colour
+# from which speed a win (or the inverse of a loss) takes a stronger colour
+STEPS = (1.15, 1.6, 2.5)
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,7 @@ class Finding:
         return self.state in ("missing", "wrong", "slow")
 
 
-def verify(
-    path: Path,
-    margin: float,
-    tick: Tick = lambda done, total, text: None,
-) -> list[Finding]:
+def verify(path: Path, margin: float, tick: Tick = lambda done, total, text: None) -> list[Finding]:
     """Check every plan of a lockfile on this machine; ValueError and OSError say why a file is unusable."""
     locked = list(plans.load_lockfile(path).plans())
     found = []

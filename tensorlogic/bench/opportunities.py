@@ -17,7 +17,8 @@ FASTER = 1.3  # what another dtype's products must be faster by
 TILE = 64 * 128  # outputs of one program of a product on a GPU
 ERF = "arithmetic between the loads: the error function of GELU"
 TANH = "`approximate='tanh'`, which is half the arithmetic, where the model allows it"
-ARITHMETIC = {  # operations that compute more than products and sums: cause, remedy, effort
+# operations that compute more than products and sums: cause, remedy, effort
+ARITHMETIC = {
     "gelu": (ERF, TANH, "low"),
     "gelu_linear": (
         "an activation between load and product: tanh for every tile that reads the input",
@@ -53,9 +54,8 @@ class Opportunity:
     gain: float  # times faster those rows would be
     cause: str
     remedy: str
-    effort: (
-        str  # "low": a flag or a call; "medium": a change of the program; "high": a kernel to write
-    )
+    # "low": a flag or a call; "medium": a change of the program; "high": a kernel to write
+    effort: str
     rows: tuple[str, ...]
     priority: str = "low"
 

@@ -38,7 +38,8 @@ FORMS = {
     "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "tf32": torch.float32, "f64": torch.float64,
     "int8": torch.int8, "fp8": torch.float8_e4m3fn,
 }  # fmt: skip
-LARGEST = 8192  # of which float32 and few budgets are measured, for the time it takes
+# of which float32 and few budgets are measured, for the time it takes
+LARGEST = 8192
 FEW_BUDGETS = (1e-1, 1e-3, 1e-5, 1e-6)
 PEAKS = "a GPU's allocations; a CPU's resident memory, the heap given back before"
 SAMPLE = 64  # rows of the float64 reference
@@ -204,7 +205,8 @@ def _peak(call: Callable[[], Any], device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     pool.clear()
-    heap.give_back()  # what C's heap keeps of earlier results would be taken again unseen
+    # what C's heap keeps of earlier results would be taken again unseen
+    heap.give_back()
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:  # not Linux, or not allowed
@@ -279,10 +281,7 @@ def mixed(n: int, device: torch.device) -> dict[str, Any]:
     half = o.a.half()
     wide = half.float()
     row: dict[str, Any] = {"size": n, "device": device.type}
-    operands_of: dict[Mode, tuple[Tensor, Tensor]] = {
-        "f32": (wide, o.b),
-        "f16": (half, o.b.half()),
-    }
+    operands_of: dict[Mode, tuple[Tensor, Tensor]] = {"f32": (wide, o.b), "f16": (half, o.b.half())}
     for mode, ready in operands_of.items():
         with precision(mode):
             tuning.whole(matmul, half, o.b)

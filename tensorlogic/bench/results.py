@@ -28,7 +28,8 @@ class Row:
     detail: str
     size: int
     dtype: str
-    status: str = "ok"  # "ok" | "refused" (wrong result) | "failed" (raised, or out of memory)
+    # "ok" | "refused" (wrong result) | "failed" (raised, or out of memory)
+    status: str = "ok"
     reason: str = ""
     shapes: list[list[int]] = field(default_factory=list)
     key: str = ""
@@ -40,9 +41,8 @@ class Row:
     error: float | None = None  # relative to float64
     eager_error: float | None = None
     baselines: list[str] = field(default_factory=list)  # PyTorch's calls, the literal one first
-    excluded: dict[str, str] = field(
-        default_factory=dict
-    )  # PyTorch's calls whose results did not match, and why
+    # PyTorch's calls whose results did not match, and why
+    excluded: dict[str, str] = field(default_factory=dict)
     device_us: dict[str, list[float]] = field(default_factory=dict)
     host_us: dict[str, list[float]] = field(default_factory=dict)  # on GPUs: the caller's own time
     evidence: list[dict[str, Any]] = field(default_factory=list)  # every candidate of the key
@@ -96,13 +96,11 @@ class Row:
 class Ceilings:
     """The limits of the machine, measured in the run."""
 
-    copy: list[tuple[int, float]] = field(
-        default_factory=list
-    )  # bytes read and written, microseconds
+    # bytes read and written, microseconds
+    copy: list[tuple[int, float]] = field(default_factory=list)
     gflops: dict[str, float] = field(default_factory=dict)  # of a large product, by dtype
-    launch_us: dict[str, float] = field(
-        default_factory=dict
-    )  # what the smallest call costs, by who pays
+    # what the smallest call costs, by who pays
+    launch_us: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

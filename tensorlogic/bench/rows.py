@@ -17,7 +17,8 @@ from ..tuning import Learned
 from .cases import DROP, RECIPES, Case, Maker, Recipe, dropout_error, nbytes, shapes, transfer
 from .results import OURS, Row, rounded
 
-ALONE = 1 << 28  # inputs of more bytes than this exceed every cache, so one set of them is enough
+# inputs of more bytes than this exceed every cache, so one set of them is enough
+ALONE = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,16 @@ def _transfer(row: Row, case: Case, device: torch.device, effort: Effort) -> Non
     call, source = transfer(case, Maker(numerics.DTYPES[case.dtype], device, case.seed))
     row.shapes, row.baselines = [list(source.shape)], ["eager"]
     moved = source.numel() * source.element_size()
-    row.bytes = float(
-        moved if device.type != "cpu" else 2 * moved
-    )  # over a bus once; in memory read and written
+    # over a bus once; in memory read and written
+    row.bytes = float(moved if device.type != "cpu" else 2 * moved)
     if not torch.equal(call().cpu(), source.cpu()):
         row.status, row.reason = "refused", "wrong: the destination differs from the source"
         return
     row.candidate, row.error = "torch.eager", 0.0
+    # waited for: a host's clock
     samples = measure.device_samples(
         {"eager": [call]}, torch.device("cpu"), effort.budget_s, effort.rounds
-    )  # waited for: a host's clock
+    )
     row.device_us = rounded(samples.values)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from .problems import Problem
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-LONGEST = 12  # digits: what is longer is no size that a machine could hold
+# digits: what is longer is no size that a machine could hold
+LONGEST = 12
 
 
 def parse(text: str) -> int:

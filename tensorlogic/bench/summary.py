@@ -11,7 +11,8 @@ from .results import Results, Row
 from .sizes import short
 
 OTHERS = 0.1  # of the processors that other programs may take unmentioned
-UNSTEADY = 2.0  # upper over lower quartile of a row that something else disturbed
+# upper over lower quartile of a row that something else disturbed
+UNSTEADY = 2.0
 
 
 @dataclass

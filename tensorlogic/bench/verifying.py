@@ -19,7 +19,8 @@ from .tables import aligned
 
 SAMPLE = 12  # rows that are measured again
 MARGIN = 0.15  # by which the speed over PyTorch may differ
-ATTEMPTS = 3  # before a row counts as not holding: a disturbance does not last
+# before a row counts as not holding: a disturbance does not last
+ATTEMPTS = 3
 
 
 @dataclass

@@ -108,9 +108,8 @@ def _cuda_stats(device: torch.device) -> PoolStats:
     )
 
 
-_MOST_SEEN = [
-    0
-]  # bytes that PyTorch held for the Apple GPU when it was asked; it keeps no peak itself
+# bytes that PyTorch held for the Apple GPU when it was asked; it keeps no peak itself
+_MOST_SEEN = [0]
 
 
 def _mps_stats() -> PoolStats:

@@ -19,13 +19,18 @@ from . import staging_rules
 
 PAGE = 4096
 LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
-RINGS = (48 << 20, 16 << 20)  # bytes of pinned memory down and up, where a ring stays in caches
+# bytes of pinned memory down and up, where a ring stays in caches
+RINGS = (48 << 20, 16 << 20)
 EVENTS = 32  # chunks in flight, at most
-UNIT = 1 << 15  # bytes that a thread copies at a time: all of them are at one chunk
+# bytes that a thread copies at a time: all of them are at one chunk
+UNIT = 1 << 15
 CHUNKS = (1 << 17, 4 << 20)  # bytes of the least chunk and the largest
-PATIENCE = 100  # microseconds without anything to call, after which the caller copies, too
-LARGE, MET = 8 << 20, 4  # bytes of transfers after so many of which their rules are timed
-CHUNK, BUFFERS = 8 << 20, 4  # without the native library: by PyTorch's threads, a piece at a time
+# microseconds without anything to call, after which the caller copies, too
+PATIENCE = 100
+# bytes of transfers after so many of which their rules are timed
+LARGE, MET = 8 << 20, 4
+# without the native library: by PyTorch's threads, a piece at a time
+CHUNK, BUFFERS = 8 << 20, 4
 
 
 @dataclass
@@ -140,7 +145,8 @@ class Stager:
             host = np.empty(staging_rules.WALKED, dtype=np.uint8)
         except (torch.OutOfMemoryError, MemoryError):
             return
-        host[::PAGE] = 1  # by this thread: PyTorch's would go on spinning beside those that copy
+        # by this thread: PyTorch's would go on spinning beside those that copy
+        host[::PAGE] = 1
         at = 0
 
         def timer(rule: staging_rules.Rule, nbytes: int) -> float:

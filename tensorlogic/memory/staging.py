@@ -15,10 +15,10 @@ from torch import Tensor
 from .. import arguments
 from .stager import LEAST, STATS, stager
 
-_QUICK: dict[
-    str | torch.device, Callable[[Any], Tensor | None]
-] = {}  # by what callers name a device: one call of C
-if hasattr(os, "register_at_fork"):  # PyTorch says what a child cannot do; the short way would not
+# by what callers name a device: one call of C
+_QUICK: dict[str | torch.device, Callable[[Any], Tensor | None]] = {}
+# PyTorch says what a child cannot do; the short way would not
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_QUICK.clear)
 
 
@@ -249,7 +249,8 @@ def _moved(
     ready = torch.cuda.Event()
     ready.record()
     for t in (source, target):
-        if t.is_cuda:  # its memory must not be given away before this stream is done with it
+        # its memory must not be given away before this stream is done with it
+        if t.is_cuda:
             t.record_stream(mover.stream)
     return Transfer(target, _worker().submit(mover.aside, source, target, up, ready), source)
 

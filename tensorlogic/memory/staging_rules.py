@@ -16,13 +16,14 @@ from ..notes import Notes
 
 LOG = logging.getLogger("tensorlogic")
 MIB = 1 << 20
-BETWEEN = (32 * MIB, 96 * MIB)  # bytes up to which transfers go by the first and the second rule
+# bytes up to which transfers go by the first and the second rule
+BETWEEN = (32 * MIB, 96 * MIB)
 TIMED = (16 * MIB, 64 * MIB, 128 * MIB)  # bytes that stand for either, and for what is larger
-WALKED = (
-    192 * MIB
-)  # bytes of memory that timed transfers walk through, for callers' memory is seldom in caches
+# bytes of memory that timed transfers walk through, for callers' memory is seldom in caches
+WALKED = 192 * MIB
 ROUNDS = 7  # at most
-BETTER = 0.95  # of the usual rule's time beside it, which another must stay below, so that choices repeat
+# of the usual rule's time beside it, which another must stay below, so that choices repeat
+BETTER = 0.95
 LIMIT_S = 0.155  # for the direction with more rules
 
 _NOTES = Notes(".transfers")
@@ -112,10 +113,8 @@ def _best(rule: Rule, rest: Sequence[Rule], nbytes: int, timer: Timer, end: floa
     for turn in range(ROUNDS):
         if not rest or time.perf_counter() > end:
             break
-        order = [
-            *rest[turn % len(rest) :],
-            *rest[: turn % len(rest)],
-        ]  # whoever comes first has no advantage by it
+        # whoever comes first has no advantage by it
+        order = [*rest[turn % len(rest) :], *rest[: turn % len(rest)]]
         taken = timer(rule, nbytes)
         for other in order:
             ratios[other].append(timer(other, nbytes) / max(taken, 1e-9))

@@ -126,7 +126,8 @@ class Apart:
         except (*FAILURES, IndexError):
             if not self.pure:
                 raise
-            return MISS  # the model's own code gets as far as it does and says what is wrong
+            # the model's own code gets as far as it does and says what is wrong
+            return MISS
 
     @property
     def nbytes(self) -> int:

@@ -28,11 +28,8 @@ from .trace import Untraceable
 _C: Any = torch._C
 KEPT = "kept by torch.nn.utils.parametrize.cached() until its block ends"
 KINDS = ("cpu", "cuda")  # of devices, for which autocast has a state each
-OUTSIDE = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parent.parent),
-    "<tensorlogic",
-)  # who asks for the sake of their own callers: what they compute does not depend on it
+# who asks for the sake of their own callers: what they compute does not depend on it
+OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<tensorlogic")
 
 
 def autocast() -> Any:

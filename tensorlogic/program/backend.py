@@ -29,7 +29,8 @@ FAILURES = (
     NotImplementedError,
     AttributeError,
     AssertionError,
-    KeyError,  # gradient checkpointing, whose regions make_fx does not keep
+    # gradient checkpointing, whose regions make_fx does not keep
+    KeyError,
 )
 
 
@@ -88,7 +89,8 @@ def rewritten(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         with mode, torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
             copies = [v.detach().clone() if isinstance(v, Tensor) else v for v in inputs]
             traced = make_fx(graph, pre_dispatch=True, _allow_non_fake_inputs=True)(*copies)
-    except FAILURES as problem:  # calls that make_fx does not know, such as nested compiled regions
+    except FAILURES as problem:
+        # calls that make_fx does not know, such as nested compiled regions
         LOG.info("tensorlogic: a graph is compiled as it is: %s", first_line(problem))
         return graph
     plain = (n for n in traced.graph.nodes if hasattr(n.target, "_schema"))

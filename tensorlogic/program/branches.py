@@ -14,9 +14,11 @@ from torch import fx
 from ..rules import example
 from .trace import random_call, writes
 
-LANES = 4  # streams that one section is spread over, the caller's own included
+# streams that one section is spread over, the caller's own included
+LANES = 4
 WINDOW = 96  # calls that one section spans at most
-FORK = 0.25  # kernels that a fork and its join must save to be tried at all
+# kernels that a fork and its join must save to be tried at all
+FORK = 0.25
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,8 @@ def _best(run: list[fx.Node]) -> list[Section]:
 
     Of those that save as much the longest: its branches have the most time to run beside each other.
     """
-    worth: list[tuple[float, int]] = [(0.0, -1)] * (
-        len(run) + 1
-    )  # saved from here on; window's end
+    # saved from here on; window's end
+    worth: list[tuple[float, int]] = [(0.0, -1)] * (len(run) + 1)
     for i in reversed(range(len(run))):
         best, groups = (worth[i + 1][0], -1), _Groups()
         for j in range(i, min(i + WINDOW, len(run))):

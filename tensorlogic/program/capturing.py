@@ -32,14 +32,17 @@ from .watch import Kept, Watch, attributes, still
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
-EAGER_CALLS = 2  # calls of one kind that run as they are before one is captured
+# calls of one kind that run as they are before one is captured
+EAGER_CALLS = 2
 TOLD = (
     type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format,
     FunctionType, BuiltinFunctionType, type,
 )  # fmt: skip
 UNSEEN = "an input is written to by what PyTorch does not count, such as a kernel of one's own or `.data`"
 FILLED = "an input that would be filled up to a bucket is written to"
-PAUSE = 16  # calls that run as they are after a recording that failed, and the most after calls that no graph may serve
+# calls that run as they are after a recording that failed, and the most after calls that no graph
+# may serve
+PAUSE = 16
 
 
 class Looked:
@@ -130,15 +133,15 @@ class Captured(Generic[P, R]):
         self.finding = threading.RLock()  # held while these are looked up or cleared
         self.reason: str | None = None
         self.pause = 0  # calls until one is looked at again; 0 where none will be
-        self.wait = (
-            1  # the next pause after a call that no graph may serve; each in a row doubles it
-        )
+        # the next pause after a call that no graph may serve; each in a row doubles it
+        self.wait = 1
         self.failed = False  # once; the second time is the last
         self.module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
         if not isinstance(self.module, nn.Module):
             self.module = None
         self.looked = Looked(self.module)
-        self.unseen = False  # whether a call has written to an input without PyTorch knowing
+        # whether a call has written to an input without PyTorch knowing
+        self.unseen = False
         # to the kind that was replayed last, with the policy under which it may serve
         self.way: tuple[Way, policies.Policy] | None = None
         self.tape: Callable[[torch.device, Any], Any] = CallTape

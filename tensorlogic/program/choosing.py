@@ -39,8 +39,11 @@ from .widen import pays, widened
 ATTEMPTS = 8  # at a program whose error as a whole does not grow
 ROUNDS = 4  # times that regions are formed again after some were undone
 OURS = 0.5  # of the budget where Inductor competes for the rest
-CLOSE = 1.05  # times what the fastest way of each region takes that a program with one way for all may take
-TURNS = 1.1  # likewise where it spares two kinds of threads waiting for each other, which regions alone do not show
+# times what the fastest way of each region takes that a program with one way for all may take
+CLOSE = 1.05
+# likewise where it spares two kinds of threads waiting for each other, which regions alone do not
+# show
+TURNS = 1.1
 MUST_GAIN = 0.98  # of the original's time that the whole may take
 
 

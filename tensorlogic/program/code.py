@@ -15,10 +15,10 @@ from ..rules import Composite
 from .branches import Section, Step, ordered
 
 aten = torch.ops.aten
-OTHERS = 8  # kinds of calls by what wants gradients, whose ops stay bound beside the first's
-QUICK: dict[
-    Any, Callable[..., Any]
-] = {  # the same calls without the boxed path of an operator overload
+# kinds of calls by what wants gradients, whose ops stay bound beside the first's
+OTHERS = 8
+# the same calls without the boxed path of an operator overload
+QUICK: dict[Any, Callable[..., Any]] = {
     aten.linear.default: torch.nn.functional.linear,
     aten.layer_norm.default: torch.layer_norm,
     aten.relu.default: torch.relu,

@@ -27,7 +27,8 @@ from .whole import Whole, apart
 
 OP, NAME, EVERYTHING = "inductor", "torch.inductor", "whole model"
 GAIN = 0.98  # of the time of what it would replace that it may take
-CLEAR = 0.95  # of it that, where the interval says less, is worth a longer look
+# of it that, where the interval says less, is worth a longer look
+CLEAR = 0.95
 WIDE = 0.1  # around a bound, within which more samples are taken
 LEAST_S = 5.0  # below which no compilation is begun
 Given = tuple[tuple[Any, ...], dict[str, Any]]

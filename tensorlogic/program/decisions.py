@@ -8,7 +8,8 @@ from .. import measure
 from .report import Row
 from .rewrite import Region
 
-MILDER = 0.8  # of a way's error that the next one must have where the whole model's error grew
+# of a way's error that the next one must have where the whole model's error grew
+MILDER = 0.8
 
 
 @dataclass

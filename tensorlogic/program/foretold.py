@@ -26,9 +26,8 @@ class Foretold(TorchFunctionMode):
         self.told = answers
         self.answers: list[bool] = []
         self.asked: list[Tensor] = []
-        self._about: dict[
-            int, Tensor
-        ] = {}  # tensors that say which numbers are finite, by identity
+        # tensors that say which numbers are finite, by identity
+        self._about: dict[int, Tensor] = {}
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(fn, "__name__", "")

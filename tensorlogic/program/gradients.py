@@ -15,10 +15,8 @@ from .copies import fresh, sharing, undisturbed, unwritten
 from .trace import Trace, Untraceable, first_line
 from .whole import expected_inputs
 
-OWN = (
-    "tensorlogic",
-    "torch.utils.checkpoint",
-)  # whose functions have the gradients of what they compute
+# whose functions have the gradients of what they compute
+OWN = ("tensorlogic", "torch.utils.checkpoint")
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError)
 SEED = 20

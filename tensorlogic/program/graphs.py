@@ -24,10 +24,8 @@ from .trace import first_line
 
 LOG = logging.getLogger("tensorlogic")
 FAILURES = (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError)
-READ = (
-    (2, 11),
-    (2, 13),
-)  # PyTorch, whose replay was read: it fills in random state, if the graph uses any, and launches
+# PyTorch, whose replay was read: it fills in random state, if the graph uses any, and launches
+READ = ((2, 11), (2, 13))
 
 
 def cause(problem: BaseException) -> str:
@@ -47,7 +45,8 @@ class Tape:
 
     def __init__(self, device: torch.device, pool: Any) -> None:
         self.device, self.pool, self.recorded = device, pool, False
-        self.handle = 0  # of the graph as the driver launches it, where a replay does nothing else
+        # of the graph as the driver launches it, where a replay does nothing else
+        self.handle = 0
         capture_watch.install()
         self.graph = torch.cuda.CUDAGraph()
 

@@ -246,9 +246,8 @@ def load(artifact: Path) -> Callable[..., Any]:
     try:
         with _cached(artifact.parent):
             return CompiledArtifact.load(path=str(artifact))
-    except (
-        Exception
-    ) as problem:  # files may be gone or of another version: PyTorch raises what it likes
+    # files may be gone or of another version: PyTorch raises what it likes
+    except Exception as problem:
         raise Unable(f"not loaded: {first_line(problem)}") from problem
 
 

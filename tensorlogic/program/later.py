@@ -29,9 +29,11 @@ from .whole import Whole
 LOG = logging.getLogger("tensorlogic")
 EARNED_S = 20.0  # of work before processes are started for it
 SOON_S = 2.0  # likewise where the machine has cores and memory to spare
-SHARE = 0.05  # of the work done so far that comparing may take of the caller's time
+# of the work done so far that comparing may take of the caller's time
+SHARE = 0.05
 LOOK_S = 1.0  # of work between two looks whether the process has ended
-CALLS = 60  # of the original's time that one comparison takes, beside `FIXED_S`, where there was none yet
+# of the original's time that one comparison takes, beside `FIXED_S`, where there was none yet
+CALLS = 60
 FIXED_S = 0.4
 TIMED_S = 0.15
 WIDE = 8  # bytes of a number in higher precision
@@ -150,11 +152,7 @@ class Later:
     def _compare(self, job: inductor.Compiling) -> None:
         contest, begin = self.contest, time.perf_counter()
         training = contest.training
-        with (
-            undisturbed(),
-            torch.inference_mode(False),
-            torch.set_grad_enabled(training),
-        ):
+        with undisturbed(), torch.inference_mode(False), torch.set_grad_enabled(training):
             job.wait(0.0)
             won = contest.compared(job, Whole(contest.trace, training))
         derived.end_pretending()

@@ -29,13 +29,13 @@ class Leaving:
 
     def __init__(self) -> None:
         self.reached: dict[int, Tensor] = {}
-        self.left: list[
-            Tensor
-        ] = []  # those in which the last call that ran as it is left gradients
+        # those in which the last call that ran as it is left gradients
+        self.left: list[Tensor] = []
         self.inside = False  # whether gradients are computed while it is recorded
         self.inputs = False  # whether one of them was an input
         self.names: set[str] = set()  # what was asked or called so far
-        self.early = False  # whether an optimizer stepped before the first backward pass
+        # whether an optimizer stepped before the first backward pass
+        self.early = False
         self.found: dict[int, Look] = {}  # before a call's first backward pass added to them
         self.expected: list[tuple[Tensor, Tensor | None]] = []  # which a replay adds to
         self.replaced: list[tuple[Tensor, Tensor]] = []  # whatever was there before

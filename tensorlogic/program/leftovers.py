@@ -26,10 +26,14 @@ from .serve import Program
 from .trace import first_line, random_call, writes
 
 OP, NAME = "left over", "torch.inductor"
-MOST = 12  # kinds of runs that are compiled, those that take the longest first
-PATIENCE = 4  # times that a run is timed where chance could explain a gain
-CLEAR = 0.95  # of the time before, below which a gain is worth another look
-SHARE = 0.01  # of the whole model's time that runs of a kind must take to be worth compiling
+# kinds of runs that are compiled, those that take the longest first
+MOST = 12
+# times that a run is timed where chance could explain a gain
+PATIENCE = 4
+# of the time before, below which a gain is worth another look
+CLEAR = 0.95
+# of the whole model's time that runs of a kind must take to be worth compiling
+SHARE = 0.01
 
 
 @dataclass

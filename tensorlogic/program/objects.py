@@ -19,9 +19,8 @@ from .short import MISS
 
 MOST = 4096  # objects of one call
 ARGS, KWARGS = ("object", 0, None), ("object", 1, None)
-Ref = tuple[
-    str, Any, Any
-]  # "tensor" or "object", its number; or "plain", the value, what equality does not tell of it
+# "tensor" or "object", its number; or "plain", the value, what equality does not tell of it
+Ref = tuple[str, Any, Any]
 
 
 class Opaque(ValueError):
@@ -71,9 +70,8 @@ class Objects:
         self.after: After | None = None  # a call of the model itself
         self.tensors: list[Tensor] = []  # that it was given and has made
         self._result: _Built | None = None
-        self.answers: list[
-            bool
-        ] = []  # to whether numbers are finite; a graph gives one tensor more then, whether they hold
+        # to whether numbers are finite; a graph gives one tensor more then, whether they hold
+        self.answers: list[bool] = []
 
     def taken(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

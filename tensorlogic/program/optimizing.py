@@ -38,7 +38,8 @@ from .short import MISS
 from .trace import Unfit, Untraceable, constants, first_line, witness
 from .watch import HOOKS
 
-BUDGET_S = 2.0  # seconds for measuring where the caller gives no other budget
+# seconds for measuring where the caller gives no other budget
+BUDGET_S = 2.0
 TRAINING_BUDGET_S = 5.0  # likewise, with a backward pass behind each region
 STEPS = "training: weights change at every step, so calls were timed without packed or widened copies of earlier ones"
 LOOKS = 2  # at an unchanged weight until a copy of it is kept
@@ -428,7 +429,8 @@ def _extended(clone: nn.Module) -> nn.Module:
         "__qualname__": cls.__qualname__,
         "forward": _shown_as(cls.forward),
     }
-    try:  # of the same name, by which libraries keep what they know of a class
+    try:
+        # of the same name, by which libraries keep what they know of a class
         clone.__class__ = type(cls.__name__, (OptimizedModule, cls), names)
     except Exception as problem:  # a metaclass of the user's may raise anything
         raise Unfit(f"{cls.__name__} cannot be extended: {first_line(problem)}") from problem

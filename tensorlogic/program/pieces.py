@@ -33,9 +33,12 @@ from .streams import aside
 from .trace import Trace, Untraceable, counters, first_line, prepare, witness
 from .watch import Hooks
 
-LOOKS = 2  # at a graph's own calls, before a program is made for it in the next: a first one is no measure
-OVER = 2  # times the budget that graphs may take beyond it, which are merely captured then
-LIMIT = 32  # graphs of one model; with more, the Python between them is what takes the time
+# at a graph's own calls, before a program is made for it in the next: a first one is no measure
+LOOKS = 2
+# times the budget that graphs may take beyond it, which are merely captured then
+OVER = 2
+# graphs of one model; with more, the Python between them is what takes the time
+LIMIT = 32
 
 
 class Piece:
@@ -49,9 +52,8 @@ class Piece:
         self.fixed: list[int] | None = None  # which inputs are parameters and buffers
         self.given: list[int] = []
         self.weights = self.inputs = _picking(())
-        self.programs: dict[
-            tuple[int, ...], Program | Later | None
-        ] = {}  # by the identities of those
+        # by the identities of those
+        self.programs: dict[tuple[int, ...], Program | Later | None] = {}
         self.calls: dict[tuple[int, ...], int] = {}
 
     def __call__(self, *flat: Any) -> Any:
@@ -310,7 +312,8 @@ def pieces(
     if not 0 < made.graphs <= LIMIT:
         report.reason = f"Dynamo cuts the model into {made.graphs} graphs"
         return None
-    if not drawn:  # what draws random numbers is checked graph by graph, with nothing dropped out
+    # what draws random numbers is checked graph by graph, with nothing dropped out
+    if not drawn:
         if isinstance(wide, str):
             verdict = Verdict(f"no way to check it ({wide})", 0.0)
         else:

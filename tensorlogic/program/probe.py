@@ -29,12 +29,10 @@ class Habits:
 
     prints: bool = False
     sets_up: bool = False  # the first call sets something up that later ones find
-    unlike: str = (
-        ""  # why a graph of the arguments, as pytrees know them, would not do what the call does
-    )
-    objects: Objects | None = (
-        None  # around the tensors of a call, if all of them can be taken apart
-    )
+    # why a graph of the arguments, as pytrees know them, would not do what the call does
+    unlike: str = ""
+    # around the tensors of a call, if all of them can be taken apart
+    objects: Objects | None = None
     asked: frozenset[str] = frozenset()  # what its code asks PyTorch about the state around it
     outs: Sequence[Tensor] = ()  # of a first call
 

@@ -128,11 +128,7 @@ def _keep(path: Path, found: Trace) -> None:
 
 
 def _recalled(
-    path: Path,
-    clone: nn.Module,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    path: Path, clone: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Trace | None:
     """The kept graph if it makes the calls of the model; None where there is none, or it does not."""
     try:

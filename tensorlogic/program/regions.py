@@ -26,8 +26,10 @@ from .trace import Trace, first_line
 from .whole import apart
 
 HEATS = 3  # rounds in which all ways run
-CLOSE = 1.2  # of the fastest way's time that a way may take there to run in twice as many more
-LEAST_GAIN = 0.98  # a replacement that takes more of the original's time is not worth having
+# of the fastest way's time that a way may take there to run in twice as many more
+CLOSE = 1.2
+# a replacement that takes more of the original's time is not worth having
+LEAST_GAIN = 0.98
 SHARE_S = {"cuda": 0.01}  # seconds that one implementation of one region is timed for
 USUAL_SHARE_S = 0.02  # where no graph replay takes the noise away
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError)
@@ -49,9 +51,8 @@ class Judge:
         self.deadline, self.end = deadline, end  # of what must be compiled first, and of the rest
         self.known: dict[Any, Decision] = {}
         self.passed: dict[tuple[str, str, frozenset[str]], Decision] = {}  # regions checked before
-        self.spoilt: list[
-            tuple[frozenset[str], str | None]
-        ] = []  # calls, and their way too inexact
+        # calls, and their way too inexact
+        self.spoilt: list[tuple[frozenset[str], str | None]] = []
         self.writes = False
         self.late = False  # a region was not measured for want of time
 
@@ -174,9 +175,8 @@ class Judge:
             return self.known.setdefault(key, earlier)
         decision = self._measure(region, env, before, values, expected)
         self.known[key] = decision
-        if (
-            decision.row.ratio is not None
-        ):  # timed: what was refused for its numbers may be asked again
+        # timed: what was refused for its numbers may be asked again
+        if decision.row.ratio is not None:
             decision.plans = self._plans(region, env)
             self.stored.keep_region((*key, self.writes), decision)
         return decision

@@ -61,7 +61,8 @@ HEADS = (
 class Report:
     """The outcome of `optimize`. Times are microseconds a call, errors multiples of the original's own error."""
 
-    outcome: str = "original"  # "original", or what serves the model: "rewritten", "captured", ...
+    # "original", or what serves the model: "rewritten", "captured", ...
+    outcome: str = "original"
     reason: str = ""  # why the original came back, or what holds
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -69,7 +70,8 @@ class Report:
     after_us: float | None = None
     ratio: tuple[float, float, float] | None = None
     error: float | None = None
-    bytes: int = 0  # what is held besides the model: packed weights, graphs' pool
+    # what is held besides the model: packed weights, graphs' pool
+    bytes: int = 0
     seconds: float = 0.0
     opportunities: list[Opportunity] = field(default_factory=list)  # what is left to be gained
     advice: list[str] = field(default_factory=list)  # the same in words, expected beside obtained

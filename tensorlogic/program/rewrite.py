@@ -228,7 +228,8 @@ def _signature(target: Any) -> tuple[list[str], list[Any]]:
         found = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # built-in functions without a signature take what they take
         return [], []
-    if hasattr(fn, "fused"):  # ours: what only keywords give is about the call, not the operation
+    # ours: what only keywords give is about the call, not the operation
+    if hasattr(fn, "fused"):
         found = [p for p in found if p.kind is not p.KEYWORD_ONLY]
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found):
         return [], []

@@ -28,7 +28,8 @@ from .watch import Guard, Kept, Watch, still
 from .words import Words, leaves
 
 VERSION, WANTS = attrgetter("_version"), attrgetter("requires_grad")
-PATIENCE = 8  # calls in a row that met a changed model until looks at it grow rare
+# calls in a row that met a changed model until looks at it grow rare
+PATIENCE = 8
 REST = 64  # calls between two looks, at most
 _REFRESHING = threading.RLock()
 starting.new_in_children(globals(), _REFRESHING=threading.RLock)
@@ -96,7 +97,8 @@ class Program:
         self.contest: Any = None  # in which Inductor may still beat it
         self.refused = 0  # calls in a row that met a changed model
         self.resting = 0  # calls that are not to look
-        self.patient = True  # what it does not serve is served by others, so that it may rest
+        # what it does not serve is served by others, so that it may rest
+        self.patient = True
         self.replay: Any = None
         # to the replay, for calls that look like the last one, and to that for calls by keyword
         self.way: tuple[Way, Words | None] | None = None

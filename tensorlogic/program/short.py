@@ -16,7 +16,8 @@ from ..ops.common import compiled_launch
 from .asked import switches
 from .graphs import GradientReplay, Replay, owned
 
-MISS = object()  # what a program or a short way gives where it may not serve a call
+# what a program or a short way gives where it may not serve a call
+MISS = object()
 Way = Callable[..., Any]
 
 

@@ -17,7 +17,8 @@ from .serve import Program
 OP = "streams"
 GAIN = 0.98  # of the time on one stream that branches may take
 CHECKS = 3  # replays of both that must give the same bits
-REPLAYS = 8  # timed as one: a single one is shorter than what waiting for it varies by
+# timed as one: a single one is shorter than what waiting for it varies by
+REPLAYS = 8
 SHARE_S = 0.1  # for timing one choice of sections
 
 

@@ -29,7 +29,8 @@ from .trace import Trace
 
 MOST = 4000  # records of one file; the oldest go
 LOCK_S = 2.0  # for a file that another process is saving
-Plans = dict[str, str | None]  # key of an op -> when its plan was measured, None where nobody has
+# key of an op -> when its plan was measured, None where nobody has
+Plans = dict[str, str | None]
 
 
 @dataclass
@@ -235,9 +236,8 @@ def _candidates() -> str:
     )
 
 
-_KNOWN: dict[
-    Path, Records
-] = {}  # what files held when this process first looked, and what it added
+# what files held when this process first looked, and what it added
+_KNOWN: dict[Path, Records] = {}
 
 
 def _records(path: Path, about: Any = None) -> Records:

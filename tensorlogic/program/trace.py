@@ -44,17 +44,18 @@ class Trace:
     graph: fx.Graph
     owner: nn.Module  # holds the subgraphs of higher-order calls
     state: dict[str, tuple[str, Tensor]]  # placeholder -> (name in the model or "", tensor)
-    inputs: list[str]  # placeholders of user inputs, in the order of the flattened arguments
+    # placeholders of user inputs, in the order of the flattened arguments
+    inputs: list[str]
     in_spec: Any
     out_spec: Any
     example: list[Any] = field(default_factory=list)  # flattened example arguments
     counters: Mapping[str, Tensor] = field(default_factory=dict)  # of batches, by `counters`
     exported: Any = None  # what torch.export gave
     objects: Objects | None = None  # that calls have around the inputs
-    asked: Asked | None = None  # what the model's code asks PyTorch about the state around it
-    theirs: Sequence[Tensor] | None = (
-        None  # what the model itself gave, where nothing was compared yet
-    )
+    # what the model's code asks PyTorch about the state around it
+    asked: Asked | None = None
+    # what the model itself gave, where nothing was compared yet
+    theirs: Sequence[Tensor] | None = None
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:

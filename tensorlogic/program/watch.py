@@ -27,7 +27,8 @@ TABLES = ("_parameters", "_buffers", "_modules")
 OURS = ("report", "_program")
 SKIPPED = (frozenset(vars(nn.Module())) | {*OURS}) - {"training"}
 DETERMINED: Callable[[], bool] = torch._C._get_deterministic_algorithms
-LARGE = 64  # items of a container beyond which only their number is watched
+# items of a container beyond which only their number is watched
+LARGE = 64
 NUMBERS = (int, float, complex)
 DEPTH = 3  # how far objects such as configurations are followed
 
@@ -95,9 +96,8 @@ class Watch:
         self.counting = [
             (c, now) for c, now in pairs if any(isinstance(v, NUMBERS) for v in _held(c))
         ]
-        self.changed = (
-            False  # at the last look: weights that were replaced would be compared number by number
-        )
+        # at the last look: weights that were replaced would be compared number by number
+        self.changed = False
 
     def check(self) -> Callable[[], bool]:
         """`holds`, in C where calls are compiled."""
@@ -199,12 +199,8 @@ class Watch:
                 and self.contents == self.containers
                 and self._same_numbers(now)
             )
-        except (
-            KeyError,
-            AttributeError,
-            RuntimeError,
-            ValueError,
-        ):  # deleted, or equality of arrays
+        # deleted, or equality of arrays
+        except (KeyError, AttributeError, RuntimeError, ValueError):
             return False
 
 

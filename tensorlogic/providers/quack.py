@@ -29,7 +29,8 @@ ACTIVATIONS = {  # ours -> QuACK's
     "gelu_tanh": "gelu_tanh_approx",
     "silu": "silu",
 }
-TILES: tuple[Config, ...] = (  # on sm_90, after QuACK's own default (an empty configuration)
+# on sm_90, after QuACK's own default (an empty configuration)
+TILES: tuple[Config, ...] = (
     {"tile_m": 128, "tile_n": 128, "cluster_m": 1, "cluster_n": 2, "pingpong": True},
     {"tile_m": 128, "tile_n": 256, "cluster_m": 2, "cluster_n": 1, "pingpong": False},
     {"tile_m": 256, "tile_n": 128, "cluster_m": 2, "cluster_n": 1, "pingpong": False},
@@ -101,9 +102,8 @@ def cross_entropy(r: Rows, config: Config, device: torch.device) -> Launcher:
         loss = loss.to(logits.dtype).view(r.shape[:-1] if r.reduction == "none" else ())
         if not r.save:
             return (loss,)
-        lse = torch.where(
-            target.reshape(-1) != r.ignore_index, lse, 0
-        )  # nothing is kept of rows that do not count
+        # nothing is kept of rows that do not count
+        lse = torch.where(target.reshape(-1) != r.ignore_index, lse, 0)
         return loss, lse, loss.new_ones(1, dtype=torch.float32) if share is None else share
 
     warm(run, *_small(device, r), torch.zeros(1, dtype=torch.int64, device=device))

@@ -21,7 +21,8 @@ HALVES = ("float16", "bfloat16")
 
 
 PASSES, LAUNCHES = "extra passes over memory", "launch cost"  # what `optimize` is the remedy for
-WORK = 10  # launches that a product takes at least as long as, to be about arithmetic
+# launches that a product takes at least as long as, to be about arithmetic
+WORK = 10
 LARGE = 1 << 22  # bytes of an output whose fresh memory counts
 NAMED = 60  # characters of the shapes
 
@@ -29,9 +30,8 @@ NAMED = 60  # characters of the shapes
 def opportunities(look: dict[str, Any], seconds: float) -> list[Opportunity]:
     """What a watched run shows; `seconds` is what the plain program takes."""
     seen = sum(s["seconds"] for s in look["spent"])
-    shrunk = min(
-        1.0, seconds / max(seen, 1e-12)
-    )  # watched calls are waited for, and the first are cold
+    # watched calls are waited for, and the first are cold
+    shrunk = min(1.0, seconds / max(seen, 1e-12))
     spent = [{**s, "seconds": s["seconds"] * shrunk} for s in look["spent"]]
     found = [*_conversions(spent), *_transfers(spent), *_passes(spent), *_float32(spent, look)]
     found += [*_launches(look, seconds), *_fresh(spent, look), *_batches(look)]

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from ..enabling import disable, enable
 
-Run = Callable[[nn.Module], Any]  # calls a module with the arguments of the call that is served
+# calls a module with the arguments of the call that is served
+Run = Callable[[nn.Module], Any]
 Serve = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any], Run], Any]
 _INSIDE = threading.local()
 
@@ -35,9 +36,8 @@ class Outermost:
 
     def __init__(self, serve: Serve) -> None:
         self.serve, self.original = serve, nn.Module.__call__
-        self.known: dict[
-            int, tuple[int, nn.Module]
-        ] = {}  # keeps the module, so its id stays its own
+        # keeps the module, so its id stays its own
+        self.known: dict[int, tuple[int, nn.Module]] = {}
 
     def __enter__(self) -> None:
         original, serve, known = self.original, self.serve, self.known

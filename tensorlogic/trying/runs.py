@@ -19,14 +19,11 @@ from ..bench.problems import Problem
 from ..bench.progress import Tick
 from ..system.package import FOLDER
 
-SHARE = 0.05  # of the program's time that a module must take to be optimised
+# of the program's time that a module must take to be optimised
+SHARE = 0.05
 PAIRS = (3, 9)  # runs of a script with and without help: least and most
-BOUND = {
-    "float16": 2e-2,
-    "bfloat16": 8e-2,
-    "float32": 1e-3,
-    "float64": 1e-6,
-}  # difference of outputs that counts as equal
+# difference of outputs that counts as equal
+BOUND = {"float16": 2e-2, "bfloat16": 8e-2, "float32": 1e-3, "float64": 1e-6}
 GAIN = 1.02  # what less than this is no gain
 
 

@@ -17,7 +17,8 @@ from .runs import Trial
 
 FORMAT, SCHEMA = "tensorlogic try", 1
 WHYS = 6  # lines of each list
-BEYOND = 0.1  # relative difference of two plain runs from which nothing is said
+# relative difference of two plain runs from which nothing is said
+BEYOND = 0.1
 
 
 def lines(trial: Trial) -> Iterator[str]:

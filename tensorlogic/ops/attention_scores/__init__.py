@@ -17,13 +17,7 @@ from ...plans import Key
 from ..common import checks, costs, folded
 
 # files for a device, in the order in which ties are broken
-CANDIDATES = {
-    "cuda": (
-        "triton_scores",
-        "triton_after_product",
-        "triton_direct",
-    )
-}
+CANDIDATES = {"cuda": ("triton_scores", "triton_after_product", "triton_direct")}
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 

@@ -17,7 +17,8 @@ from . import ATTENTION_SCORES, shapes
 from .shapes import Shape, describe
 
 ROWS = 8  # simdgroups of a group, each with one row of q
-STEP = 32  # keys, and elements of each, that threadgroup memory holds at a time
+# keys, and elements of each, that threadgroup memory holds at a time
+STEP = 32
 
 SOURCE = r"""
 // y[b, h, s, t] = softmax over t of scale q[b, h, s, :] . k[b, h, t, :] + mask[b, h, s, t]

@@ -12,11 +12,8 @@ from torch import Tensor
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]  # as callers write it
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
-SMOOTH = (
-    "gelu",
-    "gelu_tanh",
-    "silu",
-)  # their gradient needs the pre-activation; relu's needs only the output
+# their gradient needs the pre-activation; relu's needs only the output
+SMOOTH = ("gelu", "gelu_tanh", "silu")
 
 
 def activate(z: Tensor, activation: str) -> Tensor:

@@ -39,9 +39,8 @@ class Cells:
 
     def back_from(self, name: tuple[int, Any]) -> None:
         """The graph is gone."""
-        self.back.append(
-            self.lent.pop(name)
-        )  # without the lock: a collection may come while it is held
+        # without the lock: a collection may come while it is held
+        self.back.append(self.lent.pop(name))
 
     def collect(self) -> None:
         """What was given back may be lent again, once the device has done all it was told to."""

@@ -14,27 +14,25 @@ from ...numerics import DTYPES
 from . import cpu_rates, native_wiring
 
 PASS = 0.4e-3  # microseconds an element of a further pass over memory
-COMPILED = (
-    1.2  # microseconds that a compiled call takes less than those the lines below were fitted to
-)
-NARROW, ROW = (
-    16,
-    10e-3,
-)  # columns that a tile computes at least; microseconds a row of up to two such tiles
+# microseconds that a compiled call takes less than those the lines below were fitted to
+COMPILED = 1.2
+# columns that a tile computes at least; microseconds a row of up to two such tiles
+NARROW, ROW = (16, 10e-3)
 GRAIN = 160 << 10  # multiply-adds from which a second thread pays
-SHARED_BY_BLAS = range(
-    1 << 18, 5 << 18
-)  # where PyTorch's float32 product wakes one, and ours does not yet if it sleeps
+# where PyTorch's float32 product wakes one, and ours does not yet if it sleeps
+SHARED_BY_BLAS = range(1 << 18, 5 << 18)
 WAKES = 9.0  # microseconds of it
-SMALL_HALF = 4096  # multiply-adds up to which PyTorch's half-precision products do not go to oneDNN
-BLAS_FROM = 6_000  # from which its float32 products take BLAS's own preparations on AMD
+# multiply-adds up to which PyTorch's half-precision products do not go to oneDNN
+SMALL_HALF = 4096
+# from which its float32 products take BLAS's own preparations on AMD
+BLAS_FROM = 6_000
 # Nanoseconds an element of a weight that comes from further than the second-level cache: PyTorch's float32 products, ours.
 FAR = {"torch": 0.2, "f32": 0.13, "f16": 0.06, "bf16": 0.06}
 FEW = 12  # rows, up to which products wait for that
-SHORT_SUM = (
-    8e-3  # microseconds a sum of fewer terms than a vector has, beyond what lanes of AVX-512 take
-)
-MEMORY = 8  # rows or columns up to which a product waits for memory, whatever it is computed by
+# microseconds a sum of fewer terms than a vector has, beyond what lanes of AVX-512 take
+SHORT_SUM = 8e-3
+# rows or columns up to which a product waits for memory, whatever it is computed by
+MEMORY = 8
 
 
 @dataclass(frozen=True)

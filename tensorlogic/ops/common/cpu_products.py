@@ -24,7 +24,8 @@ PACKED_FROM = 1 << 16  # elements of a weight whose tiles are worth a look
 # Rows, and elements of a weight, from which tiles kept are expected to win; bytes an element of them.
 PACKED_ROWS = {"bf16": 5, "f16": 16, "f32": 32}
 PACKED_SIZE = {"bf16": 1 << 18, "f16": 1 << 19, "f32": 1 << 16}
-ACTIVATED = 2  # passes that PyTorch's gradient of an activation, with what it dispatches, is worth
+# passes that PyTorch's gradient of an activation, with what it dispatches, is worth
+ACTIVATED = 2
 PACKED_BYTES = {torch.bfloat16: 2.1, torch.float16: 2.1, torch.float32: 6.1}
 
 Finished = Callable[[Tensor, Tensor, Any, Any], Any]  # (x, weight, bias, residual) -> y
@@ -351,12 +352,7 @@ def add(
             supports=supports,
             configs=configs,
             available=native_wiring.cpu_only,
-            sources=(
-                sys.modules[module],
-                sys.modules[__name__],
-                cpu_costs,
-                native_wiring.LIBRARY,
-            ),
+            sources=(sys.modules[module], sys.modules[__name__], cpu_costs, native_wiring.LIBRARY),
             guess=guess,
             trusted=True,
             vouched=True,

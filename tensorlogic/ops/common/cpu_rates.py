@@ -17,17 +17,20 @@ from ...notes import Notes
 if sys.platform != "win32":
     import resource
 
-SIDES = (128, 448)  # of the products that are timed; both have room for two threads
-CLEAR, LONG_US = (
-    8.0,
-    500.0,
-)  # so many times longer at the first side, and so long, needs no second look
-ROUNDS = (6, 18)  # at least and at most, of which the two fastest must agree within
+# of the products that are timed; both have room for two threads
+SIDES = (128, 448)
+# so many times longer at the first side, and so long, needs no second look
+CLEAR, LONG_US = (8.0, 500.0)
+# at least and at most, of which the two fastest must agree within
+ROUNDS = (6, 18)
 AGREE = 1.1
-SLOWEST = 300.0  # times longer than what was fitted, that our blocks take on no processor
+# times longer than what was fitted, that our blocks take on no processor
+SLOWEST = 300.0
 TRIES = 3  # of a process, where they do not
-CLOSE = 1.3  # within it of what was expected, the machine is one that was fitted
-STEPS = 4  # a measured factor is rounded to a power of 2^(1/4): a noisy clock changes no choice
+# within it of what was expected, the machine is one that was fitted
+CLOSE = 1.3
+# a measured factor is rounded to a power of 2^(1/4): a noisy clock changes no choice
+STEPS = 4
 CPU = torch.device("cpu")
 
 _NOTES = Notes(".rates")

@@ -12,11 +12,11 @@ from tensorlogic.ops.common import triton_cross_entropy_together, triton_launch
 from tensorlogic.ops.common.triton_cross_entropy import cross_entropy_reduce
 from tensorlogic.ops.common.triton_launch import prepare
 
-SHARED_BYTES = 225 * 1024  # of a multiprocessor's 227 KiB, beside what sums pass through
+# of a multiprocessor's 227 KiB, beside what sums pass through
+SHARED_BYTES = 225 * 1024
 REGISTERS = 65536  # of a multiprocessor
-LEAST_BYTES = (
-    64 * 1024
-)  # of rows: shorter ones are held by two programs' registers, which takes 3 % less
+# of rows: shorter ones are held by two programs' registers, which takes 3 % less
+LEAST_BYTES = 64 * 1024
 SIZE = triton_cross_entropy_together.SIZE
 
 

@@ -18,15 +18,17 @@ from .gemm import GemmSpec, Operand
 
 Config = Mapping[str, Any]
 
-LEAST = (
-    1 << 15
-)  # multiplications; below, tiled kernels win, and the library's approximate tanh shows
-RANKS = 8  # algorithms of the library's own ranking that are worth timing
-WORKSPACE = 32 << 20  # bytes an algorithm may ask for; what PyTorch gives it on Hopper
+# multiplications; below, tiled kernels win, and the library's approximate tanh shows
+LEAST = 1 << 15
+# algorithms of the library's own ranking that are worth timing
+RANKS = 8
+# bytes an algorithm may ask for; what PyTorch gives it on Hopper
+WORKSPACE = 32 << 20
 _TYPES = {"f32": 0, "f16": 2, "bf16": 14}  # cudaDataType
 _SIZES = {"f32": 4, "f16": 2, "bf16": 2}
 _COMPUTE = {"ieee": 68, "tf32": 77}  # cublasComputeType_t
-_EPILOGUES = {  # (activation, bias, pre-activation kept) -> cublasLtEpilogue_t
+# (activation, bias, pre-activation kept) -> cublasLtEpilogue_t
+_EPILOGUES = {
     ("none", False, False): 1,
     ("none", True, False): 4,
     ("relu", False, False): 2,
@@ -40,7 +42,8 @@ _EPILOGUES = {  # (activation, bias, pre-activation kept) -> cublasLtEpilogue_t
 _TRANSA, _TRANSB, _EPILOGUE, _BIAS, _AUX, _AUX_LD, _AUX_BATCH = 3, 4, 7, 8, 11, 12, 13
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6
 _MAX_WORKSPACE, _REDUCTION, _ALIGN_A = 1, 3, 5
-_REDUCE_IN_F32 = 2  # parts of a split K are added in float32, not in the output's dtype
+# parts of a split K are added in float32, not in the output's dtype
+_REDUCE_IN_F32 = 2
 
 
 class _Found(ctypes.Structure):
@@ -236,9 +239,8 @@ class _Product:
             (_TRANSA, c_int32(self.turns[0])), (_TRANSB, c_int32(self.turns[1])), (_EPILOGUE, c_uint32(epilogue)),
         ]  # fmt: skip
         if spec.bias is not None:
-            values.append(
-                (_BIAS, c_void_p(spec.align))
-            )  # only its alignment counts for the ranking
+            # only its alignment counts for the ranking
+            values.append((_BIAS, c_void_p(spec.align)))
         if spec.z is not None:
             values += [(_AUX, c_void_p(spec.align)), (_AUX_LD, c_int64(spec.y.rows))]
             if spec.batch > 1:

@@ -292,8 +292,10 @@ _DEEP = (
 MOST_CONFIGS = 6
 MOST_ROWS = 64  # of products that _DEEP is for
 LEAST_WEIGHTS = 2**23  # below them programs end before a deep pipeline is full
-FETCHED = 2**27  # multiply-adds up to which all that a program reads first is asked for ahead
-MOST_STREAMED = 2**25  # weights of a few rows' product up to which they are asked for ahead
+# multiply-adds up to which all that a program reads first is asked for ahead
+FETCHED = 2**27
+# weights of a few rows' product up to which they are asked for ahead
+MOST_STREAMED = 2**25
 
 
 def gemm_configs(
@@ -312,7 +314,8 @@ def gemm_configs(
             if split > 1 and (
                 tiles * split > 4 * sm_count or steps < 2 * split or bm * bn > 2048 * warps
             ):
-                break  # programs enough, too little K for each, or sums too many for registers
+                # programs enough, too little K for each, or sums too many for registers
+                break
             config = _config(bm, bn, bk, warps, stages, split) | _ahead_of_time(
                 m, n, k, bn, bk, split
             )

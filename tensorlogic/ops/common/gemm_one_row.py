@@ -20,7 +20,8 @@ MOST_LOADS = 32  # of 16 bytes, that a thread has under way
 NORMS = ("layer_norm", "rms_norm")
 #: Rows of w a program, warps: each within 2 % of the best somewhere on an H200.
 SHAPES = ((4, 4), (8, 8), (2, 4), (1, 4), (2, 2), (4, 2))
-AHEAD = 1024  # columns of K that are asked for before the kernels before have ended
+# columns of K that are asked for before the kernels before have ended
+AHEAD = 1024
 
 
 def one_row_refusal(spec: GemmSpec) -> str | None:

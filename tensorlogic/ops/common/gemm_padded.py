@@ -23,7 +23,8 @@ from .gemm import Operand
 from .gemm_wiring import Kernel, Plan, Product, Start
 
 ACCESS = 16  # bytes
-LEAST_WORK = 2**22  # multiply-adds below which a copy's launch costs more than it spares
+# multiply-adds below which a copy's launch costs more than it spares
+LEAST_WORK = 2**22
 
 
 def candidate(
@@ -55,9 +56,8 @@ class _Copies:
     """One plan's copies, each made once."""
 
     def __init__(self, aligns: dict[str, int]) -> None:
-        self.aligns = (
-            aligns  # of the caller's tensors, in bytes; what the plan makes itself begins at ACCESS
-        )
+        # of the caller's tensors, in bytes; what the plan makes itself begins at ACCESS
+        self.aligns = aligns
         self.steps: list[Kernel | Product] = []
         self.names: dict[Any, str] = {}
 
@@ -107,9 +107,8 @@ class _Copies:
         read = [name for role, name in given.items() if getattr(spec, role)]
         least = min(self.aligns.get(name, ACCESS) for name in read)
         odd_y = spec.m > 1 and spec.y.rows % side != 0
-        ours = (
-            odd_y and spec.x.dtype != "f32"
-        )  # by which such rows are stored several times as fast
+        # by which such rows are stored several times as fast
+        ours = odd_y and spec.x.dtype != "f32"
         engine = "triton" if ours else p.engine
         return replace(p, spec=wide, given=given, least=least, engine=engine)
 

@@ -8,20 +8,19 @@ from typing import Any
 from .gemm import Config, GemmSpec, Operand
 
 ROWS = 64  # of x that a warpgroup multiplies
-PART = 64  # columns at most that are finished and leave together, where a tile leaves in parts
+# columns at most that are finished and leave together, where a tile leaves in parts
+PART = 64
 MOST = 4  # configurations worth measuring
-MOST_STEP = 2**24  # elements from row to row that offsets inside a tile can have
+# elements from row to row that offsets inside a tile can have
+MOST_STEP = 2**24
 LEAST_WORK = 2**28  # multiply-adds below which plain tiles start sooner
 # CONSUMERS, BLOCK_N, BLOCK_K, STAGES
 _SHAPES = (
     (2, 256, 64, 3), (2, 128, 64, 5), (3, 128, 64, 4), (2, 64, 64, 8), (3, 64, 64, 6), (1, 128, 64, 4), (1, 256, 64, 4),
     (1, 64, 64, 6), (1, 32, 128, 4), (1, 32, 128, 8), (1, 16, 128, 8), (1, 64, 128, 6),
 )  # fmt: skip
-_REGISTERS = {
-    1: 24,
-    2: 232,
-    3: 152,
-}  # a thread's, of each consumer but the first, which takes what is left
+# a thread's, of each consumer but the first, which takes what is left
+_REGISTERS = {1: 24, 2: 232, 3: 152}
 _SHARED_PER_CORE = 227 * 1024
 
 
@@ -68,9 +67,8 @@ def specialised_configs(spec: GemmSpec, sm_count: int, most: int = MOST) -> list
             "GROUP_M": 8, "SPLIT": 1, "programs": min(tiles, sm_count * resident), "num_warps": 4, "num_stages": 1,
         }  # fmt: skip
         if block_n >= PART and _parts(spec) and not (bare and tiles > config["programs"]):
-            config["PART"] = min(
-                PART, block_n // 2
-            )  # bare tiles leave beside the next one's products
+            # bare tiles leave beside the next one's products
+            config["PART"] = min(PART, block_n // 2)
         scored.append((_estimate(spec, config, tiles, resident, sm_count), len(scored), config))
     return [config for _, _, config in sorted(scored, key=lambda entry: entry[:2])][:most]
 
@@ -96,7 +94,8 @@ def described(spec: GemmSpec, config: Config) -> dict[str, Any]:
             continue
         if _line(matrix, spec.m, spec.n) is not None:
             tiled[f"{name}_desc"] = _tiled(matrix, spec.m, spec.n, out)
-        else:  # rows that begin at odd places, or the same one again and again
+        else:
+            # rows that begin at odd places, or the same one again and again
             pointers[name] = matrix.dtype
             integers["stride_r" if name == "residual" else "stride_y"] = matrix.rows
     return {

@@ -13,7 +13,8 @@ from . import gemm_wiring, wiring
 from .gemm import GemmSpec, Operand
 from .gemm_wiring import Kernel, Product, Start
 
-PASSES = 4  # configurations of an element-wise pass that are tried beside the products' own
+# configurations of an element-wise pass that are tried beside the products' own
+PASSES = 4
 
 
 def pointwise(

@@ -44,7 +44,8 @@ class Product:
     given: Mapping[str, str]
     made: Mapping[str, tuple[str, tuple[int, ...], str]]
     engine: str = "triton"
-    least: int = 0  # bytes that all it takes is aligned to, where known, whatever the key's other tensors are
+    # bytes that all it takes is aligned to, where known, whatever the key's other tensors are
+    least: int = 0
 
     def aligned(self, align: int) -> Product:
         """The same for tensors of the caller's that share this alignment in bytes."""

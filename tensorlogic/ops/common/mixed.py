@@ -20,7 +20,8 @@ SHAPES = (
     (2, 256, 64, 3), (2, 256, 32, 6), (1, 128, 64, 6), (2, 64, 64, 5), (1, 64, 128, 4), (1, 64, 64, 8),
 )  # fmt: skip
 RANKS = 3  # of them that are worth timing
-LEAST = 2**24  # multiply-adds below which a pass and a library call start sooner
+# multiply-adds below which a pass and a library call start sooner
+LEAST = 2**24
 _REGISTERS = {1: 24, 2: 232}  # a thread's, of the second consumer
 SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}  # bytes of an element
 

@@ -18,15 +18,16 @@ from ...plans import Key
 from . import storing, wiring
 
 CACHE_BYTES = 2 << 20  # beyond it, a pass over memory costs what memory gives
-FRESH_BYTES = (
-    1 << 20
-)  # from here on, glibc hands out untouched pages, and touching them costs more than the arithmetic
+# from here on, glibc hands out untouched pages, and touching them costs more than the arithmetic
+FRESH_BYTES = 1 << 20
 
 
 CALL_US = {True: 0.7, False: 2.1}  # of a native kernel with one output, compiled or not
 
 
-RECORDED_US = 4.2  # half of what our autograd node takes beyond PyTorch's, forward and backward (8.4 us, Xeon, 2026-11-22)
+# half of what our autograd node takes beyond PyTorch's, forward and backward (8.4 us, Xeon,
+# 2026-11-22)
+RECORDED_US = 4.2
 
 
 def call_us(key: Key | None = None) -> float:

@@ -18,7 +18,8 @@ from ...ranking import eager_us
 from . import ways, ways_cpu
 from .ways import Way
 
-Composed = Callable[..., Outputs]  # (product, *op's arguments) -> outputs in the result's dtype
+# (product, *op's arguments) -> outputs in the result's dtype
+Composed = Callable[..., Outputs]
 WAYS: dict[str, Way] = {}  # by the id of their candidates
 _FAMILY: list[tuple[Op, Any, Any, tuple[Any, ...]]] = []
 Sizes = Callable[[Key], list[tuple[int, int, int]]]  # M, N, K of every product of a key

@@ -32,7 +32,8 @@ def scaled(fan_in: dict[str, int]) -> Any:
 
 
 LARGEST = 4.0 * 65504.0  # partial sum
-STEP = 16  # elements that a tensor core adds to its accumulator at a time
+# elements that a tensor core adds to its accumulator at a time
+STEP = 16
 
 
 def cancelling(x: str, w: str, x_dim: int = -1, w_dim: int = -1) -> Any:
@@ -50,9 +51,8 @@ def cancelling(x: str, w: str, x_dim: int = -1, w_dim: int = -1) -> Any:
             return 0.0
         half = k // 2
         height = (LARGEST / half) ** 0.5
-        small = (
-            0.125 if a.dtype == torch.float16 else 1.0
-        )  # what beside that height is not rounded off
+        # what beside that height is not rounded off
+        small = 0.125 if a.dtype == torch.float16 else 1.0
         a.mul_(small)
         a.narrow(x_dim, 0, half).add_(height)
         a.narrow(x_dim, half, half).sub_(height)

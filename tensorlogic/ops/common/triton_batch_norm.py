@@ -9,13 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_columns import (
-    arrive,
-    backward_configs,
-    column,
-    gathered,
-    leave,
-)
+from tensorlogic.ops.common.triton_columns import arrive, backward_configs, column, gathered, leave
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import follow, relu
 
@@ -121,9 +115,8 @@ def batch_statistics_columns(
     means = tl.load(ptrs, mask=there, other=0.0, cache_modifier=".cg")
     squares = tl.load(ptrs + BLOCK_C, mask=there, other=0.0, cache_modifier=".cg")
     near = tl.sum(tl.where(there, counts * means, 0.0), 0) / M
-    mean = (
-        near + tl.sum(tl.where(there, counts * (means - near[None, :]), 0.0), 0) / M
-    )  # equal means are their mean
+    # equal means are their mean
+    mean = near + tl.sum(tl.where(there, counts * (means - near[None, :]), 0.0), 0) / M
     apart = means - mean[None, :]
     total = tl.sum(squares + counts * apart * apart, 0)
     var = tl.where(total < 0, 0.0, total) / M  # NaN stays

@@ -19,14 +19,13 @@ from . import triton_lines, triton_split
 from .triton_launch import Start, prepare
 from .triton_math import follow
 
-PITCH = 128  # elements that the inner dimension is filled up to, the depth of a tile
+# elements that the inner dimension is filled up to, the depth of a tile
+PITCH = 128
 TOP = {"int8": 127.0, "fp8": 448.0}  # what the largest element of a line becomes
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 NAMES = {"int8": "i8", "fp8": "e4m3"}
-BYTES = {
-    True: (16, 512),
-    False: (64, 128),
-}  # lines and elements along them of a tile, as in triton_lines.py
+# lines and elements along them of a tile, as in triton_lines.py
+BYTES = {True: (16, 512), False: (64, 128)}
 #: BLOCK_M, BLOCK_N, BLOCK_K, warps, stages of the product
 TILES = ((128, 256, 128, 8, 4), (128, 128, 128, 4, 4), (64, 128, 128, 4, 5), (64, 64, 128, 4, 5))
 

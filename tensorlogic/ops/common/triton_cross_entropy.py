@@ -131,9 +131,8 @@ def cross_entropy_fwd_online(
             peak, norm, total = with_ends(peak, norm, total, ends, inside, scale, off)
         log = tl.log(norm)
         lse = peak + log
-        loss = (
-            peak - x_t
-        ) + log  # of large logits, lse is rounded by more than the loss may be off
+        # of large logits, lse is rounded by more than the loss may be off
+        loss = (peak - x_t) + log
         if SMOOTH:
             loss = smoothed(loss, smoothing, peak, log, total, scale, off, C)
     tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty))
@@ -291,14 +290,11 @@ def cross_entropy_bwd_tiled(
             tl.store(to, g.to(dx_ptr.dtype.element_ty), mask=some[None, :])
 
 
-SPARED = (
-    1 << 22
-)  # bytes of logits from which ignored rows are not read, so that whether they are has to be known before they are asked for
-LARGE = {
-    "f32": 64.0,
-    "f16": 4096.0,
-    "bf16": 4096.0,
-}  # |lse| up to which its rounding, 2**-24 of it, does not show
+# bytes of logits from which ignored rows are not read, so that whether they are has to be known
+# before they are asked for
+SPARED = 1 << 22
+# |lse| up to which its rounding, 2**-24 of it, does not show
+LARGE = {"f32": 64.0, "f16": 4096.0, "bf16": 4096.0}
 
 
 def cross_entropy_configs(columns: int, dtype: str) -> list[dict[str, Any]]:
@@ -354,10 +350,7 @@ def cross_entropy_launcher(
             "LAST": last,
             "MEAN": mean,
             **(
-                {
-                    "SKIP": rows * columns * SIZE[dtype] >= SPARED,
-                    "ONE": rows <= config["BLOCK_R"],
-                }
+                {"SKIP": rows * columns * SIZE[dtype] >= SPARED, "ONE": rows <= config["BLOCK_R"]}
                 if held
                 else {"EVEN": columns % config["WIDTH"] == 0}
             ),

@@ -116,7 +116,8 @@ def cross_entropy_held(
     OUT: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32, 1], [gl.num_warps(), 1], [1, 0])
     SIDE: gl.constexpr = gl.SliceLayout(1, IN)
     W = C // (WIDTH // WORDS)
-    none = R >> 31  # 0, which the compiler does not know, as in `cross_entropy_together`
+    # 0, which the compiler does not know, as in `cross_entropy_together`
+    none = R >> 31
     w_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     piece = gl.arange(0, LANES, SIDE)[:, None] * WORDS
     piece = piece + gl.arange(0, WORDS, gl.SliceLayout(0, IN))[None, :]

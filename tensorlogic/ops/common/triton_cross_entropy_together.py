@@ -174,9 +174,8 @@ def cross_entropy_together(
     TILE: tl.constexpr = LANES * WORDS  # in words
     W = C // (WIDTH // WORDS)
     zero = tl.full([], 0, tl.int64)  # the interpreter's rows are Python's integers
-    none = (
-        R >> 31
-    )  # 0, which the compiler does not know: what was unpacked before is unpacked again
+    # 0, which the compiler does not know: what was unpacked before is unpacked again
+    none = R >> 31
     w_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     t = tl.load(t_ptr + pid)
     if ODD:
@@ -346,7 +345,8 @@ def cross_entropy_settle(
 
 
 SIZE = {"f16": 2, "bf16": 2, "f32": 4}
-MOST_WORDS = 64  # of a row that a thread holds: with more, two programs of 8 warps do not fit a multiprocessor
+# of a row that a thread holds: with more, two programs of 8 warps do not fit a multiprocessor
+MOST_WORDS = 64
 
 
 def together_refusal(

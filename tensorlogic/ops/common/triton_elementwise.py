@@ -37,14 +37,17 @@ ELEMENTWISE: dict[str, tuple[int, int]] = {
     "mul_relu": (2, 1),
     "affine": (3, 1),  # x, scale, bias
     "neg": (1, 1),
-    "relu_bwd": (2, 1),  # dy, y -> dx; also add_relu, whose two gradients are this one
+    # dy, y -> dx; also add_relu, whose two gradients are this one
+    "relu_bwd": (2, 1),
     "gelu_bwd": (2, 1),  # dy, x -> dx
     "gelu_tanh_bwd": (2, 1),
     "silu_bwd": (2, 1),
-    "mul_bwd": (3, 2),  # dy, a, b -> da, db; also affine: dy, x, scale -> dx, dscale
+    # dy, a, b -> da, db; also affine: dy, x, scale -> dx, dscale
+    "mul_bwd": (3, 2),
     "mul_relu_bwd": (3, 2),  # dy, a, b -> da, db
     "div_bwd": (3, 2),  # dy, a, b -> da, db
-    "gelu_both": (2, 2),  # dy, x -> dx, gelu(x): what a product of gelu(x) needs in backward
+    # dy, x -> dx, gelu(x): what a product of gelu(x) needs in backward
+    "gelu_both": (2, 2),
     "gelu_tanh_both": (2, 2),
 }
 
@@ -380,12 +383,10 @@ def elementwise_configs(
     flat = [
         {"strategy": "flat", "BLOCK": block // wide, "stream": stream, "num_warps": warps}
         for block, warps, stream in (
-            (2048, 8, False),  # one 16-byte access a thread; 0.997 of torch.add's speed on an H200
-            (
-                1024,
-                4,
-                False,
-            ),  # as fast with two operands, 0.77 with one: blocks cannot start faster
+            # one 16-byte access a thread; 0.997 of torch.add's speed on an H200
+            (2048, 8, False),
+            # as fast with two operands, 0.77 with one: blocks cannot start faster
+            (1024, 4, False),
             (2048, 4, False),
             (2048, 8, True),
             (4096, 8, False),
@@ -466,11 +467,7 @@ def _counted(
 
 
 def _stepped(
-    rows: int,
-    columns: int,
-    modes: Sequence[str],
-    outer: tuple[int, int],
-    steps: Sequence[Steps],
+    rows: int, columns: int, modes: Sequence[str], outer: tuple[int, int], steps: Sequence[Steps]
 ) -> dict[str, int]:
     """Sizes and strides of `elementwise_rows`; 1, which the compiler knows, where nothing is read of them."""
     contiguous = (rows * columns * outer[1], rows * columns, columns, 1)

@@ -153,7 +153,9 @@ HELD = ((8192, 4), (4096, 4), (16384, 8), (2048, 1))  # bytes of a tile of whole
 # of columns: bytes of a tile at least, warps at least; bytes of neighbours at least, of a thread at most while warps suffice
 HELD_COLUMNS = ((8192, 4, 128, 64), (16384, 8, 256, 128), (8192, 4, 128, 128), (4096, 4, 64, 128), (2048, 1, 32, 64))  # fmt: skip
 MOST_WARPS = 16
-MOST_HELD = 32  # elements of columns a thread, for which the registers below do: left alone, the compiler keeps all offsets, too
+# elements of columns a thread, for which the registers below do: left alone, the compiler keeps all
+# offsets, too
+MOST_HELD = 32
 REGISTERS = {True: 64, False: 72}  # of a thread where a program has 8 warps or more, and fewer
 # bytes of a tile and warps; then programs a multiprocessor; bytes of neighbouring lines before them
 ROWS = ((8192, 4, 4), (16384, 8, 2), (4096, 4, 4))

@@ -7,7 +7,8 @@ from typing import Any
 
 from tensorlogic.compiling import CompileFailure
 
-WHOLE = {  # kernels whose programs hold whole lines: the block, and the length it has to cover
+# kernels whose programs hold whole lines: the block, and the length it has to cover
+WHOLE = {
     "softmax_fwd_registers": ("BLOCK_C", "C"),
     "softmax_bwd_registers": ("BLOCK_C", "C"),
     "layer_norm_fwd_registers": ("BLOCK_C", "N"),
@@ -15,14 +16,10 @@ WHOLE = {  # kernels whose programs hold whole lines: the block, and the length 
     "cross_entropy_fwd_registers": ("BLOCK_C", "C"),
     "halve_whole_lines": ("BLOCK_C", "C"),
 }
-COUNTED = {  # kernels that count elements in 32 bits: the length, and what they step by
-    "reduce_polled": ("N", "BLOCK"),
-    "reduce_spun": ("N", "BLOCK"),
-}
-LANES, CHAIN = (
-    512,
-    256,
-)  # of fewer lanes that sum a row each adds at most so many: a chain of thousands loses digits
+# kernels that count elements in 32 bits: the length, and what they step by
+COUNTED = {"reduce_polled": ("N", "BLOCK"), "reduce_spun": ("N", "BLOCK")}
+# of fewer lanes that sum a row each adds at most so many: a chain of thousands loses digits
+LANES, CHAIN = (512, 256)
 
 
 def fitting(fits: bool, what: str, config: Mapping[str, Any], problem: str) -> None:

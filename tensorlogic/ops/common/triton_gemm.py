@@ -310,9 +310,8 @@ def gemm_tiled(
         saved_ptr += begin * stride_sk
         saved_at = rm[:, None] * stride_sm + rk[None, :] * stride_sk
     if PDL:
-        if (
-            FETCH > 0
-        ):  # while the kernels before end: what is still to be written merely does not profit
+        # while the kernels before end: what is still to be written merely does not profit
+        if FETCH > 0:
             AHEAD_K: tl.constexpr = FETCH * BLOCK_K
             fetch_tile(
                 w_ptr, 0, K - begin, tile_n * BLOCK_N, N, stride_wk, stride_wn, AHEAD_K, BLOCK_N, not W_DOWN
@@ -348,9 +347,8 @@ def gemm_tiled(
     r_at, other, bias, factor, summand = 0, 0.0, 0.0, 1.0, 0.0
     if residual_ptr is not None:
         r_at = rm[:, None] * stride_rm + rn[None, :] * stride_rn
-    if (
-        AHEAD
-    ):  # what the epilogue reads comes from memory at its slowest: ask for it before the loop
+    # what the epilogue reads comes from memory at its slowest: ask for it before the loop
+    if AHEAD:
         bias, factor, summand = columnwise(
             bias_ptr, mean_ptr, var_ptr, scale_ptr, shift_ptr, eps, rn, N
         )

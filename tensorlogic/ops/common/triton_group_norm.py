@@ -11,7 +11,8 @@ import triton.language as tl
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import follow
 
-BLOCK = 1024  # elements that a program reads at a time: 16 bytes a thread in halves
+# elements that a program reads at a time: 16 bytes a thread in halves
+BLOCK = 1024
 PROGRAMS = 512  # about four for each multiprocessor of a large GPU
 
 

@@ -9,7 +9,8 @@ from tensorlogic.ops.common.triton_rows import row_body
 
 SIZE = {"f16": 2, "bf16": 2, "f32": 4}
 SHORTEST = 4  # groups of a row: of fewer the ends are most
-LONGEST = 2**30  # elements of a row, which kernels count in 32 bits, and a tile beyond
+# elements of a row, which kernels count in 32 bits, and a tile beyond
+LONGEST = 2**30
 MOST = {1: 8, 2: 8, 4: 8, 8: 8, 16: 7, 32: 5}  # by warps: groups of a row that a thread holds
 TOGETHER = 4  # groups of several rows at most
 

@@ -14,18 +14,16 @@ from . import triton_lines, triton_split
 from .triton_launch import Start, prepare
 from .triton_math import follow
 
-LINES = {
-    True: (16, 512),
-    False: (128, 64),
-}  # and elements along them of a tile, as in triton_lines.py
-WHOLE = 8192  # bytes of a line, beyond which it is read by several programs
+# and elements along them of a tile, as in triton_lines.py
+LINES = {True: (16, 512), False: (128, 64)}
+# bytes of a line, beyond which it is read by several programs
+WHOLE = 8192
 LOOKING = 256  # programs that look whether lines were scaled
-TILE, ENOUGH = (
-    16384,
-    128,
-)  # elements of whole lines that a program holds at most; programs that occupy a GPU
+# elements of whole lines that a program holds at most; programs that occupy a GPU
+TILE, ENOUGH = (16384, 128)
 BLOCK_M, BLOCK_N = {False: 32, True: 16}, 128  # the former by whether it is in float64
-STRIPS = 64  # programs from which on each takes whole lines, whatever their length
+# programs from which on each takes whole lines, whatever their length
+STRIPS = 64
 #: Then: lines of a program at least, programs wanted, elements held, warps; by whether neighbours along a line lie together
 STRIP = {True: (1, 256, 8192, 8), False: (16, 128, 16384, 16)}
 MOST = 64  # lines of a program

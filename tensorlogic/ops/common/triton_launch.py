@@ -40,17 +40,13 @@ TYPES = {
     "f16": "fp16", "bf16": "bf16", "f32": "fp32", "f64": "fp64", "bool": "i1",
     "u8": "u8", "i8": "i8", "i16": "i16", "i32": "i32", "i64": "i64", "e4m3": "fp8e4nv",
 }  # fmt: skip
-MOST_HINT = 16  # widest vector access in bytes, and the largest divisor worth telling the compiler
-DEPENDENT = "PDL"  # the constant of kernels that wait for the kernels before them themselves: set from sm_90 on
+# widest vector access in bytes, and the largest divisor worth telling the compiler
+MOST_HINT = 16
+# the constant of kernels that wait for the kernels before them themselves: set from sm_90 on
+DEPENDENT = "PDL"
 MAX_GRID = (2**31 - 1, 65535, 65535)
-SHARED_BYTES = {
-    80: 166912,
-    86: 101376,
-    89: 101376,
-    90: 232448,
-    100: 232448,
-    120: 101376,
-}  # a block may have, by sm
+# a block may have, by sm
+SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 _binaries: dict[Any, Binary] = {}
 _collecting: ContextVar[tuple[int, list[CompileJob]] | None] = ContextVar(
@@ -185,7 +181,8 @@ def compile_job(
     registers: int = 0,
 ) -> CompileJob:
     """What `prepare` would compile with the same arguments for compute capability `sm` (90: Hopper)."""
-    del grid  # not part of a binary; taken so that both functions accept the same arguments
+    # not part of a binary; taken so that both functions accept the same arguments
+    del grid
     names = list(kernel.arg_names)
     if DEPENDENT in names:
         constexprs = {**constexprs, DEPENDENT: sm >= 90}

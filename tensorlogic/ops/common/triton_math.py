@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ROUNDS = tl.constexpr(7)  # Philox4x32 passes BigCrush from 7 rounds on (Salmon et al. 2011)
+# Philox4x32 passes BigCrush from 7 rounds on (Salmon et al. 2011)
+ROUNDS = tl.constexpr(7)
 
 
 @triton.jit

@@ -26,15 +26,14 @@ from .triton_math import follow
 
 LOG = logging.getLogger("tensorlogic")
 BLOCK_M, BLOCK_N = 32, 32
-SIZES = {
-    "f16": 2,
-    "bf16": 2,
-    "f32": 4,
-    "f64": 8,
-}  # bytes of an element, to which its memory is aligned
-WARPS = 1  # of a program: what it nearly always does is to sum up a table, for which several would wait for each other
+# bytes of an element, to which its memory is aligned
+SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+# of a program: what it nearly always does is to sum up a table, for which several would wait for
+# each other
+WARPS = 1
 NOTED = 4096  # elements that a program looks at together
-PROGRAMS = 528  # four for every multiprocessor of a large GPU; each reads the whole table
+# four for every multiprocessor of a large GPU; each reads the whole table
+PROGRAMS = 528
 
 
 @triton.jit

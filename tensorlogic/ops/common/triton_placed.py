@@ -43,9 +43,8 @@ def joined(best, ties, at, LARGEST: tl.constexpr):
         whole = tl.max(tl.where(best != best, -float("inf"), best), 0)
     else:
         whole = tl.min(tl.where(best != best, float("inf"), best), 0)
-    whole = tl.where(
-        lost != 0, float("nan"), whole
-    )  # no global: Triton finds one that is NaN changed
+    # no global: Triton finds one that is NaN changed
+    whole = tl.where(lost != 0, float("nan"), whole)
     hit = best == whole[None, :]
     return whole, tl.sum(tl.where(hit, ties, 0), 0), tl.sum(tl.where(hit & (ties == 1), at, 0), 0)
 

@@ -220,8 +220,10 @@ _COLUMNS = (
 _ROWS = ((4096, 4), (2048, 2), (4096, 2), (2048, 4))
 _LONG_ROWS = ((4096, 4), (2048, 8), (4096, 8), (8192, 8))
 ROW = 2048  # 16-bit elements from which on a row is long
-PARTIALS = 8192  # elements of all parts of a column tile, which one program adds up
-POLLED = 2**23  # elements up to which one wave of programs that wait for each other is worth it
+# elements of all parts of a column tile, which one program adds up
+PARTIALS = 8192
+# elements up to which one wave of programs that wait for each other is worth it
+POLLED = 2**23
 EMPTY = {"sum": 0.0, "mean": 0.0, "max": float("-inf"), "min": float("inf")}
 
 

@@ -69,12 +69,14 @@ def reduce_abreast(
         tl.store(y_ptr + part * C + c, value.to(y_ptr.dtype.element_ty), mask=live)
 
 
-NARROW = 128  # columns up to which tiles of them are short of a power of two by much
+# columns up to which tiles of them are short of a power of two by much
+NARROW = 128
 # places of a line, best guess first: what fourteen shapes on an H100 took
 LINES = (2048, 4096, 1024, 8192)
 FULL = 0.6  # of them, at least
 GATHERED = 8192  # partial results that a program combines at once
-CHAIN = 4096  # elements that one lane adds up at most: a chain of sums loses digits
+# elements that one lane adds up at most: a chain of sums loses digits
+CHAIN = 4096
 # elements of 2 bytes in a tile, programs a multiprocessor, warps, likewise
 TILES = ((16384, 1, 8), (4096, 2, 8), (16384, 2, 16), (8192, 1, 8), (8192, 2, 8), (4096, 1, 4))
 

@@ -19,7 +19,8 @@ from tensorlogic.ops.common.triton_reduce import EMPTY, finish, fold, merge
 Dims = tuple[tuple[int, int], ...]  # (size, stride) of each
 FEW = 16  # rows that one tile reads
 GATHERED = 4096  # partial results that a program takes at once
-CHAIN = 4096  # tiles that a program adds up at most, where there is a choice: a chain of sums loses digits
+# tiles that a program adds up at most, where there is a choice: a chain of sums loses digits
+CHAIN = 4096
 
 
 @triton.jit
@@ -183,8 +184,11 @@ class Lay:
 
     along: bool
     sizes: dict[str, int]
-    step: int  # elements from one that counts to the next, where those between are read, too
-    width: int  # elements of the widest access that every line begins aligned for; 1 where they do not lie together
+    # elements from one that counts to the next, where those between are read, too
+    step: int
+    # elements of the widest access that every line begins aligned for; 1 where they do not lie
+    # together
+    width: int
     kept: int
     reduce: int
     outer: int  # lines along, or groups of columns across

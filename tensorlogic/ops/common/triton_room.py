@@ -16,11 +16,13 @@ import torch
 
 from tensorlogic.ops.common.triton_start import Binary
 
-HEAVY = (
-    48 << 10
-)  # shared bytes of programs that multiply tiles: two on one multiprocessor take twice as long
-LIGHT = 2  # others that may share one in any case: with room beside them the next kernel begins before they end
-RESERVED = 1024  # shared bytes that the system has of each program (compute capability 8 and later)
+# shared bytes of programs that multiply tiles: two on one multiprocessor take twice as long
+HEAVY = 48 << 10
+# others that may share one in any case: with room beside them the next kernel begins before they
+# end
+LIGHT = 2
+# shared bytes that the system has of each program (compute capability 8 and later)
+RESERVED = 1024
 STEP = 128  # shared bytes are given out by
 LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 

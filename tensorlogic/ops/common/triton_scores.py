@@ -58,9 +58,9 @@ def score_tile(
             seen = seen.to(tl.float32)
             if mask_ptr.dtype.element_ty != tl.float16:
                 seen = tl.where(seen == float("-inf"), seen, bounded(seen))
-            if (
-                q.dtype == tl.float32
-            ):  # no tensor cores, and sums that begin at a mask lose more; a plain + is made one of those
+            # no tensor cores, and sums that begin at a mask lose more; a plain + is made one of
+            # those
+            if q.dtype == tl.float32:
                 s = tl.dot(q, k, input_precision=PRECISION)
                 s = tl.fma(seen, 1.0 / scale, s)
             else:

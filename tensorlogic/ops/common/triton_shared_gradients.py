@@ -128,9 +128,8 @@ def shared_gradients(
 
 FEW = 128  # rows that one program may hold
 LINE = 8192  # elements of a row that one program may hold
-ACCESSES = (
-    16  # elements a thread at most: each has an address of its own where rows are of odd length
-)
+# elements a thread at most: each has an address of its own where rows are of odd length
+ACCESSES = 16
 
 
 def shared_gradient_configs(

@@ -13,13 +13,7 @@ from tensorlogic.ops.common.triton_fitting import fitting
 from tensorlogic.ops.common.triton_groups import SIZE, held, holds, parts_of, tiles
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import follow
-from tensorlogic.ops.common.triton_rows import (
-    powers,
-    row_body,
-    row_ends,
-    row_statistics,
-    with_ends,
-)
+from tensorlogic.ops.common.triton_rows import powers, row_body, row_ends, row_statistics, with_ends
 
 
 @triton.jit

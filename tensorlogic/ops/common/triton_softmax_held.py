@@ -42,7 +42,8 @@ def softmax_held(
     OUT: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32, 1], [gl.num_warps(), 1], [1, 0])
     SIDE: gl.constexpr = gl.SliceLayout(1, IN)
     W = C // (WIDTH // WORDS)
-    none = R >> 31  # 0, which the compiler does not know, as in `cross_entropy_together`
+    # 0, which the compiler does not know, as in `cross_entropy_together`
+    none = R >> 31
     w_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     piece = gl.arange(0, LANES, SIDE)[:, None] * WORDS
     piece = piece + gl.arange(0, WORDS, gl.SliceLayout(0, IN))[None, :]
@@ -71,7 +72,8 @@ def softmax_held(
         total = gl.sum(part, 0)
         if ODD:
             total += gl.sum(exponential(ends, base, kind), 0)
-        scale = 1.0 / total  # NaN of inf, as inf - inf is; inf of -inf alone, whose powers are 0
+        # NaN of inf, as inf - inf is; inf of -inf alone, whose powers are 0
+        scale = 1.0 / total
         m = gl.full([LANES], float("-inf"), gl.float32, SIDE)
         norm = gl.zeros([LANES], gl.float32, SIDE)
         if ODD:
@@ -134,7 +136,8 @@ def softmax_backward_held(
     OUT: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32, 1], [gl.num_warps(), 1], [1, 0])
     SIDE: gl.constexpr = gl.SliceLayout(1, IN)
     W = C // (WIDTH // WORDS)
-    none = R >> 31  # 0, which the compiler does not know, as in `cross_entropy_together`
+    # 0, which the compiler does not know, as in `cross_entropy_together`
+    none = R >> 31
     yw_ptr = y_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     dw_ptr = dy_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     piece = gl.arange(0, LANES, SIDE)[:, None] * WORDS

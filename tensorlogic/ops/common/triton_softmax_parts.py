@@ -199,9 +199,8 @@ def parts_configs(lines: Lines, dtype: str, cores: int = 132) -> list[dict[str, 
         block_i = _width(lines, bytes_, size)
         groups = lines.outer * triton.cdiv(lines.inner, block_i)
         access = block_i if together else 16 if lines.strides[0][1] == 1 else 1
-        each = min(
-            held // size // tensors, 4 * access, EACH // tensors
-        )  # narrow ones take as many registers
+        # narrow ones take as many registers
+        each = min(held // size // tensors, 4 * access, EACH // tensors)
         block_c = 32 * warps * each // block_i
         least = 128 * warps // block_i  # four elements a thread
         while block_c > least and groups * triton.cdiv(lines.length, block_c) < cores:

@@ -49,7 +49,8 @@ def reduce_spun(
     at = part * BLOCK + tl.arange(0, BLOCK)
     if EVEN:
         value = fold(tl.load(x_ptr + at).to(tl.float32), 0, KIND)
-    else:  # whole groups of WIDTH in one access each, what is left by the last program
+    else:
+        # whole groups of WIDTH in one access each, what is left by the last program
         whole = tl.multiple_of(N // WIDTH * WIDTH, WIDTH)
         x = tl.load(x_ptr + at, mask=at < whole, other=EMPTY)
         left = whole + tl.arange(0, WIDTH)

@@ -22,7 +22,8 @@ from .triton_launch import Start, prepare
 from .triton_math import follow
 
 BLOCK_R, BLOCK_C = 16, 128
-FEW = 2048  # rows and columns together of which a program looks at fewer, so that a GPU is occupied
+# rows and columns together of which a program looks at fewer, so that a GPU is occupied
+FEW = 2048
 
 
 @triton.jit
@@ -202,9 +203,8 @@ def aligned(*tensors: Tensor) -> int:
     return pointers & -pointers
 
 
-Planes = tuple[
-    tuple[int, int], tuple[int, int], tuple[int, ...], bool
-]  # shape, strides, pattern, down
+# shape, strides, pattern, down
+Planes = tuple[tuple[int, int], tuple[int, int], tuple[int, ...], bool]
 
 
 @lru_cache(maxsize=1024)

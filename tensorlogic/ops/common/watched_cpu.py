@@ -15,9 +15,8 @@ from ...op import Outputs
 from . import ways_cpu
 
 RESULTS = (torch.float32, torch.float64)  # of others elements may leave the range, or lose digits
-Way = tuple[
-    Callable[..., tuple[Tensor, Tensor]], int, int, tuple[Any, ...]
-]  # a native operator, which two arguments it takes, and what else
+# a native operator, which two arguments it takes, and what else
+Way = tuple[Callable[..., tuple[Tensor, Tensor]], int, int, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from ...plans import Key
 
 Product = Callable[[Tensor, Tensor], Tensor]  # a [..., M, K], b [..., K, N] -> [..., M, N], wide
 
-SUMS = 2.0**-24  # what adding in float32 brings, a root of K times; tensor cores truncate
+# what adding in float32 brings, a root of K times; tensor cores truncate
+SUMS = 2.0**-24
 #: Which forms may serve a mode.
 SERVING = {"f32": ("f32", "f64"), "f16": ("f16",), "adaptive": tuple(UNITS)}
 
@@ -35,7 +36,8 @@ class Way:
     available: Callable[[str], str | None] = anywhere
     serves: Callable[[Key], str | None] = anywhere
     matrices: bool = False  # serves two-dimensional operands only
-    guarded: bool = False  # right only where somebody looks at the data, as for "adaptive"
+    # right only where somebody looks at the data, as for "adaptive"
+    guarded: bool = False
     unwatched: Product | None = None  # in its place where no guard looks at the data
     ranked: Callable[..., Tensor] | None = None  # product(rank, a, b), where there are several
     ranks: int = 1

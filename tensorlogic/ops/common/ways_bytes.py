@@ -13,7 +13,8 @@ from . import triton_bytes, triton_lines, triton_split
 from .cublaslt import lt_available
 from .ways import Way
 
-DEEPEST = 1 << 16  # elements of a sum of int8 products that surely fit into 32 bits
+# elements of a sum of int8 products that surely fit into 32 bits
+DEEPEST = 1 << 16
 LEAST = {"int8": (8, 0), "fp8": (8, 9)}  # compute capability whose tensor cores multiply them
 HOST_US = 45.0  # of a caller's thread, for the launches of one product
 LIBRARY = {"int8": (17, 8), "fp8": (1, 16)}  # fewest rows, and what columns must be a multiple of

@@ -18,8 +18,10 @@ from .ways import Way, single, wide
 
 BLOCK = 512  # rows and columns narrowed at a time
 STEPS = 127  # of an int8 slice, to either side
-LOWEST = -100  # binary exponent of peaks beside which float32 still has smaller numbers
-DEEPEST = 1 << 16  # elements of a sum of int8 products that surely fit into 32 bits
+# binary exponent of peaks beside which float32 still has smaller numbers
+LOWEST = -100
+# elements of a sum of int8 products that surely fit into 32 bits
+DEEPEST = 1 << 16
 
 
 def cpu(device: str) -> str | None:
@@ -109,9 +111,8 @@ def native_bf16(a: Tensor, b: Tensor) -> Tensor:
     they are rounded before."""
     if own_tiles():
         return in_parts(1, a, b)
-    if cpu_costs.pairs(
-        "bf16"
-    ):  # a guard sees what has left the range of float32's exponents: whole rows or columns
+    # a guard sees what has left the range of float32's exponents: whole rows or columns
+    if cpu_costs.pairs("bf16"):
         return kept(partial(in_parts, 1), a, b)
     c: Tensor = native.op("matmul_f32")(a.to(torch.bfloat16), b.to(torch.bfloat16))
     return _kept(c, a, b)

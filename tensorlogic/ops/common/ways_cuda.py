@@ -26,17 +26,14 @@ from .ways import Way, in_f64, single
 from .ways_series import Planes, Prepared, Run, Step
 
 #: Which planes of left meet which of right, the smallest products first.
-PLANES = {
-    1: ((0,), (0,)),
-    3: ((1, 0, 0), (0, 1, 0)),
-    6: ((2, 0, 1, 1, 0, 0), (0, 2, 1, 0, 1, 0)),
-}
+PLANES = {1: ((0,), (0,)), 3: ((1, 0, 0), (0, 1, 0)), 6: ((2, 0, 1, 1, 0, 0), (0, 2, 1, 0, 1, 0))}
 #: Of the inner dimension: a longer one loses more than a split in three or six keeps.
 RUNS = {torch.float16: 384, torch.bfloat16: 512}
 EVEN = 64  # what runs but the last are a multiple of
 FULL_RATE = {(8, 0), (9, 0), (10, 0)}  # compute capabilities with tensor cores for float64
 LIBRARY_US = 7.5  # of a caller's thread, for one call of cuBLASLt
-COPIED = 1 << 20  # bytes of operands in another dtype that "f32" may keep where none are needed
+# bytes of operands in another dtype that "f32" may keep where none are needed
+COPIED = 1 << 20
 RANKS = 3  # algorithms of the library's ranking that are worth timing
 
 

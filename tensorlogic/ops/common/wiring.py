@@ -165,7 +165,8 @@ _COUNTERS: dict[tuple[int, int, int, torch.dtype, str], Tensor] = {}
 _CAPTURED: dict[tuple[int, int, torch.dtype, str], Tensor] = {}
 
 
-LASTING = "lasting"  # a use whose counters keep in a graph what its last replay left there
+# a use whose counters keep in a graph what its last replay left there
+LASTING = "lasting"
 
 
 def counters(

@@ -15,7 +15,9 @@ from ..linear import linear
 
 CONVOLVE = (F.conv1d, F.conv2d, F.conv3d)
 Sizes = Sequence[int]
-TURNED = 4  # times an image's size: turning such weights for adjacent channels at every call takes most of PyTorch's time on a CPU
+# times an image's size: turning such weights for adjacent channels at every call takes most of
+# PyTorch's time on a CPU
+TURNED = 4
 
 
 def convolution(
@@ -121,9 +123,8 @@ def onednn(
 ) -> Tensor:
     """oneDNN's convolution with bias and residual in one call; its ReLU would make 0 of NaN."""
     run = torch.ops.mkldnn._convolution_pointwise
-    b = (
-        None if b is None else b.contiguous()
-    )  # oneDNN reads N numbers in a row, whatever the stride
+    # oneDNN reads N numbers in a row, whatever the stride
+    b = None if b is None else b.contiguous()
     if r is None:
         y: Tensor = run(x, w, b, padding, stride, *how, "none", [], "")
     else:

@@ -90,7 +90,9 @@ def _backward(
 ) -> tuple[Any, ...]:
     x, weight, mask, state = kept.stood_in(saved, dy)
     if mask is None and dy.layout is torch.strided:
-        dy = dy.contiguous()  # kernels that make the mask again want whole rows; PyTorch's operations take ten times as long
+        # kernels that make the mask again want whole rows; PyTorch's operations take ten times as
+        # long
+        dy = dy.contiguous()
     grads = backward_call(dy, x, weight, mask, *scalars, state, bits(needs[:3]))
     return (*(g if n else None for g, n in zip(grads, needs[:3], strict=True)), None)
 
@@ -289,7 +291,8 @@ def dropout_linear(
             t is not None and t.requires_grad for t in (x, weight, bias)
         )
         return (linear if recorded else F.linear)(F.dropout(x, p), weight, bias)
-    if dispatch.transforming():  # vmap may want a mask for each example, which have no one seed
+    # vmap may want a mask for each example, which have no one seed
+    if dispatch.transforming():
         _check(x, weight, bias)
         kept = torch.rand(x.shape, device=x.device, generator=generator) >= p
         return linear(torch.where(kept, x / (1 - p), 0), weight, bias)

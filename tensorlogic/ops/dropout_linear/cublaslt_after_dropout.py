@@ -25,10 +25,7 @@ def _dropped(given: str, name: str, dtype: str, shape: tuple[int, ...], seeded: 
     numbers = ("p", "seed", "offset") if seeded else ("p",)
     state = () if seeded else ("state",)
     return Kernel(
-        (given, *state, name, *numbers),
-        {name: (name, shape, dtype)},
-        triton_dropout.CONFIGS,
-        build,
+        (given, *state, name, *numbers), {name: (name, shape, dtype)}, triton_dropout.CONFIGS, build
     )
 
 

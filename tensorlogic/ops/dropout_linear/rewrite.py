@@ -11,10 +11,7 @@ DROPOUT = (aten.dropout.default, aten.feature_dropout.default)
 RULES = (
     Rule(
         "dropout_linear",
-        Call(
-            (linear,),
-            (Call((aten.dropout.default,), (X, Var("p"), True)), Var("w"), Var("b")),
-        ),
+        Call((linear,), (Call((aten.dropout.default,), (X, Var("p"), True)), Var("w"), Var("b"))),
         lambda m, emit: emit(dropout_linear, m["x"], m["w"], m["b"], m["p"]),
         lambda m: m["p"] < 1,  # all dropped is no case of ours
     ),

@@ -134,10 +134,7 @@ def widened_backward(
 
 @dispatch.public(GELU_LINEAR)
 def gelu_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    approximate: Literal["none", "tanh"] = "tanh",
+    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: Literal["none", "tanh"] = "tanh"
 ) -> tuple[Any, ...]:
     """gelu(x) · weightᵀ + bias in one call.
 

@@ -49,7 +49,8 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
         return "x or dy is not contiguous"
     (rows, other, _), dtype, (n, k) = found, dy.dtype, weight.shape
     m, steps = prod(dy.shape[:-1]), list[Kernel | Product]()
-    fused = engine == "triton"  # whose epilogue takes either gradient without slowing the product
+    # whose epilogue takes either gradient without slowing the product
+    fused = engine == "triton"
     if needs[0] == "1" and fused:
         gradient: dict[str, Any] = {"outer": "gradient", "kind": kind, "residual": other}
         steps.append(gemm_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, **gradient))

@@ -11,7 +11,8 @@ from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product
 from . import GELU_LINEAR, GELU_LINEAR_BACKWARD
 
-FUSED = 2**24  # multiply-adds of one product up to which the GELU may be taken again for every tile
+# multiply-adds of one product up to which the GELU may be taken again for every tile
+FUSED = 2**24
 FEW_ROWS = 16  # up to which there are few enough tiles at any size
 
 

@@ -59,9 +59,8 @@ def layer_norm_linear_backward(
     wanted = [n == "1" for n in needs[:3]]
     if again(normal, mean, needs):
         normal, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], gamma, beta, eps)
-    elif (
-        mean is not None and rstd is not None and not x.is_cuda
-    ):  # PyTorch's norm takes them in x's dtype there
+    # PyTorch's norm takes them in x's dtype there
+    elif mean is not None and rstd is not None and not x.is_cuda:
         mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)
     dx = dgamma = dbeta = None
     if any(wanted):

@@ -10,7 +10,8 @@ from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product
 from . import LAYER_NORM_LINEAR, saves
 
-FUSED = 2**24  # multiply-adds up to which every tile may take its rows' statistics itself
+# multiply-adds up to which every tile may take its rows' statistics itself
+FUSED = 2**24
 FEW_ROWS = 8  # up to which there are few enough tiles at any size
 
 

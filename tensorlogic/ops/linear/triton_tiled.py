@@ -12,7 +12,8 @@ from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product
 from . import LINEAR, LINEAR_BACKWARD
 
-FUSED_BACKWARD = 2**24  # multiply-adds of one product up to which two launches may beat three
+# multiply-adds of one product up to which two launches may beat three
+FUSED_BACKWARD = 2**24
 
 
 def describe(key: Key) -> Plan | str:

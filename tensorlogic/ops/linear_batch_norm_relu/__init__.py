@@ -37,7 +37,8 @@ def _linear_batch_norm_relu(
     """relu(batch_norm(z)), z = x [..., K] · weight [N, K]ᵀ + bias; outputs y, then z (save), batch mean and 1/std (training)."""
     z = F.linear(x, weight, bias)
     flat = rows(z)
-    if gamma is not None:  # strided, this and the statistics make PyTorch's gradients on CPUs wrong
+    # strided, this and the statistics make PyTorch's gradients on CPUs wrong
+    if gamma is not None:
         gamma = gamma.contiguous()
     if not training:
         running_mean, running_var = (
@@ -46,7 +47,8 @@ def _linear_batch_norm_relu(
         bn = F.batch_norm(flat, running_mean, running_var, gamma, beta, False, momentum, eps)
         y = torch.relu_(bn) if z.dim() == 2 else torch.relu_(bn).view(z.shape)
         return (y, z) if save else (y,)
-    if flat.numel() == 0:  # an expert without tokens, say; the running statistics stay as they are
+    # an expert without tokens, say; the running statistics stay as they are
+    if flat.numel() == 0:
         bn = F.batch_norm(flat, running_mean, running_var, gamma, beta, True, momentum, eps)
         none = flat.sum(0)
         return torch.relu(bn).view(z.shape), z if save else z.new_empty(0), none, none

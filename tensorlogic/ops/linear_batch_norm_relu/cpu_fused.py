@@ -52,11 +52,5 @@ def build(key: Key) -> Launcher:
 
 
 native_wiring.add(
-    LINEAR_BATCH_NORM_RELU,
-    "cpu.fused",
-    build,
-    supports,
-    guess,
-    __name__,
-    native_wiring.PRODUCTS,
+    LINEAR_BATCH_NORM_RELU, "cpu.fused", build, supports, guess, __name__, native_wiring.PRODUCTS
 )

@@ -37,9 +37,8 @@ def matmul_backward_reference(
     dz = activation_gradient(dy, kept, activation)
     if a.dim() == 1 and b.dim() == 1:
         return (dz * b if needs[0] == "1" else None, dz * a if needs[1] == "1" else None)
-    if (
-        a.dim() == dz.dim() == b.dim() == 2
-    ):  # by far the most calls, each view of which is a launch's worth of host time
+    # by far the most calls, each view of which is a launch's worth of host time
+    if a.dim() == dz.dim() == b.dim() == 2:
         return (
             torch.mm(dz, _adjoint(b)) if needs[0] == "1" else None,
             torch.mm(_adjoint(a), dz) if needs[1] == "1" else None,

@@ -16,10 +16,8 @@ from . import FAMILY, POINTWISE_BACKWARD
 from .plain import backward_shape, forward_shape
 from .shapes import BACKWARD, Shape
 
-COSTLY = (
-    "gelu",
-    "silu",
-)  # exponentials that PyTorch's half-precision code computes a few at a time
+# exponentials that PyTorch's half-precision code computes a few at a time
+COSTLY = ("gelu", "silu")
 FUSED = ("add_relu", "mul_relu", "affine")
 # Microseconds a call of PyTorch's, nanoseconds an element in float32 and in halves, and ours, on a Sapphire Rapids.
 SPEEDS = {

@@ -52,7 +52,8 @@ def _op(
         scalars: tuple[Any, ...],
         dy: Tensor,
     ) -> tuple[Any, ...]:
-        if len(saved) > 4:  # forward has marked where its output is above 0: see together.py
+        # forward has marked where its output is above 0: see together.py
+        if len(saved) > 4:
             if dispatch.ordinary(dy):
                 dz = flags.settle(dy, saved[4])
                 return tuple([dz if n else None for n in needs])

@@ -112,9 +112,8 @@ def configs(s: Shape) -> list[dict[str, Any]]:
 def source(s: Shape, each: int) -> str:
     """The shader of a kind, its operands' modes and elements a thread."""
     _, results = KINDS[s.kind]
-    modes = [MODES[m] for m in s.modes] + [3] * (
-        3 - len(s.modes)
-    )  # what is absent is one number of x0
+    # what is absent is one number of x0
+    modes = [MODES[m] for m in s.modes] + [3] * (3 - len(s.modes))
     defines = {
         "T": TYPES[s.dtype], "EACH": each, "THREADS": THREADS, "OUTPUTS": len(results),
         "FIRST": results[0], "SECOND": results[-1], **{f"MODE{i}": m for i, m in enumerate(modes)},

@@ -22,11 +22,8 @@ BACKWARD: dict[str, Callable[..., tuple[Tensor | None, ...]]] = {
     "affine": lambda dz, a, b: (_by(dz, b), _by(dz, a), dz),
 }
 SMOOTH = activations.SMOOTH  # keep the input for backward
-RELU = {
-    "relu": "relu",
-    "add_relu": "add",
-    "mul_relu": "mul",
-}  # keep the output; then the gradient of the inner operation
+# keep the output; then the gradient of the inner operation
+RELU = {"relu": "relu", "add_relu": "add", "mul_relu": "mul"}
 
 
 def backward(

@@ -46,15 +46,11 @@ CUBE = Call((aten.pow.Tensor_Scalar,), (X, 3.0))
 TANH = _add(Call((aten.tanh.default,), (_mul(_add(X, _mul(CUBE, Var("c"))), Var("s")),)), 1.0)
 ERF = _add(
     Call(
-        (aten.erf.default,),
-        (OneOf((Call((aten.div.Tensor,), (X, Var("d"))), _mul(X, Var("s")))),),
+        (aten.erf.default,), (OneOf((Call((aten.div.Tensor,), (X, Var("d"))), _mul(X, Var("s")))),)
     ),
     1.0,
 )
-GELUS = (
-    (TANH, "tanh", _close),
-    (ERF, "none", _erf),
-)
+GELUS = ((TANH, "tanh", _close), (ERF, "none", _erf))
 ACTIVATIONS = (
     *(
         Rule(

@@ -17,7 +17,8 @@ from . import layouts
 from .family import ADD_RELU, RELU
 from .family import POINTWISE_BACKWARD as BACKWARD
 
-LEAST = 4 << 20  # bytes of an output, below which reading it again costs next to nothing
+# bytes of an output, below which reading it again costs next to nothing
+LEAST = 4 << 20
 KINDS = {"relu": RELU, "add_relu": ADD_RELU}
 
 

@@ -11,8 +11,10 @@ from ..common import native_wiring
 from . import FAMILY
 
 SMALL = 4096  # elements below which a call costs more than its arithmetic
-SHORT = 8  # elements side by side that vectors without masks take one by one
-BRIEF, SUMMED = 32, 1 << 14  # rows of as few float32 elements, so many in all, PyTorch sums as fast
+# elements side by side that vectors without masks take one by one
+SHORT = 8
+# rows of as few float32 elements, so many in all, PyTorch sums as fast
+BRIEF, SUMMED = 32, 1 << 14
 LARGE = 1 << 20  # float32 elements beyond the caches
 
 

@@ -11,8 +11,10 @@ from ..common import wiring
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride) of each
 MOST_KEPT, MOST_REDUCED = 3, 2  # dimensions that the strided kernels take
-MOST_STEP = 4  # elements from one to the next that are read with those between them
-MOST = 2**31 - 2**20  # elements, or places for them, that kernels count in 32 bits
+# elements from one to the next that are read with those between them
+MOST_STEP = 4
+# elements, or places for them, that kernels count in 32 bits
+MOST = 2**31 - 2**20
 
 
 @dataclass(frozen=True)

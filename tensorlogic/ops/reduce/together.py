@@ -18,7 +18,8 @@ from ..common import apart, costs, folded, wiring
 from . import EXTREME_BACKWARD as BACKWARD
 from . import MAX, MIN, extreme_backward
 
-LEAST = 4 << 20  # bytes of x, below which reading it again costs next to nothing
+# bytes of x, below which reading it again costs next to nothing
+LEAST = 4 << 20
 KINDS = {"max": MAX, "min": MIN}
 Dims = tuple[int, ...]
 

@@ -15,9 +15,8 @@ from ..common.triton_softmax import Lines
 from ..pointwise import layouts
 from . import EXTREME_BACKWARD
 
-Shape = tuple[
-    Lines, str, tuple[int, ...], tuple[int, ...], int
-]  # how x lies, dtype, dx's shape and strides, alignment
+# how x lies, dtype, dx's shape and strides, alignment
+Shape = tuple[Lines, str, tuple[int, ...], tuple[int, ...], int]
 
 
 def describe(key: Key) -> Shape | str:

@@ -27,9 +27,8 @@ def configs(s: Shape) -> list[dict[str, Any]]:
     known = triton_reduce.reduce_configs(s.outer, s.reduce, s.inner, s.dtype, wiring.cores())
     if s.inner == 1:
         own = _rows(s, wiring.cores()) if s.outer > 1 else []
-        most = (
-            4 * s.outer // wiring.cores()
-        )  # rows a program, beyond which most of the device idles
+        # rows a program, beyond which most of the device idles
+        most = 4 * s.outer // wiring.cores()
         if own:
             known = [c for c in known if c.get("BLOCK_R", 1) <= max(1, most)]
         return (own + [c for c in known if c not in own])[:9]

@@ -57,10 +57,7 @@ RULES = (
     ),
     *(
         Rule(
-            "rms_norm",
-            pattern,
-            lambda m, emit: emit(RMS_NORM, m["x"], m["gamma"], m["eps"]),
-            _fits,
+            "rms_norm", pattern, lambda m, emit: emit(RMS_NORM, m["x"], m["gamma"], m["eps"]), _fits
         )
         for pattern in (
             _scaled(_rounded(_normed(WIDE, WIDE))),

@@ -33,9 +33,8 @@ def describe(key: Key) -> Shape | str:
 
 def lines(shape: tuple[int, ...], dim: int, strides: list[tuple[int, ...]]) -> Lines | str:
     """Tensors of one shape and these strides as [outer, shape[dim], inner]; or why they are not that."""
-    groups: list[
-        tuple[int, tuple[int, ...]]
-    ] = []  # (count, step of each tensor) of what lies evenly
+    # (count, step of each tensor) of what lies evenly
+    groups: list[tuple[int, tuple[int, ...]]] = []
     for d, n in enumerate(shape):
         step = tuple(s[d] for s in strides)
         if d == dim or n == 1:

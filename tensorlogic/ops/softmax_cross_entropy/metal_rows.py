@@ -207,10 +207,5 @@ def build_backward(s: Shape, config: Config, device: torch.device) -> Launcher:
 _SOURCES = (shapes, sys.modules[__name__])
 metal_wiring.described(SOFTMAX_CROSS_ENTROPY, "metal.rows", describe, configs, build, _SOURCES)
 metal_wiring.described(
-    SOFTMAX_CROSS_ENTROPY_BACKWARD,
-    "metal.rows",
-    kept,
-    lambda s: ({},),
-    build_backward,
-    _SOURCES,
+    SOFTMAX_CROSS_ENTROPY_BACKWARD, "metal.rows", kept, lambda s: ({},), build_backward, _SOURCES
 )

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from tensorlogic.compiling import CompileFailure
-from tensorlogic.ops.common import triton_cross_entropy_together, triton_launch
+from tensorlogic.ops.common import triton_launch
 from tensorlogic.ops.common.triton_cross_entropy import cross_entropy_reduce
+from tensorlogic.ops.common.triton_cross_entropy_together import SIZE, share_launcher
 from tensorlogic.ops.common.triton_launch import prepare
 
 # of a multiprocessor's 227 KiB, beside what sums pass through
@@ -17,7 +18,6 @@ SHARED_BYTES = 225 * 1024
 REGISTERS = 65536  # of a multiprocessor
 # of rows: shorter ones are held by two programs' registers, which takes 3 % less
 LEAST_BYTES = 64 * 1024
-SIZE = triton_cross_entropy_together.SIZE
 
 
 def tiles(columns: int, dtype: str, config: Mapping[str, Any], tensors: int = 1) -> tuple[int, int]:
@@ -83,7 +83,7 @@ def held_launcher(
             f"a program of {dict(config)} does not hold a row of {columns} {dtype}"
         )
     width = 16 // SIZE[dtype]
-    first = triton_cross_entropy_together.share_launcher(rows, reduction, ignore_index, device)
+    first = share_launcher(rows, reduction, ignore_index, device)
     start = triton_launch.prepare(
         cross_entropy_held,
         grid=(min(rows, cores * per), 1, 1),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic import measure
-from tensorlogic.program import room
+from tensorlogic.system import idle_resources
 
 AFTER_S = 2.0  # of calls once all is decided
 TOLD_S = 5.0
@@ -67,7 +67,7 @@ def measured(name: str, seconds: float) -> dict[str, Any]:
     ready = time.perf_counter() - begin
     if not waiting(fast):
         return {"ready_s": ready, "outcome": fast.report.outcome, "reason": "nothing competes"}
-    cores = room.idle_cores()
+    cores = idle_resources.idle_cores()
     print(f"{name}: ready in {ready:.1f} s, {cores:.0f} cores idle", flush=True)
     calls = served(fast, x, seconds)
     begin = time.perf_counter()

@@ -20,7 +20,7 @@ import torch
 
 import tensorlogic
 from tensorlogic import hook_ops, hooks, measure
-from tensorlogic.plans import environment
+from tensorlogic.environments import environment
 
 CPU = torch.device("cpu")
 TURNS, SECONDS = 7, 0.02  # of each call, and seconds for each turn

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn, randn
 
 import tensorlogic
-from tensorlogic import hardware, measure
+from tensorlogic import measure
 from tensorlogic.program import check
+from tensorlogic.system import hardware
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

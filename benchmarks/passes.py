@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tensorlogic import native
-from tensorlogic.hardware import cpu
+from tensorlogic.system.hardware import cpu
 
 ROUNDS, SECONDS = 200, 0.75
 N, LOGITS, VECTOR = 2048, (512, 32000), 1 << 20

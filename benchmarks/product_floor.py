@@ -24,7 +24,7 @@ import torch
 import tensorlogic
 from tensorlogic import measure, native
 from tensorlogic.bench.machine import limits
-from tensorlogic.plans import environment
+from tensorlogic.environments import environment
 
 CPU = torch.device("cpu")
 TILES = {"zmm": ((14, 2), (9, 3), (6, 4), (5, 5)), "ymm": ((6, 2), (4, 3))}

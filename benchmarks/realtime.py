@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import hardware, measure
+from tensorlogic import measure
+from tensorlogic.system import hardware
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -26,14 +26,15 @@ def one(device: str, quick: bool) -> None:
     """Tune every case of the suite in this process; print key -> [eager choice, captured choice] as JSON."""
     import torch
 
-    from tensorlogic import compiling, stores
+    from tensorlogic import stores
     from tensorlogic.bench import rows, suites
+    from tensorlogic.system import compile_pool
 
     chosen = suites.cases(suites.Selection(device, quick=quick))
     cases = [case for case in chosen if case.category != "transfer"]
     if device == "cuda":
-        compiling.submit(rows.kernels(cases, torch.device(device)))
-    with compiling.awaited():
+        compile_pool.submit(rows.kernels(cases, torch.device(device)))
+    with compile_pool.awaited():
         for case in cases:
             rows.tuned(case, torch.device(device))
     plans = stores.current(torch.device(device)).plans()
@@ -89,7 +90,7 @@ def main() -> int:
     if given.json:
         import torch
 
-        from tensorlogic.plans import environment
+        from tensorlogic.environments import environment
 
         given.json.write_text(
             json.dumps(

@@ -6,10 +6,10 @@ from importlib import import_module as _import
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
-from . import starting as _starting
+from .system import process as _starting
 
 # isort: split
-from . import settings as _settings
+from .system import settings as _settings
 
 if _settings.wrong():
     _settings.exit_if_wrong()  # no import would come further

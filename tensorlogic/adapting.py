@@ -17,13 +17,13 @@ from torch import Tensor
 
 from . import accuracy, calls, stores
 from .accuracy import Known, Statistics
+from .failing import BIND_ERRORS
 from .judging import Place, places, plain, watchable
 from .numeric_mode import PrecisionWarning
 from .op import DATA_CHOOSERS, EAGER, Candidate, Config, DataChooser, Launcher, Op, Outputs
-from .plans import Key
+from .plan_records import Key
 from .precision import ON_LEAVE
 from .ranking import GUARD_US, REST, UNLIKELY, form_of, order, unguarded, wide
-from .study import BIND_ERRORS
 
 LOG = logging.getLogger("tensorlogic")
 # how much worse rows that were not looked at may be than those that were

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-from . import calls, capture_watch, compiling, isolation, measure, policies, starting, stores
+from . import calls, isolation, measure, policies, stores
+from .environments import environment
 from .op import Launcher, Op
-from .plans import Key, environment
+from .plan_records import Key
 from .study import Study
+from .system import capture_state, compile_pool, process
 
 LOG = logging.getLogger("tensorlogic")
 SHARE = 0.05
@@ -28,7 +30,7 @@ FADES = 0.9  # a step as announced makes the doubt smaller by this
 _WATCHES: dict[tuple[str, str], Watch] = {}
 MOST = 8192  # keys under watch
 _BUSY = threading.Lock()  # one study step at a time in the whole process
-starting.new_in_children(globals(), _BUSY=threading.Lock)
+process.new_in_children(globals(), _BUSY=threading.Lock)
 
 
 def watch(op: Op, key: Key, device: torch.device) -> Watch | None:
@@ -62,7 +64,7 @@ class Watch:
         self.study: Study | None = None
         self.steps: Iterator[float] | None = None
         if device.type == "cuda":  # whoever measures it next, kernels are compiled
-            compiling.prepare()
+            compile_pool.prepare()
 
     def wrap(self, launch: Launcher) -> Launcher:
         """The launcher with a counter in front; what it costs shows only until the key is measured."""
@@ -110,7 +112,7 @@ class Watch:
         """Time this call; then, if the key has earned it, take one step."""
         begin = time.perf_counter()
         outs = launch(*dynamic)
-        if capture_watch.measurable(self.device):
+        if capture_state.measurable(self.device):
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
             else:
@@ -152,7 +154,7 @@ class Watch:
                 )
                 self.steps = self.study.steps()
                 self.next_s = max(FIRST_STEP_S, 30 * self.call_s)
-            elif compiling.ready(self.study.pending if self.study else ()):
+            elif compile_pool.ready(self.study.pending if self.study else ()):
                 announced = self.next_s
                 with isolation.preserved(self.device, self.op), _side_stream(self.device):
                     self.next_s = next(self.steps, -1.0)

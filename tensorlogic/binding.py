@@ -9,11 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import calls, capture_watch, front, policies, selector
+from . import calls, front, policies, selector
 from .call_cache import Run, device_of, keep, present
 from .op import EAGER, Launcher, Op, Outputs
-from .plans import Key
+from .plan_records import Key
 from .recorded_calls import Recording, applied
+from .system import capture_state
 
 # devices whose kernels, not the host, set the time of PyTorch's gradients
 FOLLOWED = ("cuda",)
@@ -197,6 +198,6 @@ def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
     outs = launched(*dynamic)
     if outs is None:
         return bound.declined(dynamic)
-    if compiled and not capture_watch.any_thread():
+    if compiled and not capture_state.any_thread():
         keep(chosen, where, front.guard(tensors), launched)
     return outs

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from . import library_files, starting
+from . import library_files
+from .system import process
 
 # how a front serves a call by a plan: all outputs; not while its stream is captured
 WHOLE, OUTSIDE = (1, 2)
@@ -26,7 +27,7 @@ WHOLE, OUTSIDE = (1, 2)
 REVISION = 8
 ON_LOAD: list[Callable[[ModuleType], None]] = []  # called once with the module, when it is there
 _lock = threading.Lock()
-starting.new_in_children(globals(), _lock=threading.Lock)
+process.new_in_children(globals(), _lock=threading.Lock)
 _state: list[ModuleType | str] = []  # empty until tried, then the module or what is missing
 
 

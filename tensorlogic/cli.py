@@ -31,8 +31,8 @@ from .cli_options import (
 )
 from .cli_plans import app as plans
 from .exits import DONE, FOUND, INTERRUPTED, REFUSED, ended
-from .settings import LIGHT, wrong
 from .system.package import version
+from .system.settings import LIGHT, wrong
 
 app = App(
     name="tensorlogic",
@@ -126,8 +126,9 @@ def bench(
 def _precision(quick: bool, device: str | None, path: Path | None) -> int:
     import torch
 
-    from . import policies, settings
+    from . import policies
     from .bench import precision, session
+    from .system import settings
 
     devices = [torch.device("cpu")]
     if device is not None:

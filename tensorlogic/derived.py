@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import starting
+from .system import process
 
 T = TypeVar("T", bound=Tensor)
 
 _LOCK = threading.RLock()
-starting.new_in_children(globals(), _LOCK=threading.RLock)
+process.new_in_children(globals(), _LOCK=threading.RLock)
 _CONSTANTS: dict[int, weakref.ref[Tensor]] = {}
 _steps = 0  # of training that are pretended
 

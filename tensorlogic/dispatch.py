@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import binding, call_cache, front, library, modes, policies, selector
+from . import binding, call_cache, front, library, policies, selector
 from .op import EAGER, Flags, Op
-from .plans import Key
+from .plan_records import Key
+from .system import function_modes
 
 from . import recording as _autograd_overhead  # noqa: F401  isort: skip  of studies
 
@@ -39,7 +40,7 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
     if not torch.compiler.is_dynamo_compiling() and (shown := [*filter(_stands_in, given)]):
         return _shown(op, front.FRONTS[prepare], shown, given)
     if not torch.compiler.is_dynamo_compiling() and _beside_default_device(given):
-        with modes.aside():
+        with function_modes.aside():
             return front.FRONTS[prepare](*given)
     if not torch.compiler.is_dynamo_compiling() and (placer := _placer(given)) is not None:
         return placer(op, front.FRONTS[prepare], given, where)
@@ -90,7 +91,9 @@ def _shown(op: Op, public: Callable[..., Any], stand_ins: Sequence[Any], given: 
 
 def _beside_default_device(given: Sequence[Any]) -> bool:
     """Whether a default device is set, and nothing among the arguments wants to see the call."""
-    return modes.default_device() and all(front.plain(g) for g in given if isinstance(g, Tensor))
+    return function_modes.default_device() and all(
+        front.plain(g) for g in given if isinstance(g, Tensor)
+    )
 
 
 def _with_number(given: Sequence[Any]) -> bool:
@@ -246,7 +249,7 @@ def _special(args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] | None:
     if any(t.layout is not torch.strided for t in tensors):  # a subclass's, too
         return composition
     odd = not all(front.plain(t) for t in tensors)
-    if odd or modes.intercepted() or torch._C._len_torch_dispatch_stack():
+    if odd or function_modes.intercepted() or torch._C._len_torch_dispatch_stack():
         return library.traced
     if torch._C._get_tracing_state() is not None or any(t.device.type == "meta" for t in tensors):
         return library.traced

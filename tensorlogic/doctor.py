@@ -18,7 +18,7 @@ from .system.package import FOLDER
 
 if TYPE_CHECKING:
     from . import doctor_cpu
-    from .settings import Variable
+    from .system.settings import Variable
 
 DISTRIBUTION = "tensorlogic-engine"
 OLDEST_TORCH = (2, 11)
@@ -108,8 +108,8 @@ def _torch() -> Iterator[Finding]:
 def _devices() -> Iterator[Finding]:
     import torch
 
+    from .environments import environment
     from .ops.common import products
-    from .plans import environment
 
     cpu = environment(torch.device("cpu"))
     yield Finding("ok", "CPU", f"{cpu.device}, {cpu.driver}, {cpu.threads} threads")
@@ -137,8 +137,8 @@ def _apple() -> Iterator[Finding]:
     """The Apple GPU, and whether it takes our shaders."""
     import torch
 
+    from .environments import environment
     from .ops.common import metal_launch
-    from .plans import environment
 
     gpu = environment(torch.device("mps"))
     memory = torch.mps.recommended_max_memory() / 2**30
@@ -155,7 +155,7 @@ def _apple() -> Iterator[Finding]:
 def _triton() -> Iterator[Finding]:
     import torch
 
-    from .hardware import triton_missing
+    from .system.hardware import triton_missing
 
     wanted = _wanted_triton()
     reason, version = triton_missing(), _version("triton")
@@ -250,7 +250,8 @@ def _work(c: doctor_cpu.Compared, on: bool) -> Finding:
 def _store() -> Iterator[Finding]:
     import torch
 
-    from . import settings, stores
+    from . import stores
+    from .system import settings
 
     folder = settings.cache_folder()
     why = _unwritable(next((p for p in (folder, *folder.parents) if p.exists()), folder))
@@ -292,7 +293,7 @@ def _optional() -> Iterator[Finding]:
 def _settings() -> Iterator[Finding]:
     if importlib.util.find_spec("platformdirs") is None:
         return
-    from . import settings
+    from .system import settings
 
     wrong = _wrong()
     whole = not wrong and _version("torch") is not None
@@ -321,13 +322,14 @@ def _chosen(variable: Variable, value: str) -> Finding:
 
 def _wrong() -> dict[str, str]:
     """Variables with values that they cannot have, and what is said of them."""
-    from . import settings
+    from .system import settings
 
     return {name: str(problem) for name, problem in settings.wrong().items()}
 
 
 def _lockfile(name: str, value: str) -> Finding:
-    from . import plans, settings
+    from . import plans
+    from .system import settings
 
     path = settings.lockfile()
     assert path is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from . import failing, measure
 from .op import EAGER, OPS, Candidate, Config, Launcher, Probe
-from .plans import Evidence, Key
+from .plan_records import Evidence, Key
 
 FINALISTS = 4
 NEAR_BEST = 1.25  # of one more accurate, what a first look may overstate

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .bench.problems import Problem
-from .settings import Wrong
+from .system.settings import Wrong
 
 DONE, FOUND, REFUSED, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 AGAIN_S = 0.01  # after which a dropped Ctrl-C is raised once more

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import arguments, dispatch, policies, registry, selector, stores
 from .op import EAGER, OPS, Op
-from .plans import Evidence, Key
+from .plan_records import Evidence, Key
 
 P = ParamSpec("P")
 Row = tuple[str, str, str, str, str, str]

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from . import library_files, starting
+from . import library_files
+from .system import process
 
 #: Held again by its holder: a collection while the hooks are loaded may leave a policy, which counts here.
 _lock = threading.RLock()
-starting.new_in_children(globals(), _lock=threading.RLock)
+process.new_in_children(globals(), _lock=threading.RLock)
 # policies in force; where the guards look, once the hooks are loaded
 _apart = ctypes.c_int64(0)
 _state: list[str | None] = []  # empty until tried, then what is missing

@@ -6,8 +6,9 @@ import contextlib
 
 import torch
 
-from . import hook_ops, modes
+from . import hook_ops
 from .op import Op
+from .system import function_modes
 
 
 class preserved:
@@ -29,7 +30,7 @@ class preserved:
         self.modes.enter_context(torch.inference_mode(mode=False))
         self.modes.enter_context(torch.autocast(self.device.type, enabled=False))
         self.modes.enter_context(hook_ops.suspended())
-        self.modes.enter_context(modes.aside())
+        self.modes.enter_context(function_modes.aside())
 
     def __exit__(self, *problem: object) -> None:
         self.modes.close()

@@ -13,7 +13,7 @@ from torch import Tensor
 from .accuracy import Part
 from .numerics import DTYPES
 from .op import Op, Outputs
-from .plans import Key
+from .plan_records import Key
 
 WATCHED_ROWS = 1 << 16  # rows and columns together that it judges
 

@@ -14,8 +14,9 @@ from torch._compile import _disable_dynamo
 from torch._library import simple_registry
 from torch._library.autograd import Info, make_autograd_impl
 
-from . import binding, capture_watch, kept, recorded_calls
+from . import binding, kept, recorded_calls
 from .op import EAGER, Op, Outputs
+from .system import capture_state
 
 # `torch.library.custom_op` does the same in five times the time: 23 of 64 ms of the import (Intel Xeon, 2026-11-21).
 LIBRARY = torch.library.Library("tensorlogic", "FRAGMENT")
@@ -151,7 +152,7 @@ def traced_all(op: Op, args: Sequence[Any]) -> tuple[Tensor, ...]:
     if torch.compiler.is_dynamo_compiling():
         out = registered(*args)
     else:
-        with capture_watch.hushed():  # its kernel cannot see the modes it was called under
+        with capture_state.hushed():  # its kernel cannot see the modes it was called under
             out = registered(*args)
     return (out,) if op.outputs == 1 else tuple(out)
 

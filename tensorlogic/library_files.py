@@ -7,7 +7,7 @@ import runpy
 import struct
 from pathlib import Path
 
-from . import settings
+from .system import settings
 from .system.package import FOLDER
 
 OLDEST_TORCH = (2, 11)  # the stable ABI that the library targets

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from . import capture_watch
+from .system import capture_state
 
 Call = Callable[[], object]
 # bytes a second: how fast NVIDIA's driver clears memory given back to it (H200)
@@ -387,13 +387,13 @@ class _Graph:
         self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side), capture_watch.uncached():
+        with torch.cuda.stream(side), capture_state.uncached():
             for step in steps:
                 step()
         torch.cuda.synchronize(device)
         give_back(device)  # a capture would return it, too, and not wait
         recording = torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local")
-        with capture_watch.turn(TURN_S), capture_watch.uncached(), recording:
+        with capture_state.turn(TURN_S), capture_state.uncached(), recording:
             for i in range(self.count):
                 steps[i % len(steps)]()
         self.start, self.end = (
@@ -412,7 +412,7 @@ class _Graph:
         return self.start.elapsed_time(self.end) / self.count * 1e3
 
     def close(self) -> None:
-        capture_watch.bury(self, "graph")
+        capture_state.bury(self, "graph")
         self.graph = None
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from . import calls, hooks, library_files, settings, starting
+from . import calls, hooks, library_files
+from .system import process, settings
 
 #: The numbers by which native ops know an activation.
 ACTIVATIONS: dict[str | None, int] = {
@@ -27,7 +28,7 @@ ACTIVATIONS: dict[str | None, int] = {
 REDUCTIONS: dict[str, int] = {"none": 0, "mean": 1, "sum": 2}
 
 _lock = threading.Lock()
-starting.new_in_children(globals(), _lock=threading.Lock)
+process.new_in_children(globals(), _lock=threading.Lock)
 _state: list[str | None] = []  # empty until tried, then what `available` answers
 
 

@@ -10,9 +10,10 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from . import study
+from . import failing
 from .op import EAGER, Candidate, Config, Op
-from .plans import REACH, Key, Plan
+from .plan_records import Key, Plan
+from .plans import REACH
 
 LOG = logging.getLogger("tensorlogic")
 ASKED = 8  # plans at most
@@ -134,7 +135,7 @@ def _listed(candidate: Candidate, key: Key) -> list[Config]:
     global failures
     try:
         return list(candidate.configs(key))
-    except study.BIND_ERRORS as problem:
+    except failing.BIND_ERRORS as problem:
         LOG.debug("tensorlogic: %s lists nothing for %s: %s", candidate.id, key.text, problem)
         failures += 1
         return []

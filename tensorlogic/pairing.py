@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from . import compiling, isolation, measure, stores
+from . import isolation, measure, stores
 from .checking import InputSet
 from .failing import BIND_ERRORS, Failed
 from .op import EAGER, Launcher, Op
-from .plans import Evidence, Key, Plan
+from .plan_records import Evidence, Key, Plan
+from .system import compile_pool
 
 LOG = logging.getLogger("tensorlogic")
 # of the time of the one chosen alone: who may win in company
@@ -123,7 +124,7 @@ def _ready(met: Met, e: Evidence) -> bool:
     candidate = op.candidates.get(e.candidate)
     if candidate is None or candidate.source != e.source:
         return False
-    return compiling.there(candidate.jobs(key, e.config, device))
+    return compile_pool.there(candidate.jobs(key, e.config, device))
 
 
 def _pairs_of(firsts: Sequence[Evidence], seconds: Sequence[Evidence]) -> list[Pair]:

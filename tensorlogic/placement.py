@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import call_cache, capture_watch, derived, dispatch, policies, speeds, stores
+from . import call_cache, derived, dispatch, policies, speeds, stores
 from .memory import staging
 from .memory.unified import Unified
 from .op import Op
+from .system import capture_state
 from .trials import Trial
 
 LOG = logging.getLogger("tensorlogic")
@@ -164,7 +165,7 @@ def _choose(op: Op, asked: str, given: Sequence[Any]) -> tuple[torch.device, Tri
     if asked != "auto":
         place = torch.device(asked)
         return place, Trial(place, math.inf)
-    if capture_watch.any_thread():
+    if capture_state.any_thread():
         return torch.device("cpu"), Trial()  # and nothing is learned of it
     key = _key(op, given)
     policy = policies.current()

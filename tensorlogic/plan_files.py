@@ -17,8 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from . import files
 from .environments import SCHEMA, Environment, digest
+from .system import atomic_file
 
 FORMAT = "tensorlogic plans"
 HEAD = 4096  # bytes of a plan file that tell what it is about
@@ -177,7 +177,7 @@ def rewrite(
             print_of = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
             shutil.copyfile(path, path.with_name(f"{path.name}.damaged-{print_of}"))
         change(found.records)
-        files.sweep(path)
+        atomic_file.sweep(path)
         write(path, header(environment), found.records)
     return found.records
 
@@ -193,7 +193,7 @@ def write(
     if lock:
         document["checksum"] = checksum(environments, records)
     document |= {"environments": dict(environments), "plans": dict(records)}
-    files.replace(path, layout(document) + "\n")
+    atomic_file.replace(path, layout(document) + "\n")
 
 
 def layout(value: Any, depth: int = 0) -> str:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import plan_files, starting
+from . import plan_files
 from .environments import Environment, environment
 from .plan_files import PlanStoreWarning, Records, Unread
 from .plan_records import DISTURBED, LAYOUT, UNFINISHED, Evidence, Key, Plan, TensorSpec, merged
+from .system import process
 
 __all__ = [
     "DISTURBED",
@@ -101,7 +102,7 @@ class _Shelf:
         group = _group(key)
         if group not in self.kin:
             kin: dict[object, list[tuple[str, Key, Key]]] = {}
-            with starting.paused():
+            with process.paused():
                 for text in self.texts(group):
                     own = self._key(text)
                     if own is not None and own.form == key.form:  # of this version of the op
@@ -133,7 +134,7 @@ class PlanView:
 
     def _loaded(self) -> tuple[_Shelf, ...]:
         if not self._shelves:
-            with starting.paused():
+            with process.paused():
                 self._shelves = tuple(map(_Shelf, self._read()))
         return self._shelves
 

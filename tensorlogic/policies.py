@@ -11,10 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from . import arguments, settings
+from . import arguments
 from .numeric_mode import Precision
 from .op import OPS
-from .settings import TUNE_MODES
+from .system import settings
+from .system.settings import TUNE_MODES
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,7 +10,7 @@ from . import stores
 from .accuracy import UNITS
 from .judging import watchable
 from .op import EAGER, Candidate, Config, Op
-from .plans import Key, Plan
+from .plan_records import Key, Plan
 
 # what looking at a call's data takes: learned as it is done
 GUARD_US = {"cpu": 100.0, "cuda": 120.0}

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import calls, kept, policies, selector
 from .call_cache import Run
 from .op import EAGER, Launcher, Op, Outputs
-from .plans import Key
+from .plan_records import Key
 
 
 class Recordable(Protocol):

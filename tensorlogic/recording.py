@@ -9,8 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import binding, capture_watch, isolation, policies, study
+from . import binding, isolation, policies, study
 from .op import OPS
+from .system import capture_state
 
 CPU = torch.device("cpu")
 ROUNDS = 60  # of forward and backward of one element: 2 ms
@@ -19,7 +20,7 @@ OURS = "cpu.fused"
 
 def extra_us() -> float:
     """Microseconds that forward and backward of a small recorded call take longer by our way, on a CPU; 0 where nothing can be timed now."""
-    return _measured() if capture_watch.calm(CPU) else 0.0
+    return _measured() if capture_state.calm(CPU) else 0.0
 
 
 @functools.cache

@@ -12,15 +12,16 @@ from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
-from . import calls, capture_watch, starting
-from .hardware import interpreting, triton_missing
+from . import calls
 from .op import OPS, Op
-from .workers import PRELOADED
+from .system import capture_state, process
+from .system.compile_workers import PRELOADED
+from .system.hardware import interpreting, triton_missing
 
 LOG = logging.getLogger("tensorlogic")
 GROUP = "tensorlogic.candidates"
 _LOCK = threading.RLock()
-starting.new_in_children(globals(), _LOCK=threading.RLock)
+process.new_in_children(globals(), _LOCK=threading.RLock)
 _READY: set[str] = set()
 # Packages of ops, entered by `ops/__init__`. Those of one entry are ready together: they register candidates with one another's ops.
 FOLDERS: list[tuple[ModuleType, ...]] = []
@@ -63,7 +64,7 @@ def ready(device: str, op: Op | None = None) -> None:
     kin = _kin(op.reference.__module__) if op is not None and device == "cuda" else ""
     if device in _READY or (kin and f"{device} {kin}" in _READY):
         return
-    with _LOCK, starting.paused():
+    with _LOCK, process.paused():
         if device in _READY or (kin and f"{device} {kin}" in _READY):
             return
         points = _foreign()
@@ -72,7 +73,7 @@ def ready(device: str, op: Op | None = None) -> None:
         if device == "cpu":
             load("cpu")
         if (device == "cuda" or (device == "cpu" and interpreting())) and triton_missing() is None:
-            capture_watch.install()
+            capture_state.install()
             if device == "cuda":
                 calls.load()
                 _begin()

@@ -11,22 +11,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import (
-    background,
-    capture_watch,
-    compiling,
-    isolation,
-    neighbours,
-    registry,
-    stores,
-    study,
-    vouching,
-)
+from . import background, checking, failing, isolation, neighbours, registry, stores, vouching
 from .autotune import measure_key
+from .environments import environment
 from .numerics import DTYPES
 from .op import DATA_CHOOSERS, EAGER, OPS, Candidate, Config, Launcher, Op, Outputs
-from .plans import Key, Plan, PlanView, environment
+from .plan_records import Key, Plan
+from .plans import PlanView
 from .policies import Policy
+from .system import capture_state, compile_pool
 
 LOG = logging.getLogger("tensorlogic")
 CHECKED = ("plan", "lockfile", "fixed plan", "forced")  # on this very key, or not to be asked
@@ -97,7 +90,7 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
         if all(_at_hand(op.candidates[id], key, config, device) for id, config in picks):
             return found
     found = _guessed(op, key, device)
-    return replace(found, source=AT_HAND) if compiling.in_a_hurry() else found
+    return replace(found, source=AT_HAND) if compile_pool.in_a_hurry() else found
 
 
 def _lent(
@@ -122,7 +115,7 @@ def _lent(
     def lends(plan: Plan) -> bool:
         return valid(plan) and serves(plan.eager) and serves(plan.captured)
 
-    failures, calm = neighbours.failures, capture_watch.calm(device)
+    failures, calm = neighbours.failures, capture_state.calm(device)
     near = store.neighbours(key, op.candidates.__contains__, lends, normal=op.normal)
     found = neighbours.lent(op, key, near, environment(device).versions())
     if calm and neighbours.failures == failures and memo.get(id(op)) == candidates:
@@ -132,11 +125,11 @@ def _lent(
 
 def _at_hand(candidate: Candidate, key: Key, config: Config, device: torch.device) -> bool:
     """Whether a candidate that nobody has measured on this key may serve it: in a hurry only what need not be compiled first."""
-    if candidate.id == EAGER or not compiling.in_a_hurry():
+    if candidate.id == EAGER or not compile_pool.in_a_hurry():
         return True
     try:
-        return compiling.there(candidate.jobs(key, config, device))
-    except study.BIND_ERRORS:  # it will fail by name where it is bound
+        return compile_pool.there(candidate.jobs(key, config, device))
+    except failing.BIND_ERRORS:  # it will fail by name where it is bound
         return True
 
 
@@ -253,7 +246,7 @@ def choose(
     """
     device = next(a.device for a in args if isinstance(a, Tensor))
     registry.ready(device.type, op)
-    capturing = capture_watch.capturing(device)
+    capturing = capture_state.capturing(device)
     if policy.observer is not None:
         policy.observer(op, key, device)
     if policy.reproducible:
@@ -268,7 +261,7 @@ def choose(
         choice.cacheable = False
         return choice
     choice = _bind(op, key, device, decision.eager, decision.source, whole)
-    choice.cacheable = choice.cacheable and not compiling.in_a_hurry()
+    choice.cacheable = choice.cacheable and not compile_pool.in_a_hurry()
     if device.type == "cuda" and decision.captured != decision.eager:
         choice.captured = _bind(op, key, device, decision.captured, decision.source, whole)
     if (
@@ -316,7 +309,7 @@ def _joint(op: Op, key: Key, args: Sequence[Any], policy: Policy) -> Choice | No
 
 
 def _measure(op: Op, key: Key, device: torch.device) -> None:
-    if capture_watch.measurable(device):
+    if capture_state.measurable(device):
         measure_key.measured(op, key, device)
 
 
@@ -356,7 +349,7 @@ def _forced(op: Op, key: Key, id: str) -> Decision:
     if reason is None:
         try:
             config = next(iter(candidate.configs(key)))
-        except study.BIND_ERRORS as problem:
+        except failing.BIND_ERRORS as problem:
             reason = f"it lists no configuration: {type(problem).__name__}: {problem}"
     if reason is not None:
         say_once(
@@ -410,7 +403,7 @@ def _bind(
         except vouching.Later:
             launch = op.candidates[EAGER].bind(key, {}, device)
             return Choice(op.candidates[EAGER], {}, launch, source, cacheable=False)
-        except study.BIND_ERRORS as problem:
+        except failing.BIND_ERRORS as problem:
             if isinstance(problem, Refused) and source == "forced":
                 raise
             failure = f"{type(problem).__name__}: {problem}"
@@ -447,13 +440,13 @@ def _must_be_right(
     op: Op, key: Key, device: torch.device, candidate: Candidate, launch: Launcher
 ) -> None:
     """A candidate from elsewhere is checked on the very key before a caller sees its result, forced or not."""
-    if not capture_watch.quiet(device):
+    if not capture_state.quiet(device):
         raise Refused(
             f"{op.name}: candidate {candidate.id} was asked for, but cannot be checked on {key.text} "
             f"while a graph is captured or traced: call it once before"
         )
     with isolation.preserved(device, op), torch.no_grad():
-        checker = study.Checker(op, key, device)
+        checker = checking.Checker(op, key, device)
         verdict = checker.check(launch, coarse=candidate.coarse(key))
     if not verdict:
         raise Refused(

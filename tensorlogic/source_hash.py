@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from . import settings, starting
+from .system import process, settings
 
 SCHEME = "1"  # another one where the same text hashes to something else
 DIGITS = 16  # hashes of whole texts, which this one replaces, had 12
@@ -147,7 +147,7 @@ def _computed(
     scope: Mapping[str, Any], text: str, find: Callable[[ast.Module], list[ast.AST]]
 ) -> str:
     try:
-        with starting.paused():
+        with process.paused():
             tree = ast.parse(text)
             nodes = find(tree)
             if not nodes:  # the file is no longer what was loaded

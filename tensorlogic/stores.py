@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from . import policies, settings, starting
+from . import policies
 from .environments import environment
 from .plans import Lockfile, PlanStore, load_lockfile
+from .system import process, settings
 
 _LOCK = threading.RLock()
-starting.new_in_children(globals(), _LOCK=threading.RLock)
+process.new_in_children(globals(), _LOCK=threading.RLock)
 _STORES: dict[str, PlanStore] = {}
 _LOCKFILES: dict[Path, Lockfile] = {}
 ON_FORGET: list[Callable[[], None]] = []  # what else a fresh process would not know

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
-from . import clocks, compiling, failing, measure, turns
+from . import clocks, failing, measure, turns
 from .checking import Checker as Checker
 from .entrants import Entrant, Failed, clocks_of, measured, nearest, pick, refused
+from .environments import Environment
 from .failing import BIND_ERRORS as BIND_ERRORS
 from .op import EAGER, Candidate, Op, Outputs
-from .plans import DISTURBED, UNFINISHED, Environment, Evidence, Key, Plan
+from .plan_records import DISTURBED, UNFINISHED, Evidence, Key, Plan
+from .system import compile_pool
 from .turns import Turn
 
 LOG = logging.getLogger("tensorlogic")
@@ -72,7 +74,7 @@ class Study:
 
     def run(self) -> Plan | None:
         """All steps at once; None when the key cannot be measured (no memory for its inputs, say)."""
-        with compiling.awaited():
+        with compile_pool.awaited():
             for _ in self.steps():
                 pass
         return self.plan
@@ -84,7 +86,7 @@ class Study:
         if self.near is not None and self.device.type == "cuda":
             lists = turns.likely(lists, self.near)
         self.pending = turns.jobs(lists)
-        compiling.submit(self.pending)
+        compile_pool.submit(self.pending)
         eager = self.op.candidates[EAGER]
         try:
             begin = time.perf_counter()
@@ -105,7 +107,7 @@ class Study:
             incumbent_us = min(e.rough_us for e in entrants)
             together = len(own) > 1 and self.device.type != "cuda"
             for turn in own:
-                if not compiling.there(turn.jobs):
+                if not compile_pool.there(turn.jobs):
                     late.append(turn)
                     continue
                 yield 4 * cost + 20 * first.rough_us * 1e-6
@@ -257,7 +259,7 @@ class Study:
         candidate, config = turn.candidate, turn.config
         try:
             for job in turn.jobs:
-                compiling.settle(job)
+                compile_pool.settle(job)
             with torch.no_grad():
                 launch = candidate.bind(self.key, config, self.device)
                 limit_us = CUT * max(incumbent_us, TOO_SHORT_US)

@@ -10,11 +10,12 @@ from typing import Any, ParamSpec
 
 import torch
 
-from . import capture_watch, compiling, measure, pairing, policies, stores, study, turns
+from . import measure, pairing, policies, stores, study, turns
 from .autotune import measure_key
 from .op import Op
 from .pairing import Met
-from .plans import Key, Plan
+from .plan_records import Key, Plan
+from .system import capture_state, compile_pool
 
 P = ParamSpec("P")
 KEY_S = 2.0  # what a key is to take, kernels' compilers included
@@ -76,7 +77,7 @@ def whole(fn: Callable[..., Any], *example_inputs: Any, **keywords: Any) -> Lear
     return _learn(fn, example_inputs, keywords, math.inf)
 
 
-@compiling.awaited()
+@compile_pool.awaited()
 def _learn(
     fn: Callable[..., Any], inputs: tuple[Any, ...], keywords: dict[str, Any], prompt_s: float
 ) -> Learned:
@@ -84,20 +85,20 @@ def _learn(
         raise TypeError(
             f"tune: fn is {type(fn).__name__}; a function or a torch.nn.Module is required, then its arguments"
         )
-    if capture_watch.any_thread():
+    if capture_state.any_thread():
         raise RuntimeError("tune: a CUDA graph is being captured; call tune before the capture")
     if policies.current().reproducible:
         raise RuntimeError(
             "tune: the policy is deterministic or has a lockfile, under which nothing is measured; call tune outside it"
         )
-    if not capture_watch.calm(torch.device("cpu")):
+    if not capture_state.calm(torch.device("cpu")):
         raise RuntimeError(
             "tune: called while a trace, a transform of torch.func or a mode of PyTorch is active, where nothing is measured; "
             "call tune outside it"
         )
     begin = time.perf_counter()
     if torch.cuda.is_initialized():
-        compiling.prepare()  # while `fn` runs
+        compile_pool.prepare()  # while `fn` runs
     met: dict[tuple[str, str], tuple[Op, Key, torch.device]] = {}
 
     def observe(op: Op, key: Key, device: torch.device) -> None:
@@ -117,7 +118,7 @@ def _learn(
     for op, key, device in keys:
         if not measure_key.complete(op, stores.current(device).get(key), key):
             near = measure_key.neighbour(op, key, device) if device.type == "cuda" else None
-            compiling.submit(turns.kernels(op, key, device, near))
+            compile_pool.submit(turns.kernels(op, key, device, near))
     measuring = time.perf_counter()
     measured = [met for met in keys if _measure(*met, learned, prompt_s)]
     if not stores.distributed():  # whose ranks' clocks differ

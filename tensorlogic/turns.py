@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from . import compiling
 from .failing import BIND_ERRORS
 from .op import EAGER, Candidate, Config, Op
-from .plans import Key, Plan
+from .plan_records import Key, Plan
+from .system import compile_pool
 
 LOG = logging.getLogger("tensorlogic")
 LOOK_S = 0.05  # between two looks at the time
@@ -88,11 +88,11 @@ def arriving(late: list[Turn], until: float) -> Iterator[Turn]:
     begin = time.perf_counter()
     late.sort(key=lambda turn: turn.rank)
     while late and (now := time.perf_counter()) < until:
-        turn = next((t for t in late if compiling.there(t.jobs)), None)
-        if turn is None and (now - begin < until - now or not compiling.elsewhere()):
-            turn = next((t for t in late if not compiling.begun(t.jobs)), None)
+        turn = next((t for t in late if compile_pool.there(t.jobs)), None)
+        if turn is None and (now - begin < until - now or not compile_pool.elsewhere()):
+            turn = next((t for t in late if not compile_pool.begun(t.jobs)), None)
         if turn is None:
-            compiling.wait([job for t in late for job in t.jobs], min(until - now, LOOK_S))
+            compile_pool.wait([job for t in late for job in t.jobs], min(until - now, LOOK_S))
             continue
         late.remove(turn)
         yield turn

@@ -9,10 +9,11 @@ from math import prod
 
 import torch
 
-from . import capture_watch, isolation, native, study
+from . import checking, failing, isolation, native
 from .notes import Notes
 from .op import Candidate, Config, Op
-from .plans import Key, TensorSpec
+from .plan_records import Key, TensorSpec
+from .system import capture_state
 
 # Sizes up to the first number are represented by the second: few rows, one block, several; all with ragged ends.
 SIZES = ((6, 5), (13, 11), (48, 29), (160, 83), (1 << 62, 173))
@@ -46,7 +47,7 @@ def refusal(
     what = json.dumps(about, default=str)
     if what in _NOTES.known:
         return _NOTES.known[what]
-    if not capture_watch.calm(device):
+    if not capture_state.calm(device):
         raise Later
     reason = _NOTES.known[what] = _check(op, kind, candidate, config, device)
     if reason is None:
@@ -68,13 +69,13 @@ def _check(
         try:
             with isolation.preserved(device, op), torch.no_grad():
                 launch = candidate.bind(kind, config, device)
-                checker = study.Checker(op, kind, device, draw)
+                checker = checking.Checker(op, kind, device, draw)
                 coarse = candidate.coarse(kind)
                 verdict = checker.check(launch, coarse=coarse)
                 if verdict and any(t is not None and t.constant for t in kind.tensors):
                     # by what was derived from the constants
                     verdict = checker.check(launch, coarse=coarse)
-        except study.BIND_ERRORS as problem:
+        except failing.BIND_ERRORS as problem:
             reason = f"failed: {type(problem).__name__}: {problem}"
             continue
         if verdict:

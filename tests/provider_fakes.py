@@ -12,7 +12,7 @@ import torch
 
 from tensorlogic import registry
 from tensorlogic.op import OPS
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
 
 CPU = torch.device("cpu")
 LABELS = torch.zeros(4, dtype=torch.int64)

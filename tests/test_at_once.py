@@ -17,7 +17,8 @@ import tensorlogic
 from tensorlogic import front
 from tensorlogic.program import capturing
 from tensorlogic.program.graphs import CallTape, Replay, Tape
-from tensorlogic.program.serve import MISS, Program
+from tensorlogic.program.serve import Program
+from tensorlogic.program.short import MISS
 from tensorlogic.program.trace import trace
 from tensorlogic.program.watch import Kept
 

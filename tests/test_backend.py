@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tensorlogic.program import backend as module
+from tensorlogic.program import rewrite
 from tensorlogic.program.backend import backend
 
 
@@ -34,7 +35,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
     """The ops of every graph that was compiled."""
     torch._dynamo.reset()
     graphs: list[list[str]] = []
-    plain = module.rewrite
+    plain = rewrite.rewrite
 
     def watched(*args: Any) -> Any:
         found = plain(*args)

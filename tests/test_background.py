@@ -12,19 +12,10 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import (
-    background,
-    capture_watch,
-    checking,
-    compiling,
-    isolation,
-    measure,
-    policies,
-    stores,
-    study,
-)
+from tensorlogic import background, checking, isolation, measure, plans, policies, stores, study
 from tensorlogic.op import EAGER, OPS
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
+from tensorlogic.system import capture_state, compile_pool
 
 from .clockwork import Clock, Work
 
@@ -146,9 +137,9 @@ def generous(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("generous")
 def test_a_key_is_measured_once_and_then_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     puts: list[str] = []
-    keep = stores.PlanStore.put
+    keep = plans.PlanStore.put
     monkeypatch.setattr(
-        stores.PlanStore, "put", lambda self, p: (puts.append(p.key.text), keep(self, p))[1]
+        plans.PlanStore, "put", lambda self, p: (puts.append(p.key.text), keep(self, p))[1]
     )
     x = torch.randn(64)
     before = torch.get_rng_state()
@@ -221,7 +212,7 @@ def test_nothing_is_measured_where_it_may_not_be(
     }[mode]
     with tensorlogic.policy(**{"tune": "auto", **changes}):  # type: ignore[arg-type]
         if mode == "capture":
-            monkeypatch.setattr(capture_watch, "_open", {1})
+            monkeypatch.setattr(capture_state, "_open", {1})
         if mode == "torch":
             monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
         for _ in range(300):
@@ -255,12 +246,12 @@ def test_it_waits_for_the_compile_workers(monkeypatch: pytest.MonkeyPatch) -> No
             yield 0.0
 
     monkeypatch.setattr(background, "Study", Pending)
-    monkeypatch.setattr(compiling, "ready", lambda jobs: False)
+    monkeypatch.setattr(compile_pool, "ready", lambda jobs: False)
     with tensorlogic.policy(tune="auto"):
         for _ in range(1000):
             tensorlogic.relu(torch.ones(9))
         assert steps == []
-        monkeypatch.setattr(compiling, "ready", lambda jobs: True)
+        monkeypatch.setattr(compile_pool, "ready", lambda jobs: True)
         for _ in range(300):
             tensorlogic.relu(torch.ones(9))
     assert steps == [1]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import plans, stores
+from tensorlogic import plan_records, plans, stores
 from tensorlogic.bench import (
     lockfiles,
 )
@@ -43,7 +43,7 @@ def lockfile(path: Path, candidate: str) -> Path:
     store = stores.current(CPU)
     plan = next(iter(store.plans()))
     evidence = [
-        plans.Evidence(
+        plan_records.Evidence(
             candidate, {}, "measured", 1.0, 1.0, source=OPS["add_relu"].candidates[candidate].source
         )
     ]

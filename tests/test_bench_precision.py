@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tensorlogic.bench import precision, precision_page
-from tensorlogic.memory import heap
 from tensorlogic.op import EAGER
+from tensorlogic.system import heap_trim
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_every_part_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert totals == sorted(totals)
 
 
-@pytest.mark.skipif(not hasattr(heap._c(), "mallinfo2"), reason="needs glibc 2.33")
+@pytest.mark.skipif(not hasattr(heap_trim._c(), "mallinfo2"), reason="needs glibc 2.33")
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
 @pytest.mark.parametrize("others", [0, 4096], ids=["alone", "another moves the break"])
 def test_memory_that_the_heap_had_kept_is_counted(others: int) -> None:

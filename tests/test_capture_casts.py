@@ -14,8 +14,9 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import capture_watch, measure
+from tensorlogic import measure
 from tensorlogic.program import graphs, lanes
+from tensorlogic.system import capture_state
 
 from .support.graphs import CUDA, DEVICE, captured, gradients
 
@@ -49,7 +50,7 @@ def test_casts_are_made_anew_inside_and_afterwards(layer: Any) -> None:
     with torch.autocast("cpu", HALF), casts:
         call(), call()
         assert casts.count == 1
-        with capture_watch.uncached():
+        with capture_state.uncached():
             call(), call()
             assert casts.count == 3
             with inner:
@@ -58,7 +59,7 @@ def test_casts_are_made_anew_inside_and_afterwards(layer: Any) -> None:
         assert torch.is_autocast_cache_enabled()
         call(), call()
         assert casts.count == 5
-        with pytest.raises(ValueError, match="inside"), capture_watch.uncached():
+        with pytest.raises(ValueError, match="inside"), capture_state.uncached():
             raise ValueError("inside")
         assert torch.is_autocast_cache_enabled()
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tensorlogic import capture_watch
 from tensorlogic.program import capturing, lanes
 from tensorlogic.program.graphs import Tape, heal
+from tensorlogic.system import capture_state
 
 from .support.graphs import CUDA, DEVICE, captured, gradients
 
@@ -54,7 +54,7 @@ def test_a_backward_pass_that_would_be_recorded_says_so(monkeypatch: pytest.Monk
     weight = torch.randn(4, 4, device=DEVICE, requires_grad=True)
     fast, x = captured(lambda v: v @ weight), torch.randn(3, 4, device=DEVICE)
     loss = loss_of(fast, x)
-    monkeypatch.setattr(capture_watch, "capturing", lambda device: True)
+    monkeypatch.setattr(capture_state, "capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="another thread records on the same stream; run back"):
         loss.backward(retain_graph=True)
     monkeypatch.undo()

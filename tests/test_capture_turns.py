@@ -15,40 +15,40 @@ import pytest
 import torch
 from torch import nn
 
-from tensorlogic import capture_watch, starting
 from tensorlogic.program import capturing, graphs, lanes
 from tensorlogic.program.graphs import Tape
+from tensorlogic.system import capture_state, process
 
 from .support.graphs import DEVICE, captured
 
 
 def test_turns_to_record_are_exclusive() -> None:
     def late() -> bool:
-        with capture_watch.turn(0.05):  # gives up and goes on
-            return capture_watch._TURN.acquire(blocking=False)
+        with capture_state.turn(0.05):  # gives up and goes on
+            return capture_state._TURN.acquire(blocking=False)
 
-    with capture_watch.turn(), ThreadPoolExecutor(1) as pool, capture_watch.turn():
+    with capture_state.turn(), ThreadPoolExecutor(1) as pool, capture_state.turn():
         assert not pool.submit(late).result()
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(late).result()
-        pool.submit(capture_watch._TURN.release).result()
+        pool.submit(capture_state._TURN.release).result()
 
 
 def test_nothing_is_collected_while_a_graph_is_recorded() -> None:
     """A graph in a cycle, whosever it is, would be destroyed by the recording thread and break its recording."""
     assert gc.isenabled()
-    with capture_watch.turn():
+    with capture_state.turn():
         assert not gc.isenabled()
-        with capture_watch.turn():
+        with capture_state.turn():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(ValueError, match="no graph"), capture_watch.turn():
+    with pytest.raises(ValueError, match="no graph"), capture_state.turn():
         raise ValueError("no graph")
     assert gc.isenabled()
     gc.disable()
     try:
-        with capture_watch.turn():
+        with capture_state.turn():
             pass
         assert not gc.isenabled()  # as its owner wants it
     finally:
@@ -57,13 +57,13 @@ def test_nothing_is_collected_while_a_graph_is_recorded() -> None:
 
 def test_nothing_is_collected_while_a_graph_is_recorded_beside_a_thread_that_imports() -> None:
     """Whoever ends first leaves the collector off for the other."""
-    with starting.paused():
-        with capture_watch.turn():
+    with process.paused():
+        with capture_state.turn():
             pass
         assert not gc.isenabled()
-    starting.pause()
-    with capture_watch.turn():
-        starting.resume()
+    process.pause()
+    with capture_state.turn():
+        process.resume()
         assert not gc.isenabled()
     assert gc.isenabled()
 
@@ -76,14 +76,14 @@ def test_a_graph_is_destroyed_while_nobody_records() -> None:
     def drop() -> weakref.ref[nn.Module]:
         owner = Owner()
         known = weakref.ref(owner.graph)
-        capture_watch.bury(owner, "graph", "replay")
+        capture_state.bury(owner, "graph", "replay")
         return known
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(drop).result()() is None
-        with capture_watch.turn():
+        with capture_state.turn():
             known, own = pool.submit(drop).result(), drop()
-            with capture_watch.turn():
+            with capture_state.turn():
                 pass
             assert known() is not None
             assert own() is not None  # not even by who records
@@ -103,8 +103,8 @@ def test_a_graph_that_could_not_begin_is_never_destroyed(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(capture_watch, "_installed", False)
-    capture_watch.install()
+    monkeypatch.setattr(capture_state, "_installed", False)
+    capture_state.install()
     graph = Graph()
     known = weakref.ref(graph)
     with pytest.raises(RuntimeError, match="capturing stage"):
@@ -112,7 +112,7 @@ def test_a_graph_that_could_not_begin_is_never_destroyed(monkeypatch: pytest.Mon
     del graph
     gc.collect()
     assert known() is not None
-    assert not capture_watch.any_thread()
+    assert not capture_state.any_thread()
 
 
 def test_what_cublas_works_in_belongs_to_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_what_cublas_works_in_belongs_to_the_graph(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("let go"), raising=False
     )
-    monkeypatch.setattr(capture_watch, "_installed", True)  # nobody watches this one
+    monkeypatch.setattr(capture_state, "_installed", True)  # nobody watches this one
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
@@ -163,7 +163,7 @@ def test_calls_are_not_warmed_up_where_another_thread_records(
     recording, over = threading.Event(), threading.Event()
 
     def record() -> None:
-        with capture_watch.turn():
+        with capture_state.turn():
             recording.set()
             assert over.wait(30)
 
@@ -194,7 +194,7 @@ def test_the_first_replay_tells_what_pytorch_does_in_one(monkeypatch: pytest.Mon
             return 77
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(capture_watch, "install", lambda: None)
+    monkeypatch.setattr(capture_state, "install", lambda: None)
     for draws, version, told in (
         (False, "2.11.0", 77), (False, "2.13.1+cu130", 77), (True, "2.13.0", 0), (False, "2.14.0a0", 0), (False, "2.10.0", 0),
     ):  # fmt: skip

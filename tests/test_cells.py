@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import capture_watch
 from tensorlogic.ops.common import cells
+from tensorlogic.system import capture_state
 
 CPU, GPU = torch.device("cpu"), torch.cuda.is_available()
 
@@ -63,12 +63,12 @@ def test_cells_do_not_run_out_by_graphs_that_come_and_go(own: Any) -> None:
 
 def test_the_graph_that_a_stream_is_captured_into(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = Graph(), Graph()
-    monkeypatch.setattr(capture_watch, "_began", {1: (weakref.ref(one), 11)})
-    assert capture_watch.graph_of(11) is one
-    assert capture_watch.graph_of(12) is one  # a stream that joined
-    capture_watch._began[2] = weakref.ref(two), 22
-    assert capture_watch.graph_of(22) is two
-    assert capture_watch.graph_of(12) is None  # whose, nobody says
+    monkeypatch.setattr(capture_state, "_began", {1: (weakref.ref(one), 11)})
+    assert capture_state.graph_of(11) is one
+    assert capture_state.graph_of(12) is one  # a stream that joined
+    capture_state._began[2] = weakref.ref(two), 22
+    assert capture_state.graph_of(22) is two
+    assert capture_state.graph_of(12) is None  # whose, nobody says
     assert cells.lend(torch.device("cuda", 0), 12, 1) is None
 
 

@@ -16,7 +16,7 @@ import pytest
 import tensorlogic
 from tensorlogic import cli, doctor, doctor_cpu, enabling, exits, op, repairs
 from tensorlogic.bench import results, rows
-from tensorlogic.bench.ceilings import Ceilings
+from tensorlogic.bench.results import Ceilings
 
 PACKAGE = Path(tensorlogic.__file__).parent
 ALONE = """

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorlogic import cli, doctor, doctor_cpu, exits, files, plan_files, policies
+from tensorlogic import cli, doctor, doctor_cpu, exits, plan_files, policies
 from tensorlogic.bench import precision, session
+from tensorlogic.system import atomic_file
 
 ONE = ["--size", "64", "--dtype", "f32", "--device", "cpu"]
 
@@ -156,19 +157,19 @@ def test_files_that_are_no_plain_files(tmp_path: Path) -> None:
     real, link, pipe = (tmp_path / n for n in ("real", "link", "pipe"))
     real.write_text("old")
     link.symlink_to(real)
-    files.replace(link, "new")
+    atomic_file.replace(link, "new")
     assert link.is_symlink()
     assert real.read_text() == "new"
     os.mkfifo(pipe)
     end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    files.replace(pipe, "said")
+    atomic_file.replace(pipe, "said")
     assert os.read(end, 9) == b"said"
     os.close(end)
     assert pipe.is_fifo()
     with pytest.raises(IsADirectoryError):
-        files.replace(tmp_path, "text")
+        atomic_file.replace(tmp_path, "text")
     with pytest.raises(FileExistsError):
-        files.replace(real / "below", "text")
+        atomic_file.replace(real / "below", "text")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "pipe", "real"]
 
 

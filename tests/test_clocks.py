@@ -11,10 +11,11 @@ from torch import Tensor
 
 from tensorlogic import checking, clocks, measure, study
 from tensorlogic.autotune import measure_key
+from tensorlogic.environments import environment
 from tensorlogic.notes import Notes
 from tensorlogic.op import EAGER, Candidate, Op, Outputs
 from tensorlogic.ops.common import native_wiring
-from tensorlogic.plans import DISTURBED, Key, Plan, environment
+from tensorlogic.plan_records import DISTURBED, Key, Plan
 
 from .clockwork import Clock
 

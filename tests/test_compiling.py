@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tensorlogic import compiling, settings, workers
+from tensorlogic.system import compile_pool, compile_workers, settings
 
 from .support.plans import JOBS, begun, finish
 from .support.plans import job as job  # the fixture
@@ -34,8 +34,8 @@ def never_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_workers_share_is_there() -> None:
-    assert workers.PRELOADED
-    assert all(map(importlib.util.find_spec, workers.PRELOADED))
+    assert compile_workers.PRELOADED
+    assert all(map(importlib.util.find_spec, compile_workers.PRELOADED))
 
 
 def test_workers_compile_and_report(job: Any, nursed: None) -> None:
@@ -44,34 +44,34 @@ def test_workers_compile_and_report(job: Any, nursed: None) -> None:
         job("fine"), job("fail"), job("odd"), job("die"), job("fine", "after")
     )  # fmt: skip
     jobs = (done, fails, odd, dies, after)
-    compiling.submit(jobs)
-    compiling.submit(jobs)  # known already
+    compile_pool.submit(jobs)
+    compile_pool.submit(jobs)  # known already
     finish(*jobs)
-    compiling.settle(done)
+    compile_pool.settle(done)
     assert int(Path(done.path).read_text()) != os.getpid()
-    with pytest.raises(compiling.CompileFailure, match="ValueError: no such instruction"):
-        compiling.settle(fails)
-    with pytest.raises(compiling.CompileFailure, match=r"beyond the usual"):
-        compiling.settle(odd)
-    with pytest.raises(compiling.CompileFailure, match="worker stopped"):
-        compiling.settle(dies)
-    compiling.settle(after)
+    with pytest.raises(compile_pool.CompileFailure, match="ValueError: no such instruction"):
+        compile_pool.settle(fails)
+    with pytest.raises(compile_pool.CompileFailure, match=r"beyond the usual"):
+        compile_pool.settle(odd)
+    with pytest.raises(compile_pool.CompileFailure, match="worker stopped"):
+        compile_pool.settle(dies)
+    compile_pool.settle(after)
     assert Path(after.path).exists()
-    assert compiling._workers.started == 2  # type: ignore[union-attr]
+    assert compile_pool._workers.started == 2  # type: ignore[union-attr]
 
 
 def test_a_job_that_nobody_began_is_the_callers(job: Any, nursed: None) -> None:
     slow, waiting = job("wait", "slow"), job("fine", "waiting")
-    compiling.submit((slow, waiting))
+    compile_pool.submit((slow, waiting))
     begun(slow)
-    assert not compiling.ready((slow,))
+    assert not compile_pool.ready((slow,))
     begin = time.monotonic()
-    compiling.settle(waiting)
+    compile_pool.settle(waiting)
     assert time.monotonic() - begin < 20
     assert not Path(waiting.path).exists()
     Path(slow.path + ".go").touch()
     finish(slow)
-    compiling.settle(slow)
+    compile_pool.settle(slow)
     assert Path(slow.path).exists()
 
 
@@ -86,22 +86,22 @@ def test_until_a_process_has_started_threads_do_what_is_needed_soon(
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(slow))
         first, second, fails = job("wait", "first"), job("wait", "second"), job("fail")
-        compiling.begin((first, second, first, fails))
+        compile_pool.begin((first, second, first, fails))
         begun(first)
         begun(second)  # while the first one runs
         for each in (first, second):
             Path(each.path + ".go").touch()
-            compiling.settle(each)
+            compile_pool.settle(each)
         finish(fails)
-        with pytest.raises(compiling.CompileFailure, match="ValueError: no such instruction"):
-            compiling.settle(fails)
+        with pytest.raises(compile_pool.CompileFailure, match="ValueError: no such instruction"):
+            compile_pool.settle(fails)
         assert {int(Path(j.path).read_text()) for j in (first, second)} == {os.getpid()}
-        compiling._workers.close()  # type: ignore[union-attr]
-    monkeypatch.setattr(compiling, "_workers", None)
-    compiling.submit((job("fine", "elsewhere"),))
+        compile_pool._workers.close()  # type: ignore[union-attr]
+    monkeypatch.setattr(compile_pool, "_workers", None)
+    compile_pool.submit((job("fine", "elsewhere"),))
     finish(job("fine", "elsewhere"))
     later = job("fine", "later")
-    compiling.begin((later,))
+    compile_pool.begin((later,))
     finish(later)
     assert int(Path(later.path).read_text()) != os.getpid()
 
@@ -112,14 +112,14 @@ def test_threads_leave_the_rest_to_processes_that_have_started(
     never_starts(tmp_path, monkeypatch)
     monkeypatch.setattr(settings, "usable_cores", lambda: 4)  # one thread
     first, rest = job("wait", "first"), job("fine", "rest")
-    compiling.begin((first, rest))
+    compile_pool.begin((first, rest))
     begun(first)
-    compiling._workers.started = 1  # type: ignore[union-attr]
+    compile_pool._workers.started = 1  # type: ignore[union-attr]
     Path(first.path + ".go").touch()
-    compiling.settle(first)
+    compile_pool.settle(first)
     time.sleep(0.2)
     assert not Path(rest.path).exists()
-    assert not compiling.begun((rest,))
+    assert not compile_pool.begun((rest,))
 
 
 def test_threads_pass_over_what_nobody_waits_for_any_more(
@@ -130,9 +130,9 @@ def test_threads_pass_over_what_nobody_waits_for_any_more(
     problems = list[Any]()
     monkeypatch.setattr(threading, "excepthook", problems.append)
     first, dropped, last = job("wait", "first"), job("fine", "dropped"), job("fine", "last")
-    compiling.begin((first, dropped, last))
+    compile_pool.begin((first, dropped, last))
     begun(first)
-    compiling.drop((dropped,))
+    compile_pool.drop((dropped,))
     Path(first.path + ".go").touch()
     finish(first, last)
     assert (Path(last.path).exists(), Path(dropped.path).exists(), problems) == (True, False, [])
@@ -142,15 +142,15 @@ def test_what_nobody_waits_for_is_compiled_only_when_asked_for_again(
     job: Any, nursed: None
 ) -> None:
     slow, waiting = job("wait", "slow"), job("fine", "waiting")
-    compiling.submit((slow, waiting))
+    compile_pool.submit((slow, waiting))
     begun(slow)
-    compiling.drop((slow, waiting))  # the first is under way
+    compile_pool.drop((slow, waiting))  # the first is under way
     Path(slow.path + ".go").touch()
     finish(slow)
-    assert compiling.there((slow,))
-    assert not compiling.there((waiting,))
+    assert compile_pool.there((slow,))
+    assert not compile_pool.there((waiting,))
     assert not Path(waiting.path).exists()
-    compiling.submit((waiting,))
+    compile_pool.submit((waiting,))
     finish(waiting)
     assert Path(waiting.path).exists()
 
@@ -158,15 +158,15 @@ def test_what_nobody_waits_for_is_compiled_only_when_asked_for_again(
 def test_what_somebody_waits_for_now_is_compiled_first(job: Any, nursed: None) -> None:
     slow = job("wait", "slow")
     a, b, c, d, e = (job("fine", name) for name in "abcde")
-    compiling.submit((slow, a, b))
+    compile_pool.submit((slow, a, b))
     begun(slow)
-    with compiling.awaited():
-        compiling.submit((c, d))
-        with compiling.awaited():
-            compiling.submit((e, b))  # which is known already
+    with compile_pool.awaited():
+        compile_pool.submit((c, d))
+        with compile_pool.awaited():
+            compile_pool.submit((e, b))  # which is known already
     order: list[str] = []
     for each in (a, b, c, d, e):
-        compiling._workers.jobs[each].add_done_callback(  # type: ignore[union-attr]
+        compile_pool._workers.jobs[each].add_done_callback(  # type: ignore[union-attr]
             lambda _, each=each: order.append(Path(each.path).name)
         )
     Path(slow.path + ".go").touch()
@@ -179,20 +179,20 @@ def test_while_a_worker_starts_the_caller_gets_on(
 ) -> None:
     """A process takes seconds to import PyTorch: the job it was started for does not wait for it."""
     never_starts(tmp_path, monkeypatch)
-    compiling.submit((job("fine"),))
+    compile_pool.submit((job("fine"),))
     begin = time.monotonic()
-    compiling.settle(job("fine"))
+    compile_pool.settle(job("fine"))
     assert time.monotonic() - begin < 20
-    assert compiling._workers.jobs[job("fine")].cancelled()  # type: ignore[union-attr]
+    assert compile_pool._workers.jobs[job("fine")].cancelled()  # type: ignore[union-attr]
 
 
 def test_where_no_worker_starts_the_caller_compiles(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    compiling.submit((job("fine"),))
+    compile_pool.submit((job("fine"),))
     finish(job("fine"))
-    compiling.settle(job("fine"))
+    compile_pool.settle(job("fine"))
     assert not Path(job("fine").path).exists()
 
 
@@ -202,12 +202,12 @@ def test_a_forked_process_does_not_wait_for_threads_it_does_not_have(
     job: Any, nursed: None
 ) -> None:
     slow = job("wait")
-    compiling.submit((slow,))
+    compile_pool.submit((slow,))
     begun(slow)
     child = os.fork()
     if child == 0:
-        compiling.settle(slow)
-        os._exit(0 if compiling.ready((slow,)) else 1)
+        compile_pool.settle(slow)
+        os._exit(0 if compile_pool.ready((slow,)) else 1)
     begin = time.monotonic()
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if time.monotonic() - begin > 20:
@@ -223,7 +223,7 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     (tmp_path / "compile_jobs.py").write_text(textwrap.dedent(JOBS))
     code = f"""
 import time
-from tensorlogic import compiling, workers
+from tensorlogic.system import compile_pool as compiling, compile_workers as workers
 from compile_jobs import Job
 compiling.submit([Job("sleep", {str(tmp_path / "out")!r})])
 pool = compiling._workers
@@ -261,12 +261,12 @@ def members(group: int) -> list[int]:
 
 
 def test_preparing_starts_no_worker(job: Any) -> None:
-    compiling.prepare()
-    pool = compiling._workers
+    compile_pool.prepare()
+    pool = compile_pool._workers
     assert pool is not None
     assert pool.nursery.process is not None
     assert pool.started == 0
-    compiling.submit((job("fine"),))
+    compile_pool.submit((job("fine"),))
     finish(job("fine"))
     assert pool.started == 1
 
@@ -275,12 +275,12 @@ def test_preparing_starts_no_worker(job: Any) -> None:
 def test_workers_run_where_nobody_else_wants_to(job: Any) -> None:
     """Threads that wait for each other lose a whole slice of time, all of them, to one process on one of their cores; what it
     imports takes seconds. Beside another session Linux weighs this one as a whole: so it is in this one, out of Ctrl-C's reach."""
-    compiling.prepare()
-    assert compiling._workers is not None
-    nursery = compiling._workers.nursery.process
+    compile_pool.prepare()
+    assert compile_pool._workers is not None
+    nursery = compile_pool._workers.nursery.process
     assert nursery is not None
     classes = [os.sched_getscheduler(nursery.pid)]  # before it has imported anything
-    compiling.submit((job("fine"),))
+    compile_pool.submit((job("fine"),))
     finish(job("fine"))
     mine = members(nursery.pid)
     assert len(mine) == 2
@@ -293,10 +293,10 @@ def test_workers_run_where_nobody_else_wants_to(job: Any) -> None:
 def test_no_workers_means_nothing_is_submitted(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORLOGIC_COMPILE_WORKERS", "0")
     one = job("fine")
-    compiling.submit((one,))
-    assert compiling._workers is None
-    assert compiling.ready((one,))
-    compiling.settle(one)
+    compile_pool.submit((one,))
+    assert compile_pool._workers is None
+    assert compile_pool.ready((one,))
+    compile_pool.settle(one)
     assert not Path(one.path).exists()
 
 
@@ -308,11 +308,11 @@ def test_one_pool_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
             made.append(count)
             time.sleep(0.05)
 
-    monkeypatch.setattr(compiling, "_Workers", Slow)
-    monkeypatch.setattr(compiling, "_workers", None)
-    monkeypatch.setattr(compiling, "SUPPORTED", True)
+    monkeypatch.setattr(compile_pool, "_Workers", Slow)
+    monkeypatch.setattr(compile_pool, "_workers", None)
+    monkeypatch.setattr(compile_pool, "SUPPORTED", True)
     monkeypatch.setenv("TENSORLOGIC_COMPILE_WORKERS", "1")
-    threads = [threading.Thread(target=compiling._pool) for _ in range(4)]
+    threads = [threading.Thread(target=compile_pool._pool) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic import stores
-from tensorlogic.program import contest, inductor, later
+from tensorlogic.program import contest, inductor, later, short
 from tensorlogic.program.report import Report, Row
 from tests.inductor_fakes import DEVICE, Chain, Fake, Normed, same, x
 
@@ -36,7 +36,7 @@ def test_the_faster_one_serves(fake: Fake) -> None:
     assert all(r.refused for r in fast.report.rows if r.op != contest.OP)
     given = x()
     same(fast(given), model(given))
-    assert fast._program((given,), {}) is not contest.MISS
+    assert fast._program((given,), {}) is not short.MISS
     with torch.no_grad():
         model.w.mul_(2.0)
     same(fast(given), model(given))  # weights are read, not kept
@@ -79,7 +79,7 @@ def test_where_nothing_of_ours_pays(fake: Fake, monkeypatch: pytest.MonkeyPatch)
     same(*grads)
     fake.us = 10.0
     stores.forget()
-    shutil.rmtree(tensorlogic.settings.cache_folder())
+    shutil.rmtree(tensorlogic.system.settings.cache_folder())
     assert tensorlogic.optimize(model, x(), training=True, budget_s=30) is model
     assert row(model.report).refused == "does not pay"
 

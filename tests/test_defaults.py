@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import tensorlogic
-from tensorlogic import dispatch, front, library, modes, policies, tuning
+from tensorlogic import dispatch, front, library, policies, tuning
 from tensorlogic.bench import rows
 from tensorlogic.checking import Checker
 from tensorlogic.op import EAGER, OPS
+from tensorlogic.system import function_modes
 
 from .helpers import PUBLIC, cases
 
@@ -145,7 +146,7 @@ def test_a_default_device_changes_neither_road_nor_entry(way: str, slowly: list[
             torch.testing.assert_close(got, want)
             torch.testing.assert_close(torch.autograd.grad(got.sum(), x), (grad,))
             assert torch.empty(1).device.type == before
-            assert not modes.intercepted()
+            assert not function_modes.intercepted()
     assert [s for s in slowly if s.endswith(" linear")] == ["call linear"]
     assert not [s for s in slowly if s.startswith("traced")]
 
@@ -168,7 +169,7 @@ def test_a_mode_beside_a_default_device_sees_the_call(inside: bool) -> None:
     tensorlogic.relu(x)
     outer, inner = (torch.device("meta"), Seeing()) if inside else (Seeing(), torch.device("meta"))
     with outer, inner:
-        assert modes.intercepted()
+        assert function_modes.intercepted()
         assert tensorlogic.relu(x).device.type == "cpu"
     mode = inner if inside else outer
     assert isinstance(mode, Seeing)

@@ -15,7 +15,7 @@ import tensorlogic
 from tensorlogic import policies
 from tensorlogic.op import EAGER, OPS, Op
 from tensorlogic.ops.common.random import keep_mask
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
 
 OP = OPS["dropout_linear"]
 IDS = tuple(OP.candidates)

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import registry, starting
+from tensorlogic import registry
 from tensorlogic.arguments import broadcast
 from tensorlogic.ops.common import triton_launch, triton_tools
+from tensorlogic.system import process
 
 
 def test_calls_import_no_symbolic_algebra() -> None:
@@ -186,12 +187,12 @@ def test_garbage_is_collected_again_once_everybody_is_through() -> None:
     inside, out = threading.Event(), threading.Event()
 
     def other() -> None:
-        with starting.paused():
+        with process.paused():
             inside.set()
             assert out.wait(20)
 
     thread = threading.Thread(target=other)
-    with starting.paused():
+    with process.paused():
         thread.start()
         assert inside.wait(20)
     assert not gc.isenabled()
@@ -200,7 +201,7 @@ def test_garbage_is_collected_again_once_everybody_is_through() -> None:
     assert gc.isenabled()
     gc.disable()
     try:
-        with starting.paused():
+        with process.paused():
             pass
         assert not gc.isenabled()
     finally:
@@ -219,19 +220,19 @@ def test_a_model_is_optimised_without_full_collections() -> None:
     gc.set_threshold(500, 7, 8)
     try:
         tensorlogic.optimize(Looks(), torch.ones(2), budget_s=0)
-        assert set(seen) == {(True, (500, 7, starting.NEVER))}
+        assert set(seen) == {(True, (500, 7, process.NEVER))}
         assert gc.get_threshold() == (500, 7, 8)
-        one, two = starting.young(), starting.young()
+        one, two = process.young(), process.young()
         one.__enter__()
         two.__enter__()
         one.__exit__(None, None, None)
-        assert gc.get_threshold() == (500, 7, starting.NEVER)
+        assert gc.get_threshold() == (500, 7, process.NEVER)
         two.__exit__(None, None, None)
         assert gc.get_threshold() == (500, 7, 8)
-        with pytest.raises(ValueError, match="inside"), starting.young():
+        with pytest.raises(ValueError, match="inside"), process.young():
             raise ValueError("inside")
         assert gc.get_threshold() == (500, 7, 8)
-        with starting.young():
+        with process.young():
             gc.set_threshold(9, 9, 9)  # a program that sets its own meanwhile keeps it
         assert gc.get_threshold() == (9, 9, 9)
     finally:
@@ -244,7 +245,7 @@ def test_a_child_process_collects_as_its_parent_did() -> None:
     """Where it was forked while another thread was inside, which the child does not have."""
     script = """
 import gc, os, sys, threading, time
-from tensorlogic import starting
+from tensorlogic.system import process as starting
 inside, out = threading.Event(), threading.Event()
 def other():
     with starting.paused(), starting.young():

@@ -10,9 +10,10 @@ import torch
 
 import tensorlogic
 from tensorlogic import policies, registry
+from tensorlogic.environments import environment
 from tensorlogic.op import OPS
-from tensorlogic.plan_records import Key
-from tensorlogic.plans import Plan, PlanStore, environment
+from tensorlogic.plan_records import Key, Plan
+from tensorlogic.plans import PlanStore
 
 from dataclasses import replace  # isort: skip
 

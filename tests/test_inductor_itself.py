@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 
 import tensorlogic
-from tensorlogic import measure, settings, stores
-from tensorlogic.program import contest, inductor, leftovers
+from tensorlogic import measure, stores
+from tensorlogic.program import contest, inductor, leftovers, short
+from tensorlogic.system import settings
 
 from .inductor_fakes import DEVICE, Normed, Tails, graded, left, same, x
 
@@ -83,5 +84,5 @@ def test_what_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = Tails().to(DEVICE), x()
     fast = tensorlogic.optimize(model, given, training=True, budget_s=200)
     assert [r.refused for r in left(fast.report)] == ["", ""], fast.report
-    assert fast._program((given,), {}) is not contest.MISS
+    assert fast._program((given,), {}) is not short.MISS
     same(graded(fast, given), graded(model, given))

@@ -11,7 +11,7 @@ import torch
 
 from .support.triton import REDUCE, close, rand
 
-from tensorlogic import hardware  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.system import hardware  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.ops.common import triton_reduce  # isort: skip
 
 if not hardware.interpreting():

@@ -29,7 +29,7 @@ from tensorlogic.ops.layer_norm_linear import (
     layer_norm_linear_backward,
     triton_tiled,
 )
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 registry.ready(DEVICE.type)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import settings, workers
-from tensorlogic.program import contest, later, room
+from tensorlogic.program import contest, later
+from tensorlogic.system import compile_workers, idle_resources, settings
 from tests.inductor_fakes import DEVICE, Fake
 
 from .inductor_fakes import Chain, same, x
@@ -48,7 +48,7 @@ def optimized(given: torch.Tensor) -> Any:
 def test_it_begins_sooner_where_there_is_room(
     fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch, spare: bool, calls: int
 ) -> None:
-    monkeypatch.setattr(room, "spare", lambda device: spare)
+    monkeypatch.setattr(idle_resources, "spare", lambda device: spare)
     given, fake.ended = x(), False
     fast = optimized(given)
     for _ in range(calls - 1):
@@ -60,7 +60,7 @@ def test_it_begins_sooner_where_there_is_room(
 
 @torch.no_grad()
 def test_one_model_at_a_time(fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "spare", lambda device: True)
+    monkeypatch.setattr(idle_resources, "spare", lambda device: True)
     given, fake.ended = x(), False
     first, second = optimized(given), optimized(given)
     for _ in range(12):
@@ -76,7 +76,7 @@ def test_one_model_at_a_time(fake: Fake, background: None, monkeypatch: pytest.M
 def test_a_call_compares_one_thing_and_what_is_left_over_first(
     fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "spare", lambda device: True)
+    monkeypatch.setattr(idle_resources, "spare", lambda device: True)
     done: list[bool] = []
     plain = contest.Contest.compared
 
@@ -103,7 +103,7 @@ def test_what_it_takes_is_counted(
     fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second comparison waits until the first and itself are within the share of the work done."""
-    monkeypatch.setattr(room, "spare", lambda device: True)
+    monkeypatch.setattr(idle_resources, "spare", lambda device: True)
     monkeypatch.setattr(later, "FIXED_S", 0.0)
     given = x()
     fast = optimized(given)
@@ -124,15 +124,15 @@ def test_nothing_is_compared_where_memory_is_the_callers(
     fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(room, "spare", lambda device: True)
-    monkeypatch.setattr(room, "fits", lambda device, nbytes: asked.append(nbytes))
+    monkeypatch.setattr(idle_resources, "spare", lambda device: True)
+    monkeypatch.setattr(idle_resources, "fits", lambda device, nbytes: asked.append(nbytes))
     given = x()
     fast = optimized(given)
     for _ in range(30):
         fast(given)
     assert fake.started == 0
     assert set(asked) == {2 * 8 * (48 * 32 + 48 + 48 + given.numel())}  # in float64, and again
-    monkeypatch.setattr(room, "fits", lambda device, nbytes: True)
+    monkeypatch.setattr(idle_resources, "fits", lambda device, nbytes: True)
     for _ in range(20):
         fast(given)
     assert fake.started == 1
@@ -146,18 +146,18 @@ def test_a_gpu_counts_what_pytorch_holds_and_does_not_use(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (2 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda d: 10 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda d: 7 * GIB)
-    assert room.fits(device, 5 * GIB)
-    assert not room.fits(device, 5 * GIB + 1)
-    assert room.fits(torch.device("cpu"), 1 << 60)
+    assert idle_resources.fits(device, 5 * GIB)
+    assert not idle_resources.fits(device, 5 * GIB + 1)
+    assert idle_resources.fits(torch.device("cpu"), 1 << 60)
 
 
 def test_compilers_give_way_and_take_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[int, ...]] = []
     now = os.getpriority(os.PRIO_PROCESS, 0)
     monkeypatch.setattr(os, "setpriority", lambda *asked: given.append(asked))
-    workers.give_way(os.getpid(), 0)
-    workers.give_way(os.getpid(), now + 7)
-    workers.give_way(os.getpid(), now - 3)
+    compile_workers.give_way(os.getpid(), 0)
+    compile_workers.give_way(os.getpid(), now + 7)
+    compile_workers.give_way(os.getpid(), now - 3)
     assert given == [(os.PRIO_PROCESS, os.getpid(), now + more) for more in (7, 0)]
 
 
@@ -167,7 +167,7 @@ def test_where_no_process_can_stand_back_it_is_as_nice_as_can_be(
     given: list[tuple[int, ...]] = []
     monkeypatch.setattr(os, "setpriority", lambda *asked: given.append(asked))
     monkeypatch.delattr(os, "SCHED_IDLE", raising=False)
-    workers.stand_back(os.getpid())
+    compile_workers.stand_back(os.getpid())
     assert given == [(os.PRIO_PROCESS, os.getpid(), 19)]
 
 
@@ -200,7 +200,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **given: Any) -> to
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-        monkeypatch.setattr(room, name, tmp_path / name)
+        monkeypatch.setattr(idle_resources, name, tmp_path / name)
     (tmp_path / "QUOTA").write_text(f"{now['quota']}\n")
     monkeypatch.setattr(settings, "QUOTA", tmp_path / "QUOTA")
     return torch.device("cuda:0")
@@ -235,9 +235,9 @@ def test_two_threads_that_import_leave_the_programs_own_interval() -> None:
 def test_a_gpu_with_idle_cores_and_memory_has_room(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert room.spare(machine(monkeypatch, tmp_path))
-    assert not room.spare(torch.device("cpu"))  # there the cores do the model's work
-    assert not room.spare(torch.device("mps"))
+    assert idle_resources.spare(machine(monkeypatch, tmp_path))
+    assert not idle_resources.spare(torch.device("cpu"))  # there the cores do the model's work
+    assert not idle_resources.spare(torch.device("mps"))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_gpu_with_idle_cores_and_memory_has_room(
 def test_a_small_or_busy_one_has_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, busy: dict[str, Any]
 ) -> None:
-    assert not room.spare(machine(monkeypatch, tmp_path, **busy))
+    assert not idle_resources.spare(machine(monkeypatch, tmp_path, **busy))
 
 
 def test_what_cannot_be_told_counts_as_taken(
@@ -262,17 +262,17 @@ def test_what_cannot_be_told_counts_as_taken(
 ) -> None:
     device = machine(monkeypatch, tmp_path)
     for name in ("LIMIT", "USED"):  # not in a container: the machine's own numbers
-        monkeypatch.setattr(room, name, tmp_path / "missing")
+        monkeypatch.setattr(idle_resources, name, tmp_path / "missing")
     monkeypatch.setattr(settings, "QUOTA", tmp_path / "missing")
-    assert room.spare(device)
-    monkeypatch.setattr(room, "FREE", tmp_path / "missing")
-    assert not room.spare(device)
+    assert idle_resources.spare(device)
+    monkeypatch.setattr(idle_resources, "FREE", tmp_path / "missing")
+    assert not idle_resources.spare(device)
 
 
 def test_without_a_load_there_is_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device = machine(monkeypatch, tmp_path)
     monkeypatch.delattr(os, "getloadavg")
-    assert not room.spare(device)
+    assert not idle_resources.spare(device)
 
 
 def test_a_gpu_that_does_not_answer_has_no_room(
@@ -284,7 +284,7 @@ def test_a_gpu_that_does_not_answer_has_no_room(
         raise RuntimeError("no device")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
-    assert not room.spare(device)
+    assert not idle_resources.spare(device)
 
 
 class Boxed:
@@ -320,7 +320,7 @@ class Holding(Chain):
 def test_a_program_inside_objects_waits_too(
     fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "spare", lambda device: True)
+    monkeypatch.setattr(idle_resources, "spare", lambda device: True)
     model, given = Holding().to(DEVICE).eval(), x()
     fast: Any = tensorlogic.optimize(model, given)
     assert isinstance(fast._program.program, later.Later), fast.report
@@ -340,7 +340,7 @@ def waiting(fast: Any) -> list[Any]:
 def test_a_graph_of_dynamos_waits_too(
     fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "spare", lambda device: True)
+    monkeypatch.setattr(idle_resources, "spare", lambda device: True)
     model, given = Boxing().to(DEVICE).eval(), x()
     fast: Any = tensorlogic.optimize(model, given)
     assert len(waiting(fast)) == 1, fast.report
@@ -357,7 +357,7 @@ def test_a_graph_of_dynamos_waits_too(
 def test_layers_that_share_a_graph_take_turns(
     fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "spare", lambda device: True)
+    monkeypatch.setattr(idle_resources, "spare", lambda device: True)
     given = torch.randn(4, 8, device=DEVICE)
     fast: Any = tensorlogic.optimize(Layers().to(DEVICE).eval(), given)
     shared = [p for p in fast._program.pieces if len(p.programs) > 1]
@@ -379,7 +379,7 @@ def test_layers_that_share_a_graph_take_turns(
 def test_what_fails_while_it_is_compared_leaves_calls_as_they_were(
     fake: Fake, background: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "spare", lambda device: True)
+    monkeypatch.setattr(idle_resources, "spare", lambda device: True)
 
     def failing(*_: Any) -> Any:
         raise AssertionError("expected size 256==256, stride 1==1024")

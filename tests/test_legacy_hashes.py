@@ -14,16 +14,10 @@ import torch
 import tensorlogic
 from tensorlogic import legacy_hashes, plan_files, policies, registry, selector, stores
 from tensorlogic.accuracy import Known, Statistics
+from tensorlogic.environments import Environment, environment
 from tensorlogic.op import EAGER, OPS, Op
-from tensorlogic.plans import (
-    Environment,
-    Evidence,
-    Key,
-    Plan,
-    environment,
-    export_lockfile,
-    load_lockfile,
-)
+from tensorlogic.plan_records import Evidence, Key, Plan
+from tensorlogic.plans import export_lockfile, load_lockfile
 
 CPU = torch.device("cpu")
 OLD = {EAGER: "0123456789ab", "torch.former": "ba9876543210"}

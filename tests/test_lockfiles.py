@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import plan_files, plans, settings
-from tensorlogic.plans import (
-    Environment,
-    PlanStore,
-    environment,
-    export_lockfile,
-    load_lockfile,
-)
+from tensorlogic import plan_files, plans
+from tensorlogic import plan_files as tensorlogic_plan_files
+from tensorlogic.environments import Environment, environment
+from tensorlogic.plans import PlanStore, export_lockfile, load_lockfile
+from tensorlogic.system import settings
 
 from .plan_samples import CPU, GPU, anything, linear, plan
 
@@ -104,7 +101,7 @@ def test_shipped_plans_of_the_same_chip_or_another_torch_are_neighbours_until_th
 
 def test_a_broken_shipped_file_is_skipped(shipped: Path, tmp_path: Path) -> None:
     (shipped / "a.json").write_text("{")
-    with pytest.warns(plans.PlanStoreWarning, match=r"a\.json was ignored"):
+    with pytest.warns(tensorlogic_plan_files.PlanStoreWarning, match=r"a\.json was ignored"):
         assert PlanStore(tmp_path, GPU).get(linear(128, 128, 128, device="cuda")) is not None
 
 
@@ -169,7 +166,7 @@ def test_a_shipped_file_about_no_environment_is_skipped(
     head = text.index('"environments"')
     plans_at = text.index('"plans"')
     (shipped / "a.json").write_text(f'{text[:head]}"environments" : {about}, {text[plans_at:]}')
-    with pytest.warns(plans.PlanStoreWarning, match=r"a\.json was ignored"):
+    with pytest.warns(tensorlogic_plan_files.PlanStoreWarning, match=r"a\.json was ignored"):
         assert PlanStore(tmp_path, GPU).get(linear(128, 128, 128, device="cuda")) is not None
 
 

@@ -10,30 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import (
-    background,
-    calls,
-    compiling,
-    derived,
-    hooks,
-    native,
-    registry,
-    stores,
-)
-from tensorlogic.program import serve, streams
+from tensorlogic import background, calls, derived, hooks, native, registry, stores
+from tensorlogic.program import serve
 from tensorlogic.program.graphs import Line
+from tensorlogic.system import compile_pool, thread_output
 
 LOCKS: dict[str, tuple[Any, str]] = {
     "background": (background, "_BUSY"),
     "calls": (calls, "_lock"),
-    "compiling": (compiling, "_making"),
+    "compiling": (compile_pool, "_making"),
     "derived": (derived, "_LOCK"),
     "hooks": (hooks, "_lock"),
     "native": (native, "_lock"),
     "registry": (registry, "_LOCK"),
     "stores": (stores, "_LOCK"),
     "serve": (serve, "_REFRESHING"),
-    "streams": (streams, "TURN"),
+    "streams": (thread_output, "TURN"),
 }
 
 

@@ -17,8 +17,8 @@ import torch
 import tensorlogic
 from tensorlogic import measure, numerics, study
 from tensorlogic.checking import Checker
+from tensorlogic.environments import environment
 from tensorlogic.op import EAGER, OPS
-from tensorlogic.plans import environment
 from tensorlogic.program import check
 
 from .clockwork import Clock

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensorlogic import doctor, library_files, native, settings
+from tensorlogic import doctor, library_files, native
 from tensorlogic.ops.common.random import keep_mask
+from tensorlogic.system import settings
 
 from .support.native import DTYPES, EXACT, INF, NAN, assert_ulps, ulps_of
 from .support.native import ops as ops  # the fixture

@@ -12,7 +12,7 @@ from torch import Tensor
 import tensorlogic
 from tensorlogic import native, policies
 from tensorlogic.op import EAGER, Op
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason="no native library")
 

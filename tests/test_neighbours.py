@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import attention_scores, hardware, neighbours, policies, registry
+from tensorlogic import attention_scores, neighbours, policies, registry
 from tensorlogic.op import EAGER, OPS
-from tensorlogic.plans import Evidence, Key, Plan
+from tensorlogic.plan_records import Evidence, Key, Plan
+from tensorlogic.system import hardware
 
 pytestmark = pytest.mark.skipif(hardware.triton_missing() is not None, reason="needs Triton")
 SCORES = OPS["attention_scores"]

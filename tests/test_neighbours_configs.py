@@ -15,12 +15,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tensorlogic import dispatch, policies, study
-from tensorlogic.compiling import CompileFailure
+from tensorlogic import checking, dispatch, policies
 from tensorlogic.op import OPS, Op
 from tensorlogic.ops.common import gemm_wiring, triton_fitting, triton_launch
 from tensorlogic.ops.softmax_cross_entropy import together
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
+from tensorlogic.system.compile_pool import CompileFailure
 
 from .helpers import DEVICE, cast, full
 
@@ -95,9 +95,9 @@ def every() -> list[tuple[str, str]]:
 
 
 @cache
-def checker(op: str, key: Key) -> study.Checker:
+def checker(op: str, key: Key) -> checking.Checker:
     """Of one key; few numbers are by luck a little further off than eager's, what is left out is far off."""
-    found = study.Checker(OPS[op], key, HERE)
+    found = checking.Checker(OPS[op], key, HERE)
     found.coarse = COARSE
     return found
 

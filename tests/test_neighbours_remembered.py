@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tensorlogic import neighbours, plans, policies, selector, stores
-from tensorlogic.plans import Key, PlanStore
+from tensorlogic.plan_records import Key
+from tensorlogic.plans import PlanStore
 
 from .plan_samples import CPU as HERE
 from .plan_samples import linear

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import dispatch, hardware, numerics
+from tensorlogic import dispatch, numerics
 from tensorlogic.op import EAGER, OPS
+from tensorlogic.system import hardware
 
 from .helpers import FLOATS, PUBLIC, call, cases, cast, eager, full, reference, runnable
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic.derived import CACHE
-from tensorlogic.program import check, inductor, optimizing
+from tensorlogic.program import check, choosing, inductor, optimizing
 from tensorlogic.program.serve import Program, shared_outputs
 from tensorlogic.program.trace import Trace, trace
 from tensorlogic.program.whole import Whole
@@ -140,7 +140,7 @@ def test_copies_that_experiments_made_are_given_back(
     pays: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = network(), torch.randn(4, 16)
-    mine, found = model[0].weight, optimizing.best
+    mine, found = model[0].weight, choosing.best
 
     def derive(tensor: Tensor, kind: str) -> None:
         CACHE.get(tensor, kind, Tensor.double, lambda t: t.nbytes)

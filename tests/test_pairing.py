@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import compiling, measure, pairing, stores, tuning
+from tensorlogic import checking, measure, pairing, stores, tuning
 from tensorlogic.autotune import measure_key
 from tensorlogic.environments import environment
 from tensorlogic.op import EAGER, OPS
-from tensorlogic.plans import UNFINISHED, Evidence, Key, Plan
+from tensorlogic.plan_records import UNFINISHED, Evidence, Key, Plan
+from tensorlogic.system import compile_pool
 
 from .clockwork import Clock
 
@@ -196,7 +197,7 @@ def test_what_was_settled_with_another_keeps_its_choice(machine: Machine) -> Non
 
 def test_what_has_to_be_compiled_is_left(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.us["quick_ours"] = 1
-    monkeypatch.setattr(compiling, "there", lambda jobs: "waits" not in jobs)
+    monkeypatch.setattr(compile_pool, "there", lambda jobs: "waits" not in jobs)
     late = OPS["matmul_backward"].candidates["planted.ours"]
     monkeypatch.setitem(
         BACKWARD.candidates, late.id, replace(late, jobs=lambda key, config, device: ["waits"])
@@ -357,7 +358,7 @@ def test_the_tensors_of_a_pair_are_those_of_its_keys() -> None:
     for met in (forward, backward):
         near = pairing._near(met, next(p for p in learned.plans if p.key == met[1]), True)
         assert near
-        outs = pairing._bound(met, near[0])(*pairing.InputSet(*met, 0).fresh(met[0]))
+        outs = pairing._bound(met, near[0])(*checking.InputSet(*met, 0).fresh(met[0]))
         assert outs is not None
         seen += [o for o in outs if o is not None]
     assert (16, 6) in [tuple(o.shape) for o in seen]

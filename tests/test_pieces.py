@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic.program import check, pieces
+from tensorlogic.program import check, choosing, pieces
 from tensorlogic.program.outcomes import widely
 from tensorlogic.program.pieces import Pieces
 
@@ -369,7 +369,7 @@ def test_graphs_behind_a_slow_one_are_served_too(
                 x = x * 2
             return x
 
-    clock, shares, plain = Clock(), list[float](), pieces.best
+    clock, shares, plain = Clock(), list[float](), choosing.best
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         shares.append(args[4])

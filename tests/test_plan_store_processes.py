@@ -24,15 +24,10 @@ from typing import Any
 import pytest
 
 from tensorlogic import plan_files, plans
-from tensorlogic.plans import (
-    Environment,
-    Evidence,
-    Key,
-    Plan,
-    PlanStore,
-    PlanStoreWarning,
-    TensorSpec,
-)
+from tensorlogic.environments import Environment
+from tensorlogic.plan_files import PlanStoreWarning
+from tensorlogic.plan_records import Evidence, Key, Plan, TensorSpec
+from tensorlogic.plans import PlanStore
 
 if os.name != "posix":
     pytest.skip("real kills and limits need POSIX", allow_module_level=True)

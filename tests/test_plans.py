@@ -17,13 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorlogic import plan_files, plans
-from tensorlogic.plans import (
-    Evidence,
-    Key,
-    Plan,
-    PlanStore,
-    TensorSpec,
-)
+from tensorlogic.plan_records import Evidence, Key, Plan, TensorSpec
+from tensorlogic.plans import PlanStore
 
 from .plan_samples import CPU, anything, linear, plan, spec
 

@@ -13,8 +13,10 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic import background, policies, selector, stores
+from tensorlogic.environments import environment
 from tensorlogic.op import OPS
-from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
+from tensorlogic.plan_records import Evidence, Key, Plan
+from tensorlogic.plans import export_lockfile
 
 from .support.plans import CPU, WRONG, Install, inputs, reasons
 from .support.plans import install as install  # the fixture

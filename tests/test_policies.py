@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import dispatch, policies, selector, settings
+from tensorlogic import dispatch, policies, selector
 from tensorlogic.op import EAGER, OPS, Candidate
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
+from tensorlogic.system import settings
 
 from .support.plans import RELU, Served, key_of, plan, put
 from .support.plans import served as served  # the fixture

@@ -13,6 +13,7 @@ import torch
 
 import tensorlogic
 from tensorlogic import PrecisionWarning, accuracy, adapting, ranking
+from tensorlogic import ranking as tensorlogic_ranking
 from tensorlogic.entrants import nearest, pick
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import ways_cpu
@@ -300,7 +301,7 @@ def test_float64_with_room_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyP
         """In which of the calls that follow the first two rounds of rest the data were looked at."""
         found = []
         with tensorlogic.precision("adaptive", rtol=rtol), tensorlogic.policy(tune="off"):
-            for call in range(2 * (adapting.REST + 1) + 1):
+            for call in range(2 * (tensorlogic_ranking.REST + 1) + 1):
                 before = len(looked)
                 c = tensorlogic.matmul(a, b)
                 found += [call] * (len(looked) > before)
@@ -308,7 +309,7 @@ def test_float64_with_room_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyP
         return found
 
     a, b = torch.randn(70, 66), torch.randn(66, 80)
-    every = adapting.REST + 1
+    every = tensorlogic_ranking.REST + 1
     assert looks(a.double(), b.double(), 1e-6) == [0, every, 2 * every]
     assert len(looks(a.double(), b.double(), 1e-14)) == 2 * every + 1  # little room
     assert len(looks(a, b, 1e-6)) == 2 * every + 1  # results that float32 may not hold

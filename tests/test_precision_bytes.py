@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import accuracy, adapting, hardware, registry
+from tensorlogic import accuracy, adapting, registry
 from tensorlogic.op import EAGER, OPS
+from tensorlogic.system import hardware
 
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import accuracy, capture_watch, hardware, judging
+from tensorlogic import accuracy, judging
 from tensorlogic.op import OPS
+from tensorlogic.system import capture_state, hardware
 
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)
@@ -80,7 +81,7 @@ def test_graphs_note_for_themselves() -> None:
     """They may be replayed side by side: none hears what another's kernels met, nor what an earlier replay did."""
     given = [torch.full((20, 30), value, device=DEVICE) for value in (1.0, float("inf"))]
     triton_split.split(given[0], torch.float16, (0,), False)  # loads the kernel
-    before = len(capture_watch._OWN)
+    before = len(capture_state._OWN)
     graphs, flags = [torch.cuda.CUDAGraph() for _ in given], []
     for graph, x in zip(graphs, given, strict=True):
         with torch.cuda.graph(graph):
@@ -106,7 +107,7 @@ def test_graphs_note_for_themselves() -> None:
     assert not anew.item()
     del graph, graphs
     gc.collect()
-    assert len(capture_watch._OWN) == before
+    assert len(capture_state._OWN) == before
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e6])

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import PrecisionWarning, accuracy, adapting, hardware
+from tensorlogic import PrecisionWarning, accuracy, adapting
 from tensorlogic.accuracy import Statistics
+from tensorlogic.system import hardware
 
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)

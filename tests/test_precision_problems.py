@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorlogic import adapting
+from tensorlogic import adapting, ranking
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "precision_problems.py"))
 
@@ -45,7 +45,7 @@ def test_workers_share_by_shape_and_dtype() -> None:
 def test_what_was_found_is_kept_when_it_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(adapting, "order", adapting.order)  # which the script changes
+    monkeypatch.setattr(adapting, "order", ranking.order)  # which the script changes
     result = tmp_path / "problems.json"
     arguments = ["--count", "1000", "--seconds", "0.2", "--json", str(result)]
     monkeypatch.setattr(sys, "argv", ["precision_problems.py", *arguments])

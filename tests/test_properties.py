@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import dispatch, hardware, numerics
+from tensorlogic import dispatch, numerics
 from tensorlogic.op import EAGER, OPS, Op
+from tensorlogic.system import hardware
 
 from .helpers import PUBLIC, reference, runnable
 

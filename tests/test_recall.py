@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import tensorlogic
-from tensorlogic import settings
 from tensorlogic.program import recall, stored
+from tensorlogic.program import trace as program_trace
 from tensorlogic.program.packed import Unpackable, packed, unpacked
 from tensorlogic.program.trace import Untraceable, storage, trace
+from tensorlogic.system import settings
 
 HELP: Callable[[Tensor, Tensor], Tensor] = lambda y, x: y * 2.0  # noqa: E731  # part of no class
 
@@ -49,7 +50,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
-def graph_of(model: nn.Module, x: Tensor) -> recall.Trace:
+def graph_of(model: nn.Module, x: Tensor) -> program_trace.Trace:
     with torch.no_grad():
         return recall.traced(model, model, (x,), {})
 

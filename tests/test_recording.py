@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import measure, native, recording, registry, selector, stores, study
+from tensorlogic import measure, native, policies, recording, registry, selector, stores, study
+from tensorlogic.environments import environment
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import cpu_costs
-from tensorlogic.plans import environment
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 
@@ -40,7 +40,7 @@ def test_a_short_recorded_call_is_pytorchs_unless_much_is_gained(
 
 
 def test_unmeasured_short_calls_are_expected_to_pay_for_it() -> None:
-    policy = selector.Policy(tune="off")
+    policy = policies.Policy(tune="off")
     for op, args in (("relu", (torch.ones(1),)), ("sum", (torch.ones(20), (0,), False))):
         recorded = OPS[op].key((*args, True), "forward")
         plain = OPS[op].key((*args, False), "inference")
@@ -52,7 +52,7 @@ def test_unmeasured_short_calls_are_expected_to_pay_for_it() -> None:
 
 def test_unmeasured_products_are_expected_to_pay_for_it_less_what_they_fuse() -> None:
     """A small product alone is PyTorch's where it is recorded; with a residual and an activation it replaces three records by one."""
-    policy = selector.Policy(tune="off")
+    policy = policies.Policy(tune="off")
     x, w, bias = torch.ones(16, 16), torch.ones(16, 16), torch.ones(16)
 
     def serves(op: str, *args: object, direction: str) -> str:

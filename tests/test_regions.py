@@ -12,12 +12,13 @@ import torch
 from torch import fx, nn
 
 import tensorlogic
-from tensorlogic import binding, compiling, measure, policies, registry, selector, stores
+from tensorlogic import binding, measure, policies, registry, selector, stores
 from tensorlogic.numerics import Verdict
 from tensorlogic.op import OPS, Candidate
 from tensorlogic.ops.convolution import CONVOLUTION
-from tensorlogic.plans import Key
-from tensorlogic.program import choosing, early, regions
+from tensorlogic.plan_records import Key
+from tensorlogic.program import choosing, early, fragments, regions, serve
+from tensorlogic.program import whole as program_whole
 from tensorlogic.program.code import Sites
 from tensorlogic.program.decisions import Decision
 from tensorlogic.program.fragments import CHOSEN, Fragment
@@ -26,6 +27,7 @@ from tensorlogic.program.regions import HEATS, raced
 from tensorlogic.program.report import Row
 from tensorlogic.program.rewrite import Region, again, rewrite
 from tensorlogic.program.trace import trace
+from tensorlogic.system import compile_pool
 
 from .clockwork import Clock
 
@@ -50,10 +52,10 @@ def test_the_fastest_of_the_clearly_milder_ways_comes_next() -> None:
 def test_another_way_takes_the_place_of_one_that_makes_the_whole_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    judge = choosing.Whole.judge
+    judge = program_whole.Whole.judge
     tried = []
 
-    def strict(self: choosing.Whole, program: choosing.Program) -> Verdict:
+    def strict(self: program_whole.Whole, program: serve.Program) -> Verdict:
         """As if only the plain form of a convolution were right enough in the whole."""
         names = [str(getattr(n.target, "__name__", n.target)) for n in program.function.nodes]
         tried.append("convolution" in names)
@@ -65,7 +67,7 @@ def test_another_way_takes_the_place_of_one_that_makes_the_whole_wrong(
         before, self.way, self.ready = self.way, "torch.eager", ("torch.eager",)
         return before != "torch.eager"
 
-    monkeypatch.setattr(choosing.Whole, "judge", strict)
+    monkeypatch.setattr(program_whole.Whole, "judge", strict)
     monkeypatch.setattr(Decision, "milder", milder)
     monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
     monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
@@ -88,10 +90,10 @@ def test_another_way_takes_the_place_of_one_that_makes_the_whole_wrong(
 def test_a_way_too_inexact_for_a_region_is_not_tried_on_its_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    judge, made, tried = choosing.Whole.judge, regions.Fragment, []
+    judge, made, tried = program_whole.Whole.judge, fragments.Fragment, []
     monkeypatch.setattr("tensorlogic.program.optimizing.BUDGET_S", 60.0)  # also beside other work
 
-    def strict(self: choosing.Whole, program: choosing.Program) -> Verdict:
+    def strict(self: program_whole.Whole, program: serve.Program) -> Verdict:
         found = judge(self, program)
         wrong = "onednn.packed" in program.ways.values()
         return Verdict(found.reason, 3.0) if wrong else found
@@ -100,7 +102,7 @@ def test_a_way_too_inexact_for_a_region_is_not_tried_on_its_parts(
         tried.append((region.root, way))
         return made(region, way, env)
 
-    monkeypatch.setattr(choosing.Whole, "judge", strict)
+    monkeypatch.setattr(program_whole.Whole, "judge", strict)
     monkeypatch.setattr(regions, "Fragment", fragment)
     monkeypatch.setattr(Decision, "milder", lambda self: False)
     monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
@@ -226,13 +228,13 @@ def test_a_call_that_waited_for_no_compiler_does_not_later(monkeypatch: pytest.M
     hurried: list[bool] = []
 
     def decide(*_: Any) -> selector.Decision:
-        hurried.append(compiling.in_a_hurry())
+        hurried.append(compile_pool.in_a_hurry())
         source = selector.AT_HAND if hurried[-1] else "neighbour"
         return selector.Decision(("torch.eager", {}), ("torch.eager", {}), source)
 
     monkeypatch.setattr(selector, "decide", decide)
     sites, args = Sites(), (torch.randn(16, 32), torch.randn(8, 32), None, None, "relu")
-    with compiling.hurried():
+    with compile_pool.hurried():
         sites.bind("call", tensorlogic.linear, args)
     for name in ("call", "other"):
         sites.bind(name, tensorlogic.linear, args)
@@ -253,7 +255,7 @@ def test_what_composites_call_waits_for_no_compiler(monkeypatch: pytest.MonkeyPa
 
     def watched(self: regions.Judge, region: Region, *rest: Any) -> Decision:
         late = self.deadline == 0.0
-        seen.setdefault((region.op, late), set()).add(compiling.in_a_hurry())
+        seen.setdefault((region.op, late), set()).add(compile_pool.in_a_hurry())
         found = measured(self, region, *rest)
         self.deadline = 0.0
         return found
@@ -315,11 +317,11 @@ def test_regions_whose_kernels_are_there_are_decided_first(
     monkeypatch.setattr(early, "jobs", jobs)
     monkeypatch.setattr(regions, "slowness", lambda row: 0.5)  # every region stands
     monkeypatch.setattr(choosing.check, "GROWTH", 1e9)
-    monkeypatch.setattr(compiling, "elsewhere", lambda: True)
-    monkeypatch.setattr(compiling, "begin", begun.extend)
-    monkeypatch.setattr(compiling, "submit", begun.extend)
-    monkeypatch.setattr(compiling, "there", lambda jobs: ready.issuperset(jobs))
-    monkeypatch.setattr(compiling, "drop", dropped.extend)
+    monkeypatch.setattr(compile_pool, "elsewhere", lambda: True)
+    monkeypatch.setattr(compile_pool, "begin", begun.extend)
+    monkeypatch.setattr(compile_pool, "submit", begun.extend)
+    monkeypatch.setattr(compile_pool, "there", lambda jobs: ready.issuperset(jobs))
+    monkeypatch.setattr(compile_pool, "drop", dropped.extend)
     layers = [f for m, n in ((8, 24), (24, 8), (8, 16)) for f in (nn.Linear(m, n), nn.ReLU())]  # fmt: skip
     model = nn.Sequential(*layers).eval()
     x = torch.randn(4, 8)

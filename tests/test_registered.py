@@ -13,7 +13,7 @@ import tensorlogic
 from tensorlogic import policies
 from tensorlogic.checking import Checker
 from tensorlogic.op import Op
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
 
 from .helpers import TABLE, TWICE, Call, close, leaves
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from tensorlogic import hardware, registry
+from tensorlogic import registry
 from tensorlogic.op import OPS
+from tensorlogic.system import hardware
 
 pytestmark = pytest.mark.skipif(hardware.triton_missing() is not None, reason="needs Triton")
 Candidates = dict[str, list[str]]

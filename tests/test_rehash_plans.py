@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tensorlogic import plan_files
-from tensorlogic.plans import Evidence, Key, Plan, export_lockfile, load_lockfile
+from tensorlogic.plan_records import Evidence, Key, Plan
+from tensorlogic.plans import export_lockfile, load_lockfile
 
 from .plan_samples import CPU, linear
 

@@ -12,18 +12,13 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import (
-    compiling,
-    measure,
-    neighbours,
-    plans,
-    policies,
-    selector,
-    stores,
-)
-from tensorlogic.compiling import CompileFailure
+from tensorlogic import measure, neighbours, plans, policies, selector, stores
+from tensorlogic.environments import environment
 from tensorlogic.op import EAGER, Candidate, Config
-from tensorlogic.plans import Evidence, Key, Plan, environment, export_lockfile
+from tensorlogic.plan_records import Evidence, Key, Plan
+from tensorlogic.plans import export_lockfile
+from tensorlogic.system import compile_pool
+from tensorlogic.system.compile_pool import CompileFailure
 
 from .support.plans import CPU, RELU, Served, decided, key_of, plan, put, toy
 from .support.plans import nothing_measured as nothing_measured  # the fixture
@@ -68,20 +63,20 @@ def test_in_a_hurry_nothing_is_compiled_for_what_nobody_has_measured(
     compiles: dict[str, Any] = {"jobs": lambda *_: ["kernel"], "guess": lambda key: 0.1}
     RELU.candidates["toy.a"] = replace(RELU.candidates["toy.a"], **compiles)
     RELU.candidates["toy.b"] = replace(RELU.candidates["toy.b"], guess=lambda key: 0.2)
-    with compiling.hurried():
+    with compile_pool.hurried():
         assert decided(x) == (selector.AT_HAND, "toy.b")
     assert decided(x) == ("cost model", "toy.a")
     put(plan(key_of(other), "toy.a"))
-    with compiling.hurried():
+    with compile_pool.hurried():
         assert decided(x) == (selector.AT_HAND, "toy.b")
         tensorlogic.relu(x)
     tensorlogic.relu(x)
     assert served == ["toy.b", "toy.a"]  # nothing of the hurry is kept
-    with compiling.hurried():
+    with compile_pool.hurried():
         RELU.candidates["toy.b"] = replace(RELU.candidates["toy.b"], **compiles)
         assert decided(x) == (selector.AT_HAND, EAGER)
         with monkeypatch.context() as patch:
-            patch.setattr(compiling, "_own", {"kernel"})  # as if it had been compiled
+            patch.setattr(compile_pool, "_own", {"kernel"})  # as if it had been compiled
             assert decided(x)[0].startswith("neighbour relu inference x=f32[128,64]")
         put(plan(key_of(x), "toy.a"))
         assert decided(x) == ("plan", "toy.a")

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tensorlogic
-from tensorlogic import capture_watch, entrants, stores, study
+from tensorlogic import entrants, stores, study
 from tensorlogic.op import EAGER
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
+from tensorlogic.system import capture_state
 
 from .support.plans import RELU, Served, decided
 from .support.plans import nothing_measured as nothing_measured  # the fixture
@@ -60,11 +61,11 @@ def _traced(x: Tensor) -> None:
 
 
 def _captured(x: Tensor) -> None:
-    capture_watch._open.add(1)
+    capture_state._open.add(1)
     try:
         tensorlogic.relu(x)
     finally:
-        capture_watch._open.discard(1)
+        capture_state._open.discard(1)
 
 
 def _jit(x: Tensor) -> None:

@@ -13,9 +13,11 @@ import torch
 
 import tensorlogic
 from tensorlogic import plan_files, plans, registry, stores
+from tensorlogic.environments import Environment, environment
 from tensorlogic.op import OPS
 from tensorlogic.ops.common.activations import activate
-from tensorlogic.plans import Environment, Plan, environment, export_lockfile
+from tensorlogic.plan_records import Plan
+from tensorlogic.plans import export_lockfile
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities

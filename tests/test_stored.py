@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure, settings, stores
+from tensorlogic import measure, stores
 from tensorlogic.numerics import Verdict
 from tensorlogic.op import Candidate
-from tensorlogic.program import choosing, regions, stored
+from tensorlogic.program import choosing, regions, stored, whole
 from tensorlogic.program.code import Sites
+from tensorlogic.system import settings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NOTE = "by an earlier process"
@@ -188,13 +189,13 @@ def test_regions_serve_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.no_grad()
 def test_what_is_wrong_here_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     optimized(model(), x())
-    plain, asked = choosing.Whole.judge, []
+    plain, asked = whole.Whole.judge, []
 
-    def once(self: choosing.Whole, program: Any) -> Verdict:
+    def once(self: whole.Whole, program: Any) -> Verdict:
         asked.append(program)
         return Verdict("wrong", 9.0) if len(asked) == 1 else plain(self, program)
 
-    monkeypatch.setattr(choosing.Whole, "judge", once)
+    monkeypatch.setattr(whole.Whole, "judge", once)
     fast = optimized(model(), x())
     assert not earlier(fast)
     assert fast.report.outcome != "original"

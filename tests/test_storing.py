@@ -11,10 +11,10 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic import checking, measure, native, registry, selector, stores, study
+from tensorlogic.environments import environment
 from tensorlogic.op import EAGER, OPS, Candidate, Op
 from tensorlogic.ops.common import storing
 from tensorlogic.plan_records import Evidence, Plan
-from tensorlogic.plans import environment
 
 from .clockwork import Clock
 

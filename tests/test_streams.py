@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
-from tensorlogic.program.streams import Aside, aside
+from tensorlogic.system.thread_output import Aside, aside
 
 IN_TURN = """
     import io, sys, threading, time
-    from tensorlogic.program.streams import aside
+    from tensorlogic.system.thread_output import aside
 
     sys.setswitchinterval(1e-6)
     sys.stdout = here = io.StringIO()

@@ -16,7 +16,7 @@ from tensorlogic import numerics, registry  # isort: skip  (after the interprete
 from tensorlogic.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_batch_norm as kernels  # isort: skip
 from tensorlogic.ops.common import triton_columns, triton_launch  # isort: skip
-from tensorlogic.plans import Key  # isort: skip
+from tensorlogic.plan_records import Key  # isort: skip
 
 from .compiled import nothing_spills  # isort: skip
 

@@ -20,9 +20,9 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402  (after the environment is set)
 
-from tensorlogic import settings  # noqa: E402
-from tensorlogic.compiling import CompileFailure  # noqa: E402
 from tensorlogic.ops.common import triton_launch, triton_start, triton_tools  # noqa: E402
+from tensorlogic.system import settings  # noqa: E402
+from tensorlogic.system.compile_pool import CompileFailure  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -274,7 +274,7 @@ def test_kernels_stay_in_one_cache_whatever_the_variables_become(tmp_path: Path)
     code = f"""
 import os, pickle, sys
 from triton.backends.nvidia import compiler
-from tensorlogic import workers
+from tensorlogic.system import compile_workers as workers
 from tensorlogic.ops.common import triton_launch
 torchs = {{"TRITON_CACHE_DIR": {str(other)!r}, "TRITON_PTXAS_PATH": {str(assembler)!r}}}
 if sys.argv[1] == "torch":

@@ -35,7 +35,7 @@ from tensorlogic import plans, policies, registry  # isort: skip
 from tensorlogic.op import EAGER, OPS  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_placed as kernels  # isort: skip
-from tensorlogic.ops.common.triton_fitting import CompileFailure  # isort: skip
+from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip
 from tensorlogic.ops.reduce import EXTREME_BACKWARD, MAX, extreme_backward, together  # isort: skip
 

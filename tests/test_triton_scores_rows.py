@@ -9,8 +9,8 @@ import torch
 
 import tensorlogic
 from tensorlogic.checking import Checker
-from tensorlogic.compiling import CompileFailure
 from tensorlogic.op import OPS
+from tensorlogic.system.compile_pool import CompileFailure
 
 from .support.triton import DEVICE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 

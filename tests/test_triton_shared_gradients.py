@@ -22,8 +22,8 @@ from tensorlogic.op import OPS, bits
 from tensorlogic.ops.common import triton_columns as columns_
 from tensorlogic.ops.common import triton_launch
 from tensorlogic.ops.common import triton_shared_gradients as kernels
-from tensorlogic.ops.pointwise import POINTWISE_BACKWARD, family
-from tensorlogic.ops.pointwise.family import pointwise_backward
+from tensorlogic.ops.pointwise import family
+from tensorlogic.ops.pointwise.family import POINTWISE_BACKWARD, pointwise_backward
 from tensorlogic.ops.pointwise.triton_shared_gradients import READS
 
 from .compiled import made

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tensorlogic import registry
+
 from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
     DEVICE,
     LAYOUTS,
@@ -22,11 +24,13 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
     special,
 )
 
-from tensorlogic import registry, study  # isort: skip  (after the interpreter is asked for)
-from tensorlogic.compiling import CompileFailure  # isort: skip
+from tensorlogic import checking  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
-from tensorlogic.ops.common import triton_softmax as kernels  # isort: skip
+from tensorlogic.ops.common import triton_softmax as kernels
+
+from tensorlogic.ops.common import triton_launch as common_triton_launch  # isort: skip
 from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip
 
 from .compiled import nothing_spills  # isort: skip
@@ -84,7 +88,7 @@ def test_every_layout_is_served(case: int) -> None:
     for op, key in softmax_keys(x, dim % x.dim()):
         candidate = op.candidates["triton.lines"]
         assert candidate.unfit(key) is None
-        checker = study.Checker(op, key, DEVICE)
+        checker = checking.Checker(op, key, DEVICE)
         for config in candidate.configs(key)[:: 2 if x.numel() > 2000 else 1]:
             verdict = checker._probe(candidate.bind(key, config, DEVICE), 0, 0)[1]
             assert verdict, (key.text, config, verdict.reason)
@@ -124,7 +128,7 @@ def test_offsets_beyond_32_bits() -> None:
     for held in ({}, {"TILES": 2}):
         kernel = kernels.softmax_fwd_held if held else kernels.softmax_fwd_swept
         strides = {"x_o": 0, "x_c": 4, "x_i": 1, "y_o": 0, "y_c": 4, "y_i": 1}
-        run = kernels.prepare(
+        run = common_triton_launch.prepare(
             kernel, grid=(2, 1, 1), pointers={"x_ptr": "f32", "y_ptr": "f32"}, integers={"C": 20, "N": 4, **strides}, floats=(),
             constexprs={**held, "WIDE": True, "BLOCK_C": 16, "BLOCK_I": 2}, num_warps=4, num_stages=1, device=DEVICE,
         )  # fmt: skip

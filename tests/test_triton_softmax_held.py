@@ -11,9 +11,14 @@ import torch
 from .support.triton import TOLERANCE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
-from tensorlogic.op import OPS, Key  # isort: skip
+from tensorlogic.op import OPS
+
+from tensorlogic.plan_records import Key  # isort: skip
 from tensorlogic.numerics import DTYPES  # isort: skip
-from tensorlogic.ops.common import cross_entropy_held, softmax_held, triton_launch, wiring  # isort: skip
+from tensorlogic.ops.common import cross_entropy_held, softmax_held, triton_launch
+from tensorlogic.system import compile_pool
+
+from tensorlogic.ops.common import wiring  # isort: skip
 from tensorlogic.ops.softmax import triton_held  # isort: skip
 from .compiled import STACK, resources  # isort: skip
 
@@ -149,5 +154,5 @@ def test_what_softmax_held_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cross_entropy_held.tiles(1000, "f16", few) == (4, 3)
     assert cross_entropy_held.tiles(1001, "f16", few) == (4, 0)  # the last two may be ragged
     short = {"LANES": 256, "num_warps": 8, "per": 1, "KEPT": 8, "AHEAD": 2}
-    with pytest.raises(triton_launch.CompileFailure, match="does not hold"):
+    with pytest.raises(compile_pool.CompileFailure, match="does not hold"):
         softmax_held.softmax_held_launcher(4, 300000, "f16", short, DEVICE, 1)

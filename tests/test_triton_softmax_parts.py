@@ -24,11 +24,15 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
 )
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import registry, study  # isort: skip
-from tensorlogic.compiling import CompileFailure  # isort: skip
+from tensorlogic import registry
+
+from tensorlogic import checking  # isort: skip
+from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.op import OPS, Candidate  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
-from tensorlogic.ops.common import triton_softmax_parts as kernels  # isort: skip
+from tensorlogic.ops.common import triton_softmax_parts as kernels
+
+from tensorlogic.ops.common import triton_softmax  # isort: skip
 from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip
 
 
@@ -156,7 +160,7 @@ def test_every_layout_is_served(case: int) -> None:
     for op, key in softmax_keys(x, dim % x.dim()):
         served = candidate(op.name)
         assert served.unfit(key) is None
-        checker = study.Checker(op, key, DEVICE)
+        checker = checking.Checker(op, key, DEVICE)
         configs = served.configs(key)
         assert 1 <= len(configs) <= 7
         for config in (configs[0], configs[-1]):
@@ -188,7 +192,7 @@ def test_a_configuration_of_another_key_is_refused_or_right() -> None:
     brings = [*keys, op.key([torch.empty(10**6), 0, False], "inference")]
     configs = [served.configs(key)[0] for key in brings]
     for key, own in zip(keys, configs, strict=False):
-        checker = study.Checker(op, key, DEVICE)
+        checker = checking.Checker(op, key, DEVICE)
         for config in configs:
             if config != own:
                 verdict = checker._probe(served.bind(key, config, DEVICE), 0, 0)[1]
@@ -264,7 +268,7 @@ def test_configurations_fill_the_gpu_and_are_combined_at_once() -> None:
                     assert config["parts"] * config["BLOCK_I"] <= kernels.COMBINED * config["num_warps"] // 8  # fmt: skip
                     assert 64 <= groups * config["parts"] <= 8 * 132
                     if name in ("columns", "odd columns", "turned"):  # whole sectors of neighbours
-                        assert config["BLOCK_I"] * kernels.SIZE[dtype] % kernels.SECTOR == 0
+                        assert config["BLOCK_I"] * triton_softmax.SIZE[dtype] % kernels.SECTOR == 0
                 spans = [kernels.span_of(lies.length, c["parts"]) for c in configs]
                 assert all(s * c["parts"] >= lies.length for s, c in zip(spans, configs, strict=True))  # fmt: skip
 

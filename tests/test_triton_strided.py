@@ -13,7 +13,7 @@ from torch import Tensor
 from .support.triton import DEVICE, GUARD, TORCH, close, rand
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
-from tensorlogic.compiling import CompileFailure  # isort: skip
+from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.op import OPS, spec  # isort: skip
 from tensorlogic.ops.common import triton_elementwise as elementwise  # isort: skip
 from tensorlogic.ops.common import compiled_launch, triton_launch, wiring  # isort: skip

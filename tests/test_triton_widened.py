@@ -100,8 +100,7 @@ def test_a_thread_keeps_its_registers() -> None:
 
 
 def test_a_policy_that_keeps_no_copy_refuses_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorlogic.plan_records import TensorSpec
-    from tensorlogic.plans import Key
+    from tensorlogic.plan_records import Key, TensorSpec
 
     def key(precision: str, *dtypes: str, n: int = 2048) -> Key:
         specs = tuple(TensorSpec(d, (n, n), (n, 1)) for d in dtypes)

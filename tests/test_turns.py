@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import compiling, stores, study, tuning, turns
+from tensorlogic import stores, study, tuning, turns
 from tensorlogic.autotune import measure_key
+from tensorlogic.environments import environment
 from tensorlogic.op import EAGER, Candidate, Op
-from tensorlogic.plans import UNFINISHED, Key, Plan, environment
+from tensorlogic.plan_records import UNFINISHED, Key, Plan
+from tensorlogic.system import compile_pool
 
 from .clockwork import Clock
 from .support.plans import begun, finish
@@ -58,9 +60,9 @@ def look(op: Op, key: Key, known: Plan | None = None, prompt_s: float = PROMPT_S
 def slow_and_quick(job: Any) -> tuple[Any, Any]:
     """A job that runs until a file beside its own says `.go`, and one that is finished."""
     slow, quick = job("wait", "slow"), job("fine", "quick")
-    compiling.submit((quick,))
+    compile_pool.submit((quick,))
     finish(quick)
-    compiling.submit((slow,))
+    compile_pool.submit((slow,))
     begun(slow)
     return slow, quick
 
@@ -119,7 +121,7 @@ def test_a_configuration_too_few_is_said_as_well(job: Any) -> None:
 
 def test_without_a_limit_everything_is_waited_for(job: Any) -> None:
     late = job("sleep")
-    compiling.submit((late,))
+    compile_pool.submit((late,))
     begun(late)
     op, key = planted(("planted.late", [late]))
     plan = look(op, key, prompt_s=float("inf"))
@@ -132,22 +134,22 @@ def test_the_caller_begins_nothing_in_the_second_half_of_its_time(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = job("wait", "busy")
-    compiling.submit((busy,))
+    compile_pool.submit((busy,))
     begun(busy)  # the only worker
     op, key = planted(("planted.many", [job("fine", f"{n}") for n in range(20)]))
     late = turns.listed(op.candidates["planted.many"], key, CPU)
-    compiling.submit(turns.jobs([late]))
+    compile_pool.submit(turns.jobs([late]))
     (clock := Clock(tick=0.01)).stands_in(monkeypatch, turns)
     monkeypatch.setattr(turns, "LOOK_S", 1e-3)
     came = []
     for turn in turns.arriving(late, 2):
-        compiling.settle(turn.jobs[0])  # nobody has begun it: the caller compiles
+        compile_pool.settle(turn.jobs[0])  # nobody has begun it: the caller compiles
         came.append(clock.now)
         clock.sleep(0.4)
     assert clock.now >= 2
     assert came == pytest.approx([0, 0.4, 0.8], abs=0.1)
     assert len(late) == 20 - len(came)
-    assert all(compiling.there(turn.jobs) is False for turn in late)
+    assert all(compile_pool.there(turn.jobs) is False for turn in late)
     Path(busy.path + ".go").touch()
 
 
@@ -180,7 +182,7 @@ def test_what_a_process_needs_to_load_kernels_is_begun_with_the_first_jobs(
         def ahead() -> None:
             begun.append("ahead")
 
-    compiling.submit([])
+    compile_pool.submit([])
     assert not begun
-    compiling.submit([Job()])
+    compile_pool.submit([Job()])
     assert begun == ["ahead"]

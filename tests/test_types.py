@@ -14,7 +14,7 @@ import tensorlogic
 from tensorlogic.numeric_mode import MODES
 from tensorlogic.ops.common.activations import ACTIVATIONS
 from tensorlogic.ops.softmax_cross_entropy import REDUCTIONS
-from tensorlogic.settings import TUNE_MODES
+from tensorlogic.system.settings import TUNE_MODES
 
 SETUP = """
 import numpy as np

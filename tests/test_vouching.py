@@ -15,7 +15,7 @@ from torch import Tensor
 import tensorlogic
 from tensorlogic import native, policies, registry, selector, stores, vouching
 from tensorlogic.op import EAGER, OPS, Op
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 CPU = torch.device("cpu")

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import calls, hardware, native
+from tensorlogic import calls, native
+from tensorlogic.system import hardware
 
 if hardware.triton_missing() or torch.cuda.is_available() or not hardware.interpreting():
     pytest.skip("needs Triton's interpreter, and no GPU", allow_module_level=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic import PrecisionWarning, accuracy, adapting, native, ranking
+from tensorlogic import ranking as tensorlogic_ranking
 from tensorlogic.adapting import Adaptive
 from tensorlogic.op import OPS
 
@@ -140,7 +141,7 @@ def test_it_serves_and_is_asked_again_when_data_change(
     looked: list[int] = []
     natively = accuracy.natively
     monkeypatch.setattr(accuracy, "natively", lambda *g: looked.append(1) or natively(*g))
-    usual = adapting.order
+    usual = tensorlogic_ranking.order
     monkeypatch.setattr(
         adapting, "order", lambda op, *g: [(op.candidates["cpu.f32"], {}), *usual(op, *g)]
     )

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import hardware, ranking
-from tensorlogic.plan_records import TensorSpec
-from tensorlogic.plans import Key
+from tensorlogic import ranking
+from tensorlogic.plan_records import Key, TensorSpec
+from tensorlogic.system import hardware
 
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)
 
-from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common import cublaslt, ways_cuda, ways_series
 from tensorlogic.ops.common.ways_series import Planes, Step
+from tensorlogic.system.compile_pool import CompileFailure
 
 from .driver.cublaslt import Library
 

@@ -28,7 +28,10 @@ from tensorlogic import plan_files, registry  # noqa: E402
 from tensorlogic.entrants import Entrant, pick  # noqa: E402
 from tensorlogic.legacy_hashes import DIGITS, Place, Table, group, renamed  # noqa: E402
 from tensorlogic.op import EAGER, OPS, Op  # noqa: E402
-from tensorlogic.plans import Evidence, Plan  # noqa: E402
+from tensorlogic.plan_records import (
+    Evidence,
+    Plan,  # noqa: E402
+)
 
 DEVICES = ("cuda", "cpu", "mps")
 # Where ops and the loading of their candidates lie inside the package: now, and before files moved.

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from tensorlogic import checking, registry
 from tensorlogic.checking import Checker
-from tensorlogic.compiling import CompileFailure
 from tensorlogic.op import OPS, Launcher, Op
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
+from tensorlogic.system.compile_pool import CompileFailure
 
 DEVICE = torch.device("cuda")
 DELAY = 200_000_000  # cycles of a GPU: 100 ms

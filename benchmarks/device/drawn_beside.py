@@ -72,9 +72,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import tensorlogic
-from tensorlogic import capture_watch, compiling, measure, stores, turns
+from tensorlogic import measure, stores, turns
+from tensorlogic.environments import environment
 from tensorlogic.op import EAGER
-from tensorlogic.plans import environment
+from tensorlogic.system import capture_state, compile_pool
 
 ROOT = Path(os.environ["DRAWN_BESIDE"])  # of this process and its workers
 WARMING = 0.4  # of the time
@@ -149,7 +150,7 @@ def ahead(problem: Problem, seed: int) -> None:
         keys = met(problem, one_set(problem, seed), EAGER)
         for op, key in keys:
             for its, k in ((op, key), *op.twins(key)):
-                compiling.submit(turns.kernels(its, k, DEVICE))
+                compile_pool.submit(turns.kernels(its, k, DEVICE))
     except FAILURES as failure:
         print(f"{problem.index} {problem.text}: not compiled ahead: {said(failure)}", flush=True)
 
@@ -374,7 +375,7 @@ def kept(asked: argparse.Namespace, rows: Sequence[Row], found: Row) -> None:
     asked.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
 
 
-@compiling.awaited()  # kernels of what comes next are compiled meanwhile
+@compile_pool.awaited()  # kernels of what comes next are compiled meanwhile
 def main() -> int:
     """Draw, compile ahead, time, tell."""
     begin, asked = time.monotonic(), options()
@@ -389,7 +390,7 @@ def main() -> int:
                 print(f"{problem.index:4d} {problem.family:10s} {problem.text}")
             return 0
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as `timeout` sends it
-        capture_watch.install() if CUDA else None
+        capture_state.install() if CUDA else None
         where = environment(DEVICE)
         print(f"{where.device}, {where.driver}, PyTorch {where.torch}, Triton {where.triton}, seed {asked.seed}", flush=True)  # fmt: skip
         rows = timed_all(asked, begin)

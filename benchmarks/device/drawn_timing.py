@@ -11,9 +11,10 @@ import torch
 from drawn_problems import CUDA, DEVICE, Problem
 from torch import Tensor
 
-from tensorlogic import capture_watch, measure, numerics, policies, selector
+from tensorlogic import measure, numerics, policies, selector
 from tensorlogic.op import Op
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
+from tensorlogic.system import capture_state
 
 SETS, APART = 6, 100e6  # sets of arguments at most, and the bytes that they exceed together
 ROUNDS, ROUNDS_S = 21, 1.0
@@ -78,7 +79,7 @@ class Replayed:
         torch.cuda.synchronize(DEVICE)
         measure.give_back(DEVICE)
         recording = torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local")
-        with capture_watch.turn(), recording:
+        with capture_state.turn(), recording:
             for i in range(count):
                 steps[i % len(steps)]()
         self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -94,7 +95,7 @@ class Replayed:
         return self.start.elapsed_time(self.end) / self.count * 1e3
 
     def close(self) -> None:
-        capture_watch.bury(self, "graph")
+        capture_state.bury(self, "graph")
 
 
 class Timed:

@@ -28,11 +28,11 @@ os.environ["TRITON_CACHE_DIR"] = os.environ["TENSORLOGIC_CACHE_DIR"] + "/triton"
 import torch
 
 import tensorlogic
-from tensorlogic import measure, neighbours, plans, policies, selector, stores
+from tensorlogic import environments, measure, neighbours, plans, policies, selector, stores
 from tensorlogic.bench import rows
 from tensorlogic.checking import InputSet
 from tensorlogic.op import EAGER, Op
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
 
 FOLDER = Path(os.environ["TENSORLOGIC_CACHE_DIR"])
 SHIPPED = plans.SHIPPED
@@ -73,7 +73,7 @@ def against_shipped(op: Op, key: Key, device: torch.device) -> str:
     """Device time of the choice over the shipped plan's, side by side."""
     ours = selector.decide(op, key, device, policies.current())
     plans.SHIPPED = SHIPPED
-    view = plans.PlanStore(FOLDER / "none", stores.environment(device))
+    view = plans.PlanStore(FOLDER / "none", environments.environment(device))
     serves = [id for id, candidate in op.candidates.items() if candidate.unfit(key) is None]
     theirs = view.get(key) or view.nearest(key, serves.__contains__, normal=op.normal)
     if theirs is None:

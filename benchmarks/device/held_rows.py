@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from drawn_timing import Replayed
 
 import tensorlogic
-from tensorlogic import compiling, registry
+from tensorlogic import registry
 from tensorlogic.op import OPS, Op
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
+from tensorlogic.system import compile_pool
 
 ROWS = {
     2: (33000, 50304, 80000, 120000, 155648),
@@ -148,7 +149,7 @@ def reachable() -> float:
 
 
 @torch.no_grad()
-@compiling.awaited()  # kernels of what comes next are compiled meanwhile
+@compile_pool.awaited()  # kernels of what comes next are compiled meanwhile
 def main() -> int:
     """All of them, as far as the time goes."""
     parser = argparse.ArgumentParser(
@@ -178,7 +179,7 @@ def main() -> int:
             for name in OURS:
                 if name in op.candidates and not op.candidates[name].supports(key):
                     for config in op.candidates[name].configs(key):
-                        compiling.submit(op.candidates[name].jobs(key, config, DEVICE))
+                        compile_pool.submit(op.candidates[name].jobs(key, config, DEVICE))
         for each in asked:
             if time.monotonic() < end:
                 timed(*each, gbs, args.compile)

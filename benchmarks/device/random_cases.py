@@ -34,10 +34,10 @@ from torch import Tensor
 
 from tensorlogic import dispatch, numerics, policies, registry
 from tensorlogic.checking import Checker
-from tensorlogic.compiling import CompileFailure
-from tensorlogic.memory import heap
 from tensorlogic.op import EAGER, OPS, Candidate, Config, Op
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
+from tensorlogic.system import heap_trim
+from tensorlogic.system.compile_pool import CompileFailure
 
 FAMILY = 20  # cases that share kernels
 VARIANTS = 2  # configurations of a candidate that a family compiles before it keeps to them
@@ -217,7 +217,7 @@ def run_family(number: int, seed: int, ops: Sequence[Op], elements: int, candida
                 if "illegal" in found or "misaligned" in found:  # nothing runs after it
                     return {"family": number, "tally": tally, "wrong": wrong, "compiled": 0, "stop": True}  # fmt: skip
         compiled = max(compiled, len(shared.compiled))
-    heap.give_back()
+    heap_trim.give_back()
     return {"family": number, "tally": tally, "wrong": wrong, "compiled": compiled, "refused": refused}  # fmt: skip
 
 

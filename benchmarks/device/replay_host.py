@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import hardware, measure
+from tensorlogic import measure
 from tensorlogic.program.capturing import Captured
 from tensorlogic.program.graphs import CallTape, Replay, Tape
+from tensorlogic.system import hardware
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")

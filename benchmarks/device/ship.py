@@ -30,10 +30,12 @@ os.environ["TENSORLOGIC_CACHE_DIR"] = tempfile.mkdtemp(prefix="tensorlogic-ship-
 import torch
 
 import tensorlogic
-from tensorlogic import compiling, plans, policies, registry, stores, tuning, turns
+from tensorlogic import plans, policies, registry, stores, tuning, turns
 from tensorlogic.autotune import measure_key
+from tensorlogic.environments import environment
 from tensorlogic.op import EAGER, OPS
-from tensorlogic.plans import Plan, environment
+from tensorlogic.plan_records import Plan
+from tensorlogic.system import compile_pool
 
 SQUARES = (384, 1536, 96, 768, 3072, 6144)
 WIDTHS = (384, 1536, 6144)  # of x and of outputs, all by all
@@ -269,7 +271,7 @@ def ahead(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         if not measure_key.complete(its, stores.current(device).get(k), k)
     ]
     for op, key, device in left:
-        compiling.submit(turns.kernels(op, key, device))
+        compile_pool.submit(turns.kernels(op, key, device))
     return bool(left)
 
 
@@ -278,7 +280,7 @@ def current(plan: Plan) -> bool:
     return plan.valid({c.id: c.source for c in OPS[plan.key.op].candidates.values()})
 
 
-@compiling.awaited()  # kernels of what comes next are compiled meanwhile
+@compile_pool.awaited()  # kernels of what comes next are compiled meanwhile
 def main() -> int:
     """Measure until the time is over and write."""
     parser = argparse.ArgumentParser(

@@ -24,10 +24,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from drawn_timing import Replayed
 
 import tensorlogic
-from tensorlogic import compiling, registry
+from tensorlogic import registry
 from tensorlogic.bench import rows
 from tensorlogic.op import Op
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
+from tensorlogic.system import compile_pool
 
 SHAPES = ((1024, 1024, 1024), (1536, 1536, 1536), (2048, 2048, 2048), (4096, 4096, 4096), (4096, 1024, 4096), (2048, 768, 3072))  # fmt: skip
 PARTS = (0, 128, 64, 32)  # columns; 0: whole
@@ -107,7 +108,7 @@ def timed(shape: tuple[int, int, int], name: str) -> None:
 
 
 @torch.no_grad()
-@compiling.awaited()  # kernels of what comes next are compiled meanwhile
+@compile_pool.awaited()  # kernels of what comes next are compiled meanwhile
 def main() -> int:
     """All of them, as far as the time goes."""
     parser = argparse.ArgumentParser(
@@ -122,7 +123,7 @@ def main() -> int:
         for shape, name in asked:
             op, key = met(*calls(*shape)[name])
             for config in tiles(op, key).values():
-                compiling.submit(op.candidates["triton.tiled"].jobs(key, config, DEVICE))
+                compile_pool.submit(op.candidates["triton.tiled"].jobs(key, config, DEVICE))
         for shape, name in asked:
             if time.monotonic() < end:
                 timed(shape, name)

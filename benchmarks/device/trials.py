@@ -26,8 +26,8 @@ from trial_shapes import DEVICE, Shape, both, miss, poison, rand
 
 import tensorlogic
 from tensorlogic import tuning
-from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common import triton_launch
+from tensorlogic.system.compile_pool import CompileFailure
 
 PARTS: dict[str, list[Callable[[], Shape]]] = {
     "both": [lambda: both(4096, 32000, "f16"), lambda: both(8192, 16384, "bf16"), lambda: both(2048, 128256, "f16")],

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from .. import isolation, measure, numerics, plans, registry, study
+from .. import checking, environments, failing, isolation, measure, numerics, plans, registry, study
 from ..op import EAGER, OPS, Launcher, Op
-from ..plans import Plan, PlanStore
+from ..plan_records import Plan
+from ..plans import PlanStore
 from .progress import Tick
 
 GOOD = "good"
@@ -70,8 +71,8 @@ def _finding(plan: Plan, margin: float) -> Finding:
 def _standing(op: Op, plan: Plan, device: torch.device, margin: float) -> tuple[str, str]:
     """Right, with the locked configuration? And how far from the best that can be had today?"""
     try:
-        checker = study.Checker(op, plan.key, device)
-    except (torch.OutOfMemoryError, *study.BIND_ERRORS) as problem:
+        checker = checking.Checker(op, plan.key, device)
+    except (torch.OutOfMemoryError, *failing.BIND_ERRORS) as problem:
         return "wrong", f"the key cannot be measured here: {type(problem).__name__}: {problem}"
     try:
         candidate = op.candidates[plan.eager]
@@ -79,11 +80,11 @@ def _standing(op: Op, plan: Plan, device: torch.device, margin: float) -> tuple[
         verdict = numerics.Verdict(None, 0.0)
         if plan.eager != EAGER:
             verdict = checker.check(launch, coarse=candidate.coarse(plan.key))
-    except (torch.OutOfMemoryError, *study.BIND_ERRORS) as problem:
+    except (torch.OutOfMemoryError, *failing.BIND_ERRORS) as problem:
         return "wrong", f"failed: {type(problem).__name__}: {problem}"
     if not verdict:
         return "wrong", verdict.reason or ""
-    fresh = study.Study(op, plan.key, device, plans.environment(device)).run()
+    fresh = study.Study(op, plan.key, device, environments.environment(device)).run()
     if fresh is None or (fresh.eager, fresh.eager_config) == (plan.eager, plan.eager_config):
         return GOOD, ""
     best = op.candidates[fresh.eager].bind(plan.key, fresh.eager_config, device)
@@ -151,7 +152,7 @@ def adopt(
             0,
             f"it holds no plans for {kind}, only for {', '.join(lock.environments) or 'nothing'}",
         )
-    if lock.environments[kind] != plans.environment(device) and not anywhere:
+    if lock.environments[kind] != environments.environment(device) and not anywhere:
         theirs = lock.environments[kind]
         return (
             0,

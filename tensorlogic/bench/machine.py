@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from .. import hardware, native, settings
-from ..plans import environment
+from .. import native
+from ..environments import environment
+from ..system import hardware, settings
 from ..system.package import version
 
 PACKAGES = ("numpy", "triton", "quack-kernels", "liger-kernel", "nvmath-python")

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from .. import adapting, measure, numerics, ranking, tuning
-from ..memory import heap, pool, staging
+from ..memory import pool, staging
 from ..numeric_mode import Mode, PrecisionWarning
 from ..op import EAGER, OPS, Op
 from ..ops.matmul import matmul
 from ..placement import placement
-from ..plans import Key
+from ..plan_records import Key
 from ..precision import precision
+from ..system import heap_trim
 from . import machine
 from .results import write_text
 from .tables import aligned
@@ -206,7 +207,7 @@ def _peak(call: Callable[[], Any], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     pool.clear()
     # what C's heap keeps of earlier results would be taken again unseen
-    heap.give_back()
+    heap_trim.give_back()
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:  # not Linux, or not allowed

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..hardware import title
+from ..system.hardware import title
 from . import facts, figures, summary, tables
 from .problems import Problem
 from .results import Results, Row, load

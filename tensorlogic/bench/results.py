@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .. import files
 from ..measure import Samples
+from ..system import atomic_file
 from .problems import Problem
 
 FORMAT = "tensorlogic bench"
@@ -145,7 +145,7 @@ class Results:
 def write_text(path: Path, text: str, what: str) -> None:
     """Replace a file in one step; Problem, naming `what` it is, when the folder cannot be written."""
     try:
-        files.replace(path, text)
+        atomic_file.replace(path, text)
     except OSError as problem:
         raise Problem(f"{what} {path} cannot be written: {problem}") from problem
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import measure, numerics, policies, selector, stores, study, tuning, turns
+from .. import failing, measure, numerics, policies, selector, stores, tuning, turns
 from ..autotune import measure_key
 from ..op import EAGER, Op
-from ..plans import Key
+from ..plan_records import Key
 from ..tuning import Learned
 from .cases import DROP, RECIPES, Case, Maker, Recipe, dropout_error, nbytes, shapes, transfer
 from .results import OURS, Row, rounded
@@ -71,7 +71,7 @@ def measured(case: Case, device: torch.device, effort: Effort) -> Row:
     except torch.OutOfMemoryError as problem:
         row.status, row.reason = "failed", f"out of memory: {_brief(problem)}"
         torch.cuda.empty_cache()  # does nothing where no GPU was used
-    except study.BIND_ERRORS as problem:
+    except failing.BIND_ERRORS as problem:
         row.status, row.reason = "failed", f"{type(problem).__name__}: {_brief(problem)}"
     return row
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 
-from .. import compiling, policies, settings, stores
+from .. import policies, stores
 from ..op import EAGER
-from ..plans import Plan, PlanStore
+from ..plan_records import Plan
+from ..plans import PlanStore
+from ..system import compile_pool, settings
 from ..tuning import Learned
 from . import ceilings, machine, rows, suites
 from .cases import Case
@@ -148,11 +150,11 @@ def _measure(
     tick(len(todo), len(todo), "done")
 
 
-@compiling.awaited()
+@compile_pool.awaited()
 def _prepare(cases: list[Case], device: torch.device, tick: Tick) -> None:
     """Compile in all workers and measure every key before the first row is timed, so that no compiler disturbs a row."""
     with torch.no_grad():
-        compiling.submit(rows.kernels(cases, device))
+        compile_pool.submit(rows.kernels(cases, device))
     for done, case in enumerate(cases):
         if case.category != "transfer":
             tick(done, len(cases), f"tuning {case.id}")
@@ -191,7 +193,7 @@ def newest() -> Path:
     return found[-1]
 
 
-@compiling.awaited()
+@compile_pool.awaited()
 def tune(
     *,
     quick: bool = False,
@@ -210,7 +212,7 @@ def tune(
     total = Learned()
     if where.type == "cuda":
         with torch.no_grad():
-            compiling.submit(rows.kernels(cases, where))
+            compile_pool.submit(rows.kernels(cases, where))
     for done, case in enumerate(cases):
         tick(done, len(cases), case.id)
         with policies.measuring():

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import calls, capture_watch, stores
+from .. import calls, stores
+from ..system import capture_state
 from . import staging_rules
 
 PAGE = 4096
@@ -107,7 +108,7 @@ class Stager:
             return
         n = source.numel() * source.element_size()
         self._by(self.rules[staging_rules.size_class(n)], source, target, n)
-        if self.left > 0 and n >= LARGE and (self.left > 1 or capture_watch.calm(self.device)):
+        if self.left > 0 and n >= LARGE and (self.left > 1 or capture_state.calm(self.device)):
             self.left -= 1
             if self.left == 0:
                 self._settle()

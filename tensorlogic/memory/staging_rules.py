@@ -11,8 +11,9 @@ from functools import lru_cache
 
 import torch
 
-from .. import settings, stores
+from .. import stores
 from ..notes import Notes
+from ..system import settings
 
 LOG = logging.getLogger("tensorlogic")
 MIB = 1 << 20

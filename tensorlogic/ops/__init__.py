@@ -20,7 +20,9 @@ from . import (
 )
 
 # what is registered before any provider's candidates, PyTorch's own first
-from .linear import precise, torch_candidates  # noqa: F401  isort: skip
+from .linear import precise
+
+from .linear import torch_candidates  # noqa: F401  isort: skip
 from .matmul import precise as _precise  # noqa: F401  isort: skip
 from .pointwise import together  # noqa: F401  isort: skip
 from .reduce import together as _extremes  # noqa: F401  isort: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..hardware import triton_missing
+from ..system.hardware import triton_missing
 from .common import gemm_one_row, gemm_wiring
 from .gelu_linear import GELU_LINEAR
 from .gelu_linear import triton_tiled as gelu_linear

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import capture_watch, derived, policies
+from .. import derived, policies
 from ..arguments import describe, flag, index
+from ..system import capture_state
 from ..tuning import leaves_of
 from . import lanes
 from .asked import KEPT, Asked, keeps_parametrized, modes
@@ -280,7 +281,7 @@ class Captured(Generic[P, R]):
 
         Its backward pass comes when the caller asks for it, on that stream, too, outside of any turn.
         """
-        with capture_watch.turn(0) as free:
+        with capture_state.turn(0) as free:
             if free:
                 unseen = Unseen(flat if entry.calls == 1 else ())
                 with entry.leaving.running(flat) as names:
@@ -305,7 +306,7 @@ class Captured(Generic[P, R]):
         if not self.recording.acquire(blocking=False):
             return None
         try:
-            with capture_watch.turn():  # nobody begins a call there meanwhile
+            with capture_state.turn():  # nobody begins a call there meanwhile
                 if entry.recorded is None and not lanes.awaited(device):
                     entry.recorded = self._recorded(entry, flat, spec, device)
                 return entry.recorded

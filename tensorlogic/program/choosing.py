@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .. import compiling, measure, settings
+from .. import measure
 from ..numerics import Verdict
+from ..system import compile_pool, settings
 from . import check, inductor, leftovers
 from . import spread as spreading
 from .contest import OP as CONTEST
@@ -221,7 +222,7 @@ def _right(
     graph, forced = plan.graph(variant, expected.strides)
     program = Program(plan.traced, graph, forced, plan.training, model)
     program.ways = {root: d.way for root, d in variant.items()}
-    with compiling.hurried():  # what was measured is there
+    with compile_pool.hurried():  # what was measured is there
         verdict = expected.judge(program)
     return (program if verdict and verdict.error <= check.GROWTH else None), verdict
 

@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from .. import binding, compiling, dispatch, policies, selector
+from .. import binding, dispatch, policies, selector
 from ..rules import Composite
+from ..system import compile_pool
 from .branches import Section, Step, ordered
 
 aten = torch.ops.aten
@@ -91,7 +92,7 @@ class Sites:
         fits = found is not None and found.unfit(key) is None  # another memory layout may have come
         if fits and not policy.reproducible and policy.forced(op.name) is None:
             policy = replace(policy, tune="off", force={op.name: self.forced[name]}, entries={})
-        with compiling.hurried(name in self.hurried or compiling.in_a_hurry()):
+        with compile_pool.hurried(name in self.hurried or compile_pool.in_a_hurry()):
             bound = binding.bind(op, ready, policy, recording)
         self.chosen[name] = bound.choice.candidate.id
         if bound.choice.source == selector.AT_HAND:

@@ -11,7 +11,7 @@ from .. import policies, selector, stores
 from ..autotune import measure_key
 from ..failing import BIND_ERRORS
 from ..op import EAGER, Candidate, Op
-from ..plans import Key
+from ..plan_records import Key
 
 
 def jobs(op: Op, key: Key, device: torch.device) -> list[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import capture_watch
+from ..system import capture_state
 from . import lanes
 from .buffers import expanded, once, static_like
 from .check import flat_values
@@ -47,7 +47,7 @@ class Tape:
         self.device, self.pool, self.recorded = device, pool, False
         # of the graph as the driver launches it, where a replay does nothing else
         self.handle = 0
-        capture_watch.install()
+        capture_state.install()
         self.graph = torch.cuda.CUDAGraph()
 
     def record(self, fn: Callable[[], Any]) -> Any:
@@ -56,7 +56,7 @@ class Tape:
         What cuBLAS works in shall be the graph's own. PyTorch keeps one such workspace a stream, and whoever records next lets
         go of it (torch.compile does), while this graph would go on writing there.
         """
-        with capture_watch.turn(), capture_watch.uncached():
+        with capture_state.turn(), capture_state.uncached():
             return self._record(fn)
 
     def _record(self, fn: Callable[[], Any]) -> Any:
@@ -87,7 +87,7 @@ class Tape:
         self.replay = self.graph.replay  # type: ignore[method-assign]  # without a frame of ours
 
     def __del__(self) -> None:
-        capture_watch.bury(self, "replay", "graph")
+        capture_state.bury(self, "replay", "graph")
 
 
 class CallTape(Tape):
@@ -121,7 +121,7 @@ def heal(device: torch.device) -> None:
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         recording = torch.cuda.graph(graph, capture_error_mode="thread_local")
-        with capture_watch.turn(), torch.cuda.device(device), recording:
+        with capture_state.turn(), torch.cuda.device(device), recording:
             torch.zeros(1, device=device)
     except RuntimeError as problem:  # what failed before is what the caller is told
         LOG.warning("tensorlogic: a failed capture could not be cleaned up: %s", problem)

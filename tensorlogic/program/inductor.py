@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .. import settings
-from ..workers import give_way
+from ..system import settings
+from ..system.compile_workers import give_way
 from .trace import Trace, first_line, random_call
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import capture_watch
+from ..system import capture_state
 
 PROGRAMS, CALLS = "programs", "calls"  # what `optimize` records; what `capture` does
 NON_BLOCKING = 1
@@ -59,7 +59,7 @@ def warm(fn: Callable[[], Any], device: torch.device, times: int = 2, use: str =
         return [fn() for _ in range(times)][-1]
     side = stream(device, use)
     # What another thread records there meanwhile would hold this, too.
-    with capture_watch.turn(), capture_watch.uncached():
+    with capture_state.turn(), capture_state.uncached():
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(times):
@@ -77,7 +77,7 @@ class Pending:
 
     def begin(self, _: Any) -> None:
         """Before the first step of a backward pass. Raises RuntimeError where it would be recorded."""
-        if capture_watch.capturing(self.device):
+        if capture_state.capturing(self.device):
             raise RuntimeError(
                 "capture: a backward pass through a call that ran before its function was recorded begins while another thread "
                 "records on the same stream; run backward once, on the thread that called forward"

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import capture_watch, derived, policies, settings, stores
-from ..workers import NICENESS
-from . import inductor, room
+from .. import derived, policies, stores
+from ..system import capture_state, idle_resources, settings
+from ..system.compile_workers import NICENESS
+from . import inductor
 from .contest import Contest
 from .copies import undisturbed
 from .report import Report
@@ -85,7 +86,7 @@ class Later:
 
     def _look(self) -> None:
         device = self.program.device
-        quiet = capture_watch.measurable(device) and plain_modes()
+        quiet = capture_state.measurable(device) and plain_modes()
         if not quiet or not self.program._context():
             return
         if not self.lock.acquire(blocking=False):
@@ -101,7 +102,7 @@ class Later:
 
     def _step(self) -> None:
         """Start the processes; look whether the next has ended; compare once that is earned."""
-        if not room.fits(self.program.device, self._needed()):
+        if not idle_resources.fits(self.program.device, self._needed()):
             self._next(LOOK_S)  # what the caller has taken meanwhile is the caller's
         elif not self.begun:
             if self._may_begin():
@@ -131,7 +132,7 @@ class Later:
         """One model at a time, and at once only where nobody needs what the compilers take."""
         if any(job.process.poll() is None for other in _BEGUN for job in other.jobs):
             return False
-        return self._work_s() >= EARNED_S or room.spare(self.program.device)
+        return self._work_s() >= EARNED_S or idle_resources.spare(self.program.device)
 
     def _next(self, seconds: float) -> None:
         self.look_at = self.calls + max(1, int(seconds / self.each_s))

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .. import arguments, compiling, derived, policies, settings, starting
-from ..memory.heap import give_back
+from .. import arguments, derived, policies
 from ..numeric_mode import Mode, Precision
 from ..precision import policy_of
 from ..precision import precision as Policy
+from ..system import compile_pool, process, settings
+from ..system.heap_trim import give_back
 from . import apart, gradients, recall
 from .advising import advise, watched
 from .apart import Apart
@@ -184,7 +185,7 @@ def optimize(
     until = begin + budget if budget_s is not None and settings.inductor() else 0.0
     copies = derived.CACHE.names()
     try:
-        with starting.young(), unsearched(), unhooked(model.parameters()):
+        with process.young(), unsearched(), unhooked(model.parameters()):
             served = _program(model, args, kwargs, training, budget, dynamic, report, asked, until)
     except (Untraceable, NotImplementedError) as problem:  # such as sparse tensors bring about
         if asked is not None:
@@ -320,7 +321,7 @@ def _program(
     if reason:
         raise Unfit(reason)
     if torch.cuda.is_initialized():
-        compiling.prepare()
+        compile_pool.prepare()
     with undisturbed(), torch.inference_mode(False), torch.set_grad_enabled(training):
         _copied(model)
         try:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .. import measure
 from ..numerics import Verdict
+from ..system.thread_output import aside
 from . import check
 from .backend import rewritten
 from .choosing import MUST_GAIN, best, pays_off
@@ -29,7 +30,6 @@ from .outcomes import outcome, random_state, widely
 from .report import Report
 from .serve import Program
 from .short import MISS, plain_modes
-from .streams import aside
 from .trace import Trace, Untraceable, counters, first_line, prepare, witness
 from .watch import Hooks
 

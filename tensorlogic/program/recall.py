@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import files, policies, settings
+from .. import policies
+from ..system import atomic_file, settings
 from . import check
 from .code import last_uses
 from .copies import fresh, sharing
@@ -116,7 +117,7 @@ def _keep(path: Path, found: Trace) -> None:
     try:
         places = ["" if s.kind.name == "USER_INPUT" else s.target for s in specs]
         text = json.dumps({"places": places, "calls": packed(program.graph)})
-        files.replace(path, text, sync=False)
+        atomic_file.replace(path, text, sync=False)
         known = sorted(path.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)
         for old in known[: max(0, len(known) - MOST)]:
             old.unlink(missing_ok=True)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from .. import compiling, measure, registry
+from .. import measure, registry
 from ..numerics import NAMES, Verdict
 from ..op import Op
-from ..plans import Key
+from ..plan_records import Key
 from ..rules import Composite, Way
+from ..system import compile_pool
 from . import check, early
 from .code import Function
 from .decisions import Decision, evidence, refused, slowness
@@ -56,7 +57,7 @@ class Judge:
         self.writes = False
         self.late = False  # a region was not measured for want of time
 
-    @compiling.awaited()
+    @compile_pool.awaited()
     def decide(self, regions: Sequence[Region], values: Mapping[str, Any]) -> dict[str, Decision]:
         """root -> decision for every region, in one walk over the original graph; `values` are its inputs and state."""
         found = {
@@ -69,12 +70,12 @@ class Judge:
             jobs = self._begun(at, regions, values)
             for waits in (False, True) if jobs else (True,):
                 for region, env in self._walk(at, regions, values):
-                    if waits or compiling.there(jobs.get(region.root, ())):
-                        with compiling.hurried(self._hurries(region)):
+                    if waits or compile_pool.there(jobs.get(region.root, ())):
+                        with compile_pool.hurried(self._hurries(region)):
                             found[region.root] = self._one(region, env)
                         self.passed[region.op, region.root, region.calls] = found[region.root]
                 at = {root: r for root, r in at.items() if root not in found}
-        compiling.drop(job for own in jobs.values() for job in own)
+        compile_pool.drop(job for own in jobs.values() for job in own)
         return found
 
     def _hurries(self, region: Region) -> bool:
@@ -86,7 +87,7 @@ class Judge:
         self, at: Mapping[str, Region], regions: Sequence[Region], values: Mapping[str, Any]
     ) -> dict[str, list[Any]]:
         """root -> kernels that workers compile from here on; regions whose kernels are there are decided first."""
-        if self.writes or not compiling.elsewhere():
+        if self.writes or not compile_pool.elsewhere():
             return {}
         registry.ready(self.device.type)
         served: dict[str, list[Any]] = {}
@@ -98,8 +99,8 @@ class Judge:
                 tried[region.root] = [
                     j for _, own in early.rivals(*found, self.device) for j in own
                 ]
-        compiling.begin(job for own in served.values() for job in own)
-        compiling.submit(dict.fromkeys(job for own in tried.values() for job in own))
+        compile_pool.begin(job for own in served.values() for job in own)
+        compile_pool.submit(dict.fromkeys(job for own in tried.values() for job in own))
         return {root: [*own, *tried[root]] for root, own in served.items()}
 
     def _walk(
@@ -281,7 +282,7 @@ class Judge:
         if found is None:
             return
         for candidate, jobs in early.rivals(*found, self.device):
-            if compiling.there(jobs) or time.perf_counter() < self.deadline:
+            if compile_pool.there(jobs) or time.perf_counter() < self.deadline:
                 yield candidate.id
 
     def _check(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from .. import derived, policies, starting
+from .. import derived, policies
+from ..system import process
 from .asked import autocast, precisions
 from .branches import Section, streams
 from .check import step
@@ -32,7 +33,7 @@ VERSION, WANTS = attrgetter("_version"), attrgetter("requires_grad")
 PATIENCE = 8
 REST = 64  # calls between two looks, at most
 _REFRESHING = threading.RLock()
-starting.new_in_children(globals(), _REFRESHING=threading.RLock)
+process.new_in_children(globals(), _REFRESHING=threading.RLock)
 
 
 class Program:

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from .. import calls, front, modes, policies
+from .. import calls, front, policies
 from ..ops.common import compiled_launch
+from ..system import function_modes
 from .asked import switches
 from .graphs import GradientReplay, Replay, owned
 
@@ -25,7 +26,7 @@ def plain_modes() -> bool:
     """True where nothing traces, transforms or intercepts PyTorch's calls."""
     return (
         not torch._C._len_torch_dispatch_stack()
-        and not modes.intercepted()
+        and not function_modes.intercepted()
         and not torch.compiler.is_compiling()
         and torch._C._functorch.maybe_current_level() is None
         and torch._C._get_tracing_state() is None
@@ -100,7 +101,7 @@ def _fits(
     cuda = device.type == "cuda"
     capturing = torch._C._cuda_isCurrentStreamCapturing if cuda else None
     is_grad, dispatching = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
-    intercepted, compiling = modes.intercepted, torch.compiler.is_compiling
+    intercepted, compiling = function_modes.intercepted, torch.compiler.is_compiling
     level, tracing = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
     policy, force = policies.current, policies.current().force
     known = switches()

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import hooks, library_files, plan_files, policies, registry, settings, stores
+from .. import hooks, library_files, plan_files, policies, registry, stores
+from ..environments import environment
 from ..op import OPS
 from ..plan_files import Records
-from ..plans import environment
+from ..system import settings
 from ..system.package import FOLDER
 from .asked import precisions
 from .decisions import Decision

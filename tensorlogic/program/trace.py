@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..rules import example
+from ..system.thread_output import aside
 from .drawing import NUMPY, PYTHON, same
-from .streams import aside
 from .watch import HOOKS
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from ..numerics import DTYPES
 from ..op import Config, Launcher, Op
 from ..ops.common import wiring
 from ..ops.layer_norm_linear import saves
-from ..plans import Key
+from ..plan_records import Key
 from . import packages
 from .packages import Package, adapted, matrix, on_device, warm
 

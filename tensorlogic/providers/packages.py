@@ -16,7 +16,7 @@ from torch import Tensor
 from ..numerics import DTYPES
 from ..op import Candidate, Config, Launcher, Op
 from ..ops.common import wiring
-from ..plans import Key, TensorSpec
+from ..plan_records import Key, TensorSpec
 
 T = TypeVar("T")
 MOST_ELEMENTS = 2**31 - 1  # of one tensor; beyond it a package's indices may be 32-bit

@@ -15,7 +15,7 @@ from ..op import Config, Launcher, Op
 from ..ops.common import wiring
 from ..ops.common.activations import SMOOTH
 from ..ops.layer_norm_linear import saves
-from ..plans import Key, TensorSpec
+from ..plan_records import Key, TensorSpec
 from . import packages
 from .packages import Package, adapted, aligned, matrix, warm
 

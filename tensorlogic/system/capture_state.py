@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import modes, starting
+from . import function_modes, process
 
 _LOCK = threading.Lock()
 _TURN = threading.RLock()
@@ -104,7 +104,7 @@ def uncached() -> Iterator[None]:
 
 def _begin() -> None:
     global _turns
-    starting.pause()
+    process.pause()
     with _LOCK:
         _turns += 1
 
@@ -113,7 +113,7 @@ def _end() -> None:
     global _turns
     with _LOCK:
         _turns -= 1
-    starting.resume()
+    process.resume()
 
 
 def _cleared() -> None:
@@ -191,7 +191,7 @@ def calm(device: torch.device) -> bool:
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack()
-        or modes.intercepted()
+        or function_modes.intercepted()
         or torch._C._functorch.maybe_current_level() is not None
         or _many_vectors()
     )

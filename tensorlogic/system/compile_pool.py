@@ -15,8 +15,8 @@ from contextvars import ContextVar
 from queue import PriorityQueue
 from typing import Any, cast
 
-from . import settings, starting
-from .workers import SUPPORTED, Nursery, Worker, attempt
+from . import process, settings
+from .compile_workers import SUPPORTED, Nursery, Worker, attempt
 
 
 class CompileFailure(RuntimeError):
@@ -130,7 +130,7 @@ _scope: ContextVar[int] = ContextVar("tensorlogic_scope", default=0)  # ... the 
 _hurried: ContextVar[bool] = ContextVar("tensorlogic_hurried", default=False)
 _workers: _Workers | None = None
 _making = threading.Lock()
-starting.new_in_children(globals(), _making=threading.Lock)
+process.new_in_children(globals(), _making=threading.Lock)
 _own: set[Any] = set()  # jobs that were this process's to compile
 
 

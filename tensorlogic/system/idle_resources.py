@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .. import settings
+from . import settings
 
 # for two processes that compile, each with helpers of its own
 CORES = 8.0

@@ -9,11 +9,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from .. import starting
+from . import process
 
 #: `sys.stdout` and what else of the process is set for a while: by one thread at a time, lest one restores what another has set.
 TURN = threading.RLock()
-starting.new_in_children(globals(), TURN=threading.RLock)
+process.new_in_children(globals(), TURN=threading.RLock)
 
 
 class Aside(io.TextIOBase):

@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import measure, policies, settings, stores, tuning
+from .. import measure, policies, stores, tuning
 from ..op import EAGER
 from ..plans import export_lockfile
+from ..system import settings
 from ..tuning import Learned
 from .assist import Help
 from .look import Modules, Outside

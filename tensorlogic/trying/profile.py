@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import measure
-from ..plans import environment
+from ..environments import environment
 from .advice import LARGE
 
 MOST = 200  # entries that are kept

@@ -11,7 +11,7 @@ from ..bench.opportunities import time_text
 from ..bench.problems import Problem
 from ..bench.results import write_text
 from ..bench.tables import aligned
-from ..hardware import title
+from ..system.hardware import title
 from . import advice
 from .runs import Trial
 

@@ -21,9 +21,9 @@ from tensorlogic import (
     binding,
     dispatch,
     doctor,
+    environments,
     measure,
     numerics,
-    plans,
     policies,
     recorded_calls,
     registry,
@@ -293,7 +293,7 @@ def memory_is_told() -> None:
 
 def plans_are_for_the_chip() -> None:
     """Chip, cores, macOS and PyTorch are what a measurement holds for."""
-    here = plans.environment(DEVICE)
+    here = environments.environment(DEVICE)
     assert (here.device, here.kind) == ("Apple M4 Pro, 20 GPU cores", "mps")
     assert here.driver.startswith("macOS")
     assert here.torch == torch.__version__

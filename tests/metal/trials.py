@@ -13,7 +13,7 @@ from tensorlogic import numerics, registry
 from tensorlogic.op import EAGER, OPS, Candidate, Launcher, Op, Outputs
 from tensorlogic.ops.common import metal_launch
 from tensorlogic.ops.pointwise import shapes
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
 
 from . import standin
 

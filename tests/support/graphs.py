@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tensorlogic
-from tensorlogic.program import capturing, optimizing
+from tensorlogic.program import capturing, short
 from tensorlogic.program.graphs import CallTape
 
 CUDA = torch.cuda.is_available()
@@ -187,7 +187,7 @@ def close(a: Any, b: Any) -> None:
 
 def served(fast: nn.Module, *args: Any, **kwargs: Any) -> bool:
     """Whether the program, and not the model's own code, serves a call."""
-    return fast._program(args, kwargs) is not optimizing.MISS
+    return fast._program(args, kwargs) is not short.MISS
 
 
 def some() -> Tensor:

@@ -14,18 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import (
-    compiling,
-    measure,
-    policies,
-    registry,
-    selector,
-    stores,
-    study,
-    workers,
-)
+from tensorlogic import measure, policies, registry, selector, stores, study
 from tensorlogic.op import OPS, Candidate
-from tensorlogic.plans import Evidence, Key, Plan
+from tensorlogic.plan_records import Evidence, Key, Plan
+from tensorlogic.system import compile_pool, compile_workers
 
 CPU = torch.device("cpu")
 RELU = OPS["relu"]
@@ -274,17 +266,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """job(what) -> a picklable job from that module; workers of this test's own."""
     monkeypatch.syspath_prepend(str(source))
-    monkeypatch.setattr(compiling, "_workers", None)
+    monkeypatch.setattr(compile_pool, "_workers", None)
     monkeypatch.setenv("TENSORLOGIC_COMPILE_WORKERS", "1")
     import compile_jobs  # type: ignore[import-not-found]
 
     yield lambda what, name="out": compile_jobs.Job(what, str(tmp_path / name))
-    if compiling._workers is not None:
-        compiling._workers.close()
+    if compile_pool._workers is not None:
+        compile_pool._workers.close()
     sys.modules.pop("compile_jobs", None)
 
 
-class Kept(workers.Nursery):
+class Kept(compile_workers.Nursery):
     """Forks workers for one test after the other."""
 
     def close(self) -> None:
@@ -295,24 +287,24 @@ class Kept(workers.Nursery):
 def kept() -> Iterator[Kept]:
     nursery = Kept()
     yield nursery
-    workers.Nursery.close(nursery)
+    compile_workers.Nursery.close(nursery)
 
 
 @pytest.fixture
 def nursed(job: Any, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     """This test's worker is forked from a process that others use, too, since importing PyTorch takes it 2 s."""
-    monkeypatch.setattr(compiling, "Nursery", lambda: kept)
+    monkeypatch.setattr(compile_pool, "Nursery", lambda: kept)
 
 
 def finish(*jobs: Any) -> None:
     begin = time.monotonic()
-    while not compiling.ready(jobs):
+    while not compile_pool.ready(jobs):
         assert time.monotonic() - begin < 240  # idle processes wait for every other one
         time.sleep(0.01)
 
 
 def begun(job: Any) -> None:
     begin = time.monotonic()
-    while not compiling._workers.jobs[job].running():  # type: ignore[union-attr]
+    while not compile_pool._workers.jobs[job].running():  # type: ignore[union-attr]
         assert time.monotonic() - begin < 240  # idle processes wait for every other one
         time.sleep(0.01)

@@ -16,11 +16,11 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from tensorlogic import study
+from tensorlogic import checking
 from tensorlogic.op import OPS, Candidate, Op
 from tensorlogic.ops.common import wiring
 from tensorlogic.ops.common.triton_softmax import Lines
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -94,7 +94,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def offered_are_right(op: Op, served: Candidate, key: Key) -> int:
     """The first and the last configuration that the candidate offers for a key; how many there are."""
     assert served.unfit(key) is None
-    checker, offered = study.Checker(op, key, DEVICE), served.configs(key)
+    checker, offered = checking.Checker(op, key, DEVICE), served.configs(key)
     for config in (offered[0], offered[-1]):
         verdict = checker._probe(served.bind(key, config, DEVICE), 0, 0)[1]
         assert verdict, (key.text, config, verdict.reason)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch, kept
+from ... import arguments, dispatch, kept
 from ...numerics import DTYPES
 from ...op import Gradient, Op, Outputs, bits
-from ...plans import Key
+from ...plan_records import Key
 from ..common import checks, costs, folded
 
 # files for a device, in the order in which ties are broken
@@ -214,13 +214,13 @@ def attention_scores(
     checks.floating(fn, {"q": q, "k": k}, autocast=True)
     if q.dim() < 2 or k.dim() < 2 or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"{fn}: q is {checks.describe(q)} and k is {checks.describe(k)}; [..., S, D] and [..., T, D] with one D are required"
+            f"{fn}: q is {arguments.describe(q)} and k is {arguments.describe(k)}; [..., S, D] and [..., T, D] with one D are required"
         )
     try:
-        batch = checks.broadcast(q.shape[:-2], k.shape[:-2])
+        batch = arguments.broadcast(q.shape[:-2], k.shape[:-2])
     except RuntimeError:
         raise ValueError(
-            f"{fn}: q is {checks.describe(q)} and k is {checks.describe(k)}; their leading dimensions do not broadcast"
+            f"{fn}: q is {arguments.describe(q)} and k is {arguments.describe(k)}; their leading dimensions do not broadcast"
         ) from None
     number = checks.number(fn, "scale", scale, -sys.float_info.max, float("inf"), "that is finite")
     if mask is not None:
@@ -229,7 +229,7 @@ def attention_scores(
             checks.floating(fn, {"mask": mask})
             if mask.is_complex() and not q.is_complex():
                 raise TypeError(
-                    f"{fn}: mask is {checks.describe(mask)}; a boolean or real floating mask is required"
+                    f"{fn}: mask is {arguments.describe(mask)}; a boolean or real floating mask is required"
                 )
             mask = mask.to(q.dtype)
-    return q, k, number, mask, checks.flag(fn, "is_causal", is_causal)
+    return q, k, number, mask, arguments.flag(fn, "is_causal", is_causal)

@@ -10,7 +10,7 @@ import torch
 from ... import native
 from ...numerics import DTYPES
 from ...op import Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import cpu_costs, native_wiring, wiring
 from . import ATTENTION_SCORES, ATTENTION_SCORES_BACKWARD, unseen_zeroed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...arguments import broadcast
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
 from ..common import wiring
 
 Strides = tuple[int, ...]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...arguments import broadcast
 from ...numerics import DTYPES
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import triton_rows, triton_scores_rows, wiring
 from . import ATTENTION_SCORES, ATTENTION_SCORES_BACKWARD, shapes
 

@@ -9,7 +9,7 @@ import torch
 
 from ...numerics import DTYPES
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import triton_scores_direct, wiring
 from . import ATTENTION_SCORES, shapes
 from .shapes import Shape

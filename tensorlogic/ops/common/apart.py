@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ... import capture_watch, policies, selector
+from ... import policies, selector
 from ...autotune import measure_key
 from ...op import Launcher, Op
-from ...plans import Key
+from ...plan_records import Key
+from ...system import capture_state
 
 Way = Callable[[selector.Choice, selector.Choice], Launcher]
 
@@ -17,7 +18,7 @@ Way = Callable[[selector.Choice, selector.Choice], Launcher]
 def launcher(both: Sequence[tuple[Op, Key]], device: torch.device, way: Way) -> Launcher:
     """What `way` makes of the two choices, for eager and for captured calls; measured first where the policy measures."""
     args = (torch.empty(0, device=device),)
-    if policies.current().tune == "full" and capture_watch.measurable(device):
+    if policies.current().tune == "full" and capture_state.measurable(device):
         for op, k in both:
             measure_key.measured(op, k, device)
     with policies.measuring() as chosen:

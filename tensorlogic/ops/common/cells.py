@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import capture_watch
+from ...system import capture_state
 
 COUNT, WORDS = 1024, 16  # cells of a device, and 4-byte words of each
 _lock = threading.Lock()
@@ -63,12 +63,12 @@ def ready(device: torch.device) -> None:
         if index in _devices:
             return
         _devices[index] = Cells(torch.device(device.type, index))
-    capture_watch.BEFORE.append(_devices[index].collect)
+    capture_state.BEFORE.append(_devices[index].collect)
 
 
 def lend(device: torch.device, stream: int, where: Any) -> Tensor | None:
     """A cell for the graph that `stream` is captured into; None where none is left or the graph is not known."""
-    graph, cells = capture_watch.graph_of(stream), _devices.get(_index(device))
+    graph, cells = capture_state.graph_of(stream), _devices.get(_index(device))
     return cells.lend(graph, where) if graph is not None and cells is not None else None
 
 

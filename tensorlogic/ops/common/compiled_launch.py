@@ -12,7 +12,7 @@ import torch
 
 from tensorlogic import calls
 from tensorlogic.op import Launcher, Op
-from tensorlogic.plans import Key
+from tensorlogic.plan_records import Key
 
 MOST_MAPS = 512  # tensor maps of one matrix that are kept
 MAP_BYTES = 128

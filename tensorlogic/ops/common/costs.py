@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from ...numerics import DTYPES
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
 
 
 def size(spec: TensorSpec | None) -> int:

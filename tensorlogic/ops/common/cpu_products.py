@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import derived, native
 from ...numerics import DTYPES
 from ...op import Candidate, Config, Launcher, Op
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
 from . import cpu_costs, native_wiring, products, wiring
 from .activations import SMOOTH
 from .rows import rows

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import capture_watch, isolation, measure, stores
+from ... import isolation, measure, stores
 from ...notes import Notes
+from ...system import capture_state
 
 if sys.platform != "win32":
     import resource
@@ -59,7 +60,7 @@ def factors(name: str, dtype: torch.dtype, products: Sequence[Product]) -> tuple
     if known is None:  # not met in this process, but maybe on disk
         line = next((n for n in _NOTES.known if n.startswith(f"{name} = ")), None)
         if line is None:
-            if stores.distributed() or not capture_watch.calm(CPU):
+            if stores.distributed() or not capture_state.calm(CPU):
                 return (1.0,) * len(products)
             found = None
             if _TRIED.setdefault(name, 0) < TRIES:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common import triton_launch
 from tensorlogic.ops.common.triton_cross_entropy import cross_entropy_reduce
 from tensorlogic.ops.common.triton_cross_entropy_together import SIZE, share_launcher
 from tensorlogic.ops.common.triton_launch import prepare
+from tensorlogic.system.compile_pool import CompileFailure
 
 # of a multiprocessor's 227 KiB, beside what sums pass through
 SHARED_BYTES = 225 * 1024

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from ...compiling import CompileFailure
+from ...system.compile_pool import CompileFailure
 from .gemm import GemmSpec, Operand
 
 Config = Mapping[str, Any]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
 from . import wiring
 
 Normal = Callable[[Key], Key]

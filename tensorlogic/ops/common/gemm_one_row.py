@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...numerics import DTYPES
-from ...plans import Key
+from ...plan_records import Key
 from . import gemm
 from .gemm import Config, GemmSpec
 from .gemm_wiring import Plan, Product

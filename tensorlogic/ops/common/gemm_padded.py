@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ...hardware import triton_missing
 from ...numerics import DTYPES
 from ...op import Op
-from ...plans import Key
+from ...plan_records import Key
+from ...system.hardware import triton_missing
 from . import gemm_wiring
 from .gemm import Operand
 from .gemm_wiring import Kernel, Plan, Product, Start

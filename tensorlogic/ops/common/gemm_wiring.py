@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import torch
 
-from ...compiling import CompileFailure
-from ...hardware import triton_missing
 from ...numerics import DTYPES
 from ...op import Config, Launcher, Op
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
+from ...system.compile_pool import CompileFailure
+from ...system.hardware import triton_missing
 from . import compiled_launch, wiring
 from .cublaslt import lt_arguments, lt_available, lt_configs, lt_launcher, lt_refusal
 from .gemm import (

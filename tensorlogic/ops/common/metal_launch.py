@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...compiling import CompileFailure
+from ...system.compile_pool import CompileFailure
 from . import metal_math
 
 LOG = logging.getLogger("tensorlogic")

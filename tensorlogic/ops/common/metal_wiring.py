@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...op import Config, Launcher, Op
-from ...plans import Key
+from ...plan_records import Key
 from . import gemm, gemm_wiring, metal_gemm, metal_launch, metal_math, wiring
 from .gemm_wiring import Kernel, Plan, Product, Start
 

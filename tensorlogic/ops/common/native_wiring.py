@@ -14,7 +14,7 @@ from ... import clocks, library_files, measure, native
 from ...notes import Notes
 from ...numerics import DTYPES
 from ...op import Candidate, Config, Launcher, Op
-from ...plans import Key
+from ...plan_records import Key
 from . import storing, wiring
 
 CACHE_BYTES = 2 << 20  # beyond it, a pass over memory costs what memory gives

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import adapting  # noqa: F401  it chooses among the candidates of these ops
 from ...op import EAGER, Candidate, Config, Launcher, Op, Outputs, key_flags
-from ...plans import Key
+from ...plan_records import Key
 from ...ranking import eager_us
 from . import ways, ways_cpu
 from .ways import Way

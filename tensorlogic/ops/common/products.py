@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import derived
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
 
 _ONEDNN = {
     "none": ("none", None),

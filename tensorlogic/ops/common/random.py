@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ...capture_watch import capturing
+from ...system.capture_state import capturing
 
 ROUNDS = 7
 _MASK = 0xFFFFFFFF

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
 
 INF = float("inf")
 

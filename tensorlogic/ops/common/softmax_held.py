@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common import triton_launch
-from tensorlogic.ops.common.cross_entropy_held import SIZE, odd, registers, tiles
+from tensorlogic.ops.common.cross_entropy_held import odd, registers, tiles
+from tensorlogic.ops.common.triton_cross_entropy_together import SIZE
+from tensorlogic.system.compile_pool import CompileFailure
 
 
 def softmax_held_launcher(

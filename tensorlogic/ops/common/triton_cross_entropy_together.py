@@ -9,12 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common.triton_cross_entropy import sum_losses, write_loss
 from tensorlogic.ops.common.triton_groups import SHORTEST, parts_of
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import follow
 from tensorlogic.ops.common.triton_rows import finite_or_zero
+from tensorlogic.system.compile_pool import CompileFailure
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

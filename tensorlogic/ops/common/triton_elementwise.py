@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import (
     follow,
@@ -22,6 +21,7 @@ from tensorlogic.ops.common.triton_math import (
     silu,
     silu_grad,
 )
+from tensorlogic.system.compile_pool import CompileFailure
 
 #: op -> (number of inputs, number of outputs). Backward ops start with dy; `y` means the forward's output.
 ELEMENTWISE: dict[str, tuple[int, int]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tensorlogic.compiling import CompileFailure
+from tensorlogic.system.compile_pool import CompileFailure
 
 # kernels whose programs hold whole lines: the block, and the length it has to cover
 WHOLE = {

@@ -27,12 +27,12 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.errors import OutOfResources, TritonError
 
-from tensorlogic import compiling
-from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common import triton_fitting, triton_room
 from tensorlogic.ops.common.triton_descriptors import Descriptors, Tiled
 from tensorlogic.ops.common.triton_start import Binary, integer_type, launcher, started
 from tensorlogic.ops.common.triton_tools import begin, own, warm
+from tensorlogic.system import compile_pool
+from tensorlogic.system.compile_pool import CompileFailure
 
 Start = Callable[..., bool]
 
@@ -352,7 +352,7 @@ def _load(job: CompileJob, index: int) -> Binary:
 
 
 def _loaded(job: CompileJob, index: int) -> Binary:
-    compiling.settle(job)  # a worker process may be at it
+    compile_pool.settle(job)  # a worker process may be at it
     compiled = run_compile_job(job)
     # Triton builds a C launcher per signature: without constants fewer differ, and a call passes less
     types: dict[str, str] = {}

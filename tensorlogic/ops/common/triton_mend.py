@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ... import numerics
 from ...accuracy import DRIFT, FLOOR, SKETCH, Statistics
-from ...compiling import CompileFailure
+from ...system.compile_pool import CompileFailure
 from . import compiled_launch, triton_split, wiring
 from .triton_launch import Start, prepare
 from .triton_math import follow

@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import follow
 from tensorlogic.ops.common.triton_reduce import EMPTY, finish, fold, merge
+from tensorlogic.system.compile_pool import CompileFailure
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride) of each
 FEW = 16  # rows that one tile reads

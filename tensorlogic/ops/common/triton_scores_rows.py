@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.compiling import CompileFailure
 from tensorlogic.ops.common.triton_launch import prepare
 from tensorlogic.ops.common.triton_math import follow
 from tensorlogic.ops.common.triton_rows import finite_or_zero, powers
+from tensorlogic.system.compile_pool import CompileFailure
 
 Sizes = tuple[int, int, int, int]  # B, H, S, T
 LONGEST = 16384  # of a row that is held in registers

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import capture_watch
 from ...accuracy import RUN, SKETCH, step
 from ...numerics import NAMES
+from ...system import capture_state
 from .triton_launch import Start, prepare
 from .triton_math import follow
 
@@ -167,7 +167,7 @@ def flag(device: torch.device) -> Tensor:
         place = (index, stream(device))
         if place[1] < 0:
             number = torch._C._cuda_getCurrentRawStream(index)
-            own = capture_watch.own(number)
+            own = capture_state.own(number)
             if own is not None:
                 if ("flag", number) not in own:
                     own["flag", number] = torch.zeros(1, dtype=torch.int32, device=device)

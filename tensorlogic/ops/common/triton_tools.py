@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 from triton.backends.nvidia import compiler
 
-from tensorlogic import settings
+from tensorlogic.system import settings
 
 HANDING_S = 2e-4  # between Python's threads while files are hashed
 LARGE = 1 << 24  # bytes of a file that is hashed in one piece

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...judging import Place, alone, places, plain
 from ...numerics import NAMES
 from ...op import Config, Launcher, Op, Outputs
-from ...plans import Key
+from ...plan_records import Key
 from . import compiled_launch, precise, triton_split, wiring
 from .triton_mend import Watch
 from .ways_series import flag

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...accuracy import UNITS
-from ...plans import Key
+from ...plan_records import Key
 
 Product = Callable[[Tensor, Tensor], Tensor]  # a [..., M, K], b [..., K, N] -> [..., M, N], wide
 

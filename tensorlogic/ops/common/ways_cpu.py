@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import accuracy, native
 from ...accuracy import CREST
-from ...plans import Key
+from ...plan_records import Key
 from . import cpu_costs, native_wiring, ways
 from .ways import Way, single, wide
 

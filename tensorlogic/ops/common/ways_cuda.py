@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan_records import TensorSpec
-from ...plans import Key
+from ...plan_records import Key, TensorSpec
 from . import (
     mixed,
     triton_halves,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compiling import CompileFailure
 from ...numerics import NAMES
+from ...system.compile_pool import CompileFailure
 from . import compiled_launch, cublaslt, triton_split, ways, wiring
 from .gemm import GemmSpec, Operand
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ... import calls
-from ...compiling import CompileFailure
-from ...hardware import interpreting, triton_missing
 from ...op import Candidate, Config, Launcher, Op
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
+from ...system.compile_pool import CompileFailure
+from ...system.hardware import interpreting, triton_missing
 from . import cells, compiled_launch
 
 T = TypeVar("T")

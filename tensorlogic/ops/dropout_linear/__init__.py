@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch, kept
-from ...capture_watch import capturing
+from ... import arguments, dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
+from ...system.capture_state import capturing
 from ..common import checks, costs, folded, samples
 from ..common.random import draw, keep_mask, seeded
 from ..common.rows import rows
@@ -276,9 +276,9 @@ def dropout_linear(
         checks.tensors("dropout_linear", {"x": x, "weight": weight}, {"bias": bias})
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(
-            f"dropout_linear: generator is {checks.describe(generator)}; a torch.Generator of x's device or None is required"
+            f"dropout_linear: generator is {arguments.describe(generator)}; a torch.Generator of x's device or None is required"
         )
-    if not checks.flag("dropout_linear", "training", training) or p == 0.0:
+    if not arguments.flag("dropout_linear", "training", training) or p == 0.0:
         try:
             return linear(x, weight, bias)
         except (TypeError, ValueError):

@@ -6,7 +6,7 @@ from typing import Any
 
 from ... import native
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import cpu_products
 from . import DROPOUT_LINEAR, DROPOUT_LINEAR_BACKWARD
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch, kept
+from ... import arguments, dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
-from ...plans import Key
+from ...plan_records import Key
 from ..common import checks, costs, folded, products, samples
 from ..common.rows import rows
 
@@ -155,7 +155,7 @@ def gelu_linear(
         tensor(8.)
     """
     checks.tensors("gelu_linear", {"x": x, "weight": weight}, {"bias": bias})
-    checks.one_of("gelu_linear", "approximate", approximate, ("tanh", "none"))
+    arguments.one_of("gelu_linear", "approximate", approximate, ("tanh", "none"))
     checks.floating("gelu_linear", {"x": x, "weight": weight, "bias": bias}, autocast=True)
     checks.linear_shapes("gelu_linear", x, weight, bias)
     return x, weight, bias, approximate

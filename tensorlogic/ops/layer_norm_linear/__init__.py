@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
-from ...plans import Key
+from ...plan_records import Key
 from ..common import checks, costs, folded, products, samples
 from ..common.rows import rows
 

@@ -10,7 +10,7 @@ import torch
 from ... import native
 from ...numerics import DTYPES
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import cpu_products, native_wiring
 from . import LAYER_NORM_LINEAR, LAYER_NORM_LINEAR_BACKWARD, again
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch, kept
+from ... import arguments, dispatch, kept
 from ...numeric_mode import Mode
 from ...op import Gradient, Op, Outputs, bits
-from ...plans import Key
+from ...plan_records import Key
 from ...precision import precision as Precision
 from ..common import checks, costs, folded, samples
 from ..common.activations import ACTIVATIONS, Activation, remembered
@@ -109,7 +109,7 @@ def _checked(
     activation: str | None,
 ) -> tuple[Any, ...]:
     checks.tensors(fn, {"x": x, "weight": weight}, {"bias": bias, "residual": residual})
-    checks.one_of(fn, "activation", activation, (None, *ACTIVATIONS))
+    arguments.one_of(fn, "activation", activation, (None, *ACTIVATIONS))
     checks.floating(
         fn, {"x": x, "weight": weight, "bias": bias, "residual": residual}, autocast=True
     )

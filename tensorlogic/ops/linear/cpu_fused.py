@@ -6,7 +6,7 @@ from typing import Any
 
 from ... import native
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import cpu_products, wiring
 from ..common.activations import SMOOTH
 from . import LINEAR, LINEAR_BACKWARD

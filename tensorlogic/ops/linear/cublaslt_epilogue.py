@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
-from ...plans import Key
+from ...plan_records import Key
 from ..common import (
     gemm_padded,
     gemm_steps,

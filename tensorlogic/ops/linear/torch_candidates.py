@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...plans import Key
+from ...plan_records import Key
 from ..common import products
 from ..common.activations import SMOOTH, activate, activate_
 from . import LINEAR, LINEAR_BACKWARD, reference

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch, kept
+from ... import arguments, dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
 from ..common import checks, costs, folded, products, samples
 from ..common.rows import rows
 
@@ -344,19 +344,21 @@ def linear_batch_norm_relu(
             fits = t.dtype == x.dtype or (t.dtype == torch.float32 and x.dtype in HALVES)
             if not fits and not checks.autocasting(x.device) and not checks.precise():
                 raise TypeError(
-                    f"{fn}: {name} is {checks.describe(t)}, but x is {checks.describe(x)}; x's dtype is required, or float32 beside halves"
+                    f"{fn}: {name} is {arguments.describe(t)}, but x is {arguments.describe(x)}; x's dtype is required, or float32 beside halves"
                 )
         if t is not None and name in stats and t.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{fn}: {name} requires gradients, and statistics have none: pass {name}.detach()"
             )
-    if not checks.flag(fn, "training", training) and (running_mean is None or running_var is None):
+    if not arguments.flag(fn, "training", training) and (
+        running_mean is None or running_var is None
+    ):
         raise ValueError(f"{fn}: running_mean and running_var are required unless training=True")
     if (running_mean is None) != (running_var is None):
         raise ValueError(f"{fn}: running_mean and running_var must be given together or not at all")
     if training and x.shape[:-1].numel() == 1:
         raise ValueError(
-            f"{fn}: x is {checks.describe(x)}; more than one row is required in training: pass training=False or a larger batch"
+            f"{fn}: x is {arguments.describe(x)}; more than one row is required in training: pass training=False or a larger batch"
         )
     eps = checks.number(fn, "eps", eps, 0.0, float("inf"), "of at least 0")
     momentum = checks.number(fn, "momentum", momentum, 0.0, 1.0 + 1e-12, "in [0, 1]")

@@ -8,7 +8,7 @@ from typing import Any
 from ... import native
 from ...numerics import DTYPES
 from ...op import Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import cpu_costs, cpu_products, native_wiring
 from ..common.rows import rows
 from . import LINEAR_BATCH_NORM_RELU

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ... import native
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import cpu_products, native_wiring, wiring
 from ..common.rows import rows
 from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ... import numerics
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
 from ..common import gemm_steps, gemm_wiring, triton_columns, wiring
 from ..common import triton_batch_norm as kernels
 from ..common.gemm import GemmSpec, Operand

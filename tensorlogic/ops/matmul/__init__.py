@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch, kept
+from ... import arguments, dispatch, kept
 from ...numeric_mode import Mode
 from ...numerics import DTYPES
 from ...op import Gradient, Op, Outputs, bits
-from ...plans import Key
+from ...plan_records import Key
 from ...precision import precision as Precision
 from ..common import checks, costs, folded, products, samples
 from ..common.activations import ACTIVATIONS, SMOOTH, Activation, activate, activate_, remembered
@@ -167,22 +167,22 @@ def matmul(
                 [3., 4.]])
     """
     checks.tensors("matmul", {"a": a, "b": b})
-    checks.one_of("matmul", "activation", activation, (None, *ACTIVATIONS))
+    arguments.one_of("matmul", "activation", activation, (None, *ACTIVATIONS))
     checks.floating("matmul", {"a": a, "b": b}, autocast=True)
     if a.dim() < 1 or b.dim() < 1:
         raise ValueError(
-            f"matmul: a is {checks.describe(a)} and b is {checks.describe(b)}; both need at least one dimension: use a * b for numbers"
+            f"matmul: a is {arguments.describe(a)} and b is {arguments.describe(b)}; both need at least one dimension: use a * b for numbers"
         )
     inner = b.shape[-2] if b.dim() > 1 else b.shape[0]
     if a.shape[-1] != inner:
         raise ValueError(
-            f"matmul: a is {checks.describe(a)} and b is {checks.describe(b)}; a's last dimension ({a.shape[-1]}) must equal b's second to last ({inner}): transpose one with .mT"
+            f"matmul: a is {arguments.describe(a)} and b is {arguments.describe(b)}; a's last dimension ({a.shape[-1]}) must equal b's second to last ({inner}): transpose one with .mT"
         )
     try:
-        checks.broadcast(a.shape[:-2], b.shape[:-2])
+        arguments.broadcast(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
         raise ValueError(
-            f"matmul: a is {checks.describe(a)} and b is {checks.describe(b)}; their batch dimensions do not broadcast"
+            f"matmul: a is {arguments.describe(a)} and b is {arguments.describe(b)}; their batch dimensions do not broadcast"
         ) from None
     return a, b, activation or "none"
 

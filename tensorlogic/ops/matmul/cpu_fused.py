@@ -7,7 +7,7 @@ from typing import Any
 
 from ... import native
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import cpu_products, native_wiring, wiring
 from ..common.activations import SMOOTH
 from ..common.rows import rows

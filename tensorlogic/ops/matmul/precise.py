@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import accuracy
 from ...op import Outputs
-from ...plans import Key
+from ...plan_records import Key
 from ..common import precise, ways
 from ..common.activations import SMOOTH, activate, gradient
 from ..common.rows import rows

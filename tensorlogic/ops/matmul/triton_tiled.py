@@ -6,7 +6,7 @@ import itertools
 import sys
 from math import prod
 
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
 from ..common import gemm_padded, gemm_wiring
 from ..common.activations import SMOOTH
 from ..common.gemm import GemmSpec, Operand

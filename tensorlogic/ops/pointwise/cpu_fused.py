@@ -9,10 +9,10 @@ import torch
 from ... import native
 from ...numerics import DTYPES
 from ...op import Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import native_wiring, wiring
 from ..common.native_wiring import FRESH_BYTES
-from . import FAMILY, POINTWISE_BACKWARD
+from .family import FAMILY, POINTWISE_BACKWARD
 from .plain import backward_shape, forward_shape
 from .shapes import BACKWARD, Shape
 

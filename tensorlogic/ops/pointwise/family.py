@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ... import dispatch, kept
 from ...op import Gradient, Op, Outputs, bits
-from ...plans import Key
+from ...plan_records import Key
 from ..common import costs, folded, samples
 from . import reference
 

@@ -13,7 +13,8 @@ from ...op import Config, Launcher
 from ..common import metal_wiring, wiring
 from ..common.metal_launch import Start, launcher, written
 from ..common.metal_math import TYPES
-from . import FAMILY, POINTWISE_BACKWARD, layouts, plain, shapes
+from . import layouts, plain, shapes
+from .family import FAMILY, POINTWISE_BACKWARD
 from .plain import backward_shape, forward_shape
 from .shapes import BACKWARD, Shape
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import hardware
 from ...op import EAGER, Candidate, Config, Launcher, Op
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
+from ...system import hardware
 from ..common import apart, costs, folded, wiring
 from . import layouts
 from .family import ADD_RELU, RELU

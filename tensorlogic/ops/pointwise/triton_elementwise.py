@@ -10,7 +10,8 @@ import torch
 from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ..common import triton_elementwise, triton_math, wiring
-from . import FAMILY, POINTWISE_BACKWARD, layouts, shapes
+from . import layouts, shapes
+from .family import FAMILY, POINTWISE_BACKWARD
 from .shapes import BACKWARD, Shape, backward_shape, forward_shape
 
 ERF = ("gelu", "gelu_bwd")  # kinds with some 20 instructions an element

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...numerics import DTYPES
 from ...op import Config, Launcher
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
 from ..common import compiled_launch, triton_marked, triton_math, wiring
 from . import layouts
 from .together import TOGETHER, both

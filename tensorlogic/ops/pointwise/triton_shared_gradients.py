@@ -12,7 +12,7 @@ import torch
 
 from ...numerics import DTYPES
 from ...op import Config, Launcher
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
 from ..common import (
     triton_columns,
     triton_elementwise,
@@ -21,7 +21,7 @@ from ..common import (
     wiring,
 )
 from ..reduce.shapes import joined
-from . import POINTWISE_BACKWARD
+from .family import POINTWISE_BACKWARD
 
 # kind -> what the gradients of a, b and c read, and whose gradient is dy itself
 READS = {

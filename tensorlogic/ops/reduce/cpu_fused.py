@@ -6,7 +6,7 @@ from math import prod
 
 from ... import native
 from ...op import Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import native_wiring
 from . import FAMILY
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
 from ..common import wiring
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride) of each

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import hardware
 from ...numerics import DTYPES
 from ...op import EAGER, Candidate, Config, Launcher, Op
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
+from ...system import hardware
 from ..common import apart, costs, folded, wiring
 from . import EXTREME_BACKWARD as BACKWARD
 from . import MAX, MIN, extreme_backward

@@ -9,7 +9,7 @@ import torch
 
 from ...numerics import DTYPES
 from ...op import Config, Launcher
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
 from ..common import triton_extreme, triton_softmax, triton_softmax_parts, wiring
 from ..common.triton_softmax import Lines
 from ..pointwise import layouts

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...numerics import DTYPES
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import (
     compiled_launch,
     triton_extreme,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...compiling import CompileFailure
 from ...op import Config, Launcher
+from ...system.compile_pool import CompileFailure
 from ..common import triton_reduce, wiring
 from ..common import triton_reduce_strided as strided
 from . import FAMILY, launching, shapes

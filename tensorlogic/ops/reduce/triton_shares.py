@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import (  # fmt: skip
     triton_groups,
     triton_reduce,

@@ -9,7 +9,7 @@ import torch
 
 from ...numerics import DTYPES
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import triton_reduce, triton_spins, wiring
 from . import FAMILY, shapes
 from .shapes import Shape

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch, kept
+from ... import arguments, dispatch, kept
 from ...op import Gradient, Op, Outputs
-from ...plans import Key
+from ...plan_records import Key
 from ..common import checks, costs, folded, samples
 
 # files for a device, in the order in which ties are broken
@@ -137,18 +137,18 @@ def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tenso
     if dtype is not None:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(
-                f"softmax: dtype is {checks.describe(dtype)}; a torch.dtype such as torch.float32, or None, is required"
+                f"softmax: dtype is {arguments.describe(dtype)}; a torch.dtype such as torch.float32, or None, is required"
             )
         if not dtype.is_floating_point:
             raise TypeError(f"softmax: dtype is {dtype}; a floating dtype is required")
         x = x.to(dtype)
     if not x.is_floating_point():
         raise TypeError(
-            f"softmax: x is {checks.describe(x)}; a floating dtype is required: pass dtype=torch.float32 or convert with x.float()"
+            f"softmax: x is {arguments.describe(x)}; a floating dtype is required: pass dtype=torch.float32 or convert with x.float()"
         )
-    place = checks.index(dim)
+    place = arguments.index(dim)
     if place is None or not -(x.dim() or 1) <= place < (x.dim() or 1):
         raise ValueError(
-            f"softmax: dim is {dim!r}, but x is {checks.describe(x)}; a dimension from {-x.dim()} to {x.dim() - 1} is required"
+            f"softmax: dim is {dim!r}, but x is {arguments.describe(x)}; a dimension from {-x.dim()} to {x.dim() - 1} is required"
         )
     return _float_softmax(x, place % (x.dim() or 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ... import native
 from ...numerics import DTYPES
 from ...op import Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import native_wiring
 from . import SOFTMAX, SOFTMAX_BACKWARD
 

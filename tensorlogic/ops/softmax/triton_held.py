@@ -10,7 +10,7 @@ import torch
 
 from ...numerics import DTYPES
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import (
     cross_entropy_held,
     softmax_held,

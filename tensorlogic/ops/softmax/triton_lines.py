@@ -9,7 +9,7 @@ import torch
 
 from ...numerics import DTYPES
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import triton_rows, triton_softmax, wiring
 from ..common.triton_softmax import Lines
 from . import SOFTMAX, SOFTMAX_BACKWARD

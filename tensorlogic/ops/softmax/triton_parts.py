@@ -9,7 +9,7 @@ import torch
 
 from ...numerics import DTYPES
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import triton_rows, triton_softmax, triton_softmax_parts, wiring
 from . import SOFTMAX, SOFTMAX_BACKWARD, triton_lines
 from .triton_lines import Shape, lines

@@ -10,7 +10,7 @@ import torch
 
 from ...numerics import DTYPES
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import triton_groups, triton_rows, triton_shares, triton_softmax_shares, wiring
 from . import SOFTMAX, SOFTMAX_BACKWARD
 from . import triton_rows as rows_of

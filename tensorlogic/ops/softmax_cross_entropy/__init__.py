@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch, kept
+from ... import arguments, dispatch, kept
 from ...op import Gradient, Op, Outputs
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
 from ..common import checks, costs, samples
 
 # files for a device, in the order in which ties are broken
@@ -188,17 +188,17 @@ def _rows(
     checks.floating(fn, {"logits": logits})
     if logits.dim() < 1 or logits.shape[-1] < 1 or tuple(target.shape) != tuple(logits.shape[:-1]):
         raise ValueError(
-            f"{fn}: logits is {checks.describe(logits)} (classes last) and target is {checks.describe(target)}; "
+            f"{fn}: logits is {arguments.describe(logits)} (classes last) and target is {arguments.describe(target)}; "
             f"logits [N, C] or [C] with target [N] or [], or logits [N, C, d1, ...] with target [N, d1, ...], is required"
         )
     if target.dtype != torch.int64:
         raise TypeError(
-            f"{fn}: target is {checks.describe(target)}; class indices of dtype int64 are required: convert with target.long()"
+            f"{fn}: target is {arguments.describe(target)}; class indices of dtype int64 are required: convert with target.long()"
         )
-    checks.one_of(fn, "reduction", reduction, REDUCTIONS)
+    arguments.one_of(fn, "reduction", reduction, REDUCTIONS)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(
-            f"{fn}: ignore_index is {checks.describe(ignore_index)}; an int is required"
+            f"{fn}: ignore_index is {arguments.describe(ignore_index)}; an int is required"
         )
     smoothing = checks.number(fn, "label_smoothing", label_smoothing, 0.0, 1.0 + 1e-12, "in [0, 1]")
     return logits, target, ignore_index, smoothing, reduction

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import native
 from ...op import Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import native_wiring, wiring
 from . import SOFTMAX_CROSS_ENTROPY, SOFTMAX_CROSS_ENTROPY_BACKWARD
 

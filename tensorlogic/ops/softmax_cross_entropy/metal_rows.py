@@ -10,7 +10,7 @@ import torch
 
 from ...numerics import DTYPES
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import metal_wiring, wiring
 from ..common.metal_launch import launcher, written
 from ..common.metal_math import TYPES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...plans import Key
+from ...plan_records import Key
 from ..common import wiring
 
 

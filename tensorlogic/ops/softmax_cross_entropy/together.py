@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import hardware, selector
+from ... import selector
 from ...op import EAGER, Candidate, Config, Launcher, Op, key_flags
-from ...plans import Key, TensorSpec
+from ...plan_records import Key, TensorSpec
+from ...system import hardware
 from ..common import apart, costs, samples
 from . import SOFTMAX_CROSS_ENTROPY as FORWARD
 from . import SOFTMAX_CROSS_ENTROPY_BACKWARD as BACKWARD

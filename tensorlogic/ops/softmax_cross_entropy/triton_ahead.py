@@ -7,7 +7,7 @@ import sys
 import torch
 
 from ...op import Config, Launcher
-from ...plans import Key
+from ...plan_records import Key
 from ..common import (
     triton_cross_entropy,
     triton_cross_entropy_ahead,

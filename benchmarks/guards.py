@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 
 import tensorlogic
-from tensorlogic import hook_ops, hooks, measure
+from tensorlogic import measure
 from tensorlogic.environments import environment
+from tensorlogic.native import hook_extension, hook_ops
 
 CPU = torch.device("cpu")
 TURNS, SECONDS = 7, 0.02  # of each call, and seconds for each turn
@@ -50,7 +51,7 @@ def calls() -> dict[str, Callable[[], object]]:
 def one(hooked: bool) -> None:
     """Print name -> [PyTorch's microseconds, enabled microseconds] as JSON."""
     if not hooked:
-        hooks._state[:] = ["left out for this measurement"]
+        hook_extension._state[:] = ["left out for this measurement"]
     elif hook_ops.available():
         sys.exit(f"guards: {hook_ops.available()}")
     found: dict[str, list[list[float]]] = {name: [[], []] for name in calls()}

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import tensorlogic
-from tensorlogic import calls
-from tensorlogic.ops.common import compiled_launch
+from tensorlogic.native import call_extension, cuda_driver
 
 CALLS, ROUNDS = 200, 5
 
@@ -85,10 +84,10 @@ def main() -> None:
     parser.add_argument("ops", nargs="*", help="which; all unless said")
     options = parser.parse_args()
     if options.python:
-        calls._state.append("left out")
+        call_extension._state.append("left out")
     x = torch.randn(128, 128, device="cuda", dtype=torch.float16)
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
-    print(f"driver: {compiled_launch.driver(x.device)}; calls: {calls._state}")
+    print(f"driver: {cuda_driver.driver(x.device)}; calls: {call_extension._state}")
     print(
         f"{'op':<24}{'ours':>8}{'eager':>8}{'recorded':>10}{'eager':>8}{'both ways':>11}{'eager':>8}"
     )

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensorlogic import native
+from tensorlogic.native import cpu_library
 from tensorlogic.system.hardware import cpu
 
 ROUNDS, SECONDS = 200, 0.75
@@ -50,7 +50,7 @@ def rows(dtype: torch.dtype) -> dict[str, tuple[tuple[Tensor, ...], int, Any, An
     x, y = torch.randn(N, N).to(dtype), torch.randn(N, N).to(dtype)
     b, g, v = torch.randn(N).to(dtype), torch.randn(N).to(dtype), torch.randn(VECTOR).to(dtype)
     logits, target = torch.randn(LOGITS).to(dtype), torch.randint(LOGITS[1], (LOGITS[0],))
-    op = native.op
+    op = cpu_library.op
     return {
         "relu(x + y)": ((x, y), 3, op("add_relu"), lambda x, y: torch.relu(x + y)),
         "gelu(x + bias + residual)": (
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("ops", nargs="*", help="names of rows; all by default")
     parser.add_argument("--json", type=Path, help="where to write the result")
     given = parser.parse_args()
-    if (why := native.available()) is not None:
+    if (why := cpu_library.available()) is not None:
         raise SystemExit(why)
     print(
         f"{'':36}{'ours':>9}{'eager':>9}{'compile':>9}{'limit':>9}   over eager (at most), over compile"

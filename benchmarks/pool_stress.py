@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import hook_ops, native
 from tensorlogic.memory import pool
+from tensorlogic.native import cpu_library
+from tensorlogic.native import hook_ops as native_hook_ops
 
 MIB = 1 << 20
 CAP = 64 * MIB
@@ -138,7 +139,7 @@ def main() -> int:
     parser.add_argument("--forks", type=int, default=30)
     parser.add_argument("--everything", action="store_true")
     options = parser.parse_args()
-    if reason := native.available() or (options.everything and hook_ops.available()):
+    if reason := cpu_library.available() or (options.everything and native_hook_ops.available()):
         print(reason)
         return 1
     torch.set_num_threads(1)  # OpenMP's own threads do not survive a fork

@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 
 import tensorlogic
-from tensorlogic import measure, native
+from tensorlogic import measure
 from tensorlogic.bench.machine import limits
 from tensorlogic.environments import environment
+from tensorlogic.native import cpu_library
 
 CPU = torch.device("cpu")
 TILES = {"zmm": ((14, 2), (9, 3), (6, 4), (5, 5)), "ymm": ((6, 2), (4, 3))}
@@ -112,7 +113,7 @@ def rates(vector: str) -> dict[str, float]:
 def products(n: int) -> tuple[float, float]:
     """Microseconds of PyTorch's product and of ours, as those of the loops: the fastest of ROUNDS in turns."""
     a, b = torch.randn(n, n), torch.randn(n, n)
-    matmul, out = native.op("matmul"), torch.empty(n, n)
+    matmul, out = cpu_library.op("matmul"), torch.empty(n, n)
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
         times[0].append(measure.once(lambda: torch.mm(a, b, out=out), CPU))
@@ -125,12 +126,12 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=1024)
     parser.add_argument("--text", type=Path)
     given = parser.parse_args()
-    if native.available() or "avx2" not in native.op("features")():
-        sys.exit(f"product_floor: {native.available() or 'needs an x86 processor with AVX2'}")
-    wide = "avx512" in native.op("features")()
+    if cpu_library.available() or "avx2" not in cpu_library.op("features")():
+        sys.exit(f"product_floor: {cpu_library.available() or 'needs an x86 processor with AVX2'}")
+    wide = "avx512" in cpu_library.op("features")()
     lines = [
         f"float32 product of {given.n}: {environment(CPU).device}, {torch.get_num_threads()} threads, PyTorch {torch.__version__}, {datetime.date.today()}",
-        f"limited to: {' '.join(f'{k}={v}' for k, v in limits().items()) or 'nothing'}; tensorlogic {tensorlogic.__version__}, {native.isa()}",
+        f"limited to: {' '.join(f'{k}={v}' for k, v in limits().items()) or 'nothing'}; tensorlogic {tensorlogic.__version__}, {cpu_library.isa()}",
     ]
     work = 2 * given.n**3 * 1e-3  # FLOP / 1000, so that GFLOP/s = work / us
     theirs, ours = products(given.n)

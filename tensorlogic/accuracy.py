@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import native, numerics
+from . import numerics
 from .arguments import broadcast
+from .native import cpu_library
 
 # whose error is measured: rows of the left operand, columns of the right one
 ROWS = 32
@@ -208,12 +209,14 @@ def _gathered(table: Any) -> list[float]:
 
 def _native(part: Part, out: Tensor) -> bool:
     """Whether the native library takes these tensors."""
-    return not native.available() and not any(map(torch.is_complex, (out, part.left, part.right)))
+    return not cpu_library.available() and not any(
+        map(torch.is_complex, (out, part.left, part.right))
+    )
 
 
 def natively(part: Part, out: Tensor) -> list[float]:
     """The same on a CPU by the native library: a tenth of PyTorch's time."""
-    rows, columns = native.op("product_look")(part.left, part.right, out).tolist()
+    rows, columns = cpu_library.op("product_look")(part.left, part.right, out).tolist()
     return _summed(rows, columns, part, out)
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import accuracy, calls, stores
+from . import accuracy, stores
 from .accuracy import Known, Statistics
 from .failing import BIND_ERRORS
 from .judging import Place, places, plain, watchable
+from .native import call_extension
 from .numeric_mode import PrecisionWarning
 from .op import DATA_CHOOSERS, EAGER, Candidate, Config, DataChooser, Launcher, Op, Outputs
 from .plan_records import Key
@@ -167,7 +168,11 @@ class Adaptive:
 
     def direct(self) -> Any:
         """The same past Python's layers, (*dynamic) -> the output; None where calls are not compiled or another device judges them."""
-        if self.device.type != "cpu" or self.op.internal or (module := calls.module()) is None:
+        if (
+            self.device.type != "cpu"
+            or self.op.internal
+            or (module := call_extension.module()) is None
+        ):
             return None
         if self.guarded is None:
             self.guarded = module.Guarded(self._asked)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from . import calls, isolation, measure, policies, stores
+from . import isolation, measure, policies, stores
 from .environments import environment
+from .native import call_extension
 from .op import Launcher, Op
 from .plan_records import Key
 from .study import Study
@@ -68,7 +69,7 @@ class Watch:
 
     def wrap(self, launch: Launcher) -> Launcher:
         """The launcher with a counter in front; what it costs shows only until the key is measured."""
-        if calls.is_launcher(launch):
+        if call_extension.is_launcher(launch):
             return self._wrap_compiled(launch)
 
         def counted(*dynamic: Any) -> Any:
@@ -86,7 +87,7 @@ class Watch:
 
     def direct(self, serve: Callable[..., Any]) -> Callable[..., Any] | None:
         """`serve`, counted in C; None without compiled calls, where a counter in Python would cost what being direct gains."""
-        module = calls.module()
+        module = call_extension.module()
         if module is None:
             return None
         counted: Callable[..., Any] = self._counting(serve, partial(module.Counted, serve))

@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import calls, front, policies, selector
+from . import front, policies, selector
 from .call_cache import Run, device_of, keep, present
+from .native import call_extension
 from .op import EAGER, Launcher, Op, Outputs
 from .plan_records import Key
 from .recorded_calls import Recording, applied
@@ -89,12 +90,15 @@ class Bound:
             return self.run, 0
         if isinstance(self.outside, Recording):
             return self.outside.compiled(two) or self.run, 0
-        if calls.is_plan(self.launch):
-            return self.launch, calls.WHOLE * self.op.internal | calls.OUTSIDE * two
+        if call_extension.is_plan(self.launch):
+            return (
+                self.launch,
+                call_extension.WHOLE * self.op.internal | call_extension.OUTSIDE * two,
+            )
         alone = not self.op.internal and not two
         if alone and self.choice.direct is not None:
             return self.choice.direct, 0
-        return (self.launch if alone and calls.is_launcher(self.launch) else self.run), 0
+        return (self.launch if alone and call_extension.is_launcher(self.launch) else self.run), 0
 
     def _runner(self, choice: selector.Choice, recording: bool, behind: bool) -> Run:
         """From dynamic arguments to what the caller gets; None where the launcher declines. `behind`: eager's forward is recorded by

@@ -192,7 +192,7 @@ def _wanted_triton() -> str | None:
 
 
 def _native() -> Iterator[Finding]:
-    from . import native
+    from .native import cpu_library
 
     compiler = os.environ.get("CXX") or next(
         (c for c in ("g++", "clang++", "c++") if shutil.which(c)), None
@@ -206,9 +206,9 @@ def _native() -> Iterator[Finding]:
             "none found",
             "the native CPU library cannot be built here; a wheel brings it built",
         )
-    reason = native.available()
+    reason = cpu_library.available()
     if reason is None:
-        yield Finding("ok", "native CPU library", f"instruction set {native.isa()}")
+        yield Finding("ok", "native CPU library", f"instruction set {cpu_library.isa()}")
     else:
         yield Finding(
             "lacks",
@@ -220,7 +220,8 @@ def _native() -> Iterator[Finding]:
 
 def _slow() -> Iterator[Finding]:
     """What this CPU has, and what PyTorch alone does badly on it."""
-    from . import doctor_cpu, enabling, hook_ops, native
+    from . import doctor_cpu, enabling
+    from .native import cpu_library, hook_ops
 
     yield Finding("ok", "CPU arithmetic", doctor_cpu.features())
     reason = hook_ops.available()
@@ -232,7 +233,7 @@ def _slow() -> Iterator[Finding]:
         if reason
         else "",
     )
-    if missing := native.calls_available():
+    if missing := cpu_library.calls_available():
         yield Finding("note", "compiled calls", missing, "a call costs a microsecond more")
     on = enabling.enabled()
     for c in doctor_cpu.compared():
@@ -312,12 +313,12 @@ def _settings() -> Iterator[Finding]:
 
 def _chosen(variable: Variable, value: str) -> Finding:
     """Of the variables that say which native library serves, and by which instructions."""
-    from . import native
+    from .native import cpu_library
 
-    if native.misled() is not variable:
+    if cpu_library.misled() is not variable:
         return Finding("note", variable.name, value)
     cost = f"no fused CPU kernels of ours: unset {variable.name}"
-    return Finding("broken", variable.name, str(native.available()), cost)
+    return Finding("broken", variable.name, str(cpu_library.available()), cost)
 
 
 def _wrong() -> dict[str, str]:

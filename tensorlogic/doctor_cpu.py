@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from . import enabling, hook_ops, measure, native
+from . import enabling, measure
 from .explaining import explain
+from .native import cpu_library
+from .native import hook_ops as native_hook_ops
 from .policies import measuring
 
 CPU = torch.device("cpu")
@@ -55,8 +57,8 @@ class Compared:
 def features() -> str:
     """What arithmetic this CPU has, as far as it decides which kernels run."""
     found = [torch.backends.cpu.get_cpu_capability()]
-    if native.available() is None:
-        found.append(f"native kernels for {native.op('features')()}")
+    if cpu_library.available() is None:
+        found.append(f"native kernels for {cpu_library.op('features')()}")
     for name in ("bf16", "fp16"):
         probe = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
         has = probe is not None and torch.backends.mkldnn.is_available() and bool(probe())
@@ -89,16 +91,16 @@ def compared() -> Iterator[Compared]:
         finally:
             if not was:
                 enabling.disable()
-        if native.available() is None:
+        if cpu_library.available() is None:
             yield _fresh()
 
 
 def _fresh() -> Compared:
     """An output of 64 MiB: from PyTorch's allocator, whose pages are new each time, and from the pool."""
-    big, add = torch.ones(16 << 20), native.op("add")
+    big, add = torch.ones(16 << 20), cpu_library.op("add")
     remedy = (
         "tensorlogic's own functions take outputs from the pool; tensorlogic.enable(pool=True) for all"
-        if hook_ops.available() is None
+        if native_hook_ops.available() is None
         else "tensorlogic's own functions take outputs from the pool; or preload tcmalloc"
     )
     return _pair("a fresh output of 64 MiB", lambda: big + big, lambda: add(big, big), remedy)
@@ -111,7 +113,7 @@ def _chosen(call: Callable[[], object]) -> str:
 
 def _alone(call: Callable[[], object]) -> Callable[[], object]:
     def run() -> object:
-        with hook_ops.suspended():
+        with native_hook_ops.suspended():
             return call()
 
     return run

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, hook_ops, hooks, policies, repairs
+from . import arguments, policies, repairs
+from .native import hook_extension
+from .native import hook_ops as native_hook_ops
 from .repairs import Repair
 
 Kernel = Callable[..., Any]
@@ -90,7 +92,7 @@ def _install_compiled(libraries: list[torch.library.Library]) -> None:
     """The hooks' guards, which call the repairs as operators: other dtypes do not meet Python."""
     library = torch.library.Library("tensorlogic_repaired", "DEF")
     libraries.append(library)
-    guard = hook_ops.op("guard")
+    guard = native_hook_ops.op("guard")
     for override in _overrides():
         name, _, overload = override.name.partition(".")
         schema = getattr(getattr(torch.ops.aten, name), overload or "default")._schema
@@ -116,8 +118,8 @@ def _guarded(first: int, original: Kernel, repaired: Kernel) -> Kernel:
 
     def kernel(*args: Any, **rest: Any) -> Any:
         dtype = args[first].dtype
-        if (dtype is f16 or dtype is bf16) and not hooks.is_suspended():
-            with hook_ops.suspended():
+        if (dtype is f16 or dtype is bf16) and not hook_extension.is_suspended():
+            with native_hook_ops.suspended():
                 return repaired(*args, **rest)
         return original(CPU, *args, **rest) if rest else original(CPU, *args)
 
@@ -128,8 +130,8 @@ def _guarded(first: int, original: Kernel, repaired: Kernel) -> Kernel:
 
 _LOCK = threading.RLock()
 _LIBRARIES: list[torch.library.Library] = []
-policies.ON_CHANGE += (hooks.apart,)  # under a policy the guards ask in every call
-policies.ON_FORGET += (hooks.forget,)
+policies.ON_CHANGE += (hook_extension.apart,)  # under a policy the guards ask in every call
+policies.ON_FORGET += (hook_extension.forget,)
 
 
 def enable(*, pool: bool = False) -> None:
@@ -153,17 +155,17 @@ def enable(*, pool: bool = False) -> None:
         >>> y[0, 0].item()
         64.0
     """
-    if arguments.flag("enable", "pool", pool) and (reason := hook_ops.available()):
+    if arguments.flag("enable", "pool", pool) and (reason := native_hook_ops.available()):
         raise RuntimeError(
             f"enable: pool=True needs the hooks, and {reason}. Without them, preload tcmalloc: "
             f"LD_PRELOAD=libtcmalloc.so.4 python ..."
         )
     with _LOCK:
         if not _LIBRARIES:
-            hooks.enabled = True
-            (_install_python if hook_ops.available() else _install_compiled)(_LIBRARIES)
+            hook_extension.enabled = True
+            (_install_python if native_hook_ops.available() else _install_compiled)(_LIBRARIES)
         if pool:
-            hook_ops.op("pool_all")(True)
+            native_hook_ops.op("pool_all")(True)
 
 
 def disable() -> None:
@@ -176,15 +178,15 @@ def disable() -> None:
         >>> tensorlogic.disable()  # nothing to undo
     """
     with _LOCK:
-        if hooks.loaded():
-            hook_ops.op("pool_all")(False)
-            hook_ops.op("unguard")()
+        if hook_extension.loaded():
+            native_hook_ops.op("pool_all")(False)
+            native_hook_ops.op("unguard")()
         for library in _LIBRARIES:
             library._destroy()
         _LIBRARIES.clear()
-        hooks.enabled = False
+        hook_extension.enabled = False
 
 
 def enabled() -> bool:
     """True between `enable` and `disable`."""
-    return hooks.enabled
+    return hook_extension.enabled

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from . import calls, policies
+from . import policies
+from .native import call_extension
 from .op import Op, Param
 from .precision import one_call
 
@@ -107,7 +108,7 @@ def _forget() -> None:
             scope["compiled"].clear()
 
 
-calls.ON_LOAD.append(_compile)
+call_extension.ON_LOAD.append(_compile)
 policies.ON_FORGET += (_forget,)
 
 

@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 
-from . import hook_ops
+from .native import hook_ops
 from .op import Op
 from .system import function_modes
 

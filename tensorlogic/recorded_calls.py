@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from . import calls, kept, policies, selector
+from . import kept, policies, selector
 from .call_cache import Run
+from .native import call_extension
 from .op import EAGER, Launcher, Op, Outputs
 from .plan_records import Key
 
@@ -48,11 +49,11 @@ class Recording:
 
     def compiled(self, two_ways: bool) -> Run | None:
         """The same in C, or None."""
-        able = calls.is_plan if two_ways else calls.is_launcher
+        able = call_extension.is_plan if two_ways else call_extension.is_launcher
         if self.places is None or not able(self.launch):
             return None
         scalars = self.bound.scalars
-        made: Run = calls.module().Recording(
+        made: Run = call_extension.module().Recording(
             self, self.apply, self.launch, self.places, scalars, two_ways
         )
         return made
@@ -134,7 +135,7 @@ def _compiled(module: Any) -> None:
 
 # what PyTorch's own does, which looks for a `vjp` first
 Recorded._backward_cls.apply = _backward  # type: ignore[attr-defined]
-calls.ON_LOAD.append(_compiled)
+call_extension.ON_LOAD.append(_compiled)
 
 # What torch.autograd.Function.apply comes to outside of torch.func's transforms, in which no key is bound: 1.5 µs less.
 _record: Run = super(torch.autograd.Function, Recorded).apply

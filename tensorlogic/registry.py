@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
-from . import calls
+from .native import call_extension
 from .op import OPS, Op
 from .system import capture_state, process
 from .system.compile_workers import PRELOADED
@@ -75,7 +75,7 @@ def ready(device: str, op: Op | None = None) -> None:
         if (device == "cuda" or (device == "cpu" and interpreting())) and triton_missing() is None:
             capture_state.install()
             if device == "cuda":
-                calls.load()
+                call_extension.load()
                 _begin()
             load("cuda", kin)
         if device == "mps":

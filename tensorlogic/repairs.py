@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import derived, hooks, policies
+from . import derived, policies
 from .binding import bind
 from .call_cache import MOST_ENTRIES
+from .native import hook_extension
 from .op import EAGER, Op
 from .ops.linear import LINEAR
 from .ops.matmul import MATMUL
@@ -52,7 +53,7 @@ def _constant(b: Tensor) -> bool:
 
 def _pytorch(*_: Any) -> None:
     """The route to PyTorch's own kernel, which was measured to be the fastest; the compiled guards remember it."""
-    hooks.leave()
+    hook_extension.leave()
 
 
 def _unfit(*_: Any) -> None:
@@ -296,7 +297,7 @@ def attention(
     """PyTorch's fused attention, forward: y in the dtype of q and the log-sum-exp in float32."""
     if not _slow(q, k, v, attn_mask) or q.numel() * k.shape[-2] <= GRAIN:
         if q.dtype != torch.float16:  # whatever the mask is
-            hooks.leave()
+            hook_extension.leave()
         return None
     y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *(_wide(t) for t in (q, k, v)),
@@ -324,7 +325,7 @@ def attention_backward(
     """PyTorch's fused attention, backward: dq, dk, dv."""
     if not _slow(dy, q, k, v, y, attn_mask) or q.numel() * k.shape[-2] <= GRAIN:
         if q.dtype != torch.float16:  # whatever the mask is
-            hooks.leave()
+            hook_extension.leave()
         return None
     fn = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     named = {"attn_mask": _wide(attn_mask), "scale": scale}

@@ -9,7 +9,8 @@ from math import prod
 
 import torch
 
-from . import checking, failing, isolation, native
+from . import checking, failing, isolation
+from .native import cpu_library
 from .notes import Notes
 from .op import Candidate, Config, Op
 from .plan_records import Key, TensorSpec
@@ -43,7 +44,7 @@ def refusal(
         raise Later
     kind = _fitting(op, key, candidate)
     path = _NOTES.look(device)
-    about = (candidate.id, candidate.source, native.isa(), dict(config), kind.text)
+    about = (candidate.id, candidate.source, cpu_library.isa(), dict(config), kind.text)
     what = json.dumps(about, default=str)
     if what in _NOTES.known:
         return _NOTES.known[what]

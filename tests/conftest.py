@@ -18,7 +18,8 @@ if (
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tensorlogic
-from tensorlogic import clocks, measure, native, ranking, repairs, stores
+from tensorlogic import clocks, measure, ranking, repairs, stores
+from tensorlogic.native import cpu_library
 from tensorlogic.op import Candidate
 from tensorlogic.program import choosing
 
@@ -55,19 +56,21 @@ def one_thread() -> Iterator[None]:
 
 def needs(there: bool, what: str) -> None:
     if not there:
-        pytest.skip(f"needs {what}; the native library takes {native.isa()} here")
+        pytest.skip(f"needs {what}; the native library takes {cpu_library.isa()} here")
 
 
 @pytest.fixture
 def amx() -> None:
     """Products by AMX tiles are what the native library takes."""
-    needs(native.isa() == "amx", "AMX tiles")
+    needs(cpu_library.isa() == "amx", "AMX tiles")
 
 
 @pytest.fixture
 def avx512_bf16() -> None:
     """The processor multiplies pairs of bfloat16 by AVX-512."""
-    there = native.available() is None and "avx512_bf16" in native.op("features")().split(",")
+    there = cpu_library.available() is None and "avx512_bf16" in cpu_library.op("features")().split(
+        ","
+    )
     needs(there, "AVX-512 with pairs of bfloat16")
 
 

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import tensorlogic
-from tensorlogic import dispatch, hook_ops, hooks, numerics, policies, registry, repairs
+from tensorlogic import dispatch, numerics, policies, registry, repairs
+from tensorlogic.native import hook_extension
+from tensorlogic.native import hook_ops as native_hook_ops
 from tensorlogic.op import OPS, Op
 from tensorlogic.program.rewrite import emitter
 
@@ -251,14 +253,14 @@ def close(got: Any, want: Any) -> None:
 @pytest.fixture(params=["hooks", "python"])
 def enabled(request: pytest.FixtureRequest) -> Iterator[None]:
     """Enabled by compiled guards and by those in Python; disabled afterwards."""
-    if request.param == "hooks" and hook_ops.available() is not None:
-        pytest.skip(str(hook_ops.available()))
+    if request.param == "hooks" and native_hook_ops.available() is not None:
+        pytest.skip(str(native_hook_ops.available()))
     tensorlogic.disable()
     with (
         pytest.MonkeyPatch.context() as patch
     ):  # over before the policy of all tests is left, which the hooks count
         if request.param == "python":
-            patch.setattr(hooks, "_state", ["absent"])
+            patch.setattr(hook_extension, "_state", ["absent"])
         tensorlogic.enable()
         yield
         tensorlogic.disable()

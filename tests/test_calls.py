@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import background, calls, dispatch, front, native, policies, stores
+from tensorlogic import background, dispatch, front, policies, stores
 from tensorlogic.binding import bind
+from tensorlogic.native import call_extension, cpu_library
 from tensorlogic.op import OPS
 
 pytestmark = pytest.mark.skipif(
-    native.calls_available() is not None, reason=str(native.calls_available())
+    cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())
 )
 
 X, Y, W, B = torch.randn(6, 5), torch.randn(6, 5), torch.randn(4, 5), torch.randn(4)
@@ -49,15 +50,15 @@ def through_the_dispatcher(name: str) -> Any:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_direct_call_gives_what_the_dispatcher_gives(name: str) -> None:
     op, args = CALLS[name]
-    assert isinstance(native.op(op), calls.module().Native)
-    given, expected = native.op(op)(*args), through_the_dispatcher(op)(*args)
+    assert isinstance(cpu_library.op(op), call_extension.module().Native)
+    given, expected = cpu_library.op(op)(*args), through_the_dispatcher(op)(*args)
     torch.testing.assert_close(given, expected, rtol=0, atol=0)
     assert type(given) is type(expected)
 
 
 def test_nothing_is_returned_where_a_tensor_is_changed() -> None:
     x = X.clone()
-    assert native.op("softmax_")(x, None, 1.0, False) is None
+    assert cpu_library.op("softmax_")(x, None, 1.0, False) is None
     torch.testing.assert_close(x, X.softmax(-1))
 
 
@@ -77,7 +78,7 @@ def test_bad_arguments_fail_as_they_did(args: tuple[Any, ...]) -> None:
     with pytest.raises((RuntimeError, TypeError)) as expected:
         torch.ops.tensorlogic_native.add.default._op(*args)
     with pytest.raises(type(expected.value)) as problem:
-        native.op("add")(*args)
+        cpu_library.op("add")(*args)
     assert str(problem.value).splitlines()[0] == str(expected.value).splitlines()[0]
 
 
@@ -93,11 +94,11 @@ class Names(TorchDispatchMode):
 
 def test_who_watches_the_dispatcher_sees_the_call() -> None:
     with Names() as mode:
-        native.op("relu")(X)
+        cpu_library.op("relu")(X)
     assert mode.seen == ["tensorlogic_native.relu.default"]
-    launch = native.launcher("relu")
+    launch = cpu_library.launcher("relu")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        native.op("relu")(X)
+        cpu_library.op("relu")(X)
         launch(X)
     names = [e.name for e in profile.events()]
     assert names.count("tensorlogic_native::relu") == 2
@@ -105,40 +106,40 @@ def test_who_watches_the_dispatcher_sees_the_call() -> None:
 
 def test_negated_views_and_subclasses_go_the_usual_way() -> None:
     negative = torch._neg_view(X)
-    torch.testing.assert_close(native.op("relu")(negative), (-X).relu())
+    torch.testing.assert_close(cpu_library.op("relu")(negative), (-X).relu())
 
     class Own(Tensor):
         pass
 
-    assert type(native.op("relu")(X.as_subclass(Own))) is Own
+    assert type(cpu_library.op("relu")(X.as_subclass(Own))) is Own
 
 
 def test_inference_tensors_come_out_of_inference_mode() -> None:
     with torch.inference_mode():
-        assert native.op("relu")(X).is_inference()
-    assert not native.op("relu")(X).is_inference()
+        assert cpu_library.op("relu")(X).is_inference()
+    assert not cpu_library.op("relu")(X).is_inference()
 
 
 def test_a_launcher_declines_other_counts_of_arguments_and_names_what_cannot_be_fixed() -> None:
-    launch = native.launcher("add")
+    launch = cpu_library.launcher("add")
     (y,) = launch(X, Y)
     torch.testing.assert_close(y, X + Y)
     with pytest.raises(TypeError, match="of 2 arguments was given 1"):
         launch(X)
     with pytest.raises(TypeError, match="argument 1 cannot be fixed to 'no'"):
-        native.launcher("gelu", "no")
+        cpu_library.launcher("gelu", "no")
     with pytest.raises(LookupError, match="no direct call of nothing"):
-        calls.module().Native("nothing", print, ())
+        call_extension.module().Native("nothing", print, ())
 
 
 def test_calls_keep_no_tensor_alive() -> None:
-    x, launch = torch.randn(8), native.launcher("relu")
+    x, launch = torch.randn(8), cpu_library.launcher("relu")
     with tensorlogic.policy(force="cpu.fused"):
         tensorlogic.add_relu(x, x)
         gc.collect()
         before = sys.getrefcount(x), torch.ops.tensorlogic_native.pool_stats()[2]
         for _ in range(100):
-            launch(x), native.op("add")(x, x), tensorlogic.add_relu(x, x)
+            launch(x), cpu_library.op("add")(x, x), tensorlogic.add_relu(x, x)
         assert (sys.getrefcount(x), torch.ops.tensorlogic_native.pool_stats()[2]) == before
 
 
@@ -243,7 +244,7 @@ def test_a_launcher_that_is_watched_counts_every_call(monkeypatch: pytest.Monkey
     with tensorlogic.policy(tune="auto"):
         key = OPS["add_relu"].key((X, Y, False), "inference")
         watch = background.Watch(OPS["add_relu"], key, torch.device("cpu"))
-        launch = watch.wrap(native.launcher("add_relu"))
+        launch = watch.wrap(cpu_library.launcher("add_relu"))
         for _ in range(30):
             torch.testing.assert_close(launch(X, Y), (torch.relu(X + Y),))
         assert looks == [8, 13, 18, 23, 28]
@@ -269,7 +270,7 @@ def test_a_call_without_a_launcher_of_ours_is_watched_as_cheaply(
     x = torch.randn(3, 4).double()
     with tensorlogic.policy(tune="auto"):
         run = bind(OPS["relu"], (x, False), policies.current(), False).shortest[0]
-        assert type(run) is calls.module().Counted
+        assert type(run) is call_extension.module().Counted
         for _ in range(30):
             assert torch.equal(run(x), torch.relu(x))
         assert looks == [8, 13, 18, 23, 28]
@@ -300,24 +301,24 @@ def test_threads_may_forget_while_others_call() -> None:
 def test_without_the_module_everything_is_the_same(
     served: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "_state", ["not built"])
+    monkeypatch.setattr(call_extension, "_state", ["not built"])
     for _, scope in front._SCOPES.values():
         monkeypatch.setitem(scope, "compiled", None)
-    native._op.cache_clear()
+    cpu_library._op.cache_clear()
     try:
-        assert native.calls_available() == "not built"
-        assert not calls.is_launcher(native.launcher("relu"))
+        assert cpu_library.calls_available() == "not built"
+        assert not call_extension.is_launcher(cpu_library.launcher("relu"))
         for _ in range(3):
             torch.testing.assert_close(tensorlogic.add_relu(X, Y), torch.relu(X + Y))
             torch.testing.assert_close(tensorlogic.linear(X, W, B), F.linear(X, W, B))
         assert served == ["add_relu", "linear"]
     finally:
-        native._op.cache_clear()
+        cpu_library._op.cache_clear()
 
 
 def test_a_module_of_other_sources_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "REVISION", -1)
-    reason = calls._load()
+    monkeypatch.setattr(call_extension, "REVISION", -1)
+    reason = call_extension._load()
     assert isinstance(reason, str)
     assert "built from other sources: run" in reason
 

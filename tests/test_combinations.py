@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tensorlogic
-from tensorlogic import hook_ops, hooks, repairs, vouching
+from tensorlogic import repairs, vouching
+from tensorlogic.native import hook_extension
+from tensorlogic.native import hook_ops as native_hook_ops
 
 from .helpers import TABLE, close, leaves
 
@@ -84,8 +86,8 @@ def test_nothing_stands_in_front_of_what_is_fast(
     hardware: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Convolutions and attention of float16 where it has hardware; bfloat16 attention elsewhere, once it was seen."""
-    if hook_ops.available() is not None:
-        pytest.skip(str(hook_ops.available()))
+    if native_hook_ops.available() is not None:
+        pytest.skip(str(native_hook_ops.available()))
     asked: list[str] = []
 
     def spy(name: str, repair: repairs.Repair) -> repairs.Repair:
@@ -97,7 +99,7 @@ def test_nothing_stands_in_front_of_what_is_fast(
     x, w, q = torch.randn(1, 4, 12, 12), torch.randn(4, 4, 3, 3), torch.randn(1, 2, 40, 16)
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     tensorlogic.enable()
-    hooks.apart(-1)  # the policy of all tests: under one the guards remember nothing
+    hook_extension.apart(-1)  # the policy of all tests: under one the guards remember nothing
     try:
         with torch.no_grad():
             for _ in range(3):
@@ -110,6 +112,6 @@ def test_nothing_stands_in_front_of_what_is_fast(
                 F.scaled_dot_product_attention(*[q.bfloat16()] * 3)
             assert asked == known + [attention] * (not hardware)
     finally:
-        hooks.apart(1)
-        hooks.forget()
+        hook_extension.apart(1)
+        hook_extension.forget()
         tensorlogic.disable()

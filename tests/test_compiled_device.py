@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, binding, calls, dispatch, front, policies, recorded_calls
+from tensorlogic import background, binding, dispatch, front, policies, recorded_calls
+from tensorlogic.native import call_extension, cuda_driver
 from tensorlogic.ops.common import compiled_launch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -36,8 +37,10 @@ def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def test_the_driver_is_found() -> None:
-    assert calls.module() is not None or compiled_launch.driver(torch.device("cuda")) is not None
-    assert isinstance(compiled_launch.empty(torch.device("cuda")), calls.module().Empty)
+    assert (
+        call_extension.module() is not None or cuda_driver.driver(torch.device("cuda")) is not None
+    )
+    assert isinstance(compiled_launch.empty(torch.device("cuda")), call_extension.module().Empty)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -90,7 +93,7 @@ def test_bound_launchers_are_plans() -> None:
         with tensorlogic.policy(force=id) as chosen:
             bound = binding.bind(op, [x, w, b, res, "relu", False], chosen, False)
         assert bound.choice.candidate.id == id
-        assert calls.is_plan(bound.launch), id
+        assert call_extension.is_plan(bound.launch), id
 
 
 def test_less_aligned_tensors_are_served_right() -> None:

@@ -21,14 +21,17 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import tensorlogic
-from tensorlogic import binding, calls, dispatch, front, native, policies, recorded_calls, selector
+from tensorlogic import binding, dispatch, front, policies, recorded_calls, selector
+from tensorlogic.native import call_extension, cpu_library
 from tensorlogic.op import OPS, Candidate
 from tensorlogic.ops.common import compiled_launch, wiring
 from tests.driver.standin import CPU, Device, add_relu, launcher, noted
 from tests.driver.standin import device as device  # the fixture
 
 pytestmark = [
-    pytest.mark.skipif(native.calls_available() is not None, reason=str(native.calls_available())),
+    pytest.mark.skipif(
+        cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())
+    ),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is the real one here"),
 ]
 
@@ -72,7 +75,7 @@ def test_a_warm_call_is_a_plans(device: Device, served: dict[str, Any]) -> None:
     a, b = torch.randn(6, 5), torch.randn(6, 5)
     for _ in range(3):
         torch.testing.assert_close(tensorlogic.add_relu(a, b), torch.relu(a + b))
-    assert calls.is_plan(served["built"][0])
+    assert call_extension.is_plan(served["built"][0])
     assert served["slow"] == 1
     torch.testing.assert_close(quick(tensorlogic.add_relu)(a, b), torch.relu(a + b))
     assert len(device.launches()) == 4
@@ -132,7 +135,7 @@ def test_out_of_memory_is_eagers(device: Device, served: dict[str, Any]) -> None
     served["launch"] = launch
     a = torch.randn(6, 5)
     tensorlogic.add_relu(a, a)
-    assert calls.is_plan(served["built"][0])
+    assert call_extension.is_plan(served["built"][0])
     full[0] = True
     torch.testing.assert_close(tensorlogic.add_relu(a, a), torch.relu(a + a))
     full[0] = False
@@ -224,7 +227,7 @@ def test_only_calls_that_a_launcher_served_show_what_is_kept(
     assert bound.shortest == (bound.run, 0)
     y = bound.run(aligned, b)
     assert bound.outside.places == (-1, -1, -1, 2)
-    assert isinstance(bound.shortest[0], calls.module().Recording)
+    assert isinstance(bound.shortest[0], call_extension.module().Recording)
     for out, x in ((y, aligned), (bound.shortest[0](moved, b), moved)):
         (g,) = torch.autograd.grad(out.sum(), x)
         torch.testing.assert_close(g, (x + b > 0).float())
@@ -236,7 +239,7 @@ def test_recorded_calls_under_capture_take_the_other_choice(
     plan = noted(launcher(device))
     apply: list[Any] = []
     for two_ways, expected in ((True, 0), (False, 1)):
-        run = calls.module().Recording(
+        run = call_extension.module().Recording(
             None, lambda *given: apply.append(given), plan, (), (), two_ways
         )
         device.set("status_of_capture", 1)
@@ -247,7 +250,7 @@ def test_recorded_calls_under_capture_take_the_other_choice(
         assert len(apply) == expected + 1
         apply.clear()
     with pytest.raises(TypeError, match="only a plan knows"):
-        calls.module().Recording(None, print, print, (), (), True)
+        call_extension.module().Recording(None, print, print, (), (), True)
 
 
 def test_recorded_calls_keep_nothing_alive(device: Device, served: dict[str, Any]) -> None:

@@ -17,13 +17,15 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from tensorlogic import calls, native
+from tensorlogic.native import call_extension, cpu_library
 from tensorlogic.ops.common import compiled_launch, wiring
 from tests.driver.standin import CPU, Device, Launch, add_relu, launcher, made, noted
 from tests.driver.standin import device as device  # the fixture
 
 pytestmark = [
-    pytest.mark.skipif(native.calls_available() is not None, reason=str(native.calls_available())),
+    pytest.mark.skipif(
+        cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())
+    ),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is the real one here"),
 ]
 
@@ -127,7 +129,7 @@ def test_what_is_no_plain_tensor_goes_the_usual_way(device: Device) -> None:
     start = made(device, "pf", {})
     seen: list[Any] = []
     usual = lambda *given: seen.append(given)  # noqa: E731
-    ours = calls.module().Start(
+    ours = call_extension.module().Start(
         usual, device.driver, (0, False), 1, (1, 1, 1), (1, 0), (False, False), (0, 0), "pf", (), ()
     )
 
@@ -148,7 +150,7 @@ def test_what_is_no_plain_tensor_goes_the_usual_way(device: Device) -> None:
 
 def test_layouts_that_cannot_be_are_refused(device: Device) -> None:
     def tried(layout: str, constants: tuple[Any, ...] = (), maps: tuple[Any, ...] = ()) -> None:
-        calls.module().Start(
+        call_extension.module().Start(
             print, device.driver, (0, False), 1, (1, 1, 1), (1, 0), (False, False), (0, 0), layout, constants, maps
         )  # fmt: skip
 
@@ -158,7 +160,7 @@ def test_layouts_that_cannot_be_are_refused(device: Device) -> None:
     with pytest.raises(TypeError):
         tried("i", ("one",))
     with pytest.raises(ValueError, match="functions"):
-        calls.module().Driver(0, 0, 0, 0)
+        call_extension.module().Driver(0, 0, 0, 0)
 
 
 def test_calls_keep_nothing_alive(device: Device) -> None:
@@ -176,7 +178,7 @@ def test_calls_keep_nothing_alive(device: Device) -> None:
 def test_a_plan_does_what_the_launcher_does(device: Device) -> None:
     launch = launcher(device)
     plan = noted(launch)
-    assert isinstance(plan, calls.module().Plan)
+    assert isinstance(plan, call_extension.module().Plan)
     a, b = torch.randn(6, 5), torch.randn(6, 5)
     for run in (launch, plan):
         (y,) = run(a, b)
@@ -211,7 +213,7 @@ def test_a_plan_of_several_steps(device: Device) -> None:
 
     for b in (torch.randn(4), None):
         plan = compiled(launch, [torch.randn(4), b, 2.0])
-        assert isinstance(plan, calls.module().Plan)
+        assert isinstance(plan, call_extension.module().Plan)
         a = torch.randn(4)
         y, none, same, scale = plan(a, b, 2.5)
         torch.testing.assert_close(y.view(-1), torch.relu(a + (a if b is None else b)))
@@ -223,7 +225,7 @@ def test_a_plan_of_several_steps(device: Device) -> None:
 
 def compiled(launch: Callable[..., Any], given: Sequence[Any]) -> Any:
     """As `plan` would, of no op in particular."""
-    module, notes = calls.module(), list[Any]()
+    module, notes = call_extension.module(), list[Any]()
     slots = tuple(None if g is None else module.Slot() for g in given)
     module.record(notes)
     try:
@@ -273,7 +275,7 @@ def test_launchers_that_do_more_than_pass_things_on_stay_as_they_are(device: Dev
 
 def test_plans_come_from_threads_apart(device: Device) -> None:
     """What one thread notes, another may run meanwhile."""
-    launch, module = launcher(device), calls.module()
+    launch, module = launcher(device), call_extension.module()
     module.record([])
     found: list[Any] = []
     a = torch.randn(6, 5)
@@ -314,7 +316,7 @@ def test_a_failing_start_is_the_callers(device: Device) -> None:
 
 
 def test_counters_are_asked_for_once_a_stream_and_anew_in_captures(device: Device) -> None:
-    start, empty, module = add_relu(device, 4), wiring.empty(CPU), calls.module()
+    start, empty, module = add_relu(device, 4), wiring.empty(CPU), call_extension.module()
     asked: list[int] = []
 
     def counters(count: int) -> Any:

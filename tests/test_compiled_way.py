@@ -19,8 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import native
-from tensorlogic.ops.common import compiled_launch
+from tensorlogic.native import cpu_library, cuda_driver
 from tensorlogic.program import short as shortening
 from tensorlogic.program.graphs import Line, Replay
 from tensorlogic.program.short import MISS, short
@@ -28,14 +27,14 @@ from tensorlogic.program.short import MISS, short
 from .driver.replaying import STREAM, Driver, captured, replay_of, tape
 
 pytestmark = pytest.mark.skipif(
-    native.calls_available() is not None, reason=str(native.calls_available())
+    cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())
 )
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
-    monkeypatch.setattr(compiled_launch, "driver", lambda device: made.driver)
+    monkeypatch.setattr(cuda_driver, "driver", lambda device: made.driver)
 
     def turn(self: Line) -> None:
         made.done.append(("turn", self.raw))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import calls
+from tensorlogic.native import call_extension
 from tensorlogic.program.capturing import Captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -30,7 +30,7 @@ def captured(fn: Callable[..., Any], *given: Tensor, **options: Any) -> Captured
     for _ in range(5):
         made(*given)
     assert made.graphs == 1, made.reason
-    assert type(made.way[0]) is calls.module().Way
+    assert type(made.way[0]) is call_extension.module().Way
     return made
 
 
@@ -200,7 +200,7 @@ def test_an_optimised_model_is_led_to_its_graph_in_c() -> None:
         pytest.skip("nothing was captured")
     for _ in range(3):
         fast(x)
-    assert type(program.way[0]) is calls.module().Way
+    assert type(program.way[0]) is call_extension.module().Way
     near = functools.partial(torch.testing.assert_close, rtol=1e-3, atol=1e-3)
     near(fast(x), model(x))
     before = fast(x).clone()

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 from torch.testing._internal.logging_tensor import LoggingTensorMode
 
-from tensorlogic import measure, native, policies, registry, selector, stores
+from tensorlogic import measure, policies, registry, selector, stores
+from tensorlogic.native import cpu_library
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import cpu_costs, cpu_rates
 
 from .clockwork import Work
 from .support.native import forced
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+pytestmark = pytest.mark.skipif(
+    cpu_library.available() is not None, reason=str(cpu_library.available())
+)
 CPU = torch.device("cpu")
 Slower = dict[str, float]  # by operator's name: how many times longer than was expected
 

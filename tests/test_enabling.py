@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import enabling, hook_ops, hooks, policies, repairs
+from tensorlogic import enabling, policies, repairs
+from tensorlogic.native import hook_extension
+from tensorlogic.native import hook_ops as native_hook_ops
 
 from .helpers import HALF, error, r
 from .helpers import enabled as enabled  # the fixture
@@ -58,7 +60,7 @@ def test_products_lie_within_rounding_in_every_form(
     fn = getattr(torch, name.split()[0])
     args, named = CALLS[name](dtype)
     ref = fn(*(a.double() for a in args), **named)
-    with hook_ops.suspended():
+    with native_hook_ops.suspended():
         own = fn(*args, **named)
     y = fn(*args, **named)
     assert (y.shape, y.dtype, y.stride()) == (own.shape, own.dtype, own.stride())
@@ -71,7 +73,7 @@ def test_products_lie_within_rounding_in_every_form(
     assert error(fn(*args, **named, out=grown), ref) <= budget
     if name.startswith("add") or name.startswith("badd"):
         c = args[0].expand(own.shape).clone()
-        with hook_ops.suspended():
+        with native_hook_ops.suspended():
             own = getattr(c.clone(), fn.__name__ + "_")(*args[1:], **named)
         budget = max(1.05 * error(own, ref), 1e-6)
         assert getattr(c, fn.__name__ + "_")(*args[1:], **named) is c
@@ -112,7 +114,7 @@ BAD: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_raises_pytorchs_own_error(name: str, enabled: None) -> None:
-    with hook_ops.suspended(), pytest.raises(RuntimeError) as own:
+    with native_hook_ops.suspended(), pytest.raises(RuntimeError) as own:
         BAD[name]()
     with pytest.raises(RuntimeError) as ours:
         BAD[name]()
@@ -129,10 +131,10 @@ def test_empty_and_tiny_products_are_pytorchs(
 
 
 def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) -> None:
-    if hook_ops.available() is not None:
-        pytest.skip(str(hook_ops.available()))
+    if native_hook_ops.available() is not None:
+        pytest.skip(str(native_hook_ops.available()))
     tensorlogic.enable()
-    hooks.apart(-1)  # the policy of all tests: under one the guards remember nothing
+    hook_extension.apart(-1)  # the policy of all tests: under one the guards remember nothing
     asked: list[str] = []
     a, b = r(40, 64), r(64, 40)
     try:
@@ -155,7 +157,7 @@ def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) 
         assert asked == ["asked"] * 3
     finally:
         repairs._launcher = chosen
-        hooks.apart(1)
+        hook_extension.apart(1)
         policies.forget_entries()
         tensorlogic.disable()
 
@@ -163,7 +165,7 @@ def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) 
 def test_other_dtypes_keep_their_bits_and_their_kernels(served: list[str], enabled: None) -> None:
     for dtype in (torch.float32, torch.float64, torch.complex64, torch.int32):
         a, b = (10 * r(33, 64)).to(dtype), (10 * r(64, 40)).to(dtype)
-        with hook_ops.suspended():
+        with native_hook_ops.suspended():
             own = a @ b
         assert torch.equal(a @ b, own)
     assert served == []
@@ -172,7 +174,7 @@ def test_other_dtypes_keep_their_bits_and_their_kernels(served: list[str], enabl
 @pytest.mark.usefixtures("no_f16")
 def test_disable_restores_pytorch_bit_for_bit(enabled: None) -> None:
     a, b = r(65, 300), r(300, 64)
-    with hook_ops.suspended():
+    with native_hook_ops.suspended():
         own = a @ b
     tensorlogic.enable()  # again: nothing changes
     first = a @ b
@@ -206,7 +208,7 @@ def test_a_convolution_with_an_overlapping_weight_is_laid_out_as_pytorch_has_it(
     enabled: None,
 ) -> None:
     x, w = r(3, 2, 9, 8), r(100).as_strided((4, 2, 3, 3), (1, 1, 1, 1))
-    with hook_ops.suspended():
+    with native_hook_ops.suspended():
         own = F.conv2d(x, w, padding=1)
     y = F.conv2d(x, w, padding=1)
     assert y.stride() == own.stride()
@@ -241,7 +243,7 @@ def test_measuring_sees_pytorch_without_repairs(enabled: None, served: list[str]
     assert served == []
     r(64, 64) @ r(64, 64)
     assert served == ["matmul"]
-    with tensorlogic.policy(force="torch.eager"), hook_ops.suspended():
+    with tensorlogic.policy(force="torch.eager"), native_hook_ops.suspended():
         own = r(64, 64) @ r(64, 64)
     with tensorlogic.policy(force="torch.eager"):
         assert torch.equal(r(64, 64) @ r(64, 64), own)
@@ -250,7 +252,7 @@ def test_measuring_sees_pytorch_without_repairs(enabled: None, served: list[str]
 def test_pool_without_hooks_is_refused_before_anything_changes() -> None:
     tensorlogic.disable()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks, "_state", ["absent"])
+        patch.setattr(hook_extension, "_state", ["absent"])
         with pytest.raises(RuntimeError, match=r"pool=True.*tcmalloc"):
             tensorlogic.enable(pool=True)
     assert not enabling.enabled()

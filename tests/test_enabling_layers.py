@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import hook_ops, repairs
+from tensorlogic import repairs
+from tensorlogic.native import hook_ops as native_hook_ops
 
 from .helpers import HALF, error, r
 from .helpers import enabled as enabled  # the fixture
@@ -80,7 +81,7 @@ def test_layers_and_their_gradients(name: str, dtype: torch.dtype, enabled: None
     module, shape = modules()[name]
     module = module.to(dtype)
     x = r(*shape, dtype=dtype)
-    with hook_ops.suspended():
+    with native_hook_ops.suspended():
         own = gradients(module, x)
     ours = gradients(module, x)
     refs = gradients(copy.deepcopy(module).double(), x.double())
@@ -121,7 +122,7 @@ def test_what_is_empty_is_pytorchs_own(name: str, dtype: torch.dtype, enabled: N
             return str(problem)
         return y.detach(), x.grad, weight.grad
 
-    with hook_ops.suspended():
+    with native_hook_ops.suspended():
         own = result()
     got = result()
     assert isinstance(got, str) == isinstance(own, str), (got, own)

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tensorlogic import hook_ops
+from tensorlogic.native import hook_ops as native_hook_ops
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_policies_in_force_before_the_hooks_are_loaded_are_counted() -> None:
-    if hook_ops.available() is not None:
-        pytest.skip(str(hook_ops.available()))
+    if native_hook_ops.available() is not None:
+        pytest.skip(str(native_hook_ops.available()))
     program = (
-        "import ctypes, tensorlogic\nfrom tensorlogic import hook_ops, native\n"
+        "import ctypes, tensorlogic\nfrom tensorlogic.native.cpu_library import hook_ops, cpu_library as native\n"
         "def seen(): return ctypes.c_int64.from_address(hook_ops.op('policies_at')()).value\n"
         "with tensorlogic.policy(tune='off'):\n    native.available(); print(seen())\n"
         "print(hook_ops.available(), seen())\n"

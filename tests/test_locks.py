@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import background, calls, derived, hooks, native, registry, stores
+from tensorlogic import background, derived, registry, stores
+from tensorlogic.native import call_extension, cpu_library, hook_extension
 from tensorlogic.program import serve
 from tensorlogic.program.graphs import Line
 from tensorlogic.system import compile_pool, thread_output
 
 LOCKS: dict[str, tuple[Any, str]] = {
     "background": (background, "_BUSY"),
-    "calls": (calls, "_lock"),
+    "calls": (call_extension, "_lock"),
     "compiling": (compile_pool, "_making"),
     "derived": (derived, "_LOCK"),
-    "hooks": (hooks, "_lock"),
-    "native": (native, "_lock"),
+    "hooks": (hook_extension, "_lock"),
+    "native": (cpu_library, "_lock"),
     "registry": (registry, "_LOCK"),
     "stores": (stores, "_LOCK"),
     "serve": (serve, "_REFRESHING"),
@@ -58,8 +59,8 @@ def test_who_counts_policies_while_the_hooks_are_loaded_does_not_wait_for_itself
     done = threading.Event()
 
     def inside() -> None:
-        with hooks._lock:
-            hooks.apart(0)
+        with hook_extension._lock:
+            hook_extension.apart(0)
             done.set()
 
     threading.Thread(target=inside, daemon=True).start()

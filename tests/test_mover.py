@@ -13,15 +13,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import calls, native
 from tensorlogic.memory import stager, staging
 from tensorlogic.memory.staging_rules import MIB
+from tensorlogic.native import call_extension, cpu_library
 
 from .driver.copies import Engine
 from .driver.replaying import Driver
 
 pytestmark = pytest.mark.skipif(
-    native.calls_available() is not None, reason="needs the compiled calls"
+    cpu_library.calls_available() is not None, reason="needs the compiled calls"
 )
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMALLEST = 4096
@@ -35,9 +35,9 @@ class Fake:
         self.engine, self.driver = Engine(refuse), Driver()
         self.ring = torch.empty(8 * 4096, dtype=torch.uint8)
         events = [1, 2, 3, 4, 5]
-        self.number = native.op("staging_open")(self.ring, events, self.engine.calls, 0)
+        self.number = cpu_library.op("staging_open")(self.ring, events, self.engine.calls, 0)
         shape, below = (1024, 4096, 1024, 0), (20_000, 40_000)
-        self.move = calls.module().Mover(
+        self.move = call_extension.module().Mover(
             self.driver.driver, (0, up), self.number, SMALLEST, shape, below, RULES
         )
 
@@ -171,8 +171,10 @@ def test_what_makes_no_mover_is_refused(fake: Fake) -> None:
         (shape, below, RULES[:4]),
     ):
         with pytest.raises(ValueError, match="four numbers of a transfer"):
-            calls.module().Mover(fake.driver.driver, (0, True), fake.number, SMALLEST, *wrong)
-    nobody = calls.module().Mover(
+            call_extension.module().Mover(
+                fake.driver.driver, (0, True), fake.number, SMALLEST, *wrong
+            )
+    nobody = call_extension.module().Mover(
         fake.driver.driver, (0, True), fake.number + 1000, SMALLEST, shape, below, RULES
     )
     with pytest.raises(RuntimeError, match="error -1"):
@@ -283,7 +285,7 @@ def test_a_full_device_is_said_and_the_next_transfer_arrives() -> None:
 def test_without_the_library_buffers_wait_for_the_stream_of_the_caller(
     monkeypatch: pytest.MonkeyPatch, up: bool
 ) -> None:
-    monkeypatch.setattr(native, "available", lambda: "not for this test")
+    monkeypatch.setattr(cpu_library, "available", lambda: "not for this test")
     mover = stager.Stager(torch.device("cuda", torch.cuda.current_device()), up)
     assert mover.copy is None
     host = torch.randint(0, 256, (70 * MIB + 5,), dtype=torch.uint8)

@@ -16,14 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensorlogic import doctor, library_files, native
+from tensorlogic import doctor
+from tensorlogic.native import cpu_library, library_files
 from tensorlogic.ops.common.random import keep_mask
 from tensorlogic.system import settings
 
 from .support.native import DTYPES, EXACT, INF, NAN, assert_ulps, ulps_of
 from .support.native import ops as ops  # the fixture
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+pytestmark = pytest.mark.skipif(
+    cpu_library.available() is not None, reason=str(cpu_library.available())
+)
 
 SIZES = (1, 3, 17, 1023, 70_001)
 
@@ -206,7 +209,7 @@ def test_conversion_is_torchs_bit_for_bit(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_epilogue(ops: Any, dtype: torch.dtype, activation: str) -> None:
     apply = {"none": lambda z: z, "relu": torch.relu, **EXACT}[activation]
-    number = native.ACTIVATIONS[activation]
+    number = cpu_library.ACTIVATIONS[activation]
     for rows, cols in ((1, 1), (7, 33), (33, 1031)):
         acc = torch.randn(rows, cols)
         bias, residual = torch.randn(cols).to(dtype), torch.randn(rows, cols).to(dtype)
@@ -256,16 +259,16 @@ def test_bad_arguments_are_named(call: Callable[[Any], Any], message: str) -> No
 
 
 def test_absent_library_gives_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(native, "_state", [])
+    monkeypatch.setattr(cpu_library, "_state", [])
     monkeypatch.setattr(library_files, "library", lambda: tmp_path / "libtensorlogic_native.so")
-    reason = native.available()
+    reason = cpu_library.available()
     assert reason is not None
     assert "not built" in reason
     with pytest.raises(RuntimeError, match="not built"):
-        native.op("add")
-    assert native.isa() is None
-    assert native.misled() is None
-    assert native.available("cuda") is not None
+        cpu_library.op("add")
+    assert cpu_library.isa() is None
+    assert cpu_library.misled() is None
+    assert cpu_library.available("cuda") is not None
 
 
 @pytest.mark.parametrize(
@@ -279,10 +282,10 @@ def test_absent_library_gives_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_variable_that_keeps_the_library_away_is_said_once(
     monkeypatch: pytest.MonkeyPatch, variable: settings.Variable, value: str, said: str
 ) -> None:
-    monkeypatch.setattr(native, "_state", [])
+    monkeypatch.setattr(cpu_library, "_state", [])
     monkeypatch.setenv(variable.name, value)
     with pytest.warns(UserWarning, match=said) as warned:
-        assert {bool(native.available()) for _ in range(3)} == {True}
+        assert {bool(cpu_library.available()) for _ in range(3)} == {True}
     assert len(warned) == 1
     found = {f.about: f for f in doctor._settings()}[variable.name]
     assert (found.state, bool(re.search(said, found.found))) == ("broken", True)
@@ -318,7 +321,7 @@ def test_neon_branch_compiles(tmp_path: Path) -> None:
     ("level", "wanted"), [("portable", "portable None"), ("sse", "None TENSORLOGIC_NATIVE_ISA")]
 )
 def test_a_variable_chooses_the_instruction_set(level: str, wanted: str) -> None:
-    code = "from tensorlogic import native; print(native.isa(), native.available())"
+    code = "from tensorlogic.native.cpu_library import cpu_library as native; print(native.isa(), native.available())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "TENSORLOGIC_NATIVE_ISA": level},
@@ -336,7 +339,7 @@ def test_a_tensor_whose_storage_was_let_go_of_is_refused() -> None:
     with pytest.raises(
         RuntimeError, match=r"shape \[3, 4\] has no memory: its storage was resized"
     ):
-        native.op("matmul")(gone, torch.ones(4, 5))
+        cpu_library.op("matmul")(gone, torch.ones(4, 5))
 
 
 @pytest.mark.parametrize("size", [0, 40, 1000, -1])
@@ -349,7 +352,7 @@ def test_a_library_that_is_cut_short_is_not_loaded(
     assert library_files.cut_short(short)
     assert not library_files.cut_short(library_files.library())
     monkeypatch.setattr(library_files, "library", lambda: short)
-    assert "is cut short" in str(native._load())
+    assert "is cut short" in str(cpu_library._load())
 
 
 def test_an_import_that_failed_says_the_same_again(tmp_path: Path) -> None:
@@ -386,7 +389,7 @@ def test_outputs_stored_and_inputs_asked_for_otherwise_are_the_same(ops: Any) ->
                 "relu_backward": (x, y), "silu_backward": (x, y), "gelu_backward": (x, y, False),
             }  # fmt: skip
             for name, args in calls.items():
-                run = native.op(name)
+                run = cpu_library.op(name)
                 usual = run(*args, 1)
                 for way in (2, 3):  # past the caches; near by
                     other = run(*args, way)
@@ -396,7 +399,9 @@ def test_outputs_stored_and_inputs_asked_for_otherwise_are_the_same(ops: Any) ->
                     )
             target, lse = torch.randint(cols, (rows,)), x.float().logsumexp(1)
             loss = (torch.ones((), dtype=dtype), x, target, lse, -100, 0.1, 1)
-            usual, past = (native.op("softmax_cross_entropy_backward")(*loss, s) for s in (1, 2))
+            usual, past = (
+                cpu_library.op("softmax_cross_entropy_backward")(*loss, s) for s in (1, 2)
+            )
             assert torch.equal(usual.view(torch.uint8), past.view(torch.uint8))
 
 
@@ -404,6 +409,6 @@ def test_outputs_are_stored_in_no_fourth_way() -> None:
     x = torch.randn(8)
     for number in (-1, 4):
         with pytest.raises(RuntimeError, match=f"stores must be 0 .* got {number}"):
-            native.op("relu")(x, number)
+            cpu_library.op("relu")(x, number)
         with pytest.raises(RuntimeError, match=f"stores must be 0 .* got {number}"):
-            native.launcher("gelu", False, number)(x)
+            cpu_library.launcher("gelu", False, number)(x)

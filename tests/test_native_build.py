@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tensorlogic import calls, hooks, library_files, native
+from tensorlogic.native import call_extension, cpu_library, hook_extension
+from tensorlogic.native import library_files as native_library_files
 
-ROOT = Path(native.__file__).parent.parent
+ROOT = Path(cpu_library.__file__).parent.parent
 BUILDER = runpy.run_path(str(ROOT / "tools" / "build_native.py"))
 CALLS = "tensorlogic_calls-2.13.0.cpython-311-x86_64-linux-gnu"
 
@@ -39,12 +40,12 @@ def test_sources_beside_the_library_are_not_its_own() -> None:
     assert len({BUILDER["sources"](part) for part in (None, "hooks", "calls")}) == 3
 
 
-@pytest.mark.parametrize("module", [native, hooks, calls])
+@pytest.mark.parametrize("module", [cpu_library, hook_extension, call_extension])
 def test_what_is_stale_is_not_loaded(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = (library_files if module is native else module).library()
+    path = (native_library_files if module is cpu_library else module).library()
     if not path.exists():
         pytest.skip(f"{path.name} is not built")
-    monkeypatch.setattr(library_files, "stale", lambda: frozenset([path.name]))
+    monkeypatch.setattr(native_library_files, "stale", lambda: frozenset([path.name]))
     said = module._load()
     assert isinstance(said, str)
     assert path.name in said
@@ -54,7 +55,7 @@ def test_what_is_stale_is_not_loaded(module: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_a_named_library_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     looked: list[Callable[..., Any]] = []
-    monkeypatch.setattr(library_files.runpy, "run_path", looked.append)
+    monkeypatch.setattr(native_library_files.runpy, "run_path", looked.append)
     monkeypatch.setenv("TENSORLOGIC_NATIVE_LIBRARY", str(tmp_path / "own.so"))
-    assert library_files.stale.__wrapped__() == frozenset()
+    assert native_library_files.stale.__wrapped__() == frozenset()
     assert looked == []

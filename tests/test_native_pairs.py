@@ -9,25 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import native, ranking
+from tensorlogic import ranking
+from tensorlogic.native import cpu_library
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import cpu_costs, ways_cpu
 
 CPU = torch.device("cpu")
-needs_native = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+needs_native = pytest.mark.skipif(
+    cpu_library.available() is not None, reason=str(cpu_library.available())
+)
 
 
 @pytest.fixture
 def pairs(avx512_bf16: None) -> Iterator[None]:
-    before = native.op("set_isa")("avx512_bf16")
+    before = cpu_library.op("set_isa")("avx512_bf16")
     ways_cpu.own_tiles.cache_clear()
     yield
-    native.op("set_isa")(before)
+    cpu_library.op("set_isa")(before)
     ways_cpu.own_tiles.cache_clear()
 
 
 def product(a: Tensor, b: Tensor, parts: int = 3) -> Tensor:
-    c: Tensor = native.op("matmul_f32")(a, b, False, parts)
+    c: Tensor = cpu_library.op("matmul_f32")(a, b, False, parts)
     return c
 
 
@@ -92,7 +95,7 @@ def test_bfloat16_without_hardware_is_not_expected_to_be_fast(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     monkeypatch.setattr(ways_cpu, "own_tiles", lambda: False)
-    monkeypatch.setattr(native, "isa", lambda: "avx512")
+    monkeypatch.setattr(cpu_library, "isa", lambda: "avx512")
     monkeypatch.setattr(cpu_costs, "pairs", lambda dtype: False)
     monkeypatch.setattr(
         cpu_costs, "_factors", lambda dtype: (90.0 if dtype == "bf16" else 1.0, 1.0)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import native, numerics, registry
+from tensorlogic import numerics, registry
 from tensorlogic.checking import Checker
+from tensorlogic.native import cpu_library
 from tensorlogic.op import OPS
 from tensorlogic.ops.common import cpu_costs, cpu_products
 
@@ -30,7 +31,9 @@ from .support.native import (
 )
 from .support.native import ops as ops  # the fixture
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+pytestmark = pytest.mark.skipif(
+    cpu_library.available() is not None, reason=str(cpu_library.available())
+)
 
 SHAPES = ((1, 1, 1), (3, 5, 7), (13, 31, 16), (14, 32, 385), (33, 47, 129), (65, 129, 400), (1, 300, 500), (5, 70, 33), (200, 1, 70), (150, 520, 40), (12, 1100, 9), (16, 900, 19), (300, 1, 70), (90, 11, 70), (5, 3, 130), (8, 130, 77), (11, 70, 77), (9, 40, 127), (16, 70, 64), (7, 9, 0))  # fmt: skip
 BATCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
@@ -107,7 +110,7 @@ def test_left_operand_may_be_wider(ops: Any, rows: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_epilogue_follows_in_the_same_call(ops: Any, dtype: torch.dtype, activation: str) -> None:
     apply = {"none": lambda z: z, "relu": torch.relu, **EXACT}[activation]
-    code = native.ACTIVATIONS[activation]
+    code = cpu_library.ACTIVATIONS[activation]
     for rows, columns, depth in ((1, 45, 24), (3, 45, 24), (50, 45, 24), (50, 1, 24), (50, 7, 70)):
         x, w = torch.randn(rows, depth).to(dtype), torch.randn(columns, depth).to(dtype)
         bias, residual = torch.randn(columns).to(dtype), torch.randn(rows, columns).to(dtype)
@@ -150,13 +153,13 @@ def test_nan_infinity_and_denormals(ops: Any, rows: int, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_instruction_sets_agree(dtype: torch.dtype) -> None:
-    have = [v for v in LEVELS if v in native.op("features")().split(",")]
+    have = [v for v in LEVELS if v in cpu_library.op("features")().split(",")]
     a, b = torch.randn(70, 300).to(dtype), torch.randn(300, 90).to(dtype)
     found = []
     for level in have:
-        native.op("set_isa")(level)
-        found.append(native.op("matmul")(a, b).double())
-    native.op("set_isa")("auto")
+        cpu_library.op("set_isa")(level)
+        found.append(cpu_library.op("matmul")(a, b).double())
+    cpu_library.op("set_isa")("auto")
     for y in found[1:]:
         assert bool(((y - found[0]).abs() <= 2 * expected(dtype, a, b)[1]).all())
 
@@ -190,8 +193,8 @@ def test_threads_that_are_done_help_the_others(
         return [
             ops.matmul_f32(a, b, False, 3),
             ops.matmul_f32(turned, b, False, 3),
-            ops.linear(a, w, bias, residual, native.ACTIVATIONS["gelu"]),
-            ops.linear(turned, w, bias, None, native.ACTIVATIONS["none"]),
+            ops.linear(a, w, bias, residual, cpu_library.ACTIVATIONS["gelu"]),
+            ops.linear(turned, w, bias, None, cpu_library.ACTIVATIONS["none"]),
         ]
 
     try:
@@ -212,7 +215,7 @@ def test_blocks_as_wide_as_the_caches_allow_change_no_bit(ops: Any) -> None:
     a, b, w = torch.randn(1056, 420), torch.randn(420, 2080), torch.randn(2080, 420)
     bias, residual = torch.randn(2080), torch.randn(1056, 2080)
     before, found = torch.get_num_threads(), []
-    gelu, silu = native.ACTIVATIONS["gelu"], native.ACTIVATIONS["silu"]
+    gelu, silu = cpu_library.ACTIVATIONS["gelu"], cpu_library.ACTIVATIONS["silu"]
     try:
         for threads in (1, 2, 7):
             torch.set_num_threads(threads)
@@ -278,7 +281,7 @@ def test_strided_vectors_of_layer_norm_are_served_whoever_would_be_chosen() -> N
         torch.testing.assert_close(y, torch.nn.functional.linear(want, w, b))
 
 
-@pytest.mark.skipif(native.available("cpu") is not None, reason="no native library")
+@pytest.mark.skipif(cpu_library.available("cpu") is not None, reason="no native library")
 @pytest.mark.parametrize("name", ["dropout_linear", "gelu_linear", "layer_norm_linear"])
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
 @pytest.mark.parametrize("sooner", [True, False])

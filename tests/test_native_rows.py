@@ -12,13 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensorlogic import native
+from tensorlogic.native import cpu_library
 
 from .helpers import far_rows
 from .support.native import DTYPES, INF, NAN
 from .support.native import ops as ops  # the fixture
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+pytestmark = pytest.mark.skipif(
+    cpu_library.available() is not None, reason=str(cpu_library.available())
+)
 
 SHAPES = ((1, 1), (3, 5), (2, 3, 17), (5, 1023), (33, 64), (0, 4), (130, 260), (2, 4097))
 
@@ -89,7 +91,7 @@ def test_large_numbers_do_not_cost_softmax_its_digits(ops: Any, size: float) -> 
         x = (size * (1 - torch.rand(5, 173) ** 8 / 16)).to(dtype)
         wanted = torch.softmax(x.double(), -1)
         close(ops.softmax(x, None, 1.0, False, dtype), wanted, dtype)
-        peak, none = x.argmax(1), native.REDUCTIONS["none"]
+        peak, none = x.argmax(1), cpu_library.REDUCTIONS["none"]
         loss, _ = ops.softmax_cross_entropy(x, peak, -100, 0.0, none)
         close(loss, F.cross_entropy(x.double(), peak, reduction="none"), dtype)
 
@@ -176,7 +178,7 @@ def test_softmax_of_nothing_and_of_infinity_is_torchs(ops: Any) -> None:
 def test_softmax_cross_entropy(
     ops: Any, dtype: torch.dtype, reduction: str, smoothing: float
 ) -> None:
-    number = native.REDUCTIONS[reduction]
+    number = cpu_library.REDUCTIONS[reduction]
     for rows, classes in ((1, 1), (7, 5), (33, 65), (16, 5003)):
         logits, target = (torch.randn(rows, classes) * 4).to(dtype), torch.randint(classes, (rows,))
         target[rows // 2 :: 3] = -100 if rows > 1 else target[0]
@@ -201,11 +203,15 @@ def test_no_loss_is_below_zero(ops: Any, dtype: torch.dtype, columns: int) -> No
     """The largest logit's own share is 1, however powers are approximated."""
     x, target = torch.full((8, columns), -40.0), torch.arange(8) % columns
     x[torch.arange(8), target] = torch.randn(8)
-    loss, _ = ops.softmax_cross_entropy(x.to(dtype), target, -100, 0.0, native.REDUCTIONS["none"])
+    loss, _ = ops.softmax_cross_entropy(
+        x.to(dtype), target, -100, 0.0, cpu_library.REDUCTIONS["none"]
+    )
     assert (loss >= 0).all()
     assert loss.max() < 1e-6
     x[3] = NAN
-    loss, _ = ops.softmax_cross_entropy(x.to(dtype), target, -100, 0.0, native.REDUCTIONS["none"])
+    loss, _ = ops.softmax_cross_entropy(
+        x.to(dtype), target, -100, 0.0, cpu_library.REDUCTIONS["none"]
+    )
     assert loss.isnan().tolist() == [i == 3 for i in range(8)]
 
 
@@ -216,7 +222,7 @@ def test_smoothed_cross_entropy_of_logits_far_from_zero(
 ) -> None:
     x, t = far_rows(columns, dtype)
     want = F.cross_entropy(x.double(), t, reduction="none", label_smoothing=0.1)
-    loss, _ = ops.softmax_cross_entropy(x, t, -100, 0.1, native.REDUCTIONS["none"])
+    loss, _ = ops.softmax_cross_entropy(x, t, -100, 0.1, cpu_library.REDUCTIONS["none"])
     torch.testing.assert_close(loss.float(), want.to(dtype).float(), rtol=2e-5 + torch.finfo(dtype).eps, atol=1e-5)  # fmt: skip
 
 
@@ -232,7 +238,7 @@ def test_cross_entropy_of_rows_that_rise_and_of_excluded_classes(
     sparse[::2] = -INF
     rows = [rise, rise.flip(0), late, sparse, rise * 1e-3 - 300, rise + (rise > 0) * 80]
     logits, target = torch.stack(rows).to(dtype), torch.full((6,), 8001)
-    loss, lse = ops.softmax_cross_entropy(logits, target, -100, 0.0, native.REDUCTIONS["none"])
+    loss, lse = ops.softmax_cross_entropy(logits, target, -100, 0.0, cpu_library.REDUCTIONS["none"])
     exact = torch.logsumexp(logits.double(), 1)
     torch.testing.assert_close(lse.double(), exact, rtol=2e-7, atol=1e-6)
     close(loss / 800, (exact - logits[:, 8001].double()) / 800, dtype)
@@ -240,7 +246,9 @@ def test_cross_entropy_of_rows_that_rise_and_of_excluded_classes(
         for place in (0, 300, 9000):
             spoilt = logits.clone()
             spoilt[:, place] = bad
-            lost = ops.softmax_cross_entropy(spoilt, target, -100, 0.0, native.REDUCTIONS["none"])
+            lost = ops.softmax_cross_entropy(
+                spoilt, target, -100, 0.0, cpu_library.REDUCTIONS["none"]
+            )
             assert lost[0].isnan().all()
     nothing = torch.full((1, 600), -INF).to(dtype)
     assert ops.softmax_cross_entropy(nothing, target[:1] % 600, -100, 0.0, 1)[1].item() == -INF

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import accuracy, native
+from tensorlogic import accuracy
+from tensorlogic.native import cpu_library
 from tensorlogic.ops.common import cpu_costs, ways_cpu
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+pytestmark = pytest.mark.skipif(
+    cpu_library.available() is not None, reason=str(cpu_library.available())
+)
 LEVELS = ("avx2", "avx512")
 STEPS = 2364
 
@@ -22,16 +25,16 @@ STEPS = 2364
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param not in cpu_costs.features():
         pytest.skip(f"no {request.param} here")
-    before = native.op("set_isa")(request.param)
+    before = cpu_library.op("set_isa")(request.param)
     if ways_cpu._steps("cpu") is not None:
-        native.op("set_isa")(before)
+        cpu_library.op("set_isa")(before)
         pytest.skip("no products of 16 bits here")
     yield request.param
-    native.op("set_isa")(before)
+    cpu_library.op("set_isa")(before)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    c: Tensor = native.op("matmul_f32")(a, b, False, 0)
+    c: Tensor = cpu_library.op("matmul_f32")(a, b, False, 0)
     return c
 
 
@@ -88,7 +91,7 @@ def test_what_does_not_go_into_steps_is_multiplied_in_float32(
         given.mul_(value)
     else:
         given[17, 19] = value
-    want = native.op("matmul_f32")(a, b)
+    want = cpu_library.op("matmul_f32")(a, b)
     assert torch.equal(product(a, b).nan_to_num(7.0), want.nan_to_num(7.0))
     assert not math.isfinite(value) or off(want.double(), a, b) < 1e-5
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import native
+from tensorlogic.native import cpu_library
 
 from .support.native import DTYPES, INF, LAYOUTS, NAN, assert_product, forced
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+pytestmark = pytest.mark.skipif(
+    cpu_library.available() is not None, reason=str(cpu_library.available())
+)
 
 
 @pytest.fixture
@@ -172,6 +174,6 @@ def test_packed_weights_are_bound_to_their_level_and_shape(ops: Any) -> None:
             ops.linear_packed(x, w, wrong)
     with pytest.raises(RuntimeError, match="two dimensions"):
         ops.pack_weight(torch.randn(4))
-    native.op("set_isa")("avx512")  # serves all the same, and packs nothing
+    cpu_library.op("set_isa")("avx512")  # serves all the same, and packs nothing
     assert ops.pack_weight(w).numel() == 0
     torch.testing.assert_close(ops.linear_packed(x, w, tiles), x @ w.t())

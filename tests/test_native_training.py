@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import native, policies
+from tensorlogic import policies
+from tensorlogic.native import cpu_library
 from tensorlogic.op import EAGER, Op
 from tensorlogic.plan_records import Key
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason="no native library")
+pytestmark = pytest.mark.skipif(cpu_library.available() is not None, reason="no native library")
 
 
 def normed(x: Tensor, w: Tensor, b: Tensor | None, training: bool) -> Tensor:

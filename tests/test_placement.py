@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import native, policies, speeds
+from tensorlogic import policies, speeds
 from tensorlogic.memory import stager, staging
+from tensorlogic.native import cpu_library
 
 from .driver.copies import Engine
 
@@ -42,7 +43,7 @@ def test_what_offers_a_tensor_is_taken_without_a_copy() -> None:
         tensorlogic.to(torch.ones(2), "quantum")
 
 
-@pytest.mark.skipif(native.available() is not None, reason="needs the native library")
+@pytest.mark.skipif(cpu_library.available() is not None, reason="needs the native library")
 @pytest.mark.parametrize("stores", [0, 1, 2, 3])
 @pytest.mark.parametrize("up", [True, False])
 @pytest.mark.parametrize("nbytes", [1, 4096, 4096 * 41 + 5])
@@ -56,7 +57,7 @@ def test_chunks_wait_for_each_other(
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     host, there = (source, target) if up else (target, source)
-    opened, stage = native.op("staging_open"), native.op("staged_copy")
+    opened, stage = cpu_library.op("staging_open"), cpu_library.op("staged_copy")
     number = opened(pinned, [1, 2, 3, 4, 5, 6, 7], engine.calls, 5)
     addresses = (host.data_ptr(), there.data_ptr(), nbytes)
     rest = (unit, workers, 50, up, stores, 11)
@@ -87,24 +88,26 @@ def test_chunks_wait_for_each_other(
     assert torch.equal(source, target)
 
 
-@pytest.mark.skipif(native.available() is not None, reason="needs the native library")
+@pytest.mark.skipif(cpu_library.available() is not None, reason="needs the native library")
 def test_units_of_another_size_wait_until_the_ring_is_empty() -> None:
     engine, pinned = Engine(), torch.empty(4 * 4096, dtype=torch.uint8)
-    number = native.op("staging_open")(pinned, [1, 2, 3, 4, 5], engine.calls, 0)
+    number = cpu_library.op("staging_open")(pinned, [1, 2, 3, 4, 5], engine.calls, 0)
     drawn = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in (9000, 16000, 12000, 30000)]
     for _ in range(3):
         targets = [torch.zeros_like(source) for source in drawn]
         for i, (source, target) in enumerate(zip(drawn, targets, strict=True)):
             addresses = (source.data_ptr(), target.data_ptr(), len(source))
             unit = (700, 1024, 4096)[i % 3]
-            native.op("staged_copy")(number, *addresses, 1024, 4096, unit, 1 + i % 3, 0, True, 0, 8)
+            cpu_library.op("staged_copy")(
+                number, *addresses, 1024, 4096, unit, 1 + i % 3, 0, True, 0, 8
+            )
         engine.finish()
         assert all(map(torch.equal, drawn, targets))
 
 
-@pytest.mark.skipif(native.available() is not None, reason="needs the native library")
+@pytest.mark.skipif(cpu_library.available() is not None, reason="needs the native library")
 def test_transfers_at_the_same_time_have_threads_of_their_own() -> None:
-    opened, stage = native.op("staging_open"), native.op("staged_copy")
+    opened, stage = cpu_library.op("staging_open"), cpu_library.op("staged_copy")
 
     def many(seed: int) -> bool:
         engine, good = Engine(), True
@@ -125,7 +128,7 @@ def test_transfers_at_the_same_time_have_threads_of_their_own() -> None:
         assert all(pool.map(many, range(3)))
 
 
-@pytest.mark.skipif(native.available() is not None, reason="needs the native library")
+@pytest.mark.skipif(cpu_library.available() is not None, reason="needs the native library")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.bool, torch.complex64])
 def test_what_comes_back_has_pooled_memory(dtype: torch.dtype) -> None:
     before = tensorlogic.pool.stats("cpu").bytes_in_use

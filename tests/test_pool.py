@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import derived, hook_ops, native
+from tensorlogic import derived
 from tensorlogic.memory import pool
+from tensorlogic.native import cpu_library
+from tensorlogic.native import hook_ops as native_hook_ops
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+pytestmark = pytest.mark.skipif(
+    cpu_library.available() is not None, reason=str(cpu_library.available())
+)
 
 MIB = 1 << 20
 
@@ -268,7 +272,7 @@ def test_resize_shrinks_and_grows_within_and_beyond_the_block() -> None:
     x = torch.ops.tensorlogic_native.zeros([1024, 64], torch.float32).fill_(1.0)
     x.resize_(10, 10)
     assert x.sum().item() == 100.0
-    if hook_ops.available() is not None:
+    if native_hook_ops.available() is not None:
         pytest.skip("without the hooks growing is refused, as on NumPy's memory")
     view = x.view(-1)
     x.resize_(4096, 512)
@@ -306,7 +310,7 @@ def test_a_forked_process_has_a_working_pool_of_its_own() -> None:
 
 def test_exit_with_living_tensors_is_clean() -> None:
     program = (
-        "import torch, sys; from tensorlogic import native; native.available();"
+        "import torch, sys; from tensorlogic.native.cpu_library import cpu_library as native; native.available();"
         "sys.kept = [torch.ops.tensorlogic_native.empty([1 << 20], torch.float32) for _ in range(4)];"
         "torch.ops.tensorlogic_native.empty([1 << 20], torch.float32)"
     )
@@ -326,7 +330,7 @@ def test_absurd_size_raises_torchs_error_and_leaves_the_pool_whole() -> None:
 
 
 def test_without_the_library_figures_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_state", ["absent"])
+    monkeypatch.setattr(cpu_library, "_state", ["absent"])
     assert pool.stats("cpu").allocation_count == 0
     assert pool.shrink_to_fit() == 0
     pool.configure(max_bytes=1)

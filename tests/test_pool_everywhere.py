@@ -14,10 +14,12 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import hook_ops
 from tensorlogic.memory import pool
+from tensorlogic.native import hook_ops as native_hook_ops
 
-pytestmark = pytest.mark.skipif(hook_ops.available() is not None, reason=str(hook_ops.available()))
+pytestmark = pytest.mark.skipif(
+    native_hook_ops.available() is not None, reason=str(native_hook_ops.available())
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -155,7 +157,7 @@ PROGRAMS = {
         "assert os.waitpid(pid, 0)[1] == 0; print('ok')"
     ),
     "no memory": (
-        "import resource, torch, tensorlogic; from tensorlogic import native, pool\nfrom tensorlogic.memory.pool import stats\n"
+        "import resource, torch, tensorlogic; from tensorlogic.native.cpu_library import cpu_library as native; from tensorlogic import pool\nfrom tensorlogic.memory.pool import stats\n"
         "torch.set_num_threads(1); torch.ones(1 << 20).sum(); MIB = 1 << 20\n"
         "def used():\n"
         "    return int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
@@ -205,7 +207,7 @@ def test_stress_in_short(which: list[str]) -> None:
 
 def test_the_variable_asks_for_the_pool() -> None:
     program = (
-        "import tensorlogic; from tensorlogic import hook_ops; print(hook_ops.op('pools_all')());"
+        "import tensorlogic; from tensorlogic.native.cpu_library import hook_ops; print(hook_ops.op('pools_all')());"
         "tensorlogic.disable(); print(hook_ops.op('pools_all')())"
     )
     done = subprocess.run(

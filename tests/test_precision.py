@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import PrecisionWarning, native, numerics, policies
+from tensorlogic import PrecisionWarning, numerics, policies
+from tensorlogic.native import cpu_library
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import ways, ways_cpu
 
@@ -73,7 +74,7 @@ def test_what_is_not_finite_stays_so_where_it_belongs(id: str, bad: float) -> No
     assert torch.equal(torch.isinf(y), torch.isinf(want))
 
 
-@pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+@pytest.mark.skipif(cpu_library.available() is not None, reason=str(cpu_library.available()))
 @pytest.mark.parametrize("dtype", ALL_FLOATS, ids=str)
 def test_half_products_of_other_inputs_keep_their_range_and_more_digits(dtype: torch.dtype) -> None:
     """Two bfloat16 parts in tiles, elsewhere float32 itself, made while operands are packed: better than float16, in float32's range."""

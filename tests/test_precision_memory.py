@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import native
+from tensorlogic.native import cpu_library
 from tensorlogic.op import OPS
 
 
@@ -31,7 +31,7 @@ class Made(TorchDispatchMode):
         return out
 
 
-@pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+@pytest.mark.skipif(cpu_library.available() is not None, reason=str(cpu_library.available()))
 @pytest.mark.parametrize("mode", ["f32", "f16"])
 @pytest.mark.parametrize("dtypes", [(torch.float16, torch.float16), (torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64), (torch.float64, torch.float32)])  # fmt: skip
 def test_products_of_any_operands_make_no_converted_copy(

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import measure, native, policies, recording, registry, selector, stores, study
+from tensorlogic import measure, policies, recording, registry, selector, stores, study
 from tensorlogic.environments import environment
+from tensorlogic.native import cpu_library
 from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import cpu_costs
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+pytestmark = pytest.mark.skipif(
+    cpu_library.available() is not None, reason=str(cpu_library.available())
+)
 
 CPU = torch.device("cpu")
 registry.ready("cpu")
@@ -46,7 +49,7 @@ def test_unmeasured_short_calls_are_expected_to_pay_for_it() -> None:
         plain = OPS[op].key((*args, False), "inference")
         stores.forget()
         assert selector.decide(OPS[op], recorded, CPU, policy).eager[0] == EAGER
-        if native.calls_available() is None:
+        if cpu_library.calls_available() is None:
             assert selector.decide(OPS[op], plain, CPU, policy).eager[0] != EAGER
 
 
@@ -63,7 +66,7 @@ def test_unmeasured_products_are_expected_to_pay_for_it_less_what_they_fuse() ->
 
     assert serves("matmul", x, w, "none", direction="forward") == EAGER
     assert serves("linear", x, w, bias, x, "relu", direction="forward") != EAGER
-    if native.calls_available() is None:
+    if cpu_library.calls_available() is None:
         assert serves("matmul", x, w, "none", direction="inference") != EAGER
 
 

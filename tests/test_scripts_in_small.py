@@ -10,11 +10,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from tensorlogic import native, registry
+from tensorlogic import registry
+from tensorlogic.native import cpu_library
 from tensorlogic.op import OPS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+pytestmark = pytest.mark.skipif(
+    cpu_library.available() is not None, reason=str(cpu_library.available())
+)
 
 
 @pytest.fixture

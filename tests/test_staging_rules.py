@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import native, stores
+from tensorlogic import stores
 from tensorlogic.memory import stager, staging, staging_rules
 from tensorlogic.memory.staging_rules import MIB, Rule, Stores
+from tensorlogic.native import cpu_library
 
 from .driver.copies import Engine
 
@@ -145,7 +146,7 @@ def test_rules_are_timed_after_a_few_large_transfers_and_in_calm(
     assert (mover.left, settled) == (-1, [0])
 
 
-@pytest.mark.skipif(native.available() is not None, reason="needs the native library")
+@pytest.mark.skipif(cpu_library.available() is not None, reason="needs the native library")
 @pytest.mark.parametrize("up", [True, False])
 def test_rules_are_timed_on_on_the_way_that_transfers_take(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, up: bool
@@ -163,7 +164,7 @@ def test_rules_are_timed_on_on_the_way_that_transfers_take(
     mover = object.__new__(stager.Stager)
     mover.device, mover.up, mover.lock = CPU, up, threading.Lock()
     mover.memory = torch.empty(MIB, dtype=torch.uint8)
-    mover.number = native.op("staging_open")(mover.memory, [1, 2, 3, 4, 5], engine.calls, 0)
+    mover.number = cpu_library.op("staging_open")(mover.memory, [1, 2, 3, 4, 5], engine.calls, 0)
     mover.copy = stager._copy()
     try:
         mover._settle()
@@ -197,7 +198,7 @@ def test_a_machine_finds_its_rules_after_a_few_transfers(
             mover = stager.stager(0, up)
             assert mover.left == 0
             assert staging_rules.known(mover.device, up) == mover.rules
-        if native.calls_available() is None:
+        if cpu_library.calls_available() is None:
             assert set(staging._QUICK) == {"cuda", "cpu"}
     finally:
         monkeypatch.undo()

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tensorlogic import calls, native
+from tensorlogic.native import call_extension, cpu_library
 from tensorlogic.program.watch import Kept, Watch, still
 
 pytestmark = pytest.mark.skipif(
-    native.calls_available() is not None, reason=str(native.calls_available())
+    cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())
 )
 
 
@@ -95,7 +95,7 @@ def test_changes_of_attributes_are_seen_in_c_as_in_python(change: str) -> None:
     model = Model()
     watch = Watch(model)
     check = watch.check()
-    assert type(check) is calls.module().Unchanged
+    assert type(check) is call_extension.module().Unchanged
     assert (check(), watch.holds()) == (True, True)
     CHANGES[change](model)
     expected = change in ("an equal number", "an entry like it", "written to", "nothing")
@@ -165,7 +165,7 @@ def test_moves_of_tensors_are_seen_in_c_as_in_python(move: str) -> None:
     kept, where, versions = Kept(held), [t.data_ptr() for t in held], [t._version for t in held]
     wants = [*where, *(t.requires_grad for t in held)]
     ways = [still(held, where), still(held, wants), still(held, where, held, versions)]
-    assert all(w is not None and type(w) is calls.module().Still and w() for w in ways)
+    assert all(w is not None and type(w) is call_extension.module().Still and w() for w in ways)
     MOVES[move](held)
     lies = kept.holds() and [t.data_ptr() for t in held] == where
     assert lies is (move in ("written to", "frozen", "nothing"))

@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import checking, measure, native, registry, selector, stores, study
+from tensorlogic import checking, measure, registry, selector, stores, study
 from tensorlogic.environments import environment
+from tensorlogic.native import cpu_library
 from tensorlogic.op import EAGER, OPS, Candidate, Op
 from tensorlogic.ops.common import storing
 from tensorlogic.plan_records import Evidence, Plan
 
 from .clockwork import Clock
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+pytestmark = pytest.mark.skipif(
+    cpu_library.available() is not None, reason=str(cpu_library.available())
+)
 CPU = torch.device("cpu")
 LARGE = storing.LEAST // 2  # halves
 
@@ -33,7 +36,7 @@ def half(*shape: int) -> Tensor:
 
 
 def test_what_is_offered_and_what_serves_unmeasured() -> None:
-    past = native.op("past_caches")
+    past = cpu_library.op("past_caches")
     assert (past((32 << 20) - 1), past(32 << 20)) == (False, True)
     assert storing.configs(storing.LEAST - 1) == [{}]
     assert storing.configs(storing.ASKED - 1, True) == [{}]
@@ -60,7 +63,7 @@ def test_what_is_offered_and_what_serves_unmeasured() -> None:
 
 
 def test_nothing_is_offered_where_both_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "isa", lambda: "portable")
+    monkeypatch.setattr(cpu_library, "isa", lambda: "portable")
     assert storing.configs(1 << 30) == [{}]
 
 
@@ -69,13 +72,13 @@ class Launched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fixed: list[tuple[Any, ...]] = []
-        real = native.launcher
+        real = cpu_library.launcher
 
         def launcher(name: str, *fixed: Any) -> Callable[..., Any]:
             self.fixed.append((name, *fixed))
             return real(name, *fixed)
 
-        monkeypatch.setattr(native, "launcher", launcher)
+        monkeypatch.setattr(cpu_library, "launcher", launcher)
 
 
 def stored(op: str, args: tuple[Any, ...], way: str) -> None:

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import native, policies, registry, selector, stores, vouching
+from tensorlogic import policies, registry, selector, stores, vouching
+from tensorlogic.native import cpu_library
 from tensorlogic.op import EAGER, OPS, Op
 from tensorlogic.plan_records import Key
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+pytestmark = pytest.mark.skipif(
+    cpu_library.available() is not None, reason=str(cpu_library.available())
+)
 CPU = torch.device("cpu")
 Wrong = Callable[[tuple[Any, ...], Tensor], None]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import calls, native
+from tensorlogic.native import call_extension, cpu_library
 from tensorlogic.system import hardware
 
 if hardware.triton_missing() or torch.cuda.is_available() or not hardware.interpreting():
@@ -34,7 +34,7 @@ from tests.driver.standin import device as device  # the fixture
 from .driver.cublaslt import Library
 
 pytestmark = pytest.mark.skipif(
-    native.calls_available() is not None, reason=str(native.calls_available())
+    cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())
 )
 POINTER = ctypes.c_void_p
 MATMUL = ctypes.CFUNCTYPE(ctypes.c_int, *[POINTER] * 14, ctypes.c_size_t, POINTER)
@@ -48,7 +48,7 @@ def library(device: Device, monkeypatch: pytest.MonkeyPatch) -> Library:
 
     def series(lib: Any, place: Any, several: bool, handle: int, parts: Any, kept: Any) -> Any:
         about = (device.driver, (0, several), address, handle, tuple(parts), (kept, called))
-        return calls.module().Series(*about)
+        return call_extension.module().Series(*about)
 
     monkeypatch.setattr(compiled_launch, "series", series)
     monkeypatch.setattr(cublaslt, "_library", lambda: found)
@@ -66,7 +66,7 @@ def library(device: Device, monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def _noticed(prepare: Any) -> Any:
-    return lambda *about: calls.module().Step(prepare(*about))
+    return lambda *about: call_extension.module().Step(prepare(*about))
 
 
 def served(
@@ -95,7 +95,7 @@ def test_a_watched_product_is_one_plan(
     if id == "cublaslt.f32" and dtypes != (torch.float32, torch.float32):
         assert launch is None  # it would have to convert them
         return
-    assert isinstance(launch, calls.module().Plan)
+    assert isinstance(launch, call_extension.module().Plan)
     rounding = 2e-3 if id == "cublaslt.f16_unscaled" else 1e-6
     for factor in (1.0, 1.5):
         x = a * factor
@@ -155,7 +155,7 @@ def test_a_series_says_what_it_takes_and_what_the_library_said(
 ) -> None:
     refusing = MATMUL(lambda *_: 7)
     address = ctypes.cast(refusing, POINTER).value
-    make = calls.module().Series
+    make = call_extension.module().Series
     part = (1, 2, 0, 3, 0, 4, 5, 6, 7, 8)
     series = make(device.driver, (0, False), address, 1, (part,), refusing)
     x = torch.zeros(4)

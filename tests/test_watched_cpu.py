@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import PrecisionWarning, accuracy, adapting, native, ranking
+from tensorlogic import PrecisionWarning, accuracy, adapting, ranking
 from tensorlogic import ranking as tensorlogic_ranking
 from tensorlogic.adapting import Adaptive
+from tensorlogic.native import cpu_library
 from tensorlogic.op import OPS
 
 from .helpers import off
 from .support.native import LEVELS, forced
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+pytestmark = pytest.mark.skipif(
+    cpu_library.available() is not None, reason=str(cpu_library.available())
+)
 
 CPU = torch.device("cpu")
 
@@ -113,7 +116,7 @@ def test_squares_that_float32_does_not_hold_are_seen(
 
 
 def test_its_arguments_are_checked() -> None:
-    run, a = native.op("matmul_watched"), torch.randn(4, 4)
+    run, a = cpu_library.op("matmul_watched"), torch.randn(4, 4)
     five = torch.zeros(5, dtype=torch.float64)
     for given, words in (
         ((a[0], a, 3, five), "a must be a matrix"),
@@ -225,7 +228,9 @@ def test_a_call_beside_a_choice_meets_all_of_one(monkeypatch: pytest.MonkeyPatch
     assert off(meanwhile[0], x.double() @ y.double()) < 1e-2
 
 
-@pytest.mark.skipif(native.calls_available() is not None, reason=str(native.calls_available()))
+@pytest.mark.skipif(
+    cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())
+)
 @pytest.mark.parametrize(("name", "call"), CALLS[:2], ids=[c[0] for c in CALLS[:2]])
 def test_a_warm_call_stays_in_c_while_the_guard_is_certain(
     name: str, call: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
@@ -251,7 +256,9 @@ def test_a_warm_call_stays_in_c_while_the_guard_is_certain(
         assert off(call(a, b), a.double() @ b.double()) < 1e-2
 
 
-@pytest.mark.skipif(native.calls_available() is not None, reason=str(native.calls_available()))
+@pytest.mark.skipif(
+    cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())
+)
 def test_what_c_computed_is_judged_by_what_was_held_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread has chosen again meanwhile, or nothing was held."""
     order = ranking.order  # products of ours first, whichever is fastest here: C guards no others
@@ -285,7 +292,9 @@ def test_what_c_computed_is_judged_by_what_was_held_then(monkeypatch: pytest.Mon
     assert off(guarded(a, b), a.double() @ b.double()) < 1e-2
 
 
-@pytest.mark.skipif(native.calls_available() is not None, reason=str(native.calls_available()))
+@pytest.mark.skipif(
+    cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())
+)
 def test_a_guarded_product_is_freed_with_its_adaptive() -> None:
     op = OPS["matmul"].precise
     assert op is not None

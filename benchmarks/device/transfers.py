@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from torch import Tensor
 
-from tensorlogic import native
 from tensorlogic.memory import stager, staging, staging_rules
 from tensorlogic.memory.staging_rules import Rule, Stores
+from tensorlogic.native import cpu_library
 
 MIB = 1 << 20
 SIZES = tuple(n * MIB for n in (4, 16, 64, 256))
@@ -65,12 +65,12 @@ def host_alone(nbytes: int, rule: Rule, up: bool) -> float:
     host = torch.zeros(nbytes, dtype=torch.uint8)
     ring = torch.zeros(stager.RINGS[up], dtype=torch.uint8)
     handles = list(range(1, stager.EVENTS + 1))
-    number = native.op("staging_open")(ring, handles, [idle()] * 4, 0)
+    number = cpu_library.op("staging_open")(ring, handles, [idle()] * 4, 0)
     fixed = (*stager.CHUNKS, stager.UNIT, rule.workers, stager.PATIENCE, up, rule.stores, 0)
     taken = []
     for _ in range(6):
         begin = time.perf_counter()
-        native.op("staged_copy")(number, host.data_ptr(), 0, nbytes, *fixed)
+        cpu_library.op("staged_copy")(number, host.data_ptr(), 0, nbytes, *fixed)
         taken.append(time.perf_counter() - begin)
     return round(nbytes / min(taken) / 1e9, 1)
 
@@ -179,7 +179,7 @@ def main() -> int:
     given = parser.parse_args()
     end = time.perf_counter() + given.seconds
     about = {"threads": torch.get_num_threads(), "cores": os.cpu_count(), "torch": torch.__version__}  # fmt: skip
-    found: dict[str, Any] = {**about, "native": native.available() is None, "rows": []}
+    found: dict[str, Any] = {**about, "native": cpu_library.available() is None, "rows": []}
 
     def keep(row: dict[str, Any]) -> None:
         found["rows"].append(row)

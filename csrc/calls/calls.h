@@ -11,7 +11,7 @@
 
 namespace tensorlogic::calls {
 
-constexpr int REVISION = 8;  // of what the package expects of this module, as in tensorlogic/calls.py
+constexpr int REVISION = 8;  // of what the package expects of this module, as in tensorlogic/native/call_extension.py
 constexpr int MOST = 16;  // arguments
 
 // Owns one reference.

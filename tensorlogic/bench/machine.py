@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from .. import native
 from ..environments import environment
+from ..native import cpu_library
 from ..system import hardware, settings
 from ..system.package import version
 
@@ -46,7 +46,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "id": known.id,
         "environment": known.to_json(),
         "tensorlogic": version(),
-        "native": native.isa() or native.available(),
+        "native": cpu_library.isa() or cpu_library.available(),
         "python": platform.python_version(),
         "system": platform.platform(),
         "processor": environment(torch.device("cpu")).device,

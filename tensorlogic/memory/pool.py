@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tensorlogic import arguments, derived, native
+from tensorlogic import arguments, derived
+from tensorlogic.native import cpu_library
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,10 @@ def _stats(
 
 
 def _cpu_stats() -> PoolStats:
-    if native.available() is not None:
+    if cpu_library.available() is not None:
         return _stats("cpu", 0, 0, 0, 0, 0, 0, {})
-    allocations, reuses, in_use, requested, held, high, *_ = native.op("pool_stats")()
-    rows = native.op("pool_classes")()
+    allocations, reuses, in_use, requested, held, high, *_ = cpu_library.op("pool_stats")()
+    rows = cpu_library.op("pool_classes")()
     classes: dict[int | str, SizeClass] = {
         rows[i]: SizeClass(*rows[i + 1 : i + 5]) for i in range(0, len(rows), 5)
     }
@@ -162,8 +163,8 @@ def configure(
         _check("configure", name, value)
     if max_derived_bytes is not None:
         derived.CACHE.configure(max_derived_bytes)
-    if native.available() is None:
-        native.op("pool_configure")(
+    if cpu_library.available() is None:
+        cpu_library.op("pool_configure")(
             -1 if max_bytes is None else max_bytes,
             -1 if max_buffers_per_size is None else max_buffers_per_size,
         )
@@ -182,9 +183,9 @@ def _check(function: str, name: str, value: object) -> None:
 
 def limits() -> tuple[int, int]:
     """(max_bytes, max_buffers_per_size) as they stand; zeros without the native library."""
-    if native.available() is not None:
+    if cpu_library.available() is not None:
         return 0, 0
-    *_, max_bytes, max_buffers = native.op("pool_stats")()
+    *_, max_bytes, max_buffers = cpu_library.op("pool_stats")()
     return max_bytes, max_buffers
 
 
@@ -199,23 +200,23 @@ def shrink_to_fit(max_bytes: int = 0) -> int:
     if max_bytes is None:
         raise TypeError("pool.shrink_to_fit: max_bytes must be a whole number, got None")
     _check("shrink_to_fit", "max_bytes", max_bytes)
-    return native.op("pool_shrink")(max_bytes) if native.available() is None else 0
+    return cpu_library.op("pool_shrink")(max_bytes) if cpu_library.available() is None else 0
 
 
 def clear() -> None:
     """Give all free CPU blocks back and start counting anew; blocks in use stay with their tensors."""
-    if native.available() is None:
-        native.op("pool_shrink")(0)
-        native.op("pool_reset_counters")()
+    if cpu_library.available() is None:
+        cpu_library.op("pool_shrink")(0)
+        cpu_library.op("pool_reset_counters")()
 
 
 @contextmanager
 def disabled() -> Iterator[None]:
     """Inside, in the whole process, new outputs come from PyTorch's allocator and freed blocks go back to the system."""
-    if native.available() is not None:
+    if cpu_library.available() is not None:
         yield
         return
-    switch = native.op("pool_disable")
+    switch = cpu_library.op("pool_disable")
     switch(1)
     try:
         yield

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import calls, stores
+from .. import stores
+from ..native import call_extension
 from ..system import capture_state
 from . import staging_rules
 
@@ -65,10 +66,10 @@ def _runtime() -> list[int] | None:
 @lru_cache
 def _copy() -> Callable[..., int]:
     """The native library's `staged_copy` as a function: calling an operator with so many arguments takes 5 us longer."""
-    from tensorlogic import native
+    from tensorlogic.native import cpu_library
 
     kind = ctypes.CFUNCTYPE(*[ctypes.c_int64] * 13)  # lets go of the interpreter
-    made: Callable[..., int] = kind(native.op("staged_copy_address")())
+    made: Callable[..., int] = kind(cpu_library.op("staged_copy_address")())
     return made
 
 
@@ -79,11 +80,11 @@ class Stager:
     """
 
     def __init__(self, device: torch.device, up: bool) -> None:
-        from tensorlogic import native
+        from tensorlogic.native import cpu_library
 
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        calls = _runtime() if native.available() is None else None
+        calls = _runtime() if cpu_library.available() is None else None
         ring = RINGS[up] if calls else CHUNK * BUFFERS
         self.memory = torch.empty(ring, dtype=torch.uint8, device="cpu", pin_memory=True)
         self.events = [torch.cuda.Event() for _ in range(EVENTS)]
@@ -92,7 +93,7 @@ class Stager:
         self.copy = None if calls is None else _copy()
         if calls is not None:
             handles = [int(event.cuda_event) for event in self.events]
-            self.number = native.op("staging_open")(self.memory, handles, calls, device.index)
+            self.number = cpu_library.op("staging_open")(self.memory, handles, calls, device.index)
         found = staging_rules.known(device, up)
         self.up, self.rules = up, found or staging_rules.usual(up)
         self.left = 0 if found or self.copy is None or stores.distributed() else MET
@@ -127,13 +128,13 @@ class Stager:
 
     def mover(self) -> Callable[[Any], Tensor | None] | None:
         """The same in one call of C, which says None to what it leaves to others; None until the rules are known, or where it is not built."""
-        from ..ops.common import compiled_launch
+        from ..native import cuda_driver
 
-        found = None if self.left > 0 or self.copy is None else compiled_launch.driver(self.device)
+        found = None if self.left > 0 or self.copy is None else cuda_driver.driver(self.device)
         if found is None:
             return None
         rules = [number for rule in self.rules for number in (rule.workers, rule.stores)]
-        made: Callable[[Any], Tensor | None] = calls.module().Mover(
+        made: Callable[[Any], Tensor | None] = call_extension.module().Mover(
             found, (self.device.index, self.up), self.number, LEAST, (*CHUNKS, UNIT, PATIENCE), staging_rules.BETWEEN, rules
         )  # fmt: skip
         return made

@@ -270,10 +270,10 @@ def _dense(t: Tensor) -> bool:
 
 def _fresh(like: Tensor, place: torch.device) -> Tensor:
     """Memory of the same layout there; on a CPU from the pool, whose pages are there already."""
-    from tensorlogic import native
+    from tensorlogic.native import cpu_library
 
-    if place.type == "cpu" and like.is_contiguous() and native.available() is None:
-        made: Tensor = native.op("empty")(like.shape, like.dtype)
+    if place.type == "cpu" and like.is_contiguous() and cpu_library.available() is None:
+        made: Tensor = cpu_library.op("empty")(like.shape, like.dtype)
         return made
     return torch.empty_like(like, device=place)  # dense, as it lies
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ..system import process
 from . import library_files
-from .system import process
 
 # how a front serves a call by a plan: all outputs; not while its stream is captured
 WHOLE, OUTSIDE = (1, 2)

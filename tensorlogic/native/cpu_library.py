@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from . import calls, hooks, library_files
-from .system import process, settings
+from ..system import process, settings
+from . import call_extension, hook_extension, library_files
 
 #: The numbers by which native ops know an activation.
 ACTIVATIONS: dict[str | None, int] = {
@@ -62,8 +62,8 @@ def _load() -> str | None:
             has = torch.ops.tensorlogic_native.features().split(",")
             levels = ", ".join(level for level in settings.LEVELS if level in has)
             return f"{settings.NATIVE_ISA.name} is {wanted!r}; one of {levels} is required, which this processor has"
-    hooks.load()
-    calls.load()
+    hook_extension.load()
+    call_extension.load()
     return None
 
 
@@ -85,7 +85,7 @@ def available(device: str = "cpu") -> str | None:
 
 def calls_available() -> str | None:
     """None where calls are compiled, else why not; loads the native library at first use, and them with it."""
-    return available() or calls.missing()
+    return available() or call_extension.missing()
 
 
 def misled() -> settings.Variable | None:
@@ -105,7 +105,7 @@ def op(name: str) -> Callable[..., Any]:
 def _op(name: str) -> Callable[..., Any]:
     known = getattr(torch.ops.tensorlogic_native, name).default
     usual: Callable[..., Any] = known._op
-    compiled = calls.module()
+    compiled = call_extension.module()
     if compiled is None:
         return usual
     given = itertools.dropwhile(lambda a: not a.has_default_value(), known._schema.arguments)
@@ -120,7 +120,7 @@ def _op(name: str) -> Callable[..., Any]:
 
 def launcher(name: str, *fixed: Any) -> Callable[..., tuple[Any]]:
     """launch(*tensors) -> (operator's one output,), its last arguments fixed."""
-    run, compiled = op(name), calls.module()
+    run, compiled = op(name), call_extension.module()
     if compiled is not None and isinstance(run, compiled.Native):
         made: Callable[..., tuple[Any]] = compiled.Launcher(run, fixed)
         return made

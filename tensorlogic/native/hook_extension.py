@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ..system import process
 from . import library_files
-from .system import process
 
 #: Held again by its holder: a collection while the hooks are loaded may leave a policy, which counts here.
 _lock = threading.RLock()

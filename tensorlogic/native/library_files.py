@@ -7,8 +7,8 @@ import runpy
 import struct
 from pathlib import Path
 
-from .system import settings
-from .system.package import FOLDER
+from ..system import settings
+from ..system.package import FOLDER
 
 OLDEST_TORCH = (2, 11)  # the stable ABI that the library targets
 PACKAGE = FOLDER.resolve()

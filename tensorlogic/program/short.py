@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from .. import calls, front, policies
-from ..ops.common import compiled_launch
+from .. import front, policies
+from ..native import call_extension, cuda_driver
 from ..system import function_modes
 from .asked import switches
 from .graphs import GradientReplay, Replay, owned
@@ -65,14 +65,14 @@ def _compiled(
     usual: Way,
 ) -> Way:
     """`usual` in C, where the driver's entry points are known; it stays for what is unusual there."""
-    driver, index = compiled_launch.driver(replay.device), replay.device.index or 0
+    driver, index = cuda_driver.driver(replay.device), replay.device.index or 0
     if driver is None:
         return usual
     several = replay.device.type == "cuda" and torch.cuda.device_count() > 1
     level = torch._C._functorch.maybe_current_level
     now = policies.VARIABLE, policies.current(), vars(torch.compiler), level, vars(forward_ad)
     try:
-        made: Way = calls.module().Way(
+        made: Way = call_extension.module().Way(
             driver, (index, several), getattr(replay.tape, "handle", 0), replay.tape, replay.line, now, tuple(args),
             tuple(replay.static), tuple(replay.out), _shape(spec, len(replay.out)), not replay.unsafe_views, before, after,
             MISS, usual,

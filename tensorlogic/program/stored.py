@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import hooks, library_files, plan_files, policies, registry, stores
+from .. import plan_files, policies, registry, stores
 from ..environments import environment
+from ..native import hook_extension, library_files
 from ..op import OPS
 from ..plan_files import Records
 from ..system import settings
@@ -205,7 +206,7 @@ def switches(device: torch.device) -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         precisions(),
         backends.mkldnn.enabled,
-        hooks.enabled,
+        hook_extension.enabled,
         settings.NATIVE_ISA.read(),
         *autocast,
         *kinds,

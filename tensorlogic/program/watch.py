@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import calls, front
+from .. import front
+from ..native import call_extension
 from .reach import CONTENT, Reach
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -298,8 +299,8 @@ def _always(*_: Any) -> bool:
 
 
 def _module() -> Any:
-    calls.load()
-    return calls.module()
+    call_extension.load()
+    return call_extension.module()
 
 
 def still(

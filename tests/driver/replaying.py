@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import tensorlogic
-from tensorlogic import calls
+from tensorlogic.native import call_extension
 from tensorlogic.program.capturing import Captured
 from tests.support.graphs import PythonTape
 
@@ -34,7 +34,7 @@ class Driver:
         )
         self.kept = kinds
         launch, stream, capturing, copy, graph = (ctypes.cast(f, PLACE).value for f in kinds)
-        self.driver = calls.module().Driver(launch, stream, capturing, 0, copy, graph)
+        self.driver = call_extension.module().Driver(launch, stream, capturing, 0, copy, graph)
 
     def _stream(self, device: int, out: Any) -> int:
         out[0] = self.stream + device
@@ -91,7 +91,7 @@ def captured(driver: Driver, fn: Callable[..., Any], *given: Any, **options: Any
     for _ in range(5):
         made(*given)
     assert made.graphs == 1, made.reason
-    assert type(made.way[0]) is calls.module().Way
+    assert type(made.way[0]) is call_extension.module().Way
     driver.kinds()
     return made
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import calls
+from tensorlogic.native import call_extension, cuda_driver
 from tensorlogic.op import OPS
 from tensorlogic.ops.common import compiled_launch, triton_start, wiring
 
@@ -131,17 +131,17 @@ def stand_in() -> Device:
             loader.exec_module(module)
         finally:
             sys.setdlopenflags(usual)
-    calls.load()
+    call_extension.load()
     names = ("cuLaunchKernelEx", "current_stream", "cuStreamIsCapturing")
     found = [ctypes.cast(lib[name], ctypes.c_void_p).value for name in names]
-    return Device(lib, module, calls.module().Driver(*found, 0), [])
+    return Device(lib, module, call_extension.module().Driver(*found, 0), [])
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Launchers for the CPU go to the stand-in, as those for a GPU would to its driver."""
     standin = stand_in()
-    monkeypatch.setattr(compiled_launch, "driver", lambda device: standin.driver)
+    monkeypatch.setattr(cuda_driver, "driver", lambda device: standin.driver)
     monkeypatch.setattr(compiled_launch, "_index", lambda device: device.index or 0)
     stream = lambda index: 0x700 + index  # noqa: E731
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)

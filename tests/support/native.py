@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import native
+from tensorlogic.native import cpu_library
 
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -26,11 +26,11 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
 
 def forced(level: str) -> Iterator[Any]:
     """The operators with one instruction set forced."""
-    if level not in native.op("features")().split(","):
+    if level not in cpu_library.op("features")().split(","):
         pytest.skip(f"this machine has no {level}")
-    native.op("set_isa")(level)
+    cpu_library.op("set_isa")(level)
     yield torch.ops.tensorlogic_native
-    native.op("set_isa")("auto")
+    cpu_library.op("set_isa")("auto")
 
 
 @pytest.fixture(params=LEVELS)

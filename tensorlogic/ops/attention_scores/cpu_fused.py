@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ... import native
+from ...native import cpu_library
 from ...numerics import DTYPES
 from ...op import Launcher
 from ...plan_records import Key
@@ -45,8 +45,8 @@ def guess(key: Key) -> float:
 def build(key: Key) -> Launcher:
     """The launcher over (q, k, scale, mask)."""
     causal, dtype = key.flag("is_causal"), DTYPES[native_wiring.dtype_of(key, "q")]
-    in_place, out_of_place = native.op("softmax_"), native.op("softmax")
-    product = native.op("matmul_f32")
+    in_place, out_of_place = cpu_library.op("softmax_"), cpu_library.op("softmax")
+    product = cpu_library.op("matmul_f32")
 
     def launch(q: Any, k: Any, scale: float, mask: Any) -> Any:
         scores = product(q, k, True)
@@ -83,7 +83,7 @@ def guess_backward(key: Key) -> float:
 
 def build_backward(key: Key) -> Launcher:
     """The launcher over (dy, q, k, y, scale, mask)."""
-    gradient, product = native.op("softmax_backward"), native.op("matmul")
+    gradient, product = cpu_library.op("softmax_backward"), cpu_library.op("matmul")
     causal, needs = key.flag("is_causal"), key.flag("needs")
 
     def launch(dy: Any, q: Any, k: Any, y: Any, scale: float, mask: Any) -> Any:

@@ -3,51 +3,25 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from tensorlogic import calls
+from tensorlogic.native import call_extension
 from tensorlogic.op import Launcher, Op
 from tensorlogic.plan_records import Key
 
+from ...native.cuda_driver import driver
+
 MOST_MAPS = 512  # tensor maps of one matrix that are kept
 MAP_BYTES = 128
-STREAM = "aoti_torch_get_current_cuda_stream"
-# at::detail::empty_strided_cuda(ArrayRef<long>, ArrayRef<long>, ScalarType, optional<Device>)
-EMPTY = "_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_10ScalarTypeESt8optionalINS1_6DeviceEE"
-
-
-def driver(device: torch.device) -> Any:
-    """What starts kernels and graphs, copies and allocates on `device`, or None where that is left to Python."""
-    return _cuda() if device.type == "cuda" else None
-
-
-@functools.cache
-def _cuda() -> Any:
-    calls.load()
-    module = calls.module()
-    if module is None:
-        return None
-    folder = Path(torch.__file__).parent / "lib"
-    try:
-        cuda, ours = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(str(folder / "libtorch_cuda.so"))
-        found = (
-            cuda.cuLaunchKernelEx, ours[STREAM], cuda.cuStreamIsCapturing, ours[EMPTY], cuda.cuMemcpyDtoDAsync_v2,
-            cuda.cuGraphLaunch,
-        )  # fmt: skip
-    except (OSError, AttributeError):  # no CUDA, or another PyTorch's
-        return None
-    return module.Driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in found))
 
 
 def empty(device: torch.device) -> Any:
     """An allocator (shape, strides, dtype) -> tensor on `device`, or None where there is none in C."""
     found = driver(device)
-    return None if found is None else calls.module().Empty(found, _index(device))
+    return None if found is None else call_extension.module().Empty(found, _index(device))
 
 
 def start(
@@ -73,7 +47,7 @@ def start(
     found, (warps, cluster, shared) = driver(device), metadata
     if found is None or cluster != 1:
         return usual
-    made: Callable[..., bool] = calls.module().Start(
+    made: Callable[..., bool] = call_extension.module().Start(
         usual, found, (_index(device), several), function, grid, (warps, shared), flags, (mask, scratch), layout,
         tuple(constants), tuple(Maps(m) for m in maps),
     )  # fmt: skip
@@ -82,7 +56,7 @@ def start(
 
 def step(run: Callable[..., bool]) -> Callable[..., bool]:
     """A start that is no kernel of Triton's, which plans may hold, too."""
-    module = calls.module()
+    module = call_extension.module()
     return run if module is None else cast(Callable[..., bool], module.Step(run))
 
 
@@ -94,7 +68,7 @@ def series(
     if found is None or not isinstance(lib, ctypes.CDLL):
         return None
     matmul = ctypes.cast(lib.cublasLtMatmul, ctypes.c_void_p).value
-    made: Callable[..., Any] = calls.module().Series(
+    made: Callable[..., Any] = call_extension.module().Series(
         found, (_index(device), several), matmul, handle, tuple(parts), kept
     )
     return made
@@ -102,7 +76,7 @@ def series(
 
 def lasting(what: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     """`what(*args)`, ever the same on one stream, which launchers that are noted may use."""
-    module = calls.module()
+    module = call_extension.module()
     slot = None if module is None else module.noted(what, *args)
     return what(*args) if slot is None else cast(torch.Tensor, slot)
 
@@ -130,7 +104,7 @@ def plan(op: Op, key: Key, device: torch.device, launch: Launcher) -> Launcher:
     if first is None or _text(first) != _text(cast(Any, _noted(op, key, launch))):
         return launch
     try:
-        made: Launcher = calls.module().Plan(*first)
+        made: Launcher = call_extension.module().Plan(*first)
     except TypeError:  # it uses a tensor of its own
         return launch
     return made
@@ -138,7 +112,7 @@ def plan(op: Op, key: Key, device: torch.device, launch: Launcher) -> Launcher:
 
 def _noted(op: Op, key: Key, launch: Launcher) -> tuple[tuple[Any, ...], list[Any], Any] | None:
     """Slots, what `launch` did with them, what it returned; None where it did more than pass them on."""
-    module, notes = calls.module(), list[Any]()
+    module, notes = call_extension.module(), list[Any]()
     absent = [p.is_tensor and key.spec(p.name) is None for p in op.dynamic]
     given = tuple(None if gone else module.Slot() for gone in absent)
     module.record(notes)
@@ -159,7 +133,9 @@ def _text(noted: tuple[tuple[Any, ...], list[Any], Any] | None) -> Any:
     places = {id(slot): f"slot {i}" for i, slot in enumerate([*given, *(n[2] for n in notes)])}
 
     def place(value: Any) -> Any:
-        return places.get(id(value), value) if type(value) is calls.module().Slot else value
+        return (
+            places.get(id(value), value) if type(value) is call_extension.module().Slot else value
+        )
 
     return [(n[0], *map(place, n[1])) for n in notes], [*map(place, outputs)]
 

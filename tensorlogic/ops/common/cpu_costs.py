@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ... import native
+from ...native import cpu_library
 from ...numerics import DTYPES
 from . import cpu_rates, native_wiring
 
@@ -102,7 +102,11 @@ SCALAR, SCALAR_LINEAR = Line(1.6, 588.0), Line(3.6, 100.0)
 @lru_cache
 def features() -> frozenset[str]:
     """What the native library says of this machine; empty where it is absent."""
-    return frozenset() if native.available() else frozenset(native.op("features")().split(","))
+    return (
+        frozenset()
+        if cpu_library.available()
+        else frozenset(cpu_library.op("features")().split(","))
+    )
 
 
 @lru_cache
@@ -117,7 +121,7 @@ def half_is_slow(dtype: str) -> bool:
 
 def pairs(dtype: str) -> bool:
     """True where two bfloat16 products cost one of float32."""
-    return dtype == "bf16" and native.isa() == "avx512_bf16"
+    return dtype == "bf16" and cpu_library.isa() == "avx512_bf16"
 
 
 def threads(work: float) -> int:
@@ -152,7 +156,7 @@ def before_us(kind: str, m: int, k: int, dtype: str) -> tuple[float, float]:
 def native_us(m: int, n: int, k: int, dtype: str, linear: bool, wide: bool = False) -> float:
     """Our product [m, k] · [k, n]; `wide` where the left operand comes in float32."""
     lines = ZEN if _is_amd() else INTEL
-    saved = COMPILED if native.calls_available() is None else 0.0
+    saved = COMPILED if cpu_library.calls_available() is None else 0.0
     paired = pairs(dtype) and not wide
     turned = _turned(m, n, k, dtype, wide, paired)
     if turned:
@@ -166,7 +170,7 @@ def native_us(m: int, n: int, k: int, dtype: str, linear: bool, wide: bool = Fal
     short = m * ROW if n <= 2 * NARROW else 0.0
     n = max(n, NARROW)
     kind = "pairs" if paired else "blocks"
-    if native.isa() == "amx" and _tiles_pay(m, n, k, dtype, wide):
+    if cpu_library.isa() == "amx" and _tiles_pay(m, n, k, dtype, wide):
         kind = "tiles wide" if wide and dtype == "bf16" else f"tiles {dtype}"
     line = lines.get(kind, lines["blocks"])  # pairs without tiles were never fitted on Intel's
     return line.us(m, n, k, native_factor(paired)) + short - saved
@@ -177,7 +181,7 @@ def _turned(m: int, n: int, k: int, dtype: str, wide: bool, paired: bool) -> boo
     if n == 1 < m:
         return True
     few = 5 if paired or m <= few_rows(dtype, False, paired, k) else 12
-    tiles = native.isa() == "amx" and _tiles_pay(m, n, k, dtype, wide)
+    tiles = cpu_library.isa() == "amx" and _tiles_pay(m, n, k, dtype, wide)
     return n <= few and m >= 4 and k >= 64 and not tiles
 
 
@@ -186,9 +190,9 @@ def few_rows(dtype: str, linear: bool, paired: bool, k: int, turned: bool = Fals
     if paired:
         return 5 if linear else 4
     if linear:
-        most = 12 if dtype == "f32" or native.isa() == "amx" else 16
+        most = 12 if dtype == "f32" or cpu_library.isa() == "amx" else 16
         return most if turned else min(most, max(k // (8 if native_wiring.narrow() else 16), 4))
-    if native.isa() == "amx":
+    if cpu_library.isa() == "amx":
         return 6 if dtype == "bf16" else 12
     return 16
 
@@ -252,16 +256,16 @@ def torch_into(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 def _factors(dtype: str) -> tuple[float, ...]:
     """PyTorch's and ours. Not where there are tiles: one kind of processor has them, and they slow down for seconds."""
-    if native.available() or native.isa() == "amx":
+    if cpu_library.available() or cpu_library.isa() == "amx":
         return 1.0, 1.0
     lines = ZEN if _is_amd() else INTEL
     ours = lines.get("pairs" if pairs(dtype) else "blocks", lines["blocks"])
-    matmul = native.op("matmul")
+    matmul = cpu_library.op("matmul")
     products = [cpu_rates.Product(lambda a, b, out: matmul(a, b), ours.parts)]
     if not half_is_slow(dtype):
         theirs = cpu_rates.Product(
             torch_into, lambda n: _torch_line(n * n * n, dtype, False).parts(n)
         )
         products.insert(0, theirs)
-    found = cpu_rates.factors(f"{dtype} by torch and {native.isa()}", DTYPES[dtype], products)
+    found = cpu_rates.factors(f"{dtype} by torch and {cpu_library.isa()}", DTYPES[dtype], products)
     return found if len(found) == 2 else (1.0, *found)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import derived, native
+from ... import derived
+from ...native import cpu_library
 from ...numerics import DTYPES
 from ...op import Candidate, Config, Launcher, Op
 from ...plan_records import Key, TensorSpec
@@ -102,7 +103,7 @@ def _packs(key: Key) -> bool:
     weight, flags = _weight_of(key), dict(key.flags)
     keeps = flags.get("save") and flags.get("activation") in SMOOTH
     large = prod(weight.shape) >= PACKED_FROM
-    return weight.constant and large and not keeps and native.isa() == "amx"
+    return weight.constant and large and not keeps and cpu_library.isa() == "amx"
 
 
 def _packing_wins(key: Key, x: str) -> bool:
@@ -118,7 +119,9 @@ def _packed_bytes(weight: Tensor) -> int:
 
 def widened(t: Tensor) -> Tensor:
     """t in float32."""
-    return t if t.dtype == torch.float32 else native.op("convert")(t.contiguous(), torch.float32)
+    return (
+        t if t.dtype == torch.float32 else cpu_library.op("convert")(t.contiguous(), torch.float32)
+    )
 
 
 def weight32(weight: Tensor) -> Tensor:
@@ -140,7 +143,7 @@ def _wide_product(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
     """product(x [..., K] f32, weight [N, K] f32) -> [rows, N] f32 that nobody else holds."""
     if config["product"] == "onednn":
         return lambda x, w: products.onednn(rows(x), w, None, "none")
-    empty = native.op("empty")
+    empty = cpu_library.op("empty")
 
     def by_torch(x: Tensor, w: Tensor) -> Tensor:
         flat = rows(x)
@@ -160,14 +163,14 @@ def finished(
     x may be wider than the op's dtype: what precedes the product need not round.
     """
     dtype = DTYPES[native_wiring.dtype_of(key, x)]
-    code = native.ACTIVATIONS[dict(key.flags).get("activation")]
+    code = cpu_library.ACTIVATIONS[dict(key.flags).get("activation")]
     residual = key.spec("residual") if "residual" in key.names else None
     if config["product"] == "plain":
         return lambda x, w, bias, residual: F.linear(x, w, bias)
     if config["product"] == "packed":
         return _finished_packed(code)
     if config["product"] == "native":
-        linear = native.op("linear_pre" if keep else "linear")
+        linear = cpu_library.op("linear_pre" if keep else "linear")
         if residual is not None and not wiring.is_contiguous(residual):
             return lambda x, w, bias, residual: linear(x, w, bias, residual.contiguous(), code)
         if residual is None and not code:
@@ -178,7 +181,7 @@ def finished(
 
 def _finished_packed(code: int) -> Finished:
     """By the weight's tiles, from the second time that it is met unchanged; as without them where it has none."""
-    by_tiles, linear, pack = (native.op(n) for n in ("linear_packed", "linear", "pack_weight"))
+    by_tiles, linear, pack = (cpu_library.op(n) for n in ("linear_packed", "linear", "pack_weight"))
 
     def run(x: Tensor, weight: Tensor, bias: Any, residual: Any) -> Any:
         tiles = derived.CACHE.settled(weight, "tiles", pack, _packed_bytes)
@@ -195,9 +198,9 @@ def _finished_wide(
 ) -> Finished:
     product, n = _wide_product(config), shape[-1]
     in_place, out_of_place, both = (
-        native.op("epilogue_"),
-        native.op("epilogue"),
-        native.op("epilogue_pre"),
+        cpu_library.op("epilogue_"),
+        cpu_library.op("epilogue"),
+        cpu_library.op("epilogue_pre"),
     )
 
     def run(x: Tensor, weight: Tensor, bias: Any, residual: Any) -> Any:
@@ -270,7 +273,7 @@ Gradients = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor | None, ...]]
 
 def gradients(needs: str) -> Gradients:
     """run(dz [..., N], x [..., K], weight [N, K]) -> dx [..., K], dweight [N, K], dbias [N], those that `needs` ("110") asks for."""
-    matmul, total = native.op("matmul"), native.op("sum")
+    matmul, total = cpu_library.op("matmul"), cpu_library.op("sum")
 
     def run(dz: Tensor, x: Tensor | None, weight: Tensor) -> tuple[Tensor | None, ...]:
         flat, dw = rows(dz), None
@@ -302,9 +305,9 @@ def activation_gradient(activation: str) -> Callable[[Any, Any], Any]:
     if activation == "none":
         return lambda dy, kept: dy
     if activation.startswith("gelu"):
-        gelu = native.op("gelu_backward")
+        gelu = cpu_library.op("gelu_backward")
         return lambda dy, kept: gelu(dy, kept, activation == "gelu_tanh")
-    run: Callable[[Any, Any], Any] = native.op(f"{activation}_backward")
+    run: Callable[[Any, Any], Any] = cpu_library.op(f"{activation}_backward")
     return run
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ... import clocks, library_files, measure, native
+from ... import clocks, measure
+from ...native import cpu_library, library_files
 from ...notes import Notes
 from ...numerics import DTYPES
 from ...op import Candidate, Config, Launcher, Op
@@ -38,17 +39,17 @@ def call_us(key: Key | None = None) -> float:
 
 @lru_cache
 def _call_us() -> float:
-    return CALL_US[native.calls_available() is None]
+    return CALL_US[cpu_library.calls_available() is None]
 
 
 def narrow() -> bool:
     """True where our kernels have vectors of eight or four: no masks, so that short rows cost several times as much."""
-    return native.isa() in ("portable", "avx2")
+    return cpu_library.isa() in ("portable", "avx2")
 
 
 def cpu_only(device: str) -> str | None:
     """None where the native library serves, else why not."""
-    return native.available(device)
+    return cpu_library.available(device)
 
 
 def add(
@@ -120,9 +121,9 @@ def _add(
 
 def _product() -> measure.Call | None:
     """A product by tiles, where the processor has them: neighbours on the same core may use its one tile unit, too."""
-    if native.isa() != "amx":
+    if cpu_library.isa() != "amx":
         return None
-    a, matmul = torch.full((256, 256), 0.5, device="cpu"), native.op("matmul")
+    a, matmul = torch.full((256, 256), 0.5, device="cpu"), cpu_library.op("matmul")
     return lambda: matmul(a, a)
 
 

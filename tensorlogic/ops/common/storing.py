@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ... import native
+from ...native import cpu_library
 from ...op import Config, Outputs
 
 LEAST = 1 << 20  # bytes of an output that may be worth a look
@@ -19,10 +19,10 @@ def configs(nbytes: int, asks: bool = False) -> list[Config]:
 
     `asks`: the kernel usually asks for inputs a page or two ahead, which pays from memory and costs where a cache has them; "near" does not.
     """
-    if nbytes < (ASKED if asks else LEAST) or native.isa() == "portable":
+    if nbytes < (ASKED if asks else LEAST) or cpu_library.isa() == "portable":
         return [{}]
     names = ["usual", "past_caches"] if nbytes >= LEAST else ["usual"]
-    if native.op("past_caches")(nbytes):
+    if cpu_library.op("past_caches")(nbytes):
         names.reverse()
     if asks and nbytes < FAR:
         names.insert(nbytes >= NEAR, "near")
@@ -37,7 +37,7 @@ def code(config: Config, nbytes: int) -> int:
 
 def read(outs: Outputs) -> None:
     """What a caller does next, at the least: read what is large, in shares as it was written."""
-    total = native.op("sum")
+    total = cpu_library.op("sum")
     for out in outs:
         if isinstance(out, Tensor) and out.numel() * out.element_size() >= LEAST:
             total(out, 0, out.dim())

@@ -12,6 +12,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from tensorlogic.native import cuda_driver
 from tensorlogic.ops.common import compiled_launch
 
 Start = Callable[..., bool]
@@ -47,7 +48,7 @@ def launcher(compiled: Any, index: int) -> Launcher:
     """
     utils = triton.runtime.driver.active.utils
     device = torch.device("cuda", index)
-    if hasattr(utils, "launch") or compiled_launch.driver(device) is None:
+    if hasattr(utils, "launch") or cuda_driver.driver(device) is None:
         compiled._init_handles()
         made, described = compiled.run, None
         if hasattr(made, "kernel_signature"):

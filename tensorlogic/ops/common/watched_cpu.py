@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import native
 from ...judging import Place
+from ...native import cpu_library
 from ...op import Outputs
 from . import ways_cpu
 
@@ -49,7 +49,7 @@ def launcher(
     """What serves calls that look like the one of these arguments, products and outputs; None where one product of matrices by our own
     kernels is not all there is to do."""
     parts = ways_cpu.parts_of(id)
-    if parts is None or native.available() or len(products) != 1 or len(outs) != 1:
+    if parts is None or cpu_library.available() or len(products) != 1 or len(outs) != 1:
         return None
     (left, right, out), (place,) = products[0], places
     views = [_view(dynamic[i], t) for i, t in ((place.left, left), (place.right, right))]
@@ -57,7 +57,7 @@ def launcher(
         return None
     kept = torch.tensor(limits, dtype=torch.float64, device="cpu")
     turned_left, turned_right = views
-    rest, run = (parts, kept, turned_right), native.op("matmul_watched")
+    rest, run = (parts, kept, turned_right), cpu_library.op("matmul_watched")
     return Fused(run, place.left, place.right, rest, bool(turned_left), out.dtype)
 
 

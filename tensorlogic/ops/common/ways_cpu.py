@@ -10,8 +10,9 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ... import accuracy, native
+from ... import accuracy
 from ...accuracy import CREST
+from ...native import cpu_library
 from ...plan_records import Key
 from . import cpu_costs, native_wiring, ways
 from .ways import Way, single, wide
@@ -47,7 +48,7 @@ def tiles() -> bool:
 @lru_cache
 def own_tiles() -> bool:
     """True where our own kernels multiply in them."""
-    return native.isa() == "amx"
+    return cpu_library.isa() == "amx"
 
 
 def ieee() -> bool:
@@ -78,7 +79,7 @@ def native_f32(a: Tensor, b: Tensor) -> Tensor:
 def torch_f32(a: Tensor, b: Tensor) -> Tensor:
     """PyTorch's float32 product; under switches that lower it, our own, or float64."""
     if not ieee():
-        return kept(native_f32, a, b) if native.available() is None else ways.in_f64(a, b)
+        return kept(native_f32, a, b) if cpu_library.available() is None else ways.in_f64(a, b)
     if torch.float64 in (a.dtype, b.dtype):
         return _kept(narrowed(torch.matmul, a, b), a, b)
     return torch.matmul(single(a), single(b))
@@ -114,13 +115,13 @@ def native_bf16(a: Tensor, b: Tensor) -> Tensor:
     # a guard sees what has left the range of float32's exponents: whole rows or columns
     if cpu_costs.pairs("bf16"):
         return kept(partial(in_parts, 1), a, b)
-    c: Tensor = native.op("matmul_f32")(a.to(torch.bfloat16), b.to(torch.bfloat16))
+    c: Tensor = cpu_library.op("matmul_f32")(a.to(torch.bfloat16), b.to(torch.bfloat16))
     return _kept(c, a, b)
 
 
 def in_parts(parts: int, a: Tensor, b: Tensor) -> Tensor:
     """Operands as sums of so many bfloat16, made while they are packed; what has none is multiplied in float32."""
-    c: Tensor = native.op("matmul_f32")(a, b, False, parts)
+    c: Tensor = cpu_library.op("matmul_f32")(a, b, False, parts)
     return c
 
 
@@ -254,7 +255,7 @@ def _steps(device: str) -> str | None:
     """None where pairs of 16 bits are multiplied faster than float32."""
     if (reason := native_wiring.cpu_only(device)) is not None:
         return reason
-    level = str(native.isa())
+    level = str(cpu_library.isa())
     quick = level == "avx2" or (level.startswith("avx512") and "vnni" in cpu_costs.features())
     return None if quick else "16 bits are multiplied no faster than float32"
 

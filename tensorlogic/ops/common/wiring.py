@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ... import calls
+from ...native import call_extension
 from ...op import Candidate, Config, Launcher, Op
 from ...plan_records import Key, TensorSpec
 from ...system.compile_pool import CompileFailure
@@ -176,7 +176,7 @@ def counters(
 
     `use` "zero": as zeros; others as their kernels say. Inside a capture they are the graph's own, zeroed by it once: its launches on one stream follow one another.
     """
-    compiled = calls.module()
+    compiled = call_extension.module()
     if (
         compiled is not None
         and (slot := compiled.noted(counters, device, count, dtype, use)) is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ... import native
+from ...native import cpu_library
 from ...op import Config, Launcher
 from ...plan_records import Key
 from ..common import cpu_products
@@ -22,7 +22,7 @@ def supports(key: Key) -> str | None:
 
 def build(key: Key, config: Config) -> Launcher:
     """The launcher over (x, weight, bias, p, seed, offset, state)."""
-    drop, save = native.op("dropout"), key.flag("save")
+    drop, save = cpu_library.op("dropout"), key.flag("save")
     run = cpu_products.finished(key, config, cpu_products.linear_shape(key))
 
     def launch(x: Any, weight: Any, bias: Any, p: float, seed: int, offset: int, state: Any) -> Any:
@@ -42,7 +42,7 @@ def supports_backward(key: Key) -> str | None:
 
 def build_backward(key: Key) -> Launcher:
     """The launcher over (dy, x, weight, mask, p, seed, offset, state)."""
-    drop, needs = native.op("dropout"), key.flag("needs")
+    drop, needs = cpu_library.op("dropout"), key.flag("needs")
     products = cpu_products.gradients(needs)
 
     def launch(

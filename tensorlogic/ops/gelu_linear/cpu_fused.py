@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ... import native
+from ...native import cpu_library
 from ...op import Config, Launcher
 from ...plan_records import Key
 from ..common import cpu_products
@@ -13,7 +13,7 @@ from . import GELU_LINEAR, GELU_LINEAR_BACKWARD
 
 def build(key: Key, config: Config) -> Launcher:
     """The launcher over (x, weight, bias)."""
-    gelu, tanh = native.op("gelu"), key.flag("approximate") == "tanh"
+    gelu, tanh = cpu_library.op("gelu"), key.flag("approximate") == "tanh"
     run = cpu_products.finished(key, config, cpu_products.linear_shape(key))
 
     def launch(x: Any, weight: Any, bias: Any) -> Any:
@@ -25,7 +25,7 @@ def build(key: Key, config: Config) -> Launcher:
 def build_backward(key: Key) -> Launcher:
     """The launcher over (dy, x, weight)."""
     tanh, needs = key.flag("approximate") == "tanh", key.flag("needs")
-    gelu, gradient = native.op("gelu"), native.op("gelu_backward")
+    gelu, gradient = cpu_library.op("gelu"), cpu_library.op("gelu_backward")
     products = cpu_products.gradients(needs)
 
     def launch(dy: Any, x: Any, weight: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ... import native
+from ...native import cpu_library
 from ...numerics import DTYPES
 from ...op import Config, Launcher
 from ...plan_records import Key
@@ -23,7 +23,7 @@ def supports(key: Key) -> str | None:
 
 def build(key: Key, config: Config) -> Launcher:
     """The launcher over (x, gamma, beta, weight, bias)."""
-    norm, eps = native.op("layer_norm"), key.flag("eps")
+    norm, eps = cpu_library.op("layer_norm"), key.flag("eps")
     plain = config["product"] == "plain"
     normed = DTYPES[native_wiring.dtype_of(key, "x")] if plain else torch.float32
     run = cpu_products.finished(key, config, cpu_products.linear_shape(key))
@@ -39,7 +39,7 @@ def build_backward(key: Key) -> Launcher:
     """The launcher over (dy, x, gamma, beta, weight, normal, mean, rstd); rows are normalised again unless they were kept."""
     needs, eps = key.flag("needs"), key.flag("eps")
     dtype = DTYPES[native_wiring.dtype_of(key, "x")]
-    norm, gradient = native.op("layer_norm"), native.op("layer_norm_backward")
+    norm, gradient = cpu_library.op("layer_norm"), cpu_library.op("layer_norm_backward")
     products = cpu_products.gradients(("1" if "1" in needs[:3] else "0") + needs[3:])
 
     def launch(

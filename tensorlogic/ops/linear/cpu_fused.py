@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ... import native
+from ...native import cpu_library
 from ...op import Config, Launcher
 from ...plan_records import Key
 from ..common import cpu_products, wiring
@@ -21,7 +21,7 @@ def build(key: Key, config: Config) -> Launcher:
         and config["product"] == "native"
         and (residual is None or wiring.is_contiguous(residual))
     ):
-        return native.launcher("linear", native.ACTIVATIONS[key.flag("activation")])
+        return cpu_library.launcher("linear", cpu_library.ACTIVATIONS[key.flag("activation")])
     run = cpu_products.finished(key, config, cpu_products.linear_shape(key), keep=keep)
     if keep:
         return run

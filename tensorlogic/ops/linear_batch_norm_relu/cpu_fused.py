@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from ... import native
+from ...native import cpu_library
 from ...numerics import DTYPES
 from ...op import Launcher
 from ...plan_records import Key
@@ -40,7 +40,7 @@ def guess(key: Key) -> float:
 
 def build(key: Key) -> Launcher:
     """The launcher over (x, weight, bias, running_mean, running_var, gamma, beta)."""
-    product, norm = native.op("matmul_f32"), native.op("batch_norm_relu")
+    product, norm = cpu_library.op("matmul_f32"), cpu_library.op("batch_norm_relu")
     dtype, eps = DTYPES[native_wiring.dtype_of(key, "x")], key.flag("eps")
 
     def launch(x: Any, weight: Any, bias: Any, mean: Any, var: Any, gamma: Any, beta: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ... import native
+from ...native import cpu_library
 from ...op import Config, Launcher
 from ...plan_records import Key
 from ..common import cpu_products, native_wiring, wiring
@@ -57,7 +57,7 @@ def supports_backward(key: Key) -> str | None:
 def build_backward(key: Key) -> Launcher:
     """The launcher over (dy, x, weight, y, z, mean, spread, gamma): float32 between dy and the products."""
     training, eps, needs = key.flag("training"), key.flag("eps"), key.flag("needs")
-    products, relu = cpu_products.gradients(needs[:3]), native.op("relu_backward")
+    products, relu = cpu_products.gradients(needs[:3]), cpu_library.op("relu_backward")
 
     def launch(
         dy: Any, x: Any, weight: Any, y: Any, z: Any, mean: Any, spread: Any, gamma: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ... import native
+from ...native import cpu_library
 from ...op import Config, Launcher
 from ...plan_records import Key
 from ..common import cpu_products, native_wiring, wiring
@@ -25,11 +25,11 @@ def supports(key: Key) -> str | None:
 
 def build(key: Key, config: Config) -> Launcher:
     """Any layout and batch; the activation in the epilogue, the pre-activation too where backward needs it."""
-    code = native.ACTIVATIONS[key.flag("activation")]
+    code = cpu_library.ACTIVATIONS[key.flag("activation")]
     if key.flag("save") and key.flag("activation") in SMOOTH:
-        both = native.op("matmul_pre")
+        both = cpu_library.op("matmul_pre")
         return lambda a, b: both(a, b, code)
-    return native.launcher("matmul", code)
+    return cpu_library.launcher("matmul", code)
 
 
 def supports_backward(key: Key) -> str | None:
@@ -46,7 +46,7 @@ def supports_backward(key: Key) -> str | None:
 def build_backward(key: Key) -> Launcher:
     """The activation's gradient in one pass, then two products, summed over broadcast batch dimensions."""
     gradient, needs = cpu_products.activation_gradient(key.flag("activation")), key.flag("needs")
-    run = native.op("matmul")
+    run = cpu_library.op("matmul")
 
     def launch(dy: Any, a: Any, b: Any, kept: Any) -> Any:
         dz, da, db = gradient(dy, kept), None, None

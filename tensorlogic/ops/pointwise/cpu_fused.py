@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ... import native
+from ...native import cpu_library
 from ...numerics import DTYPES
 from ...op import Launcher
 from ...plan_records import Key
@@ -79,8 +79,8 @@ def output(key: Key) -> int:
 def build(key: Key, stores: int) -> Launcher:
     """The launcher of one output."""
     if key.op == "gelu":
-        return native.launcher("gelu", key.flag("approximate") == "tanh", stores)
-    return native.launcher(key.op, stores)
+        return cpu_library.launcher("gelu", key.flag("approximate") == "tanh", stores)
+    return cpu_library.launcher(key.op, stores)
 
 
 def supports_backward(key: Key) -> str | None:
@@ -122,7 +122,7 @@ def build_backward(key: Key, stores: int) -> Launcher:
     kernel, reads, gives = BACKWARD[kind]
     own = kernel.endswith("_bwd")  # not so that of a difference, which is a forward kernel
     name = kernel.removesuffix("_bwd").removesuffix("_tanh") + "_backward" * own
-    run: Any = native.op(name)
+    run: Any = cpu_library.op(name)
     extra: tuple[Any, ...] = (kind == "gelu_tanh",) if kind.startswith("gelu") else ()
     extra += (stores,) if _one(kind) else ()
     places = [("dy", "a", "b", "c", "y").index(n) for n in reads]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ... import native
+from ...native import cpu_library
 from ...op import Launcher
 from ...plan_records import Key
 from ..common import native_wiring
@@ -46,7 +46,7 @@ def guess(key: Key) -> float:
 def build(key: Key) -> Launcher:
     """The launcher of one output."""
     dims = key.flag("dim")
-    return native.launcher(key.op, dims[0], dims[-1] + 1, key.flag("keepdim"))
+    return cpu_library.launcher(key.op, dims[0], dims[-1] + 1, key.flag("keepdim"))
 
 
 for _op in FAMILY:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ... import native
+from ...native import cpu_library
 from ...numerics import DTYPES
 from ...op import Launcher
 from ...plan_records import Key
@@ -41,12 +41,12 @@ def guess(key: Key) -> float:
 def build(key: Key) -> Launcher:
     """The forward launcher."""
     dtype = DTYPES[native_wiring.dtype_of(key, "x")]
-    return native.launcher("softmax", None, 1.0, False, dtype)
+    return cpu_library.launcher("softmax", None, 1.0, False, dtype)
 
 
 def build_backward(key: Key) -> Launcher:
     """The backward launcher."""
-    return native.launcher("softmax_backward", 1.0)
+    return cpu_library.launcher("softmax_backward", 1.0)
 
 
 native_wiring.add(SOFTMAX, "cpu.fused", build, supports, guess, __name__)

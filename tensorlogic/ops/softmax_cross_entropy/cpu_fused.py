@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import native
+from ...native import cpu_library
 from ...op import Launcher
 from ...plan_records import Key
 from ..common import native_wiring, wiring
@@ -41,7 +41,7 @@ def guess(key: Key) -> float:
 
 def build(key: Key) -> Launcher:
     """The forward launcher: (loss,), or (loss, log-sum-exp, share of a row)."""
-    kernel, reduction = native.op("softmax_cross_entropy"), key.flag("reduction")
+    kernel, reduction = cpu_library.op("softmax_cross_entropy"), key.flag("reduction")
 
     def run(*args: Any) -> tuple[Tensor, Tensor]:
         try:
@@ -55,7 +55,7 @@ def build(key: Key) -> Launcher:
     ignore, smoothing, number = (
         key.flag("ignore_index"),
         key.flag("label_smoothing"),
-        native.REDUCTIONS[reduction],
+        cpu_library.REDUCTIONS[reduction],
     )
     if not key.flag("save"):
         return lambda logits, target: (run(logits, target, ignore, smoothing, number)[0],)
@@ -79,8 +79,8 @@ def output_backward(key: Key) -> int:
 def build_backward(key: Key, stores: int) -> Launcher:
     """The backward launcher; the kernel counts the rows that matter again."""
     run, number = (
-        native.op("softmax_cross_entropy_backward"),
-        native.REDUCTIONS[key.flag("reduction")],
+        cpu_library.op("softmax_cross_entropy_backward"),
+        cpu_library.REDUCTIONS[key.flag("reduction")],
     )
     ignore, smoothing = key.flag("ignore_index"), key.flag("label_smoothing")
     return lambda dloss, logits, target, lse, share: (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic import measure
-from tensorlogic.numerics import chance
+from tensorlogic.core.tolerance import chance
 from tensorlogic.program.check import tensors_in, widen
 from tensorlogic.program.copies import fresh
 from tensorlogic.program.later import Later

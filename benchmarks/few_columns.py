@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorlogic import numerics
+from tensorlogic.core import tolerance
 
 Array = Any  # numpy's arrays have no useful types without their dtypes
 Finish = Callable[[Array], Array]
@@ -96,7 +96,7 @@ def main() -> None:
                         found[name].append(single(order(x, w)))
                 made = {name: torch.from_numpy(np.stack(v, 1)) for name, v in found.items()}
                 for name in orders:
-                    verdict = numerics.judge([made[name]], [made["eager"]], [made["wide"]])
+                    verdict = tolerance.judge([made[name]], [made["eager"]], [made["wide"]])
                     failed[name] += not verdict
             shares = ", ".join(
                 f"{name} {100 * failed[name] / asked.draws:.1f} %" for name in orders

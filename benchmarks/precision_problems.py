@@ -33,7 +33,7 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic import PrecisionWarning, accuracy, adapting
-from tensorlogic.op import EAGER
+from tensorlogic.core.candidate import EAGER
 
 KINDS = (
     "normal",
@@ -194,7 +194,7 @@ def solve(index: int, seed: int, device: torch.device) -> Outcome:
     a, b = (t.to(device) for t in operands(p.kind, p.shape, p.dtype, p.g))
     with (
         warnings.catch_warnings(record=True) as said,
-        tensorlogic.precision("adaptive", rtol=p.rtol),
+        tensorlogic.core.precision_policy("adaptive", rtol=p.rtol),
     ):
         warnings.simplefilter("always")
         y = tensorlogic.matmul(a, b)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 import tensorlogic
-from tensorlogic import adapting, measure, numerics
-from tensorlogic.op import OPS
+from tensorlogic import adapting, measure
+from tensorlogic.core import dtypes, tolerance
+from tensorlogic.core.op import OPS
 
 BUDGETS = ((torch.float32, 1e-2), (torch.float64, 1e-6))
 CPU = torch.device("cpu")
@@ -32,17 +33,17 @@ def row(n: int, dtype: torch.dtype, rtol: float) -> str:
     if dtype == torch.float32 and op.candidates["cpu.f32"].unfit(key) is None:
         own = op.candidates["cpu.f32"].bind(key, {}, CPU)
         calls["cpu.f32"] = lambda: own(a, b)
-    with tensorlogic.precision("adaptive", rtol=rtol):
+    with tensorlogic.core.precision_policy("adaptive", rtol=rtol):
         tensorlogic.tune(tensorlogic.matmul, a, b)
         y = tensorlogic.matmul(a, b)
         way = adapting.LAST[-1]
         calls["served"] = lambda: tensorlogic.matmul(a, b)
         times = measure.wall_samples(calls, CPU, 3.0, rounds=15)
     best = min((name for name in calls if name != "served"), key=times.median)
-    error = numerics.relative_error(y, a.double() @ b.double())
+    error = tolerance.relative_error(y, a.double() @ b.double())
     taken = ", ".join(f"{name} {times.median(name) / 1e3:.2f} ms" for name in calls)
     return (
-        f"{numerics.NAMES[dtype]} {n} within {rtol:g}: {way}, error {error:.1e}; {taken}; "
+        f"{dtypes.NAMES[dtype]} {n} within {rtol:g}: {way}, error {error:.1e}; {taken}; "
         f"{times.ratio(best, 'served')[0]:.2f} times {best}"
     )
 

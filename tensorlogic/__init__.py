@@ -15,11 +15,13 @@ if _settings.wrong():
     _settings.exit_if_wrong()  # no import would come further
 
 from . import ops as _ops
-from .derived import constant, invalidate
+from .core.numeric_mode import PrecisionWarning
+from .core.policy import policy
+from .core.precision_policy import precision
+from .core.weight_cache import constant, invalidate
 from .enabling import disable, enable
 from .memory.staging import to
 from .memory.unified import unified
-from .numeric_mode import PrecisionWarning
 from .ops.attention_scores import attention_scores
 from .ops.dropout_linear import dropout_linear
 from .ops.gelu_linear import gelu_linear
@@ -32,8 +34,6 @@ from .ops.reduce import max, mean, min, sum
 from .ops.softmax import softmax
 from .ops.softmax_cross_entropy import softmax_cross_entropy
 from .placement import placement
-from .policies import policy
-from .precision import precision
 from .startup import activate as _activate
 from .startup import warn_of_namesakes as _warn
 

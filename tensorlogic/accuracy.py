@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import numerics
-from .arguments import broadcast
+from .core import tolerance
+from .core.argument_checks import broadcast
 from .native import cpu_library
 
 # whose error is measured: rows of the left operand, columns of the right one
@@ -277,7 +277,7 @@ def _summed(rows: list[float], columns: list[float], part: Part, out: Tensor) ->
     faint = FAINT.get(out.dtype, 0.0) * max(cancels, 1.0)
     # that an element may be, if those looked at are like the others
     largest = 4 * k * rows[4] * columns[4]
-    if high > FARTHEST or low < 1 / FARTHEST or least < faint or numerics.beyond(out, largest):
+    if high > FARTHEST or low < 1 / FARTHEST or least < faint or tolerance.beyond(out, largest):
         return [math.inf] * 5
     return [
         cancels,
@@ -356,15 +356,15 @@ def _error(part: Part, out: Tensor, seed: int) -> tuple[float, float]:
     share = torch.where(bound > 0, share, 0)
     faint = torch.where(result > 0, -result, -math.inf) if out.dtype == torch.float16 else None
     index = _sample(share, seed, faint)
-    left, right = numerics.wide(part.left[index]), numerics.wide(part.right)
+    left, right = tolerance.wide(part.left[index]), tolerance.wide(part.right)
     dtype = torch.promote_types(left.dtype, right.dtype)
     z = left.to(dtype) @ right.to(dtype)
     if part.bias is not None:
-        z = z + numerics.wide(part.bias)
+        z = z + tolerance.wide(part.bias)
     if part.residual is not None:
-        z = z + numerics.wide(part.residual[index])
+        z = z + tolerance.wide(part.residual[index])
     y, got = _activated(z, part.activation), out[index]
-    close = torch.where(torch.isfinite(y) & torch.isfinite(got), (numerics.wide(got) - y).abs(), 0)
+    close = torch.where(torch.isfinite(y) & torch.isfinite(got), (tolerance.wide(got) - y).abs(), 0)
     spoilt = torch.isfinite(y) != torch.isfinite(got)  # what leaves the result's range is no result
     spoilt |= ~torch.isfinite(y) & ~_same_kind(got, y)
     norm = _norms(torch.where(torch.isfinite(z), z, 0), 1)
@@ -378,7 +378,7 @@ def _error(part: Part, out: Tensor, seed: int) -> tuple[float, float]:
 
 def _same_kind(a: Tensor, b: Tensor) -> Tensor:
     """Both NaN, or both the same infinity, or both finite."""
-    a, b = numerics.wide(a), numerics.wide(b)
+    a, b = tolerance.wide(a), tolerance.wide(b)
     if a.is_complex():
         return torch.isfinite(a) == torch.isfinite(b)
     return (torch.isnan(a) & torch.isnan(b)) | (a == b) | (torch.isfinite(a) & torch.isfinite(b))

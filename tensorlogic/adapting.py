@@ -17,13 +17,14 @@ from torch import Tensor
 
 from . import accuracy, stores
 from .accuracy import Known, Statistics
-from .failing import BIND_ERRORS
+from .core.candidate import EAGER, Candidate, Config, Launcher, Outputs
+from .core.candidate_errors import BIND_ERRORS
+from .core.key import Key
+from .core.numeric_mode import PrecisionWarning
+from .core.op import DATA_CHOOSERS, DataChooser, Op
+from .core.precision_policy import ON_LEAVE
 from .judging import Place, places, plain, watchable
 from .native import call_extension
-from .numeric_mode import PrecisionWarning
-from .op import DATA_CHOOSERS, EAGER, Candidate, Config, DataChooser, Launcher, Op, Outputs
-from .plan_records import Key
-from .precision import ON_LEAVE
 from .ranking import GUARD_US, REST, UNLIKELY, form_of, order, unguarded, wide
 
 LOG = logging.getLogger("tensorlogic")

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from . import isolation, measure, policies, stores
+from . import isolation, measure, stores
+from .core import policy
+from .core.candidate import Launcher
+from .core.key import Key
+from .core.op import Op
 from .environments import environment
 from .native import call_extension
-from .op import Launcher, Op
-from .plan_records import Key
 from .study import Study
 from .system import capture_state, compile_pool, process
 
@@ -176,7 +178,7 @@ class Watch:
         self.done = True
         if self.study is not None and self.study.plan is not None:
             stores.current(self.device).put(self.study.plan)
-            policies.forget_entries()
+            policy.forget_entries()
         self.study = self.steps = None
 
 

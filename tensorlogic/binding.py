@@ -9,11 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import front, policies, selector
+from . import front, selector
 from .call_cache import Run, device_of, keep, present
+from .core import policy as policies
+from .core.candidate import EAGER, Launcher, Outputs
+from .core.key import Key
+from .core.op import Op
 from .native import call_extension
-from .op import EAGER, Launcher, Op, Outputs
-from .plan_records import Key
 from .recorded_calls import Recording, applied
 from .system import capture_state
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import policies
-from .op import Op
+from .core import policy
+from .core.op import Op
 
 Run = Callable[..., Any]
 MOST_ENTRIES = 8192  # warm keys of one policy
 
 
-def keep(chosen: policies.Policy, where: Any, check: Callable[..., bool], run: Run) -> None:
+def keep(chosen: policy.Policy, where: Any, check: Callable[..., bool], run: Run) -> None:
     """Make `run` serve the calls under `where` that pass `check`."""
     entries = chosen.entries
     if len(entries) >= MOST_ENTRIES:  # shapes without end: start again rather than grow

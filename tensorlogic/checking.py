@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import derived, measure, numerics
-from .op import EAGER, Launcher, Op, Outputs
-from .plan_records import Key, TensorSpec
+from . import measure
+from .core import dtypes, tolerance, weight_cache
+from .core.candidate import EAGER, Launcher, Outputs
+from .core.key import Key, TensorSpec
+from .core.op import Op
 
 # above it, float64 on everything costs more than the timing
 WHOLE_FLOPS = {"cuda": 4e12, "cpu": 4e10, "mps": 4e10}
@@ -72,7 +74,7 @@ class InputSet:
         for p, a in zip(op.dynamic, self.dynamic, strict=True):
             spec = key.spec(p.name) if p.is_tensor else None
             if isinstance(a, Tensor) and spec is not None and spec.constant:
-                derived.constant(a)
+                weight_cache.constant(a)
 
     def tensors(self, op: Op) -> dict[str, Tensor]:
         """The tensors that are present, by parameter."""
@@ -109,7 +111,7 @@ def normal(
 
 def strided(spec: TensorSpec, device: torch.device, fill: Any) -> Tensor:
     """A tensor of the spec's shape, strides and alignment over storage from `fill(count, dtype)`; stride 0 stays stride 0."""
-    dtype = numerics.DTYPES[spec.dtype]
+    dtype = dtypes.DTYPES[spec.dtype]
     if 0 in spec.shape:
         return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
     offset = spec.align // dtype.itemsize if spec.align < 16 else 0
@@ -158,7 +160,7 @@ class Checker:
             self.key.precision != "default"
             or self.op.flops(self.key) <= WHOLE_FLOPS[self.key.device]
         )
-        widen = numerics.wide if precise else _single
+        widen = tolerance.wide if precise else _single
         wide = [widen(a) if isinstance(a, Tensor) else a for a in s.fresh(self.op)]
         outs = self.op.reference(*self.op.full(self.key, wide))
         ref = outs if isinstance(outs, tuple) else (outs,)
@@ -174,7 +176,7 @@ class Checker:
         limit_us: float = float("inf"),
         coarse: float = 0.0,
         luck: Callable[[Tensor], float] | None = None,
-    ) -> numerics.Verdict:
+    ) -> tolerance.Verdict:
         """Run on every probe with poisoned memory; judge what came out (`numerics.judge`), and that nothing else was touched.
 
         A launcher whose second call takes longer than `limit_us` is cut there: `cut_us` says how long that was.
@@ -195,9 +197,9 @@ class Checker:
                 fastest_us = self._warm_us(launch, fastest_us, limit_us)
                 if fastest_us > limit_us:
                     self.cut_us = fastest_us
-                    return numerics.Verdict(None, worst)
+                    return tolerance.Verdict(None, worst)
         verdict = self._other_values(launch)
-        return numerics.Verdict(None, worst) if verdict else verdict
+        return tolerance.Verdict(None, worst) if verdict else verdict
 
     def _warm_us(self, launch: Launcher, fastest_us: float, limit_us: float) -> float:
         """The fastest of `PATIENCE_US` more of calls: a checked call finds its memory cold, while eager was timed warm."""
@@ -210,7 +212,7 @@ class Checker:
             fastest_us, spent = min(fastest_us, once), spent + once
         return fastest_us
 
-    def _probe(self, launch: Launcher, i: int, expected: int) -> tuple[Outputs, numerics.Verdict]:
+    def _probe(self, launch: Launcher, i: int, expected: int) -> tuple[Outputs, tolerance.Verdict]:
         """One call on the tensors of probe `i`, judged against what is expected of probe `expected`."""
         plain, ref = self.expected[expected]
         s = self.probes[i]
@@ -221,13 +223,13 @@ class Checker:
         measure.synchronize(self.device)
         self.call_us = (time.perf_counter() - begin) * 1e6
         if outs is None:
-            return (), numerics.Verdict("declined the key it was bound for", float("inf"))
+            return (), tolerance.Verdict("declined the key it was bound for", float("inf"))
         outputs = len(plain) - len(self._updated(given))
         while len(outs) > outputs and outs[-1] is None:  # nothing to keep for backward after all
             outs = outs[:-1]
         judged = (*outs, *[None] * (outputs - len(outs)), *self._updated(given))
         slack, lost = STRESS_SLACK if expected > 1 else 1.0, self.probes[expected].lost
-        verdict = numerics.judge(judged, plain, ref, slack, self.coarse, luck=self.luck, lost=lost)
+        verdict = tolerance.judge(judged, plain, ref, slack, self.coarse, luck=self.luck, lost=lost)
         if verdict and (reason := self._misuse(s, outs, plain, expected)):
             verdict = _wrong(reason)
         return outs, verdict
@@ -251,7 +253,7 @@ class Checker:
                 return f"output {index} has strides {out.stride()}, eager's {usual.stride()}, on which compiled graphs rely"
         return None
 
-    def _other_values(self, launch: Launcher) -> numerics.Verdict:
+    def _other_values(self, launch: Launcher) -> tolerance.Verdict:
         """The first probe's tensors with the second one's values: a result remembered by address shows."""
         inputs = self.probes[0].tensors(self.op)
         try:
@@ -271,8 +273,8 @@ def _differ(out: Tensor, strides: tuple[int, ...]) -> bool:
     return any(n > 1 and a != b for n, a, b in zip(out.shape, out.stride(), strides, strict=True))
 
 
-def _wrong(reason: str) -> numerics.Verdict:
-    return numerics.Verdict(f"wrong: {reason}", float("inf"))
+def _wrong(reason: str) -> tolerance.Verdict:
+    return tolerance.Verdict(f"wrong: {reason}", float("inf"))
 
 
 def _memory(t: Tensor) -> int:

@@ -126,8 +126,8 @@ def bench(
 def _precision(quick: bool, device: str | None, path: Path | None) -> int:
     import torch
 
-    from . import policies
     from .bench import precision, session
+    from .core import policy
     from .system import settings
 
     devices = [torch.device("cpu")]
@@ -138,7 +138,7 @@ def _precision(quick: bool, device: str | None, path: Path | None) -> int:
     if devices[0].type not in precision.SIZES:
         raise Problem(f"device is {device!r}; --suite precision measures cpu, cuda or cuda:N")
     to = path or settings.cache_folder() / "precision.json"
-    with progress() as tick, policies.measuring():
+    with progress() as tick, policy.measuring():
         found = precision.run(
             devices, quick, lambda text: tick(0, 1, text), lambda found: precision.write(found, to)
         )

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from . import measure
-from .op import Probe
+from .core.candidate import Probe
 
 # of the least time known: undisturbed readings lie within 6 % (tiles of AMX, 256 x 256)
 DRIFT = 1.25

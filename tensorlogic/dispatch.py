@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import binding, call_cache, front, library, policies, selector
-from .op import EAGER, Flags, Op
-from .plan_records import Key
+from . import binding, call_cache, front, library, selector
+from .core import policy as core_policy
+from .core.candidate import EAGER
+from .core.key import Key
+from .core.op import Flags, Op
 from .system import function_modes
 
 from . import recording as _autograd_overhead  # noqa: F401  isort: skip  of studies
@@ -50,7 +52,7 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
     if not torch.compiler.is_dynamo_compiling() and not _settled(op, where, given, args):
         return front.FRONTS[prepare](*args)
     device = call_cache.device_of(args)
-    if not torch.compiler.is_dynamo_compiling() and policies.current().precision is not None:
+    if not torch.compiler.is_dynamo_compiling() and core_policy.current().precision is not None:
         if op.composed is not None:
             return op.composed(*args)
         if op.precise is not None:
@@ -81,7 +83,7 @@ def _stands_in(given: Any) -> bool:
 
 def _shown(op: Op, public: Callable[..., Any], stand_ins: Sequence[Any], given: Any) -> Any:
     """What stand-ins for tensors make of a call, as they would of one of PyTorch's: torch.fx notes it in its graph."""
-    if policies.current().precision is not None or _placer(given) is not None:
+    if core_policy.current().precision is not None or _placer(given) is not None:
         raise TypeError(
             f"{op.name}: called with {type(stand_ins[0]).__name__} under a precision or placement policy, which a graph of calls "
             f"does not hold: trace outside of it, and run what was traced inside"
@@ -119,7 +121,7 @@ def _settled(op: Op, where: Any, given: Sequence[Any], args: Sequence[Any]) -> b
 
 def _placer(given: Sequence[Any]) -> Callable[..., Any] | None:
     """What serves the call if the policy or an argument asks for a device to be chosen."""
-    asked = policies.current().placement is not None
+    asked = core_policy.current().placement is not None
     for kind, serve in PLACERS.items():
         if asked or any(isinstance(g, kind) for g in given):
             return serve
@@ -172,7 +174,7 @@ def call(
     if op.gradient is not None:
         args = (*args, recording)
     dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
-    policy = policies.current()
+    policy = core_policy.current()
     key = selector.key_of(op, args, policy, recording)
     choose = selector.choose_recorded if recording else selector.choose
     choice = choose(op, key, args, policy)
@@ -224,7 +226,7 @@ def _warm_lowered(
     def check(*tensors: Tensor) -> bool:  # the guard sees that autocast is on, not to which dtype
         return asked(kind) == dtype and guard(*tensors)
 
-    call_cache.keep(policies.current(), where, check, run)
+    call_cache.keep(core_policy.current(), where, check, run)
 
 
 def composition(op: Op, args: Sequence[Any]) -> Any:

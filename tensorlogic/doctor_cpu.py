@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from . import enabling, measure
+from .core.policy import measuring
 from .explaining import explain
 from .native import cpu_library
 from .native import hook_ops as native_hook_ops
-from .policies import measuring
 
 CPU = torch.device("cpu")
 WORTH = 1.5  # times faster from which PyTorch's way is called bad

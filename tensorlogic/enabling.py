@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, policies, repairs
+from . import repairs
+from .core import argument_checks, policy
 from .native import hook_extension
 from .native import hook_ops as native_hook_ops
 from .repairs import Repair
@@ -130,8 +131,8 @@ def _guarded(first: int, original: Kernel, repaired: Kernel) -> Kernel:
 
 _LOCK = threading.RLock()
 _LIBRARIES: list[torch.library.Library] = []
-policies.ON_CHANGE += (hook_extension.apart,)  # under a policy the guards ask in every call
-policies.ON_FORGET += (hook_extension.forget,)
+policy.ON_CHANGE += (hook_extension.apart,)  # under a policy the guards ask in every call
+policy.ON_FORGET += (hook_extension.forget,)
 
 
 def enable(*, pool: bool = False) -> None:
@@ -155,7 +156,7 @@ def enable(*, pool: bool = False) -> None:
         >>> y[0, 0].item()
         64.0
     """
-    if arguments.flag("enable", "pool", pool) and (reason := native_hook_ops.available()):
+    if argument_checks.flag("enable", "pool", pool) and (reason := native_hook_ops.available()):
         raise RuntimeError(
             f"enable: pool=True needs the hooks, and {reason}. Without them, preload tcmalloc: "
             f"LD_PRELOAD=libtcmalloc.so.4 python ..."

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from . import failing, measure
-from .op import EAGER, OPS, Candidate, Config, Launcher, Probe
-from .plan_records import Evidence, Key
+from . import measure
+from .core import candidate_errors
+from .core.candidate import EAGER, Candidate, Config, Launcher, Probe
+from .core.key import Evidence, Key
+from .core.op import OPS
 
 FINALISTS = 4
 NEAR_BEST = 1.25  # of one more accurate, what a first look may overstate
@@ -32,7 +34,7 @@ class Entrant:
         return self.rough_us + self.then_us
 
 
-class Failed(failing.Failed):
+class Failed(candidate_errors.Failed):
     """A candidate that passed its check failed while it was timed."""
 
     def __init__(self, entrant: Entrant, problem: Exception | str) -> None:

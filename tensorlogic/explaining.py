@@ -10,9 +10,11 @@ from typing import Any, ParamSpec, overload
 import torch
 from torch import Tensor
 
-from . import arguments, dispatch, policies, registry, selector, stores
-from .op import EAGER, OPS, Op
-from .plan_records import Evidence, Key
+from . import dispatch, registry, selector, stores
+from .core import argument_checks, policy
+from .core.candidate import EAGER
+from .core.key import Evidence, Key
+from .core.op import OPS, Op
 
 P = ParamSpec("P")
 Row = tuple[str, str, str, str, str, str]
@@ -26,7 +28,7 @@ def _op(op: Any) -> Op:
         name = "linear"
     if name not in OPS or not ours:
         known = ", ".join(n for n, o in sorted(OPS.items()) if not o.internal)
-        given = f"{op!r}" if isinstance(op, str) else arguments.describe(op)
+        given = f"{op!r}" if isinstance(op, str) else argument_checks.describe(op)
         raise ValueError(
             f"candidates: op is {given}; one of our ops or its name is required: {known}"
         )
@@ -40,8 +42,8 @@ def _met(
     met: list[tuple[Op, Key, torch.device]] = []
     from dataclasses import replace
 
-    with policies.use(
-        replace(policies.current(), tune="off", observer=lambda *seen: met.append(seen), entries={})
+    with policy.use(
+        replace(policy.current(), tune="off", observer=lambda *seen: met.append(seen), entries={})
     ):
         fn(*args, **kwargs)
     return met
@@ -178,7 +180,7 @@ def explain(fn: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Expla
 
 def explain_key(op: Op, key: Key, device: torch.device) -> Explanation:
     """The same for one key."""
-    decision = selector.decide(op, key, device, policies.current())
+    decision = selector.decide(op, key, device, policy.current())
     plan = stores.current(device).get(key)
     evidence = {e.candidate: e for e in plan.evidence} if plan else {}
     rows = [_row(op, id, key, evidence.get(id), decision, plan is not None) for id in op.candidates]

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from . import policies
+from .core import policy as policies
+from .core.op import Op, Param
+from .core.precision_policy import one_call
 from .native import call_extension
-from .op import Op, Param
-from .precision import one_call
 
 P = ParamSpec("P")
 _IDS = itertools.count()

@@ -6,8 +6,8 @@ import contextlib
 
 import torch
 
+from .core.op import Op
 from .native import hook_ops
-from .op import Op
 from .system import function_modes
 
 

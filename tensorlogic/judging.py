@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from .accuracy import Part
-from .numerics import DTYPES
-from .op import Op, Outputs
-from .plan_records import Key
+from .core.candidate import Outputs
+from .core.dtypes import DTYPES
+from .core.key import Key
+from .core.op import Op
 
 WATCHED_ROWS = 1 << 16  # rows and columns together that it judges
 

@@ -14,8 +14,10 @@ from torch._compile import _disable_dynamo
 from torch._library import simple_registry
 from torch._library.autograd import Info, make_autograd_impl
 
-from . import binding, kept, recorded_calls
-from .op import EAGER, Op, Outputs
+from . import binding, recorded_calls
+from .core import saved_tensors
+from .core.candidate import EAGER, Outputs
+from .core.op import Op
 from .system import capture_state
 
 # `torch.library.custom_op` does the same in five times the time: 23 of 64 ms of the import (Intel Xeon, 2026-11-21).
@@ -176,7 +178,7 @@ def _setup(op: Op, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.flags = flags
     ctx.scalars = tuple(a for p, a in zip(op.dynamic, dynamic, strict=True) if not p.is_tensor)
     needs = tuple(n for p, n in zip(op.params, ctx.needs_input_grad, strict=False) if p.is_tensor)
-    saved, ctx.looks = kept.split(op.gradient.save(flags, needs, dynamic, outs))
+    saved, ctx.looks = saved_tensors.split(op.gradient.save(flags, needs, dynamic, outs))
     ctx.save_for_backward(*saved)
 
 
@@ -188,6 +190,6 @@ def _backward(op: Op, ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Any, .
         )
 
     needs = [n for p, n in zip(op.params, ctx.needs_input_grad, strict=True) if p.is_dynamic]
-    saved = kept.joined(ctx.saved_tensors, ctx.looks)
+    saved = saved_tensors.joined(ctx.saved_tensors, ctx.looks)
     grads = iter(recorded_calls.gradients(op, ctx.flags, needs, saved, ctx.scalars, dy))
     return tuple(next(grads) if p.is_dynamic else None for p in op.params)

@@ -10,9 +10,10 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from . import failing
-from .op import EAGER, Candidate, Config, Op
-from .plan_records import Key, Plan
+from .core import candidate_errors
+from .core.candidate import EAGER, Candidate, Config
+from .core.key import Key, Plan
+from .core.op import Op
 from .plans import REACH
 
 LOG = logging.getLogger("tensorlogic")
@@ -135,7 +136,7 @@ def _listed(candidate: Candidate, key: Key) -> list[Config]:
     global failures
     try:
         return list(candidate.configs(key))
-    except failing.BIND_ERRORS as problem:
+    except candidate_errors.BIND_ERRORS as problem:
         LOG.debug("tensorlogic: %s lists nothing for %s: %s", candidate.id, key.text, problem)
         failures += 1
         return []

@@ -17,9 +17,10 @@ import torch
 
 from . import isolation, measure, stores
 from .checking import InputSet
-from .failing import BIND_ERRORS, Failed
-from .op import EAGER, Launcher, Op
-from .plan_records import Evidence, Key, Plan
+from .core.candidate import EAGER, Launcher
+from .core.candidate_errors import BIND_ERRORS, Failed
+from .core.key import Evidence, Key, Plan
+from .core.op import Op
 from .system import compile_pool
 
 LOG = logging.getLogger("tensorlogic")

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import call_cache, derived, dispatch, policies, speeds, stores
+from . import call_cache, dispatch, speeds, stores
+from .core import policy as core_policy
+from .core import weight_cache
+from .core.op import Op
 from .memory import staging
 from .memory.unified import Unified
-from .op import Op
 from .system import capture_state
 from .trials import Trial
 
@@ -27,8 +29,8 @@ _SAID: set[str] = set()
 _TRIALS: dict[tuple[Any, ...], Trial] = {}
 
 
-@policies.outside_of_graphs
-def placement(device: str | torch.device | None = "auto") -> policies.Block:
+@core_policy.outside_of_graphs
+def placement(device: str | torch.device | None = "auto") -> core_policy.Block:
     """Run our functions on the GPU or the CPU, whichever takes less time for tensors on the CPU, transfers included.
 
     "auto" expects times from this machine's transfers and plans, and then goes by what either side has taken for the same
@@ -62,7 +64,7 @@ def placement(device: str | torch.device | None = "auto") -> policies.Block:
             raise ValueError(
                 f"placement: device is {device!r}, which is not there; use 'auto', or 'cpu'"
             )
-    return policies.Block({"placement": chosen})
+    return core_policy.Block({"placement": chosen})
 
 
 def call(op: Op, public: Callable[..., Any], given: Sequence[Any], where: Any = None) -> Any:
@@ -70,14 +72,14 @@ def call(op: Op, public: Callable[..., Any], given: Sequence[Any], where: Any = 
 
     A call that stays on the CPU for good is made warm under `where`: the next one comes here no more.
     """
-    policy = policies.current()
+    policy = core_policy.current()
     inside = replace(policy, placement=None, entries={})
     if policy.observer is None:  # else it is made for this call alone
-        inside = policies.interned(inside)
+        inside = core_policy.interned(inside)
     together = any(isinstance(g, Unified) for g in given)
 
     def run(place: torch.device) -> Any:
-        with policies.use(inside):
+        with core_policy.use(inside):
             return public(*[_moved(g, place) for g in given])
 
     plain = [g for g in given if isinstance(g, Tensor)]
@@ -107,8 +109,8 @@ def call(op: Op, public: Callable[..., Any], given: Sequence[Any], where: Any = 
 
 
 def _stay(
-    policy: policies.Policy,
-    inside: policies.Policy,
+    policy: core_policy.Policy,
+    inside: core_policy.Policy,
     where: Any,
     tensors: Sequence[Tensor],
     trial: Trial,
@@ -123,7 +125,7 @@ def _stay(
 
 
 def _counted(
-    run: Callable[..., Any], policy: policies.Policy, where: Any, trial: Trial
+    run: Callable[..., Any], policy: core_policy.Policy, where: Any, trial: Trial
 ) -> Callable[..., Any]:
     def serve(*dynamic: Any) -> Any:
         trial.left -= 1
@@ -149,7 +151,7 @@ def _moved(g: Any, place: torch.device) -> Any:
     if g.requires_grad and torch.is_grad_enabled():
         return g.to(place)
     if _kept(g):
-        return derived.CACHE.get(
+        return weight_cache.CACHE.get(
             g, f"on {place}", lambda t: staging.to(t, place), lambda t: t.numel() * t.element_size()
         )
     return staging.to(g, place)
@@ -157,7 +159,7 @@ def _moved(g: Any, place: torch.device) -> Any:
 
 def _kept(g: Tensor) -> bool:
     """Whether copies of it on a device are kept: not where a NumPy array shares its memory, and may be written to."""
-    return derived.is_constant(g) and not staging.shared(g)
+    return weight_cache.is_constant(g) and not staging.shared(g)
 
 
 def _choose(op: Op, asked: str, given: Sequence[Any]) -> tuple[torch.device, Trial]:
@@ -168,7 +170,7 @@ def _choose(op: Op, asked: str, given: Sequence[Any]) -> tuple[torch.device, Tri
     if capture_state.any_thread():
         return torch.device("cpu"), Trial()  # and nothing is learned of it
     key = _key(op, given)
-    policy = policies.current()
+    policy = core_policy.current()
     trial = _TRIALS.get(key)
     if trial is None:
         if len(_TRIALS) >= MOST:  # shapes without end: start again rather than grow
@@ -259,7 +261,7 @@ def _bytes_to_move(g: Any, device: torch.device) -> int:
         return 0 if g.has(device) else g.shape.numel() * g.dtype.itemsize
     if not isinstance(g, Tensor):
         return 0
-    kept = _kept(g) and derived.CACHE.holds(g, f"on {device}")
+    kept = _kept(g) and weight_cache.CACHE.holds(g, f"on {device}")
     return 0 if kept else g.numel() * g.element_size()
 
 
@@ -272,7 +274,7 @@ def _out_bytes(op: Op, given: Sequence[Any]) -> int:
 
 def _key(op: Op, given: Sequence[Any]) -> tuple[Any, ...]:
     """What the time depends on: operands, what is there already, and how products are to be computed."""
-    policy = policies.current()
+    policy = core_policy.current()
     parts: list[Any] = [op.name, policy.precision, policy.reproducible, torch.get_num_threads()]
     for g in given:
         if isinstance(g, Unified):

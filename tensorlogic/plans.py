@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from . import plan_files
+from .core.key import DISTURBED, LAYOUT, UNFINISHED, Evidence, Key, Plan, TensorSpec, merged
 from .environments import Environment, environment
 from .plan_files import PlanStoreWarning, Records, Unread
-from .plan_records import DISTURBED, LAYOUT, UNFINISHED, Evidence, Key, Plan, TensorSpec, merged
 from .system import process
 
 __all__ = [

@@ -8,9 +8,10 @@ import torch
 
 from . import stores
 from .accuracy import UNITS
+from .core.candidate import EAGER, Candidate, Config
+from .core.key import Key, Plan
+from .core.op import Op
 from .judging import watchable
-from .op import EAGER, Candidate, Config, Op
-from .plan_records import Key, Plan
 
 # what looking at a call's data takes: learned as it is done
 GUARD_US = {"cpu": 100.0, "cuda": 120.0}

@@ -9,11 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from . import kept, policies, selector
+from . import selector
 from .call_cache import Run
+from .core import policy as policies
+from .core import saved_tensors
+from .core.candidate import EAGER, Launcher, Outputs
+from .core.key import Key
+from .core.op import Op
 from .native import call_extension
-from .op import EAGER, Launcher, Op, Outputs
-from .plan_records import Key
 
 
 class Recordable(Protocol):
@@ -42,7 +45,7 @@ class Recording:
         self.bound, self.launch, self.apply = bound, launch, apply
         # what is kept of arguments and outputs, None until a call has shown it; and of what the look only, if of any
         self.places: tuple[int, ...] | None = None
-        self.looks: list[kept.Look | None] | None = None
+        self.looks: list[saved_tensors.Look | None] | None = None
 
     def __call__(self, *dynamic: Any) -> Any:
         return self.apply(self, *dynamic)
@@ -74,7 +77,9 @@ class Recording:
         ctx.record = self
         ctx.scalars = tuple([dynamic[i] for i in bound.scalars])
         needs = _of_tensors(bound.op, ctx.needs_input_grad[1:])
-        saved, looks = kept.split(bound.op.gradient.save(bound.flags, needs, dynamic, outs))
+        saved, looks = saved_tensors.split(
+            bound.op.gradient.save(bound.flags, needs, dynamic, outs)
+        )
         ctx.save_for_backward(*saved)
         self.looks = looks if any(looks) else None  # the same in every call of a key
         if own and self.places is None:
@@ -92,7 +97,7 @@ class Recording:
             )
         needs, saved = ctx.needs_input_grad[1:], ctx.saved_tensors
         if self.looks is not None:
-            saved = kept.joined(saved, self.looks)
+            saved = saved_tensors.joined(saved, self.looks)
         once = bound.op.gradient.once
         if once is not None and len(saved) > once:
             if getattr(ctx, "spent", False):
@@ -162,7 +167,7 @@ def gradients(
     op: Op,
     flags: SimpleNamespace,
     needs: Sequence[bool],
-    saved: tuple[kept.Kept, ...],
+    saved: tuple[saved_tensors.Kept, ...],
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> list[Any]:

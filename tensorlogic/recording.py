@@ -9,8 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import binding, isolation, policies, study
-from .op import OPS
+from . import binding, isolation, study
+from .core import policy
+from .core.op import OPS
 from .system import capture_state
 
 CPU = torch.device("cpu")
@@ -36,8 +37,8 @@ def _measured() -> float:
         torch.autograd.grad(fn(x), x, dy)
         return time.perf_counter() - begin
 
-    alone = policies.Policy("off", {relu.name: OURS, "pointwise_backward": OURS})
-    with isolation.preserved(CPU, relu), policies.use(alone), torch.enable_grad():
+    alone = policy.Policy("off", {relu.name: OURS, "pointwise_backward": OURS})
+    with isolation.preserved(CPU, relu), policy.use(alone), torch.enable_grad():
         x.requires_grad_()
         run = binding.bind(relu, (x, True), alone, recording=True).run
         both = [(took(run), took(torch.relu)) for _ in range(ROUNDS)]

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
+from .core.op import OPS, Op
 from .native import call_extension
-from .op import OPS, Op
 from .system import capture_state, process
 from .system.compile_workers import PRELOADED
 from .system.hardware import interpreting, triton_missing

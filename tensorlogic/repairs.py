@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import derived, policies
 from .binding import bind
 from .call_cache import MOST_ENTRIES
+from .core import policy, weight_cache
+from .core.candidate import EAGER
+from .core.op import Op
 from .native import hook_extension
-from .op import EAGER, Op
 from .ops.linear import LINEAR
 from .ops.matmul import MATMUL
 
@@ -34,7 +35,7 @@ _SETTLED = frozenset(("plan", "lockfile", "fixed plan", "forced"))
 
 def _route(find: Callable[..., Route], *tensors: Tensor) -> Route:
     """What serves tensors of these shapes: found once by `find` under each policy, as long as its plans stand."""
-    entries = policies.current().entries
+    entries = policy.current().entries
     where = (find, *[(t.shape, t.stride(), t.dtype) for t in tensors], _constant(tensors[-1]))
     known = entries.get(where)
     if known is not None:
@@ -48,7 +49,7 @@ def _route(find: Callable[..., Route], *tensors: Tensor) -> Route:
 
 def _constant(b: Tensor) -> bool:
     base = b._base
-    return derived.is_constant(b if base is None else base)
+    return weight_cache.is_constant(b if base is None else base)
 
 
 def _pytorch(*_: Any) -> None:
@@ -62,7 +63,7 @@ def _unfit(*_: Any) -> None:
 
 def _launcher(op: Op, *args: Any) -> tuple[Callable[..., Any] | None, bool]:
     """The chosen launcher, None where PyTorch's own kernel is settled to serve; and whether the choice is PyTorch's."""
-    bound = bind(op, (*args, False), policies.current(), False)
+    bound = bind(op, (*args, False), policy.current(), False)
     eager = bound.choice.candidate.id == EAGER
     return None if eager and bound.choice.source in _SETTLED else bound.launch, eager
 

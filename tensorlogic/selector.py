@@ -11,14 +11,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import background, checking, failing, isolation, neighbours, registry, stores, vouching
+from . import background, checking, isolation, neighbours, registry, stores, vouching
 from .autotune import measure_key
+from .core import candidate_errors
+from .core.candidate import EAGER, Candidate, Config, Launcher, Outputs
+from .core.dtypes import DTYPES
+from .core.key import Key, Plan
+from .core.op import DATA_CHOOSERS, OPS, Op
+from .core.policy import Policy
 from .environments import environment
-from .numerics import DTYPES
-from .op import DATA_CHOOSERS, EAGER, OPS, Candidate, Config, Launcher, Op, Outputs
-from .plan_records import Key, Plan
 from .plans import PlanView
-from .policies import Policy
 from .system import capture_state, compile_pool
 
 LOG = logging.getLogger("tensorlogic")
@@ -129,7 +131,7 @@ def _at_hand(candidate: Candidate, key: Key, config: Config, device: torch.devic
         return True
     try:
         return compile_pool.there(candidate.jobs(key, config, device))
-    except failing.BIND_ERRORS:  # it will fail by name where it is bound
+    except candidate_errors.BIND_ERRORS:  # it will fail by name where it is bound
         return True
 
 
@@ -349,7 +351,7 @@ def _forced(op: Op, key: Key, id: str) -> Decision:
     if reason is None:
         try:
             config = next(iter(candidate.configs(key)))
-        except failing.BIND_ERRORS as problem:
+        except candidate_errors.BIND_ERRORS as problem:
             reason = f"it lists no configuration: {type(problem).__name__}: {problem}"
     if reason is not None:
         say_once(
@@ -403,7 +405,7 @@ def _bind(
         except vouching.Later:
             launch = op.candidates[EAGER].bind(key, {}, device)
             return Choice(op.candidates[EAGER], {}, launch, source, cacheable=False)
-        except failing.BIND_ERRORS as problem:
+        except candidate_errors.BIND_ERRORS as problem:
             if isinstance(problem, Refused) and source == "forced":
                 raise
             failure = f"{type(problem).__name__}: {problem}"

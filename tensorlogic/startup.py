@@ -6,7 +6,7 @@ import importlib.metadata
 import warnings
 
 from . import library
-from .op import OPS
+from .core.op import OPS
 
 _REGISTERED: set[str] = set()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import policies
+from .core import policy
 from .environments import environment
 from .plans import Lockfile, PlanStore, load_lockfile
 from .system import process, settings
@@ -51,7 +51,7 @@ def forget() -> None:
         _LOCKFILES.clear()
     for started in ON_FORGET:
         started()
-    policies.forget_entries()
+    policy.forget_entries()
 
 
 def distributed() -> bool:

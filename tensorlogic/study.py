@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
-from . import clocks, failing, measure, turns
+from . import clocks, measure, turns
 from .checking import Checker as Checker
+from .core import candidate_errors
+from .core.candidate import EAGER, Candidate, Outputs
+from .core.candidate_errors import BIND_ERRORS
+from .core.key import DISTURBED, UNFINISHED, Evidence, Key, Plan
+from .core.op import Op
 from .entrants import Entrant, Failed, clocks_of, measured, nearest, pick, refused
 from .environments import Environment
-from .failing import BIND_ERRORS as BIND_ERRORS
-from .op import EAGER, Candidate, Op, Outputs
-from .plan_records import DISTURBED, UNFINISHED, Evidence, Key, Plan
 from .system import compile_pool
 from .turns import Turn
 
@@ -233,7 +235,7 @@ class Study:
         try:
             own = turns.listed(candidate, self.key, self.device)
         except BIND_ERRORS as problem:
-            self._refuse(candidate, failing.reason(problem))
+            self._refuse(candidate, candidate_errors.reason(problem))
             return []
         if not own:
             self._refuse(candidate, "unsupported: it has no configuration for this key")
@@ -272,7 +274,7 @@ class Study:
                     entrant, incumbent_us, together
                 )
         except BIND_ERRORS as problem:
-            self._refuse(candidate, failing.reason(problem))
+            self._refuse(candidate, candidate_errors.reason(problem))
             return None
         return None if self._cut(entrant, max(incumbent_us, TOO_SHORT_US)) else entrant
 

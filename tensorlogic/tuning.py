@@ -10,11 +10,12 @@ from typing import Any, ParamSpec
 
 import torch
 
-from . import measure, pairing, policies, stores, study, turns
+from . import measure, pairing, stores, study, turns
 from .autotune import measure_key
-from .op import Op
+from .core import policy
+from .core.key import Key, Plan
+from .core.op import Op
 from .pairing import Met
-from .plan_records import Key, Plan
 from .system import capture_state, compile_pool
 
 P = ParamSpec("P")
@@ -87,7 +88,7 @@ def _learn(
         )
     if capture_state.any_thread():
         raise RuntimeError("tune: a CUDA graph is being captured; call tune before the capture")
-    if policies.current().reproducible:
+    if policy.current().reproducible:
         raise RuntimeError(
             "tune: the policy is deterministic or has a lockfile, under which nothing is measured; call tune outside it"
         )
@@ -104,8 +105,8 @@ def _learn(
     def observe(op: Op, key: Key, device: torch.device) -> None:
         met.setdefault((str(device), key.text), (op, key, device))
 
-    watching = replace(policies.current(), tune="off", observer=observe, entries={})
-    with policies.use(watching):
+    watching = replace(policy.current(), tune="off", observer=observe, entries={})
+    with policy.use(watching):
         out = fn(*inputs, **keywords)
         _backward(out)
     learned = Learned()
@@ -129,7 +130,7 @@ def _learn(
         measure.give_back(device)
     for drop in stores.ON_TUNE:  # who asks for plans wants them used
         drop()
-    policies.forget_entries()
+    policy.forget_entries()
     learned.seconds = time.perf_counter() - begin
     return learned
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from .failing import BIND_ERRORS
-from .op import EAGER, Candidate, Config, Op
-from .plan_records import Key, Plan
+from .core.candidate import EAGER, Candidate, Config
+from .core.candidate_errors import BIND_ERRORS
+from .core.key import Key, Plan
+from .core.op import Op
 from .system import compile_pool
 
 LOG = logging.getLogger("tensorlogic")

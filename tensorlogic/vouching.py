@@ -9,11 +9,13 @@ from math import prod
 
 import torch
 
-from . import checking, failing, isolation
+from . import checking, isolation
+from .core import candidate_errors
+from .core.candidate import Candidate, Config
+from .core.key import Key, TensorSpec
+from .core.op import Op
 from .native import cpu_library
 from .notes import Notes
-from .op import Candidate, Config, Op
-from .plan_records import Key, TensorSpec
 from .system import capture_state
 
 # Sizes up to the first number are represented by the second: few rows, one block, several; all with ragged ends.
@@ -76,7 +78,7 @@ def _check(
                 if verdict and any(t is not None and t.constant for t in kind.tensors):
                     # by what was derived from the constants
                     verdict = checker.check(launch, coarse=coarse)
-        except failing.BIND_ERRORS as problem:
+        except candidate_errors.BIND_ERRORS as problem:
             reason = f"failed: {type(problem).__name__}: {problem}"
             continue
         if verdict:

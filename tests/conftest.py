@@ -19,8 +19,8 @@ if (
 
 import tensorlogic
 from tensorlogic import clocks, measure, ranking, repairs, stores
+from tensorlogic.core.candidate import Candidate
 from tensorlogic.native import cpu_library
-from tensorlogic.op import Candidate
 from tensorlogic.program import choosing
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import tensorlogic
-from tensorlogic import dispatch, numerics, policies, registry, repairs
+from tensorlogic import dispatch, registry, repairs
+from tensorlogic.core import tolerance
+from tensorlogic.core.op import OPS, Op
 from tensorlogic.native import hook_extension
 from tensorlogic.native import hook_ops as native_hook_ops
-from tensorlogic.op import OPS, Op
 from tensorlogic.program.rewrite import emitter
 
 registry.ready("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,7 +66,7 @@ def call(op: Op, case: Sequence[Any], force: str | None = None) -> Tensor:
 
 def reference(op: Op, case: Sequence[Any]) -> Tensor:
     """The first output of the float64 reference."""
-    wide = [numerics.wide(a).clone() if isinstance(a, Tensor) else a for a in full(op, case)]
+    wide = [tolerance.wide(a).clone() if isinstance(a, Tensor) else a for a in full(op, case)]
     outs = op.reference(*wide)
     return outs[0]
 
@@ -120,7 +121,7 @@ def guessed_best(monkeypatch: pytest.MonkeyPatch, op: Op, id: str, device: torch
 
 def off(y: Tensor, want: Tensor) -> float:
     """The largest relative 2-norm of the error of a row or a column."""
-    y, want = numerics.wide(y), numerics.wide(want)
+    y, want = tolerance.wide(y), tolerance.wide(want)
     tiny = torch.finfo(torch.float64).tiny
     return max(
         float(((y - want).norm(dim=d) / want.norm(dim=d).clamp_min(tiny)).max()) for d in (-1, -2)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tensorlogic import registry
-from tensorlogic.op import OPS
-from tensorlogic.plan_records import Key
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import OPS
 
 CPU = torch.device("cpu")
 LABELS = torch.zeros(4, dtype=torch.int64)

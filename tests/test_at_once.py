@@ -182,7 +182,7 @@ def test_a_guard_that_is_compiled_anew_is_asked_meanwhile(monkeypatch: pytest.Mo
 def test_policies_side_by_side() -> None:
     """What was replayed last under one policy is not handed to a call under another."""
     x = torch.ones(3, 4, device=DEVICE)
-    fast = captured(lambda v: v * (2 if tensorlogic.policies.current().force else 3))
+    fast = captured(lambda v: v * (2 if tensorlogic.core.policy.current().force else 3))
 
     def call(i: int) -> bool:
         with torch.no_grad(), tensorlogic.policy(force="torch.eager" if i % 2 else None):

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tensorlogic
-from tensorlogic import policies
-from tensorlogic.op import EAGER, OPS, Candidate, Op
-from tensorlogic.plan_records import Key
+from tensorlogic.core import policy
+from tensorlogic.core.candidate import EAGER, Candidate
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import OPS, Op
 
 from .helpers import PUBLIC, TABLE, TWICE, Call, close, leaves, runnable
 
@@ -41,7 +42,7 @@ def others(name: str) -> list[str]:
                 id for id, c in op.candidates.items() if id != EAGER and c.unfit(key) is None
             )
 
-    with policies.use(replace(policies.current(), observer=seen, entries={})):
+    with policy.use(replace(policy.current(), observer=seen, entries={})):
         TABLE[name][0](*given)
     return found
 
@@ -60,7 +61,7 @@ def test_the_gradient_of_a_sum_has_memory_of_its_own_where_it_is_read_more_than_
         met.append(key)
 
     given, force = leaves(name), {op_of(name).name: others(name)[0]} if others(name) else {}
-    with policies.use(replace(policies.current(), force=force, observer=seen, entries={})):
+    with policy.use(replace(policy.current(), force=force, observer=seen, entries={})):
         TABLE[name][0](*given).sum().backward()
     found = [k.tensors[k.names.index("dy")] for k in met if "dy" in k.names]
     shared = [t for t in found if t is not None and 0 in t.stride]
@@ -279,7 +280,7 @@ def test_a_gradients_own_gradient_is_never_silently_zero(monkeypatch: pytest.Mon
 
     toy = Candidate("toy.kernel", detached, trusted=True, guess=lambda key: 0.01)
     monkeypatch.setitem(OPS["pointwise_backward"].candidates, toy.id, toy)
-    policies.forget_entries()
+    policy.forget_entries()
     dy = torch.randn(5, requires_grad=True)
     a, b = torch.randn(5, requires_grad=True), torch.randn(5)
     da, _, _ = backward_call(dy, a, b, None, None, "mul", "100")
@@ -342,7 +343,7 @@ def test_a_forward_of_ours_takes_no_other_road_under_capture(
     op, args = OPS["div"], (torch.randn(40, 30, requires_grad=True), torch.randn(40, 30), True)
     for force in ("cpu.fused", EAGER):
         with tensorlogic.policy(tune="off", force=force), torch.enable_grad():
-            bound = binding.bind(op, args, policies.current(), recording=True)
+            bound = binding.bind(op, args, policy.current(), recording=True)
         assert bound.choice.candidate.id == force
         assert not bound.two_ways
 

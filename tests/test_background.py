@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, checking, isolation, measure, plans, policies, stores, study
-from tensorlogic.op import EAGER, OPS
-from tensorlogic.plan_records import Key
+from tensorlogic import background, checking, isolation, measure, plans, stores, study
+from tensorlogic.core import policy
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import OPS
 from tensorlogic.system import capture_state, compile_pool
 
 from .clockwork import Clock, Work
@@ -150,11 +152,11 @@ def test_a_key_is_measured_once_and_then_left_alone(monkeypatch: pytest.MonkeyPa
             tensorlogic.relu(x)
     assert puts == [plan.key.text]
     assert torch.equal(torch.get_rng_state(), before)
-    (bucket,) = policies.interned(_auto()).entries.values()
+    (bucket,) = policy.interned(_auto()).entries.values()
     assert len(bucket) == 1
 
 
-def _auto() -> policies.Policy:
+def _auto() -> policy.Policy:
     with tensorlogic.policy(tune="auto") as chosen:
         return chosen
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import plan_records, plans, stores
+from tensorlogic import plans, stores
 from tensorlogic.bench import (
     lockfiles,
 )
-from tensorlogic.op import OPS, Candidate
+from tensorlogic.core import key as core_key
+from tensorlogic.core.candidate import Candidate
+from tensorlogic.core.op import OPS
 
 CPU = torch.device("cpu")
 
@@ -43,7 +45,7 @@ def lockfile(path: Path, candidate: str) -> Path:
     store = stores.current(CPU)
     plan = next(iter(store.plans()))
     evidence = [
-        plan_records.Evidence(
+        core_key.Evidence(
             candidate, {}, "measured", 1.0, 1.0, source=OPS["add_relu"].candidates[candidate].source
         )
     ]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tensorlogic.bench import precision, precision_page
-from tensorlogic.op import EAGER
+from tensorlogic.core.candidate import EAGER
 from tensorlogic.system import heap_trim
 
 CPU = torch.device("cpu")

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import background, dispatch, front, policies, stores
+from tensorlogic import background, dispatch, front, stores
 from tensorlogic.binding import bind
+from tensorlogic.core import policy
+from tensorlogic.core.op import OPS
 from tensorlogic.native import call_extension, cpu_library
-from tensorlogic.op import OPS
 
 pytestmark = pytest.mark.skipif(
     cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())
@@ -157,9 +158,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return usual(op, *rest)
 
     monkeypatch.setattr(dispatch, "call", call)
-    policies.forget_entries()
+    policy.forget_entries()
     yield slow
-    policies.forget_entries()
+    policy.forget_entries()
 
 
 def compiled(fn: Callable[..., Any]) -> Any:
@@ -176,7 +177,7 @@ def test_a_warm_call_never_reaches_python(
             torch.testing.assert_close(tensorlogic.add_relu(X, Y), torch.relu(X + Y))
         assert served == ["add_relu"]
         torch.testing.assert_close(compiled(tensorlogic.add_relu)(X, Y), torch.relu(X + Y))
-        policies.forget_entries()
+        policy.forget_entries()
         assert compiled(tensorlogic.add_relu)(X, Y) is None
 
 
@@ -269,7 +270,7 @@ def test_a_call_without_a_launcher_of_ours_is_watched_as_cheaply(
     stores.forget()
     x = torch.randn(3, 4).double()
     with tensorlogic.policy(tune="auto"):
-        run = bind(OPS["relu"], (x, False), policies.current(), False).shortest[0]
+        run = bind(OPS["relu"], (x, False), policy.current(), False).shortest[0]
         assert type(run) is call_extension.module().Counted
         for _ in range(30):
             assert torch.equal(run(x), torch.relu(x))
@@ -284,7 +285,7 @@ def test_threads_may_forget_while_others_call() -> None:
 
     def forgetting() -> None:
         while not stop.is_set():
-            policies.forget_entries()
+            policy.forget_entries()
 
     other = threading.Thread(target=forgetting)
     other.start()
@@ -350,7 +351,7 @@ def test_what_pytorch_serves_is_called_without_our_frames(name: str) -> None:
     op, args = OPS[name], (*DIRECT[name], False)
     dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
     with tensorlogic.policy(force="torch.eager", tune="off"):
-        bound = bind(op, args, policies.current(), False)
+        bound = bind(op, args, policy.current(), False)
         run = bound.shortest[0]
         assert run is bound.choice.direct
         assert torch.equal(run(*dynamic), bound.run(*dynamic))
@@ -359,9 +360,9 @@ def test_what_pytorch_serves_is_called_without_our_frames(name: str) -> None:
 def test_neither_watched_calls_nor_fused_ones_go_past_their_launcher() -> None:
     x = torch.randn(3, 4).double()
     with tensorlogic.policy(tune="auto"):
-        bound = bind(OPS["relu"], (x, False), policies.current(), False)
+        bound = bind(OPS["relu"], (x, False), policy.current(), False)
     assert bound.choice.candidate.id == "torch.eager"
     assert bound.shortest[0] is not torch.relu
     with tensorlogic.policy(force="torch.eager", tune="off"):
         args = (x, x[:, :4], None, None, "silu", False)
-        assert bind(OPS["linear"], args, policies.current(), False).choice.direct is None
+        assert bind(OPS["linear"], args, policy.current(), False).choice.direct is None

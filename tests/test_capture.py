@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic.derived import CACHE
+from tensorlogic.core.weight_cache import CACHE
 from tensorlogic.program import capturing
 
 from .support.graphs import CUDA, DEVICE, PythonTape, captured, gradients, net

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import policies
+from tensorlogic.core import policy
 from tensorlogic.program import capturing, drawing, trace
 from tensorlogic.program.buffers import once, static_like
 from tensorlogic.program.drawing import drawn_once
@@ -219,13 +219,13 @@ class Still(PythonTape):
 @torch.no_grad()
 def test_a_policy_has_a_graph_of_its_own() -> None:
     def fn(v: Tensor) -> Tensor:
-        return v * (2 if policies.current().precision is None else 3)
+        return v * (2 if policy.current().precision is None else 3)
 
     x, fast = torch.randn(3), tensorlogic.capture(fn)
     fast.tape = Still
     for _ in range(8):
         assert torch.equal(fast(x), x * 2)
-        with tensorlogic.precision("adaptive", rtol=1e-3):
+        with tensorlogic.core.precision_policy("adaptive", rtol=1e-3):
             assert torch.equal(fast(x), x * 3)
         with tensorlogic.policy(tune="off"):
             assert torch.equal(fast(x), x * 2)

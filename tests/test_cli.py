@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 import tensorlogic
-from tensorlogic import cli, doctor, doctor_cpu, enabling, exits, op, repairs
+from tensorlogic import cli, doctor, doctor_cpu, enabling, exits, repairs
 from tensorlogic.bench import results, rows
 from tensorlogic.bench.results import Ceilings
+from tensorlogic.core import op as core_op
 
 PACKAGE = Path(tensorlogic.__file__).parent
 ALONE = """
@@ -380,7 +381,7 @@ def test_export_leaves_out_what_has_changed(
     lock = str(tmp_path / "lock.json")
     assert cli.main(["plans", "export", lock, "--op", "mul", "--device", "cpu"]) == 0
     assert "left out" not in capsys.readouterr().out
-    for candidate in op.OPS["mul"].candidates.values():
+    for candidate in core_op.OPS["mul"].candidates.values():
         monkeypatch.setitem(candidate.__dict__, "source", "other")
     assert cli.main(["plans", "export", lock, "--op", "mul", "--device", "cpu"]) == 2
     assert "left out: what they chose has changed" in capsys.readouterr().out

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorlogic import cli, doctor, doctor_cpu, exits, plan_files, policies
+from tensorlogic import cli, doctor, doctor_cpu, exits, plan_files
 from tensorlogic.bench import precision, session
+from tensorlogic.core import policy
 from tensorlogic.system import atomic_file
 
 ONE = ["--size", "64", "--dtype", "f32", "--device", "cpu"]
@@ -31,7 +32,7 @@ def lockfile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 def test_commands_that_measure_do_so_beside_a_lockfile_of_the_environment(
     lockfile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with policies.use(replace(policies.ROOT, lockfile=lockfile, entries={})):
+    with policy.use(replace(policy.ROOT, lockfile=lockfile, entries={})):
         assert cli.main(["tune", "--op", "mul_relu", *ONE]) == 0
         assert "1 keys measured" in capsys.readouterr().out
         assert cli.main(["explain", "add_relu", *ONE]) == 0
@@ -46,7 +47,7 @@ def test_bench_measures_beside_a_lockfile_of_the_environment(
     lockfile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens = ["bench", "--quick", "--op", "mul_relu", *ONE, "--json", str(tmp_path / "a.json")]
-    with policies.use(replace(policies.ROOT, lockfile=lockfile, entries={})):
+    with policy.use(replace(policy.ROOT, lockfile=lockfile, entries={})):
         assert cli.main(tokens) == 0
     assert "not timed" not in capsys.readouterr().out
 
@@ -57,7 +58,7 @@ def test_an_unusable_lockfile_is_said_not_raised(
     path = tmp_path / "lock.json"
     monkeypatch.setenv("TENSORLOGIC_LOCKFILE", str(path))
     monkeypatch.setattr(doctor_cpu, "compared", lambda: iter(()))
-    with policies.use(policies._root()):
+    with policy.use(policy._root()):
         assert cli.main(["explain", "add_relu", *ONE, "--no-measure"]) == 2
         assert "does not exist" in capsys.readouterr().err
         found = {f.about: f for f in doctor.examine()}["TENSORLOGIC_LOCKFILE"]
@@ -69,8 +70,8 @@ def test_an_unusable_lockfile_is_said_not_raised(
 
 def test_doctor_compares_beside_a_lockfile(lockfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(doctor_cpu, "_pair", lambda *_: seen.append(policies.current().lockfile))
-    with policies.use(replace(policies.ROOT, lockfile=lockfile, entries={})):
+    monkeypatch.setattr(doctor_cpu, "_pair", lambda *_: seen.append(policy.current().lockfile))
+    with policy.use(replace(policy.ROOT, lockfile=lockfile, entries={})):
         next(doctor_cpu.compared())
     assert seen == [None]
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from tensorlogic import checking, clocks, measure, study
 from tensorlogic.autotune import measure_key
+from tensorlogic.core.candidate import EAGER, Candidate, Outputs
+from tensorlogic.core.key import DISTURBED, Key, Plan
+from tensorlogic.core.op import Op
 from tensorlogic.environments import environment
 from tensorlogic.notes import Notes
-from tensorlogic.op import EAGER, Candidate, Op, Outputs
 from tensorlogic.ops.common import native_wiring
-from tensorlogic.plan_records import DISTURBED, Key, Plan
 
 from .clockwork import Clock
 

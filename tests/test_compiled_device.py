@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, binding, dispatch, front, policies, recorded_calls
+from tensorlogic import background, binding, dispatch, front, recorded_calls
+from tensorlogic.core import policy
 from tensorlogic.native import call_extension, cuda_driver
 from tensorlogic.ops.common import compiled_launch
 
@@ -26,7 +27,7 @@ N = 128
 def off() -> Iterator[None]:
     with tensorlogic.policy(tune="off"):
         yield
-    policies.forget_entries()
+    policy.forget_entries()
 
 
 def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -88,7 +89,7 @@ def test_a_warm_call_is_served_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bound_launchers_are_plans() -> None:
     x, w, b, res = tensors(torch.float16)
-    op = tensorlogic.op.OPS["linear"]
+    op = tensorlogic.core.op.OPS["linear"]
     for id in ("triton.tiled", "cublaslt.epilogue"):
         with tensorlogic.policy(force=id) as chosen:
             bound = binding.bind(op, [x, w, b, res, "relu", False], chosen, False)

@@ -21,9 +21,11 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import tensorlogic
-from tensorlogic import binding, dispatch, front, policies, recorded_calls, selector
+from tensorlogic import binding, dispatch, front, recorded_calls, selector
+from tensorlogic.core import policy
+from tensorlogic.core.candidate import Candidate
+from tensorlogic.core.op import OPS
 from tensorlogic.native import call_extension, cpu_library
-from tensorlogic.op import OPS, Candidate
 from tensorlogic.ops.common import compiled_launch, wiring
 from tests.driver.standin import CPU, Device, add_relu, launcher, noted
 from tests.driver.standin import device as device  # the fixture
@@ -59,10 +61,10 @@ def served(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
         return usual(*args)
 
     monkeypatch.setattr(dispatch, "call", slow)
-    policies.forget_entries()
+    policy.forget_entries()
     with tensorlogic.policy(force="fake.plan"):
         yield seen
-    policies.forget_entries()
+    policy.forget_entries()
 
 
 def quick(fn: Callable[..., Any]) -> Any:
@@ -220,7 +222,7 @@ def test_only_calls_that_a_launcher_served_show_what_is_kept(
     op, b = OPS["add_relu"], torch.randn(6, 5)
     moved = torch.randn(31)[1:].view(6, 5).requires_grad_()
     aligned = torch.randn(6, 5, requires_grad=True)
-    bound = binding.bind(op, [aligned, b, True], policies.current(), True)
+    bound = binding.bind(op, [aligned, b, True], policy.current(), True)
     assert isinstance(bound.outside, recorded_calls.Recording)
     bound.run(moved, b)  # declined: less aligned
     assert bound.outside.places is None
@@ -286,7 +288,7 @@ def test_plans_run_while_entries_are_forgotten(device: Device, served: dict[str,
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            policies.forget_entries()
+            policy.forget_entries()
             time.sleep(0.001)
     finally:
         sys.setswitchinterval(usual)

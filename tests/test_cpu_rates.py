@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.testing._internal.logging_tensor import LoggingTensorMode
 
-from tensorlogic import measure, policies, registry, selector, stores
+from tensorlogic import measure, registry, selector, stores
+from tensorlogic.core import policy
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.op import OPS
 from tensorlogic.native import cpu_library
-from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import cpu_costs, cpu_rates
 
 from .clockwork import Work
@@ -73,7 +75,7 @@ def chosen(dtype: torch.dtype, side: int = 1024) -> str:
     """What serves a matmul of an op that nobody has measured."""
     op, a = OPS["matmul"], torch.zeros(side, side, dtype=dtype)
     key = op.key((a, a, "none", False), "inference")
-    return selector.decide(op, key, CPU, policies.current()).eager[0]
+    return selector.decide(op, key, CPU, policy.current()).eager[0]
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import tensorlogic
-from tensorlogic import dispatch, front, library, policies, tuning
+from tensorlogic import dispatch, front, library, tuning
 from tensorlogic.bench import rows
 from tensorlogic.checking import Checker
-from tensorlogic.op import EAGER, OPS
+from tensorlogic.core import policy
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.op import OPS
 from tensorlogic.system import function_modes
 
 from .helpers import PUBLIC, cases
@@ -128,9 +130,9 @@ def slowly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             return usual(op, *args)
 
         monkeypatch.setattr(place, name, slow)
-    policies.forget_entries()
+    policy.forget_entries()
     yield seen
-    policies.forget_entries()
+    policy.forget_entries()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import tensorlogic
-from tensorlogic import derived
-from tensorlogic.derived import DerivedCache
+from tensorlogic.core import weight_cache
+from tensorlogic.core.weight_cache import DerivedCache
 
 
 def widened(cache: DerivedCache, t: Tensor) -> Tensor:
@@ -78,15 +78,15 @@ def test_swapped_tensors_are_noticed() -> None:
 
 def test_only_parameters_and_constants_are_kept() -> None:
     p, t = Parameter(torch.randn(2)), torch.randn(2)
-    assert derived.is_constant(p)
-    assert not derived.is_constant(t)
+    assert weight_cache.is_constant(p)
+    assert not weight_cache.is_constant(t)
     assert tensorlogic.constant(t) is t
-    assert derived.is_constant(t)
-    assert not derived.is_constant(t.view(2))
-    assert not derived.is_constant(p.detach())
+    assert weight_cache.is_constant(t)
+    assert not weight_cache.is_constant(t.view(2))
+    assert not weight_cache.is_constant(p.detach())
     with torch.inference_mode():
-        assert not derived.is_constant(torch.randn(2))
-        assert not derived.is_constant(tensorlogic.constant(torch.randn(2)))
+        assert not weight_cache.is_constant(torch.randn(2))
+        assert not weight_cache.is_constant(tensorlogic.constant(torch.randn(2)))
 
 
 def test_a_new_tensor_at_an_old_address_is_not_taken_for_it() -> None:
@@ -99,7 +99,7 @@ def test_a_new_tensor_at_an_old_address_is_not_taken_for_it() -> None:
     marked = tensorlogic.constant(torch.ones(3))
     where = id(marked)
     del marked
-    assert where not in derived._CONSTANTS
+    assert where not in weight_cache._CONSTANTS
 
 
 def test_memory_is_bounded_and_counted() -> None:
@@ -124,7 +124,7 @@ def test_invalidate_is_for_writes_nobody_can_see() -> None:
     alias = weight.detach().numpy()
     x = torch.randn(2, 4).half()
     half = Parameter(weight.detach().half())
-    before = derived.CACHE.misses
+    before = weight_cache.CACHE.misses
     with tensorlogic.policy(force="torch.widened"), torch.no_grad():
         first = tensorlogic.linear(x, half)
         again = tensorlogic.linear(x, half)
@@ -134,7 +134,7 @@ def test_invalidate_is_for_writes_nobody_can_see() -> None:
         torch.testing.assert_close(
             tensorlogic.linear(x, half), F.linear(x, half), atol=4e-3, rtol=4e-3
         )
-    assert derived.CACHE.misses >= before + 2
+    assert weight_cache.CACHE.misses >= before + 2
     assert alias.shape == (3, 4)
 
 
@@ -218,7 +218,7 @@ def test_packed_layers_follow_their_weights(dtype: torch.dtype) -> None:
             assert (y.double() - wanted).norm() < 8 * torch.finfo(dtype).eps * wanted.norm()
 
     check()
-    assert derived.CACHE.holds(layer.weight, "tiles")
+    assert weight_cache.CACHE.holds(layer.weight, "tiles")
     with torch.no_grad():
         layer.weight.mul_(-2)
     check()
@@ -229,13 +229,13 @@ def test_packed_layers_follow_their_weights(dtype: torch.dtype) -> None:
     layer.weight.data = torch.randn(832, 640).to(dtype)
     check()
     tensorlogic.invalidate(layer.weight)
-    assert not derived.CACHE.holds(layer.weight, "tiles")
+    assert not weight_cache.CACHE.holds(layer.weight, "tiles")
     check()
 
 
 def test_weights_that_die_while_bytes_are_counted() -> None:
     """A collection in the middle drops what was derived from them."""
-    cache = derived.CACHE
+    cache = weight_cache.CACHE
 
     def filled(count: int) -> list[Parameter]:
         made = [Parameter(torch.ones(2)) for _ in range(count)]

@@ -14,7 +14,7 @@ import json, os, sys
 import torch, torch.distributed as dist
 import tensorlogic
 from tensorlogic import background, stores
-from tensorlogic.op import OPS, Candidate
+from tensorlogic.core.op import OPS; from tensorlogic.core.candidate import Candidate
 from tensorlogic.study import Study
 
 rank = int(sys.argv[1])

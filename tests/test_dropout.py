@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import policies
-from tensorlogic.op import EAGER, OPS, Op
+from tensorlogic.core import policy as core_policy
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import OPS, Op
 from tensorlogic.ops.common.random import keep_mask
-from tensorlogic.plan_records import Key
 
 OP = OPS["dropout_linear"]
 IDS = tuple(OP.candidates)
@@ -95,13 +96,13 @@ def test_backward_uses_the_mask_of_forward(id: str, dtype: torch.dtype) -> None:
 
 def test_seeds_are_run_time_values_not_keys() -> None:
     """A thousand draws must not make a thousand warm keys."""
-    from tensorlogic import policies
+    from tensorlogic.core import policy as core_policy
 
-    policies.forget_entries()
+    core_policy.forget_entries()
     x = torch.ones(4, 32)
     for _ in range(50):
         mask_of(x, 0.5)
-    assert sum(len(b) for b in policies.current().entries.values()) == 1
+    assert sum(len(b) for b in core_policy.current().entries.values()) == 1
 
 
 def test_states_of_traced_calls_draw_anew() -> None:
@@ -209,10 +210,10 @@ def test_keys_that_captured_calls_meet_are_measured_with_it(
         def observe(op: Op, key: Key, device: torch.device) -> None:
             seen[op.name] = replace(key, device="cuda")
 
-        policy = replace(policies.current(), tune="off", observer=observe, entries={})
+        policy = replace(core_policy.current(), tune="off", observer=observe, entries={})
         x = torch.randn(2, 3, 16).half().requires_grad_(training)
         weight = torch.randn(4, 16).half().requires_grad_(training)
-        with policies.use(policy), torch.set_grad_enabled(training):
+        with core_policy.use(policy), torch.set_grad_enabled(training):
             out = fn(x, weight, torch.randn(4).half() if bias else None)
             if training:
                 out.sum().backward()

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import enabling, policies, repairs
+from tensorlogic import enabling, repairs
+from tensorlogic.core import policy
 from tensorlogic.native import hook_extension
 from tensorlogic.native import hook_ops as native_hook_ops
 
@@ -144,21 +145,21 @@ def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) 
         assert served == ["matmul"]
         chosen = repairs._launcher
         repairs._launcher = lambda *args: asked.append("asked") or (None, True)  # type: ignore[assignment]
-        policies.forget_entries()
+        policy.forget_entries()
         for _ in range(3):
             a @ b
         assert asked == ["asked"]
-        policies.ROOT.entries.clear()  # even without the entry, the guard knows
+        policy.ROOT.entries.clear()  # even without the entry, the guard knows
         a @ b
         assert asked == ["asked"]
-        policies.forget_entries()
+        policy.forget_entries()
         a @ b
         a[:, ::2] @ b[::2]  # other strides are another key
         assert asked == ["asked"] * 3
     finally:
         repairs._launcher = chosen
         hook_extension.apart(1)
-        policies.forget_entries()
+        policy.forget_entries()
         tensorlogic.disable()
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic.op import EAGER, OPS
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.op import OPS
 
 X, W, B = torch.randn(5, 7), torch.randn(3, 7), torch.randn(3)
 

@@ -11,7 +11,7 @@ from .support.gemm import COLUMNWISE, check
 from .support.triton import DEVICE
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
-from tensorlogic.op import OPS  # isort: skip
+from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.ops.common import gemm, gemm_wiring, triton_launch  # isort: skip
 from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
 from .compiled import resources  # isort: skip

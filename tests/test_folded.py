@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import policies, registry
+from tensorlogic import registry
+from tensorlogic.core import policy
+from tensorlogic.core.key import Key, Plan
+from tensorlogic.core.op import OPS
 from tensorlogic.environments import environment
-from tensorlogic.op import OPS
-from tensorlogic.plan_records import Key, Plan
 from tensorlogic.plans import PlanStore
 
 from dataclasses import replace  # isort: skip
@@ -24,9 +25,9 @@ def key(fn: Any, *args: Any, **more: Any) -> Key:
     """The key that a call meets, as if its tensors lay on a GPU."""
     met: list[Key] = []
     watching = replace(
-        policies.current(), tune="off", force="torch.eager", observer=lambda op, k, d: met.append(k), entries={}
+        policy.current(), tune="off", force="torch.eager", observer=lambda op, k, d: met.append(k), entries={}
     )  # fmt: skip
-    with policies.use(watching), torch.no_grad():
+    with policy.use(watching), torch.no_grad():
         fn(*args, **more)
     tensors = tuple(t and replace(t, constant=False) for t in met[0].tensors)
     return replace(met[0], device="cuda", tensors=tensors)

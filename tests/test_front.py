@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import call_cache, dispatch, library, policies
-from tensorlogic.op import EAGER
+from tensorlogic import call_cache, dispatch, library
+from tensorlogic.core import policy
+from tensorlogic.core.candidate import EAGER
 
 Roads = Counter[str]
 
@@ -42,9 +43,9 @@ def roads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Roads]:
 
     for place, name in ((dispatch, "call"), (dispatch, "composition"), (library, "traced")):
         counted(place, name)
-    policies.forget_entries()
+    policy.forget_entries()
     yield seen
-    policies.forget_entries()
+    policy.forget_entries()
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
@@ -196,13 +197,16 @@ def test_symbolic_traces_hold_calls(roads: Roads) -> None:
     targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
     assert tensorlogic.gelu_linear in targets
     assert "gelu_linear" in graph.code
-    with tensorlogic.precision("f32"), pytest.raises(TypeError, match="Proxy under a precision"):
+    with (
+        tensorlogic.core.precision_policy("f32"),
+        pytest.raises(TypeError, match="Proxy under a precision"),
+    ):
         torch.fx.symbolic_trace(model)
 
 
 @pytest.mark.parametrize(
     "context",
-    [lambda: tensorlogic.policy(force=EAGER), lambda: tensorlogic.precision("f32"), lambda: tensorlogic.placement("cpu")],
+    [lambda: tensorlogic.policy(force=EAGER), lambda: tensorlogic.core.precision_policy("f32"), lambda: tensorlogic.placement("cpu")],
 )  # fmt: skip
 def test_policies_break_graphs_and_say_so(context: Callable[[], Any]) -> None:
     x, w = torch.randn(3, 4), torch.randn(5, 4)
@@ -273,7 +277,7 @@ def test_inputs_that_were_converted_are_not_mistaken_for_the_converted(roads: Ro
 
 def test_many_shapes_do_not_grow_without_end(roads: Roads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "MOST_ENTRIES", 32)
-    entries = policies.current().entries
+    entries = policy.current().entries
     for n in range(100):
         assert tensorlogic.relu(torch.ones(n)).shape == (n,)
         assert len(entries) <= 32
@@ -293,7 +297,7 @@ def test_changes_to_the_arguments_show_at_once(roads: Roads) -> None:
 
 
 def test_eight_threads_meet_the_same_keys() -> None:
-    policies.forget_entries()
+    policy.forget_entries()
     problems: list[str] = []
     start = threading.Barrier(8)
     given = [(torch.randn(m, 16), torch.randn(n, 16)) for m in range(1, 6) for n in range(1, 6)]
@@ -304,7 +308,7 @@ def test_eight_threads_meet_the_same_keys() -> None:
         for i in range(200):
             j = (i * 7 + seed) % len(given)
             if i % 50 == seed:
-                policies.forget_entries()
+                policy.forget_entries()
             if not torch.allclose(linear(*given[j]), want[j], atol=1e-5):
                 problems.append(f"{j}")
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import binding, policies
-from tensorlogic.op import Op
+from tensorlogic import binding
+from tensorlogic.core import policy
+from tensorlogic.core.op import Op
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -68,7 +69,7 @@ def test_a_registered_op_is_bound_once_for_its_key(monkeypatch: pytest.MonkeyPat
     torch.ops.tensorlogic.add_relu(x.t(), y.t(), False)
     torch.ops.tensorlogic.add_relu(x.half(), y.half(), False)
     assert len(bound) == 3
-    policies.forget_entries()  # plans have changed: it is chosen anew
+    policy.forget_entries()  # plans have changed: it is chosen anew
     torch.ops.tensorlogic.add_relu(x, y, False)
     assert len(bound) == 4
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tensorlogic.numerics import DTYPES, NAMES
+from tensorlogic.core.dtypes import DTYPES, NAMES
 from tensorlogic.ops.common import (
     cross_entropy_held,
     mixed,

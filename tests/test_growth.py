@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import tensorlogic as t
-from tensorlogic import background, binding, call_cache, policies
+from tensorlogic import background, binding, call_cache
+from tensorlogic.core import policy
 
 X, W, ROW, MASK = torch.randn(8, 16), torch.randn(4, 16), torch.randn(4), torch.zeros(8, 8)
 
@@ -85,30 +86,30 @@ def test_shapes_without_end_leave_a_bounded_number_of_keys(
     monkeypatch.setattr(background, "MOST", 10)
     for n in range(1, 40):
         t.relu(torch.ones(n))
-    assert len(policies.current().entries) <= 10
+    assert len(policy.current().entries) <= 10
     assert len(background._WATCHES) <= 10
 
 
 def test_policies_without_end_are_dropped() -> None:
-    for n in range(policies.MOST + 20):
+    for n in range(policy.MOST + 20):
         with t.precision("adaptive", rtol=1e-2 + n * 1e-6):
             pass
-    assert len(policies._INTERNED) <= policies.MOST
-    assert policies.ROOT in policies._INTERNED.values()
+    assert len(policy._INTERNED) <= policy.MOST
+    assert policy.ROOT in policy._INTERNED.values()
     with t.policy(tune="off"):
-        first = policies.current()
+        first = policy.current()
     with t.policy(tune="off"):
-        assert policies.current() is first
+        assert policy.current() is first
 
 
 def test_dropped_keys_are_freed() -> None:
     """A launcher under watch and its watch refer to each other."""
     t.relu(torch.ones(3, 5))
-    policies.forget_entries()
+    policy.forget_entries()
     background.forget()
     before = objects()
     for n in range(200):
         t.relu(torch.ones(3, n + 100))
-    policies.forget_entries()
+    policy.forget_entries()
     background.forget()
     assert objects() - before < 200

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import tensorlogic
-from tensorlogic import policies
+from tensorlogic.core import policy
 from tensorlogic.ops.linear import LINEAR
 
 from .helpers import TABLE
@@ -31,8 +31,8 @@ Inputs = tuple[list[Tensor], list[Tensor]]
 @pytest.fixture(autouse=True)
 def _ours_recorded() -> Iterator[None]:
     """Even torch.eager's calls are recorded by us, as any other candidate's are."""
-    watching = replace(policies.current(), tune="off", observer=lambda *_, **__: None, entries={})
-    with policies.use(watching):
+    watching = replace(policy.current(), tune="off", observer=lambda *_, **__: None, entries={})
+    with policy.use(watching):
         yield
 
 

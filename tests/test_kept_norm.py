@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tensorlogic
 from tensorlogic import registry
+from tensorlogic.core.key import Key
 from tensorlogic.native import cpu_library
 from tensorlogic.ops.common import gemm_wiring
 from tensorlogic.ops.layer_norm_linear import (
@@ -30,7 +31,6 @@ from tensorlogic.ops.layer_norm_linear import (
     layer_norm_linear_backward,
     triton_tiled,
 )
-from tensorlogic.plan_records import Key
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 registry.ready(DEVICE.type)

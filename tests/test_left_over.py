@@ -13,7 +13,7 @@ from torch import nn
 
 import tensorlogic
 from tensorlogic import stores
-from tensorlogic.numerics import Verdict
+from tensorlogic.core.tolerance import Verdict
 from tensorlogic.program import choosing, contest, inductor, later
 from tensorlogic.program.report import Report, Row
 from tensorlogic.program.serve import Program

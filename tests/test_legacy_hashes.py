@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import legacy_hashes, plan_files, policies, registry, selector, stores
+from tensorlogic import legacy_hashes, plan_files, registry, selector, stores
 from tensorlogic.accuracy import Known, Statistics
+from tensorlogic.core import policy
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.key import Evidence, Key, Plan
+from tensorlogic.core.op import OPS, Op
 from tensorlogic.environments import Environment, environment
-from tensorlogic.op import EAGER, OPS, Op
-from tensorlogic.plan_records import Evidence, Key, Plan
 from tensorlogic.plans import export_lockfile, load_lockfile
 
 CPU = torch.device("cpu")
@@ -50,9 +52,9 @@ def key() -> Key:
     x, w, b, r = tensors()
     seen: list[Key] = []
     watching = replace(
-        policies.current(), observer=lambda op, key, device: seen.append(key), entries={}
+        policy.current(), observer=lambda op, key, device: seen.append(key), entries={}
     )
-    with policies.use(watching):
+    with policy.use(watching):
         tensorlogic.linear(x, w, b, r, "relu")
     return seen[0]
 
@@ -86,7 +88,7 @@ def test_a_store_of_the_version_before_serves(renamed_since: dict[str, Any]) -> 
     stores.forget()
     write(stores.current(CPU).path, old_plan(k), about)
     stores.forget()
-    found = selector.decide(OPS["linear"], k, CPU, policies.current())
+    found = selector.decide(OPS["linear"], k, CPU, policy.current())
     assert (found.source, found.eager[0], found.captured[0]) == ("plan", WINNER, EAGER)
     assert found.eager[1] == {"by": WINNER, "ranks": (1, WINNER)}
     plan = stores.current(CPU).get(k)
@@ -122,7 +124,7 @@ def test_a_lockfile_of_the_version_before_is_whole_and_serves(
     lock = load_lockfile(path)
     assert [p.eager for p in lock.plans()] == [WINNER]
     with tensorlogic.policy(lockfile=path):
-        found = selector.decide(OPS["linear"], k, CPU, policies.current())
+        found = selector.decide(OPS["linear"], k, CPU, policy.current())
     assert (found.source, found.eager[0]) == ("lockfile", WINNER)
     assert path.read_text() == text
     path.write_text(text.replace(OLD[EAGER], "00000000000f"))

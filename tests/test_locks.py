@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import background, derived, registry, stores
+from tensorlogic import background, registry, stores
+from tensorlogic.core import weight_cache
 from tensorlogic.native import call_extension, cpu_library, hook_extension
 from tensorlogic.program import serve
 from tensorlogic.program.graphs import Line
@@ -20,7 +21,7 @@ LOCKS: dict[str, tuple[Any, str]] = {
     "background": (background, "_BUSY"),
     "calls": (call_extension, "_lock"),
     "compiling": (compile_pool, "_making"),
-    "derived": (derived, "_LOCK"),
+    "derived": (weight_cache, "_LOCK"),
     "hooks": (hook_extension, "_lock"),
     "native": (cpu_library, "_lock"),
     "registry": (registry, "_LOCK"),

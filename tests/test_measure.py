@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import measure, numerics, study
+from tensorlogic import measure, study
 from tensorlogic.checking import Checker
+from tensorlogic.core import tolerance
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.op import OPS
 from tensorlogic.environments import environment
-from tensorlogic.op import EAGER, OPS
 from tensorlogic.program import check
 
 from .clockwork import Clock
@@ -178,7 +180,7 @@ def test_slow_calls_get_few_rounds(work: Spin) -> None:
 
 
 def judged(out: Any, plain: Any, ref: Any) -> str | None:
-    return numerics.judge((out,), (plain,), (ref,)).reason
+    return tolerance.judge((out,), (plain,), (ref,)).reason
 
 
 def test_where_all_has_cancelled_noise_is_compared_with_noise() -> None:
@@ -203,9 +205,9 @@ def test_chance_is_three_deviations_of_the_ratio_of_two_errors() -> None:
     generator = torch.Generator().manual_seed(0)
     for count, share in ((1, 0.04), (2, 0.02), (4, 0.01), (16, 0.004), (63, 0.004)):
         ours, eager = torch.randn(2, 100_000, count, generator=generator).norm(dim=-1)
-        beyond = (ours / eager > numerics.chance(count)).double().mean().item()
+        beyond = (ours / eager > tolerance.chance(count)).double().mean().item()
         assert share / 4 < beyond < share, count
-    assert numerics.chance(64) == numerics.chance(0) == 1.0
+    assert tolerance.chance(64) == tolerance.chance(0) == 1.0
 
 
 @pytest.mark.parametrize("last", [1, 2, 8])
@@ -249,8 +251,8 @@ def test_luck_is_no_licence_where_eager_is_exact_but_for_one_element() -> None:
     eager = ref.half()
     eager[7, 7] += eager[7, 7] * 2**-10
     out = (ref * (1 + 2**-9)).half()
-    for luck in (None, numerics.of_those_that_miss):
-        assert not numerics.judge((out,), (eager,), (ref,), luck=luck)
+    for luck in (None, tolerance.of_those_that_miss):
+        assert not tolerance.judge((out,), (eager,), (ref,), luck=luck)
 
 
 def test_chance_knows_how_many_elements_make_an_error() -> None:
@@ -264,15 +266,15 @@ def test_chance_knows_how_many_elements_make_an_error() -> None:
 
     ours, eager = misses(), misses()
     times = ours.norm(dim=-1) / eager.norm(dim=-1)
-    allowed = torch.tensor([numerics.of_those_that_miss(e) for e in eager]).clamp_min(2.0)
+    allowed = torch.tensor([tolerance.of_those_that_miss(e) for e in eager]).clamp_min(2.0)
     assert (times > 2).double().mean() > 0.1
     assert (times > allowed).double().mean() < 0.06
     even = torch.randn(1000, generator=generator)
-    assert numerics.of_those_that_miss(even) == numerics.of_all(even) == 1.0
+    assert tolerance.of_those_that_miss(even) == tolerance.of_all(even) == 1.0
     one = torch.zeros(1000).index_fill_(0, torch.tensor([7]), 0.1)
-    assert numerics.of_those_that_miss(one) == pytest.approx(numerics.chance(1))
-    assert numerics.of_those_that_miss(1e80 * one.double()) == pytest.approx(numerics.chance(1))
-    assert numerics.of_those_that_miss(0 * even) == 1.0
+    assert tolerance.of_those_that_miss(one) == pytest.approx(tolerance.chance(1))
+    assert tolerance.of_those_that_miss(1e80 * one.double()) == pytest.approx(tolerance.chance(1))
+    assert tolerance.of_those_that_miss(0 * even) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -355,7 +357,7 @@ def test_a_rows_bound_and_its_elements_say_the_same(shape: tuple[int, ...], off:
         usual = max(usual, deviation * (2 * math.log(ref.numel())) ** 0.5)
     allowed = 16 * eps * (row + size + 0.1 * row.square().mean().sqrt()) + 4 * (worst + usual)
     exact = (miss.abs().reshape(-1, last) / allowed).amax().item()
-    found = numerics._largest_excess(miss, eager_miss, ref, eps, True, 1.0)
+    found = tolerance._largest_excess(miss, eager_miss, ref, eps, True, 1.0)
     assert (found > 1) == (exact > 1)
     assert found == pytest.approx(exact) or exact < found <= 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tensorlogic.op import OPS
+from tensorlogic.core.op import OPS
 
 from .metal import trials
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorlogic.op import OPS
+from tensorlogic.core.op import OPS
 from tensorlogic.ops.common import metal_launch
 
 from .metal import planted, standin, trials

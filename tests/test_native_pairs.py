@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tensorlogic import ranking
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.op import OPS
 from tensorlogic.native import cpu_library
-from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import cpu_costs, ways_cpu
 
 CPU = torch.device("cpu")

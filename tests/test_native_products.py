@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import numerics, registry
+from tensorlogic import registry
 from tensorlogic.checking import Checker
+from tensorlogic.core import dtypes
+from tensorlogic.core.op import OPS
 from tensorlogic.native import cpu_library
-from tensorlogic.op import OPS
 from tensorlogic.ops.common import cpu_costs, cpu_products
 
 from .support.native import (
@@ -293,7 +294,7 @@ def test_pytorchs_product_of_halves_behind_a_pass_of_ours(
     monkeypatch.setattr(cpu_costs, "half_is_slow", lambda dtype: dtype == "f16")
     monkeypatch.setattr(cpu_costs, "torch_us", lambda *_: 10.0)
     monkeypatch.setattr(cpu_costs, "native_us", lambda *_, wide=False: 20.0 if sooner else 5.0)
-    x, w, b = (torch.randn(s).to(numerics.DTYPES[dtype]) for s in ((33, 64), (48, 64), (48,)))
+    x, w, b = (torch.randn(s).to(dtypes.DTYPES[dtype]) for s in ((33, 64), (48, 64), (48,)))
     more = {
         "dropout_linear": (w, b, 0.25, 7, 8, None),
         "gelu_linear": (w, b, "none"),

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import policies
+from tensorlogic.core import policy
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import Op
 from tensorlogic.native import cpu_library
-from tensorlogic.op import EAGER, Op
-from tensorlogic.plan_records import Key
 
 pytestmark = pytest.mark.skipif(cpu_library.available() is not None, reason="no native library")
 
@@ -51,8 +52,8 @@ def test_products_have_a_native_way_in_training(name: str, dtype: torch.dtype) -
     leaves = [
         torch.randn(shape).to(dtype).requires_grad_() for shape in ((48, 64), (32, 64), (32,))
     ]
-    plain = replace(policies.current(), tune="off", force=EAGER, observer=observe, entries={})
-    with policies.use(plain):
+    plain = replace(policy.current(), tune="off", force=EAGER, observer=observe, entries={})
+    with policy.use(plain):
         out = CALLS[name](*leaves)
         torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
     assert {key.direction for _, key in met.values()} == {"forward", "backward"}

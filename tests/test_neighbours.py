@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import attention_scores, neighbours, policies, registry
-from tensorlogic.op import EAGER, OPS
-from tensorlogic.plan_records import Evidence, Key, Plan
+from tensorlogic import attention_scores, neighbours, registry
+from tensorlogic.core import policy as core_policy
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.key import Evidence, Key, Plan
+from tensorlogic.core.op import OPS
 from tensorlogic.system import hardware
 
 pytestmark = pytest.mark.skipif(hardware.triton_missing() is not None, reason="needs Triton")
@@ -23,9 +25,9 @@ REGISTERS = {"strategy": "registers", "BLOCK_R": 1, "BLOCK_C": 1024, "num_warps"
 def scores(rows: int, columns: int, depth: int = 64) -> Key:
     """The key of masked scores on a GPU."""
     seen: list[Any] = []
-    policy = policies.current()
+    policy = core_policy.current()
     q, k, mask = torch.ones(1, 4, rows, depth).half(), torch.ones(1, 4, columns, depth).half(), torch.ones(columns).bool()  # fmt: skip
-    with policies.use(
+    with core_policy.use(
         replace(policy, tune="off", force=EAGER, observer=lambda *s: seen.append(s), entries={})
     ):
         attention_scores(q, k, 0.125, mask=mask)

@@ -15,11 +15,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tensorlogic import checking, dispatch, policies
-from tensorlogic.op import OPS, Op
+from tensorlogic import checking, dispatch
+from tensorlogic.core import policy
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import OPS, Op
 from tensorlogic.ops.common import gemm_wiring, triton_fitting, triton_launch
 from tensorlogic.ops.softmax_cross_entropy import together
-from tensorlogic.plan_records import Key
 from tensorlogic.system.compile_pool import CompileFailure
 
 from .helpers import DEVICE, cast, full
@@ -54,7 +55,7 @@ def met() -> dict[str, list[Key]]:
     def observe(op: Op, key: Key, device: torch.device) -> None:
         found[op.name][key.text] = key
 
-    watching = replace(policies.current(), tune="off", observer=observe, entries={})
+    watching = replace(policy.current(), tune="off", observer=observe, entries={})
     for name, op in OPS.items():
         for case in () if op.internal else [*op.cases(), *_more(name)]:
             args = cast(case, torch.float32)
@@ -62,7 +63,7 @@ def met() -> dict[str, list[Key]]:
                 found[name][key.text] = key
             if op.gradient is not None:
                 leaves = [a.requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in args]  # fmt: skip
-                with policies.use(watching):
+                with policy.use(watching):
                     dispatch.call(op, tuple(leaves)).sum().backward()
     for key in list(found["softmax_cross_entropy"].values()):
         if (joined := together.of_forward(key)) is not None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import neighbours, plans, policies, selector, stores
-from tensorlogic.plan_records import Key
+from tensorlogic import neighbours, plans, selector, stores
+from tensorlogic.core import policy
+from tensorlogic.core.key import Key
 from tensorlogic.plans import PlanStore
 
 from .plan_samples import CPU as HERE
@@ -72,7 +73,7 @@ def test_what_failed_for_a_moment_is_asked_again(served: Served) -> None:
     key = key_of(torch.randn(96, 64))
 
     def block() -> Any:
-        return selector.decide(RELU, key, CPU, policies.current()).eager[1]["BLOCK"]
+        return selector.decide(RELU, key, CPU, policy.current()).eager[1]["BLOCK"]
 
     assert block() == 7
     broken[0] = False

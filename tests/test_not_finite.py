@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic.op import OPS
+from tensorlogic.core.op import OPS
 from tensorlogic.ops.attention_scores import backward_call, masked
 from tensorlogic.ops.convolution import CONVOLUTION
 from tensorlogic.ops.linear import linear

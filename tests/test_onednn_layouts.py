@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tensorlogic.checking import InputSet
-from tensorlogic.op import EAGER, OPS
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.op import OPS
 from tensorlogic.ops.common import products
 
 CPU = torch.device("cpu")

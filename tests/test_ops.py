@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import dispatch, numerics
-from tensorlogic.op import EAGER, OPS
+from tensorlogic import dispatch
+from tensorlogic.core import tolerance
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.op import OPS
 from tensorlogic.system import hardware
 
 from .helpers import FLOATS, PUBLIC, call, cases, cast, eager, full, reference, runnable
@@ -39,7 +41,7 @@ def test_forward_matches_float64(name: str, id: str, dtype: torch.dtype) -> None
                 ],
                 id,
             )
-            verdict = numerics.judge((out,), (eager(op, case),), (reference(op, case),))
+            verdict = tolerance.judge((out,), (eager(op, case),), (reference(op, case),))
         assert verdict, f"{name} {id}: {verdict.reason}"
         for p, b, a in zip(op.params, before, case, strict=False):
             if isinstance(a, Tensor) and p.name not in op.mutates:
@@ -97,11 +99,11 @@ def test_gradients_match_float64(name: str, id: str, dtype: torch.dtype) -> None
         ref = grads(precise, wide, dy.double())
         plain = leaves(op, case)
         base = grads((op.baseline or op.reference)(*full(op, plain, True))[0], plain, dy)
-        verdict = numerics.judge(got, base, [None if r is None else r for r in ref])
+        verdict = tolerance.judge(got, base, [None if r is None else r for r in ref])
         if op.name in ("max", "min") and dtype is not torch.float32:
             continue  # ties differ between precisions
         chained = max(
-            numerics.relative_error(g, r)
+            tolerance.relative_error(g, r)
             for g, r in zip(got, ref, strict=True)
             if g is not None and r is not None
         )

@@ -303,14 +303,16 @@ def test_optimised_twice_and_under_modes(pays: None) -> None:
 def test_a_wrong_replacement_is_undone_and_named(
     pays: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensorlogic import rules
+    from tensorlogic.core import rewrite_rule
     from tensorlogic.ops import attention
 
     def wrong(*args: Any) -> Tensor:
         return attention.attention(*args) * 1.01
 
-    way = rules.Way("example.wrong", lambda args: None, lambda emit, args: emit(wrong, *args))
-    composite = rules.Composite("attention", wrong, (way,))
+    way = rewrite_rule.Way(
+        "example.wrong", lambda args: None, lambda emit, args: emit(wrong, *args)
+    )
+    composite = rewrite_rule.Composite("attention", wrong, (way,))
     monkeypatch.setattr("tensorlogic.ops.attention.rewrite.ATTENTION", composite)
     model, x = Block().eval(), torch.randn(2, 7, 16)
     fast = tensorlogic.optimize(model, (x,), budget_s=60)

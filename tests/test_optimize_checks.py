@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic.derived import CACHE
+from tensorlogic.core.weight_cache import CACHE
 from tensorlogic.program import check, choosing, inductor, optimizing
 from tensorlogic.program.serve import Program, shared_outputs
 from tensorlogic.program.trace import Trace, trace

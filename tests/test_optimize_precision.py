@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import adapting, policies
+from tensorlogic import adapting
+from tensorlogic.core import policy as core_policy
 from tensorlogic.ops.common import ways
 from tensorlogic.program import precisely
 
@@ -47,7 +48,7 @@ def off(y: Tensor, want: Tensor) -> float:
 def test_every_product_follows(mode: str) -> None:
     model, x = Mixed().eval(), torch.randn(2, 3, 12, 12)
     want = copy.deepcopy(model).double()(x.double()).detach()
-    policy = tensorlogic.precision(mode, rtol=1e-2 if mode == "adaptive" else None)
+    policy = tensorlogic.core.precision_policy(mode, rtol=1e-2 if mode == "adaptive" else None)
     fast = tensorlogic.optimize(model, x, precision=policy)
     assert fast.report.outcome == "precise"
     with torch.no_grad():
@@ -56,7 +57,7 @@ def test_every_product_follows(mode: str) -> None:
     how = {(row.region, row.candidate) for row in fast.report.rows}
     assert {(n, repr(policy)) for n in ("conv1d", "conv2d", "linear", "addmm", "baddbmm")} <= how
     assert {(n, "float64") for n in ("conv2d", "gru", "einsum")} <= how  # of groups
-    assert policies.current().precision is None
+    assert core_policy.current().precision is None
 
 
 LAYERS = (
@@ -74,7 +75,7 @@ LAYERS = (
 def test_convolutions_of_halves_are_rounded_once(layer: nn.Module, shape: tuple[int, ...]) -> None:
     model, x = copy.deepcopy(layer).half(), torch.randn(shape).half()
     want = copy.deepcopy(model).double()(x.double()).detach()
-    with tensorlogic.precision("f32"):  # the policy around the call
+    with tensorlogic.core.precision_policy("f32"):  # the policy around the call
         fast = tensorlogic.optimize(model, x)
     with torch.no_grad():
         assert off(fast(x), want) < 3e-4  # one rounding to float16
@@ -98,7 +99,9 @@ def test_data_are_looked_at_in_every_call() -> None:
     torch.manual_seed(0)
     model = nn.Linear(128, 64, bias=False).eval()
     fast = tensorlogic.optimize(
-        model, torch.randn(64, 128), precision=tensorlogic.precision("adaptive", rtol=1e-2)
+        model,
+        torch.randn(64, 128),
+        precision=tensorlogic.core.precision_policy("adaptive", rtol=1e-2),
     )
     with torch.no_grad():
         model.weight[:, 64:] = model.weight[:, :64]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorlogic
 from tensorlogic import measure
-from tensorlogic.derived import CACHE
+from tensorlogic.core.weight_cache import CACHE
 
 
 @pytest.fixture

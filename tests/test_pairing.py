@@ -12,9 +12,10 @@ from torch import Tensor
 import tensorlogic
 from tensorlogic import checking, measure, pairing, stores, tuning
 from tensorlogic.autotune import measure_key
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.key import UNFINISHED, Evidence, Key, Plan
+from tensorlogic.core.op import OPS
 from tensorlogic.environments import environment
-from tensorlogic.op import EAGER, OPS
-from tensorlogic.plan_records import UNFINISHED, Evidence, Key, Plan
 from tensorlogic.system import compile_pool
 
 from .clockwork import Clock

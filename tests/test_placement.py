@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import policies, speeds
+from tensorlogic import speeds
+from tensorlogic.core import policy
 from tensorlogic.memory import stager, staging
 from tensorlogic.native import cpu_library
 
@@ -204,7 +205,7 @@ def test_placement_without_a_gpu_or_with_one_gives_the_same() -> None:
             y = tensorlogic.matmul(a, a, activation="relu")
         torch.testing.assert_close(y, torch.relu(a @ a))
         assert y.device.type == "cpu"
-    assert policies.current().placement is None
+    assert policy.current().placement is None
     with (
         pytest.raises(ValueError, match=r"placement: device is 'nowhere'"),
         tensorlogic.placement("nowhere"),

@@ -220,7 +220,7 @@ def test_what_a_cpu_has_done_tells_what_it_can_do(machine: Machine) -> None:
 
 def test_sums_count_the_columns_of_each_kind_of_product() -> None:
     q, k, w = torch.empty(2, 3, 5, 7), torch.empty(2, 3, 11, 7), torch.empty(13, 7)
-    ops = tensorlogic.op.OPS
+    ops = tensorlogic.core.op.OPS
     for name, other, columns in (
         ("attention_scores", k, 11), ("linear", w, 13), ("matmul", w.t(), 13), ("matmul", w[0], 1),
         ("add_relu", q, None),

@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 
 from tensorlogic import plan_files, plans
+from tensorlogic.core.key import Evidence, Key, Plan, TensorSpec
 from tensorlogic.environments import Environment
 from tensorlogic.plan_files import PlanStoreWarning
-from tensorlogic.plan_records import Evidence, Key, Plan, TensorSpec
 from tensorlogic.plans import PlanStore
 
 if os.name != "posix":

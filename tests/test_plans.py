@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorlogic import plan_files, plans
-from tensorlogic.plan_records import Evidence, Key, Plan, TensorSpec
+from tensorlogic.core.key import Evidence, Key, Plan, TensorSpec
 from tensorlogic.plans import PlanStore
 
 from .plan_samples import CPU, anything, linear, plan, spec

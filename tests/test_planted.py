@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, policies, selector, stores
+from tensorlogic import background, selector, stores
+from tensorlogic.core import policy
+from tensorlogic.core.key import Evidence, Key, Plan
+from tensorlogic.core.op import OPS
 from tensorlogic.environments import environment
-from tensorlogic.op import OPS
-from tensorlogic.plan_records import Evidence, Key, Plan
 from tensorlogic.plans import export_lockfile
 
 from .support.plans import CPU, WRONG, Install, inputs, reasons
@@ -119,12 +120,12 @@ def test_one_that_is_right_for_a_neighbour_serves_only_that(install: Install) ->
     assert "odd_sizes" not in reasons(plan)
     plan.eager = plan.captured = "planted.odd_sizes"
     stores.current(CPU).put(plan)
-    policies.forget_entries()
+    policy.forget_entries()
     for tune in ("off", "auto"):
         with tensorlogic.policy(tune=tune):
             assert_right(tensorlogic.linear(*odd), *odd)
             near = inputs(m=16, n=16)  # a kin of the measured key
-            choice = selector.decide(OPS["linear"], key(*near), CPU, policies.current())
+            choice = selector.decide(OPS["linear"], key(*near), CPU, policy.current())
             assert not choice.eager[0].startswith("planted")
 
 
@@ -154,7 +155,7 @@ def test_one_that_fails_after_it_was_chosen_leaves_the_call_to_eager(
             assert_right(tensorlogic.linear(leaf, w, b).detach(), x, w, b)
     said = [r.message for r in caplog.records if "declined" in r.message]
     assert len(said) == 1
-    assert max(len(bucket) for bucket in policies.current().entries.values()) <= 3
+    assert max(len(bucket) for bucket in policy.current().entries.values()) <= 3
 
 
 def test_one_that_is_wrong_on_unaligned_memory_never_sees_it(install: Install) -> None:
@@ -176,7 +177,7 @@ def test_one_that_is_wrong_on_unaligned_memory_never_sees_it(install: Install) -
     (plan,) = tensorlogic.tune(tensorlogic.linear, x, w, b).plans
     plan.eager = plan.captured = "planted.picky"
     stores.current(CPU).put(plan)
-    policies.forget_entries()
+    policy.forget_entries()
     for _ in range(3):
         assert_right(tensorlogic.linear(x, w, b), x, w, b)
         assert_right(tensorlogic.linear(shifted, w, b), x, w, b)

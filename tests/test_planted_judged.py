@@ -11,7 +11,8 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic import checking, dispatch, registry, selector, stores
-from tensorlogic.op import EAGER, OPS
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.op import OPS
 
 from .support.plans import CPU, Install, inputs
 from .support.plans import install as install  # the fixture

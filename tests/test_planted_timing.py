@@ -14,7 +14,7 @@ import pytest
 
 import tensorlogic
 from tensorlogic import checking, entrants, measure, study
-from tensorlogic.plan_records import Evidence, Plan
+from tensorlogic.core.key import Evidence, Plan
 
 from .clockwork import Work
 from .support.plans import Install, inputs, reasons

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import dispatch, policies, selector
-from tensorlogic.op import EAGER, OPS, Candidate
-from tensorlogic.plan_records import Key
+from tensorlogic import dispatch, selector
+from tensorlogic.core import policy
+from tensorlogic.core.candidate import EAGER, Candidate
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import OPS
 from tensorlogic.system import settings
 
 from .support.plans import RELU, Served, key_of, plan, put
@@ -49,7 +51,7 @@ def test_policies_belong_to_their_thread_and_task(served: Served) -> None:
             barrier.wait()
             for _ in range(50):
                 tensorlogic.relu(x)
-            seen[force] = policies.current().forced("relu") or ""
+            seen[force] = policy.current().forced("relu") or ""
             barrier.wait()
 
     threads = [threading.Thread(target=work, args=(f,)) for f in ("toy.a", "toy.b")]
@@ -63,7 +65,7 @@ def test_policies_belong_to_their_thread_and_task(served: Served) -> None:
     async def task(force: str) -> str | None:
         with tensorlogic.policy(force=force):
             await asyncio.sleep(0.001)
-            return policies.current().forced("relu")
+            return policy.current().forced("relu")
 
     async def both() -> list[str | None]:
         return await asyncio.gather(task("toy.a"), task("toy.b"))
@@ -74,23 +76,23 @@ def test_policies_belong_to_their_thread_and_task(served: Served) -> None:
 @pytest.mark.parametrize("make", ["policy", "placement"])
 def test_a_policy_may_be_entered_again(make: str) -> None:
     again = tensorlogic.policy(force="toy.a") if make == "policy" else tensorlogic.placement("cpu")
-    before = policies.current()
+    before = policy.current()
     with again as first, tensorlogic.policy(tune="off"):
         with again as inside, again:
             assert (inside.meaning, inside.tune) == (first.meaning, "off")
-        assert policies.current().meaning == first.meaning
+        assert policy.current().meaning == first.meaning
 
     async def task(wait: int) -> bool:
         with again as mine:
             await asyncio.sleep(wait * 0.001)
-            return policies.current() is mine is first
+            return policy.current() is mine is first
 
     async def crossing() -> list[bool]:
         return await asyncio.gather(task(2), task(1), task(0), task(3))
 
     assert asyncio.run(crossing()) == [True] * 4
-    assert again(policies.current)() is first
-    assert policies.current() is before
+    assert again(policy.current)() is first
+    assert policy.current() is before
     with pytest.raises(RuntimeError, match="without having been entered"):
         again.__exit__()
 
@@ -100,12 +102,12 @@ def test_a_policy_is_entered_by_threads_at_once() -> None:
     found: list[bool] = []
 
     def work() -> None:
-        before = policies.current()
+        before = policy.current()
         for _ in range(20):
             with again as mine:
                 barrier.wait()
-                found.append(policies.current() is mine)
-            found.append(policies.current() is before)
+                found.append(policy.current() is mine)
+            found.append(policy.current() is before)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for t in threads:
@@ -130,7 +132,7 @@ def backward_calls(monkeypatch: pytest.MonkeyPatch) -> Served:
         return lambda *dynamic: launch(*dynamic, eager=eager)
 
     monkeypatch.setitem(op.candidates, "toy.back", Candidate("toy.back", bind, trusted=True))
-    policies.forget_entries()
+    policy.forget_entries()
     return calls
 
 
@@ -147,7 +149,7 @@ def test_backward_runs_under_the_policy_of_its_forward(
     worker.start()
     worker.join()
     assert backward_calls == ["toy.back", "toy.back"]
-    with policies.use(policies.ROOT):
+    with policy.use(policy.ROOT):
         put(plan(key_of(x, True), "toy.a"))
         out = tensorlogic.relu(x).sum()
         with tensorlogic.policy(force=chosen):

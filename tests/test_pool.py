@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import derived
+from tensorlogic.core import weight_cache
 from tensorlogic.memory import pool
 from tensorlogic.native import cpu_library
 from tensorlogic.native import hook_ops as native_hook_ops
@@ -117,7 +117,7 @@ def test_limits_hold_and_the_oldest_block_goes_first() -> None:
 def test_copies_of_weights_are_counted_and_can_be_switched_off() -> None:
     weight = torch.nn.Parameter(torch.randn(64, 64).half())
     before = pool.stats().derived_bytes
-    limit = derived.CACHE.max_bytes
+    limit = weight_cache.CACHE.max_bytes
     try:
         with tensorlogic.policy(force="torch.widened"), torch.no_grad():
             tensorlogic.linear(torch.randn(4, 64).half(), weight)

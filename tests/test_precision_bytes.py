@@ -10,7 +10,8 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic import accuracy, adapting, registry
-from tensorlogic.op import EAGER, OPS
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.op import OPS
 from tensorlogic.system import hardware
 
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
@@ -148,7 +149,10 @@ def test_a_hidden_outlier_does_not_break_the_budget(monkeypatch: pytest.MonkeyPa
         adapting.forget()
         chosen = [(op.candidates[id], {"rank": 3}), (op.candidates[EAGER], {})]
         monkeypatch.setattr(adapting, "order", lambda *_, chosen=chosen: chosen)
-        with tensorlogic.precision("adaptive", rtol=rtol), tensorlogic.policy(tune="off"):
+        with (
+            tensorlogic.core.precision_policy("adaptive", rtol=rtol),
+            tensorlogic.policy(tune="off"),
+        ):
             for x, y in ((a, b), (a, b), (spiky, b), (spiky, small), (spiky, small)):
                 assert off(tensorlogic.matmul(x, y), x.double() @ y.double()) <= rtol, id
                 assert [id] == adapting.LAST or x is spiky

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tensorlogic import accuracy, judging
-from tensorlogic.op import OPS
+from tensorlogic.core.op import OPS
 from tensorlogic.system import capture_state, hardware
 
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
+from tensorlogic.core.op import OPS
 from tensorlogic.native import cpu_library
-from tensorlogic.op import OPS
 
 
 class Made(TorchDispatchMode):

@@ -210,7 +210,10 @@ def test_adaptive_calls_do_not_wait_where_the_device_judges(
     both = torch.cat((b[:64], b[:64]))
 
     def off(x: Tensor, y: Tensor, **more: Any) -> float:
-        with tensorlogic.precision("adaptive", rtol=1e-2), tensorlogic.policy(tune="off"):
+        with (
+            tensorlogic.core.precision_policy("adaptive", rtol=1e-2),
+            tensorlogic.policy(tune="off"),
+        ):
             c = tensorlogic.matmul(x, y, **more)
         want = x.double() @ y.double()
         return float(((c - want).norm(dim=1) / want.norm(dim=1)).max())
@@ -231,5 +234,7 @@ def test_adaptive_calls_do_not_wait_where_the_device_judges(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert off(a, b) < 1e-2
-    c = tensorlogic.matmul(a, b, "gelu", precision=tensorlogic.precision("adaptive", rtol=1e-2))
+    c = tensorlogic.matmul(
+        a, b, "gelu", precision=tensorlogic.core.precision_policy("adaptive", rtol=1e-2)
+    )
     torch.testing.assert_close(c, torch.nn.functional.gelu(a @ b), rtol=0.1, atol=0.1)

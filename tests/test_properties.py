@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import dispatch, numerics
-from tensorlogic.op import EAGER, OPS, Op
+from tensorlogic import dispatch
+from tensorlogic.core import tolerance
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.op import OPS, Op
 from tensorlogic.system import hardware
 
 from .helpers import PUBLIC, reference, runnable
@@ -170,7 +172,7 @@ def leaves(op: Op, case: list[Any], wide: bool = False) -> list[Any]:
     made = []
     for p, a in zip(op.params, case, strict=False):
         if isinstance(a, Tensor):
-            a = numerics.wide(a).clone() if wide else a.detach()
+            a = tolerance.wide(a).clone() if wide else a.detach()
             if p.name in op.mutates:
                 a = a.clone()
             elif a.is_floating_point():
@@ -219,7 +221,7 @@ def test_random_calls_match_float64(name: str) -> None:
             with tensorlogic.policy(force=id):
                 out = dispatch.call(op, tuple(leaves(op, case)))
         assert out.stride() == plain.stride() or not out.numel(), (id, out.stride(), plain.stride())
-        verdict = numerics.judge((out,), (plain,), (want,))
+        verdict = tolerance.judge((out,), (plain,), (want,))
         assert verdict, f"{id}: {verdict.reason}"
         for a, b in zip(case, before, strict=True):
             assert not isinstance(a, Tensor) or torch.equal(a, b), f"{id} changed an input"

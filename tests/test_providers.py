@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 import tensorlogic
 from tensorlogic.checking import Checker
-from tensorlogic.op import OPS
-from tensorlogic.ops.common import activations
+from tensorlogic.core import activations as core_activations
+from tensorlogic.core.op import OPS
 from tensorlogic.providers import liger, quack
 from tensorlogic.providers.packages import Package
 from tests import provider_fakes
@@ -258,7 +258,7 @@ def test_activations_go_by_the_package_s_names(installed: None) -> None:
         assert fake.ASKED.pop() == theirs
     z = torch.linspace(-3, 3, 100, dtype=torch.float64)
     for ours, theirs in quack.ACTIVATIONS.items():
-        torch.testing.assert_close(fake.ACT[theirs](z), activations.activate(z, ours))
+        torch.testing.assert_close(fake.ACT[theirs](z), core_activations.activate(z, ours))
 
 
 REFUSED: list[tuple[str, str, tuple[Any, ...], str]] = [

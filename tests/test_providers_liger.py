@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tensorlogic.op import OPS, Candidate
+from tensorlogic.core.candidate import Candidate
+from tensorlogic.core.op import OPS
 from tensorlogic.providers import liger
 from tensorlogic.providers.packages import Package
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic.op import OPS
+from tensorlogic.core.op import OPS
 
 
 @pytest.fixture

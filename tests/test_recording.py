@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import measure, policies, recording, registry, selector, stores, study
+from tensorlogic import measure, recording, registry, selector, stores, study
+from tensorlogic.core import policy as policies
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.op import OPS
 from tensorlogic.environments import environment
 from tensorlogic.native import cpu_library
-from tensorlogic.op import EAGER, OPS
 from tensorlogic.ops.common import cpu_costs
 
 pytestmark = pytest.mark.skipif(

@@ -12,11 +12,13 @@ import torch
 from torch import fx, nn
 
 import tensorlogic
-from tensorlogic import binding, measure, policies, registry, selector, stores
-from tensorlogic.numerics import Verdict
-from tensorlogic.op import OPS, Candidate
+from tensorlogic import binding, measure, registry, selector, stores
+from tensorlogic.core import policy as core_policy
+from tensorlogic.core.candidate import Candidate
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import OPS
+from tensorlogic.core.tolerance import Verdict
 from tensorlogic.ops.convolution import CONVOLUTION
-from tensorlogic.plan_records import Key
 from tensorlogic.program import choosing, early, fragments, regions, serve
 from tensorlogic.program import whole as program_whole
 from tensorlogic.program.code import Sites
@@ -180,7 +182,7 @@ def test_a_candidate_is_not_forced_on_what_it_cannot_run() -> None:
     unfit = [c for c in tensorlogic.add_relu.fused.candidates.values() if c.unfit(key)]  # type: ignore[attr-defined]
     if not unfit:
         pytest.skip("every candidate here takes such tensors")
-    policy = policies.current()
+    policy = core_policy.current()
     sites = Sites({"call": unfit[0].id})  # chosen for tensors that lay otherwise
     run = sites.bind("call", tensorlogic.add_relu, (a, b))
     assert run is not None
@@ -206,7 +208,7 @@ def test_a_forced_forward_leaves_its_backward_to_the_plans(
     op = tensorlogic.linear.fused  # type: ignore[attr-defined]
     ready = (*tensorlogic.linear.__wrapped__(x, w, None, None, "relu"), True)  # type: ignore[attr-defined]
     fits = [c.id for c in op.candidates.values() if c.unfit(op.key(ready, "forward")) is None]
-    asked: list[policies.Policy] = []
+    asked: list[core_policy.Policy] = []
     bound = binding.Bound.__init__
 
     def seen(self: binding.Bound, *given: Any) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import policies
 from tensorlogic.checking import Checker
-from tensorlogic.op import Op
-from tensorlogic.plan_records import Key
+from tensorlogic.core import policy
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import Op
 
 from .helpers import TABLE, TWICE, Call, close, leaves
 
@@ -134,7 +134,7 @@ def met(name: str) -> list[tuple[Op, Key]]:
     def seen(op: Op, key: Key, device: torch.device) -> None:
         found.setdefault(key.text, (op, key))
 
-    with policies.use(replace(policies.current(), observer=seen, entries={})):
+    with policy.use(replace(policy.current(), observer=seen, entries={})):
         out = TABLE[name][0](*leaves(name))
         out.square().sum().backward()
     return list(found.values())

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tensorlogic import registry
-from tensorlogic.op import OPS
+from tensorlogic.core.op import OPS
 from tensorlogic.system import hardware
 
 pytestmark = pytest.mark.skipif(hardware.triton_missing() is not None, reason="needs Triton")
@@ -27,7 +27,7 @@ import json, os, sys
 from dataclasses import replace
 import torch, triton
 from tensorlogic import registry, selector
-from tensorlogic.op import OPS
+from tensorlogic.core.op import OPS
 
 def seen():
     return {name: list(op.candidates) for name, op in OPS.items()}
@@ -123,7 +123,13 @@ def test_what_another_op_has_may_be_forced_for_it(found: dict[str, Any]) -> None
 
 
 def test_ops_of_others_load_everything() -> None:
-    for module in ("", "somebody.ops", "tests.planted", "tensorlogic.op", "x.tensorlogic.ops.y"):
+    for module in (
+        "",
+        "somebody.ops",
+        "tests.planted",
+        "tensorlogic.core.op",
+        "x.tensorlogic.ops.y",
+    ):
         assert registry._kin(module) == ""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tensorlogic import plan_files
-from tensorlogic.plan_records import Evidence, Key, Plan
+from tensorlogic.core.key import Evidence, Key, Plan
 from tensorlogic.plans import export_lockfile, load_lockfile
 
 from .plan_samples import CPU, linear
@@ -180,7 +180,7 @@ def test_a_candidate_that_is_gone_is_said_and_dropped_when_asked(
 def test_only_what_is_as_it_was_measured_takes_a_dropped_ones_place(
     tool: ModuleType, tmp_path: Path
 ) -> None:
-    from tensorlogic.op import OPS
+    from tensorlogic.core.op import OPS
 
     own = {id: OPS["linear"].candidates[id].source for id in ("torch.eager", "torch.inplace")}
     before = checkout(tmp_path / "before", {"linear": {**own, "cpu.epilogue": "c" * 16}})

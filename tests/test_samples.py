@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import numerics
 from tensorlogic.checking import STRESS_SLACK, Checker
-from tensorlogic.op import OPS
+from tensorlogic.core import tolerance
+from tensorlogic.core.activations import activate
+from tensorlogic.core.op import OPS
 from tensorlogic.ops.common import samples
-from tensorlogic.ops.common.activations import activate
 
 CPU = torch.device("cpu")
 ROWS = torch.randn(1, 12).expand(5, 12)
@@ -111,7 +111,7 @@ def test_sums_in_one_accumulator_are_no_error_where_eager_adds_parts(k: int, act
     assert plain is not None
     assert ref is not None
     plain.copy_(launch(exact)(*checker.probes[2].dynamic)[0])
-    apart = numerics.relative_error(made, ref) / numerics.relative_error(plain, ref)
+    apart = tolerance.relative_error(made, ref) / tolerance.relative_error(plain, ref)
     assert apart > 2 * STRESS_SLACK  # only what the sums are known to lose explains it
     if overflown:
         plain.fill_(float("nan"))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tensorlogic import registry
+from tensorlogic.core.op import OPS
 from tensorlogic.native import cpu_library
-from tensorlogic.op import OPS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 pytestmark = pytest.mark.skipif(

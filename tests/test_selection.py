@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import measure, neighbours, plans, policies, selector, stores
+from tensorlogic import measure, neighbours, plans, selector, stores
+from tensorlogic.core import policy
+from tensorlogic.core.candidate import EAGER, Candidate, Config
+from tensorlogic.core.key import Evidence, Key, Plan
 from tensorlogic.environments import environment
-from tensorlogic.op import EAGER, Candidate, Config
-from tensorlogic.plan_records import Evidence, Key, Plan
 from tensorlogic.plans import export_lockfile
 from tensorlogic.system import compile_pool
 from tensorlogic.system.compile_pool import CompileFailure
@@ -29,7 +30,7 @@ TILES = {"products": ({"BLOCK_M": 64},)}
 
 def source(x: Tensor, **changes: Any) -> str:
     with tensorlogic.policy(**changes):
-        return selector.decide(RELU, key_of(x), CPU, policies.current()).source
+        return selector.decide(RELU, key_of(x), CPU, policy.current()).source
 
 
 def test_order_forced_stored_neighbour_guess_eager(served: Served) -> None:
@@ -145,7 +146,7 @@ def test_a_neighbour_is_followed_where_its_gain_outweighs_its_distance(
         )
     )
     asked = key_of(torch.randn(rows, 64) if rows != 128 else torch.randn(136, 64))
-    found = selector.decide(RELU, asked, CPU, policies.current())
+    found = selector.decide(RELU, asked, CPU, policy.current())
     assert found.source.startswith("neighbour")
     assert (found.eager[0], found.captured[0]) == (who, who)
 
@@ -179,7 +180,7 @@ def test_a_neighbours_configuration_that_does_not_exist_here_gives_way_to_one_th
         RELU.candidates["toy.tiled"] = replace(
             RELU.candidates["toy.tiled"], configs=lambda key: [{"tile": 256}]
         )
-        policies.forget_entries()
+        policy.forget_entries()
         assert torch.equal(tensorlogic.relu(x), torch.relu(x))
         assert "toy.tiled failed on" in caplog.text
         assert "no 256 rows" in caplog.text
@@ -228,7 +229,7 @@ def test_a_neighbour_is_followed_to_the_closest_configuration_of_this_key(
     )
     put(replace(plan(key_of(other), "toy.tiled"), eager_config=planned))
     with tensorlogic.policy(tune="off"):
-        found = selector.choose(RELU, key_of(x), (x,), policies.current())
+        found = selector.choose(RELU, key_of(x), (x,), policy.current())
     assert (found.candidate.id, found.config) == ("toy.tiled", served_by)
 
 
@@ -279,7 +280,7 @@ def test_ranks_are_borrowed_where_the_software_is_the_same(
     store = plans.PlanStore(tmp_path, here)
     monkeypatch.setattr(store, "_read", lambda: ({}, {}, {key.text: lent.to_json()}))
     monkeypatch.setattr(stores, "current", lambda device: store)
-    found = selector.decide(RELU, key, CPU, policies.current())
+    found = selector.decide(RELU, key, CPU, policy.current())
     assert found.eager == ("toy.ranked", {"rank": rank})
     assert found.source == f"neighbour {key.text}{where}"
 
@@ -309,14 +310,14 @@ def test_from_afar_a_gain_is_followed_and_a_loss_left_to_the_cost_models(served:
     ):
         store.forget(lambda _: True)
         store.put(known(rows, took))
-        found = selector.decide(RELU, asked, CPU, policies.current())
+        found = selector.decide(RELU, asked, CPU, policy.current())
         assert found.eager[0] == who, (rows, took)
     store.put(known(64, 0.5))  # a loss nearby is heeded, whoever gains further away
-    assert selector.decide(RELU, asked, CPU, policies.current()).eager[0] == EAGER
+    assert selector.decide(RELU, asked, CPU, policy.current()).eager[0] == EAGER
     store.forget(lambda _: True)
     store.put(known(128, 1.5))  # from afar it is not: the next neighbour is asked
     store.put(known(64, 0.5))
-    assert selector.decide(RELU, asked, CPU, policies.current()).eager[0] == "toy.a"
+    assert selector.decide(RELU, asked, CPU, policy.current()).eager[0] == "toy.a"
 
 
 def test_a_plan_of_other_tensors_or_flags_is_nobodys_neighbour(served: Served) -> None:
@@ -328,7 +329,7 @@ def test_a_plan_of_other_tensors_or_flags_is_nobodys_neighbour(served: Served) -
         replace(key, names=(), tensors=()),
     ):
         put(plan(other, "toy.a"))
-    assert selector.decide(RELU, key, CPU, policies.current()).source == "eager"
+    assert selector.decide(RELU, key, CPU, policy.current()).source == "eager"
 
 
 def test_a_neighbours_configuration_serves_where_none_is_listed(served: Served) -> None:
@@ -341,7 +342,7 @@ def test_a_neighbours_configuration_serves_where_none_is_listed(served: Served) 
     RELU.add(replace(toy("toy.unlisted", []), sources=(len,), configs=listed))
     put(replace(plan(key_of(other), "toy.unlisted"), eager_config={"tile": 512}))
     with tensorlogic.policy(tune="off"):
-        found = selector.choose(RELU, key_of(x), (x,), policies.current())
+        found = selector.choose(RELU, key_of(x), (x,), policy.current())
     assert (found.candidate.id, found.config) == ("toy.unlisted", {"tile": 512})
 
 

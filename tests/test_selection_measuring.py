@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import tensorlogic
 from tensorlogic import entrants, stores, study
-from tensorlogic.op import EAGER
-from tensorlogic.plan_records import Key
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.key import Key
 from tensorlogic.system import capture_state
 
 from .support.plans import RELU, Served, decided

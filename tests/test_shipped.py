@@ -13,10 +13,10 @@ import torch
 
 import tensorlogic
 from tensorlogic import plan_files, plans, registry, stores
+from tensorlogic.core.activations import activate
+from tensorlogic.core.key import Plan
+from tensorlogic.core.op import OPS
 from tensorlogic.environments import Environment, environment
-from tensorlogic.op import OPS
-from tensorlogic.ops.common.activations import activate
-from tensorlogic.plan_records import Plan
 from tensorlogic.plans import export_lockfile
 
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tensorlogic import registry
-from tensorlogic import source_hash as hashing
-from tensorlogic.op import OPS
-from tensorlogic.source_hash import DIGITS, source_hash
+from tensorlogic.core import source_hash as core_source_hash
+from tensorlogic.core.op import OPS
+from tensorlogic.core.source_hash import DIGITS, source_hash
 
 KERNEL = '''
 """A kernel."""
@@ -64,8 +64,8 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Nothing is known that is not in the cache folder; called, once more."""
 
     def forget() -> None:
-        monkeypatch.setattr(hashing, "_KNOWN", {})
-        monkeypatch.setattr(hashing, "_READ", set())
+        monkeypatch.setattr(core_source_hash, "_KNOWN", {})
+        monkeypatch.setattr(core_source_hash, "_READ", set())
 
     forget()
     return forget
@@ -361,7 +361,7 @@ def test_hashes_are_computed_once_for_all_processes(
     module = package({"kernel.py": KERNEL, **OTHER})
     found = source_hash([module])
     fresh_process()
-    monkeypatch.setattr(hashing, "_computed", lambda *_: pytest.fail("parsed again"))
+    monkeypatch.setattr(core_source_hash, "_computed", lambda *_: pytest.fail("parsed again"))
     assert source_hash([module]) == found
 
 
@@ -382,7 +382,7 @@ def test_a_damaged_cache_is_ignored(
 ) -> None:
     module = package({"kernel.py": KERNEL, **OTHER})
     found = source_hash([module])
-    path = tmp_path / "cache" / hashing.CACHE
+    path = tmp_path / "cache" / core_source_hash.CACHE
     if damage == "folder":
         path.unlink()
         path.mkdir()
@@ -397,7 +397,7 @@ def test_a_damaged_cache_is_ignored(
 def test_the_file_begins_anew_when_it_is_large(
     package: Callable[..., ModuleType], tmp_path: Path
 ) -> None:
-    path = tmp_path / "cache" / hashing.CACHE
+    path = tmp_path / "cache" / core_source_hash.CACHE
     path.parent.mkdir(exist_ok=True)
     path.write_text("0123456789abcdef 0123456789abcdef\n" * 40_000)
     source_hash([package({"kernel.py": KERNEL, **OTHER})])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic.derived import CACHE
+from tensorlogic.core.weight_cache import CACHE
 from tensorlogic.program import samples, serve
 
 SCALE = 1.0

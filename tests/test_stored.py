@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic import measure, stores
-from tensorlogic.numerics import Verdict
-from tensorlogic.op import Candidate
+from tensorlogic.core.candidate import Candidate
+from tensorlogic.core.tolerance import Verdict
 from tensorlogic.program import choosing, regions, stored, whole
 from tensorlogic.program.code import Sites
 from tensorlogic.system import settings

@@ -11,11 +11,12 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic import checking, measure, registry, selector, stores, study
+from tensorlogic.core.candidate import EAGER, Candidate
+from tensorlogic.core.key import Evidence, Plan
+from tensorlogic.core.op import OPS, Op
 from tensorlogic.environments import environment
 from tensorlogic.native import cpu_library
-from tensorlogic.op import EAGER, OPS, Candidate, Op
 from tensorlogic.ops.common import storing
-from tensorlogic.plan_records import Evidence, Plan
 
 from .clockwork import Clock
 
@@ -92,7 +93,7 @@ def stored(op: str, args: tuple[Any, ...], way: str) -> None:
     ]
     key = op_of(op).key(args, "inference")
     stores.current(CPU).put(Plan(key, "cpu.fused", config, "cpu.fused", config, evidence))
-    tensorlogic.policies.forget_entries()
+    tensorlogic.core.policy.forget_entries()
 
 
 @pytest.mark.parametrize("way", ["near", "past_caches"])
@@ -121,7 +122,7 @@ def test_a_smaller_neighbour_is_stored_by_size_where_the_way_is_not_offered(
     made, small = Launched(monkeypatch), nbytes // 2 - 64
     with torch.no_grad():
         key = op_of("add_relu").key((x[:small], y[:small], False), "inference")
-        found = selector.decide(op_of("add_relu"), key, CPU, tensorlogic.policies.current())
+        found = selector.decide(op_of("add_relu"), key, CPU, tensorlogic.core.policy.current())
         assert found.source.startswith("neighbour")
         assert found.eager == ("cpu.fused", storing.configs(2 * small, asks=True)[0])
         tensorlogic.add_relu(x[:small], y[:small])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic.op import OPS
+from tensorlogic.core.op import OPS
 from tensorlogic.ops.convolution import CONVOLUTION
 from tensorlogic.ops.gelu_linear import gelu_linear
 from tensorlogic.ops.linear import linear

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from .support.triton import DEVICE, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic.op import OPS  # isort: skip
+from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_cross_entropy_ahead as ahead  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from .compiled import resources  # isort: skip

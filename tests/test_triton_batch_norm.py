@@ -8,15 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tensorlogic.core import tolerance
+
 from .support.triton import DEVICE
 from .support.triton import close_to_largest as close
 from .support.triton import randn as rand
 
-from tensorlogic import numerics, registry  # isort: skip  (after the interpreter is asked for)
-from tensorlogic.op import OPS  # isort: skip
+from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_batch_norm as kernels  # isort: skip
 from tensorlogic.ops.common import triton_columns, triton_launch  # isort: skip
-from tensorlogic.plan_records import Key  # isort: skip
+from tensorlogic.core.key import Key  # isort: skip
 
 from .compiled import nothing_spills  # isort: skip
 
@@ -222,7 +224,7 @@ def test_the_mean_of_numbers_around_zero_is_as_good_as_their_sum(parts: int) -> 
     config = {"BLOCK_R": 8, "BLOCK_C": 16, "parts": parts, "num_warps": 4}
     mean, _ = statistics(z, config)
     exact = z.double().mean(0)
-    assert numerics.relative_error(mean, exact) < 4e-7 * (1 + 2 * (parts == 1))
+    assert tolerance.relative_error(mean, exact) < 4e-7 * (1 + 2 * (parts == 1))
 
 
 @pytest.mark.parametrize("value", [0.1, 1000.1])
@@ -252,7 +254,7 @@ def test_statistics_are_judged_like_the_product_they_are_of(dtype: str) -> None:
     eager = (exact * (1 + 2e-5)).float()
 
     def right(off: float) -> bool:
-        return bool(numerics.judge([(exact * (1 + off)).float()], [eager], [exact], 1.0, coarse))
+        return bool(tolerance.judge([(exact * (1 + off)).float()], [eager], [exact], 1.0, coarse))
 
     assert right(2e-5)
     assert right(1e-4) == (dtype == "f16")

@@ -30,7 +30,9 @@ from tensorlogic import registry
 
 from tensorlogic import checking  # isort: skip
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
-from tensorlogic.op import OPS, Candidate  # isort: skip
+from tensorlogic.core.op import OPS
+
+from tensorlogic.core.candidate import Candidate  # isort: skip
 from tensorlogic.ops.common import triton_extreme as kernels  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip

@@ -67,7 +67,7 @@ def test_few_rows_by_many_weights_get_deeper_pipelines() -> None:
 
 def test_deeper_pipelines_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorlogic import registry
-    from tensorlogic.op import OPS
+    from tensorlogic.core.op import OPS
 
     registry.ready(DEVICE.type)
     monkeypatch.setattr(gemm, "LEAST_WEIGHTS", 1)
@@ -103,7 +103,7 @@ def test_some_configurations_for_every_shape(size: int) -> None:
 )
 def test_strided_vectors_are_refused(name: str, vectors: tuple[int, ...]) -> None:
     from tensorlogic import registry
-    from tensorlogic.op import OPS
+    from tensorlogic.core.op import OPS
 
     registry.ready(DEVICE.type)
     op = OPS[name]

@@ -14,8 +14,13 @@ from torch import Tensor
 from .support.triton import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import plans, policies, registry  # isort: skip
-from tensorlogic.op import EAGER, OPS  # isort: skip
+from tensorlogic import plans
+from tensorlogic.core import policy
+
+from tensorlogic import registry  # isort: skip
+from tensorlogic.core.candidate import EAGER
+
+from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_marked as kernels  # isort: skip
 from tensorlogic.ops.pointwise import family, together  # isort: skip
@@ -205,9 +210,9 @@ def test_it_is_chosen_by_the_time_of_both(monkeypatch: pytest.MonkeyPatch) -> No
     """Not where all calls must take one candidate, and not by its name among those of forward."""
     assert "triton.marked" not in OPS["relu"].candidates
     a = rand(6, 8).requires_grad_()
-    with policies.policy(deterministic=True, force={"pointwise_together": "triton.marked"}):
+    with policy.policy(deterministic=True, force={"pointwise_together": "triton.marked"}):
         assert not marked(tensorlogic.relu(a))
-    with policies.policy(force={"pointwise_together": "triton.marked"}):
+    with policy.policy(force={"pointwise_together": "triton.marked"}):
         assert marked(tensorlogic.relu(a))
     assert not marked(tensorlogic.relu(a))
 

@@ -12,7 +12,7 @@ from .support.triton import DEVICE
 
 import tensorlogic  # isort: skip
 from tensorlogic import registry  # isort: skip
-from tensorlogic.op import OPS  # isort: skip
+from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.ops.common import gemm, gemm_one_row, triton_launch  # isort: skip
 from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
 from .compiled import resources  # isort: skip

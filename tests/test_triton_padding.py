@@ -17,7 +17,7 @@ from .support.triton import nan_filled as poisoned
 from .support.triton import randn as rand
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
-from tensorlogic.op import OPS  # isort: skip
+from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.ops.common.gemm_wiring import Product  # isort: skip
 from tensorlogic.ops.linear import cublaslt_epilogue, triton_tiled  # isort: skip
 from tensorlogic.ops.matmul import products_backward  # isort: skip

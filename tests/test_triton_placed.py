@@ -31,8 +31,13 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
 )
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import plans, policies, registry  # isort: skip
-from tensorlogic.op import EAGER, OPS  # isort: skip
+from tensorlogic import plans
+from tensorlogic.core import policy
+
+from tensorlogic import registry  # isort: skip
+from tensorlogic.core.candidate import EAGER
+
+from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_placed as kernels  # isort: skip
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
@@ -212,9 +217,9 @@ def test_candidates_of_the_pair_agree(id: str, kind: str) -> None:
 def test_it_is_chosen_by_the_time_of_both() -> None:
     """Not where all calls must take one candidate, nor under hooks on what is saved."""
     x = rand(6, 8).requires_grad_()
-    with policies.policy(deterministic=True, force={PAIR: "triton.placed"}):
+    with policy.policy(deterministic=True, force={PAIR: "triton.placed"}):
         assert not has_places(tensorlogic.max(x, 1))
-    with policies.policy(force={PAIR: "triton.placed"}):
+    with policy.policy(force={PAIR: "triton.placed"}):
         assert has_places(tensorlogic.max(x, 1))
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             assert not has_places(tensorlogic.max(x, 1))

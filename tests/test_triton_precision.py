@@ -8,9 +8,11 @@ import torch.nn.functional as F
 
 from .support.triton import DEVICE, TOLERANCE, TORCH, default_device, rand  # noqa: F401  (a fixture)
 
-from tensorlogic.op import OPS  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.core.op import OPS  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import checking, registry  # isort: skip
-from tensorlogic.ops.common import activations, gemm  # isort: skip
+from tensorlogic.core import activations as core_activations
+
+from tensorlogic.ops.common import gemm  # isort: skip
 from tensorlogic.ops.common import triton_elementwise as elementwise  # isort: skip
 
 FLAT = {"strategy": "flat", "BLOCK": 64, "stream": False, "num_warps": 4}
@@ -32,7 +34,7 @@ def applied(op: str, dtype: str, *args: torch.Tensor) -> list[torch.Tensor]:
 def test_bfloat16_tails_keep_their_digits(kind: str) -> None:
     x = -torch.linspace(4, 11 if kind == "gelu" else 8, 64).bfloat16()
     (y,) = applied(kind, "bf16", x)
-    want = activations.activate(x.double(), kind)
+    want = core_activations.activate(x.double(), kind)
     assert (want != 0).all()
     assert ((y.double() - want).abs() <= 2**-7 * want.abs()).all()  # the interpreter cuts off
 
@@ -103,7 +105,7 @@ def test_long_float32_sums_are_summed_by_tiles() -> None:
 def test_float64_gelu_is_a_reference_far_below_zero() -> None:
     x = torch.tensor([-9.0, -1.0, 0.0, 3.0, float("inf")], dtype=torch.float64)
     for kind in ("gelu", "gelu_tanh"):
-        y = activations.activate(x, kind)
+        y = core_activations.activate(x, kind)
         near = F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
         assert torch.allclose(y, near, rtol=1e-12, atol=1e-15)
         assert -1e-17 < y[0] < 0

@@ -17,12 +17,12 @@ from .support.triton import nan_filled as poisoned
 from .support.triton import randn as rand
 
 from tensorlogic import registry  # isort: skip
-from tensorlogic.op import OPS  # isort: skip
+from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.ops.common import gemm_wiring, triton_finish  # isort: skip
-from tensorlogic.ops.common.activations import activate  # isort: skip
+from tensorlogic.core.activations import activate  # isort: skip
 from tensorlogic.ops.linear import cublaslt_columns  # isort: skip
 from tensorlogic.ops.linear_batch_norm_relu import cublaslt_columns as norm_columns  # isort: skip
-from tensorlogic.plan_records import Key  # isort: skip
+from tensorlogic.core.key import Key  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 registry.ready(DEVICE.type)

@@ -15,13 +15,13 @@ from .support.triton import DEVICE, TORCH, close, default_device, poisoned, rand
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
-from tensorlogic.op import OPS  # isort: skip
+from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_reduce_strided as strided  # isort: skip
 from tensorlogic.ops.reduce import shapes, triton_reduce, triton_spins  # isort: skip
-from tensorlogic.plan_records import Key
+from tensorlogic.core.key import Key
 
-from tensorlogic.plan_records import TensorSpec  # isort: skip
+from tensorlogic.core.key import TensorSpec  # isort: skip
 from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities

@@ -9,7 +9,7 @@ import torch
 
 from .support.triton import DEVICE, HOPPER, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
-from tensorlogic.op import OPS  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.core.op import OPS  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_scores_direct as scores  # isort: skip

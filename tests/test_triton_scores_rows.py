@@ -9,7 +9,7 @@ import torch
 
 import tensorlogic
 from tensorlogic.checking import Checker
-from tensorlogic.op import OPS
+from tensorlogic.core.op import OPS
 from tensorlogic.system.compile_pool import CompileFailure
 
 from .support.triton import DEVICE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 import tensorlogic as tl
 from tensorlogic import binding, registry
-from tensorlogic.op import OPS, bits
+from tensorlogic.core.op import OPS, bits
 from tensorlogic.ops.common import triton_columns as columns_
 from tensorlogic.ops.common import triton_launch
 from tensorlogic.ops.common import triton_shared_gradients as kernels

@@ -26,7 +26,7 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
 
 from tensorlogic import checking  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
-from tensorlogic.op import OPS  # isort: skip
+from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_softmax as kernels
 

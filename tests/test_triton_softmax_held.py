@@ -11,10 +11,10 @@ import torch
 from .support.triton import TOLERANCE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
-from tensorlogic.op import OPS
+from tensorlogic.core.op import OPS
 
-from tensorlogic.plan_records import Key  # isort: skip
-from tensorlogic.numerics import DTYPES  # isort: skip
+from tensorlogic.core.key import Key  # isort: skip
+from tensorlogic.core.dtypes import DTYPES  # isort: skip
 from tensorlogic.ops.common import cross_entropy_held, softmax_held, triton_launch
 from tensorlogic.system import compile_pool
 

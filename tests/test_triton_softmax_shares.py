@@ -26,7 +26,9 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry  # isort: skip
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
-from tensorlogic.op import OPS, Candidate  # isort: skip
+from tensorlogic.core.op import OPS
+
+from tensorlogic.core.candidate import Candidate  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
 from tensorlogic.ops.common import triton_shares as shares  # isort: skip
 from tensorlogic.ops.common import triton_softmax_shares as kernels  # isort: skip

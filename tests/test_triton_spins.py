@@ -10,7 +10,7 @@ import torch
 from .support.triton import DEVICE, REDUCE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic.op import OPS  # isort: skip
+from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_launch, triton_spins  # isort: skip
 from .compiled import resources  # isort: skip
 

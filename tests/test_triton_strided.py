@@ -14,7 +14,9 @@ from .support.triton import DEVICE, GUARD, TORCH, close, rand
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
-from tensorlogic.op import OPS, spec  # isort: skip
+from tensorlogic.core.op import OPS
+
+from tensorlogic.core.op import spec  # isort: skip
 from tensorlogic.ops.common import triton_elementwise as elementwise  # isort: skip
 from tensorlogic.ops.common import compiled_launch, triton_launch, wiring  # isort: skip
 from tensorlogic.ops.pointwise import layouts, reference, shapes  # isort: skip

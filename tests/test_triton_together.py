@@ -16,7 +16,7 @@ from .support.triton import DEVICE, TORCH, close, default_device, poisoned, rand
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import plans, registry  # isort: skip
-from tensorlogic.op import OPS  # isort: skip
+from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.ops.common import cross_entropy_held  # isort: skip
 from tensorlogic.ops.common import triton_cross_entropy_together as together  # isort: skip
 from tensorlogic.ops.common import triton_launch

@@ -62,7 +62,7 @@ def test_no_converted_copy_is_in_memory(op: str, pair: tuple[torch.dtype, torch.
     n = 2048
     a, b = (torch.randn(n, n, device="cuda").to(d) for d in pair)
     call = getattr(tensorlogic, op)
-    with tensorlogic.precision("f32"), tensorlogic.policy(force="triton.f64_widened"):
+    with tensorlogic.core.precision_policy("f32"), tensorlogic.policy(force="triton.f64_widened"):
         call(a, b)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -100,7 +100,7 @@ def test_a_thread_keeps_its_registers() -> None:
 
 
 def test_a_policy_that_keeps_no_copy_refuses_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorlogic.plan_records import Key, TensorSpec
+    from tensorlogic.core.key import Key, TensorSpec
 
     def key(precision: str, *dtypes: str, n: int = 2048) -> Key:
         specs = tuple(TensorSpec(d, (n, n), (n, 1)) for d in dtypes)

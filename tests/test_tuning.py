@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import policies, stores, tuning
+from tensorlogic import stores, tuning
+from tensorlogic.core import policy
 
 CPU = torch.device("cpu")
 
@@ -27,11 +28,11 @@ def test_an_interrupted_tune_keeps_what_it_has_measured(monkeypatch: pytest.Monk
             tensorlogic.relu(torch.ones(n))
 
     monkeypatch.setattr(tuning, "_measure", interrupted)
-    before = policies.current()
+    before = policy.current()
     with pytest.raises(KeyboardInterrupt):
         tensorlogic.tune(step)
     assert [p.key.text for p in stores.current(CPU).plans()] == [asked[0].text]
-    assert policies.current() is before
+    assert policy.current() is before
     assert torch.is_grad_enabled()
     monkeypatch.undo()
     learned = tensorlogic.tune(step)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tensorlogic import stores, study, tuning, turns
 from tensorlogic.autotune import measure_key
+from tensorlogic.core.candidate import EAGER, Candidate
+from tensorlogic.core.key import UNFINISHED, Key, Plan
+from tensorlogic.core.op import Op
 from tensorlogic.environments import environment
-from tensorlogic.op import EAGER, Candidate, Op
-from tensorlogic.plan_records import UNFINISHED, Key, Plan
 from tensorlogic.system import compile_pool
 
 from .clockwork import Clock

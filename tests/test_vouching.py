@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import policies, registry, selector, stores, vouching
+from tensorlogic import registry, selector, stores, vouching
+from tensorlogic.core import policy
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import OPS, Op
 from tensorlogic.native import cpu_library
-from tensorlogic.op import EAGER, OPS, Op
-from tensorlogic.plan_records import Key
 
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())
@@ -56,7 +58,7 @@ def plant() -> Iterator[Callable[..., list[Key]]]:
         op.candidates.clear()
         op.candidates.update(candidates)
     vouching.forget()
-    policies.forget_entries()
+    policy.forget_entries()
 
 
 def at_a_tables_end(dynamic: tuple[Any, ...], y: Tensor) -> None:
@@ -78,7 +80,7 @@ def served(op: str, *args: Any) -> str:
     """The candidate that a call of these arguments is bound to."""
     from tensorlogic.binding import bind
 
-    return bind(OPS[op], args, policies.current(), False).choice.candidate.id
+    return bind(OPS[op], args, policy.current(), False).choice.candidate.id
 
 
 @pytest.mark.parametrize("shape", [(64,), (2, 16)])
@@ -119,7 +121,7 @@ def test_what_was_found_is_kept_in_the_process_and_on_disk(
     assert served("gelu", torch.randn(100).half(), "none", False) == "cpu.fused"
     assert len(checks) == 2  # of another type
     vouching.forget()
-    policies.forget_entries()
+    policy.forget_entries()
     assert served("gelu", torch.randn(800 + 3), "none", False) == "cpu.fused"
     assert len(checks) == 2
     stores.current(CPU).path.with_suffix(".checked").write_bytes(

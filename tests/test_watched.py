@@ -17,8 +17,8 @@ if hardware.triton_missing() or torch.cuda.is_available() or not hardware.interp
     pytest.skip("needs Triton's interpreter, and no GPU", allow_module_level=True)
 
 from tensorlogic import accuracy
+from tensorlogic.core.op import OPS
 from tensorlogic.judging import Place
-from tensorlogic.op import OPS
 from tensorlogic.ops.common import (
     compiled_launch,
     cublaslt,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorlogic import ranking
-from tensorlogic.plan_records import Key, TensorSpec
+from tensorlogic.core.key import Key, TensorSpec
 from tensorlogic.system import hardware
 
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):

@@ -25,13 +25,14 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tensorlogic import plan_files, registry  # noqa: E402
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.key import Evidence, Plan
+from tensorlogic.core.op import (
+    OPS,
+    Op,  # noqa: E402
+)
 from tensorlogic.entrants import Entrant, pick  # noqa: E402
 from tensorlogic.legacy_hashes import DIGITS, Place, Table, group, renamed  # noqa: E402
-from tensorlogic.op import EAGER, OPS, Op  # noqa: E402
-from tensorlogic.plan_records import (
-    Evidence,
-    Plan,  # noqa: E402
-)
 
 DEVICES = ("cuda", "cpu", "mps")
 # Where ops and the loading of their candidates lie inside the package: now, and before files moved.

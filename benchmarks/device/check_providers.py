@@ -21,7 +21,7 @@ import torch
 
 import tensorlogic
 from tensorlogic import registry, tuning
-from tensorlogic.op import OPS
+from tensorlogic.core.op import OPS
 from tensorlogic.providers import liger, quack
 
 Case = tuple[str, Callable[..., Any], tuple[Any, ...]]

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from tensorlogic import checking, registry
 from tensorlogic.checking import Checker
-from tensorlogic.op import OPS, Launcher, Op
-from tensorlogic.plan_records import Key
+from tensorlogic.core.candidate import Launcher
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import OPS, Op
 from tensorlogic.system.compile_pool import CompileFailure
 
 DEVICE = torch.device("cuda")

@@ -73,8 +73,8 @@ from torch._dynamo.utils import counters
 
 import tensorlogic
 from tensorlogic import measure, stores, turns
+from tensorlogic.core.candidate import EAGER
 from tensorlogic.environments import environment
-from tensorlogic.op import EAGER
 from tensorlogic.system import capture_state, compile_pool
 
 ROOT = Path(os.environ["DRAWN_BESIDE"])  # of this process and its workers

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlogic.op import Op
+from tensorlogic.core.op import Op
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -11,9 +11,10 @@ import torch
 from drawn_problems import CUDA, DEVICE, Problem
 from torch import Tensor
 
-from tensorlogic import measure, numerics, policies, selector
-from tensorlogic.op import Op
-from tensorlogic.plan_records import Key
+from tensorlogic import measure, selector
+from tensorlogic.core import policy, tolerance
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import Op
 from tensorlogic.system import capture_state
 
 SETS, APART = 6, 100e6  # sets of arguments at most, and the bytes that they exceed together
@@ -142,8 +143,8 @@ def met(problem: Problem, given: Given, force: str | None = None) -> list[tuple[
     def observe(op: Op, key: Key, device: torch.device) -> None:
         found.setdefault(key.text, (op, key))
 
-    chosen = replace(policies.current(), tune="off", observer=observe, entries={})
-    with policies.use(chosen if force is None else replace(chosen, force=force)):
+    chosen = replace(policy.current(), tune="off", observer=observe, entries={})
+    with policy.use(chosen if force is None else replace(chosen, force=force)):
         called(problem.ours, problem, given)
     return list(found.values())
 
@@ -154,7 +155,7 @@ def chosen(problem: Problem, given: Given) -> list[Row]:
     for op, key in met(problem, given):
         whole = op.joined(key)
         for its, k in [(op, key)] + ([whole] if whole else []):
-            decision = selector.decide(its, k, DEVICE, policies.current())
+            decision = selector.decide(its, k, DEVICE, policy.current())
             id, config = decision.captured
             if its is op or its.candidates[id].parts is not None:
                 found.append(
@@ -199,7 +200,7 @@ def check(row: Row, problem: Problem, given: Sequence[Given], timed: dict[str, T
         pairs = zip(timed[name].outputs, refs[timed[name].last], plain, strict=True)
         for i, (out, ref, base) in enumerate(pairs):
             if ref is not None and base is not None:
-                own = error(out, ref) / max(base, floor) / numerics.chance(ref.numel())
+                own = error(out, ref) / max(base, floor) / tolerance.chance(ref.numel())
                 worst, which = max((worst, which), (own, i))
         row[f"{name}_error"] = worst
         if worst > WORST:

@@ -28,11 +28,13 @@ os.environ["TRITON_CACHE_DIR"] = os.environ["TENSORLOGIC_CACHE_DIR"] + "/triton"
 import torch
 
 import tensorlogic
-from tensorlogic import environments, measure, neighbours, plans, policies, selector, stores
+from tensorlogic import environments, measure, neighbours, plans, selector, stores
 from tensorlogic.bench import rows
 from tensorlogic.checking import InputSet
-from tensorlogic.op import EAGER, Op
-from tensorlogic.plan_records import Key
+from tensorlogic.core import policy
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import Op
 
 FOLDER = Path(os.environ["TENSORLOGIC_CACHE_DIR"])
 SHIPPED = plans.SHIPPED
@@ -71,7 +73,7 @@ def waited_ms(fn: Callable[..., Any], args: tuple[Any, ...]) -> float:
 
 def against_shipped(op: Op, key: Key, device: torch.device) -> str:
     """Device time of the choice over the shipped plan's, side by side."""
-    ours = selector.decide(op, key, device, policies.current())
+    ours = selector.decide(op, key, device, policy.current())
     plans.SHIPPED = SHIPPED
     view = plans.PlanStore(FOLDER / "none", environments.environment(device))
     serves = [id for id, candidate in op.candidates.items() if candidate.unfit(key) is None]
@@ -98,7 +100,7 @@ def with_plans(device: torch.device) -> None:
     for name, fn, args in cases():
         first, second = waited_ms(fn, args), waited_ms(fn, args)
         op, key, _ = rows.meet(fn, args)[0]
-        served = selector.decide(op, key, device, policies.current())
+        served = selector.decide(op, key, device, policy.current())
         print(
             f"{name}: first call {first:.1f} ms, second {second:.2f}, by {served.eager[0]} ({served.source})",
             flush=True,
@@ -129,7 +131,7 @@ def main() -> None:
         with torch.no_grad():
             first, second = waited_ms(fn, args), waited_ms(fn, args)
             op, key, _ = rows.meet(fn, args)[0]
-            served = selector.decide(op, key, device, policies.current())
+            served = selector.decide(op, key, device, policy.current())
             learned = tensorlogic.tune(fn, *args)
             plan = stores.current(device).get(key)
             assert plan is not None

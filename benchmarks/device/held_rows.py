@@ -24,8 +24,8 @@ from drawn_timing import Replayed
 
 import tensorlogic
 from tensorlogic import registry
-from tensorlogic.op import OPS, Op
-from tensorlogic.plan_records import Key
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import OPS, Op
 from tensorlogic.system import compile_pool
 
 ROWS = {

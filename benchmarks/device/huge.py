@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import policies, registry, selector
+from tensorlogic import registry, selector
 from tensorlogic.bench import rows
-from tensorlogic.op import OPS
+from tensorlogic.core import policy
+from tensorlogic.core.op import OPS
 
 MANY = 2**31
 ROWS, COLUMNS = 65600, 32800  # more than that
@@ -307,7 +308,7 @@ def main() -> int:
             op, key, _ = rows.meet(case.call, case.args)[0]
         for id in [id for id in op.candidates if id.startswith(OURS)]:
             with tensorlogic.policy(force=id, tune="off"):
-                decision = selector.decide(op, key, DEVICE, policies.current())
+                decision = selector.decide(op, key, DEVICE, policy.current())
                 if decision.source != "forced":
                     continue
                 shape = case.call(*case.args).shape

@@ -32,10 +32,12 @@ import torch
 from drawn_cases import DEVICE, Family, family
 from torch import Tensor
 
-from tensorlogic import dispatch, numerics, policies, registry
+from tensorlogic import dispatch, registry
 from tensorlogic.checking import Checker
-from tensorlogic.op import EAGER, OPS, Candidate, Config, Op
-from tensorlogic.plan_records import Key
+from tensorlogic.core import policy, tolerance
+from tensorlogic.core.candidate import EAGER, Candidate, Config
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import OPS, Op
 from tensorlogic.system import heap_trim
 from tensorlogic.system.compile_pool import CompileFailure
 
@@ -67,8 +69,8 @@ def met(op: Op, args: list[Any], elements: int) -> list[tuple[Op, Key]] | None:
     def observe(op: Op, key: Key, device: torch.device) -> None:
         found.setdefault(key.text, (op, key))
 
-    plain = replace(policies.current(), tune="off", force=EAGER, observer=observe, entries={})
-    with policies.use(plain):
+    plain = replace(policy.current(), tune="off", force=EAGER, observer=observe, entries={})
+    with policy.use(plain):
         try:
             out = dispatch.call(op, tuple(args))
         except (TypeError, ValueError, IndexError):
@@ -157,7 +159,7 @@ def again(trial: Trial, checker: Checker, launch: Any, reason: str) -> str:
     coarse = trial.candidate.coarse(trial.key)
     with torch.no_grad():
         same = sum(not checker.check(launch, coarse=coarse) for _ in range(MORE))
-        rounding, luck = "times" in reason and same == MORE, numerics.of_those_that_miss
+        rounding, luck = "times" in reason and same == MORE, tolerance.of_those_that_miss
         others, chance = 0, bool(checker.check(launch, coarse=coarse, luck=luck))
         for draw in range(1, MORE + 1):
             other = Checker(trial.op, trial.key, DEVICE, draw)

@@ -30,11 +30,13 @@ os.environ["TENSORLOGIC_CACHE_DIR"] = tempfile.mkdtemp(prefix="tensorlogic-ship-
 import torch
 
 import tensorlogic
-from tensorlogic import plans, policies, registry, stores, tuning, turns
+from tensorlogic import plans, registry, stores, tuning, turns
 from tensorlogic.autotune import measure_key
+from tensorlogic.core import policy
+from tensorlogic.core.candidate import EAGER
+from tensorlogic.core.key import Plan
+from tensorlogic.core.op import OPS
 from tensorlogic.environments import environment
-from tensorlogic.op import EAGER, OPS
-from tensorlogic.plan_records import Plan
 from tensorlogic.system import compile_pool
 
 SQUARES = (384, 1536, 96, 768, 3072, 6144)
@@ -257,9 +259,9 @@ def ahead(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Start to compile what measuring this call and its backward pass will need; whether there is anything to measure."""
     met: list[tuple[Any, ...]] = []
     watching = replace(
-        policies.current(), tune="off", force=EAGER, observer=lambda *seen: met.append(seen), entries={}
+        policy.current(), tune="off", force=EAGER, observer=lambda *seen: met.append(seen), entries={}
     )  # fmt: skip
-    with policies.use(watching):
+    with policy.use(watching):
         out = fn(*args)
         if out.requires_grad:
             leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]

@@ -26,8 +26,8 @@ from drawn_timing import Replayed
 import tensorlogic
 from tensorlogic import registry
 from tensorlogic.bench import rows
-from tensorlogic.op import Op
-from tensorlogic.plan_records import Key
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import Op
 from tensorlogic.system import compile_pool
 
 SHAPES = ((1024, 1024, 1024), (1536, 1536, 1536), (2048, 2048, 2048), (4096, 4096, 4096), (4096, 1024, 4096), (2048, 768, 3072))  # fmt: skip

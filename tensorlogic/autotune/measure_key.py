@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from .. import policies, stores
+from .. import stores
+from ..core import policy
+from ..core.key import Key, Plan
+from ..core.op import Op
 from ..environments import environment
 from ..isolation import preserved
-from ..op import Op
-from ..plan_records import Key, Plan
 from ..study import PROMPT_S, Study
 
 
@@ -41,7 +42,7 @@ def measured(
         fresh = study.run()
     if fresh is not None:
         store.put(fresh)
-        policies.forget_entries()
+        policy.forget_entries()
     return fresh
 
 
@@ -55,5 +56,5 @@ def agreed(op: Op, key: Key, device: torch.device, prompt_s: float = PROMPT_S) -
         return None
     plan = Plan.from_json(box[0])
     stores.current(device).put(plan)
-    policies.forget_entries()
+    policy.forget_entries()
     return plan

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import explaining, front, numerics, policies, tuning
-from ..op import OPS, Op
+from .. import explaining, front, tuning
+from ..core import dtypes, policy
+from ..core.op import OPS, Op
 from ..ops.linear import linear_residual_relu
 from . import sizes
 from .cases import RECIPES, Maker
@@ -61,7 +62,7 @@ def call(
     if dtype not in FLOATS:
         raise Problem(f"dtype is {dtype!r}; one of {', '.join(FLOATS)} is required")
     given = {name: _value(text) for name, text in (flags or {}).items()}
-    maker = Maker(numerics.DTYPES[dtype], device, 1)
+    maker = Maker(dtypes.DTYPES[dtype], device, 1)
     if not shapes and op in RECIPES:
         with _memory(op):
             return partial(RECIPES[op].ours, **given), RECIPES[op].inputs(size or 512, maker), {}
@@ -145,9 +146,9 @@ def explained(
 ) -> object:
     """What `tensorlogic.explain` says of the call, its keys measured first if `measure`; Problem when arguments do not fit."""
     try:
-        with torch.no_grad(), policies.policy(tune="off"):
+        with torch.no_grad(), policy.policy(tune="off"):
             if measure:
-                with policies.measuring():
+                with policy.measuring():
                     tuning.whole(lambda: fn(*args, **kwargs))
             return explaining.explain(fn, *args, **kwargs)
     except (TypeError, ValueError, OSError) as problem:  # of arguments, or of a lockfile

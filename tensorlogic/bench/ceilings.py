@@ -13,7 +13,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from .. import measure, numerics
+from .. import measure
+from ..core import dtypes as core_dtypes
 from ..ops.common import products
 from ..ops.pointwise import add
 from .cases import Maker
@@ -69,7 +70,7 @@ def _products(device: torch.device, dtypes: Sequence[str], budget_s: float) -> d
 
 
 def _rate(device: torch.device, name: str, n: int, budget_s: float) -> float:
-    maker = Maker(numerics.DTYPES[name], device, n)
+    maker = Maker(core_dtypes.DTYPES[name], device, n)
     a, w = maker.normal(n, n), maker.weight(n, n)
     calls: dict[str, list[measure.Call]] = {"linear": [lambda: F.linear(a, w)]}
     if name == "f32" and products.onednn_available(device.type) is None:

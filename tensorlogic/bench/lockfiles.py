@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from .. import checking, environments, failing, isolation, measure, numerics, plans, registry, study
-from ..op import EAGER, OPS, Launcher, Op
-from ..plan_records import Plan
+from .. import checking, environments, isolation, measure, plans, registry, study
+from ..core import candidate_errors, tolerance
+from ..core.candidate import EAGER, Launcher
+from ..core.key import Plan
+from ..core.op import OPS, Op
 from ..plans import PlanStore
 from .progress import Tick
 
@@ -72,15 +74,15 @@ def _standing(op: Op, plan: Plan, device: torch.device, margin: float) -> tuple[
     """Right, with the locked configuration? And how far from the best that can be had today?"""
     try:
         checker = checking.Checker(op, plan.key, device)
-    except (torch.OutOfMemoryError, *failing.BIND_ERRORS) as problem:
+    except (torch.OutOfMemoryError, *candidate_errors.BIND_ERRORS) as problem:
         return "wrong", f"the key cannot be measured here: {type(problem).__name__}: {problem}"
     try:
         candidate = op.candidates[plan.eager]
         launch = candidate.bind(plan.key, plan.eager_config, device)
-        verdict = numerics.Verdict(None, 0.0)
+        verdict = tolerance.Verdict(None, 0.0)
         if plan.eager != EAGER:
             verdict = checker.check(launch, coarse=candidate.coarse(plan.key))
-    except (torch.OutOfMemoryError, *failing.BIND_ERRORS) as problem:
+    except (torch.OutOfMemoryError, *candidate_errors.BIND_ERRORS) as problem:
         return "wrong", f"failed: {type(problem).__name__}: {problem}"
     if not verdict:
         return "wrong", verdict.reason or ""

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import adapting, measure, numerics, ranking, tuning
+from .. import adapting, measure, ranking, tuning
+from ..core import dtypes, tolerance
+from ..core.candidate import EAGER
+from ..core.key import Key
+from ..core.numeric_mode import Mode, PrecisionWarning
+from ..core.op import OPS, Op
+from ..core.precision_policy import precision
 from ..memory import pool, staging
-from ..numeric_mode import Mode, PrecisionWarning
-from ..op import EAGER, OPS, Op
 from ..ops.matmul import matmul
 from ..placement import placement
-from ..plan_records import Key
-from ..precision import precision
 from ..system import heap_trim
 from . import machine
 from .results import write_text
@@ -57,7 +59,7 @@ class Operands:
     def error(self, c: Tensor) -> float:
         """Relative 2-norm of the error of those rows."""
         step = max(1, self.a.shape[0] // SAMPLE)
-        return numerics.relative_error(c[::step].to(self.rows.device), self.rows)
+        return tolerance.relative_error(c[::step].to(self.rows.device), self.rows)
 
 
 @lru_cache(maxsize=1)
@@ -102,10 +104,10 @@ def run(
             sizes = (QUICK if quick else SIZES)[device.type]
             for n in sizes if device == devices[-1] or quick else BESIDE:
                 for dtype in (torch.float64, torch.float32)[n >= LARGEST :]:
-                    tick(f"{device.type} {numerics.NAMES[dtype]} {n}")
+                    tick(f"{device.type} {dtypes.NAMES[dtype]} {n}")
                     found["strategies"] += strategies(n, dtype, device)
                     keep(found)
-                    tick(f"{device.type} {numerics.NAMES[dtype]} {n} within budgets")
+                    tick(f"{device.type} {dtypes.NAMES[dtype]} {n} within budgets")
                     found["adaptive"] += adaptive(n, dtype, device)
                     keep(found)
                 if quick or n in MIXED[device.type]:
@@ -167,7 +169,7 @@ def strategies(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[st
 def _row(
     n: int, dtype: torch.dtype, device: torch.device, name: str, **more: Any
 ) -> dict[str, Any]:
-    about = {"size": n, "dtype": numerics.NAMES[dtype], "device": device.type, "way": name}
+    about = {"size": n, "dtype": dtypes.NAMES[dtype], "device": device.type, "way": name}
     return about | {k: round(v, 9) if isinstance(v, float) else v for k, v in more.items()}
 
 
@@ -232,7 +234,7 @@ def adaptive(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[str,
     key = op.key((o.a, o.b, "none", False), "inference", "adaptive")
     with precision("adaptive", rtol=BUDGETS[0]):
         tuning.whole(matmul, o.a, o.b)
-    name = f"PyTorch {numerics.NAMES[dtype]}"
+    name = f"PyTorch {dtypes.NAMES[dtype]}"
     rows = []
     for rtol in BUDGETS if n < LARGEST else FEW_BUDGETS:
         with precision("adaptive", rtol=rtol):
@@ -255,7 +257,7 @@ def adaptive(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[str,
         alone = measure.device_samples(calls, device, 0.05 * len(calls), rounds=7)
         rows.append(
             {
-                "size": n, "dtype": numerics.NAMES[dtype], "device": device.type, "rtol": rtol,
+                "size": n, "dtype": dtypes.NAMES[dtype], "device": device.type, "rtol": rtol,
                 "way": candidate.id, "error": o.error(c), "kept": o.error(c) <= rtol,
                 "us": alone.median("ours"), "torch_us": alone.median(name),
                 "speed": alone.ratio(name, "ours"),

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import failing, measure, numerics, policies, selector, stores, tuning, turns
+from .. import measure, selector, stores, tuning, turns
 from ..autotune import measure_key
-from ..op import EAGER, Op
-from ..plan_records import Key
+from ..core import candidate_errors, dtypes, policy, tolerance
+from ..core.candidate import EAGER
+from ..core.key import Key
+from ..core.op import Op
 from ..tuning import Learned
 from .cases import DROP, RECIPES, Case, Maker, Recipe, dropout_error, nbytes, shapes, transfer
 from .results import OURS, Row, rounded
@@ -38,9 +40,9 @@ def meet(
     """The keys that one call meets, by making it; `captured`: as a CUDA graph records it."""
     met: list[tuple[Op, Key, torch.device]] = []
     watching = replace(
-        policies.current(), tune="off", observer=lambda *seen: met.append(seen), entries={}
+        policy.current(), tune="off", observer=lambda *seen: met.append(seen), entries={}
     )
-    with policies.use(watching):
+    with policy.use(watching):
         if not captured:
             fn(*args)
             return met
@@ -51,7 +53,7 @@ def meet(
 
 def inputs(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
     """Sets of inputs that the calls walk through."""
-    recipe, dtype = RECIPES[case.op], numerics.DTYPES[case.dtype]
+    recipe, dtype = RECIPES[case.op], dtypes.DTYPES[case.dtype]
     first = recipe.inputs(case.size, Maker(dtype, device, case.seed))
     size = nbytes(first)
     more = 0 if size > ALONE else measure.cold_sets(size, device) - 1
@@ -71,13 +73,13 @@ def measured(case: Case, device: torch.device, effort: Effort) -> Row:
     except torch.OutOfMemoryError as problem:
         row.status, row.reason = "failed", f"out of memory: {_brief(problem)}"
         torch.cuda.empty_cache()  # does nothing where no GPU was used
-    except failing.BIND_ERRORS as problem:
+    except candidate_errors.BIND_ERRORS as problem:
         row.status, row.reason = "failed", f"{type(problem).__name__}: {_brief(problem)}"
     return row
 
 
 def _transfer(row: Row, case: Case, device: torch.device, effort: Effort) -> None:
-    call, source = transfer(case, Maker(numerics.DTYPES[case.dtype], device, case.seed))
+    call, source = transfer(case, Maker(dtypes.DTYPES[case.dtype], device, case.seed))
     row.shapes, row.baselines = [list(source.shape)], ["eager"]
     moved = source.numel() * source.element_size()
     # over a bus once; in memory read and written
@@ -98,7 +100,7 @@ def _operation(row: Row, case: Case, device: torch.device, effort: Effort) -> No
     row.shapes = shapes(sets[0])
     tuning.whole(recipe.ours, *sets[0])
     _choice(row, recipe, sets[0])
-    calls = _right(row, recipe, recipe.baselines(device.type, numerics.DTYPES[case.dtype]), sets[0])
+    calls = _right(row, recipe, recipe.baselines(device.type, dtypes.DTYPES[case.dtype]), sets[0])
     if row.status != "ok":
         return
     bound = {name: [_bound(fn, args) for args in sets] for name, fn in calls.items()}
@@ -127,14 +129,14 @@ def _bound(fn: Callable[..., Any], args: tuple[Any, ...]) -> measure.Call:
 def _choice(row: Row, recipe: Recipe, args: tuple[Any, ...]) -> None:
     """What serves the row's key, and everything known about it."""
     op, key, device = meet(recipe.ours, args)[0]
-    decision = selector.decide(op, key, device, policies.current())
+    decision = selector.decide(op, key, device, policy.current())
     plan = stores.current(device).get(key)
     row.key, row.flops, row.bytes = key.text, op.flops(key), op.traffic(key)
     row.candidate, row.source = decision.eager[0], decision.source
     gpu = device.type == "cuda"
     row.captured = EAGER if gpu else ""  # a call that meets no key of ours is PyTorch's alone
     for met, its_key, _ in meet(recipe.ours, args, captured=gpu)[:1]:
-        its = selector.decide(met, its_key, device, policies.current()).captured[0]
+        its = selector.decide(met, its_key, device, policy.current()).captured[0]
         row.captured = its if met is op else f"{met.name} by {its}"
     row.evidence = [asdict(e) for e in plan.evidence] if plan else []
 
@@ -166,13 +168,13 @@ def _compared(
     calls: Mapping[str, Callable[..., Any]], literal: str, args: tuple[Any, ...]
 ) -> Checked:
     """Each output against the literal composition in float64 and in the dtype itself, every element."""
-    reference = calls[literal](*[numerics.wide(a) if isinstance(a, Tensor) else a for a in args])
+    reference = calls[literal](*[tolerance.wide(a) if isinstance(a, Tensor) else a for a in args])
     plain = calls[literal](*args)
     found: Checked = {}
     for name, fn in calls.items():
         out = fn(*args)
-        reason = numerics.judge([out], [plain], [reference]).reason if name != literal else None
-        found[name] = (reason, float(f"{numerics.relative_error(out, reference):.3g}"))
+        reason = tolerance.judge([out], [plain], [reference]).reason if name != literal else None
+        found[name] = (reason, float(f"{tolerance.relative_error(out, reference):.3g}"))
     return found
 
 
@@ -200,7 +202,7 @@ def kernels(cases: Sequence[Case], device: torch.device) -> list[Any]:
         recipe = RECIPES[case.op]
         for op, key, where in meet(
             recipe.ours,
-            recipe.inputs(case.size, Maker(numerics.DTYPES[case.dtype], device, case.seed)),
+            recipe.inputs(case.size, Maker(dtypes.DTYPES[case.dtype], device, case.seed)),
         ):
             if not measure_key.complete(op, stores.current(where).get(key), key):
                 jobs += turns.kernels(op, key, where)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from .. import policies, stores
-from ..op import EAGER
-from ..plan_records import Plan
+from .. import stores
+from ..core import policy
+from ..core.candidate import EAGER
+from ..core.key import Plan
 from ..plans import PlanStore
 from ..system import compile_pool, settings
 from ..tuning import Learned
@@ -115,7 +116,7 @@ def bench(
     results.write(path)
     begin, others = time.perf_counter(), machine.Others()
     try:
-        with policies.measuring():
+        with policy.measuring():
             _measure(results, cases, where, effort, tick)
         results.complete = True
     except KeyboardInterrupt:
@@ -215,7 +216,7 @@ def tune(
             compile_pool.submit(rows.kernels(cases, where))
     for done, case in enumerate(cases):
         tick(done, len(cases), case.id)
-        with policies.measuring():
+        with policy.measuring():
             learned = rows.tuned(case, where)
         if learned is None:
             total.unmeasured.append(case.id)

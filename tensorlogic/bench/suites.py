@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..op import OPS
+from ..core.op import OPS
 from .cases import CATEGORIES, RECIPES, SQUARE, TRANSFERS, Case
 from .problems import Problem
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .. import policies
+from ..core import policy
 from . import compare, machine, rows, session
 from .cases import CATEGORIES, Case
 from .problems import Problem
@@ -80,7 +80,7 @@ def verify(path: Path, tick: Tick = lambda done, total, text: None) -> Verified:
     differences = compare.machines(known, here, False)
     found = Verified([], [], differences, len(known.timed))
     chosen = sample(known)
-    with policies.measuring():
+    with policy.measuring():
         for done, row in enumerate(chosen):
             tick(done, len(chosen), row.id)
             changes = _again(row, known, device)

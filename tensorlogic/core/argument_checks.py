@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .numerics import NAMES
+from .dtypes import NAMES
 
 
 def describe(value: Any) -> str:

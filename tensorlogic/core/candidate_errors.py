@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .system.compile_pool import CompileFailure
+from ..system.compile_pool import CompileFailure
 
 # a third party's candidate may raise anything: kept by name as its reason, never the caller's
 BIND_ERRORS = (Exception,)

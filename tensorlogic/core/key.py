@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property, lru_cache
 from typing import Any
 
-from . import legacy_hashes
+from .. import legacy_hashes
 
 SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}  # bytes of what lines are made of
 HALVES = {"f16": "half", "bf16": "half"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
-from . import arguments
+from . import argument_checks
 
 Mode = Literal["f32", "f16", "adaptive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -18,7 +18,7 @@ class PrecisionWarning(UserWarning):
 
     Example:
         >>> import torch, tensorlogic, warnings
-        >>> with warnings.catch_warnings(record=True) as said, tensorlogic.precision("adaptive", rtol=1e-12):
+        >>> with warnings.catch_warnings(record=True) as said, tensorlogic.core.precision_policy("adaptive", rtol=1e-12):
         ...     warnings.simplefilter("always")
         ...     y = tensorlogic.matmul(torch.randn(64, 64), torch.randn(64, 64))
         >>> said[0].category is tensorlogic.PrecisionWarning
@@ -43,7 +43,7 @@ class Precision:
 
 def checked(mode: Any, rtol: Any = None) -> Precision:
     """The policy of these arguments; raises what `precision` does."""
-    arguments.one_of("precision", "mode", mode, MODES)
+    argument_checks.one_of("precision", "mode", mode, MODES)
     if mode != "adaptive":
         if rtol is not None:
             raise ValueError(

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from . import arguments
+from ..system import settings
+from ..system.settings import TUNE_MODES
+from . import argument_checks
 from .numeric_mode import Precision
 from .op import OPS
-from .system import settings
-from .system.settings import TUNE_MODES
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -215,7 +215,7 @@ def policy(
         tensor([0.0000, 2.5000])
     """
     if tune is not None:
-        arguments.one_of("policy", "tune", tune, TUNE_MODES)
+        argument_checks.one_of("policy", "tune", tune, TUNE_MODES)
     if force is not None:
         _check_force(force)
     if deterministic is not None and not isinstance(deterministic, bool):

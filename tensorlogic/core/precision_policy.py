@@ -1,4 +1,4 @@
-"""`tensorlogic.precision`: in which form of numbers products are computed, or which error they may have."""
+"""`tensorlogic.core.precision_policy`: in which form of numbers products are computed, or which error they may have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from . import policies
+from . import policy
 from .numeric_mode import Mode, Precision, checked
 
 P = ParamSpec("P")
@@ -45,9 +45,9 @@ class precision:
     Example:
         >>> import torch, tensorlogic
         >>> a, b = torch.randn(64, 64), torch.randn(64, 64)
-        >>> with tensorlogic.precision("adaptive", rtol=1e-2):
+        >>> with tensorlogic.core.precision_policy("adaptive", rtol=1e-2):
         ...     y = tensorlogic.matmul(a, b)
-        >>> z = tensorlogic.matmul(a, b, precision=tensorlogic.precision("f16"))
+        >>> z = tensorlogic.matmul(a, b, precision=tensorlogic.core.precision_policy("f16"))
         >>> y.dtype, z.dtype
         (torch.float32, torch.float32)
     """
@@ -115,10 +115,10 @@ _ENTERED: ContextVar[tuple[AbstractContextManager[Any], ...]] = ContextVar(
 )
 
 
-@policies.outside_of_graphs
-def under(asked: Precision) -> AbstractContextManager[policies.Policy]:
+@policy.outside_of_graphs
+def under(asked: Precision) -> AbstractContextManager[policy.Policy]:
     """The current policy with this precision, as a context manager."""
-    return policies.use(policies.with_precision(asked))
+    return policy.use(policy.with_precision(asked))
 
 
 def policy_of(asked: Any, where: str = "optimize") -> Precision:
@@ -127,7 +127,7 @@ def policy_of(asked: Any, where: str = "optimize") -> Precision:
         asked = precision(asked)  # type: ignore[arg-type]  # which it checks
     if not isinstance(asked, precision):
         raise TypeError(
-            f"{where}: precision is {asked!r}; tensorlogic.precision(mode, rtol=...) or its mode is required"
+            f"{where}: precision is {asked!r}; tensorlogic.core.precision_policy(mode, rtol=...) or its mode is required"
         )
     return asked.asked
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from .system import process, settings
+from ..system import process, settings
 
 SCHEME = "1"  # another one where the same text hashes to something else
 DIGITS = 16  # hashes of whole texts, which this one replaces, had 12

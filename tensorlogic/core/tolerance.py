@@ -9,22 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DTYPES: dict[str, torch.dtype] = {
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "f32": torch.float32,
-    "f64": torch.float64,
-    "c32": torch.complex32,
-    "c64": torch.complex64,
-    "c128": torch.complex128,
-    "i8": torch.int8,
-    "u8": torch.uint8,
-    "i16": torch.int16,
-    "i32": torch.int32,
-    "i64": torch.int64,
-    "bool": torch.bool,
-}
-NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+from .dtypes import NAMES
 
 # a candidate's error may be at most twice that of same-dtype eager PyTorch
 RELATIVE_TO_EAGER = 2.0

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .system import process
+from ..system import process
 
 T = TypeVar("T", bound=Tensor)
 

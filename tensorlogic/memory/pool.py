@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tensorlogic import arguments, derived
+from tensorlogic.core import argument_checks, weight_cache
 from tensorlogic.native import cpu_library
 
 
@@ -64,7 +64,7 @@ def _stats(
         high_water_bytes=high,
         fragmentation=1.0 - requested / in_use if in_use else 0.0,
         size_classes=classes,
-        derived_bytes=derived.CACHE.nbytes_on(device),
+        derived_bytes=weight_cache.CACHE.nbytes_on(device),
     )
 
 
@@ -128,7 +128,7 @@ def stats(device: torch.device | str = "cpu") -> PoolStats:
     >>> stats("cpu").bytes_held >= 0
     True
     """
-    device = arguments.device("pool.stats", device)
+    device = argument_checks.device("pool.stats", device)
     if device.type == "cpu":
         return _cpu_stats()
     if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
@@ -162,7 +162,7 @@ def configure(
     ):
         _check("configure", name, value)
     if max_derived_bytes is not None:
-        derived.CACHE.configure(max_derived_bytes)
+        weight_cache.CACHE.configure(max_derived_bytes)
     if cpu_library.available() is None:
         cpu_library.op("pool_configure")(
             -1 if max_bytes is None else max_bytes,

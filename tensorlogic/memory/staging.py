@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import arguments
+from ..core import argument_checks
 from .stager import LEAST, STATS, stager
 
 # by what callers name a device: one call of C
@@ -165,7 +165,7 @@ def to(
             STATS.bytes_moved += moved.nbytes
             return moved
     source, place = as_tensor(tensor, "to: tensor"), present(device, "to")
-    arguments.flag("to", "asynchronous", asynchronous)
+    argument_checks.flag("to", "asynchronous", asynchronous)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(
             f"to: dtype is {dtype!r}; a torch.dtype such as torch.float16, or None, is required"
@@ -189,7 +189,7 @@ def to(
 
 def present(device: torch.device | str, fn: str) -> torch.device:
     """The device; raises ValueError where there is no such kind, RuntimeError where it is a GPU and there is none."""
-    place = arguments.device(fn, device)
+    place = argument_checks.device(fn, device)
     if place.type == "cuda" and not available():
         raise RuntimeError(
             f"{fn}: device is {str(device)!r}, which is not there: PyTorch finds no CUDA device; use 'cpu'"

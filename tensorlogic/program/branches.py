@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..rules import example
+from ..core.rewrite_rule import example
 from .trace import random_call, writes
 
 # streams that one section is spread over, the caller's own included

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import derived, policies
-from ..arguments import describe, flag, index
+from ..core import policy as core_policy
+from ..core import weight_cache
+from ..core.argument_checks import describe, flag, index
 from ..system import capture_state
 from ..tuning import leaves_of
 from . import lanes
@@ -144,14 +145,14 @@ class Captured(Generic[P, R]):
         # whether a call has written to an input without PyTorch knowing
         self.unseen = False
         # to the kind that was replayed last, with the policy under which it may serve
-        self.way: tuple[Way, policies.Policy] | None = None
+        self.way: tuple[Way, core_policy.Policy] | None = None
         self.tape: Callable[[torch.device, Any], Any] = CallTape
         self.recording = threading.Lock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """fn(*args, **kwargs), replayed where a graph of such a call exists."""
         way = self.way
-        if way is not None and not kwargs and policies.current() is way[1]:
+        if way is not None and not kwargs and core_policy.current() is way[1]:
             out = way[0](*args)
             if out is not MISS:
                 return out
@@ -167,7 +168,7 @@ class Captured(Generic[P, R]):
             return self.fn(*args, **kwargs)
         self.wait = 1
         rows, padded = self._padded(flat)
-        policy = policies.current()
+        policy = core_policy.current()
         entry = self._entry((spec, tuple(map(_kind, padded)), modes(), policy.meaning))
         recorded = entry.recorded
         if recorded is not None and not recorded.lasts():
@@ -380,7 +381,9 @@ class Captured(Generic[P, R]):
     @property
     def nbytes(self) -> int:
         """Bytes that the graphs' pool grew by, and what calls derive from a module's weights and keep."""
-        return sum(r.nbytes for r in self.replays()) + derived.CACHE.nbytes_of(self.looked.held)
+        return sum(r.nbytes for r in self.replays()) + weight_cache.CACHE.nbytes_of(
+            self.looked.held
+        )
 
 
 def _leaves(out: Any, given: Sequence[Any]) -> list[Tensor] | None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from .. import derived
-from ..numerics import Errors, Verdict, chance, judge, of_all, spacing
+from ..core import weight_cache
+from ..core.tolerance import Errors, Verdict, chance, judge, of_all, spacing
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FAR = {torch.float16: 0.05, torch.bfloat16: 0.05}  # relative; 1e-3 for other dtypes
@@ -227,7 +227,7 @@ def step(out: Any, training: bool, wrt: Sequence[Tensor]) -> Any:
         return out
     seeds = [torch.ones_like(o) for o in flat]
     found = torch.autograd.grad(flat, wrt, seeds, allow_unused=True)
-    derived.pretend_step()
+    weight_cache.pretend_step()
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import measure
-from ..numerics import Verdict
+from ..core.tolerance import Verdict
 from ..system import compile_pool, settings
 from . import check, inductor, leftovers
 from . import spread as spreading

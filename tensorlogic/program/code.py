@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from .. import binding, dispatch, policies, selector
-from ..rules import Composite
+from .. import binding, dispatch, selector
+from ..core import policy as core_policy
+from ..core.rewrite_rule import Composite
 from ..system import compile_pool
 from .branches import Section, Step, ordered
 
@@ -72,7 +73,7 @@ class Sites:
         device = next(a.device for a in args if isinstance(a, Tensor))
         if device.type == "meta" or torch.is_autocast_enabled(device.type):
             return None
-        if policies.current().precision is not None:  # whose choice follows the data
+        if core_policy.current().precision is not None:  # whose choice follows the data
             return None
         ready = fn.__wrapped__(*args)  # type: ignore[attr-defined]
         if dispatch._special(ready) is not None:
@@ -86,7 +87,7 @@ class Sites:
         )
         if op.gradient is not None:
             ready = (*ready, recording)
-        policy = policies.current()
+        policy = core_policy.current()
         found = op.candidates.get(self.forced.get(name, ""))
         key = op.key(ready, "forward" if recording else "inference")
         fits = found is not None and found.unfit(key) is None  # another memory layout may have come

@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 
-from .. import policies, selector, stores
+from .. import selector, stores
 from ..autotune import measure_key
-from ..failing import BIND_ERRORS
-from ..op import EAGER, Candidate, Op
-from ..plan_records import Key
+from ..core import policy
+from ..core.candidate import EAGER, Candidate
+from ..core.candidate_errors import BIND_ERRORS
+from ..core.key import Key
+from ..core.op import Op
 
 
 def jobs(op: Op, key: Key, device: torch.device) -> list[Any]:
     """Compile jobs of what the op's plan serves this key by."""
-    chosen = selector.decide(op, key, device, policies.current())
+    chosen = selector.decide(op, key, device, policy.current())
     found: dict[Any, None] = {}
     for id, config in (chosen.eager, chosen.captured):
         try:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
+from ..core.rewrite_rule import Composite, Way
 from ..ops.convolution import channels_last
-from ..rules import Composite, Way
 from . import check
 from .code import Function, ahead
 from .patterns import WAYS

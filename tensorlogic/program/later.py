@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import derived, policies, stores
+from .. import stores
+from ..core import policy, weight_cache
 from ..system import capture_state, idle_resources, settings
 from ..system.compile_workers import NICENESS
 from . import inductor
@@ -51,7 +52,7 @@ def worthwhile(contest: Contest | None) -> bool:
     return (
         contest is not None
         and settings.inductor()
-        and policies.current().tune == "auto"
+        and policy.current().tune == "auto"
         and not stores.distributed()
         and inductor.unfit(contest.trace) is None
     )
@@ -156,7 +157,7 @@ class Later:
         with undisturbed(), torch.inference_mode(False), torch.set_grad_enabled(training):
             job.wait(0.0)
             won = contest.compared(job, Whole(contest.trace, training))
-        derived.end_pretending()
+        weight_cache.end_pretending()
         self.last_s = time.perf_counter() - begin
         self.spent_s += self.last_s
         if won is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import measure
-from ..rules import example
+from ..core.rewrite_rule import example
 from . import check, inductor
 from .branches import _kernels
 from .code import Function

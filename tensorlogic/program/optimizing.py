@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .. import arguments, derived, policies
-from ..numeric_mode import Mode, Precision
-from ..precision import policy_of
-from ..precision import precision as Policy
+from ..core import argument_checks, policy, weight_cache
+from ..core.numeric_mode import Mode, Precision
+from ..core.precision_policy import policy_of
+from ..core.precision_policy import precision as Policy
 from ..system import compile_pool, process, settings
 from ..system.heap_trim import give_back
 from . import apart, gradients, recall
@@ -149,7 +149,7 @@ def optimize(
         dynamic: sizes vary from call to call, such as batches or a decoder's cache that grows. Dynamo then traces with
             symbolic sizes, and what it made serves every size; each op of ours chooses its implementation for the size
             that it meets. Nothing is captured, so for sizes that recur it is the slower choice.
-        precision: `tensorlogic.precision(...)` for every product of the model, convolutions and gradients included; the
+        precision: `tensorlogic.core.precision_policy(...)` for every product of the model, convolutions and gradients included; the
             policy around this call if None. Such a model is not compared with the original's time, keeps its policy
             whatever is around later calls, and serves inputs like the example only: others raise a RuntimeError.
 
@@ -171,19 +171,19 @@ def optimize(
         >>> fast.report.outcome in ("original", "rewritten", "captured", "compiled")
         True
     """
-    arguments.flag("optimize", "training", training)
-    arguments.flag("optimize", "dynamic", dynamic)
+    argument_checks.flag("optimize", "training", training)
+    argument_checks.flag("optimize", "dynamic", dynamic)
     args, kwargs = _arguments(model, example_inputs, training)
     if budget_s is not None and not (isinstance(budget_s, (int, float)) and budget_s >= 0):
         raise ValueError(
             f"optimize: budget_s is {budget_s!r}; a number of seconds from 0 is required"
         )
-    asked = policies.current().precision if precision is None else policy_of(precision)
+    asked = policy.current().precision if precision is None else policy_of(precision)
     begin = time.perf_counter()
     report = Report()
     budget = (BUDGET_S, TRAINING_BUDGET_S)[training] if budget_s is None else float(budget_s)
     until = begin + budget if budget_s is not None and settings.inductor() else 0.0
-    copies = derived.CACHE.names()
+    copies = weight_cache.CACHE.names()
     try:
         with process.young(), unsearched(), unhooked(model.parameters()):
             served = _program(model, args, kwargs, training, budget, dynamic, report, asked, until)
@@ -195,8 +195,8 @@ def optimize(
             ) from problem
         known = isinstance(problem, Untraceable)
         report.reason, served = str(problem) if known else first_line(problem), None
-    derived.end_pretending()
-    derived.CACHE.only(copies)  # of what serves, its own are made again
+    weight_cache.end_pretending()
+    weight_cache.CACHE.only(copies)  # of what serves, its own are made again
     if training and (report.rows or served is not None):
         report.notes.append(STEPS)
     if served is not None:
@@ -267,7 +267,7 @@ def _copies(served: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             for _ in range(LOOKS if served.device.type == "cpu" else 0):
                 served(args, kwargs)
     tensors = (*served.model.parameters(), *served.model.buffers())
-    return derived.CACHE.nbytes_of(tensors)
+    return weight_cache.CACHE.nbytes_of(tensors)
 
 
 def _unfit(model: nn.Module) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.rewrite_rule import Rule, Way
 from ..ops.attention.rewrite import RULES as ATTENTION
 from ..ops.attention_scores.rewrite import RULES as ATTENTION_SCORES
 from ..ops.convolution.rewrite import RULES as CONVOLUTION
@@ -22,7 +23,6 @@ from ..ops.pointwise.rewrite import RULES as POINTWISE
 from ..ops.rms_norm.rewrite import RULES as RMS_NORM
 from ..ops.softmax_cross_entropy.rewrite import RULES as CROSS_ENTROPY
 from ..ops.swiglu.rewrite import RULES as SWIGLU
-from ..rules import Rule, Way
 
 WAYS: dict[Any, tuple[Way, ...]] = {
     gelu_linear: packed.GELU_LINEAR,

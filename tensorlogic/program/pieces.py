@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from .. import measure
-from ..numerics import Verdict
+from ..core.tolerance import Verdict
 from ..system.thread_output import aside
 from . import check
 from .backend import rewritten

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import measure
-from ..numeric_mode import Precision
+from ..core.numeric_mode import Precision
+from ..core.precision_policy import under
 from ..ops.linear import linear
 from ..ops.matmul import matmul
-from ..precision import under
 from .report import Report, Row
 from .serve import Program
 from .short import MISS

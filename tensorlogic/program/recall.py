@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import policies
+from ..core import policy as core_policy
 from ..system import atomic_file, settings
 from . import check
 from .code import last_uses
@@ -50,7 +50,7 @@ def traced(
     Raises:
         Untraceable: PyTorch cannot trace it.
     """
-    policy = policies.current()
+    policy = core_policy.current()
     if policy.reproducible or policy.tune == "full":
         return replace(trace(clone, args, kwargs), theirs=theirs)
     path = place(model, args, kwargs)

@@ -12,10 +12,11 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .. import measure, registry
-from ..numerics import NAMES, Verdict
-from ..op import Op
-from ..plan_records import Key
-from ..rules import Composite, Way
+from ..core.dtypes import NAMES
+from ..core.key import Key
+from ..core.op import Op
+from ..core.rewrite_rule import Composite, Way
+from ..core.tolerance import Verdict
 from ..system import compile_pool
 from . import check, early
 from .code import Function

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from ..rules import Call, Composite, Match, OneOf, Rule, Var, example
+from ..core.rewrite_rule import Call, Composite, Match, OneOf, Rule, Var, example
 from .trace import counts, writes
 
 MISSING = object()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from .. import derived, policies
+from ..core import policy, weight_cache
 from ..system import process
 from .asked import autocast, precisions
 from .branches import Section, streams
@@ -83,7 +83,7 @@ class Program:
         self.made = any(isinstance(n.target, Compiled) for n in graph.nodes)  # by Inductor, in part
         self.guard = Guard(trace.example, training)
         self.watch = Watch(model, () if trace.objects is None else trace.objects.kinds)
-        self.autocast, self.force = autocast(), policies.current().force
+        self.autocast, self.force = autocast(), policy.current().force
         self.asked = trace.asked
         self.asks = None if trace.asked is None else trace.asked.holds
         self.precisions = precisions() if self.device.type == "cuda" else None
@@ -352,7 +352,7 @@ class Program:
         """True where modes are as they were when the program was made."""
         if self._recording():
             return False
-        if policies.current().force != self.force:  # the model's own calls obey it
+        if policy.current().force != self.force:  # the model's own calls obey it
             return False
         if self.precisions is not None and precisions() != self.precisions:
             return False
@@ -366,7 +366,7 @@ class Program:
         unseen is forgotten."""
         stamp, self.way = self._stamp(), None
         for tensor in self.samples.unseen():
-            derived.CACHE.invalidate(tensor)
+            weight_cache.CACHE.invalidate(tensor)
         fresh, _ = ahead(self.graph, self.state)
         theirs = {_memory(t) for t in self.state.values()} - {None}
         for name, value in fresh.items():

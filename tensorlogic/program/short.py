@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from .. import front, policies
+from .. import front
+from ..core import policy as policies
 from ..native import call_extension, cuda_driver
 from ..system import function_modes
 from .asked import switches

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import plan_files, policies, registry, stores
+from .. import plan_files, registry, stores
+from ..core import policy as policies
+from ..core.op import OPS
 from ..environments import environment
 from ..native import hook_extension, library_files
-from ..op import OPS
 from ..plan_files import Records
 from ..system import settings
 from ..system.package import FOLDER

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..rules import example
+from ..core.rewrite_rule import example
 from ..system.thread_output import aside
 from .drawing import NUMPY, PYTHON, same
 from .watch import HOOKS

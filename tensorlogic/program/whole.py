@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..numerics import Verdict
+from ..core.tolerance import Verdict
 from . import check
 from .code import last_uses
 from .serve import Program, mutates

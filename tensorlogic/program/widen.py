@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..core.rewrite_rule import example
 from ..ops.common import cpu_costs
-from ..rules import example
 from .trace import Trace, writes
 
 HALF = torch.float16

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..numerics import DTYPES
-from ..op import Config, Launcher, Op
+from ..core.candidate import Config, Launcher
+from ..core.dtypes import DTYPES
+from ..core.key import Key
+from ..core.op import Op
 from ..ops.common import wiring
 from ..ops.layer_norm_linear import saves
-from ..plan_records import Key
 from . import packages
 from .packages import Package, adapted, matrix, on_device, warm
 

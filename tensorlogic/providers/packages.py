@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..numerics import DTYPES
-from ..op import Candidate, Config, Launcher, Op
+from ..core.candidate import Candidate, Config, Launcher
+from ..core.dtypes import DTYPES
+from ..core.key import Key, TensorSpec
+from ..core.op import Op
 from ..ops.common import wiring
-from ..plan_records import Key, TensorSpec
 
 T = TypeVar("T")
 MOST_ELEMENTS = 2**31 - 1  # of one tensor; beyond it a package's indices may be 32-bit

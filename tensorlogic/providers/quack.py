@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..numerics import DTYPES
-from ..op import Config, Launcher, Op
+from ..core.activations import SMOOTH
+from ..core.candidate import Config, Launcher
+from ..core.dtypes import DTYPES
+from ..core.key import Key, TensorSpec
+from ..core.op import Op
 from ..ops.common import wiring
-from ..ops.common.activations import SMOOTH
 from ..ops.layer_norm_linear import saves
-from ..plan_records import Key, TensorSpec
 from . import packages
 from .packages import Package, adapted, aligned, matrix, warm
 

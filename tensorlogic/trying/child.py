@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import measure, policies, stores, tuning
-from ..op import EAGER
+from .. import measure, stores, tuning
+from ..core import policy
+from ..core.candidate import EAGER
 from ..plans import export_lockfile
 from ..system import settings
 from ..tuning import Learned
@@ -204,7 +205,7 @@ def _turns(
 @contextlib.contextmanager
 def _steady() -> Iterator[None]:
     """Choices do not change while times are taken."""
-    with policies.policy(tune="off"):
+    with policy.policy(tune="off"):
         yield
 
 

@@ -24,8 +24,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tensorlogic.core.op import OPS
 from tensorlogic.native import call_extension, cuda_driver
-from tensorlogic.op import OPS
 from tensorlogic.ops.common import compiled_launch, triton_start, wiring
 
 CPU = torch.device("cpu")

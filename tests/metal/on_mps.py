@@ -23,8 +23,6 @@ from tensorlogic import (
     doctor,
     environments,
     measure,
-    numerics,
-    policies,
     recorded_calls,
     registry,
     selector,
@@ -32,7 +30,8 @@ from tensorlogic import (
 )
 from tensorlogic.autotune import measure_key
 from tensorlogic.bench import ceilings, session
-from tensorlogic.op import OPS
+from tensorlogic.core import policy, tolerance
+from tensorlogic.core.op import OPS
 from tensorlogic.ops.common import metal_launch
 
 from . import mps, planted, standin
@@ -52,7 +51,7 @@ def right(y: Tensor, x: Tensor, w: Tensor, b: Tensor) -> None:
     assert (y.device.type, y.dtype) == ("mps", torch.float16)
     wide = [t.cpu().double() for t in (x, w, b)]
     expected = torch.relu(F.linear(*wide))
-    assert numerics.relative_error(y, expected) < 5e-4
+    assert tolerance.relative_error(y, expected) < 5e-4
 
 
 def ours(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -110,8 +109,8 @@ def from_selector_to_output() -> None:
     plan.eager = plan.captured = "metal.tiled"
     plan.eager_config = plan.captured_config = dict(found["metal.tiled"].config)
     stores.current(device).put(plan)
-    policies.forget_entries()
-    decision = selector.decide(op, key, device, policies.current())
+    policy.forget_entries()
+    decision = selector.decide(op, key, device, policy.current())
     assert (decision.source, decision.eager[0]) == ("plan", "metal.tiled")
     with torch.no_grad():
         ours(*args)
@@ -147,7 +146,7 @@ def gradients() -> None:
     wide = [t.cpu().double().requires_grad_() for t in (x, w, b)]
     expected = torch.autograd.grad(F.gelu(F.linear(*wide)), wide, dy.cpu().double())
     for got, want in zip(made, expected, strict=False):
-        assert numerics.relative_error(got, want) < 2e-3
+        assert tolerance.relative_error(got, want) < 2e-3
 
 
 def a_shader_that_does_not_compile() -> None:
@@ -245,13 +244,13 @@ def every_op_is_right() -> None:
             ]
             there = [a.to(DEVICE) if isinstance(a, Tensor) else a for a in half]
             save = [False] if op.gradient is not None else []
-            wide = [numerics.wide(a) if isinstance(a, Tensor) else a for a in [*half, *save]]
+            wide = [tolerance.wide(a) if isinstance(a, Tensor) else a for a in [*half, *save]]
             with torch.no_grad():
                 out = dispatch.call(op, tuple(there))
             expected = op.reference(*wide)
             expected = expected[0] if isinstance(expected, tuple) else expected
             assert out.device.type == "mps", name
-            assert numerics.relative_error(out, expected) < 4e-3, name
+            assert tolerance.relative_error(out, expected) < 4e-3, name
 
 
 def trials_run_on_the_device() -> None:
@@ -319,7 +318,7 @@ def optimize_serves() -> None:
     with torch.no_grad():
         before = model(x)
         fast = tensorlogic.optimize(model, x)
-        assert numerics.relative_error(fast(x), before.cpu().double()) < 2e-3
+        assert tolerance.relative_error(fast(x), before.cpu().double()) < 2e-3
     said = str(fast.report)
     assert {r.op for r in fast.report.rows} == {"linear"}, said
     assert "fails" not in said, said

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from tensorlogic.op import OPS
+from tensorlogic.core.op import OPS
 
 from . import planted, standin, trials
 

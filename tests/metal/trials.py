@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlogic import numerics, registry
-from tensorlogic.op import EAGER, OPS, Candidate, Launcher, Op, Outputs
+from tensorlogic import registry
+from tensorlogic.core import tolerance
+from tensorlogic.core.candidate import EAGER, Candidate, Launcher, Outputs
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import OPS, Op
 from tensorlogic.ops.common import metal_launch
 from tensorlogic.ops.pointwise import shapes
-from tensorlogic.plan_records import Key
 
 from . import standin
 
@@ -75,13 +77,13 @@ class Trial:
             assert same, f"{self} wrote to an input"
         return tuple(o if o is None else o.cpu() for o in outs)
 
-    def run(self, device: torch.device = CPU) -> numerics.Verdict:
+    def run(self, device: torch.device = CPU) -> tolerance.Verdict:
         """Judge all outputs against the float64 reference and eager PyTorch, as a user's Mac would."""
         outs = self.launch(device)
         plain = self.op.candidates[EAGER].bind(self.key, {}, CPU)(*self.dynamic)
-        wide = [numerics.wide(a) if isinstance(a, Tensor) else a for a in self.args]
+        wide = [tolerance.wide(a) if isinstance(a, Tensor) else a for a in self.args]
         found = self.op.reference(*wide)
-        return numerics.judge(outs, plain or (), found if isinstance(found, tuple) else (found,))
+        return tolerance.judge(outs, plain or (), found if isinstance(found, tuple) else (found,))
 
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:

@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import measure, policies, registry, selector, stores, study
-from tensorlogic.op import OPS, Candidate
-from tensorlogic.plan_records import Evidence, Key, Plan
+from tensorlogic import measure, registry, selector, stores, study
+from tensorlogic.core import policy
+from tensorlogic.core.candidate import Candidate
+from tensorlogic.core.key import Evidence, Key, Plan
+from tensorlogic.core.op import OPS
 from tensorlogic.system import compile_pool, compile_workers
 
 CPU = torch.device("cpu")
@@ -33,11 +35,11 @@ def served() -> Iterator[Served]:
     kept = dict(RELU.candidates)
     for name in ("toy.a", "toy.b"):
         RELU.add(toy(name, calls))
-    policies.forget_entries()
+    policy.forget_entries()
     yield calls
     RELU.candidates.clear()
     RELU.candidates.update(kept)
-    policies.forget_entries()
+    policy.forget_entries()
 
 
 def toy(name: str, calls: Served, **about: Any) -> Candidate:
@@ -70,11 +72,11 @@ def plan(key: Key, eager: str, captured: str | None = None) -> Plan:
 def put(*made: Plan) -> None:
     for one in made:
         stores.current(CPU).put(one)
-    policies.forget_entries()
+    policy.forget_entries()
 
 
 def decided(x: Tensor) -> tuple[str, str]:
-    decision = selector.decide(RELU, key_of(x), CPU, policies.current())
+    decision = selector.decide(RELU, key_of(x), CPU, policy.current())
     return decision.source, decision.eager[0]
 
 
@@ -91,7 +93,7 @@ HEAD = """
 import time
 import torch
 import torch.nn.functional as F
-from tensorlogic.op import Candidate
+from tensorlogic.core.candidate import Candidate
 
 class Peculiar(Exception):
     pass
@@ -203,7 +205,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         op.candidates.update(before[name])
     sys.modules.pop("planted_candidates", None)
     selector._SAID.clear()
-    policies.forget_entries()
+    policy.forget_entries()
 
 
 def inputs(

@@ -17,10 +17,11 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from tensorlogic import checking
-from tensorlogic.op import OPS, Candidate, Op
+from tensorlogic.core.candidate import Candidate
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import OPS, Op
 from tensorlogic.ops.common import wiring
 from tensorlogic.ops.common.triton_softmax import Lines
-from tensorlogic.plan_records import Key
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...rules import Composite, Emit, Way
+from ...core.rewrite_rule import Composite, Emit, Way
 
 
 def attention(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...rules import Call, Emit, Match, OneOf, Rule, Var, aten, example, floating
+from ...core.rewrite_rule import Call, Emit, Match, OneOf, Rule, Var, aten, example, floating
 from . import ATTENTION
 
 Q, K, V, S, M = Var("q"), Var("k"), Var("v"), Var("s"), Var("m")

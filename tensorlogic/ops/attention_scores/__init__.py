@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import arguments, dispatch, kept
-from ...numerics import DTYPES
-from ...op import Gradient, Op, Outputs, bits
-from ...plan_records import Key
+from ... import dispatch
+from ...core import argument_checks, saved_tensors
+from ...core.candidate import Outputs
+from ...core.dtypes import DTYPES
+from ...core.key import Key
+from ...core.op import Gradient, Op, bits
 from ..common import checks, costs, folded
 
 # files for a device, in the order in which ties are broken
@@ -84,11 +86,11 @@ def attention_scores_backward(
 
 def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[kept.Kept, ...]:
+) -> tuple[saved_tensors.Kept, ...]:
     q, k, _, mask = dynamic
     hides = mask is not None and mask.dtype == torch.bool
-    seen = kept.read(mask, hides) if hides or needs[2] else None
-    return (kept.read(q, needs[1]), kept.read(k, needs[0]), outs[0], seen)
+    seen = saved_tensors.read(mask, hides) if hides or needs[2] else None
+    return (saved_tensors.read(q, needs[1]), saved_tensors.read(k, needs[0]), outs[0], seen)
 
 
 def _backward(
@@ -98,7 +100,7 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    q, k, y, mask = kept.stood_in(saved, dy)
+    q, k, y, mask = saved_tensors.stood_in(saved, dy)
     grads = backward_call(dy, q, k, y, scalars[0], mask, flags.is_causal, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
@@ -214,13 +216,13 @@ def attention_scores(
     checks.floating(fn, {"q": q, "k": k}, autocast=True)
     if q.dim() < 2 or k.dim() < 2 or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"{fn}: q is {arguments.describe(q)} and k is {arguments.describe(k)}; [..., S, D] and [..., T, D] with one D are required"
+            f"{fn}: q is {argument_checks.describe(q)} and k is {argument_checks.describe(k)}; [..., S, D] and [..., T, D] with one D are required"
         )
     try:
-        batch = arguments.broadcast(q.shape[:-2], k.shape[:-2])
+        batch = argument_checks.broadcast(q.shape[:-2], k.shape[:-2])
     except RuntimeError:
         raise ValueError(
-            f"{fn}: q is {arguments.describe(q)} and k is {arguments.describe(k)}; their leading dimensions do not broadcast"
+            f"{fn}: q is {argument_checks.describe(q)} and k is {argument_checks.describe(k)}; their leading dimensions do not broadcast"
         ) from None
     number = checks.number(fn, "scale", scale, -sys.float_info.max, float("inf"), "that is finite")
     if mask is not None:
@@ -229,7 +231,7 @@ def attention_scores(
             checks.floating(fn, {"mask": mask})
             if mask.is_complex() and not q.is_complex():
                 raise TypeError(
-                    f"{fn}: mask is {arguments.describe(mask)}; a boolean or real floating mask is required"
+                    f"{fn}: mask is {argument_checks.describe(mask)}; a boolean or real floating mask is required"
                 )
             mask = mask.to(q.dtype)
-    return q, k, number, mask, arguments.flag(fn, "is_causal", is_causal)
+    return q, k, number, mask, argument_checks.flag(fn, "is_causal", is_causal)

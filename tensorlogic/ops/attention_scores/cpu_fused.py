@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from ...core.candidate import Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key
 from ...native import cpu_library
-from ...numerics import DTYPES
-from ...op import Launcher
-from ...plan_records import Key
 from ..common import cpu_costs, native_wiring, wiring
 from . import ATTENTION_SCORES, ATTENTION_SCORES_BACKWARD, unseen_zeroed
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
-from ...op import Config, Launcher
+from ...core.candidate import Config, Launcher
+from ...core.dtypes import DTYPES
 from ..common import metal_wiring, wiring
 from ..common.metal_launch import launcher, written
 from ..common.metal_math import TYPES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...rules import Call, Emit, Match, OneOf, Rule, Var
+from ...core.rewrite_rule import Call, Emit, Match, OneOf, Rule, Var
 from ..attention.rewrite import MASKED, SCORES, SOFTMAX, scale, scores_fit
 from . import attention_scores
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...arguments import broadcast
-from ...plan_records import Key, TensorSpec
+from ...core.argument_checks import broadcast
+from ...core.key import Key, TensorSpec
 from ..common import wiring
 
 Strides = tuple[int, ...]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...arguments import broadcast
-from ...numerics import DTYPES
-from ...op import Config, Launcher
-from ...plan_records import Key
+from ...core.argument_checks import broadcast
+from ...core.candidate import Config, Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key
 from ..common import triton_rows, triton_scores_rows, wiring
 from . import ATTENTION_SCORES, ATTENTION_SCORES_BACKWARD, shapes
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ... import policies, selector
+from ... import selector
 from ...autotune import measure_key
-from ...op import Launcher, Op
-from ...plan_records import Key
+from ...core import policy
+from ...core.candidate import Launcher
+from ...core.key import Key
+from ...core.op import Op
 from ...system import capture_state
 
 Way = Callable[[selector.Choice, selector.Choice], Launcher]
@@ -18,10 +20,10 @@ Way = Callable[[selector.Choice, selector.Choice], Launcher]
 def launcher(both: Sequence[tuple[Op, Key]], device: torch.device, way: Way) -> Launcher:
     """What `way` makes of the two choices, for eager and for captured calls; measured first where the policy measures."""
     args = (torch.empty(0, device=device),)
-    if policies.current().tune == "full" and capture_state.measurable(device):
+    if policy.current().tune == "full" and capture_state.measurable(device):
         for op, k in both:
             measure_key.measured(op, k, device)
-    with policies.measuring() as chosen:
+    with policy.measuring() as chosen:
         ahead, back = (selector.choose(op, k, args, chosen) for op, k in both)
     eager = way(ahead, back)
     if not (ahead.captured or back.captured):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import policies
-from ...arguments import broadcast, describe, flag, index, one_of
+from ...core import policy
+from ...core.argument_checks import broadcast, describe, flag, index, one_of
 
 __all__ = ["broadcast", "describe", "flag", "index", "one_of"]  # and what is defined here
 
@@ -49,7 +49,7 @@ def autocasting(device: torch.device) -> bool:
 
 def precise() -> bool:
     """True under a precision policy, which takes operands of any floating dtype."""
-    return policies.current().precision is not None
+    return policy.current().precision is not None
 
 
 def floating(fn: str, given: dict[str, Tensor | None], autocast: bool = False) -> None:

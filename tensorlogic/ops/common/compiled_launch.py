@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import torch
 
+from tensorlogic.core.candidate import Launcher
+from tensorlogic.core.key import Key
+from tensorlogic.core.op import Op
 from tensorlogic.native import call_extension
-from tensorlogic.op import Launcher, Op
-from tensorlogic.plan_records import Key
 
 from ...native.cuda_driver import driver
 

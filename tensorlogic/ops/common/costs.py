@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from ...numerics import DTYPES
-from ...plan_records import Key, TensorSpec
+from ...core.dtypes import DTYPES
+from ...core.key import Key, TensorSpec
 
 
 def size(spec: TensorSpec | None) -> int:

@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ...core.dtypes import DTYPES
 from ...native import cpu_library
-from ...numerics import DTYPES
 from . import cpu_rates, native_wiring
 
 PASS = 0.4e-3  # microseconds an element of a further pass over memory

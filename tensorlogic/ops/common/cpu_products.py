@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import derived
+from ...core import weight_cache
+from ...core.activations import SMOOTH
+from ...core.candidate import Candidate, Config, Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key, TensorSpec
+from ...core.op import Op
 from ...native import cpu_library
-from ...numerics import DTYPES
-from ...op import Candidate, Config, Launcher, Op
-from ...plan_records import Key, TensorSpec
 from . import cpu_costs, native_wiring, products, wiring
-from .activations import SMOOTH
 from .rows import rows
 
 POOLED = 1 << 20  # bytes from which a fresh product comes from the pool
@@ -128,7 +129,7 @@ def weight32(weight: Tensor) -> Tensor:
     """The weight in float32, kept while it does not change if it is a parameter or declared constant."""
     if weight.dtype == torch.float32:
         return weight
-    if derived.is_constant(weight):
+    if weight_cache.is_constant(weight):
         return products.wide_weight(weight)
     return (
         widened(weight)
@@ -184,7 +185,7 @@ def _finished_packed(code: int) -> Finished:
     by_tiles, linear, pack = (cpu_library.op(n) for n in ("linear_packed", "linear", "pack_weight"))
 
     def run(x: Tensor, weight: Tensor, bias: Any, residual: Any) -> Any:
-        tiles = derived.CACHE.settled(weight, "tiles", pack, _packed_bytes)
+        tiles = weight_cache.CACHE.settled(weight, "tiles", pack, _packed_bytes)
         r = None if residual is None else residual.contiguous()
         if tiles is None or not tiles.numel():
             return linear(x, weight, bias, r, code)

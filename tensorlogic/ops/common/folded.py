@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
-from ...plan_records import Key, TensorSpec
+from ...core.key import Key, TensorSpec
 from . import wiring
 
 Normal = Callable[[Key], Key]

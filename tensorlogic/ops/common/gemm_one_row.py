@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
-from ...plan_records import Key
+from ...core.dtypes import DTYPES
+from ...core.key import Key
 from . import gemm
 from .gemm import Config, GemmSpec
 from .gemm_wiring import Plan, Product

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
-from ...op import Op
-from ...plan_records import Key
+from ...core.dtypes import DTYPES
+from ...core.key import Key
+from ...core.op import Op
 from ...system.hardware import triton_missing
 from . import gemm_wiring
 from .gemm import Operand

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...plan_records import TensorSpec
+from ...core.key import TensorSpec
 from . import gemm_wiring, wiring
 from .gemm import GemmSpec, Operand
 from .gemm_wiring import Kernel, Product, Start

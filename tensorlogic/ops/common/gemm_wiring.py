@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import torch
 
-from ...numerics import DTYPES
-from ...op import Config, Launcher, Op
-from ...plan_records import Key, TensorSpec
+from ...core.candidate import Config, Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key, TensorSpec
+from ...core.op import Op
 from ...system.compile_pool import CompileFailure
 from ...system.hardware import triton_missing
 from . import compiled_launch, wiring

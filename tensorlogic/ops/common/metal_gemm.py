@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
+from ...core.dtypes import DTYPES
 from .gemm import GemmSpec, Operand
 from .metal_launch import MOST_BYTES, Start, launcher, written
 from .metal_math import KINDS, TYPES

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...op import Config, Launcher, Op
-from ...plan_records import Key
+from ...core.candidate import Config, Launcher
+from ...core.key import Key
+from ...core.op import Op
 from . import gemm, gemm_wiring, metal_gemm, metal_launch, metal_math, wiring
 from .gemm_wiring import Kernel, Plan, Product, Start
 

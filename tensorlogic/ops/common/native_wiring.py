@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from ... import clocks, measure
+from ...core.candidate import Candidate, Config, Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key
+from ...core.op import Op
 from ...native import cpu_library, library_files
 from ...notes import Notes
-from ...numerics import DTYPES
-from ...op import Candidate, Config, Launcher, Op
-from ...plan_records import Key
 from . import storing, wiring
 
 CACHE_BYTES = 2 << 20  # beyond it, a pass over memory costs what memory gives

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ... import adapting  # noqa: F401  it chooses among the candidates of these ops
-from ...op import EAGER, Candidate, Config, Launcher, Op, Outputs, key_flags
-from ...plan_records import Key
+from ...core.candidate import EAGER, Candidate, Config, Launcher, Outputs
+from ...core.key import Key
+from ...core.op import Op, key_flags
 from ...ranking import eager_us
 from . import ways, ways_cpu
 from .ways import Way

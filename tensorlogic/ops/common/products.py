@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import derived
-from ...plan_records import Key, TensorSpec
+from ...core import weight_cache
+from ...core.key import Key, TensorSpec
 
 _ONEDNN = {
     "none": ("none", None),
@@ -66,6 +66,6 @@ def widened(key: Key, first: str = "x") -> str | None:
 
 def wide_weight(weight: Tensor) -> Tensor:
     """The weight in float32; kept while it does not change if it is a parameter or declared constant."""
-    if derived.is_constant(weight):
-        return derived.CACHE.get(weight, "f32", lambda w: w.float(), lambda w: w.numel() * 4)
+    if weight_cache.is_constant(weight):
+        return weight_cache.CACHE.get(weight, "f32", lambda w: w.float(), lambda w: w.numel() * 4)
     return weight.float()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan_records import Key, TensorSpec
+from ...core.key import Key, TensorSpec
 
 INF = float("inf")
 

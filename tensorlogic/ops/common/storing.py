@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...core.candidate import Config, Outputs
 from ...native import cpu_library
-from ...op import Config, Outputs
 
 LEAST = 1 << 20  # bytes of an output that may be worth a look
 ASKED = 1 << 18  # of one whose inputs may be worth asking for ahead

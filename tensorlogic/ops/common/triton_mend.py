@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import numerics
 from ...accuracy import DRIFT, FLOOR, SKETCH, Statistics
+from ...core import dtypes
 from ...system.compile_pool import CompileFailure
 from . import compiled_launch, triton_split, wiring
 from .triton_launch import Start, prepare
@@ -230,7 +230,7 @@ def _limits(then: Statistics, room: float, rtol: float, drift: float) -> tuple[f
 def _noting(seen: Seen, highest: float, spoilt: int, device: torch.device) -> Start | None:
     """What notes elements that have left the result's range; None where none can, the largest of the operands being within limits."""
     (m, n, k), name = seen.sizes, seen.names[2]
-    largest = torch.finfo(numerics.DTYPES["f32" if name == "f64" else name]).max
+    largest = torch.finfo(dtypes.DTYPES["f32" if name == "f64" else name]).max
     if 4 * k * highest * highest <= largest:  # as in accuracy.py
         return None
     return _note(name, m * n, spoilt, SIZES[name], device)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...accuracy import RUN, SKETCH, step
-from ...numerics import NAMES
+from ...core.dtypes import NAMES
 from ...system import capture_state
 from .triton_launch import Start, prepare
 from .triton_math import follow

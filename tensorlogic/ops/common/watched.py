@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.candidate import Config, Launcher, Outputs
+from ...core.dtypes import NAMES
+from ...core.key import Key
+from ...core.op import Op
 from ...judging import Place, alone, places, plain
-from ...numerics import NAMES
-from ...op import Config, Launcher, Op, Outputs
-from ...plan_records import Key
 from . import compiled_launch, precise, triton_split, wiring
 from .triton_mend import Watch
 from .ways_series import flag

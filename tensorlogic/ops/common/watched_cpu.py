@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.candidate import Outputs
 from ...judging import Place
 from ...native import cpu_library
-from ...op import Outputs
 from . import ways_cpu
 
 RESULTS = (torch.float32, torch.float64)  # of others elements may leave the range, or lose digits

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...accuracy import UNITS
-from ...plan_records import Key
+from ...core.key import Key
 
 Product = Callable[[Tensor, Tensor], Tensor]  # a [..., M, K], b [..., K, N] -> [..., M, N], wide
 

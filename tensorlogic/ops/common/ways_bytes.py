@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...plan_records import Key
+from ...core.key import Key
 from . import triton_bytes, triton_lines, triton_split
 from .cublaslt import lt_available
 from .ways import Way

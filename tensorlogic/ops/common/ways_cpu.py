@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ... import accuracy
 from ...accuracy import CREST
+from ...core.key import Key
 from ...native import cpu_library
-from ...plan_records import Key
 from . import cpu_costs, native_wiring, ways
 from .ways import Way, single, wide
 

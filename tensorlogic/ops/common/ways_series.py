@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...numerics import NAMES
+from ...core.dtypes import NAMES
 from ...system.compile_pool import CompileFailure
 from . import compiled_launch, cublaslt, triton_split, ways, wiring
 from .gemm import GemmSpec, Operand

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...numerics import NAMES
+from ...core.dtypes import NAMES
 from . import triton_split, triton_widened
 from .gemm import Operand
 from .mixed import SIZES, line

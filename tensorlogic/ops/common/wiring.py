@@ -11,9 +11,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from ...core.candidate import Candidate, Config, Launcher
+from ...core.key import Key, TensorSpec
+from ...core.op import Op
 from ...native import call_extension
-from ...op import Candidate, Config, Launcher, Op
-from ...plan_records import Key, TensorSpec
 from ...system.compile_pool import CompileFailure
 from ...system.hardware import interpreting, triton_missing
 from . import cells, compiled_launch

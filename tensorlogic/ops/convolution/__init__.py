@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...rules import Composite, Emit, Way, looking
-from ..common.activations import activate_
+from ...core.activations import activate_
+from ...core.rewrite_rule import Composite, Emit, Way, looking
 from ..linear import linear
 
 CONVOLVE = (F.conv1d, F.conv2d, F.conv3d)

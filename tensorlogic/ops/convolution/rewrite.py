@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...rules import Call, Emit, Match, Rule, Var, aten, example, floating, parameters_like
+from ...core.rewrite_rule import (
+    Call,
+    Emit,
+    Match,
+    Rule,
+    Var,
+    aten,
+    example,
+    floating,
+    parameters_like,
+)
 from ..linear import linear
 from ..linear.rewrite import activation_of
 from . import CONVOLUTION, fold_bias, fold_weight, scale_bias, scale_weight

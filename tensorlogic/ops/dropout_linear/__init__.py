@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import arguments, dispatch, kept
-from ...op import Gradient, Op, Outputs, bits
-from ...plan_records import Key, TensorSpec
+from ... import dispatch
+from ...core import argument_checks, saved_tensors
+from ...core.candidate import Outputs
+from ...core.key import Key, TensorSpec
+from ...core.op import Gradient, Op, bits
 from ...system.capture_state import capturing
 from ..common import checks, costs, folded, samples
 from ..common.random import draw, keep_mask, seeded
@@ -70,12 +72,12 @@ _dropout_linear.__name__ = "dropout_linear"
 
 def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[kept.Kept, ...]:
+) -> tuple[saved_tensors.Kept, ...]:
     x, weight, *_, state = dynamic
     mask = outs[1] if len(outs) > 1 else None
     return (
-        kept.read(x, needs[1]),
-        kept.read(weight, needs[0]),
+        saved_tensors.read(x, needs[1]),
+        saved_tensors.read(weight, needs[0]),
         mask if mask is not None and mask.numel() == x.numel() else None,
         state,
     )
@@ -88,7 +90,7 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    x, weight, mask, state = kept.stood_in(saved, dy)
+    x, weight, mask, state = saved_tensors.stood_in(saved, dy)
     if mask is None and dy.layout is torch.strided:
         # kernels that make the mask again want whole rows; PyTorch's operations take ten times as
         # long
@@ -276,9 +278,9 @@ def dropout_linear(
         checks.tensors("dropout_linear", {"x": x, "weight": weight}, {"bias": bias})
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(
-            f"dropout_linear: generator is {arguments.describe(generator)}; a torch.Generator of x's device or None is required"
+            f"dropout_linear: generator is {argument_checks.describe(generator)}; a torch.Generator of x's device or None is required"
         )
-    if not arguments.flag("dropout_linear", "training", training) or p == 0.0:
+    if not argument_checks.flag("dropout_linear", "training", training) or p == 0.0:
         try:
             return linear(x, weight, bias)
         except (TypeError, ValueError):

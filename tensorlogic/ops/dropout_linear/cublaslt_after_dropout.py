@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...plan_records import Key
+from ...core.key import Key
 from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_dropout, triton_reduce, wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product, Start

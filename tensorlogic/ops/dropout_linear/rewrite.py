@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...rules import Call, OneOf, Rule, Var, aten, example
+from ...core.rewrite_rule import Call, OneOf, Rule, Var, aten, example
 from ..linear import linear
 from . import dropout_linear
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from math import prod
 
-from ...plan_records import Key
+from ...core.key import Key
 from ..common import gemm_steps, gemm_wiring, triton_reduce
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import arguments, dispatch, kept
-from ...op import Gradient, Op, Outputs, bits
-from ...plan_records import Key
+from ... import dispatch
+from ...core import argument_checks, saved_tensors
+from ...core.candidate import Outputs
+from ...core.key import Key
+from ...core.op import Gradient, Op, bits
 from ..common import checks, costs, folded, products, samples
 from ..common.rows import rows
 
@@ -43,9 +45,9 @@ def gelu_linear_backward(
 
 def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[kept.Kept, ...]:
+) -> tuple[saved_tensors.Kept, ...]:
     x, weight, _ = dynamic
-    return (kept.read(x, needs[0] or needs[1]), kept.read(weight, needs[0]))
+    return (saved_tensors.read(x, needs[0] or needs[1]), saved_tensors.read(weight, needs[0]))
 
 
 def _backward(
@@ -55,7 +57,7 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    grads = backward_call(dy, *kept.stood_in(saved, dy), flags.approximate, bits(needs))
+    grads = backward_call(dy, *saved_tensors.stood_in(saved, dy), flags.approximate, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 
@@ -155,7 +157,7 @@ def gelu_linear(
         tensor(8.)
     """
     checks.tensors("gelu_linear", {"x": x, "weight": weight}, {"bias": bias})
-    arguments.one_of("gelu_linear", "approximate", approximate, ("tanh", "none"))
+    argument_checks.one_of("gelu_linear", "approximate", approximate, ("tanh", "none"))
     checks.floating("gelu_linear", {"x": x, "weight": weight, "bias": bias}, autocast=True)
     checks.linear_shapes("gelu_linear", x, weight, bias)
     return x, weight, bias, approximate

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...core.candidate import Config, Launcher
+from ...core.key import Key
 from ...native import cpu_library
-from ...op import Config, Launcher
-from ...plan_records import Key
 from ..common import cpu_products
 from . import GELU_LINEAR, GELU_LINEAR_BACKWARD
 

@@ -7,7 +7,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from ...plan_records import Key
+from ...core.key import Key
 from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_elementwise, triton_reduce, wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...plan_records import Key
+from ...core.key import Key
 from ..common import gemm_wiring, metal_wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...rules import Call, Match, Rule, Var, aten
+from ...core.rewrite_rule import Call, Match, Rule, Var, aten
 from ..linear import linear
 from . import gelu_linear
 

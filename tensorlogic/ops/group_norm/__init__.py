@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...numerics import NAMES
-from ...rules import Composite, Emit, Way, looking
+from ...core.dtypes import NAMES
+from ...core.rewrite_rule import Composite, Emit, Way, looking
 
 MOST_ROWS = 65535  # of a grid's second dimension
 

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch, kept
-from ...op import Gradient, Op, Outputs, bits
-from ...plan_records import Key
+from ... import dispatch
+from ...core import saved_tensors
+from ...core.candidate import Outputs
+from ...core.key import Key
+from ...core.op import Gradient, Op, bits
 from ..common import checks, costs, folded, products, samples
 from ..common.rows import rows
 
@@ -83,16 +85,16 @@ def again(normal: Any, mean: Any, needs: str) -> bool:
 
 def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[kept.Kept, ...]:
+) -> tuple[saved_tensors.Kept, ...]:
     x, gamma, beta, weight, _ = dynamic
     inner, weighted = any(needs[:3]), needs[3]
     normal, mean, rstd = _made(x, outs)
     anew = normal is None
     return (
-        kept.read(x, inner or (weighted and anew)),
-        kept.read(gamma, needs[0] or (weighted and anew)),
-        kept.read(beta, weighted and anew),
-        kept.read(weight, inner),
+        saved_tensors.read(x, inner or (weighted and anew)),
+        saved_tensors.read(gamma, needs[0] or (weighted and anew)),
+        saved_tensors.read(beta, weighted and anew),
+        saved_tensors.read(weight, inner),
         normal if weighted else None,
         mean if inner else None,
         rstd if inner else None,
@@ -114,7 +116,7 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    grads = backward_call(dy, *kept.stood_in(saved, dy), flags.eps, bits(needs))
+    grads = backward_call(dy, *saved_tensors.stood_in(saved, dy), flags.eps, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from ...core.candidate import Config, Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key
 from ...native import cpu_library
-from ...numerics import DTYPES
-from ...op import Config, Launcher
-from ...plan_records import Key
 from ..common import cpu_products, native_wiring
 from . import LAYER_NORM_LINEAR, LAYER_NORM_LINEAR_BACKWARD, again
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...rules import Call, Match, Rule, Var, aten, floating
+from ...core.rewrite_rule import Call, Match, Rule, Var, aten, floating
 from ..linear import linear
 from . import layer_norm_linear
 

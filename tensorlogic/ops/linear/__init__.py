@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import arguments, dispatch, kept
-from ...numeric_mode import Mode
-from ...op import Gradient, Op, Outputs, bits
-from ...plan_records import Key
-from ...precision import precision as Precision
+from ... import dispatch
+from ...core import argument_checks, saved_tensors
+from ...core.activations import ACTIVATIONS, Activation, remembered
+from ...core.candidate import Outputs
+from ...core.key import Key
+from ...core.numeric_mode import Mode
+from ...core.op import Gradient, Op, bits
+from ...core.precision_policy import precision as Precision
 from ..common import checks, costs, folded, samples
-from ..common.activations import ACTIVATIONS, Activation, remembered
 from . import reference
 
 # files for a device, in the order in which ties are broken
@@ -25,9 +27,13 @@ CANDIDATES = {"cuda": ("triton_tiled", "cublaslt_epilogue", "cublaslt_columns")}
 
 def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[kept.Kept, ...]:
+) -> tuple[saved_tensors.Kept, ...]:
     x, weight, _, _ = dynamic
-    return (kept.read(x, needs[1]), kept.read(weight, needs[0]), remembered(flags.activation, outs))
+    return (
+        saved_tensors.read(x, needs[1]),
+        saved_tensors.read(weight, needs[0]),
+        remembered(flags.activation, outs),
+    )
 
 
 def _backward(
@@ -40,7 +46,7 @@ def _backward(
     handed_on = needs[3] and flags.activation == "none"  # the residual's gradient is dy itself
     asked = (*needs[:3], needs[3] and not handed_on)
     grads = (
-        backward_call(dy, *kept.stood_in(saved, dy), flags.activation, bits(asked))
+        backward_call(dy, *saved_tensors.stood_in(saved, dy), flags.activation, bits(asked))
         if any(asked)
         else (None,) * 4
     )
@@ -109,7 +115,7 @@ def _checked(
     activation: str | None,
 ) -> tuple[Any, ...]:
     checks.tensors(fn, {"x": x, "weight": weight}, {"bias": bias, "residual": residual})
-    arguments.one_of(fn, "activation", activation, (None, *ACTIVATIONS))
+    argument_checks.one_of(fn, "activation", activation, (None, *ACTIVATIONS))
     checks.floating(
         fn, {"x": x, "weight": weight, "bias": bias, "residual": residual}, autocast=True
     )
@@ -137,7 +143,7 @@ def linear(
         x: [..., K], floating. weight: [N, K], as in torch.nn.functional.linear, same dtype. bias: [N] or None.
         residual: broadcastable to [..., N] or None.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
-        precision: `tensorlogic.precision(...)` for this call; under it, floating dtypes may differ.
+        precision: `tensorlogic.core.precision_policy(...)` for this call; under it, floating dtypes may differ.
 
     Returns:
         [..., N] in x's dtype and on its device.

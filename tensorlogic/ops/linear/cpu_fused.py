@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...core.activations import SMOOTH
+from ...core.candidate import Config, Launcher
+from ...core.key import Key
 from ...native import cpu_library
-from ...op import Config, Launcher
-from ...plan_records import Key
 from ..common import cpu_products, wiring
-from ..common.activations import SMOOTH
 from . import LINEAR, LINEAR_BACKWARD
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...plan_records import Key
+from ...core.key import Key
 from ..common import gemm_wiring, triton_finish, triton_math, wiring
 from ..common.gemm_wiring import Kernel, Plan, Product, Start
 from . import LINEAR, triton_tiled

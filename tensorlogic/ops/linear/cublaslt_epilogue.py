@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
-from ...plan_records import Key
+from ...core.key import Key
 from ..common import (
     gemm_padded,
     gemm_steps,

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...rules import Emit, Way
-from ..common.activations import activate_
+from ...core.activations import activate_
+from ...core.rewrite_rule import Emit, Way
 
 FUSED = {  # not ReLU: oneDNN's makes 0 of NaN
     "none": ("none", ""),

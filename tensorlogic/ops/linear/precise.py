@@ -7,10 +7,10 @@ from math import prod
 from torch import Tensor
 
 from ... import accuracy
-from ...op import Outputs
-from ...plan_records import Key
+from ...core.activations import SMOOTH, activate, gradient
+from ...core.candidate import Outputs
+from ...core.key import Key
 from ..common import precise, ways
-from ..common.activations import SMOOTH, activate, gradient
 from ..common.rows import rows
 from ..common.ways import Product
 from . import LINEAR, LINEAR_BACKWARD

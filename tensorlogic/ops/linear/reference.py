@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.activations import SMOOTH, activate, gradient
+from ...core.activations import SMOOTH, activate, gradient
 from ..common.rows import rows
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...rules import Call, Emit, Match, OneOf, Rule, Var, aten, example, floating
+from ...core.rewrite_rule import Call, Emit, Match, OneOf, Rule, Var, aten, example, floating
 from . import linear
 
 X, W, B, R, A = Var("x"), Var("w"), Var("b"), Var("r"), Var("a")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...plan_records import Key
+from ...core.activations import SMOOTH, activate, activate_
+from ...core.key import Key
 from ..common import products
-from ..common.activations import SMOOTH, activate, activate_
 from . import LINEAR, LINEAR_BACKWARD, reference
 
 

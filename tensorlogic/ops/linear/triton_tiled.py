@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from math import prod
 
-from ...plan_records import Key
+from ...core.activations import SMOOTH
+from ...core.key import Key
 from ..common import gemm_wiring
-from ..common.activations import SMOOTH
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product
 from . import LINEAR, LINEAR_BACKWARD

@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import arguments, dispatch, kept
-from ...op import Gradient, Op, Outputs, bits
-from ...plan_records import Key, TensorSpec
+from ... import dispatch
+from ...core import argument_checks, saved_tensors
+from ...core.candidate import Outputs
+from ...core.key import Key, TensorSpec
+from ...core.op import Gradient, Op, bits
 from ..common import checks, costs, folded, products, samples
 from ..common.rows import rows
 
@@ -96,10 +98,10 @@ def linear_batch_norm_relu_backward(
 
 def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[kept.Kept, ...]:
+) -> tuple[saved_tensors.Kept, ...]:
     x, weight, _, running_mean, running_var, gamma, _ = dynamic
     statistics = (outs[2], outs[3]) if flags.training else (running_mean, running_var)
-    read = (kept.read(x, needs[1]), kept.read(weight, needs[0]))
+    read = (saved_tensors.read(x, needs[1]), saved_tensors.read(weight, needs[0]))
     return (*read, outs[0], outs[1], *statistics, gamma)
 
 
@@ -111,7 +113,7 @@ def _backward(
     dy: Tensor,
 ) -> tuple[Any, ...]:
     wanted = (*needs[:3], *needs[5:7])
-    read = kept.stood_in(saved, dy)
+    read = saved_tensors.stood_in(saved, dy)
     grads = backward_call(dy, *read, flags.training, flags.eps, bits(wanted))
     dx, dw, db, dgamma, dbeta = (g if n else None for g, n in zip(grads, wanted, strict=True))
     return (dx, dw, db, None, None, dgamma, dbeta)
@@ -344,13 +346,13 @@ def linear_batch_norm_relu(
             fits = t.dtype == x.dtype or (t.dtype == torch.float32 and x.dtype in HALVES)
             if not fits and not checks.autocasting(x.device) and not checks.precise():
                 raise TypeError(
-                    f"{fn}: {name} is {arguments.describe(t)}, but x is {arguments.describe(x)}; x's dtype is required, or float32 beside halves"
+                    f"{fn}: {name} is {argument_checks.describe(t)}, but x is {argument_checks.describe(x)}; x's dtype is required, or float32 beside halves"
                 )
         if t is not None and name in stats and t.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{fn}: {name} requires gradients, and statistics have none: pass {name}.detach()"
             )
-    if not arguments.flag(fn, "training", training) and (
+    if not argument_checks.flag(fn, "training", training) and (
         running_mean is None or running_var is None
     ):
         raise ValueError(f"{fn}: running_mean and running_var are required unless training=True")
@@ -358,7 +360,7 @@ def linear_batch_norm_relu(
         raise ValueError(f"{fn}: running_mean and running_var must be given together or not at all")
     if training and x.shape[:-1].numel() == 1:
         raise ValueError(
-            f"{fn}: x is {arguments.describe(x)}; more than one row is required in training: pass training=False or a larger batch"
+            f"{fn}: x is {argument_checks.describe(x)}; more than one row is required in training: pass training=False or a larger batch"
         )
     eps = checks.number(fn, "eps", eps, 0.0, float("inf"), "of at least 0")
     momentum = checks.number(fn, "momentum", momentum, 0.0, 1.0 + 1e-12, "in [0, 1]")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from ...core.candidate import Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key
 from ...native import cpu_library
-from ...numerics import DTYPES
-from ...op import Launcher
-from ...plan_records import Key
 from ..common import cpu_costs, cpu_products, native_wiring
 from ..common.rows import rows
 from . import LINEAR_BATCH_NORM_RELU

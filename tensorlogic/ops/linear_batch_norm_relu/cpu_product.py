@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...core.candidate import Config, Launcher
+from ...core.key import Key
 from ...native import cpu_library
-from ...op import Config, Launcher
-from ...plan_records import Key
 from ..common import cpu_products, native_wiring, wiring
 from ..common.rows import rows
 from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ... import numerics
-from ...plan_records import Key, TensorSpec
+from ...core import dtypes as core_dtypes
+from ...core import tolerance
+from ...core.key import Key, TensorSpec
 from ..common import gemm_steps, gemm_wiring, triton_columns, wiring
 from ..common import triton_batch_norm as kernels
 from ..common.gemm import GemmSpec, Operand
@@ -131,7 +132,7 @@ def _rounding(key: Key) -> float:
     side (a mean of 300 halves 4e-5 off, 1.7e-5 to nearest)."""
     x = key.spec("x")
     assert x is not None
-    return numerics.floor(numerics.DTYPES[x.dtype])
+    return tolerance.floor(core_dtypes.DTYPES[x.dtype])
 
 
 def _exact(key: Key) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ...plan_records import Key
+from ...core.key import Key
 from ..common import gemm_wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product

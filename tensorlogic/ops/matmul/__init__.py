@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import arguments, dispatch, kept
-from ...numeric_mode import Mode
-from ...numerics import DTYPES
-from ...op import Gradient, Op, Outputs, bits
-from ...plan_records import Key
-from ...precision import precision as Precision
+from ... import dispatch
+from ...core import argument_checks, saved_tensors
+from ...core.activations import ACTIVATIONS, SMOOTH, Activation, activate, activate_, remembered
+from ...core.activations import gradient as activation_gradient
+from ...core.candidate import Outputs
+from ...core.dtypes import DTYPES
+from ...core.key import Key
+from ...core.numeric_mode import Mode
+from ...core.op import Gradient, Op, bits
+from ...core.precision_policy import precision as Precision
 from ..common import checks, costs, folded, products, samples
-from ..common.activations import ACTIVATIONS, SMOOTH, Activation, activate, activate_, remembered
-from ..common.activations import gradient as activation_gradient
 
 # files for a device, in the order in which ties are broken
 CANDIDATES = {"cuda": ("triton_tiled", "cublaslt_epilogue", "products_backward")}
@@ -78,9 +80,13 @@ def _traffic(key: Key) -> float:
 
 def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[kept.Kept, ...]:
+) -> tuple[saved_tensors.Kept, ...]:
     a, b = dynamic
-    return (kept.read(a, needs[1]), kept.read(b, needs[0]), remembered(flags.activation, outs))
+    return (
+        saved_tensors.read(a, needs[1]),
+        saved_tensors.read(b, needs[0]),
+        remembered(flags.activation, outs),
+    )
 
 
 def _backward(
@@ -90,7 +96,7 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    grads = backward_call(dy, *kept.stood_in(saved, dy), flags.activation, bits(needs))
+    grads = backward_call(dy, *saved_tensors.stood_in(saved, dy), flags.activation, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 
@@ -150,7 +156,7 @@ def matmul(
     Args:
         a: [..., M, K] or [K], floating. b: [..., K, N] or [K], same dtype; batch dimensions broadcast.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
-        precision: `tensorlogic.precision(...)` for this call; under it, floating dtypes may differ.
+        precision: `tensorlogic.core.precision_policy(...)` for this call; under it, floating dtypes may differ.
 
     Returns:
         [..., M, N], without the dimension of a one-dimensional argument, in a's dtype.
@@ -167,22 +173,22 @@ def matmul(
                 [3., 4.]])
     """
     checks.tensors("matmul", {"a": a, "b": b})
-    arguments.one_of("matmul", "activation", activation, (None, *ACTIVATIONS))
+    argument_checks.one_of("matmul", "activation", activation, (None, *ACTIVATIONS))
     checks.floating("matmul", {"a": a, "b": b}, autocast=True)
     if a.dim() < 1 or b.dim() < 1:
         raise ValueError(
-            f"matmul: a is {arguments.describe(a)} and b is {arguments.describe(b)}; both need at least one dimension: use a * b for numbers"
+            f"matmul: a is {argument_checks.describe(a)} and b is {argument_checks.describe(b)}; both need at least one dimension: use a * b for numbers"
         )
     inner = b.shape[-2] if b.dim() > 1 else b.shape[0]
     if a.shape[-1] != inner:
         raise ValueError(
-            f"matmul: a is {arguments.describe(a)} and b is {arguments.describe(b)}; a's last dimension ({a.shape[-1]}) must equal b's second to last ({inner}): transpose one with .mT"
+            f"matmul: a is {argument_checks.describe(a)} and b is {argument_checks.describe(b)}; a's last dimension ({a.shape[-1]}) must equal b's second to last ({inner}): transpose one with .mT"
         )
     try:
-        arguments.broadcast(a.shape[:-2], b.shape[:-2])
+        argument_checks.broadcast(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
         raise ValueError(
-            f"matmul: a is {arguments.describe(a)} and b is {arguments.describe(b)}; their batch dimensions do not broadcast"
+            f"matmul: a is {argument_checks.describe(a)} and b is {argument_checks.describe(b)}; their batch dimensions do not broadcast"
         ) from None
     return a, b, activation or "none"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from ...core.activations import SMOOTH
+from ...core.candidate import Config, Launcher
+from ...core.key import Key
 from ...native import cpu_library
-from ...op import Config, Launcher
-from ...plan_records import Key
 from ..common import cpu_products, native_wiring, wiring
-from ..common.activations import SMOOTH
 from ..common.rows import rows
 from . import MATMUL, MATMUL_BACKWARD
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from ...plan_records import Key
+from ...core.key import Key
 from ..common import gemm_padded, gemm_wiring
 from ..common.gemm_wiring import Plan, Product
 from . import MATMUL, triton_tiled

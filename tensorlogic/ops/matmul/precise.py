@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ... import accuracy
-from ...op import Outputs
-from ...plan_records import Key
+from ...core.activations import SMOOTH, activate, gradient
+from ...core.candidate import Outputs
+from ...core.key import Key
 from ..common import precise, ways
-from ..common.activations import SMOOTH, activate, gradient
 from ..common.rows import rows
 from ..common.ways import Product
 from . import MATMUL, MATMUL_BACKWARD

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
-from ...plan_records import Key, TensorSpec
+from ...core.key import Key, TensorSpec
 from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_elementwise, wiring
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Kernel, Plan, Product

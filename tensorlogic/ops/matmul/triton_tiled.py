@@ -6,9 +6,9 @@ import itertools
 import sys
 from math import prod
 
-from ...plan_records import Key, TensorSpec
+from ...core.activations import SMOOTH
+from ...core.key import Key, TensorSpec
 from ..common import gemm_padded, gemm_wiring
-from ..common.activations import SMOOTH
 from ..common.gemm import GemmSpec, Operand
 from ..common.gemm_wiring import Plan, Product
 from . import MATMUL

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ... import arguments, dispatch
+from ... import dispatch
+from ...core import argument_checks
 from ..common import checks
 from .family import ADD, ADD_RELU, AFFINE, DIV, GELU, MUL, MUL_RELU, RELU, SILU, SUB
 from .family import FAMILY as FAMILY
@@ -37,9 +38,9 @@ def _broadcast(fn: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
     if all(shape == wide[0] for shape in wide):  # symbolic sizes have no hash
         return tuple(values.values())
     try:
-        arguments.broadcast(*(v.shape for v in values.values()))
+        argument_checks.broadcast(*(v.shape for v in values.values()))
     except RuntimeError:
-        shapes = ", ".join(f"{n} is {arguments.describe(v)}" for n, v in values.items())
+        shapes = ", ".join(f"{n} is {argument_checks.describe(v)}" for n, v in values.items())
         raise ValueError(f"{fn}: {shapes}; shapes that broadcast together are required") from None
     return tuple(values.values())
 
@@ -58,7 +59,7 @@ def _real(fn: str, **given: Tensor) -> None:
     for name, t in given.items():
         if not t.is_floating_point():
             raise TypeError(
-                f"{fn}: {name} is {arguments.describe(t)}; a real floating dtype is required: convert it with {name}.float()"
+                f"{fn}: {name} is {argument_checks.describe(t)}; a real floating dtype is required: convert it with {name}.float()"
             )
 
 
@@ -199,7 +200,7 @@ def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> tuple[Any,
         tensor([-0.1587,  1.9545])
     """
     checks.tensors("gelu", {"x": x})
-    arguments.one_of("gelu", "approximate", approximate, ("none", "tanh"))
+    argument_checks.one_of("gelu", "approximate", approximate, ("none", "tanh"))
     _real("gelu", x=x)
     return x, approximate
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from ...core.candidate import Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key
 from ...native import cpu_library
-from ...numerics import DTYPES
-from ...op import Launcher
-from ...plan_records import Key
 from ..common import native_wiring, wiring
 from ..common.native_wiring import FRESH_BYTES
 from .family import FAMILY, POINTWISE_BACKWARD

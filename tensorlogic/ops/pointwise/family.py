@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch, kept
-from ...op import Gradient, Op, Outputs, bits
-from ...plan_records import Key
+from ... import dispatch
+from ...core import saved_tensors
+from ...core.candidate import Outputs
+from ...core.key import Key
+from ...core.op import Gradient, Op, bits
 from ..common import costs, folded, samples
 from . import reference
 
@@ -34,12 +36,12 @@ def _op(
 
     def save(
         flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-    ) -> tuple[kept.Kept, ...]:
+    ) -> tuple[saved_tensors.Kept, ...]:
         y = outs[0]
         assert y is not None
         reads = "".join(read for read, n in zip(uses, needs, strict=True) if n)
         operands = [
-            t if name in reads else kept.Look(t) if n and t.shape != y.shape else None
+            t if name in reads else saved_tensors.Look(t) if n and t.shape != y.shape else None
             for name, t, n in zip("abc", dynamic, needs, strict=False)
         ]
         kept_of = (y if "y" in reads else None,) if len(outs) == 1 else (None, *outs[1:])
@@ -116,13 +118,13 @@ def _cases(operands: int, name: str) -> Any:
         yield torch.randn(9, 6).t(), torch.randn(6, 18)[:, ::2]
 
 
-def _met(k: kept.Kept, dy: Tensor) -> Tensor | None:
+def _met(k: saved_tensors.Kept, dy: Tensor) -> Tensor | None:
     """A kept operand as backward takes it: with dy's shape where dimensions of size 1 are all that it lacks, a stand-in where nobody reads
     its values."""
     if k is None or k.shape == dy.shape:
-        return None if isinstance(k, kept.Look) else k
+        return None if isinstance(k, saved_tensors.Look) else k
     alike = prod(k.shape) == dy.numel()
-    if isinstance(k, kept.Look):
+    if isinstance(k, saved_tensors.Look):
         return None if alike else k.beside(dy)
     return k.expand(dy.shape) if alike else k
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...arguments import broadcast
+from ...core.argument_checks import broadcast
 from ..common import wiring
 
 Laid = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides

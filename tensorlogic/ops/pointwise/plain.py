@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ...plan_records import Key, TensorSpec
+from ...core.key import Key, TensorSpec
 from ..common import wiring
 from . import shapes
 from .shapes import BACKWARD, Shape

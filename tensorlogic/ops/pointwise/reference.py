@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..common import activations
+from ...core import activations as core_activations
 
 
 def _by(dz: Tensor, factor: Tensor | None) -> Tensor | None:
@@ -21,7 +21,7 @@ BACKWARD: dict[str, Callable[..., tuple[Tensor | None, ...]]] = {
     "div": lambda dz, a, b: (dz / b, None if a is None else -dz * ((a / b) / b), None),
     "affine": lambda dz, a, b: (_by(dz, b), _by(dz, a), dz),
 }
-SMOOTH = activations.SMOOTH  # keep the input for backward
+SMOOTH = core_activations.SMOOTH  # keep the input for backward
 # keep the output; then the gradient of the inner operation
 RELU = {"relu": "relu", "add_relu": "add", "mul_relu": "mul"}
 
@@ -31,7 +31,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (a, b, c), not yet summed over broadcast dimensions; None where what it reads was not kept."""
     if kind in SMOOTH:
-        return (activations.gradient(dy, a, kind), None, None)
-    dz = activations.gradient(dy, y, "relu") if kind in RELU else dy
+        return (core_activations.gradient(dy, a, kind), None, None)
+    dz = core_activations.gradient(dy, y, "relu") if kind in RELU else dy
     inner = RELU.get(kind, kind)
     return (dz, None, None) if inner == "relu" else BACKWARD[inner](dz, a, b)

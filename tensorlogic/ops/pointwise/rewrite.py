@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ...rules import Call, Match, OneOf, Rule, Var, aten, example, floating
+from ...core.rewrite_rule import Call, Match, OneOf, Rule, Var, aten, example, floating
 from . import add_relu, affine, mul_relu
 
 A, B, X = Var("a"), Var("b"), Var("x")

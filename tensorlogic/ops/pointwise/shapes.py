@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...plan_records import Key, TensorSpec
+from ...core.key import Key, TensorSpec
 from ..common import wiring
 from . import layouts
 from .layouts import Dim, Laid, iterated

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...op import EAGER, Candidate, Config, Launcher, Op
-from ...plan_records import Key, TensorSpec
+from ...core.candidate import EAGER, Candidate, Config, Launcher
+from ...core.key import Key, TensorSpec
+from ...core.op import Op
 from ...system import hardware
 from ..common import apart, costs, folded, wiring
 from . import layouts

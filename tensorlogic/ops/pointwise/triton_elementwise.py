@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
-from ...op import Config, Launcher
+from ...core.candidate import Config, Launcher
+from ...core.dtypes import DTYPES
 from ..common import triton_elementwise, triton_math, wiring
 from . import layouts, shapes
 from .family import FAMILY, POINTWISE_BACKWARD

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...numerics import DTYPES
-from ...op import Config, Launcher
-from ...plan_records import Key, TensorSpec
+from ...core.candidate import Config, Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key, TensorSpec
 from ..common import compiled_launch, triton_marked, triton_math, wiring
 from . import layouts
 from .together import TOGETHER, both

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import arguments, dispatch, kept
-from ...numerics import DTYPES
-from ...op import Gradient, Op, Outputs
-from ...plan_records import Key
+from ... import dispatch
+from ...core import argument_checks, saved_tensors
+from ...core.candidate import Outputs
+from ...core.dtypes import DTYPES
+from ...core.key import Key
+from ...core.op import Gradient, Op
 from ..common import checks, costs, folded
 
 # files for a device, in the order in which ties are broken
@@ -130,9 +132,9 @@ def _op(
 
     def save(
         flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-    ) -> tuple[kept.Kept, ...]:
+    ) -> tuple[saved_tensors.Kept, ...]:
         # where forward has kept the places of the extremes, these: see together.py
-        return (dynamic[0], *outs) if extreme else (kept.Look(dynamic[0]),)
+        return (dynamic[0], *outs) if extreme else (saved_tensors.Look(dynamic[0]),)
 
     def backward(
         flags: SimpleNamespace,
@@ -199,12 +201,12 @@ def _checked(fn: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool)
     given = tuple(dim) if isinstance(dim, (tuple, list, range)) else () if dim is None else (dim,)
     given = given or tuple(range(x.dim()))  # as PyTorch's
     dims = []
-    for d in map(arguments.index, given):
+    for d in map(argument_checks.index, given):
         if d is None:
             raise TypeError(f"{fn}: dim is {dim!r}; an int, a tuple of ints or None is required")
         if not -(x.dim() or 1) <= d < (x.dim() or 1):
             raise ValueError(
-                f"{fn}: dim is {dim!r}, but x is {arguments.describe(x)}; dimensions from {-x.dim()} to {x.dim() - 1} are required"
+                f"{fn}: dim is {dim!r}, but x is {argument_checks.describe(x)}; dimensions from {-x.dim()} to {x.dim() - 1} are required"
             )
         dims.append(d % (x.dim() or 1))
     if len(set(dims)) != len(dims):
@@ -213,13 +215,13 @@ def _checked(fn: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool)
     order = tuple(d for d in range(x.dim()) if any(d == wanted for wanted in dims))
     if fn in ("max", "min") and any(x.shape[d] == 0 for d in order):
         raise ValueError(
-            f"{fn}: x is {arguments.describe(x)}; at least one element along dim {dim!r} is required"
+            f"{fn}: x is {argument_checks.describe(x)}; at least one element along dim {dim!r} is required"
         )
     if fn == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise TypeError(
-            f"mean: x is {arguments.describe(x)}; a floating dtype is required: convert it with x.float()"
+            f"mean: x is {argument_checks.describe(x)}; a floating dtype is required: convert it with x.float()"
         )
-    return x, order, arguments.flag(fn, "keepdim", keepdim)
+    return x, order, argument_checks.flag(fn, "keepdim", keepdim)
 
 
 @dispatch.public(SUM)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import prod
 
+from ...core.candidate import Launcher
+from ...core.key import Key
 from ...native import cpu_library
-from ...op import Launcher
-from ...plan_records import Key
 from ..common import native_wiring
 from . import FAMILY
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from ...plan_records import Key, TensorSpec
+from ...core.key import Key, TensorSpec
 from ..common import wiring
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride) of each

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...numerics import DTYPES
-from ...op import EAGER, Candidate, Config, Launcher, Op
-from ...plan_records import Key, TensorSpec
+from ...core.candidate import EAGER, Candidate, Config, Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key, TensorSpec
+from ...core.op import Op
 from ...system import hardware
 from ..common import apart, costs, folded, wiring
 from . import EXTREME_BACKWARD as BACKWARD

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
-from ...op import Config, Launcher
-from ...plan_records import Key, TensorSpec
+from ...core.candidate import Config, Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key, TensorSpec
 from ..common import triton_extreme, triton_softmax, triton_softmax_parts, wiring
 from ..common.triton_softmax import Lines
 from ..pointwise import layouts

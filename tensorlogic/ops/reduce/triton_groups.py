@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
-from ...op import Config, Launcher
-from ...plan_records import Key
+from ...core.candidate import Config, Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key
 from ..common import triton_groups, triton_reduce, triton_reduce_groups, triton_rows, wiring
 from . import FAMILY, shapes
 from .shapes import Shape

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...numerics import DTYPES
-from ...op import Config, Launcher
-from ...plan_records import Key
+from ...core.candidate import Config, Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key
 from ..common import (
     compiled_launch,
     triton_extreme,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...op import Config, Launcher
+from ...core.candidate import Config, Launcher
 from ...system.compile_pool import CompileFailure
 from ..common import triton_reduce, wiring
 from ..common import triton_reduce_strided as strided

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...op import Config, Launcher
-from ...plan_records import Key
+from ...core.candidate import Config, Launcher
+from ...core.key import Key
 from ..common import (  # fmt: skip
     triton_groups,
     triton_reduce,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...rules import Call, Match, OneOf, Rule, Var, aten, floating
+from ...core.rewrite_rule import Call, Match, OneOf, Rule, Var, aten, floating
 from . import RMS_NORM
 
 X, G = Var("x"), Var("gamma")

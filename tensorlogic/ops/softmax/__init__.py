@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import arguments, dispatch, kept
-from ...op import Gradient, Op, Outputs
-from ...plan_records import Key
+from ... import dispatch
+from ...core import argument_checks, saved_tensors
+from ...core.candidate import Outputs
+from ...core.key import Key
+from ...core.op import Gradient, Op
 from ..common import checks, costs, folded, samples
 
 # files for a device, in the order in which ties are broken
@@ -42,7 +44,7 @@ def softmax_backward(dy: Tensor, y: Tensor, dim: int) -> tuple[Tensor, ...]:
 
 def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[kept.Kept, ...]:
+) -> tuple[saved_tensors.Kept, ...]:
     return (outs[0],)
 
 
@@ -137,18 +139,18 @@ def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tenso
     if dtype is not None:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(
-                f"softmax: dtype is {arguments.describe(dtype)}; a torch.dtype such as torch.float32, or None, is required"
+                f"softmax: dtype is {argument_checks.describe(dtype)}; a torch.dtype such as torch.float32, or None, is required"
             )
         if not dtype.is_floating_point:
             raise TypeError(f"softmax: dtype is {dtype}; a floating dtype is required")
         x = x.to(dtype)
     if not x.is_floating_point():
         raise TypeError(
-            f"softmax: x is {arguments.describe(x)}; a floating dtype is required: pass dtype=torch.float32 or convert with x.float()"
+            f"softmax: x is {argument_checks.describe(x)}; a floating dtype is required: pass dtype=torch.float32 or convert with x.float()"
         )
-    place = arguments.index(dim)
+    place = argument_checks.index(dim)
     if place is None or not -(x.dim() or 1) <= place < (x.dim() or 1):
         raise ValueError(
-            f"softmax: dim is {dim!r}, but x is {arguments.describe(x)}; a dimension from {-x.dim()} to {x.dim() - 1} is required"
+            f"softmax: dim is {dim!r}, but x is {argument_checks.describe(x)}; a dimension from {-x.dim()} to {x.dim() - 1} is required"
         )
     return _float_softmax(x, place % (x.dim() or 1))

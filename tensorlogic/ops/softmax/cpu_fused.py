@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...core.candidate import Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key
 from ...native import cpu_library
-from ...numerics import DTYPES
-from ...op import Launcher
-from ...plan_records import Key
 from ..common import native_wiring
 from . import SOFTMAX, SOFTMAX_BACKWARD
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
-from ...op import Config, Launcher
-from ...plan_records import Key
+from ...core.candidate import Config, Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key
 from ..common import triton_groups, triton_rows, triton_softmax_groups, wiring
 from . import SOFTMAX, SOFTMAX_BACKWARD
 from . import triton_rows as rows_of

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
-from ...op import Config, Launcher
-from ...plan_records import Key
+from ...core.candidate import Config, Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key
 from ..common import (
     cross_entropy_held,
     softmax_held,

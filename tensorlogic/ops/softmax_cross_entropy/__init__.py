@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import arguments, dispatch, kept
-from ...op import Gradient, Op, Outputs
-from ...plan_records import Key, TensorSpec
+from ... import dispatch
+from ...core import argument_checks, saved_tensors
+from ...core.candidate import Outputs
+from ...core.key import Key, TensorSpec
+from ...core.op import Gradient, Op
 from ..common import checks, costs, samples
 
 # files for a device, in the order in which ties are broken
@@ -80,7 +82,7 @@ def _wide(t: Tensor) -> torch.dtype:
 
 def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[kept.Kept, ...]:
+) -> tuple[saved_tensors.Kept, ...]:
     return (*dynamic, *outs[1:])
 
 
@@ -188,17 +190,17 @@ def _rows(
     checks.floating(fn, {"logits": logits})
     if logits.dim() < 1 or logits.shape[-1] < 1 or tuple(target.shape) != tuple(logits.shape[:-1]):
         raise ValueError(
-            f"{fn}: logits is {arguments.describe(logits)} (classes last) and target is {arguments.describe(target)}; "
+            f"{fn}: logits is {argument_checks.describe(logits)} (classes last) and target is {argument_checks.describe(target)}; "
             f"logits [N, C] or [C] with target [N] or [], or logits [N, C, d1, ...] with target [N, d1, ...], is required"
         )
     if target.dtype != torch.int64:
         raise TypeError(
-            f"{fn}: target is {arguments.describe(target)}; class indices of dtype int64 are required: convert with target.long()"
+            f"{fn}: target is {argument_checks.describe(target)}; class indices of dtype int64 are required: convert with target.long()"
         )
-    arguments.one_of(fn, "reduction", reduction, REDUCTIONS)
+    argument_checks.one_of(fn, "reduction", reduction, REDUCTIONS)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(
-            f"{fn}: ignore_index is {arguments.describe(ignore_index)}; an int is required"
+            f"{fn}: ignore_index is {argument_checks.describe(ignore_index)}; an int is required"
         )
     smoothing = checks.number(fn, "label_smoothing", label_smoothing, 0.0, 1.0 + 1e-12, "in [0, 1]")
     return logits, target, ignore_index, smoothing, reduction

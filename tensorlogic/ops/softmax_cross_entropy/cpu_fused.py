@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.candidate import Launcher
+from ...core.key import Key
 from ...native import cpu_library
-from ...op import Launcher
-from ...plan_records import Key
 from ..common import native_wiring, wiring
 from . import SOFTMAX_CROSS_ENTROPY, SOFTMAX_CROSS_ENTROPY_BACKWARD
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
-from ...op import Launcher
+from ...core.candidate import Launcher
+from ...core.dtypes import DTYPES
 from ..common import wiring
 from .shapes import Shape
 

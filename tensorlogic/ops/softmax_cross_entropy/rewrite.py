@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...rules import Call, Emit, Match, Rule, Var, aten
+from ...core.rewrite_rule import Call, Emit, Match, Rule, Var, aten
 from . import softmax_cross_entropy
 
 REDUCTIONS = ("none", "mean", "sum")

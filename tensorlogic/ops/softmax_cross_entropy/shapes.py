@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...plan_records import Key
+from ...core.key import Key
 from ..common import wiring
 
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import selector
-from ...op import EAGER, Candidate, Config, Launcher, Op, key_flags
-from ...plan_records import Key, TensorSpec
+from ...core.candidate import EAGER, Candidate, Config, Launcher
+from ...core.key import Key, TensorSpec
+from ...core.op import Op, key_flags
 from ...system import hardware
 from ..common import apart, costs, samples
 from . import SOFTMAX_CROSS_ENTROPY as FORWARD

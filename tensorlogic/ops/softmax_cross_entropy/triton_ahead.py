@@ -6,8 +6,8 @@ import sys
 
 import torch
 
-from ...op import Config, Launcher
-from ...plan_records import Key
+from ...core.candidate import Config, Launcher
+from ...core.key import Key
 from ..common import (
     triton_cross_entropy,
     triton_cross_entropy_ahead,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...numerics import DTYPES
-from ...op import Config, Launcher
+from ...core.candidate import Config, Launcher
+from ...core.dtypes import DTYPES
 from ..common import triton_cross_entropy, wiring
 from . import SOFTMAX_CROSS_ENTROPY, SOFTMAX_CROSS_ENTROPY_BACKWARD, reduced, shapes
 from .shapes import Shape, describe

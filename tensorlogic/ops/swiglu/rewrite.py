@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...rules import Call, Match, Rule, Var, aten
+from ...core.rewrite_rule import Call, Match, Rule, Var, aten
 from ..linear import linear
 from . import SWIGLU
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure
 from tensorlogic.core.tolerance import chance
+from tensorlogic.measure import timer
 from tensorlogic.program.check import tensors_in, widen
 from tensorlogic.program.copies import fresh
 from tensorlogic.program.later import Later
@@ -120,7 +120,7 @@ def alone(lock: Path | None) -> Iterator[None]:
 
 def compared(record: dict[str, Any], calls: Mapping[str, Call], ours: str = "ours") -> None:
     """Times of all in the same rounds, and by what `ours` is faster."""
-    samples = measure.wall_samples(calls, DEVICE, SHARE_S)
+    samples = timer.wall_samples(calls, DEVICE, SHARE_S)
     record |= {f"{name}_us": samples.median(name) for name in calls}
     record["speed"] = samples.ratio("eager", ours)[0]
     best = min((n for n in calls if not n.startswith("ours")), key=samples.median)

@@ -22,7 +22,7 @@ from beside import DEVICE, PEER, machine, waiting
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure
+from tensorlogic.measure import timer
 from tensorlogic.system import idle_resources
 
 AFTER_S = 2.0  # of calls once all is decided
@@ -35,7 +35,7 @@ def served(fast: nn.Module, x: Tensor, seconds: float) -> list[tuple[float, floa
     calls, begin, end, told = list[tuple[float, float]](), time.perf_counter(), seconds, 0.0
     while (now := time.perf_counter() - begin) < end:
         fast(x)
-        measure.synchronize(DEVICE)
+        timer.synchronize(DEVICE)
         calls.append((now, time.perf_counter() - begin - now))
         if now >= told + TOLD_S:  # a run that is cut shows how far it came
             print(json.dumps(by_second([c for c in calls if c[0] >= told])), flush=True)
@@ -76,7 +76,7 @@ def measured(name: str, seconds: float) -> dict[str, Any]:
         peer(x)
     compile_s = time.perf_counter() - begin
     last = {"eager": lambda: model(x), "compile": lambda: peer(x), "ours": lambda: fast(x)}
-    samples = measure.wall_samples(last, DEVICE, 2.0)
+    samples = timer.wall_samples(last, DEVICE, 2.0)
     rows, limit = by_second(calls), AS_FAST * samples.median("compile")
     late = max((r["second"] for r in rows if r["median_us"] > limit), default=-1)
     paused = sorted((t for _, t in calls), reverse=True)[:5]

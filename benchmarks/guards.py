@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 import tensorlogic
-from tensorlogic import measure
 from tensorlogic.environments import environment
+from tensorlogic.measure import timer
 from tensorlogic.native import hook_extension, hook_ops
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def one(hooked: bool) -> None:
         for i, switch in enumerate((tensorlogic.disable, tensorlogic.enable)):
             switch()
             for name, call in given.items():
-                samples = measure.device_samples({name: call}, CPU, SECONDS, rounds=7)
+                samples = timer.device_samples({name: call}, CPU, SECONDS, rounds=7)
                 found[name][i].append(samples.quiet(name))
     print(json.dumps({n: [statistics.median(v) for v in pair] for n, pair in found.items()}))
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, randn
 
 import tensorlogic
-from tensorlogic import measure
+from tensorlogic.measure import timer
 from tensorlogic.program import check
 from tensorlogic.system import hardware
 
@@ -206,7 +206,7 @@ def row(kind: str, training: bool, budget_s: float) -> dict[str, Any]:
 
         calls = {"ours": step(fast), "eager": step(plain), "compile": step(peer)}
         calls["compile"]()
-        us = measure.wall_samples(calls, DEVICE, 2.0)
+        us = timer.wall_samples(calls, DEVICE, 2.0)
     report = fast.report
     inductor = next((r for r in report.rows if r.op == "inductor"), None)
     best = min(("eager", "compile"), key=us.median)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure
+from tensorlogic.measure import timer
 from tensorlogic.program.check import widen
 from tensorlogic.program.contest import Contest
 
@@ -204,7 +204,7 @@ def measured(name: str, training: bool) -> dict[str, Any]:
             "returned": step(fast, fast),
         }
         errors = {key: error(vector(call()), ref) for key, call in calls.items()}
-        samples = measure.wall_samples(calls, DEVICE, 3.0)
+        samples = timer.wall_samples(calls, DEVICE, 3.0)
     record = {
         "us": {key: samples.median(key) for key in calls},
         "over_eager": {key: samples.ratio("eager", key) for key in calls},

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import tensorlogic
-from tensorlogic import measure
 from tensorlogic.bench import machine
+from tensorlogic.measure import timer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIB = (1, 16, 64, 256)
@@ -44,8 +44,8 @@ def without() -> Iterator[None]:
 
 def turn(call: Callable[[], Any], count: int) -> float:
     """Microseconds of a call, the middle of a few behind one that is not counted."""
-    measure.once(call, DEVICE)
-    return statistics.median(measure.once(call, DEVICE) for _ in range(count))
+    timer.once(call, DEVICE)
+    return statistics.median(timer.once(call, DEVICE) for _ in range(count))
 
 
 def row(mib: int) -> dict[str, Any]:

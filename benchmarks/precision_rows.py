@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 import tensorlogic
-from tensorlogic import adapting, measure
+from tensorlogic import adapting
 from tensorlogic.core import dtypes, tolerance
 from tensorlogic.core.op import OPS
+from tensorlogic.measure import timer
 
 BUDGETS = ((torch.float32, 1e-2), (torch.float64, 1e-6))
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ def row(n: int, dtype: torch.dtype, rtol: float) -> str:
         y = tensorlogic.matmul(a, b)
         way = adapting.LAST[-1]
         calls["served"] = lambda: tensorlogic.matmul(a, b)
-        times = measure.wall_samples(calls, CPU, 3.0, rounds=15)
+        times = timer.wall_samples(calls, CPU, 3.0, rounds=15)
     best = min((name for name in calls if name != "served"), key=times.median)
     error = tolerance.relative_error(y, a.double() @ b.double())
     taken = ", ".join(f"{name} {times.median(name) / 1e3:.2f} ms" for name in calls)

@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 import tensorlogic
-from tensorlogic import measure
 from tensorlogic.bench.machine import limits
 from tensorlogic.environments import environment
+from tensorlogic.measure import timer
 from tensorlogic.native import cpu_library
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def rate(loop: ctypes._CFuncPtr, flops: int) -> float:
         for thread in threads:
             thread.join()
 
-    best = min(measure.once(run, CPU) for _ in range(ROUNDS))
+    best = min(timer.once(run, CPU) for _ in range(ROUNDS))
     return flops * TIMES * len(memory) / best * 1e-3
 
 
@@ -116,8 +116,8 @@ def products(n: int) -> tuple[float, float]:
     matmul, out = cpu_library.op("matmul"), torch.empty(n, n)
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
-        times[0].append(measure.once(lambda: torch.mm(a, b, out=out), CPU))
-        times[1].append(measure.once(lambda: matmul(a, b), CPU))
+        times[0].append(timer.once(lambda: torch.mm(a, b, out=out), CPU))
+        times[1].append(timer.once(lambda: matmul(a, b), CPU))
     return min(times[0]), min(times[1])
 
 

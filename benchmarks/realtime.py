@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure
+from tensorlogic.measure import timer
 from tensorlogic.system import hardware
 
 CUDA = torch.cuda.is_available()
@@ -66,7 +66,7 @@ def latencies(ways: Mapping[str, Call], count: int) -> dict[str, dict[str, float
             gc.collect()
             gc.disable()
             try:
-                times[name] += [measure.once(call, DEVICE) for _ in range(count // TURNS)]
+                times[name] += [timer.once(call, DEVICE) for _ in range(count // TURNS)]
             finally:
                 gc.enable()
     return {name: _marks(sorted(found)) for name, found in times.items()}
@@ -83,7 +83,7 @@ def hosted(steps: Any, x: Tensor) -> tuple[float, float]:
     for replay in steps.replays():
         given["beyond"] = replay.static[0]
     calls = {name: [lambda v=v: steps(v)] for name, v in given.items()}
-    found = measure.host_samples(calls, DEVICE, 0.4).values
+    found = timer.host_samples(calls, DEVICE, 0.4).values
     whole, beyond = (statistics.median(found[n]) for n in ("whole", next(reversed(given))))
     return whole, beyond
 

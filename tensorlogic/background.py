@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from . import isolation, measure, stores
+from . import stores
 from .core import policy
 from .core.candidate import Launcher
 from .core.key import Key
 from .core.op import Op
 from .environments import environment
+from .measure import isolation, timer
 from .native import call_extension
 from .study import Study
 from .system import capture_state, compile_pool, process
@@ -119,7 +120,7 @@ class Watch:
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
             else:
-                measure.synchronize(self.device)
+                timer.synchronize(self.device)
             taken = time.perf_counter() - begin
             self.call_s = min(self.call_s, taken) if self.call_s else taken
             self._advance()

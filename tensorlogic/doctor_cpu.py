@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from . import enabling, measure
+from . import enabling
 from .core.policy import measuring
 from .explaining import explain
+from .measure import timer
 from .native import cpu_library
 from .native import hook_ops as native_hook_ops
 
@@ -127,7 +128,7 @@ def _pair(
     chosen: str = "",
 ) -> Compared:
     calls = {"pytorch": [pytorch], "ours": [ours]}
-    samples = measure.device_samples(calls, CPU, BUDGET_S, rounds=9)
+    samples = timer.device_samples(calls, CPU, BUDGET_S, rounds=9)
     _, least, _ = samples.ratio("ours", "pytorch")
     alone, repaired = (samples.median(name) / 1e6 for name in calls)
     return Compared(work, alone, repaired, remedy, least, chosen)

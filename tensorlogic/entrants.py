@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from . import measure
 from .core import candidate_errors
 from .core.candidate import EAGER, Candidate, Config, Launcher, Probe
 from .core.key import Evidence, Key
 from .core.op import OPS
+from .measure import timer
 
 FINALISTS = 4
 NEAR_BEST = 1.25  # of one more accurate, what a first look may overstate
@@ -61,14 +61,14 @@ def pick(final: Sequence[Entrant], times: Mapping[str, float], key: Key, kind: s
     eager = next(e for e in final if e.candidate.id == EAGER)
     barred = len(final) > 1 and copying(key)
     best = min(us for id, us in times.items() if id != EAGER or not barred)
-    limit = best * (1 + measure.KINSHIP[kind])
+    limit = best * (1 + timer.KINSHIP[kind])
     # timed between kernels of PyTorch's; among ours, which begin while those before them end, it would take less
     overlaps = key.direction == "backward" and kind == "cuda" and _elementwise(key)
     limit = limit if barred or overlaps else min(limit, times[EAGER])
     equals = [e for e in reversed(final) if e is not eager and times[e.candidate.id] <= limit]
     chosen = min(equals, key=lambda e: not e.candidate.trusted, default=eager)
     # on a GPU eager, recorded, brings PyTorch's own backward, not the fastest one: there it wins no ties
-    tied = not barred and times[EAGER] <= best * (1 + measure.TOLERANCE[kind])
+    tied = not barred and times[EAGER] <= best * (1 + timer.TOLERANCE[kind])
     recorded = key.direction == "forward" and kind == "cuda"
     return eager if tied and not (recorded or overlaps) else chosen
 

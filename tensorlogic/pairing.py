@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from . import isolation, measure, stores
-from .checking import InputSet
+from . import stores
 from .core.candidate import EAGER, Launcher
 from .core.candidate_errors import BIND_ERRORS, Failed
 from .core.key import Evidence, Key, Plan
 from .core.op import Op
+from .measure import isolation, timer
+from .measure.verification import InputSet
 from .system import compile_pool
 
 LOG = logging.getLogger("tensorlogic")
@@ -152,9 +153,9 @@ def _fastest(pairs: Sequence[Pair], forward: Met, backward: Met, budget_s: float
         ]
     best, names = "0", list(calls)
     for share_s in (budget_s, budget_s / 2):
-        times = measure.device_samples({n: calls[n] for n in names}, device, share_s)
+        times = timer.device_samples({n: calls[n] for n in names}, device, share_s)
         best = min(names, key=times.quiet)
-        if times.quiet(best) * (1 + measure.TOLERANCE[device.type]) > times.quiet("0"):
+        if times.quiet(best) * (1 + timer.TOLERANCE[device.type]) > times.quiet("0"):
             return pairs[0]
         names = ["0", best]
     return pairs[int(best)]

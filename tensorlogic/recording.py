@@ -9,9 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import binding, isolation, study
+from . import binding, study
 from .core import policy
 from .core.op import OPS
+from .measure import isolation
 from .system import capture_state
 
 CPU = torch.device("cpu")

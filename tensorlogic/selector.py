@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import background, checking, isolation, neighbours, registry, stores, vouching
+from . import background, neighbours, registry, stores, vouching
 from .autotune import measure_key
 from .core import candidate_errors
 from .core.candidate import EAGER, Candidate, Config, Launcher, Outputs
@@ -20,6 +20,7 @@ from .core.key import Key, Plan
 from .core.op import DATA_CHOOSERS, OPS, Op
 from .core.policy import Policy
 from .environments import environment
+from .measure import isolation, verification
 from .plans import PlanView
 from .system import capture_state, compile_pool
 
@@ -448,7 +449,7 @@ def _must_be_right(
             f"while a graph is captured or traced: call it once before"
         )
     with isolation.preserved(device, op), torch.no_grad():
-        checker = checking.Checker(op, key, device)
+        checker = verification.Checker(op, key, device)
         verdict = checker.check(launch, coarse=candidate.coarse(key))
     if not verdict:
         raise Refused(

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import isolation, measure, stores
+from . import stores
+from .measure import isolation as measure_isolation
+from .measure import timer
 from .memory import stager, staging
 
 # seconds and bytes a second of a transfer, until some were timed
@@ -43,14 +45,14 @@ def link(device: torch.device) -> Link:
     its = _LINKS.setdefault(device, Link())
     if not its.timed:
         taken = []
-        with isolation.preserved(torch.device("cpu")):
+        with measure_isolation.preserved(torch.device("cpu")):
             memory = torch.empty(5 * PROBED[1], dtype=torch.uint8, device="cpu")
             # By this thread: PyTorch's would go on spinning beside those that copy.
             memory.numpy()[:: stager.PAGE] = 1
             for nbytes in PROBED:
                 seconds = []
                 for part in memory.split(PROBED[1]):
-                    measure.synchronize(device)
+                    timer.synchronize(device)
                     begin = time.perf_counter()
                     staging.to(staging.to(part[:nbytes], device), "cpu")
                     seconds.append((time.perf_counter() - begin) / 2)
@@ -78,13 +80,13 @@ def time_again(place: torch.device) -> None:
         return
     side, seconds = SIDES[place.type], []
     plain = torch.autocast(place.type, enabled=False)
-    with isolation.preserved(place), torch.no_grad(), plain:
+    with measure_isolation.preserved(place), torch.no_grad(), plain:
         x = torch.ones(side, side, dtype=torch.float32, device=place)
         for _ in range(6):
-            measure.synchronize(place)
+            timer.synchronize(place)
             start = time.perf_counter()
             torch.mm(x, x)
-            measure.synchronize(place)
+            timer.synchronize(place)
             seconds.append(time.perf_counter() - start)
     shown(place, 2.0 * side**3 / min(seconds))
     end = time.perf_counter()

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from . import clocks, measure, turns
-from .checking import Checker as Checker
+from . import turns
 from .core import candidate_errors
 from .core.candidate import EAGER, Candidate, Outputs
 from .core.candidate_errors import BIND_ERRORS
@@ -22,6 +21,8 @@ from .core.key import DISTURBED, UNFINISHED, Evidence, Key, Plan
 from .core.op import Op
 from .entrants import Entrant, Failed, clocks_of, measured, nearest, pick, refused
 from .environments import Environment
+from .measure import interference, timer
+from .measure.verification import Checker
 from .system import compile_pool
 from .turns import Turn
 
@@ -68,11 +69,11 @@ class Study:
         self.evidence: dict[str, Evidence] = {}
         self.known = known
         self.background = background
-        self.patience = clocks.Patience(background)
+        self.patience = interference.Patience(background)
         self.prompt_s, self.near = prompt_s, near
         self.plan: Plan | None = None
         self.pending: list[Any] = []  # compile jobs in worker processes
-        self.between: measure.Call | None = None
+        self.between: timer.Call | None = None
 
     def run(self) -> Plan | None:
         """All steps at once; None when the key cannot be measured (no memory for its inputs, say)."""
@@ -96,7 +97,7 @@ class Study:
                 self.checker = Checker(self.op, self.key, self.device)
                 self.timed = self.checker.cold()
                 if self.key.direction == "backward":  # a training step has other kernels around it
-                    self.between = measure.foreign(self.device)
+                    self.between = timer.foreign(self.device)
             first = Entrant(eager, {}, self.op.plain(self.key, self.device), 1.0, 0.0)
             first.rough_us = self._rough(first)
         except BIND_ERRORS as problem:
@@ -147,7 +148,7 @@ class Study:
                 continue
             if self._again(entrants, begin):
                 self.plan = None
-            elif clocks.any_slow(clocks_of(entrants)):
+            elif interference.any_slow(clocks_of(entrants)):
                 self._doubt(entrants)
         self._note(left, UNFINISHED)
 
@@ -180,7 +181,7 @@ class Study:
 
     def _again(self, entrants: Sequence[Entrant], begin: float) -> bool:
         """Whether a clock runs slow after a look that began then, and patience is left for another."""
-        slow = clocks.any_slow(clocks_of(entrants))
+        slow = interference.any_slow(clocks_of(entrants))
         return slow and self.patience.take(time.perf_counter() - begin)
 
     def _doubt(self, entrants: Sequence[Entrant]) -> None:
@@ -289,7 +290,7 @@ class Study:
 
     def _calls(
         self, entrant: Entrant, then: Callable[[Outputs], object] | None = None
-    ) -> list[measure.Call]:
+    ) -> list[timer.Call]:
         """The entrant's calls as they are timed, maybe with what comes `then`; a failure or a refusal to serve names the entrant."""
 
         def call(args: list[Any]) -> None:
@@ -310,7 +311,7 @@ class Study:
     ) -> float:
         """One synchronised call, then, if it is in the running and not `briefly`, the median of a short loop on the device's clock."""
         calls = self._calls(entrant)
-        single = min(measure.once(calls[0], self.device) for _ in range(3))
+        single = min(timer.once(calls[0], self.device) for _ in range(3))
         over = incumbent_us is not None and single > CUT * max(incumbent_us, TOO_SHORT_US)
         if briefly or over:
             return single
@@ -320,12 +321,12 @@ class Study:
 
     def _device_samples(
         self,
-        calls: Mapping[str, Sequence[measure.Call]],
+        calls: Mapping[str, Sequence[timer.Call]],
         device: torch.device,
         budget_s: float,
         rounds: int,
-    ) -> measure.Samples:
-        return measure.device_samples(calls, device, budget_s, rounds, self.between)
+    ) -> timer.Samples:
+        return timer.device_samples(calls, device, budget_s, rounds, self.between)
 
     @torch.no_grad()
     def _decide(self, entrants: list[Entrant]) -> None:
@@ -339,14 +340,14 @@ class Study:
         final = sorted([head, *near], key=lambda e: order.index(e.candidate.id))
         calls = {e.candidate.id: self._calls(e) for e in final}
         kind = self.device.type
-        bounds = dict.fromkeys(calls, measure.KINSHIP[kind]) | {EAGER: measure.TOLERANCE[kind]}
-        device_times = measure.settled(
+        bounds = dict.fromkeys(calls, timer.KINSHIP[kind]) | {EAGER: timer.TOLERANCE[kind]}
+        device_times = timer.settled(
             self._device_samples, calls, self.device, self.budget_s, bounds
         )
         host_times = device_times
         if kind == "cuda":
-            host_times = measure.settled(
-                measure.host_samples, calls, self.device, self.budget_s / 3, bounds
+            host_times = timer.settled(
+                timer.host_samples, calls, self.device, self.budget_s / 3, bounds
             )
         device_us = {name: device_times.quiet(name) for name in calls}
         host_us = {name: host_times.quiet(name) for name in calls}

@@ -10,11 +10,12 @@ from typing import Any, ParamSpec
 
 import torch
 
-from . import measure, pairing, stores, study, turns
+from . import pairing, stores, study, turns
 from .autotune import measure_key
 from .core import policy
 from .core.key import Key, Plan
 from .core.op import Op
+from .measure import timer
 from .pairing import Met
 from .system import capture_state, compile_pool
 
@@ -127,7 +128,7 @@ def _learn(
         _together(keys, measured, learned)
     for device in {device for _, _, device in met.values()}:
         stores.current(device).flush()
-        measure.give_back(device)
+        timer.give_back(device)
     for drop in stores.ON_TUNE:  # who asks for plans wants them used
         drop()
     policy.forget_entries()

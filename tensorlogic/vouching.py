@@ -9,11 +9,11 @@ from math import prod
 
 import torch
 
-from . import checking, isolation
 from .core import candidate_errors
 from .core.candidate import Candidate, Config
 from .core.key import Key, TensorSpec
 from .core.op import Op
+from .measure import isolation, verification
 from .native import cpu_library
 from .notes import Notes
 from .system import capture_state
@@ -72,7 +72,7 @@ def _check(
         try:
             with isolation.preserved(device, op), torch.no_grad():
                 launch = candidate.bind(kind, config, device)
-                checker = checking.Checker(op, kind, device, draw)
+                checker = verification.Checker(op, kind, device, draw)
                 coarse = candidate.coarse(kind)
                 verdict = checker.check(launch, coarse=coarse)
                 if verdict and any(t is not None and t.constant for t in kind.tensors):

@@ -18,8 +18,9 @@ if (
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tensorlogic
-from tensorlogic import clocks, measure, ranking, repairs, stores
+from tensorlogic import ranking, repairs, stores
 from tensorlogic.core.candidate import Candidate
+from tensorlogic.measure import interference, timer
 from tensorlogic.native import cpu_library
 from tensorlogic.program import choosing
 
@@ -34,7 +35,9 @@ def fresh_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     """A store of its own, no background measuring, seeded generators."""
     monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "0")  # seconds a model, where a test does not ask
-    monkeypatch.setattr(clocks, "DRIFT", math.inf)  # whoever else runs here is waited for by nobody
+    monkeypatch.setattr(
+        interference, "DRIFT", math.inf
+    )  # whoever else runs here is waited for by nobody
     monkeypatch.setitem(
         ranking.GUARD_US, "cpu", ranking.GUARD_US["cpu"]
     )  # what is learned is forgotten
@@ -99,7 +102,7 @@ def pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
     monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
     monkeypatch.setattr("tensorlogic.program.regions.USUAL_SHARE_S", 0.001)
-    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
+    monkeypatch.setattr(timer.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from tensorlogic import measure
+from tensorlogic.measure import timer
 from tensorlogic.program import contest, inductor, leftovers
 from tensorlogic.program.patterns import RULES
 from tensorlogic.program.report import Report, Row
@@ -57,7 +57,7 @@ class Fake:
 
         monkeypatch.setattr(inductor, "Compiling", Compiling)
         monkeypatch.setattr(inductor, "load", self.load)
-        monkeypatch.setattr(measure, "wall_samples", self.samples)
+        monkeypatch.setattr(timer, "wall_samples", self.samples)
         monkeypatch.setattr(leftovers, "_timed", self.timed)
         plain = contest.Contest._timed
 
@@ -84,18 +84,18 @@ class Fake:
         given = flat if self.writes else [v.clone() for v in flat]
         return self.graphs[artifact](*given)
 
-    def samples(self, calls: Any, *_: Any, **__: Any) -> measure.Samples:
+    def samples(self, calls: Any, *_: Any, **__: Any) -> timer.Samples:
         for call in calls.values():
             call()
         us = {"before": 10.0, "ours": 7.0, "inductor": self.us}
         us |= {name: self.left_us for name, left in self.rivals.items() if left}
-        return measure.Samples({name: [us.get(name, 7.0)] * 20 for name in calls})
+        return timer.Samples({name: [us.get(name, 7.0)] * 20 for name in calls})
 
-    def timed(self, before: Any, after: Any, device: torch.device) -> measure.Samples:
+    def timed(self, before: Any, after: Any, device: torch.device) -> timer.Samples:
         before(), after()
         ratio, low, high = self.run_ratio
         ratios = [low] * 10 + [ratio] * 3 + [high] * 10
-        return measure.Samples({"before": [1.0] * 23, "inductor": ratios})
+        return timer.Samples({"before": [1.0] * 23, "inductor": ratios})
 
 
 class Chain(nn.Module):

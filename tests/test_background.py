@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, checking, isolation, measure, plans, stores, study
+from tensorlogic import background, plans, stores, study
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
+from tensorlogic.measure import isolation, timer, verification
 from tensorlogic.system import capture_state, compile_pool
 
 from .clockwork import Clock, Work
@@ -268,7 +269,7 @@ def test_real_calls_pay_for_no_more_than_their_share(
     monkeypatch.setattr(RELU, "candidates", compiled)
     x = torch.randn(1 << 18)
     key: Key = RELU.key((x, False), "inference")
-    (clock := Work()).stands_in(monkeypatch, background, measure, study, checking)
+    (clock := Work()).stands_in(monkeypatch, background, timer, study, verification)
     begin = clock.perf_counter()
     with tensorlogic.policy(tune="auto"):
         while clock.perf_counter() - begin < 1.5:

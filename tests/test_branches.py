@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensorlogic import measure
+from tensorlogic.measure import timer
 from tensorlogic.program import graphs, serve
 from tensorlogic.program import spread as spreading
 from tensorlogic.program.branches import LANES, Section, sections
@@ -203,7 +203,7 @@ class Recorded:
 
 def captured(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch, replay: Any) -> Program:
     """A program that seems to be captured; what is recorded anew is `replay(its sections)`."""
-    CLOCK.stands_in(monkeypatch, measure)
+    CLOCK.stands_in(monkeypatch, timer)
     made = traced(model, x)
     program = Program(made, made.graph, {}, False, model)
     program.replay = Recorded(0.002, torch.ones(2))
@@ -247,8 +247,8 @@ def test_calls_that_were_served_by_one_stream_are_served_by_several(
 ) -> None:
     monkeypatch.setattr(serve, "Replay", functools.partial(graphs.Replay, tape=Rerun))
     monkeypatch.setattr(serve, "streams", lambda _: SimpleNamespace(fork=int, enter=int, join=int))
-    samples = measure.Samples({"one": [2.0] * 8, "many": [1.0] * 8})
-    monkeypatch.setattr(measure, "wall_samples", lambda *_: samples)
+    samples = timer.Samples({"one": [2.0] * 8, "many": [1.0] * 8})
+    monkeypatch.setattr(timer, "wall_samples", lambda *_: samples)
     model, x = Towers(), torch.randn(2, 8)
     made = traced(model, x)
     program = Program(made, made.graph, {}, False, model)

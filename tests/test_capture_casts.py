@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import measure
+from tensorlogic.measure import timer
 from tensorlogic.program import graphs, lanes
 from tensorlogic.system import capture_state
 
@@ -95,8 +95,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(lanes, "stream", lambda device, use=lanes.PROGRAMS: Stream())
-    monkeypatch.setattr(measure, "give_back", lambda device: None)
-    monkeypatch.setattr(measure, "once", lambda step, device: 1.0)
+    monkeypatch.setattr(timer, "give_back", lambda device: None)
+    monkeypatch.setattr(timer, "once", lambda step, device: 1.0)
 
 
 def recorded(call: Callable[[], Tensor]) -> None:
@@ -122,7 +122,7 @@ def test_timed_graphs_cast_for_themselves(layer: Any, pretended: None) -> None:
     call, casts = layer
     with torch.autocast("cpu", HALF), casts:
         call()
-        timed = measure._Graph([call], GPU, 1e-9)
+        timed = timer._Graph([call], GPU, 1e-9)
         inside = 1 + timed.count  # a call to warm up, and what is recorded
         assert casts.count == 1 + inside
         call()

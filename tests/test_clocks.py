@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import checking, clocks, measure, study
+from tensorlogic import study
 from tensorlogic.autotune import measure_key
 from tensorlogic.core.candidate import EAGER, Candidate, Outputs
 from tensorlogic.core.key import DISTURBED, Key, Plan
 from tensorlogic.core.op import Op
 from tensorlogic.environments import environment
+from tensorlogic.measure import interference, timer, verification
 from tensorlogic.notes import Notes
 from tensorlogic.ops.common import native_wiring
 
@@ -44,10 +45,10 @@ class Machine(Clock):
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    made.stands_in(monkeypatch, measure, study, checking, clocks)
-    monkeypatch.setattr(clocks, "DRIFT", 1.25)
-    monkeypatch.setattr(clocks.Patience, "spent_s", 0.0)
-    monkeypatch.setattr(clocks.Patience, "since", 0.0)
+    made.stands_in(monkeypatch, timer, study, verification, interference)
+    monkeypatch.setattr(interference, "DRIFT", 1.25)
+    monkeypatch.setattr(interference.Patience, "spent_s", 0.0)
+    monkeypatch.setattr(interference.Patience, "since", 0.0)
     return made
 
 
@@ -55,7 +56,7 @@ def plus(x: Tensor) -> Tensor:
     return x + 1
 
 
-def planted(machine: Machine, clock: clocks.Clock | None) -> tuple[Op, Key]:
+def planted(machine: Machine, clock: interference.Clock | None) -> tuple[Op, Key]:
     """x + 1 by torch.eager, 1 ms, and by a shaky candidate that takes 0.65 at best."""
     op = Op(plus, flops=lambda key: 1.0, traffic=lambda key: 1.0, listed=False)
 
@@ -81,14 +82,14 @@ def look(op: Op, key: Key, background: bool = False) -> Plan:
     return plan
 
 
-def ticking(machine: Machine) -> clocks.Clock:
+def ticking(machine: Machine) -> interference.Clock:
     """A clock that runs on what the planted candidate runs on, looked at while nothing disturbs it."""
-    clock = clocks.Clock(lambda: lambda: machine.work(100.0, True))
+    clock = interference.Clock(lambda: lambda: machine.work(100.0, True))
     assert not clock.slow()
     return clock
 
 
-def chosen(machine: Machine, clock: clocks.Clock | None, begin: float, length: float) -> str:
+def chosen(machine: Machine, clock: interference.Clock | None, begin: float, length: float) -> str:
     """The choice where a spell of that length begins so long after the study, or before."""
     op, key = planted(machine, clock)
     machine.now += 50.0
@@ -107,7 +108,7 @@ def test_a_spell_is_waited_for_and_its_looks_taken_again(machine: Machine) -> No
     assert alone > {best}  # what happens without a clock
     for begin in BEGINS:
         assert chosen(machine, clock, begin, 0.8) == best, begin
-    assert 0 < machine.slept < clocks.STUDY_S * len(BEGINS)
+    assert 0 < machine.slept < interference.STUDY_S * len(BEGINS)
 
 
 def test_what_lasts_for_a_moment_disturbs_no_configuration_alone(machine: Machine) -> None:
@@ -122,7 +123,7 @@ def test_patience_ends_and_the_plan_says_so(machine: Machine) -> None:
     op, key = planted(machine, clock)
     machine.spells = [(machine.now, machine.now + 1e6)]
     plan = look(op, key)
-    assert 1.0 < machine.slept <= clocks.STUDY_S
+    assert 1.0 < machine.slept <= interference.STUDY_S
     reasons = {e.candidate: e.reason for e in plan.evidence}
     assert reasons["planted.shaky"].endswith(DISTURBED)
     assert not reasons[EAGER].endswith(DISTURBED)
@@ -135,7 +136,7 @@ def test_patience_ends_and_the_plan_says_so(machine: Machine) -> None:
     for _ in range(20):
         look(op, key)
     waited = machine.slept - before
-    assert waited <= clocks.FIRST_S + clocks.SHARE * (machine.now - begin) + 0.1
+    assert waited <= interference.FIRST_S + interference.SHARE * (machine.now - begin) + 0.1
     machine.spells = []
     assert measure_key.complete(op, look(op, key), key)
 
@@ -154,21 +155,21 @@ def test_in_the_background_nobody_waits(machine: Machine) -> None:
     assert made.plan.eager == "planted.shaky"
     machine.spells = [(machine.now, machine.now + 1e6)]
     endless = study.Study(op, key, CPU, environment(CPU), background=True)
-    assert sum(1 for _ in endless.steps()) < steps + 2 * clocks.POSTPONED
+    assert sum(1 for _ in endless.steps()) < steps + 2 * interference.POSTPONED
     assert endless.plan is not None
 
 
 def test_a_clock_learns_its_least_time(machine: Machine) -> None:
     readings = itertools.chain([5.0] * 10, [9.0] * 4, [5.5] * 4, [3.0] * 4, [5.0] * 4)
-    clock = clocks.Clock(lambda: lambda: machine.work(next(readings) * 1e3, False))
+    clock = interference.Clock(lambda: lambda: machine.work(next(readings) * 1e3, False))
     assert [clock.slow() for _ in range(5)] == [False, True, False, False, True]
-    nothing = clocks.Clock(lambda: None)
+    nothing = interference.Clock(lambda: None)
     assert not nothing.slow()
 
 
-def _reading(machine: Machine, us: float) -> clocks.Clock:
+def _reading(machine: Machine, us: float) -> interference.Clock:
     """A clock of a new process, every reading of which is that long."""
-    return clocks.Clock(lambda: lambda: machine.work(us, False), Notes(".clock"))
+    return interference.Clock(lambda: lambda: machine.work(us, False), Notes(".clock"))
 
 
 def test_a_first_reading_that_is_disturbed_is_told_by_what_an_earlier_process_read(
@@ -185,7 +186,7 @@ def test_a_noted_time_that_is_never_met_again_is_let_go_of(machine: Machine) -> 
     assert not _reading(machine, 100.0).slow()
     moved = _reading(machine, 180.0)
     assert moved.slow()
-    machine.now += clocks.STRANGE_S + 1
+    machine.now += interference.STRANGE_S + 1
     assert not moved.slow()
     assert not _reading(machine, 180.0).slow()  # nor do later processes wait for it
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.testing._internal.logging_tensor import LoggingTensorMode
 
-from tensorlogic import measure, registry, selector, stores
+from tensorlogic import registry, selector, stores
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.measure import timer
 from tensorlogic.native import cpu_library
 from tensorlogic.ops.common import cpu_costs, cpu_rates
 
@@ -61,7 +62,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Slower], list[s
         calls: list[float] = []
         usual = cpu_rates._measured
         monkeypatch.setattr(cpu_rates, "_measured", measured)
-        monkeypatch.setattr(measure, "once", once)
+        monkeypatch.setattr(timer, "once", once)
         monkeypatch.setattr(cpu_rates, "_preempted", lambda: 0)  # whatever runs beside the tests
         return timed
 
@@ -134,15 +135,15 @@ def test_what_was_timed_is_kept_in_the_process_and_on_disk(clock: Any) -> None:
 
 def test_a_busy_machine_is_not_believed(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = clock({"torch": 2.0})
-    usual, noise = measure.once, itertools.count(1)
-    monkeypatch.setattr(measure, "once", lambda *a: usual(*a) * 1.2 ** next(noise))
+    usual, noise = timer.once, itertools.count(1)
+    monkeypatch.setattr(timer, "once", lambda *a: usual(*a) * 1.2 ** next(noise))
     for _ in range(cpu_rates.TRIES):
         assert cpu_costs.torch_factor("f32") == 1.0
     assert not stores.current(CPU).path.with_suffix(".rates").exists()
     count = len(timed)
     assert cpu_costs.torch_factor("f32") == 1.0
     assert len(timed) == count  # tried often enough
-    monkeypatch.setattr(measure, "once", usual)
+    monkeypatch.setattr(timer, "once", usual)
     stores.forget()
     assert cpu_costs.torch_factor("f32") == 2.0
 
@@ -152,7 +153,7 @@ def test_calls_that_lost_their_core_are_not_believed(
 ) -> None:
     """Each as long as the other: a time slice of the system, met at every call."""
     clock({"torch": 2.0})
-    usual, count = measure.once, itertools.count(1)
+    usual, count = timer.once, itertools.count(1)
     lost = [0]
 
     def beside_another(call: Callable[[], Any], device: torch.device) -> float:
@@ -164,7 +165,7 @@ def test_calls_that_lost_their_core_are_not_believed(
 
     monkeypatch.setattr(cpu_rates, "_preempted", lambda: lost[0])
     for once, expected in ((beside_another, 1.0), (now_and_then, 2.0)):
-        monkeypatch.setattr(measure, "once", once)
+        monkeypatch.setattr(timer, "once", once)
         assert cpu_costs.torch_factor("f32") == expected
 
 
@@ -204,7 +205,7 @@ def test_nothing_is_timed_under_a_mode(clock: Any) -> None:
 def test_products_are_timed_as_they_are(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On this machine, whatever it is: a factor within what any processor could have. By the work of one thread."""
     monkeypatch.setattr(cpu_rates, "_preempted", lambda: 0)
-    Work().stands_in(monkeypatch, measure)
+    Work().stands_in(monkeypatch, timer)
     next(levels := forced("portable"))
     slow, until = 1.0, time.monotonic() + 20.0
     while slow == 1.0 and time.monotonic() < until:  # where others took the caches, say

@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 import tensorlogic
 from tensorlogic import dispatch, front, library, tuning
 from tensorlogic.bench import rows
-from tensorlogic.checking import Checker
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.measure.verification import Checker
 from tensorlogic.system import function_modes
 
 from .helpers import PUBLIC, cases

@@ -237,7 +237,7 @@ def test_modes_and_transforms(enabled: None) -> None:
 
 
 def test_measuring_sees_pytorch_without_repairs(enabled: None, served: list[str]) -> None:
-    from tensorlogic import isolation
+    from tensorlogic.measure import isolation
 
     with isolation.preserved(torch.device("cpu")):
         r(64, 64) @ r(64, 64)

@@ -10,7 +10,8 @@ import torch
 from torch import fx, nn
 
 import tensorlogic
-from tensorlogic import measure, stores
+from tensorlogic import stores
+from tensorlogic.measure import timer
 from tensorlogic.program import contest, inductor, leftovers, short
 from tensorlogic.system import settings
 
@@ -51,7 +52,7 @@ def test_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.to(DEVICE).train()
 
     monkeypatch.setattr(contest, "GAIN", 1e9)
-    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
+    monkeypatch.setattr(timer.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
     original = model()
     fast = tensorlogic.optimize(original, x(), training=True, budget_s=200)
     assert fast.report.outcome == "compiled", fast.report
@@ -73,9 +74,9 @@ def nothing() -> fx.Graph:
 def test_what_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)  # all of ours pays
     monkeypatch.setattr(leftovers, "SHARE", 0.0)  # and every run is worth it
-    ratio = measure.Samples.ratio
+    ratio = timer.Samples.ratio
     monkeypatch.setattr(
-        measure.Samples,
+        timer.Samples,
         "ratio",
         lambda self, a, b: (0.5, 0.4, 0.6) if a == "inductor" else ratio(self, a, b),
     )

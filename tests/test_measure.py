@@ -15,12 +15,13 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import measure, study
-from tensorlogic.checking import Checker
+from tensorlogic import study
 from tensorlogic.core import tolerance
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
 from tensorlogic.environments import environment
+from tensorlogic.measure import timer
+from tensorlogic.measure.verification import Checker
 from tensorlogic.program import check
 
 from .clockwork import Clock
@@ -42,12 +43,12 @@ def spin(us: float) -> None:
 def work(monkeypatch: pytest.MonkeyPatch) -> Spin:
     """What takes so many microseconds by a clock that nothing else moves."""
     clock = Clock()
-    clock.stands_in(monkeypatch, measure)
+    clock.stands_in(monkeypatch, timer)
     return lambda us: clock.sleep(us * 1e-6)
 
 
 def test_rounds_are_shared_and_ratios_paired() -> None:
-    samples = measure.Samples({"a": [1.0, 10.0, 2.0, 4.0], "b": [2.0, 20.0, 4.0, 8.0]})
+    samples = timer.Samples({"a": [1.0, 10.0, 2.0, 4.0], "b": [2.0, 20.0, 4.0, 8.0]})
     assert samples.median("a") == 3.0
     ratio, low, high = samples.ratio("b", "a")
     assert (ratio, low, high) == (2.0, 2.0, 2.0)
@@ -55,7 +56,7 @@ def test_rounds_are_shared_and_ratios_paired() -> None:
         (statistics.quantiles([1, 2, 4, 10], n=4)[2] - statistics.quantiles([1, 2, 4, 10], n=4)[0])
         / 6
     )
-    assert measure.Samples({"a": [5.0]}).spread("a") == 0.0
+    assert timer.Samples({"a": [5.0]}).spread("a") == 0.0
 
 
 def test_intervals_cover_the_median() -> None:
@@ -63,11 +64,11 @@ def test_intervals_cover_the_median() -> None:
     rng = random.Random(1)
     hits = 0
     for _ in range(400):
-        middle, low, high = measure.interval(sorted(rng.gauss(0, 1) for _ in range(15)))
+        middle, low, high = timer.interval(sorted(rng.gauss(0, 1) for _ in range(15)))
         assert low <= middle <= high
         hits += low <= 0 <= high
     assert hits >= 0.92 * 400
-    assert measure.interval([1.0, 2.0]) == (1.5, 1.0, 2.0)
+    assert timer.interval([1.0, 2.0]) == (1.5, 1.0, 2.0)
 
 
 def test_device_samples_rank_and_size_correctly(work: Spin) -> None:
@@ -75,7 +76,7 @@ def test_device_samples_rank_and_size_correctly(work: Spin) -> None:
         "short": [lambda: work(50), lambda: work(50)],
         "long": [lambda: work(200), lambda: work(200)],
     }
-    samples = measure.device_samples(calls, CPU, budget_s=0.1)
+    samples = timer.device_samples(calls, CPU, budget_s=0.1)
     assert len(samples.values["short"]) == len(samples.values["long"])
     assert samples.values["short"] == pytest.approx([50.0] * 15)
     assert samples.ratio("long", "short") == pytest.approx((4.0, 4.0, 4.0))
@@ -83,7 +84,7 @@ def test_device_samples_rank_and_size_correctly(work: Spin) -> None:
 
 def test_device_samples_are_what_a_clock_on_the_wall_says() -> None:
     calls: dict[str, Any] = {"short": [lambda: spin(50)], "long": [lambda: spin(200)]}
-    samples = measure.device_samples(calls, CPU, budget_s=0.1)
+    samples = timer.device_samples(calls, CPU, budget_s=0.1)
     for name, us in (
         ("short", 50),
         ("long", 200),
@@ -97,10 +98,10 @@ def test_every_input_set_is_walked_through_and_the_budget_kept(work: Spin) -> No
     def step(i: int) -> Any:
         return lambda: (seen.append(i), work(20))
 
-    begin = measure.time.perf_counter()
-    measure.device_samples({"x": [step(0), step(1)]}, CPU, budget_s=0.05)
-    measure.host_samples({"x": [step(0), step(1)]}, CPU, budget_s=0.05)
-    assert measure.time.perf_counter() - begin < 0.5
+    begin = timer.time.perf_counter()
+    timer.device_samples({"x": [step(0), step(1)]}, CPU, budget_s=0.05)
+    timer.host_samples({"x": [step(0), step(1)]}, CPU, budget_s=0.05)
+    assert timer.time.perf_counter() - begin < 0.5
     assert abs(seen.count(0) - seen.count(1)) < len(seen) / 3
 
 
@@ -111,16 +112,16 @@ def test_what_runs_between_calls_does_not_count(work: Spin) -> None:
         return lambda: (ran.append(name), work(us))
 
     calls = {"short": [call("short", 500.0)], "long": [call("long", 3000.0)]}
-    samples = measure.device_samples(calls, CPU, 0.2, 9, call("between", 1500.0))
+    samples = timer.device_samples(calls, CPU, 0.2, 9, call("between", 1500.0))
     assert set(samples.values) == {"short", "long"}
     assert samples.values["short"] == pytest.approx([500.0] * 9)
     assert samples.values["long"] == pytest.approx([3000.0] * 9)
     pairs = list(itertools.pairwise(ran))
     assert ("short", "between") in pairs
     assert ("short", "short") not in pairs
-    assert measure.foreign(CPU) is None
-    nothing = measure.device_samples({"a": [lambda: None]}, CPU, 0.02, 5, call("between", 300.0))
-    assert min(nothing.values["a"]) >= measure.LEAST_US
+    assert timer.foreign(CPU) is None
+    nothing = timer.device_samples({"a": [lambda: None]}, CPU, 0.02, 5, call("between", 300.0))
+    assert min(nothing.values["a"]) >= timer.LEAST_US
 
 
 @pytest.mark.parametrize("sets", [2, 3, 8])
@@ -143,9 +144,9 @@ def test_between_others_a_set_that_fits_the_cache_comes_cold_and_warm(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(measure, "_loop", lambda steps, device, share_s: Walk(steps))
+    monkeypatch.setattr(timer, "_loop", lambda steps, device, share_s: Walk(steps))
     steps = [lambda i=i: ran.append(i) for i in range(sets)]
-    measure.device_samples({"a": steps}, CPU, 0.02, 5, lambda: ran.append("-"))
+    timer.device_samples({"a": steps}, CPU, 0.02, 5, lambda: ran.append("-"))
     twice = [(i, "-") for i in range(sets) for _ in range(1 if sets == 2 else 2)]
     assert walked == {"a": [*itertools.chain(*twice)], "between": ["-"]}
 
@@ -158,13 +159,13 @@ def test_gradients_are_timed_between_other_kernels(
 
     def timed(calls: Any, device: torch.device, budget_s: float, rounds: int, beside: Any) -> Any:
         between.append(beside)
-        return measure.Samples({name: [10.0] * 8 for name in calls})
+        return timer.Samples({name: [10.0] * 8 for name in calls})
 
     def foreign(device: torch.device) -> Any:
         return "a foreign kernel"
 
-    monkeypatch.setattr(measure, "device_samples", timed)
-    monkeypatch.setattr(measure, "foreign", foreign)
+    monkeypatch.setattr(timer, "device_samples", timed)
+    monkeypatch.setattr(timer, "foreign", foreign)
     name, args = ("relu", (torch.ones(3, 4), False))
     if direction == "backward":
         name, args = "softmax_backward", (torch.ones(3, 4), torch.ones(3, 4), 1)
@@ -175,7 +176,7 @@ def test_gradients_are_timed_between_other_kernels(
 
 def test_slow_calls_get_few_rounds(work: Spin) -> None:
     made: list[int] = []
-    measure.device_samples({"x": [lambda: (made.append(1), work(20e3))]}, CPU, budget_s=0.01)
+    timer.device_samples({"x": [lambda: (made.append(1), work(20e3))]}, CPU, budget_s=0.01)
     assert 5 <= len(made) <= 10
 
 
@@ -419,9 +420,9 @@ def test_enough_sets_to_outgrow_a_gpus_cache(monkeypatch: pytest.MonkeyPatch) ->
     properties = SimpleNamespace(L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     cuda = torch.device("cuda", 0)
-    found = [measure.cold_sets(mib << 20, cuda) for mib in (1, 16, 40, 200)]
+    found = [timer.cold_sets(mib << 20, cuda) for mib in (1, 16, 40, 200)]
     assert found == [8, 7, 3, 2]
-    assert [measure.cold_sets(mib << 20, CPU) for mib in (1, 16, 200)] == [8, 4, 2]
+    assert [timer.cold_sets(mib << 20, CPU) for mib in (1, 16, 200)] == [8, 4, 2]
 
 
 def test_a_copy_of_inputs_is_the_same_elsewhere() -> None:
@@ -449,9 +450,9 @@ def test_memory_given_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(time, "sleep", slept.append)
     for _ in range(2):
-        measure.give_back(torch.device("cuda", 0))
+        timer.give_back(torch.device("cuda", 0))
     assert slept == [pytest.approx(0.018, rel=0.05), 0.0]
-    measure.give_back(CPU)
+    timer.give_back(CPU)
 
 
 @pytest.mark.parametrize("name", [

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic import registry
-from tensorlogic.checking import Checker
 from tensorlogic.core import dtypes
 from tensorlogic.core.op import OPS
+from tensorlogic.measure.verification import Checker
 from tensorlogic.native import cpu_library
 from tensorlogic.ops.common import cpu_costs, cpu_products
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tensorlogic import checking, dispatch
+from tensorlogic import dispatch
 from tensorlogic.core import policy
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.measure import verification
 from tensorlogic.ops.common import gemm_wiring, triton_fitting, triton_launch
 from tensorlogic.ops.softmax_cross_entropy import together
 from tensorlogic.system.compile_pool import CompileFailure
@@ -96,9 +97,9 @@ def every() -> list[tuple[str, str]]:
 
 
 @cache
-def checker(op: str, key: Key) -> checking.Checker:
+def checker(op: str, key: Key) -> verification.Checker:
     """Of one key; few numbers are by luck a little further off than eager's, what is left out is far off."""
-    found = checking.Checker(OPS[op], key, HERE)
+    found = verification.Checker(OPS[op], key, HERE)
     found.coarse = COARSE
     return found
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic.checking import InputSet
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.measure.verification import InputSet
 from tensorlogic.ops.common import products
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tensorlogic
-from tensorlogic import measure
 from tensorlogic.core.weight_cache import CACHE
+from tensorlogic.measure import timer
 
 
 @pytest.fixture
@@ -98,14 +98,14 @@ def test_a_few_steps_of_training(pays: None) -> None:
 def test_steps_are_timed_as_if_weights_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of a weight, packed or widened, lives for one step of training, and shall not flatter what is timed."""
     weight, kept = nn.Parameter(torch.ones(4, 4)), list[bool]()
-    plain = measure.wall_samples
+    plain = timer.wall_samples
 
     def watched(calls: Any, *args: Any, **named: Any) -> Any:
         next(iter(calls.values()))()
         kept.append(CACHE.holds(weight, "a copy"))
         return plain(calls, *args, **named)
 
-    monkeypatch.setattr(measure, "wall_samples", watched)
+    monkeypatch.setattr(timer, "wall_samples", watched)
     CACHE.get(weight, "a copy", Tensor.double, lambda t: t.nbytes)
     model, x = Net().train(), torch.randn(6, 8)
     report = tensorlogic.optimize(model, x, training=True).report

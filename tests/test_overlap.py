@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure
+from tensorlogic.measure import timer
 from tensorlogic.program import choosing
 
 
@@ -31,7 +31,7 @@ def test_graphs_with_copies_of_inputs_take_none_that_overlap(
     monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
     monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
     monkeypatch.setattr("tensorlogic.program.regions.USUAL_SHARE_S", 0.001)
-    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
+    monkeypatch.setattr(timer.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
     with torch.no_grad():
         x, whole, replayed = torch.randn(2, 8), torch.randn(2, 2, 8), []
         fast: Any = tensorlogic.optimize(Writing().eval(), (x, whole, torch.randn(2, 8)))

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import checking, measure, pairing, stores, tuning
+from tensorlogic import pairing, stores, tuning
 from tensorlogic.autotune import measure_key
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import UNFINISHED, Evidence, Key, Plan
 from tensorlogic.core.op import OPS
 from tensorlogic.environments import environment
+from tensorlogic.measure import timer, verification
 from tensorlogic.system import compile_pool
 
 from .clockwork import Clock
@@ -60,7 +61,7 @@ def schema(monkeypatch: pytest.MonkeyPatch) -> None:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     names = ("eager", "quick", "plain", "ours", "other", "third", "fourth")
     made = Machine(Clock(), **dict.fromkeys(names, 300))
-    made.clock.stands_in(monkeypatch, measure)
+    made.clock.stands_in(monkeypatch, timer)
     schema(monkeypatch)
     planted(monkeypatch, made)
     return made
@@ -215,12 +216,12 @@ def test_one_that_won_by_chance_is_asked_again(
 ) -> None:
     looks: list[list[str]] = []
 
-    def samples(calls: dict[str, Any], *rest: Any) -> measure.Samples:
+    def samples(calls: dict[str, Any], *rest: Any) -> timer.Samples:
         looks.append(sorted(calls))
         us = {n: 90.0 if n == "1" and len(looks) == 1 else 100.0 for n in calls}
-        return measure.Samples({n: [t] * 4 for n, t in us.items()})
+        return timer.Samples({n: [t] * 4 for n, t in us.items()})
 
-    monkeypatch.setattr(measure, "device_samples", samples)
+    monkeypatch.setattr(timer, "device_samples", samples)
     first, second = keys()
     plans = (
         plan(first, "planted.quick", quick=300),
@@ -359,7 +360,7 @@ def test_the_tensors_of_a_pair_are_those_of_its_keys() -> None:
     for met in (forward, backward):
         near = pairing._near(met, next(p for p in learned.plans if p.key == met[1]), True)
         assert near
-        outs = pairing._bound(met, near[0])(*checking.InputSet(*met, 0).fresh(met[0]))
+        outs = pairing._bound(met, near[0])(*verification.InputSet(*met, 0).fresh(met[0]))
         assert outs is not None
         seen += [o for o in outs if o is not None]
     assert (16, 6) in [tuple(o.shape) for o in seen]

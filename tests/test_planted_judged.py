@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import checking, dispatch, registry, selector, stores
+from tensorlogic import dispatch, registry, selector, stores
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.measure import verification
 
 from .support.plans import CPU, Install, inputs
 from .support.plans import install as install  # the fixture
@@ -87,7 +88,7 @@ def test_gradients_that_pass_through_unchanged_are_no_misuse() -> None:
     a, b = torch.randn(8), torch.randn(8)
     op = OPS["pointwise_backward"]
     key = op.key([a, a, b, None, None, "affine", "011"], "backward")
-    found = checking.Checker(op, key, CPU).check(op.plain(key, CPU))
+    found = verification.Checker(op, key, CPU).check(op.plain(key, CPU))
     assert found, found.reason
 
 
@@ -97,6 +98,6 @@ def test_no_sum_of_sample_inputs_cancels_by_luck(dtype: torch.dtype) -> None:
     for name, shape, dim in (("sum", (59,), (0,)), ("mean", (64, 33), (1,))):
         key = OPS[name].key((torch.empty(shape, dtype=dtype), dim, False, False), "inference")
         for seed in range(64):
-            (x,) = checking.InputSet(OPS[name], key, CPU, seed).dynamic
+            (x,) = verification.InputSet(OPS[name], key, CPU, seed).dynamic
             sums, norms = x.double().sum(dim), x.double().square().sum(dim).sqrt()
             assert bool((sums.abs() > 0.9 * norms).all())

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import tensorlogic
-from tensorlogic import checking, entrants, measure, study
+from tensorlogic import entrants, study
 from tensorlogic.core.key import Evidence, Plan
+from tensorlogic.measure import timer, verification
 
 from .clockwork import Work
 from .support.plans import Install, inputs, reasons
@@ -28,7 +29,7 @@ def timed(
     """Plants a candidate that does this before it is right; the plan and what it says of it."""
     monkeypatch.setattr(study, "CUT", 3.0)  # which the plug-in is installed without
     clock = Work()
-    clock.stands_in(monkeypatch, measure, study, checking)
+    clock.stands_in(monkeypatch, timer, study, verification)
 
     def tuned(first: str) -> tuple[Plan, Evidence]:
         body = textwrap.indent(textwrap.dedent(first), "    ")

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 import tensorlogic
-from tensorlogic.checking import Checker
 from tensorlogic.core import activations as core_activations
 from tensorlogic.core.op import OPS
+from tensorlogic.measure.verification import Checker
 from tensorlogic.providers import liger, quack
 from tensorlogic.providers.packages import Package
 from tests import provider_fakes

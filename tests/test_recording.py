@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import measure, recording, registry, selector, stores, study
+from tensorlogic import recording, registry, selector, stores, study
 from tensorlogic.core import policy as policies
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
 from tensorlogic.environments import environment
+from tensorlogic.measure import timer
 from tensorlogic.native import cpu_library
 from tensorlogic.ops.common import cpu_costs
 
@@ -30,11 +31,11 @@ RELU = OPS["relu"]
 def test_a_short_recorded_call_is_pytorchs_unless_much_is_gained(
     direction: str, saves: bool, eager_us: float, ours_us: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def timed(calls: Iterable[str], *_: object, **__: object) -> measure.Samples:
-        return measure.Samples({n: [eager_us if n == EAGER else ours_us] * 8 for n in calls})
+    def timed(calls: Iterable[str], *_: object, **__: object) -> timer.Samples:
+        return timer.Samples({n: [eager_us if n == EAGER else ours_us] * 8 for n in calls})
 
     monkeypatch.setattr(study, "AUTOGRAD_OVERHEAD_US", lambda: 8.0)
-    monkeypatch.setattr(measure, "device_samples", timed)
+    monkeypatch.setattr(timer, "device_samples", timed)
     key = RELU.key((torch.ones(3, 4), saves), direction)
     plan = study.Study(RELU, key, CPU, environment(CPU)).run()
     assert plan is not None

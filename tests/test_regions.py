@@ -12,12 +12,13 @@ import torch
 from torch import fx, nn
 
 import tensorlogic
-from tensorlogic import binding, measure, registry, selector, stores
+from tensorlogic import binding, registry, selector, stores
 from tensorlogic.core import policy as core_policy
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
 from tensorlogic.core.tolerance import Verdict
+from tensorlogic.measure import timer
 from tensorlogic.ops.convolution import CONVOLUTION
 from tensorlogic.program import choosing, early, fragments, regions, serve
 from tensorlogic.program import whole as program_whole
@@ -73,11 +74,11 @@ def test_another_way_takes_the_place_of_one_that_makes_the_whole_wrong(
     monkeypatch.setattr(Decision, "milder", milder)
     monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
     monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
-    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
-    median = measure.Samples.median
+    monkeypatch.setattr(timer.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
+    median = timer.Samples.median
     slow = {"before", "torch.eager"}
     monkeypatch.setattr(
-        measure.Samples, "median", lambda s, n: median(s, n) * (1e6 if n in slow else 1)
+        timer.Samples, "median", lambda s, n: median(s, n) * (1e6 if n in slow else 1)
     )
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()).eval()
     fast = tensorlogic.optimize(model, torch.randn(2, 3, 8, 8), budget_s=0.2)
@@ -109,12 +110,12 @@ def test_a_way_too_inexact_for_a_region_is_not_tried_on_its_parts(
     monkeypatch.setattr(Decision, "milder", lambda self: False)
     monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
     monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
-    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
+    monkeypatch.setattr(timer.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
 
-    def times(calls: dict[str, Any], device: torch.device) -> dict[str, measure.Samples]:
+    def times(calls: dict[str, Any], device: torch.device) -> dict[str, timer.Samples]:
         """oneDNN's way is the fastest, whatever the machine does beside."""
         took = {name: [1.0 if "onednn" in name else 2.0] * 6 for name in calls}
-        return dict.fromkeys(calls, measure.Samples(took))
+        return dict.fromkeys(calls, timer.Samples(took))
 
     monkeypatch.setattr(regions, "raced", times)
     layers = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()
@@ -142,12 +143,12 @@ def test_a_rewritten_graph_is_copied_with_its_regions() -> None:
 
 def test_losers_leave_the_race_early(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    clock.stands_in(monkeypatch, measure)
+    clock.stands_in(monkeypatch, timer)
 
     def taking(seconds: float) -> list[Callable[[], Any]]:
         return [lambda: clock.sleep(seconds)]
 
-    def timed(**seconds: float) -> dict[str, measure.Samples]:
+    def timed(**seconds: float) -> dict[str, timer.Samples]:
         return raced({n: taking(s) for n, s in seconds.items()}, torch.device("cpu"))
 
     found = timed(before=0.004, fast=0.0038, other=0.005, slow=0.012)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic.checking import Checker
 from tensorlogic.core import policy
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import Op
+from tensorlogic.measure.verification import Checker
 
 from .helpers import TABLE, TWICE, Call, close, leaves
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic.checking import STRESS_SLACK, Checker
 from tensorlogic.core import tolerance
 from tensorlogic.core.activations import activate
 from tensorlogic.core.op import OPS
+from tensorlogic.measure.verification import STRESS_SLACK, Checker
 from tensorlogic.ops.common import samples
 
 CPU = torch.device("cpu")

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import measure, neighbours, plans, selector, stores
+from tensorlogic import neighbours, plans, selector, stores
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER, Candidate, Config
 from tensorlogic.core.key import Evidence, Key, Plan
 from tensorlogic.environments import environment
+from tensorlogic.measure import timer
 from tensorlogic.plans import export_lockfile
 from tensorlogic.system import compile_pool
 from tensorlogic.system.compile_pool import CompileFailure
@@ -439,10 +440,10 @@ def test_fresh_stores_choose_alike(monkeypatch: pytest.MonkeyPatch, served: Serv
     """A lead within the noise does not count: eager keeps its place, and of equals the last registered serves."""
     speed = {EAGER: 10.0, "toy.a": 9.8, "toy.b": 9.7}
 
-    def stub(calls: Any, device: torch.device, *_: Any, **__: Any) -> measure.Samples:
-        return measure.Samples({name: [speed.get(name, 50.0)] * 8 for name in calls})
+    def stub(calls: Any, device: torch.device, *_: Any, **__: Any) -> timer.Samples:
+        return timer.Samples({name: [speed.get(name, 50.0)] * 8 for name in calls})
 
-    monkeypatch.setattr(measure, "device_samples", stub)
+    monkeypatch.setattr(timer, "device_samples", stub)
     x = torch.randn(8, 8)
 
     def chosen() -> list[str]:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure, stores
+from tensorlogic import stores
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.tolerance import Verdict
+from tensorlogic.measure import timer
 from tensorlogic.program import choosing, regions, stored, whole
 from tensorlogic.program.code import Sites
 from tensorlogic.system import settings
@@ -43,7 +44,7 @@ def pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
     monkeypatch.setattr(regions, "LEAST_GAIN", 1e9)
     monkeypatch.setattr(regions, "USUAL_SHARE_S", 0.001)
-    monkeypatch.setattr(measure.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
+    monkeypatch.setattr(timer.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
 
 
 def model(width: int = 96) -> nn.Module:
@@ -86,8 +87,8 @@ def test_the_next_process_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     def timed(*_: Any, **__: Any) -> Any:
         raise AssertionError("something was timed")
 
-    monkeypatch.setattr(measure, "wall_samples", timed)
-    monkeypatch.setattr(measure, "device_samples", timed)
+    monkeypatch.setattr(timer, "wall_samples", timed)
+    monkeypatch.setattr(timer, "device_samples", timed)
     other, given = model(), x()  # other weights, other inputs
     second = optimized(other, given)
     assert earlier(second)

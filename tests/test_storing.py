@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import checking, measure, registry, selector, stores, study
+from tensorlogic import registry, selector, stores, study
 from tensorlogic.core.candidate import EAGER, Candidate
 from tensorlogic.core.key import Evidence, Plan
 from tensorlogic.core.op import OPS, Op
 from tensorlogic.environments import environment
+from tensorlogic.measure import timer, verification
 from tensorlogic.native import cpu_library
 from tensorlogic.ops.common import storing
 
@@ -161,7 +162,7 @@ def test_who_goes_on_with_the_output_has_a_say(
     after_sent_ms: float, best: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way that is faster by 1 ms alone is chosen unless that costs who comes next more than twice as much."""
-    (clock := Clock(tick=1e-6)).stands_in(monkeypatch, measure, study, checking)
+    (clock := Clock(tick=1e-6)).stands_in(monkeypatch, timer, study, verification)
     op = toy(clock, {"kept": 0.0, "sent": after_sent_ms}, {"kept": 2.0, "sent": 1.0})
     key = op.key((torch.randn(64),), "inference")
     plan = study.Study(op, key, CPU, environment(CPU)).run()

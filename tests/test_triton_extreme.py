@@ -28,7 +28,7 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry
 
-from tensorlogic import checking  # isort: skip
+from tensorlogic.measure import verification  # isort: skip
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS
 
@@ -150,7 +150,7 @@ def test_every_layout_is_served(name: str) -> None:
         x = torch.empty_strided(x.shape, x.stride(), dtype=torch.float16).copy_(x)
     op, served, asked = OPS["extreme_backward"], candidate(), key(x, dim, keepdim)
     assert served.unfit(asked) is None
-    checker = checking.Checker(op, asked, DEVICE)
+    checker = verification.Checker(op, asked, DEVICE)
     configs = served.configs(asked)
     assert 1 <= len(configs) <= kernels.MOST_CONFIGS
     for config in {c["strategy"]: c for c in configs}.values():
@@ -174,7 +174,7 @@ def test_the_same_work_in_other_dimensions_is_the_same_key() -> None:
 
 def test_samples_agree_and_some_have_ties() -> None:
     for asked in (key(torch.randn(40, 30), (1,), True), key(torch.randn(40, 30).t(), (0, 1))):
-        plain, _, tied = checking.Checker(OPS["extreme_backward"], asked, DEVICE).probes
+        plain, _, tied = verification.Checker(OPS["extreme_backward"], asked, DEVICE).probes
         for inputs, ties in ((plain, False), (tied, True)):
             _, x, y = inputs.dynamic
             dim, keepdim = asked.flag("dim"), asked.flag("keepdim")

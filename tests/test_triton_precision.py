@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from .support.triton import DEVICE, TOLERANCE, TORCH, default_device, rand  # noqa: F401  (a fixture)
 
 from tensorlogic.core.op import OPS  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import checking, registry  # isort: skip
+from tensorlogic.measure import verification
+
+from tensorlogic import registry  # isort: skip
 from tensorlogic.core import activations as core_activations
 
 from tensorlogic.ops.common import gemm  # isort: skip
@@ -84,7 +86,7 @@ def test_a_product_made_again_from_its_operands_may_serve_backward() -> None:
     key = op.key([*args, None, y, "mul_relu", "110"], "backward")
     candidate = op.candidates["triton.flat"]
     launch = candidate.bind(key, candidate.configs(key)[0], DEVICE)
-    found = checking.Checker(op, key, DEVICE).check(launch)
+    found = verification.Checker(op, key, DEVICE).check(launch)
     assert found, found.reason
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic.checking import Checker
 from tensorlogic.core.op import OPS
+from tensorlogic.measure.verification import Checker
 from tensorlogic.system.compile_pool import CompileFailure
 
 from .support.triton import DEVICE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)

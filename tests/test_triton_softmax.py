@@ -24,7 +24,7 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
     special,
 )
 
-from tensorlogic import checking  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.measure import verification  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.ops.common import triton_launch  # isort: skip
@@ -88,7 +88,7 @@ def test_every_layout_is_served(case: int) -> None:
     for op, key in softmax_keys(x, dim % x.dim()):
         candidate = op.candidates["triton.lines"]
         assert candidate.unfit(key) is None
-        checker = checking.Checker(op, key, DEVICE)
+        checker = verification.Checker(op, key, DEVICE)
         for config in candidate.configs(key)[:: 2 if x.numel() > 2000 else 1]:
             verdict = checker._probe(candidate.bind(key, config, DEVICE), 0, 0)[1]
             assert verdict, (key.text, config, verdict.reason)

@@ -26,7 +26,7 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry
 
-from tensorlogic import checking  # isort: skip
+from tensorlogic.measure import verification  # isort: skip
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS
 
@@ -162,7 +162,7 @@ def test_every_layout_is_served(case: int) -> None:
     for op, key in softmax_keys(x, dim % x.dim()):
         served = candidate(op.name)
         assert served.unfit(key) is None
-        checker = checking.Checker(op, key, DEVICE)
+        checker = verification.Checker(op, key, DEVICE)
         configs = served.configs(key)
         assert 1 <= len(configs) <= 7
         for config in (configs[0], configs[-1]):
@@ -194,7 +194,7 @@ def test_a_configuration_of_another_key_is_refused_or_right() -> None:
     brings = [*keys, op.key([torch.empty(10**6), 0, False], "inference")]
     configs = [served.configs(key)[0] for key in brings]
     for key, own in zip(keys, configs, strict=False):
-        checker = checking.Checker(op, key, DEVICE)
+        checker = verification.Checker(op, key, DEVICE)
         for config in configs:
             if config != own:
                 verdict = checker._probe(served.bind(key, config, DEVICE), 0, 0)[1]

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tensorlogic import cli, plans
-from tensorlogic.bench.opportunities import Opportunity
 from tensorlogic.bench.problems import Problem
+from tensorlogic.measure.opportunity import Opportunity
 from tensorlogic.trying import advice, assist, look, runs, screen
 from tensorlogic.trying import profile as profiling
 

@@ -20,11 +20,12 @@ import random_cases
 import torch
 from torch import Tensor
 
-from tensorlogic import checking, registry
-from tensorlogic.checking import Checker
+from tensorlogic import registry
 from tensorlogic.core.candidate import Launcher
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.measure import verification
+from tensorlogic.measure.verification import Checker
 from tensorlogic.system.compile_pool import CompileFailure
 
 DEVICE = torch.device("cuda")
@@ -64,12 +65,12 @@ def overwrite(given: list[Any], values: list[Any]) -> None:
     """Give the tensors the values of others, in place and on the current stream."""
     for mine, theirs in zip(given, values, strict=True):
         if isinstance(mine, Tensor):  # all of its memory: it may be one row, repeated
-            checking._bytes(mine).copy_(checking._bytes(theirs))
+            verification._bytes(mine).copy_(verification._bytes(theirs))
 
 
 def originals(given: list[Any]) -> list[Any]:
     """The tensors with all their memory, copied."""
-    return [checking._copied(a) if isinstance(a, Tensor) else a for a in given]
+    return [verification._copied(a) if isinstance(a, Tensor) else a for a in given]
 
 
 def beside(launch: Launcher, given: list[Any], other: list[Any], want: Any) -> str | None:

@@ -72,9 +72,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import tensorlogic
-from tensorlogic import measure, stores, turns
+from tensorlogic import stores, turns
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.environments import environment
+from tensorlogic.measure import timer
 from tensorlogic.system import capture_state, compile_pool
 
 ROOT = Path(os.environ["DRAWN_BESIDE"])  # of this process and its workers
@@ -101,7 +102,7 @@ def warm(problems: Iterator[Problem], seed: int) -> None:
         begin = time.perf_counter()
         try:
             called(composed(problem), problem, one_set(problem, seed))
-            measure.synchronize(DEVICE)
+            timer.synchronize(DEVICE)
             print(f"{problem.index} done {time.perf_counter() - begin:.1f}", flush=True)
         except FAILURES as failure:
             print(f"{problem.index} failed {said(failure)}", flush=True)
@@ -296,7 +297,7 @@ def told(rows: Sequence[Row]) -> Row:
 def alive() -> bool:
     """Whether the device still answers."""
     try:
-        measure.synchronize(DEVICE)
+        timer.synchronize(DEVICE)
         return torch.ones(1, device=DEVICE).item() == 1.0
     except RuntimeError:
         return False

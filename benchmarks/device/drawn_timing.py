@@ -11,10 +11,11 @@ import torch
 from drawn_problems import CUDA, DEVICE, Problem
 from torch import Tensor
 
-from tensorlogic import measure, selector
+from tensorlogic import selector
 from tensorlogic.core import policy, tolerance
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import Op
+from tensorlogic.measure import timer
 from tensorlogic.system import capture_state
 
 SETS, APART = 6, 100e6  # sets of arguments at most, and the bytes that they exceed together
@@ -78,7 +79,7 @@ class Replayed:
             for step in steps:
                 step()
         torch.cuda.synchronize(DEVICE)
-        measure.give_back(DEVICE)
+        timer.give_back(DEVICE)
         recording = torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local")
         with capture_state.turn(), recording:
             for i in range(count):
@@ -111,8 +112,8 @@ class Timed:
         def call(i: int) -> None:
             self.outputs, self.last = called(fn, problem, given[i]), i
 
-        steps: list[measure.Call] = [functools.partial(call, i) for i in range(len(given))]
-        self.loop = Replayed(steps, count) if CUDA else measure._Loop(steps, DEVICE, REPLAY_S)
+        steps: list[timer.Call] = [functools.partial(call, i) for i in range(len(given))]
+        self.loop = Replayed(steps, count) if CUDA else timer._Loop(steps, DEVICE, REPLAY_S)
         self.sample = self.loop.sample
 
     def close(self) -> None:
@@ -124,7 +125,7 @@ class Timed:
 def repeats(problem: Problem, given: Sequence[Given]) -> int:
     """Calls in a graph, the same of every implementation, by eager's time: all sets equally often."""
     calls = [functools.partial(called, problem.eager, problem, g) for g in (given[0], given[-1])]
-    spent = min(measure.once(call, DEVICE) for call in calls)
+    spent = min(timer.once(call, DEVICE) for call in calls)
     count = max(1, min(MOST, int(REPLAY_S * 1e6 / spent)))
     return len(given) * -(-count // len(given))
 
@@ -210,7 +211,7 @@ def check(row: Row, problem: Problem, given: Sequence[Given], timed: dict[str, T
 def compared(row: Row, timed: dict[str, Timed]) -> None:
     """Times of all in the same rounds; again where ours lost."""
     samplers = {name: t.sample for name, t in timed.items()}
-    samples = measure._interleave(samplers, ROUNDS, ROUNDS_S)
+    samples = timer._interleave(samplers, ROUNDS, ROUNDS_S)
     for turn in range(2):
         row |= {f"{name}_us": samples.median(name) for name in timed}
         peers = [name for name in ("eager", "compile") if name in timed]
@@ -227,6 +228,6 @@ def compared(row: Row, timed: dict[str, Timed]) -> None:
         if turn == 0 and not any(lost):
             return
         if turn == 0:
-            more = measure._interleave(samplers, ROUNDS, ROUNDS_S)
+            more = timer._interleave(samplers, ROUNDS, ROUNDS_S)
             for name in timed:
                 samples.values[name] += more.values[name]

@@ -28,13 +28,14 @@ os.environ["TRITON_CACHE_DIR"] = os.environ["TENSORLOGIC_CACHE_DIR"] + "/triton"
 import torch
 
 import tensorlogic
-from tensorlogic import environments, measure, neighbours, plans, selector, stores
+from tensorlogic import environments, neighbours, plans, selector, stores
 from tensorlogic.bench import rows
-from tensorlogic.checking import InputSet
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import Op
+from tensorlogic.measure import timer
+from tensorlogic.measure.verification import InputSet
 
 FOLDER = Path(os.environ["TENSORLOGIC_CACHE_DIR"])
 SHIPPED = plans.SHIPPED
@@ -90,7 +91,7 @@ def against_shipped(op: Op, key: Key, device: torch.device) -> str:
     for name, (id, config) in picks.items():
         launch = op.candidates[id].bind(key, config, device)
         calls[name] = [lambda s=s, run=launch: run(*s.fresh(op)) for s in sets]
-    ratio, low, high = measure.device_samples(calls, device, 0.3).ratio("ours", "theirs")
+    ratio, low, high = timer.device_samples(calls, device, 0.3).ratio("ours", "theirs")
     return f"{ratio:.2f} [{low:.2f}, {high:.2f}] of the time of {said}"
 
 

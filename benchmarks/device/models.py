@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure
+from tensorlogic.measure import timer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -94,7 +94,7 @@ def latency() -> None:
     for name, call in ways.items():
         for _ in range(20):
             call(x)
-        times = sorted(measure.once(lambda call=call: call(x), DEVICE) for _ in range(10_000))
+        times = sorted(timer.once(lambda call=call: call(x), DEVICE) for _ in range(10_000))
         at = [times[int(q * len(times))] for q in (0.5, 0.99, 0.999)]
         print(
             f"latency {name:9s} p50 {at[0]:.1f} p99 {at[1]:.1f} p99.9 {at[2]:.1f} worst {times[-1]:.1f} us",
@@ -104,7 +104,7 @@ def latency() -> None:
     for _ in range(5):
         steps(x)
     host = statistics.median(
-        measure.host_samples({"one": [lambda: steps(x)]}, DEVICE, 0.2).values["one"]
+        timer.host_samples({"one": [lambda: steps(x)]}, DEVICE, 0.2).values["one"]
     )
     print(
         f"host time of a captured call of 50 kernels: {host:.2f} us, reason {steps.reason}",

@@ -26,7 +26,7 @@ from replay_host import table as host_table
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure
+from tensorlogic.measure import timer
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
@@ -105,7 +105,7 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
     """What a call gives, and the seconds until the device is done with it."""
     begin = time.perf_counter()
     out = call()
-    measure.synchronize(DEVICE)
+    timer.synchronize(DEVICE)
     return out, time.perf_counter() - begin
 
 
@@ -153,7 +153,7 @@ def ready(t: Table, small: bool) -> None:
         t.put("ready", f"{name}: over torch.compile's", first / peer, aim=0.5)
         t.put("ready", f"{name}: with stored plans, over torch.compile's", again / peer, aim=0.2)
         calls = {"ours": lambda f=fast, x=x: f(x), "compile": lambda f=compiled, x=x: f(x)}  # type: ignore[misc]
-        ratio = measure.wall_samples(calls, DEVICE, 0.5).ratio("ours", "compile")[0]
+        ratio = timer.wall_samples(calls, DEVICE, 0.5).ratio("ours", "compile")[0]
         t.put("ready", f"{name}: time of a call over torch.compile's", ratio, aim=1.03)
 
 
@@ -171,7 +171,7 @@ def dynamic(t: Table, small: bool) -> None:
         base = max(error(model(x), ref), 1e-7)
         t.put("dynamic", f"{shape}: error over eager's", error(fast(x), ref) / base, aim=1.5)
         calls = {"ours": lambda x=x: fast(x), "eager": lambda x=x: model(x)}  # type: ignore[misc]
-        ratio = measure.wall_samples(calls, DEVICE, 0.3).ratio("ours", "eager")[0]
+        ratio = timer.wall_samples(calls, DEVICE, 0.3).ratio("ours", "eager")[0]
         t.put("dynamic", f"{shape}: time over eager's", ratio, aim=1.03)
 
 
@@ -227,7 +227,7 @@ def learn(t: Table, part: str, model: nn.Module, x: Tensor) -> None:
         if ours.is_floating_point() and name.endswith("running_mean"):
             t.put(part, "running mean of the first norm", error(ours, theirs), aim=0.05)
             break
-    ratio = measure.wall_samples(steps, DEVICE, 1.0).ratio("ours", "eager")[0]
+    ratio = timer.wall_samples(steps, DEVICE, 1.0).ratio("ours", "eager")[0]
     t.put(part, "speed of a step over eager's", 1 / ratio, "x", aim=-0.97)
 
 

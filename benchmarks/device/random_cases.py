@@ -33,11 +33,11 @@ from drawn_cases import DEVICE, Family, family
 from torch import Tensor
 
 from tensorlogic import dispatch, registry
-from tensorlogic.checking import Checker
 from tensorlogic.core import policy, tolerance
 from tensorlogic.core.candidate import EAGER, Candidate, Config
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.measure.verification import Checker
 from tensorlogic.system import heap_trim
 from tensorlogic.system.compile_pool import CompileFailure
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import measure
+from tensorlogic.measure import timer
 from tensorlogic.program.capturing import Captured
 from tensorlogic.program.graphs import CallTape, Replay, Tape
 from tensorlogic.system import hardware
@@ -110,7 +110,7 @@ def optimized(x: Tensor) -> Callable[[], Any] | None:
 
 def least(call: Callable[[], Any], budget_s: float = 0.2) -> float:
     """Microseconds a call, queued and not waited for: the least of the rounds, which nothing else disturbed."""
-    return min(measure.host_samples({"call": [call]}, DEVICE, budget_s, 15).values["call"])
+    return min(timer.host_samples({"call": [call]}, DEVICE, budget_s, 15).values["call"])
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from ..core import policy
 from ..core.key import Key, Plan
 from ..core.op import Op
 from ..environments import environment
-from ..isolation import preserved
+from ..measure.isolation import preserved
 from ..study import PROMPT_S, Study
 
 

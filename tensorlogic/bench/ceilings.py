@@ -13,8 +13,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from .. import measure
 from ..core import dtypes as core_dtypes
+from ..measure import timer
 from ..ops.common import products
 from ..ops.pointwise import add
 from .cases import Maker
@@ -48,11 +48,11 @@ def _copies(device: torch.device, budget_s: float) -> list[tuple[int, float]]:
         third = torch.ones(2 * size // 12, dtype=torch.float32, device=device)
         total = torch.empty_like(third)
         target.copy_(source)
-        calls: dict[str, list[measure.Call]] = {
+        calls: dict[str, list[timer.Call]] = {
             "copy": [partial(target.copy_, source)],
             "add": [partial(torch.add, third, third.flip(0), out=total)],
         }
-        samples = measure.device_samples(calls, device, budget_s)
+        samples = timer.device_samples(calls, device, budget_s)
         us = min(min(samples.values[name]) for name in calls)
         found.append((2 * size, float(f"{us:.5g}")))
     return found
@@ -72,26 +72,26 @@ def _products(device: torch.device, dtypes: Sequence[str], budget_s: float) -> d
 def _rate(device: torch.device, name: str, n: int, budget_s: float) -> float:
     maker = Maker(core_dtypes.DTYPES[name], device, n)
     a, w = maker.normal(n, n), maker.weight(n, n)
-    calls: dict[str, list[measure.Call]] = {"linear": [lambda: F.linear(a, w)]}
+    calls: dict[str, list[timer.Call]] = {"linear": [lambda: F.linear(a, w)]}
     if name == "f32" and products.onednn_available(device.type) is None:
         calls["onednn"] = [lambda: products.onednn(a, w, None, "none")]
-    samples = measure.device_samples(calls, device, budget_s)
+    samples = timer.device_samples(calls, device, budget_s)
     return float(f"{2e-3 * n**3 / min(min(samples.values[c]) for c in calls):.5g}")
 
 
 def _launches(device: torch.device, budget_s: float) -> dict[str, float]:
     """The smallest addition: what a caller pays PyTorch and us, and on a GPU what the device does."""
     a, b = torch.ones(1, device=device), torch.ones(1, device=device)
-    calls: dict[str, list[measure.Call]] = {
+    calls: dict[str, list[timer.Call]] = {
         "torch": [lambda: torch.add(a, b)],
         "tensorlogic": [lambda: add(a, b)],
     }
-    host = measure.host_samples(calls, device, budget_s)
+    host = timer.host_samples(calls, device, budget_s)
     found = {name: host.median(name) for name in calls}
     if device.type == "cuda":
-        found["device"] = measure.device_samples(
-            {"torch": calls["torch"]}, device, budget_s
-        ).median("torch")
+        found["device"] = timer.device_samples({"torch": calls["torch"]}, device, budget_s).median(
+            "torch"
+        )
     return {name: float(f"{us:.4g}") for name, us in found.items()}
 
 

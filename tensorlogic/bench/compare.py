@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..measure import interval
+from ..measure.timer import interval
 from .problems import Problem, tolerated
 from .results import Results, Row
 from .sizes import short

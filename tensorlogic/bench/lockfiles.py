@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from .. import checking, environments, isolation, measure, plans, registry, study
+from .. import environments, plans, registry, study
 from ..core import candidate_errors, tolerance
 from ..core.candidate import EAGER, Launcher
 from ..core.key import Plan
 from ..core.op import OPS, Op
+from ..measure import isolation, timer, verification
 from ..plans import PlanStore
 from .progress import Tick
 
@@ -73,7 +74,7 @@ def _finding(plan: Plan, margin: float) -> Finding:
 def _standing(op: Op, plan: Plan, device: torch.device, margin: float) -> tuple[str, str]:
     """Right, with the locked configuration? And how far from the best that can be had today?"""
     try:
-        checker = checking.Checker(op, plan.key, device)
+        checker = verification.Checker(op, plan.key, device)
     except (torch.OutOfMemoryError, *candidate_errors.BIND_ERRORS) as problem:
         return "wrong", f"the key cannot be measured here: {type(problem).__name__}: {problem}"
     try:
@@ -104,16 +105,16 @@ def _paired(
 ) -> tuple[float, float]:
     """Locked over best side by side, on the clock that a caller of the best one waits for: ratio, lower end of its interval."""
 
-    def bound(launch: Launcher, args: list[Any]) -> measure.Call:
+    def bound(launch: Launcher, args: list[Any]) -> timer.Call:
         return lambda: launch(*args)
 
     calls = {
         name: [bound(launch, args) for args in sets]
         for name, launch in (("locked", locked), ("best", best))
     }
-    timers = [measure.device_samples(calls, device, 0.5)]
+    timers = [timer.device_samples(calls, device, 0.5)]
     if device.type == "cuda":
-        timers.append(measure.host_samples(calls, device, 0.3, rounds=15))
+        timers.append(timer.host_samples(calls, device, 0.3, rounds=15))
     ratio, low, _ = max(timers, key=lambda s: s.median("best")).ratio("locked", "best")
     return ratio, low
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from ..measure.opportunity import HIGH, LEVELS, MEDIUM, Opportunity
 from .ceilings import PRODUCTS, Floors
 from .results import Results, Row
 from .sizes import short
 
 NEAR = 1.2  # times the floor: what is nearer is not worth the effort
-LEVELS = ("high", "medium", "low")
-HIGH, MEDIUM = 0.1, 0.02  # of all the time that the list could save
 FASTER = 1.3  # what another dtype's products must be faster by
 TILE = 64 * 128  # outputs of one program of a product on a GPU
 ERF = "arithmetic between the loads: the error function of GELU"
@@ -44,44 +43,7 @@ ARITHMETIC = {
 EPS = {"f16": 4.9e-4, "bf16": 3.9e-3, "f32": 6e-8}  # half the spacing at 1
 
 
-@dataclass(frozen=True)
-class Opportunity:
-    """One gap; times are microseconds, summed over the rows it is about."""
-
-    what: str
-    sizes: str  # where it shows, the largest gap first
-    above_us: float  # what the remedy could save at most
-    gain: float  # times faster those rows would be
-    cause: str
-    remedy: str
-    # "low": a flag or a call; "medium": a change of the program; "high": a kernel to write
-    effort: str
-    rows: tuple[str, ...]
-    priority: str = "low"
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """For a table."""
-        return (
-            self.priority,
-            self.what,
-            self.sizes,
-            time_text(self.above_us),
-            f"{self.gain:.2g}x",
-            self.cause,
-            self.remedy,
-            self.effort,
-        )
-
-
 HEADS = ("priority", "what", "at", "above the floor", "up to", "likely cause", "remedy", "effort")
-
-
-def time_text(us: float) -> str:
-    """Microseconds with a fitting unit."""
-    if us >= 1e6:
-        return f"{us / 1e6:.3g} s"
-    return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.3g} us"
 
 
 def found(results: Results) -> list[Opportunity]:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import adapting, measure, ranking, tuning
+from .. import adapting, ranking, tuning
 from ..core import dtypes, tolerance
 from ..core.candidate import EAGER
 from ..core.key import Key
 from ..core.numeric_mode import Mode, PrecisionWarning
 from ..core.op import OPS, Op
 from ..core.precision_policy import precision
+from ..measure import timer
 from ..memory import pool, staging
 from ..ops.matmul import matmul
 from ..placement import placement
@@ -150,7 +151,7 @@ def strategies(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[st
         except RuntimeError as problem:
             rows.append(_row(n, dtype, device, name, reason=str(problem)[:200]))
             del calls[name]
-    times = measure.device_samples(
+    times = timer.device_samples(
         {name: [call] for name, call in calls.items()}, device, 0.08 * len(calls), rounds=7
     )
     moved = _moved(o) if device.type == "cuda" else 0.0
@@ -180,8 +181,8 @@ def _conversion(name: str, o: Operands) -> float:
     target = FORMS.get(form)
     if target is None or target == o.a.dtype or name.startswith("PyTorch"):
         return 0.0
-    calls: dict[str, list[measure.Call]] = {"one": [lambda: (o.a.to(target), o.b.to(target))]}
-    return measure.device_samples(calls, o.a.device, 0.03, rounds=5).median("one")
+    calls: dict[str, list[timer.Call]] = {"one": [lambda: (o.a.to(target), o.b.to(target))]}
+    return timer.device_samples(calls, o.a.device, 0.03, rounds=5).median("one")
 
 
 def _moved(o: Operands) -> float:
@@ -194,7 +195,7 @@ def _moved(o: Operands) -> float:
         del w
 
     there()
-    return min(measure.once(there, o.a.device) for _ in range(3))
+    return min(timer.once(there, o.a.device) for _ in range(3))
 
 
 def _peak(call: Callable[[], Any], device: torch.device) -> int:
@@ -240,21 +241,21 @@ def adaptive(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[str,
         with precision("adaptive", rtol=rtol):
             c = matmul(o.a, o.b)
             candidate = op.candidates[adapting.LAST[-1]]
-            waited = measure.wall_samples(
+            waited = timer.wall_samples(
                 {name: lambda: torch.matmul(o.a, o.b), "ours": lambda: matmul(o.a, o.b)},
                 device, 0.15, rounds=40,
             )  # fmt: skip
         chosen = dict(ranking.order(op, key, device, rtol))
         config = chosen.get(candidate) or candidate.configs(key)[0]
         launch = candidate.bind(key, config, device)
-        calls: dict[str, list[measure.Call]] = {
+        calls: dict[str, list[timer.Call]] = {
             name: [lambda: torch.matmul(o.a, o.b)],
             "ours": [lambda: launch(o.a, o.b)],  # noqa: B023
         }
         watched = _watched(op, key, o, rtol)
         if watched is not None:
             calls["watched"] = [lambda: watched(o.a, o.b)]  # noqa: B023
-        alone = measure.device_samples(calls, device, 0.05 * len(calls), rounds=7)
+        alone = timer.device_samples(calls, device, 0.05 * len(calls), rounds=7)
         rows.append(
             {
                 "size": n, "dtype": dtypes.NAMES[dtype], "device": device.type, "rtol": rtol,
@@ -289,7 +290,7 @@ def mixed(n: int, device: torch.device) -> dict[str, Any]:
         with precision(mode):
             tuning.whole(matmul, half, o.b)
             tuning.whole(matmul, *ready)
-            times = measure.device_samples(
+            times = timer.device_samples(
                 {
                     "mixed": [lambda: matmul(half, o.b)],
                     "ready": [lambda: matmul(*ready)],  # noqa: B023
@@ -316,7 +317,7 @@ def transfer(nbytes: int, device: torch.device) -> dict[str, Any]:
         "down pinned": lambda: pinned.copy_(there, non_blocking=True),
     }
     for suffix, again in (("", True), (" alone", False)):
-        times = measure.wall_samples(calls, device, 2.0, rounds=15, again=again)
+        times = timer.wall_samples(calls, device, 2.0, rounds=15, again=again)
         for name in calls:
             if not suffix or name in ("up", "down"):
                 row[name + suffix] = nbytes / times.median(name) / 1e3
@@ -340,7 +341,7 @@ def placed(n: int) -> dict[str, Any]:
         for _ in range(8 if n <= 2048 else 4):
             call()
     rounds = 180 if n <= 2048 else 9  # a median of few wanders by more than what is asked
-    times = measure.wall_samples(calls, torch.device("cuda"), 4.0, rounds=rounds, again=True)
+    times = timer.wall_samples(calls, torch.device("cuda"), 4.0, rounds=rounds, again=True)
     best = min(times.median("cpu"), times.median("cuda"))
     return {
         "size": n,

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..measure.opportunity import time_text
 from . import compare, heat, opportunities, plots, summary, tables
 from .drawing import Plot
 from .heat import Cell, Grid
-from .opportunities import time_text
 from .results import Results, Row
 from .sizes import short
 

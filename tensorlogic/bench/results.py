@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..measure import Samples
+from ..measure.timer import Samples
 from ..system import atomic_file
 from .problems import Problem
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import measure, selector, stores, tuning, turns
+from .. import selector, stores, tuning, turns
 from ..autotune import measure_key
 from ..core import candidate_errors, dtypes, policy, tolerance
 from ..core.candidate import EAGER
 from ..core.key import Key
 from ..core.op import Op
+from ..measure import timer
 from ..tuning import Learned
 from .cases import DROP, RECIPES, Case, Maker, Recipe, dropout_error, nbytes, shapes, transfer
 from .results import OURS, Row, rounded
@@ -56,7 +57,7 @@ def inputs(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
     recipe, dtype = RECIPES[case.op], dtypes.DTYPES[case.dtype]
     first = recipe.inputs(case.size, Maker(dtype, device, case.seed))
     size = nbytes(first)
-    more = 0 if size > ALONE else measure.cold_sets(size, device) - 1
+    more = 0 if size > ALONE else timer.cold_sets(size, device) - 1
     return [
         first,
         *(recipe.inputs(case.size, Maker(dtype, device, case.seed + 1 + i)) for i in range(more)),
@@ -89,7 +90,7 @@ def _transfer(row: Row, case: Case, device: torch.device, effort: Effort) -> Non
         return
     row.candidate, row.error = "torch.eager", 0.0
     # waited for: a host's clock
-    samples = measure.device_samples(
+    samples = timer.device_samples(
         {"eager": [call]}, torch.device("cpu"), effort.budget_s, effort.rounds
     )
     row.device_us = rounded(samples.values)
@@ -105,11 +106,11 @@ def _operation(row: Row, case: Case, device: torch.device, effort: Effort) -> No
         return
     bound = {name: [_bound(fn, args) for args in sets] for name, fn in calls.items()}
     row.device_us = rounded(
-        measure.device_samples(bound, device, effort.budget_s, effort.rounds).values
+        timer.device_samples(bound, device, effort.budget_s, effort.rounds).values
     )
     if device.type == "cuda":
         row.host_us = rounded(
-            measure.host_samples(bound, device, effort.budget_s / 2, effort.rounds).values
+            timer.host_samples(bound, device, effort.budget_s / 2, effort.rounds).values
         )
 
 
@@ -122,7 +123,7 @@ def tuned(case: Case, device: torch.device) -> Learned | None:
         return None
 
 
-def _bound(fn: Callable[..., Any], args: tuple[Any, ...]) -> measure.Call:
+def _bound(fn: Callable[..., Any], args: tuple[Any, ...]) -> timer.Call:
     return lambda: fn(*args)
 
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from . import measure
-from .core.candidate import Probe
+from ..core.candidate import Probe
+from . import timer
 
 # of the least time known: undisturbed readings lie within 6 % (tiles of AMX, 256 x 256)
 DRIFT = 1.25
@@ -51,10 +51,10 @@ class Clock:
     find it; only the first one of all on a machine goes by its own readings alone.
     """
 
-    def __init__(self, make: Callable[[], measure.Call | None], notes: Notes | None = None) -> None:
+    def __init__(self, make: Callable[[], timer.Call | None], notes: Notes | None = None) -> None:
         self.make = make  # the call; None where no machine of this kind needs it
         self.notes = notes
-        self.call: measure.Call | None = None
+        self.call: timer.Call | None = None
         self.made = False
         self.least: dict[int, float] = {}  # threads -> microseconds, noted or read
         self.own: dict[int, float] = {}  # the least that this process has read ...
@@ -72,7 +72,7 @@ class Clock:
             self.call()
             cpu = torch.device("cpu")
             reads = READS if threads in self.own else FIRST_READS
-            now = min(measure.once(self.call, cpu) for _ in range(reads))
+            now = min(timer.once(self.call, cpu) for _ in range(reads))
             return now > DRIFT * self._known(threads, now)
 
     def _known(self, threads: int, now: float) -> float:

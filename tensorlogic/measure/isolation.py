@@ -6,9 +6,9 @@ import contextlib
 
 import torch
 
-from .core.op import Op
-from .native import hook_ops
-from .system import function_modes
+from ..core.op import Op
+from ..native import hook_ops
+from ..system import function_modes
 
 
 class preserved:

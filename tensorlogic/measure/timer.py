@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .system import capture_state
+from ..system import capture_state
 
 Call = Callable[[], object]
 # bytes a second: how fast NVIDIA's driver clears memory given back to it (H200)

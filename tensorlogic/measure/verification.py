@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import measure
-from .core import dtypes, tolerance, weight_cache
-from .core.candidate import EAGER, Launcher, Outputs
-from .core.key import Key, TensorSpec
-from .core.op import Op
+from ..core import dtypes, tolerance, weight_cache
+from ..core.candidate import EAGER, Launcher, Outputs
+from ..core.key import Key, TensorSpec
+from ..core.op import Op
+from . import timer
 
 # above it, float64 on everything costs more than the timing
 WHOLE_FLOPS = {"cuda": 4e12, "cpu": 4e10, "mps": 4e10}
@@ -146,7 +146,7 @@ class Checker:
         plain, _ = self.expected[0]
         tensors = [*self.sets[0].tensors(self.op).values(), *plain]
         nbytes = sum(t.numel() * t.element_size() for t in tensors if t is not None)
-        copies = measure.cold_sets(nbytes, self.device) - len(self.sets)
+        copies = timer.cold_sets(nbytes, self.device) - len(self.sets)
         return [*self.sets, *(self.sets[i % 2].copy(self.op, self.key) for i in range(copies))]
 
     def _expect(self, s: InputSet) -> tuple[Outputs, Outputs]:
@@ -207,7 +207,7 @@ class Checker:
         while fastest_us > limit_us and spent < PATIENCE_US:
             begin = time.perf_counter()
             launch(*self.sets[0].fresh(self.op))
-            measure.synchronize(self.device)
+            timer.synchronize(self.device)
             once = (time.perf_counter() - begin) * 1e6
             fastest_us, spent = min(fastest_us, once), spent + once
         return fastest_us
@@ -220,7 +220,7 @@ class Checker:
         _poison(plain)
         begin = time.perf_counter()
         outs = launch(*given)
-        measure.synchronize(self.device)
+        timer.synchronize(self.device)
         self.call_us = (time.perf_counter() - begin) * 1e6
         if outs is None:
             return (), tolerance.Verdict("declined the key it was bound for", float("inf"))

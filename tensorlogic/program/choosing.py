@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .. import measure
 from ..core.tolerance import Verdict
+from ..measure import timer
 from ..system import compile_pool, settings
 from . import check, inductor, leftovers
 from . import spread as spreading
@@ -395,7 +395,7 @@ def _timed(
         share, device = max(0.15, budget_s / 16), programs[0].device
         first = next(iter(calls))
         if len(calls) > 1:
-            first = min(calls, key=measure.wall_samples(calls, device, share, HEATS).median)
+            first = min(calls, key=timer.wall_samples(calls, device, share, HEATS).median)
         pair = {"before": call(before), first: calls[first]}
         samples = settled(pair, device, first, "before", 1.5 * share, MUST_GAIN)
     program = programs[int(first.split()[1])]
@@ -406,7 +406,7 @@ def _timed(
     return program
 
 
-def pays_off(report: Report, samples: measure.Samples, name: str) -> bool:
+def pays_off(report: Report, samples: timer.Samples, name: str) -> bool:
     """Whether what was timed as `name` is faster than "before" by more than chance; the times go into the report."""
     report.before_us, report.after_us = samples.median("before"), samples.median(name)
     report.ratio = samples.ratio(name, "before")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from .. import measure
+from ..measure import timer
 from . import check, inductor, leftovers
 from . import spread as spreading
 from .inductor import Compiled, Unable
@@ -231,7 +231,7 @@ class Contest:
         report.outcome, report.reason = outcome or captured, ""
         return True
 
-    def _timed(self, rival: Program) -> tuple[measure.Samples, str]:
+    def _timed(self, rival: Program) -> tuple[timer.Samples, str]:
         """Times beside the original's own call and beside what it would replace, and which of them that is."""
         programs = [rival] if self.ours is None else [rival, self.ours]
         wrt = [t for t in rival.state.values() if t.requires_grad]
@@ -268,18 +268,18 @@ def settled(
     other: str,
     share: float,
     gain: float = GAIN,
-) -> measure.Samples:
+) -> timer.Samples:
     """Samples, as many as tell whether `name` is faster than `other`: few where that is plain, more on a busy machine."""
     for patience in (1, 2, 4):
         told = functools.partial(clearly, name=name, other=other, gain=gain)
-        samples = measure.wall_samples(calls, device, patience * share, told=told)
+        samples = timer.wall_samples(calls, device, patience * share, told=told)
         ratio, low, high = samples.ratio(name, other)
         if not (low < gain < high and ratio < CLEAR):
             break
     return samples
 
 
-def clearly(samples: measure.Samples, name: str, other: str, gain: float) -> bool:
+def clearly(samples: timer.Samples, name: str, other: str, gain: float) -> bool:
     """Whether the interval of the ratio lies so far from `gain`, on either side, that more samples would decide nothing."""
     _, low, high = samples.ratio(name, other)
     return high < (1 - WIDE) * gain or low > (1 + WIDE) * gain

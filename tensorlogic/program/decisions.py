@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .. import measure
+from ..measure import timer
 from .report import Row
 from .rewrite import Region
 
@@ -41,7 +41,7 @@ class Decision:
         return [self.way, *(w for w, r in self.paying.items() if (r.error or 0.0) >= least)]
 
 
-def evidence(region: Region, way: str, shown: str, error: float, samples: measure.Samples) -> Row:
+def evidence(region: Region, way: str, shown: str, error: float, samples: timer.Samples) -> Row:
     """The times of one way beside the original calls."""
     before, after = samples.median("before"), samples.median(way)
     ratio = samples.ratio(way, "before")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import measure
 from ..core.rewrite_rule import example
+from ..measure import timer
 from . import check, inductor
 from .branches import _kernels
 from .code import Function
@@ -243,7 +243,7 @@ def worthwhile(program: Program, artifact: Path, whole_us: float) -> list[Kind]:
     for kind in kinds(program, artifact):
         call = _before(kind, program)
         call()
-        us = min(measure.once(call, program.device) for _ in range(3)) * len(kind.runs)
+        us = min(timer.once(call, program.device) for _ in range(3)) * len(kind.runs)
         if us >= SHARE * whole_us:
             found.append((us, kind))
     return [kind for _, kind in sorted(found, key=lambda pair: -pair[0])[:MOST]]
@@ -304,10 +304,10 @@ def judge(kind: Kind, program: Program, compiled: Callable[[Path], Any]) -> None
 
 def _timed(
     before: Callable[[], Any], after: Callable[[], Any], device: torch.device
-) -> measure.Samples:
+) -> timer.Samples:
     """Samples of both, more of them where the machine is too busy to tell which is faster."""
     before()
-    found = measure.Samples({"before": [], "inductor": []})
+    found = timer.Samples({"before": [], "inductor": []})
     for _ in range(PATIENCE):
         more = raced({"before": [before], "inductor": [after]}, device)["inductor"]
         for name, values in found.values.items():

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from .. import measure
 from ..core.tolerance import Verdict
+from ..measure import timer
 from ..system.thread_output import aside
 from . import check
 from .backend import rewritten
@@ -81,7 +81,7 @@ class Piece:
         begin = time.perf_counter()
         out = self.plain(*flat)
         for device in {v.device for v in flat if isinstance(v, Tensor)}:
-            measure.synchronize(device)
+            timer.synchronize(device)
         self.owner.waiting[id(self), ids] = time.perf_counter() - begin
         return out
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import measure
 from ..core.numeric_mode import Precision
 from ..core.precision_policy import under
+from ..measure import timer
 from ..ops.linear import linear
 from ..ops.matmul import matmul
 from .report import Report, Row
@@ -179,7 +179,7 @@ def precisely(
         if asked.mode != "adaptive":  # what is replayed cannot look at the data
             program.capture()
     kept, (args, kwargs) = Kept(program, asked), given
-    times = measure.wall_samples(
+    times = timer.wall_samples(
         {"before": lambda: before(*args, **kwargs), "after": lambda: kept(args, kwargs)},
         program.device, 0.3, rounds=20,
     )  # fmt: skip

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from .. import measure, registry
+from .. import registry
 from ..core.dtypes import NAMES
 from ..core.key import Key
 from ..core.op import Op
 from ..core.rewrite_rule import Composite, Way
 from ..core.tolerance import Verdict
+from ..measure import timer
 from ..system import compile_pool
 from . import check, early
 from .code import Function
@@ -311,12 +312,12 @@ def stepping(run: Callable[..., Any], leaves: Sequence[Any]) -> Callable[[], Any
 
 def raced(
     calls: dict[str, list[Callable[[], Any]]], device: torch.device
-) -> dict[str, measure.Samples]:
+) -> dict[str, timer.Samples]:
     """way -> times of it and of what was before; on a CPU, where running them takes the time, losers leave early."""
     share = SHARE_S.get(device.type, USUAL_SHARE_S)
     if device.type != "cpu":
-        return dict.fromkeys(calls, measure.device_samples(calls, device, share * len(calls)))
-    return measure.knockout(calls, device, share, HEATS, CLOSE, "before")
+        return dict.fromkeys(calls, timer.device_samples(calls, device, share * len(calls)))
+    return timer.knockout(calls, device, share, HEATS, CLOSE, "before")
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import measure
+from ..measure import timer
 from .branches import Section, sections
 from .graphs import FAILURES, cause, heal
 from .report import Report, Row
@@ -69,7 +69,7 @@ def _kept(program: Program, chosen: Sequence[Section], row: Row) -> bool:
         row.refused = cause(problem)
     if not row.refused:
         calls: dict[str, Callable[[], Any]] = {"one": _replays(one), "many": _replays(many)}
-        samples = measure.wall_samples(calls, program.device, SHARE_S)
+        samples = timer.wall_samples(calls, program.device, SHARE_S)
         row.ratio = samples.ratio("many", "one")
         row.before_us, row.after_us = (samples.median(n) / REPLAYS for n in ("one", "many"))
         if row.ratio[0] <= GAIN and row.ratio[2] < 1:

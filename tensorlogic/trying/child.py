@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import measure, stores, tuning
+from .. import stores, tuning
 from ..core import policy
 from ..core.candidate import EAGER
+from ..measure import timer
 from ..plans import export_lockfile
 from ..system import settings
 from ..tuning import Learned
@@ -153,8 +154,8 @@ def _curve(modules: Modules) -> list[tuple[int, float]]:
                 for a in args
             ]
             try:
-                calls: dict[str, measure.Call] = {"it": partial(module, *given)}
-                samples = measure.wall_samples(calls, device(), CURVE_S)
+                calls: dict[str, timer.Call] = {"it": partial(module, *given)}
+                samples = timer.wall_samples(calls, device(), CURVE_S)
             except RuntimeError:  # a model of one batch size
                 break
             found.append((size * times, samples.median("it")))
@@ -170,7 +171,7 @@ def _turns(
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A function in one process, with and without help in turn, after it was tuned."""
     help, plain, ours = _help(spec), Modules(), Modules()
-    samples = measure.Samples({"plain": [], "ours": []})
+    samples = timer.Samples({"plain": [], "ours": []})
     outputs: dict[str, torch.Tensor] = {}
     torch.manual_seed(0)
     plain.keep("result", program())
@@ -189,7 +190,7 @@ def _turns(
             for name, context in (("plain", contextlib.nullcontext()), ("ours", help)):
                 with context:
                     program()  # finds its road and its caches
-                    samples.values[name].append(measure.once(program, device()) / 1e6)
+                    samples.values[name].append(timer.once(program, device()) / 1e6)
             spent = time.perf_counter() - begin
             if len(samples.values["plain"]) >= LEAST_ROUNDS and spent > spec["budget_s"]:
                 break

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import measure
 from ..environments import environment
+from ..measure import timer
 from .advice import LARGE
 
 MOST = 200  # entries that are kept
@@ -84,7 +84,7 @@ def device() -> torch.device:
 def launch(where: torch.device) -> float:
     """Microseconds that the smallest call of PyTorch costs its caller."""
     a = torch.ones(1, device=where)
-    return measure.host_samples({"add": [lambda: a + a]}, where, 0.02).median("add")
+    return timer.host_samples({"add": [lambda: a + a]}, where, 0.02).median("add")
 
 
 @functools.cache
@@ -92,11 +92,11 @@ def fresh() -> float:
     """Microseconds that a MiB of fresh CPU memory costs beside a MiB that is reused."""
     x = torch.ones(16 << 18)
     out = torch.empty_like(x)
-    calls: dict[str, list[measure.Call]] = {
+    calls: dict[str, list[timer.Call]] = {
         "fresh": [lambda: x + 1],
         "reused": [lambda: torch.add(x, 1, out=out)],
     }
-    samples = measure.device_samples(calls, torch.device("cpu"), 0.1, rounds=7)
+    samples = timer.device_samples(calls, torch.device("cpu"), 0.1, rounds=7)
     return max(0.0, samples.median("fresh") - samples.median("reused")) / 16
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..bench.opportunities import Opportunity
 from ..bench.problems import Problem
 from ..bench.progress import Tick
+from ..measure.opportunity import Opportunity
 from ..system.package import FOLDER
 
 # of the program's time that a module must take to be optimised
@@ -97,7 +97,7 @@ class Trial:
 
 def ratio(before: list[float], after: list[float]) -> tuple[float, float, float] | None:
     """Median of the paired ratios and their interval."""
-    from ..measure import Samples
+    from ..measure.timer import Samples
 
     count = min(len(before), len(after))
     if not count:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..bench.opportunities import time_text
 from ..bench.problems import Problem
 from ..bench.results import write_text
 from ..bench.tables import aligned
+from ..measure.opportunity import time_text
 from ..system.hardware import title
 from . import advice
 from .runs import Trial

@@ -22,7 +22,6 @@ from tensorlogic import (
     dispatch,
     doctor,
     environments,
-    measure,
     recorded_calls,
     registry,
     selector,
@@ -32,6 +31,7 @@ from tensorlogic.autotune import measure_key
 from tensorlogic.bench import ceilings, session
 from tensorlogic.core import policy, tolerance
 from tensorlogic.core.op import OPS
+from tensorlogic.measure import timer
 from tensorlogic.ops.common import metal_launch
 
 from . import mps, planted, standin
@@ -275,7 +275,7 @@ def timed_by_events() -> None:
     kept, torch.mps.Event = torch.mps.Event, Counted  # type: ignore[misc]
     try:
         x = torch.ones(8, device=DEVICE)
-        samples = measure.device_samples({"relu": [lambda: torch.relu(x)]}, DEVICE, 0.02, rounds=7)
+        samples = timer.device_samples({"relu": [lambda: torch.relu(x)]}, DEVICE, 0.02, rounds=7)
     finally:
         torch.mps.Event = kept  # type: ignore[misc]
     assert len(made) == 2 * len(samples.values["relu"])

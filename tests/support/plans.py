@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import measure, registry, selector, stores, study
+from tensorlogic import registry, selector, stores, study
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.key import Evidence, Key, Plan
 from tensorlogic.core.op import OPS
+from tensorlogic.measure import timer
 from tensorlogic.system import compile_pool, compile_workers
 
 CPU = torch.device("cpu")
@@ -86,7 +87,7 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("something was measured")
 
     monkeypatch.setattr(study.Study, "__init__", refuse)
-    monkeypatch.setattr(measure, "device_samples", refuse)
+    monkeypatch.setattr(timer, "device_samples", refuse)
 
 
 HEAD = """

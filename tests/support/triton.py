@@ -16,10 +16,10 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from tensorlogic import checking
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.measure import verification
 from tensorlogic.ops.common import wiring
 from tensorlogic.ops.common.triton_softmax import Lines
 
@@ -95,7 +95,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def offered_are_right(op: Op, served: Candidate, key: Key) -> int:
     """The first and the last configuration that the candidate offers for a key; how many there are."""
     assert served.unfit(key) is None
-    checker, offered = checking.Checker(op, key, DEVICE), served.configs(key)
+    checker, offered = verification.Checker(op, key, DEVICE), served.configs(key)
     for config in (offered[0], offered[-1]):
         verdict = checker._probe(served.bind(key, config, DEVICE), 0, 0)[1]
         assert verdict, (key.text, config, verdict.reason)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import isolation, measure, stores
+from ... import stores
+from ...measure import isolation as measure_isolation
+from ...measure import timer
 from ...notes import Notes
 from ...system import capture_state
 
@@ -92,7 +94,7 @@ def _measured(dtype: torch.dtype, products: Sequence[Product]) -> list[float] | 
     """
     ratios = dict.fromkeys(products, 1.0)
     left = list(products)
-    with isolation.preserved(CPU), torch.no_grad():
+    with measure_isolation.preserved(CPU), torch.no_grad():
         for side in SIDES:
             abc = [torch.full((side, side), 0.5, dtype=dtype, device=CPU) for _ in range(3)]
             took = _fastest({p: functools.partial(p.run, *abc) for p in left})
@@ -110,7 +112,7 @@ def _measured(dtype: torch.dtype, products: Sequence[Product]) -> list[float] | 
     return [_rounded(ratios[p] / last) * _rounded(last) for p in products]
 
 
-def _fastest(calls: Mapping[Product, measure.Call]) -> dict[Product, float] | None:
+def _fastest(calls: Mapping[Product, timer.Call]) -> dict[Product, float] | None:
     """Microseconds of each call, once its two fastest rounds agree.
 
     Not of calls during which a thread lost its core to another process: beside a third busy thread two
@@ -120,7 +122,7 @@ def _fastest(calls: Mapping[Product, measure.Call]) -> dict[Product, float] | No
     for _ in range(ROUNDS[1]):
         for p, call in calls.items():
             before = _preempted()
-            took = measure.once(call, CPU)
+            took = timer.once(call, CPU)
             if _preempted() == before:
                 times[p] = sorted([*times[p], took])
         done = min(map(len, times.values()))

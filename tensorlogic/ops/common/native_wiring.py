@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ... import clocks, measure
 from ...core.candidate import Candidate, Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...core.op import Op
+from ...measure import interference, timer
 from ...native import cpu_library, library_files
 from ...notes import Notes
 from . import storing, wiring
@@ -60,7 +60,7 @@ def add(
     supports: Callable[[Key], str | None],
     guess: Callable[[Key], float],
     module: str,
-    clock: clocks.Clock | None = None,
+    clock: interference.Clock | None = None,
 ) -> None:
     """Register a candidate that calls the native library; the library's own hash is part of its source."""
     _add(op, id, lambda key, config, device: build(key), supports, guess, module, clock)
@@ -101,7 +101,7 @@ def _add(
     supports: Callable[[Key], str | None],
     guess: Callable[[Key], float],
     module: str,
-    clock: clocks.Clock | None = None,
+    clock: interference.Clock | None = None,
     **about: Any,
 ) -> None:
     op.add(
@@ -120,7 +120,7 @@ def _add(
     )
 
 
-def _product() -> measure.Call | None:
+def _product() -> timer.Call | None:
     """A product by tiles, where the processor has them: neighbours on the same core may use its one tile unit, too."""
     if cpu_library.isa() != "amx":
         return None
@@ -128,7 +128,7 @@ def _product() -> measure.Call | None:
     return lambda: matmul(a, a)
 
 
-PRODUCTS = clocks.Clock(_product, Notes(".clock"))
+PRODUCTS = interference.Clock(_product, Notes(".clock"))
 
 
 class Library:

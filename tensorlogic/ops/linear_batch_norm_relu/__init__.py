@@ -174,7 +174,7 @@ _weights = samples.scaled({"weight": 1})
 def _sample(
     key: Key, name: str, spec: TensorSpec, device: torch.device, g: torch.Generator
 ) -> Tensor | None:
-    from ...checking import normal, strided
+    from ...measure.verification import normal, strided
 
     if name in ("running_var", "spread"):
         return strided(

@@ -1,0 +1,1 @@
+"""Timing and checking one launcher, undisturbed."""

@@ -22,7 +22,7 @@ import torch
 
 from tensorlogic.bench.facts import enabled
 from tensorlogic.bench.machine import limits
-from tensorlogic.environments import environment
+from tensorlogic.plans.environment import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "half_transformer.py"

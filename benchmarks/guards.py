@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 import tensorlogic
-from tensorlogic.environments import environment
 from tensorlogic.measure import timer
 from tensorlogic.native import hook_extension, hook_ops
+from tensorlogic.plans.environment import environment
 
 CPU = torch.device("cpu")
 TURNS, SECONDS = 7, 0.02  # of each call, and seconds for each turn

@@ -34,7 +34,7 @@ from torch import Tensor
 import tensorlogic
 from tensorlogic import dispatch, selector
 from tensorlogic.bench.machine import limits
-from tensorlogic.environments import environment
+from tensorlogic.plans.environment import environment
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LONGEST, ELEMENTS, WORK = 2048, 1 << 22, 1 << 31

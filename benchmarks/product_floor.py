@@ -23,9 +23,9 @@ import torch
 
 import tensorlogic
 from tensorlogic.bench.machine import limits
-from tensorlogic.environments import environment
 from tensorlogic.measure import timer
 from tensorlogic.native import cpu_library
+from tensorlogic.plans.environment import environment
 
 CPU = torch.device("cpu")
 TILES = {"zmm": ((14, 2), (9, 3), (6, 4), (5, 5)), "ymm": ((6, 2), (4, 3))}

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic.bench.machine import limits
-from tensorlogic.environments import environment
+from tensorlogic.plans.environment import environment
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 SECONDS, ROUNDS, LEAST = 0.5, 400, 7

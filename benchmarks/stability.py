@@ -26,8 +26,8 @@ def one(device: str, quick: bool) -> None:
     """Tune every case of the suite in this process; print key -> [eager choice, captured choice] as JSON."""
     import torch
 
-    from tensorlogic import stores
     from tensorlogic.bench import rows, suites
+    from tensorlogic.plans import open_stores
     from tensorlogic.system import compile_pool
 
     chosen = suites.cases(suites.Selection(device, quick=quick))
@@ -37,7 +37,7 @@ def one(device: str, quick: bool) -> None:
     with compile_pool.awaited():
         for case in cases:
             rows.tuned(case, torch.device(device))
-    plans = stores.current(torch.device(device)).plans()
+    plans = open_stores.current(torch.device(device)).plans()
     print(json.dumps({p.key.text: [p.eager, p.captured] for p in plans}))
 
 
@@ -90,7 +90,7 @@ def main() -> int:
     if given.json:
         import torch
 
-        from tensorlogic.environments import environment
+        from tensorlogic.plans.environment import environment
 
         given.json.write_text(
             json.dumps(

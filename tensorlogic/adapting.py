@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import accuracy, stores
+from . import accuracy
 from .accuracy import Known, Statistics
 from .core.candidate import EAGER, Candidate, Config, Launcher, Outputs
 from .core.candidate_errors import BIND_ERRORS
@@ -25,6 +25,7 @@ from .core.op import DATA_CHOOSERS, DataChooser, Op
 from .core.precision_policy import ON_LEAVE
 from .judging import Place, places, plain, watchable
 from .native import call_extension
+from .plans import open_stores
 from .ranking import GUARD_US, REST, UNLIKELY, form_of, order, unguarded, wide
 
 LOG = logging.getLogger("tensorlogic")
@@ -401,7 +402,7 @@ def recall(key: Key, device: torch.device) -> list[Known]:
 
 
 def _stored(key: Key, device: torch.device) -> list[Known]:
-    plan = stores.current(device).get(key)
+    plan = open_stores.current(device).get(key)
     return [Known.from_json(r) for r in plan.accuracy] if plan is not None else []
 
 
@@ -410,7 +411,7 @@ def remember(key: Key, device: torch.device, known: Known) -> None:
     found = recall(key, device)
     found.append(known)
     del found[:-MOST_KNOWN]
-    store = stores.current(device)
+    store = open_stores.current(device)
     plan = store.get(key)
     if plan is not None and known.finite:
         store.put(replace(plan, accuracy=[k.to_json() for k in found if k.finite]))
@@ -421,4 +422,4 @@ def forget() -> None:
     _KNOWN.clear()
 
 
-stores.ON_FORGET.append(forget)
+open_stores.ON_FORGET.append(forget)

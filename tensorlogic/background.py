@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from . import stores
 from .core import policy
 from .core.candidate import Launcher
 from .core.key import Key
 from .core.op import Op
-from .environments import environment
 from .measure import isolation, timer
 from .native import call_extension
+from .plans import open_stores
+from .plans.environment import environment
 from .study import Study
 from .system import capture_state, compile_pool, process
 
@@ -39,7 +39,7 @@ process.new_in_children(globals(), _BUSY=threading.Lock)
 
 def watch(op: Op, key: Key, device: torch.device) -> Watch | None:
     """Who counts the calls of this key: every so often a later one pays for one step of its study. None: nobody does."""
-    if stores.distributed():
+    if open_stores.distributed():
         return None
     known = _WATCHES.get((str(device), key.text))
     if known is None:
@@ -152,7 +152,7 @@ class Watch:
                     self.key,
                     self.device,
                     environment(self.device),
-                    stores.current(self.device).get(self.key),
+                    open_stores.current(self.device).get(self.key),
                     budget_s=0.05,
                     background=True,
                 )
@@ -178,7 +178,7 @@ class Watch:
     def _finish(self) -> None:
         self.done = True
         if self.study is not None and self.study.plan is not None:
-            stores.current(self.device).put(self.study.plan)
+            open_stores.current(self.device).put(self.study.plan)
             policy.forget_entries()
         self.study = self.steps = None
 
@@ -201,4 +201,4 @@ class _side_stream:
             self.context.__exit__(*problem)
 
 
-stores.ON_FORGET.append(forget)
+open_stores.ON_FORGET.append(forget)

@@ -54,7 +54,7 @@ def export_plans(path: Path, *, op: Ops = (), device: Device = None) -> int:
         The lockfile to write.
     """
     from .bench import lockfiles, session, suites
-    from .plans import export_lockfile
+    from .plans.lockfile import export_lockfile
 
     wanted = suites.named(split(op))
     store, _ = session.store(device)

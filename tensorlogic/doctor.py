@@ -108,8 +108,8 @@ def _torch() -> Iterator[Finding]:
 def _devices() -> Iterator[Finding]:
     import torch
 
-    from .environments import environment
     from .ops.common import products
+    from .plans.environment import environment
 
     cpu = environment(torch.device("cpu"))
     yield Finding("ok", "CPU", f"{cpu.device}, {cpu.driver}, {cpu.threads} threads")
@@ -137,8 +137,8 @@ def _apple() -> Iterator[Finding]:
     """The Apple GPU, and whether it takes our shaders."""
     import torch
 
-    from .environments import environment
     from .ops.common import metal_launch
+    from .plans.environment import environment
 
     gpu = environment(torch.device("mps"))
     memory = torch.mps.recommended_max_memory() / 2**30
@@ -251,7 +251,7 @@ def _work(c: doctor_cpu.Compared, on: bool) -> Finding:
 def _store() -> Iterator[Finding]:
     import torch
 
-    from . import stores
+    from .plans import open_stores
     from .system import settings
 
     folder = settings.cache_folder()
@@ -266,7 +266,7 @@ def _store() -> Iterator[Finding]:
         return
     kind = "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.device("cuda" if torch.cuda.is_available() else kind)
-    store = stores.current(device)
+    store = open_stores.current(device)
     count = sum(1 for _ in store.plans())
     yield Finding("ok", "plan store", f"{count} plans for this {device.type} in {store.path}")
 
@@ -329,13 +329,13 @@ def _wrong() -> dict[str, str]:
 
 
 def _lockfile(name: str, value: str) -> Finding:
-    from . import plans
+    from .plans import lockfile
     from .system import settings
 
     path = settings.lockfile()
     assert path is not None
     try:
-        count = sum(1 for _ in plans.load_lockfile(path).plans())
+        count = sum(1 for _ in lockfile.load_lockfile(path).plans())
     except (OSError, ValueError) as problem:
         return Finding("broken", name, str(problem), f"no operation of ours runs: unset {name}")
     return Finding("note", name, f"{value}: {count} plans; other keys use torch.eager")

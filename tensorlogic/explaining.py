@@ -10,11 +10,13 @@ from typing import Any, ParamSpec, overload
 import torch
 from torch import Tensor
 
-from . import dispatch, registry, selector, stores
+from . import dispatch, registry, selector
 from .core import argument_checks, policy
 from .core.candidate import EAGER
-from .core.key import Evidence, Key
+from .core.key import Key
 from .core.op import OPS, Op
+from .plans import open_stores
+from .plans.plan import Evidence
 
 P = ParamSpec("P")
 Row = tuple[str, str, str, str, str, str]
@@ -181,7 +183,7 @@ def explain(fn: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Expla
 def explain_key(op: Op, key: Key, device: torch.device) -> Explanation:
     """The same for one key."""
     decision = selector.decide(op, key, device, policy.current())
-    plan = stores.current(device).get(key)
+    plan = open_stores.current(device).get(key)
     evidence = {e.candidate: e for e in plan.evidence} if plan else {}
     rows = [_row(op, id, key, evidence.get(id), decision, plan is not None) for id in op.candidates]
     return Explanation(key, decision.source, decision.eager[0], decision.captured[0], rows)

@@ -12,9 +12,10 @@ from typing import Any
 
 from .core import candidate_errors
 from .core.candidate import EAGER, Candidate, Config
-from .core.key import Key, Plan
+from .core.key import Key
 from .core.op import Op
-from .plans import REACH
+from .plans.plan import Plan
+from .plans.store import REACH
 
 LOG = logging.getLogger("tensorlogic")
 ASKED = 8  # plans at most

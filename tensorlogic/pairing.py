@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from . import stores
 from .core.candidate import EAGER, Launcher
 from .core.candidate_errors import BIND_ERRORS, Failed
-from .core.key import Evidence, Key, Plan
+from .core.key import Key
 from .core.op import Op
 from .measure import isolation, timer
 from .measure.verification import InputSet
+from .plans import open_stores
+from .plans.plan import Evidence, Plan
 from .system import compile_pool
 
 LOG = logging.getLogger("tensorlogic")
@@ -75,7 +76,7 @@ def settle(
     the plans that it changed, which are in the store.
     """
     op, key, device = forward
-    store = stores.current(device)
+    store = open_stores.current(device)
     plans = [store.get(met[1]) for met in (forward, backward)]
     if plans[0] is None or plans[1] is None:
         return []

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import call_cache, dispatch, speeds, stores
+from . import call_cache, dispatch, speeds
 from .core import policy as core_policy
 from .core import weight_cache
 from .core.op import Op
 from .memory import staging
 from .memory.unified import Unified
+from .plans import open_stores
 from .system import capture_state
 from .trials import Trial
 
@@ -302,5 +303,5 @@ def forget() -> None:
     _TRIALS.clear()
 
 
-stores.ON_FORGET.append(forget)
+open_stores.ON_FORGET.append(forget)
 dispatch.PLACERS[Unified] = call

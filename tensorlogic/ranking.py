@@ -6,12 +6,13 @@ import math
 
 import torch
 
-from . import stores
 from .accuracy import UNITS
 from .core.candidate import EAGER, Candidate, Config
-from .core.key import Key, Plan
+from .core.key import Key
 from .core.op import Op
 from .judging import watchable
+from .plans import open_stores
+from .plans.plan import Plan
 
 # what looking at a call's data takes: learned as it is done
 GUARD_US = {"cpu": 100.0, "cuda": 120.0}
@@ -33,7 +34,7 @@ def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Can
 
     Those that are looked at while they serve pay for it: float64 seldom, or not at all.
     """
-    plan = stores.current(device).get(key)
+    plan = open_stores.current(device).get(key)
     eager = op.candidates[EAGER]
     guard = WATCH_US if watchable(key) else GUARD_US.get(device.type, 100.0)
     ranked: list[tuple[float, float, Candidate, Config]] = []

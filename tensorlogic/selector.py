@@ -11,17 +11,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import background, neighbours, registry, stores, vouching
+from . import background, neighbours, registry, vouching
 from .autotune import measure_key
 from .core import candidate_errors
 from .core.candidate import EAGER, Candidate, Config, Launcher, Outputs
 from .core.dtypes import DTYPES
-from .core.key import Key, Plan
+from .core.key import Key
 from .core.op import DATA_CHOOSERS, OPS, Op
 from .core.policy import Policy
-from .environments import environment
 from .measure import isolation, verification
-from .plans import PlanView
+from .plans import open_stores
+from .plans.environment import environment
+from .plans.plan import Plan
+from .plans.store import PlanView
 from .system import capture_state, compile_pool
 
 LOG = logging.getLogger("tensorlogic")
@@ -59,8 +61,8 @@ class Decision:
 
 
 FIXED: dict[tuple[str, str], Decision] = {}  # what deterministic calls of this process met
-stores.ON_FORGET.append(FIXED.clear)
-stores.ON_TUNE.append(FIXED.clear)
+open_stores.ON_FORGET.append(FIXED.clear)
+open_stores.ON_TUNE.append(FIXED.clear)
 
 BY_DATA = Candidate("adaptive.budget", bind=lambda key, config, device: lambda *_: None)
 PLAIN = Decision((EAGER, {}), (EAGER, {}), "eager")
@@ -74,8 +76,8 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     if key.precision in DATA_CHOOSERS:
         return _within(op, key, device, policy)
     if policy.lockfile is not None:
-        return _fixed(op, key, stores.lockfile(policy.lockfile), "lockfile")
-    store = stores.current(device)
+        return _fixed(op, key, open_stores.lockfile(policy.lockfile), "lockfile")
+    store = open_stores.current(device)
     if policy.deterministic:
         return _lasting(op, key, device, store)
 
@@ -328,7 +330,7 @@ def _adapting(op: Op, key: Key, device: torch.device, policy: Policy, compiled: 
     chooser, rtol = DATA_CHOOSERS[key.precision], policy.precision.rtol
     launch, direct = chooser.launcher(op, key, device, rtol)
     watched = policy.tune == "auto" and policy.observer is None and not compiled
-    if watched and stores.current(device).get(key, lambda plan: _current(op, plan)) is None:
+    if watched and open_stores.current(device).get(key, lambda plan: _current(op, plan)) is None:
         watch = background.watch(op, key, device)
         if watch is not None:
             launch, direct = watch.wrap(launch), direct and watch.direct(direct)

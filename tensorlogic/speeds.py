@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import stores
 from .measure import isolation as measure_isolation
 from .measure import timer
 from .memory import stager, staging
+from .plans import open_stores
 
 # seconds and bytes a second of a transfer, until some were timed
 LINK = (20e-6, 12e9)
@@ -105,4 +105,4 @@ def forget() -> None:
     _NEXT.clear()
 
 
-stores.ON_FORGET.append(forget)
+open_stores.ON_FORGET.append(forget)

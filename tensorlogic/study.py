@@ -17,12 +17,13 @@ from . import turns
 from .core import candidate_errors
 from .core.candidate import EAGER, Candidate, Outputs
 from .core.candidate_errors import BIND_ERRORS
-from .core.key import DISTURBED, UNFINISHED, Evidence, Key, Plan
+from .core.key import Key
 from .core.op import Op
 from .entrants import Entrant, Failed, clocks_of, measured, nearest, pick, refused
-from .environments import Environment
 from .measure import interference, timer
 from .measure.verification import Checker
+from .plans.environment import Environment
+from .plans.plan import DISTURBED, UNFINISHED, Evidence, Plan
 from .system import compile_pool
 from .turns import Turn
 

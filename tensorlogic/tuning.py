@@ -10,13 +10,15 @@ from typing import Any, ParamSpec
 
 import torch
 
-from . import pairing, stores, study, turns
+from . import pairing, study, turns
 from .autotune import measure_key
 from .core import policy
-from .core.key import Key, Plan
+from .core.key import Key
 from .core.op import Op
 from .measure import timer
 from .pairing import Met
+from .plans import open_stores
+from .plans.plan import Plan
 from .system import capture_state, compile_pool
 
 P = ParamSpec("P")
@@ -118,18 +120,18 @@ def _learn(
         for its, k in ((op, key), *op.twins(key))
     ]
     for op, key, device in keys:
-        if not measure_key.complete(op, stores.current(device).get(key), key):
+        if not measure_key.complete(op, open_stores.current(device).get(key), key):
             near = measure_key.neighbour(op, key, device) if device.type == "cuda" else None
             compile_pool.submit(turns.kernels(op, key, device, near))
     measuring = time.perf_counter()
     measured = [met for met in keys if _measure(*met, learned, prompt_s)]
-    if not stores.distributed():  # whose ranks' clocks differ
+    if not open_stores.distributed():  # whose ranks' clocks differ
         _once_more(measured, learned, measuring)
         _together(keys, measured, learned)
     for device in {device for _, _, device in met.values()}:
-        stores.current(device).flush()
+        open_stores.current(device).flush()
         timer.give_back(device)
-    for drop in stores.ON_TUNE:  # who asks for plans wants them used
+    for drop in open_stores.ON_TUNE:  # who asks for plans wants them used
         drop()
     policy.forget_entries()
     learned.seconds = time.perf_counter() - begin
@@ -168,11 +170,11 @@ def leaves_of(out: torch.Tensor) -> list[torch.Tensor]:
 
 def _measure(op: Op, key: Key, device: torch.device, learned: Learned, prompt_s: float) -> bool:
     """Whether a plan was measured, which is the last of those learned then."""
-    store = stores.current(device)
+    store = open_stores.current(device)
     if measure_key.complete(op, store.get(key), key):
         learned.known += 1
         return False
-    if stores.distributed():
+    if open_stores.distributed():
         plan = measure_key.agreed(op, key, device, prompt_s)
     else:
         plan = measure_key.measured(op, key, device, prompt_s=prompt_s)

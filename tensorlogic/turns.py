@@ -14,8 +14,9 @@ import torch
 
 from .core.candidate import EAGER, Candidate, Config
 from .core.candidate_errors import BIND_ERRORS
-from .core.key import Key, Plan
+from .core.key import Key
 from .core.op import Op
+from .plans.plan import Plan
 from .system import compile_pool
 
 LOG = logging.getLogger("tensorlogic")

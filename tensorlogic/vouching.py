@@ -15,7 +15,7 @@ from .core.key import Key, TensorSpec
 from .core.op import Op
 from .measure import isolation, verification
 from .native import cpu_library
-from .notes import Notes
+from .plans.machine_notes import Notes
 from .system import capture_state
 
 # Sizes up to the first number are represented by the second: few rows, one block, several; all with ragged ends.

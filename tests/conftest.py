@@ -18,10 +18,11 @@ if (
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tensorlogic
-from tensorlogic import ranking, repairs, stores
+from tensorlogic import ranking, repairs
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.measure import interference, timer
 from tensorlogic.native import cpu_library
+from tensorlogic.plans import open_stores
 from tensorlogic.program import choosing
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
@@ -41,11 +42,11 @@ def fresh_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setitem(
         ranking.GUARD_US, "cpu", ranking.GUARD_US["cpu"]
     )  # what is learned is forgotten
-    stores.forget()
+    open_stores.forget()
     torch.manual_seed(0)
     with tensorlogic.policy(tune="off"):
         yield
-    stores.forget()
+    open_stores.forget()
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from tensorlogic.core.key import Evidence, Key, Plan, TensorSpec
-from tensorlogic.environments import Environment
+from tensorlogic.core.key import Key, TensorSpec
+from tensorlogic.plans.environment import Environment
+from tensorlogic.plans.plan import Evidence, Plan
 
 CPU = Environment("Test CPU 9000", "cpu", "AVX2", "2.13.0+cpu", None, (), threads=2)
 GPU = Environment("NVIDIA H200", "cuda", "580.1", "2.11.0+cu130", "3.6.0", ("nvidia-cublas 13.1",))

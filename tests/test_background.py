@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, plans, stores, study
+from tensorlogic import background, study
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
 from tensorlogic.measure import isolation, timer, verification
+from tensorlogic.plans import open_stores, store
 from tensorlogic.system import capture_state, compile_pool
 
 from .clockwork import Clock, Work
@@ -125,7 +126,7 @@ def measured_now(x: Tensor, calls: int = 4000) -> Any:
     key = RELU.key((x, False), "inference")
     for _ in range(calls):
         tensorlogic.relu(x)
-        plan = stores.current(CPU).get(key)
+        plan = open_stores.current(CPU).get(key)
         if plan is not None:
             return plan
     return None
@@ -140,9 +141,9 @@ def generous(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("generous")
 def test_a_key_is_measured_once_and_then_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     puts: list[str] = []
-    keep = plans.PlanStore.put
+    keep = store.PlanStore.put
     monkeypatch.setattr(
-        plans.PlanStore, "put", lambda self, p: (puts.append(p.key.text), keep(self, p))[1]
+        store.PlanStore, "put", lambda self, p: (puts.append(p.key.text), keep(self, p))[1]
     )
     x = torch.randn(64)
     before = torch.get_rng_state()
@@ -169,7 +170,7 @@ def test_a_training_step_is_measured_as_well() -> None:
     with tensorlogic.policy(tune="auto"):
         for _ in range(4000):
             tensorlogic.relu(x)
-            if stores.current(CPU).get(key) is not None:
+            if open_stores.current(CPU).get(key) is not None:
                 return
     raise AssertionError("the recorded key was never measured")
 
@@ -192,9 +193,9 @@ def test_steps_may_fall_into_different_modes() -> None:
         for i in range(6000):
             with torch.inference_mode(i % 3 == 0), torch.set_grad_enabled(i % 2 == 0):
                 tensorlogic.add_relu(x, y)
-            if stores.current(CPU).get(key) is not None:
+            if open_stores.current(CPU).get(key) is not None:
                 break
-    plan = stores.current(CPU).get(key)
+    plan = open_stores.current(CPU).get(key)
     assert plan is not None
     assert not [e.reason for e in plan.evidence if e.reason.startswith("failed")]
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import plans, stores
 from tensorlogic.bench import (
     lockfiles,
 )
-from tensorlogic.core import key as core_key
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.op import OPS
+from tensorlogic.plans import lockfile as plans_lockfile
+from tensorlogic.plans import open_stores
+from tensorlogic.plans import plan as plans_plan
 
 CPU = torch.device("cpu")
 
@@ -42,10 +43,10 @@ def lockfile(path: Path, candidate: str) -> Path:
     a = torch.randn(64, 64)
     with torch.no_grad():
         tensorlogic.tune(tensorlogic.add_relu, a, a + 1)
-    store = stores.current(CPU)
+    store = open_stores.current(CPU)
     plan = next(iter(store.plans()))
     evidence = [
-        core_key.Evidence(
+        plans_plan.Evidence(
             candidate, {}, "measured", 1.0, 1.0, source=OPS["add_relu"].candidates[candidate].source
         )
     ]
@@ -57,7 +58,7 @@ def lockfile(path: Path, candidate: str) -> Path:
         captured_config={},
         evidence=evidence,
     )
-    plans.export_lockfile(path, [locked], [store.environment])
+    plans_lockfile.export_lockfile(path, [locked], [store.environment])
     return path
 
 
@@ -88,13 +89,13 @@ def test_verify_finds_what_no_longer_holds(tmp_path: Path, planted: Callable[...
 
 def test_import_refuses_another_machine(tmp_path: Path) -> None:
     path = lockfile(tmp_path / "a.json", "torch.eager")
-    store = stores.current(CPU)
+    store = open_stores.current(CPU)
     store.forget()
     assert lockfiles.adopt(path, store, CPU, anywhere=False) == (1, None)
     assert len(list(store.plans())) == 1
-    lock = plans.load_lockfile(path)
+    lock = plans_lockfile.load_lockfile(path)
     elsewhere = replace(lock.environments["cpu"], device="another processor")
-    plans.export_lockfile(path, lock.plans(), [elsewhere])
+    plans_lockfile.export_lockfile(path, lock.plans(), [elsewhere])
     store.forget()
     count, reason = lockfiles.adopt(path, store, CPU, anywhere=False)
     assert (count, "measured elsewhere (another processor" in str(reason)) == (0, True)

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import background, dispatch, front, stores
+from tensorlogic import background, dispatch, front
 from tensorlogic.binding import bind
 from tensorlogic.core import policy
 from tensorlogic.core.op import OPS
 from tensorlogic.native import call_extension, cpu_library
+from tensorlogic.plans import open_stores
 
 pytestmark = pytest.mark.skipif(
     cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())
@@ -241,7 +242,7 @@ def test_a_launcher_that_is_watched_counts_every_call(monkeypatch: pytest.Monkey
         return launch(*dynamic)
 
     monkeypatch.setattr(background.Watch, "_look", looked)
-    stores.forget()
+    open_stores.forget()
     with tensorlogic.policy(tune="auto"):
         key = OPS["add_relu"].key((X, Y, False), "inference")
         watch = background.Watch(OPS["add_relu"], key, torch.device("cpu"))
@@ -267,7 +268,7 @@ def test_a_call_without_a_launcher_of_ours_is_watched_as_cheaply(
         return serve(*dynamic)
 
     monkeypatch.setattr(background.Watch, "_look", looked)
-    stores.forget()
+    open_stores.forget()
     x = torch.randn(3, 4).double()
     with tensorlogic.policy(tune="auto"):
         run = bind(OPS["relu"], (x, False), policy.current(), False).shortest[0]

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorlogic import cli, doctor, doctor_cpu, exits, plan_files
+from tensorlogic import cli, doctor, doctor_cpu, exits
 from tensorlogic.bench import precision, session
 from tensorlogic.core import policy
+from tensorlogic.plans import file_format
 from tensorlogic.system import atomic_file
 
 ONE = ["--size", "64", "--dtype", "f32", "--device", "cpu"]
@@ -306,8 +307,8 @@ def test_choices_that_a_full_disk_does_not_take_are_no_success(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plan_files, "rewrite", full)
-    with pytest.warns(plan_files.PlanStoreWarning):
+    monkeypatch.setattr(file_format, "rewrite", full)
+    with pytest.warns(file_format.PlanStoreWarning):
         assert cli.main(["tune", "--op", "add_relu", *ONE]) == exits.REFUSED
     out, err = capsys.readouterr()
     assert "1 keys measured" in out

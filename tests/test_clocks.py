@@ -12,12 +12,13 @@ from torch import Tensor
 from tensorlogic import study
 from tensorlogic.autotune import measure_key
 from tensorlogic.core.candidate import EAGER, Candidate, Outputs
-from tensorlogic.core.key import DISTURBED, Key, Plan
+from tensorlogic.core.key import Key
 from tensorlogic.core.op import Op
-from tensorlogic.environments import environment
 from tensorlogic.measure import interference, timer, verification
-from tensorlogic.notes import Notes
 from tensorlogic.ops.common import native_wiring
+from tensorlogic.plans.environment import environment
+from tensorlogic.plans.machine_notes import Notes
+from tensorlogic.plans.plan import DISTURBED, Plan
 
 from .clockwork import Clock
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import stores
+from tensorlogic.plans import open_stores
 from tensorlogic.program import contest, inductor, later, short
 from tensorlogic.program.report import Report, Row
 from tests.inductor_fakes import DEVICE, Chain, Fake, Normed, same, x
@@ -78,7 +78,7 @@ def test_where_nothing_of_ours_pays(fake: Fake, monkeypatch: pytest.MonkeyPatch)
     ]
     same(*grads)
     fake.us = 10.0
-    stores.forget()
+    open_stores.forget()
     shutil.rmtree(tensorlogic.system.settings.cache_folder())
     assert tensorlogic.optimize(model, x(), training=True, budget_s=30) is model
     assert row(model.report).refused == "does not pay"
@@ -130,14 +130,14 @@ def test_random_numbers_are_refused(fake: Fake) -> None:
 def test_the_next_process_loads_it(fake: Fake) -> None:
     model = Chain().to(DEVICE).eval()
     tensorlogic.optimize(model, x(), budget_s=30)
-    stores.forget()
+    open_stores.forget()
     other, given = Chain().to(DEVICE).eval(), x()
     fast = tensorlogic.optimize(other, given)  # no budget is needed to load
     assert fast.report.outcome == "compiled"
     assert fake.started == 1
     same(fast(given), other(given))
     fake.graphs.clear()
-    stores.forget()
+    open_stores.forget()
     fast = tensorlogic.optimize(other, given, budget_s=30)  # gone: it is made anew
     assert fast.report.outcome == "compiled"
     assert fake.started == 2
@@ -186,7 +186,7 @@ def test_in_the_background_it_takes_over(
     assert fast._program is not waiting
     same(fast(given), model(given))
     assert "background" in str(fast.report)
-    stores.forget()
+    open_stores.forget()
     fast = tensorlogic.optimize(model, given)  # a later process begins with it
     assert fast.report.outcome == "compiled"
     assert fake.started == 1
@@ -208,7 +208,7 @@ def test_in_the_background_it_may_lose(
     assert row(fast.report).refused == (failure or "does not pay")
     assert not isinstance(fast._program, later.Later)
     assert fast.report.outcome in ("rewritten", "captured")
-    stores.forget()
+    open_stores.forget()
     again = tensorlogic.optimize(model, given)
     assert not isinstance(again._program, later.Later)  # it has been tried
     assert row(again.report).refused == (failure or "does not pay")

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.testing._internal.logging_tensor import LoggingTensorMode
 
-from tensorlogic import registry, selector, stores
+from tensorlogic import registry, selector
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
 from tensorlogic.measure import timer
 from tensorlogic.native import cpu_library
 from tensorlogic.ops.common import cpu_costs, cpu_rates
+from tensorlogic.plans import open_stores
 
 from .clockwork import Work
 from .support.native import forced
@@ -122,14 +123,14 @@ def test_what_was_timed_is_kept_in_the_process_and_on_disk(clock: Any) -> None:
     assert cpu_costs.torch_factor("f32") == 2.0  # rounded to a quarter of a power of two
     count = len(timed)
     assert cpu_costs.torch_factor("f32") == 2.0
-    stores.forget()
+    open_stores.forget()
     assert cpu_costs.torch_factor("f32") == 2.0
     assert len(timed) == count
-    file = stores.current(CPU).path.with_suffix(".rates")
+    file = open_stores.current(CPU).path.with_suffix(".rates")
     name = file.read_text().partition(" = ")[0]
     for edited in ("x", "0", "2", "1e9 1", "-1 1", "861 430.5"):  # not as it was written
         file.write_text(f"{name} = {edited}\n")
-        stores.forget()
+        open_stores.forget()
         assert cpu_costs.torch_factor("f32") == 1.0
 
 
@@ -139,12 +140,12 @@ def test_a_busy_machine_is_not_believed(clock: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(timer, "once", lambda *a: usual(*a) * 1.2 ** next(noise))
     for _ in range(cpu_rates.TRIES):
         assert cpu_costs.torch_factor("f32") == 1.0
-    assert not stores.current(CPU).path.with_suffix(".rates").exists()
+    assert not open_stores.current(CPU).path.with_suffix(".rates").exists()
     count = len(timed)
     assert cpu_costs.torch_factor("f32") == 1.0
     assert len(timed) == count  # tried often enough
     monkeypatch.setattr(timer, "once", usual)
-    stores.forget()
+    open_stores.forget()
     assert cpu_costs.torch_factor("f32") == 2.0
 
 
@@ -191,7 +192,7 @@ finally:
 def test_rates_that_no_processor_has_are_not_kept(clock: Any) -> None:
     clock({"torch": 900.0, "ours": 450.0})
     assert cpu_costs.torch_factor("f32") == cpu_costs.native_factor(False) == 1.0
-    assert not stores.current(CPU).path.with_suffix(".rates").exists()
+    assert not open_stores.current(CPU).path.with_suffix(".rates").exists()
 
 
 def test_nothing_is_timed_under_a_mode(clock: Any) -> None:

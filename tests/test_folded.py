@@ -11,10 +11,11 @@ import torch
 import tensorlogic
 from tensorlogic import registry
 from tensorlogic.core import policy
-from tensorlogic.core.key import Key, Plan
+from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
-from tensorlogic.environments import environment
-from tensorlogic.plans import PlanStore
+from tensorlogic.plans.environment import environment
+from tensorlogic.plans.plan import Plan
+from tensorlogic.plans.store import PlanStore
 
 from dataclasses import replace  # isort: skip
 

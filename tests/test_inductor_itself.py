@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 
 import tensorlogic
-from tensorlogic import stores
 from tensorlogic.measure import timer
+from tensorlogic.plans import open_stores
 from tensorlogic.program import contest, inductor, leftovers, short
 from tensorlogic.system import settings
 
@@ -57,7 +57,7 @@ def test_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = tensorlogic.optimize(original, x(), training=True, budget_s=200)
     assert fast.report.outcome == "compiled", fast.report
     agrees(fast)
-    stores.forget()
+    open_stores.forget()
     monkeypatch.setattr(inductor, "Compiling", None)  # loaded, as by a process that comes later
     fast = tensorlogic.optimize(original, x(), training=True)
     assert fast.report.outcome == "compiled", fast.report

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import tensorlogic
-from tensorlogic import stores
 from tensorlogic.core.tolerance import Verdict
+from tensorlogic.plans import open_stores
 from tensorlogic.program import choosing, contest, inductor, later
 from tensorlogic.program.report import Report, Row
 from tensorlogic.program.serve import Program
@@ -134,22 +134,22 @@ def test_a_later_process_loads_them(fake: Fake, monkeypatch: pytest.MonkeyPatch)
     fake.left_us, fake.us = 4.0, 9.0
     first = tensorlogic.optimize(tails(), x(), budget_s=30)
     model, given = tails(), x()
-    stores.forget()
+    open_stores.forget()
     fast = tensorlogic.optimize(model, given)  # no budget is needed to load
     assert fast._program.left_over == first._program.left_over
     assert fake.started == 1
     assert [r.refused for r in left(fast.report)] == ["", ""]
     same(fast(given), model(given))
-    stores.forget()
+    open_stores.forget()
     monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "0")
     plain = tensorlogic.optimize(model, given)
     assert not getattr(plain, "_program", plain).__dict__.get("left_over")
     monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "1")
     shutil.rmtree(tensorlogic.system.settings.cache_folder())
-    stores.forget()
+    open_stores.forget()
     tensorlogic.optimize(model, given, budget_s=30)
     fake.graphs.clear()
-    stores.forget()
+    open_stores.forget()
     fast = tensorlogic.optimize(model, given, budget_s=30)  # gone: made anew
     assert len(fast._program.left_over) == 2
     assert fake.started == 3
@@ -171,7 +171,7 @@ def test_in_the_background(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
                 same(fast(given), model(given))
     assert len(fast._program.left_over) == 2
     assert "background" in str(fast.report)
-    stores.forget()
+    open_stores.forget()
     again = tensorlogic.optimize(model, given)
     assert again._program.left_over == fast._program.left_over
 

@@ -12,14 +12,17 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import legacy_hashes, plan_files, registry, selector, stores
+from tensorlogic import registry, selector
 from tensorlogic.accuracy import Known, Statistics
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
-from tensorlogic.core.key import Evidence, Key, Plan
+from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
-from tensorlogic.environments import Environment, environment
-from tensorlogic.plans import export_lockfile, load_lockfile
+from tensorlogic.plans import file_format, open_stores
+from tensorlogic.plans import legacy_hashes as plans_legacy_hashes
+from tensorlogic.plans.environment import Environment, environment
+from tensorlogic.plans.lockfile import export_lockfile, load_lockfile
+from tensorlogic.plans.plan import Evidence, Plan
 
 CPU = torch.device("cpu")
 OLD = {EAGER: "0123456789ab", "torch.former": "ba9876543210"}
@@ -38,10 +41,10 @@ def renamed_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[d
     }
     path = tmp_path / "table.json"
     path.write_text(json.dumps(table))
-    monkeypatch.setattr(legacy_hashes, "PATH", path)
-    legacy_hashes._table.cache_clear()
+    monkeypatch.setattr(plans_legacy_hashes, "PATH", path)
+    plans_legacy_hashes._table.cache_clear()
     yield table
-    legacy_hashes._table.cache_clear()
+    plans_legacy_hashes._table.cache_clear()
 
 
 def tensors() -> tuple[torch.Tensor, ...]:
@@ -80,18 +83,18 @@ def old_plan(key: Key, **sources: str) -> Plan:
 
 def write(path: Path, plan: Plan, about: Environment) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    plan_files.write(path, plan_files.header(about), {plan.key.text: plan.to_json()})
+    file_format.write(path, file_format.header(about), {plan.key.text: plan.to_json()})
 
 
 def test_a_store_of_the_version_before_serves(renamed_since: dict[str, Any]) -> None:
     about, k = environment(CPU), key()
-    stores.forget()
-    write(stores.current(CPU).path, old_plan(k), about)
-    stores.forget()
+    open_stores.forget()
+    write(open_stores.current(CPU).path, old_plan(k), about)
+    open_stores.forget()
     found = selector.decide(OPS["linear"], k, CPU, policy.current())
     assert (found.source, found.eager[0], found.captured[0]) == ("plan", WINNER, EAGER)
     assert found.eager[1] == {"by": WINNER, "ranks": (1, WINNER)}
-    plan = stores.current(CPU).get(k)
+    plan = open_stores.current(CPU).get(k)
     assert plan is not None
     assert [e.candidate for e in plan.evidence] == [EAGER, WINNER, "third.party"]
     assert [e.source for e in plan.evidence[:2]] == [
@@ -101,9 +104,9 @@ def test_a_store_of_the_version_before_serves(renamed_since: dict[str, Any]) -> 
     assert replace(plan.evidence[1], candidate="", source="") == replace(
         old_plan(k).evidence[1], candidate="", source=""
     )
-    stores.current(CPU).put(replace(plan, measured="2026-11-21T10:00:00+00:00"))
-    stores.current(CPU).flush()
-    saved = plan_files.read(stores.current(CPU).path).records[k.text]
+    open_stores.current(CPU).put(replace(plan, measured="2026-11-21T10:00:00+00:00"))
+    open_stores.current(CPU).flush()
+    saved = file_format.read(open_stores.current(CPU).path).records[k.text]
     assert (saved["eager"], saved["evidence"][1]["candidate"]) == (WINNER, WINNER)
 
 
@@ -153,8 +156,8 @@ def test_code_that_has_changed_since_is_stale(
 def test_ids_may_change_places(renamed_since: dict[str, Any]) -> None:
     renamed_since["linear"]["torch.former"][1] = EAGER
     renamed_since["linear"][EAGER][1] = "torch.former"
-    legacy_hashes.PATH.write_text(json.dumps(renamed_since))
-    legacy_hashes._table.cache_clear()
+    plans_legacy_hashes.PATH.write_text(json.dumps(renamed_since))
+    plans_legacy_hashes._table.cache_clear()
     plan = Plan.from_json(old_plan(key()).to_json())
     assert (plan.eager, plan.captured) == (EAGER, "torch.former")
     assert [e.device_us for e in plan.evidence] == [5.0, 2.0, 0.0]
@@ -165,8 +168,8 @@ def test_errors_on_callers_data_follow_and_precise_ops_have_their_own_rows(
     renamed_since: dict[str, Any],
 ) -> None:
     renamed_since["linear precise"] = {EAGER: [OLD[EAGER], "f64.eager", "1" * 16]}
-    legacy_hashes.PATH.write_text(json.dumps(renamed_since))
-    legacy_hashes._table.cache_clear()
+    plans_legacy_hashes.PATH.write_text(json.dumps(renamed_since))
+    plans_legacy_hashes._table.cache_clear()
     known = Known(
         EAGER, OLD[EAGER], 0.5, Statistics(*([0.0] * len(Statistics.__dataclass_fields__)))
     )
@@ -180,7 +183,7 @@ def test_errors_on_callers_data_follow_and_precise_ops_have_their_own_rows(
 
 
 def test_the_table_is_not_read_for_records_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(legacy_hashes, "_table", lambda: pytest.fail("read"))
+    monkeypatch.setattr(plans_legacy_hashes, "_table", lambda: pytest.fail("read"))
     sources = {
         id: OPS["linear"].candidates[new].source
         for id, new in zip(OLD, (EAGER, WINNER), strict=True)
@@ -193,10 +196,10 @@ def test_the_table_is_not_read_for_records_of_today(monkeypatch: pytest.MonkeyPa
 
 
 def test_without_the_table_plans_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(legacy_hashes, "PATH", tmp_path / "none.json")
-    legacy_hashes._table.cache_clear()
+    monkeypatch.setattr(plans_legacy_hashes, "PATH", tmp_path / "none.json")
+    plans_legacy_hashes._table.cache_clear()
     assert Plan.from_json(old_plan(key()).to_json()).eager == "torch.former"
-    legacy_hashes._table.cache_clear()
+    plans_legacy_hashes._table.cache_clear()
 
 
 # the table in the package -------------------------------------------------------------------------------------------
@@ -216,11 +219,11 @@ def test_most_of_the_table_is_of_today() -> None:
     pytest.importorskip("triton")
     for device in ("cuda", "cpu", "mps"):
         registry.ready(device)
-    table, known = legacy_hashes._table(), twins()
+    table, known = plans_legacy_hashes._table(), twins()
     assert table.keys() <= known.keys()
     rows = [(known[name], row) for name, own in table.items() for row in own.values()]
     assert len(rows) > 300
-    assert all(len(old) == legacy_hashes.DIGITS != len(now) for _, (old, _, now) in rows)
+    assert all(len(old) == plans_legacy_hashes.DIGITS != len(now) for _, (old, _, now) in rows)
 
     there = [(op.candidates[id], now) for op, (_, id, now) in rows if id in op.candidates]
     assert len(there) >= 0.9 * len(rows)
@@ -228,6 +231,6 @@ def test_most_of_the_table_is_of_today() -> None:
 
 
 def test_old_ids_of_an_op_have_different_hashes() -> None:
-    for name, own in legacy_hashes._table().items():
+    for name, own in plans_legacy_hashes._table().items():
         assert len({old for old, _, _ in own.values()}) == len(own), name
         assert len({new for _, new, _ in own.values()}) == len(own), name

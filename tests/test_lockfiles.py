@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import plan_files, plans
-from tensorlogic import plan_files as tensorlogic_plan_files
-from tensorlogic.environments import Environment, environment
-from tensorlogic.plans import PlanStore, export_lockfile, load_lockfile
+from tensorlogic.plans import file_format
+from tensorlogic.plans import file_format as plans_file_format
+from tensorlogic.plans import store as plans_store
+from tensorlogic.plans.environment import Environment, environment
+from tensorlogic.plans.lockfile import export_lockfile, load_lockfile
+from tensorlogic.plans.store import PlanStore
 from tensorlogic.system import settings
 
 from .plan_samples import CPU, GPU, anything, linear, plan
@@ -32,7 +34,7 @@ def store(tmp_path: Path) -> Iterator[PlanStore]:
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "shipped"
     folder.mkdir()
-    monkeypatch.setattr(plans, "SHIPPED", folder)
+    monkeypatch.setattr(plans_store, "SHIPPED", folder)
     measured = replace(GPU, driver="570.9", torch="2.11.3+cu129", libraries=())
     keys = [linear(128, 128, 128, device="cuda"), linear(256, 256, 256, device="cuda")]
     export_lockfile(folder / "h200.json", [plan(key) for key in keys], [measured])
@@ -59,7 +61,7 @@ def test_shipped_plans_stand_behind_stored_ones(shipped: Path, tmp_path: Path) -
     assert near is not None
     assert near.key == linear(256, 256, 256, device="cuda")
     assert store.flush()
-    assert len(plan_files.read(store.path).records) == 1
+    assert len(file_format.read(store.path).records) == 1
 
 
 @pytest.mark.parametrize("change", [{"device": "NVIDIA B200"}, {"device": "NVIDIA B200", "torch": "2.12.0"}])  # fmt: skip
@@ -101,21 +103,21 @@ def test_shipped_plans_of_the_same_chip_or_another_torch_are_neighbours_until_th
 
 def test_a_broken_shipped_file_is_skipped(shipped: Path, tmp_path: Path) -> None:
     (shipped / "a.json").write_text("{")
-    with pytest.warns(tensorlogic_plan_files.PlanStoreWarning, match=r"a\.json was ignored"):
+    with pytest.warns(plans_file_format.PlanStoreWarning, match=r"a\.json was ignored"):
         assert PlanStore(tmp_path, GPU).get(linear(128, 128, 128, device="cuda")) is not None
 
 
 def test_of_a_file_about_other_devices_the_head_alone_is_read(
     shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, skim = linear(128, 128, 128, device="cuda"), plan_files.skim
+    key, skim = linear(128, 128, 128, device="cuda"), file_format.skim
     paths: list[Path] = []
 
-    def watched(path: Path) -> tuple[plan_files.Contents, plan_files.Unread]:
+    def watched(path: Path) -> tuple[file_format.Contents, file_format.Unread]:
         paths.append(path)
         return skim(path)
 
-    monkeypatch.setattr(plan_files, "skim", watched)
+    monkeypatch.setattr(file_format, "skim", watched)
     for device in ("NVIDIA B200", "NVIDIA H100 80GB HBM3", "NVIDIA H200"):
         paths.clear()
         PlanStore(tmp_path, replace(GPU, device=device)).get(key)
@@ -166,7 +168,7 @@ def test_a_shipped_file_about_no_environment_is_skipped(
     head = text.index('"environments"')
     plans_at = text.index('"plans"')
     (shipped / "a.json").write_text(f'{text[:head]}"environments" : {about}, {text[plans_at:]}')
-    with pytest.warns(tensorlogic_plan_files.PlanStoreWarning, match=r"a\.json was ignored"):
+    with pytest.warns(plans_file_format.PlanStoreWarning, match=r"a\.json was ignored"):
         assert PlanStore(tmp_path, GPU).get(linear(128, 128, 128, device="cuda")) is not None
 
 
@@ -186,36 +188,38 @@ def test_a_container_s_share_counts(
     assert settings.compile_workers() == min(settings.MOST_WORKERS, max(1, cores - 1))
 
 
-@pytest.mark.parametrize("path", sorted(plans.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(plans_store.SHIPPED.glob("*.json")), ids=lambda path: path.stem
+)
 def test_shipped_records_are_read_when_they_are_asked_for(path: Path) -> None:
-    found, (skimmed, records) = plan_files.read(path), plan_files.skim(path)
+    found, (skimmed, records) = file_format.read(path), file_format.skim(path)
     assert {type(record) for record in records.values()} == {str}
     assert {name: json.loads(str(record)) for name, record in records.items()} == found.records
     assert skimmed == replace(found, records={})
 
 
-def skimmed(path: Path, text: str) -> dict[str, plan_files.Record | str]:
+def skimmed(path: Path, text: str) -> dict[str, file_format.Record | str]:
     path.write_bytes(text.encode())
-    found, records = plan_files.skim(path)
-    assert replace(plan_files.read(path), records={}) == replace(found, records={})
+    found, records = file_format.skim(path)
+    assert replace(file_format.read(path), records={}) == replace(found, records={})
     return dict(records)
 
 
 def test_what_is_laid_out_otherwise_or_is_not_whole_is_read_at_once(tmp_path: Path) -> None:
     path, names = tmp_path / "a.json", ['a "b": {c', "d\\n  e", "f"]
-    plan_files.write(path, {"cuda": GPU.to_json()}, {name: {"key": {name: [1]}} for name in names})
+    file_format.write(path, {"cuda": GPU.to_json()}, {name: {"key": {name: [1]}} for name in names})
     text = path.read_text()
     records = skimmed(path, text)
     assert [json.loads(str(record)) for record in records.values()] == [{"key": {n: [1]}} for n in names]  # fmt: skip
     assert list(records) == names
-    same = plan_files.read(path).records
+    same = file_format.read(path).records
     assert skimmed(path, text.replace("\n", "\r\n")) == same
     assert skimmed(path, json.dumps(json.loads(text))) == same
     assert skimmed(path, text + " ") == same
     assert skimmed(path, text[:-9]) == {name: same[name] for name in names[:2]}
     assert skimmed(path, text.replace('"schema": 1', '"schema": 0')) == {}
     assert skimmed(path, text.replace('"plans": {', '"plan": {')) == {}
-    plan_files.write(path, {}, {})
+    file_format.write(path, {}, {})
     assert skimmed(path, path.read_text()) == {}
 
 
@@ -228,7 +232,7 @@ def test_of_a_damaged_shipped_record_the_others_serve(shipped: Path, tmp_path: P
     assert [store.get(k) is not None for k in (key, *more)] == [False, True, True]
 
 
-@pytest.mark.parametrize("padding", ["", "x" * 2 * plan_files.HEAD])
+@pytest.mark.parametrize("padding", ["", "x" * 2 * file_format.HEAD])
 def test_heads_of_any_length_and_layout(padding: str, shipped: Path, tmp_path: Path) -> None:
     path = shipped / "h200.json"
     path.write_text(path.read_text().replace("{", f'{{"more": "{padding}", ', 1).replace('ments":', 'ments" : '))  # fmt: skip

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import background, registry, stores
+from tensorlogic import background, registry
 from tensorlogic.core import weight_cache
 from tensorlogic.native import call_extension, cpu_library, hook_extension
+from tensorlogic.plans import open_stores
 from tensorlogic.program import serve
 from tensorlogic.program.graphs import Line
 from tensorlogic.system import compile_pool, thread_output
@@ -25,7 +26,7 @@ LOCKS: dict[str, tuple[Any, str]] = {
     "hooks": (hook_extension, "_lock"),
     "native": (cpu_library, "_lock"),
     "registry": (registry, "_LOCK"),
-    "stores": (stores, "_LOCK"),
+    "stores": (open_stores, "_LOCK"),
     "serve": (serve, "_REFRESHING"),
     "streams": (thread_output, "TURN"),
 }

@@ -19,9 +19,9 @@ from tensorlogic import study
 from tensorlogic.core import tolerance
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
-from tensorlogic.environments import environment
 from tensorlogic.measure import timer
 from tensorlogic.measure.verification import Checker
+from tensorlogic.plans.environment import environment
 from tensorlogic.program import check
 
 from .clockwork import Clock

@@ -11,8 +11,9 @@ import torch
 from tensorlogic import attention_scores, neighbours, registry
 from tensorlogic.core import policy as core_policy
 from tensorlogic.core.candidate import EAGER
-from tensorlogic.core.key import Evidence, Key, Plan
+from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
+from tensorlogic.plans.plan import Evidence, Plan
 from tensorlogic.system import hardware
 
 pytestmark = pytest.mark.skipif(hardware.triton_missing() is not None, reason="needs Triton")

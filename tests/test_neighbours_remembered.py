@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import neighbours, plans, selector, stores
+from tensorlogic import neighbours, selector
 from tensorlogic.core import policy
 from tensorlogic.core.key import Key
-from tensorlogic.plans import PlanStore
+from tensorlogic.plans import open_stores, store
+from tensorlogic.plans.store import PlanStore
 
 from .plan_samples import CPU as HERE
 from .plan_samples import linear
@@ -46,12 +47,12 @@ def test_neighbours_are_asked_once_until_plans_or_candidates_change(
     for _ in range(3):
         assert decided(x)[1] == "toy.a"
     assert asked == [own] * 3
-    assert stores.current(CPU).forget() == 2
+    assert open_stores.current(CPU).forget() == 2
     assert decided(x)[0] in ("eager", "cost model")
     put(plan(key_of(x), "toy.a"))
     assert decided(x) == ("plan", "toy.a")
     assert asked == [own] * 4
-    monkeypatch.setattr(plans, "MEMO", 1)
+    monkeypatch.setattr(store, "MEMO", 1)
     for n in (40, 48, 40, 48):
         decided(torch.randn(n, 64))
     assert len(asked) == 8

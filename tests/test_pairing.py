@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import pairing, stores, tuning
+from tensorlogic import pairing, tuning
 from tensorlogic.autotune import measure_key
 from tensorlogic.core.candidate import EAGER
-from tensorlogic.core.key import UNFINISHED, Evidence, Key, Plan
+from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
-from tensorlogic.environments import environment
 from tensorlogic.measure import timer, verification
+from tensorlogic.plans import open_stores
+from tensorlogic.plans.environment import environment
+from tensorlogic.plans.plan import UNFINISHED, Evidence, Plan
 from tensorlogic.system import compile_pool
 
 from .clockwork import Clock
@@ -97,7 +99,7 @@ def plan(key: Key, captured: str, **us: float) -> Plan:
 
 def settled(first: Plan, second: Plan, free: set[str] | None = None) -> list[str]:
     """Who is captured forward and backward, after both came to be known."""
-    store = stores.current(CPU)
+    store = open_stores.current(CPU)
     mets = []
     for p in (first, second):
         store.put(p)
@@ -295,7 +297,7 @@ def test_tune_settles_pairs_of_gpus_that_it_has_measured(monkeypatch: pytest.Mon
     def settle(forward: pairing.Met, backward: pairing.Met, free: set[str]) -> list[Plan]:
         assert free >= {forward[1].text, backward[1].text}
         asked.append((forward[1].text, backward[1].text))
-        plan = stores.current(CPU).get(forward[1])
+        plan = open_stores.current(CPU).get(forward[1])
         assert plan is not None
         plan.captured = "torch.linear"
         return [plan]
@@ -345,7 +347,7 @@ def test_tune_settles_what_it_has_met(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same is learned
     assert measured == met
     assert [key.op for _, key, _ in met] == ["matmul", "matmul_backward"]
-    monkeypatch.setattr(stores, "distributed", lambda: True)
+    monkeypatch.setattr(open_stores, "distributed", lambda: True)
     monkeypatch.setattr(measure_key, "agreed", lambda *args: None)
     tensorlogic.tune(tensorlogic.matmul, torch.ones(9, 9, requires_grad=True), torch.ones(9, 9))
     assert len(given) == 1  # whose ranks' clocks differ

@@ -23,17 +23,19 @@ from typing import Any
 
 import pytest
 
-from tensorlogic import plan_files, plans
-from tensorlogic.core.key import Evidence, Key, Plan, TensorSpec
-from tensorlogic.environments import Environment
-from tensorlogic.plan_files import PlanStoreWarning
-from tensorlogic.plans import PlanStore
+from tensorlogic.core.key import Key, TensorSpec
+from tensorlogic.plans import file_format
+from tensorlogic.plans import store as plans_store
+from tensorlogic.plans.environment import Environment
+from tensorlogic.plans.file_format import PlanStoreWarning
+from tensorlogic.plans.plan import Evidence, Plan
+from tensorlogic.plans.store import PlanStore
 
 if os.name != "posix":
     pytest.skip("real kills and limits need POSIX", allow_module_level=True)
 
 CPU = Environment("Test CPU 9000", "cpu", "AVX2", "2.13.0+cpu", None, (), threads=2)
-multiprocessing.set_forkserver_preload(["tensorlogic.plans"])
+multiprocessing.set_forkserver_preload(["tensorlogic.plans.store"])
 
 
 def key(n: int, op: str = "relu") -> Key:
@@ -71,7 +73,7 @@ def kill(process: BaseProcess) -> None:
 def stored(folder: Path) -> dict[str, Plan]:
     """What a fresh process finds, and that the file is whole."""
     store = PlanStore(folder, CPU)
-    assert plan_files.read(store.path).damage is None
+    assert file_format.read(store.path).damage is None
     return {p.key.text: p for p in store.plans()}
 
 
@@ -391,4 +393,4 @@ def test_forgetting_reaches_other_processes(tmp_path: Path) -> None:
     store = PlanStore(tmp_path, replace(CPU))
     assert store.forget(lambda p: p.key.spec("x").shape[0] % 2 == 0) == 10  # type: ignore[union-attr]
     assert len(stored(tmp_path)) == 10
-    assert plans.PlanStore(tmp_path, CPU).get(key(2, "old")) is None
+    assert plans_store.PlanStore(tmp_path, CPU).get(key(2, "old")) is None

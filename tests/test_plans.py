@@ -16,9 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorlogic import plan_files, plans
-from tensorlogic.core.key import Evidence, Key, Plan, TensorSpec
-from tensorlogic.plans import PlanStore
+from tensorlogic.core.key import Key, TensorSpec
+from tensorlogic.plans import file_format
+from tensorlogic.plans import store as plans_store
+from tensorlogic.plans.plan import Evidence, Plan
+from tensorlogic.plans.store import PlanStore
 
 from .plan_samples import CPU, anything, linear, plan, spec
 
@@ -156,15 +158,15 @@ def test_plans_reach_the_next_process(store: PlanStore) -> None:
 
 def test_saving_is_seldom_and_soon(store: PlanStore, monkeypatch: pytest.MonkeyPatch) -> None:
     saves: list[float] = []
-    rewrite = plan_files.rewrite
+    rewrite = file_format.rewrite
 
     def counted(path: Path, *args: Any) -> Any:
         if path == store.path:  # stores of earlier tests may still be saving
             saves.append(time.monotonic())
         return rewrite(path, *args)
 
-    monkeypatch.setattr(plan_files, "rewrite", counted)
-    monkeypatch.setattr(plans, "INTERVAL_S", 2.0)
+    monkeypatch.setattr(file_format, "rewrite", counted)
+    monkeypatch.setattr(plans_store, "INTERVAL_S", 2.0)
     for n in range(200):
         store.put(plan(linear(8, 4, n)))
     while (timer := store._timer) is not None:
@@ -178,15 +180,15 @@ def test_what_is_put_during_a_save_is_saved_after_it(
     store: PlanStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, go_on = threading.Event(), threading.Event()
-    write = plan_files.write
+    write = file_format.write
 
     def slow(*args: Any) -> None:
         entered.set()
         assert go_on.wait(10)
         write(*args)
 
-    monkeypatch.setattr(plan_files, "write", slow)
-    monkeypatch.setattr(plans, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(file_format, "write", slow)
+    monkeypatch.setattr(plans_store, "INTERVAL_S", 0.05)
     store.put(plan(linear(8, 4, 2)))
     assert entered.wait(10)
     store.put(plan(linear(8, 4, 3)))
@@ -395,8 +397,8 @@ def test_neighbours_are_ranked_by_their_keys_alone() -> None:
     for kind, (record, first) in broken.items():
         parsed: list[str] = []
 
-        class View(plans.PlanView):
-            def _read(self) -> tuple[plan_files.Unread, ...]:
+        class View(plans_store.PlanView):
+            def _read(self) -> tuple[file_format.Unread, ...]:
                 return {near.text: record, **good}, {}  # noqa: B023
 
         view = View()

@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, selector, stores
+from tensorlogic import background, selector
 from tensorlogic.core import policy
-from tensorlogic.core.key import Evidence, Key, Plan
+from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
-from tensorlogic.environments import environment
-from tensorlogic.plans import export_lockfile
+from tensorlogic.plans import open_stores
+from tensorlogic.plans.environment import environment
+from tensorlogic.plans.lockfile import export_lockfile
+from tensorlogic.plans.plan import Evidence, Plan
 
 from .support.plans import CPU, WRONG, Install, inputs, reasons
 from .support.plans import install as install  # the fixture
@@ -68,7 +70,7 @@ def test_full_tuning_never_returns_one(install: Install) -> None:
     with tensorlogic.policy(tune="full"):
         for _ in range(3):
             assert_right(tensorlogic.linear(x, w, b), x, w, b)
-    plan = stores.current(CPU).get(key(x, w, b))
+    plan = open_stores.current(CPU).get(key(x, w, b))
     assert plan is not None
     assert set(FIVE) <= reasons(plan).keys()
 
@@ -86,7 +88,7 @@ def test_background_tuning_never_returns_one(
     with tensorlogic.policy(tune="auto"):
         for _ in range(4000):
             out = tensorlogic.linear(x, w, b)
-            plan = stores.current(CPU).get(key(x, w, b))
+            plan = open_stores.current(CPU).get(key(x, w, b))
             if plan is not None:
                 break
         for _ in range(20):
@@ -115,11 +117,11 @@ def test_one_that_is_right_for_a_neighbour_serves_only_that(install: Install) ->
     install("odd_sizes", extra=fast)
     even, odd = inputs(n=16), inputs(n=15)
     assert tensorlogic.tune(tensorlogic.linear, *even).plans[0].evidence
-    plan = stores.current(CPU).get(key(*even))
+    plan = open_stores.current(CPU).get(key(*even))
     assert plan is not None
     assert "odd_sizes" not in reasons(plan)
     plan.eager = plan.captured = "planted.odd_sizes"
-    stores.current(CPU).put(plan)
+    open_stores.current(CPU).put(plan)
     policy.forget_entries()
     for tune in ("off", "auto"):
         with tensorlogic.policy(tune=tune):
@@ -145,7 +147,7 @@ def test_one_that_fails_after_it_was_chosen_leaves_the_call_to_eager(
             captured_config={},
             evidence=[Evidence(planted.id, {}, "measured", source=planted.source)],
         )
-        stores.current(CPU).put(plan)
+        open_stores.current(CPU).put(plan)
     with caplog.at_level(logging.WARNING):
         for _ in range(12):
             assert_right(tensorlogic.linear(x, w, b), x, w, b)
@@ -176,7 +178,7 @@ def test_one_that_is_wrong_on_unaligned_memory_never_sees_it(install: Install) -
             tensorlogic.linear(shifted, w, b)
     (plan,) = tensorlogic.tune(tensorlogic.linear, x, w, b).plans
     plan.eager = plan.captured = "planted.picky"
-    stores.current(CPU).put(plan)
+    open_stores.current(CPU).put(plan)
     policy.forget_entries()
     for _ in range(3):
         assert_right(tensorlogic.linear(x, w, b), x, w, b)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import dispatch, registry, selector, stores
+from tensorlogic import dispatch, registry, selector
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
 from tensorlogic.measure import verification
+from tensorlogic.plans import open_stores
 
 from .support.plans import CPU, Install, inputs
 from .support.plans import install as install  # the fixture
@@ -67,7 +68,7 @@ def test_a_refusal_is_remembered_for_the_source(install: Install) -> None:
     tensorlogic.tune(tensorlogic.linear, x, w, b)
     calls = sys.modules["planted_candidates"].COUNT
     seen = calls[0]
-    stores.forget()
+    open_stores.forget()
     again = tensorlogic.tune(tensorlogic.linear, x, w, b)
     assert (again.known, calls[0]) == (1, seen)
 

@@ -14,8 +14,8 @@ import pytest
 
 import tensorlogic
 from tensorlogic import entrants, study
-from tensorlogic.core.key import Evidence, Plan
 from tensorlogic.measure import timer, verification
+from tensorlogic.plans.plan import Evidence, Plan
 
 from .clockwork import Work
 from .support.plans import Install, inputs, reasons

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import recording, registry, selector, stores, study
+from tensorlogic import recording, registry, selector, study
 from tensorlogic.core import policy as policies
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
-from tensorlogic.environments import environment
 from tensorlogic.measure import timer
 from tensorlogic.native import cpu_library
 from tensorlogic.ops.common import cpu_costs
+from tensorlogic.plans import open_stores
+from tensorlogic.plans.environment import environment
 
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())
@@ -50,7 +51,7 @@ def test_unmeasured_short_calls_are_expected_to_pay_for_it() -> None:
     for op, args in (("relu", (torch.ones(1),)), ("sum", (torch.ones(20), (0,), False))):
         recorded = OPS[op].key((*args, True), "forward")
         plain = OPS[op].key((*args, False), "inference")
-        stores.forget()
+        open_stores.forget()
         assert selector.decide(OPS[op], recorded, CPU, policy).eager[0] == EAGER
         if cpu_library.calls_available() is None:
             assert selector.decide(OPS[op], plain, CPU, policy).eager[0] != EAGER
@@ -62,7 +63,7 @@ def test_unmeasured_products_are_expected_to_pay_for_it_less_what_they_fuse() ->
     x, w, bias = torch.ones(16, 16), torch.ones(16, 16), torch.ones(16)
 
     def serves(op: str, *args: object, direction: str) -> str:
-        stores.forget()
+        open_stores.forget()
         key = OPS[op].key((*args, direction == "forward"), direction)
         found = selector.decide(OPS[op], key, CPU, policy).eager
         return found[0]

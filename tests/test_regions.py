@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 import tensorlogic
-from tensorlogic import binding, registry, selector, stores
+from tensorlogic import binding, registry, selector
 from tensorlogic.core import policy as core_policy
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.key import Key
@@ -20,6 +20,7 @@ from tensorlogic.core.op import OPS
 from tensorlogic.core.tolerance import Verdict
 from tensorlogic.measure import timer
 from tensorlogic.ops.convolution import CONVOLUTION
+from tensorlogic.plans import open_stores
 from tensorlogic.program import choosing, early, fragments, regions, serve
 from tensorlogic.program import whole as program_whole
 from tensorlogic.program.code import Sites
@@ -266,7 +267,7 @@ def test_what_composites_call_waits_for_no_compiler(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(regions.Judge, "__init__", patient)
     monkeypatch.setattr(regions.Judge, "_measure", watched)
     for first in (net, net[2:]):  # the one that is decided first has time left
-        stores.forget()
+        open_stores.forget()
         x = torch.randn(4, 4, 2, 2) if first is net else torch.randn(6, 8, 2, 2)
         tensorlogic.optimize(first.eval(), x, budget_s=0.5)
     assert seen["convolution", False] == {True}

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tensorlogic import plan_files
-from tensorlogic.core.key import Evidence, Key, Plan
-from tensorlogic.plans import export_lockfile, load_lockfile
+from tensorlogic.core.key import Key
+from tensorlogic.plans import file_format
+from tensorlogic.plans.lockfile import export_lockfile, load_lockfile
+from tensorlogic.plans.plan import Evidence, Plan
 
 from .plan_samples import CPU, linear
 
@@ -101,7 +102,7 @@ def test_hashes_follow_their_code_and_ids_their_names(
     stale = plan(keys[1], torch_eager="d" * 16, cpu_epilogue="e" * 16)
     named = replace(stale, key=keys[2], eager_config={"by": "cpu.epilogue"})
     path = ship(after, [current, stale, named], "plans/shipped")
-    order = list(plan_files.read(path).records)
+    order = list(file_format.read(path).records)
     assert tool.main([str(before), "--after", str(after), "--rename", str(names)]) == 0
     lock = load_lockfile(path)
     found = {p.key: p for p in lock.plans()}
@@ -119,9 +120,9 @@ def test_hashes_follow_their_code_and_ids_their_names(
     assert [e.source[0] for e in found[keys[1]].evidence] == ["d", "0", "0", "e", "b"]
     without_names = [replace(e, candidate="", source="") for e in found[keys[0]].evidence]
     assert without_names == [replace(e, candidate="", source="") for e in current.evidence]
-    assert list(plan_files.read(path).records) == order
+    assert list(file_format.read(path).records) == order
     text = path.read_text()
-    assert text == plan_files.layout(json.loads(text)) + "\n"
+    assert text == file_format.layout(json.loads(text)) + "\n"
     said = capsys.readouterr().out
     assert "3 plans, 3 changed, 0 with another winner, 1 valid" in said
     assert "gone" not in said
@@ -174,7 +175,7 @@ def test_a_candidate_that_is_gone_is_said_and_dropped_when_asked(
     other = found[linear(8, 8, 16)]
     assert (other.eager, other.captured) == ("torch.inplace", "onednn.linear")
     text = path.read_text()
-    assert text == plan_files.layout(json.loads(text)) + "\n"
+    assert text == file_format.layout(json.loads(text)) + "\n"
 
 
 def test_only_what_is_as_it_was_measured_takes_a_dropped_ones_place(
@@ -216,7 +217,7 @@ def test_the_table_of_former_hashes_is_written_and_follows(
     twin = {"linear": {"torch.eager": "d" * 16, "cpu.fused": "9" * 16}}
     third = checkout(tmp_path / "third", AFTER, twin, moved=True)
     path = third / "tensorlogic" / "plans" / "legacy_hashes.json"
-    path.write_text(plan_files.layout(table) + "\n")
+    path.write_text(file_format.layout(table) + "\n")
     names = tmp_path / "names.json"
     names.write_text(json.dumps(RENAMED))
     given = [str(second), "--after", str(third), "--rename", str(names), "--drop", "linear:cpu.bad"]

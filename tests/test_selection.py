@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import neighbours, plans, selector, stores
+from tensorlogic import neighbours, selector
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER, Candidate, Config
-from tensorlogic.core.key import Evidence, Key, Plan
-from tensorlogic.environments import environment
+from tensorlogic.core.key import Key
 from tensorlogic.measure import timer
-from tensorlogic.plans import export_lockfile
+from tensorlogic.plans import open_stores
+from tensorlogic.plans import store as plans
+from tensorlogic.plans.environment import environment
+from tensorlogic.plans.lockfile import export_lockfile
+from tensorlogic.plans.plan import Evidence, Plan
 from tensorlogic.system import compile_pool
 from tensorlogic.system.compile_pool import CompileFailure
 
@@ -92,7 +95,7 @@ def test_a_shipped_plan_comes_after_a_stored_one_and_before_a_neighbour(
     export_lockfile(
         tmp_path / "shipped" / "cpu.json", [plan(key_of(x), "toy.b")], [environment(CPU)]
     )
-    stores.forget()
+    open_stores.forget()
     put(plan(key_of(torch.randn(128, 64)), "toy.a"))
     assert decided(x) == ("plan", "toy.b")
     put(plan(key_of(x), "toy.a"))
@@ -134,7 +137,7 @@ def test_a_neighbour_is_followed_where_its_gain_outweighs_its_distance(
 ) -> None:
     known = key_of(torch.randn(128, 64))
     times = {EAGER: 10.0, "toy.a": 10.0 * took}
-    store = stores.current(CPU)
+    store = open_stores.current(CPU)
     store.put(
         replace(
             plan(known, "toy.a"),
@@ -280,7 +283,7 @@ def test_ranks_are_borrowed_where_the_software_is_the_same(
     lent.versions = {**here.versions(), **versions}
     store = plans.PlanStore(tmp_path, here)
     monkeypatch.setattr(store, "_read", lambda: ({}, {}, {key.text: lent.to_json()}))
-    monkeypatch.setattr(stores, "current", lambda device: store)
+    monkeypatch.setattr(open_stores, "current", lambda device: store)
     found = selector.decide(RELU, key, CPU, policy.current())
     assert found.eager == ("toy.ranked", {"rank": rank})
     assert found.source == f"neighbour {key.text}{where}"
@@ -301,7 +304,7 @@ def test_from_afar_a_gain_is_followed_and_a_loss_left_to_the_cost_models(served:
 
     RELU.add(replace(toy("toy.model", []), guess=lambda key: 0.5, sources=(len,)))
     asked = on_gpu(torch.randn(4096, 64))
-    store = stores.current(CPU)
+    store = open_stores.current(CPU)
     for rows, took, who in (
         (64, 0.5, "toy.a"),
         (64, 1.5, "toy.model"),
@@ -394,7 +397,7 @@ def test_plans_that_come_meanwhile_change_no_deterministic_call(served: Served, 
         every_way(x)
         assert served == []
         assert tensorlogic.explain(tensorlogic.relu, x).keys[0].eager == EAGER
-        stores.forget()  # as a later process
+        open_stores.forget()  # as a later process
         every_way(x)
         assert served == ["toy.a"] * WAYS
     tensorlogic.relu(x)
@@ -449,8 +452,8 @@ def test_fresh_stores_choose_alike(monkeypatch: pytest.MonkeyPatch, served: Serv
     def chosen() -> list[str]:
         picks = []
         for _ in range(5):
-            stores.current(CPU).forget()
-            stores.forget()
+            open_stores.current(CPU).forget()
+            open_stores.forget()
             picks.append(tensorlogic.tune(tensorlogic.relu, x).plans[0].eager)
         return picks
 

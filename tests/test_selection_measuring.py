@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tensorlogic
-from tensorlogic import entrants, stores, study
+from tensorlogic import entrants, study
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
+from tensorlogic.plans import open_stores
 from tensorlogic.system import capture_state
 
 from .support.plans import RELU, Served, decided
@@ -50,7 +51,7 @@ def test_full_measures_on_first_sight_once(monkeypatch: pytest.MonkeyPatch) -> N
     with tensorlogic.policy(tune="full"):
         for _ in range(3):
             tensorlogic.relu(x)
-        stores.forget()  # the file remains
+        open_stores.forget()  # the file remains
         tensorlogic.relu(x)
     assert len(made) == 1
     assert decided(x)[0] == "plan"

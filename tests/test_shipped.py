@@ -12,27 +12,28 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import plan_files, plans, registry, stores
+from tensorlogic import registry
 from tensorlogic.core.activations import activate
-from tensorlogic.core.key import Plan
 from tensorlogic.core.op import OPS
-from tensorlogic.environments import Environment, environment
-from tensorlogic.plans import export_lockfile
+from tensorlogic.plans import file_format, open_stores, store
+from tensorlogic.plans.environment import Environment, environment
+from tensorlogic.plans.lockfile import export_lockfile
+from tensorlogic.plans.plan import Plan
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
-PATHS = sorted(plans.SHIPPED.glob("*.json"))
+PATHS = sorted(store.SHIPPED.glob("*.json"))
 
 
 def packaged(path: Path) -> list[Plan]:
-    found = plan_files.read(path)
+    found = file_format.read(path)
     assert found.damage is None
     return [Plan.from_json(record) for record in found.records.values()]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
 def test_packaged_plans_are_whole_and_of_the_device_they_name(path: Path) -> None:
-    about = Environment.from_json(plan_files.read(path).environments["cuda"])
+    about = Environment.from_json(file_format.read(path).environments["cuda"])
     assert about.device.lower().replace(" ", "-") == path.stem
     registry.ready("cuda")
     names = {"torch.eager"} | {c for op in OPS.values() for c in op.candidates}
@@ -67,8 +68,8 @@ def test_the_first_call_on_the_device_takes_the_shipped_plan(
     op, h200 = OPS["linear"], replace(environment(CPU), device="NVIDIA H200")
     if op.candidates["triton.tiled"].available("cpu"):
         pytest.skip("needs Triton's interpreter")
-    monkeypatch.setattr(stores, "environment", lambda device: h200)
-    monkeypatch.setattr(plans, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(open_stores, "environment", lambda device: h200)
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
     plan = min(
         (
             p
@@ -89,7 +90,7 @@ def test_the_first_call_on_the_device_takes_the_shipped_plan(
     here = replace(plan, key=replace(plan.key, device="cpu"), evidence=evidence)
     measured = replace(h200, driver="an older one")
     export_lockfile(tmp_path / "shipped" / "nvidia-h200.json", [here], [measured])
-    stores.forget()
+    open_stores.forget()
     bound: list[Any] = []
 
     tiled = op.candidates["triton.tiled"]

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import stores
 from tensorlogic.memory import stager, staging, staging_rules
 from tensorlogic.memory.staging_rules import MIB, Rule, Stores
 from tensorlogic.native import cpu_library
+from tensorlogic.plans import open_stores
 
 from .driver.copies import Engine
 
@@ -88,14 +88,14 @@ def test_what_was_found_is_noted_and_read_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", str(tmp_path))
-    stores.forget()
+    open_stores.forget()
     try:
         assert staging_rules.known(CPU, True) is None
         found = staging_rules.settle(
             CPU, True, lambda rule, _: float(rule.workers), time.perf_counter()
         )
         assert {rule.workers for rule in found} == {7}
-        stores.forget()  # as another process
+        open_stores.forget()  # as another process
         assert staging_rules.known(CPU, True) == found
         assert staging_rules.known(CPU, False) is None
         (path,) = tmp_path.rglob("*.transfers")
@@ -109,14 +109,14 @@ def test_what_was_found_is_noted_and_read_again(
         ):
             assert spoilt != text
             path.write_text(spoilt)
-            stores.forget()
+            open_stores.forget()
             assert staging_rules.known(CPU, True) is None
         path.write_text(older + text)  # found again by this version
-        stores.forget()
+        open_stores.forget()
         assert staging_rules.known(CPU, True) == found
     finally:
         monkeypatch.undo()
-        stores.forget()
+        open_stores.forget()
 
 
 def test_rules_are_timed_after_a_few_large_transfers_and_in_calm(
@@ -160,7 +160,7 @@ def test_rules_are_timed_on_on_the_way_that_transfers_take(
     )
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
     monkeypatch.setattr(staging_rules, "processors", lambda: 9)
-    stores.forget()
+    open_stores.forget()
     mover = object.__new__(stager.Stager)
     mover.device, mover.up, mover.lock = CPU, up, threading.Lock()
     mover.memory = torch.empty(MIB, dtype=torch.uint8)
@@ -178,7 +178,7 @@ def test_rules_are_timed_on_on_the_way_that_transfers_take(
             assert torch.equal(data, other)
     finally:
         monkeypatch.undo()
-        stores.forget()
+        open_stores.forget()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -188,7 +188,7 @@ def test_a_machine_finds_its_rules_after_a_few_transfers(
     monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", str(tmp_path))  # not what another process notes
     monkeypatch.setattr(stager, "_STAGERS", {})
     monkeypatch.setattr(staging, "_QUICK", {})
-    stores.forget()
+    open_stores.forget()
     try:
         host = torch.randint(0, 256, (16 * MIB,), dtype=torch.uint8)
         for _ in range(stager.MET + 1):
@@ -202,4 +202,4 @@ def test_a_machine_finds_its_rules_after_a_few_transfers(
             assert set(staging._QUICK) == {"cuda", "cpu"}
     finally:
         monkeypatch.undo()
-        stores.forget()
+        open_stores.forget()

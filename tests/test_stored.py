@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import stores
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.tolerance import Verdict
 from tensorlogic.measure import timer
+from tensorlogic.plans import open_stores
 from tensorlogic.program import choosing, regions, stored, whole
 from tensorlogic.program.code import Sites
 from tensorlogic.system import settings
@@ -61,7 +61,7 @@ def model(width: int = 96) -> nn.Module:
 
 def optimized(net: nn.Module, x: Tensor, **words: Any) -> nn.Module:
     """As a process that has just started would have it."""
-    stores.forget()
+    open_stores.forget()
     return tensorlogic.optimize(net, x, budget_s=words.pop("budget_s", 1.0), **words)
 
 

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import registry, selector, stores, study
+from tensorlogic import registry, selector, study
 from tensorlogic.core.candidate import EAGER, Candidate
-from tensorlogic.core.key import Evidence, Plan
 from tensorlogic.core.op import OPS, Op
-from tensorlogic.environments import environment
 from tensorlogic.measure import timer, verification
 from tensorlogic.native import cpu_library
 from tensorlogic.ops.common import storing
+from tensorlogic.plans import open_stores
+from tensorlogic.plans.environment import environment
+from tensorlogic.plans.plan import Evidence, Plan
 
 from .clockwork import Clock
 
@@ -93,7 +94,7 @@ def stored(op: str, args: tuple[Any, ...], way: str) -> None:
         ),
     ]
     key = op_of(op).key(args, "inference")
-    stores.current(CPU).put(Plan(key, "cpu.fused", config, "cpu.fused", config, evidence))
+    open_stores.current(CPU).put(Plan(key, "cpu.fused", config, "cpu.fused", config, evidence))
     tensorlogic.core.policy.forget_entries()
 
 

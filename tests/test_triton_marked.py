@@ -14,8 +14,8 @@ from torch import Tensor
 from .support.triton import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import plans
 from tensorlogic.core import policy
+from tensorlogic.plans import store
 
 from tensorlogic import registry  # isort: skip
 from tensorlogic.core.candidate import EAGER
@@ -267,7 +267,7 @@ def test_under_hooks_the_output_is_kept() -> None:
 def test_a_forced_part_is_not_paired(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plans, "SHIPPED", tmp_path / "none")  # a GPU's would be heard first
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "none")  # a GPU's would be heard first
     guessed_best(monkeypatch, OPS["pointwise_together"], "triton.marked", DEVICE)
     x = rand(3, 77).requires_grad_()
     with tensorlogic.policy(tune="off", force={"mul": EAGER}):

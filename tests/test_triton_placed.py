@@ -31,8 +31,8 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
 )
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import plans
 from tensorlogic.core import policy
+from tensorlogic.plans import store
 
 from tensorlogic import registry  # isort: skip
 from tensorlogic.core.candidate import EAGER
@@ -230,7 +230,7 @@ def test_it_is_chosen_by_the_time_of_both() -> None:
 def test_a_forced_part_is_not_paired(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plans, "SHIPPED", tmp_path / "none")  # a GPU's would be heard first
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "none")  # a GPU's would be heard first
     guessed_best(monkeypatch, OPS[PAIR], "triton.placed", DEVICE)
     x = rand(3, 77).requires_grad_()
     with tensorlogic.policy(tune="off", force={"mul": EAGER}):

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from .support.triton import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import plans, registry  # isort: skip
+from tensorlogic.plans import store
+
+from tensorlogic import registry  # isort: skip
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.ops.common import cross_entropy_held  # isort: skip
 from tensorlogic.ops.common import triton_cross_entropy_together as together  # isort: skip
@@ -302,7 +304,7 @@ def test_what_it_does_not_serve_is_served_as_before() -> None:
 def test_a_forced_part_is_not_paired(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "SHIPPED", tmp_path / "none")  # a GPU's would be heard first
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "none")  # a GPU's would be heard first
     registry.ready(DEVICE.type)
     pair = OPS["softmax_cross_entropy_together"]
     likely = replace(pair.candidates["triton.together"], guess=lambda key: 0.1)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from tensorlogic import cli, plans
+from tensorlogic import cli
 from tensorlogic.bench.problems import Problem
 from tensorlogic.measure.opportunity import Opportunity
+from tensorlogic.plans import lockfile
 from tensorlogic.trying import advice, assist, look, runs, screen
 from tensorlogic.trying import profile as profiling
 
@@ -65,7 +66,7 @@ def test_a_program_as_it_is(
     assert "100 calls of batch" not in out  # 32 rows are no small request
     assert (tmp_path / "tensorlogic.try.json").exists()
     assert (tmp_path / "tensorlogic.lock.json").exists()
-    assert len(list(plans.load_lockfile(Path("tensorlogic.lock.json")).plans())) > 0
+    assert len(list(lockfile.load_lockfile(Path("tensorlogic.lock.json")).plans())) > 0
 
 
 def test_a_function_in_turn(

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import stores, tuning
+from tensorlogic import tuning
 from tensorlogic.core import policy
+from tensorlogic.plans import open_stores
 
 CPU = torch.device("cpu")
 
@@ -31,7 +32,7 @@ def test_an_interrupted_tune_keeps_what_it_has_measured(monkeypatch: pytest.Monk
     before = policy.current()
     with pytest.raises(KeyboardInterrupt):
         tensorlogic.tune(step)
-    assert [p.key.text for p in stores.current(CPU).plans()] == [asked[0].text]
+    assert [p.key.text for p in open_stores.current(CPU).plans()] == [asked[0].text]
     assert policy.current() is before
     assert torch.is_grad_enabled()
     monkeypatch.undo()

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import stores, study, tuning, turns
+from tensorlogic import study, tuning, turns
 from tensorlogic.autotune import measure_key
 from tensorlogic.core.candidate import EAGER, Candidate
-from tensorlogic.core.key import UNFINISHED, Key, Plan
+from tensorlogic.core.key import Key
 from tensorlogic.core.op import Op
-from tensorlogic.environments import environment
+from tensorlogic.plans import open_stores
+from tensorlogic.plans.environment import environment
+from tensorlogic.plans.plan import UNFINISHED, Plan
 from tensorlogic.system import compile_pool
 
 from .clockwork import Clock
@@ -107,7 +109,7 @@ def test_what_was_late_is_measured_again_in_the_time_that_others_left(job: Any) 
     tuning._once_more([(op, key, CPU)], learned, now)
     assert learned.unfinished == []
     assert set(reasons(learned.plans[0])) == {EAGER, "planted.quick", "planted.slow"}
-    assert measure_key.complete(op, stores.current(CPU).get(key), key)
+    assert measure_key.complete(op, open_stores.current(CPU).get(key), key)
 
 
 def test_a_configuration_too_few_is_said_as_well(job: Any) -> None:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import registry, selector, stores, vouching
+from tensorlogic import registry, selector, vouching
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
 from tensorlogic.native import cpu_library
+from tensorlogic.plans import open_stores
 
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())
@@ -124,7 +125,7 @@ def test_what_was_found_is_kept_in_the_process_and_on_disk(
     policy.forget_entries()
     assert served("gelu", torch.randn(800 + 3), "none", False) == "cpu.fused"
     assert len(checks) == 2
-    stores.current(CPU).path.with_suffix(".checked").write_bytes(
+    open_stores.current(CPU).path.with_suffix(".checked").write_bytes(
         b"\xff\n["
     )  # not as it was written
     vouching.forget()

@@ -41,7 +41,7 @@ def test_pure_without_libraries(tmp_path: Path) -> None:
     shipped = {path.name for path in (ROOT / "tensorlogic" / "shipped").glob("*.json")}
     assert {f"tensorlogic/shipped/{name}" for name in shipped} <= set(names)
     assert len(shipped) > 1
-    assert "tensorlogic/legacy_hashes.json" in names
+    assert "tensorlogic/plans/legacy_hashes.json" in names
     assert not [n for n in names if n.startswith(("tests/", "csrc/", "tools/"))]
 
 

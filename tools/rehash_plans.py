@@ -24,15 +24,22 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tensorlogic import plan_files, registry  # noqa: E402
+from tensorlogic import registry  # noqa: E402
 from tensorlogic.core.candidate import EAGER
-from tensorlogic.core.key import Evidence, Plan
 from tensorlogic.core.op import (
     OPS,
     Op,  # noqa: E402
 )
 from tensorlogic.entrants import Entrant, pick  # noqa: E402
-from tensorlogic.legacy_hashes import DIGITS, Place, Table, group, renamed  # noqa: E402
+from tensorlogic.plans import file_format
+from tensorlogic.plans.legacy_hashes import (
+    DIGITS,
+    Place,
+    Table,
+    group,
+    renamed,  # noqa: E402
+)
+from tensorlogic.plans.plan import Evidence, Plan
 
 DEVICES = ("cuda", "cpu", "mps")
 # Where ops and the loading of their candidates lie inside the package: now, and before files moved.
@@ -235,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table = table_of(before, after, names)
     if table:
         path = paths[0] if paths else next(package.rglob("legacy_hashes.py")).with_suffix(".json")
-        path.write_text(plan_files.layout(table) + "\n")
+        path.write_text(file_format.layout(table) + "\n")
         print(f"{path.name}: {sum(map(len, table.values()))} candidates")
     for label, own in before.items():
         new, now = names_of(label, names), after.get(label, {})
@@ -256,7 +263,7 @@ def rewrite(
     path: Path, before: Hashes, after: Hashes, names: Names, gone: Mapping[str, set[str]]
 ) -> str:
     """Rewrite one file of plans; what has changed in it, in words."""
-    found = plan_files.read(path)
+    found = file_format.read(path)
     if found.damage is not None:
         raise ValueError(f"{path}: {found.damage}")
     records, changes = {}, Counter[str]()
@@ -273,7 +280,7 @@ def rewrite(
         known = after.get(label, {})
         changes["valid"] += Plan.from_json(record).valid(known)
         records[text] = record
-    plan_files.write(path, found.environments, records, lock=found.checksum is not None)
+    file_format.write(path, found.environments, records, lock=found.checksum is not None)
     return f"{len(records)} plans, " + ", ".join(f"{n} {what}" for what, n in changes.items())
 
 

@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 
 import tensorlogic
-from tensorlogic import background, stores
+from tensorlogic import background
+from tensorlogic.plans import open_stores
 
 ALLOWED = 0.05 + 0.01  # the promise, and by how much the last step may have been misjudged
 
@@ -66,7 +67,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8.0)
     seconds, failed = parser.parse_args().seconds, False
     device = torch.device("cuda", torch.cuda.current_device())
-    stores.current(device)
+    open_stores.current(device)
     for name, (ours, plain, args) in cases().items():
         expected = plain(*args).float()
         served, worst, came, calls = set(), 0.0, None, 0
@@ -81,7 +82,7 @@ def main() -> int:
                 watches = [w for w in background._WATCHES.values() if w.done]
                 if came is None and any(w.op.name in name for w in watches):
                     came = time.perf_counter() - begin
-                for plan in stores.current(device).plans():
+                for plan in open_stores.current(device).plans():
                     served.add((plan.key.text, plan.eager, str(plan.eager_config)))
             loop = time.perf_counter() - begin
         used = max(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tensorlogic
-from tensorlogic import stores
+from tensorlogic.plans import open_stores
 
 WORLD = 2
 STEPS = 5  # whose losses are compared
@@ -100,7 +100,7 @@ def rank_main(rank: int, address: str, small: bool, out: Path | None) -> None:
 
     tuned = copy.deepcopy(model)
     tensorlogic.tune(lambda v: tensorlogic.linear(v, tuned.layers[0].linear1.weight), x)  # type: ignore[union-attr,index,arg-type]
-    plans = sorted((p.key.text, p.eager) for p in stores.current(device).plans())
+    plans = sorted((p.key.text, p.eager) for p in open_stores.current(device).plans())
     digests = gathered(hashlib.sha256(repr(plans).encode()).hexdigest())
 
     ids = [rank] if cuda else None

@@ -72,10 +72,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import tensorlogic
-from tensorlogic import stores, turns
+from tensorlogic import turns
 from tensorlogic.core.candidate import EAGER
-from tensorlogic.environments import environment
 from tensorlogic.measure import timer
+from tensorlogic.plans import open_stores
+from tensorlogic.plans.environment import environment
 from tensorlogic.system import capture_state, compile_pool
 
 ROOT = Path(os.environ["DRAWN_BESIDE"])  # of this process and its workers
@@ -188,7 +189,7 @@ def one(problem: Problem, seed: int, compiles: bool) -> Row:
     name = str(problem.dtype).removeprefix("torch.")
     row: Row = {"index": problem.index, "family": problem.family, "op": problem.op, "text": problem.text, "dtype": name}  # fmt: skip
     os.environ["TENSORLOGIC_CACHE_DIR"] = str(ROOT / "plans" / str(problem.index))
-    stores.forget()  # what other problems measured serves no first call
+    open_stores.forget()  # what other problems measured serves no first call
     timed: dict[str, Timed] = {}
     started = time.perf_counter()
     try:

@@ -28,7 +28,7 @@ os.environ["TRITON_CACHE_DIR"] = os.environ["TENSORLOGIC_CACHE_DIR"] + "/triton"
 import torch
 
 import tensorlogic
-from tensorlogic import environments, neighbours, plans, selector, stores
+from tensorlogic import neighbours, selector
 from tensorlogic.bench import rows
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
@@ -36,9 +36,10 @@ from tensorlogic.core.key import Key
 from tensorlogic.core.op import Op
 from tensorlogic.measure import timer
 from tensorlogic.measure.verification import InputSet
+from tensorlogic.plans import environment, open_stores, store
 
 FOLDER = Path(os.environ["TENSORLOGIC_CACHE_DIR"])
-SHIPPED = plans.SHIPPED
+SHIPPED = store.SHIPPED
 AGAIN = "TENSORLOGIC_FIRST_USE_AGAIN"  # the folder of a first process, for the second
 Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
@@ -75,8 +76,8 @@ def waited_ms(fn: Callable[..., Any], args: tuple[Any, ...]) -> float:
 def against_shipped(op: Op, key: Key, device: torch.device) -> str:
     """Device time of the choice over the shipped plan's, side by side."""
     ours = selector.decide(op, key, device, policy.current())
-    plans.SHIPPED = SHIPPED
-    view = plans.PlanStore(FOLDER / "none", environments.environment(device))
+    store.SHIPPED = SHIPPED
+    view = store.PlanStore(FOLDER / "none", environment.environment(device))
     serves = [id for id, candidate in op.candidates.items() if candidate.unfit(key) is None]
     theirs = view.get(key) or view.nearest(key, serves.__contains__, normal=op.normal)
     if theirs is None:
@@ -128,13 +129,13 @@ def main() -> None:
         if time.perf_counter() > end:
             print(f"{name}: no time left")
             continue
-        plans.SHIPPED = FOLDER
+        store.SHIPPED = FOLDER
         with torch.no_grad():
             first, second = waited_ms(fn, args), waited_ms(fn, args)
             op, key, _ = rows.meet(fn, args)[0]
             served = selector.decide(op, key, device, policy.current())
             learned = tensorlogic.tune(fn, *args)
-            plan = stores.current(device).get(key)
+            plan = open_stores.current(device).get(key)
             assert plan is not None
             us = {e.candidate: e.device_us for e in plan.evidence if e.status == "measured"}
             print(

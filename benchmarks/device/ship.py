@@ -30,13 +30,14 @@ os.environ["TENSORLOGIC_CACHE_DIR"] = tempfile.mkdtemp(prefix="tensorlogic-ship-
 import torch
 
 import tensorlogic
-from tensorlogic import plans, registry, stores, tuning, turns
+from tensorlogic import registry, tuning, turns
 from tensorlogic.autotune import measure_key
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
-from tensorlogic.core.key import Plan
 from tensorlogic.core.op import OPS
-from tensorlogic.environments import environment
+from tensorlogic.plans import lockfile, open_stores, store
+from tensorlogic.plans.environment import environment
+from tensorlogic.plans.plan import Plan
 from tensorlogic.system import compile_pool
 
 SQUARES = (384, 1536, 96, 768, 3072, 6144)
@@ -270,7 +271,7 @@ def ahead(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         (its, k, device)
         for op, key, device in met
         for its, k in ((op, key), *op.twins(key))
-        if not measure_key.complete(its, stores.current(device).get(k), k)
+        if not measure_key.complete(its, open_stores.current(device).get(k), k)
     ]
     for op, key, device in left:
         compile_pool.submit(turns.kernels(op, key, device))
@@ -304,7 +305,7 @@ def main() -> int:
     )
     given = parser.parse_args()
     if given.fresh:
-        plans.SHIPPED = Path(os.environ["TENSORLOGIC_CACHE_DIR"])  # where nothing is
+        store.SHIPPED = Path(os.environ["TENSORLOGIC_CACHE_DIR"])  # where nothing is
     begin, done, device = time.perf_counter(), 0, torch.device("cuda", torch.cuda.current_device())
     known, unmeasured = 0, list[str]()
     waiting: collections.deque[Call] = collections.deque()
@@ -326,12 +327,12 @@ def main() -> int:
         done += 1
         unmeasured += learned.unmeasured
     registry.ready(device.type)  # who was chosen is known where nothing was called, too
-    found = [p for p in stores.current(device).plans(shipped=True) if current(p)]
+    found = [p for p in open_stores.current(device).plans(shipped=True) if current(p)]
     for path in given.merge:
-        found += [p for p in plans.load_lockfile(path).plans() if current(p)]
+        found += [p for p in lockfile.load_lockfile(path).plans() if current(p)]
     found = list({p.key.text: p for p in sorted(found, key=lambda p: p.measured)}.values())
     given.path.parent.mkdir(parents=True, exist_ok=True)
-    plans.export_lockfile(given.path, found, [environment(device)])
+    lockfile.export_lockfile(given.path, found, [environment(device)])
     kinds = collections.Counter((p.key.direction, p.key.tensors[0].dtype) for p in found if p.key.tensors[0])  # fmt: skip
     for (direction, dtype), count in sorted(kinds.items()):
         print(f"{count:5d} {direction} {dtype}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from .. import stores
 from ..core import policy
-from ..core.key import Key, Plan
+from ..core.key import Key
 from ..core.op import Op
-from ..environments import environment
 from ..measure.isolation import preserved
+from ..plans import open_stores
+from ..plans.environment import environment
+from ..plans.plan import Plan
 from ..study import PROMPT_S, Study
 
 
@@ -23,14 +24,16 @@ def complete(op: Op, plan: Plan | None, key: Key) -> bool:
 
 def neighbour(op: Op, key: Key, device: torch.device) -> Plan | None:
     """The closest plan by candidates that are here: what won there is likely to win, and compiled first."""
-    return stores.current(device).nearest(key, lambda id: id in op.candidates, normal=op.normal)
+    return open_stores.current(device).nearest(
+        key, lambda id: id in op.candidates, normal=op.normal
+    )
 
 
 def measured(
     op: Op, key: Key, device: torch.device, budget_s: float = 0.3, prompt_s: float = PROMPT_S
 ) -> Plan | None:
     """The plan of this key, measured now unless the store's is complete; `prompt_s`: for how long kernels are waited for."""
-    store = stores.current(device)
+    store = open_stores.current(device)
     plan = store.get(key)
     if complete(op, plan, key):
         return plan
@@ -55,6 +58,6 @@ def agreed(op: Op, key: Key, device: torch.device, prompt_s: float = PROMPT_S) -
     if box[0] is None:
         return None
     plan = Plan.from_json(box[0])
-    stores.current(device).put(plan)
+    open_stores.current(device).put(plan)
     policy.forget_entries()
     return plan

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from .. import environments, plans, registry, study
+from .. import registry, study
 from ..core import candidate_errors, tolerance
 from ..core.candidate import EAGER, Launcher
-from ..core.key import Plan
 from ..core.op import OPS, Op
 from ..measure import isolation, timer, verification
-from ..plans import PlanStore
+from ..plans import environment, lockfile
+from ..plans.plan import Plan
+from ..plans.store import PlanStore
 from .progress import Tick
 
 GOOD = "good"
@@ -38,7 +39,7 @@ class Finding:
 
 def verify(path: Path, margin: float, tick: Tick = lambda done, total, text: None) -> list[Finding]:
     """Check every plan of a lockfile on this machine; ValueError and OSError say why a file is unusable."""
-    locked = list(plans.load_lockfile(path).plans())
+    locked = list(lockfile.load_lockfile(path).plans())
     found = []
     for done, plan in enumerate(locked):
         tick(done, len(locked), plan.key.op)
@@ -87,7 +88,7 @@ def _standing(op: Op, plan: Plan, device: torch.device, margin: float) -> tuple[
         return "wrong", f"failed: {type(problem).__name__}: {problem}"
     if not verdict:
         return "wrong", verdict.reason or ""
-    fresh = study.Study(op, plan.key, device, environments.environment(device)).run()
+    fresh = study.Study(op, plan.key, device, environment.environment(device)).run()
     if fresh is None or (fresh.eager, fresh.eager_config) == (plan.eager, plan.eager_config):
         return GOOD, ""
     best = op.candidates[fresh.eager].bind(plan.key, fresh.eager_config, device)
@@ -148,14 +149,14 @@ def adopt(
     path: Path, store: PlanStore, device: torch.device, anywhere: bool
 ) -> tuple[int, str | None]:
     """Put a lockfile's plans for this device into the store; how many, and why not when none may be taken."""
-    lock = plans.load_lockfile(path)
+    lock = lockfile.load_lockfile(path)
     kind = device.type
     if kind not in lock.environments:
         return (
             0,
             f"it holds no plans for {kind}, only for {', '.join(lock.environments) or 'nothing'}",
         )
-    if lock.environments[kind] != environments.environment(device) and not anywhere:
+    if lock.environments[kind] != environment.environment(device) and not anywhere:
         theirs = lock.environments[kind]
         return (
             0,

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..environments import environment
 from ..native import cpu_library
+from ..plans.environment import environment
 from ..system import hardware, settings
 from ..system.package import version
 

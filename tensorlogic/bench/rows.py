@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import selector, stores, tuning, turns
+from .. import selector, tuning, turns
 from ..autotune import measure_key
 from ..core import candidate_errors, dtypes, policy, tolerance
 from ..core.candidate import EAGER
 from ..core.key import Key
 from ..core.op import Op
 from ..measure import timer
+from ..plans import open_stores
 from ..tuning import Learned
 from .cases import DROP, RECIPES, Case, Maker, Recipe, dropout_error, nbytes, shapes, transfer
 from .results import OURS, Row, rounded
@@ -131,7 +132,7 @@ def _choice(row: Row, recipe: Recipe, args: tuple[Any, ...]) -> None:
     """What serves the row's key, and everything known about it."""
     op, key, device = meet(recipe.ours, args)[0]
     decision = selector.decide(op, key, device, policy.current())
-    plan = stores.current(device).get(key)
+    plan = open_stores.current(device).get(key)
     row.key, row.flops, row.bytes = key.text, op.flops(key), op.traffic(key)
     row.candidate, row.source = decision.eager[0], decision.source
     gpu = device.type == "cuda"
@@ -205,7 +206,7 @@ def kernels(cases: Sequence[Case], device: torch.device) -> list[Any]:
             recipe.ours,
             recipe.inputs(case.size, Maker(dtypes.DTYPES[case.dtype], device, case.seed)),
         ):
-            if not measure_key.complete(op, stores.current(where).get(key), key):
+            if not measure_key.complete(op, open_stores.current(where).get(key), key):
                 jobs += turns.kernels(op, key, where)
     return jobs
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from .. import stores
 from ..core import policy
 from ..core.candidate import EAGER
-from ..core.key import Plan
-from ..plans import PlanStore
+from ..plans import open_stores
+from ..plans.plan import Plan
+from ..plans.store import PlanStore
 from ..system import compile_pool, settings
 from ..tuning import Learned
 from . import ceilings, machine, rows, suites
@@ -252,4 +252,4 @@ def choices(plans: Sequence[Plan]) -> str:
 def store(device: str | None) -> tuple[PlanStore, torch.device]:
     """The plan store of a device, and the device."""
     where = pick_device(device)
-    return stores.current(where), where
+    return open_stores.current(where), where

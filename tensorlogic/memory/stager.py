@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import stores
 from ..native import call_extension
+from ..plans import open_stores
 from ..system import capture_state
 from . import staging_rules
 
@@ -96,7 +96,7 @@ class Stager:
             self.number = cpu_library.op("staging_open")(self.memory, handles, calls, device.index)
         found = staging_rules.known(device, up)
         self.up, self.rules = up, found or staging_rules.usual(up)
-        self.left = 0 if found or self.copy is None or stores.distributed() else MET
+        self.left = 0 if found or self.copy is None or open_stores.distributed() else MET
         self.lock = threading.Lock()
         STATS.buffers += 1
         STATS.buffer_bytes += self.memory.numel()

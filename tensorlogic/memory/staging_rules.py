@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import torch
 
-from .. import stores
-from ..notes import Notes
+from ..plans import open_stores
+from ..plans.machine_notes import Notes
 from ..system import settings
 
 LOG = logging.getLogger("tensorlogic")
@@ -28,7 +28,7 @@ BETTER = 0.95
 LIMIT_S = 0.155  # for the direction with more rules
 
 _NOTES = Notes(".transfers")
-stores.ON_FORGET.append(_NOTES.forget)
+open_stores.ON_FORGET.append(_NOTES.forget)
 
 
 class Stores(enum.IntEnum):

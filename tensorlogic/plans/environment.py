@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .system import hardware
+from ..system import hardware
 
 # of plan files; part of their names, so that versions do not meet in one file
 SCHEMA = 1

@@ -17,8 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .environments import SCHEMA, Environment, digest
-from .system import atomic_file
+from ..system import atomic_file
+from .environment import SCHEMA, Environment, digest
 
 FORMAT = "tensorlogic plans"
 HEAD = 4096  # bytes of a plan file that tell what it is about

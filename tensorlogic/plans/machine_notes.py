@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import stores
+from . import open_stores
 
 LOG = logging.getLogger("tensorlogic")
 
@@ -23,7 +23,7 @@ class Notes:
 
     def look(self, device: torch.device) -> Path:
         """Where this device's lines are; they are `known` afterwards."""
-        path = stores.current(device).path.with_suffix(self.suffix)
+        path = open_stores.current(device).path.with_suffix(self.suffix)
         if path not in self.read:
             self.read.add(path)
             with contextlib.suppress(OSError, UnicodeDecodeError):

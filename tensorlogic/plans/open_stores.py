@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from .core import policy
-from .environments import environment
-from .plans import Lockfile, PlanStore, load_lockfile
-from .system import process, settings
+from ..core import policy
+from ..system import process, settings
+from .environment import environment
+from .lockfile import Lockfile, load_lockfile
+from .store import PlanStore
 
 _LOCK = threading.RLock()
 process.new_in_children(globals(), _LOCK=threading.RLock)

@@ -9,15 +9,16 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import plan_files
-from .core.key import DISTURBED, LAYOUT, UNFINISHED, Evidence, Key, Plan, TensorSpec, merged
-from .environments import Environment, environment
-from .plan_files import PlanStoreWarning, Records, Unread
-from .system import process
+from ..core.key import LAYOUT, Key, TensorSpec
+from ..system import process
+from . import file_format
+from .environment import Environment, environment
+from .file_format import PlanStoreWarning, Records, Unread
+from .plan import DISTURBED, UNFINISHED, Evidence, Plan, merged
 
 __all__ = [
     "DISTURBED",
@@ -240,16 +241,16 @@ class PlanStore(PlanView):
         _STORES.add(self)
 
     def _read(self) -> tuple[Unread, ...]:
-        shipped = plan_files.shipped(SHIPPED, self.environment)
+        shipped = file_format.shipped(SHIPPED, self.environment)
         try:
-            found = plan_files.read_own(self.path, self.environment)
+            found = file_format.read_own(self.path, self.environment)
         except OSError as problem:
             self._say_unusable(problem)
             return {}, *shipped
         if found.damage is not None:
             readable = f"{len(found.records)} plans could be read"
             kept = f"{found.damage}; {readable}, the next save keeps a copy of the file"
-            plan_files.warn_once(self.path, "is not as it was saved", kept)
+            file_format.warn_once(self.path, "is not as it was saved", kept)
         return found.records, *shipped
 
     def put(self, plan: Plan) -> None:
@@ -323,7 +324,7 @@ class PlanStore(PlanView):
     def _save(self, change: Callable[[Records], None], timeout_s: float) -> Records | None:
         begin = time.monotonic()
         try:
-            records = plan_files.rewrite(self.path, self.environment, change, timeout_s)
+            records = file_format.rewrite(self.path, self.environment, change, timeout_s)
         except (OSError, NotImplementedError) as problem:  # the latter: a file system without locks
             self._say_unusable(problem)
             self._next_save = time.monotonic() + RETRY_S
@@ -333,7 +334,7 @@ class PlanStore(PlanView):
         return records
 
     def _say_unusable(self, problem: Exception) -> None:
-        plan_files.warn_once(self.path, "cannot be used; plans stay in this process", problem)
+        file_format.warn_once(self.path, "cannot be used; plans stay in this process", problem)
 
     def _schedule(self) -> None:
         if self._timer is not None:
@@ -358,63 +359,11 @@ class PlanStore(PlanView):
         self._lock, self._saving, self._timer = threading.RLock(), threading.Lock(), None
 
 
-class Lockfile(PlanView):
-    """The plans of a lockfile, read only; they may be of several kinds of device."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        found = plan_files.read_lockfile(path)
-        self.path = path
-        self.environments = {
-            kind: Environment.from_json(e) for kind, e in found.environments.items()
-        }
-        self._records = found.records
-
-    def _read(self) -> tuple[Unread, ...]:
-        return self._records, {}
-
-
-def load_lockfile(path: Path) -> Lockfile:
-    """Read a lockfile.
-
-    Raises:
-        FileNotFoundError: there is none. ValueError: it is damaged, or edited or merged by hand.
-        OSError: it cannot be read, or a newer version wrote it.
-    """
-    return Lockfile(Path(path))
-
-
-def export_lockfile(path: Path, plans: Iterable[Plan], environments: Iterable[Environment]) -> int:
-    """Write plans as a lockfile or as shipped plans (equal plans, equal bytes); returns how many.
-
-    Raises:
-        ValueError: two environments of one kind of device, or a plan without its environment.
-    """
-    given = list(environments)
-    about = {e.kind: e for e in sorted(given, key=lambda e: e.kind)}
-    if len(about) < len(given):
-        raise ValueError(
-            "a lockfile holds one environment of each kind of device; "
-            "export the plans of each machine apart"
-        )
-    records = {
-        plan.key.text: plan.to_json() for plan in sorted(plans, key=lambda plan: plan.key.text)
-    }
-    strange = {r["key"]["device"] for r in records.values()} - about.keys()
-    if strange:
-        raise ValueError(f"plans for {', '.join(sorted(strange))} came without their environment")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    plan_files.write(
-        Path(path), {kind: e.to_json() for kind, e in about.items()}, records, lock=True
-    )
-    return len(records)
-
-
 def _group(key: Key) -> str:
     return f"{key.op} {key.direction} "
 
 
-def _parse(text: str, record: plan_files.Record | str) -> Plan | None:
+def _parse(text: str, record: file_format.Record | str) -> Plan | None:
     """The plan of a record; None when it is not one, or not of the key it stands under."""
     try:
         plan = Plan.from_json(json.loads(record) if isinstance(record, str) else record)
@@ -423,10 +372,10 @@ def _parse(text: str, record: plan_files.Record | str) -> Plan | None:
         return None
 
 
-def _key_of(text: str, record: plan_files.Record | str) -> Key | None:
+def _key_of(text: str, record: file_format.Record | str) -> Key | None:
     """The key of a record, which is read no further where its key comes first."""
     try:
-        key = Key.from_json(plan_files.key_of(record))
+        key = Key.from_json(file_format.key_of(record))
         return key if key.text == text else None
     except BROKEN:
         return None

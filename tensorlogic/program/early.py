@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from .. import selector, stores
+from .. import selector
 from ..autotune import measure_key
 from ..core import policy
 from ..core.candidate import EAGER, Candidate
 from ..core.candidate_errors import BIND_ERRORS
 from ..core.key import Key
 from ..core.op import Op
+from ..plans import open_stores
 
 
 def jobs(op: Op, key: Key, device: torch.device) -> list[Any]:
@@ -30,7 +31,7 @@ def jobs(op: Op, key: Key, device: torch.device) -> list[Any]:
 
 def rivals(op: Op, key: Key, device: torch.device) -> Iterator[tuple[Candidate, list[Any]]]:
     """Candidates worth a trial on a key whose plan does not tell of all, each with the jobs of its best guess."""
-    if measure_key.complete(op, stores.current(device).get(key), key):
+    if measure_key.complete(op, open_stores.current(device).get(key), key):
         return
     for candidate in op.known:
         if not candidate.trusted or candidate.id == EAGER or candidate.unfit(key) is not None:

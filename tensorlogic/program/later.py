@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import stores
 from ..core import policy, weight_cache
+from ..plans import open_stores
 from ..system import capture_state, idle_resources, settings
 from ..system.compile_workers import NICENESS
 from . import inductor
@@ -53,7 +53,7 @@ def worthwhile(contest: Contest | None) -> bool:
         contest is not None
         and settings.inductor()
         and policy.current().tune == "auto"
-        and not stores.distributed()
+        and not open_stores.distributed()
         and inductor.unfit(contest.trace) is None
     )
 

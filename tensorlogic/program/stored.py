@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import plan_files, registry, stores
+from .. import registry
 from ..core import policy as policies
 from ..core.op import OPS
-from ..environments import environment
 from ..native import hook_extension, library_files
-from ..plan_files import Records
+from ..plans import file_format, open_stores
+from ..plans.environment import environment
+from ..plans.file_format import Records
 from ..system import settings
 from ..system.package import FOLDER
 from .asked import precisions
@@ -150,14 +151,14 @@ class Stored:
 
         _records(self.path).update(new)
         try:
-            plan_files.rewrite(self.path, self.environment, change, LOCK_S)
+            file_format.rewrite(self.path, self.environment, change, LOCK_S)
         except (OSError, NotImplementedError) as problem:
-            plan_files.warn_once(self.path, "cannot be written; decisions stay here", problem)
+            file_format.warn_once(self.path, "cannot be written; decisions stay here", problem)
 
     def _region(self, key: Any) -> str:
         return f"region {_digest(self.state, repr(key))}" if self.usable else ""
 
-    def _get(self, name: str) -> plan_files.Record | None:
+    def _get(self, name: str) -> file_format.Record | None:
         """A record that was made with a budget like today's, and with today's plans."""
         if not self.usable:
             return None
@@ -174,7 +175,7 @@ class Stored:
 
 def planned(text: str, device: torch.device) -> str | None:
     """When the plan of an op's key was measured; None without one."""
-    plan = stores.current(device).of(text)
+    plan = open_stores.current(device).of(text)
     return None if plan is None else plan.measured
 
 
@@ -247,15 +248,15 @@ def _records(path: Path, about: Any = None) -> Records:
     found = _KNOWN.get(path)
     if found is None:
         try:
-            found = {} if about is None else plan_files.read_own(path, about).records
+            found = {} if about is None else file_format.read_own(path, about).records
         except OSError as problem:
-            plan_files.warn_once(path, "cannot be read; decisions are made anew", problem)
+            file_format.warn_once(path, "cannot be read; decisions are made anew", problem)
             found = {}
         _KNOWN[path] = found
     return found
 
 
-stores.ON_FORGET.append(_KNOWN.clear)
+open_stores.ON_FORGET.append(_KNOWN.clear)
 
 
 def _read(make: Callable[[Any], Any], record: Mapping[str, Any]) -> Any:

@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import stores, tuning
+from .. import tuning
 from ..core import policy
 from ..core.candidate import EAGER
 from ..measure import timer
-from ..plans import export_lockfile
+from ..plans import open_stores
+from ..plans.lockfile import export_lockfile
 from ..system import settings
 from ..tuning import Learned
 from .assist import Help
@@ -212,7 +213,7 @@ def _steady() -> Iterator[None]:
 
 def _learned(learned: Learned, spec: dict[str, Any]) -> dict[str, Any]:
     """What tuning found: each key's choice beside PyTorch's own, what was refused; and the lockfile."""
-    store = stores.current(device())
+    store = open_stores.current(device())
     plans = {p.key.text: p for p in store.plans()}
     met = [plans[k.text] for k in learned.keys if k.text in plans]
     found = []

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..environments import environment
 from ..measure import timer
+from ..plans.environment import environment
 from .advice import LARGE
 
 MOST = 200  # entries that are kept

@@ -17,22 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import (
-    binding,
-    dispatch,
-    doctor,
-    environments,
-    recorded_calls,
-    registry,
-    selector,
-    stores,
-)
+from tensorlogic import binding, dispatch, doctor, recorded_calls, registry, selector
 from tensorlogic.autotune import measure_key
 from tensorlogic.bench import ceilings, session
 from tensorlogic.core import policy, tolerance
 from tensorlogic.core.op import OPS
 from tensorlogic.measure import timer
 from tensorlogic.ops.common import metal_launch
+from tensorlogic.plans import environment, open_stores
 
 from . import mps, planted, standin
 
@@ -79,7 +71,7 @@ def forget() -> None:
     """As a fresh process would begin."""
     metal_launch.library.cache_clear()
     metal_launch.missing.cache_clear()
-    stores.forget()
+    open_stores.forget()
 
 
 def evidence(*args: Tensor) -> dict[str, Any]:
@@ -104,11 +96,11 @@ def from_selector_to_output() -> None:
         assert found[id].status == "measured", found[id]
         assert found[id].error <= 2
     op, key, device = _met(*args)
-    plan = stores.current(device).get(key)
+    plan = open_stores.current(device).get(key)
     assert plan is not None
     plan.eager = plan.captured = "metal.tiled"
     plan.eager_config = plan.captured_config = dict(found["metal.tiled"].config)
-    stores.current(device).put(plan)
+    open_stores.current(device).put(plan)
     policy.forget_entries()
     decision = selector.decide(op, key, device, policy.current())
     assert (decision.source, decision.eager[0]) == ("plan", "metal.tiled")
@@ -292,7 +284,7 @@ def memory_is_told() -> None:
 
 def plans_are_for_the_chip() -> None:
     """Chip, cores, macOS and PyTorch are what a measurement holds for."""
-    here = environments.environment(DEVICE)
+    here = environment.environment(DEVICE)
     assert (here.device, here.kind) == ("Apple M4 Pro, 20 GPU cores", "mps")
     assert here.driver.startswith("macOS")
     assert here.torch == torch.__version__
@@ -370,7 +362,7 @@ def main() -> None:
         except BaseException:  # whatever goes wrong belongs to that check
             problem = traceback.format_exc()
         print(json.dumps({"name": check.__name__, "problem": problem}), flush=True)
-        stores.forget()
+        open_stores.forget()
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import registry, selector, stores, study
+from tensorlogic import registry, selector, study
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import Candidate
-from tensorlogic.core.key import Evidence, Key, Plan
+from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
 from tensorlogic.measure import timer
+from tensorlogic.plans import open_stores
+from tensorlogic.plans.plan import Evidence, Plan
 from tensorlogic.system import compile_pool, compile_workers
 
 CPU = torch.device("cpu")
@@ -72,7 +74,7 @@ def plan(key: Key, eager: str, captured: str | None = None) -> Plan:
 
 def put(*made: Plan) -> None:
     for one in made:
-        stores.current(CPU).put(one)
+        open_stores.current(CPU).put(one)
     policy.forget_entries()
 
 

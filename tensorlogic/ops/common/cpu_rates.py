@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import stores
 from ...measure import isolation as measure_isolation
 from ...measure import timer
-from ...notes import Notes
+from ...plans import open_stores
+from ...plans.machine_notes import Notes
 from ...system import capture_state
 
 if sys.platform != "win32":
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 _NOTES = Notes(".rates")
 _TRIED: dict[str, int] = {}
-stores.ON_FORGET += [_NOTES.forget, _TRIED.clear]
+open_stores.ON_FORGET += [_NOTES.forget, _TRIED.clear]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def factors(name: str, dtype: torch.dtype, products: Sequence[Product]) -> tuple
     if known is None:  # not met in this process, but maybe on disk
         line = next((n for n in _NOTES.known if n.startswith(f"{name} = ")), None)
         if line is None:
-            if stores.distributed() or not capture_state.calm(CPU):
+            if open_stores.distributed() or not capture_state.calm(CPU):
                 return (1.0,) * len(products)
             found = None
             if _TRIED.setdefault(name, 0) < TRIES:

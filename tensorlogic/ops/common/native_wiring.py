@@ -16,7 +16,7 @@ from ...core.key import Key
 from ...core.op import Op
 from ...measure import interference, timer
 from ...native import cpu_library, library_files
-from ...notes import Notes
+from ...plans.machine_notes import Notes
 from . import storing, wiring
 
 CACHE_BYTES = 2 << 20  # beyond it, a pass over memory costs what memory gives

@@ -1,0 +1,1 @@
+"""Plans: what was chosen for which key and why, in memory, on disk and in lockfiles."""

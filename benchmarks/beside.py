@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic.core.tolerance import chance
+from tensorlogic.guards.tensor_tree import tensors_in
 from tensorlogic.measure import timer
-from tensorlogic.program.check import tensors_in, widen
+from tensorlogic.program.check import widen
 from tensorlogic.program.copies import fresh
 from tensorlogic.program.later import Later
 

@@ -9,12 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import front, selector
+from . import selector
 from .call_cache import Run, device_of, keep, present
 from .core import policy as policies
 from .core.candidate import EAGER, Launcher, Outputs
 from .core.key import Key
 from .core.op import Op
+from .guards import tensor_guard
 from .native import call_extension
 from .recorded_calls import Recording, applied
 from .system import capture_state
@@ -205,5 +206,5 @@ def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
     if outs is None:
         return bound.declined(dynamic)
     if compiled and not capture_state.any_thread():
-        keep(chosen, where, front.guard(tensors), launched)
+        keep(chosen, where, tensor_guard.guard(tensors), launched)
     return outs

@@ -14,6 +14,7 @@ from .core import policy as core_policy
 from .core.candidate import EAGER
 from .core.key import Key
 from .core.op import Flags, Op
+from .guards import tensor_guard
 from .system import function_modes
 
 from . import recording as _autograd_overhead  # noqa: F401  isort: skip  of studies
@@ -94,7 +95,7 @@ def _shown(op: Op, public: Callable[..., Any], stand_ins: Sequence[Any], given: 
 def _beside_default_device(given: Sequence[Any]) -> bool:
     """Whether a default device is set, and nothing among the arguments wants to see the call."""
     return function_modes.default_device() and all(
-        front.plain(g) for g in given if isinstance(g, Tensor)
+        tensor_guard.plain(g) for g in given if isinstance(g, Tensor)
     )
 
 
@@ -185,7 +186,7 @@ def call(
         return outs if op.internal else outs[0]
     if where is not None and bound.cacheable:
         # warm from now on: `front` serves the key without coming here
-        call_cache.keep(policy, where, front.guard(call_cache.present(op, args)), bound.run)
+        call_cache.keep(policy, where, tensor_guard.guard(call_cache.present(op, args)), bound.run)
         lasting = policy.observer is None  # one who watches comes with a policy of its own
         if public is not None and bound.device.type in ("cpu", "cuda") and lasting:
             front.keep(*public, policy, *bound.shortest)
@@ -204,7 +205,7 @@ def _warm_lowered(
     public, kind = front.FRONTS[prepare], call_cache.device_of(args).type
     asked, enable = torch.get_autocast_dtype, torch.set_autocast_enabled
     dtype = asked(kind)
-    guard = front.guard(call_cache.present(op, args))
+    guard = tensor_guard.guard(call_cache.present(op, args))
     dtypes = [
         low.dtype if isinstance(low, Tensor) and low.dtype != a.dtype else None
         for low, a in zip(lowered, args, strict=True)
@@ -250,7 +251,7 @@ def _special(args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] | None:
         return composition
     if any(t.layout is not torch.strided for t in tensors):  # a subclass's, too
         return composition
-    odd = not all(front.plain(t) for t in tensors)
+    odd = not all(tensor_guard.plain(t) for t in tensors)
     if odd or function_modes.intercepted() or torch._C._len_torch_dispatch_stack():
         return library.traced
     if torch._C._get_tracing_state() is not None or any(t.device.type == "meta" for t in tensors):

@@ -15,6 +15,7 @@ from .autotune import measure_key
 from .core import policy
 from .core.key import Key
 from .core.op import Op
+from .guards.tensor_tree import leaves_of
 from .measure import timer
 from .pairing import Met
 from .plans import open_stores
@@ -150,22 +151,6 @@ def _backward(out: Any) -> None:
     leaves = leaves_of(out)
     if leaves:
         torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
-
-
-def leaves_of(out: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a backward pass from `out` would reach."""
-    found: dict[int, torch.Tensor] = {}
-    seen: set[Any] = set()
-    queue: list[Any] = [out.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found[id(node.variable)] = node.variable
-        queue.extend(parent for parent, _ in node.next_functions)
-    return list(found.values())
 
 
 def _measure(op: Op, key: Key, device: torch.device, learned: Learned, prompt_s: float) -> bool:

@@ -148,7 +148,7 @@ def test_nothing_is_asked_of_models_that_ask_nothing(pays: None) -> None:
     )
     assert fast._program.asks is None
     assert not fast._program.asked.looks
-    assert fast._program((some(),), {}) is not tensorlogic.program.short.MISS  # recorded or not
+    assert fast._program((some(),), {}) is not tensorlogic.guards.errors.MISS  # recorded or not
 
 
 @torch.no_grad()
@@ -185,8 +185,8 @@ def test_attributes_of_weights_are_followed(pays: None) -> None:
 def test_advice_to_compilers_is_no_attribute(pays: None) -> None:
     fast, x = optimized(nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(DEVICE).eval(), some()), some()
     x._dynamo_static_input_type = "guarded"  # type: ignore[attr-defined]
-    assert fast._program((x,), {}) is not tensorlogic.program.short.MISS
-    assert fast._program((flagged(),), {}) is tensorlogic.program.short.MISS
+    assert fast._program((x,), {}) is not tensorlogic.guards.errors.MISS
+    assert fast._program((flagged(),), {}) is tensorlogic.guards.errors.MISS
 
 
 @torch.no_grad()

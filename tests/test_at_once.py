@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import tensorlogic
-from tensorlogic import front
+from tensorlogic.guards import tensor_guard
+from tensorlogic.guards.errors import MISS
+from tensorlogic.guards.model_guard import Kept
 from tensorlogic.program import capturing
 from tensorlogic.program.graphs import CallTape, Replay, Tape
 from tensorlogic.program.serve import Program
-from tensorlogic.program.short import MISS
 from tensorlogic.program.trace import trace
-from tensorlogic.program.watch import Kept
 
 from .support.graphs import CUDA, DEVICE, GradientTape, KernelTape
 
@@ -163,16 +163,16 @@ def test_one_recording_serves_those_that_waited_for_it() -> None:
 
 def test_a_guard_that_is_compiled_anew_is_asked_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nn.Parameter(torch.ones(2, 2))
-    kept, guard, found = Kept([weight]), front.guard, list[bool]()
+    kept, guard, found = Kept([weight]), tensor_guard.guard, list[bool]()
 
     def meanwhile(tensors: Any) -> Any:
-        monkeypatch.setattr(front, "guard", guard)
+        monkeypatch.setattr(tensor_guard, "guard", guard)
         other = threading.Thread(target=lambda: found.append(kept.holds()))
         other.start()
         other.join()
         return guard(tensors)
 
-    monkeypatch.setattr(front, "guard", meanwhile)
+    monkeypatch.setattr(tensor_guard, "guard", meanwhile)
     weight.requires_grad_(False)
     assert kept.holds()
     assert found == [True]

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic.core import policy
+from tensorlogic.guards.errors import MISS
+from tensorlogic.guards.model_guard import Guard
 from tensorlogic.program import capturing, drawing, trace
 from tensorlogic.program.buffers import once, static_like
 from tensorlogic.program.drawing import drawn_once
-from tensorlogic.program.short import MISS
-from tensorlogic.program.watch import Guard
 from tensorlogic.program.words import Words
 
 from .support.graphs import CUDA, DEVICE, PythonTape, captured, gradients, net, recorded

@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
+from tensorlogic.guards.errors import MISS
 from tensorlogic.native import cpu_library, cuda_driver
 from tensorlogic.program import short as shortening
 from tensorlogic.program.graphs import Line, Replay
-from tensorlogic.program.short import MISS, short
+from tensorlogic.program.short import short
 
 from .driver.replaying import STREAM, Driver, captured, replay_of, tape
 

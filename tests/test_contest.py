@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.guards import errors
 from tensorlogic.plans import open_stores
-from tensorlogic.program import contest, inductor, later, short
+from tensorlogic.program import contest, inductor, later
 from tensorlogic.program.report import Report, Row
 from tests.inductor_fakes import DEVICE, Chain, Fake, Normed, same, x
 
@@ -36,7 +37,7 @@ def test_the_faster_one_serves(fake: Fake) -> None:
     assert all(r.refused for r in fast.report.rows if r.op != contest.OP)
     given = x()
     same(fast(given), model(given))
-    assert fast._program((given,), {}) is not short.MISS
+    assert fast._program((given,), {}) is not errors.MISS
     with torch.no_grad():
         model.w.mul_(2.0)
     same(fast(given), model(given))  # weights are read, not kept

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.guards.finite_branches import Foretold
 from tensorlogic.program.apart import Apart
-from tensorlogic.program.foretold import Foretold
 from tensorlogic.program.pieces import Pieces
 
 from .support.graphs import DEVICE
@@ -93,7 +93,7 @@ def test_branches_on_finiteness_are_one_graph(question: str, example: float) -> 
     served: list[bool] = []
     inner = fast._program.objects.served
     fast._program.objects.served = lambda *args: (
-        served.append((out := inner(*args)) is not tensorlogic.program.short.MISS),
+        served.append((out := inner(*args)) is not tensorlogic.guards.errors.MISS),
         out,
     )[1]
     for number in (example, 3.0 if example != 1.0 else float("nan")):

@@ -10,9 +10,10 @@ import torch
 from torch import fx, nn
 
 import tensorlogic
+from tensorlogic.guards import errors
 from tensorlogic.measure import timer
 from tensorlogic.plans import open_stores
-from tensorlogic.program import contest, inductor, leftovers, short
+from tensorlogic.program import contest, inductor, leftovers
 from tensorlogic.system import settings
 
 from .inductor_fakes import DEVICE, Normed, Tails, graded, left, same, x
@@ -85,5 +86,5 @@ def test_what_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = Tails().to(DEVICE), x()
     fast = tensorlogic.optimize(model, given, training=True, budget_s=200)
     assert [r.refused for r in left(fast.report)] == ["", ""], fast.report
-    assert fast._program((given,), {}) is not short.MISS
+    assert fast._program((given,), {}) is not errors.MISS
     same(graded(fast, given), graded(model, given))

@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 import tensorlogic
-from tensorlogic.program import asked
+from tensorlogic.guards import global_state
 
 from .support.graphs import DEVICE, QUESTIONS, optimized, some
 
 
 def test_what_pytorch_and_we_ask_for_others_is_not_noted() -> None:
     model = nn.TransformerEncoderLayer(8, 2, batch_first=True).to(DEVICE).eval()
-    with asked.noting() as names, torch.no_grad():
+    with global_state.noting() as names, torch.no_grad():
         model(torch.randn(1, 3, 8, device=DEVICE))
         tensorlogic.linear(some(), torch.randn(8, 8, device=DEVICE))
         with torch.autocast("cpu", enabled=False):
             some().detach()
     assert names == {"default device"}  # of `some`
-    with asked.noting() as names:
+    with global_state.noting() as names:
         QUESTIONS["wants a gradient"][0](some())
     assert "requires_grad" in names
 
@@ -44,7 +44,7 @@ def test_a_profiler_that_cannot_be_shared_makes_everything_count_as_asked(pays: 
         assert sys.getprofile() is profiler
     finally:
         sys.setprofile(None)
-    x, miss = some(), tensorlogic.program.short.MISS
+    x, miss = some(), tensorlogic.guards.errors.MISS
     assert fast._program((x,), {}) is miss
     with torch.no_grad():
         assert fast._program((x,), {}) is not miss
@@ -58,7 +58,7 @@ def test_other_profilers_are_shared_or_wait() -> None:
 
     sys.setprofile(other)
     try:
-        with asked.noting() as names:
+        with global_state.noting() as names:
             torch.is_grad_enabled()
         assert sys.getprofile() is other
     finally:
@@ -68,7 +68,7 @@ def test_other_profilers_are_shared_or_wait() -> None:
     profile = cProfile.Profile()
     profile.enable()
     try:
-        with asked.noting() as names:
+        with global_state.noting() as names:
             torch.is_grad_enabled()
         torch.is_inference_mode_enabled()
     finally:

@@ -79,7 +79,7 @@ def optimized(model: nn.Module, *given: Any, **named: Any) -> Any:
 def served(fast: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether such a call is the program's; it is made on copies."""
     args, kwargs = copy.deepcopy((args, kwargs))
-    return fast._program(args, kwargs) is not tensorlogic.program.short.MISS
+    return fast._program(args, kwargs) is not tensorlogic.guards.errors.MISS
 
 
 def same(a: Any, b: Any) -> None:

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tensorlogic
+from tensorlogic.guards.errors import MISS
+from tensorlogic.guards.python_globals import Reach
 from tensorlogic.program.optimizing import OptimizedModule, _extended
-from tensorlogic.program.reach import Reach
 from tensorlogic.program.serve import PATIENCE, REST
-from tensorlogic.program.short import MISS
 from tensorlogic.program.trace import trace, witness
 
 from .inductor_fakes import program_of

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.guards import errors
 from tensorlogic.program import gradients
-from tensorlogic.program import trace as program_trace
 from tensorlogic.program.trace import trace
 
 from .support.graphs import close
@@ -114,13 +114,13 @@ def test_a_graph_is_compared_with_the_model() -> None:
     traced = trace(model, (x,), {})
     gradients.same(traced, model, (x,), {})
     model.own = lambda v: 0.9 * v + 0.1 * v.detach()
-    with pytest.raises(program_trace.Untraceable, match="gradients are not the model's"):
+    with pytest.raises(errors.Untraceable, match="gradients are not the model's"):
         gradients.same(traced, model, (x,), {})
     model.own = lambda v: 1.1 * v
     model.drop.p = 0.0
     traced = trace(model, (x,), {})
     model.own = lambda v: v
-    with pytest.raises(program_trace.Untraceable, match="outputs are not the model's"):
+    with pytest.raises(errors.Untraceable, match="outputs are not the model's"):
         gradients.same(traced, model, (x,), {})
     assert all(p.grad is None for p in model.parameters())
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic.program.reach import Reach
-from tensorlogic.program.watch import Watch
+from tensorlogic.guards.model_guard import Watch
+from tensorlogic.guards.python_globals import Reach
 
 FACTOR = 1.0
 SHIFT = torch.zeros(4)

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import tensorlogic
+from tensorlogic.guards.errors import Untraceable
+from tensorlogic.guards.tensor_tree import storage
 from tensorlogic.program import recall, stored
 from tensorlogic.program import trace as program_trace
 from tensorlogic.program.packed import Unpackable, packed, unpacked
-from tensorlogic.program.trace import Untraceable, storage, trace
+from tensorlogic.program.trace import trace
 from tensorlogic.system import settings
 
 HELP: Callable[[Tensor, Tensor], Tensor] = lambda y, x: y * 2.0  # noqa: E731  # part of no class

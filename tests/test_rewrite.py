@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from tensorlogic.guards.errors import Untraceable
 from tensorlogic.ops.rms_norm import RMS_NORM
 from tensorlogic.ops.swiglu import SWIGLU
 from tensorlogic.program import check
 from tensorlogic.program.patterns import RULES
 from tensorlogic.program.probe import probe
 from tensorlogic.program.rewrite import emitter, rewrite
-from tensorlogic.program.trace import Untraceable, constants, trace
+from tensorlogic.program.trace import constants, trace
 
 
 class Says(nn.Module):

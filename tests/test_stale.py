@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic.core.weight_cache import CACHE
-from tensorlogic.program import samples, serve
+from tensorlogic.guards import weight_fingerprint
+from tensorlogic.program import serve
 
 SCALE = 1.0
 TABLE = {"shift": 0.5}
@@ -344,7 +345,7 @@ def test_the_class_keeps_its_name(pays: None) -> None:
 def test_weights_that_are_looked_at_may_lose_their_memory_for_a_while() -> None:
     """As FSDP takes it away between uses; NumPy's arrays would have forbidden that for ever."""
     weight, turned = torch.randn(6, 4), torch.randn(4, 6).half().t()
-    looked = samples.Samples([weight, turned, torch.tensor(2.0)])
+    looked = weight_fingerprint.Samples([weight, turned, torch.tensor(2.0)])
     turned.data[3, 0] = 7.0  # its middle
     assert [t is turned for t in looked.unseen()] == [True]
     kept, storage = weight.clone(), weight.untyped_storage()

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tensorlogic.guards.model_guard import Kept, Watch, still
 from tensorlogic.native import call_extension, cpu_library
-from tensorlogic.program.watch import Kept, Watch, still
 
 pytestmark = pytest.mark.skipif(
     cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())

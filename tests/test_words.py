@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.guards.errors import MISS
 from tensorlogic.program.graphs import Replay
 from tensorlogic.program.serve import Program
-from tensorlogic.program.short import MISS
 
 from .support.graphs import CUDA, DEVICE, PythonTape
 

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 
-from .foretold import FINITE
-from .trace import Untraceable
+from ..system import function_modes
+from .errors import Untraceable
+from .finite_branches import FINITE
 
 _C: Any = torch._C
 KEPT = "kept by torch.nn.utils.parametrize.cached() until its block ends"
@@ -256,3 +258,15 @@ def answered(names: Iterable[str], model: nn.Module, given: Sequence[Any]) -> As
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
     return [v for v in values if isinstance(v, Tensor) and v.layout is torch.strided]
+
+
+def plain_modes() -> bool:
+    """True where nothing traces, transforms or intercepts PyTorch's calls."""
+    return (
+        not torch._C._len_torch_dispatch_stack()
+        and not function_modes.intercepted()
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is None
+        and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
+    )

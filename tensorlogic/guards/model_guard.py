@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import front
 from ..native import call_extension
-from .reach import CONTENT, Reach
+from . import tensor_guard
+from .python_globals import CONTENT, Reach
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = (
@@ -281,7 +281,7 @@ class Kept:
         checks = []
         for inference in (False, True):
             with torch.inference_mode(inference):
-                checks.append(front.guard(self.tensors) if self.tensors else _always)
+                checks.append(tensor_guard.guard(self.tensors) if self.tensors else _always)
         self.checks = checks  # whole, as other threads ask meanwhile
 
     def holds(self) -> bool:

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from .reach import Reach
-from .watch import DEPTH, plain_object
+from ..core.rewrite_rule import example
+from .model_guard import DEPTH, plain_object
+from .python_globals import Reach
+from .tensor_tree import storage
 
 VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -85,3 +87,27 @@ class _Held:
 
 
 _MACHINERY = frozenset(vars(nn.Module())) - {"training"}
+
+
+def identities(graph: fx.Graph) -> None:
+    """Calls that hand their argument through, such as dropout in evaluation, are left out, and checks of what guards know."""
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+            continue
+        if node.target in (aten.dropout.default, aten.feature_dropout.default):
+            through = node.args[1] == 0.0 or not node.args[2]
+        elif node.target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device):
+            base, out = example(node.args[0]), example(node)
+            through = (
+                base is not None and out is not None and storage(node) == storage(node.args[0])
+            )
+            through = through and base.dtype == out.dtype  # type: ignore[union-attr]
+        else:
+            continue
+        if through:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)

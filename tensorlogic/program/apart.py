@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..guards.errors import MISS, Untraceable
+from ..guards.finite_branches import Foretold
+from ..guards.global_state import plain_modes
 from . import check, recall
 from .choosing import best
 from .copies import fresh, sharing, unwritten
-from .foretold import Foretold
 from .forms import Form
 from .graphs import FAILURES
 from .later import Later
@@ -19,8 +21,7 @@ from .objects import Flat, Objects
 from .probe import Habits
 from .report import Report
 from .serve import Program, mutates
-from .short import MISS, plain_modes
-from .trace import Trace, Untraceable, random_call, witness
+from .trace import Trace, random_call, witness
 from .whole import expected_inputs
 
 

@@ -12,12 +12,13 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..guards.errors import first_line
 from ..ops.attention.rewrite import RULES as ATTENTION
 from ..ops.softmax_cross_entropy.rewrite import RULES as CROSS_ENTROPY
 from .gradients import opaque
 from .patterns import PRODUCTS
 from .rewrite import rewrite
-from .trace import first_line, writes
+from .trace import writes
 
 LOG = logging.getLogger("tensorlogic")
 LEFTOVERS = ("inductor", "eager")

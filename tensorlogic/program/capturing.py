@@ -19,17 +19,18 @@ from torch.utils import _pytree as pytree
 from ..core import policy as core_policy
 from ..core import weight_cache
 from ..core.argument_checks import describe, flag, index
+from ..guards.errors import MISS
+from ..guards.global_state import KEPT, Asked, keeps_parametrized, modes, plain_modes
+from ..guards.model_guard import Kept, Watch, attributes, still
+from ..guards.tensor_tree import leaves_of
 from ..system import capture_state
-from ..tuning import leaves_of
 from . import lanes
-from .asked import KEPT, Asked, keeps_parametrized, modes
 from .buffers import Unseen, filled, plain, rows_of
 from .drawing import drawn_once
 from .graphs import FAILURES, CallTape, GradientReplay, Replay, cause, heal, pool_of
 from .lanes import warm
 from .leaving import LEAVES, Leaving, saved_elsewhere
-from .short import MISS, Way, plain_modes, short
-from .watch import Kept, Watch, attributes, still
+from .short import Way, short
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate
 
 from ..core import weight_cache
 from ..core.tolerance import Errors, Verdict, chance, judge, of_all, spacing
+from ..guards.tensor_tree import flat_values, tensors_in
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FAR = {torch.float16: 0.05, torch.bfloat16: 0.05}  # relative; 1e-3 for other dtypes
@@ -174,13 +175,6 @@ def growth(errors: Sequence[Errors]) -> float:
     return (ours / eager) ** 0.5 if eager else 0.0
 
 
-def flat_values(value: Any) -> list[Any]:
-    """The leaves of nested tuples and lists."""
-    if isinstance(value, (tuple, list)):
-        return [x for v in value for x in flat_values(v)]
-    return [value]
-
-
 def gradients(outs: Sequence[Tensor], wrt: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of outputs, each weighted by a wave of its own, with respect to what they reach."""
     found = torch.autograd.grad(outs, wrt, seeds(outs), allow_unused=True)
@@ -195,28 +189,6 @@ def seeds(outs: Sequence[Tensor]) -> list[Tensor]:
         .to(o.dtype)
         for o in outs
     ]
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of nested containers and of plain objects' attributes, in a fixed order, each object entered once."""
-    found: list[Tensor] = []
-    entered: set[int] = set()
-
-    def walk(v: Any) -> None:
-        if isinstance(v, Tensor):
-            found.append(v)
-        elif isinstance(v, (str, bytes, int, float, type(None), type, torch.nn.Module)):
-            return
-        elif id(v) not in entered:
-            entered.add(id(v))
-            inner = (
-                v.values() if isinstance(v, Mapping) else v if isinstance(v, (tuple, list)) else ()
-            )
-            for each in inner or getattr(v, "__dict__", {}).values():
-                walk(each)
-
-    walk(value)
-    return found
 
 
 def step(out: Any, training: bool, wrt: Sequence[Tensor]) -> Any:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..core.tolerance import Verdict
+from ..guards import tensor_tree
+from ..guards.errors import MISS, Untraceable
 from ..measure import timer
 from ..system import compile_pool, settings
 from . import check, inductor, leftovers
@@ -31,9 +33,8 @@ from .regions import HEATS, Judge
 from .report import Report, Row
 from .rewrite import Region, again, rewrite
 from .serve import Program, device_of, mutates
-from .short import MISS
 from .stored import Choice, Stored, merged
-from .trace import Trace, Untraceable, counts, writes
+from .trace import Trace, counts, writes
 from .whole import Whole, confirmed, expected_inputs
 from .widen import pays, widened
 
@@ -352,7 +353,7 @@ def _expand(
 def _lay(graph: fx.Graph, strides: Sequence[Any]) -> None:
     """Hand every output out as the original does: a caller may ask for a view."""
     out = graph.output_node()
-    values = check.flat_values(out.args[0])
+    values = tensor_tree.flat_values(out.args[0])
     for value, stride in dict(zip(values, strides, strict=True)).items():
         if isinstance(value, fx.Node) and stride is not None and value.op == "call_function":
             with graph.inserting_before(out):

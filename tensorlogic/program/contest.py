@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from ..guards.errors import MISS
+from ..guards.tensor_tree import storage
 from ..measure import timer
 from . import check, inductor, leftovers
 from . import spread as spreading
 from .inductor import Compiled, Unable
 from .report import Report, Row
 from .serve import Program, mutates
-from .short import MISS
-from .trace import Trace, storage, written
+from .trace import Trace, written
 from .whole import Whole, apart
 
 OP, NAME, EVERYTHING = "inductor", "torch.inductor", "whole model"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .check import tensors_in, widen
+from ..guards.tensor_tree import tensors_in
+from .check import widen
 
 
 def sharing(model: nn.Module, buffers: bool = True) -> nn.Module:
@@ -51,19 +52,6 @@ def unsearched() -> Iterator[None]:
     finally:
         if own:
             gc.unfreeze()
-
-
-@contextlib.contextmanager
-def unhooked(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Hooks of tensors, which count or log gradients of steps, hear nothing of those that are made meanwhile."""
-    hooked = [(p._backward_hooks, dict(p._backward_hooks)) for p in tensors if p._backward_hooks]  # fmt: skip
-    for table, _ in hooked:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, held in hooked:
-            table.update(held)
 
 
 @contextlib.contextmanager

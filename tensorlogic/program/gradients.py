@@ -10,9 +10,10 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..guards.errors import Untraceable, first_line
 from . import check
 from .copies import fresh, sharing, undisturbed, unwritten
-from .trace import Trace, Untraceable, first_line
+from .trace import Trace
 from .whole import expected_inputs
 
 # whose functions have the gradients of what they compute

@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..guards.errors import first_line
+from ..guards.tensor_tree import flat_values, unhooked
 from ..system import capture_state
 from . import lanes
 from .buffers import expanded, once, static_like
-from .check import flat_values
-from .copies import unhooked
-from .trace import first_line
 
 LOG = logging.getLogger("tensorlogic")
 FAILURES = (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError)

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..guards.errors import first_line
 from ..system import settings
 from ..system.compile_workers import give_way
-from .trace import Trace, first_line, random_call
+from .trace import Trace, random_call
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 EAGERLY = "force_non_lazy_backward_lowering"  # which PyTorch before 2.13 does not set by itself

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ..core import policy, weight_cache
+from ..guards.errors import first_line
+from ..guards.global_state import plain_modes
 from ..plans import open_stores
 from ..system import capture_state, idle_resources, settings
 from ..system.compile_workers import NICENESS
@@ -24,8 +26,6 @@ from .contest import Contest
 from .copies import undisturbed
 from .report import Report
 from .serve import Program
-from .short import plain_modes
-from .trace import first_line
 from .whole import Whole
 
 LOG = logging.getLogger("tensorlogic")

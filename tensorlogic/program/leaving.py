@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tuning import leaves_of
-from .asked import EVERY, STEP, noting
+from ..guards.global_state import EVERY, STEP, noting
+from ..guards.tensor_tree import leaves_of
 
 LEAVES = (
     "it leaves gradients in parameters that are cleared or replaced outside of it: clear them inside, or with "

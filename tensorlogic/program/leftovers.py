@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ..core.rewrite_rule import example
+from ..guards.errors import first_line
 from ..measure import timer
 from . import check, inductor
 from .branches import _kernels
@@ -23,7 +24,7 @@ from .precisely import OTHERS, PRODUCTS
 from .regions import FAILURES, LEAST_GAIN, Expected, raced, stepping
 from .report import Row
 from .serve import Program
-from .trace import first_line, random_call, writes
+from .trace import random_call, writes
 
 OP, NAME = "left over", "torch.inductor"
 # kinds of runs that are compiled, those that take the longest first

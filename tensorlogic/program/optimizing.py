@@ -18,26 +18,26 @@ from ..core import argument_checks, policy, weight_cache
 from ..core.numeric_mode import Mode, Precision
 from ..core.precision_policy import policy_of
 from ..core.precision_policy import precision as Policy
+from ..guards.errors import MISS, Unfit, Untraceable, first_line
+from ..guards.global_state import CHECKPOINT, KEPT, answered, keeps_parametrized
+from ..guards.model_guard import HOOKS
+from ..guards.python_globals import MIXINS
+from ..guards.tensor_tree import tensors_in, unhooked
 from ..system import compile_pool, process, settings
 from ..system.heap_trim import give_back
 from . import apart, gradients, recall
 from .advising import advise, watched
 from .apart import Apart
-from .asked import CHECKPOINT, KEPT, answered, keeps_parametrized
-from .check import tensors_in
 from .choosing import best
-from .copies import fresh, sharing, undisturbed, unhooked, unsearched, unwritten
+from .copies import fresh, sharing, undisturbed, unsearched, unwritten
 from .later import Later, worthwhile
 from .pieces import Pieces, pieces
 from .precisely import Kept, precisely
 from .probe import probe, takes_itself
-from .reach import MIXINS
 from .regions import FAILURES
 from .report import Report
 from .serve import Program
-from .short import MISS
-from .trace import Unfit, Untraceable, constants, first_line, witness
-from .watch import HOOKS
+from .trace import constants, witness
 
 # seconds for measuring where the caller gives no other budget
 BUDGET_S = 2.0

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..guards import tensor_tree
+from ..guards.errors import first_line
 from . import check
 from .copies import fresh
 from .graphs import FAILURES
-from .trace import first_line
 
 
 def random_state() -> list[Any]:
@@ -36,8 +37,8 @@ def outcome(
 ) -> list[list[Tensor]]:
     """Everything that a call gives or changes: outputs, its inputs afterwards, gradients of parameters in training."""
     given = fresh(args, kwargs, dtype)
-    outs = check.tensors_in(call(*given[0], **given[1]))
-    after = check.tensors_in(given)
+    outs = tensor_tree.tensors_in(call(*given[0], **given[1]))
+    after = tensor_tree.tensors_in(given)
     wrt = [p for p in holder.parameters() if p.requires_grad]
     graded = [o for o in outs if o.requires_grad]
     grads = check.gradients(graded, wrt) if training and wrt and graded else []
@@ -63,7 +64,7 @@ class _Wide(TorchFunctionMode):
 def widely(model: nn.Module, training: bool, args: Any, kwargs: Any) -> list[list[Tensor]] | str:
     """`outcome` in higher precision, float32 where halves cannot be float64; where the model's own code insists on its
     dtype, what it says."""
-    tensors = [*model.parameters(), *model.buffers(), *check.tensors_in((args, kwargs))]
+    tensors = [*model.parameters(), *model.buffers(), *tensor_tree.tensors_in((args, kwargs))]
     floats = [t for t in tensors if t.is_floating_point()]
     ways: list[tuple[torch.dtype, Any]] = [(check.wide_dtype(tensors), contextlib.nullcontext())]
     if all(t.element_size() <= 2 for t in floats):

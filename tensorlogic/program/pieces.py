@@ -16,6 +16,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from ..core.tolerance import Verdict
+from ..guards import tensor_tree
+from ..guards.errors import MISS, Untraceable, first_line
+from ..guards.global_state import plain_modes
+from ..guards.model_guard import Hooks
 from ..measure import timer
 from ..system.thread_output import aside
 from . import check
@@ -29,9 +33,7 @@ from .later import Later, worthwhile
 from .outcomes import outcome, random_state, widely
 from .report import Report
 from .serve import Program
-from .short import MISS, plain_modes
-from .trace import Trace, Untraceable, counters, first_line, prepare, witness
-from .watch import Hooks
+from .trace import Trace, counters, prepare, witness
 
 # at a graph's own calls, before a program is made for it in the next: a first one is no measure
 LOOKS = 2
@@ -339,9 +341,9 @@ def _faster(
     wrt = [p for p in made.model.parameters() if p.requires_grad]
 
     def changes() -> bool:
-        before = [(id(t), t._version) for t in check.tensors_in(given)]
+        before = [(id(t), t._version) for t in tensor_tree.tensors_in(given)]
         twin(*given[0], **given[1])
-        return before != [(id(t), t._version) for t in check.tensors_in(given)]
+        return before != [(id(t), t._version) for t in tensor_tree.tensors_in(given)]
 
     def call(model: Callable[..., Any]) -> Callable[[], Any]:
         def run() -> Any:
@@ -350,7 +352,7 @@ def _faster(
 
         return run
 
-    tensors = [*made.model.parameters(), *check.tensors_in(given)]
+    tensors = [*made.model.parameters(), *tensor_tree.tensors_in(given)]
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     with unwritten(made.model), aside("stdout"):
         changing = changes()

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from ..core.numeric_mode import Precision
 from ..core.precision_policy import under
+from ..guards.errors import MISS, Untraceable
 from ..measure import timer
 from ..ops.linear import linear
 from ..ops.matmul import matmul
 from .report import Report, Row
 from .serve import Program
-from .short import MISS
-from .trace import Trace, Untraceable
+from .trace import Trace
 from .whole import confirmed
 
 aten: Any = torch.ops.aten

@@ -10,15 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .asked import SEEDING, noting
-from .check import tensors_in
+from ..guards.errors import Unfit
+from ..guards.global_state import SEEDING, noting
+from ..guards.model_state import difference, state
+from ..guards.plain_values import plain_object
+from ..guards.python_globals import Reach
+from ..guards.tensor_tree import tensors_in
 from .copies import fresh, sharing, unwritten
 from .handing import holders, inside, odd, untouched
 from .objects import Objects, Opaque
-from .plain import plain_object
-from .reach import Reach
-from .state import difference, state
-from .trace import Unfit, witness
+from .trace import witness
 
 COUNTS = (bool, int, float, str)
 

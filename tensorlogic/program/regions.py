@@ -17,6 +17,8 @@ from ..core.key import Key
 from ..core.op import Op
 from ..core.rewrite_rule import Composite, Way
 from ..core.tolerance import Verdict
+from ..guards import tensor_tree
+from ..guards.errors import first_line
 from ..measure import timer
 from ..system import compile_pool
 from . import check, early
@@ -25,7 +27,7 @@ from .decisions import Decision, evidence, refused, slowness
 from .fragments import CHOSEN, PLAIN, Fragment, full, value_of, ways_of
 from .rewrite import Region
 from .stored import Plans, Stored, planned
-from .trace import Trace, first_line
+from .trace import Trace
 from .whole import apart
 
 HEATS = 3  # rounds in which all ways run
@@ -301,7 +303,7 @@ def stepping(run: Callable[..., Any], leaves: Sequence[Any]) -> Callable[[], Any
 
     def forward() -> list[Tensor]:
         with torch.enable_grad():
-            outs = check.flat_values(run(*leaves))
+            outs = tensor_tree.flat_values(run(*leaves))
             return [o for o in outs if isinstance(o, Tensor) and o.requires_grad]
 
     seeds = [torch.ones_like(o) for o in forward()] if wrt else []

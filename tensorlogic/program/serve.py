@@ -13,8 +13,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..core import policy, weight_cache
+from ..guards.errors import MISS
+from ..guards.global_state import autocast, plain_modes, precisions
+from ..guards.model_guard import Guard, Kept, Watch, still
+from ..guards.tensor_tree import storage
+from ..guards.weight_fingerprint import Samples
 from ..system import process
-from .asked import autocast, precisions
 from .branches import Section, streams
 from .check import step
 from .code import Function, ahead
@@ -22,10 +26,8 @@ from .forms import Form
 from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal
 from .inductor import Compiled
 from .lanes import warm
-from .samples import Samples
-from .short import MISS, Way, plain_modes, short
-from .trace import Trace, norm, random_call, storage, writes
-from .watch import Guard, Kept, Watch, still
+from .short import Way, short
+from .trace import Trace, norm, random_call, writes
 from .words import Words, leaves
 
 VERSION, WANTS = attrgetter("_version"), attrgetter("requires_grad")

@@ -11,28 +11,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from .. import front
 from ..core import policy as policies
+from ..guards import tensor_guard
+from ..guards.errors import MISS
+from ..guards.global_state import switches
 from ..native import call_extension, cuda_driver
 from ..system import function_modes
-from .asked import switches
 from .graphs import GradientReplay, Replay, owned
 
-# what a program or a short way gives where it may not serve a call
-MISS = object()
 Way = Callable[..., Any]
-
-
-def plain_modes() -> bool:
-    """True where nothing traces, transforms or intercepts PyTorch's calls."""
-    return (
-        not torch._C._len_torch_dispatch_stack()
-        and not function_modes.intercepted()
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.maybe_current_level() is None
-        and torch._C._get_tracing_state() is None
-        and forward_ad._current_level < 0
-    )
 
 
 def short(
@@ -98,7 +85,7 @@ def _fits(
 ) -> Callable[..., bool]:
     """Whether a call is of the kind of `args`: PyTorch's compiled guard tells type, shape, strides, dtype, device, autocast
     and inference mode."""
-    check, count, grad = front.guard(list(args)), len(args), torch.is_grad_enabled()
+    check, count, grad = tensor_guard.guard(list(args)), len(args), torch.is_grad_enabled()
     cuda = device.type == "cuda"
     capturing = torch._C._cuda_isCurrentStreamCapturing if cuda else None
     is_grad, dispatching = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack

@@ -20,13 +20,13 @@ from torch import Tensor, fx
 from .. import registry
 from ..core import policy as policies
 from ..core.op import OPS
+from ..guards.global_state import precisions
 from ..native import hook_extension, library_files
 from ..plans import file_format, open_stores
 from ..plans.environment import environment
 from ..plans.file_format import Records
 from ..system import settings
 from ..system.package import FOLDER
-from .asked import precisions
 from .decisions import Decision
 from .report import Report, Row
 from .trace import Trace

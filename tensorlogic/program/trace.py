@@ -16,25 +16,20 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..core.rewrite_rule import example
+from ..guards.errors import Untraceable, first_line
+from ..guards.model_guard import HOOKS
+from ..guards.model_state import identities
+from ..guards.tensor_tree import storage
 from ..system.thread_output import aside
 from .drawing import NUMPY, PYTHON, same
-from .watch import HOOKS
 
 if TYPE_CHECKING:
-    from .asked import Asked
+    from ..guards.global_state import Asked
     from .objects import Objects
 
 
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 GRADIENTS = torch.ops.higher_order.wrap_with_set_grad_enabled
-
-
-class Untraceable(Exception):
-    """Why a model cannot be served by a graph."""
-
-
-class Unfit(Untraceable):
-    """Why no way of tracing a model is even tried."""
 
 
 @dataclass
@@ -80,12 +75,6 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         vars(model).update(held)
-
-
-def first_line(problem: BaseException) -> str:
-    """The kind of an error and the first line that says something."""
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    return f"{type(problem).__name__}: {lines[0][:200]}" if lines else type(problem).__name__
 
 
 def _read(
@@ -232,30 +221,6 @@ def _reach(nodes: Iterable[fx.Node], live: set[fx.Node]) -> None:
             live.add(node)
 
 
-def identities(graph: fx.Graph) -> None:
-    """Calls that hand their argument through, such as dropout in evaluation, are left out, and checks of what guards know."""
-    aten = torch.ops.aten
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target is aten._assert_tensor_metadata.default:
-            graph.erase_node(node)
-            continue
-        if node.target in (aten.dropout.default, aten.feature_dropout.default):
-            through = node.args[1] == 0.0 or not node.args[2]
-        elif node.target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device):
-            base, out = example(node.args[0]), example(node)
-            through = (
-                base is not None and out is not None and storage(node) == storage(node.args[0])
-            )
-            through = through and base.dtype == out.dtype  # type: ignore[union-attr]
-        else:
-            continue
-        if through:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-
-
 def own_outputs(graph: fx.Graph) -> None:
     """Raise where the graph has an output that no caller could be given, such as a symbolic size of another tensor."""
     for node in graph.output_node().all_input_nodes:
@@ -296,15 +261,6 @@ def witness() -> Iterator[Seen]:
 
 
 # Views and in-place calls -------------------------------------------------------------------------
-
-
-def storage(node: fx.Node) -> int | None:
-    """The memory of a node's example tensor, by identity."""
-    value = example(node)
-    try:
-        return None if value is None else value.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # sparse and other tensors without one
-        return None
 
 
 def writes(node: fx.Node) -> bool:

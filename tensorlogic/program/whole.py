@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, fx
 
 from ..core.tolerance import Verdict
+from ..guards import tensor_tree
+from ..guards.errors import Untraceable, first_line
+from ..guards.model_guard import strides_of
 from . import check
 from .code import last_uses
 from .serve import Program, mutates
-from .trace import Trace, Untraceable, first_line, random_call
-from .watch import strides_of
+from .trace import Trace, random_call
 
 
 def expected_inputs(traced: Trace) -> dict[str, Any]:
@@ -58,7 +60,7 @@ class Whole:
 
     def gives(self, theirs: Sequence[Tensor]) -> bool:
         """Whether the graph, as it was traced, gives what the model itself has given; what draws numbers cannot be compared."""
-        ours = [o for o in check.flat_values(self.plain[0]) if isinstance(o, Tensor)]
+        ours = [o for o in tensor_tree.flat_values(self.plain[0]) if isinstance(o, Tensor)]
         return any(map(random_call, self.nodes)) or check.alike(ours, theirs)
 
     def _run(self, values: dict[str, Any], dtype: torch.dtype | None) -> Any:
@@ -69,7 +71,7 @@ class Whole:
             check.evaluate(self.nodes, env, self.traced.owner, dtype, kept, self.drawn)
             outs = fx.map_arg(self.outputs, lambda n: env[n.name])
             if dtype is None:
-                named = check.flat_values(self.outputs)
+                named = tensor_tree.flat_values(self.outputs)
                 self.strides = [
                     strides_of(env[n.name] if isinstance(n, fx.Node) else n) for n in named
                 ]
@@ -81,7 +83,9 @@ class Whole:
 
     def _graded(self, outs: Any, values: Mapping[str, Any]) -> Any:
         wrt = [values[n] for n in self.wants]
-        flat = [o for o in check.flat_values(outs) if isinstance(o, Tensor) and o.requires_grad]
+        flat = [
+            o for o in tensor_tree.flat_values(outs) if isinstance(o, Tensor) and o.requires_grad
+        ]
         if not self.training or not wrt or not flat:
             return outs
         return (outs, check.gradients(flat, wrt))

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .short import MISS, Way
+from ..guards.errors import MISS
+from .short import Way
 
 PLAIN = (type(None), bool, int, float, str)
 

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tensorlogic
-from tensorlogic.program import capturing, short
+from tensorlogic.guards import errors
+from tensorlogic.program import capturing
 from tensorlogic.program.graphs import CallTape
 
 CUDA = torch.cuda.is_available()
@@ -187,7 +188,7 @@ def close(a: Any, b: Any) -> None:
 
 def served(fast: nn.Module, *args: Any, **kwargs: Any) -> bool:
     """Whether the program, and not the model's own code, serves a call."""
-    return fast._program(args, kwargs) is not short.MISS
+    return fast._program(args, kwargs) is not errors.MISS
 
 
 def some() -> Tensor:

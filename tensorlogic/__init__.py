@@ -20,7 +20,7 @@ from .core.policy import policy
 from .core.precision_policy import precision
 from .core.weight_cache import constant, invalidate
 from .enabling import disable, enable
-from .memory.staging import to
+from .memory.transfer import to
 from .memory.unified import unified
 from .ops.attention_scores import attention_scores
 from .ops.dropout_linear import dropout_linear

@@ -15,7 +15,7 @@ from . import call_cache, dispatch, speeds
 from .core import policy as core_policy
 from .core import weight_cache
 from .core.op import Op
-from .memory import staging
+from .memory import transfer
 from .memory.unified import Unified
 from .plans import open_stores
 from .system import capture_state
@@ -61,7 +61,7 @@ def placement(device: str | torch.device | None = "auto") -> core_policy.Block:
             raise ValueError(
                 f"placement: device is {device!r}; 'auto', None or a device such as 'cuda' is required"
             ) from problem
-        if not staging.available(place.type):
+        if not transfer.available(place.type):
             raise ValueError(
                 f"placement: device is {device!r}, which is not there; use 'auto', or 'cpu'"
             )
@@ -139,7 +139,7 @@ def _counted(
 
 def _home(out: Any) -> Any:
     if isinstance(out, Tensor):
-        return out.to("cpu") if out.requires_grad else staging.to(out, "cpu")
+        return out.to("cpu") if out.requires_grad else transfer.to(out, "cpu")
     return out
 
 
@@ -153,14 +153,17 @@ def _moved(g: Any, place: torch.device) -> Any:
         return g.to(place)
     if _kept(g):
         return weight_cache.CACHE.get(
-            g, f"on {place}", lambda t: staging.to(t, place), lambda t: t.numel() * t.element_size()
+            g,
+            f"on {place}",
+            lambda t: transfer.to(t, place),
+            lambda t: t.numel() * t.element_size(),
         )
-    return staging.to(g, place)
+    return transfer.to(g, place)
 
 
 def _kept(g: Tensor) -> bool:
     """Whether copies of it on a device are kept: not where a NumPy array shares its memory, and may be written to."""
-    return weight_cache.is_constant(g) and not staging.shared(g)
+    return weight_cache.is_constant(g) and not transfer.shared(g)
 
 
 def _choose(op: Op, asked: str, given: Sequence[Any]) -> tuple[torch.device, Trial]:

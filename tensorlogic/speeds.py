@@ -11,7 +11,7 @@ import torch
 
 from .measure import isolation as measure_isolation
 from .measure import timer
-from .memory import stager, staging
+from .memory import pinned_buffers, transfer
 from .plans import open_stores
 
 # seconds and bytes a second of a transfer, until some were timed
@@ -48,13 +48,13 @@ def link(device: torch.device) -> Link:
         with measure_isolation.preserved(torch.device("cpu")):
             memory = torch.empty(5 * PROBED[1], dtype=torch.uint8, device="cpu")
             # By this thread: PyTorch's would go on spinning beside those that copy.
-            memory.numpy()[:: stager.PAGE] = 1
+            memory.numpy()[:: pinned_buffers.PAGE] = 1
             for nbytes in PROBED:
                 seconds = []
                 for part in memory.split(PROBED[1]):
                     timer.synchronize(device)
                     begin = time.perf_counter()
-                    staging.to(staging.to(part[:nbytes], device), "cpu")
+                    transfer.to(transfer.to(part[:nbytes], device), "cpu")
                     seconds.append((time.perf_counter() - begin) / 2)
                 taken.append(_middle(seconds[1:]))
         its.latency = taken[0]

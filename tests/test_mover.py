@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic.memory import stager, staging
-from tensorlogic.memory.staging_rules import MIB
+from tensorlogic.memory import pinned_buffers, transfer
+from tensorlogic.memory.transfer_tuning import MIB
 from tensorlogic.native import call_extension, cpu_library
 
 from .driver.copies import Engine
@@ -231,9 +231,9 @@ def test_callers_of_one_mover_wait_for_each_other(
 @pytest.fixture
 def ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers whose rules are known, as after the first few."""
-    monkeypatch.setattr(staging, "_QUICK", {})
+    monkeypatch.setattr(transfer, "_QUICK", {})
     for up in (True, False):
-        monkeypatch.setattr(stager.stager(0, up), "left", 0)
+        monkeypatch.setattr(pinned_buffers.stager(0, up), "left", 0)
 
 
 @gpu
@@ -241,15 +241,15 @@ def ready(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_transfers_go_the_short_way_once_their_rules_are_known() -> None:
     host = torch.randint(0, 256, (5 * MIB + 3,), dtype=torch.uint8)
     for _ in range(3):
-        before = stager.STATS.transfers
+        before = pinned_buffers.STATS.transfers
         there = tensorlogic.to(host, "cuda")
         assert torch.equal(there.cpu(), host)
         assert torch.equal(tensorlogic.to(there, "cpu"), host)
-        assert stager.STATS.transfers == before + 2
-    assert set(staging._QUICK) == {"cuda", "cpu"}
-    assert staging._QUICK["cuda"](host.pin_memory()) is None
-    assert staging._QUICK["cuda"](there) is None
-    assert staging._QUICK["cpu"](host) is None
+        assert pinned_buffers.STATS.transfers == before + 2
+    assert set(transfer._QUICK) == {"cuda", "cpu"}
+    assert transfer._QUICK["cuda"](host.pin_memory()) is None
+    assert transfer._QUICK["cuda"](there) is None
+    assert transfer._QUICK["cpu"](host) is None
     assert tensorlogic.to(host, "cpu") is host
     half = torch.randn(2 * MIB)
     assert torch.equal(tensorlogic.to(half, "cuda", torch.float16).cpu(), half.half())
@@ -286,7 +286,7 @@ def test_without_the_library_buffers_wait_for_the_stream_of_the_caller(
     monkeypatch: pytest.MonkeyPatch, up: bool
 ) -> None:
     monkeypatch.setattr(cpu_library, "available", lambda: "not for this test")
-    mover = stager.Stager(torch.device("cuda", torch.cuda.current_device()), up)
+    mover = pinned_buffers.Stager(torch.device("cuda", torch.cuda.current_device()), up)
     assert mover.copy is None
     host = torch.randint(0, 256, (70 * MIB + 5,), dtype=torch.uint8)
     there = torch.zeros_like(host, device="cuda")
@@ -322,9 +322,9 @@ def test_every_stream_that_waits_is_ordered_behind_the_transfer(nbytes: int) -> 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_child_goes_the_way_on_which_pytorch_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(staging._QUICK, "cpu", lambda t: t)
+    monkeypatch.setitem(transfer._QUICK, "cpu", lambda t: t)
     pid = os.fork()
     if pid == 0:
-        os._exit(len(staging._QUICK))
+        os._exit(len(transfer._QUICK))
     assert os.waitpid(pid, 0)[1] == 0
-    assert len(staging._QUICK) >= 1
+    assert len(transfer._QUICK) >= 1

@@ -14,7 +14,7 @@ import torch
 import tensorlogic
 from tensorlogic import speeds
 from tensorlogic.core import policy
-from tensorlogic.memory import stager, staging
+from tensorlogic.memory import pinned_buffers, transfer
 from tensorlogic.native import cpu_library
 
 from .driver.copies import Engine
@@ -71,8 +71,10 @@ def test_chunks_wait_for_each_other(
     assert engine.used == 5
     with pytest.raises(RuntimeError, match="units of which its memory holds four"):
         stage(number, *addresses, 1024, 4096, 7501, *rest[1:])
-    assert stager._copy()(number, *addresses, 4096, 1024, *rest) == -1  # the same without PyTorch
-    assert stager._copy()(number, *addresses, 1024, 4096, *rest) == 0
+    assert (
+        pinned_buffers._copy()(number, *addresses, 4096, 1024, *rest) == -1
+    )  # the same without PyTorch
+    assert pinned_buffers._copy()(number, *addresses, 1024, 4096, *rest) == 0
     engine.finish()
     with pytest.raises(RuntimeError, match="an open stager"):
         stage(number + 1, *addresses, 1024, 4096, *rest)
@@ -133,7 +135,7 @@ def test_transfers_at_the_same_time_have_threads_of_their_own() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.bool, torch.complex64])
 def test_what_comes_back_has_pooled_memory(dtype: torch.dtype) -> None:
     before = tensorlogic.pool.stats("cpu").bytes_in_use
-    kept = staging._fresh(torch.empty(300, 1000, dtype=dtype), torch.device("cpu"))
+    kept = transfer._fresh(torch.empty(300, 1000, dtype=dtype), torch.device("cpu"))
     assert (kept.dtype, kept.shape, kept.is_contiguous()) == (dtype, (300, 1000), True)
     assert tensorlogic.pool.stats("cpu").bytes_in_use >= before + kept.nbytes
 
@@ -152,10 +154,10 @@ def test_large_transfers_arrive(nbytes: int) -> None:
 
 def test_what_lies_together() -> None:
     t = torch.empty(4, 5, 6)
-    assert staging._dense(t)
-    assert staging._dense(t.permute(2, 0, 1))
-    assert not staging._dense(t[:, ::2])
-    assert not staging._dense(torch.empty(1, 3).expand(4, 3))
+    assert transfer._dense(t)
+    assert transfer._dense(t.permute(2, 0, 1))
+    assert not transfer._dense(t[:, ::2])
+    assert not transfer._dense(torch.empty(1, 3).expand(4, 3))
 
 
 def test_links_are_timed_once_and_speeds_are_the_best_of_all_times(
@@ -168,11 +170,11 @@ def test_links_are_timed_once_and_speeds_are_the_best_of_all_times(
 
     def to(t: torch.Tensor, device: Any) -> torch.Tensor:
         moved.append((t.nbytes, t.data_ptr()))
-        assert t.view(torch.uint8)[:: stager.PAGE].eq(1).all()
+        assert t.view(torch.uint8)[:: pinned_buffers.PAGE].eq(1).all()
         clock[0] += 0.001 if t.nbytes < 9999 else 0.003
         return t
 
-    monkeypatch.setattr(staging, "to", to)
+    monkeypatch.setattr(transfer, "to", to)
     monkeypatch.setattr(speeds, "PROBED", (1 << 12, 1 << 20))
     monkeypatch.setitem(speeds.SIDES, "cpu", 32)
     speeds.forget()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic import speeds, trials
-from tensorlogic.memory import staging
+from tensorlogic.memory import transfer
 
 GPU = torch.device("cuda", 0)
 SIDE = 128  # of a product that is worth a look: 4 million operations
@@ -37,7 +37,7 @@ class Machine:
         self.speeds = {"cpu": 1e9, "cuda": 1e12}
         link = speeds.Link(1e-5, 1e10, True)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(staging, "available", lambda kind="cuda": True)  # which remembers
+        monkeypatch.setattr(transfer, "available", lambda kind="cuda": True)  # which remembers
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
         monkeypatch.setattr(speeds, "link", lambda device: link)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic.memory import stager, staging, staging_rules
-from tensorlogic.memory.staging_rules import MIB, Rule, Stores
+from tensorlogic.memory import pinned_buffers, transfer, transfer_tuning
+from tensorlogic.memory.transfer_tuning import MIB, Rule, Stores
 from tensorlogic.native import cpu_library
 from tensorlogic.plans import open_stores
 
@@ -25,7 +25,7 @@ FOREVER = float("inf")
 
 @pytest.fixture(autouse=True)
 def many_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_rules, "processors", lambda: 16)
+    monkeypatch.setattr(transfer_tuning, "processors", lambda: 16)
 
 
 def test_each_size_gets_the_threads_and_stores_that_are_fastest() -> None:
@@ -38,10 +38,10 @@ def test_each_size_gets_the_threads_and_stores_that_are_fastest() -> None:
     def timer(rule: Rule, nbytes: int) -> float:
         return (1.0 - 0.1 * (rule == fastest[nbytes // MIB])) * nbytes
 
-    found = staging_rules.chosen(True, timer, FOREVER)
+    found = transfer_tuning.chosen(True, timer, FOREVER)
     assert found == tuple(fastest.values())
-    assert staging_rules.chosen(False, timer, FOREVER)[0] == fastest[16]
-    assert [staging_rules.size_class(n * MIB) for n in (1, 16, 32, 33, 64, 96, 97, 256)] == [
+    assert transfer_tuning.chosen(False, timer, FOREVER)[0] == fastest[16]
+    assert [transfer_tuning.size_class(n * MIB) for n in (1, 16, 32, 33, 64, 96, 97, 256)] == [
         0,
         0,
         0,
@@ -55,32 +55,35 @@ def test_each_size_gets_the_threads_and_stores_that_are_fastest() -> None:
 
 @pytest.mark.parametrize("up", [True, False])
 def test_what_is_hardly_better_changes_nothing(up: bool) -> None:
-    usual = staging_rules.usual(up)
+    usual = transfer_tuning.usual(up)
     assert (
-        staging_rules.chosen(up, lambda rule, n: 1.0 - 0.04 * (rule not in usual), FOREVER) == usual
+        transfer_tuning.chosen(up, lambda rule, n: 1.0 - 0.04 * (rule not in usual), FOREVER)
+        == usual
     )
-    assert staging_rules.chosen(up, lambda rule, _: 1.0 + (rule in usual), 0.0) == usual  # no time
+    assert (
+        transfer_tuning.chosen(up, lambda rule, _: 1.0 + (rule in usual), 0.0) == usual
+    )  # no time
 
 
 def test_a_few_slow_transfers_change_nothing() -> None:
-    for slow in itertools.combinations(range(staging_rules.ROUNDS), 3):
-        turn = dict.fromkeys(staging_rules.TIMED, -2)
+    for slow in itertools.combinations(range(transfer_tuning.ROUNDS), 3):
+        turn = dict.fromkeys(transfer_tuning.TIMED, -2)
 
         def timer(
             rule: Rule, nbytes: int, slow: tuple[int, ...] = slow, turn: dict[int, int] = turn
         ) -> float:
-            if rule != staging_rules.usual(True)[staging_rules.size_class(nbytes)]:
+            if rule != transfer_tuning.usual(True)[transfer_tuning.size_class(nbytes)]:
                 return 1.1
             turn[nbytes] += 1
             return 3.0 if turn[nbytes] in slow else 1.0
 
-        assert staging_rules.chosen(True, timer, FOREVER) == staging_rules.usual(True)
+        assert transfer_tuning.chosen(True, timer, FOREVER) == transfer_tuning.usual(True)
 
 
 def test_few_processors_have_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_rules, "processors", lambda: 2)
+    monkeypatch.setattr(transfer_tuning, "processors", lambda: 2)
     met: set[int] = set()
-    staging_rules.chosen(True, lambda rule, _: [1.0, met.add(rule.workers)][0] or 1.0, FOREVER)
+    transfer_tuning.chosen(True, lambda rule, _: [1.0, met.add(rule.workers)][0] or 1.0, FOREVER)
     assert met == {1}
 
 
@@ -90,14 +93,14 @@ def test_what_was_found_is_noted_and_read_again(
     monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", str(tmp_path))
     open_stores.forget()
     try:
-        assert staging_rules.known(CPU, True) is None
-        found = staging_rules.settle(
+        assert transfer_tuning.known(CPU, True) is None
+        found = transfer_tuning.settle(
             CPU, True, lambda rule, _: float(rule.workers), time.perf_counter()
         )
         assert {rule.workers for rule in found} == {7}
         open_stores.forget()  # as another process
-        assert staging_rules.known(CPU, True) == found
-        assert staging_rules.known(CPU, False) is None
+        assert transfer_tuning.known(CPU, True) == found
+        assert transfer_tuning.known(CPU, False) is None
         (path,) = tmp_path.rglob("*.transfers")
         text = path.read_text()
         older = text.replace("7 1 7 1 7 1", "7 524288 4194304 10 524288 4194304")
@@ -110,10 +113,10 @@ def test_what_was_found_is_noted_and_read_again(
             assert spoilt != text
             path.write_text(spoilt)
             open_stores.forget()
-            assert staging_rules.known(CPU, True) is None
+            assert transfer_tuning.known(CPU, True) is None
         path.write_text(older + text)  # found again by this version
         open_stores.forget()
-        assert staging_rules.known(CPU, True) == found
+        assert transfer_tuning.known(CPU, True) == found
     finally:
         monkeypatch.undo()
         open_stores.forget()
@@ -122,15 +125,17 @@ def test_what_was_found_is_noted_and_read_again(
 def test_rules_are_timed_after_a_few_large_transfers_and_in_calm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mover = object.__new__(stager.Stager)
-    mover.device, mover.up, mover.rules = CPU, True, staging_rules.usual(True)
-    mover.copy, mover.left = (lambda *_: 0), stager.MET
+    mover = object.__new__(pinned_buffers.Stager)
+    mover.device, mover.up, mover.rules = CPU, True, transfer_tuning.usual(True)
+    mover.copy, mover.left = (lambda *_: 0), pinned_buffers.MET
     settled: list[int] = []
     calm = [True]
-    monkeypatch.setattr(stager.Stager, "_by", lambda *_: None)
-    monkeypatch.setattr(stager.Stager, "_settle", lambda self: settled.append(self.left))
-    monkeypatch.setattr(stager.capture_watch, "calm", lambda _: calm[0])
-    large, small = (torch.empty(n, dtype=torch.uint8) for n in (stager.LARGE, stager.LARGE - 1))
+    monkeypatch.setattr(pinned_buffers.Stager, "_by", lambda *_: None)
+    monkeypatch.setattr(pinned_buffers.Stager, "_settle", lambda self: settled.append(self.left))
+    monkeypatch.setattr(pinned_buffers.capture_watch, "calm", lambda _: calm[0])
+    large, small = (
+        torch.empty(n, dtype=torch.uint8) for n in (pinned_buffers.LARGE, pinned_buffers.LARGE - 1)
+    )
     for t in (small, large, small, large, large):
         mover.here(t, t, True)
     assert (mover.left, settled) == (1, [])
@@ -153,25 +158,25 @@ def test_rules_are_timed_on_on_the_way_that_transfers_take(
 ) -> None:
     engine = Engine()
     monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(staging_rules, "TIMED", (1 << 18, 1 << 19, MIB))
-    monkeypatch.setattr(staging_rules, "WALKED", 4 * MIB)
+    monkeypatch.setattr(transfer_tuning, "TIMED", (1 << 18, 1 << 19, MIB))
+    monkeypatch.setattr(transfer_tuning, "WALKED", 4 * MIB)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=engine.finish)
     )
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
-    monkeypatch.setattr(staging_rules, "processors", lambda: 9)
+    monkeypatch.setattr(transfer_tuning, "processors", lambda: 9)
     open_stores.forget()
-    mover = object.__new__(stager.Stager)
+    mover = object.__new__(pinned_buffers.Stager)
     mover.device, mover.up, mover.lock = CPU, up, threading.Lock()
     mover.memory = torch.empty(MIB, dtype=torch.uint8)
     mover.number = cpu_library.op("staging_open")(mover.memory, [1, 2, 3, 4, 5], engine.calls, 0)
-    mover.copy = stager._copy()
+    mover.copy = pinned_buffers._copy()
     try:
         mover._settle()
         assert engine.moves > 20
-        assert mover.rules == staging_rules.known(CPU, up)
+        assert mover.rules == transfer_tuning.known(CPU, up)
         data = torch.randint(0, 256, (3 * MIB + 5,), dtype=torch.uint8)
-        for rule in {*mover.rules, *staging_rules.others(up)}:
+        for rule in {*mover.rules, *transfer_tuning.others(up)}:
             other = torch.zeros_like(data)
             mover._by(rule, data, other, data.nbytes)
             engine.finish()
@@ -186,20 +191,20 @@ def test_a_machine_finds_its_rules_after_a_few_transfers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", str(tmp_path))  # not what another process notes
-    monkeypatch.setattr(stager, "_STAGERS", {})
-    monkeypatch.setattr(staging, "_QUICK", {})
+    monkeypatch.setattr(pinned_buffers, "_STAGERS", {})
+    monkeypatch.setattr(transfer, "_QUICK", {})
     open_stores.forget()
     try:
         host = torch.randint(0, 256, (16 * MIB,), dtype=torch.uint8)
-        for _ in range(stager.MET + 1):
+        for _ in range(pinned_buffers.MET + 1):
             there = tensorlogic.to(host, "cuda")
             assert torch.equal(tensorlogic.to(there, "cpu"), host)
         for up in (True, False):
-            mover = stager.stager(0, up)
+            mover = pinned_buffers.stager(0, up)
             assert mover.left == 0
-            assert staging_rules.known(mover.device, up) == mover.rules
+            assert transfer_tuning.known(mover.device, up) == mover.rules
         if cpu_library.calls_available() is None:
-            assert set(staging._QUICK) == {"cuda", "cpu"}
+            assert set(transfer._QUICK) == {"cuda", "cpu"}
     finally:
         monkeypatch.undo()
         open_stores.forget()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic.memory import staging, unified
+from tensorlogic.memory import transfer, unified
 
 
 class Elsewhere:
@@ -19,7 +19,7 @@ class Elsewhere:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.moves = 0
         self.name = "xpu"
-        monkeypatch.setattr(staging, "to", self.to)
+        monkeypatch.setattr(transfer, "to", self.to)
 
     def to(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
         self.moves += 1

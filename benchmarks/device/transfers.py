@@ -3,7 +3,7 @@
 python benchmarks/device/transfers.py [--seconds 30] [--json FILE]
 
 GB/s, (median, best) of several, each transfer waited for, beside PyTorch's, copies of pinned memory and of the host alone. The rule that
-stands is run first and last: what tensorlogic/memory/staging_rules.py has timed and chosen by itself.
+stands is run first and last: what tensorlogic/memory/transfer_tuning.py has timed and chosen by itself.
 Without a GPU only the host's part is run: all that a transfer does but moving, so that no more can be had.
 """
 
@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from torch import Tensor
 
-from tensorlogic.memory import stager, staging, staging_rules
-from tensorlogic.memory.staging_rules import Rule, Stores
+from tensorlogic.memory import pinned_buffers, transfer, transfer_tuning
+from tensorlogic.memory.transfer_tuning import Rule, Stores
 from tensorlogic.native import cpu_library
 
 MIB = 1 << 20
@@ -37,7 +37,7 @@ WALKED = 512 * MIB  # bytes that transfers to the GPU walk through
 WORKERS = (1, 4, 7, 10, 13, 15)
 DEVICE = torch.device("cuda", 0)
 RULE = ("RINGS", "UNIT", "PATIENCE", "CHUNKS")  # of stager.py
-USUAL = {name: getattr(stager, name) for name in RULE}
+USUAL = {name: getattr(pinned_buffers, name) for name in RULE}
 
 
 def rate(call: Callable[[], Any], nbytes: int) -> tuple[float, float]:
@@ -63,10 +63,18 @@ def idle() -> int:
 def host_alone(nbytes: int, rule: Rule, up: bool) -> float:
     """GB/s of what the native library's threads do of a transfer, best of several."""
     host = torch.zeros(nbytes, dtype=torch.uint8)
-    ring = torch.zeros(stager.RINGS[up], dtype=torch.uint8)
-    handles = list(range(1, stager.EVENTS + 1))
+    ring = torch.zeros(pinned_buffers.RINGS[up], dtype=torch.uint8)
+    handles = list(range(1, pinned_buffers.EVENTS + 1))
     number = cpu_library.op("staging_open")(ring, handles, [idle()] * 4, 0)
-    fixed = (*stager.CHUNKS, stager.UNIT, rule.workers, stager.PATIENCE, up, rule.stores, 0)
+    fixed = (
+        *pinned_buffers.CHUNKS,
+        pinned_buffers.UNIT,
+        rule.workers,
+        pinned_buffers.PATIENCE,
+        up,
+        rule.stores,
+        0,
+    )
     taken = []
     for _ in range(6):
         begin = time.perf_counter()
@@ -111,20 +119,20 @@ def plain(host: Tensor, there: Tensor) -> dict[str, Any]:
 def both_ways(walk: Iterator[Tensor], there: Tensor) -> tuple[tuple[float, float], ...]:
     """Up and down by `staging.to`; up from memory that does not lie in caches."""
     n = there.nbytes
-    return rate(lambda: staging.to(next(walk), DEVICE), n), rate(
-        lambda: staging.to(there, "cpu"), n
+    return rate(lambda: transfer.to(next(walk), DEVICE), n), rate(
+        lambda: transfer.to(there, "cpu"), n
     )
 
 
 def aside(walk: Iterator[Tensor], there: Tensor) -> dict[str, float]:
     """Microseconds until a transfer returns, and from then on until the engine is done: in one call of C, and by Python."""
     ways: dict[str, Callable[[Tensor, torch.device], Any]] = {
-        "": staging.to,
-        " by Python": lambda t, place: staging._staged(t, place, t.dtype, False),
+        "": transfer.to,
+        " by Python": lambda t, place: transfer._staged(t, place, t.dtype, False),
     }
     found = {}
     for up, (name, way) in itertools.product((True, False), ways.items()):
-        assert stager.stager(0, up).left <= 0  # else it may time its rules in the midst
+        assert pinned_buffers.stager(0, up).left <= 0  # else it may time its rules in the midst
         outer, last = [], []
         for _ in range(30):
             given, place = (next(walk), DEVICE) if up else (there, torch.device("cpu"))
@@ -155,17 +163,17 @@ def rules() -> Iterator[dict[str, Any]]:
     yield {}
 
 
-def follow(rule: dict[str, Any], found: dict[bool, staging_rules.Rules]) -> None:
+def follow(rule: dict[str, Any], found: dict[bool, transfer_tuning.Rules]) -> None:
     """Have transfers follow a rule; `found` is what was timed for either direction."""
     wanted = {**USUAL, **rule}
     own = {name: wanted.pop(name) for name in ("workers", "stores") if name in wanted}
-    if wanted["RINGS"] != stager.RINGS:
-        stager._STAGERS.clear()
-    staging._QUICK.clear()  # of what it was before
+    if wanted["RINGS"] != pinned_buffers.RINGS:
+        pinned_buffers._STAGERS.clear()
+    transfer._QUICK.clear()  # of what it was before
     for name, value in wanted.items():
-        setattr(stager, name, value)
+        setattr(pinned_buffers, name, value)
     for up in (True, False):
-        mover = stager.stager(0, up)
+        mover = pinned_buffers.stager(0, up)
         one, two, three = found[up]
         mover.rules = (replace(one, **own), replace(two, **own), replace(three, **own))
         mover.left = 0
@@ -196,16 +204,16 @@ def main() -> int:
     memory = torch.randint(0, 256, (WALKED // 4,), dtype=torch.int32).view(torch.float32)
     pairs = [(itertools.cycle(memory.split(n // 4)), memory[: n // 4].to(DEVICE)) for n in SIZES]
     for up in (True, False):
-        mover = stager.stager(0, up)
+        mover = pinned_buffers.stager(0, up)
         mover.left, begin = 0, time.perf_counter()
         mover._settle()
         keep({"found": "up" if up else "down", "rules": str(mover.rules), "seconds": round(time.perf_counter() - begin, 3)})  # fmt: skip
     for walk, there in pairs:
         host = next(walk)
         for _ in range(2):  # by Python, and in one call of C
-            assert torch.equal(staging.to(staging.to(host, DEVICE), "cpu"), host)
+            assert torch.equal(transfer.to(transfer.to(host, DEVICE), "cpu"), host)
         keep({"bytes": host.nbytes, **plain(host, there), **aside(walk, there)})
-    found_rules = {up: stager.stager(0, up).rules for up in (True, False)}
+    found_rules = {up: pinned_buffers.stager(0, up).rules for up in (True, False)}
     for rule in rules():
         if rule and time.perf_counter() > end - 1:
             continue

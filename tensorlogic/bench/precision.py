@@ -22,7 +22,8 @@ from ..core.numeric_mode import Mode, PrecisionWarning
 from ..core.op import OPS, Op
 from ..core.precision_policy import precision
 from ..measure import timer
-from ..memory import pool, staging
+from ..memory import pool
+from ..memory import transfer as memory_transfer
 from ..ops.matmul import matmul
 from ..placement import placement
 from ..system import heap_trim
@@ -190,8 +191,8 @@ def _moved(o: Operands) -> float:
     a, b = o.a.cpu(), o.b.cpu()
 
     def there() -> None:
-        x, w = staging.to(a, o.a.device), staging.to(b, o.a.device)
-        staging.to(x, "cpu")
+        x, w = memory_transfer.to(a, o.a.device), memory_transfer.to(b, o.a.device)
+        memory_transfer.to(x, "cpu")
         del w
 
     there()
@@ -309,10 +310,10 @@ def transfer(nbytes: int, device: torch.device) -> dict[str, Any]:
     target = torch.empty_like(there)
     row: dict[str, Any] = {"bytes": nbytes}
     calls: dict[str, Callable[[], Any]] = {
-        "up": lambda: staging.to(host, device),
+        "up": lambda: memory_transfer.to(host, device),
         "up PyTorch": lambda: host.to(device),
         "up pinned": lambda: target.copy_(pinned, non_blocking=True),
-        "down": lambda: staging.to(there, "cpu"),
+        "down": lambda: memory_transfer.to(there, "cpu"),
         "down PyTorch": lambda: there.cpu(),
         "down pinned": lambda: pinned.copy_(there, non_blocking=True),
     }

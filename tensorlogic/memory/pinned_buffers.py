@@ -17,7 +17,7 @@ from torch import Tensor
 from ..native import call_extension
 from ..plans import open_stores
 from ..system import capture_state
-from . import staging_rules
+from . import transfer_tuning
 
 PAGE = 4096
 LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
@@ -94,8 +94,8 @@ class Stager:
         if calls is not None:
             handles = [int(event.cuda_event) for event in self.events]
             self.number = cpu_library.op("staging_open")(self.memory, handles, calls, device.index)
-        found = staging_rules.known(device, up)
-        self.up, self.rules = up, found or staging_rules.usual(up)
+        found = transfer_tuning.known(device, up)
+        self.up, self.rules = up, found or transfer_tuning.usual(up)
         self.left = 0 if found or self.copy is None or open_stores.distributed() else MET
         self.lock = threading.Lock()
         STATS.buffers += 1
@@ -108,17 +108,17 @@ class Stager:
                 (self._up if up else self._down)(_bytes(source), _bytes(target))
             return
         n = source.numel() * source.element_size()
-        self._by(self.rules[staging_rules.size_class(n)], source, target, n)
+        self._by(self.rules[transfer_tuning.size_class(n)], source, target, n)
         if self.left > 0 and n >= LARGE and (self.left > 1 or capture_state.calm(self.device)):
             self.left -= 1
             if self.left == 0:
                 self._settle()
 
-    def _by(self, rule: staging_rules.Rule, source: Tensor, target: Tensor, n: int) -> None:
+    def _by(self, rule: transfer_tuning.Rule, source: Tensor, target: Tensor, n: int) -> None:
         host, there = (source, target) if self.up else (target, source)
         self._move(rule, host.data_ptr(), there.data_ptr(), n)
 
-    def _move(self, rule: staging_rules.Rule, host: int, there: int, n: int) -> None:
+    def _move(self, rule: transfer_tuning.Rule, host: int, there: int, n: int) -> None:
         assert self.copy is not None
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         # The library lets go of the interpreter meanwhile, and has callers wait for each other.
@@ -135,23 +135,23 @@ class Stager:
             return None
         rules = [number for rule in self.rules for number in (rule.workers, rule.stores)]
         made: Callable[[Any], Tensor | None] = call_extension.module().Mover(
-            found, (self.device.index, self.up), self.number, LEAST, (*CHUNKS, UNIT, PATIENCE), staging_rules.BETWEEN, rules
+            found, (self.device.index, self.up), self.number, LEAST, (*CHUNKS, UNIT, PATIENCE), transfer_tuning.BETWEEN, rules
         )  # fmt: skip
         return made
 
     def _settle(self) -> None:
         """Time how transfers of this direction are best shared: once a machine, a seventh of a second."""
-        most, begin = max(staging_rules.TIMED), time.perf_counter()
+        most, begin = max(transfer_tuning.TIMED), time.perf_counter()
         try:
             there = torch.empty(most, dtype=torch.uint8, device=self.device)
-            host = np.empty(staging_rules.WALKED, dtype=np.uint8)
+            host = np.empty(transfer_tuning.WALKED, dtype=np.uint8)
         except (torch.OutOfMemoryError, MemoryError):
             return
         # by this thread: PyTorch's would go on spinning beside those that copy
         host[::PAGE] = 1
         at = 0
 
-        def timer(rule: staging_rules.Rule, nbytes: int) -> float:
+        def timer(rule: transfer_tuning.Rule, nbytes: int) -> float:
             nonlocal at
             at = at + nbytes if at + 2 * nbytes <= host.nbytes else 0
             torch.cuda.current_stream(self.device).synchronize()
@@ -160,7 +160,7 @@ class Stager:
             torch.cuda.current_stream(self.device).synchronize()
             return time.perf_counter() - begin
 
-        self.rules = staging_rules.settle(self.device, self.up, timer, begin)
+        self.rules = transfer_tuning.settle(self.device, self.up, timer, begin)
 
     def aside(
         self, source: Tensor, target: Tensor, up: bool, ready: torch.cuda.Event

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core import argument_checks
-from .stager import LEAST, STATS, stager
+from .pinned_buffers import LEAST, STATS, stager
 
 # by what callers name a device: one call of C
 _QUICK: dict[str | torch.device, Callable[[Any], Tensor | None]] = {}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import staging
+from . import transfer
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Unified(_Taken):
 
     def __init__(self, value: Any, made: bool = False) -> None:
         """`made`: the value is a result of ours, whose memory may look like a NumPy array's."""
-        tensor = staging.as_tensor(value, "unified: tensor")
+        tensor = transfer.as_tensor(value, "unified: tensor")
         if tensor.layout is not torch.strided or tensor.is_nested:
             raise TypeError(
                 f"unified: tensor is {'nested' if tensor.is_nested else tensor.layout}; a dense tensor is required: "
@@ -49,7 +49,7 @@ class Unified(_Taken):
         self._transfers = self._moved = self._saved = 0
         self._newest(tensor)
         #: Whether arrays of others would show: not once we have handed one out ourselves.
-        self._telling = not (made and staging.shared(tensor))
+        self._telling = not (made and transfer.shared(tensor))
 
     def _newest(self, tensor: Tensor) -> None:
         self._home = tensor.device
@@ -71,7 +71,7 @@ class Unified(_Taken):
         """Whether somebody may write to the CPU's copy without PyTorch seeing it."""
         self._aliases = [a for a in self._aliases if a() is not None]
         cpu = self._copies.get(torch.device("cpu")) if self._telling else None
-        alien = cpu is not None and staging.shared(cpu[0]) and not self._frozen
+        alien = cpu is not None and transfer.shared(cpu[0]) and not self._frozen
         return self._foreign or bool(self._aliases) or alien
 
     def on(self, device: torch.device | str) -> Tensor:
@@ -93,12 +93,12 @@ class Unified(_Taken):
             if place != self._home:
                 self._saved += nbytes
             return found[0]
-        copy: Tensor = staging.to(source, place)
+        copy: Tensor = transfer.to(source, place)
         self._transfers += 1
         self._moved += nbytes
         self._copies[place] = (copy, _version(copy))
         if place.type == "cpu":
-            self._telling = not staging.shared(copy)
+            self._telling = not transfer.shared(copy)
         return copy
 
     def has(self, device: torch.device | str) -> bool:
@@ -114,7 +114,7 @@ class Unified(_Taken):
     def numpy(self) -> np.ndarray[Any, Any]:  # type: ignore[override]
         """The CPU's memory as an array, without a copy; while the array lives, copies elsewhere are made anew at every use."""
         tensor = self.on("cpu")
-        self._telling &= staging.shared(tensor)
+        self._telling &= transfer.shared(tensor)
         array = tensor.detach().numpy()
         self._newest(tensor)
         self._aliases.append(weakref.ref(array))
@@ -159,7 +159,7 @@ class Unified(_Taken):
         return f"unified({self.dtype}, {list(self.shape)}, on {where})"
 
 
-def unified(tensor: staging.TensorLike) -> Unified:
+def unified(tensor: transfer.TensorLike) -> Unified:
     """A tensor with copies on CPU and devices, of which only stale ones are moved; our functions take it as an argument.
 
     Args:
@@ -185,7 +185,7 @@ def unified(tensor: staging.TensorLike) -> Unified:
 
 
 def _place(device: torch.device | str) -> torch.device:
-    place = staging.present(device, "unified")
+    place = transfer.present(device, "unified")
     if place.type == "cuda" and place.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return place

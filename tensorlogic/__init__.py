@@ -38,9 +38,9 @@ from .startup import activate as _activate
 from .startup import warn_of_namesakes as _warn
 
 if TYPE_CHECKING:
+    from .cuda_graphs.capture import capture
     from .explaining import candidates, explain
     from .memory import pool
-    from .program.capturing import capture
     from .program.optimizing import optimize
     from .tuning import tune
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic.program.graphs import CallTape, Replay
+from tensorlogic.cuda_graphs.captured_graph import CallTape
+from tensorlogic.cuda_graphs.replay import Replay
 
 from .support.graphs import (
     CUDA,

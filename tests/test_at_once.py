@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import tensorlogic
+from tensorlogic.cuda_graphs import capture
+from tensorlogic.cuda_graphs.captured_graph import CallTape, Tape
+from tensorlogic.cuda_graphs.replay import Replay
 from tensorlogic.guards import tensor_guard
 from tensorlogic.guards.errors import MISS
 from tensorlogic.guards.model_guard import Kept
-from tensorlogic.program import capturing
-from tensorlogic.program.graphs import CallTape, Replay, Tape
 from tensorlogic.program.serve import Program
 from tensorlogic.program.trace import trace
 
@@ -42,7 +43,7 @@ def net() -> Any:
     return nn.Sequential(*layers).eval().to(DEVICE)
 
 
-def captured(fn: Callable[..., Any], **options: Any) -> capturing.Captured:
+def captured(fn: Callable[..., Any], **options: Any) -> capture.Captured:
     fast = tensorlogic.capture(fn, **options)
     if not CUDA:
         fast.tape = KernelTape
@@ -132,7 +133,7 @@ def test_a_recording_is_found_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread that calls while what was recorded is not yet complete finds none."""
     model, x = net(), torch.ones(3, 4, device=DEVICE)
     fast, found = captured(model), list[Tensor]()
-    asked = vars(capturing)["Asked"]
+    asked = vars(capture)["Asked"]
 
     def meanwhile(*args: Any) -> Any:
         other = threading.Thread(target=lambda: found.append(fast(x)))
@@ -140,8 +141,8 @@ def test_a_recording_is_found_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         other.join()
         return asked(*args)
 
-    monkeypatch.setattr(capturing, "Asked", meanwhile)
-    for _ in range(capturing.EAGER_CALLS + 1):
+    monkeypatch.setattr(capture, "Asked", meanwhile)
+    for _ in range(capture.EAGER_CALLS + 1):
         torch.testing.assert_close(fast(x), model(x))
     assert len(found) == 1
     torch.testing.assert_close(found[0], model(x))
@@ -152,7 +153,7 @@ def test_a_recording_is_found_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_recording_serves_those_that_waited_for_it() -> None:
     model, x = net(), torch.ones(3, 4, device=DEVICE)
     fast = captured(model)
-    for _ in range(capturing.EAGER_CALLS + 1):
+    for _ in range(capture.EAGER_CALLS + 1):
         fast(x)
     (entry,) = fast.entries.values()
     flat, spec = pytree.tree_flatten(((x,), {}))

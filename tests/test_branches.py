@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tensorlogic.cuda_graphs import replay as cuda_graphs_replay
 from tensorlogic.measure import timer
-from tensorlogic.program import graphs, serve
+from tensorlogic.program import serve
 from tensorlogic.program import spread as spreading
 from tensorlogic.program.branches import LANES, Section, sections
 from tensorlogic.program.code import Function
@@ -245,7 +246,7 @@ class Rerun:
 def test_calls_that_were_served_by_one_stream_are_served_by_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serve, "Replay", functools.partial(graphs.Replay, tape=Rerun))
+    monkeypatch.setattr(serve, "Replay", functools.partial(cuda_graphs_replay.Replay, tape=Rerun))
     monkeypatch.setattr(serve, "streams", lambda _: SimpleNamespace(fork=int, enter=int, join=int))
     samples = timer.Samples({"one": [2.0] * 8, "many": [1.0] * 8})
     monkeypatch.setattr(timer, "wall_samples", lambda *_: samples)

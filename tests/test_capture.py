@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic.core.weight_cache import CACHE
-from tensorlogic.program import capturing
+from tensorlogic.cuda_graphs import capture
 
 from .support.graphs import CUDA, DEVICE, PythonTape, captured, gradients, net
 
@@ -145,10 +145,10 @@ def test_a_recording_that_failed_is_tried_once_more() -> None:
         model, x = net(), torch.randn(3, 4, device=DEVICE)
         fast = tensorlogic.capture(model)
         fast.tape = tape
-        for i in range(capturing.EAGER_CALLS + capturing.PAUSE):
+        for i in range(capture.EAGER_CALLS + capture.PAUSE):
             torch.testing.assert_close(fast(x), model(x))
-            assert (fast.reason is None) == (i < capturing.EAGER_CALLS)
-        for _ in range(2 * (capturing.EAGER_CALLS + capturing.PAUSE)):
+            assert (fast.reason is None) == (i < capture.EAGER_CALLS)
+        for _ in range(2 * (capture.EAGER_CALLS + capture.PAUSE)):
             torch.testing.assert_close(fast(x), model(x))
         assert (fast.graphs, len(tries), fast.reason is None) == (graphs, count, graphs == 1)
 
@@ -346,7 +346,7 @@ def test_one_thread_records_and_others_are_served_meanwhile() -> None:
     fast, x = tensorlogic.capture(lambda v: v + 1), torch.zeros(3, device=DEVICE)
     fast.tape = Slow
     with torch.no_grad(), ThreadPoolExecutor(1) as pool:
-        for _ in range(capturing.EAGER_CALLS):
+        for _ in range(capture.EAGER_CALLS):
             fast(x)
         other = pool.submit(torch.no_grad()(fast), x)
         assert begun.wait(30)

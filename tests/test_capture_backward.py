@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import tensorlogic
-from tensorlogic.program.graphs import CallTape, GradientReplay, Replay
+from tensorlogic.cuda_graphs.captured_graph import CallTape
+from tensorlogic.cuda_graphs.replay import GradientReplay, Replay
 
 from .support.graphs import CUDA, DEVICE, GradientTape, net, recorded
 

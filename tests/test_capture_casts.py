@@ -14,8 +14,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
+from tensorlogic.cuda_graphs import capture_streams, captured_graph
 from tensorlogic.measure import timer
-from tensorlogic.program import graphs, lanes
 from tensorlogic.system import capture_state
 
 from .support.graphs import CUDA, DEVICE, captured, gradients
@@ -94,17 +94,19 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    monkeypatch.setattr(lanes, "stream", lambda device, use=lanes.PROGRAMS: Stream())
+    monkeypatch.setattr(
+        capture_streams, "stream", lambda device, use=capture_streams.PROGRAMS: Stream()
+    )
     monkeypatch.setattr(timer, "give_back", lambda device: None)
     monkeypatch.setattr(timer, "once", lambda step, device: 1.0)
 
 
 def recorded(call: Callable[[], Tensor]) -> None:
-    graphs.Tape(GPU, None).record(call)
+    captured_graph.Tape(GPU, None).record(call)
 
 
 def warmed(call: Callable[[], Tensor]) -> None:
-    lanes.warm(call, GPU, 1)
+    capture_streams.warm(call, GPU, 1)
 
 
 @pytest.mark.parametrize("record", [recorded, warmed])

@@ -19,19 +19,20 @@ from torch import Tensor, nn
 
 import tensorlogic
 from tensorlogic.core import policy
+from tensorlogic.cuda_graphs import capture, host_rng
+from tensorlogic.cuda_graphs.host_rng import drawn_once
+from tensorlogic.cuda_graphs.keyword_calls import Words
+from tensorlogic.cuda_graphs.static_buffers import once, static_like
 from tensorlogic.guards.errors import MISS
 from tensorlogic.guards.model_guard import Guard
-from tensorlogic.program import capturing, drawing, trace
-from tensorlogic.program.buffers import once, static_like
-from tensorlogic.program.drawing import drawn_once
-from tensorlogic.program.words import Words
+from tensorlogic.program import trace
 
 from .support.graphs import CUDA, DEVICE, PythonTape, captured, gradients, net, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
 LINUX = sys.platform == "linux"  # it tells whether a thread has run
-ALIVE = drawing._others
-OF_THE_PROCESS = {"random": drawing.PYTHON, "numpy": drawing.NUMPY, "torch": drawing.TORCH}
+ALIVE = host_rng._others
+OF_THE_PROCESS = {"random": host_rng.PYTHON, "numpy": host_rng.NUMPY, "torch": host_rng.TORCH}
 
 
 @dataclass
@@ -57,10 +58,10 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Own:
         "TORCH": (made.torch.get_state, made.torch.set_state),
     }
     for name, functions in states.items():
-        own = (getattr(drawing, name)[0], *functions)
-        monkeypatch.setattr(drawing, name, own)
+        own = (getattr(host_rng, name)[0], *functions)
+        monkeypatch.setattr(host_rng, name, own)
         monkeypatch.setattr(trace, name, own, raising=False)  # which optimize looks at
-    monkeypatch.setattr(drawing, "_others", lambda: [])
+    monkeypatch.setattr(host_rng, "_others", lambda: [])
     return made
 
 
@@ -82,9 +83,9 @@ class Loader:
 
     def falls_asleep(self) -> None:
         until, before = time.monotonic() + 20, None
-        while before is None or before != drawing._sleep(self.thread):
+        while before is None or before != host_rng._sleep(self.thread):
             assert time.monotonic() < until
-            before = drawing._sleep(self.thread)
+            before = host_rng._sleep(self.thread)
             time.sleep(0.02)
 
 
@@ -92,7 +93,7 @@ class Loader:
 def loader(own: Own, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loader]:
     """The only other thread that recordings know of."""
     made = Loader()
-    monkeypatch.setattr(drawing, "_others", lambda: [made.thread] * made.thread.is_alive())
+    monkeypatch.setattr(host_rng, "_others", lambda: [made.thread] * made.thread.is_alive())
     if LINUX:
         made.falls_asleep()
     yield made
@@ -291,12 +292,12 @@ def test_calls_in_a_row_that_no_graph_may_serve_are_seldom_looked_at(
         return suits(flat)
 
     monkeypatch.setattr(fast, "_suits", counted)
-    for _ in range(10 * capturing.PAUSE):
+    for _ in range(10 * capture.PAUSE):
         assert torch.equal(fast(one), two)
     assert "cpu" in str(fast.reason)
     assert len(looked) <= 15
     fast.tape = PythonTape  # a device that can: found out within a pause
-    for _ in range(capturing.PAUSE + capturing.EAGER_CALLS):
+    for _ in range(capture.PAUSE + capture.EAGER_CALLS):
         assert torch.equal(fast(one), two)
     assert (fast.graphs, fast.reason) == (1, None)
     for _ in range(5):  # one call between others costs the others nothing
@@ -408,7 +409,7 @@ def test_the_generators_are_those_of_the_process(
 ) -> None:
     """Whoever else draws meanwhile: each generator that moved is named."""
     attribute = {"random": "PYTHON", "numpy": "NUMPY", "torch": "TORCH"}[name]
-    monkeypatch.setattr(drawing, attribute, OF_THE_PROCESS[name])
+    monkeypatch.setattr(host_rng, attribute, OF_THE_PROCESS[name])
     draw = {"random": random.random, "numpy": numpy.random.rand, "torch": lambda: torch.rand(3)}
     said = f"draws from .*{OF_THE_PROCESS[name][0]}"
     with pytest.raises(RuntimeError, match=said), drawn_once(torch.device("cuda")):
@@ -444,7 +445,7 @@ def test_threads_that_sleep_have_drawn_nothing(own: Own, loader: Loader) -> None
 
 def test_threads_that_began_meanwhile_may_have_drawn(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     began: list[Loader] = []
-    monkeypatch.setattr(drawing, "_others", lambda: [loader.thread for loader in began])
+    monkeypatch.setattr(host_rng, "_others", lambda: [loader.thread for loader in began])
     assert broken(own, lambda: began.append(Loader())) == (False, False)
     began[0].given.put(None)
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic.program import capturing
-from tensorlogic.program.graphs import CallTape
-from tensorlogic.program.leaving import INPUTS, LEAVES
+from tensorlogic.cuda_graphs import capture
+from tensorlogic.cuda_graphs.captured_graph import CallTape
+from tensorlogic.cuda_graphs.leaf_gradients import INPUTS, LEAVES
 
 from .support.graphs import CUDA, DEVICE, OpTape, net
 
 
-def recorded(fn: Callable[..., Any], **options: Any) -> capturing.Captured:
+def recorded(fn: Callable[..., Any], **options: Any) -> capture.Captured:
     made = tensorlogic.capture(fn, **options)
     made.tape = CallTape if CUDA else OpTape
     return made

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tensorlogic.program import capturing, lanes
-from tensorlogic.program.graphs import Tape, heal
+from tensorlogic.cuda_graphs import capture, capture_streams
+from tensorlogic.cuda_graphs.captured_graph import Tape, heal
 from tensorlogic.system import capture_state
 
 from .support.graphs import CUDA, DEVICE, captured, gradients
@@ -29,21 +29,23 @@ def test_nothing_is_recorded_while_another_threads_backward_pass_is_to_come() ->
     fast, step = captured(lambda v: v @ weight), captured(lambda v: v + 1)
     x = torch.randn(3, 4, device=DEVICE)
     with torch.no_grad():
-        for _ in range(capturing.EAGER_CALLS):
+        for _ in range(capture.EAGER_CALLS):
             step(x)
     with ThreadPoolExecutor(1) as other:
         loss = other.submit(loss_of, fast, x).result()
-        assert lanes.awaited(HERE)
-        assert not other.submit(lanes.awaited, HERE).result()  # which cannot do both at once
+        assert capture_streams.awaited(HERE)
+        assert not other.submit(
+            capture_streams.awaited, HERE
+        ).result()  # which cannot do both at once
         with torch.no_grad():
             assert torch.equal(step(x), x + 1)
             assert step.graphs == 0
         loss.backward(retain_graph=True)
-        assert not lanes.awaited(HERE)
+        assert not capture_streams.awaited(HERE)
         again = other.submit(loss_of, fast, x).result()
-        assert lanes.awaited(HERE)
+        assert capture_streams.awaited(HERE)
         del again  # a graph that is gone asks for nothing
-    assert not lanes.awaited(HERE)
+    assert not capture_streams.awaited(HERE)
     with torch.no_grad():
         assert torch.equal(step(x), x + 1)
     assert step.graphs == 1
@@ -83,7 +85,7 @@ def test_a_backward_pass_beside_another_threads_recording() -> None:
             torch.cuda.current_stream().synchronize()
             lately = captured(slow) if calls else slow
             if calls:
-                for _ in range(capturing.EAGER_CALLS):
+                for _ in range(capture.EAGER_CALLS):
                     lately(x)
                 return lately(x)  # type: ignore[no-any-return]
             tape = Tape(HERE, None)
@@ -121,8 +123,11 @@ def test_streams_of_others_are_not_recorded() -> None:
     """PyTorch's pool gives the same streams to everyone after 32."""
     theirs = {torch.cuda.Stream().cuda_stream for _ in range(80)}
     with ThreadPoolExecutor(1) as other:  # a thread that has never used the GPU
-        made = {other.submit(lanes._created, 0).result(), lanes._created(0)}
-    ours = {lanes.stream(HERE, use).cuda_stream for use in (lanes.PROGRAMS, lanes.CALLS)} | made
+        made = {other.submit(capture_streams._created, 0).result(), capture_streams._created(0)}
+    ours = {
+        capture_streams.stream(HERE, use).cuda_stream
+        for use in (capture_streams.PROGRAMS, capture_streams.CALLS)
+    } | made
     assert len(ours) == 4
     assert 0 not in ours
     assert not ours & theirs
@@ -133,12 +138,12 @@ def test_memory_of_a_warmed_call_is_not_given_away_while_it_is_read() -> None:
     """Its output lies on another stream than its reader's, which its reader does not know."""
     weight = torch.ones(1, device=DEVICE, requires_grad=True)
     fast, x = captured(lambda v: v * weight), torch.ones(1 << 20, device=DEVICE)
-    for _ in range(capturing.EAGER_CALLS):
+    for _ in range(capture.EAGER_CALLS):
         y = fast(x)
         torch.cuda._sleep(100_000_000)
         held = y.detach() * 3  # after the sleep
         del y
-        with torch.cuda.stream(lanes.stream(HERE, lanes.CALLS)):
+        with torch.cuda.stream(capture_streams.stream(HERE, capture_streams.CALLS)):
             spoiled = torch.full((1 << 20,), 7.0, device=DEVICE)
         assert bool((held == 3).all())
         assert bool((spoiled == 7).all())

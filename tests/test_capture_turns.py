@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from tensorlogic.program import capturing, graphs, lanes
-from tensorlogic.program.graphs import Tape
+from tensorlogic.cuda_graphs import capture, capture_streams, captured_graph
+from tensorlogic.cuda_graphs.captured_graph import Tape
 from tensorlogic.system import capture_state, process
 
 from .support.graphs import DEVICE, captured
@@ -140,7 +140,7 @@ def test_what_cublas_works_in_belongs_to_the_graph(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "graph", recording)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
-    monkeypatch.setattr(lanes, "stream", lambda device, use: Stream())
+    monkeypatch.setattr(capture_streams, "stream", lambda device, use: Stream())
     tape = Tape(torch.device("cuda", 0), None)
     assert tape.record(lambda: done.append("work") or 3) == 3  # type: ignore[func-returns-value]
     tape.replay()
@@ -158,7 +158,7 @@ def test_calls_are_not_warmed_up_where_another_thread_records(
         warmed.append(times)
         return fn()
 
-    monkeypatch.setattr(capturing, "warm", noted)
+    monkeypatch.setattr(capture, "warm", noted)
     fast, x = captured(lambda v: v + 1), torch.randn(3, device=DEVICE)
     recording, over = threading.Event(), threading.Event()
 
@@ -175,9 +175,9 @@ def test_calls_are_not_warmed_up_where_another_thread_records(
     assert (warmed, [e.calls for e in fast.entries.values()]) == ([], [0])
     over.set()
     other.join()
-    for _ in range(capturing.EAGER_CALLS):
+    for _ in range(capture.EAGER_CALLS):
         assert torch.equal(fast(x), x + 1)
-    assert warmed == [1] * capturing.EAGER_CALLS
+    assert warmed == [1] * capture.EAGER_CALLS
     assert torch.equal(fast(x), x + 1)
     assert fast.graphs == 1
 
@@ -207,4 +207,4 @@ def test_the_first_replay_tells_what_pytorch_does_in_one(monkeypatch: pytest.Mon
         for _ in range(2):
             made.replay()
             assert made.handle == told
-    assert graphs._handle(SimpleNamespace()) == 0
+    assert captured_graph._handle(SimpleNamespace()) == 0

@@ -19,11 +19,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
+from tensorlogic.cuda_graphs import fast_replay as cuda_graphs_fast_replay
+from tensorlogic.cuda_graphs.fast_replay import short
+from tensorlogic.cuda_graphs.replay import Line, Replay
 from tensorlogic.guards.errors import MISS
 from tensorlogic.native import cpu_library, cuda_driver
-from tensorlogic.program import short as shortening
-from tensorlogic.program.graphs import Line, Replay
-from tensorlogic.program.short import short
 
 from .driver.replaying import STREAM, Driver, captured, replay_of, tape
 
@@ -296,7 +296,7 @@ def test_memory_that_is_away_is_left_to_pytorch(
 ) -> None:
     x, gone = torch.randn(3), torch.randn(3)
     gone.untyped_storage().resize_(0)
-    monkeypatch.setattr(shortening, "_launching", lambda *_: lambda v: ("usual", v))
+    monkeypatch.setattr(cuda_graphs_fast_replay, "_launching", lambda *_: lambda v: ("usual", v))
     way: Any = captured(driver, lambda v: v + 1, x).way[0]
     assert way(gone) == ("usual", gone)
     assert driver.kinds() == []

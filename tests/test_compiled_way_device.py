@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.cuda_graphs.capture import Captured
 from tensorlogic.native import call_extension
-from tensorlogic.program.capturing import Captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

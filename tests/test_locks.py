@@ -12,10 +12,10 @@ import torch
 
 from tensorlogic import background, registry
 from tensorlogic.core import weight_cache
+from tensorlogic.cuda_graphs.replay import Line
 from tensorlogic.native import call_extension, cpu_library, hook_extension
 from tensorlogic.plans import open_stores
 from tensorlogic.program import serve
-from tensorlogic.program.graphs import Line
 from tensorlogic.system import compile_pool, thread_output
 
 LOCKS: dict[str, tuple[Any, str]] = {

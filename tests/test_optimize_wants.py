@@ -13,10 +13,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import tensorlogic
+from tensorlogic.cuda_graphs.replay import Replay
 from tensorlogic.guards.errors import MISS
 from tensorlogic.program import serve
 from tensorlogic.program.code import OTHERS
-from tensorlogic.program.graphs import Replay
 from tensorlogic.program.inductor import Compiled
 
 from .support.graphs import DEVICE, PythonTape

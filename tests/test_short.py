@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import tensorlogic
+from tensorlogic.cuda_graphs.fast_replay import short
+from tensorlogic.cuda_graphs.replay import GradientReplay, Replay
 from tensorlogic.guards.errors import MISS
 from tensorlogic.guards.model_guard import Kept, Watch
-from tensorlogic.program.graphs import GradientReplay, Replay
-from tensorlogic.program.short import short
 
 from .support.graphs import CUDA, DEVICE, PythonTape, captured
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.cuda_graphs.replay import Replay
 from tensorlogic.guards.errors import MISS
-from tensorlogic.program.graphs import Replay
 from tensorlogic.program.serve import Program
 
 from .support.graphs import CUDA, DEVICE, PythonTape

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.cuda_graphs.capture import Captured
+from tensorlogic.cuda_graphs.captured_graph import CallTape, Tape
+from tensorlogic.cuda_graphs.replay import Replay
 from tensorlogic.measure import timer
-from tensorlogic.program.capturing import Captured
-from tensorlogic.program.graphs import CallTape, Replay, Tape
 from tensorlogic.system import hardware
 
 CUDA = torch.cuda.is_available()

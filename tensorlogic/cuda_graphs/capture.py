@@ -24,13 +24,14 @@ from ..guards.global_state import KEPT, Asked, keeps_parametrized, modes, plain_
 from ..guards.model_guard import Kept, Watch, attributes, still
 from ..guards.tensor_tree import leaves_of
 from ..system import capture_state
-from . import lanes
-from .buffers import Unseen, filled, plain, rows_of
-from .drawing import drawn_once
-from .graphs import FAILURES, CallTape, GradientReplay, Replay, cause, heal, pool_of
-from .lanes import warm
-from .leaving import LEAVES, Leaving, saved_elsewhere
-from .short import Way, short
+from . import capture_streams
+from .capture_streams import warm
+from .captured_graph import FAILURES, CallTape, cause, heal
+from .fast_replay import Way, short
+from .host_rng import drawn_once
+from .leaf_gradients import LEAVES, Leaving, saved_elsewhere
+from .replay import GradientReplay, Replay, pool_of
+from .static_buffers import Unseen, filled, plain, rows_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -287,15 +288,18 @@ class Captured(Generic[P, R]):
             if free:
                 unseen = Unseen(flat if entry.calls == 1 else ())
                 with entry.leaving.running(flat) as names:
-                    out = warm(lambda: self.fn(*args, **kwargs), device, 1, lanes.CALLS)
+                    out = warm(lambda: self.fn(*args, **kwargs), device, 1, capture_streams.CALLS)
                 self.unseen = self.unseen or unseen.written()
                 entry.written |= unseen.untold()
                 entry.names |= names
                 outs, entry.leaves = pytree.tree_leaves(out), _leaves(out, flat)
                 if device.type == "cuda":
-                    both = lanes.stream(device, lanes.CALLS), torch.cuda.current_stream(device)
-                    lanes.shared(flat, outs, *both)
-                lanes.wait_for(outs, device)
+                    both = (
+                        capture_streams.stream(device, capture_streams.CALLS),
+                        torch.cuda.current_stream(device),
+                    )
+                    capture_streams.shared(flat, outs, *both)
+                capture_streams.wait_for(outs, device)
                 return out
         entry.calls -= 1
         return self.fn(*args, **kwargs)
@@ -309,7 +313,7 @@ class Captured(Generic[P, R]):
             return None
         try:
             with capture_state.turn():  # nobody begins a call there meanwhile
-                if entry.recorded is None and not lanes.awaited(device):
+                if entry.recorded is None and not capture_streams.awaited(device):
                     entry.recorded = self._recorded(entry, flat, spec, device)
                 return entry.recorded
         finally:

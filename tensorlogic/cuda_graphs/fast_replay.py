@@ -17,7 +17,7 @@ from ..guards.errors import MISS
 from ..guards.global_state import switches
 from ..native import call_extension, cuda_driver
 from ..system import function_modes
-from .graphs import GradientReplay, Replay, owned
+from .replay import GradientReplay, Replay, owned
 
 Way = Callable[..., Any]
 

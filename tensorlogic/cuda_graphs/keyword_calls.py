@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..guards.errors import MISS
-from .short import Way
+from .fast_replay import Way
 
 PLAIN = (type(None), bool, int, float, str)
 

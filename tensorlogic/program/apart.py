@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..cuda_graphs.captured_graph import FAILURES
 from ..guards.errors import MISS, Untraceable
 from ..guards.finite_branches import Foretold
 from ..guards.global_state import plain_modes
@@ -15,7 +16,6 @@ from . import check, recall
 from .choosing import best
 from .copies import fresh, sharing, unwritten
 from .forms import Form
-from .graphs import FAILURES
 from .later import Later
 from .objects import Flat, Objects
 from .probe import Habits

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..cuda_graphs.captured_graph import FAILURES
 from ..guards import tensor_tree
 from ..guards.errors import first_line
 from . import check
 from .copies import fresh
-from .graphs import FAILURES
 
 
 def random_state() -> list[Any]:

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from ..core.tolerance import Verdict
+from ..cuda_graphs.captured_graph import FAILURES
 from ..guards import tensor_tree
 from ..guards.errors import MISS, Untraceable, first_line
 from ..guards.global_state import plain_modes
@@ -28,7 +29,6 @@ from .choosing import MUST_GAIN, best, pays_off
 from .contest import settled
 from .copies import fresh, sharing, unwritten
 from .gradients import opaque
-from .graphs import FAILURES
 from .later import Later, worthwhile
 from .outcomes import outcome, random_state, widely
 from .report import Report

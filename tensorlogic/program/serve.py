@@ -13,6 +13,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..core import policy, weight_cache
+from ..cuda_graphs.capture_streams import warm
+from ..cuda_graphs.captured_graph import FAILURES, Tape, cause, heal
+from ..cuda_graphs.fast_replay import Way, short
+from ..cuda_graphs.keyword_calls import Words, leaves
+from ..cuda_graphs.replay import GradientReplay, Replay
 from ..guards.errors import MISS
 from ..guards.global_state import autocast, plain_modes, precisions
 from ..guards.model_guard import Guard, Kept, Watch, still
@@ -23,12 +28,8 @@ from .branches import Section, streams
 from .check import step
 from .code import Function, ahead
 from .forms import Form
-from .graphs import FAILURES, GradientReplay, Replay, Tape, cause, heal
 from .inductor import Compiled
-from .lanes import warm
-from .short import Way, short
 from .trace import Trace, norm, random_call, writes
-from .words import Words, leaves
 
 VERSION, WANTS = attrgetter("_version"), attrgetter("requires_grad")
 # calls in a row that met a changed model until looks at it grow rare

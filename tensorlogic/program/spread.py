@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cuda_graphs.captured_graph import FAILURES, cause, heal
 from ..measure import timer
 from .branches import Section, sections
-from .graphs import FAILURES, cause, heal
 from .report import Report, Row
 from .serve import Program
 

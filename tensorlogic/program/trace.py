@@ -16,12 +16,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..core.rewrite_rule import example
+from ..cuda_graphs.host_rng import NUMPY, PYTHON, same
 from ..guards.errors import Untraceable, first_line
 from ..guards.model_guard import HOOKS
 from ..guards.model_state import identities
 from ..guards.tensor_tree import storage
 from ..system.thread_output import aside
-from .drawing import NUMPY, PYTHON, same
 
 if TYPE_CHECKING:
     from ..guards.global_state import Asked

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import tensorlogic
+from tensorlogic.cuda_graphs.capture import Captured
 from tensorlogic.native import call_extension
-from tensorlogic.program.capturing import Captured
 from tests.support.graphs import PythonTape
 
 INT, PLACE, SIZE, WORD = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tensorlogic
+from tensorlogic.cuda_graphs import capture
+from tensorlogic.cuda_graphs.captured_graph import CallTape
 from tensorlogic.guards import errors
-from tensorlogic.program import capturing
-from tensorlogic.program.graphs import CallTape
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -132,7 +132,7 @@ class KernelTape:
                     old.copy_(value)
 
 
-def captured(fn: Callable[..., Any], **options: Any) -> capturing.Captured:
+def captured(fn: Callable[..., Any], **options: Any) -> capture.Captured:
     made = tensorlogic.capture(fn, **options)
     made.tape = CallTape if CUDA else PythonTape
     return made
@@ -142,7 +142,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).to(DEVICE)
 
 
-def recorded(fn: Callable[..., Any], **options: Any) -> capturing.Captured:
+def recorded(fn: Callable[..., Any], **options: Any) -> capture.Captured:
     made = tensorlogic.capture(fn, **options)
     made.tape = CallTape if CUDA else GradientTape
     return made

@@ -1,0 +1,1 @@
+"""capture: CUDA graphs recorded once and replayed safely."""

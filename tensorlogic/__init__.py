@@ -38,11 +38,11 @@ from .startup import activate as _activate
 from .startup import warn_of_namesakes as _warn
 
 if TYPE_CHECKING:
+    from .autotune.tune import tune
     from .cuda_graphs.capture import capture
     from .explaining import candidates, explain
     from .memory import pool
     from .program.optimizing import optimize
-    from .tuning import tune
 
 # what is no such setting fails before anything is registered
 _wanted = _settings.enable()

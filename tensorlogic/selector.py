@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import background, neighbours, registry, vouching
-from .autotune import measure_key
+from . import neighbours, registry, vouching
+from .autotune import background_tuning, measure_key
 from .core import candidate_errors
 from .core.candidate import EAGER, Candidate, Config, Launcher, Outputs
 from .core.dtypes import DTYPES
@@ -276,7 +276,7 @@ def choose(
         and not policy.reproducible
         and policy.observer is None
     ):
-        watch = background.watch(op, key, device)
+        watch = background_tuning.watch(op, key, device)
         if watch is not None:
             choice.launch = watch.wrap(choice.launch)
             choice.direct = choice.direct and watch.direct(choice.direct)
@@ -331,7 +331,7 @@ def _adapting(op: Op, key: Key, device: torch.device, policy: Policy, compiled: 
     launch, direct = chooser.launcher(op, key, device, rtol)
     watched = policy.tune == "auto" and policy.observer is None and not compiled
     if watched and open_stores.current(device).get(key, lambda plan: _current(op, plan)) is None:
-        watch = background.watch(op, key, device)
+        watch = background_tuning.watch(op, key, device)
         if watch is not None:
             launch, direct = watch.wrap(launch), direct and watch.direct(direct)
     return Choice(BY_DATA, {}, launch, "errors on the caller's data", direct=direct)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, study
+from tensorlogic.autotune import background_tuning, tuner
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
@@ -54,15 +54,15 @@ CLOCK = Clock()
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> type[Planned]:
-    monkeypatch.setattr(background, "time", CLOCK)
-    monkeypatch.setattr(background, "Study", Planned)
-    monkeypatch.setattr(background, "_DOUBT", {"cpu": 1.0})
+    monkeypatch.setattr(background_tuning, "time", CLOCK)
+    monkeypatch.setattr(background_tuning, "Study", Planned)
+    monkeypatch.setattr(background_tuning, "_DOUBT", {"cpu": 1.0})
     CLOCK.now, Planned.made, Planned.spent, Planned.log = 0.0, 0, 0.0, []
     return Planned
 
 
 def wrapped(key: Key, launch: Any) -> Any:
-    watch = background.watch(RELU, key, CPU)
+    watch = background_tuning.watch(RELU, key, CPU)
     assert watch is not None
     return watch.wrap(launch)
 
@@ -70,7 +70,7 @@ def wrapped(key: Key, launch: Any) -> Any:
 @pytest.mark.parametrize("call_s", [1e-5, 1e-3, 0.2])
 def test_no_step_starts_before_the_key_has_earned_it(planned: type[Planned], call_s: float) -> None:
     """Work stays under 5 % of the time spent in the key before it, where steps take what they announce."""
-    first = max(background.FIRST_STEP_S, 30 * call_s)
+    first = max(background_tuning.FIRST_STEP_S, 30 * call_s)
     planned.script = ((0.5, first), (0.1, 0.5), (2.0, 0.1), (0.0, 2.0))
     in_key = 0.0
 
@@ -88,7 +88,7 @@ def test_no_step_starts_before_the_key_has_earned_it(planned: type[Planned], cal
         run(x)
         if len(planned.log) > seen:
             seen = len(planned.log)
-            assert planned.spent <= background.SHARE * in_key * (1 + 1e-9)
+            assert planned.spent <= background_tuning.SHARE * in_key * (1 + 1e-9)
     assert seen == (4 if call_s > 1e-4 else 1)
     assert planned.made == 1
 
@@ -110,8 +110,8 @@ def test_steps_that_take_longer_than_announced_are_expected_to(planned: type[Pla
         if len(planned.log) > len(shares):
             shares.append(planned.spent / in_key)
     assert len(shares) == 7
-    assert shares[1] > background.SHARE  # the first lie is believed
-    assert max(shares[2:]) <= background.SHARE * 1.001
+    assert shares[1] > background_tuning.SHARE  # the first lie is believed
+    assert max(shares[2:]) <= background_tuning.SHARE * 1.001
 
 
 def test_nothing_happens_before_a_few_calls(planned: type[Planned]) -> None:
@@ -135,7 +135,7 @@ def measured_now(x: Tensor, calls: int = 4000) -> Any:
 @pytest.fixture
 def generous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every key has earned every step."""
-    monkeypatch.setattr(background, "SHARE", 1e9)
+    monkeypatch.setattr(background_tuning, "SHARE", 1e9)
 
 
 @pytest.mark.usefixtures("generous")
@@ -206,7 +206,7 @@ def test_nothing_is_measured_where_it_may_not_be(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(background, "Study", lambda *a, **k: made.append(a))
+    monkeypatch.setattr(background_tuning, "Study", lambda *a, **k: made.append(a))
     changes = {
         "capture": {},
         "deterministic": {"deterministic": True},
@@ -228,11 +228,11 @@ def test_nothing_is_measured_where_it_may_not_be(
 def test_trouble_in_a_study_is_logged_and_never_the_callers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: study.Study) -> Iterator[float]:
+    def broken(self: tuner.Study) -> Iterator[float]:
         yield 0.0
         raise OSError("disk on fire")
 
-    monkeypatch.setattr(study.Study, "steps", broken)
+    monkeypatch.setattr(tuner.Study, "steps", broken)
     with tensorlogic.policy(tune="auto"):
         for _ in range(1000):
             assert tensorlogic.relu(torch.ones(7)).sum() == 7
@@ -249,7 +249,7 @@ def test_it_waits_for_the_compile_workers(monkeypatch: pytest.MonkeyPatch) -> No
             steps.append(1)
             yield 0.0
 
-    monkeypatch.setattr(background, "Study", Pending)
+    monkeypatch.setattr(background_tuning, "Study", Pending)
     monkeypatch.setattr(compile_pool, "ready", lambda jobs: False)
     with tensorlogic.policy(tune="auto"):
         for _ in range(1000):
@@ -270,13 +270,15 @@ def test_real_calls_pay_for_no_more_than_their_share(
     monkeypatch.setattr(RELU, "candidates", compiled)
     x = torch.randn(1 << 18)
     key: Key = RELU.key((x, False), "inference")
-    (clock := Work()).stands_in(monkeypatch, background, timer, study, verification)
+    (clock := Work()).stands_in(monkeypatch, background_tuning, timer, tuner, verification)
     begin = clock.perf_counter()
     with tensorlogic.policy(tune="auto"):
         while clock.perf_counter() - begin < 1.5:
             tensorlogic.relu(x)
-    watch = background._WATCHES[("cpu", key.text)]
-    assert watch.used_s <= background.SHARE * 1.5 + 0.2, "one step may take longer than announced"
+    watch = background_tuning._WATCHES[("cpu", key.text)]
+    assert watch.used_s <= background_tuning.SHARE * 1.5 + 0.2, (
+        "one step may take longer than announced"
+    )
 
 
 @pytest.mark.usefixtures("generous")
@@ -297,4 +299,4 @@ def test_many_threads_call_while_a_key_is_measured() -> None:
     for t in threads:
         t.join()
     assert problems == []
-    assert len([k for k in background._WATCHES if "f32[96]" in k[1]]) == 1
+    assert len([k for k in background_tuning._WATCHES if "f32[96]" in k[1]]) == 1

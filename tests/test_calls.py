@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import background, dispatch, front
+from tensorlogic import dispatch, front
+from tensorlogic.autotune import background_tuning
 from tensorlogic.binding import bind
 from tensorlogic.core import policy
 from tensorlogic.core.op import OPS
@@ -236,16 +237,16 @@ def test_scalars_must_be_finite_numbers(served: list[str]) -> None:
 def test_a_launcher_that_is_watched_counts_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
 
-    def looked(self: background.Watch, launch: Any, dynamic: Any) -> Any:
+    def looked(self: background_tuning.Watch, launch: Any, dynamic: Any) -> Any:
         looks.append(self.calls)
         self.look_at = self.calls + 5
         return launch(*dynamic)
 
-    monkeypatch.setattr(background.Watch, "_look", looked)
+    monkeypatch.setattr(background_tuning.Watch, "_look", looked)
     open_stores.forget()
     with tensorlogic.policy(tune="auto"):
         key = OPS["add_relu"].key((X, Y, False), "inference")
-        watch = background.Watch(OPS["add_relu"], key, torch.device("cpu"))
+        watch = background_tuning.Watch(OPS["add_relu"], key, torch.device("cpu"))
         launch = watch.wrap(cpu_library.launcher("add_relu"))
         for _ in range(30):
             torch.testing.assert_close(launch(X, Y), (torch.relu(X + Y),))
@@ -262,12 +263,12 @@ def test_a_call_without_a_launcher_of_ours_is_watched_as_cheaply(
     """PyTorch's own call stays what a front calls; every so often one is looked at."""
     looks: list[int] = []
 
-    def looked(self: background.Watch, serve: Any, dynamic: Any) -> Any:
+    def looked(self: background_tuning.Watch, serve: Any, dynamic: Any) -> Any:
         looks.append(self.calls)
         self.look_at = self.calls + 5
         return serve(*dynamic)
 
-    monkeypatch.setattr(background.Watch, "_look", looked)
+    monkeypatch.setattr(background_tuning.Watch, "_look", looked)
     open_stores.forget()
     x = torch.randn(3, 4).double()
     with tensorlogic.policy(tune="auto"):

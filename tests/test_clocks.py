@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import study
-from tensorlogic.autotune import measure_key
+from tensorlogic.autotune import measure_key, tuner
 from tensorlogic.core.candidate import EAGER, Candidate, Outputs
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import Op
@@ -46,7 +45,7 @@ class Machine(Clock):
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    made.stands_in(monkeypatch, timer, study, verification, interference)
+    made.stands_in(monkeypatch, timer, tuner, verification, interference)
     monkeypatch.setattr(interference, "DRIFT", 1.25)
     monkeypatch.setattr(interference.Patience, "spent_s", 0.0)
     monkeypatch.setattr(interference.Patience, "since", 0.0)
@@ -77,7 +76,7 @@ def planted(machine: Machine, clock: interference.Clock | None) -> tuple[Op, Key
 
 
 def look(op: Op, key: Key, background: bool = False) -> Plan:
-    made = study.Study(op, key, CPU, environment(CPU), background=background)
+    made = tuner.Study(op, key, CPU, environment(CPU), background=background)
     plan = made.run()
     assert plan is not None
     return plan
@@ -129,7 +128,7 @@ def test_patience_ends_and_the_plan_says_so(machine: Machine) -> None:
     assert reasons["planted.shaky"].endswith(DISTURBED)
     assert not reasons[EAGER].endswith(DISTURBED)
     assert not measure_key.complete(op, plan, key)  # so that it is measured again, but not for ever
-    second = study.Study(op, key, CPU, environment(CPU), known=plan).run()
+    second = tuner.Study(op, key, CPU, environment(CPU), known=plan).run()
     assert second is not None
     assert second.evidence[1].reason.endswith("both times")
     assert measure_key.complete(op, second, key)
@@ -146,7 +145,7 @@ def test_in_the_background_nobody_waits(machine: Machine) -> None:
     clock = ticking(machine)
     op, key = planted(machine, clock)
     machine.spells = [(machine.now, machine.now + 0.8)]
-    made = study.Study(op, key, CPU, environment(CPU), background=True)
+    made = tuner.Study(op, key, CPU, environment(CPU), background=True)
     steps = 0
     for _ in made.steps():
         machine.now += 0.1  # calls of the program
@@ -155,7 +154,7 @@ def test_in_the_background_nobody_waits(machine: Machine) -> None:
     assert made.plan is not None
     assert made.plan.eager == "planted.shaky"
     machine.spells = [(machine.now, machine.now + 1e6)]
-    endless = study.Study(op, key, CPU, environment(CPU), background=True)
+    endless = tuner.Study(op, key, CPU, environment(CPU), background=True)
     assert sum(1 for _ in endless.steps()) < steps + 2 * interference.POSTPONED
     assert endless.plan is not None
 

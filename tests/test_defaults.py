@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import tensorlogic
-from tensorlogic import dispatch, front, library, tuning
+from tensorlogic import dispatch, front, library
+from tensorlogic.autotune import tune
 from tensorlogic.bench import rows
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
@@ -37,7 +38,7 @@ def test_no_candidate_is_refused_for_it(name: str, default: torch.dtype) -> None
 
     def step(*case: object) -> None:
         leaves = [a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in case]  # fmt: skip
-        tuning._backward(dispatch.call(op, leaves))
+        tune._backward(dispatch.call(op, leaves))
 
     for case in kinds.values():
         for its, key, device in rows.meet(step, tuple(case)):

@@ -13,9 +13,9 @@ RANK = """
 import json, os, sys
 import torch, torch.distributed as dist
 import tensorlogic
-from tensorlogic import background; from tensorlogic.plans.store import open_stores as stores
+from tensorlogic.autotune import background_tuning as background; from tensorlogic.plans.store import open_stores as stores
 from tensorlogic.core.op import OPS; from tensorlogic.core.candidate import Candidate
-from tensorlogic.study import Study
+from tensorlogic.autotune.tuner import Study
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import tensorlogic as t
-from tensorlogic import background, binding, call_cache
+from tensorlogic import binding, call_cache
+from tensorlogic.autotune import background_tuning
 from tensorlogic.core import policy
 
 X, W, ROW, MASK = torch.randn(8, 16), torch.randn(4, 16), torch.randn(4), torch.zeros(8, 8)
@@ -83,11 +84,11 @@ def test_shapes_without_end_leave_a_bounded_number_of_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(call_cache, "MOST_ENTRIES", 10)
-    monkeypatch.setattr(background, "MOST", 10)
+    monkeypatch.setattr(background_tuning, "MOST", 10)
     for n in range(1, 40):
         t.relu(torch.ones(n))
     assert len(policy.current().entries) <= 10
-    assert len(background._WATCHES) <= 10
+    assert len(background_tuning._WATCHES) <= 10
 
 
 def test_policies_without_end_are_dropped() -> None:
@@ -106,10 +107,10 @@ def test_dropped_keys_are_freed() -> None:
     """A launcher under watch and its watch refer to each other."""
     t.relu(torch.ones(3, 5))
     policy.forget_entries()
-    background.forget()
+    background_tuning.forget()
     before = objects()
     for n in range(200):
         t.relu(torch.ones(3, n + 100))
     policy.forget_entries()
-    background.forget()
+    background_tuning.forget()
     assert objects() - before < 200

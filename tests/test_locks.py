@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import background, registry
+from tensorlogic import registry
+from tensorlogic.autotune import background_tuning
 from tensorlogic.core import weight_cache
 from tensorlogic.cuda_graphs.replay import Line
 from tensorlogic.native import call_extension, cpu_library, hook_extension
@@ -19,7 +20,7 @@ from tensorlogic.program import serve
 from tensorlogic.system import compile_pool, thread_output
 
 LOCKS: dict[str, tuple[Any, str]] = {
-    "background": (background, "_BUSY"),
+    "background": (background_tuning, "_BUSY"),
     "calls": (call_extension, "_lock"),
     "compiling": (compile_pool, "_making"),
     "derived": (weight_cache, "_LOCK"),

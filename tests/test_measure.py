@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import study
+from tensorlogic.autotune import tuner
 from tensorlogic.core import tolerance
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
@@ -170,7 +170,7 @@ def test_gradients_are_timed_between_other_kernels(
     if direction == "backward":
         name, args = "softmax_backward", (torch.ones(3, 4), torch.ones(3, 4), 1)
     key = OPS[name].key(args, direction)
-    assert study.Study(OPS[name], key, CPU, environment(CPU)).run() is not None
+    assert tuner.Study(OPS[name], key, CPU, environment(CPU)).run() is not None
     assert set(between) == {"a foreign kernel" if direction == "backward" else None}
 
 
@@ -367,7 +367,7 @@ def test_evidence_says_why_each_lost() -> None:
     x, w = torch.randn(32, 32).half(), torch.randn(32, 32).half()
     op = OPS["linear"]
     key = op.key((x, w, None, None, "relu", False), "inference")
-    plan = study.Study(op, key, CPU, environment(CPU)).run()
+    plan = tuner.Study(op, key, CPU, environment(CPU)).run()
     assert plan is not None
     by_id = {e.candidate: e for e in plan.evidence}
     assert set(by_id) == set(op.candidates)
@@ -408,8 +408,8 @@ def test_a_key_that_cannot_be_measured_has_no_plan(monkeypatch: pytest.MonkeyPat
     def full_memory(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("no room for the inputs")
 
-    monkeypatch.setattr(study, "Checker", full_memory)
-    assert study.Study(op, op.key((x, False), "inference"), CPU, environment(CPU)).run() is None
+    monkeypatch.setattr(tuner, "Checker", full_memory)
+    assert tuner.Study(op, op.key((x, False), "inference"), CPU, environment(CPU)).run() is None
     learned = tensorlogic.tune(tensorlogic.relu, x)
     assert len(learned.unmeasured) == 1
     assert "could not be measured" in str(learned)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import pairing, tuning
-from tensorlogic.autotune import measure_key
+from tensorlogic.autotune import measure_key, pair_tuning, tune
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
@@ -104,7 +103,7 @@ def settled(first: Plan, second: Plan, free: set[str] | None = None) -> list[str
     for p in (first, second):
         store.put(p)
         mets.append((OPS[p.key.op], p.key, CPU))
-    changed = pairing.settle(mets[0], mets[1], free, 0.1)
+    changed = pair_tuning.settle(mets[0], mets[1], free, 0.1)
     found = [store.get(p.key) for p in (first, second)]
     assert [p.eager for p in found if p] == [first.eager, second.eager]
     assert {p.key.text for p in changed} == {
@@ -274,11 +273,11 @@ def test_which_keys_belong_together() -> None:
         (y, torch.ones(4, 8).double(), w, y, "relu", "1100"), "backward"
     )
     met = [(OPS[k.op], k, CPU) for k in (alone, other, first, back, wider)]
-    assert pairing.pairs(met) == [(met[2], met[3])]
+    assert pair_tuning.pairs(met) == [(met[2], met[3])]
     apart = (met[3][0], back, torch.device("cuda", 1))
-    assert pairing.pairs([met[2], apart]) == []
+    assert pair_tuning.pairs([met[2], apart]) == []
     softmax = OPS["softmax"].key((x, 1, True), "forward")
-    assert not pairing.alike(softmax, OPS["softmax_backward"].key((x, x, 1), "backward"))
+    assert not pair_tuning.alike(softmax, OPS["softmax_backward"].key((x, x, 1), "backward"))
 
 
 def test_forwards_that_backward_cannot_tell_apart_take_turns() -> None:
@@ -287,14 +286,14 @@ def test_forwards_that_backward_cannot_tell_apart_take_turns() -> None:
     needs = ("1110", "0110", "1100")
     backward = [OPS["linear_backward"].key((y, x, w, y, "relu", n), "backward") for n in needs]
     met = [(OPS[k.op], k, CPU) for k in (*forward, *backward)]
-    found = [(f[1], s[1]) for f, s in pairing.pairs(met)]
+    found = [(f[1], s[1]) for f, s in pair_tuning.pairs(met)]
     assert found == list(zip((*forward, forward[0]), backward, strict=True))
 
 
 def test_tune_settles_pairs_of_gpus_that_it_has_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
 
-    def settle(forward: pairing.Met, backward: pairing.Met, free: set[str]) -> list[Plan]:
+    def settle(forward: pair_tuning.Met, backward: pair_tuning.Met, free: set[str]) -> list[Plan]:
         assert free >= {forward[1].text, backward[1].text}
         asked.append((forward[1].text, backward[1].text))
         plan = open_stores.current(CPU).get(forward[1])
@@ -302,17 +301,17 @@ def test_tune_settles_pairs_of_gpus_that_it_has_measured(monkeypatch: pytest.Mon
         plan.captured = "torch.linear"
         return [plan]
 
-    monkeypatch.setattr(pairing, "settle", settle)
+    monkeypatch.setattr(pair_tuning, "settle", settle)
     a = torch.ones(8, 8, requires_grad=True)
     b = torch.ones(8, 8, requires_grad=True)
     learned = tensorlogic.tune(tensorlogic.matmul, a, b)
     assert not asked  # a CPU has no graphs
     gpu = torch.device("cuda")
     keys = [(OPS[p.key.op], p.key, gpu) for p in learned.plans]
-    tuning._together(keys, keys, learned)
+    tune._together(keys, keys, learned)
     assert [(f.split()[0], s.split()[0]) for f, s in asked] == [("matmul", "matmul_backward")]
     assert {p.key.op: p.captured for p in learned.plans}["matmul"] == "torch.linear"
-    tuning._together(keys, [], tuning.Learned(known=2))
+    tune._together(keys, [], tune.Learned(known=2))
     assert len(asked) == 1
 
 
@@ -322,15 +321,15 @@ def test_pairs_of_two_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
     ).plans
     forward = next(p for p in plans if p.key.op == "matmul")
 
-    def settle(first: pairing.Met, second: pairing.Met, free: set[str]) -> list[Plan]:
+    def settle(first: pair_tuning.Met, second: pair_tuning.Met, free: set[str]) -> list[Plan]:
         assert free == {p.key.text for p in plans}
         return [replace(forward, captured=f"fastest on {first[2]}")]
 
-    monkeypatch.setattr(pairing, "settle", settle)
+    monkeypatch.setattr(pair_tuning, "settle", settle)
     gpus = [torch.device("cuda", i) for i in range(2)]
     keys = [(OPS[p.key.op], p.key, gpu) for gpu in gpus for p in plans]
-    learned = tuning.Learned([*plans, *plans])
-    tuning._together(keys, keys, learned)
+    learned = tune.Learned([*plans, *plans])
+    tune._together(keys, keys, learned)
     assert [p.captured for p in learned.plans if p.key.op == "matmul"] == [
         "fastest on cuda:0",
         "fastest on cuda:1",
@@ -339,7 +338,7 @@ def test_pairs_of_two_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_tune_settles_what_it_has_met(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(tuning, "_together", lambda *args: given.append(args))
+    monkeypatch.setattr(tune, "_together", lambda *args: given.append(args))
     learned = tensorlogic.tune(
         tensorlogic.matmul, torch.ones(8, 8, requires_grad=True), torch.ones(8, 8)
     )
@@ -357,12 +356,12 @@ def test_the_tensors_of_a_pair_are_those_of_its_keys() -> None:
     """Real candidates, forward and backward, run behind one another on inputs of their own."""
     x, w = torch.randn(16, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
     learned = tensorlogic.tune(tensorlogic.linear, x, w, None, None, "relu")
-    ((forward, backward),) = pairing.pairs([(OPS[p.key.op], p.key, CPU) for p in learned.plans])
+    ((forward, backward),) = pair_tuning.pairs([(OPS[p.key.op], p.key, CPU) for p in learned.plans])
     seen: list[Tensor] = []
     for met in (forward, backward):
-        near = pairing._near(met, next(p for p in learned.plans if p.key == met[1]), True)
+        near = pair_tuning._near(met, next(p for p in learned.plans if p.key == met[1]), True)
         assert near
-        outs = pairing._bound(met, near[0])(*verification.InputSet(*met, 0).fresh(met[0]))
+        outs = pair_tuning._bound(met, near[0])(*verification.InputSet(*met, 0).fresh(met[0]))
         assert outs is not None
         seen += [o for o in outs if o is not None]
     assert (16, 6) in [tuple(o.shape) for o in seen]

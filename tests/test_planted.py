@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import background, selector
+from tensorlogic import selector
+from tensorlogic.autotune import background_tuning
 from tensorlogic.core import policy
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
@@ -83,7 +84,7 @@ def test_background_tuning_never_returns_one(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(*FIVE, "raises", "asserts")
-    monkeypatch.setattr(background, "SHARE", 1e9)
+    monkeypatch.setattr(background_tuning, "SHARE", 1e9)
     x, w, b = inputs()
     with tensorlogic.policy(tune="auto"):
         for _ in range(4000):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tensorlogic
-from tensorlogic import entrants, study
+from tensorlogic.autotune import ranking, tuner
 from tensorlogic.measure import timer, verification
 from tensorlogic.plans.plan import Evidence, Plan
 
@@ -27,9 +27,9 @@ def timed(
     install: Install, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], tuple[Plan, Evidence]]:
     """Plants a candidate that does this before it is right; the plan and what it says of it."""
-    monkeypatch.setattr(study, "CUT", 3.0)  # which the plug-in is installed without
+    monkeypatch.setattr(tuner, "CUT", 3.0)  # which the plug-in is installed without
     clock = Work()
-    clock.stands_in(monkeypatch, timer, study, verification)
+    clock.stands_in(monkeypatch, timer, tuner, verification)
 
     def tuned(first: str) -> tuple[Plan, Evidence]:
         body = textwrap.indent(textwrap.dedent(first), "    ")
@@ -90,14 +90,14 @@ def test_one_that_fails_in_the_final_leaves_the_others_in_it(
         plant("faints", faints)
         """
     )
-    decide = study.Study._decide
+    decide = tuner.Study._decide
 
-    def final(self: study.Study, present: Any) -> None:
+    def final(self: tuner.Study, present: Any) -> None:
         sys.modules["planted_candidates"].KEPT["final"] = True
         decide(self, present)
 
-    monkeypatch.setattr(study.Study, "_decide", final)
-    monkeypatch.setattr(entrants, "FINALISTS", 99)
+    monkeypatch.setattr(tuner.Study, "_decide", final)
+    monkeypatch.setattr(ranking, "FINALISTS", 99)
     (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
     assert reasons(plan)["faints"] == "failed: Peculiar: worn out"
     assert len([e for e in plan.evidence if e.status == "measured"]) > 1

@@ -14,9 +14,9 @@ import torch
 import tensorlogic
 from tensorlogic import PrecisionWarning, accuracy, adapting, ranking
 from tensorlogic import ranking as tensorlogic_ranking
+from tensorlogic.autotune.ranking import nearest, pick
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
-from tensorlogic.entrants import nearest, pick
 from tensorlogic.ops.common import ways_cpu
 
 from .helpers import ALL_FLOATS, off

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import recording, registry, selector, study
+from tensorlogic import recording, registry, selector
+from tensorlogic.autotune import tuner
 from tensorlogic.core import policy as policies
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
@@ -35,10 +36,10 @@ def test_a_short_recorded_call_is_pytorchs_unless_much_is_gained(
     def timed(calls: Iterable[str], *_: object, **__: object) -> timer.Samples:
         return timer.Samples({n: [eager_us if n == EAGER else ours_us] * 8 for n in calls})
 
-    monkeypatch.setattr(study, "AUTOGRAD_OVERHEAD_US", lambda: 8.0)
+    monkeypatch.setattr(tuner, "AUTOGRAD_OVERHEAD_US", lambda: 8.0)
     monkeypatch.setattr(timer, "device_samples", timed)
     key = RELU.key((torch.ones(3, 4), saves), direction)
-    plan = study.Study(RELU, key, CPU, environment(CPU)).run()
+    plan = tuner.Study(RELU, key, CPU, environment(CPU)).run()
     assert plan is not None
     assert (plan.eager == EAGER) == (saves and eager_us < 2)
     assert plan.captured != EAGER  # a captured call is not recorded anew
@@ -86,6 +87,6 @@ def test_the_cost_is_measured() -> None:
     with torch.no_grad():
         extra = recording.extra_us()
     assert 0 < extra < 1000
-    assert study.AUTOGRAD_OVERHEAD_US() == extra  # by which studies count it
+    assert tuner.AUTOGRAD_OVERHEAD_US() == extra  # by which studies count it
     x = torch.ones(1, requires_grad=True)
     assert tensorlogic.relu(x).requires_grad

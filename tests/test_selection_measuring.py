@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tensorlogic
-from tensorlogic import entrants, study
+from tensorlogic.autotune import ranking, tuner
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
 from tensorlogic.plans import open_stores
@@ -40,13 +40,13 @@ def test_off_measures_nothing(served: Served) -> None:
 
 def test_full_measures_on_first_sight_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    init = study.Study.__init__
+    init = tuner.Study.__init__
 
-    def noted(self: study.Study, op: Any, key: Key, *rest: Any, **named: Any) -> None:
+    def noted(self: tuner.Study, op: Any, key: Key, *rest: Any, **named: Any) -> None:
         made.append(key.text)
         init(self, op, key, *rest, **named)
 
-    monkeypatch.setattr(study.Study, "__init__", noted)
+    monkeypatch.setattr(tuner.Study, "__init__", noted)
     x = torch.randn(8, 8)
     with tensorlogic.policy(tune="full"):
         for _ in range(3):
@@ -140,4 +140,4 @@ def test_a_gradient_of_elements_wins_ties(op: str, kind: str, eager_us: float, w
     ]
     key: Any = SimpleNamespace(op=op, direction="backward", precision="default", tensors=())
     times = {EAGER: eager_us, "triton.flat": 1.0}
-    assert entrants.pick(final, times, key, kind).candidate.id == winner
+    assert ranking.pick(final, times, key, kind).candidate.id == winner

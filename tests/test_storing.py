@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import registry, selector, study
+from tensorlogic import registry, selector
+from tensorlogic.autotune import tuner
 from tensorlogic.core.candidate import EAGER, Candidate
 from tensorlogic.core.op import OPS, Op
 from tensorlogic.measure import timer, verification
@@ -163,10 +164,10 @@ def test_who_goes_on_with_the_output_has_a_say(
     after_sent_ms: float, best: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way that is faster by 1 ms alone is chosen unless that costs who comes next more than twice as much."""
-    (clock := Clock(tick=1e-6)).stands_in(monkeypatch, timer, study, verification)
+    (clock := Clock(tick=1e-6)).stands_in(monkeypatch, timer, tuner, verification)
     op = toy(clock, {"kept": 0.0, "sent": after_sent_ms}, {"kept": 2.0, "sent": 1.0})
     key = op.key((torch.randn(64),), "inference")
-    plan = study.Study(op, key, CPU, environment(CPU)).run()
+    plan = tuner.Study(op, key, CPU, environment(CPU)).run()
     assert plan is not None
     assert (plan.eager, plan.eager_config) == ("toy.ways", {"way": best})
     evidence = next(e for e in plan.evidence if e.candidate == "toy.ways")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import tuning
+from tensorlogic.autotune import tune
 from tensorlogic.core import policy
 from tensorlogic.plans import open_stores
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def test_an_interrupted_tune_keeps_what_it_has_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, asked = tuning._measure, []
+    measure, asked = tune._measure, []
 
     def interrupted(*given: Any) -> None:
         if asked:
@@ -28,7 +28,7 @@ def test_an_interrupted_tune_keeps_what_it_has_measured(monkeypatch: pytest.Monk
         for n in (3, 5, 7):
             tensorlogic.relu(torch.ones(n))
 
-    monkeypatch.setattr(tuning, "_measure", interrupted)
+    monkeypatch.setattr(tune, "_measure", interrupted)
     before = policy.current()
     with pytest.raises(KeyboardInterrupt):
         tensorlogic.tune(step)

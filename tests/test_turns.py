@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import study, tuning, turns
-from tensorlogic.autotune import measure_key
+from tensorlogic.autotune import config_queue, measure_key, tune, tuner
 from tensorlogic.core.candidate import EAGER, Candidate
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import Op
@@ -53,7 +52,7 @@ def planted(*kernels: tuple[str, list[Any]]) -> tuple[Op, Key]:
 
 
 def look(op: Op, key: Key, known: Plan | None = None, prompt_s: float = PROMPT_S) -> Plan:
-    plan = study.Study(
+    plan = tuner.Study(
         op, key, CPU, environment(CPU), known, budget_s=0.01, prompt_s=prompt_s
     ).run()
     assert plan is not None
@@ -84,7 +83,7 @@ def test_what_is_not_compiled_in_time_is_left_for_the_next_time(job: Any) -> Non
     assert reasons(plan)["planted.slow"] == f"not measured{UNFINISHED}"
     assert not reasons(plan)["planted.quick"].endswith(UNFINISHED)
     assert plan.unfinished
-    learned = tuning.Learned([plan])
+    learned = tune.Learned([plan])
     assert learned.unfinished == [key.text]
     assert str(learned).endswith("; kernels of 1 were still being compiled")
     assert not measure_key.complete(op, plan, key)
@@ -100,13 +99,13 @@ def test_what_was_late_is_measured_again_in_the_time_that_others_left(job: Any) 
     slow, quick = slow_and_quick(job)
     op, key = planted(("planted.quick", [quick]), ("planted.slow", [slow]))
     plan = look(op, key)
-    learned, now = tuning.Learned([plan]), time.perf_counter()
+    learned, now = tune.Learned([plan]), time.perf_counter()
     Path(slow.path + ".go").touch()
     finish(slow)
-    used_up = now - tuning.KEY_S + study.PROMPT_S / 4
-    tuning._once_more([(op, key, CPU)], learned, used_up)
+    used_up = now - tune.KEY_S + tuner.PROMPT_S / 4
+    tune._once_more([(op, key, CPU)], learned, used_up)
     assert learned.plans == [plan]
-    tuning._once_more([(op, key, CPU)], learned, now)
+    tune._once_more([(op, key, CPU)], learned, now)
     assert learned.unfinished == []
     assert set(reasons(learned.plans[0])) == {EAGER, "planted.quick", "planted.slow"}
     assert measure_key.complete(op, open_stores.current(CPU).get(key), key)
@@ -140,12 +139,12 @@ def test_the_caller_begins_nothing_in_the_second_half_of_its_time(
     compile_pool.submit((busy,))
     begun(busy)  # the only worker
     op, key = planted(("planted.many", [job("fine", f"{n}") for n in range(20)]))
-    late = turns.listed(op.candidates["planted.many"], key, CPU)
-    compile_pool.submit(turns.jobs([late]))
-    (clock := Clock(tick=0.01)).stands_in(monkeypatch, turns)
-    monkeypatch.setattr(turns, "LOOK_S", 1e-3)
+    late = config_queue.listed(op.candidates["planted.many"], key, CPU)
+    compile_pool.submit(config_queue.jobs([late]))
+    (clock := Clock(tick=0.01)).stands_in(monkeypatch, config_queue)
+    monkeypatch.setattr(config_queue, "LOOK_S", 1e-3)
     came = []
-    for turn in turns.arriving(late, 2):
+    for turn in config_queue.arriving(late, 2):
         compile_pool.settle(turn.jobs[0])  # nobody has begun it: the caller compiles
         came.append(clock.now)
         clock.sleep(0.4)
@@ -158,17 +157,17 @@ def test_the_caller_begins_nothing_in_the_second_half_of_its_time(
 
 def test_best_guesses_are_compiled_first() -> None:
     op, key = planted(("planted.a", ["a0", "a1"]), ("planted.b", ["b0", "b1", "b2"]))
-    assert turns.kernels(op, key, CPU) == ["a0", "b0", "a1", "b1", "b2"]
+    assert config_queue.kernels(op, key, CPU) == ["a0", "b0", "a1", "b1", "b2"]
 
 
 def test_what_won_nearby_comes_before_all_best_guesses() -> None:
     op, key = planted(("planted.a", ["a0", "a1"]), ("planted.b", ["b0", "b1", "b2"]))
-    lists = [turns.listed(op.candidates[id], key, CPU) for id in ("planted.a", "planted.b")]
+    lists = [config_queue.listed(op.candidates[id], key, CPU) for id in ("planted.a", "planted.b")]
     near = Plan(key, "planted.b", {"n": 2}, "planted.a", {"n": 7})
-    found = turns.likely(lists, near)
-    assert turns.jobs(found) == ["a0", "b2", "a1", "b0", "b1"]
+    found = config_queue.likely(lists, near)
+    assert config_queue.jobs(found) == ["a0", "b2", "a1", "b0", "b1"]
     assert [turn.rank for own in found for turn in own] == [-1, 1, -1, 0, 1]
-    assert turns.kernels(op, key, CPU, near) == turns.jobs(found)
+    assert config_queue.kernels(op, key, CPU, near) == config_queue.jobs(found)
 
 
 def test_what_a_process_needs_to_load_kernels_is_begun_with_the_first_jobs(

@@ -25,12 +25,15 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tensorlogic import registry  # noqa: E402
+from tensorlogic.autotune.ranking import (
+    Entrant,
+    pick,  # noqa: E402
+)
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import (
     OPS,
     Op,  # noqa: E402
 )
-from tensorlogic.entrants import Entrant, pick  # noqa: E402
 from tensorlogic.plans import file_format
 from tensorlogic.plans.legacy_hashes import (
     DIGITS,

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 import tensorlogic
-from tensorlogic import background
+from tensorlogic.autotune import background_tuning
 from tensorlogic.plans import open_stores
 
 ALLOWED = 0.05 + 0.01  # the promise, and by how much the last step may have been misjudged
@@ -79,14 +79,15 @@ def main() -> int:
                 calls += 100
                 torch.cuda.synchronize()
                 worst = max(worst, (out.float() - expected).abs().max().item())
-                watches = [w for w in background._WATCHES.values() if w.done]
+                watches = [w for w in background_tuning._WATCHES.values() if w.done]
                 if came is None and any(w.op.name in name for w in watches):
                     came = time.perf_counter() - begin
                 for plan in open_stores.current(device).plans():
                     served.add((plan.key.text, plan.eager, str(plan.eager_config)))
             loop = time.perf_counter() - begin
         used = max(
-            (w.used_s for w in background._WATCHES.values() if w.op.name in name), default=0.0
+            (w.used_s for w in background_tuning._WATCHES.values() if w.op.name in name),
+            default=0.0,
         )
         share, plans = used / loop, [s for s in served if s[0].split()[0] in name]
         wrong = worst > 0.05 or len(plans) > 1 or share > ALLOWED
@@ -97,7 +98,7 @@ def main() -> int:
             f"{at}, largest difference {worst:.3g}",
             flush=True,
         )
-        background.forget()
+        background_tuning.forget()
     return int(failed)
 
 

@@ -20,7 +20,8 @@ os.environ.setdefault("TENSORLOGIC_CACHE_DIR", tempfile.mkdtemp(prefix="tensorlo
 import torch
 
 import tensorlogic
-from tensorlogic import registry, tuning
+from tensorlogic import registry
+from tensorlogic.autotune import tune
 from tensorlogic.core.op import OPS
 from tensorlogic.providers import liger, quack
 
@@ -89,7 +90,7 @@ def main() -> int:
     for name, fn, args in cases():
         if wanted not in name:
             continue
-        print(f"\n=== {name}: {tuning.whole(fn, *args)}", flush=True)
+        print(f"\n=== {name}: {tune.whole(fn, *args)}", flush=True)
         keys = list(tensorlogic.explain(fn, *args))
         if name.startswith(("cross-entropy", "softmax")) and args[0].requires_grad:
             keys += list(tensorlogic.explain(backward(fn), *args))[1:]

@@ -72,7 +72,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import tensorlogic
-from tensorlogic import turns
+from tensorlogic.autotune import config_queue
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.measure import timer
 from tensorlogic.plans import open_stores
@@ -152,7 +152,7 @@ def ahead(problem: Problem, seed: int) -> None:
         keys = met(problem, one_set(problem, seed), EAGER)
         for op, key in keys:
             for its, k in ((op, key), *op.twins(key)):
-                compile_pool.submit(turns.kernels(its, k, DEVICE))
+                compile_pool.submit(config_queue.kernels(its, k, DEVICE))
     except FAILURES as failure:
         print(f"{problem.index} {problem.text}: not compiled ahead: {said(failure)}", flush=True)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import tensorlogic
-from tensorlogic import tuning
+from tensorlogic.autotune import tune
 
 GELU = "gelu_tanh"
 
@@ -61,8 +61,8 @@ def main() -> None:
         tensors = inputs(n)
         for name, fn in OPS.items():
             with torch.no_grad():
-                plans = tuning.whole(fn, tensors).plans
-            plans += tuning.whole(fn, tensors).plans
+                plans = tune.whole(fn, tensors).plans
+            plans += tune.whole(fn, tensors).plans
             for plan in plans:
                 print(f"{name} {n} {plan.key.direction}: {plan.eager}, captured {plan.captured}")
                 for e in plan.evidence:

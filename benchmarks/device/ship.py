@@ -30,8 +30,8 @@ os.environ["TENSORLOGIC_CACHE_DIR"] = tempfile.mkdtemp(prefix="tensorlogic-ship-
 import torch
 
 import tensorlogic
-from tensorlogic import registry, tuning, turns
-from tensorlogic.autotune import measure_key
+from tensorlogic import registry
+from tensorlogic.autotune import config_queue, measure_key, tune
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
@@ -274,7 +274,7 @@ def ahead(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         if not measure_key.complete(its, open_stores.current(device).get(k), k)
     ]
     for op, key, device in left:
-        compile_pool.submit(turns.kernels(op, key, device))
+        compile_pool.submit(config_queue.kernels(op, key, device))
     return bool(left)
 
 
@@ -323,7 +323,7 @@ def main() -> int:
         if not waiting:
             break
         fn, args = waiting.popleft()
-        learned = tuning.whole(fn, *args)
+        learned = tune.whole(fn, *args)
         done += 1
         unmeasured += learned.unmeasured
     registry.ready(device.type)  # who was chosen is known where nothing was called, too

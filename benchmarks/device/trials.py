@@ -25,7 +25,7 @@ import torch
 from trial_shapes import DEVICE, Shape, both, miss, poison, rand
 
 import tensorlogic
-from tensorlogic import tuning
+from tensorlogic.autotune import tune
 from tensorlogic.ops.common import triton_launch
 from tensorlogic.system.compile_pool import CompileFailure
 
@@ -52,7 +52,7 @@ def chosen() -> None:
         ),
     ]  # fmt: skip
     for fn, args in calls:
-        tuning.whole(fn, *args)
+        tune.whole(fn, *args)
         print(tensorlogic.explain(fn, *args), flush=True)
 
 

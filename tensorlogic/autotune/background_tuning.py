@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from .core import policy
-from .core.candidate import Launcher
-from .core.key import Key
-from .core.op import Op
-from .measure import isolation, timer
-from .native import call_extension
-from .plans import open_stores
-from .plans.environment import environment
-from .study import Study
-from .system import capture_state, compile_pool, process
+from ..core import policy
+from ..core.candidate import Launcher
+from ..core.key import Key
+from ..core.op import Op
+from ..measure import isolation, timer
+from ..native import call_extension
+from ..plans import open_stores
+from ..plans.environment import environment
+from ..system import capture_state, compile_pool, process
+from .tuner import Study
 
 LOG = logging.getLogger("tensorlogic")
 SHARE = 0.05

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from .core.candidate import EAGER, Candidate, Config
-from .core.candidate_errors import BIND_ERRORS
-from .core.key import Key
-from .core.op import Op
-from .plans.plan import Plan
-from .system import compile_pool
+from ..core.candidate import EAGER, Candidate, Config
+from ..core.candidate_errors import BIND_ERRORS
+from ..core.key import Key
+from ..core.op import Op
+from ..plans.plan import Plan
+from ..system import compile_pool
 
 LOG = logging.getLogger("tensorlogic")
 LOOK_S = 0.05  # between two looks at the time

@@ -11,7 +11,7 @@ from ..measure.isolation import preserved
 from ..plans import open_stores
 from ..plans.environment import environment
 from ..plans.plan import Plan
-from ..study import PROMPT_S, Study
+from .tuner import PROMPT_S, Study
 
 
 def complete(op: Op, plan: Plan | None, key: Key) -> bool:

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from .core.candidate import EAGER, Launcher
-from .core.candidate_errors import BIND_ERRORS, Failed
-from .core.key import Key
-from .core.op import Op
-from .measure import isolation, timer
-from .measure.verification import InputSet
-from .plans import open_stores
-from .plans.plan import Evidence, Plan
-from .system import compile_pool
+from ..core.candidate import EAGER, Launcher
+from ..core.candidate_errors import BIND_ERRORS, Failed
+from ..core.key import Key
+from ..core.op import Op
+from ..measure import isolation, timer
+from ..measure.verification import InputSet
+from ..plans import open_stores
+from ..plans.plan import Evidence, Plan
+from ..system import compile_pool
 
 LOG = logging.getLogger("tensorlogic")
 # of the time of the one chosen alone: who may win in company

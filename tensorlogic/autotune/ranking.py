@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .core import candidate_errors
-from .core.candidate import EAGER, Candidate, Config, Launcher, Probe
-from .core.key import Key
-from .core.op import OPS
-from .measure import timer
-from .plans.plan import Evidence
+from ..core import candidate_errors
+from ..core.candidate import EAGER, Candidate, Config, Launcher, Probe
+from ..core.key import Key
+from ..core.op import OPS
+from ..measure import timer
+from ..plans.plan import Evidence
 
 FINALISTS = 4
 NEAR_BEST = 1.25  # of one more accurate, what a first look may overstate

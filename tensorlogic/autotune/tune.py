@@ -10,17 +10,16 @@ from typing import Any, ParamSpec
 
 import torch
 
-from . import pairing, study, turns
-from .autotune import measure_key
-from .core import policy
-from .core.key import Key
-from .core.op import Op
-from .guards.tensor_tree import leaves_of
-from .measure import timer
-from .pairing import Met
-from .plans import open_stores
-from .plans.plan import Plan
-from .system import capture_state, compile_pool
+from ..core import policy
+from ..core.key import Key
+from ..core.op import Op
+from ..guards.tensor_tree import leaves_of
+from ..measure import timer
+from ..plans import open_stores
+from ..plans.plan import Plan
+from ..system import capture_state, compile_pool
+from . import config_queue, measure_key, pair_tuning, tuner
+from .pair_tuning import Met
 
 P = ParamSpec("P")
 KEY_S = 2.0  # what a key is to take, kernels' compilers included
@@ -74,7 +73,7 @@ def tune(fn: Callable[P, object], *example_inputs: P.args, **keywords: P.kwargs)
         >>> learned.unmeasured
         []
     """
-    return _learn(fn, example_inputs, keywords, study.PROMPT_S)
+    return _learn(fn, example_inputs, keywords, tuner.PROMPT_S)
 
 
 def whole(fn: Callable[..., Any], *example_inputs: Any, **keywords: Any) -> Learned:
@@ -123,7 +122,7 @@ def _learn(
     for op, key, device in keys:
         if not measure_key.complete(op, open_stores.current(device).get(key), key):
             near = measure_key.neighbour(op, key, device) if device.type == "cuda" else None
-            compile_pool.submit(turns.kernels(op, key, device, near))
+            compile_pool.submit(config_queue.kernels(op, key, device, near))
     measuring = time.perf_counter()
     measured = [met for met in keys if _measure(*met, learned, prompt_s)]
     if not open_stores.distributed():  # whose ranks' clocks differ
@@ -174,9 +173,9 @@ def _once_more(measured: Sequence[Met], learned: Learned, begin: float) -> None:
     """Measure those again whose kernels were still being compiled, in what the other keys have left of their time."""
     until = begin + KEY_S * len(learned.plans)
     for i, ((op, key, device), plan) in enumerate(zip(measured, learned.plans, strict=True)):
-        prompt_s = until - time.perf_counter() - (KEY_S - study.PROMPT_S)
+        prompt_s = until - time.perf_counter() - (KEY_S - tuner.PROMPT_S)
         if plan.unfinished and prompt_s > 0:
-            again = measure_key.measured(op, key, device, prompt_s=min(prompt_s, study.PROMPT_S))
+            again = measure_key.measured(op, key, device, prompt_s=min(prompt_s, tuner.PROMPT_S))
             learned.plans[i] = again or plan
 
 
@@ -184,11 +183,11 @@ def _together(keys: Sequence[Met], measured: Sequence[Met], learned: Learned) ->
     """Time forward and backward behind one another, where one of them was measured now and graphs take what is chosen for them."""
     place = {(device, key.text): i for i, (_, key, device) in enumerate(measured)}
     free = set(place)
-    for forward, backward in pairing.pairs(met for met in keys if met[2].type == "cuda"):
+    for forward, backward in pair_tuning.pairs(met for met in keys if met[2].type == "cuda"):
         device = forward[2]
         mine = {(device, forward[1].text), (device, backward[1].text)}
         if mine & free:
             here = {text for of, text in free if of == device}
-            for plan in pairing.settle(forward, backward, here):
+            for plan in pair_tuning.settle(forward, backward, here):
                 learned.plans[place[device, plan.key.text]] = plan
         free -= mine

@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from . import turns
-from .core import candidate_errors
-from .core.candidate import EAGER, Candidate, Outputs
-from .core.candidate_errors import BIND_ERRORS
-from .core.key import Key
-from .core.op import Op
-from .entrants import Entrant, Failed, clocks_of, measured, nearest, pick, refused
-from .measure import interference, timer
-from .measure.verification import Checker
-from .plans.environment import Environment
-from .plans.plan import DISTURBED, UNFINISHED, Evidence, Plan
-from .system import compile_pool
-from .turns import Turn
+from ..core import candidate_errors
+from ..core.candidate import EAGER, Candidate, Outputs
+from ..core.candidate_errors import BIND_ERRORS
+from ..core.key import Key
+from ..core.op import Op
+from ..measure import interference, timer
+from ..measure.verification import Checker
+from ..plans.environment import Environment
+from ..plans.plan import DISTURBED, UNFINISHED, Evidence, Plan
+from ..system import compile_pool
+from . import config_queue
+from .config_queue import Turn
+from .ranking import Entrant, Failed, clocks_of, measured, nearest, pick, refused
 
 LOG = logging.getLogger("tensorlogic")
 # a candidate this many times slower than the incumbent is dropped after one call
@@ -88,8 +88,8 @@ class Study:
         until = time.perf_counter() + self.prompt_s
         lists = [own for c in self._runnable() if (own := self._turns(c))]
         if self.near is not None and self.device.type == "cuda":
-            lists = turns.likely(lists, self.near)
-        self.pending = turns.jobs(lists)
+            lists = config_queue.likely(lists, self.near)
+        self.pending = config_queue.jobs(lists)
         compile_pool.submit(self.pending)
         eager = self.op.candidates[EAGER]
         try:
@@ -131,7 +131,7 @@ class Study:
             entered = [e for e in entered if not self._cut(e, incumbent_us)]
             if entered:
                 self._join(entrants, min(entered, key=lambda e: e.worth_us))
-        for turn in turns.arriving(late, until):
+        for turn in config_queue.arriving(late, until):
             yield 4 * cost + 20 * first.rough_us * 1e-6
             self._come_late(turn, entrants)
         left = self._left(late, entrants)
@@ -235,7 +235,7 @@ class Study:
     def _turns(self, candidate: Candidate) -> list[Turn]:
         """The candidate's configurations; none, with the reason kept, where it fails to list them."""
         try:
-            own = turns.listed(candidate, self.key, self.device)
+            own = config_queue.listed(candidate, self.key, self.device)
         except BIND_ERRORS as problem:
             self._refuse(candidate, candidate_errors.reason(problem))
             return []

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import explaining, front, tuning
+from .. import explaining, front
+from ..autotune import tune
 from ..core import dtypes, policy
 from ..core.op import OPS, Op
 from ..ops.linear import linear_residual_relu
@@ -149,7 +150,7 @@ def explained(
         with torch.no_grad(), policy.policy(tune="off"):
             if measure:
                 with policy.measuring():
-                    tuning.whole(lambda: fn(*args, **kwargs))
+                    tune.whole(lambda: fn(*args, **kwargs))
             return explaining.explain(fn, *args, **kwargs)
     except (TypeError, ValueError, OSError) as problem:  # of arguments, or of a lockfile
         raise Problem(str(problem)) from problem

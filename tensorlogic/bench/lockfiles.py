@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from .. import registry, study
+from .. import registry
+from ..autotune import tuner
 from ..core import candidate_errors, tolerance
 from ..core.candidate import EAGER, Launcher
 from ..core.op import OPS, Op
@@ -88,7 +89,7 @@ def _standing(op: Op, plan: Plan, device: torch.device, margin: float) -> tuple[
         return "wrong", f"failed: {type(problem).__name__}: {problem}"
     if not verdict:
         return "wrong", verdict.reason or ""
-    fresh = study.Study(op, plan.key, device, environment.environment(device)).run()
+    fresh = tuner.Study(op, plan.key, device, environment.environment(device)).run()
     if fresh is None or (fresh.eager, fresh.eager_config) == (plan.eager, plan.eager_config):
         return GOOD, ""
     best = op.candidates[fresh.eager].bind(plan.key, fresh.eager_config, device)

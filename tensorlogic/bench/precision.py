@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import adapting, ranking, tuning
+from .. import adapting, ranking
+from ..autotune import tune
 from ..core import dtypes, tolerance
 from ..core.candidate import EAGER
 from ..core.key import Key
@@ -235,7 +236,7 @@ def adaptive(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[str,
     assert op is not None
     key = op.key((o.a, o.b, "none", False), "inference", "adaptive")
     with precision("adaptive", rtol=BUDGETS[0]):
-        tuning.whole(matmul, o.a, o.b)
+        tune.whole(matmul, o.a, o.b)
     name = f"PyTorch {dtypes.NAMES[dtype]}"
     rows = []
     for rtol in BUDGETS if n < LARGEST else FEW_BUDGETS:
@@ -289,8 +290,8 @@ def mixed(n: int, device: torch.device) -> dict[str, Any]:
     operands_of: dict[Mode, tuple[Tensor, Tensor]] = {"f32": (wide, o.b), "f16": (half, o.b.half())}
     for mode, ready in operands_of.items():
         with precision(mode):
-            tuning.whole(matmul, half, o.b)
-            tuning.whole(matmul, *ready)
+            tune.whole(matmul, half, o.b)
+            tune.whole(matmul, *ready)
             times = timer.device_samples(
                 {
                     "mixed": [lambda: matmul(half, o.b)],

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import selector, tuning, turns
-from ..autotune import measure_key
+from .. import selector
+from ..autotune import config_queue, measure_key, tune
+from ..autotune.tune import Learned
 from ..core import candidate_errors, dtypes, policy, tolerance
 from ..core.candidate import EAGER
 from ..core.key import Key
 from ..core.op import Op
 from ..measure import timer
 from ..plans import open_stores
-from ..tuning import Learned
 from .cases import DROP, RECIPES, Case, Maker, Recipe, dropout_error, nbytes, shapes, transfer
 from .results import OURS, Row, rounded
 
@@ -100,7 +100,7 @@ def _transfer(row: Row, case: Case, device: torch.device, effort: Effort) -> Non
 def _operation(row: Row, case: Case, device: torch.device, effort: Effort) -> None:
     recipe, sets = RECIPES[case.op], inputs(case, device)
     row.shapes = shapes(sets[0])
-    tuning.whole(recipe.ours, *sets[0])
+    tune.whole(recipe.ours, *sets[0])
     _choice(row, recipe, sets[0])
     calls = _right(row, recipe, recipe.baselines(device.type, dtypes.DTYPES[case.dtype]), sets[0])
     if row.status != "ok":
@@ -119,7 +119,7 @@ def _operation(row: Row, case: Case, device: torch.device, effort: Effort) -> No
 def tuned(case: Case, device: torch.device) -> Learned | None:
     """Measure the keys of a case; None when its inputs do not fit (its row will say so)."""
     try:
-        return tuning.whole(RECIPES[case.op].ours, *inputs(case, device)[0])
+        return tune.whole(RECIPES[case.op].ours, *inputs(case, device)[0])
     except torch.OutOfMemoryError:
         return None
 
@@ -207,7 +207,7 @@ def kernels(cases: Sequence[Case], device: torch.device) -> list[Any]:
             recipe.inputs(case.size, Maker(dtypes.DTYPES[case.dtype], device, case.seed)),
         ):
             if not measure_key.complete(op, open_stores.current(where).get(key), key):
-                jobs += turns.kernels(op, key, where)
+                jobs += config_queue.kernels(op, key, where)
     return jobs
 
 

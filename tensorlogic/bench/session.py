@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
+from ..autotune.tune import Learned
 from ..core import policy
 from ..core.candidate import EAGER
 from ..plans import open_stores
 from ..plans.plan import Plan
 from ..plans.store import PlanStore
 from ..system import compile_pool, settings
-from ..tuning import Learned
 from . import ceilings, machine, rows, suites
 from .cases import Case
 from .problems import Problem

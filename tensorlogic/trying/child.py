@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import tuning
+from ..autotune import tune
+from ..autotune.tune import Learned
 from ..core import policy
 from ..core.candidate import EAGER
 from ..measure import timer
 from ..plans import open_stores
 from ..plans.lockfile import export_lockfile
 from ..system import settings
-from ..tuning import Learned
 from .assist import Help
 from .look import Modules, Outside
 from .profile import Profile, device, summed
@@ -94,7 +94,7 @@ def _once(
     elif mode == "tune":
         help.watch = modules.serve
         with help:
-            learned = tuning.whole(lambda: _ends(program, modules, found))
+            learned = tune.whole(lambda: _ends(program, modules, found))
         found |= _learned(learned, spec)
     else:
         helping = mode.startswith("ours")
@@ -180,7 +180,7 @@ def _turns(
     again = Modules()
     again.keep("result", program())
     with help:
-        learned = tuning.whole(program)
+        learned = tune.whole(program)
         torch.manual_seed(0)
         ours.keep("result", program())
     for name, kept in (("plain", plain), ("again", again), ("ours", ours)):

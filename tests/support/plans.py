@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import registry, selector, study
+from tensorlogic import registry, selector
+from tensorlogic.autotune import tuner
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.key import Key
@@ -88,7 +89,7 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("something was measured")
 
-    monkeypatch.setattr(study.Study, "__init__", refuse)
+    monkeypatch.setattr(tuner.Study, "__init__", refuse)
     monkeypatch.setattr(timer, "device_samples", refuse)
 
 
@@ -184,7 +185,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     """install(names, extra source): a distribution with a `tensorlogic.candidates` entry point, found as pip's would be."""
     registry.ready("cpu")  # else those of the package go with the planted ones
     before = {name: dict(op.candidates) for name, op in OPS.items()}
-    monkeypatch.setattr(study, "CUT", 1e9)  # a busy machine must not cut what is to be refused
+    monkeypatch.setattr(tuner, "CUT", 1e9)  # a busy machine must not cut what is to be refused
 
     def make(*names: str, extra: str = "") -> None:
         site = tmp_path / "site"

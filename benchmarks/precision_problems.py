@@ -32,8 +32,9 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import PrecisionWarning, accuracy, adapting
+from tensorlogic import PrecisionWarning, adapting
 from tensorlogic.core.candidate import EAGER
+from tensorlogic.kernels.mixed_precision import data_statistics
 
 KINDS = (
     "normal",
@@ -157,7 +158,7 @@ def whole_error(y: Tensor, a: Tensor, b: Tensor) -> float:
     worst = 0.0
     for dim, left, right in ((1, a, b), (0, b.t(), a.t())):
         bound = left.double().norm(dim=1) * right.double().norm()
-        size = torch.maximum(want.norm(dim=dim), accuracy.FLOOR * bound)
+        size = torch.maximum(want.norm(dim=dim), data_statistics.FLOOR * bound)
         size = size.clamp_min(torch.finfo(torch.float64).tiny)
         worst = max(worst, float(((y - want).norm(dim=dim) / size).max()))
     return worst

@@ -12,29 +12,24 @@ from torch import Tensor
 
 from .core import tolerance
 from .core.argument_checks import broadcast
+from .kernels.mixed_precision.data_statistics import (
+    DRIFT,
+    FAINT,
+    FLOOR,
+    RUN,
+    SKETCH,
+    Statistics,
+    step,
+)
 from .native import cpu_library
 
 # whose error is measured: rows of the left operand, columns of the right one
 ROWS = 32
-# elements of every row that the statistics see, in runs of so many
-SKETCH, RUN = 64, 16
 BATCHES = 4  # matrices of a batch that are looked at
-# of the operands' norms: what cancels below float64 does not resolve either
-FLOOR = 2.0**-50
-#: Norms of rows of a result that a few steps more may take below its dtype's range, where no error measured before holds.
-FAINT = {
-    torch.float16: 2.0**-10,
-    **dict.fromkeys((torch.float32, torch.bfloat16, torch.complex64), 2.0**-118),
-}
-# binary exponents by which data may move, their errors as measured
-DRIFT = 4.0
 FARTHEST = 2.0**460  # from 1, beyond which sums of squares leave float64's range
 # the error of sums, of those in float32 over hundreds of elements
 SUMS = {"f64": 0.0, "f32": 3e-7}
 OTHER_SUMS = 1.5e-7  # of forms whose units add several products at once
-#: Largest element of a row over its root mean square that a form of fixed steps takes, seen by all elements when it scales the row: no
-#: sketch of a row finds its one outlier, beside which the others would lose their digits.
-CREST = {"int8": 7.0, "int8x3": 7.0, "fp8": 1024.0}
 #: Relative 2-norm of the error of a row of the product that a form brings on normal inputs, sums aside.
 UNITS = {
     "f64": 2.0**-52,
@@ -81,39 +76,6 @@ class Part:
     bias: Tensor | None = None
     residual: Tensor | None = None  # [M, N], rows as the flattened left operand's
     activation: str = "none"
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What the error of a product follows: every row and column of operands and result, by a sketch of its elements.
-
-    `cancels`: largest norm of a row of left times the norm of right, over the norm of that row of the result (and the same
-    for columns); `crest`: largest element over the root mean square of a row; `low`, `high`: binary exponents of the
-    smallest and the largest row; `blank`: rows and columns of the result that are 0 although those of the operands are not.
-    """
-
-    cancels: float
-    crest: float
-    low: float
-    high: float
-    blank: float = 0.0
-
-    @property
-    def usable(self) -> bool:
-        """False where values are not finite."""
-        return all(map(math.isfinite, (self.cancels, self.crest, self.low, self.high)))
-
-    def like(self, other: Statistics) -> bool:
-        """Whether an error measured under `other` may be taken for this."""
-        return (
-            self.usable
-            and other.usable
-            and 0.25 * other.cancels <= self.cancels <= 1.1 * other.cancels
-            and self.crest <= 1.1 * other.crest
-            and self.low >= other.low - DRIFT
-            and self.high <= other.high + DRIFT
-            and self.blank == other.blank == 0  # which rows these are, nothing tells
-        )
 
 
 @dataclass(frozen=True)
@@ -188,12 +150,12 @@ def statistics(parts: Iterable[Part | None], outs: Iterable[Tensor | None]) -> S
 
 def looked(part: Part, out: Tensor) -> list[float]:
     """The same on a GPU, in one launch and one wait; infinite where a kernel has met a value that did not fit."""
-    from .ops.common import triton_split  # needs Triton
+    from .kernels.mixed_precision import split_planes  # needs Triton
 
     if out.is_complex() or part.left.is_complex() or part.right.is_complex():
         found = sketched(part, out)
-        return [math.inf] * 5 if triton_split.noted(out.device) else found
-    table, rows, spoilt = triton_split.look(part.left, part.right, out)
+        return [math.inf] * 5 if split_planes.noted(out.device) else found
+    table, rows, spoilt = split_planes.look(part.left, part.right, out)
     if spoilt:
         return [math.inf] * 5
     return _summed(_gathered(table[:rows]), _gathered(table[rows:]), part, out)
@@ -253,12 +215,6 @@ def spans(n: int) -> list[slice]:
     if n <= SKETCH:
         return [slice(0, n)]
     return [slice(i * step(n), i * step(n) + RUN) for i in range(SKETCH // RUN)]
-
-
-def step(n: int) -> int:
-    """From run to run; in long rows they begin where lines of memory do."""
-    even = RUN if n >= 8 * SKETCH else 1
-    return RUN if n <= SKETCH else (n - RUN) // (SKETCH // RUN - 1) // even * even
 
 
 def _summed(rows: list[float], columns: list[float], part: Part, out: Tensor) -> list[float]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import accuracy
-from .accuracy import Known, Statistics
+from .accuracy import Known
 from .core.candidate import EAGER, Candidate, Config, Launcher, Outputs
 from .core.candidate_errors import BIND_ERRORS
 from .core.key import Key
@@ -24,6 +24,8 @@ from .core.numeric_mode import PrecisionWarning
 from .core.op import DATA_CHOOSERS, DataChooser, Op
 from .core.precision_policy import ON_LEAVE
 from .judging import Place, places, plain, watchable
+from .kernels.mixed_precision import data_statistics
+from .kernels.mixed_precision.data_statistics import Statistics
 from .native import call_extension
 from .plans import open_stores
 from .ranking import GUARD_US, REST, UNLIKELY, form_of, order, unguarded, wide
@@ -50,7 +52,7 @@ class Held:
     statistics: Statistics
     rtol: float
     margin: float
-    drift: float = accuracy.DRIFT  # binary exponents by which data may become smaller
+    drift: float = data_statistics.DRIFT  # binary exponents by which data may become smaller
     watch: Any = None  # where the device judges, and mends what it must
     places: Sequence[Place] = ()  # of the products that it judges
     quick: Launcher | None = None  # the candidate and its judge in one
@@ -83,14 +85,14 @@ class Held:
     def limits(self) -> tuple[float, ...]:
         """The same as numbers, for `matmul_watched`: cancellation from and to, peaks from and to, and the least norm of a result."""
         then, room = self.statistics, self.room
-        highest = math.inf if then.high > 1000 else 2.0 ** (then.high + accuracy.DRIFT)
+        highest = math.inf if then.high > 1000 else 2.0 ** (then.high + data_statistics.DRIFT)
         lowest = 2.0 ** (then.low - self.drift)
         return (
             then.cancels / 64,
             then.cancels * room,
             lowest,
             highest,
-            accuracy.FAINT[torch.float32],
+            data_statistics.FAINT[torch.float32],
         )
 
     def covers(self, now: Statistics) -> bool:
@@ -105,7 +107,7 @@ class Held:
         # already beyond the budget: what gets better may be served better
         if room < 1:
             return 0.8 <= grown <= 1.1
-        near = now.low >= then.low - self.drift and now.high <= then.high + accuracy.DRIFT
+        near = now.low >= then.low - self.drift and now.high <= then.high + data_statistics.DRIFT
         return 1 / 64 <= grown <= room and near and now.blank == 0
 
 
@@ -248,8 +250,8 @@ class Adaptive:
         products, held.places = plain(self._parts(dynamic), outs), places(self.op, self.key, outs)
         if products is None or len(held.places) != len(products):
             return None
+        from .kernels.mixed_precision.guard_recompute import Seen, Watch, works
         from .ops.common import watched  # needs Triton, as looking does
-        from .ops.common.triton_mend import Seen, Watch, works
 
         if not works(self.device):
             return None
@@ -302,7 +304,7 @@ class Adaptive:
             if not now.usable and candidate.id != EAGER:
                 return None
             drift = accuracy.drift(outs)
-            found = self._remembered(candidate, now) if drift == accuracy.DRIFT else None
+            found = self._remembered(candidate, now) if drift == data_statistics.DRIFT else None
             if found is not None:
                 error = found.error * max(1.0, now.cancels / max(found.statistics.cancels, 1e-30))
                 now = replace(now, cancels=min(now.cancels, found.statistics.cancels))
@@ -373,7 +375,7 @@ def margin_of(outs: Outputs) -> float:
 def scatter(outs: Outputs) -> float:
     """How far the worst of all sketches of dense rows overstates cancellation; what more they make of sparse ones is not counted."""
     lines = max((sum(out.shape[-2:]) for out in outs if out is not None), default=1)
-    return 1 + math.sqrt(2 * math.log(max(lines, 1)) / accuracy.SKETCH)
+    return 1 + math.sqrt(2 * math.log(max(lines, 1)) / data_statistics.SKETCH)
 
 
 def expected(

@@ -108,12 +108,12 @@ def _torch() -> Iterator[Finding]:
 def _devices() -> Iterator[Finding]:
     import torch
 
-    from .ops.common import products
+    from .kernels.cpu import onednn
     from .plans.environment import environment
 
     cpu = environment(torch.device("cpu"))
     yield Finding("ok", "CPU", f"{cpu.device}, {cpu.driver}, {cpu.threads} threads")
-    if reason := products.onednn_available("cpu"):
+    if reason := onednn.onednn_available("cpu"):
         yield Finding(
             "lacks", "oneDNN", reason, "float32 linear layers on this CPU are about half as fast"
         )
@@ -137,7 +137,7 @@ def _apple() -> Iterator[Finding]:
     """The Apple GPU, and whether it takes our shaders."""
     import torch
 
-    from .ops.common import metal_launch
+    from .kernels.metal import launch as metal_launch
     from .plans.environment import environment
 
     gpu = environment(torch.device("mps"))

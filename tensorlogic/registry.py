@@ -48,10 +48,10 @@ def load(device: str, kin: str = "") -> None:
 
 def _begin() -> None:
     """What the first kernel of a process needs of Triton, half a second, begun in threads while modules are imported here."""
-    from .ops.common import triton_tools
+    from .kernels.triton_runtime import toolchain
 
-    triton_tools.begin()
-    from .ops.common.triton_launch import CompileJob
+    toolchain.begin()
+    from .kernels.triton_runtime.launch import CompileJob
 
     CompileJob.ahead()
 
@@ -133,4 +133,4 @@ def _distrust(known: dict[str, set[str]]) -> None:
             op.candidates[id] = replace(op.candidates[id], trusted=False)
 
 
-PRELOADED += ["tensorlogic.ops.common.triton_gemm", "tensorlogic.ops.common.triton_launch"]
+PRELOADED += ["tensorlogic.kernels.gemm.tiled_kernel", "tensorlogic.kernels.triton_runtime.launch"]

@@ -12,14 +12,14 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, cast
 
-from tensorlogic.ops.common.triton_launch import CompileJob, Resources
+from tensorlogic.kernels.triton_runtime.launch import CompileJob, Resources
 
 # Bytes of stack that CUDA 12.8's assembler (Triton 3.6) takes of its own accord for addresses, though registers are left. A tile takes more
 STACK = 24 if find_spec("triton") and version("triton").startswith("3.6.") else 0
 
 SERVER = """
 import os, pickle, sys
-from tensorlogic.ops.common import triton_launch
+from tensorlogic.kernels.triton_runtime import launch as triton_launch
 answers = os.fdopen(os.dup(1), "wb")
 os.dup2(2, 1)  # a compiler that fails prints what it was given
 while True:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic.ops.common import cells
+from tensorlogic.kernels.triton_runtime import scratch
 from tensorlogic.system import capture_state
 
 CPU, GPU = torch.device("cpu"), torch.cuda.is_available()
@@ -22,10 +22,10 @@ class Graph:
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> cells.Cells:
+def own(monkeypatch: pytest.MonkeyPatch) -> scratch.Cells:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("waited"))
     done: list[str] = []
-    made = cells.Cells(CPU)
+    made = scratch.Cells(CPU)
     made.done = done  # type: ignore[attr-defined]
     return made
 
@@ -50,15 +50,15 @@ def test_a_graph_has_the_same_cell_until_it_is_gone(own: Any) -> None:
 
 
 def test_cells_do_not_run_out_by_graphs_that_come_and_go(own: Any) -> None:
-    for _ in range(3 * cells.COUNT):
+    for _ in range(3 * scratch.COUNT):
         graph = Graph()
         assert own.lend(graph, 1) is not None
         del graph
         own.collect()
-    held = [Graph() for _ in range(cells.COUNT + 1)]
+    held = [Graph() for _ in range(scratch.COUNT + 1)]
     found = [own.lend(g, 1) for g in held]
     assert found[-1] is None
-    assert sum(c is not None for c in found) == cells.COUNT
+    assert sum(c is not None for c in found) == scratch.COUNT
 
 
 def test_the_graph_that_a_stream_is_captured_into(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_the_graph_that_a_stream_is_captured_into(monkeypatch: pytest.MonkeyPatc
     capture_state._began[2] = weakref.ref(two), 22
     assert capture_state.graph_of(22) is two
     assert capture_state.graph_of(12) is None  # whose, nobody says
-    assert cells.lend(torch.device("cuda", 0), 12, 1) is None
+    assert scratch.lend(torch.device("cuda", 0), 12, 1) is None
 
 
 @pytest.mark.skipif(
@@ -96,7 +96,7 @@ def test_captured_losses_that_come_and_go_keep_their_cells_and_memory() -> None:
             graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(got, want)
-        own = cells._devices[0]
+        own = scratch._devices[0]
         (place,) = {number for (of, _), number in own.lent.items() if of == id(graph)}
         assert own.all[place, :2].tolist() == [0x43800000 ^ 0x3F800000, 0]  # 256, and right
         counts.append(len(own.free) + len(own.back))

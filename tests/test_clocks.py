@@ -13,8 +13,8 @@ from tensorlogic.autotune import measure_key, tuner
 from tensorlogic.core.candidate import EAGER, Candidate, Outputs
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import Op
+from tensorlogic.kernels.cpu import register as cpu_register
 from tensorlogic.measure import interference, timer, verification
-from tensorlogic.ops.common import native_wiring
 from tensorlogic.plans.environment import environment
 from tensorlogic.plans.machine_notes import Notes
 from tensorlogic.plans.plan import DISTURBED, Plan
@@ -204,6 +204,6 @@ def test_a_damaged_note_is_no_time(machine: Machine, line: str) -> None:
 
 @pytest.mark.usefixtures("amx")
 def test_products_by_tiles_have_a_clock() -> None:
-    assert native_wiring.PRODUCTS.make() is not None
-    assert native_wiring.PRODUCTS.slow() in (True, False)
-    assert native_wiring.PRODUCTS.least
+    assert cpu_register.PRODUCTS.make() is not None
+    assert cpu_register.PRODUCTS.slow() in (True, False)
+    assert cpu_register.PRODUCTS.least

@@ -17,8 +17,8 @@ import tensorlogic
 from tensorlogic import binding, dispatch, front, recorded_calls
 from tensorlogic.autotune import background_tuning
 from tensorlogic.core import policy
+from tensorlogic.kernels.triton_runtime import launch_plan
 from tensorlogic.native import call_extension, cuda_driver
-from tensorlogic.ops.common import compiled_launch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 N = 128
@@ -42,7 +42,7 @@ def test_the_driver_is_found() -> None:
     assert (
         call_extension.module() is not None or cuda_driver.driver(torch.device("cuda")) is not None
     )
-    assert isinstance(compiled_launch.empty(torch.device("cuda")), call_extension.module().Empty)
+    assert isinstance(launch_plan.empty(torch.device("cuda")), call_extension.module().Empty)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -187,7 +187,7 @@ def test_threads_and_no_leak() -> None:
 
 
 def test_running_out_of_memory_is_said_as_before() -> None:
-    empty = compiled_launch.empty(torch.device("cuda"))
+    empty = launch_plan.empty(torch.device("cuda"))
     with pytest.raises(torch.OutOfMemoryError):
         empty((1 << 40,), (1,), torch.float32)
 

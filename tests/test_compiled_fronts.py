@@ -25,8 +25,9 @@ from tensorlogic import binding, dispatch, front, recorded_calls, selector
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.op import OPS
+from tensorlogic.kernels import register
+from tensorlogic.kernels.triton_runtime import launch_plan
 from tensorlogic.native import call_extension, cpu_library
-from tensorlogic.ops.common import compiled_launch, wiring
 from tests.driver.standin import CPU, Device, add_relu, launcher, noted
 from tests.driver.standin import device as device  # the fixture
 
@@ -47,7 +48,7 @@ def served(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
     op, seen = OPS["add_relu"], {"slow": 0, "built": []}
 
     def bind(key: Any, config: Any, where: torch.device) -> Any:
-        found = compiled_launch.plan(op, key, where, seen.get("launch") or launcher(device))
+        found = launch_plan.plan(op, key, where, seen.get("launch") or launcher(device))
         seen["built"].append(found)
         return found
 
@@ -127,8 +128,8 @@ def test_out_of_memory_is_eagers(device: Device, served: dict[str, Any]) -> None
             raise torch.OutOfMemoryError("no memory")
         return True
 
-    start, step = add_relu(device, 30), compiled_launch.step(fill)
-    empty = wiring.empty(CPU)
+    start, step = add_relu(device, 30), launch_plan.step(fill)
+    empty = register.empty(CPU)
 
     def launch(a: Tensor, b: Tensor) -> Any:
         y = empty((6, 5), (5, 1), torch.float32)

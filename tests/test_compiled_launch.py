@@ -17,8 +17,9 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
+from tensorlogic.kernels import register
+from tensorlogic.kernels.triton_runtime import launch_plan, scratch
 from tensorlogic.native import call_extension, cpu_library
-from tensorlogic.ops.common import compiled_launch, wiring
 from tests.driver.standin import CPU, Device, Launch, add_relu, launcher, made, noted
 from tests.driver.standin import device as device  # the fixture
 
@@ -193,14 +194,14 @@ def test_a_plan_does_what_the_launcher_does(device: Device) -> None:
 
 
 def test_a_plan_of_several_steps(device: Device) -> None:
-    start, empty, counters = add_relu(device, 4), wiring.empty(CPU), wiring.counters
+    start, empty, counters = add_relu(device, 4), register.empty(CPU), scratch.counters
     seen: list[Tensor] = []
 
     def third(a: Tensor, n: int) -> bool:
         seen.append(a)
         return n == 7
 
-    third_step = compiled_launch.step(third)
+    third_step = launch_plan.step(third)
 
     def launch(a: Tensor, b: Tensor | None, scale: float) -> Any:
         first = empty((4,), (1,), torch.float32)
@@ -235,7 +236,7 @@ def compiled(launch: Callable[..., Any], given: Sequence[Any]) -> Any:
 
 
 def test_launchers_that_do_more_than_pass_things_on_stay_as_they_are(device: Device) -> None:
-    start, empty = add_relu(device, 30), wiring.empty(CPU)
+    start, empty = add_relu(device, 30), register.empty(CPU)
     own, numbers = torch.zeros(6, 5), iter(range(100))
 
     def made() -> Any:
@@ -265,7 +266,7 @@ def test_launchers_that_do_more_than_pass_things_on_stay_as_they_are(device: Dev
     def returns(a: Tensor, b: Tensor) -> Any:
         return (own,)
 
-    third = compiled_launch.step(lambda *given: True)
+    third = launch_plan.step(lambda *given: True)
     for launch in (reads, decides, compares, keeps, draws, declines, returns):
         assert noted(launch) is launch
     with pytest.raises(ZeroDivisionError):
@@ -316,7 +317,7 @@ def test_a_failing_start_is_the_callers(device: Device) -> None:
 
 
 def test_counters_are_asked_for_once_a_stream_and_anew_in_captures(device: Device) -> None:
-    start, empty, module = add_relu(device, 4), wiring.empty(CPU), call_extension.module()
+    start, empty, module = add_relu(device, 4), register.empty(CPU), call_extension.module()
     asked: list[int] = []
 
     def counters(count: int) -> Any:

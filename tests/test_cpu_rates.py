@@ -19,9 +19,9 @@ from tensorlogic import registry, selector
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.kernels.cpu import calibration, cost_model
 from tensorlogic.measure import timer
 from tensorlogic.native import cpu_library
-from tensorlogic.ops.common import cpu_costs, cpu_rates
 from tensorlogic.plans import open_stores
 
 from .clockwork import Work
@@ -44,8 +44,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Slower], list[s
         def measured(dtype: torch.dtype, products: Any) -> list[float] | None:
             return usual(dtype, [noted(dtype, p) for p in products])
 
-        def noted(dtype: torch.dtype, p: cpu_rates.Product) -> cpu_rates.Product:
-            name = "torch" if p.run is cpu_costs.torch_into else "ours"
+        def noted(dtype: torch.dtype, p: calibration.Product) -> calibration.Product:
+            name = "torch" if p.run is cost_model.torch_into else "ours"
 
             def called(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
                 assert out.data_ptr() == p.run(a, b, out).data_ptr() or name == "ours"
@@ -54,20 +54,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Slower], list[s
                 calls.append(call + slower.get(name, 1.0) * work)
                 return a
 
-            return cpu_rates.Product(called, p.parts)
+            return calibration.Product(called, p.parts)
 
         def once(call: Callable[[], Any], device: torch.device) -> float:
             call()
             return calls.pop()
 
         calls: list[float] = []
-        usual = cpu_rates._measured
-        monkeypatch.setattr(cpu_rates, "_measured", measured)
+        usual = calibration._measured
+        monkeypatch.setattr(calibration, "_measured", measured)
         monkeypatch.setattr(timer, "once", once)
-        monkeypatch.setattr(cpu_rates, "_preempted", lambda: 0)  # whatever runs beside the tests
+        monkeypatch.setattr(calibration, "_preempted", lambda: 0)  # whatever runs beside the tests
         return timed
 
-    levels = forced("avx512" if "avx512" in cpu_costs.features() else "portable")
+    levels = forced("avx512" if "avx512" in cost_model.features() else "portable")
     next(levels)
     yield run
     next(levels, None)
@@ -96,57 +96,57 @@ def test_the_choice_follows_what_was_timed(clock: Any, slower: Slower, expected:
 def test_bfloat16_that_pytorch_emulates_is_left_to_ours(
     clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_costs, "half_is_slow", lambda dtype: False)
+    monkeypatch.setattr(cost_model, "half_is_slow", lambda dtype: False)
     timed = clock({"torch": 3000.0})
     assert chosen(torch.bfloat16) == "cpu.epilogue"
     assert (
-        timed.count("torch torch.bfloat16") <= cpu_rates.ROUNDS[0]
+        timed.count("torch torch.bfloat16") <= calibration.ROUNDS[0]
     )  # so slow that one size says it
 
 
 def test_machines_like_those_fitted_and_small_products_change_nothing(clock: Any) -> None:
     timed = clock({"torch": 1.2, "ours": 1.0})
-    before = cpu_costs.torch_us(8, 8, 8, "f32", False)
+    before = cost_model.torch_us(8, 8, 8, "f32", False)
     assert not timed
-    assert cpu_costs.torch_factor("f32") == cpu_costs.native_factor(False) == 1.0
+    assert cost_model.torch_factor("f32") == cost_model.native_factor(False) == 1.0
     assert timed
-    assert cpu_costs.torch_us(8, 8, 8, "f32", False) == before
+    assert cost_model.torch_us(8, 8, 8, "f32", False) == before
 
 
 def test_rounding_alone_decides_nothing(clock: Any) -> None:
     clock({"torch": 1.4, "ours": 1.25})  # one side of what counts as close, and the other
-    assert cpu_costs.torch_factor("f32") == cpu_costs.native_factor(False)
+    assert cost_model.torch_factor("f32") == cost_model.native_factor(False)
 
 
 def test_what_was_timed_is_kept_in_the_process_and_on_disk(clock: Any) -> None:
     timed = clock({"torch": 2.1})
-    assert cpu_costs.torch_factor("f32") == 2.0  # rounded to a quarter of a power of two
+    assert cost_model.torch_factor("f32") == 2.0  # rounded to a quarter of a power of two
     count = len(timed)
-    assert cpu_costs.torch_factor("f32") == 2.0
+    assert cost_model.torch_factor("f32") == 2.0
     open_stores.forget()
-    assert cpu_costs.torch_factor("f32") == 2.0
+    assert cost_model.torch_factor("f32") == 2.0
     assert len(timed) == count
     file = open_stores.current(CPU).path.with_suffix(".rates")
     name = file.read_text().partition(" = ")[0]
     for edited in ("x", "0", "2", "1e9 1", "-1 1", "861 430.5"):  # not as it was written
         file.write_text(f"{name} = {edited}\n")
         open_stores.forget()
-        assert cpu_costs.torch_factor("f32") == 1.0
+        assert cost_model.torch_factor("f32") == 1.0
 
 
 def test_a_busy_machine_is_not_believed(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = clock({"torch": 2.0})
     usual, noise = timer.once, itertools.count(1)
     monkeypatch.setattr(timer, "once", lambda *a: usual(*a) * 1.2 ** next(noise))
-    for _ in range(cpu_rates.TRIES):
-        assert cpu_costs.torch_factor("f32") == 1.0
+    for _ in range(calibration.TRIES):
+        assert cost_model.torch_factor("f32") == 1.0
     assert not open_stores.current(CPU).path.with_suffix(".rates").exists()
     count = len(timed)
-    assert cpu_costs.torch_factor("f32") == 1.0
+    assert cost_model.torch_factor("f32") == 1.0
     assert len(timed) == count  # tried often enough
     monkeypatch.setattr(timer, "once", usual)
     open_stores.forget()
-    assert cpu_costs.torch_factor("f32") == 2.0
+    assert cost_model.torch_factor("f32") == 2.0
 
 
 def test_calls_that_lost_their_core_are_not_believed(
@@ -164,10 +164,10 @@ def test_calls_that_lost_their_core_are_not_believed(
     def now_and_then(call: Callable[[], Any], device: torch.device) -> float:
         return beside_another(call, device) if next(count) % 3 == 0 else usual(call, device)
 
-    monkeypatch.setattr(cpu_rates, "_preempted", lambda: lost[0])
+    monkeypatch.setattr(calibration, "_preempted", lambda: lost[0])
     for once, expected in ((beside_another, 1.0), (now_and_then, 2.0)):
         monkeypatch.setattr(timer, "once", once)
-        assert cpu_costs.torch_factor("f32") == expected
+        assert cost_model.torch_factor("f32") == expected
 
 
 def test_a_thread_that_loses_its_core_is_noticed() -> None:
@@ -176,7 +176,7 @@ def test_a_thread_that_loses_its_core_is_noticed() -> None:
         pytest.skip("the system pins no process")
     code = """
 import os, subprocess, sys, time
-from tensorlogic.ops.common import cpu_rates
+from tensorlogic.kernels.cpu import calibration as cpu_rates
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 other = subprocess.Popen([sys.executable, "-c", "import time; end = time.time() + 90\\nwhile time.time() < end: pass"])
 try:
@@ -191,26 +191,26 @@ finally:
 
 def test_rates_that_no_processor_has_are_not_kept(clock: Any) -> None:
     clock({"torch": 900.0, "ours": 450.0})
-    assert cpu_costs.torch_factor("f32") == cpu_costs.native_factor(False) == 1.0
+    assert cost_model.torch_factor("f32") == cost_model.native_factor(False) == 1.0
     assert not open_stores.current(CPU).path.with_suffix(".rates").exists()
 
 
 def test_nothing_is_timed_under_a_mode(clock: Any) -> None:
     timed = clock({"torch": 2.0})
     with LoggingTensorMode():
-        assert cpu_costs.torch_factor("f32") == 1.0
+        assert cost_model.torch_factor("f32") == 1.0
     assert not timed
-    assert cpu_costs.torch_factor("f32") == 2.0
+    assert cost_model.torch_factor("f32") == 2.0
 
 
 def test_products_are_timed_as_they_are(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On this machine, whatever it is: a factor within what any processor could have. By the work of one thread."""
-    monkeypatch.setattr(cpu_rates, "_preempted", lambda: 0)
+    monkeypatch.setattr(calibration, "_preempted", lambda: 0)
     Work().stands_in(monkeypatch, timer)
     next(levels := forced("portable"))
     slow, until = 1.0, time.monotonic() + 20.0
     while slow == 1.0 and time.monotonic() < until:  # where others took the caches, say
-        cpu_rates._TRIED.clear()
-        slow = cpu_costs.native_factor(False)
+        calibration._TRIED.clear()
+        slow = cost_model.native_factor(False)
     next(levels, None)
     assert 1.0 < slow < 300  # four lanes or one, on a line of sixteen

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tensorlogic.ops.common import cublaslt
-from tensorlogic.ops.common.gemm import GemmSpec, Operand
+from tensorlogic.kernels.gemm import cublaslt as gemm_cublaslt
+from tensorlogic.kernels.gemm.spec import GemmSpec, Operand
 
 M, N, K = 48, 64, 40
 
@@ -40,7 +40,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_refusals_say_why(reason: str) -> None:
-    assert reason in str(cublaslt.lt_refusal(replace(spec(), **REFUSED[reason])))
+    assert reason in str(gemm_cublaslt.lt_refusal(replace(spec(), **REFUSED[reason])))
 
 
 SERVED: dict[str, dict[str, Any]] = {
@@ -66,16 +66,18 @@ SERVED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SERVED)
 def test_arguments_are_those_that_the_product_has(name: str) -> None:
     what = spec(**SERVED[name])
-    assert cublaslt.lt_refusal(what) is None
+    assert gemm_cublaslt.lt_refusal(what) is None
     absent = {"bias": what.bias, "residual": what.residual, "z": what.z}
     order = ("x", "w", "bias", "residual", "y", "z")
-    assert cublaslt.lt_arguments(what) == tuple(a for a in order if a not in absent or absent[a])
+    assert gemm_cublaslt.lt_arguments(what) == tuple(
+        a for a in order if a not in absent or absent[a]
+    )
 
 
 def test_is_unavailable_without_cuda() -> None:
-    assert cublaslt.lt_available("cpu") == "cuBLASLt runs on CUDA devices"
+    assert gemm_cublaslt.lt_available("cpu") == "cuBLASLt runs on CUDA devices"
     if torch.version.cuda is None:
-        assert "no CUDA" in str(cublaslt.lt_available("cuda"))
+        assert "no CUDA" in str(gemm_cublaslt.lt_available("cuda"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -101,8 +103,8 @@ def test_results(name: str, layouts: str) -> None:
     }
     operands = {"x": Operand("f16", *x.stride()), "w": Operand("f16", *w.stride())}
     what = replace(spec(**wanted), **operands)
-    start = cublaslt.lt_launcher(what, {"rank": 0}, device)
-    assert start(*(given[a] for a in cublaslt.lt_arguments(what)))
+    start = gemm_cublaslt.lt_launcher(what, {"rank": 0}, device)
+    assert start(*(given[a] for a in gemm_cublaslt.lt_arguments(what)))
     z = x.double() @ w.double() + (given["bias"].double() if what.bias else 0.0)
     if what.outer == "residual":
         z = z + given["residual"].double()
@@ -117,17 +119,17 @@ def test_results(name: str, layouts: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_gelu_keeps_is_right_for_the_kernel_behind_it_in_a_graph() -> None:
     """Our backward pass starts while the library's kernel ends: it must wait for all that was kept."""
-    from tensorlogic.ops.common import triton_columns
+    from tensorlogic.kernels.elementwise import column_passes
 
     device = torch.device("cuda", torch.cuda.current_device())
     m, n, k = 1024, 768, 512
     what = GemmSpec(
         m, n, k, Operand("f16", k, 1), Operand("f16", 1, k), Operand("f16", n, 1), activation="gelu_tanh", z="f16",
     )  # fmt: skip
-    product = cublaslt.lt_launcher(what, {"rank": 0}, device)
-    config = triton_columns.backward_configs(m, n)[0]
-    space, counters = triton_columns.backward_space(n, 1, config)
-    behind = triton_columns.activation_backward_launcher(
+    product = gemm_cublaslt.lt_launcher(what, {"rank": 0}, device)
+    config = column_passes.backward_configs(m, n)[0]
+    space, counters = column_passes.backward_space(n, 1, config)
+    behind = column_passes.activation_backward_launcher(
         "gelu_tanh_bwd", m, n, "f16", config, device, 16
     )
     w = (torch.randn(n, k, device=device) * k**-0.5).half()

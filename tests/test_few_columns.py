@@ -12,14 +12,18 @@ from .support.triton import DEVICE
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
-from tensorlogic.ops.common import gemm, gemm_wiring, triton_launch  # isort: skip
-from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
+from tensorlogic.kernels.gemm import bind, tiled
+
+from tensorlogic.kernels.triton_runtime import launch  # isort: skip
+from tensorlogic.kernels.gemm.spec import GemmSpec
+
+from tensorlogic.kernels.gemm.spec import Operand  # isort: skip
 from .compiled import resources  # isort: skip
 
 
-def product(n: int, dtype: str = "f32", m: int = 300, k: int = 1000) -> gemm_wiring.Product:
+def product(n: int, dtype: str = "f32", m: int = 300, k: int = 1000) -> bind.Product:
     spec = GemmSpec(m, n, k, Operand(dtype, k, 1), Operand(dtype, 1, k), Operand(dtype, n, 1))
-    return gemm_wiring.Product(spec, {}, {})
+    return bind.Product(spec, {}, {})
 
 
 def test_only_float32_of_few_columns_is_summed_by_lanes() -> None:
@@ -82,8 +86,8 @@ def test_few_columns_compile_without_spilling() -> None:
     jobs = []
     for n, more in zip((1, 2, 4), uses, strict=True):
         spec = GemmSpec(4096, n, k, row, Operand("f32", 1, k), Operand("f32", n, 1), **more)
-        configs = gemm_wiring.Product(spec, {}, {}).configs()
-        jobs += [gemm.gemm_jobs(spec, config, 90)[0] for config in configs[:: 2 if n > 1 else 1]]
+        configs = bind.Product(spec, {}, {}).configs()
+        jobs += [tiled.gemm_jobs(spec, config, 90)[0] for config in configs[:: 2 if n > 1 else 1]]
     for answer in resources(jobs):
-        assert isinstance(answer, triton_launch.Resources), answer
+        assert isinstance(answer, launch.Resources), answer
         assert answer.stack == 0, answer

@@ -16,7 +16,7 @@ import torch
 import tensorlogic
 from tensorlogic import registry
 from tensorlogic.core.argument_checks import broadcast
-from tensorlogic.ops.common import triton_launch, triton_tools
+from tensorlogic.kernels.triton_runtime import launch, toolchain
 from tensorlogic.system import process
 
 
@@ -68,17 +68,17 @@ def test_kernels_compile_while_the_driver_is_built(monkeypatch: pytest.MonkeyPat
     building, built = threading.Event(), threading.Event()
 
     def slow() -> None:
-        with triton_launch._driving:
+        with launch._driving:
             building.set()
             assert built.wait(20)
 
-    monkeypatch.setattr(triton_launch, "_driver", slow)
-    thread = threading.Thread(target=triton_launch._begun)
+    monkeypatch.setattr(launch, "_driver", slow)
+    thread = threading.Thread(target=launch._begun)
     thread.start()
     try:
         assert building.wait(20)
-        assert triton_launch._loading.acquire(timeout=5), "a kernel waits for the driver"
-        triton_launch._loading.release()
+        assert launch._loading.acquire(timeout=5), "a kernel waits for the driver"
+        launch._loading.release()
     finally:
         built.set()
         thread.join()
@@ -97,8 +97,8 @@ def test_whoever_compiles_waits_for_what_is_hashed(monkeypatch: pytest.MonkeyPat
 
     cache = pytest.importorskip("triton.runtime.cache")
     monkeypatch.setattr(cache, "triton_key", key)
-    first = threading.Thread(target=triton_tools.warm, name="first")
-    second = threading.Thread(target=triton_tools.warm, name="second")
+    first = threading.Thread(target=toolchain.warm, name="first")
+    second = threading.Thread(target=toolchain.warm, name="second")
     first.start()
     assert begun.wait(20)
     second.start()
@@ -120,9 +120,9 @@ def test_what_is_hashed_is_handed_the_interpreter_at_once(monkeypatch: pytest.Mo
         raise OSError("a file that cannot be read")
 
     monkeypatch.setattr(cache, "triton_key", key)
-    triton_tools._warmed()
+    toolchain._warmed()
     assert seen
-    assert seen[0] <= triton_tools.HANDING_S * 1.01 < before
+    assert seen[0] <= toolchain.HANDING_S * 1.01 < before
     assert sys.getswitchinterval() == before
 
 
@@ -134,9 +134,9 @@ def test_large_files_are_hashed_in_one_piece(
     text = random.Random(1).randbytes(5_000_000)
     (tmp_path / "large").write_bytes(text)
     (tmp_path / "small").write_bytes(text[:1000])
-    with triton_tools._opened(tmp_path / "small", encoding="latin-1", newline="") as file:
+    with toolchain._opened(tmp_path / "small", encoding="latin-1", newline="") as file:
         assert file.read() == text[:1000].decode("latin-1")
-    monkeypatch.setattr(triton_tools, "LARGE", 1 << 20)
+    monkeypatch.setattr(toolchain, "LARGE", 1 << 20)
     pieces: dict[str, list[int]] = {}
     whole: dict[str, bytes] = {}
 
@@ -150,7 +150,7 @@ def test_large_files_are_hashed_in_one_piece(
             whole[name] = digest.digest()
 
     monkeypatch.setattr(cache, "triton_key", key)
-    triton_tools._warmed()
+    toolchain._warmed()
     assert pieces == {"large": [len(text)], "small": [1000]}
     assert whole == {n: hashlib.sha256(t).digest() for n, t in (("large", text), ("small", text[:1000]))}  # fmt: skip
     assert not hasattr(cache, "open")
@@ -160,7 +160,7 @@ def test_triton_s_own_files_have_the_name_they_had() -> None:
     cache = pytest.importorskip("triton.runtime.cache")
     plain = cache.triton_key.__wrapped__()
     cache.triton_key.cache_clear()
-    triton_tools._warmed()
+    toolchain._warmed()
     assert cache.triton_key.cache_info().currsize == 1
     assert cache.triton_key() == plain
 

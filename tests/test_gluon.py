@@ -11,15 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from tensorlogic.core.dtypes import DTYPES, NAMES
-from tensorlogic.ops.common import (
-    cross_entropy_held,
-    mixed,
-    softmax_held,
-    triton_launch,
-    triton_scores_direct,
-    widened,
-)
-from tensorlogic.ops.common.gemm import Operand
+from tensorlogic.kernels.attention_scores import hopper_register_store
+from tensorlogic.kernels.cross_entropy import fused_backward_smem
+from tensorlogic.kernels.gemm.spec import Operand
+from tensorlogic.kernels.mixed_precision import f64_gemm, mixed_gemm
+from tensorlogic.kernels.softmax import smem
+from tensorlogic.kernels.triton_runtime import launch
 
 from .gluon import standin
 from .support.gemm import COLUMNWISE, RING, check, specialised
@@ -33,7 +30,7 @@ Shape = tuple[int, int, int, int, int]
 @pytest.fixture(autouse=True)
 def instead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers prepare their kernels on the stand-in."""
-    monkeypatch.setattr(triton_launch, "prepare", standin.prepare)
+    monkeypatch.setattr(launch, "prepare", standin.prepare)
 
 
 def products(ring: str = "two", part: int = 0, **options: Any) -> None:
@@ -94,8 +91,8 @@ def scores(name: str, dtype: str = "f16") -> None:
             peak = (k[0, head, :64].float() @ row).max() + octaves / 0.3 / 1.44
             k[0, head, column] = (row * peak / row.square().sum()).to(k.dtype)
     lies = q.stride()[:3], k.stride()[:3]
-    assert config in triton_scores_direct.direct_configs(s, t, d)
-    run = triton_scores_direct.direct_launcher((b, h, s, t, d), dtype, *lies, config, CPU)
+    assert config in hopper_register_store.direct_configs(s, t, d)
+    run = hopper_register_store.direct_launcher((b, h, s, t, d), dtype, *lies, config, CPU)
     y = poisoned(b, h, s, t, dtype=dtype)
     assert run(q, k, y, 0.3)
     close(y, torch.softmax(q.double() @ k.double().mT * 0.3, -1), dtype, 0.1)
@@ -119,10 +116,10 @@ def rounded(kind: str = "plain", shape: tuple[int, int, int, int] = (1, 64, 64, 
     elif kind == "late":
         x[:, -8:] *= 1e9
     lies = Operand("f32", *x.stride()), Operand("f16", *w.stride())
-    found = mixed.described((m, n, k), *lies, (n, 1), shape, 2)
+    found = mixed_gemm.described((m, n, k), *lies, (n, 1), shape, 2)
     assert found is not None
     y = torch.full((m, n), torch.nan)
-    run = standin.prepare(mixed.triton_mixed.gemm_mixed, device=CPU, **found)
+    run = standin.prepare(mixed_gemm.triton_mixed.gemm_mixed, device=CPU, **found)
     assert run(x, w, x, w, y)
     want = x.double() @ w.double()
     assert float(((y.double() - want).norm(dim=1) / want.norm(dim=1)).max()) < 1e-3
@@ -135,7 +132,7 @@ def test_rounded(kind: str, shape: tuple[int, int, int, int]) -> None:
 
 
 def products_widened(
-    shape: widened.Shape = (64, 64, 2, 2), turned: tuple[bool, bool] = (False, True), dtypes: str = "f16 f32"
+    shape: f64_gemm.Shape = (64, 64, 2, 2), turned: tuple[bool, bool] = (False, True), dtypes: str = "f16 f32"
 ) -> None:  # fmt: skip
     """Operands of two dtypes at uneven sizes, several tiles for either program, against float64."""
     sizes = m, n, k = 136, 72, 200
@@ -146,9 +143,9 @@ def products_widened(
     x, w = (t.t().contiguous().t() if turn else t for t, turn in zip((x, w), turned, strict=True))
     y = torch.full((m, n), torch.nan, dtype=torch.float64 if "f64" in dtypes else torch.float32)
     lies = [Operand(NAMES[t.dtype], t.stride(0), t.stride(1)) for t in (x, w, y)]
-    found = widened.described(sizes, *lies, shape, 2)
+    found = f64_gemm.described(sizes, *lies, shape, 2)
     assert found is not None
-    assert standin.prepare(widened.triton_widened.gemm_widened, device=CPU, **found)(x, w, y)
+    assert standin.prepare(f64_gemm.triton_widened.gemm_widened, device=CPU, **found)(x, w, y)
     torch.testing.assert_close(y, (x.double() @ w.double()).to(y.dtype), rtol=1e-6, atol=1e-7)
 
 
@@ -174,7 +171,7 @@ def losses(name: str, missed: int = 0) -> None:
     dtype, columns, kept, ahead, reduction, guess = LOSSES[name]
     config, rows = {"LANES": 32, "num_warps": 1, "per": 1, "KEPT": kept, "AHEAD": ahead}, 7
     what = (rows, columns, dtype, reduction, -100, config)
-    run = cross_entropy_held.held_launcher(*what, CPU, 2)
+    run = fused_backward_smem.held_launcher(*what, CPU, 2)
     x, t = rand(rows, columns, dtype=dtype, scale=3.0), torch.arange(rows) * 37 % columns
     t[2], t[5] = -100, columns
     x[6] = torch.finfo(x.dtype).min
@@ -208,7 +205,7 @@ def softmax_rows(name: str) -> None:
     """Softmax of rows shared by two programs: one with a NaN, one of -inf alone, one with inf, one whose largest comes late."""
     dtype, columns, kept, ahead, _, _ = LOSSES[name]
     config, rows = {"LANES": 32, "num_warps": 1, "per": 1, "KEPT": kept, "AHEAD": ahead}, 7
-    run = softmax_held.softmax_held_launcher(rows, columns, dtype, config, CPU, 2)
+    run = smem.softmax_held_launcher(rows, columns, dtype, config, CPU, 2)
     x, y = rand(rows, columns, dtype=dtype, scale=3.0), poisoned(rows, columns, dtype=dtype)
     x[1, 3], x[2], x[4, -1], x[5, -1] = float("nan"), float("-inf"), float("inf"), 60.0
     x[6], x[0, -2] = torch.finfo(x.dtype).min, torch.finfo(x.dtype).max
@@ -228,7 +225,7 @@ def softmax_gradients(name: str) -> None:
     """Its gradient, of rows shared by two programs, one with a NaN."""
     dtype, columns, kept, ahead, _, _ = LOSSES[name]
     config, rows = {"LANES": 32, "num_warps": 1, "per": 1, "KEPT": kept, "AHEAD": ahead}, 7
-    run = softmax_held.softmax_held_launcher(rows, columns, dtype, config, CPU, 2, backward=True)
+    run = smem.softmax_held_launcher(rows, columns, dtype, config, CPU, 2, backward=True)
     y = torch.softmax(rand(rows, columns, dtype="f32", scale=3.0), -1).to(DTYPES[dtype])
     dy, dx = rand(rows, columns, dtype=dtype, seed=1), poisoned(rows, columns, dtype=dtype)
     dy[2, 5] = float("nan")
@@ -347,7 +344,7 @@ def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         return text.replace(right, wrong)
 
     passes(notices)
-    monkeypatch.setattr(triton_launch, "prepare", partial(standin.prepare, edit=edit))
-    monkeypatch.setattr(standin, "prepare", triton_launch.prepare)
+    monkeypatch.setattr(launch, "prepare", partial(standin.prepare, edit=edit))
+    monkeypatch.setattr(standin, "prepare", launch.prepare)
     with pytest.raises(AssertionError):
         notices()

@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from tensorlogic.ops.common import triton_group_norm as kernels
-from tensorlogic.ops.common import triton_launch
+from tensorlogic.kernels.norm import group_norm as norm_group_norm
+from tensorlogic.kernels.triton_runtime import launch
 from tensorlogic.ops.group_norm import GROUP_NORM, _fits, split
 
 from .compiled import resources  # isort: skip
@@ -78,12 +78,12 @@ def test_other_strides_are_taken_too() -> None:
 
 
 def test_few_groups_are_cut_into_many_parts_and_many_are_not() -> None:
-    assert kernels.parts_of(1, 64 * 56 * 56) == (196, 1024)
-    assert kernels.parts_of(512, 10_000) == (1, 10_240)
+    assert norm_group_norm.parts_of(1, 64 * 56 * 56) == (196, 1024)
+    assert norm_group_norm.parts_of(512, 10_000) == (1, 10_240)
     for rows, length in ((1, 1), (3, 1025), (7, 123_457), (1, 10**7)):
-        parts, span = kernels.parts_of(rows, length)
+        parts, span = norm_group_norm.parts_of(rows, length)
         assert (parts - 1) * span < length <= parts * span
-        assert parts * rows <= max(rows, kernels.PROGRAMS)
+        assert parts * rows <= max(rows, norm_group_norm.PROGRAMS)
 
 
 def test_what_it_cannot_take_is_said() -> None:
@@ -95,15 +95,15 @@ def test_what_it_cannot_take_is_said() -> None:
 def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, jobs = torch.device("cuda", 0), []
     for sm, last in ((90, False), (90, True), (80, True)):
-        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
+        monkeypatch.setattr(launch, "_capability", lambda device, sm=sm: sm)
 
         def build(last: bool = last) -> object:
-            return kernels.group_norm_launcher(
+            return norm_group_norm.group_norm_launcher(
                 1, 64, 56 * 56, 1, "f16", (True, True), last, cuda, 16
             )
 
-        jobs += triton_launch.collect(build, cuda)
+        jobs += launch.collect(build, cuda)
     assert [job.kernel for job in jobs] == 3 * ["group_norm_parts", "group_norm_apply"]
     for job, answer in zip(jobs, resources(jobs), strict=True):
-        assert isinstance(answer, triton_launch.Resources), answer
+        assert isinstance(answer, launch.Resources), answer
         assert answer.stack == 0, (job, answer)

@@ -12,7 +12,7 @@ import torch
 from .support.triton import REDUCE, close, rand
 
 from tensorlogic.system import hardware  # isort: skip  (after the interpreter is asked for)
-from tensorlogic.ops.common import triton_reduce  # isort: skip
+from tensorlogic.kernels.reduce import contiguous  # isort: skip
 
 if not hardware.interpreting():
     pytest.skip("needs Triton's interpreter, and no GPU", allow_module_level=True)
@@ -32,8 +32,8 @@ def reduced(dtype: str, kind: str = "sum") -> torch.Tensor:
     """A reduction whose kernel calls functions of ours, of Triton's, and those others."""
     x = rand(2, 50, 9, dtype=dtype)
     x[0, 7, 2] = float("nan")
-    run = triton_reduce.reduce_launcher(kind, dtype, "f32", 2, 50, 9, COLUMNS, CPU)
-    partials, counters = triton_reduce.reduce_workspace(2, 50, 9, COLUMNS)
+    run = contiguous.reduce_launcher(kind, dtype, "f32", 2, 50, 9, COLUMNS, CPU)
+    partials, counters = contiguous.reduce_workspace(2, 50, 9, COLUMNS)
     y = torch.full((2, 9), torch.nan)
     assert run(x, y, torch.empty(partials), torch.zeros(counters, dtype=torch.int32))
     close(y, REDUCE[kind](x.double()), "f32")

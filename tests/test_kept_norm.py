@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tensorlogic
 from tensorlogic import registry
 from tensorlogic.core.key import Key
+from tensorlogic.kernels.gemm import bind
 from tensorlogic.native import cpu_library
-from tensorlogic.ops.common import gemm_wiring
 from tensorlogic.ops.layer_norm_linear import (
     LAYER_NORM_LINEAR,
     LAYER_NORM_LINEAR_BACKWARD,
@@ -69,9 +69,9 @@ def _close(got: Tensor | None, want: Tensor, tolerance: float) -> None:
 def test_the_norm_before_a_product_gives_what_it_made(dtype: torch.dtype, affine: bool) -> None:
     args = _operands(dtype, affine)
     plan = cublaslt_after_norm.describe(_key(args), "triton")
-    assert isinstance(plan, gemm_wiring.Plan)
-    config = gemm_wiring.configurations(plan)[0]["products"]
-    launch = gemm_wiring.launcher(LAYER_NORM_LINEAR, plan, config, DEVICE)
+    assert isinstance(plan, bind.Plan)
+    config = bind.configurations(plan)[0]["products"]
+    launch = bind.launcher(LAYER_NORM_LINEAR, plan, config, DEVICE)
     x, gamma, beta, weight, bias = args
     assert x is not None
     assert weight is not None
@@ -91,7 +91,7 @@ def test_only_cuda_keeps_them_and_only_for_backward() -> None:
     own = LAYER_NORM_LINEAR.key((*args, EPS, True), "forward")
     for key in (_key(args, save=False), replace(own, device="cpu"), replace(own, device="mps")):
         plan = cublaslt_after_norm.describe(key)
-        assert isinstance(plan, gemm_wiring.Plan)
+        assert isinstance(plan, bind.Plan)
         assert plan.returns == ("y",)
     assert "kept for backward" in str(triton_tiled.describe(_key(args)))
     assert not isinstance(triton_tiled.describe(_key(args, save=False)), str)

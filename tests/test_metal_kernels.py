@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tensorlogic.core.op import OPS
-from tensorlogic.ops.common import metal_launch
+from tensorlogic.kernels.metal import launch as metal_launch
 
 from .metal import planted, standin, trials
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from tensorlogic import ranking
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.kernels.cpu import cost_model
 from tensorlogic.native import cpu_library
-from tensorlogic.ops.common import cpu_costs, ways_cpu
+from tensorlogic.ops.common import ways_cpu
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(
@@ -97,9 +98,9 @@ def test_bfloat16_without_hardware_is_not_expected_to_be_fast(
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     monkeypatch.setattr(ways_cpu, "own_tiles", lambda: False)
     monkeypatch.setattr(cpu_library, "isa", lambda: "avx512")
-    monkeypatch.setattr(cpu_costs, "pairs", lambda dtype: False)
+    monkeypatch.setattr(cost_model, "pairs", lambda dtype: False)
     monkeypatch.setattr(
-        cpu_costs, "_factors", lambda dtype: (90.0 if dtype == "bf16" else 1.0, 1.0)
+        cost_model, "_factors", lambda dtype: (90.0 if dtype == "bf16" else 1.0, 1.0)
     )
     ways_cpu.tiles.cache_clear()
     try:
@@ -118,8 +119,8 @@ def test_pairs_are_expected_to_be_fastest_where_they_keep_the_budget(
     dtype: torch.dtype, pairs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ways_cpu, "tiles", lambda: False)
-    monkeypatch.setattr(cpu_costs, "_is_amd", lambda: True)  # whose pairs were timed without tiles
-    monkeypatch.setattr(cpu_costs, "_factors", lambda dtype: (1.0, 1.0))
+    monkeypatch.setattr(cost_model, "_is_amd", lambda: True)  # whose pairs were timed without tiles
+    monkeypatch.setattr(cost_model, "_factors", lambda dtype: (1.0, 1.0))
     for n in (512, 1000, 2048):
         assert first(n, dtype, 1e-2) == "cpu.bf16"
         assert first(n, dtype, 1e-5) == "cpu.f32"

@@ -13,9 +13,10 @@ import tensorlogic
 from tensorlogic import registry
 from tensorlogic.core import dtypes
 from tensorlogic.core.op import OPS
+from tensorlogic.kernels.cpu import cost_model
+from tensorlogic.kernels.cpu import gemm as cpu_gemm
 from tensorlogic.measure.verification import Checker
 from tensorlogic.native import cpu_library
-from tensorlogic.ops.common import cpu_costs, cpu_products
 
 from .support.native import (
     DTYPES,
@@ -291,9 +292,9 @@ def test_pytorchs_product_of_halves_behind_a_pass_of_ours(
 ) -> None:
     """Offered where PyTorch multiplies halves as such, first where that is expected to be faster, and right in the op's own dtype."""
     registry.ready("cpu")
-    monkeypatch.setattr(cpu_costs, "half_is_slow", lambda dtype: dtype == "f16")
-    monkeypatch.setattr(cpu_costs, "torch_us", lambda *_: 10.0)
-    monkeypatch.setattr(cpu_costs, "native_us", lambda *_, wide=False: 20.0 if sooner else 5.0)
+    monkeypatch.setattr(cost_model, "half_is_slow", lambda dtype: dtype == "f16")
+    monkeypatch.setattr(cost_model, "torch_us", lambda *_: 10.0)
+    monkeypatch.setattr(cost_model, "native_us", lambda *_, wide=False: 20.0 if sooner else 5.0)
     x, w, b = (torch.randn(s).to(dtypes.DTYPES[dtype]) for s in ((33, 64), (48, 64), (48,)))
     more = {
         "dropout_linear": (w, b, 0.25, 7, 8, None),
@@ -311,7 +312,7 @@ def test_pytorchs_product_of_halves_behind_a_pass_of_ours(
     for config in candidate.configs(key):
         verdict = checker.check(candidate.bind(key, config, torch.device("cpu")))
         assert verdict, (config, verdict.reason)
-    theirs, own = cpu_costs.before_us(str(cpu_products._before(key)), 33, 64, dtype)
+    theirs, own = cost_model.before_us(str(cpu_gemm._before(key)), 33, 64, dtype)
     product = 5.0 if not sooner else 10.0 if dtype == "bf16" else 20.0
     assert candidate.guess(key) == pytest.approx((product + own) / (10.0 + theirs))
 

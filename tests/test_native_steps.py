@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tensorlogic import accuracy
+from tensorlogic.kernels.cpu import cost_model
 from tensorlogic.native import cpu_library
-from tensorlogic.ops.common import cpu_costs, ways_cpu
+from tensorlogic.ops.common import ways_cpu
 
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())
@@ -23,7 +24,7 @@ STEPS = 2364
 
 @pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param not in cpu_costs.features():
+    if request.param not in cost_model.features():
         pytest.skip(f"no {request.param} here")
     before = cpu_library.op("set_isa")(request.param)
     if ways_cpu._steps("cpu") is not None:

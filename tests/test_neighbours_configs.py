@@ -19,8 +19,10 @@ from tensorlogic import dispatch
 from tensorlogic.core import policy
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.kernels.gemm import bind
+from tensorlogic.kernels.triton_runtime import config_check
+from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch
 from tensorlogic.measure import verification
-from tensorlogic.ops.common import gemm_wiring, triton_fitting, triton_launch
 from tensorlogic.ops.softmax_cross_entropy import together
 from tensorlogic.system.compile_pool import CompileFailure
 
@@ -116,7 +118,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         if math.prod(grid) > PROGRAMS:
             raise Long
 
-    monkeypatch.setattr(triton_launch, "_check_grid", check)
+    monkeypatch.setattr(triton_runtime_launch, "_check_grid", check)
 
 
 def said(op: Op, id: str, key: Key, config: Any) -> str | None:
@@ -155,7 +157,7 @@ def test_a_norm_before_a_product_takes_its_own_configuration_beside_a_neighbour_
     launch = candidate.bind(key, {"products": [norm, product]}, HERE)
     assert (verdict := checker(op.name, key)._probe(launch, 0, 0)[1]), verdict.reason
     plan: list[Any] = []
-    step = gemm_wiring.Kernel(
+    step = bind.Kernel(
         ("x",), {}, (own[0],), lambda c, d, a: plan.append(c) or (lambda: True), lambda c: (c["BLOCK_C"], 1)  # type: ignore[func-returns-value]
     )  # fmt: skip
     step.start(norm, HERE)
@@ -175,11 +177,11 @@ def test_what_a_launch_would_leave_out_is_refused(
     kernel: str, fits: int, integers: dict[str, int], constants: dict[str, Any]
 ) -> None:
     with pytest.raises(CompileFailure, match=rf"{kernel}: a configuration of .* does not fit"):
-        triton_fitting.check(kernel, integers, constants)
-    triton_fitting.check(kernel, {**integers, next(iter(integers)): fits}, constants)
+        config_check.check(kernel, integers, constants)
+    config_check.check(kernel, {**integers, next(iter(integers)): fits}, constants)
 
 
 def test_every_kernel_that_is_checked_exists() -> None:
-    text = "".join(p.read_text() for p in Path(triton_fitting.__file__).parent.glob("triton_*.py"))
-    for kernel in (*triton_fitting.WHOLE, *triton_fitting.COUNTED):
+    text = "".join(p.read_text() for p in Path(config_check.__file__).parent.glob("triton_*.py"))
+    for kernel in (*config_check.WHOLE, *config_check.COUNTED):
         assert f"def {kernel}(" in text

@@ -11,8 +11,8 @@ import torch
 
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.kernels.cpu import onednn
 from tensorlogic.measure.verification import InputSet
-from tensorlogic.ops.common import products
 
 CPU = torch.device("cpu")
 N, K, ROWS = 458, 569, 136
@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
     "a padded column": (lambda: torch.randn(N, 64)[:, :1], False),
 }
 pytestmark = pytest.mark.skipif(
-    products.onednn_available("cpu") is not None, reason="needs PyTorch's oneDNN"
+    onednn.onednn_available("cpu") is not None, reason="needs PyTorch's oneDNN"
 )
 
 

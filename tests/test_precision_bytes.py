@@ -17,13 +17,9 @@ from tensorlogic.system import hardware
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)
 
-from tensorlogic.ops.common import (
-    triton_bytes,
-    triton_launch,
-    triton_lines,
-    triton_split,
-    ways_bytes,
-)
+from tensorlogic.kernels.mixed_precision import line_max, quantized_gemm, split_planes
+from tensorlogic.kernels.triton_runtime import launch
+from tensorlogic.ops.common import ways_bytes
 
 from .compiled import resources  # isort: skip
 
@@ -47,12 +43,12 @@ def test_every_line_has_a_scale_of_its_own(form: str, turned: bool, dtype: torch
     x[4] = 0
     x = x.to(dtype)
     given = x.t().contiguous().t() if turned else x
-    y, scale = triton_bytes.quantise(given, form)
+    y, scale = quantized_gemm.quantise(given, form)
     assert y.shape == (37, 384)
-    assert y.dtype == triton_bytes.TYPES[form]
+    assert y.dtype == quantized_gemm.TYPES[form]
     wide = y.float()
     assert not wide[:, 300:].any()
-    torch.testing.assert_close(scale, x.float().abs().amax(1) / triton_bytes.TOP[form])
+    torch.testing.assert_close(scale, x.float().abs().amax(1) / quantized_gemm.TOP[form])
     near = x.float() / scale.clamp_min(1e-30)[:, None]
     if form == "int8":
         assert ((wide[:, :300] - near).abs() <= 0.51).all()
@@ -61,7 +57,7 @@ def test_every_line_has_a_scale_of_its_own(form: str, turned: bool, dtype: torch
         carried = (want.frexp().mantissa.abs() == 0.5) & (DEVICE.type == "cpu")
         good = (wide[:, :300] - want).abs() <= 2.0**-9 + want.abs() / 8
         assert (good | carried).all()  # the interpreter's rounding forgets the carry
-    assert not triton_split.noted(DEVICE)
+    assert not split_planes.noted(DEVICE)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -72,15 +68,15 @@ def test_what_does_not_fit_is_noted(form: str, value: float) -> None:
     """One element is enough, wherever it is; an outlier of a row leaves int8 no steps for the others."""
     x = torch.randn(9, 700, device=DEVICE).clamp(-4, 4)
     x[3, 77] = 5.5
-    triton_bytes.quantise(x, form)
-    assert not triton_split.noted(DEVICE)
+    quantized_gemm.quantise(x, form)
+    assert not split_planes.noted(DEVICE)
     x[3, 77] = value
     if value == 1e-20:
         x[3] = value
-    triton_bytes.quantise(x, form)
+    quantized_gemm.quantise(x, form)
     fits = value == 0 or (value == 30 and form == "fp8")
-    assert triton_split.noted(DEVICE) != fits
-    assert not triton_split.noted(DEVICE)
+    assert split_planes.noted(DEVICE) != fits
+    assert not split_planes.noted(DEVICE)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -88,11 +84,11 @@ def test_what_does_not_fit_is_noted(form: str, value: float) -> None:
 def test_the_product_of_bytes_is_exact(form: str, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     x, w = (torch.randint(-16, 17, (rows, k), device=DEVICE) for rows in (m, n))
-    left, right = (t.to(torch.float32).to(triton_bytes.TYPES[form]) for t in (x, w))
+    left, right = (t.to(torch.float32).to(quantized_gemm.TYPES[form]) for t in (x, w))
     rows, columns = torch.rand(m, device=DEVICE), torch.rand(n, device=DEVICE)
     want = (x.double() @ w.double().t()) * rows.double()[:, None] * columns.double()
-    for rank in range(len(triton_bytes.TILES)) if m == 40 else (3,):
-        got = triton_bytes.multiply((left, rows), (right, columns), form, rank)
+    for rank in range(len(quantized_gemm.TILES)) if m == 40 else (3,):
+        got = quantized_gemm.multiply((left, rows), (right, columns), form, rank)
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-9)
 
 
@@ -159,22 +155,22 @@ def test_a_hidden_outlier_does_not_break_the_budget(monkeypatch: pytest.MonkeyPa
 
 
 def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[triton_launch.CompileJob] = []
+    jobs: list[launch.CompileJob] = []
 
     def record(kernel: Any, *, device: torch.device, **options: Any) -> Any:
-        jobs.append(triton_launch.compile_job(kernel, sm=90, **options))
+        jobs.append(launch.compile_job(kernel, sm=90, **options))
         return lambda *args: True
 
-    for module in (triton_bytes, triton_lines):
+    for module in (quantized_gemm, line_max):
         monkeypatch.setattr(module, "prepare", record)
     n, place = 4096, torch.device("cuda", 0)
     for form in FORMS:
         for strides in ((n, 1), (1, n)):
-            triton_lines._peaks.__wrapped__("f32", "f32", True, (n, n), strides, 16, place)
-            triton_bytes._to_bytes.__wrapped__("f32", form, (n, n), strides, 4, n, 16, place)
-        for tile in triton_bytes.TILES:
-            triton_bytes._multiply.__wrapped__(form, (n, n, n), tile, place)
-    triton_bytes._scale.__wrapped__(n, n, place)
+            line_max._peaks.__wrapped__("f32", "f32", True, (n, n), strides, 16, place)
+            quantized_gemm._to_bytes.__wrapped__("f32", form, (n, n), strides, 4, n, 16, place)
+        for tile in quantized_gemm.TILES:
+            quantized_gemm._multiply.__wrapped__(form, (n, n, n), tile, place)
+    quantized_gemm._scale.__wrapped__(n, n, place)
     answers = resources(jobs)
     bad = {
         f"{job.kernel} {dict(job.constexprs)}": answer

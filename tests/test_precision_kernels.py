@@ -16,14 +16,9 @@ from tensorlogic.system import capture_state, hardware
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)
 
-from tensorlogic.ops.common import (
-    triton_halves,
-    triton_launch,
-    triton_lines,
-    triton_mend,
-    triton_split,
-    ways_cuda,
-)
+from tensorlogic.kernels.mixed_precision import guard_recompute, line_max, scaled_f16, split_planes
+from tensorlogic.kernels.triton_runtime import launch
+from tensorlogic.ops.common import ways_cuda
 
 from .compiled import resources  # isort: skip
 
@@ -37,21 +32,21 @@ def test_planes_add_up_to_the_product(count: int, turned: bool) -> None:
     if turned:
         a, b = a.t().contiguous().t(), b.t().contiguous().t()
     left, right = ways_cuda.PLANES[count]
-    x = triton_split.split(a, torch.float16, left, False)
-    w = triton_split.split(b, torch.float16, right, True)
+    x = split_planes.split(a, torch.float16, left, False)
+    w = split_planes.split(b, torch.float16, right, True)
     assert x.shape == (37, count * 70)
     assert w.shape == (count * 70, 45)
     want = a.double() @ b.double()
     error = ((x.double() @ w.double() - want).norm() / want.norm()).item()
     assert error < {1: 1e-3, 3: 2e-6, 6: 1e-7}[count]
-    assert not triton_split.noted(DEVICE)
+    assert not split_planes.noted(DEVICE)
 
 
 def test_small_values_keep_their_lower_half() -> None:
     """1e-3's remainder lies below float16's normal range, where it is lifted out of."""
     x = torch.randn(20, 40, device=DEVICE) * 1e-3
-    lifted = triton_split.split(x, torch.float16, (0, 1), False, 11).double()
-    plain = triton_split.split(x, torch.float16, (0, 1), False).double()
+    lifted = split_planes.split(x, torch.float16, (0, 1), False, 11).double()
+    plain = split_planes.split(x, torch.float16, (0, 1), False).double()
     off = [
         float((p[:, :40] + p[:, 40:] / down - x.double()).norm() / x.double().norm())
         for p, down in ((lifted, 2048), (plain, 1))
@@ -66,29 +61,29 @@ def test_both_operands_in_one_launch(turned: tuple[bool, bool], dtype: torch.dty
     a = a.t().contiguous().t() if turned[0] else a
     b = b.t().contiguous().t() if turned[1] else b
     left, right = ways_cuda.PLANES[1 if dtype == torch.float64 else 3]
-    x, y = triton_split.split_both(a, b, dtype, left, right, 0)
-    assert torch.equal(x, triton_split.split(a, dtype, left, False))
-    assert torch.equal(y, triton_split.split(b, dtype, right, True))
+    x, y = split_planes.split_both(a, b, dtype, left, right, 0)
+    assert torch.equal(x, split_planes.split(a, dtype, left, False))
+    assert torch.equal(y, split_planes.split(b, dtype, right, True))
     if dtype == torch.float64:
         assert torch.equal(ways_cuda.f64(a, b), a.double() @ b.double())
     b[3, 4] = float("inf")
-    triton_split.split_both(a, b, torch.float16, left, right)
-    assert triton_split.noted(DEVICE)
+    split_planes.split_both(a, b, torch.float16, left, right)
+    assert split_planes.noted(DEVICE)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="graphs are CUDA's")
 def test_graphs_note_for_themselves() -> None:
     """They may be replayed side by side: none hears what another's kernels met, nor what an earlier replay did."""
     given = [torch.full((20, 30), value, device=DEVICE) for value in (1.0, float("inf"))]
-    triton_split.split(given[0], torch.float16, (0,), False)  # loads the kernel
+    split_planes.split(given[0], torch.float16, (0,), False)  # loads the kernel
     before = len(capture_state._OWN)
     graphs, flags = [torch.cuda.CUDAGraph() for _ in given], []
     for graph, x in zip(graphs, given, strict=True):
         with torch.cuda.graph(graph):
-            triton_split.split(x, torch.float16, (0,), False)
-            flags.append(triton_split.flag(DEVICE))
-            assert triton_split.flag(DEVICE) is flags[-1]
-    assert len({f.data_ptr() for f in (*flags, triton_split.flag(DEVICE))}) == 3
+            split_planes.split(x, torch.float16, (0,), False)
+            flags.append(split_planes.flag(DEVICE))
+            assert split_planes.flag(DEVICE) is flags[-1]
+    assert len({f.data_ptr() for f in (*flags, split_planes.flag(DEVICE))}) == 3
     for first in (0, 1, 0):
         for one in (first, 1 - first):
             graphs[one].replay()
@@ -96,11 +91,11 @@ def test_graphs_note_for_themselves() -> None:
     given[1].zero_()
     graphs[1].replay()
     assert not flags[1].item()
-    assert not triton_split.noted(DEVICE)
+    assert not split_planes.noted(DEVICE)
     graphs[1].reset()  # and records anew, in memory of its own
     with torch.cuda.graph(graphs[1]):
-        triton_split.split(given[1], torch.float16, (0,), False)
-        anew = triton_split.flag(DEVICE)
+        split_planes.split(given[1], torch.float16, (0,), False)
+        anew = split_planes.flag(DEVICE)
     assert anew is not flags[1]
     anew.fill_(1)
     graphs[1].replay()
@@ -114,9 +109,9 @@ def test_graphs_note_for_themselves() -> None:
 def test_what_does_not_fit_is_noted_once(bad: float) -> None:
     a = torch.randn(20, 30, device=DEVICE)
     a[7, 3] = bad
-    triton_split.split(a, torch.float16, (0,), False)
-    assert triton_split.noted(DEVICE)
-    assert not triton_split.noted(DEVICE)
+    split_planes.split(a, torch.float16, (0,), False)
+    assert split_planes.noted(DEVICE)
+    assert not split_planes.noted(DEVICE)
 
 
 @pytest.mark.parametrize("shape", [(40, 50, 60), (129, 300, 65)])
@@ -128,7 +123,7 @@ def test_a_guard_sees_on_a_gpu_what_it_sees_on_a_cpu(shape: tuple[int, int, int]
     c = a @ b
     mine = accuracy.looked(part, c)
     assert mine == pytest.approx(accuracy.sketched(part, c), rel=1e-6)
-    triton_split.flag(DEVICE).fill_(1)
+    split_planes.flag(DEVICE).fill_(1)
     assert all(map(math.isinf, accuracy.looked(part, c)))
     assert all(map(math.isfinite, accuracy.looked(part, c)))
     c[3, 5] = float("nan")
@@ -145,8 +140,8 @@ WAYS = [(0, 64), (0, 1), (8192, 64)]
 @pytest.fixture(params=WAYS, ids=["parts", "strips", "held"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way that lines are rounded by."""
-    monkeypatch.setattr(triton_halves, "WHOLE", request.param[0])
-    monkeypatch.setattr(triton_halves, "STRIPS", request.param[1])
+    monkeypatch.setattr(scaled_f16, "WHOLE", request.param[0])
+    monkeypatch.setattr(scaled_f16, "STRIPS", request.param[1])
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -163,12 +158,12 @@ def test_halves_of_any_range_and_back(shape: tuple[int, int, int], turned: bool)
     b[:, 5], a[4] = 0, 0
     if turned:
         a, b = a.t().contiguous().t(), b.t().contiguous().t()
-    x, rows = triton_halves.halves(a)
-    y, columns = triton_halves.halves(b.t())
+    x, rows = scaled_f16.halves(a)
+    y, columns = scaled_f16.halves(b.t())
     assert x.stride() == a.stride()
     assert rows[::3].max() < -20
     assert columns[1:-1:2].abs().max() == 0
-    c = triton_halves.scaled_back(x.float() @ y.t().float(), rows, columns)
+    c = scaled_f16.scaled_back(x.float() @ y.t().float(), rows, columns)
     want = a.double() @ b.double()
     for dim in (0, 1):
         size = want.norm(dim=dim).clamp_min(1e-300)
@@ -186,10 +181,10 @@ def test_halves_of_all_of_float64_and_back(turned: bool) -> None:
     a[7], b[:, 3] = 3e-300, 0
     if turned:
         a, b = a.t().contiguous().t(), b.t().contiguous().t()
-    x, rows = triton_halves.halves(a)
-    y, columns = triton_halves.halves(b.t())
+    x, rows = scaled_f16.halves(a)
+    y, columns = scaled_f16.halves(b.t())
     assert (x.float().abs() <= 4).all()
-    c = triton_halves.scaled_back(x.float() @ y.t().float(), rows, columns, True)
+    c = scaled_f16.scaled_back(x.float() @ y.t().float(), rows, columns, True)
     want = a @ b
     assert c.dtype == torch.float64
     peak = want.abs().amax(1, keepdim=True).clamp_min(1e-300)
@@ -204,28 +199,28 @@ def test_halves_of_all_of_float64_and_back(turned: bool) -> None:
 @pytest.mark.usefixtures("way")
 def test_what_is_not_finite_stays_so() -> None:
     x = torch.tensor([[1.0, float("inf"), 1e30], [float("nan"), 2.0, 3.0]], device=DEVICE)
-    y, exponents = triton_halves.halves(x)
+    y, exponents = scaled_f16.halves(x)
     assert y.tolist()[0] == [1.0, float("inf"), 65504.0]
     assert math.isnan(y.tolist()[1][0])
     assert exponents.tolist() == [0, 0]
 
 
 def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[triton_launch.CompileJob] = []
+    jobs: list[launch.CompileJob] = []
 
     def record(kernel: Any, *, device: torch.device, **options: Any) -> Any:
-        jobs.extend(triton_launch.compile_job(kernel, sm=sm, **options) for sm in (90,))
+        jobs.extend(launch.compile_job(kernel, sm=sm, **options) for sm in (90,))
         return lambda *args: True
 
-    for module in (triton_halves, triton_lines, triton_mend, triton_split):
+    for module in (scaled_f16, line_max, guard_recompute, split_planes):
         monkeypatch.setattr(module, "prepare", record)
     n, strides, place = 4096, (4096, 1) * 3, torch.device("cuda", 0)
-    triton_mend._mend.__wrapped__(("f32",) * 3, (n, n, n), strides, (128, 256, 0), 4, place)
-    triton_mend._mend.__wrapped__(
+    guard_recompute._mend.__wrapped__(("f32",) * 3, (n, n, n), strides, (128, 256, 0), 4, place)
+    guard_recompute._mend.__wrapped__(
         ("f64", "f64", "f64"), (n, n, n), strides, (128, 256, 0), 4, place
     )
-    triton_mend._note.__wrapped__("f16", n * n, 768, 2, place)
-    triton_split._look.__wrapped__(("f32",) * 3, (n, n, n), strides, 4, place)
+    guard_recompute._note.__wrapped__("f16", n * n, 768, 2, place)
+    split_planes._look.__wrapped__(("f32",) * 3, (n, n, n), strides, 4, place)
     for kind, laid in (
         ("f32", (n, 1, n, 1)),
         ("bf16", (1, n, 1, n)),
@@ -233,16 +228,16 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         ("f64", (1, n, 1, n)),
     ):
         real = "f64" if kind == "f64" else "f32"
-        triton_lines._peaks.__wrapped__(kind, real, False, (n, n), laid, 16, place)
-        triton_halves._halve.__wrapped__(kind, (n, n), laid, 2, 16, place)
-        triton_halves._whole.__wrapped__(kind, (n, 1024), laid, 16, place)
-        triton_halves._strips.__wrapped__(kind, (n, n), laid, 16, place)
+        line_max._peaks.__wrapped__(kind, real, False, (n, n), laid, 16, place)
+        scaled_f16._halve.__wrapped__(kind, (n, n), laid, 2, 16, place)
+        scaled_f16._whole.__wrapped__(kind, (n, 1024), laid, 16, place)
+        scaled_f16._strips.__wrapped__(kind, (n, n), laid, 16, place)
     both = (((n, n), (n, 1), (1, 0, 0), False), ((n, n), (1, n), (0, 1, 0), True))
-    triton_split._split.__wrapped__(("f32", "f32", "f16"), both, 0, 4, place)
+    split_planes._split.__wrapped__(("f32", "f32", "f16"), both, 0, 4, place)
     single = tuple((*laid[:2], (0,), laid[3]) for laid in both)
-    triton_split._split.__wrapped__(("f16", "f32", "f64"), single, 0, 4, place)
+    split_planes._split.__wrapped__(("f16", "f32", "f64"), single, 0, 4, place)
     for wide in (False, True):
-        triton_halves._back.__wrapped__((n, n), ("left_ptr", "right_ptr"), wide, place)
+        scaled_f16._back.__wrapped__((n, n), ("left_ptr", "right_ptr"), wide, place)
     answers = resources(jobs)
     bad = {
         f"{job.kernel} sm_{job.sm}": answer
@@ -291,12 +286,12 @@ def test_where_a_call_has_its_operands_does_not_depend_on_the_tensors_of_one_cal
 def test_programs_that_stay_see_every_part_and_every_tile(
     monkeypatch: pytest.MonkeyPatch, turned: bool
 ) -> None:
-    monkeypatch.setattr(triton_halves, "LOOKING", 2)
+    monkeypatch.setattr(scaled_f16, "LOOKING", 2)
     lines, along = (5, 9001) if not turned else (133, 715)  # more parts than are read at a time
     x = torch.randn(lines, along, device=DEVICE)
     x = x.t().contiguous().t() if turned else x
     x[-2, -1], x[-1] = 1e9, 1e-9
-    y, exponents = triton_halves.halves(x)
+    y, exponents = scaled_f16.halves(x)
     assert exponents.tolist() == [0] * (lines - 2) + [29, int(x[-1].abs().max().log2().floor())]
     back = y.double() * 2.0 ** exponents.double()[:, None]
     assert float(((back - x).norm(dim=1) / x.double().norm(dim=1)).max()) < 1e-3
@@ -305,4 +300,4 @@ def test_programs_that_stay_see_every_part_and_every_tile(
         torch.zeros(4099, dtype=torch.int32, device=DEVICE),
     )
     moved[-1] = 3
-    assert triton_halves.scaled_back(c, moved, None)[-2:].tolist() == [[1.0] * 3, [8.0] * 3]
+    assert scaled_f16.scaled_back(c, moved, None)[-2:].tolist() == [[1.0] * 3, [8.0] * 3]

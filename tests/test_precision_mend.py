@@ -12,13 +12,13 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic import PrecisionWarning, accuracy, adapting
-from tensorlogic.accuracy import Statistics
+from tensorlogic.kernels.mixed_precision.data_statistics import Statistics
 from tensorlogic.system import hardware
 
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)
 
-from tensorlogic.ops.common import triton_mend, triton_split
+from tensorlogic.kernels.mixed_precision import guard_recompute, split_planes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = ((40, 50, 60), (70, 130, 65))
@@ -26,12 +26,12 @@ SHAPES = ((40, 50, 60), (70, 130, 65))
 
 def watch(
     a: Tensor, b: Tensor, c: Tensor, room: float = 2.0, products: int = 1
-) -> tuple[triton_mend.Watch, Tensor]:
+) -> tuple[guard_recompute.Watch, Tensor]:
     """One that holds so many products to what a · b is, and c after it has looked at it."""
     cancels, crest, low, high, _ = accuracy.looked(accuracy.Part(a, b), a @ b)
     then = Statistics(cancels, crest, -low, high)
-    seen = [triton_mend.Seen.of(a, b, c)] * products
-    made = triton_mend.Watch(then, room, seen, DEVICE, 1e-3)
+    seen = [guard_recompute.Seen.of(a, b, c)] * products
+    made = guard_recompute.Watch(then, room, seen, DEVICE, 1e-3)
     c = c.clone()
     made.over([(a, b, c)] * products)
     return made, c
@@ -100,7 +100,7 @@ def test_no_element_is_looked_at_where_none_can_leave_the_range() -> None:
 def test_a_value_that_did_not_fit_is_mended_in_every_product_of_the_call() -> None:
     a, b = torch.randn(40, 60, device=DEVICE), torch.randn(60, 50, device=DEVICE)
     made, _ = watch(a, b, a @ b, products=2)
-    triton_split.flag(DEVICE).fill_(1)
+    split_planes.flag(DEVICE).fill_(1)
     one, two = torch.zeros(40, 50, device=DEVICE), torch.zeros(40, 50, device=DEVICE)
     made.over([(a, b, one), (a, b, two)])
     for c in (one, two):
@@ -116,19 +116,19 @@ def test_a_value_that_did_not_fit_is_mended_in_every_product_of_the_call() -> No
 def test_a_device_that_judges_wrongly_is_found_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    triton_mend.works.cache_clear()
-    assert triton_mend.works(DEVICE)
+    guard_recompute.works.cache_clear()
+    assert guard_recompute.works(DEVICE)
     with monkeypatch.context() as broken:
-        triton_mend.works.cache_clear()
-        broken.setattr(triton_mend, "_mend", lambda *_: lambda *_: True)
-        assert not triton_mend.works(DEVICE)
+        guard_recompute.works.cache_clear()
+        broken.setattr(guard_recompute, "_mend", lambda *_: lambda *_: True)
+        assert not guard_recompute.works(DEVICE)
         assert "judges products wrongly" in caplog.text
-        triton_mend.works.cache_clear()
-        broken.setattr(triton_mend, "_mend", lambda *_: lambda *_: False)
-        assert not triton_mend.works(DEVICE)
+        guard_recompute.works.cache_clear()
+        broken.setattr(guard_recompute, "_mend", lambda *_: lambda *_: False)
+        assert not guard_recompute.works(DEVICE)
         assert "the host does: mend" in caplog.text
-    triton_mend.works.cache_clear()
-    huge = triton_mend._limits(Statistics(1e300, 1.0, 1020.0, 1023.0), 10.0, 1e-3, 4.0)
+    guard_recompute.works.cache_clear()
+    huge = guard_recompute._limits(Statistics(1e300, 1.0, 1020.0, 1023.0), 10.0, 1e-3, 4.0)
     assert huge[0] == huge[3] == math.inf
 
 
@@ -153,8 +153,8 @@ def test_what_no_dtype_can_hold_is_told_from_what_was_mended(
         pytest.skip("the interpreter has no bfloat16 of its own")
     a, b, c = (t.to(torch.float64) for t in (a, b, a @ b))
     rtol = 1e-1 if dtype == torch.bfloat16 else 1e-2
-    seen = [triton_mend.Seen.of(a, b, c.to(dtype))]
-    made = triton_mend.Watch(Statistics(50.0, 4.0, 0.0, 1.0), 1.0, seen, DEVICE, rtol)
+    seen = [guard_recompute.Seen.of(a, b, c.to(dtype))]
+    made = guard_recompute.Watch(Statistics(50.0, 4.0, 0.0, 1.0), 1.0, seen, DEVICE, rtol)
     made.over([(a * factor, b, (c * factor).to(dtype))])
     made.wait()
     assert made.passed()

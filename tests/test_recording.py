@@ -13,9 +13,9 @@ from tensorlogic.autotune import tuner
 from tensorlogic.core import policy as policies
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.kernels.cpu import cost_model
 from tensorlogic.measure import timer
 from tensorlogic.native import cpu_library
-from tensorlogic.ops.common import cpu_costs
 from tensorlogic.plans import open_stores
 from tensorlogic.plans.environment import environment
 
@@ -77,9 +77,9 @@ def test_unmeasured_products_are_expected_to_pay_for_it_less_what_they_fuse() ->
 
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_a_thread_that_must_be_woken_counts(sleeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_costs, "_sleeps", lambda: sleeps)
-    woken, alone = (cpu_costs.torch_us(n, n, n, "f32", False) for n in (64, 63))
-    assert (woken - alone > cpu_costs.WAKES / 2) == sleeps
+    monkeypatch.setattr(cost_model, "_sleeps", lambda: sleeps)
+    woken, alone = (cost_model.torch_us(n, n, n, "f32", False) for n in (64, 63))
+    assert (woken - alone > cost_model.WAKES / 2) == sleeps
 
 
 def test_the_cost_is_measured() -> None:

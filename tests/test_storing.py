@@ -14,9 +14,9 @@ from tensorlogic import registry, selector
 from tensorlogic.autotune import tuner
 from tensorlogic.core.candidate import EAGER, Candidate
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.kernels.cpu import output_stores
 from tensorlogic.measure import timer, verification
 from tensorlogic.native import cpu_library
-from tensorlogic.ops.common import storing
 from tensorlogic.plans import open_stores
 from tensorlogic.plans.environment import environment
 from tensorlogic.plans.plan import Evidence, Plan
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())
 )
 CPU = torch.device("cpu")
-LARGE = storing.LEAST // 2  # halves
+LARGE = output_stores.LEAST // 2  # halves
 
 
 def op_of(name: str) -> Op:
@@ -42,33 +42,35 @@ def half(*shape: int) -> Tensor:
 def test_what_is_offered_and_what_serves_unmeasured() -> None:
     past = cpu_library.op("past_caches")
     assert (past((32 << 20) - 1), past(32 << 20)) == (False, True)
-    assert storing.configs(storing.LEAST - 1) == [{}]
-    assert storing.configs(storing.ASKED - 1, True) == [{}]
+    assert output_stores.configs(output_stores.LEAST - 1) == [{}]
+    assert output_stores.configs(output_stores.ASKED - 1, True) == [{}]
 
     def names(nbytes: int, asks: bool = True) -> list[str]:
-        return [c["stores"] for c in storing.configs(nbytes, asks)]
+        return [c["stores"] for c in output_stores.configs(nbytes, asks)]
 
-    assert names(storing.LEAST, asks=False) == ["usual", "past_caches"]
-    assert names(storing.ASKED) == ["near", "usual"]
-    assert names(storing.LEAST) == ["near", "usual", "past_caches"]
-    assert names(storing.NEAR) == ["usual", "near", "past_caches"]
+    assert names(output_stores.LEAST, asks=False) == ["usual", "past_caches"]
+    assert names(output_stores.ASKED) == ["near", "usual"]
+    assert names(output_stores.LEAST) == ["near", "usual", "past_caches"]
+    assert names(output_stores.NEAR) == ["usual", "near", "past_caches"]
     assert names(32 << 20) == ["past_caches", "usual"]
-    for name, least in (("past_caches", storing.LEAST), ("near", storing.ASKED)):
+    for name, least in (("past_caches", output_stores.LEAST), ("near", output_stores.ASKED)):
         config = {"stores": name}  # another key's, too: by size where it is not offered
-        assert storing.code(config, least) == storing.CODES[name]
-        assert storing.code(config, least - 1) == 0
+        assert output_stores.code(config, least) == output_stores.CODES[name]
+        assert output_stores.code(config, least - 1) == 0
     for op, args, nbytes in (
         ("relu", (half(LARGE),), 2 * LARGE),
         ("affine", (half(8, LARGE), half(LARGE), half(LARGE)), 16 * LARGE),
         ("add", (torch.randn(64), torch.randn(64)), 256),
     ):
         key = op_of(op).key((*args, False), "inference")
-        assert list(op_of(op).candidates["cpu.fused"].configs(key)) == storing.configs(nbytes, True)
+        assert list(op_of(op).candidates["cpu.fused"].configs(key)) == output_stores.configs(
+            nbytes, True
+        )
 
 
 def test_nothing_is_offered_where_both_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library, "isa", lambda: "portable")
-    assert storing.configs(1 << 30) == [{}]
+    assert output_stores.configs(1 << 30) == [{}]
 
 
 class Launched:
@@ -103,7 +105,7 @@ def stored(op: str, args: tuple[Any, ...], way: str) -> None:
 def test_a_plan_decides_however_it_is_called(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = half(LARGE), half(LARGE)
     stored("add_relu", (x, y, False), way)
-    made, code = Launched(monkeypatch), storing.CODES[way]
+    made, code = Launched(monkeypatch), output_stores.CODES[way]
     with torch.no_grad():
         for _ in range(3):
             torch.testing.assert_close(tensorlogic.add_relu(x, y), torch.relu(x + y))
@@ -115,7 +117,8 @@ def test_a_plan_decides_however_it_is_called(way: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "way", "code"), [(storing.LEAST, "past_caches", 3), (storing.ASKED, "near", 0)]
+    ("nbytes", "way", "code"),
+    [(output_stores.LEAST, "past_caches", 3), (output_stores.ASKED, "near", 0)],
 )
 def test_a_smaller_neighbour_is_stored_by_size_where_the_way_is_not_offered(
     nbytes: int, way: str, code: int, monkeypatch: pytest.MonkeyPatch
@@ -127,7 +130,7 @@ def test_a_smaller_neighbour_is_stored_by_size_where_the_way_is_not_offered(
         key = op_of("add_relu").key((x[:small], y[:small], False), "inference")
         found = selector.decide(op_of("add_relu"), key, CPU, tensorlogic.core.policy.current())
         assert found.source.startswith("neighbour")
-        assert found.eager == ("cpu.fused", storing.configs(2 * small, asks=True)[0])
+        assert found.eager == ("cpu.fused", output_stores.configs(2 * small, asks=True)[0])
         tensorlogic.add_relu(x[:small], y[:small])
     assert made.fixed[0] == ("add_relu", code)  # what comes after it are small samples, to vouch
 

@@ -11,7 +11,7 @@ import torch
 
 from .support.triton import default_device  # noqa: F401  (a fixture, and the interpreter)
 
-from tensorlogic.ops.common import triton_launch  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.kernels.triton_runtime import launch  # isort: skip  (after the interpreter is asked for)
 from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
@@ -54,19 +54,17 @@ def test_a_wrong_trial_is_seen(shapes: Any) -> None:
 
 
 def test_they_compile_without_spilling(shapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    monkeypatch.setattr(launch, "_capability", lambda device: 90)
     some = {
         "one pass 16 warps 3 stages 1": shapes.both(2, 32000, "f16"),
         "swept 1024 lanes 16 warps": shapes.both(2, 128256, "f16"),
     }
     monkeypatch.setattr(shapes, "DEVICE", torch.device("cuda", 0))
     jobs = [
-        job
-        for name, s in some.items()
-        for job in triton_launch.collect(s.trials[name], shapes.DEVICE)
+        job for name, s in some.items() for job in launch.collect(s.trials[name], shapes.DEVICE)
     ]
     assert len(jobs) == len(some)
     for answer in resources(jobs):
-        assert isinstance(answer, triton_launch.Resources), answer
+        assert isinstance(answer, launch.Resources), answer
         assert answer.stack == 0, answer
-        assert answer.shared <= triton_launch.SHARED_BYTES[90]
+        assert answer.shared <= launch.SHARED_BYTES[90]

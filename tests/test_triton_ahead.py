@@ -12,8 +12,8 @@ from .support.triton import DEVICE, close, default_device, poisoned, rand  # noq
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
-from tensorlogic.ops.common import triton_cross_entropy_ahead as ahead  # isort: skip
-from tensorlogic.ops.common import triton_launch  # isort: skip
+from tensorlogic.kernels.cross_entropy import prefetch as cross_entropy_prefetch  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch  # isort: skip
 from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
@@ -26,7 +26,9 @@ def run(
     rows, columns = x.shape
     config = {"LANES": 32, "num_warps": 1, "DEPTH": 2, "SKIP": True, **config}
     left = poisoned(rows), poisoned(rows), poisoned(1, dtype=dtype), poisoned(1)
-    start = ahead.ahead_launcher(rows, columns, dtype, reduction, ignore, config, DEVICE, save=True)
+    start = cross_entropy_prefetch.ahead_launcher(
+        rows, columns, dtype, reduction, ignore, config, DEVICE, save=True
+    )
     for _ in range(2):
         assert start(x, t, *left)
     return left
@@ -132,25 +134,27 @@ def test_the_candidate_and_its_gradient() -> None:
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, jobs = torch.device("cuda", 0), []
     for sm, columns, dtype, save in ((90, 32000, "f16", True), (90, 128256, "bf16", False), (80, 32000, "f32", True), (100, 4096, "f16", True)):  # fmt: skip
-        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
-        for config in ahead.ahead_configs(columns, dtype)[: 4 if sm == 90 else 1]:
+        monkeypatch.setattr(launch, "_capability", lambda device, sm=sm: sm)
+        for config in cross_entropy_prefetch.ahead_configs(columns, dtype)[: 4 if sm == 90 else 1]:
 
             def build(c: int = columns, d: str = dtype, s: bool = save, config: Any = config) -> object:  # fmt: skip
-                return ahead.ahead_launcher(4096, c, d, "mean", -100, config, cuda, save=s)
+                return cross_entropy_prefetch.ahead_launcher(
+                    4096, c, d, "mean", -100, config, cuda, save=s
+                )
 
-            jobs += triton_launch.collect(build, cuda)
+            jobs += launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
     for job, answer in zip(jobs, resources(jobs), strict=True):
-        assert isinstance(answer, triton_launch.Resources), answer
+        assert isinstance(answer, launch.Resources), answer
         assert answer.stack == 0, (job, answer)
         assert answer.registers <= 80, (job, answer)  # three programs of 8 warps a multiprocessor
 
 
 def test_a_neighbour_s_tiles_grow_with_the_row() -> None:
     config = {"LANES": 256, "num_warps": 8, "DEPTH": 4}
-    assert ahead.tiles(32000, "f16", config) == (256, 16)
-    assert ahead.tiles(4096, "f16", config) == (256, 2)
-    assert ahead.tiles(128256, "f16", config) == (512, 32)
-    assert ahead.tiles(128256, "f32", config) == (1024, 32)
+    assert cross_entropy_prefetch.tiles(32000, "f16", config) == (256, 16)
+    assert cross_entropy_prefetch.tiles(4096, "f16", config) == (256, 2)
+    assert cross_entropy_prefetch.tiles(128256, "f16", config) == (512, 32)
+    assert cross_entropy_prefetch.tiles(128256, "f32", config) == (1024, 32)
     for columns in (4096, 16384, 262144):
-        assert ahead.ahead_configs(columns, "f16")
+        assert cross_entropy_prefetch.ahead_configs(columns, "f16")

@@ -16,8 +16,10 @@ from .support.triton import randn as rand
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
-from tensorlogic.ops.common import triton_batch_norm as kernels  # isort: skip
-from tensorlogic.ops.common import triton_columns, triton_launch  # isort: skip
+from tensorlogic.kernels.norm import batch_norm as norm_batch_norm  # isort: skip
+from tensorlogic.kernels.elementwise import column_passes
+
+from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # isort: skip
 from tensorlogic.core.key import Key  # isort: skip
 
 from .compiled import nothing_spills  # isort: skip
@@ -187,11 +189,11 @@ def statistics(z: Tensor, config: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Mean and variance of z's columns by `batch_statistics_columns`, the same twice."""
     m, n = z.shape
     dtypes = dict.fromkeys(("z", "mean", "var", "rstd"), "f32")
-    space, counters = triton_columns.backward_space(n, 2, config)
+    space, counters = column_passes.backward_space(n, 2, config)
     room = torch.full((space,), float("nan"), device=DEVICE)
     counter = torch.zeros(counters, device=DEVICE, dtype=torch.int32)
-    run = kernels.launcher(
-        kernels.batch_statistics_columns, m, n, dtypes, config, DEVICE, 4, ("eps",)
+    run = norm_batch_norm.launcher(
+        norm_batch_norm.batch_statistics_columns, m, n, dtypes, config, DEVICE, 4, ("eps",)
     )
     made = []
     for _ in range(2):  # the second run finds the counters as the first one left them
@@ -290,27 +292,29 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     for sm, m, n, dtype, most in (
         (90, 500, 1024, "f16", 6), (90, 1024, 77, "f32", 2), (80, 500, 1024, "f32", 1), (100, 500, 1024, "f16", 1),
     ):  # fmt: skip
-        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
+        monkeypatch.setattr(triton_runtime_launch, "_capability", lambda device, sm=sm: sm)
 
         def named(*names: str, dtype: str = dtype) -> dict[str, str | None]:
             single = ("mean", "var", "rstd", "total", "moment")
             return {name: "f32" if name in single else dtype for name in names}
 
         ways: list[tuple[Any, dict[str, str | None], Any]] = [
-            (kernels.batch_norm_relu_fwd_held, named(*forward), kernels.held_configs(m, n, "fwd")),
-            (kernels.batch_norm_relu_bwd_held, named(*kept, "gamma", "dz", *vectors), kernels.held_configs(m, n, "bwd")),
-            (kernels.batch_statistics_columns, named("z", "mean", "var", "rstd"), triton_columns.backward_configs(m, n)),
-            (kernels.batch_norm_relu_fwd_trained, named("z", "mean", "var", "rstd", *forward[1:6]), triton_columns.apply_configs(m, n)),
-            (kernels.batch_norm_relu_bwd_sums, named(*kept, "gamma", "total", "moment", *vectors), kernels.sums_configs(m, n)),
-            (kernels.batch_norm_relu_bwd_tiled, named(*kept, "gamma", "total", "moment", "dz"), triton_columns.apply_configs(m, n)),
+            (norm_batch_norm.batch_norm_relu_fwd_held, named(*forward), norm_batch_norm.held_configs(m, n, "fwd")),
+            (norm_batch_norm.batch_norm_relu_bwd_held, named(*kept, "gamma", "dz", *vectors), norm_batch_norm.held_configs(m, n, "bwd")),
+            (norm_batch_norm.batch_statistics_columns, named("z", "mean", "var", "rstd"), column_passes.backward_configs(m, n)),
+            (norm_batch_norm.batch_norm_relu_fwd_trained, named("z", "mean", "var", "rstd", *forward[1:6]), column_passes.apply_configs(m, n)),
+            (norm_batch_norm.batch_norm_relu_bwd_sums, named(*kept, "gamma", "total", "moment", *vectors), norm_batch_norm.sums_configs(m, n)),
+            (norm_batch_norm.batch_norm_relu_bwd_tiled, named(*kept, "gamma", "total", "moment", "dz"), column_passes.apply_configs(m, n)),
         ]  # fmt: skip
         for kernel, dtypes, configs in ways:
             for config in configs[:most]:
 
                 def build(kernel: Any = kernel, dtypes: Any = dtypes, config: Any = config, m: int = m, n: int = n) -> object:  # fmt: skip
-                    return kernels.launcher(kernel, m, n, dtypes, config, cuda, 16, numbers(kernel))
+                    return norm_batch_norm.launcher(
+                        kernel, m, n, dtypes, config, cuda, 16, numbers(kernel)
+                    )
 
-                jobs += triton_launch.collect(build, cuda)
+                jobs += triton_runtime_launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
     assert {job.kernel for job in jobs} == {
         "batch_norm_relu_fwd_held", "batch_norm_relu_bwd_held", "batch_statistics_columns", "batch_norm_relu_bwd_sums",

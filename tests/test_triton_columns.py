@@ -14,10 +14,10 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from tensorlogic.ops.common import triton_columns as columns
-from tensorlogic.ops.common import triton_dropout
-from tensorlogic.ops.common import triton_elementwise as elementwise
-from tensorlogic.ops.common import triton_reduce as reduction
+from tensorlogic.kernels.elementwise import column_passes as elementwise_column_passes
+from tensorlogic.kernels.elementwise import dropout
+from tensorlogic.kernels.elementwise import elementwise as elementwise_elementwise
+from tensorlogic.kernels.reduce import contiguous as reduce_contiguous
 from tensorlogic.ops.common.random import keep_mask
 
 from .support.triton import DEVICE
@@ -49,8 +49,10 @@ def test_activation_gradient_with_column_sums(
             kind, lambda v: F.gelu(v, approximate="tanh")
         )
         (want,) = torch.autograd.grad(act(leaf), leaf, dy.double())
-        space, counter = workspace(columns.backward_space(n, 1, config))
-        run = columns.activation_backward_launcher(f"{kind}_bwd", m, n, dtype, config, DEVICE, 4)
+        space, counter = workspace(elementwise_column_passes.backward_space(n, 1, config))
+        run = elementwise_column_passes.activation_backward_launcher(
+            f"{kind}_bwd", m, n, dtype, config, DEVICE, 4
+        )
         for _ in range(2):  # the second run finds the counters as the first one left them
             dz, db = poisoned(m, n, dtype=dtype), poisoned(n, dtype=dtype)
             assert run(dy, kept, dz, db, space, counter)
@@ -75,8 +77,8 @@ def test_batch_norm_relu_backward(has_gamma: bool, config: dict[str, Any]) -> No
             "dy": "f16", "y": "f16", "z": "f16", "mean": "f32", "var": "f32", "gamma": "f16" if has_gamma else None,
             "dz": "f16", "db": "f16", "dgamma": "f32", "dbeta": "f32",
         }  # fmt: skip
-        space, counter = workspace(columns.backward_space(n, 2, config))
-        run = columns.backward_launcher(m, n, dtypes, config, DEVICE, 4)
+        space, counter = workspace(elementwise_column_passes.backward_space(n, 2, config))
+        run = elementwise_column_passes.backward_launcher(m, n, dtypes, config, DEVICE, 4)
         vectors = (mean, var) if gamma is None else (mean, var, gamma)
         for _ in range(2):
             dz, db = poisoned(m, n), poisoned(n)
@@ -108,7 +110,7 @@ def test_batch_norm_relu_forward(given: str, kept: bool) -> None:
             "kept": "f16" if kept else None,
         }  # fmt: skip
         y = poisoned(m, n)
-        run = columns.apply_launcher(m, n, dtypes, config, DEVICE, 4)
+        run = elementwise_column_passes.apply_launcher(m, n, dtypes, config, DEVICE, 4)
         given_ = (z, bias, mean, var, gamma, beta, y, z if kept else None)
         assert run(*(t for t in given_ if t is not None), EPS)
         close(y, torch.relu(want), "f16")
@@ -129,7 +131,7 @@ def test_gelu_and_its_gradient_together(approximate: str, dtype: str) -> None:
     (want,) = torch.autograd.grad(y, leaf, dy.double())
     name = "gelu_tanh_both" if approximate == "tanh" else "gelu_both"
     config = {"strategy": "flat", "BLOCK": 64, "stream": False, "num_warps": 4}
-    run = elementwise.elementwise_launcher(
+    run = elementwise_elementwise.elementwise_launcher(
         name, [dtype] * 4, 1, count, ["full"] * 2, config, DEVICE, 4
     )
     dx, active = poisoned(count, dtype=dtype), poisoned(count, dtype=dtype)
@@ -148,8 +150,8 @@ def test_polled_reduction_counts_its_launches(kind: str, count: int) -> None:
     for launch, parts in enumerate((3, 1, 8, 3), 1):
         x = rand(count)
         config = {"strategy": "polled", "parts": parts, "last": True, "BLOCK": 32, "num_warps": 4}
-        assert reduction.reduce_workspace(1, count, 1, config) == (0, parts + 1)
-        run = reduction.reduce_launcher(kind, "f16", "f32", 1, count, 1, config, DEVICE, 2)
+        assert reduce_contiguous.reduce_workspace(1, count, 1, config) == (0, parts + 1)
+        run = reduce_contiguous.reduce_launcher(kind, "f16", "f32", 1, count, 1, config, DEVICE, 2)
         y = poisoned(1, dtype="f32")
         assert run(x, y, y, cells)
         want = {
@@ -165,7 +167,8 @@ def test_polled_reduction_counts_its_launches(kind: str, count: int) -> None:
 def test_polled_is_offered_only_where_one_wave_reads_everything() -> None:
     def offered(outer: int, count: int) -> bool:
         return any(
-            c["strategy"] == "polled" for c in reduction.reduce_configs(outer, count, 1, "f16")
+            c["strategy"] == "polled"
+            for c in reduce_contiguous.reduce_configs(outer, count, 1, "f16")
         )
 
     assert offered(1, 1 << 20)
@@ -179,7 +182,7 @@ def test_polled_is_offered_only_where_one_wave_reads_everything() -> None:
 def test_dropout_alone(count: int, seeded: bool) -> None:
     x, whole = rand(count), poisoned(count + 64)
     config = {"BLOCK": 1024, "num_warps": 4}
-    run = triton_dropout.dropout_launcher("f16", count, seeded, config, DEVICE, 2)
+    run = dropout.dropout_launcher("f16", count, seeded, config, DEVICE, 2)
     state = torch.tensor([7, 11], device=DEVICE)
     assert run(x, whole[:count], 0.25, 7, 11) if seeded else run(x, state, whole[:count], 0.25)
     keep = keep_mask((count,), 0.25, 7, 11, DEVICE)

@@ -33,9 +33,9 @@ from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS
 
 from tensorlogic.core.candidate import Candidate  # isort: skip
-from tensorlogic.ops.common import triton_extreme as kernels  # isort: skip
-from tensorlogic.ops.common import triton_launch  # isort: skip
-from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip
+from tensorlogic.kernels.reduce import extreme_grad as reduce_extreme_grad  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # isort: skip
+from tensorlogic.kernels.row_access.strided import Lines  # isort: skip
 from tensorlogic.ops.reduce import extreme_backward  # isort: skip
 
 from .support.triton import small as small  # isort: skip  (a fixture)
@@ -48,8 +48,10 @@ def gradient(dy: Tensor, x: Tensor, y: Tensor, dtype: str, lies: Lines, config: 
     """dx, from a poisoned output and poisoned counts, beside which nothing is written."""
     shape = (lies.outer, lies.length, lies.inner)
     dx = poisoned(*shape, dtype=dtype).as_strided(shape, lies.strides[1])
-    whole = torch.full((kernels.extreme_space(lies, config) + 64,), 12345, dtype=torch.int32)
-    start = kernels.extreme_launcher(lies, dtype, config, DEVICE)
+    whole = torch.full(
+        (reduce_extreme_grad.extreme_space(lies, config) + 64,), 12345, dtype=torch.int32
+    )
+    start = reduce_extreme_grad.extreme_launcher(lies, dtype, config, DEVICE)
     assert start(dy, x, y, whole if len(whole) > 64 else dx, dx)
     assert (whole[-64:] == 12345).all(), "written beside the counts"
     return dx
@@ -152,7 +154,7 @@ def test_every_layout_is_served(name: str) -> None:
     assert served.unfit(asked) is None
     checker = verification.Checker(op, asked, DEVICE)
     configs = served.configs(asked)
-    assert 1 <= len(configs) <= kernels.MOST_CONFIGS
+    assert 1 <= len(configs) <= reduce_extreme_grad.MOST_CONFIGS
     for config in {c["strategy"]: c for c in configs}.values():
         launch = served.bind(asked, config, DEVICE)
         for probe in (0, 2):  # with strides like PyTorch's, and with ties
@@ -278,24 +280,24 @@ def test_what_is_left_to_others_is_named() -> None:
 def test_what_no_program_holds_or_adds_up_is_refused(config: dict[str, Any]) -> None:
     lies = Lines(1, 10**6, 64, ((0, 64, 1), (0, 64, 1)))
     with pytest.raises(CompileFailure, match="does not fit lines of 1000000"):
-        kernels.extreme_launcher(lies, "f32", config, DEVICE)
+        reduce_extreme_grad.extreme_launcher(lies, "f32", config, DEVICE)
 
 
 @pytest.mark.parametrize("name", EXTREME_LARGE)
 def test_configurations_fill_the_gpu(name: str) -> None:
     for dtype in ("f16", "f32"):
         lies = extreme_lines(name)
-        configs = kernels.extreme_configs(lies, dtype)
-        assert 2 <= len(configs) <= kernels.MOST_CONFIGS
+        configs = reduce_extreme_grad.extreme_configs(lies, dtype)
+        assert 2 <= len(configs) <= reduce_extreme_grad.MOST_CONFIGS
         assert len({str(c) for c in configs}) == len(configs)
-        programs = [kernels.groups_of(lies, c["BLOCK_I"]) * c["parts"] for c in configs]
+        programs = [reduce_extreme_grad.groups_of(lies, c["BLOCK_I"]) * c["parts"] for c in configs]
         assert programs[0] >= 96 or name == "few rows"
         # none that a neighbour's plan should not name
         assert min(programs) >= 16 or name == "few rows"
         for config, count in zip(configs, programs, strict=True):
             assert config["strategy"] != "held" or config["BLOCK_C"] >= lies.length
             if config["strategy"] == "parts":
-                assert 2 <= config["parts"] <= kernels.MOST_PARTS
+                assert 2 <= config["parts"] <= reduce_extreme_grad.MOST_PARTS
                 assert count <= 4 * 132 or config["parts"] == 2
 
 
@@ -303,15 +305,17 @@ def test_configurations_fill_the_gpu(name: str) -> None:
 @pytest.mark.parametrize("length", [33, 108, 200, 384, 512])
 def test_columns_of_hundreds_are_held_by_programs_that_take_turns(length: int, dtype: str) -> None:
     """Before they are swept; at least 64 bytes of neighbours wide, at most 32 elements a thread, so many registers that two programs fit."""
-    n, size = 50257, kernels.SIZE[dtype]
-    configs = kernels.extreme_configs(Lines(8, length, n, ((length * n, n, 1),) * 2), dtype)
+    n, size = 50257, reduce_extreme_grad.SIZE[dtype]
+    configs = reduce_extreme_grad.extreme_configs(
+        Lines(8, length, n, ((length * n, n, 1),) * 2), dtype
+    )
     held = list(itertools.takewhile(lambda c: c["strategy"] == "held", configs))
     assert len(held) >= 2
     assert held[0]["BLOCK_I"] * size >= 64
     assert max(c["BLOCK_I"] * size for c in held) >= (64 if length > 256 else 128)
     for config in held:
         threads = 32 * config["num_warps"]
-        assert config["BLOCK_I"] * size >= kernels.SECTOR
+        assert config["BLOCK_I"] * size >= reduce_extreme_grad.SECTOR
         assert config["BLOCK_C"] * config["BLOCK_I"] <= 32 * threads
         assert 2 * threads * config["registers"] <= 65536
 
@@ -319,15 +323,15 @@ def test_columns_of_hundreds_are_held_by_programs_that_take_turns(length: int, d
 def test_registers_and_the_order_of_threads_reach_the_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    monkeypatch.setattr(triton_runtime_launch, "_capability", lambda device: 90)
     cuda = torch.device("cuda", 0)
 
     def job(name: str, config: Any) -> Any:
         lies = extreme_lines(name)
-        return triton_launch.collect(lambda: kernels.extreme_launcher(lies, "f32", config, cuda), cuda)[0]  # fmt: skip
+        return triton_runtime_launch.collect(lambda: reduce_extreme_grad.extreme_launcher(lies, "f32", config, cuda), cuda)[0]  # fmt: skip
 
     for name, stepped in (("columns at odd places", False), ("stepped rows", True), ("short rows", False)):  # fmt: skip
-        for config in kernels.extreme_configs(extreme_lines(name), "f32"):
+        for config in reduce_extreme_grad.extreme_configs(extreme_lines(name), "f32"):
             if config["strategy"] == "held":
                 made = job(name, config)
                 assert made.registers == config.get("registers", 0)
@@ -342,12 +346,12 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         *itertools.product((90,), EXTREME_LARGE, ("f16", "f32")),
         *itertools.product((80, 100), ("many rows", "one value", "columns"), ("f16",)),
     ):
-        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
+        monkeypatch.setattr(triton_runtime_launch, "_capability", lambda device, sm=sm: sm)
         lies = extreme_lines(name)
-        for config in kernels.extreme_configs(lies, dtype)[: None if sm == 90 else 2]:
+        for config in reduce_extreme_grad.extreme_configs(lies, dtype)[: None if sm == 90 else 2]:
 
             def build(lies: Lines = lies, dtype: str = dtype, config: Any = config) -> object:
-                return kernels.extreme_launcher(lies, dtype, config, cuda)
+                return reduce_extreme_grad.extreme_launcher(lies, dtype, config, cuda)
 
-            jobs += triton_launch.collect(build, cuda)
+            jobs += triton_runtime_launch.collect(build, cuda)
     nothing_spills(list(dict.fromkeys(jobs)))

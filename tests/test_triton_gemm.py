@@ -15,8 +15,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 pytest.importorskip("triton")
-from tensorlogic.ops.common import gemm
-from tensorlogic.ops.common.gemm import GemmSpec, Operand
+from tensorlogic.kernels.gemm import tiled
+from tensorlogic.kernels.gemm.spec import GemmSpec, Operand
 from tensorlogic.ops.common.random import keep_mask
 
 from .support.gemm import ACTS, COLUMNWISE, EPS, OFFSET, SEED, SMALL, K, M, N, P, check, operand
@@ -108,7 +108,7 @@ def test_inline_statistics_of_rows_far_from_zero() -> None:
         align=4,
     )
     y = torch.full_like(x, torch.nan)
-    gemm.gemm_launcher(spec, SMALL, DEVICE)(x, torch.eye(K, device=DEVICE), y, EPS)
+    tiled.gemm_launcher(spec, SMALL, DEVICE)(x, torch.eye(K, device=DEVICE), y, EPS)
     torch.testing.assert_close(
         y.double(), F.layer_norm(x.double(), [K], eps=EPS), rtol=0, atol=2e-3
     )
@@ -140,7 +140,7 @@ def dropped(rows: int, columns: int) -> Tensor:
     )
     out, y = torch.full_like(x, torch.nan), torch.empty(rows, 1, device=DEVICE)
     seed = torch.tensor([SEED, OFFSET], device=DEVICE)
-    gemm.gemm_launcher(spec, SMALL, DEVICE)(
+    tiled.gemm_launcher(spec, SMALL, DEVICE)(
         x, torch.ones(columns, 1, device=DEVICE), seed, y, out, P
     )
     torch.testing.assert_close(out[out != 0], torch.full_like(out[out != 0], 1 / (1 - P)))
@@ -197,12 +197,12 @@ def test_split_gives_the_same_bits_and_wide_offsets_the_same_values() -> None:
     huge = GemmSpec(
         2**17, 64, 2**15, Operand("f16", 2**15, 1), Operand("f16", 64, 1), Operand("f16", 64, 1)
     )
-    assert gemm._wide(huge)
-    assert not gemm._wide(replace(huge, m=2**15))
+    assert tiled._wide(huge)
+    assert not tiled._wide(replace(huge, m=2**15))
 
 
 def test_wide_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "_wide", lambda spec: True)
+    monkeypatch.setattr(tiled, "_wide", lambda spec: True)
     check(
         STRATEGIES["split"], prologue="dropout", keep=dropped(M, K), outer="residual", x_out="f16"
     )

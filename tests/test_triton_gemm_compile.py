@@ -6,8 +6,10 @@ from typing import Any
 
 from .support.gemm import COLUMNWISE
 
-from tensorlogic.ops.common import gemm  # isort: skip  (after the interpreter is asked for)
-from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
+from tensorlogic.kernels.gemm import tiled  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.kernels.gemm.spec import GemmSpec
+
+from tensorlogic.kernels.gemm.spec import Operand  # isort: skip
 from .compiled import resources  # isort: skip
 
 
@@ -36,7 +38,7 @@ def compiled_specs() -> dict[str, tuple[GemmSpec, dict[str, Any]]]:
     dz = {"prologue": "gradient", "saved": row}
     side = (1024, 1024, 1024)
     thin = small | {"BLOCK_K": 32}
-    first = {m: gemm.gemm_configs(m, 4096, 4096, 2)[0] for m in (1, 16)}
+    first = {m: tiled.gemm_configs(m, 4096, 4096, 2)[0] for m in (1, 16)}
     return {
         "relu": (spec(4096, 4096, 4096, bias="f16", activation="relu", **residual), large),
         "odd": (spec(1001, 999, 777, bias="f16", activation="gelu_tanh", z="f16", align=2), thin),
@@ -49,34 +51,32 @@ def compiled_specs() -> dict[str, tuple[GemmSpec, dict[str, Any]]]:
         "dw": (spec(*side, kind="relu", row_sum="f16", **dz), small | {"SPLIT": 4}),
         "skinny": (spec(16, 4096, 4096, bias="f16"), first[16]),
         "row": (spec(1, 4096, 4096, bias="f16"), first[1]),
-        "single": (spec(512, 512, 512, "f32", bias="f32"), gemm.gemm_configs(512, 512, 512, 4)[0]),
+        "single": (spec(512, 512, 512, "f32", bias="f32"), tiled.gemm_configs(512, 512, 512, 4)[0]),
     }
 
 
 def test_deep_pipelines_compile_without_spilling() -> None:
-    from tensorlogic.ops.common import triton_launch
+    from tensorlogic.kernels.triton_runtime import launch
 
     jobs = []
     for m in (16, 64):
         row = Operand("f16", 4096, 1)
         spec = GemmSpec(m, 4096, 4096, row, Operand("f16", 1, 4096), row, bias="f16", activation="gelu", outer="residual", residual=row)  # fmt: skip
-        jobs += [j for c in gemm._deep(m, 4096, 4096, 2) for j in gemm.gemm_jobs(spec, c, 90)]
+        jobs += [j for c in tiled._deep(m, 4096, 4096, 2) for j in tiled.gemm_jobs(spec, c, 90)]
     assert len(jobs) == 5
     for job, answer in zip(jobs, resources(jobs), strict=True):
-        assert isinstance(answer, triton_launch.Resources), answer
+        assert isinstance(answer, launch.Resources), answer
         assert answer.stack == 0, (job, answer)
 
 
 def test_compiles_for_every_architecture_without_spilling() -> None:
-    from tensorlogic.ops.common import triton_launch
+    from tensorlogic.kernels.triton_runtime import launch
 
     jobs = {
-        (name, sm): gemm.gemm_jobs(spec, config, sm)[0]
+        (name, sm): tiled.gemm_jobs(spec, config, sm)[0]
         for name, (spec, config) in compiled_specs().items()
         for sm in (80, 90, 100)
     }
     answers = dict(zip(jobs, resources(list(jobs.values())), strict=True))
-    bad = {
-        at: a for at, a in answers.items() if not isinstance(a, triton_launch.Resources) or a.stack
-    }
+    bad = {at: a for at, a in answers.items() if not isinstance(a, launch.Resources) or a.stack}
     assert not bad

@@ -20,10 +20,12 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from tensorlogic.ops.common import triton_batch_norm as batch_norm
-from tensorlogic.ops.common import triton_columns, triton_launch, triton_mend
-from tensorlogic.ops.common import triton_group_norm as group_norm
-from tensorlogic.ops.common import triton_layer_norm as layer_norm
+from tensorlogic.kernels.elementwise import column_passes
+from tensorlogic.kernels.mixed_precision import guard_recompute
+from tensorlogic.kernels.norm import batch_norm as norm_batch_norm
+from tensorlogic.kernels.norm import group_norm as norm_group_norm
+from tensorlogic.kernels.norm import layer_norm as norm_layer_norm
+from tensorlogic.kernels.triton_runtime import launch
 
 from .compiled import ptx  # isort: skip
 
@@ -33,8 +35,8 @@ STATISTICS = dict.fromkeys(("mean", "var", "rstd"), "f32")
 
 def layer_norms(dtype: str, align: int) -> None:
     for columns in (21, 100):
-        for config in layer_norm.layer_norm_configs(columns, dtype)[:2]:
-            layer_norm.layer_norm_launcher(9, columns, (dtype,) * 3, config, ANY, align=align)
+        for config in norm_layer_norm.layer_norm_configs(columns, dtype)[:2]:
+            norm_layer_norm.layer_norm_launcher(9, columns, (dtype,) * 3, config, ANY, align=align)
 
 
 def batch_norms_held(dtype: str, align: int) -> None:
@@ -43,24 +45,24 @@ def batch_norms_held(dtype: str, align: int) -> None:
     )
     takes = names | {"mean": "f32", "rstd": "f32"}
     for rows, columns in ((64, 64), (16, 99)):
-        for config in batch_norm.held_configs(rows, columns, "fwd")[:2]:
-            batch_norm.launcher(batch_norm.batch_norm_relu_fwd_held, rows, columns, takes, config, ANY, align, ("eps", "momentum"))  # fmt: skip
+        for config in norm_batch_norm.held_configs(rows, columns, "fwd")[:2]:
+            norm_batch_norm.launcher(norm_batch_norm.batch_norm_relu_fwd_held, rows, columns, takes, config, ANY, align, ("eps", "momentum"))  # fmt: skip
 
 
 def batch_statistics(dtype: str, align: int) -> None:
     for rows, columns in ((300, 64), (32, 1000)):
-        for config in triton_columns.backward_configs(rows, columns, 132)[:2]:
-            batch_norm.launcher(batch_norm.batch_statistics_columns, rows, columns, {"z": dtype, **STATISTICS}, config, ANY, align, ("eps",))  # fmt: skip
+        for config in column_passes.backward_configs(rows, columns, 132)[:2]:
+            norm_batch_norm.launcher(norm_batch_norm.batch_statistics_columns, rows, columns, {"z": dtype, **STATISTICS}, config, ANY, align, ("eps",))  # fmt: skip
 
 
 def group_norms(dtype: str, align: int) -> None:
     for pixels, last in ((49, False), (3136, True)):
-        group_norm.group_norm_launcher(2, 64, pixels, 8, dtype, (True, True), last, ANY, align)
+        norm_group_norm.group_norm_launcher(2, 64, pixels, 8, dtype, (True, True), last, ANY, align)
 
 
 def mended_products(dtype: str, align: int) -> None:
     for strides in ((96, 1, 64, 1, 64, 1), (1, 80, 1, 96, 64, 1)):
-        triton_mend._mend((dtype,) * 3, (80, 64, 96), strides, (3, 6, 36), align, ANY)
+        guard_recompute._mend((dtype,) * 3, (80, 64, 96), strides, (3, 6, 36), align, ANY)
 
 
 def from_other_lanes(text: str) -> set[str]:
@@ -92,8 +94,8 @@ def fused(text: str, lanes: set[str]) -> list[str]:
 def test_no_product_is_fused_with_what_another_lane_holds(
     build: Callable[[str, int], None], dtype: str, align: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
-    jobs = list(dict.fromkeys(triton_launch.collect(lambda: build(dtype, align), ANY)))
+    monkeypatch.setattr(launch, "_capability", lambda device: 90)
+    jobs = list(dict.fromkeys(launch.collect(lambda: build(dtype, align), ANY)))
     sums = 0
     for job, text in zip(jobs, ptx(jobs), strict=True):
         lanes = from_other_lanes(text)

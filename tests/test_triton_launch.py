@@ -20,7 +20,11 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402  (after the environment is set)
 
-from tensorlogic.ops.common import triton_launch, triton_start, triton_tools  # noqa: E402
+from tensorlogic.kernels.triton_runtime import (
+    kernel_start,
+    toolchain,  # noqa: E402
+)
+from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch
 from tensorlogic.system import settings  # noqa: E402
 from tensorlogic.system.compile_pool import CompileFailure  # noqa: E402
 
@@ -69,7 +73,7 @@ def test_prepared_kernel_computes(with_bias: bool) -> None:
     pointers = {"x_ptr": "f16", "b_ptr": "f32", "y_ptr": "f16"}
     if not with_bias:
         del pointers["b_ptr"]
-    start = triton_launch.prepare(scale_add, device=DEVICE, **options(pointers=pointers))
+    start = triton_runtime_launch.prepare(scale_add, device=DEVICE, **options(pointers=pointers))
     x, b = torch.randn(100, device=DEVICE).half(), torch.randn(100, device=DEVICE)
     y = torch.full((128,), torch.nan, device=DEVICE, dtype=torch.float16)
     assert start(*([x, b] if with_bias else [x]), y, 0.5)
@@ -80,7 +84,7 @@ def test_prepared_kernel_computes(with_bias: bool) -> None:
 
 
 def test_64_bit_numbers_are_given_with_every_start() -> None:
-    start = triton_launch.prepare(scale_add, device=DEVICE, longs=("extra",), **options())
+    start = triton_runtime_launch.prepare(scale_add, device=DEVICE, longs=("extra",), **options())
     x, b = torch.zeros(100, device=DEVICE).half(), torch.zeros(100, device=DEVICE)
     for extra in (0, 5, 2**33 + 1, 7 * 2**32):
         y = torch.full((100,), torch.nan, device=DEVICE, dtype=torch.float16)
@@ -91,16 +95,18 @@ def test_64_bit_numbers_are_given_with_every_start() -> None:
 def test_declines_pointers_less_aligned_than_promised() -> None:
     x, b = torch.randn(101, device=DEVICE).half(), torch.randn(100, device=DEVICE)
     y = torch.full((100,), torch.nan, device=DEVICE, dtype=torch.float16)
-    assert not triton_launch.prepare(scale_add, device=DEVICE, align=16, **options())(
+    assert not triton_runtime_launch.prepare(scale_add, device=DEVICE, align=16, **options())(
         x[1:], b, y, 0.5
     )
     assert y.isnan().all()
-    assert triton_launch.prepare(scale_add, device=DEVICE, align=2, **options())(x[1:], b, y, 0.5)
+    assert triton_runtime_launch.prepare(scale_add, device=DEVICE, align=2, **options())(
+        x[1:], b, y, 0.5
+    )
     assert not y.isnan().any()
 
 
 def test_an_empty_grid_does_nothing() -> None:
-    start = triton_launch.prepare(scale_add, device=DEVICE, **options(grid=(0, 1, 1)))
+    start = triton_runtime_launch.prepare(scale_add, device=DEVICE, **options(grid=(0, 1, 1)))
     y = torch.full((100,), torch.nan, device=DEVICE, dtype=torch.float16)
     assert start(y, torch.zeros(100, device=DEVICE), y, 1.0)
     assert y.isnan().all()
@@ -109,17 +115,19 @@ def test_an_empty_grid_does_nothing() -> None:
 @pytest.mark.parametrize("grid", [(1, 70000, 1), (2**16, 2**15, 1)])
 def test_a_grid_that_would_silently_not_run_is_refused(grid: tuple[int, int, int]) -> None:
     with pytest.raises(CompileFailure, match="grid"):
-        triton_launch.prepare(scale_add, device=DEVICE, **options(grid=grid))
+        triton_runtime_launch.prepare(scale_add, device=DEVICE, **options(grid=grid))
 
 
 def test_misnamed_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="has parameters"):
-        triton_launch.compile_job(scale_add, sm=90, **options(integers={"stride": 1, "N": 100}))
+        triton_runtime_launch.compile_job(
+            scale_add, sm=90, **options(integers={"stride": 1, "N": 100})
+        )
 
 
 def test_job_specialises_and_travels() -> None:
     integers = {"N": 2**31, "stride": 1}
-    job = triton_launch.compile_job(scale_add, sm=90, **options(integers=integers))
+    job = triton_runtime_launch.compile_job(scale_add, sm=90, **options(integers=integers))
     assert dict(job.signature) == {
         "x_ptr": "*fp16", "b_ptr": "*fp32", "y_ptr": "*fp16", "N": "i64", "stride": "constexpr",
         "scale": "fp32", "extra": "constexpr", "BLOCK": "constexpr",
@@ -129,7 +137,7 @@ def test_job_specialises_and_travels() -> None:
     travelled = pickle.loads(pickle.dumps(job))
     assert travelled == job
     assert hash(travelled) == hash(job)
-    less = triton_launch.compile_job(
+    less = triton_runtime_launch.compile_job(
         scale_add, sm=90, align=8, **options(integers={"N": 1000, "stride": 3})
     )
     assert less.hinted == (("x_ptr", 8), ("b_ptr", 8), ("y_ptr", 8), ("N", 8))
@@ -150,9 +158,9 @@ def noted_launch(flat: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder,
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False
     )
-    triton_start.closure.cache_clear()
+    kernel_start.closure.cache_clear()
     launch = Recorder()
-    binary = triton_start.Binary(
+    binary = kernel_start.Binary(
         launch=launch, function=99, metadata=(4, 1, 1024), flags=(False, False), scratch=0, tiles=(),
         described=None if flat else ("annotations", b"types"),
     )  # fmt: skip
@@ -164,7 +172,7 @@ def test_closure_passes_what_the_launcher_takes(
     flat: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch, binary = noted_launch(flat, monkeypatch)
-    make = triton_start.closure(0, 2, 1, 1, True, False, False, flat)
+    make = kernel_start.closure(0, 2, 1, 1, True, False, False, flat)
     start = make(binary, (3, 2, 1), 5, 15, 0, (1000,), ())
     x, y = torch.zeros(64), torch.zeros(64)
     assert start(x, y, 0.5) is True
@@ -186,7 +194,7 @@ def test_closure_passes_what_the_launcher_takes(
             b"types",
             kernel_args,
         )
-    triton_start.closure.cache_clear()
+    kernel_start.closure.cache_clear()
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["3.6", "3.7"])
@@ -196,14 +204,14 @@ def test_closure_passes_descriptors_before_pointers(
     launch, binary = noted_launch(flat, monkeypatch)
     x, w, b = torch.zeros(64), torch.zeros(64), torch.zeros(64)
     made = {x.data_ptr(): "x's", w.data_ptr(): "w's"}
-    make = triton_start.closure(2, 1, 1, 0, True, False, False, flat)
+    make = kernel_start.closure(2, 1, 1, 0, True, False, False, flat)
     start = make(binary, (3, 2, 1), 5, 15, 0, (1000,), (made, 4, 16, 16, made, 2, 32, 40))
     assert start(x, w, b) is True
     assert start(x[1:], w, b) is False
     (call,) = launch.calls
     kernel_args = ("x's", 4, 16, 16, 1, "w's", 2, 32, 40, 1, b.data_ptr(), 1000)
     assert call[-len(kernel_args) :] == kernel_args if flat else call[-1] == kernel_args
-    triton_start.closure.cache_clear()
+    kernel_start.closure.cache_clear()
 
 
 @pytest.mark.parametrize("shared", [1000, 1001])
@@ -222,16 +230,16 @@ def test_a_launcher_that_c_starts_make_needless_is_built_when_it_is_called(
         load_binary=lambda name, image, shared, index: ("module", 99, 32, 0, 1024),
     )
     active = SimpleNamespace(utils=utils, launcher_cls=launcher_cls)
-    monkeypatch.setattr(triton_start.triton.runtime.driver, "_active", active, raising=False)
-    monkeypatch.setattr(triton_start.compiled_launch, "driver", lambda device: "ours")
+    monkeypatch.setattr(kernel_start.triton.runtime.driver, "_active", active, raising=False)
+    monkeypatch.setattr(kernel_start.compiled_launch, "driver", lambda device: "ours")
     compiled = SimpleNamespace(
         name="k", kernel=b"", src="source", metadata=SimpleNamespace(shared=shared, num_warps=4)
     )
     if shared > 1000:
-        with pytest.raises(triton_start.OutOfResources, match="shared memory"):
-            triton_start.launcher(compiled, 0)
+        with pytest.raises(kernel_start.OutOfResources, match="shared memory"):
+            kernel_start.launcher(compiled, 0)
         return
-    found = triton_start.launcher(compiled, 0)
+    found = kernel_start.launcher(compiled, 0)
     assert (found.function, found.described, built) == (99, None, [])
     found.launch(1, 2)
     found.launch(3)
@@ -245,20 +253,20 @@ def test_compiling_apart_reports_resources_and_reasons() -> None:
         "floats": (),
         "num_stages": 1,
     }
-    spilling = triton_launch.compile_job(
+    spilling = triton_runtime_launch.compile_job(
         too_many_registers, constexprs={"SIZE": 128}, num_warps=1, sm=80, **huge
     )
-    fine = triton_launch.compile_job(scale_add, sm=90, **options())
-    no_fit = triton_launch.compile_job(
+    fine = triton_runtime_launch.compile_job(scale_add, sm=90, **options())
+    no_fit = triton_runtime_launch.compile_job(
         too_many_registers,
         constexprs={"SIZE": 256},
         num_warps=8,
         sm=86,
         **(huge | {"num_stages": 4}),
     )
-    spilled, kept, refused = triton_launch.resources_apart([spilling, fine, no_fit])
-    assert isinstance(spilled, triton_launch.Resources)
-    assert isinstance(kept, triton_launch.Resources)
+    spilled, kept, refused = triton_runtime_launch.resources_apart([spilling, fine, no_fit])
+    assert isinstance(spilled, triton_runtime_launch.Resources)
+    assert isinstance(kept, triton_runtime_launch.Resources)
     assert spilled.stack > 0 == kept.stack
     assert 0 < kept.registers < 64
     assert "shared memory" in str(refused)
@@ -270,12 +278,12 @@ def test_kernels_stay_in_one_cache_whatever_the_variables_become(tmp_path: Path)
     ours, other, assembler = tmp_path / "ours", tmp_path / "other", tmp_path / "ptxas"
     assembler.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 99.9, V99.9.1'\n")
     assembler.chmod(0o755)
-    job = triton_launch.compile_job(scale_add, sm=90, **options())
+    job = triton_runtime_launch.compile_job(scale_add, sm=90, **options())
     code = f"""
 import os, pickle, sys
 from triton.backends.nvidia import compiler
 from tensorlogic.system import compile_workers as workers
-from tensorlogic.ops.common import triton_launch
+from tensorlogic.kernels.triton_runtime import launch as triton_launch
 torchs = {{"TRITON_CACHE_DIR": {str(other)!r}, "TRITON_PTXAS_PATH": {str(assembler)!r}}}
 if sys.argv[1] == "torch":
     os.environ |= torchs
@@ -311,12 +319,12 @@ def test_threads_share_what_is_their_own_for_a_while(monkeypatch: pytest.MonkeyP
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with triton_tools.own:
+        with toolchain.own:
             entered.set()
             leave.wait(10)
 
     thread = threading.Thread(target=other)
-    with triton_tools.own:
+    with toolchain.own:
         thread.start()
         assert entered.wait(10)
     assert os.environ["TRITON_CACHE_DIR"] == "ours"

@@ -21,8 +21,8 @@ from tensorlogic import registry  # isort: skip
 from tensorlogic.core.candidate import EAGER
 
 from tensorlogic.core.op import OPS  # isort: skip
-from tensorlogic.ops.common import triton_launch  # isort: skip
-from tensorlogic.ops.common import triton_marked as kernels  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch  # isort: skip
+from tensorlogic.kernels.elementwise import relu_mask as elementwise_relu_mask  # isort: skip
 from tensorlogic.ops.pointwise import family, together  # isort: skip
 
 from .compiled import nothing_spills  # isort: skip
@@ -59,20 +59,26 @@ def test_marks_stand_for_the_output(
     a, b, dy = (values(count, dtype, seed) for seed in range(3))
     given = (a, b) if adds else (a,)
     y, dx = poisoned(count, dtype=dtype), poisoned(count, dtype=dtype)
-    whole = torch.full((kernels.marks(count) + 64,), 77, dtype=torch.uint8)
-    mark = whole[: kernels.marks(count)]
-    assert kernels.marked_launcher(dtype, count, adds, config, DEVICE)(*given, y, mark)
-    assert (whole[kernels.marks(count) :] == 77).all(), "written beside the marks"
+    whole = torch.full((elementwise_relu_mask.marks(count) + 64,), 77, dtype=torch.uint8)
+    mark = whole[: elementwise_relu_mask.marks(count)]
+    assert elementwise_relu_mask.marked_launcher(dtype, count, adds, config, DEVICE)(
+        *given, y, mark
+    )
+    assert (whole[elementwise_relu_mask.marks(count) :] == 77).all(), "written beside the marks"
     want = torch.relu(a + b) if adds else torch.relu(a)
     close(y, want, dtype, 0.1)
     live = (mark[:, None] >> torch.arange(8)) & 1
     assert torch.equal(live.flatten()[:count].bool(), ~(y <= 0))
-    assert kernels.unmarked_launcher(dtype, count, False, config, DEVICE)(dy, mark, dx)
+    assert elementwise_relu_mask.unmarked_launcher(dtype, count, False, config, DEVICE)(
+        dy, mark, dx
+    )
     gradient = torch.ops.aten.threshold_backward(dy, y, 0)
     assert torch.equal(dx.nan_to_num(3.0), gradient.nan_to_num(3.0))
     assert torch.equal(dx.isnan(), gradient.isnan())
     one = dy[:1].clone()
-    assert kernels.unmarked_launcher(dtype, count, True, config, DEVICE)(one, mark, dx)
+    assert elementwise_relu_mask.unmarked_launcher(dtype, count, True, config, DEVICE)(
+        one, mark, dx
+    )
     gradient = torch.ops.aten.threshold_backward(one.expand(count), y, 0)
     assert torch.equal(dx.nan_to_num(3.0), gradient.nan_to_num(3.0))
 
@@ -278,14 +284,17 @@ def test_a_forced_part_is_not_paired(
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
 def test_nothing_spills(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    monkeypatch.setattr(launch, "_capability", lambda device: 90)
     cuda, jobs = torch.device("cuda", 0), list[Any]()
-    for config in kernels.marked_configs(dtype):
+    for config in elementwise_relu_mask.marked_configs(dtype):
         for on in (False, True):
-            for make in (kernels.marked_launcher, kernels.unmarked_launcher):
+            for make in (
+                elementwise_relu_mask.marked_launcher,
+                elementwise_relu_mask.unmarked_launcher,
+            ):
 
                 def build(make: Any = make, on: bool = on, config: Any = config) -> object:
                     return make(dtype, 100_000, on, config, cuda)
 
-                jobs += triton_launch.collect(build, cuda)
+                jobs += launch.collect(build, cuda)
     nothing_spills(list(dict.fromkeys(jobs)))

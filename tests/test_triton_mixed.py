@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from tensorlogic.ops.common import triton_launch
-from tensorlogic.ops.common.gemm import Operand
+from tensorlogic.kernels.gemm.spec import Operand
+from tensorlogic.kernels.triton_runtime import launch
 
 pytest.importorskip("triton.experimental.gluon")
-from tensorlogic.ops.common import mixed, triton_mixed
+from tensorlogic.kernels.mixed_precision import mixed_gemm, mixed_gemm_kernel
 
 from .compiled import resources  # isort: skip
 
@@ -27,7 +27,7 @@ def worst(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dim: int) -> float:
 
 @hopper
 @pytest.mark.parametrize("size", [(128, 256, 64), (264, 200, 328), (8, 8, 8), (1000, 136, 520)])
-@pytest.mark.parametrize("rank", range(mixed.RANKS))
+@pytest.mark.parametrize("rank", range(mixed_gemm.RANKS))
 @pytest.mark.parametrize("left", [True, False])
 def test_either_operand_and_any_layout(size: tuple[int, int, int], rank: int, left: bool) -> None:
     m, n, k = size
@@ -40,7 +40,7 @@ def test_either_operand_and_any_layout(size: tuple[int, int, int], rank: int, le
             for s, t, first in zip(shapes, turned, (True, False), strict=True)
         )
         a, b = a.t() if turned[0] else a, b.t() if turned[1] else b
-        y = mixed.product(rank, a, b)
+        y = mixed_gemm.product(rank, a, b)
         assert y is not None
         assert max(worst(y, a, b, 0), worst(y, a, b, 1)) < 1e-3
 
@@ -65,7 +65,7 @@ def test_any_range(kind: str, left: bool) -> None:
     elif kind == "infinite":
         x[5, 3] = math.inf
     a, b = (x, h) if left else (h, x.t().contiguous())
-    y = mixed.product(0, a, b)
+    y = mixed_gemm.product(0, a, b)
     assert y is not None
     if kind == "infinite":
         assert torch.equal(torch.isfinite(y), torch.isfinite(a.double() @ b.double()))
@@ -75,21 +75,23 @@ def test_any_range(kind: str, left: bool) -> None:
 
 def test_what_bulk_copies_cannot_read_is_refused() -> None:
     x, w = Operand("f32", 64, 1), Operand("f16", 64, 1)
-    assert mixed.described((64, 64, 64), x, w, (64, 1), mixed.SHAPES[0], 132) is not None
+    assert mixed_gemm.described((64, 64, 64), x, w, (64, 1), mixed_gemm.SHAPES[0], 132) is not None
     for bad in (Operand("f32", 65, 1), Operand("f32", 32, 1), Operand("f32", 128, 2)):
-        assert mixed.described((64, 64, 64), bad, w, (64, 1), mixed.SHAPES[0], 132) is None
-    assert mixed.line(Operand("f16", 1, 68), 64, 64) is None  # columns begin at odd places
-    assert mixed.product(0, torch.ones(8, 8), torch.ones(8, 8)) is None
+        assert (
+            mixed_gemm.described((64, 64, 64), bad, w, (64, 1), mixed_gemm.SHAPES[0], 132) is None
+        )
+    assert mixed_gemm.line(Operand("f16", 1, 68), 64, 64) is None  # columns begin at odd places
+    assert mixed_gemm.product(0, torch.ones(8, 8), torch.ones(8, 8)) is None
 
 
 def test_a_thread_keeps_its_registers() -> None:
-    large = mixed.configs(4096, 4096, 4096, 132)[0]
+    large = mixed_gemm.configs(4096, 4096, 4096, 132)[0]
     assert large[:2] == (2, 256)
-    assert mixed.configs(512, 512, 512, 132)[0][:2] == (1, 64)
+    assert mixed_gemm.configs(512, 512, 512, 132)[0][:2] == (1, 64)
     x, w = Operand("f32", 4096, 1), Operand("f16", 4096, 1)
-    found = mixed.described((4096, 4096, 4096), x, w, (4096, 1), large, 132)
+    found = mixed_gemm.described((4096, 4096, 4096), x, w, (4096, 1), large, 132)
     assert found is not None
-    job = triton_launch.compile_job(triton_mixed.gemm_mixed, sm=90, **found)
+    job = launch.compile_job(mixed_gemm_kernel.gemm_mixed, sm=90, **found)
     (used,) = resources([job])
-    assert isinstance(used, triton_launch.Resources)
+    assert isinstance(used, launch.Resources)
     assert used.stack == 0

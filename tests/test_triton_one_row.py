@@ -13,8 +13,12 @@ from .support.triton import DEVICE
 import tensorlogic  # isort: skip
 from tensorlogic import registry  # isort: skip
 from tensorlogic.core.op import OPS  # isort: skip
-from tensorlogic.ops.common import gemm, gemm_one_row, triton_launch  # isort: skip
-from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
+from tensorlogic.kernels.gemm import gemv, tiled
+
+from tensorlogic.kernels.triton_runtime import launch  # isort: skip
+from tensorlogic.kernels.gemm.spec import GemmSpec
+
+from tensorlogic.kernels.gemm.spec import Operand  # isort: skip
 from .compiled import resources  # isort: skip
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -23,12 +27,12 @@ LAYOUT = "row column row"  # weights as torch keeps them
 
 @pytest.fixture
 def one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "gemm_launcher", gemm_one_row.one_row_launcher)
+    monkeypatch.setattr(tiled, "gemm_launcher", gemv.one_row_launcher)
 
 
 def configs(k: int, dtype: str = "f16") -> list[dict[str, Any]]:
     """Those that the candidate offers, and a small one; nothing is asked ahead where there is no GPU."""
-    found = gemm_one_row.one_row_configs(k, DTYPES[dtype].itemsize)
+    found = gemv.one_row_configs(k, DTYPES[dtype].itemsize)
     small = {**found[0], "BLOCK_N": 4, "BLOCK_K": 128, "UNROLL": 2, "num_warps": 2}
     return [{**c, "FETCH": c["FETCH"] * DEVICE.type.startswith("cuda")} for c in (*found, small)]
 
@@ -62,7 +66,7 @@ def test_a_residual_that_is_one_number() -> None:
     still = Operand("f32", 0, 0)
     spec = GemmSpec(1, 9, 300, Operand("f32", 300, 1), Operand("f32", 1, 300), Operand("f32", 9, 1), outer="residual", residual=still, align=4)  # fmt: skip
     for config in configs(300, "f32"):
-        assert gemm_one_row.one_row_launcher(spec, config, DEVICE)(x, w, other, y.fill_(torch.nan))
+        assert gemv.one_row_launcher(spec, config, DEVICE)(x, w, other, y.fill_(torch.nan))
         torch.testing.assert_close(y.double(), x.double() @ w.double().t() + 3.0, rtol=1e-5, atol=1e-4)  # fmt: skip
 
 
@@ -81,12 +85,12 @@ def test_which_products_are_of_one_row() -> None:
     assert "along K" in str(asked(torch.randn(1, 64, **half), w.t()))
     assert "along K" in str(asked(torch.randn(1, 100, **half), torch.randn(64, 100, **half)))
     plain = GemmSpec(1, 64, 512, Operand("f16", 512, 1), Operand("f16", 1, 512), Operand("f16", 64, 1))  # fmt: skip
-    assert gemm_one_row.one_row_refusal(plain) is None
+    assert gemv.one_row_refusal(plain) is None
     for more, why in (
         ({"prologue": "dropout"}, "prologue 'dropout'"), ({"outer": "dropout"}, "outer 'dropout'"),
         ({"prologue": "layer_norm"}, "given"), ({"prologue": "activation", "kind": "relu", "x_out": "f16"}, "an output"),
     ):  # fmt: skip
-        assert why in str(gemm_one_row.one_row_refusal(GemmSpec(**(vars(plain) | more))))
+        assert why in str(gemv.one_row_refusal(GemmSpec(**(vars(plain) | more))))
 
 
 @pytest.mark.parametrize("name", ["linear", "matmul", "gelu_linear", "layer_norm_linear", "linear_batch_norm_relu"])  # fmt: skip
@@ -118,12 +122,8 @@ def test_they_compile_without_spilling() -> None:
         row = Operand("f16", k, 1)
         for prologue in ({}, {"prologue": "layer_norm", "inline": True, "gamma": "f16", "beta": "f16"}):  # fmt: skip
             spec = GemmSpec(1, n, k, row, Operand("f16", 1, k), row, bias="f16", activation="gelu", outer="residual", residual=row, **prologue)  # fmt: skip
-            jobs += [
-                j
-                for c in gemm_one_row.one_row_configs(k, 2)
-                for j in gemm_one_row.one_row_jobs(spec, c, 90)
-            ]
+            jobs += [j for c in gemv.one_row_configs(k, 2) for j in gemv.one_row_jobs(spec, c, 90)]
     assert len(jobs) >= 8
     for job, answer in zip(jobs, resources(jobs), strict=True):
-        assert isinstance(answer, triton_launch.Resources), answer
+        assert isinstance(answer, launch.Resources), answer
         assert answer.stack == 0, (job, answer)

@@ -18,10 +18,13 @@ from .support.triton import randn as rand
 
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
-from tensorlogic.ops.common.gemm_wiring import Product  # isort: skip
+from tensorlogic.kernels.gemm.bind import Product  # isort: skip
 from tensorlogic.ops.linear import cublaslt_epilogue, triton_tiled  # isort: skip
 from tensorlogic.ops.matmul import products_backward  # isort: skip
-from tensorlogic.ops.common import gemm_padded, triton_launch, triton_padding  # isort: skip
+from tensorlogic.kernels.gemm import padded
+from tensorlogic.kernels.triton_runtime import launch
+
+from tensorlogic.kernels.gemm import padding_kernel  # isort: skip
 
 from .compiled import nothing_spills  # isort: skip
 
@@ -40,7 +43,7 @@ def test_a_copy_ends_in_zeros(dtype: str, layout: str) -> None:
         }[layout]
         for tall in (rows, rows + 6):
             y = poisoned(tall + 1, wide, dtype=dtype)
-            run = triton_padding.copy_launcher(
+            run = padding_kernel.copy_launcher(
                 (rows, columns), (tall, wide), x.stride(), dtype, CONFIG, DEVICE, x.element_size()
             )
             assert run(x, y)
@@ -52,7 +55,7 @@ def test_a_copy_ends_in_zeros(dtype: str, layout: str) -> None:
 
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_padded, "LEAST_WORK", 0)
+    monkeypatch.setattr(padded, "LEAST_WORK", 0)
 
 
 def odd(layout: str, rows: int, columns: int) -> Tensor:
@@ -134,13 +137,13 @@ def test_each_tensor_counts_by_its_own_alignment() -> None:
     assert "multiple of 16 bytes" in said("linear", x, w, rand(1025)[1:], None, "none", False)
     op = OPS["linear"]
     for args, names in (((apart, w, b), {"padded_0", "weight"}), ((x, w[:, :767], b), {"padded_0", "padded_1"})):  # fmt: skip
-        plan = gemm_padded.padded(triton_tiled.describe)(op.key((*args, None, "none", False), "inference"))  # fmt: skip
+        plan = padded.padded(triton_tiled.describe)(op.key((*args, None, "none", False), "inference"))  # fmt: skip
         assert not isinstance(plan, str)
         product = plan.products[-1].aligned(2)
         assert isinstance(product, Product)
         assert {product.given["x"], product.given["w"]} == names
         assert product.spec.align == 16
-    plan = gemm_padded.padded(triton_tiled.describe)(op.key((apart, w, rand(1025)[1:], None, "none", False), "inference"))  # fmt: skip
+    plan = padded.padded(triton_tiled.describe)(op.key((apart, w, rand(1025)[1:], None, "none", False), "inference"))  # fmt: skip
     assert not isinstance(plan, str)
     assert plan.products[-1].aligned(2).spec.align == 2  # type: ignore[union-attr]
 
@@ -155,7 +158,7 @@ def test_an_operand_is_copied_once() -> None:
 
 def test_odd_rows_are_stored_by_ours() -> None:
     """cuBLASLt takes several times as long as ours for a 16-bit output whose rows begin at odd places, and has the rest of a plan."""
-    describe = gemm_padded.padded(cublaslt_epilogue.describe)
+    describe = padded.padded(cublaslt_epilogue.describe)
 
     def engines(found: Any) -> list[str] | str:
         return found if isinstance(found, str) else [p.engine for p in found.products if isinstance(p, Product)]  # fmt: skip
@@ -170,22 +173,22 @@ def test_odd_rows_are_stored_by_ours() -> None:
         assert said == ([engine] if engine else "its rows are stored by another engine")
     args = (rand(333, 1001), rand(333, 768), rand(768, 1001), None, "none", "11")
     key = OPS["matmul_backward"].key(args, "backward")
-    found = gemm_padded.padded(partial(products_backward.describe, engine="cublaslt"))(key)
+    found = padded.padded(partial(products_backward.describe, engine="cublaslt"))(key)
     assert engines(found) == ["cublaslt", "triton"]
 
 
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, jobs = torch.device("cuda", 0), []
     for sm in (90, 80, 100):
-        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
+        monkeypatch.setattr(launch, "_capability", lambda device, sm=sm: sm)
         for strides in ((1001, 1), (1, 1001), (2002, 2))[: 3 if sm == 90 else 1]:
             for dtype in ("f16", "f32")[: 2 if strides[1] == 1 else 1]:
-                for config in triton_padding.copy_configs(1008, strides[1] == 1):
+                for config in padding_kernel.copy_configs(1008, strides[1] == 1):
 
                     def build(strides: Any = strides, dtype: str = dtype, config: Any = config) -> object:  # fmt: skip
-                        return triton_padding.copy_launcher((768, 1001), (776, 1008), strides, dtype, config, cuda)  # fmt: skip
+                        return padding_kernel.copy_launcher((768, 1001), (776, 1008), strides, dtype, config, cuda)  # fmt: skip
 
-                    jobs += triton_launch.collect(build, cuda)
+                    jobs += launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
     assert {job.kernel for job in jobs} == {"copy_padded"}
     nothing_spills(jobs)

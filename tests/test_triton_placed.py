@@ -38,10 +38,10 @@ from tensorlogic import registry  # isort: skip
 from tensorlogic.core.candidate import EAGER
 
 from tensorlogic.core.op import OPS  # isort: skip
-from tensorlogic.ops.common import triton_launch  # isort: skip
-from tensorlogic.ops.common import triton_placed as kernels  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch  # isort: skip
+from tensorlogic.kernels.reduce import extreme_index as reduce_extreme_index  # isort: skip
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
-from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip
+from tensorlogic.kernels.row_access.strided import Lines  # isort: skip
 from tensorlogic.ops.reduce import EXTREME_BACKWARD, MAX, extreme_backward, together  # isort: skip
 
 from .compiled import nothing_spills  # isort: skip
@@ -75,7 +75,10 @@ def test_places_stand_for_the_search(
     if lies.length > 70:
         x[-1, 70, -1] = 50 if kind == "max" else -50  # beside ties, one alone
     want = EXTREMES[kind][1](x, 1)
-    made, space = kernels.Placed(lies, dtype, config, DEVICE), kernels.placed_space(lies, config)
+    made, space = (
+        reduce_extreme_index.Placed(lies, dtype, config, DEVICE),
+        reduce_extreme_index.placed_space(lies, config),
+    )
     best = torch.full((space + 64,), 1e9)
     part = torch.full((space + 64,), 12345, dtype=torch.int32)
     y = poisoned(lies.outer, lies.inner, dtype=dtype)
@@ -102,7 +105,10 @@ def test_places_stand_for_the_search(
 def test_what_comes_in_is_not_finite(config: dict[str, Any]) -> None:
     lies = Lines(1, 75, 6, ((0, 6, 1), (0, 6, 1)))
     x, dy = rand(1, 75, 6), torch.tensor([[float("inf"), float("nan"), -float("inf"), 0.0, 1.0, 2.0]])  # fmt: skip
-    made, space = kernels.Placed(lies, "f32", config, DEVICE), kernels.placed_space(lies, config)
+    made, space = (
+        reduce_extreme_index.Placed(lies, "f32", config, DEVICE),
+        reduce_extreme_index.placed_space(lies, config),
+    )
     best, part = torch.empty(max(1, space)), torch.empty(max(1, space), dtype=torch.int32)
     y, place, dx = torch.empty(1, 6), torch.empty(1, 6, dtype=torch.int32), torch.empty(1, 75, 6)
     assert made.forward(True)(x, best, part, y, place)
@@ -262,12 +268,12 @@ def test_what_no_program_adds_up_is_refused() -> None:
     lies = Lines(1, 10**6, 64, ((0, 64, 1), (0, 64, 1)))
     for config in (EXTREME_CONFIGS[0], EXTREME_CONFIGS[6] | {"parts": 600}):
         with pytest.raises(CompileFailure, match="does not fit lines of 1000000"):
-            kernels.Placed(lies, "f32", config, DEVICE)
+            reduce_extreme_index.Placed(lies, "f32", config, DEVICE)
 
 
 def test_kernels_are_hashed_in_any_order() -> None:
     """Triton compares globals that two kernels share with a third, and takes a NaN for another one."""
-    code = "import sys; from tensorlogic.ops.common import triton_placed as k\nfor n in sys.argv[1:]: getattr(k, n).cache_key"
+    code = "import sys; from tensorlogic.kernels.reduce import extreme_index as k\nfor n in sys.argv[1:]: getattr(k, n).cache_key"
     names = ("extreme_fwd_placed", "extreme_fwd_joined", "extreme_bwd_placed")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     for order in (names, names[::-1]):
@@ -280,12 +286,14 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         *itertools.product((90,), EXTREME_LARGE, ("f16", "f32")),
         *itertools.product((80, 100), ("many rows", "one value", "columns"), ("f16",)),
     ):
-        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
-        for config in kernels.placed_configs(extreme_lines(name), dtype)[: None if sm == 90 else 2]:
+        monkeypatch.setattr(launch, "_capability", lambda device, sm=sm: sm)
+        for config in reduce_extreme_index.placed_configs(extreme_lines(name), dtype)[
+            : None if sm == 90 else 2
+        ]:
 
             def build(name: str = name, dtype: str = dtype, config: Any = config) -> object:
-                made = kernels.Placed(extreme_lines(name), dtype, config, cuda)
+                made = reduce_extreme_index.Placed(extreme_lines(name), dtype, config, cuda)
                 return made.forward(True), made.backward()
 
-            jobs += triton_launch.collect(build, cuda)
+            jobs += launch.collect(build, cuda)
     nothing_spills(list(dict.fromkeys(jobs)))

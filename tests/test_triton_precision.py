@@ -13,19 +13,20 @@ from tensorlogic.measure import verification
 
 from tensorlogic import registry  # isort: skip
 from tensorlogic.core import activations as core_activations
+from tensorlogic.kernels.gemm import spec as gemm_spec
 
-from tensorlogic.ops.common import gemm  # isort: skip
-from tensorlogic.ops.common import triton_elementwise as elementwise  # isort: skip
+from tensorlogic.kernels.gemm import tiled  # isort: skip
+from tensorlogic.kernels.elementwise import elementwise as elementwise_elementwise  # isort: skip
 
 FLAT = {"strategy": "flat", "BLOCK": 64, "stream": False, "num_warps": 4}
 
 
 def applied(op: str, dtype: str, *args: torch.Tensor) -> list[torch.Tensor]:
     """The outputs of an element-wise kernel."""
-    inputs, outputs = elementwise.ELEMENTWISE[op]
+    inputs, outputs = elementwise_elementwise.ELEMENTWISE[op]
     made = [torch.full_like(args[0], float("nan")) for _ in range(outputs)]
     names = [dtype] * (inputs + outputs)
-    run = elementwise.elementwise_launcher(
+    run = elementwise_elementwise.elementwise_launcher(
         op, names, 1, args[0].numel(), ["full"] * inputs, FLAT, DEVICE
     )
     assert run(*args, *made)
@@ -95,11 +96,16 @@ def test_long_float32_sums_are_summed_by_tiles() -> None:
     m, n, k = 16, 16, 1 << 14
     x, w = rand(m, k).abs(), rand(k, n, seed=1).abs()
     y = torch.empty(m, n)
-    spec = gemm.GemmSpec(
-        m, n, k, gemm.Operand("f32", k, 1), gemm.Operand("f32", n, 1), gemm.Operand("f32", n, 1)
+    spec = gemm_spec.GemmSpec(
+        m,
+        n,
+        k,
+        gemm_spec.Operand("f32", k, 1),
+        gemm_spec.Operand("f32", n, 1),
+        gemm_spec.Operand("f32", n, 1),
     )
     config = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "GROUP_M": 8, "SPLIT": 1, "num_warps": 4, "num_stages": 2}  # fmt: skip
-    assert gemm.gemm_launcher(spec, config, DEVICE)(x, w, y)
+    assert tiled.gemm_launcher(spec, config, DEVICE)(x, w, y)
     want = x.double() @ w.double()
     assert (y.double() - want).norm() <= 6e-7 * want.norm()
 

@@ -18,7 +18,9 @@ from .support.triton import randn as rand
 
 from tensorlogic import registry  # isort: skip
 from tensorlogic.core.op import OPS  # isort: skip
-from tensorlogic.ops.common import gemm_wiring, triton_finish  # isort: skip
+from tensorlogic.kernels.gemm import bind
+
+from tensorlogic.kernels.elementwise import epilogue_pass  # isort: skip
 from tensorlogic.core.activations import activate  # isort: skip
 from tensorlogic.ops.linear import cublaslt_columns  # isort: skip
 from tensorlogic.ops.linear_batch_norm_relu import cublaslt_columns as norm_columns  # isort: skip
@@ -119,7 +121,7 @@ def test_what_follows_a_product(kind: str, given: str, kept: bool) -> None:
             y, held = (y, held) if apart else (source, source) if not kept else (y, source)
             dtypes = {"z": "f32", "bias": bias is not None and "f32", "residual": residual is not None and "f32", "y": dtype, "kept": kept and dtype}  # fmt: skip
             strides = (0, 0) if residual is None else residual.stride()
-            run = triton_finish.finish_launcher(
+            run = epilogue_pass.finish_launcher(
                 m, n, {name: kind or None for name, kind in dtypes.items()}, strides, kind, FINISH, DEVICE, 4
             )  # fmt: skip
             given_ = (source[:m], bias, residual, y[:m], held[:m] if kept else None)
@@ -136,12 +138,11 @@ def launched(op: str, key: Key, *args: Any) -> tuple[Tensor, ...]:
     plan = {"linear": cublaslt_columns, "linear_batch_norm_relu": norm_columns}[op].describe(key)
     assert not isinstance(plan, str), plan
     ours = [
-        replace(p, engine="triton") if isinstance(p, gemm_wiring.Product) else p
-        for p in plan.products
+        replace(p, engine="triton") if isinstance(p, bind.Product) else p for p in plan.products
     ]
     steps = tuple(step.aligned(2) for step in ours)
     configs = [step.configs()[0] for step in steps]
-    return gemm_wiring.launcher(OPS[op], replace(plan, products=steps), configs, DEVICE)(*args)  # type: ignore[return-value]
+    return bind.launcher(OPS[op], replace(plan, products=steps), configs, DEVICE)(*args)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu"])

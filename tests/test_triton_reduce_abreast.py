@@ -26,8 +26,8 @@ from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS
 
 from tensorlogic.core.candidate import Candidate  # isort: skip
-from tensorlogic.ops.common import triton_launch  # isort: skip
-from tensorlogic.ops.common import triton_reduce_abreast as kernels  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # isort: skip
+from tensorlogic.kernels.reduce import packed_rows as reduce_packed_rows  # isort: skip
 
 from .support.triton import small as small  # isort: skip  (a fixture)
 
@@ -50,16 +50,16 @@ TRIED = (
 def reduced(kind: str, x: Tensor, dtype: str, config: dict[str, Any]) -> Tensor:
     """y of x [R, C], from a poisoned output and poisoned partial results; the counter is left at 0."""
     y = poisoned(x.shape[1], dtype=dtype)
-    partials, count = kernels.abreast_workspace(x.shape[1], config)
+    partials, count = reduce_packed_rows.abreast_workspace(x.shape[1], config)
     partial, counter = poisoned(partials), torch.zeros(count, dtype=torch.int32)
-    launch = kernels.abreast_launcher(kind, dtype, *x.shape, config, DEVICE)
+    launch = reduce_packed_rows.abreast_launcher(kind, dtype, *x.shape, config, DEVICE)
     assert launch(x, y, partial, counter)
     assert not counter.any()
     return y
 
 
 def tried(columns: int, dtype: str) -> list[dict[str, Any]]:
-    (abreast, line), *_ = kernels.rows_abreast(columns, dtype)
+    (abreast, line), *_ = reduce_packed_rows.rows_abreast(columns, dtype)
     return [{"ABREAST": abreast, "BLOCK_W": line, **config} for config in TRIED]
 
 
@@ -107,7 +107,7 @@ def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
 @pytest.mark.usefixtures("small")
 def test_a_public_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate("sum")
-    served = launches(monkeypatch, kernels, "abreast_launcher")
+    served = launches(monkeypatch, reduce_packed_rows, "abreast_launcher")
     x = rand(900, 17, dtype="f16")
     with tensorlogic.policy(tune="off", force={"sum": "triton.abreast", "max": "triton.abreast"}):
         close(tensorlogic.sum(x, 0), x.double().sum(0), "f16", 30.0)
@@ -138,13 +138,15 @@ def test_what_is_left_to_others_is_named() -> None:
 def test_a_configuration_of_other_rows_is_refused() -> None:
     config = {"ABREAST": 24, "BLOCK_W": 512, **TRIED[0]}
     with pytest.raises(CompileFailure, match="does not fit 400 rows of 54"):
-        kernels.abreast_launcher("sum", "f16", 400, 54, config, DEVICE)
+        reduce_packed_rows.abreast_launcher("sum", "f16", 400, 54, config, DEVICE)
     with pytest.raises(CompileFailure, match="does not fit 400 rows of 17"):
-        kernels.abreast_launcher("sum", "f16", 400, 17, {**config, "ABREAST": 27}, DEVICE)
-    long = 24 * kernels.CHAIN * 2 * 3
-    kernels.abreast_launcher("sum", "f16", long, 17, config, DEVICE)
+        reduce_packed_rows.abreast_launcher(
+            "sum", "f16", 400, 17, {**config, "ABREAST": 27}, DEVICE
+        )
+    long = 24 * reduce_packed_rows.CHAIN * 2 * 3
+    reduce_packed_rows.abreast_launcher("sum", "f16", long, 17, config, DEVICE)
     with pytest.raises(CompileFailure, match=f"does not fit {long + 24} rows of 17"):
-        kernels.abreast_launcher("sum", "f16", long + 24, 17, config, DEVICE)
+        reduce_packed_rows.abreast_launcher("sum", "f16", long + 24, 17, config, DEVICE)
 
 
 def test_it_compiles_without_spilling_and_in_wide_accesses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +158,13 @@ def test_it_compiles_without_spilling_and_in_wide_accesses(monkeypatch: pytest.M
         (80, 17, "bf16", "sum"),
         (100, 17, "f16", "min"),
     ):
-        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
-        for config in kernels.abreast_configs(103855, columns, dtype):
+        monkeypatch.setattr(triton_runtime_launch, "_capability", lambda device, sm=sm: sm)
+        for config in reduce_packed_rows.abreast_configs(103855, columns, dtype):
 
             def build(k: str = kind, d: str = dtype, c: int = columns, g: Any = config) -> Any:
-                return kernels.abreast_launcher(k, d, 103855, c, g, cuda)
+                return reduce_packed_rows.abreast_launcher(k, d, 103855, c, g, cuda)
 
-            jobs += triton_launch.collect(build, cuda)
+            jobs += triton_runtime_launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
     nothing_spills(jobs)
     first = [job for job in jobs if job.sm == 90 and job.kernel == "reduce_abreast"][::6]

@@ -25,8 +25,8 @@ from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS
 
 from tensorlogic.core.candidate import Candidate  # isort: skip
-from tensorlogic.ops.common import triton_launch  # isort: skip
-from tensorlogic.ops.common import triton_reduce_groups as kernels  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch  # isort: skip
+from tensorlogic.kernels.reduce import ragged as reduce_ragged  # isort: skip
 
 
 from .support.triton import small as small  # isort: skip  (a fixture)
@@ -46,9 +46,9 @@ def test_reduce_in_groups(kind: str, dtype: str, shape: tuple[int, int]) -> None
         x[3] = float("-inf")
     want = REDUCE[kind](x.double()).to(TORCH[dtype])
     swept = {"strategy": "swept", "LANES": 32, "num_warps": 1}
-    for config in [*kernels.groups_configs(shape[1], dtype), swept]:
+    for config in [*reduce_ragged.groups_configs(shape[1], dtype), swept]:
         y = poisoned(shape[0], dtype=dtype)
-        assert kernels.groups_launcher(kind, dtype, *shape, config, DEVICE)(x, y)
+        assert reduce_ragged.groups_launcher(kind, dtype, *shape, config, DEVICE)(x, y)
         close(y, want, dtype, shape[1] ** 0.5)
 
 
@@ -57,9 +57,9 @@ def test_reduce_in_groups(kind: str, dtype: str, shape: tuple[int, int]) -> None
 def test_no_element_is_left_out(kind: str, column: int) -> None:
     x = torch.zeros(8, 77, dtype=torch.float16)
     x[:, column] = 1.0 if kind == "max" else -1.0
-    for config in [*kernels.groups_configs(77, "f16"), {"strategy": "swept", "LANES": 4, "num_warps": 4}]:  # fmt: skip
+    for config in [*reduce_ragged.groups_configs(77, "f16"), {"strategy": "swept", "LANES": 4, "num_warps": 4}]:  # fmt: skip
         y = poisoned(8, dtype="f16")
-        assert kernels.groups_launcher(kind, "f16", 8, 77, config, DEVICE)(x, y)
+        assert reduce_ragged.groups_launcher(kind, "f16", 8, 77, config, DEVICE)(x, y)
         assert torch.equal(y, x[:, column])
 
 
@@ -82,7 +82,7 @@ def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
 @pytest.mark.usefixtures("small")
 def test_a_public_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate("sum")
-    served = launches(monkeypatch, kernels, "groups_launcher")
+    served = launches(monkeypatch, reduce_ragged, "groups_launcher")
     x = rand(6, 333, dtype="f16")
     with tensorlogic.policy(tune="off", force={"sum": "triton.groups", "max": "triton.groups"}):
         close(tensorlogic.sum(x, -1), x.double().sum(1), "f16", 20.0)
@@ -111,7 +111,7 @@ def test_what_is_left_to_others_is_named() -> None:
 def test_a_configuration_that_reads_too_little_is_refused() -> None:
     config = {"strategy": "held", "ROWS": 2, "num_warps": 4}
     with pytest.raises(CompileFailure, match="does not fit rows of 5003"):
-        kernels.groups_launcher("sum", "f32", 4, 5003, config, DEVICE)
+        reduce_ragged.groups_launcher("sum", "f32", 4, 5003, config, DEVICE)
 
 
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,13 +122,13 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         (80, 333, "bf16", "sum"),
         (100, 333, "f16", "min"),
     ):
-        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
-        for config in kernels.groups_configs(columns, dtype):
+        monkeypatch.setattr(launch, "_capability", lambda device, sm=sm: sm)
+        for config in reduce_ragged.groups_configs(columns, dtype):
 
             def build(k: str = kind, d: str = dtype, c: int = columns, g: Any = config) -> Any:
-                return kernels.groups_launcher(k, d, 4096, c, g, cuda)
+                return reduce_ragged.groups_launcher(k, d, 4096, c, g, cuda)
 
-            jobs += triton_launch.collect(build, cuda)
+            jobs += launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
     assert {job.kernel for job in jobs} == {"reduce_groups", "reduce_groups_swept"}
     nothing_spills(jobs)

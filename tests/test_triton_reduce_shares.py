@@ -26,8 +26,8 @@ from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS
 
 from tensorlogic.core.candidate import Candidate  # isort: skip
-from tensorlogic.ops.common import triton_launch  # isort: skip
-from tensorlogic.ops.common import triton_reduce_shares as kernels  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # isort: skip
+from tensorlogic.kernels.reduce import split as reduce_split  # isort: skip
 
 from .support.triton import small as small  # isort: skip  (a fixture)
 
@@ -44,9 +44,9 @@ CONFIGS = (
 def reduced(kind: str, x: Tensor, dtype: str, config: dict[str, Any]) -> Tensor:
     """y of x [R, C], from a poisoned output and poisoned partial results; counters are left at 0."""
     y = poisoned(len(x), dtype=dtype)
-    partials, count = kernels.shares_workspace(*x.shape, config)
+    partials, count = reduce_split.shares_workspace(*x.shape, config)
     partial, counter = poisoned(partials), torch.zeros(count, dtype=torch.int32)
-    launch = kernels.shares_launcher(kind, dtype, *x.shape, config, DEVICE)
+    launch = reduce_split.shares_launcher(kind, dtype, *x.shape, config, DEVICE)
     assert launch(x, y, partial, counter)
     assert not counter.any()
     return y
@@ -98,7 +98,7 @@ def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
 @pytest.mark.usefixtures("small")
 def test_a_public_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate("sum")
-    served = launches(monkeypatch, kernels, "shares_launcher")
+    served = launches(monkeypatch, reduce_split, "shares_launcher")
     x = rand(2, 8203, dtype="f16")
     with tensorlogic.policy(tune="off", force={"sum": "triton.shares", "max": "triton.shares"}):
         close(tensorlogic.sum(x, -1), x.double().sum(1), "f16", 100.0)
@@ -129,7 +129,7 @@ def test_what_is_left_to_others_is_named() -> None:
 def test_a_configuration_of_other_rows_is_refused() -> None:
     config = {"parts": 3000, "LANES": 128, "num_warps": 4}
     with pytest.raises(CompileFailure, match="does not fit rows of 99999"):
-        kernels.shares_launcher("sum", "f32", 4, 99999, config, DEVICE)
+        reduce_split.shares_launcher("sum", "f32", 4, 99999, config, DEVICE)
 
 
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,12 +141,12 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         (80, 8, 50257, "bf16", "sum"),
         (100, 8, 50257, "f16", "min"),
     ):
-        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
-        for config in kernels.shares_configs(rows, columns, dtype):
+        monkeypatch.setattr(triton_runtime_launch, "_capability", lambda device, sm=sm: sm)
+        for config in reduce_split.shares_configs(rows, columns, dtype):
 
             def build(s: Any = (kind, dtype, rows, columns, config, cuda)) -> Any:
-                return kernels.shares_launcher(*s)
+                return reduce_split.shares_launcher(*s)
 
-            jobs += triton_launch.collect(build, cuda)
+            jobs += triton_runtime_launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
     nothing_spills(jobs)

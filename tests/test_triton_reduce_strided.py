@@ -16,8 +16,8 @@ from .support.triton import DEVICE, TORCH, close, default_device, poisoned, rand
 from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS  # isort: skip
-from tensorlogic.ops.common import triton_launch  # isort: skip
-from tensorlogic.ops.common import triton_reduce_strided as strided  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # isort: skip
+from tensorlogic.kernels.reduce import strided as reduce_strided  # isort: skip
 from tensorlogic.ops.reduce import shapes, triton_reduce, triton_spins  # isort: skip
 from tensorlogic.core.key import Key
 
@@ -265,20 +265,22 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(s, shapes.Shape)
         own = triton_reduce.configs(s)
         for sm in (80, 90, 100) if at < 2 or at == 4 else (90,):
-            monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
+            monkeypatch.setattr(triton_runtime_launch, "_capability", lambda device, sm=sm: sm)
             for config in own if sm == 90 else own[:2]:
-                made = triton_launch.collect(lambda: triton_reduce.build(s, config, cuda), cuda)  # noqa: B023  (called at once)
+                made = triton_runtime_launch.collect(
+                    lambda: triton_reduce.build(s, config, cuda), cuda
+                )  # noqa: B023  (called at once)
                 jobs |= dict.fromkeys(made, (key.text, config))
     kernels = {job.kernel for job in jobs}
     assert kernels >= {"reduce_along", "reduce_across", "reduce_columns", "reduce_rows"}
     for job, answer in zip(jobs, resources(list(jobs)), strict=True):
-        assert isinstance(answer, triton_launch.Resources), answer
+        assert isinstance(answer, triton_runtime_launch.Resources), answer
         assert answer.stack == 0, (jobs[job], job.sm, answer)
 
 
 def test_accesses_are_as_wide_as_lines_allow() -> None:
     def width(stride: int, length: int, step: int = 1, align: int = 16) -> tuple[int, int]:
-        form = strided.lay(((8, stride),), ((length, step),), True, "f16", align)
+        form = reduce_strided.lay(((8, stride),), ((length, step),), True, "f16", align)
         return form.width, form.step
 
     assert width(64, 60) == (8, 1)
@@ -295,12 +297,12 @@ def test_sums_over_columns_are_no_longer_chains_than_stay_exact() -> None:
     for rows, columns, dtype in itertools.product(
         (24, 5183, 2**20, 2**27), (2, 48, 320, 9779), ("f16", "f32")
     ):
-        tiles = strided.column_tiles(1, rows, columns, dtype)
+        tiles = reduce_strided.column_tiles(1, rows, columns, dtype)
         twice = triton_reduce._twice(
             shapes.Shape("sum", dtype, 1, rows, columns, (columns,), 16), 132
         )
         chains = [rows / (c["parts"] * c["BLOCK_R"]) for c in (*tiles[1:], *twice)]
-        assert max(chains, default=0) <= strided.CHAIN, (rows, columns, dtype, tiles, twice)
+        assert max(chains, default=0) <= reduce_strided.CHAIN, (rows, columns, dtype, tiles, twice)
     s = shapes.Shape("sum", "f16", 1, 5183, 320, (320,), 16)
     assert {c["parts"] for c in triton_reduce.configs(s) if not c["last"]} == {41, 26}
     for small in ((31, 2), (24, 3), (200, 17)):

@@ -17,9 +17,12 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402  (after the environment is set)
 
-from tensorlogic.ops.common import triton_launch, triton_room  # noqa: E402
-from tensorlogic.ops.common.triton_math import follow  # noqa: E402
-from tensorlogic.ops.common.triton_start import Binary  # noqa: E402
+from tensorlogic.kernels.triton_runtime import (
+    launch,
+    occupancy,  # noqa: E402
+)
+from tensorlogic.kernels.triton_runtime.device_math import follow  # noqa: E402
+from tensorlogic.kernels.triton_runtime.kernel_start import Binary  # noqa: E402
 
 HOPPER = 233472  # shared bytes of a multiprocessor
 CORES = 132
@@ -61,28 +64,28 @@ def spread(monkeypatch: pytest.MonkeyPatch, driver: Driver | None, binary: Binar
     about = SimpleNamespace(multi_processor_count=CORES, shared_memory_per_multiprocessor=HOPPER)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(triton_room, "_driver", lambda: driver)
-    found = triton_room.spread(binary, blocks, torch.device("cuda", 0))
+    monkeypatch.setattr(occupancy, "_driver", lambda: driver)
+    found = occupancy.spread(binary, blocks, torch.device("cuda", 0))
     assert found.metadata[:2] == binary.metadata[:2]
     assert found.function == binary.function
     return found.metadata[2]
 
 
 def resident(shared: int) -> int:
-    return HOPPER // (shared + triton_room.RESERVED)
+    return HOPPER // (shared + occupancy.RESERVED)
 
 
 @pytest.mark.parametrize("total", [HOPPER, 167936, 102400])
 def test_so_many_programs_fit_and_not_one_more(total: int) -> None:
     for programs in range(1, 32):
-        found = triton_room.asked(programs, total)
-        one = found + triton_room.RESERVED
+        found = occupancy.asked(programs, total)
+        one = found + occupancy.RESERVED
         if found == 0:  # steps are too coarse for so many
             assert programs > 20
             continue
         assert programs * one <= total < (programs + 1) * one
-        assert found % triton_room.STEP == 0
-        assert (programs + 1) * (one - triton_room.STEP) <= total
+        assert found % occupancy.STEP == 0
+        assert (programs + 1) * (one - occupancy.STEP) <= total
 
 
 @pytest.mark.parametrize(
@@ -169,7 +172,7 @@ def test_programs_behind_others_find_places_everywhere() -> None:
 
     def start(blocks: int, warps: int) -> Any:
         y = torch.zeros(blocks, 1024, device=device)
-        run = triton_launch.prepare(
+        run = launch.prepare(
             places, grid=(blocks, 1, 1), pointers={"x_ptr": "f32", "y_ptr": "f32"}, integers={}, floats=(),
             constexprs={"BLOCK": 1024}, num_warps=warps, num_stages=1, device=device,
         )  # fmt: skip

@@ -14,11 +14,11 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import tensorlogic
-from tensorlogic.ops.common import triton_cross_entropy as cross_entropy
-from tensorlogic.ops.common import triton_elementwise as elementwise
-from tensorlogic.ops.common import triton_layer_norm as layer_norm
-from tensorlogic.ops.common import triton_reduce as reduction
-from tensorlogic.ops.common import triton_rows as rows_
+from tensorlogic.kernels.cross_entropy import rows as cross_entropy_rows
+from tensorlogic.kernels.elementwise import elementwise as elementwise_elementwise
+from tensorlogic.kernels.norm import layer_norm as norm_layer_norm
+from tensorlogic.kernels.reduce import contiguous as reduce_contiguous
+from tensorlogic.kernels.softmax import rows as softmax_rows
 
 from .helpers import far_rows
 from .support.triton import DEVICE, REDUCE, TORCH, Config, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
@@ -52,7 +52,7 @@ def shaped(mode: str, rows: int, columns: int, dtype: str, seed: int) -> torch.T
 @pytest.mark.parametrize("op", FORWARD)
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
 def test_elementwise_forward(op: str, dtype: str) -> None:
-    inputs = elementwise.ELEMENTWISE[op][0]
+    inputs = elementwise_elementwise.ELEMENTWISE[op][0]
     for modes in {
         ("full",) * inputs,
         ("full", "row", "row")[:inputs],
@@ -73,22 +73,24 @@ def test_elementwise_forward(op: str, dtype: str) -> None:
         for config in configs:
             y = poisoned(rows, columns, dtype=dtype)
             names = [dtype] * (inputs + 1)
-            run = elementwise.elementwise_launcher(op, names, rows, columns, modes, config, DEVICE)
+            run = elementwise_elementwise.elementwise_launcher(
+                op, names, rows, columns, modes, config, DEVICE
+            )
             assert run(*args, y)
             close(y, want.to(TORCH[dtype]), dtype, 0.1)
 
 
 @pytest.mark.parametrize("op", BACKWARD)
 def test_elementwise_backward(op: str) -> None:
-    inputs = elementwise.ELEMENTWISE[op][0]
+    inputs = elementwise_elementwise.ELEMENTWISE[op][0]
     args = [rand(3, 21, seed=i) for i in range(inputs)]
     dy = rand(3, 21, seed=9)
     leaves = [a.double().requires_grad_() for a in args]
     want = torch.autograd.grad(FORWARD[op](*leaves), leaves, dy.double())
     config = {"strategy": "flat", "BLOCK": 16, "stream": False, "num_warps": 4}
     name = BACKWARD[op]
-    into, out = elementwise.ELEMENTWISE[name]
-    run = elementwise.elementwise_launcher(
+    into, out = elementwise_elementwise.ELEMENTWISE[name]
+    run = elementwise_elementwise.elementwise_launcher(
         name, ["f32"] * (into + out), 3, 21, ["full"] * into, config, DEVICE
     )
     got = [poisoned(3, 21) for _ in want]
@@ -101,8 +103,8 @@ def test_elementwise_relu_backward_keeps_nan_gradients() -> None:
     y = torch.tensor([0.0, 1.0, float("nan"), 2.0])
     dy = torch.tensor([1.0, 2.0, 3.0, float("nan")])
     dx = poisoned(4)
-    config = elementwise.elementwise_configs(["f32"], 1, 4, ["full", "full"])[0]
-    assert elementwise.elementwise_launcher(
+    config = elementwise_elementwise.elementwise_configs(["f32"], 1, 4, ["full", "full"])[0]
+    assert elementwise_elementwise.elementwise_launcher(
         "relu_bwd", ["f32"] * 3, 1, 4, ["full"] * 2, config, DEVICE
     )(dy, y, dx)
     close(dx, torch.tensor([0.0, 2.0, 3.0, float("nan")]), "f32")
@@ -147,10 +149,10 @@ def test_reduce(kind: str, shape: tuple[int, int, int], last: bool) -> None:
         if special is not None:
             x[-1, reduce // 2, 0] = special
         for config in configs:
-            partials, counters = reduction.reduce_workspace(*shape, config)
+            partials, counters = reduce_contiguous.reduce_workspace(*shape, config)
             partial = torch.full((max(partials, 1),), float("nan"))
             counter = torch.zeros(max(counters, 1), dtype=torch.int32)
-            run = reduction.reduce_launcher(kind, "f16", "f32", *shape, config, DEVICE)
+            run = reduce_contiguous.reduce_launcher(kind, "f16", "f32", *shape, config, DEVICE)
             for _ in range(2):  # the second call finds the counters as the first left them
                 y = poisoned(outer, inner)
                 assert run(x, y, partial, counter)
@@ -169,7 +171,9 @@ def test_reduce_product_of_columns(parts: int) -> None:
         "BLOCK_C": 16,
         "num_warps": 4,
     }
-    run = reduction.reduce_launcher("sum", "f32", "f32", 2, 50, 9, config, DEVICE, product=True)
+    run = reduce_contiguous.reduce_launcher(
+        "sum", "f32", "f32", 2, 50, 9, config, DEVICE, product=True
+    )
     assert run(x, w, y, torch.empty(2 * parts * 9), torch.zeros(2, dtype=torch.int32))
     close(y, (x.double() * w.double()).sum(1), "f32")
 
@@ -190,14 +194,16 @@ def test_softmax(config: Config, columns: int, dtype: str) -> None:
     x[3, columns // 2] = float("nan")
     x[4, : columns // 2] = float("-inf")
     y = poisoned(5, columns, dtype=dtype)
-    assert rows_.softmax_launcher(5, columns, dtype, dtype, config, DEVICE)(x, y)
+    assert softmax_rows.softmax_launcher(5, columns, dtype, dtype, config, DEVICE)(x, y)
     close(y, torch.softmax(x.double(), -1).to(TORCH[dtype]), dtype, 0.01)
     y, dy, dx = (
         torch.softmax(x.float(), -1).to(TORCH[dtype]),
         rand(5, columns, dtype=dtype),
         poisoned(5, columns, dtype=dtype),
     )
-    assert rows_.softmax_backward_launcher(5, columns, (dtype,) * 3, config, DEVICE)(y, dy, dx, 0.5)
+    assert softmax_rows.softmax_backward_launcher(5, columns, (dtype,) * 3, config, DEVICE)(
+        y, dy, dx, 0.5
+    )
     p, g = y.double(), dy.double()
     close(dx, 0.5 * p * (g - (p * g).sum(-1, keepdim=True)), dtype, 0.5)
 
@@ -225,7 +231,7 @@ def test_cross_entropy(
     (grad,) = torch.autograd.grad(want, leaf, dy.double().reshape(want.shape))
     loss, lse, y, share = poisoned(rows), poisoned(rows), poisoned(1), poisoned(1)
     counter = torch.zeros(1, dtype=torch.int64)
-    run = cross_entropy.cross_entropy_launcher(
+    run = cross_entropy_rows.cross_entropy_launcher(
         rows, columns, "f32", "f32", reduction_, ignore, {**config, "last": last}, DEVICE,
         smooth=smoothing > 0, save=True,
     )  # fmt: skip
@@ -238,7 +244,7 @@ def test_cross_entropy(
     close(lse[keep], torch.logsumexp(x.double(), 1)[keep], "f32")
     for block in ({"BLOCK_R": 2, "BLOCK_C": 32}, {"BLOCK_R": 1, "BLOCK_C": 128}):
         dx = poisoned(rows, columns)
-        back = cross_entropy.cross_entropy_backward_launcher(
+        back = cross_entropy_rows.cross_entropy_backward_launcher(
             rows, columns, "f32", "f32", reduction_, ignore, {**block, "num_warps": 4}, DEVICE, smooth=smoothing > 0
         )  # fmt: skip
         assert back(x, t, lse, dy, share, dx, smoothing)
@@ -251,7 +257,7 @@ def test_cross_entropy(
 def test_ignored_rows_count_for_nothing(
     monkeypatch: pytest.MonkeyPatch, spared: int, rows_held: int, reduction_: str
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "SPARED", spared)
+    monkeypatch.setattr(cross_entropy_rows, "SPARED", spared)
     rows, columns = 9, 40
     x, t = rand(rows, columns, scale=3.0), torch.arange(rows)
     t[2] = t[5] = -100
@@ -266,7 +272,7 @@ def test_ignored_rows_count_for_nothing(
     loss, lse, y, share = poisoned(rows), poisoned(rows), poisoned(1), poisoned(1)
     counter = torch.zeros(1, dtype=torch.int64)
     held = {"strategy": "registers", "BLOCK_R": rows_held, "BLOCK_C": 64, "num_warps": 4}
-    run = cross_entropy.cross_entropy_launcher(
+    run = cross_entropy_rows.cross_entropy_launcher(
         rows, columns, "f32", "f32", reduction_, -100, {**held, "last": True}, DEVICE, smooth=True, save=True
     )  # fmt: skip
     assert run(x, t, loss, lse, y, share, counter, 0.1)
@@ -275,7 +281,7 @@ def test_ignored_rows_count_for_nothing(
         assert loss[~counted].eq(0).all()
     close(share[0], 1 / counted.sum() if reduction_ == "mean" else torch.ones(()), "f32", 0.1)
     dx = poisoned(rows, columns)
-    back = cross_entropy.cross_entropy_backward_launcher(
+    back = cross_entropy_rows.cross_entropy_backward_launcher(
         rows, columns, "f32", "f32", reduction_, -100, {"BLOCK_R": rows_held, "BLOCK_C": 64, "num_warps": 4}, DEVICE, smooth=True
     )  # fmt: skip
     assert back(x, t, lse, dy, share, dx, 0.1)
@@ -289,7 +295,7 @@ def test_smoothed_cross_entropy_of_logits_far_from_zero(config: Config, columns:
     x, t = far_rows(columns, torch.float32)
     want = F.cross_entropy(x.double(), t, reduction="none", label_smoothing=0.1)
     loss, lse, y, share = poisoned(7), poisoned(7), poisoned(1), poisoned(1)
-    run = cross_entropy.cross_entropy_launcher(
+    run = cross_entropy_rows.cross_entropy_launcher(
         7, columns, "f32", "f32", "none", -100, {**config, "last": False}, DEVICE,
         smooth=True, save=True,
     )  # fmt: skip
@@ -305,7 +311,7 @@ def test_cross_entropy_of_special_rows(config: Config) -> None:
     x[3, 5] = float("inf")
     t = torch.tensor([0, 1, 2, 3, 40, -1])
     loss, lse = poisoned(6, dtype="f16"), poisoned(6)
-    run = cross_entropy.cross_entropy_launcher(
+    run = cross_entropy_rows.cross_entropy_launcher(
         6, 40, "f16", "f16", "none", -100, {**config, "last": True}, DEVICE, save=True
     )  # fmt: skip
     other = torch.zeros(1)
@@ -314,7 +320,7 @@ def test_cross_entropy_of_special_rows(config: Config) -> None:
     close(loss[:4], want, "f16")
     assert loss[4:].isnan().all()
     dx = poisoned(6, 40, dtype="f16")
-    back = cross_entropy.cross_entropy_backward_launcher(
+    back = cross_entropy_rows.cross_entropy_backward_launcher(
         6, 40, "f16", "f16", "none", -100, {"BLOCK_R": 1, "BLOCK_C": 64, "num_warps": 4}, DEVICE
     )
     assert back(x, t, lse, torch.ones(6).half(), other, dx, 0.0)
@@ -322,7 +328,7 @@ def test_cross_entropy_of_special_rows(config: Config) -> None:
     assert dx[4:].isnan().all()
     nothing = torch.full((6,), -100)
     y, counter = poisoned(1), torch.zeros(1, dtype=torch.int64)
-    mean = cross_entropy.cross_entropy_launcher(
+    mean = cross_entropy_rows.cross_entropy_launcher(
         6, 40, "f16", "f32", "mean", -100, {**config, "last": True}, DEVICE
     )
     assert mean(x, nothing, lse, lse, y, other, counter, 0.0)
@@ -342,16 +348,16 @@ def test_large_logits_cost_no_accuracy(
     leaf = x.double().requires_grad_()
     F.cross_entropy(leaf, t, reduction="sum", label_smoothing=s).backward()
     assert leaf.grad is not None
-    for forward in cross_entropy.cross_entropy_configs(columns, "f32")[:1], cross_entropy.cross_entropy_configs(9000, "f32")[:1]:  # fmt: skip
+    for forward in cross_entropy_rows.cross_entropy_configs(columns, "f32")[:1], cross_entropy_rows.cross_entropy_configs(9000, "f32")[:1]:  # fmt: skip
         loss, lse, other = poisoned(rows), poisoned(rows), torch.ones(1)
-        run = cross_entropy.cross_entropy_launcher(
+        run = cross_entropy_rows.cross_entropy_launcher(
             rows, columns, "f32", "f32", "none", -100, forward[0], DEVICE, smooth=s > 0, save=True
         )
         assert run(x, t, loss, lse, loss, other, other, s)
         want = F.cross_entropy(x.double(), t, reduction="none", label_smoothing=s)
         assert (loss.double() - want).abs().max() < 3e-6 + 2e-3 * s
         dx = poisoned(rows, columns)
-        back = cross_entropy.cross_entropy_backward_launcher(
+        back = cross_entropy_rows.cross_entropy_backward_launcher(
             rows, columns, "f32", "f32", "sum", -100, {**config, "num_warps": 4}, DEVICE, smooth=s > 0
         )  # fmt: skip
         assert back(x, t, lse, other, other, dx, s)
@@ -395,7 +401,7 @@ def test_layer_norm(columns: int, affine: bool, looped: bool) -> None:
         }
     y, mean, rstd = poisoned(rows, columns), poisoned(rows), poisoned(rows)
     names = ("f32", "f32", "f32")
-    run = layer_norm.layer_norm_launcher(
+    run = norm_layer_norm.layer_norm_launcher(
         rows, columns, names, config, DEVICE, has_gamma=affine, has_beta=affine
     )
     assert run(x, gamma, beta, y, mean, rstd, 1e-5)
@@ -403,14 +409,16 @@ def test_layer_norm(columns: int, affine: bool, looped: bool) -> None:
     close(y, want.detach(), "f32", loose)
     close(mean, x.double().mean(1), "f32")
     close(rstd, (x.double().var(1, correction=0) + 1e-5).rsqrt(), "f32", loose)
-    statistics = layer_norm.layer_norm_launcher(rows, columns, names, config, DEVICE, has_y=False)
+    statistics = norm_layer_norm.layer_norm_launcher(
+        rows, columns, names, config, DEVICE, has_y=False
+    )
     again, spread = poisoned(rows), poisoned(rows)
     assert statistics(x, x, x, x, again, spread, 1e-5)
     assert torch.equal(again, mean)
     assert torch.equal(spread, rstd)
     grads = torch.autograd.grad(want, wide if affine else wide[:1], dy.double())
     dx, dparams, partial = poisoned(rows, columns), poisoned(2, columns), poisoned(2 * 2 * columns)
-    step = layer_norm.layer_norm_backward_launcher(
+    step = norm_layer_norm.layer_norm_backward_launcher(
         rows, columns, names, back, DEVICE, has_gamma=affine, need_params=affine
     )
     assert step(x, dy, gamma, mean, rstd, dx, dparams, partial)

@@ -7,7 +7,7 @@ import torch
 
 from .support.triton import DEVICE, Config, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
-from tensorlogic.ops.common import triton_scores as scores  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.kernels.attention_scores import recompute as attention_scores_recompute  # isort: skip  (after the interpreter is asked for)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 
@@ -41,7 +41,7 @@ def test_attention_scores(config: Config, mask: str, causal: bool, scale: float)
         strides = extra.expand(b, h, s, t).stride() if mask != "none" else (0,) * 4
         dtype = {"none": "f16", "bool": "bool", "float": "f32"}[mask]
         y = poisoned(b, h, s, t, dtype="f16")
-        run = scores.attention_scores_launcher(
+        run = attention_scores_recompute.attention_scores_launcher(
             (b, h, s, t, d), "f16", "f16", q.stride()[:3], k.stride()[:3], mask, dtype, strides, causal, config, DEVICE
         )  # fmt: skip
         assert run(q, k, extra, y, scale)
@@ -53,7 +53,7 @@ def test_attention_scores_keep_nan_and_large_masks(config: Config) -> None:
     q, k = rand(1, 1, 20, 16), rand(1, 1, 40, 16, seed=1)
     q[0, 0, 3, 0] = float("nan")
     lowest = torch.full((1, 1, 1, 40), torch.finfo(torch.float32).min)
-    run = scores.attention_scores_launcher(
+    run = attention_scores_recompute.attention_scores_launcher(
         (1, 1, 20, 40, 16), "f32", "f32", (0, 0, 16), (0, 0, 16), "float", "f32", (0, 0, 0, 1), False, config, DEVICE
     )  # fmt: skip
     y = poisoned(1, 1, 20, 40)
@@ -71,7 +71,7 @@ def test_attention_scores_beyond_the_range_of_exponentials(config: Config, offse
     q[..., 0], k[..., 0] = 1.0, 1.0
     k[..., 0] += offset  # shifts every score of a row alike; without it rows differ by hundreds
     q[:, :, ::2] *= 40.0 if not offset else 1.0
-    run = scores.attention_scores_launcher(
+    run = attention_scores_recompute.attention_scores_launcher(
         (1, 1, s, t, d), "f32", "f32", (0, 0, d), (0, 0, d), "none", "f32", (0,) * 4, False, config, DEVICE
     )  # fmt: skip
     y = poisoned(1, 1, s, t)
@@ -86,9 +86,11 @@ def test_a_mask_costs_float32_no_accuracy(size: int) -> None:
     q, k, mask = (rand(1, 1, size, size, dtype="f32", seed=i) for i in range(3))
     scale = size**-0.5
     want = torch.softmax(q.double() @ k.double().mT * scale + mask.double(), -1)
-    for config in scores.attention_scores_configs(size, size, size, "f32", "float", False):
+    for config in attention_scores_recompute.attention_scores_configs(
+        size, size, size, "f32", "float", False
+    ):
         y, strides = poisoned(1, 1, size, size, dtype="f32"), mask.stride()
-        run = scores.attention_scores_launcher(
+        run = attention_scores_recompute.attention_scores_launcher(
             (1, 1, size, size, size), "f32", "f32", q.stride()[:3], k.stride()[:3], "float", "f32", strides, False, config, DEVICE
         )  # fmt: skip
         assert run(q, k, mask, y, scale)

@@ -11,8 +11,10 @@ from .support.triton import DEVICE, HOPPER, close, default_device, poisoned, ran
 
 from tensorlogic.core.op import OPS  # isort: skip  (after the interpreter is asked for)
 from tensorlogic import registry  # isort: skip
-from tensorlogic.ops.common import triton_launch  # isort: skip
-from tensorlogic.ops.common import triton_scores_direct as scores  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # isort: skip
+from tensorlogic.kernels.attention_scores import (
+    hopper_register_store as attention_scores_hopper_register_store,
+)  # isort: skip
 from .compiled import resources  # isort: skip
 
 SHAPES = (
@@ -22,14 +24,16 @@ SHAPES = (
     (1, 2, 192, 1536, 64),
     (1, 1, 128, 128, 64),
 )
-OFFERED = [(shape, i) for shape in SHAPES for i in range(len(scores.direct_configs(*shape[2:])))]  # fmt: skip
+OFFERED = [(shape, i) for shape in SHAPES for i in range(len(attention_scores_hopper_register_store.direct_configs(*shape[2:])))]  # fmt: skip
 
 
 def launcher(q: torch.Tensor, k: torch.Tensor, dtype: str, which: int, device: Any = DEVICE) -> Any:
     (b, h, s, d), t = q.shape, k.shape[2]
-    config = scores.direct_configs(s, t, d)[which]
+    config = attention_scores_hopper_register_store.direct_configs(s, t, d)[which]
     strides = q.stride()[:3], k.stride()[:3]
-    return scores.direct_launcher((b, h, s, t, d), dtype, *strides, config, device)
+    return attention_scores_hopper_register_store.direct_launcher(
+        (b, h, s, t, d), dtype, *strides, config, device
+    )
 
 
 def inputs(shape: tuple[int, ...], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +63,9 @@ def test_scores(shape: tuple[int, ...], which: int, dtype: str) -> None:
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("which", range(len(scores.direct_configs(128, 512, 64))))
+@pytest.mark.parametrize(
+    "which", range(len(attention_scores_hopper_register_store.direct_configs(128, 512, 64)))
+)
 def test_what_is_not_finite_reaches_its_rows(which: int) -> None:
     for column in (0, 9, 27, 95, 511):
         q, k = (x.clone() for x in inputs((1, 2, 128, 512, 64), "f16"))
@@ -89,24 +95,32 @@ def test_a_scale_that_is_not_positive_is_declined() -> None:
 
 def test_what_they_refuse_and_offer() -> None:
     fits: dict[str, Any] = {"s": 64, "t": 512, "d": 64, "dtype": "f16", "align": 16, "strides": (64,) * 6}  # fmt: skip
-    assert scores.direct_refusal(**fits) is None
+    assert attention_scores_hopper_register_store.direct_refusal(**fits) is None
     for wrong in ({"dtype": "f32"}, {"align": 8}, {"strides": (64, 0, 100, 64, 64, 64)}):
-        assert "16-bit" in str(scores.direct_refusal(**fits | wrong))
-    assert "apart" in str(scores.direct_refusal(**fits | {"strides": (0, 0, 64, 0, 0, 2**24)}))
+        assert "16-bit" in str(
+            attention_scores_hopper_register_store.direct_refusal(**fits | wrong)
+        )
+    assert "apart" in str(
+        attention_scores_hopper_register_store.direct_refusal(
+            **fits | {"strides": (0, 0, 64, 0, 0, 2**24)}
+        )
+    )
     for wrong in ({"s": 63}, {"t": 576}, {"t": 0}, {"d": 48}):
-        assert "multiples of 128" in str(scores.direct_refusal(**fits | wrong))
+        assert "multiples of 128" in str(
+            attention_scores_hopper_register_store.direct_refusal(**fits | wrong)
+        )
     for s, t, d in ((64, 128, 32), (128, 256, 128), (64, 640, 64), (4096, 65536, 128)):
-        assert scores.direct_configs(s, t, d)
+        assert attention_scores_hopper_register_store.direct_configs(s, t, d)
 
 
 def test_what_is_offered_fits_and_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    monkeypatch.setattr(triton_runtime_launch, "_capability", lambda device: 90)
     cuda, jobs = torch.device("cuda", 0), []
     for s, t, d in ((512, 128, 64), (512, 256, 64), (512, 512, 64), (2048, 2048, 64), (1024, 1024, 128)):  # fmt: skip
         q, k = (torch.empty(4, 16, n, d, device="meta") for n in (s, t))
-        for which in range(len(scores.direct_configs(s, t, d))):
-            jobs += triton_launch.collect(lambda: launcher(q, k, "f16", which, cuda), cuda)  # noqa: B023  (called at once)
+        for which in range(len(attention_scores_hopper_register_store.direct_configs(s, t, d))):
+            jobs += triton_runtime_launch.collect(lambda: launcher(q, k, "f16", which, cuda), cuda)  # noqa: B023  (called at once)
     for job, answer in zip(jobs, resources(jobs), strict=True):
-        assert isinstance(answer, triton_launch.Resources), answer
+        assert isinstance(answer, triton_runtime_launch.Resources), answer
         assert answer.stack == 0, (job, answer)
-        assert answer.shared <= triton_launch.SHARED_BYTES[90]
+        assert answer.shared <= triton_runtime_launch.SHARED_BYTES[90]

@@ -9,12 +9,13 @@ import torch
 
 import tensorlogic
 from tensorlogic.core.op import OPS
+from tensorlogic.kernels.triton_runtime import launch
 from tensorlogic.measure.verification import Checker
 from tensorlogic.system.compile_pool import CompileFailure
 
 from .support.triton import DEVICE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
-from tensorlogic.ops.common import triton_launch, triton_scores_rows as scores  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.kernels.attention_scores import after_gemm as attention_scores_after_gemm  # isort: skip  (after the interpreter is asked for)
 from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
@@ -54,7 +55,9 @@ def test_rows(config: dict[str, Any], mask: str, causal: bool, scale: float) -> 
         if causal:
             logits = logits.masked_fill(causal_mask(s, t), float("-inf"))
         y = poisoned(b, h, s, t, dtype="f16").copy_(products)
-        run = scores.scores_rows_launcher((b, h, s, t), "f16", *kind, causal, config, DEVICE)
+        run = attention_scores_after_gemm.scores_rows_launcher(
+            (b, h, s, t), "f16", *kind, causal, config, DEVICE
+        )
         assert run(y, y if extra is None else extra, scale)
         close(y, torch.softmax(logits, -1), "f16", 0.1)
 
@@ -74,7 +77,9 @@ def test_gradients_of_rows(config: dict[str, Any], mask: str, causal: bool) -> N
     want = wide * (dwide - (wide * dwide).sum(-1, keepdim=True))
     lost = y.isnan().any(-1, keepdim=True) & ~hidden
     ds = poisoned(b, h, s, t, dtype="f16")
-    run = scores.scores_rows_backward_launcher((b, h, s, t), "f16", *kind, causal, config, DEVICE)
+    run = attention_scores_after_gemm.scores_rows_backward_launcher(
+        (b, h, s, t), "f16", *kind, causal, config, DEVICE
+    )
     assert run(y, dy, y if extra is None else extra, ds)
     close(ds, want.masked_fill(hidden, 0.0).masked_fill(lost, float("nan")), "f16", 0.1)
 
@@ -87,7 +92,7 @@ def test_special_rows() -> None:
             float("nan"), float("inf"), float("-inf"), float("-inf"),
         )  # fmt: skip
         want = torch.softmax(y, -1)
-        run = scores.scores_rows_launcher((1, 1, 6, 40), "f32", "none", "f32", (0,) * 4, False, config, DEVICE)  # fmt: skip
+        run = attention_scores_after_gemm.scores_rows_launcher((1, 1, 6, 40), "f32", "none", "f32", (0,) * 4, False, config, DEVICE)  # fmt: skip
         assert run(y, y, 1.0)
         torch.testing.assert_close(y, want, equal_nan=True)
         y = rand(1, 1, 6, 40)
@@ -96,7 +101,10 @@ def test_special_rows() -> None:
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:
-    for launcher in (scores.scores_rows_launcher, scores.scores_rows_backward_launcher):
+    for launcher in (
+        attention_scores_after_gemm.scores_rows_launcher,
+        attention_scores_after_gemm.scores_rows_backward_launcher,
+    ):
         with pytest.raises(CompileFailure, match="65 scores do not fit"):
             launcher((1, 1, 2, 65), "f16", "none", "f16", (0,) * 4, False, HELD, DEVICE)
 
@@ -164,21 +172,25 @@ def test_gradients_are_checked_on_scores_as_forward_makes_them(mask: str, causal
 
 
 def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    monkeypatch.setattr(launch, "_capability", lambda device: 90)
     cuda, jobs = torch.device("cuda", 0), []
     for t in (77, 500, 2048, 8192, 20000):
         kinds = (("none", "f16", (0,) * 4), ("bool", "bool", (t, 0, 0, 1)), ("float", "f16", (0, 0, t, 1)))  # fmt: skip
         for kind in kinds:
-            for config in scores.scores_rows_configs(t, "f16")[:: 2 if t < 8192 else 1]:
+            for config in attention_scores_after_gemm.scores_rows_configs(t, "f16")[
+                :: 2 if t < 8192 else 1
+            ]:
 
                 def build(kind: Any = kind, config: Any = config, t: int = t) -> object:
                     sizes, causal = (4, 16, t, t), kind[0] == "bool"
-                    scores.scores_rows_launcher(sizes, "f16", *kind, causal, config, cuda)
+                    attention_scores_after_gemm.scores_rows_launcher(
+                        sizes, "f16", *kind, causal, config, cuda
+                    )
                     if kind[0] != "float":
-                        scores.scores_rows_backward_launcher(sizes, "f16", *kind, causal, config, cuda)  # fmt: skip
+                        attention_scores_after_gemm.scores_rows_backward_launcher(sizes, "f16", *kind, causal, config, cuda)  # fmt: skip
                     return None
 
-                jobs += triton_launch.collect(build, cuda)
+                jobs += launch.collect(build, cuda)
     for job, answer in zip(jobs, resources(jobs), strict=True):
-        assert isinstance(answer, triton_launch.Resources), answer
+        assert isinstance(answer, launch.Resources), answer
         assert answer.stack == 0, (job, answer)

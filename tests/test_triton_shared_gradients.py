@@ -19,9 +19,9 @@ pytest.importorskip("triton")
 import tensorlogic as tl
 from tensorlogic import binding, registry
 from tensorlogic.core.op import OPS, bits
-from tensorlogic.ops.common import triton_columns as columns_
-from tensorlogic.ops.common import triton_launch
-from tensorlogic.ops.common import triton_shared_gradients as kernels
+from tensorlogic.kernels.elementwise import broadcast_grad as elementwise_broadcast_grad
+from tensorlogic.kernels.elementwise import column_passes as elementwise_column_passes
+from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch
 from tensorlogic.ops.pointwise import family
 from tensorlogic.ops.pointwise.family import POINTWISE_BACKWARD, pointwise_backward
 from tensorlogic.ops.pointwise.triton_shared_gradients import READS
@@ -181,7 +181,7 @@ def test_public_gradients_are_pytorchs(
 
 
 def listed(rows: int, columns: int, along: bool) -> list[dict[str, Any]]:
-    return kernels.shared_gradient_configs(rows, columns, along, 132)
+    return elementwise_broadcast_grad.shared_gradient_configs(rows, columns, along, 132)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ def test_what_one_program_can_hold_is_not_left_in_parts(
     assert [c for i, c in enumerate(configs) if c in configs[:i]] == []
     assert {c["parts"] for c in configs} == {1}
     for config in configs:
-        assert kernels.shared_gradient_space(columns, along, 2, config) == (0, 0)
+        assert elementwise_broadcast_grad.shared_gradient_space(columns, along, 2, config) == (0, 0)
         elements = config["BLOCK_R"] * config["BLOCK_C"]
-        assert elements <= 32 * config["num_warps"] * kernels.ACCESSES
+        assert elements <= 32 * config["num_warps"] * elementwise_broadcast_grad.ACCESSES
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,9 @@ def test_rows_are_held_whole() -> None:
 def test_some_hundred_rows_may_be_one_programs() -> None:
     assert [c["parts"] for c in listed(256, 256, False)[:2]] == [1, 1]
     for rows, columns in ((256, 50257), (4096, 256)):
-        assert listed(rows, columns, False) == [*columns_.backward_configs(rows, columns, 132)]
+        assert listed(rows, columns, False) == [
+            *elementwise_column_passes.backward_configs(rows, columns, 132)
+        ]
 
 
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
@@ -289,14 +291,14 @@ def test_wide_rows_of_every_other_element(dtype: str) -> None:
 
 
 def test_configurations_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: dict[triton_launch.CompileJob, None] = {}
+    jobs: dict[triton_runtime_launch.CompileJob, None] = {}
 
     def record(kernel: Any, *, device: torch.device, **options: Any) -> Any:
         for sm in (80, 90):
-            jobs[triton_launch.compile_job(kernel, sm=sm, **options)] = None
+            jobs[triton_runtime_launch.compile_job(kernel, sm=sm, **options)] = None
         return lambda *args: True
 
-    monkeypatch.setattr(kernels, "prepare", record)
+    monkeypatch.setattr(elementwise_broadcast_grad, "prepare", record)
     whole = {"dy": "full", "y": "none", "da": "full", "db": "sum", "dc": "none"}
     for along, shared in ((False, "row"), (True, "column")):
         for op, modes in (
@@ -305,12 +307,12 @@ def test_configurations_compile_without_spilling(monkeypatch: pytest.MonkeyPatch
             ("mul_relu", {"a": "full", "b": shared}),
             ("add_relu", {"a": "none", "b": "none", "y": "full"}),
         ):
-            for config in kernels.shared_gradient_configs(4096, 1280, along, 132)[: 5 if op == "affine" else 1]:  # fmt: skip
-                kernels.shared_gradient_launcher(op, "f16", 4096, 1280, along, {**whole, **modes}, ((1280, 1), (1280, 1)), config, torch.device("cuda", 0), 16)  # fmt: skip
+            for config in elementwise_broadcast_grad.shared_gradient_configs(4096, 1280, along, 132)[: 5 if op == "affine" else 1]:  # fmt: skip
+                elementwise_broadcast_grad.shared_gradient_launcher(op, "f16", 4096, 1280, along, {**whole, **modes}, ((1280, 1), (1280, 1)), config, torch.device("cuda", 0), 16)  # fmt: skip
     for rows, columns, along in ((33, 2189, False), (110, 1001, False), (72, 50257, False), (256, 333, False), (174, 2061, True)):  # fmt: skip
         met = {**whole, "a": "full", "b": "column" if along else "row"}
         for config in listed(rows, columns, along)[:2]:
-            kernels.shared_gradient_launcher("div", "f16", rows, columns, along, met, ((2 * columns, 2), (columns, 1)), config, torch.device("cuda", 0), 16)  # fmt: skip
+            elementwise_broadcast_grad.shared_gradient_launcher("div", "f16", rows, columns, along, met, ((2 * columns, 2), (columns, 1)), config, torch.device("cuda", 0), 16)  # fmt: skip
     for job, answer in zip(jobs, made("resources", list(jobs)), strict=True):
         assert not isinstance(answer, str), answer
         assert not answer.stack, f"{job.constexprs} sm_{job.sm} spills"

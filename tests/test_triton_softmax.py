@@ -27,11 +27,11 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
 from tensorlogic.measure import verification  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS  # isort: skip
-from tensorlogic.ops.common import triton_launch  # isort: skip
-from tensorlogic.ops.common import triton_softmax as kernels
+from tensorlogic.kernels.triton_runtime import launch  # isort: skip
+from tensorlogic.kernels.softmax import strided as softmax_strided
 
-from tensorlogic.ops.common import triton_launch as common_triton_launch  # isort: skip
-from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # isort: skip
+from tensorlogic.kernels.row_access.strided import Lines  # isort: skip
 
 from .compiled import nothing_spills  # isort: skip
 
@@ -52,13 +52,13 @@ def test_softmax_of_lines(dtype: str, config: dict[str, Any], layout: str) -> No
         shape = (2, length, inner)
         x, y = laid(special(rand(*shape, dtype=dtype, scale=4.0)), layout), poisoned(*shape, dtype=dtype)  # fmt: skip
         lies = Lines(*shape, (x.stride(), y.stride()))
-        assert kernels.lines_launcher(lies, dtype, config, DEVICE)(x, y)
+        assert softmax_strided.lines_launcher(lies, dtype, config, DEVICE)(x, y)
         close(y, torch.softmax(x.double(), 1).to(TORCH[dtype]), dtype, 0.01)
         y = torch.softmax(rand(*shape, scale=4.0), 1).to(TORCH[dtype])
         dy, dx = laid(rand(*shape, dtype=dtype, seed=1), layout), poisoned(*shape, dtype=dtype)
         dy[1, 0, 1] = float("nan")
         lies = Lines(*shape, (dy.stride(), y.stride(), dx.stride()))
-        assert kernels.lines_launcher(lies, dtype, config, DEVICE)(dy, y, dx)
+        assert softmax_strided.lines_launcher(lies, dtype, config, DEVICE)(dy, y, dx)
         p, g = y.double(), dy.double()
         close(dx, (p * (g - (p * g).sum(1, keepdim=True))).to(TORCH[dtype]), dtype, 0.5)
 
@@ -119,16 +119,16 @@ def test_what_is_left_to_others_is_named() -> None:
 
 def test_lines_that_no_registers_hold_are_refused() -> None:
     with pytest.raises(CompileFailure, match="does not fit lines of 5000"):
-        kernels.lines_launcher(Lines(1, 5000, 8, ((0, 8, 1), (0, 8, 1))), "f32", dict(CONFIGS[0]), DEVICE)  # fmt: skip
+        softmax_strided.lines_launcher(Lines(1, 5000, 8, ((0, 8, 1), (0, 8, 1))), "f32", dict(CONFIGS[0]), DEVICE)  # fmt: skip
 
 
 def test_offsets_beyond_32_bits() -> None:
     """A tensor that reaches there is too large for a test: the constant is set, and changes nothing."""
     x, y = rand(1, 20, 4), poisoned(1, 20, 4)
     for held in ({}, {"TILES": 2}):
-        kernel = kernels.softmax_fwd_held if held else kernels.softmax_fwd_swept
+        kernel = softmax_strided.softmax_fwd_held if held else softmax_strided.softmax_fwd_swept
         strides = {"x_o": 0, "x_c": 4, "x_i": 1, "y_o": 0, "y_c": 4, "y_i": 1}
-        run = common_triton_launch.prepare(
+        run = triton_runtime_launch.prepare(
             kernel, grid=(2, 1, 1), pointers={"x_ptr": "f32", "y_ptr": "f32"}, integers={"C": 20, "N": 4, **strides}, floats=(),
             constexprs={**held, "WIDE": True, "BLOCK_C": 16, "BLOCK_I": 2}, num_warps=4, num_stages=1, device=DEVICE,
         )  # fmt: skip
@@ -149,17 +149,19 @@ SHAPES = {  # outer, C, inner, x's strides
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, jobs = torch.device("cuda", 0), []
     for sm in (90, 80, 100):
-        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
+        monkeypatch.setattr(launch, "_capability", lambda device, sm=sm: sm)
         for name, (outer, c, inner, x) in SHAPES.items():
             y = (c * inner, inner, 1) if x[2] == 1 and name != "transposed" else (0, 1, c)
             for dtype in ("f16", "f32"):
                 for strides in ((x, y), (x, y, y)):
                     lies = Lines(outer, c, inner, strides)
-                    for config in kernels.lines_configs(lies, dtype)[: 7 if sm == 90 else 1]:
+                    for config in softmax_strided.lines_configs(lies, dtype)[
+                        : 7 if sm == 90 else 1
+                    ]:
 
                         def build(lies: Lines = lies, dtype: str = dtype, config: Any = config) -> object:  # fmt: skip
-                            return kernels.lines_launcher(lies, dtype, config, cuda)
+                            return softmax_strided.lines_launcher(lies, dtype, config, cuda)
 
-                        jobs += triton_launch.collect(build, cuda)
+                        jobs += launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
     nothing_spills(jobs)

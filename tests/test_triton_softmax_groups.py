@@ -30,8 +30,8 @@ from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS
 
 from tensorlogic.core.candidate import Candidate  # isort: skip
-from tensorlogic.ops.common import triton_launch  # isort: skip
-from tensorlogic.ops.common import triton_softmax_groups as kernels  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch  # isort: skip
+from tensorlogic.kernels.softmax import ragged as softmax_ragged  # isort: skip
 
 from .compiled import nothing_spills, ptx  # isort: skip
 
@@ -50,20 +50,20 @@ SHAPES = (
 def configs(columns: int, dtype: str, backward: bool) -> list[dict[str, Any]]:
     """What is offered, and a swept one where none is."""
     swept = {"strategy": "swept", "LANES": 32, "num_warps": 1}
-    return [*kernels.groups_configs(columns, dtype, backward), swept]
+    return [*softmax_ragged.groups_configs(columns, dtype, backward), swept]
 
 
 def softmax(x: Tensor, dtype: str, config: dict[str, Any]) -> Tensor:
     """y of x [R, C], from a poisoned output, beside which nothing is written."""
     y = poisoned(*x.shape, dtype=dtype)
-    assert kernels.groups_launcher(*x.shape, dtype, config, DEVICE)(x, y)
+    assert softmax_ragged.groups_launcher(*x.shape, dtype, config, DEVICE)(x, y)
     return y
 
 
 def softmax_backward(dy: Tensor, y: Tensor, dtype: str, config: dict[str, Any]) -> Tensor:
     """dx, likewise."""
     dx = poisoned(*y.shape, dtype=dtype)
-    assert kernels.groups_launcher(*y.shape, dtype, config, DEVICE, backward=True)(y, dy, dx)
+    assert softmax_ragged.groups_launcher(*y.shape, dtype, config, DEVICE, backward=True)(y, dy, dx)
     return dx
 
 
@@ -110,7 +110,7 @@ def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
 
 def test_a_public_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate("softmax")
-    served = launches(monkeypatch, kernels, "groups_launcher")
+    served = launches(monkeypatch, softmax_ragged, "groups_launcher")
     x, dy = rand(6, 333, dtype="f16").requires_grad_(), rand(6, 333, dtype="f16", seed=1)
     wide = x.detach().double().requires_grad_()
     torch.softmax(wide, 1).backward(dy.double())
@@ -151,7 +151,7 @@ def test_what_is_left_to_others_is_named() -> None:
 def test_a_configuration_that_holds_too_little_is_refused() -> None:
     config = {"strategy": "held", "ROWS": 2, "num_warps": 4}
     with pytest.raises(CompileFailure, match="does not fit rows of 5003"):
-        kernels.groups_launcher(4, 5003, "f32", config, DEVICE)
+        softmax_ragged.groups_launcher(4, 5003, "f32", config, DEVICE)
 
 
 LENGTHS = (
@@ -173,25 +173,28 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         *itertools.product((90,), (333, 8189), ("f32",), (False, True)),
         *itertools.product((80, 100), (20001,), ("bf16",), (False, True)),
     ):
-        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
-        for config in kernels.groups_configs(columns, dtype, backward):
+        monkeypatch.setattr(launch, "_capability", lambda device, sm=sm: sm)
+        for config in softmax_ragged.groups_configs(columns, dtype, backward):
 
             def build(c: int = columns, d: str = dtype, g: Any = config, b: bool = backward) -> Any:
-                return kernels.groups_launcher(4096, c, d, g, cuda, b)
+                return softmax_ragged.groups_launcher(4096, c, d, g, cuda, b)
 
-            jobs += triton_launch.collect(build, cuda)
+            jobs += launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
-    assert {job.kernel for job in jobs} == {kernel.__name__ for kernel in kernels.KERNELS.values()}
+    assert {job.kernel for job in jobs} == {
+        kernel.__name__ for kernel in softmax_ragged.KERNELS.values()
+    }
     nothing_spills(jobs)
 
 
 def test_groups_are_accessed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread has one access of 16 bytes a group and tensor, and one of an element for the ends of a row."""
-    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    monkeypatch.setattr(launch, "_capability", lambda device: 90)
     cuda, config = torch.device("cuda", 0), {"strategy": "held", "ROWS": 2, "num_warps": 2}
     jobs = [
-        triton_launch.collect(
-            lambda b=backward: kernels.groups_launcher(4096, 333, "f16", config, cuda, b), cuda
+        launch.collect(
+            lambda b=backward: softmax_ragged.groups_launcher(4096, 333, "f16", config, cuda, b),
+            cuda,
         )[0]
         for backward in (False, True)
     ]

@@ -15,10 +15,12 @@ from tensorlogic.core.op import OPS
 
 from tensorlogic.core.key import Key  # isort: skip
 from tensorlogic.core.dtypes import DTYPES  # isort: skip
-from tensorlogic.ops.common import cross_entropy_held, softmax_held, triton_launch
+from tensorlogic.kernels.row_access import shared_memory
+from tensorlogic.kernels.softmax import smem
+from tensorlogic.kernels.triton_runtime import launch
 from tensorlogic.system import compile_pool
 
-from tensorlogic.ops.common import wiring  # isort: skip
+from tensorlogic.kernels import register  # isort: skip
 from tensorlogic.ops.softmax import triton_held  # isort: skip
 from .compiled import STACK, resources  # isort: skip
 
@@ -41,8 +43,8 @@ SHARED_OUT = [(1, 132), (131, 132), (700, 132), (5, 2)]
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wiring, "bulk_copies", lambda: True)
-    monkeypatch.setattr(wiring, "cores", lambda: 132)
+    monkeypatch.setattr(register, "bulk_copies", lambda: True)
+    monkeypatch.setattr(register, "cores", lambda: 132)
 
 
 def within(got: torch.Tensor, want: torch.Tensor, scale: torch.Tensor, dtype: str) -> None:
@@ -70,7 +72,7 @@ def test_softmax_of_rows_that_are_held(rows: int, programs: int, columns: int, d
     want = torch.softmax(x[~bad].double(), -1)
     for config in offered(columns, dtype, 1):
         y = poisoned(rows, columns, dtype=dtype)
-        run = softmax_held.softmax_held_launcher(rows, columns, dtype, config, DEVICE, programs)
+        run = smem.softmax_held_launcher(rows, columns, dtype, config, DEVICE, programs)
         assert run(x, y)
         assert torch.equal(y.isnan().any(1), bad)
         assert torch.equal(y.isnan().all(1), bad)
@@ -96,29 +98,29 @@ def test_gradients_of_rows_that_are_held(
     for config in offered(columns, dtype, 2):
         what = (rows, columns, dtype, config, DEVICE, programs)
         dx = poisoned(rows, columns, dtype=dtype)
-        assert softmax_held.softmax_held_launcher(*what, backward=True)(y, dy, dx)
+        assert smem.softmax_held_launcher(*what, backward=True)(y, dy, dx)
         assert dx[bad].isnan().all()
         within(dx[~bad], want, scale, dtype)
 
 
 def test_softmax_held_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest rows of each configuration among them."""
-    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    monkeypatch.setattr(launch, "_capability", lambda device: 90)
     cuda, jobs = torch.device("cuda", 0), []
     for asked, backward in ((ROWS + ODD, False), (PAIRS + ODD_PAIRS, True)):
         for columns, dtype in asked:
             for config in offered(columns, dtype, 1 + backward):
 
                 def build(c: int = columns, d: str = dtype, g: Any = config, b: bool = backward) -> Any:  # fmt: skip
-                    return softmax_held.softmax_held_launcher(4096, c, d, g, cuda, 132, b)
+                    return smem.softmax_held_launcher(4096, c, d, g, cuda, 132, b)
 
-                jobs += [(job, config) for job in triton_launch.collect(build, cuda)]
+                jobs += [(job, config) for job in launch.collect(build, cuda)]
     assert {job.kernel for job, _ in jobs} == {"softmax_held", "softmax_backward_held"}
     answers = resources([job for job, _ in jobs])
     for (job, config), answer in zip(jobs, answers, strict=True):
-        assert isinstance(answer, triton_launch.Resources), answer
+        assert isinstance(answer, launch.Resources), answer
         assert answer.stack <= STACK, (job, answer)
-        assert answer.registers <= cross_entropy_held.registers(config), (job, answer)
+        assert answer.registers <= shared_memory.registers(config), (job, answer)
         assert config["per"] * (answer.shared + 1024) <= 228 * 1024, (job, answer)
 
 
@@ -142,7 +144,7 @@ def test_what_softmax_held_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no program holds" in str(unfit(4096, 160000))
     assert "or two do" in str(unfit(4096, 20000))  # two programs' registers hold these
     assert unfit(4096, 20000, torch.bfloat16, "softmax_backward") is None
-    monkeypatch.setattr(wiring, "bulk_copies", lambda: False)
+    monkeypatch.setattr(register, "bulk_copies", lambda: False)
     assert "no program holds" in str(unfit(4096, 128256))
     few = {
         "LANES": 32,
@@ -151,8 +153,8 @@ def test_what_softmax_held_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         "KEPT": 1,
         "AHEAD": 1,
     }  # all but one in shared memory
-    assert cross_entropy_held.tiles(1000, "f16", few) == (4, 3)
-    assert cross_entropy_held.tiles(1001, "f16", few) == (4, 0)  # the last two may be ragged
+    assert shared_memory.tiles(1000, "f16", few) == (4, 3)
+    assert shared_memory.tiles(1001, "f16", few) == (4, 0)  # the last two may be ragged
     short = {"LANES": 256, "num_warps": 8, "per": 1, "KEPT": 8, "AHEAD": 2}
     with pytest.raises(compile_pool.CompileFailure, match="does not hold"):
-        softmax_held.softmax_held_launcher(4, 300000, "f16", short, DEVICE, 1)
+        smem.softmax_held_launcher(4, 300000, "f16", short, DEVICE, 1)

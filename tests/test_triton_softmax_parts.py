@@ -31,11 +31,11 @@ from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS
 
 from tensorlogic.core.candidate import Candidate  # isort: skip
-from tensorlogic.ops.common import triton_launch  # isort: skip
-from tensorlogic.ops.common import triton_softmax_parts as kernels
+from tensorlogic.kernels.triton_runtime import launch  # isort: skip
+from tensorlogic.kernels.softmax import strided_split as softmax_strided_split
 
-from tensorlogic.ops.common import triton_softmax  # isort: skip
-from tensorlogic.ops.common.triton_softmax import Lines  # isort: skip
+from tensorlogic.kernels.row_access import strided as strided_lines  # isort: skip
+from tensorlogic.kernels.row_access.strided import Lines  # isort: skip
 
 
 from .support.triton import small as small  # isort: skip  (a fixture)
@@ -55,8 +55,8 @@ def softmax(x: Tensor, dtype: str, config: dict[str, Any]) -> Tensor:
     """y of x [outer, C, inner], from a poisoned output and poisoned partial results, beside which nothing is written."""
     y = poisoned(*x.shape, dtype=dtype)
     lies = Lines(*x.shape, (x.stride(), y.stride()))
-    part = poisoned(kernels.parts_space(lies, config))
-    assert kernels.parts_launcher(lies, dtype, config, DEVICE)(x, part, y)
+    part = poisoned(softmax_strided_split.parts_space(lies, config))
+    assert softmax_strided_split.parts_launcher(lies, dtype, config, DEVICE)(x, part, y)
     return y
 
 
@@ -64,8 +64,8 @@ def softmax_backward(dy: Tensor, y: Tensor, dtype: str, config: dict[str, Any]) 
     """dx, likewise."""
     dx = poisoned(*y.shape, dtype=dtype)
     lies = Lines(*y.shape, (dy.stride(), y.stride(), dx.stride()))
-    part = poisoned(kernels.parts_space(lies, config))
-    assert kernels.parts_launcher(lies, dtype, config, DEVICE)(dy, y, part, dx)
+    part = poisoned(softmax_strided_split.parts_space(lies, config))
+    assert softmax_strided_split.parts_launcher(lies, dtype, config, DEVICE)(dy, y, part, dx)
     return dx
 
 
@@ -129,8 +129,8 @@ def test_offsets_beyond_32_bits() -> None:
     """A tensor that reaches there is too large for a test: a step that nothing takes asks for them, and changes nothing."""
     x, y = rand(75, scale=4.0), poisoned(75)
     lies = Lines(1, 75, 1, ((0, 1, 2**31), (0, 1, 2**31)))
-    part = poisoned(kernels.parts_space(lies, CONFIGS[0]))
-    assert kernels.parts_launcher(lies, "f32", CONFIGS[0], DEVICE)(x, part, y)
+    part = poisoned(softmax_strided_split.parts_space(lies, CONFIGS[0]))
+    assert softmax_strided_split.parts_launcher(lies, "f32", CONFIGS[0], DEVICE)(x, part, y)
     close(y, torch.softmax(x.double(), 0), "f32", 0.01)
 
 
@@ -212,7 +212,7 @@ def test_a_configuration_of_another_key_is_refused_or_right() -> None:
 def test_what_no_program_combines_or_sums_is_refused(config: dict[str, int]) -> None:
     lies = Lines(1, 10**6, 64, ((0, 64, 1), (0, 64, 1)))
     with pytest.raises(CompileFailure, match="does not fit lines of 1000000"):
-        kernels.parts_launcher(lies, "f32", config, DEVICE)
+        softmax_strided_split.parts_launcher(lies, "f32", config, DEVICE)
 
 
 def test_what_is_left_to_others_is_named() -> None:
@@ -261,17 +261,22 @@ def test_configurations_fill_the_gpu_and_are_combined_at_once() -> None:
         for dtype in ("f16", "f32"):
             for tensors in (2, 3):
                 lies = lines_of(name, tensors)
-                assert kernels.refusal(lies, dtype, 132) is None
-                configs = kernels.parts_configs(lies, dtype)
+                assert softmax_strided_split.refusal(lies, dtype, 132) is None
+                configs = softmax_strided_split.parts_configs(lies, dtype)
                 assert 1 <= len(configs) <= 7
                 for config in configs:
                     groups = lies.outer * -(-lies.inner // config["BLOCK_I"])
-                    assert 2 <= config["parts"] <= kernels.MOST_PARTS
-                    assert config["parts"] * config["BLOCK_I"] <= kernels.COMBINED * config["num_warps"] // 8  # fmt: skip
+                    assert 2 <= config["parts"] <= softmax_strided_split.MOST_PARTS
+                    assert config["parts"] * config["BLOCK_I"] <= softmax_strided_split.COMBINED * config["num_warps"] // 8  # fmt: skip
                     assert 64 <= groups * config["parts"] <= 8 * 132
                     if name in ("columns", "odd columns", "turned"):  # whole sectors of neighbours
-                        assert config["BLOCK_I"] * triton_softmax.SIZE[dtype] % kernels.SECTOR == 0
-                spans = [kernels.span_of(lies.length, c["parts"]) for c in configs]
+                        assert (
+                            config["BLOCK_I"]
+                            * strided_lines.SIZE[dtype]
+                            % softmax_strided_split.SECTOR
+                            == 0
+                        )
+                spans = [softmax_strided_split.span_of(lies.length, c["parts"]) for c in configs]
                 assert all(s * c["parts"] >= lies.length for s, c in zip(spans, configs, strict=True))  # fmt: skip
 
 
@@ -281,13 +286,15 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         *itertools.product((90,), SHAPES, ("f16", "f32"), (2, 3)),
         *itertools.product((80, 100), ("columns", "rows"), ("f16",), (2, 3)),
     ):
-        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
+        monkeypatch.setattr(launch, "_capability", lambda device, sm=sm: sm)
         lies = lines_of(name, tensors)
-        for config in kernels.parts_configs(lies, dtype)[: 7 if sm == 90 and dtype == "f16" else 1]:
+        for config in softmax_strided_split.parts_configs(lies, dtype)[
+            : 7 if sm == 90 and dtype == "f16" else 1
+        ]:
 
             def build(lies: Lines = lies, dtype: str = dtype, config: Any = config) -> object:
-                return kernels.parts_launcher(lies, dtype, config, cuda)
+                return softmax_strided_split.parts_launcher(lies, dtype, config, cuda)
 
-            jobs += triton_launch.collect(build, cuda)
+            jobs += launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
     nothing_spills(jobs)

@@ -29,9 +29,9 @@ from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS
 
 from tensorlogic.core.candidate import Candidate  # isort: skip
-from tensorlogic.ops.common import triton_launch  # isort: skip
-from tensorlogic.ops.common import triton_shares as shares  # isort: skip
-from tensorlogic.ops.common import triton_softmax_shares as kernels  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch  # isort: skip
+from tensorlogic.kernels.row_access import split as row_access_split  # isort: skip
+from tensorlogic.kernels.softmax import split as softmax_split  # isort: skip
 
 from .support.triton import small as small  # isort: skip  (a fixture)
 
@@ -49,15 +49,15 @@ SHAPES = ((2, 65), (9, 71), (3, 131), (2, 250), (2, 80))  # every remainder, and
 
 def softmax(x: Tensor, dtype: str, config: dict[str, Any]) -> Tensor:
     """y of x [R, C], from a poisoned output and poisoned partial results, beside which nothing is written."""
-    y, part = poisoned(*x.shape, dtype=dtype), poisoned(kernels.shares_space(*x.shape, config, False))  # fmt: skip
-    assert kernels.shares_launcher(*x.shape, dtype, config, DEVICE)(x, part, y)
+    y, part = poisoned(*x.shape, dtype=dtype), poisoned(softmax_split.shares_space(*x.shape, config, False))  # fmt: skip
+    assert softmax_split.shares_launcher(*x.shape, dtype, config, DEVICE)(x, part, y)
     return y
 
 
 def softmax_backward(dy: Tensor, y: Tensor, dtype: str, config: dict[str, Any]) -> Tensor:
     """dx, likewise."""
-    dx, part = poisoned(*y.shape, dtype=dtype), poisoned(kernels.shares_space(*y.shape, config, True))  # fmt: skip
-    assert kernels.shares_launcher(*y.shape, dtype, config, DEVICE, True)(dy, y, part, dx)
+    dx, part = poisoned(*y.shape, dtype=dtype), poisoned(softmax_split.shares_space(*y.shape, config, True))  # fmt: skip
+    assert softmax_split.shares_launcher(*y.shape, dtype, config, DEVICE, True)(dy, y, part, dx)
     return dx
 
 
@@ -124,7 +124,7 @@ def test_its_configurations_are_right(shape: tuple[int, ...]) -> None:
 @pytest.mark.usefixtures("small")
 def test_a_public_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate("softmax")
-    served = launches(monkeypatch, kernels, "shares_launcher")
+    served = launches(monkeypatch, softmax_split, "shares_launcher")
     x, dy = rand(2, 8203, dtype="f16").requires_grad_(), rand(2, 8203, dtype="f16", seed=1)
     wide = x.detach().double().requires_grad_()
     torch.softmax(wide, 1).backward(dy.double())
@@ -156,7 +156,7 @@ def test_what_is_left_to_others_is_named() -> None:
 def test_a_configuration_of_other_rows_is_refused() -> None:
     config = {"parts": 300, "LANES": 128, "num_warps": 4}
     with pytest.raises(CompileFailure, match="does not fit rows of 99999"):
-        kernels.shares_launcher(4, 99999, "f16", config, DEVICE)
+        softmax_split.shares_launcher(4, 99999, "f16", config, DEVICE)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64, 500])
@@ -164,18 +164,20 @@ def test_a_configuration_of_other_rows_is_refused() -> None:
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 def test_rows_are_cut_so_that_programs_fill_a_gpu(dtype: str, columns: int, rows: int) -> None:
     """And so that the parts of a row are few enough, not empty, and their sums exact enough."""
-    offered = kernels.shares_configs(rows, columns, dtype)
+    offered = softmax_split.shares_configs(rows, columns, dtype)
     assert (not offered) == (columns >= 2**30 - 1 and rows >= 64)
     for config in offered:
-        span = shares.span_of(columns, config["parts"])
-        assert 2 <= config["parts"] <= kernels.MOST_PARTS
+        span = row_access_split.span_of(columns, config["parts"])
+        assert 2 <= config["parts"] <= softmax_split.MOST_PARTS
         assert span % 16 == 0
         assert (config["parts"] - 1) * span < columns <= config["parts"] * span
-        assert span <= shares.CHAIN * shares.tile_of(config["LANES"], dtype)
+        assert span <= row_access_split.CHAIN * row_access_split.tile_of(config["LANES"], dtype)
     if offered:  # as many programs as multiprocessors, or of a tile each
         first = offered[0]
-        one = shares.tile_of(first["LANES"], dtype)
-        assert rows * first["parts"] >= 132 or shares.span_of(columns, first["parts"]) <= one
+        one = row_access_split.tile_of(first["LANES"], dtype)
+        assert (
+            rows * first["parts"] >= 132 or row_access_split.span_of(columns, first["parts"]) <= one
+        )
 
 
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,14 +190,14 @@ def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         (80, 8, 50257, "bf16"),
         (100, 8, 50257, "bf16"),
     ):
-        monkeypatch.setattr(triton_launch, "_capability", lambda device, sm=sm: sm)
-        for config in kernels.shares_configs(rows, columns, dtype):
+        monkeypatch.setattr(launch, "_capability", lambda device, sm=sm: sm)
+        for config in softmax_split.shares_configs(rows, columns, dtype):
             for backward in (False, True):
 
                 def build(s: Any = (rows, columns, dtype, config, cuda, backward)) -> Any:
-                    return kernels.shares_launcher(*s)
+                    return softmax_split.shares_launcher(*s)
 
-                jobs += triton_launch.collect(build, cuda)
+                jobs += launch.collect(build, cuda)
     jobs = list(dict.fromkeys(jobs))
     nothing_spills(jobs)
     first = {job.kernel: job for job in reversed(jobs) if job.sm == 90}

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from tensorlogic.kernels.gemm import tiled
+
 from .support.gemm import COLUMNWISE, RING, check, matrix, operand, specialised
 from .support.triton import DEVICE, HOPPER
 
-from tensorlogic.ops.common import gemm, gemm_specialised  # isort: skip  (after the interpreter is asked for)
-from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
+from tensorlogic.kernels.gemm import hopper  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.kernels.gemm.spec import GemmSpec
+
+from tensorlogic.kernels.gemm.spec import Operand  # isort: skip
 from .compiled import resources  # isort: skip
 
 WIDE = RING | {"wide": (2, 256, 64, 3)}
@@ -80,13 +84,13 @@ def test_specialised_at_edges(size: tuple[int, int, int], ring: str) -> None:
 def test_specialised_refuses_what_bulk_copies_cannot_reach() -> None:
     f16 = {"x": Operand("f16", 64, 1), "w": Operand("f16", 1, 64), "y": Operand("f16", 64, 1)}
     plain = GemmSpec(64, 64, 64, **f16)
-    assert gemm_specialised.specialised_refusal(plain) is None
+    assert hopper.specialised_refusal(plain) is None
     for served in (
         {"w": Operand("f16", 64, 1)},
         {"y": Operand("f16", 65, 1)},  # rows that begin at odd places are stored by threads
         {"outer": "residual", "residual": Operand("f16", 0, 1)},  # one row for all
     ):
-        assert gemm_specialised.specialised_refusal(replace(plain, **served)) is None, served
+        assert hopper.specialised_refusal(replace(plain, **served)) is None, served
     for change in (
         {"align": 8},
         {"x": Operand("f16", 65, 1)},  # rows begin at odd places
@@ -101,11 +105,11 @@ def test_specialised_refuses_what_bulk_copies_cannot_reach() -> None:
         {"outer": "dropout"},
         {"outer": "residual", "residual": Operand("f16", 64, 1), "z": "f16", "early_z": True},
     ):
-        assert gemm_specialised.specialised_refusal(replace(plain, **change)), change
+        assert hopper.specialised_refusal(replace(plain, **change)), change
 
 
 def test_a_neighbour_s_bulk_copies_give_way_where_rows_begin_at_odd_places() -> None:
-    from tensorlogic.ops.common.gemm_wiring import Product
+    from tensorlogic.kernels.gemm.bind import Product
 
     x, w = matrix(40, 35, "f16"), matrix(35, 24, "f16", "column")
     spec = GemmSpec(40, 24, 35, operand(x, "f16"), operand(w, "f16"), Operand("f16", 24, 1))
@@ -122,21 +126,21 @@ def test_specialised_configurations_fit(side: int) -> None:
     spec = GemmSpec(
         side, side, side, Operand("f16", side, 1), Operand("f16", 1, side), Operand("f16", side, 1)
     )
-    offered = gemm_specialised.specialised_configs(spec, 132)
-    assert 0 < len(offered) <= gemm_specialised.MOST
+    offered = hopper.specialised_configs(spec, 132)
+    assert 0 < len(offered) <= hopper.MOST
     for c in offered:
         tiles = -(-side // c["BLOCK_M"]) * -(-side // c["BLOCK_N"])
         assert 0 < c["programs"] <= tiles
         assert ("PART" in c) == (tiles == c["programs"] and c["BLOCK_N"] > 32), c
-    finished = gemm_specialised.specialised_configs(replace(spec, activation="gelu"), 132)
+    finished = hopper.specialised_configs(replace(spec, activation="gelu"), 132)
     assert all(c.get("PART", 0) == min(64, c["BLOCK_N"] // 2) for c in finished)
     odd = replace(spec, y=Operand("f16", side + 1, 1), activation="gelu")  # stored by threads
-    assert not any("PART" in c for c in gemm_specialised.specialised_configs(odd, 132))
-    assert not gemm_specialised.specialised_configs(replace(spec, m=64, n=64, k=64), 132)
+    assert not any("PART" in c for c in hopper.specialised_configs(odd, 132))
+    assert not hopper.specialised_configs(replace(spec, m=64, n=64, k=64), 132)
 
 
 def test_specialised_compiles_without_spilling() -> None:
-    from tensorlogic.ops.common import triton_launch
+    from tensorlogic.kernels.triton_runtime import launch
 
     def spec(n: int, w: Operand, **more: Any) -> GemmSpec:
         return GemmSpec(n, n, n, Operand("f16", n, 1), w, Operand("f16", n, 1), **more)
@@ -161,14 +165,14 @@ def test_specialised_compiles_without_spilling() -> None:
         ),
     ]
     jobs = [
-        gemm.gemm_jobs(s, config, 90)[0]
+        tiled.gemm_jobs(s, config, 90)[0]
         for s in wanted
-        for config in gemm_specialised.specialised_configs(s, 132)
+        for config in hopper.specialised_configs(s, 132)
     ]
     answers = resources(jobs)
-    assert len(answers) == len(wanted) * gemm_specialised.MOST
+    assert len(answers) == len(wanted) * hopper.MOST
     for a in answers:
-        assert isinstance(a, triton_launch.Resources), a
+        assert isinstance(a, launch.Resources), a
         assert a.stack == 0 < a.registers <= 240, a
 
 
@@ -177,7 +181,7 @@ def test_too_few_registers_are_said() -> None:
 
     n = 2048
     spec = GemmSpec(n, n, n, Operand("f16", n, 1), Operand("f16", 1, n), Operand("f16", n, 1))
-    job = gemm.gemm_jobs(spec, gemm_specialised.specialised_configs(spec, 132)[0], 90)[0]
+    job = tiled.gemm_jobs(spec, hopper.specialised_configs(spec, 132)[0], 90)[0]
     (answer,) = resources([replace(job, registers=96)])
     assert isinstance(answer, str)
     assert "registers (96)" in answer

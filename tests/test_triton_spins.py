@@ -11,7 +11,9 @@ from .support.triton import DEVICE, REDUCE, TORCH, close, default_device, poison
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
-from tensorlogic.ops.common import triton_launch, triton_spins  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch
+
+from tensorlogic.kernels.reduce import one_wave  # isort: skip
 from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
@@ -26,11 +28,11 @@ def test_a_reduction_that_spins(kind: str, dtype: str) -> None:
         if launch == 4:
             x[count // 2] = float("nan")
         y = poisoned(1)
-        run = triton_spins.spun_launcher(kind, dtype, "f32", count, {"BLOCK": block, "num_warps": 4}, DEVICE)  # fmt: skip
+        run = one_wave.spun_launcher(kind, dtype, "f32", count, {"BLOCK": block, "num_warps": 4}, DEVICE)  # fmt: skip
         assert run(x, y, cells)
         close(y[0], REDUCE[kind](x.double().view(1, -1, 1))[0, 0], "f32", 10.0)
         assert cells[0].item() == launch + 1  # counted, however many parts came before
-        parts = triton_spins.spun_parts(count, {"BLOCK": block})
+        parts = one_wave.spun_parts(count, {"BLOCK": block})
         assert (cells[1:parts] >> 32).eq(launch + 1).all()
 
 
@@ -51,29 +53,29 @@ def test_the_candidate_that_spins(kind: str) -> None:
 
 
 def test_configurations_fit_the_size() -> None:
-    assert not triton_spins.spun_configs(2**14 - 1, "f16")
-    assert not triton_spins.spun_configs(2**24 + 1, "f16")
+    assert not one_wave.spun_configs(2**14 - 1, "f16")
+    assert not one_wave.spun_configs(2**24 + 1, "f16")
     for count in (2**14, 2**14 + 1, 2**20, 2**23):
         for dtype in ("f16", "f32"):
-            configs = triton_spins.spun_configs(count, dtype)
+            configs = one_wave.spun_configs(count, dtype)
             assert configs
             for config in configs:
-                parts = triton_spins.spun_parts(count, config)
-                assert 2 <= parts <= triton_spins.MOST_PARTS
+                parts = one_wave.spun_parts(count, config)
+                assert 2 <= parts <= one_wave.MOST_PARTS
                 assert parts * config["BLOCK"] >= count
 
 
 def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    monkeypatch.setattr(triton_runtime_launch, "_capability", lambda device: 90)
     cuda, jobs = torch.device("cuda", 0), []
     for count, dtype in ((2**20, "f16"), (2**20 + 1, "bf16"), (2**18, "f32")):
-        for config in triton_spins.spun_configs(count, dtype):
+        for config in one_wave.spun_configs(count, dtype):
 
             def spun(count: int = count, dtype: str = dtype, config: Any = config) -> object:
-                return triton_spins.spun_launcher("sum", dtype, dtype, count, config, cuda)
+                return one_wave.spun_launcher("sum", dtype, dtype, count, config, cuda)
 
-            jobs += triton_launch.collect(spun, cuda)
+            jobs += triton_runtime_launch.collect(spun, cuda)
     assert len(jobs) == 9
     for job, answer in zip(jobs, resources(jobs), strict=True):
-        assert isinstance(answer, triton_launch.Resources), answer
+        assert isinstance(answer, triton_runtime_launch.Resources), answer
         assert answer.stack == 0, (job, answer)

@@ -17,8 +17,11 @@ from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS
 
 from tensorlogic.core.op import spec  # isort: skip
-from tensorlogic.ops.common import triton_elementwise as elementwise  # isort: skip
-from tensorlogic.ops.common import compiled_launch, triton_launch, wiring  # isort: skip
+from tensorlogic.kernels.elementwise import elementwise as elementwise_elementwise  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch
+from tensorlogic.kernels.triton_runtime import launch_plan
+
+from tensorlogic.kernels import register  # isort: skip
 from tensorlogic.ops.pointwise import layouts, reference, shapes  # isort: skip
 from .compiled import resources  # isort: skip
 
@@ -42,8 +45,8 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return whole.as_strided(shape, stride, GUARD)
 
     registry.ready(DEVICE.type)
-    monkeypatch.setattr(wiring, "empty", lambda device: empty)
-    monkeypatch.setattr(compiled_launch, "plan", lambda op, key, device, launch: launch)
+    monkeypatch.setattr(register, "empty", lambda device: empty)
+    monkeypatch.setattr(launch_plan, "plan", lambda op, key, device, launch: launch)
     with torch.device(DEVICE):
         yield
     for whole, count in made:
@@ -238,7 +241,7 @@ def test_sizes_that_kernels_cannot_count_are_refused(
     wide = {**config, "BLOCK": 4096} if config["strategy"] == "flat" else config
 
     def made() -> object:
-        return elementwise.elementwise_launcher("add", ["f16"] * 3, rows, columns, modes, wide, DEVICE)  # fmt: skip
+        return elementwise_elementwise.elementwise_launcher("add", ["f16"] * 3, rows, columns, modes, wide, DEVICE)  # fmt: skip
 
     if fits:
         made()
@@ -249,13 +252,17 @@ def test_sizes_that_kernels_cannot_count_are_refused(
 
 def test_offsets_take_64_bits_only_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = {"a_r": 1, "a_c": 2**25, "y_r": 64}
-    assert elementwise._far(steps, {"BLOCK_R": 32, "BLOCK_C": 64})
-    assert not elementwise._far(steps, {"BLOCK_R": 32, "BLOCK_C": 32})
-    assert elementwise._far({"a_r": 2**30, "a_c": 1, "y_r": 64}, {"BLOCK_R": 2, "BLOCK_C": 32})
-    assert elementwise._far({"a_r": 1, "a_c": 1, "y_r": 2**28}, {"BLOCK_R": 8, "BLOCK_C": 1})
+    assert elementwise_elementwise._far(steps, {"BLOCK_R": 32, "BLOCK_C": 64})
+    assert not elementwise_elementwise._far(steps, {"BLOCK_R": 32, "BLOCK_C": 32})
+    assert elementwise_elementwise._far(
+        {"a_r": 2**30, "a_c": 1, "y_r": 64}, {"BLOCK_R": 2, "BLOCK_C": 32}
+    )
+    assert elementwise_elementwise._far(
+        {"a_r": 1, "a_c": 1, "y_r": 2**28}, {"BLOCK_R": 8, "BLOCK_C": 1}
+    )
     a, b = rand(17, 9, seed=1).t(), rand(9, 17, seed=2)
     check("add", [a, b])
-    monkeypatch.setattr(elementwise, "_far", lambda steps, config: True)
+    monkeypatch.setattr(elementwise_elementwise, "_far", lambda steps, config: True)
     check("add", [a, b])
 
 
@@ -266,7 +273,7 @@ def test_flat_tiles_meet_ends_of_rows(columns: int, mode: str) -> None:
     x = rand(7, columns)
     other = rand(columns) if mode == "row" else rand(7, 1)
     y = torch.full_like(x, float("nan"))
-    run = elementwise.elementwise_launcher("sub", ["f32"] * 3, 7, columns, ("full", mode), FLAT, DEVICE)  # fmt: skip
+    run = elementwise_elementwise.elementwise_launcher("sub", ["f32"] * 3, 7, columns, ("full", mode), FLAT, DEVICE)  # fmt: skip
     assert run(x, other, y)
     assert torch.equal(y, x - other)
 
@@ -316,14 +323,14 @@ def test_kernels_without_strides_refuse_them() -> None:
 
 
 def test_every_strided_tile_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: dict[triton_launch.CompileJob, None] = {}
+    jobs: dict[triton_runtime_launch.CompileJob, None] = {}
 
     def record(kernel: Any, *, device: torch.device, **options: Any) -> Any:
         for sm in (80, 90, 100):
-            jobs[triton_launch.compile_job(kernel, sm=sm, **options)] = None
+            jobs[triton_runtime_launch.compile_job(kernel, sm=sm, **options)] = None
         return lambda *args: True
 
-    monkeypatch.setattr(elementwise, "prepare", record)
+    monkeypatch.setattr(elementwise_elementwise, "prepare", record)
     any_ = torch.device("cuda", 0)
     y, back, wide = (0, 0, 1000, 1), (0, 0, 1, 1000), (0, 0, 1008, 1)
     for op, dtype in (
@@ -332,13 +339,13 @@ def test_every_strided_tile_compiles_without_spilling(monkeypatch: pytest.Monkey
         ("affine", "f32"),
         ("mul_relu_bwd", "f16"),
     ):
-        inputs, outputs = elementwise.ELEMENTWISE[op]
+        inputs, outputs = elementwise_elementwise.ELEMENTWISE[op]
         names, modes = [dtype] * (inputs + outputs), ["full"] * inputs
         for first, outer in ((back, (1, 1)), (wide, (1, 1)), ((1000, 0, 2000, 2), (2, 3))):
             steps = [first, *[y] * inputs]
-            found = elementwise.elementwise_configs(names, 1000, 1000, modes, steps)
+            found = elementwise_elementwise.elementwise_configs(names, 1000, 1000, modes, steps)
             for config in found if (op, first) == ("add", back) else found[:1]:
-                elementwise.elementwise_launcher(
+                elementwise_elementwise.elementwise_launcher(
                     op, names, 1000, 1000, modes, config, any_, 16, outer, steps
                 )
     bad = {}

@@ -19,12 +19,14 @@ from tensorlogic.plans import store
 
 from tensorlogic import registry  # isort: skip
 from tensorlogic.core.op import OPS  # isort: skip
-from tensorlogic.ops.common import cross_entropy_held  # isort: skip
-from tensorlogic.ops.common import triton_cross_entropy_together as together  # isort: skip
-from tensorlogic.ops.common import triton_launch
+from tensorlogic.kernels.cross_entropy import fused_backward_smem  # isort: skip
+from tensorlogic.kernels.triton_runtime import exact_exp
+
+from tensorlogic.kernels.cross_entropy import fused_backward as cross_entropy_fused_backward  # isort: skip
+from tensorlogic.kernels.triton_runtime import launch
 from tensorlogic.system import compile_pool
 
-from tensorlogic.ops.common import wiring  # isort: skip
+from tensorlogic.kernels import register  # isort: skip
 from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
@@ -34,7 +36,7 @@ GPU = DEVICE.type == "cuda"
 def cell(guess: float, missed: int = 0) -> torch.Tensor:
     """What a device remembers: the guess, as bits beside those of 1, and whether it was wrong."""
     (bits,) = struct.unpack("<i", struct.pack("<f", guess))
-    return torch.tensor([bits ^ together.ONE.value, missed], dtype=torch.int32)
+    return torch.tensor([bits ^ exact_exp.ONE.value, missed], dtype=torch.int32)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -55,11 +57,13 @@ class Rows:
         self.counter = torch.zeros(1, dtype=torch.int64)
         where = (rows, columns, dtype)
         self.run = (
-            cross_entropy_held.held_launcher(*where, reduction, -100, config, DEVICE, 2)
+            fused_backward_smem.held_launcher(*where, reduction, -100, config, DEVICE, 2)
             if "AHEAD" in config
-            else together.together_launcher(*where, reduction, -100, config, DEVICE)
+            else cross_entropy_fused_backward.together_launcher(
+                *where, reduction, -100, config, DEVICE
+            )
         )
-        self.back = together.settle_launcher(*where, dtype, -100, DEVICE, 1)
+        self.back = cross_entropy_fused_backward.settle_launcher(*where, dtype, -100, DEVICE, 1)
 
     def forward(self, remembered: torch.Tensor) -> torch.Tensor:
         """The gradient as forward leaves it."""
@@ -108,14 +112,14 @@ HELD = {"LANES": 32, "num_warps": 1, "per": 1, "KEPT": 2, "AHEAD": 2}
 
 
 @pytest.mark.skipif(
-    not wiring.bulk_copies(), reason="in Gluon for Hopper; on a CPU, test_gluon.py has it"
+    not register.bulk_copies(), reason="in Gluon for Hopper; on a CPU, test_gluon.py has it"
 )
 @pytest.mark.parametrize(("columns", "config", "dtype", "reduction"), [
     (1000, HELD, "f16", "mean"), (1280, HELD, "bf16", "sum"), (504, HELD, "f32", "mean"),
-    *((128256, config, "f16", "sum") for config in cross_entropy_held.held_configs(128256, "f16")),
-    *((50000, config, "bf16", "mean") for config in cross_entropy_held.held_configs(32000, "bf16")),
+    *((128256, config, "f16", "sum") for config in fused_backward_smem.held_configs(128256, "f16")),
+    *((50000, config, "bf16", "mean") for config in fused_backward_smem.held_configs(32000, "bf16")),
     (1001, HELD, "f16", "mean"), (1285, HELD, "bf16", "sum"), (1281, {**HELD, "KEPT": 3}, "f32", "mean"),
-    *((50257, config, "f16", "sum") for config in cross_entropy_held.held_configs(50257, "f16")),
+    *((50257, config, "f16", "sum") for config in fused_backward_smem.held_configs(50257, "f16")),
 ])  # fmt: skip
 def test_rows_held_in_shared_memory(
     columns: int, config: dict[str, int], dtype: str, reduction: str
@@ -208,7 +212,7 @@ def test_large_logits_cost_no_accuracy() -> None:
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one after another, those that return at once, too."""
     if not GPU:
-        monkeypatch.setattr(wiring, "cores", lambda: 1)
+        monkeypatch.setattr(register, "cores", lambda: 1)
 
 
 def loss_of(x: torch.Tensor, t: torch.Tensor, *flags: Any) -> torch.Tensor:
@@ -369,16 +373,18 @@ def test_a_captured_step_learns_its_scale_over_replays() -> None:
 def test_configurations_hold_a_row_and_compile_without_spilling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(triton_launch, "_capability", lambda device: 90)
+    monkeypatch.setattr(launch, "_capability", lambda device: 90)
     cuda, jobs = torch.device("cuda", 0), []
     even = ((32000, "f16"), (50000, "bf16"), (1024, "f16"), (16384, "f32"))
     for columns, dtype in (*even, (30522, "f16"), (50257, "bf16"), (1001, "f16"), (16001, "f32")):
-        for config in together.together_configs(columns, dtype)[:1]:
+        for config in cross_entropy_fused_backward.together_configs(columns, dtype)[:1]:
 
             def build(c: int = columns, d: str = dtype, config: Any = config) -> object:
-                return together.together_launcher(4096, c, d, "mean", -100, config, cuda)
+                return cross_entropy_fused_backward.together_launcher(
+                    4096, c, d, "mean", -100, config, cuda
+                )
 
-            jobs += triton_launch.collect(build, cuda)
+            jobs += launch.collect(build, cuda)
     for columns, dtype in (
         (128256, "f16"),
         (50000, "bf16"),
@@ -386,23 +392,28 @@ def test_configurations_hold_a_row_and_compile_without_spilling(
         (50257, "f16"),
         (128257, "bf16"),
     ):
-        for config in cross_entropy_held.held_configs(columns, dtype):
+        for config in fused_backward_smem.held_configs(columns, dtype):
 
             def holding(c: int = columns, d: str = dtype, config: Any = config) -> object:
-                return cross_entropy_held.held_launcher(4096, c, d, "mean", -100, config, cuda, 132)
+                return fused_backward_smem.held_launcher(
+                    4096, c, d, "mean", -100, config, cuda, 132
+                )
 
-            jobs += triton_launch.collect(holding, cuda)
+            jobs += launch.collect(holding, cuda)
     one = {**HELD, "LANES": 1024, "num_warps": 16}
-    jobs += triton_launch.collect(  # a row, and an index, that the compiler takes for constants
-        lambda: cross_entropy_held.held_launcher(1, 50000, "f16", "sum", 1, one, cuda, 132), cuda
+    jobs += launch.collect(  # a row, and an index, that the compiler takes for constants
+        lambda: fused_backward_smem.held_launcher(1, 50000, "f16", "sum", 1, one, cuda, 132), cuda
     )
     for columns in (32000, 30522):
-        jobs += triton_launch.collect(
-            lambda c=columns: together.settle_launcher(4096, c, "f16", "f16", -100, cuda, 132), cuda
+        jobs += launch.collect(
+            lambda c=columns: cross_entropy_fused_backward.settle_launcher(
+                4096, c, "f16", "f16", -100, cuda, 132
+            ),
+            cuda,
         )
     jobs = list(dict.fromkeys(jobs))
     for job, answer in zip(jobs, resources(jobs), strict=True):
-        assert isinstance(answer, triton_launch.Resources), answer
+        assert isinstance(answer, launch.Resources), answer
         assert answer.stack == 0, (job, answer)
         assert answer.registers <= 128, (
             job,
@@ -411,24 +422,34 @@ def test_configurations_hold_a_row_and_compile_without_spilling(
 
 
 def test_refusals() -> None:
-    assert "smoothing" in str(together.together_refusal(4096, "f16", "mean", 0.1, 16))
-    assert "reduced" in str(together.together_refusal(4096, "f16", "none", 0.0, 16))
-    assert "too short to be cut" in str(together.together_refusal(31, "f16", "mean", 0.0, 16))
-    assert together.together_refusal(4097, "f16", "mean", 0.0, 16) is None
-    assert "16-byte" in str(together.together_refusal(4096, "f16", "mean", 0.0, 2))
-    assert together.together_refusal(32000, "f16", "mean", 0.0, 16) is None
+    assert "smoothing" in str(
+        cross_entropy_fused_backward.together_refusal(4096, "f16", "mean", 0.1, 16)
+    )
+    assert "reduced" in str(
+        cross_entropy_fused_backward.together_refusal(4096, "f16", "none", 0.0, 16)
+    )
+    assert "too short to be cut" in str(
+        cross_entropy_fused_backward.together_refusal(31, "f16", "mean", 0.0, 16)
+    )
+    assert cross_entropy_fused_backward.together_refusal(4097, "f16", "mean", 0.0, 16) is None
+    assert "16-byte" in str(
+        cross_entropy_fused_backward.together_refusal(4096, "f16", "mean", 0.0, 2)
+    )
+    assert cross_entropy_fused_backward.together_refusal(32000, "f16", "mean", 0.0, 16) is None
     config = {"LANES": 256, "num_warps": 8}
     with pytest.raises(compile_pool.CompileFailure, match="does not hold"):
-        together.together_launcher(4, 128256, "f16", "mean", -100, config, DEVICE)
+        cross_entropy_fused_backward.together_launcher(
+            4, 128256, "f16", "mean", -100, config, DEVICE
+        )
     held = {**config, "per": 1, "KEPT": 8, "AHEAD": 2}
     with pytest.raises(compile_pool.CompileFailure, match="does not hold"):
-        cross_entropy_held.held_launcher(4, 300000, "f16", "mean", -100, held, DEVICE, 1)
+        fused_backward_smem.held_launcher(4, 300000, "f16", "mean", -100, held, DEVICE, 1)
 
 
 @pytest.mark.parametrize("hopper", [False, True])
 def test_long_rows_are_held_on_hopper_only(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     registry.ready(DEVICE.type)
-    monkeypatch.setattr(wiring, "bulk_copies", lambda: hopper)
+    monkeypatch.setattr(register, "bulk_copies", lambda: hopper)
     op, t = OPS["softmax_cross_entropy_together"], torch.arange(2)
     candidate = op.candidates["triton.together"]
     for columns, dtype, there in ((128256, "f16", hopper), (300000, "f16", False), (1024, "f16", True), (4096, "f32", True)):  # fmt: skip

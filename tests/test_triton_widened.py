@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic.ops.common import triton_launch
-from tensorlogic.ops.common.gemm import Operand
+from tensorlogic.kernels.gemm.spec import Operand
+from tensorlogic.kernels.triton_runtime import launch
 
 pytest.importorskip("triton.experimental.gluon")
-from tensorlogic.ops.common import triton_widened, ways_cuda, widened
+from tensorlogic.kernels.mixed_precision import f64_gemm, f64_gemm_kernel
+from tensorlogic.ops.common import ways_cuda
 
 from .compiled import resources  # isort: skip
 
@@ -25,7 +26,7 @@ MIB = 1 << 20
 
 @hopper
 @pytest.mark.parametrize("size", [(136, 264, 72), (8, 8, 8), (5, 200, 1032), (1000, 16, 520)])
-@pytest.mark.parametrize("rank", range(widened.RANKS))
+@pytest.mark.parametrize("rank", range(f64_gemm.RANKS))
 def test_any_pair_and_any_layout(size: tuple[int, int, int], rank: int) -> None:
     m, n, k = size
     for (one, other), turned in itertools.product(
@@ -36,7 +37,7 @@ def test_any_pair_and_any_layout(size: tuple[int, int, int], rank: int) -> None:
             for s, t, d in zip([(m, k), (k, n)], turned, (one, other), strict=True)
         )
         a, b = a.t() if turned[0] else a, b.t() if turned[1] else b
-        y = widened.product(rank, a, b)
+        y = f64_gemm.product(rank, a, b)
         lines = [
             (t.stride(1) if t.stride(0) == 1 else t.stride(0)) * t.element_size() for t in (a, b)
         ]
@@ -76,26 +77,26 @@ def test_no_converted_copy_is_in_memory(op: str, pair: tuple[torch.dtype, torch.
 
 def test_what_bulk_copies_cannot_read_is_refused() -> None:
     x, w, y = Operand("f32", 64, 1), Operand("f16", 64, 1), Operand("f32", 64, 1)
-    shape = widened.SHAPES[0]
-    assert widened.described((64, 64, 64), x, w, y, shape, 132) is not None
-    assert widened.described((64, 64, 64), Operand("f32", 66, 1), w, y, shape, 132) is None
-    assert widened.product(0, torch.ones(8, 8, dtype=torch.int32), torch.ones(8, 8)) is None
+    shape = f64_gemm.SHAPES[0]
+    assert f64_gemm.described((64, 64, 64), x, w, y, shape, 132) is not None
+    assert f64_gemm.described((64, 64, 64), Operand("f32", 66, 1), w, y, shape, 132) is None
+    assert f64_gemm.product(0, torch.ones(8, 8, dtype=torch.int32), torch.ones(8, 8)) is None
 
 
 def test_few_rows_get_small_tiles() -> None:
-    assert widened.configs(4096, 4096, 132)[0][:2] == (128, 128)
-    assert widened.configs(1, 4096, 132)[0][:2] == (16, 32)
+    assert f64_gemm.configs(4096, 4096, 132)[0][:2] == (128, 128)
+    assert f64_gemm.configs(1, 4096, 132)[0][:2] == (16, 32)
 
 
 def test_a_thread_keeps_its_registers() -> None:
     jobs = []
-    for shape, across in itertools.product(widened.SHAPES, (True, False)):
+    for shape, across in itertools.product(f64_gemm.SHAPES, (True, False)):
         lies = [Operand(d, *((4096, 1) if across else (1, 4096))) for d in ("f16", "f32")]
-        found = widened.described((4096, 4096, 4096), *lies, Operand("f32", 4096, 1), shape, 132)
+        found = f64_gemm.described((4096, 4096, 4096), *lies, Operand("f32", 4096, 1), shape, 132)
         assert found is not None
-        jobs.append(triton_launch.compile_job(triton_widened.gemm_widened, sm=90, **found))
+        jobs.append(launch.compile_job(f64_gemm_kernel.gemm_widened, sm=90, **found))
     for job, used in zip(jobs, resources(jobs), strict=True):
-        assert isinstance(used, triton_launch.Resources), used
+        assert isinstance(used, launch.Resources), used
         assert used.stack == 0, job
 
 

@@ -19,15 +19,10 @@ if hardware.triton_missing() or torch.cuda.is_available() or not hardware.interp
 from tensorlogic import accuracy
 from tensorlogic.core.op import OPS
 from tensorlogic.judging import Place
-from tensorlogic.ops.common import (
-    compiled_launch,
-    cublaslt,
-    precise,
-    triton_mend,
-    triton_split,
-    watched,
-    ways_cuda,
-)
+from tensorlogic.kernels.gemm import cublaslt as gemm_cublaslt
+from tensorlogic.kernels.mixed_precision import data_statistics, guard_recompute, split_planes
+from tensorlogic.kernels.triton_runtime import launch_plan
+from tensorlogic.ops.common import precise, watched, ways_cuda
 from tests.driver.standin import CPU, Device
 from tests.driver.standin import device as device  # the fixture
 
@@ -50,17 +45,21 @@ def library(device: Device, monkeypatch: pytest.MonkeyPatch) -> Library:
         about = (device.driver, (0, several), address, handle, tuple(parts), (kept, called))
         return call_extension.module().Series(*about)
 
-    monkeypatch.setattr(compiled_launch, "series", series)
-    monkeypatch.setattr(cublaslt, "_library", lambda: found)
-    monkeypatch.setattr(cublaslt, "_handle", lambda lib, index: 1)
-    monkeypatch.setattr(cublaslt, "_workspace", lambda index, queue, size: torch.empty(size, dtype=torch.uint8))  # fmt: skip
+    monkeypatch.setattr(launch_plan, "series", series)
+    monkeypatch.setattr(gemm_cublaslt, "_library", lambda: found)
+    monkeypatch.setattr(gemm_cublaslt, "_handle", lambda lib, index: 1)
+    monkeypatch.setattr(gemm_cublaslt, "_workspace", lambda index, queue, size: torch.empty(size, dtype=torch.uint8))  # fmt: skip
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     for product in ways_cuda._DIRECT.values():
         monkeypatch.setattr(product, "runs", {})
     for way in ways_cuda.found():  # as a GPU's first use does
         monkeypatch.setitem(precise.WAYS, way.id, way)
-    for owner, name in ((triton_split, "_split"), (triton_split, "_look"), (triton_mend, "_mend")):
+    for owner, name in (
+        (split_planes, "_split"),
+        (split_planes, "_look"),
+        (guard_recompute, "_mend"),
+    ):
         monkeypatch.setattr(owner, name, _noticed(getattr(owner, name)))
     return found
 
@@ -71,14 +70,14 @@ def _noticed(prepare: Any) -> Any:
 
 def served(
     id: str, a: Tensor, b: Tensor, outs: tuple[Tensor | None, ...] | None = None
-) -> tuple[Any, triton_mend.Watch]:
+) -> tuple[Any, guard_recompute.Watch]:
     """The launcher of matmul(a, b) by a way, and its watch."""
     op = OPS["matmul"].precise
     assert op is not None
     c = (a.double() @ b.double()).to(torch.promote_types(a.dtype, b.dtype))
     look = accuracy.sketched(accuracy.Part(a, b), c)
-    then = accuracy.Statistics(look[0], look[1], -look[2], look[3])
-    watch = triton_mend.Watch(then, 2.0, [triton_mend.Seen.of(a, b, c)], CPU, 1e-2)
+    then = data_statistics.Statistics(look[0], look[1], -look[2], look[3])
+    watch = guard_recompute.Watch(then, 2.0, [guard_recompute.Seen.of(a, b, c)], CPU, 1e-2)
     key = op.key((a, b, "none", False), "inference", "adaptive")
     given = (c,) if outs is None else outs
     about = ([(a, b, c)], [Place(0, 1, 0)], given, watch)
@@ -133,7 +132,7 @@ def test_a_way_is_quick_from_its_second_call_on(
         assert (y - want).norm() <= 1e-6 * want.norm()
         assert torch.equal(y, want) == (turn == 0)
     assert met == [1]
-    monkeypatch.setattr(triton_split, "stream", lambda device: -1)
+    monkeypatch.setattr(split_planes, "stream", lambda device: -1)
     captured = watched.Quick(op, key, {"rank": 0}, CPU, "cublaslt.f16x3", launch)
     captured(x, w, None, None)
     assert captured.quick is None

@@ -17,7 +17,8 @@ from tensorlogic.system import hardware
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)
 
-from tensorlogic.ops.common import cublaslt, ways_cuda, ways_series
+from tensorlogic.kernels.gemm import cublaslt as gemm_cublaslt
+from tensorlogic.ops.common import ways_cuda, ways_series
 from tensorlogic.ops.common.ways_series import Planes, Step
 from tensorlogic.system.compile_pool import CompileFailure
 
@@ -102,9 +103,9 @@ COUNT = itertools.count()
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     found = Library()
-    monkeypatch.setattr(cublaslt, "_library", lambda: found)
-    monkeypatch.setattr(cublaslt, "_handle", lambda lib, index: 1)
-    monkeypatch.setattr(cublaslt, "_workspace", lambda index, queue, size: torch.empty(size))
+    monkeypatch.setattr(gemm_cublaslt, "_library", lambda: found)
+    monkeypatch.setattr(gemm_cublaslt, "_handle", lambda lib, index: 1)
+    monkeypatch.setattr(gemm_cublaslt, "_workspace", lambda index, queue, size: torch.empty(size))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())

@@ -259,7 +259,7 @@ def with_spill(text: str, kernel: str) -> str:
 
 ALONE = """
 def pytest_collection_finish(session):
-    from tensorlogic.ops.common import triton_launch
+    from tensorlogic.kernels.triton_runtime import launch as triton_launch
 
     measure = triton_launch.resources_apart
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_math import follow
-from tensorlogic.ops.common.triton_rows import finite_or_zero, powers, row_statistics
+from tensorlogic.kernels.row_access.contiguous import row_statistics
+from tensorlogic.kernels.triton_runtime.device_math import finite_or_zero, follow, powers
 
 
 @triton.jit

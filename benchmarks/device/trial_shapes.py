@@ -11,7 +11,8 @@ import torch
 import trial_rows
 from torch import Tensor
 
-from tensorlogic.ops.common import triton_cross_entropy, triton_launch
+from tensorlogic.kernels.cross_entropy import rows as cross_entropy_rows
+from tensorlogic.kernels.triton_runtime import launch
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -86,7 +87,7 @@ def both(rows: int, columns: int, dtype: str, cores: int = 132) -> Shape:
     )  # fmt: skip
 
     def apart() -> Callable[..., bool]:
-        ce = triton_cross_entropy
+        ce = cross_entropy_rows
         first = ce.cross_entropy_launcher(
             rows, columns, dtype, dtype, "mean", -100, ce.cross_entropy_configs(columns, dtype)[0], DEVICE, save=True
         )  # fmt: skip
@@ -103,7 +104,7 @@ def both(rows: int, columns: int, dtype: str, cores: int = 132) -> Shape:
     for lanes, warps in ((512, 8), (1024, 8), (1024, 16), (1024, 32), (2048, 32)):
 
         def swept(lanes: int = lanes, warps: int = warps) -> Callable[..., bool]:
-            start = triton_launch.prepare(
+            start = launch.prepare(
                 trial_rows.cross_entropy_swept, grid=(rows, 1, 1),
                 pointers={"x_ptr": dtype, "t_ptr": "i64", "loss_ptr": "f32", "dx_ptr": dtype},
                 integers={"R": rows, "C": columns, "IGNORE": -100}, floats=("share",),
@@ -122,7 +123,7 @@ def both(rows: int, columns: int, dtype: str, cores: int = 132) -> Shape:
             continue
 
         def once(warps: int = warps, stages: int = stages, per: int = per, again: int = again, most: int = most) -> Callable[..., bool]:  # fmt: skip
-            start = triton_launch.prepare(
+            start = launch.prepare(
                 trial_rows.cross_entropy_both, grid=(min(rows, cores * per or rows), 1, 1),
                 pointers={"x_ptr": dtype, "t_ptr": "i64", "loss_ptr": "f32", "dx_ptr": dtype},
                 integers={"R": rows, "C": columns, "IGNORE": -100}, floats=("share",),

@@ -26,7 +26,7 @@ from trial_shapes import DEVICE, Shape, both, miss, poison, rand
 
 import tensorlogic
 from tensorlogic.autotune import tune
-from tensorlogic.ops.common import triton_launch
+from tensorlogic.kernels.triton_runtime import launch
 from tensorlogic.system.compile_pool import CompileFailure
 
 PARTS: dict[str, list[Callable[[], Shape]]] = {
@@ -58,9 +58,7 @@ def chosen() -> None:
 
 def compile_all(shapes: list[Shape]) -> None:
     """Compile every trial in processes, into the cache that they share with this one."""
-    jobs = {
-        j: None for s in shapes for b in s.trials.values() for j in triton_launch.collect(b, DEVICE)
-    }
+    jobs = {j: None for s in shapes for b in s.trials.values() for j in launch.collect(b, DEVICE)}
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(16, os.cpu_count() or 1), context) as pool:
         for job, done in [(j, pool.submit(j.run)) for j in jobs]:

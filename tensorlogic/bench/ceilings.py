@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from ..core import dtypes as core_dtypes
+from ..kernels.cpu import onednn
 from ..measure import timer
-from ..ops.common import products
 from ..ops.pointwise import add
 from .cases import Maker
 from .results import Ceilings, Results, Row
@@ -73,8 +73,8 @@ def _rate(device: torch.device, name: str, n: int, budget_s: float) -> float:
     maker = Maker(core_dtypes.DTYPES[name], device, n)
     a, w = maker.normal(n, n), maker.weight(n, n)
     calls: dict[str, list[timer.Call]] = {"linear": [lambda: F.linear(a, w)]}
-    if name == "f32" and products.onednn_available(device.type) is None:
-        calls["onednn"] = [lambda: products.onednn(a, w, None, "none")]
+    if name == "f32" and onednn.onednn_available(device.type) is None:
+        calls["onednn"] = [lambda: onednn.onednn(a, w, None, "none")]
     samples = timer.device_samples(calls, device, budget_s)
     return float(f"{2e-3 * n**3 / min(min(samples.values[c]) for c in calls):.5g}")
 

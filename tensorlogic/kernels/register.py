@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
@@ -11,13 +10,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ...core.candidate import Candidate, Config, Launcher
-from ...core.key import Key, TensorSpec
-from ...core.op import Op
-from ...native import call_extension
-from ...system.compile_pool import CompileFailure
-from ...system.hardware import interpreting, triton_missing
-from . import cells, compiled_launch
+from ..core.candidate import Candidate, Config, Launcher
+from ..core.key import Key, TensorSpec
+from ..core.op import Op
+from ..system.compile_pool import CompileFailure
+from ..system.hardware import interpreting, triton_missing
+from .triton_runtime import launch_plan
 
 T = TypeVar("T")
 KERNEL_DTYPES = ("f16", "bf16", "f32")
@@ -53,7 +51,7 @@ def described(
     def jobs(key: Key, config: Config, device: torch.device) -> Sequence[Any]:
         if device.type != "cuda":
             return ()
-        from .triton_launch import collect
+        from .triton_runtime.launch import collect
 
         try:
             return collect(lambda: build(known(key), config, device), device)
@@ -61,7 +59,7 @@ def described(
             return ()
 
     def bind(key: Key, config: Config, device: torch.device) -> Launcher:
-        return compiled_launch.plan(op, key, device, build(known(key), config, device))
+        return launch_plan.plan(op, key, device, build(known(key), config, device))
 
     op.add(
         Candidate(
@@ -152,7 +150,7 @@ Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 def empty(device: torch.device) -> Allocate:
     """An allocator (shape, strides, dtype) -> tensor: ours in C, or the one Inductor's code uses where it exists (0.7 against 2.7 µs)."""
-    if (ours := compiled_launch.empty(device)) is not None:
+    if (ours := launch_plan.empty(device)) is not None:
         return cast(Allocate, ours)
     made = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
     if device.type == "cuda" and made is not None and torch.cuda.device_count() == 1:
@@ -162,75 +160,11 @@ def empty(device: torch.device) -> Allocate:
     )
 
 
-_COUNTERS: dict[tuple[int, int, int, torch.dtype, str], Tensor] = {}
-_CAPTURED: dict[tuple[int, int, torch.dtype, str], Tensor] = {}
-
-
-# a use whose counters keep in a graph what its last replay left there
-LASTING = "lasting"
-
-
-def counters(
-    device: torch.device, count: int, dtype: torch.dtype = torch.int32, use: str = "zero"
-) -> Tensor:
-    """Counters of this stream and this use, zeroed once; every launch leaves them as the next of that use may find them.
-
-    `use` "zero": as zeros; others as their kernels say. Inside a capture they are the graph's own, zeroed by it once: its launches on one stream follow one another.
-    """
-    compiled = call_extension.module()
-    if (
-        compiled is not None
-        and (slot := compiled.noted(counters, device, count, dtype, use)) is not None
-    ):
-        return cast(Tensor, slot)
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=dtype, device=device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    if torch.cuda.is_current_stream_capturing():
-        return _captured(device, stream, count, dtype, use)
-    where = (index, stream, 1 << max(count - 1, 0).bit_length(), dtype, use)
-    found = _COUNTERS.get(where)
-    if found is None:
-        found = _COUNTERS[where] = torch.zeros(where[2], dtype=dtype, device=device)
-        if use == LASTING:
-            cells.ready(device)
-    return found
-
-
-def _captured(
-    device: torch.device, stream: int, count: int, dtype: torch.dtype, use: str
-) -> Tensor:
-    capture = _capture_id(stream)
-    if capture is None:
-        return torch.zeros(count, dtype=dtype, device=device)
-    if use == LASTING and count <= cells.WORDS:
-        kept = cells.lend(device, stream, (capture, stream))
-        if kept is not None:
-            return kept
-    where = (capture, stream, dtype, use)
-    found = _CAPTURED.get(where)
-    if found is None or found.numel() < count:
-        for other in [w for w in _CAPTURED if w[0] != capture]:
-            _CAPTURED.pop(other, None)
-        found = _CAPTURED[where] = torch.zeros(max(count, 256), dtype=dtype, device=device)
-    return found
-
-
-@lru_cache
-def _capture_info() -> Any:
-    """The driver's cuStreamGetCaptureInfo, or None."""
-    try:
-        return ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
-    except (OSError, AttributeError):
-        return None
-
-
-def _capture_id(stream: int) -> int | None:
-    """The number of the capture that `stream` takes part in; None when the driver does not say."""
-    info, status, number = _capture_info(), ctypes.c_int(), ctypes.c_uint64()
-    if info is None or info(
-        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
-    ):
-        return None
-    return number.value if status.value == 1 else None
+def rows(t: Tensor) -> Tensor:
+    """t [..., N] as [rows, N], of t's memory where it can be; also where N is 0, which `reshape(-1, N)` refuses."""
+    if t.dim() == 2:
+        return t
+    if t.dim() < 2:
+        return t.unsqueeze(0)
+    # PyTorch has no rule for gradients of many vectors at once through `flatten`
+    return t.reshape(-1, t.shape[-1]) if t.shape[-1] else t.flatten(0, -2)

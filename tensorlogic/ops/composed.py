@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.register import rows
 from .attention_scores import ATTENTION_SCORES, masked
 from .common import ways
-from .common.rows import rows
 from .dropout_linear import DROPOUT_LINEAR, dropped
 from .gelu_linear import GELU_LINEAR
 from .layer_norm_linear import LAYER_NORM_LINEAR

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..kernels.gemm import bind, gemv
 from ..system.hardware import triton_missing
-from .common import gemm_one_row, gemm_wiring
 from .gelu_linear import GELU_LINEAR
 from .gelu_linear import triton_tiled as gelu_linear
 from .layer_norm_linear import LAYER_NORM_LINEAR
@@ -16,7 +16,7 @@ from .matmul import MATMUL
 from .matmul import triton_tiled as matmul
 
 if triton_missing() is None:
-    from .common import triton_one_row
+    from ..kernels.gemm import gemv_kernel
 
     for _op, _module in (
         (LINEAR, linear),
@@ -25,9 +25,9 @@ if triton_missing() is None:
         (LAYER_NORM_LINEAR, layer_norm_linear),
         (LINEAR_BATCH_NORM_RELU, linear_batch_norm_relu),
     ):
-        gemm_wiring.candidate(
+        bind.candidate(
             _op,
             "triton.one_row",
-            gemm_one_row.instead(_module.describe),
-            (gemm_one_row, triton_one_row, _module),
+            gemv.instead(_module.describe),
+            (gemv, gemv_kernel, _module),
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ..core.rewrite_rule import example
-from ..ops.common import cpu_costs
+from ..kernels.cpu import cost_model
 from .trace import Trace, writes
 
 HALF = torch.float16
@@ -20,7 +20,7 @@ def pays(trace: Trace, device: torch.device) -> bool:
     """True where halves are slow and nothing in the graph is written to or handed out as it came in."""
     nodes = list(trace.graph.nodes)
     halves = any((v := example(n)) is not None and v.dtype == HALF for n in nodes)
-    if device.type != "cpu" or not halves or not cpu_costs.half_is_slow("f16"):
+    if device.type != "cpu" or not halves or not cost_model.half_is_slow("f16"):
         return False
     plain = all(n.op in ("placeholder", "call_function", "output") for n in nodes)
     aliases = any(n.op == "placeholder" for n in trace.graph.output_node().all_input_nodes)

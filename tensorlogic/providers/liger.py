@@ -13,7 +13,7 @@ from ..core.candidate import Config, Launcher
 from ..core.dtypes import DTYPES
 from ..core.key import Key
 from ..core.op import Op
-from ..ops.common import wiring
+from ..kernels import register as kernels_register
 from ..ops.layer_norm_linear import saves
 from . import packages
 from .packages import Package, adapted, matrix, on_device, warm
@@ -52,10 +52,10 @@ def logits_rows(key: Key) -> Loss | str:
     """Logits that Liger's cross-entropy takes."""
     logits, target = key.spec("logits"), key.spec("target")
     assert logits is not None and target is not None
-    found = wiring.one_dtype(key, "logits") or matrix(logits, vector_bytes=1)
+    found = kernels_register.one_dtype(key, "logits") or matrix(logits, vector_bytes=1)
     if isinstance(found, str):
         return found
-    if not wiring.is_contiguous(target):
+    if not kernels_register.is_contiguous(target):
         return "targets are not contiguous"
     if key.flag("save"):
         return "Liger keeps no log-sum-exp, which our backward needs: it writes the gradient over the logits"
@@ -122,7 +122,7 @@ def norm_rows(key: Key) -> Norm | str:
     """Inputs that Liger's layer norm takes; the product after it is PyTorch's."""
     x = key.spec("x")
     assert x is not None
-    found = wiring.one_dtype(key) or matrix(x, vector_bytes=1)
+    found = kernels_register.one_dtype(key) or matrix(x, vector_bytes=1)
     if isinstance(found, str):
         return found
     if saves(key):
@@ -132,7 +132,7 @@ def norm_rows(key: Key) -> Norm | str:
         return "Liger's layer norm needs gamma and beta"
     if found[1] > LONGEST_ROW:
         return f"rows of {found[1]} are longer than Liger's {LONGEST_ROW}"
-    if not wiring.is_contiguous(gamma) or not wiring.is_contiguous(beta):
+    if not kernels_register.is_contiguous(gamma) or not kernels_register.is_contiguous(beta):
         return "gamma or beta is not contiguous"
     return Norm(*found, x.dtype, key.flag("eps"))
 

@@ -17,7 +17,7 @@ from ..core.candidate import Candidate, Config, Launcher
 from ..core.dtypes import DTYPES
 from ..core.key import Key, TensorSpec
 from ..core.op import Op
-from ..ops.common import wiring
+from ..kernels import register
 
 T = TypeVar("T")
 MOST_ELEMENTS = 2**31 - 1  # of one tensor; beyond it a package's indices may be 32-bit
@@ -99,7 +99,7 @@ def adapted(
 
 def matrix(t: TensorSpec, vector_bytes: int = 16) -> tuple[int, int] | str:
     """(rows, columns) of contiguous aligned rows, each a multiple of `vector_bytes` long, or why not."""
-    rows = wiring.rows_of(t)
+    rows = register.rows_of(t)
     if isinstance(rows, str):
         return rows
     if math.prod(t.shape) > MOST_ELEMENTS:

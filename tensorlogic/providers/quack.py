@@ -15,7 +15,7 @@ from ..core.candidate import Config, Launcher
 from ..core.dtypes import DTYPES
 from ..core.key import Key, TensorSpec
 from ..core.op import Op
-from ..ops.common import wiring
+from ..kernels import register as kernels_register
 from ..ops.layer_norm_linear import saves
 from . import packages
 from .packages import Package, adapted, aligned, matrix, warm
@@ -71,10 +71,10 @@ class Rows:
 def rows(key: Key) -> Rows | str:
     """Logits that QuACK's cross-entropy takes."""
     logits, target = _spec(key, "logits"), _spec(key, "target")
-    found = wiring.one_dtype(key, "logits") or matrix(logits)
+    found = kernels_register.one_dtype(key, "logits") or matrix(logits)
     if isinstance(found, str):
         return found
-    if not wiring.is_contiguous(target):
+    if not kernels_register.is_contiguous(target):
         return "targets are not contiguous"
     if key.flag("label_smoothing") != 0.0:
         return "QuACK has no label smoothing"
@@ -134,7 +134,7 @@ def softmax_rows(key: Key) -> Rows | str:
     """Rows that QuACK's softmax takes."""
     first = key.tensors[0]
     assert first is not None
-    found = wiring.one_dtype(key) or matrix(first)
+    found = kernels_register.one_dtype(key) or matrix(first)
     if isinstance(found, str):
         return found
     if key.flag("dim") != len(first.shape) - 1:
@@ -183,7 +183,7 @@ class Norm:
 def norm_rows(key: Key) -> Norm | str:
     """Inputs that QuACK's layer norm takes; the product after it is PyTorch's."""
     x = _spec(key, "x")
-    found = wiring.one_dtype(key) or matrix(x)
+    found = kernels_register.one_dtype(key) or matrix(x)
     if isinstance(found, str):
         return found
     if saves(key):
@@ -237,7 +237,7 @@ def linear_product(key: Key) -> Product | str:
     """The product behind a linear key."""
     for name in ("bias", "residual"):
         spec = key.spec(name)
-        if spec is not None and (not wiring.is_contiguous(spec) or spec.align < 16):
+        if spec is not None and (not kernels_register.is_contiguous(spec) or spec.align < 16):
             return f"{name} is not contiguous and aligned to 16 bytes"
     return _product(key, _spec(key, "x"), _spec(key, "weight"), turned=True)
 
@@ -253,7 +253,7 @@ def matmul_product(key: Key) -> Product | str:
 def _product(key: Key, a: TensorSpec, b: TensorSpec, turned: bool) -> Product | str:
     if any(t is not None and t.dtype not in ("f16", "bf16") for t in key.tensors):
         return "QuACK's products are used in f16 and bf16"
-    found = wiring.one_dtype(key) or matrix(a)
+    found = kernels_register.one_dtype(key) or matrix(a)
     if isinstance(found, str):
         return found
     as_is = isinstance(matrix(b), tuple)

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from tensorlogic.core.op import OPS
+from tensorlogic.kernels import register
+from tensorlogic.kernels.triton_runtime import kernel_start, launch_plan
 from tensorlogic.native import call_extension, cuda_driver
-from tensorlogic.ops.common import compiled_launch, triton_start, wiring
 
 CPU = torch.device("cpu")
 
@@ -79,14 +80,14 @@ class Device:
         kind = ctypes.c_uint64 if name == "stream_of_device" else ctypes.c_int
         kind.in_dll(self.lib, name).value = value
 
-    def binary(self, layout: str, **changes: Any) -> triton_start.Binary:
+    def binary(self, layout: str, **changes: Any) -> kernel_start.Binary:
         types = self.triton.build_signature_metadata([TYPES[letter] for letter in layout])
         kernel_arg = self.triton.PyKernelArg(nested_tuple=None, type=self.triton.ARG_KERNEL)
         about: dict[str, Any] = {
             "launch": self.triton.launch, "function": self.kernel(layout), "metadata": (4, 1, 1024), "flags": (False, False),
             "scratch": 0, "tiles": (), "described": ([kernel_arg] * len(layout), types),
         }  # fmt: skip
-        return triton_start.Binary(**(about | changes))
+        return kernel_start.Binary(**(about | changes))
 
 
 def built(command: Sequence[str], output: Path) -> Path:
@@ -142,15 +143,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Launchers for the CPU go to the stand-in, as those for a GPU would to its driver."""
     standin = stand_in()
     monkeypatch.setattr(cuda_driver, "driver", lambda device: standin.driver)
-    monkeypatch.setattr(compiled_launch, "_index", lambda device: device.index or 0)
+    monkeypatch.setattr(launch_plan, "_index", lambda device: device.index or 0)
     stream = lambda index: 0x700 + index  # noqa: E731
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)
-    triton_start.closure.cache_clear()
+    kernel_start.closure.cache_clear()
     standin.launches()
     yield standin
     standin.set("refuse", 0)
     standin.set("status_of_capture", 0)
-    triton_start.closure.cache_clear()
+    kernel_start.closure.cache_clear()
 
 
 def made(
@@ -160,7 +161,7 @@ def made(
     maps = about.pop("maps", [])
     binary = device.binary(layout, **about)
     counts = [layout.count(letter) for letter in "pfl"]
-    return triton_start.started(binary, (3, 2, 5), 5, mask, integers, maps, *counts)
+    return kernel_start.started(binary, (3, 2, 5), 5, mask, integers, maps, *counts)
 
 
 def add_relu(device: Device, n: int, **about: Any) -> Any:
@@ -170,7 +171,7 @@ def add_relu(device: Device, n: int, **about: Any) -> Any:
 
 
 def launcher(device: Device, **about: Any) -> Any:
-    start, empty = add_relu(device, 30, **about), wiring.empty(CPU)
+    start, empty = add_relu(device, 30, **about), register.empty(CPU)
 
     def launch(a: Tensor, b: Tensor) -> Any:
         y = empty((6, 5), (5, 1), torch.float32)
@@ -183,4 +184,4 @@ def noted(launch: Callable[..., Any], shape: tuple[int, ...] = (6, 5)) -> Any:
     """What becomes of a launcher of add_relu for two tensors of this shape."""
     x = torch.randn(shape)
     op = OPS["add_relu"]
-    return compiled_launch.plan(op, op.key([x, x, False], "inference"), CPU, launch)
+    return launch_plan.plan(op, op.key([x, x, False], "inference"), CPU, launch)

@@ -22,8 +22,8 @@ from tensorlogic.autotune import measure_key
 from tensorlogic.bench import ceilings, session
 from tensorlogic.core import policy, tolerance
 from tensorlogic.core.op import OPS
+from tensorlogic.kernels.metal import launch as metal_launch
 from tensorlogic.measure import timer
-from tensorlogic.ops.common import metal_launch
 from tensorlogic.plans import environment, open_stores
 
 from . import mps, planted, standin

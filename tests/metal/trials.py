@@ -14,7 +14,7 @@ from tensorlogic.core import tolerance
 from tensorlogic.core.candidate import EAGER, Candidate, Launcher, Outputs
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
-from tensorlogic.ops.common import metal_launch
+from tensorlogic.kernels.metal import launch as metal_launch
 from tensorlogic.ops.pointwise import shapes
 
 from . import standin

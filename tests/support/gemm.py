@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from .triton import DEVICE, GUARD, TORCH
 
-from tensorlogic.ops.common import gemm  # isort: skip  (after the interpreter is asked for)
-from tensorlogic.ops.common.gemm import GemmSpec, Operand  # isort: skip
+from tensorlogic.kernels.gemm import tiled  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.kernels.gemm.spec import GemmSpec
+
+from tensorlogic.kernels.gemm.spec import Operand  # isort: skip
 
 TOLERANCE = {"f16": 2e-3, "bf16": 1.6e-2, "f32": 1e-5}  # of the largest element
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -168,20 +170,20 @@ def check(
     if options.get("outer") in ("residual", "gradient"):
         operands["residual"] = operand(t["residual"], dtype)
     spec = GemmSpec(m, n, k, **operands, batch=batch or 1, align=align, **options)
-    assert gemm.gemm_refusal(spec) is None
+    assert tiled.gemm_refusal(spec) is None
     want = expected(
         spec,
-        {name: t[name] for name in gemm.gemm_arguments(spec, config | {"SPLIT": 1}) if name in t},
+        {name: t[name] for name in tiled.gemm_arguments(spec, config | {"SPLIT": 1}) if name in t},
         keep,
     )
     for name in outputs:
         t[name].fill_(torch.nan)
-    floats, counters = gemm.gemm_workspace(spec, config)
+    floats, counters = tiled.gemm_workspace(spec, config)
     t["space"] = torch.full((floats,), torch.nan, device=DEVICE)
     t["counter"] = torch.zeros(counters, device=DEVICE, dtype=torch.int32)
     numbers = {"p": P, "eps": EPS, "seed_value": SEED, "offset_value": OFFSET}
-    given = [t[name] if name in t else numbers[name] for name in gemm.gemm_arguments(spec, config)]
-    launch = gemm.gemm_launcher(spec, config, DEVICE)
+    given = [t[name] if name in t else numbers[name] for name in tiled.gemm_arguments(spec, config)]
+    launch = tiled.gemm_launcher(spec, config, DEVICE)
     before = {name: beside(t[name]) for name in outputs}
     for _ in range(
         1 + (config["SPLIT"] > 1)

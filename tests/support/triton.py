@@ -19,9 +19,9 @@ pytest.importorskip("triton")
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.kernels import register
+from tensorlogic.kernels.row_access.strided import Lines
 from tensorlogic.measure import verification
-from tensorlogic.ops.common import wiring
-from tensorlogic.ops.common.triton_softmax import Lines
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -89,7 +89,7 @@ def close_to_largest(got: torch.Tensor, want: torch.Tensor, dtype: str) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of so few multiprocessors that the interpreter runs as many programs as fill it."""
-    monkeypatch.setattr(wiring, "cores", lambda: 3)
+    monkeypatch.setattr(register, "cores", lambda: 3)
 
 
 def offered_are_right(op: Op, served: Candidate, key: Key) -> int:

@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow
-from tensorlogic.ops.common.triton_rows import finite_or_zero, powers
+from tensorlogic.kernels.triton_runtime.device_math import finite_or_zero, follow, powers
+from tensorlogic.kernels.triton_runtime.launch import prepare
 from tensorlogic.system.compile_pool import CompileFailure
 
 Sizes = tuple[int, int, int, int]  # B, H, S, T

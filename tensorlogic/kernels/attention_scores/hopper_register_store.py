@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tensorlogic.ops.common import triton_launch
+from tensorlogic.kernels.triton_runtime import launch
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -315,7 +315,7 @@ def direct_launcher(
     warps = config["num_warps"]
     groups = math.ceil(s / (16 * warps))
     names = ("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks")
-    return triton_launch.prepare(
+    return launch.prepare(
         attention_scores_direct,
         grid=(b * h * groups, 1, 1),
         pointers=dict.fromkeys(("q_ptr", "k_ptr", "y_ptr"), dtype),

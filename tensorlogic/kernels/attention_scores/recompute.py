@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow
+from tensorlogic.kernels.triton_runtime.device_math import follow
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 TINY: tl.constexpr = tl.constexpr(1e-20)  # sums above it lose nothing to underflow

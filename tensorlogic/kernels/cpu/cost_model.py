@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ...core.dtypes import DTYPES
 from ...native import cpu_library
-from . import cpu_rates, native_wiring
+from . import calibration
+from . import register as cpu_register
 
 PASS = 0.4e-3  # microseconds an element of a further pass over memory
 # microseconds that a compiled call takes less than those the lines below were fitted to
@@ -164,7 +165,7 @@ def native_us(m: int, n: int, k: int, dtype: str, linear: bool, wide: bool = Fal
     if m <= few_rows(dtype, linear, paired, k, turned):
         few = "few linear" if linear else "few"
         line = lines.get(f"{few} {dtype}", lines[few])
-        few_terms = k < NARROW and native_wiring.narrow()
+        few_terms = k < NARROW and cpu_register.narrow()
         short = m * n * SHORT_SUM / threads(m * n * k) if few_terms else 0.0
         return line.us(m, n, k) - saved + (short if linear else _far_us(n, k, dtype, dtype))
     short = m * ROW if n <= 2 * NARROW else 0.0
@@ -191,7 +192,7 @@ def few_rows(dtype: str, linear: bool, paired: bool, k: int, turned: bool = Fals
         return 5 if linear else 4
     if linear:
         most = 12 if dtype == "f32" or cpu_library.isa() == "amx" else 16
-        return most if turned else min(most, max(k // (8 if native_wiring.narrow() else 16), 4))
+        return most if turned else min(most, max(k // (8 if cpu_register.narrow() else 16), 4))
     if cpu_library.isa() == "amx":
         return 6 if dtype == "bf16" else 12
     return 16
@@ -199,7 +200,7 @@ def few_rows(dtype: str, linear: bool, paired: bool, k: int, turned: bool = Fals
 
 def _far_us(n: int, k: int, dtype: str, who: str) -> float:
     """What few rows wait for a weight [k, n] that the second-level cache does not hold."""
-    if _is_amd() or n * k * DTYPES[dtype].itemsize <= native_wiring.CACHE_BYTES:
+    if _is_amd() or n * k * DTYPES[dtype].itemsize <= cpu_register.CACHE_BYTES:
         return 0.0
     return n * k * FAR[who] * 1e-3 / threads(n * k * FEW)
 
@@ -261,11 +262,13 @@ def _factors(dtype: str) -> tuple[float, ...]:
     lines = ZEN if _is_amd() else INTEL
     ours = lines.get("pairs" if pairs(dtype) else "blocks", lines["blocks"])
     matmul = cpu_library.op("matmul")
-    products = [cpu_rates.Product(lambda a, b, out: matmul(a, b), ours.parts)]
+    products = [calibration.Product(lambda a, b, out: matmul(a, b), ours.parts)]
     if not half_is_slow(dtype):
-        theirs = cpu_rates.Product(
+        theirs = calibration.Product(
             torch_into, lambda n: _torch_line(n * n * n, dtype, False).parts(n)
         )
         products.insert(0, theirs)
-    found = cpu_rates.factors(f"{dtype} by torch and {cpu_library.isa()}", DTYPES[dtype], products)
+    found = calibration.factors(
+        f"{dtype} by torch and {cpu_library.isa()}", DTYPES[dtype], products
+    )
     return found if len(found) == 2 else (1.0, *found)

@@ -18,8 +18,10 @@ from ...core.dtypes import DTYPES
 from ...core.key import Key, TensorSpec
 from ...core.op import Op
 from ...native import cpu_library
-from . import cpu_costs, native_wiring, products, wiring
-from .rows import rows
+from .. import register
+from ..register import rows
+from . import cost_model, onednn
+from . import register as cpu_register
 
 POOLED = 1 << 20  # bytes from which a fresh product comes from the pool
 PACKED_FROM = 1 << 16  # elements of a weight whose tiles are worth a look
@@ -39,12 +41,12 @@ def supports(key: Key, x: str = "x", weight: str = "weight") -> str | None:
     assert w is not None and left is not None
     if len(w.shape) != 2 or 0 in w.shape or 0 in left.shape:
         return "an operand is empty or weight is not two-dimensional"
-    return native_wiring.contiguous(key, *_given(key, "bias")) or wiring.one_dtype(key)
+    return cpu_register.contiguous(key, *_given(key, "bias")) or register.one_dtype(key)
 
 
 def supports_dense(key: Key) -> str | None:
     """As `supports`, and x is contiguous: a native pass over it precedes the product."""
-    return native_wiring.contiguous(key, "x") or supports(key)
+    return cpu_register.contiguous(key, "x") or supports(key)
 
 
 def _given(key: Key, *names: str) -> list[str]:
@@ -57,11 +59,11 @@ def configs(key: Key, x: str = "x") -> list[Config]:
     found: list[Config] = [{"product": "native"}]
     if _packs(key):
         found.insert(0 if _packing_wins(key, x) else 1, {"product": "packed"})
-    if native_wiring.contiguous(key, *_given(key, x, "residual")) is None:
+    if cpu_register.contiguous(key, *_given(key, x, "residual")) is None:
         found.append({"product": "torch"})
         weight = _weight_of(key)
-        gaps = weight.dtype == "f32" and products.onednn_weight(weight)  # of halves a copy is taken
-        if not gaps and products.onednn_available("cpu") is None:
+        gaps = weight.dtype == "f32" and onednn.onednn_weight(weight)  # of halves a copy is taken
+        if not gaps and onednn.onednn_available("cpu") is None:
             found.append({"product": "onednn"})
     if _plain(key, x):
         m, n, k = _mnk(key, x, "weight", True)
@@ -74,18 +76,18 @@ def _plain(key: Key, x: str) -> bool:
     """Whether a pass over x precedes the product of halves that PyTorch's linear layer multiplies as such."""
     if _before(key) is None:
         return False
-    dtype = native_wiring.dtype_of(key, x)
-    return dtype != "f32" and not cpu_costs.half_is_slow(dtype)
+    dtype = cpu_register.dtype_of(key, x)
+    return dtype != "f32" and not cost_model.half_is_slow(dtype)
 
 
 def _plain_us(key: Key, m: int, n: int, k: int) -> float:
-    return cpu_costs.torch_us(m, n, k, _weight_of(key).dtype, _along_k(key, "weight", True))
+    return cost_model.torch_us(m, n, k, _weight_of(key).dtype, _along_k(key, "weight", True))
 
 
 def _own_us(key: Key, m: int, n: int, k: int) -> float:
     """Our product behind a pass that leaves float32."""
     linear = _along_k(key, "weight", True)
-    return cpu_costs.native_us(m, n, k, _weight_of(key).dtype, linear, wide=True)
+    return cost_model.native_us(m, n, k, _weight_of(key).dtype, linear, wide=True)
 
 
 def prepared(config: Config, x: Tensor) -> Tensor:
@@ -130,7 +132,7 @@ def weight32(weight: Tensor) -> Tensor:
     if weight.dtype == torch.float32:
         return weight
     if weight_cache.is_constant(weight):
-        return products.wide_weight(weight)
+        return onednn.wide_weight(weight)
     return (
         widened(weight)
         if weight.is_contiguous()
@@ -143,7 +145,7 @@ def weight32(weight: Tensor) -> Tensor:
 def _wide_product(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
     """product(x [..., K] f32, weight [N, K] f32) -> [rows, N] f32 that nobody else holds."""
     if config["product"] == "onednn":
-        return lambda x, w: products.onednn(rows(x), w, None, "none")
+        return lambda x, w: onednn.onednn(rows(x), w, None, "none")
     empty = cpu_library.op("empty")
 
     def by_torch(x: Tensor, w: Tensor) -> Tensor:
@@ -163,7 +165,7 @@ def finished(
 
     x may be wider than the op's dtype: what precedes the product need not round.
     """
-    dtype = DTYPES[native_wiring.dtype_of(key, x)]
+    dtype = DTYPES[cpu_register.dtype_of(key, x)]
     code = cpu_library.ACTIVATIONS[dict(key.flags).get("activation")]
     residual = key.spec("residual") if "residual" in key.names else None
     if config["product"] == "plain":
@@ -172,7 +174,7 @@ def finished(
         return _finished_packed(code)
     if config["product"] == "native":
         linear = cpu_library.op("linear_pre" if keep else "linear")
-        if residual is not None and not wiring.is_contiguous(residual):
+        if residual is not None and not register.is_contiguous(residual):
             return lambda x, w, bias, residual: linear(x, w, bias, residual.contiguous(), code)
         if residual is None and not code:
             return lambda x, w, bias, residual: linear(x, w, bias)
@@ -223,18 +225,18 @@ def guess(key: Key, x: str = "x", weight: str = "weight", linear: bool = True) -
     """Our product's time over PyTorch's, with the passes that eager makes, and records, one by one."""
     m, n, k = _mnk(key, x, weight, linear)
     linear = _along_k(key, weight, linear)
-    dtype, before = native_wiring.dtype_of(key, x), _before(key)
-    eager = cpu_costs.torch_us(m, n, k, dtype, linear)
+    dtype, before = cpu_register.dtype_of(key, x), _before(key)
+    eager = cost_model.torch_us(m, n, k, dtype, linear)
     passes = len(_given(key, "residual")) + (dict(key.flags).get("activation", "none") != "none")
-    ours = cpu_costs.native_us(m, n, k, dtype, linear, wide=before is not None)
+    ours = cost_model.native_us(m, n, k, dtype, linear, wide=before is not None)
     if _plain(key, x):
         ours = min(ours, eager)
     if key.direction == "forward":
-        ours += native_wiring.RECORDED_US
-        eager += passes * native_wiring.RECORDED_US
-    eager += passes * cpu_costs.pass_us(m * n)
+        ours += cpu_register.RECORDED_US
+        eager += passes * cpu_register.RECORDED_US
+    eager += passes * cost_model.pass_us(m * n)
     if before is not None:
-        theirs, own = cpu_costs.before_us(before, m, k, dtype)
+        theirs, own = cost_model.before_us(before, m, k, dtype)
         eager, ours = eager + theirs, ours + own
     return ours / eager
 
@@ -249,12 +251,12 @@ def _before(key: Key) -> str | None:
 def guess_backward(key: Key) -> float:
     """Both products of a linear layer's backward, over PyTorch's with the activation's gradient."""
     (m, n), (_, k) = _rows(key, key.names[0]), _rows(key, key.names[1])
-    dtype = native_wiring.dtype_of(key, key.names[0])
+    dtype = cpu_register.dtype_of(key, key.names[0])
     ways = ((m, k, n), (n, k, m))
-    ours = sum(cpu_costs.native_us(*way, dtype, False) for way in ways)
-    eager = sum(cpu_costs.torch_us(*way, dtype, False) for way in ways)
+    ours = sum(cost_model.native_us(*way, dtype, False) for way in ways)
+    eager = sum(cost_model.torch_us(*way, dtype, False) for way in ways)
     passes = ACTIVATED * (dict(key.flags).get("activation", "none") != "none")
-    return ours / (eager + passes * cpu_costs.pass_us(m * n))
+    return ours / (eager + passes * cost_model.pass_us(m * n))
 
 
 def _rows(key: Key, name: str) -> tuple[int, int]:
@@ -266,7 +268,7 @@ def _rows(key: Key, name: str) -> tuple[int, int]:
 def supports_backward(key: Key) -> str | None:
     """None for contiguous, non-empty operands of one kernel dtype and a two-dimensional weight."""
     names = [name for name in key.names if name != "weight" and key.spec(name) is not None]
-    return native_wiring.contiguous(key, *names) or supports(key)
+    return cpu_register.contiguous(key, *names) or supports(key)
 
 
 Gradients = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor | None, ...]]
@@ -296,8 +298,8 @@ def add_backward(
     supports: Callable[[Key], str | None] = supports_backward,
 ) -> None:
     """Register a backward of two native products."""
-    native_wiring.add(
-        op, "cpu.products", build, supports, guess_backward, module, native_wiring.PRODUCTS
+    cpu_register.add(
+        op, "cpu.products", build, supports, guess_backward, module, cpu_register.PRODUCTS
     )
 
 
@@ -355,11 +357,11 @@ def add(
             bind=lambda key, config, device: build(key, config),
             supports=supports,
             configs=configs,
-            available=native_wiring.cpu_only,
-            sources=(sys.modules[module], sys.modules[__name__], cpu_costs, native_wiring.LIBRARY),
+            available=cpu_register.cpu_only,
+            sources=(sys.modules[module], sys.modules[__name__], cost_model, cpu_register.LIBRARY),
             guess=guess,
             trusted=True,
             vouched=True,
-            clock=native_wiring.PRODUCTS,
+            clock=cpu_register.PRODUCTS,
         )
     )

@@ -17,7 +17,8 @@ from ...core.op import Op
 from ...measure import interference, timer
 from ...native import cpu_library, library_files
 from ...plans.machine_notes import Notes
-from . import storing, wiring
+from .. import register
+from . import output_stores
 
 CACHE_BYTES = 2 << 20  # beyond it, a pass over memory costs what memory gives
 # from here on, glibc hands out untouched pages, and touching them costs more than the arithmetic
@@ -80,7 +81,7 @@ def add_stored(
     (`asks`); `build` takes the number of one."""
 
     def bind(key: Key, config: Config, device: torch.device) -> Launcher:
-        return build(key, storing.code(config, output(key)))
+        return build(key, output_stores.code(config, output(key)))
 
     _add(
         op,
@@ -89,8 +90,8 @@ def add_stored(
         supports,
         guess,
         module,
-        configs=lambda key: storing.configs(output(key), asks),
-        then=storing.read,
+        configs=lambda key: output_stores.configs(output(key), asks),
+        then=output_stores.read,
     )
 
 
@@ -146,9 +147,9 @@ def contiguous(key: Key, *names: str) -> str | None:
     """None when the named tensors are contiguous, non-empty, of one kernel dtype."""
     for name in names:
         t = key.spec(name)
-        if t is not None and (0 in t.shape or not wiring.is_contiguous(t)):
+        if t is not None and (0 in t.shape or not register.is_contiguous(t)):
             return f"{name} is empty or not contiguous"
-    return wiring.one_dtype(key, *names)
+    return register.one_dtype(key, *names)
 
 
 def size_of(key: Key, name: str) -> int:

@@ -7,44 +7,17 @@ from typing import Any
 
 import torch
 
-from tensorlogic.ops.common import triton_launch
-from tensorlogic.ops.common.triton_cross_entropy import cross_entropy_reduce
-from tensorlogic.ops.common.triton_cross_entropy_together import SIZE, share_launcher
-from tensorlogic.ops.common.triton_launch import prepare
+from tensorlogic.kernels.cross_entropy.fused_backward import share_launcher
+from tensorlogic.kernels.cross_entropy.rows import cross_entropy_reduce
+from tensorlogic.kernels.row_access.shared_memory import SIZE
+from tensorlogic.kernels.triton_runtime import launch
+from tensorlogic.kernels.triton_runtime.launch import prepare
 from tensorlogic.system.compile_pool import CompileFailure
 
-# of a multiprocessor's 227 KiB, beside what sums pass through
-SHARED_BYTES = 225 * 1024
-REGISTERS = 65536  # of a multiprocessor
+from ..row_access.shared_memory import odd, registers, tiles
+
 # of rows: shorter ones are held by two programs' registers, which takes 3 % less
 LEAST_BYTES = 64 * 1024
-
-
-def tiles(columns: int, dtype: str, config: Mapping[str, Any], tensors: int = 1) -> tuple[int, int]:
-    """(tiles of a row, those of them in shared memory) where a program holds a row of each of `tensors`; none there where it does not.
-
-    Tiles in shared memory are whole: of rows that begin at odd places the last two may not be.
-    """
-    lanes, warps, per = config["LANES"], config["num_warps"], config["per"]
-    count = -(-columns * SIZE[dtype] // (16 * lanes))
-    shared = max(count - config["KEPT"], count // 2)
-    words = (count - shared) * 4 * lanes // (32 * warps)
-    fits = (
-        2 * words * tensors <= registers(config)
-        and shared * 16 * lanes * per * tensors <= SHARED_BYTES
-    )
-    whole = shared <= count - 1 - odd(columns, dtype)
-    return count, shared if fits and whole and config["AHEAD"] <= count else 0
-
-
-def odd(columns: int, dtype: str) -> bool:
-    """Whether rows begin at odd places: no multiple of 16 bytes."""
-    return columns * SIZE[dtype] % 16 > 0
-
-
-def registers(config: Mapping[str, Any]) -> int:
-    """A thread's."""
-    return min(255, REGISTERS // (32 * config["num_warps"] * config["per"]) // 8 * 8)
 
 
 def held_configs(columns: int, dtype: str, tensors: int = 1) -> list[dict[str, Any]]:
@@ -74,7 +47,7 @@ def held_launcher(
     cores: int,
 ) -> Callable[..., bool]:
     """As `triton_cross_entropy_together.together_launcher`, on a Hopper GPU of `cores` multiprocessors."""
-    from .triton_cross_entropy_held import cross_entropy_held
+    from .fused_backward_smem_kernel import cross_entropy_held
 
     lanes, warps, per = config["LANES"], config["num_warps"], config["per"]
     count, shared = tiles(columns, dtype, config)
@@ -84,7 +57,7 @@ def held_launcher(
         )
     width = 16 // SIZE[dtype]
     first = share_launcher(rows, reduction, ignore_index, device)
-    start = triton_launch.prepare(
+    start = launch.prepare(
         cross_entropy_held,
         grid=(min(rows, cores * per), 1, 1),
         pointers={

@@ -5,92 +5,20 @@ from __future__ import annotations
 from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tensorlogic.ops.common.triton_cross_entropy_together import (
+from tensorlogic.kernels.triton_runtime.device_math import finite_or_zero
+from tensorlogic.kernels.triton_runtime.exact_exp import (
     LN2,
     ONE,
     based,
     exponential,
     gradient,
-    high,
-    low,
     raised,
-    step,
     under,
 )
-from tensorlogic.ops.common.triton_rows import finite_or_zero, row_body
 
-
-@gluon.jit
-def parts_held(row, R, C, WIDTH: gl.constexpr, LIES: gl.constexpr):
-    """`parts_of` in Gluon: where a row's groups begin and how many elements they have; where its ends lie, and which there are."""
-    first, length = row_body(row, C, WIDTH)
-    length = gl.where(row < R, length, 0)
-    lane = gl.arange(0, 2 * WIDTH, LIES)
-    at = gl.where(lane < WIDTH, lane, first + length + lane - WIDTH)
-    inside = (at < gl.where(lane < WIDTH, gl.minimum(first, C), C)) & (row < R)
-    return gl.multiple_of(row * C + first, WIDTH), length, row * C + at, inside
-
-
-@gluon.jit
-def put_tile(
-    ptr, at, C, v, c, scale, live, WHOLE: gl.constexpr, LANES: gl.constexpr, WIDTH: gl.constexpr, LIES: gl.constexpr
-):  # fmt: skip
-    """dx[at] = scale softmax(x) of a tile of words, or 0 where the row is ignored; `at` below C where not WHOLE."""
-    kind: gl.constexpr = ptr.dtype.element_ty
-    d = gradient(low(v, kind), c, scale, kind)
-    if kind != gl.float32:
-        both = gl.join(d.to(kind), gradient(high(v, kind), c, scale, kind).to(kind))
-        d = gl.convert_layout(both.reshape([LANES, WIDTH]), LIES)
-    d = gl.where(live, d, 0.0)
-    if WHOLE:
-        gl.store(ptr + at, d, cache_modifier=".cs")
-    else:
-        gl.store(ptr + at, d, mask=at < C, cache_modifier=".cs")
-
-
-@gluon.jit
-def exchange(
-    xs, held, here, to, m, norm, c, scale, live, writes, more, none, C, W, piece, place,
-    TILES: gl.constexpr, SHARED: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, ODD: gl.constexpr, LANES: gl.constexpr,
-    WIDTH: gl.constexpr, WORDS: gl.constexpr, IN: gl.constexpr, OUT: gl.constexpr,
-):  # fmt: skip
-    """Write scale exp(x - c) of the C elements that are held to `to`, and hold the W words that come from `here`, each if there are any;
-    (m, norm) of these, and their tiles in registers. The last tile is ragged unless EVEN, the last two may be with ODD.
-
-    As soon as a tile is written, the next row's comes in its place, and AHEAD tiles later it is summed.
-    """
-    kind: gl.constexpr = to.dtype.element_ty
-    TILE: gl.constexpr = LANES * WORDS  # in words
-    new = ()
-    for k in gl.static_range(TILES + AHEAD):
-        if k < SHARED:
-            if writes:
-                v = xs.index(k).load(IN)
-                put_tile(to + k * (LANES * WIDTH), place, C, v, c, scale, live, True, LANES, WIDTH, OUT)  # fmt: skip
-            if more:
-                async_copy.async_copy_global_to_shared(
-                    xs.index(k), here + (k * TILE + piece), eviction_policy="evict_first"
-                )
-            async_copy.commit_group()
-        elif k < TILES:
-            if writes:
-                v = held[k - SHARED] ^ none
-                left = C - k * (LANES * WIDTH)
-                put_tile(to + k * (LANES * WIDTH), place, left, v, c, scale, live, EVEN or k < TILES - 1 - ODD, LANES, WIDTH, OUT)  # fmt: skip
-            at = k * TILE + piece
-            coming = gl.load(here + at, mask=(at < W) & more, other=0, eviction_policy="evict_first")  # fmt: skip
-            new = new + (coming,)  # type: ignore[assignment]  # noqa: RUF005
-        if k >= AHEAD:
-            if k - AHEAD < SHARED:
-                async_copy.wait_group(min(k, SHARED - 1) - (k - AHEAD))
-                m, norm = step(m, norm, xs.index(k - AHEAD).load(IN), piece < W, True, kind)
-            else:
-                v = new[k - AHEAD - SHARED] ^ none
-                m, norm = step(m, norm, v, piece < W - (k - AHEAD) * TILE, EVEN or k - AHEAD < TILES - 1 - ODD, kind)  # fmt: skip
-    return m, norm, new
+from ..row_access.shared_memory import exchange, parts_held
 
 
 @gluon.jit

@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_cross_entropy import write_loss
-from tensorlogic.ops.common.triton_cross_entropy_together import (
+from tensorlogic.kernels.cross_entropy.rows import write_loss
+from tensorlogic.kernels.triton_runtime.device_math import finite_or_zero, follow
+from tensorlogic.kernels.triton_runtime.exact_exp import (
     LN2,
     LOG2E,
     based,
@@ -19,9 +20,7 @@ from tensorlogic.ops.common.triton_cross_entropy_together import (
     low,
     words,
 )
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow
-from tensorlogic.ops.common.triton_rows import finite_or_zero
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
 IGNORED = tl.constexpr(-(2**31))  # the bits of -0.0, which no loss is
 

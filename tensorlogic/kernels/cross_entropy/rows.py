@@ -9,17 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_groups import SIZE
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow
-from tensorlogic.ops.common.triton_rows import (
-    powers,
-    row_body,
-    row_configs,
-    row_ends,
-    row_statistics,
-    with_ends,
-)
+from tensorlogic.kernels.row_access.contiguous import row_body, row_ends, row_statistics, with_ends
+from tensorlogic.kernels.row_access.ragged import SIZE
+from tensorlogic.kernels.softmax.rows import row_configs
+from tensorlogic.kernels.triton_runtime.device_math import follow, powers
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
 
 @triton.jit

@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_columns import arrive, backward_configs, gathered, leave
-from tensorlogic.ops.common.triton_elementwise import combine
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow
+from tensorlogic.kernels.elementwise.column_passes import arrive, backward_configs, gathered, leave
+from tensorlogic.kernels.elementwise.elementwise import combine
+from tensorlogic.kernels.triton_runtime.device_math import follow
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
 
 @triton.jit

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_elementwise import combine
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow, relu
+from tensorlogic.kernels.elementwise.elementwise import combine
+from tensorlogic.kernels.triton_runtime.device_math import follow, relu
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
 
 @triton.jit

@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import (
+from tensorlogic.kernels.triton_runtime.device_math import (
     follow,
     gelu_erf,
     gelu_erf_grad,
@@ -21,6 +20,7 @@ from tensorlogic.ops.common.triton_math import (
     silu,
     silu_grad,
 )
+from tensorlogic.kernels.triton_runtime.launch import prepare
 from tensorlogic.system.compile_pool import CompileFailure
 
 #: op -> (number of inputs, number of outputs). Backward ops start with dy; `y` means the forward's output.

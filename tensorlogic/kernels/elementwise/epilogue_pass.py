@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import activate, follow
+from tensorlogic.kernels.triton_runtime.device_math import activate, follow
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
 
 @triton.jit

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow, relu
+from tensorlogic.kernels.triton_runtime.device_math import follow, relu
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
 BITS = tl.constexpr(8)  # of a mark: one byte is a thread's
 

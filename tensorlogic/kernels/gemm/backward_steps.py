@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ...core.key import TensorSpec
-from . import gemm_wiring, wiring
-from .gemm import GemmSpec, Operand
-from .gemm_wiring import Kernel, Product, Start
+from .. import register
+from . import bind
+from .bind import Kernel, Product, Start
+from .spec import GemmSpec, Operand
 
 # configurations of an element-wise pass that are tried beside the products' own
 PASSES = 4
@@ -21,16 +22,16 @@ def pointwise(
     kind: str, dtype: str, given: tuple[str, ...], names: tuple[str, ...], shape: tuple[int, ...]
 ) -> Kernel:
     """The element-wise `kind` of contiguous tensors of one shape, into `names`."""
-    from . import triton_elementwise
+    from ..elementwise import elementwise
 
     dtypes, modes = [dtype] * (len(given) + len(names)), ("full",) * len(given)
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return triton_elementwise.elementwise_launcher(
+        return elementwise.elementwise_launcher(
             kind, dtypes, 1, prod(shape), modes, config, device, align
         )
 
-    configs = triton_elementwise.elementwise_configs(dtypes, 1, prod(shape), modes)
+    configs = elementwise.elementwise_configs(dtypes, 1, prod(shape), modes)
     return Kernel(
         (*given, *names),
         {name: (name, shape, dtype) for name in names},
@@ -41,34 +42,34 @@ def pointwise(
 
 def gradient_with_sums(kind: str, dtype: str, shape: tuple[int, ...]) -> Kernel:
     """dz = dy · act'(kept) and db = the sums of its columns, in one pass over contiguous dy and kept."""
-    from . import triton_columns
+    from ..elementwise import column_passes
 
     m, n = prod(shape[:-1]), shape[-1]
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return triton_columns.activation_backward_launcher(kind, m, n, dtype, config, device, align)
+        return column_passes.activation_backward_launcher(kind, m, n, dtype, config, device, align)
 
     made = {"dz": ("dz", shape, dtype), "db": ("db", (n,), dtype)}
-    choices = triton_columns.backward_configs(m, n, wiring.cores())
-    space = partial(triton_columns.backward_space, n, 1)
+    choices = column_passes.backward_configs(m, n, register.cores())
+    space = partial(column_passes.backward_space, n, 1)
     return Kernel(("dy", "kept", "dz", "db", "space", "counter"), made, choices, build, space)
 
 
 def column_sums(dy: str, dtype: str, m: int, n: int) -> Kernel:
     """db [N] = the sums of the columns of contiguous dy [m, N]."""
-    from . import triton_reduce
+    from ..reduce import contiguous
 
     choices = [
         c
-        for c in triton_reduce.reduce_configs(1, m, n, dtype, wiring.cores())
+        for c in contiguous.reduce_configs(1, m, n, dtype, register.cores())
         if c["last"] or c["parts"] == 1
     ]
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return triton_reduce.reduce_launcher("sum", dtype, dtype, 1, m, n, config, device, align)
+        return contiguous.reduce_launcher("sum", dtype, dtype, 1, m, n, config, device, align)
 
     def space(config: dict[str, Any]) -> tuple[int, int]:
-        partials, counters = triton_reduce.reduce_workspace(1, m, n, config)
+        partials, counters = contiguous.reduce_workspace(1, m, n, config)
         return max(partials, 1), max(counters, 1)
 
     return Kernel(
@@ -82,7 +83,7 @@ def column_sums(dy: str, dtype: str, m: int, n: int) -> Kernel:
 
 def bias_gradient(dy: TensorSpec, n: int) -> tuple[list[Kernel], str]:
     """db [N] of dy [..., N], as a launch where that is possible, and the expression for it."""
-    if not wiring.is_contiguous(dy):
+    if not register.is_contiguous(dy):
         return [], f"dy.reshape(-1, {n}).sum(0)"
     return [column_sums("dy", dy.dtype, prod(dy.shape[:-1]), n)], "db"
 
@@ -118,7 +119,9 @@ def flat(t: TensorSpec, name: str) -> Operand | str:
     if not t.shape or 0 in t.shape:
         return f"{name} is empty"
     return (
-        Operand(t.dtype, t.shape[-1], 1) if wiring.is_contiguous(t) else f"{name} is not contiguous"
+        Operand(t.dtype, t.shape[-1], 1)
+        if register.is_contiguous(t)
+        else f"{name} is not contiguous"
     )
 
 
@@ -128,7 +131,7 @@ def matrices(*named: tuple[str, TensorSpec]) -> list[Operand] | str:
     for name, t in named:
         if not t.shape or 0 in t.shape:
             return f"{name} is empty"
-        operand = gemm_wiring.matrix(t)
+        operand = bind.matrix(t)
         if operand is None:
             return f"{name}'s rows are not evenly spaced"
         found.append(operand)

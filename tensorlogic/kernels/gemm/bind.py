@@ -17,19 +17,19 @@ from ...core.key import Key, TensorSpec
 from ...core.op import Op
 from ...system.compile_pool import CompileFailure
 from ...system.hardware import triton_missing
-from . import compiled_launch, wiring
+from .. import register
+from ..triton_runtime import launch_plan, scratch
 from .cublaslt import lt_arguments, lt_available, lt_configs, lt_launcher, lt_refusal
-from .gemm import (
+from .hopper import specialised_configs, specialised_refusal
+from .spec import GemmSpec, Operand
+from .tiled import (
     MOST_CONFIGS,
-    GemmSpec,
-    Operand,
     gemm_arguments,
     gemm_configs,
     gemm_launcher,
     gemm_refusal,
     gemm_workspace,
 )
-from .gemm_specialised import specialised_configs, specialised_refusal
 
 Start = Callable[..., bool]
 FEW_COLUMNS = 4  # of a float32 product, that are summed by lanes
@@ -65,7 +65,9 @@ class Product:
         """Configurations, best guess first."""
         if self.library:
             return lt_configs(self.spec)
-        specialised = specialised_configs(self.spec, wiring.cores()) if wiring.bulk_copies() else []
+        specialised = (
+            specialised_configs(self.spec, register.cores()) if register.bulk_copies() else []
+        )
         return [*specialised, *self._tiled(MOST_CONFIGS - len(specialised) // 2)]
 
     def _few_columns(self) -> bool:
@@ -75,8 +77,8 @@ class Product:
     def _tiled(self, most: int = MOST_CONFIGS) -> list[dict[str, Any]]:
         spec, size = self.spec, DTYPES[self.spec.x.dtype].itemsize
         if self._few_columns():
-            return few_columns(spec.m * spec.batch, spec.n, spec.k, wiring.cores())
-        return gemm_configs(spec.m * spec.batch, spec.n, spec.k, size, wiring.cores(), most)
+            return few_columns(spec.m * spec.batch, spec.n, spec.k, register.cores())
+        return gemm_configs(spec.m * spec.batch, spec.n, spec.k, size, register.cores(), most)
 
     def _fitting(self, config: Config) -> Config:
         """`config`, which may come from a neighbour; the engine's best guess where it is one of another launch, the best plain tiles
@@ -88,7 +90,7 @@ class Product:
             return self._tiled()[0]
         chained = self._few_columns() and config["BLOCK_M"] >= CHAINED
         unable = "CONSUMERS" in config and not (
-            wiring.bulk_copies() and specialised_refusal(self.spec) is None
+            register.bulk_copies() and specialised_refusal(self.spec) is None
         )
         return self._tiled()[0] if chained or unable else config
 
@@ -117,7 +119,7 @@ class Product:
         """The launcher over `arguments`."""
         if self.library:
             made = lt_launcher(self.spec, self._fitting(config), device)
-            return compiled_launch.step(made)
+            return launch_plan.step(made)
         return gemm_launcher(self.spec, self._fitting(config), device)
 
 
@@ -221,8 +223,8 @@ def launcher(op: Op, plan: Plan, configs: Sequence[Config], device: torch.device
     if len(configs) != len(plan.products):
         raise CompileFailure(f"{len(configs)} configurations for {len(plan.products)} launches")
     scope: dict[str, Any] = {
-        "empty": wiring.empty(device),
-        "counters": wiring.counters,
+        "empty": register.empty(device),
+        "counters": scratch.counters,
         "device": device,
         "f32": torch.float32,
     }
@@ -233,7 +235,7 @@ def launcher(op: Op, plan: Plan, configs: Sequence[Config], device: torch.device
         for name, shape, dtype in step.made.values():
             scope |= {
                 f"{name}_shape": shape,
-                f"{name}_stride": wiring.contiguous(shape),
+                f"{name}_stride": register.contiguous(shape),
                 f"{name}_dtype": DTYPES[dtype],
             }
             body.append(f"{name} = empty({name}_shape, {name}_stride, {name}_dtype)")
@@ -273,14 +275,9 @@ def candidate(
     """
     if triton_missing() is not None:
         return
-    from . import (  # fmt: skip
-        cublaslt,
-        gemm,
-        gemm_specialised,
-        triton_gemm,
-        triton_math,
-        triton_specialised,
-    )
+    from ..triton_runtime import device_math
+    from . import cublaslt as gemm_cublaslt
+    from . import hopper, hopper_kernel, tiled, tiled_kernel
 
     provider = id.partition(".")[0]
 
@@ -293,22 +290,22 @@ def candidate(
             return reason
         if (luck := by_luck(op, key, found)) is not None:
             return luck
-        align = wiring.weakest(key)
+        align = register.weakest(key)
         plan = Plan(tuple(p.aligned(align) for p in found.products), found.returns)
         return next((reason for p in plan.products if (reason := p.refusal())), plan)
 
     def build(plan: Plan, config: Config, device: torch.device) -> Launcher:
         return launcher(op, plan, config["products"], device)
 
-    kernels = (triton_gemm, triton_math, gemm_specialised, triton_specialised)
-    modules = (cublaslt,) if provider == "cublaslt" else kernels
-    wiring.described(
+    kernels = (tiled_kernel, device_math, hopper, hopper_kernel)
+    modules = (gemm_cublaslt,) if provider == "cublaslt" else kernels
+    register.described(
         op,
         id,
         checked,
         configurations,
         build,
-        (gemm, *modules, *sources),
+        (tiled, *modules, *sources),
         lt_available if provider == "cublaslt" else None,
         coarse=coarse,
     )

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from ...system.compile_pool import CompileFailure
-from .gemm import GemmSpec, Operand
+from .spec import GemmSpec, Operand
 
 Config = Mapping[str, Any]
 

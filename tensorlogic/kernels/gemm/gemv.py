@@ -11,9 +11,9 @@ import torch
 
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from . import gemm
-from .gemm import Config, GemmSpec
-from .gemm_wiring import Plan, Product
+from . import tiled
+from .bind import Plan, Product
+from .spec import Config, GemmSpec
 
 LEAST = 256  # of K: below it a step is mostly padding
 MOST_LOADS = 32  # of 16 bytes, that a thread has under way
@@ -36,7 +36,7 @@ def one_row_refusal(spec: GemmSpec) -> str | None:
         return "statistics that are given"
     if spec.x_out or spec.row_sum:
         return "an output of the prologue"
-    return gemm.gemm_refusal(spec)
+    return tiled.gemm_refusal(spec)
 
 
 def one_row_configs(k: int, size: int) -> list[dict[str, Any]]:
@@ -57,9 +57,9 @@ def one_row_config(rows: int, warps: int, k: int, size: int) -> dict[str, Any]:
 
 def described(spec: GemmSpec, config: Config) -> dict[str, Any]:
     """What `prepare` and `compile_job` want to know: of what the tiled product takes, what this kernel does."""
-    from .triton_one_row import gemm_one_row
+    from .gemv_kernel import gemm_one_row
 
-    found, names = gemm._described(spec, config, upcast=False), set(gemm_one_row.arg_names)
+    found, names = tiled._described(spec, config, upcast=False), set(gemm_one_row.arg_names)
     for part in ("integers", "constexprs"):
         found[part] = {name: value for name, value in found[part].items() if name in names}
     constants = found["constexprs"]
@@ -71,16 +71,16 @@ def described(spec: GemmSpec, config: Config) -> dict[str, Any]:
 
 def one_row_launcher(spec: GemmSpec, config: Config, device: torch.device) -> Callable[..., bool]:
     """A callable that writes y (and z), taking what `gemm.gemm_arguments` names."""
-    from .triton_launch import prepare
-    from .triton_one_row import gemm_one_row
+    from ..triton_runtime.launch import prepare
+    from .gemv_kernel import gemm_one_row
 
     return prepare(gemm_one_row, device=device, **described(spec, config))
 
 
 def one_row_jobs(spec: GemmSpec, config: Config, sm: int) -> tuple[Any, ...]:
     """The compile work behind `one_row_launcher`, for compute capability `sm` (90: Hopper)."""
-    from .triton_launch import compile_job
-    from .triton_one_row import gemm_one_row
+    from ..triton_runtime.launch import compile_job
+    from .gemv_kernel import gemm_one_row
 
     return (compile_job(gemm_one_row, sm=sm, **described(spec, config)),)
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tensorlogic.ops.common.triton_gemm import (
+from tensorlogic.kernels.gemm.tiled_kernel import (
     columnwise,
     epilogue,
     fetch_tile,

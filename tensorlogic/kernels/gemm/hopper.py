@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .gemm import Config, GemmSpec, Operand
+from .spec import Config, GemmSpec, Operand
 
 ROWS = 64  # of x that a warpgroup multiplies
 # columns at most that are finished and leave together, where a tile leaves in parts
@@ -125,7 +125,7 @@ def _parts(spec: GemmSpec) -> bool:
 
 def _tiled(o: Operand, rows: int, columns: int, tile: tuple[int, int]) -> Any:
     """The matrix as it lies: by tiles of it, or of its transpose where its columns do not lie together."""
-    from .triton_descriptors import Tiled
+    from ..triton_runtime.tma_descriptors import Tiled
 
     line = _line(o, rows, columns)
     assert line is not None

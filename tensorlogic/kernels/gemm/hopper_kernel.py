@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tensorlogic.ops.common.triton_gemm import columnwise, shaped, slope
+from tensorlogic.kernels.gemm.tiled_kernel import columnwise, shaped, slope
 
 ROWS = gl.constexpr(64)  # of x that one warpgroup multiplies: those of one wgmma
 FEW = gl.constexpr(8)  # rows that threads move at a time

@@ -18,9 +18,9 @@ from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...core.op import Op
 from ...system.hardware import triton_missing
-from . import gemm_wiring
-from .gemm import Operand
-from .gemm_wiring import Kernel, Plan, Product, Start
+from . import bind
+from .bind import Kernel, Plan, Product, Start
+from .spec import Operand
 
 ACCESS = 16  # bytes
 # multiply-adds below which a copy's launch costs more than it spares
@@ -32,11 +32,12 @@ def candidate(
 ) -> None:
     """Register what `gemm_wiring.candidate` would, with copies, for keys that have such lines."""
     if triton_missing() is None:
-        from . import gemm_specialised, triton_gemm, triton_math, triton_padding, triton_specialised
+        from ..triton_runtime import device_math
+        from . import hopper, hopper_kernel, padding_kernel, tiled_kernel
 
-        ours = (triton_gemm, triton_math, gemm_specialised, triton_specialised, triton_padding)
+        ours = (tiled_kernel, device_math, hopper, hopper_kernel, padding_kernel)
         modules = (*sources, *ours, sys.modules[__name__])
-        gemm_wiring.candidate(op, id, padded(describe), modules)
+        bind.candidate(op, id, padded(describe), modules)
 
 
 def padded(describe: Callable[[Key], Plan | str]) -> Callable[[Key], Plan | str]:
@@ -136,14 +137,14 @@ class _Copies:
             copy = self.names[what] = f"padded_{len(self.names)}"
 
             def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-                return triton_padding.copy_launcher(
+                return padding_kernel.copy_launcher(
                     shape, into, strides, o.dtype, config, device, align
                 )
 
-            from . import triton_padding
+            from . import padding_kernel
 
             made = {copy: (copy, into, o.dtype)}
-            configs = triton_padding.copy_configs(into[1], strides[1] == 1)
+            configs = padding_kernel.copy_configs(into[1], strides[1] == 1)
             self.steps.append(Kernel((name, copy), made, configs, build))
         lies = Operand(o.dtype, into[1], 1) if _along(o) else Operand(o.dtype, 1, into[1])
         return self.names[what], lies

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tensorlogic.ops.common.triton_elementwise import combine
-from tensorlogic.ops.common.triton_math import activate, activation_grad, dropout, fetch
+from tensorlogic.kernels.elementwise.elementwise import combine
+from tensorlogic.kernels.triton_runtime.device_math import activate, activation_grad, dropout, fetch
 
 
 @triton.jit

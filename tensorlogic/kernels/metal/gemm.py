@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ...core.dtypes import DTYPES
-from .gemm import GemmSpec, Operand
-from .metal_launch import MOST_BYTES, Start, launcher, written
-from .metal_math import KINDS, TYPES
+from ..gemm.spec import GemmSpec, Operand
+from .launch import MOST_BYTES, Start, launcher, written
+from .shader_prelude import KINDS, TYPES
 
 Config = Mapping[str, Any]
 TENSORS = (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...system.compile_pool import CompileFailure
-from . import metal_math
+from . import shader_prelude
 
 LOG = logging.getLogger("tensorlogic")
 Size = tuple[int, int, int]
@@ -44,7 +44,7 @@ def missing() -> str | None:
 def written(defines: Mapping[str, Any], *texts: str) -> str:
     """One shader source: options as definitions, then the common functions, then these texts."""
     options = "".join(f"#define {name} {_value(value)}\n" for name, value in defines.items())
-    return metal_math.INCLUDES + options + "".join((metal_math.SOURCE, *texts))
+    return shader_prelude.INCLUDES + options + "".join((shader_prelude.SOURCE, *texts))
 
 
 def _value(value: Any) -> Any:
@@ -74,9 +74,9 @@ def launcher(source: str, name: str, groups: Sequence[int], size: Sequence[int])
     wanted = size[0] * size[1] * size[2]
     if most < wanted:
         raise CompileFailure(f"{name} needs {wanted} threads in a group; this GPU gives it {most}")
-    if lanes != metal_math.LANES:
+    if lanes != shader_prelude.LANES:
         raise CompileFailure(
-            f"{name} is written for simdgroups of {metal_math.LANES} threads, not {lanes}"
+            f"{name} is written for simdgroups of {shader_prelude.LANES} threads, not {lanes}"
         )
     threads = tuple(g * s for g, s in zip(groups, size, strict=True))
     shape = tuple(size)

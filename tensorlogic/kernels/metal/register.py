@@ -11,8 +11,12 @@ import torch
 from ...core.candidate import Config, Launcher
 from ...core.key import Key
 from ...core.op import Op
-from . import gemm, gemm_wiring, metal_gemm, metal_launch, metal_math, wiring
-from .gemm_wiring import Kernel, Plan, Product, Start
+from .. import register
+from ..gemm import bind, tiled
+from ..gemm.bind import Kernel, Plan, Product, Start
+from . import gemm as metal_gemm
+from . import launch as metal_launch
+from . import shader_prelude
 
 T = TypeVar("T")
 
@@ -26,8 +30,10 @@ def described(
     sources: tuple[Any, ...],
 ) -> None:
     """Register a Metal candidate; no Mac has seen any of them yet, so each serves only keys it was checked on."""
-    texts = (metal_launch, metal_math, *sources)
-    wiring.described(op, id, describe, configs, build, texts, metal_launch.available, trusted=False)
+    texts = (metal_launch, shader_prelude, *sources)
+    register.described(
+        op, id, describe, configs, build, texts, metal_launch.available, trusted=False
+    )
 
 
 def products(op: Op, describe: Callable[[Key], Plan | str], *strategies: str) -> None:
@@ -44,22 +50,22 @@ def _register(op: Op, describe: Callable[[Key], Plan | str], strategy: str) -> N
         steps = []
         for p in plan.products:
             assert isinstance(p, Product)
-            reason = gemm_wiring.strided(key, p.given) or metal_gemm.refusal(p.spec, strategy)
+            reason = bind.strided(key, p.given) or metal_gemm.refusal(p.spec, strategy)
             if reason is not None:
                 return reason
             steps.append(_step(p, strategy))
         return Plan(tuple(steps), plan.returns)
 
     def build(plan: Plan, config: Config, device: torch.device) -> Launcher:
-        return gemm_wiring.launcher(op, plan, config["products"], device)
+        return bind.launcher(op, plan, config["products"], device)
 
     described(
         op,
         f"metal.{strategy}",
         found,
-        gemm_wiring.configurations,
+        bind.configurations,
         build,
-        (gemm, metal_gemm, inspect.getmodule(describe)),
+        (tiled, metal_gemm, inspect.getmodule(describe)),
     )
 
 

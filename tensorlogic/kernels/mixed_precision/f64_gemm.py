@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ...core.dtypes import NAMES
-from . import triton_split, triton_widened
-from .gemm import Operand
-from .mixed import SIZES, line
-from .triton_descriptors import Tiled
-from .triton_launch import TYPES, Start, prepare
+from ..gemm.spec import Operand
+from ..triton_runtime.launch import TYPES, Start, prepare
+from ..triton_runtime.tma_descriptors import Tiled
+from . import f64_gemm_kernel, split_planes
+from .mixed_gemm import SIZES, line
 
 Shape = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps along either
 SHAPES: tuple[Shape, ...] = ((128, 128, 4, 2), (128, 64, 4, 2), (64, 64, 2, 2), (16, 32, 1, 4))
@@ -94,14 +94,14 @@ def _start(
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
     shape = configs(*sizes[:2], sm_count)[rank]
     found = described(sizes, x, w, y, shape, sm_count)
-    return None if found is None else prepare(triton_widened.gemm_widened, device=device, **found)
+    return None if found is None else prepare(f64_gemm_kernel.gemm_widened, device=device, **found)
 
 
 def product(rank: int, a: Tensor, b: Tensor) -> Tensor | None:
     """a [M, K] · b [K, N] of any floating dtypes, summed in float64, in float32 or, where one of them is float64, in that; None where
     they lie otherwise than it takes. Nothing but the result is allocated."""
-    names = triton_split.names(a, b)
-    if not set(names) <= set(SIZES) or triton_split.aligned(a, b) < 16:
+    names = split_planes.names(a, b)
+    if not set(names) <= set(SIZES) or split_planes.aligned(a, b) < 16:
         return None
     dtype = torch.float64 if "f64" in names else torch.float32
     y = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tensorlogic.ops.common.triton_specialised import place
+from tensorlogic.kernels.gemm.hopper_kernel import place
 
 
 @gluon.jit

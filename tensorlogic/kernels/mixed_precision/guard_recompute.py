@@ -17,12 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...accuracy import DRIFT, FLOOR, SKETCH, Statistics
 from ...core import dtypes
 from ...system.compile_pool import CompileFailure
-from . import compiled_launch, triton_split, wiring
-from .triton_launch import Start, prepare
-from .triton_math import follow
+from .. import register
+from ..triton_runtime import launch_plan
+from ..triton_runtime.device_math import follow
+from ..triton_runtime.launch import Start, prepare
+from . import split_planes
+from .data_statistics import DRIFT, FLOOR, SKETCH, Statistics
 
 LOG = logging.getLogger("tensorlogic")
 BLOCK_M, BLOCK_N = 32, 32
@@ -122,7 +124,7 @@ class Seen:
         """Of left [M, K] · right [K, N] = out [M, N]; on any device."""
         strides = (*left.stride(), *right.stride(), *out.stride())
         sizes = (left.shape[0], right.shape[1], left.shape[1])
-        return cls(sizes, strides, triton_split.names(left, right, out))
+        return cls(sizes, strides, split_planes.names(left, right, out))
 
 
 class Watch:
@@ -141,13 +143,13 @@ class Watch:
             torch.tensor([*_shares(*s.sizes), *ends], dtype=torch.float64, device=device)
             for s in seen
         ]
-        self._tables = [triton_split.blocks(*s.sizes[:2]) for s in seen]
-        self._empty = wiring.empty(device)
+        self._tables = [split_planes.blocks(*s.sizes[:2]) for s in seen]
+        self._empty = register.empty(device)
         self._starts = []
         for s, (rows, blocks) in zip(seen, self._tables, strict=True):
             align = min(*(SIZES[name] for name in s.names), 4)
             about = (s.names, s.sizes, s.strides)
-            look = triton_split._look(*about, align, device)
+            look = split_planes._look(*about, align, device)
             table = (rows, blocks, 6 * self._tables[0][1])
             self._starts.append((look, _mend(*about, table, align, device)))
         self._notes = [_noting(s, ends[3], 6 * self._tables[0][1], device) for s in seen]
@@ -187,13 +189,13 @@ class Watch:
 
     def begun(self) -> None:
         """Know that the current stream has products to be judged."""
-        if (number := triton_split.stream(self._device)) >= 0:
+        if (number := split_planes.stream(self._device)) >= 0:
             self._streams.add(number)
 
     def judge(self, products: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         """`over` as a launcher, which plans may hold."""
-        flag = compiled_launch.lasting(triton_split.flag, self._device)
-        word = compiled_launch.lasting(self._host)
+        flag = launch_plan.lasting(split_planes.flag, self._device)
+        word = launch_plan.lasting(self._host)
         tables = [self._empty((6 * blocks + 1,), (1,), torch.float64) for _, blocks in self._tables]
         good = True
         for (left, right, out), (look, _), found in zip(
@@ -205,7 +207,7 @@ class Watch:
         for i, ((left, right, out), (_, mend), found) in enumerate(
             zip(products, self._starts, tables, strict=True)
         ):
-            limits = compiled_launch.lasting(self._limit, i)
+            limits = launch_plan.lasting(self._limit, i)
             # the first to look has cleared the flag, and kept it behind its table
             good &= mend(left, right, out, found, tables[0], limits, word)
         if not good:

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_split
-from .triton_launch import Start, prepare
-from .triton_math import follow
+from ..triton_runtime.device_math import follow
+from ..triton_runtime.launch import Start, prepare
+from . import split_planes
 
 #: Lines and elements along them of a tile, by whether neighbours along a line lie together.
 TILES = {True: (8, 1024), False: (128, 64)}
@@ -94,9 +94,9 @@ def peaks(
 
     `rounded` [R, C] becomes x in float16, where it is given.
     """
-    (kind,) = triton_split.names(x)
+    (kind,) = split_planes.names(x)
     outs = [] if rounded is None else [rounded]
-    align = triton_split.aligned(x, *outs)
+    align = split_planes.aligned(x, *outs)
     strides = (*x.stride(), *(rounded.stride() if rounded is not None else ()))
     start, parts = _peaks(kind, real, squares, (x.shape[0], x.shape[1]), strides, align, x.device)
     size = ceil(parts * x.shape[0] / 4) * 4  # each begins at a multiple of 16 bytes

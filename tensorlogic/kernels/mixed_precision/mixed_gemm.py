@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import triton_mixed, triton_split
-from .gemm import Operand
-from .triton_descriptors import Tiled
-from .triton_launch import Start, prepare
+from ..gemm.spec import Operand
+from ..triton_runtime.launch import Start, prepare
+from ..triton_runtime.tma_descriptors import Tiled
+from . import mixed_gemm_kernel, split_planes
 
 ROWS = 64  # of the float32 operand that a warpgroup multiplies
 # CONSUMERS, BLOCK_N, BLOCK_K, STAGES
@@ -94,12 +94,12 @@ def _start(
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
     shape = configs(*sizes, sm_count)[rank]
     found = described(sizes, x, w, out, shape, sm_count)
-    return None if found is None else prepare(triton_mixed.gemm_mixed, device=device, **found)
+    return None if found is None else prepare(mixed_gemm_kernel.gemm_mixed, device=device, **found)
 
 
 def product(rank: int, a: Tensor, b: Tensor) -> Tensor | None:
     """a [M, K] · b [K, N] in float32, one of them in float32 and the other in float16; None where they lie otherwise than it takes."""
-    if {a.dtype, b.dtype} != {torch.float16, torch.float32} or triton_split.aligned(a, b) < 16:
+    if {a.dtype, b.dtype} != {torch.float16, torch.float32} or split_planes.aligned(a, b) < 16:
         return None
     y = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
     x, w, out = (a, b, y) if a.dtype == torch.float32 else (b.t(), a.t(), y.t())

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tensorlogic.ops.common.triton_specialised import ROWS, place
+from tensorlogic.kernels.gemm.hopper_kernel import ROWS, place
 
 
 @gluon.jit

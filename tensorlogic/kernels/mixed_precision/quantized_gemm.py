@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...accuracy import CREST
-from . import triton_lines, triton_split
-from .triton_launch import Start, prepare
-from .triton_math import follow
+from ..triton_runtime.device_math import follow
+from ..triton_runtime.launch import Start, prepare
+from . import line_max, split_planes
+from .data_statistics import CREST
 
 # elements that the inner dimension is filled up to, the depth of a tile
 PITCH = 128
@@ -125,7 +125,7 @@ def _to_bytes(
     kind: str, form: str, shape: tuple[int, int], strides: tuple[int, int], parts: int, depth: int, align: int, device: torch.device,
 ) -> Start:  # fmt: skip
     lines, along = shape
-    down, across = BYTES[triton_lines.together(strides)]
+    down, across = BYTES[line_max.together(strides)]
     return prepare(
         to_bytes, grid=(ceil(lines / down) * ceil(depth / across), 1, 1),
         pointers={
@@ -144,14 +144,14 @@ def quantise(x: Tensor, form: str) -> tuple[Tensor, Tensor]:
     """
     lines, along = x.shape
     depth = ceil(along / PITCH) * PITCH
-    peak, square, parts = triton_lines.peaks(x, squares=True)
-    (kind,) = triton_split.names(x)
+    peak, square, parts = line_max.peaks(x, squares=True)
+    (kind,) = split_planes.names(x)
     strides = (x.stride(0), x.stride(1))
-    align = triton_split.aligned(x)
+    align = split_planes.aligned(x)
     to = _to_bytes(kind, form, (lines, along), strides, parts, depth, align, x.device)
     scale = torch.empty(lines, dtype=torch.float32, device=x.device)
     y = torch.empty(lines, depth, dtype=TYPES[form], device=x.device)
-    if not to(x, y, scale, peak, square, triton_split.flag(x.device)):
+    if not to(x, y, scale, peak, square, split_planes.flag(x.device)):
         raise RuntimeError("quantise: the kernel refused tensors of the alignment it was built for")
     return y, scale
 

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_lines, triton_split
-from .triton_launch import Start, prepare
-from .triton_math import follow
+from ..triton_runtime.device_math import follow
+from ..triton_runtime.launch import Start, prepare
+from . import line_max, split_planes
 
 # and elements along them of a tile, as in triton_lines.py
 LINES = {True: (16, 512), False: (128, 64)}
@@ -201,7 +201,7 @@ def _halve(
     kind: str, shape: tuple[int, int], strides: tuple[int, ...], parts: int, align: int, device: torch.device
 ) -> Start:  # fmt: skip
     lines, along = shape
-    rows, columns = LINES[triton_lines.together(strides[:2])]
+    rows, columns = LINES[line_max.together(strides[:2])]
     wide = kind == "f64"
     across = triton.cdiv(lines, rows)
     shared = max(1, min(triton.cdiv(along, columns), LOOKING // across))
@@ -224,15 +224,15 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     y = torch.empty((columns, rows) if turned else (rows, columns), dtype=torch.float16, device=x.device)  # fmt: skip
     y = y.t() if turned else y
     exponents = torch.empty(rows, dtype=torch.int32, device=x.device)
-    (kind,), strides = triton_split.names(x), (*x.stride(), *y.stride())
-    align = triton_split.aligned(x)
-    if columns <= WHOLE // x.element_size() and triton_lines.together(strides[:2]):
+    (kind,), strides = split_planes.names(x), (*x.stride(), *y.stride())
+    align = split_planes.aligned(x)
+    if columns <= WHOLE // x.element_size() and line_max.together(strides[:2]):
         good = _whole(kind, (rows, columns), strides, align, x.device)(x, y, exponents)
-    elif rows >= STRIPS * STRIP[triton_lines.together(strides[:2])][0]:
+    elif rows >= STRIPS * STRIP[line_max.together(strides[:2])][0]:
         good = _strips(kind, (rows, columns), strides, align, x.device)(x, y, exponents)
     else:
         real = "f64" if x.dtype == torch.float64 else "f32"
-        peak, _, parts = triton_lines.peaks(x, real, rounded=y)
+        peak, _, parts = line_max.peaks(x, real, rounded=y)
         good = _halve(kind, (rows, columns), strides, parts, align, x.device)(x, y, exponents, peak)
     if not good:
         raise RuntimeError("halves: the kernel refused tensors of the alignment it was built for")
@@ -263,7 +263,7 @@ def _strips(
     kind: str, shape: tuple[int, int], strides: tuple[int, ...], align: int, device: torch.device
 ) -> Start:
     lines, along = shape
-    least, programs, held, warps = STRIP[triton_lines.together(strides[:2])]
+    least, programs, held, warps = STRIP[line_max.together(strides[:2])]
     wide = kind == "f64"
     rows = min(MOST, max(least, triton.next_power_of_2(triton.cdiv(lines, programs))))
     columns = min(held // (1 + wide) // rows, max(16, triton.next_power_of_2(along)))

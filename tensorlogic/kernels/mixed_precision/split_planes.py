@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...accuracy import RUN, SKETCH, step
 from ...core.dtypes import NAMES
 from ...system import capture_state
-from .triton_launch import Start, prepare
-from .triton_math import follow
+from ..triton_runtime.device_math import follow
+from ..triton_runtime.launch import Start, prepare
+from .data_statistics import RUN, SKETCH, step
 
 BLOCK_R, BLOCK_C = 16, 128
 # rows and columns together of which a program looks at fewer, so that a GPU is occupied

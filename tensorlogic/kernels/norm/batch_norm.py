@@ -9,9 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_columns import arrive, backward_configs, column, gathered, leave
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow, relu
+from tensorlogic.kernels.elementwise.column_passes import (
+    arrive,
+    backward_configs,
+    column,
+    gathered,
+    leave,
+)
+from tensorlogic.kernels.triton_runtime.device_math import follow, relu
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
 
 @triton.jit

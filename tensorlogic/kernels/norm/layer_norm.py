@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow
-from tensorlogic.ops.common.triton_reduce import reduce_launcher
+from tensorlogic.kernels.reduce.contiguous import reduce_launcher
+from tensorlogic.kernels.triton_runtime.device_math import follow
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
 
 @triton.jit

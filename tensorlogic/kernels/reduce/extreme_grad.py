@@ -10,11 +10,20 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_fitting import fitting
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow
-from tensorlogic.ops.common.triton_softmax import Lines, begun, from_start, placed, within
-from tensorlogic.ops.common.triton_softmax_parts import inside, left_by, part_of, tile
+from tensorlogic.kernels.row_access.strided import (
+    Lines,
+    begun,
+    from_start,
+    inside,
+    left_by,
+    part_of,
+    placed,
+    tile,
+    within,
+)
+from tensorlogic.kernels.triton_runtime.config_check import fitting
+from tensorlogic.kernels.triton_runtime.device_math import follow
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
 NEVER = tl.constexpr(float("nan"))  # what stands beyond a line: no extreme equals it
 

@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_fitting import fitting
-from tensorlogic.ops.common.triton_groups import SIZE
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow
-from tensorlogic.ops.common.triton_reduce import EMPTY, finish, fold, merge, reduce_columns
+from tensorlogic.kernels.reduce.contiguous import EMPTY, finish, fold, merge, reduce_columns
+from tensorlogic.kernels.row_access.ragged import SIZE
+from tensorlogic.kernels.triton_runtime.config_check import fitting
+from tensorlogic.kernels.triton_runtime.device_math import follow
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
 
 @triton.jit

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow
-from tensorlogic.ops.common.triton_reduce import EMPTY, finish, fold, merge
+from tensorlogic.kernels.reduce.contiguous import EMPTY, finish, fold, merge
+from tensorlogic.kernels.triton_runtime.device_math import follow
+from tensorlogic.kernels.triton_runtime.launch import prepare
 from tensorlogic.system.compile_pool import CompileFailure
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride) of each

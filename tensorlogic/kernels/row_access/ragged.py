@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_rows import row_body
+from tensorlogic.kernels.row_access.contiguous import row_body
 
 SIZE = {"f16": 2, "bf16": 2, "f32": 4}
 SHORTEST = 4  # groups of a row: of fewer the ends are most

@@ -8,7 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_groups import LONGEST, SIZE, parts_of
+from tensorlogic.kernels.row_access.ragged import LONGEST, SIZE, parts_of
 
 FEWEST = 8192  # elements of a row that one program would read alone
 CHAIN = 4096  # tiles of a share at most: a chain of sums loses digits

@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_fitting import fitting
-from tensorlogic.ops.common.triton_groups import SIZE, held, holds, parts_of, tiles
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow
-from tensorlogic.ops.common.triton_rows import powers, row_body, row_ends, row_statistics, with_ends
+from tensorlogic.kernels.row_access.contiguous import row_body, row_ends, row_statistics, with_ends
+from tensorlogic.kernels.row_access.ragged import SIZE, held, holds, parts_of, tiles
+from tensorlogic.kernels.triton_runtime.config_check import fitting
+from tensorlogic.kernels.triton_runtime.device_math import follow, powers
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
 
 @triton.jit

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from tensorlogic.ops.common import triton_launch
-from tensorlogic.ops.common.cross_entropy_held import odd, registers, tiles
-from tensorlogic.ops.common.triton_cross_entropy_together import SIZE
+from tensorlogic.kernels.row_access.shared_memory import SIZE, odd, registers, tiles
+from tensorlogic.kernels.triton_runtime import launch
 from tensorlogic.system.compile_pool import CompileFailure
 
 
@@ -24,7 +23,7 @@ def softmax_held_launcher(
 ) -> Callable[..., bool]:
     """A callable (x, y) -> bool: softmax of contiguous rows [rows, columns], of tensors at 16-byte addresses; or
     (y, dy, dx) -> bool, its gradient; on a Hopper GPU of `cores` multiprocessors. Configurations: `cross_entropy_held.held_configs`."""
-    from .triton_softmax_held import softmax_backward_held, softmax_held
+    from .smem_kernel import softmax_backward_held, softmax_held
 
     lanes, width = config["LANES"], 16 // SIZE[dtype]
     names = ("y_ptr", "dy_ptr", "dx_ptr") if backward else ("x_ptr", "y_ptr")
@@ -33,7 +32,7 @@ def softmax_held_launcher(
         raise CompileFailure(
             f"a program of {dict(config)} does not hold a row of {columns} {dtype}"
         )
-    return triton_launch.prepare(
+    return launch.prepare(
         softmax_backward_held if backward else softmax_held,
         grid=(min(rows, cores * config["per"]), 1, 1),
         pointers=dict.fromkeys(names, dtype),

@@ -9,8 +9,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tensorlogic.ops.common.triton_cross_entropy_held import exchange, parts_held
-from tensorlogic.ops.common.triton_cross_entropy_together import (
+from tensorlogic.kernels.row_access.shared_memory import exchange, parts_held
+from tensorlogic.kernels.triton_runtime.device_math import finite_or_zero
+from tensorlogic.kernels.triton_runtime.exact_exp import (
     based,
     exponential,
     gradient,
@@ -18,7 +19,6 @@ from tensorlogic.ops.common.triton_cross_entropy_together import (
     low,
     raised,
 )
-from tensorlogic.ops.common.triton_rows import finite_or_zero
 
 
 @gluon.jit

@@ -3,49 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_fitting import fitting
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow
-from tensorlogic.ops.common.triton_rows import powers
+from tensorlogic.kernels.triton_runtime.config_check import fitting
+from tensorlogic.kernels.triton_runtime.device_math import follow, powers
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # what a maximum begins at: -inf - it is no NaN
-
-
-@triton.jit
-def placed(N, stride_c, stride_i, WIDE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_I: tl.constexpr):
-    """(outer, first of inner) of this program, and where a tile's elements lie from its first one on."""
-    tiles = tl.cdiv(N, BLOCK_I)
-    outer = (tl.program_id(0) // tiles).to(tl.int64)
-    first = (tl.program_id(0) % tiles) * BLOCK_I
-    return outer, first, within(stride_c, stride_i, WIDE, BLOCK_C, BLOCK_I)
-
-
-@triton.jit
-def within(stride_c, stride_i, WIDE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Offsets of a tile [BLOCK_C, BLOCK_I], in 32 bits unless WIDE: in 64 they take twice the registers."""
-    c, i = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_I)
-    if WIDE:
-        c, i = c.to(tl.int64), i.to(tl.int64)
-    return (c * stride_c)[:, None] + (i * stride_i)[None, :]
-
-
-@triton.jit
-def begun(ptr, outer, first, stride_o, stride_i):
-    """Where this program's lines begin."""
-    return ptr + outer * stride_o + first.to(tl.int64) * stride_i
-
-
-@triton.jit
-def from_start(ptr, start, stride_c):
-    """The same from element `start` of the lines on."""
-    return ptr + (tl.full([], 0, tl.int64) + start) * stride_c
+from ..row_access.strided import LOWEST, NAMES, SIZE, Lines, begun, from_start, placed, within
 
 
 @triton.jit
@@ -174,20 +142,9 @@ def softmax_bwd_swept(
         tl.store(from_start(dx_ptr, start, dx_c) + dx_at, dx, mask=mask)
 
 
-@dataclass(frozen=True)
-class Lines:
-    """[outer, length, inner], and for each tensor how far apart these lie in memory, in elements."""
-
-    outer: int
-    length: int
-    inner: int
-    strides: tuple[tuple[int, int, int], ...]
-
-
 MOST_TILES = 16  # of a line that is held: its steps are written out
 MOST_CONFIGS = 7
 HELD = 64  # elements of float32 that a thread holds
-SIZE = {"f16": 2, "bf16": 2, "f32": 4}
 
 
 def _holds(lines: Lines, config: dict[str, Any]) -> bool:
@@ -242,9 +199,6 @@ def _widths(lines: Lines, size: int, cores: int) -> list[int]:
         return lines.outer * triton.cdiv(lines.inner, width) < cores
 
     return sorted(widths)[:3] if few(widths[0]) else sorted(widths[:3], key=few)
-
-
-NAMES = (("x", "y"), ("dy", "y", "dx"))  # of forward's tensors and backward's
 
 
 def lines_launcher(

@@ -9,11 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.ops.common.triton_fitting import fitting
-from tensorlogic.ops.common.triton_launch import prepare
-from tensorlogic.ops.common.triton_math import follow
-from tensorlogic.ops.common.triton_rows import powers
-from tensorlogic.ops.common.triton_softmax import (
+from tensorlogic.kernels.row_access.strided import (
     LOWEST,
     NAMES,
     SIZE,
@@ -23,34 +19,11 @@ from tensorlogic.ops.common.triton_softmax import (
     placed,
     within,
 )
+from tensorlogic.kernels.triton_runtime.config_check import fitting
+from tensorlogic.kernels.triton_runtime.device_math import follow, powers
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
-
-@triton.jit
-def part_of(C, SPAN):
-    """Where this program's part of C elements begins, and its length, which 32 bits hold."""
-    begin = tl.program_id(1).to(tl.int64) * SPAN
-    return begin, tl.minimum(C - begin, SPAN).to(tl.int32)
-
-
-@triton.jit
-def inside(start, length, live, BLOCK_C: tl.constexpr):
-    """What there is of a tile from element `start` of a part on, [BLOCK_C, BLOCK_I]."""
-    return (tl.arange(0, BLOCK_C) < length - start)[:, None] & live[None, :]
-
-
-@triton.jit
-def tile(
-    ptr, at, start, stride_c, length, live, OTHER: tl.constexpr, POLICY: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """A tile from element `start` of a part on, OTHER where there is nothing."""
-    mask = inside(start, length, live, BLOCK_C)
-    return tl.load(from_start(ptr, start, stride_c) + at, mask=mask, other=OTHER, eviction_policy=POLICY)  # fmt: skip
-
-
-@triton.jit
-def left_by(part, PARTS, SLOTS: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Where part `part` of this program's lines leaves SLOTS numbers a line, BLOCK_I of each beside one another."""
-    return (tl.program_id(0).to(tl.int64) * PARTS + part) * (SLOTS * BLOCK_I)
+from ..row_access.strided import inside, left_by, part_of, tile
 
 
 @triton.jit

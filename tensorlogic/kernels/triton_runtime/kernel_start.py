@@ -12,8 +12,8 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from tensorlogic.kernels.triton_runtime import launch_plan
 from tensorlogic.native import cuda_driver
-from tensorlogic.ops.common import compiled_launch
 
 Start = Callable[..., bool]
 
@@ -108,7 +108,7 @@ def started(
     passed = tuple(integers.values())
     usual = make(binary, grid, index, mask, scratch, passed, tuple(itertools.chain(*matrices)))
     letters = ["L" if integer_type(value) == "i64" else "i" for value in passed]
-    return compiled_launch.start(
+    return launch_plan.start(
         usual, torch.device("cuda", index), function=binary.function, metadata=binary.metadata, grid=grid, flags=binary.flags,
         mask=mask, scratch=scratch, several=several, maps=[m[0] for m in matrices],
         layout="miiLL" * len(matrices) + "p" * pointers + "".join(letters) + "f" * floats + "l" * longs,

@@ -27,10 +27,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.errors import OutOfResources, TritonError
 
-from tensorlogic.ops.common import triton_fitting, triton_room
-from tensorlogic.ops.common.triton_descriptors import Descriptors, Tiled
-from tensorlogic.ops.common.triton_start import Binary, integer_type, launcher, started
-from tensorlogic.ops.common.triton_tools import begin, own, warm
+from tensorlogic.kernels.triton_runtime import config_check, occupancy
+from tensorlogic.kernels.triton_runtime.kernel_start import Binary, integer_type, launcher, started
+from tensorlogic.kernels.triton_runtime.tma_descriptors import Descriptors, Tiled
+from tensorlogic.kernels.triton_runtime.toolchain import begin, own, warm
 from tensorlogic.system import compile_pool
 from tensorlogic.system.compile_pool import CompileFailure
 
@@ -125,7 +125,7 @@ def prepare(
         start(x, y, 0.5)
     """
     _check_grid(kernel, grid)
-    triton_fitting.check(kernel.__name__, integers, constexprs)
+    config_check.check(kernel.__name__, integers, constexprs)
     wanted = _collecting.get()
     sm = (
         wanted[0]
@@ -152,7 +152,7 @@ def prepare(
             f"{job.kernel}: device {device} needs TRITON_INTERPRET=1, set before Triton is imported"
         )
     index = torch.cuda.current_device() if device.index is None else device.index
-    binary = triton_room.spread(_load(job, index), math.prod(grid), torch.device("cuda", index))
+    binary = occupancy.spread(_load(job, index), math.prod(grid), torch.device("cuda", index))
     specialised = dict(job.constexprs)
     passed = {name: value for name, value in integers.items() if name not in specialised}
     matrices = [

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from tensorlogic.ops.common.triton_start import Binary
+from tensorlogic.kernels.triton_runtime.kernel_start import Binary
 
 # shared bytes of programs that multiply tiles: two on one multiprocessor take twice as long
 HEAVY = 48 << 10

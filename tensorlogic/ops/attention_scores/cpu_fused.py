@@ -10,8 +10,10 @@ import torch
 from ...core.candidate import Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
+from ...kernels import register
+from ...kernels.cpu import cost_model
+from ...kernels.cpu import register as cpu_register
 from ...native import cpu_library
-from ..common import cpu_costs, native_wiring, wiring
 from . import ATTENTION_SCORES, ATTENTION_SCORES_BACKWARD, unseen_zeroed
 
 CALL = 2.0  # microseconds that the second native call takes
@@ -24,10 +26,10 @@ def supports(key: Key) -> str | None:
     if q.shape[:-2] != k.shape[:-2]:
         return "leading dimensions of q and k differ"
     if mask is not None and (
-        not mask.shape or mask.shape[-1] != k.shape[-2] or not wiring.is_contiguous(mask)
+        not mask.shape or mask.shape[-1] != k.shape[-2] or not register.is_contiguous(mask)
     ):
         return "the mask is strided or broadcast along its last dimension"
-    return wiring.one_dtype(key, "q", "k") if 0 not in (*q.shape, *k.shape) else "empty"
+    return register.one_dtype(key, "q", "k") if 0 not in (*q.shape, *k.shape) else "empty"
 
 
 def guess(key: Key) -> float:
@@ -36,15 +38,15 @@ def guess(key: Key) -> float:
     assert q is not None and k is not None
     rows, columns, depth = prod(q.shape[:-1]), k.shape[-2], q.shape[-1]
     masked = key.flag("is_causal") or key.spec("mask") is not None
-    eager = cpu_costs.torch_us(rows, columns, depth, q.dtype, False)
-    eager += (3 + masked) * cpu_costs.pass_us(rows * columns)
-    ours = cpu_costs.native_us(rows, columns, depth, q.dtype, True)
-    return (ours + CALL + 2 * cpu_costs.pass_us(rows * columns)) / eager
+    eager = cost_model.torch_us(rows, columns, depth, q.dtype, False)
+    eager += (3 + masked) * cost_model.pass_us(rows * columns)
+    ours = cost_model.native_us(rows, columns, depth, q.dtype, True)
+    return (ours + CALL + 2 * cost_model.pass_us(rows * columns)) / eager
 
 
 def build(key: Key) -> Launcher:
     """The launcher over (q, k, scale, mask)."""
-    causal, dtype = key.flag("is_causal"), DTYPES[native_wiring.dtype_of(key, "q")]
+    causal, dtype = key.flag("is_causal"), DTYPES[cpu_register.dtype_of(key, "q")]
     in_place, out_of_place = cpu_library.op("softmax_"), cpu_library.op("softmax")
     product = cpu_library.op("matmul_f32")
 
@@ -66,7 +68,7 @@ def supports_backward(key: Key) -> str | None:
         return "the mask needs a gradient"
     if q.shape[:-2] != k.shape[:-2] or 0 in (*q.shape, *k.shape):
         return "leading dimensions of q and k differ, or an operand is empty"
-    return native_wiring.contiguous(key, "dy", "y") or wiring.one_dtype(key, "dy", "q", "k", "y")
+    return cpu_register.contiguous(key, "dy", "y") or register.one_dtype(key, "dy", "q", "k", "y")
 
 
 def guess_backward(key: Key) -> float:
@@ -75,9 +77,9 @@ def guess_backward(key: Key) -> float:
     assert q is not None and k is not None
     rows, columns, depth = prod(q.shape[:-1]), k.shape[-2], q.shape[-1]
     ways, dtype = ((rows, depth, columns), (columns, depth, rows)), q.dtype
-    ours = sum(cpu_costs.native_us(*way, dtype, False) for way in ways)
-    theirs = sum(cpu_costs.torch_us(*way, dtype, False) for way in ways)
-    between = cpu_costs.pass_us(rows * columns)
+    ours = sum(cost_model.native_us(*way, dtype, False) for way in ways)
+    theirs = sum(cost_model.torch_us(*way, dtype, False) for way in ways)
+    between = cost_model.pass_us(rows * columns)
     return (ours + CALL + between) / (theirs + 2 * between)
 
 
@@ -95,7 +97,7 @@ def build_backward(key: Key) -> Launcher:
     return launch
 
 
-native_wiring.add(
+cpu_register.add(
     ATTENTION_SCORES_BACKWARD,
     "cpu.products",
     build_backward,
@@ -103,6 +105,6 @@ native_wiring.add(
     guess_backward,
     __name__,
 )
-native_wiring.add(
-    ATTENTION_SCORES, "cpu.fused", build, supports, guess, __name__, native_wiring.PRODUCTS
+cpu_register.add(
+    ATTENTION_SCORES, "cpu.fused", build, supports, guess, __name__, cpu_register.PRODUCTS
 )

@@ -10,9 +10,10 @@ import torch
 
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
-from ..common import metal_wiring, wiring
-from ..common.metal_launch import launcher, written
-from ..common.metal_math import TYPES
+from ...kernels import register
+from ...kernels.metal import register as metal_register
+from ...kernels.metal.launch import launcher, written
+from ...kernels.metal.shader_prelude import TYPES
 from . import ATTENTION_SCORES, shapes
 from .shapes import Shape, describe
 
@@ -98,7 +99,7 @@ def build(x: Shape, config: Config, device: torch.device) -> Launcher:
     grid = (math.ceil(s / ROWS), b * h, 1)
     start = launcher(written(defines, SOURCE), "scores", grid, (ROWS * STEP, 1, 1))
     numbers = (*x.sizes, *x.q, *x.k, *x.mask_strides)
-    empty, stride, dtype = wiring.empty(device), wiring.contiguous(x.out), DTYPES[x.dtype]
+    empty, stride, dtype = register.empty(device), register.contiguous(x.out), DTYPES[x.dtype]
 
     def launch(q: torch.Tensor, k: torch.Tensor, scale: float, mask: torch.Tensor | None) -> Any:
         y = empty(x.out, stride, dtype)
@@ -108,7 +109,7 @@ def build(x: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-metal_wiring.described(
+metal_register.described(
     ATTENTION_SCORES,
     "metal.scores",
     served,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...core.argument_checks import broadcast
 from ...core.key import Key, TensorSpec
-from ..common import wiring
+from ...kernels import register
 
 Strides = tuple[int, ...]
 
@@ -43,7 +43,7 @@ def describe(key: Key) -> Shape | str:
     """At most two leading dimensions, rows of q and k with unit stride."""
     q, k, mask = key.tensors
     assert q is not None and k is not None
-    reason = wiring.one_dtype(key, "q", "k")
+    reason = register.one_dtype(key, "q", "k")
     if reason is not None:
         return reason
     if 0 in (*q.shape, *k.shape) or len(q.shape) > 4 or len(k.shape) > 4:
@@ -61,7 +61,7 @@ def describe(key: Key) -> Shape | str:
     if isinstance(found, str):
         return found
     return Shape(
-        (b, h, s, t, d), (*lead, s, t), q.dtype, left, right, *found, key.flag("is_causal"), wiring.weakest(key),
+        (b, h, s, t, d), (*lead, s, t), q.dtype, left, right, *found, key.flag("is_causal"), register.weakest(key),
     )  # fmt: skip
 
 

@@ -14,7 +14,9 @@ from ...core.argument_checks import broadcast
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ..common import triton_rows, triton_scores_rows, wiring
+from ...kernels import register
+from ...kernels.attention_scores import after_gemm
+from ...kernels.softmax import rows
 from . import ATTENTION_SCORES, ATTENTION_SCORES_BACKWARD, shapes
 
 
@@ -35,7 +37,7 @@ def describe(key: Key) -> Rows | str:
     """At most two leading dimensions; how q and k lie is the product's concern."""
     q, k, mask = (key.spec(name) for name in ("q", "k", "mask"))
     assert q is not None and k is not None
-    reason = wiring.one_dtype(key, "q", "k")
+    reason = register.one_dtype(key, "q", "k")
     if reason is not None:
         return reason
     if 0 in (*q.shape, *k.shape):
@@ -48,17 +50,17 @@ def describe(key: Key) -> Rows | str:
     if isinstance(found, str):
         return found
     s, t = q.shape[-2], k.shape[-2]
-    return Rows((b, h, s, t), (*lead, s, t), q.dtype, found, key.flag("is_causal"), wiring.weakest(key))  # fmt: skip
+    return Rows((b, h, s, t), (*lead, s, t), q.dtype, found, key.flag("is_causal"), register.weakest(key))  # fmt: skip
 
 
 def configs(x: Rows) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return triton_scores_rows.scores_rows_configs(x.sizes[3], x.dtype)
+    return after_gemm.scores_rows_configs(x.sizes[3], x.dtype)
 
 
 def build(x: Rows, config: Config, device: torch.device) -> Launcher:
     """The launcher over (q, k, scale, mask)."""
-    start = triton_scores_rows.scores_rows_launcher(
+    start = after_gemm.scores_rows_launcher(
         x.sizes, x.dtype, *x.mask, x.causal, dict(config), device, x.align
     )
 
@@ -77,9 +79,9 @@ def describe_backward(key: Key) -> Rows | str:
         return "the mask needs a gradient"
     if q.shape[:-2] != k.shape[:-2]:
         return "leading dimensions of q and k differ"
-    if not (wiring.is_contiguous(dy) and wiring.is_contiguous(y)):
+    if not (register.is_contiguous(dy) and register.is_contiguous(y)):
         return "dy or y is not contiguous"
-    reason = wiring.one_dtype(key, "dy", "q", "k", "y")
+    reason = register.one_dtype(key, "dy", "q", "k", "y")
     x = describe(key) if reason is None else reason
     if isinstance(x, str):
         return x
@@ -100,10 +102,10 @@ def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 def build_backward(x: Rows, config: Config, device: torch.device) -> Launcher:
     """The launcher over (dy, q, k, y, scale, mask)."""
-    start = triton_scores_rows.scores_rows_backward_launcher(
+    start = after_gemm.scores_rows_backward_launcher(
         x.sizes, x.dtype, *x.mask, x.causal, dict(config), device, x.align
     )
-    empty, stride, dtype = wiring.empty(device), wiring.contiguous(x.out), DTYPES[x.dtype]
+    empty, stride, dtype = register.empty(device), register.contiguous(x.out), DTYPES[x.dtype]
     hides, to_q, to_k = x.mask[0] == "bool", x.needs[0] == "1", x.needs[1] == "1"
 
     def launch(dy: Tensor, q: Tensor, k: Tensor, y: Tensor, scale: float, mask: Tensor | None) -> Any:  # fmt: skip
@@ -116,9 +118,9 @@ def build_backward(x: Rows, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-_SOURCES = (triton_scores_rows, triton_rows, shapes, sys.modules[__name__])
-wiring.described(ATTENTION_SCORES, "triton.after_product", describe, configs, build, _SOURCES)
-wiring.described(
+_SOURCES = (after_gemm, rows, shapes, sys.modules[__name__])
+register.described(ATTENTION_SCORES, "triton.after_product", describe, configs, build, _SOURCES)
+register.described(
     ATTENTION_SCORES_BACKWARD,
     "triton.products",
     describe_backward,

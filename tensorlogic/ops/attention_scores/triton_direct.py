@@ -10,7 +10,8 @@ import torch
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ..common import triton_scores_direct, wiring
+from ...kernels import register
+from ...kernels.attention_scores import hopper_register_store
 from . import ATTENTION_SCORES, shapes
 from .shapes import Shape
 
@@ -24,27 +25,27 @@ def describe(key: Key) -> Shape | str:
         return x
     if x.mask != "none" or x.causal:
         return "masks are left to the plain kernel"
-    return triton_scores_direct.direct_refusal(*x.sizes[2:], x.dtype, x.align, (*x.q, *x.k)) or x
+    return hopper_register_store.direct_refusal(*x.sizes[2:], x.dtype, x.align, (*x.q, *x.k)) or x
 
 
 def available(device: str) -> str | None:
     """None on a Hopper GPU."""
     if device != "cuda":
         return "wgmma needs a CUDA device"
-    return wiring.available(device) or (
-        None if wiring.bulk_copies() else "it is written for Hopper GPUs (sm_90)"
+    return register.available(device) or (
+        None if register.bulk_copies() else "it is written for Hopper GPUs (sm_90)"
     )
 
 
 def configs(x: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return triton_scores_direct.direct_configs(*x.sizes[2:])
+    return hopper_register_store.direct_configs(*x.sizes[2:])
 
 
 def build(x: Shape, config: Config, device: torch.device) -> Launcher:
     """The launcher over (q, k, scale, mask)."""
-    start = triton_scores_direct.direct_launcher(x.sizes, x.dtype, x.q, x.k, config, device)
-    empty, stride, dtype = wiring.empty(device), wiring.contiguous(x.out), DTYPES[x.dtype]
+    start = hopper_register_store.direct_launcher(x.sizes, x.dtype, x.q, x.k, config, device)
+    empty, stride, dtype = register.empty(device), register.contiguous(x.out), DTYPES[x.dtype]
 
     def launch(q: torch.Tensor, k: torch.Tensor, scale: float, mask: torch.Tensor | None) -> Any:
         if not 0.0 < scale < MOST_SCALE:
@@ -55,12 +56,12 @@ def build(x: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-wiring.described(
+register.described(
     ATTENTION_SCORES,
     "triton.direct",
     describe,
     configs,
     build,
-    (triton_scores_direct, shapes, sys.modules[__name__]),
+    (hopper_register_store, shapes, sys.modules[__name__]),
     available,
 )

@@ -9,7 +9,8 @@ import torch
 
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
-from ..common import triton_scores, wiring
+from ...kernels import register
+from ...kernels.attention_scores import recompute
 from . import ATTENTION_SCORES, shapes
 from .shapes import Shape, describe
 
@@ -17,15 +18,15 @@ from .shapes import Shape, describe
 def configs(x: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
     _, _, s, t, d = x.sizes
-    return triton_scores.attention_scores_configs(s, t, d, x.dtype, x.mask, x.causal)
+    return recompute.attention_scores_configs(s, t, d, x.dtype, x.mask, x.causal)
 
 
 def build(x: Shape, config: Config, device: torch.device) -> Launcher:
     """The launcher over (q, k, scale, mask)."""
-    start = triton_scores.attention_scores_launcher(
+    start = recompute.attention_scores_launcher(
         x.sizes, x.dtype, x.dtype, x.q, x.k, x.mask, x.mask_dtype, x.mask_strides, x.causal, dict(config), device, align=x.align,
     )  # fmt: skip
-    empty, stride, dtype = wiring.empty(device), wiring.contiguous(x.out), DTYPES[x.dtype]
+    empty, stride, dtype = register.empty(device), register.contiguous(x.out), DTYPES[x.dtype]
 
     def launch(q: torch.Tensor, k: torch.Tensor, scale: float, mask: torch.Tensor | None) -> Any:
         y = empty(x.out, stride, dtype)
@@ -34,11 +35,11 @@ def build(x: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-wiring.described(
+register.described(
     ATTENTION_SCORES,
     "triton.scores",
     describe,
     configs,
     build,
-    (triton_scores, shapes, sys.modules[__name__]),
+    (recompute, shapes, sys.modules[__name__]),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from ...core.key import Key, TensorSpec
-from . import wiring
+from ...kernels import register
 
 Normal = Callable[[Key], Key]
 APART = 16  # a stride that stands for memory with gaps
@@ -123,7 +123,7 @@ def reduced(key: Key) -> Key:
 
 
 def _rows(t: TensorSpec) -> TensorSpec:
-    if len(t.shape) < 3 or not wiring.is_contiguous(t):
+    if len(t.shape) < 3 or not register.is_contiguous(t):
         return t
     return _flat(t, (prod(t.shape[:-1]), t.shape[-1]))
 
@@ -135,7 +135,7 @@ def _around(shape: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:
 def _shaped(t: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
     """The tensor in another shape: contiguous if it is, else in a layout that stands for its kind: elements that share memory, a
     last dimension that is not the one read along, or gaps."""
-    if wiring.is_contiguous(t):
+    if register.is_contiguous(t):
         return _flat(t, shape)
     dims = [(s, n) for s, n in zip(t.stride, t.shape, strict=True) if n != 1]
     turned = dims[-1][0] != min(s for s, _ in dims) or (len(dims) == 1 and dims[0][0] == TURNED)
@@ -144,13 +144,13 @@ def _shaped(t: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
     elif len(shape) == 1:
         strides = (TURNED if turned else APART,)
     else:
-        order = wiring.contiguous(shape[::-1])[::-1] if turned else wiring.contiguous(shape)
+        order = register.contiguous(shape[::-1])[::-1] if turned else register.contiguous(shape)
         strides = tuple(APART * s for s in order)
     return replace(t, shape=shape, stride=strides)
 
 
 def _flat(t: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
-    return replace(t, shape=shape, stride=wiring.contiguous(shape))
+    return replace(t, shape=shape, stride=register.contiguous(shape))
 
 
 def flat_left(*names: str) -> Normal:

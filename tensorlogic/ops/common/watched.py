@@ -14,8 +14,11 @@ from ...core.dtypes import NAMES
 from ...core.key import Key
 from ...core.op import Op
 from ...judging import Place, alone, places, plain
-from . import compiled_launch, precise, triton_split, wiring
-from .triton_mend import Watch
+from ...kernels import register
+from ...kernels.mixed_precision import split_planes
+from ...kernels.mixed_precision.guard_recompute import Watch
+from ...kernels.triton_runtime import launch_plan
+from . import precise
 from .ways_series import flag
 
 
@@ -45,7 +48,7 @@ def launcher(
             watch.judge(judged)
         return tuple(made)
 
-    return None if None in runs else compiled_launch.plan(op, key, device, launch)
+    return None if None in runs else launch_plan.plan(op, key, device, launch)
 
 
 class Quick:
@@ -70,7 +73,7 @@ class Quick:
             return outs
         outs = self.launch(*dynamic)
         # a kernel that is loaded while a graph is captured would spoil it
-        if not self.tried and outs is not None and triton_split.stream(self.device) >= 0:
+        if not self.tried and outs is not None and split_planes.stream(self.device) >= 0:
             self.tried = True
             self.quick = self._made(dynamic, outs)
         return outs
@@ -91,8 +94,8 @@ def _rounded(out: Tensor, device: torch.device) -> Callable[[Tensor], Tensor]:
         return _same
     shape, strides = (out.shape[0], out.shape[1]), (out.shape[1], 1)
     planes = (shape, strides, (0,), False)
-    start = triton_split._split(("f32", NAMES[out.dtype]), (planes,), 0, 16, device)
-    return partial(_into, start, wiring.empty(device), shape, strides, out.dtype, device)
+    start = split_planes._split(("f32", NAMES[out.dtype]), (planes,), 0, 16, device)
+    return partial(_into, start, register.empty(device), shape, strides, out.dtype, device)
 
 
 def _same(y: Tensor) -> Tensor:

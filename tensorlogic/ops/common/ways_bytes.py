@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...core.key import Key
-from . import triton_bytes, triton_lines, triton_split
-from .cublaslt import lt_available
+from ...kernels.gemm.cublaslt import lt_available
+from ...kernels.mixed_precision import line_max, quantized_gemm, split_planes
 from .ways import Way
 
 # elements of a sum of int8 products that surely fit into 32 bits
@@ -20,14 +20,14 @@ HOST_US = 45.0  # of a caller's thread, for the launches of one product
 LIBRARY = {"int8": (17, 8), "fp8": (1, 16)}  # fewest rows, and what columns must be a multiple of
 
 
-def quantised(form: str, a: Tensor, b: Tensor) -> tuple[triton_bytes.Quantised, triton_bytes.Quantised]:  # fmt: skip
+def quantised(form: str, a: Tensor, b: Tensor) -> tuple[quantized_gemm.Quantised, quantized_gemm.Quantised]:  # fmt: skip
     """Rows of a and columns of b as bytes with scales."""
-    return triton_bytes.quantise(a, form), triton_bytes.quantise(b.t(), form)
+    return quantized_gemm.quantise(a, form), quantized_gemm.quantise(b.t(), form)
 
 
 def tiled(form: str, rank: int, a: Tensor, b: Tensor) -> Tensor:
     """By our own kernel, which scales the sums back as it stores them."""
-    return triton_bytes.multiply(*quantised(form, a, b), form, rank)
+    return quantized_gemm.multiply(*quantised(form, a, b), form, rank)
 
 
 def library(form: str, a: Tensor, b: Tensor) -> Tensor:
@@ -35,10 +35,10 @@ def library(form: str, a: Tensor, b: Tensor) -> Tensor:
     left, right = quantised(form, a, b)
     rows, multiple = LIBRARY[form]
     if a.shape[0] < rows or b.shape[1] % multiple:
-        return triton_bytes.multiply(left, right, form)
+        return quantized_gemm.multiply(left, right, form)
     (x, x_scale), (w, w_scale) = left, right
     if form == "int8":
-        return triton_bytes.scaled(torch._int_mm(x, w.t()), x_scale, w_scale)
+        return quantized_gemm.scaled(torch._int_mm(x, w.t()), x_scale, w_scale)
     return torch._scaled_mm(
         x, w.t(), scale_a=x_scale[:, None], scale_b=w_scale[None, :], out_dtype=torch.bfloat16, use_fast_accum=True
     )  # fmt: skip
@@ -80,11 +80,11 @@ def found() -> list[Way]:
     return [
         Way(
             f"{engine}.{form}", form, product, _us(rate, after), partial(available, form), partial(_serves, form),
-            matrices=True, guarded=True, ranked=ranked, ranks=ranks, sources=(triton_bytes, triton_lines, triton_split),
+            matrices=True, guarded=True, ranked=ranked, ranks=ranks, sources=(quantized_gemm, line_max, split_planes),
         )
         for form in ("int8", "fp8")
         for engine, product, ranked, ranks, rate, after in (
             ("cublaslt", partial(library, form), None, 1, 650e6, 8),
-            ("triton", partial(tiled, form, 0), partial(tiled, form), len(triton_bytes.TILES), 550e6, 0),
+            ("triton", partial(tiled, form, 0), partial(tiled, form), len(quantized_gemm.TILES), 550e6, 0),
         )
     ]  # fmt: skip

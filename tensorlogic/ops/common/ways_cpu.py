@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from ... import accuracy
-from ...accuracy import CREST
 from ...core.key import Key
+from ...kernels.cpu import cost_model
+from ...kernels.cpu import register as cpu_register
+from ...kernels.mixed_precision.data_statistics import CREST
 from ...native import cpu_library
-from . import cpu_costs, native_wiring, ways
+from . import ways
 from .ways import Way, single, wide
 
 BLOCK = 512  # rows and columns narrowed at a time
@@ -32,7 +34,7 @@ def cpu(device: str) -> str | None:
 
 def half_hardware(device: str) -> str | None:
     """None where PyTorch multiplies float16 in hardware."""
-    slow = cpu(device) is None and cpu_costs.half_is_slow("f16")
+    slow = cpu(device) is None and cost_model.half_is_slow("f16")
     return "PyTorch has no hardware for float16 here" if slow else cpu(device)
 
 
@@ -113,7 +115,7 @@ def native_bf16(a: Tensor, b: Tensor) -> Tensor:
     if own_tiles():
         return in_parts(1, a, b)
     # a guard sees what has left the range of float32's exponents: whole rows or columns
-    if cpu_costs.pairs("bf16"):
+    if cost_model.pairs("bf16"):
         return kept(partial(in_parts, 1), a, b)
     c: Tensor = cpu_library.op("matmul_f32")(a.to(torch.bfloat16), b.to(torch.bfloat16))
     return _kept(c, a, b)
@@ -171,7 +173,7 @@ def torch_f16(a: Tensor, b: Tensor) -> Tensor:
 
 def parts_of(id: str) -> int | None:
     """The bfloat16 parts that a way asks our kernels for where a guard looks at the data; None where it does anything besides."""
-    if id == "cpu.bf16" and not (own_tiles() or cpu_costs.pairs("bf16")):
+    if id == "cpu.bf16" and not (own_tiles() or cost_model.pairs("bf16")):
         return None
     return {"cpu.f32": 3, "cpu.bf16x3": 2, "cpu.bf16": 1, "cpu.i16": 0}.get(id)
 
@@ -246,17 +248,17 @@ def _int8_serves(count: int) -> Callable[[Key], str | None]:
 
 def _tiled(device: str) -> str | None:
     """None where our own kernels multiply in tiles."""
-    if (reason := native_wiring.cpu_only(device)) is not None:
+    if (reason := cpu_register.cpu_only(device)) is not None:
         return reason
     return None if own_tiles() else "the native library multiplies without tiles"
 
 
 def _steps(device: str) -> str | None:
     """None where pairs of 16 bits are multiplied faster than float32."""
-    if (reason := native_wiring.cpu_only(device)) is not None:
+    if (reason := cpu_register.cpu_only(device)) is not None:
         return reason
     level = str(cpu_library.isa())
-    quick = level == "avx2" or (level.startswith("avx512") and "vnni" in cpu_costs.features())
+    quick = level == "avx2" or (level.startswith("avx512") and "vnni" in cost_model.features())
     return None if quick else "16 bits are multiplied no faster than float32"
 
 
@@ -268,7 +270,7 @@ def _speed(form: str) -> float:
     """Multiply-adds a microsecond and thread."""
     if tiles():
         return {"bf16": 250e3, "int8": 500e3}[form]
-    return 120e3 if "vnni" in cpu_costs.features() else 25e3
+    return 120e3 if "vnni" in cost_model.features() else 25e3
 
 
 def _rate(
@@ -279,37 +281,37 @@ def _rate(
     def us(m: int, n: int, k: int, dtype: str) -> float:
         work = m * n * k
         speed = share * (_speed(per_us) if isinstance(per_us, str) else per_us)
-        moved = (m * k + k * n + m * n) * passes * cpu_costs.PASS
-        return call + (work / speed + moved) / cpu_costs.threads(work)
+        moved = (m * k + k * n + m * n) * passes * cost_model.PASS
+        return call + (work / speed + moved) / cost_model.threads(work)
 
     return us
 
 
 def _f32_us(m: int, n: int, k: int, dtype: str) -> float:
-    return cpu_costs.native_us(m, n, k, "f32", False)
+    return cost_model.native_us(m, n, k, "f32", False)
 
 
 def _torch_f32_us(m: int, n: int, k: int, dtype: str) -> float:
-    converted = 0.0 if dtype == "f32" else (m * k + k * n + m * n) * cpu_costs.PASS
-    return cpu_costs.torch_us(m, n, k, "f32", False) + converted
+    converted = 0.0 if dtype == "f32" else (m * k + k * n + m * n) * cost_model.PASS
+    return cost_model.torch_us(m, n, k, "f32", False) + converted
 
 
 def _narrowing_us(m: int, n: int, k: int) -> float:
     """Both operands rounded by a pass each."""
-    return 6 + (m * k + k * n) * cpu_costs.PASS / cpu_costs.threads(m * n * k)
+    return 6 + (m * k + k * n) * cost_model.PASS / cost_model.threads(m * n * k)
 
 
 def _torch_bf16_us(m: int, n: int, k: int, dtype: str) -> float:
     if tiles():
         return _rate("bf16", 2, 12)(m, n, k, dtype)
-    return cpu_costs.torch_us(m, n, k, "bf16", False) + _narrowing_us(m, n, k)
+    return cost_model.torch_us(m, n, k, "bf16", False) + _narrowing_us(m, n, k)
 
 
 def _native_bf16_us(m: int, n: int, k: int, dtype: str) -> float:
     if own_tiles():
         return _rate(380e3, 0.3, 8)(m, n, k, dtype)
-    rounded = 0.0 if cpu_costs.pairs("bf16") else _narrowing_us(m, n, k)
-    return cpu_costs.native_us(m, n, k, "bf16", False) + rounded
+    rounded = 0.0 if cost_model.pairs("bf16") else _narrowing_us(m, n, k)
+    return cost_model.native_us(m, n, k, "bf16", False) + rounded
 
 
 def _native_f16_us(m: int, n: int, k: int, dtype: str) -> float:
@@ -317,19 +319,19 @@ def _native_f16_us(m: int, n: int, k: int, dtype: str) -> float:
 
 
 def _i16_us(m: int, n: int, k: int, dtype: str) -> float:
-    return 0.65 * cpu_costs.native_us(m, n, k, "f32", False)
+    return 0.65 * cost_model.native_us(m, n, k, "f32", False)
 
 
 def found() -> list[Way]:
     """Every way on a CPU, in the order in which ties are broken."""
-    library = (native_wiring.LIBRARY,)
+    library = (cpu_register.LIBRARY,)
     return [
         Way("torch.f32", "f32", torch_f32, _torch_f32_us, cpu),
-        Way("cpu.f32", "f32", native_f32, _f32_us, native_wiring.cpu_only, unwatched=partial(kept, native_f32), sources=library),
+        Way("cpu.f32", "f32", native_f32, _f32_us, cpu_register.cpu_only, unwatched=partial(kept, native_f32), sources=library),
         Way("torch.f16", "f16", torch_f16, _rate(60e3, 6, 60), half_hardware),
-        Way("cpu.f16", "f16", native_f16, _native_f16_us, native_wiring.cpu_only, _f16_only, sources=library),
+        Way("cpu.f16", "f16", native_f16, _native_f16_us, cpu_register.cpu_only, _f16_only, sources=library),
         Way("torch.bf16", "bf16", torch_bf16, _torch_bf16_us, cpu),
-        Way("cpu.bf16", "bf16", native_bf16, _native_bf16_us, native_wiring.cpu_only, sources=library),
+        Way("cpu.bf16", "bf16", native_bf16, _native_bf16_us, cpu_register.cpu_only, sources=library),
         Way("cpu.bf16x3", "bf16x3", partial(in_parts, 2), _rate(220e3, 0.3, 8), _tiled, sources=library),
         Way("cpu.i16", "i16", native_i16, _i16_us, _steps, sources=library),
         *(

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from ...core.key import Key, TensorSpec
-from . import (
-    mixed,
-    triton_halves,
-    triton_lines,
-    triton_mixed,
-    triton_split,
-    triton_widened,
-    ways_series,
-    widened,
+from ...kernels.gemm.cublaslt import lt_available
+from ...kernels.mixed_precision import (
+    f64_gemm,
+    f64_gemm_kernel,
+    line_max,
+    mixed_gemm,
+    mixed_gemm_kernel,
+    scaled_f16,
+    split_planes,
 )
-from .cublaslt import lt_available
+from . import ways_series
 from .ways import Way, in_f64, single
 from .ways_series import Planes, Prepared, Run, Step
 
@@ -106,7 +106,7 @@ def f64(a: Tensor, b: Tensor) -> Tensor:
 
 def f64_widened(rank: int, a: Tensor, b: Tensor) -> Tensor:
     """float64, narrower operands widened as they are multiplied; where they lie oddly, before."""
-    found = widened.product(rank, a, b)
+    found = f64_gemm.product(rank, a, b)
     return in_f64(a, b) if found is None else found
 
 
@@ -116,12 +116,12 @@ def scaled(rank: int, a: Tensor, b: Tensor) -> Tensor:
     right, column_exponents = _halves(b.t())
     c = lt(left, right.t(), rank=rank)
     wide = torch.float64 in (a.dtype, b.dtype)
-    return triton_halves.scaled_back(c, row_exponents, column_exponents, wide)
+    return scaled_f16.scaled_back(c, row_exponents, column_exponents, wide)
 
 
 def rounded(rank: int, a: Tensor, b: Tensor) -> Tensor:
     """float16 of one float32 operand and one float16 one, the former rounded as it is multiplied; else as `scaled`."""
-    found = mixed.product(rank, a, b)
+    found = mixed_gemm.product(rank, a, b)
     return scaled(0, a, b) if found is None else found
 
 
@@ -136,7 +136,7 @@ def _mixed(key: Key) -> str | None:
 
 def _halves(t: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rows in float16, and the exponents by which they were scaled down: None for what is float16 already."""
-    return (t, None) if t.dtype == torch.float16 else triton_halves.halves(t)
+    return (t, None) if t.dtype == torch.float16 else scaled_f16.halves(t)
 
 
 def _cuda(device: str) -> str | None:
@@ -171,7 +171,7 @@ def _operands(key: Key) -> list[TensorSpec]:
 def _in_registers(key: Key) -> str | None:
     """None, or why operands cannot be widened as they are multiplied, or need not be."""
     kinds = {t.dtype for t in _operands(key)}
-    if kinds == {"f64"} or not kinds <= set(mixed.SIZES):
+    if kinds == {"f64"} or not kinds <= set(mixed_gemm.SIZES):
         return "for real operands that are to be widened"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return "for Hopper's bulk copies"
@@ -180,7 +180,7 @@ def _in_registers(key: Key) -> str | None:
 
 def _copying(key: Key, width: int) -> str | None:
     """None, or why converted copies of so many bytes an element are more than "f32" keeps where none is needed."""
-    narrow = [t for t in _operands(key) if mixed.SIZES.get(t.dtype, width) != width]
+    narrow = [t for t in _operands(key) if mixed_gemm.SIZES.get(t.dtype, width) != width]
     copied = sum(width * prod(t.shape) for t in narrow)
     if key.precision != "f32" or copied <= COPIED or _in_registers(key) is not None:
         return None
@@ -204,7 +204,7 @@ def found() -> list[Way]:
     def way(name: str, form: str, product: Any, us: Any, **more: Any) -> Way:
         return Way(
             name, form, partial(product, 0), us, _cuda, matrices=True,
-            ranked=product, ranks=RANKS, sources=(triton_split, triton_halves, triton_lines, ways_series), **more,
+            ranked=product, ranks=RANKS, sources=(split_planes, scaled_f16, line_max, ways_series), **more,
         )  # fmt: skip
 
     bf16, f16, single = torch.bfloat16, torch.float16, torch.float32
@@ -223,7 +223,7 @@ def found() -> list[Way]:
             _cuda,
             serves=_widening,
             matrices=True,
-            sources=(triton_split, ways_series),
+            sources=(split_planes, ways_series),
         ),
         Way(
             "triton.f64_widened",
@@ -234,8 +234,8 @@ def found() -> list[Way]:
             serves=_in_registers,
             matrices=True,
             ranked=f64_widened,
-            ranks=widened.RANKS,
-            sources=(mixed, widened, triton_widened),
+            ranks=f64_gemm.RANKS,
+            sources=(mixed_gemm, f64_gemm, f64_gemm_kernel),
         ),
         way(
             "cublaslt.f32",
@@ -266,8 +266,8 @@ def found() -> list[Way]:
             serves=_mixed,
             matrices=True,
             ranked=rounded,
-            ranks=mixed.RANKS,
-            sources=(mixed, triton_mixed),
+            ranks=mixed_gemm.RANKS,
+            sources=(mixed_gemm, mixed_gemm_kernel),
         ),
         way(
             "cublaslt.f16_unscaled",

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from ...core.dtypes import NAMES
+from ...kernels import register
+from ...kernels.gemm import cublaslt as gemm_cublaslt
+from ...kernels.gemm.spec import GemmSpec, Operand
+from ...kernels.mixed_precision import split_planes
+from ...kernels.triton_runtime import launch_plan
 from ...system.compile_pool import CompileFailure
-from . import compiled_launch, cublaslt, triton_split, ways, wiring
-from .gemm import GemmSpec, Operand
+from . import ways
 
 MOST = 1024  # ways in which operands lie that are known at once
 ALIGN = 16  # bytes, of fresh memory
@@ -42,14 +46,14 @@ def series(
 
     Raises CompileFailure or Unserved where the library does not take them.
     """
-    lib = cublaslt._library()
+    lib = gemm_cublaslt._library()
     if isinstance(lib, str):
         raise CompileFailure(lib)
-    (m, n), item = sizes, cublaslt._SIZES[dtype]
+    (m, n), item = sizes, gemm_cublaslt._SIZES[dtype]
     index = torch.cuda.current_device() if device.index is None else device.index
     entries, kept, most = [], [], 0
     with torch.cuda.device(index):
-        handle = cublaslt._handle(lib, index)
+        handle = gemm_cublaslt._handle(lib, index)
         for i, step in enumerate(steps):
             at_x, at_w = step.start * strides[1] * item, step.start * strides[2] * item
             bits = align | at_x | at_w
@@ -58,9 +62,9 @@ def series(
                 precision=precision, align=bits & -bits,
                 outer="residual" if i else "none", residual=Operand("f32", n, 1) if i else None,
             )  # fmt: skip
-            if (reason := cublaslt.lt_refusal(spec)) is not None:
+            if (reason := gemm_cublaslt.lt_refusal(spec)) is not None:
                 raise Unserved(f"cuBLASLt: {reason}")
-            product = cublaslt._Product(lib, spec, handle)
+            product = gemm_cublaslt._Product(lib, spec, handle)
             found = _algorithm(product, rank)
             one, beta = ctypes.c_float(step.alpha), ctypes.c_float(1.0 if i else 0.0)
             most = max(most, found.workspace)
@@ -72,12 +76,12 @@ def series(
                 )
             )  # fmt: skip
     several = torch.cuda.device_count() > 1
-    made = compiled_launch.series(lib, device, several, handle, entries, kept)
+    made = launch_plan.series(lib, device, several, handle, entries, kept)
     run = _called(lib, index, handle, entries, most, kept) if made is None else made
     if made is not None and most:
 
         def with_space(x: Tensor, w: Tensor, y: Tensor) -> None:
-            run(x, w, y, compiled_launch.lasting(_space, index, most))
+            run(x, w, y, launch_plan.lasting(_space, index, most))
 
         return with_space
     if made is not None or not several:
@@ -92,7 +96,7 @@ def series(
 
 def _space(index: int, size: int) -> Tensor:
     """Scratch memory of the current stream."""
-    return cublaslt._workspace(index, torch._C._cuda_getCurrentRawStream(index), size)
+    return gemm_cublaslt._workspace(index, torch._C._cuda_getCurrentRawStream(index), size)
 
 
 def _called(
@@ -117,7 +121,7 @@ def _called(
     return run
 
 
-def _algorithm(product: cublaslt._Product, rank: int) -> Any:
+def _algorithm(product: gemm_cublaslt._Product, rank: int) -> Any:
     """Of this rank, or the library's own choice: of other alignments it ranks fewer."""
     try:
         return product.algorithm(rank)
@@ -159,14 +163,14 @@ def _in_f64(a: Tensor, b: Tensor) -> Tensor:
 
 def allocator(device: torch.device) -> Callable[[tuple[int, int], torch.dtype], Tensor]:
     """Memory for a contiguous matrix."""
-    made = wiring.empty(device)
+    made = register.empty(device)
     return lambda shape, dtype: made(shape, (shape[1], 1), dtype)
 
 
 def direct(precision: str, rank: int, a: Tensor, b: Tensor) -> Run:
     """a · b of one dtype as they lie."""
     size = (a.shape[0], b.shape[1])
-    bits = triton_split.aligned(a, b)
+    bits = split_planes.aligned(a, b)
     strides = (a.stride(0), a.stride(1), b.stride(0), b.stride(1))
     steps = [Step(0, a.shape[1])]
     multiply = series(size, NAMES[a.dtype], strides, steps, rank, a.device, precision, bits)  # fmt: skip
@@ -204,11 +208,11 @@ class Planes:
         """For operands that lie like these; one of this dtype is its only plane."""
         if len(self.left) == 1 and self.dtype in (a.dtype, b.dtype):
             return self._one(a, b)
-        a_turned, a_laid, a_shape = triton_split._laid(a, self.left, False)
-        b_turned, b_laid, b_shape = triton_split._laid(b, self.right, True)
-        kinds = (*triton_split.names(a, b), NAMES[self.dtype])
-        bits, device, dtype = triton_split.aligned(a, b), a.device, self.dtype
-        start = triton_split._split(kinds, (a_laid, b_laid), self.lift, bits, device)
+        a_turned, a_laid, a_shape = split_planes._laid(a, self.left, False)
+        b_turned, b_laid, b_shape = split_planes._laid(b, self.right, True)
+        kinds = (*split_planes.names(a, b), NAMES[self.dtype])
+        bits, device, dtype = split_planes.aligned(a, b), a.device, self.dtype
+        start = split_planes._split(kinds, (a_laid, b_laid), self.lift, bits, device)
         empty = allocator(device)
 
         def make(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,10 +226,10 @@ class Planes:
     def _one(self, a: Tensor, b: Tensor) -> Made:
         first = a.dtype != self.dtype  # which is to be written
         pattern, given = (self.left, a) if first else (self.right, b)
-        turned, laid, shape = triton_split._laid(given, pattern, not first)
-        bits, device, dtype = triton_split.aligned(given), a.device, self.dtype
-        kinds = (*triton_split.names(given), NAMES[dtype])
-        start = triton_split._split(kinds, (laid,), self.lift, bits, device)
+        turned, laid, shape = split_planes._laid(given, pattern, not first)
+        bits, device, dtype = split_planes.aligned(given), a.device, self.dtype
+        kinds = (*split_planes.names(given), NAMES[dtype])
+        start = split_planes._split(kinds, (laid,), self.lift, bits, device)
         empty = allocator(device)
 
         def make(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,7 +240,7 @@ class Planes:
         ends, other = _ends(turned, shape), b.stride() if first else a.stride()
         left, right = (ends, other) if first else (other, ends)
         strides = (left[0], left[1], right[0], right[1])
-        return Made(make, (turned and first, turned and not first), strides, triton_split.aligned(b if first else a))  # fmt: skip
+        return Made(make, (turned and first, turned and not first), strides, split_planes.aligned(b if first else a))  # fmt: skip
 
 
 def _ends(turned: bool, shape: tuple[int, int]) -> tuple[int, int]:
@@ -246,7 +250,7 @@ def _ends(turned: bool, shape: tuple[int, int]) -> tuple[int, int]:
 
 def flag(device: torch.device) -> Tensor:
     """That of the current stream, in launchers that are noted, too."""
-    return compiled_launch.lasting(triton_split.flag, device)
+    return launch_plan.lasting(split_planes.flag, device)
 
 
 def _started(good: bool) -> None:

@@ -16,10 +16,10 @@ from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key, TensorSpec
 from ...core.op import Gradient, Op, bits
+from ...kernels.register import rows
 from ...system.capture_state import capturing
 from ..common import checks, costs, folded, samples
 from ..common.random import draw, keep_mask, seeded
-from ..common.rows import rows
 from ..linear import LINEAR, LINEAR_BACKWARD, linear
 
 

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from ...core.key import Key
-from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_dropout, triton_reduce, wiring
-from ..common.gemm import GemmSpec, Operand
-from ..common.gemm_wiring import Kernel, Plan, Product, Start
+from ...kernels import register
+from ...kernels.elementwise import dropout
+from ...kernels.gemm import backward_steps, bind, padded
+from ...kernels.gemm.bind import Kernel, Plan, Product, Start
+from ...kernels.gemm.spec import GemmSpec, Operand
+from ...kernels.reduce import contiguous
 from . import DROPOUT_LINEAR, DROPOUT_LINEAR_BACKWARD
 
 
@@ -20,12 +23,12 @@ def _dropped(given: str, name: str, dtype: str, shape: tuple[int, ...], seeded: 
     """`name` = dropout of contiguous `given`."""
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return triton_dropout.dropout_launcher(dtype, prod(shape), seeded, config, device, align)
+        return dropout.dropout_launcher(dtype, prod(shape), seeded, config, device, align)
 
     numbers = ("p", "seed", "offset") if seeded else ("p",)
     state = () if seeded else ("state",)
     return Kernel(
-        (given, *state, name, *numbers), {name: (name, shape, dtype)}, triton_dropout.CONFIGS, build
+        (given, *state, name, *numbers), {name: (name, shape, dtype)}, dropout.CONFIGS, build
     )
 
 
@@ -33,7 +36,7 @@ def describe(key: Key, engine: str = "cublaslt") -> Plan | str:
     """A dropout pass over contiguous x, then one product."""
     x, weight, bias, state = key.tensors
     assert x is not None and weight is not None
-    rows = gemm_steps.flat(x, "x")
+    rows = backward_steps.flat(x, "x")
     if isinstance(rows, str) or 0 in weight.shape:
         return rows if isinstance(rows, str) else "weight is empty"
     m, (n, k), dtype = prod(x.shape[:-1]), weight.shape, x.dtype
@@ -52,35 +55,35 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
     needs = key.flag("needs")
     if mask is not None:
         return "forward kept a mask of PyTorch's"
-    found = gemm_steps.matrices(("dy", dy), ("x", x), ("weight", weight))
+    found = backward_steps.matrices(("dy", dy), ("x", x), ("weight", weight))
     if isinstance(found, str):
         return found
-    if not (wiring.is_contiguous(x) and wiring.is_contiguous(dy)):
+    if not (register.is_contiguous(x) and register.is_contiguous(dy)):
         return "x or dy is not contiguous"
     (rows, _, _), dtype, (n, k), seeded = found, dy.dtype, weight.shape, state is None
     m, steps = prod(dy.shape[:-1]), list[Kernel | Product]()
     if needs[0] == "1":
         steps.append(
-            gemm_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, "dropped_dx")
+            backward_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, "dropped_dx")
         )
         steps.append(_dropped("dropped_dx", "dx", dtype, x.shape, seeded))
     if needs[1] == "1":
         steps.append(_dropped("x", "dropped", dtype, x.shape, seeded))
         other = Operand(dtype, k, 1)
-        steps.append(gemm_steps.weight_gradient(engine, "dy", rows, "dropped", other, m, n, k))
+        steps.append(backward_steps.weight_gradient(engine, "dy", rows, "dropped", other, m, n, k))
     if needs[2] == "1":
-        steps.append(gemm_steps.column_sums("dy", dtype, m, n))
+        steps.append(backward_steps.column_sums("dy", dtype, m, n))
     names = ("dx", "dw", "db")
     returns = tuple(a if need == "1" else "None" for a, need in zip(names, needs, strict=True))
     return Plan(tuple(steps), returns) if steps else "nothing to compute"
 
 
-_SOURCES = (triton_dropout, triton_reduce, gemm_steps, sys.modules[__name__])
+_SOURCES = (dropout, contiguous, backward_steps, sys.modules[__name__])
 for _engine in ("triton", "cublaslt"):
-    gemm_wiring.candidate(
+    bind.candidate(
         DROPOUT_LINEAR, f"{_engine}.after_dropout", partial(describe, engine=_engine), _SOURCES
     )
-    gemm_wiring.candidate(
+    bind.candidate(
         DROPOUT_LINEAR_BACKWARD,
         f"{_engine}.after_dropout",
         partial(describe_backward, engine=_engine),
@@ -90,6 +93,4 @@ for _engine in ("triton", "cublaslt"):
         (DROPOUT_LINEAR, describe),
         (DROPOUT_LINEAR_BACKWARD, describe_backward),
     ):
-        gemm_padded.candidate(
-            _op, f"{_engine}.padded", partial(_describe, engine=_engine), _SOURCES
-        )
+        padded.candidate(_op, f"{_engine}.padded", partial(_describe, engine=_engine), _SOURCES)

@@ -15,8 +15,9 @@ from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key
 from ...core.op import Gradient, Op, bits
-from ..common import checks, costs, folded, products, samples
-from ..common.rows import rows
+from ...kernels.cpu import onednn
+from ...kernels.register import rows
+from ..common import checks, costs, folded, samples
 
 
 def _gelu_linear(
@@ -101,30 +102,30 @@ GELU_LINEAR_BACKWARD.candidate("torch.eager", trusted=True)(gelu_linear_backward
 
 
 @GELU_LINEAR.candidate(
-    "onednn.linear", supports=products.onednn_f32, available=products.onednn_available, trusted=True
+    "onednn.linear", supports=onednn.onednn_f32, available=onednn.onednn_available, trusted=True
 )
 def onednn_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool
 ) -> tuple[Tensor, ...]:
     """oneDNN's product behind PyTorch's GELU."""
-    return (products.onednn(F.gelu(x, approximate=approximate), weight, bias, "none"),)
+    return (onednn.onednn(F.gelu(x, approximate=approximate), weight, bias, "none"),)
 
 
-@GELU_LINEAR.candidate("torch.widened", supports=products.widened, trusted=True)
+@GELU_LINEAR.candidate("torch.widened", supports=onednn.widened, trusted=True)
 def widened(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool
 ) -> tuple[Tensor, ...]:
     """All of it in float32, weights widened once and kept; rounded at the end."""
     wide = F.gelu(x.float(), approximate=approximate)
     return (
-        F.linear(wide, products.wide_weight(weight), None if bias is None else bias.float()).to(
+        F.linear(wide, onednn.wide_weight(weight), None if bias is None else bias.float()).to(
             x.dtype
         ),
     )
 
 
 @GELU_LINEAR_BACKWARD.candidate(
-    "torch.widened", supports=lambda key: products.widened(key, "dy"), trusted=True
+    "torch.widened", supports=lambda key: onednn.widened(key, "dy"), trusted=True
 )
 def widened_backward(
     dy: Tensor, x: Tensor, weight: Tensor, approximate: str, needs: str

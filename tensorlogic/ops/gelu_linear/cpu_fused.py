@@ -6,18 +6,18 @@ from typing import Any
 
 from ...core.candidate import Config, Launcher
 from ...core.key import Key
+from ...kernels.cpu import gemm as cpu_gemm
 from ...native import cpu_library
-from ..common import cpu_products
 from . import GELU_LINEAR, GELU_LINEAR_BACKWARD
 
 
 def build(key: Key, config: Config) -> Launcher:
     """The launcher over (x, weight, bias)."""
     gelu, tanh = cpu_library.op("gelu"), key.flag("approximate") == "tanh"
-    run = cpu_products.finished(key, config, cpu_products.linear_shape(key))
+    run = cpu_gemm.finished(key, config, cpu_gemm.linear_shape(key))
 
     def launch(x: Any, weight: Any, bias: Any) -> Any:
-        return (run(gelu(cpu_products.prepared(config, x), tanh), weight, bias, None),)
+        return (run(gelu(cpu_gemm.prepared(config, x), tanh), weight, bias, None),)
 
     return launch
 
@@ -26,7 +26,7 @@ def build_backward(key: Key) -> Launcher:
     """The launcher over (dy, x, weight)."""
     tanh, needs = key.flag("approximate") == "tanh", key.flag("needs")
     gelu, gradient = cpu_library.op("gelu"), cpu_library.op("gelu_backward")
-    products = cpu_products.gradients(needs)
+    products = cpu_gemm.gradients(needs)
 
     def launch(dy: Any, x: Any, weight: Any) -> Any:
         dgelu, dw, db = products(dy, gelu(x, tanh) if needs[1] == "1" else None, weight)
@@ -35,5 +35,5 @@ def build_backward(key: Key) -> Launcher:
     return launch
 
 
-cpu_products.add_backward(GELU_LINEAR_BACKWARD, build_backward, __name__)
-cpu_products.add(GELU_LINEAR, "cpu.fused", build, __name__, cpu_products.supports_dense)
+cpu_gemm.add_backward(GELU_LINEAR_BACKWARD, build_backward, __name__)
+cpu_gemm.add(GELU_LINEAR, "cpu.fused", build, __name__, cpu_gemm.supports_dense)

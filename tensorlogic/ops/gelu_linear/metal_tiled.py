@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ...core.key import Key
-from ..common import gemm_wiring, metal_wiring
-from ..common.gemm import GemmSpec, Operand
-from ..common.gemm_wiring import Plan, Product
+from ...kernels.gemm import bind
+from ...kernels.gemm.bind import Plan, Product
+from ...kernels.gemm.spec import GemmSpec, Operand
+from ...kernels.metal import register as metal_register
 from . import GELU_LINEAR
 
 
@@ -13,7 +14,7 @@ def describe(key: Key) -> Plan | str:
     """The product behind a key, of any size: where the GELU is cheaper as a pass of its own is for each Mac to measure."""
     x, weight, bias = key.tensors
     assert x is not None and weight is not None
-    found = gemm_wiring.product_of(x, weight)
+    found = bind.product_of(x, weight)
     if isinstance(found, str):
         return found
     m, n, k, rows, w = found
@@ -26,4 +27,4 @@ def describe(key: Key) -> Plan | str:
     return Plan((Product(spec, {"x": "x", "w": "weight", "bias": "bias"}, made),), ("y",))
 
 
-metal_wiring.products(GELU_LINEAR, describe)
+metal_register.products(GELU_LINEAR, describe)

@@ -6,9 +6,10 @@ import sys
 from math import prod
 
 from ...core.key import Key
-from ..common import gemm_steps, gemm_wiring, triton_reduce
-from ..common.gemm import GemmSpec, Operand
-from ..common.gemm_wiring import Kernel, Plan, Product
+from ...kernels.gemm import backward_steps, bind
+from ...kernels.gemm.bind import Kernel, Plan, Product
+from ...kernels.gemm.spec import GemmSpec, Operand
+from ...kernels.reduce import contiguous
 from . import GELU_LINEAR, GELU_LINEAR_BACKWARD
 
 # multiply-adds of one product up to which the GELU may be taken again for every tile
@@ -24,7 +25,7 @@ def describe(key: Key) -> Plan | str:
     """The product behind a key."""
     x, weight, bias = key.tensors
     assert x is not None and weight is not None
-    found = gemm_wiring.product_of(x, weight)
+    found = bind.product_of(x, weight)
     if isinstance(found, str):
         return found
     m, n, k, rows, w = found
@@ -52,7 +53,7 @@ def describe_backward(key: Key) -> Plan | str:
     needs = key.flag("needs")
     if 0 in (*dy.shape, *weight.shape):
         return "empty"
-    rows, other = gemm_wiring.matrix(dy), gemm_wiring.matrix(x)
+    rows, other = bind.matrix(dy), bind.matrix(x)
     if rows is None or other is None:
         return "rows of dy or x are not evenly spaced"
     m, (n, k), dtype = prod(dy.shape[:-1]), weight.shape, dy.dtype
@@ -93,15 +94,15 @@ def describe_backward(key: Key) -> Plan | str:
         products.append(Product(spec, {"x": "x", "w": "dy"}, {"y": ("dw", weight.shape, dtype)}))
         returns[1] = "dw"
     if needs[2] == "1":
-        step, returns[2] = gemm_steps.bias_gradient(dy, n)
+        step, returns[2] = backward_steps.bias_gradient(dy, n)
         products += step
     return Plan(tuple(products), tuple(returns)) if products else "no product is needed"
 
 
-gemm_wiring.candidate(GELU_LINEAR, "triton.tiled", describe, (sys.modules[__name__],))
-gemm_wiring.candidate(
+bind.candidate(GELU_LINEAR, "triton.tiled", describe, (sys.modules[__name__],))
+bind.candidate(
     GELU_LINEAR_BACKWARD,
     "triton.tiled",
     describe_backward,
-    (gemm_steps, triton_reduce, sys.modules[__name__]),
+    (backward_steps, contiguous, sys.modules[__name__]),
 )

@@ -46,12 +46,12 @@ def _launcher(
     device: torch.device, align: int,
 ) -> tuple[Callable[..., bool], int]:  # fmt: skip
     """What launches both kernels, and into how many parts a group is cut."""
-    from ..common import triton_group_norm as kernels
+    from ...kernels.norm import group_norm as norm_group_norm
 
-    launch = kernels.group_norm_launcher(
+    launch = norm_group_norm.group_norm_launcher(
         images, channels, pixels, groups, dtype, params, last, device, align
     )
-    return launch, kernels.parts_of(images * groups, channels // groups * pixels)[0]
+    return launch, norm_group_norm.parts_of(images * groups, channels // groups * pixels)[0]
 
 
 def _fits(args: tuple[Any, ...]) -> str | None:

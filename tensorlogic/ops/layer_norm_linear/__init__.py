@@ -15,8 +15,9 @@ from ...core import saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key
 from ...core.op import Gradient, Op, bits
-from ..common import checks, costs, folded, products, samples
-from ..common.rows import rows
+from ...kernels.cpu import onednn
+from ...kernels.register import rows
+from ..common import checks, costs, folded, samples
 
 
 def _layer_norm_linear(
@@ -192,7 +193,7 @@ LAYER_NORM_LINEAR_BACKWARD.candidate("torch.eager", trusted=True)(layer_norm_lin
 
 
 @LAYER_NORM_LINEAR.candidate(
-    "onednn.linear", supports=products.onednn_f32, available=products.onednn_available, trusted=True
+    "onednn.linear", supports=onednn.onednn_f32, available=onednn.onednn_available, trusted=True
 )
 def onednn_linear(
     x: Tensor,
@@ -204,10 +205,10 @@ def onednn_linear(
     save: bool,
 ) -> tuple[Tensor, ...]:
     """oneDNN's product behind PyTorch's layer norm."""
-    return (products.onednn(F.layer_norm(x, x.shape[-1:], gamma, beta, eps), weight, bias, "none"),)
+    return (onednn.onednn(F.layer_norm(x, x.shape[-1:], gamma, beta, eps), weight, bias, "none"),)
 
 
-@LAYER_NORM_LINEAR.candidate("torch.widened", supports=products.widened, trusted=True)
+@LAYER_NORM_LINEAR.candidate("torch.widened", supports=onednn.widened, trusted=True)
 def widened(
     x: Tensor,
     gamma: Tensor | None,
@@ -220,11 +221,11 @@ def widened(
     """All of it in float32, weights widened once and kept; rounded at the end."""
     wide = [None if t is None else t.float() for t in (gamma, beta, bias)]
     normal = F.layer_norm(x.float(), x.shape[-1:], wide[0], wide[1], eps)
-    return (F.linear(normal, products.wide_weight(weight), wide[2]).to(x.dtype),)
+    return (F.linear(normal, onednn.wide_weight(weight), wide[2]).to(x.dtype),)
 
 
 @LAYER_NORM_LINEAR_BACKWARD.candidate(
-    "torch.widened", supports=lambda key: products.widened(key, "dy"), trusted=True
+    "torch.widened", supports=lambda key: onednn.widened(key, "dy"), trusted=True
 )
 def widened_backward(
     dy: Tensor,

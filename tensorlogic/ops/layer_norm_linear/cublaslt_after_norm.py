@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from ...core.key import Key, TensorSpec
-from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_layer_norm, triton_reduce, wiring
-from ..common.gemm import GemmSpec, Operand
-from ..common.gemm_wiring import Kernel, Plan, Product, Start
+from ...kernels import register
+from ...kernels.gemm import backward_steps, bind, padded
+from ...kernels.gemm.bind import Kernel, Plan, Product, Start
+from ...kernels.gemm.spec import GemmSpec, Operand
+from ...kernels.norm import layer_norm
+from ...kernels.reduce import contiguous
 from . import LAYER_NORM_LINEAR, LAYER_NORM_LINEAR_BACKWARD, again, saves
 
 
@@ -29,7 +32,7 @@ def _normalised(
     rows = prod(x.shape[:-1])
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return triton_layer_norm.layer_norm_launcher(
+        return layer_norm.layer_norm_launcher(
             rows, columns, (dtype, dtype, dtype), config, device,
             has_gamma=gamma is not None, has_beta=beta is not None, save=save, align=align,
         )  # fmt: skip
@@ -45,7 +48,7 @@ def _normalised(
     return Kernel(
         given,
         made,
-        tuple(triton_layer_norm.layer_norm_configs(columns, dtype)[: gemm_steps.PASSES]),
+        tuple(layer_norm.layer_norm_configs(columns, dtype)[: backward_steps.PASSES]),
         build,
     )
 
@@ -61,8 +64,8 @@ def describe(key: Key, engine: str = "cublaslt") -> Plan | str:
     """A pass that normalises contiguous rows, then one product."""
     x, gamma, beta, weight, bias = key.tensors
     assert x is not None and weight is not None
-    rows = gemm_steps.flat(x, "x")
-    reason = wiring.one_dtype(key) or _parameters(gamma, beta)
+    rows = backward_steps.flat(x, "x")
+    reason = register.one_dtype(key) or _parameters(gamma, beta)
     if reason is not None or isinstance(rows, str) or 0 in weight.shape:
         return reason or (rows if isinstance(rows, str) else "weight is empty")
     m, (n, k), dtype = prod(x.shape[:-1]), weight.shape, x.dtype
@@ -83,7 +86,7 @@ def _norm_backward(
     rows = prod(x.shape[:-1])
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return triton_layer_norm.layer_norm_backward_launcher(
+        return layer_norm.layer_norm_backward_launcher(
             rows, columns, (dtype, dtype, dtype), config, device,
             has_gamma=gamma is not None, need_dx=need_dx, need_params=need_params, align=align,
         )  # fmt: skip
@@ -96,9 +99,9 @@ def _norm_backward(
         "dparams" if need_params else "x",
         "space" if need_params else "x",
     )
-    configs = triton_layer_norm.layer_norm_backward_configs(rows, columns, dtype, wiring.cores())
+    configs = layer_norm.layer_norm_backward_configs(rows, columns, dtype, register.cores())
     return Kernel(
-        ("x", "dnormal", "gamma" if gamma else "x", mean, rstd, *outs), made, tuple(configs[: gemm_steps.PASSES]), build,
+        ("x", "dnormal", "gamma" if gamma else "x", mean, rstd, *outs), made, tuple(configs[: backward_steps.PASSES]), build,
         space=lambda config: (2 * config["parts"] * columns if need_params else 0, 0),
     )  # fmt: skip
 
@@ -109,14 +112,14 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
     dy, x, gamma, beta, weight, normal, mean, rstd = key.tensors
     assert dy is not None and x is not None and weight is not None
     needs = key.flag("needs")
-    found = gemm_steps.matrices(("dy", dy), ("weight", weight))
-    inner = gemm_steps.flat(x, "x")
+    found = backward_steps.matrices(("dy", dy), ("weight", weight))
+    inner = backward_steps.flat(x, "x")
     kept = [t for t in (normal, mean, rstd) if t is not None]
-    reason = wiring.one_dtype(key, "dy", "x", "gamma", "beta", "weight", "normal")
+    reason = register.one_dtype(key, "dy", "x", "gamma", "beta", "weight", "normal")
     reason = reason or _parameters(gamma, beta)
     if any(t is not None and t.dtype != "f32" for t in (mean, rstd)):
         return "the kernels take statistics in f32"
-    if not all(map(wiring.is_contiguous, kept)):
+    if not all(map(register.is_contiguous, kept)):
         return "what forward kept is not contiguous"
     if reason is not None or isinstance(found, str) or isinstance(inner, str):
         return reason or (found if isinstance(found, str) else str(inner))
@@ -129,29 +132,29 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
         names = ("normal_again", "mean_again", "rstd_again")
         steps.append(_normalised(x, gamma, beta, key.flag("eps"), True, names))
     if needs[3] == "1":
-        steps.append(gemm_steps.weight_gradient(engine, "dy", rows, names[0], inner, m, n, k))
+        steps.append(backward_steps.weight_gradient(engine, "dy", rows, names[0], inner, m, n, k))
         returns[3] = "dw"
     if needs[4] == "1":
-        if not wiring.is_contiguous(dy):
+        if not register.is_contiguous(dy):
             return "dy is not contiguous"
-        steps.append(gemm_steps.column_sums("dy", dy.dtype, m, n))
+        steps.append(backward_steps.column_sums("dy", dy.dtype, m, n))
         returns[4] = "db"
     if through:
         params = "1" in needs[1:3]
-        steps.append(gemm_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, "dnormal"))
+        steps.append(
+            backward_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, "dnormal")
+        )
         steps.append(_norm_backward(x, gamma, *names[1:], needs[0] == "1", params))
         wanted = zip(("dx", "dparams[0]", "dparams[1]"), needs[:3], strict=True)
         returns[:3] = [name if need == "1" else "None" for name, need in wanted]
     return Plan(tuple(steps), tuple(returns)) if steps else "nothing to compute"
 
 
-_SOURCES = (triton_layer_norm, triton_reduce, gemm_steps, sys.modules[__name__])
-gemm_wiring.candidate(LAYER_NORM_LINEAR, "cublaslt.after_norm", describe, _SOURCES)
-gemm_wiring.candidate(
-    LAYER_NORM_LINEAR, "triton.after_norm", partial(describe, engine="triton"), _SOURCES
-)
-gemm_wiring.candidate(LAYER_NORM_LINEAR_BACKWARD, "cublaslt.products", describe_backward, _SOURCES)
-gemm_wiring.candidate(
+_SOURCES = (layer_norm, contiguous, backward_steps, sys.modules[__name__])
+bind.candidate(LAYER_NORM_LINEAR, "cublaslt.after_norm", describe, _SOURCES)
+bind.candidate(LAYER_NORM_LINEAR, "triton.after_norm", partial(describe, engine="triton"), _SOURCES)
+bind.candidate(LAYER_NORM_LINEAR_BACKWARD, "cublaslt.products", describe_backward, _SOURCES)
+bind.candidate(
     LAYER_NORM_LINEAR_BACKWARD,
     "triton.products",
     partial(describe_backward, engine="triton"),
@@ -162,6 +165,4 @@ for _engine in ("cublaslt", "triton"):
         (LAYER_NORM_LINEAR, describe),
         (LAYER_NORM_LINEAR_BACKWARD, describe_backward),
     ):
-        gemm_padded.candidate(
-            _op, f"{_engine}.padded", partial(_describe, engine=_engine), _SOURCES
-        )
+        padded.candidate(_op, f"{_engine}.padded", partial(_describe, engine=_engine), _SOURCES)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ...core.key import Key
-from ..common import gemm_wiring, metal_wiring
-from ..common.gemm import GemmSpec, Operand
-from ..common.gemm_wiring import Plan, Product
+from ...kernels.gemm import bind
+from ...kernels.gemm.bind import Plan, Product
+from ...kernels.gemm.spec import GemmSpec, Operand
+from ...kernels.metal import register as metal_register
 from . import LAYER_NORM_LINEAR
 
 
@@ -13,7 +14,7 @@ def describe(key: Key) -> Plan | str:
     """The product behind a key, of any size: where the norm is cheaper as a pass of its own is for each Mac to measure."""
     x, gamma, beta, weight, bias = key.tensors
     assert x is not None and weight is not None
-    found = gemm_wiring.product_of(x, weight)
+    found = bind.product_of(x, weight)
     if isinstance(found, str):
         return found
     m, n, k, rows, w = found
@@ -27,4 +28,4 @@ def describe(key: Key) -> Plan | str:
     return Plan((Product(spec, given, made),), ("y",))
 
 
-metal_wiring.products(LAYER_NORM_LINEAR, describe, "tiled", "simdgroup")
+metal_register.products(LAYER_NORM_LINEAR, describe, "tiled", "simdgroup")

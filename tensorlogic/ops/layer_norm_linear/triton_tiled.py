@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from ...core.key import Key
-from ..common import gemm_wiring
-from ..common.gemm import GemmSpec, Operand
-from ..common.gemm_wiring import Plan, Product
+from ...kernels.gemm import bind
+from ...kernels.gemm.bind import Plan, Product
+from ...kernels.gemm.spec import GemmSpec, Operand
 from . import LAYER_NORM_LINEAR, saves
 
 # multiply-adds up to which every tile may take its rows' statistics itself
@@ -21,7 +21,7 @@ def describe(key: Key) -> Plan | str:
     assert x is not None and weight is not None
     if saves(key):
         return "normalised rows are kept for backward, and its tiles make them in registers"
-    found = gemm_wiring.product_of(x, weight)
+    found = bind.product_of(x, weight)
     if isinstance(found, str):
         return found
     m, n, k, rows, w = found
@@ -43,4 +43,4 @@ def describe(key: Key) -> Plan | str:
     return Plan((Product(spec, given, {"y": ("y", (*x.shape[:-1], n), x.dtype)}),), ("y",))
 
 
-gemm_wiring.candidate(LAYER_NORM_LINEAR, "triton.inline", describe, (sys.modules[__name__],))
+bind.candidate(LAYER_NORM_LINEAR, "triton.inline", describe, (sys.modules[__name__],))

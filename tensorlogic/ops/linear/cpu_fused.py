@@ -7,8 +7,9 @@ from typing import Any
 from ...core.activations import SMOOTH
 from ...core.candidate import Config, Launcher
 from ...core.key import Key
+from ...kernels import register
+from ...kernels.cpu import gemm as cpu_gemm
 from ...native import cpu_library
-from ..common import cpu_products, wiring
 from . import LINEAR, LINEAR_BACKWARD
 
 
@@ -19,10 +20,10 @@ def build(key: Key, config: Config) -> Launcher:
     if (
         not keep
         and config["product"] == "native"
-        and (residual is None or wiring.is_contiguous(residual))
+        and (residual is None or register.is_contiguous(residual))
     ):
         return cpu_library.launcher("linear", cpu_library.ACTIVATIONS[key.flag("activation")])
-    run = cpu_products.finished(key, config, cpu_products.linear_shape(key), keep=keep)
+    run = cpu_gemm.finished(key, config, cpu_gemm.linear_shape(key), keep=keep)
     if keep:
         return run
     return lambda x, weight, bias, residual: (run(x, weight, bias, residual),)
@@ -30,9 +31,9 @@ def build(key: Key, config: Config) -> Launcher:
 
 def build_backward(key: Key) -> Launcher:
     """The activation's gradient in one pass, then two products and the bias's sum."""
-    gradient = cpu_products.activation_gradient(key.flag("activation"))
+    gradient = cpu_gemm.activation_gradient(key.flag("activation"))
     needs, plain = key.flag("needs"), key.flag("activation") == "none"
-    products = cpu_products.gradients(needs)
+    products = cpu_gemm.gradients(needs)
 
     def launch(dy: Any, x: Any, weight: Any, kept: Any) -> Any:
         dz = gradient(dy, kept)
@@ -42,5 +43,5 @@ def build_backward(key: Key) -> Launcher:
     return launch
 
 
-cpu_products.add_backward(LINEAR_BACKWARD, build_backward, __name__)
-cpu_products.add(LINEAR, "cpu.epilogue", build, __name__)
+cpu_gemm.add_backward(LINEAR_BACKWARD, build_backward, __name__)
+cpu_gemm.add(LINEAR, "cpu.epilogue", build, __name__)

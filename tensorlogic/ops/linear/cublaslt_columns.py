@@ -12,8 +12,11 @@ from typing import Any
 import torch
 
 from ...core.key import Key
-from ..common import gemm_wiring, triton_finish, triton_math, wiring
-from ..common.gemm_wiring import Kernel, Plan, Product, Start
+from ...kernels import register
+from ...kernels.elementwise import epilogue_pass
+from ...kernels.gemm import bind
+from ...kernels.gemm.bind import Kernel, Plan, Product, Start
+from ...kernels.triton_runtime import device_math
 from . import LINEAR, triton_tiled
 
 
@@ -21,7 +24,7 @@ def describe(key: Key) -> Plan | str:
     """z = x · weightᵀ in float32, then what follows it, in place where that can be."""
     x, _, bias, residual = key.tensors
     assert x is not None
-    found = wiring.one_dtype(key) or triton_tiled.describe(key)
+    found = register.one_dtype(key) or triton_tiled.describe(key)
     if isinstance(found, str):
         return found
     if x.dtype != "f32":
@@ -43,7 +46,7 @@ def describe(key: Key) -> Plan | str:
     dtypes = {role: dtype if name else None for role, name in given.items()}
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return triton_finish.finish_launcher(
+        return epilogue_pass.finish_launcher(
             spec.m, spec.n, dtypes, other, spec.activation, config, device, align
         )
 
@@ -52,15 +55,15 @@ def describe(key: Key) -> Plan | str:
     kernel = Kernel(
         tuple(name for name in given.values() if name),
         {name: (name, shape, dtype) for name in outs if name != "z"},
-        triton_finish.finish_configs(spec.n),
+        epilogue_pass.finish_configs(spec.n),
         build,
     )
     return Plan((product, kernel), outs)
 
 
-gemm_wiring.candidate(
+bind.candidate(
     LINEAR,
     "cublaslt.columns",
     describe,
-    (triton_finish, triton_math, triton_tiled, sys.modules[__name__]),
+    (epilogue_pass, device_math, triton_tiled, sys.modules[__name__]),
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..common import metal_wiring
+from ...kernels.metal import register as metal_register
 from . import LINEAR, LINEAR_BACKWARD
 from .triton_tiled import describe, describe_backward
 
-metal_wiring.products(LINEAR, describe)
-metal_wiring.products(LINEAR_BACKWARD, describe_backward, "tiled", "simdgroup")
+metal_register.products(LINEAR, describe)
+metal_register.products(LINEAR_BACKWARD, describe_backward, "tiled", "simdgroup")

@@ -10,8 +10,8 @@ from ... import accuracy
 from ...core.activations import SMOOTH, activate, gradient
 from ...core.candidate import Outputs
 from ...core.key import Key
+from ...kernels.register import rows
 from ..common import precise, ways
-from ..common.rows import rows
 from ..common.ways import Product
 from . import LINEAR, LINEAR_BACKWARD
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.activations import SMOOTH, activate, gradient
-from ..common.rows import rows
+from ...kernels.register import rows
 
 
 def linear(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core.activations import SMOOTH, activate, activate_
 from ...core.key import Key
-from ..common import products
+from ...kernels.cpu import onednn
 from . import LINEAR, LINEAR_BACKWARD, reference
 
 
@@ -56,14 +56,14 @@ def in_place(
 
 
 def _onednn(key: Key) -> str | None:
-    reason = products.onednn_f32(key)
+    reason = onednn.onednn_f32(key)
     if reason is None and key.flag("save") and key.flag("activation") in SMOOTH:
         return "the pre-activation must be kept"
     return reason
 
 
 @LINEAR.candidate(
-    "onednn.linear", supports=_onednn, available=products.onednn_available, trusted=True
+    "onednn.linear", supports=_onednn, available=onednn.onednn_available, trusted=True
 )
 def onednn_linear(
     x: Tensor,
@@ -75,11 +75,11 @@ def onednn_linear(
 ) -> tuple[Tensor, ...]:
     """oneDNN's product with its own activation; a residual and what follows it go in place."""
     if residual is None:
-        return (products.onednn(x, weight, bias, activation),)
-    return (activate_(products.onednn(x, weight, bias, "none").add_(residual), activation),)
+        return (onednn.onednn(x, weight, bias, activation),)
+    return (activate_(onednn.onednn(x, weight, bias, "none").add_(residual), activation),)
 
 
-@LINEAR.candidate("torch.widened", supports=products.widened, trusted=True)
+@LINEAR.candidate("torch.widened", supports=onednn.widened, trusted=True)
 def widened(
     x: Tensor,
     weight: Tensor,
@@ -89,7 +89,7 @@ def widened(
     save: bool,
 ) -> tuple[Tensor, ...]:
     """A half product in float32, weights widened once and kept; rounded at the end."""
-    z = F.linear(x.float(), products.wide_weight(weight), None if bias is None else bias.float())
+    z = F.linear(x.float(), onednn.wide_weight(weight), None if bias is None else bias.float())
     if residual is not None:
         z.add_(residual)
     kept = z.to(x.dtype) if save and activation in SMOOTH else None
@@ -106,7 +106,7 @@ def eager_backward(
 
 
 @LINEAR_BACKWARD.candidate(
-    "torch.widened", supports=lambda key: products.widened(key, "dy"), trusted=True
+    "torch.widened", supports=lambda key: onednn.widened(key, "dy"), trusted=True
 )
 def widened_backward(
     dy: Tensor, x: Tensor, weight: Tensor, kept: Tensor | None, activation: str, needs: str

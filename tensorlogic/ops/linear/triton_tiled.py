@@ -7,9 +7,9 @@ from math import prod
 
 from ...core.activations import SMOOTH
 from ...core.key import Key
-from ..common import gemm_wiring
-from ..common.gemm import GemmSpec, Operand
-from ..common.gemm_wiring import Plan, Product
+from ...kernels.gemm import bind
+from ...kernels.gemm.bind import Plan, Product
+from ...kernels.gemm.spec import GemmSpec, Operand
 from . import LINEAR, LINEAR_BACKWARD
 
 # multiply-adds of one product up to which two launches may beat three
@@ -20,13 +20,13 @@ def describe(key: Key) -> Plan | str:
     """The product behind a linear key."""
     x, weight, bias, residual = key.tensors
     assert x is not None and weight is not None
-    found = gemm_wiring.product_of(x, weight)
+    found = bind.product_of(x, weight)
     if isinstance(found, str):
         return found
     m, n, k, rows, w = found
     other = None
     if residual is not None:
-        other = gemm_wiring.matrix(residual)
+        other = bind.matrix(residual)
         if other is None:
             return "the residual's rows are not evenly spaced"
     keep = key.flag("save") and key.flag("activation") in SMOOTH
@@ -51,11 +51,11 @@ def describe_backward(key: Key) -> Plan | str:
     needs, activation = key.flag("needs"), key.flag("activation")
     if len(dy.shape) < 1 or 0 in (*dy.shape, *weight.shape):
         return "empty"
-    rows, other, saved = gemm_wiring.matrix(dy), gemm_wiring.matrix(x), None
+    rows, other, saved = bind.matrix(dy), bind.matrix(x), None
     if rows is None or other is None:
         return "rows of dy or x are not evenly spaced"
     if activation != "none" and kept is not None:
-        saved = gemm_wiring.matrix(kept)
+        saved = bind.matrix(kept)
         if saved is None:
             return "rows of the kept tensor are not evenly spaced"
     elif activation != "none":
@@ -110,5 +110,5 @@ def describe_backward(key: Key) -> Plan | str:
     return Plan(tuple(products), tuple(returns)) if products else "no product is needed"
 
 
-gemm_wiring.candidate(LINEAR, "triton.tiled", describe, (sys.modules[__name__],))
-gemm_wiring.candidate(LINEAR_BACKWARD, "triton.tiled", describe_backward, (sys.modules[__name__],))
+bind.candidate(LINEAR, "triton.tiled", describe, (sys.modules[__name__],))
+bind.candidate(LINEAR_BACKWARD, "triton.tiled", describe_backward, (sys.modules[__name__],))

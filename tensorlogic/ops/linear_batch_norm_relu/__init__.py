@@ -14,8 +14,9 @@ from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key, TensorSpec
 from ...core.op import Gradient, Op, bits
-from ..common import checks, costs, folded, products, samples
-from ..common.rows import rows
+from ...kernels.cpu import onednn
+from ...kernels.register import rows
+from ..common import checks, costs, folded, samples
 
 # files for a device, in the order in which ties are broken
 CANDIDATES = {"cuda": ("triton_tiled", "cublaslt_columns", "training")}
@@ -269,7 +270,7 @@ def in_place(
 @LINEAR_BATCH_NORM_RELU.candidate(
     "torch.widened",
     supports=lambda key: (
-        products.widened(key)
+        onednn.widened(key)
         or ("batch statistics must be kept" if key.flag("save") or key.flag("training") else None)
     ),
     trusted=True,
@@ -291,7 +292,7 @@ def widened(
     wide = [
         None if t is None else t.float() for t in (bias, running_mean, running_var, gamma, beta)
     ]
-    z = F.linear(x.float(), products.wide_weight(weight), wide[0])
+    z = F.linear(x.float(), onednn.wide_weight(weight), wide[0])
     bn = F.batch_norm(z.view(-1, z.shape[-1]), wide[1], wide[2], wide[3], wide[4], False, 0.0, eps)
     return (bn.relu_().to(x.dtype).view(z.shape),)
 

@@ -8,9 +8,11 @@ from typing import Any
 from ...core.candidate import Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
+from ...kernels.cpu import cost_model
+from ...kernels.cpu import gemm as cpu_gemm
+from ...kernels.cpu import register as cpu_register
+from ...kernels.register import rows
 from ...native import cpu_library
-from ..common import cpu_costs, cpu_products, native_wiring
-from ..common.rows import rows
 from . import LINEAR_BATCH_NORM_RELU
 
 VECTORS = ("bias", "running_mean", "running_var", "gamma", "beta")
@@ -24,7 +26,7 @@ def supports(key: Key) -> str | None:
     if key.spec("running_mean") is None or key.spec("running_var") is None:
         return "there are no running statistics"
     given = [name for name in VECTORS if key.spec(name) is not None]
-    return native_wiring.contiguous(key, *given) or cpu_products.supports(key)
+    return cpu_register.contiguous(key, *given) or cpu_gemm.supports(key)
 
 
 def guess(key: Key) -> float:
@@ -32,16 +34,16 @@ def guess(key: Key) -> float:
     x, weight = key.spec("x"), key.spec("weight")
     assert x is not None and weight is not None
     m, k, n = prod(x.shape[:-1]), x.shape[-1], weight.shape[0]
-    between = cpu_costs.pass_us(m * n)
-    ours = cpu_costs.native_us(m, n, k, x.dtype, True) + native_wiring.call_us(key) + between
-    eager = cpu_costs.torch_us(m, n, k, x.dtype, True) + EAGER_US[x.dtype]
+    between = cost_model.pass_us(m * n)
+    ours = cost_model.native_us(m, n, k, x.dtype, True) + cpu_register.call_us(key) + between
+    eager = cost_model.torch_us(m, n, k, x.dtype, True) + EAGER_US[x.dtype]
     return ours / (eager + 2 * between)
 
 
 def build(key: Key) -> Launcher:
     """The launcher over (x, weight, bias, running_mean, running_var, gamma, beta)."""
     product, norm = cpu_library.op("matmul_f32"), cpu_library.op("batch_norm_relu")
-    dtype, eps = DTYPES[native_wiring.dtype_of(key, "x")], key.flag("eps")
+    dtype, eps = DTYPES[cpu_register.dtype_of(key, "x")], key.flag("eps")
 
     def launch(x: Any, weight: Any, bias: Any, mean: Any, var: Any, gamma: Any, beta: Any) -> Any:
         flat = rows(x)
@@ -51,6 +53,6 @@ def build(key: Key) -> Launcher:
     return launch
 
 
-native_wiring.add(
-    LINEAR_BATCH_NORM_RELU, "cpu.fused", build, supports, guess, __name__, native_wiring.PRODUCTS
+cpu_register.add(
+    LINEAR_BATCH_NORM_RELU, "cpu.fused", build, supports, guess, __name__, cpu_register.PRODUCTS
 )

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 
 from ...core.candidate import Config, Launcher
 from ...core.key import Key
+from ...kernels import register
+from ...kernels.cpu import gemm as cpu_gemm
+from ...kernels.cpu import register as cpu_register
+from ...kernels.register import rows
 from ...native import cpu_library
-from ..common import cpu_products, native_wiring, wiring
-from ..common.rows import rows
 from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD
 
 
@@ -27,13 +29,13 @@ def _product(key: Key, *contiguous: str) -> str | None:
     assert x is not None and weight is not None
     if 0 in (*x.shape, *weight.shape):
         return "an operand is empty"
-    dense = native_wiring.contiguous(key, *contiguous) if contiguous else None
-    return dense or wiring.one_dtype(key, "x", "weight", *contiguous)
+    dense = cpu_register.contiguous(key, *contiguous) if contiguous else None
+    return dense or register.one_dtype(key, "x", "weight", *contiguous)
 
 
 def build(key: Key, config: Config) -> Launcher:
     """The launcher over (x, weight, bias, running_mean, running_var, gamma, beta)."""
-    run = cpu_products.finished(key, config, cpu_products.linear_shape(key))
+    run = cpu_gemm.finished(key, config, cpu_gemm.linear_shape(key))
     eps, momentum = key.flag("eps"), key.flag("momentum")
     training, save = key.flag("training"), key.flag("save")
 
@@ -57,7 +59,7 @@ def supports_backward(key: Key) -> str | None:
 def build_backward(key: Key) -> Launcher:
     """The launcher over (dy, x, weight, y, z, mean, spread, gamma): float32 between dy and the products."""
     training, eps, needs = key.flag("training"), key.flag("eps"), key.flag("needs")
-    products, relu = cpu_products.gradients(needs[:3]), cpu_library.op("relu_backward")
+    products, relu = cpu_gemm.gradients(needs[:3]), cpu_library.op("relu_backward")
 
     def launch(
         dy: Any, x: Any, weight: Any, y: Any, z: Any, mean: Any, spread: Any, gamma: Any
@@ -83,7 +85,5 @@ def build_backward(key: Key) -> Launcher:
     return launch
 
 
-cpu_products.add_backward(
-    LINEAR_BATCH_NORM_RELU_BACKWARD, build_backward, __name__, supports_backward
-)
-cpu_products.add(LINEAR_BATCH_NORM_RELU, "cpu.product", build, __name__, supports)
+cpu_gemm.add_backward(LINEAR_BATCH_NORM_RELU_BACKWARD, build_backward, __name__, supports_backward)
+cpu_gemm.add(LINEAR_BATCH_NORM_RELU, "cpu.product", build, __name__, supports)

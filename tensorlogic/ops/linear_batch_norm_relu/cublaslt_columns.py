@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from ...core.key import Key, TensorSpec
-from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_columns, triton_math, wiring
-from ..common.gemm import GemmSpec, Operand
-from ..common.gemm_wiring import Kernel, Plan, Product, Start
+from ...kernels import register
+from ...kernels.elementwise import column_passes
+from ...kernels.gemm import backward_steps, bind, padded
+from ...kernels.gemm.bind import Kernel, Plan, Product, Start
+from ...kernels.gemm.spec import GemmSpec, Operand
+from ...kernels.triton_runtime import device_math
 from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD
 
 
@@ -20,7 +23,7 @@ def vectors_refusal(vectors: tuple[TensorSpec | None, ...]) -> str | None:
     """Why some of these vectors cannot be read as ones that lie together, or None."""
     for t in vectors:
         if t is not None and (
-            t.dtype not in wiring.KERNEL_DTYPES or (prod(t.shape) != 1 and t.stride[0] != 1)
+            t.dtype not in register.KERNEL_DTYPES or (prod(t.shape) != 1 and t.stride[0] != 1)
         ):
             return "a vector is strided or of another dtype"
     return None
@@ -37,8 +40,8 @@ def describe(key: Key) -> Plan | str:
     assert x is not None and weight is not None
     if key.flag("training") or mean is None or var is None:
         return "the batch's statistics are needed before the pass"
-    found = gemm_wiring.product_of(x, weight)
-    reason = wiring.one_dtype(key, "x", "weight", "bias") or vectors_refusal(
+    found = bind.product_of(x, weight)
+    reason = register.one_dtype(key, "x", "weight", "bias") or vectors_refusal(
         (bias, mean, var, gamma, beta)
     )
     if reason is not None or isinstance(found, str):
@@ -60,13 +63,13 @@ def describe(key: Key) -> Plan | str:
     dtypes = {role: kinds[role] if name else None for role, name in named.items()}
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return triton_columns.apply_launcher(m, n, dtypes, config, device, align)
+        return column_passes.apply_launcher(m, n, dtypes, config, device, align)
 
     arguments = tuple(name for name in named.values() if name)
     kernel = Kernel(
         (*arguments, repr(key.flag("eps"))),
         {"y": ("y", shape, dtype)},
-        triton_columns.apply_configs(m, n),
+        column_passes.apply_configs(m, n),
         build,
     )
     return Plan((product, kernel), ("y", "product") if kept else ("y",))
@@ -80,13 +83,13 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
     )
     if key.flag("training"):
         return "dz needs the column sums first"
-    found = gemm_steps.matrices(("x", x), ("weight", weight), ("dy", dy))
-    reason = wiring.one_dtype(key, "dy", "x", "weight", "y", "z") or vectors_refusal(
+    found = backward_steps.matrices(("x", x), ("weight", weight), ("dy", dy))
+    reason = register.one_dtype(key, "dy", "x", "weight", "y", "z") or vectors_refusal(
         (mean, var, gamma)
     )
     if reason is not None or isinstance(found, str):
         return reason or str(found)
-    if not all(wiring.is_contiguous(t) for t in (dy, y, z)):
+    if not all(register.is_contiguous(t) for t in (dy, y, z)):
         return "dy, y or z is not contiguous"
     m, n, dtype = prod(dy.shape[:-1]), weight.shape[0], dy.dtype
     outer = gamma.dtype if gamma else dtype
@@ -95,7 +98,7 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
     )  # fmt: skip
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return triton_columns.backward_launcher(m, n, dtypes, config, device, align)
+        return column_passes.backward_launcher(m, n, dtypes, config, device, align)
 
     named = (
         "dy",
@@ -115,13 +118,13 @@ def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
         name: (name, (n,), kind)
         for name, kind in (("db", dtype), ("dgamma", outer), ("dbeta", outer))
     }
-    choices = triton_columns.backward_configs(m, n, wiring.cores())
+    choices = column_passes.backward_configs(m, n, register.cores())
     first = Kernel(
         (*named, repr(key.flag("eps"))),
         made,
         choices,
         build,
-        partial(triton_columns.backward_space, n, 2),
+        partial(column_passes.backward_space, n, 2),
     )
     return with_products([first], engine, key.flag("needs"), m, x, weight, found[0])
 
@@ -140,25 +143,21 @@ def with_products(
     n, k = weight.shape
     steps, rows = list[Kernel | Product](passes), Operand(weight.dtype, n, 1)
     if needs[0] == "1":
-        steps.append(gemm_steps.input_gradient(engine, "dz", rows, weight, m, x.shape))
+        steps.append(backward_steps.input_gradient(engine, "dz", rows, weight, m, x.shape))
     if needs[1] == "1":
-        steps.append(gemm_steps.weight_gradient(engine, "dz", rows, "x", other, m, n, k))
+        steps.append(backward_steps.weight_gradient(engine, "dz", rows, "x", other, m, n, k))
     names = zip(("dx", "dw", "db", "dgamma", "dbeta"), needs, strict=True)
     return Plan(tuple(steps), tuple(name if need == "1" else "None" for name, need in names))
 
 
-_SOURCES = (triton_columns, triton_math, gemm_steps, sys.modules[__name__])
-gemm_wiring.candidate(LINEAR_BATCH_NORM_RELU, "cublaslt.columns", describe, _SOURCES)
-gemm_wiring.candidate(
-    LINEAR_BATCH_NORM_RELU_BACKWARD, "cublaslt.columns", describe_backward, _SOURCES
-)
-gemm_wiring.candidate(
+_SOURCES = (column_passes, device_math, backward_steps, sys.modules[__name__])
+bind.candidate(LINEAR_BATCH_NORM_RELU, "cublaslt.columns", describe, _SOURCES)
+bind.candidate(LINEAR_BATCH_NORM_RELU_BACKWARD, "cublaslt.columns", describe_backward, _SOURCES)
+bind.candidate(
     LINEAR_BATCH_NORM_RELU_BACKWARD,
     "triton.columns",
     partial(describe_backward, engine="triton"),
     _SOURCES,
 )
-gemm_padded.candidate(LINEAR_BATCH_NORM_RELU, "cublaslt.padded", describe, _SOURCES)
-gemm_padded.candidate(
-    LINEAR_BATCH_NORM_RELU_BACKWARD, "cublaslt.padded", describe_backward, _SOURCES
-)
+padded.candidate(LINEAR_BATCH_NORM_RELU, "cublaslt.padded", describe, _SOURCES)
+padded.candidate(LINEAR_BATCH_NORM_RELU_BACKWARD, "cublaslt.padded", describe_backward, _SOURCES)

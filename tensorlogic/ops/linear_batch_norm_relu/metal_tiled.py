@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..common import metal_wiring
+from ...kernels.metal import register as metal_register
 from . import LINEAR_BATCH_NORM_RELU
 from .triton_tiled import describe
 
-metal_wiring.products(LINEAR_BATCH_NORM_RELU, describe)
+metal_register.products(LINEAR_BATCH_NORM_RELU, describe)

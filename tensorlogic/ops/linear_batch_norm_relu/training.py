@@ -14,10 +14,12 @@ import torch
 from ...core import dtypes as core_dtypes
 from ...core import tolerance
 from ...core.key import Key, TensorSpec
-from ..common import gemm_steps, gemm_wiring, triton_columns, wiring
-from ..common import triton_batch_norm as kernels
-from ..common.gemm import GemmSpec, Operand
-from ..common.gemm_wiring import Kernel, Plan, Product, Start
+from ...kernels import register
+from ...kernels.elementwise import column_passes
+from ...kernels.gemm import backward_steps, bind
+from ...kernels.gemm.bind import Kernel, Plan, Product, Start
+from ...kernels.gemm.spec import GemmSpec, Operand
+from ...kernels.norm import batch_norm as norm_batch_norm
 from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD
 from .cublaslt_columns import dtypes_of, vectors_refusal, with_products
 
@@ -34,13 +36,13 @@ def _kernel(
     dtypes = {SPREAD.get(name, name): dtype for name, dtype in named.items()}
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return kernels.launcher(kernel, m, n, dtypes, config, device, align, tuple(numbers))
+        return norm_batch_norm.launcher(kernel, m, n, dtypes, config, device, align, tuple(numbers))
 
     given = tuple(name for name, dtype in named.items() if dtype is not None)
     outs = {name: (name, shape, named[name] or "") for name, shape in made.items()}
     if not slots:
         return Kernel((*given, *numbers.values()), outs, choices, build)
-    space = partial(triton_columns.backward_space, n, slots)
+    space = partial(column_passes.backward_space, n, slots)
     return Kernel((*given, "space", "counter", *numbers.values()), outs, choices, build, space)
 
 
@@ -50,8 +52,8 @@ def describe(key: Key, engine: str, held: bool) -> Plan | str:
     assert x is not None and weight is not None
     if not key.flag("training"):
         return GIVEN
-    found = gemm_wiring.product_of(x, weight)
-    reason = wiring.one_dtype(key, "x", "weight", "bias")
+    found = bind.product_of(x, weight)
+    reason = register.one_dtype(key, "x", "weight", "bias")
     reason = reason or vectors_refusal((running_mean, running_var, gamma, beta))
     if reason is not None or isinstance(found, str):
         return reason or str(found)
@@ -66,21 +68,24 @@ def describe(key: Key, engine: str, held: bool) -> Plan | str:
     eps, momentum = ({name: repr(key.flag(name))} for name in ("eps", "momentum"))
     affine = {"gamma": gamma, "beta": beta}
     if held:
-        choices = kernels.held_configs(m, n, "fwd")
+        choices = norm_batch_norm.held_configs(m, n, "fwd")
         if not choices:
             return LONG
         named = dtypes_of(z=dtype, **running, **affine, y=dtype, mean="f32", rstd="f32")
         made = {"y": shape, "mean": (n,), "rstd": (n,)}
-        kernel = kernels.batch_norm_relu_fwd_held
+        kernel = norm_batch_norm.batch_norm_relu_fwd_held
         steps.append(_kernel(kernel, m, n, named, made, choices, eps | momentum))
     else:
         named = dtypes_of(z=dtype, mean="f32", var="f32", rstd="f32")
-        choices = triton_columns.backward_configs(m, n, wiring.cores())
+        choices = column_passes.backward_configs(m, n, register.cores())
         vectors = {"mean": (n,), "var": (n,), "rstd": (n,)}
-        kernel = kernels.batch_statistics_columns
+        kernel = norm_batch_norm.batch_statistics_columns
         steps.append(_kernel(kernel, m, n, named, vectors, choices, eps, slots=2))
         named = dtypes_of(**named, **running, **affine, y=dtype)
-        choices, kernel = triton_columns.apply_configs(m, n), kernels.batch_norm_relu_fwd_trained
+        choices, kernel = (
+            column_passes.apply_configs(m, n),
+            norm_batch_norm.batch_norm_relu_fwd_trained,
+        )
         steps.append(_kernel(kernel, m, n, named, {"y": shape}, choices, momentum))
     z = "z" if key.flag("save") else "empty((0,), (1,), z_dtype)"
     return Plan(tuple(steps), ("y", z, "mean", "rstd"))
@@ -94,12 +99,12 @@ def describe_backward(key: Key, engine: str, held: bool) -> Plan | str:
     )
     if not key.flag("training"):
         return GIVEN
-    found = gemm_steps.matrices(("x", x), ("weight", weight), ("dy", dy))
-    reason = wiring.one_dtype(key, "dy", "x", "weight", "y", "z")
+    found = backward_steps.matrices(("x", x), ("weight", weight), ("dy", dy))
+    reason = register.one_dtype(key, "dy", "x", "weight", "y", "z")
     reason = reason or vectors_refusal((mean, rstd, gamma))
     if reason is not None or isinstance(found, str):
         return reason or str(found)
-    if not all(wiring.is_contiguous(t) for t in (dy, y, z)):
+    if not all(register.is_contiguous(t) for t in (dy, y, z)):
         return "dy, y or z is not contiguous"
     m, n, dtype = prod(dy.shape[:-1]), weight.shape[0], weight.dtype
     outer = gamma.dtype if gamma else dtype
@@ -107,22 +112,22 @@ def describe_backward(key: Key, engine: str, held: bool) -> Plan | str:
     sums = {"db": dtype, "dgamma": outer, "dbeta": outer}
     vectors = dict.fromkeys(sums, (n,))
     if held:
-        choices = kernels.held_configs(m, n, "bwd")
+        choices = norm_batch_norm.held_configs(m, n, "bwd")
         if not choices:
             return LONG
         named = dtypes_of(**kept, gamma=gamma, dz=dtype, **sums)
         made = {"dz": dy.shape, **vectors}
-        kernel = kernels.batch_norm_relu_bwd_held
+        kernel = norm_batch_norm.batch_norm_relu_bwd_held
         steps = [_kernel(kernel, m, n, named, made, choices, {})]
     else:
         named = dtypes_of(**kept, gamma=gamma, total="f32", moment="f32", **sums)
         made = {"total": (n,), "moment": (n,), **vectors}
-        choices = kernels.sums_configs(m, n, wiring.cores())
-        kernel = kernels.batch_norm_relu_bwd_sums
+        choices = norm_batch_norm.sums_configs(m, n, register.cores())
+        kernel = norm_batch_norm.batch_norm_relu_bwd_sums
         steps = [_kernel(kernel, m, n, named, made, choices, {}, slots=3)]
         named = dtypes_of(**kept, gamma=gamma, total="f32", moment="f32", dz=dtype)
-        choices = triton_columns.apply_configs(m, n)
-        kernel = kernels.batch_norm_relu_bwd_tiled
+        choices = column_passes.apply_configs(m, n)
+        kernel = norm_batch_norm.batch_norm_relu_bwd_tiled
         steps.append(_kernel(kernel, m, n, named, {"dz": dy.shape}, choices, {}))
     return with_products(steps, engine, key.flag("needs"), m, x, weight, found[0])
 
@@ -139,13 +144,13 @@ def _exact(key: Key) -> float:
     return 0.0
 
 
-_SOURCES = (kernels, triton_columns, gemm_steps, sys.modules[__name__])
+_SOURCES = (norm_batch_norm, column_passes, backward_steps, sys.modules[__name__])
 for _engine, _held in itertools.product(("cublaslt", "triton"), (True, False)):
     for _op, _describe, _coarse in (
         (LINEAR_BATCH_NORM_RELU, describe, _rounding if _engine == "cublaslt" else _exact),
         (LINEAR_BATCH_NORM_RELU_BACKWARD, describe_backward, _exact),
     ):
-        gemm_wiring.candidate(
+        bind.candidate(
             _op,
             f"{_engine}.{'held' if _held else 'statistics'}",
             partial(_describe, engine=_engine, held=_held),

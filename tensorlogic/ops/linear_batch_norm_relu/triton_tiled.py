@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from ...core.key import Key
-from ..common import gemm_wiring
-from ..common.gemm import GemmSpec, Operand
-from ..common.gemm_wiring import Plan, Product
+from ...kernels.gemm import bind
+from ...kernels.gemm.bind import Plan, Product
+from ...kernels.gemm.spec import GemmSpec, Operand
 from . import LINEAR_BATCH_NORM_RELU
 
 
@@ -17,7 +17,7 @@ def describe(key: Key) -> Plan | str:
     assert x is not None and weight is not None
     if key.flag("training"):
         return "the batch's statistics are needed before the epilogue"
-    found = gemm_wiring.product_of(x, weight)
+    found = bind.product_of(x, weight)
     if isinstance(found, str):
         return found
     m, n, k, rows, w = found
@@ -37,4 +37,4 @@ def describe(key: Key) -> Plan | str:
     return Plan((Product(spec, given, made),), tuple(made))
 
 
-gemm_wiring.candidate(LINEAR_BATCH_NORM_RELU, "triton.tiled", describe, (sys.modules[__name__],))
+bind.candidate(LINEAR_BATCH_NORM_RELU, "triton.tiled", describe, (sys.modules[__name__],))

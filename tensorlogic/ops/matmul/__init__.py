@@ -19,7 +19,8 @@ from ...core.key import Key
 from ...core.numeric_mode import Mode
 from ...core.op import Gradient, Op, bits
 from ...core.precision_policy import precision as Precision
-from ..common import checks, costs, folded, products, samples
+from ...kernels.cpu import onednn
+from ..common import checks, costs, folded, samples
 
 # files for a device, in the order in which ties are broken
 CANDIDATES = {"cuda": ("triton_tiled", "cublaslt_epilogue", "products_backward")}
@@ -228,21 +229,21 @@ def _onednn(key: Key) -> str | None:
         return "float32, non-empty, two-dimensional b only"
     if key.flag("save") and key.flag("activation") in SMOOTH:
         return "the pre-activation must be kept"
-    return products.onednn_weight(b)
+    return onednn.onednn_weight(b)
 
 
 @MATMUL.candidate(
-    "onednn.linear", supports=_onednn, available=products.onednn_available, trusted=True
+    "onednn.linear", supports=_onednn, available=onednn.onednn_available, trusted=True
 )
 def onednn_linear(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ...]:
     """oneDNN's product with its own activation."""
-    return (products.onednn(a, b.t(), None, activation),)
+    return (onednn.onednn(a, b.t(), None, activation),)
 
 
-@MATMUL.candidate("torch.widened", supports=lambda key: products.widened(key, "a"), trusted=True)
+@MATMUL.candidate("torch.widened", supports=lambda key: onednn.widened(key, "a"), trusted=True)
 def widened(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ...]:
     """A half product in float32, b widened once and kept if it is a parameter; rounded at the end."""
-    z = torch.matmul(a.float(), products.wide_weight(b))
+    z = torch.matmul(a.float(), onednn.wide_weight(b))
     kept = z.to(a.dtype) if save and activation in SMOOTH else None
     y = activate_(z, activation).to(a.dtype)
     return (y,) if kept is None else (y, kept)
@@ -257,7 +258,7 @@ def eager_backward(
 
 
 @MATMUL_BACKWARD.candidate(
-    "torch.widened", supports=lambda key: products.widened(key, "dy"), trusted=True
+    "torch.widened", supports=lambda key: onednn.widened(key, "dy"), trusted=True
 )
 def widened_backward(
     dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str

@@ -8,9 +8,11 @@ from typing import Any
 from ...core.activations import SMOOTH
 from ...core.candidate import Config, Launcher
 from ...core.key import Key
+from ...kernels import register
+from ...kernels.cpu import gemm as cpu_gemm
+from ...kernels.cpu import register as cpu_register
+from ...kernels.register import rows
 from ...native import cpu_library
-from ..common import cpu_products, native_wiring, wiring
-from ..common.rows import rows
 from . import MATMUL, MATMUL_BACKWARD
 
 
@@ -20,7 +22,7 @@ def supports(key: Key) -> str | None:
     assert a is not None and b is not None
     if 0 in (*a.shape, *b.shape):
         return "an operand is empty"
-    return wiring.one_dtype(key)
+    return register.one_dtype(key)
 
 
 def build(key: Key, config: Config) -> Launcher:
@@ -39,13 +41,13 @@ def supports_backward(key: Key) -> str | None:
     if len(a.shape) < 2 or len(b.shape) < 2 or 0 in (*dy.shape, *a.shape, *b.shape):
         return "an operand is empty or one-dimensional"
     if key.flag("activation") != "none":
-        return native_wiring.contiguous(key, "dy", "kept")
-    return wiring.one_dtype(key)
+        return cpu_register.contiguous(key, "dy", "kept")
+    return register.one_dtype(key)
 
 
 def build_backward(key: Key) -> Launcher:
     """The activation's gradient in one pass, then two products, summed over broadcast batch dimensions."""
-    gradient, needs = cpu_products.activation_gradient(key.flag("activation")), key.flag("needs")
+    gradient, needs = cpu_gemm.activation_gradient(key.flag("activation")), key.flag("needs")
     run = cpu_library.op("matmul")
 
     def launch(dy: Any, a: Any, b: Any, kept: Any) -> Any:
@@ -61,13 +63,13 @@ def build_backward(key: Key) -> Launcher:
     return launch
 
 
-cpu_products.add_backward(MATMUL_BACKWARD, build_backward, __name__, supports_backward)
-cpu_products.add(
+cpu_gemm.add_backward(MATMUL_BACKWARD, build_backward, __name__, supports_backward)
+cpu_gemm.add(
     MATMUL,
     "cpu.epilogue",
     build,
     __name__,
     supports,
     lambda key: [{"product": "native"}],
-    partial(cpu_products.guess, x="a", weight="b", linear=False),
+    partial(cpu_gemm.guess, x="a", weight="b", linear=False),
 )

@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 
 from ...core.key import Key
-from ..common import gemm_padded, gemm_wiring
-from ..common.gemm_wiring import Plan, Product
+from ...kernels.gemm import bind, padded
+from ...kernels.gemm.bind import Plan, Product
 from . import MATMUL, triton_tiled
 
 
@@ -25,5 +25,5 @@ def describe(key: Key) -> Plan | str:
 
 
 _SOURCES = (triton_tiled, sys.modules[__name__])
-gemm_wiring.candidate(MATMUL, "cublaslt.epilogue", describe, _SOURCES)
-gemm_padded.candidate(MATMUL, "cublaslt.padded", describe, _SOURCES)
+bind.candidate(MATMUL, "cublaslt.epilogue", describe, _SOURCES)
+padded.candidate(MATMUL, "cublaslt.padded", describe, _SOURCES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..common import metal_wiring
+from ...kernels.metal import register as metal_register
 from . import MATMUL
 from .triton_tiled import describe
 
-metal_wiring.products(MATMUL, describe)
+metal_register.products(MATMUL, describe)

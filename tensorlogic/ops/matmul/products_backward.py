@@ -8,9 +8,11 @@ from functools import partial
 from math import prod
 
 from ...core.key import Key, TensorSpec
-from ..common import gemm_padded, gemm_steps, gemm_wiring, triton_elementwise, wiring
-from ..common.gemm import GemmSpec, Operand
-from ..common.gemm_wiring import Kernel, Plan, Product
+from ...kernels import register
+from ...kernels.elementwise import elementwise
+from ...kernels.gemm import backward_steps, bind, padded
+from ...kernels.gemm.bind import Kernel, Plan, Product
+from ...kernels.gemm.spec import GemmSpec, Operand
 from . import MATMUL_BACKWARD, triton_tiled
 
 
@@ -18,7 +20,7 @@ def _folded(dz: TensorSpec, a: TensorSpec, b: TensorSpec) -> tuple[int, int, lis
     """(batches, rows of each, dz, a and b as matrices), or why they are none."""
     right = Operand(b.dtype, b.stride[-2], b.stride[-1])
     if len(b.shape) == 2:
-        found = gemm_steps.matrices(("dy", dz), ("a", a))
+        found = backward_steps.matrices(("dy", dz), ("a", a))
         return found if isinstance(found, str) else (1, prod(a.shape[:-1]), [*found, right])
     lead = b.shape[:-2]
     if a.shape[:-2] != lead:
@@ -39,7 +41,7 @@ def describe(key: Key, engine: str = "triton") -> Plan | str:
     dy, a, b, kept = key.tensors
     assert dy is not None and a is not None and b is not None
     needs, activation, dtype = key.flag("needs"), key.flag("activation"), dy.dtype
-    reason = wiring.one_dtype(key)
+    reason = register.one_dtype(key)
     if reason is not None:
         return reason
     if len(a.shape) < 2 or len(b.shape) < 2:
@@ -48,11 +50,11 @@ def describe(key: Key, engine: str = "triton") -> Plan | str:
         return "empty"
     steps, dz, spec = list[Kernel | Product](), "dy", dy
     if activation != "none":
-        if kept is None or not (wiring.is_contiguous(dy) and wiring.is_contiguous(kept)):
+        if kept is None or not (register.is_contiguous(dy) and register.is_contiguous(kept)):
             return "dy or the kept tensor is not contiguous"
-        dz, spec = "dz", replace(dy, stride=wiring.contiguous(dy.shape))
+        dz, spec = "dz", replace(dy, stride=register.contiguous(dy.shape))
         steps.append(
-            gemm_steps.pointwise(f"{activation}_bwd", dtype, ("dy", "kept"), ("dz",), dy.shape)
+            backward_steps.pointwise(f"{activation}_bwd", dtype, ("dy", "kept"), ("dz",), dy.shape)
         )
     found = _folded(spec, a, b)
     if isinstance(found, str):
@@ -75,11 +77,9 @@ def describe(key: Key, engine: str = "triton") -> Plan | str:
     return Plan(tuple(steps), tuple(name if need == "1" else "None" for name, need in named))
 
 
-_SOURCES = (triton_elementwise, gemm_steps, triton_tiled, sys.modules[__name__])
-gemm_wiring.candidate(
-    MATMUL_BACKWARD, "cublaslt.products", partial(describe, engine="cublaslt"), _SOURCES
-)
-gemm_wiring.candidate(MATMUL_BACKWARD, "triton.products", describe, _SOURCES)
+_SOURCES = (elementwise, backward_steps, triton_tiled, sys.modules[__name__])
+bind.candidate(MATMUL_BACKWARD, "cublaslt.products", partial(describe, engine="cublaslt"), _SOURCES)
+bind.candidate(MATMUL_BACKWARD, "triton.products", describe, _SOURCES)
 for _engine in ("cublaslt", "triton"):
     _described = partial(describe, engine=_engine)
-    gemm_padded.candidate(MATMUL_BACKWARD, f"{_engine}.padded", _described, _SOURCES)
+    padded.candidate(MATMUL_BACKWARD, f"{_engine}.padded", _described, _SOURCES)

@@ -8,9 +8,9 @@ from math import prod
 
 from ...core.activations import SMOOTH
 from ...core.key import Key, TensorSpec
-from ..common import gemm_padded, gemm_wiring
-from ..common.gemm import GemmSpec, Operand
-from ..common.gemm_wiring import Plan, Product
+from ...kernels.gemm import bind, padded
+from ...kernels.gemm.bind import Plan, Product
+from ...kernels.gemm.spec import GemmSpec, Operand
 from . import MATMUL
 
 
@@ -50,7 +50,7 @@ def describe(key: Key) -> Plan | str:
     left, right = _operand(a), _operand(b)
     batch = prod(lead)
     if len(b.shape) == 2:
-        rows = gemm_wiring.matrix(a)
+        rows = bind.matrix(a)
         if rows is None:
             return "rows of a are not evenly spaced"
         left, m, batch = rows, prod(a.shape[:-1]), 1
@@ -69,5 +69,5 @@ def describe(key: Key) -> Plan | str:
     return Plan((Product(spec, {"x": "a", "w": "b"}, made),), tuple(made))
 
 
-gemm_wiring.candidate(MATMUL, "triton.tiled", describe, (sys.modules[__name__],))
-gemm_padded.candidate(MATMUL, "triton.padded", describe, (sys.modules[__name__],))
+bind.candidate(MATMUL, "triton.tiled", describe, (sys.modules[__name__],))
+padded.candidate(MATMUL, "triton.padded", describe, (sys.modules[__name__],))

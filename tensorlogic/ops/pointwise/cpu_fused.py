@@ -9,9 +9,10 @@ import torch
 from ...core.candidate import Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
+from ...kernels import register
+from ...kernels.cpu import register as cpu_register
+from ...kernels.cpu.register import FRESH_BYTES
 from ...native import cpu_library
-from ..common import native_wiring, wiring
-from ..common.native_wiring import FRESH_BYTES
 from .family import FAMILY, POINTWISE_BACKWARD
 from .plain import backward_shape, forward_shape
 from .shapes import BACKWARD, Shape
@@ -43,7 +44,7 @@ def supports(key: Key) -> str | None:
         return found
     return (
         None
-        if found.stride == wiring.contiguous(found.out)
+        if found.stride == register.contiguous(found.out)
         else "the operands are laid out in another order"
     )
 
@@ -53,7 +54,7 @@ def guess(key: Key) -> float:
     shape = forward_shape(key)
     assert isinstance(shape, Shape)
     count, size = shape.rows * shape.columns, 2 if shape.dtype != "f32" else 4
-    narrow = native_wiring.narrow()
+    narrow = cpu_register.narrow()
     slow = size == 4 and narrow
     if count * size >= FRESH_BYTES and not (slow and key.op in COSTLY):
         return 0.3
@@ -63,7 +64,7 @@ def guess(key: Key) -> float:
     theirs, ours = (f32, own_f32) if size == 4 else (half, own_half)
     if slow:
         ours = WITHOUT_AVX512.get(kind, ours)
-    own = native_wiring.call_us(key) + ours * 1e-3 * count
+    own = cpu_register.call_us(key) + ours * 1e-3 * count
     if shape.rows > 1 and shape.columns < SHORT[narrow]:
         own += SHORT_ROW[narrow] * shape.rows
     return own / (call + theirs * 1e-3 * count)
@@ -90,26 +91,26 @@ def supports_backward(key: Key) -> str | None:
         return found
     return (
         None
-        if found[1].stride == wiring.contiguous(found[1].out)
+        if found[1].stride == register.contiguous(found[1].out)
         else "the operands are laid out in another order"
     )
 
 
 def guess_backward(key: Key) -> float:
     """As forward."""
-    count = native_wiring.size_of(key, "dy")
-    if count <= SMALL and native_wiring.call_us() > 1.0:
+    count = cpu_register.size_of(key, "dy")
+    if count <= SMALL and cpu_register.call_us() > 1.0:
         return 1.0
     return (
         0.4
-        if native_wiring.bytes_of(key, "dy") >= FRESH_BYTES or key.flag("kind").startswith(COSTLY)
+        if cpu_register.bytes_of(key, "dy") >= FRESH_BYTES or key.flag("kind").startswith(COSTLY)
         else 1.0
     )
 
 
 def output_backward(key: Key) -> int:
     """Bytes of the gradient, where it is one tensor; two are always stored as usual."""
-    return native_wiring.bytes_of(key, "dy") if _one(key.flag("kind")) else 0
+    return cpu_register.bytes_of(key, "dy") if _one(key.flag("kind")) else 0
 
 
 def _one(kind: str) -> bool:
@@ -137,8 +138,8 @@ def build_backward(key: Key, stores: int) -> Launcher:
 
 
 for _op in FAMILY:
-    native_wiring.add_stored(_op, "cpu.fused", build, supports, guess, __name__, output, asks=True)
-native_wiring.add_stored(
+    cpu_register.add_stored(_op, "cpu.fused", build, supports, guess, __name__, output, asks=True)
+cpu_register.add_stored(
     POINTWISE_BACKWARD,
     "cpu.fused",
     build_backward,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.argument_checks import broadcast
-from ..common import wiring
+from ...kernels import register
 
 Laid = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 Dim = tuple[int, tuple[int, ...]]  # size, the step of each operand along it
@@ -24,7 +24,7 @@ def dense(laid: Laid) -> bool:
 def contiguous(laid: Laid) -> bool:
     """True where the strides are a contiguous tensor's, dimensions of size 1 aside."""
     shape, stride = laid
-    expected = wiring.contiguous(shape)
+    expected = register.contiguous(shape)
     return all(n == 1 or s == c for n, s, c in zip(shape, stride, expected, strict=True))
 
 
@@ -44,7 +44,7 @@ def iterated(*operands: Laid) -> Laid:
     strides = {stride for _, stride in operands}
     if all(shape == out for shape, _ in operands):
         if all(contiguous(o) for o in operands):
-            return out, wiring.contiguous(out)
+            return out, register.contiguous(out)
         if len(strides) == 1 and dense(operands[0]):
             return operands[0]
     order = _order(out, [steps(o, out) for o in operands])

@@ -10,9 +10,10 @@ import torch
 
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
-from ..common import metal_wiring, wiring
-from ..common.metal_launch import Start, launcher, written
-from ..common.metal_math import TYPES
+from ...kernels import register
+from ...kernels.metal import register as metal_register
+from ...kernels.metal.launch import Start, launcher, written
+from ...kernels.metal.shader_prelude import TYPES
 from . import layouts, plain, shapes
 from .family import FAMILY, POINTWISE_BACKWARD
 from .plain import backward_shape, forward_shape
@@ -143,7 +144,7 @@ def start_of(s: Shape, config: Config) -> Start:
 
 def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher of one output."""
-    start, empty, dtype = start_of(s, config), wiring.empty(device), DTYPES[s.dtype]
+    start, empty, dtype = start_of(s, config), register.empty(device), DTYPES[s.dtype]
 
     def launch(*given: torch.Tensor) -> Any:
         y = empty(s.out, s.stride, dtype)
@@ -157,7 +158,7 @@ def build_backward(described: tuple[str, Shape], config: Config, device: torch.d
     """A launcher over (dy, a, b, c, y)."""
     kind, s = described
     kernel, reads, gives = BACKWARD[kind]
-    start, empty, dtype = start_of(s, config), wiring.empty(device), DTYPES[s.dtype]
+    start, empty, dtype = start_of(s, config), register.empty(device), DTYPES[s.dtype]
     places = [("dy", "a", "b", "c", "y").index(name) for name in reads]
     outputs = len(KINDS[kernel][1])
 
@@ -172,8 +173,8 @@ def build_backward(described: tuple[str, Shape], config: Config, device: torch.d
 
 _SOURCES = (layouts, plain, shapes, sys.modules[__name__])
 for _op in FAMILY:
-    metal_wiring.described(_op, "metal.vectors", forward_shape, configs, build, _SOURCES)
-metal_wiring.described(
+    metal_register.described(_op, "metal.vectors", forward_shape, configs, build, _SOURCES)
+metal_register.described(
     POINTWISE_BACKWARD,
     "metal.vectors",
     backward_shape,

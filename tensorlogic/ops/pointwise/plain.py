@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from ...core.key import Key, TensorSpec
-from ..common import wiring
+from ...kernels import register
 from . import shapes
 from .shapes import BACKWARD, Shape
 
@@ -55,7 +55,7 @@ def _columns(t: TensorSpec, out: tuple[int, ...]) -> int | None:
     """How long a row is where this operand is the same for all rows, or one number each; 0 where any length will do; None where neither."""
     if prod(t.shape) == 1:
         return 0
-    if not wiring.is_contiguous(t):
+    if not register.is_contiguous(t):
         return None
     shape = t.shape
     while shape and shape[0] == 1:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...core.key import Key, TensorSpec
-from ..common import wiring
+from ...kernels import register
 from . import layouts
 from .layouts import Dim, Laid, iterated
 
@@ -58,7 +58,7 @@ def _tiled(dims: list[Dim]) -> tuple[tuple[int, ...], tuple[Steps, ...], tuple[s
     """Sizes [outer, middle, rows, columns], the strides along them, and modes: rows are what an operand is read along that
     does not go along columns, else what the output goes along next."""
     sizes = [n for n, _ in dims]
-    y = wiring.contiguous(sizes)
+    y = register.contiguous(sizes)
     moved = [*zip(*(s for _, s in dims), strict=True), y]
     places = [*range(len(dims))]
     turned = [d for d in places[:-1] if any(s[d] == 1 and s[-1] > 1 for s in moved)]
@@ -76,7 +76,7 @@ def shape_of(
     kind: str, key: Key, operands: tuple[TensorSpec, ...], output: Laid | None = None
 ) -> Shape | str:
     """How the kernel sees these operands, or why it cannot; `output` where it does not lie as PyTorch's iterator would lay it."""
-    reason = wiring.one_dtype(key)
+    reason = register.one_dtype(key)
     if reason is not None:
         return reason
     given = [laid(t) for t in operands]
@@ -86,7 +86,7 @@ def shape_of(
     dims = layouts.collapsed((out, stride), [layouts.steps(o, out) for o in given])
     if len(dims) > MOST:
         return f"operands are strided in more than {MOST} ways"
-    dtype, align = operands[0].dtype, wiring.weakest(key)
+    dtype, align = operands[0].dtype, register.weakest(key)
     plain = _plain(dims)
     if plain is not None:
         return Shape(kind, dtype, *plain, out, stride, align)

@@ -12,8 +12,9 @@ from torch import Tensor
 from ...core.candidate import EAGER, Candidate, Config, Launcher
 from ...core.key import Key, TensorSpec
 from ...core.op import Op
+from ...kernels import register
 from ...system import hardware
-from ..common import apart, costs, folded, wiring
+from ..common import apart, costs, folded
 from . import layouts
 from .family import ADD_RELU, RELU
 from .family import POINTWISE_BACKWARD as BACKWARD
@@ -69,7 +70,7 @@ def _alike(key: Key, *names: str) -> TensorSpec | None:
     found = [t for t in map(key.spec, names) if t is not None]
     looks = {(t.dtype, t.shape, t.stride, t.align) for t in found}
     one = TensorSpec(*looks.pop())
-    if looks or one.align < 16 or costs.nbytes(one) < LEAST or wiring.one_dtype(key, *names):
+    if looks or one.align < 16 or costs.nbytes(one) < LEAST or register.one_dtype(key, *names):
         return None
     return one if layouts.dense((one.shape, one.stride)) else None
 

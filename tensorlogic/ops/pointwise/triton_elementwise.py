@@ -9,7 +9,9 @@ import torch
 
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
-from ..common import triton_elementwise, triton_math, wiring
+from ...kernels import register
+from ...kernels.elementwise import elementwise
+from ...kernels.triton_runtime import device_math
 from . import layouts, shapes
 from .family import FAMILY, POINTWISE_BACKWARD
 from .shapes import BACKWARD, Shape, backward_shape, forward_shape
@@ -23,8 +25,8 @@ def configs(shape: Shape) -> list[dict[str, Any]]:
 
     An H200, 128 Mi: 4 warps for 2048 elements 128.4 us (f16), 128.3 (bf16), 8 warps 131.0 and 137.6; a copy 127.7.
     """
-    _, outputs = triton_elementwise.ELEMENTWISE[shape.kind]
-    found = triton_elementwise.elementwise_configs(
+    _, outputs = elementwise.ELEMENTWISE[shape.kind]
+    found = elementwise.elementwise_configs(
         [shape.dtype] * (len(shape.modes) + outputs),
         shape.rows,
         shape.columns,
@@ -40,9 +42,9 @@ def configs(shape: Shape) -> list[dict[str, Any]]:
 
 
 def _start(shape: Shape, config: Config, device: torch.device) -> Any:
-    _, outputs = triton_elementwise.ELEMENTWISE[shape.kind]
+    _, outputs = elementwise.ELEMENTWISE[shape.kind]
     dtypes = [shape.dtype] * (len(shape.modes) + outputs)
-    return triton_elementwise.elementwise_launcher(
+    return elementwise.elementwise_launcher(
         shape.kind,
         dtypes,
         shape.rows,
@@ -58,7 +60,7 @@ def _start(shape: Shape, config: Config, device: torch.device) -> Any:
 
 def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher of one output."""
-    start, empty = _start(shape, config, device), wiring.empty(device)
+    start, empty = _start(shape, config, device), register.empty(device)
     out, stride, dtype = shape.out, shape.stride, DTYPES[shape.dtype]
 
     def one(a: torch.Tensor) -> Any:
@@ -84,11 +86,11 @@ def _build_backward() -> Any:
         kernel, reads, gives = BACKWARD[kind]
         start, empty, dtype = (
             _start(shape, config, device),
-            wiring.empty(device),
+            register.empty(device),
             DTYPES[shape.dtype],
         )
         places = [("dy", "a", "b", "c", "y").index(name) for name in reads]
-        outputs = triton_elementwise.ELEMENTWISE[kernel][1]
+        outputs = elementwise.ELEMENTWISE[kernel][1]
 
         def launch(*dynamic: Any) -> Any:
             made = [empty(shape.out, shape.stride, dtype) for _ in range(outputs)]
@@ -102,10 +104,10 @@ def _build_backward() -> Any:
     return build
 
 
-_SOURCES = (triton_elementwise, triton_math, layouts, shapes, sys.modules[__name__])
+_SOURCES = (elementwise, device_math, layouts, shapes, sys.modules[__name__])
 for _op in FAMILY:
-    wiring.described(_op, "triton.flat", forward_shape, configs, build, _SOURCES)
-wiring.described(
+    register.described(_op, "triton.flat", forward_shape, configs, build, _SOURCES)
+register.described(
     POINTWISE_BACKWARD,
     "triton.flat",
     backward_shape,

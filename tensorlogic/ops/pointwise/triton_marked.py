@@ -13,7 +13,9 @@ from torch import Tensor
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key, TensorSpec
-from ..common import compiled_launch, triton_marked, triton_math, wiring
+from ...kernels import register
+from ...kernels.elementwise import relu_mask
+from ...kernels.triton_runtime import device_math, launch_plan
 from . import layouts
 from .together import TOGETHER, both
 
@@ -26,21 +28,21 @@ def describe(key: Key) -> TensorSpec | str:
         return "an operand lies otherwise"
     if 0 in dy.shape or not layouts.dense((dy.shape, dy.stride)):
         return "empty, or with gaps"
-    reason = wiring.one_dtype(key)
-    return reason or ("an operand is not aligned to 16 bytes" if wiring.weakest(key) < 16 else dy)
+    reason = register.one_dtype(key)
+    return reason or ("an operand is not aligned to 16 bytes" if register.weakest(key) < 16 else dy)
 
 
 def configs(one: TensorSpec) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return triton_marked.marked_configs(one.dtype)
+    return relu_mask.marked_configs(one.dtype)
 
 
 def forward(one: TensorSpec, adds: bool, config: Config, device: torch.device) -> Launcher:
     """(a) or (a, b) -> (y, marks)."""
     count, dtype = prod(one.shape), DTYPES[one.dtype]
-    start = triton_marked.marked_launcher(one.dtype, count, adds, dict(config), device)
-    empty, (shape, stride) = wiring.empty(device), layouts.iterated((one.shape, one.stride))
-    space = (triton_marked.marks(count),)
+    start = relu_mask.marked_launcher(one.dtype, count, adds, dict(config), device)
+    empty, (shape, stride) = register.empty(device), layouts.iterated((one.shape, one.stride))
+    space = (relu_mask.marks(count),)
 
     def two(a: Tensor, b: Tensor) -> Any:
         y, mark = empty(shape, stride, dtype), empty(space, (1,), torch.uint8)
@@ -61,10 +63,10 @@ class Settling:
         self.dtype, self.count, self.empty = (
             DTYPES[one.dtype],
             prod(one.shape),
-            wiring.empty(device),
+            register.empty(device),
         )
         self.many, self.single = (
-            triton_marked.unmarked_launcher(one.dtype, self.count, n, dict(config), device)
+            relu_mask.unmarked_launcher(one.dtype, self.count, n, dict(config), device)
             for n in (False, True)
         )
 
@@ -113,15 +115,15 @@ def parts(key: Key, config: Config, device: torch.device) -> tuple[Launcher, Cal
         raise ValueError(f"{key.text} is not served in one: {one}")
     (op, ahead), _ = both(key)
     start = forward(one, key.spec("b") is not None, config, device)
-    return compiled_launch.plan(op, ahead, device, start), Settling(one, config, device)
+    return launch_plan.plan(op, ahead, device, start), Settling(one, config, device)
 
 
-wiring.described(
+register.described(
     TOGETHER,
     "triton.marked",
     describe,
     configs,
     build,
-    (triton_marked, triton_math, layouts, sys.modules[__name__]),
+    (relu_mask, device_math, layouts, sys.modules[__name__]),
     parts=parts,
 )

@@ -13,13 +13,9 @@ import torch
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key, TensorSpec
-from ..common import (
-    triton_columns,
-    triton_elementwise,
-    triton_math,
-    triton_shared_gradients,
-    wiring,
-)
+from ...kernels import register
+from ...kernels.elementwise import broadcast_grad, column_passes, elementwise
+from ...kernels.triton_runtime import device_math, scratch
 from ..reduce.shapes import joined
 from .family import POINTWISE_BACKWARD
 
@@ -63,7 +59,7 @@ def _turned(t: TensorSpec, order: list[int]) -> TensorSpec:
 def _shared(t: TensorSpec, whole: tuple[int, ...]) -> tuple[int, int, bool] | None:
     """[rows, columns] of `whole`, of which contiguous `t` is one row, or, as the third says, one column; else None."""
     count = prod(t.shape)
-    if not wiring.is_contiguous(t):
+    if not register.is_contiguous(t):
         return None
     for first in range(len(whole)):
         lead, rest = prod(whole[:first]), prod(whole[first:])
@@ -89,14 +85,14 @@ def describe(key: Key) -> Shape | str:
     """The launch behind a backward key in which an operand whose gradient is asked for is shared by all rows, or by all columns."""
     kind, needs, dy = key.flag("kind"), key.flag("needs"), key.spec("dy")
     assert dy is not None
-    reason = wiring.one_dtype(key)
+    reason = register.one_dtype(key)
     if kind not in READS or reason is not None:
         return reason or "it has one operand"
     if 0 in dy.shape:
         return "empty"
     order = sorted(range(len(dy.shape)), key=lambda d: (dy.shape[d] != 1, -dy.stride[d]))
     one = not any(dy.stride)
-    if not one and not wiring.is_contiguous(_turned(dy, order)):
+    if not one and not register.is_contiguous(_turned(dy, order)):
         return "dy has gaps"
     whole = _turned(dy, order).shape
     named = {n: key.spec(n) for n in "abcy"}
@@ -128,7 +124,7 @@ def describe(key: Key) -> Shape | str:
             modes[f"d{name}"] = "full"
         shape = (short.get(name) or dy).shape
         own = name in short or one  # what is whole lies as what comes in
-        made.append((f"d{name}", shape, wiring.contiguous(shape) if own else dy.stride))
+        made.append((f"d{name}", shape, register.contiguous(shape) if own else dy.stride))
         gives.append(f"d{name}")
     for name in "aby":
         t, even = given[name], (columns, 1)
@@ -138,36 +134,34 @@ def describe(key: Key) -> Shape | str:
         steps[name] = found
     modes["dy"] = "one" if one else "full"
     places = steps["a"], steps["b"]
-    if max(rows, columns, *places[0], *places[1]) > triton_elementwise.WIDEST:
+    if max(rows, columns, *places[0], *places[1]) > elementwise.WIDEST:
         return "more rows or columns than the kernel counts"
     return Shape(
-        kind, dy.dtype, rows, columns, along, tuple(modes.items()), places, tuple(made), tuple(gives), wiring.weakest(key)
+        kind, dy.dtype, rows, columns, along, tuple(modes.items()), places, tuple(made), tuple(gives), register.weakest(key)
     )  # fmt: skip
 
 
 def configs(s: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return triton_shared_gradients.shared_gradient_configs(
-        s.rows, s.columns, s.along, wiring.cores()
-    )
+    return broadcast_grad.shared_gradient_configs(s.rows, s.columns, s.along, register.cores())
 
 
 def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """The launcher over (dy, a, b, c, y)."""
     modes, chosen = dict(s.modes), dict(config)
-    start = triton_shared_gradients.shared_gradient_launcher(
+    start = broadcast_grad.shared_gradient_launcher(
         s.kind, s.dtype, s.rows, s.columns, s.along, modes, s.steps, chosen, device, s.align
     )
     slots, kept = sum(modes[f"d{n}"] == "sum" for n in "abc"), s.rows if s.along else s.columns
-    space, count = triton_shared_gradients.shared_gradient_space(kept, s.along, slots, chosen)
-    empty, dtype = wiring.empty(device), DTYPES[s.dtype]
+    space, count = broadcast_grad.shared_gradient_space(kept, s.along, slots, chosen)
+    empty, dtype = register.empty(device), DTYPES[s.dtype]
     places = [i for i, n in enumerate(("dy", "a", "b", "c", "y")) if modes.get(n, "none") != "none"]
 
     def launch(*dynamic: Any) -> Any:
         made = {name: empty(shape, stride, dtype) for name, shape, stride in s.made}
         tensors = tuple(made.values())
         partial = empty((space,), (1,), torch.float32) if space else tensors[0]
-        counter = wiring.counters(device, count) if count else tensors[0]
+        counter = scratch.counters(device, count) if count else tensors[0]
         if not start(*[dynamic[i] for i in places], *tensors, partial, counter):
             return None
         return tuple([dynamic[0] if g == "dy" else made.get(g) for g in s.gives])
@@ -175,17 +169,17 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-wiring.described(
+register.described(
     POINTWISE_BACKWARD,
     "triton.shared",
     describe,
     configs,
     build,
     (
-        triton_shared_gradients,
-        triton_columns,
-        triton_elementwise,
-        triton_math,
+        broadcast_grad,
+        column_passes,
+        elementwise,
+        device_math,
         sys.modules[__name__],
     ),
 )

@@ -6,8 +6,8 @@ from math import prod
 
 from ...core.candidate import Launcher
 from ...core.key import Key
+from ...kernels.cpu import register as cpu_register
 from ...native import cpu_library
-from ..common import native_wiring
 from . import FAMILY
 
 SMALL = 4096  # elements below which a call costs more than its arithmetic
@@ -23,19 +23,19 @@ def supports(key: Key) -> str | None:
     dims = key.flag("dim")
     if not dims or dims != tuple(range(dims[0], dims[-1] + 1)):
         return "the dimensions are not neighbours"
-    return native_wiring.contiguous(key, "x")
+    return cpu_register.contiguous(key, "x")
 
 
 def guess(key: Key) -> float:
     """PyTorch reduces halves element by element; in float32 it is at the memory's speed already."""
     x, dims = key.spec("x"), key.flag("dim")
     assert x is not None
-    size = native_wiring.size_of(key, "x")
+    size = cpu_register.size_of(key, "x")
     if prod(x.shape[d] for d in dims) == 1:  # a copy
         return 1.0
     if size <= SMALL:
-        return 0.5 if native_wiring.call_us(key) < 1.0 else 1.0
-    if native_wiring.narrow():
+        return 0.5 if cpu_register.call_us(key) < 1.0 else 1.0
+    if cpu_register.narrow():
         inner, length = prod(x.shape[dims[-1] + 1 :]), prod(x.shape[d] for d in dims)
         sums = key.op in ("sum", "mean") and x.dtype == "f32"
         if 1 < inner < SHORT or (inner == 1 and sums and length <= BRIEF and size > SUMMED):
@@ -50,4 +50,4 @@ def build(key: Key) -> Launcher:
 
 
 for _op in FAMILY:
-    native_wiring.add(_op, "cpu.fused", build, supports, guess, __name__)
+    cpu_register.add(_op, "cpu.fused", build, supports, guess, __name__)

@@ -9,7 +9,8 @@ import torch
 
 from ...core.candidate import Launcher
 from ...core.dtypes import DTYPES
-from ..common import wiring
+from ...kernels import register
+from ...kernels.triton_runtime import scratch
 from .shapes import Shape
 
 
@@ -24,7 +25,7 @@ def with_space(
     """Call `start(x, y, partial, counter)` with what `space` asks for: float32 partial results, and counters of dtype `counted` that
     are kept for `use`; where it says 0, with y."""
     partials, count = space
-    empty, counters, stride = wiring.empty(device), wiring.counters, wiring.contiguous(s.out)
+    empty, counters, stride = register.empty(device), scratch.counters, register.contiguous(s.out)
     dtype = DTYPES[s.dtype]
 
     def launch(x: torch.Tensor) -> Any:

@@ -10,9 +10,10 @@ import torch
 
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
-from ..common import metal_wiring, wiring
-from ..common.metal_launch import Start, launcher, written
-from ..common.metal_math import TYPES
+from ...kernels import register
+from ...kernels.metal import register as metal_register
+from ...kernels.metal.launch import Start, launcher, written
+from ...kernels.metal.shader_prelude import TYPES
 from . import FAMILY, shapes
 from .shapes import Shape, describe
 
@@ -114,7 +115,7 @@ def stage(
 
 def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher; two stages meet in float32."""
-    empty, stride, dtype = wiring.empty(device), wiring.contiguous(s.out), DTYPES[s.dtype]
+    empty, stride, dtype = register.empty(device), register.contiguous(s.out), DTYPES[s.dtype]
     parts, wide = int(config["parts"]), bool(config["wide"])
     scale = 1.0 / s.reduce if s.kind == "mean" else 1.0
     if parts == 1:
@@ -140,6 +141,6 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
 
 
 for _op in FAMILY:
-    metal_wiring.described(
+    metal_register.described(
         _op, "metal.simdgroup", describe, configs, build, (shapes, sys.modules[__name__])
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ...core.key import Key, TensorSpec
-from ..common import wiring
+from ...kernels import register
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride) of each
 MOST_KEPT, MOST_REDUCED = 3, 2  # dimensions that the strided kernels take
@@ -56,11 +56,11 @@ def describe(key: Key) -> Shape | str:
         return reason
     if dims != tuple(range(dims[0], dims[-1] + 1)):
         return "the dimensions are not neighbours"
-    if not wiring.is_contiguous(x):
+    if not register.is_contiguous(x):
         return "not contiguous"
     first, last = dims[0], dims[-1] + 1
     sizes = prod(x.shape[:first]), prod(x.shape[first:last]), prod(x.shape[last:])
-    return Shape(key.op, x.dtype, *sizes, _left(key, x), wiring.weakest(key))
+    return Shape(key.op, x.dtype, *sizes, _left(key, x), register.weakest(key))
 
 
 def describe_any(key: Key) -> Shape | str:
@@ -74,7 +74,7 @@ def describe_any(key: Key) -> Shape | str:
     every = list(zip(x.shape, x.stride, strict=True))
     kept = joined([pair for d, pair in enumerate(every) if d not in dims])
     reduced = joined(sorted((every[d] for d in dims), key=lambda pair: -pair[1]))
-    rest, align = _left(key, x), wiring.weakest(key)
+    rest, align = _left(key, x), register.weakest(key)
     dense = _dense(kept, reduced)
     if dense is not None:
         return Shape(key.op, x.dtype, *dense, rest, align)
@@ -113,7 +113,7 @@ def _wide(dims: list[tuple[int, int]]) -> Dims:
 
 
 def _unserved(key: Key, x: TensorSpec) -> str | None:
-    return wiring.one_dtype(key) or (
+    return register.one_dtype(key) or (
         "nothing to reduce" if not key.flag("dim") or 0 in x.shape else None
     )
 

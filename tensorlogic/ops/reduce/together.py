@@ -14,8 +14,9 @@ from ...core.candidate import EAGER, Candidate, Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key, TensorSpec
 from ...core.op import Op
+from ...kernels import register
 from ...system import hardware
-from ..common import apart, costs, folded, wiring
+from ..common import apart, costs, folded
 from . import EXTREME_BACKWARD as BACKWARD
 from . import MAX, MIN, extreme_backward
 
@@ -77,7 +78,7 @@ def _whole(key: Key, kind: str) -> tuple[Op, Key] | None:
     flags = tuple(f for f in key.flags if f[0] != "save")
     return TOGETHER, Key(
         op=TOGETHER.name,
-        tensors=(TensorSpec(x.dtype, shape, wiring.contiguous(shape)), x),
+        tensors=(TensorSpec(x.dtype, shape, register.contiguous(shape)), x),
         names=("dy", "x"),
         flags=(*flags, ("kind", kind)),
         device=key.device,
@@ -96,7 +97,7 @@ def of_backward(key: Key) -> Iterable[tuple[Op, Key]]:
     known."""
     dy = key.spec("dy")
     whole = _whole(key, "max") if key.device == "cuda" else None
-    if whole is not None and dy is not None and wiring.is_contiguous(dy):
+    if whole is not None and dy is not None and register.is_contiguous(dy):
         yield whole
 
 

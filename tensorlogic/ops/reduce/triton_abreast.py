@@ -9,7 +9,9 @@ import torch
 
 from ...core.candidate import Config, Launcher
 from ...core.key import Key
-from ..common import triton_groups, triton_reduce, triton_reduce_abreast, wiring
+from ...kernels import register
+from ...kernels.reduce import contiguous, packed_rows
+from ...kernels.row_access import ragged as ragged_rows
 from . import FAMILY, launching, shapes
 from .shapes import Shape
 
@@ -21,7 +23,7 @@ def describe(key: Key) -> Shape | str:
         return found
     if found.view is not None or found.inner == 1 or found.outer > 1:
         return "no leading dimension of contiguous memory"
-    refused = triton_reduce_abreast.refusal(found.inner, found.dtype, found.align)
+    refused = packed_rows.refusal(found.inner, found.dtype, found.align)
     if refused or (max(found.reduce, found.inner) <= shapes.MOST and configs(found)):
         return refused or found
     return "too few rows, or more than are counted"
@@ -29,18 +31,16 @@ def describe(key: Key) -> Shape | str:
 
 def configs(s: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return triton_reduce_abreast.abreast_configs(s.reduce, s.inner, s.dtype, wiring.cores())
+    return packed_rows.abreast_configs(s.reduce, s.inner, s.dtype, register.cores())
 
 
 def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher with its workspace."""
-    start = triton_reduce_abreast.abreast_launcher(
-        s.kind, s.dtype, s.reduce, s.inner, dict(config), device
-    )
-    space = triton_reduce_abreast.abreast_workspace(s.inner, dict(config))
+    start = packed_rows.abreast_launcher(s.kind, s.dtype, s.reduce, s.inner, dict(config), device)
+    space = packed_rows.abreast_workspace(s.inner, dict(config))
     return launching.with_space(s, start, space, device)
 
 
-_SOURCES = (triton_reduce_abreast, triton_groups, triton_reduce, shapes, sys.modules[__name__])
+_SOURCES = (packed_rows, ragged_rows, contiguous, shapes, sys.modules[__name__])
 for _op in FAMILY:
-    wiring.described(_op, "triton.abreast", describe, configs, build, _SOURCES)
+    register.described(_op, "triton.abreast", describe, configs, build, _SOURCES)

@@ -10,8 +10,10 @@ import torch
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key, TensorSpec
-from ..common import triton_extreme, triton_softmax, triton_softmax_parts, wiring
-from ..common.triton_softmax import Lines
+from ...kernels import register
+from ...kernels.reduce import extreme_grad
+from ...kernels.row_access.strided import Lines
+from ...kernels.softmax import strided, strided_split
 from ..pointwise import layouts
 from . import EXTREME_BACKWARD
 
@@ -23,22 +25,22 @@ def describe(key: Key) -> Shape | str:
     """One dtype; x and dx are [outer, reduced, inner] in strides of their own, incoming gradients and extremes in that order."""
     x, dims = key.spec("x"), key.flag("dim")
     assert x is not None
-    reason = wiring.one_dtype(key)
+    reason = register.one_dtype(key)
     if reason is not None or not dims or 0 in x.shape:
         return reason or "nothing to reduce"
-    if not all(t is x or t is None or wiring.is_contiguous(t) for t in key.tensors):
+    if not all(t is x or t is None or register.is_contiguous(t) for t in key.tensors):
         return "what comes in or the extremes are not contiguous"
     made = _made(x, dims)
     found = lines(x, made, dims)
     if isinstance(found, str):
         return found
-    return found, x.dtype, x.shape, made, wiring.weakest(key)
+    return found, x.dtype, x.shape, made, register.weakest(key)
 
 
 def _made(x: TensorSpec, dims: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of dx as PyTorch's comparison with the extremes lays it: dense, in x's order where x says."""
     left = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
-    return layouts.iterated((x.shape, x.stride), (left, wiring.contiguous(left)))[1]
+    return layouts.iterated((x.shape, x.stride), (left, register.contiguous(left)))[1]
 
 
 def lines(x: TensorSpec, made: tuple[int, ...], dims: tuple[int, ...]) -> Lines | str:
@@ -62,21 +64,21 @@ def _steps(
     """(size, steps of x and dx) of these dimensions, those that go on evenly in both taken together, in their order or in dx's."""
     shape = tuple(x.shape[d] for d in dims)
     strides = [tuple(of[d] for d in dims) for of in (x.stride, made)]
-    order = strides[1] if any_order else wiring.contiguous(shape)
+    order = strides[1] if any_order else register.contiguous(shape)
     return [found for found in layouts.collapsed((shape, order), strides) if found[0] > 1]
 
 
 def configs(shape: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return triton_extreme.extreme_configs(shape[0], shape[1], wiring.cores())
+    return extreme_grad.extreme_configs(shape[0], shape[1], register.cores())
 
 
 def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher with its workspace."""
     found, dtype, out, stride, align = shape
-    start = triton_extreme.extreme_launcher(found, dtype, dict(config), device, align)
-    space = triton_extreme.extreme_space(found, dict(config))
-    empty, made = wiring.empty(device), DTYPES[dtype]
+    start = extreme_grad.extreme_launcher(found, dtype, dict(config), device, align)
+    space = extreme_grad.extreme_space(found, dict(config))
+    empty, made = register.empty(device), DTYPES[dtype]
 
     def launch(dy: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
         dx = empty(out, stride, made)
@@ -86,5 +88,5 @@ def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-_SOURCES = (triton_extreme, triton_softmax, triton_softmax_parts, layouts, sys.modules[__name__])
-wiring.described(EXTREME_BACKWARD, "triton.spread", describe, configs, build, _SOURCES)
+_SOURCES = (extreme_grad, strided, strided_split, layouts, sys.modules[__name__])
+register.described(EXTREME_BACKWARD, "triton.spread", describe, configs, build, _SOURCES)

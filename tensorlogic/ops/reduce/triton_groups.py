@@ -10,7 +10,10 @@ import torch
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ..common import triton_groups, triton_reduce, triton_reduce_groups, triton_rows, wiring
+from ...kernels import register
+from ...kernels.reduce import contiguous, ragged
+from ...kernels.row_access import ragged as ragged_rows
+from ...kernels.softmax import rows
 from . import FAMILY, shapes
 from .shapes import Shape
 
@@ -22,22 +25,20 @@ def describe(key: Key) -> Shape | str:
         return found
     if found.view is not None or found.inner != 1:
         return "no rows of contiguous memory"
-    if found.outer < wiring.cores():
+    if found.outer < register.cores():
         return "fewer rows than multiprocessors"
-    return triton_groups.refusal(found.reduce, found.dtype, found.align) or found
+    return ragged_rows.refusal(found.reduce, found.dtype, found.align) or found
 
 
 def configs(s: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return triton_reduce_groups.groups_configs(s.reduce, s.dtype)
+    return ragged.groups_configs(s.reduce, s.dtype)
 
 
 def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher."""
-    start = triton_reduce_groups.groups_launcher(
-        s.kind, s.dtype, s.outer, s.reduce, dict(config), device
-    )
-    empty, stride, dtype = wiring.empty(device), wiring.contiguous(s.out), DTYPES[s.dtype]
+    start = ragged.groups_launcher(s.kind, s.dtype, s.outer, s.reduce, dict(config), device)
+    empty, stride, dtype = register.empty(device), register.contiguous(s.out), DTYPES[s.dtype]
 
     def launch(x: torch.Tensor) -> Any:
         y = empty(s.out, stride, dtype)
@@ -46,6 +47,6 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-_SOURCES = (triton_reduce_groups, triton_groups, triton_reduce, triton_rows, shapes, sys.modules[__name__])  # fmt: skip
+_SOURCES = (ragged, ragged_rows, contiguous, rows, shapes, sys.modules[__name__])  # fmt: skip
 for _op in FAMILY:
-    wiring.described(_op, "triton.groups", describe, configs, build, _SOURCES)
+    register.described(_op, "triton.groups", describe, configs, build, _SOURCES)

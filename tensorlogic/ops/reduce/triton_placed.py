@@ -12,14 +12,10 @@ from torch import Tensor
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ..common import (
-    compiled_launch,
-    triton_extreme,
-    triton_placed,
-    triton_softmax,
-    triton_softmax_parts,
-    wiring,
-)
+from ...kernels import register
+from ...kernels.reduce import extreme_grad, extreme_index
+from ...kernels.softmax import strided, strided_split
+from ...kernels.triton_runtime import launch_plan
 from ..pointwise import layouts
 from . import triton_extreme as gradients
 from .together import TOGETHER, both, rest
@@ -37,15 +33,15 @@ def describe(key: Key) -> Shape | str:
 def configs(shape: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
     (lines, dtype, *_), _, _ = shape
-    return triton_placed.placed_configs(lines, dtype, wiring.cores())
+    return extreme_index.placed_configs(lines, dtype, register.cores())
 
 
 def forward(shape: Shape, config: Config, device: torch.device) -> Launcher:
     """(x) -> (y, places)."""
     (lines, dtype, _, _, align), out, largest = shape
-    start = triton_placed.Placed(lines, dtype, dict(config), device, align).forward(largest)
-    space, empty = triton_placed.placed_space(lines, dict(config)), wiring.empty(device)
-    stride, made = wiring.contiguous(out), DTYPES[dtype]
+    start = extreme_index.Placed(lines, dtype, dict(config), device, align).forward(largest)
+    space, empty = extreme_index.placed_space(lines, dict(config)), register.empty(device)
+    stride, made = register.contiguous(out), DTYPES[dtype]
 
     def shared(x: Tensor) -> Any:
         best, part = empty((space,), (1,), torch.float32), empty((space,), (1,), torch.int32)
@@ -64,8 +60,8 @@ class Settling:
 
     def __init__(self, shape: Shape, config: Config, device: torch.device) -> None:
         (lines, dtype, self.out, self.stride, align), _, _ = shape
-        self.start = triton_placed.Placed(lines, dtype, dict(config), device, align).backward()
-        self.empty, self.dtype = wiring.empty(device), DTYPES[dtype]
+        self.start = extreme_index.Placed(lines, dtype, dict(config), device, align).backward()
+        self.empty, self.dtype = register.empty(device), DTYPES[dtype]
 
     def __call__(self, dy: Tensor, x: Tensor, y: Tensor, place: Tensor) -> Tensor:
         dx = self.empty(self.out, self.stride, self.dtype)
@@ -92,8 +88,8 @@ def parts(key: Key, config: Config, device: torch.device) -> tuple[Launcher, Cal
         raise ValueError(f"{key.text} is not served in one: {shape}")
     (op, ahead), _ = both(key)
     start = forward(shape, config, device)
-    return compiled_launch.plan(op, ahead, device, start), Settling(shape, config, device)
+    return launch_plan.plan(op, ahead, device, start), Settling(shape, config, device)
 
 
-_SOURCES = (triton_placed, triton_extreme, triton_softmax, triton_softmax_parts, layouts, gradients, sys.modules[__name__])  # fmt: skip
-wiring.described(TOGETHER, "triton.placed", describe, configs, build, _SOURCES, parts=parts)
+_SOURCES = (extreme_index, extreme_grad, strided, strided_split, layouts, gradients, sys.modules[__name__])  # fmt: skip
+register.described(TOGETHER, "triton.placed", describe, configs, build, _SOURCES, parts=parts)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ...core.candidate import Config, Launcher
+from ...kernels import register
+from ...kernels.reduce import contiguous
+from ...kernels.reduce import strided as reduce_strided
 from ...system.compile_pool import CompileFailure
-from ..common import triton_reduce, wiring
-from ..common import triton_reduce_strided as strided
 from . import FAMILY, launching, shapes
 from .shapes import Shape, describe_any
 
@@ -23,18 +24,18 @@ MOST_POLLED = 2**30  # elements that polling programs count
 def configs(s: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
     if s.view is not None:
-        return strided.strided_configs(_lay(s), s.dtype, wiring.cores())
-    known = triton_reduce.reduce_configs(s.outer, s.reduce, s.inner, s.dtype, wiring.cores())
+        return reduce_strided.strided_configs(_lay(s), s.dtype, register.cores())
+    known = contiguous.reduce_configs(s.outer, s.reduce, s.inner, s.dtype, register.cores())
     if s.inner == 1:
-        own = _rows(s, wiring.cores()) if s.outer > 1 else []
+        own = _rows(s, register.cores()) if s.outer > 1 else []
         # rows a program, beyond which most of the device idles
-        most = 4 * s.outer // wiring.cores()
+        most = 4 * s.outer // register.cores()
         if own:
             known = [c for c in known if c.get("BLOCK_R", 1) <= max(1, most)]
         return (own + [c for c in known if c not in own])[:9]
-    tiles = strided.column_tiles(s.outer, s.reduce, s.inner, s.dtype, wiring.cores())
+    tiles = reduce_strided.column_tiles(s.outer, s.reduce, s.inner, s.dtype, register.cores())
     own = [{"strategy": "columns", "last": tile["parts"] > 1, **tile} for tile in tiles[:7]]
-    twice = [{**c, "last": False} for c in own[:1] if c["last"]] + _twice(s, wiring.cores())
+    twice = [{**c, "last": False} for c in own[:1] if c["last"]] + _twice(s, register.cores())
     found = [*own, *twice, *known[:1]]
     return [c for i, c in enumerate(found) if c not in found[:i]]
 
@@ -50,8 +51,8 @@ def _twice(s: Shape, cores: int) -> list[dict[str, Any]]:
             continue
         parts = min(-(-s.reduce // rows), few // tiles, 128)
         config = {"parts": parts, "last": False, "BLOCK_R": rows, "BLOCK_C": block_c}
-        small = parts == 1 and strided.FEW < s.reduce <= rows and narrow < 32
-        if (parts > 1 and s.reduce <= strided.CHAIN * rows * parts) or small:
+        small = parts == 1 and reduce_strided.FEW < s.reduce <= rows and narrow < 32
+        if (parts > 1 and s.reduce <= reduce_strided.CHAIN * rows * parts) or small:
             found.append({"strategy": "columns", **config, "num_warps": 4})
     return found
 
@@ -76,9 +77,9 @@ def _rows(s: Shape, cores: int) -> list[dict[str, Any]]:
     ]
 
 
-def _lay(s: Shape) -> strided.Lay:
+def _lay(s: Shape) -> reduce_strided.Lay:
     assert s.view is not None
-    return strided.lay(s.view.kept, s.view.reduced, s.view.along, s.dtype, s.align)
+    return reduce_strided.lay(s.view.kept, s.view.reduced, s.view.along, s.dtype, s.align)
 
 
 def _contiguous(s: Shape, config: dict[str, Any], device: torch.device) -> Started:
@@ -90,17 +91,17 @@ def _contiguous(s: Shape, config: dict[str, Any], device: torch.device) -> Start
         raise CompileFailure(f"{strategy!r} reduces the last dimension; here columns are kept")
     if strategy == "polled" and not (s.outer == 1 and few):
         raise CompileFailure(f"'polled' leaves one value of up to {MOST_POLLED} elements")
-    start = triton_reduce.reduce_launcher(
+    start = contiguous.reduce_launcher(
         s.kind, s.dtype, s.dtype, s.outer, s.reduce, s.inner, config, device, s.align
     )
-    return start, triton_reduce.reduce_workspace(s.outer, s.reduce, s.inner, config)
+    return start, contiguous.reduce_workspace(s.outer, s.reduce, s.inner, config)
 
 
 def _strided(s: Shape, config: dict[str, Any], device: torch.device) -> Started:
     """Start and workspace of what lies apart."""
     form = _lay(s)
-    start = strided.strided_launcher(s.kind, s.dtype, s.dtype, form, config, device, s.align)
-    return start, strided.strided_workspace(form, config)
+    start = reduce_strided.strided_launcher(s.kind, s.dtype, s.dtype, form, config, device, s.align)
+    return start, reduce_strided.strided_workspace(form, config)
 
 
 def build(s: Shape, config: Config, device: torch.device) -> Launcher:
@@ -114,11 +115,11 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
 
 
 for _op in FAMILY:
-    wiring.described(
+    register.described(
         _op,
         "triton.blocks",
         describe_any,
         configs,
         build,
-        (triton_reduce, strided, shapes, sys.modules[__name__]),
+        (contiguous, reduce_strided, shapes, sys.modules[__name__]),
     )

@@ -9,14 +9,11 @@ import torch
 
 from ...core.candidate import Config, Launcher
 from ...core.key import Key
-from ..common import (  # fmt: skip
-    triton_groups,
-    triton_reduce,
-    triton_reduce_shares,
-    triton_rows,
-    triton_shares,
-    wiring,
-)
+from ...kernels import register
+from ...kernels.reduce import contiguous, split
+from ...kernels.row_access import ragged as ragged_rows
+from ...kernels.row_access import split as split_rows
+from ...kernels.softmax import rows
 from . import FAMILY, launching, shapes
 from .shapes import Shape
 
@@ -28,9 +25,9 @@ def describe(key: Key) -> Shape | str:
         return found
     if found.view is not None or found.inner != 1:
         return "no rows of contiguous memory"
-    refused = triton_groups.refusal(found.reduce, found.dtype, found.align)
-    refused = refused or triton_shares.refusal(
-        found.outer, found.reduce, found.align, wiring.cores()
+    refused = ragged_rows.refusal(found.reduce, found.dtype, found.align)
+    refused = refused or split_rows.refusal(
+        found.outer, found.reduce, found.align, register.cores()
     )
     if refused or configs(found):
         return refused or found
@@ -39,18 +36,16 @@ def describe(key: Key) -> Shape | str:
 
 def configs(s: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return triton_reduce_shares.shares_configs(s.outer, s.reduce, s.dtype, wiring.cores())
+    return split.shares_configs(s.outer, s.reduce, s.dtype, register.cores())
 
 
 def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher with its workspace."""
-    start = triton_reduce_shares.shares_launcher(
-        s.kind, s.dtype, s.outer, s.reduce, dict(config), device
-    )
-    space = triton_reduce_shares.shares_workspace(s.outer, s.reduce, dict(config))
+    start = split.shares_launcher(s.kind, s.dtype, s.outer, s.reduce, dict(config), device)
+    space = split.shares_workspace(s.outer, s.reduce, dict(config))
     return launching.with_space(s, start, space, device)
 
 
-_SOURCES = (triton_reduce_shares, triton_shares, triton_groups, triton_reduce, triton_rows, shapes, sys.modules[__name__])  # fmt: skip
+_SOURCES = (split, split_rows, ragged_rows, contiguous, rows, shapes, sys.modules[__name__])  # fmt: skip
 for _op in FAMILY:
-    wiring.described(_op, "triton.shares", describe, configs, build, _SOURCES)
+    register.described(_op, "triton.shares", describe, configs, build, _SOURCES)

@@ -10,7 +10,9 @@ import torch
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ..common import triton_reduce, triton_spins, wiring
+from ...kernels import register
+from ...kernels.reduce import contiguous, one_wave
+from ...kernels.triton_runtime import scratch
 from . import FAMILY, shapes
 from .shapes import Shape
 
@@ -24,27 +26,27 @@ def describe(key: Key) -> Shape | str:
         return "more than one value is left"
     if found.view is not None:
         return "not dense"
-    if not triton_spins.spun_configs(found.reduce, found.dtype):
-        return f"from {triton_spins.LEAST} elements to 32 MB are required"
+    if not one_wave.spun_configs(found.reduce, found.dtype):
+        return f"from {one_wave.LEAST} elements to 32 MB are required"
     return found
 
 
 def configs(s: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return triton_spins.spun_configs(s.reduce, s.dtype)
+    return one_wave.spun_configs(s.reduce, s.dtype)
 
 
 def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher with its cells."""
     chosen = dict(config)
-    if triton_spins.spun_parts(s.reduce, chosen) > triton_spins.MOST_PARTS:
+    if one_wave.spun_parts(s.reduce, chosen) > one_wave.MOST_PARTS:
         chosen = configs(s)[0]  # a smaller neighbour's
-    start = triton_spins.spun_launcher(s.kind, s.dtype, s.dtype, s.reduce, chosen, device, s.align)
-    count = triton_spins.spun_parts(s.reduce, chosen)
+    start = one_wave.spun_launcher(s.kind, s.dtype, s.dtype, s.reduce, chosen, device, s.align)
+    count = one_wave.spun_parts(s.reduce, chosen)
     empty, counters, stride, dtype = (
-        wiring.empty(device),
-        wiring.counters,
-        wiring.contiguous(s.out),
+        register.empty(device),
+        scratch.counters,
+        register.contiguous(s.out),
         DTYPES[s.dtype],
     )
 
@@ -56,11 +58,11 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
 
 
 for _op in FAMILY:
-    wiring.described(
+    register.described(
         _op,
         "triton.spins",
         describe,
         configs,
         build,
-        (triton_spins, triton_reduce, shapes, sys.modules[__name__]),
+        (one_wave, contiguous, shapes, sys.modules[__name__]),
     )

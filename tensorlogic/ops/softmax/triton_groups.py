@@ -11,7 +11,10 @@ import torch
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ..common import triton_groups, triton_rows, triton_softmax_groups, wiring
+from ...kernels import register
+from ...kernels.row_access import ragged as ragged_rows
+from ...kernels.softmax import ragged
+from ...kernels.softmax import rows as softmax_rows
 from . import SOFTMAX, SOFTMAX_BACKWARD
 from . import triton_rows as rows_of
 from .triton_rows import Shape
@@ -23,21 +26,19 @@ def describe(key: Key) -> Shape | str:
     if isinstance(found, str):
         return found
     _, columns, dtype, _, align = found
-    return triton_groups.refusal(columns, dtype, align) or found
+    return ragged_rows.refusal(columns, dtype, align) or found
 
 
 def configs(shape: Shape, backward: bool) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return triton_softmax_groups.groups_configs(shape[1], shape[2], backward)
+    return ragged.groups_configs(shape[1], shape[2], backward)
 
 
 def build(shape: Shape, config: Config, device: torch.device, backward: bool) -> Launcher:
     """The launcher of forward, or of backward over (dy, y)."""
     rows, columns, dtype, out, _ = shape
-    start = triton_softmax_groups.groups_launcher(
-        rows, columns, dtype, dict(config), device, backward
-    )
-    empty, stride, made = wiring.empty(device), wiring.contiguous(out), DTYPES[dtype]
+    start = ragged.groups_launcher(rows, columns, dtype, dict(config), device, backward)
+    empty, stride, made = register.empty(device), register.contiguous(out), DTYPES[dtype]
 
     def forward(x: torch.Tensor) -> Any:
         y = empty(out, stride, made)
@@ -50,9 +51,9 @@ def build(shape: Shape, config: Config, device: torch.device, backward: bool) ->
     return gradient if backward else forward
 
 
-_SOURCES = (triton_softmax_groups, triton_groups, triton_rows, rows_of, sys.modules[__name__])
+_SOURCES = (ragged, ragged_rows, softmax_rows, rows_of, sys.modules[__name__])
 for _op, _backward in ((SOFTMAX, False), (SOFTMAX_BACKWARD, True)):
-    wiring.described(
+    register.described(
         _op,
         "triton.groups",
         describe,

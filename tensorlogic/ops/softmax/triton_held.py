@@ -11,15 +11,11 @@ import torch
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ..common import (
-    cross_entropy_held,
-    softmax_held,
-    triton_cross_entropy_held,
-    triton_cross_entropy_together,
-    triton_rows,
-    triton_softmax_held,
-    wiring,
-)
+from ...kernels import register
+from ...kernels.cross_entropy import fused_backward, fused_backward_smem, fused_backward_smem_kernel
+from ...kernels.row_access import shared_memory
+from ...kernels.softmax import rows as softmax_rows
+from ...kernels.softmax import smem, smem_kernel
 from . import SOFTMAX, SOFTMAX_BACKWARD
 from . import triton_rows as rows_of
 from .triton_rows import Shape
@@ -35,7 +31,7 @@ def describe(key: Key) -> Shape | str:
     rows, columns, _, _, align = found
     if align < 16:
         return "tensors at 16-byte addresses are required"
-    if rows < wiring.cores():
+    if rows < register.cores():
         return "fewer rows than multiprocessors"
     if not configs(found, len(key.tensors)):
         return f"no program holds rows of {columns}, or two do"
@@ -45,16 +41,18 @@ def describe(key: Key) -> Shape | str:
 def configs(shape: Shape, tensors: int) -> list[dict[str, Any]]:
     """Configurations, best guess first, for rows of so many tensors; none on other than Hopper GPUs."""
     columns, dtype = shape[1], shape[2]
-    found = cross_entropy_held.held_configs(columns, dtype, tensors) if wiring.bulk_copies() else []
-    return [c for c in found if cross_entropy_held.tiles(columns, dtype, c, tensors)[0] <= TILES]
+    found = (
+        fused_backward_smem.held_configs(columns, dtype, tensors) if register.bulk_copies() else []
+    )
+    return [c for c in found if shared_memory.tiles(columns, dtype, c, tensors)[0] <= TILES]
 
 
 def build(shape: Shape, config: Config, device: torch.device, backward: bool) -> Launcher:
     """The launcher of forward, or of backward over (dy, y)."""
     rows, columns, dtype, out, _ = shape
-    what = (rows, columns, dtype, config, device, wiring.cores())
-    start = softmax_held.softmax_held_launcher(*what, backward=backward)
-    empty, stride, made = wiring.empty(device), wiring.contiguous(out), DTYPES[dtype]
+    what = (rows, columns, dtype, config, device, register.cores())
+    start = smem.softmax_held_launcher(*what, backward=backward)
+    empty, stride, made = register.empty(device), register.contiguous(out), DTYPES[dtype]
 
     def forward(x: torch.Tensor) -> Any:
         y = empty(out, stride, made)
@@ -68,11 +66,11 @@ def build(shape: Shape, config: Config, device: torch.device, backward: bool) ->
 
 
 _SOURCES = (
-    triton_softmax_held, softmax_held, cross_entropy_held, triton_cross_entropy_held, triton_cross_entropy_together, triton_rows, rows_of,
+    smem_kernel, smem, fused_backward_smem, fused_backward_smem_kernel, fused_backward, softmax_rows, rows_of,
     sys.modules[__name__],
 )  # fmt: skip
 for _op, _backward in ((SOFTMAX, False), (SOFTMAX_BACKWARD, True)):
-    wiring.described(
+    register.described(
         _op,
         "triton.held",
         describe,

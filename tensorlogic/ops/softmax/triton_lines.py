@@ -10,8 +10,9 @@ import torch
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ..common import triton_rows, triton_softmax, wiring
-from ..common.triton_softmax import Lines
+from ...kernels import register
+from ...kernels.row_access.strided import Lines
+from ...kernels.softmax import rows, strided
 from . import SOFTMAX, SOFTMAX_BACKWARD
 
 Shape = tuple[Lines, str, tuple[int, ...], int]  # how all tensors lie, dtype, shape, alignment
@@ -19,16 +20,16 @@ Shape = tuple[Lines, str, tuple[int, ...], int]  # how all tensors lie, dtype, s
 
 def describe(key: Key) -> Shape | str:
     """One dtype; the dimensions beside the one that sums to 1 lie in at most two steps."""
-    first, reason = key.tensors[0], wiring.one_dtype(key)
+    first, reason = key.tensors[0], register.one_dtype(key)
     assert first is not None
     if reason is not None or not first.shape or 0 in first.shape:
         return reason or "empty or zero-dimensional"
     dim, shape = key.flag("dim"), first.shape
     given = [t.stride for t in key.tensors if t is not None]
-    if dim == len(shape) - 1 and all(t is None or wiring.is_contiguous(t) for t in key.tensors):
+    if dim == len(shape) - 1 and all(t is None or register.is_contiguous(t) for t in key.tensors):
         return "rows that lie together"
-    found = lines(shape, dim, [*given, wiring.contiguous(shape)])
-    return found if isinstance(found, str) else (found, first.dtype, shape, wiring.weakest(key))
+    found = lines(shape, dim, [*given, register.contiguous(shape)])
+    return found if isinstance(found, str) else (found, first.dtype, shape, register.weakest(key))
 
 
 def lines(shape: tuple[int, ...], dim: int, strides: list[tuple[int, ...]]) -> Lines | str:
@@ -53,14 +54,14 @@ def lines(shape: tuple[int, ...], dim: int, strides: list[tuple[int, ...]]) -> L
 
 def configs(shape: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return triton_softmax.lines_configs(shape[0], shape[1], wiring.cores())
+    return strided.lines_configs(shape[0], shape[1], register.cores())
 
 
 def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     """The launcher of forward, or of backward over (dy, y); what it gives is contiguous, as PyTorch's."""
     found, dtype, out, align = shape
-    start = triton_softmax.lines_launcher(found, dtype, dict(config), device, align)
-    empty, stride, made = wiring.empty(device), wiring.contiguous(out), DTYPES[dtype]
+    start = strided.lines_launcher(found, dtype, dict(config), device, align)
+    empty, stride, made = register.empty(device), register.contiguous(out), DTYPES[dtype]
 
     def forward(x: torch.Tensor) -> Any:
         y = empty(out, stride, made)
@@ -74,6 +75,6 @@ def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
 
 
 for _op in (SOFTMAX, SOFTMAX_BACKWARD):
-    wiring.described(
-        _op, "triton.lines", describe, configs, build, (triton_softmax, triton_rows, sys.modules[__name__])
+    register.described(
+        _op, "triton.lines", describe, configs, build, (strided, rows, sys.modules[__name__])
     )  # fmt: skip

@@ -10,36 +10,37 @@ import torch
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ..common import triton_rows, triton_softmax, triton_softmax_parts, wiring
+from ...kernels import register
+from ...kernels.softmax import rows, strided, strided_split
 from . import SOFTMAX, SOFTMAX_BACKWARD, triton_lines
 from .triton_lines import Shape, lines
 
 
 def describe(key: Key) -> Shape | str:
     """Few, long lines of one dtype, rows that lie together among them."""
-    first, reason = key.tensors[0], wiring.one_dtype(key)
+    first, reason = key.tensors[0], register.one_dtype(key)
     assert first is not None
     if reason is not None or not first.shape or 0 in first.shape:
         return reason or "empty or zero-dimensional"
     shape, given = first.shape, [t.stride for t in key.tensors if t is not None]
-    found = lines(shape, key.flag("dim"), [*given, wiring.contiguous(shape)])
+    found = lines(shape, key.flag("dim"), [*given, register.contiguous(shape)])
     if isinstance(found, str):
         return found
-    refused = triton_softmax_parts.refusal(found, first.dtype, wiring.cores())
-    return refused or (found, first.dtype, shape, wiring.weakest(key))
+    refused = strided_split.refusal(found, first.dtype, register.cores())
+    return refused or (found, first.dtype, shape, register.weakest(key))
 
 
 def configs(shape: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return triton_softmax_parts.parts_configs(shape[0], shape[1], wiring.cores())
+    return strided_split.parts_configs(shape[0], shape[1], register.cores())
 
 
 def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     """The launcher of forward, or of backward over (dy, y); what it gives is contiguous, as PyTorch's."""
     found, dtype, out, align = shape
-    start = triton_softmax_parts.parts_launcher(found, dtype, dict(config), device, align)
-    space = (triton_softmax_parts.parts_space(found, dict(config)),)
-    empty, stride, made = wiring.empty(device), wiring.contiguous(out), DTYPES[dtype]
+    start = strided_split.parts_launcher(found, dtype, dict(config), device, align)
+    space = (strided_split.parts_space(found, dict(config)),)
+    empty, stride, made = register.empty(device), register.contiguous(out), DTYPES[dtype]
 
     def forward(x: torch.Tensor) -> Any:
         y, part = empty(out, stride, made), empty(space, (1,), torch.float32)
@@ -52,6 +53,6 @@ def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     return forward if len(found.strides) == 2 else backward
 
 
-_SOURCES = (triton_softmax_parts, triton_softmax, triton_rows, triton_lines, sys.modules[__name__])
+_SOURCES = (strided_split, strided, rows, triton_lines, sys.modules[__name__])
 for _op in (SOFTMAX, SOFTMAX_BACKWARD):
-    wiring.described(_op, "triton.parts", describe, configs, build, _SOURCES)
+    register.described(_op, "triton.parts", describe, configs, build, _SOURCES)

@@ -10,7 +10,8 @@ import torch
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ..common import triton_rows, wiring
+from ...kernels import register
+from ...kernels.softmax import rows as softmax_rows
 from . import SOFTMAX, SOFTMAX_BACKWARD
 
 Shape = tuple[int, int, str, tuple[int, ...], int]  # rows, columns, dtype, shape, alignment
@@ -20,24 +21,24 @@ def describe(key: Key) -> Shape | str:
     """Contiguous rows of one dtype."""
     first = key.tensors[0]
     assert first is not None
-    reason = wiring.one_dtype(key)
+    reason = register.one_dtype(key)
     if reason is not None:
         return reason
-    rows = wiring.rows_of(first)
+    rows = register.rows_of(first)
     if isinstance(rows, str):
         return rows
     if key.flag("dim") != len(first.shape) - 1:
         return "not over the last dimension"
-    if any(t is not None and not wiring.is_contiguous(t) for t in key.tensors):
+    if any(t is not None and not register.is_contiguous(t) for t in key.tensors):
         return "not contiguous"
-    return (*rows, first.dtype, first.shape, wiring.weakest(key))
+    return (*rows, first.dtype, first.shape, register.weakest(key))
 
 
 def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     """The forward launcher."""
     rows, columns, dtype, out, align = shape
-    start = triton_rows.softmax_launcher(rows, columns, dtype, dtype, dict(config), device, align)
-    empty, stride, made = wiring.empty(device), wiring.contiguous(out), DTYPES[dtype]
+    start = softmax_rows.softmax_launcher(rows, columns, dtype, dtype, dict(config), device, align)
+    empty, stride, made = register.empty(device), register.contiguous(out), DTYPES[dtype]
 
     def launch(x: torch.Tensor) -> Any:
         y = empty(out, stride, made)
@@ -49,10 +50,10 @@ def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
 def build_backward(shape: Shape, config: Config, device: torch.device) -> Launcher:
     """The backward launcher."""
     rows, columns, dtype, out, align = shape
-    start = triton_rows.softmax_backward_launcher(
+    start = softmax_rows.softmax_backward_launcher(
         rows, columns, (dtype, dtype, dtype), dict(config), device, align
     )
-    empty, stride, made = wiring.empty(device), wiring.contiguous(out), DTYPES[dtype]
+    empty, stride, made = register.empty(device), register.contiguous(out), DTYPES[dtype]
 
     def launch(dy: torch.Tensor, y: torch.Tensor) -> Any:
         dx = empty(out, stride, made)
@@ -61,20 +62,20 @@ def build_backward(shape: Shape, config: Config, device: torch.device) -> Launch
     return launch
 
 
-_SOURCES = (triton_rows, sys.modules[__name__])
-wiring.described(
+_SOURCES = (softmax_rows, sys.modules[__name__])
+register.described(
     SOFTMAX,
     "triton.rows",
     describe,
-    lambda s: triton_rows.softmax_configs(s[1], s[2]),
+    lambda s: softmax_rows.softmax_configs(s[1], s[2]),
     build,
     _SOURCES,
 )
-wiring.described(
+register.described(
     SOFTMAX_BACKWARD,
     "triton.rows",
     describe,
-    lambda s: triton_rows.softmax_configs(s[1], s[2], True),
+    lambda s: softmax_rows.softmax_configs(s[1], s[2], True),
     build_backward,
     _SOURCES,
 )

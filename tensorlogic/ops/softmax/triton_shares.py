@@ -11,7 +11,11 @@ import torch
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ..common import triton_groups, triton_rows, triton_shares, triton_softmax_shares, wiring
+from ...kernels import register
+from ...kernels.row_access import ragged as ragged_rows
+from ...kernels.row_access import split as split_rows
+from ...kernels.softmax import rows as softmax_rows
+from ...kernels.softmax import split
 from . import SOFTMAX, SOFTMAX_BACKWARD
 from . import triton_rows as rows_of
 from .triton_rows import Shape
@@ -23,7 +27,7 @@ def describe(key: Key) -> Shape | str:
     if isinstance(found, str):
         return found
     rows, columns, _, _, align = found
-    refused = triton_shares.refusal(rows, columns, align, wiring.cores())
+    refused = split_rows.refusal(rows, columns, align, register.cores())
     if refused or configs(found):
         return refused or found
     return "shares would be longer than sums are exact"
@@ -31,17 +35,15 @@ def describe(key: Key) -> Shape | str:
 
 def configs(shape: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first."""
-    return triton_softmax_shares.shares_configs(*shape[:3], wiring.cores())
+    return split.shares_configs(*shape[:3], register.cores())
 
 
 def build(shape: Shape, config: Config, device: torch.device, backward: bool) -> Launcher:
     """The launcher of forward, or of backward over (dy, y)."""
     rows, columns, dtype, out, _ = shape
-    start = triton_softmax_shares.shares_launcher(
-        rows, columns, dtype, dict(config), device, backward
-    )
-    space = (triton_softmax_shares.shares_space(rows, columns, dict(config), backward),)
-    empty, stride, made = wiring.empty(device), wiring.contiguous(out), DTYPES[dtype]
+    start = split.shares_launcher(rows, columns, dtype, dict(config), device, backward)
+    space = (split.shares_space(rows, columns, dict(config), backward),)
+    empty, stride, made = register.empty(device), register.contiguous(out), DTYPES[dtype]
 
     def launch(*tensors: torch.Tensor) -> Any:
         y, part = empty(out, stride, made), empty(space, (1,), torch.float32)
@@ -50,8 +52,8 @@ def build(shape: Shape, config: Config, device: torch.device, backward: bool) ->
     return launch
 
 
-_SOURCES = (triton_softmax_shares, triton_shares, triton_groups, triton_rows, rows_of, sys.modules[__name__])  # fmt: skip
+_SOURCES = (split, split_rows, ragged_rows, softmax_rows, rows_of, sys.modules[__name__])  # fmt: skip
 for _op, _backward in ((SOFTMAX, False), (SOFTMAX_BACKWARD, True)):
-    wiring.described(
+    register.described(
         _op, "triton.shares", describe, configs, partial(build, backward=_backward), _SOURCES
     )

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ...core.candidate import Launcher
 from ...core.key import Key
+from ...kernels import register
+from ...kernels.cpu import register as cpu_register
 from ...native import cpu_library
-from ..common import native_wiring, wiring
 from . import SOFTMAX_CROSS_ENTROPY, SOFTMAX_CROSS_ENTROPY_BACKWARD
 
 
@@ -18,14 +19,14 @@ def supports(key: Key) -> str | None:
     """None for contiguous rows of logits with contiguous targets and gradients."""
     for name in ("target", "dloss", "lse"):
         t = key.spec(name) if name in key.names else None
-        if t is not None and not wiring.is_contiguous(t):
+        if t is not None and not register.is_contiguous(t):
             return f"{name} is not contiguous"
-    return native_wiring.contiguous(key, "logits")
+    return cpu_register.contiguous(key, "logits")
 
 
 def guess(key: Key) -> float:
     """Eager writes the log-probabilities of every class to memory and reads them again."""
-    size, call = native_wiring.size_of(key, "logits"), native_wiring.call_us(key)
+    size, call = cpu_register.size_of(key, "logits"), cpu_register.call_us(key)
     logits = key.spec("logits")
     assert logits is not None
     classes = logits.shape[-1]
@@ -35,7 +36,7 @@ def guess(key: Key) -> float:
         row = 0.009 + 0.0045 * classes
     if logits.dtype != "f32" and 8 <= classes < 32:
         row = 0.1
-    ours = 0.8 + call + (0.09 if native_wiring.narrow() else 0.022) * rows + 0.2e-3 * size
+    ours = 0.8 + call + (0.09 if cpu_register.narrow() else 0.022) * rows + 0.2e-3 * size
     return ours / (4.0 + row * rows + 0.35e-3 * size)
 
 
@@ -73,7 +74,7 @@ def build(key: Key) -> Launcher:
 
 def output_backward(key: Key) -> int:
     """Bytes of the gradient of the logits."""
-    return native_wiring.bytes_of(key, "logits")
+    return cpu_register.bytes_of(key, "logits")
 
 
 def build_backward(key: Key, stores: int) -> Launcher:
@@ -88,8 +89,8 @@ def build_backward(key: Key, stores: int) -> Launcher:
     )
 
 
-native_wiring.add(SOFTMAX_CROSS_ENTROPY, "cpu.fused", build, supports, guess, __name__)
-native_wiring.add_stored(
+cpu_register.add(SOFTMAX_CROSS_ENTROPY, "cpu.fused", build, supports, guess, __name__)
+cpu_register.add_stored(
     SOFTMAX_CROSS_ENTROPY_BACKWARD,
     "cpu.fused",
     build_backward,

@@ -11,9 +11,10 @@ import torch
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ..common import metal_wiring, wiring
-from ..common.metal_launch import launcher, written
-from ..common.metal_math import TYPES
+from ...kernels import register
+from ...kernels.metal import register as metal_register
+from ...kernels.metal.launch import launcher, written
+from ...kernels.metal.shader_prelude import TYPES
 from . import SOFTMAX_CROSS_ENTROPY, SOFTMAX_CROSS_ENTROPY_BACKWARD, shapes
 from .shapes import Shape, describe
 
@@ -149,9 +150,9 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     groups = s.rows if wide else math.ceil(s.rows / (THREADS // 32))
     rows = launcher(source, "cross_entropy_rows", (groups, 1, 1), (THREADS, 1, 1))
     finish = launcher(source, "cross_entropy_finish", (1, 1, 1), (THREADS, 1, 1))
-    empty, dtype, each = wiring.empty(device), DTYPES[s.dtype], s.reduction == "none"
+    empty, dtype, each = register.empty(device), DTYPES[s.dtype], s.reduction == "none"
     shape = s.shape[:-1] if each else (s.rows,)
-    stride, numbers = wiring.contiguous(shape), (s.rows, s.columns, s.ignore_index)
+    stride, numbers = register.contiguous(shape), (s.rows, s.columns, s.ignore_index)
     save, smoothing = s.save, float(s.smoothing)
 
     def launch(x: torch.Tensor, target: torch.Tensor) -> Any:
@@ -174,7 +175,7 @@ def kept(key: Key) -> Shape | str:
     """What backward sees; what forward kept must be float32."""
     for name in ("lse", "share"):
         t = key.spec(name)
-        if t is None or t.dtype != "f32" or not wiring.is_contiguous(t):
+        if t is None or t.dtype != "f32" or not register.is_contiguous(t):
             return f"{name} is not contiguous float32"
     return describe(key)
 
@@ -187,7 +188,7 @@ def build_backward(s: Shape, config: Config, device: torch.device) -> Launcher:
     grid = (math.ceil(s.columns / wide), min(groups, MOST_ROWS), math.ceil(groups / MOST_ROWS))
     source = written(_defines(s, False), SOURCE)
     start = launcher(source, "cross_entropy_backward", grid, (wide, high, 1))
-    empty, dtype, stride = wiring.empty(device), DTYPES[s.dtype], wiring.contiguous(s.shape)
+    empty, dtype, stride = register.empty(device), DTYPES[s.dtype], register.contiguous(s.shape)
     numbers, smoothing = (s.rows, s.columns, s.ignore_index, grid[1] * high), float(s.smoothing)
 
     def launch(
@@ -205,7 +206,7 @@ def build_backward(s: Shape, config: Config, device: torch.device) -> Launcher:
 
 
 _SOURCES = (shapes, sys.modules[__name__])
-metal_wiring.described(SOFTMAX_CROSS_ENTROPY, "metal.rows", describe, configs, build, _SOURCES)
-metal_wiring.described(
+metal_register.described(SOFTMAX_CROSS_ENTROPY, "metal.rows", describe, configs, build, _SOURCES)
+metal_register.described(
     SOFTMAX_CROSS_ENTROPY_BACKWARD, "metal.rows", kept, lambda s: ({},), build_backward, _SOURCES
 )

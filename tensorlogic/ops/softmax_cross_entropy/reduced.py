@@ -9,7 +9,8 @@ import torch
 
 from ...core.candidate import Launcher
 from ...core.dtypes import DTYPES
-from ..common import wiring
+from ...kernels import register
+from ...kernels.triton_runtime import scratch
 from .shapes import Shape
 
 
@@ -21,10 +22,10 @@ def launcher(
     counted: bool = True,
 ) -> Launcher:
     """(loss,) or (loss, log-sum-exp, share) by `start(x, t, losses, lse, y, share, counter, *scalars)`; not `counted`: without a counter."""
-    empty, counters, dtype, f32 = wiring.empty(device), wiring.counters, DTYPES[s.dtype], torch.float32  # fmt: skip
+    empty, counters, dtype, f32 = register.empty(device), scratch.counters, DTYPES[s.dtype], torch.float32  # fmt: skip
     each, rows, save = s.reduction == "none", s.rows, s.save
     shape = s.shape[:-1]
-    stride = wiring.contiguous(shape)
+    stride = register.contiguous(shape)
 
     def launch(x: torch.Tensor, t: torch.Tensor) -> Any:
         loss = empty(shape, stride, dtype) if each else empty((rows,), (1,), f32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...core.key import Key
-from ..common import wiring
+from ...kernels import register
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ def describe(key: Key) -> Shape | str:
     """Contiguous rows of logits with contiguous targets."""
     logits, target = key.spec("logits"), key.spec("target")
     assert logits is not None and target is not None
-    reason = wiring.one_dtype(key, "logits")
+    reason = register.one_dtype(key, "logits")
     if reason is not None:
         return reason
-    rows = wiring.rows_of(logits)
+    rows = register.rows_of(logits)
     if isinstance(rows, str):
         return rows
-    if not wiring.is_contiguous(target):
+    if not register.is_contiguous(target):
         return "targets are not contiguous"
     save = bool(key.flag("save")) if key.op == "softmax_cross_entropy" else False
     dloss = key.spec("dloss") if key.op != "softmax_cross_entropy" else None
-    if dloss is not None and not wiring.is_contiguous(dloss):
+    if dloss is not None and not register.is_contiguous(dloss):
         return "the incoming gradient is expanded"
     return Shape(
         *rows, logits.dtype, dloss.dtype if dloss else logits.dtype, logits.shape,
-        key.flag("reduction"), key.flag("ignore_index"), key.flag("label_smoothing"), save, wiring.weakest(key),
+        key.flag("reduction"), key.flag("ignore_index"), key.flag("label_smoothing"), save, register.weakest(key),
     )  # fmt: skip

@@ -8,12 +8,8 @@ import torch
 
 from ...core.candidate import Config, Launcher
 from ...core.key import Key
-from ..common import (
-    triton_cross_entropy,
-    triton_cross_entropy_ahead,
-    triton_cross_entropy_together,
-    wiring,
-)
+from ...kernels import register
+from ...kernels.cross_entropy import fused_backward, prefetch, rows
 from . import SOFTMAX_CROSS_ENTROPY, reduced, shapes
 from .shapes import Shape
 
@@ -23,25 +19,23 @@ def describe(key: Key) -> Shape | str:
     s = shapes.describe(key)
     if isinstance(s, str):
         return s
-    reason = triton_cross_entropy_ahead.ahead_refusal(
-        s.columns, s.dtype, s.reduction, s.smoothing, s.align
-    )
+    reason = prefetch.ahead_refusal(s.columns, s.dtype, s.reduction, s.smoothing, s.align)
     return reason or s
 
 
 def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """The launcher: (loss,) or (loss, log-sum-exp, share)."""
-    start = triton_cross_entropy_ahead.ahead_launcher(
+    start = prefetch.ahead_launcher(
         s.rows, s.columns, s.dtype, s.reduction, s.ignore_index, dict(config), device, save=s.save
     )
     return reduced.launcher(s, start, device, counted=False)
 
 
-wiring.described(
+register.described(
     SOFTMAX_CROSS_ENTROPY,
     "triton.ahead",
     describe,
-    lambda s: triton_cross_entropy_ahead.ahead_configs(s.columns, s.dtype),
+    lambda s: prefetch.ahead_configs(s.columns, s.dtype),
     build,
-    (triton_cross_entropy_ahead, triton_cross_entropy_together, triton_cross_entropy, reduced, shapes, sys.modules[__name__]),
+    (prefetch, fused_backward, rows, reduced, shapes, sys.modules[__name__]),
 )  # fmt: skip

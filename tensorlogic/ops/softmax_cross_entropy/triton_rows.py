@@ -9,14 +9,15 @@ import torch
 
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
-from ..common import triton_cross_entropy, wiring
+from ...kernels import register
+from ...kernels.cross_entropy import rows
 from . import SOFTMAX_CROSS_ENTROPY, SOFTMAX_CROSS_ENTROPY_BACKWARD, reduced, shapes
 from .shapes import Shape, describe
 
 
 def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """The forward launcher: (loss,) or (loss, log-sum-exp, share)."""
-    start = triton_cross_entropy.cross_entropy_launcher(
+    start = rows.cross_entropy_launcher(
         s.rows, s.columns, s.dtype, s.dtype, s.reduction, s.ignore_index, dict(config), device,
         smooth=s.smoothing != 0.0, save=s.save, align=s.align,
     )  # fmt: skip
@@ -25,14 +26,14 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
 
 def build_backward(s: Shape, config: Config, device: torch.device) -> Launcher:
     """The backward launcher."""
-    start = triton_cross_entropy.cross_entropy_backward_launcher(
+    start = rows.cross_entropy_backward_launcher(
         s.rows, s.columns, s.dtype, s.dy_dtype, s.reduction, s.ignore_index, dict(config), device,
         smooth=s.smoothing != 0.0, align=s.align,
     )  # fmt: skip
     empty, dtype, stride, smoothing = (
-        wiring.empty(device),
+        register.empty(device),
         DTYPES[s.dtype],
-        wiring.contiguous(s.shape),
+        register.contiguous(s.shape),
         s.smoothing,
     )
 
@@ -49,12 +50,12 @@ def build_backward(s: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-_SOURCES = (triton_cross_entropy, reduced, shapes, sys.modules[__name__])
-wiring.described(
+_SOURCES = (rows, reduced, shapes, sys.modules[__name__])
+register.described(
     SOFTMAX_CROSS_ENTROPY, "triton.rows", describe,
-    lambda s: triton_cross_entropy.cross_entropy_configs(s.columns, s.dtype), build, _SOURCES,
+    lambda s: rows.cross_entropy_configs(s.columns, s.dtype), build, _SOURCES,
 )  # fmt: skip
-wiring.described(
+register.described(
     SOFTMAX_CROSS_ENTROPY_BACKWARD, "triton.rows", describe,
-    lambda s: triton_cross_entropy.cross_entropy_backward_configs(s.columns, s.dtype), build_backward, _SOURCES,
+    lambda s: rows.cross_entropy_backward_configs(s.columns, s.dtype), build_backward, _SOURCES,
 )  # fmt: skip

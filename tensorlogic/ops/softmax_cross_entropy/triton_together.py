@@ -12,16 +12,12 @@ from torch import Tensor
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ..common import (
-    compiled_launch,
-    cross_entropy_held,
-    triton_cross_entropy,
-    triton_cross_entropy_held,
-    triton_cross_entropy_together,
-    triton_groups,
-    triton_rows,
-    wiring,
-)
+from ...kernels import register
+from ...kernels.cross_entropy import fused_backward, fused_backward_smem, fused_backward_smem_kernel
+from ...kernels.cross_entropy import rows as cross_entropy_rows
+from ...kernels.row_access import ragged as ragged_rows
+from ...kernels.softmax import rows as softmax_rows
+from ...kernels.triton_runtime import launch_plan, scratch
 from . import SOFTMAX_CROSS_ENTROPY, shapes
 from .shapes import Shape
 from .together import TOGETHER
@@ -34,17 +30,15 @@ def describe(key: Key) -> Shape | str:
     s = shapes.describe(key)
     if isinstance(s, str):
         return s
-    reason = triton_cross_entropy_together.together_refusal(
-        s.columns, s.dtype, s.reduction, s.smoothing, s.align
-    )
+    reason = fused_backward.together_refusal(s.columns, s.dtype, s.reduction, s.smoothing, s.align)
     return reason or (s if configs(s) else f"no program holds a row of {s.columns}")
 
 
 def configs(s: Shape) -> list[dict[str, Any]]:
     """Configurations, best guess first: long rows in shared memory and registers, on a Hopper GPU; others in registers."""
-    found = triton_cross_entropy_together.together_configs(s.columns, s.dtype)
-    if wiring.bulk_copies():
-        found = [*cross_entropy_held.held_configs(s.columns, s.dtype), *found]
+    found = fused_backward.together_configs(s.columns, s.dtype)
+    if register.bulk_copies():
+        found = [*fused_backward_smem.held_configs(s.columns, s.dtype), *found]
     return found
 
 
@@ -60,17 +54,17 @@ def forward(s: Shape, config: Config, device: torch.device) -> Launcher:
     """(logits, target) -> (loss, log-sum-exp and what its rounding took [2 rows], share of a row, prepared gradient, guess)."""
     what = (s.rows, s.columns, s.dtype, s.reduction, s.ignore_index, dict(config), device)
     start = (
-        cross_entropy_held.held_launcher(*what, wiring.cores())
+        fused_backward_smem.held_launcher(*what, register.cores())
         if "AHEAD" in config
-        else triton_cross_entropy_together.together_launcher(*what)
+        else fused_backward.together_launcher(*what)
     )
     empty, counters, dtype, f32 = (
-        wiring.empty(device),
-        wiring.counters,
+        register.empty(device),
+        scratch.counters,
         DTYPES[s.dtype],
         torch.float32,
     )
-    rows, shape, stride = s.rows, s.shape, wiring.contiguous(s.shape)
+    rows, shape, stride = s.rows, s.shape, register.contiguous(s.shape)
 
     def launch(x: Tensor, t: Tensor) -> Any:
         part, lse, y = (
@@ -84,7 +78,7 @@ def forward(s: Shape, config: Config, device: torch.device) -> Launcher:
             empty(shape, stride, dtype),
         )
         counter = counters(device, 1, torch.int64)
-        cell = counters(device, 2, WORDS, wiring.LASTING)
+        cell = counters(device, 2, WORDS, scratch.LASTING)
         if not start(x, t, part, lse, y, share, counter, cell, used, dx):
             return None
         return y, lse, share, dx, used
@@ -94,10 +88,10 @@ def forward(s: Shape, config: Config, device: torch.device) -> Launcher:
 
 def settling(s: Shape, device: torch.device) -> Callable[..., Tensor]:
     """(incoming gradient, logits, target, and what `forward` kept) -> the gradient; a prepared one that is None is made anew."""
-    start = triton_cross_entropy_together.settle_launcher(
-        s.rows, s.columns, s.dtype, s.dtype, s.ignore_index, device, wiring.cores()
+    start = fused_backward.settle_launcher(
+        s.rows, s.columns, s.dtype, s.dtype, s.ignore_index, device, register.cores()
     )
-    dtype, stride = DTYPES[s.dtype], wiring.contiguous(s.shape)
+    dtype, stride = DTYPES[s.dtype], register.contiguous(s.shape)
 
     def settle(
         dy: Tensor,
@@ -114,7 +108,7 @@ def settling(s: Shape, device: torch.device) -> Callable[..., Tensor]:
             cell = torch.zeros(2, dtype=WORDS, device=device)
         else:
             out = dx.data  # whoever changes it in place does not change what is kept
-            cell = wiring.counters(device, 2, WORDS, wiring.LASTING)
+            cell = scratch.counters(device, 2, WORDS, scratch.LASTING)
         if start(x, t, lse, dy, share, used, cell, out):
             return out
         if start(x, t, lse, dy.clone(), share, used, cell, out):  # at an aligned address
@@ -141,23 +135,23 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
 def parts(key: Key, config: Config, device: torch.device) -> tuple[Launcher, Callable[..., Tensor]]:
     """Forward, replayed in C, and what settles its gradient."""
     s = known(key)
-    ahead = compiled_launch.plan(SOFTMAX_CROSS_ENTROPY, key, device, forward(s, config, device))
+    ahead = launch_plan.plan(SOFTMAX_CROSS_ENTROPY, key, device, forward(s, config, device))
     return ahead, settling(s, device)
 
 
-wiring.described(
+register.described(
     TOGETHER,
     "triton.together",
     describe,
     configs,
     build,
     (
-        triton_cross_entropy_together,
-        triton_cross_entropy_held,
-        cross_entropy_held,
-        triton_cross_entropy,
-        triton_groups,
-        triton_rows,
+        fused_backward,
+        fused_backward_smem_kernel,
+        fused_backward_smem,
+        cross_entropy_rows,
+        ragged_rows,
+        softmax_rows,
         shapes,
         sys.modules[__name__],
     ),

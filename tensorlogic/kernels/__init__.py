@@ -1,0 +1,1 @@
+"""Kernels and their launchers, by what they compute; one folder a family."""

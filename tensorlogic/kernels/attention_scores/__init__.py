@@ -1,0 +1,1 @@
+"""softmax(scale q k^T + mask), written once."""

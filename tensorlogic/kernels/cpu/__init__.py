@@ -1,0 +1,1 @@
+"""Native CPU kernels and oneDNN, their cost model and calibration."""

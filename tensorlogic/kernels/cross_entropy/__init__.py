@@ -1,0 +1,1 @@
+"""Softmax cross-entropy, forward, backward and both in one pass."""

@@ -1,0 +1,1 @@
+"""Element-wise kernels, their gradients, and passes behind a product."""

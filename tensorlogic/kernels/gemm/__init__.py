@@ -1,0 +1,1 @@
+"""Matrix products with prologues and epilogues: Triton, Hopper, cuBLASLt."""

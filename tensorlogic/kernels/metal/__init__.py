@@ -1,0 +1,1 @@
+"""Metal shaders for Apple GPUs."""

@@ -1,0 +1,1 @@
+"""Products of numbers split into halves, widened or checked on the device."""

@@ -1,0 +1,1 @@
+"""Sums, means, maxima and minima, and the gradients of the latter two."""

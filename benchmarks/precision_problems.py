@@ -32,9 +32,10 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import PrecisionWarning, adapting
+from tensorlogic import PrecisionWarning
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.kernels.mixed_precision import data_statistics
+from tensorlogic.mixed_precision import adaptive
 
 KINDS = (
     "normal",
@@ -200,7 +201,7 @@ def solve(index: int, seed: int, device: torch.device) -> Outcome:
         warnings.simplefilter("always")
         y = tensorlogic.matmul(a, b)
     warned = any(issubclass(w.category, PrecisionWarning) for w in said)
-    way = adapting.LAST[-1] if adapting.LAST else ""
+    way = adaptive.LAST[-1] if adaptive.LAST else ""
     dtype = str(p.dtype).removeprefix("torch.")
     return Outcome(p.kind, p.shape, dtype, p.rtol, whole_error(y, a, b), warned, way)
 
@@ -222,7 +223,7 @@ def serve(
 ) -> None:
     """Solve these problems, and hand out each."""
     if not fastest:
-        adapting.order = partial(any_order, seed=[seed])
+        adaptive.order = partial(any_order, seed=[seed])
     with tensorlogic.policy(tune="off"):
         for i in share:
             put(solve(i, seed, torch.device(device)))

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 import tensorlogic
-from tensorlogic import adapting
 from tensorlogic.core import dtypes, tolerance
 from tensorlogic.core.op import OPS
 from tensorlogic.measure import timer
+from tensorlogic.mixed_precision import adaptive
 
 BUDGETS = ((torch.float32, 1e-2), (torch.float64, 1e-6))
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def row(n: int, dtype: torch.dtype, rtol: float) -> str:
     with tensorlogic.core.precision_policy("adaptive", rtol=rtol):
         tensorlogic.tune(tensorlogic.matmul, a, b)
         y = tensorlogic.matmul(a, b)
-        way = adapting.LAST[-1]
+        way = adaptive.LAST[-1]
         calls["served"] = lambda: tensorlogic.matmul(a, b)
         times = timer.wall_samples(calls, CPU, 3.0, rounds=15)
     best = min((name for name in calls if name != "served"), key=times.median)

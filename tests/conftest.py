@@ -18,9 +18,10 @@ if (
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tensorlogic
-from tensorlogic import ranking, repairs
+from tensorlogic import repairs
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.measure import interference, timer
+from tensorlogic.mixed_precision import candidate_order
 from tensorlogic.native import cpu_library
 from tensorlogic.plans import open_stores
 from tensorlogic.program import choosing
@@ -40,7 +41,7 @@ def fresh_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         interference, "DRIFT", math.inf
     )  # whoever else runs here is waited for by nobody
     monkeypatch.setitem(
-        ranking.GUARD_US, "cpu", ranking.GUARD_US["cpu"]
+        candidate_order.GUARD_US, "cpu", candidate_order.GUARD_US["cpu"]
     )  # what is learned is forgotten
     open_stores.forget()
     torch.manual_seed(0)

@@ -13,12 +13,12 @@ import torch
 
 import tensorlogic
 from tensorlogic import registry, selector
-from tensorlogic.accuracy import Known
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
 from tensorlogic.kernels.mixed_precision.data_statistics import Statistics
+from tensorlogic.mixed_precision.error_statistics import Known
 from tensorlogic.plans import file_format, open_stores
 from tensorlogic.plans import legacy_hashes as plans_legacy_hashes
 from tensorlogic.plans.environment import Environment, environment

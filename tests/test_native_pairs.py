@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import ranking
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
 from tensorlogic.kernels.cpu import cost_model
+from tensorlogic.mixed_precision import candidate_order, formats_cpu
 from tensorlogic.native import cpu_library
-from tensorlogic.ops.common import ways_cpu
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(
@@ -25,10 +24,10 @@ needs_native = pytest.mark.skipif(
 @pytest.fixture
 def pairs(avx512_bf16: None) -> Iterator[None]:
     before = cpu_library.op("set_isa")("avx512_bf16")
-    ways_cpu.own_tiles.cache_clear()
+    formats_cpu.own_tiles.cache_clear()
     yield
     cpu_library.op("set_isa")(before)
-    ways_cpu.own_tiles.cache_clear()
+    formats_cpu.own_tiles.cache_clear()
 
 
 def product(a: Tensor, b: Tensor, parts: int = 3) -> Tensor:
@@ -85,7 +84,7 @@ def first(n: int, dtype: torch.dtype, rtol: float) -> str:
     assert op is not None
     a = torch.empty(n, n, dtype=dtype)
     key = op.key((a, a, "none", False), "inference", "adaptive")
-    return ranking.order(op, key, CPU, rtol)[0][0].id
+    return candidate_order.order(op, key, CPU, rtol)[0][0].id
 
 
 @needs_native
@@ -96,21 +95,21 @@ def test_bfloat16_without_hardware_is_not_expected_to_be_fast(
     """A processor with tiles, of which oneDNN may not use any: it emulates bfloat16, as timing shows."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
-    monkeypatch.setattr(ways_cpu, "own_tiles", lambda: False)
+    monkeypatch.setattr(formats_cpu, "own_tiles", lambda: False)
     monkeypatch.setattr(cpu_library, "isa", lambda: "avx512")
     monkeypatch.setattr(cost_model, "pairs", lambda dtype: False)
     monkeypatch.setattr(
         cost_model, "_factors", lambda dtype: (90.0 if dtype == "bf16" else 1.0, 1.0)
     )
-    ways_cpu.tiles.cache_clear()
+    formats_cpu.tiles.cache_clear()
     try:
-        assert not ways_cpu.tiles()
+        assert not formats_cpu.tiles()
         assert first(n, torch.float32, 1e-2) not in ("torch.bf16", "cpu.bf16", EAGER)
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
-        ways_cpu.tiles.cache_clear()
-        assert ways_cpu.tiles()
+        formats_cpu.tiles.cache_clear()
+        assert formats_cpu.tiles()
     finally:
-        ways_cpu.tiles.cache_clear()
+        formats_cpu.tiles.cache_clear()
 
 
 @needs_native
@@ -118,7 +117,7 @@ def test_bfloat16_without_hardware_is_not_expected_to_be_fast(
 def test_pairs_are_expected_to_be_fastest_where_they_keep_the_budget(
     dtype: torch.dtype, pairs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways_cpu, "tiles", lambda: False)
+    monkeypatch.setattr(formats_cpu, "tiles", lambda: False)
     monkeypatch.setattr(cost_model, "_is_amd", lambda: True)  # whose pairs were timed without tiles
     monkeypatch.setattr(cost_model, "_factors", lambda dtype: (1.0, 1.0))
     for n in (512, 1000, 2048):

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import accuracy
 from tensorlogic.kernels.cpu import cost_model
+from tensorlogic.mixed_precision import error_statistics, formats_cpu
 from tensorlogic.native import cpu_library
-from tensorlogic.ops.common import ways_cpu
 
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())
@@ -27,7 +26,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param not in cost_model.features():
         pytest.skip(f"no {request.param} here")
     before = cpu_library.op("set_isa")(request.param)
-    if ways_cpu._steps("cpu") is not None:
+    if formats_cpu._steps("cpu") is not None:
         cpu_library.op("set_isa")(before)
         pytest.skip("no products of 16 bits here")
     yield request.param
@@ -125,4 +124,4 @@ def test_what_it_is_said_to_bring_covers_the_largest_crest_that_it_takes() -> No
     crest, depth = 14.0, 8 * 14.0  # as csrc/kernels/fixed_point.h
     crest /= 1 - crest / depth  # over the mean size of the others
     worst = math.sqrt(2) * crest / (STEPS * math.sqrt(12))
-    assert worst <= 1.01 * accuracy.TYPICAL["i16"] < 4e-3
+    assert worst <= 1.01 * error_statistics.TYPICAL["i16"] < 4e-3

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import adapting
 from tensorlogic.core import policy as core_policy
-from tensorlogic.ops.common import ways
+from tensorlogic.mixed_precision import adaptive, number_formats
 from tensorlogic.program import precisely
 
 
@@ -110,7 +109,7 @@ def test_data_are_looked_at_in_every_call() -> None:
         for x in (easy, hard, easy):
             want = x.double() @ model.weight.double().t()
             assert ((fast(x) - want).norm(dim=1) / want.norm(dim=1)).max() < 1e-2
-    assert adapting.LAST
+    assert adaptive.LAST
 
 
 def test_what_cannot_be_held_is_said() -> None:
@@ -143,4 +142,4 @@ def test_attention_is_pytorchs() -> None:
     for given in (mask, torch.randn(5, 7)):
         k, v = torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 8)
         torch.testing.assert_close(precisely.attention(q, k, v, given), sdpa(q, k, v, given))
-    assert ways.result_dtype(q, v) == torch.float32
+    assert number_formats.result_dtype(q, v) == torch.float32

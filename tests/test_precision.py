@@ -18,8 +18,8 @@ from tensorlogic.core import policy as policies
 from tensorlogic.core import tolerance
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.mixed_precision import formats_cpu, number_formats
 from tensorlogic.native import cpu_library
-from tensorlogic.ops.common import ways, ways_cpu
 
 from .helpers import ALL_FLOATS, off
 
@@ -87,7 +87,7 @@ def test_half_products_of_other_inputs_keep_their_range_and_more_digits(dtype: t
     key = op.key((a, b, "none", False), "inference", "f16")
     (y,) = op.candidates["cpu.f16"].bind(key, {}, torch.device("cpu"))(a, b)  # type: ignore[misc]
     assert y is not None
-    assert off(y, a.double() @ b.double()) < (2e-5 if ways_cpu.own_tiles() else 1e-6)
+    assert off(y, a.double() @ b.double()) < (2e-5 if formats_cpu.own_tiles() else 1e-6)
     assert op.candidates["cpu.f16"].unfit(op.key((a, b, "none", False), "inference", "adaptive"))
 
 
@@ -365,16 +365,16 @@ def test_switches_are_read_where_pytorchs_own_product_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[str] = []
-    monkeypatch.setattr(ways_cpu, "native_f32", lambda a, b: called.append("ours") or a @ b)
-    monkeypatch.setattr(ways_cpu, "ieee", lambda: False)
-    ways_cpu.torch_f32(torch.ones(2, 2), torch.ones(2, 2))
-    assert called == ["ours"] or ways_cpu.native.available() is not None
+    monkeypatch.setattr(formats_cpu, "native_f32", lambda a, b: called.append("ours") or a @ b)
+    monkeypatch.setattr(formats_cpu, "ieee", lambda: False)
+    formats_cpu.torch_f32(torch.ones(2, 2), torch.ones(2, 2))
+    assert called == ["ours"] or formats_cpu.native.available() is not None
 
 
 def test_sums_of_halves_do_not_pass_for_overflow() -> None:
     """The check for what is not finite adds in float32: a million float16 numbers add up to more than it holds."""
-    assert ways.finite(torch.full((512, 512), 8.0, dtype=torch.float16))
-    assert not ways.finite(torch.tensor([1.0, float("inf")], dtype=torch.float16))
+    assert number_formats.finite(torch.full((512, 512), 8.0, dtype=torch.float16))
+    assert not number_formats.finite(torch.tensor([1.0, float("inf")], dtype=torch.float16))
 
 
 @pytest.mark.parametrize("mode", ["f32", "f16"])

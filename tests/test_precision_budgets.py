@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import PrecisionWarning, accuracy, adapting, ranking
-from tensorlogic import ranking as tensorlogic_ranking
+from tensorlogic import PrecisionWarning
 from tensorlogic.autotune.ranking import nearest, pick
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
-from tensorlogic.ops.common import ways_cpu
+from tensorlogic.mixed_precision import adaptive, candidate_order, error_statistics, formats_cpu
+from tensorlogic.mixed_precision import candidate_order as mixed_precision_candidate_order
 
 from .helpers import ALL_FLOATS, off
 
@@ -73,7 +73,7 @@ def test_digits_that_happen_to_fit_are_no_measure(id: str, monkeypatch: pytest.M
     """Small integers are exact in a half; data of the same norms that are not must not meet what was chosen for them."""
     op = OPS["matmul"].precise
     assert op is not None
-    monkeypatch.setattr(adapting, "order", lambda *_: [(op.candidates[i], {}) for i in (id, EAGER)])
+    monkeypatch.setattr(adaptive, "order", lambda *_: [(op.candidates[i], {}) for i in (id, EAGER)])
     size = math.sqrt(2 / 3)
     a, b = (torch.randint(-1, 2, (96, 96)).float() for _ in range(2))
     x, y = (torch.randn(96, 96) * size for _ in range(2))
@@ -89,7 +89,7 @@ def test_a_row_that_vanishes_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
     op = OPS["matmul"].precise
     assert op is not None
     monkeypatch.setattr(
-        adapting, "order", lambda *_: [(op.candidates[i], {}) for i in ("torch.int8", EAGER)]
+        adaptive, "order", lambda *_: [(op.candidates[i], {}) for i in ("torch.int8", EAGER)]
     )
     a, b = torch.randn(16, 16), torch.randn(16, 16)
     b[8:] = b[:8]
@@ -110,8 +110,8 @@ def test_errors_of_data_are_kept_in_the_plan() -> None:
     op = OPS["matmul"].precise
     assert op is not None
     key = op.key((a, b, "none", False), "inference", "adaptive")
-    adapting.forget()
-    known = adapting.recall(key, torch.device("cpu"))
+    adaptive.forget()
+    known = adaptive.recall(key, torch.device("cpu"))
     assert known
     assert all(0 < k.error < 1 and k.statistics.cancels > 0 for k in known)
     with tensorlogic.core.precision_policy("adaptive", rtol=1e-3):
@@ -120,7 +120,7 @@ def test_errors_of_data_are_kept_in_the_plan() -> None:
     assert "errors on data met before" in shown
 
 
-@pytest.mark.skipif(ways_cpu.native.available() is not None, reason="needs the native library")
+@pytest.mark.skipif(formats_cpu.native.available() is not None, reason="needs the native library")
 @pytest.mark.parametrize("shape", [(40, 50, 60), (129, 300, 265), (1, 1, 1), (600, 530, 777)])
 @pytest.mark.parametrize("dtype", ALL_FLOATS, ids=str)
 def test_the_native_guard_sees_what_pytorch_sees(
@@ -130,14 +130,16 @@ def test_the_native_guard_sees_what_pytorch_sees(
     a, b = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype).t()
     a[::3] *= 1e-3
     for left, right in ((a, b), (a.t().contiguous().t(), b.contiguous())):
-        part, c = accuracy.Part(left, right), left @ right
-        assert accuracy.natively(part, c) == pytest.approx(accuracy.sketched(part, c), rel=1e-6)
+        part, c = error_statistics.Part(left, right), left @ right
+        assert error_statistics.natively(part, c) == pytest.approx(
+            error_statistics.sketched(part, c), rel=1e-6
+        )
     if m > 1:
         c[5], c[:, 7] = 0, 0
         part.left[9] = 0
-        assert accuracy.natively(part, c)[4] == accuracy.sketched(part, c)[4] == 2
+        assert error_statistics.natively(part, c)[4] == error_statistics.sketched(part, c)[4] == 2
     c[0, 0] = float("nan")
-    assert not all(map(math.isfinite, accuracy.natively(part, c)))
+    assert not all(map(math.isfinite, error_statistics.natively(part, c)))
 
 
 def test_what_sparse_rows_seem_to_cancel_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,10 +147,10 @@ def test_what_sparse_rows_seem_to_cancel_is_not_counted(monkeypatch: pytest.Monk
     op = OPS["matmul"].precise
     assert op is not None
     chosen = [(op.candidates[i], {}) for i in ("torch.f32", EAGER)]
-    monkeypatch.setattr(adapting, "order", lambda *_: chosen)
+    monkeypatch.setattr(adaptive, "order", lambda *_: chosen)
     drawn = torch.Generator().manual_seed(0)
     for share in (0.3, 0.4, 0.5, 0.6, 0.7):
-        adapting.forget()
+        adaptive.forget()
         a, b = (torch.randn(s, generator=drawn) for s in ((64, 512), (512, 300)))
         sparse = a * (torch.rand(64, 512, generator=drawn) < 0.05)
         hard = torch.cat((a[:, :256], -a[:, :256] + share * a[:, 256:]), 1)
@@ -163,7 +165,7 @@ def test_results_below_a_dtype_s_range_are_told(
     scales: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float32 keeps few digits of what is smaller than 1e-38, whatever was served well before."""
-    monkeypatch.setattr(adapting, "order", lambda op, *_: [(op.candidates[EAGER], {})])
+    monkeypatch.setattr(adaptive, "order", lambda op, *_: [(op.candidates[EAGER], {})])
     a, b = torch.randn(40, 30), torch.randn(30, 50)
     rtol, told = 1e-4, []
     for scale in scales:
@@ -272,9 +274,9 @@ def test_where_hosts_take_as_long_the_device_decides(monkeypatch: pytest.MonkeyP
     key = op.key((a, a, "none", False), "inference", "adaptive")
     taken = {"torch.f32": 9.0, "cpu.f32": 8.0, "torch.bf16": 7.0, EAGER: 9.5}
     monkeypatch.setattr(
-        ranking, "_expected", lambda _, c, *__: (10.0, taken.get(c.id, math.inf), {})
+        candidate_order, "_expected", lambda _, c, *__: (10.0, taken.get(c.id, math.inf), {})
     )
-    found = [c.id for c, _ in ranking.order(op, key, a.device, 1e-1)]
+    found = [c.id for c, _ in candidate_order.order(op, key, a.device, 1e-1)]
     assert [id for id in found if id in taken] == ["torch.bf16", "cpu.f32", "torch.f32", EAGER]
 
 
@@ -283,23 +285,25 @@ def test_who_is_looked_at_seldom_pays_seldom(monkeypatch: pytest.MonkeyPatch) ->
     assert op is not None
     taken = {"cpu.f32": 34.0, EAGER: 40.0}
     monkeypatch.setattr(
-        ranking, "_expected", lambda _, c, *__: (taken.get(c.id, math.inf),) * 2 + ({},)
+        candidate_order, "_expected", lambda _, c, *__: (taken.get(c.id, math.inf),) * 2 + ({},)
     )
-    monkeypatch.setitem(ranking.GUARD_US, "cpu", 8.0)
+    monkeypatch.setitem(candidate_order.GUARD_US, "cpu", 8.0)
     for dtype, first in ((torch.float64, EAGER), (torch.float32, "cpu.f32")):
         a = torch.randn(64, 64, dtype=dtype)
         key = op.key((a, a, "none", False), "inference", "adaptive")
-        assert ranking.order(op, key, a.device, 1e-6)[0][0].id == first
+        assert candidate_order.order(op, key, a.device, 1e-6)[0][0].id == first
     taken["cpu.f32"] = 31.0  # ahead with what looking takes
     key = op.key((a.double(), a.double(), "none", False), "inference", "adaptive")
-    assert ranking.order(op, key, a.device, 1e-6)[0][0].id == "cpu.f32"
+    assert candidate_order.order(op, key, a.device, 1e-6)[0][0].id == "cpu.f32"
 
 
 def test_float64_with_room_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapting, "order", lambda op, *_: [(op.candidates[EAGER], {})])
+    monkeypatch.setattr(adaptive, "order", lambda op, *_: [(op.candidates[EAGER], {})])
     looked: list[int] = []
-    statistics = accuracy.statistics
-    monkeypatch.setattr(accuracy, "statistics", lambda *a: [looked.append(1), statistics(*a)][1])
+    statistics = error_statistics.statistics
+    monkeypatch.setattr(
+        error_statistics, "statistics", lambda *a: [looked.append(1), statistics(*a)][1]
+    )
 
     def looks(a: torch.Tensor, b: torch.Tensor, rtol: float) -> list[int]:
         """In which of the calls that follow the first two rounds of rest the data were looked at."""
@@ -308,7 +312,7 @@ def test_float64_with_room_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyP
             tensorlogic.core.precision_policy("adaptive", rtol=rtol),
             tensorlogic.policy(tune="off"),
         ):
-            for call in range(2 * (tensorlogic_ranking.REST + 1) + 1):
+            for call in range(2 * (mixed_precision_candidate_order.REST + 1) + 1):
                 before = len(looked)
                 c = tensorlogic.matmul(a, b)
                 found += [call] * (len(looked) > before)
@@ -316,7 +320,7 @@ def test_float64_with_room_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyP
         return found
 
     a, b = torch.randn(70, 66), torch.randn(66, 80)
-    every = tensorlogic_ranking.REST + 1
+    every = mixed_precision_candidate_order.REST + 1
     assert looks(a.double(), b.double(), 1e-6) == [0, every, 2 * every]
     assert len(looks(a.double(), b.double(), 1e-14)) == 2 * every + 1  # little room
     assert len(looks(a, b, 1e-6)) == 2 * every + 1  # results that float32 may not hold
@@ -332,11 +336,11 @@ def test_float64_with_room_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyP
 def test_one_interruption_of_looking_teaches_little(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = torch.randn(3, 64, 64), torch.randn(3, 64, 64)  # looked at by themselves, not by kernels
     seconds = itertools.count()  # between two looks at the clock, one
-    monkeypatch.setattr(adapting, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-    before = ranking.GUARD_US["cpu"]
+    monkeypatch.setattr(adaptive, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    before = candidate_order.GUARD_US["cpu"]
     with tensorlogic.core.precision_policy("adaptive", rtol=1e-4):
         for _ in range(3):
             tensorlogic.matmul(a, b)
     looks = next(seconds) // 2
     assert looks > 0
-    assert ranking.GUARD_US["cpu"] == pytest.approx(before * 1.15**looks)
+    assert candidate_order.GUARD_US["cpu"] == pytest.approx(before * 1.15**looks)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import accuracy, adapting, registry
+from tensorlogic import registry
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.mixed_precision import adaptive, error_statistics
 from tensorlogic.system import hardware
 
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
@@ -19,7 +20,7 @@ if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.inter
 
 from tensorlogic.kernels.mixed_precision import line_max, quantized_gemm, split_planes
 from tensorlogic.kernels.triton_runtime import launch
-from tensorlogic.ops.common import ways_bytes
+from tensorlogic.mixed_precision import formats_quantized
 
 from .compiled import resources  # isort: skip
 
@@ -96,8 +97,8 @@ def test_the_product_of_bytes_is_exact(form: str, shape: tuple[int, int, int]) -
 def test_sums_of_the_library_are_scaled_back(rows: int) -> None:
     a, b = torch.randn(rows, 200, device=DEVICE), torch.randn(200, 64, device=DEVICE)
     b[:, 5] = 0
-    got = ways_bytes.library("int8", a, b)
-    torch.testing.assert_close(got, ways_bytes.tiled("int8", 3, a, b), rtol=1e-6, atol=1e-6)
+    got = formats_quantized.library("int8", a, b)
+    torch.testing.assert_close(got, formats_quantized.tiled("int8", 3, a, b), rtol=1e-6, atol=1e-6)
     assert off(got, a.double() @ b.double()) < 3e-2
 
 
@@ -105,26 +106,26 @@ def test_sums_of_the_library_are_scaled_back(rows: int) -> None:
 def test_float8_of_the_library() -> None:
     a, b = torch.randn(300, 520, device=DEVICE), torch.randn(520, 256, device=DEVICE)
     want = a.double() @ b.double()
-    assert off(ways_bytes.library("fp8", a, b), want) < 5e-2
-    assert off(ways_bytes.tiled("fp8", 0, a, b), want) < 5e-2
+    assert off(formats_quantized.library("fp8", a, b), want) < 5e-2
+    assert off(formats_quantized.tiled("fp8", 0, a, b), want) < 5e-2
 
 
 def test_hardware_without_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "CUDA" in str(ways_bytes.available("fp8", "cpu"))
-    monkeypatch.setattr(ways_bytes, "lt_available", lambda _: None)
+    assert "CUDA" in str(formats_quantized.available("fp8", "cpu"))
+    monkeypatch.setattr(formats_quantized, "lt_available", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for found, refused in (((7, 5), FORMS), ((8, 0), ("fp8",)), ((8, 9), ()), ((9, 0), ())):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=found: found)
         for form in FORMS:
-            reason = ways_bytes.available(form, "cuda")
+            reason = formats_quantized.available(form, "cuda")
             assert (reason is not None) == (form in refused)
             assert reason is None or f"this is {found[0]}.{found[1]}" in reason
     op = OPS["matmul"].precise
     assert op is not None
     deep = torch.empty(2, 1, device="meta").expand(2, 1 << 17)
     key = op.key((deep, deep.t(), "none", False), "inference", "adaptive")
-    assert "32 bits" in str(ways_bytes._serves("int8", key))
-    assert ways_bytes._serves("fp8", key) is None
+    assert "32 bits" in str(formats_quantized._serves("int8", key))
+    assert formats_quantized._serves("fp8", key) is None
 
 
 def test_a_hidden_outlier_does_not_break_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +133,9 @@ def test_a_hidden_outlier_does_not_break_the_budget(monkeypatch: pytest.MonkeyPa
     registry.ready(DEVICE.type)
     op = OPS["matmul"].precise
     assert op is not None
-    monkeypatch.setattr(accuracy, "natively", accuracy.looked)  # which asks the kernels
+    monkeypatch.setattr(
+        error_statistics, "natively", error_statistics.looked
+    )  # which asks the kernels
     a, b = torch.randn(48, 512, device=DEVICE), torch.randn(512, 40, device=DEVICE)
     spiky = a.clone()
     spiky[5, 100] = 2e3
@@ -142,16 +145,16 @@ def test_a_hidden_outlier_does_not_break_the_budget(monkeypatch: pytest.MonkeyPa
         ("triton.int8", 0.1),
         ("torch.int8" if DEVICE.type == "cpu" else "triton.fp8", 0.11),
     ):
-        adapting.forget()
+        adaptive.forget()
         chosen = [(op.candidates[id], {"rank": 3}), (op.candidates[EAGER], {})]
-        monkeypatch.setattr(adapting, "order", lambda *_, chosen=chosen: chosen)
+        monkeypatch.setattr(adaptive, "order", lambda *_, chosen=chosen: chosen)
         with (
             tensorlogic.core.precision_policy("adaptive", rtol=rtol),
             tensorlogic.policy(tune="off"),
         ):
             for x, y in ((a, b), (a, b), (spiky, b), (spiky, small), (spiky, small)):
                 assert off(tensorlogic.matmul(x, y), x.double() @ y.double()) <= rtol, id
-                assert [id] == adapting.LAST or x is spiky
+                assert [id] == adaptive.LAST or x is spiky
 
 
 def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import accuracy, judging
 from tensorlogic.core.op import OPS
+from tensorlogic.mixed_precision import error_statistics, product_sites
 from tensorlogic.system import capture_state, hardware
 
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
@@ -18,7 +18,7 @@ if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.inter
 
 from tensorlogic.kernels.mixed_precision import guard_recompute, line_max, scaled_f16, split_planes
 from tensorlogic.kernels.triton_runtime import launch
-from tensorlogic.ops.common import ways_cuda
+from tensorlogic.mixed_precision import formats_cuda
 
 from .compiled import resources  # isort: skip
 
@@ -31,7 +31,7 @@ def test_planes_add_up_to_the_product(count: int, turned: bool) -> None:
     a, b = torch.randn(37, 70, device=DEVICE), torch.randn(70, 45, device=DEVICE)
     if turned:
         a, b = a.t().contiguous().t(), b.t().contiguous().t()
-    left, right = ways_cuda.PLANES[count]
+    left, right = formats_cuda.PLANES[count]
     x = split_planes.split(a, torch.float16, left, False)
     w = split_planes.split(b, torch.float16, right, True)
     assert x.shape == (37, count * 70)
@@ -60,12 +60,12 @@ def test_both_operands_in_one_launch(turned: tuple[bool, bool], dtype: torch.dty
     a, b = torch.randn(37, 70, device=DEVICE), torch.randn(70, 45, device=DEVICE).half()
     a = a.t().contiguous().t() if turned[0] else a
     b = b.t().contiguous().t() if turned[1] else b
-    left, right = ways_cuda.PLANES[1 if dtype == torch.float64 else 3]
+    left, right = formats_cuda.PLANES[1 if dtype == torch.float64 else 3]
     x, y = split_planes.split_both(a, b, dtype, left, right, 0)
     assert torch.equal(x, split_planes.split(a, dtype, left, False))
     assert torch.equal(y, split_planes.split(b, dtype, right, True))
     if dtype == torch.float64:
-        assert torch.equal(ways_cuda.f64(a, b), a.double() @ b.double())
+        assert torch.equal(formats_cuda.f64(a, b), a.double() @ b.double())
     b[3, 4] = float("inf")
     split_planes.split_both(a, b, torch.float16, left, right)
     assert split_planes.noted(DEVICE)
@@ -119,15 +119,15 @@ def test_a_guard_sees_on_a_gpu_what_it_sees_on_a_cpu(shape: tuple[int, int, int]
     m, n, k = shape
     a, b = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE).t()
     a[::3] *= 1e-3
-    part = accuracy.Part(a, b)
+    part = error_statistics.Part(a, b)
     c = a @ b
-    mine = accuracy.looked(part, c)
-    assert mine == pytest.approx(accuracy.sketched(part, c), rel=1e-6)
+    mine = error_statistics.looked(part, c)
+    assert mine == pytest.approx(error_statistics.sketched(part, c), rel=1e-6)
     split_planes.flag(DEVICE).fill_(1)
-    assert all(map(math.isinf, accuracy.looked(part, c)))
-    assert all(map(math.isfinite, accuracy.looked(part, c)))
+    assert all(map(math.isinf, error_statistics.looked(part, c)))
+    assert all(map(math.isfinite, error_statistics.looked(part, c)))
     c[3, 5] = float("nan")
-    assert all(map(math.isinf, accuracy.looked(part, c)))
+    assert all(map(math.isinf, error_statistics.looked(part, c)))
 
 
 SHAPES = ((40, 50, 60), (70, 130, 65))
@@ -192,7 +192,7 @@ def test_halves_of_all_of_float64_and_back(turned: bool) -> None:
         ((c - want) / peak).norm(dim=1) / (want / peak).norm(dim=1).clamp_min(1e-3)
     ).max() < 1e-3
     if DEVICE.type == "cuda":
-        off = (ways_cuda.scaled(0, a, b) / peak - want / peak).norm() / (want / peak).norm()
+        off = (formats_cuda.scaled(0, a, b) / peak - want / peak).norm() / (want / peak).norm()
         assert off < 1e-3
 
 
@@ -259,19 +259,19 @@ def test_float64_is_left_as_it_is_where_that_costs_nothing(monkeypatch: pytest.M
             ("adaptive", torch.float64),
         ):
             key = op.key((torch.ones(4, 4, dtype=dtype),) * 2 + ("none", False), "inference", mode)
-            served = ways_cuda._narrowing(key) is None
+            served = formats_cuda._narrowing(key) is None
             assert served == (not refused or (mode, dtype) != ("f32", torch.float64))
 
 
 def test_where_a_call_has_its_operands_does_not_depend_on_the_tensors_of_one_call() -> None:
-    Place, made = judging.Place, torch.ones(1)
+    Place, made = product_sites.Place, torch.ones(1)
     x, w = torch.randn(2, 3, 8), torch.randn(5, 8)
     a, b = x[0], x[0].t()  # one memory: the next call may bring two
 
-    def found(name: str, *args: Any, outs: tuple[Any, ...] = (made,)) -> list[judging.Place]:
+    def found(name: str, *args: Any, outs: tuple[Any, ...] = (made,)) -> list[product_sites.Place]:
         op = OPS[name].precise
         assert op is not None
-        return judging.places(op, op.key(args, "inference", "adaptive"), outs)
+        return product_sites.places(op, op.key(args, "inference", "adaptive"), outs)
 
     assert found("matmul", a, b, "none", False) == [Place(0, 1, 0)]
     assert found("linear", x, w, None, None, "none", False) == [Place(0, 1, 0)]

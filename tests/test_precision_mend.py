@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import PrecisionWarning, accuracy, adapting
+from tensorlogic import PrecisionWarning
 from tensorlogic.kernels.mixed_precision.data_statistics import Statistics
+from tensorlogic.mixed_precision import adaptive, error_statistics
 from tensorlogic.system import hardware
 
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
@@ -28,7 +29,7 @@ def watch(
     a: Tensor, b: Tensor, c: Tensor, room: float = 2.0, products: int = 1
 ) -> tuple[guard_recompute.Watch, Tensor]:
     """One that holds so many products to what a · b is, and c after it has looked at it."""
-    cancels, crest, low, high, _ = accuracy.looked(accuracy.Part(a, b), a @ b)
+    cancels, crest, low, high, _ = error_statistics.looked(error_statistics.Part(a, b), a @ b)
     then = Statistics(cancels, crest, -low, high)
     seen = [guard_recompute.Seen.of(a, b, c)] * products
     made = guard_recompute.Watch(then, room, seen, DEVICE, 1e-3)
@@ -180,8 +181,8 @@ def test_what_has_become_easy_is_said_and_left() -> None:
     hard = a.clone()
     hard[:, 30:] = -hard[:, :30] * (1 + 1e-4 * torch.randn(40, 30, device=DEVICE))
     made, _ = watch(hard, b, hard @ b)
-    wide = accuracy.looked(accuracy.Part(hard, b), hard @ b)[0] / 64
-    assert accuracy.looked(accuracy.Part(a, b), a @ b)[0] < wide
+    wide = error_statistics.looked(error_statistics.Part(hard, b), hard @ b)[0] / 64
+    assert error_statistics.looked(error_statistics.Part(a, b), a @ b)[0] < wide
     product = a @ b
     kept = product.clone()
     made.over([(a, b, product)])
@@ -194,17 +195,19 @@ def test_adaptive_calls_do_not_wait_where_the_device_judges(
 ) -> None:
     """The whole way, on the interpreter's device: changed data come out right in that very call, and are noticed in the next."""
     monkeypatch.setattr(
-        adapting, "watchable", lambda key: dict(key.flags).get("activation", "none") == "none"
+        adaptive, "watchable", lambda key: dict(key.flags).get("activation", "none") == "none"
     )
     id = "cublaslt.bf16" if DEVICE.type == "cuda" else "torch.bf16"
     monkeypatch.setattr(
-        adapting,
+        adaptive,
         "order",
         lambda op, *_: [(op.candidates[i], {"rank": 0}) for i in (id, "torch.eager")],
     )
     looked: list[int] = []
-    statistics = accuracy.statistics
-    monkeypatch.setattr(accuracy, "statistics", lambda *a: [looked.append(1), statistics(*a)][1])
+    statistics = error_statistics.statistics
+    monkeypatch.setattr(
+        error_statistics, "statistics", lambda *a: [looked.append(1), statistics(*a)][1]
+    )
     a, b = torch.randn(64, 128, device=DEVICE), torch.randn(128, 64, device=DEVICE)
     hard = torch.cat((a[:, :64] * 1e2, -a[:, :64] * 1e2 + torch.randn(64, 64, device=DEVICE)), 1)
     both = torch.cat((b[:64], b[:64]))

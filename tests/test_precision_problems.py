@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorlogic import adapting, ranking
+from tensorlogic.mixed_precision import adaptive, candidate_order
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "precision_problems.py"))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_every_budget_is_kept_or_warned_of(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapting, "order", partial(SCRIPT["any_order"], seed=[seed]))
+    monkeypatch.setattr(adaptive, "order", partial(SCRIPT["any_order"], seed=[seed]))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of which problems this small need no more
     try:
@@ -45,7 +45,7 @@ def test_workers_share_by_shape_and_dtype() -> None:
 def test_what_was_found_is_kept_when_it_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(adapting, "order", ranking.order)  # which the script changes
+    monkeypatch.setattr(adaptive, "order", candidate_order.order)  # which the script changes
     result = tmp_path / "problems.json"
     arguments = ["--count", "1000", "--seconds", "0.2", "--json", str(result)]
     monkeypatch.setattr(sys, "argv", ["precision_problems.py", *arguments])

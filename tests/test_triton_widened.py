@@ -14,7 +14,7 @@ from tensorlogic.kernels.triton_runtime import launch
 
 pytest.importorskip("triton.experimental.gluon")
 from tensorlogic.kernels.mixed_precision import f64_gemm, f64_gemm_kernel
-from tensorlogic.ops.common import ways_cuda
+from tensorlogic.mixed_precision import formats_cuda
 
 from .compiled import resources  # isort: skip
 
@@ -109,7 +109,7 @@ def test_a_policy_that_keeps_no_copy_refuses_those_that_do(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    ways = {w.id: w.serves for w in ways_cuda.found()}
+    ways = {w.id: w.serves for w in formats_cuda.found()}
 
     def serving(*args: str, n: int = 2048) -> set[str]:
         asked = key(*args, n=n)

@@ -16,13 +16,12 @@ from tensorlogic.system import hardware
 if hardware.triton_missing() or torch.cuda.is_available() or not hardware.interpreting():
     pytest.skip("needs Triton's interpreter, and no GPU", allow_module_level=True)
 
-from tensorlogic import accuracy
 from tensorlogic.core.op import OPS
-from tensorlogic.judging import Place
 from tensorlogic.kernels.gemm import cublaslt as gemm_cublaslt
 from tensorlogic.kernels.mixed_precision import data_statistics, guard_recompute, split_planes
 from tensorlogic.kernels.triton_runtime import launch_plan
-from tensorlogic.ops.common import precise, watched, ways_cuda
+from tensorlogic.mixed_precision import error_statistics, formats_cuda, guarded_cuda, number_formats
+from tensorlogic.mixed_precision.product_sites import Place
 from tests.driver.standin import CPU, Device
 from tests.driver.standin import device as device  # the fixture
 
@@ -51,10 +50,10 @@ def library(device: Device, monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(gemm_cublaslt, "_workspace", lambda index, queue, size: torch.empty(size, dtype=torch.uint8))  # fmt: skip
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    for product in ways_cuda._DIRECT.values():
+    for product in formats_cuda._DIRECT.values():
         monkeypatch.setattr(product, "runs", {})
-    for way in ways_cuda.found():  # as a GPU's first use does
-        monkeypatch.setitem(precise.WAYS, way.id, way)
+    for way in formats_cuda.found():  # as a GPU's first use does
+        monkeypatch.setitem(number_formats.WAYS, way.id, way)
     for owner, name in (
         (split_planes, "_split"),
         (split_planes, "_look"),
@@ -75,13 +74,13 @@ def served(
     op = OPS["matmul"].precise
     assert op is not None
     c = (a.double() @ b.double()).to(torch.promote_types(a.dtype, b.dtype))
-    look = accuracy.sketched(accuracy.Part(a, b), c)
+    look = error_statistics.sketched(error_statistics.Part(a, b), c)
     then = data_statistics.Statistics(look[0], look[1], -look[2], look[3])
     watch = guard_recompute.Watch(then, 2.0, [guard_recompute.Seen.of(a, b, c)], CPU, 1e-2)
     key = op.key((a, b, "none", False), "inference", "adaptive")
     given = (c,) if outs is None else outs
     about = ([(a, b, c)], [Place(0, 1, 0)], given, watch)
-    return watched.launcher(op, key, CPU, (id, {"rank": 0}), *about), watch
+    return guarded_cuda.launcher(op, key, CPU, (id, {"rank": 0}), *about), watch
 
 
 @pytest.mark.parametrize("id", ["cublaslt.f16_unscaled", "cublaslt.f16x3", "cublaslt.f32"])
@@ -113,7 +112,7 @@ def test_a_watched_product_is_one_plan(
 def test_a_way_is_quick_from_its_second_call_on(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched, "alone", lambda key: True)
+    monkeypatch.setattr(guarded_cuda, "alone", lambda key: True)
     op = OPS["linear"].precise
     assert op is not None
     x, w = torch.randn(40, 72, dtype=torch.float64), torch.randn(56, 72, dtype=torch.float64)
@@ -124,7 +123,7 @@ def test_a_way_is_quick_from_its_second_call_on(
         met.append(1)
         return (x @ w.t(),)
 
-    quick = watched.Quick(op, key, {"rank": 0}, CPU, "cublaslt.f16x3", launch)
+    quick = guarded_cuda.Quick(op, key, {"rank": 0}, CPU, "cublaslt.f16x3", launch)
     for turn in range(3):
         (y,) = quick(x * (turn + 1), w, None, None)
         want = x @ w.t() * (turn + 1)
@@ -133,7 +132,7 @@ def test_a_way_is_quick_from_its_second_call_on(
         assert torch.equal(y, want) == (turn == 0)
     assert met == [1]
     monkeypatch.setattr(split_planes, "stream", lambda device: -1)
-    captured = watched.Quick(op, key, {"rank": 0}, CPU, "cublaslt.f16x3", launch)
+    captured = guarded_cuda.Quick(op, key, {"rank": 0}, CPU, "cublaslt.f16x3", launch)
     captured(x, w, None, None)
     assert captured.quick is None
     assert not captured.tried
@@ -146,7 +145,7 @@ def test_what_does_more_than_start_kernels_is_no_plan(library: Library) -> None:
     assert served("cublaslt.f32", a, b, (a @ b, None))[0] is not None
     assert served("cublaslt.f32", a, b, (a @ b, a))[0] is None  # an output that is no product
     assert served("cublaslt.f32", a, b, ((a @ b)[None],))[0] is None
-    assert precise.WAYS["cublaslt.f16"].run is None
+    assert number_formats.WAYS["cublaslt.f16"].run is None
 
 
 def test_a_series_says_what_it_takes_and_what_the_library_said(

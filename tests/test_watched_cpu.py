@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import PrecisionWarning, accuracy, adapting, ranking
-from tensorlogic import ranking as tensorlogic_ranking
-from tensorlogic.adapting import Adaptive
+from tensorlogic import PrecisionWarning
 from tensorlogic.core.op import OPS
+from tensorlogic.mixed_precision import adaptive as mixed_precision_adaptive
+from tensorlogic.mixed_precision import candidate_order, error_statistics
+from tensorlogic.mixed_precision import candidate_order as mixed_precision_candidate_order
+from tensorlogic.mixed_precision.adaptive import Adaptive
 from tensorlogic.native import cpu_library
 
 from .helpers import off
@@ -35,11 +37,13 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield from forced(request.param)
 
 
-def held(a: Tensor, b: Tensor, error: float = 2e-3, rtol: float = 1e-2) -> adapting.Held:
+def held(
+    a: Tensor, b: Tensor, error: float = 2e-3, rtol: float = 1e-2
+) -> mixed_precision_adaptive.Held:
     """What an error measured on a · b holds for."""
-    now = accuracy.statistics([accuracy.Part(a, b)], [a @ b])
+    now = error_statistics.statistics([error_statistics.Part(a, b)], [a @ b])
     candidate: Any = OPS["matmul"].precise.candidates["cpu.f32"]  # type: ignore[union-attr]
-    return adapting.Held(candidate, {}, lambda *_: None, error, now, rtol, 1.2)
+    return mixed_precision_adaptive.Held(candidate, {}, lambda *_: None, error, now, rtol, 1.2)
 
 
 def cancelling(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +89,7 @@ def test_it_tells_what_the_guard_in_python_does(
     for x, y in (change(a, b), change(a.t().contiguous().t(), b.t().contiguous().t())):
         c, told = ops.matmul_watched(x, y, 3, limits)
         torch.testing.assert_close(c, ops.matmul_f32(x, y), rtol=0, atol=0, equal_nan=True)
-        covered = then.covers(accuracy.statistics([accuracy.Part(x, y)], [c]))
+        covered = then.covers(error_statistics.statistics([error_statistics.Part(x, y)], [c]))
         assert bool(told.item()) == covered == good
 
 
@@ -111,8 +115,10 @@ def test_squares_that_float32_does_not_hold_are_seen(
         (a.t().contiguous().t(), b.t().contiguous().t()),
         (a[1:35], b[:, 2:9]),
     ):
-        part, out = accuracy.Part(left, right), c[: left.shape[0], : right.shape[1]]
-        assert accuracy.natively(part, out) == pytest.approx(accuracy.sketched(part, out), rel=1e-6)
+        part, out = error_statistics.Part(left, right), c[: left.shape[0], : right.shape[1]]
+        assert error_statistics.natively(part, out) == pytest.approx(
+            error_statistics.sketched(part, out), rel=1e-6
+        )
 
 
 def test_its_arguments_are_checked() -> None:
@@ -142,11 +148,13 @@ def test_it_serves_and_is_asked_again_when_data_change(
     name: str, call: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[int] = []
-    natively = accuracy.natively
-    monkeypatch.setattr(accuracy, "natively", lambda *g: looked.append(1) or natively(*g))
-    usual = tensorlogic_ranking.order
+    natively = error_statistics.natively
+    monkeypatch.setattr(error_statistics, "natively", lambda *g: looked.append(1) or natively(*g))
+    usual = mixed_precision_candidate_order.order
     monkeypatch.setattr(
-        adapting, "order", lambda op, *g: [(op.candidates["cpu.f32"], {}), *usual(op, *g)]
+        mixed_precision_adaptive,
+        "order",
+        lambda op, *g: [(op.candidates["cpu.f32"], {}), *usual(op, *g)],
     )
     a, b = torch.randn(70, 96), torch.randn(96, 50)
     with tensorlogic.policy(tune="off"), tensorlogic.core.precision_policy("adaptive", rtol=1e-5):
@@ -167,7 +175,7 @@ def test_other_results_are_looked_at_in_python() -> None:
     assert op is not None
     for x, y, activation in ((a.half(), b.half(), "none"), (a, b, "relu")):
         key = op.key((x, y, activation, False), "inference", "adaptive")
-        adaptive = adapting.Adaptive(op, key, CPU, 1e-2)
+        adaptive = mixed_precision_adaptive.Adaptive(op, key, CPU, 1e-2)
         adaptive.order = [(op.candidates["cpu.f32"], {}), *adaptive.order]
         adaptive(x, y)
         assert adaptive.held is not None
@@ -177,7 +185,7 @@ def test_other_results_are_looked_at_in_python() -> None:
 def test_float64_that_left_float32_on_the_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """One element, where no sketch of rows and columns need be."""
     monkeypatch.setattr(
-        adapting, "order",
+        mixed_precision_adaptive, "order",
         lambda op, *_: [(op.candidates["cpu.f32"], {}), (op.candidates["torch.eager"], {})],
     )  # fmt: skip
     a, b = torch.randn(200, 64).double() * 1e17, torch.randn(64, 300).double() * 1e17
@@ -204,16 +212,16 @@ def test_a_call_beside_a_choice_meets_all_of_one(monkeypatch: pytest.MonkeyPatch
         pytest.skip(reason)
     a, b = torch.randn(96, 256), torch.randn(256, 80)
     key = op.key((a, b, "none", False), "inference", "adaptive")
-    adaptive = adapting.Adaptive(op, key, CPU, 1e-2)
+    adaptive = mixed_precision_adaptive.Adaptive(op, key, CPU, 1e-2)
     adaptive.order = [(crude, {}), (exact, {})]
     adaptive(a, b)
     assert adaptive.held is not None
     assert (adaptive.held.candidate, adaptive.held.fused is None) == (crude, False)
     x, y = cancelling(a, b)
     meanwhile: list[Tensor] = []
-    fuse = adapting.Adaptive._fuse
+    fuse = mixed_precision_adaptive.Adaptive._fuse
 
-    def beside(self: adapting.Adaptive, *about: Any) -> Any:
+    def beside(self: mixed_precision_adaptive.Adaptive, *about: Any) -> Any:
         if not meanwhile:
             meanwhile.append(x)
             outs = adaptive(x, y)  # as another thread would
@@ -222,7 +230,7 @@ def test_a_call_beside_a_choice_meets_all_of_one(monkeypatch: pytest.MonkeyPatch
             meanwhile[0] = outs[0]
         return fuse(self, *about)
 
-    monkeypatch.setattr(adapting.Adaptive, "_fuse", beside)
+    monkeypatch.setattr(mixed_precision_adaptive.Adaptive, "_fuse", beside)
     adaptive(x, y)
     assert adaptive.held.candidate is exact
     assert off(meanwhile[0], x.double() @ y.double()) < 1e-2
@@ -243,11 +251,11 @@ def test_a_warm_call_stays_in_c_while_the_guard_is_certain(
     with torch.inference_mode(), tensorlogic.core.precision_policy("adaptive", rtol=1e-2):
         for _ in range(3):
             call(a, b)
-        before, adapting.LAST[:] = len(asked), ["another", "and one more"]
+        before, mixed_precision_adaptive.LAST[:] = len(asked), ["another", "and one more"]
         for _ in range(5):
             y = call(a, b)
         assert len(asked) == before > 0
-        assert len(adapting.LAST) == 1
+        assert len(mixed_precision_adaptive.LAST) == 1
         assert off(y, a.double() @ b.double()) < 1e-2
         x, z = cancelling(a, b)
         for _ in range(2):  # chosen anew, and served by what was chosen
@@ -261,9 +269,13 @@ def test_a_warm_call_stays_in_c_while_the_guard_is_certain(
 )
 def test_what_c_computed_is_judged_by_what_was_held_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread has chosen again meanwhile, or nothing was held."""
-    order = ranking.order  # products of ours first, whichever is fastest here: C guards no others
+    order = (
+        candidate_order.order
+    )  # products of ours first, whichever is fastest here: C guards no others
     monkeypatch.setattr(
-        adapting, "order", lambda *about: sorted(order(*about), key=lambda c: c[0].id != "cpu.f32")
+        mixed_precision_adaptive,
+        "order",
+        lambda *about: sorted(order(*about), key=lambda c: c[0].id != "cpu.f32"),
     )
     op = OPS["matmul"].precise
     assert op is not None

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import ranking
 from tensorlogic.core.key import Key, TensorSpec
+from tensorlogic.mixed_precision import product_sites
 from tensorlogic.system import hardware
 
 if hardware.triton_missing() or not (torch.cuda.is_available() or hardware.interpreting()):
     pytest.skip("needs Triton and a GPU or its interpreter", allow_module_level=True)
 
 from tensorlogic.kernels.gemm import cublaslt as gemm_cublaslt
-from tensorlogic.ops.common import ways_cuda, ways_series
-from tensorlogic.ops.common.ways_series import Planes, Step
+from tensorlogic.mixed_precision import cublaslt_sequence, formats_cuda
+from tensorlogic.mixed_precision.cublaslt_sequence import Planes, Step
 from tensorlogic.system.compile_pool import CompileFailure
 
 from .driver.cublaslt import Library
@@ -61,7 +61,7 @@ def test_planes_are_matrices_by_their_strides(
     a = laid(torch.randn(m, k, device=DEVICE).to(dtypes[0]), how[0])
     b = laid(torch.randn(k, n, device=DEVICE).to(dtypes[1]), how[1])
     a, b = (t if t.dtype != torch.float16 or 1 in t.stride() else t.contiguous() for t in (a, b))
-    made = Planes(torch.float16, *ways_cuda.PLANES[count]).made(a, b)
+    made = Planes(torch.float16, *formats_cuda.PLANES[count]).made(a, b)
     x, w = made.make(a, b)
     assert all(t.data_ptr() % made.align == 0 for t in (x, w))
     kept = count == 1
@@ -73,23 +73,23 @@ def test_planes_are_matrices_by_their_strides(
 
 
 def test_runs_cover_the_inner_dimension_once() -> None:
-    steps = ways_cuda._in_runs(3, 384, 11, 1000)
+    steps = formats_cuda._in_runs(3, 384, 11, 1000)
     assert steps[0] == Step(0, 2000, 2.0**-11)
     assert [(s.start, s.depth) for s in steps[1:]] == [(2000, 384), (2384, 384), (2768, 232)]
-    assert [s.depth for s in ways_cuda._in_runs(6, 512, 0, 1025)] == [5125, 384, 384, 257]
-    assert ways_cuda._all(3, 1000) == [Step(0, 3000)]
+    assert [s.depth for s in formats_cuda._in_runs(6, 512, 0, 1025)] == [5125, 384, 384, 257]
+    assert formats_cuda._all(3, 1000) == [Step(0, 3000)]
 
 
 def test_what_the_library_refuses_is_computed_in_float64() -> None:
     met: list[tuple[int, ...]] = []
 
-    def make(rank: int, a: Tensor, b: Tensor) -> ways_series.Run:
+    def make(rank: int, a: Tensor, b: Tensor) -> cublaslt_sequence.Run:
         met.append((rank, *a.shape))
         if a.shape[0] == 3:
             raise CompileFailure("too small")
         return lambda a, b: (a @ b) * 0
 
-    product = ways_series.Prepared(make)
+    product = cublaslt_sequence.Prepared(make)
     a, b = torch.randn(3, 5), torch.randn(5, 4)
     for _ in range(2):
         torch.testing.assert_close(product(1, a, b), a @ b)
@@ -121,7 +121,7 @@ def test_offsets_scales_and_turns_are_those_of_the_product(
     m, n, k = 40 + next(COUNT), 52, 410  # what lies alike is prepared once a process
     a, b = laid(torch.randn(m, k).to(dtypes[0]), how[0]), laid(torch.randn(k, n).to(dtypes[1]), how[1])  # fmt: skip
     want = a.double() @ b.double()
-    ways = {w.id: w for w in ways_cuda.found()}
+    ways = {w.id: w for w in formats_cuda.found()}
     for id, limit, calls in (
         ("cublaslt.f16x3", 1e-6, 3),
         ("cublaslt.f32", 1e-6, 1),
@@ -144,7 +144,7 @@ def test_every_way_of_the_library(size: tuple[int, int, int], how: tuple[str, st
         "cublaslt.f32": 2e-6, "cublaslt.bf16x6": 2e-6, "cublaslt.f16x3": 2e-6, "cublaslt.bf16x3": 3e-5, "cublaslt.tf32": 2e-3,
         "cublaslt.f16": 2e-3, "cublaslt.f16_unscaled": 2e-3, "cublaslt.bf16": 1e-2, "triton.f64": 1e-12,
     }  # fmt: skip
-    ways = {w.id: w for w in ways_cuda.found()}
+    ways = {w.id: w for w in formats_cuda.found()}
     for left, right in ((d, e) for d in DTYPES for e in DTYPES):
         a = laid(torch.randn(m, k, device=DEVICE).to(left), how[0])
         b = laid(torch.randn(k, n, device=DEVICE).to(right), how[1])
@@ -158,7 +158,7 @@ def test_every_way_of_the_library(size: tuple[int, int, int], how: tuple[str, st
 
 
 def test_library_calls_count_for_a_callers_thread() -> None:
-    ways = {w.id: w.us for w in ways_cuda.found()}
+    ways = {w.id: w.us for w in formats_cuda.found()}
 
     def us(name: str, n: int) -> float:
         return ways[f"cublaslt.{name}"](n, n, n, "f32")
@@ -167,10 +167,10 @@ def test_library_calls_count_for_a_callers_thread() -> None:
     assert (
         us("f16x3", 2048) < us("bf16x6", 2048) < us("f32", 2048)
     )  # there the GPU is what is waited for
-    assert us("tf32", 64) > ways_cuda.LIBRARY_US
+    assert us("tf32", 64) > formats_cuda.LIBRARY_US
     wide, narrow = (
         Key("matmul", (spec, spec), ("a", "b"), (), "cuda", "inference", "adaptive")
         for spec in (TensorSpec(dtype, (64, 64), (64, 1)) for dtype in ("f64", "f32"))
     )
-    assert ranking.eager_us(wide, 2e9) == ranking.eager_us(narrow, 2e9) == 48.0
-    assert ranking.eager_us(wide, 1e6) < us("f32", 64) < ranking.eager_us(narrow, 1e6)
+    assert product_sites.eager_us(wide, 2e9) == product_sites.eager_us(narrow, 2e9) == 48.0
+    assert product_sites.eager_us(wide, 1e6) < us("f32", 64) < product_sites.eager_us(narrow, 1e6)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import adapting, ranking
 from ..autotune import tune
 from ..core import dtypes, tolerance
 from ..core.candidate import EAGER
@@ -25,6 +24,8 @@ from ..core.precision_policy import precision
 from ..measure import timer
 from ..memory import pool
 from ..memory import transfer as memory_transfer
+from ..mixed_precision import adaptive as mixed_precision_adaptive
+from ..mixed_precision import candidate_order
 from ..ops.matmul import matmul
 from ..placement import placement
 from ..system import heap_trim
@@ -242,12 +243,12 @@ def adaptive(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[str,
     for rtol in BUDGETS if n < LARGEST else FEW_BUDGETS:
         with precision("adaptive", rtol=rtol):
             c = matmul(o.a, o.b)
-            candidate = op.candidates[adapting.LAST[-1]]
+            candidate = op.candidates[mixed_precision_adaptive.LAST[-1]]
             waited = timer.wall_samples(
                 {name: lambda: torch.matmul(o.a, o.b), "ours": lambda: matmul(o.a, o.b)},
                 device, 0.15, rounds=40,
             )  # fmt: skip
-        chosen = dict(ranking.order(op, key, device, rtol))
+        chosen = dict(candidate_order.order(op, key, device, rtol))
         config = chosen.get(candidate) or candidate.configs(key)[0]
         launch = candidate.bind(key, config, device)
         calls: dict[str, list[timer.Call]] = {
@@ -274,9 +275,11 @@ def adaptive(n: int, dtype: torch.dtype, device: torch.device) -> list[dict[str,
     return rows
 
 
-def _watched(op: Op, key: Key, o: Operands, rtol: float) -> adapting.Adaptive | None:
+def _watched(
+    op: Op, key: Key, o: Operands, rtol: float
+) -> mixed_precision_adaptive.Adaptive | None:
     """What serves such calls where the device itself looks at the data, so that it can be timed with the product."""
-    made = adapting.Adaptive(op, key, o.a.device, rtol)
+    made = mixed_precision_adaptive.Adaptive(op, key, o.a.device, rtol)
     made(o.a, o.b)
     return made if made.held is not None and made.held.watch is not None else None
 

@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import accuracy
-from .accuracy import Known
-from .core.candidate import EAGER, Candidate, Config, Launcher, Outputs
-from .core.candidate_errors import BIND_ERRORS
-from .core.key import Key
-from .core.numeric_mode import PrecisionWarning
-from .core.op import DATA_CHOOSERS, DataChooser, Op
-from .core.precision_policy import ON_LEAVE
-from .judging import Place, places, plain, watchable
-from .kernels.mixed_precision import data_statistics
-from .kernels.mixed_precision.data_statistics import Statistics
-from .native import call_extension
-from .plans import open_stores
-from .ranking import GUARD_US, REST, UNLIKELY, form_of, order, unguarded, wide
+from ..core.candidate import EAGER, Candidate, Config, Launcher, Outputs
+from ..core.candidate_errors import BIND_ERRORS
+from ..core.key import Key
+from ..core.numeric_mode import PrecisionWarning
+from ..core.op import DATA_CHOOSERS, DataChooser, Op
+from ..core.precision_policy import ON_LEAVE
+from ..kernels.mixed_precision import data_statistics
+from ..kernels.mixed_precision.data_statistics import Statistics
+from ..native import call_extension
+from ..plans import open_stores
+from . import error_statistics
+from .candidate_order import GUARD_US, REST, UNLIKELY, form_of, order, unguarded, wide
+from .error_statistics import Known
+from .product_sites import Place, places, plain, watchable
 
 LOG = logging.getLogger("tensorlogic")
 # how much worse rows that were not looked at may be than those that were
@@ -210,7 +210,7 @@ class Adaptive:
     @torch.no_grad()
     def _look(self, dynamic: Sequence[Any], outs: Outputs) -> Statistics:
         begin = time.perf_counter()
-        found = accuracy.statistics(self._parts(dynamic), outs)
+        found = error_statistics.statistics(self._parts(dynamic), outs)
         if self.device.type == "cpu":  # elsewhere it waits for the product, too
             taken, usual = (time.perf_counter() - begin) * 1e6, GUARD_US["cpu"]
             # one interruption teaches little
@@ -250,15 +250,15 @@ class Adaptive:
         products, held.places = plain(self._parts(dynamic), outs), places(self.op, self.key, outs)
         if products is None or len(held.places) != len(products):
             return None
-        from .kernels.mixed_precision.guard_recompute import Seen, Watch, works
-        from .ops.common import watched  # needs Triton, as looking does
+        from ..kernels.mixed_precision.guard_recompute import Seen, Watch, works
+        from . import guarded_cuda  # needs Triton, as looking does
 
         if not works(self.device):
             return None
         seen = [Seen.of(*product) for product in products]
         watch = Watch(held.statistics, held.room, seen, self.device, self.rtol, held.drift)
         way = (held.candidate.id, held.config)
-        held.quick = watched.launcher(
+        held.quick = guarded_cuda.launcher(
             self.op, self.key, self.device, way, products, held.places, outs, watch
         )
         return watch
@@ -270,9 +270,9 @@ class Adaptive:
         products, found = plain(self._parts(dynamic), outs), places(self.op, self.key, outs)
         if products is None or len(found) != len(products):
             return None
-        from .ops.common import watched_cpu
+        from . import guarded_cpu
 
-        return watched_cpu.launcher(held.candidate.id, dynamic, products, found, outs, held.limits)
+        return guarded_cpu.launcher(held.candidate.id, dynamic, products, found, outs, held.limits)
 
     def _warn(self, held: Held) -> None:
         times = held.error / self.rtol
@@ -300,20 +300,20 @@ class Adaptive:
             return None
         with torch.no_grad():
             parts = self._parts(dynamic)
-            now = accuracy.statistics(parts, outs)
+            now = error_statistics.statistics(parts, outs)
             if not now.usable and candidate.id != EAGER:
                 return None
-            drift = accuracy.drift(outs)
+            drift = error_statistics.drift(outs)
             found = self._remembered(candidate, now) if drift == data_statistics.DRIFT else None
             if found is not None:
                 error = found.error * max(1.0, now.cancels / max(found.statistics.cancels, 1e-30))
                 now = replace(now, cancels=min(now.cancels, found.statistics.cancels))
             else:
-                error, cancels = accuracy.error(parts, outs)
+                error, cancels = error_statistics.error(parts, outs)
                 # what float64, which it was measured against, may be off; and no luck with the
                 # digits
                 if now.usable:
-                    ordinary = accuracy.likely(form_of(candidate), parts, outs, cancels)
+                    ordinary = error_statistics.likely(form_of(candidate), parts, outs, cancels)
                     error = max(error, 2.0**-53 * max(1.0, cancels), ordinary)
                     now = replace(now, cancels=min(now.cancels, scatter(outs) * cancels))
                 remember(self.key, self.device, Known(candidate.id, candidate.source, error, now))

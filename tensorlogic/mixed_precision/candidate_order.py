@@ -6,20 +6,18 @@ import math
 
 import torch
 
-from .accuracy import UNITS
-from .core.candidate import EAGER, Candidate, Config
-from .core.key import Key
-from .core.op import Op
-from .judging import watchable
-from .plans import open_stores
-from .plans.plan import Plan
+from ..core.candidate import EAGER, Candidate, Config
+from ..core.key import Key
+from ..core.op import Op
+from ..plans import open_stores
+from ..plans.plan import Plan
+from .error_statistics import UNITS
+from .product_sites import eager_us, watchable
 
 # what looking at a call's data takes: learned as it is done
 GUARD_US = {"cpu": 100.0, "cuda": 120.0}
 # what looking takes where the device itself judges, and nobody waits
 WATCH_US = 10.0
-EAGER_RATE = {"cpu": 5e4, "cuda": 5e7}  # operations a microsecond in float64, until some were timed
-EAGER_HOST_US = {False: 14.0, True: 40.0}  # of a caller's thread, by whether operands are widened
 # budgets that float64 keeps for any float32 data but exact opposites
 RESOLVED = 1e-5
 # times the cancellation that was measured, for which float64 is not looked at in every call
@@ -96,12 +94,3 @@ def _expected(
     share = 1.0 if candidate.id == EAGER else candidate.guess(key)
     us = share * eager_us(key, op.flops(key))
     return us, us, candidate.configs(key)[0]
-
-
-def eager_us(key: Key, flops: float) -> float:
-    """What so many operations are expected to take in float64: on a GPU at least what a caller's thread does."""
-    us = 8 + flops / EAGER_RATE.get(key.device, EAGER_RATE["cpu"])
-    if key.device != "cuda":
-        return us
-    narrow = any(t is not None and t.dtype not in ("f64", "c128") for t in key.tensors)
-    return max(us, EAGER_HOST_US[narrow])

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.dtypes import NAMES
-from ...kernels import register
-from ...kernels.gemm import cublaslt as gemm_cublaslt
-from ...kernels.gemm.spec import GemmSpec, Operand
-from ...kernels.mixed_precision import split_planes
-from ...kernels.triton_runtime import launch_plan
-from ...system.compile_pool import CompileFailure
-from . import ways
+from ..core.dtypes import NAMES
+from ..kernels import register
+from ..kernels.gemm import cublaslt as gemm_cublaslt
+from ..kernels.gemm.spec import GemmSpec, Operand
+from ..kernels.mixed_precision import split_planes
+from ..kernels.triton_runtime import launch_plan
+from ..system.compile_pool import CompileFailure
+from . import number_formats
 
 MOST = 1024  # ways in which operands lie that are known at once
 ALIGN = 16  # bytes, of fresh memory
@@ -158,7 +158,7 @@ class Prepared:
 
 
 def _in_f64(a: Tensor, b: Tensor) -> Tensor:
-    return ways.in_f64(a, b).to(torch.float32)
+    return number_formats.in_f64(a, b).to(torch.float32)
 
 
 def allocator(device: torch.device) -> Callable[[tuple[int, int], torch.dtype], Tensor]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core import tolerance
-from .core.argument_checks import broadcast
-from .kernels.mixed_precision.data_statistics import (
+from ..core import tolerance
+from ..core.argument_checks import broadcast
+from ..kernels.mixed_precision.data_statistics import (
     DRIFT,
     FAINT,
     FLOOR,
@@ -21,7 +21,7 @@ from .kernels.mixed_precision.data_statistics import (
     Statistics,
     step,
 )
-from .native import cpu_library
+from ..native import cpu_library
 
 # whose error is measured: rows of the left operand, columns of the right one
 ROWS = 32
@@ -150,7 +150,7 @@ def statistics(parts: Iterable[Part | None], outs: Iterable[Tensor | None]) -> S
 
 def looked(part: Part, out: Tensor) -> list[float]:
     """The same on a GPU, in one launch and one wait; infinite where a kernel has met a value that did not fit."""
-    from .kernels.mixed_precision import split_planes  # needs Triton
+    from ..kernels.mixed_precision import split_planes  # needs Triton
 
     if out.is_complex() or part.left.is_complex() or part.right.is_complex():
         found = sketched(part, out)

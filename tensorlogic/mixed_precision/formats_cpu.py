@@ -10,14 +10,13 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ... import accuracy
-from ...core.key import Key
-from ...kernels.cpu import cost_model
-from ...kernels.cpu import register as cpu_register
-from ...kernels.mixed_precision.data_statistics import CREST
-from ...native import cpu_library
-from . import ways
-from .ways import Way, single, wide
+from ..core.key import Key
+from ..kernels.cpu import cost_model
+from ..kernels.cpu import register as cpu_register
+from ..kernels.mixed_precision.data_statistics import CREST
+from ..native import cpu_library
+from . import error_statistics, number_formats
+from .number_formats import Way, single, wide
 
 BLOCK = 512  # rows and columns narrowed at a time
 STEPS = 127  # of an int8 slice, to either side
@@ -60,7 +59,7 @@ def ieee() -> bool:
     return torch.get_float32_matmul_precision() == "highest" and chosen in ("none", "ieee")
 
 
-def narrowed(product: ways.Product, a: Tensor, b: Tensor) -> Tensor:
+def narrowed(product: number_formats.Product, a: Tensor, b: Tensor) -> Tensor:
     """A float32 product of float64 operands, of which only a block at a time exists in float32."""
     m, n = a.shape[-2], b.shape[-1]
     if a.dim() != 2 or b.dim() != 2 or max(m, n) <= BLOCK:
@@ -81,7 +80,11 @@ def native_f32(a: Tensor, b: Tensor) -> Tensor:
 def torch_f32(a: Tensor, b: Tensor) -> Tensor:
     """PyTorch's float32 product; under switches that lower it, our own, or float64."""
     if not ieee():
-        return kept(native_f32, a, b) if cpu_library.available() is None else ways.in_f64(a, b)
+        return (
+            kept(native_f32, a, b)
+            if cpu_library.available() is None
+            else number_formats.in_f64(a, b)
+        )
     if torch.float64 in (a.dtype, b.dtype):
         return _kept(narrowed(torch.matmul, a, b), a, b)
     return torch.matmul(single(a), single(b))
@@ -89,7 +92,9 @@ def torch_f32(a: Tensor, b: Tensor) -> Tensor:
 
 def _kept(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """c, or the product in float64 where rows or columns beyond float32's range have spoilt c, or vanished in it."""
-    return c if ways.finite(c) and not _vanishing(a, b, c) else ways.in_f64(a, b)
+    return (
+        c if number_formats.finite(c) and not _vanishing(a, b, c) else number_formats.in_f64(a, b)
+    )
 
 
 def _vanishing(a: Tensor, b: Tensor, c: Tensor) -> bool:
@@ -97,7 +102,7 @@ def _vanishing(a: Tensor, b: Tensor, c: Tensor) -> bool:
     if torch.float64 not in (a.dtype, b.dtype) or not c.numel() or not a.numel():
         return False
     if min(a.dim(), b.dim()) > 1 and max(a.dim(), b.dim()) == 2:
-        now = accuracy.statistics([accuracy.Part(a, b)], [c])
+        now = error_statistics.statistics([error_statistics.Part(a, b)], [c])
         return not now.usable or now.low < LOWEST
     peaks = [t.abs().amax(dim) for t, dim in ((a, -1), (b, -2 if b.dim() > 1 else -1))]
     return any(bool(((p > 0) & (p < 2.0**LOWEST)).any()) for p in peaks)
@@ -133,30 +138,30 @@ def native_i16(a: Tensor, b: Tensor) -> Tensor:
     return in_parts(0, a, b)
 
 
-def kept(product: ways.Product, a: Tensor, b: Tensor) -> Tensor:
+def kept(product: number_formats.Product, a: Tensor, b: Tensor) -> Tensor:
     """The product, float64 operands that float32 does not hold in float64."""
     c = product(a, b)
     return _kept(c, a, b) if torch.float64 in (a.dtype, b.dtype) else c
 
 
-def _f16(product: ways.Product, a: Tensor, b: Tensor) -> Tensor:
+def _f16(product: number_formats.Product, a: Tensor, b: Tensor) -> Tensor:
     """Rows of a and columns of b scaled by powers of two so that neither they nor their product leave float16's range."""
     top = 2.0 ** ((15 - int(math.log2(max(a.shape[-1], 1))) - 1) // 2)
     scales: list[Tensor] = []
     halves: list[Tensor] = []
     for t, dim in ((a, -1), (b, -2)):
         if t.dtype != torch.float16 and t.numel():
-            scale = ways.row_scale(t, dim, top)
+            scale = number_formats.row_scale(t, dim, top)
             if not _moderate(scale):
-                return ways.in_f64(a, b)
+                return number_formats.in_f64(a, b)
             scales.append(scale)
             t = (wide(t) * scale if t.dtype == torch.float64 else t * scale.to(torch.float32)).to(
                 torch.float16
             )
         halves.append(t.to(torch.float16))
     c = product(halves[0], halves[1])
-    if not ways.finite(c):
-        return ways.in_f64(a, b)
+    if not number_formats.finite(c):
+        return number_formats.in_f64(a, b)
     for scale in scales:
         c = (
             wide(c) / scale
@@ -216,11 +221,11 @@ def int8(count: int, a: Tensor, b: Tensor) -> Tensor:
     if a.dtype != torch.float64 and b.dtype != torch.float64:
         a, b = single(a), single(b)
     if not (_even(a, -1, count) and _even(b, -2, count)):
-        return ways.in_f64(a, b)
+        return number_formats.in_f64(a, b)
     left, scale_a = slices(a, -1, count)
     right, scale_b = slices(b, -2, count)
     if not (_moderate(scale_a) and _moderate(scale_b)):
-        return ways.in_f64(a, b)
+        return number_formats.in_f64(a, b)
     depth = a.shape[-1]
     beside, below = torch.cat(left, -1), torch.cat(right[::-1], -2)
     c: Tensor | None = None

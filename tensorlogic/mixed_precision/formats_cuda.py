@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.key import Key, TensorSpec
-from ...kernels.gemm.cublaslt import lt_available
-from ...kernels.mixed_precision import (
+from ..core.key import Key, TensorSpec
+from ..kernels.gemm.cublaslt import lt_available
+from ..kernels.mixed_precision import (
     f64_gemm,
     f64_gemm_kernel,
     line_max,
@@ -20,9 +20,9 @@ from ...kernels.mixed_precision import (
     scaled_f16,
     split_planes,
 )
-from . import ways_series
-from .ways import Way, in_f64, single
-from .ways_series import Planes, Prepared, Run, Step
+from . import cublaslt_sequence
+from .cublaslt_sequence import Planes, Prepared, Run, Step
+from .number_formats import Way, in_f64, single
 
 #: Which planes of left meet which of right, the smallest products first.
 PLANES = {1: ((0,), (0,)), 3: ((1, 0, 0), (0, 1, 0)), 6: ((2, 0, 1, 1, 0, 0), (0, 2, 1, 0, 1, 0))}
@@ -53,11 +53,11 @@ def _planes(dtype: torch.dtype, count: int, in_runs: bool) -> Any:
     """float16's lower planes are kept 2 ** 11 times larger, where its range has room for them."""
     lift = 11 if in_runs and dtype == torch.float16 else 0
     steps = partial(_in_runs, count, RUNS[dtype], lift) if in_runs else partial(_all, count)
-    return Prepared(partial(ways_series.planes, Planes(dtype, *PLANES[count], lift), steps))
+    return Prepared(partial(cublaslt_sequence.planes, Planes(dtype, *PLANES[count], lift), steps))
 
 
-_DIRECT = {name: Prepared(partial(ways_series.direct, name)) for name in ("ieee", "tf32")}
-_WIDENED = Prepared(ways_series.widened)
+_DIRECT = {name: Prepared(partial(cublaslt_sequence.direct, name)) for name in ("ieee", "tf32")}
+_WIDENED = Prepared(cublaslt_sequence.widened)
 
 
 def lt(a: Tensor, b: Tensor, precision: str = "ieee", rank: int = 0) -> Tensor:
@@ -204,7 +204,7 @@ def found() -> list[Way]:
     def way(name: str, form: str, product: Any, us: Any, **more: Any) -> Way:
         return Way(
             name, form, partial(product, 0), us, _cuda, matrices=True,
-            ranked=product, ranks=RANKS, sources=(split_planes, scaled_f16, line_max, ways_series), **more,
+            ranked=product, ranks=RANKS, sources=(split_planes, scaled_f16, line_max, cublaslt_sequence), **more,
         )  # fmt: skip
 
     bf16, f16, single = torch.bfloat16, torch.float16, torch.float32
@@ -223,7 +223,7 @@ def found() -> list[Way]:
             _cuda,
             serves=_widening,
             matrices=True,
-            sources=(split_planes, ways_series),
+            sources=(split_planes, cublaslt_sequence),
         ),
         Way(
             "triton.f64_widened",

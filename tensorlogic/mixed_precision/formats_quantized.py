@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...core.key import Key
-from ...kernels.gemm.cublaslt import lt_available
-from ...kernels.mixed_precision import line_max, quantized_gemm, split_planes
-from .ways import Way
+from ..core.key import Key
+from ..kernels.gemm.cublaslt import lt_available
+from ..kernels.mixed_precision import line_max, quantized_gemm, split_planes
+from .number_formats import Way
 
 # elements of a sum of int8 products that surely fit into 32 bits
 DEEPEST = 1 << 16

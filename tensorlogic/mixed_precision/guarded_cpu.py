@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.candidate import Outputs
-from ...judging import Place
-from ...native import cpu_library
-from . import ways_cpu
+from ..core.candidate import Outputs
+from ..native import cpu_library
+from . import formats_cpu
+from .product_sites import Place
 
 RESULTS = (torch.float32, torch.float64)  # of others elements may leave the range, or lose digits
 # a native operator, which two arguments it takes, and what else
@@ -48,7 +48,7 @@ def launcher(
 ) -> Fused | None:  # fmt: skip
     """What serves calls that look like the one of these arguments, products and outputs; None where one product of matrices by our own
     kernels is not all there is to do."""
-    parts = ways_cpu.parts_of(id)
+    parts = formats_cpu.parts_of(id)
     if parts is None or cpu_library.available() or len(products) != 1 or len(outs) != 1:
         return None
     (left, right, out), (place,) = products[0], places

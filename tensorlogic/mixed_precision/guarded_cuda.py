@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.candidate import Config, Launcher, Outputs
-from ...core.dtypes import NAMES
-from ...core.key import Key
-from ...core.op import Op
-from ...judging import Place, alone, places, plain
-from ...kernels import register
-from ...kernels.mixed_precision import split_planes
-from ...kernels.mixed_precision.guard_recompute import Watch
-from ...kernels.triton_runtime import launch_plan
-from . import precise
-from .ways_series import flag
+from ..core.candidate import Config, Launcher, Outputs
+from ..core.dtypes import NAMES
+from ..core.key import Key
+from ..core.op import Op
+from ..kernels import register
+from ..kernels.mixed_precision import split_planes
+from ..kernels.mixed_precision.guard_recompute import Watch
+from ..kernels.triton_runtime import launch_plan
+from . import number_formats
+from .cublaslt_sequence import flag
+from .product_sites import Place, alone, places, plain
 
 
 def launcher(
@@ -28,7 +28,7 @@ def launcher(
 ) -> Launcher | None:  # fmt: skip
     """What serves calls that look like the one of these products, places and outputs, replayed in C where that can be; None
     where more is to be done than to allocate and start kernels."""
-    found, rank = precise.WAYS.get(way[0]), int(way[1].get("rank", 0))
+    found, rank = number_formats.WAYS.get(way[0]), int(way[1].get("rank", 0))
     if found is None or found.run is None or sum(out is not None for out in outs) != len(places):
         return None
     if any(out is not None and out.dim() != 2 for out in outs):

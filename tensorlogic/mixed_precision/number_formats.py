@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...accuracy import UNITS
-from ...core.key import Key
+from ..core.key import Key
+from .error_statistics import UNITS
 
 Product = Callable[[Tensor, Tensor], Tensor]  # a [..., M, K], b [..., K, N] -> [..., M, N], wide
 
@@ -117,3 +117,6 @@ def finite(c: Tensor) -> bool:
     """Whether a product has neither NaN nor infinities (or a sum beyond float32, which is rare and harmless)."""
     half = c.dtype in (torch.float16, torch.bfloat16)
     return math.isfinite(float(c.sum(dtype=torch.float32) if half else c.sum()))
+
+
+WAYS: dict[str, Way] = {}  # by the id of their candidates

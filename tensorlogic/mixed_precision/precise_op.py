@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import adapting  # noqa: F401  it chooses among the candidates of these ops
-from ...core.candidate import EAGER, Candidate, Config, Launcher, Outputs
-from ...core.key import Key
-from ...core.op import Op, key_flags
-from ...ranking import eager_us
-from . import ways, ways_cpu
-from .ways import Way
+from ..core.candidate import EAGER, Candidate, Config, Launcher, Outputs
+from ..core.key import Key
+from ..core.op import Op, key_flags
+from . import (
+    adaptive,  # noqa: F401  it chooses among the candidates of these ops
+    formats_cpu,
+    number_formats,
+)
+from .number_formats import WAYS, Way
+from .product_sites import eager_us
 
 # (product, *op's arguments) -> outputs in the result's dtype
 Composed = Callable[..., Outputs]
-WAYS: dict[str, Way] = {}  # by the id of their candidates
 _FAMILY: list[tuple[Op, Any, Any, tuple[Any, ...]]] = []
 Sizes = Callable[[Key], list[tuple[int, int, int]]]  # M, N, K of every product of a key
 
@@ -30,7 +32,7 @@ def precise(
     op: Op, composed: Composed, sizes: Sizes, measure: Callable[..., Any], module: str
 ) -> Op:
     """Give `op` its counterpart under precision policies, whose torch.eager is the reference in float64."""
-    sources = (sys.modules[module], sys.modules[__name__], ways)
+    sources = (sys.modules[module], sys.modules[__name__], number_formats)
     made = Op(
         reference=op.reference,
         flops=op.flops,
@@ -46,8 +48,8 @@ def precise(
     )
     op.precise = made
     made.add(Candidate(EAGER, bind=_in_f64(op, made, composed), sources=sources, trusted=True))
-    for way in ways_cpu.found():
-        add(made, way, composed, sizes, (*sources, ways_cpu))
+    for way in formats_cpu.found():
+        add(made, way, composed, sizes, (*sources, formats_cpu))
     _FAMILY.append((made, composed, sizes, sources))
     return made
 
@@ -71,7 +73,7 @@ def add(op: Op, way: Way, composed: Composed, sizes: Sizes, sources: tuple[Any, 
             available=way.available,
             sources=(*sources, *way.sources),
             guess=partial(_guess, way, sizes),
-            coarse=partial(ways.coarse, way.form),
+            coarse=partial(number_formats.coarse, way.form),
             background=True,
             trusted=True,
         )
@@ -88,7 +90,7 @@ def _in_f64(
         wide = full and all(t is None or t.dtype == "f64" for t in key.tensors)
         direct = op.direct(key) if wide else None
         if direct is None:
-            return made.closer(partial(composed, ways.in_f64), *key_flags(key))
+            return made.closer(partial(composed, number_formats.in_f64), *key_flags(key))
         return lambda *dynamic: (direct(*dynamic),)
 
     return bind
@@ -103,10 +105,10 @@ def _ranked(
             product = way.unwatched
         if way.ranked is not None:
             product = partial(way.ranked, int(config["rank"]))
-        launch = op.closer(partial(composed, ways.by_parts(product)), *key_flags(key))
+        launch = op.closer(partial(composed, number_formats.by_parts(product)), *key_flags(key))
         if way.run is None or key.device != "cuda":
             return launch
-        from .watched import Quick  # needs Triton, as the ways of GPUs do
+        from .guarded_cuda import Quick  # needs Triton, as the ways of GPUs do
 
         return Quick(op, key, config, device, way.id, launch)
 
@@ -118,7 +120,7 @@ def _configs(way: Way, key: Key) -> list[Config]:
 
 
 def _supports(way: Way, key: Key) -> str | None:
-    if way.form not in ways.SERVING.get(key.precision, ()):
+    if way.form not in number_formats.SERVING.get(key.precision, ()):
         return f"it computes in {way.form}, the policy asks for {key.precision}"
     if way.guarded and key.precision != "adaptive":
         return "it could overflow, and nobody would see"
@@ -144,7 +146,7 @@ def _guess(way: Way, sizes: Sizes, key: Key) -> float:
 def f64_us(key: Key, m: int, n: int, k: int) -> float:
     """What the product takes in float64, conversions included."""
     if key.device == "cpu":
-        return ways_cpu._rate(25e3, 2, 8)(m, n, k, "f64")
+        return formats_cpu._rate(25e3, 2, 8)(m, n, k, "f64")
     return eager_us(key, 2 * m * n * k)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .accuracy import Part
-from .core.candidate import Outputs
-from .core.dtypes import DTYPES
-from .core.key import Key
-from .core.op import Op
+from ..core.candidate import Outputs
+from ..core.dtypes import DTYPES
+from ..core.key import Key
+from ..core.op import Op
+from .error_statistics import Part
 
 WATCHED_ROWS = 1 << 16  # rows and columns together that it judges
 
@@ -92,3 +92,18 @@ def alone(key: Key) -> bool:
         and dict(key.flags).get("activation", "none") == "none"
         and all(len(t.shape) >= 2 and t.dtype[0] != "c" for t in tensors)
     )
+
+
+EAGER_RATE = {"cpu": 5e4, "cuda": 5e7}  # operations a microsecond in float64, until some were timed
+
+
+EAGER_HOST_US = {False: 14.0, True: 40.0}  # of a caller's thread, by whether operands are widened
+
+
+def eager_us(key: Key, flops: float) -> float:
+    """What so many operations are expected to take in float64: on a GPU at least what a caller's thread does."""
+    us = 8 + flops / EAGER_RATE.get(key.device, EAGER_RATE["cpu"])
+    if key.device != "cuda":
+        return us
+    narrow = any(t is not None and t.dtype not in ("f64", "c128") for t in key.tensors)
+    return max(us, EAGER_HOST_US[narrow])

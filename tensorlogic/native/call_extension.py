@@ -2,7 +2,7 @@
 
 What it has: `Native`, an operator of the native library past PyTorch's dispatcher where that would do nothing; `Launcher`, one
 with its last arguments fixed; `Front`, the warm way of a public function in one call of C; `Start`, a GPU kernel, and `Plan`, a launcher
-of several (tensorlogic/kernels/triton_runtime/launch_plan.py); `Guarded`, a product and its guard (tensorlogic/adapting.py); `Way`, a call that replays a CUDA graph (tensorlogic/cuda_graphs/fast_replay.py).
+of several (tensorlogic/kernels/triton_runtime/launch_plan.py); `Guarded`, a product and its guard (tensorlogic/mixed_precision/adaptive.py); `Way`, a call that replays a CUDA graph (tensorlogic/cuda_graphs/fast_replay.py).
 """
 
 from __future__ import annotations

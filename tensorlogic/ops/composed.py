@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.register import rows
+from ..mixed_precision import number_formats
 from .attention_scores import ATTENTION_SCORES, masked
-from .common import ways
 from .dropout_linear import DROPOUT_LINEAR, dropped
 from .gelu_linear import GELU_LINEAR
 from .layer_norm_linear import LAYER_NORM_LINEAR
@@ -19,7 +19,7 @@ from .matmul import matmul
 
 def _as_the_result(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x in the dtype of the result: what is done to it before the product is not rounded to a narrower one."""
-    return x.to(ways.result_dtype(x, weight, bias))
+    return x.to(number_formats.result_dtype(x, weight, bias))
 
 
 def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:

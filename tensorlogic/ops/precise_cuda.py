@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .common import precise, ways_bytes, ways_cuda
+from ..mixed_precision import formats_cuda, formats_quantized, precise_op
 
-precise.extend(ways_cuda.found(), ways_cuda.__name__)
-precise.extend(ways_bytes.found(), ways_bytes.__name__)
+precise_op.extend(formats_cuda.found(), formats_cuda.__name__)
+precise_op.extend(formats_quantized.found(), formats_quantized.__name__)

@@ -6,13 +6,12 @@ from math import prod
 
 from torch import Tensor
 
-from ... import accuracy
 from ...core.activations import SMOOTH, activate, gradient
 from ...core.candidate import Outputs
 from ...core.key import Key
 from ...kernels.register import rows
-from ..common import precise, ways
-from ..common.ways import Product
+from ...mixed_precision import error_statistics, number_formats, precise_op
+from ...mixed_precision.number_formats import Product
 from . import LINEAR, LINEAR_BACKWARD
 
 
@@ -26,16 +25,16 @@ def composed(
     save: bool,
 ) -> Outputs:
     """activation(x · weightᵀ + bias + residual), everything after the product in at least float32, rounded once."""
-    dtype = ways.result_dtype(x, weight, bias, residual)
+    dtype = number_formats.result_dtype(x, weight, bias, residual)
     z = product(rows(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
     if bias is None and residual is None and activation == "none":
         return (z.to(dtype),)
-    z = z.to(precise.widest(dtype))
+    z = z.to(precise_op.widest(dtype))
     z = z if bias is None else z + bias
     z = z if residual is None else z + residual
     y = activate(z, activation)
     outs = (y, z) if save and activation in SMOOTH else (y,)
-    return precise.as_result(dtype, *outs)
+    return precise_op.as_result(dtype, *outs)
 
 
 def composed_backward(
@@ -48,14 +47,14 @@ def composed_backward(
     needs: str,
 ) -> Outputs:
     """dx = dz · weight, dweight = dzᵀ · x, dbias and dresidual from dz; conjugates where complex."""
-    dtype = precise.widest(dy.dtype)
+    dtype = precise_op.widest(dy.dtype)
     dz = dy if activation == "none" else gradient(dy.to(dtype), _to(kept, dtype), activation)
     flat = rows(dz)
     dx = dw = None
     if needs[0] == "1":
-        dx = precise.as_operand(product(flat, weight.conj().resolve_conj()), x)
+        dx = precise_op.as_operand(product(flat, weight.conj().resolve_conj()), x)
     if needs[1] == "1":
-        dw = precise.as_operand(product(flat.t(), rows(x).conj().resolve_conj()), weight)
+        dw = precise_op.as_operand(product(flat.t(), rows(x).conj().resolve_conj()), weight)
     db = flat.to(dtype).sum(0).to(dy.dtype) if needs[2] == "1" else None
     dr = None
     if needs[3] == "1":
@@ -86,28 +85,28 @@ def parts(
     residual: Tensor | None,
     activation: str,
     save: bool,
-) -> list[accuracy.Part]:
+) -> list[error_statistics.Part]:
     """The product behind a call, with what is added to it."""
     added = None if residual is None else rows(residual)
-    return [accuracy.Part(rows(x), weight.t(), bias, added, activation)]
+    return [error_statistics.Part(rows(x), weight.t(), bias, added, activation)]
 
 
 def parts_backward(
     dy: Tensor, x: Tensor, weight: Tensor, kept: Tensor | None, activation: str, needs: str
-) -> list[accuracy.Part | None]:
+) -> list[error_statistics.Part | None]:
     """The products behind a backward call."""
-    dtype = precise.widest(dy.dtype)
+    dtype = precise_op.widest(dy.dtype)
     dz = dy if activation == "none" else gradient(dy.to(dtype), _to(kept, dtype), activation)
     flat = rows(dz)
-    found: list[accuracy.Part | None] = [None] * 4
+    found: list[error_statistics.Part | None] = [None] * 4
     if needs[0] == "1":
-        found[0] = accuracy.Part(flat, weight.conj())
+        found[0] = error_statistics.Part(flat, weight.conj())
     if needs[1] == "1":
-        found[1] = accuracy.Part(flat.t(), rows(x).conj())
+        found[1] = error_statistics.Part(flat.t(), rows(x).conj())
     return found
 
 
-PRECISE = precise.precise(LINEAR, composed, _sizes, parts, __name__)
-PRECISE_BACKWARD = precise.precise(
+PRECISE = precise_op.precise(LINEAR, composed, _sizes, parts, __name__)
+PRECISE_BACKWARD = precise_op.precise(
     LINEAR_BACKWARD, composed_backward, _sizes_backward, parts_backward, __name__
 )

@@ -7,13 +7,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ... import accuracy
 from ...core.activations import SMOOTH, activate, gradient
 from ...core.candidate import Outputs
 from ...core.key import Key
 from ...kernels.register import rows
-from ..common import precise, ways
-from ..common.ways import Product
+from ...mixed_precision import error_statistics, number_formats, precise_op
+from ...mixed_precision.number_formats import Product
 from . import MATMUL, MATMUL_BACKWARD
 
 
@@ -31,16 +30,16 @@ def composed(product: Product, a: Tensor, b: Tensor, activation: str, save: bool
         z = product(left, right)
     z = z if b.dim() > 1 else z.squeeze(-1)
     z = z if a.dim() > 1 else z.squeeze(-2 if b.dim() > 1 else -1)
-    dtype = ways.result_dtype(a, b)
+    dtype = number_formats.result_dtype(a, b)
     if activation == "none":
         return (z.to(dtype),)
-    z = z.to(precise.widest(dtype))
+    z = z.to(precise_op.widest(dtype))
     outs = (
         (activate(z, activation), z)
         if save and activation in SMOOTH
         else (activate(z, activation),)
     )
-    return precise.as_result(dtype, *outs)  # fmt: skip
+    return precise_op.as_result(dtype, *outs)  # fmt: skip
 
 
 def composed_backward(
@@ -55,21 +54,21 @@ def composed_backward(
     """da = dz · bᴴ and db = aᴴ · dz, summed over broadcast batch dimensions."""
     dz = dy
     if activation != "none" and kept is not None:
-        dtype = precise.widest(dy.dtype)
+        dtype = precise_op.widest(dy.dtype)
         dz = gradient(dy.to(dtype), kept.to(dtype), activation)
     left, right = _matrices(a, b)
     dz = dz.unsqueeze(-1) if b.dim() == 1 else dz
     dz = dz.unsqueeze(-2) if a.dim() == 1 else dz
     da = db = None
     if needs[0] == "1" and right.dim() == 2:
-        da = precise.as_operand(product(rows(dz), right.mH), a)
+        da = precise_op.as_operand(product(rows(dz), right.mH), a)
     elif needs[0] == "1":
-        da = precise.as_operand(product(dz, right.mH).sum_to_size(left.shape), a)
+        da = precise_op.as_operand(product(dz, right.mH).sum_to_size(left.shape), a)
     if needs[1] == "1" and right.dim() == 2:
         flat = rows(dz)
-        db = precise.as_operand(product(rows(left).mH, flat), b)
+        db = precise_op.as_operand(product(rows(left).mH, flat), b)
     elif needs[1] == "1":
-        db = precise.as_operand(product(left.mH, dz).sum_to_size(right.shape), b)
+        db = precise_op.as_operand(product(left.mH, dz).sum_to_size(right.shape), b)
     return (da, db)
 
 
@@ -87,34 +86,34 @@ def _sizes_backward(key: Key) -> list[tuple[int, int, int]]:
     return [(m, k, n)] * (needs[0] == "1") + [(k, n, m)] * (needs[1] == "1")
 
 
-def parts(a: Tensor, b: Tensor, activation: str, save: bool) -> list[accuracy.Part]:
+def parts(a: Tensor, b: Tensor, activation: str, save: bool) -> list[error_statistics.Part]:
     """The product behind a call."""
     left, right = _matrices(a, b)
-    return [accuracy.Part(left, right, None, None, activation)]
+    return [error_statistics.Part(left, right, None, None, activation)]
 
 
 def parts_backward(
     dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str
-) -> list[accuracy.Part | None]:
+) -> list[error_statistics.Part | None]:
     """The products behind a backward call; one whose batch is summed is not looked at."""
-    dtype = precise.widest(dy.dtype)
+    dtype = precise_op.widest(dy.dtype)
     dz = dy if kept is None else gradient(dy.to(dtype), kept.to(dtype), activation)
     left, right = _matrices(a, b)
     dz = dz.unsqueeze(-1) if b.dim() == 1 else dz
     dz = dz.unsqueeze(-2) if a.dim() == 1 else dz
-    found: list[accuracy.Part | None] = [None, None]
+    found: list[error_statistics.Part | None] = [None, None]
     if needs[0] == "1" and dz.shape[:-2] == left.shape[:-2]:
-        found[0] = accuracy.Part(dz, right.mH)
+        found[0] = error_statistics.Part(dz, right.mH)
     if needs[1] == "1" and right.dim() == 2:
         flat = rows(dz)
-        found[1] = accuracy.Part(rows(left).mH, flat)
+        found[1] = error_statistics.Part(rows(left).mH, flat)
     elif needs[1] == "1" and dz.shape[:-2] == right.shape[:-2]:
-        found[1] = accuracy.Part(left.mH, dz)
+        found[1] = error_statistics.Part(left.mH, dz)
     return found
 
 
-PRECISE = precise.precise(MATMUL, composed, _sizes, parts, __name__)
-PRECISE_BACKWARD = precise.precise(
+PRECISE = precise_op.precise(MATMUL, composed, _sizes, parts, __name__)
+PRECISE_BACKWARD = precise_op.precise(
     MATMUL_BACKWARD, composed_backward, _sizes_backward, parts_backward, __name__
 )
 __all__ = ["PRECISE", "PRECISE_BACKWARD", "torch"]

@@ -1,0 +1,1 @@
+"""precision(): the fastest number format within an error budget, checked on the caller's data."""
